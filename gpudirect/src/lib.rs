@@ -1,0 +1,1 @@
+//! Kvarts layers landing in device memory.

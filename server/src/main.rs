@@ -1,0 +1,3 @@
+//! The `kvarts` program: one binary, every subcommand.
+
+fn main() {}

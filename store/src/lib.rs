@@ -1,0 +1,8 @@
+//! The Kvarts engine: shards, log, index, recovery, and the one I/O seam.
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, clippy::print_stderr)
+)]
+
+pub mod io;
+pub mod rt;

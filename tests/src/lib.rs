@@ -1,0 +1,1 @@
+//! Simulated disk and clock, reference model, fault campaign and end-to-end tests of Kvarts.
