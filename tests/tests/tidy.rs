@@ -1,0 +1,141 @@
+//! House rules that a script can check, so that reviews need not.
+#![allow(clippy::disallowed_methods, reason = "reads files of the repository, not of a store")]
+
+use std::path::{Path, PathBuf};
+
+/// Rooms whose sources are held to the rules.
+const ROOMS: [&str; 6] = ["layout", "store", "gpudirect", "server", "fsck", "tests"];
+/// Lines of a source file, its tests included. Past it a file is several rooms.
+const FILE_LINES_MAX: usize = 1000;
+/// Lines of a function, from its `fn` to its closing brace.
+const FUNCTION_LINES_MAX: usize = 75;
+/// The only places that may hold `unsafe`: each fences one thing that Rust cannot see.
+const UNSAFE_FILES: &[&str] = &["store/src/io/mem.rs"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn sources() -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    let mut folders: Vec<PathBuf> = ROOMS.iter().map(|room| root().join(room)).collect();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let name = path.strip_prefix(root()).unwrap().display().to_string();
+                found.push((name, std::fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+    found.sort();
+    assert!(found.len() > 10, "the sources were not found");
+    found
+}
+
+/// Complaints, one a line, as one assertion: all are seen at once.
+fn expect_none(complaints: Vec<String>) {
+    assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
+}
+
+#[test]
+fn every_file_says_what_it_is_for() {
+    expect_none(
+        sources()
+            .iter()
+            .filter(|(_, text)| !text.starts_with("//! "))
+            .map(|(name, _)| format!("{name}: begins without a module comment"))
+            .collect(),
+    );
+}
+
+#[test]
+fn no_file_is_several_rooms() {
+    expect_none(
+        sources()
+            .iter()
+            .map(|(name, text)| (name, text.lines().count()))
+            .filter(|&(_, lines)| lines > FILE_LINES_MAX)
+            .map(|(name, lines)| format!("{name}: {lines} lines, at most {FILE_LINES_MAX}"))
+            .collect(),
+    );
+}
+
+#[test]
+fn no_function_is_longer_than_a_screen() {
+    let mut complaints = Vec::new();
+    for (name, text) in sources() {
+        let mut open: Option<(usize, usize, String)> = None;
+        for (number, line) in text.lines().enumerate() {
+            let indent = line.len() - line.trim_start().len();
+            let head = line.trim_start();
+            let is_function =
+                ["fn ", "pub fn ", "pub(crate) fn ", "pub(super) fn ", "async fn ", "pub async fn "]
+                    .iter()
+                    .any(|start| head.starts_with(start));
+            match &open {
+                None if is_function && !head.ends_with(';') && !head.ends_with('}') => {
+                    open = Some((number, indent, head.to_owned()));
+                }
+                Some((start, depth, signature)) if indent == *depth && head.starts_with('}') => {
+                    let lines = number + 1 - start;
+                    if lines > FUNCTION_LINES_MAX {
+                        complaints.push(format!("{name}:{}: {lines} lines: {signature}", start + 1));
+                    }
+                    open = None;
+                }
+                _ => {}
+            }
+        }
+    }
+    expect_none(complaints);
+}
+
+#[test]
+fn nothing_is_left_half_done() {
+    let marks =
+        ["TO".to_owned() + "DO", "FIX".to_owned() + "ME", "XX".to_owned() + "X:", "HA".to_owned() + "CK"];
+    let mut complaints = Vec::new();
+    for (name, text) in sources() {
+        for (number, line) in text.lines().enumerate() {
+            for mark in marks.iter().filter(|mark| line.contains(mark.as_str())) {
+                complaints.push(format!("{name}:{}: {mark}", number + 1));
+            }
+        }
+    }
+    expect_none(complaints);
+}
+
+#[test]
+fn unsafe_stays_inside_its_fences() {
+    let word = "uns".to_owned() + "afe ";
+    let mut complaints = Vec::new();
+    for (name, text) in sources() {
+        if UNSAFE_FILES.contains(&name.as_str()) || name.contains("/benches/") {
+            continue;
+        }
+        for (number, line) in text.lines().enumerate() {
+            let code = line.split("//").next().unwrap_or_default();
+            if [format!("{word}{{"), format!("{word}fn"), format!("{word}impl")]
+                .iter()
+                .any(|use_| code.contains(use_))
+            {
+                complaints.push(format!("{name}:{}: unsafe outside its fence", number + 1));
+            }
+        }
+    }
+    expect_none(complaints);
+}
+
+#[test]
+fn sources_are_plain_ascii() {
+    let mut complaints = Vec::new();
+    for (name, text) in sources() {
+        for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.is_ascii()) {
+            complaints.push(format!("{name}:{}: {}", number + 1, line.trim()));
+        }
+    }
+    expect_none(complaints);
+}
