@@ -1,0 +1,240 @@
+//! What a caller is told when something did not work: a kind that says what to do, and a reason that says why.
+//!
+//! Each [`Reason`] belongs to exactly one [`Kind`], by one function. Nothing is wrapped twice: a reason is made
+//! where the fault is seen, and travels up unchanged.
+
+use std::fmt;
+
+use kvarts_layout::{BlockKey, NamespaceId};
+
+/// What the caller must do.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Kind {
+    /// The bytes are not here: recompute them.
+    Miss,
+    /// Not now: ask again.
+    Retry,
+    /// Not allowed: a quota, the budget, a right.
+    Refused,
+    /// The request can never succeed as it is: fix it.
+    Invalid,
+    /// The deadline passed first.
+    Deadline,
+    /// Bytes on disk were not what was written: recompute them. It has been reported and counted.
+    Corrupt,
+    /// The store has latched read-only after an I/O error: restart it once the disk is well.
+    ReadOnly,
+    /// A defect in Kvarts: report it.
+    Bug,
+}
+
+/// Why a request did not succeed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Reason {
+    /// No live block under this key.
+    NotHere(BlockKey),
+    /// Another put of this block has not finished.
+    InFlight,
+    /// The executor's queue is full, or the store is closing.
+    Busy(&'static str),
+    /// The budget or the disk is full.
+    NoSpace,
+    /// A tenant's cap on pinned bytes would be passed.
+    PinCap {
+        /// Bytes the cap allows.
+        limit: u64,
+        /// Bytes that would then be pinned.
+        wanted: u64,
+    },
+    /// The namespace was never registered here.
+    UnknownNamespace(NamespaceId),
+    /// The namespace is registered with another spec.
+    SpecMismatch,
+    /// The identity lacks a field or breaks a limit.
+    Identity(String),
+    /// This group or coordinate is none of the model's.
+    Shape(String),
+    /// No block, or no layer, was asked for.
+    Empty,
+    /// More blocks, layers or bytes than one request may have.
+    TooMany(&'static str),
+    /// The same key twice in one request.
+    Duplicate(BlockKey),
+    /// A key that stands elsewhere in its chain than the request says.
+    OutOfOrder(BlockKey),
+    /// Memory of the wrong length.
+    Length {
+        /// Bytes that the model's shape asks for.
+        expected: u64,
+        /// Bytes that were given.
+        found: u64,
+    },
+    /// Two destinations share bytes.
+    Overlap,
+    /// A destination or source outside the memory given.
+    OutOfBounds,
+    /// The deadline had passed before anything was begun.
+    DeadlineInPast,
+    /// The deadline passed while the device worked.
+    DeadlinePassed,
+    /// A digest did not match.
+    Digest {
+        /// Which segment file.
+        segment: u32,
+        /// Where the record begins in it.
+        offset: u64,
+        /// What the record's table says.
+        expected: u32,
+        /// What the bytes on disk gave.
+        found: u32,
+    },
+    /// A record header was not what the index says lies there.
+    Header {
+        /// Which segment file.
+        segment: u32,
+        /// Where the record should begin.
+        offset: u64,
+        /// What was found.
+        what: String,
+    },
+    /// The device would not give the bytes.
+    Media(String),
+    /// An I/O error latched the store.
+    Latched(String),
+    /// The directory cannot be used as a store.
+    Directory(String),
+    /// Another process has the directory open.
+    Locked(String),
+    /// The store was written by a newer format.
+    Newer {
+        /// The format version found.
+        found: u16,
+    },
+    /// Directories of different stores were given together, or one is missing.
+    MixedDirectories(String),
+    /// A configuration value that cannot be.
+    Config(String),
+    /// Something that the code believes impossible.
+    Bug(&'static str),
+}
+
+impl Reason {
+    /// What the caller must do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::NotHere(_) | Self::Media(_) => Kind::Miss,
+            Self::InFlight | Self::Busy(_) => Kind::Retry,
+            Self::NoSpace | Self::PinCap { .. } | Self::Locked(_) => Kind::Refused,
+            Self::UnknownNamespace(_)
+            | Self::SpecMismatch
+            | Self::Identity(_)
+            | Self::Shape(_)
+            | Self::Empty
+            | Self::TooMany(_)
+            | Self::Duplicate(_)
+            | Self::OutOfOrder(_)
+            | Self::Length { .. }
+            | Self::Overlap
+            | Self::OutOfBounds
+            | Self::Directory(_)
+            | Self::Newer { .. }
+            | Self::MixedDirectories(_)
+            | Self::Config(_) => Kind::Invalid,
+            Self::DeadlineInPast | Self::DeadlinePassed => Kind::Deadline,
+            Self::Digest { .. } | Self::Header { .. } => Kind::Corrupt,
+            Self::Latched(_) => Kind::ReadOnly,
+            Self::Bug(_) => Kind::Bug,
+        }
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotHere(key) => write!(f, "block {key} is not here"),
+            Self::InFlight => f.write_str("another put of this block has not finished: ask again"),
+            Self::Busy(what) => write!(f, "{what}: ask again"),
+            Self::NoSpace => f.write_str("the budget or the disk is full"),
+            Self::PinCap { limit, wanted } => {
+                write!(f, "{wanted} bytes would be pinned, {limit} are allowed: release leases first")
+            }
+            Self::UnknownNamespace(id) => {
+                write!(f, "namespace {id} is not registered: register its identity first")
+            }
+            Self::SpecMismatch => f.write_str("the identity names another spec than the one given with it"),
+            Self::Identity(what) => write!(f, "identity refused: {what}"),
+            Self::Shape(what) => write!(f, "the model has no such state: {what}"),
+            Self::Empty => f.write_str("no block or no layer was asked for"),
+            Self::TooMany(what) => write!(f, "too many {what} in one request"),
+            Self::Duplicate(key) => write!(f, "block {key} stands twice in the request"),
+            Self::OutOfOrder(key) => {
+                write!(f, "block {key} stands elsewhere in its chain than the request says")
+            }
+            Self::Length { expected, found } => {
+                write!(f, "{found} bytes were given where the shape has {expected}")
+            }
+            Self::Overlap => f.write_str("two destinations share bytes"),
+            Self::OutOfBounds => f.write_str("a source or destination lies outside the memory given"),
+            Self::DeadlineInPast => f.write_str("the deadline had passed before anything was begun"),
+            Self::DeadlinePassed => f.write_str("the deadline passed"),
+            Self::Digest { segment, offset, expected, found } => write!(
+                f,
+                "segment {segment} at {offset}: digest {found:08x} where {expected:08x} was written: served as a miss"
+            ),
+            Self::Header { segment, offset, what } => {
+                write!(f, "segment {segment} at {offset}: {what}: served as a miss")
+            }
+            Self::Media(what) => write!(f, "the device would not give the bytes: {what}"),
+            Self::Latched(what) => {
+                write!(f, "read-only since an I/O error: {what}: restart once the disk is well")
+            }
+            Self::Directory(what) | Self::MixedDirectories(what) | Self::Config(what) => f.write_str(what),
+            Self::Locked(path) => {
+                write!(f, "{path} is open in another process: stop it, or use another directory")
+            }
+            Self::Newer { found } => {
+                write!(f, "the store has format version {found}, newer than this program: use a newer kvarts")
+            }
+            Self::Bug(what) => write!(f, "a defect in kvarts, please report it: {what}"),
+        }
+    }
+}
+
+/// The error of the public API.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Error(pub Reason);
+
+impl Error {
+    /// What the caller must do.
+    pub fn kind(&self) -> Kind {
+        self.0.kind()
+    }
+}
+
+impl From<Reason> for Error {
+    fn from(reason: Reason) -> Self {
+        Self(reason)
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_damaged_byte_is_corrupt_and_a_full_disk_is_refused() {
+        let digest = Reason::Digest { segment: 1, offset: 4096, expected: 1, found: 2 };
+        assert_eq!(Error(digest).kind(), Kind::Corrupt);
+        assert_eq!(Error(Reason::NoSpace).kind(), Kind::Refused);
+        assert_eq!(Error(Reason::Media(String::new())).kind(), Kind::Miss);
+    }
+}
