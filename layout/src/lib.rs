@@ -21,9 +21,15 @@
 )]
 
 pub mod coord;
+pub mod identity;
 pub mod ids;
+pub mod key;
+pub mod prefix;
 pub mod shape;
 
 pub use coord::Coordinate;
+pub use identity::Identity;
 pub use ids::{BlockKey, ContentId, Fingerprint, Group, NamespaceId, OriginId, StoreId};
+pub use key::{BlockExtra, IndexKey, KeyChain};
+pub use prefix::{Requirements, UsablePrefix};
 pub use shape::{BlockShape, ChunkShape, LayerShape, Layout};
