@@ -4,6 +4,7 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, clippy::print_stderr)
 )]
 
+pub mod api;
 pub mod error;
 pub mod io;
 pub mod rt;

@@ -74,7 +74,12 @@ impl Placement {
 impl Placed {
     /// Checks lengths and bounds of `placement` for `blocks` blocks of `shape`; with `exclusive` (reads), also
     /// that no two chunks share a byte.
-    pub fn new(placement: Placement, shape: &BlockShape, blocks: u32, exclusive: bool) -> Result<Self, Reason> {
+    pub fn new(
+        placement: Placement,
+        shape: &BlockShape,
+        blocks: u32,
+        exclusive: bool,
+    ) -> Result<Self, Reason> {
         let mut chunks = Vec::with_capacity(shape.chunk_count() as usize);
         let mut before = 0u64;
         for chunk in shape.layers().iter().flat_map(|layer| &layer.chunks) {

@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
-use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 
@@ -171,10 +170,10 @@ impl ReadStream {
 
     /// The next event, as a future.
     pub fn next(&self) -> impl Future<Output = ReadEvent> + '_ {
-        std::future::poll_fn(|context| Pin::new(self).poll_next(context))
+        std::future::poll_fn(move |context| self.poll_next(context))
     }
 
-    fn poll_next(self: Pin<&Self>, context: &mut Context<'_>) -> Poll<ReadEvent> {
+    fn poll_next(&self, context: &mut Context<'_>) -> Poll<ReadEvent> {
         let mut shared = self.0.lock();
         match shared.events.pop_front() {
             Some(event) => Poll::Ready(event),

@@ -87,20 +87,29 @@ pub struct Buf {
     /// Invariant: `offset + len <= region.len`.
     offset: usize,
     len: usize,
+    /// What must outlive this range besides the region: the piece of an arena that it belongs to.
+    _keeper: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Buf {
     /// The range `offset .. offset + len`, or `None` if the region ends before it.
     pub fn new(region: &Arc<Region>, offset: usize, len: usize) -> Option<Self> {
         let end = offset.checked_add(len)?;
-        (end <= region.len).then(|| Self { region: Arc::clone(region), offset, len })
+        (end <= region.len).then(|| Self { region: Arc::clone(region), offset, len, _keeper: None })
     }
 
     /// A part of this range.
     pub fn slice(&self, at: usize, len: usize) -> Option<Self> {
         let end = at.checked_add(len)?;
         let offset = self.offset.checked_add(at)?;
-        (end <= self.len).then(|| Self { region: Arc::clone(&self.region), offset, len })
+        (end <= self.len).then(|| Self { offset, len, ..self.clone() })
+    }
+
+    /// The same range, which keeps `keeper` alive as well: so do its clones and slices, an operation under way
+    /// among them.
+    #[must_use]
+    pub fn kept_by(self, keeper: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { _keeper: Some(keeper), ..self }
     }
 
     /// Bytes.

@@ -10,11 +10,13 @@
 //! - the memory of an operation is held (through its [`Buf`]s) until its completion has been reaped;
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
+pub mod arena;
 pub mod mem;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use arena::{Arena, ArenaUse};
 pub use mem::{Buf, Region};
 
 /// A directory the store was opened with, by its place in the list given to the implementation.
