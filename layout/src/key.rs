@@ -81,10 +81,12 @@ impl KeyChain {
     /// The key of the next block. `extra` is what else decides its state ([`BlockExtra`]), empty for plain text.
     pub fn push(&mut self, tokens: &[u32], extra: &[u8]) -> BlockKey {
         let bytes = tokens.len().saturating_mul(4).saturating_add(extra.len()).saturating_add(FRAME_BYTES);
-        self.last = match bytes {
-            ..=SMALL_SCRATCH_BYTES => chained_key(&self.last, tokens, extra, &mut [0; SMALL_SCRATCH_BYTES]),
-            ..=MEDIUM_SCRATCH_BYTES => chained_key(&self.last, tokens, extra, &mut [0; MEDIUM_SCRATCH_BYTES]),
-            _ => chained_key(&self.last, tokens, extra, &mut [0; LARGE_SCRATCH_BYTES]),
+        self.last = if bytes <= SMALL_SCRATCH_BYTES {
+            chained_key(&self.last, tokens, extra, &mut [0; SMALL_SCRATCH_BYTES])
+        } else if bytes <= MEDIUM_SCRATCH_BYTES {
+            chained_key(&self.last, tokens, extra, &mut [0; MEDIUM_SCRATCH_BYTES])
+        } else {
+            chained_key(&self.last, tokens, extra, &mut [0; LARGE_SCRATCH_BYTES])
         };
         self.last
     }
