@@ -38,11 +38,15 @@ pub const ROOT_KEY: BlockKey = BlockKey([
 /// The most bytes a foreign key may have.
 pub const MAX_FOREIGN_KEY_BYTES: usize = 4096;
 
-/// Enough for a message of 448 tokens, and cheap to clear for one of 16.
-const SMALL_SCRATCH_BYTES: usize = 2048;
+/// Scratch is cleared for every single key, so there is some of each size that blocks commonly have: up to 112
+/// tokens, up to 496, and any.
+const SMALL_SCRATCH_BYTES: usize = 512;
+const MEDIUM_SCRATCH_BYTES: usize = 2048;
 /// The widest BLAKE3 hashes sixteen pieces of 1 KiB at once, if it is handed them in one slice.
 const LARGE_SCRATCH_BYTES: usize = 16 * 1024;
-/// Domain, parent and the two lengths.
+/// Domain, parent and the number of tokens.
+const HEAD_BYTES: usize = 56;
+/// Those and the length of the extra.
 const FRAME_BYTES: usize = 64;
 
 /// Hands out the keys of a prefix's blocks, one after the other. Equal tokens and extras in the same blocks
@@ -79,6 +83,8 @@ impl KeyChain {
         let bytes = tokens.len().saturating_mul(4).saturating_add(extra.len()).saturating_add(FRAME_BYTES);
         self.last = if bytes <= SMALL_SCRATCH_BYTES {
             chained_key(&self.last, tokens, extra, &mut [0; SMALL_SCRATCH_BYTES])
+        } else if bytes <= MEDIUM_SCRATCH_BYTES {
+            chained_key(&self.last, tokens, extra, &mut [0; MEDIUM_SCRATCH_BYTES])
         } else {
             chained_key(&self.last, tokens, extra, &mut [0; LARGE_SCRATCH_BYTES])
         };
@@ -120,15 +126,23 @@ pub fn text_keys(tokens: &[u32], block_tokens: u32) -> Vec<BlockKey> {
 }
 
 fn chained_key(parent: &BlockKey, tokens: &[u32], extra: &[u8], scratch: &mut [u8]) -> BlockKey {
-    let mut message = Message { scratch, filled: 0, hasher: None };
-    message.bytes(&KEY_DOMAIN);
-    message.bytes(parent.as_bytes());
-    // A slice's length fits in 64 bits.
-    message.bytes(&(tokens.len() as u64).to_le_bytes());
+    let mut message = Message { filled: write_head(parent, tokens.len(), scratch), scratch, hasher: None };
     message.tokens(tokens);
+    // A slice's length fits in 64 bits.
     message.bytes(&(extra.len() as u64).to_le_bytes());
     message.bytes(extra);
     message.finish()
+}
+
+/// Everything before the tokens, as arrays: at 16 tokens a block, copying it bytewise would cost a quarter.
+fn write_head(parent: &BlockKey, tokens: usize, scratch: &mut [u8]) -> usize {
+    let Some((domain, rest)) = scratch.split_first_chunk_mut() else { return 0 };
+    let Some((key, rest)) = rest.split_first_chunk_mut() else { return 0 };
+    let Some((length, _)) = rest.split_first_chunk_mut() else { return 0 };
+    *domain = KEY_DOMAIN;
+    *key = *parent.as_bytes();
+    *length = (tokens as u64).to_le_bytes();
+    HEAD_BYTES
 }
 
 /// Gathers a message in as few large slices as its scratch allows. One that fits is hashed in a single call:
@@ -150,8 +164,9 @@ impl Message<'_> {
                 continue;
             }
             let (head, rest) = bytes.split_at(taken);
-            for (slot, byte) in room.iter_mut().zip(head) {
-                *slot = *byte;
+            // Both are `taken` bytes long.
+            if let Some(room) = room.get_mut(..taken) {
+                room.copy_from_slice(head);
             }
             self.filled = self.filled.saturating_add(taken);
             bytes = rest;

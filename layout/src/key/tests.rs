@@ -86,7 +86,7 @@ proptest! {
 fn messages_around_every_buffer_size_follow_the_definition() {
     let tokens: Vec<u32> = (0..10_000u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
     let extra: Vec<u8> = (0..40_000u32).map(|i| i as u8).collect();
-    for count in [0, 1, 446, 447, 448, 449, 450, 4080, 4081, 4082, 4083, 4084, 8178, 8179, 10_000] {
+    for count in [0, 1, 111, 112, 113, 495, 496, 497, 4080, 4081, 4082, 4083, 4084, 8178, 8179, 10_000] {
         for bytes in [0, 1, 3, 1500, 2000, 16_300, 40_000] {
             let (tokens, extra) = (&tokens[..count], &extra[..bytes]);
             assert_eq!(
