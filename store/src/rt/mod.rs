@@ -8,6 +8,7 @@
 pub mod clock;
 
 pub mod local;
+pub mod mailbox;
 
 mod tasks;
 #[cfg(test)]
