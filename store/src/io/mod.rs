@@ -13,6 +13,7 @@
 pub mod arena;
 pub mod mem;
 
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -188,4 +189,22 @@ pub trait Io {
 
     /// What was found out about the machine.
     fn facts(&self) -> IoFacts;
+
+    /// An eventfd that becomes readable when a completion can be reaped or an [`Unpark`] was called, for executors
+    /// that sleep in a ring of their own instead of in [`Io::park`]. It is open for as long as this `Io` lives and
+    /// was made without `EFD_NONBLOCK`. Whoever waits for it also empties it.
+    /// `None`: this implementation can be slept in by `park` only.
+    fn event_fd(&self) -> Option<RawFd> {
+        None
+    }
+
+    /// Makes [`Io::event_fd`] speak. True: nothing can be reaped and whatever happens from now on makes it
+    /// readable, so that it is safe to sleep on it. False: there is something to reap, do that first.
+    fn arm(&mut self) -> bool {
+        true
+    }
+
+    /// Lets [`Io::event_fd`] fall silent until the next [`Io::arm`]. Called after each sleep, whether or not the
+    /// eventfd was emptied in it, and before the reaping that follows.
+    fn disarm(&mut self) {}
 }

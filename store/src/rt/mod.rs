@@ -5,6 +5,16 @@
 //! Three things implement [`Runtime`]: glommio (`glommio`), a plain thread (`local`), and the simulated
 //! world (in `kvarts-tests`, which steps the same plain executor under a seeded scheduler).
 
+pub mod clock;
+
+pub mod local;
+pub mod mailbox;
+
+mod tasks;
+#[cfg(test)]
+mod test_io;
+pub mod threads;
+
 use std::cell::RefCell;
 use std::fmt;
 use std::future::Future;
@@ -17,6 +27,10 @@ use crate::io::{Io, Unpark};
 
 /// A task that stays on its executor.
 pub type LocalTask = Pin<Box<dyn Future<Output = ()>>>;
+
+/// Reaps an executor's completions and wakes the tasks that wait for them; says how many there were.
+/// It also hands submissions to the device, so an executor calls it after running tasks and before sleeping.
+pub type Reaper = Box<dyn FnMut() -> usize>;
 
 /// A point on the monotonic clock, in nanoseconds since an arbitrary start.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -87,6 +101,9 @@ pub trait Runtime {
     /// Completes when this executor's [`Unpark`] was called since the last such future completed.
     /// For the one task that drains the executor's mailbox.
     fn unparked(&self) -> LocalTask;
+    /// Registers what reaps this executor's completions, in place of an earlier one. Without one the executor
+    /// sleeps and wakes as usual, and nobody reaps.
+    fn set_reaper(&self, reaper: Reaper);
     /// The clock.
     fn clock(&self) -> &Arc<dyn Clock>;
     /// Randomness.

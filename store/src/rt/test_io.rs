@@ -1,0 +1,82 @@
+//! An `Io` without a device, for the tests of the runtime: every operation completes with zero at the next reap.
+
+use std::cell::RefCell;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use crate::io::{Completion, Io, IoFacts, Op, Region, Token, Unpark};
+
+pub(super) struct TestIo {
+    event: Arc<Event>,
+    done: Vec<Token>,
+    /// Whether executors with a ring of their own may sleep on the eventfd.
+    pub(super) offers_event_fd: bool,
+    pub(super) parks: usize,
+}
+
+struct Event(OwnedFd);
+
+impl Unpark for Event {
+    #[allow(clippy::host_endian_bytes, reason = "the kernel reads this word; it is never stored")]
+    fn unpark(&self) {
+        rustix::io::write(&self.0, &1_u64.to_ne_bytes()).unwrap();
+    }
+}
+
+impl TestIo {
+    pub(super) fn new() -> Rc<RefCell<Self>> {
+        let event = Arc::new(Event(eventfd(0, EventfdFlags::CLOEXEC).unwrap()));
+        Rc::new(RefCell::new(Self { event, done: Vec::new(), offers_event_fd: true, parks: 0 }))
+    }
+}
+
+impl Io for TestIo {
+    fn submit(&mut self, token: Token, _: Op) {
+        self.done.push(token);
+    }
+
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        out.extend(self.done.drain(..).map(|token| Completion { token, result: 0, reply: None }));
+    }
+
+    fn park(&mut self, timeout: Option<Duration>) {
+        self.parks += 1;
+        if !self.done.is_empty() {
+            return;
+        }
+        let timeout = timeout.map(|time| Timespec {
+            tv_sec: i64::try_from(time.as_secs()).unwrap(),
+            tv_nsec: time.subsec_nanos().into(),
+        });
+        let mut fds = [PollFd::new(&self.event.0, PollFlags::IN)];
+        if poll(&mut fds, timeout.as_ref()).unwrap() > 0 {
+            rustix::io::read(&self.event.0, &mut [0_u8; 8]).unwrap();
+        }
+    }
+
+    fn unparker(&self) -> Arc<dyn Unpark> {
+        Arc::clone(&self.event) as Arc<dyn Unpark>
+    }
+
+    fn register(&mut self, _: &Arc<Region>) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn unregister(&mut self, _: &Arc<Region>) {}
+
+    fn facts(&self) -> IoFacts {
+        IoFacts { backend: "test", features: Vec::new(), warnings: Vec::new() }
+    }
+
+    fn event_fd(&self) -> Option<RawFd> {
+        self.offers_event_fd.then(|| self.event.0.as_raw_fd())
+    }
+
+    fn arm(&mut self) -> bool {
+        self.done.is_empty()
+    }
+}
