@@ -10,12 +10,36 @@
 //! - the memory of an operation is held (through its [`Buf`]s) until its completion has been reaped;
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
+#[cfg(any(test, feature = "testing"))]
+pub mod conformance;
+//pub mod driver;
+pub mod error;
+mod features;
+mod files;
 pub mod mem;
+mod meta;
+pub mod policy;
+mod pool;
+mod probe;
+mod ring;
+mod ring_buffers;
+mod ring_setup;
+#[cfg(any(test, feature = "testing"))]
+pub mod scratch;
+mod slots;
+mod wake;
+mod workers;
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+//pub use driver::{Driver, Limits};
+pub use error::{IoError, IoErrorKind};
+pub use features::{Feature, Features, UnknownFeature};
 pub use mem::{Buf, Region};
+pub use probe::{IoChoice, OpenError, open_io};
+pub use ring::leaked;
 
 /// A directory the store was opened with, by its place in the list given to the implementation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -186,4 +210,20 @@ pub trait Io {
 
     /// What was found out about the machine.
     fn facts(&self) -> IoFacts;
+
+    /// For an executor that sleeps in its own way and not in [`Io::park`]: a descriptor that becomes readable when
+    /// a completion can be reaped or an [`Unpark`] was called, while armed. It counts as an eventfd does, and
+    /// whoever sleeps on it reads it. `None` where there is none. Not to be mixed with `park`.
+    fn event_fd(&mut self) -> Option<OwnedFd> {
+        None
+    }
+
+    /// Before sleeping on [`Io::event_fd`]: true if there is nothing to wake up for yet, and the descriptor will
+    /// become readable when there is; false if there is something, and the caller must not sleep.
+    fn arm(&mut self) -> bool {
+        false
+    }
+
+    /// After sleeping on [`Io::event_fd`]: saves the signals that nobody waits for.
+    fn disarm(&mut self) {}
 }
