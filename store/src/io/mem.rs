@@ -209,6 +209,34 @@ impl fmt::Debug for Buf {
     }
 }
 
+/// One element of a vectored transfer, laid out as the kernel's `struct iovec`.
+///
+/// It borrows nothing: whoever makes one keeps the [`Buf`] for as long as the kernel may use it.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct IoVec {
+    base: *mut u8,
+    len: usize,
+}
+
+impl IoVec {
+    /// The range of a buffer.
+    pub(crate) fn of(buf: &Buf) -> Self {
+        Self { base: buf.as_ptr(), len: buf.len() }
+    }
+
+    /// A stretch of a region, for registering it.
+    pub(crate) fn piece(region: &Region, offset: usize, len: usize) -> Self {
+        debug_assert!(offset.checked_add(len).is_some_and(|end| end <= region.len()));
+        Self { base: region.base().wrapping_add(offset), len }
+    }
+
+    /// No memory at all.
+    pub(crate) fn empty() -> Self {
+        Self { base: std::ptr::null_mut(), len: 0 }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,14 +11,37 @@
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
 pub mod arena;
+#[cfg(any(test, feature = "testing"))]
+pub mod conformance;
+//pub mod driver;
+pub mod error;
+mod features;
+mod files;
 pub mod mem;
+mod meta;
+pub mod policy;
+mod pool;
+mod probe;
+mod ring;
+mod ring_buffers;
+mod ring_setup;
+#[cfg(any(test, feature = "testing"))]
+pub mod scratch;
+mod slots;
+mod wake;
+mod workers;
 
-use std::os::fd::RawFd;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 pub use arena::{Arena, ArenaUse};
+//pub use driver::{Driver, Limits};
+pub use error::{IoError, IoErrorKind};
+pub use features::{Feature, Features, UnknownFeature};
 pub use mem::{Buf, Region};
+pub use probe::{IoChoice, OpenError, open_io};
+pub use ring::leaked;
 
 /// A directory the store was opened with, by its place in the list given to the implementation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -191,10 +214,9 @@ pub trait Io {
     fn facts(&self) -> IoFacts;
 
     /// An eventfd that becomes readable when a completion can be reaped or an [`Unpark`] was called, for executors
-    /// that sleep in a ring of their own instead of in [`Io::park`]. It is open for as long as this `Io` lives and
-    /// was made without `EFD_NONBLOCK`. Whoever waits for it also empties it.
-    /// `None`: this implementation can be slept in by `park` only.
-    fn event_fd(&self) -> Option<RawFd> {
+    /// that sleep in a ring of their own instead of in [`Io::park`]. It was made without `EFD_NONBLOCK`, and whoever
+    /// waits for it also empties it. `None`: this implementation can be slept in by `park` only.
+    fn event_fd(&mut self) -> Option<OwnedFd> {
         None
     }
 

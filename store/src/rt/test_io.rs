@@ -1,7 +1,7 @@
 //! An `Io` without a device, for the tests of the runtime: every operation completes with zero at the next reap.
 
 use std::cell::RefCell;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -72,8 +72,8 @@ impl Io for TestIo {
         IoFacts { backend: "test", features: Vec::new(), warnings: Vec::new() }
     }
 
-    fn event_fd(&self) -> Option<RawFd> {
-        self.offers_event_fd.then(|| self.event.0.as_raw_fd())
+    fn event_fd(&mut self) -> Option<OwnedFd> {
+        self.offers_event_fd.then(|| self.event.0.try_clone().ok()).flatten()
     }
 
     fn arm(&mut self) -> bool {

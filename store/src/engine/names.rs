@@ -1,0 +1,151 @@
+//! Namespaces and specs by their ids and by the short local ids that records carry.
+//!
+//! Local ids are given once for the whole store and never reused while it lives, so a local id means the same in
+//! every shard and segment. What a local id means is on disk, in the same segment, before the first record that
+//! uses it: see `log`. A namespace is refused when its identity names another spec than the one given with it.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use kvarts_layout::format::body::Definition;
+use kvarts_layout::identity::namespace_of;
+use kvarts_layout::spec::Geometry;
+use kvarts_layout::{Fingerprint, Identity, NamespaceId};
+
+use crate::error::Reason;
+
+/// What moves the bytes of a model, as the store keeps it.
+#[derive(Debug)]
+pub(crate) struct Spec {
+    pub(crate) id: Fingerprint,
+    pub(crate) local: u32,
+    pub(crate) canonical: Vec<u8>,
+    pub(crate) geometry: Geometry,
+}
+
+/// One registered identity.
+#[derive(Debug)]
+pub(crate) struct Namespace {
+    pub(crate) id: NamespaceId,
+    pub(crate) local: u32,
+    pub(crate) canonical: Vec<u8>,
+    pub(crate) block_tokens: u32,
+    pub(crate) spec: Arc<Spec>,
+}
+
+impl Namespace {
+    /// The definitions that a segment needs before records of this namespace, spec first.
+    pub(crate) fn definitions(&self) -> [Definition; 2] {
+        let definition =
+            |local, id, canonical: &Vec<u8>| Definition { local, id, canonical: canonical.clone() };
+        [
+            definition(self.spec.local, self.spec.id.0, &self.spec.canonical),
+            definition(self.local, self.id.0, &self.canonical),
+        ]
+    }
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    namespaces: BTreeMap<NamespaceId, Arc<Namespace>>,
+    by_local: BTreeMap<u32, NamespaceId>,
+    specs: BTreeMap<Fingerprint, Arc<Spec>>,
+    specs_by_local: BTreeMap<u32, Fingerprint>,
+}
+
+impl Tables {
+    fn spec(&mut self, id: Fingerprint, local: u32, canonical: &[u8]) -> Result<Arc<Spec>, Reason> {
+        if let Some(spec) = self.specs.get(&id) {
+            return Ok(Arc::clone(spec));
+        }
+        let geometry = Geometry::decode_canonical(canonical).map_err(|error| Reason::Shape(error.to_string()))?;
+        if geometry.fingerprint() != id {
+            return Err(Reason::SpecMismatch);
+        }
+        let spec = Arc::new(Spec { id, local, canonical: canonical.to_vec(), geometry });
+        self.specs.insert(id, Arc::clone(&spec));
+        self.specs_by_local.insert(local, id);
+        Ok(spec)
+    }
+
+    fn namespace(&mut self, local: u32, canonical: &[u8], spec: Arc<Spec>) -> Result<Arc<Namespace>, Reason> {
+        let id = namespace_of(canonical);
+        if let Some(namespace) = self.namespaces.get(&id) {
+            return Ok(Arc::clone(namespace));
+        }
+        let identity = Identity::decode(canonical).map_err(|error| Reason::Identity(error.to_string()))?;
+        if identity.spec_fingerprint != spec.id {
+            return Err(Reason::SpecMismatch);
+        }
+        let block_tokens = identity.block_tokens;
+        spec.geometry
+            .check_block_tokens(block_tokens)
+            .map_err(|error| Reason::Shape(error.to_string()))?;
+        let namespace =
+            Arc::new(Namespace { id, local, canonical: canonical.to_vec(), block_tokens, spec });
+        self.namespaces.insert(id, Arc::clone(&namespace));
+        self.by_local.insert(local, id);
+        Ok(namespace)
+    }
+}
+
+fn next_free<T>(taken: &BTreeMap<u32, T>) -> u32 {
+    taken.last_key_value().map_or(1, |(&last, _)| last.saturating_add(1))
+}
+
+/// All namespaces of a store. Usable from any thread; lookups share.
+#[derive(Debug, Default)]
+pub(crate) struct Names(RwLock<Tables>);
+
+impl Names {
+    fn write(&self) -> std::sync::RwLockWriteGuard<'_, Tables> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, Tables> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes an identity known. Registering it again, with the same spec, gives the same namespace.
+    pub(crate) fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<Arc<Namespace>, Reason> {
+        let canonical = identity.encode().map_err(|error| Reason::Identity(error.to_string()))?;
+        let fingerprint = geometry.fingerprint();
+        if identity.spec_fingerprint != fingerprint {
+            return Err(Reason::SpecMismatch);
+        }
+        let mut tables = self.write();
+        let local = next_free(&tables.specs_by_local);
+        let spec = tables.spec(fingerprint, local, &geometry.canonical_bytes())?;
+        let local = next_free(&tables.by_local);
+        tables.namespace(local, &canonical, spec)
+    }
+
+    /// Takes in a spec that recovery found.
+    pub(crate) fn recover_spec(&self, found: &Definition) -> Result<(), Reason> {
+        self.write().spec(Fingerprint(found.id), found.local, &found.canonical).map(drop)
+    }
+
+    /// Takes in an identity that recovery found. Its spec must have been taken in before.
+    pub(crate) fn recover_identity(&self, found: &Definition) -> Result<(), Reason> {
+        let identity = Identity::decode(&found.canonical).map_err(|error| Reason::Identity(error.to_string()))?;
+        let mut tables = self.write();
+        let spec = tables.specs.get(&identity.spec_fingerprint).map(Arc::clone).ok_or(Reason::SpecMismatch)?;
+        tables.namespace(found.local, &found.canonical, spec).map(drop)
+    }
+
+    /// The namespace under this id.
+    pub(crate) fn get(&self, id: NamespaceId) -> Option<Arc<Namespace>> {
+        self.read().namespaces.get(&id).map(Arc::clone)
+    }
+
+    /// The namespace under this local id.
+    pub(crate) fn by_local(&self, local: u32) -> Option<Arc<Namespace>> {
+        let tables = self.read();
+        tables.namespaces.get(tables.by_local.get(&local)?).map(Arc::clone)
+    }
+
+    /// Every namespace, by id.
+    pub(crate) fn all(&self) -> Vec<Arc<Namespace>> {
+        self.read().namespaces.values().map(Arc::clone).collect()
+    }
+}

@@ -1,0 +1,251 @@
+//! Executes [`MetaOp`]s, one at a time, on a thread of their own.
+//!
+//! Names are resolved one component at a time below a directory that was opened once, and no symbolic link is
+//! followed on the way or at its end, so that whoever can write into a store's directory cannot lead the store
+//! out of it. Files are made readable by their owner alone: they hold what users said to a model.
+
+use std::ffi::CStr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rustix::fs::{
+    AtFlags, CWD, Dir, FallocateFlags, FileType, Mode, OFlags, RawMode, StatxFlags, fallocate, fcntl_getfl,
+    fcntl_setfl, fstat, fstatvfs, fsync, ftruncate, mkdirat, openat, renameat, statat, statx, unlinkat,
+};
+use rustix::io::Errno;
+
+use super::files::Files;
+use super::mem::PAGE;
+use super::{Completion, DirEntry, DirId, EntryKind, FileId, MetaOp, Name, OpenMode, Reply, Token};
+
+/// A directory with more names than this is none of ours.
+const LISTING_MAX: usize = 1 << 20;
+/// What a name may have; far above what the store uses.
+const COMPONENTS_MAX: usize = 16;
+const COMPONENT_BYTES_MAX: usize = 255;
+
+const FILE_MODE: RawMode = 0o600;
+const DIR_MODE: RawMode = 0o700;
+
+/// One operation on its way to the meta thread.
+#[derive(Debug)]
+pub(super) struct MetaJob {
+    pub(super) token: Token,
+    pub(super) op: MetaOp,
+}
+
+/// What is needed to execute: the directories and the table of open files.
+#[derive(Clone, Debug)]
+pub(super) struct Meta {
+    dirs: Arc<[OwnedFd]>,
+    files: Arc<Files>,
+    direct: bool,
+}
+
+impl Meta {
+    /// Opens the directories. `direct` says whether direct I/O may be used at all.
+    pub(super) fn new(dirs: &[PathBuf], files: &Arc<Files>, direct: bool) -> Result<Self, String> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let open = |path: &PathBuf| {
+            openat(CWD, path, flags, Mode::empty())
+                .map_err(|errno| format!("cannot open the directory {}: {errno}", path.display()))
+        };
+        let dirs = dirs.iter().map(open).collect::<Result<Arc<[_]>, _>>()?;
+        Ok(Self { dirs, files: Arc::clone(files), direct })
+    }
+
+    /// Executes one operation.
+    pub(super) fn run(&self, job: MetaJob) -> Completion {
+        let (result, reply) = match self.execute(&job.op) {
+            Ok(reply) => (0, reply),
+            Err(errno) => (-errno.raw_os_error(), None),
+        };
+        Completion { token: job.token, result, reply }
+    }
+
+    fn execute(&self, op: &MetaOp) -> Result<Option<Reply>, Errno> {
+        match op {
+            MetaOp::Open { name, mode } => return self.open(name, *mode).map(Some),
+            MetaOp::Close { file } => drop(self.files.remove(*file).ok_or(Errno::BADF)?),
+            MetaOp::Allocate { file, offset, len } => {
+                self.on(*file, |fd| fallocate(fd, FallocateFlags::empty(), *offset, *len))?;
+            }
+            MetaOp::PunchHole { file, offset, len } => {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                self.on(*file, |fd| fallocate(fd, flags, *offset, *len))?;
+            }
+            MetaOp::Truncate { file, len } => self.on(*file, |fd| ftruncate(fd, *len))?,
+            MetaOp::Rename { from, to } => self.rename(from, to)?,
+            MetaOp::Remove { name } => self.remove(name)?,
+            MetaOp::MakeDir { name } => {
+                let (parent, last) = self.parent(name)?;
+                mkdirat(parent.as_fd(), last, Mode::from_raw_mode(DIR_MODE))?;
+            }
+            MetaOp::SyncDir { name } => fsync(self.dir(name)?.as_fd())?,
+            MetaOp::List { name } => return list(self.dir(name)?.as_fd()).map(Some),
+            MetaOp::Stat { file } => return self.on(*file, stat).map(Some),
+            MetaOp::Space { dir } => return self.space(*dir).map(Some),
+        }
+        Ok(None)
+    }
+
+    fn on<T>(&self, file: FileId, act: impl FnOnce(BorrowedFd<'_>) -> Result<T, Errno>) -> Result<T, Errno> {
+        act(self.files.get(file).ok_or(Errno::BADF)?.as_fd())
+    }
+
+    fn root(&self, dir: DirId) -> Result<BorrowedFd<'_>, Errno> {
+        self.dirs.get(usize::from(dir.0)).map(AsFd::as_fd).ok_or(Errno::BADF)
+    }
+
+    /// The directory that holds the last component of `name`, and that component.
+    fn parent<'a>(&self, name: &'a Name) -> Result<(OwnedFd, &'a str), Errno> {
+        let components = components(&name.path)?;
+        let (last, above) = components.split_last().ok_or(Errno::INVAL)?;
+        Ok((self.descend(name.dir, above)?, *last))
+    }
+
+    /// The directory that `name` names.
+    fn dir(&self, name: &Name) -> Result<OwnedFd, Errno> {
+        self.descend(name.dir, &components(&name.path)?)
+    }
+
+    fn descend(&self, dir: DirId, components: &[&str]) -> Result<OwnedFd, Errno> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        // Opened anew, not duplicated: two listings must not share one position.
+        let mut at = openat(self.root(dir)?, c".", flags, Mode::empty())?;
+        for component in components {
+            at = openat(at.as_fd(), *component, flags, Mode::empty())?;
+        }
+        Ok(at)
+    }
+
+    fn open(&self, name: &Name, mode: OpenMode) -> Result<Reply, Errno> {
+        let (parent, last) = self.parent(name)?;
+        let direct = mode.direct && self.direct;
+        // Not blocking until it is known that this is no pipe.
+        let mut flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::NONBLOCK;
+        flags |= if mode.write { OFlags::RDWR } else { OFlags::RDONLY };
+        flags.set(OFlags::CREATE, mode.create);
+        let open = |flags| openat(parent.as_fd(), last, flags, Mode::from_raw_mode(FILE_MODE));
+        let fd = if direct {
+            match open(flags | OFlags::DIRECT) {
+                Err(errno @ (Errno::INVAL | Errno::OPNOTSUPP)) => {
+                    let fd = open(flags)?;
+                    self.files.note_cached(format!("the file system refuses it when opening files: {errno}"));
+                    fd
+                }
+                opened => opened?,
+            }
+        } else {
+            open(flags)?
+        };
+        if FileType::from_raw_mode(fstat(&fd)?.st_mode) != FileType::RegularFile {
+            return Err(Errno::INVAL);
+        }
+        let mut kept = fcntl_getfl(&fd)? - OFlags::NONBLOCK;
+        if direct && let Some(why) = coarse_alignment(&fd) {
+            kept -= OFlags::DIRECT;
+            self.files.note_cached(why);
+        }
+        fcntl_setfl(&fd, kept)?;
+        self.files.insert(fd).map(Reply::Opened).ok_or(Errno::MFILE)
+    }
+
+    fn rename(&self, from: &Name, to: &Name) -> Result<(), Errno> {
+        let (parent, old) = self.parent(from)?;
+        let new = components(&to.path)?;
+        let (last, above) = new.split_last().ok_or(Errno::INVAL)?;
+        let old_above = components(&from.path)?;
+        if from.dir != to.dir || old_above.split_last().is_none_or(|(_, old)| old != above) {
+            return Err(Errno::INVAL);
+        }
+        renameat(parent.as_fd(), old, parent.as_fd(), *last)
+    }
+
+    fn remove(&self, name: &Name) -> Result<(), Errno> {
+        let (parent, last) = self.parent(name)?;
+        match unlinkat(parent.as_fd(), last, AtFlags::empty()) {
+            Err(Errno::ISDIR) => unlinkat(parent.as_fd(), last, AtFlags::REMOVEDIR),
+            removed => removed,
+        }
+    }
+
+    fn space(&self, dir: DirId) -> Result<Reply, Errno> {
+        let space = fstatvfs(self.root(dir)?)?;
+        let bytes = |blocks: u64| blocks.saturating_mul(space.f_frsize);
+        Ok(Reply::Space { free: bytes(space.f_bavail), total: bytes(space.f_blocks) })
+    }
+}
+
+/// The components of a name, each of which names something in its directory and nothing elsewhere.
+fn components(path: &str) -> Result<Vec<&str>, Errno> {
+    if path.is_empty() {
+        return Ok(Vec::new());
+    }
+    let components: Vec<&str> = path.split('/').take(COMPONENTS_MAX + 1).collect();
+    if components.len() > COMPONENTS_MAX || components.iter().any(|name| name.len() > COMPONENT_BYTES_MAX) {
+        return Err(Errno::NAMETOOLONG);
+    }
+    let bad = |name: &&str| matches!(*name, "" | "." | "..") || name.contains('\0');
+    if components.iter().any(bad) { Err(Errno::INVAL) } else { Ok(components) }
+}
+
+/// Why direct I/O in units of a page would not do for this file, as far as the kernel tells (Linux 6.1).
+fn coarse_alignment(fd: &OwnedFd) -> Option<String> {
+    let facts = statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
+    if facts.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
+        return None;
+    }
+    let (memory, offset) = (facts.stx_dio_mem_align, facts.stx_dio_offset_align);
+    if memory == 0 || offset == 0 {
+        return Some("the file system does not support it for a file".to_owned());
+    }
+    let fits = |unit: u32| PAGE.is_multiple_of(unit as usize);
+    (!fits(memory) || !fits(offset)).then(|| {
+        format!("the device wants memory aligned to {memory} and offsets to {offset} bytes; {PAGE} is what we have")
+    })
+}
+
+fn list(dir: BorrowedFd<'_>) -> Result<Reply, Errno> {
+    let mut entries = Vec::new();
+    for entry in Dir::read_from(dir)? {
+        let entry = entry?;
+        let raw = entry.file_name();
+        if matches!(raw.to_bytes(), b"." | b"..") {
+            continue;
+        }
+        if entries.len() >= LISTING_MAX {
+            return Err(Errno::OVERFLOW);
+        }
+        entries.push(describe(dir, raw, entry.file_type()));
+    }
+    entries.sort();
+    Ok(Reply::Listing(entries))
+}
+
+fn describe(dir: BorrowedFd<'_>, raw: &CStr, known: FileType) -> DirEntry {
+    let kind = match known {
+        FileType::Unknown => statat(dir, raw, AtFlags::SYMLINK_NOFOLLOW)
+            .map_or(FileType::Unknown, |stat| FileType::from_raw_mode(stat.st_mode)),
+        known => known,
+    };
+    // A name that is no text is not one that the store gave, so it is shown and left alone.
+    let kind = match (raw.to_str(), kind) {
+        (Ok(_), FileType::RegularFile) => EntryKind::File,
+        (Ok(_), FileType::Directory) => EntryKind::Dir,
+        _ => EntryKind::Other,
+    };
+    DirEntry { name: raw.to_string_lossy().into(), kind }
+}
+
+fn stat(fd: BorrowedFd<'_>) -> Result<Reply, Errno> {
+    let stat = fstat(fd)?;
+    let positive = |value: i64| u64::try_from(value).map_err(|_| Errno::OVERFLOW);
+    // The kernel counts blocks of 512 bytes here, whatever the file system's own unit.
+    Ok(Reply::Stat { len: positive(stat.st_size)?, allocated: positive(stat.st_blocks)?.saturating_mul(512) })
+}
+
+#[cfg(test)]
+#[path = "meta_tests.rs"]
+mod tests;

@@ -1,0 +1,41 @@
+//! A directory for one test, removed with what is in it when the test ends.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+/// The directory.
+#[derive(Debug)]
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    /// A new empty directory under the system's directory for temporary files.
+    ///
+    /// # Panics
+    /// If it cannot be made.
+    #[allow(clippy::expect_used, reason = "a test without a directory has nothing to test")]
+    pub fn new() -> Self {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("kvarts-test-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&path).expect("a directory for temporary files that can be written");
+        Self(path)
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
