@@ -21,6 +21,7 @@
 )]
 
 pub mod coord;
+pub mod format;
 pub mod ids;
 pub mod shape;
 
