@@ -21,6 +21,7 @@
 )]
 
 pub mod coord;
+pub mod format;
 pub mod identity;
 pub mod ids;
 pub mod key;

@@ -41,8 +41,17 @@ impl IoErrorKind {
             Errno::NOENT | Errno::NOTDIR | Errno::BADF => Self::NotFound,
             Errno::EXIST => Self::Exists,
             // What block devices, file systems with checksums and network mounts answer when bytes are lost.
-            Errno::IO | Errno::NXIO | Errno::NODEV | Errno::UCLEAN | Errno::REMOTEIO | Errno::ILSEQ
-            | Errno::NODATA | Errno::BADMSG | Errno::TIMEDOUT | Errno::STALE | Errno::NOLINK => Self::Media,
+            Errno::IO
+            | Errno::NXIO
+            | Errno::NODEV
+            | Errno::UCLEAN
+            | Errno::REMOTEIO
+            | Errno::ILSEQ
+            | Errno::NODATA
+            | Errno::BADMSG
+            | Errno::TIMEDOUT
+            | Errno::STALE
+            | Errno::NOLINK => Self::Media,
             Errno::OPNOTSUPP | Errno::NOSYS => Self::Unsupported,
             _ => Self::Other(errno),
         }

@@ -1,0 +1,547 @@
+//! The index checkpoint: the in-memory index of a shard, written out so that recovery reads no footer of a
+//! segment that it covers.
+//!
+//! Invariants:
+//! - A checkpoint is a header page, chunks numbered from zero, and an end chunk that repeats the totals. Without
+//!   a sound end chunk it does not count, whatever came before.
+//! - The two files are written in turn; the one with the higher sequence that is whole counts. Losing both costs
+//!   time, never data: footers and records say the same.
+//! - Chunks are bound to store, shard, file, sequence, offset and chunk number: chunks of two checkpoints never
+//!   mix.
+//! - It is read and written one chunk at a time: memory is bounded by [`MAX_CHUNK_IMAGE_BYTES`].
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+use super::body::{BlockName, Epoch, Parent, Tombstone, first_failure, from_archive, to_archive};
+use super::field::Field;
+use super::seal::{
+    Draft, KIND, LONG_PREFIX, Long, OFFSET, Position, REST_TAG, Secret, Structure, TOTAL_BYTES, prove_fixed,
+    prove_long, prove_page, refuse_newer, require_kind_zero, require_zero, total_bytes,
+};
+use super::unsound::{Damage, EncodeError, Unsound};
+use super::{PAGE, PAGE_BYTES};
+use crate::coord::Coordinate;
+use crate::shape::MAX_RUN_BLOCKS;
+
+#[allow(unused_imports, reason = "named in the module's documentation")]
+use super::MAX_CHUNK_IMAGE_BYTES;
+
+/// When the checkpoint was begun, in milliseconds since 1970: the age of what it says about recency.
+pub const CREATED_MS: Field = OFFSET.then("created_ms", 8);
+/// The next sequence of the shard: no sequence is given twice even where the tail of the log is lost.
+pub const NEXT_SEQUENCE: Field = CREATED_MS.then("next_sequence", 8);
+
+/// The fields of the header behind the preamble.
+pub const HEADER_FIELDS: &[Field] = &[CREATED_MS, NEXT_SEQUENCE];
+
+/// The chunk's number from zero: a lost or doubled chunk is noticed.
+pub const CHUNK_INDEX: Field = REST_TAG.then("chunk_index", 4);
+/// Items in the chunk: bounds a reader's work before the body is looked at.
+pub const ITEM_COUNT: Field = CHUNK_INDEX.then("item_count", 4);
+/// Zero.
+pub const RESERVED: Field = ITEM_COUNT.then("reserved", 24);
+
+/// The fields of a chunk behind `rest_tag`.
+pub const CHUNK_FIELDS: &[Field] = &[CHUNK_INDEX, ITEM_COUNT, RESERVED];
+
+const _: () = assert!(RESERVED.end() == LONG_PREFIX);
+
+/// The most items one chunk may have.
+pub const MAX_ITEMS: usize = 1 << 14;
+
+/// State of a segment: nothing in it counts; it may be recycled.
+pub const SEGMENT_FREE: u8 = 0;
+/// State of a segment: the log is being written there.
+pub const SEGMENT_OPEN: u8 = 1;
+/// State of a segment: sealed.
+pub const SEGMENT_SEALED: u8 = 2;
+/// State of a segment: sealed after a failed flush.
+pub const SEGMENT_SUSPECT: u8 = 3;
+/// State of a segment: kept as it is for inspection, neither read nor recycled.
+pub const SEGMENT_QUARANTINED: u8 = 4;
+
+/// Flag of a block: it can be read. Without it the block is dead: deleted, evicted, expired or damaged.
+pub const BLOCK_ALIVE: u32 = 1;
+/// Flag of a record: it has extensions, which its header holds.
+pub const RECORD_HAS_EXTENSIONS: u8 = 1;
+
+/// What a checkpoint knows about a segment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Archive, Serialize, Deserialize)]
+#[rkyv(derive(Debug))]
+pub struct SegmentState {
+    /// Its generation: what a later generation holds is not covered.
+    pub generation: u64,
+    /// Bytes of live records.
+    pub live_bytes: u64,
+    /// Sequence of its first record; zero if it has none.
+    pub first_sequence: u64,
+    /// Sequence of its last record that this checkpoint covers.
+    pub last_sequence: u64,
+    /// How far this checkpoint covers it: recovery scans an open segment from here.
+    pub log_end: u64,
+    /// The segment.
+    pub segment: u32,
+    /// `SEGMENT_FREE` to `SEGMENT_QUARANTINED`.
+    pub state: u8,
+}
+
+/// Where the canonical encoding of an identity or spec lies, and the short id that the records of this
+/// checkpoint use for it. Not the local id of any segment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Archive, Serialize, Deserialize)]
+#[rkyv(derive(Debug))]
+pub struct DefinitionState {
+    /// Generation of the segment.
+    pub generation: u64,
+    /// Offset of a record that defines it.
+    pub offset: u64,
+    /// The segment of that record.
+    pub segment: u32,
+    /// The short id within this checkpoint.
+    pub local: u32,
+    /// The namespace id, or the spec's id.
+    pub id: [u8; 32],
+    /// Whether it is a spec.
+    pub is_spec: bool,
+}
+
+/// One block of a record.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Archive, Serialize, Deserialize)]
+#[rkyv(derive(Debug))]
+pub struct BlockState {
+    /// When it expires, in milliseconds since 1970; zero for never. May be later than its record says.
+    pub expires_ms: u64,
+    /// Until when it is pinned by a client that asked for it to outlive a restart; zero for not.
+    pub pinned_until_ms: u64,
+    /// When it was last read, in seconds since 1970.
+    pub last_access_s: u32,
+    /// [`BLOCK_ALIVE`].
+    pub flags: u32,
+    /// Key and origin.
+    pub name: BlockName,
+}
+
+/// A record and a run of its blocks. A record with more blocks than fit in a chunk is listed in several parts.
+#[derive(Clone, PartialEq, Eq, Debug, Archive, Serialize, Deserialize)]
+#[rkyv(derive(Debug))]
+pub struct RecordState {
+    /// Generation of the segment.
+    pub generation: u64,
+    /// Where the record's header begins.
+    pub offset: u64,
+    /// Its sequence.
+    pub sequence: u64,
+    /// Bytes of its payload without padding.
+    pub payload_bytes: u64,
+    /// As in its body.
+    pub coordinate: u64,
+    /// As in its body.
+    pub created_ms: u64,
+    /// The segment.
+    pub segment: u32,
+    /// Bytes of its header.
+    pub header_bytes: u32,
+    /// Short id of the namespace within this checkpoint.
+    pub namespace: u32,
+    /// Short id of the spec within this checkpoint.
+    pub spec: u32,
+    /// As in its body.
+    pub group: u32,
+    /// Which of the record's blocks is the first in this part.
+    pub first_entry: u32,
+    /// Blocks of the whole record.
+    pub entries_total: u32,
+    /// The blocks of this part, in prefix order.
+    pub blocks: Vec<BlockState>,
+    /// As in its body.
+    pub first_block: Option<u32>,
+    /// As in its body.
+    pub layout_version: u16,
+    /// As in its body.
+    pub layout: u8,
+    /// As in its body.
+    pub encoding: u8,
+    /// [`RECORD_HAS_EXTENSIONS`].
+    pub flags: u8,
+    /// As in its body.
+    pub parent: Parent,
+}
+
+/// What a whole checkpoint has: repeated in its end chunk, compared by the reader.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Archive, Serialize, Deserialize)]
+#[rkyv(derive(Debug))]
+pub struct Totals {
+    /// Segments.
+    pub segments: u64,
+    /// Definitions.
+    pub definitions: u64,
+    /// Parts of records.
+    pub records: u64,
+    /// Blocks.
+    pub blocks: u64,
+    /// Tombstones.
+    pub tombstones: u64,
+    /// Epochs.
+    pub epochs: u64,
+    /// Chunks, the end chunk not counted.
+    pub chunks: u64,
+}
+
+const _: () = assert!(size_of::<rkyv::Archived<SegmentState>>() == 48);
+const _: () = assert!(size_of::<rkyv::Archived<DefinitionState>>() == 64);
+const _: () = assert!(size_of::<rkyv::Archived<BlockState>>() == 72);
+const _: () = assert!(size_of::<rkyv::Archived<RecordState>>() == 136);
+const _: () = assert!(size_of::<rkyv::Archived<Totals>>() == 56);
+
+/// The items of one chunk, all of one kind.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Items {
+    /// Segments.
+    Segments(Vec<SegmentState>),
+    /// Identities and specs; before the records that use them.
+    Definitions(Vec<DefinitionState>),
+    /// Records and their blocks.
+    Records(Vec<RecordState>),
+    /// Tombstones; their namespaces are short ids within this checkpoint.
+    Tombstones(Vec<Tombstone>),
+    /// Namespace epochs.
+    Epochs(Vec<Epoch>),
+}
+
+const END_KIND: u16 = 6;
+
+impl Items {
+    fn kind(&self) -> u16 {
+        match self {
+            Self::Segments(_) => 1,
+            Self::Definitions(_) => 2,
+            Self::Records(_) => 3,
+            Self::Tombstones(_) => 4,
+            Self::Epochs(_) => 5,
+        }
+    }
+
+    fn count(&self) -> usize {
+        match self {
+            Self::Segments(items) => items.len(),
+            Self::Definitions(items) => items.len(),
+            Self::Records(items) => items.len(),
+            Self::Tombstones(items) => items.len(),
+            Self::Epochs(items) => items.len(),
+        }
+    }
+
+    fn check(&self) -> Result<(), &'static str> {
+        first_failure(&[((1..=MAX_ITEMS).contains(&self.count()), ITEM_COUNT.name)])?;
+        match self {
+            Self::Segments(items) => items.iter().try_for_each(SegmentState::check),
+            Self::Definitions(items) => {
+                let aligned = items.iter().all(|item| item.offset.is_multiple_of(PAGE_BYTES));
+                first_failure(&[(aligned, "offset")])
+            }
+            Self::Records(items) => items.iter().try_for_each(RecordState::check),
+            Self::Tombstones(items) => items.iter().try_for_each(Tombstone::check),
+            Self::Epochs(_) => Ok(()),
+        }
+    }
+
+    fn archive(&self) -> Result<rkyv::util::AlignedVec, EncodeError> {
+        match self {
+            Self::Segments(items) => to_archive(items),
+            Self::Definitions(items) => to_archive(items),
+            Self::Records(items) => to_archive(items),
+            Self::Tombstones(items) => to_archive(items),
+            Self::Epochs(items) => to_archive(items),
+        }
+    }
+
+    fn from_kind(kind: u16, body: &[u8]) -> Result<Self, Unsound> {
+        Ok(match kind {
+            1 => Self::Segments(from_archive(body)?),
+            2 => Self::Definitions(from_archive(body)?),
+            3 => Self::Records(from_archive(body)?),
+            4 => Self::Tombstones(from_archive(body)?),
+            5 => Self::Epochs(from_archive(body)?),
+            _ => return Err(Unsound::Damaged { what: Damage::Field(KIND.name) }),
+        })
+    }
+}
+
+impl SegmentState {
+    fn check(&self) -> Result<(), &'static str> {
+        first_failure(&[
+            (self.state <= SEGMENT_QUARANTINED, "state"),
+            (self.log_end.is_multiple_of(PAGE_BYTES), "log_end"),
+            (self.first_sequence <= self.last_sequence, "last_sequence"),
+        ])
+    }
+}
+
+impl RecordState {
+    fn check(&self) -> Result<(), &'static str> {
+        let count = u32::try_from(self.blocks.len()).unwrap_or(u32::MAX);
+        let inside = self.first_entry.checked_add(count).is_some_and(|end| end <= self.entries_total);
+        let flags = self.blocks.iter().all(|block| block.flags & !BLOCK_ALIVE == 0);
+        first_failure(&[
+            (Coordinate::from_u64(self.coordinate).is_some(), "coordinate"),
+            (self.entries_total <= MAX_RUN_BLOCKS, "entries_total"),
+            (count > 0 && inside, "first_entry"),
+            (flags && self.flags & !RECORD_HAS_EXTENSIONS == 0, "flags"),
+            (self.offset.is_multiple_of(PAGE_BYTES), "offset"),
+            (u64::from(self.header_bytes).is_multiple_of(PAGE_BYTES), "header_bytes"),
+        ])
+    }
+}
+
+impl Totals {
+    fn add(&mut self, items: &Items) {
+        let count = items.count() as u64;
+        let total = match items {
+            Items::Segments(_) => &mut self.segments,
+            Items::Definitions(_) => &mut self.definitions,
+            Items::Records(records) => {
+                let blocks =
+                    records.iter().fold(0u64, |sum, record| sum.saturating_add(record.blocks.len() as u64));
+                self.blocks = self.blocks.saturating_add(blocks);
+                &mut self.records
+            }
+            Items::Tombstones(_) => &mut self.tombstones,
+            Items::Epochs(_) => &mut self.epochs,
+        };
+        *total = total.saturating_add(count);
+        self.chunks = self.chunks.saturating_add(1);
+    }
+}
+
+/// The first page of a checkpoint.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CheckpointHeader {
+    /// Store and shard; `segment` is the file (0 or 1), `generation` the checkpoint's sequence, `offset` zero.
+    pub position: Position,
+    /// When it was begun.
+    pub created_ms: u64,
+    /// The next sequence of the shard.
+    pub next_sequence: u64,
+}
+
+impl CheckpointHeader {
+    fn encode(&self, secret: &Secret) -> Result<Vec<u8>, EncodeError> {
+        if self.position.offset != 0 {
+            return Err(EncodeError::Field(OFFSET.name));
+        }
+        let mut draft = Draft::page(Structure::CheckpointHeader);
+        draft.put(CREATED_MS, self.created_ms.to_le_bytes());
+        draft.put(NEXT_SEQUENCE, self.next_sequence.to_le_bytes());
+        Ok(draft.seal(&self.position, secret))
+    }
+
+    /// The header of the checkpoint in the file at `expected`, of whatever sequence the page proves.
+    pub fn decode(page: &[u8], expected: &Position, secret: &Secret) -> Result<Self, Unsound> {
+        let claimed = super::seal::claimed_position(page).ok_or(Unsound::Damaged { what: Damage::Length })?;
+        let expected = expected.at(0).under(claimed.generation);
+        prove_page(Structure::CheckpointHeader, page, &expected, secret)?;
+        require_kind_zero(page)?;
+        require_zero(page.get(NEXT_SEQUENCE.end()..PAGE).unwrap_or_default())?;
+        Ok(Self {
+            position: expected,
+            created_ms: CREATED_MS.get_u64(page)?,
+            next_sequence: NEXT_SEQUENCE.get_u64(page)?,
+        })
+    }
+}
+
+/// Writes a checkpoint chunk by chunk: the images follow each other in the file without gaps.
+#[derive(Debug)]
+pub struct CheckpointWriter {
+    header: CheckpointHeader,
+    secret: Secret,
+    next: Position,
+    totals: Totals,
+}
+
+impl CheckpointWriter {
+    /// A checkpoint that begins with `header`.
+    pub fn new(header: &CheckpointHeader, secret: &Secret) -> Self {
+        let next = header.position.at(PAGE_BYTES);
+        Self { header: *header, secret: secret.clone(), next, totals: Totals::default() }
+    }
+
+    /// The header page, for offset 0.
+    pub fn header(&self) -> Result<Vec<u8>, EncodeError> {
+        self.header.encode(&self.secret)
+    }
+
+    /// The next chunk. [`EncodeError::TooLarge`]: give it fewer items; nothing has changed.
+    pub fn chunk(&mut self, items: &Items) -> Result<Vec<u8>, EncodeError> {
+        items.check().map_err(EncodeError::Field)?;
+        let image = self.image(items.kind(), items.count(), &items.archive()?)?;
+        self.totals.add(items);
+        Ok(image)
+    }
+
+    /// The last chunk: with it on disk the checkpoint counts.
+    pub fn end(mut self) -> Result<Vec<u8>, EncodeError> {
+        let totals = to_archive(&self.totals)?;
+        self.image(END_KIND, 1, &totals)
+    }
+
+    fn image(&mut self, kind: u16, count: usize, body: &[u8]) -> Result<Vec<u8>, EncodeError> {
+        let mut draft = Draft::long(Structure::CheckpointChunk, body, &[])?;
+        let index = u32::try_from(self.totals.chunks).map_err(|_| EncodeError::TooLarge)?;
+        let count = u32::try_from(count).map_err(|_| EncodeError::TooLarge)?;
+        draft.put(KIND, kind.to_le_bytes());
+        draft.put(CHUNK_INDEX, index.to_le_bytes());
+        draft.put(ITEM_COUNT, count.to_le_bytes());
+        let image = draft.seal(&self.next, &self.secret);
+        self.next = self.next.at(self.next.offset.saturating_add(image.len() as u64));
+        Ok(image)
+    }
+}
+
+/// What one chunk of a checkpoint says.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Chunk {
+    /// Items; more chunks follow.
+    Items(Items),
+    /// The end: the checkpoint is whole, and this is what it had.
+    End(Totals),
+}
+
+/// Reads a checkpoint chunk by chunk in bounded memory.
+#[derive(Debug)]
+pub struct CheckpointReader {
+    secret: Secret,
+    next: Position,
+    totals: Totals,
+}
+
+impl CheckpointReader {
+    /// Begins behind a decoded header.
+    pub fn new(header: &CheckpointHeader, secret: &Secret) -> Self {
+        let next = header.position.at(PAGE_BYTES);
+        Self { secret: secret.clone(), next, totals: Totals::default() }
+    }
+
+    /// Where the next chunk begins.
+    pub fn offset(&self) -> u64 {
+        self.next.offset
+    }
+
+    /// How many bytes the next chunk has, from its proven first page.
+    pub fn chunk_bytes(&self, first_page: &[u8]) -> Result<usize, Unsound> {
+        let version = prove_fixed(Structure::CheckpointChunk, first_page, &self.next, &self.secret)?;
+        refuse_newer(version)?;
+        total_bytes(Structure::CheckpointChunk, first_page)
+    }
+
+    /// The next chunk. Any error ends the checkpoint: what it said before does not count.
+    pub fn chunk(&mut self, bytes: &[u8]) -> Result<Chunk, Unsound> {
+        let long = prove_long(Structure::CheckpointChunk, bytes, &self.next, &self.secret)?;
+        let damaged = |name| Unsound::Damaged { what: Damage::Field(name) };
+        self.check_frame(&long)?;
+        let kind = KIND.get_u16(long.fixed)?;
+        let count = ITEM_COUNT.get_u32(long.fixed)?;
+        if kind == END_KIND {
+            let totals: Totals = from_archive(long.body)?;
+            if totals != self.totals || count != 1 {
+                return Err(damaged("totals"));
+            }
+            return Ok(Chunk::End(totals));
+        }
+        let items = Items::from_kind(kind, long.body)?;
+        if u32::try_from(items.count()) != Ok(count) {
+            return Err(damaged(ITEM_COUNT.name));
+        }
+        items.check().map_err(damaged)?;
+        let total = u64::from(TOTAL_BYTES.get_u32(long.fixed)?);
+        self.totals.add(&items);
+        self.next = self.next.at(self.next.offset.checked_add(total).ok_or(damaged(OFFSET.name))?);
+        Ok(Chunk::Items(items))
+    }
+
+    fn check_frame(&self, long: &Long<'_>) -> Result<(), Unsound> {
+        let damaged = |field: Field| Err(Unsound::Damaged { what: Damage::Field(field.name) });
+        require_zero(long.table)?;
+        require_zero(&RESERVED.get::<{ RESERVED.bytes }>(long.fixed)?)?;
+        if long.table.len() >= PAGE {
+            return damaged(TOTAL_BYTES);
+        }
+        if u64::from(CHUNK_INDEX.get_u32(long.fixed)?) != self.totals.chunks {
+            return damaged(CHUNK_INDEX);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::samples;
+    use super::*;
+
+    fn reader() -> CheckpointReader {
+        CheckpointReader::new(&samples::checkpoint_header(), &samples::secret())
+    }
+
+    #[test]
+    fn a_checkpoint_says_what_was_written_into_it() {
+        let pages = samples::checkpoint();
+        let header = samples::checkpoint_header();
+        let expected = header.position.under(0);
+        assert_eq!(CheckpointHeader::decode(&pages[0], &expected, &samples::secret()), Ok(header));
+        let mut reader = reader();
+        let mut offset = 4096;
+        for (page, items) in pages[1..].iter().zip(samples::items()) {
+            assert_eq!(reader.offset(), offset);
+            assert_eq!(reader.chunk_bytes(&page[..4096]), Ok(page.len()));
+            assert_eq!(reader.chunk(page), Ok(Chunk::Items(items)));
+            offset += page.len() as u64;
+        }
+        let Ok(Chunk::End(totals)) = reader.chunk(pages.last().unwrap()) else { panic!("no end") };
+        assert_eq!((totals.records, totals.blocks, totals.definitions, totals.chunks), (1, 2, 2, 5));
+    }
+
+    #[test]
+    fn a_lost_or_doubled_chunk_does_not_count() {
+        let pages = samples::checkpoint();
+        let mut reader = reader();
+        assert!(matches!(reader.chunk(&pages[2]), Err(Unsound::Misdirected { .. })));
+        assert!(reader.chunk(&pages[1]).is_ok());
+        assert!(matches!(reader.chunk(&pages[1]), Err(Unsound::Misdirected { .. })));
+        assert!(matches!(reader.chunk(pages.last().unwrap()), Err(Unsound::Misdirected { .. })));
+    }
+
+    #[test]
+    fn a_chunk_of_the_checkpoint_before_is_stale() {
+        let pages = samples::checkpoint();
+        let mut header = samples::checkpoint_header();
+        header.position.generation += 2;
+        let mut reader = CheckpointReader::new(&header, &samples::secret());
+        let generation = header.position.generation - 2;
+        assert_eq!(reader.chunk(&pages[1]), Err(Unsound::Stale { generation }));
+    }
+
+    #[test]
+    fn an_end_with_other_totals_does_not_count() {
+        let pages = samples::checkpoint();
+        let mut reader = reader();
+        for page in &pages[1..pages.len() - 1] {
+            reader.chunk(page).unwrap();
+        }
+        reader.totals.blocks += 1;
+        let found = reader.chunk(pages.last().unwrap());
+        assert_eq!(found, Err(Unsound::Damaged { what: Damage::Field("totals") }));
+    }
+
+    #[test]
+    fn a_chunk_that_is_too_large_changes_nothing() {
+        let mut writer = CheckpointWriter::new(&samples::checkpoint_header(), &samples::secret());
+        let Items::Records(records) = samples::items().remove(2) else { panic!("not records") };
+        let record = RecordState {
+            blocks: vec![records[0].blocks[0]; 20_000],
+            entries_total: 20_000,
+            ..records[0].clone()
+        };
+        assert_eq!(writer.chunk(&Items::Records(vec![record])), Err(EncodeError::TooLarge));
+        let first = writer.chunk(&samples::items()[0]).unwrap();
+        assert_eq!(first, samples::checkpoint()[1]);
+    }
+}
