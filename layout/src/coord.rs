@@ -58,6 +58,69 @@ impl fmt::Display for Coordinate {
     }
 }
 
+/// Why a number of tensor-parallel ranks does not fit a number of heads.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TpError {
+    /// No ranks, or a rank that is not below the number of ranks.
+    Rank,
+    /// Neither number is a multiple of the other.
+    Uneven {
+        /// Heads of the state.
+        heads: u16,
+        /// Ranks asked for.
+        ranks: u16,
+    },
+}
+
+impl fmt::Display for TpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Rank => write!(f, "a rank must be below the number of ranks, which is at least one"),
+            Self::Uneven { heads, ranks } => {
+                write!(
+                    f,
+                    "{heads} heads cannot be split over {ranks} ranks: one must be a multiple of the other"
+                )
+            }
+        }
+    }
+}
+
+impl std::error::Error for TpError {}
+
+/// The coordinate that a rank holds of a state with this many heads; `heads` 0 is a replicated state.
+pub fn tensor_parallel(heads: u16, ranks: u16, rank: u16) -> Result<Coordinate, TpError> {
+    if rank >= ranks {
+        return Err(TpError::Rank);
+    }
+    if heads == 0 {
+        return Ok(Coordinate::Replicated);
+    }
+    let uneven = TpError::Uneven { heads, ranks };
+    let (count, start) = match (heads.checked_rem(ranks), ranks.checked_rem(heads)) {
+        (Some(0), _) => {
+            let count = heads.checked_div(ranks).ok_or(uneven)?;
+            (count, rank.checked_mul(count).ok_or(uneven)?)
+        }
+        (_, Some(0)) => {
+            (1, ranks.checked_div(heads).and_then(|copies| rank.checked_div(copies)).ok_or(uneven)?)
+        }
+        _ => return Err(uneven),
+    };
+    Coordinate::heads(start, count, heads).ok_or(uneven)
+}
+
+/// The distinct coordinates that this many ranks hold, in head order.
+pub fn coordinates(heads: u16, ranks: u16) -> Result<Vec<Coordinate>, TpError> {
+    if ranks == 0 {
+        return Err(TpError::Rank);
+    }
+    let mut all =
+        (0..ranks).map(|rank| tensor_parallel(heads, ranks, rank)).collect::<Result<Vec<_>, _>>()?;
+    all.dedup();
+    Ok(all)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -22,8 +22,11 @@
 
 pub mod coord;
 pub mod ids;
+pub mod import;
 pub mod shape;
+pub mod spec;
 
 pub use coord::Coordinate;
 pub use ids::{BlockKey, ContentId, Fingerprint, Group, NamespaceId, OriginId, StoreId};
 pub use shape::{BlockShape, ChunkShape, LayerShape, Layout};
+pub use spec::{Geometry, ModelSpec};
