@@ -24,9 +24,11 @@ pub mod coord;
 pub mod format;
 pub mod identity;
 pub mod ids;
+pub mod import;
 pub mod key;
 pub mod prefix;
 pub mod shape;
+pub mod spec;
 
 pub use coord::Coordinate;
 pub use identity::Identity;
@@ -34,3 +36,4 @@ pub use ids::{BlockKey, ContentId, Fingerprint, Group, NamespaceId, OriginId, St
 pub use key::{BlockExtra, IndexKey, KeyChain};
 pub use prefix::{Requirements, UsablePrefix};
 pub use shape::{BlockShape, ChunkShape, LayerShape, Layout};
+pub use spec::{Geometry, ModelSpec};

@@ -1,0 +1,162 @@
+//! Attention that keeps keys and values of every KV head: in full, or for a sliding window in some layers.
+
+use crate::spec::{Absence, Role};
+
+use super::config::Config;
+use super::{Built, ImportError, ImportOptions, part, product};
+
+const KV_HEADS: &str = "how many KV heads there are";
+const HEAD_DIM: &str = "how many numbers a head has";
+
+/// Full attention in every layer.
+pub(super) fn full(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
+    let head_dim = config.count("head_dim", HEAD_DIM)?;
+    all_full(config, options, head_dim)
+}
+
+/// Full attention in every layer, where the architecture makes `head_dim` the hidden size divided by the number
+/// of attention heads if the file leaves it out.
+pub(super) fn with_derived_head_dim(
+    config: &Config<'_>,
+    options: &ImportOptions,
+) -> Result<Built, ImportError> {
+    if config.has("head_dim") {
+        return full(config, options);
+    }
+    let hidden = config.count("hidden_size", "with num_attention_heads, how many numbers a head has")?;
+    let heads = config.count("num_attention_heads", "with hidden_size, how many numbers a head has")?;
+    match (hidden.checked_rem(heads), hidden.checked_div(heads)) {
+        (Some(0), Some(head_dim)) => all_full(config, options, head_dim),
+        _ => Err(ImportError::Value {
+            field: config.path("hidden_size"),
+            found: hidden.to_string(),
+            expected: format!("a multiple of num_attention_heads ({heads})"),
+        }),
+    }
+}
+
+/// MiniMax: `attn_type_list` says which layers are full attention (1); in M2 all are.
+pub(super) fn minimax(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
+    let layers = config.layer_count()?;
+    let Some(types) = config.numbers("attn_type_list")? else {
+        let field = config.path("attn_type_list");
+        return Err(ImportError::Missing { field, what: "which layers are full attention" });
+    };
+    if types.len() != layers {
+        return Err(config.wrong_length("attn_type_list", types.len(), layers));
+    }
+    if let Some((index, other)) = types.iter().enumerate().find(|(_, kind)| **kind != 1) {
+        return Err(config.unknown_layer("attn_type_list", index, &other.to_string(), "1 (full attention)"));
+    }
+    full(config, options)
+}
+
+/// gpt-oss: `layer_types` says which layers are sliding windows.
+pub(super) fn gpt_oss(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
+    let layers = config.layer_count()?;
+    let Some(types) = config.layer_types(layers)? else {
+        let field = config.path("layer_types");
+        return Err(ImportError::Missing { field, what: "which layers are sliding windows" });
+    };
+    let order = sliding_or_full(config, &types)?;
+    windowed(config, options, order, String::new())
+}
+
+/// Gemma 3: `layer_types`, or `sliding_window_pattern`, whose last layer of each period is full. The architecture
+/// itself makes the period 6 if the file says neither.
+pub(super) fn gemma3(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
+    let layers = config.layer_count()?;
+    if let Some(types) = config.layer_types(layers)? {
+        let order = sliding_or_full(config, &types)?;
+        return windowed(config, options, order, String::new());
+    }
+    let (period, note) = match config.has("sliding_window_pattern") {
+        true => (config.count("sliding_window_pattern", "every how many layers one is full")?, String::new()),
+        false => (6, "Every sixth layer is full attention, as the architecture has it.".to_owned()),
+    };
+    let order = (1u32..)
+        .take(layers)
+        .map(|layer| if layer.checked_rem(period) == Some(0) { "full" } else { "sliding" })
+        .collect();
+    windowed(config, options, order, note)
+}
+
+fn all_full(config: &Config<'_>, options: &ImportOptions, head_dim: u32) -> Result<Built, ImportError> {
+    refuse_other_attention(config)?;
+    let layers = config.layer_count()?;
+    if let Some(types) = config.layer_types(layers)?
+        && let Some((index, other)) = types.iter().enumerate().find(|(_, kind)| **kind != "full_attention")
+    {
+        return Err(config.unknown_layer("layer_types", index, other, "full_attention"));
+    }
+    let heads = config.heads("num_key_value_heads", KV_HEADS)?;
+    let dtype = config.kv_dtype(options)?;
+    let bytes = product(config, "head_dim", &[2, heads.into(), head_dim.into(), dtype.bytes()])?;
+    Ok(Built {
+        parts: vec![part("kv", "dense_kv", Role::Stream { bytes, tokens: 1 }, heads, dtype.name())],
+        layer_kinds: vec![("full", vec!["kv"])],
+        order: vec!["full"; layers],
+        note: String::new(),
+    })
+}
+
+fn refuse_other_attention(config: &Config<'_>) -> Result<(), ImportError> {
+    if config.has("kv_lora_rank") {
+        return Err(config.feature("kv_lora_rank", "latent attention is not part of this architecture"));
+    }
+    let off = config.switch("use_sliding_window")? == Some(false);
+    if config.has("sliding_window") && !off {
+        return Err(
+            config.feature("sliding_window", "a sliding window is not understood for this architecture")
+        );
+    }
+    match config.switch("use_sliding_window")? {
+        Some(true) => {
+            Err(config
+                .feature("use_sliding_window", "a sliding window is not understood for this architecture"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn sliding_or_full(config: &Config<'_>, types: &[&str]) -> Result<Vec<&'static str>, ImportError> {
+    let name = |(index, kind): (usize, &&str)| match *kind {
+        "sliding_attention" => Ok("sliding"),
+        "full_attention" => Ok("full"),
+        other => {
+            Err(config.unknown_layer("layer_types", index, other, "sliding_attention or full_attention"))
+        }
+    };
+    types.iter().enumerate().map(name).collect()
+}
+
+fn windowed(
+    config: &Config<'_>,
+    options: &ImportOptions,
+    order: Vec<&'static str>,
+    note: String,
+) -> Result<Built, ImportError> {
+    let heads = config.heads("num_key_value_heads", KV_HEADS)?;
+    let head_dim = config.count("head_dim", HEAD_DIM)?;
+    let window = config.count("sliding_window", "how many tokens a sliding layer sees")?;
+    let dtype = config.kv_dtype(options)?;
+    let bytes = product(config, "head_dim", &[2, heads.into(), head_dim.into(), dtype.bytes()])?;
+    let sliding = order.iter().filter(|kind| **kind == "sliding").count();
+    let mut sliding_part =
+        part("window", "swa_window", Role::Window { bytes, tokens: window }, heads, dtype.name());
+    sliding_part.absence = replay(window, sliding);
+    Ok(Built {
+        parts: vec![
+            sliding_part,
+            part("kv", "dense_kv", Role::Stream { bytes, tokens: 1 }, heads, dtype.name()),
+        ],
+        layer_kinds: vec![("sliding", vec!["window"]), ("full", vec!["kv"])],
+        order,
+        note,
+    })
+}
+
+/// What an exact replay of windows costs: each window layer reaches one window further back.
+pub(super) fn replay(window: u32, layers: usize) -> Absence {
+    Absence::Recompute { tokens: u64::from(window).saturating_mul(layers as u64) }
+}

@@ -1,0 +1,309 @@
+//! Makes a model spec from the `config.json` of a Hugging Face checkpoint.
+//!
+//! Only architectures whose cache is known are imported, and only with features that are understood: an unknown
+//! architecture, a missing fact, or a feature that would change the geometry is refused with its name. Nothing is
+//! guessed; where an architecture itself fixes a value that the file may leave out, the code says so.
+
+mod config;
+mod dense;
+mod latent;
+mod linear;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+
+use crate::spec::form::{Draft, DraftPart, Run};
+use crate::spec::{Absence, FormError, ModelSpec, Role};
+
+use config::Config;
+
+/// The most bytes a configuration may have.
+pub const MAX_CONFIG_BYTES: usize = 1 << 20;
+
+/// The number format of a cache entry or a state.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Dtype {
+    /// bfloat16, two bytes.
+    Bf16,
+    /// float16, two bytes.
+    Fp16,
+    /// float32, four bytes.
+    Fp32,
+    /// An 8-bit float; for latent attention the 656-byte entry with its scales.
+    Fp8,
+}
+
+impl Dtype {
+    /// The name in specs and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::Fp16 => "fp16",
+            Self::Fp32 => "fp32",
+            Self::Fp8 => "fp8",
+        }
+    }
+
+    fn bytes(self) -> u64 {
+        match self {
+            Self::Fp8 => 1,
+            Self::Bf16 | Self::Fp16 => 2,
+            Self::Fp32 => 4,
+        }
+    }
+}
+
+/// The number format of the keys of a DeepSeek-V4 indexer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum IndexDtype {
+    /// fp8 with one fp32 scale.
+    #[default]
+    Fp8,
+    /// MXFP4.
+    Fp4,
+}
+
+/// What the engine decides and the configuration does not say.
+#[derive(Clone, Debug, Default)]
+pub struct ImportOptions {
+    /// The spec's name; otherwise the last component of `_name_or_path`, or the model type.
+    pub name: Option<String>,
+    /// The cache's number format; otherwise the model's own, or the format that the architecture's kernels fix.
+    pub kv_dtype: Option<Dtype>,
+    /// The recurrent state's number format; otherwise `mamba_ssm_dtype`, or fp32 as the reference code keeps it.
+    pub state_dtype: Option<Dtype>,
+    /// The number format of DeepSeek-V4's indexer keys.
+    pub index_dtype: IndexDtype,
+    /// The spec's block tokens; otherwise 256.
+    pub block_tokens: Option<u32>,
+}
+
+/// Why a configuration cannot be imported.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum ImportError {
+    /// More than [`MAX_CONFIG_BYTES`].
+    TooLarge,
+    /// Not JSON.
+    Json {
+        /// The line, counted from one.
+        line: usize,
+        /// The column, counted from one.
+        column: usize,
+        /// The reader's message.
+        message: String,
+    },
+    /// A fact that is not there.
+    Missing {
+        /// The field, as a dotted path.
+        field: String,
+        /// What it would say.
+        what: &'static str,
+    },
+    /// A value that is not what the field should hold.
+    Value {
+        /// The field, as a dotted path.
+        field: String,
+        /// The value found, shortened.
+        found: String,
+        /// What it should be.
+        expected: String,
+    },
+    /// A feature of a known architecture that would change the geometry in a way that is not understood.
+    Feature {
+        /// The field, as a dotted path.
+        field: String,
+        /// Why it is refused.
+        reason: &'static str,
+    },
+    /// An architecture whose cache is not known.
+    Architecture {
+        /// Its name, shortened.
+        name: String,
+        /// The facts that a spec of it needs and that the file does not give.
+        missing: Vec<&'static str>,
+    },
+    /// The numbers do not make a spec.
+    Spec(FormError),
+}
+
+impl fmt::Display for ImportError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TooLarge => write!(f, "a model configuration has at most {MAX_CONFIG_BYTES} bytes"),
+            Self::Json { line, column, message } => {
+                write!(f, "line {line}, column {column}: not JSON: {message}")
+            }
+            Self::Missing { field, what } => write!(f, "{field}: missing; it says {what}"),
+            Self::Value { field, found, expected } => {
+                write!(f, "{field}: {found}, where {expected} is expected")
+            }
+            Self::Feature { field, reason } => write!(f, "{field}: {reason}"),
+            Self::Architecture { name, missing } => write!(
+                f,
+                "architecture {name} is not known; missing facts: {}; write a spec by hand once they are known",
+                missing.join(", ")
+            ),
+            Self::Spec(error) => write!(f, "the configuration does not make a spec: {error}"),
+        }
+    }
+}
+
+impl std::error::Error for ImportError {}
+
+/// Layers and parts of a model, as an architecture's rules give them.
+struct Built {
+    parts: Vec<DraftPart>,
+    layer_kinds: Vec<(&'static str, Vec<&'static str>)>,
+    order: Vec<&'static str>,
+    note: String,
+}
+
+type Build = fn(&Config<'_>, &ImportOptions) -> Result<Built, ImportError>;
+
+/// An architecture whose cache is known.
+struct Architecture {
+    model_type: &'static str,
+    class: &'static str,
+    /// Where the text model's facts are, if not at the top.
+    nested: Option<&'static str>,
+    build: Build,
+}
+
+const fn known(model_type: &'static str, class: &'static str, build: Build) -> Architecture {
+    Architecture { model_type, class, nested: None, build }
+}
+
+const fn nested(model_type: &'static str, class: &'static str, build: Build) -> Architecture {
+    Architecture { model_type, class, nested: Some("text_config"), build }
+}
+
+const ARCHITECTURES: &[Architecture] = &[
+    known("llama", "LlamaForCausalLM", dense::with_derived_head_dim),
+    known("mistral", "MistralForCausalLM", dense::with_derived_head_dim),
+    known("qwen3", "Qwen3ForCausalLM", dense::full),
+    known("qwen3_moe", "Qwen3MoeForCausalLM", dense::full),
+    known("glm4_moe", "Glm4MoeForCausalLM", dense::full),
+    known("minimax_m2", "MiniMaxM2ForCausalLM", dense::minimax),
+    known("minimax", "MiniMaxM2ForCausalLM", dense::minimax),
+    known("gpt_oss", "GptOssForCausalLM", dense::gpt_oss),
+    nested("gemma3", "Gemma3ForConditionalGeneration", dense::gemma3),
+    known("gemma3_text", "Gemma3ForCausalLM", dense::gemma3),
+    known("deepseek_v3", "DeepseekV3ForCausalLM", latent::mla),
+    known("kimi_k2", "DeepseekV3ForCausalLM", latent::mla),
+    known("deepseek_v32", "DeepseekV32ForCausalLM", latent::sparse),
+    known("deepseek_v4", "DeepseekV4ForCausalLM", latent::compressed),
+    known("qwen3_next", "Qwen3NextForCausalLM", linear::gated_delta),
+    nested("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", linear::gated_delta),
+    known("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", linear::gated_delta),
+];
+
+/// The model types that can be imported.
+pub fn model_types() -> impl Iterator<Item = &'static str> {
+    ARCHITECTURES.iter().map(|known| known.model_type)
+}
+
+/// The spec of the model that a `config.json` describes, or which fact stands in the way.
+pub fn import_hf_config(json: &str, options: &ImportOptions) -> Result<ModelSpec, ImportError> {
+    if json.len() > MAX_CONFIG_BYTES {
+        return Err(ImportError::TooLarge);
+    }
+    let value: serde_json::Value = serde_json::from_str(json).map_err(|error| ImportError::Json {
+        line: error.line(),
+        column: error.column(),
+        message: config::message_of(&error),
+    })?;
+    let top = Config::top(&value)?;
+    let known = architecture(&top)?;
+    let config = match known.nested {
+        Some(key) => top.nested(key)?,
+        None => top,
+    };
+    config.refuse_shared_features()?;
+    let built = (known.build)(&config, options)?;
+    let note = match draft_layers(&config)? {
+        0 => built.note,
+        _ => format!("{} Draft (multi-token-prediction) layers are not included.", built.note),
+    };
+    Draft {
+        name: options.name.clone().unwrap_or_else(|| config.model_name(known.model_type)),
+        source: format!("config.json, model_type {}: {}", known.model_type, config.facts()),
+        note: note.trim().to_owned(),
+        block_tokens: options.block_tokens.unwrap_or(crate::spec::DEFAULT_BLOCK_TOKENS),
+        parts: built.parts,
+        layer_kinds: built
+            .layer_kinds
+            .into_iter()
+            .filter(|(name, _)| built.order.contains(name))
+            .map(|(name, parts)| (name.to_owned(), parts.into_iter().map(str::to_owned).collect()))
+            .collect(),
+        runs: vec![Run { repeat: 1, of: built.order.into_iter().map(str::to_owned).collect() }],
+    }
+    .finish_used()
+    .map_err(ImportError::Spec)
+}
+
+fn architecture(top: &Config<'_>) -> Result<&'static Architecture, ImportError> {
+    let model_type = top.text("model_type", "which architecture this is")?;
+    let unknown =
+        |name: &str| ImportError::Architecture { name: config::shorten(name), missing: missing_facts(top) };
+    let known = ARCHITECTURES.iter().find(|known| known.model_type == model_type);
+    let known = known.ok_or_else(|| unknown(model_type))?;
+    // Another class under a known model type is another model: a draft head, an encoder, a changed cache.
+    match top.texts("architectures")? {
+        Some(classes) => match classes.iter().find(|class| **class != known.class) {
+            Some(other) => Err(unknown(other)),
+            None => Ok(known),
+        },
+        None => Ok(known),
+    }
+}
+
+fn missing_facts(top: &Config<'_>) -> Vec<&'static str> {
+    let mut missing =
+        vec!["which state each kind of layer keeps (its parts, and how their bytes depend on tokens)"];
+    let facts = [
+        ("num_hidden_layers", "num_hidden_layers"),
+        ("num_key_value_heads", "num_key_value_heads"),
+        ("head_dim", "head_dim"),
+    ];
+    missing.extend(facts.iter().filter(|(field, _)| !top.has(field)).map(|(_, what)| *what));
+    if !top.has("torch_dtype") && !top.has("dtype") {
+        missing.push("the cache's number format (torch_dtype)");
+    }
+    missing
+}
+
+fn draft_layers(config: &Config<'_>) -> Result<u32, ImportError> {
+    let mtp = config.optional_number("mtp_num_hidden_layers")?;
+    Ok(match config.optional_number("num_nextn_predict_layers")?.or(mtp) {
+        Some(layers) => layers,
+        None => config.optional_number("num_mtp_modules")?.unwrap_or(0),
+    })
+}
+
+/// A part with what most parts have in common.
+fn part(name: &str, kind: &str, role: Role, heads: u16, dtype: &str) -> DraftPart {
+    DraftPart {
+        name: name.to_owned(),
+        kind: kind.to_owned(),
+        role,
+        heads,
+        align: 1,
+        group: None,
+        dtype: dtype.to_owned(),
+        absence: Absence::Required,
+        note: String::new(),
+    }
+}
+
+/// The product, or a refusal that names the field that is most likely at fault.
+fn product(config: &Config<'_>, field: &str, factors: &[u64]) -> Result<u64, ImportError> {
+    factors.iter().try_fold(1u64, |product, &factor| product.checked_mul(factor)).ok_or_else(|| {
+        ImportError::Value {
+            field: config.path(field),
+            found: "too large a number".to_owned(),
+            expected: "a size that fits 64 bits".to_owned(),
+        }
+    })
+}
