@@ -4,5 +4,6 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, clippy::print_stderr)
 )]
 
+pub mod index;
 pub mod io;
 pub mod rt;
