@@ -185,8 +185,7 @@ impl Leases {
     /// Ends the lease that expired first, if one has by `now`, and gives what it held.
     pub(super) fn end_expired(&self, now: Nanos) -> Option<(LeaseId, Box<[BlockFingerprint]>)> {
         let mut state = lock(&self.0);
-        let (until, id) = *state.ends.first()?;
-        (until <= now).then(|| ())?;
+        let (_, id) = *state.ends.first().filter(|(until, _)| *until <= now)?;
         state.remove(id).map(|lease| (id, lease.prints))
     }
 
