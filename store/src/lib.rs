@@ -6,5 +6,6 @@
 
 pub mod api;
 pub mod error;
+pub mod index;
 pub mod io;
 pub mod rt;

@@ -1,0 +1,225 @@
+//! Leases: who may still rely on which blocks, and until when.
+//!
+//! A lease pins blocks against *eviction* only. An explicit delete and a failed verification take a leased
+//! block all the same, and compaction moves it.
+//!
+//! Two structures share the work:
+//! - each partition holds the [`Pins`] of its leased blocks, as pairs of fingerprint and lease; a slot's
+//!   *leased* bit is set exactly while its fingerprint has a pair;
+//! - the one [`Leases`] table says which leases are in force, whose they are and what they hold. A pair whose
+//!   lease is not in force pins nothing: that is how expiry takes effect at its instant, before anybody has
+//!   swept up.
+//!
+//! Lock order: partition, its pins, leases. Whoever holds the leases' lock takes no other.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Mutex;
+
+use super::fingerprint::BlockFingerprint;
+use super::lock;
+use crate::rt::Nanos;
+
+/// Memory one pair or one lease takes in a B-tree that is two thirds full, about.
+const PAIR_BYTES: usize = 40;
+const LEASE_BYTES: usize = 160;
+
+/// Names one lease. Never given out twice while the process lives.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct LeaseId(pub u64);
+
+/// What a lease is asked for on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LeaseTerms {
+    /// When it ends by itself; `None` for a pin, which ends only when it is unlocked.
+    pub until: Option<Nanos>,
+    /// Whose it is.
+    pub tenant: u32,
+    /// How many bytes all leases and pins of the tenant may hold together, this one included.
+    pub cap_bytes: u64,
+}
+
+/// Why a lease was not given, or not renewed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LeaseError {
+    /// The tenant would pin more than it may. Unlock something, or match less.
+    Cap {
+        /// Bytes the tenant may pin.
+        limit: u64,
+        /// Bytes it would pin with this lease.
+        wanted: u64,
+    },
+    /// No such lease is in force: it has expired or was unlocked. Match again.
+    Expired,
+}
+
+impl fmt::Display for LeaseError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cap { limit, wanted } => {
+                write!(
+                    f,
+                    "{wanted} bytes would be pinned where {limit} are allowed: unlock something or match less"
+                )
+            }
+            Self::Expired => write!(f, "no such lease is in force: match again"),
+        }
+    }
+}
+
+impl std::error::Error for LeaseError {}
+
+/// The leased blocks of one partition.
+#[derive(Debug, Default)]
+pub(super) struct Pins(BTreeSet<(BlockFingerprint, LeaseId)>);
+
+impl Pins {
+    pub(super) fn add(&mut self, print: BlockFingerprint, lease: LeaseId) {
+        self.0.insert((print, lease));
+    }
+
+    /// Drops one pair; false if it was the print's last, or there was none.
+    pub(super) fn drop_one(&mut self, print: BlockFingerprint, lease: LeaseId) -> bool {
+        self.0.remove(&(print, lease));
+        self.of(print).next().is_some()
+    }
+
+    pub(super) fn drop_all(&mut self, print: BlockFingerprint) {
+        let leases: Vec<_> = self.of(print).collect();
+        for lease in leases {
+            self.0.remove(&(print, lease));
+        }
+    }
+
+    pub(super) fn of(&self, print: BlockFingerprint) -> impl Iterator<Item = LeaseId> {
+        self.0.range((print, LeaseId(0))..=(print, LeaseId(u64::MAX))).map(|(_, lease)| *lease)
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.0.len() * PAIR_BYTES
+    }
+}
+
+#[derive(Debug)]
+struct Lease {
+    until: Option<Nanos>,
+    tenant: u32,
+    bytes: u64,
+    prints: Box<[BlockFingerprint]>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    next: u64,
+    /// The leases in force, and those that have expired and were not swept up yet.
+    by_id: BTreeMap<LeaseId, Lease>,
+    /// The same leases where they end by themselves, soonest first.
+    ends: BTreeSet<(Nanos, LeaseId)>,
+    /// Bytes pinned by tenant; a tenant without leases is not in it.
+    pinned: BTreeMap<u32, u64>,
+    /// Prints in all leases.
+    prints: usize,
+}
+
+impl State {
+    fn remove(&mut self, id: LeaseId) -> Option<Lease> {
+        let lease = self.by_id.remove(&id)?;
+        if let Some(until) = lease.until {
+            self.ends.remove(&(until, id));
+        }
+        self.prints -= lease.prints.len();
+        if let Some(pinned) = self.pinned.get_mut(&lease.tenant) {
+            *pinned = pinned.saturating_sub(lease.bytes);
+            if *pinned == 0 {
+                self.pinned.remove(&lease.tenant);
+            }
+        }
+        Some(lease)
+    }
+}
+
+/// Which leases are in force.
+#[derive(Debug, Default)]
+pub(super) struct Leases(Mutex<State>);
+
+impl Leases {
+    /// Puts a lease in force that holds nothing yet, so that what is pinned in its name is pinned at once.
+    pub(super) fn begin(&self, terms: LeaseTerms) -> LeaseId {
+        let mut state = lock(&self.0);
+        state.next += 1;
+        let id = LeaseId(state.next);
+        let lease = Lease { until: terms.until, tenant: terms.tenant, bytes: 0, prints: Box::default() };
+        state.by_id.insert(id, lease);
+        state.ends.extend(terms.until.map(|until| (until, id)));
+        id
+    }
+
+    /// Charges the lease's tenant and writes down what it holds. On an error the lease is gone and the
+    /// caller drops the pins it took.
+    pub(super) fn complete(
+        &self,
+        id: LeaseId,
+        terms: LeaseTerms,
+        prints: &[BlockFingerprint],
+        bytes: u64,
+    ) -> Result<(), LeaseError> {
+        let mut state = lock(&self.0);
+        let wanted = state.pinned.get(&terms.tenant).copied().unwrap_or(0).saturating_add(bytes);
+        if wanted > terms.cap_bytes {
+            state.remove(id);
+            return Err(LeaseError::Cap { limit: terms.cap_bytes, wanted });
+        }
+        let lease = state.by_id.get_mut(&id).ok_or(LeaseError::Expired)?;
+        lease.bytes = bytes;
+        lease.prints = prints.into();
+        state.prints += prints.len();
+        state.pinned.insert(terms.tenant, wanted);
+        Ok(())
+    }
+
+    /// Ends a lease and gives what it held; `None` if there is none.
+    pub(super) fn end(&self, id: LeaseId) -> Option<Box<[BlockFingerprint]>> {
+        lock(&self.0).remove(id).map(|lease| lease.prints)
+    }
+
+    /// Ends the lease that expired first, if one has by `now`, and gives what it held.
+    pub(super) fn end_expired(&self, now: Nanos) -> Option<(LeaseId, Box<[BlockFingerprint]>)> {
+        let mut state = lock(&self.0);
+        let (_, id) = *state.ends.first().filter(|(until, _)| *until <= now)?;
+        state.remove(id).map(|lease| (id, lease.prints))
+    }
+
+    pub(super) fn renew(&self, id: LeaseId, until: Nanos, now: Nanos) -> Result<(), LeaseError> {
+        let mut state = lock(&self.0);
+        let State { by_id, ends, .. } = &mut *state;
+        let lease = by_id.get_mut(&id).filter(|lease| in_force(lease, now)).ok_or(LeaseError::Expired)?;
+        if let Some(old) = lease.until.replace(until) {
+            ends.remove(&(old, id));
+        }
+        ends.insert((until, id));
+        Ok(())
+    }
+
+    /// Whether any of these leases is in force.
+    pub(super) fn any_in_force(&self, ids: impl Iterator<Item = LeaseId>, now: Nanos) -> bool {
+        let state = lock(&self.0);
+        ids.into_iter().any(|id| state.by_id.get(&id).is_some_and(|lease| in_force(lease, now)))
+    }
+
+    pub(super) fn pinned_bytes(&self, tenant: u32) -> u64 {
+        lock(&self.0).pinned.get(&tenant).copied().unwrap_or(0)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        lock(&self.0).by_id.len()
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        let state = lock(&self.0);
+        state.by_id.len() * LEASE_BYTES + state.prints * size_of::<BlockFingerprint>()
+    }
+}
+
+fn in_force(lease: &Lease, now: Nanos) -> bool {
+    lease.until.is_none_or(|until| now < until)
+}

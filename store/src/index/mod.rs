@@ -1,0 +1,314 @@
+//! The index: which blocks are here, and where. Shared by all threads, in memory only, no I/O, no clock.
+//!
+//! A block stands in it under a [`BlockFingerprint`], in one of three states: *pending* (a put is in flight),
+//! *live* (at a [`Location`]: a block of a record), *quarantined* (its bytes failed verification; a miss to
+//! readers, free to be put again). Absent is the fourth.
+//!
+//! Invariants:
+//! - a fingerprint has at most one entry, and one put at a time owns a pending one, by its [`Ticket`];
+//! - an entry that is live points at a record that [`Records`] has, and is counted in that record's `live`;
+//! - a block under a lease that is in force does not leave by [`Index::try_evict`].
+//!
+//! The index may be wrong about a block in two ways, both harmless and both found by the reader, who compares
+//! the whole key with the record's header: two keys may share a fingerprint (see [`fingerprint`]), and a
+//! location may be out of date by the time it is used. [`Index::locate`] gives location and record as of one
+//! moment; whoever recycles segments must then hold the segment before a later moment can recycle it.
+//!
+//! Entries lie in partitions (256, unless asked otherwise), each a table under a reader-writer lock. A lookup
+//! takes one lock for reading, a batch takes each lock once, and nothing waits for a device or an executor.
+//! The locks guard no call into foreign code, so a panic under one would be a bug of this module; the lock is
+//! then used on, since all that a torn table can cause is again a location that the reader's check refuses.
+//!
+//! Lock order: partition, then its pins, then leases; partition, then a shard of records.
+
+mod changes;
+mod fingerprint;
+mod groups;
+mod leases;
+mod pinning;
+mod records;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::atomic::AtomicU32;
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+pub use changes::{Deleted, Recovered, Reservation, Ticket};
+pub use fingerprint::{BlockFingerprint, FingerprintKey};
+pub use leases::{LeaseError, LeaseId, LeaseTerms};
+pub use pinning::Eviction;
+pub use records::{RecordCursor, RecordError, RecordId, RecordInfo, Records};
+
+use groups::{Groups, partition_of};
+use leases::{Leases, Pins};
+use table::{Slot, State, Table};
+
+/// Partitions of an index as a power of two, unless asked otherwise.
+const PARTITION_BITS: u32 = 8;
+/// More partitions than 2^12 would cost more memory than contention.
+const PARTITION_BITS_MAX: u32 = 12;
+/// Below this many fingerprints a batch is not worth grouping.
+const BATCH_MIN: usize = 8;
+
+/// Where a block is: which record, and which of its blocks.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Location {
+    /// The record.
+    pub record: RecordId,
+    /// The block's place within it, from zero.
+    pub block: u16,
+}
+
+/// What the index knows of a block.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Lookup {
+    /// Nothing.
+    Absent,
+    /// A put of it is in flight.
+    Pending,
+    /// It is here.
+    Live(Location),
+    /// It was here and failed verification: a miss.
+    Quarantined,
+}
+
+/// How warm a block is, coarsely. The index keeps it and never acts on it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Heat {
+    /// Uses since it was last cooled, up to 3.
+    pub frequency: u8,
+    /// The coarse time of its last use, modulo 256; the caller says what one step is.
+    pub epoch: u8,
+}
+
+/// One entry, as a snapshot lists it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Entry {
+    /// The block.
+    pub print: BlockFingerprint,
+    /// Its state. Never `Absent`.
+    pub state: Lookup,
+    /// How warm it is.
+    pub heat: Heat,
+    /// Whether a lease or pin is on it; one that has expired counts until it is swept up.
+    pub leased: bool,
+}
+
+/// A live block with what is known of its record, as of one moment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Located {
+    /// Where it is.
+    pub location: Location,
+    /// The record.
+    pub record: RecordInfo,
+    /// How warm it is.
+    pub heat: Heat,
+}
+
+/// The memory an index takes, with everything counted.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct IndexMemory {
+    /// All bytes: tables by their capacity, records by their chunks, locks, and leases (these estimated).
+    pub bytes: usize,
+    /// Entries, whatever their state.
+    pub blocks: usize,
+    /// Records.
+    pub records: usize,
+    /// Bytes by blocks; zero when there is no block.
+    pub bytes_per_block: f64,
+}
+
+#[derive(Debug)]
+struct Inner {
+    table: Table,
+    /// Under a lock of its own, so that leases are taken and ended while others look up.
+    pins: Mutex<Pins>,
+}
+
+/// Aligned so that two partitions' locks do not share a cache line.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Partition(RwLock<Inner>);
+
+/// Which blocks are here. See the module's documentation.
+pub struct Index {
+    key: FingerprintKey,
+    partitions: Box<[Partition]>,
+    bits: u32,
+    records: Records,
+    leases: Leases,
+    tickets: AtomicU32,
+}
+
+impl fmt::Debug for Index {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Index").field("memory", &self.memory()).finish_non_exhaustive()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    lock.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+    lock.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Index {
+    /// An empty index whose fingerprints are made under `seed`, which must be random, secret, and the same for
+    /// as long as fingerprints are kept anywhere. `expected_blocks` are taken in without growing; it sizes an
+    /// allocation, so a number that comes from a disk must have been bounded.
+    pub fn new(seed: &[u8; 32], expected_blocks: usize) -> Self {
+        Self::with_partitions(seed, expected_blocks, PARTITION_BITS)
+    }
+
+    /// The same with `2^bits` partitions, 2^12 at most. More let more threads change the index at once.
+    pub fn with_partitions(seed: &[u8; 32], expected_blocks: usize, bits: u32) -> Self {
+        let bits = bits.min(PARTITION_BITS_MAX);
+        let mean = expected_blocks >> bits;
+        // Fingerprints fall into partitions at random: three standard deviations take in the fuller ones.
+        let each = if expected_blocks == 0 { 0 } else { mean + 3 * mean.isqrt() + 1 };
+        let inner = || Inner { table: Table::new(bits, each), pins: Mutex::default() };
+        Self {
+            key: FingerprintKey::new(seed),
+            partitions: (0..1usize << bits).map(|_| Partition(RwLock::new(inner()))).collect(),
+            bits,
+            records: Records::new(),
+            leases: Leases::default(),
+            tickets: AtomicU32::new(0),
+        }
+    }
+
+    /// The key under which this index's fingerprints are made.
+    pub fn key(&self) -> &FingerprintKey {
+        &self.key
+    }
+
+    /// The records that its entries point at.
+    pub fn records(&self) -> &Records {
+        &self.records
+    }
+
+    fn partition(&self, print: BlockFingerprint) -> &RwLock<Inner> {
+        // Below `1 << bits`, which is how many there are.
+        &self.partitions[partition_of(print, self.bits)].0
+    }
+
+    /// What is known of one block.
+    pub fn lookup(&self, print: BlockFingerprint) -> Lookup {
+        read(self.partition(print)).table.get(print).map_or(Lookup::Absent, Slot::lookup)
+    }
+
+    /// Replaces `out` by what is known of each block, in order. Each answer is right at some moment of the
+    /// call; the answers are not one moment's.
+    pub fn lookup_many(&self, prints: &[BlockFingerprint], out: &mut Vec<Lookup>) {
+        out.clear();
+        if prints.len() < BATCH_MIN {
+            out.extend(prints.iter().map(|print| self.lookup(*print)));
+            return;
+        }
+        out.resize(prints.len(), Lookup::Absent);
+        for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
+            let inner = read(&self.partitions[partition].0);
+            // The first pass has nothing to wait for, so the processor has all its cache misses in flight at
+            // once; the second, which branches on what it reads, then finds the lines near.
+            let warmed = places.iter().fold(0, |sum, place| sum ^ inner.table.warm(prints[*place as usize]));
+            std::hint::black_box(warmed);
+            for place in places {
+                let place = *place as usize;
+                if let Some(slot) = inner.table.get(prints[place]) {
+                    out[place] = slot.lookup();
+                }
+            }
+        }
+    }
+
+    /// The block with all that is known of it; `None` if it is absent.
+    pub fn get(&self, print: BlockFingerprint) -> Option<Entry> {
+        read(self.partition(print)).table.get(print).map(entry)
+    }
+
+    /// A live block's location and record, as of one moment; `None` if it is not live.
+    pub fn locate(&self, print: BlockFingerprint) -> Option<Located> {
+        // The record is read under the partition's lock: while the entry is there, it is not freed.
+        let inner = read(self.partition(print));
+        let slot = inner.table.get(print).filter(|slot| slot.state() == Some(State::Live))?;
+        let location = slot.location();
+        Some(Located { location, record: self.records.get(location.record)?, heat: slot.heat() })
+    }
+
+    /// Notes a use of each block at the coarse time `epoch`. Absent ones are passed over.
+    pub fn touch(&self, prints: &[BlockFingerprint], epoch: u8) {
+        let warmer = |heat: Heat| Heat { frequency: heat.frequency.saturating_add(1), epoch };
+        for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
+            let inner = read(&self.partitions[partition].0);
+            for slot in places.iter().filter_map(|place| inner.table.get(prints[*place as usize])) {
+                slot.update_heat(warmer);
+            }
+        }
+    }
+
+    /// Takes one use from a block's frequency and gives its heat before that; `None` if it is absent.
+    pub fn cool(&self, print: BlockFingerprint) -> Option<Heat> {
+        let inner = read(self.partition(print));
+        let slot = inner.table.get(print)?;
+        let heat = slot.heat();
+        slot.update_heat(|heat| Heat { frequency: heat.frequency.saturating_sub(1), ..heat });
+        Some(heat)
+    }
+
+    /// Makes all blocks of one partition that were last used more than `age_max` epochs before `now` look
+    /// exactly that old. Epochs are modulo 256: called on every partition at least once in `255 - age_max`
+    /// epochs, it keeps old blocks from looking new again.
+    pub fn clamp_ages(&self, partition: usize, now: u8, age_max: u8) {
+        let Some(Partition(partition)) = self.partitions.get(partition) else { return };
+        let oldest = now.wrapping_sub(age_max);
+        for slot in read(partition).table.iter() {
+            slot.update_heat(|heat| match now.wrapping_sub(heat.epoch) > age_max {
+                true => Heat { epoch: oldest, ..heat },
+                false => heat,
+            });
+        }
+    }
+
+    /// The number of partitions.
+    pub fn partitions(&self) -> usize {
+        self.partitions.len()
+    }
+
+    /// Replaces `out` by all entries of one partition as of one moment, in fingerprint order; partitions in
+    /// turn give all entries in fingerprint order. Others wait only to change this partition, for
+    /// microseconds. A partition that is not there has no entries.
+    pub fn snapshot(&self, partition: usize, out: &mut Vec<Entry>) {
+        out.clear();
+        if let Some(Partition(partition)) = self.partitions.get(partition) {
+            let inner = read(partition);
+            out.reserve(inner.table.entries());
+            out.extend(inner.table.iter().map(entry));
+        }
+    }
+
+    /// The memory taken now. Reads every partition's size, not its entries.
+    pub fn memory(&self) -> IndexMemory {
+        let mut blocks = 0;
+        let mut bytes = size_of::<Self>() + size_of_val(&*self.partitions);
+        for Partition(partition) in &self.partitions {
+            let inner = read(partition);
+            blocks += inner.table.entries();
+            bytes += inner.table.bytes() + lock(&inner.pins).bytes();
+        }
+        bytes += self.records.bytes() + self.leases.bytes();
+        let bytes_per_block = if blocks == 0 { 0.0 } else { bytes as f64 / blocks as f64 };
+        IndexMemory { bytes, blocks, records: self.records.len(), bytes_per_block }
+    }
+}
+
+fn entry(slot: &Slot) -> Entry {
+    Entry { print: slot.print(), state: slot.lookup(), heat: slot.heat(), leased: slot.leased() }
+}

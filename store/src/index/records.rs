@@ -1,0 +1,392 @@
+//! What the index knows of each record: where it lies, how long it is, and how many of its blocks are live.
+//!
+//! Invariants:
+//! - a record's number is given out again only after [`Records::free`], which refuses while blocks are live;
+//! - `live` never counts too few: it goes up before an entry points at the record and down after;
+//! - memory is taken in chunks of 512 records and kept: there is no doubling, nothing moves, nothing shrinks.
+//!
+//! Records are spread over 16 locks by number. No lock is held while a lock of another kind is taken, so
+//! these may be taken under a partition's lock, never the other way round.
+
+use std::fmt;
+use std::num::NonZeroU16;
+use std::sync::RwLock;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use super::{read, write};
+
+/// Locks, a power of two; the low bits of a record's number choose one.
+const SHARDS: u32 = 16;
+/// Records a chunk holds.
+const CHUNK: usize = 512;
+/// Ends the list of free slots.
+const NONE: u32 = u32::MAX;
+
+/// A record's number in memory. It means nothing on disk or after a restart.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct RecordId(pub u32);
+
+impl fmt::Display for RecordId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// What the index knows of one record.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RecordInfo {
+    /// The shard on disk whose log holds it.
+    pub shard: u16,
+    /// The segment within the shard.
+    pub segment: u32,
+    /// Where the record begins in the segment, in 4 KiB.
+    pub page: u32,
+    /// Length of its header, in 4 KiB.
+    pub header_pages: u16,
+    /// Length of its payload, in 4 KiB.
+    pub payload_pages: u32,
+    /// How many blocks it was written with.
+    pub blocks: NonZeroU16,
+    /// How many of them the index points at as live. The index keeps it; what a caller passes is ignored.
+    pub live: u16,
+    /// The caller's number for what runs have in common: namespace, group, coordinate, layout.
+    pub class: u32,
+    /// When it expires, in seconds since the store's epoch; 0 for never. Lookups do not see it: whoever
+    /// resolves a location compares, and the expiry task removes.
+    pub expires: u32,
+}
+
+enum Slot {
+    Free { next: u32 },
+    Used(RecordInfo),
+}
+
+const _: () = assert!(size_of::<Slot>() == 28);
+
+/// Why an operation on a record was refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RecordError {
+    /// No record has this number: it was freed, or never given out. The caller's bookkeeping is wrong.
+    Unknown(RecordId),
+    /// The record cannot be freed: remove or move these live blocks first.
+    InUse {
+        /// How many blocks are live.
+        live: u16,
+    },
+    /// More blocks would be live than a record can have. The caller passed more blocks than it wrote.
+    TooManyBlocks(RecordId),
+    /// Every record number is taken. Evict or compact before putting more.
+    Full,
+}
+
+impl fmt::Display for RecordError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown(id) => write!(f, "record {id} is not in the index (a bug: report it)"),
+            Self::InUse { live } => {
+                write!(f, "{live} blocks of the record are live: remove or move them first")
+            }
+            Self::TooManyBlocks(id) => {
+                write!(f, "record {id} would have too many live blocks (a bug: report it)")
+            }
+            Self::Full => write!(f, "no record number is left: evict or compact before putting more"),
+        }
+    }
+}
+
+impl std::error::Error for RecordError {}
+
+#[derive(Default)]
+struct Shard {
+    chunks: Vec<Box<[Slot]>>,
+    /// The first free slot below `fresh`, or `NONE`.
+    free: u32,
+    /// Slots from here on were never used.
+    fresh: u32,
+    used: usize,
+}
+
+impl Shard {
+    fn slot(&self, local: u32) -> Option<&Slot> {
+        self.chunks.get(local as usize / CHUNK)?.get(local as usize % CHUNK)
+    }
+
+    fn slot_mut(&mut self, local: u32) -> Option<&mut Slot> {
+        self.chunks.get_mut(local as usize / CHUNK)?.get_mut(local as usize % CHUNK)
+    }
+
+    fn info_mut(&mut self, local: u32) -> Option<&mut RecordInfo> {
+        match self.slot_mut(local)? {
+            Slot::Used(info) => Some(info),
+            Slot::Free { .. } => None,
+        }
+    }
+
+    fn insert(&mut self, info: RecordInfo) -> Option<u32> {
+        let free = self.free;
+        let local = match self.slot(free) {
+            Some(Slot::Free { next }) => {
+                self.free = *next;
+                free
+            }
+            _ => {
+                let local = self.fresh;
+                if local >= u32::MAX / SHARDS {
+                    return None;
+                }
+                if local as usize / CHUNK == self.chunks.len() {
+                    let chunk: Box<[Slot]> = (0..CHUNK).map(|_| Slot::Free { next: NONE }).collect();
+                    self.chunks.push(chunk);
+                }
+                self.fresh += 1;
+                local
+            }
+        };
+        *self.slot_mut(local)? = Slot::Used(info);
+        self.used += 1;
+        Some(local)
+    }
+
+    fn free(&mut self, local: u32, id: RecordId) -> Result<RecordInfo, RecordError> {
+        let next = self.free;
+        let slot = self.slot_mut(local).ok_or(RecordError::Unknown(id))?;
+        match *slot {
+            Slot::Free { .. } => Err(RecordError::Unknown(id)),
+            Slot::Used(RecordInfo { live, .. }) if live > 0 => Err(RecordError::InUse { live }),
+            Slot::Used(info) => {
+                *slot = Slot::Free { next };
+                self.free = local;
+                self.used -= 1;
+                Ok(info)
+            }
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.chunks.len() * CHUNK * size_of::<Slot>() + self.chunks.capacity() * size_of::<Box<[Slot]>>()
+    }
+}
+
+/// Where a walk over all records stands. Start with the default.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct RecordCursor {
+    shard: u32,
+    chunk: usize,
+}
+
+/// All records, by number. Callable from any thread.
+pub struct Records {
+    shards: Box<[RwLock<Shard>]>,
+    /// Which shard the next record goes to.
+    turn: AtomicU32,
+}
+
+impl fmt::Debug for Records {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Records").field("len", &self.len()).finish_non_exhaustive()
+    }
+}
+
+impl Records {
+    pub(super) fn new() -> Self {
+        let shard = || RwLock::new(Shard { free: NONE, ..Shard::default() });
+        Self { shards: (0..SHARDS).map(|_| shard()).collect(), turn: AtomicU32::new(0) }
+    }
+
+    fn shard(&self, id: RecordId) -> (&RwLock<Shard>, u32) {
+        // The remainder is below the number of shards.
+        (&self.shards[(id.0 % SHARDS) as usize], id.0 / SHARDS)
+    }
+
+    /// Takes in a record that no block points at yet, and gives it its number.
+    pub fn insert(&self, info: RecordInfo) -> Result<RecordId, RecordError> {
+        let shard = self.turn.fetch_add(1, Relaxed) % SHARDS;
+        let info = RecordInfo { live: 0, ..info };
+        let local = write(&self.shards[shard as usize]).insert(info).ok_or(RecordError::Full)?;
+        Ok(RecordId(local * SHARDS + shard))
+    }
+
+    /// The record with this number.
+    pub fn get(&self, id: RecordId) -> Option<RecordInfo> {
+        let (shard, local) = self.shard(id);
+        match read(shard).slot(local) {
+            Some(Slot::Used(info)) => Some(*info),
+            _ => None,
+        }
+    }
+
+    /// Forgets a record that has no live block, and gives what was known of it. Its number may be given out
+    /// again at once, so the caller must not use it any more.
+    pub fn free(&self, id: RecordId) -> Result<RecordInfo, RecordError> {
+        let (shard, local) = self.shard(id);
+        write(shard).free(local, id)
+    }
+
+    /// Changes when a record expires; false if there is no such record.
+    pub fn set_expires(&self, id: RecordId, expires: u32) -> bool {
+        let (shard, local) = self.shard(id);
+        write(shard).info_mut(local).map(|info| info.expires = expires).is_some()
+    }
+
+    pub(super) fn add_live(&self, id: RecordId, blocks: usize) -> Result<(), RecordError> {
+        let (shard, local) = self.shard(id);
+        let mut shard = write(shard);
+        let info = shard.info_mut(local).ok_or(RecordError::Unknown(id))?;
+        let sum = u16::try_from(blocks).ok().and_then(|blocks| info.live.checked_add(blocks));
+        info.live = sum.ok_or(RecordError::TooManyBlocks(id))?;
+        Ok(())
+    }
+
+    /// Takes `blocks` from the live count and gives what is left.
+    pub(super) fn subtract_live(&self, id: RecordId, blocks: usize) -> u16 {
+        let (shard, local) = self.shard(id);
+        let mut shard = write(shard);
+        let Some(info) = shard.info_mut(local) else { return 0 };
+        debug_assert!(usize::from(info.live) >= blocks, "record {id} loses {blocks} of {} blocks", info.live);
+        info.live = info.live.saturating_sub(u16::try_from(blocks).unwrap_or(u16::MAX));
+        info.live
+    }
+
+    /// The number of records.
+    pub fn len(&self) -> usize {
+        self.shards.iter().map(|shard| read(shard).used).sum()
+    }
+
+    /// Whether there is no record.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Replaces `out` by the records of one chunk (at most 512) as they are at one moment, and gives where to
+    /// go on, or `None` at the end. A record that is there from the first call to the last is seen exactly
+    /// once; others may or may not be. Holds one lock, for microseconds.
+    pub fn snapshot(
+        &self,
+        from: RecordCursor,
+        out: &mut Vec<(RecordId, RecordInfo)>,
+    ) -> Option<RecordCursor> {
+        out.clear();
+        let shard = read(self.shards.get(from.shard as usize)?);
+        let Some(chunk) = shard.chunks.get(from.chunk) else {
+            return Some(RecordCursor { shard: from.shard + 1, chunk: 0 });
+        };
+        let first = (from.chunk * CHUNK) as u32;
+        for (local, slot) in (first..).zip(chunk) {
+            if let Slot::Used(info) = slot {
+                out.push((RecordId(local * SHARDS + from.shard), *info));
+            }
+        }
+        Some(RecordCursor { chunk: from.chunk + 1, ..from })
+    }
+
+    /// Bytes of memory taken, beyond `self`.
+    pub(super) fn bytes(&self) -> usize {
+        let shards = self.shards.iter().map(|shard| read(shard).bytes()).sum::<usize>();
+        shards + size_of_val(&*self.shards)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    fn info(n: u32) -> RecordInfo {
+        RecordInfo {
+            shard: n as u16,
+            segment: n,
+            page: n * 2,
+            header_pages: 1,
+            payload_pages: 17,
+            blocks: NonZeroU16::new(16).unwrap(),
+            live: 0,
+            class: 3,
+            expires: 0,
+        }
+    }
+
+    fn all(records: &Records) -> Vec<(RecordId, RecordInfo)> {
+        let (mut seen, mut some) = (Vec::new(), Vec::new());
+        let mut cursor = Some(RecordCursor::default());
+        while let Some(from) = cursor {
+            cursor = records.snapshot(from, &mut some);
+            seen.append(&mut some);
+        }
+        seen
+    }
+
+    proptest! {
+        #[test]
+        fn records_answer_as_a_map_does(ops in prop::collection::vec((0..6u8, any::<prop::sample::Index>()), 1..300)) {
+            let records = Records::new();
+            let mut model = BTreeMap::new();
+            for (n, (op, which)) in (0..).zip(ops) {
+                let ids: Vec<_> = model.keys().copied().collect();
+                if op < 3 || ids.is_empty() {
+                    let id = records.insert(RecordInfo { live: 9, ..info(n) }).unwrap();
+                    prop_assert_eq!(model.insert(id, info(n)), None, "a number in use was given out");
+                    continue;
+                }
+                let id = ids[which.index(ids.len())];
+                let known = model.get_mut(&id).unwrap();
+                match op {
+                    3 => {
+                        prop_assert_eq!(records.add_live(id, 2), Ok(()));
+                        known.live += 2;
+                    }
+                    4 if known.live > 0 => {
+                        known.live -= 1;
+                        prop_assert_eq!(records.subtract_live(id, 1), known.live);
+                    }
+                    4 => {
+                        prop_assert!(records.set_expires(id, n));
+                        known.expires = n;
+                    }
+                    _ if known.live > 0 => {
+                        prop_assert_eq!(records.free(id), Err(RecordError::InUse { live: known.live }));
+                    }
+                    _ => {
+                        prop_assert_eq!(records.free(id), Ok(*known));
+                        model.remove(&id);
+                        prop_assert_eq!(records.get(id), None);
+                        prop_assert_eq!(records.free(id), Err(RecordError::Unknown(id)));
+                    }
+                }
+            }
+            prop_assert_eq!(records.len(), model.len());
+            for (id, known) in &model {
+                prop_assert_eq!(records.get(*id), Some(*known));
+            }
+            prop_assert_eq!(all(&records).into_iter().collect::<BTreeMap<_, _>>(), model);
+        }
+    }
+
+    #[test]
+    fn numbers_of_freed_records_are_given_out_before_memory_is_taken() {
+        let records = Records::new();
+        let ids: Vec<_> = (0..20_000).map(|n| records.insert(info(n)).unwrap()).collect();
+        assert_eq!(all(&records).len(), 20_000);
+        let bytes = records.bytes();
+        assert!(bytes < 20_000 * 28 + 16 * CHUNK * 28 + 4096, "{bytes}");
+        for _ in 0..3 {
+            ids.iter().for_each(|id| assert!(records.free(*id).is_ok()));
+            assert!(records.is_empty());
+            (0..20_000).for_each(|n| assert!(records.insert(info(n)).is_ok()));
+        }
+        assert_eq!(records.bytes(), bytes);
+    }
+
+    #[test]
+    fn a_live_count_that_would_overflow_is_refused() {
+        let records = Records::new();
+        let id = records.insert(info(0)).unwrap();
+        assert_eq!(records.add_live(id, 65_535), Ok(()));
+        assert_eq!(records.add_live(id, 1), Err(RecordError::TooManyBlocks(id)));
+        assert_eq!(records.subtract_live(id, 65_535), 0);
+        assert_eq!(records.add_live(id, 65_536), Err(RecordError::TooManyBlocks(id)));
+        let unknown = RecordId(12_345);
+        assert_eq!(records.add_live(unknown, 1), Err(RecordError::Unknown(unknown)));
+        assert!(!records.set_expires(unknown, 1));
+    }
+}
