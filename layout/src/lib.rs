@@ -20,10 +20,13 @@
     )
 )]
 
+pub mod arrange;
 pub mod coord;
 pub mod ids;
+pub mod plan;
 pub mod shape;
 
+pub use arrange::{Overhead, RunLayout};
 pub use coord::Coordinate;
 pub use ids::{BlockKey, ContentId, Fingerprint, Group, NamespaceId, OriginId, StoreId};
 pub use shape::{BlockShape, ChunkShape, LayerShape, Layout};
