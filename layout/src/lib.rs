@@ -20,6 +20,7 @@
     )
 )]
 
+pub mod arrange;
 pub mod coord;
 pub mod format;
 pub mod identity;
@@ -27,9 +28,11 @@ pub mod ids;
 pub mod import;
 pub mod key;
 pub mod prefix;
+pub mod plan;
 pub mod shape;
 pub mod spec;
 
+pub use arrange::{Overhead, RunLayout};
 pub use coord::Coordinate;
 pub use identity::Identity;
 pub use ids::{BlockKey, ContentId, Fingerprint, Group, NamespaceId, OriginId, StoreId};

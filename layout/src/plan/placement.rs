@@ -1,0 +1,414 @@
+//! Where the chunks of a sequence of blocks lie in the caller's memory: the destination of a read, the source of
+//! a write.
+//!
+//! Every form that engines use is the same line of arithmetic: part `p` of the block with ordinal `i` lies at
+//! `base(p) + slot(i) * stride(p)` of a memory. Contiguous layer buffers, whole blocks and paged pools differ
+//! only in bases, strides and whether there is a slot list. A memory is a number that the caller gives a meaning;
+//! its address zero must be aligned as strictly as the reads that land in it.
+//!
+//! No two chunks of a placement overlap: it is checked when it is made, so that no plan has to.
+
+use super::PlacementError;
+use crate::arrange::RunLayout;
+use crate::shape::BlockShape;
+
+/// The most blocks one placement may be for.
+pub const MAX_PLACED_BLOCKS: u32 = 1 << 24;
+
+/// A memory of the caller: a registered arena, a pool, a device allocation.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct MemoryId(pub u32);
+
+/// A place in a memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Address {
+    /// The memory.
+    pub memory: MemoryId,
+    /// Bytes from its start.
+    pub offset: u64,
+}
+
+/// Where the chunks of one part lie: slot `s` at `base + s * stride`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PartTarget {
+    /// The memory.
+    pub memory: MemoryId,
+    /// Offset of slot zero.
+    pub base: u64,
+    /// Distance between slots, at least the bytes of a chunk.
+    pub stride: u64,
+}
+
+/// The part of a memory that a placement touches: the caller compares it with what it has allocated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MemorySpan {
+    /// The memory.
+    pub memory: MemoryId,
+    /// First byte.
+    pub start: u64,
+    /// The offset after the last byte.
+    pub end: u64,
+}
+
+/// A part's target with the bytes of its chunks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Placed {
+    pub(super) target: PartTarget,
+    pub(super) bytes: u64,
+}
+
+/// Non-overlapping places in memory for the chunks of blocks with ordinals `0 .. blocks`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Placement {
+    /// In canonical (layer, part) order.
+    parts: Vec<Placed>,
+    /// The slot of each ordinal; without it an ordinal is its own slot.
+    slots: Option<Vec<u32>>,
+    blocks: u32,
+    spans: Vec<MemorySpan>,
+}
+
+impl Placement {
+    /// A paged pool: one target for each part of a block in canonical order, one slot for each block. Separate K
+    /// and V pools are two parts with two bases; a fused pool is one.
+    pub fn paged(
+        shape: &BlockShape,
+        targets: &[PartTarget],
+        slots: Vec<u32>,
+    ) -> Result<Self, PlacementError> {
+        Self::with_targets(shape, targets, Some(slots), 0)
+    }
+
+    /// The block with ordinal `i` in slot `i` of every target.
+    pub fn strided(shape: &BlockShape, targets: &[PartTarget], blocks: u32) -> Result<Self, PlacementError> {
+        Self::with_targets(shape, targets, None, blocks)
+    }
+
+    /// One contiguous buffer for each layer, `[part][block]` inside without padding. `buffer` says where the
+    /// buffer of a layer starts; it is asked once for each layer index, in order.
+    pub fn layer_buffers(
+        shape: &BlockShape,
+        blocks: u32,
+        mut buffer: impl FnMut(u32) -> Address,
+    ) -> Result<Self, PlacementError> {
+        let mut parts = Vec::new();
+        for (index, layer) in (0u32..).zip(shape.layers()) {
+            let Address { memory, offset } = buffer(index);
+            let mut base = offset;
+            for chunk in &layer.chunks {
+                parts.push(Placed {
+                    target: PartTarget { memory, base, stride: chunk.bytes },
+                    bytes: chunk.bytes,
+                });
+                let bytes = chunk.bytes.checked_mul(u64::from(blocks)).ok_or(PlacementError::Overflow)?;
+                base = base.checked_add(bytes).ok_or(PlacementError::Overflow)?;
+            }
+        }
+        Self::build(parts, None, blocks)
+    }
+
+    /// Whole blocks one after the other in canonical (layer, part) order, without padding.
+    pub fn canonical_blocks(shape: &BlockShape, blocks: u32, at: Address) -> Result<Self, PlacementError> {
+        let mut parts = Vec::new();
+        let mut base = at.offset;
+        for chunk in shape.layers().iter().flat_map(|layer| &layer.chunks) {
+            let target = PartTarget { memory: at.memory, base, stride: shape.block_bytes() };
+            parts.push(Placed { target, bytes: chunk.bytes });
+            base = base.checked_add(chunk.bytes).ok_or(PlacementError::Overflow)?;
+        }
+        Self::build(parts, None, blocks)
+    }
+
+    /// A copy of a record's payload, byte for byte: every chunk at its own payload offset after `at`.
+    pub fn payload_image(layout: &RunLayout, at: Address) -> Result<Self, PlacementError> {
+        let place = |part: &crate::arrange::PartPlace| {
+            let base = at.offset.checked_add(part.offset).ok_or(PlacementError::Overflow)?;
+            let target = PartTarget { memory: at.memory, base, stride: part.step };
+            Ok(Placed { target, bytes: part.bytes })
+        };
+        let parts = layout.parts().iter().map(place).collect::<Result<_, _>>()?;
+        Self::build(parts, None, layout.blocks())
+    }
+
+    fn with_targets(
+        shape: &BlockShape,
+        targets: &[PartTarget],
+        slots: Option<Vec<u32>>,
+        blocks: u32,
+    ) -> Result<Self, PlacementError> {
+        let chunks = shape.layers().iter().flat_map(|layer| &layer.chunks);
+        let parts: Vec<_> =
+            chunks.zip(targets).map(|(chunk, &target)| Placed { target, bytes: chunk.bytes }).collect();
+        if u32::try_from(targets.len()) != Ok(shape.chunk_count()) {
+            return Err(PlacementError::Parts { found: targets.len(), expected: shape.chunk_count() });
+        }
+        Self::build(parts, slots, blocks)
+    }
+
+    fn build(mut parts: Vec<Placed>, slots: Option<Vec<u32>>, blocks: u32) -> Result<Self, PlacementError> {
+        let blocks = match &slots {
+            Some(slots) => u32::try_from(slots.len()).unwrap_or(u32::MAX),
+            None => blocks,
+        };
+        if blocks == 0 || blocks > MAX_PLACED_BLOCKS {
+            return Err(PlacementError::Blocks);
+        }
+        let (low, high) = match &slots {
+            Some(slots) => {
+                let low = slots.iter().copied().min().unwrap_or(0);
+                let high = slots.iter().copied().max().unwrap_or(0);
+                refuse_duplicates(slots, high)?;
+                (low, high)
+            }
+            None => (0, blocks.saturating_sub(1)),
+        };
+        if high == 0 {
+            // One slot has no next one: its stride must not decide whether reads land directly.
+            parts.iter_mut().for_each(|part| part.target.stride = 0);
+        }
+        let spans = check_disjoint(&parts, low, high)?;
+        Ok(Self { parts, slots, blocks, spans })
+    }
+
+    /// Blocks that have a place.
+    pub fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    /// What the placement touches of each memory, by memory.
+    pub fn spans(&self) -> &[MemorySpan] {
+        &self.spans
+    }
+
+    /// Where a chunk lies: `part` is its canonical index in the block (`RunLayout::part_index`).
+    pub fn address(&self, part: u32, ordinal: u32) -> Option<Address> {
+        let placed = self.part(part)?;
+        Some(Address { memory: placed.target.memory, offset: placed.offset(self.slot(ordinal)?) })
+    }
+
+    pub(super) fn part(&self, part: u32) -> Option<&Placed> {
+        self.parts.get(usize::try_from(part).ok()?)
+    }
+
+    pub(super) fn parts(&self) -> &[Placed] {
+        &self.parts
+    }
+
+    #[inline]
+    pub(super) fn slot(&self, ordinal: u32) -> Option<u32> {
+        match &self.slots {
+            Some(slots) => slots.get(usize::try_from(ordinal).ok()?).copied(),
+            None => (ordinal < self.blocks).then_some(ordinal),
+        }
+    }
+}
+
+impl Placed {
+    #[inline]
+    pub(super) fn offset(&self, slot: u32) -> u64 {
+        // `check_disjoint` has found the greatest slot's end below 2^63.
+        self.target.base.saturating_add(self.target.stride.saturating_mul(u64::from(slot)))
+    }
+
+    /// First byte and end of all slots from `low` to `high`.
+    fn reach(&self, low: u32, high: u32) -> Option<(u64, u64)> {
+        let last = self.target.stride.checked_mul(u64::from(high))?.checked_add(self.target.base)?;
+        let end = last.checked_add(self.bytes).filter(|&end| i64::try_from(end).is_ok())?;
+        Some((self.offset(low), end))
+    }
+}
+
+/// A bitmap costs less than sorting unless slots are spread very thinly.
+fn refuse_duplicates(slots: &[u32], high: u32) -> Result<(), PlacementError> {
+    if slots.is_sorted_by(|a, b| a < b) {
+        return Ok(());
+    }
+    let words = usize::try_from(high / 64).unwrap_or(usize::MAX).saturating_add(1);
+    if words > slots.len().saturating_mul(4).saturating_add(1024) {
+        let mut sorted = slots.to_vec();
+        sorted.sort_unstable();
+        let doubled = sorted.windows(2).find_map(|pair| match pair {
+            [a, b] if a == b => Some(*a),
+            _ => None,
+        });
+        return doubled.map_or(Ok(()), |slot| Err(PlacementError::DuplicateSlot { slot }));
+    }
+    let mut seen = vec![0u64; words];
+    for &slot in slots {
+        let bit = 1u64 << (slot % 64);
+        if let Some(word) = usize::try_from(slot / 64).ok().and_then(|at| seen.get_mut(at)) {
+            if *word & bit != 0 {
+                return Err(PlacementError::DuplicateSlot { slot });
+            }
+            *word |= bit;
+        }
+    }
+    Ok(())
+}
+
+/// Refuses parts that overlap and returns what they touch of each memory.
+///
+/// Parts whose reaches are apart are disjoint. Parts whose reaches cross must have one stride and be apart within
+/// it: then they interleave slot by slot and never meet. Anything else is refused without asking which slots are
+/// in use, so the check costs a sort of the parts and not a look at every chunk.
+fn check_disjoint(parts: &[Placed], low: u32, high: u32) -> Result<Vec<MemorySpan>, PlacementError> {
+    let mut reaches = Vec::with_capacity(parts.len());
+    for (index, part) in (0u32..).zip(parts) {
+        let PartTarget { stride, .. } = part.target;
+        if high > 0 && stride < part.bytes {
+            return Err(PlacementError::Stride { part: index, stride, bytes: part.bytes });
+        }
+        let (start, end) = part.reach(low, high).ok_or(PlacementError::Overflow)?;
+        reaches.push((part.target.memory, start, end, part));
+    }
+    reaches.sort_unstable_by_key(|&(memory, start, ..)| (memory, start));
+    let mut spans: Vec<MemorySpan> = Vec::new();
+    let mut crossing: Vec<&Placed> = Vec::new();
+    let mut crossing_end = 0u64;
+    for (memory, start, end, part) in reaches {
+        let same_memory = spans.last().is_some_and(|span| span.memory == memory);
+        if !same_memory || start >= crossing_end {
+            check_interleaved(&mut crossing)?;
+            crossing_end = 0;
+        }
+        crossing.push(part);
+        crossing_end = crossing_end.max(end);
+        match spans.last_mut() {
+            Some(span) if span.memory == memory => span.end = span.end.max(end),
+            _ => spans.push(MemorySpan { memory, start, end }),
+        }
+    }
+    check_interleaved(&mut crossing)?;
+    Ok(spans)
+}
+
+/// Refuses parts that are not of one stride and apart within it; leaves the list empty.
+fn check_interleaved(parts: &mut Vec<&Placed>) -> Result<(), PlacementError> {
+    if let [first, _, ..] = parts.as_slice() {
+        let PartTarget { memory, stride, .. } = first.target;
+        let overlap = PlacementError::Overlap { memory };
+        let residue = |part: &Placed| part.target.base.checked_rem(stride).ok_or(overlap);
+        if parts.iter().any(|part| part.target.stride != stride) {
+            return Err(overlap);
+        }
+        let mut within = Vec::with_capacity(parts.len().saturating_add(1));
+        for part in parts.iter() {
+            within.push((residue(part)?, part.bytes));
+        }
+        within.sort_unstable();
+        if let Some(&(start, bytes)) = within.first() {
+            // Slots repeat: the first part comes again one stride later.
+            within.push((start.saturating_add(stride), bytes));
+        }
+        let apart = within.is_sorted_by(|a, b| a.0.saturating_add(a.1) <= b.0);
+        if !apart {
+            return Err(overlap);
+        }
+    }
+    parts.clear();
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shape::{ChunkShape, LayerShape};
+    use proptest::prelude::*;
+
+    fn shape(layers: &[&[u64]]) -> BlockShape {
+        let chunk = |&bytes: &u64| ChunkShape { bytes, align: 1 };
+        let layer = |(layer, chunks): (u32, &&[u64])| LayerShape {
+            layer,
+            chunks: chunks.iter().map(chunk).collect(),
+        };
+        BlockShape::new((0u32..).zip(layers).map(layer).collect()).unwrap()
+    }
+
+    fn target(memory: u32, base: u64, stride: u64) -> PartTarget {
+        PartTarget { memory: MemoryId(memory), base, stride }
+    }
+
+    fn at(memory: u32, offset: u64) -> Address {
+        Address { memory: MemoryId(memory), offset }
+    }
+
+    #[test]
+    fn the_forms_put_chunks_where_they_say() {
+        let shape = shape(&[&[10, 3], &[7]]);
+        let layers = Placement::layer_buffers(&shape, 4, |layer| at(layer, 100)).unwrap();
+        assert_eq!(layers.address(0, 2), Some(at(0, 120)));
+        assert_eq!(layers.address(1, 2), Some(at(0, 146)));
+        assert_eq!(layers.address(2, 3), Some(at(1, 121)));
+        assert_eq!(layers.address(2, 4), None);
+        assert_eq!(layers.address(3, 0), None);
+        let blocks = Placement::canonical_blocks(&shape, 4, at(5, 1)).unwrap();
+        assert_eq!(blocks.address(2, 1), Some(at(5, 1 + 20 + 13)));
+        assert_eq!(blocks.spans(), [MemorySpan { memory: MemoryId(5), start: 1, end: 81 }]);
+        let targets = [target(0, 0, 16), target(0, 10, 16), target(1, 64, 8)];
+        let paged = Placement::paged(&shape, &targets, vec![9, 2]).unwrap();
+        assert_eq!(paged.address(1, 0), Some(at(0, 154)));
+        assert_eq!(paged.address(2, 1), Some(at(1, 80)));
+        assert_eq!(paged.blocks(), 2);
+    }
+
+    #[test]
+    fn overlapping_places_are_refused() {
+        let shape = shape(&[&[10, 3]]);
+        let paged = |targets: &[PartTarget], slots: &[u32]| {
+            Placement::paged(&shape, targets, slots.to_vec()).map(|_| ())
+        };
+        let overlap = Err(PlacementError::Overlap { memory: MemoryId(0) });
+        assert_eq!(paged(&[target(0, 0, 16), target(0, 9, 16)], &[0, 1]), overlap);
+        assert_eq!(
+            paged(&[target(0, 0, 16), target(0, 14, 16)], &[0, 1]),
+            overlap,
+            "wraps into the next slot"
+        );
+        assert_eq!(paged(&[target(0, 0, 16), target(0, 10, 20)], &[0, 1]), overlap, "strides differ");
+        assert_eq!(paged(&[target(0, 0, 10), target(0, 5, 16)], &[0]), overlap, "one slot");
+        assert_eq!(paged(&[target(0, 0, 16), target(0, 13, 16)], &[0, 1]), Ok(()));
+        assert_eq!(paged(&[target(0, 0, 16), target(1, 0, 16)], &[0, 1]), Ok(()));
+        assert_eq!(
+            paged(&[target(0, 0, 9), target(1, 0, 3)], &[0, 1]),
+            Err(PlacementError::Stride { part: 0, stride: 9, bytes: 10 })
+        );
+        let pools = [target(0, 0, 10), target(1, 0, 3)];
+        assert_eq!(paged(&pools, &[3, 1, 3]), Err(PlacementError::DuplicateSlot { slot: 3 }));
+        let thin = [u32::MAX, 1, u32::MAX];
+        assert_eq!(paged(&pools, &thin), Err(PlacementError::DuplicateSlot { slot: u32::MAX }));
+        assert_eq!(paged(&pools, &[]), Err(PlacementError::Blocks));
+        let one = Err(PlacementError::Parts { found: 1, expected: 2 });
+        assert_eq!(paged(&[target(0, 0, 10)], &[0]), one);
+        let far = [target(0, u64::MAX - 5, 10), target(1, 0, 3)];
+        assert_eq!(paged(&far, &[0]), Err(PlacementError::Overflow));
+        let wide = [target(0, 0, u64::MAX / 2), target(1, 0, 3)];
+        assert_eq!(paged(&wide, &[3]), Err(PlacementError::Overflow));
+    }
+
+    proptest! {
+        #[test]
+        fn an_accepted_placement_has_no_two_chunks_in_one_place(
+            sizes in prop::collection::vec(1u64..12, 1..4),
+            raw in prop::collection::vec((0u32..2, 0u64..60, 0u64..40), 3),
+            slots in prop::collection::vec(0u32..6, 1..5),
+        ) {
+            let shape = shape(&[sizes.as_slice()]);
+            let targets: Vec<_> =
+                raw.iter().take(sizes.len()).map(|&(memory, base, stride)| target(memory, base, stride)).collect();
+            let slots_count = slots.len() as u32;
+            if let Ok(placement) = Placement::paged(&shape, &targets, slots) {
+                let mut taken = std::collections::BTreeSet::new();
+                for (part, bytes) in (0u32..).zip(&sizes) {
+                    for ordinal in 0..slots_count {
+                        let place = placement.address(part, ordinal).unwrap();
+                        let span = placement.spans().iter().find(|span| span.memory == place.memory).unwrap();
+                        prop_assert!(span.start <= place.offset && place.offset + bytes <= span.end);
+                        for byte in place.offset..place.offset + bytes {
+                            prop_assert!(taken.insert((place.memory, byte)), "{place:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! The read plan: from wanted blocks and layers of a prefix to device extents, one step at a time.
+//!
+//! A prefix spans any number of records, each with its own layout and block count but all of one shape. A step is
+//! what an engine announces at once: one layer of all wanted blocks ([`Order::Layers`]) or one block
+//! ([`Order::Blocks`]). Making a plan looks at each record once and at no chunk; every step is computed from
+//! arithmetic alone when it is asked for, in any order, and a step's share of one record can be had by itself. A
+//! plan is immutable: share it between the tasks that submit reads and those that verify and copy.
+//!
+//! How to use it: fill a [`Step`]; submit its extents, those of a direct region into the destination, those of a
+//! staged one into a staging range of the region's size; when all extents of a region are in, check the digest of
+//! every piece and copy the staged ones to their destinations; when all regions are done, announce the step.
+
+use super::placement::{Address, Placement};
+use super::step::{Filler, PartRead, Piece, Region, Run, Step};
+use super::{Pick, PlanError};
+use crate::arrange::{PAGE_BYTES, RunLayout};
+use crate::shape::Layout;
+use std::sync::Arc;
+
+/// Longest single device read, unless the options say otherwise.
+pub const DEFAULT_MAX_EXTENT: u32 = 1 << 20;
+/// Longest region, unless the options say otherwise.
+pub const DEFAULT_MAX_REGION: u32 = 8 << 20;
+/// Widest bridged gap, unless the options say otherwise.
+pub const DEFAULT_MAX_GAP: u32 = 16 << 10;
+
+/// No limit on extents and regions may be greater.
+const MAX_LIMIT: u32 = 1 << 30;
+/// The most pieces one step may have.
+const MAX_STEP_PIECES: u64 = 1 << 26;
+
+/// In which order the bytes are wanted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Order {
+    /// Layer by layer, each over all blocks: what a layerwise restore wants.
+    Layers,
+    /// Block by block, each with all layers: what flat pages and peers want.
+    Blocks,
+}
+
+/// How extents are formed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ReadOptions {
+    /// Offsets, lengths and addresses of device reads are multiples of this: a power of two up to 4096.
+    pub align: u32,
+    /// Longest device read: a multiple of `align`.
+    pub max_extent: u32,
+    /// Longest region (the unit of staging, verification and completion), unless a single chunk is longer: a
+    /// multiple of `align`.
+    pub max_region: u32,
+    /// Two wanted ranges are read as one if at most this many unwanted bytes of whole pages lie between them.
+    pub max_gap: u32,
+}
+
+impl Default for ReadOptions {
+    fn default() -> Self {
+        Self {
+            align: 4096,
+            max_extent: DEFAULT_MAX_EXTENT,
+            max_region: DEFAULT_MAX_REGION,
+            max_gap: DEFAULT_MAX_GAP,
+        }
+    }
+}
+
+impl ReadOptions {
+    /// The most bytes that a step with `pieces` pieces reads beyond the wanted ones: for each piece two page
+    /// edges and one gap.
+    pub fn over_read_bound(&self, pieces: u64) -> u64 {
+        let edges = u64::from(self.align.saturating_sub(1)).saturating_mul(2);
+        pieces.saturating_mul(edges.saturating_add(u64::from(self.max_gap)))
+    }
+
+    #[inline]
+    pub(super) fn mask(&self) -> u64 {
+        u64::from(self.align.saturating_sub(1))
+    }
+
+    fn check(&self) -> Result<(), PlanError> {
+        if !self.align.is_power_of_two() || u64::from(self.align) > PAGE_BYTES {
+            return Err(PlanError::Align { align: self.align });
+        }
+        for limit in [self.max_extent, self.max_region] {
+            if limit == 0 || limit > MAX_LIMIT || u64::from(limit) & self.mask() != 0 {
+                return Err(PlanError::Limit { limit });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is wanted of one record.
+#[derive(Clone, Debug)]
+pub struct RecordRead {
+    /// Where its chunks lie. Records of one prefix usually share it: an `Arc` that is the same is not looked at
+    /// twice.
+    pub layout: Arc<RunLayout>,
+    /// Where the payload starts in its file: a multiple of 4096.
+    pub payload_offset: u64,
+    /// Blocks wanted, counted within the record.
+    pub blocks: Pick,
+    /// Ordinal of the first wanted block in the placement; the others follow.
+    pub ordinal: u32,
+}
+
+/// What to read for a prefix, and where it goes.
+#[derive(Clone, Debug)]
+pub struct ReadPlan {
+    records: Vec<RecordRead>,
+    layers: Pick,
+    order: Order,
+    placement: Arc<Placement>,
+    options: ReadOptions,
+    /// In block order: the number of steps before each record.
+    first_steps: Vec<u32>,
+    blocks: u32,
+}
+
+impl ReadPlan {
+    /// Checks the request and plans nothing yet: O(records), plus the length of explicit lists.
+    ///
+    /// Records must be in the order of their ordinals. `layers` counts the layers of the shape.
+    pub fn new(
+        records: Vec<RecordRead>,
+        layers: Pick,
+        order: Order,
+        placement: Arc<Placement>,
+        options: ReadOptions,
+    ) -> Result<Self, PlanError> {
+        options.check()?;
+        let first = records.first().ok_or(PlanError::Nothing)?;
+        layers.check(first.layout.layer_count())?;
+        check_shape(&records, &placement)?;
+        let mut first_steps = Vec::with_capacity(records.len());
+        let (mut blocks, mut next_ordinal) = (0u32, 0u32);
+        for record in &records {
+            record.check()?;
+            if record.ordinal < next_ordinal {
+                return Err(PlanError::Order);
+            }
+            let count = record.blocks.count();
+            next_ordinal = record.ordinal.checked_add(count).ok_or(PlanError::TooLarge)?;
+            first_steps.push(blocks);
+            blocks = blocks.checked_add(count).ok_or(PlanError::TooLarge)?;
+        }
+        if next_ordinal > placement.blocks() {
+            return Err(PlanError::Placement { needed: next_ordinal, available: placement.blocks() });
+        }
+        let widest = (0..layers.count())
+            .filter_map(|position| first.layout.layer_parts(layers.get(position)?))
+            .map(|(_, parts)| parts.len())
+            .max()
+            .unwrap_or(0);
+        let pieces = u64::try_from(widest).unwrap_or(u64::MAX).saturating_mul(u64::from(blocks));
+        if order == Order::Layers && pieces > MAX_STEP_PIECES {
+            return Err(PlanError::TooLarge);
+        }
+        Ok(Self { records, layers, order, placement, options, first_steps, blocks })
+    }
+
+    /// Number of steps: wanted layers in layer order, wanted blocks in block order.
+    pub fn steps(&self) -> u32 {
+        match self.order {
+            Order::Layers => self.layers.count(),
+            Order::Blocks => self.blocks,
+        }
+    }
+
+    /// Number of slices of a step: one for each record in layer order, one in block order.
+    pub fn slices(&self) -> u32 {
+        match self.order {
+            Order::Layers => u32::try_from(self.records.len()).unwrap_or(u32::MAX),
+            Order::Blocks => 1,
+        }
+    }
+
+    /// The records, as given.
+    pub fn records(&self) -> &[RecordRead] {
+        &self.records
+    }
+
+    /// Where the chunks go.
+    pub fn placement(&self) -> &Arc<Placement> {
+        &self.placement
+    }
+
+    /// How extents are formed.
+    pub fn options(&self) -> &ReadOptions {
+        &self.options
+    }
+
+    /// The layer index that a step of a plan in layer order delivers.
+    pub fn layer_of(&self, step: u32) -> Option<u32> {
+        (self.order == Order::Layers).then(|| self.layers.get(step)).flatten()
+    }
+
+    /// The record and the block within it that a step of a plan in block order delivers.
+    pub fn block_of(&self, step: u32) -> Option<(u32, u32)> {
+        if self.order != Order::Blocks || step >= self.blocks {
+            return None;
+        }
+        let record = self.first_steps.partition_point(|&first| first <= step).checked_sub(1)?;
+        let position = step.checked_sub(*self.first_steps.get(record)?)?;
+        Some((u32::try_from(record).ok()?, self.records.get(record)?.blocks.get(position)?))
+    }
+
+    /// Plans one step into `out`, replacing what was there; false, and `out` empty, if there is no such step.
+    /// Allocates only while `out` is smaller than the largest step so far.
+    pub fn plan_step(&self, step: u32, out: &mut Step) -> bool {
+        out.clear(self.options.max_extent);
+        match self.order {
+            Order::Layers => {
+                let Some(layer) = self.layers.get(step) else { return false };
+                for (index, record) in (0u32..).zip(&self.records) {
+                    self.fill_layer(layer, index, record, out);
+                }
+                true
+            }
+            Order::Blocks => self.fill_block(step, out),
+        }
+    }
+
+    /// Plans the share of one record in one step, so that the first reads of a long prefix can be submitted
+    /// before the last record is looked at; otherwise as [`ReadPlan::plan_step`].
+    pub fn plan_slice(&self, step: u32, slice: u32, out: &mut Step) -> bool {
+        out.clear(self.options.max_extent);
+        match self.order {
+            Order::Layers => {
+                let record = usize::try_from(slice).ok().and_then(|at| self.records.get(at));
+                let (Some(layer), Some(record)) = (self.layers.get(step), record) else { return false };
+                self.fill_layer(layer, slice, record, out);
+                true
+            }
+            Order::Blocks => slice == 0 && self.fill_block(step, out),
+        }
+    }
+
+    fn fill_layer(&self, layer: u32, index: u32, record: &RecordRead, out: &mut Step) {
+        let Some((first_chunk, places)) = record.layout.layer_parts(layer) else { return };
+        let part_at = |chunk: u32, place| {
+            Some(PartRead::new(place, self.placement.part(chunk)?, chunk, layer, &self.options))
+        };
+        let parts = || (first_chunk..).zip(places).filter_map(|(chunk, place)| part_at(chunk, place));
+        let mut filler = Filler::new(out, &self.options, &self.placement, index, record.payload_offset);
+        match record.layout.layout() {
+            Layout::LayerBlock => {
+                for part in parts() {
+                    record.blocks.for_each_run(|block, position, count| {
+                        filler.add(&part, block, record.ordinal.saturating_add(position), count);
+                    });
+                }
+            }
+            Layout::FullBlock => {
+                for position in 0..record.blocks.count() {
+                    let Some(block) = record.blocks.get(position) else { break };
+                    for part in parts() {
+                        filler.add(&part, block, record.ordinal.saturating_add(position), 1);
+                    }
+                }
+            }
+        }
+        filler.close();
+    }
+
+    fn fill_block(&self, step: u32, out: &mut Step) -> bool {
+        let Some((index, block)) = self.block_of(step) else { return false };
+        let at = usize::try_from(index).unwrap_or(usize::MAX);
+        let (Some(record), Some(&first)) = (self.records.get(at), self.first_steps.get(at)) else {
+            return false;
+        };
+        let ordinal = record.ordinal.saturating_add(step.saturating_sub(first));
+        let mut filler = Filler::new(out, &self.options, &self.placement, index, record.payload_offset);
+        for position in 0..self.layers.count() {
+            let Some(layer) = self.layers.get(position) else { break };
+            let Some((first_chunk, places)) = record.layout.layer_parts(layer) else { break };
+            for (chunk, place) in (first_chunk..).zip(places) {
+                let Some(placed) = self.placement.part(chunk) else { break };
+                filler.add(&PartRead::new(place, placed, chunk, layer, &self.options), block, ordinal, 1);
+            }
+        }
+        filler.close();
+        true
+    }
+
+    /// The chunks of a region of a step that this plan filled, in file order.
+    pub fn pieces<'a>(&'a self, step: &'a Step, region: &Region) -> impl Iterator<Item = Piece> + 'a {
+        let record = usize::try_from(region.record).ok().and_then(|at| self.records.get(at));
+        let runs = if record.is_some() { step.runs_of(region) } else { &[] };
+        runs.iter().filter_map(move |run| self.expand(record?, run)).flatten()
+    }
+
+    fn expand<'a>(
+        &'a self,
+        record: &'a RecordRead,
+        run: &'a Run,
+    ) -> Option<impl Iterator<Item = Piece> + 'a> {
+        let place = record.layout.parts().get(usize::try_from(run.chunk).ok()?)?;
+        let placed = self.placement.part(run.chunk)?;
+        Some((0..run.count).filter_map(move |index| {
+            let ordinal = run.ordinal.saturating_add(index);
+            let offset = placed.offset(self.placement.slot(ordinal)?);
+            Some(Piece {
+                block: run.block.saturating_add(index),
+                ordinal,
+                layer: run.layer,
+                chunk: run.chunk,
+                source: run.source.saturating_add(place.step.saturating_mul(u64::from(index))),
+                len: place.bytes,
+                destination: Address { memory: placed.target.memory, offset },
+            })
+        }))
+    }
+}
+
+impl RecordRead {
+    fn check(&self) -> Result<(), PlanError> {
+        if self.payload_offset & PAGE_BYTES.saturating_sub(1) != 0 {
+            return Err(PlanError::PayloadOffset { offset: self.payload_offset });
+        }
+        let end = self.payload_offset.checked_add(self.layout.image_bytes());
+        if end.is_none_or(|end| i64::try_from(end).is_err()) {
+            return Err(PlanError::TooLarge);
+        }
+        self.blocks.check(self.layout.blocks())
+    }
+}
+
+/// All records and the placement are of one shape. Layouts that are one and the same are compared once.
+fn check_shape(records: &[RecordRead], placement: &Placement) -> Result<(), PlanError> {
+    let Some(first) = records.first() else { return Err(PlanError::Nothing) };
+    let sizes = first.layout.parts().iter().map(|part| part.bytes);
+    if !sizes.eq(placement.parts().iter().map(|part| part.bytes)) {
+        return Err(PlanError::Shape);
+    }
+    let mut seen = &first.layout;
+    for record in records {
+        if !Arc::ptr_eq(&record.layout, seen) && !Arc::ptr_eq(&record.layout, &first.layout) {
+            if !record.layout.same_shape(&first.layout) {
+                return Err(PlanError::Shape);
+            }
+            seen = &record.layout;
+        }
+    }
+    Ok(())
+}
