@@ -27,8 +27,8 @@ pub mod identity;
 pub mod ids;
 pub mod import;
 pub mod key;
-pub mod prefix;
 pub mod plan;
+pub mod prefix;
 pub mod shape;
 pub mod spec;
 

@@ -1,208 +1,157 @@
 //! Where the blocks of a request lie in the caller's memory.
 //!
-//! The same description serves as a source of puts and as a destination of reads. It is checked once, against
-//! the shape, before anything is begun: afterwards every chunk has its place inside the memory given, and for
-//! reads no two chunks share a byte.
+//! The same description serves as a source of puts and as a destination of reads. It is checked once, when it is
+//! made: afterwards every chunk has its place inside the memory given, and no two chunks share a byte.
+
+use std::sync::Arc;
 
 use kvarts_layout::BlockShape;
+use kvarts_layout::plan::{Address, MemoryId, PartTarget, Placement, PlacementError};
 
 use crate::error::Reason;
 use crate::io::Buf;
+use crate::io::mem::PAGE;
 
-/// Memory of one (layer, part) of a paged pool: block `i` of the request lies at `slots[i] * stride`.
-#[derive(Clone, Debug)]
-pub struct PagedPart {
-    /// The pool's memory for this part, from slot zero.
-    pub memory: Buf,
-    /// Bytes from one slot to the next; at least the chunk's bytes.
-    pub stride: u64,
-}
-
-/// Where the chunks of a run of blocks lie.
-#[derive(Clone, Debug)]
-pub enum Placement {
-    /// One buffer for each block, its chunks in canonical (layer, part) order without padding.
-    Pages(Vec<Buf>),
-    /// One buffer for each chunk of the shape in canonical order; in it the blocks follow each other.
-    Layers(Vec<Buf>),
-    /// A paged pool, as engines have them: one base for each chunk of the shape in canonical order, and a slot
-    /// for each block.
-    Paged {
-        /// The parts, in canonical order.
-        parts: Vec<PagedPart>,
-        /// A slot for each block of the request.
-        slots: Vec<u32>,
-    },
-}
-
-/// A range of the caller's memory.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Place {
-    /// Which of [`Placement::memory`].
-    pub memory: usize,
-    /// Where in it.
-    pub offset: usize,
-}
-
-/// A placement that fits its shape: what the engine works with.
+/// Blocks of one shape and their places in memory. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Placed {
-    placement: Placement,
-    /// For each chunk of the shape: bytes, and the sum of the bytes before it in the block.
-    chunks: Vec<(u64, u64)>,
-    blocks: u32,
+    memory: Arc<[Memory]>,
+    places: Arc<Placement>,
 }
 
-impl Placement {
-    /// The buffers, in the order in which [`Place::memory`] counts them.
-    fn memory(&self, index: usize) -> Option<&Buf> {
-        match self {
-            Self::Pages(buffers) | Self::Layers(buffers) => buffers.get(index),
-            Self::Paged { parts, .. } => parts.get(index).map(|part| &part.memory),
-        }
-    }
-
-    fn memories(&self) -> impl Iterator<Item = &Buf> {
-        let (buffers, parts): (&[Buf], &[PagedPart]) = match self {
-            Self::Pages(buffers) | Self::Layers(buffers) => (buffers, &[]),
-            Self::Paged { parts, .. } => (&[], parts),
-        };
-        buffers.iter().chain(parts.iter().map(|part| &part.memory))
-    }
+/// One memory of a placement. Plans count its offsets from the page boundary at or before its first byte, so
+/// that what looks aligned to them is.
+#[derive(Clone, Debug)]
+struct Memory {
+    buf: Buf,
+    /// Bytes from that boundary to the first byte.
+    shift: u64,
 }
 
 impl Placed {
-    /// Checks lengths and bounds of `placement` for `blocks` blocks of `shape`; with `exclusive` (reads), also
-    /// that no two chunks share a byte.
-    pub fn new(
-        placement: Placement,
+    /// A paged pool, as engines have them: for each chunk of the shape in canonical (layer, part) order, the
+    /// memory it is in, the offset of slot zero and the distance between slots; and a slot for each block. K and
+    /// V may be apart or fused, pages may lie anywhere in the memories.
+    pub fn paged(
         shape: &BlockShape,
-        blocks: u32,
-        exclusive: bool,
+        memory: Vec<Buf>,
+        targets: &[PartTarget],
+        slots: Vec<u32>,
     ) -> Result<Self, Reason> {
-        let mut chunks = Vec::with_capacity(shape.chunk_count() as usize);
-        let mut before = 0u64;
-        for chunk in shape.layers().iter().flat_map(|layer| &layer.chunks) {
-            chunks.push((chunk.bytes, before));
-            before = before.saturating_add(chunk.bytes);
-        }
-        let placed = Self { placement, chunks, blocks };
-        placed.check_lengths(shape)?;
-        if exclusive {
-            placed.check_exclusive()?;
-        }
-        Ok(placed)
+        let memory = shifted(memory)?;
+        let targets = targets
+            .iter()
+            .map(|target| {
+                let shift = memory.get(target.memory.0 as usize).ok_or(Reason::OutOfBounds)?.shift;
+                let base = target.base.checked_add(shift).ok_or(Reason::OutOfBounds)?;
+                Ok(PartTarget { base, ..*target })
+            })
+            .collect::<Result<Vec<_>, Reason>>()?;
+        Self::checked(memory, Placement::paged(shape, &targets, slots))
     }
 
-    fn check_lengths(&self, shape: &BlockShape) -> Result<(), Reason> {
-        let blocks = u64::from(self.blocks);
-        match &self.placement {
-            Placement::Pages(pages) => {
-                expect_count(pages.len(), u64::from(self.blocks))?;
-                pages.iter().try_for_each(|page| expect_len(page, shape.block_bytes()))
-            }
-            Placement::Layers(layers) => {
-                expect_count(layers.len(), u64::from(shape.chunk_count()))?;
-                let pairs = layers.iter().zip(&self.chunks);
-                pairs.into_iter().try_for_each(|(layer, (bytes, _))| {
-                    expect_len(layer, bytes.checked_mul(blocks).ok_or(Reason::TooMany("bytes"))?)
-                })
-            }
-            Placement::Paged { parts, slots } => {
-                expect_count(parts.len(), u64::from(shape.chunk_count()))?;
-                expect_count(slots.len(), blocks)?;
-                let last = u64::from(slots.iter().copied().max().unwrap_or(0));
-                parts.iter().zip(&self.chunks).try_for_each(|(part, &(bytes, _))| {
-                    if part.stride < bytes {
-                        return Err(Reason::Length { expected: bytes, found: part.stride });
-                    }
-                    let end = last.checked_mul(part.stride).and_then(|at| at.checked_add(bytes));
-                    match end {
-                        Some(end) if end <= part.memory.len() as u64 => Ok(()),
-                        _ => Err(Reason::OutOfBounds),
-                    }
-                })
-            }
+    /// Whole blocks, one after the other in `pages`, each with its chunks in canonical order without padding.
+    pub fn blocks(shape: &BlockShape, pages: Buf, blocks: u32) -> Result<Self, Reason> {
+        let wanted = shape.block_bytes().saturating_mul(u64::from(blocks));
+        expect_len(&pages, wanted)?;
+        let memory = shifted(vec![pages])?;
+        let offset = memory.first().map_or(0, |memory| memory.shift);
+        let start = Address { memory: MemoryId(0), offset };
+        Self::checked(memory, Placement::canonical_blocks(shape, blocks, start))
+    }
+
+    /// One buffer for each layer of the shape: `[part][block]` inside, without padding.
+    pub fn layers(shape: &BlockShape, layers: Vec<Buf>, blocks: u32) -> Result<Self, Reason> {
+        if layers.len() != shape.layers().len() {
+            return Err(Reason::Length { expected: shape.layers().len() as u64, found: layers.len() as u64 });
         }
-    }
-
-    /// Whole buffers must not share bytes, nor two blocks a slot. Parts of a pool may interleave (K and V of one
-    /// page): then every chunk is compared.
-    fn check_exclusive(&self) -> Result<(), Reason> {
-        if let Placement::Paged { slots, .. } = &self.placement {
-            let mut sorted = slots.clone();
-            sorted.sort_unstable();
-            if sorted.windows(2).any(|pair| pair.first() == pair.last()) {
-                return Err(Reason::Overlap);
-            }
+        for (layer, buf) in shape.layers().iter().zip(&layers) {
+            expect_len(buf, layer.bytes().saturating_mul(u64::from(blocks)))?;
         }
-        let whole = self.placement.memories().map(|buf| (buf.as_ptr().addr(), buf.len()));
-        if all_disjoint(whole.collect()) {
-            return Ok(());
-        }
-        let mut ranges = Vec::new();
-        for block in 0..self.blocks {
-            for (chunk, &(bytes, _)) in self.chunks.iter().enumerate() {
-                let place = self.place(block, chunk).ok_or(Reason::OutOfBounds)?;
-                let buf = self.memory(place.memory).ok_or(Reason::OutOfBounds)?;
-                ranges.push((buf.as_ptr().addr().saturating_add(place.offset), bytes as usize));
-            }
-        }
-        if all_disjoint(ranges) { Ok(()) } else { Err(Reason::Overlap) }
-    }
-
-    /// Blocks of the request.
-    pub fn blocks(&self) -> u32 {
-        self.blocks
-    }
-
-    /// A buffer that places refer to.
-    pub fn memory(&self, index: usize) -> Option<&Buf> {
-        self.placement.memory(index)
-    }
-
-    /// Bytes of a chunk of the shape.
-    pub fn chunk_bytes(&self, chunk: usize) -> Option<u64> {
-        self.chunks.get(chunk).map(|&(bytes, _)| bytes)
-    }
-
-    /// Where chunk `chunk` (in canonical order) of block `block` of the request lies.
-    pub fn place(&self, block: u32, chunk: usize) -> Option<Place> {
-        let &(bytes, before) = self.chunks.get(chunk)?;
-        let (memory, offset) = match &self.placement {
-            Placement::Pages(_) => (block as usize, before),
-            Placement::Layers(_) => (chunk, bytes.checked_mul(u64::from(block))?),
-            Placement::Paged { parts, slots } => {
-                let slot = u64::from(*slots.get(block as usize)?);
-                (chunk, parts.get(chunk)?.stride.checked_mul(slot)?)
-            }
+        let memory = shifted(layers)?;
+        let start = |layer: u32| {
+            let offset = memory.get(layer as usize).map_or(0, |memory| memory.shift);
+            Address { memory: MemoryId(layer), offset }
         };
-        Some(Place { memory, offset: usize::try_from(offset).ok()? })
+        let places = Placement::layer_buffers(shape, blocks, start);
+        Self::checked(memory, places)
     }
 
-    /// The memory of one chunk.
-    pub fn chunk(&self, block: u32, chunk: usize) -> Option<Buf> {
-        let place = self.place(block, chunk)?;
-        let bytes = usize::try_from(self.chunk_bytes(chunk)?).ok()?;
-        self.memory(place.memory)?.slice(place.offset, bytes)
+    fn checked(memory: Vec<Memory>, places: Result<Placement, PlacementError>) -> Result<Self, Reason> {
+        let places = places.map_err(|error| match error {
+            PlacementError::Overlap { .. } | PlacementError::DuplicateSlot { .. } => Reason::Overlap,
+            PlacementError::Blocks => Reason::Empty,
+            PlacementError::Overflow => Reason::OutOfBounds,
+            PlacementError::Stride { stride, bytes, .. } => Reason::Length { expected: bytes, found: stride },
+            PlacementError::Parts { found, expected } => {
+                Reason::Length { expected: u64::from(expected), found: found as u64 }
+            }
+        })?;
+        for span in places.spans() {
+            let memory = memory.get(span.memory.0 as usize).ok_or(Reason::OutOfBounds)?;
+            let end = memory.shift.saturating_add(memory.buf.len() as u64);
+            if span.start < memory.shift || span.end > end {
+                return Err(Reason::OutOfBounds);
+            }
+        }
+        Ok(Self { memory: memory.into(), places: Arc::new(places) })
+    }
+
+    /// Blocks that have a place.
+    pub fn block_count(&self) -> u32 {
+        self.places.blocks()
+    }
+
+    /// The places, as plans take them.
+    pub fn places(&self) -> &Arc<Placement> {
+        &self.places
+    }
+
+    /// The memory at an address of the plan.
+    pub fn slice(&self, at: Address, len: u64) -> Option<Buf> {
+        let memory = self.memory.get(at.memory.0 as usize)?;
+        let offset = usize::try_from(at.offset.checked_sub(memory.shift)?).ok()?;
+        memory.buf.slice(offset, usize::try_from(len).ok()?)
+    }
+
+    /// The chunk `part` (canonical index in the block) of the block with ordinal `block`.
+    pub fn chunk(&self, part: u32, block: u32, bytes: u64) -> Option<Buf> {
+        self.slice(self.places.address(part, block)?, bytes)
+    }
+
+    /// Whether every memory begins on a page.
+    pub(crate) fn is_page_aligned(&self) -> bool {
+        self.memory.iter().all(|memory| memory.shift == 0)
+    }
+
+    /// Whether an address and length can be read into directly.
+    pub(crate) fn copy_to(&self, from: Address, len: u64, to: &Buf, at: usize) {
+        if let Some(source) = self.slice(from, len) {
+            to.copy_from(at, &source, 0, source.len());
+        }
     }
 }
 
-fn expect_count(found: usize, expected: u64) -> Result<(), Reason> {
-    if found as u64 == expected { Ok(()) } else { Err(Reason::Length { expected, found: found as u64 }) }
+/// Memories with their shifts; refused if two of them share a byte.
+fn shifted(memory: Vec<Buf>) -> Result<Vec<Memory>, Reason> {
+    let mut ranges: Vec<_> = memory.iter().map(|buf| (buf.as_ptr().addr(), buf.len())).collect();
+    ranges.sort_unstable();
+    let apart = ranges.windows(2).all(|pair| match pair {
+        [(start, len), (next, _)] => start.saturating_add(*len) <= *next,
+        _ => true,
+    });
+    if !apart {
+        return Err(Reason::Overlap);
+    }
+    Ok(memory
+        .into_iter()
+        .map(|buf| Memory { shift: (buf.as_ptr().addr() % PAGE) as u64, buf })
+        .collect())
 }
 
 fn expect_len(buf: &Buf, expected: u64) -> Result<(), Reason> {
     let found = buf.len() as u64;
     if found == expected { Ok(()) } else { Err(Reason::Length { expected, found }) }
-}
-
-fn all_disjoint(mut ranges: Vec<(usize, usize)>) -> bool {
-    ranges.sort_unstable();
-    ranges.windows(2).all(|pair| match pair {
-        [(at, len), (next, _)] => at.checked_add(*len).is_some_and(|end| end <= *next),
-        _ => true,
-    })
 }
 
 #[cfg(test)]
@@ -224,66 +173,54 @@ mod tests {
         Buf::new(&Region::anonymous(len.max(1)).unwrap(), 0, len).unwrap()
     }
 
-    #[test]
-    fn pages_put_chunks_one_after_the_other() {
-        let placed = Placed::new(Placement::Pages(vec![buf(32), buf(32)]), &shape(), 2, true).unwrap();
-        assert_eq!(placed.place(1, 2), Some(Place { memory: 1, offset: 16 }));
-        assert_eq!(placed.place(0, 3), None);
+    fn target(memory: u32, base: u64, stride: u64) -> PartTarget {
+        PartTarget { memory: MemoryId(memory), base, stride }
     }
 
     #[test]
-    fn layers_put_blocks_one_after_the_other() {
-        let layers = vec![buf(30), buf(18), buf(48)];
-        let placed = Placed::new(Placement::Layers(layers), &shape(), 3, true).unwrap();
-        assert_eq!(placed.place(2, 0), Some(Place { memory: 0, offset: 20 }));
-        assert_eq!(placed.chunk(2, 2).map(|chunk| (chunk.offset(), chunk.len())), Some((32, 16)));
+    fn blocks_put_chunks_one_after_the_other() {
+        let placed = Placed::blocks(&shape(), buf(64), 2).unwrap();
+        let chunk = placed.chunk(2, 1, 16).unwrap();
+        assert_eq!((chunk.offset(), chunk.len()), (48, 16));
+    }
+
+    #[test]
+    fn layers_put_the_blocks_of_a_part_one_after_the_other() {
+        let placed = Placed::layers(&shape(), vec![buf(48), buf(48)], 3).unwrap();
+        assert_eq!(placed.chunk(1, 2, 6).map(|chunk| chunk.offset()), Some(30 + 12));
+        assert_eq!(placed.chunk(2, 2, 16).map(|chunk| chunk.offset()), Some(32));
+    }
+
+    #[test]
+    fn memory_that_begins_within_a_page_is_found_and_does_not_look_aligned() {
+        let whole = buf(PAGE * 2);
+        let placed = Placed::blocks(&shape(), whole.slice(100, 32).unwrap(), 1).unwrap();
+        assert!(!placed.is_page_aligned());
+        assert_eq!(placed.places().address(0, 0).map(|address| address.offset), Some(100));
+        assert_eq!(placed.chunk(1, 0, 6).map(|chunk| chunk.offset()), Some(110));
     }
 
     #[test]
     fn memory_of_the_wrong_length_is_refused() {
-        let short = Placement::Pages(vec![buf(31)]);
-        assert_eq!(
-            Placed::new(short, &shape(), 1, true).unwrap_err(),
-            Reason::Length { expected: 32, found: 31 }
-        );
-        let few = Placement::Pages(vec![buf(32)]);
-        assert_eq!(
-            Placed::new(few, &shape(), 2, true).unwrap_err(),
-            Reason::Length { expected: 2, found: 1 }
-        );
+        let wrong = Placed::blocks(&shape(), buf(31), 1).unwrap_err();
+        assert_eq!(wrong, Reason::Length { expected: 32, found: 31 });
+        let few = Placed::layers(&shape(), vec![buf(16)], 1).unwrap_err();
+        assert_eq!(few, Reason::Length { expected: 2, found: 1 });
     }
 
     #[test]
     fn a_slot_past_the_pool_is_refused() {
-        let part = |len, stride| PagedPart { memory: buf(len), stride };
-        let pool = |slots| Placement::Paged { parts: vec![part(40, 10), part(40, 8), part(64, 16)], slots };
-        assert!(Placed::new(pool(vec![3, 0]), &shape(), 2, true).is_ok());
-        assert_eq!(Placed::new(pool(vec![4, 0]), &shape(), 2, true).unwrap_err(), Reason::OutOfBounds);
+        let targets = [target(0, 0, 32), target(0, 10, 32), target(1, 0, 16)];
+        let pool = |slots| Placed::paged(&shape(), vec![buf(96), buf(48)], &targets, slots);
+        assert!(pool(vec![2, 0]).is_ok());
+        assert_eq!(pool(vec![3, 0]).unwrap_err(), Reason::OutOfBounds);
+        assert_eq!(pool(vec![1, 1]).unwrap_err(), Reason::Overlap);
     }
 
     #[test]
-    fn shared_bytes_are_refused_for_reads_and_allowed_for_puts() {
-        let page = buf(48);
-        let pages = || Placement::Pages(vec![page.slice(0, 32).unwrap(), page.slice(16, 32).unwrap()]);
-        assert_eq!(Placed::new(pages(), &shape(), 2, true).unwrap_err(), Reason::Overlap);
-        assert!(Placed::new(pages(), &shape(), 2, false).is_ok());
-    }
-
-    #[test]
-    fn parts_that_interleave_in_one_page_do_not_overlap() {
-        let page = buf(64);
-        let part = |at: usize| PagedPart { memory: page.slice(at, 64 - at).unwrap(), stride: 32 };
-        let pool = Placement::Paged { parts: vec![part(0), part(10), part(16)], slots: vec![1, 0] };
-        assert!(Placed::new(pool, &shape(), 2, true).is_ok());
-        let clash = Placement::Paged { parts: vec![part(0), part(9), part(16)], slots: vec![1, 0] };
-        assert_eq!(Placed::new(clash, &shape(), 2, true).unwrap_err(), Reason::Overlap);
-    }
-
-    #[test]
-    fn two_blocks_in_one_slot_overlap() {
-        let part = |len, stride| PagedPart { memory: buf(len), stride };
-        let pool =
-            Placement::Paged { parts: vec![part(40, 10), part(40, 8), part(64, 16)], slots: vec![1, 1] };
-        assert_eq!(Placed::new(pool, &shape(), 2, true).unwrap_err(), Reason::Overlap);
+    fn two_memories_that_share_bytes_are_refused() {
+        let whole = buf(96);
+        let (left, right) = (whole.slice(0, 48).unwrap(), whole.slice(40, 48).unwrap());
+        assert_eq!(Placed::layers(&shape(), vec![left, right], 3).unwrap_err(), Reason::Overlap);
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, NamespaceId, OriginId};
 
-use super::Placement;
+use super::Placed;
 use crate::error::Reason;
 use crate::rt::Nanos;
 
@@ -48,7 +48,7 @@ pub struct PutRequest {
     /// One key for each block, in the order of the prompt.
     pub keys: Vec<BlockKey>,
     /// Where the bytes are. They must not change until the put is answered.
-    pub from: Placement,
+    pub from: Placed,
     /// The layout on disk; `None` lets the store choose.
     pub layout: Option<Layout>,
     /// When the put is acknowledged.

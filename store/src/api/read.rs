@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Waker};
 
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
-use super::Placement;
+use super::Placed;
 use crate::error::Reason;
 use crate::rt::{Class, Nanos};
 
@@ -50,7 +50,7 @@ pub struct ReadRequest {
     /// In which order they are delivered.
     pub order: Order,
     /// Where they are wanted. The placement describes all layers of the shape, also when fewer are read.
-    pub into: Placement,
+    pub into: Placed,
     /// How much is compared with digests.
     pub verify: Verify,
     /// What the read is for.

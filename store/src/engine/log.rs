@@ -1,0 +1,555 @@
+//! A shard's log: appending records, filling segments, sealing them.
+//!
+//! A record is given a place, encoded for that place, written together with the definitions it needs, and then
+//! made durable if asked. All of it is one pass: the offset is known before the first byte is written, and the
+//! caller's memory is written from where it lies wherever its alignment allows.
+//!
+//! What a crash may leave: any subset of the sectors of records that were not yet flushed, in any segment that has
+//! no footer. Each record proves itself (header tag, payload digests), so recovery adopts the whole ones.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use kvarts_layout::arrange::RunLayout;
+use kvarts_layout::format::footer::{self, Content, Defined, Entry, Footer};
+use kvarts_layout::format::record::{self, Body, Fields};
+use kvarts_layout::format::segment::SegmentHeader;
+use kvarts_layout::format::trailer::{self, SealReason, Trailer};
+use kvarts_layout::format::{self, PAGE, PAGE_BYTES, Position, page_align};
+use kvarts_layout::plan::{WritePlan, WriteSource};
+
+use super::names::Namespace;
+use super::notify::Notify;
+use super::segment::{Segment, SegmentState};
+use super::shared::Shared;
+use crate::api::Placed;
+use crate::error::Reason;
+use crate::io::policy::{Action, Stage, decide};
+use crate::io::{Arena, Buf, DirId, Driver, IoError, MetaOp, Name, OpenMode};
+use crate::rt::Class;
+
+/// The most buffers of one vectored write: what the kernel takes at once.
+const VECTOR_MAX: usize = 1000;
+/// Bytes that a footer needs for a record at most, besides its blocks and extensions.
+const FOOTER_RECORD_BYTES: u64 = 256;
+/// Bytes that a footer needs for a block.
+const FOOTER_BLOCK_BYTES: u64 = 48;
+
+/// The bytes of a record's blocks, where they lie now.
+#[derive(Debug)]
+pub(crate) struct Payload<'a> {
+    pub(crate) layout: Arc<RunLayout>,
+    pub(crate) from: &'a Placed,
+    /// Ordinal of the record's first block in the placement.
+    pub(crate) ordinal: u32,
+}
+
+/// A record that is to be written.
+#[derive(Debug)]
+pub(crate) struct Draft<'a> {
+    /// What must be defined in the segment before the record.
+    pub(crate) namespace: Option<&'a Namespace>,
+    pub(crate) body: Body,
+    pub(crate) digests: &'a [u32],
+    pub(crate) payload: Option<Payload<'a>>,
+}
+
+/// Where a record went.
+#[derive(Clone, Debug)]
+pub(crate) struct Written {
+    pub(crate) segment: Rc<Segment>,
+    pub(crate) offset: u64,
+    pub(crate) header_bytes: u32,
+    pub(crate) payload_bytes: u64,
+    pub(crate) sequence: u64,
+    /// Where the next record begins: durable once everything below is.
+    pub(crate) end: u64,
+}
+
+/// The log of one shard.
+pub(crate) struct Log {
+    pub(crate) shard: u32,
+    pub(crate) dir: DirId,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) driver: Rc<Driver>,
+    pub(crate) arena: Arena,
+    pub(crate) segments: RefCell<BTreeMap<u32, Rc<Segment>>>,
+    open: RefCell<Option<Rc<Segment>>>,
+    /// A task is getting the next segment; others wait.
+    rolling: Cell<bool>,
+    /// Segments whose seal has not ended.
+    sealing: Cell<u32>,
+    pub(crate) sequence: Cell<u64>,
+    changed: Notify,
+    spawn: Box<dyn Fn(crate::rt::LocalTask)>,
+}
+
+/// A record's images in the order in which they are written, at its place.
+struct Image {
+    segment: Rc<Segment>,
+    offset: u64,
+    headers: Vec<u8>,
+    written: Written,
+}
+
+impl Log {
+    /// The log over segments that recovery found; `sequence` is the next to be given out.
+    pub(crate) fn new(
+        (shard, dir): (u32, DirId),
+        shared: Arc<Shared>,
+        (driver, arena): (Rc<Driver>, Arena),
+        spawn: Box<dyn Fn(crate::rt::LocalTask)>,
+    ) -> Self {
+        Self {
+            shard,
+            dir,
+            shared,
+            driver,
+            arena,
+            segments: RefCell::default(),
+            open: RefCell::default(),
+            rolling: Cell::new(false),
+            sealing: Cell::new(0),
+            sequence: Cell::new(1),
+            changed: Notify::default(),
+            spawn,
+        }
+    }
+
+    /// The position of an offset in a segment.
+    pub(crate) fn position(&self, segment: &Segment, offset: u64) -> Position {
+        Position {
+            store: self.shared.store,
+            shard: self.shard,
+            segment: segment.number,
+            generation: segment.generation.get(),
+            offset,
+        }
+    }
+
+    /// Writes a record and returns when its bytes have been written, not flushed. A segment that fails is left
+    /// behind and the record is written once more elsewhere.
+    pub(crate) async fn append(self: &Rc<Self>, class: Class, draft: &Draft<'_>) -> Result<Written, Reason> {
+        let mut again = true;
+        loop {
+            let image = self.give_place(draft).await?;
+            let (segment, offset) = (Rc::clone(&image.segment), image.offset);
+            let written = self.write(class, image, draft).await;
+            if let Err(error) = &written {
+                let action = decide(error, Stage::PutData);
+                segment.break_off(Reason::Media(error.to_string()));
+                self.abandon(&segment);
+                segment.wrote(offset);
+                match action {
+                    Action::LatchReadOnly => return Err(self.shared.latch(error)),
+                    Action::RefuseNoSpace => return Err(Reason::NoSpace),
+                    _ if again => again = false,
+                    _ => return Err(Reason::Media(error.to_string())),
+                }
+                continue;
+            }
+            segment.wrote(offset);
+            return written.map_err(|error| Reason::Media(error.to_string()));
+        }
+    }
+
+    /// Makes a written record durable.
+    pub(crate) async fn make_durable(&self, written: &Written) -> Result<(), Reason> {
+        let flushed = written.segment.durable(&self.driver, written.end).await;
+        if flushed.is_err() {
+            self.abandon(&written.segment);
+        }
+        flushed
+    }
+
+    /// Lets go of a broken segment, so that the next record finds another.
+    fn abandon(&self, segment: &Rc<Segment>) {
+        let mut open = self.open.borrow_mut();
+        if open.as_ref().is_some_and(|open| Rc::ptr_eq(open, segment)) {
+            *open = None;
+        }
+    }
+
+    /// Gives the record a place in the open segment, rolling to another where it does not fit, and encodes it
+    /// for that place.
+    async fn give_place(self: &Rc<Self>, draft: &Draft<'_>) -> Result<Image, Reason> {
+        let mut fresh = false;
+        loop {
+            if let Some(reason) = self.shared.latched() {
+                return Err(reason);
+            }
+            let open = self.open.borrow().as_ref().map(Rc::clone);
+            if let Some(segment) = &open {
+                if let Some(image) = self.try_place(segment, draft)? {
+                    return Ok(image);
+                }
+                if fresh {
+                    return Err(Reason::TooMany("bytes for one segment"));
+                }
+            }
+            fresh = self.roll(open).await?;
+        }
+    }
+
+    /// The record's image at the end of `segment`, or `None` if it does not fit. Nothing is awaited in here, so
+    /// records get their places, sequences and positions in one order.
+    fn try_place(&self, segment: &Rc<Segment>, draft: &Draft<'_>) -> Result<Option<Image>, Reason> {
+        let start = segment.tail.borrow().next;
+        let mut headers = Vec::new();
+        let mut entries = Vec::new();
+        let mut sequence = self.sequence.get();
+        if let Some(namespace) = draft.namespace {
+            let tail = segment.tail.borrow();
+            let [spec, identity] = namespace.definitions();
+            for (is_spec, definition) in [(true, spec), (false, identity)] {
+                if tail.defined.contains(&(is_spec, definition.local)) {
+                    continue;
+                }
+                let body = if is_spec { Body::Spec(definition) } else { Body::Identity(definition) };
+                let offset = start + headers.len() as u64;
+                let header = self.encode(segment, offset, sequence, &body, &[], 0)?;
+                entries.push(entry(offset, sequence, header.len(), 0, &body));
+                headers.extend_from_slice(&header);
+                sequence += 1;
+            }
+        }
+        let payload_bytes = draft.payload.as_ref().map_or(0, |payload| payload.layout.payload_bytes());
+        let offset = start + headers.len() as u64;
+        let header = self.encode(segment, offset, sequence, &draft.body, draft.digests, payload_bytes)?;
+        entries.push(entry(offset, sequence, header.len(), payload_bytes, &draft.body));
+        let header_bytes = u32::try_from(header.len()).map_err(|_| Reason::TooMany("blocks in one record"))?;
+        headers.extend_from_slice(&header);
+        let image_bytes = page_align(payload_bytes).ok_or(Reason::TooMany("bytes in one record"))?;
+        let len = headers.len() as u64 + image_bytes;
+        let footer_bytes: u64 = entries.iter().map(footer_share).sum();
+        if !self.fits(segment, len, footer_bytes) {
+            return Ok(None);
+        }
+        let mut tail = segment.tail.borrow_mut();
+        tail.footer_bytes += footer_bytes;
+        for entry in &entries {
+            match &entry.content {
+                Content::Spec(defined) => tail.defined.insert((true, defined.local)),
+                Content::Identity(defined) => tail.defined.insert((false, defined.local)),
+                _ => false,
+            };
+        }
+        tail.entries.append(&mut entries);
+        let given = tail.give_out(len);
+        debug_assert_eq!(given, start);
+        self.sequence.set(sequence + 1);
+        let segment = Rc::clone(segment);
+        let end = start + len;
+        let written =
+            Written { segment: Rc::clone(&segment), offset, header_bytes, payload_bytes, sequence, end };
+        Ok(Some(Image { segment, offset: start, headers, written }))
+    }
+
+    fn encode(
+        &self,
+        segment: &Segment,
+        offset: u64,
+        sequence: u64,
+        body: &Body,
+        digests: &[u32],
+        payload_bytes: u64,
+    ) -> Result<Vec<u8>, Reason> {
+        let durable_upto = segment.tail.borrow().durable_upto;
+        let fields = Fields { sequence, durable_upto, payload_bytes };
+        record::encode(&self.position(segment, offset), &self.shared.secret, &fields, body, digests)
+            .map_err(|error| Reason::Shape(error.to_string()))
+    }
+
+    /// Whether `len` more bytes leave room for the footer and the trailer.
+    fn fits(&self, segment: &Segment, len: u64, footer_bytes: u64) -> bool {
+        let tail = segment.tail.borrow();
+        let footer = page_align(tail.footer_bytes + footer_bytes + PAGE_BYTES).unwrap_or(u64::MAX);
+        let end = tail.next.saturating_add(len).saturating_add(footer).saturating_add(PAGE_BYTES);
+        end <= self.shared.segment_bytes
+            && tail.footer_bytes + footer_bytes + PAGE_BYTES <= format::MAX_FOOTER_BYTES as u64
+            && segment.state.get() == SegmentState::Open
+    }
+
+    /// Writes headers and payload with one operation: from the caller's memory if it is aligned, otherwise
+    /// through staging.
+    async fn write(&self, class: Class, image: Image, draft: &Draft<'_>) -> Result<Written, IoError> {
+        let payload = draft.payload.as_ref();
+        let pieces = payload.and_then(|payload| self.vectored(payload));
+        let file = image.segment.file;
+        let staged_bytes = match (&pieces, payload) {
+            (None, Some(payload)) => image.headers.len() + payload.layout.image_bytes() as usize,
+            _ => image.headers.len(),
+        };
+        let staging = self.stage(staged_bytes).await?;
+        staging.copy_in(0, &image.headers);
+        match (pieces, payload) {
+            (Some(pieces), _) => {
+                let buffers = std::iter::once(staging).chain(pieces).collect();
+                self.driver.write_v(class, file, image.offset, buffers, false).await?;
+            }
+            (None, payload) => {
+                if let Some(payload) = payload {
+                    fill(&staging, image.headers.len(), payload);
+                }
+                self.driver.write(class, file, image.offset, staging, false).await?;
+            }
+        }
+        Ok(image.written)
+    }
+
+    async fn stage(&self, bytes: usize) -> Result<Buf, IoError> {
+        match self.arena.take(bytes).await {
+            Some(buf) => Ok(buf),
+            // Larger than the arena: rare enough for memory of its own.
+            None => crate::io::Region::anonymous(bytes)
+                .ok()
+                .and_then(|region| Buf::new(&region, 0, bytes))
+                .ok_or_else(|| IoError::out_of_memory(bytes)),
+        }
+    }
+
+    /// The payload as buffers of the caller, if the device can take them as they lie.
+    fn vectored(&self, payload: &Payload<'_>) -> Option<Vec<Buf>> {
+        let plan = WritePlan::new(&payload.layout, payload.from.places(), payload.ordinal).ok()?;
+        let summary = plan.summary(PAGE as u32);
+        if !summary.vectored || summary.pieces as usize > VECTOR_MAX || !payload.from.is_page_aligned() {
+            return None;
+        }
+        plan.map(|piece| match piece.source {
+            WriteSource::Memory(address) => payload.from.slice(address, piece.len),
+            WriteSource::Zeros => self.shared.zeros(piece.len),
+        })
+        .collect()
+    }
+
+    /// The directory of the shard's files.
+    pub(crate) fn home(&self) -> Name {
+        Name { dir: self.dir, path: format::names::shard_name(self.shard).into() }
+    }
+
+    /// A file of the shard.
+    pub(crate) fn file_name(&self, name: &str) -> Name {
+        let home = format::names::shard_name(self.shard);
+        Name { dir: self.dir, path: format!("{home}/{name}").into() }
+    }
+
+    /// Replaces the open segment `full` by another; true if one was opened by this call. One task does it; the
+    /// others wait and look again.
+    async fn roll(self: &Rc<Self>, full: Option<Rc<Segment>>) -> Result<bool, Reason> {
+        if self.rolling.get() {
+            self.changed.until(|| (!self.rolling.get()).then_some(())).await;
+            return Ok(false);
+        }
+        let same = match (&*self.open.borrow(), &full) {
+            (Some(open), Some(full)) => Rc::ptr_eq(open, full),
+            (None, None) => true,
+            _ => false,
+        };
+        if !same {
+            return Ok(false);
+        }
+        self.rolling.set(true);
+        let opened = self.open_next().await;
+        if opened.is_ok()
+            && let Some(full) = full
+        {
+            self.seal_in_background(full);
+        }
+        self.rolling.set(false);
+        self.changed.wake_all();
+        opened.map(|()| true)
+    }
+
+    /// Opens a free segment, or a new file, and starts writing its header. Records behind it may be written at
+    /// once: a flush covers the header before it covers them, and without it they are found by their own tags.
+    async fn open_next(self: &Rc<Self>) -> Result<(), Reason> {
+        let segment = match self.take_free() {
+            Some(segment) => segment,
+            None => match self.create_segment().await {
+                Ok(segment) => segment,
+                Err(Reason::NoSpace) => self.reclaim().await?,
+                Err(reason) => return Err(reason),
+            },
+        };
+        segment.begin(self.sequence.get());
+        let header = SegmentHeader {
+            position: self.position(&segment, 0),
+            secret: self.shared.secret.clone(),
+            created_ms: self.shared.clock.unix_millis(),
+            segment_bytes: self.shared.segment_bytes,
+            first_sequence: segment.first_sequence.get(),
+        };
+        let image = header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))?;
+        let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
+        staging.copy_in(0, &image);
+        *self.open.borrow_mut() = Some(Rc::clone(&segment));
+        let (driver, file) = (Rc::clone(&self.driver), segment.file);
+        (self.spawn)(Box::pin(async move {
+            if let Err(error) = driver.write(Class::Put, file, 0, staging, false).await {
+                segment.break_off(Reason::Media(error.to_string()));
+            }
+            segment.wrote(0);
+        }));
+        Ok(())
+    }
+
+    fn take_free(&self) -> Option<Rc<Segment>> {
+        let segments = self.segments.borrow();
+        let free = |segment: &&Rc<Segment>| {
+            segment.state.get() == SegmentState::Free && segment.readers.get() == 0
+        };
+        segments.values().find(free).map(Rc::clone)
+    }
+
+    /// Makes a segment file: reserved on disk and durable by name before anything is acknowledged in it.
+    async fn create_segment(&self) -> Result<Rc<Segment>, Reason> {
+        let bytes = self.shared.segment_bytes;
+        self.shared.take_budget(bytes)?;
+        let number = self.segments.borrow().last_key_value().map_or(0, |(&last, _)| last + 1);
+        let name = self.file_name(&format::names::segment_name(number));
+        let made = async {
+            let mode = OpenMode { write: true, create: true, direct: true };
+            let file = self.driver.open(name, mode).await?;
+            self.driver.meta(MetaOp::Allocate { file, offset: 0, len: bytes }).await?;
+            self.driver.meta(MetaOp::SyncDir { name: self.home() }).await?;
+            Ok::<_, IoError>(file)
+        };
+        match made.await {
+            Ok(file) => {
+                let segment = Rc::new(Segment::new(number, file, 0, SegmentState::Free));
+                self.segments.borrow_mut().insert(number, Rc::clone(&segment));
+                Ok(segment)
+            }
+            Err(error) => {
+                // What was made of the file is found, empty, by the next attempt: its name is taken again.
+                self.shared.give_budget(bytes);
+                match decide(&error, Stage::Metadata) {
+                    Action::RefuseNoSpace => Err(Reason::NoSpace),
+                    _ => Err(self.shared.latch(&error)),
+                }
+            }
+        }
+    }
+
+    fn seal_in_background(self: &Rc<Self>, segment: Rc<Segment>) {
+        segment.state.set(SegmentState::Sealing);
+        self.sealing.set(self.sealing.get() + 1);
+        let log = Rc::clone(self);
+        (self.spawn)(Box::pin(async move {
+            // A segment that could not be sealed is scanned by recovery: nothing is lost by it.
+            if let Err(reason) = log.seal(&segment, SealReason::Full).await {
+                segment.break_off(reason);
+            }
+            log.sealing.set(log.sealing.get() - 1);
+            log.changed.wake_all();
+        }));
+    }
+
+    /// Writes the footer and the trailer, durably. Everything they list is durable before they are written.
+    pub(crate) async fn seal(&self, segment: &Rc<Segment>, reason: SealReason) -> Result<(), Reason> {
+        segment.quiet().await;
+        let end = segment.tail.borrow().next;
+        segment.durable(&self.driver, end).await?;
+        let records = std::mem::take(&mut segment.tail.borrow_mut().entries);
+        let image = self.seal_image(segment, Footer { records }, end, reason)?;
+        let staging =
+            self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
+        staging.copy_in(0, &image);
+        let at = self.shared.segment_bytes - image.len() as u64;
+        let written = self.driver.write(Class::Background, segment.file, at, staging, true).await;
+        written.map_err(|error| Reason::Media(error.to_string()))?;
+        segment.state.set(SegmentState::Sealed);
+        Ok(())
+    }
+
+    fn seal_image(
+        &self,
+        segment: &Segment,
+        footer: Footer,
+        log_end: u64,
+        reason: SealReason,
+    ) -> Result<Vec<u8>, Reason> {
+        let bug = |_| Reason::Bug("a footer that cannot be encoded");
+        let secret = &self.shared.secret;
+        let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
+        // The footer ends where the trailer begins, so its length must be known before its position.
+        let probe = footer.encode(&self.position(segment, trailer_at), secret).map_err(bug)?;
+        let footer_offset = trailer_at - probe.len() as u64;
+        let mut image = footer.encode(&self.position(segment, footer_offset), secret).map_err(bug)?;
+        let footer_bytes = u32::try_from(image.len()).map_err(|_| Reason::Bug("a footer of 4 GiB"))?;
+        let sequence = |entry: Option<&Entry>| entry.map_or(segment.first_sequence.get(), |entry| entry.sequence);
+        let trailer = Trailer {
+            footer_offset,
+            footer_tag: footer::tag_of(&image).ok_or(Reason::Bug("a footer without a tag"))?,
+            footer_bytes,
+            record_count: footer.records.len() as u32,
+            first_sequence: sequence(footer.records.first()),
+            last_sequence: sequence(footer.records.last()),
+            log_end,
+            reason,
+        };
+        let position = trailer::position(&self.position(segment, 0), self.shared.segment_bytes);
+        image.extend(trailer.encode(&position, secret).map_err(bug)?);
+        Ok(image)
+    }
+
+    /// Completes when no segment is being sealed.
+    pub(crate) async fn settled(&self) {
+        self.changed.until(|| (self.sealing.get() == 0 && !self.rolling.get()).then_some(())).await;
+    }
+
+    /// The segment that records are being appended to.
+    pub(crate) fn open_segment(&self) -> Option<Rc<Segment>> {
+        self.open.borrow().as_ref().map(Rc::clone)
+    }
+}
+
+impl std::fmt::Debug for Log {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Log(shard {}, {} segments)", self.shard, self.segments.borrow().len())
+    }
+}
+
+/// Puts the payload together behind the headers, padding included.
+fn fill(staging: &Buf, at: usize, payload: &Payload<'_>) {
+    let Ok(plan) = WritePlan::new(&payload.layout, payload.from.places(), payload.ordinal) else { return };
+    for piece in plan {
+        let to = at + piece.payload_offset as usize;
+        match piece.source {
+            WriteSource::Memory(address) => payload.from.copy_to(address, piece.len, staging, to),
+            WriteSource::Zeros => {
+                if let Some(gap) = staging.slice(to, piece.len as usize) {
+                    gap.fill(0);
+                }
+            }
+        }
+    }
+}
+
+/// A record as the footer will list it.
+pub(crate) fn entry(offset: u64, sequence: u64, header_bytes: usize, payload_bytes: u64, body: &Body) -> Entry {
+    let content = match body {
+        Body::Blocks(blocks) => Content::Blocks(blocks.clone()),
+        Body::Identity(definition) => Content::Identity(Defined { local: definition.local, id: definition.id }),
+        Body::Spec(definition) => Content::Spec(Defined { local: definition.local, id: definition.id }),
+        Body::Tombstones(tombstones) => Content::Tombstones(tombstones.clone()),
+        Body::Epoch(epoch) => Content::Epoch(*epoch),
+        Body::Unknown(code) => Content::Unknown(*code),
+    };
+    Entry { offset, sequence, payload_bytes, header_bytes: header_bytes as u32, content }
+}
+
+/// An upper estimate of what a record adds to its segment's footer.
+fn footer_share(entry: &Entry) -> u64 {
+    let lists = match &entry.content {
+        Content::Blocks(blocks) => {
+            let extensions: u64 = blocks.extensions.iter().map(|one| 16 + one.bytes.len() as u64).sum();
+            blocks.blocks.len() as u64 * FOOTER_BLOCK_BYTES + blocks.stored_lengths.len() as u64 * 4 + extensions
+        }
+        Content::Tombstones(tombstones) => tombstones.entries.len() as u64 * 80,
+        _ => 0,
+    };
+    FOOTER_RECORD_BYTES + lists
+}

@@ -1,0 +1,170 @@
+//! One segment of a shard's log, while the process lives: where the next record goes, what has been written, and
+//! what has been flushed.
+//!
+//! Invariants:
+//! - offsets are given out in log order and never twice; a record's range is *in flight* from then until its
+//!   write has completed;
+//! - everything below [`Tail::written_upto`] has been written; everything below `durable_upto` has been flushed
+//!   by a flush that was submitted after its write completed;
+//! - durable acknowledgements are given in log order: a record is durable only when `durable_upto` has passed its
+//!   end, hence when everything before it in the segment is durable too;
+//! - a segment whose write or flush failed is *broken* for good: nothing more is given out or acknowledged in
+//!   it, and no flush of it is tried again, because the kernel may have dropped the dirty bytes and call the
+//!   second flush a success.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::format::footer::Entry;
+
+use super::notify::Notify;
+use crate::error::Reason;
+use crate::io::{Driver, FileId};
+
+/// What a segment is to its shard.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum SegmentState {
+    /// Holds nothing: it may be written anew under the next generation.
+    Free,
+    /// Records are being appended.
+    Open,
+    /// Full; its footer is being written.
+    Sealing,
+    /// Full, with a durable footer.
+    Sealed,
+    /// A write or flush failed: what was acknowledged in it stays readable, nothing is added.
+    Suspect,
+}
+
+/// The growing end of a segment.
+#[derive(Debug, Default)]
+pub(crate) struct Tail {
+    /// Where the next record goes.
+    pub(crate) next: u64,
+    /// Ranges given out whose writes have not completed: start to end.
+    in_flight: BTreeMap<u64, u64>,
+    /// Everything below is flushed.
+    pub(crate) durable_upto: u64,
+    flushing: bool,
+    /// What the footer will list.
+    pub(crate) entries: Vec<Entry>,
+    /// Upper estimate of the footer's bytes.
+    pub(crate) footer_bytes: u64,
+    /// Local ids that the segment has defined: (is a spec, id).
+    pub(crate) defined: BTreeSet<(bool, u32)>,
+    broken: Option<Reason>,
+}
+
+impl Tail {
+    /// Everything below this offset has been written.
+    pub(crate) fn written_upto(&self) -> u64 {
+        self.in_flight.first_key_value().map_or(self.next, |(&start, _)| start)
+    }
+
+    /// Gives out the next `len` bytes.
+    pub(crate) fn give_out(&mut self, len: u64) -> u64 {
+        let offset = self.next;
+        self.next += len;
+        self.in_flight.insert(offset, self.next);
+        offset
+    }
+}
+
+/// One segment file.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    pub(crate) number: u32,
+    pub(crate) file: FileId,
+    /// Of what it holds now; a free segment is written next under the one after.
+    pub(crate) generation: Cell<u64>,
+    pub(crate) first_sequence: Cell<u64>,
+    pub(crate) state: Cell<SegmentState>,
+    pub(crate) tail: RefCell<Tail>,
+    /// Device reads under way: the segment is not written anew while there are any.
+    pub(crate) readers: Cell<u32>,
+    changed: Notify,
+}
+
+impl Segment {
+    /// A segment in this state, with nothing under way.
+    pub(crate) fn new(number: u32, file: FileId, generation: u64, state: SegmentState) -> Self {
+        Self {
+            number,
+            file,
+            generation: Cell::new(generation),
+            first_sequence: Cell::new(0),
+            state: Cell::new(state),
+            tail: RefCell::default(),
+            readers: Cell::new(0),
+            changed: Notify::default(),
+        }
+    }
+
+    /// Begins a new generation. Its header page counts as the first bytes given out.
+    pub(crate) fn begin(&self, first_sequence: u64) {
+        self.generation.set(self.generation.get() + 1);
+        self.first_sequence.set(first_sequence);
+        self.state.set(SegmentState::Open);
+        let mut tail = Tail::default();
+        tail.give_out(PAGE_BYTES);
+        self.tail.replace(tail);
+    }
+
+    /// The write of what was given out at `offset` has completed.
+    pub(crate) fn wrote(&self, offset: u64) {
+        self.tail.borrow_mut().in_flight.remove(&offset);
+        self.changed.wake_all();
+    }
+
+    /// A write or flush failed: ends the segment's use for good. The first reason stays.
+    pub(crate) fn break_off(&self, reason: Reason) {
+        self.tail.borrow_mut().broken.get_or_insert(reason);
+        self.state.set(SegmentState::Suspect);
+        self.changed.wake_all();
+    }
+
+    /// Why the segment is broken, if it is.
+    pub(crate) fn broken(&self) -> Option<Reason> {
+        self.tail.borrow().broken.clone()
+    }
+
+    /// Completes when no write is under way.
+    pub(crate) async fn quiet(&self) {
+        self.changed.until(|| self.tail.borrow().in_flight.is_empty().then_some(())).await;
+    }
+
+    /// Completes when everything below `end` is durable, or with why it never will be.
+    ///
+    /// Whoever finds no flush under way leads one for everybody whose record has been written by then, so
+    /// concurrent puts share flushes and the writes of the next group overlap the flush of this one.
+    pub(crate) async fn durable(&self, driver: &Driver, end: u64) -> Result<(), Reason> {
+        loop {
+            let lead = |tail: &mut Tail| match &tail.broken {
+                Some(reason) => Some(Err(reason.clone())),
+                None if tail.durable_upto >= end => Some(Ok(None)),
+                None if !tail.flushing && tail.written_upto() >= end => {
+                    tail.flushing = true;
+                    Some(Ok(Some(tail.written_upto())))
+                }
+                None => None,
+            };
+            let Some(target) = self.changed.until(|| lead(&mut self.tail.borrow_mut())).await? else {
+                return Ok(());
+            };
+            let flushed = driver.flush(self.file).await;
+            let mut tail = self.tail.borrow_mut();
+            tail.flushing = false;
+            match flushed {
+                Ok(()) => tail.durable_upto = tail.durable_upto.max(target),
+                Err(error) => {
+                    drop(tail);
+                    self.break_off(Reason::Media(error.to_string()));
+                    continue;
+                }
+            }
+            drop(tail);
+            self.changed.wake_all();
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! What all threads of one open store share: index, names, budget, the latch, counters.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use kvarts_layout::StoreId;
+use kvarts_layout::format::Secret;
+
+use super::names::Names;
+use super::runs::RunClasses;
+use crate::error::Reason;
+use crate::index::Index;
+use crate::io::mem::PAGE;
+use crate::io::{Buf, IoError, Region};
+use crate::rt::{Clock, Entropy};
+
+/// Zero bytes that gaps between chunks are written from.
+const ZERO_BYTES: usize = 64 << 10;
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// What has happened since the store was opened. Each only grows.
+        #[derive(Debug, Default)]
+        pub(crate) struct Counters { $(pub(crate) $name: AtomicU64),* }
+
+        /// What has happened since the store was opened.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        pub struct Counts { $($(#[$doc])* pub $name: u64),* }
+
+        impl Counters {
+            pub(crate) fn counts(&self) -> Counts {
+                Counts { $($name: self.$name.load(Ordering::Relaxed)),* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Blocks written.
+    blocks_stored,
+    /// Blocks that a put found here already.
+    blocks_deduplicated,
+    /// Blocks that were refused.
+    blocks_refused,
+    /// Payload bytes of the blocks written.
+    payload_bytes_stored,
+    /// Bytes of the records written, headers and padding included.
+    record_bytes_written,
+    /// Blocks delivered whole and verified.
+    blocks_read,
+    /// Bytes read from devices for reads.
+    device_bytes_read,
+    /// Bytes of reads that came from another read of the same blocks.
+    bytes_shared,
+    /// Chunks whose digest did not match.
+    chunks_damaged,
+    /// Blocks taken out of service because of damage.
+    blocks_quarantined,
+    /// Segments recycled, with all they held.
+    segments_recycled,
+    /// Blocks evicted to make room.
+    blocks_evicted,
+}
+
+/// What all threads share.
+pub(crate) struct Shared {
+    pub(crate) store: StoreId,
+    pub(crate) secret: Secret,
+    pub(crate) segment_bytes: u64,
+    /// When the store was made: expiry is counted in seconds from here.
+    pub(crate) created_ms: u64,
+    pub(crate) index: Index,
+    pub(crate) names: Names,
+    pub(crate) classes: RunClasses,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) entropy: Arc<dyn Entropy>,
+    pub(crate) counters: Counters,
+    /// The most payload bytes of one record.
+    pub(crate) record_bytes_max: u64,
+    budget: u64,
+    allocated: AtomicU64,
+    latch: Mutex<Option<String>>,
+    zeros: OnceLock<Option<Buf>>,
+}
+
+/// What a store begins with.
+pub(crate) struct Birth {
+    pub(crate) store: StoreId,
+    pub(crate) secret: Secret,
+    pub(crate) segment_bytes: u64,
+    pub(crate) created_ms: u64,
+    pub(crate) budget: u64,
+    pub(crate) record_bytes_max: u64,
+}
+
+impl Shared {
+    pub(crate) fn new(birth: Birth, clock: Arc<dyn Clock>, entropy: Arc<dyn Entropy>) -> Self {
+        let mut seed = [0; 32];
+        entropy.fill(&mut seed);
+        Self {
+            store: birth.store,
+            secret: birth.secret,
+            segment_bytes: birth.segment_bytes,
+            created_ms: birth.created_ms,
+            index: Index::new(&seed, 0),
+            names: Names::default(),
+            classes: RunClasses::default(),
+            clock,
+            entropy,
+            counters: Counters::default(),
+            record_bytes_max: birth.record_bytes_max,
+            budget: birth.budget,
+            allocated: AtomicU64::new(0),
+            latch: Mutex::default(),
+            zeros: OnceLock::new(),
+        }
+    }
+
+    /// Takes bytes of the budget before they are allocated on disk.
+    pub(crate) fn take_budget(&self, bytes: u64) -> Result<(), Reason> {
+        let within = |used: u64| used.checked_add(bytes).filter(|&used| used <= self.budget);
+        self.allocated
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, within)
+            .map(drop)
+            .map_err(|_| Reason::NoSpace)
+    }
+
+    /// Counts bytes that are on disk already, whatever the budget says.
+    pub(crate) fn charge(&self, bytes: u64) {
+        self.allocated.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Gives bytes back that were not allocated after all.
+    pub(crate) fn give_budget(&self, bytes: u64) {
+        self.allocated.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes on disk, and the most there may be.
+    pub(crate) fn space(&self) -> (u64, u64) {
+        (self.allocated.load(Ordering::Relaxed), self.budget)
+    }
+
+    /// Makes the store read-only for as long as it is open: an error said that the directory takes no writes.
+    pub(crate) fn latch(&self, error: &IoError) -> Reason {
+        let mut latch = self.latch.lock().unwrap_or_else(PoisonError::into_inner);
+        Reason::Latched(latch.get_or_insert_with(|| error.to_string()).clone())
+    }
+
+    /// Why nothing is written any more, if so.
+    pub(crate) fn latched(&self) -> Option<Reason> {
+        self.latch.lock().unwrap_or_else(PoisonError::into_inner).clone().map(Reason::Latched)
+    }
+
+    /// Zero bytes to write from; nobody writes to them.
+    pub(crate) fn zeros(&self, len: u64) -> Option<Buf> {
+        let zeros = self.zeros.get_or_init(|| {
+            Region::anonymous(ZERO_BYTES.max(PAGE)).ok().and_then(|region| Buf::new(&region, 0, ZERO_BYTES))
+        });
+        zeros.as_ref()?.slice(0, usize::try_from(len).ok()?)
+    }
+
+    /// Seconds since the store was made, for expiry; never zero, which means never.
+    pub(crate) fn expiry_s(&self, at_ms: u64) -> u32 {
+        let seconds = at_ms.saturating_sub(self.created_ms).div_ceil(1000).max(1);
+        u32::try_from(seconds).unwrap_or(u32::MAX)
+    }
+
+    /// The coarse time that the index keeps of a block's last use: a step is 16 seconds.
+    pub(crate) fn epoch(&self) -> u8 {
+        (self.clock.now().0 / 16_000_000_000) as u8
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Shared({})", self.store)
+    }
+}
