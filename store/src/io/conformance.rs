@@ -418,7 +418,11 @@ fn more_operations_than_any_queue(bench: &mut Bench<'_>) {
     for ((number, buf), completion) in bufs.iter().enumerate().zip(completions) {
         assert_eq!((completion.token.0, completion.result), (first + number as u64, 64));
         assert_eq!(buf.to_vec(), whole[number % 1000..][..64]);
-        assert_eq!(Arc::strong_count(buf.region()), 1, "the memory of an operation that has ended is still held");
+        assert_eq!(
+            Arc::strong_count(buf.region()),
+            1,
+            "the memory of an operation that has ended is still held"
+        );
     }
 }
 

@@ -32,7 +32,10 @@ pub(super) struct Files {
 
 impl Files {
     pub(super) fn new() -> Arc<Self> {
-        Arc::new(Self { open: RwLock::new(Slots::with_generations(u32::from(u16::MAX))), cached: Mutex::new(None) })
+        Arc::new(Self {
+            open: RwLock::new(Slots::with_generations(u32::from(u16::MAX))),
+            cached: Mutex::new(None),
+        })
     }
 
     /// The file, if it is open.

@@ -10,9 +10,11 @@
 //! - the memory of an operation is held (through its [`Buf`]s) until its completion has been reaped;
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
+mod batch;
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
-//pub mod driver;
+pub mod driver;
+mod driver_core;
 pub mod error;
 mod features;
 mod files;
@@ -24,6 +26,7 @@ mod probe;
 mod ring;
 mod ring_buffers;
 mod ring_setup;
+mod schedule;
 #[cfg(any(test, feature = "testing"))]
 pub mod scratch;
 mod slots;
@@ -34,7 +37,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-//pub use driver::{Driver, Limits};
+pub use batch::{ExtentDone, ReadBatch};
+pub use driver::{Driver, Limits, Metrics};
 pub use error::{IoError, IoErrorKind};
 pub use features::{Feature, Features, UnknownFeature};
 pub use mem::{Buf, Region};

@@ -53,7 +53,9 @@ pub fn decide(error: &IoError, stage: Stage) -> Action {
 
         // The file system has stopped taking writes: another segment on it will not do better. Ext4 gets there
         // after a failed flush, when it aborts its journal.
-        (Stage::PutData | Stage::PutFlush | Stage::Metadata | Stage::Reclaim, ReadOnlyFs) => Action::LatchReadOnly,
+        (Stage::PutData | Stage::PutFlush | Stage::Metadata | Stage::Reclaim, ReadOnlyFs) => {
+            Action::LatchReadOnly
+        }
         (Stage::PutData | Stage::Metadata, Permission) => Action::LatchReadOnly,
 
         // After a failed write or flush the kernel may have marked the pages clean, so a second flush would succeed

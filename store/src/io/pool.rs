@@ -54,7 +54,11 @@ pub(super) struct Pool {
 
 impl Pool {
     /// Starts the threads. An error says what is wrong with the directories, or why there are no threads.
-    pub(super) fn new(dirs: &[PathBuf], features: &Features, warning: Option<String>) -> Result<Self, String> {
+    pub(super) fn new(
+        dirs: &[PathBuf],
+        features: &Features,
+        warning: Option<String>,
+    ) -> Result<Self, String> {
         let files = Files::new();
         let meta = Meta::new(dirs, &files, features.allows(Feature::DirectIo))?;
         let wake = Wake::new().map_err(|error| format!("cannot make an eventfd: {error}"))?;
@@ -156,7 +160,9 @@ fn run(job: &Job, durable: &AtomicBool) -> Completion {
     let moved = match &job.op {
         Op::Read { offset, into, .. } => read(fd, *offset, std::slice::from_ref(into)),
         Op::ReadV { offset, into, .. } => read(fd, *offset, into),
-        Op::Write { offset, from, sync, .. } => write(fd, *offset, std::slice::from_ref(from), *sync, durable),
+        Op::Write { offset, from, sync, .. } => {
+            write(fd, *offset, std::slice::from_ref(from), *sync, durable)
+        }
         Op::WriteV { offset, from, sync, .. } => write(fd, *offset, from, *sync, durable),
         Op::Flush { .. } => fdatasync(fd).map(|()| 0),
         Op::Meta(_) => Err(Errno::INVAL),
@@ -176,9 +182,8 @@ fn read(fd: BorrowedFd<'_>, offset: u64, into: &[Buf]) -> Result<usize, Errno> {
     let mut ranges = ranges(into);
     // SAFETY: `IoSliceMut` and `IoVec` both have the layout of the kernel's `iovec`. No slice is ever made of the
     // memory on this side: the vector goes to the kernel as it is, and the job's buffers hold the memory.
-    let slices = unsafe {
-        std::slice::from_raw_parts_mut(ranges.as_mut_ptr().cast::<IoSliceMut<'_>>(), ranges.len())
-    };
+    let slices =
+        unsafe { std::slice::from_raw_parts_mut(ranges.as_mut_ptr().cast::<IoSliceMut<'_>>(), ranges.len()) };
     preadv(fd, slices, offset)
 }
 
@@ -191,8 +196,7 @@ fn write(
 ) -> Result<usize, Errno> {
     let ranges = ranges(from);
     // SAFETY: as in `read`.
-    let slices =
-        unsafe { std::slice::from_raw_parts(ranges.as_ptr().cast::<IoSlice<'_>>(), ranges.len()) };
+    let slices = unsafe { std::slice::from_raw_parts(ranges.as_ptr().cast::<IoSlice<'_>>(), ranges.len()) };
     if sync && durable.load(Ordering::Relaxed) {
         match pwritev2(fd, slices, offset, ReadWriteFlags::DSYNC) {
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => durable.store(false, Ordering::Relaxed),

@@ -4,10 +4,10 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use super::Io;
 use super::features::{Feature, Features};
 use super::files::Files;
 use super::pool::Pool;
-use super::Io;
 use super::ring::{Ring, RingError};
 
 /// Which way to the disks is wanted.

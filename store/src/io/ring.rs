@@ -111,8 +111,10 @@ impl Ring {
     pub(super) fn new(dirs: &[PathBuf], features: &Features) -> Result<Self, RingError> {
         let Setup { ring, registered, outcomes } = make(features).map_err(RingError::Forbidden)?;
         let files = Files::new();
-        let meta = Meta::new(dirs, &files, features.allows(Feature::DirectIo)).map_err(RingError::Environment)?;
-        let wake = Wake::new().map_err(|error| RingError::Environment(format!("cannot make an eventfd: {error}")))?;
+        let meta =
+            Meta::new(dirs, &files, features.allows(Feature::DirectIo)).map_err(RingError::Environment)?;
+        let wake = Wake::new()
+            .map_err(|error| RingError::Environment(format!("cannot make an eventfd: {error}")))?;
         let done = Done::new(Arc::clone(&wake));
         let meta = Workers::start("kvarts-meta", 1, &done, move |job| meta.run(job))
             .map_err(|error| RingError::Environment(format!("cannot start a thread: {error}")))?;
@@ -322,7 +324,8 @@ impl Ring {
 
     fn arm_wake(&mut self) {
         if !self.wake_armed {
-            let poll = opcode::PollAdd::new(Fd(self.wake.as_fd().as_raw_fd()), READABLE).build().user_data(WAKE);
+            let poll =
+                opcode::PollAdd::new(Fd(self.wake.as_fd().as_raw_fd()), READABLE).build().user_data(WAKE);
             self.wake_armed = self.push_entry(&poll);
         }
     }
@@ -343,7 +346,9 @@ impl Io for Ring {
             Op::Meta(op) => return self.meta.push(MetaJob { token, op }),
             Op::Read { file, .. } | Op::Write { file, .. } | Op::Flush { file } => (file, Box::default()),
             Op::ReadV { file, ref into, .. } => (file, into.iter().take(RANGES_MAX).map(IoVec::of).collect()),
-            Op::WriteV { file, ref from, .. } => (file, from.iter().take(RANGES_MAX).map(IoVec::of).collect()),
+            Op::WriteV { file, ref from, .. } => {
+                (file, from.iter().take(RANGES_MAX).map(IoVec::of).collect())
+            }
         };
         let Some(file) = self.files.get(file) else {
             self.ready.push(Completion { token, result: -Errno::BADF.raw_os_error(), reply: None });

@@ -154,7 +154,9 @@ fn explain(error: &std::io::Error, len: u64) -> String {
             "the kernel refuses to lock {len} bytes for registered transfers: raise the limit on locked memory \
              (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock= in containers)"
         ),
-        Some(Errno::FAULT) => "this memory cannot be registered (it is mapped from a file on disk)".to_owned(),
+        Some(Errno::FAULT) => {
+            "this memory cannot be registered (it is mapped from a file on disk)".to_owned()
+        }
         _ => format!("the kernel refuses to register it: {error}"),
     }
 }

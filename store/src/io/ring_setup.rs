@@ -25,9 +25,11 @@ pub(super) fn make(features: &Features) -> Result<Setup, String> {
     let mut outcomes = Outcomes::new(features);
     let ring = build(features, &mut outcomes).map_err(|error| forbidden(&error))?;
     if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
-        return Err("io_uring of this kernel is too old: Linux 5.15 or newer is needed for it; using threads \
+        return Err(
+            "io_uring of this kernel is too old: Linux 5.15 or newer is needed for it; using threads \
                     instead, at more CPU for each read"
-            .to_owned());
+                .to_owned(),
+        );
     }
     let registered = if features.allows(Feature::FixedBuffers) {
         let made = Registered::new(&ring.submitter());
@@ -92,7 +94,8 @@ fn note_flags(used: &[Feature], refusal: Option<&std::io::Error>, outcomes: &mut
         } else if flag == CoopTaskrun && used.contains(&DeferTaskrun) {
             Err("not needed beside defer-taskrun".to_owned())
         } else {
-            Err(refusal.map_or_else(|| "not possible without the features that are off".to_owned(), unsupported))
+            Err(refusal
+                .map_or_else(|| "not possible without the features that are off".to_owned(), unsupported))
         };
         outcomes.note(flag, outcome);
     }
@@ -167,7 +170,9 @@ fn forbidden(error: &std::io::Error) -> String {
 
 fn explain(error: &std::io::Error, switch: &str) -> String {
     let why = match (Errno::from_io_error(error), switch) {
-        (Some(Errno::PERM), "2") => "the administrator has forbidden it to all (sysctl kernel.io_uring_disabled=0 allows it)",
+        (Some(Errno::PERM), "2") => {
+            "the administrator has forbidden it to all (sysctl kernel.io_uring_disabled=0 allows it)"
+        }
         (Some(Errno::PERM), "1") => {
             "the administrator has forbidden it to ordinary users (sysctl kernel.io_uring_disabled=0 allows it)"
         }
@@ -175,7 +180,9 @@ fn explain(error: &std::io::Error, switch: &str) -> String {
             "a seccomp profile forbids it, as those of container runtimes do (allow io_uring_setup, io_uring_enter \
              and io_uring_register in the container's profile)"
         }
-        (Some(Errno::NOSYS), _) => "this kernel has none, or a seccomp profile hides it (Linux 5.15 or newer has it)",
+        (Some(Errno::NOSYS), _) => {
+            "this kernel has none, or a seccomp profile hides it (Linux 5.15 or newer has it)"
+        }
         (Some(Errno::NOMEM), _) => "there is no memory for it (raise the limit on locked memory: ulimit -l)",
         _ => "the kernel refuses it",
     };

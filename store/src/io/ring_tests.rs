@@ -64,7 +64,12 @@ fn a_disabled_feature_is_reported_as_off_and_the_others_with_a_reason() {
         assert_eq!(names.len(), Feature::ALL.len(), "{facts:?}");
         let (_, outcome) = facts.features.iter().find(|(name, _)| *name == feature.name()).unwrap();
         assert!(outcome.is_err(), "{feature} is on");
-        assert!(facts.features.iter().all(|(_, outcome)| outcome.as_ref().err().is_none_or(|why| !why.is_empty())));
+        assert!(
+            facts
+                .features
+                .iter()
+                .all(|(_, outcome)| outcome.as_ref().err().is_none_or(|why| !why.is_empty()))
+        );
     }
 }
 
