@@ -231,3 +231,37 @@ pub trait Io {
     /// After sleeping on [`Io::event_fd`]: saves the signals that nobody waits for.
     fn disarm(&mut self) {}
 }
+
+/// So that what [`open_io`] returns goes where an `Rc<RefCell<dyn Io>>` is wanted.
+impl<T: Io + ?Sized> Io for Box<T> {
+    fn submit(&mut self, token: Token, op: Op) {
+        (**self).submit(token, op);
+    }
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        (**self).reap(out);
+    }
+    fn park(&mut self, timeout: Option<Duration>) {
+        (**self).park(timeout);
+    }
+    fn unparker(&self) -> Arc<dyn Unpark> {
+        (**self).unparker()
+    }
+    fn register(&mut self, region: &Arc<Region>) -> Result<(), String> {
+        (**self).register(region)
+    }
+    fn unregister(&mut self, region: &Arc<Region>) {
+        (**self).unregister(region);
+    }
+    fn facts(&self) -> IoFacts {
+        (**self).facts()
+    }
+    fn event_fd(&mut self) -> Option<OwnedFd> {
+        (**self).event_fd()
+    }
+    fn arm(&mut self) -> bool {
+        (**self).arm()
+    }
+    fn disarm(&mut self) {
+        (**self).disarm();
+    }
+}
