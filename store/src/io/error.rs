@@ -34,6 +34,10 @@ pub enum IoErrorKind {
 impl IoErrorKind {
     /// The kind of a positive errno.
     pub fn of(errno: i32) -> Self {
+        // Whatever else a device answers is no number of the kernel's.
+        if !(1..4096).contains(&errno) {
+            return Self::Other(errno);
+        }
         match Errno::from_raw_os_error(errno) {
             Errno::NOSPC | Errno::DQUOT | Errno::FBIG => Self::NoSpace,
             Errno::ROFS => Self::ReadOnlyFs,
@@ -156,7 +160,7 @@ impl fmt::Display for IoError {
         match self.kind {
             IoErrorKind::Eof => f.write_str(": the file ends before")?,
             IoErrorKind::Deadline => f.write_str(": not done when its time was over")?,
-            _ if self.errno == 0 => f.write_str(": the device moved no bytes or too many")?,
+            _ if self.errno == 0 => f.write_str(": the device moved fewer or more bytes than there are")?,
             _ => write!(f, ": {}", std::io::Error::from_raw_os_error(self.errno))?,
         }
         Ok(())
@@ -225,6 +229,8 @@ mod tests {
         assert_eq!(kind(Errno::IO), IoErrorKind::Media);
         assert_eq!(kind(Errno::OPNOTSUPP), IoErrorKind::Unsupported);
         assert_eq!(kind(Errno::INVAL), IoErrorKind::Other(22));
-        assert_eq!(IoErrorKind::of(-1), IoErrorKind::Other(-1));
+        for odd in [0, -1, 4096, i32::MIN, i32::MAX] {
+            assert_eq!(IoErrorKind::of(odd), IoErrorKind::Other(odd));
+        }
     }
 }

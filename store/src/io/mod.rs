@@ -11,9 +11,11 @@
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
 pub mod arena;
+mod batch;
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
-//pub mod driver;
+pub mod driver;
+mod driver_core;
 pub mod error;
 mod features;
 mod files;
@@ -25,6 +27,7 @@ mod probe;
 mod ring;
 mod ring_buffers;
 mod ring_setup;
+mod schedule;
 #[cfg(any(test, feature = "testing"))]
 pub mod scratch;
 mod slots;
@@ -36,7 +39,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use arena::{Arena, ArenaUse};
-//pub use driver::{Driver, Limits};
+pub use batch::{ExtentDone, ReadBatch};
+pub use driver::{Driver, Limits, Metrics};
 pub use error::{IoError, IoErrorKind};
 pub use features::{Feature, Features, UnknownFeature};
 pub use mem::{Buf, Region};
@@ -229,4 +233,38 @@ pub trait Io {
     /// Lets [`Io::event_fd`] fall silent until the next [`Io::arm`]. Called after each sleep, whether or not the
     /// eventfd was emptied in it, and before the reaping that follows.
     fn disarm(&mut self) {}
+}
+
+/// So that what [`open_io`] returns goes where an `Rc<RefCell<dyn Io>>` is wanted.
+impl<T: Io + ?Sized> Io for Box<T> {
+    fn submit(&mut self, token: Token, op: Op) {
+        (**self).submit(token, op);
+    }
+    fn reap(&mut self, out: &mut Vec<Completion>) {
+        (**self).reap(out);
+    }
+    fn park(&mut self, timeout: Option<Duration>) {
+        (**self).park(timeout);
+    }
+    fn unparker(&self) -> Arc<dyn Unpark> {
+        (**self).unparker()
+    }
+    fn register(&mut self, region: &Arc<Region>) -> Result<(), String> {
+        (**self).register(region)
+    }
+    fn unregister(&mut self, region: &Arc<Region>) {
+        (**self).unregister(region);
+    }
+    fn facts(&self) -> IoFacts {
+        (**self).facts()
+    }
+    fn event_fd(&mut self) -> Option<OwnedFd> {
+        (**self).event_fd()
+    }
+    fn arm(&mut self) -> bool {
+        (**self).arm()
+    }
+    fn disarm(&mut self) {
+        (**self).disarm();
+    }
 }

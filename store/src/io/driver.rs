@@ -1,0 +1,408 @@
+//! What the engine does I/O with: futures and batches over one [`Io`], on one executor.
+//!
+//! What holds for every operation:
+//! - it begins when it is asked for, not when it is awaited; if all slots are taken, when one is free;
+//! - its memory belongs to it until the device is done with it, whatever becomes of the future: a future that is
+//!   dropped, or whose deadline passes, leaves its memory in the slot, counted, until the completion arrives;
+//! - it succeeds only if every byte was moved: the rest of a short transfer is asked for again, and a file that
+//!   ends before is an error;
+//! - transfers of all classes share the bytes in flight by [`Class::shares`].
+//!
+//! Whoever runs the executor calls [`Driver::pump`] each turn, or reaps the [`Io`] itself and passes what it got to
+//! [`Driver::on_completions`], not holding on to the `Io` while it does.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+use super::batch::ReadBatch;
+use super::driver_core::{Core, Outcome, Request, Work};
+use super::error::{IoError, IoErrorKind};
+use super::mem::Buf;
+use super::slots::Key;
+use super::{Completion, DirEntry, DirId, FileId, Io, MetaOp, Name, OpenMode, Reply};
+use crate::rt::{Class, LocalTask, Nanos, Runtime};
+
+/// How much may be under way at once.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Limits {
+    /// Operations that wait, are under way or are stuck. More wait in their futures.
+    pub max_ops: usize,
+    /// Bytes of transfers at the device. A transfer larger than this goes piece by piece.
+    pub max_bytes_in_flight: u64,
+    /// The part of it that only [`Class::Foreground`] may use, so that a read which an engine waits for does not
+    /// queue behind a full device.
+    pub foreground_reserve: u64,
+    /// Bytes of operations past their deadline that no longer count as in flight, so that a device that hangs does
+    /// not stop the others.
+    pub max_stuck_bytes: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_ops: 4096,
+            max_bytes_in_flight: 16 << 20,
+            foreground_reserve: 4 << 20,
+            max_stuck_bytes: 64 << 20,
+        }
+    }
+}
+
+/// Counters since the start, and what is there now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Metrics {
+    /// Submissions, repeated ones included.
+    pub submitted: u64,
+    /// Operations that ended.
+    pub completed: u64,
+    /// Operations that ended with an error.
+    pub failed: u64,
+    /// Submissions repeated because they were interrupted.
+    pub retried: u64,
+    /// Submissions for the rest of a transfer that moved less than was asked for, or than fits one submission.
+    pub short: u64,
+    /// Completions that belong to no submission under way: doubled, or of nobody.
+    pub unknown_completions: u64,
+    /// Operations that ended after their future was gone.
+    pub late_completions: u64,
+    /// Bytes read by operations that succeeded.
+    pub bytes_read: u64,
+    /// Bytes written by operations that succeeded.
+    pub bytes_written: u64,
+    /// Now: slots in use.
+    pub slots: u64,
+    /// Now: operations that wait to be submitted.
+    pub waiting_ops: u64,
+    /// Now: submissions under way.
+    pub in_flight_ops: u64,
+    /// Now: bytes of transfers under way.
+    pub in_flight_bytes: u64,
+    /// Now: operations past their deadline whose memory the device may still write.
+    pub stuck_ops: u64,
+    /// Now: their bytes.
+    pub stuck_bytes: u64,
+    /// Now: operations under way whose future was dropped.
+    pub dropped_ops: u64,
+    /// Now: their bytes.
+    pub dropped_bytes: u64,
+}
+
+pub(super) struct Shared {
+    pub(super) core: RefCell<Core>,
+    pub(super) rt: Rc<dyn Runtime>,
+    io: Rc<RefCell<dyn Io>>,
+}
+
+impl Shared {
+    /// Hands over what may go, if the `Io` is not in use; then wakes whom it concerns.
+    pub(super) fn dispatch(&self) {
+        if let Ok(mut io) = self.io.try_borrow_mut() {
+            self.core.borrow_mut().dispatch(&mut *io);
+        }
+        self.wake();
+    }
+
+    /// Wakes what has been collected, with nothing borrowed.
+    pub(super) fn wake(&self) {
+        let mut wakers = std::mem::take(&mut self.core.borrow_mut().to_wake);
+        wakers.drain(..).for_each(Waker::wake);
+        let mut core = self.core.borrow_mut();
+        if core.to_wake.is_empty() {
+            // Keeps its memory for the next time.
+            core.to_wake = wakers;
+        }
+    }
+}
+
+/// The driver of one executor. Cloning it gives another handle to the same driver.
+#[derive(Clone)]
+pub struct Driver {
+    shared: Rc<Shared>,
+    /// Reused by each pump.
+    completions: Rc<RefCell<Vec<Completion>>>,
+}
+
+impl fmt::Debug for Driver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Driver").field("metrics", &self.metrics()).finish_non_exhaustive()
+    }
+}
+
+impl Driver {
+    /// A driver over an executor's `Io`, which nobody else may submit to.
+    pub fn new(rt: Rc<dyn Runtime>, io: Rc<RefCell<dyn Io>>, limits: Limits) -> Self {
+        let shared = Shared { core: RefCell::new(Core::new(limits)), rt, io };
+        Self { shared: Rc::new(shared), completions: Rc::default() }
+    }
+
+    /// Fills `into` from `offset` on, wholly or not at all as far as the caller may rely on it.
+    pub fn read(&self, class: Class, file: FileId, offset: u64, into: Buf) -> Transfer {
+        self.transfer(class, offset, Work::Read(file, into))
+    }
+
+    /// Fills several buffers in turn from consecutive bytes.
+    pub fn read_v(&self, class: Class, file: FileId, offset: u64, into: Box<[Buf]>) -> Transfer {
+        self.transfer(class, offset, Work::ReadV(file, into))
+    }
+
+    /// Writes `from` at `offset`; with `sync`, durably. An error says nothing about how much of it was written.
+    pub fn write(&self, class: Class, file: FileId, offset: u64, from: Buf, sync: bool) -> Transfer {
+        self.transfer(class, offset, Work::Write(file, from, sync))
+    }
+
+    /// Writes several buffers in turn.
+    pub fn write_v(&self, class: Class, file: FileId, offset: u64, from: Box<[Buf]>, sync: bool) -> Transfer {
+        self.transfer(class, offset, Work::WriteV(file, from, sync))
+    }
+
+    /// Makes every write that completed before this call durable. A failed one must not be repeated: see
+    /// [`policy`](super::policy).
+    pub fn flush(&self, file: FileId) -> Transfer {
+        self.transfer(Class::Put, 0, Work::Flush(file))
+    }
+
+    /// Executes an operation on names or files.
+    pub fn meta(&self, op: MetaOp) -> Meta {
+        Meta(self.start(Request::meta(op)))
+    }
+
+    /// Opens a file.
+    pub async fn open(&self, name: Name, mode: OpenMode) -> Result<FileId, IoError> {
+        self.reply(MetaOp::Open { name, mode }, |reply| match reply {
+            Reply::Opened(file) => Some(file),
+            _ => None,
+        })
+        .await
+    }
+
+    /// The names in a directory, sorted.
+    pub async fn list(&self, name: Name) -> Result<Vec<DirEntry>, IoError> {
+        self.reply(MetaOp::List { name }, |reply| match reply {
+            Reply::Listing(entries) => Some(entries),
+            _ => None,
+        })
+        .await
+    }
+
+    /// Length and allocated bytes of a file.
+    pub async fn stat(&self, file: FileId) -> Result<(u64, u64), IoError> {
+        self.reply(MetaOp::Stat { file }, |reply| match reply {
+            Reply::Stat { len, allocated } => Some((len, allocated)),
+            _ => None,
+        })
+        .await
+    }
+
+    /// Free and all bytes of the file system that holds a directory.
+    pub async fn space(&self, dir: DirId) -> Result<(u64, u64), IoError> {
+        self.reply(MetaOp::Space { dir }, |reply| match reply {
+            Reply::Space { free, total } => Some((free, total)),
+            _ => None,
+        })
+        .await
+    }
+
+    async fn reply<T>(&self, op: MetaOp, take: impl FnOnce(Reply) -> Option<T>) -> Result<T, IoError> {
+        let request = Request::meta(op.clone());
+        let reply = self.meta(op).await?;
+        reply.and_then(take).ok_or_else(|| request.error(IoErrorKind::Other(0), 0))
+    }
+
+    /// A batch of reads that report their ends one by one.
+    pub fn batch(&self, class: Class) -> ReadBatch {
+        ReadBatch::new(Rc::clone(&self.shared), class)
+    }
+
+    /// Submits what may go, reaps the `Io` and wakes whom it concerns. Says how many completions there were.
+    /// Never blocks.
+    pub fn pump(&self) -> usize {
+        self.shared.dispatch();
+        let Ok(mut completions) = self.completions.try_borrow_mut() else { return 0 };
+        if let Ok(mut io) = self.shared.io.try_borrow_mut() {
+            io.reap(&mut completions);
+        }
+        self.on_completions(&mut completions)
+    }
+
+    /// Takes the completions that the executor reaped; leaves the vector empty. Says how many there were.
+    pub fn on_completions(&self, completions: &mut Vec<Completion>) -> usize {
+        let count = completions.len();
+        if count > 0 {
+            let mut core = self.shared.core.borrow_mut();
+            completions.drain(..).for_each(|completion| core.complete(completion));
+            drop(core);
+            self.shared.dispatch();
+        }
+        count
+    }
+
+    /// What was done and what is under way.
+    pub fn metrics(&self) -> Metrics {
+        self.shared.core.borrow().metrics()
+    }
+
+    fn transfer(&self, class: Class, offset: u64, work: Work) -> Transfer {
+        Transfer(self.start(Request::transfer(class, offset, work)))
+    }
+
+    fn start(&self, request: Request) -> Operation {
+        let shared = Rc::clone(&self.shared);
+        let state = if request.is_empty() {
+            Stage::Empty
+        } else {
+            let admitted = shared.core.borrow_mut().admit(request);
+            match admitted {
+                Ok(key) => Stage::Slot(key),
+                Err(request) => Stage::Waiting(request),
+            }
+        };
+        shared.dispatch();
+        Operation { shared, state, deadline: None, timer: None }
+    }
+}
+
+/// Where a future's operation is.
+enum Stage {
+    /// There was no slot for it yet.
+    Waiting(Request),
+    Slot(Key),
+    /// It had nothing to do.
+    Empty,
+    Over,
+}
+
+struct Operation {
+    shared: Rc<Shared>,
+    state: Stage,
+    deadline: Option<Nanos>,
+    timer: Option<LocalTask>,
+}
+
+impl Operation {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Outcome> {
+        if let Poll::Ready(outcome) = self.advance(cx) {
+            self.state = Stage::Over;
+            return Poll::Ready(outcome);
+        }
+        let Some(at) = self.deadline else { return Poll::Pending };
+        let timer = self.timer.get_or_insert_with(|| self.shared.rt.sleep_until(at));
+        if timer.as_mut().poll(cx).is_pending() {
+            return Poll::Pending;
+        }
+        let error = match std::mem::replace(&mut self.state, Stage::Over) {
+            Stage::Waiting(request) => Some(request.error(IoErrorKind::Deadline, 0)),
+            Stage::Slot(key) => {
+                let mut core = self.shared.core.borrow_mut();
+                let error = core.overdue(key);
+                core.abandon(key, true);
+                error
+            }
+            Stage::Empty | Stage::Over => None,
+        };
+        self.shared.dispatch();
+        error.map_or(Poll::Pending, |error| Poll::Ready(Err(error)))
+    }
+
+    fn advance(&mut self, cx: &mut Context<'_>) -> Poll<Outcome> {
+        if let Stage::Waiting(_) = self.state
+            && let Stage::Waiting(request) = std::mem::replace(&mut self.state, Stage::Over)
+        {
+            let mut core = self.shared.core.borrow_mut();
+            match core.admit(request) {
+                Ok(key) => self.state = Stage::Slot(key),
+                Err(request) => {
+                    core.wait_for_slot(cx.waker());
+                    self.state = Stage::Waiting(request);
+                    return Poll::Pending;
+                }
+            }
+            drop(core);
+            self.shared.dispatch();
+        }
+        match self.state {
+            Stage::Slot(key) => {
+                let outcome = self.shared.core.borrow_mut().poll(key, cx.waker());
+                match outcome {
+                    Some(outcome) => {
+                        // The slot that is free now may be what others wait for.
+                        self.shared.dispatch();
+                        Poll::Ready(outcome)
+                    }
+                    None => Poll::Pending,
+                }
+            }
+            Stage::Empty => Poll::Ready(Ok(None)),
+            // Polled after its end: a future may stay pending for ever then.
+            Stage::Waiting(_) | Stage::Over => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for Operation {
+    fn drop(&mut self) {
+        if let Stage::Slot(key) = self.state {
+            self.shared.core.borrow_mut().abandon(key, false);
+            self.shared.dispatch();
+        }
+    }
+}
+
+/// A transfer or a flush under way. Dropping it gives the operation up, not the memory (see the module).
+#[must_use = "the operation is under way, but nobody looks at its end"]
+pub struct Transfer(Operation);
+
+impl Transfer {
+    /// Ends with [`IoErrorKind::Deadline`] at `at` if it has not ended before.
+    pub fn by(mut self, at: Nanos) -> Self {
+        self.0.deadline = Some(at);
+        self
+    }
+}
+
+impl Future for Transfer {
+    type Output = Result<(), IoError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.0.poll(cx).map(|outcome| outcome.map(drop))
+    }
+}
+
+/// A [`MetaOp`] under way. Dropping it does not undo it.
+#[must_use = "the operation is under way, but nobody looks at its end"]
+pub struct Meta(Operation);
+
+impl Meta {
+    /// Ends with [`IoErrorKind::Deadline`] at `at` if it has not ended before.
+    pub fn by(mut self, at: Nanos) -> Self {
+        self.0.deadline = Some(at);
+        self
+    }
+}
+
+impl Future for Meta {
+    type Output = Result<Option<Reply>, IoError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.0.poll(cx)
+    }
+}
+
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transfer").finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Meta {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Meta").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+#[path = "driver_tests.rs"]
+mod tests;

@@ -1,0 +1,596 @@
+//! The state of the driver: a slot for each operation, from the moment it is asked for until nobody needs it.
+//!
+//! Invariants:
+//! - a slot in state `InFlight` keeps its buffers whatever its owner does; nothing but its completion frees it;
+//! - each submission has a tag of its own in its token, so a second completion, or one of an earlier submission of
+//!   the same slot, matches nothing;
+//! - `in_flight_bytes` is the sum of `charged` over all slots.
+//!
+//! Nothing here wakes or submits by itself while the state is borrowed: wakers are collected in `to_wake` and woken
+//! by the caller, since a waker may run code that comes back.
+
+use std::collections::VecDeque;
+use std::task::Waker;
+
+use super::driver::{Limits, Metrics};
+use super::error::{IoError, IoErrorKind, OpKind, Subject, describe};
+use super::mem::{Buf, PAGE};
+use super::ring::{MOVED_MAX, RANGES_MAX};
+use super::schedule::Schedule;
+use super::slots::{Key, Slots};
+use super::{Completion, FileId, Io, MetaOp, Op, Reply, Token};
+use crate::rt::Class;
+
+/// How often an interrupted transfer is tried again.
+const TRIES_MAX: u16 = 16;
+/// How often the rest of a short transfer is asked for.
+const SHORTS_MAX: u16 = 64;
+const EINTR: i32 = 4;
+const EAGAIN: i32 = 11;
+/// Bits of a token that name the slot; the others hold the tag.
+const INDEX_BITS: u32 = 24;
+const TAG_MASK: u64 = (1 << (64 - INDEX_BITS)) - 1;
+/// Slots at most, whatever the limits say: an index must fit its bits.
+pub(super) const OPS_MAX: usize = 1 << 20;
+
+/// What an operation does.
+#[derive(Debug)]
+pub(super) enum Work {
+    Read(FileId, Buf),
+    ReadV(FileId, Box<[Buf]>),
+    Write(FileId, Buf, bool),
+    WriteV(FileId, Box<[Buf]>, bool),
+    Flush(FileId),
+    /// Taken when it is submitted.
+    Meta(Option<MetaOp>),
+    /// Ended: it holds no memory any more.
+    Nothing,
+}
+
+/// One operation that is asked for.
+#[derive(Debug)]
+pub(super) struct Request {
+    class: Class,
+    kind: OpKind,
+    subject: Subject,
+    offset: u64,
+    len: u64,
+    work: Work,
+    aligned: bool,
+}
+
+impl Request {
+    pub(super) fn transfer(class: Class, offset: u64, work: Work) -> Self {
+        let (kind, file) = match &work {
+            Work::Read(file, _) | Work::ReadV(file, _) => (OpKind::Read, *file),
+            Work::Write(file, ..) | Work::WriteV(file, ..) => (OpKind::Write, *file),
+            Work::Flush(file) => (OpKind::Flush, *file),
+            Work::Meta(_) | Work::Nothing => (OpKind::Flush, FileId(u32::MAX)),
+        };
+        let bufs = bufs(&work);
+        let len = bufs.iter().map(|buf| buf.len() as u64).sum();
+        let aligned = offset.is_multiple_of(PAGE as u64) && bufs.iter().all(Buf::is_aligned);
+        Self { class, kind, subject: Subject::File(file), offset, len, work, aligned }
+    }
+
+    pub(super) fn meta(op: MetaOp) -> Self {
+        let (kind, subject, offset, len) = describe(&op);
+        let (class, work) = (Class::Background, Work::Meta(Some(op)));
+        Self { class, kind, subject, offset, len, work, aligned: false }
+    }
+
+    /// Whether there is nothing to move.
+    pub(super) fn is_empty(&self) -> bool {
+        self.kind.is_transfer() && self.len == 0
+    }
+
+    pub(super) fn error(&self, kind: IoErrorKind, errno: i32) -> IoError {
+        IoError {
+            kind,
+            op: self.kind,
+            subject: self.subject.clone(),
+            offset: self.offset,
+            len: self.len,
+            errno,
+        }
+    }
+}
+
+fn bufs(work: &Work) -> &[Buf] {
+    match work {
+        Work::Read(_, buf) | Work::Write(_, buf, _) => std::slice::from_ref(buf),
+        Work::ReadV(_, bufs) | Work::WriteV(_, bufs, _) => bufs,
+        Work::Flush(_) | Work::Meta(_) | Work::Nothing => &[],
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    /// In the schedule, or in `unsent`.
+    Waiting,
+    InFlight,
+    Done,
+}
+
+/// Who learns of the end.
+#[derive(Debug)]
+enum Owner {
+    /// A future, with the waker of the task that polled it last.
+    Future(Option<Waker>),
+    /// A batch, and the extent's name in it.
+    Batch(Key, u64),
+    /// Nobody any more: pending, but dropped. `stuck` if a deadline was the reason.
+    Nobody { stuck: bool },
+}
+
+/// What an operation ended with.
+pub(super) type Outcome = Result<Option<Reply>, IoError>;
+
+#[derive(Debug)]
+struct Slot {
+    request: Request,
+    state: State,
+    owner: Owner,
+    tag: u64,
+    /// Bytes moved for certain.
+    moved: u64,
+    /// Where in the request the present submission begins, and how many bytes it asked for.
+    from: u64,
+    asked: u64,
+    /// Its part of `in_flight_bytes`.
+    charged: u64,
+    tries: u16,
+    shorts: u16,
+    outcome: Option<Outcome>,
+}
+
+/// One batch of reads.
+#[derive(Debug, Default)]
+pub(super) struct BatchState {
+    /// Extents for which there was no slot yet.
+    pub(super) unslotted: VecDeque<(u64, Request)>,
+    pub(super) done: VecDeque<(u64, Result<(), IoError>)>,
+    pub(super) waker: Option<Waker>,
+    /// Pushed and not in `done` yet.
+    pub(super) outstanding: usize,
+    /// In `Core::starved`.
+    starved: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Core {
+    limits: Limits,
+    /// The most bytes that go in one submission; larger transfers go piece by piece, so that every one fits.
+    piece: u64,
+    slots: Slots<Slot>,
+    schedule: Schedule,
+    /// Operations that could not be handed over because the `Io` was in use, in order.
+    unsent: VecDeque<u32>,
+    batches: Slots<BatchState>,
+    /// Emptied batches, whose queues keep their memory.
+    spare: Vec<BatchState>,
+    /// Batches with extents that have no slot.
+    starved: VecDeque<Key>,
+    /// Tasks that wait for a slot.
+    slot_waiters: Vec<Waker>,
+    pub(super) to_wake: Vec<Waker>,
+    next_tag: u64,
+    metrics: Metrics,
+}
+
+impl Core {
+    pub(super) fn new(limits: Limits) -> Self {
+        let room = limits.max_bytes_in_flight.saturating_sub(limits.foreground_reserve);
+        let piece = room.min(u64::from(MOVED_MAX)).max(PAGE as u64);
+        Self {
+            limits,
+            piece: piece - piece % PAGE as u64,
+            slots: Slots::new(),
+            schedule: Schedule::new(),
+            unsent: VecDeque::new(),
+            batches: Slots::new(),
+            spare: Vec::new(),
+            starved: VecDeque::new(),
+            slot_waiters: Vec::new(),
+            to_wake: Vec::new(),
+            next_tag: 1,
+            metrics: Metrics::default(),
+        }
+    }
+
+    pub(super) fn metrics(&self) -> Metrics {
+        Metrics {
+            slots: self.slots.len() as u64,
+            waiting_ops: self.schedule.len() as u64 + self.unsent.len() as u64,
+            ..self.metrics
+        }
+    }
+
+    /// Gives a future's operation a slot, or the request back if there is none.
+    pub(super) fn admit(&mut self, request: Request) -> Result<Key, Request> {
+        if self.is_full() { Err(request) } else { Ok(self.place(request, Owner::Future(None))) }
+    }
+
+    fn is_full(&self) -> bool {
+        self.slots.len() >= self.limits.max_ops.min(OPS_MAX)
+    }
+
+    fn place(&mut self, request: Request, owner: Owner) -> Key {
+        let (class, len, transfer) = (request.class, request.len, request.kind.is_transfer());
+        let slot = Slot {
+            request,
+            state: State::Waiting,
+            owner,
+            tag: 0,
+            moved: 0,
+            from: 0,
+            asked: 0,
+            charged: 0,
+            tries: 0,
+            shorts: 0,
+            outcome: None,
+        };
+        let key = self.slots.insert(slot);
+        // Flushes and the like move no bytes of ours, and an acknowledgement waits for them: they do not queue.
+        if transfer {
+            self.schedule.push(key.index, class, len.min(self.piece));
+        } else {
+            self.unsent.push_back(key.index);
+        }
+        key
+    }
+
+    /// Wakes the task when a slot is free.
+    pub(super) fn wait_for_slot(&mut self, waker: &Waker) {
+        if !self.slot_waiters.iter().any(|known| known.will_wake(waker)) {
+            self.slot_waiters.push(waker.clone());
+        }
+    }
+
+    /// Hands over what may go.
+    pub(super) fn dispatch(&mut self, io: &mut dyn Io) {
+        self.serve_starved();
+        while let Some(index) = self.unsent.pop_front() {
+            self.send(io, index);
+        }
+        loop {
+            let (limits, in_flight) = (&self.limits, self.metrics.in_flight_bytes);
+            let fits = |class: Class, cost: u64| {
+                let reserved = if class == Class::Foreground { 0 } else { limits.foreground_reserve };
+                let room = limits.max_bytes_in_flight.saturating_sub(reserved);
+                // Limits that leave no room at all still let one go at a time.
+                in_flight == 0 || in_flight.saturating_add(cost) <= room
+            };
+            let Some(index) = self.schedule.next(fits) else { return };
+            if let Some(slot) = self.slots.at(index) {
+                slot.charged = slot.request.len.min(self.piece);
+                self.metrics.in_flight_bytes += slot.charged;
+            }
+            self.send(io, index);
+        }
+    }
+
+    fn send(&mut self, io: &mut dyn Io, index: u32) {
+        let Some(slot) = self.slots.at(index) else { return };
+        let Some(op) = slot.next_op(self.piece) else { return };
+        slot.tag = self.next_tag & TAG_MASK;
+        self.next_tag += 1;
+        slot.state = State::InFlight;
+        let token = Token((slot.tag << INDEX_BITS) | u64::from(index));
+        self.metrics.submitted += 1;
+        self.metrics.in_flight_ops += 1;
+        io.submit(token, op);
+    }
+
+    /// Takes the end of a submission. What must be submitted again goes to `unsent`.
+    pub(super) fn complete(&mut self, completion: Completion) {
+        let (index, tag) = (completion.token.0 & ((1 << INDEX_BITS) - 1), completion.token.0 >> INDEX_BITS);
+        let slot = u32::try_from(index).ok().and_then(|index| self.slots.at(index));
+        let Some(slot) = slot.filter(|slot| slot.state == State::InFlight && slot.tag == tag) else {
+            self.metrics.unknown_completions += 1;
+            return;
+        };
+        let index = index as u32;
+        self.metrics.in_flight_ops -= 1;
+        let step = slot.judge(completion.result);
+        let dropped = matches!(slot.owner, Owner::Nobody { .. });
+        match step {
+            Step::Ended => self.finish(index, Ok(completion.reply)),
+            Step::Failed(kind, errno) => {
+                let error = slot.request.error(kind, errno);
+                self.finish(index, Err(error));
+            }
+            // Nobody wants the rest.
+            Step::Again | Step::Rest if dropped => self.finish(index, Ok(None)),
+            Step::Again => {
+                self.metrics.retried += 1;
+                self.send_again(index);
+            }
+            Step::Rest => {
+                self.metrics.short += 1;
+                self.send_again(index);
+            }
+        }
+    }
+
+    fn send_again(&mut self, index: u32) {
+        if let Some(slot) = self.slots.at(index) {
+            slot.state = State::Waiting;
+            self.unsent.push_back(index);
+        }
+    }
+
+    fn finish(&mut self, index: u32, outcome: Outcome) {
+        let Some(key) = self.slots.key_at(index) else { return };
+        let Some(slot) = self.slots.get_mut(key) else { return };
+        slot.state = State::Done;
+        self.metrics.in_flight_bytes -= std::mem::take(&mut slot.charged);
+        match &outcome {
+            Ok(_) if slot.request.kind == OpKind::Read => self.metrics.bytes_read += slot.moved,
+            Ok(_) if slot.request.kind == OpKind::Write => self.metrics.bytes_written += slot.moved,
+            Ok(_) => {}
+            Err(_) => self.metrics.failed += 1,
+        }
+        self.metrics.completed += 1;
+        // The memory goes back to its owner now, whenever the future is polled.
+        slot.request.work = Work::Nothing;
+        match &mut slot.owner {
+            Owner::Future(waker) => {
+                self.to_wake.extend(waker.take());
+                slot.outcome = Some(outcome);
+            }
+            Owner::Batch(batch, extent) => {
+                let (batch, extent) = (*batch, *extent);
+                if let Some(batch) = self.batches.get_mut(batch) {
+                    batch.outstanding -= 1;
+                    batch.done.push_back((extent, outcome.map(drop)));
+                    self.to_wake.extend(batch.waker.take());
+                }
+                self.free(key);
+            }
+            Owner::Nobody { stuck } => {
+                let (stuck, len) = (*stuck, slot.request.len);
+                self.metrics.late_completions += 1;
+                self.count_orphan(stuck, len, false);
+                self.free(key);
+            }
+        }
+    }
+
+    fn count_orphan(&mut self, stuck: bool, len: u64, begins: bool) {
+        let (ops, bytes) = match stuck {
+            true => (&mut self.metrics.stuck_ops, &mut self.metrics.stuck_bytes),
+            false => (&mut self.metrics.dropped_ops, &mut self.metrics.dropped_bytes),
+        };
+        if begins {
+            *ops += 1;
+            *bytes += len;
+        } else {
+            *ops -= 1;
+            *bytes -= len;
+        }
+    }
+
+    fn free(&mut self, key: Key) {
+        self.slots.remove(key);
+        self.serve_starved();
+        if !self.is_full() {
+            self.to_wake.append(&mut self.slot_waiters);
+        }
+    }
+
+    /// Gives free slots to batches that wait for some, in turn.
+    fn serve_starved(&mut self) {
+        while !self.is_full() {
+            let Some(key) = self.starved.pop_front() else { return };
+            let Some(batch) = self.batches.get_mut(key) else { continue };
+            let Some((extent, request)) = batch.unslotted.pop_front() else {
+                batch.starved = false;
+                continue;
+            };
+            self.starved.push_back(key);
+            self.place(request, Owner::Batch(key, extent));
+        }
+    }
+
+    /// What a future's operation ended with, after which its slot is free; `None` while it has not ended.
+    pub(super) fn poll(&mut self, key: Key, waker: &Waker) -> Option<Outcome> {
+        let slot = self.slots.get_mut(key)?;
+        if let Some(outcome) = slot.outcome.take() {
+            self.free(key);
+            return Some(outcome);
+        }
+        if let Owner::Future(known) = &mut slot.owner {
+            match known {
+                Some(known) if known.will_wake(waker) => {}
+                known => *known = Some(waker.clone()),
+            }
+        }
+        None
+    }
+
+    /// What [`IoErrorKind::Deadline`] is reported with for an operation that has a slot.
+    pub(super) fn overdue(&self, key: Key) -> Option<IoError> {
+        Some(self.slots.get(key)?.request.error(IoErrorKind::Deadline, 0))
+    }
+
+    /// Gives an operation up. If the device has it, it keeps its slot and its memory until its completion.
+    pub(super) fn abandon(&mut self, key: Key, stuck: bool) {
+        let Some(slot) = self.slots.get_mut(key) else { return };
+        match slot.state {
+            State::Waiting => {
+                // Something that was already once at the device and waits to go there again has its charge.
+                self.metrics.in_flight_bytes -= std::mem::take(&mut slot.charged);
+                if !self.schedule.remove(key.index) {
+                    self.unsent.retain(|index| *index != key.index);
+                }
+                self.free(key);
+            }
+            State::Done => self.free(key),
+            State::InFlight => {
+                slot.owner = Owner::Nobody { stuck };
+                let len = slot.request.len;
+                // A device that hangs must not take the others' room with it, up to a limit.
+                if stuck && self.metrics.stuck_bytes.saturating_add(len) <= self.limits.max_stuck_bytes {
+                    self.metrics.in_flight_bytes -= std::mem::take(&mut slot.charged);
+                }
+                self.count_orphan(stuck, len, true);
+            }
+        }
+    }
+
+    pub(super) fn open_batch(&mut self) -> Key {
+        let batch = self.spare.pop().unwrap_or_default();
+        self.batches.insert(batch)
+    }
+
+    pub(super) fn batch(&mut self, key: Key) -> Option<&mut BatchState> {
+        self.batches.get_mut(key)
+    }
+
+    /// Adds an extent to a batch.
+    pub(super) fn push(&mut self, key: Key, extent: u64, request: Request) {
+        let full = self.is_full();
+        let Some(batch) = self.batches.get_mut(key) else { return };
+        if request.is_empty() {
+            batch.done.push_back((extent, Ok(())));
+            return;
+        }
+        batch.outstanding += 1;
+        // Nobody overtakes extents of the same batch that wait already.
+        if full || !batch.unslotted.is_empty() {
+            batch.unslotted.push_back((extent, request));
+            if !std::mem::replace(&mut batch.starved, true) {
+                self.starved.push_back(key);
+            }
+        } else {
+            self.place(request, Owner::Batch(key, extent));
+        }
+    }
+
+    /// Gives up what a batch has outstanding; the batch itself stays.
+    pub(super) fn abandon_batch(&mut self, key: Key, stuck: bool) {
+        let Some(batch) = self.batches.get_mut(key) else { return };
+        batch.unslotted.clear();
+        let any = std::mem::take(&mut batch.outstanding) > 0;
+        if any {
+            let owned: Vec<Key> = self
+                .slots
+                .iter()
+                .filter(|(_, slot)| matches!(slot.owner, Owner::Batch(batch, _) if batch == key))
+                .map(|(slot, _)| slot)
+                .collect();
+            owned.into_iter().for_each(|slot| self.abandon(slot, stuck));
+        }
+    }
+
+    pub(super) fn close_batch(&mut self, key: Key) {
+        self.abandon_batch(key, false);
+        if let Some(mut batch) = self.batches.remove(key) {
+            batch.done.clear();
+            batch.waker = None;
+            batch.starved = false;
+            self.spare.push(batch);
+        }
+    }
+}
+
+/// What follows from a raw result.
+enum Step {
+    Ended,
+    Failed(IoErrorKind, i32),
+    /// The same again: nothing was moved, and nothing is wrong.
+    Again,
+    /// The rest.
+    Rest,
+}
+
+impl Slot {
+    /// The next submission; `None` if there is nothing to submit.
+    fn next_op(&mut self, piece: u64) -> Option<Op> {
+        // Direct I/O takes no odd offsets: after an odd short transfer the last page is moved again.
+        let unit = if self.request.aligned { PAGE as u64 } else { 1 };
+        self.from = self.moved - self.moved % unit;
+        let offset = self.request.offset.checked_add(self.from)?;
+        let part = |bufs: &[Buf]| part(bufs, self.from, piece);
+        let one = |buf: &Buf| {
+            let len = (buf.len() as u64).checked_sub(self.from)?.min(piece);
+            buf.slice(usize::try_from(self.from).ok()?, usize::try_from(len).ok()?)
+        };
+        let op = match &mut self.request.work {
+            Work::Read(file, into) => Op::Read { file: *file, offset, into: one(into)? },
+            Work::Write(file, from, sync) => Op::Write { file: *file, offset, from: one(from)?, sync: *sync },
+            Work::ReadV(file, into) => Op::ReadV { file: *file, offset, into: part(into) },
+            Work::WriteV(file, from, sync) => {
+                Op::WriteV { file: *file, offset, from: part(from), sync: *sync }
+            }
+            Work::Flush(file) => Op::Flush { file: *file },
+            Work::Meta(op) => Op::Meta(op.take()?),
+            Work::Nothing => return None,
+        };
+        self.asked = match &op {
+            Op::Read { into: buf, .. } | Op::Write { from: buf, .. } => buf.len() as u64,
+            Op::ReadV { into: bufs, .. } | Op::WriteV { from: bufs, .. } => {
+                bufs.iter().map(|buf| buf.len() as u64).sum()
+            }
+            Op::Flush { .. } | Op::Meta(_) => 0,
+        };
+        Some(op)
+    }
+
+    fn judge(&mut self, result: i32) -> Step {
+        let kind = self.request.kind;
+        let Ok(result) = u64::try_from(result) else { return self.judge_error(result.saturating_neg()) };
+        if !kind.is_transfer() {
+            return Step::Ended;
+        }
+        let reached = self.from.saturating_add(result);
+        if result > self.asked {
+            return Step::Failed(IoErrorKind::Other(0), 0);
+        }
+        if reached <= self.moved {
+            let kind = if kind == OpKind::Read { IoErrorKind::Eof } else { IoErrorKind::Other(0) };
+            return Step::Failed(kind, 0);
+        }
+        self.moved = reached;
+        if self.moved >= self.request.len {
+            return Step::Ended;
+        }
+        if result < self.asked {
+            self.shorts += 1;
+            if self.shorts > SHORTS_MAX {
+                return Step::Failed(IoErrorKind::Other(0), 0);
+            }
+        }
+        Step::Rest
+    }
+
+    fn judge_error(&mut self, errno: i32) -> Step {
+        // A flush is never repeated, nor a write that is one: what failed may have been the flush, and the kernel
+        // would report success for bytes that it has dropped. Operations on names may have been done.
+        let repeatable = match &self.request.work {
+            Work::Read(..) | Work::ReadV(..) => true,
+            Work::Write(_, _, sync) | Work::WriteV(_, _, sync) => !*sync,
+            Work::Flush(_) | Work::Meta(_) | Work::Nothing => false,
+        };
+        if repeatable && matches!(errno, EINTR | EAGAIN) && self.tries < TRIES_MAX {
+            self.tries += 1;
+            return Step::Again;
+        }
+        Step::Failed(IoErrorKind::of(errno), errno)
+    }
+}
+
+/// What is left of `bufs` after the first `from` bytes, as far as one submission takes: `piece` bytes.
+fn part(bufs: &[Buf], from: u64, piece: u64) -> Box<[Buf]> {
+    let (mut gone, mut room) = (from, piece);
+    let rest = bufs.iter().filter_map(|buf| {
+        let len = buf.len() as u64;
+        let skipped = gone.min(len);
+        gone -= skipped;
+        let taken = (len - skipped).min(room);
+        room -= taken;
+        if taken == 0 { None } else { buf.slice(skipped as usize, taken as usize) }
+    });
+    rest.take(RANGES_MAX).collect()
+}
