@@ -73,19 +73,26 @@ pub enum ReadEvent {
     /// This block of the request is complete and verified in the caller's memory. Blocks come in order; one that
     /// failed is passed over.
     Block(u32),
-    /// Nothing more will come, and the store has let go of the caller's memory.
+    /// Nothing more will be delivered.
     End(ReadEnd),
+    /// After an end with `held_bytes`: no device writes to the caller's memory any more.
+    Released,
 }
 
-/// How a read ended.
+/// How a read ended: the first `usable_layers` wanted layers of the first `usable_blocks` blocks are complete and
+/// verified in the caller's memory.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ReadEnd {
-    /// Leading blocks whose every wanted layer is complete and verified.
+    /// Leading blocks that are good.
     pub usable_blocks: u32,
-    /// Leading layers that were delivered (in layer order; all or none in block order).
+    /// Leading layers that were delivered: all of them unless the deadline passed first.
     pub usable_layers: u32,
-    /// Blocks that failed, with the reason, in the order of the request.
+    /// Blocks that failed, with the reason, in the order of the request. In block order, blocks behind a failed
+    /// one may be good: each that is was announced.
     pub failures: Vec<(u32, Reason)>,
+    /// Zero, unless the deadline passed while the device was writing to this many bytes of the caller's memory:
+    /// it must not be used before [`ReadEvent::Released`].
+    pub held_bytes: u64,
 }
 
 #[derive(Default)]

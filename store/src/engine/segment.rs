@@ -134,6 +134,16 @@ impl Segment {
         self.changed.until(|| self.tail.borrow().in_flight.is_empty().then_some(())).await;
     }
 
+    /// Makes what lies below `end` in this segment durable if it is not yet.
+    pub(crate) async fn settle(&self, driver: &Driver, end: u64) -> Result<(), Reason> {
+        if matches!(self.state.get(), SegmentState::Sealed | SegmentState::Free) {
+            return Ok(());
+        }
+        // The segment may have been written anew since `end` was looked up: then it is no end of this one.
+        let end = end.min(self.tail.borrow().next);
+        self.durable(driver, end).await
+    }
+
     /// Completes when everything below `end` is durable, or with why it never will be.
     ///
     /// Whoever finds no flush under way leads one for everybody whose record has been written by then, so

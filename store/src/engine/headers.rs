@@ -1,0 +1,86 @@
+//! Record headers that reads have proved, kept for the next read of the same record.
+//!
+//! A header is found under the generation of its segment, so that one of an earlier generation is never used.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, VecDeque};
+use std::rc::Rc;
+
+use kvarts_layout::BlockKey;
+use kvarts_layout::format::body::Blocks;
+
+use super::runs::RunClass;
+
+/// Bytes of headers that one shard keeps.
+const CACHE_BYTES_MAX: usize = 4 << 20;
+
+/// What a read needs of a header whose tag has been verified.
+#[derive(Debug)]
+pub(crate) struct Header {
+    blocks: Blocks,
+    digests: Vec<u32>,
+    chunks: usize,
+}
+
+impl Header {
+    pub(crate) fn new(blocks: Blocks, digests: Vec<u32>) -> Self {
+        let chunks = digests.len() / blocks.blocks.len().max(1);
+        Self { blocks, digests, chunks }
+    }
+
+    /// Whether block `block` of the record is the one under this key, of this class.
+    pub(crate) fn is_block(&self, block: u32, key: &BlockKey, class: &RunClass) -> bool {
+        self.blocks.namespace == class.namespace.local
+            && self.blocks.group == class.group.0
+            && self.blocks.coordinate == class.coordinate.to_u64()
+            && self.blocks.blocks.get(block as usize).is_some_and(|name| name.key == key.0)
+    }
+
+    /// The digest of a chunk of a block.
+    pub(crate) fn digest(&self, block: u32, chunk: u32) -> Option<u32> {
+        let chunk = chunk as usize;
+        let within = chunk < self.chunks;
+        within.then(|| self.digests.get(block as usize * self.chunks + chunk).copied()).flatten()
+    }
+
+    fn bytes(&self) -> usize {
+        size_of::<Self>() + self.digests.len() * 4 + self.blocks.blocks.len() * 48
+    }
+}
+
+/// Segment, generation, and offset of a record.
+pub(crate) type HeaderKey = (u32, u64, u64);
+
+#[derive(Debug, Default)]
+struct Kept {
+    headers: BTreeMap<HeaderKey, Rc<Header>>,
+    /// Oldest first.
+    order: VecDeque<HeaderKey>,
+    bytes: usize,
+}
+
+/// The headers that one shard keeps; the oldest leave first.
+#[derive(Debug, Default)]
+pub(crate) struct Headers(RefCell<Kept>);
+
+impl Headers {
+    pub(crate) fn get(&self, key: HeaderKey) -> Option<Rc<Header>> {
+        self.0.borrow().headers.get(&key).map(Rc::clone)
+    }
+
+    pub(crate) fn insert(&self, key: HeaderKey, header: &Rc<Header>) {
+        let mut kept = self.0.borrow_mut();
+        if kept.headers.insert(key, Rc::clone(header)).is_some() {
+            return;
+        }
+        kept.bytes += header.bytes();
+        kept.order.push_back(key);
+        while kept.bytes > CACHE_BYTES_MAX
+            && let Some(oldest) = kept.order.pop_front()
+        {
+            if let Some(header) = kept.headers.remove(&oldest) {
+                kept.bytes -= header.bytes();
+            }
+        }
+    }
+}

@@ -1,0 +1,445 @@
+//! Putting blocks: what a put does on the caller's thread, and what the executors do for it.
+//!
+//! On the caller's thread the request is checked, its missing blocks are reserved in the index (so that of two
+//! puts of one block only one writes), cut into records and digested. Each record goes to the executor of the
+//! shard that its first key names; there it is appended, made durable if asked, and only then made live. The
+//! last record to end gives the answer.
+//!
+//! Whatever happens to a put, its reservations end: a job that is dropped half-way abandons what it had reserved.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvarts_layout::arrange::LAYOUT_VERSION;
+use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as DiskParent, layout_code};
+use kvarts_layout::format::record::Body;
+use kvarts_layout::{BlockKey, Layout, OriginId};
+
+use super::log::{Draft, Log, Payload, Written};
+use super::runs::RunClass;
+use super::shared::Shared;
+use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
+use crate::error::{Error, Reason};
+use crate::index::{BlockFingerprint, RecordInfo, Reservation, Ticket as Claim};
+use crate::rt::Class;
+use crate::rt::mailbox::Reply;
+use std::num::NonZeroU16;
+use std::rc::Rc;
+
+/// Blocks of one record at most, whatever their size: the index counts them in sixteen bits.
+const RECORD_BLOCKS_MAX: u32 = 4096;
+
+/// What the parts of one put share.
+pub(crate) struct PutJob {
+    shared: Arc<Shared>,
+    request: PutRequest,
+    class: Arc<RunClass>,
+    prints: Vec<BlockFingerprint>,
+    claim: Claim,
+    state: Mutex<PutState>,
+}
+
+struct PutState {
+    outcomes: Vec<BlockOutcome>,
+    parts_left: usize,
+    reply: Option<Reply<Result<PutReply, Error>>>,
+}
+
+/// What one executor does for a put.
+pub(crate) struct PutPart {
+    pub(crate) job: Arc<PutJob>,
+    pub(crate) work: PutWork,
+}
+
+/// The kinds of work.
+pub(crate) enum PutWork {
+    /// Write these blocks of the request as one record.
+    Write { run: Range<u32>, digests: Vec<u32> },
+    /// These blocks are here already: make sure that their record is as durable as was asked.
+    Settle { places: Vec<u32>, segment: u32, end: u64 },
+}
+
+/// A part and the shard that it is for.
+pub(crate) type Routed = (u32, PutPart);
+
+/// Checks the request, reserves what is missing and cuts it into parts. If nothing is left to do, the answer has
+/// been given.
+pub(crate) fn begin(
+    shared: &Arc<Shared>,
+    shards: u32,
+    request: PutRequest,
+    reply: Reply<Result<PutReply, Error>>,
+) -> Vec<Routed> {
+    let class = match check(shared, &request) {
+        Ok(class) => class,
+        Err(reason) => {
+            // A caller that is gone needs no answer.
+            let _ = reply.send(Err(reason.into()));
+            return Vec::new();
+        }
+    };
+    let key = shared.index.key();
+    let print = |name: &BlockKey| key.of(class.namespace.local, name, request.group, request.coordinate);
+    let prints: Vec<_> = request.keys.iter().map(print).collect();
+    let mut reservations = Vec::new();
+    let claim = shared.index.reserve(&prints, &mut reservations);
+    let outcome = |reservation: &Reservation| match reservation {
+        Reservation::Live(_) => BlockOutcome::AlreadyThere,
+        Reservation::InFlight => BlockOutcome::InFlight,
+        Reservation::Reserved => BlockOutcome::Refused(Reason::Bug("a reserved block that no part took")),
+    };
+    let state = PutState {
+        outcomes: reservations.iter().map(outcome).collect(),
+        parts_left: 0,
+        reply: Some(reply),
+    };
+    let job = Arc::new(PutJob {
+        shared: Arc::clone(shared),
+        request,
+        class,
+        prints,
+        claim,
+        state: Mutex::new(state),
+    });
+    let mut parts = job.writes(&reservations, shards);
+    parts.extend(job.settles(&reservations));
+    job.lock().parts_left = parts.len();
+    if parts.is_empty() {
+        job.answer();
+    }
+    parts
+}
+
+/// Everything about a request that can be said before anything is begun.
+fn check(shared: &Arc<Shared>, request: &PutRequest) -> Result<Arc<RunClass>, Reason> {
+    if let Some(reason) = shared.latched() {
+        return Err(reason);
+    }
+    if request.keys.is_empty() {
+        return Err(Reason::Empty);
+    }
+    if request.keys.len() > MAX_REQUEST_BLOCKS {
+        return Err(Reason::TooMany("blocks"));
+    }
+    if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
+        return Err(Reason::DeadlineInPast);
+    }
+    let blocks = request.keys.len() as u32;
+    check_keys(&request.keys, request.parent)?;
+    if let Some(origins) = &request.origins
+        && origins.len() != request.keys.len()
+    {
+        return Err(Reason::Length { expected: u64::from(blocks), found: origins.len() as u64 });
+    }
+    if request.from.block_count() != blocks {
+        let found = u64::from(request.from.block_count());
+        return Err(Reason::Length { expected: u64::from(blocks), found });
+    }
+    let namespace =
+        shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let run = record_blocks(shared, shape.block_bytes())?.min(blocks);
+    let layout = request.layout.unwrap_or_else(|| Layout::auto(&shape, run));
+    let arrangement = (layout, LAYOUT_VERSION, ENCODING_RAW);
+    let class = shared.classes.intern(&namespace, (request.group, request.coordinate), arrangement)?;
+    // A placement of another shape is found here, before anything is reserved.
+    let layout = class.layout_of(blocks.min(RECORD_BLOCKS_MAX))?;
+    kvarts_layout::plan::WritePlan::new(&layout, request.from.places(), 0)
+        .map_err(|error| Reason::Shape(error.to_string()))?;
+    Ok(class)
+}
+
+/// Refuses keys that stand twice, and a parent among its own descendants.
+fn check_keys(keys: &[BlockKey], parent: Parent) -> Result<(), Reason> {
+    let mut sorted: Vec<&BlockKey> = keys.iter().collect();
+    sorted.sort_unstable();
+    for pair in sorted.windows(2) {
+        if let [a, b] = pair
+            && a == b
+        {
+            return Err(Reason::Duplicate(**a));
+        }
+    }
+    match parent {
+        Parent::Key(parent) if sorted.binary_search(&&parent).is_ok() => Err(Reason::OutOfOrder(parent)),
+        _ => Ok(()),
+    }
+}
+
+/// How many blocks of this size go into one record.
+fn record_blocks(shared: &Shared, block_bytes: u64) -> Result<u32, Reason> {
+    if block_bytes > shared.segment_bytes / 2 {
+        return Err(Reason::TooMany("bytes in one block for this store's segments"));
+    }
+    let blocks = (shared.record_bytes_max / block_bytes.max(1)).max(1);
+    Ok(u32::try_from(blocks).unwrap_or(u32::MAX).min(RECORD_BLOCKS_MAX))
+}
+
+/// The shard that a record goes to, by its first key: so one long prefix spreads over all of them.
+pub(crate) fn shard_of(key: &BlockKey, shards: u32) -> u32 {
+    // Over the whole key: opaque keys may begin alike.
+    crc32fast::hash(key.as_bytes()) % shards.max(1)
+}
+
+impl PutJob {
+    fn lock(&self) -> std::sync::MutexGuard<'_, PutState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One part for each run of reserved blocks, no longer than a record may be.
+    fn writes(self: &Arc<Self>, reservations: &[Reservation], shards: u32) -> Vec<Routed> {
+        let limit = record_blocks(&self.shared, self.class.shape.block_bytes()).unwrap_or(1);
+        let mut parts = Vec::new();
+        let mut start = None;
+        for (ordinal, reservation) in (0u32..).zip(reservations.iter().map(Some).chain([None])) {
+            let reserved = reservation == Some(&Reservation::Reserved);
+            match start {
+                None if reserved => start = Some(ordinal),
+                Some(first) if !reserved || ordinal - first == limit => {
+                    parts.push(self.write_part(first..ordinal, shards));
+                    start = reserved.then_some(ordinal);
+                }
+                _ => {}
+            }
+        }
+        parts
+    }
+
+    fn write_part(self: &Arc<Self>, run: Range<u32>, shards: u32) -> Routed {
+        let chunks = self.class.shape.layers().iter().flat_map(|layer| &layer.chunks);
+        let sizes: Vec<u64> = chunks.map(|chunk| chunk.bytes).collect();
+        let mut digests = Vec::with_capacity(run.len() * sizes.len());
+        for block in run.clone() {
+            for (part, &bytes) in (0u32..).zip(&sizes) {
+                let chunk = self.request.from.chunk(part, block, bytes);
+                digests.push(chunk.map_or(0, |chunk| chunk.digest(0, chunk.len(), crc32fast::hash)));
+            }
+        }
+        let shard = self.request.keys.get(run.start as usize).map_or(0, |key| shard_of(key, shards));
+        (shard, PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests } })
+    }
+
+    /// One part for each segment that blocks which are here already must be durable in.
+    fn settles(self: &Arc<Self>, reservations: &[Reservation]) -> Vec<Routed> {
+        let mut ends = std::collections::BTreeMap::<(u16, u32), (u64, Vec<u32>)>::new();
+        if self.request.durability == Durability::Relaxed {
+            return Vec::new();
+        }
+        for (place, reservation) in (0u32..).zip(reservations) {
+            let Reservation::Live(location) = reservation else { continue };
+            let Some(record) = self.shared.index.records().get(location.record) else { continue };
+            let (_, end) = record_range(&record);
+            let entry = ends.entry((record.shard, record.segment)).or_default();
+            entry.0 = entry.0.max(end);
+            entry.1.push(place);
+        }
+        let part = |((shard, segment), (end, places))| {
+            let work = PutWork::Settle { places, segment, end };
+            (u32::from(shard), PutPart { job: Arc::clone(self), work })
+        };
+        ends.into_iter().map(part).collect()
+    }
+
+    /// The answer, if this was the last part.
+    fn finish(&self, outcomes: impl IntoIterator<Item = (u32, BlockOutcome)>) {
+        let mut state = self.lock();
+        for (place, outcome) in outcomes {
+            if let Some(slot) = state.outcomes.get_mut(place as usize) {
+                *slot = outcome;
+            }
+        }
+        state.parts_left = state.parts_left.saturating_sub(1);
+        let last = state.parts_left == 0;
+        drop(state);
+        if last {
+            self.answer();
+        }
+    }
+
+    fn answer(&self) {
+        let mut state = self.lock();
+        let outcomes = std::mem::take(&mut state.outcomes);
+        let Some(reply) = state.reply.take() else { return };
+        drop(state);
+        let count = |kind: fn(&BlockOutcome) -> bool| outcomes.iter().filter(|one| kind(one)).count() as u64;
+        let counters = &self.shared.counters;
+        counters.blocks_stored.fetch_add(count(|one| *one == BlockOutcome::Stored), Relaxed);
+        counters.blocks_deduplicated.fetch_add(count(|one| *one == BlockOutcome::AlreadyThere), Relaxed);
+        counters.blocks_refused.fetch_add(count(|one| matches!(one, BlockOutcome::Refused(_))), Relaxed);
+        // A caller that is gone needs no answer.
+        let _ = reply.send(Ok(PutReply { outcomes }));
+    }
+
+    /// Why the part should not be begun, if so.
+    fn stopped(&self) -> Option<Reason> {
+        let state = self.lock();
+        if state.reply.as_ref().is_none_or(Reply::is_cancelled) {
+            return Some(Reason::Busy("the put was cancelled"));
+        }
+        let late = self.request.deadline.is_some_and(|deadline| deadline <= self.shared.clock.now());
+        late.then_some(Reason::DeadlinePassed)
+    }
+
+    fn origins(&self, run: &Range<u32>) -> Vec<OriginId> {
+        let given = self.request.origins.as_ref().and_then(|origins| {
+            origins.get(run.start as usize..run.end as usize).map(<[OriginId]>::to_vec)
+        });
+        given.unwrap_or_else(|| {
+            let draw = |_| {
+                let mut origin = OriginId::default();
+                self.shared.entropy.fill(&mut origin.0);
+                origin
+            };
+            run.clone().map(draw).collect()
+        })
+    }
+
+    fn body(&self, run: &Range<u32>) -> (Blocks, u32) {
+        let request = &self.request;
+        let keys = request.keys.get(run.start as usize..run.end as usize).unwrap_or_default();
+        let name = |(key, origin): (&BlockKey, OriginId)| BlockName { key: key.0, origin: origin.0 };
+        let before = (run.start as usize).checked_sub(1).and_then(|at| request.keys.get(at));
+        let parent = match (request.parent, before) {
+            (Parent::Unknown, _) => DiskParent::Unknown,
+            (_, Some(before)) => DiskParent::Key(before.0),
+            (Parent::Root, None) => DiskParent::Root,
+            (Parent::Key(key), None) => DiskParent::Key(key.0),
+        };
+        let created_ms = self.shared.clock.unix_millis();
+        let expires_ms = request.expires_after.map_or(0, |after| {
+            created_ms.saturating_add(u64::try_from(after.as_millis()).unwrap_or(u64::MAX)).max(1)
+        });
+        let expires = if expires_ms == 0 { 0 } else { self.shared.expiry_s(expires_ms) };
+        let blocks = Blocks {
+            coordinate: request.coordinate.to_u64(),
+            created_ms,
+            expires_ms,
+            namespace: self.class.namespace.local,
+            spec: self.class.namespace.spec.local,
+            group: request.group.0,
+            blocks: keys.iter().zip(self.origins(run)).map(name).collect(),
+            stored_lengths: Vec::new(),
+            extensions: Vec::new(),
+            first_block: request.first_block.and_then(|first| first.checked_add(run.start)),
+            layout_version: self.class.layout_version,
+            layout: layout_code(self.class.layout),
+            encoding: ENCODING_RAW,
+            parent,
+        };
+        (blocks, expires)
+    }
+}
+
+impl Drop for PutJob {
+    fn drop(&mut self) {
+        // What was made live is not pending any more and stays.
+        self.shared.index.abandon(self.claim, &self.prints);
+    }
+}
+
+/// Where a record begins and ends in its segment.
+pub(crate) fn record_range(record: &RecordInfo) -> (u64, u64) {
+    let page = kvarts_layout::format::PAGE_BYTES;
+    let start = u64::from(record.page) * page;
+    (start, start + (u64::from(record.header_pages) + u64::from(record.payload_pages)) * page)
+}
+
+/// Does one part on its shard's executor.
+pub(crate) async fn run(log: &Rc<Log>, part: PutPart) {
+    let PutPart { job, work } = part;
+    match work {
+        PutWork::Settle { places, segment, end } => {
+            let found = log.segments.borrow().get(&segment).map(Rc::clone);
+            let settled = match found {
+                Some(segment) => segment.settle(&log.driver, end).await,
+                None => Ok(()),
+            };
+            let outcome = match settled {
+                Ok(()) => BlockOutcome::AlreadyThere,
+                Err(reason) => BlockOutcome::Refused(reason),
+            };
+            job.finish(places.into_iter().map(|place| (place, outcome.clone())));
+        }
+        PutWork::Write { run, digests } => {
+            let outcome = match write(log, &job, &run, &digests).await {
+                Ok(()) => BlockOutcome::Stored,
+                Err(reason) => {
+                    let prints = job.prints.get(run.start as usize..run.end as usize);
+                    job.shared.index.abandon(job.claim, prints.unwrap_or_default());
+                    BlockOutcome::Refused(reason)
+                }
+            };
+            job.finish(run.map(|place| (place, outcome.clone())));
+        }
+    }
+}
+
+/// Refuses parts that no executor took.
+pub(crate) fn refuse(part: PutPart, reason: &Reason) {
+    let places: Vec<u32> = match part.work {
+        PutWork::Write { run, .. } => {
+            let prints = part.job.prints.get(run.start as usize..run.end as usize);
+            part.job.shared.index.abandon(part.job.claim, prints.unwrap_or_default());
+            run.collect()
+        }
+        PutWork::Settle { places, .. } => places,
+    };
+    part.job.finish(places.into_iter().map(|place| (place, BlockOutcome::Refused(reason.clone()))));
+}
+
+async fn write(log: &Rc<Log>, job: &PutJob, run: &Range<u32>, digests: &[u32]) -> Result<(), Reason> {
+    if let Some(reason) = job.stopped() {
+        return Err(reason);
+    }
+    let (blocks, expires) = job.body(run);
+    let layout = job.class.layout_of(run.len() as u32)?;
+    let payload = Payload { layout, from: &job.request.from, ordinal: run.start };
+    let draft = Draft {
+        namespace: Some(&job.class.namespace),
+        body: Body::Blocks(blocks),
+        digests,
+        payload: Some(payload),
+    };
+    let mut again = true;
+    let written = loop {
+        let written = log.append(Class::Put, &draft).await?;
+        if job.request.durability == Durability::Relaxed {
+            break written;
+        }
+        match log.make_durable(&written).await {
+            Ok(()) => break written,
+            // The flush failed: the record goes elsewhere, the segment is never flushed again.
+            Err(_) if again => again = false,
+            Err(reason) => return Err(reason),
+        }
+    };
+    publish(log, job, run, &written, expires)
+}
+
+/// Makes the blocks of a written record live.
+fn publish(log: &Log, job: &PutJob, run: &Range<u32>, written: &Written, expires: u32) -> Result<(), Reason> {
+    let index = &job.shared.index;
+    let page = kvarts_layout::format::PAGE_BYTES;
+    let too_large = || Reason::Bug("a record past the limits of the index");
+    let info = RecordInfo {
+        shard: u16::try_from(log.shard).map_err(|_| too_large())?,
+        segment: written.segment.number,
+        page: u32::try_from(written.offset / page).map_err(|_| too_large())?,
+        header_pages: u16::try_from(u64::from(written.header_bytes) / page).map_err(|_| too_large())?,
+        payload_pages: u32::try_from(written.payload_bytes.div_ceil(page)).map_err(|_| too_large())?,
+        blocks: u16::try_from(run.len()).ok().and_then(NonZeroU16::new).ok_or_else(too_large)?,
+        live: 0,
+        class: job.class.number,
+        expires,
+    };
+    let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
+    let prints = job.prints.get(run.start as usize..run.end as usize).unwrap_or_default();
+    if index.commit(job.claim, record, prints, job.shared.epoch()).is_err() {
+        return Err(Reason::Bug("a record that the index does not know"));
+    }
+    let counters = &job.shared.counters;
+    counters.payload_bytes_stored.fetch_add(written.payload_bytes, Relaxed);
+    counters.record_bytes_written.fetch_add(written.end - written.offset, Relaxed);
+    Ok(())
+}

@@ -1,0 +1,329 @@
+//! Reading blocks: what is shared between the caller's thread and the executors that work for one read.
+//!
+//! The caller's thread finds the blocks in the index, groups them into runs of records and makes one plan over
+//! all of them; each executor works on the slices of its own shards' records (see `slice`). A step (a layer, or
+//! in block order a block) is announced when the slices of all executors are in, and steps are announced in
+//! order: so a layerwise read of a prefix that lies in several shards merges them.
+//!
+//! A block that fails keeps the others going: its verdict is set, and everything announced from then on says how
+//! many leading blocks are still good.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvarts_layout::BlockKey;
+use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::plan::{Order as PlanOrder, Pick, ReadOptions, ReadPlan, RecordRead};
+
+use super::put::record_range;
+use super::runs::RunClass;
+use super::shared::Shared;
+use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
+use crate::error::Reason;
+use crate::index::{BlockFingerprint, Located, Location};
+
+/// A run of blocks of one record that a read wants.
+#[derive(Debug)]
+pub(crate) struct Wanted {
+    pub(crate) shard: u32,
+    pub(crate) segment: u32,
+    /// Where the record begins in its segment.
+    pub(crate) offset: u64,
+    pub(crate) header_bytes: u64,
+    /// Blocks that the record was written with.
+    pub(crate) record_blocks: u16,
+    /// The first block of the run.
+    pub(crate) location: Location,
+    /// Which ordinals of the request.
+    pub(crate) run: Range<u32>,
+    pub(crate) class: Arc<RunClass>,
+}
+
+/// What the executors of one read share.
+pub(crate) struct ReadJob {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) request: ReadRequest,
+    pub(crate) prints: Vec<BlockFingerprint>,
+    pub(crate) plan: ReadPlan,
+    pub(crate) wanted: Vec<Wanted>,
+    /// For each step, how many slices have not ended.
+    open_slices: Vec<AtomicU32>,
+    /// Executors that have not ended.
+    parts_left: AtomicU32,
+    /// Bytes of the caller's memory that a device may still write after the end.
+    pub(crate) held_bytes: AtomicU64,
+    state: Mutex<ReadState>,
+    sink: ReadSink,
+}
+
+struct ReadState {
+    /// The reason of each block that failed.
+    failures: BTreeMap<u32, Reason>,
+    /// The next step to be announced.
+    next_step: u32,
+    ended: bool,
+}
+
+/// One executor's share of a read: indices of `wanted`.
+pub(crate) struct ReadPart {
+    pub(crate) job: Arc<ReadJob>,
+    pub(crate) records: Vec<u32>,
+}
+
+/// Checks the request, looks its blocks up and makes the plan: the parts for each executor, by shard.
+pub(crate) fn begin(
+    shared: &Arc<Shared>,
+    request: ReadRequest,
+    sink: ReadSink,
+    executor_of: impl Fn(u32) -> usize,
+) -> Result<Vec<(usize, ReadPart)>, Reason> {
+    let blocks = u32::try_from(request.keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
+    check(shared, &request, blocks)?;
+    let namespace =
+        shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let layers = pick_layers(&request, shape.layers().len())?;
+    let key = shared.index.key();
+    let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
+    let prints: Vec<_> = request.keys.iter().map(print).collect();
+    let mut failures = BTreeMap::new();
+    let wanted = find(shared, &request, &prints, &mut failures)?;
+    if wanted.is_empty() {
+        let failures = failures.into_iter().collect();
+        sink.send(ReadEvent::End(ReadEnd { failures, ..ReadEnd::default() }));
+        return Ok(Vec::new());
+    }
+    let plan = make_plan(&request, layers, &wanted)?;
+    let mut by_executor = BTreeMap::<usize, Vec<u32>>::new();
+    for (index, wanted) in (0u32..).zip(&wanted) {
+        by_executor.entry(executor_of(wanted.shard)).or_default().push(index);
+    }
+    let slices = if request.order == Order::Layers { wanted.len() as u32 } else { 1 };
+    let open_slices = (0..plan.steps()).map(|_| AtomicU32::new(slices)).collect();
+    let job = Arc::new(ReadJob {
+        shared: Arc::clone(shared),
+        request,
+        prints,
+        plan,
+        wanted,
+        open_slices,
+        parts_left: AtomicU32::new(by_executor.len() as u32),
+        held_bytes: AtomicU64::new(0),
+        state: Mutex::new(ReadState { failures, next_step: 0, ended: false }),
+        sink,
+    });
+    let part = |(executor, records)| (executor, ReadPart { job: Arc::clone(&job), records });
+    Ok(by_executor.into_iter().map(part).collect())
+}
+
+fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reason> {
+    if request.keys.is_empty() {
+        return Err(Reason::Empty);
+    }
+    if request.keys.len() > MAX_REQUEST_BLOCKS {
+        return Err(Reason::TooMany("blocks"));
+    }
+    if request.into.block_count() != blocks {
+        let found = u64::from(request.into.block_count());
+        return Err(Reason::Length { expected: u64::from(blocks), found });
+    }
+    if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
+        return Err(Reason::DeadlineInPast);
+    }
+    let mut sorted: Vec<&BlockKey> = request.keys.iter().collect();
+    sorted.sort_unstable();
+    match sorted.windows(2).find(|pair| pair.first() == pair.last()) {
+        Some(pair) => Err(pair.first().map_or(Reason::Empty, |key| Reason::Duplicate(**key))),
+        None => Ok(()),
+    }
+}
+
+fn pick_layers(request: &ReadRequest, layers: usize) -> Result<Pick, Reason> {
+    let layers = u32::try_from(layers).unwrap_or(u32::MAX);
+    match &request.layers {
+        None => Ok(Pick::first(layers)),
+        Some(range) if range.is_empty() => Err(Reason::Empty),
+        Some(range) if range.end > layers => {
+            Err(Reason::Shape(format!("layers up to {}, the group has {layers}", range.end)))
+        }
+        Some(range) => Ok(Pick::Range { first: range.start, count: range.end - range.start }),
+    }
+}
+
+/// Looks every block up and joins those that follow each other in one record.
+fn find(
+    shared: &Shared,
+    request: &ReadRequest,
+    prints: &[BlockFingerprint],
+    failures: &mut BTreeMap<u32, Reason>,
+) -> Result<Vec<Wanted>, Reason> {
+    let now_s = shared.expiry_s(shared.clock.unix_millis());
+    let mut wanted: Vec<Wanted> = Vec::new();
+    for ((ordinal, key), print) in (0u32..).zip(&request.keys).zip(prints) {
+        let live = |found: &Located| found.record.expires == 0 || found.record.expires > now_s;
+        let Some(found) = shared.index.locate(*print).filter(live) else {
+            failures.insert(ordinal, Reason::NotHere(*key));
+            continue;
+        };
+        if let Some(last) = wanted.last_mut() {
+            let next = u32::from(last.location.block) + last.run.end - last.run.start;
+            if last.location.record == found.location.record
+                && u32::from(found.location.block) == next
+                && last.run.end == ordinal
+            {
+                last.run.end = ordinal + 1;
+                continue;
+            }
+        }
+        let (offset, _) = record_range(&found.record);
+        wanted.push(Wanted {
+            shard: u32::from(found.record.shard),
+            segment: found.record.segment,
+            offset,
+            header_bytes: u64::from(found.record.header_pages) * PAGE_BYTES,
+            record_blocks: found.record.blocks.get(),
+            location: found.location,
+            run: ordinal..ordinal + 1,
+            class: shared.classes.get(found.record.class).ok_or(Reason::Bug("an unknown run class"))?,
+        });
+    }
+    shared.index.touch(prints, shared.epoch());
+    Ok(wanted)
+}
+
+fn make_plan(request: &ReadRequest, layers: Pick, wanted: &[Wanted]) -> Result<ReadPlan, Reason> {
+    let record = |wanted: &Wanted| {
+        Ok(RecordRead {
+            layout: wanted.class.layout_of(u32::from(wanted.record_blocks))?,
+            payload_offset: wanted.offset + wanted.header_bytes,
+            blocks: Pick::Range {
+                first: u32::from(wanted.location.block),
+                count: wanted.run.end - wanted.run.start,
+            },
+            ordinal: wanted.run.start,
+        })
+    };
+    let records = wanted.iter().map(record).collect::<Result<Vec<_>, Reason>>()?;
+    let order = match request.order {
+        Order::Layers => PlanOrder::Layers,
+        Order::Blocks => PlanOrder::Blocks,
+    };
+    ReadPlan::new(records, layers, order, Arc::clone(request.into.places()), ReadOptions::default())
+        .map_err(|error| Reason::Shape(error.to_string()))
+}
+
+impl ReadJob {
+    fn lock(&self) -> std::sync::MutexGuard<'_, ReadState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether there is no use in going on.
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.sink.is_cancelled()
+    }
+
+    /// Ends a block's usefulness. The first reason stays.
+    pub(crate) fn fail(&self, ordinal: u32, reason: &Reason) {
+        self.lock().failures.entry(ordinal).or_insert_with(|| reason.clone());
+    }
+
+    /// Ends the usefulness of a run of blocks.
+    pub(crate) fn fail_run(&self, run: Range<u32>, reason: &Reason) {
+        let mut state = self.lock();
+        for ordinal in run {
+            state.failures.entry(ordinal).or_insert_with(|| reason.clone());
+        }
+    }
+
+    /// Takes a damaged block out of service, unless it has moved since it was looked up.
+    pub(crate) fn quarantine(&self, wanted: &Wanted, ordinal: u32) {
+        let Some(print) = self.prints.get(ordinal as usize) else { return };
+        let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
+        let at = Location { record: wanted.location.record, block: block as u16 };
+        if self.shared.index.quarantine(*print, at).is_some() {
+            self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// One executor has a slice of a step in. Announces every step that is whole, in order.
+    pub(crate) fn slice_done(&self, step: u32) {
+        let Some(open) = self.open_slices.get(step as usize) else { return };
+        if open.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) != 1 {
+            return;
+        }
+        let mut state = self.lock();
+        while let Some(open) = self.open_slices.get(state.next_step as usize) {
+            if open.load(std::sync::atomic::Ordering::Acquire) != 0 || state.ended {
+                break;
+            }
+            let step = state.next_step;
+            state.next_step += 1;
+            self.announce(&state, step);
+        }
+    }
+
+    fn announce(&self, state: &ReadState, step: u32) {
+        match self.plan.layer_of(step) {
+            Some(layer) => self.sink.send(ReadEvent::Layer { layer, blocks: self.usable(state) }),
+            None => {
+                if let Some(ordinal) = self.ordinal_of(step)
+                    && !state.failures.contains_key(&ordinal)
+                {
+                    self.sink.send(ReadEvent::Block(ordinal));
+                }
+            }
+        }
+    }
+
+    /// The block of the request that a step of a read in block order delivers.
+    pub(crate) fn ordinal_of(&self, step: u32) -> Option<u32> {
+        let (record, block) = self.plan.block_of(step)?;
+        let wanted = self.wanted.get(record as usize)?;
+        Some(wanted.run.start + (block - u32::from(wanted.location.block)))
+    }
+
+    fn usable(&self, state: &ReadState) -> u32 {
+        state.failures.first_key_value().map_or(self.request.keys.len() as u32, |(&first, _)| first)
+    }
+
+    /// One executor has ended its part. The last one gives the end; what was not delivered by then was not
+    /// delivered in time.
+    pub(crate) fn part_done(&self) {
+        if self.parts_left.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) != 1 {
+            return;
+        }
+        let mut state = self.lock();
+        state.ended = true;
+        let steps = self.plan.steps();
+        if state.next_step < steps && self.request.order == Order::Blocks {
+            for step in state.next_step..steps {
+                if let Some(ordinal) = self.ordinal_of(step) {
+                    state.failures.entry(ordinal).or_insert(Reason::DeadlinePassed);
+                }
+            }
+        }
+        let whole = state.next_step == steps;
+        let usable_blocks = self.usable(&state);
+        let usable_layers = match self.request.order {
+            Order::Layers => state.next_step,
+            Order::Blocks => self.plan.records().first().map_or(0, |record| record.layout.layer_count()),
+        };
+        let failures: Vec<_> = std::mem::take(&mut state.failures).into_iter().collect();
+        drop(state);
+        let good = self.request.keys.len().saturating_sub(failures.len()) as u64;
+        if whole {
+            self.shared.counters.blocks_read.fetch_add(good, Relaxed);
+        }
+        let held_bytes = self.held_bytes.load(Relaxed);
+        self.sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, failures, held_bytes }));
+    }
+
+    /// The device has let go of the caller's memory after an end that said it had not.
+    pub(crate) fn released(&self) {
+        self.sink.send(ReadEvent::Released);
+    }
+}
+

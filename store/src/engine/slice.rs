@@ -1,0 +1,489 @@
+//! One executor's part of a read: submitting extents, verifying what arrives, copying what was staged.
+//!
+//! Extents go out in the order in which their steps are announced, as far ahead as a window of bytes allows. A
+//! record's header travels with its first extents; nothing of a record is delivered before its header has proved
+//! that this is the record that the index meant, under the keys that were asked for.
+//!
+//! While a part runs, its segments are held: they are not written anew under a device read.
+
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use kvarts_layout::format::record::{self, Body};
+use kvarts_layout::plan::{Extent, Landing, Step};
+
+use super::headers::Header;
+use super::log::Log;
+use super::read::{ReadJob, ReadPart};
+use super::segment::Segment;
+use crate::api::{Order, Verify};
+use crate::error::Reason;
+use crate::io::{Buf, ExtentDone, IoError, ReadBatch};
+use crate::rt::Nanos;
+
+/// Bytes of extents under way before the first step is in: the first layer should not queue behind the tenth.
+const START_BYTES: u64 = 4 << 20;
+
+/// Marks the extent of a record's header.
+const HEADER: u64 = 1 << 63;
+
+/// A record of the part.
+struct Record {
+    /// Index in the job's list, and in the plan.
+    index: u32,
+    segment: Rc<Segment>,
+    header: HeaderState,
+    /// Regions that arrived before the header: (slice, region).
+    early: Vec<(usize, u32)>,
+}
+
+enum HeaderState {
+    Unread,
+    Reading(Buf),
+    Good(Rc<Header>),
+    /// The run has failed; its bytes are thrown away.
+    Bad,
+}
+
+/// A slice under way.
+struct Slice {
+    step: u32,
+    record: usize,
+    plan: Step,
+    /// For each region: its staging (none if it lands directly) and the extents that have not ended.
+    regions: Vec<(Option<Buf>, u32)>,
+    regions_left: u32,
+    /// Why the regions that failed did.
+    failed: Option<Reason>,
+}
+
+/// Returns what a segment's readers hold when dropped.
+struct Hold(Rc<Segment>);
+
+impl Hold {
+    fn new(segment: &Rc<Segment>) -> Self {
+        segment.readers.set(segment.readers.get() + 1);
+        Self(Rc::clone(segment))
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.0.readers.set(self.0.readers.get() - 1);
+    }
+}
+
+struct Run<'a> {
+    log: &'a Rc<Log>,
+    job: &'a Arc<ReadJob>,
+    records: Vec<Record>,
+    batch: ReadBatch,
+    /// Slices under way; a slot is reused when its slice is done.
+    slices: Vec<Option<Slice>>,
+    free: Vec<usize>,
+    /// Step buffers that are not in use.
+    spare: Vec<Step>,
+    /// Bytes of extents under way.
+    in_flight: u64,
+    /// What is to be submitted next: step, and index into `records`.
+    next: (u32, usize),
+    /// Extents of the last planned slice that have not been submitted: (name, extent, segment's record).
+    queue: VecDeque<(u64, u64, u64, Buf)>,
+    queue_record: usize,
+    /// Steps whose slices of this part are all done, as a count of leading ones.
+    first_step_done: bool,
+    sample: u64,
+}
+
+/// Does one executor's part of a read on one shard's log.
+pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64) {
+    let job = Arc::clone(&part.job);
+    let (records, holds) = open_records(log, &part);
+    let mut seed = [0; 8];
+    job.shared.entropy.fill(&mut seed);
+    let mut run = Run {
+        log,
+        job: &job,
+        records,
+        batch: log.driver.batch(job.request.class),
+        slices: Vec::new(),
+        free: Vec::new(),
+        spare: Vec::new(),
+        in_flight: 0,
+        next: (0, 0),
+        queue: VecDeque::new(),
+        queue_record: 0,
+        first_step_done: false,
+        sample: u64::from_le_bytes(seed),
+    };
+    run.all(window).await;
+    let held = run.in_flight;
+    if held > 0 {
+        job.held_bytes.fetch_add(held, Relaxed);
+    }
+    drop(run);
+    drop(holds);
+    job.part_done();
+}
+
+fn open_records(log: &Rc<Log>, part: &ReadPart) -> (Vec<Record>, Vec<Hold>) {
+    let segments = log.segments.borrow();
+    let mut records = Vec::with_capacity(part.records.len());
+    let mut holds = Vec::with_capacity(part.records.len());
+    for &index in &part.records {
+        let Some(wanted) = part.job.wanted.get(index as usize) else { continue };
+        let Some(segment) = segments.get(&wanted.segment) else {
+            part.job.fail_run(wanted.run.clone(), &Reason::Bug("a record in a segment that is not there"));
+            continue;
+        };
+        holds.push(Hold::new(segment));
+        let (segment, header) = (Rc::clone(segment), HeaderState::Unread);
+        records.push(Record { index, segment, header, early: Vec::new() });
+    }
+    (records, holds)
+}
+
+impl Run<'_> {
+    /// Submits and takes in until every slice is done, the caller is gone or the deadline has passed.
+    async fn all(&mut self, window: u64) {
+        loop {
+            if self.job.is_cancelled() {
+                self.drain().await;
+                return;
+            }
+            let window = if self.first_step_done { window } else { window.min(START_BYTES) };
+            self.submit(window).await;
+            if self.batch.outstanding() == 0 {
+                return;
+            }
+            let done = match self.job.request.deadline {
+                None => self.batch.next().await,
+                Some(at) => match self.next_by(at).await {
+                    Ok(done) => done,
+                    Err(()) => return,
+                },
+            };
+            if let Some(done) = done {
+                self.take_in(done);
+            }
+        }
+    }
+
+    async fn next_by(&mut self, at: Nanos) -> Result<Option<ExtentDone>, ()> {
+        self.batch.next_by(at).await.map_err(drop)
+    }
+
+    /// Waits for what is under way, so that the caller's memory is its own again.
+    async fn drain(&mut self) {
+        while self.batch.next().await.is_some() {}
+        self.in_flight = 0;
+    }
+
+    /// Submits extents while the window has room.
+    async fn submit(&mut self, window: u64) {
+        while self.in_flight < window {
+            if self.queue.is_empty() && !self.plan_next().await {
+                break;
+            }
+            while let Some((name, offset, len, buf)) = self.queue.pop_front() {
+                let Some(record) = self.records.get(self.queue_record) else { break };
+                self.batch.push(name, record.segment.file, offset, buf);
+                self.in_flight += len;
+                if self.in_flight >= window {
+                    break;
+                }
+            }
+        }
+        self.batch.submit();
+    }
+
+    /// Plans the next slice of this part into the queue; false if there is none left, or no staging memory
+    /// while something is under way that will return some.
+    async fn plan_next(&mut self) -> bool {
+        loop {
+            let (step, at) = self.next;
+            if step >= self.job.plan.steps() {
+                return false;
+            }
+            let Some(record) = self.records.get(at) else {
+                self.next = (step + 1, 0);
+                continue;
+            };
+            let slice = match self.job.request.order {
+                Order::Layers => record.index,
+                Order::Blocks => {
+                    let (owner, _) = self.job.plan.block_of(step).unwrap_or((u32::MAX, 0));
+                    match self.records.iter().position(|record| record.index == owner) {
+                        Some(position) if position == at => 0,
+                        // Another record's step: each step is looked at once, at its owner.
+                        Some(position) if position > at => {
+                            self.next = (step, position);
+                            continue;
+                        }
+                        _ => {
+                            self.next = (step + 1, 0);
+                            continue;
+                        }
+                    }
+                }
+            };
+            if matches!(record.header, HeaderState::Bad) {
+                self.job.slice_done(step);
+                self.advance();
+                continue;
+            }
+            let mut plan = self.spare.pop().unwrap_or_default();
+            self.job.plan.plan_slice(step, slice, &mut plan);
+            if !self.enqueue(step, at, plan).await {
+                return false;
+            }
+            self.advance();
+            return true;
+        }
+    }
+
+    fn advance(&mut self) {
+        let (step, at) = self.next;
+        self.next = if self.job.request.order == Order::Blocks { (step + 1, 0) } else { (step, at + 1) };
+    }
+
+    /// Finds memory for a slice's regions and queues its extents, the header's first.
+    async fn enqueue(&mut self, step: u32, at: usize, plan: Step) -> bool {
+        let mut regions = Vec::with_capacity(plan.regions().len());
+        for region in plan.regions() {
+            let staging = match region.direct {
+                Some(_) => None,
+                None => match self.stage(region.bytes).await {
+                    Some(buf) => Some(buf),
+                    None => {
+                        self.spare.push(plan);
+                        return false;
+                    }
+                },
+            };
+            regions.push((staging, 0));
+        }
+        if !self.enqueue_header(at).await {
+            self.spare.push(plan);
+            return false;
+        }
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.slices.push(None);
+            self.slices.len() - 1
+        });
+        for extent in plan.extents() {
+            let Some((staging, left)) = regions.get_mut(extent.region as usize) else { continue };
+            let Some(buf) = self.landing(&extent, staging.as_ref()) else { continue };
+            *left += 1;
+            let name = (slot as u64) << 32 | u64::from(extent.region);
+            self.queue.push_back((name, extent.file_offset, u64::from(extent.len), buf));
+        }
+        self.queue_record = at;
+        let regions_left = regions.len() as u32;
+        if let Some(slice) = self.slices.get_mut(slot) {
+            *slice = Some(Slice { step, record: at, plan, regions, regions_left, failed: None });
+        }
+        true
+    }
+
+    fn landing(&self, extent: &Extent, staging: Option<&Buf>) -> Option<Buf> {
+        match extent.landing {
+            Landing::Direct(address) => self.job.request.into.slice(address, u64::from(extent.len)),
+            Landing::Staged { offset } => staging?.slice(offset as usize, extent.len as usize),
+        }
+    }
+
+    /// Staging memory. While something of this part is under way, a full arena is waited out by taking that in
+    /// first; otherwise other tasks hold it and will return it.
+    async fn stage(&mut self, bytes: u64) -> Option<Buf> {
+        let bytes = bytes as usize;
+        match self.log.arena.try_take(bytes) {
+            Some(buf) => Some(buf),
+            None if self.batch.outstanding() > 0 || !self.queue.is_empty() => None,
+            None if bytes > self.log.arena.usage().total => {
+                let region = crate::io::Region::anonymous(bytes).ok()?;
+                Buf::new(&region, 0, bytes)
+            }
+            None => self.log.arena.take(bytes).await,
+        }
+    }
+
+    async fn enqueue_header(&mut self, at: usize) -> bool {
+        let Some(record) = self.records.get(at) else { return true };
+        if !matches!(record.header, HeaderState::Unread) {
+            return true;
+        }
+        let Some(wanted) = self.job.wanted.get(record.index as usize) else { return true };
+        let key = (record.segment.number, record.segment.generation.get(), wanted.offset);
+        if let Some(header) = self.log.headers.get(key) {
+            self.header_found(at, header);
+            return true;
+        }
+        let Some(buf) = self.stage(wanted.header_bytes).await else { return false };
+        let name = HEADER | at as u64;
+        self.queue.push_back((name, wanted.offset, wanted.header_bytes, buf.clone()));
+        if let Some(record) = self.records.get_mut(at) {
+            record.header = HeaderState::Reading(buf);
+        }
+        true
+    }
+
+    /// Takes in one extent that ended.
+    fn take_in(&mut self, done: ExtentDone) {
+        let ExtentDone { extent, result } = done;
+        if extent & HEADER != 0 {
+            return self.take_header((extent & !HEADER) as usize, result);
+        }
+        let (slot, region) = ((extent >> 32) as usize, (extent & u64::from(u32::MAX)) as u32);
+        let Some(Some(slice)) = self.slices.get_mut(slot) else { return };
+        let Some(planned) = slice.plan.regions().get(region as usize) else { return };
+        if let Err(error) = &result {
+            slice.failed = Some(Reason::Media(error.to_string()));
+        }
+        let Some((_, left)) = slice.regions.get_mut(region as usize) else { return };
+        *left -= 1;
+        if *left > 0 {
+            return;
+        }
+        self.in_flight = self.in_flight.saturating_sub(planned.bytes);
+        self.job.shared.counters.device_bytes_read.fetch_add(planned.bytes, Relaxed);
+        let record = slice.record;
+        match self.records.get_mut(record) {
+            Some(Record { header: HeaderState::Good(_) | HeaderState::Bad, .. }) => self.finish_region(slot, region),
+            Some(record) => record.early.push((slot, region)),
+            None => {}
+        }
+    }
+
+    fn take_header(&mut self, at: usize, result: Result<(), IoError>) {
+        let Some(record) = self.records.get_mut(at) else { return };
+        let HeaderState::Reading(buf) = std::mem::replace(&mut record.header, HeaderState::Bad) else { return };
+        let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
+        self.in_flight = self.in_flight.saturating_sub(wanted.header_bytes);
+        let position = self.log.position(&record.segment, wanted.offset);
+        let opened = result.map_err(|error| Reason::Media(error.to_string())).and_then(|()| {
+            open_header(&buf.to_vec(), &position, &self.job.shared.secret)
+        });
+        match opened {
+            Ok(header) => {
+                let header = Rc::new(header);
+                let key = (record.segment.number, record.segment.generation.get(), wanted.offset);
+                self.log.headers.insert(key, &header);
+                self.header_found(at, header);
+            }
+            Err(reason) => {
+                self.job.fail_run(wanted.run.clone(), &reason);
+                if matches!(reason, Reason::Header { .. }) {
+                    wanted.run.clone().for_each(|ordinal| self.job.quarantine(wanted, ordinal));
+                }
+            }
+        }
+        let early = self.records.get_mut(at).map(|record| std::mem::take(&mut record.early));
+        for (slot, region) in early.unwrap_or_default() {
+            self.finish_region(slot, region);
+        }
+    }
+
+    /// Compares the keys of a header with those that were asked for. Another record at this place means that
+    /// the block has left since it was looked up.
+    fn header_found(&mut self, at: usize, header: Rc<Header>) {
+        let Some(record) = self.records.get_mut(at) else { return };
+        let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
+        for ordinal in wanted.run.clone() {
+            let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
+            let Some(key) = self.job.request.keys.get(ordinal as usize) else { continue };
+            if !header.is_block(block, key, &wanted.class) {
+                self.job.fail(ordinal, &Reason::NotHere(*key));
+            }
+        }
+        record.header = HeaderState::Good(header);
+    }
+
+    /// Verifies a region that is in and copies what was staged.
+    fn finish_region(&mut self, slot: usize, region: u32) {
+        let Some(Some(slice)) = self.slices.get_mut(slot) else { return };
+        let staging = slice.regions.get_mut(region as usize).and_then(|(staging, _)| staging.take());
+        let (record, step, failed) = (slice.record, slice.step, slice.failed.clone());
+        slice.regions_left -= 1;
+        let last = slice.regions_left == 0;
+        self.deliver(slot, region, staging.as_ref(), failed, record);
+        if last && let Some(Some(slice)) = self.slices.get_mut(slot).map(Option::take) {
+            self.spare.push(slice.plan);
+            self.free.push(slot);
+            self.first_step_done = true;
+            self.job.slice_done(step);
+        }
+    }
+
+    fn deliver(
+        &mut self,
+        slot: usize,
+        region: u32,
+        staging: Option<&Buf>,
+        failed: Option<Reason>,
+        record: usize,
+    ) {
+        let Some(Some(slice)) = self.slices.get(slot) else { return };
+        let Some(record) = self.records.get(record) else { return };
+        let HeaderState::Good(header) = &record.header else { return };
+        let Some(planned) = slice.plan.regions().get(region as usize) else { return };
+        let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
+        let into = &self.job.request.into;
+        for piece in self.job.plan.pieces(&slice.plan, planned) {
+            if let Some(reason) = &failed {
+                self.job.fail(piece.ordinal, reason);
+                continue;
+            }
+            let len = piece.len as usize;
+            let (source, at) = match staging {
+                Some(buf) => (buf.slice(0, buf.len()), piece.source as usize),
+                None => (into.slice(piece.destination, piece.len), 0),
+            };
+            let Some(source) = source else { continue };
+            if wants_check(self.job.request.verify, &mut self.sample) {
+                let found = source.digest(at, len, crc32fast::hash);
+                let expected = header.digest(piece.block, piece.chunk);
+                if expected != Some(found) {
+                    let expected = expected.unwrap_or_default();
+                    let (segment, offset) = (wanted.segment, wanted.offset);
+                    self.job.shared.counters.chunks_damaged.fetch_add(1, Relaxed);
+                    self.job.fail(piece.ordinal, &Reason::Digest { segment, offset, expected, found });
+                    self.job.quarantine(wanted, piece.ordinal);
+                    continue;
+                }
+            }
+            if staging.is_some()
+                && let Some(to) = into.slice(piece.destination, piece.len)
+            {
+                to.copy_from(0, &source, at, len);
+            }
+        }
+    }
+}
+
+/// Whether the next chunk is to be verified. Sampling walks a generator of its own, seeded once a read.
+fn wants_check(verify: Verify, state: &mut u64) -> bool {
+    match verify {
+        Verify::Always => true,
+        Verify::Never => false,
+        Verify::Sample(thousandths) => {
+            *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (*state >> 33) % 1000 < u64::from(thousandths)
+        }
+    }
+}
+
+fn open_header(
+    bytes: &[u8],
+    position: &kvarts_layout::format::Position,
+    secret: &kvarts_layout::format::Secret,
+) -> Result<Header, Reason> {
+    let wrong = |what: String| Reason::Header { segment: position.segment, offset: position.offset, what };
+    let record = record::open(bytes, position, secret).map_err(|unsound| wrong(unsound.to_string()))?;
+    match record.body().map_err(|unsound| wrong(unsound.to_string()))? {
+        Body::Blocks(blocks) => Ok(Header::new(blocks, record.digests().collect())),
+        _ => Err(wrong("a record of another kind".to_owned())),
+    }
+}
