@@ -42,7 +42,7 @@ pub(crate) fn show(spec: &ModelSpec, report: &Report) -> String {
         fact(&mut out, "note", &report.note);
     }
     fact(&mut out, "fingerprint", &report.fingerprint);
-    fact(&mut out, "layers", &format!("{}: {}", report.layers, layer_counts(spec)));
+    fact(&mut out, "layers", &format!("{}: {}", report.layers, layer_order(spec)));
     let multiple = match report.entry_tokens {
         1 => String::new(),
         n => format!(", a multiple of {n}"),
@@ -187,10 +187,14 @@ fn ranks(tp: &TpReport) -> String {
     out
 }
 
-fn layer_counts(spec: &ModelSpec) -> String {
-    let count = |name: &str| spec.layers().flatten().filter(|kind| kind.name == name).count();
-    let kinds = spec.layer_kinds().iter().map(|kind| format!("{} {}", count(&kind.name), kind.name));
-    kinds.collect::<Vec<_>>().join(", ")
+/// The layers in execution order: `2 x hca, 29 x (csa, hca), csa`.
+fn layer_order(spec: &ModelSpec) -> String {
+    let run = |(repeat, kinds): (usize, Vec<&str>)| match (repeat, kinds.as_slice()) {
+        (1, kinds) => kinds.join(", "),
+        (repeat, [kind]) => format!("{repeat} x {kind}"),
+        (repeat, kinds) => format!("{repeat} x ({})", kinds.join(", ")),
+    };
+    spec.layer_runs().into_iter().map(run).collect::<Vec<_>>().join(", ")
 }
 
 fn per_token(ratio: Ratio) -> String {
@@ -207,7 +211,7 @@ fn per_token(ratio: Ratio) -> String {
 }
 
 fn fact(out: &mut String, name: &str, value: &str) {
-    push(out, format_args!("  {name:<14}{value}\n"));
+    push(out, format_args!("  {name:<17}{value}\n"));
 }
 
 fn push(out: &mut String, text: std::fmt::Arguments<'_>) {
