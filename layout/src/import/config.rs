@@ -271,7 +271,11 @@ impl<'a> Config<'a> {
     }
 
     fn note_fact(&self, field: &str, value: &str) {
-        self.facts.borrow_mut().push(format!("{field} {value}"));
+        let fact = format!("{field} {value}");
+        let mut facts = self.facts.borrow_mut();
+        if !facts.contains(&fact) {
+            facts.push(fact);
+        }
     }
 }
 
