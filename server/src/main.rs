@@ -1,3 +1,14 @@
 //! The `kvarts` program: one binary, every subcommand.
 
-fn main() {}
+mod cli;
+mod files;
+mod human;
+mod model_cmd;
+mod serve_cmd;
+mod table;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::main()
+}

@@ -23,16 +23,20 @@ pub(super) struct Config<'a> {
 
 /// A text as an error may repeat it: on one line, without control characters, not long.
 pub(super) fn shorten(text: &str) -> String {
-    let shown: String = text.chars().take(MAX_SHOWN).flat_map(char::escape_debug).collect();
+    let shown = printable(&text.chars().take(MAX_SHOWN).collect::<String>());
     let more = if text.chars().nth(MAX_SHOWN).is_some() { "..." } else { "" };
     format!("`{shown}{more}`")
+}
+
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 /// The message of a JSON error without its place, which is told apart.
 pub(super) fn message_of(error: &serde_json::Error) -> String {
     let text = error.to_string();
     let message = text.rsplit_once(" at line ").map_or(text.as_str(), |(message, _)| message);
-    message.chars().flat_map(char::escape_debug).collect()
+    printable(message)
 }
 
 impl<'a> Config<'a> {
@@ -267,7 +271,11 @@ impl<'a> Config<'a> {
     }
 
     fn note_fact(&self, field: &str, value: &str) {
-        self.facts.borrow_mut().push(format!("{field} {value}"));
+        let fact = format!("{field} {value}");
+        let mut facts = self.facts.borrow_mut();
+        if !facts.contains(&fact) {
+            facts.push(fact);
+        }
     }
 }
 

@@ -1,20 +1,19 @@
 //! The text form of a model spec, and the checks that turn it into one.
 //!
 //! ```toml
-//! name = "deepseek-v4-flash"          # letters, digits, '.', '_', '-', '/'
+//! name = "my-model"                   # letters, digits, '.', '_', '-', '/'
 //! source = "where the numbers come from"
 //! note = "anything else"              # optional
 //! block_tokens = 256                  # tokens of a block unless somebody asks for others
 //! layers = [                          # layer kinds in execution order; each run may be repeated
 //!     { repeat = 2, of = ["swa"] },
-//!     { repeat = 20, of = ["csa", "hca"] },
+//!     { repeat = 20, of = ["csa", "swa"] },
 //!     { of = ["csa"] },
 //! ]
 //!
 //! [layer]                             # the parts of each kind of layer, in the order in which they are stored
 //! swa = ["window"]
 //! csa = ["csa", "window"]
-//! hca = ["hca", "window"]
 //!
 //! [part.csa]
 //! kind = "csa_main"                   # what the bytes are: a registered kind or a name of your own
@@ -25,7 +24,6 @@
 //! heads = 0                           # heads that ranks can share out; 0 means every rank holds the whole (0)
 //! align = 1                           # alignment in a payload (1)
 //! group = 0                           # streams 0, windows 1, states 2 unless given
-//! recompute_tokens = 1                # tokens to replay when it is not there; without this key it is required
 //! note = "why these numbers"          # optional
 //!
 //! [part.window]
@@ -34,6 +32,7 @@
 //! bytes = 584
 //! window_tokens = 128                 # window: how many tokens
 //! dtype = "fp8"
+//! recompute_tokens = 5504             # tokens to replay when it is not there; without this key it is required
 //! # A state may say `empty_at_multiple_of = 128`: it holds nothing at such boundaries.
 //! ```
 //!

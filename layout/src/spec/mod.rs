@@ -162,6 +162,15 @@ impl ModelSpec {
         self.layers.iter().map(|&kind| self.layer_kinds.get(usize::from(kind)))
     }
 
+    /// The layers in execution order as repeated runs of layer kinds: how often, and which.
+    pub fn layer_runs(&self) -> Vec<(usize, Vec<&str>)> {
+        let name = |&kind: &u16| Some(self.layer_kinds.get(usize::from(kind))?.name.as_str());
+        write::runs(&self.layers)
+            .into_iter()
+            .map(|(repeat, kinds)| (repeat, kinds.iter().filter_map(name).collect()))
+            .collect()
+    }
+
     /// How many layers have each part of [`ModelSpec::parts`].
     pub fn layers_by_part(&self) -> Vec<u64> {
         let mut counts = vec![0u64; self.parts.len()];

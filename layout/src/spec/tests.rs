@@ -424,6 +424,15 @@ fn a_faulty_text_is_refused_in_one_line_that_names_the_place() {
 }
 
 #[test]
+fn the_example_of_the_text_form_is_a_spec() {
+    let (_, example) = include_str!("form.rs").split_once("//! ```toml\n").unwrap();
+    let (example, _) = example.split_once("//! ```\n").unwrap();
+    let text: String = example.lines().map(|line| format!("{}\n", line.trim_start_matches("//!"))).collect();
+    let spec = ModelSpec::parse(&text).unwrap();
+    assert_eq!((spec.geometry().layers().len(), spec.geometry().groups().len()), (43, 2));
+}
+
+#[test]
 fn texts_that_are_too_large_too_deep_or_not_toml_are_refused() {
     let large = format!("{TINY}# {}", "x".repeat(10 << 20));
     assert_eq!(ModelSpec::parse(&large), Err(FormError { place: Place::Whole, fault: FormFault::TooLarge }));

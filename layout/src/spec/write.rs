@@ -16,9 +16,8 @@ pub(super) fn to_toml(spec: &ModelSpec) -> String {
     optional_text(&mut out, "note", &spec.note);
     line(&mut out, format_args!("block_tokens = {}", spec.block_tokens));
     line(&mut out, format_args!("layers = ["));
-    let name = |kind: u16| spec.layer_kinds.get(usize::from(kind)).map_or("", |kind| kind.name.as_str());
-    for (repeat, kinds) in runs(&spec.layers) {
-        let of: Vec<String> = kinds.iter().map(|&kind| format!("\"{}\"", name(kind))).collect();
+    for (repeat, kinds) in spec.layer_runs() {
+        let of: Vec<String> = kinds.iter().map(|kind| format!("\"{kind}\"")).collect();
         let repeat = if repeat > 1 { format!("repeat = {repeat}, ") } else { String::new() };
         line(&mut out, format_args!("    {{ {repeat}of = [{}] }},", of.join(", ")));
     }
@@ -85,7 +84,7 @@ fn optional_text(out: &mut String, key: &str, value: &str) {
 }
 
 /// Splits a sequence into runs `(repeat, kinds)`: at each point the period that covers most.
-fn runs(layers: &[u16]) -> Vec<(usize, &[u16])> {
+pub(super) fn runs(layers: &[u16]) -> Vec<(usize, &[u16])> {
     let mut runs: Vec<(usize, &[u16])> = Vec::new();
     let mut rest = layers;
     while !rest.is_empty() {

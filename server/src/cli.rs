@@ -1,0 +1,136 @@
+//! The command line: which subcommands there are, and how each ends.
+//!
+//! A subcommand is one variant of [`Command`] and one module with its arguments and a `run`. It writes what it has
+//! to say to the writer it is given and reports everything else as a [`Failure`]; this module alone decides about
+//! exit codes and what stands on standard error:
+//! - 0 for success, and for a reader of our output that went away;
+//! - 2 for whatever the user can put right, with exactly one line that says what;
+//! - 1 for everything else.
+
+use std::ffi::OsString;
+use std::io::{self, BufWriter, Write};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::{model_cmd, serve_cmd};
+
+/// A storage engine for the KV-cache artifacts of language models.
+#[derive(Parser, Debug)]
+#[command(name = "kvarts", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Show, import and check model specs
+    Model(model_cmd::ModelArgs),
+    /// Run the daemon
+    Serve(serve_cmd::ServeArgs),
+}
+
+/// Why a subcommand did not do what it was asked.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// Something the user can put right; the text is shown on one line.
+    User(String),
+    /// Our own output could not be written.
+    Output(io::Error),
+}
+
+impl Failure {
+    pub(crate) fn user(message: impl ToString) -> Self {
+        Self::User(message.to_string())
+    }
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Output(error)
+    }
+}
+
+/// Runs the program with the process's arguments and standard streams.
+pub(crate) fn main() -> ExitCode {
+    let mut out = BufWriter::new(io::stdout().lock());
+    let result = run(std::env::args_os(), &mut out).and_then(|()| Ok(out.flush()?));
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(Failure::Output(error)) => {
+            complain(&format!("cannot write the output: {error}"));
+            ExitCode::FAILURE
+        }
+        Err(Failure::User(message)) => {
+            complain(&message);
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn complain(message: &str) {
+    // If standard error is gone, the exit code is all there is left to say.
+    let _ = writeln!(io::stderr(), "kvarts: {}", one_line(message));
+}
+
+fn one_line(message: &str) -> String {
+    message.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Result<(), Failure> {
+    let cli = match Cli::try_parse_from(arguments) {
+        Ok(cli) => cli,
+        // Help and the version are answers, not faults.
+        Err(error) if !error.use_stderr() => return Ok(write!(out, "{}", error.render())?),
+        Err(error) => return Err(Failure::User(usage_fault(&error))),
+    };
+    match cli.command {
+        Command::Model(arguments) => model_cmd::run(&arguments, out),
+        Command::Serve(arguments) => serve_cmd::run(&arguments),
+    }
+}
+
+/// What is wrong with the arguments, on one line: the parser's message without its usage text.
+fn usage_fault(error: &clap::Error) -> String {
+    use clap::error::ErrorKind;
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return "which subcommand? `--help` lists them".to_owned();
+    }
+    let text = error.render().to_string();
+    let message = text.split("\nUsage:").next().unwrap_or(&text);
+    let message = message.split("\nFor more information").next().unwrap_or(message);
+    let words: Vec<&str> = message.split_whitespace().collect();
+    let message = words.join(" ");
+    message.strip_prefix("error: ").unwrap_or(&message).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fault(arguments: &[&str]) -> String {
+        let arguments = arguments.iter().map(OsString::from);
+        match run(arguments, &mut Vec::new()) {
+            Err(Failure::User(message)) => message,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn faulty_arguments_are_told_on_one_line() {
+        assert_eq!(fault(&["kvarts"]), "which subcommand? `--help` lists them");
+        let unknown = fault(&["kvarts", "modle"]);
+        assert_eq!(unknown, "unrecognized subcommand 'modle' tip: a similar subcommand exists: 'model'");
+        let missing = fault(&["kvarts", "model", "show"]);
+        assert_eq!(missing, "the following required arguments were not provided: <NAME|FILE>");
+        assert!(fault(&["kvarts", "model", "show", "x", "--tp", "-1"]).contains("'-1'"));
+    }
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+}
