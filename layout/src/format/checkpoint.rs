@@ -8,11 +8,11 @@
 //!   time, never data: footers and records say the same.
 //! - Chunks are bound to store, shard, file, sequence, offset and chunk number: chunks of two checkpoints never
 //!   mix.
-//! - It is read and written one chunk at a time: memory is bounded by [`MAX_CHUNK_IMAGE_BYTES`].
+//! - It is read and written one chunk at a time: memory is bounded by [`super::MAX_CHUNK_IMAGE_BYTES`].
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use super::body::{BlockName, Epoch, Parent, Tombstone, first_failure, from_archive, to_archive};
+use super::body::{BlockName, Epoch, Parent, Tombstone, first_failure, from_archive, is_frugal, to_archive};
 use super::field::Field;
 use super::seal::{
     Draft, KIND, LONG_PREFIX, Long, OFFSET, Position, REST_TAG, Secret, Structure, TOTAL_BYTES, prove_fixed,
@@ -22,9 +22,6 @@ use super::unsound::{Damage, EncodeError, Unsound};
 use super::{PAGE, PAGE_BYTES};
 use crate::coord::Coordinate;
 use crate::shape::MAX_RUN_BLOCKS;
-
-#[allow(unused_imports, reason = "named in the module's documentation")]
-use super::MAX_CHUNK_IMAGE_BYTES;
 
 /// When the checkpoint was begun, in milliseconds since 1970: the age of what it says about recency.
 pub const CREATED_MS: Field = OFFSET.then("created_ms", 8);
@@ -38,7 +35,7 @@ pub const HEADER_FIELDS: &[Field] = &[CREATED_MS, NEXT_SEQUENCE];
 pub const CHUNK_INDEX: Field = REST_TAG.then("chunk_index", 4);
 /// Items in the chunk: bounds a reader's work before the body is looked at.
 pub const ITEM_COUNT: Field = CHUNK_INDEX.then("item_count", 4);
-/// Zero.
+/// Zero: room for later fields; a writer that put something there is noticed.
 pub const RESERVED: Field = ITEM_COUNT.then("reserved", 24);
 
 /// The fields of a chunk behind `rest_tag`.
@@ -191,6 +188,8 @@ const _: () = assert!(size_of::<rkyv::Archived<DefinitionState>>() == 64);
 const _: () = assert!(size_of::<rkyv::Archived<BlockState>>() == 72);
 const _: () = assert!(size_of::<rkyv::Archived<RecordState>>() == 136);
 const _: () = assert!(size_of::<rkyv::Archived<Totals>>() == 56);
+const _: () = assert!(is_frugal::<SegmentState>() && is_frugal::<DefinitionState>());
+const _: () = assert!(is_frugal::<RecordState>() && is_frugal::<BlockState>() && is_frugal::<Epoch>());
 
 /// The items of one chunk, all of one kind.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -33,7 +33,7 @@ pub const DIGEST_COUNT: Field = DURABLE_UPTO.then("digest_count", 4);
 pub const DIGEST_ALGORITHM: Field = DIGEST_COUNT.then("digest_algorithm", 1);
 /// Bytes of one digest: a table of an unknown algorithm can still be copied.
 pub const DIGEST_WIDTH: Field = DIGEST_ALGORITHM.then("digest_width", 1);
-/// Zero.
+/// Zero: room for later fields; a writer that put something there is noticed.
 pub const RESERVED: Field = DIGEST_WIDTH.then("reserved", 2);
 
 /// The fields behind `rest_tag`.

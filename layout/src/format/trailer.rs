@@ -27,7 +27,7 @@ pub const LAST_SEQUENCE: Field = FIRST_SEQUENCE.then("last_sequence", 8);
 pub const LOG_END: Field = LAST_SEQUENCE.then("log_end", 8);
 /// Why the segment was sealed: 0 full, 1 by recovery, 2 suspect after a failed flush.
 pub const REASON: Field = LOG_END.then("reason", 2);
-/// Zero.
+/// Zero: room for later fields; a writer that put something there is noticed.
 pub const RESERVED: Field = REASON.then("reserved", 6);
 
 /// The fields behind the preamble.

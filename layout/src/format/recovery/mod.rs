@@ -17,9 +17,11 @@
 
 mod record_rows;
 mod segment_rows;
+mod sight;
 
 pub use record_rows::{RECORD_ROWS, RecordRow};
 pub use segment_rows::{SEGMENT_ROWS, SegmentRow};
+pub use sight::{Sight, sight};
 
 use super::unsound::Unsound;
 
