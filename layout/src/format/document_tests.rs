@@ -145,3 +145,91 @@ fn magics_and_domain_strings_of_the_document_are_those_of_the_code() {
     let found: Vec<Vec<String>> = documented.iter().map(|row| row[1..].to_vec()).collect();
     assert_eq!(found, expected);
 }
+
+/// A reader of the archive made from the document's words alone.
+struct ByHand<'a>(&'a [u8]);
+
+impl<'a> ByHand<'a> {
+    fn u16(&self, at: usize) -> u16 {
+        u16::from_le_bytes(self.0[at..at + 2].try_into().unwrap())
+    }
+
+    fn u32(&self, at: usize) -> u32 {
+        u32::from_le_bytes(self.0[at..at + 4].try_into().unwrap())
+    }
+
+    fn u64(&self, at: usize) -> u64 {
+        u64::from_le_bytes(self.0[at..at + 8].try_into().unwrap())
+    }
+
+    /// Where a list's elements begin, and how many there are.
+    fn list(&self, at: usize) -> (usize, usize) {
+        let distance = self.u32(at) as i32 as isize;
+        (at.checked_add_signed(distance).unwrap(), self.u32(at + 4) as usize)
+    }
+}
+
+#[test]
+fn a_record_can_be_read_by_the_words_of_the_document() {
+    let (_, image) = samples::record();
+    let body_bytes = u32::from_le_bytes(image[76..80].try_into().unwrap()) as usize;
+    let body = ByHand(&image[128..128 + body_bytes]);
+    let root = body_bytes - 112;
+    let expected = samples::blocks();
+    assert_eq!(body.u64(root), expected.coordinate);
+    assert_eq!(body.u64(root + 16), expected.expires_ms);
+    assert_eq!(body.u32(root + 28), expected.spec);
+    let (blocks, count) = body.list(root + 36);
+    assert_eq!(count, 2);
+    assert_eq!(body.0[blocks + 48..blocks + 80], expected.blocks[1].key);
+    assert_eq!(body.0[blocks + 80..blocks + 96], expected.blocks[1].origin);
+    let (extensions, count) = body.list(root + 52);
+    assert_eq!((count, body.u16(extensions), body.0[extensions + 2]), (2, EXTENSION_ENCRYPTION, 1));
+    let (user, length) = body.list(extensions + 12 + 4);
+    assert_eq!((body.u16(extensions + 12), &body.0[user..user + length]), (EXTENSION_USER, &b"agent-7"[..]));
+    assert_eq!((body.0[root + 60], body.u32(root + 64)), (1, 16));
+    assert_eq!(body.u16(root + 68), expected.layout_version);
+    assert_eq!((body.0[root + 72], &body.0[root + 73..root + 105]), (1, &[0x10; 32][..]));
+    let digests = (128 + body_bytes).next_multiple_of(16);
+    assert_eq!(ByHand(&image).u32(digests + 4), 0xaaaa_0002);
+}
+
+#[test]
+fn a_footer_can_be_read_by_the_words_of_the_document() {
+    let (_, image) = samples::footer_image();
+    let body_bytes = u32::from_le_bytes(image[76..80].try_into().unwrap()) as usize;
+    let body = ByHand(&image[128..128 + body_bytes]);
+    let (entries, count) = body.list(body_bytes - 8);
+    assert_eq!(count, samples::footer().records.len());
+    let content = |number: usize| entries + number * 152 + 32;
+    assert_eq!(body.u64(entries + 152), samples::footer().records[1].offset);
+    assert_eq!(count, 6);
+    let variants: Vec<u8> = (0..count).map(|number| body.0[content(number)]).collect();
+    assert_eq!(variants, [1, 2, 0, 3, 4, 5]);
+    assert_eq!((body.u32(content(0) + 4), body.0[content(0) + 8]), (1, 0x31));
+    assert_eq!(body.u64(content(2) + 8), samples::blocks().coordinate);
+    let (tombstones, count) = body.list(content(3) + 4);
+    assert_eq!((count, body.u64(tombstones), body.0[tombstones + 8]), (2, 60, 0));
+    assert_eq!((body.0[tombstones + 72 + 8], body.u64(tombstones + 72 + 16)), (1, 0));
+    assert_eq!((body.u64(content(4) + 8), body.0[content(4) + 16]), (62, 0x31));
+    assert_eq!(body.u16(content(5) + 2), 999);
+}
+
+#[test]
+fn the_tags_of_a_record_are_computed_as_the_document_says() {
+    let (_, image) = samples::record();
+    let key: [u8; 32] = std::array::from_fn(|i| 0xc0 ^ i as u8);
+    let tag = |domain: &[u8], content: &[u8]| {
+        let mut input = domain.to_vec();
+        input.resize(24, 0);
+        input.extend_from_slice(&image[32..72]);
+        input.extend_from_slice(content);
+        blake3::keyed_hash(&key, &input).as_bytes()[..16].to_vec()
+    };
+    assert_eq!(image[80..96], tag(b"kvarts record rest", &image[128..]));
+    let mut fixed = image[..128].to_vec();
+    fixed[16..32].fill(0);
+    assert_eq!(image[16..32], tag(b"kvarts record", &fixed));
+    let crc = crc32fast::hash(&[&image[..12], &image[32..128]].concat());
+    assert_eq!(image[12..16], crc.to_le_bytes());
+}
