@@ -531,6 +531,55 @@ mod tests {
     }
 
     #[test]
+    fn a_chunk_whose_frame_contradicts_it_is_refused() {
+        let image = samples::checkpoint().swap_remove(1);
+        let alter = |field, value: u32| {
+            let image = samples::altered(Structure::CheckpointChunk, &image, field, value.to_le_bytes());
+            reader().chunk(&image).unwrap_err()
+        };
+        let field = |field: Field| Unsound::Damaged { what: Damage::Field(field.name) };
+        assert_eq!(alter(CHUNK_INDEX, 1), field(CHUNK_INDEX));
+        assert_eq!(alter(ITEM_COUNT, 2), field(ITEM_COUNT));
+        let kind = samples::altered(Structure::CheckpointChunk, &image, KIND, [77, 0]);
+        assert_eq!(reader().chunk(&kind), Err(field(KIND)));
+    }
+
+    #[test]
+    fn items_past_their_limits_are_not_written() {
+        let mut writer = CheckpointWriter::new(&samples::checkpoint_header(), &samples::secret());
+        let mut refused = |items: Items| writer.chunk(&items).unwrap_err();
+        let field = EncodeError::Field;
+        let all = samples::items();
+        let [Items::Segments(segments), Items::Definitions(definitions), Items::Records(records), ..] =
+            &all[..]
+        else {
+            panic!("other samples")
+        };
+        let (segment, definition, record) = (segments[0], definitions[0], records[0].clone());
+        assert_eq!(refused(Items::Segments(vec![])), field("item_count"));
+        assert_eq!(refused(Items::Segments(vec![segment; MAX_ITEMS + 1])), field("item_count"));
+        assert_eq!(refused(Items::Segments(vec![SegmentState { state: 5, ..segment }])), field("state"));
+        assert_eq!(refused(Items::Segments(vec![SegmentState { log_end: 1, ..segment }])), field("log_end"));
+        assert_eq!(
+            refused(Items::Definitions(vec![DefinitionState { offset: 1, ..definition }])),
+            field("offset")
+        );
+        let records = |change: &dyn Fn(&mut RecordState)| {
+            let mut record = record.clone();
+            change(&mut record);
+            Items::Records(vec![record])
+        };
+        assert_eq!(refused(records(&|record| record.first_entry = 1)), field("first_entry"));
+        assert_eq!(refused(records(&|record| record.first_entry = u32::MAX)), field("first_entry"));
+        assert_eq!(refused(records(&|record| record.blocks.clear())), field("first_entry"));
+        assert_eq!(refused(records(&|record| record.entries_total = u32::MAX)), field("entries_total"));
+        assert_eq!(refused(records(&|record| record.coordinate = 1)), field("coordinate"));
+        assert_eq!(refused(records(&|record| record.flags = 2)), field("flags"));
+        assert_eq!(refused(records(&|record| record.blocks[0].flags = 2)), field("flags"));
+        assert_eq!(refused(records(&|record| record.header_bytes = 1)), field("header_bytes"));
+    }
+
+    #[test]
     fn a_chunk_that_is_too_large_changes_nothing() {
         let mut writer = CheckpointWriter::new(&samples::checkpoint_header(), &samples::secret());
         let Items::Records(records) = samples::items().remove(2) else { panic!("not records") };
