@@ -181,6 +181,15 @@ const _: () = assert!(size_of::<rkyv::Archived<Tombstone>>() == 72);
 const _: () = assert!(size_of::<rkyv::Archived<Tombstones>>() == 8);
 const _: () = assert!(size_of::<rkyv::Archived<Epoch>>() == 40);
 
+/// Whether a list of `T` in memory takes at most three times what it takes on disk: with one aligned copy of the
+/// body that makes [`super::ALLOCATION_FACTOR`].
+pub(super) const fn is_frugal<T: Archive>() -> bool {
+    size_of::<T>() <= size_of::<T::Archived>().saturating_mul(super::ALLOCATION_FACTOR.saturating_sub(1))
+}
+
+const _: () = assert!(is_frugal::<BlockName>() && is_frugal::<Extension>() && is_frugal::<Tombstone>());
+const _: () = assert!(is_frugal::<u32>() && is_frugal::<u8>());
+
 impl Extension {
     /// Whether a reader of this version may use a record that carries this extension.
     pub fn is_readable(&self) -> bool {

@@ -8,11 +8,11 @@
 //!   time, never data: footers and records say the same.
 //! - Chunks are bound to store, shard, file, sequence, offset and chunk number: chunks of two checkpoints never
 //!   mix.
-//! - It is read and written one chunk at a time: memory is bounded by [`MAX_CHUNK_IMAGE_BYTES`].
+//! - It is read and written one chunk at a time: memory is bounded by [`super::MAX_CHUNK_IMAGE_BYTES`].
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use super::body::{BlockName, Epoch, Parent, Tombstone, first_failure, from_archive, to_archive};
+use super::body::{BlockName, Epoch, Parent, Tombstone, first_failure, from_archive, is_frugal, to_archive};
 use super::field::Field;
 use super::seal::{
     Draft, KIND, LONG_PREFIX, Long, OFFSET, Position, REST_TAG, Secret, Structure, TOTAL_BYTES, prove_fixed,
@@ -22,9 +22,6 @@ use super::unsound::{Damage, EncodeError, Unsound};
 use super::{PAGE, PAGE_BYTES};
 use crate::coord::Coordinate;
 use crate::shape::MAX_RUN_BLOCKS;
-
-#[allow(unused_imports, reason = "named in the module's documentation")]
-use super::MAX_CHUNK_IMAGE_BYTES;
 
 /// When the checkpoint was begun, in milliseconds since 1970: the age of what it says about recency.
 pub const CREATED_MS: Field = OFFSET.then("created_ms", 8);
@@ -38,7 +35,7 @@ pub const HEADER_FIELDS: &[Field] = &[CREATED_MS, NEXT_SEQUENCE];
 pub const CHUNK_INDEX: Field = REST_TAG.then("chunk_index", 4);
 /// Items in the chunk: bounds a reader's work before the body is looked at.
 pub const ITEM_COUNT: Field = CHUNK_INDEX.then("item_count", 4);
-/// Zero.
+/// Zero: room for later fields; a writer that put something there is noticed.
 pub const RESERVED: Field = ITEM_COUNT.then("reserved", 24);
 
 /// The fields of a chunk behind `rest_tag`.
@@ -191,6 +188,8 @@ const _: () = assert!(size_of::<rkyv::Archived<DefinitionState>>() == 64);
 const _: () = assert!(size_of::<rkyv::Archived<BlockState>>() == 72);
 const _: () = assert!(size_of::<rkyv::Archived<RecordState>>() == 136);
 const _: () = assert!(size_of::<rkyv::Archived<Totals>>() == 56);
+const _: () = assert!(is_frugal::<SegmentState>() && is_frugal::<DefinitionState>());
+const _: () = assert!(is_frugal::<RecordState>() && is_frugal::<BlockState>() && is_frugal::<Epoch>());
 
 /// The items of one chunk, all of one kind.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -529,6 +528,55 @@ mod tests {
         reader.totals.blocks += 1;
         let found = reader.chunk(pages.last().unwrap());
         assert_eq!(found, Err(Unsound::Damaged { what: Damage::Field("totals") }));
+    }
+
+    #[test]
+    fn a_chunk_whose_frame_contradicts_it_is_refused() {
+        let image = samples::checkpoint().swap_remove(1);
+        let alter = |field, value: u32| {
+            let image = samples::altered(Structure::CheckpointChunk, &image, field, value.to_le_bytes());
+            reader().chunk(&image).unwrap_err()
+        };
+        let field = |field: Field| Unsound::Damaged { what: Damage::Field(field.name) };
+        assert_eq!(alter(CHUNK_INDEX, 1), field(CHUNK_INDEX));
+        assert_eq!(alter(ITEM_COUNT, 2), field(ITEM_COUNT));
+        let kind = samples::altered(Structure::CheckpointChunk, &image, KIND, [77, 0]);
+        assert_eq!(reader().chunk(&kind), Err(field(KIND)));
+    }
+
+    #[test]
+    fn items_past_their_limits_are_not_written() {
+        let mut writer = CheckpointWriter::new(&samples::checkpoint_header(), &samples::secret());
+        let mut refused = |items: Items| writer.chunk(&items).unwrap_err();
+        let field = EncodeError::Field;
+        let all = samples::items();
+        let [Items::Segments(segments), Items::Definitions(definitions), Items::Records(records), ..] =
+            &all[..]
+        else {
+            panic!("other samples")
+        };
+        let (segment, definition, record) = (segments[0], definitions[0], records[0].clone());
+        assert_eq!(refused(Items::Segments(vec![])), field("item_count"));
+        assert_eq!(refused(Items::Segments(vec![segment; MAX_ITEMS + 1])), field("item_count"));
+        assert_eq!(refused(Items::Segments(vec![SegmentState { state: 5, ..segment }])), field("state"));
+        assert_eq!(refused(Items::Segments(vec![SegmentState { log_end: 1, ..segment }])), field("log_end"));
+        assert_eq!(
+            refused(Items::Definitions(vec![DefinitionState { offset: 1, ..definition }])),
+            field("offset")
+        );
+        let records = |change: &dyn Fn(&mut RecordState)| {
+            let mut record = record.clone();
+            change(&mut record);
+            Items::Records(vec![record])
+        };
+        assert_eq!(refused(records(&|record| record.first_entry = 1)), field("first_entry"));
+        assert_eq!(refused(records(&|record| record.first_entry = u32::MAX)), field("first_entry"));
+        assert_eq!(refused(records(&|record| record.blocks.clear())), field("first_entry"));
+        assert_eq!(refused(records(&|record| record.entries_total = u32::MAX)), field("entries_total"));
+        assert_eq!(refused(records(&|record| record.coordinate = 1)), field("coordinate"));
+        assert_eq!(refused(records(&|record| record.flags = 2)), field("flags"));
+        assert_eq!(refused(records(&|record| record.blocks[0].flags = 2)), field("flags"));
+        assert_eq!(refused(records(&|record| record.header_bytes = 1)), field("header_bytes"));
     }
 
     #[test]

@@ -9,7 +9,7 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use super::body::{Blocks, Epoch, Tombstones, from_archive, to_archive};
+use super::body::{Blocks, Epoch, Tombstones, from_archive, is_frugal, to_archive};
 use super::field::Field;
 use super::seal::{
     Draft, LONG_PREFIX, Position, REST_TAG, Secret, Structure, TAG, prove_long, require_kind_zero,
@@ -20,7 +20,7 @@ use super::{MAX_HEADER_BYTES, MAX_SEGMENT_BYTES, PAGE, PAGE_BYTES, page_align};
 
 /// Records in the index: bounds a reader's work before the body is looked at.
 pub const RECORD_COUNT: Field = REST_TAG.then("record_count", 4);
-/// Zero.
+/// Zero: room for later fields; a writer that put something there is noticed.
 pub const RESERVED: Field = RECORD_COUNT.then("reserved", 28);
 
 /// The fields behind `rest_tag`.
@@ -84,6 +84,7 @@ const _: () = assert!(size_of::<rkyv::Archived<Defined>>() == 36);
 const _: () = assert!(size_of::<rkyv::Archived<Content>>() == 120);
 const _: () = assert!(size_of::<rkyv::Archived<Entry>>() == 152);
 const _: () = assert!(size_of::<rkyv::Archived<Footer>>() == 8);
+const _: () = assert!(is_frugal::<Entry>());
 
 impl Content {
     fn check(&self) -> Result<(), &'static str> {

@@ -2,6 +2,8 @@
 //!
 //! `KVARTS_BLESS=1 cargo test -p kvarts-layout golden` rewrites the files; that is a change of the format.
 
+use std::sync::LazyLock;
+
 use proptest::prelude::*;
 
 use super::checkpoint::{CheckpointHeader, CheckpointReader};
@@ -48,14 +50,15 @@ fn decode_checkpoint_header(image: &[u8]) -> Result<String, Unsound> {
 
 /// The third chunk, behind the first two.
 fn decode_checkpoint_chunk(image: &[u8]) -> Result<String, Unsound> {
-    let pages = samples::checkpoint();
+    static PAGES: LazyLock<Vec<Vec<u8>>> = LazyLock::new(samples::checkpoint);
     let mut reader = CheckpointReader::new(&samples::checkpoint_header(), &samples::secret());
-    for page in &pages[1..3] {
+    for page in &PAGES[1..3] {
         reader.chunk(page)?;
     }
     reader.chunk(image).map(text)
 }
 
+#[derive(Clone)]
 struct Golden {
     name: &'static str,
     structure: Structure,
@@ -64,6 +67,11 @@ struct Golden {
 }
 
 fn goldens() -> Vec<Golden> {
+    static GOLDENS: LazyLock<Vec<Golden>> = LazyLock::new(make_goldens);
+    GOLDENS.clone()
+}
+
+fn make_goldens() -> Vec<Golden> {
     let golden = |name, structure, image, decode: Decode| Golden { name, structure, image, decode };
     let trailer = samples::trailer();
     let checkpoint = samples::checkpoint();
@@ -225,7 +233,8 @@ proptest! {
         }
         fuzz::fuzz_names(&data);
         for golden in goldens() {
-            prop_assert!((golden.decode)(&data).is_err());
+            let found = (golden.decode)(&data);
+            prop_assert!(found.is_err(), "{found:?}");
         }
     }
 

@@ -32,7 +32,7 @@ mod golden_tests;
 mod samples;
 
 pub use field::Field;
-pub use seal::{Position, Secret, Structure};
+pub use seal::{Position, Secret, Structure, is_zero};
 pub use unsound::{Damage, EncodeError, Unsound};
 
 /// The version of the format that this crate writes, and the newest that it reads.

@@ -33,7 +33,7 @@ pub const DIGEST_COUNT: Field = DURABLE_UPTO.then("digest_count", 4);
 pub const DIGEST_ALGORITHM: Field = DIGEST_COUNT.then("digest_algorithm", 1);
 /// Bytes of one digest: a table of an unknown algorithm can still be copied.
 pub const DIGEST_WIDTH: Field = DIGEST_ALGORITHM.then("digest_width", 1);
-/// Zero.
+/// Zero: room for later fields; a writer that put something there is noticed.
 pub const RESERVED: Field = DIGEST_WIDTH.then("reserved", 2);
 
 /// The fields behind `rest_tag`.
@@ -453,5 +453,39 @@ mod tests {
         let mut twice = good.clone();
         twice.extensions.push(twice.extensions[0].clone());
         reject(&twice, &[1, 2], fields, "extensions");
+    }
+
+    #[test]
+    fn a_header_that_breaks_a_rule_behind_a_valid_tag_is_refused() {
+        let (position, image) = samples::record();
+        let found = |image: &[u8]| {
+            let record = open(image, &position, &samples::secret())?;
+            record.body()
+        };
+        let damaged = |field: Field| Err(Unsound::Damaged { what: Damage::Field(field.name) });
+        let u32_field = |field, value: u32| {
+            found(&samples::altered(Structure::Record, &image, field, value.to_le_bytes()))
+        };
+        let u64_field = |field, value: u64| {
+            found(&samples::altered(Structure::Record, &image, field, value.to_le_bytes()))
+        };
+        assert_eq!(u32_field(super::super::seal::TOTAL_BYTES, 0), damaged(super::super::seal::TOTAL_BYTES));
+        assert_eq!(u32_field(super::super::seal::TOTAL_BYTES, 100), damaged(super::super::seal::TOTAL_BYTES));
+        assert_eq!(u32_field(BODY_BYTES, 5000), damaged(BODY_BYTES));
+        assert_eq!(u32_field(DIGEST_COUNT, u32::MAX), damaged(DIGEST_COUNT));
+        assert_eq!(u64_field(PAYLOAD_BYTES, u64::MAX), damaged(PAYLOAD_BYTES));
+        assert_eq!(u64_field(DURABLE_UPTO, 8193), damaged(DURABLE_UPTO));
+        let wide = samples::altered(Structure::Record, &image, DIGEST_WIDTH, [8]);
+        assert_eq!(found(&wide), damaged(DIGEST_WIDTH));
+        let reserved = samples::altered(Structure::Record, &image, RESERVED, [1, 0]);
+        assert_eq!(found(&reserved), Err(Unsound::Damaged { what: Damage::Padding }));
+        let other = samples::altered(Structure::Record, &image, DIGEST_ALGORITHM, [9]);
+        let record = open(&other, &position, &samples::secret()).unwrap();
+        assert_eq!((record.digest(0), record.digests().count()), (None, 0));
+        let mut longer = image.clone();
+        longer.resize(8192, 0);
+        let total = 8192u32.to_le_bytes();
+        let longer = samples::altered(Structure::Record, &longer, super::super::seal::TOTAL_BYTES, total);
+        assert_eq!(found(&longer), damaged(super::super::seal::TOTAL_BYTES));
     }
 }

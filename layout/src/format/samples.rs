@@ -2,9 +2,10 @@
 
 use super::body::*;
 use super::checkpoint::*;
+use super::field::Field;
 use super::footer::{self, Content, Defined, Entry, Footer};
 use super::record::{self, Body, Fields};
-use super::seal::{Position, Secret};
+use super::seal::{Position, Secret, Structure, claimed_position, reseal};
 use super::segment::SegmentHeader;
 use super::superblock::Superblock;
 use super::trailer::{SealReason, Trailer};
@@ -19,6 +20,21 @@ pub(super) fn secret() -> Secret {
 
 pub(super) fn position(offset: u64) -> Position {
     Position { store: STORE, shard: 3, segment: 12, generation: 5, offset }
+}
+
+/// The image with one field changed by a writer that then sealed it properly.
+pub(super) fn altered<const N: usize>(
+    structure: Structure,
+    image: &[u8],
+    field: Field,
+    value: [u8; N],
+) -> Vec<u8> {
+    let mut image = image.to_vec();
+    let position = claimed_position(&image).unwrap();
+    assert_eq!(field.bytes, N);
+    field.put(&mut image, value);
+    reseal(structure, &mut image, &position, &secret());
+    image
 }
 
 pub(super) fn superblock() -> Superblock {

@@ -117,10 +117,13 @@ pub const PREAMBLE_FIELDS: &[Field] =
 
 /// Bytes of the whole structure, a multiple of 4096: how far to skip what cannot be read.
 pub const TOTAL_BYTES: Field = OFFSET.then("total_bytes", 4);
-/// Bytes of the rkyv body behind the fixed part.
+/// Bytes of the rkyv body behind the fixed part: an archive is read from its end.
 pub const BODY_BYTES: Field = TOTAL_BYTES.then("body_bytes", 4);
 /// Keyed tag of everything behind the fixed part: a torn write is known from a sound one.
 pub const REST_TAG: Field = BODY_BYTES.then("rest_tag", 16);
+
+/// What a structure with a body has behind the preamble.
+pub const LONG_FIELDS: &[Field] = &[TOTAL_BYTES, BODY_BYTES, REST_TAG];
 
 /// Bytes of the fixed part of a structure that has a body.
 pub const LONG_PREFIX: usize = 128;

@@ -126,4 +126,20 @@ mod tests {
         let found = SegmentHeader::decode(&forged.encode().unwrap(), &forged.position, &samples::secret());
         assert_eq!(found, Err(Unsound::Damaged { what: Damage::Tag }));
     }
+
+    #[test]
+    fn a_header_that_contradicts_its_store_is_refused() {
+        let header = samples::segment_header();
+        let image = header.encode().unwrap();
+        let decode = |image: &[u8]| SegmentHeader::decode(image, &header.position, &header.secret);
+        let damaged = |field: Field| Err(Unsound::Damaged { what: Damage::Field(field.name) });
+        let other = samples::altered(Structure::SegmentHeader, &image, SECRET, [1; 32]);
+        assert_eq!(decode(&other), damaged(SECRET));
+        let odd = samples::altered(Structure::SegmentHeader, &image, SEGMENT_BYTES, 65_537u64.to_le_bytes());
+        assert_eq!(decode(&odd), damaged(SEGMENT_BYTES));
+        let odd = SegmentHeader { segment_bytes: 0, ..header.clone() };
+        assert_eq!(odd.encode(), Err(EncodeError::Field("segment_bytes")));
+        let elsewhere = SegmentHeader { position: header.position.at(4096), ..header };
+        assert_eq!(elsewhere.encode(), Err(EncodeError::Field("offset")));
+    }
 }

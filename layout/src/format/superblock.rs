@@ -288,4 +288,19 @@ mod tests {
         let page = Superblock { min_reader: VERSION + 1, ..samples::superblock() }.encode(0).unwrap();
         assert_eq!(Superblock::decode(&page, 0, None), Err(Unsound::Newer { version: VERSION + 1 }));
     }
+
+    #[test]
+    fn a_slot_that_breaks_a_rule_behind_a_valid_tag_is_refused() {
+        let image = samples::superblock().encode(0).unwrap();
+        let page = |image: &[u8]| Superblock::decode(image, 0, None).unwrap_err();
+        let damaged = |what| Unsound::Damaged { what };
+        let flags = samples::altered(Structure::Superblock, &image, FLAGS, [2, 0]);
+        assert_eq!(page(&flags), damaged(Damage::Field("flags")));
+        let many = samples::altered(Structure::Superblock, &image, SHARDS_HERE, 65u32.to_le_bytes());
+        assert_eq!(page(&many), damaged(Damage::Field("shards_here")));
+        let fewer = samples::altered(Structure::Superblock, &image, SHARDS_HERE, 3u32.to_le_bytes());
+        assert_eq!(page(&fewer), damaged(Damage::Padding));
+        let more = samples::altered(Structure::Superblock, &image, SHARDS_HERE, 5u32.to_le_bytes());
+        assert_eq!(page(&more), damaged(Damage::Field("shards")));
+    }
 }

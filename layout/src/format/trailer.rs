@@ -27,7 +27,7 @@ pub const LAST_SEQUENCE: Field = FIRST_SEQUENCE.then("last_sequence", 8);
 pub const LOG_END: Field = LAST_SEQUENCE.then("log_end", 8);
 /// Why the segment was sealed: 0 full, 1 by recovery, 2 suspect after a failed flush.
 pub const REASON: Field = LOG_END.then("reason", 2);
-/// Zero.
+/// Zero: room for later fields; a writer that put something there is noticed.
 pub const RESERVED: Field = REASON.then("reserved", 6);
 
 /// The fields behind the preamble.
@@ -144,5 +144,61 @@ impl Trailer {
         let damaged = |name| Unsound::Damaged { what: Damage::Field(name) };
         trailer.check(expected.offset).map_err(damaged)?;
         Ok(trailer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::samples;
+    use super::*;
+
+    #[test]
+    fn a_trailer_survives_its_encoding_whatever_the_reason() {
+        let (position, trailer) = samples::trailer();
+        for reason in [SealReason::Normal, SealReason::Recovery, SealReason::Suspect] {
+            let trailer = Trailer { reason, ..trailer };
+            let image = trailer.encode(&position, &samples::secret()).unwrap();
+            assert_eq!(Trailer::decode(&image, &position, &samples::secret()), Ok(trailer));
+        }
+    }
+
+    #[test]
+    fn a_trailer_that_points_outside_its_segment_is_refused_by_both_sides() {
+        let (position, good) = samples::trailer();
+        let image = good.encode(&position, &samples::secret()).unwrap();
+        let cases: [(Field, u64); 8] = [
+            (FOOTER_OFFSET, 0),
+            (FOOTER_OFFSET, good.footer_offset + 1),
+            (FOOTER_OFFSET, position.offset),
+            (FOOTER_OFFSET, u64::MAX - 4095),
+            (LOG_END, 0),
+            (LOG_END, good.footer_offset + 4096),
+            (LOG_END, good.log_end - 1),
+            (FIRST_SEQUENCE, good.last_sequence + 1),
+        ];
+        for (field, value) in cases {
+            let image = samples::altered(Structure::Trailer, &image, field, value.to_le_bytes());
+            let found = Trailer::decode(&image, &position, &samples::secret());
+            let Err(Unsound::Damaged { what: Damage::Field(name) }) = found else {
+                panic!("{field:?}: {found:?}")
+            };
+            let mut trailer = good;
+            match field.name {
+                "footer_offset" => trailer.footer_offset = value,
+                "log_end" => trailer.log_end = value,
+                _ => trailer.first_sequence = value,
+            }
+            assert_eq!(trailer.encode(&position, &samples::secret()), Err(EncodeError::Field(name)));
+        }
+        for bytes in [0u32, 4095, 1 << 30] {
+            let image = samples::altered(Structure::Trailer, &image, FOOTER_BYTES, bytes.to_le_bytes());
+            let found = Trailer::decode(&image, &position, &samples::secret());
+            assert_eq!(found, Err(Unsound::Damaged { what: Damage::Field("footer_bytes") }));
+        }
+        let reason = samples::altered(Structure::Trailer, &image, REASON, [3, 0]);
+        let found = Trailer::decode(&reason, &position, &samples::secret());
+        assert_eq!(found, Err(Unsound::Damaged { what: Damage::Field("reason") }));
+        let far = good.encode(&position.at(MAX_SEGMENT_BYTES), &samples::secret());
+        assert_eq!(far, Err(EncodeError::Field("offset")));
     }
 }

@@ -17,9 +17,11 @@
 
 mod record_rows;
 mod segment_rows;
+mod sight;
 
 pub use record_rows::{RECORD_ROWS, RecordRow};
 pub use segment_rows::{SEGMENT_ROWS, SegmentRow};
+pub use sight::{Sight, sight};
 
 use super::unsound::Unsound;
 
@@ -209,7 +211,9 @@ impl Scan {
 /// Whether this place is known to have been flushed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Proof {
-    /// It lies below the `durable_upto` of a proven record of this generation, or below the trailer's `log_end`.
+    /// It lies below the `durable_upto` of a proven record of this generation, or below the `log_end` of its trailer
+    /// or of a checkpoint that covers it. What was flushed last, with nothing written after it, is not known to
+    /// have been: damage there looks like a torn tail.
     Durable,
     /// Nothing says so.
     Open,
