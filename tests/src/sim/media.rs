@@ -486,7 +486,7 @@ impl Media {
         let end = end.max(self.file(ino)?.current.len.min(last));
         let mut bytes = vec![0; (last - first) as usize];
         let head = (offset - first) as usize;
-        if head + from.len() < bytes.len() {
+        if from.len() < bytes.len() {
             self.file(ino)?.current.read(first, &mut bytes);
         }
         bytes[head..head + from.len()].copy_from_slice(from);
