@@ -224,13 +224,13 @@ pub trait Io {
         None
     }
 
-    /// Makes [`Io::event_fd`] speak. True: nothing can be reaped and whatever happens from now on makes it
-    /// readable, so that it is safe to sleep on it. False: there is something to reap, do that first.
+    /// Lets completions make [`Io::event_fd`] readable; an unpark does so always, armed or not. True: nothing can
+    /// be reaped now, so it is safe to sleep on the eventfd. False: there is something to reap, do that first.
     fn arm(&mut self) -> bool {
         true
     }
 
-    /// Lets [`Io::event_fd`] fall silent until the next [`Io::arm`]. Called after each sleep, whether or not the
+    /// Spares completions the eventfd until the next [`Io::arm`]. Called after each sleep, whether or not the
     /// eventfd was emptied in it, and before the reaping that follows.
     fn disarm(&mut self) {}
 }

@@ -157,14 +157,17 @@ impl<T> Mailbox<T> {
     /// The oldest message, once there is one; `None` once the mailbox is closed and every message was taken.
     pub async fn recv(&self, rt: &dyn Runtime) -> Option<T> {
         loop {
-            let mut state = lock(&self.0.state);
-            let message = state.messages.pop_front();
-            if message.is_some() || state.closed {
+            let (message, closed) = self.pop_or_closed();
+            if message.is_some() || closed {
                 return message;
             }
-            drop(state);
             rt.unparked().await;
         }
+    }
+
+    fn pop_or_closed(&self) -> (Option<T>, bool) {
+        let mut state = lock(&self.0.state);
+        (state.messages.pop_front(), state.closed)
     }
 
     /// Messages that wait.

@@ -7,6 +7,7 @@
 
 pub mod clock;
 
+pub mod glommio;
 pub mod local;
 pub mod mailbox;
 

@@ -1,0 +1,333 @@
+//! Executors on glommio: its scheduler gives each class its shares of time, and its ring is what the thread sleeps in.
+//!
+//! Of glommio this uses executors, task queues, one timer and one read of an eventfd; not its files, its network or
+//! its blocking pool. Our tasks are not glommio tasks: each class is *run* by one glommio task in the class's queue
+//! (a runner), which polls our own tasks. So tasks, wakers, timers and cancellation behave exactly as on the plain
+//! executor, and glommio's wakers, whose counts it keeps with care only on their own thread, never leave it.
+//!
+//! One more glommio task, the pump, turns the device: it reaps, fires timers, and when no runner has work it arms
+//! the `Io`'s eventfd and sleeps until that speaks, the next timer is due, or a runner asks for it. glommio then
+//! sleeps too, because nothing else of it is runnable. While runners have work they reap every [`TURN`] tasks.
+
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::future::Future;
+use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use glommio::io::BufferedFile;
+use glommio::timer::Timer;
+use glommio::{Latency, LocalExecutor, LocalExecutorBuilder, Placement, Shares, TaskQueueHandle};
+use rustix::fs::{OFlags, fcntl_getfl};
+
+use super::tasks::{Handle, Tasks};
+use super::threads::{MakeIo, start_thread};
+use super::{Body, Class, Clock, Entropy, Join, Launcher, Nanos, Runtime, Seat};
+use crate::io::Io;
+
+/// What glommio registers with the kernel for its own I/O, of which there is next to none: its least. An executor
+/// locks about three times as much, far below the usual limit of 8 MiB.
+const IO_MEMORY: usize = 64 << 10;
+/// Entries of each of glommio's rings. The pump has at most a read and a timer in them.
+const RING_DEPTH: usize = 32;
+/// After so many tasks a runner looks at the device and lets other classes have their turn.
+const TURN: u32 = 16;
+/// How soon a class whose latency matters takes over from one that does not yield.
+const PREEMPT: Duration = Duration::from_millis(1);
+
+/// Starts each executor on a thread of its own, under glommio.
+#[derive(Clone)]
+pub struct GlommioLauncher {
+    clock: Arc<dyn Clock>,
+    entropy: Arc<dyn Entropy>,
+    make_io: MakeIo,
+    cores: Vec<usize>,
+}
+
+impl fmt::Debug for GlommioLauncher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GlommioLauncher").field("cores", &self.cores).finish_non_exhaustive()
+    }
+}
+
+impl GlommioLauncher {
+    /// Executors that run wherever the kernel puts them.
+    pub fn new(clock: Arc<dyn Clock>, entropy: Arc<dyn Entropy>, make_io: MakeIo) -> Self {
+        Self { clock, entropy, make_io, cores: Vec::new() }
+    }
+
+    /// Executor `i` runs on core `cores[i % cores.len()]` only. No cores: wherever the kernel puts it.
+    #[must_use]
+    pub fn pinned_to(mut self, cores: Vec<usize>) -> Self {
+        self.cores = cores;
+        self
+    }
+
+    /// Whether glommio can run here; the error says why not, and the caller then uses
+    /// [`ThreadLauncher`](super::threads::ThreadLauncher).
+    pub fn probe() -> Result<(), String> {
+        let ended = start_thread(0, |started| {
+            let made = make(None);
+            drop(started.send(made.as_ref().map(drop).map_err(Clone::clone)));
+            if let Ok(executor) = made {
+                executor.run(async {});
+            }
+        });
+        ended.and_then(Join::join)
+    }
+
+    fn start(self, index: usize, body: Body) -> Result<impl FnOnce(), String> {
+        let core = self.cores.get(index.checked_rem(self.cores.len()).unwrap_or(0)).copied();
+        let executor = make(core)?;
+        let io = (self.make_io)(index)?;
+        let event = event_of(&*io.borrow())?;
+        Ok(move || {
+            let tasks = Tasks::new(io.borrow().unparker(), self.clock, self.entropy);
+            let shared = Rc::new(Shared {
+                tasks,
+                io,
+                done: Cell::new(false),
+                pump: Cell::new(None),
+                called: Cell::new(false),
+            });
+            executor.run(main(Rc::clone(&shared), event, index, body));
+            shared.tasks.clear();
+        })
+    }
+}
+
+impl Launcher for GlommioLauncher {
+    fn launch(&self, index: usize, body: Body) -> Result<Box<dyn Join + Send>, String> {
+        let this = self.clone();
+        start_thread(index, move |started| {
+            let ready = this.start(index, body);
+            // Nobody listens any more only if the launching thread has died.
+            drop(started.send(ready.as_ref().map(drop).map_err(Clone::clone)));
+            if let Ok(run) = ready {
+                run();
+            }
+        })
+    }
+
+    fn clock(&self) -> Arc<dyn Clock> {
+        Arc::clone(&self.clock)
+    }
+
+    fn entropy(&self) -> Arc<dyn Entropy> {
+        Arc::clone(&self.entropy)
+    }
+}
+
+/// A glommio executor for the calling thread.
+fn make(core: Option<usize>) -> Result<LocalExecutor, String> {
+    LocalExecutorBuilder::new(core.map_or(Placement::Unbound, Placement::Fixed))
+        .name("kvarts")
+        .io_memory(IO_MEMORY)
+        .ring_depth(RING_DEPTH)
+        .make()
+        .map_err(|why| {
+            format!("glommio cannot run here ({why}): it needs io_uring and 512 KiB of lockable memory")
+        })
+}
+
+/// A copy of the eventfd of `io`, fit to be waited for through a ring.
+fn event_of(io: &dyn Io) -> Result<OwnedFd, String> {
+    let backend = io.facts().backend;
+    let fd = io.event_fd().ok_or_else(|| {
+        format!("the {backend} way to the disks has no eventfd to sleep on: run it on plain threads")
+    })?;
+    // SAFETY: `Io::event_fd` says that the descriptor is open for as long as `io` lives, which is borrowed here.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let fd = fd.try_clone_to_owned().map_err(|why| format!("no descriptor left ({why}): raise the limit"))?;
+    let flags = fcntl_getfl(&fd).map_err(|why| format!("the eventfd of {backend} is broken: {why}"))?;
+    if flags.contains(OFlags::NONBLOCK) {
+        // A ring would answer each read at once with EAGAIN, and the executor would never sleep.
+        return Err(format!("the eventfd of {backend} was made with EFD_NONBLOCK: make it without"));
+    }
+    Ok(fd)
+}
+
+/// What the pump, the runners and the root task of one executor share.
+struct Shared {
+    tasks: Rc<Tasks>,
+    io: Rc<RefCell<dyn Io>>,
+    /// The root task has completed.
+    done: Cell<bool>,
+    /// The pump, when it waits.
+    pump: Cell<Option<Waker>>,
+    /// A runner asked for the pump.
+    called: Cell<bool>,
+}
+
+impl Shared {
+    fn call_pump(&self) {
+        self.called.set(true);
+        if let Some(pump) = self.pump.take() {
+            pump.wake();
+        }
+    }
+}
+
+/// An executor from its first task to its last.
+async fn main(shared: Rc<Shared>, event: OwnedFd, index: usize, body: Body) {
+    let handle = Rc::new(Handle(Rc::clone(&shared.tasks)));
+    let (io, unparker) = (Rc::clone(&shared.io), shared.tasks.unparker());
+    let root = body(Seat { index, rt: handle, io, unparker });
+    let ending = Rc::clone(&shared);
+    shared.tasks.spawn(
+        Class::Foreground,
+        Box::pin(async move {
+            root.await;
+            ending.done.set(true);
+            ending.call_pump();
+        }),
+    );
+    let runners: Vec<_> = Class::ALL
+        .into_iter()
+        .filter_map(|class| {
+            let latency = match class {
+                Class::Foreground => Latency::Matters(PREEMPT),
+                Class::Put | Class::Prefetch | Class::Background => Latency::NotImportant,
+            };
+            let queue = queue(class.shares(), latency, &format!("{class:?}"));
+            glommio::spawn_local_into(run_class(Rc::clone(&shared), class), queue).ok()
+        })
+        .collect();
+    let queue = queue(Class::Foreground.shares(), Latency::Matters(PREEMPT), "pump");
+    if let Ok(pump) = glommio::spawn_local_into(pump(shared, event), queue) {
+        pump.await;
+    }
+    for runner in runners {
+        runner.cancel().await;
+    }
+}
+
+fn queue(shares: u32, latency: Latency, name: &str) -> TaskQueueHandle {
+    let shares = Shares::Static(usize::try_from(shares).unwrap_or(usize::MAX));
+    glommio::executor().create_task_queue(shares, latency, name)
+}
+
+/// Polls the tasks of one class, for ever.
+async fn run_class(shared: Rc<Shared>, class: Class) {
+    let tasks = &shared.tasks;
+    loop {
+        tasks.class_runnable(class).await;
+        let mut polled = 0;
+        while polled < TURN && tasks.runnable(class) > 0 {
+            polled += u32::from(tasks.poll_one(class, 0));
+            tasks.collect();
+        }
+        if tasks.any_runnable() {
+            tasks.fire_timers();
+            tasks.reap();
+            tasks.collect();
+            if tasks.runnable(class) > 0 {
+                glommio::executor().yield_task_queue_now().await;
+            }
+        } else {
+            shared.call_pump();
+        }
+    }
+}
+
+/// Turns the device and puts the executor to sleep, until the root task has completed.
+async fn pump(shared: Rc<Shared>, event: OwnedFd) {
+    let mut sleep = Sleep::new(event);
+    let tasks = &shared.tasks;
+    while !shared.done.get() {
+        shared.called.set(false);
+        tasks.fire_timers();
+        let reaped = tasks.reap();
+        tasks.collect();
+        if tasks.any_runnable() {
+            // The runner that finds nothing more to do calls.
+            sleep.until_called(&shared).await;
+            continue;
+        }
+        if reaped > 0 || !tasks.prepare_sleep() {
+            continue;
+        }
+        if shared.io.borrow_mut().arm() {
+            let clock = Handle(Rc::clone(tasks));
+            let timeout = tasks.next_timer().map(|at: Nanos| at.since(clock.clock().now()));
+            sleep.until_something(&shared, timeout).await;
+        }
+        shared.io.borrow_mut().disarm();
+        tasks.end_sleep();
+    }
+    // The last read must end before its file does: the kernel still has its buffer.
+    shared.io.borrow().unparker().unpark();
+    sleep.end().await;
+}
+
+type ReadOfEvent = Pin<Box<dyn Future<Output = ()>>>;
+
+/// Sleeping on an eventfd through glommio's ring.
+struct Sleep {
+    event: Rc<BufferedFile>,
+    /// Stays under way from one sleep to the next.
+    read: Option<ReadOfEvent>,
+}
+
+impl Sleep {
+    fn new(event: OwnedFd) -> Self {
+        // SAFETY: the descriptor is this function's own and is given away here.
+        let event = unsafe { BufferedFile::from_raw_fd(event.into_raw_fd()) };
+        Self { event: Rc::new(event), read: None }
+    }
+
+    async fn until_called(&self, shared: &Shared) {
+        std::future::poll_fn(|cx| {
+            if shared.called.get() {
+                return Poll::Ready(());
+            }
+            shared.pump.set(Some(cx.waker().clone()));
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Until the eventfd was readable (and is emptied), the time is over, or a runner calls.
+    async fn until_something(&mut self, shared: &Shared, timeout: Option<Duration>) {
+        let event = Rc::clone(&self.event);
+        let read = self.read.get_or_insert_with(|| {
+            Box::pin(async move {
+                // An error ends the sleep too: whoever slept looks at everything again.
+                let _ = event.read_at(0, 8).await;
+            })
+        });
+        let mut timer = timeout.map(Timer::new);
+        let mut emptied = false;
+        std::future::poll_fn(|cx| {
+            emptied = read.as_mut().poll(cx).is_ready();
+            let over = timer.as_mut().is_some_and(|timer| Pin::new(timer).poll(cx).is_ready());
+            if emptied || over || shared.called.get() {
+                return Poll::Ready(());
+            }
+            shared.pump.set(Some(cx.waker().clone()));
+            Poll::Pending
+        })
+        .await;
+        if emptied {
+            self.read = None;
+        }
+    }
+
+    async fn end(self) {
+        if let Some(read) = self.read {
+            read.await;
+        }
+        if let Ok(event) = Rc::try_unwrap(self.event) {
+            // A descriptor that cannot be closed is gone as well.
+            let _ = event.close().await;
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "glommio_tests.rs"]
+mod tests;

@@ -1,0 +1,272 @@
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::super::LocalTask;
+use super::super::clock::{OsEntropy, SystemClock};
+use super::super::mailbox::{mailbox, ticket};
+use super::super::test_io::TestIo;
+use super::*;
+use crate::io::{DirId, MetaOp, Name, Op, Token};
+
+fn launcher() -> GlommioLauncher {
+    GlommioLauncher::new(SystemClock::new(), OsEntropy::new(), Arc::new(|_| Ok(TestIo::new() as _)))
+}
+
+/// Each executor locks memory, of which an ordinary user has little: one test at a time.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// Keeps other tests out; `None` where glommio cannot run, with the reason on the terminal.
+fn alone() -> Option<MutexGuard<'static, ()>> {
+    let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let Err(why) = GlommioLauncher::probe() else { return Some(alone) };
+    assert!(why.contains("io_uring"), "{why}");
+    eprintln!("SKIPPED: {why}");
+    None
+}
+
+/// Runs a body to its end; false where glommio cannot run.
+fn run(body: impl FnOnce(Seat) -> LocalTask + Send + 'static) -> bool {
+    let Some(_alone) = alone() else { return false };
+    launcher().launch(0, Box::new(body)).unwrap().join().unwrap();
+    true
+}
+
+#[test]
+fn tasks_of_all_classes_run_and_the_executor_ends_with_its_first_task() {
+    let ran = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&ran);
+    let could = run(move |seat| {
+        Box::pin(async move {
+            let left = Rc::new(Cell::new(Class::ALL.len()));
+            for class in Class::ALL {
+                let (rt, left, seen) = (Rc::clone(&seat.rt), Rc::clone(&left), Arc::clone(&seen));
+                let task = async move {
+                    for _ in 0..100 {
+                        rt.yield_now().await;
+                    }
+                    seen.lock().unwrap().push(class);
+                    left.set(left.get() - 1);
+                };
+                seat.rt.spawn(class, Box::pin(task));
+            }
+            // One that never ends does not keep the executor.
+            let rt = Rc::clone(&seat.rt);
+            seat.rt.spawn(
+                Class::Background,
+                Box::pin(async move {
+                    loop {
+                        rt.yield_now().await;
+                    }
+                }),
+            );
+            while left.get() > 0 {
+                seat.rt.yield_now().await;
+            }
+        })
+    });
+    let mut ran = ran.lock().unwrap().clone();
+    ran.sort();
+    assert!(!could || ran == Class::ALL);
+}
+
+#[test]
+fn tasks_of_one_class_run_in_the_order_in_which_they_were_spawned() {
+    run(|seat| {
+        Box::pin(async move {
+            let order = Rc::new(RefCell::new(Vec::new()));
+            for n in 0..100 {
+                let order = Rc::clone(&order);
+                seat.rt.spawn(Class::Put, Box::pin(async move { order.borrow_mut().push(n) }));
+            }
+            while order.borrow().len() < 100 {
+                seat.rt.yield_now().await;
+            }
+            assert!(order.borrow().is_sorted());
+        })
+    });
+}
+
+#[test]
+fn timers_fire_in_order_and_not_early_also_while_nothing_else_happens() {
+    run(|seat| {
+        Box::pin(async move {
+            let rt = &seat.rt;
+            let begin = rt.clock().now();
+            let order = Rc::new(RefCell::new(Vec::new()));
+            for (note, millis) in [(2, 30), (0, 10), (1, 20)] {
+                let (order, at) = (Rc::clone(&order), begin.plus(Duration::from_millis(millis)));
+                let (sleep, clock) = (rt.sleep_until(at), Arc::clone(rt.clock()));
+                let task = async move {
+                    sleep.await;
+                    assert!(clock.now() >= at);
+                    order.borrow_mut().push(note);
+                };
+                rt.spawn(Class::Background, Box::pin(task));
+            }
+            rt.sleep_until(begin.plus(Duration::from_millis(40))).await;
+            assert_eq!(*order.borrow(), [0, 1, 2]);
+        })
+    });
+}
+
+#[test]
+#[allow(clippy::disallowed_methods, reason = "the other thread is what is tested")]
+fn an_unpark_from_another_thread_is_never_lost() {
+    const ROUNDS: usize = 2000;
+    run(|seat| {
+        let sent = Arc::new(AtomicUsize::new(0));
+        let other = std::thread::spawn({
+            let (sent, unparker) = (Arc::clone(&sent), Arc::clone(&seat.unparker));
+            move || {
+                for round in 0..ROUNDS {
+                    sent.fetch_add(1, Ordering::SeqCst);
+                    unparker.unpark();
+                    if round % 64 == 0 {
+                        std::thread::sleep(Duration::from_micros(200));
+                    }
+                }
+            }
+        });
+        Box::pin(async move {
+            while sent.load(Ordering::SeqCst) < ROUNDS {
+                seat.rt.unparked().await;
+            }
+            other.join().unwrap();
+        })
+    });
+}
+
+#[test]
+fn questions_from_another_thread_are_answered_one_by_one() {
+    let Some(_alone) = alone() else { return };
+    let (sender, mailbox) = mailbox(4);
+    let launcher = launcher();
+    let body: Body = Box::new(move |seat| {
+        mailbox.attach(seat.unparker);
+        Box::pin(async move {
+            while let Some((asked, reply)) = mailbox.recv(&*seat.rt).await {
+                let reply: super::super::mailbox::Reply<u32> = reply;
+                let _ = reply.send(asked + 1);
+            }
+        })
+    });
+    let executor = launcher.launch(0, body).unwrap();
+    let clock = launcher.clock();
+    for asked in 0..500_u32 {
+        let (reply, mut answer) = ticket();
+        sender.try_send((asked, reply)).unwrap();
+        let deadline = clock.now().plus(Duration::from_secs(20));
+        assert_eq!(answer.wait(&*clock, Some(deadline)), Some(Ok(asked + 1)));
+    }
+    sender.close();
+    executor.join().unwrap();
+}
+
+#[test]
+fn submissions_are_reaped_without_anybody_asking() {
+    run(|seat| {
+        let done = Rc::new(Cell::new(0));
+        let waiting: Rc<Cell<Option<Waker>>> = Rc::default();
+        seat.rt.set_reaper(Box::new({
+            let (io, done, waiting) = (Rc::clone(&seat.io), Rc::clone(&done), Rc::clone(&waiting));
+            move || {
+                let mut completions = Vec::new();
+                io.borrow_mut().reap(&mut completions);
+                done.set(done.get() + completions.len());
+                waiting.take().filter(|_| !completions.is_empty()).into_iter().for_each(Waker::wake);
+                completions.len()
+            }
+        }));
+        Box::pin(async move {
+            for round in 1..200 {
+                let name = Name { dir: DirId(0), path: "".into() };
+                seat.io.borrow_mut().submit(Token(1), Op::Meta(MetaOp::List { name }));
+                std::future::poll_fn(|cx| {
+                    if done.get() == round {
+                        return Poll::Ready(());
+                    }
+                    waiting.set(Some(cx.waker().clone()));
+                    Poll::Pending
+                })
+                .await;
+            }
+        })
+    });
+}
+
+#[test]
+fn a_panic_in_a_task_is_what_join_returns() {
+    let Some(_alone) = alone() else { return };
+    let body: Body = Box::new(|seat| {
+        Box::pin(async move {
+            seat.rt.yield_now().await;
+            panic!("as planned");
+        })
+    });
+    let ended = launcher().launch(0, body).unwrap().join();
+    assert_eq!(ended, Err("an executor panicked: as planned".into()));
+}
+
+#[test]
+fn an_io_without_an_eventfd_is_refused_with_what_to_do() {
+    let Some(_alone) = alone() else { return };
+    let make_io: MakeIo = Arc::new(|_| {
+        let io = TestIo::new();
+        io.borrow_mut().offers_event_fd = false;
+        Ok(io as _)
+    });
+    let launcher = GlommioLauncher::new(SystemClock::new(), OsEntropy::new(), make_io);
+    let refused = launcher.launch(0, Box::new(|_| Box::pin(async {})));
+    assert!(refused.is_err_and(|why| why.contains("plain threads")));
+}
+
+/// What tells an eventfd from all others of this machine: the kernel's own number for it.
+fn event_id(fd: &str) -> Option<String> {
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).ok()?;
+    info.lines().find(|line| line.starts_with("eventfd-id")).map(str::to_owned)
+}
+
+#[test]
+fn ending_drops_the_tasks_that_still_wait_and_closes_the_copy_of_the_eventfd() {
+    struct Noting(std::sync::mpsc::Sender<()>);
+    impl Drop for Noting {
+        fn drop(&mut self) {
+            self.0.send(()).unwrap();
+        }
+    }
+    let (dropped, drops) = channel();
+    let event = Arc::new(Mutex::new(None));
+    let kept = Arc::clone(&event);
+    let could = run(move |seat| {
+        // The test's own copy, so that the kernel gives the number to no other eventfd meanwhile.
+        *kept.lock().unwrap() = Some(event_of(&*seat.io.borrow()).unwrap());
+        let (rt, noting) = (Rc::clone(&seat.rt), Noting(dropped));
+        let task = async move {
+            let _held = noting;
+            rt.sleep_until(Nanos(u64::MAX)).await;
+        };
+        seat.rt.spawn(Class::Background, Box::pin(task));
+        Box::pin(async move {
+            let later = seat.rt.clock().now().plus(Duration::from_millis(1));
+            seat.rt.sleep_until(later).await;
+        })
+    });
+    if could {
+        drops.try_recv().unwrap();
+        let own = event.lock().unwrap().take().unwrap();
+        let event = event_id(&own.as_raw_fd().to_string());
+        assert!(event.is_some());
+        let open: Vec<_> = std::fs::read_dir("/proc/self/fdinfo").unwrap().flatten().collect();
+        let still = open.iter().filter(|fd| event_id(&fd.file_name().to_string_lossy()) == event).count();
+        assert_eq!(still, 1, "others than the test's own");
+    }
+}
+
+#[test]
+fn a_core_that_does_not_exist_is_an_error_of_launch() {
+    let Some(_alone) = alone() else { return };
+    let launched = launcher().pinned_to(vec![4000]).launch(0, Box::new(|_| Box::pin(async {})));
+    assert!(launched.is_err());
+}
