@@ -111,11 +111,20 @@ fn best_and_median(mut round: impl FnMut() -> Duration) -> (f64, f64) {
     (times[0].as_nanos() as f64, times[ROUNDS / 2].as_nanos() as f64)
 }
 
-/// From a request (records and placement in hand) to the first layer's extents, into a step without memory.
-fn first_layer(shape: &BlockShape, layout: &Arc<RunLayout>, placement: &Arc<Placement>) -> (f64, f64) {
+/// From a request (records and placement in hand) to the first layer's plan, into a step without memory or into
+/// one that has served another prefix, as an engine keeps them.
+fn first_layer(
+    shape: &BlockShape,
+    layout: &Arc<RunLayout>,
+    placement: &Arc<Placement>,
+    reuse: bool,
+) -> (f64, f64) {
+    let mut step = Step::new();
     best_and_median(|| {
         let records = records(layout);
-        let mut step = Step::new();
+        if !reuse {
+            step = Step::new();
+        }
         let start = now();
         let plan = plan(black_box(records), shape, placement, Order::Layers);
         assert!(plan.plan_step(0, &mut step));
@@ -125,12 +134,12 @@ fn first_layer(shape: &BlockShape, layout: &Arc<RunLayout>, placement: &Arc<Plac
     })
 }
 
-/// As `first_layer`, with the placement and the run's layout made in the same time, and every extent listed.
+/// As `first_layer` into a used step, with the placement and the run's layout made in the same time, and every extent listed.
 fn first_layer_from_nothing(shape: &BlockShape, kind: Layout) -> (f64, f64) {
     let layout = Arc::new(RunLayout::new(kind, LAYOUT_VERSION, shape, RECORD_BLOCKS).expect("a valid run"));
+    let mut step = Step::new();
     best_and_median(|| {
         let mut records = records(&layout);
-        let mut step = Step::new();
         let start = now();
         let layout =
             Arc::new(RunLayout::new(kind, LAYOUT_VERSION, shape, RECORD_BLOCKS).expect("a valid run"));
@@ -149,7 +158,9 @@ fn steps(name: &str, plan: &ReadPlan) {
     for index in 0..plan.steps() {
         plan.plan_step(index, &mut step);
         extents += step.extents().count() as u64;
-        pieces += step.regions().iter().map(|region| plan.pieces(&step, region).count() as u64).sum::<u64>();
+        pieces += (0..step.regions().len() as u32)
+            .map(|region| plan.pieces(&step, region).count() as u64)
+            .sum::<u64>();
         wanted += step.wanted_bytes();
         read += step.read_bytes();
     }
@@ -171,7 +182,7 @@ fn steps(name: &str, plan: &ReadPlan) {
         for index in 0..plan.steps() {
             plan.plan_step(index, &mut step);
             let start = now();
-            for region in step.regions() {
+            for region in 0..step.regions().len() as u32 {
                 for piece in plan.pieces(&step, region) {
                     black_box(piece);
                 }
@@ -219,15 +230,19 @@ fn main() {
             let layout =
                 Arc::new(RunLayout::new(kind, LAYOUT_VERSION, &shape, RECORD_BLOCKS).expect("a valid run"));
             let placement = Arc::new(paged(&shape));
-            let (best, median) = first_layer(&shape, &layout, &placement);
+            let (best, median) = first_layer(&shape, &layout, &placement, true);
+            let (best_fresh, median_fresh) = first_layer(&shape, &layout, &placement, false);
             let (best_all, median_all) = first_layer_from_nothing(&shape, kind);
             println!(
                 "{{\"bench\":\"plan_first_layer\",\"case\":\"{model}/{layout_name}\",\"records\":{},\
-                 \"us\":{:.1},\"us_median\":{:.1},\"us_with_placement\":{:.1},\
+                 \"us\":{:.1},\"us_median\":{:.1},\"us_new_step\":{:.1},\
+                 \"us_new_step_median\":{:.1},\"us_with_placement\":{:.1},\
                  \"us_with_placement_median\":{:.1}}}",
                 PREFIX_BLOCKS / RECORD_BLOCKS,
                 best / 1e3,
                 median / 1e3,
+                best_fresh / 1e3,
+                median_fresh / 1e3,
                 best_all / 1e3,
                 median_all / 1e3,
             );

@@ -202,6 +202,12 @@ impl RunLayout {
         (usize::try_from(part).ok()? < parts.len()).then(|| first.saturating_add(part))
     }
 
+    /// The layer of the part with this canonical index.
+    pub fn layer_of_part(&self, part: u32) -> Option<u32> {
+        let layer = self.first_parts.partition_point(|&first| first <= part).checked_sub(1)?;
+        u32::try_from(layer).ok().filter(|&layer| layer < self.layer_count())
+    }
+
     /// The bytes of one chunk, or `None` if the run has no such block, layer or part.
     pub fn chunk(&self, block: u32, layer: u32, part: u32) -> Option<Span> {
         let (_, parts) = self.layer_parts(layer)?;

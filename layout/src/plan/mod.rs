@@ -7,6 +7,7 @@
 
 mod error;
 mod pick;
+mod pieces;
 mod placement;
 mod read;
 mod step;
@@ -17,9 +18,10 @@ mod tests;
 
 pub use error::{PlacementError, PlanError};
 pub use pick::Pick;
+pub use pieces::{Piece, Pieces};
 pub use placement::{Address, MAX_PLACED_BLOCKS, MemoryId, MemorySpan, PartTarget, Placement};
 pub use read::{
     DEFAULT_MAX_EXTENT, DEFAULT_MAX_GAP, DEFAULT_MAX_REGION, Order, ReadOptions, ReadPlan, RecordRead,
 };
-pub use step::{Extent, Landing, Piece, Region, Step};
+pub use step::{Extent, Landing, Region, Step};
 pub use write::{WritePiece, WritePlan, WriteSource, WriteSummary};

@@ -183,7 +183,7 @@ impl Placement {
     /// Where a chunk lies: `part` is its canonical index in the block (`RunLayout::part_index`).
     pub fn address(&self, part: u32, ordinal: u32) -> Option<Address> {
         let placed = self.part(part)?;
-        Some(Address { memory: placed.target.memory, offset: placed.offset(self.slot(ordinal)?) })
+        Some(placed.address(self.slot(ordinal)?))
     }
 
     pub(super) fn part(&self, part: u32) -> Option<&Placed> {
@@ -208,6 +208,11 @@ impl Placed {
     pub(super) fn offset(&self, slot: u32) -> u64 {
         // `check_disjoint` has found the greatest slot's end below 2^63.
         self.target.base.saturating_add(self.target.stride.saturating_mul(u64::from(slot)))
+    }
+
+    #[inline]
+    pub(super) fn address(&self, slot: u32) -> Address {
+        Address { memory: self.target.memory, offset: self.offset(slot) }
     }
 
     /// First byte and end of all slots from `low` to `high`.

@@ -10,8 +10,9 @@
 //! staged one into a staging range of the region's size; when all extents of a region are in, check the digest of
 //! every piece and copy the staged ones to their destinations; when all regions are done, announce the step.
 
-use super::placement::{Address, Placement};
-use super::step::{Filler, PartRead, Piece, Region, Run, Step};
+use super::pieces::Pieces;
+use super::placement::Placement;
+use super::step::{Filler, PartRead, Step, WholeBlock};
 use super::{Pick, PlanError};
 use crate::arrange::{PAGE_BYTES, RunLayout};
 use crate::shape::Layout;
@@ -113,6 +114,8 @@ pub struct ReadPlan {
     options: ReadOptions,
     /// In block order: the number of steps before each record.
     first_steps: Vec<u32>,
+    /// In block order: for each record, whether its blocks are one region each.
+    whole_blocks: Vec<Option<WholeBlock>>,
     blocks: u32,
 }
 
@@ -155,7 +158,11 @@ impl ReadPlan {
         if order == Order::Layers && pieces > MAX_STEP_PIECES {
             return Err(PlanError::TooLarge);
         }
-        Ok(Self { records, layers, order, placement, options, first_steps, blocks })
+        let whole_blocks = match order {
+            Order::Blocks => whole_blocks(&records, &layers, &placement, &options),
+            Order::Layers => Vec::new(),
+        };
+        Ok(Self { records, layers, order, placement, options, first_steps, whole_blocks, blocks })
     }
 
     /// Number of steps: wanted layers in layer order, wanted blocks in block order.
@@ -237,9 +244,7 @@ impl ReadPlan {
 
     fn fill_layer(&self, layer: u32, index: u32, record: &RecordRead, out: &mut Step) {
         let Some((first_chunk, places)) = record.layout.layer_parts(layer) else { return };
-        let part_at = |chunk: u32, place| {
-            Some(PartRead::new(place, self.placement.part(chunk)?, chunk, layer, &self.options))
-        };
+        let part_at = |chunk: u32, place| PartRead::new(place, &self.placement, chunk, &self.options);
         let parts = || (first_chunk..).zip(places).filter_map(|(chunk, place)| part_at(chunk, place));
         let mut filler = Filler::new(out, &self.options, &self.placement, index, record.payload_offset);
         match record.layout.layout() {
@@ -270,45 +275,33 @@ impl ReadPlan {
         };
         let ordinal = record.ordinal.saturating_add(step.saturating_sub(first));
         let mut filler = Filler::new(out, &self.options, &self.placement, index, record.payload_offset);
+        if let Some(whole) = self.whole_blocks.get(at).copied().flatten() {
+            let first_part = usize::try_from(whole.first_part()).unwrap_or(usize::MAX);
+            let Some(place) = record.layout.parts().get(first_part) else { return false };
+            filler.add_whole(&whole, place, block, ordinal);
+            filler.close();
+            return true;
+        }
         for position in 0..self.layers.count() {
             let Some(layer) = self.layers.get(position) else { break };
             let Some((first_chunk, places)) = record.layout.layer_parts(layer) else { break };
             for (chunk, place) in (first_chunk..).zip(places) {
-                let Some(placed) = self.placement.part(chunk) else { break };
-                filler.add(&PartRead::new(place, placed, chunk, layer, &self.options), block, ordinal, 1);
+                if let Some(part) = PartRead::new(place, &self.placement, chunk, &self.options) {
+                    filler.add(&part, block, ordinal, 1);
+                }
             }
         }
         filler.close();
         true
     }
 
-    /// The chunks of a region of a step that this plan filled, in file order.
-    pub fn pieces<'a>(&'a self, step: &'a Step, region: &Region) -> impl Iterator<Item = Piece> + 'a {
-        let record = usize::try_from(region.record).ok().and_then(|at| self.records.get(at));
-        let runs = if record.is_some() { step.runs_of(region) } else { &[] };
-        runs.iter().filter_map(move |run| self.expand(record?, run)).flatten()
-    }
-
-    fn expand<'a>(
-        &'a self,
-        record: &'a RecordRead,
-        run: &'a Run,
-    ) -> Option<impl Iterator<Item = Piece> + 'a> {
-        let place = record.layout.parts().get(usize::try_from(run.chunk).ok()?)?;
-        let placed = self.placement.part(run.chunk)?;
-        Some((0..run.count).filter_map(move |index| {
-            let ordinal = run.ordinal.saturating_add(index);
-            let offset = placed.offset(self.placement.slot(ordinal)?);
-            Some(Piece {
-                block: run.block.saturating_add(index),
-                ordinal,
-                layer: run.layer,
-                chunk: run.chunk,
-                source: run.source.saturating_add(place.step.saturating_mul(u64::from(index))),
-                len: place.bytes,
-                destination: Address { memory: placed.target.memory, offset },
-            })
-        }))
+    /// The chunks of a region of a step that this plan filled, in file order. `region` counts the step's regions.
+    pub fn pieces<'a>(&'a self, step: &'a Step, region: u32) -> Pieces<'a> {
+        let record_and_runs = step.runs_of(region).and_then(|(region, runs)| {
+            Some((self.records.get(usize::try_from(region.record).ok()?)?.layout.parts(), runs))
+        });
+        let (parts, runs) = record_and_runs.unwrap_or_default();
+        Pieces::new(&self.placement, parts, runs)
     }
 }
 
@@ -342,4 +335,40 @@ fn check_shape(records: &[RecordRead], placement: &Placement) -> Result<(), Plan
         }
     }
     Ok(())
+}
+
+/// For each record whether a block is one region. Looks at a layout that several records share once.
+fn whole_blocks<'a>(
+    records: &'a [RecordRead],
+    layers: &Pick,
+    placement: &Placement,
+    options: &ReadOptions,
+) -> Vec<Option<WholeBlock>> {
+    let mut seen: Option<(&'a Arc<RunLayout>, Option<WholeBlock>)> = None;
+    let whole_of = |record: &'a RecordRead| match seen {
+        Some((layout, whole)) if Arc::ptr_eq(layout, &record.layout) => whole,
+        _ => {
+            let whole = whole_block(&record.layout, layers, placement, options);
+            seen = Some((&record.layout, whole));
+            whole
+        }
+    };
+    records.iter().map(whole_of).collect()
+}
+
+fn whole_block(
+    layout: &RunLayout,
+    layers: &Pick,
+    placement: &Placement,
+    options: &ReadOptions,
+) -> Option<WholeBlock> {
+    let last = layers.get(layers.count().checked_sub(1)?)?;
+    let (first, _) = layout.layer_parts(layers.get(0)?)?;
+    let (last_first, last_parts) = layout.layer_parts(last)?;
+    if last.checked_sub(layers.get(0)?)? != layers.count().checked_sub(1)? {
+        return None;
+    }
+    let end = usize::try_from(last_first).ok()?.checked_add(last_parts.len())?;
+    let places = layout.parts().get(usize::try_from(first).ok()?..end)?;
+    WholeBlock::new(places, first, placement, options)
 }

@@ -9,7 +9,7 @@
 //!
 //! Pieces are not stored: a region keeps runs of blocks, and the plan expands them when asked.
 
-use super::placement::{Address, Placed, Placement};
+use super::placement::{MemoryId, PartTarget, Placed, Placement};
 use super::read::ReadOptions;
 use crate::arrange::PartPlace;
 
@@ -29,19 +29,17 @@ pub struct Step {
 pub struct Region {
     /// First byte in the record's file, aligned.
     pub file_offset: u64,
-    /// Bytes, a multiple of the alignment.
+    /// Bytes, a multiple of the alignment. A staged region needs as many bytes of staging.
     pub bytes: u64,
-    /// The destination, if the region lands there directly; otherwise it needs `bytes` of staging.
-    pub direct: Option<Address>,
+    /// Where its first byte lands.
+    pub landing: Landing,
     /// Index of the record in the plan.
     pub record: u32,
-    /// First of its runs in the step.
-    pub(super) first_run: u32,
-    /// Number of its runs.
-    pub(super) run_count: u32,
+    /// First of its runs in the step; the next region's first run ends them.
+    first_run: u32,
 }
 
-/// Chunks of one part in consecutive blocks with consecutive ordinals, all in one region.
+/// Chunks that follow each other, all in one region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Run {
     /// Offset of the first chunk in the region.
@@ -49,12 +47,21 @@ pub(super) struct Run {
     pub(super) block: u32,
     pub(super) ordinal: u32,
     pub(super) count: u32,
-    /// Canonical index of the part.
-    pub(super) chunk: u32,
-    pub(super) layer: u32,
+    /// Canonical index of the (first) part; a block has at most 2^16.
+    pub(super) chunk: u16,
+    pub(super) along: Along,
 }
 
-/// Where the bytes of an extent land.
+/// What changes from one chunk of a run to the next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Along {
+    /// Block and ordinal, by one each; the part stays.
+    Blocks,
+    /// The part, by one; the block stays.
+    Parts,
+}
+
+/// Where the bytes of an extent or a region land.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Landing {
     /// In the region's staging range.
@@ -63,7 +70,27 @@ pub enum Landing {
         offset: u64,
     },
     /// In the destination.
-    Direct(Address),
+    Direct {
+        /// The memory.
+        memory: MemoryId,
+        /// Bytes from its start.
+        offset: u64,
+    },
+}
+
+impl Landing {
+    /// Whether the bytes land in the destination.
+    pub const fn is_direct(&self) -> bool {
+        matches!(self, Self::Direct { .. })
+    }
+
+    /// `bytes` further.
+    const fn after(self, bytes: u64) -> Self {
+        match self {
+            Self::Staged { offset } => Self::Staged { offset: offset.saturating_add(bytes) },
+            Self::Direct { memory, offset } => Self::Direct { memory, offset: offset.saturating_add(bytes) },
+        }
+    }
 }
 
 /// One read of the device: offset, length and landing place are all aligned.
@@ -79,25 +106,6 @@ pub struct Extent {
     pub len: u32,
     /// Where they land.
     pub landing: Landing,
-}
-
-/// One wanted chunk: where it lies in its region, and where it belongs.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Piece {
-    /// Block within the record.
-    pub block: u32,
-    /// Block within the whole plan: what the placement counts by.
-    pub ordinal: u32,
-    /// Layer index within the block.
-    pub layer: u32,
-    /// Canonical index of the part within the block: where its digest is.
-    pub chunk: u32,
-    /// Bytes from the region's start.
-    pub source: u64,
-    /// Bytes of the chunk.
-    pub len: u64,
-    /// Where the chunk belongs. In a direct region it is there already.
-    pub destination: Address,
 }
 
 impl Step {
@@ -145,32 +153,38 @@ impl Step {
         self.max_extent = max_extent;
     }
 
-    pub(super) fn runs_of(&self, region: &Region) -> &[Run] {
-        let first = usize::try_from(region.first_run).unwrap_or(usize::MAX);
-        let count = usize::try_from(region.run_count).unwrap_or(usize::MAX);
-        self.runs.get(first..first.saturating_add(count)).unwrap_or_default()
+    pub(super) fn runs_of(&self, region: u32) -> Option<(&Region, &[Run])> {
+        let at = usize::try_from(region).ok()?;
+        let region = self.regions.get(at)?;
+        let end = match self.regions.get(at.checked_add(1)?) {
+            Some(next) => usize::try_from(next.first_run).ok()?,
+            None => self.runs.len(),
+        };
+        Some((region, self.runs.get(usize::try_from(region.first_run).ok()?..end)?))
     }
 }
 
 impl Region {
     /// The region's device reads, each at most `max_extent` long.
     fn cut(&self, region: u32, max_extent: u32) -> impl Iterator<Item = Extent> + use<> {
-        let Self { file_offset, bytes, direct, record, .. } = *self;
+        let Self { file_offset, bytes, landing, record, .. } = *self;
         let mut done = 0u64;
         std::iter::from_fn(move || {
             let left = bytes.checked_sub(done).filter(|&left| left > 0)?;
             let len = u32::try_from(left).unwrap_or(u32::MAX).min(max_extent);
-            let landing = match direct {
-                None => Landing::Staged { offset: done },
-                Some(Address { memory, offset }) => {
-                    Landing::Direct(Address { memory, offset: offset.saturating_add(done) })
-                }
-            };
-            let extent =
-                Extent { region, record, file_offset: file_offset.saturating_add(done), len, landing };
+            let file_offset = file_offset.saturating_add(done);
+            let landing = landing.after(done);
             done = done.saturating_add(u64::from(len));
-            (len > 0).then_some(extent)
+            (len > 0).then_some(Extent { region, record, file_offset, len, landing })
         })
+    }
+
+    /// Whether a direct read of `bytes` can be appended: on disk, in the destination and within the limit.
+    fn continues_at(&self, start: u64, landing: Landing, bytes: u64, max_region: u32) -> bool {
+        self.landing.is_direct()
+            && self.file_offset.saturating_add(self.bytes) == start
+            && self.landing.after(self.bytes) == landing
+            && self.bytes.saturating_add(bytes) <= u64::from(max_region)
     }
 }
 
@@ -179,22 +193,68 @@ impl Region {
 pub(super) struct PartRead<'a> {
     pub(super) place: &'a PartPlace,
     pub(super) placed: &'a Placed,
-    pub(super) chunk: u32,
-    pub(super) layer: u32,
+    pub(super) chunk: u16,
     /// Every chunk of this part can land directly: disk and memory offsets and sizes are all aligned.
     pub(super) direct: bool,
 }
 
 impl<'a> PartRead<'a> {
+    /// The part with canonical index `chunk`, which lies at `place` in the payload.
     pub(super) fn new(
         place: &'a PartPlace,
-        placed: &'a Placed,
+        placement: &'a Placement,
         chunk: u32,
-        layer: u32,
         options: &ReadOptions,
-    ) -> Self {
+    ) -> Option<Self> {
+        let placed = placement.part(chunk)?;
         let all = place.offset | place.step | place.bytes | placed.target.base | placed.target.stride;
-        Self { place, placed, chunk, layer, direct: all & options.mask() == 0 }
+        let chunk = u16::try_from(chunk).ok()?;
+        Some(Self { place, placed, chunk, direct: all & options.mask() == 0 })
+    }
+}
+
+/// Consecutive parts of a block that always make up one staged region when a block is read by itself, so that a
+/// step need not look at each of them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct WholeBlock {
+    first_part: u16,
+    parts: u32,
+    /// Bytes from the first part's start to the last one's end.
+    span: u64,
+    /// Bytes of the parts.
+    wanted: u64,
+}
+
+impl WholeBlock {
+    /// `parts` parts from canonical index `first` on, if none is direct, no gap between them would be left out,
+    /// and they fit in a region wherever the block lies.
+    pub(super) fn new(
+        places: &[PartPlace],
+        first: u32,
+        placement: &Placement,
+        options: &ReadOptions,
+    ) -> Option<Self> {
+        let bridged = options.mask().max(u64::from(options.max_gap));
+        // With one step for all parts (full-block layout) every block is like the first.
+        let &PartPlace { offset: start, step, .. } = places.first()?;
+        let (mut end, mut wanted) = (start, 0u64);
+        for (chunk, place) in (first..).zip(places) {
+            let gap = place.offset.checked_sub(end)?;
+            if gap > bridged || place.step != step || PartRead::new(place, placement, chunk, options)?.direct
+            {
+                return None;
+            }
+            end = place.offset.checked_add(place.bytes)?;
+            wanted = wanted.checked_add(place.bytes)?;
+        }
+        let span = end.checked_sub(start)?;
+        let longest = span.checked_add(u64::from(options.align))?;
+        let (first_part, parts) = (u16::try_from(first).ok()?, u32::try_from(places.len()).ok()?);
+        (longest <= u64::from(options.max_region)).then_some(Self { first_part, parts, span, wanted })
+    }
+
+    pub(super) fn first_part(&self) -> u32 {
+        u32::from(self.first_part)
     }
 }
 
@@ -239,16 +299,17 @@ impl<'a> Filler<'a> {
             // The plan has checked that the placement covers every ordinal.
             let Some(slot) = self.placement.slot(ordinal) else { return };
             let start = self.payload_offset.saturating_add(part.place.start(block));
-            let to = Address { memory: part.placed.target.memory, offset: part.placed.offset(slot) };
+            let PartTarget { memory, .. } = part.placed.target;
+            let landing = Landing::Direct { memory, offset: part.placed.offset(slot) };
             let bytes = part.place.bytes;
             match &mut self.open {
-                Some(open) if open.continues_at(start, to, bytes, self.options.max_region) => {
+                Some(open) if open.continues_at(start, landing, bytes, self.options.max_region) => {
                     let source = open.bytes;
                     open.bytes = open.bytes.saturating_add(bytes);
                     self.push_run(source, part, block, ordinal, 1);
                 }
                 _ => {
-                    self.open_region(start, bytes, Some(to));
+                    self.open_region(start, bytes, landing);
                     self.push_run(0, part, block, ordinal, 1);
                 }
             }
@@ -266,12 +327,12 @@ impl<'a> Filler<'a> {
             let limit = u64::from(self.options.max_region);
             let joins = self.open.as_ref().is_some_and(|open| {
                 let reach = open.file_offset.saturating_add(open.bytes);
-                open.direct.is_none()
+                !open.landing.is_direct()
                     && floor <= reach.saturating_add(u64::from(self.options.max_gap))
                     && start.saturating_add(bytes) <= open.file_offset.saturating_add(limit)
             });
             if !joins {
-                self.open_region(floor, 0, None);
+                self.open_region(floor, 0, Landing::Staged { offset: 0 });
             }
             let Some(open) = &mut self.open else { return };
             // The region limit is a multiple of the alignment, so what ends below it ends below it rounded up.
@@ -296,9 +357,22 @@ impl<'a> Filler<'a> {
         }
     }
 
+    /// Adds consecutive parts of one block that the plan has found to make up one staged region.
+    pub(super) fn add_whole(&mut self, whole: &WholeBlock, place: &PartPlace, block: u32, ordinal: u32) {
+        let mask = self.options.mask();
+        let start = self.payload_offset.saturating_add(place.start(block));
+        let floor = start & !mask;
+        let end = start.saturating_add(whole.span).saturating_add(mask) & !mask;
+        self.step.wanted_bytes = self.step.wanted_bytes.saturating_add(whole.wanted);
+        self.open_region(floor, end.saturating_sub(floor), Landing::Staged { offset: 0 });
+        let source = start.saturating_sub(floor);
+        let (chunk, count) = (whole.first_part, whole.parts);
+        self.step.runs.push(Run { source, block, ordinal, count, chunk, along: Along::Parts });
+    }
+
     fn push_run(&mut self, source: u64, part: &PartRead<'_>, block: u32, ordinal: u32, count: u32) {
-        let Some(open) = &mut self.open else { return };
-        if open.run_count > 0
+        let first_run = self.open.as_ref().map_or(u32::MAX, |open| open.first_run);
+        if usize::try_from(first_run).is_ok_and(|first| first < self.step.runs.len())
             && let Some(last) = self.step.runs.last_mut()
             && last.chunk == part.chunk
             && last.block.saturating_add(last.count) == block
@@ -307,37 +381,25 @@ impl<'a> Filler<'a> {
             last.count = last.count.saturating_add(count);
             return;
         }
-        open.run_count = open.run_count.saturating_add(1);
-        self.step.runs.push(Run { source, block, ordinal, count, chunk: part.chunk, layer: part.layer });
+        let chunk = part.chunk;
+        self.step.runs.push(Run { source, block, ordinal, count, chunk, along: Along::Blocks });
     }
 
-    fn open_region(&mut self, file_offset: u64, bytes: u64, direct: Option<Address>) {
+    fn open_region(&mut self, file_offset: u64, bytes: u64, landing: Landing) {
         self.close();
         // A plan refuses steps of more than `MAX_STEP_PIECES` pieces, and no run is without a piece.
         let first_run = u32::try_from(self.step.runs.len()).unwrap_or(u32::MAX);
-        self.open = Some(Region { file_offset, bytes, direct, record: self.record, first_run, run_count: 0 });
+        self.open = Some(Region { file_offset, bytes, landing, record: self.record, first_run });
     }
 
     /// Ends the last region. Without it the region is lost.
     pub(super) fn close(&mut self) {
         if let Some(region) = self.open.take() {
             self.step.read_bytes = self.step.read_bytes.saturating_add(region.bytes);
-            if region.direct.is_none() {
+            if !region.landing.is_direct() {
                 self.step.staged_bytes = self.step.staged_bytes.saturating_add(region.bytes);
             }
             self.step.regions.push(region);
         }
-    }
-}
-
-impl Region {
-    /// Whether a direct read of `bytes` can be appended: on disk, in the destination and within the limit.
-    fn continues_at(&self, start: u64, to: Address, bytes: u64, max_region: u32) -> bool {
-        let Some(address) = self.direct else { return false };
-        let total = self.bytes.saturating_add(bytes);
-        self.file_offset.saturating_add(self.bytes) == start
-            && address.memory == to.memory
-            && address.offset.saturating_add(self.bytes) == to.offset
-            && total <= u64::from(max_region)
     }
 }

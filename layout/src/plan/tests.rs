@@ -267,39 +267,43 @@ proptest! {
         let mut step = Step::new();
         for index in 0..plan.steps() {
             prop_assert!(plan.plan_step(index, &mut step));
-            let mut staging: Vec<_> = step.regions().iter().map(|region| match region.direct {
-                None => vec![UNTOUCHED; region.bytes as usize],
-                Some(_) => Vec::new(),
+            let mut staging: Vec<_> = step.regions().iter().map(|region| match region.landing {
+                Landing::Staged { .. } => vec![UNTOUCHED; region.bytes as usize],
+                Landing::Direct { .. } => Vec::new(),
             }).collect();
             for extent in step.extents() {
                 let start = extent.file_offset as usize;
                 let read = &files[extent.record as usize][start..start + extent.len as usize];
                 match extent.landing {
-                    Landing::Direct(at) => bytes_at(&mut memories, at, read.len() as u64).copy_from_slice(read),
+                    Landing::Direct { memory, offset } => {
+                        bytes_at(&mut memories, Address { memory, offset }, read.len() as u64).copy_from_slice(read);
+                    }
                     Landing::Staged { offset } => {
                         staging[extent.region as usize][offset as usize..][..read.len()].copy_from_slice(read);
                     }
                 }
             }
-            for (region, staged) in step.regions().iter().zip(&staging) {
-                for piece in plan.pieces(&step, region) {
+            for ((number, region), staged) in (0u32..).zip(step.regions()).zip(&staging) {
+                let layout = &plan.records()[region.record as usize].layout;
+                for piece in plan.pieces(&step, number) {
+                    let layer = layout.layer_of_part(piece.chunk).unwrap();
                     let content = case.chunk_content(region.record, piece.block, piece.chunk);
                     prop_assert_eq!(piece.len, content.len() as u64);
-                    match region.direct {
-                        None => {
+                    match region.landing {
+                        Landing::Staged { .. } => {
                             let chunk = &staged[piece.source as usize..(piece.source + piece.len) as usize];
                             prop_assert!(chunk == content, "staged {piece:?}");
                             bytes_at(&mut memories, piece.destination, piece.len).copy_from_slice(chunk);
                         }
-                        Some(at) => {
-                            prop_assert_eq!(at.memory, piece.destination.memory);
-                            prop_assert_eq!(at.offset + piece.source, piece.destination.offset);
+                        Landing::Direct { memory, offset } => {
+                            let at = Address { memory, offset: offset + piece.source };
+                            prop_assert_eq!(at, piece.destination);
                         }
                     }
-                    let name = (region.record, piece.block, piece.ordinal, piece.layer, piece.chunk);
+                    let name = (region.record, piece.block, piece.ordinal, layer, piece.chunk);
                     prop_assert!(delivered.insert(name), "twice: {piece:?}");
                     match case.order {
-                        Order::Layers => prop_assert_eq!(plan.layer_of(index), Some(piece.layer)),
+                        Order::Layers => prop_assert_eq!(plan.layer_of(index), Some(layer)),
                         Order::Blocks => {
                             prop_assert_eq!(plan.block_of(index), Some((region.record, piece.block)));
                             prop_assert_eq!(piece.ordinal, index);
@@ -333,7 +337,7 @@ proptest! {
                 prop_assert!(extent.len > 0 && extent.len <= case.options.max_extent);
                 prop_assert_eq!(extent.record, region.record);
                 prop_assert_eq!((extent.file_offset | u64::from(extent.len)) % align, 0);
-                let lands = match extent.landing { Landing::Direct(at) => at.offset, Landing::Staged { offset } => offset };
+                let (Landing::Direct { offset: lands, .. } | Landing::Staged { offset: lands }) = extent.landing;
                 prop_assert_eq!(lands % align, 0);
                 let record = &plan.records()[extent.record as usize];
                 prop_assert!(extent.file_offset >= record.payload_offset);
@@ -348,21 +352,21 @@ proptest! {
                 read += u64::from(extent.len);
                 previous = Some((extent, region));
             }
-            for region in step.regions() {
-                let chunks: Vec<_> = plan.pieces(&step, region).collect();
+            for (number, region) in (0u32..).zip(step.regions()) {
+                let chunks: Vec<_> = plan.pieces(&step, number).collect();
                 prop_assert!(!chunks.is_empty());
                 prop_assert!(region.bytes <= u64::from(case.options.max_region) || chunks.len() == 1);
                 prop_assert!(chunks.is_sorted_by(|a, b| a.source + a.len <= b.source));
                 let inside = chunks.last().unwrap();
                 prop_assert!(inside.source + inside.len <= region.bytes);
                 pieces += chunks.len() as u64;
-                if region.direct.is_some() {
+                if region.landing.is_direct() {
                     prop_assert_eq!(chunks.iter().map(|chunk| chunk.len).sum::<u64>(), region.bytes);
                 }
             }
             prop_assert_eq!(step.read_bytes(), read);
             prop_assert!(step.over_read_bytes() <= case.options.over_read_bound(pieces));
-            let staged: u64 = step.regions().iter().filter(|r| r.direct.is_none()).map(|r| r.bytes).sum();
+            let staged: u64 = step.regions().iter().filter(|r| !r.landing.is_direct()).map(|r| r.bytes).sum();
             prop_assert_eq!(step.staged_bytes(), staged);
         }
     }
@@ -373,18 +377,20 @@ proptest! {
         let mut step = Step::new();
         for index in 0..plan.steps() {
             plan.plan_step(index, &mut step);
-            for pair in step.regions().windows(2) {
+            for (number, pair) in (1u32..).zip(step.regions().windows(2)) {
                 let (first, second) = (pair[0], pair[1]);
-                if first.record != second.record || first.direct.is_some() != second.direct.is_some() {
+                if first.record != second.record || first.landing.is_direct() != second.landing.is_direct() {
                     continue;
                 }
                 let end = first.file_offset + first.bytes;
                 let near = second.file_offset <= end + u64::from(case.options.max_gap);
-                let head = plan.pieces(&step, &second).next().unwrap();
+                let head = plan.pieces(&step, number).next().unwrap();
                 let joint = second.file_offset + head.source + head.len - first.file_offset;
                 let fits = joint <= u64::from(case.options.max_region);
-                let follows = match (first.direct, second.direct) {
-                    (Some(a), Some(b)) => second.file_offset == end && a.memory == b.memory && a.offset + first.bytes == b.offset,
+                let follows = match (first.landing, second.landing) {
+                    (Landing::Direct { memory: a, offset: from }, Landing::Direct { memory: b, offset: to }) => {
+                        second.file_offset == end && a == b && from + first.bytes == to
+                    }
                     _ => near,
                 };
                 prop_assert!(!(follows && fits), "{first:?} {second:?}");
@@ -399,9 +405,9 @@ proptest! {
         let mut step = Step::new();
         for index in 0..plan.steps() {
             plan.plan_step(index, &mut step);
-            for region in step.regions().iter().filter(|region| region.direct.is_none()) {
+            for (number, region) in (0u32..).zip(step.regions()).filter(|(_, region)| !region.landing.is_direct()) {
                 let record = &plan.records()[region.record as usize];
-                for piece in plan.pieces(&step, region) {
+                for piece in plan.pieces(&step, number) {
                     let place = record.layout.parts()[piece.chunk as usize];
                     let all_aligned = (0..record.layout.blocks()).all(|block| place.start(block) % align == 0)
                         && place.bytes % align == 0
@@ -420,9 +426,9 @@ proptest! {
     fn a_step_is_its_slices_and_needs_no_other_step(case in cases()) {
         let plan = case.plan();
         let expand = |step: &Step| -> Vec<_> {
-            step.regions().iter().map(|region| {
-                let pieces: Vec<_> = plan.pieces(step, region).collect();
-                (region.record, region.file_offset, region.bytes, region.direct, pieces)
+            (0u32..).zip(step.regions()).map(|(number, region)| {
+                let pieces: Vec<_> = plan.pieces(step, number).collect();
+                (region.record, region.file_offset, region.bytes, region.landing, pieces)
             }).collect()
         };
         let mut reused = Step::new();
@@ -460,8 +466,8 @@ proptest! {
             let mut step = Step::new();
             for index in 0..plan.steps() {
                 plan.plan_step(index, &mut step);
-                for region in step.regions() {
-                    for piece in plan.pieces(&step, region) {
+                for (number, region) in (0u32..).zip(step.regions()) {
+                    for piece in plan.pieces(&step, number) {
                         let start = (region.file_offset + piece.source) as usize;
                         bytes_at(&mut memories, piece.destination, piece.len)
                             .copy_from_slice(&image[start..start + piece.len as usize]);
@@ -526,7 +532,7 @@ fn whole_pages_into_layer_buffers_are_one_direct_region_cut_into_extents() {
     let mut step = Step::new();
     assert!(plan.plan_step(0, &mut step));
     let extents: Vec<_> = step.extents().collect();
-    let direct = |offset| Landing::Direct(Address { memory: MemoryId(1), offset });
+    let direct = |offset| Landing::Direct { memory: MemoryId(1), offset };
     let extent = |file_offset, len, landing| Extent { region: 0, record: 0, file_offset, len, landing };
     let start = 8192 + (4 << 20);
     assert_eq!(
@@ -550,7 +556,7 @@ fn packed_small_pieces_are_staged_and_their_neighbours_page_is_over_read() {
     // Blocks 2 and 3 lie in the layer's first page and the one after, block 9 in the third: pages touch.
     let region = step.regions()[0];
     assert_eq!((step.regions().len(), region.file_offset, region.bytes), (1, 8192 + 733_184, 12_288));
-    let pieces: Vec<_> = plan.pieces(&step, &region).map(|piece| (piece.block, piece.source)).collect();
+    let pieces: Vec<_> = plan.pieces(&step, 0).map(|piece| (piece.block, piece.source)).collect();
     assert_eq!(pieces, [(2, 2336), (3, 3504), (9, 10_512)]);
     assert_eq!(step.over_read_bytes(), 12_288 - 3 * 1_168);
 }
