@@ -233,14 +233,18 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_durable_write_is_written_and_flushed_from_then_on() {
+    fn a_durable_write_that_the_kernel_does_not_know_is_a_write_and_a_flush() {
         let scratch = Scratch::new();
         let path = scratch.path().join("file");
-        std::fs::write(&path, b"").unwrap();
-        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        let file = std::fs::OpenOptions::new().write(true).create_new(true).open(&path).unwrap();
         let buf = Buf::new(&Region::anonymous(16).unwrap(), 0, 16).unwrap();
         let durable = AtomicBool::new(false);
-        assert_eq!(write(file.as_fd(), 0, &[buf], true, &durable), Ok(16));
+        assert_eq!(write(file.as_fd(), 0, std::slice::from_ref(&buf), true, &durable), Ok(16));
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 16);
+        // What cannot be flushed cannot be written durably, but it can be written.
+        let null = std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
+        let no_flush = |sync| write(null.as_fd(), 0, std::slice::from_ref(&buf), sync, &durable);
+        assert_eq!(no_flush(false), Ok(16));
+        assert_eq!(no_flush(true), Err(Errno::INVAL));
     }
 }
