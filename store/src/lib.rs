@@ -5,6 +5,7 @@
 )]
 
 pub mod api;
+pub mod engine;
 pub mod error;
 pub mod index;
 pub mod io;

@@ -143,10 +143,7 @@ fn shifted(memory: Vec<Buf>) -> Result<Vec<Memory>, Reason> {
     if !apart {
         return Err(Reason::Overlap);
     }
-    Ok(memory
-        .into_iter()
-        .map(|buf| Memory { shift: (buf.as_ptr().addr() % PAGE) as u64, buf })
-        .collect())
+    Ok(memory.into_iter().map(|buf| Memory { shift: (buf.as_ptr().addr() % PAGE) as u64, buf }).collect())
 }
 
 fn expect_len(buf: &Buf, expected: u64) -> Result<(), Reason> {

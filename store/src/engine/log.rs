@@ -20,6 +20,7 @@ use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 use kvarts_layout::format::{self, PAGE, PAGE_BYTES, Position, page_align};
 use kvarts_layout::plan::{WritePlan, WriteSource};
 
+use super::headers::Headers;
 use super::names::Namespace;
 use super::notify::Notify;
 use super::segment::{Segment, SegmentState};
@@ -76,6 +77,8 @@ pub(crate) struct Log {
     pub(crate) driver: Rc<Driver>,
     pub(crate) arena: Arena,
     pub(crate) segments: RefCell<BTreeMap<u32, Rc<Segment>>>,
+    /// Proved headers, for reads.
+    pub(crate) headers: Headers,
     open: RefCell<Option<Rc<Segment>>>,
     /// A task is getting the next segment; others wait.
     rolling: Cell<bool>,
@@ -109,6 +112,7 @@ impl Log {
             driver,
             arena,
             segments: RefCell::default(),
+            headers: Headers::default(),
             open: RefCell::default(),
             rolling: Cell::new(false),
             sealing: Cell::new(0),
@@ -219,7 +223,8 @@ impl Log {
         let offset = start + headers.len() as u64;
         let header = self.encode(segment, offset, sequence, &draft.body, draft.digests, payload_bytes)?;
         entries.push(entry(offset, sequence, header.len(), payload_bytes, &draft.body));
-        let header_bytes = u32::try_from(header.len()).map_err(|_| Reason::TooMany("blocks in one record"))?;
+        let header_bytes =
+            u32::try_from(header.len()).map_err(|_| Reason::TooMany("blocks in one record"))?;
         headers.extend_from_slice(&header);
         let image_bytes = page_align(payload_bytes).ok_or(Reason::TooMany("bytes in one record"))?;
         let len = headers.len() as u64 + image_bytes;
@@ -299,7 +304,7 @@ impl Log {
         Ok(image.written)
     }
 
-    async fn stage(&self, bytes: usize) -> Result<Buf, IoError> {
+    pub(crate) async fn stage(&self, bytes: usize) -> Result<Buf, IoError> {
         match self.arena.take(bytes).await {
             Some(buf) => Ok(buf),
             // Larger than the arena: rare enough for memory of its own.
@@ -397,9 +402,8 @@ impl Log {
 
     fn take_free(&self) -> Option<Rc<Segment>> {
         let segments = self.segments.borrow();
-        let free = |segment: &&Rc<Segment>| {
-            segment.state.get() == SegmentState::Free && segment.readers.get() == 0
-        };
+        let free =
+            |segment: &&Rc<Segment>| segment.state.get() == SegmentState::Free && segment.readers.get() == 0;
         segments.values().find(free).map(Rc::clone)
     }
 
@@ -439,7 +443,7 @@ impl Log {
         let log = Rc::clone(self);
         (self.spawn)(Box::pin(async move {
             // A segment that could not be sealed is scanned by recovery: nothing is lost by it.
-            if let Err(reason) = log.seal(&segment, SealReason::Full).await {
+            if let Err(reason) = log.seal(&segment, SealReason::Normal).await {
                 segment.break_off(reason);
             }
             log.sealing.set(log.sealing.get() - 1);
@@ -453,33 +457,37 @@ impl Log {
         let end = segment.tail.borrow().next;
         segment.durable(&self.driver, end).await?;
         let records = std::mem::take(&mut segment.tail.borrow_mut().entries);
-        let image = self.seal_image(segment, Footer { records }, end, reason)?;
-        let staging =
-            self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
-        staging.copy_in(0, &image);
-        let at = self.shared.segment_bytes - image.len() as u64;
-        let written = self.driver.write(Class::Background, segment.file, at, staging, true).await;
-        written.map_err(|error| Reason::Media(error.to_string()))?;
+        let (footer, trailer) = self.seal_images(segment, Footer { records }, end, reason)?;
+        // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
+        let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
+        for (at, image) in [(trailer_at - footer.len() as u64, footer), (trailer_at, trailer)] {
+            let media = |error: IoError| Reason::Media(error.to_string());
+            let staging = self.stage(image.len()).await.map_err(media)?;
+            staging.copy_in(0, &image);
+            self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(media)?;
+        }
         segment.state.set(SegmentState::Sealed);
         Ok(())
     }
 
-    fn seal_image(
+    /// The footer and the trailer, as they are written.
+    fn seal_images(
         &self,
         segment: &Segment,
         footer: Footer,
         log_end: u64,
         reason: SealReason,
-    ) -> Result<Vec<u8>, Reason> {
+    ) -> Result<(Vec<u8>, Vec<u8>), Reason> {
         let bug = |_| Reason::Bug("a footer that cannot be encoded");
         let secret = &self.shared.secret;
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
         // The footer ends where the trailer begins, so its length must be known before its position.
         let probe = footer.encode(&self.position(segment, trailer_at), secret).map_err(bug)?;
         let footer_offset = trailer_at - probe.len() as u64;
-        let mut image = footer.encode(&self.position(segment, footer_offset), secret).map_err(bug)?;
+        let image = footer.encode(&self.position(segment, footer_offset), secret).map_err(bug)?;
         let footer_bytes = u32::try_from(image.len()).map_err(|_| Reason::Bug("a footer of 4 GiB"))?;
-        let sequence = |entry: Option<&Entry>| entry.map_or(segment.first_sequence.get(), |entry| entry.sequence);
+        let sequence =
+            |entry: Option<&Entry>| entry.map_or(segment.first_sequence.get(), |entry| entry.sequence);
         let trailer = Trailer {
             footer_offset,
             footer_tag: footer::tag_of(&image).ok_or(Reason::Bug("a footer without a tag"))?,
@@ -491,8 +499,8 @@ impl Log {
             reason,
         };
         let position = trailer::position(&self.position(segment, 0), self.shared.segment_bytes);
-        image.extend(trailer.encode(&position, secret).map_err(bug)?);
-        Ok(image)
+        let trailer = trailer.encode(&position, secret).map_err(bug)?;
+        Ok((image, trailer))
     }
 
     /// Completes when no segment is being sealed.
@@ -529,10 +537,18 @@ fn fill(staging: &Buf, at: usize, payload: &Payload<'_>) {
 }
 
 /// A record as the footer will list it.
-pub(crate) fn entry(offset: u64, sequence: u64, header_bytes: usize, payload_bytes: u64, body: &Body) -> Entry {
+pub(crate) fn entry(
+    offset: u64,
+    sequence: u64,
+    header_bytes: usize,
+    payload_bytes: u64,
+    body: &Body,
+) -> Entry {
     let content = match body {
         Body::Blocks(blocks) => Content::Blocks(blocks.clone()),
-        Body::Identity(definition) => Content::Identity(Defined { local: definition.local, id: definition.id }),
+        Body::Identity(definition) => {
+            Content::Identity(Defined { local: definition.local, id: definition.id })
+        }
         Body::Spec(definition) => Content::Spec(Defined { local: definition.local, id: definition.id }),
         Body::Tombstones(tombstones) => Content::Tombstones(tombstones.clone()),
         Body::Epoch(epoch) => Content::Epoch(*epoch),
@@ -546,7 +562,9 @@ fn footer_share(entry: &Entry) -> u64 {
     let lists = match &entry.content {
         Content::Blocks(blocks) => {
             let extensions: u64 = blocks.extensions.iter().map(|one| 16 + one.bytes.len() as u64).sum();
-            blocks.blocks.len() as u64 * FOOTER_BLOCK_BYTES + blocks.stored_lengths.len() as u64 * 4 + extensions
+            blocks.blocks.len() as u64 * FOOTER_BLOCK_BYTES
+                + blocks.stored_lengths.len() as u64 * 4
+                + extensions
         }
         Content::Tombstones(tombstones) => tombstones.entries.len() as u64 * 80,
         _ => 0,

@@ -58,7 +58,8 @@ impl Tables {
         if let Some(spec) = self.specs.get(&id) {
             return Ok(Arc::clone(spec));
         }
-        let geometry = Geometry::decode_canonical(canonical).map_err(|error| Reason::Shape(error.to_string()))?;
+        let geometry =
+            Geometry::decode_canonical(canonical).map_err(|error| Reason::Shape(error.to_string()))?;
         if geometry.fingerprint() != id {
             return Err(Reason::SpecMismatch);
         }
@@ -78,11 +79,8 @@ impl Tables {
             return Err(Reason::SpecMismatch);
         }
         let block_tokens = identity.block_tokens;
-        spec.geometry
-            .check_block_tokens(block_tokens)
-            .map_err(|error| Reason::Shape(error.to_string()))?;
-        let namespace =
-            Arc::new(Namespace { id, local, canonical: canonical.to_vec(), block_tokens, spec });
+        spec.geometry.check_block_tokens(block_tokens).map_err(|error| Reason::Shape(error.to_string()))?;
+        let namespace = Arc::new(Namespace { id, local, canonical: canonical.to_vec(), block_tokens, spec });
         self.namespaces.insert(id, Arc::clone(&namespace));
         self.by_local.insert(local, id);
         Ok(namespace)
@@ -107,7 +105,11 @@ impl Names {
     }
 
     /// Makes an identity known. Registering it again, with the same spec, gives the same namespace.
-    pub(crate) fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<Arc<Namespace>, Reason> {
+    pub(crate) fn register(
+        &self,
+        identity: &Identity,
+        geometry: &Geometry,
+    ) -> Result<Arc<Namespace>, Reason> {
         let canonical = identity.encode().map_err(|error| Reason::Identity(error.to_string()))?;
         let fingerprint = geometry.fingerprint();
         if identity.spec_fingerprint != fingerprint {
@@ -127,9 +129,11 @@ impl Names {
 
     /// Takes in an identity that recovery found. Its spec must have been taken in before.
     pub(crate) fn recover_identity(&self, found: &Definition) -> Result<(), Reason> {
-        let identity = Identity::decode(&found.canonical).map_err(|error| Reason::Identity(error.to_string()))?;
+        let identity =
+            Identity::decode(&found.canonical).map_err(|error| Reason::Identity(error.to_string()))?;
         let mut tables = self.write();
-        let spec = tables.specs.get(&identity.spec_fingerprint).map(Arc::clone).ok_or(Reason::SpecMismatch)?;
+        let spec =
+            tables.specs.get(&identity.spec_fingerprint).map(Arc::clone).ok_or(Reason::SpecMismatch)?;
         tables.namespace(found.local, &found.canonical, spec).map(drop)
     }
 

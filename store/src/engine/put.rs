@@ -89,11 +89,8 @@ pub(crate) fn begin(
         Reservation::InFlight => BlockOutcome::InFlight,
         Reservation::Reserved => BlockOutcome::Refused(Reason::Bug("a reserved block that no part took")),
     };
-    let state = PutState {
-        outcomes: reservations.iter().map(outcome).collect(),
-        parts_left: 0,
-        reply: Some(reply),
-    };
+    let state =
+        PutState { outcomes: reservations.iter().map(outcome).collect(), parts_left: 0, reply: Some(reply) };
     let job = Arc::new(PutJob {
         shared: Arc::clone(shared),
         request,
@@ -136,8 +133,7 @@ fn check(shared: &Arc<Shared>, request: &PutRequest) -> Result<Arc<RunClass>, Re
         let found = u64::from(request.from.block_count());
         return Err(Reason::Length { expected: u64::from(blocks), found });
     }
-    let namespace =
-        shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
     let run = record_blocks(shared, shape.block_bytes())?.min(blocks);
     let layout = request.layout.unwrap_or_else(|| Layout::auto(&shape, run));
@@ -282,9 +278,10 @@ impl PutJob {
     }
 
     fn origins(&self, run: &Range<u32>) -> Vec<OriginId> {
-        let given = self.request.origins.as_ref().and_then(|origins| {
-            origins.get(run.start as usize..run.end as usize).map(<[OriginId]>::to_vec)
-        });
+        let given =
+            self.request.origins.as_ref().and_then(|origins| {
+                origins.get(run.start as usize..run.end as usize).map(<[OriginId]>::to_vec)
+            });
         given.unwrap_or_else(|| {
             let draw = |_| {
                 let mut origin = OriginId::default();

@@ -82,8 +82,7 @@ pub(crate) fn begin(
 ) -> Result<Vec<(usize, ReadPart)>, Reason> {
     let blocks = u32::try_from(request.keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
     check(shared, &request, blocks)?;
-    let namespace =
-        shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
     let layers = pick_layers(&request, shape.layers().len())?;
     let key = shared.index.key();
@@ -326,4 +325,3 @@ impl ReadJob {
         self.sink.send(ReadEvent::Released);
     }
 }
-

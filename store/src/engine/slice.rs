@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::format::record::{self, Body};
-use kvarts_layout::plan::{Extent, Landing, Step};
+use kvarts_layout::plan::{Address, Extent, Landing, Step};
 
 use super::headers::Header;
 use super::log::Log;
@@ -253,15 +253,14 @@ impl Run<'_> {
     async fn enqueue(&mut self, step: u32, at: usize, plan: Step) -> bool {
         let mut regions = Vec::with_capacity(plan.regions().len());
         for region in plan.regions() {
-            let staging = match region.direct {
-                Some(_) => None,
-                None => match self.stage(region.bytes).await {
-                    Some(buf) => Some(buf),
-                    None => {
-                        self.spare.push(plan);
-                        return false;
-                    }
-                },
+            let staging = if region.landing.is_direct() {
+                None
+            } else {
+                let Some(buf) = self.stage(region.bytes).await else {
+                    self.spare.push(plan);
+                    return false;
+                };
+                Some(buf)
             };
             regions.push((staging, 0));
         }
@@ -290,7 +289,9 @@ impl Run<'_> {
 
     fn landing(&self, extent: &Extent, staging: Option<&Buf>) -> Option<Buf> {
         match extent.landing {
-            Landing::Direct(address) => self.job.request.into.slice(address, u64::from(extent.len)),
+            Landing::Direct { memory, offset } => {
+                self.job.request.into.slice(Address { memory, offset }, u64::from(extent.len))
+            }
             Landing::Staged { offset } => staging?.slice(offset as usize, extent.len as usize),
         }
     }
@@ -351,7 +352,9 @@ impl Run<'_> {
         self.job.shared.counters.device_bytes_read.fetch_add(planned.bytes, Relaxed);
         let record = slice.record;
         match self.records.get_mut(record) {
-            Some(Record { header: HeaderState::Good(_) | HeaderState::Bad, .. }) => self.finish_region(slot, region),
+            Some(Record { header: HeaderState::Good(_) | HeaderState::Bad, .. }) => {
+                self.finish_region(slot, region)
+            }
             Some(record) => record.early.push((slot, region)),
             None => {}
         }
@@ -359,13 +362,15 @@ impl Run<'_> {
 
     fn take_header(&mut self, at: usize, result: Result<(), IoError>) {
         let Some(record) = self.records.get_mut(at) else { return };
-        let HeaderState::Reading(buf) = std::mem::replace(&mut record.header, HeaderState::Bad) else { return };
+        let HeaderState::Reading(buf) = std::mem::replace(&mut record.header, HeaderState::Bad) else {
+            return;
+        };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
         self.in_flight = self.in_flight.saturating_sub(wanted.header_bytes);
         let position = self.log.position(&record.segment, wanted.offset);
-        let opened = result.map_err(|error| Reason::Media(error.to_string())).and_then(|()| {
-            open_header(&buf.to_vec(), &position, &self.job.shared.secret)
-        });
+        let opened = result
+            .map_err(|error| Reason::Media(error.to_string()))
+            .and_then(|()| open_header(&buf.to_vec(), &position, &self.job.shared.secret));
         match opened {
             Ok(header) => {
                 let header = Rc::new(header);
@@ -428,10 +433,9 @@ impl Run<'_> {
         let Some(Some(slice)) = self.slices.get(slot) else { return };
         let Some(record) = self.records.get(record) else { return };
         let HeaderState::Good(header) = &record.header else { return };
-        let Some(planned) = slice.plan.regions().get(region as usize) else { return };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
         let into = &self.job.request.into;
-        for piece in self.job.plan.pieces(&slice.plan, planned) {
+        for piece in self.job.plan.pieces(&slice.plan, region) {
             if let Some(reason) = &failed {
                 self.job.fail(piece.ordinal, reason);
                 continue;

@@ -137,6 +137,20 @@ pub struct IoError {
 }
 
 impl IoError {
+    /// There is no memory to stage `bytes` bytes of a write in.
+    pub(crate) fn out_of_memory(bytes: usize) -> Self {
+        let errno = Errno::NOMEM.raw_os_error();
+        let subject = Subject::Name(Box::new(Name { dir: super::DirId(0), path: "".into() }));
+        Self {
+            kind: IoErrorKind::Other(errno),
+            op: OpKind::Write,
+            subject,
+            offset: 0,
+            len: bytes as u64,
+            errno,
+        }
+    }
+
     /// The open file it is about, if it is about one.
     pub fn file(&self) -> Option<FileId> {
         match self.subject {

@@ -12,7 +12,7 @@
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::future::Future;
-use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -84,7 +84,7 @@ impl GlommioLauncher {
         let core = self.cores.get(index.checked_rem(self.cores.len()).unwrap_or(0)).copied();
         let executor = make(core)?;
         let io = (self.make_io)(index)?;
-        let event = event_of(&*io.borrow())?;
+        let event = event_of(&mut *io.borrow_mut())?;
         Ok(move || {
             let tasks = Tasks::new(io.borrow().unparker(), self.clock, self.entropy);
             let shared = Rc::new(Shared {
@@ -135,14 +135,11 @@ fn make(core: Option<usize>) -> Result<LocalExecutor, String> {
 }
 
 /// A copy of the eventfd of `io`, fit to be waited for through a ring.
-fn event_of(io: &dyn Io) -> Result<OwnedFd, String> {
+fn event_of(io: &mut dyn Io) -> Result<OwnedFd, String> {
     let backend = io.facts().backend;
     let fd = io.event_fd().ok_or_else(|| {
         format!("the {backend} way to the disks has no eventfd to sleep on: run it on plain threads")
     })?;
-    // SAFETY: `Io::event_fd` says that the descriptor is open for as long as `io` lives, which is borrowed here.
-    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    let fd = fd.try_clone_to_owned().map_err(|why| format!("no descriptor left ({why}): raise the limit"))?;
     let flags = fcntl_getfl(&fd).map_err(|why| format!("the eventfd of {backend} is broken: {why}"))?;
     if flags.contains(OFlags::NONBLOCK) {
         // A ring would answer each read at once with EAGAIN, and the executor would never sleep.

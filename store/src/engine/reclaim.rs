@@ -1,0 +1,110 @@
+//! Making room: the oldest sealed segment that nothing holds is emptied and written anew.
+//!
+//! A block under a lease keeps its segment; so does a device read. What is evicted is gone from the index before
+//! the segment's header is written anew, so nobody is sent to bytes that are being replaced; and a reader that was
+//! sent there before finds another record's header and answers a miss.
+
+use std::rc::Rc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use kvarts_layout::format::body::Blocks;
+use kvarts_layout::format::footer::{Content, Footer};
+use kvarts_layout::format::trailer::{self, Trailer};
+use kvarts_layout::format::{PAGE, PAGE_BYTES};
+use kvarts_layout::{BlockKey, Coordinate, Group};
+
+use super::log::Log;
+use super::segment::{Segment, SegmentState};
+use crate::error::Reason;
+use crate::index::{Eviction, Lookup};
+use crate::io::IoError;
+use crate::rt::Class;
+
+impl Log {
+    /// Empties a sealed segment and returns it, free. The oldest goes first.
+    pub(crate) async fn reclaim(&self) -> Result<Rc<Segment>, Reason> {
+        let mut sealed: Vec<Rc<Segment>> = self
+            .segments
+            .borrow()
+            .values()
+            .filter(|segment| segment.state.get() == SegmentState::Sealed && segment.readers.get() == 0)
+            .map(Rc::clone)
+            .collect();
+        sealed.sort_by_key(|segment| segment.first_sequence.get());
+        for segment in sealed {
+            let Ok(footer) = self.read_footer(&segment).await else { continue };
+            if segment.readers.get() == 0 && self.evict_all(&segment, &footer) {
+                segment.state.set(SegmentState::Free);
+                self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
+                return Ok(segment);
+            }
+        }
+        Err(Reason::NoSpace)
+    }
+
+    /// The footer of a sealed segment, from disk.
+    pub(crate) async fn read_footer(&self, segment: &Segment) -> Result<Footer, Reason> {
+        let damaged = |what: String| Reason::Header { segment: segment.number, offset: 0, what };
+        let media = |error: IoError| Reason::Media(error.to_string());
+        let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
+        let page = self.stage(PAGE).await.map_err(media)?;
+        self.driver.read(Class::Background, segment.file, trailer_at, page.clone()).await.map_err(media)?;
+        let position = trailer::position(&self.position(segment, 0), self.shared.segment_bytes);
+        let trailer = Trailer::decode(&page.to_vec(), &position, &self.shared.secret)
+            .map_err(|unsound| damaged(unsound.to_string()))?;
+        let buf = self.stage(trailer.footer_bytes as usize).await.map_err(media)?;
+        self.driver
+            .read(Class::Background, segment.file, trailer.footer_offset, buf.clone())
+            .await
+            .map_err(media)?;
+        let position = self.position(segment, trailer.footer_offset);
+        Footer::decode(&buf.to_vec(), &position, &self.shared.secret)
+            .map_err(|unsound| damaged(unsound.to_string()))
+    }
+
+    /// Evicts every block that the segment holds; false, and only some evicted, if one is leased.
+    fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
+        for record in &footer.records {
+            if let Content::Blocks(blocks) = &record.content
+                && !self.evict_record(segment, record.offset, blocks)
+            {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn evict_record(&self, segment: &Segment, offset: u64, blocks: &Blocks) -> bool {
+        let index = &self.shared.index;
+        let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return true };
+        let mut emptied = None;
+        for name in &blocks.blocks {
+            let key = BlockKey(name.key);
+            let print = index.key().of(blocks.namespace, &key, Group(blocks.group), coordinate);
+            let Lookup::Live(at) = index.lookup(print) else { continue };
+            let here = index.records().get(at.record).is_some_and(|record| {
+                u32::from(record.shard) == self.shard
+                    && record.segment == segment.number
+                    && u64::from(record.page) * PAGE_BYTES == offset
+            });
+            if !here {
+                continue;
+            }
+            match index.try_evict(print, at, self.shared.clock.now()) {
+                Eviction::Busy => return false,
+                Eviction::Evicted { left } => {
+                    self.shared.counters.blocks_evicted.fetch_add(1, Relaxed);
+                    if left == 0 {
+                        emptied = Some(at.record);
+                    }
+                }
+                Eviction::Gone => {}
+            }
+        }
+        if let Some(record) = emptied {
+            // It has no live block and no reader: whoever still knows its number gets a miss.
+            let _ = index.records().free(record);
+        }
+        true
+    }
+}
