@@ -54,7 +54,9 @@ fn identity(model: &str, block_tokens: u32) -> (Identity, kvarts_layout::ModelSp
 }
 
 fn keys(count: u32) -> Vec<BlockKey> {
-    (0..count).map(|n| BlockKey(std::array::from_fn(|i| (n as usize * 31 + i * 7) as u8 ^ (n >> 8) as u8))).collect()
+    (0..count)
+        .map(|n| BlockKey(std::array::from_fn(|i| (n as usize * 31 + i * 7) as u8 ^ (n >> 8) as u8)))
+        .collect()
 }
 
 fn pattern(buf: &Buf, seed: u64) {
@@ -72,7 +74,13 @@ fn memory(len: u64) -> Buf {
     Buf::new(&Region::anonymous(len as usize).unwrap(), 0, len as usize).unwrap()
 }
 
-fn round_trip(home: &Home, namespace: NamespaceId, coordinate: Coordinate, shape: &BlockShape, layout: Layout) {
+fn round_trip(
+    home: &Home,
+    namespace: NamespaceId,
+    coordinate: Coordinate,
+    shape: &BlockShape,
+    layout: Layout,
+) {
     let blocks = 5;
     let source = memory(shape.block_bytes() * u64::from(blocks));
     pattern(&source, 42);
@@ -98,7 +106,14 @@ fn round_trip(home: &Home, namespace: NamespaceId, coordinate: Coordinate, shape
     check(home, namespace, coordinate, shape, &source, blocks);
 }
 
-fn check(home: &Home, namespace: NamespaceId, coordinate: Coordinate, shape: &BlockShape, source: &Buf, blocks: u32) {
+fn check(
+    home: &Home,
+    namespace: NamespaceId,
+    coordinate: Coordinate,
+    shape: &BlockShape,
+    source: &Buf,
+    blocks: u32,
+) {
     for order in [Order::Layers, Order::Blocks] {
         let into = memory(shape.block_bytes() * u64::from(blocks));
         let read = ReadRequest {
@@ -116,9 +131,17 @@ fn check(home: &Home, namespace: NamespaceId, coordinate: Coordinate, shape: &Bl
         let end = home.store().read(read).unwrap().wait_blocking();
         assert_eq!((end.usable_blocks, end.failures.len()), (blocks, 0), "{:?}", end.failures.first());
         let (found, expected) = (into.to_vec(), source.to_vec());
-        let differing: Vec<usize> =
-            (0..found.len()).step_by(4096).filter(|&at| found[at..at + 64] != expected[at..at + 64]).collect();
-        assert!(found == expected, "{order:?}: {} pages differ, first {:?}, of {}", differing.len(), differing.first(), found.len() / 4096);
+        let differing: Vec<usize> = (0..found.len())
+            .step_by(4096)
+            .filter(|&at| found[at..at + 64] != expected[at..at + 64])
+            .collect();
+        assert!(
+            found == expected,
+            "{order:?}: {} pages differ, first {:?}, of {}",
+            differing.len(),
+            differing.first(),
+            found.len() / 4096
+        );
     }
 }
 
