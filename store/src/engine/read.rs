@@ -23,7 +23,7 @@ use super::runs::RunClass;
 use super::shared::Shared;
 use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use crate::error::Reason;
-use crate::index::{BlockFingerprint, Located, Location};
+use crate::index::{BlockFingerprint, Location};
 use crate::rt::Class;
 
 /// A run of blocks of one record that a read wants.
@@ -108,6 +108,7 @@ pub(crate) fn begin(
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
     let mut failures = BTreeMap::new();
+    shared.drop_expired(&prints);
     let wanted = find(shared, &request, &prints, &mut failures)?;
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
@@ -177,11 +178,9 @@ fn find(
     prints: &[BlockFingerprint],
     failures: &mut BTreeMap<u32, Reason>,
 ) -> Result<Vec<Wanted>, Reason> {
-    let now_s = shared.expiry_s(shared.clock.unix_millis());
     let mut wanted: Vec<Wanted> = Vec::new();
     for ((ordinal, key), print) in (0u32..).zip(&request.keys).zip(prints) {
-        let live = |found: &Located| found.record.expires == 0 || found.record.expires > now_s;
-        let Some(found) = shared.index.locate(*print).filter(live) else {
+        let Some(found) = shared.index.locate(*print) else {
             failures.insert(ordinal, Reason::NotHere(*key));
             continue;
         };
@@ -260,7 +259,8 @@ impl ReadJob {
         let Some(print) = self.prints.get(ordinal as usize) else { return };
         let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
         let at = Location { record: wanted.location.record, block: block as u16 };
-        if self.shared.index.quarantine(*print, at).is_some() {
+        if let Some(left) = self.shared.index.quarantine(*print, at) {
+            self.shared.free_if_empty(at.record, left);
             self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
     }
@@ -315,12 +315,8 @@ impl ReadJob {
         let mut state = self.lock();
         state.ended = true;
         let steps = self.plan.steps();
-        if state.next_step < steps && self.request.order == Order::Blocks {
-            for step in state.next_step..steps {
-                if let Some(ordinal) = self.ordinal_of(step) {
-                    state.failures.entry(ordinal).or_insert(Reason::DeadlinePassed);
-                }
-            }
+        if state.next_step < steps {
+            self.name_undelivered(&mut state);
         }
         let whole = state.next_step == steps;
         let usable_blocks = self.usable(&state);
@@ -336,6 +332,24 @@ impl ReadJob {
             self.shared.counters.blocks_read.fetch_add(good, Relaxed);
         }
         self.sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, failures, held_bytes }));
+    }
+
+    /// A read that ends early ends so for its deadline or because its caller is gone; anything else is a defect,
+    /// and must not look like a short answer.
+    fn name_undelivered(&self, state: &mut ReadState) {
+        let stopped = self.request.deadline.is_some() || self.is_cancelled();
+        let reason = if stopped {
+            Reason::DeadlinePassed
+        } else {
+            Reason::Bug("a read that ended before it was whole")
+        };
+        if self.request.order == Order::Blocks {
+            for ordinal in (state.next_step..self.plan.steps()).filter_map(|step| self.ordinal_of(step)) {
+                state.failures.entry(ordinal).or_insert_with(|| reason.clone());
+            }
+        } else if !stopped {
+            state.failures.entry(0).or_insert(reason);
+        }
     }
 
     /// The chunks that a step delivers of a run: block within the record, canonical part, bytes.
