@@ -1,3 +1,5 @@
+//! The simulated disk keeps and loses exactly what a disk may.
+
 use kvarts_store::io::{EntryKind, Name};
 use proptest::prelude::*;
 
