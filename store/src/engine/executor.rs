@@ -143,10 +143,11 @@ impl Executor {
             return put::refuse(part, &Reason::Bug("a put for a shard of another executor"));
         };
         let busy = Busy::new(&self.busy);
+        let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
         self.rt.spawn(
             Class::Put,
             Box::pin(async move {
-                put::run(&log, part).await;
+                put::run(&log, part, deadline).await;
                 drop(busy);
             }),
         );
