@@ -24,6 +24,7 @@ use super::shared::Shared;
 use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Located, Location};
+use crate::rt::Class;
 
 /// A run of blocks of one record that a read wants.
 #[derive(Debug)]
@@ -51,7 +52,7 @@ pub(crate) struct ReadJob {
     pub(crate) wanted: Vec<Wanted>,
     /// For each step, how many slices have not ended.
     open_slices: Vec<AtomicU32>,
-    /// Executors that have not ended.
+    /// Parts that have not ended.
     parts_left: AtomicU32,
     /// Bytes of the caller's memory that a device may still write after the end.
     pub(crate) held_bytes: AtomicU64,
@@ -67,19 +68,35 @@ struct ReadState {
     ended: bool,
 }
 
-/// One executor's share of a read: indices of `wanted`.
+/// One shard's share of a read: indices of `wanted`.
 pub(crate) struct ReadPart {
     pub(crate) job: Arc<ReadJob>,
     pub(crate) records: Vec<u32>,
 }
 
-/// Checks the request, looks its blocks up and makes the plan: the parts for each executor, by shard.
+impl ReadPart {
+    /// What the read is for.
+    pub(crate) fn class(&self) -> Class {
+        self.job.request.class
+    }
+
+    /// Ends a part that no executor took.
+    pub(crate) fn refuse(self, reason: &Reason) {
+        for &index in &self.records {
+            if let Some(wanted) = self.job.wanted.get(index as usize) {
+                self.job.fail_run(wanted.run.clone(), reason);
+            }
+        }
+        self.job.part_done();
+    }
+}
+
+/// Checks the request, looks its blocks up and makes the plan: a part for each shard that has some of them.
 pub(crate) fn begin(
     shared: &Arc<Shared>,
     request: ReadRequest,
     sink: ReadSink,
-    executor_of: impl Fn(u32) -> usize,
-) -> Result<Vec<(usize, ReadPart)>, Reason> {
+) -> Result<Vec<(u32, ReadPart)>, Reason> {
     let blocks = u32::try_from(request.keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
     check(shared, &request, blocks)?;
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
@@ -96,9 +113,9 @@ pub(crate) fn begin(
         return Ok(Vec::new());
     }
     let plan = make_plan(&request, layers, &wanted)?;
-    let mut by_executor = BTreeMap::<usize, Vec<u32>>::new();
+    let mut by_shard = BTreeMap::<u32, Vec<u32>>::new();
     for (index, wanted) in (0u32..).zip(&wanted) {
-        by_executor.entry(executor_of(wanted.shard)).or_default().push(index);
+        by_shard.entry(wanted.shard).or_default().push(index);
     }
     let slices = if request.order == Order::Layers { wanted.len() as u32 } else { 1 };
     let open_slices = (0..plan.steps()).map(|_| AtomicU32::new(slices)).collect();
@@ -109,13 +126,13 @@ pub(crate) fn begin(
         plan,
         wanted,
         open_slices,
-        parts_left: AtomicU32::new(by_executor.len() as u32),
+        parts_left: AtomicU32::new(by_shard.len() as u32),
         held_bytes: AtomicU64::new(0),
         state: Mutex::new(ReadState { failures, next_step: 0, ended: false }),
         sink,
     });
-    let part = |(executor, records)| (executor, ReadPart { job: Arc::clone(&job), records });
-    Ok(by_executor.into_iter().map(part).collect())
+    let part = |(shard, records)| (shard, ReadPart { job: Arc::clone(&job), records });
+    Ok(by_shard.into_iter().map(part).collect())
 }
 
 fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reason> {
@@ -247,7 +264,7 @@ impl ReadJob {
         }
     }
 
-    /// One executor has a slice of a step in. Announces every step that is whole, in order.
+    /// One part has a slice of a step in. Announces every step that is whole, in order.
     pub(crate) fn slice_done(&self, step: u32) {
         let Some(open) = self.open_slices.get(step as usize) else { return };
         if open.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) != 1 {
@@ -288,7 +305,7 @@ impl ReadJob {
         state.failures.first_key_value().map_or(self.request.keys.len() as u32, |(&first, _)| first)
     }
 
-    /// One executor has ended its part. The last one gives the end; what was not delivered by then was not
+    /// One part has ended. The last one gives the end; what was not delivered by then was not
     /// delivered in time.
     pub(crate) fn part_done(&self) {
         if self.parts_left.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) != 1 {

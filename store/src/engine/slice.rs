@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::plan::{Address, Extent, Landing, Step};
 
-use super::headers::Header;
+use super::headers::{Header, HeaderKey};
 use super::log::Log;
 use super::read::{ReadJob, ReadPart};
 use super::segment::Segment;
@@ -85,6 +85,8 @@ struct Run<'a> {
     free: Vec<usize>,
     /// Step buffers that are not in use.
     spare: Vec<Step>,
+    /// Extents that were pushed and whose ends have not been taken in.
+    under_way: usize,
     /// Bytes of extents under way.
     in_flight: u64,
     /// What is to be submitted next: step, and index into `records`.
@@ -111,6 +113,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64) {
         slices: Vec::new(),
         free: Vec::new(),
         spare: Vec::new(),
+        under_way: 0,
         in_flight: 0,
         next: (0, 0),
         queue: VecDeque::new(),
@@ -155,7 +158,7 @@ impl Run<'_> {
             }
             let window = if self.first_step_done { window } else { window.min(START_BYTES) };
             self.submit(window).await;
-            if self.batch.outstanding() == 0 {
+            if self.under_way == 0 {
                 return;
             }
             let done = match self.job.request.deadline {
@@ -165,9 +168,9 @@ impl Run<'_> {
                     Err(()) => return,
                 },
             };
-            if let Some(done) = done {
-                self.take_in(done);
-            }
+            let Some(done) = done else { return };
+            self.under_way -= 1;
+            self.take_in(done);
         }
     }
 
@@ -190,6 +193,7 @@ impl Run<'_> {
             while let Some((name, offset, len, buf)) = self.queue.pop_front() {
                 let Some(record) = self.records.get(self.queue_record) else { break };
                 self.batch.push(name, record.segment.file, offset, buf);
+                self.under_way += 1;
                 self.in_flight += len;
                 if self.in_flight >= window {
                     break;
@@ -249,32 +253,37 @@ impl Run<'_> {
         self.next = if self.job.request.order == Order::Blocks { (step + 1, 0) } else { (step, at + 1) };
     }
 
-    /// Finds memory for a slice's regions and queues its extents, the header's first.
+    /// Finds memory for a slice and queues its extents, the header's first. All memory is taken in one piece, so
+    /// that two reads never hold half of what each needs.
     async fn enqueue(&mut self, step: u32, at: usize, plan: Step) -> bool {
-        let mut regions = Vec::with_capacity(plan.regions().len());
-        for region in plan.regions() {
-            let staging = if region.landing.is_direct() {
-                None
-            } else {
-                let Some(buf) = self.stage(region.bytes).await else {
-                    self.spare.push(plan);
-                    return false;
-                };
-                Some(buf)
-            };
-            regions.push((staging, 0));
-        }
-        if !self.enqueue_header(at).await {
+        let header_bytes = self.missing_header(at);
+        let staged_bytes = plan.staged_bytes();
+        let Some(staging) = self.stage(header_bytes + staged_bytes).await else {
             self.spare.push(plan);
             return false;
+        };
+        if header_bytes > 0 {
+            self.enqueue_header(at, staging.as_ref(), header_bytes);
+        }
+        let mut used = header_bytes as usize;
+        let mut regions = Vec::with_capacity(plan.regions().len());
+        for region in plan.regions() {
+            let memory = if region.landing.is_direct() {
+                None
+            } else {
+                let len = region.bytes as usize;
+                used += len;
+                staging.as_ref().and_then(|staging| staging.slice(used - len, len))
+            };
+            regions.push((memory, 0));
         }
         let slot = self.free.pop().unwrap_or_else(|| {
             self.slices.push(None);
             self.slices.len() - 1
         });
         for extent in plan.extents() {
-            let Some((staging, left)) = regions.get_mut(extent.region as usize) else { continue };
-            let Some(buf) = self.landing(&extent, staging.as_ref()) else { continue };
+            let Some((memory, left)) = regions.get_mut(extent.region as usize) else { continue };
+            let Some(buf) = self.landing(&extent, memory.as_ref()) else { continue };
             *left += 1;
             let name = (slot as u64) << 32 | u64::from(extent.region);
             self.queue.push_back((name, extent.file_offset, u64::from(extent.len), buf));
@@ -296,39 +305,48 @@ impl Run<'_> {
         }
     }
 
-    /// Staging memory. While something of this part is under way, a full arena is waited out by taking that in
-    /// first; otherwise other tasks hold it and will return it.
-    async fn stage(&mut self, bytes: u64) -> Option<Buf> {
+    /// Staging memory, `Some(None)` if none is needed. While something of this part is under way, a full arena is
+    /// answered by taking that in first; otherwise other tasks hold it and will return it.
+    async fn stage(&mut self, bytes: u64) -> Option<Option<Buf>> {
         let bytes = bytes as usize;
-        match self.log.arena.try_take(bytes) {
+        if bytes == 0 {
+            return Some(None);
+        }
+        let taken = match self.log.arena.try_take(bytes) {
             Some(buf) => Some(buf),
-            None if self.batch.outstanding() > 0 || !self.queue.is_empty() => None,
+            None if self.under_way > 0 => None,
             None if bytes > self.log.arena.usage().total => {
+                // Larger than the arena: rare enough for memory of its own.
                 let region = crate::io::Region::anonymous(bytes).ok()?;
                 Buf::new(&region, 0, bytes)
             }
             None => self.log.arena.take(bytes).await,
+        };
+        taken.map(Some)
+    }
+
+    /// Bytes of the record's header if it has to be read first; zero if it is here or on its way.
+    fn missing_header(&mut self, at: usize) -> u64 {
+        let Some(record) = self.records.get(at) else { return 0 };
+        if !matches!(record.header, HeaderState::Unread) {
+            return 0;
+        }
+        let Some(wanted) = self.job.wanted.get(record.index as usize) else { return 0 };
+        match self.log.headers.get(header_key(&record.segment, wanted.offset)) {
+            Some(header) => {
+                self.header_found(at, header);
+                0
+            }
+            None => wanted.header_bytes,
         }
     }
 
-    async fn enqueue_header(&mut self, at: usize) -> bool {
-        let Some(record) = self.records.get(at) else { return true };
-        if !matches!(record.header, HeaderState::Unread) {
-            return true;
-        }
-        let Some(wanted) = self.job.wanted.get(record.index as usize) else { return true };
-        let key = (record.segment.number, record.segment.generation.get(), wanted.offset);
-        if let Some(header) = self.log.headers.get(key) {
-            self.header_found(at, header);
-            return true;
-        }
-        let Some(buf) = self.stage(wanted.header_bytes).await else { return false };
-        let name = HEADER | at as u64;
-        self.queue.push_back((name, wanted.offset, wanted.header_bytes, buf.clone()));
-        if let Some(record) = self.records.get_mut(at) {
-            record.header = HeaderState::Reading(buf);
-        }
-        true
+    fn enqueue_header(&mut self, at: usize, staging: Option<&Buf>, bytes: u64) {
+        let Some(buf) = staging.and_then(|staging| staging.slice(0, bytes as usize)) else { return };
+        let Some(record) = self.records.get_mut(at) else { return };
+        let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
+        self.queue.push_back((HEADER | at as u64, wanted.offset, bytes, buf.clone()));
+        record.header = HeaderState::Reading(buf);
     }
 
     /// Takes in one extent that ended.
@@ -374,8 +392,7 @@ impl Run<'_> {
         match opened {
             Ok(header) => {
                 let header = Rc::new(header);
-                let key = (record.segment.number, record.segment.generation.get(), wanted.offset);
-                self.log.headers.insert(key, &header);
+                self.log.headers.insert(header_key(&record.segment, wanted.offset), &header);
                 self.header_found(at, header);
             }
             Err(reason) => {
@@ -465,6 +482,11 @@ impl Run<'_> {
             }
         }
     }
+}
+
+/// Under what a record's header is kept.
+fn header_key(segment: &Segment, offset: u64) -> HeaderKey {
+    (segment.number, segment.generation.get(), offset)
 }
 
 /// Whether the next chunk is to be verified. Sampling walks a generator of its own, seeded once a read.
