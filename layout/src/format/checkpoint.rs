@@ -65,8 +65,6 @@ pub const SEGMENT_QUARANTINED: u8 = 4;
 pub struct SegmentState {
     /// Its generation: what a later generation holds is not covered.
     pub generation: u64,
-    /// Bytes of live records.
-    pub live_bytes: u64,
     /// Sequence of its first record; zero if it has none.
     pub first_sequence: u64,
     /// Sequence of its last record that this checkpoint covers.
@@ -113,7 +111,7 @@ pub struct Totals {
     pub chunks: u64,
 }
 
-const _: () = assert!(size_of::<rkyv::Archived<SegmentState>>() == 48);
+const _: () = assert!(size_of::<rkyv::Archived<SegmentState>>() == 40);
 const _: () = assert!(size_of::<rkyv::Archived<RecordState>>() == 32);
 const _: () = assert!(size_of::<rkyv::Archived<Totals>>() == 48);
 const _: () = assert!(is_frugal::<SegmentState>() && is_frugal::<RecordState>());

@@ -58,8 +58,7 @@ fn tables() -> BTreeMap<&'static str, Table> {
         archived!("Defined", Defined: local, id),
         archived!("Entry", Entry: offset, sequence, payload_bytes, header_bytes, content),
         archived!("Footer", Footer: records),
-        archived!("SegmentState", SegmentState: generation, live_bytes, first_sequence, last_sequence, log_end,
-            segment, state),
+        archived!("SegmentState", SegmentState: generation, first_sequence, last_sequence, log_end, segment, state),
         archived!("RecordState", RecordState: generation, offset, expires_ms, segment, last_access_s),
         archived!("Totals", Totals: segments, namespaces, records, tombstones, epochs, chunks),
     ])

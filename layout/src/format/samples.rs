@@ -178,7 +178,6 @@ pub(super) fn items() -> Vec<Items> {
     let segment = SegmentState {
         segment: 12,
         generation: 5,
-        live_bytes: 8192,
         first_sequence: 74,
         last_sequence: 79,
         log_end: 32768,

@@ -20,9 +20,11 @@ use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 use kvarts_layout::format::{self, PAGE, PAGE_BYTES, Position, page_align};
 use kvarts_layout::plan::{WritePlan, WriteSource};
 
+use super::checkpoint::Slots;
 use super::headers::Headers;
 use super::names::Namespace;
 use super::notify::Notify;
+use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState};
 use super::shared::Shared;
 use crate::api::Placed;
@@ -85,6 +87,9 @@ pub(crate) struct Log {
     /// Segments whose seal has not ended.
     sealing: Cell<u32>,
     pub(crate) sequence: Cell<u64>,
+    /// What was deleted, for as long as its records may lie on disk.
+    pub(crate) graves: RefCell<Graves>,
+    pub(crate) checkpoints: Slots,
     changed: Notify,
     spawn: Box<dyn Fn(crate::rt::LocalTask)>,
 }
@@ -117,6 +122,8 @@ impl Log {
             rolling: Cell::new(false),
             sealing: Cell::new(0),
             sequence: Cell::new(1),
+            graves: RefCell::default(),
+            checkpoints: Slots::default(),
             changed: Notify::default(),
             spawn,
         }

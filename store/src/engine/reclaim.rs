@@ -80,7 +80,8 @@ impl Log {
         let mut emptied = None;
         for name in &blocks.blocks {
             let key = BlockKey(name.key);
-            let print = index.key().of(blocks.namespace, &key, Group(blocks.group), coordinate);
+            let print =
+                index.key().of(segment.local(blocks.namespace), &key, Group(blocks.group), coordinate);
             let Lookup::Live(at) = index.lookup(print) else { continue };
             let here = index.records().get(at.record).is_some_and(|record| {
                 u32::from(record.shard) == self.shard
