@@ -58,14 +58,9 @@ fn tables() -> BTreeMap<&'static str, Table> {
         archived!("Defined", Defined: local, id),
         archived!("Entry", Entry: offset, sequence, payload_bytes, header_bytes, content),
         archived!("Footer", Footer: records),
-        archived!("SegmentState", SegmentState: generation, live_bytes, first_sequence, last_sequence, log_end,
-            segment, state),
-        archived!("DefinitionState", DefinitionState: generation, offset, segment, local, id, is_spec),
-        archived!("BlockState", BlockState: expires_ms, pinned_until_ms, last_access_s, flags, name),
-        archived!("RecordState", RecordState: generation, offset, sequence, payload_bytes, coordinate,
-            created_ms, segment, header_bytes, namespace, spec, group, first_entry, entries_total, blocks,
-            first_block, layout_version, layout, encoding, flags, parent),
-        archived!("Totals", Totals: segments, definitions, records, blocks, tombstones, epochs, chunks),
+        archived!("SegmentState", SegmentState: generation, first_sequence, last_sequence, log_end, segment, state),
+        archived!("RecordState", RecordState: generation, offset, expires_ms, segment, last_access_s),
+        archived!("Totals", Totals: segments, namespaces, records, tombstones, epochs, chunks),
     ])
 }
 

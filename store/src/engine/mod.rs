@@ -25,7 +25,7 @@ mod store;
 
 use std::time::Duration;
 
-pub use recover::RecoveryReport;
+pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use store::{Executors, Options, Stats, Store};
 
