@@ -67,6 +67,7 @@ struct Source {
     listed: Listed,
 }
 
+#[allow(clippy::large_enum_variant, reason = "one for each segment, for the time of a recovery")]
 enum Listed {
     Scanned(Vec<Entry>),
     Footer(Ends, Trailer),
