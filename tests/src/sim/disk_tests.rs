@@ -1,3 +1,5 @@
+//! The simulated disk: what it promises of each operation, and what is left of it after a crash.
+
 use kvarts_store::io::{EntryKind, Name};
 use proptest::prelude::*;
 
