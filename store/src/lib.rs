@@ -7,6 +7,7 @@
 pub mod api;
 pub mod engine;
 pub mod error;
+pub mod home;
 pub mod index;
 pub mod io;
 pub mod rt;

@@ -269,7 +269,8 @@ fn overhead_is_at_most_two_percent_from_256_kib_blocks_up() {
     let sizes = (64..=640).step_by(9).flat_map(|pages| offsets.map(|offset| pages * 4096 + offset));
     for bytes in sizes {
         for layout in both() {
-            for (layers, blocks) in [(1, 2), (1, 3), (7, 2), (61, 2), (61, 16), (128, 16), (200, 64)] {
+            for (layers, blocks) in [(1, 2), (1, 3), (7, 2), (61, 2), (61, 16), (256, 2), (256, 4), (200, 64)]
+            {
                 let ratio = ratio(layout, bytes, layers, blocks);
                 assert!(ratio <= 0.02, "{layout:?}, {blocks} blocks of {bytes} in {layers} layers: {ratio}");
             }

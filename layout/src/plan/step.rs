@@ -370,13 +370,13 @@ impl<'a> Filler<'a> {
         self.step.runs.push(Run { source, block, ordinal, count, chunk, along: Along::Parts });
     }
 
+    /// Blocks are added in the order of their ordinals, so the one after the last block has the next ordinal.
     fn push_run(&mut self, source: u64, part: &PartRead<'_>, block: u32, ordinal: u32, count: u32) {
         let first_run = self.open.as_ref().map_or(u32::MAX, |open| open.first_run);
         if usize::try_from(first_run).is_ok_and(|first| first < self.step.runs.len())
             && let Some(last) = self.step.runs.last_mut()
             && last.chunk == part.chunk
             && last.block.saturating_add(last.count) == block
-            && last.ordinal.saturating_add(last.count) == ordinal
         {
             last.count = last.count.saturating_add(count);
             return;

@@ -99,6 +99,8 @@ struct Case {
     shape: BlockShape,
     /// Layout, number of blocks and wanted blocks of every record.
     records: Vec<(Layout, u32, Pick)>,
+    /// Places of the destination that stay free before each record's first block.
+    gap: u32,
     layers: Pick,
     order: Order,
     source: Form,
@@ -119,11 +121,12 @@ fn cases() -> impl Strategy<Value = Case> {
         .prop_flat_map(|(layout, blocks)| picks(blocks).prop_map(move |pick| (layout, blocks, pick)));
     let records = prop::collection::vec(record, 1..4);
     let order = prop_oneof![Just(Order::Layers), Just(Order::Blocks)];
-    (shapes(), records, order, forms(), forms(), options()).prop_flat_map(
-        |(shape, records, order, source, destination, options)| {
+    (shapes(), (records, 0u32..3), order, forms(), forms(), options()).prop_flat_map(
+        |(shape, (records, gap), order, source, destination, options)| {
             picks(shape.layers().len() as u32).prop_map(move |layers| Case {
                 shape: shape.clone(),
                 records: records.clone(),
+                gap,
                 layers,
                 order,
                 source: source.clone(),
@@ -140,6 +143,7 @@ impl Case {
         let mut records = Vec::new();
         for ((layout, blocks, pick), offset) in self.records.iter().zip(self.payload_offsets()) {
             let layout = Arc::new(run(*layout, &self.shape, *blocks));
+            ordinal += self.gap;
             records.push(RecordRead { layout, payload_offset: offset, blocks: pick.clone(), ordinal });
             ordinal += pick.count();
         }
@@ -169,6 +173,7 @@ impl Case {
         let mut ordinal = 0;
         for (record, (layout, blocks, pick)) in (0u32..).zip(&self.records) {
             let run = run(*layout, &self.shape, *blocks);
+            ordinal += self.gap;
             for block in (0..pick.count()).map(|position| pick.get(position).unwrap()) {
                 for layer in (0..self.layers.count()).map(|position| self.layers.get(position).unwrap()) {
                     let (first, parts) = run.layer_parts(layer).unwrap();
@@ -306,7 +311,7 @@ proptest! {
                         Order::Layers => prop_assert_eq!(plan.layer_of(index), Some(layer)),
                         Order::Blocks => {
                             prop_assert_eq!(plan.block_of(index), Some((region.record, piece.block)));
-                            prop_assert_eq!(piece.ordinal, index);
+                            prop_assert_eq!(piece.ordinal, index + case.gap * (region.record + 1));
                         }
                     }
                 }
@@ -357,6 +362,12 @@ proptest! {
                 prop_assert!(!chunks.is_empty());
                 prop_assert!(region.bytes <= u64::from(case.options.max_region) || chunks.len() == 1);
                 prop_assert!(chunks.is_sorted_by(|a, b| a.source + a.len <= b.source));
+                let page_gap = |pair: &[Piece]| {
+                    let end = region.file_offset + pair[0].source + pair[0].len;
+                    (region.file_offset + pair[1].source) / align * align
+                        <= end.next_multiple_of(align) + u64::from(case.options.max_gap)
+                };
+                prop_assert!(chunks.windows(2).all(page_gap), "a gap that is too wide is bridged");
                 let inside = chunks.last().unwrap();
                 prop_assert!(inside.source + inside.len <= region.bytes);
                 pieces += chunks.len() as u64;
@@ -640,4 +651,26 @@ fn a_payload_can_be_mirrored_in_memory_and_written_back_in_one_piece() {
         }
         assert!(pieces.iter().filter(|piece| piece.source != WriteSource::Zeros).count() <= 3);
     }
+}
+
+#[test]
+fn a_block_with_wide_padding_inside_is_not_read_as_a_whole() {
+    let chunk = |align| crate::shape::ChunkShape { bytes: 100, align };
+    let layer = crate::shape::LayerShape { layer: 0, chunks: vec![chunk(1), chunk(4096)] };
+    let shape = BlockShape::new(vec![layer]).unwrap();
+    let layout = Arc::new(run(Layout::FullBlock, &shape, 2));
+    let at = Address { memory: MemoryId(0), offset: 0 };
+    let placement = Arc::new(Placement::canonical_blocks(&shape, 2, at).unwrap());
+    let regions = |align, max_gap| {
+        let options = ReadOptions { align, max_gap, ..ReadOptions::default() };
+        let read = vec![one_record(&layout, Pick::first(2))];
+        let plan =
+            ReadPlan::new(read, Pick::first(1), Order::Blocks, Arc::clone(&placement), options).unwrap();
+        let mut step = Step::new();
+        assert!(plan.plan_step(1, &mut step));
+        step.regions().iter().map(|region| (region.file_offset - 8192, region.bytes)).collect::<Vec<_>>()
+    };
+    assert_eq!(regions(512, 0), [(8192, 512), (12_288, 512)]);
+    assert_eq!(regions(512, 4096), [(8192, 4608)]);
+    assert_eq!(regions(4096, 0), [(8192, 8192)], "pages touch");
 }

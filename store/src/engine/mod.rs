@@ -4,16 +4,57 @@
 //! (`shared`: index, names, budget); its parts go through mailboxes to the executors that own the shards
 //! (`shard`), where `log` appends records to segments and `slice` reads them back; `recover` finds it all again.
 
+mod checkpoint;
+mod directory;
+mod executor;
+mod flights;
 mod headers;
 mod log;
+mod lookup;
 mod names;
 mod notify;
 mod put;
 mod read;
 mod reclaim;
+mod recover;
 mod runs;
 mod segment;
 mod shared;
 mod slice;
+mod store;
 
+use std::time::Duration;
+
+pub use recover::RecoveryReport;
 pub use shared::Counts;
+pub use store::{Executors, Options, Stats, Store};
+
+/// What one executor may use.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Operations and bytes at the device.
+    pub io: crate::io::Limits,
+    /// Staging memory.
+    pub arena_bytes: usize,
+    /// Whether the staging memory is registered with the ring.
+    pub register: bool,
+    /// Bytes that one read may have under way.
+    pub read_window_bytes: u64,
+    /// Requests that may wait for the executor.
+    pub mailbox_messages: usize,
+    /// How long a stop waits for what is under way.
+    pub stop_patience: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            io: crate::io::Limits::default(),
+            arena_bytes: 64 << 20,
+            register: true,
+            read_window_bytes: 16 << 20,
+            mailbox_messages: 4096,
+            stop_patience: Duration::from_secs(30),
+        }
+    }
+}

@@ -11,11 +11,12 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_layout::BlockKey;
 use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::plan::{Order as PlanOrder, Pick, ReadOptions, ReadPlan, RecordRead};
 
 use super::put::record_range;
@@ -23,7 +24,8 @@ use super::runs::RunClass;
 use super::shared::Shared;
 use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use crate::error::Reason;
-use crate::index::{BlockFingerprint, Located, Location};
+use crate::index::{BlockFingerprint, Location};
+use crate::rt::Class;
 
 /// A run of blocks of one record that a read wants.
 #[derive(Debug)]
@@ -51,10 +53,8 @@ pub(crate) struct ReadJob {
     pub(crate) wanted: Vec<Wanted>,
     /// For each step, how many slices have not ended.
     open_slices: Vec<AtomicU32>,
-    /// Executors that have not ended.
+    /// Parts that have not ended.
     parts_left: AtomicU32,
-    /// Bytes of the caller's memory that a device may still write after the end.
-    pub(crate) held_bytes: AtomicU64,
     state: Mutex<ReadState>,
     sink: ReadSink,
 }
@@ -65,21 +65,41 @@ struct ReadState {
     /// The next step to be announced.
     next_step: u32,
     ended: bool,
+    /// Bytes of the caller's memory that devices may still write, of parts that ended without them.
+    held_bytes: u64,
+    /// Those parts.
+    holding: u32,
 }
 
-/// One executor's share of a read: indices of `wanted`.
+/// One shard's share of a read: indices of `wanted`.
 pub(crate) struct ReadPart {
     pub(crate) job: Arc<ReadJob>,
     pub(crate) records: Vec<u32>,
 }
 
-/// Checks the request, looks its blocks up and makes the plan: the parts for each executor, by shard.
+impl ReadPart {
+    /// What the read is for.
+    pub(crate) fn class(&self) -> Class {
+        self.job.request.class
+    }
+
+    /// Ends a part that no executor took.
+    pub(crate) fn refuse(self, reason: &Reason) {
+        for &index in &self.records {
+            if let Some(wanted) = self.job.wanted.get(index as usize) {
+                self.job.fail_run(wanted.run.clone(), reason);
+            }
+        }
+        self.job.part_done();
+    }
+}
+
+/// Checks the request, looks its blocks up and makes the plan: a part for each shard that has some of them.
 pub(crate) fn begin(
     shared: &Arc<Shared>,
     request: ReadRequest,
     sink: ReadSink,
-    executor_of: impl Fn(u32) -> usize,
-) -> Result<Vec<(usize, ReadPart)>, Reason> {
+) -> Result<Vec<(u32, ReadPart)>, Reason> {
     let blocks = u32::try_from(request.keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
     check(shared, &request, blocks)?;
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
@@ -89,6 +109,7 @@ pub(crate) fn begin(
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
     let mut failures = BTreeMap::new();
+    shared.drop_expired(&prints);
     let wanted = find(shared, &request, &prints, &mut failures)?;
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
@@ -96,9 +117,9 @@ pub(crate) fn begin(
         return Ok(Vec::new());
     }
     let plan = make_plan(&request, layers, &wanted)?;
-    let mut by_executor = BTreeMap::<usize, Vec<u32>>::new();
+    let mut by_shard = BTreeMap::<u32, Vec<u32>>::new();
     for (index, wanted) in (0u32..).zip(&wanted) {
-        by_executor.entry(executor_of(wanted.shard)).or_default().push(index);
+        by_shard.entry(wanted.shard).or_default().push(index);
     }
     let slices = if request.order == Order::Layers { wanted.len() as u32 } else { 1 };
     let open_slices = (0..plan.steps()).map(|_| AtomicU32::new(slices)).collect();
@@ -109,13 +130,12 @@ pub(crate) fn begin(
         plan,
         wanted,
         open_slices,
-        parts_left: AtomicU32::new(by_executor.len() as u32),
-        held_bytes: AtomicU64::new(0),
-        state: Mutex::new(ReadState { failures, next_step: 0, ended: false }),
+        parts_left: AtomicU32::new(by_shard.len() as u32),
+        state: Mutex::new(ReadState { failures, next_step: 0, ended: false, held_bytes: 0, holding: 0 }),
         sink,
     });
-    let part = |(executor, records)| (executor, ReadPart { job: Arc::clone(&job), records });
-    Ok(by_executor.into_iter().map(part).collect())
+    let part = |(shard, records)| (shard, ReadPart { job: Arc::clone(&job), records });
+    Ok(by_shard.into_iter().map(part).collect())
 }
 
 fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reason> {
@@ -159,11 +179,9 @@ fn find(
     prints: &[BlockFingerprint],
     failures: &mut BTreeMap<u32, Reason>,
 ) -> Result<Vec<Wanted>, Reason> {
-    let now_s = shared.expiry_s(shared.clock.unix_millis());
     let mut wanted: Vec<Wanted> = Vec::new();
     for ((ordinal, key), print) in (0u32..).zip(&request.keys).zip(prints) {
-        let live = |found: &Located| found.record.expires == 0 || found.record.expires > now_s;
-        let Some(found) = shared.index.locate(*print).filter(live) else {
+        let Some(found) = shared.index.locate(*print) else {
             failures.insert(ordinal, Reason::NotHere(*key));
             continue;
         };
@@ -178,6 +196,12 @@ fn find(
             }
         }
         let (offset, _) = record_range(&found.record);
+        let class = shared.classes.get(found.record.class).ok_or(Reason::Bug("an unknown run class"))?;
+        if class.encoding != ENCODING_RAW {
+            // Written by a later version that compresses: this one recomputes.
+            failures.insert(ordinal, Reason::NotHere(*key));
+            continue;
+        }
         wanted.push(Wanted {
             shard: u32::from(found.record.shard),
             segment: found.record.segment,
@@ -186,7 +210,7 @@ fn find(
             record_blocks: found.record.blocks.get(),
             location: found.location,
             run: ordinal..ordinal + 1,
-            class: shared.classes.get(found.record.class).ok_or(Reason::Bug("an unknown run class"))?,
+            class,
         });
     }
     shared.index.touch(prints, shared.epoch());
@@ -242,12 +266,13 @@ impl ReadJob {
         let Some(print) = self.prints.get(ordinal as usize) else { return };
         let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
         let at = Location { record: wanted.location.record, block: block as u16 };
-        if self.shared.index.quarantine(*print, at).is_some() {
+        if let Some(left) = self.shared.index.quarantine(*print, at) {
+            self.shared.free_if_empty(at.record, left);
             self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
     }
 
-    /// One executor has a slice of a step in. Announces every step that is whole, in order.
+    /// One part has a slice of a step in. Announces every step that is whole, in order.
     pub(crate) fn slice_done(&self, step: u32) {
         let Some(open) = self.open_slices.get(step as usize) else { return };
         if open.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) != 1 {
@@ -288,7 +313,7 @@ impl ReadJob {
         state.failures.first_key_value().map_or(self.request.keys.len() as u32, |(&first, _)| first)
     }
 
-    /// One executor has ended its part. The last one gives the end; what was not delivered by then was not
+    /// One part has ended. The last one gives the end; what was not delivered by then was not
     /// delivered in time.
     pub(crate) fn part_done(&self) {
         if self.parts_left.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) != 1 {
@@ -297,12 +322,8 @@ impl ReadJob {
         let mut state = self.lock();
         state.ended = true;
         let steps = self.plan.steps();
-        if state.next_step < steps && self.request.order == Order::Blocks {
-            for step in state.next_step..steps {
-                if let Some(ordinal) = self.ordinal_of(step) {
-                    state.failures.entry(ordinal).or_insert(Reason::DeadlinePassed);
-                }
-            }
+        if state.next_step < steps {
+            self.name_undelivered(&mut state);
         }
         let whole = state.next_step == steps;
         let usable_blocks = self.usable(&state);
@@ -311,17 +332,86 @@ impl ReadJob {
             Order::Blocks => self.plan.records().first().map_or(0, |record| record.layout.layer_count()),
         };
         let failures: Vec<_> = std::mem::take(&mut state.failures).into_iter().collect();
-        drop(state);
+        // Sent under the lock: a release that comes now must come after it.
+        let held_bytes = if state.holding > 0 { state.held_bytes } else { 0 };
         let good = self.request.keys.len().saturating_sub(failures.len()) as u64;
         if whole {
             self.shared.counters.blocks_read.fetch_add(good, Relaxed);
         }
-        let held_bytes = self.held_bytes.load(Relaxed);
         self.sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, failures, held_bytes }));
     }
 
-    /// The device has let go of the caller's memory after an end that said it had not.
-    pub(crate) fn released(&self) {
-        self.sink.send(ReadEvent::Released);
+    /// A read that ends early ends so for its deadline or because its caller is gone; anything else is a defect,
+    /// and must not look like a short answer.
+    fn name_undelivered(&self, state: &mut ReadState) {
+        let stopped = self.request.deadline.is_some() || self.is_cancelled();
+        let reason = if stopped {
+            Reason::DeadlinePassed
+        } else {
+            Reason::Bug("a read that ended before it was whole")
+        };
+        if self.request.order == Order::Blocks {
+            for ordinal in (state.next_step..self.plan.steps()).filter_map(|step| self.ordinal_of(step)) {
+                state.failures.entry(ordinal).or_insert_with(|| reason.clone());
+            }
+        } else if !stopped {
+            state.failures.entry(0).or_insert(reason);
+        }
+    }
+
+    /// The chunks that a step delivers of a run: block within the record, canonical part, bytes.
+    pub(crate) fn chunks_of(&self, step: u32, wanted: &Wanted) -> Vec<(u32, u32, u64)> {
+        let Ok(layout) = wanted.class.layout_of(u32::from(wanted.record_blocks)) else { return Vec::new() };
+        let first = u32::from(wanted.location.block);
+        let (blocks, layers) = match self.plan.layer_of(step) {
+            Some(layer) => (first..first + (wanted.run.end - wanted.run.start), layer..layer + 1),
+            None => {
+                let block = self.plan.block_of(step).map_or(first, |(_, block)| block);
+                (block..block + 1, self.request.layers.clone().unwrap_or(0..layout.layer_count()))
+            }
+        };
+        let mut chunks = Vec::new();
+        for layer in layers {
+            let Some((first_part, places)) = layout.layer_parts(layer) else { continue };
+            for (part, place) in (first_part..).zip(places) {
+                chunks.extend(blocks.clone().map(|block| (block, part, place.bytes)));
+            }
+        }
+        chunks
+    }
+}
+
+/// Watches the caller's memory: each device read into it holds one. When the last is gone after the end of a
+/// read whose deadline passed, the caller is told.
+pub(crate) struct MemoryGuard {
+    /// Keeps the memory alive as well.
+    job: Arc<ReadJob>,
+    armed: AtomicBool,
+}
+
+impl MemoryGuard {
+    pub(crate) fn new(job: &Arc<ReadJob>) -> Arc<Self> {
+        Arc::new(Self { job: Arc::clone(job), armed: AtomicBool::new(false) })
+    }
+
+    /// The part ends while devices may still write `bytes` bytes.
+    pub(crate) fn arm(&self, bytes: u64) {
+        let mut state = self.job.lock();
+        state.held_bytes += bytes;
+        state.holding += 1;
+        self.armed.store(true, Relaxed);
+    }
+}
+
+impl Drop for MemoryGuard {
+    fn drop(&mut self) {
+        if !*self.armed.get_mut() {
+            return;
+        }
+        let mut state = self.job.lock();
+        state.holding -= 1;
+        if state.holding == 0 && state.ended {
+            self.job.sink.send(ReadEvent::Released);
+        }
     }
 }

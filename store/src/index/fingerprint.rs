@@ -20,6 +20,9 @@ const DERIVATION: &str = "kvarts store index fingerprint 2025-11";
 
 /// 96 bits that stand for one index key of one store.
 ///
+/// Two different keys share one with probability at most 2^-94 over the choice of the store's seed, also when
+/// somebody who does not know the seed chooses the keys.
+///
 /// Ordered by its bits, most significant first; the first ones choose the partition of the index.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct BlockFingerprint {

@@ -10,7 +10,7 @@
 //! - a block under a lease that is in force does not leave by [`Index::try_evict`].
 //!
 //! The index may be wrong about a block in two ways, both harmless and both found by the reader, who compares
-//! the whole key with the record's header: two keys may share a fingerprint (see [`fingerprint`]), and a
+//! the whole key with the record's header: two keys may share a fingerprint (see [`BlockFingerprint`]), and a
 //! location may be out of date by the time it is used. [`Index::locate`] gives location and record as of one
 //! moment; whoever recycles segments must then hold the segment before a later moment can recycle it.
 //!

@@ -1,3 +1,5 @@
+//! The ring: what only it does, and what becomes of it when it is dropped or forbidden.
+
 use std::io::Write;
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -187,6 +189,23 @@ fn an_operation_that_would_never_end_is_cancelled_when_the_ring_is_dropped() {
     ring.submit(Token(1), Op::Read { file, offset: 0, into: buf.clone() });
     ring.reap(&mut Vec::new());
     assert_eq!(Arc::strong_count(buf.region()), 2);
+    drop(ring);
+    assert_eq!(Arc::strong_count(buf.region()), 1);
+}
+
+#[test]
+fn no_more_operations_are_in_the_kernel_than_the_completion_queue_holds() {
+    let scratch = Scratch::new();
+    let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
+    let buf = Buf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
+    let file = endless(&ring);
+    for number in 0..5000 {
+        ring.submit(Token(number), Op::Read { file, offset: 0, into: buf.clone() });
+    }
+    ring.reap(&mut Vec::new());
+    let room = ring.ring.params().cq_entries() as usize;
+    assert!(ring.in_kernel > room / 2 && ring.in_kernel < room, "{} of {room}", ring.in_kernel);
+    assert_eq!(ring.overflow.len(), 5000 - ring.in_kernel);
     drop(ring);
     assert_eq!(Arc::strong_count(buf.region()), 1);
 }

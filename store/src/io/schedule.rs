@@ -153,6 +153,21 @@ mod tests {
     }
 
     #[test]
+    fn a_class_that_had_little_to_do_has_saved_nothing_up() {
+        let mut schedule = Schedule::new();
+        for _ in 0..1000 {
+            schedule.push(0, Class::Background, 1);
+            assert_eq!(schedule.next(|_, _| true), Some(0));
+            assert_eq!(schedule.next(|_, _| true), None);
+        }
+        let cost = 64 << 10;
+        (0..1000).for_each(|index| schedule.push(index, Class::Background, cost));
+        (1000..2000).for_each(|index| schedule.push(index, Class::Foreground, cost));
+        let background = (0..200).filter_map(|_| schedule.next(|_, _| true)).filter(|index| *index < 1000);
+        assert!(background.count() < 20, "background work pushed ahead of foreground reads");
+    }
+
+    #[test]
     fn a_class_alone_gets_everything_at_once_however_small_its_share() {
         let mut schedule = Schedule::new();
         (0..100).for_each(|index| schedule.push(index, Class::Background, 1 << 30));

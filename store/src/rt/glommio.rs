@@ -36,8 +36,11 @@ const IO_MEMORY: usize = 64 << 10;
 const RING_DEPTH: usize = 32;
 /// After so many tasks a runner looks at the device and lets other classes have their turn.
 const TURN: u32 = 16;
-/// How soon a class whose latency matters takes over from one that does not yield.
-const PREEMPT: Duration = Duration::from_millis(1);
+/// glommio's preemption timer, set so that it never fires: glommio 0.9 goes to sleep for ever, over runnable tasks,
+/// if the timer fires between its look at the rings and its first task, as it does on a busy machine. Without
+/// it nothing else gets into that gap either: no waker of glommio's is used from another thread. Classes take turns
+/// because runners yield, and none of glommio's latency settings (they set the same timer) may be used.
+const NEVER: Duration = Duration::from_secs(3600);
 
 /// Starts each executor on a thread of its own, under glommio.
 #[derive(Clone)]
@@ -128,6 +131,7 @@ fn make(core: Option<usize>) -> Result<LocalExecutor, String> {
         .name("kvarts")
         .io_memory(IO_MEMORY)
         .ring_depth(RING_DEPTH)
+        .preempt_timer(NEVER)
         .make()
         .map_err(|why| {
             format!("glommio cannot run here ({why}): it needs io_uring and 512 KiB of lockable memory")
@@ -186,15 +190,11 @@ async fn main(shared: Rc<Shared>, event: OwnedFd, index: usize, body: Body) {
     let runners: Vec<_> = Class::ALL
         .into_iter()
         .filter_map(|class| {
-            let latency = match class {
-                Class::Foreground => Latency::Matters(PREEMPT),
-                Class::Put | Class::Prefetch | Class::Background => Latency::NotImportant,
-            };
-            let queue = queue(class.shares(), latency, &format!("{class:?}"));
+            let queue = queue(class.shares(), &format!("{class:?}"));
             glommio::spawn_local_into(run_class(Rc::clone(&shared), class), queue).ok()
         })
         .collect();
-    let queue = queue(Class::Foreground.shares(), Latency::Matters(PREEMPT), "pump");
+    let queue = queue(Class::Foreground.shares(), "pump");
     if let Ok(pump) = glommio::spawn_local_into(pump(shared, event), queue) {
         pump.await;
     }
@@ -203,18 +203,19 @@ async fn main(shared: Rc<Shared>, event: OwnedFd, index: usize, body: Body) {
     }
 }
 
-fn queue(shares: u32, latency: Latency, name: &str) -> TaskQueueHandle {
+fn queue(shares: u32, name: &str) -> TaskQueueHandle {
     let shares = Shares::Static(usize::try_from(shares).unwrap_or(usize::MAX));
-    glommio::executor().create_task_queue(shares, latency, name)
+    glommio::executor().create_task_queue(shares, Latency::NotImportant, name)
 }
 
-/// Polls the tasks of one class, for ever.
+/// Polls the tasks of one class, until the root task has completed: glommio looks at its own ring, which the pump
+/// needs to end, only when no queue of it has work.
 async fn run_class(shared: Rc<Shared>, class: Class) {
     let tasks = &shared.tasks;
-    loop {
+    while !shared.done.get() {
         tasks.class_runnable(class).await;
         let mut polled = 0;
-        while polled < TURN && tasks.runnable(class) > 0 {
+        while polled < TURN && tasks.runnable(class) > 0 && !shared.done.get() {
             polled += u32::from(tasks.poll_one(class, 0));
             tasks.collect();
         }

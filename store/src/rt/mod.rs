@@ -5,6 +5,7 @@
 //! Three things implement [`Runtime`]: glommio (`glommio`), a plain thread (`local`), and the simulated
 //! world (in `kvarts-tests`, which steps the same plain executor under a seeded scheduler).
 
+pub mod blocking;
 pub mod clock;
 
 pub mod glommio;

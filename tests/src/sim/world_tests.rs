@@ -1,4 +1,4 @@
-//! The simulated machine: one seed, one history; faults, deadlines and restarts.
+//! The simulated world: executors, time and hangs.
 
 use kvarts_store::io::{Buf, Completion, DirId, Io, MetaOp, Name, Op, OpenMode, Region, Reply, Token};
 use kvarts_store::rt::mailbox::{Mailbox, mailbox, ticket};

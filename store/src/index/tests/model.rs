@@ -12,7 +12,7 @@ use super::*;
 const KEYS: usize = 24;
 
 fn prints() -> Vec<BlockFingerprint> {
-    let first = |n: u64| (n % 4) << 62 | (n / 12) * 0x3fff_ffff_ffff_ffff;
+    let first = |n: u64| ((n % 4) << 62) | ((n / 12) * 0x3fff_ffff_ffff_ffff);
     (0..KEYS as u64).map(|n| BlockFingerprint::from_parts(first(n), n as u32 * 77)).collect()
 }
 

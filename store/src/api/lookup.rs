@@ -1,0 +1,44 @@
+//! Asking what is here: which prefix can be restored, without touching a device.
+
+use std::time::Duration;
+
+use kvarts_layout::{BlockKey, NamespaceId, Requirements, UsablePrefix};
+
+pub use crate::index::LeaseId;
+
+/// Which blocks of a prompt are wanted, and what a restorable prefix of them needs.
+#[derive(Clone, Debug)]
+pub struct MatchRequest<'a> {
+    /// A registered namespace.
+    pub namespace: NamespaceId,
+    /// The keys of the prompt's blocks, in order.
+    pub keys: &'a [BlockKey],
+    /// What each group and coordinate must have for a prefix to be usable.
+    pub requirements: &'a Requirements,
+    /// The most tokens that the caller would compute again to use a longer prefix.
+    pub recompute_tokens_max: u64,
+    /// Whether the usable part is to be held against eviction.
+    pub lease: Option<LeaseTerms>,
+}
+
+/// How long, and for whom, the result of a match is held.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LeaseTerms {
+    /// For how long.
+    pub hold: Duration,
+    /// Whose cap on pinned bytes it counts against.
+    pub tenant: u32,
+    /// The cap, in bytes.
+    pub cap_bytes: u64,
+}
+
+/// What a match found.
+#[derive(Clone, PartialEq, Debug)]
+pub struct MatchReply {
+    /// The prefix that can be restored, what that costs, and what is there of each group and coordinate.
+    pub usable: UsablePrefix,
+    /// Blocks behind the usable prefix whose put is in flight: ask again soon.
+    pub pending: u32,
+    /// The lease on the usable prefix, if one was asked for and there is anything to hold.
+    pub lease: Option<LeaseId>,
+}

@@ -1,0 +1,211 @@
+//! One executor: its shards' logs, and the mailbox through which other threads reach them.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::directory::{self, Found};
+use super::log::Log;
+use super::put::{self, PutPart};
+use super::read::ReadPart;
+use super::recover::{self, RecoveryReport};
+use super::shared::Shared;
+use super::slice;
+use super::{Limits, checkpoint};
+use crate::error::Reason;
+use crate::io::{Arena, DirId, Driver, IoFacts, Metrics, Region};
+use crate::rt::mailbox::{Mailbox, Reply};
+use crate::rt::{Body, Class, Nanos, Runtime, Seat};
+
+/// What other threads ask of an executor.
+pub(crate) enum Message {
+    /// Read the superblocks, or make the store.
+    OpenDirectories { plan: directory::Plan, reply: Reply<Result<Found, Reason>> },
+    /// Take over shards and recover them.
+    Adopt {
+        shared: Arc<Shared>,
+        shards: Vec<(u32, DirId)>,
+        reply: Reply<Result<Vec<RecoveryReport>, Reason>>,
+    },
+    /// Do a part of a put.
+    Put(u32, PutPart),
+    /// Do a part of a read.
+    Read(u32, ReadPart),
+    /// Write a checkpoint of every shard.
+    Checkpoint(Reply<Result<(), Reason>>),
+    /// Say what the device path is and has done.
+    Inspect(Reply<(IoFacts, Metrics)>),
+    /// Register memory of the caller with the ring, or say why it is used as it is.
+    Register(Arc<Region>, Reply<Result<(), String>>),
+    /// Forget it again.
+    Unregister(Arc<Region>),
+    /// End: finish what is under way, seal nothing, write a checkpoint if `clean`.
+    Stop { clean: bool, reply: Reply<Result<(), Reason>> },
+}
+
+struct Executor {
+    rt: Rc<dyn Runtime>,
+    driver: Rc<Driver>,
+    arena: Arena,
+    logs: RefCell<BTreeMap<u32, Rc<Log>>>,
+    /// Parts of puts and reads that have not ended.
+    busy: Rc<Cell<usize>>,
+    limits: Limits,
+    io: Rc<RefCell<dyn crate::io::Io>>,
+    /// Why the staging memory is not registered, if it is not.
+    registered: Result<(), String>,
+}
+
+/// The first task of an executor: serves its mailbox until it is told to stop.
+pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits) -> Body {
+    Box::new(move |seat: Seat| {
+        Box::pin(async move {
+            let driver = Rc::new(Driver::new(Rc::clone(&seat.rt), Rc::clone(&seat.io), limits.io));
+            let pump = Rc::clone(&driver);
+            seat.rt.set_reaper(Box::new(move || pump.pump()));
+            mailbox.attach(Arc::clone(&seat.unparker));
+            let Ok(region) = Region::anonymous(limits.arena_bytes) else { return };
+            // Unregistered memory works the same; `Inspect` tells why it is not registered.
+            let registered = match limits.register {
+                true => seat.io.borrow_mut().register(&region),
+                false => Ok(()),
+            };
+            let executor = Executor {
+                rt: Rc::clone(&seat.rt),
+                driver,
+                arena: Arena::new(region),
+                logs: RefCell::default(),
+                busy: Rc::default(),
+                limits,
+                io: Rc::clone(&seat.io),
+                registered,
+            };
+            executor.serve(mailbox).await;
+        })
+    })
+}
+
+impl Executor {
+    async fn serve(&self, mailbox: Mailbox<Message>) {
+        while let Some(message) = mailbox.recv(&*self.rt).await {
+            match message {
+                Message::OpenDirectories { plan, reply } => {
+                    let (clock, entropy) = (self.rt.clock(), self.rt.entropy());
+                    let found = directory::open(&self.driver, &self.arena, &plan, &**clock, &**entropy).await;
+                    // A caller that is gone needs no answer, here and below.
+                    let _ = reply.send(found);
+                }
+                Message::Adopt { shared, shards, reply } => {
+                    let _ = reply.send(self.adopt(&shared, shards).await);
+                }
+                Message::Put(shard, part) => self.put(shard, part),
+                Message::Read(shard, part) => self.read(shard, part),
+                Message::Checkpoint(reply) => {
+                    let _ = reply.send(self.checkpoint().await);
+                }
+                Message::Inspect(reply) => {
+                    let mut facts = self.io.borrow().facts();
+                    facts.warnings.extend(self.registered.clone().err());
+                    let _ = reply.send((facts, self.driver.metrics()));
+                }
+                Message::Register(region, reply) => {
+                    let _ = reply.send(self.io.borrow_mut().register(&region));
+                }
+                Message::Unregister(region) => self.io.borrow_mut().unregister(&region),
+                Message::Stop { clean, reply } => {
+                    let _ = reply.send(self.stop(clean).await);
+                    return;
+                }
+            }
+        }
+    }
+
+    async fn adopt(
+        &self,
+        shared: &Arc<Shared>,
+        shards: Vec<(u32, DirId)>,
+    ) -> Result<Vec<RecoveryReport>, Reason> {
+        let mut reports = Vec::new();
+        for (shard, dir) in shards {
+            let rt = Rc::clone(&self.rt);
+            let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
+            let path = (Rc::clone(&self.driver), self.arena.clone());
+            let log = Rc::new(Log::new((shard, dir), Arc::clone(shared), path, spawn));
+            reports.push(recover::recover(&log).await?);
+            self.logs.borrow_mut().insert(shard, log);
+        }
+        Ok(reports)
+    }
+
+    fn put(&self, shard: u32, part: PutPart) {
+        let Some(log) = self.logs.borrow().get(&shard).map(Rc::clone) else {
+            return put::refuse(part, &Reason::Bug("a put for a shard of another executor"));
+        };
+        let busy = Busy::new(&self.busy);
+        let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
+        self.rt.spawn(
+            Class::Put,
+            Box::pin(async move {
+                put::run(&log, part, deadline).await;
+                drop(busy);
+            }),
+        );
+    }
+
+    fn read(&self, shard: u32, part: ReadPart) {
+        let Some(log) = self.logs.borrow().get(&shard).map(Rc::clone) else {
+            return part.refuse(&Reason::Bug("a read for a shard of another executor"));
+        };
+        let (busy, window) = (Busy::new(&self.busy), self.limits.read_window_bytes);
+        let class = part.class();
+        self.rt.spawn(
+            class,
+            Box::pin(async move {
+                slice::run(&log, part, window).await;
+                drop(busy);
+            }),
+        );
+    }
+
+    async fn checkpoint(&self) -> Result<(), Reason> {
+        let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
+        for log in logs {
+            checkpoint::write(&log).await?;
+        }
+        Ok(())
+    }
+
+    /// Waits until nothing is under way, with a bound: a device that hangs does not keep the process.
+    async fn stop(&self, clean: bool) -> Result<(), Reason> {
+        let give_up = self.rt.clock().now().plus(self.limits.stop_patience);
+        while self.busy.get() > 0 && self.rt.clock().now() < give_up {
+            let now = self.rt.clock().now();
+            self.rt.sleep_until(Nanos(now.0 + 1_000_000)).await;
+        }
+        let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
+        if clean {
+            for log in &logs {
+                log.settled().await;
+            }
+            return self.checkpoint().await;
+        }
+        Ok(())
+    }
+}
+
+/// Counts a task as under way until dropped.
+struct Busy(Rc<Cell<usize>>);
+
+impl Busy {
+    fn new(count: &Rc<Cell<usize>>) -> Self {
+        count.set(count.get() + 1);
+        Self(Rc::clone(count))
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.set(self.0.get() - 1);
+    }
+}

@@ -1,0 +1,138 @@
+//! Matching a prompt against the index, and leases on what was found.
+
+use std::sync::Arc;
+
+use kvarts_layout::prefix::Requirement;
+use kvarts_layout::{BlockKey, Coordinate, Group, UsablePrefix};
+
+use super::names::Namespace;
+use super::shared::Shared;
+use crate::api::{LeaseTerms, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest};
+use crate::error::Reason;
+use crate::index::{self, BlockFingerprint, LeaseError, LeaseId, Lookup};
+
+/// How often a match is repeated because what it leased was evicted meanwhile.
+const ROUNDS_MAX: usize = 8;
+
+/// The blocks of one group at one coordinate, and what the index says of each.
+struct Column {
+    group: Group,
+    coordinate: Coordinate,
+    prints: Vec<BlockFingerprint>,
+    found: Vec<Lookup>,
+}
+
+/// Answers a match.
+pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Result<MatchReply, Reason> {
+    if request.keys.len() > MAX_REQUEST_BLOCKS {
+        return Err(Reason::TooMany("blocks"));
+    }
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    let mut columns = Vec::new();
+    for requirement in request.requirements.groups() {
+        for &coordinate in &requirement.coordinates {
+            columns.push(column(shared, &namespace, request.keys, requirement, coordinate));
+        }
+    }
+    // A block may be evicted between the look and the lease: then both are done again. It ends because each
+    // round means that something was evicted; a store that evicts faster than this is answered without a lease.
+    for _ in 0..ROUNDS_MAX {
+        for column in &mut columns {
+            shared.drop_expired(&column.prints);
+            shared.index.lookup_many(&column.prints, &mut column.found);
+        }
+        let usable = usable_prefix(request, &columns);
+        let lease = match &request.lease {
+            None => None,
+            Some(terms) => match take_lease(shared, &namespace, terms, &columns, &usable)? {
+                Held::All(lease) => lease,
+                Held::Changed => continue,
+            },
+        };
+        let pending = pending_behind(&columns, usable.longest.blocks);
+        return Ok(MatchReply { usable, pending, lease });
+    }
+    Err(Reason::Busy("blocks were evicted while they were leased"))
+}
+
+/// Blocks behind the usable prefix whose put is in flight.
+fn pending_behind(columns: &[Column], blocks: u32) -> u32 {
+    let behind = |column: &Column| {
+        let rest = column.found.iter().skip(blocks as usize);
+        rest.filter(|found| **found == Lookup::Pending).count() as u32
+    };
+    columns.iter().map(behind).max().unwrap_or(0)
+}
+
+fn column(
+    shared: &Shared,
+    namespace: &Namespace,
+    keys: &[BlockKey],
+    requirement: &Requirement,
+    coordinate: Coordinate,
+) -> Column {
+    let key = shared.index.key();
+    let group = requirement.group;
+    let prints = keys.iter().map(|name| key.of(namespace.local, name, group, coordinate)).collect();
+    Column { group, coordinate, prints, found: Vec::new() }
+}
+
+fn usable_prefix(request: &MatchRequest<'_>, columns: &[Column]) -> UsablePrefix {
+    let blocks = request.keys.len() as u32;
+    // Requirements ask for one column's blocks after the other: remember the last column.
+    let mut last = 0;
+    request.requirements.usable_prefix(blocks, request.recompute_tokens_max, |block, group, coordinate| {
+        let is = |column: &Column| column.group == group && column.coordinate == coordinate;
+        if !columns.get(last).is_some_and(is) {
+            last = columns.iter().position(is).unwrap_or(0);
+        }
+        columns
+            .get(last)
+            .is_some_and(|column| matches!(column.found.get(block as usize), Some(Lookup::Live(_))))
+    })
+}
+
+/// What became of a lease.
+enum Held {
+    /// Everything that was found live is held.
+    All(Option<LeaseId>),
+    /// Something of it was gone by then; nothing is held.
+    Changed,
+}
+
+/// Holds what the longest usable prefix is made of.
+fn take_lease(
+    shared: &Shared,
+    namespace: &Arc<Namespace>,
+    terms: &LeaseTerms,
+    columns: &[Column],
+    usable: &UsablePrefix,
+) -> Result<Held, Reason> {
+    let (mut prints, mut bytes) = (Vec::new(), Vec::new());
+    for column in columns {
+        let each = shared.classes.shape(namespace, column.group, column.coordinate)?.block_bytes();
+        let used = column.prints.iter().zip(&column.found).take(usable.longest.blocks as usize);
+        let live = used.filter(|(_, found)| matches!(found, Lookup::Live(_)));
+        prints.extend(live.map(|(print, _)| *print));
+        bytes.resize(prints.len(), each);
+    }
+    let now = shared.clock.now();
+    let until = Some(now.plus(terms.hold));
+    let terms = index::LeaseTerms { tenant: terms.tenant, until, cap_bytes: terms.cap_bytes };
+    let bytes_of = |place: usize| bytes.get(place).copied().unwrap_or(1);
+    let mut found = Vec::new();
+    let lease =
+        shared.index.match_and_lease(&prints, terms, now, bytes_of, &mut found).map_err(
+            |error| match error {
+                LeaseError::Cap { limit, wanted } => Reason::PinCap { limit, wanted },
+                LeaseError::Expired => Reason::Bug("a lease that ended while it was made"),
+            },
+        )?;
+    if found.iter().all(|found| matches!(found, Lookup::Live(_))) {
+        return Ok(Held::All(lease));
+    }
+    if let Some(lease) = lease {
+        shared.index.unlock(lease);
+    }
+    Ok(Held::Changed)
+}

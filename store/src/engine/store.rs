@@ -1,0 +1,332 @@
+//! The store that callers hold: opening, routing requests to executors, closing.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
+
+use super::directory::Plan;
+use super::executor::{self, Message};
+use super::put;
+use super::read;
+use super::recover::RecoveryReport;
+use super::shared::{Counts, Shared};
+use super::{Limits, lookup};
+use crate::api::{
+    KvStore, LeaseId, MatchReply, MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, read_channel,
+};
+use crate::error::{Error, Reason};
+use crate::index::IndexMemory;
+use crate::io::{IoFacts, Metrics, Region};
+use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
+use crate::rt::{Clock, Join, Launcher};
+
+/// How a store is opened. What concerns the shape on disk counts only when the store is made.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Directories that the launcher's I/O was given.
+    pub directories: u16,
+    /// When made: shards in each directory. More than executors, so that more executors can be used later.
+    pub shards_per_directory: u32,
+    /// When made: bytes of a segment file.
+    pub segment_bytes: u64,
+    /// Bytes that the store may have on disk.
+    pub budget_bytes: u64,
+    /// The most payload bytes of one record.
+    pub record_bytes_max: u64,
+    /// Executors. Any number opens any store.
+    pub executors: usize,
+    /// What executors may use.
+    pub limits: Limits,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            directories: 1,
+            shards_per_directory: 2,
+            segment_bytes: kvarts_layout::format::DEFAULT_SEGMENT_BYTES,
+            budget_bytes: 16 << 30,
+            record_bytes_max: 8 << 20,
+            executors: 1,
+            limits: Limits::default(),
+        }
+    }
+}
+
+/// What a store is and has done.
+#[derive(Clone, Debug)]
+pub struct Stats {
+    /// The store's id.
+    pub store: StoreId,
+    /// Events since it was opened.
+    pub counts: Counts,
+    /// Memory of the index.
+    pub index: IndexMemory,
+    /// Bytes allocated on disk.
+    pub allocated_bytes: u64,
+    /// Bytes that it may allocate.
+    pub budget_bytes: u64,
+}
+
+/// An open store. Cheap to clone; the last clone to go stops the executors without a checkpoint, as a crash
+/// would: call [`Store::close`] for a clean stop.
+#[derive(Clone)]
+pub struct Store(Arc<Inner>);
+
+struct Inner {
+    shared: Arc<Shared>,
+    executors: Vec<Sender<Message>>,
+    /// The executor of each shard.
+    owners: Vec<usize>,
+    reports: Vec<RecoveryReport>,
+    closed: AtomicBool,
+}
+
+/// The executors of a store, to be joined after it was closed.
+pub type Executors = Vec<Box<dyn Join + Send>>;
+
+fn lost<T>(answer: Result<T, crate::rt::mailbox::Abandoned>) -> Result<T, Reason> {
+    answer.map_err(|_| Reason::Busy("the store is closing"))
+}
+
+impl Store {
+    /// Opens the store in the launcher's directories, or makes one where they are empty. Returns when every block
+    /// that survived can be read.
+    pub async fn open(launcher: &dyn Launcher, options: &Options) -> Result<(Self, Executors), Error> {
+        check(options)?;
+        let mut senders = Vec::new();
+        let mut threads = Vec::new();
+        for index in 0..options.executors {
+            let (sender, inbox) = mailbox(options.limits.mailbox_messages);
+            let body = executor::body(inbox, options.limits);
+            threads.push(launcher.launch(index, body).map_err(|why| Error(Reason::Config(why)))?);
+            senders.push(sender);
+        }
+        let opened = Self::recover(launcher, options, senders.clone()).await;
+        if opened.is_err() {
+            senders.iter().for_each(Sender::close);
+        }
+        Ok((opened?, threads))
+    }
+
+    async fn recover(
+        launcher: &dyn Launcher,
+        options: &Options,
+        executors: Vec<Sender<Message>>,
+    ) -> Result<Self, Error> {
+        let plan = Plan {
+            directories: options.directories,
+            shards_per_directory: options.shards_per_directory,
+            segment_bytes: options.segment_bytes,
+            budget: options.budget_bytes,
+            record_bytes_max: options.record_bytes_max,
+        };
+        let first = executors.first().ok_or(Reason::Config("a store needs an executor".to_owned()))?;
+        let (reply, answer) = ticket();
+        send(first, Message::OpenDirectories { plan, reply })?;
+        let found = lost(answer.await)??;
+        let shared = Arc::new(Shared::new(found.birth, launcher.clock(), launcher.entropy()));
+        shared.charge(found.superblock_bytes);
+        let mut owners = Vec::new();
+        let mut answers = Vec::new();
+        for index in 0..executors.len() {
+            let mine = |shard: &u32| *shard as usize % executors.len() == index;
+            let shards: Vec<_> = found.shards.iter().filter(|(shard, _)| mine(shard)).copied().collect();
+            let (reply, answer) = ticket();
+            let sender = executors.get(index).ok_or(Reason::Bug("an executor that is not there"))?;
+            send(sender, Message::Adopt { shared: Arc::clone(&shared), shards, reply })?;
+            answers.push(answer);
+        }
+        for (shard, _) in &found.shards {
+            owners.push(*shard as usize % executors.len());
+        }
+        let mut reports = Vec::new();
+        for answer in answers {
+            reports.extend(lost(answer.await)??);
+        }
+        let closed = AtomicBool::new(false);
+        Ok(Self(Arc::new(Inner { shared, executors, owners, reports, closed })))
+    }
+
+    /// What recovery found, shard by shard.
+    pub fn recovery(&self) -> &[RecoveryReport] {
+        &self.0.reports
+    }
+
+    /// What the store is and has done.
+    pub fn stats(&self) -> Stats {
+        let shared = &self.0.shared;
+        let (allocated_bytes, budget_bytes) = shared.space();
+        Stats {
+            store: shared.store,
+            counts: shared.counters.counts(),
+            index: shared.index.memory(),
+            allocated_bytes,
+            budget_bytes,
+        }
+    }
+
+    /// The clock that deadlines are measured by.
+    pub fn clock(&self) -> &Arc<dyn Clock> {
+        &self.0.shared.clock
+    }
+
+    /// What the way to the disks is, and what went over it, for each executor.
+    pub async fn io(&self) -> Result<Vec<(IoFacts, Metrics)>, Error> {
+        let mut all = Vec::new();
+        for sender in &self.0.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Inspect(reply))?;
+            all.push(lost(answer.await)?);
+        }
+        Ok(all)
+    }
+
+    /// Registers memory with every executor's ring, so that reads into it and puts from it cost less. An error
+    /// says why it is used unregistered: that works the same, only slower.
+    pub async fn register_memory(&self, region: &Arc<Region>) -> Result<(), String> {
+        let mut answers = Vec::new();
+        for sender in &self.0.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Register(Arc::clone(region), reply))
+                .map_err(|reason| reason.to_string())?;
+            answers.push(answer);
+        }
+        let mut outcome = Ok(());
+        for answer in answers {
+            outcome = outcome.and(lost(answer.await).map_err(|reason| reason.to_string()).flatten());
+        }
+        outcome
+    }
+
+    /// Forgets registered memory. Operations under way end as they are.
+    pub fn unregister_memory(&self, region: &Arc<Region>) {
+        for sender in &self.0.executors {
+            // A store that is closing forgets it anyway.
+            let _ = sender.try_send(Message::Unregister(Arc::clone(region)));
+        }
+    }
+
+    /// Writes a checkpoint of every shard, so that the next open reads little.
+    pub async fn checkpoint(&self) -> Result<(), Error> {
+        let mut answers = Vec::new();
+        for sender in &self.0.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Checkpoint(reply))?;
+            answers.push(answer);
+        }
+        for answer in answers {
+            lost(answer.await)??;
+        }
+        Ok(())
+    }
+
+    /// Finishes what is under way, writes a checkpoint and stops the executors. Requests that come later are
+    /// refused.
+    pub async fn close(&self) -> Result<(), Error> {
+        self.stop(true).await
+    }
+
+    /// Stops the executors without a checkpoint, as the end of the process would: for tests of recovery.
+    pub async fn halt(&self) {
+        // There is nobody to tell: the store is as good as crashed.
+        let _ = self.stop(false).await;
+    }
+
+    async fn stop(&self, clean: bool) -> Result<(), Error> {
+        if self.0.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let mut answers = Vec::new();
+        for sender in &self.0.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Stop { clean, reply })?;
+            answers.push(answer);
+        }
+        let mut outcome = Ok(());
+        for answer in answers {
+            if let Err(reason) = lost(answer.await).flatten() {
+                outcome = Err(Error(reason));
+            }
+        }
+        self.0.executors.iter().for_each(Sender::close);
+        outcome
+    }
+
+    fn executor_of(&self, shard: u32) -> usize {
+        self.0.owners.get(shard as usize).copied().unwrap_or(0)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.executors.iter().for_each(Sender::close);
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Store").field("id", &self.0.shared.store).finish_non_exhaustive()
+    }
+}
+
+fn send(sender: &Sender<Message>, message: Message) -> Result<(), Reason> {
+    sender.try_send(message).map_err(|_| Reason::Busy("the executor takes no more requests"))
+}
+
+fn check(options: &Options) -> Result<(), Error> {
+    let config = |what: &str| Err(Error(Reason::Config(what.to_owned())));
+    if options.directories == 0 || options.executors == 0 || options.shards_per_directory == 0 {
+        return config("a store needs a directory, an executor and a shard at least");
+    }
+    if !kvarts_layout::format::is_segment_size(options.segment_bytes) {
+        return config("the segment size must be whole pages, from 64 KiB to 16 GiB");
+    }
+    if options.limits.arena_bytes < 1 << 20 {
+        return config("an executor needs an arena of 1 MiB at least");
+    }
+    Ok(())
+}
+
+impl KvStore for Store {
+    fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
+        Ok(self.0.shared.names.register(identity, geometry).map(|namespace| namespace.id)?)
+    }
+
+    fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
+        let (reply, answer) = ticket();
+        let shards = self.0.owners.len() as u32;
+        for (shard, part) in put::begin(&self.0.shared, shards, request, reply) {
+            let Some(sender) = self.0.executors.get(self.executor_of(shard)) else { continue };
+            if let Err(error) = sender.try_send(Message::Put(shard, part))
+                && let Message::Put(_, part) = error.into_inner()
+            {
+                put::refuse(part, &Reason::Busy("the executor takes no more requests"));
+            }
+        }
+        answer
+    }
+
+    fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
+        Ok(lookup::match_prefix(&self.0.shared, request)?)
+    }
+
+    fn unlock(&self, lease: LeaseId) -> bool {
+        self.0.shared.index.unlock(lease)
+    }
+
+    fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
+        let (sink, stream) = read_channel();
+        for (shard, part) in read::begin(&self.0.shared, request, sink)? {
+            let Some(sender) = self.0.executors.get(self.executor_of(shard)) else { continue };
+            if let Err(error) = sender.try_send(Message::Read(shard, part))
+                && let Message::Read(_, part) = error.into_inner()
+            {
+                part.refuse(&Reason::Busy("the executor takes no more requests"));
+            }
+        }
+        Ok(stream)
+    }
+}

@@ -1,0 +1,214 @@
+//! A store on real directories: locked against other processes, on the best executors that run here.
+//!
+//! This is the only place that decides between the ring and threads, glommio and plain threads; what it decided,
+//! and what an operator could do about it, stands in [`Home::notes`].
+
+use std::cell::RefCell;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use fs2::FileExt;
+
+use crate::engine::{Executors, Options, Store};
+use crate::error::{Error, Reason};
+use crate::io::{Features, Io, IoChoice, open_io};
+use crate::rt::Launcher;
+use crate::rt::blocking::block_on;
+use crate::rt::clock::{OsEntropy, SystemClock};
+use crate::rt::glommio::GlommioLauncher;
+use crate::rt::threads::{MakeIo, ThreadLauncher};
+
+/// On what executors run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum RuntimeChoice {
+    /// glommio if it runs here, else plain threads.
+    #[default]
+    Auto,
+    /// glommio or nothing.
+    Glommio,
+    /// Plain threads.
+    Threads,
+}
+
+impl FromStr for RuntimeChoice {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "glommio" => Ok(Self::Glommio),
+            "threads" => Ok(Self::Threads),
+            _ => Err(format!("unknown runtime {name:?}; there are auto, glommio and threads")),
+        }
+    }
+}
+
+/// Where and how a store is opened.
+#[derive(Clone, Debug, Default)]
+pub struct HomeOptions {
+    /// The directories; those that do not exist are made. One for each device.
+    pub directories: Vec<PathBuf>,
+    /// The way to the disks.
+    pub io: IoChoice,
+    /// Features of the ring that are not to be used.
+    pub features: Features,
+    /// What executors run on.
+    pub runtime: RuntimeChoice,
+    /// Cores that executors are pinned to, in turn; empty for none.
+    pub cores: Vec<usize>,
+    /// The store itself. `directories` in it is filled in.
+    pub store: Options,
+}
+
+/// An open store in its directories.
+#[derive(Debug)]
+pub struct Home {
+    store: Store,
+    executors: Vec<Joined>,
+    /// Held for as long as the store is open.
+    locks: Vec<File>,
+    notes: Vec<String>,
+}
+
+struct Joined(Box<dyn crate::rt::Join + Send>);
+
+impl std::fmt::Debug for Joined {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Joined")
+    }
+}
+
+impl Home {
+    /// Opens the store, or makes one where the directories are empty. One process at a time has a directory.
+    pub fn open(options: &HomeOptions) -> Result<Self, Error> {
+        if options.directories.is_empty() {
+            return Err(Error(Reason::Config("a store needs a directory".to_owned())));
+        }
+        let mut locks = Vec::new();
+        for directory in &options.directories {
+            locks.push(lock(directory)?);
+        }
+        raise_descriptor_limit();
+        let mut notes = Vec::new();
+        let mut store_options = options.store.clone();
+        store_options.directories = u16::try_from(options.directories.len())
+            .map_err(|_| Error(Reason::Config("too many directories".to_owned())))?;
+        let (store, executors) = start(options, &store_options, &mut notes)?;
+        let io = block_on(store.io())?;
+        for (facts, _) in io.iter().take(1) {
+            notes.push(format!("disks are reached by {}", facts.backend));
+            notes.extend(facts.warnings.iter().cloned());
+        }
+        let executors = executors.into_iter().map(Joined).collect();
+        Ok(Self { store, executors, locks, notes })
+    }
+
+    /// The store.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// What was decided at the start, a line each, for the operator.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Finishes what is under way, writes a checkpoint, and lets go of the directories.
+    pub fn close(self) -> Result<(), Error> {
+        let closed = block_on(self.store.close());
+        self.end();
+        closed
+    }
+
+    /// Stops as a killed process would, without a checkpoint: for tests of recovery.
+    pub fn abandon(self) {
+        block_on(self.store.halt());
+        self.end();
+    }
+
+    fn end(self) {
+        let Self { store, executors, locks, .. } = self;
+        drop(store);
+        for executor in executors {
+            // An executor that panicked has been reported by its thread already.
+            let _ = executor.0.join();
+        }
+        drop(locks);
+    }
+}
+
+fn start(
+    options: &HomeOptions,
+    store: &Options,
+    notes: &mut Vec<String>,
+) -> Result<(Store, Executors), Error> {
+    let (clock, entropy) = (SystemClock::new(), OsEntropy::new());
+    let threads = || {
+        let launcher = ThreadLauncher::new(clock.clone(), entropy.clone(), make_io(options));
+        block_on(Store::open(&launcher.pinned_to(options.cores.clone()), store))
+    };
+    if options.runtime == RuntimeChoice::Threads || options.io == IoChoice::Pool {
+        notes.push("executors run on plain threads".to_owned());
+        return threads();
+    }
+    match GlommioLauncher::probe() {
+        Ok(()) => {
+            notes.push("executors run on glommio".to_owned());
+            let launcher = GlommioLauncher::new(clock.clone(), entropy.clone(), make_io(options));
+            let launcher: &dyn Launcher = &launcher.pinned_to(options.cores.clone());
+            block_on(Store::open(launcher, store))
+        }
+        Err(why) if options.runtime == RuntimeChoice::Glommio => Err(Error(Reason::Config(why))),
+        Err(why) => {
+            notes.push(format!("executors run on plain threads: {why}"));
+            threads()
+        }
+    }
+}
+
+/// Makes each executor's way to the disks on its own thread.
+fn make_io(options: &HomeOptions) -> MakeIo {
+    let (choice, directories) = (options.io, options.directories.clone());
+    let features = options.features.clone();
+    Arc::new(move |_| {
+        let io = open_io(choice, &directories, &features).map_err(|error| error.to_string())?;
+        let io: Rc<RefCell<dyn Io>> = Rc::new(RefCell::new(io));
+        Ok(io)
+    })
+}
+
+/// Takes the directory for this process; it is given back when the file is closed, whatever ends the process.
+#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+fn lock(directory: &Path) -> Result<File, Error> {
+    let refuse = |what: String| Error(Reason::Directory(what));
+    let shown = directory.display();
+    if directory.exists() && !directory.is_dir() {
+        return Err(refuse(format!("{shown} is not a directory")));
+    }
+    std::fs::create_dir_all(directory).map_err(|error| refuse(format!("cannot make {shown}: {error}")))?;
+    let file = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(directory.join("lock"))
+        .map_err(|error| refuse(format!("cannot write in {shown}: {error}")))?;
+    match FileExt::try_lock_exclusive(&file) {
+        Ok(()) => Ok(file),
+        Err(error) if error.kind() == fs2::lock_contended_error().kind() => {
+            Err(Error(Reason::Locked(shown.to_string())))
+        }
+        Err(error) => Err(refuse(format!("cannot lock {shown}: {error}"))),
+    }
+}
+
+/// A segment file is a descriptor: takes all that this process may have.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    // Refused only where a policy forbids it: then opening segments says so.
+    let _ = setrlimit(Resource::Nofile, limit);
+}

@@ -1,0 +1,223 @@
+//! A store on a real directory: blocks go in and come back, by both runtimes and both ways to the disks.
+#![allow(clippy::disallowed_methods, reason = "works on real directories, outside the simulation")]
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
+use kvarts_layout::spec::shipped;
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, Layout, NamespaceId};
+use kvarts_store::api::{
+    BlockOutcome, Durability, KvStore, Order, Parent, Placed, PutRequest, ReadRequest, Verify,
+};
+use kvarts_store::engine::Options;
+use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
+use kvarts_store::io::{Buf, IoChoice, Region};
+use kvarts_store::rt::Class;
+use kvarts_store::rt::blocking::block_on;
+
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvarts-first-light-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn identity(model: &str, block_tokens: u32) -> (Identity, kvarts_layout::ModelSpec) {
+    let spec = shipped::load(model).unwrap();
+    let text = |text: &str| text.to_owned();
+    let identity = Identity {
+        model: text(model),
+        revision: text("0123abcd"),
+        tokenizer: text("tok-1"),
+        adapter: text("none"),
+        kv_dtype: text("bf16"),
+        quantisation: Quantisation { recipe: text("none"), scales: text("none") },
+        rope: text("theta=500000"),
+        window: text("none"),
+        arrangement: Arrangement { engine: text("test"), layout: text("canonical"), version: text("1") },
+        block_tokens,
+        spec_fingerprint: spec.fingerprint(),
+        tenant_salt: TenantSalt(Vec::new()),
+        extras: BTreeMap::new(),
+    };
+    (identity, spec)
+}
+
+fn keys(count: u32) -> Vec<BlockKey> {
+    (0..count)
+        .map(|n| BlockKey(std::array::from_fn(|i| (n as usize * 31 + i * 7) as u8 ^ (n >> 8) as u8)))
+        .collect()
+}
+
+fn pattern(buf: &Buf, seed: u64) {
+    let mut state = seed | 1;
+    let bytes: Vec<u8> = (0..buf.len())
+        .map(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 56) as u8
+        })
+        .collect();
+    buf.copy_in(0, &bytes);
+}
+
+fn memory(len: u64) -> Buf {
+    Buf::new(&Region::anonymous(len as usize).unwrap(), 0, len as usize).unwrap()
+}
+
+fn round_trip(
+    home: &Home,
+    namespace: NamespaceId,
+    coordinate: Coordinate,
+    shape: &BlockShape,
+    layout: Layout,
+) {
+    let blocks = 5;
+    let source = memory(shape.block_bytes() * u64::from(blocks));
+    pattern(&source, 42);
+    let keys = keys(blocks);
+    let put = PutRequest {
+        namespace,
+        group: Group(0),
+        coordinate,
+        parent: Parent::Root,
+        first_block: Some(0),
+        keys: keys.clone(),
+        from: Placed::blocks(shape, source.clone(), blocks).unwrap(),
+        layout: Some(layout),
+        durability: Durability::Durable,
+        expires_after: None,
+        origins: None,
+        deadline: None,
+    };
+    let reply = block_on(home.store().put(put.clone())).unwrap().unwrap();
+    assert_eq!(reply.outcomes, vec![BlockOutcome::Stored; 5]);
+    let again = block_on(home.store().put(put)).unwrap().unwrap();
+    assert_eq!(again.outcomes, vec![BlockOutcome::AlreadyThere; 5]);
+    check(home, namespace, coordinate, shape, &source, blocks);
+}
+
+fn check(
+    home: &Home,
+    namespace: NamespaceId,
+    coordinate: Coordinate,
+    shape: &BlockShape,
+    source: &Buf,
+    blocks: u32,
+) {
+    for order in [Order::Layers, Order::Blocks] {
+        let into = memory(shape.block_bytes() * u64::from(blocks));
+        let read = ReadRequest {
+            namespace,
+            group: Group(0),
+            coordinate,
+            keys: keys(blocks),
+            layers: None,
+            order,
+            into: Placed::blocks(shape, into.clone(), blocks).unwrap(),
+            verify: Verify::Always,
+            class: Class::Foreground,
+            deadline: None,
+        };
+        let end = home.store().read(read).unwrap().wait_blocking();
+        assert_eq!((end.usable_blocks, end.failures.len()), (blocks, 0), "{:?}", end.failures.first());
+        let (found, expected) = (into.to_vec(), source.to_vec());
+        let differing: Vec<usize> = (0..found.len())
+            .step_by(4096)
+            .filter(|&at| found[at..at + 64] != expected[at..at + 64])
+            .collect();
+        assert!(
+            found == expected,
+            "{order:?}: {} pages differ, first {:?}, of {}",
+            differing.len(),
+            differing.first(),
+            found.len() / 4096
+        );
+    }
+}
+
+fn options(scratch: &Scratch, io: IoChoice, runtime: RuntimeChoice) -> HomeOptions {
+    HomeOptions {
+        directories: vec![scratch.0.clone()],
+        io,
+        runtime,
+        store: Options { segment_bytes: 64 << 20, budget_bytes: 1 << 30, ..Options::default() },
+        ..HomeOptions::default()
+    }
+}
+
+#[test]
+fn blocks_come_back_as_they_were_put() {
+    let ways = [
+        (IoChoice::Pool, RuntimeChoice::Threads),
+        (IoChoice::Auto, RuntimeChoice::Threads),
+        (IoChoice::Auto, RuntimeChoice::Auto),
+    ];
+    for (way, (io, runtime)) in ways.into_iter().enumerate() {
+        for (model, tokens, heads) in [("llama-3.1-8b", 16, 8), ("deepseek-v4-flash", 128, 0)] {
+            for layout in [Layout::FullBlock, Layout::LayerBlock] {
+                let scratch = Scratch::new(&format!("{way}-{model}-{layout:?}"));
+                let home = Home::open(&options(&scratch, io, runtime)).unwrap();
+                let (identity, spec) = identity(model, tokens);
+                let namespace = home.store().register(&identity, spec.geometry()).unwrap();
+                let coordinate = match heads {
+                    0 => Coordinate::Replicated,
+                    heads => Coordinate::heads(0, heads, heads).unwrap(),
+                };
+                let shape = spec.geometry().shape(Group(0), coordinate, tokens).unwrap();
+                round_trip(&home, namespace, coordinate, &shape, layout);
+                home.close().unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn reads_of_one_prefix_at_the_same_time_share_one_load() {
+    let scratch = Scratch::new("flight");
+    let home = Home::open(&options(&scratch, IoChoice::Auto, RuntimeChoice::Auto)).unwrap();
+    let (identity, spec) = identity("llama-3.1-8b", 64);
+    let namespace = home.store().register(&identity, spec.geometry()).unwrap();
+    let coordinate = Coordinate::heads(0, 8, 8).unwrap();
+    let shape = spec.geometry().shape(Group(0), coordinate, 64).unwrap();
+    round_trip(&home, namespace, coordinate, &shape, Layout::LayerBlock);
+    let before = home.store().stats().counts;
+    let source = memory(shape.block_bytes() * 5);
+    pattern(&source, 42);
+    let start = |into: &Buf| {
+        home.store().read(ReadRequest {
+            namespace,
+            group: Group(0),
+            coordinate,
+            keys: keys(5),
+            layers: None,
+            order: Order::Layers,
+            into: Placed::blocks(&shape, into.clone(), 5).unwrap(),
+            verify: Verify::Always,
+            class: Class::Foreground,
+            deadline: None,
+        })
+    };
+    let destinations: Vec<Buf> = (0..4).map(|_| memory(shape.block_bytes() * 5)).collect();
+    let streams: Vec<_> = destinations.iter().map(|into| start(into).unwrap()).collect();
+    for (stream, into) in streams.iter().zip(&destinations) {
+        let end = stream.wait_blocking();
+        assert_eq!((end.usable_blocks, end.failures.len()), (5, 0));
+        assert!(into.to_vec() == source.to_vec());
+    }
+    let after = home.store().stats().counts;
+    let (loaded, shared) =
+        (after.device_bytes_read - before.device_bytes_read, after.bytes_shared - before.bytes_shared);
+    assert_eq!(loaded + shared, 4 * shape.block_bytes() * 5, "every byte was loaded or shared");
+    assert!(shared >= 2 * shape.block_bytes() * 5, "{shared} bytes of {loaded} were shared");
+    home.close().unwrap();
+}
