@@ -193,7 +193,8 @@ impl Recovery<'_> {
             self.report.deleted += blocks.blocks.len() as u64;
             return Ok(());
         }
-        let expires = if expires_ms == 0 { 0 } else { self.log.shared.expiry_s(expires_ms) };
+        let expires = if expires_ms == 0 { 0 } else { self.log.shared.expiry_step(expires_ms) };
+        self.log.shared.note_expiry(expires);
         let Some(info) = info(self.log.shard, segment.number, entry, (blocks, class.number), expires) else {
             self.report.unusable += 1;
             return Ok(());
