@@ -17,6 +17,7 @@ use super::CheckpointReport;
 use crate::engine::log::Log;
 use crate::engine::recover::{AGE_MAX, EPOCH_S};
 use crate::engine::segment::{Segment, SegmentState};
+use crate::engine::shared::EXPIRY_STEP_MS;
 use crate::error::Reason;
 use crate::index::{Lookup, RecordCursor, RecordId, RecordInfo};
 use crate::io::policy::{Action, Stage, decide};
@@ -169,7 +170,7 @@ fn record_state(log: &Log, record: &RecordInfo, age: u8, now_s: u64) -> Option<R
     let last_s = now_s.saturating_sub(u64::from(age) * EPOCH_S);
     let expires_ms = match record.expires {
         0 => 0,
-        seconds => log.shared.created_ms.saturating_add(u64::from(seconds) * 1000),
+        steps => log.shared.created_ms.saturating_add(u64::from(steps) * EXPIRY_STEP_MS),
     };
     Some(RecordState {
         generation,
