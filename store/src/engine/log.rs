@@ -516,6 +516,12 @@ impl Log {
     pub(crate) async fn settled(&self) {
         self.changed.until(|| (self.sealing.get() == 0 && !self.rolling.get()).then_some(())).await;
     }
+
+    /// The segment that records are being appended to.
+    #[cfg(test)]
+    pub(crate) fn open_segment(&self) -> Option<Rc<Segment>> {
+        self.open.borrow().as_ref().map(Rc::clone)
+    }
 }
 
 impl std::fmt::Debug for Log {

@@ -208,7 +208,7 @@ impl World {
         let draft = Draft { namespace: Some(&namespace), body, digests: &[], payload: None };
         let written = self.log.append(Class::Put, &draft).await.unwrap();
         self.log.make_durable(&written).await.unwrap();
-        written.sequence
+        self.log.sequence.get() - 1
     }
 
     /// Whether a block can be found.
