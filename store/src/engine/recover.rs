@@ -69,7 +69,7 @@ struct Source {
 
 enum Listed {
     Scanned(Vec<Entry>),
-    Footer(Ends, Trailer),
+    Footer(Box<Ends>, Trailer),
 }
 
 /// Finds everything that an empty log's directory holds. Called once, before anything else uses the log.
@@ -112,7 +112,11 @@ impl Recovery<'_> {
                 // The row is taken when the footer has been read: it may be lost.
                 let first_sequence = trailer.first_sequence;
                 self.saw(trailer.last_sequence);
-                sources.push(Source { segment, first_sequence, listed: Listed::Footer(ends, trailer) });
+                sources.push(Source {
+                    segment,
+                    first_sequence,
+                    listed: Listed::Footer(Box::new(ends), trailer),
+                });
                 continue;
             }
             self.report.take(row, file.number, 0);

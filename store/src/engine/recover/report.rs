@@ -10,8 +10,11 @@ const PLACES_MAX: usize = 64;
 /// A row of severity `problem`, and where it was taken.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Problem {
+    /// The row's label.
     pub label: &'static str,
+    /// The segment.
     pub segment: u32,
+    /// Where in it.
     pub offset: u64,
 }
 
