@@ -76,10 +76,12 @@ fn drained(pages: &Pages) -> Vec<Completion> {
     out
 }
 
+type Asked = (PutRequest, Reply<Result<PutReply, Error>>);
+
 /// A store whose answers the test gives.
 #[derive(Default)]
 struct Scripted {
-    puts: Mutex<Vec<(PutRequest, Reply<Result<PutReply, Error>>)>>,
+    puts: Mutex<Vec<Asked>>,
     reads: Mutex<Vec<(ReadRequest, ReadSink)>>,
     presence: Mutex<Vec<Presence>>,
     unlocked: Mutex<Vec<LeaseId>>,
