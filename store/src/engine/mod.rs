@@ -13,6 +13,7 @@ mod log;
 mod lookup;
 mod names;
 mod notify;
+mod presence;
 mod put;
 mod read;
 mod reclaim;

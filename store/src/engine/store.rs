@@ -8,13 +8,15 @@ use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
 
 use super::directory::Plan;
 use super::executor::{self, Message};
+use super::presence;
 use super::put;
 use super::read;
 use super::recover::RecoveryReport;
 use super::shared::{Counts, Shared};
 use super::{Limits, lookup};
 use crate::api::{
-    KvStore, LeaseId, MatchReply, MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, read_channel,
+    ContainsReply, ContainsRequest, KvStore, LeaseId, MatchReply, MatchRequest, PutReply, PutRequest,
+    ReadRequest, ReadStream, read_channel,
 };
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
@@ -311,6 +313,10 @@ impl KvStore for Store {
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
         Ok(lookup::match_prefix(&self.0.shared, request)?)
+    }
+
+    fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
+        Ok(presence::contains(&self.0.shared, request)?)
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {
