@@ -36,6 +36,10 @@ pub(crate) enum Message {
     Checkpoint(Reply<Result<(), Reason>>),
     /// Say what the device path is and has done.
     Inspect(Reply<(IoFacts, Metrics)>),
+    /// Register memory with the device path, or forget it.
+    Register { region: Arc<Region>, registered: bool, reply: Reply<Result<(), String>> },
+    /// Forget the headers that reads have kept.
+    ForgetHeaders(Reply<()>),
     /// End: finish what is under way, seal nothing, write a checkpoint if `clean`.
     Stop { clean: bool, reply: Reply<Result<(), Reason>> },
 }
@@ -99,6 +103,21 @@ impl Executor {
                 Message::Inspect(reply) => {
                     let facts = self.io.borrow().facts();
                     let _ = reply.send((facts, self.driver.metrics()));
+                }
+                Message::Register { region, registered, reply } => {
+                    let mut io = self.io.borrow_mut();
+                    let outcome = match registered {
+                        true => io.register(&region),
+                        false => {
+                            io.unregister(&region);
+                            Ok(())
+                        }
+                    };
+                    let _ = reply.send(outcome);
+                }
+                Message::ForgetHeaders(reply) => {
+                    self.logs.borrow().values().for_each(|log| log.headers.forget());
+                    let _ = reply.send(());
                 }
                 Message::Stop { clean, reply } => {
                     let _ = reply.send(self.stop(clean).await);
