@@ -4,8 +4,8 @@
 //! extents beside the engine; it is not part of [`KvStore`](crate::api::KvStore), and clients have no use for it.
 
 use std::ops::Range;
-use std::sync::Arc;
 
+use kvarts_layout::BlockKey;
 use kvarts_layout::format;
 use kvarts_layout::plan::{Address, Landing, Step};
 
@@ -14,10 +14,9 @@ use crate::api::ReadRequest;
 use crate::engine::executor::Message;
 use crate::engine::put::shard_of;
 use crate::engine::read;
-use crate::error::{Error, Reason};
-use crate::io::{Buf, Region};
+use crate::error::Error;
+use crate::io::Buf;
 use crate::rt::mailbox::ticket;
-use kvarts_layout::BlockKey;
 
 /// One device read of a read's plan, headers not counted.
 #[derive(Clone, Debug)]
@@ -91,19 +90,5 @@ impl Store {
             lost(answer.await)?;
         }
         Ok(())
-    }
-
-    /// Registers memory with every executor's way to the disks, or forgets it: reads into registered memory, and
-    /// puts from it, cost the kernel less. Everything works without; an error says why one executor goes without.
-    pub async fn register_memory(&self, region: &Arc<Region>, registered: bool) -> Result<(), Error> {
-        let mut outcome = Ok(());
-        for sender in &self.0.executors {
-            let (reply, answer) = ticket();
-            send(sender, Message::Register { region: Arc::clone(region), registered, reply })?;
-            if let Err(why) = lost(answer.await)? {
-                outcome = Err(Error(Reason::Config(why)));
-            }
-        }
-        outcome
     }
 }
