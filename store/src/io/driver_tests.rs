@@ -1,3 +1,5 @@
+//! The driver over a device that the test plays, and over a real one.
+
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -117,6 +119,7 @@ impl Runtime for World {
     fn unparked(&self) -> LocalTask {
         Box::pin(async {})
     }
+    fn set_reaper(&self, _: crate::rt::Reaper) {}
     fn clock(&self) -> &Arc<dyn Clock> {
         &self.clock
     }

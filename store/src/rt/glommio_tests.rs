@@ -1,3 +1,5 @@
+//! The glommio executor: classes, timers, wakes from other threads, clean ends.
+
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
@@ -6,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::super::LocalTask;
 use super::super::clock::{OsEntropy, SystemClock};
 use super::super::mailbox::{mailbox, ticket};
-use super::super::test_io::TestIo;
+use super::super::test_io::{TestIo, in_time};
 use super::*;
 use crate::io::{DirId, MetaOp, Name, Op, Token};
 
@@ -29,7 +31,7 @@ fn alone() -> Option<MutexGuard<'static, ()>> {
 /// Runs a body to its end; false where glommio cannot run.
 fn run(body: impl FnOnce(Seat) -> LocalTask + Send + 'static) -> bool {
     let Some(_alone) = alone() else { return false };
-    launcher().launch(0, Box::new(body)).unwrap().join().unwrap();
+    in_time(|| launcher().launch(0, Box::new(body)).unwrap().join().unwrap());
     true
 }
 
@@ -241,7 +243,7 @@ fn ending_drops_the_tasks_that_still_wait_and_closes_the_copy_of_the_eventfd() {
     let kept = Arc::clone(&event);
     let could = run(move |seat| {
         // The test's own copy, so that the kernel gives the number to no other eventfd meanwhile.
-        *kept.lock().unwrap() = Some(event_of(&*seat.io.borrow()).unwrap());
+        *kept.lock().unwrap() = Some(event_of(&mut *seat.io.borrow_mut()).unwrap());
         let (rt, noting) = (Rc::clone(&seat.rt), Noting(dropped));
         let task = async move {
             let _held = noting;

@@ -1,3 +1,5 @@
+//! The simulated world: executors, time and hangs.
+
 use kvarts_store::io::{Buf, Completion, DirId, Io, MetaOp, Name, Op, OpenMode, Region, Reply, Token};
 use kvarts_store::rt::mailbox::{Mailbox, mailbox, ticket};
 use kvarts_store::rt::{Class, Seat};
@@ -211,6 +213,29 @@ fn a_killed_world_tells_whoever_joins_and_whoever_waits() {
     assert!(join.join().is_err_and(|why| why.contains("killed")));
     assert_eq!(ticket.try_take(), Some(Err(kvarts_store::rt::mailbox::Abandoned)));
     assert!(!world.step());
+}
+
+#[test]
+fn what_destructors_do_after_a_kill_reaches_the_disk_no_more() {
+    struct Parting(Rc<RefCell<dyn Io>>);
+    impl Drop for Parting {
+        fn drop(&mut self) {
+            let name = Name { dir: DirId(0), path: "late".into() };
+            self.0.borrow_mut().submit(Token(1), Op::Meta(MetaOp::MakeDir { name }));
+        }
+    }
+    let world = SimWorld::new(1, &WorldConfig::default());
+    let body: Body = Box::new(|seat| {
+        let parting = Parting(Rc::clone(&seat.io));
+        Box::pin(async move {
+            let _parting = parting;
+            seat.rt.unparked().await;
+        })
+    });
+    drop(world.launcher().launch(0, body).unwrap());
+    assert!(world.run_until(100, || false).is_err());
+    world.kill();
+    assert_eq!((world.disk().operations(), world.executors()), ((0, 0), 0));
 }
 
 #[test]
