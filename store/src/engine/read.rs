@@ -138,6 +138,21 @@ pub(crate) fn begin(
     Ok(by_shard.into_iter().map(part).collect())
 }
 
+/// What a read of these blocks would read now, and from which records.
+pub(crate) fn look_up(shared: &Shared, request: &ReadRequest) -> Result<(ReadPlan, Vec<Wanted>), Reason> {
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let layers = pick_layers(request, shape.layers().len())?;
+    let key = shared.index.key();
+    let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
+    let prints: Vec<_> = request.keys.iter().map(print).collect();
+    let wanted = find(shared, request, &prints, &mut BTreeMap::new())?;
+    if wanted.is_empty() {
+        return Err(Reason::Empty);
+    }
+    Ok((make_plan(request, layers, &wanted)?, wanted))
+}
+
 fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reason> {
     if request.keys.is_empty() {
         return Err(Reason::Empty);

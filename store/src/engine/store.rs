@@ -1,5 +1,7 @@
 //! The store that callers hold: opening, routing requests to executors, closing.
 
+mod measure;
+
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,6 +25,8 @@ use crate::index::IndexMemory;
 use crate::io::{IoFacts, Metrics, Region};
 use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
+
+pub use measure::PlannedExtent;
 
 /// How a store is opened. What concerns the shape on disk counts only when the store is made.
 #[derive(Clone, Debug)]
