@@ -180,3 +180,44 @@ fn blocks_come_back_as_they_were_put() {
         }
     }
 }
+
+#[test]
+fn reads_of_one_prefix_at_the_same_time_share_one_load() {
+    let scratch = Scratch::new("flight");
+    let home = Home::open(&options(&scratch, IoChoice::Auto, RuntimeChoice::Auto)).unwrap();
+    let (identity, spec) = identity("llama-3.1-8b", 64);
+    let namespace = home.store().register(&identity, spec.geometry()).unwrap();
+    let coordinate = Coordinate::heads(0, 8, 8).unwrap();
+    let shape = spec.geometry().shape(Group(0), coordinate, 64).unwrap();
+    round_trip(&home, namespace, coordinate, &shape, Layout::LayerBlock);
+    let before = home.store().stats().counts;
+    let source = memory(shape.block_bytes() * 5);
+    pattern(&source, 42);
+    let start = |into: &Buf| {
+        home.store().read(ReadRequest {
+            namespace,
+            group: Group(0),
+            coordinate,
+            keys: keys(5),
+            layers: None,
+            order: Order::Layers,
+            into: Placed::blocks(&shape, into.clone(), 5).unwrap(),
+            verify: Verify::Always,
+            class: Class::Foreground,
+            deadline: None,
+        })
+    };
+    let destinations: Vec<Buf> = (0..4).map(|_| memory(shape.block_bytes() * 5)).collect();
+    let streams: Vec<_> = destinations.iter().map(|into| start(into).unwrap()).collect();
+    for (stream, into) in streams.iter().zip(&destinations) {
+        let end = stream.wait_blocking();
+        assert_eq!((end.usable_blocks, end.failures.len()), (5, 0));
+        assert!(into.to_vec() == source.to_vec());
+    }
+    let after = home.store().stats().counts;
+    let (loaded, shared) =
+        (after.device_bytes_read - before.device_bytes_read, after.bytes_shared - before.bytes_shared);
+    assert_eq!(loaded + shared, 4 * shape.block_bytes() * 5, "every byte was loaded or shared");
+    assert!(shared >= 2 * shape.block_bytes() * 5, "{shared} bytes of {loaded} were shared");
+    home.close().unwrap();
+}

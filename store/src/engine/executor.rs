@@ -36,6 +36,10 @@ pub(crate) enum Message {
     Checkpoint(Reply<Result<(), Reason>>),
     /// Say what the device path is and has done.
     Inspect(Reply<(IoFacts, Metrics)>),
+    /// Register memory of the caller with the ring, or say why it is used as it is.
+    Register(Arc<Region>, Reply<Result<(), String>>),
+    /// Forget it again.
+    Unregister(Arc<Region>),
     /// End: finish what is under way, seal nothing, write a checkpoint if `clean`.
     Stop { clean: bool, reply: Reply<Result<(), Reason>> },
 }
@@ -49,6 +53,8 @@ struct Executor {
     busy: Rc<Cell<usize>>,
     limits: Limits,
     io: Rc<RefCell<dyn crate::io::Io>>,
+    /// Why the staging memory is not registered, if it is not.
+    registered: Result<(), String>,
 }
 
 /// The first task of an executor: serves its mailbox until it is told to stop.
@@ -60,10 +66,11 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits) -> Body {
             seat.rt.set_reaper(Box::new(move || pump.pump()));
             mailbox.attach(Arc::clone(&seat.unparker));
             let Ok(region) = Region::anonymous(limits.arena_bytes) else { return };
-            if limits.register {
-                // Unregistered memory works the same; `Inspect` tells why it is not registered.
-                let _ = seat.io.borrow_mut().register(&region);
-            }
+            // Unregistered memory works the same; `Inspect` tells why it is not registered.
+            let registered = match limits.register {
+                true => seat.io.borrow_mut().register(&region),
+                false => Ok(()),
+            };
             let executor = Executor {
                 rt: Rc::clone(&seat.rt),
                 driver,
@@ -72,6 +79,7 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits) -> Body {
                 busy: Rc::default(),
                 limits,
                 io: Rc::clone(&seat.io),
+                registered,
             };
             executor.serve(mailbox).await;
         })
@@ -97,9 +105,14 @@ impl Executor {
                     let _ = reply.send(self.checkpoint().await);
                 }
                 Message::Inspect(reply) => {
-                    let facts = self.io.borrow().facts();
+                    let mut facts = self.io.borrow().facts();
+                    facts.warnings.extend(self.registered.clone().err());
                     let _ = reply.send((facts, self.driver.metrics()));
                 }
+                Message::Register(region, reply) => {
+                    let _ = reply.send(self.io.borrow_mut().register(&region));
+                }
+                Message::Unregister(region) => self.io.borrow_mut().unregister(&region),
                 Message::Stop { clean, reply } => {
                     let _ = reply.send(self.stop(clean).await);
                     return;

@@ -20,6 +20,7 @@ use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 use kvarts_layout::format::{self, PAGE, PAGE_BYTES, Position, page_align};
 use kvarts_layout::plan::{WritePlan, WriteSource};
 
+use super::flights::Flights;
 use super::headers::Headers;
 use super::names::Namespace;
 use super::notify::Notify;
@@ -79,6 +80,8 @@ pub(crate) struct Log {
     pub(crate) segments: RefCell<BTreeMap<u32, Rc<Segment>>>,
     /// Proved headers, for reads.
     pub(crate) headers: Headers,
+    /// Reads that others may share.
+    pub(crate) flights: Flights,
     open: RefCell<Option<Rc<Segment>>>,
     /// A task is getting the next segment; others wait.
     rolling: Cell<bool>,
@@ -113,6 +116,7 @@ impl Log {
             arena,
             segments: RefCell::default(),
             headers: Headers::default(),
+            flights: Flights::default(),
             open: RefCell::default(),
             rolling: Cell::new(false),
             sealing: Cell::new(0),

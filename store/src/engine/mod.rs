@@ -7,6 +7,7 @@
 mod checkpoint;
 mod directory;
 mod executor;
+mod flights;
 mod headers;
 mod log;
 mod lookup;

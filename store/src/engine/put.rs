@@ -82,6 +82,7 @@ pub(crate) fn begin(
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(class.namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
+    shared.drop_expired(&prints);
     let mut reservations = Vec::new();
     let claim = shared.index.reserve(&prints, &mut reservations);
     let outcome = |reservation: &Reservation| match reservation {
@@ -307,7 +308,7 @@ impl PutJob {
         let expires_ms = request.expires_after.map_or(0, |after| {
             created_ms.saturating_add(u64::try_from(after.as_millis()).unwrap_or(u64::MAX)).max(1)
         });
-        let expires = if expires_ms == 0 { 0 } else { self.shared.expiry_s(expires_ms) };
+        let expires = if expires_ms == 0 { 0 } else { self.shared.expiry_step(expires_ms) };
         let blocks = Blocks {
             coordinate: request.coordinate.to_u64(),
             created_ms,
@@ -430,6 +431,7 @@ fn publish(log: &Log, job: &PutJob, run: &Range<u32>, written: &Written, expires
         class: job.class.number,
         expires,
     };
+    job.shared.note_expiry(expires);
     let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
     let prints = job.prints.get(run.start as usize..run.end as usize).unwrap_or_default();
     if index.commit(job.claim, record, prints, job.shared.epoch()).is_err() {

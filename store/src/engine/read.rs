@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_layout::BlockKey;
@@ -23,7 +23,7 @@ use super::runs::RunClass;
 use super::shared::Shared;
 use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use crate::error::Reason;
-use crate::index::{BlockFingerprint, Located, Location};
+use crate::index::{BlockFingerprint, Location};
 use crate::rt::Class;
 
 /// A run of blocks of one record that a read wants.
@@ -54,8 +54,6 @@ pub(crate) struct ReadJob {
     open_slices: Vec<AtomicU32>,
     /// Parts that have not ended.
     parts_left: AtomicU32,
-    /// Bytes of the caller's memory that a device may still write after the end.
-    pub(crate) held_bytes: AtomicU64,
     state: Mutex<ReadState>,
     sink: ReadSink,
 }
@@ -66,6 +64,10 @@ struct ReadState {
     /// The next step to be announced.
     next_step: u32,
     ended: bool,
+    /// Bytes of the caller's memory that devices may still write, of parts that ended without them.
+    held_bytes: u64,
+    /// Those parts.
+    holding: u32,
 }
 
 /// One shard's share of a read: indices of `wanted`.
@@ -106,6 +108,7 @@ pub(crate) fn begin(
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
     let mut failures = BTreeMap::new();
+    shared.drop_expired(&prints);
     let wanted = find(shared, &request, &prints, &mut failures)?;
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
@@ -127,8 +130,7 @@ pub(crate) fn begin(
         wanted,
         open_slices,
         parts_left: AtomicU32::new(by_shard.len() as u32),
-        held_bytes: AtomicU64::new(0),
-        state: Mutex::new(ReadState { failures, next_step: 0, ended: false }),
+        state: Mutex::new(ReadState { failures, next_step: 0, ended: false, held_bytes: 0, holding: 0 }),
         sink,
     });
     let part = |(shard, records)| (shard, ReadPart { job: Arc::clone(&job), records });
@@ -176,11 +178,9 @@ fn find(
     prints: &[BlockFingerprint],
     failures: &mut BTreeMap<u32, Reason>,
 ) -> Result<Vec<Wanted>, Reason> {
-    let now_s = shared.expiry_s(shared.clock.unix_millis());
     let mut wanted: Vec<Wanted> = Vec::new();
     for ((ordinal, key), print) in (0u32..).zip(&request.keys).zip(prints) {
-        let live = |found: &Located| found.record.expires == 0 || found.record.expires > now_s;
-        let Some(found) = shared.index.locate(*print).filter(live) else {
+        let Some(found) = shared.index.locate(*print) else {
             failures.insert(ordinal, Reason::NotHere(*key));
             continue;
         };
@@ -259,7 +259,8 @@ impl ReadJob {
         let Some(print) = self.prints.get(ordinal as usize) else { return };
         let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
         let at = Location { record: wanted.location.record, block: block as u16 };
-        if self.shared.index.quarantine(*print, at).is_some() {
+        if let Some(left) = self.shared.index.quarantine(*print, at) {
+            self.shared.free_if_empty(at.record, left);
             self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
     }
@@ -314,12 +315,8 @@ impl ReadJob {
         let mut state = self.lock();
         state.ended = true;
         let steps = self.plan.steps();
-        if state.next_step < steps && self.request.order == Order::Blocks {
-            for step in state.next_step..steps {
-                if let Some(ordinal) = self.ordinal_of(step) {
-                    state.failures.entry(ordinal).or_insert(Reason::DeadlinePassed);
-                }
-            }
+        if state.next_step < steps {
+            self.name_undelivered(&mut state);
         }
         let whole = state.next_step == steps;
         let usable_blocks = self.usable(&state);
@@ -328,17 +325,86 @@ impl ReadJob {
             Order::Blocks => self.plan.records().first().map_or(0, |record| record.layout.layer_count()),
         };
         let failures: Vec<_> = std::mem::take(&mut state.failures).into_iter().collect();
-        drop(state);
+        // Sent under the lock: a release that comes now must come after it.
+        let held_bytes = if state.holding > 0 { state.held_bytes } else { 0 };
         let good = self.request.keys.len().saturating_sub(failures.len()) as u64;
         if whole {
             self.shared.counters.blocks_read.fetch_add(good, Relaxed);
         }
-        let held_bytes = self.held_bytes.load(Relaxed);
         self.sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, failures, held_bytes }));
     }
 
-    /// The device has let go of the caller's memory after an end that said it had not.
-    pub(crate) fn released(&self) {
-        self.sink.send(ReadEvent::Released);
+    /// A read that ends early ends so for its deadline or because its caller is gone; anything else is a defect,
+    /// and must not look like a short answer.
+    fn name_undelivered(&self, state: &mut ReadState) {
+        let stopped = self.request.deadline.is_some() || self.is_cancelled();
+        let reason = if stopped {
+            Reason::DeadlinePassed
+        } else {
+            Reason::Bug("a read that ended before it was whole")
+        };
+        if self.request.order == Order::Blocks {
+            for ordinal in (state.next_step..self.plan.steps()).filter_map(|step| self.ordinal_of(step)) {
+                state.failures.entry(ordinal).or_insert_with(|| reason.clone());
+            }
+        } else if !stopped {
+            state.failures.entry(0).or_insert(reason);
+        }
+    }
+
+    /// The chunks that a step delivers of a run: block within the record, canonical part, bytes.
+    pub(crate) fn chunks_of(&self, step: u32, wanted: &Wanted) -> Vec<(u32, u32, u64)> {
+        let Ok(layout) = wanted.class.layout_of(u32::from(wanted.record_blocks)) else { return Vec::new() };
+        let first = u32::from(wanted.location.block);
+        let (blocks, layers) = match self.plan.layer_of(step) {
+            Some(layer) => (first..first + (wanted.run.end - wanted.run.start), layer..layer + 1),
+            None => {
+                let block = self.plan.block_of(step).map_or(first, |(_, block)| block);
+                (block..block + 1, self.request.layers.clone().unwrap_or(0..layout.layer_count()))
+            }
+        };
+        let mut chunks = Vec::new();
+        for layer in layers {
+            let Some((first_part, places)) = layout.layer_parts(layer) else { continue };
+            for (part, place) in (first_part..).zip(places) {
+                chunks.extend(blocks.clone().map(|block| (block, part, place.bytes)));
+            }
+        }
+        chunks
+    }
+}
+
+/// Watches the caller's memory: each device read into it holds one. When the last is gone after the end of a
+/// read whose deadline passed, the caller is told.
+pub(crate) struct MemoryGuard {
+    /// Keeps the memory alive as well.
+    job: Arc<ReadJob>,
+    armed: AtomicBool,
+}
+
+impl MemoryGuard {
+    pub(crate) fn new(job: &Arc<ReadJob>) -> Arc<Self> {
+        Arc::new(Self { job: Arc::clone(job), armed: AtomicBool::new(false) })
+    }
+
+    /// The part ends while devices may still write `bytes` bytes.
+    pub(crate) fn arm(&self, bytes: u64) {
+        let mut state = self.job.lock();
+        state.held_bytes += bytes;
+        state.holding += 1;
+        self.armed.store(true, Relaxed);
+    }
+}
+
+impl Drop for MemoryGuard {
+    fn drop(&mut self) {
+        if !*self.armed.get_mut() {
+            return;
+        }
+        let mut state = self.job.lock();
+        state.holding -= 1;
+        if state.holding == 0 && state.ended {
+            self.job.sink.send(ReadEvent::Released);
+        }
     }
 }

@@ -77,11 +77,18 @@ impl Log {
     fn evict_record(&self, segment: &Segment, offset: u64, blocks: &Blocks) -> bool {
         let index = &self.shared.index;
         let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return true };
-        let mut emptied = None;
         for name in &blocks.blocks {
             let key = BlockKey(name.key);
             let print = index.key().of(blocks.namespace, &key, Group(blocks.group), coordinate);
-            let Lookup::Live(at) = index.lookup(print) else { continue };
+            let at = match index.lookup(print) {
+                Lookup::Live(at) => at,
+                Lookup::Quarantined => {
+                    // A miss already; as absent it is one too, and takes no memory.
+                    index.delete(print);
+                    continue;
+                }
+                Lookup::Absent | Lookup::Pending => continue,
+            };
             let here = index.records().get(at.record).is_some_and(|record| {
                 u32::from(record.shard) == self.shard
                     && record.segment == segment.number
@@ -94,16 +101,10 @@ impl Log {
                 Eviction::Busy => return false,
                 Eviction::Evicted { left } => {
                     self.shared.counters.blocks_evicted.fetch_add(1, Relaxed);
-                    if left == 0 {
-                        emptied = Some(at.record);
-                    }
+                    self.shared.free_if_empty(at.record, left);
                 }
                 Eviction::Gone => {}
             }
-        }
-        if let Some(record) = emptied {
-            // It has no live block and no reader: whoever still knows its number gets a miss.
-            let _ = index.records().free(record);
         }
         true
     }

@@ -1,7 +1,7 @@
 //! What all threads of one open store share: index, names, budget, the latch, counters.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use kvarts_layout::StoreId;
@@ -10,11 +10,13 @@ use kvarts_layout::format::Secret;
 use super::names::Names;
 use super::runs::RunClasses;
 use crate::error::Reason;
-use crate::index::Index;
+use crate::index::{BlockFingerprint, Eviction, Index, RecordId};
 use crate::io::mem::PAGE;
 use crate::io::{Buf, IoError, Region};
 use crate::rt::{Clock, Entropy};
 
+/// Expiry is kept in steps of a tenth of a second: 32 bits of them last thirteen years.
+const EXPIRY_STEP_MS: u64 = 100;
 /// Zero bytes that gaps between chunks are written from.
 const ZERO_BYTES: usize = 64 << 10;
 
@@ -68,7 +70,7 @@ pub(crate) struct Shared {
     pub(crate) store: StoreId,
     pub(crate) secret: Secret,
     pub(crate) segment_bytes: u64,
-    /// When the store was made: expiry is counted in seconds from here.
+    /// When the store was made: expiry is counted from here.
     pub(crate) created_ms: u64,
     pub(crate) index: Index,
     pub(crate) names: Names,
@@ -82,6 +84,8 @@ pub(crate) struct Shared {
     allocated: AtomicU64,
     latch: Mutex<Option<String>>,
     zeros: OnceLock<Option<Buf>>,
+    /// Some record has an expiry: before the first one, nobody looks for expired blocks.
+    expiring: AtomicBool,
 }
 
 /// What a store begins with.
@@ -114,6 +118,7 @@ impl Shared {
             allocated: AtomicU64::new(0),
             latch: Mutex::default(),
             zeros: OnceLock::new(),
+            expiring: AtomicBool::new(false),
         }
     }
 
@@ -160,10 +165,46 @@ impl Shared {
         zeros.as_ref()?.slice(0, usize::try_from(len).ok()?)
     }
 
-    /// Seconds since the store was made, for expiry; never zero, which means never.
-    pub(crate) fn expiry_s(&self, at_ms: u64) -> u32 {
-        let seconds = at_ms.saturating_sub(self.created_ms).div_ceil(1000).max(1);
+    /// A time as expiry counts it: tenths of a second since the store was made; never zero, which means never.
+    pub(crate) fn expiry_step(&self, at_ms: u64) -> u32 {
+        let seconds = at_ms.saturating_sub(self.created_ms).div_ceil(EXPIRY_STEP_MS).max(1);
         u32::try_from(seconds).unwrap_or(u32::MAX)
+    }
+
+    /// A record expires, or not (0).
+    pub(crate) fn note_expiry(&self, expires: u32) {
+        if expires != 0 {
+            self.expiring.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes those of these blocks out of the index whose time is over, unless a lease holds them. Whoever looks
+    /// blocks up calls it first, so that an expired block is never found.
+    pub(crate) fn drop_expired(&self, prints: &[BlockFingerprint]) {
+        if !self.expiring.load(Ordering::Relaxed) {
+            return;
+        }
+        let now = self.expiry_step(self.clock.unix_millis());
+        for print in prints {
+            if let Some(found) = self.index.locate(*print)
+                && found.record.expires != 0
+                && found.record.expires <= now
+            {
+                let evicted = self.index.try_evict(*print, found.location, self.clock.now());
+                if let Eviction::Evicted { left } = evicted {
+                    self.free_if_empty(found.location.record, left);
+                }
+            }
+        }
+    }
+
+    /// Gives up the index's number of a record that has no live block left. Whoever still knows it finds another
+    /// record's header, or none, and answers a miss.
+    pub(crate) fn free_if_empty(&self, record: RecordId, left: u16) {
+        if left == 0 {
+            // Refused if a block of it became live meanwhile: then it is not empty.
+            let _ = self.index.records().free(record);
+        }
     }
 
     /// The coarse time that the index keeps of a block's last use: a step is 16 seconds.

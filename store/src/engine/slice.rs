@@ -10,13 +10,16 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::task::Poll;
 
+use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::plan::{Address, Extent, Landing, Step};
 
+use super::flights::{Flight, Role};
 use super::headers::{Header, HeaderKey};
 use super::log::Log;
-use super::read::{ReadJob, ReadPart};
+use super::read::{MemoryGuard, ReadJob, ReadPart};
 use super::segment::Segment;
 use crate::api::{Order, Verify};
 use crate::error::Reason;
@@ -37,6 +40,8 @@ struct Record {
     header: HeaderState,
     /// Regions that arrived before the header: (slice, region).
     early: Vec<(usize, u32)>,
+    /// Who else may want what is read of it.
+    flight: Option<Rc<Flight>>,
 }
 
 enum HeaderState {
@@ -94,41 +99,101 @@ struct Run<'a> {
     /// Extents of the last planned slice that have not been submitted: (name, extent, segment's record).
     queue: VecDeque<(u64, u64, u64, Buf)>,
     queue_record: usize,
-    /// Steps whose slices of this part are all done, as a count of leading ones.
+    /// The slices to read, if not all of all records.
+    agenda: Option<Agenda>,
+    /// Something is in: the window opens.
     first_step_done: bool,
+    /// Held by every device read into the caller's memory.
+    guard: Arc<MemoryGuard>,
+    /// State of the sampling of digests.
     sample: u64,
 }
 
-/// Does one executor's part of a read on one shard's log.
+/// Does one shard's part of a read.
 pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64) {
     let job = Arc::clone(&part.job);
     let (records, holds) = open_records(log, &part);
-    let mut seed = [0; 8];
-    job.shared.entropy.fill(&mut seed);
-    let mut run = Run {
-        log,
-        job: &job,
-        records,
-        batch: log.driver.batch(job.request.class),
-        slices: Vec::new(),
-        free: Vec::new(),
-        spare: Vec::new(),
-        under_way: 0,
-        in_flight: 0,
-        next: (0, 0),
-        queue: VecDeque::new(),
-        queue_record: 0,
-        first_step_done: false,
-        sample: u64::from_le_bytes(seed),
-    };
-    run.all(window).await;
-    let held = run.in_flight;
-    if held > 0 {
-        job.held_bytes.fetch_add(held, Relaxed);
+    let (mut own, mut led, mut followed) = (Vec::new(), Vec::new(), Vec::new());
+    for record in records {
+        let Some(wanted) = job.wanted.get(record.index as usize) else { continue };
+        let generation = record.segment.generation.get();
+        match log.flights.join(&job, record.index, wanted, generation) {
+            Some(Role::Follow(flight)) => followed.push((record, flight)),
+            Some(Role::Lead(flight)) => {
+                led.push((Rc::clone(&flight), generation));
+                own.push(Record { flight: Some(flight), ..record });
+            }
+            None => own.push(record),
+        }
     }
-    drop(run);
+    let mut run = Run::new(log, &job, own);
+    let (stopped, missed) = both(run.all(window), follow_all(&job, followed)).await;
+    run.end();
+    for (flight, generation) in led {
+        log.flights.end(&flight, generation);
+    }
+    if let (Ending::Done, Some((records, agenda))) = (stopped, missed) {
+        let mut run = Run::new(log, &job, records);
+        run.agenda = Some(agenda);
+        run.all(window).await;
+        run.end();
+    }
     drop(holds);
     job.part_done();
+}
+
+/// Why a run ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    Done,
+    /// The caller is gone, or the deadline has passed.
+    Stopped,
+}
+
+/// Slices that a follower has to read itself: (step, index of the record).
+type Agenda = VecDeque<(u32, usize)>;
+
+/// Follows all flights at once; gives the records and slices that are left to read.
+async fn follow_all(
+    job: &Arc<ReadJob>,
+    followed: Vec<(Record, Rc<Flight>)>,
+) -> Option<(Vec<Record>, Agenda)> {
+    let (mut records, mut agenda) = (Vec::new(), Vec::new());
+    for (record, flight) in followed {
+        let missed = flight.follow(job, record.index).await;
+        if !missed.is_empty() {
+            agenda.extend(missed.into_iter().map(|step| (step, records.len())));
+            records.push(record);
+        }
+    }
+    agenda.sort_unstable();
+    (!agenda.is_empty()).then(|| (records, agenda.into()))
+}
+
+/// Runs two futures on one task.
+async fn both<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (A, B) {
+    let (mut a, mut b) = (std::pin::pin!(a), std::pin::pin!(b));
+    let (mut a_done, mut b_done) = (None, None);
+    std::future::poll_fn(|context| {
+        if a_done.is_none()
+            && let Poll::Ready(value) = a.as_mut().poll(context)
+        {
+            a_done = Some(value);
+        }
+        if b_done.is_none()
+            && let Poll::Ready(value) = b.as_mut().poll(context)
+        {
+            b_done = Some(value);
+        }
+        match (a_done.take(), b_done.take()) {
+            (Some(a), Some(b)) => Poll::Ready((a, b)),
+            (a, b) => {
+                (a_done, b_done) = (a, b);
+                Poll::Pending
+            }
+        }
+    })
+    .await
 }
 
 fn open_records(log: &Rc<Log>, part: &ReadPart) -> (Vec<Record>, Vec<Hold>) {
@@ -143,32 +208,64 @@ fn open_records(log: &Rc<Log>, part: &ReadPart) -> (Vec<Record>, Vec<Hold>) {
         };
         holds.push(Hold::new(segment));
         let (segment, header) = (Rc::clone(segment), HeaderState::Unread);
-        records.push(Record { index, segment, header, early: Vec::new() });
+        records.push(Record { index, segment, header, early: Vec::new(), flight: None });
     }
     (records, holds)
 }
 
-impl Run<'_> {
+impl<'a> Run<'a> {
+    fn new(log: &'a Rc<Log>, job: &'a Arc<ReadJob>, records: Vec<Record>) -> Self {
+        let mut seed = [0; 8];
+        if matches!(job.request.verify, Verify::Sample(_)) {
+            job.shared.entropy.fill(&mut seed);
+        }
+        Self {
+            log,
+            job,
+            records,
+            batch: log.driver.batch(job.request.class),
+            slices: Vec::new(),
+            free: Vec::new(),
+            spare: Vec::new(),
+            under_way: 0,
+            in_flight: 0,
+            next: (0, 0),
+            queue: VecDeque::new(),
+            queue_record: 0,
+            agenda: None,
+            first_step_done: false,
+            guard: MemoryGuard::new(job),
+            sample: u64::from_le_bytes(seed),
+        }
+    }
+
+    /// Lets go. What a device has not given back by now is told to the caller.
+    fn end(self) {
+        if self.under_way > 0 {
+            self.guard.arm(self.in_flight);
+        }
+    }
+
     /// Submits and takes in until every slice is done, the caller is gone or the deadline has passed.
-    async fn all(&mut self, window: u64) {
+    async fn all(&mut self, window: u64) -> Ending {
         loop {
             if self.job.is_cancelled() {
                 self.drain().await;
-                return;
+                return Ending::Stopped;
             }
             let window = if self.first_step_done { window } else { window.min(START_BYTES) };
             self.submit(window).await;
             if self.under_way == 0 {
-                return;
+                return Ending::Done;
             }
             let done = match self.job.request.deadline {
                 None => self.batch.next().await,
                 Some(at) => match self.next_by(at).await {
                     Ok(done) => done,
-                    Err(()) => return,
+                    Err(()) => return Ending::Stopped,
                 },
             };
-            let Some(done) = done else { return };
+            let Some(done) = done else { return Ending::Done };
             self.under_way -= 1;
             self.take_in(done);
         }
@@ -181,7 +278,7 @@ impl Run<'_> {
     /// Waits for what is under way, so that the caller's memory is its own again.
     async fn drain(&mut self) {
         while self.batch.next().await.is_some() {}
-        self.in_flight = 0;
+        (self.under_way, self.in_flight) = (0, 0);
     }
 
     /// Submits extents while the window has room.
@@ -207,6 +304,12 @@ impl Run<'_> {
     /// while something is under way that will return some.
     async fn plan_next(&mut self) -> bool {
         loop {
+            if let Some(agenda) = &self.agenda {
+                match agenda.front() {
+                    Some(&next) => self.next = next,
+                    None => return false,
+                }
+            }
             let (step, at) = self.next;
             if step >= self.job.plan.steps() {
                 return false;
@@ -249,6 +352,10 @@ impl Run<'_> {
     }
 
     fn advance(&mut self) {
+        if let Some(agenda) = &mut self.agenda {
+            agenda.pop_front();
+            return;
+        }
         let (step, at) = self.next;
         self.next = if self.job.request.order == Order::Blocks { (step + 1, 0) } else { (step, at + 1) };
     }
@@ -285,7 +392,7 @@ impl Run<'_> {
             let Some((memory, left)) = regions.get_mut(extent.region as usize) else { continue };
             let Some(buf) = self.landing(&extent, memory.as_ref()) else { continue };
             *left += 1;
-            let name = (slot as u64) << 32 | u64::from(extent.region);
+            let name = name_extent(slot, extent.region, extent.len);
             self.queue.push_back((name, extent.file_offset, u64::from(extent.len), buf));
         }
         self.queue_record = at;
@@ -299,7 +406,9 @@ impl Run<'_> {
     fn landing(&self, extent: &Extent, staging: Option<&Buf>) -> Option<Buf> {
         match extent.landing {
             Landing::Direct { memory, offset } => {
-                self.job.request.into.slice(Address { memory, offset }, u64::from(extent.len))
+                let into = self.job.request.into.slice(Address { memory, offset }, u64::from(extent.len))?;
+                // Its own keeper, if it has one, lives in the job that the guard holds.
+                Some(into.kept_by(Arc::<MemoryGuard>::clone(&self.guard)))
             }
             Landing::Staged { offset } => staging?.slice(offset as usize, extent.len as usize),
         }
@@ -355,7 +464,8 @@ impl Run<'_> {
         if extent & HEADER != 0 {
             return self.take_header((extent & !HEADER) as usize, result);
         }
-        let (slot, region) = ((extent >> 32) as usize, (extent & u64::from(u32::MAX)) as u32);
+        let (slot, region, len) = extent_named(extent);
+        self.in_flight = self.in_flight.saturating_sub(len);
         let Some(Some(slice)) = self.slices.get_mut(slot) else { return };
         let Some(planned) = slice.plan.regions().get(region as usize) else { return };
         if let Err(error) = &result {
@@ -366,7 +476,6 @@ impl Run<'_> {
         if *left > 0 {
             return;
         }
-        self.in_flight = self.in_flight.saturating_sub(planned.bytes);
         self.job.shared.counters.device_bytes_read.fetch_add(planned.bytes, Relaxed);
         let record = slice.record;
         match self.records.get_mut(record) {
@@ -435,6 +544,11 @@ impl Run<'_> {
             self.spare.push(slice.plan);
             self.free.push(slot);
             self.first_step_done = true;
+            if let Some(Record { flight: Some(flight), header: HeaderState::Good(header), .. }) =
+                self.records.get(record)
+            {
+                flight.arrived(step, header);
+            }
             self.job.slice_done(step);
         }
     }
@@ -482,6 +596,23 @@ impl Run<'_> {
             }
         }
     }
+}
+
+/// Bits of an extent's name that hold its length in pages, and its region.
+const LEN_BITS: u32 = 19;
+const REGION_BITS: u32 = 24;
+
+/// Slice, region and length of an extent in one word. A slice has fewer regions than 2^24 (its pieces are
+/// bounded), and no extent is longer than a gigabyte (by the plan's limit).
+fn name_extent(slot: usize, region: u32, len: u32) -> u64 {
+    let pages = u64::from(len) / PAGE_BYTES;
+    (slot as u64) << (LEN_BITS + REGION_BITS) | u64::from(region) << LEN_BITS | pages
+}
+
+fn extent_named(name: u64) -> (usize, u32, u64) {
+    let pages = name & ((1 << LEN_BITS) - 1);
+    let region = (name >> LEN_BITS) & ((1 << REGION_BITS) - 1);
+    ((name >> (LEN_BITS + REGION_BITS)) as usize, region as u32, pages * PAGE_BYTES)
 }
 
 /// Under what a record's header is kept.

@@ -18,7 +18,7 @@ use crate::api::{
 };
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
-use crate::io::{IoFacts, Metrics};
+use crate::io::{IoFacts, Metrics, Region};
 use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
 
@@ -182,6 +182,31 @@ impl Store {
             all.push(lost(answer.await)?);
         }
         Ok(all)
+    }
+
+    /// Registers memory with every executor's ring, so that reads into it and puts from it cost less. An error
+    /// says why it is used unregistered: that works the same, only slower.
+    pub async fn register_memory(&self, region: &Arc<Region>) -> Result<(), String> {
+        let mut answers = Vec::new();
+        for sender in &self.0.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Register(Arc::clone(region), reply))
+                .map_err(|reason| reason.to_string())?;
+            answers.push(answer);
+        }
+        let mut outcome = Ok(());
+        for answer in answers {
+            outcome = outcome.and(lost(answer.await).map_err(|reason| reason.to_string()).flatten());
+        }
+        outcome
+    }
+
+    /// Forgets registered memory. Operations under way end as they are.
+    pub fn unregister_memory(&self, region: &Arc<Region>) {
+        for sender in &self.0.executors {
+            // A store that is closing forgets it anyway.
+            let _ = sender.try_send(Message::Unregister(Arc::clone(region)));
+        }
     }
 
     /// Writes a checkpoint of every shard, so that the next open reads little.

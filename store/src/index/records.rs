@@ -51,7 +51,7 @@ pub struct RecordInfo {
     pub live: u16,
     /// The caller's number for what runs have in common: namespace, group, coordinate, layout.
     pub class: u32,
-    /// When it expires, in seconds since the store's epoch; 0 for never. Lookups do not see it: whoever
+    /// When it expires, in the caller's steps since the store's epoch; 0 for never. Lookups do not see it: whoever
     /// resolves a location compares, and the expiry task removes.
     pub expires: u32,
 }
