@@ -7,8 +7,7 @@ use std::collections::BTreeMap;
 
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::plan::{MemoryId, PartTarget};
-use kvarts_layout::spec::Kind;
-use kvarts_layout::spec::geometry::{PartGeometry, Role};
+use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity};
 use kvarts_store::api::Placed;
 use kvarts_store::error::Reason;

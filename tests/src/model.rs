@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use kvarts_layout::arrange::LAYOUT_VERSION;
 use kvarts_layout::plan::WritePlan;
 use kvarts_layout::{
-    BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, NamespaceId, RunLayout, UsablePrefix,
+    BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, NamespaceId, RunLayout,
 };
 use kvarts_store::api::{
     BlockOutcome, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Order, Parent,
@@ -39,6 +39,7 @@ struct Lease {
     until: Nanos,
     tenant: u32,
     bytes: u64,
+    held: Vec<Name>,
 }
 
 #[derive(Default)]
@@ -74,11 +75,12 @@ impl Model {
     /// Forgets what has ended by now.
     fn current(&self) -> MutexGuard<'_, State> {
         let mut state = self.lock();
-        // A block lives at least as long as was asked; expiry is told in whole seconds, so up to one more.
-        let now_ms = self.clock.unix_millis();
-        state.blocks.retain(|_, block| block.expires.is_none_or(|at| now_ms < at));
         let now = self.clock.now();
         state.leases.retain(|_, lease| now < lease.until);
+        let now_ms = self.clock.unix_millis();
+        let State { blocks, leases, .. } = &mut *state;
+        let held = |name: &Name| leases.values().any(|lease| lease.held.contains(name));
+        blocks.retain(|name, block| block.expires.is_none_or(|at| now_ms < at) || held(name));
         state
     }
 
@@ -140,16 +142,14 @@ impl Model {
         let blocks = request.keys.len() as u32;
         let present = |block, group, coordinate| state.blocks.contains_key(&name(block, group, coordinate));
         let usable = request.requirements.usable_prefix(blocks, request.recompute_tokens_max, present);
-        let held = |usable: &UsablePrefix| -> u64 {
-            let each = |&(group, coordinate): &(Group, Coordinate)| {
-                let live = (0..usable.longest.blocks).filter(|&block| present(block, group, coordinate));
-                live.count() as u64 * sizes[&(group, coordinate)]
-            };
-            columns.iter().map(each).sum()
+        let within = |&(group, coordinate): &(Group, Coordinate)| {
+            (0..usable.longest.blocks).map(move |block| name(block, group, coordinate))
         };
-        let bytes = held(&usable);
+        let live = |name: &Name| state.blocks.contains_key(name);
+        let held: Vec<Name> = columns.iter().flat_map(within).filter(live).collect();
+        let bytes = held.iter().map(|(_, group, coordinate, _)| sizes[&(*group, *coordinate)]).sum();
         let lease = match &request.lease {
-            Some(terms) if bytes > 0 => Some(state.lease(terms, bytes, self.clock.now())?),
+            Some(terms) if !held.is_empty() => Some(state.lease(terms, bytes, held, self.clock.now())?),
             _ => None,
         };
         Ok(MatchReply { usable, pending: 0, lease })
@@ -209,7 +209,13 @@ impl State {
         shape.map_err(|error| Reason::Shape(error.to_string()))
     }
 
-    fn lease(&mut self, terms: &LeaseTerms, bytes: u64, now: Nanos) -> Result<LeaseId, Reason> {
+    fn lease(
+        &mut self,
+        terms: &LeaseTerms,
+        bytes: u64,
+        held: Vec<Name>,
+        now: Nanos,
+    ) -> Result<LeaseId, Reason> {
         let mine = self.leases.values().filter(|lease| lease.tenant == terms.tenant);
         let wanted = mine.map(|lease| lease.bytes).sum::<u64>() + bytes;
         if wanted > terms.cap_bytes {
@@ -217,7 +223,7 @@ impl State {
         }
         self.leases_given += 1;
         let id = LeaseId(self.leases_given);
-        self.leases.insert(id, Lease { until: now.plus(terms.hold), tenant: terms.tenant, bytes });
+        self.leases.insert(id, Lease { until: now.plus(terms.hold), tenant: terms.tenant, bytes, held });
         Ok(id)
     }
 }
