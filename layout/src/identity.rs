@@ -8,6 +8,7 @@
 //! The parallel rank is not part of an identity; it is a [`Coordinate`](crate::Coordinate).
 
 use crate::ids::{Fingerprint, NamespaceId};
+use crate::shape::MAX_BLOCK_TOKENS;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -30,8 +31,6 @@ pub const MAX_EXTRA_NAME_BYTES: usize = 256;
 pub const MAX_EXTRA_VALUE_BYTES: usize = 4096;
 /// The most bytes a canonical encoding may have, whatever the fields are.
 pub const MAX_IDENTITY_BYTES: usize = 1 << 16;
-/// The most tokens a block may have.
-pub const MAX_BLOCK_TOKENS: u32 = 1 << 20;
 /// The most bytes of JSON or TOML that are read as an identity.
 pub const MAX_IDENTITY_FILE_BYTES: usize = 1 << 20;
 /// What a field says when the thing it describes does not exist (no adapter, no quantisation, no window).

@@ -54,18 +54,19 @@ pub enum Need {
     At,
 }
 
-/// What it costs that a need is not met.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+/// What it costs that a need is not met, the worst last.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Absence {
-    /// The boundary cannot be used.
-    Required,
     /// It can be rebuilt by running `tokens` tokens again: those that end at the boundary, or for [`Need::All`]
     /// that many for each absent block, wherever it lies. 0 means that the engine does without (a draft
-    /// model's cache); `u64::MAX` that there is no shorter way than a replay from a complete boundary.
+    /// model's cache); `u64::MAX` that there is no shorter way than a replay from a complete boundary. One
+    /// replay rebuilds everything whose cost it covers: of several costs the largest counts.
     Recompute {
         /// Tokens to run again.
         tokens: u64,
     },
+    /// The boundary cannot be used.
+    Required,
 }
 
 /// What one group requires of a boundary.

@@ -6,6 +6,8 @@
 
 use std::fmt;
 
+/// The most tokens a block may have.
+pub const MAX_BLOCK_TOKENS: u32 = 1 << 20;
 /// The most bytes one chunk may have.
 pub const MAX_CHUNK_BYTES: u64 = 1 << 32;
 /// The most bytes one block may have.

@@ -54,9 +54,15 @@ fn rich_identity() -> Identity {
         },
         block_tokens: 256,
         tenant_salt: TenantSalt((0..16).collect()),
-        extras: [("indexer", "fp4"), ("état", "größe"), ("Upper", ""), ("a", "1"), ("ab", "2")]
-            .map(|(name, value)| (name.into(), value.into()))
-            .into(),
+        extras: [
+            ("indexer", "fp4"),
+            ("\u{e9}tat", "gr\u{f6}\u{df}e"),
+            ("Upper", ""),
+            ("a", "1"),
+            ("ab", "2"),
+        ]
+        .map(|(name, value)| (name.into(), value.into()))
+        .into(),
         ..plain_identity()
     }
 }

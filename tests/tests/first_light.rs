@@ -166,7 +166,7 @@ fn blocks_come_back_as_they_were_put() {
         for (model, tokens, heads) in [("llama-3.1-8b", 16, 8), ("deepseek-v4-flash", 128, 0)] {
             for layout in [Layout::FullBlock, Layout::LayerBlock] {
                 let scratch = Scratch::new(&format!("{way}-{model}-{layout:?}"));
-                let home = Home::open(&options(&scratch, io, runtime)).unwrap();
+                let mut home = Home::open(&options(&scratch, io, runtime)).unwrap();
                 let (identity, spec) = identity(model, tokens);
                 let namespace = home.store().register(&identity, spec.geometry()).unwrap();
                 let coordinate = match heads {
@@ -175,6 +175,17 @@ fn blocks_come_back_as_they_were_put() {
                 };
                 let shape = spec.geometry().shape(Group(0), coordinate, tokens).unwrap();
                 round_trip(&home, namespace, coordinate, &shape, layout);
+                for clean in [true, false, true] {
+                    if clean {
+                        home.close().unwrap()
+                    } else {
+                        home.abandon()
+                    }
+                    home = Home::open(&options(&scratch, io, runtime)).unwrap();
+                    let source = memory(shape.block_bytes() * 5);
+                    pattern(&source, 42);
+                    check(&home, namespace, coordinate, &shape, &source, 5);
+                }
                 home.close().unwrap();
             }
         }

@@ -21,7 +21,7 @@ pub const MAX_EXTENSIONS: usize = 64;
 /// The most bytes one extension may have.
 pub const MAX_EXTENSION_BYTES: usize = 4096;
 /// The most bytes the canonical encoding of an identity or a spec may have.
-pub const MAX_CANONICAL_BYTES: usize = 1 << 20;
+pub const MAX_DEFINITION_BYTES: usize = 1 << 20;
 /// The most tombstones one record may have.
 pub const MAX_TOMBSTONES: usize = 1 << 16;
 
@@ -233,7 +233,7 @@ impl Blocks {
 
 impl Definition {
     pub(super) fn check(&self) -> Result<(), &'static str> {
-        first_failure(&[(self.canonical.len() <= MAX_CANONICAL_BYTES, "canonical")])
+        first_failure(&[(self.canonical.len() <= MAX_DEFINITION_BYTES, "canonical")])
     }
 }
 

@@ -1,27 +1,29 @@
-//! The index checkpoint: the in-memory index of a shard, written out so that recovery reads no footer of a
-//! segment that it covers.
+//! The index checkpoint: what a shard knows that neither footers nor records say.
+//!
+//! Footers list every block of a sealed segment, so a checkpoint does not repeat names: it says which segments
+//! are free, what was deleted where the log may no longer say so, and for each record when it was last used and
+//! when it expires. Losing it costs recency, never a block.
 //!
 //! Invariants:
 //! - A checkpoint is a header page, chunks numbered from zero, and an end chunk that repeats the totals. Without
 //!   a sound end chunk it does not count, whatever came before.
-//! - The two files are written in turn; the one with the higher sequence that is whole counts. Losing both costs
-//!   time, never data: footers and records say the same.
+//! - The two files are written in turn; the one with the higher sequence that is whole counts. The header is
+//!   written after everything else has been flushed, so a proven header stands before chunks of its own sequence.
 //! - Chunks are bound to store, shard, file, sequence, offset and chunk number: chunks of two checkpoints never
 //!   mix.
 //! - It is read and written one chunk at a time: memory is bounded by [`super::MAX_CHUNK_IMAGE_BYTES`].
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use super::body::{BlockName, Epoch, Parent, Tombstone, first_failure, from_archive, is_frugal, to_archive};
+use super::body::{Epoch, Tombstone, first_failure, from_archive, is_frugal, to_archive};
 use super::field::Field;
+use super::footer::Defined;
 use super::seal::{
     Draft, KIND, LONG_PREFIX, Long, OFFSET, Position, REST_TAG, Secret, Structure, TOTAL_BYTES, prove_fixed,
     prove_long, prove_page, refuse_newer, require_kind_zero, require_zero, total_bytes,
 };
 use super::unsound::{Damage, EncodeError, Unsound};
 use super::{PAGE, PAGE_BYTES};
-use crate::coord::Coordinate;
-use crate::shape::MAX_RUN_BLOCKS;
 
 /// When the checkpoint was begun, in milliseconds since 1970: the age of what it says about recency.
 pub const CREATED_MS: Field = OFFSET.then("created_ms", 8);
@@ -57,24 +59,17 @@ pub const SEGMENT_SUSPECT: u8 = 3;
 /// State of a segment: kept as it is for inspection, neither read nor recycled.
 pub const SEGMENT_QUARANTINED: u8 = 4;
 
-/// Flag of a block: it can be read. Without it the block is dead: deleted, evicted, expired or damaged.
-pub const BLOCK_ALIVE: u32 = 1;
-/// Flag of a record: it has extensions, which its header holds.
-pub const RECORD_HAS_EXTENSIONS: u8 = 1;
-
 /// What a checkpoint knows about a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Archive, Serialize, Deserialize)]
 #[rkyv(derive(Debug))]
 pub struct SegmentState {
     /// Its generation: what a later generation holds is not covered.
     pub generation: u64,
-    /// Bytes of live records.
-    pub live_bytes: u64,
     /// Sequence of its first record; zero if it has none.
     pub first_sequence: u64,
     /// Sequence of its last record that this checkpoint covers.
     pub last_sequence: u64,
-    /// How far this checkpoint covers it: recovery scans an open segment from here.
+    /// Everything below had been flushed when the checkpoint was made; zero where that is not known.
     pub log_end: u64,
     /// The segment.
     pub segment: u32,
@@ -82,85 +77,20 @@ pub struct SegmentState {
     pub state: u8,
 }
 
-/// Where the canonical encoding of an identity or spec lies, and the short id that the records of this
-/// checkpoint use for it. Not the local id of any segment.
+/// What a checkpoint knows about a live record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Archive, Serialize, Deserialize)]
-#[rkyv(derive(Debug))]
-pub struct DefinitionState {
-    /// Generation of the segment.
-    pub generation: u64,
-    /// Offset of a record that defines it.
-    pub offset: u64,
-    /// The segment of that record.
-    pub segment: u32,
-    /// The short id within this checkpoint.
-    pub local: u32,
-    /// The namespace id, or the spec's id.
-    pub id: [u8; 32],
-    /// Whether it is a spec.
-    pub is_spec: bool,
-}
-
-/// One block of a record.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Archive, Serialize, Deserialize)]
-#[rkyv(derive(Debug))]
-pub struct BlockState {
-    /// When it expires, in milliseconds since 1970; zero for never. May be later than its record says.
-    pub expires_ms: u64,
-    /// Until when it is pinned by a client that asked for it to outlive a restart; zero for not.
-    pub pinned_until_ms: u64,
-    /// When it was last read, in seconds since 1970.
-    pub last_access_s: u32,
-    /// [`BLOCK_ALIVE`].
-    pub flags: u32,
-    /// Key and origin.
-    pub name: BlockName,
-}
-
-/// A record and a run of its blocks. A record with more blocks than fit in a chunk is listed in several parts.
-#[derive(Clone, PartialEq, Eq, Debug, Archive, Serialize, Deserialize)]
 #[rkyv(derive(Debug))]
 pub struct RecordState {
-    /// Generation of the segment.
+    /// Generation of the segment: of a later one nothing is said.
     pub generation: u64,
     /// Where the record's header begins.
     pub offset: u64,
-    /// Its sequence.
-    pub sequence: u64,
-    /// Bytes of its payload without padding.
-    pub payload_bytes: u64,
-    /// As in its body.
-    pub coordinate: u64,
-    /// As in its body.
-    pub created_ms: u64,
+    /// When it expires, in milliseconds since 1970; zero for never. May be later than its record says.
+    pub expires_ms: u64,
     /// The segment.
     pub segment: u32,
-    /// Bytes of its header.
-    pub header_bytes: u32,
-    /// Short id of the namespace within this checkpoint.
-    pub namespace: u32,
-    /// Short id of the spec within this checkpoint.
-    pub spec: u32,
-    /// As in its body.
-    pub group: u32,
-    /// Which of the record's blocks is the first in this part.
-    pub first_entry: u32,
-    /// Blocks of the whole record.
-    pub entries_total: u32,
-    /// The blocks of this part, in prefix order.
-    pub blocks: Vec<BlockState>,
-    /// As in its body.
-    pub first_block: Option<u32>,
-    /// As in its body.
-    pub layout_version: u16,
-    /// As in its body.
-    pub layout: u8,
-    /// As in its body.
-    pub encoding: u8,
-    /// [`RECORD_HAS_EXTENSIONS`].
-    pub flags: u8,
-    /// As in its body.
-    pub parent: Parent,
+    /// When one of its blocks was last used, in seconds since 1970.
+    pub last_access_s: u32,
 }
 
 /// What a whole checkpoint has: repeated in its end chunk, compared by the reader.
@@ -169,12 +99,10 @@ pub struct RecordState {
 pub struct Totals {
     /// Segments.
     pub segments: u64,
-    /// Definitions.
-    pub definitions: u64,
-    /// Parts of records.
+    /// Namespaces.
+    pub namespaces: u64,
+    /// Records.
     pub records: u64,
-    /// Blocks.
-    pub blocks: u64,
     /// Tombstones.
     pub tombstones: u64,
     /// Epochs.
@@ -183,22 +111,20 @@ pub struct Totals {
     pub chunks: u64,
 }
 
-const _: () = assert!(size_of::<rkyv::Archived<SegmentState>>() == 48);
-const _: () = assert!(size_of::<rkyv::Archived<DefinitionState>>() == 64);
-const _: () = assert!(size_of::<rkyv::Archived<BlockState>>() == 72);
-const _: () = assert!(size_of::<rkyv::Archived<RecordState>>() == 136);
-const _: () = assert!(size_of::<rkyv::Archived<Totals>>() == 56);
-const _: () = assert!(is_frugal::<SegmentState>() && is_frugal::<DefinitionState>());
-const _: () = assert!(is_frugal::<RecordState>() && is_frugal::<BlockState>() && is_frugal::<Epoch>());
+const _: () = assert!(size_of::<rkyv::Archived<SegmentState>>() == 40);
+const _: () = assert!(size_of::<rkyv::Archived<RecordState>>() == 32);
+const _: () = assert!(size_of::<rkyv::Archived<Totals>>() == 48);
+const _: () = assert!(is_frugal::<SegmentState>() && is_frugal::<RecordState>());
+const _: () = assert!(is_frugal::<Defined>() && is_frugal::<Epoch>());
 
 /// The items of one chunk, all of one kind.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Items {
     /// Segments.
     Segments(Vec<SegmentState>),
-    /// Identities and specs; before the records that use them.
-    Definitions(Vec<DefinitionState>),
-    /// Records and their blocks.
+    /// The short ids that the tombstones of this checkpoint use; before them.
+    Namespaces(Vec<Defined>),
+    /// Live records.
     Records(Vec<RecordState>),
     /// Tombstones; their namespaces are short ids within this checkpoint.
     Tombstones(Vec<Tombstone>),
@@ -212,7 +138,7 @@ impl Items {
     fn kind(&self) -> u16 {
         match self {
             Self::Segments(_) => 1,
-            Self::Definitions(_) => 2,
+            Self::Namespaces(_) => 2,
             Self::Records(_) => 3,
             Self::Tombstones(_) => 4,
             Self::Epochs(_) => 5,
@@ -222,7 +148,7 @@ impl Items {
     fn count(&self) -> usize {
         match self {
             Self::Segments(items) => items.len(),
-            Self::Definitions(items) => items.len(),
+            Self::Namespaces(items) => items.len(),
             Self::Records(items) => items.len(),
             Self::Tombstones(items) => items.len(),
             Self::Epochs(items) => items.len(),
@@ -233,20 +159,16 @@ impl Items {
         first_failure(&[((1..=MAX_ITEMS).contains(&self.count()), ITEM_COUNT.name)])?;
         match self {
             Self::Segments(items) => items.iter().try_for_each(SegmentState::check),
-            Self::Definitions(items) => {
-                let aligned = items.iter().all(|item| item.offset.is_multiple_of(PAGE_BYTES));
-                first_failure(&[(aligned, "offset")])
-            }
             Self::Records(items) => items.iter().try_for_each(RecordState::check),
             Self::Tombstones(items) => items.iter().try_for_each(Tombstone::check),
-            Self::Epochs(_) => Ok(()),
+            Self::Namespaces(_) | Self::Epochs(_) => Ok(()),
         }
     }
 
     fn archive(&self) -> Result<rkyv::util::AlignedVec, EncodeError> {
         match self {
             Self::Segments(items) => to_archive(items),
-            Self::Definitions(items) => to_archive(items),
+            Self::Namespaces(items) => to_archive(items),
             Self::Records(items) => to_archive(items),
             Self::Tombstones(items) => to_archive(items),
             Self::Epochs(items) => to_archive(items),
@@ -256,7 +178,7 @@ impl Items {
     fn from_kind(kind: u16, body: &[u8]) -> Result<Self, Unsound> {
         Ok(match kind {
             1 => Self::Segments(from_archive(body)?),
-            2 => Self::Definitions(from_archive(body)?),
+            2 => Self::Namespaces(from_archive(body)?),
             3 => Self::Records(from_archive(body)?),
             4 => Self::Tombstones(from_archive(body)?),
             5 => Self::Epochs(from_archive(body)?),
@@ -277,17 +199,7 @@ impl SegmentState {
 
 impl RecordState {
     fn check(&self) -> Result<(), &'static str> {
-        let count = u32::try_from(self.blocks.len()).unwrap_or(u32::MAX);
-        let inside = self.first_entry.checked_add(count).is_some_and(|end| end <= self.entries_total);
-        let flags = self.blocks.iter().all(|block| block.flags & !BLOCK_ALIVE == 0);
-        first_failure(&[
-            (Coordinate::from_u64(self.coordinate).is_some(), "coordinate"),
-            (self.entries_total <= MAX_RUN_BLOCKS, "entries_total"),
-            (count > 0 && inside, "first_entry"),
-            (flags && self.flags & !RECORD_HAS_EXTENSIONS == 0, "flags"),
-            (self.offset.is_multiple_of(PAGE_BYTES), "offset"),
-            (u64::from(self.header_bytes).is_multiple_of(PAGE_BYTES), "header_bytes"),
-        ])
+        first_failure(&[(self.offset.is_multiple_of(PAGE_BYTES), "offset")])
     }
 }
 
@@ -296,13 +208,8 @@ impl Totals {
         let count = items.count() as u64;
         let total = match items {
             Items::Segments(_) => &mut self.segments,
-            Items::Definitions(_) => &mut self.definitions,
-            Items::Records(records) => {
-                let blocks =
-                    records.iter().fold(0u64, |sum, record| sum.saturating_add(record.blocks.len() as u64));
-                self.blocks = self.blocks.saturating_add(blocks);
-                &mut self.records
-            }
+            Items::Namespaces(_) => &mut self.namespaces,
+            Items::Records(_) => &mut self.records,
             Items::Tombstones(_) => &mut self.tombstones,
             Items::Epochs(_) => &mut self.epochs,
         };
@@ -495,7 +402,7 @@ mod tests {
             offset += page.len() as u64;
         }
         let Ok(Chunk::End(totals)) = reader.chunk(pages.last().unwrap()) else { panic!("no end") };
-        assert_eq!((totals.records, totals.blocks, totals.definitions, totals.chunks), (1, 2, 2, 5));
+        assert_eq!((totals.records, totals.namespaces, totals.tombstones, totals.chunks), (2, 1, 2, 5));
     }
 
     #[test]
@@ -525,7 +432,7 @@ mod tests {
         for page in &pages[1..pages.len() - 1] {
             reader.chunk(page).unwrap();
         }
-        reader.totals.blocks += 1;
+        reader.totals.records += 1;
         let found = reader.chunk(pages.last().unwrap());
         assert_eq!(found, Err(Unsound::Damaged { what: Damage::Field("totals") }));
     }
@@ -550,45 +457,23 @@ mod tests {
         let mut refused = |items: Items| writer.chunk(&items).unwrap_err();
         let field = EncodeError::Field;
         let all = samples::items();
-        let [Items::Segments(segments), Items::Definitions(definitions), Items::Records(records), ..] =
-            &all[..]
-        else {
+        let [Items::Segments(segments), _, Items::Records(records), ..] = &all[..] else {
             panic!("other samples")
         };
-        let (segment, definition, record) = (segments[0], definitions[0], records[0].clone());
+        let (segment, record) = (segments[0], records[0]);
         assert_eq!(refused(Items::Segments(vec![])), field("item_count"));
         assert_eq!(refused(Items::Segments(vec![segment; MAX_ITEMS + 1])), field("item_count"));
         assert_eq!(refused(Items::Segments(vec![SegmentState { state: 5, ..segment }])), field("state"));
         assert_eq!(refused(Items::Segments(vec![SegmentState { log_end: 1, ..segment }])), field("log_end"));
-        assert_eq!(
-            refused(Items::Definitions(vec![DefinitionState { offset: 1, ..definition }])),
-            field("offset")
-        );
-        let records = |change: &dyn Fn(&mut RecordState)| {
-            let mut record = record.clone();
-            change(&mut record);
-            Items::Records(vec![record])
-        };
-        assert_eq!(refused(records(&|record| record.first_entry = 1)), field("first_entry"));
-        assert_eq!(refused(records(&|record| record.first_entry = u32::MAX)), field("first_entry"));
-        assert_eq!(refused(records(&|record| record.blocks.clear())), field("first_entry"));
-        assert_eq!(refused(records(&|record| record.entries_total = u32::MAX)), field("entries_total"));
-        assert_eq!(refused(records(&|record| record.coordinate = 1)), field("coordinate"));
-        assert_eq!(refused(records(&|record| record.flags = 2)), field("flags"));
-        assert_eq!(refused(records(&|record| record.blocks[0].flags = 2)), field("flags"));
-        assert_eq!(refused(records(&|record| record.header_bytes = 1)), field("header_bytes"));
+        assert_eq!(refused(Items::Records(vec![RecordState { offset: 1, ..record }])), field("offset"));
     }
 
     #[test]
     fn a_chunk_that_is_too_large_changes_nothing() {
         let mut writer = CheckpointWriter::new(&samples::checkpoint_header(), &samples::secret());
-        let Items::Records(records) = samples::items().remove(2) else { panic!("not records") };
-        let record = RecordState {
-            blocks: vec![records[0].blocks[0]; 20_000],
-            entries_total: 20_000,
-            ..records[0].clone()
-        };
-        assert_eq!(writer.chunk(&Items::Records(vec![record])), Err(EncodeError::TooLarge));
+        let Items::Tombstones(tombstones) = samples::items().remove(3) else { panic!("not tombstones") };
+        let many = vec![tombstones[0]; MAX_ITEMS];
+        assert_eq!(writer.chunk(&Items::Tombstones(many)), Err(EncodeError::TooLarge));
         let first = writer.chunk(&samples::items()[0]).unwrap();
         assert_eq!(first, samples::checkpoint()[1]);
     }

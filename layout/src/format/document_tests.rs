@@ -8,8 +8,10 @@ use rkyv::Archived;
 use super::body::*;
 use super::checkpoint::*;
 use super::footer::*;
+use super::record::{Body, encode};
 use super::recovery::{RECORD_ROWS, SEGMENT_ROWS};
 use super::*;
+use crate::Geometry;
 
 /// Offset, bytes and name of each field of a table.
 type Table = Vec<(usize, usize, String)>;
@@ -58,14 +60,9 @@ fn tables() -> BTreeMap<&'static str, Table> {
         archived!("Defined", Defined: local, id),
         archived!("Entry", Entry: offset, sequence, payload_bytes, header_bytes, content),
         archived!("Footer", Footer: records),
-        archived!("SegmentState", SegmentState: generation, live_bytes, first_sequence, last_sequence, log_end,
-            segment, state),
-        archived!("DefinitionState", DefinitionState: generation, offset, segment, local, id, is_spec),
-        archived!("BlockState", BlockState: expires_ms, pinned_until_ms, last_access_s, flags, name),
-        archived!("RecordState", RecordState: generation, offset, sequence, payload_bytes, coordinate,
-            created_ms, segment, header_bytes, namespace, spec, group, first_entry, entries_total, blocks,
-            first_block, layout_version, layout, encoding, flags, parent),
-        archived!("Totals", Totals: segments, definitions, records, blocks, tombstones, epochs, chunks),
+        archived!("SegmentState", SegmentState: generation, first_sequence, last_sequence, log_end, segment, state),
+        archived!("RecordState", RecordState: generation, offset, expires_ms, segment, last_access_s),
+        archived!("Totals", Totals: segments, namespaces, records, tombstones, epochs, chunks),
     ])
 }
 
@@ -144,6 +141,38 @@ fn magics_and_domain_strings_of_the_document_are_those_of_the_code() {
         .collect();
     let found: Vec<Vec<String>> = documented.iter().map(|row| row[1..].to_vec()).collect();
     assert_eq!(found, expected);
+}
+
+#[test]
+fn the_example_of_a_geometry_encodes_as_the_document_says() {
+    let geometry = Geometry::opaque(65_536).unwrap();
+    let hex: String = geometry.canonical_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+    let example = format!("\nencoding     {hex}\nfingerprint  {}\n", geometry.fingerprint());
+    assert!(document().contains(&example), "{example}");
+}
+
+/// The header of a record as written is never longer than the layouts reckon with, and no page shorter.
+#[test]
+fn a_records_header_takes_the_pages_that_overheads_are_computed_with() {
+    for (blocks, chunks) in [(1u32, 1u32), (1, 183), (16, 80), (64, 275), (256, 61)] {
+        let body = Blocks {
+            blocks: vec![BlockName { key: [1; 32], origin: [2; 16] }; blocks as usize],
+            stored_lengths: Vec::new(),
+            extensions: Vec::new(),
+            encoding: ENCODING_RAW,
+            ..samples::blocks()
+        };
+        let digests = vec![0; (blocks * chunks) as usize];
+        let fields = record::Fields { payload_bytes: 1 << 20, ..samples::fields() };
+        let body = Body::Blocks(body);
+        let image = encode(&samples::position(4096), &samples::secret(), &fields, &body, &digests).unwrap();
+        let bytes = image.len() as u64;
+        let reckoned = crate::arrange::record_header_bytes(blocks, chunks);
+        assert!(
+            bytes <= reckoned && reckoned - bytes <= PAGE_BYTES,
+            "{blocks} x {chunks}: {bytes}, {reckoned}"
+        );
+    }
 }
 
 /// A reader of the archive made from the document's words alone.

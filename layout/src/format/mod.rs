@@ -39,8 +39,8 @@ pub use unsound::{Damage, EncodeError, Unsound};
 pub const VERSION: u16 = 0;
 /// Every structure starts at a multiple of this, and fills a multiple of it.
 pub const PAGE: usize = 4096;
-/// [`PAGE`] for arithmetic over file offsets.
-pub const PAGE_BYTES: u64 = 4096;
+pub use crate::arrange::PAGE_BYTES;
+const _: () = assert!(PAGE as u64 == PAGE_BYTES);
 /// The most that a device is trusted to write whole. No field relies on more.
 pub const SECTOR: usize = 512;
 /// The smallest segment.

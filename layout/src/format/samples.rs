@@ -178,7 +178,6 @@ pub(super) fn items() -> Vec<Items> {
     let segment = SegmentState {
         segment: 12,
         generation: 5,
-        live_bytes: 8192,
         first_sequence: 74,
         last_sequence: 79,
         log_end: 32768,
@@ -188,47 +187,13 @@ pub(super) fn items() -> Vec<Items> {
         segment: 12,
         generation: 5,
         offset: 12288,
-        sequence: 76,
-        payload_bytes: 4000,
-        coordinate: 0x0008_0002_0004,
-        created_ms: 1_700_000_002_000,
-        header_bytes: 4096,
-        namespace: 1,
-        spec: 2,
-        group: 3,
-        first_entry: 0,
-        entries_total: 2,
-        first_block: Some(16),
-        blocks: [0x11, 0x12]
-            .map(|key| BlockState {
-                expires_ms: 1_700_000_602_000,
-                pinned_until_ms: 0,
-                last_access_s: 1_700_000_100,
-                flags: BLOCK_ALIVE,
-                name: BlockName { key: [key; 32], origin: [key + 0x10; 16] },
-            })
-            .to_vec(),
-        layout_version: 1,
-        layout: 1,
-        encoding: ENCODING_RAW,
-        flags: 0,
-        parent: Parent::Key([0x10; 32]),
-    };
-    let definition = DefinitionState {
-        segment: 12,
-        generation: 5,
-        offset: 4096,
-        local: 1,
-        id: [0x31; 32],
-        is_spec: false,
+        expires_ms: 1_700_000_602_000,
+        last_access_s: 1_700_000_100,
     };
     vec![
         Items::Segments(vec![segment]),
-        Items::Definitions(vec![
-            definition,
-            DefinitionState { offset: 8192, local: 2, is_spec: true, ..definition },
-        ]),
-        Items::Records(vec![record]),
+        Items::Namespaces(vec![Defined { local: 1, id: [0x31; 32] }]),
+        Items::Records(vec![record, RecordState { offset: 20480, expires_ms: 0, ..record }]),
         Items::Tombstones(tombstones().entries),
         Items::Epochs(vec![Epoch { below: 62, namespace: [0x31; 32] }]),
     ]

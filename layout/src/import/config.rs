@@ -4,8 +4,8 @@ use std::cell::RefCell;
 
 use serde_json::{Map, Value};
 
+use crate::shape::MAX_BLOCK_TOKENS;
 use crate::shape::MAX_LAYERS;
-use crate::spec::MAX_BLOCK_TOKENS;
 
 use super::{Dtype, ImportError, ImportOptions};
 

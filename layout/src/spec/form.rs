@@ -233,7 +233,7 @@ pub(super) fn parse(text: &str) -> Result<ModelSpec, FormError> {
         return Err(FormError { place: Place::Whole, fault: FormFault::TooLarge });
     }
     let form: Form = toml::from_str(text).map_err(|error| {
-        let message = printable(&error.message().lines().collect::<Vec<_>>().join(", "));
+        let message = in_plain_words(&error.message().lines().collect::<Vec<_>>().join(", "));
         FormError { place: place_in(text, error.span()), fault: FormFault::Text(message) }
     })?;
     let parts = form.part.into_iter().map(|(name, part)| draft_part(name, part)).collect::<Result<_, _>>()?;
@@ -247,6 +247,18 @@ pub(super) fn parse(text: &str) -> Result<ModelSpec, FormError> {
         runs: form.layers,
     }
     .finish()
+}
+
+/// The reader's message without the names of Rust's types.
+fn in_plain_words(message: &str) -> String {
+    let message = printable(message).replace(" as i128", "");
+    let limits = [("u64", u64::MAX), ("u32", u32::MAX.into()), ("u16", u16::MAX.into())];
+    limits.iter().fold(message, |message, (name, most)| {
+        match message.strip_suffix(&format!("expected {name}")) {
+            Some(rest) => format!("{rest}expected a whole number from 0 to {most}"),
+            None => message,
+        }
+    })
 }
 
 fn place_in(text: &str, span: Option<std::ops::Range<usize>>) -> Place {

@@ -13,15 +13,14 @@ use std::num::NonZeroU32;
 use crate::coord::{self, Coordinate};
 use crate::ids::Group;
 use crate::shape::{
-    BlockShape, ChunkShape, LayerShape, MAX_ALIGN, MAX_BLOCK_BYTES, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_LAYERS,
+    BlockShape, ChunkShape, LayerShape, MAX_ALIGN, MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS, MAX_CHUNK_BYTES,
+    MAX_CHUNKS, MAX_LAYERS,
 };
 
 use super::error::SpecError;
 use super::kind::Kind;
 use super::ratio::{Ratio, lcm};
 
-/// The most tokens a block may have, and a stream entry or a window may span.
-pub const MAX_BLOCK_TOKENS: u32 = 1 << 20;
 /// The most different parts a geometry may have.
 pub const MAX_PARTS: usize = 1024;
 /// The most parts one layer may have.
@@ -177,6 +176,7 @@ impl PartGeometry {
         if let Some(tokens) = self.role.tokens()
             && (tokens == 0 || tokens > MAX_BLOCK_TOKENS)
         {
+            // No entry or window spans more than the longest block.
             return Err(SpecError::PartTokens { tokens: tokens.into() });
         }
         if let Some(bytes) = self.role.held_bytes().filter(|&bytes| bytes > MAX_CHUNK_BYTES) {

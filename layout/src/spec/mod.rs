@@ -14,6 +14,7 @@ pub mod form;
 mod geometry;
 mod kind;
 mod ratio;
+mod requirements;
 pub mod shipped;
 #[cfg(test)]
 mod tests;
@@ -23,26 +24,14 @@ pub use canonical::{CanonicalError, MAX_CANONICAL_BYTES};
 pub use error::SpecError;
 pub use form::{FormError, FormFault, MAX_SPEC_BYTES, Place};
 pub use geometry::{
-    Geometry, GroupGeometry, MAX_BLOCK_TOKENS, MAX_PARTS, MAX_PARTS_PER_LAYER, PartGeometry, PrefixBytes,
-    Role, RoleClass,
+    Geometry, GroupGeometry, MAX_PARTS, MAX_PARTS_PER_LAYER, PartGeometry, PrefixBytes, Role, RoleClass,
 };
 pub use kind::{KNOWN_KINDS, Kind, MAX_KIND_BYTES};
 pub use ratio::Ratio;
+pub use requirements::RequireError;
 
 use crate::ids::{Fingerprint, Group};
-
-/// What it costs to restore a boundary at which a part is not there.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Absence {
-    /// The last so many tokens before the boundary must be run through the model again. One replay rebuilds
-    /// every part whose cost it covers, so costs of several parts are not added up: the largest counts.
-    Recompute {
-        /// Tokens to replay.
-        tokens: u64,
-    },
-    /// The boundary cannot be used.
-    Required,
-}
+pub use crate::prefix::Absence;
 
 /// One part as a spec describes it.
 #[derive(Clone, PartialEq, Eq, Debug)]

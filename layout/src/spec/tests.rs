@@ -346,7 +346,11 @@ fn bytes_that_are_not_canonical_are_refused_with_their_reason() {
 
 /// A spec's text with one line changed, and what is said about it.
 const FAULTS: &[(&str, &str, &str)] = &[
-    ("bytes = 2048", "bytes = -1", "line 12, column 9: invalid value: integer `-1`, expected u64"),
+    (
+        "bytes = 2048",
+        "bytes = -1",
+        "line 12, column 9: invalid value: integer `-1`, expected a whole number from 0 to 18446744073709551615",
+    ),
     ("bytes = 2048", "bytes = 18446744073709551616", "line 12, column 9: "),
     (
         "bytes = 2048",

@@ -1,10 +1,50 @@
-//! Checkpoints of one shard.
+//! Checkpoints of one shard: which segments are free, what was deleted, and for each live record when it was last
+//! used and when it expires. Which blocks a record has stays in footers and records.
+//!
+//! Invariants:
+//! - The two files are written in turn, and never the one that holds the newest whole checkpoint.
+//! - The header is written last, when everything behind it is durable: chunks of an attempt that a crash ended are
+//!   never taken for those of the next one under the same sequence.
+//! - Memory is one chunk and one byte for each record.
 
-use std::rc::Rc;
+mod read;
+mod write;
 
-use super::log::Log;
-use crate::error::Reason;
+use std::cell::Cell;
 
-pub(crate) async fn write(_log: &Rc<Log>) -> Result<(), Reason> {
-    Ok(())
+pub(super) use read::{Checkpoint, read};
+pub(crate) use write::write;
+
+/// What a log remembers of its two checkpoint files.
+#[derive(Debug, Default)]
+pub(crate) struct Slots {
+    /// The highest sequence that either file proves.
+    sequence: Cell<u64>,
+    /// The file that holds the newest whole checkpoint.
+    newest: Cell<Option<u32>>,
+    /// Bytes of the budget that each file has.
+    charged: [Cell<u64>; 2],
+    /// One is being written.
+    writing: Cell<bool>,
+}
+
+impl Slots {
+    /// The file to write next.
+    fn next(&self) -> u32 {
+        self.newest.get().map_or(0, |newest| 1 - (newest & 1))
+    }
+
+    fn charged(&self, slot: u32) -> &Cell<u64> {
+        let [zero, one] = &self.charged;
+        if slot & 1 == 0 { zero } else { one }
+    }
+}
+
+/// What a checkpoint took.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct CheckpointReport {
+    pub(crate) sequence: u64,
+    pub(crate) bytes: u64,
+    pub(crate) segments: u64,
+    pub(crate) records: u64,
 }

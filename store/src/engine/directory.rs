@@ -32,8 +32,6 @@ pub(crate) struct Found {
     pub(crate) shards: Vec<(u32, DirId)>,
     /// Bytes of the superblocks on disk.
     pub(crate) superblock_bytes: u64,
-    /// It was made by this call.
-    pub(crate) made: bool,
 }
 
 fn superblock_name(dir: DirId) -> Name {
@@ -171,7 +169,7 @@ fn join(plan: &Plan, found: Vec<Option<Chosen>>) -> Result<Found, Reason> {
         budget: plan.budget,
         record_bytes_max: plan.record_bytes_max.min(first.segment_bytes / 4),
     };
-    Ok(Found { birth, shards, superblock_bytes: seen.len() as u64 * FILE_BYTES as u64, made: false })
+    Ok(Found { birth, shards, superblock_bytes: seen.len() as u64 * FILE_BYTES as u64 })
 }
 
 async fn make(
@@ -214,7 +212,7 @@ async fn make(
         record_bytes_max: plan.record_bytes_max.min(plan.segment_bytes / 4),
     };
     let superblock_bytes = u64::from(plan.directories) * FILE_BYTES as u64;
-    Ok(Found { birth, shards, superblock_bytes, made: true })
+    Ok(Found { birth, shards, superblock_bytes })
 }
 
 async fn write_new(

@@ -44,6 +44,9 @@ pub(crate) enum Message {
     Stop { clean: bool, reply: Reply<Result<(), Reason>> },
 }
 
+/// Epochs that a block's age may reach before it looks no older: ages are kept modulo 256.
+const AGE_MAX: u8 = 200;
+
 struct Executor {
     rt: Rc<dyn Runtime>,
     driver: Rc<Driver>,
@@ -51,6 +54,8 @@ struct Executor {
     logs: RefCell<BTreeMap<u32, Rc<Log>>>,
     /// Parts of puts and reads that have not ended.
     busy: Rc<Cell<usize>>,
+    /// No house is kept any more.
+    stopping: Rc<Cell<bool>>,
     limits: Limits,
     io: Rc<RefCell<dyn crate::io::Io>>,
     /// Why the staging memory is not registered, if it is not.
@@ -77,6 +82,7 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits) -> Body {
                 arena: Arena::new(region),
                 logs: RefCell::default(),
                 busy: Rc::default(),
+                stopping: Rc::default(),
                 limits,
                 io: Rc::clone(&seat.io),
                 registered,
@@ -133,9 +139,33 @@ impl Executor {
             let path = (Rc::clone(&self.driver), self.arena.clone());
             let log = Rc::new(Log::new((shard, dir), Arc::clone(shared), path, spawn));
             reports.push(recover::recover(&log).await?);
+            self.keep_house(&log);
             self.logs.borrow_mut().insert(shard, log);
         }
         Ok(reports)
+    }
+
+    /// What a shard does by the clock: checkpoints where something was written, and sweeping up leases that ended
+    /// and ages that would wrap.
+    fn keep_house(&self, log: &Rc<Log>) {
+        let (log, rt, stopping) = (Rc::clone(log), Rc::clone(&self.rt), Rc::clone(&self.stopping));
+        let every = self.limits.checkpoint_every;
+        let keeping = async move {
+            let mut written = log.sequence.get();
+            while !stopping.get() {
+                rt.sleep_until(rt.clock().now().plus(every)).await;
+                let shared = &log.shared;
+                shared.index.expire(rt.clock().now());
+                (0..shared.index.partitions())
+                    .for_each(|partition| shared.index.clamp_ages(partition, shared.epoch(), AGE_MAX));
+                if log.sequence.get() != written && !stopping.get() {
+                    written = log.sequence.get();
+                    // A checkpoint that fails costs recency; the next one is tried as usual.
+                    let _ = checkpoint::write(&log).await;
+                }
+            }
+        };
+        self.rt.spawn(Class::Background, Box::pin(keeping));
     }
 
     fn put(&self, shard: u32, part: PutPart) {
@@ -143,10 +173,11 @@ impl Executor {
             return put::refuse(part, &Reason::Bug("a put for a shard of another executor"));
         };
         let busy = Busy::new(&self.busy);
+        let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
         self.rt.spawn(
             Class::Put,
             Box::pin(async move {
-                put::run(&log, part).await;
+                put::run(&log, part, deadline).await;
                 drop(busy);
             }),
         );
@@ -177,6 +208,7 @@ impl Executor {
 
     /// Waits until nothing is under way, with a bound: a device that hangs does not keep the process.
     async fn stop(&self, clean: bool) -> Result<(), Reason> {
+        self.stopping.set(true);
         let give_up = self.rt.clock().now().plus(self.limits.stop_patience);
         while self.busy.get() > 0 && self.rt.clock().now() < give_up {
             let now = self.rt.clock().now();

@@ -20,10 +20,12 @@ use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 use kvarts_layout::format::{self, PAGE, PAGE_BYTES, Position, page_align};
 use kvarts_layout::plan::{WritePlan, WriteSource};
 
+use super::checkpoint::Slots;
 use super::flights::Flights;
 use super::headers::Headers;
 use super::names::Namespace;
 use super::notify::Notify;
+use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState};
 use super::shared::Shared;
 use crate::api::Placed;
@@ -65,7 +67,6 @@ pub(crate) struct Written {
     pub(crate) offset: u64,
     pub(crate) header_bytes: u32,
     pub(crate) payload_bytes: u64,
-    pub(crate) sequence: u64,
     /// Where the next record begins: durable once everything below is.
     pub(crate) end: u64,
 }
@@ -88,6 +89,9 @@ pub(crate) struct Log {
     /// Segments whose seal has not ended.
     sealing: Cell<u32>,
     pub(crate) sequence: Cell<u64>,
+    /// What was deleted, for as long as its records may lie on disk.
+    pub(crate) graves: RefCell<Graves>,
+    pub(crate) checkpoints: Slots,
     changed: Notify,
     spawn: Box<dyn Fn(crate::rt::LocalTask)>,
 }
@@ -121,6 +125,8 @@ impl Log {
             rolling: Cell::new(false),
             sealing: Cell::new(0),
             sequence: Cell::new(1),
+            graves: RefCell::default(),
+            checkpoints: Slots::default(),
             changed: Notify::default(),
             spawn,
         }
@@ -251,8 +257,7 @@ impl Log {
         self.sequence.set(sequence + 1);
         let segment = Rc::clone(segment);
         let end = start + len;
-        let written =
-            Written { segment: Rc::clone(&segment), offset, header_bytes, payload_bytes, sequence, end };
+        let written = Written { segment: Rc::clone(&segment), offset, header_bytes, payload_bytes, end };
         Ok(Some(Image { segment, offset: start, headers, written }))
     }
 
@@ -510,11 +515,6 @@ impl Log {
     /// Completes when no segment is being sealed.
     pub(crate) async fn settled(&self) {
         self.changed.until(|| (self.sealing.get() == 0 && !self.rolling.get()).then_some(())).await;
-    }
-
-    /// The segment that records are being appended to.
-    pub(crate) fn open_segment(&self) -> Option<Rc<Segment>> {
-        self.open.borrow().as_ref().map(Rc::clone)
     }
 }
 

@@ -25,7 +25,7 @@ mod store;
 
 use std::time::Duration;
 
-pub use recover::RecoveryReport;
+pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use store::{Executors, Options, Stats, Store};
 
@@ -42,6 +42,8 @@ pub struct Limits {
     pub read_window_bytes: u64,
     /// Requests that may wait for the executor.
     pub mailbox_messages: usize,
+    /// How often recency and expiry are put on disk: after a crash they are as old as this at most.
+    pub checkpoint_every: Duration,
     /// How long a stop waits for what is under way.
     pub stop_patience: Duration,
 }
@@ -54,6 +56,7 @@ impl Default for Limits {
             register: true,
             read_window_bytes: 16 << 20,
             mailbox_messages: 4096,
+            checkpoint_every: Duration::from_secs(30),
             stop_patience: Duration::from_secs(30),
         }
     }

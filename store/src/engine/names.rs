@@ -91,6 +91,11 @@ fn next_free<T>(taken: &BTreeMap<u32, T>) -> u32 {
     taken.last_key_value().map_or(1, |(&last, _)| last.saturating_add(1))
 }
 
+/// A segment that was damaged when others were made may give a short id that is another's by now.
+fn free_or_next<T>(taken: &BTreeMap<u32, T>, wanted: u32) -> u32 {
+    if taken.contains_key(&wanted) { next_free(taken) } else { wanted }
+}
+
 /// All namespaces of a store. Usable from any thread; lookups share.
 #[derive(Debug, Default)]
 pub(crate) struct Names(RwLock<Tables>);
@@ -122,34 +127,35 @@ impl Names {
         tables.namespace(local, &canonical, spec)
     }
 
-    /// Takes in a spec that recovery found.
+    /// Takes in a spec that recovery found, under its own local id if that is free.
     pub(crate) fn recover_spec(&self, found: &Definition) -> Result<(), Reason> {
-        self.write().spec(Fingerprint(found.id), found.local, &found.canonical).map(drop)
+        let mut tables = self.write();
+        let local = free_or_next(&tables.specs_by_local, found.local);
+        tables.spec(Fingerprint(found.id), local, &found.canonical).map(drop)
     }
 
-    /// Takes in an identity that recovery found. Its spec must have been taken in before.
-    pub(crate) fn recover_identity(&self, found: &Definition) -> Result<(), Reason> {
+    /// Whether the spec is known.
+    pub(crate) fn has_spec(&self, id: [u8; 32]) -> bool {
+        self.read().specs.contains_key(&Fingerprint(id))
+    }
+
+    /// Takes in an identity that recovery found, under its own local id if that is free. Its spec must have been
+    /// taken in before.
+    pub(crate) fn recover_identity(&self, found: &Definition) -> Result<Arc<Namespace>, Reason> {
+        if namespace_of(&found.canonical).0 != found.id {
+            return Err(Reason::Identity("a namespace id that is not that of its identity".to_owned()));
+        }
         let identity =
             Identity::decode(&found.canonical).map_err(|error| Reason::Identity(error.to_string()))?;
         let mut tables = self.write();
         let spec =
             tables.specs.get(&identity.spec_fingerprint).map(Arc::clone).ok_or(Reason::SpecMismatch)?;
-        tables.namespace(found.local, &found.canonical, spec).map(drop)
+        let local = free_or_next(&tables.by_local, found.local);
+        tables.namespace(local, &found.canonical, spec)
     }
 
     /// The namespace under this id.
     pub(crate) fn get(&self, id: NamespaceId) -> Option<Arc<Namespace>> {
         self.read().namespaces.get(&id).map(Arc::clone)
-    }
-
-    /// The namespace under this local id.
-    pub(crate) fn by_local(&self, local: u32) -> Option<Arc<Namespace>> {
-        let tables = self.read();
-        tables.namespaces.get(tables.by_local.get(&local)?).map(Arc::clone)
-    }
-
-    /// Every namespace, by id.
-    pub(crate) fn all(&self) -> Vec<Arc<Namespace>> {
-        self.read().namespaces.values().map(Arc::clone).collect()
     }
 }

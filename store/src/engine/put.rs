@@ -7,9 +7,13 @@
 //!
 //! Whatever happens to a put, its reservations end: a job that is dropped half-way abandons what it had reserved.
 
+use std::num::NonZeroU16;
 use std::ops::Range;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Poll;
 
 use kvarts_layout::arrange::LAYOUT_VERSION;
 use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as DiskParent, layout_code};
@@ -22,10 +26,8 @@ use super::shared::Shared;
 use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 use crate::error::{Error, Reason};
 use crate::index::{BlockFingerprint, RecordInfo, Reservation, Ticket as Claim};
-use crate::rt::Class;
 use crate::rt::mailbox::Reply;
-use std::num::NonZeroU16;
-use std::rc::Rc;
+use crate::rt::{Class, LocalTask, Nanos};
 
 /// Blocks of one record at most, whatever their size: the index counts them in sixteen bits.
 const RECORD_BLOCKS_MAX: u32 = 4096;
@@ -278,6 +280,13 @@ impl PutJob {
         late.then_some(Reason::DeadlinePassed)
     }
 
+    /// Ends the reservation of a run: nothing of it will be visible.
+    fn give_up(&self, run: &Range<u32>, reason: Reason) -> BlockOutcome {
+        let prints = self.prints.get(run.start as usize..run.end as usize);
+        self.shared.index.abandon(self.claim, prints.unwrap_or_default());
+        BlockOutcome::Refused(reason)
+    }
+
     fn origins(&self, run: &Range<u32>) -> Vec<OriginId> {
         let given =
             self.request.origins.as_ref().and_then(|origins| {
@@ -343,8 +352,15 @@ pub(crate) fn record_range(record: &RecordInfo) -> (u64, u64) {
     (start, start + (u64::from(record.header_pages) + u64::from(record.payload_pages)) * page)
 }
 
-/// Does one part on its shard's executor.
-pub(crate) async fn run(log: &Rc<Log>, part: PutPart) {
+impl PutPart {
+    /// When the caller stops caring.
+    pub(crate) fn deadline(&self) -> Option<Nanos> {
+        self.job.request.deadline
+    }
+}
+
+/// Does one part on its shard's executor. `deadline` completes when the caller stops caring.
+pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask>) {
     let PutPart { job, work } = part;
     match work {
         PutWork::Settle { places, segment, end } => {
@@ -360,25 +376,46 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart) {
             job.finish(places.into_iter().map(|place| (place, outcome.clone())));
         }
         PutWork::Write { run, digests } => {
-            let outcome = match write(log, &job, &run, &digests).await {
-                Ok(()) => BlockOutcome::Stored,
-                Err(reason) => {
-                    let prints = job.prints.get(run.start as usize..run.end as usize);
-                    job.shared.index.abandon(job.claim, prints.unwrap_or_default());
-                    BlockOutcome::Refused(reason)
-                }
+            let mut writing = pin!(write(log, &job, &run, &digests));
+            let ended = before(writing.as_mut(), deadline).await;
+            let late = ended.is_none();
+            let outcome = match ended {
+                Some(Ok(())) => BlockOutcome::Stored,
+                Some(Err(reason)) => job.give_up(&run, reason),
+                None => job.give_up(&run, Reason::DeadlinePassed),
             };
-            job.finish(run.map(|place| (place, outcome.clone())));
+            job.finish(run.clone().map(|place| (place, outcome.clone())));
+            if late {
+                // What is under way holds the caller's memory until the device is done with it. What it wrote
+                // stays invisible: its blocks are not reserved any more.
+                let _ = writing.await;
+            }
         }
     }
+}
+
+/// What `work` gives, or `None` if the deadline comes first.
+async fn before<T>(
+    mut work: Pin<&mut impl Future<Output = T>>,
+    mut deadline: Option<LocalTask>,
+) -> Option<T> {
+    std::future::poll_fn(|context| {
+        if let Poll::Ready(value) = work.as_mut().poll(context) {
+            return Poll::Ready(Some(value));
+        }
+        match &mut deadline {
+            Some(deadline) => deadline.as_mut().poll(context).map(|()| None),
+            None => Poll::Pending,
+        }
+    })
+    .await
 }
 
 /// Refuses parts that no executor took.
 pub(crate) fn refuse(part: PutPart, reason: &Reason) {
     let places: Vec<u32> = match part.work {
         PutWork::Write { run, .. } => {
-            let prints = part.job.prints.get(run.start as usize..run.end as usize);
-            part.job.shared.index.abandon(part.job.claim, prints.unwrap_or_default());
+            part.job.give_up(&run, reason.clone());
             run.collect()
         }
         PutWork::Settle { places, .. } => places,
@@ -434,8 +471,12 @@ fn publish(log: &Log, job: &PutJob, run: &Range<u32>, written: &Written, expires
     job.shared.note_expiry(expires);
     let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
     let prints = job.prints.get(run.start as usize..run.end as usize).unwrap_or_default();
-    if index.commit(job.claim, record, prints, job.shared.epoch()).is_err() {
-        return Err(Reason::Bug("a record that the index does not know"));
+    let lost = index
+        .commit(job.claim, record, prints, job.shared.epoch())
+        .map_err(|_| Reason::Bug("a record that the index does not know"))?;
+    if lost.len() == run.len() {
+        job.shared.free_if_empty(record, 0);
+        return Err(Reason::DeadlinePassed);
     }
     let counters = &job.shared.counters;
     counters.payload_bytes_stored.fetch_add(written.payload_bytes, Relaxed);

@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_layout::BlockKey;
 use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::plan::{Order as PlanOrder, Pick, ReadOptions, ReadPlan, RecordRead};
 
 use super::put::record_range;
@@ -195,6 +196,12 @@ fn find(
             }
         }
         let (offset, _) = record_range(&found.record);
+        let class = shared.classes.get(found.record.class).ok_or(Reason::Bug("an unknown run class"))?;
+        if class.encoding != ENCODING_RAW {
+            // Written by a later version that compresses: this one recomputes.
+            failures.insert(ordinal, Reason::NotHere(*key));
+            continue;
+        }
         wanted.push(Wanted {
             shard: u32::from(found.record.shard),
             segment: found.record.segment,
@@ -203,7 +210,7 @@ fn find(
             record_blocks: found.record.blocks.get(),
             location: found.location,
             run: ordinal..ordinal + 1,
-            class: shared.classes.get(found.record.class).ok_or(Reason::Bug("an unknown run class"))?,
+            class,
         });
     }
     shared.index.touch(prints, shared.epoch());

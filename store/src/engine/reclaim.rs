@@ -79,7 +79,8 @@ impl Log {
         let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return true };
         for name in &blocks.blocks {
             let key = BlockKey(name.key);
-            let print = index.key().of(blocks.namespace, &key, Group(blocks.group), coordinate);
+            let namespace = segment.local(blocks.namespace);
+            let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);
             let at = match index.lookup(print) {
                 Lookup::Live(at) => at,
                 Lookup::Quarantined => {

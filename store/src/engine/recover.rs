@@ -1,16 +1,251 @@
-//! Recovery of one shard.
+//! Recovery of one shard: from its files to the index, by the recovery table of the format.
+//!
+//! 1. The directory is listed and every segment file opened; the newest whole checkpoint is read.
+//! 2. The first and last page of each segment say what it is. Unsealed and damaged ones are scanned at once, and
+//!    sealed with what counts in them, or freed. Nothing is ever appended to them.
+//! 3. Segments are taken into the index newest first, from their footers.
+//!
+//! Invariants:
+//! - Every decision is a row of `format::recovery`; the report counts each row by its label.
+//! - Nothing but footers and trailers of recovered segments is written, and each is what the next recovery would
+//!   find by the scan: a crash in the middle leaves a store that recovers to the same, and so does a second
+//!   recovery.
+//! - A segment that cannot be told costs its own blocks only, and is not recycled.
+//! - No record header of a sealed segment is read, but one definition for each namespace and spec.
 
+mod adopt;
+mod files;
+pub(super) mod graves;
+pub(super) mod pages;
+mod report;
+mod scan;
+mod sightings;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
 use std::rc::Rc;
 
+use kvarts_layout::format::footer::{self, Entry, Footer};
+use kvarts_layout::format::recovery::{Decision, Scan, TrailerSeen, segment_row};
+use kvarts_layout::format::trailer::{SealReason, Trailer};
+
+pub use report::{Problem, RecoveryReport};
+
+use self::adopt::Batch;
+use self::files::SegmentFile;
+use self::pages::{CLASS, memory};
+use self::scan::Target;
+use self::sightings::Ends;
+use super::checkpoint::{self, Checkpoint};
 use super::log::Log;
+use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
-use crate::io::MetaOp;
+use crate::io::Buf;
+use crate::io::driver::Transfer;
 
-/// What recovery found in one shard.
-#[derive(Clone, Debug, Default)]
-pub struct RecoveryReport {}
+/// Footers that are read ahead of the one being taken in.
+const FOOTERS_AHEAD: usize = 4;
+/// One step of the index's coarse time, in seconds.
+pub(super) const EPOCH_S: u64 = 16;
+/// Older blocks look this old: the coarse time is modulo 256.
+pub(super) const AGE_MAX: u8 = 240;
 
+/// The recovery of one shard, under way.
+struct Recovery<'a> {
+    log: &'a Rc<Log>,
+    report: RecoveryReport,
+    checkpoint: Checkpoint,
+    batch: Batch,
+    now_ms: u64,
+}
+
+/// A segment whose records count, and where they are listed.
+struct Source {
+    segment: Rc<Segment>,
+    first_sequence: u64,
+    listed: Listed,
+}
+
+#[allow(clippy::large_enum_variant, reason = "one for each segment, for the time of a recovery")]
+enum Listed {
+    Scanned(Vec<Entry>),
+    Footer(Ends, Trailer),
+}
+
+/// Finds everything that an empty log's directory holds. Called once, before anything else uses the log.
 pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
-    let _ = log.driver.meta(MetaOp::MakeDir { name: log.home() }).await;
-    Ok(RecoveryReport {})
+    let found = files::open(log).await?;
+    let checkpoint = checkpoint::read(log, &found.checkpoints).await?;
+    let report = RecoveryReport {
+        strays: found.strays,
+        segments: found.segments.len() as u64,
+        checkpoint: checkpoint.sequence,
+        metadata_bytes: checkpoint.bytes_read,
+        ..RecoveryReport::default()
+    };
+    log.sequence.set(log.sequence.get().max(checkpoint.next_sequence));
+    log.graves.replace(checkpoint.graves.clone());
+    let now_ms = log.shared.clock.unix_millis();
+    let mut recovery = Recovery { log, report, checkpoint, batch: Batch::default(), now_ms };
+    let mut sources = recovery.classify(&found.segments).await?;
+    // Newest first: see `adopt`.
+    sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
+    recovery.take_in(sources).await?;
+    recovery.flush()?;
+    Ok(recovery.report)
+}
+
+impl Recovery<'_> {
+    /// Says of each segment what it is, and gives those whose records count.
+    async fn classify(&mut self, files: &[SegmentFile]) -> Result<Vec<Source>, Reason> {
+        let mut sources = Vec::new();
+        for (file, ends) in files.iter().zip(sightings::ends(self, files).await?) {
+            let sighting = ends.sighting(&self.checkpoint);
+            let row = segment_row(&sighting);
+            let state = SegmentState::Suspect;
+            let segment = Rc::new(Segment::new(file.number, file.file, ends.floor(&self.checkpoint), state));
+            self.log.segments.borrow_mut().insert(file.number, Rc::clone(&segment));
+            if let Some(header) = &ends.header {
+                self.saw(header.first_sequence.saturating_sub(1));
+            }
+            if let (Decision::UseFooter, Some(trailer)) = (row.decision, ends.trailer) {
+                // The row is taken when the footer has been read: it may be lost.
+                let first_sequence = trailer.first_sequence;
+                self.saw(trailer.last_sequence);
+                sources.push(Source { segment, first_sequence, listed: Listed::Footer(ends, trailer) });
+                continue;
+            }
+            self.report.take(row, file.number, 0);
+            match row.decision {
+                Decision::Reuse => segment.state.set(SegmentState::Free),
+                Decision::ScanTail => sources.extend(self.scan(segment, &ends, Scan::Tail).await?),
+                Decision::Rescan => sources.extend(self.scan(segment, &ends, Scan::Rescan).await?),
+                // Neither read nor recycled.
+                _ => {}
+            }
+        }
+        Ok(sources)
+    }
+
+    fn saw(&self, sequence: u64) {
+        self.log.sequence.set(self.log.sequence.get().max(sequence.saturating_add(1)));
+    }
+
+    /// Scans a segment; seals it if it holds anything, frees it if not.
+    async fn scan(
+        &mut self,
+        segment: Rc<Segment>,
+        ends: &Ends,
+        scan: Scan,
+    ) -> Result<Option<Source>, Reason> {
+        let (durable_generation, durable_upto) = ends.durable(&self.checkpoint);
+        let target = Target {
+            file: segment.file,
+            scan,
+            position: ends
+                .position
+                .under(ends.header.as_ref().map_or(0, |header| header.position.generation)),
+            first_sequence: ends.header.as_ref().map_or(0, |header| header.first_sequence),
+            durable_upto,
+            durable_generation,
+        };
+        let scanned = scan::scan(self, &target).await?;
+        self.saw(scanned.last_sequence);
+        let floor = segment.generation.get().max(scanned.generation);
+        if !scanned.is_worth_sealing() {
+            // Kept, so that the next use is under a later one than anything that was written here.
+            segment.generation.set(floor);
+            segment.state.set(SegmentState::Free);
+            return Ok(None);
+        }
+        segment.generation.set(scanned.generation);
+        let entries = scanned.entries;
+        let first_sequence = entries.first().map_or(scanned.last_sequence, |entry| entry.sequence);
+        segment.first_sequence.set(first_sequence);
+        {
+            let mut tail = segment.tail.borrow_mut();
+            tail.next = scanned.log_end;
+            tail.entries.clone_from(&entries);
+        }
+        segment.state.set(SegmentState::Sealing);
+        match self.log.seal(&segment, SealReason::Recovery).await {
+            Ok(()) => self.report.sealed_now += 1,
+            Err(reason) => {
+                // What the records say holds all the same; the next recovery scans it again.
+                segment.break_off(reason);
+                self.report.unsealed += 1;
+            }
+        }
+        Ok(Some(Source { segment, first_sequence, listed: Listed::Scanned(entries) }))
+    }
+
+    /// Takes segments into the index, in this order, reading footers ahead.
+    async fn take_in(&mut self, sources: Vec<Source>) -> Result<(), Reason> {
+        let mut ahead = VecDeque::<(Buf, Transfer)>::new();
+        let (mut next, mut begun) = (0, 0);
+        while let Some(source) = sources.get(next) {
+            while let Some(source) = sources.get(begun).filter(|_| begun < next + FOOTERS_AHEAD) {
+                if let Listed::Footer(_, trailer) = &source.listed {
+                    let buf = memory(self.log, trailer.footer_bytes as usize)?;
+                    let file = source.segment.file;
+                    let read = self.log.driver.read(CLASS, file, trailer.footer_offset, buf.clone());
+                    ahead.push_back((buf, read));
+                }
+                begun += 1;
+            }
+            next += 1;
+            match &source.listed {
+                Listed::Scanned(entries) => self.adopt(&source.segment, entries).await?,
+                Listed::Footer(ends, trailer) => {
+                    let Some((buf, read)) = ahead.pop_front() else { continue };
+                    self.report.metadata_bytes += buf.len() as u64;
+                    let image = match read.await {
+                        Ok(()) => buf.to_vec(),
+                        Err(_) => Vec::new(),
+                    };
+                    drop(buf);
+                    self.take_in_footer(source, ends, trailer, &image).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn take_in_footer(
+        &mut self,
+        source: &Source,
+        ends: &Ends,
+        trailer: &Trailer,
+        image: &[u8],
+    ) -> Result<(), Reason> {
+        let segment = &source.segment;
+        let mut sighting = ends.sighting(&self.checkpoint);
+        let position = ends.trailer_position.at(trailer.footer_offset);
+        let footer = Footer::decode(image, &position, &self.log.shared.secret);
+        let named = footer::tag_of(image) == Some(trailer.footer_tag);
+        match footer {
+            Ok(footer) if named => {
+                self.report.take(segment_row(&sighting), segment.number, 0);
+                segment.generation.set(position.generation);
+                segment.first_sequence.set(trailer.first_sequence);
+                segment.state.set(SegmentState::Sealed);
+                self.adopt(segment, &footer.records).await
+            }
+            _ => {
+                sighting.trailer = TrailerSeen::FooterLost;
+                let row = segment_row(&sighting);
+                self.report.take(row, segment.number, trailer.footer_offset);
+                if row.decision != Decision::Rescan {
+                    return Ok(());
+                }
+                match self.scan(Rc::clone(segment), ends, Scan::Rescan).await? {
+                    Some(Source { listed: Listed::Scanned(entries), .. }) => {
+                        self.adopt(segment, &entries).await
+                    }
+                    _ => Ok(()),
+                }
+            }
+        }
+    }
 }

@@ -83,6 +83,8 @@ pub(crate) struct Segment {
     pub(crate) tail: RefCell<Tail>,
     /// Device reads under way: the segment is not written anew while there are any.
     pub(crate) readers: Cell<u32>,
+    /// Short ids of namespaces on disk that mean another one in memory.
+    renamed: RefCell<BTreeMap<u32, u32>>,
     changed: Notify,
 }
 
@@ -97,6 +99,7 @@ impl Segment {
             state: Cell::new(state),
             tail: RefCell::default(),
             readers: Cell::new(0),
+            renamed: RefCell::default(),
             changed: Notify::default(),
         }
     }
@@ -109,6 +112,22 @@ impl Segment {
         let mut tail = Tail::default();
         tail.give_out(PAGE_BYTES);
         self.tail.replace(tail);
+        self.renamed.borrow_mut().clear();
+    }
+
+    /// Notes what a short id of a namespace in this segment is in memory.
+    pub(crate) fn rename(&self, on_disk: u32, in_memory: u32) {
+        let mut renamed = self.renamed.borrow_mut();
+        if on_disk == in_memory {
+            renamed.remove(&on_disk);
+        } else {
+            renamed.insert(on_disk, in_memory);
+        }
+    }
+
+    /// What a short id of a namespace in this segment is in memory.
+    pub(crate) fn local(&self, on_disk: u32) -> u32 {
+        self.renamed.borrow().get(&on_disk).copied().unwrap_or(on_disk)
     }
 
     /// The write of what was given out at `offset` has completed.

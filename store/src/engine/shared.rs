@@ -16,7 +16,7 @@ use crate::io::{Buf, IoError, Region};
 use crate::rt::{Clock, Entropy};
 
 /// Expiry is kept in steps of a tenth of a second: 32 bits of them last thirteen years.
-const EXPIRY_STEP_MS: u64 = 100;
+pub(super) const EXPIRY_STEP_MS: u64 = 100;
 /// Zero bytes that gaps between chunks are written from.
 const ZERO_BYTES: usize = 64 << 10;
 

@@ -497,7 +497,7 @@ impl<'a> Run<'a> {
         let position = self.log.position(&record.segment, wanted.offset);
         let opened = result
             .map_err(|error| Reason::Media(error.to_string()))
-            .and_then(|()| open_header(&buf.to_vec(), &position, &self.job.shared.secret));
+            .and_then(|()| open_header(&buf.to_vec(), &position, &self.job.shared.secret, &record.segment));
         match opened {
             Ok(header) => {
                 let header = Rc::new(header);
@@ -636,11 +636,15 @@ fn open_header(
     bytes: &[u8],
     position: &kvarts_layout::format::Position,
     secret: &kvarts_layout::format::Secret,
+    segment: &Segment,
 ) -> Result<Header, Reason> {
     let wrong = |what: String| Reason::Header { segment: position.segment, offset: position.offset, what };
     let record = record::open(bytes, position, secret).map_err(|unsound| wrong(unsound.to_string()))?;
     match record.body().map_err(|unsound| wrong(unsound.to_string()))? {
-        Body::Blocks(blocks) => Ok(Header::new(blocks, record.digests().collect())),
+        Body::Blocks(mut blocks) => {
+            blocks.namespace = segment.local(blocks.namespace);
+            Ok(Header::new(blocks, record.digests().collect()))
+        }
         _ => Err(wrong("a record of another kind".to_owned())),
     }
 }

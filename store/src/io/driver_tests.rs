@@ -1,3 +1,5 @@
+//! The driver over a device that the test plays, and over a real one.
+
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -104,6 +106,7 @@ struct World {
 
 impl Runtime for World {
     fn spawn(&self, _: Class, _: LocalTask) {}
+    fn set_reaper(&self, _: crate::rt::Reaper) {}
     fn sleep_until(&self, at: Nanos) -> LocalTask {
         self.timers.set(self.timers.get() + 1);
         let hands = Arc::clone(&self.hands);
@@ -117,6 +120,7 @@ impl Runtime for World {
     fn unparked(&self) -> LocalTask {
         Box::pin(async {})
     }
+    fn set_reaper(&self, _: crate::rt::Reaper) {}
     fn clock(&self) -> &Arc<dyn Clock> {
         &self.clock
     }

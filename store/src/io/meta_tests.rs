@@ -1,3 +1,5 @@
+//! Operations on names and files, on a real directory.
+
 use super::*;
 use crate::io::scratch::Scratch;
 

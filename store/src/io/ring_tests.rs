@@ -1,3 +1,5 @@
+//! The ring: what only it does, and what becomes of it when it is dropped or forbidden.
+
 use std::io::Write;
 
 use rustix::event::{EventfdFlags, eventfd};

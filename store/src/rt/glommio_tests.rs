@@ -1,3 +1,5 @@
+//! The glommio executor: classes, timers, wakes from other threads, clean ends.
+
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
@@ -241,7 +243,7 @@ fn ending_drops_the_tasks_that_still_wait_and_closes_the_copy_of_the_eventfd() {
     let kept = Arc::clone(&event);
     let could = run(move |seat| {
         // The test's own copy, so that the kernel gives the number to no other eventfd meanwhile.
-        *kept.lock().unwrap() = Some(event_of(&*seat.io.borrow()).unwrap());
+        *kept.lock().unwrap() = Some(event_of(&mut *seat.io.borrow_mut()).unwrap());
         let (rt, noting) = (Rc::clone(&seat.rt), Noting(dropped));
         let task = async move {
             let _held = noting;

@@ -1,3 +1,5 @@
+//! The plain executor: order, shares, timers, wakes, and no wake lost.
+
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Mutex;

@@ -1,3 +1,5 @@
+//! The simulated disk keeps and loses exactly what a disk may.
+
 use kvarts_store::io::{EntryKind, Name};
 use proptest::prelude::*;
 
@@ -316,13 +318,13 @@ fn what_is_under_way_at_a_power_cut_may_be_there_afterwards() {
     bench.submit(Op::Meta(MetaOp::Open { name: name("g"), mode: BUFFERED }));
     let state = bench.disk.crash_state();
     assert_eq!(state.changes(), 2);
-    assert_eq!(contents(&state.image(Crash::LoseAll), "f").unwrap(), [0_u8; 0]);
+    assert_eq!(contents(&state.image(Crash::LoseAll), "f").unwrap(), [0u8; 0]);
     assert_eq!(contents(&state.image(Crash::KeepAll), "f").unwrap(), [1; 1024]);
     assert_eq!(state.image(Crash::KeepAll).paths(), ["0/f", "0/g"]);
     let torn = state.image(Crash::Torn { change: 0, cut: 1, tail: false });
     assert_eq!(contents(&torn, "f").unwrap(), [1; 512]);
     // Looking changed nothing.
-    assert_eq!(contents(&bench.disk.media(), "f").unwrap(), [0_u8; 0]);
+    assert_eq!(contents(&bench.disk.media(), "f").unwrap(), [0u8; 0]);
 }
 
 #[test]
@@ -336,7 +338,7 @@ fn a_killed_process_loses_nothing_that_completed_and_a_later_power_cut_still_may
     let file = again.open("f", BUFFERED);
     assert_eq!(again.read(file, 0, 512), (512, vec![1; 512]));
     let state = again.disk.crash_state();
-    assert_eq!(contents(&state.image(Crash::LoseAll), "f").unwrap(), [0_u8; 0]);
+    assert_eq!(contents(&state.image(Crash::LoseAll), "f").unwrap(), [0u8; 0]);
     // Unless the next process flushes it.
     assert_eq!(again.flush(file), 0);
     assert_eq!(contents(&again.disk.crash_state().image(Crash::LoseAll), "f").unwrap(), [1; 512]);
@@ -352,7 +354,7 @@ fn a_failed_flush_that_drops_its_changes_is_followed_by_one_that_succeeds_and_li
     assert_eq!(bench.read(file, 0, 512).1, [1; 512], "the cache still shows it");
     let state = bench.disk.crash_state();
     assert_eq!(state.changes(), 0);
-    assert_eq!(contents(&state.image(Crash::KeepAll), "f").unwrap(), [0_u8; 0], "the disk never got it");
+    assert_eq!(contents(&state.image(Crash::KeepAll), "f").unwrap(), [0u8; 0], "the disk never got it");
 }
 
 #[test]
@@ -362,7 +364,7 @@ fn a_flush_refused_once_leaves_its_changes_to_the_next() {
     bench.write(file, 0, &[1; 512]);
     bench.inject(FLUSHES, When::Nth(1), Effect::Errno(EIO));
     assert_eq!(bench.flush(file), -EIO);
-    assert_eq!(contents(&bench.disk.crash_state().image(Crash::LoseAll), "f").unwrap(), [0_u8; 0]);
+    assert_eq!(contents(&bench.disk.crash_state().image(Crash::LoseAll), "f").unwrap(), [0u8; 0]);
     assert_eq!(bench.flush(file), 0);
     assert_eq!(contents(&bench.disk.crash_state().image(Crash::LoseAll), "f").unwrap(), [1; 512]);
 }

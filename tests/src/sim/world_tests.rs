@@ -1,3 +1,5 @@
+//! The simulated world: executors, time and hangs.
+
 use kvarts_store::io::{Buf, Completion, DirId, Io, MetaOp, Name, Op, OpenMode, Region, Reply, Token};
 use kvarts_store::rt::mailbox::{Mailbox, mailbox, ticket};
 use kvarts_store::rt::{Class, Seat};

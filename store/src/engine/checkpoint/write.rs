@@ -1,0 +1,263 @@
+//! Writes a checkpoint while the store is in use.
+//!
+//! The index changes meanwhile. What is written holds all the same: each record is looked up at one moment together
+//! with its segment's generation, and of a later generation nothing is said.
+
+use std::rc::Rc;
+use std::task::Poll;
+
+use kvarts_layout::format::checkpoint::{
+    CheckpointHeader, CheckpointWriter, Items, MAX_ITEMS, RecordState, SEGMENT_FREE, SEGMENT_OPEN,
+    SEGMENT_SEALED, SegmentState as Stated,
+};
+use kvarts_layout::format::names::checkpoint_name;
+use kvarts_layout::format::{EncodeError, PAGE_BYTES, Position};
+
+use super::CheckpointReport;
+use crate::engine::log::Log;
+use crate::engine::recover::{AGE_MAX, EPOCH_S};
+use crate::engine::segment::{Segment, SegmentState};
+use crate::engine::shared::EXPIRY_STEP_MS;
+use crate::error::Reason;
+use crate::index::{Lookup, RecordCursor, RecordId, RecordInfo};
+use crate::io::policy::{Action, Stage, decide};
+use crate::io::{FileId, IoError, MetaOp, OpenMode};
+use crate::rt::Class;
+
+/// Of a record none of whose blocks was seen.
+const UNSEEN: u8 = u8::MAX;
+/// Tombstones in one chunk: they are the largest items, 72 bytes.
+const TOMBSTONES_MAX: usize = 8 << 10;
+
+/// A file being written.
+struct Output<'a> {
+    log: &'a Log,
+    file: FileId,
+    slot: u32,
+    at: u64,
+}
+
+/// Writes a checkpoint. On an error the one before still counts.
+pub(crate) async fn write(log: &Rc<Log>) -> Result<CheckpointReport, Reason> {
+    if let Some(reason) = log.shared.latched() {
+        return Err(reason);
+    }
+    if log.checkpoints.writing.replace(true) {
+        return Err(Reason::Busy("a checkpoint is being written"));
+    }
+    let written = write_next(log).await;
+    log.checkpoints.writing.set(false);
+    written
+}
+
+async fn write_next(log: &Log) -> Result<CheckpointReport, Reason> {
+    let slots = &log.checkpoints;
+    let slot = slots.next();
+    let sequence = slots.sequence.get() + 1;
+    let header = CheckpointHeader {
+        position: Position {
+            store: log.shared.store,
+            shard: log.shard,
+            segment: slot,
+            generation: sequence,
+            offset: 0,
+        },
+        created_ms: log.shared.clock.unix_millis(),
+        next_sequence: log.sequence.get(),
+    };
+    let name = log.file_name(&checkpoint_name(slot));
+    let mode = OpenMode { write: true, create: true, direct: true };
+    let file = log.driver.open(name, mode).await.map_err(|error| failed(log, &error))?;
+    let mut output = Output { log, file, slot, at: PAGE_BYTES };
+    let written = write_into(&mut output, &header).await;
+    let closed = log.driver.meta(MetaOp::Close { file }).await;
+    let report = written?;
+    closed.map_err(|error| failed(log, &error))?;
+    slots.sequence.set(sequence);
+    slots.newest.set(Some(slot));
+    Ok(report)
+}
+
+/// What is to be done about a failed write: a full disk postpones the checkpoint, anything else latches the store.
+fn failed(log: &Log, error: &IoError) -> Reason {
+    match decide(error, Stage::Metadata) {
+        Action::RefuseNoSpace => Reason::NoSpace,
+        _ => log.shared.latch(error),
+    }
+}
+
+async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Result<CheckpointReport, Reason> {
+    let log = output.log;
+    let mut writer = CheckpointWriter::new(header, &log.shared.secret);
+    let mut report = CheckpointReport { sequence: header.position.generation, ..Default::default() };
+    report.records = write_records(output, &mut writer).await?;
+    let segments: Vec<Stated> = log.segments.borrow().values().filter_map(|one| stated(one)).collect();
+    report.segments = segments.len() as u64;
+    for some in segments.chunks(MAX_ITEMS) {
+        output.chunk(&mut writer, &Items::Segments(some.to_vec())).await?;
+    }
+    let (names, tombstones, epochs) = log.graves.borrow().listed();
+    for some in names.chunks(MAX_ITEMS) {
+        output.chunk(&mut writer, &Items::Namespaces(some.to_vec())).await?;
+    }
+    for some in tombstones.chunks(TOMBSTONES_MAX) {
+        output.chunk(&mut writer, &Items::Tombstones(some.to_vec())).await?;
+    }
+    for some in epochs.chunks(MAX_ITEMS) {
+        output.chunk(&mut writer, &Items::Epochs(some.to_vec())).await?;
+    }
+    let first = writer.header().map_err(unencodable)?;
+    output.append(&writer.end().map_err(unencodable)?).await?;
+    report.bytes = output.finish(&first).await?;
+    Ok(report)
+}
+
+/// What is said of a segment; `None` if nothing is.
+fn stated(segment: &Segment) -> Option<Stated> {
+    let generation = segment.generation.get();
+    let durable_upto = segment.tail.borrow().durable_upto;
+    let (state, log_end) = match segment.state.get() {
+        // A file that was never used looks so.
+        SegmentState::Free if generation == 0 => return None,
+        SegmentState::Free => (SEGMENT_FREE, 0),
+        SegmentState::Sealed => (SEGMENT_SEALED, 0),
+        SegmentState::Open | SegmentState::Sealing => (SEGMENT_OPEN, durable_upto),
+        // Broken off here: what is on disk of it is what an open one has.
+        SegmentState::Suspect if segment.broken().is_some() => (SEGMENT_OPEN, durable_upto),
+        // Set aside by recovery, which will see again why.
+        SegmentState::Suspect => return None,
+    };
+    let first_sequence = segment.first_sequence.get();
+    Some(Stated {
+        generation,
+        first_sequence,
+        last_sequence: first_sequence,
+        log_end,
+        segment: segment.number,
+        state,
+    })
+}
+
+/// Writes all live records of the shard and says how many there are.
+async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -> Result<u64, Reason> {
+    let log = output.log;
+    let ages = ages(log).await;
+    let now_s = log.shared.clock.unix_millis() / 1000;
+    let mut written = 0;
+    let mut items = Vec::with_capacity(MAX_ITEMS);
+    let mut some = Vec::new();
+    let mut cursor = Some(RecordCursor::default());
+    while let Some(from) = cursor {
+        cursor = log.shared.index.records().snapshot(from, &mut some);
+        for (id, record) in &some {
+            let age = ages.get(id.0 as usize).copied().unwrap_or(UNSEEN);
+            items.extend(record_state(log, record, age, now_s));
+        }
+        if items.len() + 512 > MAX_ITEMS || (cursor.is_none() && !items.is_empty()) {
+            written += items.len() as u64;
+            let chunk = Items::Records(std::mem::take(&mut items));
+            output.chunk(writer, &chunk).await?;
+        }
+    }
+    Ok(written)
+}
+
+fn record_state(log: &Log, record: &RecordInfo, age: u8, now_s: u64) -> Option<RecordState> {
+    if u32::from(record.shard) != log.shard || record.live == 0 || age == UNSEEN {
+        return None;
+    }
+    let generation = log.segments.borrow().get(&record.segment)?.generation.get();
+    let last_s = now_s.saturating_sub(u64::from(age) * EPOCH_S);
+    let expires_ms = match record.expires {
+        0 => 0,
+        steps => log.shared.created_ms.saturating_add(u64::from(steps) * EXPIRY_STEP_MS),
+    };
+    Some(RecordState {
+        generation,
+        offset: u64::from(record.page) * PAGE_BYTES,
+        expires_ms,
+        segment: record.segment,
+        last_access_s: u32::try_from(last_s).unwrap_or(u32::MAX),
+    })
+}
+
+/// How many steps ago a block of each record was last used, by the record's number.
+async fn ages(log: &Log) -> Vec<u8> {
+    let index = &log.shared.index;
+    let mut ages = Vec::new();
+    let mut entries = Vec::new();
+    for partition in 0..index.partitions() {
+        index.snapshot(partition, &mut entries);
+        let now = log.shared.epoch();
+        for entry in &entries {
+            let Lookup::Live(at) = entry.state else { continue };
+            let RecordId(number) = at.record;
+            if ages.len() <= number as usize {
+                ages.resize(number as usize + 1, UNSEEN);
+            }
+            if let Some(age) = ages.get_mut(number as usize) {
+                *age = now.wrapping_sub(entry.heat.epoch).min(AGE_MAX).min(*age);
+            }
+        }
+        // Nobody waits longer for the executor than one partition takes.
+        yield_once().await;
+    }
+    ages
+}
+
+async fn yield_once() {
+    let mut yielded = false;
+    std::future::poll_fn(|context| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+fn unencodable(_: EncodeError) -> Reason {
+    Reason::Bug("a checkpoint that cannot be encoded")
+}
+
+impl Output<'_> {
+    async fn chunk(&mut self, writer: &mut CheckpointWriter, items: &Items) -> Result<(), Reason> {
+        let image = writer.chunk(items).map_err(unencodable)?;
+        self.append(&image).await
+    }
+
+    async fn append(&mut self, image: &[u8]) -> Result<(), Reason> {
+        let charged = self.log.checkpoints.charged(self.slot);
+        let end = self.at + image.len() as u64;
+        if let Some(more) = end.checked_sub(charged.get()).filter(|&more| more > 0) {
+            self.log.shared.take_budget(more)?;
+            charged.set(end);
+        }
+        self.put(self.at, image, false).await?;
+        self.at = end;
+        Ok(())
+    }
+
+    async fn put(&self, at: u64, image: &[u8], sync: bool) -> Result<(), Reason> {
+        let log = self.log;
+        let staging = log.stage(image.len()).await.map_err(|error| failed(log, &error))?;
+        staging.copy_in(0, image);
+        let written = log.driver.write(Class::Background, self.file, at, staging, sync).await;
+        written.map_err(|error| failed(log, &error))
+    }
+
+    /// Makes everything durable and then the header; gives the bytes of the file.
+    async fn finish(&self, header: &[u8]) -> Result<u64, Reason> {
+        let log = self.log;
+        let failed = |error: IoError| failed(log, &error);
+        log.driver.meta(MetaOp::Truncate { file: self.file, len: self.at }).await.map_err(failed)?;
+        log.driver.flush(self.file).await.map_err(failed)?;
+        self.put(0, header, true).await?;
+        log.driver.meta(MetaOp::SyncDir { name: log.home() }).await.map_err(failed)?;
+        let charged = log.checkpoints.charged(self.slot);
+        log.shared.give_budget(charged.get().saturating_sub(self.at));
+        charged.set(self.at);
+        Ok(self.at)
+    }
+}

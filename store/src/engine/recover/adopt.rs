@@ -1,0 +1,303 @@
+//! Takes what segments list into the index: definitions, deletes, records and their blocks.
+//!
+//! Segments come newest first, and the entries of one segment last first. So whatever kills or replaces a record
+//! has been seen before the record: a block that is there already stays, one that is buried is left out, and no
+//! second pass is needed. Short ids are resolved in log order before, segment by segment.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU16;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use kvarts_layout::arrange::RunLayout;
+use kvarts_layout::format::body::{Blocks, Definition, ENCODING_RAW, layout_from_code};
+use kvarts_layout::format::footer::{Content, Defined, Entry};
+use kvarts_layout::format::record::{self, Body};
+use kvarts_layout::format::{PAGE_BYTES, page_align};
+use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+
+use super::Recovery;
+use super::pages::{CLASS, memory};
+use crate::engine::names::Namespace;
+use crate::engine::runs::RunClass;
+use crate::engine::segment::Segment;
+use crate::engine::shared::Shared;
+use crate::error::Reason;
+use crate::index::{Entry as Indexed, Heat, Location, RecordId, RecordInfo, Recovered};
+
+/// Blocks that go into the index at once.
+const BATCH_BLOCKS: usize = 32 << 10;
+
+/// Blocks on their way into the index.
+#[derive(Default)]
+pub(super) struct Batch {
+    found: Vec<Recovered>,
+    records: Vec<RecordId>,
+    conflicts: Vec<(usize, Indexed)>,
+    last: Option<LastClass>,
+}
+
+/// The class of the record before: neighbours are mostly of one.
+struct LastClass {
+    key: (u32, u32, u64, u8, u16, usize),
+    class: Arc<RunClass>,
+    payload_bytes: u64,
+}
+
+/// The class and arrangement of a record of blocks, or `None` if this store cannot read it.
+pub(super) fn class_of(
+    shared: &Shared,
+    namespace: &Arc<Namespace>,
+    blocks: &Blocks,
+) -> Option<(Arc<RunClass>, Arc<RunLayout>)> {
+    let coordinate = Coordinate::from_u64(blocks.coordinate)?;
+    let layout = layout_from_code(blocks.layout)?;
+    if blocks.encoding != ENCODING_RAW {
+        return None;
+    }
+    let arrangement = (layout, blocks.layout_version, blocks.encoding);
+    let class = shared.classes.intern(namespace, (Group(blocks.group), coordinate), arrangement).ok()?;
+    let count = u32::try_from(blocks.blocks.len()).ok()?;
+    let layout = class.layout_of(count).ok()?;
+    Some((class, layout))
+}
+
+impl Recovery<'_> {
+    /// Takes in what a segment lists. Every newer segment has been taken in before.
+    pub(super) async fn adopt(&mut self, segment: &Rc<Segment>, entries: &[Entry]) -> Result<(), Reason> {
+        let namespaces = self.resolve(segment, entries).await?;
+        // What a segment buries may lie in the same segment.
+        for (entry, namespace) in entries.iter().zip(&namespaces) {
+            self.bury(entry, namespace);
+        }
+        for (entry, namespace) in entries.iter().zip(&namespaces).rev() {
+            let Content::Blocks(blocks) = &entry.content else { continue };
+            match namespace.first() {
+                Some(Some(namespace)) => self.record(segment, entry, blocks, namespace)?,
+                _ => self.report.undefined += 1,
+            }
+        }
+        Ok(())
+    }
+
+    /// The namespaces that each entry names, in log order: a short id means what the nearest definition before it
+    /// says.
+    async fn resolve(&mut self, segment: &Rc<Segment>, entries: &[Entry]) -> Result<Vec<Names>, Reason> {
+        let mut known = BTreeMap::<u32, Arc<Namespace>>::new();
+        let mut resolved = Vec::with_capacity(entries.len());
+        for entry in entries {
+            let find = |local: u32| known.get(&local).map(Arc::clone);
+            resolved.push(match &entry.content {
+                Content::Blocks(blocks) => Names::One([find(blocks.namespace)]),
+                Content::Tombstones(tombstones) => {
+                    Names::Many(tombstones.entries.iter().map(|one| find(one.namespace)).collect())
+                }
+                Content::Spec(defined) => {
+                    if !self.log.shared.names.has_spec(defined.id)
+                        && let Some(definition) = self.definition(segment, entry, defined).await?
+                    {
+                        // One that contradicts itself leaves its records undefined.
+                        let _ = self.log.shared.names.recover_spec(&definition);
+                    }
+                    Names::None
+                }
+                Content::Identity(defined) => {
+                    match self.namespace(segment, entry, defined).await? {
+                        Some(namespace) => {
+                            segment.rename(defined.local, namespace.local);
+                            known.insert(defined.local, namespace);
+                        }
+                        None => drop(known.remove(&defined.local)),
+                    }
+                    Names::None
+                }
+                Content::Epoch(_) | Content::Unknown(_) => Names::None,
+            });
+        }
+        Ok(resolved)
+    }
+
+    async fn namespace(
+        &mut self,
+        segment: &Segment,
+        entry: &Entry,
+        defined: &Defined,
+    ) -> Result<Option<Arc<Namespace>>, Reason> {
+        let names = &self.log.shared.names;
+        if let Some(namespace) = names.get(NamespaceId(defined.id)) {
+            return Ok(Some(namespace));
+        }
+        let definition = self.definition(segment, entry, defined).await?;
+        Ok(definition.and_then(|definition| self.log.shared.names.recover_identity(&definition).ok()))
+    }
+
+    /// The definition itself, from its record: a footer has only its ids. Needed once for each id.
+    async fn definition(
+        &mut self,
+        segment: &Segment,
+        entry: &Entry,
+        defined: &Defined,
+    ) -> Result<Option<Definition>, Reason> {
+        let bytes = memory(self.log, entry.header_bytes as usize)?;
+        self.report.metadata_bytes += u64::from(entry.header_bytes);
+        if self.log.driver.read(CLASS, segment.file, entry.offset, bytes.clone()).await.is_err() {
+            return Ok(None);
+        }
+        let position = self.log.position(segment, entry.offset);
+        let body = record::open(&bytes.to_vec(), &position, &self.log.shared.secret)
+            .and_then(|record| record.body());
+        Ok(match body {
+            Ok(Body::Spec(definition) | Body::Identity(definition)) if definition.id == defined.id => {
+                Some(definition)
+            }
+            _ => None,
+        })
+    }
+
+    fn bury(&mut self, entry: &Entry, namespaces: &Names) {
+        let mut graves = self.log.graves.borrow_mut();
+        match &entry.content {
+            Content::Epoch(epoch) => graves.bury_all(epoch),
+            Content::Tombstones(tombstones) => {
+                for (tombstone, namespace) in tombstones.entries.iter().zip(namespaces.iter()) {
+                    match namespace {
+                        Some(namespace) => graves.bury(namespace.id, tombstone),
+                        None => self.report.undefined += 1,
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn record(
+        &mut self,
+        segment: &Segment,
+        entry: &Entry,
+        blocks: &Blocks,
+        namespace: &Arc<Namespace>,
+    ) -> Result<(), Reason> {
+        let Some(class) = self.class(entry, blocks, namespace) else {
+            self.report.unusable += 1;
+            return Ok(());
+        };
+        let place = (segment.number, segment.generation.get(), entry.offset);
+        let recency = self.checkpoint.recency(place);
+        let expires_ms = recency.map_or(blocks.expires_ms, |recency| recency.expires_ms);
+        if expires_ms != 0 && expires_ms <= self.now_ms {
+            self.report.expired += 1;
+            return Ok(());
+        }
+        let graves = self.log.graves.borrow();
+        if graves.covers(namespace.id, entry.sequence) {
+            self.report.deleted += blocks.blocks.len() as u64;
+            return Ok(());
+        }
+        let expires = if expires_ms == 0 { 0 } else { self.log.shared.expiry_step(expires_ms) };
+        self.log.shared.note_expiry(expires);
+        let Some(info) = info(self.log.shard, segment.number, entry, (blocks, class.number), expires) else {
+            self.report.unusable += 1;
+            return Ok(());
+        };
+        let last_s = recency.map_or(blocks.created_ms / 1000, |recency| u64::from(recency.last_access_s));
+        let heat = Heat { frequency: 0, epoch: self.epoch_of(last_s) };
+        let index = &self.log.shared.index;
+        let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
+        self.batch.records.push(record);
+        for (block, name) in (0u16..).zip(&blocks.blocks) {
+            let key = BlockKey(name.key);
+            if !graves.is_empty()
+                && graves.covers_block((namespace.id, key), (blocks.group, blocks.coordinate), entry.sequence)
+            {
+                self.report.deleted += 1;
+                continue;
+            }
+            let print = index.key().of(namespace.local, &key, class.group, class.coordinate);
+            self.batch.found.push(Recovered { print, location: Location { record, block }, heat });
+        }
+        drop(graves);
+        if self.batch.found.len() >= BATCH_BLOCKS { self.flush() } else { Ok(()) }
+    }
+
+    fn class(&mut self, entry: &Entry, blocks: &Blocks, namespace: &Arc<Namespace>) -> Option<Arc<RunClass>> {
+        let count = blocks.blocks.len();
+        let key =
+            (namespace.local, blocks.group, blocks.coordinate, blocks.layout, blocks.layout_version, count);
+        if self.batch.last.as_ref().is_none_or(|last| last.key != key || blocks.encoding != ENCODING_RAW) {
+            let (class, layout) = class_of(&self.log.shared, namespace, blocks)?;
+            let payload_bytes = layout.payload_bytes();
+            self.batch.last = Some(LastClass { key, class, payload_bytes });
+        }
+        let last = self.batch.last.as_ref()?;
+        // Another length is another arrangement than the one that reads would compute.
+        (last.payload_bytes == entry.payload_bytes).then(|| Arc::clone(&last.class))
+    }
+
+    /// The coarse time of the index for a moment in the past.
+    fn epoch_of(&self, last_s: u64) -> u8 {
+        let age = (self.now_ms / 1000).saturating_sub(last_s) / super::EPOCH_S;
+        self.log.shared.epoch().wrapping_sub(age.min(u64::from(super::AGE_MAX)) as u8)
+    }
+
+    /// Puts the batch into the index. What is there already is newer, or another shard's.
+    pub(super) fn flush(&mut self) -> Result<(), Reason> {
+        let index = &self.log.shared.index;
+        let batch = &mut self.batch;
+        index
+            .insert_live(&batch.found, &mut batch.conflicts)
+            .map_err(|_| Reason::Bug("recovered blocks that the index refuses"))?;
+        let duplicates = batch.conflicts.len() as u64;
+        self.report.duplicates += duplicates;
+        self.report.blocks += batch.found.len() as u64 - duplicates;
+        self.report.records += batch.records.len() as u64;
+        if duplicates > 0 || self.report.deleted > 0 {
+            for &record in &batch.records {
+                if index.records().free(record).is_ok() {
+                    self.report.records -= 1;
+                }
+            }
+        }
+        batch.found.clear();
+        batch.records.clear();
+        Ok(())
+    }
+}
+
+/// The namespaces that one entry names.
+enum Names {
+    None,
+    One([Option<Arc<Namespace>>; 1]),
+    Many(Vec<Option<Arc<Namespace>>>),
+}
+
+impl std::ops::Deref for Names {
+    type Target = [Option<Arc<Namespace>>];
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            Self::None => &[],
+            Self::One(one) => one,
+            Self::Many(many) => many,
+        }
+    }
+}
+
+fn info(
+    shard: u32,
+    segment: u32,
+    entry: &Entry,
+    (blocks, class): (&Blocks, u32),
+    expires: u32,
+) -> Option<RecordInfo> {
+    Some(RecordInfo {
+        shard: u16::try_from(shard).ok()?,
+        segment,
+        page: u32::try_from(entry.offset / PAGE_BYTES).ok()?,
+        header_pages: u16::try_from(u64::from(entry.header_bytes) / PAGE_BYTES).ok()?,
+        payload_pages: u32::try_from(page_align(entry.payload_bytes)? / PAGE_BYTES).ok()?,
+        blocks: u16::try_from(blocks.blocks.len()).ok().and_then(NonZeroU16::new)?,
+        live: 0,
+        class,
+        expires,
+    })
+}

@@ -1,0 +1,94 @@
+//! The files of a shard: which there are, how long they are, what they take.
+
+use kvarts_layout::format::names::FileName;
+
+use crate::engine::log::Log;
+use crate::error::Reason;
+use crate::io::driver::Meta;
+use crate::io::{EntryKind, FileId, IoError, IoErrorKind, MetaOp, Name, OpenMode, Reply};
+
+/// Operations under way at once.
+const AT_ONCE: usize = 64;
+
+/// An open segment file.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SegmentFile {
+    pub(super) number: u32,
+    pub(super) file: FileId,
+    /// Bytes that may be read.
+    pub(super) len: u64,
+}
+
+/// What a shard's directory holds.
+#[derive(Debug, Default)]
+pub(super) struct Files {
+    pub(super) segments: Vec<SegmentFile>,
+    /// Slots of checkpoint files.
+    pub(super) checkpoints: Vec<u32>,
+    pub(super) strays: u64,
+}
+
+/// Lists the directory, made if it is absent, opens its segments and counts what they take.
+pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
+    let unusable = |error: IoError| Reason::Directory(error.to_string());
+    let listing = match log.driver.list(log.home()).await {
+        Err(error) if error.kind == IoErrorKind::NotFound => {
+            log.driver.meta(MetaOp::MakeDir { name: log.home() }).await.map_err(unusable)?;
+            let parent = Name { dir: log.dir, path: "".into() };
+            log.driver.meta(MetaOp::SyncDir { name: parent }).await.map_err(unusable)?;
+            Vec::new()
+        }
+        listing => listing.map_err(unusable)?,
+    };
+    let mut files = Files::default();
+    let mut numbers = Vec::new();
+    for entry in listing {
+        match (entry.kind, FileName::parse(&entry.name)) {
+            (EntryKind::File, Some(FileName::Segment(number))) => numbers.push((number, entry.name)),
+            (EntryKind::File, Some(FileName::Checkpoint(slot))) => files.checkpoints.push(slot),
+            _ => files.strays += 1,
+        }
+    }
+    for some in numbers.chunks(AT_ONCE) {
+        let mode = OpenMode { write: true, create: false, direct: true };
+        let opening: Vec<Meta> = some
+            .iter()
+            .map(|(_, name)| log.driver.meta(MetaOp::Open { name: log.file_name(name), mode }))
+            .collect();
+        let mut opened = Vec::with_capacity(some.len());
+        for ((number, name), opening) in some.iter().zip(opening) {
+            match opening.await {
+                Ok(Some(Reply::Opened(file))) => opened.push((*number, file)),
+                Ok(_) => return Err(Reason::Bug("an open without a file")),
+                Err(error) => return Err(Reason::Directory(format!("{name} cannot be opened: {error}"))),
+            }
+        }
+        let stats: Vec<Meta> =
+            opened.iter().map(|&(_, file)| log.driver.meta(MetaOp::Stat { file })).collect();
+        for ((number, file), stat) in opened.into_iter().zip(stats) {
+            let Some(Reply::Stat { len, allocated }) = stat.await.map_err(unusable)? else { continue };
+            let len = complete(log, file, len, allocated).await;
+            files.segments.push(SegmentFile { number, file, len });
+        }
+    }
+    Ok(files)
+}
+
+/// Charges a segment file. One that is too short, as a crash between its making and its first write leaves it, gets
+/// its full length, so that it is not found to lack space when it is written.
+async fn complete(log: &Log, file: FileId, len: u64, allocated: u64) -> u64 {
+    let whole = log.shared.segment_bytes;
+    log.shared.charge(allocated);
+    if len >= whole {
+        return len;
+    }
+    let more = whole.saturating_sub(allocated);
+    log.shared.charge(more);
+    match log.driver.meta(MetaOp::Allocate { file, offset: 0, len: whole }).await {
+        Ok(_) => whole,
+        Err(_) => {
+            log.shared.give_budget(more);
+            len
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! What was deleted: tombstones and namespace epochs of one shard, kept in memory for as long as a record that they
+//! kill may lie on disk.
+//!
+//! Invariant: of two graves over the same blocks the one that reaches higher stays.
+
+use std::collections::BTreeMap;
+
+use kvarts_layout::format::body::{Epoch, Tombstone};
+use kvarts_layout::format::footer::Defined;
+use kvarts_layout::{BlockKey, NamespaceId};
+
+/// Which groups and coordinates of a key a tombstone is for; `None` for all.
+type Scope = (Option<u32>, Option<u64>);
+
+/// Deletes that recovery must not forget.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Graves {
+    blocks: BTreeMap<(NamespaceId, BlockKey), Vec<(Scope, u64)>>,
+    namespaces: BTreeMap<NamespaceId, u64>,
+}
+
+impl Graves {
+    /// Notes that records of a block with a sequence below `below` are dead.
+    pub(crate) fn bury(&mut self, namespace: NamespaceId, tombstone: &Tombstone) {
+        let scope = (tombstone.group, tombstone.coordinate);
+        let graves = self.blocks.entry((namespace, BlockKey(tombstone.key))).or_default();
+        match graves.iter_mut().find(|(known, _)| *known == scope) {
+            Some((_, below)) => *below = tombstone.below.max(*below),
+            None => graves.push((scope, tombstone.below)),
+        }
+    }
+
+    /// Notes that records of a namespace with a sequence below `below` are dead.
+    pub(crate) fn bury_all(&mut self, epoch: &Epoch) {
+        let below = self.namespaces.entry(NamespaceId(epoch.namespace)).or_default();
+        *below = epoch.below.max(*below);
+    }
+
+    /// Whether nothing is dead.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.blocks.is_empty() && self.namespaces.is_empty()
+    }
+
+    /// Whether a record of this namespace is dead as a whole.
+    pub(crate) fn covers(&self, namespace: NamespaceId, sequence: u64) -> bool {
+        self.namespaces.get(&namespace).is_some_and(|&below| sequence < below)
+    }
+
+    /// Whether this block of a record is dead.
+    pub(crate) fn covers_block(
+        &self,
+        (namespace, key): (NamespaceId, BlockKey),
+        (group, coordinate): (u32, u64),
+        sequence: u64,
+    ) -> bool {
+        let Some(graves) = self.blocks.get(&(namespace, key)) else { return false };
+        graves.iter().any(|((for_group, for_coordinate), below)| {
+            sequence < *below
+                && for_group.is_none_or(|one| one == group)
+                && for_coordinate.is_none_or(|one| one == coordinate)
+        })
+    }
+
+    /// Everything, as a checkpoint has it: the namespaces of the tombstones under short ids, the tombstones, the
+    /// epochs.
+    pub(crate) fn listed(&self) -> (Vec<Defined>, Vec<Tombstone>, Vec<Epoch>) {
+        let mut names = Vec::<Defined>::new();
+        let mut tombstones = Vec::new();
+        for ((namespace, key), graves) in &self.blocks {
+            // Keys are sorted by namespace first, so each begins a new short id once.
+            if names.last().is_none_or(|last| last.id != namespace.0) {
+                names.push(Defined { local: names.len() as u32, id: namespace.0 });
+            }
+            let local = names.len() as u32 - 1;
+            for &((group, coordinate), below) in graves {
+                tombstones.push(Tombstone { below, coordinate, namespace: local, group, key: key.0 });
+            }
+        }
+        let epoch = |(namespace, &below): (&NamespaceId, &u64)| Epoch { below, namespace: namespace.0 };
+        (names, tombstones, self.namespaces.iter().map(epoch).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HERE: NamespaceId = NamespaceId([1; 32]);
+
+    fn tombstone(key: u8, scope: Scope, below: u64) -> Tombstone {
+        Tombstone { below, coordinate: scope.1, namespace: 0, group: scope.0, key: [key; 32] }
+    }
+
+    fn covered(graves: &Graves, key: u8, place: (u32, u64), sequence: u64) -> bool {
+        graves.covers_block((HERE, BlockKey([key; 32])), place, sequence)
+    }
+
+    #[test]
+    fn a_tombstone_kills_what_is_older_within_its_scope() {
+        let mut graves = Graves::default();
+        graves.bury(HERE, &tombstone(1, (None, None), 10));
+        graves.bury(HERE, &tombstone(2, (Some(3), None), 10));
+        assert!(covered(&graves, 1, (7, 0), 9) && !covered(&graves, 1, (7, 0), 10));
+        assert!(covered(&graves, 2, (3, 0), 9) && !covered(&graves, 2, (4, 0), 9));
+        assert!(!covered(&graves, 3, (3, 0), 9));
+        assert!(!graves.covers_block((NamespaceId([2; 32]), BlockKey([1; 32])), (0, 0), 1));
+    }
+
+    #[test]
+    fn of_two_graves_over_the_same_blocks_the_higher_stays() {
+        let mut graves = Graves::default();
+        for below in [10, 20, 15] {
+            graves.bury(HERE, &tombstone(1, (None, None), below));
+            graves.bury_all(&Epoch { below, namespace: HERE.0 });
+        }
+        assert!(covered(&graves, 1, (0, 0), 19) && !covered(&graves, 1, (0, 0), 20));
+        assert!(graves.covers(HERE, 19) && !graves.covers(HERE, 20));
+    }
+
+    #[test]
+    fn what_is_listed_buries_the_same_again() {
+        let mut graves = Graves::default();
+        let other = NamespaceId([2; 32]);
+        graves.bury(other, &tombstone(1, (None, Some(0)), 10));
+        graves.bury(HERE, &tombstone(1, (None, None), 11));
+        graves.bury(HERE, &tombstone(2, (Some(1), None), 12));
+        graves.bury_all(&Epoch { below: 5, namespace: other.0 });
+        let (names, tombstones, epochs) = graves.listed();
+        let mut again = Graves::default();
+        for tombstone in &tombstones {
+            again.bury(NamespaceId(names[tombstone.namespace as usize].id), tombstone);
+        }
+        epochs.iter().for_each(|epoch| again.bury_all(epoch));
+        assert_eq!(again, graves);
+    }
+}

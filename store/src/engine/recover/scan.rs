@@ -1,0 +1,340 @@
+//! Scans a segment without a footer for its records, as the recovery table says.
+//!
+//! The walk goes from record to record where lengths are proven and from page to page elsewhere, to the end of the
+//! file: what is whole is adopted also beyond a hole. Only then is it known what had been flushed and what follows
+//! what, so the rows are looked up in a second pass, which also reads the payloads that need it.
+//!
+//! Memory: one window, and the bodies of the records.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kvarts_layout::format::body::Blocks;
+use kvarts_layout::format::footer::{Content, Entry};
+use kvarts_layout::format::record::{self, Body, Prefix};
+use kvarts_layout::format::recovery::{
+    Decision, Found, Later, Proof, RecordSighting, Scan, Sight, record_row, sight,
+};
+use kvarts_layout::format::seal::claimed_position;
+use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, is_zero};
+
+use super::Recovery;
+use super::pages::Pages;
+use crate::engine::log::entry;
+use crate::engine::names::Namespace;
+use crate::error::Reason;
+use crate::io::FileId;
+
+/// What is scanned, and what is known of it from elsewhere.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Target {
+    pub(super) file: FileId,
+    pub(super) scan: Scan,
+    /// Of the segment header, if it is sound, else zero: every generation is then later.
+    pub(super) position: Position,
+    /// No record of this generation has a lower sequence.
+    pub(super) first_sequence: u64,
+    /// Everything below had been flushed, says a trailer or a checkpoint of this generation.
+    pub(super) durable_upto: u64,
+    /// The generation that `durable_upto` speaks of.
+    pub(super) durable_generation: u64,
+}
+
+/// What a scan found.
+#[derive(Debug, Default)]
+pub(super) struct Scanned {
+    /// What the records say that they belong to.
+    pub(super) generation: u64,
+    /// What counts, as a footer lists it.
+    pub(super) entries: Vec<Entry>,
+    /// Records that were condemned: their bytes are kept.
+    pub(super) condemned: u64,
+    /// Where the last record that counts ends.
+    pub(super) log_end: u64,
+    /// The highest sequence of any proven record.
+    pub(super) last_sequence: u64,
+}
+
+/// One thing that the walk met.
+enum Item {
+    Record {
+        offset: u64,
+        found: Found,
+        prefix: Prefix,
+        body: Option<Body>,
+    },
+    /// Pages of one kind.
+    Run {
+        found: Found,
+        start: u64,
+        end: u64,
+    },
+}
+
+struct Walk {
+    items: Vec<Item>,
+    durable_upto: u64,
+    last_record: u64,
+    last_sequence: u64,
+    /// The highest later generation that a record proves.
+    ahead: Option<u64>,
+}
+
+/// Scans a segment, from the start again if a later generation than the one expected is proven.
+pub(super) async fn scan(recovery: &mut Recovery<'_>, target: &Target) -> Result<Scanned, Reason> {
+    let log = recovery.log;
+    let end = log.shared.segment_bytes - PAGE_BYTES;
+    let mut pages = Pages::new(log, target.file, end);
+    let mut position = target.position;
+    let mut walk = walk(recovery, &mut pages, &position, target, end).await?;
+    if let Some(ahead) = walk.ahead {
+        if target.position.generation != 0 {
+            let row = record_row(&RecordSighting {
+                found: Found::Ahead,
+                scan: target.scan,
+                proof: Proof::Open,
+                later: Later::Nothing,
+            });
+            recovery.report.take(row, position.segment, 0);
+        }
+        position = position.under(ahead);
+        walk = self::walk(recovery, &mut pages, &position, target, end).await?;
+    }
+    let scanned = decide(recovery, &mut pages, &position, target.scan, walk).await;
+    recovery.report.scanned_bytes += pages.bytes_read;
+    recovery.report.unreadable_pages += pages.unreadable;
+    scanned
+}
+
+async fn walk(
+    recovery: &Recovery<'_>,
+    pages: &mut Pages<'_>,
+    segment: &Position,
+    target: &Target,
+    end: u64,
+) -> Result<Walk, Reason> {
+    let known = target.durable_generation == segment.generation;
+    let same = target.position.generation == segment.generation;
+    let mut walk = Walk {
+        items: Vec::new(),
+        durable_upto: if known { target.durable_upto } else { 0 },
+        last_record: 0,
+        last_sequence: if same { target.first_sequence.saturating_sub(1) } else { 0 },
+        ahead: None,
+    };
+    let mut offset = PAGE_BYTES;
+    while offset < end {
+        let position = segment.at(offset);
+        let secret = &recovery.log.shared.secret;
+        let bytes = pages.at(offset, PAGE).await?;
+        let page = bytes.get(..PAGE).unwrap_or(bytes);
+        let seen = if page.is_empty() || is_zero(page) {
+            Sight { found: Found::Empty, prefix: None, body: None }
+        } else {
+            match Prefix::open(page, &position, secret) {
+                Ok(prefix) => {
+                    let bytes = pages.at(offset, prefix.header_bytes as usize).await?;
+                    sight(bytes, &position, secret)
+                }
+                Err(_) => sight(page, &position, secret),
+            }
+        };
+        if seen.found == Found::Ahead {
+            let claimed = pages.at(offset, PAGE).await.map(claimed_position)?;
+            walk.ahead = walk.ahead.max(claimed.map(|claimed| claimed.generation));
+        }
+        offset += walk.take(seen, offset, end);
+    }
+    Ok(walk)
+}
+
+impl Walk {
+    /// Notes what was met and says how far to go on.
+    fn take(&mut self, seen: Sight, offset: u64, end: u64) -> u64 {
+        let fits = |prefix: &Prefix| prefix.record_bytes() <= end - offset;
+        let Some(prefix) = seen.prefix else {
+            self.run(seen.found, offset, offset + PAGE_BYTES);
+            return PAGE_BYTES;
+        };
+        self.durable_upto = self.durable_upto.max(prefix.durable_upto);
+        if !fits(&prefix) {
+            self.items.push(Item::Record { offset, found: Found::Malformed, prefix, body: None });
+            return PAGE_BYTES;
+        }
+        let mut found = seen.found;
+        if found != Found::Torn {
+            if prefix.sequence <= self.last_sequence {
+                found = Found::OutOfOrder;
+            }
+            self.last_sequence = self.last_sequence.max(prefix.sequence);
+            self.last_record = offset;
+        }
+        self.items.push(Item::Record { offset, found, prefix, body: seen.body });
+        prefix.record_bytes()
+    }
+
+    fn run(&mut self, found: Found, start: u64, end: u64) {
+        match self.items.last_mut() {
+            Some(Item::Run { found: before, end: upto, .. }) if *before == found && *upto == start => {
+                *upto = end;
+            }
+            _ => self.items.push(Item::Run { found, start, end }),
+        }
+    }
+}
+
+/// Looks up the row of everything that the walk met, and does what it says.
+async fn decide(
+    recovery: &mut Recovery<'_>,
+    pages: &mut Pages<'_>,
+    segment: &Position,
+    scan: Scan,
+    walk: Walk,
+) -> Result<Scanned, Reason> {
+    let mut scanned = Scanned {
+        generation: segment.generation,
+        log_end: PAGE_BYTES,
+        last_sequence: walk.last_sequence,
+        ..Scanned::default()
+    };
+    let sighting = |found, offset| RecordSighting {
+        found,
+        scan,
+        proof: if offset < walk.durable_upto { Proof::Durable } else { Proof::Open },
+        later: if offset < walk.last_record { Later::Follows } else { Later::Nothing },
+    };
+    let mut names = BTreeMap::new();
+    for item in walk.items {
+        let (offset, found, prefix, body) = match item {
+            Item::Record { offset, found, prefix, body } => (offset, found, prefix, body),
+            Item::Run { found, start, end } => {
+                // Part of a run may lie below what had been flushed and part above.
+                let upper =
+                    (start < walk.durable_upto && walk.durable_upto < end).then_some(walk.durable_upto);
+                let mut stop = false;
+                for start in [Some(start), upper].into_iter().flatten() {
+                    let row = record_row(&sighting(found, start));
+                    recovery.report.take(row, segment.segment, start);
+                    stop |= row.decision == Decision::Stop;
+                }
+                if stop {
+                    break;
+                }
+                continue;
+            }
+        };
+        let mut row = record_row(&sighting(found, offset));
+        recovery.report.take(row, segment.segment, offset);
+        if row.decision == Decision::Verify
+            && let Some(Body::Blocks(blocks)) = &body
+        {
+            let position = segment.at(offset);
+            let Some(whole) = verify(recovery, pages, &position, &prefix, (blocks, &names)).await? else {
+                continue;
+            };
+            let found = if whole { Found::RecordWhole } else { Found::RecordBroken };
+            row = record_row(&sighting(found, offset));
+            recovery.report.take(row, segment.segment, offset);
+        }
+        match (row.decision, body) {
+            (Decision::Adopt, Some(body)) => {
+                define(recovery, &body, &mut names);
+                scanned.adopt(offset, &prefix, &body);
+            }
+            (Decision::Condemn, _) => scanned.condemned += 1,
+            (Decision::SkipRecord, Some(body @ Body::Unknown(_))) => scanned.adopt(offset, &prefix, &body),
+            _ => {}
+        }
+    }
+    Ok(scanned)
+}
+
+impl Scanned {
+    fn adopt(&mut self, offset: u64, prefix: &Prefix, body: &Body) {
+        let header_bytes = prefix.header_bytes as usize;
+        self.entries.push(entry(offset, prefix.sequence, header_bytes, prefix.payload_bytes, body));
+        self.log_end = offset + prefix.record_bytes();
+    }
+
+    /// Whether the segment holds anything that must be kept.
+    pub(super) fn is_worth_sealing(&self) -> bool {
+        let says_something =
+            |entry: &Entry| !matches!(entry.content, Content::Identity(_) | Content::Spec(_));
+        self.condemned > 0 || self.entries.iter().any(says_something)
+    }
+}
+
+/// Takes in a definition, for the payloads behind it.
+fn define(recovery: &mut Recovery<'_>, body: &Body, names: &mut BTreeMap<u32, Arc<Namespace>>) {
+    let known = &recovery.log.shared.names;
+    match body {
+        Body::Spec(definition) => {
+            // Refused only if it contradicts itself; the records that use it are then undefined.
+            let _ = known.recover_spec(definition);
+        }
+        Body::Identity(definition) => match known.recover_identity(definition) {
+            Ok(namespace) => drop(names.insert(definition.local, namespace)),
+            Err(_) => drop(names.remove(&definition.local)),
+        },
+        _ => {}
+    }
+}
+
+/// Whether the payload matches its digests; `None` if it cannot be told, because the record says nothing that this
+/// store can read.
+async fn verify(
+    recovery: &mut Recovery<'_>,
+    pages: &mut Pages<'_>,
+    position: &Position,
+    prefix: &Prefix,
+    (blocks, names): (&Blocks, &BTreeMap<u32, Arc<Namespace>>),
+) -> Result<Option<bool>, Reason> {
+    let Some(namespace) = names.get(&blocks.namespace) else {
+        recovery.report.undefined += 1;
+        return Ok(None);
+    };
+    let Some((_, layout)) = super::adopt::class_of(&recovery.log.shared, namespace, blocks) else {
+        recovery.report.unusable += 1;
+        return Ok(None);
+    };
+    if layout.payload_bytes() != prefix.payload_bytes {
+        recovery.report.unusable += 1;
+        return Ok(None);
+    }
+    let header = pages.at(position.offset, prefix.header_bytes as usize).await?;
+    let Ok(record) = record::open(header, position, &recovery.log.shared.secret) else {
+        return Ok(Some(false));
+    };
+    let digests: Vec<u32> = record.digests().collect();
+    let mut chunks = Vec::with_capacity(digests.len());
+    for block in 0..layout.blocks() {
+        for layer in 0..layout.layer_count() {
+            let parts = layout.layer_parts(layer).map_or(0, |(_, parts)| parts.len() as u32);
+            chunks.extend((0..parts).filter_map(|part| layout.chunk(block, layer, part)));
+        }
+    }
+    if chunks.len() != digests.len() {
+        return Ok(Some(false));
+    }
+    let mut chunks: Vec<_> = chunks.into_iter().zip(digests).collect();
+    chunks.sort_unstable_by_key(|(span, _)| span.offset);
+    let payload = position.offset + u64::from(prefix.header_bytes);
+    for (span, digest) in chunks {
+        let mut hasher = crc32fast::Hasher::new();
+        let (mut at, end) = (payload + span.offset, payload + span.end());
+        while at < end {
+            let bytes = pages.at(at, 1).await?;
+            let left = usize::try_from(end - at).unwrap_or(usize::MAX);
+            let bytes = bytes.get(..left).unwrap_or(bytes);
+            if bytes.is_empty() {
+                return Ok(Some(false));
+            }
+            hasher.update(bytes);
+            at += bytes.len() as u64;
+        }
+        if hasher.finalize() != digest {
+            return Ok(Some(false));
+        }
+    }
+    Ok(Some(true))
+}
