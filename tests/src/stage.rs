@@ -33,6 +33,9 @@ pub trait Stage {
     /// Lets things happen until `done`, which is asked again and again.
     fn wait(&self, done: &mut dyn FnMut() -> bool);
 
+    /// Gives whatever is under way time to end.
+    fn rest(&self);
+
     /// The clock that deadlines and leases are measured by.
     fn now(&self) -> Nanos;
 
@@ -107,6 +110,8 @@ impl Stage for ModelStage {
     fn wait(&self, done: &mut dyn FnMut() -> bool) {
         assert!(done(), "the model answers at once");
     }
+
+    fn rest(&self) {}
 
     fn now(&self) -> Nanos {
         self.clock.now()
@@ -206,6 +211,12 @@ impl Stage for SimStage {
         self.world.run_until(STEPS_MAX, done).unwrap_or_else(|hang| panic!("hung: {hang}"));
     }
 
+    fn rest(&self) {
+        for _ in 0..2000 {
+            self.world.step();
+        }
+    }
+
     fn now(&self) -> Nanos {
         self.world.clock().now()
     }
@@ -282,6 +293,10 @@ impl Stage for HomeStage {
             assert!(start.elapsed() < PATIENCE, "no answer for {PATIENCE:?}");
             std::thread::sleep(Duration::from_micros(50));
         }
+    }
+
+    fn rest(&self) {
+        std::thread::sleep(Duration::from_millis(20));
     }
 
     fn now(&self) -> Nanos {
