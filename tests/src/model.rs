@@ -194,6 +194,8 @@ impl Model {
         let usable_blocks = failures.first().map_or(blocks, |(at, _)| *at);
         let usable_layers = layers.end - layers.start;
         let mut events: Vec<_> = match request.order {
+            // There is nothing to announce layers of.
+            Order::Layers if good.is_empty() => Vec::new(),
             Order::Layers => layers.map(|layer| ReadEvent::Layer { layer, blocks: usable_blocks }).collect(),
             Order::Blocks => good.into_iter().map(ReadEvent::Block).collect(),
         };

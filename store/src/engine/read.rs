@@ -115,6 +115,8 @@ pub(crate) fn begin(
     let wanted = find(shared, &request, &prints, &mut failures)?;
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
+        // The plan would have found memory for another shape: it is a mistake whatever is here.
+        check_places(&request, &shape)?;
         let usable_layers = wanted_layers;
         sink.send(ReadEvent::End(ReadEnd { failures, usable_layers, ..ReadEnd::default() }));
         return Ok(Vec::new());
@@ -162,6 +164,13 @@ fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reas
         Some(pair) => Err(pair.first().map_or(Reason::Empty, |key| Reason::Duplicate(**key))),
         None => Ok(()),
     }
+}
+
+fn check_places(request: &ReadRequest, shape: &BlockShape) -> Result<(), Reason> {
+    let wrong = |what: String| Reason::Shape(what);
+    let layout = RunLayout::new(Layout::FullBlock, LAYOUT_VERSION, shape, request.into.block_count())
+        .map_err(|error| wrong(error.to_string()))?;
+    WritePlan::new(&layout, request.into.places(), 0).map(drop).map_err(|error| wrong(error.to_string()))
 }
 
 fn pick_layers(request: &ReadRequest, layers: usize) -> Result<Pick, Reason> {
