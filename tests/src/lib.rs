@@ -1,3 +1,8 @@
 //! Simulated disk and clock, reference model, fault campaign and end-to-end tests of Kvarts.
 
+pub mod conformance;
+pub mod fixture;
+pub mod model;
+pub mod script;
 pub mod sim;
+pub mod stage;

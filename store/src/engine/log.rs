@@ -425,8 +425,15 @@ impl Log {
         let made = async {
             let mode = OpenMode { write: true, create: true, direct: true };
             let file = self.driver.open(name, mode).await?;
-            self.driver.meta(MetaOp::Allocate { file, offset: 0, len: bytes }).await?;
-            self.driver.meta(MetaOp::SyncDir { name: self.home() }).await?;
+            let reserved = async {
+                self.driver.meta(MetaOp::Allocate { file, offset: 0, len: bytes }).await?;
+                self.driver.meta(MetaOp::SyncDir { name: self.home() }).await
+            };
+            if let Err(error) = reserved.await {
+                // The descriptor must not stay behind with every attempt on a full disk.
+                let _ = self.driver.meta(MetaOp::Close { file }).await;
+                return Err(error);
+            }
             Ok::<_, IoError>(file)
         };
         match made.await {

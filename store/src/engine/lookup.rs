@@ -31,6 +31,8 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
     let mut columns = Vec::new();
     for requirement in request.requirements.groups() {
         for &coordinate in &requirement.coordinates {
+            // What the model does not have is a mistake, not a miss.
+            shared.classes.shape(&namespace, requirement.group, coordinate)?;
             columns.push(column(shared, &namespace, request.keys, requirement, coordinate));
         }
     }

@@ -51,6 +51,7 @@ pub(crate) struct ReadJob {
     pub(crate) prints: Vec<BlockFingerprint>,
     pub(crate) plan: ReadPlan,
     pub(crate) wanted: Vec<Wanted>,
+    wanted_layers: u32,
     /// For each step, how many slices have not ended.
     open_slices: Vec<AtomicU32>,
     /// Parts that have not ended.
@@ -105,6 +106,7 @@ pub(crate) fn begin(
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
     let layers = pick_layers(&request, shape.layers().len())?;
+    let wanted_layers = request.layers.as_ref().map_or(shape.layers().len(), ExactSizeIterator::len) as u32;
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
@@ -113,7 +115,10 @@ pub(crate) fn begin(
     let wanted = find(shared, &request, &prints, &mut failures)?;
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
-        sink.send(ReadEvent::End(ReadEnd { failures, ..ReadEnd::default() }));
+        // The plan would have found memory for another shape: it is a mistake whatever is here.
+        check_places(&request, &shape)?;
+        let usable_layers = wanted_layers;
+        sink.send(ReadEvent::End(ReadEnd { failures, usable_layers, ..ReadEnd::default() }));
         return Ok(Vec::new());
     }
     let plan = make_plan(&request, layers, &wanted)?;
@@ -129,6 +134,7 @@ pub(crate) fn begin(
         prints,
         plan,
         wanted,
+        wanted_layers,
         open_slices,
         parts_left: AtomicU32::new(by_shard.len() as u32),
         state: Mutex::new(ReadState { failures, next_step: 0, ended: false, held_bytes: 0, holding: 0 }),
@@ -173,6 +179,13 @@ fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reas
         Some(pair) => Err(pair.first().map_or(Reason::Empty, |key| Reason::Duplicate(**key))),
         None => Ok(()),
     }
+}
+
+fn check_places(request: &ReadRequest, shape: &BlockShape) -> Result<(), Reason> {
+    let wrong = |what: String| Reason::Shape(what);
+    let layout = RunLayout::new(Layout::FullBlock, LAYOUT_VERSION, shape, request.into.block_count())
+        .map_err(|error| wrong(error.to_string()))?;
+    WritePlan::new(&layout, request.into.places(), 0).map(drop).map_err(|error| wrong(error.to_string()))
 }
 
 fn pick_layers(request: &ReadRequest, layers: usize) -> Result<Pick, Reason> {
@@ -344,7 +357,7 @@ impl ReadJob {
         let usable_blocks = self.usable(&state);
         let usable_layers = match self.request.order {
             Order::Layers => state.next_step,
-            Order::Blocks => self.plan.records().first().map_or(0, |record| record.layout.layer_count()),
+            Order::Blocks => self.wanted_layers,
         };
         let failures: Vec<_> = std::mem::take(&mut state.failures).into_iter().collect();
         // Sent under the lock: a release that comes now must come after it.

@@ -169,9 +169,10 @@ impl Segment {
     /// concurrent puts share flushes and the writes of the next group overlap the flush of this one.
     pub(crate) async fn durable(&self, driver: &Driver, end: u64) -> Result<(), Reason> {
         loop {
+            // What was durable before the segment broke stays so.
             let lead = |tail: &mut Tail| match &tail.broken {
+                _ if tail.durable_upto >= end => Some(Ok(None)),
                 Some(reason) => Some(Err(reason.clone())),
-                None if tail.durable_upto >= end => Some(Ok(None)),
                 None if !tail.flushing && tail.written_upto() >= end => {
                     tail.flushing = true;
                     Some(Ok(Some(tail.written_upto())))

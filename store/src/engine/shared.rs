@@ -184,7 +184,9 @@ impl Shared {
         if !self.expiring.load(Ordering::Relaxed) {
             return;
         }
-        let now = self.expiry_step(self.clock.unix_millis());
+        // Counted down where expiry was counted up: late by a step at most, never early.
+        let steps = self.clock.unix_millis().saturating_sub(self.created_ms) / EXPIRY_STEP_MS;
+        let now = u32::try_from(steps).unwrap_or(u32::MAX);
         for print in prints {
             if let Some(found) = self.index.locate(*print)
                 && found.record.expires != 0

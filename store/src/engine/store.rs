@@ -324,7 +324,10 @@ impl KvStore for Store {
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {
-        self.0.shared.index.unlock(lease)
+        // What has ended by itself cannot be ended early.
+        let shared = &self.0.shared;
+        shared.index.expire(shared.clock.now());
+        shared.index.unlock(lease)
     }
 
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {

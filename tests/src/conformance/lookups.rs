@@ -1,0 +1,130 @@
+//! What matches and leases promise.
+
+use std::time::Duration;
+
+use kvarts_layout::prefix::{Absence, Coverage, Need, Requirement, UNLIMITED};
+use kvarts_layout::{BlockKey, Coordinate, Group, Layout, Requirements};
+use kvarts_store::api::{LeaseTerms, MatchReply, MatchRequest};
+use kvarts_store::error::{Error, Kind, Reason};
+
+use super::{Case, Desk, pages};
+use crate::fixture;
+
+pub(super) const CASES: &[Case] = &[
+    ("a match finds what is there and says how far each column reaches", coverage),
+    ("a match of nothing finds nothing", nothing),
+    ("a put in flight is pending and then there", pending),
+    ("a lease counts against its tenant's cap until it ends", caps),
+    ("a lease ends once, by hand or by itself", lease_ends),
+];
+
+fn requirement(group: Group, coordinates: Vec<Coordinate>, need: Need) -> Requirement {
+    Requirement { group, coordinates, need, absence: Absence::Required }
+}
+
+/// All blocks of the group with heads, the odd group's too, and the state at the boundary.
+pub(super) fn needs() -> Requirements {
+    let groups = vec![
+        requirement(fixture::PAGES, vec![fixture::all_heads()], Need::All),
+        requirement(fixture::ODD, vec![Coordinate::Replicated], Need::Last { tokens: 20 }),
+        requirement(fixture::STATE, vec![Coordinate::Replicated], Need::At),
+    ];
+    Requirements::new(fixture::BLOCK_TOKENS, groups).expect("valid requirements")
+}
+
+fn pages_only() -> Requirements {
+    let groups = vec![requirement(fixture::PAGES, vec![fixture::all_heads()], Need::All)];
+    Requirements::new(fixture::BLOCK_TOKENS, groups).expect("valid requirements")
+}
+
+fn find(
+    desk: &Desk<'_>,
+    keys: &[BlockKey],
+    requirements: &Requirements,
+    lease: Option<LeaseTerms>,
+) -> Result<MatchReply, Error> {
+    let namespace = desk.namespace;
+    let request = MatchRequest { namespace, keys, requirements, recompute_tokens_max: UNLIMITED, lease };
+    desk.stage.store().match_prefix(&request)
+}
+
+fn coverage(desk: &Desk<'_>) {
+    let keys = desk.keys(0..8);
+    let [heads, odd, state] = fixture::columns();
+    desk.store(heads, &keys[..6], 1, Layout::LayerBlock);
+    desk.store(odd, &keys[2..5], 1, Layout::FullBlock);
+    desk.store(state, &[keys[3], keys[6]], 1, Layout::FullBlock);
+    let found = find(desk, &keys, &needs(), None).unwrap();
+    let covered = |(group, coordinate), blocks| Coverage { group, coordinate, blocks };
+    assert_eq!(found.usable.coverage, [covered(heads, 6), covered(odd, 0), covered(state, 0)]);
+    assert_eq!((found.usable.longest.blocks, found.usable.cheapest.blocks), (4, 4));
+    assert_eq!((found.pending, found.lease), (0, None));
+    // Of another namespace nothing is there.
+    let other = Desk::new(desk.stage, "coverage, another namespace");
+    assert_eq!(find(&other, &keys, &needs(), None).unwrap().usable.longest.blocks, 0);
+}
+
+fn nothing(desk: &Desk<'_>) {
+    let terms = LeaseTerms { hold: Duration::from_secs(10), tenant: 1, cap_bytes: 0 };
+    for keys in [vec![], desk.keys(0..3)] {
+        let found = find(desk, &keys, &needs(), Some(terms)).unwrap();
+        assert_eq!((found.usable.longest.blocks, found.pending, found.lease), (0, 0, None));
+    }
+}
+
+fn pending(desk: &Desk<'_>) {
+    let keys = desk.keys(0..6);
+    desk.store(pages(), &keys[..2], 1, Layout::FullBlock);
+    let ticket = desk.stage.store().put(desk.request(pages(), &keys[2..5], 1));
+    let during = find(desk, &keys, &pages_only(), None).unwrap();
+    // Between the two the put may have ended: on real threads it may be quick.
+    let reached = during.usable.longest.blocks + during.pending;
+    assert!(reached == 5 || reached == 2, "{during:?}");
+    desk.stage.answer(ticket).unwrap();
+    let after = find(desk, &keys, &pages_only(), None).unwrap();
+    assert_eq!((after.usable.longest.blocks, after.pending), (5, 0));
+}
+
+fn caps(desk: &Desk<'_>) {
+    let keys = desk.keys(0..4);
+    desk.store(pages(), &keys, 1, Layout::FullBlock);
+    let each = fixture::shape(pages().0, pages().1).block_bytes();
+    // Tenants of different cases are apart.
+    let tenant = desk.chain as u32;
+    let terms = |cap_bytes| Some(LeaseTerms { hold: Duration::from_secs(60), tenant, cap_bytes });
+    let refused = find(desk, &keys, &pages_only(), terms(each * 4 - 1)).unwrap_err();
+    assert_eq!(refused.0, Reason::PinCap { limit: each * 4 - 1, wanted: each * 4 });
+    assert_eq!(refused.kind(), Kind::Refused);
+    let first = find(desk, &keys, &pages_only(), terms(each * 4)).unwrap().lease.unwrap();
+    let refused = find(desk, &keys[..1], &pages_only(), terms(each * 4)).unwrap_err();
+    assert_eq!(refused.0, Reason::PinCap { limit: each * 4, wanted: each * 5 });
+    assert!(desk.stage.store().unlock(first));
+    let second = find(desk, &keys[..1], &pages_only(), terms(each)).unwrap().lease.unwrap();
+    assert_ne!(first, second);
+    assert!(desk.stage.store().unlock(second));
+    // A lease that ended by itself counts no more.
+    if desk.stage.advance(Duration::ZERO) {
+        find(desk, &keys, &pages_only(), terms(each * 4)).unwrap().lease.unwrap();
+        desk.stage.advance(Duration::from_secs(61));
+        let again = find(desk, &keys, &pages_only(), terms(each * 4)).unwrap().lease.unwrap();
+        assert!(desk.stage.store().unlock(again));
+    }
+}
+
+fn lease_ends(desk: &Desk<'_>) {
+    let keys = desk.keys(0..2);
+    desk.store(pages(), &keys, 1, Layout::FullBlock);
+    let store = desk.stage.store();
+    let terms = Some(LeaseTerms { hold: Duration::from_secs(5), tenant: 1, cap_bytes: u64::MAX });
+    let lease = find(desk, &keys, &pages_only(), terms).unwrap().lease.unwrap();
+    assert!(store.unlock(lease));
+    assert!(!store.unlock(lease));
+    assert!(!store.unlock(kvarts_store::api::LeaseId(u64::MAX)));
+    let lease = find(desk, &keys, &pages_only(), terms).unwrap().lease.unwrap();
+    if desk.stage.advance(Duration::from_secs(6)) {
+        assert!(!store.unlock(lease), "a lease that ended by itself cannot be ended");
+    } else {
+        assert!(store.unlock(lease));
+    }
+    desk.expect(pages(), &keys, 1);
+}
