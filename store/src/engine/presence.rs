@@ -17,6 +17,7 @@ pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
+    shared.drop_expired(&prints);
     let mut found = Vec::new();
     let lease = match &request.lease {
         None => {
@@ -35,20 +36,10 @@ pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result
             })?
         }
     };
-    let now_s = shared.expiry_s(shared.clock.unix_millis());
-    let presence = found.iter().map(|found| presence(shared, *found, now_s)).collect();
-    Ok(ContainsReply { presence, lease })
-}
-
-fn presence(shared: &Shared, found: Lookup, now_s: u32) -> Presence {
-    match found {
-        Lookup::Live(at) => match shared.index.records().get(at.record) {
-            // What has expired stays in the index until it is swept up, and reads pass it over.
-            Some(record) if record.expires != 0 && record.expires <= now_s => Presence::Absent,
-            Some(_) => Presence::Here,
-            None => Presence::Absent,
-        },
+    let presence = |found: &Lookup| match found {
+        Lookup::Live(_) => Presence::Here,
         Lookup::Pending => Presence::Pending,
         Lookup::Absent | Lookup::Quarantined => Presence::Absent,
-    }
+    };
+    Ok(ContainsReply { presence: found.iter().map(presence).collect(), lease })
 }
