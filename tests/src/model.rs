@@ -13,8 +13,9 @@ use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, NamespaceId, RunLayout,
 };
 use kvarts_store::api::{
-    BlockOutcome, ContainsReply, ContainsRequest, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Order, Parent,
-    Placed, Presence, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream, read_channel,
+    BlockOutcome, ContainsReply, ContainsRequest, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS,
+    MatchReply, MatchRequest, Order, Parent, Placed, Presence, PutReply, PutRequest, ReadEnd, ReadEvent,
+    ReadRequest, ReadStream, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::rt::mailbox::{Ticket, ticket};
@@ -163,7 +164,8 @@ impl Model {
         let shape = state.shape(request.namespace, request.group, request.coordinate)?;
         let name = |key: &BlockKey| (request.namespace, request.group, request.coordinate, *key);
         let here = |key: &BlockKey| state.blocks.contains_key(&name(key));
-        let presence = request.keys.iter().map(|key| if here(key) { Presence::Here } else { Presence::Absent });
+        let presence =
+            request.keys.iter().map(|key| if here(key) { Presence::Here } else { Presence::Absent });
         let presence = presence.collect();
         let held: Vec<Name> = request.keys.iter().filter(|key| here(key)).map(name).collect();
         let bytes = shape.block_bytes() * held.len() as u64;
