@@ -168,6 +168,7 @@ fn join(plan: &Plan, found: Vec<Option<Chosen>>) -> Result<Found, Reason> {
         created_ms: first.created_ms,
         budget: plan.budget,
         record_bytes_max: plan.record_bytes_max.min(first.segment_bytes / 4),
+        shards: shards.len() as u32,
     };
     Ok(Found { birth, shards, superblock_bytes: seen.len() as u64 * FILE_BYTES as u64 })
 }
@@ -210,6 +211,7 @@ async fn make(
         created_ms,
         budget: plan.budget,
         record_bytes_max: plan.record_bytes_max.min(plan.segment_bytes / 4),
+        shards: shards.len() as u32,
     };
     let superblock_bytes = u64::from(plan.directories) * FILE_BYTES as u64;
     Ok(Found { birth, shards, superblock_bytes })

@@ -223,7 +223,7 @@ impl Executor {
         let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
         if clean {
             for log in &logs {
-                log.settled().await;
+                log.finish().await;
             }
             return self.checkpoint().await;
         }

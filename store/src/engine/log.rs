@@ -438,7 +438,7 @@ impl Log {
     /// Makes a segment file: reserved on disk and durable by name before anything is acknowledged in it.
     async fn create_segment(&self) -> Result<Rc<Segment>, Reason> {
         let bytes = self.shared.segment_bytes;
-        self.shared.take_budget(bytes)?;
+        self.shared.take_segment_budget()?;
         let number = self.segments.borrow().last_key_value().map_or(0, |(&last, _)| last + 1);
         let name = self.file_name(&format::names::segment_name(number));
         let made = async {
@@ -536,6 +536,16 @@ impl Log {
         let position = trailer::position(&self.position(segment, 0), self.shared.segment_bytes);
         let trailer = trailer.encode(&position, secret).map_err(bug)?;
         Ok((image, trailer))
+    }
+
+    /// Seals the open segment, so that the next open has no tail to scan. Nothing is appended afterwards.
+    pub(crate) async fn finish(self: &Rc<Self>) {
+        self.settled().await;
+        let open = self.open.borrow_mut().take();
+        if let Some(segment) = open {
+            self.seal_in_background(segment);
+            self.settled().await;
+        }
     }
 
     /// Completes when no segment is being sealed.

@@ -15,6 +15,10 @@ use crate::io::mem::PAGE;
 use crate::io::{Buf, IoError, Region};
 use crate::rt::{Clock, Entropy};
 
+/// What two checkpoint files of one shard take besides their records.
+const CHECKPOINT_BYTES: u64 = 64 << 10;
+/// What both take for a record.
+const CHECKPOINT_RECORD_BYTES: u64 = 80;
 /// Expiry is kept in steps of a tenth of a second: 32 bits of them last thirteen years.
 pub(super) const EXPIRY_STEP_MS: u64 = 100;
 /// Zero bytes that gaps between chunks are written from.
@@ -80,6 +84,7 @@ pub(crate) struct Shared {
     pub(crate) counters: Counters,
     /// The most payload bytes of one record.
     pub(crate) record_bytes_max: u64,
+    shards: u32,
     budget: u64,
     allocated: AtomicU64,
     latch: Mutex<Option<String>>,
@@ -96,6 +101,7 @@ pub(crate) struct Birth {
     pub(crate) created_ms: u64,
     pub(crate) budget: u64,
     pub(crate) record_bytes_max: u64,
+    pub(crate) shards: u32,
 }
 
 impl Shared {
@@ -114,6 +120,7 @@ impl Shared {
             entropy,
             counters: Counters::default(),
             record_bytes_max: birth.record_bytes_max,
+            shards: birth.shards,
             budget: birth.budget,
             allocated: AtomicU64::new(0),
             latch: Mutex::default(),
@@ -129,6 +136,18 @@ impl Shared {
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, within)
             .map(drop)
             .map_err(|_| Reason::NoSpace)
+    }
+
+    /// Takes the bytes of a new segment, leaving room for the checkpoints of everything that is here: a full store
+    /// must still be able to write down what it knows.
+    pub(crate) fn take_segment_budget(&self) -> Result<(), Reason> {
+        let checkpoints = u64::from(self.shards) * CHECKPOINT_BYTES
+            + self.index.records().len() as u64 * CHECKPOINT_RECORD_BYTES;
+        let (allocated, budget) = self.space();
+        if allocated.saturating_add(self.segment_bytes).saturating_add(checkpoints) > budget {
+            return Err(Reason::NoSpace);
+        }
+        self.take_budget(self.segment_bytes)
     }
 
     /// Counts bytes that are on disk already, whatever the budget says.

@@ -78,6 +78,7 @@ impl Place {
             created_ms: CREATED_MS,
             budget: self.budget,
             record_bytes_max: 64 << 10,
+            shards: 1,
         };
         let shared = Arc::new(Shared::new(birth, clock, entropy));
         let arena = Arena::new(Region::anonymous(1 << 20).unwrap());
