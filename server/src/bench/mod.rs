@@ -17,6 +17,7 @@ mod bare;
 mod crossover;
 mod layers;
 mod lookup;
+mod open;
 mod pairs;
 mod put;
 mod report;
@@ -43,6 +44,8 @@ enum BenchCommand {
     Put(put::PutArgs),
     /// Look up the keys of a prompt among a million blocks
     Match(lookup::MatchArgs),
+    /// Open a store of a million blocks after a crash and after a clean stop
+    Open(open::OpenArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
 }
@@ -53,6 +56,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Layers(arguments) => layers::run(arguments, out),
         BenchCommand::Put(arguments) => put::run(arguments, out),
         BenchCommand::Match(arguments) => lookup::run(arguments, out),
+        BenchCommand::Open(arguments) => open::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
     }
 }

@@ -79,6 +79,12 @@ impl Rounds {
         summary(self.of(a).iter().zip(self.of(b)).map(|(a, b)| figure(a, b)).collect())
     }
 
+    /// What `a` takes above `base`, by what `b` takes.
+    pub(super) fn figure_of_three(&self, a: &str, base: &str, b: &str) -> Summary {
+        let rounds = self.of(a).iter().zip(self.of(base)).zip(self.of(b));
+        summary(rounds.map(|((a, base), b)| (a.seconds - base.seconds) / b.seconds).collect())
+    }
+
     /// How much faster `a` is than `b`: its rate by `b`'s.
     pub(super) fn speed(&self, a: &str, b: &str) -> Summary {
         self.paired(a, b, |a, b| b.seconds / a.seconds)

@@ -36,6 +36,9 @@ use crate::rt::Class;
 
 /// The most buffers of one vectored write: what the kernel takes at once.
 const VECTOR_MAX: usize = 1000;
+/// A payload up to this size is copied behind its header and written with it: that costs less than another
+/// operation.
+const COPY_BYTES_MAX: u64 = 64 << 10;
 /// Bytes that a footer needs for a record at most, besides its blocks and extensions.
 const FOOTER_RECORD_BYTES: u64 = 256;
 /// Bytes that a footer needs for a block.
@@ -286,7 +289,7 @@ impl Log {
             && segment.state.get() == SegmentState::Open
     }
 
-    /// Writes headers and payload with one operation: from the caller's memory if it is aligned, otherwise
+    /// Writes headers and payload: the payload from the caller's memory if it is aligned and large, otherwise
     /// through staging.
     async fn write(&self, class: Class, image: Image, draft: &Draft<'_>) -> Result<Written, IoError> {
         let payload = draft.payload.as_ref();
@@ -299,9 +302,20 @@ impl Log {
         let staging = self.stage(staged_bytes).await?;
         staging.copy_in(0, &image.headers);
         match (pieces, payload) {
-            (Some(pieces), _) => {
-                let buffers = std::iter::once(staging).chain(pieces).collect();
-                self.driver.write_v(class, file, image.offset, buffers, false).await?;
+            (Some(mut pieces), _) => {
+                // Two operations, because one over both memories could not use what is registered of either.
+                let at = image.offset + image.headers.len() as u64;
+                let header = self.driver.write(class, file, image.offset, staging, false);
+                let payload = match (pieces.len(), pieces.pop()) {
+                    (1, Some(only)) => self.driver.write(class, file, at, only, false),
+                    (_, last) => {
+                        pieces.extend(last);
+                        self.driver.write_v(class, file, at, pieces.into(), false)
+                    }
+                };
+                // Both must have ended before the place may be called written, or given up.
+                let (header, payload) = (header.await, payload.await);
+                header.and(payload)?;
             }
             (None, payload) => {
                 if let Some(payload) = payload {
@@ -326,6 +340,9 @@ impl Log {
 
     /// The payload as buffers of the caller, if the device can take them as they lie.
     fn vectored(&self, payload: &Payload<'_>) -> Option<Vec<Buf>> {
+        if payload.layout.image_bytes() <= COPY_BYTES_MAX {
+            return None;
+        }
         let plan = WritePlan::new(&payload.layout, payload.from.places(), payload.ordinal).ok()?;
         let summary = plan.summary(PAGE as u32);
         if !summary.vectored || summary.pieces as usize > VECTOR_MAX || !payload.from.is_page_aligned() {

@@ -301,6 +301,11 @@ impl ReadJob {
         }
     }
 
+    /// Whether every slice of the first step is in.
+    pub(crate) fn first_step_is_in(&self) -> bool {
+        self.open_slices.first().is_none_or(|open| open.load(std::sync::atomic::Ordering::Acquire) == 0)
+    }
+
     /// One part has a slice of a step in. Announces every step that is whole, in order.
     pub(crate) fn slice_done(&self, step: u32) {
         let Some(open) = self.open_slices.get(step as usize) else { return };

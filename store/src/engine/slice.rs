@@ -26,8 +26,9 @@ use crate::error::Reason;
 use crate::io::{Buf, ExtentDone, IoError, ReadBatch};
 use crate::rt::Nanos;
 
-/// Bytes of extents under way before the first step is in: the first layer should not queue behind the tenth.
-const START_BYTES: u64 = 4 << 20;
+/// Bytes of later steps' extents that a part has under way until the first step is in: the first layer should not
+/// queue behind the tenth, nor behind those of shards that have less of it to read.
+const AHEAD_BYTES: u64 = 2 << 20;
 
 /// Marks the extent of a record's header.
 const HEADER: u64 = 1 << 63;
@@ -99,10 +100,9 @@ struct Run<'a> {
     /// Extents of the last planned slice that have not been submitted: (name, extent, segment's record).
     queue: VecDeque<(u64, u64, u64, Buf)>,
     queue_record: usize,
+    queue_step: u32,
     /// The slices to read, if not all of all records.
     agenda: Option<Agenda>,
-    /// Something is in: the window opens.
-    first_step_done: bool,
     /// Held by every device read into the caller's memory.
     guard: Arc<MemoryGuard>,
     /// State of the sampling of digests.
@@ -232,8 +232,8 @@ impl<'a> Run<'a> {
             next: (0, 0),
             queue: VecDeque::new(),
             queue_record: 0,
+            queue_step: 0,
             agenda: None,
-            first_step_done: false,
             guard: MemoryGuard::new(job),
             sample: u64::from_le_bytes(seed),
         }
@@ -253,7 +253,6 @@ impl<'a> Run<'a> {
                 self.drain().await;
                 return Ending::Stopped;
             }
-            let window = if self.first_step_done { window } else { window.min(START_BYTES) };
             self.submit(window).await;
             if self.under_way == 0 {
                 return Ending::Done;
@@ -283,21 +282,26 @@ impl<'a> Run<'a> {
 
     /// Submits extents while the window has room.
     async fn submit(&mut self, window: u64) {
-        while self.in_flight < window {
+        loop {
+            let step = if self.queue.is_empty() { self.next.0 } else { self.queue_step };
+            if self.in_flight >= self.room(step, window) {
+                break;
+            }
             if self.queue.is_empty() && !self.plan_next().await {
                 break;
             }
-            while let Some((name, offset, len, buf)) = self.queue.pop_front() {
-                let Some(record) = self.records.get(self.queue_record) else { break };
-                self.batch.push(name, record.segment.file, offset, buf);
-                self.under_way += 1;
-                self.in_flight += len;
-                if self.in_flight >= window {
-                    break;
-                }
-            }
+            let Some((name, offset, len, buf)) = self.queue.pop_front() else { continue };
+            let Some(record) = self.records.get(self.queue_record) else { break };
+            self.batch.push(name, record.segment.file, offset, buf);
+            self.under_way += 1;
+            self.in_flight += len;
         }
         self.batch.submit();
+    }
+
+    /// How much may be under way for an extent of this step to go.
+    fn room(&self, step: u32, window: u64) -> u64 {
+        if step == 0 || self.job.first_step_is_in() { window } else { window.min(AHEAD_BYTES) }
     }
 
     /// Plans the next slice of this part into the queue; false if there is none left, or no staging memory
@@ -395,7 +399,7 @@ impl<'a> Run<'a> {
             let name = name_extent(slot, extent.region, extent.len);
             self.queue.push_back((name, extent.file_offset, u64::from(extent.len), buf));
         }
-        self.queue_record = at;
+        (self.queue_record, self.queue_step) = (at, step);
         let regions_left = regions.len() as u32;
         if let Some(slice) = self.slices.get_mut(slot) {
             *slice = Some(Slice { step, record: at, plan, regions, regions_left, failed: None });
@@ -543,7 +547,6 @@ impl<'a> Run<'a> {
         if last && let Some(Some(slice)) = self.slices.get_mut(slot).map(Option::take) {
             self.spare.push(slice.plan);
             self.free.push(slot);
-            self.first_step_done = true;
             if let Some(Record { flight: Some(flight), header: HeaderState::Good(header), .. }) =
                 self.records.get(record)
             {
