@@ -14,10 +14,11 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvarts_layout::BlockKey;
+use kvarts_layout::arrange::LAYOUT_VERSION;
 use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::ENCODING_RAW;
-use kvarts_layout::plan::{Order as PlanOrder, Pick, ReadOptions, ReadPlan, RecordRead};
+use kvarts_layout::plan::{Order as PlanOrder, Pick, ReadOptions, ReadPlan, RecordRead, WritePlan};
+use kvarts_layout::{BlockKey, BlockShape, Layout, RunLayout};
 
 use super::put::record_range;
 use super::runs::RunClass;
