@@ -59,13 +59,21 @@ fn world(seed: u64) -> SimWorld {
         config.disk.latency =
             Latency { read: (1, 5000), write: (1, 5000), flush: (1, 20_000), meta: (1, 3000) };
     }
-    let world = SimWorld::new(seed, &config);
+    SimWorld::new(seed, &config)
+}
+
+/// Transfers that end short or interrupted. Nobody asks for a write and flush in one again when it is interrupted,
+/// as the flush may have failed: then a segment is left unsealed, which a caller does not see.
+fn trouble(world: &SimWorld) {
     for kind in [OpKind::Read, OpKind::Write] {
-        for effect in [Effect::Short, Effect::Errno(EINTR), Effect::Errno(EAGAIN)] {
+        for effect in [Effect::Errno(EINTR), Effect::Errno(EAGAIN)] {
             world.disk().inject(Rule::new(Which::Kind(kind), When::Odds(20_000), effect));
         }
+        // Apart from each other: a transfer that ends short twice at one place has met the end of its file.
+        for nth in (3..).step_by(11).take(20) {
+            world.disk().inject(Rule::new(Which::Kind(kind), When::Nth(nth), Effect::Short));
+        }
     }
-    world
 }
 
 /// Plays a script on the engine and, if asked, beside it on the model. Gives the digest of the event log.
@@ -73,6 +81,7 @@ fn play(seed: u64, compare: bool) -> u128 {
     let world = world(seed);
     let mut rng: Rng = Seed(seed).child("script").rng();
     let stage = SimStage::open(&world, &small_options(1 + rng.index(3))).unwrap();
+    trouble(&world);
     let beside = Beside { model: Model::new(world.clock().clone()), clock: world.clock().clone() };
     let (mut engine, mut model) = (Player::new(&stage), Player::new(&beside));
     for step in 0..OPS {
@@ -83,6 +92,7 @@ fn play(seed: u64, compare: bool) -> u128 {
             assert!(found == expected, "seed {seed}, step {step}: {}", tell(&op, &found, &expected));
         }
     }
+    world.disk().heal();
     stage.close().unwrap();
     world.disk().log().digest()
 }

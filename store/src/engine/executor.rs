@@ -206,8 +206,16 @@ impl Executor {
 
     async fn checkpoint(&self) -> Result<(), Reason> {
         let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
+        let give_up = self.rt.clock().now().plus(self.limits.stop_patience);
         for log in logs {
-            checkpoint::write(&log).await?;
+            // One that the clock began may lack what was written since: another follows it.
+            while let Err(reason) = checkpoint::write(&log).await {
+                let now = self.rt.clock().now();
+                if !matches!(reason, Reason::Busy(_)) || now >= give_up {
+                    return Err(reason);
+                }
+                self.rt.sleep_until(Nanos(now.0 + 1_000_000)).await;
+            }
         }
         Ok(())
     }

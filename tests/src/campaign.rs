@@ -1,0 +1,360 @@
+//! Crashes and faults: a seeded workload, an end to it, and what must be true afterwards.
+//!
+//! The ledger knows of every block who has tried to put it and whether it was ever acknowledged as durable. From
+//! that follows what any later state may be: bytes of one of those producers, whole; or a miss, unless the block
+//! was acknowledged. Nothing here knows how a store keeps its blocks.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::task::{Context, Poll, Waker};
+
+use kvarts_layout::NamespaceId;
+use kvarts_store::api::{
+    BlockOutcome, Durability, KvStore, Order, Parent, PutReply, PutRequest, ReadEvent, ReadRequest, Verify,
+};
+use kvarts_store::engine::{Executors, Options, Store};
+use kvarts_store::error::{Error, Kind, Reason};
+use kvarts_store::rt::Class;
+use kvarts_store::rt::mailbox::Ticket;
+
+use crate::fixture::{self, Style};
+use crate::sim::{Hang, Media, Rng, Seed, SimWorld, WorldConfig};
+
+/// Keys of each column that workloads are about.
+const KEYS: u64 = 12;
+/// Puts that a workload has under way at once, at most.
+const PUTS_MAX: usize = 3;
+
+/// A block: which of the fixture's columns, and the number of its key.
+type Name = (usize, u64);
+
+/// What is known of one block.
+#[derive(Clone, Debug, Default)]
+struct Known {
+    /// Who has tried to put it.
+    producers: BTreeSet<u64>,
+    /// Whether a put of it was acknowledged as durable.
+    durable: bool,
+}
+
+/// What may be found, and what must be.
+#[derive(Clone, Debug, Default)]
+pub struct Ledger {
+    blocks: BTreeMap<Name, Known>,
+    /// Reasons that callers were given.
+    pub refusals: Vec<Reason>,
+}
+
+/// What a store was found to hold: the chunks of each block, or why there are none.
+pub type Found = BTreeMap<Name, Result<Vec<Vec<u8>>, Reason>>;
+
+fn key(name: Name) -> kvarts_layout::BlockKey {
+    fixture::key(7, name.1)
+}
+
+fn content(name: Name, producer: u64) -> Vec<Vec<u8>> {
+    let (group, coordinate) = fixture::columns()[name.0];
+    fixture::content(&key(name), group, coordinate, producer, &fixture::shape(group, coordinate))
+}
+
+/// How strictly a state is judged.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Judge {
+    /// After power cuts and reported errors: acknowledged blocks are there, and nothing looks damaged.
+    Strict,
+    /// The disk has lied: blocks may be missed or reported damaged, but other bytes are never served.
+    BytesOnly,
+}
+
+impl Ledger {
+    /// What is wrong with a state, if anything.
+    pub fn violation(&self, found: &Found, judge: Judge) -> Option<String> {
+        let nobody = Known::default();
+        found.iter().find_map(|(name, state)| {
+            let known = self.blocks.get(name).unwrap_or(&nobody);
+            let problem = match state {
+                Ok(chunks) if known.producers.iter().any(|one| content(*name, *one) == *chunks) => None,
+                Ok(_) => Some("bytes that nobody put".to_owned()),
+                Err(_) if judge == Judge::BytesOnly => None,
+                Err(Reason::NotHere(_)) if !known.durable => None,
+                Err(Reason::NotHere(_)) => Some("acknowledged and lost".to_owned()),
+                Err(reason) => Some(format!("half there: {reason}")),
+            };
+            problem.map(|problem| format!("column {}, key {}: {problem}; {known:?}", name.0, name.1))
+        })
+    }
+
+    /// Takes a state for granted: what is there stays, and what is not does not come back by itself.
+    pub fn adopt(&mut self, found: &Found) {
+        for (name, state) in found {
+            let known = self.blocks.entry(*name).or_default();
+            match state {
+                Ok(chunks) => known.producers.retain(|one| content(*name, *one) == *chunks),
+                Err(_) => known.producers.clear(),
+            }
+            known.durable = state.is_ok();
+        }
+    }
+
+    /// An open store has been found to hold this: what was acknowledged and is not there was evicted.
+    pub fn allow_evictions(&mut self, found: &Found) {
+        for (name, state) in found {
+            if let (Some(known), Err(Reason::NotHere(_))) = (self.blocks.get_mut(name), state) {
+                known.durable = false;
+            }
+        }
+    }
+
+    fn tried(&mut self, names: &[Name], producer: u64) {
+        for name in names {
+            self.blocks.entry(*name).or_default().producers.insert(producer);
+        }
+    }
+
+    fn answered(&mut self, put: &Put, reply: PutReply) {
+        for (name, outcome) in put.names.iter().zip(reply.outcomes) {
+            match outcome {
+                BlockOutcome::Stored | BlockOutcome::AlreadyThere => {
+                    self.blocks.entry(*name).or_default().durable |= put.durable;
+                }
+                BlockOutcome::Refused(reason) => self.refusals.push(reason),
+                BlockOutcome::InFlight => {}
+            }
+        }
+    }
+}
+
+struct Put {
+    names: Vec<Name>,
+    durable: bool,
+    ticket: Ticket<Result<PutReply, Error>>,
+}
+
+/// Puts, reads and checkpoints from a seed, several at once; what comes of them goes into the ledger. It may be
+/// dropped at any moment, as a crash does.
+pub async fn work(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: usize) {
+    let Ok(namespace) = register(store) else { panic!("the small model is accepted") };
+    let mut puts = VecDeque::new();
+    for _ in 0..ops {
+        match rng.below(12) {
+            0..9 => puts.push_back(put(store, namespace, ledger, rng)),
+            9 => {
+                if let Err(error) = store.checkpoint().await {
+                    ledger.borrow_mut().refusals.push(error.0);
+                }
+            }
+            _ => {
+                let found = read_column(store, namespace, rng.index(3)).await;
+                // Reads see blocks that no crash has ended: durability is not asked of them here.
+                let violation = ledger.borrow().violation(&found, Judge::BytesOnly);
+                assert_eq!(violation, None, "while the store was open");
+            }
+        }
+        let keep = if rng.below(3) == 0 { 0 } else { PUTS_MAX - 1 };
+        while puts.len() > keep {
+            settle(&mut puts, ledger).await;
+        }
+    }
+    while !puts.is_empty() {
+        settle(&mut puts, ledger).await;
+    }
+}
+
+async fn settle(puts: &mut VecDeque<Put>, ledger: &RefCell<Ledger>) {
+    let Some(mut put) = puts.pop_front() else { return };
+    match (&mut put.ticket).await {
+        Ok(Ok(reply)) => ledger.borrow_mut().answered(&put, reply),
+        Ok(Err(error)) => ledger.borrow_mut().refusals.push(error.0),
+        Err(_) => {}
+    }
+}
+
+fn put(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: &mut Rng) -> Put {
+    let column = rng.index(3);
+    let (group, coordinate) = fixture::columns()[column];
+    let shape = fixture::shape(group, coordinate);
+    let first = rng.below(KEYS - 3);
+    let names: Vec<Name> = (first..=first + rng.below(3)).map(|n| (column, n)).collect();
+    let producer = rng.next_u64();
+    let skew = [0, 0, 512][rng.index(3)];
+    let from = fixture::place(&shape, names.len() as u32, Style::Blocks, skew).expect("a valid placement");
+    for (at, name) in (0..).zip(&names) {
+        fixture::write_block(&from, at, &content(*name, producer));
+    }
+    let durable = rng.below(3) > 0;
+    ledger.borrow_mut().tried(&names, producer);
+    let ticket = store.put(PutRequest {
+        namespace,
+        group,
+        coordinate,
+        parent: Parent::Unknown,
+        first_block: None,
+        keys: names.iter().map(|name| key(*name)).collect(),
+        from,
+        layout: None,
+        durability: if durable { Durability::Durable } else { Durability::Relaxed },
+        expires_after: None,
+        origins: None,
+        deadline: None,
+    });
+    Put { names, durable, ticket }
+}
+
+fn register(store: &Store) -> Result<NamespaceId, Error> {
+    store.register(&fixture::identity("campaign"), &fixture::geometry())
+}
+
+async fn read_column(store: &Store, namespace: NamespaceId, column: usize) -> Found {
+    let (group, coordinate) = fixture::columns()[column];
+    let shape = fixture::shape(group, coordinate);
+    let names: Vec<Name> = (0..KEYS).map(|n| (column, n)).collect();
+    let into = fixture::place(&shape, KEYS as u32, Style::Blocks, 0).expect("a valid placement");
+    let stream = store.read(ReadRequest {
+        namespace,
+        group,
+        coordinate,
+        keys: names.iter().map(|name| key(*name)).collect(),
+        layers: None,
+        order: Order::Blocks,
+        into: into.clone(),
+        verify: Verify::Always,
+        class: Class::Foreground,
+        deadline: None,
+    });
+    let stream = stream.expect("a well-formed read");
+    let end = loop {
+        if let ReadEvent::End(end) = stream.next().await {
+            break end;
+        }
+    };
+    let state = |at: u32| match end.failures.iter().find(|(block, _)| *block == at) {
+        Some((_, reason)) => Err(reason.clone()),
+        None => Ok(fixture::read_block(&into, at, &shape)),
+    };
+    (0..).zip(names).map(|(at, name)| (name, state(at))).collect()
+}
+
+/// Everything that an open store holds.
+pub async fn read_all(store: &Store) -> Found {
+    let Ok(namespace) = register(store) else { panic!("the small model is accepted") };
+    let mut found = Found::new();
+    for column in 0..fixture::columns().len() {
+        found.extend(read_column(store, namespace, column).await);
+    }
+    found
+}
+
+/// How driving a future ended.
+#[derive(Debug)]
+pub enum Driven<T> {
+    /// It is done.
+    Done(T),
+    /// The disk had done as many operations as were allowed.
+    Cut,
+    /// Nothing happened any more, or too much.
+    Hung(Hang),
+}
+
+/// Steps the world until the future is done or the disk has completed `operations` operations.
+pub fn drive<T>(world: &SimWorld, operations: u64, future: impl Future<Output = T>) -> Driven<T> {
+    let mut future = std::pin::pin!(future);
+    let mut context = Context::from_waker(Waker::noop());
+    let mut value = None;
+    let mut cut = false;
+    let ran = world.run_until(60_000, || {
+        cut = world.disk().operations().1 >= operations;
+        if !cut && let Poll::Ready(ready) = future.as_mut().poll(&mut context) {
+            value = Some(ready);
+        }
+        cut || value.is_some()
+    });
+    match (value, ran) {
+        (Some(value), _) => Driven::Done(value),
+        (None, Ok(())) => Driven::Cut,
+        (None, Err(hang)) => Driven::Hung(hang),
+    }
+}
+
+/// A store that was opened in a world of its own.
+pub struct Opened {
+    /// The world.
+    pub world: SimWorld,
+    /// The store.
+    pub store: Store,
+    _executors: Executors,
+}
+
+impl std::fmt::Debug for Opened {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Opened({:?})", self.world)
+    }
+}
+
+/// A store over what an earlier one left, opened without trouble.
+pub fn reopen(seed: Seed, config: &WorldConfig, options: &Options, media: Media) -> Result<Opened, String> {
+    let world = SimWorld::with_media(seed.0, config, media);
+    let launcher = world.launcher();
+    match drive(&world, u64::MAX, Store::open(&launcher, options)) {
+        Driven::Done(Ok((store, executors))) => Ok(Opened { world, store, _executors: executors }),
+        Driven::Done(Err(error)) => Err(format!("it does not open: {error}")),
+        Driven::Cut => Err("cut without a limit".to_owned()),
+        Driven::Hung(hang) => Err(format!("opening hangs: {hang}")),
+    }
+}
+
+fn look(opened: &Opened) -> Result<Found, String> {
+    match drive(&opened.world, u64::MAX, read_all(&opened.store)) {
+        Driven::Done(found) => Ok(found),
+        other => Err(format!("reading ends with {other:?}")),
+    }
+}
+
+/// Opens a store on what a crash left, and again on what that left; both must hold the same, and nothing that the
+/// ledger forbids. Gives the second, still open, with what it holds.
+pub fn verify(
+    seed: Seed,
+    config: &WorldConfig,
+    options: &Options,
+    image: Media,
+    (ledger, judge): (&Ledger, Judge),
+) -> Result<(Opened, Found, u64), String> {
+    let first = reopen(seed.child("first"), config, options, image)?;
+    let operations = first.world.disk().operations().1;
+    let found = look(&first)?;
+    if let Some(violation) = ledger.violation(&found, judge) {
+        return Err(format!("{violation}\nrecovery: {:?}", first.store.recovery()));
+    }
+    let first_report = first.store.recovery().to_vec();
+    let again = reopen(seed.child("again"), config, options, first.world.kill())?;
+    let second = look(&again)?;
+    if second != found && judge == Judge::Strict {
+        let name = found.keys().find(|name| found[name] != second[name]).expect("they differ somewhere");
+        let who = |found: &Found| found[name].as_ref().ok().map(|chunks| producer_of(ledger, *name, chunks));
+        return Err(format!(
+            "column {}, key {}: {:?} at the first recovery, {:?} at the second\nfirst: {:?}\nsecond: {:?}",
+            name.0,
+            name.1,
+            who(&found),
+            who(&second),
+            first_report,
+            again.store.recovery()
+        ));
+    }
+    Ok((again, found, operations))
+}
+
+/// Whose bytes these are.
+fn producer_of(ledger: &Ledger, name: Name, chunks: &[Vec<u8>]) -> Option<u64> {
+    let known = ledger.blocks.get(&name)?;
+    known.producers.iter().copied().find(|one| content(name, *one) == chunks)
+}
+
+/// Reasons that no workload here should be given, whatever the disk does.
+pub fn defects(ledger: &Ledger) -> Vec<&Reason> {
+    let wrong = |reason: &&Reason| match reason {
+        // What the disk did while the store was opened.
+        Reason::Directory(_) => false,
+        other => matches!(other.kind(), Kind::Bug | Kind::Invalid),
+    };
+    ledger.refusals.iter().filter(wrong).collect()
+}
