@@ -9,9 +9,7 @@ use std::time::Duration;
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, drive, read_all, verify, work};
 use kvarts_tests::sim::media::errno::{EIO, ENOSPC};
-use kvarts_tests::sim::{
-    Crash, CrashState, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig,
-};
+use kvarts_tests::sim::{Crash, CrashState, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 
 fn seeds(few: u64) -> u64 {
     std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)

@@ -111,16 +111,18 @@ pub(super) fn summary(mut values: Vec<f64>) -> Summary {
 /// How many values may be left out at each end: the most for which fewer than 2.5 in 100 runs have the true
 /// median beyond.
 fn tail(n: usize) -> usize {
-    let (mut skip, mut below, mut term) = (0, 0.0, 0.5f64.powi(i32::try_from(n).unwrap_or(i32::MAX)));
-    while skip < n / 2 {
+    let mut term = 0.5f64.powi(i32::try_from(n).unwrap_or(i32::MAX));
+    let mut below = term;
+    let mut skip = 0;
+    while skip + 1 < n.div_ceil(2) {
+        term *= (n - skip) as f64 / (skip + 1) as f64;
         below += term;
         if below > 0.025 {
             break;
         }
-        term *= (n - skip) as f64 / (skip + 1) as f64;
         skip += 1;
     }
-    skip.min((n - 1) / 2)
+    skip
 }
 
 /// Processor time of this process since it began: every thread, and the kernel's workers for its rings.
