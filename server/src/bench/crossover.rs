@@ -36,7 +36,7 @@ pub(super) struct CrossoverArgs {
     #[arg(long, value_delimiter = ',', default_values_t = [4, 8, 16, 32, 64, 128, 256, 512])]
     chunk_kib: Vec<u64>,
     /// MiB of each prefix
-    #[arg(long, default_value_t = 96, value_parser = clap::value_parser!(u64).range(16..=1 << 20))]
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(16..=1 << 20))]
     mib: u64,
 }
 

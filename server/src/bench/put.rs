@@ -259,6 +259,9 @@ struct State {
     next: u64,
 }
 
+/// A file, and what is written into it before it is flushed.
+type Group = (Arc<str>, Vec<Extent>);
+
 /// Bytes of one of them: as a segment.
 const FILE_BYTES: u64 = kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 
@@ -288,7 +291,7 @@ impl Files {
     }
 
     /// The groups of one round, each of them in one file; in files never written if `fresh`.
-    fn groups(&self, shape: &Shape, fresh: bool) -> Result<Vec<(Arc<str>, Vec<Extent>)>, Failure> {
+    fn groups(&self, shape: &Shape, fresh: bool) -> Result<Vec<Group>, Failure> {
         let each = shape.record_bytes + HEADER_BYTES;
         let mut groups = Vec::new();
         for group in 0..shape.groups {
