@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{model_cmd, serve_cmd};
+use crate::{bench, model_cmd, serve_cmd};
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
@@ -25,6 +25,8 @@ struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
+    /// Measure the engine beside a bare loop over the same files
+    Bench(Box<bench::BenchArgs>),
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
     /// Run the daemon
@@ -87,6 +89,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Err(error) => return Err(Failure::User(usage_fault(&error))),
     };
     match cli.command {
+        Command::Bench(arguments) => bench::run(&arguments, out),
         Command::Model(arguments) => model_cmd::run(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments),
     }

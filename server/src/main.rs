@@ -1,5 +1,6 @@
 //! The `kvarts` program: one binary, every subcommand.
 
+mod bench;
 mod cli;
 mod files;
 mod human;

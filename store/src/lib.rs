@@ -5,6 +5,7 @@
 )]
 
 pub mod api;
+pub mod batch;
 pub mod engine;
 pub mod error;
 pub mod home;

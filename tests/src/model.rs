@@ -13,8 +13,9 @@ use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, NamespaceId, RunLayout,
 };
 use kvarts_store::api::{
-    BlockOutcome, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Order, Parent,
-    Placed, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream, read_channel,
+    BlockOutcome, ContainsReply, ContainsRequest, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS,
+    MatchReply, MatchRequest, Order, Parent, Placed, Presence, PutReply, PutRequest, ReadEnd, ReadEvent,
+    ReadRequest, ReadStream, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::rt::mailbox::{Ticket, ticket};
@@ -155,6 +156,26 @@ impl Model {
         Ok(MatchReply { usable, pending: 0, lease })
     }
 
+    fn try_contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Reason> {
+        if request.keys.len() > MAX_REQUEST_BLOCKS {
+            return Err(Reason::TooMany("blocks"));
+        }
+        let mut state = self.current();
+        let shape = state.shape(request.namespace, request.group, request.coordinate)?;
+        let name = |key: &BlockKey| (request.namespace, request.group, request.coordinate, *key);
+        let here = |key: &BlockKey| state.blocks.contains_key(&name(key));
+        let presence =
+            request.keys.iter().map(|key| if here(key) { Presence::Here } else { Presence::Absent });
+        let presence = presence.collect();
+        let held: Vec<Name> = request.keys.iter().filter(|key| here(key)).map(name).collect();
+        let bytes = shape.block_bytes() * held.len() as u64;
+        let lease = match &request.lease {
+            Some(terms) if !held.is_empty() => Some(state.lease(terms, bytes, held, self.clock.now())?),
+            _ => None,
+        };
+        Ok(ContainsReply { presence, lease })
+    }
+
     fn try_read(&self, request: &ReadRequest) -> Result<Vec<ReadEvent>, Reason> {
         check_keys(&request.keys)?;
         let blocks = request.keys.len() as u32;
@@ -260,9 +281,7 @@ impl KvStore for Model {
             return Err(Error(Reason::SpecMismatch));
         }
         let block_tokens = identity.block_tokens;
-        geometry
-            .check_block_tokens(block_tokens)
-            .map_err(|error| Error(Reason::Shape(error.to_string())))?;
+        geometry.check_block_tokens(block_tokens).map_err(|error| Error(Reason::Shape(error.to_string())))?;
         self.lock().namespaces.insert(id, Namespace { geometry: geometry.clone(), block_tokens });
         Ok(id)
     }
@@ -276,6 +295,10 @@ impl KvStore for Model {
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
         self.try_match(request).map_err(Error)
+    }
+
+    fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
+        self.try_contains(request).map_err(Error)
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {

@@ -197,12 +197,8 @@ impl<'a> Player<'a> {
             }
             Op::Stranger => {
                 let known = std::mem::replace(&mut self.namespace, NamespaceId([3; 32]));
-                let outcome = Outcome::Match(self.find(&Op::Match {
-                    keys: 3,
-                    recompute: 0,
-                    window: 1,
-                    lease: None,
-                }));
+                let outcome =
+                    Outcome::Match(self.find(&Op::Match { keys: 3, recompute: 0, window: 1, lease: None }));
                 self.namespace = known;
                 outcome
             }
@@ -239,7 +235,9 @@ impl<'a> Player<'a> {
     }
 
     fn read(&self, op: &Op) -> Result<(Vec<ReadEvent>, ReadEnd, Vec<Vec<Vec<u8>>>), Reason> {
-        let Op::Read { column, keys, order, layers, memory } = op else { unreachable!("only reads are read") };
+        let Op::Read { column, keys, order, layers, memory } = op else {
+            unreachable!("only reads are read")
+        };
         let (group, coordinate) = fixture::columns()[*column];
         let shape = fixture::shape(group, coordinate);
         let into = fixture::place(&shape, keys.len() as u32, memory.0, memory.1)?;
@@ -268,7 +266,8 @@ impl<'a> Player<'a> {
     fn find(&mut self, op: &Op) -> Result<(UsablePrefix, u32, bool), Reason> {
         let Op::Match { keys, recompute, window, lease } = op else { unreachable!("only matches are found") };
         let needs = [Need::All, Need::Last { tokens: *window }, Need::At];
-        let absences = [Absence::Required, Absence::Recompute { tokens: 40 }, Absence::Recompute { tokens: 0 }];
+        let absences =
+            [Absence::Required, Absence::Recompute { tokens: 40 }, Absence::Recompute { tokens: 0 }];
         let groups = fixture::columns()
             .into_iter()
             .zip(needs.into_iter().zip(absences))

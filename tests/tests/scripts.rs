@@ -66,8 +66,12 @@ fn world(seed: u64) -> SimWorld {
 /// as the flush may have failed: then a segment is left unsealed, which a caller does not see.
 fn trouble(world: &SimWorld) {
     for kind in [OpKind::Read, OpKind::Write] {
-        for effect in [Effect::Short, Effect::Errno(EINTR), Effect::Errno(EAGAIN)] {
+        for effect in [Effect::Errno(EINTR), Effect::Errno(EAGAIN)] {
             world.disk().inject(Rule::new(Which::Kind(kind), When::Odds(20_000), effect));
+        }
+        // Apart from each other: a transfer that ends short twice at one place has met the end of its file.
+        for nth in (3..).step_by(11).take(20) {
+            world.disk().inject(Rule::new(Which::Kind(kind), When::Nth(nth), Effect::Short));
         }
     }
 }

@@ -205,7 +205,7 @@ fn every_known_architecture_imports_to_the_shipped_geometry() {
         assert_eq!(spec.geometry(), shipped.geometry(), "{name}");
         let absences = |spec: &ModelSpec| {
             let groups = spec.geometry().groups().to_vec();
-            groups.iter().map(|known| spec.group_absence(known.group)).collect::<Vec<_>>()
+            groups.iter().map(|known| spec.group_absence(known.group, 256)).collect::<Vec<_>>()
         };
         assert_eq!(absences(&spec), absences(&shipped), "{name}");
         assert_eq!(ModelSpec::parse(&spec.to_toml()), Ok(spec), "{name}");

@@ -130,6 +130,14 @@ impl Placement {
         Self::build(parts, None, layout.blocks())
     }
 
+    /// The places of some of the blocks: ordinal `i` of the result lies where `ordinals[i]` lies here. An ordinal
+    /// that has no place, or stands twice, is refused.
+    pub fn select(&self, ordinals: &[u32]) -> Result<Self, PlacementError> {
+        let slot = |&ordinal: &u32| self.slot(ordinal).ok_or(PlacementError::Blocks);
+        let slots = ordinals.iter().map(slot).collect::<Result<Vec<_>, _>>()?;
+        Self::build(self.parts.clone(), Some(slots), 0)
+    }
+
     fn with_targets(
         shape: &BlockShape,
         targets: &[PartTarget],
@@ -354,6 +362,25 @@ mod tests {
         assert_eq!(paged.address(1, 0), Some(at(0, 154)));
         assert_eq!(paged.address(2, 1), Some(at(1, 80)));
         assert_eq!(paged.blocks(), 2);
+    }
+
+    #[test]
+    fn a_selection_lies_where_its_blocks_lay() {
+        let shape = shape(&[&[10, 3], &[7]]);
+        let targets = [target(0, 0, 16), target(0, 10, 16), target(1, 64, 8)];
+        let paged = Placement::paged(&shape, &targets, vec![9, 2, 5]).unwrap();
+        let layers = Placement::layer_buffers(&shape, 3, |layer| at(layer, 100)).unwrap();
+        for whole in [paged, layers] {
+            let some = whole.select(&[2, 0]).unwrap();
+            assert_eq!(some.blocks(), 2);
+            for part in 0..3 {
+                assert_eq!(some.address(part, 0), whole.address(part, 2));
+                assert_eq!(some.address(part, 1), whole.address(part, 0));
+            }
+            assert_eq!(whole.select(&[3]), Err(PlacementError::Blocks));
+            assert_eq!(whole.select(&[]), Err(PlacementError::Blocks));
+            assert!(matches!(whole.select(&[1, 1]), Err(PlacementError::DuplicateSlot { .. })));
+        }
     }
 
     #[test]

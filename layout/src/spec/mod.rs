@@ -171,9 +171,12 @@ impl ModelSpec {
         counts
     }
 
-    /// What the absence of a group's block costs: the worst among its parts. `None` if there is no such group.
-    pub fn group_absence(&self, group: Group) -> Option<Absence> {
-        self.parts.iter().filter(|part| part.geometry.group == group).map(|part| part.absence).max()
+    /// What the absence of a group's block costs: the worst among the parts that store something in blocks of
+    /// this many tokens. `None` if none does, or if there is no such group.
+    pub fn group_absence(&self, group: Group, block_tokens: u32) -> Option<Absence> {
+        let stored = |part: &&Part| part.geometry.role.stored_bytes(block_tokens) != Some(0);
+        let parts = self.parts.iter().filter(|part| part.geometry.group == group);
+        parts.filter(stored).map(|part| part.absence).max()
     }
 
     /// The geometry's fingerprint.

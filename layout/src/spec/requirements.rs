@@ -15,24 +15,15 @@
 
 use std::fmt;
 
-use crate::coord::{TpError, coordinates};
-use crate::ids::Group;
-use crate::prefix::{Absence, Need, Requirement, Requirements, RequirementsError, WindowPolicy};
+use crate::prefix::{Need, Requirement, Requirements, RequirementsError, WindowPolicy};
 
 use super::{GroupGeometry, ModelSpec, RoleClass, SpecError};
 
 /// Why a model has no requirements at such blocks and ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RequireError {
-    /// Blocks of this many tokens are not possible.
+    /// Blocks of this many tokens are not possible, or a group does not split over so many ranks.
     Spec(SpecError),
-    /// A group does not split over so many ranks.
-    Ranks {
-        /// The group.
-        group: Group,
-        /// Why.
-        error: TpError,
-    },
     /// More groups or coordinates than one lookup may ask for.
     Limit(RequirementsError),
 }
@@ -41,7 +32,6 @@ impl fmt::Display for RequireError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Spec(error) => error.fmt(f),
-            Self::Ranks { group, error } => write!(f, "group {group}: {error}"),
             Self::Limit(error) => error.fmt(f),
         }
     }
@@ -62,27 +52,15 @@ impl ModelSpec {
         self.geometry().check_block_tokens(block_tokens).map_err(RequireError::Spec)?;
         let mut requirements = Vec::new();
         for group in self.geometry().groups() {
-            let Some(absence) = self.absence_of_stored(group.group, block_tokens) else { continue };
+            let Some(absence) = self.group_absence(group.group, block_tokens) else { continue };
             requirements.push(Requirement {
                 group: group.group,
-                coordinates: coordinates(group.heads, ranks)
-                    .map_err(|error| RequireError::Ranks { group: group.group, error })?,
+                coordinates: self.geometry().coordinates(group.group, ranks).map_err(RequireError::Spec)?,
                 need: need(group, policy),
                 absence,
             });
         }
         Requirements::new(block_tokens, requirements).map_err(RequireError::Limit)
-    }
-
-    /// The worst absence among the parts of a group that store something in blocks of this many tokens; `None`
-    /// if none does.
-    fn absence_of_stored(&self, group: Group, block_tokens: u32) -> Option<Absence> {
-        self.parts()
-            .iter()
-            .filter(|part| part.geometry.group == group)
-            .filter(|part| part.geometry.role.stored_bytes(block_tokens) != Some(0))
-            .map(|part| part.absence)
-            .max()
     }
 }
 
@@ -101,6 +79,9 @@ mod tests {
 
     use super::*;
     use crate::Coordinate;
+    use crate::coord::TpError;
+    use crate::ids::Group;
+    use crate::prefix::Absence;
     use crate::prefix::{Recompute, UNLIMITED, UsablePrefix, expected_states, expected_window_blocks};
     use crate::spec::shipped;
 
@@ -327,10 +308,10 @@ mod tests {
             shipped::load(name).unwrap().requirements(block_tokens, WindowPolicy::Full, ranks).unwrap_err()
         };
         let uneven = TpError::Uneven { heads: 8, ranks: 3 };
-        assert_eq!(ask("llama-3.1-8b", 16, 3), RequireError::Ranks { group: STREAMS, error: uneven });
+        assert_eq!(ask("llama-3.1-8b", 16, 3), RequireError::Spec(SpecError::from(uneven)));
         let error = SpecError::BlockTokens { block_tokens: 64, multiple_of: 128 };
         assert_eq!(ask("deepseek-v4-pro", 64, 1), RequireError::Spec(error));
-        let no_ranks = RequireError::Ranks { group: STREAMS, error: TpError::NoRanks };
+        let no_ranks = RequireError::Spec(SpecError::from(TpError::NoRanks));
         assert_eq!(ask("llama-3.1-8b", 16, 0), no_ranks);
     }
 }

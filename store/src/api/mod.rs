@@ -5,6 +5,7 @@
 
 pub mod lookup;
 pub mod placement;
+pub mod presence;
 pub mod put;
 pub mod read;
 
@@ -12,6 +13,7 @@ use kvarts_layout::{Geometry, Identity, NamespaceId};
 
 pub use lookup::{LeaseId, LeaseTerms, MatchReply, MatchRequest};
 pub use placement::Placed;
+pub use presence::{ContainsReply, ContainsRequest, Presence};
 pub use put::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 pub use read::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, Verify, read_channel};
 
@@ -36,6 +38,10 @@ pub trait KvStore: Send + Sync {
     /// Says which prefix can be restored now, from memory alone. With a lease, nothing of the usable prefix is
     /// evicted before the lease ends.
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error>;
+
+    /// Says of each block whether it can be read now, from memory alone. With a lease, none of those that are here
+    /// is evicted before the lease ends.
+    fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error>;
 
     /// Ends a lease early; false if it had ended.
     fn unlock(&self, lease: LeaseId) -> bool;

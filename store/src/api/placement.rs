@@ -78,15 +78,7 @@ impl Placed {
     }
 
     fn checked(memory: Vec<Memory>, places: Result<Placement, PlacementError>) -> Result<Self, Reason> {
-        let places = places.map_err(|error| match error {
-            PlacementError::Overlap { .. } | PlacementError::DuplicateSlot { .. } => Reason::Overlap,
-            PlacementError::Blocks => Reason::Empty,
-            PlacementError::Overflow => Reason::OutOfBounds,
-            PlacementError::Stride { stride, bytes, .. } => Reason::Length { expected: bytes, found: stride },
-            PlacementError::Parts { found, expected } => {
-                Reason::Length { expected: u64::from(expected), found: found as u64 }
-            }
-        })?;
+        let places = places.map_err(reason)?;
         for span in places.spans() {
             let memory = memory.get(span.memory.0 as usize).ok_or(Reason::OutOfBounds)?;
             let end = memory.shift.saturating_add(memory.buf.len() as u64);
@@ -95,6 +87,16 @@ impl Placed {
             }
         }
         Ok(Self { memory: memory.into(), places: Arc::new(places) })
+    }
+
+    /// The places of some of the blocks: block `i` of the result lies where `ordinals[i]` lies here. An ordinal
+    /// that has no place, or stands twice, is refused.
+    pub fn select(&self, ordinals: &[u32]) -> Result<Self, Reason> {
+        if ordinals.iter().any(|&ordinal| ordinal >= self.block_count()) {
+            return Err(Reason::OutOfBounds);
+        }
+        let places = Arc::new(self.places.select(ordinals).map_err(reason)?);
+        Ok(Self { memory: Arc::clone(&self.memory), places })
     }
 
     /// Blocks that have a place.
@@ -128,6 +130,18 @@ impl Placed {
     pub(crate) fn copy_to(&self, from: Address, len: u64, to: &Buf, at: usize) {
         if let Some(source) = self.slice(from, len) {
             to.copy_from(at, &source, 0, source.len());
+        }
+    }
+}
+
+fn reason(error: PlacementError) -> Reason {
+    match error {
+        PlacementError::Overlap { .. } | PlacementError::DuplicateSlot { .. } => Reason::Overlap,
+        PlacementError::Blocks => Reason::Empty,
+        PlacementError::Overflow => Reason::OutOfBounds,
+        PlacementError::Stride { stride, bytes, .. } => Reason::Length { expected: bytes, found: stride },
+        PlacementError::Parts { found, expected } => {
+            Reason::Length { expected: u64::from(expected), found: found as u64 }
         }
     }
 }
@@ -212,6 +226,18 @@ mod tests {
         assert!(pool(vec![2, 0]).is_ok());
         assert_eq!(pool(vec![3, 0]).unwrap_err(), Reason::OutOfBounds);
         assert_eq!(pool(vec![1, 1]).unwrap_err(), Reason::Overlap);
+    }
+
+    #[test]
+    fn a_selection_keeps_the_places_of_its_blocks_and_no_others() {
+        let whole = Placed::blocks(&shape(), buf(96), 3).unwrap();
+        let some = whole.select(&[2, 0]).unwrap();
+        assert_eq!(some.block_count(), 2);
+        assert_eq!(some.chunk(1, 0, 6).map(|chunk| chunk.offset()), Some(64 + 10));
+        assert_eq!(some.chunk(1, 1, 6).map(|chunk| chunk.offset()), Some(10));
+        assert_eq!(whole.select(&[3]).unwrap_err(), Reason::OutOfBounds);
+        assert_eq!(whole.select(&[1, 1]).unwrap_err(), Reason::Overlap);
+        assert_eq!(whole.select(&[]).unwrap_err(), Reason::Empty);
     }
 
     #[test]

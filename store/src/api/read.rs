@@ -10,6 +10,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
 use super::Placed;
 use crate::error::Reason;
+use crate::rt::mailbox::Abandoned;
 use crate::rt::{Class, Nanos};
 
 /// How much of what is read is compared with its digests.
@@ -99,7 +100,35 @@ pub struct ReadEnd {
 struct Shared {
     events: VecDeque<ReadEvent>,
     waker: Option<Waker>,
+    /// The caller has dropped its end.
     dropped: bool,
+    /// Only the end is of interest: what comes before it is not kept.
+    end_only: bool,
+    /// The end, while a device still writes to the caller's memory.
+    held: Option<ReadEnd>,
+    /// An end was sent.
+    ended: bool,
+    /// The store has dropped its end: no device has the caller's memory any more.
+    gone: bool,
+}
+
+impl Shared {
+    /// Takes every event in; the end, once it is there and nothing is held any more.
+    fn take_end(&mut self) -> Option<Result<ReadEnd, Abandoned>> {
+        for event in std::mem::take(&mut self.events) {
+            match event {
+                ReadEvent::End(end) if end.held_bytes == 0 => return Some(Ok(end)),
+                ReadEvent::End(end) => self.held = Some(end),
+                ReadEvent::Released => return Some(self.released()),
+                ReadEvent::Layer { .. } | ReadEvent::Block(_) => {}
+            }
+        }
+        self.gone.then(|| self.released())
+    }
+
+    fn released(&mut self) -> Result<ReadEnd, Abandoned> {
+        self.held.take().map(|end| ReadEnd { held_bytes: 0, ..end }).ok_or(Abandoned)
+    }
 }
 
 /// The two ends of a stream of events.
@@ -120,7 +149,7 @@ impl Channel {
 /// device has let go of the caller's memory.
 pub struct ReadStream(Arc<Channel>);
 
-/// The store's end of a [`ReadStream`].
+/// The store's end of a [`ReadStream`]. Dropping it without an end ends the stream: with nothing usable.
 pub struct ReadSink(Arc<Channel>);
 
 /// Makes both ends.
@@ -134,6 +163,10 @@ impl ReadSink {
     pub fn send(&self, event: ReadEvent) {
         let waker = {
             let mut shared = self.0.lock();
+            shared.ended |= matches!(event, ReadEvent::End(_));
+            if shared.end_only && matches!(event, ReadEvent::Layer { .. } | ReadEvent::Block(_)) {
+                return;
+            }
             shared.events.push_back(event);
             shared.waker.take()
         };
@@ -180,6 +213,21 @@ impl ReadStream {
         std::future::poll_fn(move |context| self.poll_next(context))
     }
 
+    /// How the read ended, once it has and no device writes to the caller's memory any more; [`Abandoned`] if the
+    /// store stopped first, and after the end was taken. From the first call on, what arrives before the end is
+    /// discarded, and the waker is woken by nothing else than the end, or at the latest the release.
+    pub fn poll_end(&self, context: &mut Context<'_>) -> Poll<Result<ReadEnd, Abandoned>> {
+        let mut shared = self.0.lock();
+        shared.end_only = true;
+        match shared.take_end() {
+            Some(end) => Poll::Ready(end),
+            None => {
+                shared.waker = Some(context.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+
     fn poll_next(&self, context: &mut Context<'_>) -> Poll<ReadEvent> {
         let mut shared = self.0.lock();
         match shared.events.pop_front() {
@@ -188,6 +236,23 @@ impl ReadStream {
                 shared.waker = Some(context.waker().clone());
                 Poll::Pending
             }
+        }
+    }
+}
+
+impl Drop for ReadSink {
+    fn drop(&mut self) {
+        let waker = {
+            let mut shared = self.0.lock();
+            shared.gone = true;
+            if !shared.ended && !shared.end_only {
+                shared.events.push_back(ReadEvent::End(ReadEnd::default()));
+            }
+            shared.waker.take()
+        };
+        self.0.arrived.notify_one();
+        if let Some(waker) = waker {
+            waker.wake();
         }
     }
 }
@@ -225,5 +290,52 @@ mod tests {
         assert!(!sink.is_cancelled());
         drop(stream);
         assert!(sink.is_cancelled());
+    }
+
+    #[test]
+    fn a_sink_that_goes_without_an_end_ends_the_stream_with_nothing_usable() {
+        let (sink, stream) = read_channel();
+        sink.send(ReadEvent::Block(0));
+        drop(sink);
+        assert_eq!(stream.wait_blocking(), ReadEnd::default());
+    }
+
+    #[derive(Default)]
+    struct Counted(std::sync::atomic::AtomicUsize);
+
+    impl std::task::Wake for Counted {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn a_poll_for_the_end_is_woken_by_the_end_alone_and_waits_for_the_release() {
+        let (counted, (sink, stream)) = (Arc::new(Counted::default()), read_channel());
+        let waker = Waker::from(Arc::clone(&counted));
+        let mut context = Context::from_waker(&waker);
+        let wakes = || counted.0.load(std::sync::atomic::Ordering::SeqCst);
+        sink.send(ReadEvent::Block(0));
+        assert!(stream.poll_end(&mut context).is_pending());
+        (1..100).for_each(|block| sink.send(ReadEvent::Block(block)));
+        assert_eq!((wakes(), stream.0.lock().events.len()), (0, 0));
+        sink.send(ReadEvent::End(ReadEnd { usable_blocks: 7, held_bytes: 1, ..ReadEnd::default() }));
+        assert_eq!(wakes(), 1);
+        assert!(stream.poll_end(&mut context).is_pending());
+        sink.send(ReadEvent::Released);
+        assert_eq!(wakes(), 2);
+        let end = ReadEnd { usable_blocks: 7, ..ReadEnd::default() };
+        assert_eq!(stream.poll_end(&mut context), Poll::Ready(Ok(end)));
+    }
+
+    #[test]
+    fn a_poll_for_the_end_of_an_abandoned_read_is_woken_and_told() {
+        let (counted, (sink, stream)) = (Arc::new(Counted::default()), read_channel());
+        let waker = Waker::from(Arc::clone(&counted));
+        let mut context = Context::from_waker(&waker);
+        assert!(stream.poll_end(&mut context).is_pending());
+        drop(sink);
+        assert_eq!(counted.0.load(std::sync::atomic::Ordering::SeqCst), 1);
+        assert_eq!(stream.poll_end(&mut context), Poll::Ready(Err(Abandoned)));
     }
 }

@@ -36,6 +36,8 @@ pub(crate) enum Message {
     Checkpoint(Reply<Result<(), Reason>>),
     /// Say what the device path is and has done.
     Inspect(Reply<(IoFacts, Metrics)>),
+    /// Forget the headers that reads have kept.
+    ForgetHeaders(Reply<()>),
     /// Register memory of the caller with the ring, or say why it is used as it is.
     Register(Arc<Region>, Reply<Result<(), String>>),
     /// Forget it again.
@@ -114,6 +116,10 @@ impl Executor {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
                     let _ = reply.send((facts, self.driver.metrics()));
+                }
+                Message::ForgetHeaders(reply) => {
+                    self.logs.borrow().values().for_each(|log| log.headers.forget());
+                    let _ = reply.send(());
                 }
                 Message::Register(region, reply) => {
                     let _ = reply.send(self.io.borrow_mut().register(&region));

@@ -68,6 +68,11 @@ impl Headers {
         self.0.borrow().headers.get(&key).map(Rc::clone)
     }
 
+    /// Forgets all of them.
+    pub(crate) fn forget(&self) {
+        *self.0.borrow_mut() = Kept::default();
+    }
+
     pub(crate) fn insert(&self, key: HeaderKey, header: &Rc<Header>) {
         let mut kept = self.0.borrow_mut();
         if kept.headers.insert(key, Rc::clone(header)).is_some() {

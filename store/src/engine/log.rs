@@ -376,8 +376,10 @@ impl Log {
         opened.map(|()| true)
     }
 
-    /// Opens a free segment, or a new file, and starts writing its header. Records behind it may be written at
-    /// once: a flush covers the header before it covers them, and without it they are found by their own tags.
+    /// Opens a free segment, or a new file, and writes its header. In a new file records behind it may be written at
+    /// once: a flush covers the header before it covers them, and without it they are found by their own tags. A
+    /// recycled one has a sound footer of what it held: its header is durable first, or a crash could leave that
+    /// footer in force over records that are overwritten.
     async fn open_next(self: &Rc<Self>) -> Result<(), Reason> {
         let segment = match self.take_free() {
             Some(segment) => segment,
@@ -398,6 +400,23 @@ impl Log {
         let image = header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))?;
         let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
         staging.copy_in(0, &image);
+        if segment.generation.get() > 1 {
+            let written = self.driver.write(Class::Put, segment.file, 0, staging, true).await;
+            segment.wrote(0);
+            return match written {
+                Ok(()) => {
+                    *self.open.borrow_mut() = Some(segment);
+                    Ok(())
+                }
+                Err(error) => {
+                    segment.break_off(Reason::Media(error.to_string()));
+                    match decide(&error, Stage::PutFlush) {
+                        Action::LatchReadOnly => Err(self.shared.latch(&error)),
+                        _ => Err(Reason::Media(error.to_string())),
+                    }
+                }
+            };
+        }
         *self.open.borrow_mut() = Some(Rc::clone(&segment));
         let (driver, file) = (Rc::clone(&self.driver), segment.file);
         (self.spawn)(Box::pin(async move {
@@ -522,6 +541,12 @@ impl Log {
     /// Completes when no segment is being sealed.
     pub(crate) async fn settled(&self) {
         self.changed.until(|| (self.sealing.get() == 0 && !self.rolling.get()).then_some(())).await;
+    }
+
+    /// The segment that records are being appended to.
+    #[cfg(test)]
+    pub(crate) fn open_segment(&self) -> Option<Rc<Segment>> {
+        self.open.borrow().as_ref().map(Rc::clone)
     }
 }
 

@@ -13,6 +13,7 @@ mod log;
 mod lookup;
 mod names;
 mod notify;
+mod presence;
 mod put;
 mod read;
 mod reclaim;
@@ -27,7 +28,7 @@ use std::time::Duration;
 
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
-pub use store::{Executors, Options, Stats, Store};
+pub use store::{Executors, Options, PlannedExtent, Stats, Store};
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

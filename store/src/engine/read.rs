@@ -14,11 +14,11 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvarts_layout::arrange::LAYOUT_VERSION;
+use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
 use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::plan::{Order as PlanOrder, Pick, ReadOptions, ReadPlan, RecordRead, WritePlan};
-use kvarts_layout::{BlockKey, BlockShape, Layout, RunLayout};
+use kvarts_layout::{BlockKey, BlockShape, Layout};
 
 use super::put::record_range;
 use super::runs::RunClass;
@@ -143,6 +143,21 @@ pub(crate) fn begin(
     });
     let part = |(shard, records)| (shard, ReadPart { job: Arc::clone(&job), records });
     Ok(by_shard.into_iter().map(part).collect())
+}
+
+/// What a read of these blocks would read now, and from which records.
+pub(crate) fn look_up(shared: &Shared, request: &ReadRequest) -> Result<(ReadPlan, Vec<Wanted>), Reason> {
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let layers = pick_layers(request, shape.layers().len())?;
+    let key = shared.index.key();
+    let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
+    let prints: Vec<_> = request.keys.iter().map(print).collect();
+    let wanted = find(shared, request, &prints, &mut BTreeMap::new())?;
+    if wanted.is_empty() {
+        return Err(Reason::Empty);
+    }
+    Ok((make_plan(request, layers, &wanted)?, wanted))
 }
 
 fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reason> {

@@ -70,7 +70,7 @@ struct Source {
 #[allow(clippy::large_enum_variant, reason = "one for each segment, for the time of a recovery")]
 enum Listed {
     Scanned(Vec<Entry>),
-    Footer(Ends, Trailer),
+    Footer(Box<Ends>, Trailer),
 }
 
 /// Finds everything that an empty log's directory holds. Called once, before anything else uses the log.
@@ -113,7 +113,11 @@ impl Recovery<'_> {
                 // The row is taken when the footer has been read: it may be lost.
                 let first_sequence = trailer.first_sequence;
                 self.saw(trailer.last_sequence);
-                sources.push(Source { segment, first_sequence, listed: Listed::Footer(ends, trailer) });
+                sources.push(Source {
+                    segment,
+                    first_sequence,
+                    listed: Listed::Footer(Box::new(ends), trailer),
+                });
                 continue;
             }
             self.report.take(row, file.number, 0);

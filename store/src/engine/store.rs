@@ -1,5 +1,7 @@
 //! The store that callers hold: opening, routing requests to executors, closing.
 
+mod measure;
+
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,19 +10,23 @@ use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
 
 use super::directory::Plan;
 use super::executor::{self, Message};
+use super::presence;
 use super::put;
 use super::read;
 use super::recover::RecoveryReport;
 use super::shared::{Counts, Shared};
 use super::{Limits, lookup};
 use crate::api::{
-    KvStore, LeaseId, MatchReply, MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, read_channel,
+    ContainsReply, ContainsRequest, KvStore, LeaseId, MatchReply, MatchRequest, PutReply, PutRequest,
+    ReadRequest, ReadStream, read_channel,
 };
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
 use crate::io::{IoFacts, Metrics, Region};
 use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
+
+pub use measure::PlannedExtent;
 
 /// How a store is opened. What concerns the shape on disk counts only when the store is made.
 #[derive(Clone, Debug)]
@@ -311,6 +317,10 @@ impl KvStore for Store {
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
         Ok(lookup::match_prefix(&self.0.shared, request)?)
+    }
+
+    fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
+        Ok(presence::contains(&self.0.shared, request)?)
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {

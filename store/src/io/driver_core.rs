@@ -548,6 +548,12 @@ impl Slot {
         if result > self.asked {
             return Step::Failed(IoErrorKind::Other(0), 0);
         }
+        if 0 < result && reached < self.moved {
+            // Less of the page that is moved again than was there before: that is no end of the file.
+            self.shorts += 1;
+            let given_up = self.shorts > SHORTS_MAX;
+            return if given_up { Step::Failed(IoErrorKind::Other(0), 0) } else { Step::Rest };
+        }
         if reached <= self.moved {
             let kind = if kind == OpKind::Read { IoErrorKind::Eof } else { IoErrorKind::Other(0) };
             return Step::Failed(kind, 0);

@@ -106,7 +106,6 @@ struct World {
 
 impl Runtime for World {
     fn spawn(&self, _: Class, _: LocalTask) {}
-    fn set_reaper(&self, _: crate::rt::Reaper) {}
     fn sleep_until(&self, at: Nanos) -> LocalTask {
         self.timers.set(self.timers.get() + 1);
         let hands = Arc::clone(&self.hands);

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::super::LocalTask;
 use super::super::clock::{OsEntropy, SystemClock};
 use super::super::mailbox::{mailbox, ticket};
-use super::super::test_io::TestIo;
+use super::super::test_io::{TestIo, in_time};
 use super::*;
 use crate::io::{DirId, MetaOp, Name, Op, Token};
 
@@ -31,7 +31,7 @@ fn alone() -> Option<MutexGuard<'static, ()>> {
 /// Runs a body to its end; false where glommio cannot run.
 fn run(body: impl FnOnce(Seat) -> LocalTask + Send + 'static) -> bool {
     let Some(_alone) = alone() else { return false };
-    launcher().launch(0, Box::new(body)).unwrap().join().unwrap();
+    in_time(|| launcher().launch(0, Box::new(body)).unwrap().join().unwrap());
     true
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::super::clock::{ManualClock, SeededEntropy, SystemClock};
-use super::super::test_io::TestIo;
+use super::super::test_io::{TestIo, in_time};
 use super::*;
 use crate::io::{MetaOp, Name, Op, Token};
 
@@ -171,40 +171,44 @@ fn a_wake_from_another_thread_is_never_lost() {
             }
         }
     });
-    let executor = real_time_executor();
-    executor.block_on(Box::pin(async move {
-        for round in 0..ROUNDS {
-            Handoff(Arc::clone(&there)).await;
-            *back.0.lock().unwrap() = round + 1;
-            back.1.notify_one();
-        }
-    }));
-    other.join().unwrap();
+    in_time(move || {
+        let executor = real_time_executor();
+        executor.block_on(Box::pin(async move {
+            for round in 0..ROUNDS {
+                Handoff(Arc::clone(&there)).await;
+                *back.0.lock().unwrap() = round + 1;
+                back.1.notify_one();
+            }
+        }));
+        other.join().unwrap();
+    });
 }
 
 #[test]
 #[allow(clippy::disallowed_methods, reason = "the other thread is what is tested")]
 fn an_unpark_from_another_thread_completes_unparked_and_none_is_lost() {
     const ROUNDS: usize = 2000;
-    let executor = real_time_executor();
-    let (rt, unparker) = (executor.runtime(), executor.unparker());
-    let sent = Arc::new(AtomicUsize::new(0));
-    let other = std::thread::spawn({
-        let sent = Arc::clone(&sent);
-        move || {
-            for _ in 0..ROUNDS {
-                sent.fetch_add(1, Ordering::SeqCst);
-                unparker.unpark();
+    in_time(|| {
+        let executor = real_time_executor();
+        let (rt, unparker) = (executor.runtime(), executor.unparker());
+        let sent = Arc::new(AtomicUsize::new(0));
+        let other = std::thread::spawn({
+            let sent = Arc::clone(&sent);
+            move || {
+                for _ in 0..ROUNDS {
+                    sent.fetch_add(1, Ordering::SeqCst);
+                    unparker.unpark();
+                }
             }
-        }
+        });
+        executor.block_on(Box::pin(async move {
+            // Whatever was counted before an unpark is seen after it; several unparks may be one.
+            while sent.load(Ordering::SeqCst) < ROUNDS {
+                rt.unparked().await;
+            }
+        }));
+        other.join().unwrap();
     });
-    executor.block_on(Box::pin(async move {
-        // Whatever was counted before an unpark is seen after it; several unparks may be one.
-        while sent.load(Ordering::SeqCst) < ROUNDS {
-            rt.unparked().await;
-        }
-    }));
-    other.join().unwrap();
 }
 
 #[test]

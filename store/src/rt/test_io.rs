@@ -1,9 +1,11 @@
-//! An `Io` without a device, for the tests of the runtime: every operation completes with zero at the next reap.
+//! For the tests of the runtime: an `Io` without a device, whose operations complete with zero at the next reap,
+//! and a limit of time, so that a lost wake-up is a failure and not a hang.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -78,5 +80,19 @@ impl Io for TestIo {
 
     fn arm(&mut self) -> bool {
         self.done.is_empty()
+    }
+}
+
+/// What `test` returns; panics if that takes longer than any of these tests can.
+#[allow(clippy::disallowed_methods, reason = "whoever watches over a thread needs one of its own")]
+pub(super) fn in_time<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
+    let (send, receive) = channel();
+    let thread = std::thread::spawn(move || {
+        let _ = send.send(test());
+    });
+    match receive.recv_timeout(Duration::from_secs(30)) {
+        Ok(result) => result,
+        Err(RecvTimeoutError::Disconnected) => std::panic::resume_unwind(thread.join().unwrap_err()),
+        Err(RecvTimeoutError::Timeout) => panic!("still not done: a wake-up was lost"),
     }
 }

@@ -133,7 +133,7 @@ mod tests {
     use std::time::Duration;
 
     use super::super::clock::{OsEntropy, SystemClock};
-    use super::super::test_io::TestIo;
+    use super::super::test_io::{TestIo, in_time};
     use super::*;
 
     fn launcher() -> ThreadLauncher {
@@ -216,6 +216,6 @@ mod tests {
         });
         let thread = launcher().launch(0, body).unwrap();
         receive.recv().unwrap().unpark();
-        thread.join().unwrap();
+        in_time(|| thread.join()).unwrap();
     }
 }

@@ -137,8 +137,7 @@ fn match_column(
     let (coordinates, need, absence) = (vec![coordinate], Need::All, Absence::Required);
     let groups = vec![Requirement { group, coordinates, need, absence }];
     let requirements = kvarts_layout::Requirements::new(fixture::BLOCK_TOKENS, groups).unwrap();
-    let terms =
-        |tenant| LeaseTerms { hold: std::time::Duration::from_secs(1), tenant, cap_bytes: u64::MAX };
+    let terms = |tenant| LeaseTerms { hold: std::time::Duration::from_secs(1), tenant, cap_bytes: u64::MAX };
     desk.stage.store().match_prefix(&MatchRequest {
         namespace: desk.namespace,
         keys: &desk.keys(0..2),

@@ -70,8 +70,7 @@ fn only_missing_blocks(desk: &Desk<'_>) {
 
 fn relaxed_is_visible(desk: &Desk<'_>) {
     let keys = desk.keys(0..4);
-    let request =
-        PutRequest { durability: Durability::Relaxed, ..desk.request(pages(), &keys, 1) };
+    let request = PutRequest { durability: Durability::Relaxed, ..desk.request(pages(), &keys, 1) };
     assert_eq!(desk.outcomes(request), vec![BlockOutcome::Stored; 4]);
     desk.expect(pages(), &keys, 1);
     // Asked for durably, it is made so; nothing is written twice.

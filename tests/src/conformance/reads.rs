@@ -58,11 +58,8 @@ fn some_layers(desk: &Desk<'_>) {
     let of_chunk = fixture::layer_of_chunks(&shape);
     for order in [Order::Layers, Order::Blocks] {
         for layers in [0..1, 1..2, 2..3, 0..2, 1..3] {
-            let request = ReadRequest {
-                order,
-                layers: Some(layers.clone()),
-                ..desk.read_request(pages(), &keys)
-            };
+            let request =
+                ReadRequest { order, layers: Some(layers.clone()), ..desk.read_request(pages(), &keys) };
             let (events, end) = desk.read(&request);
             assert_eq!((end.usable_blocks, end.usable_layers), (3, layers.len() as u32), "{layers:?}");
             if order == Order::Layers {
@@ -170,7 +167,8 @@ fn far_deadline(desk: &Desk<'_>) {
 fn verify_and_class(desk: &Desk<'_>) {
     let keys = desk.keys(0..4);
     desk.store(pages(), &keys, 1, Layout::FullBlock);
-    for verify in [Verify::Always, Verify::Sample(0), Verify::Sample(500), Verify::Sample(1000), Verify::Never]
+    for verify in
+        [Verify::Always, Verify::Sample(0), Verify::Sample(500), Verify::Sample(1000), Verify::Never]
     {
         for class in Class::ALL {
             let request = ReadRequest { verify, class, ..desk.read_request(pages(), &keys) };

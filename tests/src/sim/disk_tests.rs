@@ -345,6 +345,17 @@ fn a_killed_process_loses_nothing_that_completed_and_a_later_power_cut_still_may
 }
 
 #[test]
+fn a_killed_process_has_nothing_open_so_that_removed_files_give_their_space_back() {
+    let mut bench = Bench::new(12);
+    let file = bench.open("f", BUFFERED);
+    bench.write(file, 0, &[1; 8192]);
+    bench.meta(MetaOp::Remove { name: name("f") });
+    let (free, total) = bench.disk.media().space();
+    assert_eq!(total - free, 8192);
+    assert_eq!(bench.disk.after_kill().space(), (total, total));
+}
+
+#[test]
 fn a_failed_flush_that_drops_its_changes_is_followed_by_one_that_succeeds_and_lies() {
     let mut bench = Bench::new(13);
     let file = bench.durable_file("f");

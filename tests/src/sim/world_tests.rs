@@ -216,6 +216,29 @@ fn a_killed_world_tells_whoever_joins_and_whoever_waits() {
 }
 
 #[test]
+fn what_destructors_do_after_a_kill_reaches_the_disk_no_more() {
+    struct Parting(Rc<RefCell<dyn Io>>);
+    impl Drop for Parting {
+        fn drop(&mut self) {
+            let name = Name { dir: DirId(0), path: "late".into() };
+            self.0.borrow_mut().submit(Token(1), Op::Meta(MetaOp::MakeDir { name }));
+        }
+    }
+    let world = SimWorld::new(1, &WorldConfig::default());
+    let body: Body = Box::new(|seat| {
+        let parting = Parting(Rc::clone(&seat.io));
+        Box::pin(async move {
+            let _parting = parting;
+            seat.rt.unparked().await;
+        })
+    });
+    drop(world.launcher().launch(0, body).unwrap());
+    assert!(world.run_until(100, || false).is_err());
+    world.kill();
+    assert_eq!((world.disk().operations(), world.executors()), ((0, 0), 0));
+}
+
+#[test]
 fn a_hang_is_an_error_that_shows_the_last_operations() {
     let world = SimWorld::new(5, &WorldConfig::default());
     world.disk().inject(Rule::new(Which::Kind(OpKind::Flush), When::From(1), Effect::Stuck));

@@ -4,7 +4,7 @@
 //! has been seen before the record: a block that is there already stays, one that is buried is left out, and no
 //! second pass is needed. Short ids are resolved in log order before, segment by segment.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU16;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -81,9 +81,11 @@ impl Recovery<'_> {
     }
 
     /// The namespaces that each entry names, in log order: a short id means what the nearest definition before it
-    /// says.
+    /// says. An identity counts only behind its spec in the same segment, even if the spec is known from another:
+    /// otherwise what counts would depend on the order in which segments are taken in.
     async fn resolve(&mut self, segment: &Rc<Segment>, entries: &[Entry]) -> Result<Vec<Names>, Reason> {
         let mut known = BTreeMap::<u32, Arc<Namespace>>::new();
+        let mut specs = BTreeSet::new();
         let mut resolved = Vec::with_capacity(entries.len());
         for entry in entries {
             let find = |local: u32| known.get(&local).map(Arc::clone);
@@ -93,6 +95,7 @@ impl Recovery<'_> {
                     Names::Many(tombstones.entries.iter().map(|one| find(one.namespace)).collect())
                 }
                 Content::Spec(defined) => {
+                    specs.insert(defined.id);
                     if !self.log.shared.names.has_spec(defined.id)
                         && let Some(definition) = self.definition(segment, entry, defined).await?
                     {
@@ -102,7 +105,8 @@ impl Recovery<'_> {
                     Names::None
                 }
                 Content::Identity(defined) => {
-                    match self.namespace(segment, entry, defined).await? {
+                    let namespace = self.namespace(segment, entry, defined).await?;
+                    match namespace.filter(|namespace| specs.contains(&namespace.spec.id.0)) {
                         Some(namespace) => {
                             segment.rename(defined.local, namespace.local);
                             known.insert(defined.local, namespace);

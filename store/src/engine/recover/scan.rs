@@ -6,7 +6,7 @@
 //!
 //! Memory: one window, and the bodies of the records.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kvarts_layout::format::body::Blocks;
@@ -204,6 +204,7 @@ async fn decide(
         later: if offset < walk.last_record { Later::Follows } else { Later::Nothing },
     };
     let mut names = BTreeMap::new();
+    let mut specs = BTreeSet::new();
     for item in walk.items {
         let (offset, found, prefix, body) = match item {
             Item::Record { offset, found, prefix, body } => (offset, found, prefix, body),
@@ -238,7 +239,7 @@ async fn decide(
         }
         match (row.decision, body) {
             (Decision::Adopt, Some(body)) => {
-                define(recovery, &body, &mut names);
+                define(recovery, &body, &mut names, &mut specs);
                 scanned.adopt(offset, &prefix, &body);
             }
             (Decision::Condemn, _) => scanned.condemned += 1,
@@ -264,18 +265,27 @@ impl Scanned {
     }
 }
 
-/// Takes in a definition, for the payloads behind it.
-fn define(recovery: &mut Recovery<'_>, body: &Body, names: &mut BTreeMap<u32, Arc<Namespace>>) {
+/// Takes in a definition, for the payloads behind it. As in `adopt`, an identity counts only behind its spec.
+fn define(
+    recovery: &mut Recovery<'_>,
+    body: &Body,
+    names: &mut BTreeMap<u32, Arc<Namespace>>,
+    specs: &mut BTreeSet<[u8; 32]>,
+) {
     let known = &recovery.log.shared.names;
     match body {
         Body::Spec(definition) => {
             // Refused only if it contradicts itself; the records that use it are then undefined.
             let _ = known.recover_spec(definition);
+            specs.insert(definition.id);
         }
-        Body::Identity(definition) => match known.recover_identity(definition) {
-            Ok(namespace) => drop(names.insert(definition.local, namespace)),
-            Err(_) => drop(names.remove(&definition.local)),
-        },
+        Body::Identity(definition) => {
+            let namespace = known.recover_identity(definition).ok();
+            match namespace.filter(|namespace| specs.contains(&namespace.spec.id.0)) {
+                Some(namespace) => drop(names.insert(definition.local, namespace)),
+                None => drop(names.remove(&definition.local)),
+            }
+        }
         _ => {}
     }
 }

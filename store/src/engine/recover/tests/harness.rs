@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -110,10 +110,20 @@ impl Place {
     }
 
     /// Overwrites bytes of a file.
-    pub(super) fn damage(&self, file: &PathBuf, offset: u64, bytes: &[u8]) {
+    pub(super) fn damage(&self, file: &Path, offset: u64, bytes: &[u8]) {
         let file = std::fs::OpenOptions::new().write(true).open(file).unwrap();
         file.write_all_at(bytes, offset).unwrap();
     }
+}
+
+#[allow(clippy::disallowed_methods, reason = "a test looks at the files behind the store's back")]
+pub(super) fn contents_of(file: &Path) -> Vec<u8> {
+    std::fs::read(file).unwrap()
+}
+
+#[allow(clippy::disallowed_methods, reason = "a test changes the files behind the store's back")]
+pub(super) fn remove(file: &Path) {
+    std::fs::remove_file(file).unwrap();
 }
 
 fn identity(model: &str, geometry: &Geometry) -> Identity {
@@ -208,7 +218,7 @@ impl World {
         let draft = Draft { namespace: Some(&namespace), body, digests: &[], payload: None };
         let written = self.log.append(Class::Put, &draft).await.unwrap();
         self.log.make_durable(&written).await.unwrap();
-        written.sequence
+        self.log.sequence.get() - 1
     }
 
     /// Whether a block can be found.

@@ -4,7 +4,7 @@ use kvarts_layout::NamespaceId;
 use kvarts_layout::format::body::{Epoch, Tombstone, Tombstones};
 use kvarts_layout::format::record::Body;
 
-use super::harness::{Place, key};
+use super::harness::{Place, key, remove};
 use crate::engine::checkpoint;
 use crate::engine::recover::recover;
 
@@ -100,7 +100,7 @@ fn graves_outlive_the_segment_that_held_them_by_the_checkpoint() {
         recover(&world.log).await.unwrap();
         checkpoint::write(&world.log).await.unwrap();
     });
-    std::fs::remove_file(place.segment(number)).unwrap();
+    remove(&place.segment(number));
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
         assert!(!world.has("a", 0) && world.has("a", 2));
@@ -163,9 +163,7 @@ fn a_short_id_that_means_another_namespace_by_now_still_finds_its_own() {
         assert!(!world.has("c", 0) && world.has("a", 0) && world.has("b", 1));
         let (a, b) = (world.namespace("a").local, world.namespace("b").local);
         assert!(a != 1 && b != 1 && a != b);
-        let segments = world.log.segments.borrow();
-        assert_eq!(segments[&0].local(1), a);
-        drop(segments);
+        assert_eq!(world.log.segments.borrow()[&0].local(1), a);
         let written = world.durable("c", 5, 1).await;
         assert_eq!(written.segment.local(1), 1);
     });

@@ -1,0 +1,58 @@
+//! `kvarts bench`: the engine measured beside a bare loop, in one run.
+//!
+//! No figure here stands alone. Each is a ratio of two contestants that took turns on the same files, with the same
+//! number of threads, ring flags, registered memory, request sizes and bytes in flight; beside it stands the same
+//! ratio of the bare loop to itself (the control). Where the control strays from one, the machine was too restless,
+//! and the report says that it is not to be quoted.
+//!
+//! This is the one place of the program that looks at the wall clock to time things, and that touches files beside
+//! the store's own seam: it measures a real machine, so nothing of it runs in the simulation.
+#![allow(
+    clippy::disallowed_methods,
+    reason = "measures a real machine: wall clock, threads and scratch files"
+)]
+#![allow(clippy::disallowed_types, reason = "a plain hash map is what a lookup is compared with")]
+
+mod bare;
+mod crossover;
+mod layers;
+mod lookup;
+mod pairs;
+mod put;
+mod report;
+mod setup;
+
+use std::io::Write;
+
+use clap::{Args, Subcommand};
+
+use crate::cli::Failure;
+
+/// Which part of the engine is measured.
+#[derive(Args, Debug)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    command: BenchCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum BenchCommand {
+    /// Read a long prefix layer by layer, cold, with every digest checked
+    Layers(layers::LayersArgs),
+    /// Put records durably, alone and in groups, into fresh and recycled files
+    Put(put::PutArgs),
+    /// Look up the keys of a prompt among a million blocks
+    Match(lookup::MatchArgs),
+    /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
+    Crossover(crossover::CrossoverArgs),
+}
+
+/// Runs one of the subcommands.
+pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    match &arguments.command {
+        BenchCommand::Layers(arguments) => layers::run(arguments, out),
+        BenchCommand::Put(arguments) => put::run(arguments, out),
+        BenchCommand::Match(arguments) => lookup::run(arguments, out),
+        BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
+    }
+}

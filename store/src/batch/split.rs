@@ -1,0 +1,117 @@
+//! Keys that stand more than once in a batch: what the store is asked leaves them out, what the caller is
+//! answered has them in again.
+
+use kvarts_layout::BlockKey;
+
+use super::BatchKind;
+use crate::api::Placed;
+use crate::error::Reason;
+
+/// A key that stood before in its batch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Repeat {
+    place: u32,
+    /// Where it stood first.
+    first: u32,
+    key: BlockKey,
+}
+
+/// Which keys of a batch stand again. A batch is at most `MAX_REQUEST_BLOCKS` keys: places fit in 32 bits.
+#[derive(Debug, Default)]
+pub(super) struct Split {
+    /// By place.
+    repeats: Vec<Repeat>,
+}
+
+impl Split {
+    pub(super) fn of(keys: &[BlockKey]) -> Self {
+        let mut sorted: Vec<(&BlockKey, u32)> = keys.iter().zip(0u32..).collect();
+        sorted.sort_unstable();
+        let mut repeats = Vec::new();
+        for run in sorted.chunk_by(|(a, _), (b, _)| a == b) {
+            let Some((&(key, first), again)) = run.split_first() else { continue };
+            repeats.extend(again.iter().map(|&(_, place)| Repeat { place, first, key: *key }));
+        }
+        repeats.sort_unstable_by_key(|repeat| repeat.place);
+        Self { repeats }
+    }
+
+    /// The keys that stand for the first time, and their places.
+    pub(super) fn distinct(
+        &self,
+        keys: &[BlockKey],
+        places: &Placed,
+    ) -> Result<(Vec<BlockKey>, Placed), Reason> {
+        if self.repeats.is_empty() {
+            return Ok((keys.to_vec(), places.clone()));
+        }
+        let mut repeats = self.repeats.iter().peekable();
+        let (mut kept, mut ordinals) = (Vec::new(), Vec::new());
+        for (place, key) in (0u32..).zip(keys) {
+            if repeats.next_if(|repeat| repeat.place == place).is_none() {
+                kept.push(*key);
+                ordinals.push(place);
+            }
+        }
+        Ok((kept, places.select(&ordinals)?))
+    }
+
+    /// Puts the results of repeated keys where they stand.
+    pub(super) fn expand(
+        &self,
+        kind: BatchKind,
+        results: Vec<Result<(), Reason>>,
+    ) -> Vec<Result<(), Reason>> {
+        if self.repeats.is_empty() {
+            return results;
+        }
+        let mut whole = Vec::with_capacity(results.len() + self.repeats.len());
+        let mut repeats = self.repeats.iter().peekable();
+        let mut results = results.into_iter();
+        loop {
+            let place = whole.len() as u32;
+            if let Some(repeat) = repeats.next_if(|repeat| repeat.place == place) {
+                let first = whole.get(repeat.first as usize).cloned();
+                whole.push(match kind {
+                    BatchKind::Get => Err(Reason::Duplicate(repeat.key)),
+                    _ => first.unwrap_or(Err(Reason::Bug("a key that stands again before it stood"))),
+                });
+            } else if let Some(result) = results.next() {
+                whole.push(result);
+            } else {
+                return whole;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn keys(names: &[u8]) -> Vec<BlockKey> {
+        names.iter().map(|name| BlockKey([*name; 32])).collect()
+    }
+
+    #[test]
+    fn repeats_are_left_out_and_come_back_where_they_stood() {
+        let names = [5, 9, 5, 1, 9, 9, 2];
+        let split = Split::of(&keys(&names));
+        let places: Vec<_> = split.repeats.iter().map(|repeat| (repeat.place, repeat.first)).collect();
+        assert_eq!(places, [(2, 0), (4, 1), (5, 1)]);
+        let asked = vec![Ok(()), Err(Reason::InFlight), Ok(()), Err(Reason::NoSpace)];
+        let put = split.expand(BatchKind::Put, asked.clone());
+        let wait = || Err(Reason::InFlight);
+        assert_eq!(put, [Ok(()), wait(), Ok(()), Ok(()), wait(), wait(), Err(Reason::NoSpace)]);
+        let get = split.expand(BatchKind::Get, asked);
+        let again = |name| Err(Reason::Duplicate(BlockKey([name; 32])));
+        assert_eq!(get, [Ok(()), wait(), again(5), Ok(()), again(9), again(9), Err(Reason::NoSpace)]);
+    }
+
+    #[test]
+    fn a_batch_without_repeats_is_left_as_it_is() {
+        let split = Split::of(&keys(&[3, 1, 2]));
+        let results = vec![Ok(()), Err(Reason::InFlight), Ok(())];
+        assert_eq!(split.expand(BatchKind::Get, results.clone()), results);
+    }
+}

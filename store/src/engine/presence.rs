@@ -1,0 +1,45 @@
+//! Which of many blocks are here, each by itself, and a lease on those that are.
+
+use kvarts_layout::BlockKey;
+
+use super::shared::Shared;
+use crate::api::{ContainsReply, ContainsRequest, MAX_REQUEST_BLOCKS, Presence};
+use crate::error::Reason;
+use crate::index::{self, LeaseError, Lookup};
+
+/// Answers from the index alone. With a lease, each block that is said to be here was pinned in that moment.
+pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result<ContainsReply, Reason> {
+    if request.keys.len() > MAX_REQUEST_BLOCKS {
+        return Err(Reason::TooMany("blocks"));
+    }
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let key = shared.index.key();
+    let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
+    let prints: Vec<_> = request.keys.iter().map(print).collect();
+    shared.drop_expired(&prints);
+    let mut found = Vec::new();
+    let lease = match &request.lease {
+        None => {
+            shared.index.lookup_many(&prints, &mut found);
+            None
+        }
+        Some(terms) => {
+            let now = shared.clock.now();
+            let until = Some(now.plus(terms.hold));
+            let terms = index::LeaseTerms { tenant: terms.tenant, until, cap_bytes: terms.cap_bytes };
+            let bytes_of = |_| shape.block_bytes();
+            let lease = shared.index.match_and_lease(&prints, terms, now, bytes_of, &mut found);
+            lease.map_err(|error| match error {
+                LeaseError::Cap { limit, wanted } => Reason::PinCap { limit, wanted },
+                LeaseError::Expired => Reason::Bug("a lease that ended while it was made"),
+            })?
+        }
+    };
+    let presence = |found: &Lookup| match found {
+        Lookup::Live(_) => Presence::Here,
+        Lookup::Pending => Presence::Pending,
+        Lookup::Absent | Lookup::Quarantined => Presence::Absent,
+    };
+    Ok(ContainsReply { presence: found.iter().map(presence).collect(), lease })
+}

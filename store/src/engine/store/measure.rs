@@ -1,0 +1,94 @@
+//! What a benchmark needs of a store besides its promises: where the bytes of a read lie, and a cold start for it.
+//!
+//! Nothing here changes what is stored. It is public so that the program can put a bare loop over the very same
+//! extents beside the engine; it is not part of [`KvStore`](crate::api::KvStore), and clients have no use for it.
+
+use std::ops::Range;
+
+use kvarts_layout::BlockKey;
+use kvarts_layout::format;
+use kvarts_layout::plan::{Address, Landing, Step};
+
+use super::{Store, lost, send};
+use crate::api::ReadRequest;
+use crate::engine::executor::Message;
+use crate::engine::put::shard_of;
+use crate::engine::read;
+use crate::error::Error;
+use crate::io::Buf;
+use crate::rt::mailbox::ticket;
+
+/// One device read of a read's plan, headers not counted.
+#[derive(Clone, Debug)]
+pub struct PlannedExtent {
+    /// The step (layer, or block in block order) that waits for it.
+    pub step: u32,
+    /// The executor that would submit it.
+    pub executor: usize,
+    /// The shard.
+    pub shard: u32,
+    /// The file, below the shard's directory of the store.
+    pub path: String,
+    /// Where it begins in the file.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u32,
+    /// The caller's memory if it lands there directly, none if it is staged.
+    pub into: Option<Buf>,
+}
+
+impl Store {
+    /// The device reads that a read would do now, in the order of its steps and within a step in the order of the
+    /// prompt. Blocks that are not here have none.
+    pub fn planned_extents(&self, request: &ReadRequest) -> Result<Vec<PlannedExtent>, Error> {
+        let (plan, wanted) = read::look_up(&self.0.shared, request)?;
+        let mut extents = Vec::new();
+        let mut step = Step::default();
+        let records: Range<u32> = match request.order {
+            crate::api::Order::Layers => 0..wanted.len() as u32,
+            crate::api::Order::Blocks => 0..1,
+        };
+        for number in 0..plan.steps() {
+            for slice in records.clone() {
+                plan.plan_slice(number, slice, &mut step);
+                let owner = plan.block_of(number).map_or(slice, |(record, _)| record);
+                let Some(record) = wanted.get(owner as usize) else { continue };
+                for extent in step.extents() {
+                    let into = match extent.landing {
+                        Landing::Direct { memory, offset } => {
+                            request.into.slice(Address { memory, offset }, u64::from(extent.len))
+                        }
+                        Landing::Staged { .. } => None,
+                    };
+                    let shard = format::names::shard_name(record.shard);
+                    let segment = format::names::segment_name(record.segment);
+                    extents.push(PlannedExtent {
+                        step: number,
+                        executor: self.executor_of(record.shard),
+                        shard: record.shard,
+                        path: format!("{shard}/{segment}"),
+                        offset: extent.file_offset,
+                        len: extent.len,
+                        into,
+                    });
+                }
+            }
+        }
+        Ok(extents)
+    }
+
+    /// The shard that a record goes to which begins with this key.
+    pub fn shard_of(&self, first: &BlockKey) -> u32 {
+        shard_of(first, self.0.owners.len() as u32)
+    }
+
+    /// Forgets what reads have kept of record headers, so that the next read is as cold as the first.
+    pub async fn forget_headers(&self) -> Result<(), Error> {
+        for sender in &self.0.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::ForgetHeaders(reply))?;
+            lost(answer.await)?;
+        }
+        Ok(())
+    }
+}
