@@ -76,13 +76,16 @@ pub enum Op {
     Stranger,
 }
 
+/// What a read delivered: its events, its end, and the chunks of the blocks that are good.
+pub type Delivered = (Vec<ReadEvent>, ReadEnd, Vec<Vec<Vec<u8>>>);
+
 /// What came of an operation.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Outcome {
     /// Of a put.
     Put(Result<Vec<BlockOutcome>, Reason>),
-    /// Of a read: its events, its end, and the bytes of the blocks that are good.
-    Read(Result<(Vec<ReadEvent>, ReadEnd, Vec<Vec<Vec<u8>>>), Reason>),
+    /// Of a read.
+    Read(Result<Delivered, Reason>),
     /// Of a match; and whether there is a lease.
     Match(Result<(UsablePrefix, u32, bool), Reason>),
     /// Of an unlock.
@@ -162,6 +165,8 @@ impl std::fmt::Debug for Player<'_> {
 fn reason(error: Error) -> Reason {
     match error.0 {
         Reason::Shape(_) => Reason::Shape(String::new()),
+        // Of several keys that stand twice either may be named.
+        Reason::Duplicate(_) => Reason::Duplicate(BlockKey::default()),
         other => other,
     }
 }
@@ -234,7 +239,7 @@ impl<'a> Player<'a> {
         self.stage.put(request).map(|reply| reply.outcomes).map_err(reason)
     }
 
-    fn read(&self, op: &Op) -> Result<(Vec<ReadEvent>, ReadEnd, Vec<Vec<Vec<u8>>>), Reason> {
+    fn read(&self, op: &Op) -> Result<Delivered, Reason> {
         let Op::Read { column, keys, order, layers, memory } = op else {
             unreachable!("only reads are read")
         };

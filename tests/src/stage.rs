@@ -257,7 +257,7 @@ impl Drop for Scratch {
 #[derive(Debug)]
 pub struct HomeStage {
     home: Option<Home>,
-    _scratch: Scratch,
+    _scratch: Option<Scratch>,
 }
 
 impl HomeStage {
@@ -265,7 +265,17 @@ impl HomeStage {
     pub fn open(name: &str, options: &HomeOptions) -> Result<Self, Error> {
         let scratch = Scratch::new(name);
         let options = HomeOptions { directories: vec![scratch.path().to_owned()], ..options.clone() };
-        Ok(Self { home: Some(Home::open(&options)?), _scratch: scratch })
+        Ok(Self { home: Some(Home::open(&options)?), _scratch: Some(scratch) })
+    }
+
+    /// Opens the store in the directories that the options name.
+    pub fn over(options: &HomeOptions) -> Result<Self, Error> {
+        Ok(Self { home: Some(Home::open(options)?), _scratch: None })
+    }
+
+    /// A clean stop.
+    pub fn close(mut self) -> Result<(), Error> {
+        self.home.take().expect("open until dropped").close()
     }
 
     /// The store in its directory.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, drive, read_all, verify, work};
-use kvarts_tests::sim::media::errno::{EIO, ENOSPC};
+use kvarts_tests::sim::media::errno::{EAGAIN, EINTR, EIO, ENOSPC};
 use kvarts_tests::sim::{Crash, CrashState, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 
 fn seeds(few: u64) -> u64 {
@@ -200,6 +200,13 @@ fn a_write_that_fails_is_not_acknowledged() {
     for persistent in [false, true] {
         every_nth(Which::Kind(OpKind::Write), Effect::Errno(EIO), persistent, Judge::Strict);
         every_nth(Which::Kind(OpKind::Write), Effect::Torn(EIO), persistent, Judge::Strict);
+    }
+}
+
+#[test]
+fn a_write_that_is_interrupted_or_ends_short_is_finished_or_not_acknowledged() {
+    for effect in [Effect::Errno(EINTR), Effect::Errno(EAGAIN), Effect::Short, Effect::Zero, Effect::Twice] {
+        every_nth(Which::Kind(OpKind::Write), effect, false, Judge::Strict);
     }
 }
 

@@ -97,7 +97,7 @@ fn many_at_once(desk: &Desk<'_>) {
     let put = |n: u64| {
         let column = fixture::columns()[n as usize % 3];
         let request = desk.request(column, &desk.keys(n * 3..n * 3 + 3), n);
-        let durability = if n % 4 == 0 { Durability::Relaxed } else { Durability::Durable };
+        let durability = if n.is_multiple_of(4) { Durability::Relaxed } else { Durability::Durable };
         store.put(PutRequest { durability, ..request })
     };
     let tickets: Vec<_> = (0..24).map(put).collect();
