@@ -12,6 +12,6 @@ pub(crate) struct ServeArgs {}
 pub(crate) fn run(_arguments: &ServeArgs) -> Result<(), Failure> {
     Err(Failure::user(
         "the server is not built yet; what runs today: `kvarts model list`, `kvarts model show NAME`, \
-         `kvarts model import CONFIG`, `kvarts model check FILE`",
+         `kvarts model import CONFIG`, `kvarts model check FILE`, `kvarts bench layers`",
     ))
 }
