@@ -18,7 +18,7 @@ use kvarts_store::io::Limits;
 
 use super::bare::{Bare, Extent, Plan};
 use super::lookup::{fill, room};
-use super::pairs::{Contestant, Sample, cpu_seconds, take_turns};
+use super::pairs::{Contestant, Rounds, Sample, cpu_seconds, take_turns};
 use super::report::Report;
 use super::setup::{self, Common, Scratch};
 use crate::cli::Failure;
@@ -110,6 +110,12 @@ pub(super) fn run(arguments: &OpenArgs, out: &mut dyn Write) -> Result<(), Failu
         ),
     ];
     let rounds = take_turns(common.pairs, contestants)?;
+    conclude(&mut report, &rounds);
+    report.write(common.json, out)
+}
+
+/// What the rounds say.
+fn conclude(report: &mut Report, rounds: &Rounds) {
     for name in ["crash", "bare", "clean", "bare_clean", "empty"] {
         report.median(&format!("{name}_ms"), rounds.figure(name, |sample| sample.seconds * 1e3));
     }
@@ -118,7 +124,6 @@ pub(super) fn run(arguments: &OpenArgs, out: &mut dyn Write) -> Result<(), Failu
     report.median("clean_ratio", rounds.speed("bare_clean", "clean"));
     report.median("ratio_above_empty", rounds.figure_of_three("crash", "empty", "bare"));
     report.median("clean_ratio_above_empty", rounds.figure_of_three("clean", "empty", "bare_clean"));
-    report.write(common.json, out)
 }
 
 fn timed(common: &Common, directory: &Path, options: &Options) -> Result<(Home, Sample), Failure> {

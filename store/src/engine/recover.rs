@@ -26,7 +26,7 @@ mod tests;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use kvarts_layout::format::footer::{self, Entry, Footer};
+use kvarts_layout::format::footer::{self, Content, Entry, Footer};
 use kvarts_layout::format::recovery::{Decision, Scan, TrailerSeen, segment_row};
 use kvarts_layout::format::trailer::{SealReason, Trailer};
 
@@ -60,11 +60,30 @@ struct Recovery<'a> {
     now_ms: u64,
 }
 
+/// Bytes of a footer for a block at least: its key and its origin.
+const NAME_BYTES: usize = 48;
+
 /// A segment whose records count, and where they are listed.
 struct Source {
     segment: Rc<Segment>,
     first_sequence: u64,
     listed: Listed,
+}
+
+impl Source {
+    /// About how many blocks it lists: a little more than there can be, so that the index finds gaps near.
+    fn blocks_about(&self) -> usize {
+        match &self.listed {
+            Listed::Footer(_, trailer) => trailer.footer_bytes as usize / NAME_BYTES,
+            Listed::Scanned(entries) => {
+                let blocks = |entry: &Entry| match &entry.content {
+                    Content::Blocks(blocks) => blocks.blocks.len(),
+                    _ => 0,
+                };
+                entries.iter().map(blocks).sum::<usize>() * 9 / 8
+            }
+        }
+    }
 }
 
 #[allow(clippy::large_enum_variant, reason = "one for each segment, for the time of a recovery")]
@@ -186,6 +205,7 @@ impl Recovery<'_> {
 
     /// Takes segments into the index, in this order, reading footers ahead.
     async fn take_in(&mut self, sources: Vec<Source>) -> Result<(), Reason> {
+        self.log.shared.index.expect(sources.iter().map(Source::blocks_about).sum());
         let mut ahead = VecDeque::<(Buf, Transfer)>::new();
         let (mut next, mut begun) = (0, 0);
         while let Some(source) = sources.get(next) {

@@ -172,6 +172,10 @@ impl Index {
         }
         for (partition, places) in Groups::of(found, self.bits, |one| one.print).iter() {
             let mut inner = write(&self.partitions[partition].0);
+            // As in `lookup_many`: all cache misses at once, then the work.
+            let warmed =
+                places.iter().fold(0, |sum, place| sum ^ inner.table.warm(found[*place as usize].print));
+            std::hint::black_box(warmed);
             for place in places.iter().map(|place| *place as usize) {
                 let Recovered { print, location, heat } = found[place];
                 if let Err(there) = inner.table.insert(Slot::new(print, State::Live, location, heat)) {

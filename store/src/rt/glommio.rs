@@ -7,7 +7,7 @@
 //!
 //! One more glommio task, the pump, turns the device: it reaps, fires timers, and when no runner has work it arms
 //! the `Io`'s eventfd and sleeps until that speaks, the next timer is due, or a runner asks for it. glommio then
-//! sleeps too, because nothing else of it is runnable. While runners have work they reap every [`TURN`] tasks.
+//! sleeps too, because nothing else of it is runnable. While runners have work they reap every few tasks (`TURN`).
 
 use std::cell::{Cell, RefCell};
 use std::fmt;

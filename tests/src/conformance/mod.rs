@@ -1,6 +1,6 @@
 //! What every store must do, whatever it is made of: one function for each guarantee of the trait.
 //!
-//! [`ALL`] is run against the engine on each of its ways to the disks, against the engine in the simulation and
+//! [`all`] is run against the engine on each of its ways to the disks, against the engine in the simulation and
 //! against the reference model. Each function works in a namespace of its own, so one open store serves them all.
 
 mod faults;

@@ -26,7 +26,7 @@ use crate::error::Reason;
 use crate::index::{Entry as Indexed, Heat, Location, RecordId, RecordInfo, Recovered};
 
 /// Blocks that go into the index at once.
-const BATCH_BLOCKS: usize = 32 << 10;
+const BATCH_BLOCKS: usize = 128 << 10;
 
 /// Blocks on their way into the index.
 #[derive(Default)]
