@@ -126,6 +126,11 @@ impl Model {
             return Err(Reason::TooMany("blocks"));
         }
         let mut state = self.current();
+        let namespace =
+            state.namespaces.get(&request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+        if request.requirements.block_tokens() != namespace.block_tokens {
+            return Err(Reason::Shape("requirements for blocks of another size".to_owned()));
+        }
         let columns: Vec<_> = request
             .requirements
             .groups()

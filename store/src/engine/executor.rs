@@ -2,11 +2,14 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::directory::{self, Found};
 use super::log::Log;
+use super::notify::before;
 use super::put::{self, PutPart};
 use super::read::ReadPart;
 use super::recover::{self, RecoveryReport};
@@ -109,9 +112,7 @@ impl Executor {
                 }
                 Message::Put(shard, part) => self.put(shard, part),
                 Message::Read(shard, part) => self.read(shard, part),
-                Message::Checkpoint(reply) => {
-                    let _ = reply.send(self.checkpoint().await);
-                }
+                Message::Checkpoint(reply) => self.checkpoint(reply),
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
@@ -204,20 +205,17 @@ impl Executor {
         );
     }
 
-    async fn checkpoint(&self) -> Result<(), Reason> {
+    /// Writes a checkpoint of every shard while the executor goes on serving.
+    fn checkpoint(&self, reply: Reply<Result<(), Reason>>) {
         let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
-        let give_up = self.rt.clock().now().plus(self.limits.stop_patience);
-        for log in logs {
-            // One that the clock began may lack what was written since: another follows it.
-            while let Err(reason) = checkpoint::write(&log).await {
-                let now = self.rt.clock().now();
-                if !matches!(reason, Reason::Busy(_)) || now >= give_up {
-                    return Err(reason);
-                }
-                self.rt.sleep_until(Nanos(now.0 + 1_000_000)).await;
-            }
-        }
-        Ok(())
+        let (rt, patience, busy) = (Rc::clone(&self.rt), self.limits.stop_patience, Busy::new(&self.busy));
+        self.rt.spawn(
+            Class::Background,
+            Box::pin(async move {
+                let _ = reply.send(checkpoint_all(&rt, &logs, patience).await);
+                drop(busy);
+            }),
+        );
     }
 
     /// Waits until nothing is under way, with a bound: a device that hangs does not keep the process.
@@ -229,14 +227,34 @@ impl Executor {
             self.rt.sleep_until(Nanos(now.0 + 1_000_000)).await;
         }
         let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
-        if clean {
+        if !clean {
+            return Ok(());
+        }
+        let finish = async {
             for log in &logs {
                 log.finish().await;
             }
-            return self.checkpoint().await;
-        }
-        Ok(())
+            checkpoint_all(&self.rt, &logs, self.limits.stop_patience).await
+        };
+        let finished = before(pin!(finish), Some(self.rt.sleep_until(give_up))).await;
+        finished.unwrap_or(Err(Reason::Busy("the device did not let the store close in time")))
     }
+}
+
+/// Writes a checkpoint of each log.
+async fn checkpoint_all(rt: &Rc<dyn Runtime>, logs: &[Rc<Log>], patience: Duration) -> Result<(), Reason> {
+    let give_up = rt.clock().now().plus(patience);
+    for log in logs {
+        // One that the clock began may lack what was written since: another follows it.
+        while let Err(reason) = checkpoint::write(log).await {
+            let now = rt.clock().now();
+            if !matches!(reason, Reason::Busy(_)) || now >= give_up {
+                return Err(reason);
+            }
+            rt.sleep_until(Nanos(now.0 + 1_000_000)).await;
+        }
+    }
+    Ok(())
 }
 
 /// Counts a task as under way until dropped.

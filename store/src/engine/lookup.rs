@@ -28,6 +28,10 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
         return Err(Reason::TooMany("blocks"));
     }
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    if request.requirements.block_tokens() != namespace.block_tokens {
+        let (asked, stored) = (request.requirements.block_tokens(), namespace.block_tokens);
+        return Err(Reason::Shape(format!("requirements for blocks of {asked} tokens, stored are {stored}")));
+    }
     let mut columns = Vec::new();
     for requirement in request.requirements.groups() {
         for &coordinate in &requirement.coordinates {

@@ -1,8 +1,11 @@
-//! Waiting for a condition that other tasks of the same executor make true.
+//! Waiting on an executor: for a condition that its other tasks make true, and no longer than until a deadline.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
+use std::pin::Pin;
 use std::task::{Poll, Waker};
+
+use crate::rt::LocalTask;
 
 /// Tasks that wait for something to change. Whoever changes it calls [`Notify::wake_all`].
 #[derive(Debug, Default)]
@@ -27,6 +30,23 @@ impl Notify {
         let waiting = std::mem::take(&mut *self.0.borrow_mut());
         waiting.into_iter().for_each(Waker::wake);
     }
+}
+
+/// What `work` gives, or `None` if the deadline comes first.
+pub(crate) async fn before<T>(
+    mut work: Pin<&mut impl Future<Output = T>>,
+    mut deadline: Option<LocalTask>,
+) -> Option<T> {
+    poll_fn(|context| {
+        if let Poll::Ready(value) = work.as_mut().poll(context) {
+            return Poll::Ready(Some(value));
+        }
+        match &mut deadline {
+            Some(deadline) => deadline.as_mut().poll(context).map(|()| None),
+            None => Poll::Pending,
+        }
+    })
+    .await
 }
 
 #[cfg(test)]

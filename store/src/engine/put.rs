@@ -9,11 +9,10 @@
 
 use std::num::NonZeroU16;
 use std::ops::Range;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::Poll;
 
 use kvarts_layout::arrange::LAYOUT_VERSION;
 use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as DiskParent, layout_code};
@@ -21,6 +20,7 @@ use kvarts_layout::format::record::Body;
 use kvarts_layout::{BlockKey, Layout, OriginId};
 
 use super::log::{Draft, Log, Payload, Written};
+use super::notify::before;
 use super::runs::RunClass;
 use super::shared::Shared;
 use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
@@ -392,23 +392,6 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask
             }
         }
     }
-}
-
-/// What `work` gives, or `None` if the deadline comes first.
-async fn before<T>(
-    mut work: Pin<&mut impl Future<Output = T>>,
-    mut deadline: Option<LocalTask>,
-) -> Option<T> {
-    std::future::poll_fn(|context| {
-        if let Poll::Ready(value) = work.as_mut().poll(context) {
-            return Poll::Ready(Some(value));
-        }
-        match &mut deadline {
-            Some(deadline) => deadline.as_mut().poll(context).map(|()| None),
-            None => Poll::Pending,
-        }
-    })
-    .await
 }
 
 /// Refuses parts that no executor took.
