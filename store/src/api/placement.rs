@@ -126,7 +126,7 @@ impl Placed {
         self.memory.iter().all(|memory| memory.shift == 0)
     }
 
-    /// Whether an address and length can be read into directly.
+    /// Copies `len` bytes at an address of the plan to `at` in `to`.
     pub(crate) fn copy_to(&self, from: Address, len: u64, to: &Buf, at: usize) {
         if let Some(source) = self.slice(from, len) {
             to.copy_from(at, &source, 0, source.len());

@@ -196,10 +196,11 @@ impl Executor {
         };
         let (busy, window) = (Busy::new(&self.busy), self.limits.read_window_bytes);
         let class = part.class();
+        let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
         self.rt.spawn(
             class,
             Box::pin(async move {
-                slice::run(&log, part, window).await;
+                slice::run(&log, part, window, deadline).await;
                 drop(busy);
             }),
         );

@@ -26,7 +26,7 @@ use super::shared::Shared;
 use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location};
-use crate::rt::Class;
+use crate::rt::{Class, Nanos};
 
 /// A run of blocks of one record that a read wants.
 #[derive(Debug)]
@@ -83,6 +83,11 @@ impl ReadPart {
     /// What the read is for.
     pub(crate) fn class(&self) -> Class {
         self.job.request.class
+    }
+
+    /// When the caller stops waiting.
+    pub(crate) fn deadline(&self) -> Option<Nanos> {
+        self.job.request.deadline
     }
 
     /// Ends a part that no executor took.

@@ -7,6 +7,7 @@
 //! While a part runs, its segments are held: they are not written anew under a device read.
 
 use std::collections::VecDeque;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -19,12 +20,13 @@ use kvarts_layout::plan::{Address, Extent, Landing, Step};
 use super::flights::{Flight, Role};
 use super::headers::{Header, HeaderKey};
 use super::log::Log;
+use super::notify::before;
 use super::read::{MemoryGuard, ReadJob, ReadPart};
 use super::segment::Segment;
 use crate::api::{Order, Verify};
 use crate::error::Reason;
 use crate::io::{Buf, ExtentDone, IoError, ReadBatch};
-use crate::rt::Nanos;
+use crate::rt::{LocalTask, Nanos};
 
 /// Bytes of later steps' extents that a part has under way until the first step is in: the first layer should not
 /// queue behind the tenth, nor behind those of shards that have less of it to read.
@@ -110,7 +112,10 @@ struct Run<'a> {
 }
 
 /// Does one shard's part of a read.
-pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64) {
+///
+/// `deadline` completes when the caller stops waiting: whoever follows another read must not wait as long as that
+/// one does.
+pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64, deadline: Option<LocalTask>) {
     let job = Arc::clone(&part.job);
     let (records, holds) = open_records(log, &part);
     let (mut own, mut led, mut followed) = (Vec::new(), Vec::new(), Vec::new());
@@ -127,11 +132,17 @@ pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64) {
         }
     }
     let mut run = Run::new(log, &job, own);
-    let (stopped, missed) = both(run.all(window), follow_all(&job, followed)).await;
+    let lead = async {
+        let ending = run.all(window).await;
+        // At once: who follows must not wait for what this read follows itself.
+        for (flight, generation) in led {
+            log.flights.end(&flight, generation);
+        }
+        ending
+    };
+    let follow = async { before(pin!(follow_all(&job, followed)), deadline).await.flatten() };
+    let (stopped, missed) = both(lead, follow).await;
     run.end();
-    for (flight, generation) in led {
-        log.flights.end(&flight, generation);
-    }
     if let (Ending::Done, Some((records, agenda))) = (stopped, missed) {
         let mut run = Run::new(log, &job, records);
         run.agenda = Some(agenda);

@@ -1,0 +1,86 @@
+//! Deadlines over a disk that does not answer: whoever set one is told in time, and told what the disk still holds.
+
+use std::time::Duration;
+
+use kvarts_store::api::{
+    BlockOutcome, Durability, Order, Parent, PutRequest, ReadEvent, ReadRequest, ReadStream, Verify,
+};
+use kvarts_store::rt::{Class, Nanos};
+use kvarts_tests::fixture::{self, Style};
+use kvarts_tests::sim::{Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};
+use kvarts_tests::stage::{SimStage, Stage, small_options};
+
+/// A store that holds three blocks, on a disk whose reads never end from now on.
+fn stuck() -> (SimWorld, SimStage, ReadRequest) {
+    let world = SimWorld::new(11, &WorldConfig::default());
+    let stage = SimStage::open(&world, &small_options(1)).unwrap();
+    let (group, coordinate) = fixture::columns()[0];
+    let shape = fixture::shape(group, coordinate);
+    let namespace = stage.store().register(&fixture::identity("a"), &fixture::geometry()).unwrap();
+    let keys = fixture::keys(1, 0..3);
+    let put = PutRequest {
+        namespace,
+        group,
+        coordinate,
+        parent: Parent::Root,
+        first_block: Some(0),
+        keys: keys.clone(),
+        from: fixture::place(&shape, 3, Style::Blocks, 0).unwrap(),
+        layout: None,
+        durability: Durability::Durable,
+        expires_after: None,
+        origins: None,
+        deadline: None,
+    };
+    assert_eq!(stage.put(put).unwrap().outcomes, vec![BlockOutcome::Stored; 3]);
+    world.disk().inject(Rule::new(Which::Kind(OpKind::Read), When::From(1), Effect::Stuck));
+    let read = ReadRequest {
+        namespace,
+        group,
+        coordinate,
+        keys,
+        layers: None,
+        order: Order::Layers,
+        into: fixture::place(&shape, 3, Style::Blocks, 0).unwrap(),
+        verify: Verify::Always,
+        class: Class::Foreground,
+        deadline: None,
+    };
+    (world, stage, read)
+}
+
+fn end_of(stage: &SimStage, stream: &ReadStream) -> ReadEvent {
+    let mut found = None;
+    stage.wait(&mut || {
+        found = stream.try_next();
+        found.is_some()
+    });
+    found.unwrap()
+}
+
+#[test]
+fn a_read_of_a_stuck_disk_ends_at_its_deadline_and_delivers_nothing() {
+    let (_world, stage, read) = stuck();
+    let deadline = Nanos(stage.now().0).plus(Duration::from_millis(5));
+    let stream = stage.store().read(ReadRequest { deadline: Some(deadline), ..read }).unwrap();
+    let ReadEvent::End(end) = end_of(&stage, &stream) else { panic!("a layer of a stuck disk") };
+    assert_eq!(end.usable_layers, 0);
+    assert!(end.held_bytes > 0, "the disk may still write to the caller's memory");
+    assert!(stage.now() < deadline.plus(Duration::from_millis(5)));
+    assert_eq!(stream.try_next(), None, "the disk has let go of nothing");
+}
+
+#[test]
+fn a_follower_ends_at_its_own_deadline_while_its_leader_waits() {
+    let (world, stage, read) = stuck();
+    let leader = stage.store().read(read.clone()).unwrap();
+    stage.wait(&mut || world.disk().struck() > 0);
+    let deadline = Nanos(stage.now().0).plus(Duration::from_millis(5));
+    let (group, coordinate) = fixture::columns()[0];
+    let into = fixture::place(&fixture::shape(group, coordinate), 3, Style::Blocks, 0).unwrap();
+    let follower = stage.store().read(ReadRequest { into, deadline: Some(deadline), ..read }).unwrap();
+    let ReadEvent::End(end) = end_of(&stage, &follower) else { panic!("a layer of a stuck disk") };
+    assert_eq!((end.usable_layers, end.held_bytes), (0, 0), "nothing was read into the follower's memory");
+    assert!(stage.now() < deadline.plus(Duration::from_millis(5)));
+    assert_eq!(leader.try_next(), None);
+}
