@@ -91,6 +91,11 @@ fn play(seed: u64, compare: bool) -> u128 {
             assert!(found == expected, "seed {seed}, step {step}: {}", tell(&op, &found, &expected));
         }
     }
+    let (by_events, expected) = (engine.settle(), model.settle());
+    assert!(
+        !compare || by_events == expected,
+        "seed {seed}: {by_events:?} by events, {expected:?} in the model"
+    );
     world.disk().heal();
     stage.close().unwrap();
     world.disk().log().digest()
