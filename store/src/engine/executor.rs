@@ -7,6 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::compact::{self, CompactOptions, CompactReport, Pace};
 use super::directory::{self, Found};
 use super::log::Log;
 use super::notify::before;
@@ -37,6 +38,8 @@ pub(crate) enum Message {
     Read(u32, ReadPart),
     /// Write a checkpoint of every shard.
     Checkpoint(Reply<Result<(), Reason>>),
+    /// Compact every shard.
+    Compact(CompactOptions, Reply<Result<CompactReport, Reason>>),
     /// Say what the device path is and has done.
     Inspect(Reply<(IoFacts, Metrics)>),
     /// Forget the headers that reads have kept.
@@ -113,6 +116,7 @@ impl Executor {
                 Message::Put(shard, part) => self.put(shard, part),
                 Message::Read(shard, part) => self.read(shard, part),
                 Message::Checkpoint(reply) => self.checkpoint(reply),
+                Message::Compact(options, reply) => self.compact(options, reply),
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
@@ -215,6 +219,30 @@ impl Executor {
             Box::pin(async move {
                 let _ = reply.send(checkpoint_all(&rt, &logs, patience).await);
                 drop(busy);
+            }),
+        );
+    }
+
+    /// Compacts every shard while the executor goes on serving.
+    fn compact(&self, options: CompactOptions, reply: Reply<Result<CompactReport, Reason>>) {
+        let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
+        let (rt, stopping) = (Rc::clone(&self.rt), Rc::clone(&self.stopping));
+        self.rt.spawn(
+            Class::Background,
+            Box::pin(async move {
+                let mut pace = Pace::new(&rt, &options, stopping);
+                let mut report = CompactReport::default();
+                for log in &logs {
+                    match compact::segments::empty(log, &options, &mut pace).await {
+                        Ok(done) => report.add(done),
+                        Err(reason) => {
+                            let _ = reply.send(Err(reason));
+                            return;
+                        }
+                    }
+                }
+                // A caller that is gone needs no answer.
+                let _ = reply.send(Ok(report));
             }),
         );
     }
