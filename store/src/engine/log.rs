@@ -29,6 +29,7 @@ use super::notify::{Notify, Turn};
 use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState};
 use super::shared::Shared;
+use super::writes::Writes;
 use crate::api::Placed;
 use crate::error::Reason;
 use crate::index::RecordInfo;
@@ -155,6 +156,8 @@ pub(crate) struct Log {
     pub(crate) sequence: Cell<u64>,
     /// What was deleted, for as long as its records may lie on disk.
     pub(crate) graves: RefCell<Graves>,
+    /// Writes under way, for which deletes wait.
+    pub(crate) writes: Rc<Writes>,
     pub(crate) checkpoints: Slots,
     /// Blocks are being moved: one move at a time bounds the memory that moves take.
     pub(crate) moving: Turn,
@@ -192,6 +195,7 @@ impl Log {
             sealing: Cell::new(0),
             sequence: Cell::new(1),
             graves: RefCell::default(),
+            writes: Rc::default(),
             checkpoints: Slots::default(),
             moving: Turn::default(),
             changed: Notify::default(),
@@ -581,7 +585,8 @@ impl Log {
         segment.quiet().await;
         let end = segment.tail.borrow().next;
         segment.durable(&self.driver, end).await?;
-        let records = std::mem::take(&mut segment.tail.borrow_mut().entries);
+        // Listed in memory until the footer can be read.
+        let records = segment.tail.borrow().entries.clone();
         let (footer, trailer) = self.seal_images(segment, Footer { records }, end, reason)?;
         // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
@@ -591,6 +596,7 @@ impl Log {
             staging.copy_in(0, &image);
             self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(media)?;
         }
+        segment.tail.borrow_mut().entries = Vec::new();
         segment.state.set(SegmentState::Sealed);
         Ok(())
     }

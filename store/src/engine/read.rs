@@ -117,7 +117,7 @@ pub(crate) fn begin(
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
     let mut failures = BTreeMap::new();
-    shared.drop_expired(&prints);
+    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
     let wanted = find(shared, &request, &prints, &mut failures)?;
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
@@ -300,8 +300,8 @@ impl ReadJob {
         let Some(print) = self.prints.get(ordinal as usize) else { return };
         let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
         let at = Location { record: wanted.location.record, block: block as u16 };
-        if let Some(left) = self.shared.index.quarantine(*print, at) {
-            self.shared.free_if_empty(at.record, left);
+        let Some(key) = self.request.keys.get(ordinal as usize) else { return };
+        if self.shared.quarantine(*print, at, (&wanted.class, *key)) {
             self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
     }
