@@ -39,6 +39,11 @@ impl Shared {
         record.expires != 0 && u64::from(record.expires) <= steps
     }
 
+    /// Whether a live block can be found: its time is not over, or a lease holds it.
+    pub(crate) fn is_here(&self, print: BlockFingerprint, record: &RecordInfo) -> bool {
+        !self.is_expired(record) || self.index.is_leased(print, self.clock.now())
+    }
+
     /// Makes blocks of a written record live, and gives the places of those that a delete has met.
     pub(crate) fn commit(
         &self,

@@ -353,12 +353,15 @@ async fn forget(shared: &Shared, namespace: &Namespace, rt: &dyn Runtime) -> u64
         index.snapshot(partition, &mut entries);
         for entry in &entries {
             let Lookup::Live(at) = entry.state else { continue };
-            let class = index.records().get(at.record).and_then(|record| shared.classes.get(record.class));
-            if class.is_some_and(|class| class.namespace.local == namespace.local)
-                && let Some(left) = index.remove(entry.print, at)
-            {
+            let Some(record) = index.records().get(at.record) else { continue };
+            let class = shared.classes.get(record.class);
+            if class.is_none_or(|class| class.namespace.local != namespace.local) {
+                continue;
+            }
+            let here = shared.is_here(entry.print, &record);
+            if let Some(left) = index.remove(entry.print, at) {
                 shared.free_if_empty(at.record, left);
-                blocks += 1;
+                blocks += u64::from(here);
             }
         }
         rt.yield_now().await;

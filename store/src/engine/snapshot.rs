@@ -58,8 +58,7 @@ pub(crate) async fn descendants(
                 continue;
             }
             for block in &named {
-                let here = !log.shared.is_expired(&block.record)
-                    || log.shared.index.is_leased(block.print, log.shared.clock.now());
+                let here = log.shared.is_here(block.print, &block.record);
                 let follows = |parent: BlockKey| known.contains(&parent) || found.contains(&parent);
                 if here && block.parent.is_some_and(follows) {
                     found.insert(block.key);

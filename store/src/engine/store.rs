@@ -79,6 +79,8 @@ pub struct Stats {
     pub allocated_bytes: u64,
     /// Bytes that it may allocate.
     pub budget_bytes: u64,
+    /// Deletes that are remembered, because a record that they kill may lie on disk: those of each shard.
+    pub tombstones: u64,
 }
 
 /// An open store. Cheap to clone; the last clone to go stops the executors without a checkpoint, as a crash
@@ -175,6 +177,7 @@ impl Store {
             index: shared.index.memory(),
             allocated_bytes,
             budget_bytes,
+            tombstones: shared.buried.load(Ordering::Relaxed),
         }
     }
 
