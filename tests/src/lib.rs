@@ -7,3 +7,4 @@ pub mod model;
 pub mod script;
 pub mod sim;
 pub mod stage;
+pub mod witness;
