@@ -484,14 +484,7 @@ impl Log {
             },
         };
         segment.begin(self.sequence.get());
-        let header = SegmentHeader {
-            position: self.position(&segment, 0),
-            secret: self.shared.secret.clone(),
-            created_ms: self.shared.clock.unix_millis(),
-            segment_bytes: self.shared.segment_bytes,
-            first_sequence: segment.first_sequence.get(),
-        };
-        let image = header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))?;
+        let image = self.header_image(&segment)?;
         let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
         staging.copy_in(0, &image);
         if segment.generation.get() > 1 {
@@ -520,6 +513,18 @@ impl Log {
             segment.wrote(0);
         }));
         Ok(())
+    }
+
+    /// The header of a segment as it is now.
+    pub(crate) fn header_image(&self, segment: &Segment) -> Result<Vec<u8>, Reason> {
+        let header = SegmentHeader {
+            position: self.position(segment, 0),
+            secret: self.shared.secret.clone(),
+            created_ms: self.shared.clock.unix_millis(),
+            segment_bytes: self.shared.segment_bytes,
+            first_sequence: segment.first_sequence.get(),
+        };
+        header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))
     }
 
     fn take_free(&self) -> Option<Rc<Segment>> {
