@@ -8,6 +8,7 @@ pub mod placement;
 pub mod presence;
 pub mod put;
 pub mod read;
+pub mod turns;
 
 use kvarts_layout::{Geometry, Identity, NamespaceId};
 
@@ -16,6 +17,7 @@ pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};
 pub use put::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 pub use read::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, Verify, read_channel};
+pub use turns::Turns;
 
 use crate::error::Error;
 use crate::rt::mailbox::Ticket;
