@@ -124,6 +124,10 @@ fn check(shared: &Arc<Shared>, request: &PutRequest) -> Result<Arc<RunClass>, Re
     if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
         return Err(Reason::DeadlineInPast);
     }
+    if request.from.turns().is_some() {
+        // Memory that layers share has no bytes of all of them at once.
+        return Err(Reason::Overlap);
+    }
     let blocks = request.keys.len() as u32;
     check_keys(&request.keys, request.parent)?;
     if let Some(origins) = &request.origins
