@@ -10,10 +10,10 @@ use std::task::{Context, Poll, Waker};
 
 use kvarts_layout::NamespaceId;
 use kvarts_store::api::{
-    BlockOutcome, DeleteOutcome, DeleteReply, DeleteRequest, Durability, KvStore, Order, Parent, PutReply,
-    PutRequest, ReadEvent, ReadRequest, Target, Verify,
+    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Durability, KvStore, Order,
+    Parent, Placed, Presence, PutReply, PutRequest, ReadEvent, ReadRequest, ReadStream, Target, Verify,
 };
-use kvarts_store::engine::{Executors, Options, Store};
+use kvarts_store::engine::{CompactOptions, Executors, Options, Store};
 use kvarts_store::error::{Error, Kind, Reason};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::mailbox::{Abandoned, Ticket};
@@ -50,6 +50,10 @@ pub struct Ledger {
     pub deletes: u64,
     /// Reasons that callers were given.
     pub refusals: Vec<Reason>,
+    /// Blocks that compactions moved.
+    pub moved: u64,
+    /// Records that compactions merged.
+    pub merged: u64,
 }
 
 /// What a store was found to hold: the chunks of each block, or why there are none.
@@ -109,6 +113,21 @@ impl Ledger {
             if let (Some(known), Err(Reason::NotHere(_))) = (self.blocks.get_mut(name), state) {
                 known.durable = false;
             }
+        }
+    }
+
+    /// What an open store says of itself: a block that was acknowledged and is absent now was evicted.
+    pub fn allow_absent(&mut self, store: &Store) {
+        if store.stats().counts.blocks_evicted == 0 {
+            return;
+        }
+        let Ok(namespace) = register(store) else { return };
+        for (name, known) in &mut self.blocks {
+            let (group, coordinate) = fixture::columns()[name.0];
+            let keys = [key(*name)];
+            let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease: None };
+            let here = store.contains(&request).is_ok_and(|reply| reply.presence.contains(&Presence::Here));
+            known.durable &= here;
         }
     }
 
@@ -178,12 +197,22 @@ struct Delete {
 /// Puts, deletes, reads and checkpoints from a seed, several at once; what comes of them goes into the ledger. It may be
 /// dropped at any moment, as a crash does.
 pub async fn work(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: usize) {
+    work_on(store, ledger, rng, (ops, 15)).await;
+}
+
+/// The same, of chained blocks, with compactions under puts and reads.
+pub async fn work_compacting(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: usize) {
+    work_on(store, ledger, rng, (ops, 19)).await;
+}
+
+async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, (ops, kinds): (usize, u64)) {
     let Ok(namespace) = register(store) else { panic!("the small model is accepted") };
     let mut puts = VecDeque::new();
     for _ in 0..ops {
-        match rng.below(15) {
+        match rng.below(kinds) {
             0..9 => puts.push_back(Asked::Put(put(store, namespace, ledger, rng))),
             9..12 => puts.push_back(Asked::Delete(delete(store, namespace, ledger, rng))),
+            15.. => compact(store, namespace, ledger, rng).await,
             12 => {
                 if let Err(error) = store.checkpoint().await {
                     ledger.borrow_mut().refusals.push(error.0);
@@ -204,6 +233,24 @@ pub async fn work(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: u
     while !puts.is_empty() {
         settle(&mut puts, ledger).await;
     }
+}
+
+/// Compacts everything that can be, under a read that had begun before.
+async fn compact(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: &mut Rng) {
+    let column = rng.index(3);
+    let (into, stream) = begin_column(store, namespace, column);
+    let options = CompactOptions { dead_thousandths: 0, merge_records_min: 2, ..CompactOptions::default() };
+    match store.compact(options).await {
+        Ok(report) => {
+            let mut ledger = ledger.borrow_mut();
+            ledger.moved += report.blocks_moved;
+            ledger.merged += report.records_merged;
+        }
+        Err(error) => ledger.borrow_mut().refusals.push(error.0),
+    }
+    let found = end_column(column, &into, &stream).await;
+    let violation = ledger.borrow().violation(&found, Judge::BytesOnly);
+    assert_eq!(violation, None, "under a compaction");
 }
 
 async fn settle(asked: &mut VecDeque<Asked>, ledger: &RefCell<Ledger>) {
@@ -289,7 +336,7 @@ fn put(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: &mu
         namespace,
         group,
         coordinate,
-        parent: Parent::Unknown,
+        parent: if first == 0 { Parent::Root } else { Parent::Key(key((column, first - 1))) },
         first_block: None,
         keys: names.iter().map(|name| key(*name)).collect(),
         from,
@@ -307,15 +354,19 @@ fn register(store: &Store) -> Result<NamespaceId, Error> {
 }
 
 async fn read_column(store: &Store, namespace: NamespaceId, column: usize) -> Found {
+    let (into, stream) = begin_column(store, namespace, column);
+    end_column(column, &into, &stream).await
+}
+
+fn begin_column(store: &Store, namespace: NamespaceId, column: usize) -> (Placed, ReadStream) {
     let (group, coordinate) = fixture::columns()[column];
     let shape = fixture::shape(group, coordinate);
-    let names: Vec<Name> = (0..KEYS).map(|n| (column, n)).collect();
     let into = fixture::place(&shape, KEYS as u32, Style::Blocks, 0).expect("a valid placement");
     let stream = store.read(ReadRequest {
         namespace,
         group,
         coordinate,
-        keys: names.iter().map(|name| key(*name)).collect(),
+        keys: (0..KEYS).map(|n| key((column, n))).collect(),
         layers: None,
         order: Order::Blocks,
         into: into.clone(),
@@ -323,7 +374,12 @@ async fn read_column(store: &Store, namespace: NamespaceId, column: usize) -> Fo
         class: Class::Foreground,
         deadline: None,
     });
-    let stream = stream.expect("a well-formed read");
+    (into, stream.expect("a well-formed read"))
+}
+
+async fn end_column(column: usize, into: &Placed, stream: &ReadStream) -> Found {
+    let (group, coordinate) = fixture::columns()[column];
+    let shape = fixture::shape(group, coordinate);
     let end = loop {
         if let ReadEvent::End(end) = stream.next().await {
             break end;
@@ -331,9 +387,9 @@ async fn read_column(store: &Store, namespace: NamespaceId, column: usize) -> Fo
     };
     let state = |at: u32| match end.failures.iter().find(|(block, _)| *block == at) {
         Some((_, reason)) => Err(reason.clone()),
-        None => Ok(fixture::read_block(&into, at, &shape)),
+        None => Ok(fixture::read_block(into, at, &shape)),
     };
-    (0..).zip(names).map(|(at, name)| (name, state(at))).collect()
+    (0..KEYS).map(|n| ((column, n), state(n as u32))).collect()
 }
 
 /// Everything that an open store holds.
@@ -359,12 +415,28 @@ pub enum Driven<T> {
 
 /// Steps the world until the future is done or the disk has completed `operations` operations.
 pub fn drive<T>(world: &SimWorld, operations: u64, future: impl Future<Output = T>) -> Driven<T> {
+    observe(world, operations, &mut || (), future)
+}
+
+/// The same; `watch` is called each time that the disk has completed another operation.
+pub fn observe<T>(
+    world: &SimWorld,
+    operations: u64,
+    watch: &mut dyn FnMut(),
+    future: impl Future<Output = T>,
+) -> Driven<T> {
     let mut future = std::pin::pin!(future);
     let mut context = Context::from_waker(Waker::noop());
     let mut value = None;
     let mut cut = false;
+    let mut seen = world.disk().operations().1;
     let ran = world.run_until(60_000, || {
-        cut = world.disk().operations().1 >= operations;
+        let completed = world.disk().operations().1;
+        if completed != seen {
+            seen = completed;
+            watch();
+        }
+        cut = completed >= operations;
         if !cut && let Poll::Ready(ready) = future.as_mut().poll(&mut context) {
             value = Some(ready);
         }

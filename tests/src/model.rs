@@ -226,6 +226,10 @@ impl Model {
     fn try_read(&self, request: &ReadRequest) -> Result<Vec<ReadEvent>, Reason> {
         check_keys(&request.keys)?;
         let blocks = request.keys.len() as u32;
+        if request.into.turns().is_some() {
+            // It answers at once, so layers cannot take turns.
+            return Err(Reason::Overlap);
+        }
         if request.into.block_count() != blocks {
             let found = u64::from(request.into.block_count());
             return Err(Reason::Length { expected: u64::from(blocks), found });

@@ -9,6 +9,7 @@ pub mod placement;
 pub mod presence;
 pub mod put;
 pub mod read;
+pub mod turns;
 
 use std::time::Duration;
 
@@ -20,6 +21,7 @@ pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};
 pub use put::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 pub use read::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, Verify, read_channel};
+pub use turns::Turns;
 
 use crate::error::Error;
 pub use crate::events::{Cause, Event, EventKind, Gap, Sequence, SnapshotCursor, SnapshotPage, Subscription};

@@ -9,6 +9,10 @@ use std::time::Duration;
 
 use kvarts_layout::{BlockKey, NamespaceId};
 
+use super::compact::chains::{self, Peers, Survey};
+use super::compact::gather::{Gathered, Taken};
+use super::compact::relocate::{Head, Moved};
+use super::compact::{self, CompactOptions, CompactReport, Pace};
 use super::delete::{self, Answer, DeletePart};
 use super::directory::{self, Found};
 use super::log::Log;
@@ -21,9 +25,10 @@ use super::slice;
 use super::{Limits, checkpoint, expiry, snapshot};
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
 use crate::error::{Error, Reason};
+use crate::index::RecordId;
 use crate::io::{Arena, DirId, Driver, IoFacts, Metrics, Region};
 use crate::rt::mailbox::{Mailbox, Reply, SendError, Sender};
-use crate::rt::{Body, Class, Nanos, Runtime, Seat};
+use crate::rt::{Body, Class, LocalTask, Nanos, Runtime, Seat};
 
 /// What other threads ask of an executor.
 pub(crate) enum Message {
@@ -55,6 +60,16 @@ pub(crate) enum Message {
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
     /// Write a checkpoint of every shard.
     Checkpoint(Reply<Result<(), Reason>>),
+    /// Empty segments of every shard that are mostly dead.
+    Compact(CompactOptions, Reply<Result<CompactReport, Reason>>),
+    /// Coordinate the merging of chains over all executors.
+    Merge(Arc<Shared>, Peers, CompactOptions, Reply<Result<CompactReport, Reason>>),
+    /// List the small records of a shard.
+    Survey(u32, Reply<Survey>),
+    /// Read these records of a shard.
+    Gather(u32, Vec<RecordId>, Reply<Result<Vec<Gathered>, Reason>>),
+    /// Write blocks as a record of a shard.
+    Rewrite(u32, Box<(Head, Vec<Taken>)>, Reply<Result<Moved, Reason>>),
     /// Say what the device path is and has done.
     Inspect(Reply<(IoFacts, Metrics)>),
     /// Forget the headers that reads have kept.
@@ -199,6 +214,11 @@ impl Executor {
                     });
                 }
                 Message::Checkpoint(reply) => self.checkpoint(reply),
+                message @ (Message::Compact(..)
+                | Message::Merge(..)
+                | Message::Survey(..)
+                | Message::Gather(..)
+                | Message::Rewrite(..)) => self.compact(message),
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
@@ -349,6 +369,39 @@ impl Executor {
                 drop(busy);
             }),
         );
+    }
+
+    /// Does a part of a compaction while the executor goes on serving. A caller that is gone needs no answer.
+    fn compact(&self, message: Message) {
+        let log = |shard: u32| self.logs.borrow().get(&shard).map(Rc::clone);
+        let (rt, stopping) = (Rc::clone(&self.rt), Rc::clone(&self.stopping));
+        let task: LocalTask = match message {
+            Message::Compact(options, reply) => {
+                let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
+                Box::pin(async move {
+                    let mut pace = Pace::new(&rt, &options, stopping);
+                    let _ = reply.send(compact::segments::empty_all(&logs, &options, &mut pace).await);
+                })
+            }
+            Message::Merge(shared, peers, options, reply) => Box::pin(async move {
+                let mut pace = Pace::new(&rt, &options, stopping);
+                let _ = reply.send(chains::merge(&shared, &peers, &options, &mut pace).await);
+            }),
+            Message::Survey(shard, reply) => {
+                let Some(log) = log(shard) else { return };
+                Box::pin(async move { drop(reply.send(chains::survey(&log).await)) })
+            }
+            Message::Gather(shard, records, reply) => {
+                let Some(log) = log(shard) else { return };
+                Box::pin(async move { drop(reply.send(chains::take(&log, records).await)) })
+            }
+            Message::Rewrite(shard, record, reply) => {
+                let Some(log) = log(shard) else { return };
+                Box::pin(async move { drop(reply.send(chains::rewrite(&log, &record.0, &record.1).await)) })
+            }
+            _ => return,
+        };
+        self.rt.spawn(Class::Background, task);
     }
 
     /// Waits until nothing is under way, with a bound: a device that hangs does not keep the process.

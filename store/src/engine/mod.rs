@@ -5,6 +5,7 @@
 //! (`shard`), where `log` appends records to segments and `slice` reads them back; `recover` finds it all again.
 
 mod checkpoint;
+mod compact;
 mod content;
 mod delete;
 mod directory;
@@ -32,6 +33,7 @@ mod writes;
 
 use std::time::Duration;
 
+pub use compact::{CompactOptions, CompactReport};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use store::{Executors, Options, PlannedExtent, Stats, Store};

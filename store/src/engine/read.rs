@@ -13,6 +13,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Waker;
 
 use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
 use kvarts_layout::format::PAGE_BYTES;
@@ -176,6 +177,10 @@ fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reas
         let found = u64::from(request.into.block_count());
         return Err(Reason::Length { expected: u64::from(blocks), found });
     }
+    if request.into.turns().is_some() && request.order == Order::Blocks {
+        // Whole blocks need all their layers at once.
+        return Err(Reason::Overlap);
+    }
     if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
         return Err(Reason::DeadlineInPast);
     }
@@ -280,6 +285,17 @@ impl ReadJob {
     /// Whether there is no use in going on.
     pub(crate) fn is_cancelled(&self) -> bool {
         self.sink.is_cancelled()
+    }
+
+    /// Whether a step that had no memory has some now, or nobody waits for it any more; if not, `waker` is woken.
+    pub(crate) fn may_go_on(&self, step: u32, waker: &Waker) -> bool {
+        let open = self.request.into.turns().is_none_or(|turns| turns.is_open_or_wake(step, waker));
+        open || self.sink.is_cancelled_or_wake(waker)
+    }
+
+    /// Whether the memory of a step may be written.
+    pub(crate) fn is_open(&self, step: u32) -> bool {
+        self.request.into.turns().is_none_or(|turns| turns.is_open(step))
     }
 
     /// Ends a block's usefulness. The first reason stays.

@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
 
+use super::compact::chains::Peers;
+use super::compact::{CompactOptions, CompactReport};
 use super::delete;
 use super::directory::Plan;
 use super::executor::{self, Message, Router};
@@ -233,6 +235,31 @@ impl Store {
             lost(answer.await)??;
         }
         Ok(())
+    }
+
+    /// Compacts now: merges chains of small records, and moves live blocks out of segments that are mostly dead. Reads
+    /// and puts go on meanwhile; nothing that was acknowledged is lost by a crash in the middle. Small records are
+    /// looked for in sealed segments: those of the segment that is being written wait for the next time.
+    pub async fn compact(&self, options: CompactOptions) -> Result<CompactReport, Error> {
+        let mut report = CompactReport::default();
+        if options.merge_records_min > 0 {
+            let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without executors"))?;
+            let peers =
+                Peers { executors: self.0.router.executors.clone(), owners: self.0.router.owners.clone() };
+            let (reply, answer) = ticket();
+            send(first, Message::Merge(Arc::clone(&self.0.shared), peers, options, reply))?;
+            report.add(lost(answer.await)??);
+        }
+        let mut answers = Vec::new();
+        for sender in &self.0.router.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Compact(options, reply))?;
+            answers.push(answer);
+        }
+        for answer in answers {
+            report.add(lost(answer.await)??);
+        }
+        Ok(report)
     }
 
     /// Finishes what is under way, writes a checkpoint and stops the executors. Requests that come later are

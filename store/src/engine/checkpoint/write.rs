@@ -124,6 +124,13 @@ fn stated(segment: &Segment) -> Option<Stated> {
         SegmentState::Free if generation == 0 => return None,
         SegmentState::Free => (SEGMENT_FREE, 0),
         SegmentState::Sealed => (SEGMENT_SEALED, 0),
+        // A new file of which nothing has been flushed, not even the header: a crash may leave it empty, and known
+        // to be in use it would look as if it had been zeroed.
+        SegmentState::Open | SegmentState::Sealing | SegmentState::Suspect
+            if generation == 1 && durable_upto == 0 =>
+        {
+            return None;
+        }
         SegmentState::Open | SegmentState::Sealing => (SEGMENT_OPEN, durable_upto),
         // Broken off here: what is on disk of it is what an open one has.
         SegmentState::Suspect if segment.broken().is_some() => (SEGMENT_OPEN, durable_upto),
