@@ -11,4 +11,5 @@ pub mod error;
 pub mod home;
 pub mod index;
 pub mod io;
+pub mod ledger;
 pub mod rt;

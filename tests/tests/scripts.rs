@@ -86,12 +86,17 @@ fn play(seed: u64, compare: bool) -> u128 {
     for step in 0..OPS {
         let op = Op::draw(&mut rng);
         let found = engine.play(&op);
+        stage.audit();
+        if step % 8 == 7 {
+            stage.audit_all();
+        }
         if compare {
             let expected = model.play(&op);
             assert!(found == expected, "seed {seed}, step {step}: {}", tell(&op, &found, &expected));
         }
     }
     world.disk().heal();
+    stage.audit_all();
     stage.close().unwrap();
     world.disk().log().digest()
 }

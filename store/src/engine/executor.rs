@@ -15,6 +15,7 @@ use super::read::ReadPart;
 use super::recover::{self, RecoveryReport};
 use super::shared::Shared;
 use super::slice;
+use super::store::free_space;
 use super::{Limits, checkpoint};
 use crate::error::Reason;
 use crate::io::{Arena, DirId, Driver, IoFacts, Metrics, Region};
@@ -37,6 +38,10 @@ pub(crate) enum Message {
     Read(u32, ReadPart),
     /// Write a checkpoint of every shard.
     Checkpoint(Reply<Result<(), Reason>>),
+    /// Give segments back until the budget is kept.
+    Shrink,
+    /// Say how many bytes the file systems of the directories have free.
+    FreeSpace { directories: u16, reply: Reply<Result<u64, Reason>> },
     /// Say what the device path is and has done.
     Inspect(Reply<(IoFacts, Metrics)>),
     /// Forget the headers that reads have kept.
@@ -113,6 +118,10 @@ impl Executor {
                 Message::Put(shard, part) => self.put(shard, part),
                 Message::Read(shard, part) => self.read(shard, part),
                 Message::Checkpoint(reply) => self.checkpoint(reply),
+                Message::Shrink => self.shrink(),
+                Message::FreeSpace { directories, reply } => {
+                    let _ = reply.send(free_space(&self.driver, directories).await);
+                }
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
@@ -173,6 +182,14 @@ impl Executor {
             }
         };
         self.rt.spawn(Class::Background, Box::pin(keeping));
+    }
+
+    /// Gives segments of every shard back, beside what else is done.
+    fn shrink(&self) {
+        for log in self.logs.borrow().values().map(Rc::clone) {
+            let (rt, stopping) = (Rc::clone(&self.rt), Rc::clone(&self.stopping));
+            self.rt.spawn(Class::Background, Box::pin(async move { log.shrink(&rt, &stopping).await }));
+        }
     }
 
     fn put(&self, shard: u32, part: PutPart) {

@@ -63,7 +63,7 @@ impl Log {
     }
 
     /// Evicts every block that the segment holds; false, and only some evicted, if one is leased.
-    fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
+    pub(crate) fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
         for record in &footer.records {
             if let Content::Blocks(blocks) = &record.content
                 && !self.evict_record(segment, record.offset, blocks)

@@ -68,10 +68,11 @@ struct Slice {
 }
 
 /// Returns what a segment's readers hold when dropped.
-struct Hold(Rc<Segment>);
+#[derive(Debug)]
+pub(super) struct Hold(Rc<Segment>);
 
 impl Hold {
-    fn new(segment: &Rc<Segment>) -> Self {
+    pub(super) fn new(segment: &Rc<Segment>) -> Self {
         segment.readers.set(segment.readers.get() + 1);
         Self(Rc::clone(segment))
     }

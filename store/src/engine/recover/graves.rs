@@ -36,6 +36,12 @@ impl Graves {
         *below = epoch.below.max(*below);
     }
 
+    /// How many tombstones and epochs there are.
+    pub(crate) fn len(&self) -> u64 {
+        let tombstones: usize = self.blocks.values().map(Vec::len).sum();
+        (tombstones + self.namespaces.len()) as u64
+    }
+
     /// Whether nothing is dead.
     pub(crate) fn is_empty(&self) -> bool {
         self.blocks.is_empty() && self.namespaces.is_empty()
