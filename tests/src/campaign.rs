@@ -10,7 +10,8 @@ use std::task::{Context, Poll, Waker};
 
 use kvarts_layout::NamespaceId;
 use kvarts_store::api::{
-    BlockOutcome, Durability, KvStore, Order, Parent, PutReply, PutRequest, ReadEvent, ReadRequest, Verify,
+    BlockOutcome, ContainsRequest, Durability, KvStore, Order, Parent, Presence, PutReply, PutRequest,
+    ReadEvent, ReadRequest, Verify,
 };
 use kvarts_store::engine::{Executors, Options, Store};
 use kvarts_store::error::{Error, Kind, Reason};
@@ -103,6 +104,21 @@ impl Ledger {
             if let (Some(known), Err(Reason::NotHere(_))) = (self.blocks.get_mut(name), state) {
                 known.durable = false;
             }
+        }
+    }
+
+    /// What an open store says of itself: a block that was acknowledged and is absent now was evicted.
+    pub fn allow_absent(&mut self, store: &Store) {
+        if store.stats().counts.blocks_evicted == 0 {
+            return;
+        }
+        let Ok(namespace) = register(store) else { return };
+        for (name, known) in &mut self.blocks {
+            let (group, coordinate) = fixture::columns()[name.0];
+            let keys = [key(*name)];
+            let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease: None };
+            let here = store.contains(&request).is_ok_and(|reply| reply.presence.contains(&Presence::Here));
+            known.durable &= here;
         }
     }
 
@@ -258,12 +274,28 @@ pub enum Driven<T> {
 
 /// Steps the world until the future is done or the disk has completed `operations` operations.
 pub fn drive<T>(world: &SimWorld, operations: u64, future: impl Future<Output = T>) -> Driven<T> {
+    observe(world, operations, &mut || (), future)
+}
+
+/// The same; `watch` is called each time that the disk has completed another operation.
+pub fn observe<T>(
+    world: &SimWorld,
+    operations: u64,
+    watch: &mut dyn FnMut(),
+    future: impl Future<Output = T>,
+) -> Driven<T> {
     let mut future = std::pin::pin!(future);
     let mut context = Context::from_waker(Waker::noop());
     let mut value = None;
     let mut cut = false;
+    let mut seen = world.disk().operations().1;
     let ran = world.run_until(60_000, || {
-        cut = world.disk().operations().1 >= operations;
+        let completed = world.disk().operations().1;
+        if completed != seen {
+            seen = completed;
+            watch();
+        }
+        cut = completed >= operations;
         if !cut && let Poll::Ready(ready) = future.as_mut().poll(&mut context) {
             value = Some(ready);
         }

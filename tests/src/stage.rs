@@ -202,14 +202,25 @@ impl SimStage {
         closed.map(|()| self.world.disk().after_kill())
     }
 
+    /// What [`Stage::audit`] finds wrong, if anything.
+    pub fn look(&self) -> audit::Finding {
+        let report = audit::books(self.engine())?;
+        audit::budget(&report)?;
+        audit::bound(&report, &self.world.disk().media())
+    }
+
+    /// What [`SimStage::audit_all`] finds wrong, if anything.
+    pub fn look_closely(&self) -> Result<usize, String> {
+        self.world.settle();
+        self.look()?;
+        let (report, segments) = (self.engine().stats().space, self.engine().segments());
+        audit::disk(&report, &segments, &self.world.disk().media())
+    }
+
     /// Lets everything under way end, then audits to the byte, against files and footers on the disk too. Gives the
     /// number of footers that were compared.
     pub fn audit_all(&self) -> usize {
-        self.world.settle();
-        self.audit();
-        let (report, segments) = (self.engine().stats().space, self.engine().segments());
-        audit::disk(&report, &segments, &self.world.disk().media())
-            .unwrap_or_else(|why| panic!("seed {}: {why}", self.world.seed().0))
+        self.look_closely().unwrap_or_else(|why| panic!("seed {}: {why}", self.world.seed().0))
     }
 
     /// Cuts the power.
@@ -243,12 +254,7 @@ impl Stage for SimStage {
     }
 
     fn audit(&self) {
-        let look = || {
-            let report = audit::books(self.engine())?;
-            audit::budget(&report)?;
-            audit::bound(&report, &self.world.disk().media())
-        };
-        look().unwrap_or_else(|why| panic!("seed {}: {why}", self.world.seed().0));
+        self.look().unwrap_or_else(|why| panic!("seed {}: {why}", self.world.seed().0));
     }
 }
 

@@ -7,6 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::compact::{self, CompactOptions, CompactReport, Pace};
 use super::directory::{self, Found};
 use super::log::Log;
 use super::notify::before;
@@ -42,6 +43,8 @@ pub(crate) enum Message {
     Shrink,
     /// Say how many bytes the file systems of the directories have free.
     FreeSpace { directories: u16, reply: Reply<Result<u64, Reason>> },
+    /// Compact every shard.
+    Compact(CompactOptions, Reply<Result<CompactReport, Reason>>),
     /// Say what the device path is and has done.
     Inspect(Reply<(IoFacts, Metrics)>),
     /// Forget the headers that reads have kept.
@@ -122,6 +125,7 @@ impl Executor {
                 Message::FreeSpace { directories, reply } => {
                     let _ = reply.send(free_space(&self.driver, directories).await);
                 }
+                Message::Compact(options, reply) => self.compact(options, reply),
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
@@ -232,6 +236,30 @@ impl Executor {
             Box::pin(async move {
                 let _ = reply.send(checkpoint_all(&rt, &logs, patience).await);
                 drop(busy);
+            }),
+        );
+    }
+
+    /// Compacts every shard while the executor goes on serving.
+    fn compact(&self, options: CompactOptions, reply: Reply<Result<CompactReport, Reason>>) {
+        let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
+        let (rt, stopping) = (Rc::clone(&self.rt), Rc::clone(&self.stopping));
+        self.rt.spawn(
+            Class::Background,
+            Box::pin(async move {
+                let mut pace = Pace::new(&rt, &options, stopping);
+                let mut report = CompactReport::default();
+                for log in &logs {
+                    match compact::segments::empty(log, &options, &mut pace).await {
+                        Ok(done) => report.add(done),
+                        Err(reason) => {
+                            let _ = reply.send(Err(reason));
+                            return;
+                        }
+                    }
+                }
+                // A caller that is gone needs no answer.
+                let _ = reply.send(Ok(report));
             }),
         );
     }

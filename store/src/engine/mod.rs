@@ -6,6 +6,7 @@
 
 mod budget;
 mod checkpoint;
+mod compact;
 mod directory;
 mod executor;
 mod flights;
@@ -29,6 +30,7 @@ mod store;
 
 use std::time::Duration;
 
+pub use compact::{CompactOptions, CompactReport};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use store::{Executors, Options, PlannedExtent, Stats, Store};

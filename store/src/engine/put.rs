@@ -7,7 +7,6 @@
 //!
 //! Whatever happens to a put, its reservations end: a job that is dropped half-way abandons what it had reserved.
 
-use std::num::NonZeroU16;
 use std::ops::Range;
 use std::pin::pin;
 use std::rc::Rc;
@@ -445,7 +444,7 @@ async fn write(log: &Rc<Log>, job: &PutJob, run: &Range<u32>, digests: &[u32]) -
     }
     let (blocks, expires) = job.body(run);
     let layout = job.class.layout_of(run.len() as u32)?;
-    let payload = Payload { layout, from: &job.request.from, ordinal: run.start };
+    let payload = Payload::Placed { layout, from: &job.request.from, ordinal: run.start };
     let draft = Draft {
         namespace: Some(&job.class.namespace),
         body: Body::Blocks(blocks),
@@ -471,19 +470,7 @@ async fn write(log: &Rc<Log>, job: &PutJob, run: &Range<u32>, digests: &[u32]) -
 /// Makes the blocks of a written record live.
 fn publish(log: &Log, job: &PutJob, run: &Range<u32>, written: &Written, expires: u32) -> Result<(), Reason> {
     let index = &job.shared.index;
-    let page = kvarts_layout::format::PAGE_BYTES;
-    let too_large = || Reason::Bug("a record past the limits of the index");
-    let info = RecordInfo {
-        shard: u16::try_from(log.shard).map_err(|_| too_large())?,
-        segment: written.segment.number,
-        page: u32::try_from(written.offset / page).map_err(|_| too_large())?,
-        header_pages: u16::try_from(u64::from(written.header_bytes) / page).map_err(|_| too_large())?,
-        payload_pages: u32::try_from(written.payload_bytes.div_ceil(page)).map_err(|_| too_large())?,
-        blocks: u16::try_from(run.len()).ok().and_then(NonZeroU16::new).ok_or_else(too_large)?,
-        live: 0,
-        class: job.class.number,
-        expires,
-    };
+    let info = written.info(log.shard, run.len(), job.class.number, expires)?;
     job.shared.note_expiry(expires);
     let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
     let prints = job.prints.get(run.start as usize..run.end as usize).unwrap_or_default();

@@ -21,7 +21,7 @@ mod report;
 mod scan;
 mod sightings;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;

@@ -50,6 +50,10 @@ counters! {
     payload_bytes_stored,
     /// Bytes of the records written, headers and padding included.
     record_bytes_written,
+    /// Blocks moved to another record.
+    blocks_moved,
+    /// Bytes of the records that moves wrote, headers and padding included.
+    moved_bytes_written,
     /// Blocks delivered whole and verified.
     blocks_read,
     /// Bytes read from devices for reads.

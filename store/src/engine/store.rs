@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
 
+use super::compact::{CompactOptions, CompactReport};
 use super::directory::Plan;
 use super::executor::{self, Message};
 use super::presence;
@@ -242,6 +243,22 @@ impl Store {
             lost(answer.await)??;
         }
         Ok(())
+    }
+
+    /// Compacts now: moves live blocks out of segments that are mostly dead. Reads and puts go on meanwhile; nothing
+    /// that was acknowledged is lost by a crash in the middle.
+    pub async fn compact(&self, options: CompactOptions) -> Result<CompactReport, Error> {
+        let mut answers = Vec::new();
+        for sender in &self.0.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Compact(options, reply))?;
+            answers.push(answer);
+        }
+        let mut report = CompactReport::default();
+        for answer in answers {
+            report.add(lost(answer.await)??);
+        }
+        Ok(report)
     }
 
     /// Finishes what is under way, writes a checkpoint and stops the executors. Requests that come later are
