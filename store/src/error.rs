@@ -53,6 +53,13 @@ pub enum Reason {
         /// Bytes that would then be pinned.
         wanted: u64,
     },
+    /// The namespace's quota on disk bytes would be passed, and nothing of it may go.
+    Quota {
+        /// Bytes the quota allows.
+        limit: u64,
+        /// Bytes that the namespace would then have.
+        wanted: u64,
+    },
     /// The namespace was never registered here.
     UnknownNamespace(NamespaceId),
     /// The namespace is registered with another spec.
@@ -131,7 +138,9 @@ impl Reason {
         match self {
             Self::NotHere(_) | Self::Media(_) => Kind::Miss,
             Self::InFlight | Self::Busy(_) | Self::Deleted | Self::EventGap => Kind::Retry,
-            Self::NoSpace | Self::PinCap { .. } | Self::Locked(_) | Self::LeaseEnded => Kind::Refused,
+            Self::NoSpace | Self::PinCap { .. } | Self::Quota { .. } | Self::Locked(_) | Self::LeaseEnded => {
+                Kind::Refused
+            }
             Self::UnknownNamespace(_)
             | Self::SpecMismatch
             | Self::Identity(_)
@@ -168,6 +177,10 @@ impl fmt::Display for Reason {
             Self::PinCap { limit, wanted } => {
                 write!(f, "{wanted} bytes would be pinned, {limit} are allowed: release leases first")
             }
+            Self::Quota { limit, wanted } => write!(
+                f,
+                "the namespace would have {wanted} bytes where its quota allows {limit}: release leases, put less, or raise the quota"
+            ),
             Self::UnknownNamespace(id) => {
                 write!(f, "namespace {id} is not registered: register its identity first")
             }
@@ -244,6 +257,7 @@ mod tests {
         let digest = Reason::Digest { segment: 1, offset: 4096, expected: 1, found: 2 };
         assert_eq!(Error(digest).kind(), Kind::Corrupt);
         assert_eq!(Error(Reason::NoSpace).kind(), Kind::Refused);
+        assert_eq!(Error(Reason::Quota { limit: 1, wanted: 2 }).kind(), Kind::Refused);
         assert_eq!(Error(Reason::Media(String::new())).kind(), Kind::Miss);
     }
 }

@@ -12,4 +12,5 @@ pub mod events;
 pub mod home;
 pub mod index;
 pub mod io;
+pub mod ledger;
 pub mod rt;

@@ -18,6 +18,7 @@ use kvarts_store::error::{Error, Kind, Reason};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::mailbox::{Abandoned, Ticket};
 
+use crate::audit;
 use crate::fixture::{self, Style};
 use crate::sim::{Hang, Media, Rng, Seed, SimWorld, WorldConfig};
 
@@ -476,6 +477,18 @@ pub fn reopen(seed: Seed, config: &WorldConfig, options: &Options, media: Media)
     }
 }
 
+/// The books of a store after recovery, to the byte.
+fn audit_recovered(opened: &Opened, judge: Judge) -> Result<(), String> {
+    opened.world.settle();
+    let report = audit::books(&opened.store)?;
+    // A disk that lies may hold anything beside what the store knows.
+    if judge == Judge::Strict {
+        audit::budget(&report)?;
+        audit::disk(&report, &opened.store.segments(), &opened.world.disk().media())?;
+    }
+    Ok(())
+}
+
 fn look(opened: &Opened) -> Result<Found, String> {
     match drive(&opened.world, u64::MAX, read_all(&opened.store)) {
         Driven::Done(found) => Ok(found),
@@ -494,12 +507,14 @@ pub fn verify(
 ) -> Result<(Opened, Found, u64), String> {
     let first = reopen(seed.child("first"), config, options, image)?;
     let operations = first.world.disk().operations().1;
+    audit_recovered(&first, judge)?;
     let found = look(&first)?;
     if let Some(violation) = ledger.violation(&found, judge) {
         return Err(format!("{violation}\nrecovery: {:?}", first.store.recovery()));
     }
     let first_report = first.store.recovery().to_vec();
     let again = reopen(seed.child("again"), config, options, first.world.kill())?;
+    audit_recovered(&again, judge)?;
     let second = look(&again)?;
     if second != found && judge == Judge::Strict {
         let name = found.keys().find(|name| found[name] != second[name]).expect("they differ somewhere");

@@ -1,5 +1,6 @@
 //! Simulated disk and clock, reference model, fault campaign and end-to-end tests of Kvarts.
 
+pub mod audit;
 pub mod campaign;
 pub mod conformance;
 pub mod fixture;

@@ -18,6 +18,7 @@ use kvarts_store::rt::clock::ManualClock;
 use kvarts_store::rt::mailbox::Ticket;
 use kvarts_store::rt::{Clock, Nanos};
 
+use crate::audit;
 use crate::model::Model;
 use crate::sim::{CrashState, Media, SimWorld};
 
@@ -42,6 +43,10 @@ pub trait Stage {
 
     /// Moves time on; false where time cannot be moved.
     fn advance(&self, by: Duration) -> bool;
+
+    /// Compares the store's books with what can be counted at any moment, where there are books. Cheap enough to be
+    /// called after every operation of a test; panics with what is wrong.
+    fn audit(&self) {}
 
     /// The answer to a question.
     fn answer(&self, ticket: Ticket<Result<PutReply, Error>>) -> Result<PutReply, Error> {
@@ -167,6 +172,7 @@ pub fn small_options(executors: usize) -> Options {
         shards_per_directory: 2,
         segment_bytes: 256 << 10,
         budget_bytes: 48 << 20,
+        budget_beyond_disk: false,
         record_bytes_max: 8 << 20,
         executors,
         limits: Limits { arena_bytes: 4 << 20, ..Limits::default() },
@@ -220,6 +226,27 @@ impl SimStage {
         closed.map(|()| self.world.disk().after_kill())
     }
 
+    /// What [`Stage::audit`] finds wrong, if anything.
+    pub fn look(&self) -> audit::Finding {
+        let report = audit::books(self.engine())?;
+        audit::budget(&report)?;
+        audit::bound(&report, &self.world.disk().media())
+    }
+
+    /// What [`SimStage::audit_all`] finds wrong, if anything.
+    pub fn look_closely(&self) -> Result<usize, String> {
+        self.world.settle();
+        self.look()?;
+        let (report, segments) = (self.engine().stats().space, self.engine().segments());
+        audit::disk(&report, &segments, &self.world.disk().media())
+    }
+
+    /// Lets everything under way end, then audits to the byte, against files and footers on the disk too. Gives the
+    /// number of footers that were compared.
+    pub fn audit_all(&self) -> usize {
+        self.look_closely().unwrap_or_else(|why| panic!("seed {}: {why}", self.world.seed().0))
+    }
+
     /// Cuts the power.
     pub fn cut_power(self) -> CrashState {
         self.world.cut_power()
@@ -248,6 +275,10 @@ impl Stage for SimStage {
     fn advance(&self, by: Duration) -> bool {
         self.world.clock().advance_to(self.now().plus(by));
         true
+    }
+
+    fn audit(&self) {
+        self.look().unwrap_or_else(|why| panic!("seed {}: {why}", self.world.seed().0));
     }
 }
 

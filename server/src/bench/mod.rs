@@ -14,6 +14,7 @@
 #![allow(clippy::disallowed_types, reason = "a plain hash map is what a lookup is compared with")]
 
 mod bare;
+mod churn;
 mod crossover;
 mod layers;
 mod lookup;
@@ -46,6 +47,8 @@ enum BenchCommand {
     Match(lookup::MatchArgs),
     /// Open a store of a million blocks after a crash and after a clean stop
     Open(open::OpenArgs),
+    /// Keep a full store in use and watch disk, memory, descriptors and write amplification
+    Churn(churn::ChurnArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
 }
@@ -57,6 +60,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Put(arguments) => put::run(arguments, out),
         BenchCommand::Match(arguments) => lookup::run(arguments, out),
         BenchCommand::Open(arguments) => open::run(arguments, out),
+        BenchCommand::Churn(arguments) => churn::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
     }
 }

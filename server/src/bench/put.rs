@@ -74,8 +74,8 @@ pub(super) fn run(arguments: &PutArgs, out: &mut dyn Write) -> Result<(), Failur
     }
     let fresh_bytes = (arguments.mib << 20) * u64::from(common.pairs + 1);
     let segment = kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
-    // Both shards may be in the middle of a segment, and sealing one takes another.
-    let budget = fresh_bytes.next_multiple_of(segment) + 4 * segment + (1 << 20);
+    // Both shards may be in the middle of a segment, and sealing one takes another; checkpoints need room as well.
+    let budget = fresh_bytes.next_multiple_of(segment) + 4 * segment + (16 << 20);
     let scratch = Scratch::new(common, budget + 3 * fresh_bytes + (1 << 30))?;
     let options = Options { budget_bytes: budget, ..Options::default() };
     let home = setup::open(common, scratch.path(), options)?;

@@ -22,6 +22,7 @@ use super::read::ReadPart;
 use super::recover::{self, RecoveryReport};
 use super::shared::Shared;
 use super::slice;
+use super::store::free_space;
 use super::{Limits, checkpoint, expiry, snapshot};
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
 use crate::error::{Error, Reason};
@@ -60,6 +61,10 @@ pub(crate) enum Message {
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
     /// Write a checkpoint of every shard.
     Checkpoint(Reply<Result<(), Reason>>),
+    /// Give segments back until the budget is kept.
+    Shrink,
+    /// Say how many bytes the file systems of the directories have free.
+    FreeSpace { directories: u16, reply: Reply<Result<u64, Reason>> },
     /// Empty segments of every shard that are mostly dead.
     Compact(CompactOptions, Reply<Result<CompactReport, Reason>>),
     /// Coordinate the merging of chains over all executors.
@@ -219,6 +224,10 @@ impl Executor {
                 | Message::Survey(..)
                 | Message::Gather(..)
                 | Message::Rewrite(..)) => self.compact(message),
+                Message::Shrink => self.shrink(),
+                Message::FreeSpace { directories, reply } => {
+                    let _ = reply.send(free_space(&self.driver, directories).await);
+                }
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
@@ -325,6 +334,14 @@ impl Executor {
             }
         };
         self.rt.spawn(Class::Background, Box::pin(keeping));
+    }
+
+    /// Gives segments of every shard back, beside what else is done.
+    fn shrink(&self) {
+        for log in self.logs.borrow().values().map(Rc::clone) {
+            let (rt, stopping) = (Rc::clone(&self.rt), Rc::clone(&self.stopping));
+            self.rt.spawn(Class::Background, Box::pin(async move { log.shrink(&rt, &stopping).await }));
+        }
     }
 
     fn put(&self, shard: u32, part: PutPart) {

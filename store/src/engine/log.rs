@@ -27,14 +27,15 @@ use super::headers::Headers;
 use super::names::Namespace;
 use super::notify::{Notify, Turn};
 use super::recover::graves::Graves;
-use super::segment::{Segment, SegmentState};
+use super::segment::{Segment, SegmentState, fault, record_bytes};
 use super::shared::Shared;
+use super::slice::Hold;
 use super::writes::Writes;
 use crate::api::Placed;
 use crate::error::Reason;
 use crate::index::RecordInfo;
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{Arena, Buf, DirId, Driver, IoError, MetaOp, Name, OpenMode};
+use crate::io::{Arena, Buf, DirId, Driver, IoError, Name};
 use crate::rt::Class;
 
 /// The most buffers of one vectored write: what the kernel takes at once.
@@ -109,6 +110,8 @@ pub(crate) struct Written {
     pub(crate) payload_bytes: u64,
     /// Where the next record begins: durable once everything below is.
     pub(crate) end: u64,
+    /// Until the record is visible, or given up, its segment is not written anew: reclaim would not find it.
+    _hold: Rc<Hold>,
 }
 
 impl Written {
@@ -144,13 +147,19 @@ pub(crate) struct Log {
     pub(crate) driver: Rc<Driver>,
     pub(crate) arena: Arena,
     pub(crate) segments: RefCell<BTreeMap<u32, Rc<Segment>>>,
+    /// The last generation of each segment whose file is gone.
+    pub(crate) retired: RefCell<BTreeMap<u32, u64>>,
+    /// Bytes of the budget that files have which could not be made, and not be removed.
+    pub(crate) residue: Cell<u64>,
     /// Proved headers, for reads.
     pub(crate) headers: Headers,
     /// Reads that others may share.
     pub(crate) flights: Flights,
     open: RefCell<Option<Rc<Segment>>>,
     /// A task is getting the next segment; others wait.
-    rolling: Cell<bool>,
+    pub(super) rolling: Cell<bool>,
+    /// Segments are being given back.
+    pub(super) shrinking: Cell<bool>,
     /// Segments whose seal has not ended.
     sealing: Cell<u32>,
     pub(crate) sequence: Cell<u64>,
@@ -161,7 +170,7 @@ pub(crate) struct Log {
     pub(crate) checkpoints: Slots,
     /// Blocks are being moved: one move at a time bounds the memory that moves take.
     pub(crate) moving: Turn,
-    changed: Notify,
+    pub(super) changed: Notify,
     spawn: Box<dyn Fn(crate::rt::LocalTask)>,
 }
 
@@ -188,10 +197,13 @@ impl Log {
             driver,
             arena,
             segments: RefCell::default(),
+            retired: RefCell::default(),
+            residue: Cell::new(0),
             headers: Headers::default(),
             flights: Flights::default(),
             open: RefCell::default(),
             rolling: Cell::new(false),
+            shrinking: Cell::new(false),
             sealing: Cell::new(0),
             sequence: Cell::new(1),
             graves: RefCell::default(),
@@ -224,7 +236,7 @@ impl Log {
             let written = self.write(class, image, draft).await;
             if let Err(error) = &written {
                 let action = decide(error, Stage::PutData);
-                segment.break_off(Reason::Media(error.to_string()));
+                segment.break_off(fault(error));
                 self.abandon(&segment);
                 segment.wrote(offset);
                 match action {
@@ -327,13 +339,16 @@ impl Log {
                 _ => false,
             };
         }
+        segment.book.append(len, record_bytes(&entries));
         tail.entries.append(&mut entries);
         let given = tail.give_out(len);
         debug_assert_eq!(given, start);
         self.sequence.set(sequence + 1);
         let segment = Rc::clone(segment);
         let end = start + len;
-        let written = Written { segment: Rc::clone(&segment), offset, header_bytes, payload_bytes, end };
+        let _hold = Rc::new(Hold::new(&segment));
+        let written =
+            Written { segment: Rc::clone(&segment), offset, header_bytes, payload_bytes, end, _hold };
         Ok(Some(Image { segment, offset: start, headers, written }))
     }
 
@@ -475,14 +490,7 @@ impl Log {
     /// recycled one has a sound footer of what it held: its header is durable first, or a crash could leave that
     /// footer in force over records that are overwritten.
     async fn open_next(self: &Rc<Self>) -> Result<(), Reason> {
-        let segment = match self.take_free() {
-            Some(segment) => segment,
-            None => match self.create_segment().await {
-                Ok(segment) => segment,
-                Err(Reason::NoSpace) => self.reclaim().await?,
-                Err(reason) => return Err(reason),
-            },
-        };
+        let segment = self.next_segment().await?;
         segment.begin(self.sequence.get());
         let image = self.header_image(&segment)?;
         let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
@@ -496,10 +504,10 @@ impl Log {
                     Ok(())
                 }
                 Err(error) => {
-                    segment.break_off(Reason::Media(error.to_string()));
+                    segment.break_off(fault(&error));
                     match decide(&error, Stage::PutFlush) {
                         Action::LatchReadOnly => Err(self.shared.latch(&error)),
-                        _ => Err(Reason::Media(error.to_string())),
+                        _ => Err(fault(&error)),
                     }
                 }
             };
@@ -508,7 +516,7 @@ impl Log {
         let (driver, file) = (Rc::clone(&self.driver), segment.file);
         (self.spawn)(Box::pin(async move {
             if let Err(error) = driver.write(Class::Put, file, 0, staging, false).await {
-                segment.break_off(Reason::Media(error.to_string()));
+                segment.break_off(fault(&error));
             }
             segment.wrote(0);
         }));
@@ -525,50 +533,6 @@ impl Log {
             first_sequence: segment.first_sequence.get(),
         };
         header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))
-    }
-
-    fn take_free(&self) -> Option<Rc<Segment>> {
-        let segments = self.segments.borrow();
-        let free =
-            |segment: &&Rc<Segment>| segment.state.get() == SegmentState::Free && segment.readers.get() == 0;
-        segments.values().find(free).map(Rc::clone)
-    }
-
-    /// Makes a segment file: reserved on disk and durable by name before anything is acknowledged in it.
-    async fn create_segment(&self) -> Result<Rc<Segment>, Reason> {
-        let bytes = self.shared.segment_bytes;
-        self.shared.take_segment_budget()?;
-        let number = self.segments.borrow().last_key_value().map_or(0, |(&last, _)| last + 1);
-        let name = self.file_name(&format::names::segment_name(number));
-        let made = async {
-            let mode = OpenMode { write: true, create: true, direct: true };
-            let file = self.driver.open(name, mode).await?;
-            let reserved = async {
-                self.driver.meta(MetaOp::Allocate { file, offset: 0, len: bytes }).await?;
-                self.driver.meta(MetaOp::SyncDir { name: self.home() }).await
-            };
-            if let Err(error) = reserved.await {
-                // The descriptor must not stay behind with every attempt on a full disk.
-                let _ = self.driver.meta(MetaOp::Close { file }).await;
-                return Err(error);
-            }
-            Ok::<_, IoError>(file)
-        };
-        match made.await {
-            Ok(file) => {
-                let segment = Rc::new(Segment::new(number, file, 0, SegmentState::Free));
-                self.segments.borrow_mut().insert(number, Rc::clone(&segment));
-                Ok(segment)
-            }
-            Err(error) => {
-                // What was made of the file is found, empty, by the next attempt: its name is taken again.
-                self.shared.give_budget(bytes);
-                match decide(&error, Stage::Metadata) {
-                    Action::RefuseNoSpace => Err(Reason::NoSpace),
-                    _ => Err(self.shared.latch(&error)),
-                }
-            }
-        }
     }
 
     fn seal_in_background(self: &Rc<Self>, segment: Rc<Segment>) {
@@ -592,14 +556,14 @@ impl Log {
         segment.durable(&self.driver, end).await?;
         // Listed in memory until the footer can be read.
         let records = segment.tail.borrow().entries.clone();
-        let (footer, trailer) = self.seal_images(segment, Footer { records }, end, reason)?;
+        let (footer, trailer) = self.seal_images(segment, &Footer { records }, end, reason)?;
         // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
         for (at, image) in [(trailer_at - footer.len() as u64, footer), (trailer_at, trailer)] {
-            let media = |error: IoError| Reason::Media(error.to_string());
-            let staging = self.stage(image.len()).await.map_err(media)?;
+            let fault = |error: IoError| fault(&error);
+            let staging = self.stage(image.len()).await.map_err(fault)?;
             staging.copy_in(0, &image);
-            self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(media)?;
+            self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(fault)?;
         }
         segment.tail.borrow_mut().entries = Vec::new();
         segment.state.set(SegmentState::Sealed);
@@ -610,7 +574,7 @@ impl Log {
     fn seal_images(
         &self,
         segment: &Segment,
-        footer: Footer,
+        footer: &Footer,
         log_end: u64,
         reason: SealReason,
     ) -> Result<(Vec<u8>, Vec<u8>), Reason> {

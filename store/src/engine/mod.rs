@@ -4,6 +4,7 @@
 //! (`shared`: index, names, budget); its parts go through mailboxes to the executors that own the shards
 //! (`shard`), where `log` appends records to segments and `slice` reads them back; `recover` finds it all again.
 
+mod budget;
 mod checkpoint;
 mod compact;
 mod content;
@@ -20,9 +21,11 @@ mod names;
 mod notify;
 mod presence;
 mod put;
+mod quota;
 mod read;
 mod reclaim;
 mod recover;
+mod room;
 mod runs;
 mod segment;
 mod shared;

@@ -15,21 +15,29 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_layout::arrange::LAYOUT_VERSION;
 use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as DiskParent, layout_code};
+use kvarts_layout::format::page_align;
 use kvarts_layout::format::record::Body;
 use kvarts_layout::{BlockKey, Layout, OriginId};
 
 use super::log::{Draft, Log, Payload, Written};
 use super::notify::before;
+use super::quota;
 use super::runs::RunClass;
 use super::shared::Shared;
 use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 use crate::error::{Error, Reason};
 use crate::index::{BlockFingerprint, RecordInfo, Reservation, Ticket as Claim};
+use crate::ledger::Promise;
 use crate::rt::mailbox::Reply;
 use crate::rt::{Class, LocalTask, Nanos};
 
 /// Blocks of one record at most, whatever their size: the index counts them in sixteen bits.
 const RECORD_BLOCKS_MAX: u32 = 4096;
+
+/// What a record's header has at most beside its blocks and digests.
+const HEADER_BYTES: u64 = 640;
+/// What it has for a block.
+const HEADER_BLOCK_BYTES: u64 = 48;
 
 /// What the parts of one put share.
 pub(crate) struct PutJob {
@@ -56,7 +64,7 @@ pub(crate) struct PutPart {
 /// The kinds of work.
 pub(crate) enum PutWork {
     /// Write these blocks of the request as one record.
-    Write { run: Range<u32>, digests: Vec<u32> },
+    Write { run: Range<u32>, digests: Vec<u32>, promise: Promise },
     /// These blocks are here already: make sure that their record is as durable as was asked.
     Settle { places: Vec<u32>, segment: u32, end: u64 },
 }
@@ -202,7 +210,7 @@ impl PutJob {
             match start {
                 None if reserved => start = Some(ordinal),
                 Some(first) if !reserved || ordinal - first == limit => {
-                    parts.push(self.write_part(first..ordinal, shards));
+                    parts.extend(self.write_part(first..ordinal, shards));
                     start = reserved.then_some(ordinal);
                 }
                 _ => {}
@@ -211,7 +219,19 @@ impl PutJob {
         parts
     }
 
-    fn write_part(self: &Arc<Self>, run: Range<u32>, shards: u32) -> Routed {
+    /// The part that writes a run, or `None` if the namespace's quota refuses it.
+    fn write_part(self: &Arc<Self>, run: Range<u32>, shards: u32) -> Option<Routed> {
+        let promise = match self.promise(&run) {
+            Ok(promise) => promise,
+            Err(reason) => {
+                let outcome = self.give_up(&run, reason);
+                let mut state = self.lock();
+                if let Some(refused) = state.outcomes.get_mut(run.start as usize..run.end as usize) {
+                    refused.fill(outcome);
+                }
+                return None;
+            }
+        };
         let chunks = self.class.shape.layers().iter().flat_map(|layer| &layer.chunks);
         let sizes: Vec<u64> = chunks.map(|chunk| chunk.bytes).collect();
         let mut digests = Vec::with_capacity(run.len() * sizes.len());
@@ -222,7 +242,18 @@ impl PutJob {
             }
         }
         let shard = self.request.keys.get(run.start as usize).map_or(0, |key| shard_of(key, shards));
-        (shard, PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests } })
+        Some((shard, PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, promise } }))
+    }
+
+    /// Takes what the record of a run will take of its namespace's quota.
+    fn promise(&self, run: &Range<u32>) -> Result<Promise, Reason> {
+        let shape = &self.class.shape;
+        let chunks: usize = shape.layers().iter().map(|layer| layer.chunks.len()).sum();
+        let (blocks, chunks) = (run.len() as u64, chunks as u64);
+        let header = HEADER_BYTES + blocks * (HEADER_BLOCK_BYTES + 4 * chunks);
+        let payload = self.class.layout_of(run.len() as u32)?.image_bytes();
+        let account = self.shared.index.records().ledger().account(self.class.namespace.id);
+        quota::promise(&self.shared, &account, page_align(header).unwrap_or(header) + payload)
     }
 
     /// One part for each segment that blocks which are here already must be durable in.
@@ -385,7 +416,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask
             };
             job.finish(places.into_iter().map(|place| (place, outcome.clone())));
         }
-        PutWork::Write { run, digests } => {
+        PutWork::Write { run, digests, promise } => {
             let mut writing = pin!(write(log, &job, &run, &digests));
             let ended = before(writing.as_mut(), deadline).await;
             let late = ended.is_none();
@@ -403,6 +434,8 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask
                 true => BlockOutcome::Refused(Reason::Deleted),
                 false => outcome.clone(),
             };
+            // What is live by now is counted as live.
+            drop(promise);
             job.finish(run.clone().map(|place| (place, outcome(place))));
             if late {
                 // What is under way holds the caller's memory until the device is done with it. What it wrote

@@ -63,7 +63,7 @@ impl Log {
 
     /// Makes sure that what a segment buries stands elsewhere on disk before the segment is written anew: a record
     /// that it kills may lie in another, and would come back. False if it could not be done.
-    async fn save_graves(&self, footer: &Footer) -> bool {
+    pub(crate) async fn save_graves(&self, footer: &Footer) -> bool {
         if !Graves::are_in(&footer.records, self.floor()) {
             return true;
         }
@@ -133,7 +133,7 @@ impl Log {
     }
 
     /// Evicts every block that the segment holds; false, and only some evicted, if one is leased.
-    fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
+    pub(crate) fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
         for record in &footer.records {
             if let Content::Blocks(blocks) = &record.content
                 && !self.evict_record(segment, record.offset, blocks)

@@ -23,7 +23,7 @@ mod sightings;
 #[cfg(test)]
 pub(super) mod tests;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -108,6 +108,7 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     log.graves.replace(checkpoint.graves.clone());
     let now_ms = log.shared.clock.unix_millis();
     let mut recovery = Recovery { log, report, checkpoint, batch: Batch::default(), now_ms };
+    recovery.retire(&found.segments);
     let mut sources = recovery.classify(&found.segments).await?;
     // Newest first: see `adopt`.
     sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
@@ -124,9 +125,7 @@ impl Recovery<'_> {
         for (file, ends) in files.iter().zip(sightings::ends(self, files).await?) {
             let sighting = ends.sighting(&self.checkpoint);
             let row = segment_row(&sighting);
-            let state = SegmentState::Suspect;
-            let segment = Rc::new(Segment::new(file.number, file.file, ends.floor(&self.checkpoint), state));
-            self.log.segments.borrow_mut().insert(file.number, Rc::clone(&segment));
+            let segment = self.segment(file, ends.floor(&self.checkpoint));
             if let Some(header) = &ends.header {
                 self.saw(header.first_sequence.saturating_sub(1));
             }
@@ -155,6 +154,27 @@ impl Recovery<'_> {
             }
         }
         Ok(sources)
+    }
+
+    /// Notes the generations of segments whose files are gone, so that their numbers go on where they were.
+    fn retire(&self, files: &[SegmentFile]) {
+        let mut retired = self.log.retired.borrow_mut();
+        let there: BTreeSet<u32> = files.iter().map(|file| file.number).collect();
+        for (&number, known) in &self.checkpoint.segments {
+            if !there.contains(&number) {
+                retired.insert(number, known.generation);
+            }
+        }
+    }
+
+    /// A segment of which nothing is known yet.
+    fn segment(&self, file: &SegmentFile, generation: u64) -> Rc<Segment> {
+        let book = self.log.shared.index.records().ledger().open(self.log.shard, file.number);
+        book.set_allocated(file.allocated);
+        let segment =
+            Rc::new(Segment::new((file.number, book), file.file, generation, SegmentState::Suspect));
+        self.log.segments.borrow_mut().insert(file.number, Rc::clone(&segment));
+        segment
     }
 
     fn saw(&self, sequence: u64) {
@@ -192,6 +212,7 @@ impl Recovery<'_> {
         let entries = scanned.entries;
         let first_sequence = entries.first().map_or(scanned.last_sequence, |entry| entry.sequence);
         segment.first_sequence.set(first_sequence);
+        segment.found(scanned.log_end, &entries);
         {
             let mut tail = segment.tail.borrow_mut();
             tail.next = scanned.log_end;
@@ -276,6 +297,7 @@ impl Recovery<'_> {
                 self.report.take(segment_row(&sighting), segment.number, 0);
                 segment.generation.set(position.generation);
                 segment.first_sequence.set(trailer.first_sequence);
+                segment.found(trailer.log_end, &footer.records);
                 segment.state.set(SegmentState::Sealed);
                 self.adopt(segment, &footer.records).await
             }

@@ -13,6 +13,7 @@ use kvarts_layout::{BlockShape, Coordinate, Group, Layout};
 
 use super::names::Namespace;
 use crate::error::Reason;
+use crate::ledger::Ledger;
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 struct ClassKey {
@@ -68,12 +69,20 @@ struct Tables {
 }
 
 /// All run classes of a store. Usable from any thread.
-#[derive(Debug, Default)]
-pub(crate) struct RunClasses(RwLock<Tables>);
+#[derive(Debug)]
+pub(crate) struct RunClasses {
+    tables: RwLock<Tables>,
+    /// Learns to whom the records of each class belong.
+    ledger: Arc<Ledger>,
+}
 
 impl RunClasses {
+    pub(crate) fn new(ledger: Arc<Ledger>) -> Self {
+        Self { tables: RwLock::default(), ledger }
+    }
+
     fn read(&self) -> std::sync::RwLockReadGuard<'_, Tables> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
+        self.tables.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The shape of a block of this group at this coordinate, or why the model has none.
@@ -92,7 +101,7 @@ impl RunClasses {
             .geometry
             .shape(group, coordinate, namespace.block_tokens)
             .map_err(|error| Reason::Shape(error.to_string()))?;
-        let mut tables = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut tables = self.tables.write().unwrap_or_else(PoisonError::into_inner);
         Ok(Arc::clone(tables.shapes.entry(key).or_insert_with(|| Arc::new(shape))))
     }
 
@@ -115,7 +124,7 @@ impl RunClasses {
             return Ok(class);
         }
         let shape = self.shape(namespace, group, coordinate)?;
-        let mut tables = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut tables = self.tables.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(class) = tables.get(&key) {
             return Ok(class);
         }
@@ -133,6 +142,7 @@ impl RunClasses {
             shape,
             layouts,
         });
+        self.ledger.assign(number, class.namespace.id);
         tables.numbers.insert(key, number);
         tables.classes.push(Arc::clone(&class));
         Ok(class)

@@ -14,13 +14,15 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
-use kvarts_layout::format::PAGE_BYTES;
-use kvarts_layout::format::footer::Entry;
+use kvarts_layout::format::footer::{Content, Entry};
+use kvarts_layout::format::{PAGE_BYTES, page_align};
 
 use super::notify::Notify;
 use crate::error::Reason;
-use crate::io::{Driver, FileId};
+use crate::io::{Driver, FileId, IoError, IoErrorKind};
+use crate::ledger::{Book, Phase};
 
 /// What a segment is to its shard.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,6 +37,54 @@ pub(crate) enum SegmentState {
     Sealed,
     /// A write or flush failed: what was acknowledged in it stays readable, nothing is added.
     Suspect,
+}
+
+impl SegmentState {
+    fn phase(self) -> Phase {
+        match self {
+            Self::Free => Phase::Free,
+            Self::Open => Phase::Open,
+            Self::Sealing | Self::Sealed => Phase::Full,
+            Self::Suspect => Phase::Lost,
+        }
+    }
+}
+
+/// A segment's state, which its book follows.
+#[derive(Debug)]
+pub(crate) struct State {
+    state: Cell<SegmentState>,
+    book: Arc<Book>,
+}
+
+impl State {
+    pub(crate) fn get(&self) -> SegmentState {
+        self.state.get()
+    }
+
+    pub(crate) fn set(&self, state: SegmentState) {
+        self.state.set(state);
+        self.book.turn(state.phase());
+    }
+}
+
+/// What a caller is told of a write or flush that failed.
+pub(crate) fn fault(error: &IoError) -> Reason {
+    match error.kind {
+        IoErrorKind::NoSpace => Reason::NoSpace,
+        _ => Reason::Media(error.to_string()),
+    }
+}
+
+/// Bytes of those entries that are records of blocks.
+pub(crate) fn record_bytes(entries: &[Entry]) -> u64 {
+    let bytes = |entry: &Entry| match entry.content {
+        Content::Blocks(_) => {
+            u64::from(entry.header_bytes) + page_align(entry.payload_bytes).unwrap_or(entry.payload_bytes)
+        }
+        _ => 0,
+    };
+    entries.iter().map(bytes).sum()
 }
 
 /// The growing end of a segment.
@@ -79,7 +129,9 @@ pub(crate) struct Segment {
     /// Of what it holds now; a free segment is written next under the one after.
     pub(crate) generation: Cell<u64>,
     pub(crate) first_sequence: Cell<u64>,
-    pub(crate) state: Cell<SegmentState>,
+    pub(crate) state: State,
+    /// What its bytes are.
+    pub(crate) book: Arc<Book>,
     pub(crate) tail: RefCell<Tail>,
     /// Device reads under way: the segment is not written anew while there are any.
     pub(crate) readers: Cell<u32>,
@@ -90,13 +142,20 @@ pub(crate) struct Segment {
 
 impl Segment {
     /// A segment in this state, with nothing under way.
-    pub(crate) fn new(number: u32, file: FileId, generation: u64, state: SegmentState) -> Self {
+    pub(crate) fn new(
+        (number, book): (u32, Arc<Book>),
+        file: FileId,
+        generation: u64,
+        state: SegmentState,
+    ) -> Self {
+        book.turn(state.phase());
         Self {
             number,
             file,
             generation: Cell::new(generation),
             first_sequence: Cell::new(0),
-            state: Cell::new(state),
+            state: State { state: Cell::new(state), book: Arc::clone(&book) },
+            book,
             tail: RefCell::default(),
             readers: Cell::new(0),
             renamed: RefCell::default(),
@@ -109,10 +168,16 @@ impl Segment {
         self.generation.set(self.generation.get() + 1);
         self.first_sequence.set(first_sequence);
         self.state.set(SegmentState::Open);
+        self.book.begin(PAGE_BYTES);
         let mut tail = Tail::default();
         tail.give_out(PAGE_BYTES);
         self.tail.replace(tail);
         self.renamed.borrow_mut().clear();
+    }
+
+    /// Notes what recovery found that the segment holds.
+    pub(crate) fn found(&self, log_end: u64, entries: &[Entry]) {
+        self.book.restore(log_end, record_bytes(entries));
     }
 
     /// Notes what a short id of a namespace in this segment is in memory.
@@ -146,6 +211,12 @@ impl Segment {
     /// Why the segment is broken, if it is.
     pub(crate) fn broken(&self) -> Option<Reason> {
         self.tail.borrow().broken.clone()
+    }
+
+    /// Whether no write and no flush is under way.
+    pub(crate) fn is_quiet(&self) -> bool {
+        let tail = self.tail.borrow();
+        tail.in_flight.is_empty() && !tail.flushing
     }
 
     /// Completes when no write is under way.
@@ -189,7 +260,7 @@ impl Segment {
                 Ok(()) => tail.durable_upto = tail.durable_upto.max(target),
                 Err(error) => {
                     drop(tail);
-                    self.break_off(Reason::Media(error.to_string()));
+                    self.break_off(fault(&error));
                     continue;
                 }
             }

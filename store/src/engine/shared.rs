@@ -8,6 +8,7 @@ use std::time::Duration;
 use kvarts_layout::StoreId;
 use kvarts_layout::format::Secret;
 
+use super::budget::Budget;
 use super::names::Names;
 use super::runs::RunClasses;
 use crate::error::Reason;
@@ -17,12 +18,6 @@ use crate::io::mem::PAGE;
 use crate::io::{Buf, IoError, Region};
 use crate::rt::{Clock, Entropy, Nanos};
 
-/// What two checkpoint files of one shard take besides their records.
-const CHECKPOINT_BYTES: u64 = 64 << 10;
-/// What both take for a record.
-const CHECKPOINT_RECORD_BYTES: u64 = 80;
-/// What both take for a tombstone.
-const CHECKPOINT_GRAVE_BYTES: u64 = 160;
 /// Expiry is kept in steps of a tenth of a second: 32 bits of them last thirteen years.
 pub(super) const EXPIRY_STEP_MS: u64 = 100;
 /// Zero bytes that gaps between chunks are written from.
@@ -99,9 +94,7 @@ pub(crate) struct Shared {
     pub(super) opened: (Nanos, u64),
     /// The most payload bytes of one record.
     pub(crate) record_bytes_max: u64,
-    shards: u32,
-    budget: u64,
-    allocated: AtomicU64,
+    pub(super) budget: Budget,
     latch: Mutex<Option<String>>,
     zeros: OnceLock<Option<Buf>>,
     /// Tombstones and epochs that checkpoints list, of all shards.
@@ -128,65 +121,29 @@ impl Shared {
         let mut stream = [0; 8];
         entropy.fill(&mut stream);
         let opened = (clock.now(), clock.unix_millis());
+        let budget = Budget::new(&birth);
+        let index = Index::new(&seed, 0);
+        let classes = RunClasses::new(Arc::clone(index.records().ledger()));
         Self {
             store: birth.store,
             secret: birth.secret,
             segment_bytes: birth.segment_bytes,
             created_ms: birth.created_ms,
-            index: Index::new(&seed, 0),
+            index,
             names: Names::default(),
-            classes: RunClasses::default(),
+            classes,
             clock,
             entropy,
             counters: Counters::default(),
             events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),
             opened,
             record_bytes_max: birth.record_bytes_max,
-            shards: birth.shards,
-            budget: birth.budget,
-            allocated: AtomicU64::new(0),
+            budget,
             latch: Mutex::default(),
             zeros: OnceLock::new(),
             buried: AtomicU64::new(0),
             expiring: AtomicBool::new(false),
         }
-    }
-
-    /// Takes bytes of the budget before they are allocated on disk.
-    pub(crate) fn take_budget(&self, bytes: u64) -> Result<(), Reason> {
-        let within = |used: u64| used.checked_add(bytes).filter(|&used| used <= self.budget);
-        self.allocated
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, within)
-            .map(drop)
-            .map_err(|_| Reason::NoSpace)
-    }
-
-    /// Takes the bytes of a new segment, leaving room for the checkpoints of everything that is here: a full store
-    /// must still be able to write down what it knows.
-    pub(crate) fn take_segment_budget(&self) -> Result<(), Reason> {
-        let checkpoints = u64::from(self.shards) * CHECKPOINT_BYTES
-            + self.index.records().len() as u64 * CHECKPOINT_RECORD_BYTES
-            + self.buried.load(Ordering::Relaxed) * CHECKPOINT_GRAVE_BYTES;
-        let (allocated, budget) = self.space();
-        if allocated.saturating_add(self.segment_bytes).saturating_add(checkpoints) > budget {
-            return Err(Reason::NoSpace);
-        }
-        self.take_budget(self.segment_bytes)
-    }
-
-    /// Counts bytes that are on disk already, whatever the budget says.
-    pub(crate) fn charge(&self, bytes: u64) {
-        self.allocated.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    /// Gives bytes back that were not allocated after all.
-    pub(crate) fn give_budget(&self, bytes: u64) {
-        self.allocated.fetch_sub(bytes, Ordering::Relaxed);
-    }
-
-    /// Bytes on disk, and the most there may be.
-    pub(crate) fn space(&self) -> (u64, u64) {
-        (self.allocated.load(Ordering::Relaxed), self.budget)
     }
 
     /// Makes the store read-only for as long as it is open: an error said that the directory takes no writes.

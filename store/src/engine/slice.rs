@@ -68,6 +68,7 @@ struct Slice {
 }
 
 /// Returns what a segment's readers hold when dropped.
+#[derive(Debug)]
 pub(super) struct Hold(Rc<Segment>);
 
 impl Hold {

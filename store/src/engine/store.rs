@@ -1,6 +1,7 @@
 //! The store that callers hold: opening, routing requests to executors, closing.
 
 mod measure;
+mod space;
 
 use std::fmt;
 use std::sync::Arc;
@@ -29,10 +30,12 @@ use crate::api::{
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
 use crate::io::{IoFacts, Metrics, Region};
+use crate::ledger::SpaceReport;
 use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
 
 pub use measure::PlannedExtent;
+pub(super) use space::free_space;
 
 /// How a store is opened. What concerns the shape on disk counts only when the store is made.
 #[derive(Clone, Debug)]
@@ -45,6 +48,9 @@ pub struct Options {
     pub segment_bytes: u64,
     /// Bytes that the store may have on disk.
     pub budget_bytes: u64,
+    /// Whether that may be more than what the store has and what its disks have free. If not, opening says so;
+    /// if so, puts are refused once the disk is full.
+    pub budget_beyond_disk: bool,
     /// The most payload bytes of one record.
     pub record_bytes_max: u64,
     /// Executors. Any number opens any store.
@@ -60,6 +66,7 @@ impl Default for Options {
             shards_per_directory: 2,
             segment_bytes: kvarts_layout::format::DEFAULT_SEGMENT_BYTES,
             budget_bytes: 16 << 30,
+            budget_beyond_disk: false,
             record_bytes_max: 8 << 20,
             executors: 1,
             limits: Limits::default(),
@@ -82,6 +89,8 @@ pub struct Stats {
     pub budget_bytes: u64,
     /// Deletes that are remembered, because a record that they kill may lie on disk: those of each shard.
     pub tombstones: u64,
+    /// What the allocated bytes are.
+    pub space: SpaceReport,
 }
 
 /// An open store. Cheap to clone; the last clone to go stops the executors without a checkpoint, as a crash
@@ -140,7 +149,7 @@ impl Store {
         send(first, Message::OpenDirectories { plan, reply })?;
         let found = lost(answer.await)??;
         let shared = Arc::new(Shared::new(found.birth, launcher.clock(), launcher.entropy()));
-        shared.charge(found.superblock_bytes);
+        shared.begin_budget(found.superblock_bytes)?;
         let mut owners = Vec::new();
         let mut answers = Vec::new();
         for index in 0..executors.len() {
@@ -160,7 +169,12 @@ impl Store {
         }
         let closed = AtomicBool::new(false);
         let router = Arc::new(Router { executors, owners });
-        Ok(Self(Arc::new(Inner { shared, router, reports, closed })))
+        let store = Self(Arc::new(Inner { shared, router, reports, closed }));
+        if !options.budget_beyond_disk {
+            store.check_disk(options.directories).await?;
+        }
+        store.shrink()?;
+        Ok(store)
     }
 
     /// What recovery found, shard by shard.
@@ -179,6 +193,7 @@ impl Store {
             allocated_bytes,
             budget_bytes,
             tombstones: shared.buried.load(Ordering::Relaxed),
+            space: shared.space_report(),
         }
     }
 

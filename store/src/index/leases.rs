@@ -35,7 +35,8 @@ pub struct LeaseTerms {
     pub until: Option<Nanos>,
     /// Whose it is.
     pub tenant: u32,
-    /// How many bytes all leases and pins of the tenant may hold together, this one included.
+    /// How many bytes all leases and pins of the tenant may hold together, this one included; less where the store
+    /// has a lower cap for the tenant.
     pub cap_bytes: u64,
 }
 
@@ -117,6 +118,8 @@ struct State {
     ends: BTreeSet<(Nanos, LeaseId)>,
     /// Bytes pinned by tenant; a tenant without leases is not in it.
     pinned: BTreeMap<u32, u64>,
+    /// Caps that hold whatever a lease's terms say.
+    caps: BTreeMap<u32, u64>,
     /// Prints in all leases.
     prints: usize,
 }
@@ -165,9 +168,10 @@ impl Leases {
     ) -> Result<(), LeaseError> {
         let mut state = lock(&self.0);
         let wanted = state.pinned.get(&terms.tenant).copied().unwrap_or(0).saturating_add(bytes);
-        if wanted > terms.cap_bytes {
+        let limit = state.caps.get(&terms.tenant).map_or(terms.cap_bytes, |cap| terms.cap_bytes.min(*cap));
+        if wanted > limit {
             state.remove(id);
-            return Err(LeaseError::Cap { limit: terms.cap_bytes, wanted });
+            return Err(LeaseError::Cap { limit, wanted });
         }
         let lease = state.by_id.get_mut(&id).ok_or(LeaseError::Expired)?;
         lease.bytes = bytes;
@@ -204,6 +208,14 @@ impl Leases {
     pub(super) fn any_in_force(&self, ids: impl Iterator<Item = LeaseId>, now: Nanos) -> bool {
         let state = lock(&self.0);
         ids.into_iter().any(|id| state.by_id.get(&id).is_some_and(|lease| in_force(lease, now)))
+    }
+
+    pub(super) fn set_cap(&self, tenant: u32, bytes: Option<u64>) {
+        let caps = &mut lock(&self.0).caps;
+        match bytes {
+            Some(bytes) => drop(caps.insert(tenant, bytes)),
+            None => drop(caps.remove(&tenant)),
+        }
     }
 
     pub(super) fn pinned_bytes(&self, tenant: u32) -> u64 {

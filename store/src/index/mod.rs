@@ -19,7 +19,7 @@
 //! The locks guard no call into foreign code, so a panic under one would be a bug of this module; the lock is
 //! then used on, since all that a torn table can cause is again a location that the reader's check refuses.
 //!
-//! Lock order: partition, then its pins, then leases; partition, then a shard of records.
+//! Lock order: partition, then its pins, then leases; partition, then a shard of records, then the ledger.
 
 mod changes;
 mod fingerprint;

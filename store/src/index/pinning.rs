@@ -119,6 +119,11 @@ impl Index {
             && self.leases.any_in_force(lock(&inner.pins).of(print), now)
     }
 
+    /// Caps what the tenant's leases and pins may hold from now on, whatever their terms say; `None` lifts the cap.
+    pub fn set_pin_cap(&self, tenant: u32, bytes: Option<u64>) {
+        self.leases.set_cap(tenant, bytes);
+    }
+
     /// Bytes that the tenant's leases and pins hold, those that expired and were not swept up included.
     pub fn pinned_bytes(&self, tenant: u32) -> u64 {
         self.leases.pinned_bytes(tenant)

@@ -5,16 +5,19 @@
 //! - `live` never counts too few: it goes up before an entry points at the record and down after;
 //! - memory is taken in chunks of 512 records and kept: there is no doubling, nothing moves, nothing shrinks.
 //!
-//! Records are spread over 16 locks by number. No lock is held while a lock of another kind is taken, so
-//! these may be taken under a partition's lock, never the other way round.
+//! Records are spread over 16 locks by number. Under them only the ledger's are taken, which learn of every change
+//! of a live count; so these may be taken under a partition's lock, never the other way round.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::num::NonZeroU16;
-use std::sync::RwLock;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, RwLock};
+
+use kvarts_layout::format::PAGE_BYTES;
 
 use super::{read, write};
+use crate::ledger::Ledger;
 
 /// Locks, a power of two; the low bits of a record's number choose one.
 const SHARDS: u32 = 16;
@@ -55,6 +58,19 @@ pub struct RecordInfo {
     /// When it expires, in the caller's steps since the store's epoch; 0 for never. Lookups do not see it: whoever
     /// resolves a location compares, and the expiry task removes.
     pub expires: u32,
+}
+
+impl RecordInfo {
+    /// Bytes on disk, header and padding included.
+    pub fn bytes(&self) -> u64 {
+        (u64::from(self.header_pages) + u64::from(self.payload_pages)) * PAGE_BYTES
+    }
+
+    /// The share of them that `live` live blocks account for.
+    pub fn share(&self, live: u16) -> u64 {
+        // Below 2^61: pages, their size and blocks have 33, 12 and 16 bits.
+        self.bytes() * u64::from(live.min(self.blocks.get())) / u64::from(self.blocks.get())
+    }
 }
 
 enum Slot {
@@ -189,6 +205,7 @@ pub struct Records {
     shards: Box<[RwLock<Shard>]>,
     /// Which shard the next record goes to.
     turn: AtomicU32,
+    ledger: Arc<Ledger>,
 }
 
 impl fmt::Debug for Records {
@@ -200,7 +217,22 @@ impl fmt::Debug for Records {
 impl Records {
     pub(super) fn new() -> Self {
         let shard = || RwLock::new(Shard { free: NONE, ..Shard::default() });
-        Self { shards: (0..SHARDS).map(|_| shard()).collect(), turn: AtomicU32::new(0) }
+        Self {
+            shards: (0..SHARDS).map(|_| shard()).collect(),
+            turn: AtomicU32::new(0),
+            ledger: Arc::default(),
+        }
+    }
+
+    /// Where the live bytes of all records are counted.
+    pub fn ledger(&self) -> &Arc<Ledger> {
+        &self.ledger
+    }
+
+    /// Tells the ledger that the record had `before` live blocks until now.
+    fn recount(&self, info: &RecordInfo, before: u16) {
+        let place = (u32::from(info.shard), info.segment);
+        self.ledger.moved(place, info.class, info.share(before), info.share(info.live));
     }
 
     fn shard(&self, id: RecordId) -> (&RwLock<Shard>, u32) {
@@ -270,7 +302,8 @@ impl Records {
         let mut shard = write(shard);
         let info = shard.info_mut(local).ok_or(RecordError::Unknown(id))?;
         let sum = u16::try_from(blocks).ok().and_then(|blocks| info.live.checked_add(blocks));
-        info.live = sum.ok_or(RecordError::TooManyBlocks(id))?;
+        let before = std::mem::replace(&mut info.live, sum.ok_or(RecordError::TooManyBlocks(id))?);
+        self.recount(info, before);
         Ok(())
     }
 
@@ -280,7 +313,9 @@ impl Records {
         let mut shard = write(shard);
         let Some(info) = shard.info_mut(local) else { return 0 };
         debug_assert!(usize::from(info.live) >= blocks, "record {id} loses {blocks} of {} blocks", info.live);
-        info.live = info.live.saturating_sub(u16::try_from(blocks).unwrap_or(u16::MAX));
+        let before = info.live;
+        info.live = before.saturating_sub(u16::try_from(blocks).unwrap_or(u16::MAX));
+        self.recount(info, before);
         info.live
     }
 

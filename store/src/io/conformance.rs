@@ -377,7 +377,7 @@ fn a_file_has_the_length_it_was_given(bench: &mut Bench<'_>) {
     assert_eq!(bench.meta(MetaOp::Truncate { file, len: 0 }), 0);
     assert_eq!(bench.stat(file).0, 0);
     match bench.reply(MetaOp::Space { dir: DirId(0) }) {
-        Reply::Space { free, total } => assert!(free <= total && total > 0),
+        Reply::Space { free, total, .. } => assert!(free <= total && total > 0),
         other => panic!("{other:?}"),
     }
 }

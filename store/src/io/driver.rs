@@ -197,10 +197,10 @@ impl Driver {
         .await
     }
 
-    /// Free and all bytes of the file system that holds a directory.
-    pub async fn space(&self, dir: DirId) -> Result<(u64, u64), IoError> {
+    /// Free and all bytes of the file system that holds a directory, and which file system it is.
+    pub async fn space(&self, dir: DirId) -> Result<(u64, u64, u64), IoError> {
         self.reply(MetaOp::Space { dir }, |reply| match reply {
-            Reply::Space { free, total } => Some((free, total)),
+            Reply::Space { free, total, device } => Some((free, total, device)),
             _ => None,
         })
         .await

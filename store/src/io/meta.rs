@@ -174,7 +174,8 @@ impl Meta {
     fn space(&self, dir: DirId) -> Result<Reply, Errno> {
         let space = fstatvfs(self.root(dir)?)?;
         let bytes = |blocks: u64| blocks.saturating_mul(space.f_frsize);
-        Ok(Reply::Space { free: bytes(space.f_bavail), total: bytes(space.f_blocks) })
+        let device = fstat(self.root(dir)?)?.st_dev;
+        Ok(Reply::Space { free: bytes(space.f_bavail), total: bytes(space.f_blocks), device })
     }
 }
 

@@ -140,7 +140,8 @@ pub enum Reply {
     /// Length and physically allocated bytes of a file.
     Stat { len: u64, allocated: u64 },
     /// Bytes of the file system that holds a directory: free to this process, and in all.
-    Space { free: u64, total: u64 },
+    /// `device` is the file system's own: directories on the same one share its bytes.
+    Space { free: u64, total: u64, device: u64 },
 }
 
 /// One name in a directory.

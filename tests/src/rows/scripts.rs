@@ -81,6 +81,10 @@ pub fn play(seed: u64, compare: bool) -> Result<u128, String> {
     for step in 0..OPS {
         let op = Op::draw(&mut rng);
         let found = engine.play(&op);
+        stage.look().map_err(|why| format!("step {step}, {op:?}: {why}"))?;
+        if step % 8 == 7 {
+            stage.look_closely().map_err(|why| format!("step {step}, {op:?}: {why}"))?;
+        }
         if compare {
             let expected = model.play(&op);
             if found != expected {
@@ -93,6 +97,7 @@ pub fn play(seed: u64, compare: bool) -> Result<u128, String> {
         return Err(format!("{by_events:?} by events, {expected:?} in the model"));
     }
     world.disk().heal();
+    stage.look_closely()?;
     stage.close().map_err(|error| error.to_string())?;
     Ok(world.disk().log().digest())
 }

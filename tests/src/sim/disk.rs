@@ -640,7 +640,7 @@ impl Machine {
             (MetaOp::Space { dir }, _) => {
                 self.media.look_up(*dir, "")?;
                 let (free, total) = self.media.space();
-                Ok(Some(Reply::Space { free, total }))
+                Ok(Some(Reply::Space { free, total, device: 0 }))
             }
             (MetaOp::Stat { .. }, Some(file)) => {
                 let content = &self.media.file(file.ino)?.current;

@@ -524,7 +524,7 @@ fn a_full_disk_takes_nothing_new_and_lets_old_pages_be_overwritten() {
     assert_eq!(bench.meta(MetaOp::Allocate { file, offset: 0, len: 1 << 50 }), -ENOSPC);
     assert_eq!(bench.write(file, 0, &vec![1; 3 * page]), 3 * page as i32);
     let space = bench.run(Op::Meta(MetaOp::Space { dir: ROOT })).reply;
-    assert_eq!(space, Some(Reply::Space { free: PAGE, total: 4 * PAGE }));
+    assert_eq!(space, Some(Reply::Space { free: PAGE, total: 4 * PAGE, device: 0 }));
     // Holes give space back, and read as zeros.
     assert_eq!(bench.meta(MetaOp::PunchHole { file, offset: 100, len: 2 * PAGE }), 0);
     let (_, bytes) = bench.read(file, 0, 3 * page);

@@ -32,6 +32,7 @@ pub mod errno {
     pub const EINVAL: i32 = 22;
     pub const ENOSPC: i32 = 28;
     pub const EROFS: i32 = 30;
+    pub const EDQUOT: i32 = 122;
     pub const ENOTEMPTY: i32 = 39;
     pub const ECANCELED: i32 = 125;
 }

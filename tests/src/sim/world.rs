@@ -190,6 +190,16 @@ impl SimWorld {
         }
     }
 
+    /// Lets everything that has begun come to its end; timers do not fire meanwhile.
+    pub fn settle(&self) {
+        loop {
+            while self.run_a_task() {}
+            let Some(next) = self.0.disk.next_completion() else { return };
+            self.0.clock.advance_to(next.max(self.0.clock.now()));
+            self.0.disk.complete_one();
+        }
+    }
+
     fn run_a_task(&self) -> bool {
         let executors = self.0.executors.borrow().clone();
         let first = self.0.choices.borrow_mut().index(executors.len());

@@ -120,7 +120,7 @@ async fn open(log: &Log, slot: u32) -> Result<(FileId, u64), IoError> {
 
 async fn charged(log: &Log, file: FileId) -> u64 {
     let allocated = log.driver.stat(file).await.map_or(0, |(_, allocated)| allocated);
-    log.shared.charge(allocated);
+    log.shared.charge_checkpoint(allocated);
     allocated
 }
 

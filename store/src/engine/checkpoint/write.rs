@@ -70,6 +70,9 @@ async fn write_next(log: &Log) -> Result<CheckpointReport, Reason> {
     let file = log.driver.open(name, mode).await.map_err(|error| failed(log, &error))?;
     let mut output = Output { log, file, slot, at: PAGE_BYTES };
     let written = write_into(&mut output, &header).await;
+    if written.is_err() {
+        output.recount().await;
+    }
     let closed = log.driver.meta(MetaOp::Close { file }).await;
     let report = written?;
     closed.map_err(|error| failed(log, &error))?;
@@ -241,12 +244,23 @@ impl Output<'_> {
         let charged = self.log.checkpoints.charged(self.slot);
         let end = self.at + image.len() as u64;
         if let Some(more) = end.checked_sub(charged.get()).filter(|&more| more > 0) {
-            self.log.shared.take_budget(more)?;
+            self.log.shared.take_checkpoint_budget(more)?;
             charged.set(end);
         }
         self.put(self.at, image, false).await?;
         self.at = end;
         Ok(())
+    }
+
+    /// Gives back what an attempt took that the file did not get.
+    async fn recount(&self) {
+        let charged = self.log.checkpoints.charged(self.slot);
+        // Unknown, it stays as it is: never too little.
+        if let Ok((_, allocated)) = self.log.driver.stat(self.file).await {
+            let less = charged.get().saturating_sub(allocated);
+            self.log.shared.give_checkpoint_budget(less);
+            charged.set(charged.get() - less);
+        }
     }
 
     async fn put(&self, at: u64, image: &[u8], sync: bool) -> Result<(), Reason> {
@@ -266,7 +280,7 @@ impl Output<'_> {
         self.put(0, header, true).await?;
         log.driver.meta(MetaOp::SyncDir { name: log.home() }).await.map_err(failed)?;
         let charged = log.checkpoints.charged(self.slot);
-        log.shared.give_budget(charged.get().saturating_sub(self.at));
+        log.shared.give_checkpoint_budget(charged.get().saturating_sub(self.at));
         charged.set(self.at);
         Ok(self.at)
     }

@@ -2,6 +2,7 @@
 
 use kvarts_layout::format::names::FileName;
 
+use crate::engine::directory::refused;
 use crate::engine::log::Log;
 use crate::error::Reason;
 use crate::io::driver::Meta;
@@ -17,6 +18,8 @@ pub(super) struct SegmentFile {
     pub(super) file: FileId,
     /// Bytes that may be read.
     pub(super) len: u64,
+    /// Bytes of the budget that it has.
+    pub(super) allocated: u64,
 }
 
 /// What a shard's directory holds.
@@ -30,7 +33,7 @@ pub(super) struct Files {
 
 /// Lists the directory, made if it is absent, opens its segments and counts what they take.
 pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
-    let unusable = |error: IoError| Reason::Directory(error.to_string());
+    let unusable = |error: IoError| refused(&error);
     let listing = match log.driver.list(log.home()).await {
         Err(error) if error.kind == IoErrorKind::NotFound => {
             log.driver.meta(MetaOp::MakeDir { name: log.home() }).await.map_err(unusable)?;
@@ -67,28 +70,26 @@ pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
             opened.iter().map(|&(_, file)| log.driver.meta(MetaOp::Stat { file })).collect();
         for ((number, file), stat) in opened.into_iter().zip(stats) {
             let Some(Reply::Stat { len, allocated }) = stat.await.map_err(unusable)? else { continue };
-            let len = complete(log, file, len, allocated).await;
-            files.segments.push(SegmentFile { number, file, len });
+            let (len, allocated) = complete(log, file, len, allocated).await;
+            files.segments.push(SegmentFile { number, file, len, allocated });
         }
     }
     Ok(files)
 }
 
-/// Charges a segment file. One that is too short, as a crash between its making and its first write leaves it, gets
-/// its full length, so that it is not found to lack space when it is written.
-async fn complete(log: &Log, file: FileId, len: u64, allocated: u64) -> u64 {
+/// Charges a segment file with its full length, whether it has it or will get it when it is written, and gives it
+/// that length now if it is too short, as a crash between its making and its first write leaves it. One for which
+/// budget or disk lack the room stays short: counted in full it is among the first to be given back.
+async fn complete(log: &Log, file: FileId, len: u64, allocated: u64) -> (u64, u64) {
     let whole = log.shared.segment_bytes;
-    log.shared.charge(allocated);
-    if len >= whole {
-        return len;
+    let (used, limit) = log.shared.space();
+    let charged = allocated.max(whole);
+    log.shared.charge(charged);
+    if (len >= whole && allocated >= whole) || used.saturating_add(charged) > limit {
+        return (len, charged);
     }
-    let more = whole.saturating_sub(allocated);
-    log.shared.charge(more);
     match log.driver.meta(MetaOp::Allocate { file, offset: 0, len: whole }).await {
-        Ok(_) => whole,
-        Err(_) => {
-            log.shared.give_budget(more);
-            len
-        }
+        Ok(_) => (len.max(whole), charged),
+        Err(_) => (len, charged),
     }
 }

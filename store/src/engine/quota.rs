@@ -1,0 +1,121 @@
+//! Keeping a namespace within its quota: what it has not used for longest goes first.
+//!
+//! It happens on the caller's thread and in memory alone: what counts is what the index points at, so a block that
+//! leaves the index is out of the account, and its bytes are dead until their segment is reclaimed. A walk over the
+//! index is not free; so each makes room for a share of the limit, and the next is that many bytes away.
+//!
+//! Records go as a whole, oldest use first, those of one time in log order: a chain that loses its oldest record
+//! keeps the others whole.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, PoisonError};
+
+use super::shared::Shared;
+use crate::error::Reason;
+use crate::index::{Eviction, Lookup, RecordCursor, RecordId, RecordInfo};
+use crate::ledger::{Account, Promise};
+
+/// Each walk frees at least this part of the limit.
+const SHARE: u64 = 16;
+
+/// Takes `bytes` of the account for a put, evicting what must go for it.
+pub(crate) fn promise(shared: &Shared, account: &Arc<Account>, bytes: u64) -> Result<Promise, Reason> {
+    account.promise(bytes).or_else(|_| {
+        make_room(shared, account, bytes);
+        account.promise(bytes).map_err(|over| Reason::Quota { limit: over.limit, wanted: over.wanted })
+    })
+}
+
+/// Evicts records of the account until `bytes` more fit, if that can be had.
+pub(crate) fn make_room(shared: &Shared, account: &Account, bytes: u64) {
+    let limit = match account.space().limit {
+        // What can never fit makes nothing go.
+        Some(limit) if bytes <= limit => limit,
+        _ => return,
+    };
+    let _one = account.making_room.lock().unwrap_or_else(PoisonError::into_inner);
+    let excess = account.excess(bytes);
+    if excess == 0 {
+        return;
+    }
+    let victims = oldest(shared, account, excess.max(limit / SHARE));
+    let mut entries = Vec::new();
+    for partition in 0..shared.index.partitions() {
+        shared.index.snapshot(partition, &mut entries);
+        for entry in &entries {
+            if let Lookup::Live(at) = entry.state
+                && victims.contains(&at.record)
+                && let Eviction::Evicted { left } =
+                    shared.index.try_evict(entry.print, at, shared.clock.now())
+            {
+                shared.counters.blocks_evicted.fetch_add(1, Relaxed);
+                shared.free_if_empty(at.record, left);
+            }
+        }
+    }
+}
+
+/// Records of the account that are worth `bytes` together, the longest unused first. Those with a lease on any
+/// block are passed over.
+fn oldest(shared: &Shared, account: &Account, bytes: u64) -> BTreeSet<RecordId> {
+    let ages = ages(shared);
+    let mut found = Vec::new();
+    let mut some = Vec::new();
+    let mut cursor = Some(RecordCursor::default());
+    while let Some(from) = cursor {
+        cursor = shared.index.records().snapshot(from, &mut some);
+        for (id, record) in &some {
+            let age = ages.get(id.0 as usize).copied().flatten();
+            if let Some(age) = age.filter(|_| belongs(shared, account, record)) {
+                let place = (record.shard, record.segment, record.page);
+                found.push((std::cmp::Reverse(age), place, *id, record.share(record.live)));
+            }
+        }
+    }
+    found.sort_unstable();
+    let mut sum = 0u64;
+    let needed = found.into_iter().take_while(|(.., share)| {
+        let wanted = sum < bytes;
+        sum = sum.saturating_add(*share);
+        wanted
+    });
+    needed.map(|(_, _, id, _)| id).collect()
+}
+
+fn belongs(shared: &Shared, account: &Account, record: &RecordInfo) -> bool {
+    let class = shared.classes.get(record.class);
+    class.is_some_and(|class| class.namespace.id == account.namespace())
+}
+
+/// How many steps ago a block of each record was last used, by the record's number; `None` for records without a
+/// live block, and for those of which a lease holds one.
+fn ages(shared: &Shared) -> Vec<Option<u8>> {
+    let now = shared.epoch();
+    let mut ages: Vec<Option<u8>> = Vec::new();
+    let mut leased = BTreeSet::new();
+    let mut entries = Vec::new();
+    for partition in 0..shared.index.partitions() {
+        shared.index.snapshot(partition, &mut entries);
+        for entry in &entries {
+            let Lookup::Live(at) = entry.state else { continue };
+            let number = at.record.0 as usize;
+            if entry.leased && shared.index.is_leased(entry.print, shared.clock.now()) {
+                leased.insert(number);
+            }
+            if ages.len() <= number {
+                ages.resize(number + 1, None);
+            }
+            if let Some(slot) = ages.get_mut(number) {
+                let age = now.wrapping_sub(entry.heat.epoch);
+                *slot = Some(slot.map_or(age, |known| known.min(age)));
+            }
+        }
+    }
+    for number in leased {
+        if let Some(slot) = ages.get_mut(number) {
+            *slot = None;
+        }
+    }
+    ages
+}

@@ -1,0 +1,205 @@
+//! Where the next segment comes from, and segments that are given back.
+//!
+//! In this order: a free segment; a new file, if budget and disk allow; one that failed for want of space, emptied;
+//! the one that reclaim empties. While the budget is passed, segments are removed instead of used.
+//!
+//! Invariants:
+//! - bytes are given back to the budget only after the file's name is gone durably;
+//! - a segment number that comes again goes on with the generation after the last, so that nothing which still
+//!   names the old file (a kept header, an older checkpoint) takes the new one for it.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use kvarts_layout::format;
+use kvarts_layout::format::footer::Footer;
+
+use super::log::Log;
+use super::segment::{Segment, SegmentState};
+use crate::error::Reason;
+use crate::io::policy::{Action, Stage, decide};
+use crate::io::{FileId, IoError, MetaOp, OpenMode};
+use crate::rt::Runtime;
+
+/// How long nothing is given back after nothing could be.
+const AGAIN: Duration = Duration::from_millis(50);
+
+impl Log {
+    /// A segment that holds nothing. One task at a time calls it.
+    pub(crate) async fn next_segment(&self) -> Result<Rc<Segment>, Reason> {
+        while self.shared.must_shrink() {
+            self.give_back_one().await?;
+        }
+        if let Some(segment) = self.take_free() {
+            return Ok(segment);
+        }
+        match self.create_segment().await {
+            Err(Reason::NoSpace) => match self.take_failed().await {
+                Some(segment) => Ok(segment),
+                None => self.reclaim().await,
+            },
+            made => made,
+        }
+    }
+
+    /// Gives segments back until the budget is kept, or `stopping`. What cannot go now is tried again.
+    pub(crate) async fn shrink(&self, rt: &Rc<dyn Runtime>, stopping: &Cell<bool>) {
+        if self.shrinking.replace(true) {
+            return;
+        }
+        while self.shared.must_shrink() && !stopping.get() && self.shared.latched().is_none() {
+            self.changed.until(|| (!self.rolling.replace(true)).then_some(())).await;
+            // Somebody else may have given enough back meanwhile.
+            let given = if self.shared.must_shrink() { self.give_back_one().await } else { Ok(()) };
+            self.rolling.set(false);
+            self.changed.wake_all();
+            if given.is_err() {
+                rt.sleep_until(rt.clock().now().plus(AGAIN)).await;
+            }
+        }
+        self.shrinking.set(false);
+    }
+
+    /// Removes one segment of this shard, emptied if need be.
+    pub(crate) async fn give_back_one(&self) -> Result<(), Reason> {
+        let mut segment = self.take_free();
+        if segment.is_none() {
+            segment = self.take_failed().await;
+        }
+        let segment = match segment {
+            Some(segment) => segment,
+            None => self.reclaim().await?,
+        };
+        self.remove_segment(&segment).await
+    }
+
+    fn take_free(&self) -> Option<Rc<Segment>> {
+        let segments = self.segments.borrow();
+        let free =
+            |segment: &&Rc<Segment>| segment.state.get() == SegmentState::Free && segment.readers.get() == 0;
+        segments.values().find(free).map(Rc::clone)
+    }
+
+    /// Empties a segment that takes no more records only because a write met a full disk. Nothing is wrong with it:
+    /// everything that is acknowledged in its next use is written anew.
+    async fn take_failed(&self) -> Option<Rc<Segment>> {
+        let failed: Vec<_> =
+            self.segments.borrow().values().filter(|one| is_full_disk(one)).map(Rc::clone).collect();
+        for segment in failed {
+            let footer = Footer { records: segment.tail.borrow().entries.clone() };
+            if self.save_graves(&footer).await && is_full_disk(&segment) && self.evict_all(&segment, &footer)
+            {
+                segment.state.set(SegmentState::Free);
+                return Some(segment);
+            }
+        }
+        None
+    }
+
+    /// Makes a segment file: reserved on disk and durable by name before anything is acknowledged in it.
+    async fn create_segment(&self) -> Result<Rc<Segment>, Reason> {
+        // What an attempt left behind that could not be undone is this one's to use.
+        let bytes = self.shared.segment_bytes;
+        self.shared.give_budget(self.residue.take());
+        self.shared.take_segment_budget()?;
+        let number = self.next_number();
+        let mode = OpenMode { write: true, create: true, direct: true };
+        let name = self.file_name(&format::names::segment_name(number));
+        let file = match self.driver.open(name, mode).await {
+            Ok(file) => file,
+            Err(error) => {
+                self.shared.give_budget(bytes);
+                return Err(self.cannot_make(&error));
+            }
+        };
+        match self.reserve(file).await {
+            Ok(allocated) => {
+                // More than was asked for where the file system needs blocks of its own to map so many pieces.
+                self.shared.charge(allocated - bytes);
+                let generation = self.retired.borrow_mut().remove(&number).unwrap_or(0);
+                let book = self.shared.index.records().ledger().open(self.shard, number);
+                book.set_allocated(allocated);
+                let segment = Rc::new(Segment::new((number, book), file, generation, SegmentState::Free));
+                self.segments.borrow_mut().insert(number, Rc::clone(&segment));
+                Ok(segment)
+            }
+            Err(error) => {
+                self.undo(file, number).await;
+                Err(self.cannot_make(&error))
+            }
+        }
+    }
+
+    fn next_number(&self) -> u32 {
+        let retired = self.retired.borrow().first_key_value().map(|(&number, _)| number);
+        let last = || self.segments.borrow().last_key_value().map_or(0, |(&last, _)| last.saturating_add(1));
+        retired.unwrap_or_else(last)
+    }
+
+    async fn reserve(&self, file: FileId) -> Result<u64, IoError> {
+        let bytes = self.shared.segment_bytes;
+        self.driver.meta(MetaOp::Allocate { file, offset: 0, len: bytes }).await?;
+        self.driver.meta(MetaOp::SyncDir { name: self.home() }).await?;
+        let (_, allocated) = self.driver.stat(file).await?;
+        Ok(allocated.max(bytes))
+    }
+
+    /// Removes what was made of a file: an allocation that failed may have got some of its bytes, and neither they
+    /// nor the descriptor may stay behind with every attempt on a full disk.
+    async fn undo(&self, file: FileId, number: u32) {
+        let emptied = self.driver.meta(MetaOp::Truncate { file, len: 0 }).await;
+        let _ = self.driver.meta(MetaOp::Close { file }).await;
+        let name = self.file_name(&format::names::segment_name(number));
+        let removed = self.driver.meta(MetaOp::Remove { name }).await;
+        if emptied.is_ok() || removed.is_ok() {
+            self.shared.give_budget(self.shared.segment_bytes);
+        } else {
+            self.residue.set(self.residue.get() + self.shared.segment_bytes);
+        }
+    }
+
+    fn cannot_make(&self, error: &IoError) -> Reason {
+        match decide(error, Stage::Metadata) {
+            Action::RefuseNoSpace => Reason::NoSpace,
+            _ => self.shared.latch(error),
+        }
+    }
+
+    /// Removes a segment that holds nothing. Where that fails, it stays as it is, and counted.
+    pub(crate) async fn remove_segment(&self, segment: &Rc<Segment>) -> Result<(), Reason> {
+        let (number, generation) = (segment.number, segment.generation.get());
+        let name = self.file_name(&format::names::segment_name(number));
+        self.driver.meta(MetaOp::Remove { name }).await.map_err(|error| self.cannot_remove(&error))?;
+        // From here on it is none of ours, whatever becomes of its bytes.
+        self.segments.borrow_mut().remove(&number);
+        self.retired.borrow_mut().insert(number, generation);
+        let _ = self.driver.meta(MetaOp::Close { file: segment.file }).await;
+        let synced = self.driver.meta(MetaOp::SyncDir { name: self.home() }).await;
+        let allocated = segment.book.allocated();
+        self.shared.index.records().ledger().close(self.shard, number);
+        match synced {
+            Ok(_) => {
+                self.shared.give_budget(allocated);
+                Ok(())
+            }
+            // It may be there again after a crash: it stays counted until the next restart tells.
+            Err(error) => Err(self.cannot_remove(&error)),
+        }
+    }
+
+    fn cannot_remove(&self, error: &IoError) -> Reason {
+        match decide(error, Stage::Reclaim) {
+            Action::LatchReadOnly => self.shared.latch(error),
+            _ => Reason::NoSpace,
+        }
+    }
+}
+
+/// Whether a segment takes no more records for want of space alone, and nobody works on it.
+fn is_full_disk(segment: &Segment) -> bool {
+    segment.state.get() == SegmentState::Suspect
+        && segment.broken() == Some(Reason::NoSpace)
+        && segment.readers.get() == 0
+        && segment.is_quiet()
+}

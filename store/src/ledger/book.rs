@@ -1,0 +1,144 @@
+//! What the bytes of one segment file are.
+
+use std::sync::Mutex;
+
+use super::lock;
+use super::report::{SegmentView, Space};
+
+/// What a segment is to its book.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Phase {
+    /// It holds nothing.
+    #[default]
+    Free,
+    /// Records are being appended.
+    Open,
+    /// It takes no more records.
+    Full,
+    /// It failed, or cannot be told: it takes no more records, and what is not known to be something is dead.
+    Lost,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Figures {
+    phase: Phase,
+    /// Bytes of the budget that the file has.
+    allocated: u64,
+    /// Where the next record would go.
+    log_end: u64,
+    /// Bytes of records of blocks below that.
+    records: u64,
+    /// Live bytes of these.
+    live: u64,
+}
+
+/// The book of one segment.
+#[derive(Debug, Default)]
+pub struct Book(Mutex<Figures>);
+
+impl Book {
+    /// The file has so many bytes of the budget.
+    pub fn set_allocated(&self, bytes: u64) {
+        lock(&self.0).allocated = bytes;
+    }
+
+    /// Bytes of the budget that the file has.
+    pub fn allocated(&self) -> u64 {
+        lock(&self.0).allocated
+    }
+
+    /// A new use begins with so many bytes of header.
+    pub fn begin(&self, header_bytes: u64) {
+        let mut book = lock(&self.0);
+        book.phase = Phase::Open;
+        book.log_end = header_bytes;
+        book.records = 0;
+    }
+
+    /// `bytes` were given out, of which `records` to records of blocks.
+    pub fn append(&self, bytes: u64, records: u64) {
+        let mut book = lock(&self.0);
+        book.log_end += bytes;
+        book.records += records;
+    }
+
+    /// Recovery found so much in the file.
+    pub fn restore(&self, log_end: u64, records: u64) {
+        let mut book = lock(&self.0);
+        book.log_end = log_end;
+        book.records = records;
+    }
+
+    /// The segment is something else from now on. A free one holds nothing.
+    pub fn turn(&self, phase: Phase) {
+        let mut book = lock(&self.0);
+        book.phase = phase;
+        if phase == Phase::Free {
+            book.log_end = 0;
+            book.records = 0;
+        }
+    }
+
+    pub(super) fn moved(&self, before: u64, after: u64) {
+        let mut book = lock(&self.0);
+        book.live = (book.live + after).saturating_sub(before);
+    }
+
+    /// Live bytes, for whoever chooses among segments.
+    pub fn live(&self) -> u64 {
+        lock(&self.0).live
+    }
+
+    /// What the bytes are, as of one moment.
+    pub fn space(&self) -> Space {
+        lock(&self.0).space()
+    }
+
+    pub(super) fn view(&self, shard: u32, segment: u32) -> SegmentView {
+        let book = *lock(&self.0);
+        let Figures { phase, log_end, records, .. } = book;
+        SegmentView { shard, segment, phase, log_end, records, space: book.space() }
+    }
+}
+
+impl Figures {
+    fn space(&self) -> Space {
+        let Self { phase, allocated, log_end, records, live } = *self;
+        let inside = log_end.saturating_sub(records);
+        let (dead, free, overhead) = match phase {
+            Phase::Free => (0, allocated, 0),
+            Phase::Open => (records.saturating_sub(live), allocated.saturating_sub(log_end), inside),
+            Phase::Full => (records.saturating_sub(live), 0, allocated.saturating_sub(records)),
+            Phase::Lost => (allocated.saturating_sub(inside).saturating_sub(live), 0, inside),
+        };
+        Space { allocated, live, dead, free, overhead }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_four_add_up_in_every_phase() {
+        let book = Book::default();
+        book.set_allocated(100_000);
+        assert_eq!(book.space(), Space { allocated: 100_000, free: 100_000, ..Space::default() });
+        book.begin(4096);
+        book.append(20_480, 16_384);
+        book.moved(0, 10_000);
+        let open = book.space();
+        assert_eq!((open.live, open.dead, open.free, open.overhead), (10_000, 6384, 75_424, 8192));
+        book.turn(Phase::Full);
+        let full = book.space();
+        assert_eq!((full.live, full.dead, full.free, full.overhead), (10_000, 6384, 0, 83_616));
+        book.turn(Phase::Lost);
+        let lost = book.space();
+        assert_eq!((lost.live, lost.dead, lost.free, lost.overhead), (10_000, 81_808, 0, 8192));
+        book.moved(10_000, 0);
+        book.turn(Phase::Free);
+        for space in [open, full, lost, book.space()] {
+            assert_eq!(space.sum(), space.allocated);
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Where every byte on disk belongs: by segment, by namespace, and for the store as a whole.
+//!
+//! Each byte that a store has allocated is one of four, and the four add up to what is allocated, always:
+//!
+//! - **live**: records that the index points at, header and padding included. Of a record of which only some blocks
+//!   are live, that share of it: `record bytes * live blocks / blocks`, rounded down;
+//! - **dead**: the rest of all records (deleted, evicted, expired, lost to another copy, or not visible yet), and
+//!   the whole rest of a segment that failed and takes no more records;
+//! - **free**: where records can still go: segments that hold nothing, the rest of open ones, and what has been
+//!   taken of the budget for a file that is being made;
+//! - **overhead**: everything else: segment headers, definitions, tombstones, footers, trailers and what stands
+//!   empty before them, checkpoints, superblocks, directories.
+//!
+//! Nothing is scanned for it: a segment's [`Book`] is changed when bytes are given out and when a block becomes live
+//! or stops being so. Every book is read and changed under its own lock, so each adds up at every moment, and hence
+//! their sum does.
+//!
+//! Memory only, no clock, no I/O. Lock order: a shard of the index's records, then the ledger, then a book or an
+//! account; whoever holds one of the last two takes no other.
+
+mod account;
+mod book;
+mod report;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use kvarts_layout::NamespaceId;
+
+pub use account::{Account, NamespaceSpace, OverQuota, Promise};
+pub use book::{Book, Phase};
+pub use report::{SegmentView, ShardSpace, Space, SpaceReport};
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    /// By shard and number.
+    books: BTreeMap<(u32, u32), Arc<Book>>,
+    accounts: BTreeMap<NamespaceId, Arc<Account>>,
+    /// By the number of a run class.
+    classes: Vec<Option<Arc<Account>>>,
+}
+
+/// The books of all segments and the accounts of all namespaces. Usable from any thread.
+#[derive(Debug, Default)]
+pub struct Ledger(RwLock<Tables>);
+
+impl Ledger {
+    fn read(&self) -> RwLockReadGuard<'_, Tables> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Tables> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The book of a segment, begun empty if there is none.
+    pub fn open(&self, shard: u32, segment: u32) -> Arc<Book> {
+        Arc::clone(self.write().books.entry((shard, segment)).or_default())
+    }
+
+    /// Forgets the book of a segment whose file is gone.
+    pub fn close(&self, shard: u32, segment: u32) {
+        self.write().books.remove(&(shard, segment));
+    }
+
+    /// The account of a namespace, begun without a limit if there is none.
+    pub fn account(&self, namespace: NamespaceId) -> Arc<Account> {
+        if let Some(account) = self.read().accounts.get(&namespace) {
+            return Arc::clone(account);
+        }
+        let begin = || Arc::new(Account::new(namespace));
+        Arc::clone(self.write().accounts.entry(namespace).or_insert_with(begin))
+    }
+
+    /// Records of this run class belong to this namespace.
+    pub fn assign(&self, class: u32, namespace: NamespaceId) {
+        let account = self.account(namespace);
+        let mut tables = self.write();
+        let at = class as usize;
+        if tables.classes.len() <= at {
+            tables.classes.resize(at + 1, None);
+        }
+        if let Some(slot) = tables.classes.get_mut(at) {
+            *slot = Some(account);
+        }
+    }
+
+    /// A record's live bytes have changed from `before` to `after`.
+    pub(crate) fn moved(&self, (shard, segment): (u32, u32), class: u32, before: u64, after: u64) {
+        if before == after {
+            return;
+        }
+        let tables = self.read();
+        if let Some(book) = tables.books.get(&(shard, segment)) {
+            book.moved(before, after);
+        }
+        if let Some(Some(account)) = tables.classes.get(class as usize) {
+            account.moved(before, after);
+        }
+    }
+
+    /// All segments as they are, in order.
+    pub fn segments(&self) -> Vec<SegmentView> {
+        let view = |(&(shard, segment), book): (&(u32, u32), &Arc<Book>)| book.view(shard, segment);
+        self.read().books.iter().map(view).collect()
+    }
+
+    /// All namespaces as they are, in order.
+    pub fn namespaces(&self) -> Vec<NamespaceSpace> {
+        self.read().accounts.values().map(|account| account.space()).collect()
+    }
+
+    /// How many segments there are.
+    pub fn segment_count(&self) -> usize {
+        self.read().books.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HERE: NamespaceId = NamespaceId([1; 32]);
+
+    #[test]
+    fn a_record_counts_where_it_lies_and_for_whom() {
+        let ledger = Ledger::default();
+        let book = ledger.open(3, 7);
+        book.set_allocated(1 << 20);
+        book.begin(4096);
+        book.append(12_288, 8192);
+        ledger.assign(5, HERE);
+        ledger.moved((3, 7), 5, 0, 8192);
+        ledger.moved((3, 7), 5, 8192, 5000);
+        // Neither of these is known: a class without an account, a segment without a book.
+        ledger.moved((3, 8), 4, 0, 100);
+        let space = ledger.segments()[0].space;
+        assert_eq!((space.live, space.dead, space.overhead), (5000, 3192, 4096 + 4096));
+        assert_eq!(space.sum(), 1 << 20);
+        assert_eq!(ledger.namespaces()[0].live, 5000);
+        ledger.close(3, 7);
+        assert_eq!(ledger.segments(), []);
+    }
+}

@@ -1,0 +1,389 @@
+//! Space in the simulation: the budget is kept, full disks pass, quotas and caps hold, and the books are right
+//! throughout.
+//!
+//! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
+
+use std::time::Duration;
+
+use kvarts_layout::NamespaceId;
+use kvarts_store::api::{BlockOutcome, ContainsRequest, LeaseTerms, Presence};
+use kvarts_store::engine::{Limits, Options, Store};
+use kvarts_store::error::{Kind, Reason};
+use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::sim::media::errno::{EDQUOT, ENOSPC};
+use kvarts_tests::sim::{Crash, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
+use kvarts_tests::stage::{SimStage, Stage, drive};
+
+const SEGMENT: u64 = 128 << 10;
+
+fn seeds(few: u64) -> u64 {
+    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
+}
+
+fn options(budget_bytes: u64) -> Options {
+    Options {
+        segment_bytes: SEGMENT,
+        budget_bytes,
+        executors: 1,
+        limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
+        ..Options::default()
+    }
+}
+
+fn open(seed: u64, budget_bytes: u64) -> (SimWorld, SimStage) {
+    let world = SimWorld::new(seed, &WorldConfig::default());
+    let stage = SimStage::open(&world, &options(budget_bytes)).unwrap();
+    (world, stage)
+}
+
+fn allocated(store: &Store) -> u64 {
+    store.stats().allocated_bytes
+}
+
+/// Puts keys one by one and gives the outcomes.
+fn fill(desk: &Desk<'_>, keys: std::ops::Range<u64>) -> Vec<BlockOutcome> {
+    keys.flat_map(|n| desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1))).collect()
+}
+
+fn here(desk: &Desk<'_>, keys: std::ops::Range<u64>) -> Vec<u64> {
+    let (group, coordinate) = pages();
+    let names = desk.keys(keys.clone());
+    let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &names, lease: None };
+    let found = desk.stage.store().contains(&request).unwrap().presence;
+    keys.zip(found).filter(|(_, one)| *one == Presence::Here).map(|(n, _)| n).collect()
+}
+
+fn lease(desk: &Desk<'_>, keys: std::ops::Range<u64>, tenant: u32, cap_bytes: u64) -> Result<(), Reason> {
+    let (group, coordinate) = pages();
+    let terms = LeaseTerms { hold: Duration::from_secs(1000), tenant, cap_bytes };
+    let names = desk.keys(keys);
+    let request =
+        ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &names, lease: Some(terms) };
+    desk.stage.store().contains(&request).map(drop).map_err(|error| error.0)
+}
+
+#[test]
+fn a_full_store_goes_on_within_its_budget_with_its_books_right() {
+    for seed in 0..seeds(3) {
+        let (world, stage) = open(seed, 2 << 20);
+        let desk = Desk::new(&stage, "full");
+        let mut footers = 0;
+        for round in 0..60 {
+            let outcomes = fill(&desk, round * 3..round * 3 + 3);
+            assert_eq!(outcomes, vec![BlockOutcome::Stored; 3], "seed {seed}, round {round}");
+            stage.audit();
+            if round % 10 == 9 {
+                footers += stage.audit_all();
+            }
+        }
+        let report = stage.engine().stats().space;
+        assert!(report.total.allocated + SEGMENT * 3 > report.budget, "it is not full: {report:?}");
+        assert!(footers > 20 && stage.engine().stats().counts.segments_recycled > 5);
+        let before = stage.engine().segments();
+        let media = stage.close().unwrap();
+        let world = SimWorld::with_media(world.seed().0 + 1, &WorldConfig::default(), media);
+        let stage = SimStage::open(&world, &options(2 << 20)).unwrap();
+        stage.audit_all();
+        let live = |segments: &[kvarts_store::ledger::SegmentView]| {
+            segments.iter().map(|segment| segment.space.live).sum::<u64>()
+        };
+        assert!(live(&stage.engine().segments()) >= live(&before), "what was live counts again");
+    }
+}
+
+#[test]
+fn a_lower_budget_gives_segments_back_while_the_store_is_used_and_a_higher_one_takes_them_again() {
+    for seed in 0..seeds(3) {
+        let (world, stage) = open(seed, 4 << 20);
+        let desk = Desk::new(&stage, "budget");
+        fill(&desk, 0..150);
+        let full = allocated(stage.engine());
+        assert!(full > 3 << 20);
+        stage.engine().set_budget(1500 << 10).unwrap();
+        for n in 150..170 {
+            for outcome in fill(&desk, n..n + 1) {
+                assert!(matches!(outcome, BlockOutcome::Stored | BlockOutcome::Refused(Reason::NoSpace)));
+            }
+        }
+        stage.wait(&mut || allocated(stage.engine()) <= 1500 << 10);
+        stage.audit_all();
+        let (free, total) = world.disk().media().space();
+        assert!(total - free <= 1500 << 10, "the files are gone, not only their count");
+        assert_eq!(fill(&desk, 200..203), vec![BlockOutcome::Stored; 3]);
+        desk.expect(pages(), &desk.keys(200..203), 1);
+        stage.engine().set_budget(4 << 20).unwrap();
+        assert_eq!(fill(&desk, 300..400), vec![BlockOutcome::Stored; 100]);
+        assert!(allocated(stage.engine()) > 3 << 20);
+        stage.audit_all();
+        let reason = stage.engine().set_budget(SEGMENT).unwrap_err();
+        assert_eq!(reason.kind(), Kind::Invalid, "no segment for each shard: {reason}");
+    }
+}
+
+#[test]
+fn a_lower_budget_waits_for_leases_and_serves_what_they_hold() {
+    let (_world, stage) = open(5, 4 << 20);
+    let desk = Desk::new(&stage, "leased");
+    fill(&desk, 0..120);
+    let held = here(&desk, 0..120);
+    let (first, last) = (held[0], held[held.len() - 1] + 1);
+    lease(&desk, first..last, 1, u64::MAX).unwrap();
+    stage.engine().set_budget(1500 << 10).unwrap();
+    stage.rest();
+    assert!(allocated(stage.engine()) > 3 << 20, "leases hold nearly everything");
+    desk.expect(pages(), &desk.keys(first..first + 3), 1);
+    stage.advance(Duration::from_secs(1001));
+    stage.wait(&mut || allocated(stage.engine()) <= 1500 << 10);
+    stage.audit_all();
+}
+
+#[test]
+fn a_store_opened_with_a_lower_budget_shrinks_to_it() {
+    let (_world, stage) = open(6, 4 << 20);
+    fill(&Desk::new(&stage, "lower"), 0..150);
+    let media = stage.close().unwrap();
+    let world = SimWorld::with_media(7, &WorldConfig::default(), media);
+    let stage = SimStage::open(&world, &options(1500 << 10)).unwrap();
+    stage.wait(&mut || allocated(stage.engine()) <= 1500 << 10);
+    stage.audit_all();
+    assert_eq!(fill(&Desk::new(&stage, "lower"), 200..210), vec![BlockOutcome::Stored; 10]);
+}
+
+#[test]
+fn a_power_cut_while_segments_are_given_back_leaves_a_store_whose_books_are_right() {
+    for seed in 0..seeds(2) {
+        let mut cuts = 0;
+        for steps in (0..600).step_by(23) {
+            let (world, stage) = open(seed, 4 << 20);
+            let desk = Desk::new(&stage, "cut");
+            fill(&desk, 0..150);
+            stage.engine().set_budget(1500 << 10).unwrap();
+            (0..steps).for_each(|_| {
+                world.step();
+            });
+            let shrunk = allocated(stage.engine()) <= 1500 << 10;
+            let state = stage.cut_power();
+            for crash in [Crash::LoseAll, Crash::KeepAll] {
+                let world = SimWorld::with_media(steps, &WorldConfig::default(), state.image(crash));
+                let stage = SimStage::open(&world, &options(4 << 20)).unwrap();
+                stage.audit_all();
+                if shrunk {
+                    assert!(allocated(stage.engine()) <= 1600 << 10, "what was given back stays so");
+                }
+                let desk = Desk::new(&stage, "cut");
+                assert_eq!(fill(&desk, 500..520), vec![BlockOutcome::Stored; 20]);
+                desk.expect(pages(), &desk.keys(500..520), 1);
+                stage.audit_all();
+                cuts += 1;
+            }
+        }
+        assert!(cuts > 50);
+    }
+}
+
+#[test]
+fn a_budget_beyond_the_disk_is_refused_unless_it_is_asked_for() {
+    let config = WorldConfig::default();
+    let larger = options(config.disk.capacity + 1);
+    let refused = SimStage::open(&SimWorld::new(8, &config), &larger).map(drop).unwrap_err();
+    assert_eq!(refused.kind(), Kind::Invalid);
+    let text = refused.to_string();
+    assert!(text.contains("free") && text.contains("lower the budget to"), "{text}");
+    let allowed = Options { budget_beyond_disk: true, ..larger };
+    let stage = SimStage::open(&SimWorld::new(8, &config), &allowed).unwrap();
+    assert_eq!(fill(&Desk::new(&stage, "beyond"), 0..3), vec![BlockOutcome::Stored; 3]);
+    // What the store has itself counts as room for it.
+    let world = SimWorld::new(9, &config);
+    let stage = SimStage::open(&world, &options(40 << 20)).unwrap();
+    fill(&Desk::new(&stage, "mine"), 0..800);
+    let media = stage.close().unwrap();
+    assert!(media.space().0 < 40 << 20);
+    let world = SimWorld::with_media(10, &config, media);
+    SimStage::open(&world, &options(40 << 20)).unwrap();
+}
+
+#[test]
+fn a_budget_too_small_for_the_shards_is_refused_with_the_least_that_would_do() {
+    let world = SimWorld::new(11, &WorldConfig::default());
+    let refused = SimStage::open(&world, &options(SEGMENT)).map(drop).unwrap_err();
+    assert!(matches!(&refused.0, Reason::Config(why) if why.contains("at least")), "{refused}");
+}
+
+/// Whatever met the full disk: refused as such, or done without it.
+fn full_disk(seed: u64, errno: i32, which: Which, nth: u64) -> bool {
+    let (world, stage) = open(seed, 4 << 20);
+    let desk = Desk::new(&stage, "enospc");
+    assert_eq!(fill(&desk, 0..6), vec![BlockOutcome::Stored; 6]);
+    world.disk().inject(Rule::new(which, When::From(nth), Effect::Errno(errno)));
+    let outcomes = fill(&desk, 100..150);
+    // A checkpoint meets it too, and may be put off; the store is not latched by it.
+    if let Ok(Err(error)) = drive(&world, stage.engine().checkpoint()) {
+        assert_eq!(error.0, Reason::NoSpace, "seed {seed}, {which:?} from {nth}");
+    }
+    for outcome in &outcomes {
+        let fine = matches!(outcome, BlockOutcome::Stored | BlockOutcome::Refused(Reason::NoSpace));
+        assert!(fine, "seed {seed}, {which:?} from {nth}: {outcome:?}");
+    }
+    stage.audit();
+    let held = here(&desk, 0..150);
+    for n in held.iter().take(8) {
+        desk.expect(pages(), &desk.keys(*n..*n + 1), 1);
+    }
+    let struck = world.disk().struck() > 0;
+    world.disk().heal();
+    let again = fill(&desk, 200..260);
+    assert_eq!(again, vec![BlockOutcome::Stored; 60], "seed {seed}, {which:?} from {nth}: space came back");
+    desk.expect(pages(), &desk.keys(250..260), 1);
+    stage.audit_all();
+    let media = stage.close().unwrap();
+    let world = SimWorld::with_media(seed + 1, &WorldConfig::default(), media);
+    SimStage::open(&world, &options(4 << 20)).unwrap().audit_all();
+    struck
+}
+
+#[test]
+fn a_full_disk_at_every_allocation_and_write_passes_without_a_restart() {
+    let kinds = [OpKind::Open, OpKind::Allocate, OpKind::Write, OpKind::Flush, OpKind::SyncDir];
+    for which in kinds.map(Which::Kind).into_iter().chain([Which::Allocating]) {
+        let mut struck = 0;
+        for seed in 0..seeds(1) {
+            for (errno, nth) in (1..12).map(|nth| (if nth % 2 == 0 { EDQUOT } else { ENOSPC }, nth)) {
+                struck += u32::from(full_disk(seed, errno, which, nth));
+            }
+        }
+        assert!(struck > 0, "{which:?} was never met");
+    }
+}
+
+#[test]
+fn a_disk_that_is_really_full_takes_puts_again_when_it_has_room() {
+    let config = WorldConfig::default();
+    let world = SimWorld::new(12, &config);
+    let stage = SimStage::open(&world, &options(8 << 20)).unwrap();
+    world.disk().set_capacity(700 << 10);
+    let desk = Desk::new(&stage, "small disk");
+    // It recycles what it has, within the disk.
+    for outcome in fill(&desk, 0..60) {
+        assert!(matches!(outcome, BlockOutcome::Stored | BlockOutcome::Refused(Reason::NoSpace)));
+    }
+    stage.audit_all();
+    world.disk().set_capacity(config.disk.capacity);
+    assert_eq!(fill(&desk, 100..200), vec![BlockOutcome::Stored; 100]);
+    assert!(allocated(stage.engine()) > 2 << 20);
+    stage.audit_all();
+}
+
+fn live(stage: &SimStage, namespace: NamespaceId) -> u64 {
+    let namespaces = stage.engine().stats().space.namespaces;
+    namespaces.iter().find(|one| one.namespace == namespace).map_or(0, |one| one.live)
+}
+
+#[test]
+fn a_quota_lets_the_longest_unused_of_its_namespace_go_and_nothing_of_others() {
+    for seed in 0..seeds(3) {
+        let (world, stage) = open(seed, 8 << 20);
+        let (mine, other) = (Desk::new(&stage, "mine"), Desk::new(&stage, "other"));
+        fill(&other, 0..20);
+        let quota = (20 * 32) << 10;
+        stage.engine().set_quota(mine.namespace, Some(quota));
+        for n in 0..60 {
+            assert_eq!(fill(&mine, n..n + 1), [BlockOutcome::Stored], "seed {seed}, {n}");
+            assert!(live(&stage, mine.namespace) <= quota);
+            stage.advance(Duration::from_secs(20));
+            stage.audit();
+            if n >= 5 {
+                // In use, so it stays.
+                mine.expect(pages(), &mine.keys(5..6), 1);
+            }
+        }
+        let left = here(&mine, 0..60);
+        assert!(left.contains(&5) && left.contains(&59) && !left.contains(&0), "{left:?}");
+        assert!(left.len() >= 18, "it has what it may have: {left:?}");
+        assert_eq!(here(&other, 0..20).len(), 20);
+        stage.audit_all();
+        let media = stage.close().unwrap();
+        let world = SimWorld::with_media(world.seed().0 + 7, &WorldConfig::default(), media);
+        let stage = SimStage::open(&world, &options(8 << 20)).unwrap();
+        let mine = Desk::new(&stage, "mine");
+        // What counts is known again; the limit is the operator's to set, and takes effect at once.
+        assert!(live(&stage, mine.namespace) > quota / 2);
+        stage.engine().set_quota(mine.namespace, Some(quota / 2));
+        assert!(live(&stage, mine.namespace) <= quota / 2);
+        stage.engine().set_quota(mine.namespace, None);
+        assert_eq!(fill(&mine, 100..150), vec![BlockOutcome::Stored; 50]);
+        assert!(live(&stage, mine.namespace) > quota);
+        stage.audit_all();
+    }
+}
+
+#[test]
+fn a_quota_that_leases_fill_or_that_is_too_small_refuses_typed() {
+    let (_world, stage) = open(13, 8 << 20);
+    let desk = Desk::new(&stage, "quota");
+    stage.engine().set_quota(desk.namespace, Some(100 << 10));
+    assert_eq!(fill(&desk, 0..3), vec![BlockOutcome::Stored; 3]);
+    lease(&desk, 0..3, 1, u64::MAX).unwrap();
+    let refused = fill(&desk, 3..4);
+    assert!(matches!(refused[..], [BlockOutcome::Refused(Reason::Quota { .. })]), "{refused:?}");
+    desk.expect(pages(), &desk.keys(0..3), 1);
+    stage.advance(Duration::from_secs(1001));
+    assert_eq!(fill(&desk, 3..4), [BlockOutcome::Stored]);
+    stage.engine().set_quota(desk.namespace, Some(4096));
+    let refused = fill(&desk, 4..5);
+    assert!(matches!(refused[..], [BlockOutcome::Refused(Reason::Quota { limit: 4096, .. })]), "{refused:?}");
+    stage.audit_all();
+}
+
+#[test]
+fn a_tenant_pins_no_more_than_its_cap_whatever_its_terms_say() {
+    let (_world, stage) = open(14, 8 << 20);
+    let desk = Desk::new(&stage, "pins");
+    fill(&desk, 0..10);
+    stage.engine().set_pin_cap(1, Some((3 * 24) << 10));
+    lease(&desk, 0..3, 1, u64::MAX).unwrap();
+    let refused = lease(&desk, 3..4, 1, u64::MAX).unwrap_err();
+    assert_eq!(refused, Reason::PinCap { limit: (3 * 24) << 10, wanted: (4 * 24) << 10 });
+    assert_eq!(refused.kind(), Kind::Refused);
+    lease(&desk, 3..4, 2, u64::MAX).unwrap();
+    stage.engine().set_pin_cap(1, None);
+    lease(&desk, 3..4, 1, u64::MAX).unwrap();
+}
+
+#[test]
+fn an_hour_of_churn_stays_within_the_budget_at_every_step_and_takes_no_more_memory() {
+    for seed in (0..seeds(1)).map(Seed) {
+        let (world, stage) = open(seed.0, 3 << 20);
+        let desks = ["a", "b", "c"].map(|name| Desk::new(&stage, name));
+        let mut rng = seed.child("churn").rng();
+        let start = stage.now();
+        let (mut puts, mut steps, mut memory, mut files) = (0, 0u64, Vec::new(), Vec::new());
+        while stage.now().0 - start.0 < 3_600_000_000_000 {
+            let desk = &desks[rng.index(3)];
+            let first = rng.below(200);
+            let keys = desk.keys(first..first + rng.between(1, 4));
+            let mut ticket = stage.store().put(desk.request(pages(), &keys, rng.next_u64()));
+            let answered = world.run_until(100_000, || {
+                steps += 1;
+                let (allocated, budget) = (allocated(stage.engine()), 3 << 20);
+                assert!(allocated <= budget, "seed {}: {allocated} bytes at step {steps}", seed.0);
+                ticket.try_take().is_some()
+            });
+            answered.unwrap_or_else(|hang| panic!("{hang}"));
+            puts += 1;
+            stage.advance(Duration::from_millis(rng.below(4000)));
+            if puts % 50 == 0 {
+                stage.audit_all();
+                memory.push(stage.engine().stats().index.bytes);
+                files.push(stage.engine().segments().len());
+            }
+        }
+        assert!(puts > 1000 && memory.len() > 20, "{puts} puts");
+        assert!(stage.engine().stats().counts.segments_recycled > 100);
+        // Tables grow to what a full store needs, and stay there.
+        let settled = &memory[memory.len() / 4..];
+        let (least, most) = (settled.iter().min().unwrap(), settled.iter().max().unwrap());
+        assert!(most - least <= least / 8, "seed {}: index memory {settled:?}", seed.0);
+        assert!(files.iter().max() == files[files.len() / 4..].iter().max());
+        stage.close().unwrap();
+    }
+}
