@@ -301,7 +301,8 @@ fn delete(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: 
     let keys = |names: &[Name]| names.iter().map(|name| key(*name)).collect();
     let (names, target) = match rng.below(6) {
         0 => (all(0..=KEYS - 1), Target::Namespace),
-        1 => (all(first..=first), Target::Prefix(key((0, first)))),
+        // Of what follows it, those that hang on blocks that are here go with it.
+        1 => (all(first..=KEYS - 1), Target::Prefix(key((0, first)))),
         2 => {
             let names = all(some);
             (names.clone(), Target::Keys { column: None, keys: keys(&names) })
@@ -313,7 +314,12 @@ fn delete(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: 
             (names, target)
         }
     };
-    let producers = ledger.borrow_mut().deleting(&names);
+    let mut producers = ledger.borrow_mut().deleting(&names);
+    if let Target::Prefix(root) = &target {
+        // The others may stay, by whomever they are.
+        let others = names.iter().zip(&mut producers).filter(|(name, _)| key(**name) != *root);
+        others.for_each(|(_, producers)| producers.clear());
+    }
     let ticket = store.delete(DeleteRequest { namespace, target, deadline: None });
     Delete { names, producers, ticket }
 }

@@ -107,6 +107,22 @@ impl Shared {
         true
     }
 
+    /// Points the index at the copy of a live block if it is still at `old`, and gives the number of live blocks left
+    /// in the old record. A snapshot under way may have passed the copy's segment: so it is told.
+    pub(crate) fn relocate(
+        &self,
+        print: BlockFingerprint,
+        (old, new): (Location, Location),
+        (class, key): (&RunClass, BlockKey),
+    ) -> Result<Option<u16>, RecordError> {
+        let mut change = self.events.change();
+        let left = self.index.replace_location(print, old, new)?;
+        if left.is_some() && self.names.is_current(&class.namespace) {
+            change.tell(self.wall_ms(), EventKind::Stored, Cause::Moved, Subject::Block(class.name(key)));
+        }
+        Ok(left)
+    }
+
     /// Takes blocks out, leased or not, and keeps puts of them from beginning until the ticket is given back
     /// ([`crate::index::Index::abandon`]). Says of each whether it was live.
     pub(crate) fn condemn(

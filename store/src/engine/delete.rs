@@ -35,13 +35,23 @@ const TOMBSTONE_BYTES: u64 = 160;
 /// Tombstones of one record at most: more records are not worth less.
 const RECORD_TOMBSTONES_MAX: u64 = 4096;
 
+/// Tombstones that a shard remembers at most: about 200 MiB.
+const REMEMBERED_MAX: usize = 1 << 20;
+
 /// The answer that a delete is waiting to give.
 pub(crate) type Answer = Reply<Result<DeleteReply, Error>>;
+
+/// Which groups and coordinates.
+enum Columns {
+    One(Group, Coordinate),
+    /// All, and these were known when their names were claimed.
+    All(BTreeSet<(Group, Coordinate)>),
+}
 
 /// What dies.
 enum Dead {
     /// These blocks, under these keys, in these columns.
-    Blocks { keys: Vec<BlockKey>, columns: BTreeSet<(Group, Coordinate)>, claim: Claim },
+    Blocks { keys: Vec<BlockKey>, columns: Columns, claim: Claim },
     /// Everything of the namespace.
     Namespace,
 }
@@ -129,8 +139,8 @@ fn try_begin(shared: &Arc<Shared>, request: DeleteRequest) -> Result<DeleteJob, 
     let deadline = request.deadline;
     match request.target {
         Target::Keys { column, keys } => {
-            let columns =
-                column.map_or_else(|| shared.classes.columns(&namespace), |one| BTreeSet::from([one]));
+            let all = || Columns::All(shared.classes.columns(&namespace));
+            let columns = column.map_or_else(all, |(group, coordinate)| Columns::One(group, coordinate));
             Ok(blocks(shared, namespace, (keys, columns, Cause::Key), deadline))
         }
         Target::Namespace => {
@@ -165,7 +175,7 @@ fn job(
 fn blocks(
     shared: &Arc<Shared>,
     namespace: Arc<Namespace>,
-    (asked, columns, cause): (Vec<BlockKey>, BTreeSet<(Group, Coordinate)>, Cause),
+    (asked, columns, cause): (Vec<BlockKey>, Columns, Cause),
     deadline: Option<Nanos>,
 ) -> DeleteJob {
     let distinct: BTreeMap<BlockKey, usize> =
@@ -173,7 +183,11 @@ fn blocks(
     let places = asked.iter().filter_map(|key| distinct.get(key).copied()).collect();
     let keys: Vec<BlockKey> = distinct.into_keys().collect();
     let index_key = shared.index.key();
-    let names: Vec<IndexKey> = columns
+    let listed = match &columns {
+        Columns::One(group, coordinate) => vec![(*group, *coordinate)],
+        Columns::All(columns) => columns.iter().copied().collect(),
+    };
+    let names: Vec<IndexKey> = listed
         .iter()
         .flat_map(|&(group, coordinate)| {
             let namespace = namespace.id;
@@ -206,7 +220,7 @@ pub(crate) fn begin_found(
     deadline: Option<Nanos>,
     reply: Answer,
 ) -> Vec<(u32, DeletePart)> {
-    let columns = shared.classes.columns(&namespace);
+    let columns = Columns::All(shared.classes.columns(&namespace));
     let keys = keys.into_iter().collect();
     let mut job = blocks(shared, namespace, (keys, columns, Cause::Prefix), deadline);
     job.places = Vec::new();
@@ -273,15 +287,13 @@ impl DeleteJob {
         let Dead::Blocks { keys, columns, .. } = &self.dead else {
             return vec![Body::Epoch(Epoch { below, namespace: self.namespace.id.0 })];
         };
-        let tombstone = |key: &BlockKey, (group, coordinate): &(Group, Coordinate)| Tombstone {
-            below,
-            coordinate: Some(coordinate.to_u64()),
-            namespace: self.namespace.local,
-            group: Some(group.0),
-            key: key.0,
+        let (group, coordinate) = match columns {
+            Columns::One(group, coordinate) => (Some(group.0), Some(coordinate.to_u64())),
+            Columns::All(_) => (None, None),
         };
-        let all: Vec<_> =
-            columns.iter().flat_map(|column| keys.iter().map(move |key| tombstone(key, column))).collect();
+        let namespace = self.namespace.local;
+        let tombstone = |key: &BlockKey| Tombstone { below, coordinate, namespace, group, key: key.0 };
+        let all: Vec<_> = keys.iter().map(tombstone).collect();
         let each = (self.shared.segment_bytes / 4 / TOMBSTONE_BYTES).clamp(1, RECORD_TOMBSTONES_MAX);
         let record = |some: &[Tombstone]| Body::Tombstones(Tombstones { entries: some.to_vec() });
         all.chunks(each as usize).map(record).collect()
@@ -323,6 +335,17 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob, rt: &dyn Runtime) -> Result<
     if !whole && !log.shared.names.is_current(&job.namespace) {
         // What is put in it afterwards would be below this delete's sequence, and must not be.
         return Err(Reason::Busy("the namespace was deleted meanwhile"));
+    }
+    if let Dead::Blocks { keys, columns, .. } = &job.dead {
+        if matches!(columns, Columns::All(known) if log.shared.classes.columns(&job.namespace) != *known) {
+            // A put of a column that nobody knew may have its place below, and its names are not claimed.
+            return Err(Reason::Busy("a put brought a new group or coordinate meanwhile"));
+        }
+        if log.graves.borrow().len() + keys.len() > REMEMBERED_MAX {
+            let why =
+                "too many deletes are remembered until segments are written anew: delete the namespace, or";
+            return Err(Reason::Busy(why));
+        }
     }
     let bodies = job.bodies(log.sequence.get());
     for body in bodies {

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::{BlockKey, NamespaceId};
 
@@ -17,6 +18,9 @@ use crate::error::Reason;
 use crate::events::PAGE_BLOCKS;
 use crate::rt::mailbox::ticket;
 use crate::rt::{Nanos, Runtime};
+
+/// How often a search is repeated because blocks were moved under it.
+const REPEATS_MAX: u32 = 8;
 
 /// The page at a cursor: blocks of one segment of the cursor's shard, and where the next begins.
 pub(crate) async fn page(log: &Log, shards: u32, cursor: SnapshotCursor) -> Result<SnapshotPage, Reason> {
@@ -101,8 +105,9 @@ async fn all_descendants(
     root: BlockKey,
     (shared, deadline): (&Shared, Option<Nanos>),
 ) -> Result<BTreeSet<BlockKey>, Reason> {
-    let mut keys = BTreeSet::from([root]);
-    let mut quiet = 0;
+    let moved = || shared.counters.blocks_moved.load(Relaxed);
+    let (mut keys, mut quiet) = (BTreeSet::from([root]), 0);
+    let (mut before_round, mut repeats) = (moved(), 0);
     while quiet < router.shards() {
         for shard in 0..router.shards() {
             if deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
@@ -118,6 +123,13 @@ async fn all_descendants(
             if quiet >= router.shards() {
                 break;
             }
+            if quiet == 0 {
+                before_round = moved();
+            }
+        }
+        // What compaction moved meanwhile may have passed from what was not read yet to what was.
+        if quiet >= router.shards() && moved() != before_round && repeats < REPEATS_MAX {
+            (quiet, before_round, repeats) = (0, moved(), repeats + 1);
         }
     }
     Ok(keys)

@@ -120,7 +120,7 @@ pub(crate) async fn gather(
     let payload_at = offset + u64::from(record.prefix.header_bytes);
     let bytes_read = fill(log, segment.file, payload_at, &layout, &mut blocks).await?;
     let before = blocks.len();
-    verify(log, &layout, &mut blocks).await;
+    verify(log, &class, &layout, &mut blocks).await;
     let damaged = (before - blocks.len()) as u32;
     let bytes_read = bytes_read + header.len() as u64;
     let sequence = record.prefix.sequence;
@@ -217,7 +217,7 @@ pub(crate) async fn pause(since: &mut usize, done: usize) {
 }
 
 /// Quarantines the blocks of which a chunk is not what was put, and leaves the others.
-async fn verify(log: &Log, layout: &RunLayout, blocks: &mut Vec<Taken>) {
+async fn verify(log: &Log, class: &RunClass, layout: &RunLayout, blocks: &mut Vec<Taken>) {
     let (mut since, mut sound) = (0, Vec::with_capacity(blocks.len()));
     for taken in std::mem::take(blocks) {
         if is_sound(&taken, layout) {
@@ -227,9 +227,8 @@ async fn verify(log: &Log, layout: &RunLayout, blocks: &mut Vec<Taken>) {
         }
         let shared = &log.shared;
         shared.counters.chunks_damaged.fetch_add(1, Relaxed);
-        if let Some(left) = shared.index.quarantine(taken.print, taken.old) {
+        if shared.quarantine(taken.print, taken.old, (class, BlockKey(taken.name.key))) {
             shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
-            shared.free_if_empty(taken.old.record, left);
         }
     }
     *blocks = sound;

@@ -288,8 +288,7 @@ fn switch(log: &Log, head: &Head, blocks: &[&Taken], written: &Written) -> Resul
     for (block, taken) in (0u16..).zip(blocks) {
         let new = Location { record, block };
         let left = shared
-            .index
-            .replace_location(taken.print, taken.old, new)
+            .relocate(taken.print, (taken.old, new), (&head.class, BlockKey(taken.name.key)))
             .map_err(|_| Reason::Bug("a record that the index does not know"))?;
         match left {
             Some(left) => {

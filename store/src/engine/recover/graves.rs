@@ -18,6 +18,8 @@ type Scope = (Option<u32>, Option<u64>);
 pub(crate) struct Graves {
     blocks: BTreeMap<(NamespaceId, BlockKey), Vec<(Scope, u64)>>,
     namespaces: BTreeMap<NamespaceId, u64>,
+    /// Tombstones in `blocks`.
+    tombstones: usize,
     version: u64,
 }
 
@@ -29,7 +31,10 @@ impl Graves {
         let graves = self.blocks.entry((namespace, BlockKey(tombstone.key))).or_default();
         match graves.iter_mut().find(|(known, _)| *known == scope) {
             Some((_, below)) => *below = tombstone.below.max(*below),
-            None => graves.push((scope, tombstone.below)),
+            None => {
+                graves.push((scope, tombstone.below));
+                self.tombstones += 1;
+            }
         }
     }
 
@@ -54,7 +59,9 @@ impl Graves {
     /// Forgets what no record on disk is old enough for: none has a sequence below `floor`.
     pub(crate) fn prune(&mut self, floor: u64) {
         self.blocks.retain(|_, graves| {
+            let before = graves.len();
             graves.retain(|(_, below)| *below > floor);
+            self.tombstones -= before - graves.len();
             !graves.is_empty()
         });
         self.namespaces.retain(|_, below| *below > floor);
@@ -71,7 +78,7 @@ impl Graves {
 
     /// How many there are.
     pub(crate) fn len(&self) -> usize {
-        self.blocks.values().map(Vec::len).sum::<usize>() + self.namespaces.len()
+        self.tombstones + self.namespaces.len()
     }
 
     /// A number that changes with everything that is buried.
