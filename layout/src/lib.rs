@@ -21,6 +21,7 @@
 )]
 
 pub mod arrange;
+pub mod codec;
 pub mod coord;
 pub mod format;
 pub mod identity;

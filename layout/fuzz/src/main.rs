@@ -13,7 +13,7 @@ use kvarts_layout::{BlockKey, Coordinate, Geometry, Identity, IndexKey, ModelSpe
 
 type Target = fn(&[u8]);
 
-const TARGETS: [(&str, Target); 14] = [
+const TARGETS: [(&str, Target); 15] = [
     ("superblock", fuzz::fuzz_superblock),
     ("segment-header", fuzz::fuzz_segment_header),
     ("record", fuzz::fuzz_record),
@@ -28,6 +28,7 @@ const TARGETS: [(&str, Target); 14] = [
     ("keys", keys),
     ("spec-toml", spec_toml),
     ("config-json", config_json),
+    ("chunk", kvarts_layout::codec::fuzz_chunk),
 ];
 
 fn identity(data: &[u8]) {

@@ -30,6 +30,8 @@ pub const ENCODING_RAW: u8 = 0;
 /// Each chunk is compressed on its own by zstd over byte planes; one whose stored length equals its own length
 /// is stored as it is.
 pub const ENCODING_ZSTD_PLANES: u8 = 1;
+/// The same over the bytes as they are.
+pub const ENCODING_ZSTD: u8 = 2;
 
 /// Extension: encryption of the payload (key id, then the authentication tag). Critical.
 pub const EXTENSION_ENCRYPTION: u16 = 1;
@@ -119,7 +121,7 @@ pub struct Blocks {
     pub layout_version: u16,
     /// [`layout_code`].
     pub layout: u8,
-    /// [`ENCODING_RAW`] or [`ENCODING_ZSTD_PLANES`].
+    /// [`ENCODING_RAW`], [`ENCODING_ZSTD_PLANES`] or [`ENCODING_ZSTD`].
     pub encoding: u8,
     /// What comes before the first block.
     pub parent: Parent,

@@ -10,7 +10,7 @@ use std::time::Instant;
 use clap::Args;
 use kvarts_layout::{BlockKey, Layout};
 use kvarts_store::api::{KvStore, Order, Placed, ReadEvent, ReadRequest, Verify};
-use kvarts_store::engine::{Options, Store};
+use kvarts_store::engine::{CompactOptions, CompactReport, Options, Store};
 use kvarts_store::io::{Limits, Region};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
@@ -51,6 +51,9 @@ pub(super) struct LayersArgs {
     /// One block in each record, as agent sessions leave them
     #[arg(long)]
     fragmented: bool,
+    /// Let the store compact what was fragmented before it is read
+    #[arg(long, requires = "fragmented")]
+    compacted: bool,
 }
 
 /// `--layout`.
@@ -207,9 +210,9 @@ impl Race {
 pub(super) fn run(arguments: &LayersArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let common = &arguments.common;
     let spec = setup::model(&arguments.model)?;
-    let scratch = Scratch::new(common, (arguments.mib << 20) * 2 + (2 << 30))?;
+    let scratch = Scratch::new(common, (arguments.mib << 20) * 3 + (2 << 30))?;
     let options = Options {
-        budget_bytes: (arguments.mib << 20) * 2 + (1 << 30),
+        budget_bytes: (arguments.mib << 20) * 3 + (1 << 30),
         record_bytes_max: arguments.record_mib << 20,
         ..Options::default()
     };
@@ -221,6 +224,10 @@ pub(super) fn run(arguments: &LayersArgs, out: &mut dyn Write) -> Result<(), Fai
     let in_record = ((arguments.record_mib << 20) / block_bytes).max(1);
     let batch = if arguments.fragmented { 1 } else { in_record * 4 };
     subject.fill(home.store(), &keys, batch as usize, arguments.layout.0)?;
+    let compacted = match arguments.compacted {
+        true => block_on(home.store().compact(CompactOptions::default())).map_err(Failure::user)?,
+        false => CompactReport::default(),
+    };
     let lanes = usize::from(common.executors);
     let bare = Bare::start(common, scratch.path(), lanes)?;
     let race = Race::new(home.store(), &subject, &keys, arguments.verify.0, &bare, lanes)?;
@@ -238,6 +245,7 @@ pub(super) fn run(arguments: &LayersArgs, out: &mut dyn Write) -> Result<(), Fai
         layout_name(arguments.layout.0.unwrap_or(Layout::auto(&subject.shape, in_record as u32))),
     );
     report.fact("fragmented", arguments.fragmented);
+    report.fact("records_merged", compacted.records_merged);
     report.fact("verify", format!("{:?}", arguments.verify.0).to_lowercase());
     fill_in(&mut report, &race, &rounds);
     drop(bare);

@@ -18,6 +18,7 @@ mod churn;
 mod crossover;
 mod layers;
 mod lookup;
+mod mixed;
 mod open;
 mod pairs;
 mod put;
@@ -49,6 +50,8 @@ enum BenchCommand {
     Open(open::OpenArgs),
     /// Keep a full store in use and watch disk, memory, descriptors and write amplification
     Churn(churn::ChurnArgs),
+    /// Read layers while puts, reclaim and compaction are at work on a nearly full store
+    Mixed(mixed::MixedArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
 }
@@ -61,6 +64,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Match(arguments) => lookup::run(arguments, out),
         BenchCommand::Open(arguments) => open::run(arguments, out),
         BenchCommand::Churn(arguments) => churn::run(arguments, out),
+        BenchCommand::Mixed(arguments) => mixed::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
     }
 }

@@ -253,8 +253,7 @@ impl Store {
     }
 
     /// Compacts now: merges chains of small records, and moves live blocks out of segments that are mostly dead. Reads
-    /// and puts go on meanwhile; nothing that was acknowledged is lost by a crash in the middle. Small records are
-    /// looked for in sealed segments: those of the segment that is being written wait for the next time.
+    /// and puts go on meanwhile; nothing that was acknowledged is lost by a crash in the middle.
     pub async fn compact(&self, options: CompactOptions) -> Result<CompactReport, Error> {
         let mut report = CompactReport::default();
         if options.merge_records_min > 0 {

@@ -3,7 +3,7 @@
 //! can be read in one piece again.
 //!
 //! One task coordinates, on the first executor. It asks each executor which small records lie in its shards (from the
-//! footers of sealed segments), joins them by their parents, has each chain's blocks gathered by the executors that
+//! footers of its segments), joins them by their parents, has each chain's blocks gathered by the executors that
 //! have them, and written by the one that gets them. Memory is bounded by the survey's limit and one record.
 //!
 //! Deletes: a tombstone is written in every shard, so what `relocate` says of one shard holds here too. Of blocks that
@@ -84,21 +84,23 @@ fn gone<T, E>(answer: Result<T, E>) -> Result<T, Reason> {
 pub(crate) async fn survey(log: &Rc<Log>) -> Survey {
     let (sequence, live) = (log.sequence.get(), live_by_segment(log));
     let mut survey = Survey { shard: log.shard, sequence, room: room(log, &live), small: Vec::new() };
-    let sealed = |segment: &&Rc<Segment>| {
-        segment.state.get() == SegmentState::Sealed && live.get(&segment.number).is_some_and(|live| *live > 0)
-    };
-    let segments: Vec<_> = log.segments.borrow().values().filter(sealed).map(Rc::clone).collect();
-    for segment in segments {
-        // One that cannot be read has nothing to be merged.
-        let Ok(footer) = log.read_footer(&segment).await else { continue };
-        if segment.state.get() != SegmentState::Sealed {
-            continue;
-        }
-        for entry in &footer.records {
+    let segments: Vec<_> = log.segments.borrow().values().map(Rc::clone).collect();
+    for segment in segments.iter().filter(|segment| live.get(&segment.number).is_some_and(|live| *live > 0)) {
+        let entries = match segment.state.get() {
+            // As the footer will list them.
+            SegmentState::Open => segment.tail.borrow().entries.clone(),
+            SegmentState::Sealed => match log.read_footer(segment).await {
+                Ok(footer) => footer.records,
+                // What cannot be read is not merged.
+                Err(_) => continue,
+            },
+            _ => continue,
+        };
+        for entry in &entries {
             if survey.small.len() == SURVEY_MAX {
                 return survey;
             }
-            survey.small.extend(small(log, &segment, entry));
+            survey.small.extend(small(log, segment, entry));
         }
     }
     survey
@@ -109,7 +111,7 @@ fn small(log: &Log, segment: &Segment, entry: &Entry) -> Option<Small> {
     let shared = &log.shared;
     if blocks.parent == Parent::Unknown
         || blocks.encoding != ENCODING_RAW
-        || entry.payload_bytes > shared.record_bytes_max / 4
+        || entry.payload_bytes > shared.record_bytes_max / 2
     {
         return None;
     }

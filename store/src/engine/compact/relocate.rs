@@ -200,7 +200,7 @@ fn split<'a>(head: &Head, blocks: &[&'a Taken], still: &[bool]) -> Vec<(Head, Ve
     parts
 }
 
-/// Whether a block is still where it was read, and not deleted.
+/// Whether a block is still where it was read, and neither it nor its namespace deleted.
 fn is_there(log: &Log, head: &Head, taken: &Taken) -> bool {
     let class = &head.class;
     let graves = log.graves.borrow();
@@ -211,7 +211,11 @@ fn is_there(log: &Log, head: &Head, taken: &Taken) -> bool {
                 (class.group.0, class.coordinate.to_u64()),
                 head.sequence,
             ));
-    !buried && log.shared.index.lookup(taken.print) == Lookup::Live(taken.old)
+    // A namespace that was deleted has another short id by now, long before its blocks have left the index; an epoch
+    // of another shard would not cover a copy that is made here.
+    !buried
+        && log.shared.names.is_current(&class.namespace)
+        && log.shared.index.lookup(taken.print) == Lookup::Live(taken.old)
 }
 
 /// The payload of a record, as it will lie on disk.

@@ -41,7 +41,8 @@ pub(crate) fn live_by_segment(log: &Log) -> BTreeMap<u32, u64> {
     live
 }
 
-/// Bytes that can be appended before reclaim would have to evict a live block.
+/// Bytes that can be appended before reclaim would have to evict live blocks for it. Segments that are mostly dead
+/// count with what is dead in them: they are the next to be written anew.
 pub(crate) fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
     let segment_bytes = log.shared.segment_bytes;
     let (allocated, budget) = log.shared.space();
@@ -49,7 +50,10 @@ pub(crate) fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
     for (number, segment) in &*log.segments.borrow() {
         match segment.state.get() {
             SegmentState::Open => open = segment_bytes.saturating_sub(segment.tail.borrow().next),
-            SegmentState::Sealed if live.get(number).is_none_or(|live| *live == 0) => free += segment_bytes,
+            SegmentState::Sealed => {
+                let dead = segment_bytes.saturating_sub(live.get(number).copied().unwrap_or(0));
+                free += if dead >= segment_bytes / 2 { dead } else { 0 };
+            }
             SegmentState::Free => free += segment_bytes,
             _ => {}
         }
