@@ -50,8 +50,11 @@ fn stored() -> MemoryDisk {
 
 const SEGMENT: &str = "shard-0000/segment-00000000";
 
+/// Length, time of the last change and bytes of a file.
+type Facts = (u64, i64, i64, Option<Vec<u8>>);
+
 /// Everything about every file that a write would change.
-fn snapshot(root: &Path) -> BTreeMap<PathBuf, (u64, i64, i64, Option<Vec<u8>>)> {
+fn snapshot(root: &Path) -> BTreeMap<PathBuf, Facts> {
     let mut all = BTreeMap::new();
     let mut folders = vec![root.to_owned()];
     while let Some(folder) = folders.pop() {
@@ -213,7 +216,7 @@ fn files_that_may_not_be_opened_and_pages_that_cannot_be_read_are_findings() {
     disk.refuse("shard-0001/checkpoint-0");
     disk.spoil("shard-0001/segment-00000000", 2);
     disk.spoil("superblock", 1);
-    let checked = examine(&[disk.clone()], Level::Full).unwrap();
+    let checked = examine(std::slice::from_ref(&disk), Level::Full).unwrap();
     assert_eq!(checked.findings.times("file-unreadable"), 2, "{}", problems(&checked));
     assert_eq!(checked.findings.times("media-error"), 2, "{}", problems(&checked));
     let media = checked.findings.problems.iter().find(|one| one.label.name == "media-error");
@@ -228,7 +231,7 @@ fn files_that_may_not_be_opened_and_pages_that_cannot_be_read_are_findings() {
 #[test]
 fn a_hundred_thousand_stray_files_are_one_note() {
     let disk = stored();
-    let records = examine(&[disk.clone()], Level::Full).unwrap().records;
+    let records = examine(std::slice::from_ref(&disk), Level::Full).unwrap().records;
     for number in 0..100_000 {
         disk.plant(&format!("shard-0000/segment-{number}.bak"), Vec::new());
     }
@@ -260,12 +263,12 @@ fn a_payload_full_of_forged_records_is_never_adopted() {
     // Real records of this very store, at the wrong places, in a segment that has lost everything that says what it is.
     let disk = stored();
     let bytes = disk.contents(SEGMENT).unwrap();
-    let blocks = examine(&[disk.clone()], Level::Full).unwrap().blocks;
+    let blocks = examine(std::slice::from_ref(&disk), Level::Full).unwrap().blocks;
     let record = (PAGE..bytes.len()).step_by(PAGE).find(|at| bytes[*at..].starts_with(b"KvartsRC")).unwrap();
     let page = bytes[record..record + PAGE].to_vec();
     let mut forged = page.repeat(65_536 / PAGE);
     disk.plant("shard-0000/segment-00000060", forged.clone());
-    let checked = examine(&[disk.clone()], Level::Deep).unwrap();
+    let checked = examine(std::slice::from_ref(&disk), Level::Deep).unwrap();
     assert!(checked.findings.times("misdirected-record") > 0 && checked.blocks == blocks);
     // The same under another secret, each at the place it claims: only the tag gives them away.
     for (at, page) in (0u64..).step_by(PAGE).zip(forged.chunks_mut(PAGE)) {
