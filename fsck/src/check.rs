@@ -24,7 +24,7 @@ use kvarts_layout::format::names::{segment_name, shard_name};
 use crate::checkpoint::{self, Known};
 use crate::findings::{self, Finding, Findings, Place};
 use crate::store::{Shard, Store};
-use crate::window::Tally;
+use crate::window::{Tally, Window};
 
 pub use deep::DeepError;
 pub use one::{Outcome, SegmentReport, Subject, check_segment};
@@ -206,6 +206,31 @@ fn walk_segments(
             Subject { keyring: &store.keyring, shard: shard.number, segment, known, level: options.level };
         if let Some(report) = one_segment(store, shard, &subject, options, tally) {
             each(&subject, at, report);
+        }
+    });
+}
+
+/// Reads every segment front to back and looks at nothing: what the device gives to as many threads with as large
+/// transfers as a check has.
+pub fn read_bare(store: &Store, threads: usize, tally: &Tally) {
+    let mut files = Vec::new();
+    for shard in &store.shards {
+        files.extend(shard.segments.iter().map(|segment| (shard, *segment)));
+    }
+    files.sort_by_key(|(shard, segment)| (*segment, shard.number));
+    on_threads(threads, files.len(), |next| {
+        let Some(&(shard, segment)) = files.get(next) else { return };
+        let Some(directory) = store.directories.get(shard.directory) else { return };
+        let path = format!("{}/{}", shard_name(shard.number), segment_name(segment));
+        let Ok(file) = directory.disk.open(&path) else { return };
+        let mut window = Window::new(&*file, file.len(), tally);
+        let mut at = 0;
+        while at < file.len() {
+            let read = window.some(at, u64::MAX).len() as u64;
+            if read == 0 {
+                break;
+            }
+            at = at.saturating_add(read);
         }
     });
 }

@@ -15,6 +15,7 @@
 
 mod bare;
 mod crossover;
+mod fsck;
 mod layers;
 mod lookup;
 mod open;
@@ -46,6 +47,8 @@ enum BenchCommand {
     Match(lookup::MatchArgs),
     /// Open a store of a million blocks after a crash and after a clean stop
     Open(open::OpenArgs),
+    /// Check a store with all digests, beside a bare sequential read of its files
+    Fsck(fsck::FsckArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
 }
@@ -57,6 +60,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Put(arguments) => put::run(arguments, out),
         BenchCommand::Match(arguments) => lookup::run(arguments, out),
         BenchCommand::Open(arguments) => open::run(arguments, out),
+        BenchCommand::Fsck(arguments) => fsck::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
     }
 }
