@@ -21,10 +21,11 @@ mod report;
 mod scan;
 mod sightings;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::collections::VecDeque;
 use std::rc::Rc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::format::footer::{self, Content, Entry, Footer};
 use kvarts_layout::format::recovery::{Decision, HeaderSeen, Scan, TrailerSeen, segment_row};
@@ -112,6 +113,7 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
     recovery.take_in(sources).await?;
     recovery.flush()?;
+    log.shared.buried.fetch_add(log.graves.borrow().len() as u64, Relaxed);
     Ok(recovery.report)
 }
 
@@ -141,7 +143,11 @@ impl Recovery<'_> {
             }
             self.report.take(row, file.number, 0);
             match row.decision {
-                Decision::Reuse => segment.state.set(SegmentState::Free),
+                Decision::Reuse => {
+                    let first = ends.header.as_ref().map_or(0, |header| header.first_sequence);
+                    segment.first_sequence.set(first);
+                    segment.state.set(SegmentState::Free);
+                }
                 Decision::ScanTail => sources.extend(self.scan(segment, &ends, Scan::Tail).await?),
                 Decision::Rescan => sources.extend(self.scan(segment, &ends, Scan::Rescan).await?),
                 // Neither read nor recycled.
