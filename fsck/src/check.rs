@@ -210,22 +210,22 @@ fn walk_segments(
     });
 }
 
-/// Reads every segment front to back and looks at nothing: what the device gives to as many threads with as large
-/// transfers as a check has.
-pub fn read_bare(store: &Store, threads: usize, tally: &Tally) {
-    let mut files = Vec::new();
-    for shard in &store.shards {
-        files.extend(shard.segments.iter().map(|segment| (shard, *segment)));
-    }
-    files.sort_by_key(|(shard, segment)| (*segment, shard.number));
+/// Reads what was written of every segment front to back and looks at nothing: what the device gives to as many
+/// threads with as large transfers as a check has. Room that was never written is left out: a file system makes its
+/// zeros up, faster than any device.
+pub fn read_bare(store: &Store, written: &BTreeMap<(usize, u32), u64>, threads: usize, tally: &Tally) {
+    let mut files: Vec<(usize, u32, u64)> =
+        written.iter().map(|(&(shard, segment), &end)| (shard, segment, end)).collect();
+    files.sort_by_key(|(shard, segment, _)| (*segment, *shard));
     on_threads(threads, files.len(), |next| {
-        let Some(&(shard, segment)) = files.get(next) else { return };
+        let Some(&(shard, segment, end)) = files.get(next) else { return };
+        let Some(shard) = store.shards.get(shard) else { return };
         let Some(directory) = store.directories.get(shard.directory) else { return };
         let path = format!("{}/{}", shard_name(shard.number), segment_name(segment));
         let Ok(file) = directory.disk.open(&path) else { return };
-        let mut window = Window::new(&*file, file.len(), tally);
+        let mut window = Window::new(&*file, end, tally);
         let mut at = 0;
-        while at < file.len() {
+        while at < end {
             let read = window.some(at, u64::MAX).len() as u64;
             if read == 0 {
                 break;
@@ -233,6 +233,21 @@ pub fn read_bare(store: &Store, threads: usize, tally: &Tally) {
             at = at.saturating_add(read);
         }
     });
+}
+
+/// How far each segment was written, by the index of its shard and its number.
+pub fn written_ends(store: &Store, threads: usize) -> BTreeMap<(usize, u32), u64> {
+    let ends = Mutex::new(BTreeMap::new());
+    let options = Options { level: Level::Quick, threads, ..Options::default() };
+    each_segment(store, &options, &Tally::default(), &|shard, segment, report| {
+        let end = match &report.outcome {
+            Outcome::Sealed { trailer, .. } => trailer.log_end,
+            Outcome::Walked { .. } => store.keyring.segment_bytes,
+            _ => 0,
+        };
+        ends.lock().unwrap_or_else(PoisonError::into_inner).insert((shard, segment), end);
+    });
+    ends.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Calls `each` for every number below `count`, on several threads.
