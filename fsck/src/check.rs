@@ -13,6 +13,7 @@ mod deep;
 mod listed;
 mod one;
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,7 +24,7 @@ use kvarts_layout::format::names::{segment_name, shard_name};
 use crate::checkpoint::{self, Known};
 use crate::findings::{self, Finding, Findings, Place};
 use crate::store::{Shard, Store};
-use crate::window::Tally;
+use crate::window::{Tally, Window};
 
 pub use deep::DeepError;
 pub use one::{Outcome, SegmentReport, Subject, check_segment};
@@ -150,29 +151,103 @@ pub fn check(
     findings: Findings,
 ) -> Result<Checked, DeepError> {
     let deep = deep::Collector::new(options);
+    let sum = Mutex::new(Checked { findings, ..Checked::default() });
+    let add = |change: &dyn Fn(&mut Checked)| change(&mut sum.lock().unwrap_or_else(PoisonError::into_inner));
     let known = read_checkpoints(store, options, tally);
-    let mut sum = Checked { findings, ..Checked::default() };
-    let mut work = Vec::new();
-    for (shard, (known, found)) in store.shards.iter().zip(known) {
-        sum.findings.merge(found);
-        about_missing(shard, &known, &mut sum.findings);
-        deep.expect(shard.number, &known);
-        work.extend(
-            shard.segments.iter().map(|&segment| (shard, known.segments.get(&segment).copied(), segment)),
-        );
+    for (shard, (known, found)) in store.shards.iter().zip(&known) {
+        add(&|sum| {
+            sum.findings.merge(found.clone());
+            about_missing(shard, known, &mut sum.findings);
+        });
+        deep.expect(shard.number, known);
     }
-    // Shards in turn, so that every device has something to do from the first moment on.
-    work.sort_by_key(|(shard, _, segment)| (*segment, shard.number));
-    let sum = Mutex::new(sum);
-    on_threads(options.threads, work.len(), |at| {
-        let Some((shard, known, segment)) = work.get(at) else { return };
-        let report = one_segment(store, (shard, *segment), known.as_ref(), options, tally, &deep);
+    walk_segments(store, options, tally, &known, &|subject, _, report| {
+        deep.take(subject, &report);
         sum.lock().unwrap_or_else(PoisonError::into_inner).add(report);
     });
     let mut sum = sum.into_inner().unwrap_or_else(PoisonError::into_inner);
     deep.finish(&mut sum.findings)?;
     sum.findings.sort();
     Ok(sum)
+}
+
+/// Checks every segment on its own and hands out what was found, with the index of its shard; answers with what the
+/// checkpoints know.
+pub fn each_segment(
+    store: &Store,
+    options: &Options,
+    tally: &Tally,
+    each: &(dyn Fn(usize, u32, &SegmentReport) + Sync),
+) -> BTreeMap<u32, Known> {
+    let known = read_checkpoints(store, options, tally);
+    walk_segments(store, options, tally, &known, &|subject, shard, report| {
+        each(shard, subject.segment, &report)
+    });
+    store.shards.iter().zip(known).map(|(shard, (known, _))| (shard.number, known)).collect()
+}
+
+/// Checks every segment, on several threads.
+fn walk_segments(
+    store: &Store,
+    options: &Options,
+    tally: &Tally,
+    known: &[(Known, Findings)],
+    each: &(dyn Fn(&Subject<'_>, usize, SegmentReport) + Sync),
+) {
+    let mut work = Vec::new();
+    for ((at, shard), (known, _)) in store.shards.iter().enumerate().zip(known) {
+        work.extend(shard.segments.iter().map(|&number| (at, shard, known.segments.get(&number), number)));
+    }
+    // Shards in turn, so that every device has something to do from the first moment on.
+    work.sort_by_key(|(_, shard, _, number)| (*number, shard.number));
+    on_threads(options.threads, work.len(), |next| {
+        let Some(&(at, shard, known, segment)) = work.get(next) else { return };
+        let subject =
+            Subject { keyring: &store.keyring, shard: shard.number, segment, known, level: options.level };
+        if let Some(report) = one_segment(store, shard, &subject, options, tally) {
+            each(&subject, at, report);
+        }
+    });
+}
+
+/// Reads what was written of every segment front to back and looks at nothing: what the device gives to as many
+/// threads with as large transfers as a check has. Room that was never written is left out: a file system makes its
+/// zeros up, faster than any device.
+pub fn read_bare(store: &Store, written: &BTreeMap<(usize, u32), u64>, threads: usize, tally: &Tally) {
+    let mut files: Vec<(usize, u32, u64)> =
+        written.iter().map(|(&(shard, segment), &end)| (shard, segment, end)).collect();
+    files.sort_by_key(|(shard, segment, _)| (*segment, *shard));
+    on_threads(threads, files.len(), |next| {
+        let Some(&(shard, segment, end)) = files.get(next) else { return };
+        let Some(shard) = store.shards.get(shard) else { return };
+        let Some(directory) = store.directories.get(shard.directory) else { return };
+        let path = format!("{}/{}", shard_name(shard.number), segment_name(segment));
+        let Ok(file) = directory.disk.open(&path) else { return };
+        let mut window = Window::new(&*file, end, tally);
+        let mut at = 0;
+        while at < end {
+            let read = window.some(at, u64::MAX).len() as u64;
+            if read == 0 {
+                break;
+            }
+            at = at.saturating_add(read);
+        }
+    });
+}
+
+/// How far each segment was written, by the index of its shard and its number.
+pub fn written_ends(store: &Store, threads: usize) -> BTreeMap<(usize, u32), u64> {
+    let ends = Mutex::new(BTreeMap::new());
+    let options = Options { level: Level::Quick, threads, ..Options::default() };
+    each_segment(store, &options, &Tally::default(), &|shard, segment, report| {
+        let end = match &report.outcome {
+            Outcome::Sealed { trailer, .. } => trailer.log_end,
+            Outcome::Walked { .. } => store.keyring.segment_bytes,
+            _ => 0,
+        };
+        ends.lock().unwrap_or_else(PoisonError::into_inner).insert((shard, segment), end);
+    });
+    ends.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Calls `each` for every number below `count`, on several threads.
@@ -231,21 +306,17 @@ fn about_missing(shard: &Shard, known: &Known, into: &mut Findings) {
 
 fn one_segment(
     store: &Store,
-    (shard, segment): (&Shard, u32),
-    known: Option<&SegmentState>,
+    shard: &Shard,
+    subject: &Subject<'_>,
     options: &Options,
     tally: &Tally,
-    deep: &deep::Collector,
-) -> SegmentReport {
-    let subject =
-        Subject { keyring: &store.keyring, shard: shard.number, segment, known, level: options.level };
-    let path = format!("{}/{}", shard_name(shard.number), segment_name(segment));
-    let Some(directory) = store.directories.get(shard.directory) else { return SegmentReport::default() };
+) -> Option<SegmentReport> {
+    let path = format!("{}/{}", shard_name(shard.number), segment_name(subject.segment));
+    let directory = store.directories.get(shard.directory)?;
     let check = || match directory.disk.open(&path) {
-        Ok(file) => check_segment(&*file, &subject, tally),
+        Ok(file) => check_segment(&*file, subject, tally),
         Err(error) => {
-            let place = Place { shard: Some(shard.number), segment: Some(segment), offset: None };
-            let finding = Finding::at(findings::FILE_UNREADABLE, place);
+            let finding = Finding::at(findings::FILE_UNREADABLE, subject.place(None));
             let path = format!("{}/{path}", directory.disk.name());
             let mut report = SegmentReport::default();
             report.findings.take(Finding { file: Some(path), ..finding.found(error) });
@@ -254,8 +325,7 @@ fn one_segment(
     };
     let mut report = check();
     if options.live {
-        one::forgive(&mut report, &subject, check);
+        one::forgive(&mut report, subject, check);
     }
-    deep.take(&subject, &mut report);
-    report
+    Some(report)
 }

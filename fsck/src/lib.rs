@@ -18,6 +18,7 @@ pub mod checkpoint;
 pub mod disk;
 pub mod findings;
 pub mod names;
+pub mod repair;
 pub mod report;
 pub mod segment;
 pub mod store;

@@ -5,6 +5,9 @@ use kvarts_layout::{Layout, RunLayout};
 
 use crate::window::Window;
 
+/// Stretches of dirty padding that one pass keeps.
+const STRETCHES_MAX: usize = 1024;
+
 /// A chunk that is not what its digest says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BadChunk {
@@ -29,6 +32,8 @@ pub struct Verified {
     pub miscounted: bool,
     /// Where padding that is not zero begins in the file.
     pub dirty: Option<u64>,
+    /// The stretches of padding that are not zero: from, to.
+    pub padding: Vec<(u64, u64)>,
     /// Content ids of the blocks, if they were asked for and the payload is whole.
     pub contents: Vec<[u8; 32]>,
 }
@@ -85,7 +90,7 @@ pub fn verify(
         let Some(place) = layout.parts().get(part) else { break };
         let step = place.step.saturating_mul(u64::from(block));
         let from = start.saturating_add(place.offset).saturating_add(step);
-        check_zero(window, at, from, &mut verified.dirty);
+        check_zero(window, at, from, &mut verified);
         let to = from.saturating_add(place.bytes);
         let mut crc = crc32fast::Hasher::new();
         let mut hasher = hashers.get_mut(block as usize);
@@ -112,7 +117,7 @@ pub fn verify(
         }
         at = to;
     }
-    check_zero(window, at, start.saturating_add(layout.image_bytes()), &mut verified.dirty);
+    check_zero(window, at, start.saturating_add(layout.image_bytes()), &mut verified);
     verified.bad_blocks = bad_blocks.iter().filter(|bad| **bad).count() as u64;
     if verified.is_whole() {
         verified.contents = hashers.iter().map(|hasher| *hasher.finalize().as_bytes()).collect();
@@ -120,17 +125,24 @@ pub fn verify(
     verified
 }
 
-fn check_zero(window: &mut Window<'_>, from: u64, to: u64, dirty: &mut Option<u64>) {
+fn check_zero(window: &mut Window<'_>, from: u64, to: u64, verified: &mut Verified) {
     let mut at = from;
-    while at < to && dirty.is_none() {
+    let mut dirty = None;
+    while at < to {
         let bytes = window.some(at, to.saturating_sub(at));
         if bytes.is_empty() {
-            return;
+            break;
         }
-        if !is_zero(bytes) {
+        if dirty.is_none() && !is_zero(bytes) {
             let within = bytes.iter().position(|byte| *byte != 0).unwrap_or(0);
-            *dirty = Some(at.saturating_add(within as u64));
+            dirty = Some(at.saturating_add(within as u64));
         }
         at = at.saturating_add(bytes.len() as u64);
+    }
+    if let Some(place) = dirty {
+        verified.dirty.get_or_insert(place);
+        if verified.padding.len() < STRETCHES_MAX {
+            verified.padding.push((from, to));
+        }
     }
 }

@@ -64,6 +64,8 @@ pub struct Met {
     pub payload: Payload,
     /// The model that its blocks are of.
     pub model: Option<String>,
+    /// The namespace that its blocks are in.
+    pub namespace: Option<[u8; 32]>,
 }
 
 #[derive(Debug)]
@@ -218,8 +220,15 @@ fn walk(window: &mut Window<'_>, segment: &Position, target: &Target, secret: &S
             continue;
         };
         walk.durable_upto = walk.durable_upto.max(prefix.durable_upto);
-        let mut met =
-            Met { offset, found: seen.found, prefix, body: seen.body, payload: Payload::None, model: None };
+        let mut met = Met {
+            offset,
+            found: seen.found,
+            prefix,
+            body: seen.body,
+            payload: Payload::None,
+            model: None,
+            namespace: None,
+        };
         if prefix.record_bytes() > target.end.saturating_sub(offset) {
             (met.found, met.body) = (Found::Malformed, None);
             walk.items.push(Item::Record(Box::new(met)));
@@ -255,7 +264,9 @@ fn take_in(
         }
         Found::RecordUnread => {
             if let Body::Blocks(blocks) = body {
-                met.model = names.get(blocks.namespace).map(|namespace| namespace.model.clone());
+                let namespace = names.get(blocks.namespace);
+                met.model = namespace.map(|namespace| namespace.model.clone());
+                met.namespace = namespace.map(|namespace| namespace.id.0);
             }
             met.payload = read_payload(window, place, (&met.prefix, body), names, content_ids);
             if let Payload::Read(verified) = &met.payload {

@@ -52,13 +52,21 @@ pub struct Window<'a> {
     /// Where the buffer's first byte lies in the file, a multiple of a page.
     start: u64,
     filled: usize,
+    /// Bytes of a transfer at least: more than what was asked for only when one goes front to back.
+    ahead: usize,
     faults: Vec<Fault>,
 }
 
 impl<'a> Window<'a> {
     /// The first `end` bytes of a file, a multiple of a page.
     pub fn new(file: &'a dyn DiskFile, end: u64, tally: &'a Tally) -> Self {
-        Self { file, tally, end, buffer: Aligned::default(), start: 0, filled: 0, faults: Vec::new() }
+        let buffer = Aligned::default();
+        Self { file, tally, end, buffer, start: 0, filled: 0, ahead: READ_BYTES, faults: Vec::new() }
+    }
+
+    /// Whether reads fetch what follows, or only what is asked for.
+    pub fn read_ahead(&mut self, ahead: bool) {
+        self.ahead = if ahead { READ_BYTES } else { PAGE };
     }
 
     /// The file.
@@ -109,11 +117,11 @@ impl<'a> Window<'a> {
     /// Moves the buffer so that it begins at `offset` and holds at least `want` bytes, unless the end comes first.
     fn fill(&mut self, offset: u64, want: usize) {
         let left = usize::try_from(self.end.saturating_sub(offset)).unwrap_or(usize::MAX);
-        let size = want.next_multiple_of(PAGE).max(READ_BYTES);
+        let size = want.next_multiple_of(PAGE).max(self.ahead);
         let kept = if self.holds(offset, 0) { self.filled.saturating_sub(self.place(offset)) } else { 0 };
         let from = self.filled.saturating_sub(kept);
         if self.buffer.bytes().len() < size {
-            let mut larger = Aligned::new(size);
+            let mut larger = Aligned::new(size.max(READ_BYTES));
             let old = self.buffer.bytes().get(from..self.filled).unwrap_or_default();
             larger.bytes_mut().iter_mut().zip(old).for_each(|(to, from)| *to = *from);
             self.buffer = larger;
@@ -216,6 +224,21 @@ mod tests {
             window.bytes(at as u64, 3 * PAGE);
         }
         assert_eq!(tally.bytes(), content.len() as u64);
+    }
+
+    #[test]
+    fn without_reading_ahead_only_what_is_asked_for_is_read() {
+        let (disk, content) = file(2 * READ_BYTES);
+        let open = disk.open("file").unwrap();
+        let tally = Tally::default();
+        let mut window = Window::new(&*open, content.len() as u64, &tally);
+        window.read_ahead(false);
+        assert_eq!(window.bytes(READ_BYTES as u64, PAGE), &content[READ_BYTES..READ_BYTES + PAGE]);
+        assert_eq!(window.bytes(0, PAGE), &content[..PAGE]);
+        assert_eq!(tally.bytes(), 2 * PAGE as u64);
+        window.read_ahead(true);
+        assert_eq!(window.bytes(PAGE as u64, 10), &content[PAGE..PAGE + 10]);
+        assert_eq!(tally.bytes(), (2 * PAGE + READ_BYTES) as u64);
     }
 
     #[test]

@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use kvarts_fsck::check::{Checked, Level, Options, check, planned_bytes};
-use kvarts_fsck::disk::{Disk, OpenError, RealDisk};
+use kvarts_fsck::disk::{Disk, DiskWriter, OpenError, RealDisk, RealWriter};
 use kvarts_fsck::findings::Findings;
+use kvarts_fsck::repair::{Action, Site, repair};
 use kvarts_fsck::report::Report;
 use kvarts_fsck::store::survey;
 use kvarts_fsck::window::Tally;
@@ -39,6 +40,12 @@ pub(crate) struct FsckArgs {
     /// Check a store that is in use: what it writes meanwhile cannot be judged, and only sealed segments are
     #[arg(long)]
     live: bool,
+    /// Put right what can be: nothing is invented, no good record is dropped, what is damaged is set aside
+    #[arg(long, conflicts_with_all = ["live", "quick"])]
+    repair: bool,
+    /// With --repair: only say what would be done
+    #[arg(long, requires = "repair")]
+    dry_run: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -97,10 +104,62 @@ fn refused(directory: &std::path::Path, error: &OpenError) -> Failure {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    if arguments.repair {
+        return put_right(arguments, out);
+    }
     let disks = open(&arguments.directories, arguments.live)?;
     let report = examine(&disks, &arguments.options())?;
     write(&report, arguments.json, out)?;
     if report.clean { Ok(()) } else { Err(Failure::Problems) }
+}
+
+/// What a repair prints: what it did, and what a check says afterwards (before, if it was only for show).
+#[derive(Debug, serde::Serialize)]
+struct RepairReport {
+    dry_run: bool,
+    actions: Vec<Action>,
+    #[serde(flatten)]
+    report: Report,
+}
+
+fn put_right(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let mut sites = Vec::new();
+    let mut locks = Vec::new();
+    for directory in &arguments.directories {
+        let refuse = |error: OpenError| refused(directory, &error);
+        let writer: Option<Arc<dyn DiskWriter>> = if arguments.dry_run {
+            locks.push(RealDisk::open(directory, true, false).map_err(refuse)?);
+            None
+        } else {
+            Some(Arc::new(RealWriter::open(directory).map_err(refuse)?))
+        };
+        // The lock is held already.
+        let disk = RealDisk::open(directory, true, true).map_err(refuse)?;
+        sites.push(Site { disk: Arc::new(disk), writer });
+    }
+    let options = arguments.options();
+    let disks: Vec<Arc<dyn Disk>> = sites.iter().map(|site| Arc::clone(&site.disk)).collect();
+    let actions = repair(&sites, &options, &Tally::default()).map_err(Failure::user)?.actions;
+    let report = RepairReport { dry_run: arguments.dry_run, actions, report: examine(&disks, &options)? };
+    if arguments.json {
+        serde_json::to_writer_pretty(&mut *out, &report).map_err(std::io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        let heading = match (report.actions.is_empty(), report.dry_run) {
+            (true, _) => "There is nothing to repair.",
+            (false, true) => "A repair would do this:",
+            (false, false) => "Repaired:",
+        };
+        writeln!(out, "{heading}")?;
+        for action in &report.actions {
+            writeln!(out, "  {action}")?;
+        }
+        let then = if report.dry_run { "As it is now:" } else { "Checked again:" };
+        writeln!(out, "{then}")?;
+        out.write_all(report.report.text().as_bytes())?;
+    }
+    drop(locks);
+    if report.report.clean { Ok(()) } else { Err(Failure::Problems) }
 }
 
 fn write(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), Failure> {

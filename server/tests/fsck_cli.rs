@@ -116,3 +116,25 @@ fn a_store_in_use_is_refused_unless_it_is_asked_for_live() {
     assert!(code == 2 && err.contains("--live"), "{code} {err}");
     assert_eq!(fsck(&store.0, &["--live"]).0, 0);
 }
+
+#[test]
+fn a_repair_says_what_it_would_do_does_it_and_is_clean_then() {
+    let store = Scratch::store("repair");
+    let path = store.0.join("superblock");
+    let whole = std::fs::read(&path).unwrap();
+    let mut bytes = whole.clone();
+    bytes[100] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+    let (code, out, _) = fsck(&store.0, &["--repair", "--dry-run"]);
+    assert!(code == 1 && out.contains("A repair would do this:") && out.contains("slot 0"), "{code} {out}");
+    assert_eq!(std::fs::read(&path).unwrap(), bytes, "a dry run writes nothing");
+    assert!(!store.0.join("lock").exists(), "nor does it make a lock");
+    let (code, out, _) = fsck(&store.0, &["--repair", "--json"]);
+    let json: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((code, &json["clean"], &json["dry_run"]), (0, &true.into(), &false.into()), "{out}");
+    assert_eq!(json["actions"].as_array().unwrap().len(), 1, "{out}");
+    assert_eq!(std::fs::read(&path).unwrap(), whole);
+    let (code, out, _) = fsck(&store.0, &["--repair"]);
+    assert!(code == 0 && out.contains("nothing to repair"), "{out}");
+    assert_eq!(fsck(&store.0, &["--dry-run"]).0, 2);
+}

@@ -83,7 +83,9 @@ pub fn problems(checked: &Checked) -> String {
 
 /// A store of the simulation after a seeded workload, stopped cleanly or killed.
 pub fn worked(seed: Seed, options: &Options, ops: usize, close: bool) -> Media {
-    let world = SimWorld::new(seed.0, &WorldConfig::default());
+    let mut config = WorldConfig::default();
+    config.disk.dirs = options.directories;
+    let world = SimWorld::new(seed.0, &config);
     let launcher = world.launcher();
     let ledger = RefCell::new(Ledger::default());
     let mut rng = seed.child("work").rng();

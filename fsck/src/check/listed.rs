@@ -2,7 +2,7 @@
 
 use kvarts_layout::BlockKey;
 use kvarts_layout::format::footer::{Content, Entry, Footer};
-use kvarts_layout::format::record::Body;
+use kvarts_layout::format::record::{Body, Prefix};
 use kvarts_layout::format::recovery::{Decision, Found, Later, Proof, RecordSighting, Scan, record_row};
 use kvarts_layout::format::trailer::{SealReason, Trailer};
 use kvarts_layout::format::{PAGE_BYTES, Position};
@@ -101,10 +101,12 @@ impl Listing<'_, '_> {
             body,
             payload: Payload::None,
             model: self.model(entry),
+            namespace: self.namespace(entry),
         };
         if let Some(field) = difference(entry, &met) {
             let finding = Finding::at(findings::FOOTER_DISAGREES, walk::place(&self.segment, entry.offset));
             self.into.take(self.lost(entry, finding.found(field)));
+            self.keep_unlisted(&position, met);
             return;
         }
         match (&met.body, met.found) {
@@ -149,6 +151,11 @@ impl Listing<'_, '_> {
     fn model(&self, entry: &Entry) -> Option<String> {
         let Content::Blocks(blocks) = &entry.content else { return None };
         self.names.get(blocks.namespace).map(|namespace| namespace.model.clone())
+    }
+
+    fn namespace(&self, entry: &Entry) -> Option<[u8; 32]> {
+        let Content::Blocks(blocks) = &entry.content else { return None };
+        self.names.get(blocks.namespace).map(|namespace| namespace.id.0)
     }
 
     fn lost(&self, entry: &Entry, mut finding: Finding) -> Finding {
@@ -205,30 +212,38 @@ impl Listing<'_, '_> {
         }
     }
 
-    fn unlisted_record(
-        &mut self,
-        position: &Position,
-        found: Found,
-        prefix: kvarts_layout::format::record::Prefix,
-        body: Body,
-    ) {
-        let mut met =
-            Met { offset: position.offset, found, prefix, body: None, payload: Payload::None, model: None };
-        let secret = &self.subject.keyring.secret;
-        if found == Found::RecordUnread {
-            met.payload =
-                read_payload(self.window, (position, secret), (&prefix, &body), &mut self.names, false);
-            if matches!(&met.payload, Payload::Read(verified) if verified.is_whole()) {
-                met.found = Found::RecordWhole;
-            }
-        } else if found == Found::RecordWhole {
-            self.names.define(&body);
-        }
-        met.body = Some(body);
+    fn unlisted_record(&mut self, position: &Position, found: Found, prefix: Prefix, body: Body) {
+        let body = Some(body);
+        let mut met = Met {
+            offset: position.offset,
+            found,
+            prefix,
+            body,
+            payload: Payload::None,
+            model: None,
+            namespace: None,
+        };
         let mut finding = Finding::at(findings::RECORD_NOT_LISTED, walk::place(&self.segment, met.offset));
         describe(&mut finding, &met);
         walk::count_lost(&mut finding, &met);
         self.into.take(finding);
+        met.model = None;
+        self.keep_unlisted(position, met);
+    }
+
+    /// Keeps a record that the footer does not list as it is, if it is whole.
+    fn keep_unlisted(&mut self, position: &Position, mut met: Met) {
+        let Some(body) = &met.body else { return };
+        let secret = &self.subject.keyring.secret;
+        if met.found == Found::RecordUnread {
+            let about = (&met.prefix, body);
+            met.payload = read_payload(self.window, (position, secret), about, &mut self.names, false);
+            if matches!(&met.payload, Payload::Read(verified) if verified.is_whole()) {
+                met.found = Found::RecordWhole;
+            }
+        } else if met.found == Found::RecordWhole && !self.names.define(body) {
+            return;
+        }
         if met.found == Found::RecordWhole {
             self.unlisted.push(met);
         }

@@ -88,6 +88,8 @@ pub struct SegmentReport {
 pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) -> SegmentReport {
     let keyring = subject.keyring;
     let mut window = Window::new(file, keyring.segment_bytes, tally);
+    // The ends lie far apart: nothing between them is of use yet.
+    window.read_ahead(false);
     let ends = Ends::read(&mut window, keyring, subject.shard, subject.segment);
     let mut report = SegmentReport::default();
     let mut sighting = ends.sighting(subject.known);
@@ -104,6 +106,7 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
             }
         }
     }
+    window.read_ahead(true);
     if sighting.trailer != TrailerSeen::FooterLost {
         report.findings.take(about_ends(subject, &ends, row));
     }

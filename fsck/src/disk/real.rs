@@ -163,6 +163,15 @@ pub struct RealWriter {
 impl RealWriter {
     /// Takes the directory for this process alone.
     pub fn open(root: &Path) -> Result<Self, OpenError> {
+        // Where no engine has ever been, there is no lock yet: one that comes now must find it taken.
+        let options = flags(OFlags::NOFOLLOW | OFlags::NONBLOCK);
+        let made = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .custom_flags(options)
+            .open(root.join(LOCK));
+        drop(made?);
         Ok(Self { root: root.to_owned(), _lock: lock(root, true)? })
     }
 

@@ -16,6 +16,7 @@
 mod bare;
 mod churn;
 mod crossover;
+mod fsck;
 mod layers;
 mod lookup;
 mod mixed;
@@ -52,6 +53,8 @@ enum BenchCommand {
     Churn(churn::ChurnArgs),
     /// Read layers while puts, reclaim and compaction are at work on a nearly full store
     Mixed(mixed::MixedArgs),
+    /// Check a store with all digests, beside a bare sequential read of its files
+    Fsck(fsck::FsckArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
 }
@@ -65,6 +68,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Open(arguments) => open::run(arguments, out),
         BenchCommand::Churn(arguments) => churn::run(arguments, out),
         BenchCommand::Mixed(arguments) => mixed::run(arguments, out),
+        BenchCommand::Fsck(arguments) => fsck::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
     }
 }

@@ -1,0 +1,278 @@
+//! Puts one segment right: its length, its definitions, its padding, its header, its footer and trailer.
+
+use std::io;
+
+use kvarts_layout::format::Position;
+use kvarts_layout::format::body::Definition;
+use kvarts_layout::format::checkpoint::SegmentState;
+use kvarts_layout::format::footer::{self, Entry, Footer};
+use kvarts_layout::format::names::{segment_name, shard_name};
+use kvarts_layout::format::record::{self, Body, Fields};
+use kvarts_layout::format::segment::SegmentHeader;
+use kvarts_layout::format::trailer::{self, SealReason, Trailer};
+
+use super::{Action, Knowledge, Site, defined, quarantine};
+use crate::check::{Level, Outcome, SegmentReport, Subject, check_segment};
+use crate::findings;
+use crate::store::{Shard, Store};
+use crate::walk::{Met, Payload, entry};
+use crate::window::Tally;
+
+/// One damaged segment.
+pub(super) struct Case<'a> {
+    pub(super) site: &'a Site,
+    pub(super) store: &'a Store,
+    pub(super) shard: &'a Shard,
+    pub(super) segment: u32,
+    pub(super) known: Option<&'a SegmentState>,
+    pub(super) knowledge: &'a Knowledge,
+}
+
+/// What a segment is to hold from now on.
+struct Seal<'a> {
+    generation: u64,
+    entries: Vec<Entry>,
+    log_end: u64,
+    /// Where its sequences begin if it lists nothing.
+    first_sequence: u64,
+    /// Where the footer must not be written if that can be helped.
+    avoid: Option<u64>,
+    records: Vec<&'a Met>,
+}
+
+impl Case<'_> {
+    fn path(&self) -> String {
+        format!("{}/{}", shard_name(self.shard.number), segment_name(self.segment))
+    }
+
+    fn look(&self, tally: &Tally) -> Option<SegmentReport> {
+        let subject = Subject {
+            keyring: &self.store.keyring,
+            shard: self.shard.number,
+            segment: self.segment,
+            known: self.known,
+            level: Level::Full,
+        };
+        let file = self.site.disk.open(&self.path()).ok()?;
+        Some(check_segment(&*file, &subject, tally))
+    }
+
+    /// Does what can be done; true if the file was moved away.
+    pub(super) fn fix(&self, tally: &Tally, log: &mut Vec<Action>) -> bool {
+        let path = self.path();
+        let Some(mut report) = self.look(tally) else {
+            self.site.cannot(log, &path, "it cannot be opened");
+            return false;
+        };
+        let whole = self.store.keyring.segment_bytes;
+        if report.findings.times(findings::SEGMENT_TRUNCATED.name) > 0 {
+            self.site.act(log, (&path, "gets its full length back, zeros at its end".to_owned()), |writer| {
+                writer.set_len(&path, whole)?;
+                writer.sync(&path)
+            });
+        }
+        if self.definitions(&report, log) && self.site.writer.is_some() {
+            match self.look(tally) {
+                Some(again) => report = again,
+                None => return false,
+            }
+        }
+        self.padding(&report, log);
+        self.seal(&report, log)
+    }
+
+    /// Writes listed definitions that are damaged from their copies in other segments.
+    fn definitions(&self, report: &SegmentReport, log: &mut Vec<Action>) -> bool {
+        let Outcome::Sealed { footer, good, generation, .. } = &report.outcome else { return false };
+        let mut wrote = false;
+        for entry in &footer.records {
+            let Some((is_spec, local, id)) = defined(&entry.content) else { continue };
+            if good.iter().any(|met| met.offset == entry.offset) {
+                continue;
+            }
+            let Some(canonical) = self.knowledge.definitions.get(&id) else { continue };
+            let definition = Definition { local, id, canonical: canonical.clone() };
+            let body = if is_spec { Body::Spec(definition) } else { Body::Identity(definition) };
+            let fields = Fields { sequence: entry.sequence, durable_upto: 0, payload_bytes: 0 };
+            let position = self.position(*generation).at(entry.offset);
+            let image = record::encode(&position, &self.store.keyring.secret, &fields, &body, &[]);
+            let Ok(image) = image else { continue };
+            if image.len() != entry.header_bytes as usize {
+                continue;
+            }
+            let what =
+                format!("the definition at {} is written from its copy in another segment", entry.offset);
+            wrote |= self.write(log, what, &[(entry.offset, image)]);
+        }
+        wrote
+    }
+
+    /// Zeroes padding.
+    fn padding(&self, report: &SegmentReport, log: &mut Vec<Action>) {
+        if report.findings.times(findings::PADDING_NOT_ZERO.name) == 0 {
+            return;
+        }
+        let records: &[Met] = match &report.outcome {
+            Outcome::Sealed { good, .. } => good,
+            Outcome::Walked { scanned, .. } => &scanned.adopted,
+            _ => &[],
+        };
+        for met in records {
+            let Payload::Read(verified) = &met.payload else { continue };
+            for &(from, to) in &verified.padding {
+                let zeros = vec![0u8; usize::try_from(to.saturating_sub(from)).unwrap_or(0)];
+                self.write(log, format!("padding at {from} is zeroed"), &[(from, zeros)]);
+            }
+        }
+    }
+
+    /// Writes header, footer and trailer where they do not say what counts; true if the file was moved away.
+    fn seal(&self, report: &SegmentReport, log: &mut Vec<Action>) -> bool {
+        let Some(ends) = &report.ends else { return false };
+        let header = ends.header.as_ref().ok().map(|header| header.position.generation);
+        match &report.outcome {
+            Outcome::Quarantined => self.set_aside(report, log),
+            Outcome::Walked { scanned, .. } if !scanned.is_worth_sealing() && header.is_none() => {
+                let why = "neither its ends nor anything in it proves what it is";
+                quarantine::set_aside(self.site, &self.path(), why, log)
+            }
+            Outcome::Walked { scanned, .. } => {
+                let seal = Seal {
+                    generation: scanned.generation,
+                    entries: scanned.entries(),
+                    log_end: scanned.log_end,
+                    first_sequence: scanned.last_sequence,
+                    avoid: None,
+                    records: scanned.adopted.iter().collect(),
+                };
+                self.header(header, &seal, log);
+                self.footer(&seal, log);
+                false
+            }
+            Outcome::Sealed { generation, trailer, footer, good, unlisted } => {
+                let mut records: Vec<&Met> = good.iter().chain(unlisted).collect();
+                records.sort_by_key(|met| met.offset);
+                let mut entries: Vec<Entry> = records.iter().filter_map(|met| kept(met, footer)).collect();
+                entries.dedup_by_key(|entry| entry.offset);
+                let changed = entries != footer.records;
+                let disagrees = report.findings.times(findings::TRAILER_DISAGREES.name) > 0;
+                let log_end = trailer.log_end.max(records.last().map_or(0, |met| end_of(met)));
+                let avoid = Some(trailer.footer_offset);
+                let first_sequence = trailer.first_sequence;
+                let seal = Seal { generation: *generation, entries, log_end, first_sequence, avoid, records };
+                self.header(header, &seal, log);
+                if changed || disagrees {
+                    self.footer(&seal, log);
+                }
+                false
+            }
+            Outcome::Free | Outcome::Unseen => false,
+        }
+    }
+
+    fn set_aside(&self, report: &SegmentReport, log: &mut Vec<Action>) -> bool {
+        let newer = ["segment-newer", "trailer-newer"];
+        if newer.iter().any(|label| report.findings.times(label) > 0) {
+            self.site.cannot(log, &self.path(), "a newer program wrote it: repair it with that one");
+            return false;
+        }
+        quarantine::set_aside(self.site, &self.path(), "it belongs to another store", log)
+    }
+
+    fn position(&self, generation: u64) -> Position {
+        self.store.keyring.position(self.shard.number, self.segment).under(generation)
+    }
+
+    /// Writes the header if there is none of this generation.
+    fn header(&self, found: Option<u64>, seal: &Seal<'_>, log: &mut Vec<Action>) {
+        if found == Some(seal.generation) {
+            return;
+        }
+        let created = |met: &&Met| match &met.body {
+            Some(Body::Blocks(blocks)) => Some(blocks.created_ms),
+            _ => None,
+        };
+        let header = SegmentHeader {
+            position: self.position(seal.generation),
+            secret: self.store.keyring.secret.clone(),
+            created_ms: seal.records.iter().filter_map(created).min().unwrap_or(0),
+            segment_bytes: self.store.keyring.segment_bytes,
+            first_sequence: seal.entries.first().map_or(seal.first_sequence, |entry| entry.sequence),
+        };
+        match header.encode() {
+            Ok(image) => drop(self.write(log, "its header is written anew".to_owned(), &[(0, image)])),
+            Err(error) => self.site.cannot(log, &self.path(), &error.to_string()),
+        }
+    }
+
+    /// Writes a footer that lists what counts, and then the trailer that names it.
+    fn footer(&self, seal: &Seal<'_>, log: &mut Vec<Action>) {
+        let keyring = &self.store.keyring;
+        let position = self.position(seal.generation);
+        let images = || -> Result<(u64, Vec<u8>, Vec<u8>), String> {
+            let records = seal.entries.clone();
+            let footer = Footer { records };
+            let trailer_at = keyring.trailer_at();
+            // A footer's length does not depend on where it lies.
+            let probe =
+                footer.encode(&position.at(trailer_at), &keyring.secret).map_err(|e| e.to_string())?;
+            let len = probe.len() as u64;
+            let last = trailer_at.saturating_sub(len);
+            let below = seal.avoid.and_then(|old| old.checked_sub(len)).filter(|at| *at >= seal.log_end);
+            let at = below.unwrap_or(last);
+            if at < seal.log_end {
+                return Err(
+                    "there is no room for a footer: its store recovers it by a scan at each start".to_owned()
+                );
+            }
+            let image = footer.encode(&position.at(at), &keyring.secret).map_err(|e| e.to_string())?;
+            let tag = footer::tag_of(&image).ok_or("a footer without a tag")?;
+            let sequence = |entry: Option<&Entry>| entry.map_or(0, |entry| entry.sequence);
+            let trailer = Trailer {
+                footer_offset: at,
+                footer_tag: tag,
+                footer_bytes: u32::try_from(len).map_err(|_| "a footer of 4 GiB")?,
+                record_count: u32::try_from(footer.records.len()).map_err(|_| "too many records")?,
+                first_sequence: sequence(footer.records.first()),
+                last_sequence: sequence(footer.records.last()),
+                log_end: seal.log_end,
+                reason: SealReason::Recovery,
+            };
+            let place = trailer::position(&position, keyring.segment_bytes);
+            let trailer = trailer.encode(&place, &keyring.secret).map_err(|e| e.to_string())?;
+            Ok((at, image, trailer))
+        };
+        match images() {
+            Ok((at, image, trailer)) => {
+                let what = format!("is sealed anew with the {} records that count", seal.entries.len());
+                self.write(log, what, &[(at, image), (keyring.trailer_at(), trailer)]);
+            }
+            Err(why) => self.site.cannot(log, &self.path(), &why),
+        }
+    }
+
+    /// Writes images in order, each durable before the next.
+    fn write(&self, log: &mut Vec<Action>, what: String, images: &[(u64, Vec<u8>)]) -> bool {
+        let path = self.path();
+        self.site.act(log, (&path, what), |writer| {
+            images.iter().try_for_each(|(at, image)| -> io::Result<()> {
+                writer.write_at(&path, *at, image)?;
+                writer.sync(&path)
+            })
+        })
+    }
+}
+
+/// A record as the footer lists it, or as it says itself if the footer leaves it out or cannot be believed.
+fn kept(met: &Met, footer: &Footer) -> Option<Entry> {
+    let listed = footer.records.iter().find(|entry| entry.offset == met.offset);
+    match entry(met) {
+        Some(own) => Some(own),
+        // Of a newer version, or with an extension that is not known: proven, and kept as it is listed.
+        None => listed.cloned(),
+    }
+}
+
+fn end_of(met: &Met) -> u64 {
+    met.offset.saturating_add(met.prefix.record_bytes())
+}
