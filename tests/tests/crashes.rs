@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use kvarts_store::engine::{Limits, Options, Store};
+use kvarts_store::error::Reason;
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, drive, read_all, verify, work};
 use kvarts_tests::sim::media::errno::{EAGAIN, EINTR, EIO, ENOSPC};
 use kvarts_tests::sim::{Crash, CrashState, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
@@ -209,6 +210,24 @@ fn a_write_that_fails_is_not_acknowledged() {
 fn a_write_that_is_interrupted_or_ends_short_is_finished_or_not_acknowledged() {
     for effect in [Effect::Errno(EINTR), Effect::Errno(EAGAIN), Effect::Short, Effect::Zero, Effect::Twice] {
         every_nth(Which::Kind(OpKind::Write), effect, false, Judge::Strict);
+    }
+}
+
+#[test]
+fn a_store_takes_puts_after_any_write_was_interrupted_a_checkpoint_among_them() {
+    for errno in [EINTR, EAGAIN] {
+        let mut n = 1;
+        loop {
+            let rule = Rule::new(Which::Kind(OpKind::Write), When::Nth(n), Effect::Errno(errno));
+            let run = run(Seed(2000), 8, u64::MAX, &[rule]);
+            if run.struck == 0 {
+                break;
+            }
+            let latched = run.ledger.refusals.iter().find(|reason| matches!(reason, Reason::Latched(_)));
+            assert!(latched.is_none(), "write {n}, errno {errno}: {latched:?}");
+            n += 1;
+        }
+        assert!(n > 1, "no write was struck");
     }
 }
 

@@ -218,3 +218,54 @@ fn is_refused_what_is_not_writable() {
     assert!(matches!(reason, Reason::Directory(_)), "{reason:?}");
     open(&[scratch.path()]).unwrap().close().unwrap();
 }
+
+/// A file system in memory, unmounted when dropped.
+struct Mount(PathBuf);
+
+impl Mount {
+    /// `None`, said loudly, where this process may not mount.
+    fn new(at: &Path) -> Option<Self> {
+        std::fs::create_dir_all(at).unwrap();
+        let tried =
+            Command::new("mount").args(["-t", "tmpfs", "-o", "size=256m", "kvarts-test"]).arg(at).output();
+        if tried.is_ok_and(|output| output.status.success()) {
+            return Some(Self(at.to_owned()));
+        }
+        eprintln!("SKIPPED: a read-only file system needs the right to mount");
+        None
+    }
+
+    fn remount(&self, how: &str) {
+        let output =
+            Command::new("mount").args(["-o", &format!("remount,{how}")]).arg(&self.0).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        // A mount that stays is seen by the removal of the directory below it.
+        let _ = Command::new("umount").arg(&self.0).output();
+    }
+}
+
+#[test]
+fn a_read_only_file_system_is_refused_and_nothing_on_it_is_lost() {
+    let scratch = Scratch::new("mount");
+    let Some(mount) = Mount::new(&scratch.path().join("mount")) else { return };
+    let directory = mount.0.join("store");
+    let stage = HomeStage::over(&options(&[&directory])).unwrap();
+    let desk = Desk::new(&stage, "read-only");
+    desk.store(pages(), &desk.keys(0..8), 0, Layout::LayerBlock);
+    stage.close().unwrap();
+    mount.remount("ro");
+    let before = content(&directory);
+    let reason = refusal(&[&directory]);
+    assert!(matches!(reason, Reason::Directory(_)), "{reason:?}");
+    assert_eq!(content(&directory), before);
+    mount.remount("rw");
+    let stage = HomeStage::over(&options(&[&directory])).unwrap();
+    let desk = Desk::new(&stage, "read-only");
+    desk.expect(pages(), &desk.keys(0..8), 0);
+    stage.close().unwrap();
+}

@@ -20,13 +20,20 @@ use crate::engine::shared::EXPIRY_STEP_MS;
 use crate::error::Reason;
 use crate::index::{Lookup, RecordCursor, RecordId, RecordInfo};
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{FileId, IoError, MetaOp, OpenMode};
+use crate::io::{FileId, IoError, IoErrorKind, MetaOp, OpenMode};
 use crate::rt::Class;
 
 /// Of a record none of whose blocks was seen.
 const UNSEEN: u8 = u8::MAX;
 /// Tombstones in one chunk: they are the largest items, 72 bytes.
 const TOMBSTONES_MAX: usize = 8 << 10;
+const EINTR: i32 = 4;
+const EAGAIN: i32 = 11;
+/// How often a checkpoint is begun anew because a write of it was interrupted.
+const TRIES_MAX: u32 = 3;
+/// A signal, or a device that asks for another try: nothing is broken, and nothing is known of the bytes.
+const INTERRUPTED: Reason =
+    Reason::Busy("a checkpoint was interrupted; the next one is written from scratch");
 
 /// A file being written.
 struct Output<'a> {
@@ -44,7 +51,13 @@ pub(crate) async fn write(log: &Log) -> Result<CheckpointReport, Reason> {
     if log.checkpoints.writing.replace(true) {
         return Err(Reason::Busy("a checkpoint is being written"));
     }
-    let written = write_next(log).await;
+    let mut written = write_next(log).await;
+    for _ in 1..TRIES_MAX {
+        if !matches!(written, Err(INTERRUPTED)) {
+            break;
+        }
+        written = write_next(log).await;
+    }
     log.checkpoints.writing.set(false);
     log.checkpoints.ended.wake_all();
     written
@@ -54,6 +67,9 @@ async fn write_next(log: &Log) -> Result<CheckpointReport, Reason> {
     let slots = &log.checkpoints;
     let slot = slots.next();
     let sequence = slots.sequence.get() + 1;
+    // Taken even if this fails: the header of a failed attempt may be on disk, and the next one writes over its
+    // chunks, which must not be taken for chunks of that header.
+    slots.sequence.set(sequence);
     let header = CheckpointHeader {
         position: Position {
             store: log.shared.store,
@@ -76,14 +92,17 @@ async fn write_next(log: &Log) -> Result<CheckpointReport, Reason> {
     let closed = log.driver.meta(MetaOp::Close { file }).await;
     let report = written?;
     closed.map_err(|error| failed(log, &error))?;
-    slots.sequence.set(sequence);
     slots.newest.set(Some(slot));
     slots.buried.set(report.buried);
     Ok(report)
 }
 
-/// What is to be done about a failed write: a full disk postpones the checkpoint, anything else latches the store.
+/// What is to be done about a failed write: a full disk postpones the checkpoint, an interruption has it written
+/// again as a whole (nothing is flushed twice in hope), anything else latches the store.
 fn failed(log: &Log, error: &IoError) -> Reason {
+    if matches!(error.kind, IoErrorKind::Other(errno) if errno == EINTR || errno == EAGAIN) {
+        return INTERRUPTED;
+    }
     match decide(error, Stage::Metadata) {
         Action::RefuseNoSpace => Reason::NoSpace,
         _ => log.shared.latch(error),
