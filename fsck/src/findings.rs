@@ -93,7 +93,7 @@ labels! {
         "the file of a segment in use is shorter than a segment";
     /// A fresh file that is too short.
     SEGMENT_HALF_MADE = "segment-half-made", Note,
-        "power was cut while the file of a segment was being made; nothing was stored in it";
+        "power was cut before the file of a segment was first flushed; nothing in it had been acknowledged as durable";
     /// A file that is too long.
     SEGMENT_TOO_LONG = "segment-too-long", Note,
         "bytes follow the end of a segment; nothing reads them";

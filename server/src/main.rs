@@ -3,6 +3,7 @@
 mod bench;
 mod cli;
 mod files;
+mod fsck_cmd;
 mod human;
 mod model_cmd;
 mod serve_cmd;

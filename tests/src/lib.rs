@@ -9,3 +9,4 @@ pub mod rows;
 pub mod script;
 pub mod sim;
 pub mod stage;
+pub mod witness;

@@ -90,7 +90,6 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
     let mut window = Window::new(file, keyring.segment_bytes, tally);
     let ends = Ends::read(&mut window, keyring, subject.shard, subject.segment);
     let mut report = SegmentReport::default();
-    about_length(file, subject, &ends, &mut report.findings);
     let mut sighting = ends.sighting(subject.known);
     let mut row = segment_row(&sighting);
     let mut found = None;
@@ -125,6 +124,7 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
         }
         _ => Outcome::Quarantined,
     };
+    about_length(file, subject, &ends, &mut report);
     for &(from, to) in window.faults() {
         let finding = Finding::at(findings::MEDIA_ERROR, subject.place(Some(from)));
         report.findings.take(finding.found(format!("{} bytes", to.saturating_sub(from))));
@@ -134,15 +134,24 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
     report
 }
 
-fn about_length(file: &dyn DiskFile, subject: &Subject<'_>, ends: &Ends, into: &mut Findings) {
+/// The length of a file is durable with the first flush of it: before that, a crash may leave any.
+fn about_length(file: &dyn DiskFile, subject: &Subject<'_>, ends: &Ends, report: &mut SegmentReport) {
     let (len, whole) = (file.len(), subject.keyring.segment_bytes);
+    let was_flushed = match &report.outcome {
+        Outcome::Walked { scanned, .. } => scanned.durable_upto > 0,
+        Outcome::Sealed { .. } => true,
+        _ => false,
+    };
+    let recycled = ends.generation().is_some_and(|generation| generation > 1);
     let label = match len.cmp(&whole) {
         std::cmp::Ordering::Equal => return,
         std::cmp::Ordering::Greater => findings::SEGMENT_TOO_LONG,
-        std::cmp::Ordering::Less if ends.header.is_ok() => findings::SEGMENT_TRUNCATED,
+        std::cmp::Ordering::Less if was_flushed || recycled || subject.known.is_some() => {
+            findings::SEGMENT_TRUNCATED
+        }
         std::cmp::Ordering::Less => findings::SEGMENT_HALF_MADE,
     };
-    into.take(Finding::at(label, subject.place(None)).expected(whole).found(len));
+    report.findings.take(Finding::at(label, subject.place(None)).expected(whole).found(len));
 }
 
 fn about_ends(

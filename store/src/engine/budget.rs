@@ -35,8 +35,6 @@ pub(crate) struct Budget {
     checkpoints: AtomicU64,
     directories: AtomicU64,
     superblocks: AtomicU64,
-    /// Tombstones and epochs that the shards keep.
-    graves: AtomicU64,
     shards: u64,
     /// Directories of the store.
     roots: AtomicU64,
@@ -59,7 +57,6 @@ impl Budget {
             checkpoints: AtomicU64::new(0),
             directories: AtomicU64::new(0),
             superblocks: AtomicU64::new(0),
-            graves: AtomicU64::new(0),
             shards: u64::from(birth.shards),
             roots: AtomicU64::new(0),
             segment_bytes: birth.segment_bytes,
@@ -170,12 +167,6 @@ impl Shared {
         allocated.saturating_add(self.checkpoint_room()) > limit
     }
 
-    /// A shard keeps so many tombstones and epochs; it kept `before`.
-    pub(crate) fn note_graves(&self, before: u64, now: u64) {
-        self.budget.graves.fetch_add(now, Relaxed);
-        self.budget.graves.fetch_sub(before, Relaxed);
-    }
-
     /// What checkpoints may still take.
     fn checkpoint_room(&self) -> u64 {
         let budget = &self.budget;
@@ -184,7 +175,7 @@ impl Shared {
         let items = records.len() as u64 + records.ledger().segment_count() as u64 + coming;
         let need = budget.shards * CHECKPOINT_BYTES
             + items * CHECKPOINT_ITEM_BYTES
-            + budget.graves.load(Relaxed) * CHECKPOINT_GRAVE_BYTES;
+            + self.buried.load(Relaxed) * CHECKPOINT_GRAVE_BYTES;
         need.saturating_sub(budget.checkpoints.load(Relaxed))
     }
 

@@ -30,6 +30,7 @@ use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState, fault, record_bytes};
 use super::shared::Shared;
 use super::slice::Hold;
+use super::writes::Writes;
 use crate::api::Placed;
 use crate::error::Reason;
 use crate::index::RecordInfo;
@@ -164,8 +165,8 @@ pub(crate) struct Log {
     pub(crate) sequence: Cell<u64>,
     /// What was deleted, for as long as its records may lie on disk.
     pub(crate) graves: RefCell<Graves>,
-    /// How many of them the budget knows of.
-    pub(crate) noted_graves: Cell<u64>,
+    /// Writes under way, for which deletes wait.
+    pub(crate) writes: Rc<Writes>,
     pub(crate) checkpoints: Slots,
     /// Blocks are being moved: one move at a time bounds the memory that moves take.
     pub(crate) moving: Turn,
@@ -206,7 +207,7 @@ impl Log {
             sealing: Cell::new(0),
             sequence: Cell::new(1),
             graves: RefCell::default(),
-            noted_graves: Cell::new(0),
+            writes: Rc::default(),
             checkpoints: Slots::default(),
             moving: Turn::default(),
             changed: Notify::default(),
@@ -497,14 +498,7 @@ impl Log {
     async fn open_next(self: &Rc<Self>) -> Result<(), Reason> {
         let segment = self.next_segment().await?;
         segment.begin(self.sequence.get());
-        let header = SegmentHeader {
-            position: self.position(&segment, 0),
-            secret: self.shared.secret.clone(),
-            created_ms: self.shared.clock.unix_millis(),
-            segment_bytes: self.shared.segment_bytes,
-            first_sequence: segment.first_sequence.get(),
-        };
-        let image = header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))?;
+        let image = self.header_image(&segment)?;
         let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
         staging.copy_in(0, &image);
         if segment.generation.get() > 1 {
@@ -535,6 +529,18 @@ impl Log {
         Ok(())
     }
 
+    /// The header of a segment as it is now.
+    pub(crate) fn header_image(&self, segment: &Segment) -> Result<Vec<u8>, Reason> {
+        let header = SegmentHeader {
+            position: self.position(segment, 0),
+            secret: self.shared.secret.clone(),
+            created_ms: self.shared.clock.unix_millis(),
+            segment_bytes: self.shared.segment_bytes,
+            first_sequence: segment.first_sequence.get(),
+        };
+        header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))
+    }
+
     fn seal_in_background(self: &Rc<Self>, segment: Rc<Segment>) {
         segment.state.set(SegmentState::Sealing);
         self.sealing.set(self.sealing.get() + 1);
@@ -554,25 +560,9 @@ impl Log {
         segment.quiet().await;
         let end = segment.tail.borrow().next;
         segment.durable(&self.driver, end).await?;
-        let records = std::mem::take(&mut segment.tail.borrow_mut().entries);
-        let footer = Footer { records };
-        let sealed = self.write_footer(segment, &footer, end, reason).await;
-        match sealed {
-            Ok(()) => segment.state.set(SegmentState::Sealed),
-            // Whoever empties it has no footer to go by.
-            Err(_) => segment.tail.borrow_mut().entries = footer.records,
-        }
-        sealed
-    }
-
-    async fn write_footer(
-        &self,
-        segment: &Rc<Segment>,
-        footer: &Footer,
-        end: u64,
-        reason: SealReason,
-    ) -> Result<(), Reason> {
-        let (footer, trailer) = self.seal_images(segment, footer, end, reason)?;
+        // Listed in memory until the footer can be read: whoever empties it before has none to go by.
+        let records = segment.tail.borrow().entries.clone();
+        let (footer, trailer) = self.seal_images(segment, &Footer { records }, end, reason)?;
         // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
         for (at, image) in [(trailer_at - footer.len() as u64, footer), (trailer_at, trailer)] {
@@ -581,6 +571,8 @@ impl Log {
             staging.copy_in(0, &image);
             self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(fault)?;
         }
+        segment.tail.borrow_mut().entries = Vec::new();
+        segment.state.set(SegmentState::Sealed);
         Ok(())
     }
 

@@ -28,7 +28,6 @@ const AGAIN: Duration = Duration::from_millis(50);
 impl Log {
     /// A segment that holds nothing. One task at a time calls it.
     pub(crate) async fn next_segment(&self) -> Result<Rc<Segment>, Reason> {
-        self.note_graves();
         while self.shared.must_shrink() {
             self.give_back_one().await?;
         }
@@ -36,7 +35,7 @@ impl Log {
             return Ok(segment);
         }
         match self.create_segment().await {
-            Err(Reason::NoSpace) => match self.take_failed() {
+            Err(Reason::NoSpace) => match self.take_failed().await {
                 Some(segment) => Ok(segment),
                 None => self.reclaim().await,
             },
@@ -62,17 +61,14 @@ impl Log {
         self.shrinking.set(false);
     }
 
-    /// Tells the budget how much deletes add to the next checkpoint.
-    fn note_graves(&self) {
-        let now = self.graves.borrow().len();
-        self.shared.note_graves(self.noted_graves.replace(now), now);
-    }
-
     /// Removes one segment of this shard, emptied if need be.
     pub(crate) async fn give_back_one(&self) -> Result<(), Reason> {
-        let segment = match self.take_free().or_else(|| self.take_failed()) {
+        let segment = match self.take_free() {
             Some(segment) => segment,
-            None => self.reclaim().await?,
+            None => match self.take_failed().await {
+                Some(segment) => segment,
+                None => self.reclaim().await?,
+            },
         };
         self.remove_segment(&segment).await
     }
@@ -86,17 +82,19 @@ impl Log {
 
     /// Empties a segment that takes no more records only because a write met a full disk. Nothing is wrong with it:
     /// everything that is acknowledged in its next use is written anew.
-    fn take_failed(&self) -> Option<Rc<Segment>> {
+    async fn take_failed(&self) -> Option<Rc<Segment>> {
         let failed: Vec<_> =
             self.segments.borrow().values().filter(|one| is_full_disk(one)).map(Rc::clone).collect();
-        failed.into_iter().find(|segment| {
+        for segment in failed {
             let records = segment.tail.borrow().entries.clone();
-            let emptied = self.evict_all(segment, &Footer { records });
-            if emptied {
+            let footer = Footer { records };
+            if self.save_graves(&footer).await && is_full_disk(&segment) && self.evict_all(&segment, &footer)
+            {
                 segment.state.set(SegmentState::Free);
+                return Some(segment);
             }
-            emptied
-        })
+        }
+        None
     }
 
     /// Makes a segment file: reserved on disk and durable by name before anything is acknowledged in it.
@@ -173,21 +171,16 @@ impl Log {
         let (number, generation) = (segment.number, segment.generation.get());
         let name = self.file_name(&format::names::segment_name(number));
         self.driver.meta(MetaOp::Remove { name }).await.map_err(|error| self.cannot_remove(&error))?;
-        // From here on it is none of ours, whatever becomes of its bytes.
+        // Nobody uses it any more. Until its name is gone durably it counts, and so does what it may bring back.
+        segment.state.set(SegmentState::Suspect);
+        let synced = self.driver.meta(MetaOp::SyncDir { name: self.home() }).await;
+        synced.map_err(|error| self.cannot_remove(&error))?;
         self.segments.borrow_mut().remove(&number);
         self.retired.borrow_mut().insert(number, generation);
         let _ = self.driver.meta(MetaOp::Close { file: segment.file }).await;
-        let synced = self.driver.meta(MetaOp::SyncDir { name: self.home() }).await;
-        let allocated = segment.book.allocated();
         self.shared.index.records().ledger().close(self.shard, number);
-        match synced {
-            Ok(_) => {
-                self.shared.give_budget(allocated);
-                Ok(())
-            }
-            // It may be there again after a crash: it stays counted until the next restart tells.
-            Err(error) => Err(self.cannot_remove(&error)),
-        }
+        self.shared.give_budget(segment.book.allocated());
+        Ok(())
     }
 
     fn cannot_remove(&self, error: &IoError) -> Reason {

@@ -92,6 +92,10 @@ pub fn play(seed: u64, compare: bool) -> Result<u128, String> {
             }
         }
     }
+    let (by_events, expected) = (engine.settle(), model.settle());
+    if compare && by_events != expected {
+        return Err(format!("{by_events:?} by events, {expected:?} in the model"));
+    }
     world.disk().heal();
     stage.look_closely()?;
     stage.close().map_err(|error| error.to_string())?;

@@ -1,9 +1,11 @@
 //! Compaction: live blocks are moved in the background class, so that what is dead around them can be given back.
 //!
-//! `relocate` moves blocks of one record; `segments` chooses what to move; `gather` reads and verifies. Everything
+//! `relocate` moves blocks of one record; `segments` chooses what to move, `chains` what to merge; `gather` reads and
+//! verifies. Everything
 //! runs under a budget of device bytes a second ([`Pace`]) and one move at a time in each shard, which bounds memory
 //! to a few records.
 
+pub(crate) mod chains;
 pub(crate) mod gather;
 pub(crate) mod relocate;
 pub(crate) mod segments;
@@ -22,6 +24,8 @@ use crate::rt::{Nanos, Runtime};
 pub struct CompactOptions {
     /// Thousandths of a sealed segment that must be dead for its live blocks to be moved.
     pub dead_thousandths: u32,
+    /// Small records of one chain that must follow each other for them to be merged; 0 merges none.
+    pub merge_records_min: u32,
     /// Device bytes a second, read and written together, for each executor.
     pub bytes_per_second: u64,
     /// The most device bytes of this compaction, for each executor.
@@ -30,7 +34,7 @@ pub struct CompactOptions {
 
 impl Default for CompactOptions {
     fn default() -> Self {
-        Self { dead_thousandths: 500, bytes_per_second: u64::MAX, bytes_max: u64::MAX }
+        Self { dead_thousandths: 500, merge_records_min: 4, bytes_per_second: u64::MAX, bytes_max: u64::MAX }
     }
 }
 
@@ -39,6 +43,8 @@ impl Default for CompactOptions {
 pub struct CompactReport {
     /// Segments that have no live block left.
     pub segments_emptied: u64,
+    /// Small records that became part of a longer one.
+    pub records_merged: u64,
     /// Blocks that lie elsewhere now.
     pub blocks_moved: u64,
     /// Blocks that left while they were being moved.
@@ -65,6 +71,7 @@ impl CompactReport {
     /// Adds what another executor did.
     pub fn add(&mut self, other: Self) {
         self.segments_emptied += other.segments_emptied;
+        self.records_merged += other.records_merged;
         self.blocks_moved += other.blocks_moved;
         self.blocks_gone += other.blocks_gone;
         self.blocks_damaged += other.blocks_damaged;

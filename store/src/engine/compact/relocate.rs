@@ -28,7 +28,7 @@ use kvarts_layout::format::record::Body;
 use super::gather::{Gathered, Taken, gather, memory, pause};
 use crate::engine::log::{Draft, Log, Payload, Written};
 use crate::engine::runs::RunClass;
-use crate::engine::shared::EXPIRY_STEP_MS;
+use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
 use crate::error::Reason;
 use crate::index::{Location, Lookup, RecordId};
 use crate::io::Buf;
@@ -130,7 +130,7 @@ pub(super) fn head_of(log: &Log, gathered: &Gathered, run: &Range<usize>) -> Hea
         class: Arc::clone(&gathered.class),
         created_ms: body.created_ms,
         expires,
-        expires_ms: expires_ms(log, body.expires_ms, expires),
+        expires_ms: expires_ms(&log.shared, body.expires_ms, expires),
         extensions: body.extensions.clone(),
         first_block: body.first_block.and_then(|number| number.checked_add(u32::from(first))),
         parent,
@@ -139,11 +139,11 @@ pub(super) fn head_of(log: &Log, gathered: &Gathered, run: &Range<usize>) -> Hea
 }
 
 /// When a record expires, as the header says it: as it said before, unless it was changed since.
-pub(crate) fn expires_ms(log: &Log, written: u64, expires: u32) -> u64 {
+pub(crate) fn expires_ms(shared: &Shared, written: u64, expires: u32) -> u64 {
     match expires {
         0 => 0,
-        _ if written != 0 && log.shared.expiry_step(written) == expires => written,
-        _ => log.shared.created_ms.saturating_add(u64::from(expires) * EXPIRY_STEP_MS),
+        _ if written != 0 && shared.expiry_step(written) == expires => written,
+        _ => shared.created_ms.saturating_add(u64::from(expires) * EXPIRY_STEP_MS),
     }
 }
 

@@ -42,7 +42,7 @@ pub(crate) fn live_by_segment(log: &Log) -> BTreeMap<u32, u64> {
 }
 
 /// Bytes that can be appended before reclaim would have to evict a live block.
-fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
+pub(crate) fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
     let segment_bytes = log.shared.segment_bytes;
     let (allocated, budget) = log.shared.space();
     let (mut free, mut open) = (0, 0);
@@ -57,20 +57,31 @@ fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
     free + open + budget.saturating_sub(allocated)
 }
 
-/// Empties the segments of a shard that are worth it, the emptiest first.
-pub(crate) async fn empty(
-    log: &Rc<Log>,
+/// Empties what is worth it in each of these shards.
+pub(crate) async fn empty_all(
+    logs: &[Rc<Log>],
     options: &CompactOptions,
     pace: &mut Pace,
 ) -> Result<CompactReport, Reason> {
     let mut report = CompactReport::default();
+    for log in logs {
+        report.add(empty(log, options, pace).await?);
+    }
+    Ok(report)
+}
+
+/// Empties the segments of a shard that are worth it, the emptiest first.
+async fn empty(log: &Rc<Log>, options: &CompactOptions, pace: &mut Pace) -> Result<CompactReport, Reason> {
+    let mut report = CompactReport::default();
+    // Segments that this compaction fills itself are not for it to empty.
+    let begun = log.sequence.get();
     let mut tried = Vec::new();
     while pace.ready().await {
         if let Some(reason) = log.shared.latched() {
             return Err(reason);
         }
         let live = live_by_segment(log);
-        let Some(segment) = choose(log, options, &live, &tried) else { break };
+        let Some(segment) = choose(log, options, &live, (begun, &tried)) else { break };
         tried.push(segment);
         if empty_one(log, segment, pace, &mut report).await? {
             report.segments_emptied += 1;
@@ -80,14 +91,21 @@ pub(crate) async fn empty(
 }
 
 /// The sealed segment with the fewest live bytes, if enough of it is dead and there is room for the rest.
-fn choose(log: &Log, options: &CompactOptions, live: &BTreeMap<u32, u64>, tried: &[u32]) -> Option<u32> {
+fn choose(
+    log: &Log,
+    options: &CompactOptions,
+    live: &BTreeMap<u32, u64>,
+    (begun, tried): (u64, &[u32]),
+) -> Option<u32> {
     let segment_bytes = log.shared.segment_bytes;
     let keep = 1000u64.saturating_sub(u64::from(options.dead_thousandths));
     let most = segment_bytes.saturating_mul(keep) / 1000;
     let room = room(log, live);
     let segments = log.segments.borrow();
     let worth = |(number, bytes): &(&u32, &u64)| {
-        let sealed = segments.get(*number).is_some_and(|one| one.state.get() == SegmentState::Sealed);
+        let sealed = segments
+            .get(*number)
+            .is_some_and(|one| one.state.get() == SegmentState::Sealed && one.first_sequence.get() < begun);
         sealed && **bytes > 0 && **bytes <= most && **bytes <= room && !tried.contains(number)
     };
     live.iter().filter(worth).min_by_key(|(_, bytes)| **bytes).map(|(number, _)| *number)

@@ -31,7 +31,7 @@ impl Store {
     /// Lets every executor give segments back until the budget is kept.
     pub(super) fn shrink(&self) -> Result<(), Error> {
         if self.0.shared.must_shrink() {
-            for sender in &self.0.executors {
+            for sender in &self.0.router.executors {
                 send(sender, Message::Shrink)?;
             }
         }
@@ -81,7 +81,7 @@ impl Store {
 
     /// Refuses a budget that the disks cannot keep: more than they have free and the store has already.
     pub(super) async fn check_disk(&self, directories: u16) -> Result<(), Error> {
-        let first = self.0.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
+        let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
         let (reply, answer) = ticket();
         send(first, Message::FreeSpace { directories, reply })?;
         let free = lost(answer.await)??;
