@@ -387,3 +387,38 @@ fn an_hour_of_churn_stays_within_the_budget_at_every_step_and_takes_no_more_memo
         stage.close().unwrap();
     }
 }
+
+#[test]
+fn puts_at_once_in_the_least_budget_are_stored_or_refused_and_never_lost_between_segments() {
+    for seed in 0..seeds(6) {
+        let floor = {
+            let world = SimWorld::new(seed, &WorldConfig::default());
+            let refused = SimStage::open(&world, &options(SEGMENT)).map(drop).unwrap_err().to_string();
+            let words: Vec<u64> = refused.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+            *words.last().unwrap()
+        };
+        let (world, stage) = open(seed, floor + SEGMENT);
+        let desk = Desk::new(&stage, "least");
+        let mut stored = 0;
+        for round in 0..40u64 {
+            let names: Vec<_> = (0..8).map(|n| desk.keys(round * 8 + n..round * 8 + n + 1)).collect();
+            let tickets: Vec<_> =
+                names.iter().map(|keys| stage.store().put(desk.request(pages(), keys, 1))).collect();
+            for (keys, ticket) in names.iter().zip(tickets) {
+                match &stage.answer(ticket).unwrap().outcomes[..] {
+                    [BlockOutcome::Stored] => stored += 1,
+                    [BlockOutcome::Refused(Reason::NoSpace)] => {}
+                    other => panic!("seed {seed}, round {round}, {keys:?}: {other:?}"),
+                }
+                stage.audit();
+            }
+            // What is said to be here can be read, byte by byte.
+            for n in here(&desk, round * 8..round * 8 + 8) {
+                desk.expect(pages(), &desk.keys(n..n + 1), 1);
+            }
+        }
+        assert!(stored > 200, "seed {seed}: {stored} of 320");
+        stage.audit_all();
+        drop(world);
+    }
+}

@@ -474,11 +474,17 @@ impl Log {
             return Ok(false);
         }
         self.rolling.set(true);
-        let opened = self.open_next().await;
-        if opened.is_ok()
-            && let Some(full) = full
+        let mut opened = self.open_next().await;
+        if let Some(full) = full
+            && matches!(opened, Ok(()) | Err(Reason::NoSpace))
         {
+            self.abandon(&full);
             self.seal_in_background(full);
+            if opened.is_err() {
+                // It may be all that the shard has: sealed, it can be emptied like any other.
+                self.changed.until(|| (self.sealing.get() == 0).then_some(())).await;
+                opened = self.open_next().await;
+            }
         }
         self.rolling.set(false);
         self.changed.wake_all();

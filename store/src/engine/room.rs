@@ -63,13 +63,12 @@ impl Log {
 
     /// Removes one segment of this shard, emptied if need be.
     pub(crate) async fn give_back_one(&self) -> Result<(), Reason> {
-        let mut segment = self.take_free();
-        if segment.is_none() {
-            segment = self.take_failed().await;
-        }
-        let segment = match segment {
+        let segment = match self.take_free() {
             Some(segment) => segment,
-            None => self.reclaim().await?,
+            None => match self.take_failed().await {
+                Some(segment) => segment,
+                None => self.reclaim().await?,
+            },
         };
         self.remove_segment(&segment).await
     }
@@ -87,7 +86,8 @@ impl Log {
         let failed: Vec<_> =
             self.segments.borrow().values().filter(|one| is_full_disk(one)).map(Rc::clone).collect();
         for segment in failed {
-            let footer = Footer { records: segment.tail.borrow().entries.clone() };
+            let records = segment.tail.borrow().entries.clone();
+            let footer = Footer { records };
             if self.save_graves(&footer).await && is_full_disk(&segment) && self.evict_all(&segment, &footer)
             {
                 segment.state.set(SegmentState::Free);
@@ -171,21 +171,16 @@ impl Log {
         let (number, generation) = (segment.number, segment.generation.get());
         let name = self.file_name(&format::names::segment_name(number));
         self.driver.meta(MetaOp::Remove { name }).await.map_err(|error| self.cannot_remove(&error))?;
-        // From here on it is none of ours, whatever becomes of its bytes.
+        // Nobody uses it any more. Until its name is gone durably it counts, and so does what it may bring back.
+        segment.state.set(SegmentState::Suspect);
+        let synced = self.driver.meta(MetaOp::SyncDir { name: self.home() }).await;
+        synced.map_err(|error| self.cannot_remove(&error))?;
         self.segments.borrow_mut().remove(&number);
         self.retired.borrow_mut().insert(number, generation);
         let _ = self.driver.meta(MetaOp::Close { file: segment.file }).await;
-        let synced = self.driver.meta(MetaOp::SyncDir { name: self.home() }).await;
-        let allocated = segment.book.allocated();
         self.shared.index.records().ledger().close(self.shard, number);
-        match synced {
-            Ok(_) => {
-                self.shared.give_budget(allocated);
-                Ok(())
-            }
-            // It may be there again after a crash: it stays counted until the next restart tells.
-            Err(error) => Err(self.cannot_remove(&error)),
-        }
+        self.shared.give_budget(segment.book.allocated());
+        Ok(())
     }
 
     fn cannot_remove(&self, error: &IoError) -> Reason {
