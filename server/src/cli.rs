@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, model_cmd, serve_cmd};
+use crate::{bench, gpu_cmd, model_cmd, serve_cmd};
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
@@ -27,6 +27,8 @@ struct Cli {
 enum Command {
     /// Measure the engine beside a bare loop over the same files
     Bench(Box<bench::BenchArgs>),
+    /// Describe devices and measure how memory reaches them
+    Gpu(gpu_cmd::GpuArgs),
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
     /// Run the daemon
@@ -90,6 +92,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     };
     match cli.command {
         Command::Bench(arguments) => bench::run(&arguments, out),
+        Command::Gpu(arguments) => gpu_cmd::run(&arguments, out),
         Command::Model(arguments) => model_cmd::run(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments),
     }

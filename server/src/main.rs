@@ -2,7 +2,9 @@
 
 mod bench;
 mod cli;
+mod devices;
 mod files;
+mod gpu_cmd;
 mod human;
 mod model_cmd;
 mod serve_cmd;

@@ -15,6 +15,7 @@
 
 mod bare;
 mod crossover;
+mod gpu;
 mod layers;
 mod lookup;
 mod open;
@@ -48,6 +49,8 @@ enum BenchCommand {
     Open(open::OpenArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
+    /// Bring layers from disk to a device under an engine that computes
+    Gpu(gpu::GpuArgs),
 }
 
 /// Runs one of the subcommands.
@@ -58,5 +61,6 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Match(arguments) => lookup::run(arguments, out),
         BenchCommand::Open(arguments) => open::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
+        BenchCommand::Gpu(arguments) => gpu::run(arguments, out),
     }
 }
