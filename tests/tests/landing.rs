@@ -10,7 +10,7 @@ use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
 use kvarts_gpudirect::device::{Device, InUse, Memory, Stream, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::gather::Curve;
-use kvarts_gpudirect::pace::RealPace;
+use kvarts_gpudirect::pace::{Pace, RealPace};
 use kvarts_gpudirect::pipeline::{LandRequest, LayerEnd, LayerStream, Next, Pipeline};
 use kvarts_gpudirect::store_layers::StoreRequest;
 use kvarts_gpudirect::{Arena, Destination};
@@ -104,6 +104,8 @@ impl Site {
     }
 
     fn land(&self, pipeline: &Pipeline, pool: &Pool) -> Result<LayerStream, LandError> {
+        // The store lets go of the last stream's memory on its own threads.
+        self.settle();
         pipeline.land(self.request(pool))
     }
 
@@ -188,7 +190,9 @@ impl Pool {
 }
 
 fn strict(faults: Faults) -> Emulated {
-    Emulated::with(Model { strict: true, ..Model::default() }, faults, RealPace::new())
+    // Copies take longer than reads, so that memory which is reused too early is seen.
+    let model = Model { strict: true, call: Duration::from_millis(1), ..Model::default() };
+    Emulated::with(model, faults, RealPace::new())
 }
 
 /// Takes every layer; gives how many came and the end.
@@ -307,11 +311,13 @@ fn a_block_that_is_not_here_and_a_deadline_are_told_as_such() {
     let mut stream = pipeline.land(request).unwrap();
     let Next::End(end) = stream.next_layer(&compute) else { panic!("a layer came") };
     assert_eq!((end.usable_blocks, end.reason), (3, Some(EndReason::Store(Reason::NotHere(absent)))));
+    drop(stream);
     // A link so slow that the ring is not free before the deadline.
     let slow = Emulated::new(Model { bytes_per_second: 100_000, ..Model::default() });
     let pool = Pool::new(&slow, COLUMNS[0]);
     let compute = slow.stream().unwrap();
     let now = site.store().clock().now();
+    site.settle();
     let request = LandRequest { deadline: Some(now.plus(Duration::from_millis(150))), ..site.request(&pool) };
     let mut stream = site.pipeline(&slow).land(request).unwrap();
     let (came, end) = run(&mut stream, &pool, &slow, &compute);
@@ -381,7 +387,7 @@ fn what_cannot_begin_says_why_and_takes_nothing() {
     let pipeline = site.pipeline(&device);
     site.settle();
     let held = (site.arena.take(1, 128 << 10).unwrap(), site.arena.take(1, 1).unwrap());
-    let full = site.land(&pipeline, &pool).unwrap_err();
+    let full = pipeline.land(site.request(&pool)).unwrap_err();
     assert_eq!((full.kind(), matches!(full, LandError::ArenaFull { free: 0, .. })), (Kind::Retry, true));
     drop(held);
     let tiny = Arena::new(1).unwrap();
@@ -455,9 +461,15 @@ fn layers_leave_the_device_as_they_are_computed_and_come_back_as_they_were() {
         Curve::default(),
     );
     let mut sink = pipeline.store_layers(request).unwrap();
+    let (pace, time) = (RealPace::new(), Duration::from_millis(30));
     for layer in 0..pool.shape.layers().len() as u32 {
-        device.compute(&compute, Duration::from_micros(50)).unwrap();
-        sink.store_layer(layer, &compute).unwrap();
+        let begin = pace.now();
+        device.compute(&compute, time).unwrap();
+        let taken = sink.store_layer(layer, &compute).unwrap();
+        if layer == 0 {
+            device.synchronize(&taken).unwrap();
+            assert!(pace.now().since(begin) >= time, "a layer is taken behind what computes it");
+        }
         assert!(is_here(&site, &pool, &keys).iter().all(|presence| *presence == Presence::Absent));
     }
     assert!(sink.store_layer(0, &compute).is_err(), "a layer is taken once");
