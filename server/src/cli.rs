@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, fsck_cmd, model_cmd, serve_cmd};
+use crate::{bench, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
@@ -29,6 +29,8 @@ enum Command {
     Bench(Box<bench::BenchArgs>),
     /// Check a store offline, and repair it when asked
     Fsck(fsck_cmd::FsckArgs),
+    /// Describe devices and measure how memory reaches them
+    Gpu(gpu_cmd::GpuArgs),
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
     /// Run the daemon
@@ -103,6 +105,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     match cli.command {
         Command::Bench(arguments) => bench::run(&arguments, out),
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
+        Command::Gpu(arguments) => gpu_cmd::run(&arguments, out),
         Command::Model(arguments) => model_cmd::run(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments),
     }

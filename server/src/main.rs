@@ -2,8 +2,10 @@
 
 mod bench;
 mod cli;
+mod devices;
 mod files;
 mod fsck_cmd;
+mod gpu_cmd;
 mod human;
 mod model_cmd;
 mod serve_cmd;

@@ -200,7 +200,8 @@ impl Race {
         store.unregister_memory(&self.arena);
     }
 
-    fn bare_first(&self, bare: &Bare) -> Result<Sample, Failure> {
+    /// One pass of the bare loop over the first layer.
+    pub(super) fn bare_first(&self, bare: &Bare) -> Result<Sample, Failure> {
         let seconds = bare.read(&self.first, Limits::default().max_bytes_in_flight, false)?;
         Ok(Sample { seconds, ..Sample::default() })
     }

@@ -17,6 +17,7 @@ mod bare;
 mod churn;
 mod crossover;
 mod fsck;
+mod gpu;
 mod layers;
 mod lookup;
 mod mixed;
@@ -57,6 +58,8 @@ enum BenchCommand {
     Fsck(fsck::FsckArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
+    /// Bring layers from disk to a device under an engine that computes
+    Gpu(gpu::GpuArgs),
 }
 
 /// Runs one of the subcommands.
@@ -70,5 +73,6 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Mixed(arguments) => mixed::run(arguments, out),
         BenchCommand::Fsck(arguments) => fsck::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
+        BenchCommand::Gpu(arguments) => gpu::run(arguments, out),
     }
 }

@@ -112,6 +112,8 @@ struct Shared {
     gone: bool,
     /// Who wants to know when the caller leaves.
     leaving: Vec<Waker>,
+    /// The first block that failed so far, and why.
+    failure: Option<(u32, Reason)>,
 }
 
 impl Shared {
@@ -178,6 +180,14 @@ impl ReadSink {
         }
     }
 
+    /// Says which leading block failed, before an event that counts fewer blocks for it.
+    pub fn note_failure(&self, ordinal: u32, reason: &Reason) {
+        let mut shared = self.0.lock();
+        if shared.failure.as_ref().is_none_or(|(known, _)| ordinal < *known) {
+            shared.failure = Some((ordinal, reason.clone()));
+        }
+    }
+
     /// Whether the caller has dropped its end.
     pub fn is_cancelled(&self) -> bool {
         self.0.lock().dropped
@@ -197,6 +207,12 @@ impl ReadStream {
     /// The next event if one has arrived.
     pub fn try_next(&self) -> Option<ReadEvent> {
         self.0.lock().events.pop_front()
+    }
+
+    /// The first block of the request that is known to have failed, and why: for callers that stop at the first
+    /// [`ReadEvent::Layer`] that counts fewer blocks than they asked for.
+    pub fn first_failure(&self) -> Option<(u32, Reason)> {
+        self.0.lock().failure.clone()
     }
 
     /// Blocks the thread until the next event. Not for simulated time, nor for an executor's thread.
@@ -304,6 +320,8 @@ mod tests {
         assert_eq!(stream.try_next(), Some(ReadEvent::Block(0)));
         assert_eq!(stream.wait_blocking(), ReadEnd::default());
         assert_eq!(stream.try_next(), None);
+        [4, 2, 3].iter().for_each(|&ordinal| sink.note_failure(ordinal, &Reason::NoSpace));
+        assert_eq!(stream.first_failure(), Some((2, Reason::NoSpace)));
         assert!(!sink.is_cancelled());
         drop(stream);
         assert!(sink.is_cancelled());

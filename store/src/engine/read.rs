@@ -345,6 +345,9 @@ impl ReadJob {
     }
 
     fn announce(&self, state: &ReadState, step: u32) {
+        if let Some((&ordinal, reason)) = state.failures.first_key_value() {
+            self.sink.note_failure(ordinal, reason);
+        }
         match self.plan.layer_of(step) {
             Some(layer) => self.sink.send(ReadEvent::Layer { layer, blocks: self.usable(state) }),
             None => {

@@ -1,0 +1,274 @@
+//! A CUDA device. **Not run on hardware yet**: it builds everywhere, its absence is tested, and its calls follow the
+//! driver's documentation, but no machine with a GPU was at hand.
+//!
+//! Libraries are loaded when they are first needed and asked for before: no driver, or one without a device, gives
+//! [`DeviceError::Absent`] with the reason, never a panic. Everything that talks to the driver stands in `sys`.
+//!
+//! - Host memory is pinned with `cuMemHostRegister` over memory that this program mapped, so that it can be a ring's
+//!   registered buffer as well. It is ordinary cached memory, not write-combined: the processor digests it.
+//! - Batches are `cuMemcpyBatchAsync` where the driver has it, always with the source read in stream order: any other
+//!   order is wrong for copies from the device.
+//! - The kernel reads pinned memory itself. It is compiled by NVRTC when the device is opened; without NVRTC there is
+//!   none. Memory that is not pinned goes by single copies.
+
+mod sys;
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvarts_store::io::Region;
+
+use self::sys::{Context, Kernel, RawEvent, RawMemory, RawStream};
+use super::{Batch, Description, Device, Event, InUse, IpcHandle, Memory, Method, Stream};
+use crate::error::DeviceError;
+
+pub use sys::has_cufile;
+
+/// The source of the gather kernel: each block of threads takes a piece after the other, sixteen bytes a thread where
+/// both sides allow.
+const GATHER: &str = r#"
+struct Table { unsigned long long count; unsigned long long to[160], from[160], len[160]; };
+extern "C" __global__ void kvarts_gather(Table table) {
+    for (unsigned long long at = blockIdx.x; at < table.count; at += gridDim.x) {
+        char *to = (char *)table.to[at];
+        const char *from = (const char *)table.from[at];
+        unsigned long long len = table.len[at], wide = 0;
+        if ((((unsigned long long)to | (unsigned long long)from) & 15) == 0) {
+            wide = len / 16;
+            for (unsigned long long i = threadIdx.x; i < wide; i += blockDim.x)
+                ((uint4 *)to)[i] = ((const uint4 *)from)[i];
+        }
+        for (unsigned long long i = wide * 16 + threadIdx.x; i < len; i += blockDim.x) to[i] = from[i];
+    }
+}
+"#;
+
+/// What a device and everything made of it share.
+#[derive(Debug)]
+struct Core {
+    context: Context,
+    kernel: Option<Kernel>,
+    methods: Vec<Method>,
+    notes: Vec<String>,
+    pins: Mutex<BTreeMap<u64, u64>>,
+    memories: AtomicU64,
+    streams: AtomicU64,
+    opened: AtomicU64,
+}
+
+/// A CUDA device.
+#[derive(Clone, Debug)]
+pub struct Cuda(Arc<Core>);
+
+struct Owned {
+    raw: RawMemory,
+    core: Arc<Core>,
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        match self.raw.kind() {
+            sys::Kind::Allocated => drop(self.core.memories.fetch_sub(1, Ordering::AcqRel)),
+            sys::Kind::Opened => drop(self.core.opened.fetch_sub(1, Ordering::AcqRel)),
+            sys::Kind::Adopted => {}
+        }
+    }
+}
+
+struct OwnedStream {
+    raw: RawStream,
+    core: Arc<Core>,
+}
+
+impl Drop for OwnedStream {
+    fn drop(&mut self) {
+        self.core.streams.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// How many CUDA devices there are, or why none can be used.
+pub fn count() -> Result<u32, DeviceError> {
+    sys::count()
+}
+
+impl Cuda {
+    /// Opens a device by its number.
+    pub fn open(ordinal: u32) -> Result<Self, DeviceError> {
+        let count = count()?;
+        if ordinal >= count {
+            return Err(DeviceError::Absent(format!("cuda:{ordinal} was asked for, there are {count}")));
+        }
+        let context = Context::retain(ordinal)?;
+        let mut methods = vec![Method::Each];
+        let mut notes = vec!["not run on hardware yet: report what you see".to_owned()];
+        if sys::has_batch() {
+            methods.push(Method::Batch);
+        } else {
+            notes.push("the driver has no cuMemcpyBatchAsync (12.8 has)".to_owned());
+        }
+        let kernel = match Kernel::compile(&context, GATHER) {
+            Ok(kernel) => {
+                methods.push(Method::Kernel);
+                Some(kernel)
+            }
+            Err(why) => {
+                notes.push(format!("no gather kernel: {why}"));
+                None
+            }
+        };
+        Ok(Self(Arc::new(Core {
+            context,
+            kernel,
+            methods,
+            notes,
+            pins: Mutex::new(BTreeMap::new()),
+            memories: AtomicU64::new(0),
+            streams: AtomicU64::new(0),
+            opened: AtomicU64::new(0),
+        })))
+    }
+
+    fn pins(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
+        // A count is changed in one step.
+        self.0.pins.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn memory(&self, raw: RawMemory) -> Memory {
+        let (base, len) = (raw.base(), raw.len());
+        match raw.kind() {
+            sys::Kind::Allocated => drop(self.0.memories.fetch_add(1, Ordering::AcqRel)),
+            sys::Kind::Opened => drop(self.0.opened.fetch_add(1, Ordering::AcqRel)),
+            sys::Kind::Adopted => {}
+        }
+        Memory::new(base, len, Arc::new(Owned { raw, core: Arc::clone(&self.0) }))
+    }
+
+    fn wrap(&self, raw: RawStream) -> Stream {
+        self.0.streams.fetch_add(1, Ordering::AcqRel);
+        Stream(Arc::new(OwnedStream { raw, core: Arc::clone(&self.0) }))
+    }
+}
+
+fn raw(stream: &Stream) -> Result<&RawStream, DeviceError> {
+    let owned = stream.0.downcast_ref::<OwnedStream>();
+    owned.map(|owned| &owned.raw).ok_or(DeviceError::Foreign("a stream of another device"))
+}
+
+fn raw_event(event: &Event) -> Result<&RawEvent, DeviceError> {
+    event.0.downcast_ref().ok_or(DeviceError::Foreign("an event of another device"))
+}
+
+impl Device for Cuda {
+    fn describe(&self) -> Description {
+        Description {
+            kind: format!("cuda:{}", self.0.context.ordinal()),
+            name: self.0.context.name(),
+            memory_bytes: self.0.context.memory_bytes(),
+            notes: self.0.notes.clone(),
+        }
+    }
+
+    fn methods(&self) -> &[Method] {
+        &self.0.methods
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<Memory, DeviceError> {
+        Ok(self.memory(self.0.context.allocate(bytes)?))
+    }
+
+    fn adopt(&self, base: u64, bytes: u64) -> Result<Memory, DeviceError> {
+        Ok(self.memory(self.0.context.adopt(base, bytes)?))
+    }
+
+    fn pin(&self, region: &Arc<Region>) -> Result<(), DeviceError> {
+        let mut pins = self.pins();
+        let count = pins.entry(region.id()).or_default();
+        if *count == 0
+            && let Err(error) = self.0.context.pin(region)
+        {
+            pins.remove(&region.id());
+            return Err(error);
+        }
+        *count += 1;
+        Ok(())
+    }
+
+    fn unpin(&self, region: &Arc<Region>) {
+        let mut pins = self.pins();
+        let Some(count) = pins.get_mut(&region.id()) else { return };
+        *count -= 1;
+        if *count == 0 {
+            pins.remove(&region.id());
+            self.0.context.unpin(region);
+        }
+    }
+
+    fn stream(&self) -> Result<Stream, DeviceError> {
+        Ok(self.wrap(self.0.context.stream()?))
+    }
+
+    fn adopt_stream(&self, handle: u64) -> Result<Stream, DeviceError> {
+        Ok(self.wrap(self.0.context.adopt_stream(handle)?))
+    }
+
+    fn copy(&self, stream: &Stream, batch: &Batch<'_>) -> Result<(), DeviceError> {
+        batch.check(1)?;
+        if batch.memories.iter().any(|memory| memory.raw.downcast_ref::<Owned>().is_none()) {
+            return Err(DeviceError::Foreign("memory of another device"));
+        }
+        let (stream, context) = (raw(stream)?, &self.0.context);
+        let pinned = self.pins().contains_key(&batch.host.region().id());
+        match (batch.method, &self.0.kernel) {
+            (Method::Kernel, Some(kernel)) if pinned => context.gather(kernel, stream, batch),
+            (Method::Batch, _) if pinned && self.0.methods.contains(&Method::Batch) => {
+                context.copy_batch(stream, batch)
+            }
+            _ => context.copy_each(stream, batch),
+        }
+    }
+
+    fn record(&self, stream: &Stream) -> Result<Event, DeviceError> {
+        Ok(Event(Arc::new(self.0.context.record(raw(stream)?)?)))
+    }
+
+    fn wait(&self, stream: &Stream, event: &Event) -> Result<(), DeviceError> {
+        self.0.context.wait(raw(stream)?, raw_event(event)?)
+    }
+
+    fn synchronize(&self, event: &Event) -> Result<(), DeviceError> {
+        self.0.context.synchronize(raw_event(event)?)
+    }
+
+    fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {
+        self.0.context.export(memory.base).map(IpcHandle)
+    }
+
+    fn import(&self, handle: &IpcHandle, bytes: u64) -> Result<Memory, DeviceError> {
+        Ok(self.memory(self.0.context.import(&handle.0, bytes)?))
+    }
+
+    fn in_use(&self) -> InUse {
+        InUse {
+            memories: self.0.memories.load(Ordering::Acquire),
+            pinned: self.pins().len() as u64,
+            streams: self.0.streams.load(Ordering::Acquire),
+            opened: self.0.opened.load(Ordering::Acquire),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_without_a_driver_says_so_and_does_not_panic() {
+        // On a machine with devices the first that there is not is asked for.
+        let ordinal = count().unwrap_or(0);
+        let error = Cuda::open(ordinal).unwrap_err();
+        assert!(matches!(error, DeviceError::Absent(_)), "{error:?}");
+        assert!(error.to_string().starts_with("no CUDA device: "), "{error}");
+        let _ = has_cufile();
+    }
+}

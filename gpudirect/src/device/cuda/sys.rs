@@ -1,0 +1,508 @@
+//! The calls into the CUDA driver, each with the reason why it may be made. **Not run on hardware yet.**
+//!
+//! This file may hold `unsafe`. Handles are wrapped so that each lives exactly as long as its owner; the context is
+//! the device's primary one, which the engine in the same process shares, and it is made current before every call.
+//! Nothing is called before [`count`] has found the library: the bindings look symbols up at their first use and
+//! panic where one is missing, so symbols that an older driver lacks are asked for first.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::Arc;
+
+use cudarc::driver::sys as cu;
+use kvarts_store::io::Region;
+
+use super::super::{Batch, Direction, Piece};
+use crate::error::DeviceError;
+
+/// Pieces that one launch takes: its table is a kernel parameter, which may have 4096 bytes.
+const TABLE: usize = 160;
+/// Threads of a block, and blocks of a launch: a few multiprocessors fill a link and leave the rest to the engine.
+const THREADS: u32 = 512;
+const BLOCKS: u32 = 16;
+/// The flag of streams that do not wait for the default stream.
+const NON_BLOCKING: u32 = 1;
+/// Events that let a waiting thread sleep (1) and keep no time (2).
+const EVENT_FLAGS: u32 = 3;
+
+/// What a call said, as a result.
+fn check(call: &'static str, code: cu::CUresult) -> Result<(), DeviceError> {
+    use cu::CUresult as E;
+    let why = || format!("{code:?}");
+    match code {
+        E::CUDA_SUCCESS => Ok(()),
+        E::CUDA_ERROR_OUT_OF_MEMORY => Err(DeviceError::NoMemory(0)),
+        E::CUDA_ERROR_NO_DEVICE | E::CUDA_ERROR_INVALID_DEVICE => Err(DeviceError::Absent(why())),
+        E::CUDA_ERROR_ILLEGAL_ADDRESS
+        | E::CUDA_ERROR_LAUNCH_FAILED
+        | E::CUDA_ERROR_ECC_UNCORRECTABLE
+        | E::CUDA_ERROR_HARDWARE_STACK_ERROR
+        | E::CUDA_ERROR_MISALIGNED_ADDRESS
+        | E::CUDA_ERROR_CONTEXT_IS_DESTROYED
+        | E::CUDA_ERROR_DEVICE_UNAVAILABLE => Err(DeviceError::Lost(format!("{call}: {}", why()))),
+        _ => Err(DeviceError::Call { call, why: why() }),
+    }
+}
+
+/// Whether libcufile can be loaded.
+pub fn has_cufile() -> bool {
+    // SAFETY: opens and closes a library by name; its initialisers are NVIDIA's.
+    unsafe { cudarc::cufile::sys::is_culib_present() }
+}
+
+/// How many devices there are.
+pub(super) fn count() -> Result<u32, DeviceError> {
+    // SAFETY: as in `has_cufile`.
+    if !unsafe { cu::is_culib_present() } {
+        return Err(DeviceError::Absent("libcuda cannot be loaded: is the driver installed?".to_owned()));
+    }
+    let absent = |error: DeviceError| match error {
+        DeviceError::Call { call, why } => DeviceError::Absent(format!("{call}: {why}")),
+        other => other,
+    };
+    // SAFETY: the library is there; the call may be repeated.
+    check("cuInit", unsafe { cu::cuInit(0) }).map_err(absent)?;
+    let mut count: c_int = 0;
+    // SAFETY: writes one int.
+    check("cuDeviceGetCount", unsafe { cu::cuDeviceGetCount(&raw mut count) }).map_err(absent)?;
+    match u32::try_from(count) {
+        Ok(count) if count > 0 => Ok(count),
+        _ => Err(DeviceError::Absent("the driver finds none".to_owned())),
+    }
+}
+
+/// Whether the driver has `cuMemcpyBatchAsync`. Called behind [`count`].
+pub(super) fn has_batch() -> bool {
+    // SAFETY: the library is loaded; the symbol is looked up, not called.
+    unsafe { cu::culib().get::<unsafe extern "C" fn()>(b"cuMemcpyBatchAsync\0").is_ok() }
+}
+
+/// The primary context of a device.
+#[derive(Debug)]
+struct Primary {
+    raw: cu::CUcontext,
+    device: cu::CUdevice,
+    ordinal: u32,
+}
+
+// SAFETY: the driver's contexts may be made current by any thread, at the same time too.
+unsafe impl Send for Primary {}
+// SAFETY: as above.
+unsafe impl Sync for Primary {}
+
+impl Drop for Primary {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `retain`; everything made in it holds this and is gone.
+        let _ = unsafe { cu::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// A device's context, held by everything that is made in it.
+#[derive(Clone, Debug)]
+pub(super) struct Context(Arc<Primary>);
+
+/// Where memory comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Kind {
+    Allocated,
+    Adopted,
+    Opened,
+}
+
+/// Device memory.
+#[derive(Debug)]
+pub(super) struct RawMemory {
+    context: Context,
+    base: cu::CUdeviceptr,
+    len: u64,
+    kind: Kind,
+}
+
+impl RawMemory {
+    pub(super) fn base(&self) -> u64 {
+        self.base
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub(super) fn kind(&self) -> Kind {
+        self.kind
+    }
+}
+
+impl Drop for RawMemory {
+    fn drop(&mut self) {
+        if self.context.enter().is_err() {
+            // The device is lost, and its memory with it.
+            return;
+        }
+        // Nobody is left to be told of an error.
+        let _ = match self.kind {
+            // SAFETY: made by `allocate` and given back once; freeing waits for the device.
+            Kind::Allocated => unsafe { cu::cuMemFree_v2(self.base) },
+            // SAFETY: opened by `import` and closed once.
+            Kind::Opened => unsafe { cu::cuIpcCloseMemHandle(self.base) },
+            Kind::Adopted => cu::CUresult::CUDA_SUCCESS,
+        };
+    }
+}
+
+/// A stream.
+#[derive(Debug)]
+pub(super) struct RawStream {
+    context: Context,
+    raw: cu::CUstream,
+    owned: bool,
+}
+
+// SAFETY: the driver's streams may be used from any thread.
+unsafe impl Send for RawStream {}
+// SAFETY: as above.
+unsafe impl Sync for RawStream {}
+
+impl Drop for RawStream {
+    fn drop(&mut self) {
+        if self.owned && self.context.enter().is_ok() {
+            // SAFETY: made by `stream`; work still in it is finished by the driver first.
+            let _ = unsafe { cu::cuStreamDestroy_v2(self.raw) };
+        }
+    }
+}
+
+/// An event.
+#[derive(Debug)]
+pub(super) struct RawEvent {
+    context: Context,
+    raw: cu::CUevent,
+}
+
+// SAFETY: the driver's events may be used from any thread.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above.
+unsafe impl Sync for RawEvent {}
+
+impl Drop for RawEvent {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: made by `record`; the driver keeps what a pending wait needs.
+            let _ = unsafe { cu::cuEventDestroy_v2(self.raw) };
+        }
+    }
+}
+
+/// A compiled kernel.
+#[derive(Debug)]
+pub(super) struct Kernel {
+    context: Context,
+    module: cu::CUmodule,
+    function: cu::CUfunction,
+}
+
+// SAFETY: the driver's modules and functions may be used from any thread.
+unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: loaded by `compile`; the device that launched from it is gone.
+            let _ = unsafe { cu::cuModuleUnload(self.module) };
+        }
+    }
+}
+
+impl Kernel {
+    pub(super) fn compile(context: &Context, source: &str) -> Result<Self, String> {
+        // SAFETY: as in `has_cufile`.
+        if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+            return Err("libnvrtc cannot be loaded".to_owned());
+        }
+        let ptx = cudarc::nvrtc::compile_ptx(source).map_err(|error| error.to_string())?;
+        let mut image = ptx.to_src().into_bytes();
+        image.push(0);
+        let told = |error: DeviceError| error.to_string();
+        context.enter().map_err(told)?;
+        let mut module = std::ptr::null_mut();
+        // SAFETY: `image` is a text that ends in zero.
+        let loaded = unsafe { cu::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) };
+        check("cuModuleLoadData", loaded).map_err(told)?;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: the module was loaded; the name is a C string.
+        let got = unsafe { cu::cuModuleGetFunction(&raw mut function, module, c"kvarts_gather".as_ptr()) };
+        let kernel = Self { context: context.clone(), module, function };
+        check("cuModuleGetFunction", got).map_err(told)?;
+        Ok(kernel)
+    }
+}
+
+/// The gather kernel's parameter.
+#[repr(C)]
+struct Table {
+    count: u64,
+    to: [u64; TABLE],
+    from: [u64; TABLE],
+    len: [u64; TABLE],
+}
+
+impl Context {
+    pub(super) fn retain(ordinal: u32) -> Result<Self, DeviceError> {
+        let number =
+            c_int::try_from(ordinal).map_err(|_| DeviceError::Absent("no such number".to_owned()))?;
+        let mut device = 0;
+        // SAFETY: writes one handle.
+        check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, number) })?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: writes one handle, released in `Primary::drop`.
+        check("cuDevicePrimaryCtxRetain", unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut raw, device) })?;
+        Ok(Self(Arc::new(Primary { raw, device, ordinal })))
+    }
+
+    pub(super) fn ordinal(&self) -> u32 {
+        self.0.ordinal
+    }
+
+    pub(super) fn name(&self) -> String {
+        let mut text = [0 as std::ffi::c_char; 128];
+        // SAFETY: writes at most 127 bytes and a zero.
+        let named = unsafe { cu::cuDeviceGetName(text.as_mut_ptr(), 127, self.0.device) };
+        if check("cuDeviceGetName", named).is_err() {
+            return "unknown".to_owned();
+        }
+        // SAFETY: the array ends in a zero that nobody overwrote.
+        unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned()
+    }
+
+    pub(super) fn memory_bytes(&self) -> Option<u64> {
+        let mut bytes = 0;
+        // SAFETY: writes one number.
+        let asked = unsafe { cu::cuDeviceTotalMem_v2(&raw mut bytes, self.0.device) };
+        check("cuDeviceTotalMem", asked).ok().map(|()| bytes as u64)
+    }
+
+    fn enter(&self) -> Result<(), DeviceError> {
+        // SAFETY: the context is retained while `self` lives.
+        check("cuCtxSetCurrent", unsafe { cu::cuCtxSetCurrent(self.0.raw) })
+    }
+
+    pub(super) fn allocate(&self, bytes: u64) -> Result<RawMemory, DeviceError> {
+        self.enter()?;
+        let mut base = 0;
+        let len = usize::try_from(bytes).map_err(|_| DeviceError::NoMemory(bytes))?;
+        // SAFETY: writes one address, freed in `RawMemory::drop`.
+        check("cuMemAlloc", unsafe { cu::cuMemAlloc_v2(&raw mut base, len.max(1)) }).map_err(|error| {
+            if error == DeviceError::NoMemory(0) { DeviceError::NoMemory(bytes) } else { error }
+        })?;
+        Ok(RawMemory { context: self.clone(), base, len: bytes, kind: Kind::Allocated })
+    }
+
+    pub(super) fn adopt(&self, base: u64, bytes: u64) -> Result<RawMemory, DeviceError> {
+        use cu::CUpointer_attribute as Ask;
+        self.enter()?;
+        // The answers are numbers of 4 or 8 bytes; little-endian, so that the shorter ones fit the longer.
+        let ask = |what: Ask| {
+            let mut answer = 0u64;
+            // SAFETY: every attribute asked for here is at most 8 bytes; an address that is none is an error.
+            let asked = unsafe { cu::cuPointerGetAttribute((&raw mut answer).cast::<c_void>(), what, base) };
+            check("cuPointerGetAttribute", asked).map(|()| answer)
+        };
+        let on_device = ask(Ask::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)? == 2
+            && ask(Ask::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)? == u64::from(self.0.ordinal);
+        if !on_device {
+            return Err(DeviceError::Foreign("memory that is not on this device"));
+        }
+        let start = ask(Ask::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?;
+        let range = ask(Ask::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?;
+        let end = base.checked_add(bytes).ok_or(DeviceError::OutOfBounds)?;
+        if base < start || end > start.saturating_add(range) {
+            return Err(DeviceError::OutOfBounds);
+        }
+        Ok(RawMemory { context: self.clone(), base, len: bytes, kind: Kind::Adopted })
+    }
+
+    pub(super) fn export(&self, base: u64) -> Result<[u8; 64], DeviceError> {
+        self.enter()?;
+        let mut handle = cu::CUipcMemHandle { reserved: [0; 64] };
+        // SAFETY: writes one handle; an address without one is an error.
+        check("cuIpcGetMemHandle", unsafe { cu::cuIpcGetMemHandle(&raw mut handle, base) })?;
+        Ok(handle.reserved.map(|byte| byte as u8))
+    }
+
+    pub(super) fn import(&self, handle: &[u8; 64], bytes: u64) -> Result<RawMemory, DeviceError> {
+        self.enter()?;
+        let raw = cu::CUipcMemHandle { reserved: handle.map(|byte| byte as std::ffi::c_char) };
+        let mut base = 0;
+        let peer_access = cu::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        // SAFETY: writes one address, closed in `RawMemory::drop`; a wrong handle is an error.
+        check("cuIpcOpenMemHandle", unsafe { cu::cuIpcOpenMemHandle_v2(&raw mut base, raw, peer_access) })?;
+        // From here on it is closed whatever happens. What was said of its length is compared with the driver's.
+        let memory = RawMemory { context: self.clone(), base, len: bytes, kind: Kind::Opened };
+        drop(self.adopt(base, bytes)?);
+        Ok(memory)
+    }
+
+    pub(super) fn pin(&self, region: &Region) -> Result<(), DeviceError> {
+        self.enter()?;
+        let flags = cu::CU_MEMHOSTREGISTER_PORTABLE | cu::CU_MEMHOSTREGISTER_DEVICEMAP;
+        // SAFETY: the region is mapped while it lives, and whoever pins it unpins it before: the arena does.
+        let pinned = unsafe { cu::cuMemHostRegister_v2(region.base().cast(), region.len(), flags) };
+        check("cuMemHostRegister", pinned).map_err(|error| DeviceError::Pin(error.to_string()))
+    }
+
+    pub(super) fn unpin(&self, region: &Region) {
+        if self.enter().is_ok() {
+            // SAFETY: registered by `pin`, and no copy is under way (the trait's contract).
+            let _ = unsafe { cu::cuMemHostUnregister(region.base().cast()) };
+        }
+    }
+
+    pub(super) fn stream(&self) -> Result<RawStream, DeviceError> {
+        self.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: writes one handle, destroyed in `RawStream::drop`.
+        check("cuStreamCreate", unsafe { cu::cuStreamCreate(&raw mut raw, NON_BLOCKING) })?;
+        Ok(RawStream { context: self.clone(), raw, owned: true })
+    }
+
+    /// A stream that somebody else made. Asked for its state once: a number that is no stream is most likely
+    /// an error here.
+    pub(super) fn adopt_stream(&self, handle: u64) -> Result<RawStream, DeviceError> {
+        self.enter()?;
+        let address = usize::try_from(handle).map_err(|_| DeviceError::OutOfBounds)?;
+        let raw: cu::CUstream = std::ptr::with_exposed_provenance_mut(address);
+        // SAFETY: the caller's promise (trait): a stream of this device that outlives the answer.
+        match unsafe { cu::cuStreamQuery(raw) } {
+            cu::CUresult::CUDA_ERROR_NOT_READY => {}
+            code => check("cuStreamQuery", code)?,
+        }
+        Ok(RawStream { context: self.clone(), raw, owned: false })
+    }
+
+    pub(super) fn record(&self, stream: &RawStream) -> Result<RawEvent, DeviceError> {
+        self.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: writes one handle, destroyed in `RawEvent::drop`.
+        check("cuEventCreate", unsafe { cu::cuEventCreate(&raw mut raw, EVENT_FLAGS) })?;
+        let event = RawEvent { context: self.clone(), raw };
+        // SAFETY: both are alive.
+        check("cuEventRecord", unsafe { cu::cuEventRecord(event.raw, stream.raw) })?;
+        Ok(event)
+    }
+
+    pub(super) fn wait(&self, stream: &RawStream, event: &RawEvent) -> Result<(), DeviceError> {
+        self.enter()?;
+        // SAFETY: both are alive.
+        check("cuStreamWaitEvent", unsafe { cu::cuStreamWaitEvent(stream.raw, event.raw, 0) })
+    }
+
+    pub(super) fn synchronize(&self, event: &RawEvent) -> Result<(), DeviceError> {
+        self.enter()?;
+        // SAFETY: it is alive.
+        check("cuEventSynchronize", unsafe { cu::cuEventSynchronize(event.raw) })
+    }
+
+    pub(super) fn copy_each(&self, stream: &RawStream, batch: &Batch<'_>) -> Result<(), DeviceError> {
+        self.enter()?;
+        for piece in batch.pieces {
+            let (device, host) = ends(batch, piece);
+            let (pointer, len) = (std::ptr::with_exposed_provenance_mut::<c_void>(host), piece.len as usize);
+            let code = match batch.direction {
+                // SAFETY: both ranges were checked against memories that the batch holds; the caller keeps the
+                // host's side until an event behind the copy is done (trait).
+                Direction::ToDevice => unsafe {
+                    cu::cuMemcpyHtoDAsync_v2(device, pointer.cast_const(), len, stream.raw)
+                },
+                // SAFETY: as above.
+                Direction::ToHost => unsafe { cu::cuMemcpyDtoHAsync_v2(pointer, device, len, stream.raw) },
+            };
+            check("cuMemcpyAsync", code)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn copy_batch(&self, stream: &RawStream, batch: &Batch<'_>) -> Result<(), DeviceError> {
+        self.enter()?;
+        let ends: Vec<_> = batch.pieces.iter().map(|piece| ends(batch, piece)).collect();
+        let mut devices: Vec<cu::CUdeviceptr> = ends.iter().map(|end| end.0).collect();
+        let mut hosts: Vec<cu::CUdeviceptr> = ends.iter().map(|end| end.1 as u64).collect();
+        let mut sizes: Vec<usize> = batch.pieces.iter().map(|piece| piece.len as usize).collect();
+        let (to, from) = match batch.direction {
+            Direction::ToDevice => (&mut devices, &mut hosts),
+            Direction::ToHost => (&mut hosts, &mut devices),
+        };
+        // SAFETY: a C structure of numbers, for which zeros are valid.
+        let mut attributes: cu::CUmemcpyAttributes = unsafe { std::mem::zeroed() };
+        attributes.srcAccessOrder = cu::CUmemcpySrcAccessOrder_enum::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+        let (mut first, mut failed) = (0usize, usize::MAX);
+        // SAFETY: the arrays have one entry for each piece and are read during the call; ranges as in `copy_each`.
+        let code = unsafe {
+            cu::cuMemcpyBatchAsync(
+                to.as_mut_ptr(),
+                from.as_mut_ptr(),
+                sizes.as_mut_ptr(),
+                sizes.len(),
+                &raw mut attributes,
+                &raw mut first,
+                1,
+                &raw mut failed,
+                stream.raw,
+            )
+        };
+        check("cuMemcpyBatchAsync", code)
+    }
+
+    pub(super) fn gather(
+        &self,
+        kernel: &Kernel,
+        stream: &RawStream,
+        batch: &Batch<'_>,
+    ) -> Result<(), DeviceError> {
+        self.enter()?;
+        let mut seen = 0;
+        // SAFETY: the caller has checked that the region is pinned with a mapping for the device.
+        check("cuMemHostGetDevicePointer", unsafe {
+            cu::cuMemHostGetDevicePointer_v2(&raw mut seen, batch.host.as_ptr().cast(), 0)
+        })?;
+        for pieces in batch.pieces.chunks(TABLE) {
+            let (to, from, len) = ([0; TABLE], [0; TABLE], [0; TABLE]);
+            let mut table = Table { count: pieces.len() as u64, to, from, len };
+            let slots = table.to.iter_mut().zip(&mut table.from).zip(&mut table.len);
+            for (((to, from), len), piece) in slots.zip(pieces) {
+                let (device, host) = (ends(batch, piece).0, seen.wrapping_add(piece.host));
+                (*to, *from) = match batch.direction {
+                    Direction::ToDevice => (device, host),
+                    Direction::ToHost => (host, device),
+                };
+                *len = piece.len;
+            }
+            let mut parameters = [(&raw mut table).cast::<c_void>()];
+            // SAFETY: the one parameter is the kernel's own structure, copied during the call; ranges as in
+            // `copy_each`.
+            let code = unsafe {
+                cu::cuLaunchKernel(
+                    kernel.function,
+                    BLOCKS,
+                    1,
+                    1,
+                    THREADS,
+                    1,
+                    1,
+                    0,
+                    stream.raw,
+                    parameters.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            };
+            check("cuLaunchKernel", code)?;
+        }
+        Ok(())
+    }
+}
+
+/// Both addresses of a piece of a batch that was checked.
+fn ends(batch: &Batch<'_>, piece: &Piece) -> (cu::CUdeviceptr, usize) {
+    let base = batch.memories.get(piece.memory as usize).map_or(0, super::super::Memory::base);
+    let host = batch.host.as_ptr().expose_provenance();
+    (base.wrapping_add(piece.at), host.wrapping_add(piece.host as usize))
+}

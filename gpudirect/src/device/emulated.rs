@@ -1,0 +1,350 @@
+//! A device made of host memory, for machines without one and for tests.
+//!
+//! Each stream is a thread that does what it is given in order. A copy occupies the one link of its direction for as
+//! long as the [`Model`] says, in honest sleeps: it is never done early, and a sleep that took too long is told as it
+//! was. With [`Model::strict`] bytes move only at the end of that time, and a read of memory that a copy has not
+//! finished writing is counted as a [hazard](Emulated::hazards): an engine would have computed on garbage.
+//!
+//! [`Faults`] make it fail the ways a real device does.
+
+mod memory;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kvarts_store::io::{Buf, Region};
+use kvarts_store::rt::Nanos;
+
+use self::memory::Shared as SharedMemory;
+use self::stream::{EventState, Op, Queue};
+use super::{Batch, Description, Device, Direction, Event, InUse, IpcHandle, Memory, Method, Piece, Stream};
+use crate::error::DeviceError;
+use crate::pace::{Pace, RealPace};
+
+/// How fast the device is. The defaults are round numbers in the region of one PCIe 4.0 link; no device was measured
+/// for them.
+#[derive(Clone, Debug)]
+pub struct Model {
+    /// Bytes a second of the link, in each direction.
+    pub bytes_per_second: u64,
+    /// What a call costs, whatever it moves.
+    pub call: Duration,
+    /// What each further piece of one call costs, by [`Method::Batch`].
+    pub batch_piece: Duration,
+    /// How much of the link a kernel gets, in hundredths.
+    pub kernel_percent: u32,
+    /// What every device address and length must be a multiple of.
+    pub align: u64,
+    /// Whether bytes move at the end of a copy's time, not at its beginning, and reads are checked.
+    pub strict: bool,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+}
+
+impl Default for Model {
+    fn default() -> Self {
+        Self {
+            bytes_per_second: 20_000_000_000,
+            call: Duration::from_micros(5),
+            batch_piece: Duration::from_nanos(400),
+            kernel_percent: 80,
+            align: 1,
+            strict: false,
+            memory_bytes: 16 << 30,
+        }
+    }
+}
+
+impl Model {
+    /// How long a copy occupies the link.
+    pub fn time(&self, method: Method, pieces: u64, bytes: u64) -> Duration {
+        let wire = |percent: u64| {
+            let nanos = u128::from(bytes) * 100_000_000_000
+                / (u128::from(self.bytes_per_second.max(1)) * u128::from(percent.max(1)));
+            Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+        };
+        let times = |each: Duration| each.saturating_mul(u32::try_from(pieces).unwrap_or(u32::MAX));
+        match method {
+            Method::Each => wire(100).saturating_add(times(self.call)),
+            Method::Batch => wire(100).saturating_add(self.call).saturating_add(times(self.batch_piece)),
+            Method::Kernel => wire(u64::from(self.kernel_percent)).saturating_add(self.call),
+        }
+    }
+}
+
+/// What is to go wrong. Copies are counted from the device's beginning, calls of [`Device::copy`] each.
+#[derive(Clone, Debug, Default)]
+pub struct Faults {
+    /// Host memory cannot be pinned.
+    pub no_pin: bool,
+    /// This copy moves only half of its bytes, and says so.
+    pub partial_copy: Option<u64>,
+    /// The device is lost in the middle of this copy.
+    pub lost_at_copy: Option<u64>,
+    /// Streams cannot be made.
+    pub no_stream: bool,
+}
+
+/// A copy by its number, and the addresses that it writes.
+type Unfinished = (u64, Vec<(u64, u64)>);
+
+/// What the streams of a device share.
+#[derive(Debug)]
+struct Core {
+    model: Model,
+    faults: Faults,
+    pace: Arc<dyn Pace>,
+    copies: AtomicU64,
+    lost: Mutex<Option<DeviceError>>,
+    /// When the link of each direction is free.
+    link: [Mutex<Nanos>; 2],
+    /// Copies that are not finished, while reads are checked.
+    unfinished: Mutex<Vec<Unfinished>>,
+    hazards: AtomicU64,
+    memories: AtomicU64,
+    allocated: AtomicU64,
+    opened: AtomicU64,
+    streams: AtomicU64,
+    pins: Mutex<Vec<u64>>,
+    /// What was allocated, for those who adopt it by its address.
+    table: Mutex<Vec<(u64, std::sync::Weak<SharedMemory>)>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Everything under these locks is changed in one step.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The device.
+#[derive(Clone, Debug)]
+pub struct Emulated(Arc<Core>);
+
+impl Emulated {
+    /// A device in real time that does not fail.
+    pub fn new(model: Model) -> Self {
+        Self::with(model, Faults::default(), RealPace::new())
+    }
+
+    /// A device in a time of the caller's choice that fails as it is told.
+    pub fn with(model: Model, faults: Faults, pace: Arc<dyn Pace>) -> Self {
+        Self(Arc::new(Core {
+            model,
+            faults,
+            pace,
+            copies: AtomicU64::new(0),
+            lost: Mutex::new(None),
+            link: [Mutex::new(Nanos(0)), Mutex::new(Nanos(0))],
+            unfinished: Mutex::new(Vec::new()),
+            hazards: AtomicU64::new(0),
+            memories: AtomicU64::new(0),
+            allocated: AtomicU64::new(0),
+            opened: AtomicU64::new(0),
+            streams: AtomicU64::new(0),
+            pins: Mutex::new(Vec::new()),
+            table: Mutex::new(Vec::new()),
+        }))
+    }
+
+    /// Enqueues work that takes `time`: an engine's kernels of one layer.
+    pub fn compute(&self, stream: &Stream, time: Duration) -> Result<(), DeviceError> {
+        self.push(stream, Op::Compute(time))
+    }
+
+    /// Enqueues a read of memory, as a kernel would: counted as a hazard if a copy to it is not finished then.
+    pub fn touch(&self, stream: &Stream, memory: &Memory, at: u64, len: u64) -> Result<(), DeviceError> {
+        let start = memory.base.saturating_add(at);
+        self.push(stream, Op::Touch(start, start.saturating_add(len)))
+    }
+
+    /// How many reads met memory whose copy was not finished.
+    pub fn hazards(&self) -> u64 {
+        self.0.hazards.load(Ordering::Acquire)
+    }
+
+    /// The bytes that device memory holds now.
+    pub fn peek(&self, memory: &Memory, at: u64, len: u64) -> Option<Vec<u8>> {
+        let buf = memory_of(memory).ok()?;
+        Some(buf.slice(usize::try_from(at).ok()?, usize::try_from(len).ok()?)?.to_vec())
+    }
+
+    /// Puts bytes into device memory at once, as an engine's kernels would have.
+    pub fn poke(&self, memory: &Memory, at: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        let at = usize::try_from(at).map_err(|_| DeviceError::OutOfBounds)?;
+        let buf = memory_of(memory)?.slice(at, bytes.len()).ok_or(DeviceError::OutOfBounds)?;
+        buf.copy_in(0, bytes);
+        Ok(())
+    }
+
+    fn push(&self, stream: &Stream, op: Op) -> Result<(), DeviceError> {
+        self.0.alive()?;
+        queue_of(stream)?.push(op)
+    }
+}
+
+impl Core {
+    fn alive(&self) -> Result<(), DeviceError> {
+        lock(&self.lost).clone().map_or(Ok(()), Err)
+    }
+
+    fn allocation(self: &Arc<Self>, bytes: u64) -> Result<SharedMemory, DeviceError> {
+        let before = self.allocated.fetch_add(bytes, Ordering::AcqRel);
+        if before.saturating_add(bytes) > self.model.memory_bytes {
+            self.allocated.fetch_sub(bytes, Ordering::AcqRel);
+            return Err(DeviceError::NoMemory(bytes));
+        }
+        let made = SharedMemory::create(self, bytes);
+        if made.is_err() {
+            self.allocated.fetch_sub(bytes, Ordering::AcqRel);
+        }
+        made
+    }
+}
+
+/// The host memory that stands for device memory.
+fn memory_of(memory: &Memory) -> Result<Buf, DeviceError> {
+    let shared =
+        memory.raw.downcast_ref::<Adopted>().ok_or(DeviceError::Foreign("memory of another device"))?;
+    let at = memory.base.checked_sub(shared.0.base()).and_then(|at| usize::try_from(at).ok());
+    let len = usize::try_from(memory.len).ok();
+    at.zip(len).and_then(|(at, len)| shared.0.buf().slice(at, len)).ok_or(DeviceError::OutOfBounds)
+}
+
+fn queue_of(stream: &Stream) -> Result<&Queue, DeviceError> {
+    stream.0.downcast_ref().ok_or(DeviceError::Foreign("a stream of another device"))
+}
+
+fn state_of(event: &Event) -> Result<&Arc<EventState>, DeviceError> {
+    event.0.downcast_ref().ok_or(DeviceError::Foreign("an event of another device"))
+}
+
+/// A share in memory that the device allocated or opened.
+struct Adopted(Arc<SharedMemory>);
+
+fn handed_out(memory: Arc<SharedMemory>, base: u64, bytes: u64) -> Memory {
+    Memory::new(base, bytes, Arc::new(Adopted(memory)))
+}
+
+impl Device for Emulated {
+    fn describe(&self) -> Description {
+        Description {
+            kind: "emulated".to_owned(),
+            name: format!("host memory, {} MB/s", self.0.model.bytes_per_second / 1_000_000),
+            memory_bytes: Some(self.0.model.memory_bytes),
+            notes: vec!["an emulated device: its times are a model's, no device was measured".to_owned()],
+        }
+    }
+
+    fn methods(&self) -> &[Method] {
+        &Method::ALL
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<Memory, DeviceError> {
+        self.0.alive()?;
+        let memory = Arc::new(self.0.allocation(bytes)?);
+        let base = memory.base();
+        let mut table = lock(&self.0.table);
+        table.retain(|(_, memory)| memory.strong_count() > 0);
+        table.push((base, Arc::downgrade(&memory)));
+        drop(table);
+        Ok(handed_out(memory, base, bytes))
+    }
+
+    fn adopt(&self, base: u64, bytes: u64) -> Result<Memory, DeviceError> {
+        let end = base.checked_add(bytes).ok_or(DeviceError::OutOfBounds)?;
+        let table = lock(&self.0.table);
+        let known = table.iter().filter_map(|(_, memory)| memory.upgrade());
+        let mut holds = known.filter(|memory| memory.base() <= base && end <= memory.base() + memory.len());
+        let memory = holds.next().ok_or(DeviceError::OutOfBounds)?;
+        Ok(handed_out(memory, base, bytes))
+    }
+
+    fn pin(&self, region: &Arc<Region>) -> Result<(), DeviceError> {
+        if self.0.faults.no_pin {
+            return Err(DeviceError::Pin("the emulated device was told to refuse".to_owned()));
+        }
+        lock(&self.0.pins).push(region.id());
+        Ok(())
+    }
+
+    fn unpin(&self, region: &Arc<Region>) {
+        let mut pins = lock(&self.0.pins);
+        if let Some(at) = pins.iter().position(|&id| id == region.id()) {
+            pins.swap_remove(at);
+        }
+    }
+
+    fn stream(&self) -> Result<Stream, DeviceError> {
+        self.0.alive()?;
+        if self.0.faults.no_stream {
+            return Err(DeviceError::Call { call: "stream", why: "told to refuse".to_owned() });
+        }
+        Ok(Stream(Arc::new(Queue::start(&self.0)?)))
+    }
+
+    fn adopt_stream(&self, _: u64) -> Result<Stream, DeviceError> {
+        Err(DeviceError::Foreign("a stream by its number: make one with the emulated device"))
+    }
+
+    fn copy(&self, stream: &Stream, batch: &Batch<'_>) -> Result<(), DeviceError> {
+        self.0.alive()?;
+        batch.check(self.0.model.align)?;
+        let memories = batch.memories.iter().map(memory_of).collect::<Result<Vec<_>, _>>()?;
+        let number = self.0.copies.fetch_add(1, Ordering::AcqRel);
+        if self.0.model.strict && batch.direction == Direction::ToDevice {
+            let range = |piece: &Piece| {
+                let base = batch.memories.get(piece.memory as usize).map_or(0, |memory| memory.base);
+                (base + piece.at, base + piece.at + piece.len)
+            };
+            lock(&self.0.unfinished).push((number, batch.pieces.iter().map(range).collect()));
+        }
+        queue_of(stream)?.push(Op::Copy {
+            number,
+            direction: batch.direction,
+            time: self.0.model.time(batch.method, batch.pieces.len() as u64, batch.bytes()),
+            host: batch.host.clone(),
+            memories,
+            pieces: batch.pieces.to_vec(),
+        })
+    }
+
+    fn record(&self, stream: &Stream) -> Result<Event, DeviceError> {
+        let state = Arc::new(EventState::default());
+        self.push(stream, Op::Record(Arc::clone(&state)))?;
+        Ok(Event(Arc::new(state)))
+    }
+
+    fn wait(&self, stream: &Stream, event: &Event) -> Result<(), DeviceError> {
+        self.push(stream, Op::Wait(Arc::clone(state_of(event)?)))
+    }
+
+    fn synchronize(&self, event: &Event) -> Result<(), DeviceError> {
+        state_of(event)?.wait()
+    }
+
+    fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {
+        let adopted = memory.raw.downcast_ref::<Adopted>().ok_or(DeviceError::Foreign("this memory"))?;
+        if memory.base != adopted.0.base() {
+            return Err(DeviceError::Foreign("a part of an allocation as a handle: export the whole"));
+        }
+        Ok(adopted.0.handle())
+    }
+
+    fn import(&self, handle: &IpcHandle, bytes: u64) -> Result<Memory, DeviceError> {
+        let memory = Arc::new(SharedMemory::open(&self.0, handle, bytes)?);
+        let base = memory.base();
+        Ok(handed_out(memory, base, bytes))
+    }
+
+    fn in_use(&self) -> InUse {
+        InUse {
+            memories: self.0.memories.load(Ordering::Acquire),
+            pinned: lock(&self.0.pins).len() as u64,
+            streams: self.0.streams.load(Ordering::Acquire),
+            opened: self.0.opened.load(Ordering::Acquire),
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! A stream of the emulated device: a thread that does what it is given, in order.
+
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use kvarts_store::io::Buf;
+
+use super::super::{Direction, Piece};
+use super::{Core, lock};
+use crate::error::DeviceError;
+use crate::pace::Worker;
+
+/// One thing to do.
+pub(super) enum Op {
+    Copy {
+        number: u64,
+        direction: Direction,
+        time: Duration,
+        host: Buf,
+        memories: Vec<Buf>,
+        pieces: Vec<Piece>,
+    },
+    Record(Arc<EventState>),
+    Wait(Arc<EventState>),
+    Compute(Duration),
+    /// A read of these addresses.
+    Touch(u64, u64),
+}
+
+/// Whether an event is done, and how what came before it ended.
+#[derive(Debug, Default)]
+pub(super) struct EventState {
+    done: Mutex<Option<Result<(), DeviceError>>>,
+    changed: Condvar,
+}
+
+impl EventState {
+    fn set(&self, outcome: Result<(), DeviceError>) {
+        lock(&self.done).get_or_insert(outcome);
+        self.changed.notify_all();
+    }
+
+    pub(super) fn wait(&self) -> Result<(), DeviceError> {
+        let mut done = lock(&self.done);
+        loop {
+            if let Some(outcome) = &*done {
+                return outcome.clone();
+            }
+            done = self.changed.wait(done).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// The near end of a stream. Dropping it waits until the stream has done everything.
+#[derive(Debug)]
+pub(super) struct Queue {
+    ops: Option<Sender<Op>>,
+    worker: Worker,
+    core: Arc<Core>,
+}
+
+impl Queue {
+    pub(super) fn start(core: &Arc<Core>) -> Result<Self, DeviceError> {
+        let (ops, inbox) = channel();
+        let theirs = Arc::clone(core);
+        let worker = Worker::start("emulated-stream", move || serve(&theirs, &inbox))
+            .map_err(|why| DeviceError::Call { call: "stream", why })?;
+        core.streams.fetch_add(1, Ordering::AcqRel);
+        Ok(Self { ops: Some(ops), worker, core: Arc::clone(core) })
+    }
+
+    pub(super) fn push(&self, op: Op) -> Result<(), DeviceError> {
+        let sent = self.ops.as_ref().is_some_and(|ops| ops.send(op).is_ok());
+        if sent { Ok(()) } else { Err(DeviceError::Lost("the stream's thread ended".to_owned())) }
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.ops = None;
+        self.worker.join();
+        self.core.streams.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn serve(core: &Core, inbox: &Receiver<Op>) {
+    // As with CUDA, an error stays: everything behind it in the stream has it.
+    let mut failed: Result<(), DeviceError> = Ok(());
+    while let Ok(op) = inbox.recv() {
+        if let Err(lost) = core.alive() {
+            failed = Err(lost);
+        }
+        match op {
+            Op::Record(event) => event.set(failed.clone()),
+            Op::Wait(event) => failed = failed.and(event.wait()),
+            _ if failed.is_err() => {}
+            Op::Compute(time) => core.pace.sleep_until(core.pace.now().plus(time)),
+            Op::Touch(start, end) => touch(core, start, end),
+            Op::Copy { number, direction, time, host, memories, pieces } => {
+                failed = copy(core, number, direction, time, &host, &memories, &pieces);
+                lock(&core.unfinished).retain(|(other, _)| *other != number);
+            }
+        }
+    }
+}
+
+fn touch(core: &Core, start: u64, end: u64) {
+    let unfinished = lock(&core.unfinished);
+    let mut ranges = unfinished.iter().flat_map(|(_, ranges)| ranges);
+    if ranges.any(|&(from, to)| from < end && start < to) {
+        core.hazards.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+fn copy(
+    core: &Core,
+    number: u64,
+    direction: Direction,
+    time: Duration,
+    host: &Buf,
+    memories: &[Buf],
+    pieces: &[Piece],
+) -> Result<(), DeviceError> {
+    let until = {
+        let mut free = lock(&core.link[usize::from(direction == Direction::ToHost)]);
+        *free = (*free).max(core.pace.now()).plus(time);
+        *free
+    };
+    let wanted: u64 = pieces.iter().map(|piece| piece.len).sum();
+    let is = |fault: Option<u64>| fault == Some(number);
+    let cut = is(core.faults.partial_copy) || is(core.faults.lost_at_copy);
+    let allowed = if cut { wanted / 2 } else { wanted };
+    if core.model.strict {
+        core.pace.sleep_until(until);
+    }
+    let moved = transfer(direction, host, memories, pieces, allowed);
+    core.pace.sleep_until(until);
+    if is(core.faults.lost_at_copy) {
+        let lost = DeviceError::Lost("told to be lost in the middle of a copy".to_owned());
+        lock(&core.lost).get_or_insert_with(|| lost.clone());
+        return Err(lost);
+    }
+    if moved == wanted { Ok(()) } else { Err(DeviceError::Partial { wanted, moved }) }
+}
+
+/// Moves at most `allowed` bytes; gives how many it moved.
+fn transfer(direction: Direction, host: &Buf, memories: &[Buf], pieces: &[Piece], allowed: u64) -> u64 {
+    let mut left = allowed;
+    for piece in pieces {
+        let len = piece.len.min(left) as usize;
+        let Some(memory) = memories.get(piece.memory as usize) else { break };
+        match direction {
+            Direction::ToDevice => memory.copy_from(piece.at as usize, host, piece.host as usize, len),
+            Direction::ToHost => host.copy_from(piece.host as usize, memory, piece.at as usize, len),
+        }
+        left -= len as u64;
+    }
+    allowed - left
+}

@@ -1,0 +1,227 @@
+//! Devices behind one small trait: memory, batches of copies, streams, events.
+//!
+//! The words are CUDA's. A stream does what it is given in order; an event is a point in a stream; another stream or
+//! the processor can wait for it. Whoever enqueues a copy keeps its host memory as it is until an event behind the
+//! copy is done. An error of a copy comes out at the latest at that event.
+
+pub mod cuda;
+pub mod emulated;
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use kvarts_store::io::{Buf, Region};
+
+use crate::error::DeviceError;
+
+/// What a device is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Description {
+    /// `emulated`, or `cuda:0` and so on.
+    pub kind: String,
+    /// Its name.
+    pub name: String,
+    /// Bytes of memory, if known.
+    pub memory_bytes: Option<u64>,
+    /// What an operator should know.
+    pub notes: Vec<String>,
+}
+
+/// A way to move many pieces.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Method {
+    /// One asynchronous copy for each piece.
+    Each,
+    /// One call for all pieces (`cuMemcpyBatchAsync`).
+    Batch,
+    /// A small kernel that reads pinned host memory.
+    Kernel,
+}
+
+impl Method {
+    /// All of them, the simplest first.
+    pub const ALL: [Self; 3] = [Self::Each, Self::Batch, Self::Kernel];
+
+    /// As it is printed.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Each => "each",
+            Self::Batch => "batch",
+            Self::Kernel => "kernel",
+        }
+    }
+}
+
+/// Which way a copy goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Direction {
+    /// From host memory to the device.
+    ToDevice,
+    /// From the device to host memory.
+    ToHost,
+}
+
+/// Memory of a device. Cheap to clone; the last clone gives it back, unless it was adopted.
+#[derive(Clone)]
+pub struct Memory {
+    base: u64,
+    len: u64,
+    raw: Arc<dyn Any + Send + Sync>,
+}
+
+impl Memory {
+    fn new(base: u64, len: u64, raw: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { base, len, raw }
+    }
+
+    /// The address, as the device counts.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Memory({} bytes)", self.len)
+    }
+}
+
+/// A queue of work on a device.
+#[derive(Clone)]
+pub struct Stream(Arc<dyn Any + Send + Sync>);
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Stream")
+    }
+}
+
+/// A point in a stream.
+#[derive(Clone)]
+pub struct Event(Arc<dyn Any + Send + Sync>);
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Event")
+    }
+}
+
+/// One stretch of bytes on both sides.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Piece {
+    /// Which of the batch's memories.
+    pub memory: u32,
+    /// Where in that memory.
+    pub at: u64,
+    /// Where in the batch's host buffer.
+    pub host: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// Pieces that are copied together.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// Which way.
+    pub direction: Direction,
+    /// How.
+    pub method: Method,
+    /// The host's side.
+    pub host: &'a Buf,
+    /// The device's side.
+    pub memories: &'a [Memory],
+    /// What goes where.
+    pub pieces: &'a [Piece],
+}
+
+impl Batch<'_> {
+    /// Bytes in all.
+    pub fn bytes(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.len).sum()
+    }
+
+    /// Refuses a piece that leaves its memory on either side, or that the device cannot take as it lies.
+    pub fn check(&self, align: u64) -> Result<(), DeviceError> {
+        for piece in self.pieces {
+            let memory = self.memories.get(piece.memory as usize).ok_or(DeviceError::OutOfBounds)?;
+            let inside = |at: u64, len: u64| at.checked_add(piece.len).is_some_and(|end| end <= len);
+            if !inside(piece.at, memory.len) || !inside(piece.host, self.host.len() as u64) {
+                return Err(DeviceError::OutOfBounds);
+            }
+            if let Some(&at) =
+                [memory.base.wrapping_add(piece.at), piece.len].iter().find(|at| *at % align != 0)
+            {
+                return Err(DeviceError::Misaligned { at, align });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What of a device is in use. Tests compare it before and after.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct InUse {
+    /// Memories that were allocated and not given back.
+    pub memories: u64,
+    /// Regions of host memory that are pinned.
+    pub pinned: u64,
+    /// Streams.
+    pub streams: u64,
+    /// Memories of other processes that are open.
+    pub opened: u64,
+}
+
+/// The name of device memory for another process.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct IpcHandle(pub [u8; 64]);
+
+/// A device. Methods may be called from any thread; none but [`Device::synchronize`] waits for the device's work.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// What it is.
+    fn describe(&self) -> Description;
+    /// The ways it has to move many pieces.
+    fn methods(&self) -> &[Method];
+    /// Memory of its own.
+    fn allocate(&self, bytes: u64) -> Result<Memory, DeviceError>;
+    /// Memory that somebody else in this process allocated on this device: an engine's pool. It must stay until the
+    /// last clone of the answer is gone. An address that is not this device's is refused.
+    fn adopt(&self, base: u64, bytes: u64) -> Result<Memory, DeviceError>;
+    /// Pins host memory, so that copies from it need no other copy. Pinning it again counts again.
+    fn pin(&self, region: &Arc<Region>) -> Result<(), DeviceError>;
+    /// Ends one [`Device::pin`]. No copy from the region may be under way.
+    fn unpin(&self, region: &Arc<Region>);
+    /// A new stream.
+    fn stream(&self) -> Result<Stream, DeviceError>;
+    /// A stream of the engine, by its handle (`CUstream` as a number). It must stay until the answer is gone.
+    fn adopt_stream(&self, handle: u64) -> Result<Stream, DeviceError>;
+    /// Enqueues copies. The host's side must stay as it is until an event behind them is done.
+    fn copy(&self, stream: &Stream, batch: &Batch<'_>) -> Result<(), DeviceError>;
+    /// A point behind everything that was enqueued.
+    fn record(&self, stream: &Stream) -> Result<Event, DeviceError>;
+    /// What is enqueued from now on runs after the event. The caller's thread does not wait.
+    fn wait(&self, stream: &Stream, event: &Event) -> Result<(), DeviceError>;
+    /// Waits on this thread until the event is done; an error is that of the work before it.
+    fn synchronize(&self, event: &Event) -> Result<(), DeviceError>;
+    /// A name of memory that this device allocated, for another process.
+    fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError>;
+    /// Memory of another process. Use [`crate::ipc::Opened`], which opens each once.
+    fn import(&self, handle: &IpcHandle, bytes: u64) -> Result<Memory, DeviceError>;
+    /// What is in use.
+    fn in_use(&self) -> InUse;
+}
+
+/// Waits until everything that was enqueued on a stream is done.
+pub fn drain(device: &dyn Device, stream: &Stream) -> Result<(), DeviceError> {
+    device.synchronize(&device.record(stream)?)
+}

@@ -1,0 +1,179 @@
+//! What can go wrong on the way to a device, as types that say what to do.
+
+use std::fmt;
+
+use kvarts_store::error::{Kind, Reason};
+
+/// Why a device did not do what it was asked.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum DeviceError {
+    /// There is no such device here: use another, or the emulated one.
+    Absent(String),
+    /// The device is gone; nothing that it holds can be used, and everything asked of it fails from now on.
+    Lost(String),
+    /// A copy moved fewer bytes than it was asked to. The destination holds a mix.
+    Partial {
+        /// Bytes that were to be moved.
+        wanted: u64,
+        /// Bytes that were.
+        moved: u64,
+    },
+    /// An address or length that the device cannot take.
+    Misaligned {
+        /// The offset that was given.
+        at: u64,
+        /// What it must be a multiple of.
+        align: u64,
+    },
+    /// A piece that leaves its memory.
+    OutOfBounds,
+    /// The device or the host has no memory of this size.
+    NoMemory(u64),
+    /// Memory could not be pinned: it works unpinned, only slower.
+    Pin(String),
+    /// A call failed.
+    Call {
+        /// Which.
+        call: &'static str,
+        /// What the driver says.
+        why: String,
+    },
+    /// Something made by another device, or not supported by this one.
+    Foreign(&'static str),
+}
+
+impl fmt::Display for DeviceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Absent(why) => write!(f, "no CUDA device: {why}"),
+            Self::Lost(why) => write!(f, "the device is lost: {why}: restart the process that owns it"),
+            Self::Partial { wanted, moved } => write!(f, "a copy moved {moved} of {wanted} bytes"),
+            Self::Misaligned { at, align } => {
+                write!(f, "offset {at} is no multiple of {align}, which this device asks for")
+            }
+            Self::OutOfBounds => f.write_str("a piece leaves the device memory that it was given"),
+            Self::NoMemory(bytes) => {
+                write!(f, "no device memory for {bytes} bytes: free some or ask for less")
+            }
+            Self::Pin(why) => write!(f, "the memory was not pinned, copies from it are slower: {why}"),
+            Self::Call { call, why } => write!(f, "{call}: {why}"),
+            Self::Foreign(what) => write!(f, "this device cannot use {what}"),
+        }
+    }
+}
+
+impl std::error::Error for DeviceError {}
+
+/// Why a stream of layers ended before all of them were there.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum EndReason {
+    /// The store could not give a block.
+    Store(Reason),
+    /// The device could not take a layer.
+    Device(DeviceError),
+    /// The deadline passed.
+    Deadline,
+    /// The caller stopped it.
+    Stopped,
+}
+
+impl EndReason {
+    /// What the caller must do. A device that fails is a miss: the state is recomputed.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Store(reason) => reason.kind(),
+            Self::Device(_) => Kind::Miss,
+            Self::Deadline => Kind::Deadline,
+            Self::Stopped => Kind::Retry,
+        }
+    }
+}
+
+impl fmt::Display for EndReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Store(reason) => reason.fmt(f),
+            Self::Device(error) => error.fmt(f),
+            Self::Deadline => f.write_str("the deadline passed before every layer had come"),
+            Self::Stopped => f.write_str("the caller stopped the stream"),
+        }
+    }
+}
+
+/// Why nothing was begun.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum LandError {
+    /// The store refused the request.
+    Store(Reason),
+    /// The device refused it.
+    Device(DeviceError),
+    /// The arena has no room now: ask again when other streams have ended, or make it larger.
+    ArenaFull {
+        /// Bytes that two layers ahead need.
+        wanted: u64,
+        /// Bytes of the largest free piece.
+        free: u64,
+    },
+    /// The arena is too small for this request whatever else goes on: make it larger.
+    ArenaTooSmall {
+        /// Bytes that two layers ahead need.
+        wanted: u64,
+        /// Bytes of the arena.
+        total: u64,
+    },
+    /// The request contradicts itself.
+    Request(String),
+}
+
+impl LandError {
+    /// What the caller must do.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Store(reason) => reason.kind(),
+            Self::Device(_) => Kind::Miss,
+            Self::ArenaFull { .. } => Kind::Retry,
+            Self::ArenaTooSmall { .. } | Self::Request(_) => Kind::Invalid,
+        }
+    }
+}
+
+impl fmt::Display for LandError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Store(reason) => reason.fmt(f),
+            Self::Device(error) => error.fmt(f),
+            Self::ArenaFull { wanted, free } => {
+                write!(f, "the arena has {free} bytes free in one piece, {wanted} are needed: ask again soon")
+            }
+            Self::ArenaTooSmall { wanted, total } => {
+                write!(
+                    f,
+                    "the arena has {total} bytes, {wanted} are needed: make it larger or read fewer blocks"
+                )
+            }
+            Self::Request(what) => f.write_str(what),
+        }
+    }
+}
+
+impl std::error::Error for LandError {}
+
+impl From<DeviceError> for LandError {
+    fn from(error: DeviceError) -> Self {
+        Self::Device(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_end_says_what_to_do() {
+        assert_eq!(EndReason::Device(DeviceError::Lost(String::new())).kind(), Kind::Miss);
+        assert_eq!(EndReason::Deadline.kind(), Kind::Deadline);
+        assert_eq!(EndReason::Store(Reason::NoSpace).kind(), Kind::Refused);
+        assert_eq!(LandError::ArenaFull { wanted: 2, free: 1 }.kind(), Kind::Retry);
+        assert_eq!(LandError::ArenaTooSmall { wanted: 2, total: 1 }.kind(), Kind::Invalid);
+    }
+}

@@ -1,0 +1,178 @@
+//! The layer pipeline: disk to arena to device, layer by layer, in the order in which layers are computed.
+//!
+//! One read of the store lands in a ring of arena memory that its layers use in turns. Two threads belong to a stream:
+//! one follows the store's announcements and enqueues each verified layer's copies, with an event behind them; the
+//! other waits for the events and opens the ring for the layers that come into the freed memory. The caller's thread
+//! waits at most until a layer's copies are enqueued; its device stream waits for the event.
+//!
+//! - A layer is announced only after every digest of it matched, in the arena, on the processor.
+//! - Memory of the ring is reused only when the copy from it is done.
+//! - Where a layer fails the stream ends, with what is usable and why. Everything it held comes back: the arena's
+//!   piece when disk and device have let go of it, streams and threads when the [`LayerStream`] is dropped.
+
+mod stream;
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+use kvarts_store::api::{KvStore, Order, Placed, ReadRequest, Turns, Verify};
+use kvarts_store::io::Buf;
+use kvarts_store::rt::{Class, Nanos};
+
+pub use stream::{Layer, LayerEnd, LayerStream, Next};
+
+use crate::arena::Arena;
+use crate::destination::Destination;
+use crate::device::Device;
+use crate::error::LandError;
+use crate::gather::Curve;
+use crate::ring::{Seat, bytes_needed, open_after, seats};
+
+/// How many layers are on their way before the first is asked for: one that is copied and one that is read.
+pub const LAYERS_AHEAD: u32 = 2;
+
+/// Blocks that are to land in device memory.
+#[derive(Clone, Debug)]
+pub struct LandRequest {
+    /// A registered namespace.
+    pub namespace: NamespaceId,
+    /// The group of all blocks.
+    pub group: Group,
+    /// The coordinate of all blocks.
+    pub coordinate: Coordinate,
+    /// The blocks wanted.
+    pub keys: Vec<BlockKey>,
+    /// Which layers, counted among the layers that this group has; `None` for all.
+    pub layers: Option<Range<u32>>,
+    /// Where they are wanted. It describes all layers of the shape, also when fewer are read.
+    pub into: Destination,
+    /// The most bytes of the arena that this stream may have. It has what two layers need at least, so a smaller
+    /// number asks for that.
+    pub depth_bytes: u64,
+    /// How much is compared with digests. Less than everything is the operator's choice.
+    pub verify: Verify,
+    /// What the read is for.
+    pub class: Class,
+    /// When the caller stops waiting, by the store's clock. Without one a caller that stops asking holds what it
+    /// reads from.
+    pub deadline: Option<Nanos>,
+}
+
+/// What streams share: a store, a device, an arena, and what was measured of the device.
+#[derive(Clone)]
+pub struct Pipeline {
+    store: Arc<dyn KvStore>,
+    device: Arc<dyn Device>,
+    arena: Arena,
+    curve: Arc<Curve>,
+}
+
+impl fmt::Debug for Pipeline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pipeline").field("device", &self.device).field("arena", &self.arena).finish()
+    }
+}
+
+/// A piece of the arena, cut for the layers of one request.
+struct Seating {
+    ring: Buf,
+    seats: Vec<Seat>,
+    /// A buffer for each layer of the shape.
+    buffers: Vec<Buf>,
+}
+
+impl Pipeline {
+    /// A pipeline. Register and pin the arena first: what is not is used all the same, only slower.
+    pub fn new(store: Arc<dyn KvStore>, device: Arc<dyn Device>, arena: Arena, curve: Curve) -> Self {
+        Self { store, device, arena, curve: Arc::new(curve) }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// The arena.
+    pub fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    pub(crate) fn store(&self) -> &Arc<dyn KvStore> {
+        &self.store
+    }
+
+    pub(crate) fn curve(&self) -> &Arc<Curve> {
+        &self.curve
+    }
+
+    /// Begins to read. When this returns the first layers are on their way: at least [`LAYERS_AHEAD`], and as many as
+    /// the arena and `depth_bytes` allow.
+    pub fn land(&self, request: LandRequest) -> Result<LayerStream, LandError> {
+        let all = request.into.layer_bytes();
+        let wanted = request.layers.clone().unwrap_or(0..all.len() as u32);
+        let sizes = all.get(wanted.start as usize..wanted.end as usize);
+        let sizes = sizes.filter(|sizes| !sizes.is_empty());
+        let sizes = sizes.ok_or_else(|| LandError::Request("no such layers".to_owned()))?;
+        if request.keys.len() != request.into.blocks() as usize {
+            let (keys, places) = (request.keys.len(), request.into.blocks());
+            return Err(LandError::Request(format!("{keys} keys for {places} places")));
+        }
+        let seating = self.seat(&all, sizes, wanted.start, request.depth_bytes)?;
+        let turns = Turns::new(open_after(&seating.seats, 0));
+        let shape = Arc::clone(request.into.shape());
+        let placed = Placed::layers_in_turns(&shape, seating.buffers, request.into.blocks(), turns.clone())
+            .map_err(LandError::Store)?;
+        let device_stream = self.device.stream()?;
+        let read = self.store.read(ReadRequest {
+            namespace: request.namespace,
+            group: request.group,
+            coordinate: request.coordinate,
+            keys: request.keys,
+            layers: request.layers,
+            order: Order::Layers,
+            into: placed,
+            verify: request.verify,
+            class: request.class,
+            deadline: request.deadline,
+        });
+        let read = read.map_err(|error| LandError::Store(error.0))?;
+        let landing = stream::Landing {
+            device: Arc::clone(&self.device),
+            curve: Arc::clone(&self.curve),
+            copies: device_stream,
+            into: request.into,
+            first: wanted.start,
+            seats: seating.seats,
+            ring: seating.ring,
+            turns,
+            has_deadline: request.deadline.is_some(),
+        };
+        LayerStream::start(landing, read)
+    }
+
+    /// Takes a piece of the arena and cuts it.
+    fn seat(&self, all: &[u64], wanted: &[u64], first: u32, depth: u64) -> Result<Seating, LandError> {
+        let largest = all.iter().copied().max().unwrap_or(0);
+        // The store is told a place for each layer, also for those that are not read.
+        let least = bytes_needed(wanted, LAYERS_AHEAD).max(largest);
+        let total = self.arena.piece_max();
+        if least > total {
+            return Err(LandError::ArenaTooSmall { wanted: least, total });
+        }
+        // More than all layers would stay empty.
+        let sum = wanted.iter().map(|bytes| bytes.next_multiple_of(crate::ring::ALIGN)).sum::<u64>();
+        let most = depth.max(least).min(sum.max(least).next_power_of_two());
+        let full = || LandError::ArenaFull { wanted: least, free: self.arena.usage().largest_free };
+        let ring = self.arena.take(least, most).ok_or_else(full)?;
+        let bug = || LandError::Request("layers that do not fit where they were said to".to_owned());
+        let seats = seats(wanted, ring.len() as u64).ok_or_else(bug)?;
+        let place = |(layer, &bytes): (usize, &u64)| {
+            let seat = layer.checked_sub(first as usize).and_then(|at| seats.get(at));
+            ring.slice(seat.map_or(0, |seat| seat.offset) as usize, bytes as usize)
+        };
+        let buffers = all.iter().enumerate().map(place).collect::<Option<Vec<_>>>().ok_or_else(bug)?;
+        Ok(Seating { ring, seats, buffers })
+    }
+}

@@ -1,0 +1,336 @@
+//! One stream of layers: the thread that follows the store, the thread that follows the device, and the caller's end.
+
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+
+use kvarts_store::api::{ReadEnd, ReadEvent, ReadStream, Turns};
+use kvarts_store::error::Reason;
+use kvarts_store::io::Buf;
+use kvarts_store::rt::blocking::block_on;
+
+use crate::destination::Destination;
+use crate::device::{Batch, Device, Direction, Event, Piece, Stream};
+use crate::error::{DeviceError, EndReason, LandError};
+use crate::gather::Curve;
+use crate::pace::Worker;
+use crate::ring::{Seat, open_after};
+
+/// A layer that may be used on the stream that was given.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Layer {
+    /// Which layer of the shape.
+    pub layer: u32,
+    /// Blocks of it: all that were asked for.
+    pub blocks: u32,
+}
+
+/// How a stream ended: the first `usable_layers` wanted layers of the first `usable_blocks` blocks are in device
+/// memory, whole and verified.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LayerEnd {
+    /// Leading layers whose copies are done.
+    pub usable_layers: u32,
+    /// Leading blocks that are good in them.
+    pub usable_blocks: u32,
+    /// Why not all came, if so.
+    pub reason: Option<EndReason>,
+}
+
+/// The next thing that a stream has to say.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Next {
+    /// A layer is usable on the stream.
+    Layer(Layer),
+    /// No more layers come.
+    End(LayerEnd),
+}
+
+/// What a stream works with.
+pub(super) struct Landing {
+    pub(super) device: Arc<dyn Device>,
+    pub(super) curve: Arc<Curve>,
+    /// The device stream of the copies.
+    pub(super) copies: Stream,
+    pub(super) into: Destination,
+    /// The first wanted layer.
+    pub(super) first: u32,
+    pub(super) seats: Vec<Seat>,
+    pub(super) ring: Buf,
+    pub(super) turns: Turns,
+    pub(super) has_deadline: bool,
+}
+
+#[derive(Default)]
+struct State {
+    /// Layers whose copies are enqueued and that the caller has not taken.
+    ready: VecDeque<(Layer, Event)>,
+    /// Wanted layers whose copies are enqueued.
+    enqueued: u32,
+    /// Wanted layers whose copies are done.
+    landed: u32,
+    /// Why no more layers come; the first reason stays.
+    reason: Option<EndReason>,
+    /// What the device failed with: copies that are enqueued may never be done.
+    broken: Option<DeviceError>,
+    /// Leading blocks that are good.
+    blocks: u32,
+    /// The store's thread has ended: nothing is enqueued any more.
+    fed: bool,
+    /// The caller wants no more.
+    stopped: bool,
+    /// The thread that follows the store, if it sleeps.
+    feeder: Option<Waker>,
+}
+
+impl State {
+    fn fail(&mut self, reason: EndReason) {
+        if let EndReason::Device(error) = &reason {
+            self.broken.get_or_insert_with(|| error.clone());
+            // What has not landed by now is not given out any more.
+            let (landed, ready) = (self.landed, self.enqueued - self.ready.len() as u32);
+            self.ready.truncate(landed.saturating_sub(ready) as usize);
+        }
+        self.reason.get_or_insert(reason);
+    }
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Every change under the lock is one step.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Lets the thread that follows the store look at what has changed.
+    fn wake_feeder(&self) {
+        let waker = self.lock().feeder.take();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
+/// Layers on their way to the device. Dropping it stops the read, waits for the copies that are enqueued and gives
+/// everything back.
+pub struct LayerStream {
+    shared: Arc<Shared>,
+    device: Arc<dyn Device>,
+    wanted: u32,
+    /// The feeder first: its end ends the other's inbox.
+    workers: [Worker; 2],
+}
+
+impl std::fmt::Debug for LayerStream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let state = self.shared.lock();
+        write!(f, "LayerStream({} of {} landed)", state.landed, self.wanted)
+    }
+}
+
+impl LayerStream {
+    pub(super) fn start(landing: Landing, read: ReadStream) -> Result<Self, LandError> {
+        let state = State { blocks: landing.into.blocks(), ..State::default() };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        let wanted = landing.seats.len() as u32;
+        let device = Arc::clone(&landing.device);
+        let (events, inbox) = channel();
+        let waiter = Waiter {
+            device: Arc::clone(&device),
+            seats: landing.seats.clone(),
+            turns: landing.turns.clone(),
+            shared: Arc::clone(&shared),
+        };
+        let thread = |why| LandError::Request(why);
+        let waiter = Worker::start("layer-copies", move || waiter.run(&inbox)).map_err(thread)?;
+        let theirs = Arc::clone(&shared);
+        let feeder = Worker::start("layer-reads", move || {
+            Feeder { landing, shared: theirs, events, pieces: Vec::new() }.run(read);
+        });
+        Ok(Self { shared, device, wanted, workers: [feeder.map_err(thread)?, waiter] })
+    }
+
+    /// The next layer. What is enqueued on `stream` from now on runs when the layer is in device memory; this thread
+    /// waits only until its copies are enqueued. After the last layer, or where one fails, the end.
+    pub fn next_layer(&mut self, stream: &Stream) -> Next {
+        let mut state = self.shared.lock();
+        loop {
+            if let Some((layer, event)) = state.ready.pop_front() {
+                drop(state);
+                match self.device.wait(stream, &event) {
+                    Ok(()) => return Next::Layer(layer),
+                    Err(error) => self.shared.change(|state| state.fail(EndReason::Device(error))),
+                }
+                state = self.shared.lock();
+                continue;
+            }
+            let whole = state.landed == self.wanted;
+            // What is enqueued lands or fails; the end says how far it came.
+            let settled = state.fed && state.landed == state.enqueued;
+            if whole || settled || state.broken.is_some() {
+                return Next::End(self.end(&state));
+            }
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn end(&self, state: &State) -> LayerEnd {
+        let broken = state.broken.clone().map(EndReason::Device);
+        let reason = broken.or_else(|| state.reason.clone()).unwrap_or(EndReason::Stopped);
+        let reason = (state.landed < self.wanted).then_some(reason);
+        LayerEnd { usable_layers: state.landed, usable_blocks: state.blocks, reason }
+    }
+
+    /// Layers that are in device memory, whether taken or not.
+    pub fn landed(&self) -> u32 {
+        self.shared.lock().landed
+    }
+
+    /// Stops the read. What is enqueued still lands.
+    pub fn stop(&self) {
+        self.shared.change(|state| state.stopped = true);
+        self.shared.wake_feeder();
+    }
+}
+
+impl Drop for LayerStream {
+    fn drop(&mut self) {
+        self.stop();
+        self.workers.iter_mut().for_each(Worker::join);
+    }
+}
+
+/// Follows the device: opens the ring as copies end.
+struct Waiter {
+    device: Arc<dyn Device>,
+    seats: Vec<Seat>,
+    turns: Turns,
+    shared: Arc<Shared>,
+}
+
+impl Waiter {
+    fn run(&self, inbox: &Receiver<Event>) {
+        while let Ok(event) = inbox.recv() {
+            let outcome = self.device.synchronize(&event);
+            match outcome {
+                Ok(()) => {
+                    let mut landed = 0;
+                    self.shared.change(|state| {
+                        state.landed += 1;
+                        landed = state.landed;
+                    });
+                    self.turns.open(open_after(&self.seats, landed));
+                }
+                Err(error) => {
+                    self.shared.change(|state| state.fail(EndReason::Device(error)));
+                    self.shared.wake_feeder();
+                    // A later copy may be whole, but nothing behind a hole is usable.
+                    // They are waited for all the same: until then the device may read the ring.
+                    for event in inbox {
+                        let _ = self.device.synchronize(&event);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// Follows the store: enqueues the copies of each layer that is verified.
+struct Feeder {
+    landing: Landing,
+    shared: Arc<Shared>,
+    events: Sender<Event>,
+    pieces: Vec<Piece>,
+}
+
+impl Feeder {
+    fn run(mut self, read: ReadStream) {
+        while let Some(event) = self.next(&read) {
+            let outcome = match event {
+                ReadEvent::Layer { layer, blocks } if blocks == self.landing.into.blocks() => {
+                    self.copy(layer, blocks).map_err(EndReason::Device)
+                }
+                ReadEvent::Layer { blocks, .. } => {
+                    self.shared.change(|state| state.blocks = blocks);
+                    let failure = read.first_failure().map(|(_, reason)| reason);
+                    Err(EndReason::Store(failure.unwrap_or(Reason::Bug("fewer blocks without a reason"))))
+                }
+                ReadEvent::End(end) => {
+                    self.shared.change(|state| state.blocks = end.usable_blocks);
+                    if end.failures.is_empty() && end.usable_layers == self.landing.seats.len() as u32 {
+                        break;
+                    }
+                    Err(why(&end, self.landing.has_deadline))
+                }
+                ReadEvent::Block(_) | ReadEvent::Released => continue,
+            };
+            if let Err(reason) = outcome {
+                self.shared.change(|state| state.fail(reason));
+                break;
+            }
+        }
+        drop(read);
+        self.shared.change(|state| state.fed = true);
+    }
+
+    /// The next event, or `None` if there is no use in going on.
+    fn next(&self, read: &ReadStream) -> Option<ReadEvent> {
+        block_on(poll_fn(|context| {
+            {
+                let mut state = self.shared.lock();
+                if state.stopped || state.reason.is_some() {
+                    return Poll::Ready(None);
+                }
+                state.feeder = Some(context.waker().clone());
+            }
+            read.poll_next(context).map(Some)
+        }))
+    }
+
+    fn copy(&mut self, layer: u32, blocks: u32) -> Result<(), DeviceError> {
+        let landing = &self.landing;
+        let at = layer.saturating_sub(landing.first) as usize;
+        let seat = landing.seats.get(at).ok_or(DeviceError::OutOfBounds)?;
+        let host = landing.ring.slice(seat.offset as usize, seat.bytes as usize);
+        let host = host.ok_or(DeviceError::OutOfBounds)?;
+        landing.into.pieces(layer, blocks, &mut self.pieces);
+        let batch = Batch {
+            direction: Direction::ToDevice,
+            method: landing.curve.choose(self.pieces.len() as u64, seat.bytes),
+            host: &host,
+            memories: landing.into.memories(),
+            pieces: &self.pieces,
+        };
+        landing.device.copy(&landing.copies, &batch)?;
+        let event = landing.device.record(&landing.copies)?;
+        self.shared.change(|state| {
+            state.enqueued += 1;
+            state.ready.push_back((Layer { layer, blocks }, event.clone()));
+        });
+        // The other end lives as long as this one.
+        let _ = self.events.send(event);
+        Ok(())
+    }
+}
+
+/// Why a read ended early.
+fn why(end: &ReadEnd, has_deadline: bool) -> EndReason {
+    match end.failures.first() {
+        Some((_, Reason::DeadlinePassed)) => EndReason::Deadline,
+        Some((_, reason)) => EndReason::Store(reason.clone()),
+        None if has_deadline => EndReason::Deadline,
+        None => EndReason::Store(Reason::Busy("the store is closing")),
+    }
+}

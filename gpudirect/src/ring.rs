@@ -1,0 +1,135 @@
+//! Where each layer of a read lies in a ring of host memory, and which layers must have left before it may come.
+//!
+//! Layers differ in size. Each lies in one stretch; where the end of the ring is too near, it begins at the front.
+//! All of it is arithmetic done once, when a stream begins: the read path allocates nothing and decides nothing.
+//! Layers leave in the order in which they came, so one number says when a layer may come: how many have left.
+
+/// Alignment of layers in the ring: what direct I/O asks for.
+pub const ALIGN: u64 = 4096;
+
+/// The place of one layer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Seat {
+    /// Where it begins in the ring.
+    pub offset: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// How many leading layers must have left before it may come.
+    pub after: u32,
+}
+
+/// The places of all layers in a ring of `capacity` bytes; `None` if one does not fit at all.
+pub fn seats(layers: &[u64], capacity: u64) -> Option<Vec<Seat>> {
+    let mut seats: Vec<Seat> = Vec::with_capacity(layers.len());
+    let mut next = 0u64;
+    for &bytes in layers {
+        let room = bytes.checked_next_multiple_of(ALIGN)?.max(ALIGN);
+        if room > capacity {
+            return None;
+        }
+        if next.checked_add(room)? > capacity {
+            next = 0;
+        }
+        let (offset, end) = (next, next + room);
+        // The latest layer that lies in the way; all before it must have left too, since they leave in order.
+        let in_the_way = seats.iter().rposition(|seat| {
+            seat.offset < end && offset < seat.offset + seat.bytes.next_multiple_of(ALIGN).max(ALIGN)
+        });
+        let after = in_the_way.map_or(0, |at| at as u32 + 1);
+        let after = after.max(seats.last().map_or(0, |seat| seat.after));
+        seats.push(Seat { offset, bytes, after });
+        next = end;
+    }
+    Some(seats)
+}
+
+/// How many layers may come when `left` have left. `seats` as [`seats`] made them.
+pub fn open_after(seats: &[Seat], left: u32) -> u32 {
+    seats.partition_point(|seat| seat.after <= left) as u32
+}
+
+/// How far ahead this ring always is: the least number of layers that have a place besides those that have left,
+/// until the last.
+pub fn layers_ahead(seats: &[Seat]) -> u32 {
+    let count = seats.len() as u32;
+    (0..count).map(|left| open_after(seats, left) - left).zip((1..=count).rev()).fold(
+        u32::MAX,
+        // Near the end there are fewer layers than places.
+        |least, (ahead, remain)| if ahead < remain { least.min(ahead) } else { least },
+    )
+}
+
+/// The least bytes of a ring in which these layers are always at least `ahead` ahead.
+pub fn bytes_needed(layers: &[u64], ahead: u32) -> u64 {
+    let rooms: Vec<u64> = layers.iter().map(|bytes| bytes.next_multiple_of(ALIGN).max(ALIGN)).collect();
+    let total: u64 = rooms.iter().sum();
+    let largest = rooms.iter().copied().max().unwrap_or(ALIGN);
+    let window = rooms.windows(ahead.max(1) as usize).map(|window| window.iter().sum::<u64>()).max();
+    // Between the largest run of layers and that plus one more, an odd end may cost up to one layer.
+    let least = window.unwrap_or(total).min(total);
+    let most = least.saturating_add(largest).min(total);
+    let fits =
+        |capacity: u64| seats(layers, capacity).is_some_and(|seats| layers_ahead(&seats) >= ahead.max(1));
+    (0..=8u64)
+        .map(|eighth| (least + (most - least) / 8 * eighth).next_multiple_of(ALIGN))
+        .find(|&capacity| fits(capacity))
+        .unwrap_or(most.max(total.min(least.saturating_add(largest.saturating_mul(2)))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn equal_layers_alternate() {
+        let seats = seats(&[8192; 5], 16384).unwrap();
+        let found: Vec<_> = seats.iter().map(|seat| (seat.offset, seat.after)).collect();
+        assert_eq!(found, [(0, 0), (8192, 0), (0, 1), (8192, 2), (0, 3)]);
+        assert_eq!([0, 1, 2, 5].map(|left| open_after(&seats, left)), [2, 3, 4, 5]);
+        assert_eq!(layers_ahead(&seats), 2);
+        assert!(super::seats(&[8193], 8192).is_none());
+    }
+
+    #[test]
+    fn what_two_layers_ahead_need_is_two_layers_where_all_are_equal() {
+        assert_eq!(bytes_needed(&[1 << 20; 32], 2), 2 << 20);
+        assert_eq!(bytes_needed(&[5000], 2), 8192);
+        assert_eq!(bytes_needed(&[4096, 4096], 2), 8192);
+    }
+
+    proptest! {
+        #[test]
+        fn no_layer_comes_onto_one_that_has_not_left(
+            layers in prop::collection::vec(1u64..60_000, 1..40),
+            capacity in 60_000u64..300_000,
+        ) {
+            let seats = seats(&layers, capacity.next_multiple_of(ALIGN)).unwrap();
+            let end = |seat: &Seat| seat.offset + seat.bytes;
+            for left in 0..=layers.len() {
+                let open = open_after(&seats, left as u32) as usize;
+                prop_assert!(open >= left.min(layers.len()));
+                let there = &seats[left.min(open)..open];
+                for (at, seat) in there.iter().enumerate() {
+                    prop_assert!(end(seat) <= capacity.next_multiple_of(ALIGN));
+                    for other in &there[at + 1..] {
+                        prop_assert!(end(seat) <= other.offset || end(other) <= seat.offset);
+                    }
+                }
+            }
+            // Whoever waits for the last to leave always goes on.
+            for left in 0..layers.len() {
+                prop_assert!(open_after(&seats, left as u32) as usize > left);
+            }
+        }
+
+        #[test]
+        fn what_is_said_to_be_needed_is_enough(
+            layers in prop::collection::vec(1u64..60_000, 1..40),
+            ahead in 1u32..4,
+        ) {
+            let seats = seats(&layers, bytes_needed(&layers, ahead)).unwrap();
+            prop_assert!(layers_ahead(&seats) >= ahead.min(layers.len() as u32));
+        }
+    }
+}
