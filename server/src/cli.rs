@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, model_cmd, serve_cmd};
+use crate::{bench, config_cmd, model_cmd, serve_cmd};
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
@@ -27,10 +27,12 @@ struct Cli {
 enum Command {
     /// Measure the engine beside a bare loop over the same files
     Bench(Box<bench::BenchArgs>),
+    /// Check and show a server's configuration, make tokens
+    Config(config_cmd::ConfigArgs),
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
     /// Run the daemon
-    Serve(serve_cmd::ServeArgs),
+    Serve(Box<serve_cmd::ServeArgs>),
 }
 
 /// Why a subcommand did not do what it was asked.
@@ -55,7 +57,7 @@ impl From<io::Error> for Failure {
 }
 
 /// Runs the program with the process's arguments and standard streams.
-pub(crate) fn main() -> ExitCode {
+pub fn main() -> ExitCode {
     let mut out = BufWriter::new(io::stdout().lock());
     let result = run(std::env::args_os(), &mut out).and_then(|()| Ok(out.flush()?));
     match result {
@@ -90,8 +92,9 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     };
     match cli.command {
         Command::Bench(arguments) => bench::run(&arguments, out),
+        Command::Config(arguments) => config_cmd::run(&arguments, out),
         Command::Model(arguments) => model_cmd::run(&arguments, out),
-        Command::Serve(arguments) => serve_cmd::run(&arguments),
+        Command::Serve(arguments) => serve_cmd::run(&arguments, out),
     }
 }
 

@@ -47,6 +47,8 @@ pub enum Reason {
         /// Bytes that would then be pinned.
         wanted: u64,
     },
+    /// The caller has no right to it; the text says which is missing.
+    Denied(String),
     /// The namespace was never registered here.
     UnknownNamespace(NamespaceId),
     /// The namespace is registered with another spec.
@@ -125,7 +127,7 @@ impl Reason {
         match self {
             Self::NotHere(_) | Self::Media(_) => Kind::Miss,
             Self::InFlight | Self::Busy(_) => Kind::Retry,
-            Self::NoSpace | Self::PinCap { .. } | Self::Locked(_) => Kind::Refused,
+            Self::NoSpace | Self::PinCap { .. } | Self::Denied(_) | Self::Locked(_) => Kind::Refused,
             Self::UnknownNamespace(_)
             | Self::SpecMismatch
             | Self::Identity(_)
@@ -159,6 +161,7 @@ impl fmt::Display for Reason {
             Self::PinCap { limit, wanted } => {
                 write!(f, "{wanted} bytes would be pinned, {limit} are allowed: release leases first")
             }
+            Self::Denied(what) => write!(f, "refused: {what}"),
             Self::UnknownNamespace(id) => {
                 write!(f, "namespace {id} is not registered: register its identity first")
             }

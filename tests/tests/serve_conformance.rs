@@ -1,0 +1,32 @@
+//! A client of a server promises what the embedded engine promises.
+
+mod served;
+
+use kvarts_tests::conformance::{Desk, all};
+use kvarts_tests::stage::Stage;
+use served::ClientStage;
+
+/// Over gRPC every lease is the token's tenant's, so a case that counts a tenant's leases needs a server of its own.
+const COUNTS_LEASES: &str = "a lease counts against its tenant's cap until it ends";
+
+fn run(stage: &dyn Stage, wanted: impl Fn(&str) -> bool) -> usize {
+    let cases: Vec<_> = all().into_iter().filter(|(name, _)| wanted(name)).collect();
+    for (name, case) in &cases {
+        eprintln!("guarantee: {name}");
+        case(&Desk::new(stage, name));
+    }
+    cases.len()
+}
+
+#[test]
+fn a_client_over_grpc_conforms() {
+    let stage = ClientStage::open("serve-grpc");
+    assert_eq!(run(&stage, |name| name != COUNTS_LEASES), all().len() - 1);
+    assert_eq!(run(&ClientStage::open("serve-leases"), |name| name == COUNTS_LEASES), 1);
+}
+
+#[test]
+fn a_client_over_the_local_socket_conforms() {
+    let stage = ClientStage::over_socket("serve-unix");
+    assert_eq!(run(&stage, |name| name != COUNTS_LEASES), all().len() - 1);
+}
