@@ -5,7 +5,7 @@
 //! exit codes and what stands on standard error:
 //! - 0 for success, and for a reader of our output that went away;
 //! - 2 for whatever the user can put right, with exactly one line that says what;
-//! - 1 for everything else.
+//! - 1 for problems that were found and reported, and for everything else.
 
 use std::ffi::OsString;
 use std::io::{self, BufWriter, Write};
@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, config_cmd, model_cmd, serve_cmd};
+use crate::{bench, config_cmd, fsck_cmd, model_cmd, serve_cmd};
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
@@ -29,6 +29,8 @@ enum Command {
     Bench(Box<bench::BenchArgs>),
     /// Check and show a server's configuration, make tokens
     Config(config_cmd::ConfigArgs),
+    /// Check a store offline, and repair it when asked
+    Fsck(fsck_cmd::FsckArgs),
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
     /// Run the daemon
@@ -40,6 +42,8 @@ enum Command {
 pub(crate) enum Failure {
     /// Something the user can put right; the text is shown on one line.
     User(String),
+    /// What was asked for was done and found problems; the report says which.
+    Problems,
     /// Our own output could not be written.
     Output(io::Error),
 }
@@ -59,9 +63,17 @@ impl From<io::Error> for Failure {
 /// Runs the program with the process's arguments and standard streams.
 pub fn main() -> ExitCode {
     let mut out = BufWriter::new(io::stdout().lock());
-    let result = run(std::env::args_os(), &mut out).and_then(|()| Ok(out.flush()?));
+    let result = match run(std::env::args_os(), &mut out) {
+        Ok(()) => out.flush().map_err(Failure::from),
+        // What could not be said does not change what was found.
+        Err(failure) => {
+            let _ = out.flush();
+            Err(failure)
+        }
+    };
     match result {
         Ok(()) => ExitCode::SUCCESS,
+        Err(Failure::Problems) => ExitCode::FAILURE,
         Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(Failure::Output(error)) => {
             complain(&format!("cannot write the output: {error}"));
@@ -93,6 +105,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     match cli.command {
         Command::Bench(arguments) => bench::run(&arguments, out),
         Command::Config(arguments) => config_cmd::run(&arguments, out),
+        Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
         Command::Model(arguments) => model_cmd::run(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),
     }

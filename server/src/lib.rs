@@ -10,6 +10,7 @@ pub mod config;
 mod config_cmd;
 pub mod daemon;
 mod files;
+mod fsck_cmd;
 pub mod grpc;
 mod human;
 pub mod metrics;

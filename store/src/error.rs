@@ -36,6 +36,12 @@ pub enum Reason {
     NotHere(BlockKey),
     /// Another put of this block has not finished.
     InFlight,
+    /// A delete met the put: nothing of it is visible.
+    Deleted,
+    /// The lease has ended.
+    LeaseEnded,
+    /// Events are missing between what the caller knows and what the store remembers.
+    EventGap,
     /// The executor's queue is full, or the store is closing.
     Busy(&'static str),
     /// The budget or the disk is full.
@@ -126,8 +132,10 @@ impl Reason {
     pub fn kind(&self) -> Kind {
         match self {
             Self::NotHere(_) | Self::Media(_) => Kind::Miss,
-            Self::InFlight | Self::Busy(_) => Kind::Retry,
-            Self::NoSpace | Self::PinCap { .. } | Self::Denied(_) | Self::Locked(_) => Kind::Refused,
+            Self::InFlight | Self::Busy(_) | Self::Deleted | Self::EventGap => Kind::Retry,
+            Self::NoSpace | Self::PinCap { .. } | Self::Denied(_) | Self::Locked(_) | Self::LeaseEnded => {
+                Kind::Refused
+            }
             Self::UnknownNamespace(_)
             | Self::SpecMismatch
             | Self::Identity(_)
@@ -157,6 +165,9 @@ impl fmt::Display for Reason {
             Self::NotHere(key) => write!(f, "block {key} is not here"),
             Self::InFlight => f.write_str("another put of this block has not finished: ask again"),
             Self::Busy(what) => write!(f, "{what}: ask again"),
+            Self::Deleted => f.write_str("a delete met this put: put again"),
+            Self::LeaseEnded => f.write_str("no such lease is in force: look the blocks up again"),
+            Self::EventGap => f.write_str("events are missing: begin a new snapshot"),
             Self::NoSpace => f.write_str("the budget or the disk is full"),
             Self::PinCap { limit, wanted } => {
                 write!(f, "{wanted} bytes would be pinned, {limit} are allowed: release leases first")

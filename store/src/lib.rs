@@ -8,6 +8,7 @@ pub mod api;
 pub mod batch;
 pub mod engine;
 pub mod error;
+pub mod events;
 pub mod home;
 pub mod index;
 pub mod io;

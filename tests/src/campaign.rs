@@ -10,12 +10,13 @@ use std::task::{Context, Poll, Waker};
 
 use kvarts_layout::NamespaceId;
 use kvarts_store::api::{
-    BlockOutcome, Durability, KvStore, Order, Parent, PutReply, PutRequest, ReadEvent, ReadRequest, Verify,
+    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Durability, KvStore, Order,
+    Parent, Placed, Presence, PutReply, PutRequest, ReadEvent, ReadRequest, ReadStream, Target, Verify,
 };
-use kvarts_store::engine::{Executors, Options, Store};
+use kvarts_store::engine::{CompactOptions, Executors, Options, Store};
 use kvarts_store::error::{Error, Kind, Reason};
 use kvarts_store::rt::Class;
-use kvarts_store::rt::mailbox::Ticket;
+use kvarts_store::rt::mailbox::{Abandoned, Ticket};
 
 use crate::fixture::{self, Style};
 use crate::sim::{Hang, Media, Rng, Seed, SimWorld, WorldConfig};
@@ -33,16 +34,26 @@ type Name = (usize, u64);
 struct Known {
     /// Who has tried to put it.
     producers: BTreeSet<u64>,
-    /// Whether a put of it was acknowledged as durable.
+    /// Whether a put of it was acknowledged as durable, and no delete was asked for since.
     durable: bool,
+    /// Until when a delete may have met its puts: when one was asked for last, or answered.
+    deleted: u64,
 }
 
 /// What may be found, and what must be.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger {
     blocks: BTreeMap<Name, Known>,
+    /// Requests so far: one that was asked for later than another one's answer has a higher number.
+    asked: u64,
+    /// Blocks whose delete was acknowledged.
+    pub deletes: u64,
     /// Reasons that callers were given.
     pub refusals: Vec<Reason>,
+    /// Blocks that compactions moved.
+    pub moved: u64,
+    /// Records that compactions merged.
+    pub merged: u64,
 }
 
 /// What a store was found to hold: the chunks of each block, or why there are none.
@@ -105,6 +116,21 @@ impl Ledger {
         }
     }
 
+    /// What an open store says of itself: a block that was acknowledged and is absent now was evicted.
+    pub fn allow_absent(&mut self, store: &Store) {
+        if store.stats().counts.blocks_evicted == 0 {
+            return;
+        }
+        let Ok(namespace) = register(store) else { return };
+        for (name, known) in &mut self.blocks {
+            let (group, coordinate) = fixture::columns()[name.0];
+            let keys = [key(*name)];
+            let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease: None };
+            let here = store.contains(&request).is_ok_and(|reply| reply.presence.contains(&Presence::Here));
+            known.durable &= here;
+        }
+    }
+
     fn tried(&mut self, names: &[Name], producer: u64) {
         for name in names {
             self.blocks.entry(*name).or_default().producers.insert(producer);
@@ -115,30 +141,79 @@ impl Ledger {
         for (name, outcome) in put.names.iter().zip(reply.outcomes) {
             match outcome {
                 BlockOutcome::Stored | BlockOutcome::AlreadyThere => {
-                    self.blocks.entry(*name).or_default().durable |= put.durable;
+                    let known = self.blocks.entry(*name).or_default();
+                    // A delete that was asked for after the put may have met it.
+                    known.durable |= put.durable && put.asked > known.deleted;
                 }
                 BlockOutcome::Refused(reason) => self.refusals.push(reason),
                 BlockOutcome::InFlight => {}
             }
         }
     }
+
+    fn next(&mut self) -> u64 {
+        self.asked += 1;
+        self.asked
+    }
+
+    /// A delete is asked for: from now on the blocks may be gone. Gives who had put them by then.
+    fn deleting(&mut self, names: &[Name]) -> Vec<BTreeSet<u64>> {
+        let asked = self.next();
+        let known = names.iter().map(|name| {
+            let known = self.blocks.entry(*name).or_default();
+            (known.durable, known.deleted) = (false, asked);
+            known.producers.clone()
+        });
+        known.collect()
+    }
+
+    /// It was acknowledged: what had been put by then never comes back.
+    fn deleted(&mut self, name: Name, producers: &BTreeSet<u64>) {
+        self.deletes += 1;
+        self.blocks.entry(name).or_default().producers.retain(|producer| !producers.contains(producer));
+    }
+}
+
+/// What was asked for and is not answered yet.
+enum Asked {
+    Put(Put),
+    Delete(Delete),
 }
 
 struct Put {
     names: Vec<Name>,
     durable: bool,
+    asked: u64,
     ticket: Ticket<Result<PutReply, Error>>,
 }
 
-/// Puts, reads and checkpoints from a seed, several at once; what comes of them goes into the ledger. It may be
+struct Delete {
+    names: Vec<Name>,
+    /// Who had put them when it was asked for.
+    producers: Vec<BTreeSet<u64>>,
+    ticket: Ticket<Result<DeleteReply, Error>>,
+}
+
+/// Puts, deletes, reads and checkpoints from a seed, several at once; what comes of them goes into the ledger. It may be
 /// dropped at any moment, as a crash does.
 pub async fn work(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: usize) {
+    work_on(store, ledger, rng, (ops, 15)).await;
+}
+
+/// The same, of chained blocks, with compactions under puts and reads.
+pub async fn work_compacting(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: usize) {
+    work_on(store, ledger, rng, (ops, 19)).await;
+}
+
+async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, (ops, kinds): (usize, u64)) {
     let Ok(namespace) = register(store) else { panic!("the small model is accepted") };
     let mut puts = VecDeque::new();
     for _ in 0..ops {
-        match rng.below(12) {
-            0..9 => puts.push_back(put(store, namespace, ledger, rng)),
-            9 => {
+        match rng.below(kinds) {
+            0..9 => puts.push_back(Asked::Put(put(store, namespace, ledger, rng))),
+            9..12 => puts.push_back(Asked::Delete(delete(store, namespace, ledger, rng))),
+            15.. => compact(store, namespace, ledger, rng).await,
+            12 => {
                 if let Err(error) = store.checkpoint().await {
                     ledger.borrow_mut().refusals.push(error.0);
                 }
@@ -160,13 +235,86 @@ pub async fn work(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: u
     }
 }
 
-async fn settle(puts: &mut VecDeque<Put>, ledger: &RefCell<Ledger>) {
-    let Some(mut put) = puts.pop_front() else { return };
-    match (&mut put.ticket).await {
-        Ok(Ok(reply)) => ledger.borrow_mut().answered(&put, reply),
-        Ok(Err(error)) => ledger.borrow_mut().refusals.push(error.0),
-        Err(_) => {}
+/// Compacts everything that can be, under a read that had begun before.
+async fn compact(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: &mut Rng) {
+    let column = rng.index(3);
+    let (into, stream) = begin_column(store, namespace, column);
+    let options = CompactOptions { dead_thousandths: 0, merge_records_min: 2, ..CompactOptions::default() };
+    match store.compact(options).await {
+        Ok(report) => {
+            let mut ledger = ledger.borrow_mut();
+            ledger.moved += report.blocks_moved;
+            ledger.merged += report.records_merged;
+        }
+        Err(error) => ledger.borrow_mut().refusals.push(error.0),
     }
+    let found = end_column(column, &into, &stream).await;
+    let violation = ledger.borrow().violation(&found, Judge::BytesOnly);
+    assert_eq!(violation, None, "under a compaction");
+}
+
+async fn settle(asked: &mut VecDeque<Asked>, ledger: &RefCell<Ledger>) {
+    match asked.pop_front() {
+        Some(Asked::Put(mut put)) => match (&mut put.ticket).await {
+            Ok(Ok(reply)) => ledger.borrow_mut().answered(&put, reply),
+            Ok(Err(error)) => ledger.borrow_mut().refusals.push(error.0),
+            Err(_) => {}
+        },
+        Some(Asked::Delete(mut delete)) => {
+            let answer = (&mut delete.ticket).await;
+            ledger.borrow_mut().delete_ended(&delete, answer);
+        }
+        None => {}
+    }
+}
+
+impl Ledger {
+    fn delete_ended(&mut self, delete: &Delete, answer: Result<Result<DeleteReply, Error>, Abandoned>) {
+        let now = self.next();
+        for name in &delete.names {
+            self.blocks.entry(*name).or_default().deleted = now;
+        }
+        match answer {
+            Ok(Ok(reply)) => {
+                for (place, (name, producers)) in delete.names.iter().zip(&delete.producers).enumerate() {
+                    match reply.outcomes.get(place) {
+                        Some(DeleteOutcome::Refused(reason)) => self.refusals.push(reason.clone()),
+                        // Of a namespace there are none.
+                        _ => self.deleted(*name, producers),
+                    }
+                }
+            }
+            Ok(Err(error)) => self.refusals.push(error.0),
+            Err(_) => {}
+        }
+    }
+}
+
+fn delete(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: &mut Rng) -> Delete {
+    let columns = 0..fixture::columns().len();
+    let first = rng.below(KEYS - 3);
+    let some = first..=first + rng.below(3);
+    let all = |range: std::ops::RangeInclusive<u64>| -> Vec<Name> {
+        columns.clone().flat_map(|column| range.clone().map(move |n| (column, n))).collect()
+    };
+    let keys = |names: &[Name]| names.iter().map(|name| key(*name)).collect();
+    let (names, target) = match rng.below(6) {
+        0 => (all(0..=KEYS - 1), Target::Namespace),
+        1 => (all(first..=first), Target::Prefix(key((0, first)))),
+        2 => {
+            let names = all(some);
+            (names.clone(), Target::Keys { column: None, keys: keys(&names) })
+        }
+        _ => {
+            let column = rng.index(3);
+            let names: Vec<Name> = some.map(|n| (column, n)).collect();
+            let target = Target::Keys { column: Some(fixture::columns()[column]), keys: keys(&names) };
+            (names, target)
+        }
+    };
+    let producers = ledger.borrow_mut().deleting(&names);
+    let ticket = store.delete(DeleteRequest { namespace, target, deadline: None });
+    Delete { names, producers, ticket }
 }
 
 fn put(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: &mut Rng) -> Put {
@@ -183,11 +331,12 @@ fn put(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: &mu
     }
     let durable = rng.below(3) > 0;
     ledger.borrow_mut().tried(&names, producer);
+    let asked = ledger.borrow_mut().next();
     let ticket = store.put(PutRequest {
         namespace,
         group,
         coordinate,
-        parent: Parent::Unknown,
+        parent: if first == 0 { Parent::Root } else { Parent::Key(key((column, first - 1))) },
         first_block: None,
         keys: names.iter().map(|name| key(*name)).collect(),
         from,
@@ -197,7 +346,7 @@ fn put(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: &mu
         origins: None,
         deadline: None,
     });
-    Put { names, durable, ticket }
+    Put { names, durable, asked, ticket }
 }
 
 fn register(store: &Store) -> Result<NamespaceId, Error> {
@@ -205,15 +354,19 @@ fn register(store: &Store) -> Result<NamespaceId, Error> {
 }
 
 async fn read_column(store: &Store, namespace: NamespaceId, column: usize) -> Found {
+    let (into, stream) = begin_column(store, namespace, column);
+    end_column(column, &into, &stream).await
+}
+
+fn begin_column(store: &Store, namespace: NamespaceId, column: usize) -> (Placed, ReadStream) {
     let (group, coordinate) = fixture::columns()[column];
     let shape = fixture::shape(group, coordinate);
-    let names: Vec<Name> = (0..KEYS).map(|n| (column, n)).collect();
     let into = fixture::place(&shape, KEYS as u32, Style::Blocks, 0).expect("a valid placement");
     let stream = store.read(ReadRequest {
         namespace,
         group,
         coordinate,
-        keys: names.iter().map(|name| key(*name)).collect(),
+        keys: (0..KEYS).map(|n| key((column, n))).collect(),
         layers: None,
         order: Order::Blocks,
         into: into.clone(),
@@ -221,7 +374,12 @@ async fn read_column(store: &Store, namespace: NamespaceId, column: usize) -> Fo
         class: Class::Foreground,
         deadline: None,
     });
-    let stream = stream.expect("a well-formed read");
+    (into, stream.expect("a well-formed read"))
+}
+
+async fn end_column(column: usize, into: &Placed, stream: &ReadStream) -> Found {
+    let (group, coordinate) = fixture::columns()[column];
+    let shape = fixture::shape(group, coordinate);
     let end = loop {
         if let ReadEvent::End(end) = stream.next().await {
             break end;
@@ -229,9 +387,9 @@ async fn read_column(store: &Store, namespace: NamespaceId, column: usize) -> Fo
     };
     let state = |at: u32| match end.failures.iter().find(|(block, _)| *block == at) {
         Some((_, reason)) => Err(reason.clone()),
-        None => Ok(fixture::read_block(&into, at, &shape)),
+        None => Ok(fixture::read_block(into, at, &shape)),
     };
-    (0..).zip(names).map(|(at, name)| (name, state(at))).collect()
+    (0..KEYS).map(|n| ((column, n), state(n as u32))).collect()
 }
 
 /// Everything that an open store holds.
@@ -257,12 +415,28 @@ pub enum Driven<T> {
 
 /// Steps the world until the future is done or the disk has completed `operations` operations.
 pub fn drive<T>(world: &SimWorld, operations: u64, future: impl Future<Output = T>) -> Driven<T> {
+    observe(world, operations, &mut || (), future)
+}
+
+/// The same; `watch` is called each time that the disk has completed another operation.
+pub fn observe<T>(
+    world: &SimWorld,
+    operations: u64,
+    watch: &mut dyn FnMut(),
+    future: impl Future<Output = T>,
+) -> Driven<T> {
     let mut future = std::pin::pin!(future);
     let mut context = Context::from_waker(Waker::noop());
     let mut value = None;
     let mut cut = false;
+    let mut seen = world.disk().operations().1;
     let ran = world.run_until(60_000, || {
-        cut = world.disk().operations().1 >= operations;
+        let completed = world.disk().operations().1;
+        if completed != seen {
+            seen = completed;
+            watch();
+        }
+        cut = completed >= operations;
         if !cut && let Poll::Ready(ready) = future.as_mut().poll(&mut context) {
             value = Some(ready);
         }

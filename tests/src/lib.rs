@@ -4,6 +4,8 @@ pub mod campaign;
 pub mod conformance;
 pub mod fixture;
 pub mod model;
+pub mod rows;
 pub mod script;
 pub mod sim;
 pub mod stage;
+pub mod witness;

@@ -4,8 +4,11 @@
 //! executors and no room to run out of: what depends on those is not compared. A put is done when it returns, so
 //! nothing is ever in flight.
 
+mod space;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use kvarts_layout::arrange::LAYOUT_VERSION;
 use kvarts_layout::plan::WritePlan;
@@ -13,11 +16,13 @@ use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, NamespaceId, RunLayout,
 };
 use kvarts_store::api::{
-    BlockOutcome, ContainsReply, ContainsRequest, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS,
-    MatchReply, MatchRequest, Order, Parent, Placed, Presence, PutReply, PutRequest, ReadEnd, ReadEvent,
-    ReadRequest, ReadStream, read_channel,
+    BlockOutcome, ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, LeaseTerms,
+    MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Order, Parent, Placed, Presence, PutReply, PutRequest,
+    ReadEnd, ReadEvent, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription,
+    TtlReply, TtlRequest, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
+use kvarts_store::events::{Cause, EventKind, EventLog, Subject};
 use kvarts_store::rt::mailbox::{Ticket, ticket};
 use kvarts_store::rt::{Clock, Nanos};
 
@@ -27,13 +32,16 @@ type Name = (NamespaceId, Group, Coordinate, BlockKey);
 struct Namespace {
     geometry: Geometry,
     block_tokens: u32,
+    default_ttl: Option<Duration>,
 }
 
 struct Block {
     /// In canonical order.
     chunks: Vec<Vec<u8>>,
-    /// In milliseconds of the wall clock.
+    /// In milliseconds of the wall clock as it stood at opening and went on since.
     expires: Option<u64>,
+    /// What stands before it, where its put said so.
+    parent: Option<BlockKey>,
 }
 
 struct Lease {
@@ -54,8 +62,14 @@ struct State {
 /// The reference model.
 pub struct Model {
     clock: Arc<dyn Clock>,
+    /// The clocks when the store was opened: jumps of the wall clock after that change nothing.
+    opened: (Nanos, u64),
+    events: Arc<EventLog>,
     state: Mutex<State>,
 }
+
+/// Bytes of events that the model keeps.
+const RING_BYTES: usize = 1 << 20;
 
 impl std::fmt::Debug for Model {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -66,7 +80,18 @@ impl std::fmt::Debug for Model {
 impl Model {
     /// An empty store.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
-        Self { clock, state: Mutex::default() }
+        let opened = (clock.now(), clock.unix_millis());
+        Self { clock, opened, events: EventLog::new(opened.1, RING_BYTES), state: Mutex::default() }
+    }
+
+    fn wall_ms(&self) -> u64 {
+        let (now, wall_ms) = self.opened;
+        wall_ms + self.clock.now().since(now).as_millis() as u64
+    }
+
+    /// When something ends that may live so long.
+    fn expiry(&self, ttl: Duration) -> u64 {
+        self.wall_ms().saturating_add(u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -78,10 +103,17 @@ impl Model {
         let mut state = self.lock();
         let now = self.clock.now();
         state.leases.retain(|_, lease| now < lease.until);
-        let now_ms = self.clock.unix_millis();
+        let now_ms = self.wall_ms();
         let State { blocks, leases, .. } = &mut *state;
         let held = |name: &Name| leases.values().any(|lease| lease.held.contains(name));
-        blocks.retain(|name, block| block.expires.is_none_or(|at| now_ms < at) || held(name));
+        blocks.retain(|name, block| {
+            let stays = block.expires.is_none_or(|at| now_ms < at) || held(name);
+            if !stays {
+                let subject = Subject::Block(space::index_key(*name));
+                self.events.change().tell(now_ms, EventKind::Expired, Cause::Ttl, subject);
+            }
+            stays
+        });
         state
     }
 
@@ -108,15 +140,25 @@ impl Model {
         let mut state = self.current();
         let shape = state.shape(request.namespace, request.group, request.coordinate)?;
         check_placement(&shape, &request.from)?;
-        let now_ms = self.clock.unix_millis();
-        let expires = request.expires_after.map(|after| now_ms.saturating_add(after.as_millis() as u64));
+        let default_ttl = state.namespaces.get(&request.namespace).and_then(|one| one.default_ttl);
+        let expires = request.expires_after.or(default_ttl).map(|ttl| self.expiry(ttl));
         let mut outcomes = Vec::new();
-        for (at, key) in (0..).zip(&request.keys) {
+        for (at, key) in (0u32..).zip(&request.keys) {
             let name = (request.namespace, request.group, request.coordinate, *key);
             let there = state.blocks.contains_key(&name);
             outcomes.push(if there { BlockOutcome::AlreadyThere } else { BlockOutcome::Stored });
+            let before = at.checked_sub(1).and_then(|at| request.keys.get(at as usize)).copied();
+            let parent = match request.parent {
+                Parent::Unknown => None,
+                Parent::Key(parent) => Some(before.unwrap_or(parent)),
+                Parent::Root => before,
+            };
             let chunks = || crate::fixture::read_block(&request.from, at, &shape);
-            state.blocks.entry(name).or_insert_with(|| Block { chunks: chunks(), expires });
+            state.blocks.entry(name).or_insert_with(|| {
+                let subject = Subject::Block(space::index_key(name));
+                self.events.change().tell(self.wall_ms(), EventKind::Stored, Cause::Put, subject);
+                Block { chunks: chunks(), expires, parent }
+            });
         }
         Ok(PutReply { outcomes })
     }
@@ -184,6 +226,10 @@ impl Model {
     fn try_read(&self, request: &ReadRequest) -> Result<Vec<ReadEvent>, Reason> {
         check_keys(&request.keys)?;
         let blocks = request.keys.len() as u32;
+        if request.into.turns().is_some() {
+            // It answers at once, so layers cannot take turns.
+            return Err(Reason::Overlap);
+        }
         if request.into.block_count() != blocks {
             let found = u64::from(request.into.block_count());
             return Err(Reason::Length { expected: u64::from(blocks), found });
@@ -287,7 +333,8 @@ impl KvStore for Model {
         }
         let block_tokens = identity.block_tokens;
         geometry.check_block_tokens(block_tokens).map_err(|error| Error(Reason::Shape(error.to_string())))?;
-        self.lock().namespaces.insert(id, Namespace { geometry: geometry.clone(), block_tokens });
+        let fresh = Namespace { geometry: geometry.clone(), block_tokens, default_ttl: None };
+        self.lock().namespaces.entry(id).or_insert(fresh);
         Ok(id)
     }
 
@@ -308,6 +355,34 @@ impl KvStore for Model {
 
     fn unlock(&self, lease: LeaseId) -> bool {
         self.current().leases.remove(&lease).is_some()
+    }
+
+    fn renew(&self, lease: LeaseId, hold: Duration) -> Result<(), Error> {
+        self.try_renew(lease, hold).map_err(Error)
+    }
+
+    fn delete(&self, request: DeleteRequest) -> Ticket<Result<DeleteReply, Error>> {
+        let (reply, answer) = ticket();
+        let _ = reply.send(self.try_delete(&request).map_err(Error));
+        answer
+    }
+
+    fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error> {
+        self.try_set_ttl(request).map_err(Error)
+    }
+
+    fn set_default_ttl(&self, namespace: NamespaceId, ttl: Option<Duration>) -> Result<(), Error> {
+        self.try_set_default_ttl(namespace, ttl).map_err(Error)
+    }
+
+    fn subscribe(&self, from: Option<Sequence>) -> Subscription {
+        self.events.subscribe(from)
+    }
+
+    fn snapshot(&self, cursor: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>> {
+        let (reply, answer) = ticket();
+        let _ = reply.send(self.try_snapshot(cursor).map_err(Error));
+        answer
     }
 
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {

@@ -4,20 +4,23 @@
 //! steps of a thousand seconds and end at odd halves of them, so that two stages whose operations take different
 //! times agree about what has ended.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kvarts_layout::prefix::{Absence, Need, Requirement};
-use kvarts_layout::{BlockKey, Layout, NamespaceId, Requirements, UsablePrefix};
+use kvarts_layout::{BlockKey, IndexKey, Layout, NamespaceId, Requirements, UsablePrefix};
 use kvarts_store::api::{
-    BlockOutcome, Durability, LeaseId, LeaseTerms, MatchRequest, Order, Parent, PutRequest, ReadEnd,
-    ReadEvent, ReadRequest, Verify,
+    BlockOutcome, ContainsRequest, DeleteReply, DeleteRequest, Durability, LeaseId, LeaseTerms, MatchRequest,
+    Order, Parent, Presence, PutRequest, ReadEnd, ReadEvent, ReadRequest, SnapshotCursor, Subscription,
+    Target, TtlRequest, Verify,
 };
 use kvarts_store::error::{Error, Reason};
+use kvarts_store::events::record::Content;
 use kvarts_store::rt::Class;
 
 use crate::fixture::{self, Style};
 use crate::sim::Rng;
-use crate::stage::Stage;
+use crate::stage::{Stage, ask};
 
 /// Keys that scripts are about.
 const KEYS: u64 = 24;
@@ -43,6 +46,8 @@ pub enum Op {
         durability: Durability,
         /// Thousands of seconds that it may live, and a half.
         expires: Option<u64>,
+        /// The key that it follows, possibly one of its own; none is unknown.
+        parent: Option<u64>,
     },
     /// A read of these keys of a column.
     Read {
@@ -70,6 +75,39 @@ pub enum Op {
     },
     /// Ends the `n`th lease of the script.
     Unlock(usize),
+    /// Makes the `n`th lease of the script end so many thousands of seconds and a half from now.
+    Renew(usize, u64),
+    /// Holds these keys of a column for ever, or until they are unlocked.
+    Pin {
+        /// Which of the fixture's columns.
+        column: usize,
+        /// Which keys.
+        keys: Vec<u64>,
+    },
+    /// Deletes these keys, in one column or in all.
+    Delete {
+        /// Which of the fixture's columns.
+        column: Option<usize>,
+        /// Which keys.
+        keys: Vec<u64>,
+    },
+    /// Deletes what descends from a key.
+    DeletePrefix(u64),
+    /// Deletes everything.
+    DeleteAll,
+    /// Lets these keys of a column live so many thousands of seconds and a half, or for ever.
+    SetTtl {
+        /// Which of the fixture's columns.
+        column: usize,
+        /// Which keys.
+        keys: Vec<u64>,
+        /// How long.
+        ttl: Option<u64>,
+    },
+    /// The same for puts that do not say.
+    DefaultTtl(Option<u64>),
+    /// Takes a page of a snapshot.
+    Page,
     /// Lets so many thousand seconds pass.
     Pass(u64),
     /// Names a namespace that was never registered.
@@ -90,6 +128,12 @@ pub enum Outcome {
     Match(Result<(UsablePrefix, u32, bool), Reason>),
     /// Of an unlock.
     Unlock(bool),
+    /// Of a delete.
+    Delete(Result<DeleteReply, Reason>),
+    /// Of a change of a time to live, or a pin: for each key, whether it is here.
+    Each(Result<Vec<bool>, Reason>),
+    /// Of a renewal.
+    Renew(Result<(), Reason>),
     /// Of time.
     Nothing,
 }
@@ -116,7 +160,19 @@ fn memory(rng: &mut Rng) -> (Style, u64) {
 impl Op {
     /// Any operation.
     pub fn draw(rng: &mut Rng) -> Self {
-        match rng.below(20) {
+        match rng.below(28) {
+            20 => Self::Renew(rng.index(6), rng.below(4)),
+            21 => Self::Pin { column: rng.index(3), keys: some_keys(rng) },
+            22..24 => Self::Delete { column: rng.coin().then(|| rng.index(3)), keys: some_keys(rng) },
+            24 => [Self::DeletePrefix(rng.below(KEYS)), Self::DeletePrefix(0), Self::DeleteAll][rng.index(3)]
+                .clone(),
+            25 => Self::SetTtl {
+                column: rng.index(3),
+                keys: some_keys(rng),
+                ttl: rng.coin().then(|| rng.below(4)),
+            },
+            26 => Self::DefaultTtl(rng.coin().then(|| rng.below(4))),
+            27 => Self::Page,
             0..9 => Self::Put {
                 column: rng.index(3),
                 keys: some_keys(rng),
@@ -125,6 +181,7 @@ impl Op {
                 layout: [None, Some(Layout::FullBlock), Some(Layout::LayerBlock)][rng.index(3)],
                 durability: if rng.coin() { Durability::Durable } else { Durability::Relaxed },
                 expires: (rng.below(4) == 0).then(|| rng.below(4)),
+                parent: rng.coin().then(|| rng.below(KEYS)),
             },
             9..15 => Self::Read {
                 column: rng.index(3),
@@ -153,6 +210,12 @@ pub struct Player<'a> {
     stage: &'a dyn Stage,
     namespace: NamespaceId,
     leases: Vec<LeaseId>,
+    /// Reads every event since the script began.
+    reader: Subscription,
+    /// The content by the first snapshot and the events.
+    picture: Content,
+    /// A snapshot under way: its pages so far.
+    paging: Option<(Content, SnapshotCursor)>,
 }
 
 impl std::fmt::Debug for Player<'_> {
@@ -171,6 +234,17 @@ fn reason(error: Error) -> Reason {
     }
 }
 
+/// Applies every event that is there.
+fn follow(reader: &mut Subscription, content: &mut Content) {
+    loop {
+        let events = reader.try_next(10).expect("no gap in a short script");
+        if events.is_empty() {
+            return;
+        }
+        events.iter().for_each(|event| content.apply(event));
+    }
+}
+
 fn half(thousands: u64) -> Duration {
     Duration::from_secs(thousands * 1000 + 500)
 }
@@ -183,7 +257,9 @@ impl<'a> Player<'a> {
     /// A player on this stage.
     pub fn new(stage: &'a dyn Stage) -> Self {
         let registered = stage.store().register(&fixture::identity("script"), &fixture::geometry());
-        Self { stage, namespace: registered.expect("the small model is accepted"), leases: Vec::new() }
+        let namespace = registered.expect("the small model is accepted");
+        let (reader, picture) = (stage.store().subscribe(None), Content::default());
+        Self { stage, namespace, leases: Vec::new(), reader, picture, paging: None }
     }
 
     /// Does one operation and waits for what comes of it.
@@ -195,6 +271,32 @@ impl<'a> Player<'a> {
             Op::Unlock(n) => {
                 let lease = self.leases.get(*n).copied().unwrap_or(LeaseId(0));
                 Outcome::Unlock(self.stage.store().unlock(lease))
+            }
+            Op::Renew(n, thousands) => {
+                let lease = self.leases.get(*n).copied().unwrap_or(LeaseId(0));
+                Outcome::Renew(self.stage.store().renew(lease, half(*thousands)).map_err(reason))
+            }
+            Op::Pin { column, keys } => Outcome::Each(self.pin(*column, keys)),
+            Op::Delete { column, keys } => {
+                let column = column.map(|column| fixture::columns()[column]);
+                self.delete(Target::Keys { column, keys: names(keys) })
+            }
+            Op::DeletePrefix(key) => self.delete(Target::Prefix(fixture::key(CHAIN, *key))),
+            Op::DeleteAll => self.delete(Target::Namespace),
+            Op::SetTtl { column, keys, ttl } => {
+                let (group, coordinate) = fixture::columns()[*column];
+                let (namespace, keys, ttl) = (self.namespace, names(keys), ttl.map(half));
+                let request = TtlRequest { namespace, group, coordinate, keys: &keys, ttl };
+                let changed = self.stage.store().set_ttl(&request).map(|reply| reply.changed);
+                Outcome::Each(changed.map_err(reason))
+            }
+            Op::DefaultTtl(ttl) => {
+                let set = self.stage.store().set_default_ttl(self.namespace, ttl.map(half));
+                Outcome::Renew(set.map_err(reason))
+            }
+            Op::Page => {
+                self.page();
+                Outcome::Nothing
             }
             Op::Pass(thousands) => {
                 assert!(self.stage.advance(Duration::from_secs(thousands * 1000)));
@@ -211,7 +313,7 @@ impl<'a> Player<'a> {
     }
 
     fn put(&self, op: &Op) -> Result<Vec<BlockOutcome>, Reason> {
-        let Op::Put { column, keys, producer, memory, layout, durability, expires } = op else {
+        let Op::Put { column, keys, producer, memory, layout, durability, expires, parent } = op else {
             unreachable!("only puts are put")
         };
         let (group, coordinate) = fixture::columns()[*column];
@@ -226,7 +328,7 @@ impl<'a> Player<'a> {
             namespace: self.namespace,
             group,
             coordinate,
-            parent: Parent::Unknown,
+            parent: parent.map_or(Parent::Unknown, |parent| Parent::Key(fixture::key(CHAIN, parent))),
             first_block: None,
             keys,
             from,
@@ -237,6 +339,58 @@ impl<'a> Player<'a> {
             deadline: None,
         };
         self.stage.put(request).map(|reply| reply.outcomes).map_err(reason)
+    }
+
+    fn delete(&self, target: Target) -> Outcome {
+        let request = DeleteRequest { namespace: self.namespace, target, deadline: None };
+        Outcome::Delete(ask(self.stage, self.stage.store().delete(request)).map_err(reason))
+    }
+
+    fn pin(&mut self, column: usize, keys: &[u64]) -> Result<Vec<bool>, Reason> {
+        let (group, coordinate) = fixture::columns()[column];
+        let (namespace, keys) = (self.namespace, names(keys));
+        let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease: None };
+        let reply = self.stage.store().pin(&request, 7, 150_000).map_err(reason)?;
+        self.leases.extend(reply.lease);
+        Ok(reply.presence.iter().map(|one| *one == Presence::Here).collect())
+    }
+
+    /// Takes one page of a snapshot. When it is whole, what it says with the events since is the picture.
+    fn page(&mut self) {
+        let (mut content, cursor) =
+            self.paging.take().map_or_else(Default::default, |(content, cursor)| (content, Some(cursor)));
+        let page = ask(self.stage, self.stage.store().snapshot(cursor)).expect("a snapshot");
+        content.page(&page);
+        match page.next {
+            Some(next) => self.paging = Some((content, next)),
+            None => {
+                let mut since = self.stage.store().subscribe(Some(page.sequence));
+                follow(&mut since, &mut content);
+                self.look();
+                assert_eq!(content.blocks, self.picture.blocks, "a snapshot with its events");
+            }
+        }
+    }
+
+    /// Takes in every event since the last look, and gives what is here by the events alone.
+    pub fn look(&mut self) -> &BTreeSet<IndexKey> {
+        follow(&mut self.reader, &mut self.picture);
+        &self.picture.blocks
+    }
+
+    /// Has everything go whose time is over, ends the snapshot that is under way, and gives what is here by events.
+    pub fn settle(&mut self) -> BTreeSet<IndexKey> {
+        for (group, coordinate) in fixture::columns() {
+            let keys = names(&(0..KEYS).collect::<Vec<_>>());
+            let namespace = self.namespace;
+            let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease: None };
+            self.stage.store().contains(&request).expect("a well-formed question");
+        }
+        self.page();
+        while self.paging.is_some() {
+            self.page();
+        }
+        self.look().clone()
     }
 
     fn read(&self, op: &Op) -> Result<Delivered, Reason> {

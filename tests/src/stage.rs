@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use kvarts_store::api::{KvStore, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream};
 use kvarts_store::engine::{Executors, Limits, Options, Store};
 use kvarts_store::error::Error;
+use kvarts_store::events::record::Content;
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::clock::ManualClock;
 use kvarts_store::rt::mailbox::Ticket;
@@ -78,6 +79,29 @@ pub trait Stage {
     /// Reads, and waits for the end.
     fn read(&self, request: ReadRequest) -> Result<(Vec<ReadEvent>, ReadEnd), Error> {
         Ok(self.events(&self.store().read(request)?))
+    }
+}
+
+/// The answer to any question, when it has come.
+pub fn ask<T>(stage: &dyn Stage, mut ticket: Ticket<T>) -> T {
+    let mut answer = None;
+    stage.wait(&mut || {
+        answer = ticket.try_take();
+        answer.is_some()
+    });
+    answer.expect("waited for it").expect("an answer")
+}
+
+/// What is here by a snapshot.
+pub fn content_of(stage: &dyn Stage) -> Content {
+    let (mut content, mut cursor) = (Content::default(), None);
+    loop {
+        let page = ask(stage, stage.store().snapshot(cursor)).expect("a snapshot");
+        content.page(&page);
+        cursor = page.next;
+        if cursor.is_none() {
+            return content;
+        }
     }
 }
 

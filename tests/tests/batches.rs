@@ -10,13 +10,15 @@ use std::time::Duration;
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::{BlockKey, BlockShape, Geometry, Identity, NamespaceId};
 use kvarts_store::api::{
-    BlockOutcome, ContainsReply, ContainsRequest, KvStore, LeaseId, MAX_REQUEST_BLOCKS, MatchReply,
-    MatchRequest, Placed, Presence, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadSink,
-    ReadStream, read_channel,
+    BlockOutcome, ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId,
+    MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Placed, Presence, PutReply, PutRequest, ReadEnd, ReadEvent,
+    ReadRequest, ReadSink, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription, TtlReply,
+    TtlRequest, read_channel,
 };
 use kvarts_store::batch::{BatchId, BatchKind, Completion, EventFds, Lane, Pages, PagesOptions};
 use kvarts_store::engine::Options;
 use kvarts_store::error::{Error, Kind, Reason};
+use kvarts_store::events::EventLog;
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 use kvarts_store::io::{Buf, IoChoice, Region};
 use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
@@ -117,6 +119,30 @@ impl KvStore for Scripted {
         let fresh = !unlocked.contains(&lease);
         unlocked.push(lease);
         fresh
+    }
+
+    fn renew(&self, _: LeaseId, _: Duration) -> Result<(), Error> {
+        Err(Error(Reason::LeaseEnded))
+    }
+
+    fn delete(&self, _: DeleteRequest) -> Ticket<Result<DeleteReply, Error>> {
+        ticket().1
+    }
+
+    fn set_ttl(&self, _: &TtlRequest<'_>) -> Result<TtlReply, Error> {
+        Err(Error(Reason::Empty))
+    }
+
+    fn set_default_ttl(&self, _: NamespaceId, _: Option<Duration>) -> Result<(), Error> {
+        Err(Error(Reason::Empty))
+    }
+
+    fn subscribe(&self, from: Option<Sequence>) -> Subscription {
+        EventLog::new(0, 0).subscribe(from)
+    }
+
+    fn snapshot(&self, _: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>> {
+        ticket().1
     }
 
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {

@@ -119,9 +119,10 @@ fn check(seed: Seed, settings: Seed, image: kvarts_tests::sim::Media, ledger: &L
 
 #[test]
 fn a_power_cut_at_every_operation_of_a_short_workload_loses_nothing_acknowledged() {
-    let mut images = 0;
+    let (mut images, mut deletes) = (0, 0);
     for seed in (0..seeds(3)).map(Seed) {
         let whole = run(seed, 6, u64::MAX, &[]);
+        deletes += whole.ledger.deletes;
         assert!(whole.done, "seed {}", seed.0);
         assert_eq!(defects(&whole.ledger), Vec::<&_>::new(), "seed {}", seed.0);
         for cut in 1..=whole.operations {
@@ -135,7 +136,8 @@ fn a_power_cut_at_every_operation_of_a_short_workload_loses_nothing_acknowledged
             }
         }
     }
-    println!("{images} images");
+    println!("{images} images, {deletes} deletes");
+    assert!(deletes > 0, "no delete was cut");
     assert!(images > 100, "too few cuts to mean anything: {images}");
 }
 

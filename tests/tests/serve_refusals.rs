@@ -1,6 +1,8 @@
 //! What a server answers to what it should not be asked: the right status each time, nothing stored, nobody else
 //! disturbed, and no memory kept.
 
+#![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
+
 mod served;
 
 use std::time::Duration;
@@ -363,16 +365,29 @@ fn a_reader_that_takes_nothing_holds_a_bounded_part_of_memory_and_disturbs_nobod
     std::thread::sleep(Duration::from_millis(200));
     let used = desk.served.daemon().node().memory.usage()[0].used;
     assert!(used <= 8 * 2 * (8 << 20), "{used} bytes are held for clients that take nothing");
+    // On a connection of its own: what one connection has on its way is shared by its streams.
+    let endpoint = tonic::transport::Endpoint::from_shared(desk.served.endpoint()).unwrap();
+    let other = ReadsClient::new(desk.served.runtime.block_on(endpoint.connect()).unwrap());
+    let stuck_on = std::mem::replace(&mut desk.reads, other);
     assert_eq!(desk.read(desk.read_request(1)).unwrap().len(), 3);
-    drop(stuck);
+    drop((stuck, stuck_on));
     desk.expect_free();
 }
 
 #[test]
-fn calls_of_the_contract_that_are_not_built_say_so() {
-    let mut desk = Desk::open("refusals-later");
-    let status =
-        desk.served.runtime.block_on(desk.store.delete(proto::DeleteRequest::default())).unwrap_err();
-    assert_eq!(status.code(), Code::Unimplemented);
-    assert!(status.message().contains("use a newer kvarts"), "{}", status.message());
+fn deletes_that_cannot_be_are_refused() {
+    use proto::delete_request::{Keys, Target};
+    let mut desk = Desk::open("refusals-delete");
+    let of_keys = |keys| Some(Target::OfKeys(Keys { column: None, keys }));
+    for (name, target) in [
+        ("nothing", None),
+        ("not everything", Some(Target::Everything(false))),
+        ("no keys", of_keys(Bytes::new())),
+        ("a torn key", of_keys(keys(0..1).slice(1..))),
+        ("a torn prefix", Some(Target::Prefix(keys(0..2)))),
+    ] {
+        let request = proto::DeleteRequest { namespace: desk.namespace.clone(), target };
+        let status = desk.served.runtime.block_on(desk.store.delete(request)).unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument, "{name}");
+    }
 }

@@ -18,6 +18,9 @@ use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture::{self, Style};
 use served::Served;
 
+/// Blocks, each as its chunks.
+type Blocks = Vec<Vec<Vec<u8>>>;
+
 const COLUMN: (kvarts_layout::Group, kvarts_layout::Coordinate) =
     (fixture::PAGES, kvarts_layout::Coordinate::Heads { start: 0, count: 2, of: 2 });
 
@@ -69,11 +72,7 @@ fn put(
     block_on(client.put(request)).unwrap().map(|reply| reply.outcomes)
 }
 
-fn read(
-    client: &Client,
-    namespace: NamespaceId,
-    keys: &[BlockKey],
-) -> Result<(ReadEnd, Vec<Vec<Vec<u8>>>), Error> {
+fn read(client: &Client, namespace: NamespaceId, keys: &[BlockKey]) -> Result<(ReadEnd, Blocks), Error> {
     let (group, coordinate) = COLUMN;
     let shape = fixture::shape(group, coordinate);
     let into = fixture::place(&shape, keys.len() as u32, Style::Blocks, 0).unwrap();

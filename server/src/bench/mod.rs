@@ -21,6 +21,7 @@ mod open;
 mod pairs;
 mod put;
 mod report;
+mod serve;
 mod setup;
 
 use std::io::Write;
@@ -46,6 +47,8 @@ enum BenchCommand {
     Match(lookup::MatchArgs),
     /// Open a store of a million blocks after a crash and after a clean stop
     Open(open::OpenArgs),
+    /// Read over gRPC on loopback, beside a bare server that streams from memory
+    Serve(serve::ServeArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
 }
@@ -57,6 +60,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Put(arguments) => put::run(arguments, out),
         BenchCommand::Match(arguments) => lookup::run(arguments, out),
         BenchCommand::Open(arguments) => open::run(arguments, out),
+        BenchCommand::Serve(arguments) => serve::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
     }
 }

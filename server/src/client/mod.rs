@@ -23,8 +23,9 @@ use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_store::api::{
-    ContainsReply, ContainsRequest, KvStore, LeaseId, MatchReply, MatchRequest, PutReply, PutRequest,
-    ReadEnd, ReadRequest, ReadStream,
+    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
+    PutReply, PutRequest, ReadEnd, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
+    Subscription, TtlReply, TtlRequest,
 };
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::rt::Clock;
@@ -34,6 +35,8 @@ use crate::grpc::wire;
 use crate::proto;
 use grpc_path::GrpcPath;
 use remote::Remote;
+pub(crate) use remote::endpoint;
+use tonic::Streaming;
 
 /// A way for blocks between this process and a store. Each is a whole store in itself.
 pub trait Path: KvStore + fmt::Debug {
@@ -140,6 +143,13 @@ impl Client {
         Ok((remote::lease(reply.lease), reply.held))
     }
 
+    /// Follows what happens to the blocks of the caller's tenant.
+    pub fn watch(&self, after: Option<proto::Sequence>) -> Result<Streaming<proto::Event>, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.endless(proto::WatchRequest { after });
+        self.remote.ask(async move { admin.watch(request).await })
+    }
+
     /// What the server is and has done.
     pub fn stats(&self) -> Result<proto::StatsReply, Error> {
         let mut admin = self.remote.admin();
@@ -188,6 +198,30 @@ impl KvStore for Client {
 
     fn unlock(&self, lease: LeaseId) -> bool {
         self.path.unlock(lease)
+    }
+
+    fn renew(&self, lease: LeaseId, hold: Duration) -> Result<(), Error> {
+        self.path.renew(lease, hold)
+    }
+
+    fn delete(&self, request: DeleteRequest) -> Ticket<Result<DeleteReply, Error>> {
+        self.path.delete(request)
+    }
+
+    fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error> {
+        self.path.set_ttl(request)
+    }
+
+    fn set_default_ttl(&self, namespace: NamespaceId, ttl: Option<Duration>) -> Result<(), Error> {
+        self.path.set_default_ttl(namespace, ttl)
+    }
+
+    fn subscribe(&self, from: Option<Sequence>) -> Subscription {
+        self.path.subscribe(from)
+    }
+
+    fn snapshot(&self, cursor: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>> {
+        self.path.snapshot(cursor)
     }
 
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {

@@ -107,6 +107,13 @@ impl Remote {
         request
     }
 
+    /// A request that may take as long as the server allows.
+    pub(super) fn endless<T>(&self, message: T) -> Request<T> {
+        let mut request = self.request(message, None);
+        request.metadata_mut().remove("grpc-timeout");
+        request
+    }
+
     /// Runs on the client's own threads.
     pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         if let Some(runtime) = &self.runtime {
@@ -238,7 +245,8 @@ fn registration(identity: &Identity, geometry: &Geometry) -> proto::RegisterMode
     }
 }
 
-fn endpoint(options: &ConnectOptions) -> Result<Endpoint, Error> {
+/// The transport's settings for an endpoint.
+pub(crate) fn endpoint(options: &ConnectOptions) -> Result<Endpoint, Error> {
     let endpoint = Endpoint::from_shared(options.endpoint.clone());
     let mut endpoint = endpoint
         .map_err(|error| config(format!("{}: {error}", options.endpoint)))?

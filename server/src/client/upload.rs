@@ -122,10 +122,10 @@ async fn messages_of(
                 frame.bytes.resize(before + some, 0);
                 chunk.copy_out(at, frame.bytes.get_mut(before..).unwrap_or_default());
                 at += some;
-                if frame.bytes.len() == limits::FRAME_BYTES {
-                    if reply.is_cancelled() || to.send(part(frame.take())).await.is_err() {
-                        return;
-                    }
+                if frame.bytes.len() == limits::FRAME_BYTES
+                    && (reply.is_cancelled() || to.send(part(frame.take())).await.is_err())
+                {
+                    return;
                 }
             }
         }

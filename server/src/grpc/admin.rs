@@ -37,6 +37,20 @@ pub(super) async fn checkpoint(call: &Call) -> Outcome<proto::CheckpointReply> {
     Ok(proto::CheckpointReply {})
 }
 
+/// Moves live blocks together and merges small records, with the engine's usual bounds.
+pub(super) async fn compact(call: &Call) -> Outcome<proto::CompactReply> {
+    let report = call.node.engine.compact(kvarts_store::engine::CompactOptions::default()).await?;
+    let facts = [
+        ("segments emptied", report.segments_emptied),
+        ("records merged", report.records_merged),
+        ("blocks moved", report.blocks_moved),
+        ("blocks found damaged", report.blocks_damaged),
+        ("bytes read", report.bytes_read),
+        ("bytes written", report.bytes_written),
+    ];
+    Ok(proto::CompactReply { facts: facts.iter().map(|(name, value)| format!("{name}: {value}")).collect() })
+}
+
 /// Begins the end of the server.
 pub(super) fn drain(call: &Call) -> proto::DrainReply {
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, "drain asked for");

@@ -32,6 +32,8 @@ const METHODS: &[(&str, &str, Right)] = &[
     ("/kvarts.v1.Store/Unlock", "unlock", Right::Read),
     ("/kvarts.v1.Store/Pin", "pin", Right::Read),
     ("/kvarts.v1.Store/Unpin", "unpin", Right::Read),
+    ("/kvarts.v1.Store/Renew", "renew", Right::Read),
+    ("/kvarts.v1.Store/SetDefaultTtl", "set_default_ttl", Right::Write),
     ("/kvarts.v1.Store/SetTtl", "set_ttl", Right::Write),
     ("/kvarts.v1.Store/Delete", "delete", Right::Write),
     ("/kvarts.v1.Reads/Get", "get", Right::Read),

@@ -1,8 +1,12 @@
-//! The calls that answer at once: models, lookups, leases, pins, times, deletion.
+//! The calls about models and blocks that move no bytes: lookups, leases, pins, times, deletion.
 
 use std::time::Duration;
 
-use kvarts_store::api::{ContainsRequest, LeaseId, LeaseTerms, MatchRequest, Presence};
+use kvarts_layout::BlockKey;
+use kvarts_store::api::{
+    ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MatchRequest, Presence, Target,
+    TtlRequest,
+};
 use kvarts_store::error::Reason;
 
 use super::call::Call;
@@ -134,4 +138,78 @@ pub(super) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinRep
     let here = i32::from(proto::exists_reply::Presence::Here);
     let held = found.presence.iter().filter(|one| **one == here).count() as u32;
     Ok(proto::PinReply { lease: found.lease, held })
+}
+
+/// Changes when a lease of the caller's tenant ends.
+pub(super) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::RenewReply> {
+    let hold = wire::hold(wire.hold_ms).ok_or_else(|| Fault::malformed("hold_ms: say for how long"))?;
+    let ends = call.node.clock().now().plus(hold);
+    let lease = call.node.leases.renew(call.caller.tenant.number, wire.lease, ends);
+    call.node.store().renew(lease.ok_or(Reason::LeaseEnded)?, hold)?;
+    Ok(proto::RenewReply {})
+}
+
+/// Changes how long blocks may live.
+pub(super) fn set_ttl(call: &Call, wire: proto::SetTtlRequest) -> Outcome<proto::SetTtlReply> {
+    let keys = wire::keys(&wire.keys)?;
+    let namespace = wire::namespace(&wire.namespace)?;
+    call.node.models.get(&call.caller, namespace)?;
+    let (group, coordinate) = wire::column(wire.column.as_ref())?;
+    let ttl = wire.expires_after_ms.map(Duration::from_millis);
+    let changed =
+        call.node.store().set_ttl(&TtlRequest { namespace, group, coordinate, keys: &keys, ttl })?;
+    Ok(proto::SetTtlReply { changed: changed.changed })
+}
+
+/// Changes how long blocks may live whose put does not say.
+pub(super) fn set_default_ttl(
+    call: &Call,
+    wire: &proto::SetDefaultTtlRequest,
+) -> Outcome<proto::SetDefaultTtlReply> {
+    let namespace = wire::namespace(&wire.namespace)?;
+    call.node.models.get(&call.caller, namespace)?;
+    call.node.store().set_default_ttl(namespace, wire.expires_after_ms.map(Duration::from_millis))?;
+    Ok(proto::SetDefaultTtlReply {})
+}
+
+fn target(wire: Option<proto::delete_request::Target>) -> Outcome<Target> {
+    use proto::delete_request::Target as Wire;
+    match wire {
+        Some(Wire::OfKeys(of)) => {
+            let column = of.column.as_ref().map(|column| wire::column(Some(column))).transpose()?;
+            Ok(Target::Keys { column, keys: wire::keys(&of.keys)? })
+        }
+        Some(Wire::Prefix(key)) => {
+            let key =
+                <[u8; 32]>::try_from(&key[..]).map_err(|_| Fault::malformed("prefix: it has 32 bytes"))?;
+            Ok(Target::Prefix(BlockKey(key)))
+        }
+        Some(Wire::Everything(true)) => Ok(Target::Namespace),
+        Some(Wire::Everything(false)) | None => Err(Fault::malformed("target: say what is to be deleted")),
+    }
+}
+
+/// Deletes blocks for good.
+pub(super) async fn delete(
+    call: std::sync::Arc<Call>,
+    wire: proto::DeleteRequest,
+) -> Outcome<proto::DeleteReply> {
+    use proto::delete_reply::What;
+    let target = target(wire.target)?;
+    let namespace = wire::namespace(&wire.namespace)?;
+    call.node.models.get(&call.caller, namespace)?;
+    let tenant = call.caller.tenant.name.as_str();
+    tracing::info!(target: "audit", tenant, %namespace, all = target == Target::Namespace, "delete");
+    let request = DeleteRequest { namespace, target, deadline: Some(call.engine_deadline()) };
+    let answer = call.node.store().delete(request).await;
+    let reply = answer.map_err(|_| Fault::busy("the store is closing"))??;
+    let outcome = |outcome: &DeleteOutcome| {
+        let (what, error) = match outcome {
+            DeleteOutcome::NotHere => (What::NotHere, None),
+            DeleteOutcome::Deleted => (What::Deleted, None),
+            DeleteOutcome::Refused(reason) => (What::Refused, Some(super::fault::detail(reason))),
+        };
+        proto::delete_reply::Outcome { what: what.into(), error }
+    };
+    Ok(proto::DeleteReply { outcomes: reply.outcomes.iter().map(outcome).collect(), blocks: reply.blocks })
 }

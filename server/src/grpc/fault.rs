@@ -39,7 +39,7 @@ struct AnyDetail {
 #[derive(Clone, Debug)]
 pub struct Fault {
     pub(crate) code: Code,
-    pub(crate) detail: proto::Error,
+    pub(crate) detail: Box<proto::Error>,
 }
 
 /// What a call of this server gives.
@@ -53,7 +53,7 @@ impl Fault {
             message: message.into(),
             ..proto::Error::default()
         };
-        Self { code, detail }
+        Self { code, detail: Box::new(detail) }
     }
 
     /// A message, or a field of one, that is not what the contract says.
@@ -67,8 +67,8 @@ impl Fault {
         let text = format!("bytes at {offset} were damaged on their way: send them again");
         let fault =
             Self::new(Code::InvalidArgument, proto::Kind::Invalid, proto::Reason::DamagedOnTheWay, text);
-        let detail = proto::Error { expected: expected.into(), found: found.into(), offset, ..fault.detail };
-        Self { detail, ..fault }
+        let detail = proto::Error { expected: expected.into(), found: found.into(), offset, ..*fault.detail };
+        Self { code: fault.code, detail: Box::new(detail) }
     }
 
     /// Nobody knows who is calling.
@@ -112,7 +112,7 @@ impl Fault {
 
 impl From<Reason> for Fault {
     fn from(reason: Reason) -> Self {
-        Self { code: code(reason.kind()), detail: detail(&reason) }
+        Self { code: code(reason.kind()), detail: Box::new(detail(&reason)) }
     }
 }
 
@@ -194,6 +194,9 @@ pub(crate) fn detail(reason: &Reason) -> proto::Error {
         Reason::Latched(what) => of_text(&mut error, what, R::Latched),
         Reason::Config(what) => of_text(&mut error, what, R::Config),
         Reason::Denied(what) => of_text(&mut error, what, R::Denied),
+        Reason::Deleted => R::Deleted,
+        Reason::LeaseEnded => R::LeaseEnded,
+        Reason::EventGap => R::EventGap,
         Reason::Bug(what) => of_text(&mut error, what, R::Bug),
         _ => R::Unspecified,
     };
@@ -254,6 +257,9 @@ pub(crate) fn reason(error: &proto::Error) -> Reason {
         R::Media | R::DamagedOnTheWay => Reason::Media(what()),
         R::Latched => Reason::Latched(what()),
         R::Denied => Reason::Denied(what()),
+        R::Deleted => Reason::Deleted,
+        R::LeaseEnded => Reason::LeaseEnded,
+        R::EventGap => Reason::EventGap,
         R::Config | R::Malformed | R::NotBuilt => Reason::Config(what()),
         R::Bug => Reason::Bug("the server found a defect in itself"),
         R::Unspecified => of_kind(error.kind(), what()),
@@ -329,6 +335,9 @@ mod tests {
             Reason::Latched(text()),
             Reason::Config(text()),
             Reason::Denied(text()),
+            Reason::Deleted,
+            Reason::LeaseEnded,
+            Reason::EventGap,
         ]
     }
 

@@ -9,6 +9,7 @@
 )]
 
 mod admin;
+pub(crate) mod bare;
 mod call;
 mod calls;
 pub mod fault;
@@ -18,7 +19,9 @@ mod put;
 mod read;
 mod serve;
 mod services;
+mod watch;
 mod window;
 pub(crate) mod wire;
 
+pub(crate) use serve::transport;
 pub use serve::{Identity, Listeners, serve};

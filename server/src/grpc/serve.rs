@@ -61,11 +61,9 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
     tcp.and(unix)
 }
 
-fn router(
-    node: &Arc<Node>,
-    tls: Option<Identity>,
-) -> Result<Router<Stack<Door, NoLayer>>, tonic::transport::Error> {
-    let mut server = Server::builder()
+/// The transport's settings: also those of the bare server that this one is measured beside.
+pub(crate) fn transport() -> Server {
+    Server::builder()
         .initial_stream_window_size(limits::STREAM_WINDOW_BYTES)
         .initial_connection_window_size(limits::CONNECTION_WINDOW_BYTES)
         .max_concurrent_streams(limits::STREAMS_PER_CONNECTION)
@@ -73,7 +71,14 @@ fn router(
         .http2_max_header_list_size(limits::HEADER_BYTES_MAX)
         .http2_keepalive_interval(Some(limits::KEEPALIVE))
         .http2_keepalive_timeout(Some(limits::KEEPALIVE))
-        .tcp_nodelay(true);
+        .tcp_nodelay(true)
+}
+
+fn router(
+    node: &Arc<Node>,
+    tls: Option<Identity>,
+) -> Result<Router<Stack<Door, NoLayer>>, tonic::transport::Error> {
+    let mut server = transport();
     if let Some(identity) = tls {
         let own = tonic::transport::Identity::from_pem(&identity.certificate, &identity.key);
         let mut config = ServerTlsConfig::new().identity(own);

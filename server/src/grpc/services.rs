@@ -9,6 +9,7 @@ use http_body::Body as _;
 use kvarts_store::api::Order;
 use prost::Message;
 use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::body::Body;
 use tonic::server::NamedService;
 use tonic::{Code, Request, Response, Status, Streaming};
@@ -18,7 +19,7 @@ use super::call::{Call, answer};
 use super::fault::{Fault, Outcome};
 use super::frame::ReadBody;
 use super::read::Download;
-use super::{admin, calls, limits, put, read};
+use super::{admin, calls, limits, put, read, watch};
 use crate::proto;
 use crate::proto::{admin_server::Admin, models_server::Models, store_server::Store};
 use std::sync::Arc;
@@ -74,20 +75,31 @@ impl Store for Services {
     }
 
     async fn set_ttl(&self, request: Request<proto::SetTtlRequest>) -> Answer<proto::SetTtlReply> {
-        answer(request, |_, _| async move { admin::not_built("SetTtl") }).await
+        answer(request, |call, wire| async move { calls::set_ttl(&call, wire) }).await
+    }
+
+    async fn set_default_ttl(
+        &self,
+        request: Request<proto::SetDefaultTtlRequest>,
+    ) -> Answer<proto::SetDefaultTtlReply> {
+        answer(request, |call, wire| async move { calls::set_default_ttl(&call, &wire) }).await
+    }
+
+    async fn renew(&self, request: Request<proto::RenewRequest>) -> Answer<proto::RenewReply> {
+        answer(request, |call, wire| async move { calls::renew(&call, &wire) }).await
     }
 
     async fn delete(&self, request: Request<proto::DeleteRequest>) -> Answer<proto::DeleteReply> {
-        answer(request, |_, _| async move { admin::not_built("Delete") }).await
+        answer(request, calls::delete).await
     }
 }
 
 #[tonic::async_trait]
 impl Admin for Services {
-    type WatchStream = tokio_stream::Empty<Result<proto::Event, Status>>;
+    type WatchStream = ReceiverStream<Result<proto::Event, Status>>;
 
     async fn watch(&self, request: Request<proto::WatchRequest>) -> Answer<Self::WatchStream> {
-        answer(request, |_, _| async move { admin::not_built("Watch") }).await
+        answer(request, |call, wire| async move { Ok(watch::watch(call, &wire)) }).await
     }
 
     async fn stats(&self, request: Request<proto::StatsRequest>) -> Answer<proto::StatsReply> {
@@ -99,7 +111,7 @@ impl Admin for Services {
     }
 
     async fn compact(&self, request: Request<proto::CompactRequest>) -> Answer<proto::CompactReply> {
-        answer(request, |_, _| async move { admin::not_built("Compact") }).await
+        answer(request, |call, _| async move { admin::compact(&call).await }).await
     }
 
     async fn scrub(&self, request: Request<proto::ScrubRequest>) -> Answer<proto::ScrubReply> {

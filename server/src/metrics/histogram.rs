@@ -54,6 +54,6 @@ mod tests {
         assert_eq!(counts[0], (Some(64e-6), 2));
         assert_eq!(counts[1], (Some(128e-6), 3));
         assert_eq!(counts[BUCKETS - 1], (None, 4));
-        assert!((histogram.sum() - 1000.000_129).abs() < 1e-9);
+        assert!((histogram.sum() - 1000.000129).abs() < 1e-9);
     }
 }

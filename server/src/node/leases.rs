@@ -42,6 +42,14 @@ impl Leases {
         self.lock().remove(&(tenant, name)).map(|held| held.lease)
     }
 
+    /// The lease of this name, which from now on ends then.
+    pub fn renew(&self, tenant: u32, name: u64, ends: Nanos) -> Option<LeaseId> {
+        let mut held = self.lock();
+        let held = held.get_mut(&(tenant, name))?;
+        held.ends = ends;
+        Some(held.lease)
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<(u32, u64), Held>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

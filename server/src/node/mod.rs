@@ -111,13 +111,14 @@ impl Node {
     pub fn start_drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
         self.drain.notify_waiters();
-        self.drain.notify_one();
     }
 
     /// Returns when somebody asked for a drain.
     pub async fn drain_asked(&self) {
+        // Made before the look, so that an asking in between is heard.
+        let asked = self.drain.notified();
         if !self.draining.load(Ordering::SeqCst) {
-            self.drain.notified().await;
+            asked.await;
         }
     }
 

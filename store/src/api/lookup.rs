@@ -32,6 +32,11 @@ pub struct LeaseTerms {
     pub cap_bytes: u64,
 }
 
+impl LeaseTerms {
+    /// A term that does not end while the store is open.
+    pub const UNLIMITED: Duration = Duration::MAX;
+}
+
 /// What a match found.
 #[derive(Clone, PartialEq, Debug)]
 pub struct MatchReply {

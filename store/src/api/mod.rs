@@ -3,21 +3,28 @@
 //! Guarantees first; the engine, the reference model and every client implement the same trait and pass the same
 //! conformance suite.
 
+pub mod delete;
 pub mod lookup;
 pub mod placement;
 pub mod presence;
 pub mod put;
 pub mod read;
+pub mod turns;
+
+use std::time::Duration;
 
 use kvarts_layout::{Geometry, Identity, NamespaceId};
 
+pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, TtlRequest};
 pub use lookup::{LeaseId, LeaseTerms, MatchReply, MatchRequest};
 pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};
 pub use put::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 pub use read::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, Verify, read_channel};
+pub use turns::Turns;
 
 use crate::error::Error;
+pub use crate::events::{Cause, Event, EventKind, Gap, Sequence, SnapshotCursor, SnapshotPage, Subscription};
 use crate::rt::mailbox::Ticket;
 
 /// A store of KV-cache blocks.
@@ -45,6 +52,52 @@ pub trait KvStore: Send + Sync {
 
     /// Ends a lease early; false if it had ended.
     fn unlock(&self, lease: LeaseId) -> bool;
+
+    /// Makes a lease that is in force end `hold` from now, sooner or later than before. One that has ended is
+    /// refused with [`Reason::LeaseEnded`](crate::error::Reason::LeaseEnded): look the blocks up again.
+    fn renew(&self, lease: LeaseId, hold: Duration) -> Result<(), Error>;
+
+    /// Holds blocks against eviction and expiry until they are unpinned: [`KvStore::contains`] with a lease of
+    /// [`LeaseTerms::UNLIMITED`], or any other term. Pins and leases end with the process at the latest.
+    fn pin(
+        &self,
+        request: &ContainsRequest<'_>,
+        tenant: u32,
+        cap_bytes: u64,
+    ) -> Result<ContainsReply, Error> {
+        let terms = LeaseTerms { hold: LeaseTerms::UNLIMITED, tenant, cap_bytes };
+        self.contains(&ContainsRequest { lease: Some(request.lease.unwrap_or(terms)), ..request.clone() })
+    }
+
+    /// Ends a pin; false if it had ended.
+    fn unpin(&self, pin: LeaseId) -> bool {
+        self.unlock(pin)
+    }
+
+    /// Deletes blocks, leased or not. From the call on they are not found; once the ticket says that they are
+    /// deleted, no crash, recovery, compaction or late put brings them back. A put that is under way when it meets
+    /// the delete is refused with [`Reason::Deleted`](crate::error::Reason::Deleted); one that begins after the
+    /// answer is kept. Reads under way deliver what they had found. A lease on a deleted block holds nothing more
+    /// of it, but counts against its tenant's cap until it ends. The space comes back with the segment's reclaim.
+    fn delete(&self, request: DeleteRequest) -> Ticket<Result<DeleteReply, Error>>;
+
+    /// Changes how long blocks may live, from memory alone. A crash may forget the change until the next
+    /// checkpoint, and a restart takes the longest time of blocks that lie in one record: set it again after a
+    /// restart where it matters. A lease holds a block past its time.
+    fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error>;
+
+    /// Sets how long blocks of a namespace may live whose put does not say: those of puts that begin from now on.
+    /// `None` leaves it to eviction. Like the registration it holds for as long as the store is open.
+    fn set_default_ttl(&self, namespace: NamespaceId, ttl: Option<Duration>) -> Result<(), Error>;
+
+    /// What happens to blocks from now on, or from a point that an earlier event or snapshot named. Nothing is
+    /// missing between two events of a subscription: whoever is too slow, or resumes where the store remembers
+    /// nothing any more, is told [`Gap`] and takes a snapshot. No reader slows the store.
+    fn subscribe(&self, from: Option<Sequence>) -> Subscription;
+
+    /// A page of what is here now; the first with `None`, the next with the cursor of the one before. All pages
+    /// together, changed by every event since [`SnapshotPage::sequence`], are the content.
+    fn snapshot(&self, cursor: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>>;
 
     /// Reads blocks into the caller's memory. What is announced is complete and verified, and it stays so; the
     /// destinations must be left alone until the stream has ended.

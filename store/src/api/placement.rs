@@ -8,6 +8,7 @@ use std::sync::Arc;
 use kvarts_layout::BlockShape;
 use kvarts_layout::plan::{Address, MemoryId, PartTarget, Placement, PlacementError};
 
+use super::Turns;
 use crate::error::Reason;
 use crate::io::Buf;
 use crate::io::mem::PAGE;
@@ -17,6 +18,8 @@ use crate::io::mem::PAGE;
 pub struct Placed {
     memory: Arc<[Memory]>,
     places: Arc<Placement>,
+    /// Set where layers may share memory: then only one after the other is in it.
+    turns: Option<Turns>,
 }
 
 /// One memory of a placement. Plans count its offsets from the page boundary at or before its first byte, so
@@ -62,19 +65,36 @@ impl Placed {
 
     /// One buffer for each layer of the shape: `[part][block]` inside, without padding.
     pub fn layers(shape: &BlockShape, layers: Vec<Buf>, blocks: u32) -> Result<Self, Reason> {
+        Self::layer_buffers(shape, shifted(layers)?, blocks)
+    }
+
+    /// As [`Placed::layers`], but the buffers of different layers may share bytes. For reads in layer order alone:
+    /// no byte of a step is written before `turns` opens it, and after a step was announced its memory is the
+    /// caller's again. Such a read shares its load with no other one. Until it ends it holds the segments that it
+    /// reads from, so a caller that takes its time gives it a deadline.
+    pub fn layers_in_turns(
+        shape: &BlockShape,
+        layers: Vec<Buf>,
+        blocks: u32,
+        turns: Turns,
+    ) -> Result<Self, Reason> {
+        let placed = Self::layer_buffers(shape, unchecked(layers), blocks)?;
+        Ok(Self { turns: Some(turns), ..placed })
+    }
+
+    fn layer_buffers(shape: &BlockShape, layers: Vec<Memory>, blocks: u32) -> Result<Self, Reason> {
         if layers.len() != shape.layers().len() {
             return Err(Reason::Length { expected: shape.layers().len() as u64, found: layers.len() as u64 });
         }
-        for (layer, buf) in shape.layers().iter().zip(&layers) {
-            expect_len(buf, layer.bytes().saturating_mul(u64::from(blocks)))?;
+        for (layer, memory) in shape.layers().iter().zip(&layers) {
+            expect_len(&memory.buf, layer.bytes().saturating_mul(u64::from(blocks)))?;
         }
-        let memory = shifted(layers)?;
         let start = |layer: u32| {
-            let offset = memory.get(layer as usize).map_or(0, |memory| memory.shift);
+            let offset = layers.get(layer as usize).map_or(0, |memory| memory.shift);
             Address { memory: MemoryId(layer), offset }
         };
         let places = Placement::layer_buffers(shape, blocks, start);
-        Self::checked(memory, places)
+        Self::checked(layers, places)
     }
 
     fn checked(memory: Vec<Memory>, places: Result<Placement, PlacementError>) -> Result<Self, Reason> {
@@ -86,7 +106,7 @@ impl Placed {
                 return Err(Reason::OutOfBounds);
             }
         }
-        Ok(Self { memory: memory.into(), places: Arc::new(places) })
+        Ok(Self { memory: memory.into(), places: Arc::new(places), turns: None })
     }
 
     /// The places of some of the blocks: block `i` of the result lies where `ordinals[i]` lies here. An ordinal
@@ -96,7 +116,12 @@ impl Placed {
             return Err(Reason::OutOfBounds);
         }
         let places = Arc::new(self.places.select(ordinals).map_err(reason)?);
-        Ok(Self { memory: Arc::clone(&self.memory), places })
+        Ok(Self { memory: Arc::clone(&self.memory), places, turns: self.turns.clone() })
+    }
+
+    /// The turns in which layers use memory that they share, if they do.
+    pub fn turns(&self) -> Option<&Turns> {
+        self.turns.as_ref()
     }
 
     /// Blocks that have a place.
@@ -157,7 +182,12 @@ fn shifted(memory: Vec<Buf>) -> Result<Vec<Memory>, Reason> {
     if !apart {
         return Err(Reason::Overlap);
     }
-    Ok(memory.into_iter().map(|buf| Memory { shift: (buf.as_ptr().addr() % PAGE) as u64, buf }).collect())
+    Ok(unchecked(memory))
+}
+
+/// Memories with their shifts, which may share bytes.
+fn unchecked(memory: Vec<Buf>) -> Vec<Memory> {
+    memory.into_iter().map(|buf| Memory { shift: (buf.as_ptr().addr() % PAGE) as u64, buf }).collect()
 }
 
 fn expect_len(buf: &Buf, expected: u64) -> Result<(), Reason> {
@@ -244,6 +274,9 @@ mod tests {
     fn two_memories_that_share_bytes_are_refused() {
         let whole = buf(96);
         let (left, right) = (whole.slice(0, 48).unwrap(), whole.slice(40, 48).unwrap());
-        assert_eq!(Placed::layers(&shape(), vec![left, right], 3).unwrap_err(), Reason::Overlap);
+        let both = vec![left, right];
+        assert_eq!(Placed::layers(&shape(), both.clone(), 3).unwrap_err(), Reason::Overlap);
+        let in_turns = Placed::layers_in_turns(&shape(), both, 3, Turns::new(1)).unwrap();
+        assert!(in_turns.turns().is_some() && in_turns.select(&[1]).unwrap().turns().is_some());
     }
 }

@@ -110,6 +110,8 @@ struct Shared {
     ended: bool,
     /// The store has dropped its end: no device has the caller's memory any more.
     gone: bool,
+    /// Who wants to know when the caller leaves.
+    leaving: Vec<Waker>,
 }
 
 impl Shared {
@@ -180,6 +182,15 @@ impl ReadSink {
     pub fn is_cancelled(&self) -> bool {
         self.0.lock().dropped
     }
+
+    /// Whether the caller has dropped its end; if not, `waker` is woken when it does.
+    pub(crate) fn is_cancelled_or_wake(&self, waker: &Waker) -> bool {
+        let mut shared = self.0.lock();
+        if !shared.dropped && !shared.leaving.iter().any(|known| known.will_wake(waker)) {
+            shared.leaving.push(waker.clone());
+        }
+        shared.dropped
+    }
 }
 
 impl ReadStream {
@@ -228,7 +239,8 @@ impl ReadStream {
         }
     }
 
-    fn poll_next(&self, context: &mut Context<'_>) -> Poll<ReadEvent> {
+    /// The next event; until it arrives the waker is woken by it and by nothing else.
+    pub fn poll_next(&self, context: &mut Context<'_>) -> Poll<ReadEvent> {
         let mut shared = self.0.lock();
         match shared.events.pop_front() {
             Some(event) => Poll::Ready(event),
@@ -259,7 +271,12 @@ impl Drop for ReadSink {
 
 impl Drop for ReadStream {
     fn drop(&mut self) {
-        self.0.lock().dropped = true;
+        let leaving = {
+            let mut shared = self.0.lock();
+            shared.dropped = true;
+            std::mem::take(&mut shared.leaving)
+        };
+        leaving.into_iter().for_each(Waker::wake);
     }
 }
 

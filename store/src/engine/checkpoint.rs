@@ -12,6 +12,8 @@ mod write;
 
 use std::cell::Cell;
 
+use super::notify::Notify;
+
 pub(super) use read::{Checkpoint, read};
 pub(crate) use write::write;
 
@@ -26,9 +28,22 @@ pub(crate) struct Slots {
     charged: [Cell<u64>; 2],
     /// One is being written.
     writing: Cell<bool>,
+    /// What was buried by then, the newest whole checkpoint of this life says.
+    buried: Cell<u64>,
+    ended: Notify,
 }
 
 impl Slots {
+    /// Whether the newest checkpoint says everything that was buried up to this version of the graves.
+    pub(crate) fn cover(&self, version: u64) -> bool {
+        self.buried.get() >= version
+    }
+
+    /// Completes when none is being written.
+    pub(crate) async fn settled(&self) {
+        self.ended.until(|| (!self.writing.get()).then_some(())).await;
+    }
+
     /// The file to write next.
     fn next(&self) -> u32 {
         self.newest.get().map_or(0, |newest| 1 - (newest & 1))
@@ -47,4 +62,6 @@ pub(crate) struct CheckpointReport {
     pub(crate) bytes: u64,
     pub(crate) segments: u64,
     pub(crate) records: u64,
+    /// The version of the graves that it lists.
+    pub(crate) buried: u64,
 }

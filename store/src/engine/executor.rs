@@ -1,12 +1,19 @@
 //! One executor: its shards' logs, and the mailbox through which other threads reach them.
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_layout::{BlockKey, NamespaceId};
+
+use super::compact::chains::{self, Peers, Survey};
+use super::compact::gather::{Gathered, Taken};
+use super::compact::relocate::{Head, Moved};
+use super::compact::{self, CompactOptions, CompactReport, Pace};
+use super::delete::{self, Answer, DeletePart};
 use super::directory::{self, Found};
 use super::log::Log;
 use super::notify::before;
@@ -15,11 +22,13 @@ use super::read::ReadPart;
 use super::recover::{self, RecoveryReport};
 use super::shared::Shared;
 use super::slice;
-use super::{Limits, checkpoint};
-use crate::error::Reason;
+use super::{Limits, checkpoint, expiry, snapshot};
+use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
+use crate::error::{Error, Reason};
+use crate::index::RecordId;
 use crate::io::{Arena, DirId, Driver, IoFacts, Metrics, Region};
-use crate::rt::mailbox::{Mailbox, Reply};
-use crate::rt::{Body, Class, Nanos, Runtime, Seat};
+use crate::rt::mailbox::{Mailbox, Reply, SendError, Sender};
+use crate::rt::{Body, Class, LocalTask, Nanos, Runtime, Seat};
 
 /// What other threads ask of an executor.
 pub(crate) enum Message {
@@ -35,8 +44,32 @@ pub(crate) enum Message {
     Put(u32, PutPart),
     /// Do a part of a read.
     Read(u32, ReadPart),
+    /// Do a part of a delete.
+    Delete(u32, DeletePart),
+    /// Find what descends from a key, in all shards, and delete it.
+    DeletePrefix {
+        shared: Arc<Shared>,
+        request: DeleteRequest,
+        root: BlockKey,
+        router: Arc<Router>,
+        reply: Answer,
+    },
+    /// Say which keys of a namespace descend from these in this shard.
+    Descendants(u32, NamespaceId, Arc<BTreeSet<BlockKey>>, Reply<Result<BTreeSet<BlockKey>, Reason>>),
+    /// Say what is here, from this cursor on, of so many shards.
+    Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
     /// Write a checkpoint of every shard.
     Checkpoint(Reply<Result<(), Reason>>),
+    /// Empty segments of every shard that are mostly dead.
+    Compact(CompactOptions, Reply<Result<CompactReport, Reason>>),
+    /// Coordinate the merging of chains over all executors.
+    Merge(Arc<Shared>, Peers, CompactOptions, Reply<Result<CompactReport, Reason>>),
+    /// List the small records of a shard.
+    Survey(u32, Reply<Survey>),
+    /// Read these records of a shard.
+    Gather(u32, Vec<RecordId>, Reply<Result<Vec<Gathered>, Reason>>),
+    /// Write blocks as a record of a shard.
+    Rewrite(u32, Box<(Head, Vec<Taken>)>, Reply<Result<Moved, Reason>>),
     /// Say what the device path is and has done.
     Inspect(Reply<(IoFacts, Metrics)>),
     /// Forget the headers that reads have kept.
@@ -47,6 +80,53 @@ pub(crate) enum Message {
     Unregister(Arc<Region>),
     /// End: finish what is under way, seal nothing, write a checkpoint if `clean`.
     Stop { clean: bool, reply: Reply<Result<(), Reason>> },
+}
+
+/// Which executor owns which shard, and the way to it.
+pub(crate) struct Router {
+    pub(crate) executors: Vec<Sender<Message>>,
+    /// The executor of each shard.
+    pub(crate) owners: Vec<usize>,
+}
+
+impl Router {
+    /// The number of shards.
+    pub(crate) fn shards(&self) -> u32 {
+        self.owners.len() as u32
+    }
+
+    /// The executor of a shard.
+    pub(crate) fn owner(&self, shard: u32) -> usize {
+        self.owners.get(shard as usize).copied().unwrap_or(0)
+    }
+
+    /// The way to it.
+    pub(crate) fn to(&self, shard: u32) -> Option<&Sender<Message>> {
+        self.executors.get(self.owner(shard))
+    }
+
+    /// Sends a message to the executor of a shard.
+    pub(crate) fn send(&self, shard: u32, message: Message) -> Result<(), Reason> {
+        match self.offer(shard, message) {
+            None => Ok(()),
+            Some(_) => Err(Reason::Busy("the executor takes no more requests")),
+        }
+    }
+
+    /// Sends a message to the executor of a shard, and gives it back if that takes no more.
+    pub(crate) fn offer(&self, shard: u32, message: Message) -> Option<Message> {
+        match self.to(shard) {
+            Some(sender) => sender.try_send(message).err().map(SendError::into_inner),
+            None => Some(message),
+        }
+    }
+
+    /// Sends a part of a delete, or refuses it.
+    pub(crate) fn delete(&self, shard: u32, part: DeletePart) {
+        if let Some(Message::Delete(_, part)) = self.offer(shard, Message::Delete(shard, part)) {
+            delete::refuse(&part, &Reason::Busy("the executor takes no more requests"));
+        }
+    }
 }
 
 /// Epochs that a block's age may reach before it looks no older: ages are kept modulo 256.
@@ -112,7 +192,33 @@ impl Executor {
                 }
                 Message::Put(shard, part) => self.put(shard, part),
                 Message::Read(shard, part) => self.read(shard, part),
+                Message::Delete(shard, part) => self.delete(shard, part),
+                Message::DeletePrefix { shared, request, root, router, reply } => {
+                    let deleting = async move {
+                        snapshot::delete_prefix(&shared, &router, (request, root), reply).await;
+                    };
+                    self.background(deleting);
+                }
+                Message::Descendants(shard, namespace, known, reply) => {
+                    let Some(log) = self.log(shard) else { continue };
+                    let rt = Rc::clone(&self.rt);
+                    self.background(async move {
+                        let _ = reply.send(snapshot::descendants(&log, namespace, &known, &*rt).await);
+                    });
+                }
+                Message::Page { cursor, shards, reply } => {
+                    let Some(log) = self.log(cursor.shard) else { continue };
+                    self.background(async move {
+                        let page = snapshot::page(&log, shards, cursor).await;
+                        let _ = reply.send(page.map_err(Error));
+                    });
+                }
                 Message::Checkpoint(reply) => self.checkpoint(reply),
+                message @ (Message::Compact(..)
+                | Message::Merge(..)
+                | Message::Survey(..)
+                | Message::Gather(..)
+                | Message::Rewrite(..)) => self.compact(message),
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
@@ -147,9 +253,40 @@ impl Executor {
             let log = Rc::new(Log::new((shard, dir), Arc::clone(shared), path, spawn));
             reports.push(recover::recover(&log).await?);
             self.keep_house(&log);
+            self.keep_time(&log);
             self.logs.borrow_mut().insert(shard, log);
         }
         Ok(reports)
+    }
+
+    fn log(&self, shard: u32) -> Option<Rc<Log>> {
+        self.logs.borrow().get(&shard).map(Rc::clone)
+    }
+
+    /// Runs a task in the lowest class; a stop waits for it.
+    fn background(&self, task: impl Future<Output = ()> + 'static) {
+        let busy = Busy::new(&self.busy);
+        self.rt.spawn(
+            Class::Background,
+            Box::pin(async move {
+                task.await;
+                drop(busy);
+            }),
+        );
+    }
+
+    fn delete(&self, shard: u32, part: DeletePart) {
+        let Some(log) = self.log(shard) else {
+            return delete::refuse(&part, &Reason::Bug("a delete for a shard of another executor"));
+        };
+        let (busy, rt) = (Busy::new(&self.busy), Rc::clone(&self.rt));
+        self.rt.spawn(
+            Class::Put,
+            Box::pin(async move {
+                delete::run(&log, part, &*rt).await;
+                drop(busy);
+            }),
+        );
     }
 
     /// What a shard does by the clock: checkpoints where something was written, and sweeping up leases that ended
@@ -175,17 +312,32 @@ impl Executor {
         self.rt.spawn(Class::Background, Box::pin(keeping));
     }
 
+    /// Takes out what has expired, by the clock.
+    fn keep_time(&self, log: &Rc<Log>) {
+        let (log, rt, stopping) = (Rc::clone(log), Rc::clone(&self.rt), Rc::clone(&self.stopping));
+        let every = self.limits.expiry_sweep_every;
+        let keeping = async move {
+            while !stopping.get() {
+                rt.sleep_until(rt.clock().now().plus(every)).await;
+                if !stopping.get() {
+                    expiry::sweep(&log, &*rt).await;
+                }
+            }
+        };
+        self.rt.spawn(Class::Background, Box::pin(keeping));
+    }
+
     fn put(&self, shard: u32, part: PutPart) {
         let Some(log) = self.logs.borrow().get(&shard).map(Rc::clone) else {
             return put::refuse(part, &Reason::Bug("a put for a shard of another executor"));
         };
-        let busy = Busy::new(&self.busy);
+        let (busy, write) = (Busy::new(&self.busy), log.writes.begin());
         let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
         self.rt.spawn(
             Class::Put,
             Box::pin(async move {
                 put::run(&log, part, deadline).await;
-                drop(busy);
+                drop((busy, write));
             }),
         );
     }
@@ -217,6 +369,39 @@ impl Executor {
                 drop(busy);
             }),
         );
+    }
+
+    /// Does a part of a compaction while the executor goes on serving. A caller that is gone needs no answer.
+    fn compact(&self, message: Message) {
+        let log = |shard: u32| self.logs.borrow().get(&shard).map(Rc::clone);
+        let (rt, stopping) = (Rc::clone(&self.rt), Rc::clone(&self.stopping));
+        let task: LocalTask = match message {
+            Message::Compact(options, reply) => {
+                let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
+                Box::pin(async move {
+                    let mut pace = Pace::new(&rt, &options, stopping);
+                    let _ = reply.send(compact::segments::empty_all(&logs, &options, &mut pace).await);
+                })
+            }
+            Message::Merge(shared, peers, options, reply) => Box::pin(async move {
+                let mut pace = Pace::new(&rt, &options, stopping);
+                let _ = reply.send(chains::merge(&shared, &peers, &options, &mut pace).await);
+            }),
+            Message::Survey(shard, reply) => {
+                let Some(log) = log(shard) else { return };
+                Box::pin(async move { drop(reply.send(chains::survey(&log).await)) })
+            }
+            Message::Gather(shard, records, reply) => {
+                let Some(log) = log(shard) else { return };
+                Box::pin(async move { drop(reply.send(chains::take(&log, records).await)) })
+            }
+            Message::Rewrite(shard, record, reply) => {
+                let Some(log) = log(shard) else { return };
+                Box::pin(async move { drop(reply.send(chains::rewrite(&log, &record.0, &record.1).await)) })
+            }
+            _ => return,
+        };
+        self.rt.spawn(Class::Background, task);
     }
 
     /// Waits until nothing is under way, with a bound: a device that hangs does not keep the process.

@@ -49,7 +49,8 @@ pub(crate) enum Role {
 
 impl Flights {
     /// Joins the load of this run, or begins one. A read that does not verify everything neither leads nor
-    /// follows: what it got proves nothing.
+    /// follows: what it got proves nothing. Nor does one whose layers use memory in turns: it goes at its caller's
+    /// pace, and what it had is overwritten.
     pub(crate) fn join(
         &self,
         job: &Arc<ReadJob>,
@@ -57,7 +58,7 @@ impl Flights {
         wanted: &Wanted,
         generation: u64,
     ) -> Option<Role> {
-        if job.request.verify != Verify::Always {
+        if job.request.verify != Verify::Always || job.request.into.turns().is_some() {
             return None;
         }
         let key = key(job, wanted, generation);

@@ -9,6 +9,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::num::NonZeroU16;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -24,12 +25,14 @@ use super::checkpoint::Slots;
 use super::flights::Flights;
 use super::headers::Headers;
 use super::names::Namespace;
-use super::notify::Notify;
+use super::notify::{Notify, Turn};
 use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState};
 use super::shared::Shared;
+use super::writes::Writes;
 use crate::api::Placed;
 use crate::error::Reason;
+use crate::index::RecordInfo;
 use crate::io::policy::{Action, Stage, decide};
 use crate::io::{Arena, Buf, DirId, Driver, IoError, MetaOp, Name, OpenMode};
 use crate::rt::Class;
@@ -45,12 +48,46 @@ const FOOTER_RECORD_BYTES: u64 = 256;
 const FOOTER_BLOCK_BYTES: u64 = 48;
 
 /// The bytes of a record's blocks, where they lie now.
-#[derive(Debug)]
-pub(crate) struct Payload<'a> {
-    pub(crate) layout: Arc<RunLayout>,
-    pub(crate) from: &'a Placed,
-    /// Ordinal of the record's first block in the placement.
-    pub(crate) ordinal: u32,
+pub(crate) enum Payload<'a> {
+    /// In memory of a caller.
+    Placed {
+        layout: Arc<RunLayout>,
+        from: &'a Placed,
+        /// Ordinal of the record's first block in the placement.
+        ordinal: u32,
+    },
+    /// Put together already, as they will lie on disk.
+    Image {
+        /// Bytes of the payload; `pages` pads them with zeros.
+        bytes: u64,
+        pages: Buf,
+        /// Asked at the moment at which the record gets its place and sequence: whether it is still wanted as it is.
+        still: &'a dyn Fn() -> bool,
+    },
+}
+
+impl Payload<'_> {
+    /// Without padding.
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Placed { layout, .. } => layout.payload_bytes(),
+            Self::Image { bytes, .. } => *bytes,
+        }
+    }
+
+    /// With padding.
+    fn image_bytes(&self) -> u64 {
+        match self {
+            Self::Placed { layout, .. } => layout.image_bytes(),
+            Self::Image { pages, .. } => pages.len() as u64,
+        }
+    }
+}
+
+impl std::fmt::Debug for Payload<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Payload({} bytes)", self.bytes())
+    }
 }
 
 /// A record that is to be written.
@@ -74,6 +111,31 @@ pub(crate) struct Written {
     pub(crate) end: u64,
 }
 
+impl Written {
+    /// What the index is told of a record of so many blocks.
+    pub(crate) fn info(
+        &self,
+        shard: u32,
+        blocks: usize,
+        class: u32,
+        expires: u32,
+    ) -> Result<RecordInfo, Reason> {
+        let too_large = || Reason::Bug("a record past the limits of the index");
+        Ok(RecordInfo {
+            shard: u16::try_from(shard).map_err(|_| too_large())?,
+            segment: self.segment.number,
+            page: u32::try_from(self.offset / PAGE_BYTES).map_err(|_| too_large())?,
+            header_pages: u16::try_from(u64::from(self.header_bytes) / PAGE_BYTES)
+                .map_err(|_| too_large())?,
+            payload_pages: u32::try_from(self.payload_bytes.div_ceil(PAGE_BYTES)).map_err(|_| too_large())?,
+            blocks: u16::try_from(blocks).ok().and_then(NonZeroU16::new).ok_or_else(too_large)?,
+            live: 0,
+            class,
+            expires,
+        })
+    }
+}
+
 /// The log of one shard.
 pub(crate) struct Log {
     pub(crate) shard: u32,
@@ -94,7 +156,11 @@ pub(crate) struct Log {
     pub(crate) sequence: Cell<u64>,
     /// What was deleted, for as long as its records may lie on disk.
     pub(crate) graves: RefCell<Graves>,
+    /// Writes under way, for which deletes wait.
+    pub(crate) writes: Rc<Writes>,
     pub(crate) checkpoints: Slots,
+    /// Blocks are being moved: one move at a time bounds the memory that moves take.
+    pub(crate) moving: Turn,
     changed: Notify,
     spawn: Box<dyn Fn(crate::rt::LocalTask)>,
 }
@@ -129,7 +195,9 @@ impl Log {
             sealing: Cell::new(0),
             sequence: Cell::new(1),
             graves: RefCell::default(),
+            writes: Rc::default(),
             checkpoints: Slots::default(),
+            moving: Turn::default(),
             changed: Notify::default(),
             spawn,
         }
@@ -213,6 +281,11 @@ impl Log {
     /// The record's image at the end of `segment`, or `None` if it does not fit. Nothing is awaited in here, so
     /// records get their places, sequences and positions in one order.
     fn try_place(&self, segment: &Rc<Segment>, draft: &Draft<'_>) -> Result<Option<Image>, Reason> {
+        if let Some(Payload::Image { still, .. }) = &draft.payload
+            && !still()
+        {
+            return Err(Reason::Busy("what was to be moved has left meanwhile"));
+        }
         let start = segment.tail.borrow().next;
         let mut headers = Vec::new();
         let mut entries = Vec::new();
@@ -232,7 +305,7 @@ impl Log {
                 sequence += 1;
             }
         }
-        let payload_bytes = draft.payload.as_ref().map_or(0, |payload| payload.layout.payload_bytes());
+        let payload_bytes = draft.payload.as_ref().map_or(0, Payload::bytes);
         let offset = start + headers.len() as u64;
         let header = self.encode(segment, offset, sequence, &draft.body, draft.digests, payload_bytes)?;
         entries.push(entry(offset, sequence, header.len(), payload_bytes, &draft.body));
@@ -296,7 +369,7 @@ impl Log {
         let pieces = payload.and_then(|payload| self.vectored(payload));
         let file = image.segment.file;
         let staged_bytes = match (&pieces, payload) {
-            (None, Some(payload)) => image.headers.len() + payload.layout.image_bytes() as usize,
+            (None, Some(payload)) => image.headers.len() + payload.image_bytes() as usize,
             _ => image.headers.len(),
         };
         let staging = self.stage(staged_bytes).await?;
@@ -340,16 +413,20 @@ impl Log {
 
     /// The payload as buffers of the caller, if the device can take them as they lie.
     fn vectored(&self, payload: &Payload<'_>) -> Option<Vec<Buf>> {
-        if payload.layout.image_bytes() <= COPY_BYTES_MAX {
+        if payload.image_bytes() <= COPY_BYTES_MAX {
             return None;
         }
-        let plan = WritePlan::new(&payload.layout, payload.from.places(), payload.ordinal).ok()?;
+        let (layout, from, ordinal) = match payload {
+            Payload::Placed { layout, from, ordinal } => (layout, from, *ordinal),
+            Payload::Image { pages, .. } => return Some(vec![pages.clone()]),
+        };
+        let plan = WritePlan::new(layout, from.places(), ordinal).ok()?;
         let summary = plan.summary(PAGE as u32);
-        if !summary.vectored || summary.pieces as usize > VECTOR_MAX || !payload.from.is_page_aligned() {
+        if !summary.vectored || summary.pieces as usize > VECTOR_MAX || !from.is_page_aligned() {
             return None;
         }
         plan.map(|piece| match piece.source {
-            WriteSource::Memory(address) => payload.from.slice(address, piece.len),
+            WriteSource::Memory(address) => from.slice(address, piece.len),
             WriteSource::Zeros => self.shared.zeros(piece.len),
         })
         .collect()
@@ -407,14 +484,7 @@ impl Log {
             },
         };
         segment.begin(self.sequence.get());
-        let header = SegmentHeader {
-            position: self.position(&segment, 0),
-            secret: self.shared.secret.clone(),
-            created_ms: self.shared.clock.unix_millis(),
-            segment_bytes: self.shared.segment_bytes,
-            first_sequence: segment.first_sequence.get(),
-        };
-        let image = header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))?;
+        let image = self.header_image(&segment)?;
         let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
         staging.copy_in(0, &image);
         if segment.generation.get() > 1 {
@@ -443,6 +513,18 @@ impl Log {
             segment.wrote(0);
         }));
         Ok(())
+    }
+
+    /// The header of a segment as it is now.
+    pub(crate) fn header_image(&self, segment: &Segment) -> Result<Vec<u8>, Reason> {
+        let header = SegmentHeader {
+            position: self.position(segment, 0),
+            secret: self.shared.secret.clone(),
+            created_ms: self.shared.clock.unix_millis(),
+            segment_bytes: self.shared.segment_bytes,
+            first_sequence: segment.first_sequence.get(),
+        };
+        header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))
     }
 
     fn take_free(&self) -> Option<Rc<Segment>> {
@@ -508,7 +590,8 @@ impl Log {
         segment.quiet().await;
         let end = segment.tail.borrow().next;
         segment.durable(&self.driver, end).await?;
-        let records = std::mem::take(&mut segment.tail.borrow_mut().entries);
+        // Listed in memory until the footer can be read.
+        let records = segment.tail.borrow().entries.clone();
         let (footer, trailer) = self.seal_images(segment, Footer { records }, end, reason)?;
         // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
@@ -518,6 +601,7 @@ impl Log {
             staging.copy_in(0, &image);
             self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(media)?;
         }
+        segment.tail.borrow_mut().entries = Vec::new();
         segment.state.set(SegmentState::Sealed);
         Ok(())
     }
@@ -585,11 +669,15 @@ impl std::fmt::Debug for Log {
 
 /// Puts the payload together behind the headers, padding included.
 fn fill(staging: &Buf, at: usize, payload: &Payload<'_>) {
-    let Ok(plan) = WritePlan::new(&payload.layout, payload.from.places(), payload.ordinal) else { return };
+    let (layout, from, ordinal) = match payload {
+        Payload::Placed { layout, from, ordinal } => (layout, from, *ordinal),
+        Payload::Image { pages, .. } => return staging.copy_from(at, pages, 0, pages.len()),
+    };
+    let Ok(plan) = WritePlan::new(layout, from.places(), ordinal) else { return };
     for piece in plan {
         let to = at + piece.payload_offset as usize;
         match piece.source {
-            WriteSource::Memory(address) => payload.from.copy_to(address, piece.len, staging, to),
+            WriteSource::Memory(address) => from.copy_to(address, piece.len, staging, to),
             WriteSource::Zeros => {
                 if let Some(gap) = staging.slice(to, piece.len as usize) {
                     gap.fill(0);

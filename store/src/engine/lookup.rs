@@ -44,7 +44,7 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
     // round means that something was evicted; a store that evicts faster than this is answered without a lease.
     for _ in 0..ROUNDS_MAX {
         for column in &mut columns {
-            shared.drop_expired(&column.prints);
+            shared.drop_expired(&column.prints, |place| request.keys.get(place).copied());
             shared.index.lookup_many(&column.prints, &mut column.found);
         }
         let usable = usable_prefix(request, &columns);

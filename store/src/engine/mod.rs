@@ -5,10 +5,15 @@
 //! (`shard`), where `log` appends records to segments and `slice` reads them back; `recover` finds it all again.
 
 mod checkpoint;
+mod compact;
+mod content;
+mod delete;
 mod directory;
 mod executor;
+mod expiry;
 mod flights;
 mod headers;
+mod listing;
 mod log;
 mod lookup;
 mod names;
@@ -22,10 +27,13 @@ mod runs;
 mod segment;
 mod shared;
 mod slice;
+mod snapshot;
 mod store;
+mod writes;
 
 use std::time::Duration;
 
+pub use compact::{CompactOptions, CompactReport};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use store::{Executors, Options, PlannedExtent, Stats, Store};
@@ -45,6 +53,8 @@ pub struct Limits {
     pub mailbox_messages: usize,
     /// How often recency and expiry are put on disk: after a crash they are as old as this at most.
     pub checkpoint_every: Duration,
+    /// How often blocks whose time is over are looked for; whoever looks one up never finds it anyway.
+    pub expiry_sweep_every: Duration,
     /// How long a stop waits for what is under way.
     pub stop_patience: Duration,
 }
@@ -58,6 +68,7 @@ impl Default for Limits {
             read_window_bytes: 16 << 20,
             mailbox_messages: 4096,
             checkpoint_every: Duration::from_secs(30),
+            expiry_sweep_every: Duration::from_secs(10),
             stop_patience: Duration::from_secs(30),
         }
     }

@@ -4,8 +4,9 @@
 //! every shard and segment. What a local id means is on disk, in the same segment, before the first record that
 //! uses it: see `log`. A namespace is refused when its identity names another spec than the one given with it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
 
 use kvarts_layout::format::body::Definition;
 use kvarts_layout::identity::namespace_of;
@@ -51,6 +52,12 @@ struct Tables {
     by_local: BTreeMap<u32, NamespaceId>,
     specs: BTreeMap<Fingerprint, Arc<Spec>>,
     specs_by_local: BTreeMap<u32, Fingerprint>,
+    /// How long blocks live whose put does not say.
+    default_ttls: BTreeMap<NamespaceId, Duration>,
+    /// Namespaces whose delete has not been acknowledged: nothing is put in them.
+    condemned: BTreeSet<NamespaceId>,
+    /// Those of them whose delete is under way.
+    deleting: BTreeSet<NamespaceId>,
 }
 
 impl Tables {
@@ -152,6 +159,71 @@ impl Names {
             tables.specs.get(&identity.spec_fingerprint).map(Arc::clone).ok_or(Reason::SpecMismatch)?;
         let local = free_or_next(&tables.by_local, found.local);
         tables.namespace(local, &found.canonical, spec)
+    }
+
+    /// Cuts a namespace off from what it holds: from now on it is known by another short id, and nothing can be put
+    /// in it until [`Names::restore`]. Gives what it was; `None` if it is unknown or being deleted already.
+    pub(crate) fn retire(&self, id: NamespaceId) -> Option<Arc<Namespace>> {
+        let mut tables = self.write();
+        let retired = tables.namespaces.get(&id).map(Arc::clone)?;
+        if !tables.deleting.insert(id) {
+            return None;
+        }
+        tables.condemned.insert(id);
+        let fresh = Namespace {
+            id,
+            local: next_free(&tables.by_local),
+            canonical: retired.canonical.clone(),
+            block_tokens: retired.block_tokens,
+            spec: Arc::clone(&retired.spec),
+        };
+        tables.by_local.insert(fresh.local, id);
+        tables.namespaces.insert(id, Arc::new(fresh));
+        Some(retired)
+    }
+
+    /// Ends a delete. If it was not acknowledged, nothing can be put in the namespace until it is deleted again: what
+    /// is left of it may lie in some shards, and must not mix with what comes after.
+    pub(crate) fn restore(&self, id: NamespaceId, acknowledged: bool) {
+        let mut tables = self.write();
+        tables.deleting.remove(&id);
+        if acknowledged {
+            tables.condemned.remove(&id);
+        }
+    }
+
+    /// Why nothing can be put in a namespace, if so.
+    pub(crate) fn closed(&self, id: NamespaceId) -> Option<Reason> {
+        let tables = self.read();
+        let busy = match (tables.condemned.contains(&id), tables.deleting.contains(&id)) {
+            (false, _) => return None,
+            (true, true) => "the namespace is being deleted",
+            (true, false) => "the delete of the namespace failed half-way: delete it again, then",
+        };
+        Some(Reason::Busy(busy))
+    }
+
+    /// Whether this is what its id means now: not once it was deleted.
+    pub(crate) fn is_current(&self, namespace: &Arc<Namespace>) -> bool {
+        self.read().namespaces.get(&namespace.id).is_some_and(|now| now.local == namespace.local)
+    }
+
+    /// Sets how long blocks of a namespace live whose put does not say; false if it is unknown.
+    pub(crate) fn set_default_ttl(&self, id: NamespaceId, ttl: Option<Duration>) -> bool {
+        let mut tables = self.write();
+        if !tables.namespaces.contains_key(&id) {
+            return false;
+        }
+        match ttl {
+            Some(ttl) => tables.default_ttls.insert(id, ttl),
+            None => tables.default_ttls.remove(&id),
+        };
+        true
+    }
+
+    /// How long blocks of a namespace live whose put does not say.
+    pub(crate) fn default_ttl(&self, id: NamespaceId) -> Option<Duration> {
+        self.read().default_ttls.get(&id).copied()
     }
 
     /// The namespace under this id.

@@ -1,6 +1,6 @@
 //! Waiting on an executor: for a condition that its other tasks make true, and no longer than until a deadline.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Poll, Waker};
@@ -32,6 +32,45 @@ impl Notify {
     }
 }
 
+/// Something that one task at a time may do.
+#[derive(Debug, Default)]
+pub(crate) struct Turn {
+    taken: Cell<bool>,
+    changed: Notify,
+}
+
+impl Turn {
+    /// Completes when it is this task's turn, which ends when the answer is dropped.
+    pub(crate) async fn take(&self) -> Taken<'_> {
+        self.changed.until(|| (!self.taken.replace(true)).then_some(())).await;
+        Taken(self)
+    }
+}
+
+/// Somebody's turn.
+#[derive(Debug)]
+pub(crate) struct Taken<'a>(&'a Turn);
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        self.0.taken.set(false);
+        self.0.changed.wake_all();
+    }
+}
+
+/// Completes after other runnable tasks had their turn.
+pub(crate) async fn yield_now() {
+    let mut asked = false;
+    poll_fn(|context| {
+        if std::mem::replace(&mut asked, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
 /// What `work` gives, or `None` if the deadline comes first.
 pub(crate) async fn before<T>(
     mut work: Pin<&mut impl Future<Output = T>>,
@@ -52,7 +91,6 @@ pub(crate) async fn before<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::cell::Cell;
     use std::task::Context;
 
     #[test]
@@ -64,5 +102,17 @@ mod tests {
         value.set(2);
         notify.wake_all();
         assert_eq!(waiting.as_mut().poll(&mut context), Poll::Ready(2));
+    }
+
+    #[test]
+    fn a_turn_is_given_to_one_task_at_a_time() {
+        let turn = Turn::default();
+        let mut context = Context::from_waker(Waker::noop());
+        let mut first = std::pin::pin!(turn.take());
+        let mut second = std::pin::pin!(turn.take());
+        let Poll::Ready(taken) = first.as_mut().poll(&mut context) else { panic!("nobody has it") };
+        assert!(second.as_mut().poll(&mut context).is_pending());
+        drop(taken);
+        assert!(second.as_mut().poll(&mut context).is_ready());
     }
 }

@@ -17,7 +17,7 @@ pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
-    shared.drop_expired(&prints);
+    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
     let mut found = Vec::new();
     let lease = match &request.lease {
         None => {

@@ -7,7 +7,6 @@
 //!
 //! Whatever happens to a put, its reservations end: a job that is dropped half-way abandons what it had reserved.
 
-use std::num::NonZeroU16;
 use std::ops::Range;
 use std::pin::pin;
 use std::rc::Rc;
@@ -84,7 +83,7 @@ pub(crate) fn begin(
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(class.namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
-    shared.drop_expired(&prints);
+    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
     let mut reservations = Vec::new();
     let claim = shared.index.reserve(&prints, &mut reservations);
     let outcome = |reservation: &Reservation| match reservation {
@@ -125,6 +124,10 @@ fn check(shared: &Arc<Shared>, request: &PutRequest) -> Result<Arc<RunClass>, Re
     if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
         return Err(Reason::DeadlineInPast);
     }
+    if request.from.turns().is_some() {
+        // Memory that layers share has no bytes of all of them at once.
+        return Err(Reason::Overlap);
+    }
     let blocks = request.keys.len() as u32;
     check_keys(&request.keys, request.parent)?;
     if let Some(origins) = &request.origins
@@ -137,6 +140,9 @@ fn check(shared: &Arc<Shared>, request: &PutRequest) -> Result<Arc<RunClass>, Re
         return Err(Reason::Length { expected: u64::from(blocks), found });
     }
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    if let Some(reason) = shared.names.closed(request.namespace) {
+        return Err(reason);
+    }
     let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
     let run = record_blocks(shared, shape.block_bytes())?.min(blocks);
     let layout = request.layout.unwrap_or_else(|| Layout::auto(&shape, run));
@@ -287,6 +293,12 @@ impl PutJob {
         BlockOutcome::Refused(reason)
     }
 
+    /// Whether no delete has met the run since it was reserved.
+    fn is_claimed(&self, run: &Range<u32>) -> bool {
+        let prints = self.prints.get(run.start as usize..run.end as usize).unwrap_or_default();
+        self.shared.names.is_current(&self.class.namespace) && self.shared.index.holds(self.claim, prints)
+    }
+
     fn origins(&self, run: &Range<u32>) -> Vec<OriginId> {
         let given =
             self.request.origins.as_ref().and_then(|origins| {
@@ -313,11 +325,9 @@ impl PutJob {
             (Parent::Root, None) => DiskParent::Root,
             (Parent::Key(key), None) => DiskParent::Key(key.0),
         };
-        let created_ms = self.shared.clock.unix_millis();
-        let expires_ms = request.expires_after.map_or(0, |after| {
-            created_ms.saturating_add(u64::try_from(after.as_millis()).unwrap_or(u64::MAX)).max(1)
-        });
-        let expires = if expires_ms == 0 { 0 } else { self.shared.expiry_step(expires_ms) };
+        let created_ms = self.shared.wall_ms();
+        let ttl = request.expires_after.or_else(|| self.shared.names.default_ttl(request.namespace));
+        let (expires_ms, expires) = ttl.map_or((0, 0), |ttl| self.shared.expires_after(ttl));
         let blocks = Blocks {
             coordinate: request.coordinate.to_u64(),
             created_ms,
@@ -379,12 +389,21 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask
             let mut writing = pin!(write(log, &job, &run, &digests));
             let ended = before(writing.as_mut(), deadline).await;
             let late = ended.is_none();
+            let mut deleted = Vec::new();
             let outcome = match ended {
-                Some(Ok(())) => BlockOutcome::Stored,
+                Some(Ok(lost)) => {
+                    deleted = lost;
+                    BlockOutcome::Stored
+                }
                 Some(Err(reason)) => job.give_up(&run, reason),
                 None => job.give_up(&run, Reason::DeadlinePassed),
             };
-            job.finish(run.clone().map(|place| (place, outcome.clone())));
+            let outcome = |place: u32| match deleted.iter().any(|lost| run.start + u32::from(*lost) == place)
+            {
+                true => BlockOutcome::Refused(Reason::Deleted),
+                false => outcome.clone(),
+            };
+            job.finish(run.clone().map(|place| (place, outcome(place))));
             if late {
                 // What is under way holds the caller's memory until the device is done with it. What it wrote
                 // stays invisible: its blocks are not reserved any more.
@@ -406,13 +425,18 @@ pub(crate) fn refuse(part: PutPart, reason: &Reason) {
     part.job.finish(places.into_iter().map(|place| (place, BlockOutcome::Refused(reason.clone()))));
 }
 
-async fn write(log: &Rc<Log>, job: &PutJob, run: &Range<u32>, digests: &[u32]) -> Result<(), Reason> {
+/// Writes a run and makes it live. Gives the places of blocks that a delete has met meanwhile.
+async fn write(log: &Rc<Log>, job: &PutJob, run: &Range<u32>, digests: &[u32]) -> Result<Vec<u16>, Reason> {
     if let Some(reason) = job.stopped() {
         return Err(reason);
     }
+    if !job.is_claimed(run) {
+        // The delete may have passed this shard: nothing of the run may be written any more.
+        return Err(Reason::Deleted);
+    }
     let (blocks, expires) = job.body(run);
     let layout = job.class.layout_of(run.len() as u32)?;
-    let payload = Payload { layout, from: &job.request.from, ordinal: run.start };
+    let payload = Payload::Placed { layout, from: &job.request.from, ordinal: run.start };
     let draft = Draft {
         namespace: Some(&job.class.namespace),
         body: Body::Blocks(blocks),
@@ -436,33 +460,29 @@ async fn write(log: &Rc<Log>, job: &PutJob, run: &Range<u32>, digests: &[u32]) -
 }
 
 /// Makes the blocks of a written record live.
-fn publish(log: &Log, job: &PutJob, run: &Range<u32>, written: &Written, expires: u32) -> Result<(), Reason> {
+fn publish(
+    log: &Log,
+    job: &PutJob,
+    run: &Range<u32>,
+    written: &Written,
+    expires: u32,
+) -> Result<Vec<u16>, Reason> {
     let index = &job.shared.index;
-    let page = kvarts_layout::format::PAGE_BYTES;
-    let too_large = || Reason::Bug("a record past the limits of the index");
-    let info = RecordInfo {
-        shard: u16::try_from(log.shard).map_err(|_| too_large())?,
-        segment: written.segment.number,
-        page: u32::try_from(written.offset / page).map_err(|_| too_large())?,
-        header_pages: u16::try_from(u64::from(written.header_bytes) / page).map_err(|_| too_large())?,
-        payload_pages: u32::try_from(written.payload_bytes.div_ceil(page)).map_err(|_| too_large())?,
-        blocks: u16::try_from(run.len()).ok().and_then(NonZeroU16::new).ok_or_else(too_large)?,
-        live: 0,
-        class: job.class.number,
-        expires,
-    };
+    let info = written.info(log.shard, run.len(), job.class.number, expires)?;
     job.shared.note_expiry(expires);
     let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
     let prints = job.prints.get(run.start as usize..run.end as usize).unwrap_or_default();
-    let lost = index
-        .commit(job.claim, record, prints, job.shared.epoch())
+    let keys = job.request.keys.get(run.start as usize..run.end as usize).unwrap_or_default();
+    let lost = job
+        .shared
+        .commit((&job.class, keys), (job.claim, prints), record)
         .map_err(|_| Reason::Bug("a record that the index does not know"))?;
     if lost.len() == run.len() {
         job.shared.free_if_empty(record, 0);
-        return Err(Reason::DeadlinePassed);
+        return Err(Reason::Deleted);
     }
     let counters = &job.shared.counters;
     counters.payload_bytes_stored.fetch_add(written.payload_bytes, Relaxed);
     counters.record_bytes_written.fetch_add(written.end - written.offset, Relaxed);
-    Ok(())
+    Ok(lost)
 }

@@ -13,6 +13,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Waker;
 
 use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
 use kvarts_layout::format::PAGE_BYTES;
@@ -117,7 +118,7 @@ pub(crate) fn begin(
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
     let mut failures = BTreeMap::new();
-    shared.drop_expired(&prints);
+    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
     let wanted = find(shared, &request, &prints, &mut failures)?;
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
@@ -175,6 +176,10 @@ fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reas
     if request.into.block_count() != blocks {
         let found = u64::from(request.into.block_count());
         return Err(Reason::Length { expected: u64::from(blocks), found });
+    }
+    if request.into.turns().is_some() && request.order == Order::Blocks {
+        // Whole blocks need all their layers at once.
+        return Err(Reason::Overlap);
     }
     if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
         return Err(Reason::DeadlineInPast);
@@ -282,6 +287,17 @@ impl ReadJob {
         self.sink.is_cancelled()
     }
 
+    /// Whether a step that had no memory has some now, or nobody waits for it any more; if not, `waker` is woken.
+    pub(crate) fn may_go_on(&self, step: u32, waker: &Waker) -> bool {
+        let open = self.request.into.turns().is_none_or(|turns| turns.is_open_or_wake(step, waker));
+        open || self.sink.is_cancelled_or_wake(waker)
+    }
+
+    /// Whether the memory of a step may be written.
+    pub(crate) fn is_open(&self, step: u32) -> bool {
+        self.request.into.turns().is_none_or(|turns| turns.is_open(step))
+    }
+
     /// Ends a block's usefulness. The first reason stays.
     pub(crate) fn fail(&self, ordinal: u32, reason: &Reason) {
         self.lock().failures.entry(ordinal).or_insert_with(|| reason.clone());
@@ -300,8 +316,8 @@ impl ReadJob {
         let Some(print) = self.prints.get(ordinal as usize) else { return };
         let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
         let at = Location { record: wanted.location.record, block: block as u16 };
-        if let Some(left) = self.shared.index.quarantine(*print, at) {
-            self.shared.free_if_empty(at.record, left);
+        let Some(key) = self.request.keys.get(ordinal as usize) else { return };
+        if self.shared.quarantine(*print, at, (&wanted.class, *key)) {
             self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
     }

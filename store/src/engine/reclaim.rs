@@ -4,6 +4,7 @@
 //! the segment's header is written anew, so nobody is sent to bytes that are being replaced; and a reader that was
 //! sent there before finds another record's header and answers a miss.
 
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -13,15 +14,18 @@ use kvarts_layout::format::trailer::{self, Trailer};
 use kvarts_layout::format::{PAGE, PAGE_BYTES};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
+use super::checkpoint;
 use super::log::Log;
+use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
-use crate::index::{Eviction, Lookup};
+use crate::events::{Cause, EventKind};
+use crate::index::{Eviction, Lookup, RecordCursor, RecordInfo};
 use crate::io::IoError;
 use crate::rt::Class;
 
 impl Log {
-    /// Empties a sealed segment and returns it, free. The oldest goes first.
+    /// Empties a sealed segment and returns it, free. Those that hold nothing any more go first, then the oldest.
     pub(crate) async fn reclaim(&self) -> Result<Rc<Segment>, Reason> {
         let mut sealed: Vec<Rc<Segment>> = self
             .segments
@@ -30,16 +34,82 @@ impl Log {
             .filter(|segment| segment.state.get() == SegmentState::Sealed && segment.readers.get() == 0)
             .map(Rc::clone)
             .collect();
-        sealed.sort_by_key(|segment| segment.first_sequence.get());
+        let live = self.live_segments();
+        sealed.sort_by_key(|segment| (live.contains(&segment.number), segment.first_sequence.get()));
         for segment in sealed {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
-            if segment.readers.get() == 0 && self.evict_all(&segment, &footer) {
+            if self.save_graves(&footer).await
+                && segment.readers.get() == 0
+                && self.evict_all(&segment, &footer)
+            {
                 segment.state.set(SegmentState::Free);
                 self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
                 return Ok(segment);
             }
         }
         Err(Reason::NoSpace)
+    }
+
+    /// The segments of the shard that hold a live block.
+    fn live_segments(&self) -> BTreeSet<u32> {
+        let (mut cursor, mut some, mut live) = (Some(RecordCursor::default()), Vec::new(), BTreeSet::new());
+        while let Some(from) = cursor {
+            cursor = self.shared.index.records().snapshot(from, &mut some);
+            let ours = |record: &RecordInfo| u32::from(record.shard) == self.shard && record.live > 0;
+            live.extend(some.iter().filter(|(_, record)| ours(record)).map(|(_, record)| record.segment));
+        }
+        live
+    }
+
+    /// Makes sure that what a segment buries stands elsewhere on disk before the segment is written anew: a record
+    /// that it kills may lie in another, and would come back. False if it could not be done.
+    async fn save_graves(&self, footer: &Footer) -> bool {
+        if !Graves::are_in(&footer.records, self.floor()) {
+            return true;
+        }
+        let version = self.graves.borrow().version();
+        loop {
+            self.checkpoints.settled().await;
+            if self.checkpoints.cover(version) {
+                return true;
+            }
+            match checkpoint::write(self).await {
+                Ok(_) | Err(Reason::Busy(_)) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// No record that a crash could bring back has a lower sequence: not in a segment that is in use, nor in one that
+    /// was emptied and not yet written anew, because its footer still stands.
+    pub(crate) fn floor(&self) -> u64 {
+        let lowest = |segment: &Rc<Segment>| {
+            let tail = segment.tail.borrow();
+            match segment.state.get() {
+                // The header of the new generation may not be durable yet, or never was.
+                SegmentState::Open if tail.written_upto() == 0 => 0,
+                SegmentState::Suspect if tail.durable_upto == 0 => 0,
+                _ => segment.first_sequence.get(),
+            }
+        };
+        let segments = self.segments.borrow();
+        let used = segments.values().filter(|segment| segment.generation.get() > 0);
+        used.map(lowest).min().unwrap_or(u64::MAX)
+    }
+
+    /// Forgets what was buried and can lie nowhere any more.
+    pub(crate) fn prune_graves(&self) {
+        let floor = self.floor();
+        self.change_graves(|graves| graves.prune(floor));
+    }
+
+    /// Changes what is buried; the store leaves room for the checkpoint that says it.
+    pub(crate) fn change_graves(&self, change: impl FnOnce(&mut Graves)) {
+        let mut graves = self.graves.borrow_mut();
+        let before = graves.len() as u64;
+        change(&mut graves);
+        let after = graves.len() as u64;
+        self.shared.buried.fetch_add(after.wrapping_sub(before), Relaxed);
     }
 
     /// The footer of a sealed segment, from disk.
@@ -90,21 +160,16 @@ impl Log {
                 }
                 Lookup::Absent | Lookup::Pending => continue,
             };
-            let here = index.records().get(at.record).is_some_and(|record| {
+            let Some(record) = index.records().get(at.record) else { continue };
+            let here = {
                 u32::from(record.shard) == self.shard
                     && record.segment == segment.number
                     && u64::from(record.page) * PAGE_BYTES == offset
-            });
-            if !here {
-                continue;
-            }
-            match index.try_evict(print, at, self.shared.clock.now()) {
-                Eviction::Busy => return false,
-                Eviction::Evicted { left } => {
-                    self.shared.counters.blocks_evicted.fetch_add(1, Relaxed);
-                    self.shared.free_if_empty(at.record, left);
-                }
-                Eviction::Gone => {}
+            };
+            let Some(class) = self.shared.classes.get(record.class).filter(|_| here) else { continue };
+            let why = (EventKind::Evicted, Cause::Room);
+            if self.shared.evict(print, at, why, (&class, key)) == Eviction::Busy {
+                return false;
             }
         }
         true

@@ -7,8 +7,8 @@
 //!
 //! Invariants:
 //! - Every decision is a row of `format::recovery`; the report counts each row by its label.
-//! - Nothing but footers and trailers of recovered segments is written, and each is what the next recovery would
-//!   find by the scan: a crash in the middle leaves a store that recovers to the same, and so does a second
+//! - Nothing but footers and trailers of recovered segments is written, and the header of one whose own never
+//!   arrived; each is what the next recovery would find by the scan: a crash in the middle leaves a store that recovers to the same, and so does a second
 //!   recovery.
 //! - A segment that cannot be told costs its own blocks only, and is not recycled.
 //! - No record header of a sealed segment is read, but one definition for each namespace and spec.
@@ -21,13 +21,14 @@ mod report;
 mod scan;
 mod sightings;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::collections::VecDeque;
 use std::rc::Rc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::format::footer::{self, Content, Entry, Footer};
-use kvarts_layout::format::recovery::{Decision, Scan, TrailerSeen, segment_row};
+use kvarts_layout::format::recovery::{Decision, HeaderSeen, Scan, TrailerSeen, segment_row};
 use kvarts_layout::format::trailer::{SealReason, Trailer};
 
 pub use report::{Problem, RecoveryReport};
@@ -112,6 +113,7 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
     recovery.take_in(sources).await?;
     recovery.flush()?;
+    log.shared.buried.fetch_add(log.graves.borrow().len() as u64, Relaxed);
     Ok(recovery.report)
 }
 
@@ -141,7 +143,11 @@ impl Recovery<'_> {
             }
             self.report.take(row, file.number, 0);
             match row.decision {
-                Decision::Reuse => segment.state.set(SegmentState::Free),
+                Decision::Reuse => {
+                    let first = ends.header.as_ref().map_or(0, |header| header.first_sequence);
+                    segment.first_sequence.set(first);
+                    segment.state.set(SegmentState::Free);
+                }
                 Decision::ScanTail => sources.extend(self.scan(segment, &ends, Scan::Tail).await?),
                 Decision::Rescan => sources.extend(self.scan(segment, &ends, Scan::Rescan).await?),
                 // Neither read nor recycled.
@@ -192,7 +198,11 @@ impl Recovery<'_> {
             tail.entries.clone_from(&entries);
         }
         segment.state.set(SegmentState::Sealing);
-        match self.log.seal(&segment, SealReason::Recovery).await {
+        let sealed = match self.replace_header(&segment, ends).await {
+            Ok(()) => self.log.seal(&segment, SealReason::Recovery).await,
+            Err(reason) => Err(reason),
+        };
+        match sealed {
             Ok(()) => self.report.sealed_now += 1,
             Err(reason) => {
                 // What the records say holds all the same; the next recovery scans it again.
@@ -201,6 +211,19 @@ impl Recovery<'_> {
             }
         }
         Ok(Some(Source { segment, first_sequence, listed: Listed::Scanned(entries) }))
+    }
+
+    /// Writes the header of a new file whose records arrived before it did: sealed without one, the segment would
+    /// look damaged from then on.
+    async fn replace_header(&self, segment: &Segment, ends: &Ends) -> Result<(), Reason> {
+        if ends.header_seen != HeaderSeen::Empty {
+            return Ok(());
+        }
+        let image = self.log.header_image(segment)?;
+        let page = memory(self.log, image.len())?;
+        page.copy_in(0, &image);
+        let written = self.log.driver.write(CLASS, segment.file, 0, page, true).await;
+        written.map_err(|error| Reason::Media(error.to_string()))
     }
 
     /// Takes segments into the index, in this order, reading footers ahead.

@@ -4,7 +4,7 @@
 //! every byte of a record lies. Classes are never removed while the store is open: there are as many as an
 //! operator has models, groups and ranks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
@@ -136,6 +136,13 @@ impl RunClasses {
         tables.numbers.insert(key, number);
         tables.classes.push(Arc::clone(&class));
         Ok(class)
+    }
+
+    /// Every group and coordinate that blocks of a namespace have ever had.
+    pub(crate) fn columns(&self, namespace: &Namespace) -> BTreeSet<(Group, Coordinate)> {
+        let tables = self.read();
+        let here = tables.classes.iter().filter(|class| class.namespace.local == namespace.local);
+        here.map(|class| (class.group, class.coordinate)).collect()
     }
 
     /// The class with this number.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use kvarts_layout::StoreId;
 use kvarts_layout::format::Secret;
@@ -10,15 +11,18 @@ use kvarts_layout::format::Secret;
 use super::names::Names;
 use super::runs::RunClasses;
 use crate::error::Reason;
-use crate::index::{BlockFingerprint, Eviction, Index, RecordId};
+use crate::events::{EventLog, RING_BYTES};
+use crate::index::{Index, RecordId};
 use crate::io::mem::PAGE;
 use crate::io::{Buf, IoError, Region};
-use crate::rt::{Clock, Entropy};
+use crate::rt::{Clock, Entropy, Nanos};
 
 /// What two checkpoint files of one shard take besides their records.
 const CHECKPOINT_BYTES: u64 = 64 << 10;
 /// What both take for a record.
 const CHECKPOINT_RECORD_BYTES: u64 = 80;
+/// What both take for a tombstone.
+const CHECKPOINT_GRAVE_BYTES: u64 = 160;
 /// Expiry is kept in steps of a tenth of a second: 32 bits of them last thirteen years.
 pub(super) const EXPIRY_STEP_MS: u64 = 100;
 /// Zero bytes that gaps between chunks are written from.
@@ -53,6 +57,10 @@ counters! {
     payload_bytes_stored,
     /// Bytes of the records written, headers and padding included.
     record_bytes_written,
+    /// Blocks moved to another record.
+    blocks_moved,
+    /// Bytes of the records that moves wrote, headers and padding included.
+    moved_bytes_written,
     /// Blocks delivered whole and verified.
     blocks_read,
     /// Bytes read from devices for reads.
@@ -67,6 +75,10 @@ counters! {
     segments_recycled,
     /// Blocks evicted to make room.
     blocks_evicted,
+    /// Blocks deleted.
+    blocks_deleted,
+    /// Blocks whose time was over.
+    blocks_expired,
 }
 
 /// What all threads share.
@@ -82,6 +94,9 @@ pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) entropy: Arc<dyn Entropy>,
     pub(crate) counters: Counters,
+    pub(crate) events: Arc<EventLog>,
+    /// The clocks at opening.
+    pub(super) opened: (Nanos, u64),
     /// The most payload bytes of one record.
     pub(crate) record_bytes_max: u64,
     shards: u32,
@@ -89,6 +104,8 @@ pub(crate) struct Shared {
     allocated: AtomicU64,
     latch: Mutex<Option<String>>,
     zeros: OnceLock<Option<Buf>>,
+    /// Tombstones and epochs that checkpoints list, of all shards.
+    pub(crate) buried: AtomicU64,
     /// Some record has an expiry: before the first one, nobody looks for expired blocks.
     expiring: AtomicBool,
 }
@@ -108,6 +125,9 @@ impl Shared {
     pub(crate) fn new(birth: Birth, clock: Arc<dyn Clock>, entropy: Arc<dyn Entropy>) -> Self {
         let mut seed = [0; 32];
         entropy.fill(&mut seed);
+        let mut stream = [0; 8];
+        entropy.fill(&mut stream);
+        let opened = (clock.now(), clock.unix_millis());
         Self {
             store: birth.store,
             secret: birth.secret,
@@ -119,12 +139,15 @@ impl Shared {
             clock,
             entropy,
             counters: Counters::default(),
+            events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),
+            opened,
             record_bytes_max: birth.record_bytes_max,
             shards: birth.shards,
             budget: birth.budget,
             allocated: AtomicU64::new(0),
             latch: Mutex::default(),
             zeros: OnceLock::new(),
+            buried: AtomicU64::new(0),
             expiring: AtomicBool::new(false),
         }
     }
@@ -142,7 +165,8 @@ impl Shared {
     /// must still be able to write down what it knows.
     pub(crate) fn take_segment_budget(&self) -> Result<(), Reason> {
         let checkpoints = u64::from(self.shards) * CHECKPOINT_BYTES
-            + self.index.records().len() as u64 * CHECKPOINT_RECORD_BYTES;
+            + self.index.records().len() as u64 * CHECKPOINT_RECORD_BYTES
+            + self.buried.load(Ordering::Relaxed) * CHECKPOINT_GRAVE_BYTES;
         let (allocated, budget) = self.space();
         if allocated.saturating_add(self.segment_bytes).saturating_add(checkpoints) > budget {
             return Err(Reason::NoSpace);
@@ -190,6 +214,13 @@ impl Shared {
         u32::try_from(seconds).unwrap_or(u32::MAX)
     }
 
+    /// When something ends that may live so long from now: in milliseconds since 1970, and as the index counts it.
+    pub(crate) fn expires_after(&self, ttl: Duration) -> (u64, u32) {
+        let passing = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
+        let at_ms = self.wall_ms().saturating_add(passing).max(1);
+        (at_ms, self.expiry_step(at_ms))
+    }
+
     /// A record expires, or not (0).
     pub(crate) fn note_expiry(&self, expires: u32) {
         if expires != 0 {
@@ -197,26 +228,9 @@ impl Shared {
         }
     }
 
-    /// Takes those of these blocks out of the index whose time is over, unless a lease holds them. Whoever looks
-    /// blocks up calls it first, so that an expired block is never found.
-    pub(crate) fn drop_expired(&self, prints: &[BlockFingerprint]) {
-        if !self.expiring.load(Ordering::Relaxed) {
-            return;
-        }
-        // Counted down where expiry was counted up: late by a step at most, never early.
-        let steps = self.clock.unix_millis().saturating_sub(self.created_ms) / EXPIRY_STEP_MS;
-        let now = u32::try_from(steps).unwrap_or(u32::MAX);
-        for print in prints {
-            if let Some(found) = self.index.locate(*print)
-                && found.record.expires != 0
-                && found.record.expires <= now
-            {
-                let evicted = self.index.try_evict(*print, found.location, self.clock.now());
-                if let Eviction::Evicted { left } = evicted {
-                    self.free_if_empty(found.location.record, left);
-                }
-            }
-        }
+    /// Whether any record may expire.
+    pub(crate) fn has_expiring(&self) -> bool {
+        self.expiring.load(Ordering::Relaxed)
     }
 
     /// Gives up the index's number of a record that has no live block left. Whoever still knows it finds another

@@ -26,7 +26,7 @@ use super::segment::Segment;
 use crate::api::{Order, Verify};
 use crate::error::Reason;
 use crate::io::{Buf, ExtentDone, IoError, ReadBatch};
-use crate::rt::{LocalTask, Nanos};
+use crate::rt::LocalTask;
 
 /// Bytes of later steps' extents that a part has under way until the first step is in: the first layer should not
 /// queue behind the tenth, nor behind those of shards that have less of it to read.
@@ -68,10 +68,10 @@ struct Slice {
 }
 
 /// Returns what a segment's readers hold when dropped.
-struct Hold(Rc<Segment>);
+pub(super) struct Hold(Rc<Segment>);
 
 impl Hold {
-    fn new(segment: &Rc<Segment>) -> Self {
+    pub(super) fn new(segment: &Rc<Segment>) -> Self {
         segment.readers.set(segment.readers.get() + 1);
         Self(Rc::clone(segment))
     }
@@ -105,6 +105,10 @@ struct Run<'a> {
     queue_step: u32,
     /// The slices to read, if not all of all records.
     agenda: Option<Agenda>,
+    /// The step that cannot be planned because its memory is not this read's yet.
+    closed: Option<u32>,
+    /// Completes at the deadline; looked at only while nothing is under way.
+    late: Option<LocalTask>,
     /// Held by every device read into the caller's memory.
     guard: Arc<MemoryGuard>,
     /// State of the sampling of digests.
@@ -132,6 +136,11 @@ pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64, deadline: Op
         }
     }
     let mut run = Run::new(log, &job, own);
+    let mut deadline = deadline;
+    if job.request.into.turns().is_some() {
+        // Nothing is followed, and the wait for a turn must end as well.
+        run.late = deadline.take();
+    }
     let lead = async {
         let ending = run.all(window).await;
         // At once: who follows must not wait for what this read follows itself.
@@ -159,6 +168,13 @@ enum Ending {
     Done,
     /// The caller is gone, or the deadline has passed.
     Stopped,
+}
+
+/// What a run waited for.
+enum Next {
+    Extent(ExtentDone),
+    Turn,
+    Late,
 }
 
 /// Slices that a follower has to read itself: (step, index of the record).
@@ -245,6 +261,8 @@ impl<'a> Run<'a> {
             queue_record: 0,
             queue_step: 0,
             agenda: None,
+            closed: None,
+            late: None,
             guard: MemoryGuard::new(job),
             sample: u64::from_le_bytes(seed),
         }
@@ -265,24 +283,48 @@ impl<'a> Run<'a> {
                 return Ending::Stopped;
             }
             self.submit(window).await;
-            if self.under_way == 0 {
+            if self.under_way == 0 && self.closed.is_none() {
                 return Ending::Done;
             }
-            let done = match self.job.request.deadline {
-                None => self.batch.next().await,
-                Some(at) => match self.next_by(at).await {
-                    Ok(done) => done,
-                    Err(()) => return Ending::Stopped,
-                },
-            };
-            let Some(done) = done else { return Ending::Done };
-            self.under_way -= 1;
-            self.take_in(done);
+            match self.next().await {
+                Some(Next::Extent(done)) => {
+                    self.under_way -= 1;
+                    self.take_in(done);
+                }
+                Some(Next::Turn) => {}
+                Some(Next::Late) => return Ending::Stopped,
+                None => return Ending::Done,
+            }
         }
     }
 
-    async fn next_by(&mut self, at: Nanos) -> Result<Option<ExtentDone>, ()> {
-        self.batch.next_by(at).await.map_err(drop)
+    /// The next thing to happen: an extent ends, a step that had no memory may go on, or the deadline passes.
+    async fn next(&mut self) -> Option<Next> {
+        let Self { batch, late, job, closed, under_way, .. } = self;
+        let (idle, closed) = (*under_way == 0, *closed);
+        let mut extent = pin!(async {
+            match job.request.deadline {
+                _ if idle => std::future::pending().await,
+                None => batch.next().await.map(Next::Extent),
+                Some(at) => match batch.next_by(at).await {
+                    Ok(done) => done.map(Next::Extent),
+                    Err(_) => Some(Next::Late),
+                },
+            }
+        });
+        std::future::poll_fn(|context| {
+            if let Poll::Ready(next) = extent.as_mut().poll(context) {
+                return Poll::Ready(next);
+            }
+            if closed.is_some_and(|step| job.may_go_on(step, context.waker())) {
+                return Poll::Ready(Some(Next::Turn));
+            }
+            match late {
+                Some(late) if idle => late.as_mut().poll(context).map(|()| Some(Next::Late)),
+                _ => Poll::Pending,
+            }
+        })
+        .await
     }
 
     /// Waits for what is under way, so that the caller's memory is its own again.
@@ -293,6 +335,7 @@ impl<'a> Run<'a> {
 
     /// Submits extents while the window has room.
     async fn submit(&mut self, window: u64) {
+        self.closed = None;
         loop {
             let step = if self.queue.is_empty() { self.next.0 } else { self.queue_step };
             if self.in_flight >= self.room(step, window) {
@@ -315,8 +358,8 @@ impl<'a> Run<'a> {
         if step == 0 || self.job.first_step_is_in() { window } else { window.min(AHEAD_BYTES) }
     }
 
-    /// Plans the next slice of this part into the queue; false if there is none left, or no staging memory
-    /// while something is under way that will return some.
+    /// Plans the next slice of this part into the queue; false if there is none left, if its memory is not open
+    /// yet, or if there is no staging memory while something is under way that will return some.
     async fn plan_next(&mut self) -> bool {
         loop {
             if let Some(agenda) = &self.agenda {
@@ -333,6 +376,10 @@ impl<'a> Run<'a> {
                 self.next = (step + 1, 0);
                 continue;
             };
+            if !self.job.is_open(step) {
+                self.closed = Some(step);
+                return false;
+            }
             let slice = match self.job.request.order {
                 Order::Layers => record.index,
                 Order::Blocks => {

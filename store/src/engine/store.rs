@@ -5,11 +5,16 @@ mod measure;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
 
+use super::compact::chains::Peers;
+use super::compact::{CompactOptions, CompactReport};
+use super::delete;
 use super::directory::Plan;
-use super::executor::{self, Message};
+use super::executor::{self, Message, Router};
+use super::expiry;
 use super::presence;
 use super::put;
 use super::read;
@@ -17,8 +22,9 @@ use super::recover::RecoveryReport;
 use super::shared::{Counts, Shared};
 use super::{Limits, lookup};
 use crate::api::{
-    ContainsReply, ContainsRequest, KvStore, LeaseId, MatchReply, MatchRequest, PutReply, PutRequest,
-    ReadRequest, ReadStream, read_channel,
+    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
+    PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription,
+    Target, TtlReply, TtlRequest, read_channel,
 };
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
@@ -74,6 +80,8 @@ pub struct Stats {
     pub allocated_bytes: u64,
     /// Bytes that it may allocate.
     pub budget_bytes: u64,
+    /// Deletes that are remembered, because a record that they kill may lie on disk: those of each shard.
+    pub tombstones: u64,
 }
 
 /// An open store. Cheap to clone; the last clone to go stops the executors without a checkpoint, as a crash
@@ -83,9 +91,7 @@ pub struct Store(Arc<Inner>);
 
 struct Inner {
     shared: Arc<Shared>,
-    executors: Vec<Sender<Message>>,
-    /// The executor of each shard.
-    owners: Vec<usize>,
+    router: Arc<Router>,
     reports: Vec<RecoveryReport>,
     closed: AtomicBool,
 }
@@ -153,7 +159,8 @@ impl Store {
             reports.extend(lost(answer.await)??);
         }
         let closed = AtomicBool::new(false);
-        Ok(Self(Arc::new(Inner { shared, executors, owners, reports, closed })))
+        let router = Arc::new(Router { executors, owners });
+        Ok(Self(Arc::new(Inner { shared, router, reports, closed })))
     }
 
     /// What recovery found, shard by shard.
@@ -171,6 +178,7 @@ impl Store {
             index: shared.index.memory(),
             allocated_bytes,
             budget_bytes,
+            tombstones: shared.buried.load(Ordering::Relaxed),
         }
     }
 
@@ -182,7 +190,7 @@ impl Store {
     /// What the way to the disks is, and what went over it, for each executor.
     pub async fn io(&self) -> Result<Vec<(IoFacts, Metrics)>, Error> {
         let mut all = Vec::new();
-        for sender in &self.0.executors {
+        for sender in &self.0.router.executors {
             let (reply, answer) = ticket();
             send(sender, Message::Inspect(reply))?;
             all.push(lost(answer.await)?);
@@ -194,7 +202,7 @@ impl Store {
     /// says why it is used unregistered: that works the same, only slower.
     pub async fn register_memory(&self, region: &Arc<Region>) -> Result<(), String> {
         let mut answers = Vec::new();
-        for sender in &self.0.executors {
+        for sender in &self.0.router.executors {
             let (reply, answer) = ticket();
             send(sender, Message::Register(Arc::clone(region), reply))
                 .map_err(|reason| reason.to_string())?;
@@ -209,7 +217,7 @@ impl Store {
 
     /// Forgets registered memory. Operations under way end as they are.
     pub fn unregister_memory(&self, region: &Arc<Region>) {
-        for sender in &self.0.executors {
+        for sender in &self.0.router.executors {
             // A store that is closing forgets it anyway.
             let _ = sender.try_send(Message::Unregister(Arc::clone(region)));
         }
@@ -218,7 +226,7 @@ impl Store {
     /// Writes a checkpoint of every shard, so that the next open reads little.
     pub async fn checkpoint(&self) -> Result<(), Error> {
         let mut answers = Vec::new();
-        for sender in &self.0.executors {
+        for sender in &self.0.router.executors {
             let (reply, answer) = ticket();
             send(sender, Message::Checkpoint(reply))?;
             answers.push(answer);
@@ -227,6 +235,31 @@ impl Store {
             lost(answer.await)??;
         }
         Ok(())
+    }
+
+    /// Compacts now: merges chains of small records, and moves live blocks out of segments that are mostly dead. Reads
+    /// and puts go on meanwhile; nothing that was acknowledged is lost by a crash in the middle. Small records are
+    /// looked for in sealed segments: those of the segment that is being written wait for the next time.
+    pub async fn compact(&self, options: CompactOptions) -> Result<CompactReport, Error> {
+        let mut report = CompactReport::default();
+        if options.merge_records_min > 0 {
+            let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without executors"))?;
+            let peers =
+                Peers { executors: self.0.router.executors.clone(), owners: self.0.router.owners.clone() };
+            let (reply, answer) = ticket();
+            send(first, Message::Merge(Arc::clone(&self.0.shared), peers, options, reply))?;
+            report.add(lost(answer.await)??);
+        }
+        let mut answers = Vec::new();
+        for sender in &self.0.router.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Compact(options, reply))?;
+            answers.push(answer);
+        }
+        for answer in answers {
+            report.add(lost(answer.await)??);
+        }
+        Ok(report)
     }
 
     /// Finishes what is under way, writes a checkpoint and stops the executors. Requests that come later are
@@ -246,7 +279,7 @@ impl Store {
             return Ok(());
         }
         let mut answers = Vec::new();
-        for sender in &self.0.executors {
+        for sender in &self.0.router.executors {
             let (reply, answer) = ticket();
             send(sender, Message::Stop { clean, reply })?;
             answers.push(answer);
@@ -257,18 +290,16 @@ impl Store {
                 outcome = Err(Error(reason));
             }
         }
-        self.0.executors.iter().for_each(Sender::close);
+        self.0.router.executors.iter().for_each(Sender::close);
+        self.0.shared.events.close();
         outcome
-    }
-
-    fn executor_of(&self, shard: u32) -> usize {
-        self.0.owners.get(shard as usize).copied().unwrap_or(0)
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.executors.iter().for_each(Sender::close);
+        self.shared.events.close();
+        self.router.executors.iter().for_each(Sender::close);
     }
 }
 
@@ -278,8 +309,11 @@ impl fmt::Debug for Store {
     }
 }
 
+/// What a caller is told whose request finds no place in a mailbox.
+const FULL: &str = "the executor takes no more requests";
+
 fn send(sender: &Sender<Message>, message: Message) -> Result<(), Reason> {
-    sender.try_send(message).map_err(|_| Reason::Busy("the executor takes no more requests"))
+    sender.try_send(message).map_err(|_| Reason::Busy(FULL))
 }
 
 fn check(options: &Options) -> Result<(), Error> {
@@ -303,13 +337,13 @@ impl KvStore for Store {
 
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
         let (reply, answer) = ticket();
-        let shards = self.0.owners.len() as u32;
+        let shards = self.0.router.shards();
         for (shard, part) in put::begin(&self.0.shared, shards, request, reply) {
-            let Some(sender) = self.0.executors.get(self.executor_of(shard)) else { continue };
+            let Some(sender) = self.0.router.to(shard) else { continue };
             if let Err(error) = sender.try_send(Message::Put(shard, part))
                 && let Message::Put(_, part) = error.into_inner()
             {
-                put::refuse(part, &Reason::Busy("the executor takes no more requests"));
+                put::refuse(part, &Reason::Busy(FULL));
             }
         }
         answer
@@ -330,14 +364,73 @@ impl KvStore for Store {
         shared.index.unlock(lease)
     }
 
+    fn renew(&self, lease: LeaseId, hold: Duration) -> Result<(), Error> {
+        let shared = &self.0.shared;
+        let now = shared.clock.now();
+        shared.index.renew(lease, now.plus(hold), now).map_err(|_| Error(Reason::LeaseEnded))
+    }
+
+    fn delete(&self, request: DeleteRequest) -> Ticket<Result<DeleteReply, Error>> {
+        let (reply, answer) = ticket();
+        let (shared, router) = (&self.0.shared, &self.0.router);
+        if let Target::Prefix(root) = request.target {
+            let (shared, router) = (Arc::clone(shared), Arc::clone(router));
+            let message = Message::DeletePrefix { shared, request, root, router, reply };
+            if let Some(Message::DeletePrefix { reply, .. }) = self.0.router.offer(0, message) {
+                // The ticket is still here: nobody can have dropped it.
+                let _ = reply.send(Err(Reason::Busy(FULL).into()));
+            }
+            return answer;
+        }
+        for (shard, part) in delete::begin(shared, router.shards(), request, reply) {
+            router.delete(shard, part);
+        }
+        answer
+    }
+
+    fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error> {
+        Ok(expiry::set_ttl(&self.0.shared, request)?)
+    }
+
+    fn set_default_ttl(&self, namespace: NamespaceId, ttl: Option<Duration>) -> Result<(), Error> {
+        let known = self.0.shared.names.set_default_ttl(namespace, ttl);
+        known.then_some(()).ok_or(Error(Reason::UnknownNamespace(namespace)))
+    }
+
+    fn subscribe(&self, from: Option<Sequence>) -> Subscription {
+        self.0.shared.events.subscribe(from)
+    }
+
+    fn snapshot(&self, cursor: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>> {
+        let (reply, answer) = ticket();
+        let sequence = self.0.shared.events.sequence();
+        let first = SnapshotCursor { sequence, shard: 0, segment: 0, record: 0 };
+        let cursor = cursor.unwrap_or(first);
+        let shards = self.0.router.shards();
+        let stale = cursor.sequence.stream != sequence.stream || cursor.shard >= shards;
+        let refused = if stale {
+            Some((reply, Reason::EventGap))
+        } else {
+            match self.0.router.offer(cursor.shard, Message::Page { cursor, shards, reply }) {
+                Some(Message::Page { reply, .. }) => Some((reply, Reason::Busy(FULL))),
+                _ => None,
+            }
+        };
+        if let Some((reply, reason)) = refused {
+            // The ticket is still here: nobody can have dropped it.
+            let _ = reply.send(Err(reason.into()));
+        }
+        answer
+    }
+
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
         let (sink, stream) = read_channel();
         for (shard, part) in read::begin(&self.0.shared, request, sink)? {
-            let Some(sender) = self.0.executors.get(self.executor_of(shard)) else { continue };
+            let Some(sender) = self.0.router.to(shard) else { continue };
             if let Err(error) = sender.try_send(Message::Read(shard, part))
                 && let Message::Read(_, part) = error.into_inner()
             {
-                part.refuse(&Reason::Busy("the executor takes no more requests"));
+                part.refuse(&Reason::Busy(FULL));
             }
         }
         Ok(stream)

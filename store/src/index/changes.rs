@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::{
     BlockFingerprint, Entry, Groups, Heat, Index, Inner, Location, Lookup, RecordError, RecordId, Slot,
-    State, entry, write,
+    State, entry, read, write,
 };
 
 /// A put's claim on the blocks it reserved. Every put has its own.
@@ -148,6 +148,41 @@ impl Index {
                 }
             }
         }
+    }
+
+    /// Whether all these blocks are still pending under `ticket`.
+    pub fn holds(&self, ticket: Ticket, prints: &[BlockFingerprint]) -> bool {
+        let held = |slot: &Slot| slot.is(State::Pending, claim(ticket));
+        prints.iter().all(|print| read(self.partition(*print)).table.get(*print).is_some_and(held))
+    }
+
+    /// Removes blocks whatever their state, leased or not, and claims them: each is pending under the ticket until
+    /// [`Index::abandon`], so that no put of it begins meanwhile. Says of each what it was. A put that was in flight
+    /// will find at its commit that the block is lost. A block that stands twice was pending the second time.
+    pub fn condemn(&self, prints: &[BlockFingerprint]) -> (Ticket, Vec<Deleted>) {
+        let ticket = Ticket(self.tickets.fetch_add(1, Relaxed));
+        let mut were = vec![Deleted::Absent; prints.len()];
+        for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
+            let mut inner = write(&self.partitions[partition].0);
+            for place in places.iter().map(|place| *place as usize) {
+                let print = prints[place];
+                let was = inner.table.get(print).map_or(Lookup::Absent, Slot::lookup);
+                inner.take(print);
+                were[place] = match was {
+                    Lookup::Absent => Deleted::Absent,
+                    Lookup::Pending => Deleted::Pending,
+                    Lookup::Quarantined => Deleted::Quarantined,
+                    Lookup::Live(location) => {
+                        let left = self.records.subtract_live(location.record, 1);
+                        Deleted::Live { location, left }
+                    }
+                };
+                let slot = Slot::new(print, State::Pending, claim(ticket), Heat::default());
+                let inserted = inner.table.insert(slot).is_ok();
+                debug_assert!(inserted, "it was taken out before");
+            }
+        }
+        (ticket, were)
     }
 
     /// Takes in blocks that recovery found. Where a block has an entry already, that entry stays, and

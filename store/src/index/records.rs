@@ -8,6 +8,7 @@
 //! Records are spread over 16 locks by number. No lock is held while a lock of another kind is taken, so
 //! these may be taken under a partition's lock, never the other way round.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::num::NonZeroU16;
 use std::sync::RwLock;
@@ -73,6 +74,8 @@ pub enum RecordError {
         /// How many blocks are live.
         live: u16,
     },
+    /// The record is held by [`Records::hold`]: it is freed with the release.
+    Held,
     /// More blocks would be live than a record can have. The caller passed more blocks than it wrote.
     TooManyBlocks(RecordId),
     /// Every record number is taken. Evict or compact before putting more.
@@ -86,6 +89,7 @@ impl fmt::Display for RecordError {
             Self::InUse { live } => {
                 write!(f, "{live} blocks of the record are live: remove or move them first")
             }
+            Self::Held => write!(f, "the record is held: it is freed with its release"),
             Self::TooManyBlocks(id) => {
                 write!(f, "record {id} would have too many live blocks (a bug: report it)")
             }
@@ -104,6 +108,8 @@ struct Shard {
     /// Slots from here on were never used.
     fresh: u32,
     used: usize,
+    /// Records that are held (few at a time): how often, and whether one was to be freed meanwhile.
+    held: BTreeMap<u32, (u32, bool)>,
 }
 
 impl Shard {
@@ -149,6 +155,10 @@ impl Shard {
 
     fn free(&mut self, local: u32, id: RecordId) -> Result<RecordInfo, RecordError> {
         let next = self.free;
+        if let Some((_, free)) = self.held.get_mut(&local) {
+            *free = true;
+            return Err(RecordError::Held);
+        }
         let slot = self.slot_mut(local).ok_or(RecordError::Unknown(id))?;
         match *slot {
             Slot::Free { .. } => Err(RecordError::Unknown(id)),
@@ -220,6 +230,33 @@ impl Records {
     pub fn free(&self, id: RecordId) -> Result<RecordInfo, RecordError> {
         let (shard, local) = self.shard(id);
         write(shard).free(local, id)
+    }
+
+    /// Keeps a record's number from being given out again until [`Records::release`], and gives what is known of
+    /// the record; `None` if there is none under this number. While it is held, a location in it means this record
+    /// and no later one.
+    pub fn hold(&self, id: RecordId) -> Option<RecordInfo> {
+        let (shard, local) = self.shard(id);
+        let mut shard = write(shard);
+        let info = *shard.info_mut(local)?;
+        shard.held.entry(local).or_default().0 += 1;
+        Some(info)
+    }
+
+    /// Ends one hold. A record that was to be freed meanwhile is freed with the last one.
+    pub fn release(&self, id: RecordId) {
+        let (shard, local) = self.shard(id);
+        let mut shard = write(shard);
+        let Some((holds, free)) = shard.held.get_mut(&local) else { return };
+        *holds -= 1;
+        let free = *free;
+        if *holds == 0 {
+            shard.held.remove(&local);
+            if free {
+                // Refused if a block became live meanwhile: then whoever takes the last one frees it.
+                let _ = shard.free(local, id);
+            }
+        }
     }
 
     /// Changes when a record expires; false if there is no such record.
@@ -375,6 +412,31 @@ mod tests {
             (0..20_000).for_each(|n| assert!(records.insert(info(n)).is_ok()));
         }
         assert_eq!(records.bytes(), bytes);
+    }
+
+    #[test]
+    fn the_number_of_a_held_record_is_not_given_out_again() {
+        let records = Records::new();
+        let id = records.insert(info(1)).unwrap();
+        assert_eq!(records.hold(id), Some(info(1)));
+        assert_eq!(records.hold(id), Some(info(1)));
+        assert_eq!(records.free(id), Err(RecordError::Held));
+        assert!((0..64).all(|n| records.insert(info(n)).unwrap() != id));
+        records.release(id);
+        assert_eq!(records.get(id), Some(info(1)));
+        records.release(id);
+        assert_eq!(records.get(id), None, "it was asked to be freed and had no live block");
+        assert_eq!(records.hold(id), None);
+        let live = records.insert(info(2)).unwrap();
+        records.add_live(live, 1).unwrap();
+        records.hold(live).unwrap();
+        assert_eq!(records.free(live), Err(RecordError::Held));
+        records.release(live);
+        assert!(records.get(live).is_some(), "a block of it is live");
+        let fresh = records.insert(info(3)).unwrap();
+        records.hold(fresh).unwrap();
+        records.release(fresh);
+        assert!(records.get(fresh).is_some(), "nobody asked for it to be freed");
     }
 
     #[test]

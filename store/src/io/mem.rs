@@ -11,7 +11,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use memmap2::MmapMut;
+use memmap2::{Advice, MmapMut};
 
 /// The alignment of a region's base, and what direct I/O asks of offsets, lengths and memory.
 pub const PAGE: usize = 4096;
@@ -42,6 +42,18 @@ impl Region {
         let base = map.as_mut_ptr();
         // SAFETY: the map owns `len` bytes at `base` and moving the `MmapMut` does not move them.
         Ok(unsafe { Self::adopt(base, len, Box::new(map)) })
+    }
+
+    /// As [`Region::anonymous`], in huge pages where the kernel has them; also whether it agreed to try. What it
+    /// really gives is up to it.
+    pub fn anonymous_huge(len: usize) -> io::Result<(Arc<Self>, bool)> {
+        let len = len.max(1).checked_next_multiple_of(PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
+        let mut map = MmapMut::map_anon(len)?;
+        // A kernel without huge pages refuses: small ones are as good, only slower to register.
+        let huge = map.advise(Advice::HugePage).is_ok();
+        let base = map.as_mut_ptr();
+        // SAFETY: the map owns `len` bytes at `base` and moving the `MmapMut` does not move them.
+        Ok((unsafe { Self::adopt(base, len, Box::new(map)) }, huge))
     }
 
     /// Memory that somebody else allocated.

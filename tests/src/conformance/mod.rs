@@ -7,6 +7,7 @@ mod faults;
 mod lookups;
 mod puts;
 mod reads;
+mod space;
 
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId};
 use kvarts_store::api::{
@@ -22,7 +23,7 @@ pub type Case = (&'static str, fn(&Desk<'_>));
 
 /// Every guarantee.
 pub fn all() -> Vec<Case> {
-    [puts::CASES, reads::CASES, lookups::CASES, faults::CASES].concat()
+    [puts::CASES, reads::CASES, lookups::CASES, faults::CASES, space::CASES].concat()
 }
 
 /// Runs every guarantee on one store.

@@ -608,6 +608,17 @@ impl Media {
         paths
     }
 
+    /// The paths of all folders, each after the number of its directory and a slash.
+    pub fn folders(&self) -> Vec<String> {
+        let mut paths = Vec::new();
+        self.walk(|path, node| {
+            if matches!(node, Node::Dir(_)) {
+                paths.push(path.to_owned());
+            }
+        });
+        paths
+    }
+
     /// A file's bytes as a program sees them.
     pub fn contents(&self, dir: DirId, path: &str) -> Option<Vec<u8>> {
         let content = &self.file(self.look_up(dir, path).ok()?).ok()?.current;

@@ -148,6 +148,16 @@ async fn read_whole(
     }
     for records in checkpoint.records.values_mut() {
         records.sort_unstable_by_key(|record| record.page);
+        // Blocks of one record may have had different times: it is kept as long as any of them.
+        records.dedup_by(|later, first| {
+            let same = later.page == first.page;
+            if same {
+                first.last_access_s = first.last_access_s.max(later.last_access_s);
+                let never = first.expires_ms == 0 || later.expires_ms == 0;
+                first.expires_ms = if never { 0 } else { first.expires_ms.max(later.expires_ms) };
+            }
+            same
+        });
     }
     Ok(Some(checkpoint))
 }

@@ -3,7 +3,6 @@
 //! The index changes meanwhile. What is written holds all the same: each record is looked up at one moment together
 //! with its segment's generation, and of a later generation nothing is said.
 
-use std::rc::Rc;
 use std::task::Poll;
 
 use kvarts_layout::format::checkpoint::{
@@ -38,7 +37,7 @@ struct Output<'a> {
 }
 
 /// Writes a checkpoint. On an error the one before still counts.
-pub(crate) async fn write(log: &Rc<Log>) -> Result<CheckpointReport, Reason> {
+pub(crate) async fn write(log: &Log) -> Result<CheckpointReport, Reason> {
     if let Some(reason) = log.shared.latched() {
         return Err(reason);
     }
@@ -47,6 +46,7 @@ pub(crate) async fn write(log: &Rc<Log>) -> Result<CheckpointReport, Reason> {
     }
     let written = write_next(log).await;
     log.checkpoints.writing.set(false);
+    log.checkpoints.ended.wake_all();
     written
 }
 
@@ -75,6 +75,7 @@ async fn write_next(log: &Log) -> Result<CheckpointReport, Reason> {
     closed.map_err(|error| failed(log, &error))?;
     slots.sequence.set(sequence);
     slots.newest.set(Some(slot));
+    slots.buried.set(report.buried);
     Ok(report)
 }
 
@@ -96,6 +97,8 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     for some in segments.chunks(MAX_ITEMS) {
         output.chunk(&mut writer, &Items::Segments(some.to_vec())).await?;
     }
+    log.prune_graves();
+    report.buried = log.graves.borrow().version();
     let (names, tombstones, epochs) = log.graves.borrow().listed();
     for some in names.chunks(MAX_ITEMS) {
         output.chunk(&mut writer, &Items::Namespaces(some.to_vec())).await?;
@@ -121,6 +124,13 @@ fn stated(segment: &Segment) -> Option<Stated> {
         SegmentState::Free if generation == 0 => return None,
         SegmentState::Free => (SEGMENT_FREE, 0),
         SegmentState::Sealed => (SEGMENT_SEALED, 0),
+        // A new file of which nothing has been flushed, not even the header: a crash may leave it empty, and known
+        // to be in use it would look as if it had been zeroed.
+        SegmentState::Open | SegmentState::Sealing | SegmentState::Suspect
+            if generation == 1 && durable_upto == 0 =>
+        {
+            return None;
+        }
         SegmentState::Open | SegmentState::Sealing => (SEGMENT_OPEN, durable_upto),
         // Broken off here: what is on disk of it is what an open one has.
         SegmentState::Suspect if segment.broken().is_some() => (SEGMENT_OPEN, durable_upto),

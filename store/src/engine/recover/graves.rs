@@ -6,22 +6,25 @@
 use std::collections::BTreeMap;
 
 use kvarts_layout::format::body::{Epoch, Tombstone};
-use kvarts_layout::format::footer::Defined;
+use kvarts_layout::format::footer::{Content, Defined, Entry};
+use kvarts_layout::format::record::Body;
 use kvarts_layout::{BlockKey, NamespaceId};
 
 /// Which groups and coordinates of a key a tombstone is for; `None` for all.
 type Scope = (Option<u32>, Option<u64>);
 
 /// Deletes that recovery must not forget.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Graves {
     blocks: BTreeMap<(NamespaceId, BlockKey), Vec<(Scope, u64)>>,
     namespaces: BTreeMap<NamespaceId, u64>,
+    version: u64,
 }
 
 impl Graves {
     /// Notes that records of a block with a sequence below `below` are dead.
     pub(crate) fn bury(&mut self, namespace: NamespaceId, tombstone: &Tombstone) {
+        self.version += 1;
         let scope = (tombstone.group, tombstone.coordinate);
         let graves = self.blocks.entry((namespace, BlockKey(tombstone.key))).or_default();
         match graves.iter_mut().find(|(known, _)| *known == scope) {
@@ -32,8 +35,48 @@ impl Graves {
 
     /// Notes that records of a namespace with a sequence below `below` are dead.
     pub(crate) fn bury_all(&mut self, epoch: &Epoch) {
+        self.version += 1;
         let below = self.namespaces.entry(NamespaceId(epoch.namespace)).or_default();
         *below = epoch.below.max(*below);
+    }
+
+    /// Notes what a record of this namespace says.
+    pub(crate) fn bury_body(&mut self, namespace: NamespaceId, body: &Body) {
+        match body {
+            Body::Tombstones(tombstones) => {
+                tombstones.entries.iter().for_each(|tombstone| self.bury(namespace, tombstone));
+            }
+            Body::Epoch(epoch) => self.bury_all(epoch),
+            _ => {}
+        }
+    }
+
+    /// Forgets what no record on disk is old enough for: none has a sequence below `floor`.
+    pub(crate) fn prune(&mut self, floor: u64) {
+        self.blocks.retain(|_, graves| {
+            graves.retain(|(_, below)| *below > floor);
+            !graves.is_empty()
+        });
+        self.namespaces.retain(|_, below| *below > floor);
+    }
+
+    /// Whether records of a segment bury anything that may lie on disk, where none has a sequence below `floor`.
+    pub(crate) fn are_in(entries: &[Entry], floor: u64) -> bool {
+        entries.iter().any(|entry| match &entry.content {
+            Content::Tombstones(tombstones) => tombstones.entries.iter().any(|one| one.below > floor),
+            Content::Epoch(epoch) => epoch.below > floor,
+            _ => false,
+        })
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.blocks.values().map(Vec::len).sum::<usize>() + self.namespaces.len()
+    }
+
+    /// A number that changes with everything that is buried.
+    pub(crate) fn version(&self) -> u64 {
+        self.version
     }
 
     /// Whether nothing is dead.
@@ -131,6 +174,6 @@ mod tests {
             again.bury(NamespaceId(names[tombstone.namespace as usize].id), tombstone);
         }
         epochs.iter().for_each(|epoch| again.bury_all(epoch));
-        assert_eq!(again, graves);
+        assert_eq!((again.blocks, again.namespaces), (graves.blocks, graves.namespaces));
     }
 }

@@ -24,7 +24,7 @@ const AT_ONCE: usize = 64;
 pub(super) struct Ends {
     /// The segment, under no generation.
     pub(super) position: Position,
-    header_seen: HeaderSeen,
+    pub(super) header_seen: HeaderSeen,
     trailer_seen: TrailerSeen,
     /// The header, if it is sound.
     pub(super) header: Option<SegmentHeader>,

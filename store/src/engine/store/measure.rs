@@ -64,7 +64,7 @@ impl Store {
                     let segment = format::names::segment_name(record.segment);
                     extents.push(PlannedExtent {
                         step: number,
-                        executor: self.executor_of(record.shard),
+                        executor: self.0.router.owner(record.shard),
                         shard: record.shard,
                         path: format!("{shard}/{segment}"),
                         offset: extent.file_offset,
@@ -79,12 +79,12 @@ impl Store {
 
     /// The shard that a record goes to which begins with this key.
     pub fn shard_of(&self, first: &BlockKey) -> u32 {
-        shard_of(first, self.0.owners.len() as u32)
+        shard_of(first, self.0.router.shards())
     }
 
     /// Forgets what reads have kept of record headers, so that the next read is as cold as the first.
     pub async fn forget_headers(&self) -> Result<(), Error> {
-        for sender in &self.0.executors {
+        for sender in &self.0.router.executors {
             let (reply, answer) = ticket();
             send(sender, Message::ForgetHeaders(reply))?;
             lost(answer.await)?;

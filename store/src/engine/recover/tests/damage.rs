@@ -258,3 +258,17 @@ fn a_crash_between_footer_and_trailer_leaves_a_store_that_recovers_to_the_same()
     let (again, contents) = place.recovered();
     assert_eq!((again.rows.get("open-tail"), contents), (None, before));
 }
+
+#[test]
+fn a_new_file_whose_header_never_arrived_gets_one_when_it_is_sealed() {
+    let place = Place::new();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        world.append("a", 0, 1).await;
+    });
+    place.damage(&place.segment(0), 0, &[0; 4096]);
+    let (report, contents) = place.recovered();
+    assert_eq!((report.rows["never-used"], report.sealed_now, contents.len()), (1, 1, 1), "{report:?}");
+    let (again, contents) = place.recovered();
+    assert_eq!((again.rows.get("sealed"), again.problems, contents.len()), (Some(&1), 0, 1), "{again:?}");
+}

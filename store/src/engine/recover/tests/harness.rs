@@ -28,36 +28,36 @@ use crate::rt::clock::{ManualClock, SeededEntropy};
 use crate::rt::local::LocalExecutor;
 use crate::rt::{Class, Clock, Entropy};
 
-pub(super) const SEGMENT_BYTES: u64 = 128 << 10;
-pub(super) const BLOCK_BYTES: u64 = 5000;
+pub(in crate::engine) const SEGMENT_BYTES: u64 = 128 << 10;
+pub(in crate::engine) const BLOCK_BYTES: u64 = 5000;
 const CREATED_MS: u64 = 1_700_000_000_000;
 
 /// One directory that outlives the logs over it.
-pub(super) struct Place {
-    pub(super) scratch: Scratch,
-    pub(super) clock: Arc<ManualClock>,
-    pub(super) store: StoreId,
-    pub(super) budget: u64,
+pub(in crate::engine) struct Place {
+    pub(in crate::engine) scratch: Scratch,
+    pub(in crate::engine) clock: Arc<ManualClock>,
+    pub(in crate::engine) store: StoreId,
+    pub(in crate::engine) budget: u64,
 }
 
 /// A log over it, with the index that it fills.
 #[derive(Clone)]
-pub(super) struct World {
-    pub(super) log: Rc<Log>,
-    pub(super) shared: Arc<Shared>,
+pub(in crate::engine) struct World {
+    pub(in crate::engine) log: Rc<Log>,
+    pub(in crate::engine) shared: Arc<Shared>,
 }
 
 /// What an index says of each block: where it is, what its record is, when it expires.
-pub(super) type Contents = BTreeMap<[u8; 12], (u16, u32, u32, u16, u16, u32)>;
+pub(in crate::engine) type Contents = BTreeMap<[u8; 12], (u16, u32, u32, u16, u16, u32)>;
 
 impl Place {
-    pub(super) fn new() -> Self {
+    pub(in crate::engine) fn new() -> Self {
         let store = StoreId(*b"a store of tests");
         Self { scratch: Scratch::new(), clock: ManualClock::new(CREATED_MS), store, budget: 64 << 20 }
     }
 
     /// Runs `body` over a fresh log and index; what it leaves on disk is what a crash leaves.
-    pub(super) fn run<T: 'static, F: Future<Output = T> + 'static>(
+    pub(in crate::engine) fn run<T: 'static, F: Future<Output = T> + 'static>(
         &self,
         body: impl FnOnce(World) -> F + 'static,
     ) -> T {
@@ -95,35 +95,35 @@ impl Place {
     }
 
     /// Recovers into a fresh index and says what is in it then.
-    pub(super) fn recovered(&self) -> (RecoveryReport, Contents) {
+    pub(in crate::engine) fn recovered(&self) -> (RecoveryReport, Contents) {
         self.run(|world| async move {
             let report = recover(&world.log).await.unwrap();
             (report, world.contents())
         })
     }
 
-    pub(super) fn file(&self, name: &str) -> PathBuf {
+    pub(in crate::engine) fn file(&self, name: &str) -> PathBuf {
         self.scratch.path().join("shard-0000").join(name)
     }
 
-    pub(super) fn segment(&self, number: u32) -> PathBuf {
+    pub(in crate::engine) fn segment(&self, number: u32) -> PathBuf {
         self.file(&format!("segment-{number:08}"))
     }
 
     /// Overwrites bytes of a file.
-    pub(super) fn damage(&self, file: &Path, offset: u64, bytes: &[u8]) {
+    pub(in crate::engine) fn damage(&self, file: &Path, offset: u64, bytes: &[u8]) {
         let file = std::fs::OpenOptions::new().write(true).open(file).unwrap();
         file.write_all_at(bytes, offset).unwrap();
     }
 }
 
 #[allow(clippy::disallowed_methods, reason = "a test looks at the files behind the store's back")]
-pub(super) fn contents_of(file: &Path) -> Vec<u8> {
+pub(in crate::engine) fn contents_of(file: &Path) -> Vec<u8> {
     std::fs::read(file).unwrap()
 }
 
 #[allow(clippy::disallowed_methods, reason = "a test changes the files behind the store's back")]
-pub(super) fn remove(file: &Path) {
+pub(in crate::engine) fn remove(file: &Path) {
     std::fs::remove_file(file).unwrap();
 }
 
@@ -145,24 +145,30 @@ fn identity(model: &str, geometry: &Geometry) -> Identity {
     }
 }
 
-pub(super) fn key(number: u64) -> BlockKey {
+pub(in crate::engine) fn key(number: u64) -> BlockKey {
     let mut key = BlockKey::default();
     key.0[..8].copy_from_slice(&number.to_le_bytes());
     key
 }
 
 impl World {
-    pub(super) fn namespace(&self, model: &str) -> Arc<Namespace> {
+    pub(in crate::engine) fn namespace(&self, model: &str) -> Arc<Namespace> {
         let geometry = Geometry::opaque(BLOCK_BYTES).unwrap();
         self.shared.names.register(&identity(model, &geometry), &geometry).unwrap()
     }
 
     /// Appends the blocks `first .. first + count` as one record.
-    pub(super) async fn append(&self, model: &str, first: u64, count: u64) -> Written {
+    pub(in crate::engine) async fn append(&self, model: &str, first: u64, count: u64) -> Written {
         self.append_until(model, first, count, 0).await
     }
 
-    pub(super) async fn append_until(&self, model: &str, first: u64, count: u64, expires_ms: u64) -> Written {
+    pub(in crate::engine) async fn append_until(
+        &self,
+        model: &str,
+        first: u64,
+        count: u64,
+        expires_ms: u64,
+    ) -> Written {
         let namespace = self.namespace(model);
         let bytes = (count * BLOCK_BYTES) as usize;
         let memory = Buf::new(&Region::anonymous(bytes).unwrap(), 0, bytes).unwrap();
@@ -201,20 +207,20 @@ impl World {
             namespace: Some(&namespace),
             body: Body::Blocks(blocks),
             digests: &digests,
-            payload: Some(Payload { layout, from: &from, ordinal: 0 }),
+            payload: Some(Payload::Placed { layout, from: &from, ordinal: 0 }),
         };
         self.log.append(Class::Put, &draft).await.unwrap()
     }
 
     /// Appends and flushes.
-    pub(super) async fn durable(&self, model: &str, first: u64, count: u64) -> Written {
+    pub(in crate::engine) async fn durable(&self, model: &str, first: u64, count: u64) -> Written {
         let written = self.append(model, first, count).await;
         self.log.make_durable(&written).await.unwrap();
         written
     }
 
     /// Appends a record without payload, and flushes.
-    pub(super) async fn say(&self, model: &str, body: Body) -> u64 {
+    pub(in crate::engine) async fn say(&self, model: &str, body: Body) -> u64 {
         let namespace = self.namespace(model);
         let draft = Draft { namespace: Some(&namespace), body, digests: &[], payload: None };
         let written = self.log.append(Class::Put, &draft).await.unwrap();
@@ -223,12 +229,12 @@ impl World {
     }
 
     /// Whether a block can be found.
-    pub(super) fn has(&self, model: &str, number: u64) -> bool {
+    pub(in crate::engine) fn has(&self, model: &str, number: u64) -> bool {
         self.at(model, number).is_some()
     }
 
     /// The segment and page of the record that a block is found in.
-    pub(super) fn at(&self, model: &str, number: u64) -> Option<(u32, u32)> {
+    pub(in crate::engine) fn at(&self, model: &str, number: u64) -> Option<(u32, u32)> {
         let namespace = self.namespace(model);
         let index = &self.shared.index;
         let print = index.key().of(namespace.local, &key(number), Group(0), Coordinate::Replicated);
@@ -238,7 +244,7 @@ impl World {
         }
     }
 
-    pub(super) fn contents(&self) -> Contents {
+    pub(in crate::engine) fn contents(&self) -> Contents {
         let index = &self.shared.index;
         let mut contents = Contents::new();
         let mut entries = Vec::new();

@@ -1,0 +1,261 @@
+//! The check of a whole store: every segment once, front to back, on several threads.
+//!
+//! Levels: [`Level::Quick`] reads metadata (superblocks, checkpoints, both ends and the footer of each segment, and
+//! the tails that a crash left). [`Level::Full`] reads every record and verifies every digest. [`Level::Deep`] also
+//! computes content ids and compares what lies in different segments and shards.
+//!
+//! Memory: for each thread one transfer buffer (2 MiB, or the largest footer) and the bodies of one segment's
+//! records, which are no more than its footer, at most 64 MiB on disk; for each shard 48 bytes a segment; and, for a
+//! deep check, [`Options::memory_bytes`] of fingerprints, beyond which sorted runs go to temporary files. The size of
+//! the store does not enter.
+
+mod deep;
+mod listed;
+mod one;
+
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use kvarts_layout::format::checkpoint::{SEGMENT_FREE, SegmentState};
+use kvarts_layout::format::names::{segment_name, shard_name};
+
+use crate::checkpoint::{self, Known};
+use crate::findings::{self, Finding, Findings, Place};
+use crate::store::{Shard, Store};
+use crate::window::Tally;
+
+pub use deep::DeepError;
+pub use one::{Outcome, SegmentReport, Subject, check_segment};
+
+/// How much is looked at.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub enum Level {
+    /// Metadata.
+    Quick,
+    /// All digests.
+    #[default]
+    Full,
+    /// Content ids, and what lies in different places compared.
+    Deep,
+}
+
+impl Level {
+    /// A stable name for reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Quick => "quick",
+            Self::Full => "full",
+            Self::Deep => "deep",
+        }
+    }
+}
+
+/// How a check is made.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How much is looked at.
+    pub level: Level,
+    /// Threads that read and verify.
+    pub threads: usize,
+    /// The store may be in use: what changes meanwhile does not count.
+    pub live: bool,
+    /// Fingerprints of a deep check that are kept in memory.
+    pub memory_bytes: usize,
+    /// Where more of them go, for the time of the check.
+    pub spill: std::path::PathBuf,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            level: Level::Full,
+            threads: 2,
+            live: false,
+            memory_bytes: 256 << 20,
+            spill: std::env::temp_dir(),
+        }
+    }
+}
+
+/// Where the bytes of the segments are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize)]
+pub struct Accounting {
+    /// Segment files.
+    pub segments: u64,
+    /// Bytes of these files.
+    pub file_bytes: u64,
+    /// Bytes that they take on the device.
+    pub allocated_bytes: u64,
+    /// Segment headers, trailers and footers.
+    pub frame_bytes: u64,
+    /// Headers of records that count.
+    pub header_bytes: u64,
+    /// Payloads of records that count, padding included.
+    pub payload_bytes: u64,
+    /// Everything else: room that was not used, and what no longer counts.
+    pub unused_bytes: u64,
+}
+
+impl Accounting {
+    /// Adds another.
+    pub fn add(&mut self, other: &Self) {
+        let sum = |mine: &mut u64, theirs: u64| *mine = mine.saturating_add(theirs);
+        sum(&mut self.segments, other.segments);
+        sum(&mut self.file_bytes, other.file_bytes);
+        sum(&mut self.allocated_bytes, other.allocated_bytes);
+        sum(&mut self.frame_bytes, other.frame_bytes);
+        sum(&mut self.header_bytes, other.header_bytes);
+        sum(&mut self.payload_bytes, other.payload_bytes);
+        sum(&mut self.unused_bytes, other.unused_bytes);
+    }
+}
+
+/// What a check of a whole store found.
+#[derive(Clone, Debug, Default)]
+pub struct Checked {
+    /// What was found, superblocks included.
+    pub findings: Findings,
+    /// Records that count.
+    pub records: u64,
+    /// Blocks in them, copies included.
+    pub blocks: u64,
+    /// Where the bytes are.
+    pub accounting: Accounting,
+}
+
+impl Checked {
+    fn add(&mut self, report: SegmentReport) {
+        self.findings.merge(report.findings);
+        self.records = self.records.saturating_add(report.records);
+        self.blocks = self.blocks.saturating_add(report.blocks);
+        self.accounting.add(&report.accounting);
+    }
+}
+
+/// Bytes that a check of this level will read, about: for progress.
+pub fn planned_bytes(store: &Store, level: Level) -> u64 {
+    let segments: u64 = store.shards.iter().map(|shard| shard.segments.len() as u64).sum();
+    match level {
+        Level::Quick => segments.saturating_mul(2 << 20),
+        Level::Full | Level::Deep => segments.saturating_mul(store.keyring.segment_bytes),
+    }
+}
+
+/// Checks a store that [`crate::store::survey`] found; `findings` is what that said.
+pub fn check(
+    store: &Store,
+    options: &Options,
+    tally: &Tally,
+    findings: Findings,
+) -> Result<Checked, DeepError> {
+    let deep = deep::Collector::new(options);
+    let known = read_checkpoints(store, options, tally);
+    let mut sum = Checked { findings, ..Checked::default() };
+    let mut work = Vec::new();
+    for (shard, (known, found)) in store.shards.iter().zip(known) {
+        sum.findings.merge(found);
+        about_missing(shard, &known, &mut sum.findings);
+        deep.expect(shard.number, &known);
+        work.extend(
+            shard.segments.iter().map(|&segment| (shard, known.segments.get(&segment).copied(), segment)),
+        );
+    }
+    // Shards in turn, so that every device has something to do from the first moment on.
+    work.sort_by_key(|(shard, _, segment)| (*segment, shard.number));
+    let sum = Mutex::new(sum);
+    on_threads(options.threads, work.len(), |at| {
+        let Some((shard, known, segment)) = work.get(at) else { return };
+        let report = one_segment(store, (shard, *segment), known.as_ref(), options, tally, &deep);
+        sum.lock().unwrap_or_else(PoisonError::into_inner).add(report);
+    });
+    let mut sum = sum.into_inner().unwrap_or_else(PoisonError::into_inner);
+    deep.finish(&mut sum.findings)?;
+    sum.findings.sort();
+    Ok(sum)
+}
+
+/// Calls `each` for every number below `count`, on several threads.
+fn on_threads(threads: usize, count: usize, each: impl Fn(usize) + Sync) {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            if at >= count {
+                return;
+            }
+            each(at);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads.clamp(1, count.max(1)) {
+            scope.spawn(work);
+        }
+        work();
+    });
+}
+
+/// The checkpoints of all shards, in their order.
+fn read_checkpoints(store: &Store, options: &Options, tally: &Tally) -> Vec<(Known, Findings)> {
+    let all = Mutex::new(vec![(Known::default(), Findings::default()); store.shards.len()]);
+    on_threads(options.threads, store.shards.len(), |at| {
+        let Some(shard) = store.shards.get(at).filter(|shard| shard.is_there) else { return };
+        let Some(directory) = store.directories.get(shard.directory) else { return };
+        let read = || {
+            let mut found = Findings::default();
+            let records = (tally, options.level == Level::Deep);
+            let known = checkpoint::read(&*directory.disk, &store.keyring, shard.number, records, &mut found);
+            (known, found)
+        };
+        let mut both = read();
+        if options.live && !both.1.is_clean() {
+            // It was being written: now the other one is.
+            both = read();
+        }
+        if let Some(place) = all.lock().unwrap_or_else(PoisonError::into_inner).get_mut(at) {
+            *place = both;
+        }
+    });
+    all.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn about_missing(shard: &Shard, known: &Known, into: &mut Findings) {
+    let is_used = |state: &&SegmentState| state.state != SEGMENT_FREE;
+    for state in known.segments.values().filter(is_used) {
+        if shard.segments.binary_search(&state.segment).is_err() {
+            let place = Place { shard: Some(shard.number), segment: Some(state.segment), offset: None };
+            into.take(Finding::at(findings::SEGMENT_MISSING, place));
+        }
+    }
+}
+
+fn one_segment(
+    store: &Store,
+    (shard, segment): (&Shard, u32),
+    known: Option<&SegmentState>,
+    options: &Options,
+    tally: &Tally,
+    deep: &deep::Collector,
+) -> SegmentReport {
+    let subject =
+        Subject { keyring: &store.keyring, shard: shard.number, segment, known, level: options.level };
+    let path = format!("{}/{}", shard_name(shard.number), segment_name(segment));
+    let Some(directory) = store.directories.get(shard.directory) else { return SegmentReport::default() };
+    let check = || match directory.disk.open(&path) {
+        Ok(file) => check_segment(&*file, &subject, tally),
+        Err(error) => {
+            let place = Place { shard: Some(shard.number), segment: Some(segment), offset: None };
+            let finding = Finding::at(findings::FILE_UNREADABLE, place);
+            let path = format!("{}/{path}", directory.disk.name());
+            let mut report = SegmentReport::default();
+            report.findings.take(Finding { file: Some(path), ..finding.found(error) });
+            report
+        }
+    };
+    let mut report = check();
+    if options.live {
+        one::forgive(&mut report, &subject, check);
+    }
+    deep.take(&subject, &mut report);
+    report
+}

@@ -1,0 +1,251 @@
+//! The check of one segment: what its ends say, then its records.
+
+use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::format::checkpoint::SegmentState;
+use kvarts_layout::format::footer::Footer;
+use kvarts_layout::format::recovery::{Decision, Scan, TrailerSeen, segment_row};
+use kvarts_layout::format::trailer::Trailer;
+
+use super::{Accounting, Level, listed};
+use crate::disk::DiskFile;
+use crate::findings::{self, Finding, Findings, Place};
+use crate::segment::{Ends, Keyring, disagreement};
+use crate::walk::{self, Met, Scanned, Target};
+use crate::window::{Tally, Window};
+
+/// Which segment, and what is known of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Subject<'a> {
+    /// What proves it.
+    pub keyring: &'a Keyring,
+    /// Its shard.
+    pub shard: u32,
+    /// Its number.
+    pub segment: u32,
+    /// What the newest whole checkpoint says.
+    pub known: Option<&'a SegmentState>,
+    /// How much is looked at.
+    pub level: Level,
+}
+
+impl Subject<'_> {
+    /// A place in it.
+    pub fn place(&self, offset: Option<u64>) -> Place {
+        Place { shard: Some(self.shard), segment: Some(self.segment), offset }
+    }
+}
+
+/// What the recovery table made of a segment.
+#[derive(Debug, Default)]
+pub enum Outcome {
+    /// The file could not be looked at.
+    #[default]
+    Unseen,
+    /// Nothing in it counts.
+    Free,
+    /// It is neither read nor recycled.
+    Quarantined,
+    /// Its footer counts; the records were looked at unless the check was quick.
+    Sealed {
+        /// The generation.
+        generation: u64,
+        /// The trailer.
+        trailer: Trailer,
+        /// The footer.
+        footer: Footer,
+        /// The records that are as the footer says, if they were looked at.
+        good: Vec<Met>,
+        /// Whole records that the footer leaves out.
+        unlisted: Vec<Met>,
+    },
+    /// It was walked.
+    Walked {
+        /// Why: a tail, or a rescan.
+        scan: Scan,
+        /// What was found.
+        scanned: Scanned,
+    },
+}
+
+/// What the check of one segment found.
+#[derive(Debug, Default)]
+pub struct SegmentReport {
+    /// What was found.
+    pub findings: Findings,
+    /// Records that count.
+    pub records: u64,
+    /// Blocks in them.
+    pub blocks: u64,
+    /// Where the bytes are.
+    pub accounting: Accounting,
+    /// What the segment is.
+    pub outcome: Outcome,
+    /// Both ends, if they were read.
+    pub ends: Option<Ends>,
+}
+
+/// Checks one segment.
+pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) -> SegmentReport {
+    let keyring = subject.keyring;
+    let mut window = Window::new(file, keyring.segment_bytes, tally);
+    let ends = Ends::read(&mut window, keyring, subject.shard, subject.segment);
+    let mut report = SegmentReport::default();
+    let mut sighting = ends.sighting(subject.known);
+    let mut row = segment_row(&sighting);
+    let mut found = None;
+    if let (Decision::UseFooter, Ok(trailer)) = (row.decision, &ends.trailer) {
+        match ends.footer(&mut window, trailer, &keyring.secret) {
+            Ok(footer) => found = Some((*trailer, footer)),
+            Err(why) => {
+                sighting.trailer = TrailerSeen::FooterLost;
+                row = segment_row(&sighting);
+                let place = subject.place(Some(trailer.footer_offset));
+                report.findings.take(Finding::at(row, place).expected("a sound footer").found(why));
+            }
+        }
+    }
+    if sighting.trailer != TrailerSeen::FooterLost {
+        report.findings.take(about_ends(subject, &ends, row));
+    }
+    report.outcome = match (row.decision, found) {
+        (Decision::UseFooter, Some((trailer, footer))) => {
+            if let Some(field) = disagreement(&trailer, &footer) {
+                let place = subject.place(Some(ends.trailer_position.offset));
+                report.findings.take(Finding::at(findings::TRAILER_DISAGREES, place).found(field));
+            }
+            listed::check(&mut window, subject, &ends, (trailer, footer), &mut report.findings)
+        }
+        (Decision::Reuse, _) => Outcome::Free,
+        (Decision::ScanTail, _) => {
+            walk_through(&mut window, subject, &ends, Scan::Tail, &mut report.findings)
+        }
+        (Decision::Rescan, _) => {
+            walk_through(&mut window, subject, &ends, Scan::Rescan, &mut report.findings)
+        }
+        _ => Outcome::Quarantined,
+    };
+    about_length(file, subject, &ends, &mut report);
+    for &(from, to) in window.faults() {
+        let finding = Finding::at(findings::MEDIA_ERROR, subject.place(Some(from)));
+        report.findings.take(finding.found(format!("{} bytes", to.saturating_sub(from))));
+    }
+    account(file, &mut report);
+    report.ends = Some(ends);
+    report
+}
+
+/// The length of a file is durable with the first flush of it: before that, a crash may leave any.
+fn about_length(file: &dyn DiskFile, subject: &Subject<'_>, ends: &Ends, report: &mut SegmentReport) {
+    let (len, whole) = (file.len(), subject.keyring.segment_bytes);
+    let was_flushed = match &report.outcome {
+        Outcome::Walked { scanned, .. } => scanned.durable_upto > 0,
+        Outcome::Sealed { .. } => true,
+        _ => false,
+    };
+    let recycled = ends.generation().is_some_and(|generation| generation > 1);
+    let label = match len.cmp(&whole) {
+        std::cmp::Ordering::Equal => return,
+        std::cmp::Ordering::Greater => findings::SEGMENT_TOO_LONG,
+        std::cmp::Ordering::Less if was_flushed || recycled || subject.known.is_some() => {
+            findings::SEGMENT_TRUNCATED
+        }
+        std::cmp::Ordering::Less => findings::SEGMENT_HALF_MADE,
+    };
+    report.findings.take(Finding::at(label, subject.place(None)).expected(whole).found(len));
+}
+
+fn about_ends(
+    subject: &Subject<'_>,
+    ends: &Ends,
+    row: &'static kvarts_layout::format::recovery::Row,
+) -> Finding {
+    let mut said = Vec::new();
+    let mut offset = 0;
+    if let Err(unsound) = &ends.trailer {
+        said.push(format!("trailer {unsound}"));
+        offset = ends.trailer_position.offset;
+    }
+    if let Err(unsound) = &ends.header {
+        said.insert(0, format!("header {unsound}"));
+        offset = 0;
+    }
+    Finding::at(row, subject.place(Some(offset))).found(said.join("; "))
+}
+
+fn walk_through(
+    window: &mut Window<'_>,
+    subject: &Subject<'_>,
+    ends: &Ends,
+    scan: Scan,
+    into: &mut Findings,
+) -> Outcome {
+    let (durable_generation, durable_upto) = ends.durable(subject.known);
+    let header = ends.header.as_ref().ok();
+    let target = Target {
+        scan,
+        position: ends.position.under(header.map_or(0, |header| header.position.generation)),
+        first_sequence: header.map_or(0, |header| header.first_sequence),
+        durable_generation,
+        durable_upto,
+        end: subject.keyring.trailer_at(),
+        content_ids: subject.level == Level::Deep,
+    };
+    let scanned = walk::scan(window, &target, &subject.keyring.secret, into);
+    Outcome::Walked { scan, scanned }
+}
+
+/// Where the bytes of the segment are, and how much in it counts.
+fn account(file: &dyn DiskFile, report: &mut SegmentReport) {
+    let mut sum = Accounting {
+        segments: 1,
+        file_bytes: file.len(),
+        allocated_bytes: file.allocated(),
+        ..Accounting::default()
+    };
+    let (mut records, mut blocks) = (0u64, 0u64);
+    let mut take = |header: u32, payload: u64, count: usize| {
+        sum.header_bytes = sum.header_bytes.saturating_add(u64::from(header));
+        sum.payload_bytes = sum.payload_bytes.saturating_add(payload.next_multiple_of(PAGE_BYTES));
+        records = records.saturating_add(1);
+        blocks = blocks.saturating_add(count as u64);
+    };
+    let mut frame = 0u64;
+    match &report.outcome {
+        Outcome::Sealed { trailer, footer, .. } => {
+            frame = u64::from(trailer.footer_bytes).saturating_add(2 * PAGE_BYTES);
+            for entry in &footer.records {
+                take(entry.header_bytes, entry.payload_bytes, listed::blocks_of(entry));
+            }
+        }
+        Outcome::Walked { scanned, .. } => {
+            frame = PAGE_BYTES;
+            for met in &scanned.adopted {
+                take(met.prefix.header_bytes, met.prefix.payload_bytes, walk::blocks_of(met));
+            }
+        }
+        Outcome::Unseen | Outcome::Free | Outcome::Quarantined => {}
+    }
+    sum.frame_bytes = frame.min(sum.file_bytes);
+    let used = sum.frame_bytes.saturating_add(sum.header_bytes).saturating_add(sum.payload_bytes);
+    sum.unused_bytes = sum.file_bytes.saturating_sub(used);
+    (report.accounting, report.records, report.blocks) = (sum, records, blocks);
+}
+
+/// Of a store in use: what the end of an unsealed segment looks like means nothing, and what is found in a segment
+/// that was recycled meanwhile does not count.
+pub(super) fn forgive(report: &mut SegmentReport, subject: &Subject<'_>, again: impl Fn() -> SegmentReport) {
+    let is_tail = |report: &SegmentReport| matches!(report.outcome, Outcome::Walked { scan: Scan::Tail, .. });
+    if report.findings.is_clean() && !is_tail(report) {
+        return;
+    }
+    let generation = |report: &SegmentReport| report.ends.as_ref().and_then(Ends::generation);
+    let (before, was_tail) = (generation(report), is_tail(report));
+    *report = again();
+    if is_tail(report) {
+        report.findings = Findings::default();
+        report.findings.take(Finding::at(findings::LIVE_TAIL_SKIPPED, subject.place(None)));
+    } else if was_tail || before != generation(report) {
+        report.findings = Findings::default();
+        report.findings.take(Finding::at(findings::LIVE_CHANGED, subject.place(None)));
+    }
+}

@@ -1,0 +1,208 @@
+//! Real directories: direct reads where the file system allows them, plain ones elsewhere.
+#![allow(clippy::disallowed_methods, reason = "this is the seam: an offline program's files")]
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use rustix::fs::OFlags;
+
+use super::{Disk, DiskFile, DiskWriter, Node, NodeKind};
+
+/// The file that a store in use holds a lock on.
+const LOCK: &str = "lock";
+
+fn flags(flags: OFlags) -> i32 {
+    flags.bits().cast_signed()
+}
+
+/// A directory that is only read.
+#[derive(Debug)]
+pub struct RealDisk {
+    root: PathBuf,
+    direct: bool,
+    /// Held for as long as the check runs, so that no engine opens the store meanwhile.
+    _lock: Option<File>,
+}
+
+/// Why a directory cannot be looked at.
+#[derive(Debug)]
+pub enum OpenError {
+    /// Another process has the store open.
+    InUse,
+    /// The operating system says no.
+    Io(io::Error),
+}
+
+impl From<io::Error> for OpenError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+impl RealDisk {
+    /// A directory. `direct` reads past the page cache where that works. Unless `live`, a store that is open elsewhere
+    /// is refused, and kept from being opened until this is dropped.
+    pub fn open(root: &Path, direct: bool, live: bool) -> Result<Self, OpenError> {
+        let facts = std::fs::metadata(root)?;
+        if !facts.is_dir() {
+            return Err(io::Error::new(io::ErrorKind::NotADirectory, "not a directory").into());
+        }
+        let lock = if live { None } else { lock(root, false)? };
+        Ok(Self { root: root.to_owned(), direct, _lock: lock })
+    }
+}
+
+/// Takes the store's lock, shared with other readers or alone; nothing is made, so a directory without one is not
+/// locked.
+fn lock(root: &Path, alone: bool) -> Result<Option<File>, OpenError> {
+    let options = flags(OFlags::NOFOLLOW | OFlags::NONBLOCK);
+    let file = match OpenOptions::new().read(true).custom_flags(options).open(root.join(LOCK)) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        // A lock that may not be read cannot be asked; a link is none.
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) => {
+            return Ok(None);
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let taken = if alone { file.try_lock() } else { file.try_lock_shared() };
+    match taken {
+        Ok(()) => Ok(Some(file)),
+        Err(std::fs::TryLockError::WouldBlock) => Err(OpenError::InUse),
+        Err(std::fs::TryLockError::Error(error)) => Err(error.into()),
+    }
+}
+
+impl Disk for RealDisk {
+    fn name(&self) -> String {
+        self.root.display().to_string()
+    }
+
+    fn visit(&self, folder: &str, each: &mut dyn FnMut(Node)) -> io::Result<()> {
+        for entry in std::fs::read_dir(self.root.join(folder))? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let kind = match entry.file_type() {
+                Ok(kind) if kind.is_file() => NodeKind::File,
+                Ok(kind) if kind.is_dir() => NodeKind::Folder,
+                Ok(kind) if kind.is_symlink() => NodeKind::Link,
+                _ => NodeKind::Other,
+            };
+            each(Node { name, kind });
+        }
+        Ok(())
+    }
+
+    fn open(&self, path: &str) -> io::Result<Box<dyn DiskFile>> {
+        let path = self.root.join(path);
+        let plain = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let file = OpenOptions::new().read(true).custom_flags(flags(plain)).open(&path)?;
+        let facts = file.metadata()?;
+        if !facts.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a plain file"));
+        }
+        let direct = if self.direct {
+            let past_cache = flags(plain | OFlags::DIRECT);
+            OpenOptions::new().read(true).custom_flags(past_cache).open(&path).ok()
+        } else {
+            None
+        };
+        Ok(Box::new(RealFile {
+            file,
+            direct,
+            refused: OnceLock::new(),
+            len: facts.len(),
+            allocated: facts.blocks().saturating_mul(512),
+        }))
+    }
+}
+
+/// A file under both ways of reading it.
+#[derive(Debug)]
+struct RealFile {
+    file: File,
+    direct: Option<File>,
+    /// Set when the file system turned out to refuse direct reads of this file.
+    refused: OnceLock<()>,
+    len: u64,
+    allocated: u64,
+}
+
+impl DiskFile for RealFile {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn allocated(&self) -> u64 {
+        self.allocated
+    }
+
+    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
+        if let (Some(direct), None) = (&self.direct, self.refused.get()) {
+            match direct.read_at(into, offset) {
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                    let _ = self.refused.set(());
+                }
+                done => return done,
+            }
+        }
+        self.file.read_at(into, offset)
+    }
+}
+
+/// A directory that is repaired: it is locked, and everything in it may change.
+#[derive(Debug)]
+pub struct RealWriter {
+    root: PathBuf,
+    _lock: Option<File>,
+}
+
+impl RealWriter {
+    /// Takes the directory for this process alone.
+    pub fn open(root: &Path) -> Result<Self, OpenError> {
+        Ok(Self { root: root.to_owned(), _lock: lock(root, true)? })
+    }
+
+    fn file(&self, path: &str, make: bool) -> io::Result<File> {
+        OpenOptions::new()
+            .write(true)
+            .create(make)
+            .truncate(false)
+            .custom_flags(flags(OFlags::NOFOLLOW))
+            .open(self.root.join(path))
+    }
+}
+
+impl DiskWriter for RealWriter {
+    fn write_at(&self, path: &str, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.file(path, true)?.write_all_at(bytes, offset)
+    }
+
+    fn set_len(&self, path: &str, len: u64) -> io::Result<()> {
+        self.file(path, true)?.set_len(len)
+    }
+
+    fn sync(&self, path: &str) -> io::Result<()> {
+        self.file(path, false)?.sync_all()
+    }
+
+    fn make_folder(&self, path: &str) -> io::Result<()> {
+        match std::fs::create_dir(self.root.join(path)) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            done => done,
+        }
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        let no_replace = rustix::fs::RenameFlags::NOREPLACE;
+        let here = rustix::fs::CWD;
+        Ok(rustix::fs::renameat_with(here, self.root.join(from), here, self.root.join(to), no_replace)?)
+    }
+
+    fn sync_folder(&self, path: &str) -> io::Result<()> {
+        File::open(self.root.join(path))?.sync_all()
+    }
+}

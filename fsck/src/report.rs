@@ -1,0 +1,221 @@
+//! What a check says: as data for programs, and for people with what it means and what to do.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use serde::Serialize;
+
+use crate::check::{Accounting, Checked, Level};
+use crate::findings::Finding;
+
+/// One thing that was found, as `--json` has it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Item {
+    /// What it is: a label of docs/FORMAT.md.
+    pub label: &'static str,
+    /// `problem` or `note`.
+    pub severity: &'static str,
+    /// How it comes about.
+    pub cause: &'static str,
+    /// The shard, if it is in one.
+    pub shard: Option<u32>,
+    /// The segment, if it is in one.
+    pub segment: Option<u32>,
+    /// Bytes from the start of the file.
+    pub offset: Option<u64>,
+    /// The file, for what lies outside segments.
+    pub file: Option<String>,
+    /// The first block that it is about.
+    pub key: Option<String>,
+    /// What should have been there.
+    pub expected: Option<String>,
+    /// What was.
+    pub found: Option<String>,
+    /// Blocks that become misses.
+    pub blocks: u64,
+    /// Of which model.
+    pub model: Option<String>,
+}
+
+impl From<&Finding> for Item {
+    fn from(finding: &Finding) -> Self {
+        Self {
+            label: finding.label.name,
+            severity: finding.label.severity.label(),
+            cause: finding.label.cause,
+            shard: finding.place.shard,
+            segment: finding.place.segment,
+            offset: finding.place.offset,
+            file: finding.file.clone(),
+            key: finding.key.map(|key| key.to_string()),
+            expected: finding.expected.clone(),
+            found: finding.found.clone(),
+            blocks: finding.blocks,
+            model: finding.model.clone(),
+        }
+    }
+}
+
+/// The report of a check.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Report {
+    /// Whether nothing is damaged.
+    pub clean: bool,
+    /// `quick`, `full` or `deep`.
+    pub level: &'static str,
+    /// The store's id, if there is one.
+    pub store: Option<String>,
+    /// Records that count.
+    pub records: u64,
+    /// Blocks in them, copies included.
+    pub blocks: u64,
+    /// Bytes that came from the device.
+    pub bytes_scanned: u64,
+    /// How long it took.
+    pub seconds: f64,
+    /// Rate of the whole check.
+    pub gib_per_s: f64,
+    /// That rate over the bare sequential read of the same run, if it was measured.
+    pub device_ratio: Option<f64>,
+    /// Where the bytes of the segments are.
+    pub accounting: Accounting,
+    /// How often each label was met, normal ones included.
+    pub labels: BTreeMap<&'static str, u64>,
+    /// Blocks that become misses, by model.
+    pub lost: BTreeMap<String, u64>,
+    /// What a crash or a newer program legally leaves behind.
+    pub notes: Vec<Item>,
+    /// How many problems there are; `problems` has the first ones.
+    pub problem_count: u64,
+    /// Damage.
+    pub problems: Vec<Item>,
+}
+
+/// Gibibyte, as a number to divide by.
+const GIB: f64 = (1u64 << 30) as f64;
+/// Problems that people are shown.
+const SHOWN: usize = 20;
+
+impl Report {
+    /// The report of a check that took so long.
+    pub fn new(checked: &Checked, level: Level, (bytes_scanned, seconds): (u64, f64)) -> Self {
+        let findings = &checked.findings;
+        let items = |all: &[Finding]| all.iter().map(Item::from).collect();
+        let gib_per_s = if seconds > 0.0 { bytes_scanned as f64 / GIB / seconds } else { 0.0 };
+        Self {
+            clean: findings.is_clean(),
+            level: level.name(),
+            store: None,
+            records: checked.records,
+            blocks: checked.blocks,
+            bytes_scanned,
+            seconds,
+            gib_per_s,
+            device_ratio: None,
+            accounting: checked.accounting,
+            labels: findings.counts.clone(),
+            lost: findings.lost.clone(),
+            notes: items(&findings.notes),
+            problem_count: findings.problem_count,
+            problems: items(&findings.problems),
+        }
+    }
+
+    /// The report for people.
+    pub fn text(&self) -> String {
+        let mut out = String::new();
+        // Writing into a string does not fail.
+        let _ = self.write_text(&mut out);
+        out
+    }
+
+    fn write_text(&self, out: &mut String) -> std::fmt::Result {
+        for (list, heading) in [(&self.problems, "Problems"), (&self.notes, "Notes")] {
+            if list.is_empty() {
+                continue;
+            }
+            writeln!(out, "{heading}:")?;
+            for (label, items) in by_label(list) {
+                let Some(first) = items.first() else { continue };
+                let times = self.labels.get(label).copied().unwrap_or(items.len() as u64);
+                writeln!(out, "  {label} ({times}): {}", first.cause)?;
+                let shown = if first.severity == "problem" { SHOWN } else { 2 };
+                for item in items.iter().take(shown) {
+                    writeln!(out, "    {}", describe(item))?;
+                }
+                let rest = times.saturating_sub(shown.min(items.len()) as u64);
+                if rest > 0 {
+                    writeln!(
+                        out,
+                        "    and {rest} more{}",
+                        if items.len() > shown { ": --json lists them" } else { "" }
+                    )?;
+                }
+            }
+        }
+        let gib = self.bytes_scanned as f64 / GIB;
+        write!(out, "{} records, {} blocks; {gib:.2} GiB read", self.records, self.blocks)?;
+        writeln!(out, " in {:.1} s ({:.2} GiB/s), {} check", self.seconds, self.gib_per_s, self.level)?;
+        self.write_verdict(out)
+    }
+
+    fn write_verdict(&self, out: &mut String) -> std::fmt::Result {
+        if self.clean {
+            writeln!(out, "clean")?;
+            return if self.notes.is_empty() {
+                Ok(())
+            } else {
+                writeln!(out, "the notes are what a crash or a newer program legally leaves: nothing to do")
+            };
+        }
+        writeln!(out, "NOT clean: {} problems", self.problem_count)?;
+        for (model, blocks) in &self.lost {
+            writeln!(out, "  {blocks} blocks of {model} become misses: engines compute them again")?;
+        }
+        if self.lost.is_empty() {
+            writeln!(out, "  no block that can be named is lost")?;
+        }
+        writeln!(out, "Wrong bytes are never served: damage costs what it hits.")?;
+        if self.problems.iter().any(|item| item.label == "media-error") {
+            writeln!(
+                out,
+                "The device refuses reads: look at its log (dmesg, smartctl) and replace it before anything else."
+            )?;
+        }
+        if self.problems.iter().any(|item| item.label == "directory-missing") {
+            writeln!(out, "Give every directory of the store, or bring the missing device back.")?;
+        }
+        writeln!(
+            out,
+            "Next: `kvarts fsck --repair --dry-run` says what can be put right, `--repair` does it."
+        )
+    }
+}
+
+fn by_label(items: &[Item]) -> BTreeMap<&'static str, Vec<&Item>> {
+    let mut groups = BTreeMap::<_, Vec<&Item>>::new();
+    for item in items {
+        groups.entry(item.label).or_default().push(item);
+    }
+    groups
+}
+
+fn describe(item: &Item) -> String {
+    let mut parts = Vec::new();
+    match (item.shard, item.segment) {
+        (Some(shard), Some(segment)) => parts.push(format!("shard {shard} segment {segment}")),
+        (Some(shard), None) => parts.push(format!("shard {shard}")),
+        _ => {}
+    }
+    parts.extend(item.file.clone());
+    parts.extend(item.offset.map(|offset| format!("offset {offset}")));
+    parts.extend(item.key.as_ref().map(|key| format!("key {key}")));
+    parts.extend(item.expected.as_ref().map(|expected| format!("expected {expected}")));
+    parts.extend(item.found.as_ref().filter(|found| !found.is_empty()).map(|found| format!("found {found}")));
+    if item.blocks > 0 {
+        let model = item.model.as_deref().unwrap_or("unknown model");
+        parts.push(format!("{} blocks of {model}", item.blocks));
+    }
+    // What lies on disk chose some of these bytes: nothing of it may steer a terminal.
+    parts.join(", ").chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}

@@ -1,0 +1,345 @@
+//! The shape of a whole store: its directories, which shards lie in which, which files each has.
+//!
+//! Nothing of a file's content is read here but superblocks, and, where those are lost, segment headers: they repeat
+//! the store's id and secret.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Arc;
+
+use kvarts_layout::format::names::{FileName, segment_name, shard_name};
+use kvarts_layout::format::segment::SegmentHeader;
+use kvarts_layout::format::superblock::Chosen;
+use kvarts_layout::format::{PAGE, PAGE_BYTES};
+
+use crate::disk::{Disk, Node, NodeKind};
+use crate::findings::{self, Finding, Findings, Place};
+use crate::segment::Keyring;
+use crate::superblock::{self, Seen};
+use crate::window::{Tally, Window};
+
+/// Where repair puts what it sets aside; nothing reads it.
+pub const QUARANTINE: &str = "quarantine";
+/// Names beside the format's that belong in a store's directory.
+const HARMLESS: [&str; 3] = ["lock", "lost+found", QUARANTINE];
+/// Names of stray files that a report shows.
+const STRAYS_SHOWN: usize = 3;
+/// Segments of a shard that are asked for the store's secret when the superblock is lost.
+const VOTERS: usize = 64;
+
+/// Why a check cannot be made at all.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum CannotRun {
+    /// There is no store here.
+    NoStore(String),
+    /// Only a newer program can read it.
+    Newer(u16),
+    /// The directories do not belong together.
+    Mixed(String),
+    /// The operating system refuses.
+    Refused(String),
+}
+
+impl fmt::Display for CannotRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoStore(directory) => {
+                write!(
+                    f,
+                    "{directory} holds no store: give the directory that `kvarts serve --dir` was given"
+                )
+            }
+            Self::Newer(version) => {
+                write!(
+                    f,
+                    "the store needs a program of format version {version}: check it with a newer kvarts"
+                )
+            }
+            Self::Mixed(what) => write!(f, "the directories do not belong together: {what}"),
+            Self::Refused(what) => write!(f, "{what}"),
+        }
+    }
+}
+
+impl std::error::Error for CannotRun {}
+
+/// A shard and its files.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Shard {
+    /// Its number.
+    pub number: u32,
+    /// Which of [`Store::directories`] it lies in.
+    pub directory: usize,
+    /// Whether its folder is there.
+    pub is_there: bool,
+    /// Its segments, ascending.
+    pub segments: Vec<u32>,
+}
+
+/// One directory of a store.
+#[derive(Clone, Debug)]
+pub struct Directory {
+    /// Its files.
+    pub disk: Arc<dyn Disk>,
+    /// Its superblock, if a slot of it is sound.
+    pub superblock: Option<Chosen>,
+}
+
+/// A store as its directories show it.
+#[derive(Clone, Debug)]
+pub struct Store {
+    /// What proves its structures.
+    pub keyring: Keyring,
+    /// Its directories, as they were given.
+    pub directories: Vec<Directory>,
+    /// Its shards, by number.
+    pub shards: Vec<Shard>,
+}
+
+/// Finds out what the directories hold. `None`: making a store here was cut short, and nothing is in it.
+pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Store>, CannotRun> {
+    let mut seen = Vec::new();
+    for disk in disks {
+        let superblock = superblock::read(&**disk, into);
+        let top = Top::read(&**disk, into)?;
+        seen.push((disk, superblock, top));
+    }
+    for (disk, superblock, _) in &seen {
+        match superblock {
+            Seen::Newer(version) => return Err(CannotRun::Newer(*version)),
+            Seen::Unreadable(why) => {
+                return Err(CannotRun::Refused(format!(
+                    "{}: the superblock cannot be opened: {why}",
+                    disk.name()
+                )));
+            }
+            _ => {}
+        }
+    }
+    let mut keyring = agreed(&seen)?;
+    if keyring.is_none() {
+        keyring = seen.iter().find_map(|(disk, _, top)| by_segments(&***disk, &top.shards));
+    }
+    let Some(keyring) = keyring else {
+        let blank = |seen: &Seen| matches!(seen, Seen::Blank);
+        let Some((disk, ..)) = seen.iter().find(|(_, superblock, _)| !blank(superblock)) else {
+            for (disk, ..) in &seen {
+                into.take(Finding::of(findings::STORE_HALF_MADE, disk.name()));
+            }
+            return Ok(None);
+        };
+        return Err(CannotRun::NoStore(disk.name()));
+    };
+    let mut store = Store { keyring, directories: Vec::new(), shards: Vec::new() };
+    for (at, (disk, superblock, top)) in seen.into_iter().enumerate() {
+        take_directory(&mut store, at, (&**disk, &superblock), &top, into)?;
+        let superblock = if let Seen::Sound(chosen) = superblock { Some(chosen) } else { None };
+        store.directories.push(Directory { disk: Arc::clone(disk), superblock });
+    }
+    store.shards.sort_by_key(|shard| shard.number);
+    about_whole(&store, into);
+    Ok(Some(store))
+}
+
+/// What the top of a directory holds.
+#[derive(Debug, Default)]
+struct Top {
+    shards: BTreeSet<u32>,
+}
+
+impl Top {
+    fn read(disk: &dyn Disk, into: &mut Findings) -> Result<Self, CannotRun> {
+        let mut top = Self::default();
+        let mut strays = Strays::default();
+        let mut odd = Vec::new();
+        let listed = disk.visit("", &mut |node: Node| match (FileName::parse(&node.name), node.kind) {
+            (Some(FileName::Shard(shard)), NodeKind::Folder) => drop(top.shards.insert(shard)),
+            (Some(FileName::Superblock), NodeKind::File) => {}
+            (Some(FileName::Shard(_) | FileName::Superblock), kind) => odd.push((node.name, kind)),
+            _ if HARMLESS.contains(&node.name.as_str()) => {}
+            _ => strays.take(node.name),
+        });
+        listed.map_err(|error| CannotRun::Refused(format!("{} cannot be listed: {error}", disk.name())))?;
+        for (name, kind) in odd {
+            into.take(not_a_file(format!("{}/{name}", disk.name()), kind));
+        }
+        strays.report(disk.name(), into);
+        Ok(top)
+    }
+}
+
+fn not_a_file(path: String, kind: NodeKind) -> Finding {
+    let what = match kind {
+        NodeKind::File => "a file",
+        NodeKind::Folder => "a folder",
+        NodeKind::Link => "a symbolic link",
+        NodeKind::Other => "a device, pipe or socket",
+    };
+    Finding::of(findings::NOT_A_FILE, path).found(what)
+}
+
+#[derive(Debug, Default)]
+struct Strays {
+    count: u64,
+    first: Vec<String>,
+}
+
+impl Strays {
+    fn take(&mut self, name: String) {
+        self.count = self.count.saturating_add(1);
+        if self.first.len() < STRAYS_SHOWN {
+            self.first.push(name);
+        }
+    }
+
+    fn report(self, folder: String, into: &mut Findings) {
+        if self.count > 0 {
+            let more = if self.count > self.first.len() as u64 { ", ..." } else { "" };
+            let found = format!("{}: {}{more}", self.count, self.first.join(", "));
+            into.take(Finding::of(findings::STRAY_FILES, folder).found(found));
+        }
+    }
+}
+
+/// The keyring that the sound superblocks agree on.
+fn agreed(seen: &[(&Arc<dyn Disk>, Seen, Top)]) -> Result<Option<Keyring>, CannotRun> {
+    let mut keyring: Option<(Keyring, String)> = None;
+    let mut numbers = BTreeMap::new();
+    for (disk, superblock, _) in seen {
+        let Seen::Sound(chosen) = superblock else { continue };
+        let state = &chosen.superblock;
+        let own =
+            Keyring { store: state.store, secret: state.secret.clone(), segment_bytes: state.segment_bytes };
+        if let Some((known, first)) = &keyring {
+            if *known != own {
+                return Err(CannotRun::Mixed(format!(
+                    "{} is of store {}, {first} of store {}",
+                    disk.name(),
+                    own.store,
+                    known.store
+                )));
+            }
+        } else {
+            keyring = Some((own, disk.name()));
+        }
+        if let Some(first) = numbers.insert(state.directory, disk.name()) {
+            let here = disk.name();
+            return Err(CannotRun::Mixed(format!(
+                "{here} is the same directory as {first}, or a copy of it"
+            )));
+        }
+    }
+    Ok(keyring.map(|(keyring, _)| keyring))
+}
+
+/// The keyring that most segment headers of a directory carry: what is left when both superblock slots are gone.
+fn by_segments(disk: &dyn Disk, shards: &BTreeSet<u32>) -> Option<Keyring> {
+    let mut votes: Vec<(Keyring, usize)> = Vec::new();
+    let mut asked = 0usize;
+    let tally = Tally::default();
+    for &shard in shards {
+        for segment in list_shard(disk, shard, &mut Findings::default()).into_iter().take(VOTERS) {
+            let path = format!("{}/{}", shard_name(shard), segment_name(segment));
+            let Ok(file) = disk.open(&path) else { continue };
+            let mut window = Window::new(&*file, PAGE_BYTES, &tally);
+            let Ok(header) = SegmentHeader::decode_unkeyed(window.bytes(0, PAGE)) else { continue };
+            asked = asked.saturating_add(1);
+            let (store, segment_bytes) = (header.position.store, header.segment_bytes);
+            let own = Keyring { store, secret: header.secret, segment_bytes };
+            match votes.iter_mut().find(|(known, _)| *known == own) {
+                Some((_, count)) => *count = count.saturating_add(1),
+                None => votes.push((own, 1)),
+            }
+        }
+    }
+    let (keyring, count) = votes.into_iter().max_by_key(|(_, count)| *count)?;
+    (count.saturating_mul(2) > asked).then_some(keyring)
+}
+
+/// The segments of a shard's folder, ascending.
+fn list_shard(disk: &dyn Disk, shard: u32, into: &mut Findings) -> Vec<u32> {
+    let folder = shard_name(shard);
+    let mut segments = Vec::new();
+    let mut strays = Strays::default();
+    let mut odd = Vec::new();
+    let listed = disk.visit(&folder, &mut |node: Node| match (FileName::parse(&node.name), node.kind) {
+        (Some(FileName::Segment(segment)), NodeKind::File) => segments.push(segment),
+        (Some(FileName::Checkpoint(_)), NodeKind::File) => {}
+        (Some(FileName::Segment(_) | FileName::Checkpoint(_)), kind) => odd.push((node.name, kind)),
+        _ => strays.take(node.name),
+    });
+    let path = format!("{}/{folder}", disk.name());
+    if let Err(error) = listed {
+        into.take(Finding::of(findings::FOLDER_UNREADABLE, path.clone()).found(error));
+    }
+    for (name, kind) in odd {
+        let place = Place { shard: Some(shard), ..Place::default() };
+        into.take(Finding { place, ..not_a_file(format!("{path}/{name}"), kind) });
+    }
+    strays.report(path, into);
+    segments.sort_unstable();
+    segments
+}
+
+fn take_directory(
+    store: &mut Store,
+    at: usize,
+    (disk, superblock): (&dyn Disk, &Seen),
+    top: &Top,
+    into: &mut Findings,
+) -> Result<(), CannotRun> {
+    let expected: BTreeSet<u32> = match superblock {
+        Seen::Sound(chosen) => chosen.superblock.shards.iter().copied().collect(),
+        Seen::Blank if top.shards.is_empty() => {
+            into.take(Finding::of(findings::STORE_HALF_MADE, disk.name()));
+            BTreeSet::new()
+        }
+        Seen::Absent if top.shards.is_empty() => return Err(CannotRun::NoStore(disk.name())),
+        Seen::Absent | Seen::Blank => {
+            into.take(Finding::of(findings::SUPERBLOCK_LOST, disk.name()).found("nothing"));
+            top.shards.clone()
+        }
+        _ => top.shards.clone(),
+    };
+    for &number in expected.union(&top.shards) {
+        if !expected.contains(&number) {
+            let place = Place { shard: Some(number), ..Place::default() };
+            let path = format!("{}/{}", disk.name(), shard_name(number));
+            into.take(Finding { place, ..Finding::of(findings::SHARD_UNEXPECTED, path) });
+            continue;
+        }
+        let is_there = top.shards.contains(&number);
+        let segments = if is_there { list_shard(disk, number, into) } else { Vec::new() };
+        about_numbers(disk, number, &segments, into);
+        store.shards.push(Shard { number, directory: at, is_there, segments });
+    }
+    Ok(())
+}
+
+fn about_numbers(disk: &dyn Disk, shard: u32, segments: &[u32], into: &mut Findings) {
+    let unused = segments.last().map_or(0, |last| u64::from(*last) + 1).saturating_sub(segments.len() as u64);
+    if unused > 0 {
+        let place = Place { shard: Some(shard), ..Place::default() };
+        let finding =
+            Finding::of(findings::SEGMENT_NUMBER_UNUSED, format!("{}/{}", disk.name(), shard_name(shard)));
+        into.take(Finding { place, ..finding.found(format!("{unused} numbers")) });
+    }
+}
+
+/// What is missing.
+fn about_whole(store: &Store, into: &mut Findings) {
+    let states: Vec<&Chosen> = store.directories.iter().filter_map(|one| one.superblock.as_ref()).collect();
+    let given = store.directories.len() as u64;
+    if let Some(wanted) = states.iter().map(|chosen| u64::from(chosen.superblock.directories)).max()
+        && wanted > given
+    {
+        let finding = Finding::at(findings::DIRECTORY_MISSING, Place::default());
+        into.take(finding.expected(format!("{wanted} directories")).found(given));
+    }
+    let used = store.shards.iter().any(|shard| !shard.segments.is_empty());
+    for shard in store.shards.iter().filter(|shard| !shard.is_there) {
+        let label = if used { findings::SHARD_MISSING } else { findings::SHARD_NOT_MADE };
+        let place = Place { shard: Some(shard.number), ..Place::default() };
+        into.take(Finding::at(label, place));
+    }
+}

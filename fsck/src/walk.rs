@@ -1,0 +1,406 @@
+//! Walks a segment without a usable footer from record to record, and says what counts in it by the recovery table.
+//!
+//! The walk goes from record to record where lengths are proven and from page to page elsewhere, to the end of the
+//! segment. What had been flushed and what follows what is known only then, so rows are looked up afterwards; payloads
+//! are verified on the way, so that every byte is read once.
+//!
+//! Memory: the bodies of one segment's records, which are no more than its footer would be.
+
+use kvarts_layout::format::footer::{Content, Defined, Entry};
+use kvarts_layout::format::record::{self, Body, Prefix};
+use kvarts_layout::format::recovery::{
+    Decision, Found, Later, Proof, RecordSighting, Scan, Severity, Sight, record_row, sight,
+};
+use kvarts_layout::format::seal::claimed_position;
+use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, Secret, is_zero};
+
+use crate::findings::{self, Finding, Findings, Label, Place};
+use crate::names::Names;
+use crate::verify::{BadChunk, Verified, verify};
+use crate::window::Window;
+
+/// What is walked, and what is known of it from elsewhere.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// Why.
+    pub scan: Scan,
+    /// The segment under its header's generation, or zero: then every generation is later.
+    pub position: Position,
+    /// No record of that generation has a lower sequence.
+    pub first_sequence: u64,
+    /// Of which generation `durable_upto` speaks.
+    pub durable_generation: u64,
+    /// Everything below had been flushed.
+    pub durable_upto: u64,
+    /// Where the trailer stands.
+    pub end: u64,
+    /// Whether content ids are wanted.
+    pub content_ids: bool,
+}
+
+/// What is known of a record's payload.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Payload {
+    /// There is none, or the header cannot be used.
+    None,
+    /// It was read.
+    Read(Box<Verified>),
+    /// It cannot be verified: why.
+    Unusable(Label),
+}
+
+/// A record that proves itself.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Met {
+    /// Where its header begins.
+    pub offset: u64,
+    /// What it is.
+    pub found: Found,
+    /// Its proven fixed part.
+    pub prefix: Prefix,
+    /// Its body, where that can be used.
+    pub body: Option<Body>,
+    /// Its payload.
+    pub payload: Payload,
+    /// The model that its blocks are of.
+    pub model: Option<String>,
+}
+
+#[derive(Debug)]
+enum Item {
+    Record(Box<Met>),
+    Run { found: Found, start: u64, end: u64 },
+}
+
+/// What a walk found.
+#[derive(Debug, Default)]
+pub struct Scanned {
+    /// What the records say that they belong to.
+    pub generation: u64,
+    /// What counts.
+    pub adopted: Vec<Met>,
+    /// Records whose blocks are dead but whose bytes are kept.
+    pub condemned: u64,
+    /// Where the last record that counts ends.
+    pub log_end: u64,
+    /// The highest sequence of any proven record.
+    pub last_sequence: u64,
+    /// Everything below had been flushed.
+    pub durable_upto: u64,
+}
+
+impl Scanned {
+    /// What counts, as a footer lists it.
+    pub fn entries(&self) -> Vec<Entry> {
+        self.adopted.iter().filter_map(entry).collect()
+    }
+
+    /// Whether the segment holds anything that must be kept.
+    pub fn is_worth_sealing(&self) -> bool {
+        let says_something = |met: &Met| !matches!(met.body, Some(Body::Identity(_) | Body::Spec(_)));
+        self.condemned > 0 || self.adopted.iter().any(says_something)
+    }
+}
+
+/// A record as a footer lists it; `None` if it cannot be listed.
+pub fn entry(met: &Met) -> Option<Entry> {
+    let defined = |definition: &kvarts_layout::format::body::Definition| Defined {
+        local: definition.local,
+        id: definition.id,
+    };
+    let content = match met.body.as_ref()? {
+        Body::Blocks(blocks) => Content::Blocks(blocks.clone()),
+        Body::Identity(definition) => Content::Identity(defined(definition)),
+        Body::Spec(definition) => Content::Spec(defined(definition)),
+        Body::Tombstones(tombstones) => Content::Tombstones(tombstones.clone()),
+        Body::Epoch(epoch) => Content::Epoch(*epoch),
+        Body::Unknown(code) => Content::Unknown(*code),
+    };
+    Some(Entry {
+        offset: met.offset,
+        sequence: met.prefix.sequence,
+        payload_bytes: met.prefix.payload_bytes,
+        header_bytes: met.prefix.header_bytes,
+        content,
+    })
+}
+
+/// What stands at one page: everything but its payload.
+pub fn look(window: &mut Window<'_>, position: &Position, secret: &Secret) -> Sight {
+    let page = window.bytes(position.offset, PAGE);
+    if page.is_empty() || is_zero(page) {
+        return Sight { found: Found::Empty, prefix: None, body: None };
+    }
+    match Prefix::open(page, position, secret) {
+        Ok(prefix) => {
+            let len = usize::try_from(prefix.header_bytes).unwrap_or(usize::MAX);
+            sight(window.bytes(position.offset, len), position, secret)
+        }
+        Err(_) => sight(page, position, secret),
+    }
+}
+
+/// Reads the payload of a proven record of blocks, where the definitions before it say how.
+pub fn read_payload(
+    window: &mut Window<'_>,
+    (position, secret): (&Position, &Secret),
+    (prefix, body): (&Prefix, &Body),
+    names: &mut Names,
+    content_ids: bool,
+) -> Payload {
+    let Body::Blocks(blocks) = body else { return Payload::None };
+    let layout = match names.layout(blocks, prefix) {
+        Ok(layout) => layout,
+        Err(label) => return Payload::Unusable(label),
+    };
+    let len = usize::try_from(prefix.header_bytes).unwrap_or(usize::MAX);
+    let digests: Vec<u32> = match record::open(window.bytes(position.offset, len), position, secret) {
+        Ok(record) => record.digests().collect(),
+        Err(_) => Vec::new(),
+    };
+    let start = position.offset.saturating_add(u64::from(prefix.header_bytes));
+    Payload::Read(Box::new(verify(window, start, &layout, &digests, content_ids)))
+}
+
+struct Walk {
+    items: Vec<Item>,
+    durable_upto: u64,
+    last_record: u64,
+    last_sequence: u64,
+    /// The highest later generation that a record proves.
+    ahead: Option<u64>,
+}
+
+/// Walks a segment, from the start again if a later generation than the expected one is proven.
+pub fn scan(window: &mut Window<'_>, target: &Target, secret: &Secret, into: &mut Findings) -> Scanned {
+    let mut position = target.position;
+    let mut walked = walk(window, &position, target, secret);
+    if let Some(ahead) = walked.ahead {
+        if target.position.generation != 0 {
+            let sighting = RecordSighting {
+                found: Found::Ahead,
+                scan: target.scan,
+                proof: Proof::Open,
+                later: Later::Nothing,
+            };
+            let place = place(&position, 0);
+            let finding = Finding::at(record_row(&sighting), place);
+            into.take(finding.expected(position.generation).found(ahead));
+        }
+        position = position.under(ahead);
+        walked = walk(window, &position, target, secret);
+    }
+    decide(&position, target.scan, walked, into)
+}
+
+fn walk(window: &mut Window<'_>, segment: &Position, target: &Target, secret: &Secret) -> Walk {
+    let known = target.durable_generation == segment.generation;
+    let same = target.position.generation == segment.generation;
+    let mut walk = Walk {
+        items: Vec::new(),
+        durable_upto: if known { target.durable_upto } else { 0 },
+        last_record: 0,
+        last_sequence: if same { target.first_sequence.saturating_sub(1) } else { 0 },
+        ahead: None,
+    };
+    let mut names = Names::default();
+    let mut offset = PAGE_BYTES;
+    while offset < target.end {
+        let position = segment.at(offset);
+        let seen = look(window, &position, secret);
+        if seen.found == Found::Ahead {
+            let claimed = claimed_position(window.bytes(offset, PAGE));
+            walk.ahead = walk.ahead.max(claimed.map(|claimed| claimed.generation));
+        }
+        let Some(prefix) = seen.prefix else {
+            walk.run(seen.found, offset, offset.saturating_add(PAGE_BYTES));
+            offset = offset.saturating_add(PAGE_BYTES);
+            continue;
+        };
+        walk.durable_upto = walk.durable_upto.max(prefix.durable_upto);
+        let mut met =
+            Met { offset, found: seen.found, prefix, body: seen.body, payload: Payload::None, model: None };
+        if prefix.record_bytes() > target.end.saturating_sub(offset) {
+            (met.found, met.body) = (Found::Malformed, None);
+            walk.items.push(Item::Record(Box::new(met)));
+            offset = offset.saturating_add(PAGE_BYTES);
+            continue;
+        }
+        if met.found != Found::Torn {
+            if prefix.sequence <= walk.last_sequence {
+                met.found = Found::OutOfOrder;
+            }
+            walk.last_sequence = walk.last_sequence.max(prefix.sequence);
+            walk.last_record = offset;
+        }
+        take_in(window, (&position, secret), &mut met, &mut names, target.content_ids);
+        walk.items.push(Item::Record(Box::new(met)));
+        offset = offset.saturating_add(prefix.record_bytes());
+    }
+    walk
+}
+
+/// Takes in what a record defines, or reads its payload.
+fn take_in(
+    window: &mut Window<'_>,
+    place: (&Position, &Secret),
+    met: &mut Met,
+    names: &mut Names,
+    content_ids: bool,
+) {
+    let Some(body) = &met.body else { return };
+    match met.found {
+        Found::RecordWhole if !names.define(body) => {
+            met.payload = Payload::Unusable(findings::DEFINITION_DAMAGED)
+        }
+        Found::RecordUnread => {
+            if let Body::Blocks(blocks) = body {
+                met.model = names.get(blocks.namespace).map(|namespace| namespace.model.clone());
+            }
+            met.payload = read_payload(window, place, (&met.prefix, body), names, content_ids);
+            if let Payload::Read(verified) = &met.payload {
+                met.found = if verified.is_whole() { Found::RecordWhole } else { Found::RecordBroken };
+            }
+        }
+        _ => {}
+    }
+}
+
+impl Walk {
+    fn run(&mut self, found: Found, start: u64, end: u64) {
+        match self.items.last_mut() {
+            Some(Item::Run { found: before, end: upto, .. }) if *before == found && *upto == start => {
+                *upto = end
+            }
+            _ => self.items.push(Item::Run { found, start, end }),
+        }
+    }
+}
+
+/// A place in a segment.
+pub fn place(position: &Position, offset: u64) -> Place {
+    Place { shard: Some(position.shard), segment: Some(position.segment), offset: Some(offset) }
+}
+
+/// Looks up the row of everything that the walk met.
+fn decide(segment: &Position, scan: Scan, walk: Walk, into: &mut Findings) -> Scanned {
+    let mut scanned = Scanned {
+        generation: segment.generation,
+        log_end: PAGE_BYTES,
+        last_sequence: walk.last_sequence,
+        durable_upto: walk.durable_upto,
+        ..Scanned::default()
+    };
+    let sighting = |found, offset| RecordSighting {
+        found,
+        scan,
+        proof: if offset < walk.durable_upto { Proof::Durable } else { Proof::Open },
+        later: if offset < walk.last_record { Later::Follows } else { Later::Nothing },
+    };
+    for item in walk.items {
+        match item {
+            Item::Run { found, start, end } => {
+                // Part of a run may lie below what had been flushed and part above.
+                let upper =
+                    (start < walk.durable_upto && walk.durable_upto < end).then_some(walk.durable_upto);
+                let mut stop = false;
+                for start in [Some(start), upper].into_iter().flatten() {
+                    let row = record_row(&sighting(found, start));
+                    into.take(Finding::at(row, place(segment, start)));
+                    stop |= row.decision == Decision::Stop;
+                }
+                if stop {
+                    break;
+                }
+            }
+            Item::Record(met) => {
+                let sighting = sighting(met.found, met.offset);
+                decide_record(segment, &sighting, *met, into, &mut scanned);
+            }
+        }
+    }
+    scanned
+}
+
+fn decide_record(
+    segment: &Position,
+    sighting: &RecordSighting,
+    met: Met,
+    into: &mut Findings,
+    scanned: &mut Scanned,
+) {
+    let row = record_row(sighting);
+    let durable = sighting.proof == Proof::Durable;
+    let mut finding = Finding::at(row, place(segment, met.offset));
+    describe(&mut finding, &met);
+    if row.severity == Severity::Problem {
+        count_lost(&mut finding, &met);
+    }
+    into.take(finding);
+    about_payload(segment, &met, durable, into);
+    let end = met.offset.saturating_add(met.prefix.record_bytes());
+    match (row.decision, &met.body) {
+        (Decision::Adopt, Some(_)) | (Decision::SkipRecord, Some(Body::Unknown(_))) => {
+            scanned.log_end = end;
+            scanned.adopted.push(met);
+        }
+        (Decision::Condemn, _) => scanned.condemned = scanned.condemned.saturating_add(1),
+        // A payload that could not be verified above what had been flushed does not count.
+        _ => {}
+    }
+}
+
+/// Says in a finding what the record was about.
+pub fn describe(finding: &mut Finding, met: &Met) {
+    if let Some(Body::Blocks(blocks)) = &met.body {
+        finding.key = blocks.blocks.first().map(|block| kvarts_layout::BlockKey(block.key));
+        finding.model.clone_from(&met.model);
+    }
+    if let Payload::Read(verified) = &met.payload
+        && let Some(BadChunk { block, offset, expected, found }) = verified.bad
+    {
+        if let Some(Body::Blocks(blocks)) = &met.body {
+            let key = blocks.blocks.get(usize::try_from(block).unwrap_or(usize::MAX));
+            finding.key = key.map(|block| kvarts_layout::BlockKey(block.key));
+        }
+        finding.expected = Some(format!("crc32 {expected:08x} of the chunk at {offset}"));
+        finding.found = Some(format!("crc32 {found:08x}"));
+    }
+}
+
+/// Says in a finding how many blocks are lost with the record.
+pub fn count_lost(finding: &mut Finding, met: &Met) {
+    if let Some(Body::Blocks(blocks)) = &met.body {
+        finding.blocks = blocks.blocks.len() as u64;
+    }
+}
+
+/// What else there is to say about a record than its row: undefined names, unknown encodings, padding.
+pub fn about_payload(segment: &Position, met: &Met, durable: bool, into: &mut Findings) {
+    let place = place(segment, met.offset);
+    match &met.payload {
+        Payload::None => {}
+        Payload::Unusable(label) => {
+            let lost = *label == findings::RECORD_UNDEFINED;
+            let label = if lost && !durable { findings::RECORD_UNDEFINED_TAIL } else { *label };
+            let mut finding = Finding::at(label, place);
+            describe(&mut finding, met);
+            count_lost(&mut finding, met);
+            into.take(finding);
+        }
+        Payload::Read(verified) => {
+            if let (Some(dirty), true) = (verified.dirty, verified.is_whole()) {
+                let label = if durable { findings::PADDING_NOT_ZERO } else { findings::PADDING_TORN };
+                into.take(Finding::at(label, Place { offset: Some(dirty), ..place }));
+            }
+        }
+    }
+}
+
+/// Blocks of a record.
+pub fn blocks_of(met: &Met) -> usize {
+    match &met.body {
+        Some(Body::Blocks(blocks)) => blocks.blocks.len(),
+        _ => 0,
+    }
+}

@@ -1,0 +1,178 @@
+//! `kvarts fsck`: checks a store offline, and repairs it when asked.
+//!
+//! Exit codes: 0 clean, 1 problems found, 2 the check could not be made. The report goes to standard output, progress
+//! to standard error and only if that is a terminal.
+#![allow(clippy::disallowed_methods, reason = "an offline command: it times itself on a real machine")]
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use kvarts_fsck::check::{Checked, Level, Options, check, planned_bytes};
+use kvarts_fsck::disk::{Disk, OpenError, RealDisk};
+use kvarts_fsck::findings::Findings;
+use kvarts_fsck::report::Report;
+use kvarts_fsck::store::survey;
+use kvarts_fsck::window::Tally;
+
+use crate::cli::Failure;
+use crate::human;
+
+/// How often progress is shown.
+const TICK: Duration = Duration::from_millis(200);
+
+/// The arguments of `fsck`.
+#[derive(Args, Debug)]
+pub(crate) struct FsckArgs {
+    /// Every directory of the store
+    #[arg(required = true, value_name = "DIR")]
+    directories: Vec<PathBuf>,
+    /// Metadata only: headers, footers, checkpoints, unfinished tails
+    #[arg(long, conflicts_with = "deep")]
+    quick: bool,
+    /// Also content ids, and what lies in different shards compared
+    #[arg(long)]
+    deep: bool,
+    /// Check a store that is in use: what it writes meanwhile cannot be judged, and only sealed segments are
+    #[arg(long)]
+    live: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Threads that read and verify [default: two for each core]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// MiB of memory for what a deep check compares; more of it goes to temporary files
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    memory_mib: u32,
+}
+
+impl FsckArgs {
+    fn level(&self) -> Level {
+        match (self.quick, self.deep) {
+            (true, _) => Level::Quick,
+            (_, true) => Level::Deep,
+            _ => Level::Full,
+        }
+    }
+
+    fn options(&self) -> Options {
+        Options {
+            level: self.level(),
+            threads: self.threads.map_or_else(default_threads, usize::from),
+            live: self.live,
+            memory_bytes: (self.memory_mib as usize) << 20,
+            ..Options::default()
+        }
+    }
+}
+
+/// Two for each core: while one waits for the device, the other computes digests.
+pub(crate) fn default_threads() -> usize {
+    std::thread::available_parallelism().map_or(2, |cores| cores.get().saturating_mul(2)).min(64)
+}
+
+/// Opens directories for reading.
+pub(crate) fn open(directories: &[PathBuf], live: bool) -> Result<Vec<Arc<dyn Disk>>, Failure> {
+    let mut disks: Vec<Arc<dyn Disk>> = Vec::new();
+    for directory in directories {
+        let disk = RealDisk::open(directory, true, live).map_err(|error| refused(directory, &error))?;
+        disks.push(Arc::new(disk));
+    }
+    Ok(disks)
+}
+
+fn refused(directory: &std::path::Path, error: &OpenError) -> Failure {
+    let shown = directory.display();
+    match error {
+        OpenError::InUse => Failure::User(format!(
+            "{shown} is in use by another process: stop it, or use --live, which judges sealed segments only"
+        )),
+        OpenError::Io(error) => Failure::User(format!("{shown}: {error}")),
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let disks = open(&arguments.directories, arguments.live)?;
+    let report = examine(&disks, &arguments.options())?;
+    write(&report, arguments.json, out)?;
+    if report.clean { Ok(()) } else { Err(Failure::Problems) }
+}
+
+fn write(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
+    if json {
+        serde_json::to_writer_pretty(&mut *out, report).map_err(std::io::Error::from)?;
+        return Ok(writeln!(out)?);
+    }
+    Ok(out.write_all(report.text().as_bytes())?)
+}
+
+/// Checks a store, showing progress.
+pub(crate) fn examine(disks: &[Arc<dyn Disk>], options: &Options) -> Result<Report, Failure> {
+    let begin = Instant::now();
+    let mut found = Findings::default();
+    let tally = Tally::default();
+    let Some(store) = survey(disks, &mut found).map_err(Failure::user)? else {
+        found.sort();
+        let checked = Checked { findings: found, ..Checked::default() };
+        return Ok(Report::new(&checked, options.level, (0, begin.elapsed().as_secs_f64())));
+    };
+    let planned = planned_bytes(&store, options.level);
+    let checked = std::thread::scope(|scope| {
+        let (done, is_done) = channel();
+        let (store, tally) = (&store, &tally);
+        let work = scope.spawn(move || {
+            let checked = check(store, options, tally, found);
+            // Nobody waits any more if the progress is gone.
+            let _ = done.send(());
+            checked
+        });
+        show_progress(begin, planned, tally, &is_done);
+        work.join().map_err(|_| Failure::user("the check ended with a defect of this program"))
+    })?;
+    let checked = checked.map_err(Failure::user)?;
+    let seconds = begin.elapsed().as_secs_f64();
+    let mut report = Report::new(&checked, options.level, (tally.bytes(), seconds));
+    report.store = Some(store.keyring.store.to_string());
+    Ok(report)
+}
+
+fn show_progress(begin: Instant, planned: u64, tally: &Tally, done: &std::sync::mpsc::Receiver<()>) {
+    let mut err = std::io::stderr();
+    let shown = err.is_terminal();
+    while let Err(RecvTimeoutError::Timeout) = done.recv_timeout(TICK) {
+        if shown {
+            let line = progress(tally.bytes(), planned, begin.elapsed().as_secs_f64());
+            // A terminal that is gone misses nothing.
+            let _ = write!(err, "\r\x1b[K{line}").and_then(|()| err.flush());
+        }
+    }
+    if shown {
+        let _ = write!(err, "\r\x1b[K").and_then(|()| err.flush());
+    }
+}
+
+/// One line: how far, how fast, how long still.
+fn progress(bytes: u64, planned: u64, seconds: f64) -> String {
+    let rate = if seconds > 0.0 { bytes as f64 / seconds } else { 0.0 };
+    let percent = (bytes.saturating_mul(100)).checked_div(planned).unwrap_or(100).min(100);
+    let left = planned.saturating_sub(bytes) as f64;
+    let eta = if rate > 0.0 { format!("at most {:.0} s left", left / rate) } else { "just begun".to_owned() };
+    format!("{percent}% of {}, {}/s, {eta}", human::bytes(planned), human::bytes(rate as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_says_how_far_how_fast_and_how_long_still() {
+        assert_eq!(progress(1 << 29, 1 << 30, 2.0), "50% of 1 GiB, 256 MiB/s, at most 2 s left");
+        assert_eq!(progress(0, 1 << 30, 0.0), "0% of 1 GiB, 0 B/s, just begun");
+        assert_eq!(progress(10, 0, 1.0), "100% of 0 B, 10 B/s, at most 0 s left");
+    }
+}

@@ -1,0 +1,118 @@
+//! Runs the real `kvarts fsck`: exit codes, what it prints, and that it leaves everything as it is.
+#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use kvarts_layout::StoreId;
+use kvarts_layout::format::Secret;
+use kvarts_layout::format::superblock::Superblock;
+use serde_json::Value;
+
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvarts-fsck-cli-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    /// A store that was made and never used.
+    fn store(name: &str) -> Self {
+        let scratch = Self::new(name);
+        let superblock = Superblock {
+            store: StoreId(*b"a store of tests"),
+            directory: 0,
+            sequence: 1,
+            secret: Secret::new([7; 32]),
+            created_ms: 1,
+            segment_bytes: 64 << 10,
+            min_reader: 0,
+            clean: false,
+            directories: 1,
+            shards_total: 1,
+            shards: vec![0],
+        };
+        let slots = [superblock.encode(0).unwrap(), superblock.encode(1).unwrap()].concat();
+        std::fs::write(scratch.0.join("superblock"), slots).unwrap();
+        std::fs::create_dir(scratch.0.join("shard-0000")).unwrap();
+        scratch
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn fsck(directory: &Path, arguments: &[&str]) -> (i32, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvarts"))
+        .arg("fsck")
+        .arg(directory)
+        .args(arguments)
+        .output()
+        .unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn a_sound_store_is_clean_with_exit_code_0() {
+    let store = Scratch::store("sound");
+    let (code, out, err) = fsck(&store.0, &[]);
+    assert_eq!((code, err.as_str()), (0, ""), "{out}");
+    assert!(out.contains("clean"), "{out}");
+    let (code, out, _) = fsck(&store.0, &["--json", "--deep"]);
+    let json: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((code, &json["clean"], &json["records"]), (0, &true.into(), &0.into()));
+    assert_eq!(json["problems"], Value::Array(Vec::new()));
+    for field in ["bytes_scanned", "gib_per_s", "device_ratio", "notes", "store", "level", "accounting"] {
+        assert!(json.get(field).is_some(), "{field} in {out}");
+    }
+}
+
+#[test]
+fn damage_has_exit_code_1_and_says_what_to_do() {
+    let store = Scratch::store("damaged");
+    let path = store.0.join("superblock");
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[4200] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let (code, out, err) = fsck(&store.0, &[]);
+    assert_eq!((code, err.as_str()), (1, ""), "{out}");
+    assert!(out.contains("superblock-slot-damaged") && out.contains("--repair"), "{out}");
+    let (code, out, _) = fsck(&store.0, &["--json"]);
+    let json: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((code, &json["clean"]), (1, &false.into()));
+    let problem = &json["problems"][0];
+    for field in ["label", "severity", "shard", "segment", "offset", "key", "expected", "found"] {
+        assert!(problem.get(field).is_some(), "{field} in {out}");
+    }
+    assert_eq!((&problem["severity"], &problem["offset"]), (&"problem".into(), &4096.into()));
+}
+
+#[test]
+fn what_cannot_be_checked_has_exit_code_2_and_one_line() {
+    let empty = Scratch::new("empty");
+    let (code, out, err) = fsck(&empty.0, &[]);
+    assert_eq!((code, out.as_str(), err.lines().count()), (2, "", 1), "{err}");
+    assert!(err.contains("holds no store"), "{err}");
+    let (code, _, err) = fsck(&empty.0.join("absent"), &[]);
+    assert_eq!((code, err.lines().count()), (2, 1), "{err}");
+    std::fs::write(empty.0.join("file"), "text").unwrap();
+    assert_eq!(fsck(&empty.0.join("file"), &[]).0, 2);
+    assert_eq!(fsck(&empty.0, &[]).0, 2, "strangers' files are no store");
+    assert_eq!(fsck(&empty.0, &["--quick", "--deep"]).0, 2);
+}
+
+#[test]
+fn a_store_in_use_is_refused_unless_it_is_asked_for_live() {
+    let store = Scratch::store("in-use");
+    let lock = std::fs::File::create(store.0.join("lock")).unwrap();
+    lock.lock().unwrap();
+    let (code, _, err) = fsck(&store.0, &[]);
+    assert!(code == 2 && err.contains("--live"), "{code} {err}");
+    assert_eq!(fsck(&store.0, &["--live"]).0, 0);
+}

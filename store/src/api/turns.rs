@@ -1,0 +1,93 @@
+//! Memory that the layers of a read use in turns.
+//!
+//! A read of many layers may have less memory than the layers have bytes: a layer then lands where an earlier one
+//! lay, as soon as the caller has taken that one away. Turns say how far the read may go; the store neither reads
+//! nor writes a step before it is opened. It is still one read: one look into the index, one plan, so that all
+//! layers of a block come from one record.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Waker;
+
+/// How many leading steps of a read have memory. Cheap to clone; clones are the same turns.
+#[derive(Clone)]
+pub struct Turns(Arc<Inner>);
+
+struct Inner {
+    open: AtomicU32,
+    waiting: Mutex<Vec<Waker>>,
+}
+
+impl Turns {
+    /// Turns of which the first `open` steps have begun.
+    pub fn new(open: u32) -> Self {
+        Self(Arc::new(Inner { open: AtomicU32::new(open), waiting: Mutex::new(Vec::new()) }))
+    }
+
+    /// Opens every step below `steps`: their memory is the store's from now until they are announced. What was
+    /// opened stays open.
+    pub fn open(&self, steps: u32) {
+        if self.0.open.fetch_max(steps, Ordering::AcqRel) >= steps {
+            return;
+        }
+        let waiting = std::mem::take(&mut *self.waiting());
+        waiting.into_iter().for_each(Waker::wake);
+    }
+
+    /// Whether a step may be read.
+    pub fn is_open(&self, step: u32) -> bool {
+        step < self.0.open.load(Ordering::Acquire)
+    }
+
+    /// Whether a step may be read; if not, `waker` is woken by the next [`Turns::open`].
+    pub(crate) fn is_open_or_wake(&self, step: u32, waker: &Waker) -> bool {
+        {
+            // Registered before the look, so that an opening in between wakes.
+            let mut waiting = self.waiting();
+            if !waiting.iter().any(|known| known.will_wake(waker)) {
+                waiting.push(waker.clone());
+            }
+        }
+        self.is_open(step)
+    }
+
+    fn waiting(&self) -> std::sync::MutexGuard<'_, Vec<Waker>> {
+        // A push is one step: a panic elsewhere leaves the list whole.
+        self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Turns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Turns({} open)", self.0.open.load(Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+    use std::task::Wake;
+
+    #[derive(Default)]
+    struct Counted(AtomicUsize);
+
+    impl Wake for Counted {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn an_opening_wakes_who_waits_and_never_closes() {
+        let (counted, turns) = (Arc::new(Counted::default()), Turns::new(1));
+        let waker = Waker::from(Arc::clone(&counted));
+        assert!(turns.is_open(0) && !turns.is_open(1));
+        assert!(!turns.is_open_or_wake(1, &waker) && !turns.is_open_or_wake(1, &waker));
+        turns.clone().open(2);
+        assert_eq!(counted.0.load(Ordering::SeqCst), 1);
+        turns.open(1);
+        assert!(turns.is_open(1) && !turns.is_open(2));
+    }
+}

@@ -1,0 +1,329 @@
+//! Merges chains of small records: agent sessions seal hundreds of one-block records, which lie in all shards because
+//! each is placed by its own key. Consecutive ones become one record in the shard of its first key, so that a layer
+//! can be read in one piece again.
+//!
+//! One task coordinates, on the first executor. It asks each executor which small records lie in its shards (from the
+//! footers of sealed segments), joins them by their parents, has each chain's blocks gathered by the executors that
+//! have them, and written by the one that gets them. Memory is bounded by the survey's limit and one record.
+//!
+//! Deletes: a tombstone is written in every shard, so what `relocate` says of one shard holds here too. Of blocks that
+//! come from another shard, graves of the new shard are compared with its sequence at the survey.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use kvarts_layout::arrange::LAYOUT_VERSION;
+use kvarts_layout::format::body::{Blocks, ENCODING_RAW, Parent};
+use kvarts_layout::format::footer::{Content, Entry};
+use kvarts_layout::format::{PAGE_BYTES, page_align};
+use kvarts_layout::{BlockKey, Layout};
+
+use super::gather::{Gathered, Taken, gather};
+use super::relocate::{Head, Moved, expires_ms, write};
+use super::segments::{live_by_segment, room};
+use super::{CompactOptions, CompactReport, Pace};
+use crate::engine::executor::Message;
+use crate::engine::log::Log;
+use crate::engine::put::shard_of;
+use crate::engine::runs::RunClass;
+use crate::engine::segment::{Segment, SegmentState};
+use crate::engine::shared::Shared;
+use crate::error::Reason;
+use crate::index::{Lookup, RecordId};
+use crate::rt::mailbox::{Sender, Ticket, ticket};
+
+/// Small records that one survey of a shard lists at most.
+const SURVEY_MAX: usize = 64 << 10;
+
+/// A small record all of whose blocks are live.
+#[derive(Clone, Debug)]
+pub(crate) struct Small {
+    record: RecordId,
+    shard: u32,
+    class: Arc<RunClass>,
+    parent: Parent,
+    first: [u8; 32],
+    last: [u8; 32],
+    blocks: u32,
+    expires: u32,
+}
+
+/// What a shard has.
+#[derive(Debug)]
+pub(crate) struct Survey {
+    shard: u32,
+    /// The next sequence of its log.
+    sequence: u64,
+    /// Bytes that may be appended without evicting for it.
+    room: u64,
+    small: Vec<Small>,
+}
+
+/// Every executor's mailbox, and the executor of each shard.
+#[derive(Clone)]
+pub(crate) struct Peers {
+    pub(crate) executors: Vec<Sender<Message>>,
+    pub(crate) owners: Vec<usize>,
+}
+
+impl Peers {
+    fn ask<T>(&self, shard: u32, message: Message, answer: Ticket<T>) -> Result<Ticket<T>, Reason> {
+        let owner = self.owners.get(shard as usize).copied().unwrap_or(0);
+        let executor = self.executors.get(owner).ok_or(Reason::Bug("a shard without an executor"))?;
+        executor.try_send(message).map_err(|_| Reason::Busy("the executor takes no more requests"))?;
+        Ok(answer)
+    }
+}
+
+fn gone<T, E>(answer: Result<T, E>) -> Result<T, Reason> {
+    answer.map_err(|_| Reason::Busy("the store is closing"))
+}
+
+/// Lists the small records of a shard.
+pub(crate) async fn survey(log: &Rc<Log>) -> Survey {
+    let (sequence, live) = (log.sequence.get(), live_by_segment(log));
+    let mut survey = Survey { shard: log.shard, sequence, room: room(log, &live), small: Vec::new() };
+    let sealed = |segment: &&Rc<Segment>| {
+        segment.state.get() == SegmentState::Sealed && live.get(&segment.number).is_some_and(|live| *live > 0)
+    };
+    let segments: Vec<_> = log.segments.borrow().values().filter(sealed).map(Rc::clone).collect();
+    for segment in segments {
+        // One that cannot be read has nothing to be merged.
+        let Ok(footer) = log.read_footer(&segment).await else { continue };
+        if segment.state.get() != SegmentState::Sealed {
+            continue;
+        }
+        for entry in &footer.records {
+            if survey.small.len() == SURVEY_MAX {
+                return survey;
+            }
+            survey.small.extend(small(log, &segment, entry));
+        }
+    }
+    survey
+}
+
+fn small(log: &Log, segment: &Segment, entry: &Entry) -> Option<Small> {
+    let Content::Blocks(blocks) = &entry.content else { return None };
+    let shared = &log.shared;
+    if blocks.parent == Parent::Unknown
+        || blocks.encoding != ENCODING_RAW
+        || entry.payload_bytes > shared.record_bytes_max / 4
+    {
+        return None;
+    }
+    let (record, class, expires) = live_record(shared, log.shard, segment, entry, blocks)?;
+    Some(Small {
+        record,
+        shard: log.shard,
+        class,
+        parent: blocks.parent,
+        first: blocks.blocks.first()?.key,
+        last: blocks.blocks.last()?.key,
+        blocks: blocks.blocks.len() as u32,
+        expires,
+    })
+}
+
+/// The index's record for an entry of a footer, if all of its blocks are live.
+fn live_record(
+    shared: &Shared,
+    shard: u32,
+    segment: &Segment,
+    entry: &Entry,
+    blocks: &Blocks,
+) -> Option<(RecordId, Arc<RunClass>, u32)> {
+    let coordinate = kvarts_layout::Coordinate::from_u64(blocks.coordinate)?;
+    let namespace = segment.local(blocks.namespace);
+    let key = BlockKey(blocks.blocks.first()?.key);
+    let print = shared.index.key().of(namespace, &key, kvarts_layout::Group(blocks.group), coordinate);
+    let Lookup::Live(at) = shared.index.lookup(print) else { return None };
+    let info = shared.index.records().get(at.record)?;
+    let here = u32::from(info.shard) == shard
+        && info.segment == segment.number
+        && u64::from(info.page) * PAGE_BYTES == entry.offset
+        && info.live == info.blocks.get()
+        && usize::from(info.live) == blocks.blocks.len();
+    let class = shared.classes.get(info.class)?;
+    (here && class.namespace.local == namespace).then_some((at.record, class, info.expires))
+}
+
+/// A run of small records, in prefix order.
+type Chain = Vec<Small>;
+
+/// Joins small records by their parents into chains that fit into one record each. Where a prefix forks, one branch
+/// goes on and the others begin chains of their own.
+fn chains(small: Vec<Small>, shared: &Shared, least: u32) -> Vec<Chain> {
+    let name = |one: &Small| (one.class.namespace.local, one.class.group.0, one.class.coordinate.to_u64());
+    let mut by_parent = BTreeMap::new();
+    for (at, one) in small.iter().enumerate() {
+        if let Parent::Key(parent) = one.parent {
+            by_parent.entry((name(one), parent, one.expires)).or_insert(at);
+        }
+    }
+    let mut follows = vec![None; small.len()];
+    let mut has_before = BTreeSet::new();
+    for (at, one) in small.iter().enumerate() {
+        if let Some(&next) = by_parent.get(&(name(one), one.last, one.expires))
+            && next != at
+            && has_before.insert(next)
+            && let Some(slot) = follows.get_mut(at)
+        {
+            *slot = Some(next);
+        }
+    }
+    let mut chains = Vec::new();
+    for start in (0..small.len()).filter(|at| !has_before.contains(at)) {
+        let (mut chain, mut bytes, mut next) = (Chain::new(), 0, Some(start));
+        while let Some(at) = next {
+            let Some(one) = small.get(at) else { break };
+            let more = one.class.shape.block_bytes().saturating_mul(u64::from(one.blocks));
+            if bytes + more > shared.record_bytes_max && !chain.is_empty() {
+                chains.push(std::mem::take(&mut chain));
+                bytes = 0;
+            }
+            bytes += more;
+            chain.push(one.clone());
+            next = follows.get(at).copied().flatten();
+        }
+        chains.push(chain);
+    }
+    chains.retain(|chain| chain.len() >= least.max(2) as usize);
+    chains
+}
+
+/// Finds and merges what there is. Stops without an error where there is no room.
+pub(crate) async fn merge(
+    shared: &Arc<Shared>,
+    peers: &Peers,
+    options: &CompactOptions,
+    pace: &mut Pace,
+) -> Result<CompactReport, Reason> {
+    let mut report = CompactReport::default();
+    let (mut small, mut shards) = (Vec::new(), BTreeMap::new());
+    for shard in 0..peers.owners.len() as u32 {
+        let (reply, answer) = ticket();
+        let survey = gone(peers.ask(shard, Message::Survey(shard, reply), answer)?.await)?;
+        small.extend(survey.small);
+        shards.insert(survey.shard, (survey.sequence, survey.room));
+    }
+    for chain in chains(small, shared, options.merge_records_min) {
+        if !pace.ready().await {
+            break;
+        }
+        let Some(first) = chain.first() else { continue };
+        let shard = shard_of(&BlockKey(first.first), peers.owners.len() as u32);
+        let Some((sequence, room)) = shards.get_mut(&shard) else { continue };
+        let blocks: u32 = chain.iter().map(|one| one.blocks).sum();
+        let bytes = first.class.shape.block_bytes().saturating_mul(u64::from(blocks));
+        let bytes = page_align(bytes).unwrap_or(u64::MAX).saturating_add(16 * PAGE_BYTES);
+        if *room < bytes {
+            continue;
+        }
+        *room -= bytes;
+        let merged = merge_one(peers, &chain, (shard, *sequence), shared).await;
+        match merged {
+            Ok(Some(moved)) => {
+                report.records_merged += chain.len() as u64;
+                report.take(moved);
+                pace.spend(moved.bytes_read + moved.bytes_written);
+            }
+            Ok(None) => {}
+            Err(reason @ (Reason::Latched(_) | Reason::NoSpace)) => return Err(reason),
+            Err(_) => report.records_failed += chain.len() as u64,
+        }
+    }
+    Ok(report)
+}
+
+/// Gathers the records of a chain from their shards and writes them as one.
+async fn merge_one(
+    peers: &Peers,
+    chain: &Chain,
+    (shard, sequence): (u32, u64),
+    shared: &Arc<Shared>,
+) -> Result<Option<Moved>, Reason> {
+    let mut by_shard = BTreeMap::<u32, Vec<RecordId>>::new();
+    for one in chain {
+        by_shard.entry(one.shard).or_default().push(one.record);
+    }
+    let mut found = BTreeMap::<RecordId, Gathered>::new();
+    for (shard, records) in by_shard {
+        let (reply, answer) = ticket();
+        let gathered = gone(peers.ask(shard, Message::Gather(shard, records, reply), answer)?.await)??;
+        found.extend(gathered.into_iter().map(|one| (one.source, one)));
+    }
+    let mut moved = Moved::default();
+    for one in found.values() {
+        moved.damaged += one.damaged;
+        moved.bytes_read += one.bytes_read;
+    }
+    let Some((head, blocks)) = join(chain, &mut found, sequence, shared)? else { return Ok(None) };
+    let (reply, answer) = ticket();
+    let written = peers.ask(shard, Message::Rewrite(shard, Box::new((head, blocks)), reply), answer)?;
+    moved.add(gone(written.await)??);
+    // Until here the old records' numbers were held.
+    drop(found);
+    Ok(Some(moved))
+}
+
+/// The new record: the longest beginning of the chain that is still as it was surveyed.
+fn join(
+    chain: &Chain,
+    found: &mut BTreeMap<RecordId, Gathered>,
+    sequence: u64,
+    shared: &Arc<Shared>,
+) -> Result<Option<(Head, Vec<Taken>)>, Reason> {
+    let Some(first) = chain.first() else { return Ok(None) };
+    let Some(body) = found.get(&first.record).map(|one| one.body.clone()) else { return Ok(None) };
+    let (mut blocks, mut created_ms, mut last, mut count) = (Vec::new(), 0, None, 0);
+    for one in chain {
+        let Some(gathered) = found.get_mut(&one.record) else { break };
+        let follows = last.is_none_or(|last| gathered.body.parent == Parent::Key(last));
+        if !follows
+            || gathered.blocks.len() != gathered.body.blocks.len()
+            || gathered.body.extensions != body.extensions
+        {
+            break;
+        }
+        last = gathered.body.blocks.last().map(|name| name.key);
+        created_ms = gathered.body.created_ms.max(created_ms);
+        blocks.append(&mut gathered.blocks);
+        count += 1;
+    }
+    if count < 2 {
+        return Ok(None);
+    }
+    let class = &first.class;
+    let layout = Layout::auto(&class.shape, blocks.len() as u32);
+    let arrangement = (layout, LAYOUT_VERSION, ENCODING_RAW);
+    let class = shared.classes.intern(&class.namespace, (class.group, class.coordinate), arrangement)?;
+    let head = Head {
+        class,
+        created_ms,
+        expires: first.expires,
+        expires_ms: expires_ms(shared, body.expires_ms, first.expires),
+        extensions: body.extensions,
+        first_block: body.first_block,
+        parent: body.parent,
+        sequence,
+    };
+    Ok(Some((head, blocks)))
+}
+
+/// Takes these records out of a shard.
+pub(crate) async fn take(log: &Rc<Log>, records: Vec<RecordId>) -> Result<Vec<Gathered>, Reason> {
+    let _turn = log.moving.take().await;
+    let mut all = Vec::with_capacity(records.len());
+    for record in records {
+        all.extend(gather(log, record, &|_| true).await?);
+    }
+    Ok(all)
+}
+
+/// Writes what was taken out of several shards into this one.
+pub(crate) async fn rewrite(log: &Rc<Log>, head: &Head, blocks: &[Taken]) -> Result<Moved, Reason> {
+    let _turn = log.moving.take().await;
+    write(log, head, &blocks.iter().collect::<Vec<_>>()).await
+}

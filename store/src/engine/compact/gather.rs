@@ -1,0 +1,245 @@
+//! Takes live blocks out of a record: read in the background class, every chunk verified.
+//!
+//! Invariants:
+//! - the segment is held while it is read, so it is not written anew under the device read; the record's number is
+//!   held for as long as its blocks are moved, so that a location in it cannot come to mean a later record;
+//! - a block comes out only if each of its chunks has the digest that the record's table says; one that does not is
+//!   quarantined where it lies.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use kvarts_layout::BlockKey;
+use kvarts_layout::arrange::RunLayout;
+use kvarts_layout::format::body::{BlockName, Blocks};
+use kvarts_layout::format::record::{self, Body};
+use kvarts_layout::format::{PAGE_BYTES, page_align};
+
+use crate::engine::log::Log;
+use crate::engine::notify::yield_now;
+use crate::engine::put::record_range;
+use crate::engine::runs::RunClass;
+use crate::engine::shared::Shared;
+use crate::engine::slice::Hold;
+use crate::error::Reason;
+use crate::index::{BlockFingerprint, Location, Lookup, RecordId, RecordInfo};
+use crate::io::{Buf, FileId, IoError, Region};
+use crate::rt::Class;
+
+/// Bytes of one device read: a foreground read that comes meanwhile waits for no more than this.
+const EXTENT_BYTES: u64 = 512 << 10;
+/// Bytes that are verified or copied before other tasks have their turn.
+pub(crate) const SLICE_BYTES: usize = 256 << 10;
+
+/// Keeps a record's number until dropped.
+#[derive(Debug)]
+pub(crate) struct HeldRecord {
+    shared: Arc<Shared>,
+    id: RecordId,
+}
+
+impl HeldRecord {
+    pub(crate) fn new(shared: &Arc<Shared>, id: RecordId) -> Option<(Self, RecordInfo)> {
+        let info = shared.index.records().hold(id)?;
+        Some((Self { shared: Arc::clone(shared), id }, info))
+    }
+}
+
+impl Drop for HeldRecord {
+    fn drop(&mut self) {
+        self.shared.index.records().release(self.id);
+    }
+}
+
+/// A verified block.
+#[derive(Debug)]
+pub(crate) struct Taken {
+    pub(crate) name: BlockName,
+    pub(crate) print: BlockFingerprint,
+    /// Where the index had it.
+    pub(crate) old: Location,
+    pub(crate) digests: Vec<u32>,
+    /// The chunks one after the other in canonical order.
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// What was taken out of a record.
+#[derive(Debug)]
+pub(crate) struct Gathered {
+    pub(crate) class: Arc<RunClass>,
+    /// The record's body.
+    pub(crate) body: Blocks,
+    pub(crate) sequence: u64,
+    pub(crate) source: RecordId,
+    /// In the record's order.
+    pub(crate) blocks: Vec<Taken>,
+    pub(crate) damaged: u32,
+    pub(crate) bytes_read: u64,
+    _held: HeldRecord,
+}
+
+/// Takes the live ones among the wanted blocks of a record out of it; `None` if there is no such record in this
+/// shard (any more).
+pub(crate) async fn gather(
+    log: &Rc<Log>,
+    source: RecordId,
+    wanted: &dyn Fn(u16) -> bool,
+) -> Result<Option<Gathered>, Reason> {
+    let Some((held, info)) = HeldRecord::new(&log.shared, source) else { return Ok(None) };
+    // Without a live block its segment may have been written anew.
+    if u32::from(info.shard) != log.shard || info.live == 0 {
+        return Ok(None);
+    }
+    let Some(segment) = log.segments.borrow().get(&info.segment).map(Rc::clone) else { return Ok(None) };
+    let class = log.shared.classes.get(info.class).ok_or(Reason::Bug("an unknown run class"))?;
+    let _reading = Hold::new(&segment);
+    let (offset, _) = record_range(&info);
+    let position = log.position(&segment, offset);
+    let wrong = |what: String| Reason::Header { segment: segment.number, offset, what };
+    let header = read(log, segment.file, offset, u64::from(info.header_pages) * PAGE_BYTES).await?.to_vec();
+    let record =
+        record::open(&header, &position, &log.shared.secret).map_err(|error| wrong(error.to_string()))?;
+    let Body::Blocks(mut body) = record.body().map_err(|error| wrong(error.to_string()))? else {
+        return Err(wrong("a record of another kind".to_owned()));
+    };
+    body.namespace = segment.local(body.namespace);
+    let layout = class.layout_of(u32::from(info.blocks.get()))?;
+    let chunks = layout.parts().len();
+    if body.namespace != class.namespace.local
+        || body.blocks.len() != usize::from(info.blocks.get())
+        || record.prefix.digest_count as usize != body.blocks.len() * chunks
+    {
+        return Err(wrong("another record than the index says".to_owned()));
+    }
+    let mut blocks = live(log, &class, &body, source, wanted);
+    for taken in &mut blocks {
+        let first = usize::from(taken.old.block) * chunks;
+        taken.digests = record.digests().skip(first).take(chunks).collect();
+    }
+    let payload_at = offset + u64::from(record.prefix.header_bytes);
+    let bytes_read = fill(log, segment.file, payload_at, &layout, &mut blocks).await?;
+    let before = blocks.len();
+    verify(log, &layout, &mut blocks).await;
+    let damaged = (before - blocks.len()) as u32;
+    let bytes_read = bytes_read + header.len() as u64;
+    let sequence = record.prefix.sequence;
+    Ok(Some(Gathered { class, body, sequence, source, blocks, damaged, bytes_read, _held: held }))
+}
+
+/// The wanted blocks that the index has in this record.
+fn live(
+    log: &Log,
+    class: &RunClass,
+    body: &Blocks,
+    source: RecordId,
+    wanted: &dyn Fn(u16) -> bool,
+) -> Vec<Taken> {
+    let index = &log.shared.index;
+    let mut found = Vec::new();
+    for (block, name) in (0u16..).zip(&body.blocks) {
+        let old = Location { record: source, block };
+        let print = index.key().of(class.namespace.local, &BlockKey(name.key), class.group, class.coordinate);
+        if wanted(block) && index.lookup(print) == Lookup::Live(old) {
+            found.push(Taken { name: *name, print, old, digests: Vec::new(), bytes: Vec::new() });
+        }
+    }
+    found
+}
+
+/// Memory of a move's own: the arena's pieces may be waited for by those who wait for this move.
+pub(crate) fn memory(bytes: u64) -> Result<Buf, Reason> {
+    let out_of_memory = || Reason::Media(IoError::out_of_memory(bytes as usize).to_string());
+    let len = usize::try_from(bytes).map_err(|_| out_of_memory())?;
+    let region = Region::anonymous(len).map_err(|_| out_of_memory())?;
+    Buf::new(&region, 0, len).ok_or_else(out_of_memory)
+}
+
+/// Whole pages of a file, a piece at a time.
+async fn read(log: &Log, file: FileId, offset: u64, bytes: u64) -> Result<Buf, Reason> {
+    let buf = memory(bytes)?;
+    let mut done = 0;
+    while done < bytes {
+        let len = (bytes - done).min(EXTENT_BYTES);
+        let piece = buf.slice(done as usize, len as usize).ok_or(Reason::Bug("a read past its memory"))?;
+        let ended = log.driver.read(Class::Background, file, offset + done, piece).await;
+        ended.map_err(|error| Reason::Media(error.to_string()))?;
+        done += len;
+    }
+    Ok(buf)
+}
+
+/// Reads the span that the blocks lie in and copies their chunks; gives the bytes read.
+async fn fill(
+    log: &Log,
+    file: FileId,
+    payload_at: u64,
+    layout: &RunLayout,
+    blocks: &mut [Taken],
+) -> Result<u64, Reason> {
+    let (mut start, mut end) = (u64::MAX, 0);
+    for taken in &*blocks {
+        for part in layout.parts() {
+            let at = part.offset + part.step * u64::from(taken.old.block);
+            start = start.min(at);
+            end = end.max(at + part.bytes);
+        }
+    }
+    if start >= end {
+        return Ok(0);
+    }
+    let start = start - start % PAGE_BYTES;
+    let len = page_align(end - start).ok_or(Reason::TooMany("bytes in one record"))?;
+    let image = read(log, file, payload_at + start, len).await?;
+    let mut since = 0;
+    for taken in blocks {
+        let bytes: u64 = layout.parts().iter().map(|part| part.bytes).sum();
+        taken.bytes = vec![0; bytes as usize];
+        let mut to = 0;
+        for part in layout.parts() {
+            let at = part.offset + part.step * u64::from(taken.old.block) - start;
+            let Some(target) = taken.bytes.get_mut(to..to + part.bytes as usize) else { continue };
+            image.copy_out(at as usize, target);
+            to += part.bytes as usize;
+        }
+        pause(&mut since, to).await;
+    }
+    Ok(len)
+}
+
+/// Lets others run when enough has been done since the last time.
+pub(crate) async fn pause(since: &mut usize, done: usize) {
+    *since += done;
+    if *since >= SLICE_BYTES {
+        *since = 0;
+        yield_now().await;
+    }
+}
+
+/// Quarantines the blocks of which a chunk is not what was put, and leaves the others.
+async fn verify(log: &Log, layout: &RunLayout, blocks: &mut Vec<Taken>) {
+    let (mut since, mut sound) = (0, Vec::with_capacity(blocks.len()));
+    for taken in std::mem::take(blocks) {
+        if is_sound(&taken, layout) {
+            pause(&mut since, taken.bytes.len()).await;
+            sound.push(taken);
+            continue;
+        }
+        let shared = &log.shared;
+        shared.counters.chunks_damaged.fetch_add(1, Relaxed);
+        if let Some(left) = shared.index.quarantine(taken.print, taken.old) {
+            shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
+            shared.free_if_empty(taken.old.record, left);
+        }
+    }
+    *blocks = sound;
+}
+
+fn is_sound(taken: &Taken, layout: &RunLayout) -> bool {
+    let mut rest = taken.bytes.as_slice();
+    layout.parts().iter().zip(&taken.digests).all(|(part, digest)| {
+        let Some((chunk, behind)) = rest.split_at_checked(part.bytes as usize) else { return false };
+        rest = behind;
+        crc32fast::hash(chunk) == *digest
+    })
+}

@@ -1,0 +1,308 @@
+//! Moves live blocks of one record to the end of the shard's log.
+//!
+//! What a move keeps: keys, origin ids, digests, parent, group, coordinate, expiry, creation time and extensions; in
+//! memory also heat and leases. It is in this order: read and verify; append; flush; switch the index block by block,
+//! each only if it still is where it was read. So:
+//!
+//! - a block that was deleted, evicted, quarantined or put anew meanwhile stays as that left it;
+//! - what the index points at is durable, and the old record may be recycled as soon as the switch is done;
+//! - a crash leaves the old record, or both. Both hold the same bytes under the same origin ids, and recovery takes
+//!   the newer.
+//!
+//! Deletes: at the moment at which the new record gets its sequence, every block of it is still live where it was read
+//! and not buried in this shard; otherwise it is left out. So a delete must take the block out of the index, or bury
+//! it in the shard's graves, before it chooses the sequence below which records are dead: then either the move leaves
+//! the block out, or the tombstone covers the new record as well.
+//!
+//! A move appends, so it may wait for a segment: never call it from what makes room for one.
+
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use kvarts_layout::BlockKey;
+use kvarts_layout::format::body::{Blocks, ENCODING_RAW, Extension, Parent, layout_code};
+use kvarts_layout::format::record::Body;
+
+use super::gather::{Gathered, Taken, gather, memory, pause};
+use crate::engine::log::{Draft, Log, Payload, Written};
+use crate::engine::runs::RunClass;
+use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
+use crate::error::Reason;
+use crate::index::{Location, Lookup, RecordId};
+use crate::io::Buf;
+use crate::rt::Class;
+
+/// What a move did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Moved {
+    /// Blocks that are in the new record now.
+    pub(crate) blocks: u32,
+    /// Wanted blocks that had left before they could be moved.
+    pub(crate) gone: u32,
+    /// Blocks that failed verification and were quarantined.
+    pub(crate) damaged: u32,
+    /// Bytes read from the device.
+    pub(crate) bytes_read: u64,
+    /// Bytes of the new records.
+    pub(crate) bytes_written: u64,
+}
+
+impl Moved {
+    /// Adds what another move did.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.blocks += other.blocks;
+        self.gone += other.gone;
+        self.damaged += other.damaged;
+        self.bytes_read += other.bytes_read;
+        self.bytes_written += other.bytes_written;
+    }
+}
+
+/// What the new record says beside its blocks.
+#[derive(Clone, Debug)]
+pub(crate) struct Head {
+    pub(crate) class: Arc<RunClass>,
+    pub(crate) created_ms: u64,
+    /// In the steps of the index; 0 for never.
+    pub(crate) expires: u32,
+    pub(crate) expires_ms: u64,
+    pub(crate) extensions: Vec<Extension>,
+    pub(crate) first_block: Option<u32>,
+    pub(crate) parent: Parent,
+    /// The sequence that graves are compared with.
+    pub(crate) sequence: u64,
+}
+
+/// Moves the live ones among the wanted blocks of a record of this shard. A record whose prefix is known is split
+/// where blocks are missing, so that each new record is again a run of consecutive blocks.
+///
+/// An error leaves the blocks that were not moved where they are.
+pub(crate) async fn relocate(
+    log: &Rc<Log>,
+    source: RecordId,
+    wanted: &dyn Fn(u16) -> bool,
+) -> Result<Moved, Reason> {
+    let _turn = log.moving.take().await;
+    let Some(gathered) = gather(log, source, wanted).await? else { return Ok(Moved::default()) };
+    let (damaged, bytes_read) = (gathered.damaged, gathered.bytes_read);
+    let mut moved = Moved { damaged, bytes_read, ..Moved::default() };
+    for run in runs(&gathered.body, &gathered.blocks) {
+        let head = head_of(log, &gathered, &run);
+        let blocks: Vec<&Taken> = gathered.blocks.get(run).unwrap_or_default().iter().collect();
+        moved.add(write(log, &head, &blocks).await?);
+    }
+    Ok(moved)
+}
+
+/// Runs of taken blocks that may share a record: all of them where nothing is known of their prefix.
+fn runs(body: &Blocks, blocks: &[Taken]) -> Vec<Range<usize>> {
+    let chained = body.parent != Parent::Unknown || body.first_block.is_some();
+    let mut runs = Vec::new();
+    let mut start = 0;
+    for (at, pair) in (1..).zip(blocks.windows(2)) {
+        if let [before, after] = pair
+            && chained
+            && before.old.block + 1 != after.old.block
+        {
+            runs.push(start..at);
+            start = at;
+        }
+    }
+    if start < blocks.len() {
+        runs.push(start..blocks.len());
+    }
+    runs
+}
+
+pub(super) fn head_of(log: &Log, gathered: &Gathered, run: &Range<usize>) -> Head {
+    let body = &gathered.body;
+    let first = gathered.blocks.get(run.start).map_or(0, |taken| taken.old.block);
+    let before = usize::from(first).checked_sub(1).and_then(|at| body.blocks.get(at));
+    let parent = match (body.parent, before) {
+        (Parent::Unknown, _) => Parent::Unknown,
+        (parent, None) => parent,
+        (_, Some(before)) => Parent::Key(before.key),
+    };
+    let expires = log.shared.index.records().get(gathered.source).map_or(0, |info| info.expires);
+    Head {
+        class: Arc::clone(&gathered.class),
+        created_ms: body.created_ms,
+        expires,
+        expires_ms: expires_ms(&log.shared, body.expires_ms, expires),
+        extensions: body.extensions.clone(),
+        first_block: body.first_block.and_then(|number| number.checked_add(u32::from(first))),
+        parent,
+        sequence: gathered.sequence,
+    }
+}
+
+/// When a record expires, as the header says it: as it said before, unless it was changed since.
+pub(crate) fn expires_ms(shared: &Shared, written: u64, expires: u32) -> u64 {
+    match expires {
+        0 => 0,
+        _ if written != 0 && shared.expiry_step(written) == expires => written,
+        _ => shared.created_ms.saturating_add(u64::from(expires) * EXPIRY_STEP_MS),
+    }
+}
+
+/// Writes blocks as one record, durably, and switches the index to it. Blocks that leave before the record gets its
+/// place are left out; where that makes a hole in a chain, what is behind it becomes a record of its own.
+pub(crate) async fn write(log: &Rc<Log>, head: &Head, blocks: &[&Taken]) -> Result<Moved, Reason> {
+    let mut moved = Moved::default();
+    let mut todo = vec![(head.clone(), blocks.to_vec())];
+    while let Some((head, blocks)) = todo.pop() {
+        if blocks.is_empty() {
+            continue;
+        }
+        let image = compose(&head, &blocks).await?;
+        match append(log, &head, &blocks, &image).await {
+            Ok(written) => moved.add(switch(log, &head, &blocks, &written)?),
+            Err(reason) => {
+                let still: Vec<bool> = blocks.iter().map(|taken| is_there(log, &head, taken)).collect();
+                if still.iter().all(|there| *there) {
+                    return Err(reason);
+                }
+                moved.gone += still.iter().filter(|there| !**there).count() as u32;
+                todo.extend(split(&head, &blocks, &still));
+            }
+        }
+    }
+    Ok(moved)
+}
+
+/// The parts of a run that are left when some of its blocks have gone.
+fn split<'a>(head: &Head, blocks: &[&'a Taken], still: &[bool]) -> Vec<(Head, Vec<&'a Taken>)> {
+    let chained = head.parent != Parent::Unknown || head.first_block.is_some();
+    let mut parts: Vec<(Head, Vec<&Taken>)> = Vec::new();
+    let mut open = false;
+    for (at, (taken, there)) in (0u32..).zip(blocks.iter().zip(still)) {
+        if !there {
+            open = open && !chained;
+            continue;
+        }
+        if !open {
+            let before = (at as usize).checked_sub(1).and_then(|at| blocks.get(at));
+            let parent = match (head.parent, before) {
+                (Parent::Unknown, _) => Parent::Unknown,
+                (parent, None) => parent,
+                (_, Some(before)) => Parent::Key(before.name.key),
+            };
+            let first_block = head.first_block.and_then(|number| number.checked_add(at));
+            parts.push((Head { parent, first_block, ..head.clone() }, Vec::new()));
+            open = true;
+        }
+        if let Some((_, run)) = parts.last_mut() {
+            run.push(taken);
+        }
+    }
+    parts
+}
+
+/// Whether a block is still where it was read, and not deleted.
+fn is_there(log: &Log, head: &Head, taken: &Taken) -> bool {
+    let class = &head.class;
+    let graves = log.graves.borrow();
+    let buried = !graves.is_empty()
+        && (graves.covers(class.namespace.id, head.sequence)
+            || graves.covers_block(
+                (class.namespace.id, BlockKey(taken.name.key)),
+                (class.group.0, class.coordinate.to_u64()),
+                head.sequence,
+            ));
+    !buried && log.shared.index.lookup(taken.print) == Lookup::Live(taken.old)
+}
+
+/// The payload of a record, as it will lie on disk.
+struct Image {
+    body: Blocks,
+    digests: Vec<u32>,
+    bytes: u64,
+    pages: Buf,
+}
+
+async fn compose(head: &Head, blocks: &[&Taken]) -> Result<Image, Reason> {
+    let count = u32::try_from(blocks.len()).map_err(|_| Reason::TooMany("blocks in one record"))?;
+    let layout = head.class.layout_of(count)?;
+    let pages = memory(layout.image_bytes())?;
+    let (mut since, mut digests) = (0, Vec::with_capacity(blocks.len() * layout.parts().len()));
+    for (block, taken) in (0u64..).zip(blocks) {
+        let mut rest = taken.bytes.as_slice();
+        for part in layout.parts() {
+            let Some((chunk, behind)) = rest.split_at_checked(part.bytes as usize) else {
+                return Err(Reason::Bug("a block of another shape than its record"));
+            };
+            pages.copy_in((part.offset + part.step * block) as usize, chunk);
+            rest = behind;
+        }
+        digests.extend_from_slice(&taken.digests);
+        pause(&mut since, taken.bytes.len()).await;
+    }
+    let class = &head.class;
+    let body = Blocks {
+        coordinate: class.coordinate.to_u64(),
+        created_ms: head.created_ms,
+        expires_ms: head.expires_ms,
+        namespace: class.namespace.local,
+        spec: class.namespace.spec.local,
+        group: class.group.0,
+        blocks: blocks.iter().map(|taken| taken.name).collect(),
+        stored_lengths: Vec::new(),
+        extensions: head.extensions.clone(),
+        first_block: head.first_block,
+        layout_version: class.layout_version,
+        layout: layout_code(class.layout),
+        encoding: ENCODING_RAW,
+        parent: head.parent,
+    };
+    Ok(Image { body, digests, bytes: layout.payload_bytes(), pages })
+}
+
+/// Appends and flushes; a flush that failed has the record written once more elsewhere.
+async fn append(log: &Rc<Log>, head: &Head, blocks: &[&Taken], image: &Image) -> Result<Written, Reason> {
+    let still = || blocks.iter().all(|taken| is_there(log, head, taken));
+    let draft = Draft {
+        namespace: Some(&head.class.namespace),
+        body: Body::Blocks(image.body.clone()),
+        digests: &image.digests,
+        payload: Some(Payload::Image { bytes: image.bytes, pages: image.pages.clone(), still: &still }),
+    };
+    let mut again = true;
+    loop {
+        let written = log.append(Class::Background, &draft).await?;
+        match log.make_durable(&written).await {
+            Ok(()) => return Ok(written),
+            Err(_) if again => again = false,
+            Err(reason) => return Err(reason),
+        }
+    }
+}
+
+/// Points the index at the new record, block by block.
+fn switch(log: &Log, head: &Head, blocks: &[&Taken], written: &Written) -> Result<Moved, Reason> {
+    let shared = &log.shared;
+    let info = written.info(log.shard, blocks.len(), head.class.number, head.expires)?;
+    let record = shared.index.records().insert(info).map_err(|_| Reason::NoSpace)?;
+    let mut moved = Moved { bytes_written: written.end - written.offset, ..Moved::default() };
+    for (block, taken) in (0u16..).zip(blocks) {
+        let new = Location { record, block };
+        let left = shared
+            .index
+            .replace_location(taken.print, taken.old, new)
+            .map_err(|_| Reason::Bug("a record that the index does not know"))?;
+        match left {
+            Some(left) => {
+                moved.blocks += 1;
+                shared.free_if_empty(taken.old.record, left);
+            }
+            None => moved.gone += 1,
+        }
+    }
+    if moved.blocks == 0 {
+        shared.free_if_empty(record, 0);
+    }
+    shared.counters.blocks_moved.fetch_add(u64::from(moved.blocks), Relaxed);
+    shared.counters.moved_bytes_written.fetch_add(moved.bytes_written, Relaxed);
+    Ok(moved)
+}

@@ -1,0 +1,143 @@
+//! Empties sealed segments in which little is live: what expired is dropped, what is live is moved, and then the
+//! segment is the cheapest that reclaim can find.
+//!
+//! Nothing is moved that would make reclaim evict live blocks for its sake: a segment is only begun when what is
+//! live in it fits into what is free.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use kvarts_layout::format::PAGE_BYTES;
+
+use super::relocate::relocate;
+use super::{CompactOptions, CompactReport, Pace};
+use crate::engine::log::Log;
+use crate::engine::segment::SegmentState;
+use crate::error::Reason;
+use crate::index::{RecordCursor, RecordId, RecordInfo};
+
+/// Bytes of a record whose blocks are not all live, as far as they are.
+fn live_bytes(record: &RecordInfo) -> u64 {
+    let payload = u64::from(record.payload_pages) * u64::from(record.live) / u64::from(record.blocks.get());
+    let header = if record.live == 0 { 0 } else { u64::from(record.header_pages) };
+    (payload + header) * PAGE_BYTES
+}
+
+/// Shows every record of a shard.
+fn each_record(log: &Log, mut look: impl FnMut(RecordId, &RecordInfo)) {
+    let (mut cursor, mut some) = (Some(RecordCursor::default()), Vec::new());
+    while let Some(from) = cursor {
+        cursor = log.shared.index.records().snapshot(from, &mut some);
+        for (id, record) in some.iter().filter(|(_, record)| u32::from(record.shard) == log.shard) {
+            look(*id, record);
+        }
+    }
+}
+
+/// Live bytes of each segment of a shard that has some.
+pub(crate) fn live_by_segment(log: &Log) -> BTreeMap<u32, u64> {
+    let mut live = BTreeMap::new();
+    each_record(log, |_, record| *live.entry(record.segment).or_default() += live_bytes(record));
+    live
+}
+
+/// Bytes that can be appended before reclaim would have to evict a live block.
+pub(crate) fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
+    let segment_bytes = log.shared.segment_bytes;
+    let (allocated, budget) = log.shared.space();
+    let (mut free, mut open) = (0, 0);
+    for (number, segment) in &*log.segments.borrow() {
+        match segment.state.get() {
+            SegmentState::Open => open = segment_bytes.saturating_sub(segment.tail.borrow().next),
+            SegmentState::Sealed if live.get(number).is_none_or(|live| *live == 0) => free += segment_bytes,
+            SegmentState::Free => free += segment_bytes,
+            _ => {}
+        }
+    }
+    free + open + budget.saturating_sub(allocated)
+}
+
+/// Empties what is worth it in each of these shards.
+pub(crate) async fn empty_all(
+    logs: &[Rc<Log>],
+    options: &CompactOptions,
+    pace: &mut Pace,
+) -> Result<CompactReport, Reason> {
+    let mut report = CompactReport::default();
+    for log in logs {
+        report.add(empty(log, options, pace).await?);
+    }
+    Ok(report)
+}
+
+/// Empties the segments of a shard that are worth it, the emptiest first.
+async fn empty(log: &Rc<Log>, options: &CompactOptions, pace: &mut Pace) -> Result<CompactReport, Reason> {
+    let mut report = CompactReport::default();
+    // Segments that this compaction fills itself are not for it to empty.
+    let begun = log.sequence.get();
+    let mut tried = Vec::new();
+    while pace.ready().await {
+        if let Some(reason) = log.shared.latched() {
+            return Err(reason);
+        }
+        let live = live_by_segment(log);
+        let Some(segment) = choose(log, options, &live, (begun, &tried)) else { break };
+        tried.push(segment);
+        if empty_one(log, segment, pace, &mut report).await? {
+            report.segments_emptied += 1;
+        }
+    }
+    Ok(report)
+}
+
+/// The sealed segment with the fewest live bytes, if enough of it is dead and there is room for the rest.
+fn choose(
+    log: &Log,
+    options: &CompactOptions,
+    live: &BTreeMap<u32, u64>,
+    (begun, tried): (u64, &[u32]),
+) -> Option<u32> {
+    let segment_bytes = log.shared.segment_bytes;
+    let keep = 1000u64.saturating_sub(u64::from(options.dead_thousandths));
+    let most = segment_bytes.saturating_mul(keep) / 1000;
+    let room = room(log, live);
+    let segments = log.segments.borrow();
+    let worth = |(number, bytes): &(&u32, &u64)| {
+        let sealed = segments
+            .get(*number)
+            .is_some_and(|one| one.state.get() == SegmentState::Sealed && one.first_sequence.get() < begun);
+        sealed && **bytes > 0 && **bytes <= most && **bytes <= room && !tried.contains(number)
+    };
+    live.iter().filter(worth).min_by_key(|(_, bytes)| **bytes).map(|(number, _)| *number)
+}
+
+/// Moves what is live in a segment; true if nothing is left in it.
+async fn empty_one(
+    log: &Rc<Log>,
+    segment: u32,
+    pace: &mut Pace,
+    report: &mut CompactReport,
+) -> Result<bool, Reason> {
+    let mut records = Vec::new();
+    each_record(log, |id, record| {
+        if record.segment == segment && record.live > 0 {
+            records.push((record.page, id));
+        }
+    });
+    // In the order in which they lie: chains stay together.
+    records.sort_unstable();
+    for (_, record) in records {
+        if !pace.ready().await {
+            return Ok(false);
+        }
+        match relocate(log, record, &|_| true).await {
+            Ok(moved) => {
+                pace.spend(moved.bytes_read + moved.bytes_written);
+                report.take(moved);
+            }
+            Err(reason @ (Reason::Latched(_) | Reason::NoSpace)) => return Err(reason),
+            Err(_) => report.records_failed += 1,
+        }
+    }
+    Ok(live_by_segment(log).get(&segment).is_none_or(|live| *live == 0))
+}

@@ -1,0 +1,370 @@
+//! Deleting blocks for good.
+//!
+//! On the caller's thread the blocks are taken out of the index and their names claimed, so that no put of them
+//! begins; a namespace is given another short id, which cuts it off from all it holds. Then every shard writes down
+//! what is dead in it, because a record of a block may lie in any of them: the block's own shard is where the first
+//! key of its run belongs. A shard first waits for the writes that had begun, so that what they wrote is below the
+//! sequence that the delete names; those that begin later find their claim gone and write nothing. When the records
+//! of all shards are durable, the claims end and the delete is acknowledged.
+//!
+//! What a crash before that may leave: some of the shards have written it down and some have not. A block is then
+//! deleted or here, as if the delete had named fewer blocks.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvarts_layout::format::body::{Epoch, Tombstone, Tombstones};
+use kvarts_layout::format::record::Body;
+use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey};
+
+use super::log::{Draft, Log};
+use super::names::Namespace;
+use super::notify::before;
+use super::shared::Shared;
+use crate::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
+use crate::error::{Error, Reason};
+use crate::events::Cause;
+use crate::index::{BlockFingerprint, Lookup, Ticket as Claim};
+use crate::rt::mailbox::Reply;
+use crate::rt::{Class, Nanos, Runtime};
+
+/// Bytes that a tombstone takes in its record and its segment's footer together, and a few to spare.
+const TOMBSTONE_BYTES: u64 = 160;
+/// Tombstones of one record at most: more records are not worth less.
+const RECORD_TOMBSTONES_MAX: u64 = 4096;
+
+/// The answer that a delete is waiting to give.
+pub(crate) type Answer = Reply<Result<DeleteReply, Error>>;
+
+/// What dies.
+enum Dead {
+    /// These blocks, under these keys, in these columns.
+    Blocks { keys: Vec<BlockKey>, columns: BTreeSet<(Group, Coordinate)>, claim: Claim },
+    /// Everything of the namespace.
+    Namespace,
+}
+
+/// What the parts of one delete share.
+pub(crate) struct DeleteJob {
+    shared: Arc<Shared>,
+    /// As it was before.
+    namespace: Arc<Namespace>,
+    dead: Dead,
+    prints: Vec<BlockFingerprint>,
+    deadline: Option<Nanos>,
+    /// For each key of the request, its place in `Dead::Blocks::keys`; empty for a prefix.
+    places: Vec<usize>,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// For each key, whether a block was under it.
+    were: Vec<bool>,
+    blocks: u64,
+    parts_left: usize,
+    refused: Option<Reason>,
+    /// A part gave up waiting: the delete goes on, ends unacknowledged, and its claims end with it.
+    late: bool,
+    /// Its claims have ended.
+    released: bool,
+    reply: Option<Answer>,
+}
+
+/// One shard's part of a delete.
+pub(crate) struct DeletePart(Arc<DeleteJob>);
+
+/// Checks a request for keys or a namespace and takes its blocks out of the index: one part for every shard. If
+/// there is nothing to do, the answer has been given.
+pub(crate) fn begin(
+    shared: &Arc<Shared>,
+    shards: u32,
+    request: DeleteRequest,
+    reply: Answer,
+) -> Vec<(u32, DeletePart)> {
+    let job = match try_begin(shared, request) {
+        Ok(job) => job,
+        Err(reason) => {
+            // A caller that is gone needs no answer.
+            let _ = reply.send(Err(reason.into()));
+            return Vec::new();
+        }
+    };
+    start(job, shards, reply)
+}
+
+fn start(mut job: DeleteJob, shards: u32, reply: Answer) -> Vec<(u32, DeletePart)> {
+    let state = job.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+    (state.parts_left, state.reply) = (shards as usize, Some(reply));
+    let job = Arc::new(job);
+    (0..shards).map(|shard| (shard, DeletePart(Arc::clone(&job)))).collect()
+}
+
+/// Everything about a request that can be said before anything is begun.
+pub(crate) fn check(shared: &Shared, request: &DeleteRequest) -> Result<Arc<Namespace>, Reason> {
+    if let Some(reason) = shared.latched() {
+        return Err(reason);
+    }
+    if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
+        return Err(Reason::DeadlineInPast);
+    }
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    if let Target::Keys { column, keys } = &request.target {
+        if keys.is_empty() {
+            return Err(Reason::Empty);
+        }
+        if keys.len() > MAX_REQUEST_BLOCKS {
+            return Err(Reason::TooMany("blocks"));
+        }
+        if let Some((group, coordinate)) = column {
+            shared.classes.shape(&namespace, *group, *coordinate)?;
+        }
+    }
+    Ok(namespace)
+}
+
+fn try_begin(shared: &Arc<Shared>, request: DeleteRequest) -> Result<DeleteJob, Reason> {
+    let namespace = check(shared, &request)?;
+    let deadline = request.deadline;
+    match request.target {
+        Target::Keys { column, keys } => {
+            let columns =
+                column.map_or_else(|| shared.classes.columns(&namespace), |one| BTreeSet::from([one]));
+            Ok(blocks(shared, namespace, (keys, columns, Cause::Key), deadline))
+        }
+        Target::Namespace => {
+            let retired =
+                shared.retire(&namespace).ok_or(Reason::Busy("the namespace is being deleted already"))?;
+            Ok(job(shared, retired, Dead::Namespace, (Vec::new(), Vec::new()), deadline))
+        }
+        Target::Prefix(_) => Err(Reason::Bug("a prefix whose blocks were not looked for")),
+    }
+}
+
+fn job(
+    shared: &Arc<Shared>,
+    namespace: Arc<Namespace>,
+    dead: Dead,
+    (prints, places): (Vec<BlockFingerprint>, Vec<usize>),
+    deadline: Option<Nanos>,
+) -> DeleteJob {
+    let state = Mutex::new(State {
+        were: Vec::new(),
+        blocks: 0,
+        parts_left: 0,
+        refused: None,
+        late: false,
+        released: false,
+        reply: None,
+    });
+    DeleteJob { shared: Arc::clone(shared), namespace, dead, prints, deadline, places, state }
+}
+
+/// Takes blocks out of the index.
+fn blocks(
+    shared: &Arc<Shared>,
+    namespace: Arc<Namespace>,
+    (asked, columns, cause): (Vec<BlockKey>, BTreeSet<(Group, Coordinate)>, Cause),
+    deadline: Option<Nanos>,
+) -> DeleteJob {
+    let distinct: BTreeMap<BlockKey, usize> =
+        asked.iter().copied().collect::<BTreeSet<_>>().into_iter().zip(0..).collect();
+    let places = asked.iter().filter_map(|key| distinct.get(key).copied()).collect();
+    let keys: Vec<BlockKey> = distinct.into_keys().collect();
+    let index_key = shared.index.key();
+    let names: Vec<IndexKey> = columns
+        .iter()
+        .flat_map(|&(group, coordinate)| {
+            let namespace = namespace.id;
+            keys.iter().map(move |&key| IndexKey { namespace, key, group, coordinate })
+        })
+        .collect();
+    let prints: Vec<_> =
+        names.iter().map(|one| index_key.of(namespace.local, &one.key, one.group, one.coordinate)).collect();
+    // What has expired was not here.
+    shared.drop_expired(&prints, |place| names.get(place).map(|name| name.key));
+    let (claim, live) = shared.condemn(&prints, cause, |place| names.get(place).copied().unwrap_or_default());
+    let mut were = vec![false; keys.len()];
+    for place in live.iter().zip(0..).filter(|(live, _)| **live).map(|(_, place)| place) {
+        if let Some(was) = were.get_mut(place % keys.len().max(1)) {
+            *was = true;
+        }
+    }
+    let count = live.iter().filter(|live| **live).count() as u64;
+    let mut job = job(shared, namespace, Dead::Blocks { keys, columns, claim }, (prints, places), deadline);
+    let state = job.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+    (state.were, state.blocks) = (were, count);
+    job
+}
+
+/// The same for everything that was found to descend from a key, in all columns.
+pub(crate) fn begin_found(
+    shared: &Arc<Shared>,
+    shards: u32,
+    (namespace, keys): (Arc<Namespace>, BTreeSet<BlockKey>),
+    deadline: Option<Nanos>,
+    reply: Answer,
+) -> Vec<(u32, DeletePart)> {
+    let columns = shared.classes.columns(&namespace);
+    let keys = keys.into_iter().collect();
+    let mut job = blocks(shared, namespace, (keys, columns, Cause::Prefix), deadline);
+    job.places = Vec::new();
+    start(job, shards, reply)
+}
+
+impl DeleteJob {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The part has nothing more to say to the caller: because it is done, or because it is late.
+    fn answered(&self, result: &Result<(), Reason>) {
+        let mut state = self.lock();
+        if let Err(reason) = result {
+            state.refused.get_or_insert_with(|| reason.clone());
+        }
+        state.parts_left = state.parts_left.saturating_sub(1);
+        let ended = state.parts_left == 0;
+        drop(state);
+        if ended {
+            self.answer();
+        }
+    }
+
+    fn answer(&self) {
+        let mut state = self.lock();
+        let (refused, were) = (state.refused.clone(), std::mem::take(&mut state.were));
+        let (late, blocks, reply) = (state.late, state.blocks, state.reply.take());
+        drop(state);
+        if !late {
+            // Before the answer: a put that begins after it must not meet the claim.
+            self.release(refused.is_none());
+        }
+        let outcome = |place: &usize| match (&refused, were.get(*place)) {
+            (Some(reason), _) => DeleteOutcome::Refused(reason.clone()),
+            (None, Some(true)) => DeleteOutcome::Deleted,
+            (None, _) => DeleteOutcome::NotHere,
+        };
+        let outcomes: Vec<_> = self.places.iter().map(outcome).collect();
+        let answer = match refused {
+            // Nowhere else to say it.
+            Some(reason) if outcomes.is_empty() => Err(reason.into()),
+            _ => Ok(DeleteReply { outcomes, blocks }),
+        };
+        self.shared.counters.blocks_deleted.fetch_add(blocks, std::sync::atomic::Ordering::Relaxed);
+        // A caller that is gone needs no answer.
+        let _ = reply.map(|reply| reply.send(answer));
+    }
+
+    /// Lets puts of the names begin again.
+    fn release(&self, acknowledged: bool) {
+        if std::mem::replace(&mut self.lock().released, true) {
+            return;
+        }
+        match &self.dead {
+            Dead::Blocks { claim, .. } => self.shared.index.abandon(*claim, &self.prints),
+            Dead::Namespace => self.shared.names.restore(self.namespace.id, acknowledged),
+        }
+    }
+
+    /// What a shard writes down: bodies of records, for everything below this sequence.
+    fn bodies(&self, below: u64) -> Vec<Body> {
+        let Dead::Blocks { keys, columns, .. } = &self.dead else {
+            return vec![Body::Epoch(Epoch { below, namespace: self.namespace.id.0 })];
+        };
+        let tombstone = |key: &BlockKey, (group, coordinate): &(Group, Coordinate)| Tombstone {
+            below,
+            coordinate: Some(coordinate.to_u64()),
+            namespace: self.namespace.local,
+            group: Some(group.0),
+            key: key.0,
+        };
+        let all: Vec<_> =
+            columns.iter().flat_map(|column| keys.iter().map(move |key| tombstone(key, column))).collect();
+        let each = (self.shared.segment_bytes / 4 / TOMBSTONE_BYTES).clamp(1, RECORD_TOMBSTONES_MAX);
+        let record = |some: &[Tombstone]| Body::Tombstones(Tombstones { entries: some.to_vec() });
+        all.chunks(each as usize).map(record).collect()
+    }
+}
+
+impl Drop for DeleteJob {
+    fn drop(&mut self) {
+        // Whatever stopped it, its claims end.
+        self.release(false);
+    }
+}
+
+/// Does one shard's part on its executor.
+pub(crate) async fn run(log: &Rc<Log>, part: DeletePart, rt: &dyn Runtime) {
+    let DeletePart(job) = part;
+    let deadline = job.deadline.map(|at| rt.sleep_until(at));
+    let mut writing = pin!(write_down(log, &job, rt));
+    match before(writing.as_mut(), deadline).await {
+        Some(result) => job.answered(&result),
+        None => {
+            job.lock().late = true;
+            job.answered(&Err(Reason::DeadlinePassed));
+            // What it ends with, nobody is told; the claims end with the last part.
+            let _ = writing.await;
+        }
+    }
+}
+
+/// Refuses a part that no executor took.
+pub(crate) fn refuse(part: &DeletePart, reason: &Reason) {
+    part.0.answered(&Err(reason.clone()));
+}
+
+/// Makes it durable in this shard that everything the delete names is dead up to now.
+async fn write_down(log: &Rc<Log>, job: &DeleteJob, rt: &dyn Runtime) -> Result<(), Reason> {
+    log.writes.settled().await;
+    let whole = matches!(job.dead, Dead::Namespace);
+    if !whole && !log.shared.names.is_current(&job.namespace) {
+        // What is put in it afterwards would be below this delete's sequence, and must not be.
+        return Err(Reason::Busy("the namespace was deleted meanwhile"));
+    }
+    let bodies = job.bodies(log.sequence.get());
+    for body in bodies {
+        // From here on also checkpoints say it. Of a delete that fails nobody has been told anything.
+        log.change_graves(|graves| graves.bury_body(job.namespace.id, &body));
+        let namespace = (!whole).then_some(&*job.namespace);
+        let draft = Draft { namespace, body, digests: &[], payload: None };
+        let written = log.append(Class::Put, &draft).await?;
+        if log.make_durable(&written).await.is_err() {
+            // The flush failed: it goes elsewhere, the segment is never flushed again.
+            let again = log.append(Class::Put, &draft).await?;
+            log.make_durable(&again).await?;
+        }
+    }
+    // One shard does it for all.
+    if whole && log.shard == 0 {
+        let blocks = forget(&log.shared, &job.namespace, rt).await;
+        job.lock().blocks = blocks;
+    }
+    Ok(())
+}
+
+/// Takes what is left of a deleted namespace out of the index, a partition at a time. Nobody can find it any more,
+/// so nobody needs to be told. Gives the number of blocks that were live.
+async fn forget(shared: &Shared, namespace: &Namespace, rt: &dyn Runtime) -> u64 {
+    let (index, mut entries, mut blocks) = (&shared.index, Vec::new(), 0);
+    for partition in 0..index.partitions() {
+        index.snapshot(partition, &mut entries);
+        for entry in &entries {
+            let Lookup::Live(at) = entry.state else { continue };
+            let Some(record) = index.records().get(at.record) else { continue };
+            let class = shared.classes.get(record.class);
+            if class.is_none_or(|class| class.namespace.local != namespace.local) {
+                continue;
+            }
+            let here = shared.is_here(entry.print, &record);
+            if let Some(left) = index.remove(entry.print, at) {
+                shared.free_if_empty(at.record, left);
+                blocks += u64::from(here);
+            }
+        }
+        rt.yield_now().await;
+    }
+    blocks
+}

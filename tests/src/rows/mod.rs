@@ -1,0 +1,102 @@
+//! The fault campaign: rows that anyone can run again, each with the promise that it tries to break.
+//!
+//! A row draws everything from seeds, counts the distinct states that it reached, and lists what it found wrong. It
+//! never passes by doing nothing: a row that cannot run says why, and a caller may treat that as a failure.
+
+mod cuts;
+mod faults;
+mod pool;
+pub mod scripts;
+
+use std::fmt;
+use std::ops::Range;
+
+/// How much is run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Tier {
+    /// Before every change lands: minutes.
+    Merge,
+    /// Once a night: hours.
+    Nightly,
+    /// Before a release: a day, in pieces.
+    Release,
+}
+
+/// What a row is asked to do.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask {
+    /// How much.
+    pub tier: Tier,
+    /// The first seed; the following ones are used as needed.
+    pub seed: u64,
+    /// Distinct states to reach, instead of the tier's number.
+    pub budget: Option<u64>,
+    /// Threads that run seeds.
+    pub workers: usize,
+}
+
+/// Something that must not happen, and how to see it again.
+#[derive(Clone, Debug)]
+pub struct Violation {
+    /// The seed that shows it.
+    pub seed: u64,
+    /// What was wrong.
+    pub what: String,
+}
+
+/// What a row did.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    /// Distinct states reached.
+    pub distinct: u64,
+    /// The seeds that were run.
+    pub seeds: Range<u64>,
+    /// What was found wrong; at most a few are kept.
+    pub violations: Vec<Violation>,
+    /// Why the row could not run, if so.
+    pub skipped: Option<String>,
+}
+
+/// One row of the campaign.
+pub struct Row {
+    /// Its name, as `docs/RELIABILITY.md` lists it.
+    pub id: &'static str,
+    /// What is tried, in a line.
+    pub what: &'static str,
+    /// What is counted.
+    pub counts: &'static str,
+    /// Distinct states for each tier.
+    pub targets: [u64; 3],
+    run: fn(&Ask, u64) -> Tally,
+}
+
+impl fmt::Debug for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Row({})", self.id)
+    }
+}
+
+impl Row {
+    /// How many distinct states are asked for.
+    pub fn target(&self, ask: &Ask) -> u64 {
+        let [merge, nightly, release] = self.targets;
+        ask.budget.unwrap_or(match ask.tier {
+            Tier::Merge => merge,
+            Tier::Nightly => nightly,
+            Tier::Release => release,
+        })
+    }
+
+    /// Runs it.
+    pub fn run(&self, ask: &Ask) -> Tally {
+        (self.run)(ask, self.target(ask))
+    }
+}
+
+/// All rows, in the order in which they are run.
+pub fn all() -> Vec<Row> {
+    let mut rows = vec![cuts::power_cuts(), cuts::small_scope()];
+    rows.extend(faults::rows());
+    rows.extend(scripts::rows());
+    rows
+}

@@ -1,0 +1,92 @@
+//! Running seeds on all cores until enough distinct states were reached, and catching what goes wrong on the way.
+#![allow(
+    clippy::disallowed_methods,
+    reason = "the campaign's own threads run many simulations; none is inside one"
+)]
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, Once, PoisonError};
+
+use super::{Ask, Tally, Violation};
+use crate::sim::Seed;
+
+/// Violations after which a row stops looking: more would say the same.
+const VIOLATIONS_MAX: usize = 5;
+
+/// States that were reached, by digest.
+#[derive(Debug, Default)]
+pub(super) struct States(Mutex<BTreeSet<u128>>);
+
+impl States {
+    /// Notes a state; true if it is new.
+    pub(super) fn reach(&self, digest: u128) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(digest)
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).len() as u64
+    }
+}
+
+thread_local! {
+    /// What the last panic of this thread said: while a seed runs, it is a violation and not a message.
+    static LAST_PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
+    static CATCHING: RefCell<bool> = const { RefCell::new(false) };
+}
+
+fn catch_quietly() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let loud = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if CATCHING.with_borrow(|catching| *catching) {
+                LAST_PANIC.set(Some(info.to_string()));
+            } else {
+                loud(info);
+            }
+        }));
+    });
+}
+
+/// What came of `what`; a panic is an error with its message.
+pub(super) fn caught<T>(what: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_quietly();
+    CATCHING.set(true);
+    let outcome = panic::catch_unwind(AssertUnwindSafe(what));
+    CATCHING.set(false);
+    outcome
+        .unwrap_or_else(|_| Err(LAST_PANIC.take().unwrap_or_else(|| "a panic without a message".to_owned())))
+}
+
+/// Runs seed after seed until `target` distinct states are reached.
+pub(super) fn until(
+    ask: &Ask,
+    target: u64,
+    one: impl Fn(Seed, &States) -> Result<(), String> + Sync,
+) -> Tally {
+    let states = States::default();
+    let next = AtomicU64::new(ask.seed);
+    let violations: Mutex<Vec<Violation>> = Mutex::default();
+    let enough = || {
+        let found = violations.lock().unwrap_or_else(PoisonError::into_inner).len();
+        states.len() >= target || found >= VIOLATIONS_MAX
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..ask.workers.max(1) {
+            scope.spawn(|| {
+                while !enough() {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if let Err(what) = caught(|| one(Seed(seed), &states)) {
+                        let mut all = violations.lock().unwrap_or_else(PoisonError::into_inner);
+                        all.push(Violation { seed, what });
+                    }
+                }
+            });
+        }
+    });
+    let violations = violations.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Tally { distinct: states.len(), seeds: ask.seed..next.into_inner(), violations, skipped: None }
+}

@@ -1,0 +1,242 @@
+//! Damage is named with its place: every byte of every structure, sectors and pages that are zeroed, stale, swapped or
+//! copied within a shard, between shards and between stores.
+//!
+//! `KVARTS_BITS=1` flips every bit instead of one of each byte.
+
+use kvarts_fsck::check::{Checked, Level};
+use kvarts_fsck::disk::MemoryDisk;
+use kvarts_fsck::findings::Finding;
+use kvarts_layout::format::seal::claimed_structure;
+use kvarts_layout::format::{PAGE, Structure, is_zero};
+use kvarts_tests::sim::Seed;
+use kvarts_tests::witness::{directories, examine, problems, small, worked};
+
+fn store(seed: u64, shards: u32, ops: usize) -> MemoryDisk {
+    let image = worked(Seed(seed), &small(shards), ops, true);
+    let disk = directories(&image).remove(0);
+    let checked = look(&disk);
+    assert!(checked.findings.is_clean() && checked.findings.notes.is_empty(), "{}", problems(&checked));
+    disk
+}
+
+fn look(disk: &MemoryDisk) -> Checked {
+    examine(&[disk.fork()], Level::Full).unwrap()
+}
+
+/// Every page of a store that begins a structure: file, offset, what it is.
+fn structures(disk: &MemoryDisk) -> Vec<(String, usize, Structure)> {
+    let mut all = Vec::new();
+    for path in disk.files() {
+        let bytes = disk.contents(&path).unwrap();
+        for (at, page) in (0..).step_by(PAGE).zip(bytes.chunks(PAGE)) {
+            if let Some(structure) = claimed_structure(page) {
+                all.push((path.clone(), at, structure));
+            }
+        }
+    }
+    all
+}
+
+/// Whether the finding names this file and a place in the page.
+fn names(finding: &Finding, path: &str, at: usize) -> bool {
+    let in_page = finding.place.offset.is_some_and(|offset| offset as usize / PAGE == at / PAGE);
+    match (finding.place.shard, finding.place.segment) {
+        (Some(shard), Some(segment)) => path == format!("shard-{shard:04}/segment-{segment:08}") && in_page,
+        _ => finding.file.as_ref().is_some_and(|file| file.ends_with(path)),
+    }
+}
+
+fn expect_named(checked: &Checked, path: &str, at: usize, what: &str) {
+    let all = || checked.findings.problems.iter().chain(&checked.findings.notes);
+    assert!(
+        all().any(|one| names(one, path, at)),
+        "{what} in {path} at {at}: {:?}",
+        all().collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn a_flipped_bit_anywhere_in_a_structure_is_named_with_its_place() {
+    let disk = store(3, 1, 6);
+    let bits: &[u8] =
+        if std::env::var_os("KVARTS_BITS").is_some() { &[1, 2, 4, 8, 16, 32, 64, 128] } else { &[] };
+    let structures = structures(&disk);
+    let mut flips = 0;
+    let mut seen = Vec::new();
+    for (path, at, structure) in &structures {
+        // One of each kind is looked at byte by byte in its first sector, the others at some of their bytes.
+        let step = if seen.contains(structure) { 331 } else { 1 };
+        seen.push(*structure);
+        let whole = if bits.is_empty() { 512 } else { PAGE };
+        for byte in (0..whole).step_by(step).chain((whole..PAGE).step_by(101)) {
+            let rotating = [1u8 << (byte % 8)];
+            for bit in if bits.is_empty() { &rotating[..] } else { bits } {
+                disk.tamper(path, |bytes| bytes[at + byte] ^= bit);
+                let checked = examine(std::slice::from_ref(&disk), Level::Full).unwrap();
+                disk.tamper(path, |bytes| bytes[at + byte] ^= bit);
+                let label = format!("{structure:?} byte {byte} bit {bit}");
+                assert!(
+                    !checked.findings.is_clean() || *structure == Structure::CheckpointChunk,
+                    "{label}: unseen"
+                );
+                expect_named(&checked, path, *at, &label);
+                flips += 1;
+            }
+        }
+    }
+    for structure in Structure::ALL {
+        assert!(seen.contains(&structure), "{structure:?} was not there to be damaged");
+    }
+    println!("{flips} flips");
+}
+
+#[test]
+fn a_flipped_bit_of_a_payload_or_its_padding_is_named_with_its_record() {
+    let disk = store(4, 1, 8);
+    let all = structures(&disk);
+    let records: Vec<_> = all.iter().filter(|(_, _, structure)| *structure == Structure::Record).collect();
+    let mut flips = 0;
+    for (path, at, _) in records {
+        let bytes = disk.contents(path).unwrap();
+        let payload = u64::from_le_bytes(bytes[at + 96..at + 104].try_into().unwrap()) as usize;
+        let header = u32::from_le_bytes(bytes[at + 72..at + 76].try_into().unwrap()) as usize;
+        for byte in (0..payload.next_multiple_of(PAGE)).step_by(97) {
+            let place = at + header + byte;
+            disk.tamper(path, |bytes| bytes[place] ^= 1 << (byte % 8));
+            let checked = examine(std::slice::from_ref(&disk), Level::Full).unwrap();
+            disk.tamper(path, |bytes| bytes[place] ^= 1 << (byte % 8));
+            let problem = &checked.findings.problems[0];
+            assert_eq!(checked.findings.problem_count, 1, "{}", problems(&checked));
+            match problem.label.name {
+                "listed-payload-damaged" => {
+                    assert_eq!(problem.place.offset, Some(*at as u64));
+                    assert!(problem.blocks > 0 && problem.key.is_some() && problem.expected.is_some());
+                }
+                "padding-not-zero" => assert_eq!(problem.place.offset, Some(place as u64)),
+                other => panic!("{other}"),
+            }
+            flips += 1;
+        }
+    }
+    assert!(flips > 300, "{flips}");
+}
+
+/// Puts a page elsewhere.
+fn copy(from: &MemoryDisk, (path, at): (&str, usize), to: &MemoryDisk, (into, place): (&str, usize)) {
+    let page = from.contents(path).unwrap()[at..at + PAGE].to_vec();
+    to.tamper(into, |bytes| bytes[place..place + PAGE].copy_from_slice(&page));
+}
+
+#[test]
+fn pages_that_are_zeroed_swapped_or_from_elsewhere_are_named_and_never_adopted() {
+    let disk = store(5, 2, 40);
+    let other = store(6, 2, 40);
+    let blocks = look(&disk).blocks;
+    let theirs = structures(&other);
+    let ours = structures(&disk);
+    let mut cases = 0;
+    for (path, at, structure) in &ours {
+        if *structure == Structure::CheckpointChunk {
+            continue;
+        }
+        let mut expect = |damaged: MemoryDisk, what: &str| {
+            if damaged.contents(path) == disk.contents(path) {
+                return;
+            }
+            let checked = look(&damaged);
+            expect_named(&checked, path, *at, what);
+            // A store's only checkpoint and its second slot look then as a crash leaves them at their first writing.
+            let first = matches!(structure, Structure::CheckpointHeader | Structure::Superblock);
+            let may_be_legal = what == "zeroed" && first;
+            assert!(
+                may_be_legal || !checked.findings.is_clean(),
+                "{what} over {structure:?} in {path} at {at}"
+            );
+            assert!(checked.blocks <= blocks, "{what}: blocks came from nowhere");
+            cases += 1;
+        };
+        let zeroed = disk.fork();
+        zeroed.tamper(path, |bytes| bytes[*at..at + PAGE].fill(0));
+        expect(zeroed, "zeroed");
+        let burst = disk.fork();
+        burst.tamper(path, |bytes| bytes[*at..at + PAGE].fill(0x5a));
+        expect(burst, "burst");
+        let same = |all: &[(String, usize, Structure)], skip: usize| {
+            let mut found = all.iter().filter(|one| one.2 == *structure && (&one.0, one.1) != (path, *at));
+            found.nth(skip).map(|one| (one.0.clone(), one.1))
+        };
+        for skip in [0, 3, 7] {
+            if let Some((from, place)) = same(&ours, skip) {
+                let copied = disk.fork();
+                copy(&disk, (&from, place), &copied, (path, *at));
+                expect(copied, "copied from the same store");
+            }
+            if let Some((from, place)) = same(&theirs, skip) {
+                let copied = disk.fork();
+                copy(&other, (&from, place), &copied, (path, *at));
+                expect(copied, "copied from another store");
+            }
+        }
+    }
+    assert!(cases > 200, "{cases}");
+}
+
+#[test]
+fn whole_files_that_are_swapped_renamed_or_from_another_store_are_named() {
+    let disk = store(5, 2, 40);
+    let other = store(6, 2, 40);
+    let segment = |shard: u32, number: u32| format!("shard-{shard:04}/segment-{number:08}");
+    let (one, two) = (segment(0, 0), segment(1, 0));
+    let swapped = disk.fork();
+    swapped.plant(&one, disk.contents(&two).unwrap());
+    swapped.plant(&two, disk.contents(&one).unwrap());
+    let foreign = disk.fork();
+    foreign.plant(&one, other.contents(&one).unwrap());
+    let renamed = disk.fork();
+    renamed.plant(&segment(0, 40), disk.contents(&one).unwrap());
+    let cut = disk.fork();
+    cut.tamper(&one, |bytes| bytes.truncate(32 << 10));
+    let gone = disk.fork();
+    gone.remove(&one);
+    for (damaged, label, path) in [
+        (&swapped, "header-misdirected", &one),
+        (&swapped, "header-misdirected", &two),
+        (&foreign, "segment-foreign", &one),
+        (&renamed, "header-misdirected", &segment(0, 40)),
+        (&cut, "segment-truncated", &one),
+        (&gone, "segment-missing", &one),
+    ] {
+        let checked = look(damaged);
+        let found = checked.findings.problems.iter().any(|one| {
+            let (shard, number) = (one.place.shard.unwrap_or(99), one.place.segment.unwrap_or(99));
+            one.label.name == label && segment(shard, number) == *path
+        });
+        assert!(found, "{label} {path}:\n{}", problems(&checked));
+    }
+}
+
+#[test]
+fn a_lost_write_that_leaves_the_generation_before_is_named() {
+    // A small budget, so that segments are written more than once.
+    let options = kvarts_store::engine::Options { budget_bytes: 400 << 10, ..small(1) };
+    let before = directories(&worked(Seed(9), &options, 150, true)).remove(0);
+    let recycled: Vec<(String, usize)> = structures(&before)
+        .into_iter()
+        .filter(|(path, at, structure)| {
+            let bytes = before.contents(path).unwrap();
+            let generation = u64::from_le_bytes(bytes[at + 56..at + 64].try_into().unwrap());
+            *structure == Structure::SegmentHeader && generation > 1
+        })
+        .map(|(path, at, _)| (path, at))
+        .collect();
+    assert!(!recycled.is_empty(), "nothing was recycled");
+    for (path, at) in recycled {
+        let damaged = before.fork();
+        // The header's sector is lost.
+        damaged.tamper(&path, |bytes| bytes[at..at + 512].fill(0));
+        let checked = look(&damaged);
+        assert!(!checked.findings.is_clean());
+        expect_named(&checked, &path, at, "header lost");
+        assert!(!is_zero(&damaged.contents(&path).unwrap()));
+    }
+}
