@@ -2,7 +2,9 @@
 
 mod served;
 
-use kvarts_tests::conformance::{Desk, all};
+use kvarts_store::api::{BlockOutcome, KvStore};
+use kvarts_tests::conformance::{Desk, all, pages};
+use kvarts_tests::fixture;
 use kvarts_tests::stage::Stage;
 use served::ClientStage;
 
@@ -15,13 +17,16 @@ const EVENTS: [&str; 2] = [
     "a point of another stream is a gap",
 ];
 
-/// Two calls that are under way at once reach the server in either order, so which of them meets the other is not the
-/// caller's to say: this case needs the order in which it called.
-const NEEDS_ORDER: &str = "a put that a delete meets is refused, and stays away";
+/// Two calls that are under way at once reach the server in either order, so which of them is first is not the caller's
+/// to say: these cases need the order in which they called.
+const NEEDS_ORDER: [&str; 2] = [
+    "a put that a delete meets is refused, and stays away",
+    "of two puts of one key at once one stores it whole",
+];
 
 /// The guarantees that hold over gRPC on a server that other cases use, too.
 fn shared(name: &str) -> bool {
-    name != COUNTS_LEASES && name != NEEDS_ORDER && !EVENTS.contains(&name)
+    name != COUNTS_LEASES && !NEEDS_ORDER.contains(&name) && !EVENTS.contains(&name)
 }
 
 fn run(stage: &dyn Stage, wanted: impl Fn(&str) -> bool) -> usize {
@@ -36,12 +41,41 @@ fn run(stage: &dyn Stage, wanted: impl Fn(&str) -> bool) -> usize {
 #[test]
 fn a_client_over_grpc_conforms() {
     let stage = ClientStage::open("serve-grpc");
-    assert_eq!(run(&stage, shared), all().len() - 4);
+    assert_eq!(run(&stage, shared), all().len() - 5);
     assert_eq!(run(&ClientStage::open("serve-leases"), |name| name == COUNTS_LEASES), 1);
 }
 
 #[test]
 fn a_client_over_the_local_socket_conforms() {
     let stage = ClientStage::over_socket("serve-unix");
-    assert_eq!(run(&stage, shared), all().len() - 4);
+    assert_eq!(run(&stage, shared), all().len() - 5);
+}
+
+#[test]
+fn of_two_clients_that_put_one_key_at_once_one_stores_it_whole() {
+    use BlockOutcome::{AlreadyThere, InFlight, Stored};
+    let stage = ClientStage::open("serve-race");
+    let other = stage.served.client(None);
+    let desk = Desk::new(&stage, "two clients");
+    other.register(&fixture::identity("two clients"), &fixture::geometry()).unwrap();
+    let (group, coordinate) = pages();
+    let shape = fixture::shape(group, coordinate);
+    for round in 0..20 {
+        let keys = desk.keys(round * 4..round * 4 + 4);
+        let first = stage.client.put(desk.request(pages(), &keys, 1));
+        let second = other.put(desk.request(pages(), &keys, 2));
+        let (first, second) = (stage.answer(first).unwrap().outcomes, stage.answer(second).unwrap().outcomes);
+        let request = desk.read_request(pages(), &keys);
+        assert_eq!(desk.read(&request).1.usable_blocks, 4);
+        for (at, key) in (0u32..).zip(&keys) {
+            let pair = (&first[at as usize], &second[at as usize]);
+            let winner = match pair {
+                (Stored, AlreadyThere | InFlight) => 1,
+                (AlreadyThere | InFlight, Stored) => 2,
+                other => panic!("{other:?}"),
+            };
+            let expected = fixture::content(key, group, coordinate, winner, &shape);
+            assert_eq!(fixture::read_block(&request.into, at, &shape), expected);
+        }
+    }
 }
