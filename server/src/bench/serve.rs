@@ -31,6 +31,8 @@ use crate::proto::reads_client::ReadsClient;
 
 const GIB: f64 = (1u64 << 30) as f64;
 const MIB: f64 = (1u64 << 20) as f64;
+/// Tokens of a block: those that engines use by default, so that a window holds several blocks.
+const BLOCK_TOKENS: u32 = 16;
 /// Readers that saturate the server while a small one is looked at.
 const READERS: usize = 4;
 
@@ -120,7 +122,7 @@ fn prepare(arguments: &ServeArgs, scratch: &Scratch) -> Result<Ground, Failure> 
     let client = Client::connect(&options).map_err(Failure::user)?;
     let spec = setup::model(&arguments.model)?;
     let geometry = spec.geometry().clone();
-    let (request, bytes) = fill(&client, &geometry, spec.default_block_tokens(), arguments.mib << 20)?;
+    let (request, bytes) = fill(&client, &geometry, BLOCK_TOKENS, arguments.mib << 20)?;
     let small = fill(&client, &Geometry::opaque(64 << 10).map_err(Failure::user)?, 16, 64 << 10)?.0;
     let messages = bytes / limits::FRAME_BYTES as u64;
     let bare = Bare { bytes: Bytes::from(vec![7; limits::FRAME_BYTES]), messages };
@@ -233,7 +235,7 @@ fn small_reader(ground: &Ground, count: u32, report: &mut Report) -> Result<(), 
             })
         })
         .collect();
-    ground.runtime.block_on(tokio::time::sleep(Duration::from_millis(200)));
+    ground.runtime.block_on(async { tokio::time::sleep(Duration::from_millis(200)).await });
     let noisy = latencies(ground, count);
     stop.store(true, Ordering::Relaxed);
     for other in others {
