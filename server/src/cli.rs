@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
+use crate::{bench, config_cmd, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
@@ -27,6 +27,8 @@ struct Cli {
 enum Command {
     /// Measure the engine beside a bare loop over the same files
     Bench(Box<bench::BenchArgs>),
+    /// Check and show a server's configuration, make tokens
+    Config(config_cmd::ConfigArgs),
     /// Check a store offline, and repair it when asked
     Fsck(fsck_cmd::FsckArgs),
     /// Describe devices and measure how memory reaches them
@@ -34,7 +36,7 @@ enum Command {
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
     /// Run the daemon
-    Serve(serve_cmd::ServeArgs),
+    Serve(Box<serve_cmd::ServeArgs>),
 }
 
 /// Why a subcommand did not do what it was asked.
@@ -61,7 +63,7 @@ impl From<io::Error> for Failure {
 }
 
 /// Runs the program with the process's arguments and standard streams.
-pub(crate) fn main() -> ExitCode {
+pub fn main() -> ExitCode {
     let mut out = BufWriter::new(io::stdout().lock());
     let result = match run(std::env::args_os(), &mut out) {
         Ok(()) => out.flush().map_err(Failure::from),
@@ -104,10 +106,11 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     };
     match cli.command {
         Command::Bench(arguments) => bench::run(&arguments, out),
+        Command::Config(arguments) => config_cmd::run(&arguments, out),
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
         Command::Gpu(arguments) => gpu_cmd::run(&arguments, out),
         Command::Model(arguments) => model_cmd::run(&arguments, out),
-        Command::Serve(arguments) => serve_cmd::run(&arguments),
+        Command::Serve(arguments) => serve_cmd::run(&arguments, out),
     }
 }
 

@@ -25,6 +25,7 @@ mod open;
 mod pairs;
 mod put;
 mod report;
+mod serve;
 mod setup;
 
 use std::io::Write;
@@ -56,6 +57,8 @@ enum BenchCommand {
     Mixed(mixed::MixedArgs),
     /// Check a store with all digests, beside a bare sequential read of its files
     Fsck(fsck::FsckArgs),
+    /// Read over gRPC on loopback, beside a bare server that streams from memory
+    Serve(serve::ServeArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
     /// Bring layers from disk to a device under an engine that computes
@@ -72,6 +75,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Churn(arguments) => churn::run(arguments, out),
         BenchCommand::Mixed(arguments) => mixed::run(arguments, out),
         BenchCommand::Fsck(arguments) => fsck::run(arguments, out),
+        BenchCommand::Serve(arguments) => serve::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
         BenchCommand::Gpu(arguments) => gpu::run(arguments, out),
     }
