@@ -183,10 +183,24 @@ fn without_a_valid_token_or_right_nothing_happens() {
     let error = put(&reader, namespace, &keys, 1).unwrap_err();
     assert!(matches!(&error.0, Reason::Denied(what) if what.contains("write")), "{error}");
     assert!(reader.stats().is_err(), "statistics are for administrators");
+    assert!(reader.set_budget(32 << 20).is_err(), "so is the budget");
     assert!(served.client(Some("kvarts_red")).stats().is_ok());
     let metrics = served.metrics();
     assert!(metrics.contains("kvarts_calls_refused_total{method=\"put\",want=\"right\"} 1"), "{metrics}");
     assert!(!metrics.contains("kvarts_blue_reader"), "a token stands in the metrics");
+}
+
+#[test]
+fn an_administrator_changes_the_budget_and_one_that_cannot_be_kept_is_refused() {
+    let served = Served::start("tenants-budget", &configuration());
+    let red = served.client(Some("kvarts_red"));
+    let before = red.stats().unwrap().budget_bytes;
+    let reply = red.set_budget(before / 2).unwrap();
+    assert_eq!(reply.budget_bytes, before / 2);
+    assert_eq!(red.stats().unwrap().budget_bytes, before / 2);
+    let error = red.set_budget(1).unwrap_err();
+    assert_eq!(error.kind(), Kind::Invalid, "{error}");
+    assert_eq!(red.stats().unwrap().budget_bytes, before / 2);
 }
 
 #[test]

@@ -164,6 +164,13 @@ impl Client {
         self.remote.ask(async move { admin.checkpoint(request).await }).map(drop)
     }
 
+    /// Changes the server's budget; answers with what it is now and how much is allocated.
+    pub fn set_budget(&self, budget_bytes: u64) -> Result<proto::SetBudgetReply, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.request(proto::SetBudgetRequest { budget_bytes }, None);
+        self.remote.ask(async move { admin.set_budget(request).await })
+    }
+
     /// Asks the server to finish and stop.
     pub fn drain(&self) -> Result<(), Error> {
         let mut admin = self.remote.admin();

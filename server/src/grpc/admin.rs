@@ -51,6 +51,15 @@ pub(super) async fn compact(call: &Call) -> Outcome<proto::CompactReply> {
     Ok(proto::CompactReply { facts: facts.iter().map(|(name, value)| format!("{name}: {value}")).collect() })
 }
 
+/// Changes the budget. A lower one is kept from now on by whatever would grow, and reached when segments have been
+/// given back: the answer says how much is allocated now.
+pub(super) fn set_budget(call: &Call, wire: &proto::SetBudgetRequest) -> Outcome<proto::SetBudgetReply> {
+    call.node.engine.set_budget(wire.budget_bytes)?;
+    let stats = call.node.engine.stats();
+    tracing::info!(target: "audit", tenant = call.caller.tenant.name, budget = stats.budget_bytes, "budget changed");
+    Ok(proto::SetBudgetReply { budget_bytes: stats.budget_bytes, allocated_bytes: stats.allocated_bytes })
+}
+
 /// Begins the end of the server.
 pub(super) fn drain(call: &Call) -> proto::DrainReply {
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, "drain asked for");

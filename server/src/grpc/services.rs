@@ -123,7 +123,7 @@ impl Admin for Services {
     }
 
     async fn set_budget(&self, request: Request<proto::SetBudgetRequest>) -> Answer<proto::SetBudgetReply> {
-        answer(request, |_, _| async move { admin::not_built("SetBudget") }).await
+        answer(request, |call, wire| async move { admin::set_budget(&call, &wire) }).await
     }
 }
 
