@@ -283,7 +283,7 @@ fn a_flipped_bit_of_a_stored_chunk_is_named_with_its_record_and_never_a_panic() 
         let payload = u64::from_le_bytes(bytes[at + 96..at + 104].try_into().unwrap()) as usize;
         let header = u32::from_le_bytes(bytes[at + 72..at + 76].try_into().unwrap()) as usize;
         // Raw records have whole blocks of one of the shapes.
-        if payload == 0 || [24_576, 416, 1000].iter().any(|block| payload % block == 0) {
+        if payload == 0 || [24_576, 416, 1000].iter().any(|block| payload.is_multiple_of(*block)) {
             continue;
         }
         records += 1;

@@ -16,6 +16,7 @@
 mod bare;
 mod churn;
 mod crossover;
+mod encoded;
 mod fsck;
 mod gpu;
 mod layers;
@@ -54,6 +55,8 @@ enum BenchCommand {
     Churn(churn::ChurnArgs),
     /// Read layers while puts, reclaim and compaction are at work on a nearly full store
     Mixed(mixed::MixedArgs),
+    /// Read a prefix that compaction has encoded beside one of the same bytes that is raw
+    Encoded(encoded::EncodedArgs),
     /// Check a store with all digests, beside a bare sequential read of its files
     Fsck(fsck::FsckArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
@@ -71,6 +74,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Open(arguments) => open::run(arguments, out),
         BenchCommand::Churn(arguments) => churn::run(arguments, out),
         BenchCommand::Mixed(arguments) => mixed::run(arguments, out),
+        BenchCommand::Encoded(arguments) => encoded::run(arguments, out),
         BenchCommand::Fsck(arguments) => fsck::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
         BenchCommand::Gpu(arguments) => gpu::run(arguments, out),
