@@ -22,6 +22,7 @@ use crate::engine::names::Namespace;
 use crate::engine::runs::RunClass;
 use crate::engine::segment::Segment;
 use crate::engine::shared::Shared;
+use crate::engine::unpack;
 use crate::error::Reason;
 use crate::index::{Entry as Indexed, Gathering, Heat, Index, Location, RecordId, RecordInfo, Recovered};
 
@@ -42,7 +43,7 @@ impl Batch {
     }
 }
 
-/// The class of the record before: neighbours are mostly of one.
+/// The class of the raw record before: neighbours are mostly of one.
 struct LastClass {
     key: (u32, u32, u64, u8, u16, usize),
     class: Arc<RunClass>,
@@ -57,13 +58,11 @@ pub(super) fn class_of(
 ) -> Option<(Arc<RunClass>, Arc<RunLayout>)> {
     let coordinate = Coordinate::from_u64(blocks.coordinate)?;
     let layout = layout_from_code(blocks.layout)?;
-    if blocks.encoding != ENCODING_RAW {
-        return None;
-    }
     let arrangement = (layout, blocks.layout_version, blocks.encoding);
     let class = shared.classes.intern(namespace, (Group(blocks.group), coordinate), arrangement).ok()?;
     let count = u32::try_from(blocks.blocks.len()).ok()?;
     let layout = class.layout_of(count).ok()?;
+    unpack::payload_bytes(blocks, &layout)?;
     Some((class, layout))
 }
 
@@ -230,9 +229,14 @@ impl Recovery<'_> {
 
     fn class(&mut self, entry: &Entry, blocks: &Blocks, namespace: &Arc<Namespace>) -> Option<Arc<RunClass>> {
         let count = blocks.blocks.len();
+        if blocks.encoding != ENCODING_RAW {
+            // The length is each record's own.
+            let (class, layout) = class_of(&self.log.shared, namespace, blocks)?;
+            return (unpack::payload_bytes(blocks, &layout)? == entry.payload_bytes).then_some(class);
+        }
         let key =
             (namespace.local, blocks.group, blocks.coordinate, blocks.layout, blocks.layout_version, count);
-        if self.batch.last.as_ref().is_none_or(|last| last.key != key || blocks.encoding != ENCODING_RAW) {
+        if self.batch.last.as_ref().is_none_or(|last| last.key != key) {
             let (class, layout) = class_of(&self.log.shared, namespace, blocks)?;
             let payload_bytes = layout.payload_bytes();
             self.batch.last = Some(LastClass { key, class, payload_bytes });
