@@ -2,6 +2,7 @@
 
 mod bench;
 mod cli;
+mod compact_cmd;
 mod devices;
 mod files;
 mod fsck_cmd;
