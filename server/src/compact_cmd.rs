@@ -102,17 +102,18 @@ pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Fa
     let options = arguments.options();
     let disks = open_store(&arguments.directories)?;
     let progress = Progress::default();
-    let done = if !arguments.to.is_empty() {
-        to_another(arguments, &look(&disks)?, &options, &progress)?
-    } else if arguments.dry_run {
-        let store = look(&disks)?;
-        let places = vec![nowhere(); disks.len()];
-        watch(&progress, || in_place(&store, &places, &options, &progress))?
-    } else {
-        look(&disks)?;
-        // From readers' locks to the only one.
-        drop(disks);
-        here(arguments, &options, &progress)?
+    let done = match look(&disks)? {
+        Err(refusal) => Err(refusal),
+        Ok(store) if !arguments.to.is_empty() => to_another(arguments, &store, &options, &progress)?,
+        Ok(store) if arguments.dry_run => {
+            let places = vec![nowhere(); disks.len()];
+            watch(&progress, || in_place(&store, &places, &options, &progress))?
+        }
+        Ok(store) => {
+            // From readers' locks to the only one.
+            drop((store, disks));
+            here(arguments, &options, &progress)?
+        }
     };
     let mut report = match done {
         Ok(report) => report,
@@ -154,14 +155,14 @@ fn in_use(directory: &Path) -> Failure {
     Failure::User(format!("{} is in use by another process: stop it", directory.display()))
 }
 
-fn look(disks: &[Arc<dyn Disk>]) -> Result<Store, Failure> {
+/// The store that the directories hold, or where it is damaged.
+fn look(disks: &[Arc<dyn Disk>]) -> Result<Result<Store, Refusal>, Failure> {
     let mut found = Findings::default();
     let store = survey(disks, &mut found).map_err(Failure::user)?;
-    if !found.is_clean() {
-        let first = found.problems.first().map_or("it has problems", |one| one.label.name);
-        return Err(Failure::User(format!("the store is damaged ({first}): run `kvarts fsck` first")));
+    if let Some(first) = found.problems.first() {
+        return Ok(Err(Refusal::Damaged(first.label.name.to_owned())));
     }
-    store.ok_or_else(|| Failure::user("nothing was ever stored here"))
+    Ok(Ok(store.ok_or_else(|| Failure::user("nothing was ever stored here"))?))
 }
 
 /// What a dry run is given: nothing that could be written.
@@ -189,7 +190,10 @@ fn here(arguments: &CompactArgs, options: &Options, progress: &Progress) -> Resu
         // The lock is held already.
         disks.push(Arc::new(RealDisk::open(directory, true, true).map_err(refuse)?));
     }
-    let store = look(&disks)?;
+    let store = match look(&disks)? {
+        Ok(store) => store,
+        Err(refusal) => return Ok(Err(refusal)),
+    };
     watch(progress, || in_place(&store, &places, options, progress))
 }
 

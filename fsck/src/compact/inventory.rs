@@ -38,8 +38,8 @@ pub(super) struct Space {
     pub(super) identity: Vec<u8>,
     pub(super) spec_id: [u8; 32],
     pub(super) spec: Vec<u8>,
-    geometry: Geometry,
-    block_tokens: u32,
+    pub(super) geometry: Geometry,
+    pub(super) block_tokens: u32,
 }
 
 impl Space {
