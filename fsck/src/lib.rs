@@ -15,6 +15,7 @@
 
 pub mod check;
 pub mod checkpoint;
+pub mod compact;
 pub mod disk;
 pub mod findings;
 pub mod names;

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, config_cmd, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
+use crate::{bench, compact_cmd, config_cmd, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
@@ -27,6 +27,8 @@ struct Cli {
 enum Command {
     /// Measure the engine beside a bare loop over the same files
     Bench(Box<bench::BenchArgs>),
+    /// Write what is live in a store together, offline, in place or as a new store
+    Compact(compact_cmd::CompactArgs),
     /// Check and show a server's configuration, make tokens
     Config(config_cmd::ConfigArgs),
     /// Check a store offline, and repair it when asked
@@ -106,6 +108,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     };
     match cli.command {
         Command::Bench(arguments) => bench::run(&arguments, out),
+        Command::Compact(arguments) => compact_cmd::run(&arguments, out),
         Command::Config(arguments) => config_cmd::run(&arguments, out),
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
         Command::Gpu(arguments) => gpu_cmd::run(&arguments, out),

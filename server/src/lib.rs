@@ -6,6 +6,7 @@
 mod bench;
 mod cli;
 pub mod client;
+mod compact_cmd;
 pub mod config;
 mod config_cmd;
 pub mod daemon;
