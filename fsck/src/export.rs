@@ -245,7 +245,7 @@ fn exported_run(run: &Run, artifact: &Artifact, (from, to): (u32, u32), bytes: &
     let parent = match (&blocks.parent, before) {
         (Parent::Unknown, _) => Parent::Unknown,
         (_, Some(before)) => Parent::Key(before.key),
-        (parent, None) => parent.clone(),
+        (parent, None) => *parent,
     };
     ExportedRun {
         namespace: run.namespace.id,

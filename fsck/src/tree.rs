@@ -91,7 +91,7 @@ fn links(run: &Run) -> impl Iterator<Item = (u32, Key, Parent)> {
         let parent = match (&run.blocks.parent, before) {
             (Parent::Unknown, _) => Parent::Unknown,
             (_, Some(before)) => Parent::Key(before.key),
-            (parent, None) => parent.clone(),
+            (parent, None) => *parent,
         };
         (at, name.key, parent)
     })
@@ -203,7 +203,7 @@ impl Forest {
         let mut branch: Option<Branch> = None;
         while self.seen.insert(next) {
             let node = self.nodes.get(&next)?;
-            let branch = branch.get_or_insert_with(|| Branch {
+            let branch = branch.get_or_insert(Branch {
                 depth,
                 stem,
                 first: BlockKey(next),

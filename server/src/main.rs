@@ -8,6 +8,7 @@ mod fsck_cmd;
 mod gpu_cmd;
 mod human;
 mod model_cmd;
+mod offline;
 mod serve_cmd;
 mod table;
 
