@@ -22,6 +22,7 @@ use kvarts_layout::format::checkpoint::{SEGMENT_FREE, SegmentState};
 use kvarts_layout::format::names::{segment_name, shard_name};
 
 use crate::checkpoint::{self, Known};
+use crate::contents::{self, Graves};
 use crate::findings::{self, Finding, Findings, Place};
 use crate::store::{Shard, Store};
 use crate::window::{Tally, Window};
@@ -150,7 +151,7 @@ pub fn check(
     tally: &Tally,
     findings: Findings,
 ) -> Result<Checked, DeepError> {
-    let deep = deep::Collector::new(options);
+    let deep = deep::Collector::new(options, dead(store, options, tally));
     let sum = Mutex::new(Checked { findings, ..Checked::default() });
     let add = |change: &dyn Fn(&mut Checked)| change(&mut sum.lock().unwrap_or_else(PoisonError::into_inner));
     let known = read_checkpoints(store, options, tally);
@@ -169,6 +170,16 @@ pub fn check(
     deep.finish(&mut sum.findings)?;
     sum.findings.sort();
     Ok(sum)
+}
+
+/// What is deleted in each shard, for a deep check: it must be known before the blocks that it kills are met.
+fn dead(store: &Store, options: &Options, tally: &Tally) -> BTreeMap<u32, Graves> {
+    if options.level != Level::Deep {
+        return BTreeMap::new();
+    }
+    let graves = contents::graves(store, options, tally);
+    let by_number = |(at, graves)| Some((store.shards.get::<usize>(at)?.number, graves));
+    graves.into_iter().filter_map(by_number).collect()
 }
 
 /// Checks every segment on its own and hands out what was found, with the index of its shard; answers with what the

@@ -13,17 +13,22 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
 
+pub mod artifact;
 pub mod check;
 pub mod checkpoint;
 pub mod compact;
+pub mod contents;
 pub mod disk;
+pub mod export;
 pub mod findings;
+pub mod inspect;
 pub mod names;
 pub mod repair;
 pub mod report;
 pub mod segment;
 pub mod store;
 pub mod superblock;
+pub mod tree;
 pub mod verify;
 pub mod walk;
 pub mod window;

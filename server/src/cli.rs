@@ -13,6 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{bench, compact_cmd, config_cmd, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
 
 /// A storage engine for the KV-cache artifacts of language models.
@@ -31,10 +32,18 @@ enum Command {
     Compact(compact_cmd::CompactArgs),
     /// Check and show a server's configuration, make tokens
     Config(config_cmd::ConfigArgs),
+    /// Write artifacts of a store into a portable file
+    Export(export_cmd::ExportArgs),
     /// Check a store offline, and repair it when asked
     Fsck(fsck_cmd::FsckArgs),
     /// Describe devices and measure how memory reaches them
     Gpu(gpu_cmd::GpuArgs),
+    /// Put the artifacts of an exported file into a store
+    Import(import_cmd::ImportArgs),
+    /// Show what lies where in a store
+    Inspect(inspect_cmd::InspectArgs),
+    /// List the artifacts of a store as trees of prefixes
+    Ls(ls_cmd::LsArgs),
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
     /// Run the daemon
@@ -110,8 +119,12 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Bench(arguments) => bench::run(&arguments, out),
         Command::Compact(arguments) => compact_cmd::run(&arguments, out),
         Command::Config(arguments) => config_cmd::run(&arguments, out),
+        Command::Export(arguments) => export_cmd::run(&arguments, out),
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
         Command::Gpu(arguments) => gpu_cmd::run(&arguments, out),
+        Command::Import(arguments) => import_cmd::run(&arguments, out),
+        Command::Inspect(arguments) => inspect_cmd::run(&arguments, out),
+        Command::Ls(arguments) => ls_cmd::run(&arguments, out),
         Command::Model(arguments) => model_cmd::run(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),
     }

@@ -19,6 +19,7 @@ mod human;
 pub mod metrics;
 mod model_cmd;
 pub mod node;
+mod offline;
 pub mod proto;
 mod serve_cmd;
 mod table;

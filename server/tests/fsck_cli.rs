@@ -28,7 +28,7 @@ impl Scratch {
             secret: Secret::new([7; 32]),
             created_ms: 1,
             segment_bytes: 64 << 10,
-            min_reader: 0,
+            min_reader: kvarts_layout::format::VERSION,
             clean: false,
             directories: 1,
             shards_total: 1,

@@ -20,6 +20,7 @@ use kvarts_layout::format::trailer::SealReason;
 
 use super::{Level, Options, Outcome, SegmentReport, Subject};
 use crate::checkpoint::{Known, Listed};
+use crate::contents::Graves;
 use crate::findings::{self, Finding, Findings, Place};
 use crate::walk::{Met, Payload};
 
@@ -102,10 +103,7 @@ fn at_of(print: &Print) -> At {
 
 /// The subject of a block: everything that its key is made of.
 fn block_subject(namespace: &[u8; 32], key: &[u8; 32], blocks: &Blocks) -> [u8; 16] {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(namespace).update(key);
-    hasher.update(&blocks.group.to_le_bytes()).update(&blocks.coordinate.to_le_bytes());
-    first_half(hasher.finalize().as_bytes())
+    crate::contents::subject(namespace, key, (blocks.group, blocks.coordinate))
 }
 
 fn first_half(bytes: &[u8; 32]) -> [u8; 16] {
@@ -130,14 +128,16 @@ pub(super) struct Collector {
     level: Level,
     most: usize,
     spill: PathBuf,
+    /// What is dead, by shard.
+    graves: BTreeMap<u32, Graves>,
     state: Mutex<State>,
 }
 
 impl Collector {
-    pub(super) fn new(options: &Options) -> Self {
+    pub(super) fn new(options: &Options, graves: BTreeMap<u32, Graves>) -> Self {
         let most = (options.memory_bytes / BYTES).max(1024);
         let state = Mutex::new(State::default());
-        Self { level: options.level, most, spill: options.spill.clone(), state }
+        Self { level: options.level, most, spill: options.spill.clone(), graves, state }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -166,7 +166,7 @@ impl Collector {
             let at = At { shard: subject.shard, segment: subject.segment, offset: met.offset };
             prints.push(sequence_print(met, at));
             if let Some(namespace) = &met.namespace {
-                prints_of(met, namespace, at, &mut prints);
+                prints_of(met, namespace, (at, self.graves.get(&subject.shard)), &mut prints);
             }
         }
         let mut state = self.state();
@@ -234,17 +234,27 @@ fn sequence_print(met: &Met, at: At) -> Print {
     print(&subject, SEQUENCE, &[0; 16], &[0; 16], at)
 }
 
-/// The fingerprints of the blocks of one record, and of the parent that it names.
-fn prints_of(met: &Met, namespace: &[u8; 32], at: At, into: &mut Vec<Print>) {
+/// The fingerprints of the blocks of one record that no delete has killed, and of the parent that it names. What is
+/// deleted is nobody's copy and nobody's parent.
+fn prints_of(met: &Met, namespace: &[u8; 32], (at, graves): (At, Option<&Graves>), into: &mut Vec<Print>) {
     let (Some(Body::Blocks(blocks)), Payload::Read(verified)) = (&met.body, &met.payload) else { return };
     if !verified.is_whole() {
         return;
     }
+    let column = (blocks.group, blocks.coordinate);
+    let is_dead = |key: &[u8; 32]| {
+        graves.is_some_and(|graves| graves.covers(namespace, key, column, met.prefix.sequence))
+    };
     for (name, content) in blocks.blocks.iter().zip(&verified.contents) {
+        if is_dead(&name.key) {
+            continue;
+        }
         let subject = block_subject(namespace, &name.key, blocks);
         into.push(print(&subject, PRODUCTION, &name.origin, &first_half(content), at));
     }
-    if let Parent::Key(key) = &blocks.parent {
+    if let (Parent::Key(key), Some(first)) = (&blocks.parent, blocks.blocks.first())
+        && !is_dead(&first.key)
+    {
         let subject = block_subject(namespace, key, blocks);
         into.push(print(&subject, PARENT, &[0; 16], &[0; 16], at));
     }

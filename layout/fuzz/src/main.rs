@@ -13,7 +13,7 @@ use kvarts_layout::{BlockKey, Coordinate, Geometry, Identity, IndexKey, ModelSpe
 
 type Target = fn(&[u8]);
 
-const TARGETS: [(&str, Target); 15] = [
+const TARGETS: [(&str, Target); 16] = [
     ("superblock", fuzz::fuzz_superblock),
     ("segment-header", fuzz::fuzz_segment_header),
     ("record", fuzz::fuzz_record),
@@ -29,6 +29,7 @@ const TARGETS: [(&str, Target); 15] = [
     ("spec-toml", spec_toml),
     ("config-json", config_json),
     ("chunk", kvarts_layout::codec::fuzz_chunk),
+    ("export", kvarts_layout::export::fuzz_export),
 ];
 
 fn identity(data: &[u8]) {

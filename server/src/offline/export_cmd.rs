@@ -1,0 +1,179 @@
+//! `kvarts export`: artifacts of a store into one portable file.
+//!
+//! The file appears under its name when it is whole and durable; until then it stands beside it under another one.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use kvarts_fsck::export::{Exported, LeftOut, Selection, export};
+use kvarts_fsck::tree::lineage;
+use kvarts_fsck::window::Tally;
+use kvarts_layout::{BlockKey, NamespaceId};
+use serde::Serialize;
+
+use super::{Place, now_ms, shown, write_json};
+use crate::cli::Failure;
+use crate::human::{bytes, grouped};
+
+/// The arguments of `export`.
+#[derive(Args, Debug)]
+pub(crate) struct ExportArgs {
+    #[command(flatten)]
+    place: Place,
+    /// The file; refused if there is one
+    #[arg(long, value_name = "FILE")]
+    to: PathBuf,
+    /// Only this namespace
+    #[arg(long, value_name = "ID", conflicts_with_all = ["prefix", "all"])]
+    namespace: Option<NamespaceId>,
+    /// Only the prefix that ends with this key, and everything that descends from it
+    #[arg(long, value_name = "KEY", conflicts_with = "all")]
+    prefix: Option<BlockKey>,
+    /// Everything
+    #[arg(long)]
+    all: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    file: String,
+    complete: bool,
+    namespaces: u64,
+    artifacts: u64,
+    blocks: u64,
+    payload_bytes: u64,
+    blocks_left_out: u64,
+    extensions_left_out: u64,
+    store_problems: u64,
+    left_out: Vec<LeftOut>,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    if !arguments.all && arguments.namespace.is_none() && arguments.prefix.is_none() {
+        return Err(Failure::user("say what to export: --all, --namespace ID or --prefix KEY"));
+    }
+    if arguments.to.exists() {
+        return Err(Failure::User(format!("{} is there already", arguments.to.display())));
+    }
+    let tally = Tally::default();
+    let (store, contents) = arguments.place.read(&tally)?;
+    let wanted = match (arguments.namespace, arguments.prefix) {
+        (Some(namespace), _) => Selection::Namespace(namespace),
+        (None, Some(key)) => Selection::Blocks(lineage(&contents, key)),
+        (None, None) => Selection::All,
+    };
+    let partial = Partial::new(&arguments.to)?;
+    let mut writer = BufWriter::with_capacity(1 << 20, &partial.file);
+    let exported = export(&store, &contents, &wanted, (now_ms(), &tally), &mut writer);
+    let exported = exported.map_err(Failure::user)?;
+    writer.flush().map_err(|error| cannot(&arguments.to, &error))?;
+    drop(writer);
+    if exported.totals.blocks == 0 && exported.blocks_left_out == 0 && !arguments.all {
+        return Err(Failure::user("nothing in the store is what was asked for"));
+    }
+    partial.finish()?;
+    let report = report(arguments, exported, contents.findings.problem_count);
+    if arguments.json {
+        write_json(&report, out)?;
+    } else {
+        write_text(&report, out)?;
+    }
+    if report.complete { Ok(()) } else { Err(Failure::Problems) }
+}
+
+fn cannot(path: &Path, error: &dyn std::fmt::Display) -> Failure {
+    Failure::User(format!("{}: {error}", path.display()))
+}
+
+/// A file on its way; it is removed unless it is finished.
+struct Partial {
+    file: File,
+    path: PathBuf,
+    target: PathBuf,
+}
+
+impl Partial {
+    fn new(target: &Path) -> Result<Self, Failure> {
+        let mut name = target.as_os_str().to_owned();
+        name.push(".partial");
+        let path = PathBuf::from(name);
+        let file = OpenOptions::new().write(true).create_new(true).open(&path);
+        let file = file.map_err(|error| cannot(&path, &error))?;
+        Ok(Self { file, path, target: target.to_owned() })
+    }
+
+    /// Makes the file durable and gives it its name, unless another has come to have it.
+    fn finish(self) -> Result<(), Failure> {
+        let done = self.file.sync_all().and_then(|()| std::fs::hard_link(&self.path, &self.target));
+        done.map_err(|error| cannot(&self.target, &error))?;
+        let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let synced = File::open(folder.unwrap_or(Path::new("."))).and_then(|folder| folder.sync_all());
+        synced.map_err(|error| cannot(&self.target, &error))
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        // Under its own name it is whole, or was never finished.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn report(arguments: &ExportArgs, exported: Exported, store_problems: u64) -> Report {
+    let Exported { totals, left_out, blocks_left_out, extensions_left_out } = exported;
+    Report {
+        file: arguments.to.display().to_string(),
+        complete: blocks_left_out == 0 && store_problems == 0,
+        namespaces: totals.identities,
+        artifacts: totals.runs,
+        blocks: totals.blocks,
+        payload_bytes: totals.payload_bytes,
+        blocks_left_out,
+        extensions_left_out,
+        store_problems,
+        left_out,
+    }
+}
+
+fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
+    writeln!(
+        out,
+        "{}: {} blocks in {} artifacts of {} namespaces, {}, every digest verified",
+        report.file,
+        grouped(report.blocks),
+        grouped(report.artifacts),
+        grouped(report.namespaces),
+        bytes(report.payload_bytes)
+    )?;
+    for one in &report.left_out {
+        writeln!(
+            out,
+            "left out: {} blocks at shard {} segment {} offset {}: {}",
+            one.blocks,
+            one.shard,
+            one.segment,
+            one.offset,
+            shown(&one.why)
+        )?;
+    }
+    if report.blocks_left_out > 0 {
+        writeln!(out, "{} blocks are not in the file.", grouped(report.blocks_left_out))?;
+    }
+    if report.extensions_left_out > 0 {
+        writeln!(out, "{} extensions of records are not in the file.", grouped(report.extensions_left_out))?;
+    }
+    if report.store_problems > 0 {
+        writeln!(
+            out,
+            "The store has {} problems; what they hide is not in the file. Run kvarts fsck.",
+            grouped(report.store_problems)
+        )?;
+    }
+    Ok(())
+}

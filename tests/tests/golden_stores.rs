@@ -1,0 +1,201 @@
+//! Whole stores as earlier programs wrote them: the checker finds them clean, the engine opens them, and both find the
+//! blocks that were put, whatever is changed in either since.
+//!
+//! `KVARTS_BLESS=1 cargo test -p kvarts-tests --test golden_stores` writes the images anew: a change of the format. The
+//! images of a frozen version are never written again.
+#![allow(clippy::disallowed_methods, reason = "golden files")]
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Once};
+
+use kvarts_fsck::check::{Level, Options as CheckOptions};
+use kvarts_fsck::contents::{Fate, read};
+use kvarts_fsck::disk::{Disk, MemoryDisk};
+use kvarts_fsck::export::{Selection, export};
+use kvarts_fsck::findings::Findings;
+use kvarts_fsck::store::{CannotRun, survey};
+use kvarts_fsck::window::Tally;
+use kvarts_layout::export::{Frame, HEAD_BYTES, Head, Reading};
+use kvarts_layout::format::superblock::Superblock;
+use kvarts_layout::format::{PAGE, VERSION};
+use kvarts_store::engine::{Limits, Options, Store};
+use kvarts_store::error::Reason;
+use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
+use kvarts_store::io::IoChoice;
+use kvarts_store::rt::blocking::block_on;
+use kvarts_tests::sim::Seed;
+use kvarts_tests::witness::{directories, dump, examine, problems, small, worked};
+
+/// The images of this version: a store that was closed, and one that was killed while it wrote.
+const IMAGES: [(&str, bool); 2] = [("closed", true), ("killed", false)];
+
+/// The folder of an image of this version, after a blessing if there is to be one.
+fn golden(name: &str) -> PathBuf {
+    static BLESSED: Once = Once::new();
+    BLESSED.call_once(|| {
+        if std::env::var_os("KVARTS_BLESS").is_some() {
+            bless();
+        }
+    });
+    folder(name)
+}
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("testdata/stores/version-{VERSION}-{name}"))
+}
+
+fn load(folder: &Path) -> MemoryDisk {
+    let disk = MemoryDisk::new();
+    for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
+        let name = entry.file_name().into_string().unwrap();
+        if entry.file_type().unwrap().is_dir() {
+            disk.plant_folder(&name);
+            for file in std::fs::read_dir(entry.path()).unwrap().map(Result::unwrap) {
+                let path = format!("{name}/{}", file.file_name().into_string().unwrap());
+                disk.plant(&path, std::fs::read(file.path()).unwrap());
+            }
+        } else if name != "content.txt" {
+            disk.plant(&name, std::fs::read(entry.path()).unwrap());
+        }
+    }
+    disk
+}
+
+/// Every block that counts, a line each: namespace, key, group, coordinate, origin id, content id.
+fn content(disk: &MemoryDisk) -> String {
+    let disks: [Arc<dyn Disk>; 1] = [Arc::new(disk.clone())];
+    let store = survey(&disks, &mut Findings::default()).unwrap().unwrap();
+    let options = CheckOptions { threads: 1, ..CheckOptions::default() };
+    let contents = read(&store, &options, 0, &Tally::default(), Findings::default());
+    let mut file = Vec::new();
+    export(&store, &contents, &Selection::All, (0, &Tally::default()), &mut file).unwrap();
+    let mut reading = Reading::new();
+    let mut lines = BTreeSet::new();
+    let mut rest = file.as_slice();
+    while let Some((head, behind)) = rest.split_first_chunk::<HEAD_BYTES>() {
+        let head = Head::decode(head).unwrap();
+        let (body, behind) = behind.split_at(head.body_bytes());
+        rest = &behind[head.payload_bytes() as usize..];
+        let Frame::Run(run) = reading.frame(&head, body).unwrap() else { continue };
+        for block in &run.blocks {
+            let (namespace, column) = (run.namespace, run.coordinate.to_u64());
+            lines.insert(format!(
+                "{namespace} {} {} {column} {} {}\n",
+                block.key, run.group.0, block.origin, block.content
+            ));
+        }
+    }
+    let live = contents.runs.iter().flat_map(|run| &run.fates).filter(|fate| **fate == Fate::Live).count();
+    assert_eq!(lines.len(), live);
+    lines.into_iter().collect()
+}
+
+/// The first seed whose store is small and holds something of everything.
+fn bless() {
+    for (name, close) in IMAGES {
+        let (disk, text) = (0..500)
+            .map(|seed| directories(&worked(Seed(seed), &small(1), 16, close)).remove(0))
+            .map(|disk| (disk.clone(), content(&disk)))
+            .find(|(disk, text)| {
+                let segments = disk.files().iter().filter(|path| path.contains("segment")).count();
+                segments <= 3
+                    && text.lines().count() >= 8
+                    && disk.contents("shard-0000/checkpoint-0").is_some()
+            })
+            .expect("a small store");
+        let to = folder(name);
+        let _ = std::fs::remove_dir_all(&to);
+        dump(&disk, &to).unwrap();
+        std::fs::write(to.join("content.txt"), text).unwrap();
+    }
+}
+
+#[test]
+fn stores_of_this_version_are_clean_and_hold_what_was_put() {
+    for (name, _) in IMAGES {
+        let disk = load(&golden(name));
+        let checked = examine(std::slice::from_ref(&disk), Level::Deep).unwrap();
+        assert!(checked.findings.is_clean(), "{name}\n{}", problems(&checked));
+        let expected = std::fs::read_to_string(folder(name).join("content.txt")).unwrap();
+        assert!(expected.lines().count() > 5, "{name} holds too little");
+        assert_eq!(content(&disk), expected, "{name}");
+    }
+}
+
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str, disk: &MemoryDisk) -> Self {
+        let path = std::env::temp_dir().join(format!("kvarts-golden-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        dump(disk, &path).unwrap();
+        std::fs::create_dir_all(path.join("shard-0000")).unwrap();
+        Self(path)
+    }
+
+    fn open(&self) -> Result<Home, kvarts_store::error::Error> {
+        Home::open(&HomeOptions {
+            directories: vec![self.0.clone()],
+            io: IoChoice::Pool,
+            runtime: RuntimeChoice::Threads,
+            store: Options { limits: Limits { arena_bytes: 2 << 20, ..Limits::default() }, ..small(1) },
+            ..HomeOptions::default()
+        })
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn keys(store: &Store) -> BTreeSet<String> {
+    let (mut all, mut cursor) = (BTreeSet::new(), None);
+    loop {
+        let page = block_on(kvarts_store::api::KvStore::snapshot(store, cursor)).unwrap().unwrap();
+        let line = |key: &kvarts_layout::IndexKey| {
+            format!("{} {} {} {}", key.namespace, key.key, key.group.0, key.coordinate.to_u64())
+        };
+        all.extend(page.blocks.iter().map(line));
+        match page.next {
+            Some(next) => cursor = Some(next),
+            None => return all,
+        }
+    }
+}
+
+#[test]
+fn the_engine_opens_stores_of_this_version_and_leaves_them_clean() {
+    for (name, _) in IMAGES {
+        let text = std::fs::read_to_string(golden(name).join("content.txt")).unwrap();
+        let expected: BTreeSet<String> =
+            text.lines().map(|line| line.split(' ').take(4).collect::<Vec<_>>().join(" ")).collect();
+        let scratch = Scratch::new(name, &load(&folder(name)));
+        let home = scratch.open().unwrap();
+        assert_eq!(keys(home.store()), expected, "{name}");
+        home.close().unwrap();
+        let disk = load(&scratch.0);
+        let checked = examine(std::slice::from_ref(&disk), Level::Deep).unwrap();
+        assert!(checked.findings.is_clean(), "{name}\n{}", problems(&checked));
+        assert_eq!(content(&disk), text, "{name}: the engine changed what is there");
+    }
+}
+
+#[test]
+fn a_store_of_a_newer_version_is_refused_politely_by_both_and_left_alone() {
+    let disk = load(&golden("closed"));
+    let sound = Superblock::decode(&disk.contents("superblock").unwrap()[..PAGE], 0, None).unwrap();
+    let newer = Superblock { min_reader: VERSION + 1, ..sound };
+    let image = [newer.encode(0).unwrap(), newer.encode(1).unwrap()].concat();
+    disk.plant("superblock", image.clone());
+    let refused = examine(std::slice::from_ref(&disk), Level::Full).unwrap_err();
+    assert_eq!(refused, CannotRun::Newer(VERSION + 1));
+    assert!(refused.to_string().contains("newer kvarts"));
+    let scratch = Scratch::new("newer", &disk);
+    let error = scratch.open().expect_err("a newer store is refused");
+    assert!(matches!(error.0, Reason::Newer { found } if found == VERSION + 1), "{error}");
+    assert!(error.to_string().contains("newer"), "{error}");
+    assert_eq!(std::fs::read(scratch.0.join("superblock")).unwrap(), image);
+}
