@@ -75,9 +75,7 @@ pub fn cut(start: &MemoryDisk, steps: &[Step], rng: &mut Rng) -> MemoryDisk {
                 let about = |one: &Step| matches!(one, Step::Write(p, ..) | Step::SetLen(p, _) if p == path);
                 let made = steps.iter().position(about).unwrap_or(at);
                 let has_name = there.contains(path) || synced(&steps[made..], path);
-                if flushed && !has_name {
-                    let kept = *named.entry(path).or_insert_with(|| rng.coin());
-                    disk.apply(step, &mut || kept);
+                if !has_name && !*named.entry(path).or_insert_with(|| rng.coin()) {
                     continue;
                 }
                 flushed
