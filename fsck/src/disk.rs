@@ -1,4 +1,4 @@
-//! The one way to the files of a store: directories, files, positioned reads. And, for repair alone, writes.
+//! The one way to the files of a store: directories, files, positioned reads. And, for repair and compaction alone, writes.
 //!
 //! Invariants:
 //! - A [`Disk`] can only read. What may write is a [`DiskWriter`], which nobody gets who did not ask for it.
@@ -87,6 +87,9 @@ pub trait DiskWriter: Send + Sync + Debug {
 
     /// Gives a file another name; refused if that is taken.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
+
+    /// Takes a file's name away; one that is not there is no error.
+    fn remove(&self, path: &str) -> io::Result<()>;
 
     /// Makes the names in a folder durable.
     fn sync_folder(&self, path: &str) -> io::Result<()>;

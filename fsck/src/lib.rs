@@ -16,6 +16,7 @@
 pub mod artifact;
 pub mod check;
 pub mod checkpoint;
+pub mod compact;
 pub mod contents;
 pub mod disk;
 pub mod export;

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use kvarts_layout::codec::{Encoding, StoredPlaces};
 use kvarts_layout::format::body::{Blocks, Definition, ENCODING_RAW, EXTENSION_ENCRYPTION, layout_from_code};
 use kvarts_layout::format::record::{Body, DIGEST_CRC32, Prefix};
 use kvarts_layout::identity::namespace_of;
@@ -28,6 +29,15 @@ pub struct Namespace {
     pub identity: Identity,
     /// What moves the bytes.
     pub geometry: Arc<Geometry>,
+}
+
+/// Where the chunks of a record lie.
+#[derive(Clone, Debug)]
+pub struct Chunks {
+    /// What the layout says: the places of raw chunks, the order of stored ones.
+    pub run: Arc<RunLayout>,
+    /// How chunks are compressed, and where they are stored, if the record is encoded.
+    pub stored: Option<(Encoding, StoredPlaces)>,
 }
 
 /// How the blocks of a record lie in its payload.
@@ -91,9 +101,10 @@ impl Names {
     }
 
     /// Where the chunks of a record lie, or which label says why that cannot be told.
-    pub fn layout(&mut self, blocks: &Blocks, prefix: &Prefix) -> Result<Arc<RunLayout>, Label> {
+    pub fn layout(&mut self, blocks: &Blocks, prefix: &Prefix) -> Result<Chunks, Label> {
         let namespace = self.namespaces.get(&blocks.namespace).ok_or(findings::RECORD_UNDEFINED)?;
-        if blocks.encoding != ENCODING_RAW {
+        let encoding = Encoding::from_code(blocks.encoding);
+        if encoding.is_none() && blocks.encoding != ENCODING_RAW {
             return Err(findings::UNKNOWN_ENCODING);
         }
         let layout = layout_from_code(blocks.layout).ok_or(findings::UNKNOWN_ENCODING)?;
@@ -118,12 +129,20 @@ impl Names {
                 run
             }
         };
-        if run.payload_bytes() != prefix.payload_bytes {
+        let stored = match encoding {
+            Some(encoding) => {
+                let places = StoredPlaces::new(&run, &blocks.stored_lengths);
+                Some((encoding, places.ok_or(findings::PAYLOAD_LENGTH)?))
+            }
+            None => None,
+        };
+        let expected = stored.as_ref().map_or(run.payload_bytes(), |(_, places)| places.payload_bytes());
+        if expected != prefix.payload_bytes {
             return Err(findings::PAYLOAD_LENGTH);
         }
         if prefix.digest_algorithm != DIGEST_CRC32 {
             return Err(findings::UNKNOWN_DIGEST);
         }
-        Ok(run)
+        Ok(Chunks { run, stored })
     }
 }

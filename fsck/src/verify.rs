@@ -1,8 +1,11 @@
-//! Verifies a record's payload against its digests, in one pass over its bytes in the order in which they lie.
+//! Verifies a record's payload against its digests, in one pass over its bytes in the order in which they lie. Chunks
+//! of an encoded record are decoded first, one at a time.
 
-use kvarts_layout::format::is_zero;
+use kvarts_layout::codec::{Codec, Encoding};
+use kvarts_layout::format::{is_zero, page_align};
 use kvarts_layout::{Layout, RunLayout};
 
+use crate::names::Chunks;
 use crate::window::Window;
 
 /// Stretches of dirty padding that one pass keeps.
@@ -17,7 +20,7 @@ pub struct BadChunk {
     pub offset: u64,
     /// The digest in the record's header.
     pub expected: u32,
-    /// The digest of the bytes.
+    /// The digest of the bytes, zero if there are none or they cannot be decoded.
     pub found: u32,
 }
 
@@ -67,14 +70,15 @@ impl Iterator for Order<'_> {
     }
 }
 
-/// Reads the payload that begins at `start`. `digests` are in canonical order.
+/// Reads the payload that begins at `start`. `digests` are in canonical order, over decoded bytes.
 pub fn verify(
     window: &mut Window<'_>,
     start: u64,
-    layout: &RunLayout,
+    chunks: &Chunks,
     digests: &[u32],
     content_ids: bool,
 ) -> Verified {
+    let layout = &*chunks.run;
     let mut verified = Verified::default();
     let blocks = layout.blocks() as usize;
     let parts = layout.chunk_count() as usize;
@@ -85,31 +89,21 @@ pub fn verify(
     let mut hashers: Vec<blake3::Hasher> =
         if content_ids { (0..blocks).map(|_| blake3::Hasher::new()).collect() } else { Vec::new() };
     let mut bad_blocks = vec![false; blocks];
+    let mut decoder = Decoder::default();
     let mut at = start;
     for (block, part) in (Order { layout, next: 0 }) {
-        let Some(place) = layout.parts().get(part) else { break };
-        let step = place.step.saturating_mul(u64::from(block));
-        let from = start.saturating_add(place.offset).saturating_add(step);
+        let Some((from, to, len)) = place_of(chunks, start, (block, part)) else { break };
         check_zero(window, at, from, &mut verified);
-        let to = from.saturating_add(place.bytes);
-        let mut crc = crc32fast::Hasher::new();
-        let mut hasher = hashers.get_mut(block as usize);
-        at = from;
-        while at < to {
-            let bytes = window.some(at, to.saturating_sub(at));
-            if bytes.is_empty() {
-                break;
-            }
-            crc.update(bytes);
-            if let Some(hasher) = &mut hasher {
-                hasher.update(bytes);
-            }
-            at = at.saturating_add(bytes.len() as u64);
-        }
+        let hasher = hashers.get_mut(block as usize);
+        let found = match &chunks.stored {
+            None => digest(window, from, to, hasher),
+            Some((encoding, _)) => decoder.digest(window, (from, to), (*encoding, len), hasher),
+        };
         let number = (block as usize).saturating_mul(parts).saturating_add(part);
         let expected = digests.get(number).copied().unwrap_or_default();
-        let found = crc.finalize();
-        if found != expected || at < to {
+        if found != Some(expected) {
+            // What cannot be read or decoded has no digest: then what is shown is that of nothing.
+            let found = found.unwrap_or_default();
             verified.bad.get_or_insert(BadChunk { block, offset: from, expected, found });
             if let Some(bad) = bad_blocks.get_mut(block as usize) {
                 *bad = true;
@@ -117,12 +111,94 @@ pub fn verify(
         }
         at = to;
     }
-    check_zero(window, at, start.saturating_add(layout.image_bytes()), &mut verified);
+    let bytes = chunks.stored.as_ref().map_or(layout.payload_bytes(), |(_, places)| places.payload_bytes());
+    let image = page_align(bytes).unwrap_or(bytes);
+    check_zero(window, at, start.saturating_add(image), &mut verified);
     verified.bad_blocks = bad_blocks.iter().filter(|bad| **bad).count() as u64;
     if verified.is_whole() {
         verified.contents = hashers.iter().map(|hasher| *hasher.finalize().as_bytes()).collect();
     }
     verified
+}
+
+/// Where a chunk lies in the file, from and to, and how long it is.
+fn place_of(chunks: &Chunks, start: u64, (block, part): (u32, usize)) -> Option<(u64, u64, u64)> {
+    let place = chunks.run.parts().get(part)?;
+    let (offset, len) = match &chunks.stored {
+        None => (place.offset.saturating_add(place.step.saturating_mul(u64::from(block))), place.bytes),
+        Some((_, places)) => {
+            let span = places.chunk(block, u32::try_from(part).ok()?)?;
+            (span.offset, span.len)
+        }
+    };
+    let from = start.saturating_add(offset);
+    Some((from, from.saturating_add(len), place.bytes))
+}
+
+/// Shows bytes of the file in order; false if it ends before.
+fn each_piece(window: &mut Window<'_>, from: u64, to: u64, mut look: impl FnMut(&[u8])) -> bool {
+    let mut at = from;
+    while at < to {
+        let bytes = window.some(at, to.saturating_sub(at));
+        if bytes.is_empty() {
+            return false;
+        }
+        look(bytes);
+        at = at.saturating_add(bytes.len() as u64);
+    }
+    true
+}
+
+/// The digest of bytes of the file, which also go to the hasher; `None` if it ends before.
+fn digest(
+    window: &mut Window<'_>,
+    from: u64,
+    to: u64,
+    mut hasher: Option<&mut blake3::Hasher>,
+) -> Option<u32> {
+    let mut crc = crc32fast::Hasher::new();
+    let whole = each_piece(window, from, to, |bytes| {
+        crc.update(bytes);
+        if let Some(hasher) = &mut hasher {
+            hasher.update(bytes);
+        }
+    });
+    whole.then(|| crc.finalize())
+}
+
+/// Memory for decoding: two chunks, which the format bounds, and the codec's own.
+#[derive(Default)]
+struct Decoder {
+    codec: Option<Codec>,
+    stored: Vec<u8>,
+    chunk: Vec<u8>,
+}
+
+impl Decoder {
+    /// The digest of the chunk of `len` bytes that is stored from..to; `None` if it cannot be decoded.
+    fn digest(
+        &mut self,
+        window: &mut Window<'_>,
+        (from, to): (u64, u64),
+        (encoding, len): (Encoding, u64),
+        hasher: Option<&mut blake3::Hasher>,
+    ) -> Option<u32> {
+        let Self { codec, stored, chunk } = self;
+        stored.clear();
+        if !each_piece(window, from, to, |bytes| stored.extend_from_slice(bytes)) {
+            return None;
+        }
+        chunk.resize(usize::try_from(len).ok()?, 0);
+        let codec = match codec {
+            Some(codec) => codec,
+            None => codec.insert(Codec::new().ok()?),
+        };
+        codec.decode(encoding, stored, chunk).ok()?;
+        if let Some(hasher) = hasher {
+            hasher.update(chunk);
+        }
+        Some(crc32fast::hash(chunk))
+    }
 }
 
 fn check_zero(window: &mut Window<'_>, from: u64, to: u64, verified: &mut Verified) {

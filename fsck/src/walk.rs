@@ -151,8 +151,8 @@ pub fn read_payload(
     content_ids: bool,
 ) -> Payload {
     let Body::Blocks(blocks) = body else { return Payload::None };
-    let layout = match names.layout(blocks, prefix) {
-        Ok(layout) => layout,
+    let chunks = match names.layout(blocks, prefix) {
+        Ok(chunks) => chunks,
         Err(label) => return Payload::Unusable(label),
     };
     let len = usize::try_from(prefix.header_bytes).unwrap_or(usize::MAX);
@@ -161,7 +161,7 @@ pub fn read_payload(
         Err(_) => Vec::new(),
     };
     let start = position.offset.saturating_add(u64::from(prefix.header_bytes));
-    Payload::Read(Box::new(verify(window, start, &layout, &digests, content_ids)))
+    Payload::Read(Box::new(verify(window, start, &chunks, &digests, content_ids)))
 }
 
 struct Walk {

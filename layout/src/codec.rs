@@ -22,6 +22,9 @@ const LEVEL: i32 = 1;
 /// of a tenth, decoding costs more than it saves.
 const KEPT_BELOW_HUNDREDTHS: u64 = 91;
 
+/// The longest chunk that an encoded record may have: decoding one takes this much memory twice at most.
+pub const MAX_ENCODED_CHUNK_BYTES: u64 = 64 << 20;
+
 /// How chunks are compressed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Encoding {
@@ -191,6 +194,11 @@ fn join_planes(planes: &[u8], chunk: &mut [u8]) {
     odd.iter_mut().zip(last).for_each(|(odd, last)| *odd = *last);
 }
 
+/// Whether no chunk of a run is too long for encoded records.
+pub fn may_be_encoded(layout: &RunLayout) -> bool {
+    layout.parts().iter().all(|part| part.bytes <= MAX_ENCODED_CHUNK_BYTES)
+}
+
 /// Where the stored chunks of an encoded record lie in its payload: one after the other, without gaps, in the order
 /// in which the layout has their raw chunks.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -203,11 +211,12 @@ pub struct StoredPlaces {
 
 impl StoredPlaces {
     /// The places of chunks of these stored lengths, which stand in the order of the digest table; `None` if there are
-    /// more or fewer than the run has chunks, or one is empty or longer than its chunk.
+    /// more or fewer than the run has chunks, one is empty or longer than its chunk, or the run has a chunk that is
+    /// too long for encoded records.
     pub fn new(layout: &RunLayout, lengths: &[u32]) -> Option<Self> {
         let chunks = layout.parts().len();
         let blocks = usize::try_from(layout.blocks()).ok()?;
-        if chunks.checked_mul(blocks)? != lengths.len() {
+        if chunks.checked_mul(blocks)? != lengths.len() || !may_be_encoded(layout) {
             return None;
         }
         let mut spans = vec![Span { offset: 0, len: 0 }; lengths.len()];
@@ -244,6 +253,11 @@ impl StoredPlaces {
     /// Bytes of the payload: the record's `payload_bytes` must be this.
     pub fn payload_bytes(&self) -> u64 {
         self.payload_bytes
+    }
+
+    /// Bytes of memory that the places take.
+    pub fn memory_bytes(&self) -> usize {
+        self.spans.len().saturating_mul(size_of::<Span>())
     }
 }
 

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
-use crate::{bench, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
+use crate::{bench, compact_cmd, config_cmd, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
@@ -28,6 +28,10 @@ struct Cli {
 enum Command {
     /// Measure the engine beside a bare loop over the same files
     Bench(Box<bench::BenchArgs>),
+    /// Write what is live in a store together, offline, in place or as a new store
+    Compact(compact_cmd::CompactArgs),
+    /// Check and show a server's configuration, make tokens
+    Config(config_cmd::ConfigArgs),
     /// Write artifacts of a store into a portable file
     Export(export_cmd::ExportArgs),
     /// Check a store offline, and repair it when asked
@@ -43,7 +47,7 @@ enum Command {
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
     /// Run the daemon
-    Serve(serve_cmd::ServeArgs),
+    Serve(Box<serve_cmd::ServeArgs>),
 }
 
 /// Why a subcommand did not do what it was asked.
@@ -70,7 +74,7 @@ impl From<io::Error> for Failure {
 }
 
 /// Runs the program with the process's arguments and standard streams.
-pub(crate) fn main() -> ExitCode {
+pub fn main() -> ExitCode {
     let mut out = BufWriter::new(io::stdout().lock());
     let result = match run(std::env::args_os(), &mut out) {
         Ok(()) => out.flush().map_err(Failure::from),
@@ -113,6 +117,8 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     };
     match cli.command {
         Command::Bench(arguments) => bench::run(&arguments, out),
+        Command::Compact(arguments) => compact_cmd::run(&arguments, out),
+        Command::Config(arguments) => config_cmd::run(&arguments, out),
         Command::Export(arguments) => export_cmd::run(&arguments, out),
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
         Command::Gpu(arguments) => gpu_cmd::run(&arguments, out),
@@ -120,7 +126,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Inspect(arguments) => inspect_cmd::run(&arguments, out),
         Command::Ls(arguments) => ls_cmd::run(&arguments, out),
         Command::Model(arguments) => model_cmd::run(&arguments, out),
-        Command::Serve(arguments) => serve_cmd::run(&arguments),
+        Command::Serve(arguments) => serve_cmd::run(&arguments, out),
     }
 }
 

@@ -190,7 +190,7 @@ pub(crate) fn examine(disks: &[Arc<dyn Disk>], options: &Options) -> Result<Repo
             let _ = done.send(());
             checked
         });
-        show_progress(begin, planned, tally, &is_done);
+        show_progress(begin, &|| (tally.bytes(), planned), &is_done);
         work.join().map_err(|_| Failure::user("the check ended with a defect of this program"))
     })?;
     let checked = checked.map_err(Failure::user)?;
@@ -200,12 +200,18 @@ pub(crate) fn examine(disks: &[Arc<dyn Disk>], options: &Options) -> Result<Repo
     Ok(report)
 }
 
-fn show_progress(begin: Instant, planned: u64, tally: &Tally, done: &std::sync::mpsc::Receiver<()>) {
+/// Shows how far something is until it is done: bytes of how many.
+pub(crate) fn show_progress(
+    begin: Instant,
+    far: &dyn Fn() -> (u64, u64),
+    done: &std::sync::mpsc::Receiver<()>,
+) {
     let mut err = std::io::stderr();
     let shown = err.is_terminal();
     while let Err(RecvTimeoutError::Timeout) = done.recv_timeout(TICK) {
         if shown {
-            let line = progress(tally.bytes(), planned, begin.elapsed().as_secs_f64());
+            let (bytes, planned) = far();
+            let line = progress(bytes, planned, begin.elapsed().as_secs_f64());
             // A terminal that is gone misses nothing.
             let _ = write!(err, "\r\x1b[K{line}").and_then(|()| err.flush());
         }

@@ -1,19 +1,7 @@
-//! The `kvarts` program: one binary, every subcommand.
-
-mod bench;
-mod cli;
-mod devices;
-mod files;
-mod fsck_cmd;
-mod gpu_cmd;
-mod human;
-mod model_cmd;
-mod offline;
-mod serve_cmd;
-mod table;
+//! The `kvarts` program: one binary, every subcommand. All of it is in the library of this package.
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    cli::main()
+    kvarts_server::main()
 }

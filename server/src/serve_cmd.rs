@@ -1,17 +1,89 @@
-//! `kvarts serve`: says what there is until the daemon exists.
+//! `kvarts serve`: runs the daemon until SIGTERM, SIGINT or a drain.
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
 
 use clap::Args;
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
 
 use crate::cli::Failure;
+use crate::config::{Config, LogFormat, Settings};
+use crate::daemon::{Daemon, notify};
+use crate::files;
 
-/// The daemon takes no arguments yet.
+/// The most bytes of a configuration file.
+const CONFIG_BYTES_MAX: usize = 1 << 20;
+
+/// Arguments of `kvarts serve`, and of whatever needs its configuration.
 #[derive(Args, Debug)]
-pub(crate) struct ServeArgs {}
+pub(crate) struct ServeArgs {
+    /// The configuration, a TOML file [default: $KVARTS_CONFIG, or none]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) settings: Settings,
+}
 
-/// Always a refusal: the daemon is not built yet.
-pub(crate) fn run(_arguments: &ServeArgs) -> Result<(), Failure> {
-    Err(Failure::user(
-        "the server is not built yet; what runs today: `kvarts model list`, `kvarts model show NAME`, \
-         `kvarts model import CONFIG`, `kvarts model check FILE`, `kvarts bench layers`",
-    ))
+impl ServeArgs {
+    /// The configuration that these arguments, the environment and the file give together.
+    pub(crate) fn resolve(&self) -> Result<Config, Failure> {
+        let path = self.config.clone().or_else(|| std::env::var_os("KVARTS_CONFIG").map(PathBuf::from));
+        let text = path.as_ref().map(|path| files::read_text(path, CONFIG_BYTES_MAX, "a configuration"));
+        let text = text.transpose()?;
+        let file = path.as_deref().zip(text.as_deref());
+        Config::resolve(file, |name| std::env::var(name).ok(), &self.settings).map_err(Failure::user)
+    }
+}
+
+/// Serves until it is told to stop.
+pub(crate) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let config = arguments.resolve()?;
+    log(&config)?;
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    runtime.worker_threads(config.threads).thread_name("kvarts-serve").enable_all();
+    let runtime = runtime.build().map_err(Failure::user)?;
+    let served = runtime.block_on(serve(&config, out));
+    runtime.shutdown_background();
+    served
+}
+
+async fn serve(config: &Config, out: &mut dyn Write) -> Result<(), Failure> {
+    let mut terminate = signal(SignalKind::terminate()).map_err(Failure::user)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::user)?;
+    let mut daemon = Daemon::start(config).await.map_err(Failure::User)?;
+    for setting in &config.origins {
+        tracing::info!("{} = {} ({})", setting.name, setting.value, setting.from);
+    }
+    for note in &daemon.node().notes {
+        tracing::info!("{note}");
+    }
+    let shown = |place: Option<String>| place.unwrap_or_else(|| "none".to_owned());
+    let socket = shown(daemon.socket().map(|path| path.display().to_string()));
+    let grpc = shown(daemon.grpc().map(|address| address.to_string()));
+    let metrics = shown(daemon.metrics().map(|address| address.to_string()));
+    // One line that programs can wait for and read.
+    writeln!(out, "serving grpc={grpc} metrics={metrics} socket={socket}")?;
+    out.flush()?;
+    notify::tell("READY=1");
+    tokio::select! {
+        _ = terminate.recv() => tracing::info!("told to stop"),
+        _ = interrupt.recv() => tracing::info!("interrupted"),
+        () = daemon.drained() => tracing::info!("drained"),
+    }
+    notify::tell("STOPPING=1");
+    daemon.stop().await.map_err(Failure::User)?;
+    tracing::info!("stopped, with a checkpoint");
+    Ok(())
+}
+
+fn log(config: &Config) -> Result<(), Failure> {
+    let filter = EnvFilter::try_new(&config.log_level)
+        .map_err(|error| Failure::User(format!("configuration: log.level: {error}")))?;
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let set = match config.log_format {
+        LogFormat::Json => lines.json().try_init(),
+        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).try_init(),
+    };
+    set.map_err(|error| Failure::User(format!("logs cannot be written: {error}")))
 }

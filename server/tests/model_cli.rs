@@ -276,8 +276,7 @@ fn a_reader_that_goes_away_is_no_fault() {
 }
 
 #[test]
-fn the_server_says_that_it_is_not_built_yet() {
-    assert!(refusal(kvarts(&["serve"])).starts_with("the server is not built yet; what runs today: "));
+fn a_question_without_a_subcommand_is_told_where_they_stand() {
     assert_eq!(refusal(kvarts(&[])), "which subcommand? `--help` lists them");
     assert!(succeeds(kvarts(&["--help"])).contains("Usage: kvarts"));
     assert!(succeeds(kvarts(&["--version"])).starts_with("kvarts "));

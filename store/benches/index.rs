@@ -62,7 +62,7 @@ fn print(index: &Index, key: &BlockKey) -> BlockFingerprint {
 
 /// Fills an index as recovery does and gives the nanoseconds a block took, fingerprints excluded.
 fn fill(index: &Index, keys: &[BlockKey], blocks: u16) -> f64 {
-    let found: Vec<_> = keys
+    let found: Vec<Recovered> = keys
         .chunks(usize::from(blocks))
         .flat_map(|run| {
             let record = index.records().insert(info(blocks)).expect("numbers are left");
@@ -72,8 +72,10 @@ fn fill(index: &Index, keys: &[BlockKey], blocks: u16) -> f64 {
         .collect();
     let mut conflicts = Vec::new();
     let start = Instant::now();
-    for batch in found.chunks(1 << 16) {
-        index.insert_live(batch, &mut conflicts).expect("the records are there");
+    let mut gathering = index.gathering(keys.len().min(1 << 20));
+    for batch in found.chunks(1 << 20) {
+        batch.iter().for_each(|one| gathering.push(*one));
+        index.insert_live(&mut gathering, &mut conflicts).expect("the records are there");
         assert!(conflicts.is_empty());
     }
     start.elapsed().as_nanos() as f64 / keys.len() as f64

@@ -60,6 +60,8 @@ pub enum Reason {
         /// Bytes that the namespace would then have.
         wanted: u64,
     },
+    /// The caller has no right to it; the text says which is missing.
+    Denied(String),
     /// The namespace was never registered here.
     UnknownNamespace(NamespaceId),
     /// The namespace is registered with another spec.
@@ -138,9 +140,12 @@ impl Reason {
         match self {
             Self::NotHere(_) | Self::Media(_) => Kind::Miss,
             Self::InFlight | Self::Busy(_) | Self::Deleted | Self::EventGap => Kind::Retry,
-            Self::NoSpace | Self::PinCap { .. } | Self::Quota { .. } | Self::Locked(_) | Self::LeaseEnded => {
-                Kind::Refused
-            }
+            Self::NoSpace
+            | Self::PinCap { .. }
+            | Self::Quota { .. }
+            | Self::Denied(_)
+            | Self::Locked(_)
+            | Self::LeaseEnded => Kind::Refused,
             Self::UnknownNamespace(_)
             | Self::SpecMismatch
             | Self::Identity(_)
@@ -181,6 +186,7 @@ impl fmt::Display for Reason {
                 f,
                 "the namespace would have {wanted} bytes where its quota allows {limit}: release leases, put less, or raise the quota"
             ),
+            Self::Denied(what) => write!(f, "refused: {what}"),
             Self::UnknownNamespace(id) => {
                 write!(f, "namespace {id} is not registered: register its identity first")
             }

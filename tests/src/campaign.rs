@@ -7,6 +7,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use kvarts_layout::NamespaceId;
 use kvarts_store::api::{
@@ -55,6 +56,8 @@ pub struct Ledger {
     pub moved: u64,
     /// Records that compactions merged.
     pub merged: u64,
+    /// Records that compactions encoded.
+    pub encoded: u64,
 }
 
 /// What a store was found to hold: the chunks of each block, or why there are none.
@@ -240,12 +243,20 @@ async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, (ops, k
 async fn compact(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: &mut Rng) {
     let column = rng.index(3);
     let (into, stream) = begin_column(store, namespace, column);
-    let options = CompactOptions { dead_thousandths: 0, merge_records_min: 2, ..CompactOptions::default() };
+    // Everything is cold, or nothing is.
+    let encode_cold_after = (rng.below(4) > 0).then_some(Duration::ZERO);
+    let options = CompactOptions {
+        dead_thousandths: 0,
+        merge_records_min: 2,
+        encode_cold_after,
+        ..CompactOptions::default()
+    };
     match store.compact(options).await {
         Ok(report) => {
             let mut ledger = ledger.borrow_mut();
             ledger.moved += report.blocks_moved;
             ledger.merged += report.records_merged;
+            ledger.encoded += report.records_encoded;
         }
         Err(error) => ledger.borrow_mut().refusals.push(error.0),
     }
@@ -330,7 +341,8 @@ fn put(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, rng: &mu
     let shape = fixture::shape(group, coordinate);
     let first = rng.below(KEYS - 3);
     let names: Vec<Name> = (first..=first + rng.below(3)).map(|n| (column, n)).collect();
-    let producer = rng.next_u64();
+    // Most blocks can be compressed.
+    let producer = rng.next_u64() | u64::from(rng.below(4) > 0);
     let skew = [0, 0, 512][rng.index(3)];
     let from = fixture::place(&shape, names.len() as u32, Style::Blocks, skew).expect("a valid placement");
     for (at, name) in (0..).zip(&names) {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kvarts_fsck::check::{Checked, Level, Options as CheckOptions, check};
-use kvarts_fsck::disk::{Disk, MemoryDisk};
+use kvarts_fsck::disk::{Disk, MemoryDisk, Node, NodeKind, Step};
 use kvarts_fsck::findings::{self, Findings};
 use kvarts_fsck::store::{CannotRun, survey};
 use kvarts_fsck::window::Tally;
@@ -14,7 +14,7 @@ use kvarts_store::engine::{Limits, Options, RecoveryReport, Store};
 use kvarts_store::io::DirId;
 
 use crate::campaign::{Driven, Ledger, drive, work};
-use crate::sim::{Media, Seed, SimWorld, WorldConfig};
+use crate::sim::{Media, Rng, Seed, SimWorld, WorldConfig};
 
 /// The directories of an image, each in memory, by number.
 pub fn directories(image: &Media) -> Vec<MemoryDisk> {
@@ -34,6 +34,60 @@ pub fn directories(image: &Media) -> Vec<MemoryDisk> {
         disks.entry(dir).or_default().plant(&path, bytes);
     }
     disks.into_values().collect()
+}
+
+/// The simulation's image of directories in memory, for the engine to open.
+pub fn media(disks: &[MemoryDisk]) -> Media {
+    let mut media = Media::new(disks.len() as u16, 1 << 40);
+    for (dir, disk) in (0..).map(DirId).zip(disks) {
+        let mut folders = Vec::new();
+        let mut note = |node: Node| {
+            if node.kind == NodeKind::Folder {
+                folders.push(node.name);
+            }
+        };
+        disk.visit("", &mut note).expect("memory can be listed");
+        for folder in folders {
+            assert!(media.plant_folder(dir, &folder), "{folder}");
+        }
+        for path in disk.files() {
+            assert!(media.plant(dir, &path, &disk.contents(&path).unwrap_or_default()), "{path}");
+        }
+    }
+    media
+}
+
+/// What is on the disk if the power fails after so many changes: what was synced, and of the rest what chance keeps.
+/// A new file whose bytes were synced and whose name was not is there whole or not at all.
+pub fn cut(start: &MemoryDisk, steps: &[Step], rng: &mut Rng) -> MemoryDisk {
+    let disk = start.fork();
+    let there: BTreeSet<String> = start.files().into_iter().collect();
+    let folder = |path: &str| path.rsplit_once('/').map_or(String::new(), |(folder, _)| folder.to_owned());
+    let synced = |after: &[Step], path: &str| {
+        after.iter().any(|later| matches!(later, Step::SyncFolder(one) if *one == folder(path)))
+    };
+    let mut named = BTreeMap::<&String, bool>::new();
+    for (at, step) in steps.iter().enumerate() {
+        let after = &steps[at..];
+        let durable = match step {
+            Step::Write(path, ..) | Step::SetLen(path, _) => {
+                let flushed = after.iter().any(|later| matches!(later, Step::Sync(one) if one == path));
+                let about = |one: &Step| matches!(one, Step::Write(p, ..) | Step::SetLen(p, _) if p == path);
+                let made = steps.iter().position(about).unwrap_or(at);
+                let has_name = there.contains(path) || synced(&steps[made..], path);
+                if flushed && !has_name {
+                    let kept = *named.entry(path).or_insert_with(|| rng.coin());
+                    disk.apply(step, &mut || kept);
+                    continue;
+                }
+                flushed
+            }
+            Step::Rename(_, path) | Step::MakeFolder(path) | Step::Remove(path) => synced(after, path),
+            _ => false,
+        };
+        disk.apply(step, &mut || durable || rng.coin());
+    }
+    disk
 }
 
 /// What the checker says of directories in memory.

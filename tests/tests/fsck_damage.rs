@@ -3,12 +3,19 @@
 //!
 //! `KVARTS_BITS=1` flips every bit instead of one of each byte.
 
+use std::time::Duration;
+
 use kvarts_fsck::check::{Checked, Level};
 use kvarts_fsck::disk::MemoryDisk;
 use kvarts_fsck::findings::Finding;
+use kvarts_layout::Layout;
 use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::{PAGE, Structure, is_zero};
-use kvarts_tests::sim::Seed;
+use kvarts_store::engine::CompactOptions;
+use kvarts_tests::conformance::Desk;
+use kvarts_tests::fixture::columns;
+use kvarts_tests::sim::{Seed, SimWorld, WorldConfig};
+use kvarts_tests::stage::{SimStage, drive};
 use kvarts_tests::witness::{directories, examine, problems, small, worked};
 
 fn store(seed: u64, shards: u32, ops: usize) -> MemoryDisk {
@@ -92,7 +99,7 @@ fn a_flipped_bit_anywhere_in_a_structure_is_named_with_its_place() {
 
 #[test]
 fn a_flipped_bit_of_a_payload_or_its_padding_is_named_with_its_record() {
-    let disk = store(4, 1, 8);
+    let disk = store(4, 1, 14);
     let all = structures(&disk);
     let records: Vec<_> = all.iter().filter(|(_, _, structure)| *structure == Structure::Record).collect();
     let mut flips = 0;
@@ -239,4 +246,73 @@ fn a_lost_write_that_leaves_the_generation_before_is_named() {
         expect_named(&checked, &path, at, "header lost");
         assert!(!is_zero(&damaged.contents(&path).unwrap()));
     }
+}
+
+/// A store in which most records of blocks are encoded.
+fn encoded_store() -> MemoryDisk {
+    let stage = SimStage::open(&SimWorld::new(9, &WorldConfig::default()), &small(1)).unwrap();
+    let desk = Desk::new(&stage, "encoded");
+    for (column, n) in columns().into_iter().cycle().zip((0..24).step_by(2)) {
+        // Producer 1 makes what can be compressed.
+        desk.store(
+            column,
+            &desk.keys(n..n + 2),
+            1,
+            [Layout::FullBlock, Layout::LayerBlock][n as usize / 2 % 2],
+        );
+    }
+    let options = CompactOptions {
+        merge_records_min: 0,
+        encode_cold_after: Some(Duration::ZERO),
+        ..CompactOptions::default()
+    };
+    let report = drive(stage.world(), stage.engine().compact(options)).unwrap().unwrap();
+    assert!(report.records_encoded > 6, "{report:?}");
+    let disk = directories(&stage.close().unwrap()).remove(0);
+    let checked = look(&disk);
+    assert!(checked.findings.is_clean() && checked.findings.notes.is_empty(), "{}", problems(&checked));
+    disk
+}
+
+#[test]
+fn a_flipped_bit_of_a_stored_chunk_is_named_with_its_record_and_never_a_panic() {
+    let disk = encoded_store();
+    let (mut flips, mut records, mut harmless) = (0, 0, 0);
+    for (path, at, _) in structures(&disk).iter().filter(|(_, _, one)| *one == Structure::Record) {
+        let bytes = disk.contents(path).unwrap();
+        let payload = u64::from_le_bytes(bytes[at + 96..at + 104].try_into().unwrap()) as usize;
+        let header = u32::from_le_bytes(bytes[at + 72..at + 76].try_into().unwrap()) as usize;
+        // Raw records have whole blocks of one of the shapes.
+        if payload == 0 || [24_576, 416, 1000].iter().any(|block| payload.is_multiple_of(*block)) {
+            continue;
+        }
+        records += 1;
+        // The beginning of a stored chunk is what decoders look at first.
+        for byte in (0..payload.min(40)).chain((40..payload.next_multiple_of(PAGE)).step_by(997)) {
+            let place = at + header + byte;
+            let flip = |bytes: &mut Vec<u8>| bytes[place] ^= 1 << (byte % 8);
+            disk.tamper(path, flip);
+            let checked = examine(std::slice::from_ref(&disk), Level::Full).unwrap();
+            disk.tamper(path, flip);
+            flips += 1;
+            if checked.findings.is_clean() {
+                // What decodes to the same bytes is not damage: the head of a frame has a bit that means nothing.
+                harmless += 1;
+                continue;
+            }
+            assert_eq!(checked.findings.problem_count, 1, "byte {byte}: {}", problems(&checked));
+            let problem = &checked.findings.problems[0];
+            let (label, offset) = match byte < payload {
+                true => ("listed-payload-damaged", *at),
+                false => ("padding-not-zero", place),
+            };
+            assert_eq!(
+                (problem.label.name, problem.place.offset),
+                (label, Some(offset as u64)),
+                "byte {byte}"
+            );
+        }
+    }
+    assert!(records > 6 && flips > 200, "{records} records, {flips} flips");
+    assert!(harmless <= records, "{harmless} of {flips} flips in {records} records went unseen");
 }

@@ -24,6 +24,8 @@ pub enum Step {
     MakeFolder(String),
     /// A name was changed.
     Rename(String, String),
+    /// A file's name was taken away.
+    Remove(String),
     /// The names in a folder are durable up to here.
     SyncFolder(String),
 }
@@ -145,6 +147,7 @@ impl MemoryDisk {
                 let len = usize::try_from(*len).unwrap_or(usize::MAX);
                 Arc::make_mut(tree.files.entry(path.clone()).or_default()).resize(len, 0);
             }
+            Step::Remove(path) if keep() => drop(tree.files.remove(path)),
             Step::MakeFolder(path) if keep() => drop(tree.folders.insert(path.clone())),
             Step::Rename(from, to) if keep() => {
                 if let Some(bytes) = tree.files.remove(from) {
@@ -248,6 +251,10 @@ impl DiskWriter for MemoryDisk {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         self.change(Step::Rename(from.to_owned(), to.to_owned()))
+    }
+
+    fn remove(&self, path: &str) -> io::Result<()> {
+        self.change(Step::Remove(path.to_owned()))
     }
 
     fn sync_folder(&self, path: &str) -> io::Result<()> {

@@ -211,6 +211,13 @@ impl DiskWriter for RealWriter {
         Ok(rustix::fs::renameat_with(here, self.root.join(from), here, self.root.join(to), no_replace)?)
     }
 
+    fn remove(&self, path: &str) -> io::Result<()> {
+        match std::fs::remove_file(self.root.join(path)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            done => done,
+        }
+    }
+
     fn sync_folder(&self, path: &str) -> io::Result<()> {
         File::open(self.root.join(path))?.sync_all()
     }

@@ -35,6 +35,9 @@ fn fill(writer: &dyn DiskWriter) {
     writer.rename("shard-0000/segment-00000000", "shard-0000/segment-00000001").unwrap();
     writer.write_at("shard-0000/segment-00000002", 0, &[1]).unwrap();
     writer.rename("shard-0000/segment-00000002", "shard-0000/segment-00000001").unwrap_err();
+    writer.write_at("shard-0000/segment-00000003", 0, &[1]).unwrap();
+    writer.remove("shard-0000/segment-00000003").unwrap();
+    writer.remove("shard-0000/segment-00000003").unwrap();
     writer.sync_folder("shard-0000").unwrap();
 }
 
@@ -61,7 +64,7 @@ fn real_and_remembered_directories_answer_alike() {
     let memory = MemoryDisk::new();
     fill(&memory);
     check(&memory);
-    assert_eq!(memory.steps().len(), 7, "what is refused is not recorded");
+    assert_eq!(memory.steps().len(), 10, "what is refused is not recorded");
 }
 
 #[test]

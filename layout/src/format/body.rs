@@ -220,10 +220,17 @@ impl Blocks {
         let stored =
             self.stored_lengths.iter().fold(0u64, |sum, bytes| sum.saturating_add(u64::from(*bytes)));
         let lengths = if self.encoding == ENCODING_RAW { 0 } else { digests };
+        // What a later encoding keeps beside its chunks is not known here.
+        let known = matches!(self.encoding, ENCODING_ZSTD_PLANES | ENCODING_ZSTD);
+        let fills = if known {
+            stored == payload_bytes && !self.stored_lengths.contains(&0)
+        } else {
+            stored <= payload_bytes
+        };
         first_failure(&[
             (whole && (1..=MAX_CHUNKS).contains(&chunks), "digest_count"),
             (payload_bytes > 0, "payload_bytes"),
-            (self.stored_lengths.len() == lengths && stored <= payload_bytes, "stored_lengths"),
+            (self.stored_lengths.len() == lengths && fills, "stored_lengths"),
         ])
     }
 

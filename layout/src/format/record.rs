@@ -450,6 +450,13 @@ mod tests {
         reject(&Blocks { stored_lengths: vec![1, 2], ..good.clone() }, &[1, 2], fields, "stored_lengths");
         let encoded = Blocks { encoding: ENCODING_ZSTD_PLANES, stored_lengths: vec![60, 41], ..good.clone() };
         reject(&encoded, &[1, 2], fields, "stored_lengths");
+        for (stored_lengths, fits) in [(vec![60, 40], true), (vec![60, 39], false), (vec![100, 0], false)] {
+            let encoded = Blocks { stored_lengths: stored_lengths.clone(), ..encoded.clone() };
+            assert_eq!(encode(&encoded, &[1, 2], fields).is_ok(), fits, "{stored_lengths:?}");
+            // What else a later encoding stores is not known.
+            let later = Blocks { encoding: 77, ..encoded };
+            assert!(encode(&later, &[1, 2], fields).is_ok(), "{stored_lengths:?}");
+        }
         let mut twice = good.clone();
         twice.extensions.push(twice.extensions[0].clone());
         reject(&twice, &[1, 2], fields, "extensions");

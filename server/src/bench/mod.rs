@@ -16,6 +16,7 @@
 mod bare;
 mod churn;
 mod crossover;
+mod encoded;
 mod fsck;
 mod gpu;
 mod layers;
@@ -25,6 +26,7 @@ mod open;
 mod pairs;
 mod put;
 mod report;
+mod serve;
 mod setup;
 
 use std::io::Write;
@@ -54,8 +56,12 @@ enum BenchCommand {
     Churn(churn::ChurnArgs),
     /// Read layers while puts, reclaim and compaction are at work on a nearly full store
     Mixed(mixed::MixedArgs),
+    /// Read a prefix that compaction has encoded beside one of the same bytes that is raw
+    Encoded(encoded::EncodedArgs),
     /// Check a store with all digests, beside a bare sequential read of its files
     Fsck(fsck::FsckArgs),
+    /// Read over gRPC on loopback, beside a bare server that streams from memory
+    Serve(serve::ServeArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
     /// Bring layers from disk to a device under an engine that computes
@@ -71,7 +77,9 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Open(arguments) => open::run(arguments, out),
         BenchCommand::Churn(arguments) => churn::run(arguments, out),
         BenchCommand::Mixed(arguments) => mixed::run(arguments, out),
+        BenchCommand::Encoded(arguments) => encoded::run(arguments, out),
         BenchCommand::Fsck(arguments) => fsck::run(arguments, out),
+        BenchCommand::Serve(arguments) => serve::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
         BenchCommand::Gpu(arguments) => gpu::run(arguments, out),
     }

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use clap::Args;
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::spec::shipped;
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, Layout, ModelSpec, NamespaceId};
+use kvarts_layout::{
+    BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, ModelSpec, NamespaceId,
+};
 use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
@@ -126,6 +128,34 @@ pub(super) struct Subject {
     pub(super) block_tokens: u32,
 }
 
+/// The identity of a model in a benchmark.
+pub(super) fn identity(name: &str, block_tokens: u32, geometry: &Geometry) -> Identity {
+    let text = |text: &str| text.to_owned();
+    Identity {
+        model: text(name),
+        revision: text("bench"),
+        tokenizer: text("bench"),
+        adapter: text("none"),
+        kv_dtype: text("bench"),
+        quantisation: Quantisation { recipe: text("none"), scales: text("none") },
+        rope: text("none"),
+        window: text("none"),
+        arrangement: Arrangement { engine: text("bench"), layout: text("canonical"), version: text("1") },
+        block_tokens,
+        spec_fingerprint: geometry.fingerprint(),
+        tenant_salt: TenantSalt(Vec::new()),
+        extras: BTreeMap::new(),
+    }
+}
+
+impl Common {
+    /// What a benchmark needs of it that has no use for the rest.
+    pub(super) fn quiet(dir: Option<PathBuf>, json: bool, pairs: u32) -> Self {
+        let (runtime, io) = (RuntimeChoice::Auto, IoChoice::default());
+        Self { dir, keep: false, json, pairs, runtime, io, io_disable: None, executors: 1, cores: Vec::new() }
+    }
+}
+
 /// A shipped model.
 pub(super) fn model(name: &str) -> Result<ModelSpec, Failure> {
     shipped::load(name).ok_or_else(|| {
@@ -141,22 +171,7 @@ impl Subject {
         let group = geometry.groups().first().map_or(Group(0), |group| group.group);
         let coordinate = geometry.coordinate(group, 1, 0).map_err(Failure::user)?;
         let shape = geometry.shape(group, coordinate, block_tokens).map_err(Failure::user)?;
-        let text = |text: &str| text.to_owned();
-        let identity = Identity {
-            model: text(spec.name()),
-            revision: text("bench"),
-            tokenizer: text("bench"),
-            adapter: text("none"),
-            kv_dtype: text("bench"),
-            quantisation: Quantisation { recipe: text("none"), scales: text("none") },
-            rope: text("none"),
-            window: text("none"),
-            arrangement: Arrangement { engine: text("bench"), layout: text("canonical"), version: text("1") },
-            block_tokens,
-            spec_fingerprint: spec.fingerprint(),
-            tenant_salt: TenantSalt(Vec::new()),
-            extras: BTreeMap::new(),
-        };
+        let identity = identity(spec.name(), block_tokens, geometry);
         let namespace = store.register(&identity, geometry).map_err(Failure::user)?;
         let (name, shape) = (spec.name().to_owned(), Arc::new(shape));
         Ok(Self { name, namespace, group, coordinate, shape, block_tokens })

@@ -69,6 +69,8 @@ pub(crate) enum Message {
     Compact(CompactOptions, Reply<Result<CompactReport, Reason>>),
     /// Coordinate the merging of chains over all executors.
     Merge(Arc<Shared>, Peers, CompactOptions, Reply<Result<CompactReport, Reason>>),
+    /// Compact without being asked from now on; with the way to all executors, also merge for them.
+    KeepCompact(Option<(Arc<Shared>, Peers)>),
     /// List the small records of a shard.
     Survey(u32, Reply<Survey>),
     /// Read these records of a shard.
@@ -135,7 +137,7 @@ impl Router {
 }
 
 /// Epochs that a block's age may reach before it looks no older: ages are kept modulo 256.
-const AGE_MAX: u8 = 200;
+pub(crate) const AGE_MAX: u8 = 200;
 
 struct Executor {
     rt: Rc<dyn Runtime>,
@@ -224,6 +226,7 @@ impl Executor {
                 | Message::Survey(..)
                 | Message::Gather(..)
                 | Message::Rewrite(..)) => self.compact(message),
+                Message::KeepCompact(merging) => self.keep_compact(merging),
                 Message::Shrink => self.shrink(),
                 Message::FreeSpace { directories, reply } => {
                     let _ = reply.send(free_space(&self.driver, directories).await);
@@ -333,6 +336,15 @@ impl Executor {
                 }
             }
         };
+        self.rt.spawn(Class::Background, Box::pin(keeping));
+    }
+
+    /// Compacts by need until it stops.
+    fn keep_compact(&self, merging: Option<(Arc<Shared>, Peers)>) {
+        let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
+        let work = (logs, self.limits.compaction);
+        let keeping =
+            compact::background::keep(Rc::clone(&self.rt), Rc::clone(&self.stopping), work, merging);
         self.rt.spawn(Class::Background, Box::pin(keeping));
     }
 

@@ -7,9 +7,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use kvarts_layout::BlockKey;
-use kvarts_layout::format::body::Blocks;
+use kvarts_layout::format::body::{Blocks, layout_code};
 
 use super::runs::RunClass;
+use super::unpack::Stored;
 
 /// Bytes of headers that one shard keeps.
 const CACHE_BYTES_MAX: usize = 4 << 20;
@@ -20,12 +21,28 @@ pub(crate) struct Header {
     blocks: Blocks,
     digests: Vec<u32>,
     chunks: usize,
+    /// Where chunks lie, if they are not where the layout has them.
+    stored: Option<Stored>,
 }
 
 impl Header {
-    pub(crate) fn new(blocks: Blocks, digests: Vec<u32>) -> Self {
+    pub(crate) fn new(blocks: Blocks, digests: Vec<u32>, stored: Option<Stored>) -> Self {
         let chunks = digests.len() / blocks.blocks.len().max(1);
-        Self { blocks, digests, chunks }
+        Self { blocks, digests, chunks, stored }
+    }
+
+    /// Where chunks lie, if they are not where the layout has them.
+    pub(crate) fn stored(&self) -> Option<&Stored> {
+        self.stored.as_ref()
+    }
+
+    /// Whether the record's bytes lie as those of a record of this class and so many blocks do. A moved copy may stand
+    /// where another arrangement of the same blocks stood.
+    pub(crate) fn is_arranged_as(&self, class: &RunClass, blocks: u16) -> bool {
+        self.blocks.encoding == class.encoding
+            && self.blocks.layout == layout_code(class.layout)
+            && self.blocks.layout_version == class.layout_version
+            && self.blocks.blocks.len() == usize::from(blocks)
     }
 
     /// Whether block `block` of the record is the one under this key, of this class.
@@ -44,7 +61,9 @@ impl Header {
     }
 
     fn bytes(&self) -> usize {
-        size_of::<Self>() + self.digests.len() * 4 + self.blocks.blocks.len() * 48
+        let places = self.stored.as_ref().map_or(0, |stored| stored.places.memory_bytes());
+        let lengths = self.blocks.stored_lengths.len() * 4;
+        size_of::<Self>() + self.digests.len() * 4 + self.blocks.blocks.len() * 48 + places + lengths
     }
 }
 

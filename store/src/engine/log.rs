@@ -8,7 +8,7 @@
 //! no footer. Each record proves itself (header tag, payload digests), so recovery adopts the whole ones.
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU16;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -22,6 +22,7 @@ use kvarts_layout::format::{self, PAGE, PAGE_BYTES, Position, page_align};
 use kvarts_layout::plan::{WritePlan, WriteSource};
 
 use super::checkpoint::Slots;
+use super::compact::cold::Place;
 use super::flights::Flights;
 use super::headers::Headers;
 use super::names::Namespace;
@@ -30,13 +31,14 @@ use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState, fault, record_bytes};
 use super::shared::Shared;
 use super::slice::Hold;
+use super::unpack::Unpacker;
 use super::writes::Writes;
 use crate::api::Placed;
 use crate::error::Reason;
 use crate::index::RecordInfo;
 use crate::io::policy::{Action, Stage, decide};
 use crate::io::{Arena, Buf, DirId, Driver, IoError, Name};
-use crate::rt::Class;
+use crate::rt::{Class, Nanos};
 
 /// The most buffers of one vectored write: what the kernel takes at once.
 const VECTOR_MAX: usize = 1000;
@@ -155,6 +157,12 @@ pub(crate) struct Log {
     pub(crate) headers: Headers,
     /// Reads that others may share.
     pub(crate) flights: Flights,
+    /// Encodes and decodes chunks.
+    pub(crate) unpacker: Unpacker,
+    /// Raw records that encoding would not make smaller.
+    pub(crate) unpaying: RefCell<BTreeSet<Place>>,
+    /// When segments, of which generation, were looked at for what is cold.
+    pub(crate) looked_at: RefCell<BTreeMap<u32, (u64, Nanos)>>,
     open: RefCell<Option<Rc<Segment>>>,
     /// A task is getting the next segment; others wait.
     pub(super) rolling: Cell<bool>,
@@ -201,6 +209,9 @@ impl Log {
             residue: Cell::new(0),
             headers: Headers::default(),
             flights: Flights::default(),
+            unpacker: Unpacker::default(),
+            unpaying: RefCell::default(),
+            looked_at: RefCell::default(),
             open: RefCell::default(),
             rolling: Cell::new(false),
             shrinking: Cell::new(false),

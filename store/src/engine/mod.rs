@@ -32,10 +32,12 @@ mod shared;
 mod slice;
 mod snapshot;
 mod store;
+mod unpack;
 mod writes;
 
 use std::time::Duration;
 
+pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
@@ -60,6 +62,8 @@ pub struct Limits {
     pub expiry_sweep_every: Duration,
     /// How long a stop waits for what is under way.
     pub stop_patience: Duration,
+    /// What it compacts without being asked.
+    pub compaction: Compaction,
 }
 
 impl Default for Limits {
@@ -73,6 +77,7 @@ impl Default for Limits {
             checkpoint_every: Duration::from_secs(30),
             expiry_sweep_every: Duration::from_secs(10),
             stop_patience: Duration::from_secs(30),
+            compaction: Compaction::default(),
         }
     }
 }

@@ -516,6 +516,9 @@ fn publish(
     }
     let counters = &job.shared.counters;
     counters.payload_bytes_stored.fetch_add(written.payload_bytes, Relaxed);
+    if job.request.parent != Parent::Unknown && written.payload_bytes <= log.shared.record_bytes_max / 2 {
+        counters.small_records_stored.fetch_add(1, Relaxed);
+    }
     counters.record_bytes_written.fetch_add(written.end - written.offset, Relaxed);
     Ok(lost)
 }

@@ -17,7 +17,6 @@ use std::task::Waker;
 
 use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
 use kvarts_layout::format::PAGE_BYTES;
-use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::plan::{Order as PlanOrder, Pick, ReadOptions, ReadPlan, RecordRead, WritePlan};
 use kvarts_layout::{BlockKey, BlockShape, Layout};
 
@@ -236,11 +235,6 @@ fn find(
         }
         let (offset, _) = record_range(&found.record);
         let class = shared.classes.get(found.record.class).ok_or(Reason::Bug("an unknown run class"))?;
-        if class.encoding != ENCODING_RAW {
-            // Written by a later version that compresses: this one recomputes.
-            failures.insert(ordinal, Reason::NotHere(*key));
-            continue;
-        }
         wanted.push(Wanted {
             shard: u32::from(found.record.shard),
             segment: found.record.segment,

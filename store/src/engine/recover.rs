@@ -107,7 +107,7 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     log.sequence.set(log.sequence.get().max(checkpoint.next_sequence));
     log.graves.replace(checkpoint.graves.clone());
     let now_ms = log.shared.clock.unix_millis();
-    let mut recovery = Recovery { log, report, checkpoint, batch: Batch::default(), now_ms };
+    let mut recovery = Recovery { log, report, checkpoint, batch: Batch::new(&log.shared.index), now_ms };
     recovery.retire(&found.segments);
     let mut sources = recovery.classify(&found.segments).await?;
     // Newest first: see `adopt`.

@@ -52,10 +52,18 @@ counters! {
     payload_bytes_stored,
     /// Bytes of the records written, headers and padding included.
     record_bytes_written,
+    /// Small records of known prefixes that were put: candidates for merging.
+    small_records_stored,
     /// Blocks moved to another record.
     blocks_moved,
     /// Bytes of the records that moves wrote, headers and padding included.
     moved_bytes_written,
+    /// Raw records that were encoded.
+    records_encoded,
+    /// Payload bytes that they had.
+    encoded_bytes_before,
+    /// Payload bytes that they have.
+    encoded_bytes_after,
     /// Blocks delivered whole and verified.
     blocks_read,
     /// Bytes read from devices for reads.

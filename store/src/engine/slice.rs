@@ -5,6 +5,12 @@
 //! that this is the record that the index meant, under the keys that were asked for.
 //!
 //! While a part runs, its segments are held: they are not written anew under a device read.
+//!
+//! Of an encoded record only the header says where chunks lie. The headers of such records go out first, and their
+//! slices are planned when they are in (`packed`); their chunks are decoded one by one into scratch memory, verified
+//! there and copied out, and other tasks have their turn in between.
+
+mod packed;
 
 use std::collections::VecDeque;
 use std::pin::pin;
@@ -14,23 +20,29 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
 
 use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::format::body::{ENCODING_RAW, layout_code};
 use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::plan::{Address, Extent, Landing, Step};
 
 use super::flights::{Flight, Role};
 use super::headers::{Header, HeaderKey};
 use super::log::Log;
-use super::notify::before;
-use super::read::{MemoryGuard, ReadJob, ReadPart};
+use super::notify::{before, yield_now};
+use super::read::{MemoryGuard, ReadJob, ReadPart, Wanted};
 use super::segment::Segment;
+use super::unpack::Stored;
 use crate::api::{Order, Verify};
 use crate::error::Reason;
 use crate::io::{Buf, ExtentDone, IoError, ReadBatch};
 use crate::rt::LocalTask;
+use packed::Packed;
 
 /// Bytes of later steps' extents that a part has under way until the first step is in: the first layer should not
 /// queue behind the tenth, nor behind those of shards that have less of it to read.
 const AHEAD_BYTES: u64 = 2 << 20;
+
+/// Bytes that are decoded before other tasks have their turn.
+const DECODE_BYTES: u64 = 256 << 10;
 
 /// Marks the extent of a record's header.
 const HEADER: u64 = 1 << 63;
@@ -55,11 +67,27 @@ enum HeaderState {
     Bad,
 }
 
+/// What a slice reads.
+enum Plan {
+    Raw(Step),
+    Encoded(Packed),
+}
+
+impl Plan {
+    /// Bytes that a region reads.
+    fn region_bytes(&self, region: u32) -> Option<u64> {
+        match self {
+            Self::Raw(step) => step.regions().get(region as usize).map(|region| region.bytes),
+            Self::Encoded(packed) => packed.regions.get(region as usize).map(|region| region.bytes),
+        }
+    }
+}
+
 /// A slice under way.
 struct Slice {
     step: u32,
     record: usize,
-    plan: Step,
+    plan: Plan,
     /// For each region: its staging (none if it lands directly) and the extents that have not ended.
     regions: Vec<(Option<Buf>, u32)>,
     regions_left: u32,
@@ -114,6 +142,10 @@ struct Run<'a> {
     guard: Arc<MemoryGuard>,
     /// State of the sampling of digests.
     sample: u64,
+    /// Encoded records whose headers have not been asked for, last first.
+    unsized_records: Vec<usize>,
+    /// Bytes decoded since other tasks had their turn.
+    decoded: u64,
 }
 
 /// Does one shard's part of a read.
@@ -247,6 +279,11 @@ impl<'a> Run<'a> {
         if matches!(job.request.verify, Verify::Sample(_)) {
             job.shared.entropy.fill(&mut seed);
         }
+        let encoded = |record: &Record| {
+            job.wanted.get(record.index as usize).is_some_and(|wanted| wanted.class.encoding != ENCODING_RAW)
+        };
+        let unsized_records =
+            (0..records.len()).rev().filter(|&at| records.get(at).is_some_and(encoded)).collect();
         Self {
             log,
             job,
@@ -266,6 +303,8 @@ impl<'a> Run<'a> {
             late: None,
             guard: MemoryGuard::new(job),
             sample: u64::from_le_bytes(seed),
+            unsized_records,
+            decoded: 0,
         }
     }
 
@@ -291,6 +330,10 @@ impl<'a> Run<'a> {
                 Some(Next::Extent(done)) => {
                     self.under_way -= 1;
                     self.take_in(done);
+                    if self.decoded >= DECODE_BYTES {
+                        self.decoded = 0;
+                        yield_now().await;
+                    }
                 }
                 Some(Next::Turn) => {}
                 Some(Next::Late) => return Ending::Stopped,
@@ -362,6 +405,10 @@ impl<'a> Run<'a> {
     /// Plans the next slice of this part into the queue; false if there is none left, if its memory is not open
     /// yet, or if there is no staging memory while something is under way that will return some.
     async fn plan_next(&mut self) -> bool {
+        if let Some(&at) = self.unsized_records.last() {
+            // What it cannot have memory for now it asks for again when something has returned.
+            return self.size_up(at).await;
+        }
         loop {
             if let Some(agenda) = &self.agenda {
                 match agenda.front() {
@@ -399,18 +446,30 @@ impl<'a> Run<'a> {
                     }
                 }
             };
-            if matches!(record.header, HeaderState::Bad) {
-                self.job.slice_done(step);
+            let header = match &record.header {
+                HeaderState::Bad => {
+                    self.job.slice_done(step);
+                    self.advance();
+                    continue;
+                }
+                HeaderState::Good(header) => Some(Rc::clone(header)),
+                HeaderState::Unread | HeaderState::Reading(_) => None,
+            };
+            let encoded = self.is_encoded(at);
+            let planned = match header {
+                // It is on its way.
+                None if encoded => return false,
+                Some(header) if encoded => self.enqueue_encoded(step, at, &header).await,
+                _ => {
+                    let mut plan = self.spare.pop().unwrap_or_default();
+                    self.job.plan.plan_slice(step, slice, &mut plan);
+                    self.enqueue(step, at, plan).await
+                }
+            };
+            if planned {
                 self.advance();
-                continue;
             }
-            let mut plan = self.spare.pop().unwrap_or_default();
-            self.job.plan.plan_slice(step, slice, &mut plan);
-            if !self.enqueue(step, at, plan).await {
-                return false;
-            }
-            self.advance();
-            return true;
+            return planned;
         }
     }
 
@@ -447,10 +506,7 @@ impl<'a> Run<'a> {
             };
             regions.push((memory, 0));
         }
-        let slot = self.free.pop().unwrap_or_else(|| {
-            self.slices.push(None);
-            self.slices.len() - 1
-        });
+        let slot = self.free_slot();
         for extent in plan.extents() {
             let Some((memory, left)) = regions.get_mut(extent.region as usize) else { continue };
             let Some(buf) = self.landing(&extent, memory.as_ref()) else { continue };
@@ -461,9 +517,17 @@ impl<'a> Run<'a> {
         (self.queue_record, self.queue_step) = (at, step);
         let regions_left = regions.len() as u32;
         if let Some(slice) = self.slices.get_mut(slot) {
-            *slice = Some(Slice { step, record: at, plan, regions, regions_left, failed: None });
+            *slice =
+                Some(Slice { step, record: at, plan: Plan::Raw(plan), regions, regions_left, failed: None });
         }
         true
+    }
+
+    fn free_slot(&mut self) -> usize {
+        self.free.pop().unwrap_or_else(|| {
+            self.slices.push(None);
+            self.slices.len() - 1
+        })
     }
 
     fn landing(&self, extent: &Extent, staging: Option<&Buf>) -> Option<Buf> {
@@ -530,7 +594,7 @@ impl<'a> Run<'a> {
         let (slot, region, len) = extent_named(extent);
         self.in_flight = self.in_flight.saturating_sub(len);
         let Some(Some(slice)) = self.slices.get_mut(slot) else { return };
-        let Some(planned) = slice.plan.regions().get(region as usize) else { return };
+        let Some(bytes) = slice.plan.region_bytes(region) else { return };
         if let Err(error) = &result {
             slice.failed = Some(Reason::Media(error.to_string()));
         }
@@ -539,7 +603,7 @@ impl<'a> Run<'a> {
         if *left > 0 {
             return;
         }
-        self.job.shared.counters.device_bytes_read.fetch_add(planned.bytes, Relaxed);
+        self.job.shared.counters.device_bytes_read.fetch_add(bytes, Relaxed);
         let record = slice.record;
         match self.records.get_mut(record) {
             Some(Record { header: HeaderState::Good(_) | HeaderState::Bad, .. }) => {
@@ -558,9 +622,9 @@ impl<'a> Run<'a> {
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
         self.in_flight = self.in_flight.saturating_sub(wanted.header_bytes);
         let position = self.log.position(&record.segment, wanted.offset);
-        let opened = result
-            .map_err(|error| Reason::Media(error.to_string()))
-            .and_then(|()| open_header(&buf.to_vec(), &position, &self.job.shared.secret, &record.segment));
+        let opened = result.map_err(|error| Reason::Media(error.to_string())).and_then(|()| {
+            open_header(&buf.to_vec(), &position, &self.job.shared.secret, (&record.segment, wanted))
+        });
         match opened {
             Ok(header) => {
                 let header = Rc::new(header);
@@ -585,6 +649,15 @@ impl<'a> Run<'a> {
     fn header_found(&mut self, at: usize, header: Rc<Header>) {
         let Some(record) = self.records.get_mut(at) else { return };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
+        if !header.is_arranged_as(&wanted.class, wanted.record_blocks) {
+            // Another record at this place, perhaps of the same blocks.
+            for ordinal in wanted.run.clone() {
+                let Some(key) = self.job.request.keys.get(ordinal as usize) else { continue };
+                self.job.fail(ordinal, &Reason::NotHere(*key));
+            }
+            record.header = HeaderState::Bad;
+            return;
+        }
         for ordinal in wanted.run.clone() {
             let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
             let Some(key) = self.job.request.keys.get(ordinal as usize) else { continue };
@@ -604,7 +677,9 @@ impl<'a> Run<'a> {
         let last = slice.regions_left == 0;
         self.deliver(slot, region, staging.as_ref(), failed, record);
         if last && let Some(Some(slice)) = self.slices.get_mut(slot).map(Option::take) {
-            self.spare.push(slice.plan);
+            if let Plan::Raw(step) = slice.plan {
+                self.spare.push(step);
+            }
             self.free.push(slot);
             if let Some(Record { flight: Some(flight), header: HeaderState::Good(header), .. }) =
                 self.records.get(record)
@@ -628,7 +703,23 @@ impl<'a> Run<'a> {
         let HeaderState::Good(header) = &record.header else { return };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
         let into = &self.job.request.into;
-        for piece in self.job.plan.pieces(&slice.plan, region) {
+        let plan = match &slice.plan {
+            Plan::Raw(plan) => plan,
+            Plan::Encoded(packed) => {
+                let packed = (packed, region);
+                let decoded = packed::unpack(
+                    self.log,
+                    self.job,
+                    (wanted, header),
+                    packed,
+                    (staging, failed),
+                    &mut self.sample,
+                );
+                self.decoded += decoded;
+                return;
+            }
+        };
+        for piece in self.job.plan.pieces(plan, region) {
             if let Some(reason) = &failed {
                 self.job.fail(piece.ordinal, reason);
                 continue;
@@ -643,11 +734,7 @@ impl<'a> Run<'a> {
                 let found = source.digest(at, len, crc32fast::hash);
                 let expected = header.digest(piece.block, piece.chunk);
                 if expected != Some(found) {
-                    let expected = expected.unwrap_or_default();
-                    let (segment, offset) = (wanted.segment, wanted.offset);
-                    self.job.shared.counters.chunks_damaged.fetch_add(1, Relaxed);
-                    self.job.fail(piece.ordinal, &Reason::Digest { segment, offset, expected, found });
-                    self.job.quarantine(wanted, piece.ordinal);
+                    damaged(self.job, wanted, piece.ordinal, (expected, found));
                     continue;
                 }
             }
@@ -658,6 +745,15 @@ impl<'a> Run<'a> {
             }
         }
     }
+}
+
+/// Notes a chunk that is not what was put.
+fn damaged(job: &ReadJob, wanted: &Wanted, ordinal: u32, (expected, found): (Option<u32>, u32)) {
+    let expected = expected.unwrap_or_default();
+    let (segment, offset) = (wanted.segment, wanted.offset);
+    job.shared.counters.chunks_damaged.fetch_add(1, Relaxed);
+    job.fail(ordinal, &Reason::Digest { segment, offset, expected, found });
+    job.quarantine(wanted, ordinal);
 }
 
 /// Bits of an extent's name that hold its length in pages, and its region.
@@ -698,14 +794,27 @@ fn open_header(
     bytes: &[u8],
     position: &kvarts_layout::format::Position,
     secret: &kvarts_layout::format::Secret,
-    segment: &Segment,
+    (segment, wanted): (&Segment, &Wanted),
 ) -> Result<Header, Reason> {
     let wrong = |what: String| Reason::Header { segment: position.segment, offset: position.offset, what };
     let record = record::open(bytes, position, secret).map_err(|unsound| wrong(unsound.to_string()))?;
     match record.body().map_err(|unsound| wrong(unsound.to_string()))? {
         Body::Blocks(mut blocks) => {
             blocks.namespace = segment.local(blocks.namespace);
-            Ok(Header::new(blocks, record.digests().collect()))
+            let layout = wanted.class.layout_of(u32::from(wanted.record_blocks))?;
+            // Of another record the comparison with the class tells.
+            let same = blocks.encoding == wanted.class.encoding
+                && blocks.layout == layout_code(wanted.class.layout)
+                && blocks.blocks.len() == usize::from(wanted.record_blocks);
+            let stored = match same {
+                true => Stored::of(&blocks, &layout).map_err(|what| wrong(what.to_owned()))?,
+                false => None,
+            };
+            let expected = stored.as_ref().map_or(layout.payload_bytes(), |one| one.places.payload_bytes());
+            if same && expected != record.prefix.payload_bytes {
+                return Err(wrong("a payload of another length than its chunks have".to_owned()));
+            }
+            Ok(Header::new(blocks, record.digests().collect(), stored))
         }
         _ => Err(wrong("a record of another kind".to_owned())),
     }

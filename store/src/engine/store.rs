@@ -174,7 +174,19 @@ impl Store {
             store.check_disk(options.directories).await?;
         }
         store.shrink()?;
+        store.keep_compact(options)?;
         Ok(store)
+    }
+
+    /// Lets every executor compact by need; the first one merges for all.
+    fn keep_compact(&self, options: &Options) -> Result<(), Reason> {
+        if options.limits.compaction.every.is_none() {
+            return Ok(());
+        }
+        let executors = &self.0.router.executors;
+        let peers = Peers { executors: executors.clone(), owners: self.0.router.owners.clone() };
+        let mut merging = Some((Arc::clone(&self.0.shared), peers));
+        executors.iter().try_for_each(|executor| send(executor, Message::KeepCompact(merging.take())))
     }
 
     /// What recovery found, shard by shard.

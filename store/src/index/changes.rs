@@ -3,8 +3,8 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::{
-    BlockFingerprint, Entry, Groups, Heat, Index, Inner, Location, Lookup, RecordError, RecordId, Slot,
-    State, entry, read, write,
+    BlockFingerprint, Groups, Heat, Index, Inner, Location, Lookup, RecordError, RecordId, Slot, State, read,
+    write,
 };
 
 /// A put's claim on the blocks it reserved. Every put has its own.
@@ -39,17 +39,6 @@ pub enum Deleted {
     },
     /// A quarantined block.
     Quarantined,
-}
-
-/// A block that recovery found on disk.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Recovered {
-    /// The block.
-    pub print: BlockFingerprint,
-    /// Where it is.
-    pub location: Location,
-    /// How warm it was.
-    pub heat: Heat,
 }
 
 /// The location field of a pending slot.
@@ -183,46 +172,6 @@ impl Index {
             }
         }
         (ticket, were)
-    }
-
-    /// Takes in blocks that recovery found. Where a block has an entry already, that entry stays, and
-    /// `conflicts` receives the block's place in `found` with the entry: the caller decides which copy is the
-    /// right one and calls [`Index::replace_location`] if it is the new one. On an error nothing was changed.
-    ///
-    /// Batches of some ten thousand and more make each lock and cache miss serve many blocks.
-    pub fn insert_live(
-        &self,
-        found: &[Recovered],
-        conflicts: &mut Vec<(usize, Entry)>,
-    ) -> Result<(), RecordError> {
-        conflicts.clear();
-        let runs = || found.chunk_by(|a, b| a.location.record == b.location.record);
-        for (done, run) in runs().enumerate() {
-            if let Err(error) = self.records.add_live(run[0].location.record, run.len()) {
-                for run in runs().take(done) {
-                    self.records.subtract_live(run[0].location.record, run.len());
-                }
-                return Err(error);
-            }
-        }
-        for (partition, places) in Groups::of(found, self.bits, |one| one.print).iter() {
-            let mut inner = write(&self.partitions[partition].0);
-            // As in `lookup_many`: all cache misses at once, then the work.
-            let warmed =
-                places.iter().fold(0, |sum, place| sum ^ inner.table.warm(found[*place as usize].print));
-            std::hint::black_box(warmed);
-            for place in places.iter().map(|place| *place as usize) {
-                let Recovered { print, location, heat } = found[place];
-                if let Err(there) = inner.table.insert(Slot::new(print, State::Live, location, heat)) {
-                    conflicts.push((place, entry(there)));
-                }
-            }
-        }
-        conflicts.sort_unstable_by_key(|(place, _)| *place);
-        for (place, _) in &*conflicts {
-            self.records.subtract_live(found[*place].location.record, 1);
-        }
-        Ok(())
     }
 
     /// Moves a live block from `old` to `new` if it is at `old`, and then gives the number of live blocks left

@@ -23,6 +23,7 @@
 
 mod changes;
 mod fingerprint;
+mod gathering;
 mod groups;
 mod leases;
 mod pinning;
@@ -35,8 +36,9 @@ use std::fmt;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-pub use changes::{Deleted, Recovered, Reservation, Ticket};
+pub use changes::{Deleted, Reservation, Ticket};
 pub use fingerprint::{BlockFingerprint, FingerprintKey};
+pub use gathering::{Gathering, Recovered};
 pub use leases::{LeaseError, LeaseId, LeaseTerms};
 pub use pinning::Eviction;
 pub use records::{RecordCursor, RecordError, RecordId, RecordInfo, Records};

@@ -237,8 +237,11 @@ impl Table {
             self.slots.reserve_exact(TAIL);
             self.slots.extend((0..TAIL).map(|_| Slot::default()));
         }
-        self.slots[at..=gap].rotate_right(1);
-        self.slots[at] = slot;
+        // Runs are short: passing each slot on beats a general rotation.
+        let mut passed = slot;
+        for slot in &mut self.slots[at..=gap] {
+            std::mem::swap(slot, &mut passed);
+        }
         self.entries += 1;
         Ok(())
     }

@@ -108,6 +108,12 @@ fn a_put_whose_block_was_deleted_in_flight_does_not_take_over_the_next_puts_clai
     assert_eq!(index.lookup(prints[0]), Lookup::Absent);
 }
 
+fn gathered(index: &Index, found: &[Recovered]) -> Gathering {
+    let mut gathering = index.gathering(0);
+    found.iter().for_each(|one| gathering.push(*one));
+    gathering
+}
+
 #[test]
 fn a_record_that_is_unknown_is_refused_and_nothing_changes() {
     let index = Index::new(&[1; 32], 0);
@@ -124,10 +130,13 @@ fn a_record_that_is_unknown_is_refused_and_nothing_changes() {
         location: at(record, 0),
         heat: Heat::default(),
     });
-    assert_eq!(index.insert_live(&found, &mut Vec::new()), Err(RecordError::Unknown(unknown)));
+    assert_eq!(
+        index.insert_live(&mut gathered(&index, &found), &mut Vec::new()),
+        Err(RecordError::Unknown(unknown))
+    );
     assert_eq!(index.lookup(prints[0]), Lookup::Absent);
     assert_eq!(index.records().get(record).unwrap().live, 0);
-    index.insert_live(&found[..1], &mut Vec::new()).unwrap();
+    index.insert_live(&mut gathered(&index, &found[..1]), &mut Vec::new()).unwrap();
     let moved = index.replace_location(prints[0], at(record, 0), at(unknown, 0));
     assert_eq!(moved, Err(RecordError::Unknown(unknown)));
     assert_eq!(index.lookup(prints[0]), Lookup::Live(at(record, 0)));
@@ -140,9 +149,9 @@ fn the_second_copy_that_recovery_finds_is_reported_and_the_caller_chooses() {
     let heat = Heat { frequency: 2, epoch: 9 };
     let found = [9, 1].map(|n| Recovered { print: print(&index, n), location: at(new, n as u16 % 2), heat });
     let mut conflicts = Vec::new();
-    index.insert_live(&found, &mut conflicts).unwrap();
+    index.insert_live(&mut gathered(&index, &found), &mut conflicts).unwrap();
     let there = index.get(prints[1]).unwrap();
-    assert_eq!(conflicts, [(1, there)]);
+    assert_eq!(conflicts, [(found[1], there)]);
     assert_eq!(there.state, Lookup::Live(at(old, 1)));
     assert_eq!(index.records().get(new).unwrap().live, 1);
     assert_eq!(index.get(found[0].print).unwrap().heat, heat);
@@ -314,7 +323,7 @@ fn fill(index: &Index, blocks: u64, per_record: u16) {
         }));
     }
     for batch in found.chunks(4096) {
-        index.insert_live(batch, &mut conflicts).unwrap();
+        index.insert_live(&mut gathered(index, batch), &mut conflicts).unwrap();
         assert!(conflicts.is_empty());
     }
 }

@@ -651,6 +651,17 @@ impl Media {
         true
     }
 
+    /// Makes a folder, durably. False: it cannot be made.
+    pub fn plant_folder(&mut self, dir: DirId, path: &str) -> bool {
+        let made = self.make_dir(dir, path).is_ok();
+        let Ok((parent, _)) = self.parent(dir, path) else { return false };
+        let Ok(dir) = self.dir_mut(parent) else { return false };
+        for (_, change) in dir.pending.drain(..) {
+            change.apply(&mut dir.durable);
+        }
+        made
+    }
+
     /// Writes a whole file, durably, and all names beside it: for planting what a test needs. False: its
     /// directory is not there.
     pub fn plant(&mut self, dir: DirId, path: &str, bytes: &[u8]) -> bool {

@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use kvarts_layout::arrange::LAYOUT_VERSION;
-use kvarts_layout::format::body::{Blocks, ENCODING_RAW, Parent};
+use kvarts_layout::format::body::{Blocks, Parent};
 use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 use kvarts_layout::{BlockKey, Layout};
@@ -109,10 +109,7 @@ pub(crate) async fn survey(log: &Rc<Log>) -> Survey {
 fn small(log: &Log, segment: &Segment, entry: &Entry) -> Option<Small> {
     let Content::Blocks(blocks) = &entry.content else { return None };
     let shared = &log.shared;
-    if blocks.parent == Parent::Unknown
-        || blocks.encoding != ENCODING_RAW
-        || entry.payload_bytes > shared.record_bytes_max / 2
-    {
+    if blocks.parent == Parent::Unknown || entry.payload_bytes > shared.record_bytes_max / 2 {
         return None;
     }
     let (record, class, expires) = live_record(shared, log.shard, segment, entry, blocks)?;
@@ -157,7 +154,11 @@ type Chain = Vec<Small>;
 /// Joins small records by their parents into chains that fit into one record each. Where a prefix forks, one branch
 /// goes on and the others begin chains of their own.
 fn chains(small: Vec<Small>, shared: &Shared, least: u32) -> Vec<Chain> {
-    let name = |one: &Small| (one.class.namespace.local, one.class.group.0, one.class.coordinate.to_u64());
+    // Stored chunks are copied as they are, so only records of one encoding are merged.
+    let name = |one: &Small| {
+        let class = &one.class;
+        (class.namespace.local, class.group.0, class.coordinate.to_u64(), class.encoding)
+    };
     let mut by_parent = BTreeMap::new();
     for (at, one) in small.iter().enumerate() {
         if let Parent::Key(parent) = one.parent {
@@ -286,6 +287,7 @@ fn join(
         if !follows
             || gathered.blocks.len() != gathered.body.blocks.len()
             || gathered.body.extensions != body.extensions
+            || gathered.class.encoding != first.class.encoding
         {
             break;
         }
@@ -299,7 +301,7 @@ fn join(
     }
     let class = &first.class;
     let layout = Layout::auto(&class.shape, blocks.len() as u32);
-    let arrangement = (layout, LAYOUT_VERSION, ENCODING_RAW);
+    let arrangement = (layout, LAYOUT_VERSION, class.encoding);
     let class = shared.classes.intern(&class.namespace, (class.group, class.coordinate), arrangement)?;
     let head = Head {
         class,

@@ -4,15 +4,17 @@
 //! - the segment is held while it is read, so it is not written anew under the device read; the record's number is
 //!   held for as long as its blocks are moved, so that a location in it cannot come to mean a later record;
 //! - a block comes out only if each of its chunks has the digest that the record's table says; one that does not is
-//!   quarantined where it lies.
+//!   quarantined where it lies;
+//! - the chunks of an encoded record are decoded to be verified, and come out as they are stored.
 
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::BlockKey;
-use kvarts_layout::arrange::RunLayout;
-use kvarts_layout::format::body::{BlockName, Blocks};
+use kvarts_layout::arrange::{PartPlace, RunLayout, Span};
+use kvarts_layout::codec::CodecError;
+use kvarts_layout::format::body::{BlockName, Blocks, layout_code};
 use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
@@ -22,6 +24,7 @@ use crate::engine::put::record_range;
 use crate::engine::runs::RunClass;
 use crate::engine::shared::Shared;
 use crate::engine::slice::Hold;
+use crate::engine::unpack::{Stored, payload_bytes};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location, Lookup, RecordId, RecordInfo};
 use crate::io::{Buf, FileId, IoError, Region};
@@ -60,8 +63,23 @@ pub(crate) struct Taken {
     /// Where the index had it.
     pub(crate) old: Location,
     pub(crate) digests: Vec<u32>,
-    /// The chunks one after the other in canonical order.
+    /// The chunks one after the other in canonical order, as they are stored.
     pub(crate) bytes: Vec<u8>,
+    /// Their stored lengths, if they are encoded.
+    pub(crate) lengths: Vec<u32>,
+}
+
+impl Taken {
+    /// The chunks as they are stored, in canonical order.
+    pub(crate) fn chunks<'a>(&'a self, layout: &'a RunLayout) -> impl Iterator<Item = &'a [u8]> {
+        let mut rest = self.bytes.as_slice();
+        layout.parts().iter().enumerate().map_while(move |(part, place)| {
+            let len = self.lengths.get(part).map_or(place.bytes, |len| u64::from(*len));
+            let (chunk, behind) = rest.split_at_checked(len as usize)?;
+            rest = behind;
+            Some(chunk)
+        })
+    }
 }
 
 /// What was taken out of a record.
@@ -109,8 +127,14 @@ pub(crate) async fn gather(
     if body.namespace != class.namespace.local
         || body.blocks.len() != usize::from(info.blocks.get())
         || record.prefix.digest_count as usize != body.blocks.len() * chunks
+        || body.encoding != class.encoding
+        || body.layout != layout_code(class.layout)
     {
         return Err(wrong("another record than the index says".to_owned()));
+    }
+    let stored = Stored::of(&body, &layout).map_err(|what| wrong(what.to_owned()))?;
+    if payload_bytes(&body, &layout) != Some(record.prefix.payload_bytes) {
+        return Err(wrong("a payload of another length than its chunks have".to_owned()));
     }
     let mut blocks = live(log, &class, &body, source, wanted);
     for taken in &mut blocks {
@@ -118,9 +142,9 @@ pub(crate) async fn gather(
         taken.digests = record.digests().skip(first).take(chunks).collect();
     }
     let payload_at = offset + u64::from(record.prefix.header_bytes);
-    let bytes_read = fill(log, segment.file, payload_at, &layout, &mut blocks).await?;
+    let bytes_read = fill(log, segment.file, payload_at, (&layout, stored.as_ref()), &mut blocks).await?;
     let before = blocks.len();
-    verify(log, &class, &layout, &mut blocks).await;
+    verify(log, &class, (&layout, stored.as_ref()), &mut blocks).await?;
     let damaged = (before - blocks.len()) as u32;
     let bytes_read = bytes_read + header.len() as u64;
     let sequence = record.prefix.sequence;
@@ -141,7 +165,8 @@ fn live(
         let old = Location { record: source, block };
         let print = index.key().of(class.namespace.local, &BlockKey(name.key), class.group, class.coordinate);
         if wanted(block) && index.lookup(print) == Lookup::Live(old) {
-            found.push(Taken { name: *name, print, old, digests: Vec::new(), bytes: Vec::new() });
+            let (digests, bytes, lengths) = (Vec::new(), Vec::new(), Vec::new());
+            found.push(Taken { name: *name, print, old, digests, bytes, lengths });
         }
     }
     found
@@ -169,21 +194,33 @@ async fn read(log: &Log, file: FileId, offset: u64, bytes: u64) -> Result<Buf, R
     Ok(buf)
 }
 
-/// Reads the span that the blocks lie in and copies their chunks; gives the bytes read.
+/// Where the chunks of a block lie in the payload, in canonical order.
+fn spans_of((layout, stored): (&RunLayout, Option<&Stored>), block: u16) -> Option<Vec<Span>> {
+    let block = u32::from(block);
+    let span = |(part, place): (u32, &PartPlace)| match stored {
+        Some(stored) => stored.places.chunk(block, part),
+        None => Some(Span { offset: place.offset + place.step * u64::from(block), len: place.bytes }),
+    };
+    (0u32..).zip(layout.parts()).map(span).collect()
+}
+
+/// Reads the span that the blocks lie in and copies their chunks as they are stored; gives the bytes read.
 async fn fill(
     log: &Log,
     file: FileId,
     payload_at: u64,
-    layout: &RunLayout,
+    arrangement: (&RunLayout, Option<&Stored>),
     blocks: &mut [Taken],
 ) -> Result<u64, Reason> {
     let (mut start, mut end) = (u64::MAX, 0);
+    let mut spans = Vec::with_capacity(blocks.len());
     for taken in &*blocks {
-        for part in layout.parts() {
-            let at = part.offset + part.step * u64::from(taken.old.block);
-            start = start.min(at);
-            end = end.max(at + part.bytes);
+        let of_block =
+            spans_of(arrangement, taken.old.block).ok_or(Reason::Bug("a block past its record"))?;
+        for span in &of_block {
+            (start, end) = (start.min(span.offset), end.max(span.end()));
         }
+        spans.push(of_block);
     }
     if start >= end {
         return Ok(0);
@@ -192,15 +229,18 @@ async fn fill(
     let len = page_align(end - start).ok_or(Reason::TooMany("bytes in one record"))?;
     let image = read(log, file, payload_at + start, len).await?;
     let mut since = 0;
-    for taken in blocks {
-        let bytes: u64 = layout.parts().iter().map(|part| part.bytes).sum();
+    for (taken, spans) in blocks.iter_mut().zip(spans) {
+        let bytes: u64 = spans.iter().map(|span| span.len).sum();
         taken.bytes = vec![0; bytes as usize];
         let mut to = 0;
-        for part in layout.parts() {
-            let at = part.offset + part.step * u64::from(taken.old.block) - start;
-            let Some(target) = taken.bytes.get_mut(to..to + part.bytes as usize) else { continue };
-            image.copy_out(at as usize, target);
-            to += part.bytes as usize;
+        for span in &spans {
+            let Some(target) = taken.bytes.get_mut(to..to + span.len as usize) else { continue };
+            image.copy_out((span.offset - start) as usize, target);
+            to += span.len as usize;
+        }
+        if arrangement.1.is_some() {
+            // A stored chunk is no longer than its own length, which fits by the limit of encoded records.
+            taken.lengths = spans.iter().map(|span| span.len as u32).collect();
         }
         pause(&mut since, to).await;
     }
@@ -217,11 +257,15 @@ pub(crate) async fn pause(since: &mut usize, done: usize) {
 }
 
 /// Quarantines the blocks of which a chunk is not what was put, and leaves the others.
-async fn verify(log: &Log, class: &RunClass, layout: &RunLayout, blocks: &mut Vec<Taken>) {
+async fn verify(
+    log: &Log,
+    class: &RunClass,
+    arrangement: (&RunLayout, Option<&Stored>),
+    blocks: &mut Vec<Taken>,
+) -> Result<(), Reason> {
     let (mut since, mut sound) = (0, Vec::with_capacity(blocks.len()));
     for taken in std::mem::take(blocks) {
-        if is_sound(&taken, layout) {
-            pause(&mut since, taken.bytes.len()).await;
+        if is_sound(log, &taken, arrangement, &mut since).await? {
             sound.push(taken);
             continue;
         }
@@ -232,13 +276,27 @@ async fn verify(log: &Log, class: &RunClass, layout: &RunLayout, blocks: &mut Ve
         }
     }
     *blocks = sound;
+    Ok(())
 }
 
-fn is_sound(taken: &Taken, layout: &RunLayout) -> bool {
-    let mut rest = taken.bytes.as_slice();
-    layout.parts().iter().zip(&taken.digests).all(|(part, digest)| {
-        let Some((chunk, behind)) = rest.split_at_checked(part.bytes as usize) else { return false };
-        rest = behind;
-        crc32fast::hash(chunk) == *digest
-    })
+async fn is_sound(
+    log: &Log,
+    taken: &Taken,
+    (layout, stored): (&RunLayout, Option<&Stored>),
+    since: &mut usize,
+) -> Result<bool, Reason> {
+    let mut digests = taken.digests.iter();
+    for (chunk, place) in taken.chunks(layout).zip(layout.parts()) {
+        let found = match stored {
+            None => Ok(crc32fast::hash(chunk)),
+            Some(stored) => log.unpacker.digest(stored.encoding, chunk, place.bytes as usize),
+        };
+        match (found, digests.next()) {
+            (Ok(found), Some(expected)) if found == *expected => {}
+            (Err(error @ CodecError::NoMemory), _) => return Err(Reason::Media(error.to_string())),
+            _ => return Ok(false),
+        }
+        pause(since, place.bytes as usize).await;
+    }
+    Ok(taken.digests.len() == layout.parts().len() && digests.next().is_none())
 }

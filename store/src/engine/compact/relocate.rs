@@ -1,7 +1,8 @@
 //! Moves live blocks of one record to the end of the shard's log.
 //!
 //! What a move keeps: keys, origin ids, digests, parent, group, coordinate, expiry, creation time and extensions; in
-//! memory also heat and leases. It is in this order: read and verify; append; flush; switch the index block by block,
+//! memory also heat and leases. Chunks of an encoded record are copied as they are stored; a raw record whose blocks
+//! are cold may become an encoded one (`pack`). It is in this order: read and verify; append; flush; switch the index block by block,
 //! each only if it still is where it was read. So:
 //!
 //! - a block that was deleted, evicted, quarantined or put anew meanwhile stays as that left it;
@@ -22,10 +23,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::BlockKey;
+use kvarts_layout::codec::StoredPlaces;
 use kvarts_layout::format::body::{Blocks, ENCODING_RAW, Extension, Parent, layout_code};
+use kvarts_layout::format::page_align;
 use kvarts_layout::format::record::Body;
 
 use super::gather::{Gathered, Taken, gather, memory, pause};
+use super::pack::{Cold, pack};
 use crate::engine::log::{Draft, Log, Payload, Written};
 use crate::engine::runs::RunClass;
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
@@ -47,6 +51,12 @@ pub(crate) struct Moved {
     pub(crate) bytes_read: u64,
     /// Bytes of the new records.
     pub(crate) bytes_written: u64,
+    /// Records that were raw and are encoded now.
+    pub(crate) records_encoded: u32,
+    /// Payload bytes that they had.
+    pub(crate) bytes_raw: u64,
+    /// Payload bytes that they have.
+    pub(crate) bytes_encoded: u64,
 }
 
 impl Moved {
@@ -57,6 +67,9 @@ impl Moved {
         self.damaged += other.damaged;
         self.bytes_read += other.bytes_read;
         self.bytes_written += other.bytes_written;
+        self.records_encoded += other.records_encoded;
+        self.bytes_raw += other.bytes_raw;
+        self.bytes_encoded += other.bytes_encoded;
     }
 }
 
@@ -76,22 +89,41 @@ pub(crate) struct Head {
 }
 
 /// Moves the live ones among the wanted blocks of a record of this shard. A record whose prefix is known is split
-/// where blocks are missing, so that each new record is again a run of consecutive blocks.
+/// where blocks are missing, so that each new record is again a run of consecutive blocks. What is cold is encoded.
 ///
 /// An error leaves the blocks that were not moved where they are.
 pub(crate) async fn relocate(
     log: &Rc<Log>,
     source: RecordId,
     wanted: &dyn Fn(u16) -> bool,
+    cold: &Cold,
 ) -> Result<Moved, Reason> {
     let _turn = log.moving.take().await;
-    let Some(gathered) = gather(log, source, wanted).await? else { return Ok(Moved::default()) };
+    let Some(mut gathered) = gather(log, source, wanted).await? else { return Ok(Moved::default()) };
     let (damaged, bytes_read) = (gathered.damaged, gathered.bytes_read);
     let mut moved = Moved { damaged, bytes_read, ..Moved::default() };
-    for run in runs(&gathered.body, &gathered.blocks) {
-        let head = head_of(log, &gathered, &run);
-        let blocks: Vec<&Taken> = gathered.blocks.get(run).unwrap_or_default().iter().collect();
-        moved.add(write(log, &head, &blocks).await?);
+    let runs = runs(&gathered.body, &gathered.blocks).into_iter();
+    let runs: Vec<_> = runs.map(|run| (head_of(log, &gathered, &run), run)).collect();
+    for (mut head, run) in runs {
+        let blocks = gathered.blocks.get_mut(run).unwrap_or_default();
+        let packed = pack(log, cold, &mut head, blocks).await?;
+        if packed.is_none() && cold.only {
+            continue;
+        }
+        let written = write(log, &head, &blocks.iter().collect::<Vec<_>>()).await?;
+        moved.add(written);
+        if let Some(packed) = packed.filter(|_| written.blocks > 0) {
+            let counters = &log.shared.counters;
+            counters.records_encoded.fetch_add(1, Relaxed);
+            counters.encoded_bytes_before.fetch_add(packed.raw, Relaxed);
+            counters.encoded_bytes_after.fetch_add(packed.stored, Relaxed);
+            moved.add(Moved {
+                records_encoded: 1,
+                bytes_raw: packed.raw,
+                bytes_encoded: packed.stored,
+                ..Moved::default()
+            });
+        }
     }
     Ok(moved)
 }
@@ -229,16 +261,24 @@ struct Image {
 async fn compose(head: &Head, blocks: &[&Taken]) -> Result<Image, Reason> {
     let count = u32::try_from(blocks.len()).map_err(|_| Reason::TooMany("blocks in one record"))?;
     let layout = head.class.layout_of(count)?;
-    let pages = memory(layout.image_bytes())?;
+    let other_shape = Reason::Bug("a block of another shape than its record");
+    let stored_lengths: Vec<u32> = blocks.iter().flat_map(|taken| taken.lengths.iter().copied()).collect();
+    let stored = match head.class.encoding {
+        ENCODING_RAW => None,
+        _ => Some(StoredPlaces::new(&layout, &stored_lengths).ok_or(other_shape.clone())?),
+    };
+    let bytes = stored.as_ref().map_or(layout.payload_bytes(), StoredPlaces::payload_bytes);
+    let pages = memory(page_align(bytes).ok_or(Reason::TooMany("bytes in one record"))?)?;
     let (mut since, mut digests) = (0, Vec::with_capacity(blocks.len() * layout.parts().len()));
-    for (block, taken) in (0u64..).zip(blocks) {
-        let mut rest = taken.bytes.as_slice();
-        for part in layout.parts() {
-            let Some((chunk, behind)) = rest.split_at_checked(part.bytes as usize) else {
-                return Err(Reason::Bug("a block of another shape than its record"));
+    for (block, taken) in (0u32..).zip(blocks) {
+        let mut chunks = taken.chunks(&layout);
+        for (part, place) in (0u32..).zip(layout.parts()) {
+            let at = match &stored {
+                None => Some(place.offset + place.step * u64::from(block)),
+                Some(stored) => stored.chunk(block, part).map(|span| span.offset),
             };
-            pages.copy_in((part.offset + part.step * block) as usize, chunk);
-            rest = behind;
+            let (Some(chunk), Some(at)) = (chunks.next(), at) else { return Err(other_shape) };
+            pages.copy_in(at as usize, chunk);
         }
         digests.extend_from_slice(&taken.digests);
         pause(&mut since, taken.bytes.len()).await;
@@ -252,15 +292,15 @@ async fn compose(head: &Head, blocks: &[&Taken]) -> Result<Image, Reason> {
         spec: class.namespace.spec.local,
         group: class.group.0,
         blocks: blocks.iter().map(|taken| taken.name).collect(),
-        stored_lengths: Vec::new(),
+        stored_lengths,
         extensions: head.extensions.clone(),
         first_block: head.first_block,
         layout_version: class.layout_version,
         layout: layout_code(class.layout),
-        encoding: ENCODING_RAW,
+        encoding: class.encoding,
         parent: head.parent,
     };
-    Ok(Image { body, digests, bytes: layout.payload_bytes(), pages })
+    Ok(Image { body, digests, bytes, pages })
 }
 
 /// Appends and flushes; a flush that failed has the record written once more elsewhere.

@@ -9,6 +9,8 @@ use std::rc::Rc;
 
 use kvarts_layout::format::PAGE_BYTES;
 
+use super::cold;
+use super::pack::Cold;
 use super::relocate::relocate;
 use super::{CompactOptions, CompactReport, Pace};
 use crate::engine::log::Log;
@@ -70,6 +72,9 @@ pub(crate) async fn empty_all(
     let mut report = CompactReport::default();
     for log in logs {
         report.add(empty(log, options, pace).await?);
+        if options.encode_in_place {
+            report.add(cold::encode(log, options, pace).await?);
+        }
     }
     Ok(report)
 }
@@ -87,7 +92,7 @@ async fn empty(log: &Rc<Log>, options: &CompactOptions, pace: &mut Pace) -> Resu
         let live = live_by_segment(log);
         let Some(segment) = choose(log, options, &live, (begun, &tried)) else { break };
         tried.push(segment);
-        if empty_one(log, segment, pace, &mut report).await? {
+        if empty_one(log, segment, (options, &mut *pace), &mut report).await? {
             report.segments_emptied += 1;
         }
     }
@@ -119,7 +124,7 @@ fn choose(
 async fn empty_one(
     log: &Rc<Log>,
     segment: u32,
-    pace: &mut Pace,
+    (options, pace): (&CompactOptions, &mut Pace),
     report: &mut CompactReport,
 ) -> Result<bool, Reason> {
     let mut records = Vec::new();
@@ -128,13 +133,14 @@ async fn empty_one(
             records.push((record.page, id));
         }
     });
+    let cold = Cold { after: options.encode_cold_after, only: false };
     // In the order in which they lie: chains stay together.
     records.sort_unstable();
     for (_, record) in records {
         if !pace.ready().await {
             return Ok(false);
         }
-        match relocate(log, record, &|_| true).await {
+        match relocate(log, record, &|_| true, &cold).await {
             Ok(moved) => {
                 pace.spend(moved.bytes_read + moved.bytes_written);
                 report.take(moved);

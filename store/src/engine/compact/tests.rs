@@ -10,14 +10,18 @@ use kvarts_layout::format::record::Body;
 use kvarts_layout::{Coordinate, Group};
 
 use super::gather::{Gathered, gather};
+use super::pack::Cold;
 use super::relocate::{Moved, relocate, write};
 use crate::engine::compact::relocate::head_of;
 use crate::engine::recover::recover;
 use crate::engine::recover::tests::harness::{BLOCK_BYTES, Place, World, key};
 use crate::index::{BlockFingerprint, Deleted, LeaseTerms, Location, Lookup, RecordId};
 
+/// What is raw stays raw.
+const KEEP: Cold = Cold { after: None, only: false };
+
 /// A place with blocks 0..6 in one record and 10..12 in another.
-fn two_records() -> Place {
+pub(super) fn two_records() -> Place {
     let place = Place::new();
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
@@ -27,7 +31,7 @@ fn two_records() -> Place {
     place
 }
 
-fn print(world: &World, number: u64) -> BlockFingerprint {
+pub(super) fn print(world: &World, number: u64) -> BlockFingerprint {
     let namespace = world.namespace("a");
     world.shared.index.key().of(namespace.local, &key(number), Group(0), Coordinate::Replicated)
 }
@@ -39,7 +43,7 @@ fn location(world: &World, number: u64) -> Option<Location> {
     }
 }
 
-fn record_of(world: &World, number: u64) -> RecordId {
+pub(super) fn record_of(world: &World, number: u64) -> RecordId {
     location(world, number).expect("a live block").record
 }
 
@@ -61,7 +65,7 @@ async fn delete(world: &World, number: u64) {
 /// Runs a move up to the moment at which its record has its place, then lets `meanwhile` begin, then the rest of both.
 async fn interrupted(world: &World, source: RecordId, meanwhile: impl Future<Output = ()>) -> Moved {
     let sequence = world.log.sequence.get();
-    let mut moving = pin!(relocate(&world.log, source, &|_| true));
+    let mut moving = pin!(relocate(&world.log, source, &|_| true, &KEEP));
     let early = poll_fn(|context| match moving.as_mut().poll(context) {
         Poll::Ready(moved) => Poll::Ready(Some(moved)),
         Poll::Pending if world.log.sequence.get() != sequence => Poll::Ready(None),
@@ -100,7 +104,7 @@ fn a_move_keeps_everything_but_the_place() {
         let (body, digests): (_, Vec<_>) =
             (before.body.clone(), before.blocks.iter().map(|one| one.digests.clone()).collect());
         drop(before);
-        let moved = relocate(&world.log, source, &|_| true).await.unwrap();
+        let moved = relocate(&world.log, source, &|_| true, &KEEP).await.unwrap();
         assert_eq!((moved.blocks, moved.gone, moved.damaged), (6, 0, 0));
         assert_eq!(index.records().get(source), None, "the old record is forgotten");
         let after = gathered(&world, 0).await;
@@ -122,7 +126,7 @@ fn only_wanted_blocks_are_moved_and_their_record_is_split_where_one_is_missing_i
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
         let (source, stays) = (record_of(&world, 0), world.at("a", 1));
-        let moved = relocate(&world.log, source, &|block| block != 1).await.unwrap();
+        let moved = relocate(&world.log, source, &|block| block != 1, &KEEP).await.unwrap();
         assert_eq!(moved.blocks, 5);
         assert_eq!(world.at("a", 1), stays);
         // The prefix of these blocks is unknown: what is left shares a record.
@@ -236,7 +240,7 @@ fn a_damaged_block_is_quarantined_and_the_others_are_moved() {
     place.damage(&place.segment(at.0), at.1 + 17, &[0xff]);
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
-        let moved = relocate(&world.log, record_of(&world, 0), &|_| true).await.unwrap();
+        let moved = relocate(&world.log, record_of(&world, 0), &|_| true, &KEEP).await.unwrap();
         assert_eq!((moved.blocks, moved.damaged), (5, 1));
         assert_eq!(world.shared.index.lookup(print(&world, 2)), Lookup::Quarantined);
         assert_eq!(world.shared.counters.counts().blocks_quarantined, 1);
@@ -255,7 +259,7 @@ fn a_lease_follows_its_block_and_a_reader_keeps_the_old_segment() {
         let from = world.at("a", 4).unwrap();
         let segment = Rc::clone(&world.log.segments.borrow()[&from.0]);
         let reading = crate::engine::slice::Hold::new(&segment);
-        relocate(&world.log, source, &|_| true).await.unwrap();
+        relocate(&world.log, source, &|_| true, &KEEP).await.unwrap();
         assert_ne!(world.at("a", 4), Some(from));
         let evicted = index.try_evict(print(&world, 4), location(&world, 4).unwrap(), now);
         assert_eq!(evicted, crate::index::Eviction::Busy);
@@ -279,7 +283,7 @@ fn a_move_carries_the_expiry_that_was_set_last() {
         let later = world.shared.expiry_step(world.shared.clock.unix_millis() + 90_000);
         world.shared.index.records().set_expires(record_of(&world, 10), later);
         for number in [0, 10] {
-            relocate(&world.log, record_of(&world, number), &|_| true).await.unwrap();
+            relocate(&world.log, record_of(&world, number), &|_| true, &KEEP).await.unwrap();
         }
         let now = world.shared.clock.unix_millis();
         assert_eq!(gathered(&world, 0).await.body.expires_ms, now + 60_000);

@@ -22,22 +22,28 @@ use crate::engine::names::Namespace;
 use crate::engine::runs::RunClass;
 use crate::engine::segment::Segment;
 use crate::engine::shared::Shared;
+use crate::engine::unpack;
 use crate::error::Reason;
-use crate::index::{Entry as Indexed, Heat, Location, RecordId, RecordInfo, Recovered};
+use crate::index::{Entry as Indexed, Gathering, Heat, Index, Location, RecordId, RecordInfo, Recovered};
 
-/// Blocks that go into the index at once.
-const BATCH_BLOCKS: usize = 128 << 10;
+/// Blocks that go into the index at once: the more, the better the caches serve; this many take 24 MiB meanwhile.
+const BATCH_BLOCKS: usize = 1 << 20;
 
 /// Blocks on their way into the index.
-#[derive(Default)]
 pub(super) struct Batch {
-    found: Vec<Recovered>,
+    found: Gathering,
     records: Vec<RecordId>,
-    conflicts: Vec<(usize, Indexed)>,
+    conflicts: Vec<(Recovered, Indexed)>,
     last: Option<LastClass>,
 }
 
-/// The class of the record before: neighbours are mostly of one.
+impl Batch {
+    pub(super) fn new(index: &Index) -> Self {
+        Self { found: index.gathering(0), records: Vec::new(), conflicts: Vec::new(), last: None }
+    }
+}
+
+/// The class of the raw record before: neighbours are mostly of one.
 struct LastClass {
     key: (u32, u32, u64, u8, u16, usize),
     class: Arc<RunClass>,
@@ -52,13 +58,11 @@ pub(super) fn class_of(
 ) -> Option<(Arc<RunClass>, Arc<RunLayout>)> {
     let coordinate = Coordinate::from_u64(blocks.coordinate)?;
     let layout = layout_from_code(blocks.layout)?;
-    if blocks.encoding != ENCODING_RAW {
-        return None;
-    }
     let arrangement = (layout, blocks.layout_version, blocks.encoding);
     let class = shared.classes.intern(namespace, (Group(blocks.group), coordinate), arrangement).ok()?;
     let count = u32::try_from(blocks.blocks.len()).ok()?;
     let layout = class.layout_of(count).ok()?;
+    unpack::payload_bytes(blocks, &layout)?;
     Some((class, layout))
 }
 
@@ -225,9 +229,14 @@ impl Recovery<'_> {
 
     fn class(&mut self, entry: &Entry, blocks: &Blocks, namespace: &Arc<Namespace>) -> Option<Arc<RunClass>> {
         let count = blocks.blocks.len();
+        if blocks.encoding != ENCODING_RAW {
+            // The length is each record's own.
+            let (class, layout) = class_of(&self.log.shared, namespace, blocks)?;
+            return (unpack::payload_bytes(blocks, &layout)? == entry.payload_bytes).then_some(class);
+        }
         let key =
             (namespace.local, blocks.group, blocks.coordinate, blocks.layout, blocks.layout_version, count);
-        if self.batch.last.as_ref().is_none_or(|last| last.key != key || blocks.encoding != ENCODING_RAW) {
+        if self.batch.last.as_ref().is_none_or(|last| last.key != key) {
             let (class, layout) = class_of(&self.log.shared, namespace, blocks)?;
             let payload_bytes = layout.payload_bytes();
             self.batch.last = Some(LastClass { key, class, payload_bytes });
@@ -247,12 +256,13 @@ impl Recovery<'_> {
     pub(super) fn flush(&mut self) -> Result<(), Reason> {
         let index = &self.log.shared.index;
         let batch = &mut self.batch;
+        let found = batch.found.len() as u64;
         index
-            .insert_live(&batch.found, &mut batch.conflicts)
+            .insert_live(&mut batch.found, &mut batch.conflicts)
             .map_err(|_| Reason::Bug("recovered blocks that the index refuses"))?;
         let duplicates = batch.conflicts.len() as u64;
         self.report.duplicates += duplicates;
-        self.report.blocks += batch.found.len() as u64 - duplicates;
+        self.report.blocks += found - duplicates;
         self.report.records += batch.records.len() as u64;
         if duplicates > 0 || self.report.deleted > 0 {
             for &record in &batch.records {
@@ -261,7 +271,6 @@ impl Recovery<'_> {
                 }
             }
         }
-        batch.found.clear();
         batch.records.clear();
         Ok(())
     }

@@ -9,6 +9,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use kvarts_layout::arrange::{PartPlace, Span};
+use kvarts_layout::codec::Encoding;
 use kvarts_layout::format::body::Blocks;
 use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::format::record::{self, Body, Prefix};
@@ -20,8 +22,9 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, is_zero};
 
 use super::Recovery;
 use super::pages::Pages;
-use crate::engine::log::entry;
+use crate::engine::log::{Log, entry};
 use crate::engine::names::Namespace;
+use crate::engine::unpack::Stored;
 use crate::error::Reason;
 use crate::io::FileId;
 
@@ -307,7 +310,12 @@ async fn verify(
         recovery.report.unusable += 1;
         return Ok(None);
     };
-    if layout.payload_bytes() != prefix.payload_bytes {
+    let Ok(stored) = Stored::of(blocks, &layout) else {
+        recovery.report.unusable += 1;
+        return Ok(None);
+    };
+    let expected = stored.as_ref().map_or(layout.payload_bytes(), |stored| stored.places.payload_bytes());
+    if expected != prefix.payload_bytes {
         recovery.report.unusable += 1;
         return Ok(None);
     }
@@ -316,35 +324,68 @@ async fn verify(
         return Ok(Some(false));
     };
     let digests: Vec<u32> = record.digests().collect();
-    let mut chunks = Vec::with_capacity(digests.len());
-    for block in 0..layout.blocks() {
-        for layer in 0..layout.layer_count() {
-            let parts = layout.layer_parts(layer).map_or(0, |(_, parts)| parts.len() as u32);
-            chunks.extend((0..parts).filter_map(|part| layout.chunk(block, layer, part)));
-        }
-    }
+    let parts = (0u32..).zip(layout.parts());
+    let all =
+        (0..layout.blocks()).flat_map(|block| parts.clone().map(move |(part, place)| (block, part, place)));
+    let place = |(block, part, place): (u32, u32, &PartPlace)| {
+        let raw = Span { offset: place.offset + place.step * u64::from(block), len: place.bytes };
+        let span = stored.as_ref().map_or(Some(raw), |stored| stored.places.chunk(block, part))?;
+        Some((span, place.bytes))
+    };
+    let Some(chunks) = all.map(place).collect::<Option<Vec<_>>>() else { return Ok(Some(false)) };
     if chunks.len() != digests.len() {
         return Ok(Some(false));
     }
     let mut chunks: Vec<_> = chunks.into_iter().zip(digests).collect();
-    chunks.sort_unstable_by_key(|(span, _)| span.offset);
+    chunks.sort_unstable_by_key(|((span, _), _)| span.offset);
     let payload = position.offset + u64::from(prefix.header_bytes);
-    for (span, digest) in chunks {
-        let mut hasher = crc32fast::Hasher::new();
-        let (mut at, end) = (payload + span.offset, payload + span.end());
-        while at < end {
-            let bytes = pages.at(at, 1).await?;
-            let left = usize::try_from(end - at).unwrap_or(usize::MAX);
-            let bytes = bytes.get(..left).unwrap_or(bytes);
-            if bytes.is_empty() {
-                return Ok(Some(false));
-            }
-            hasher.update(bytes);
-            at += bytes.len() as u64;
-        }
-        if hasher.finalize() != digest {
+    let encoding = stored.map(|stored| stored.encoding);
+    for ((span, len), digest) in chunks {
+        let span = Span { offset: payload + span.offset, ..span };
+        let found = match encoding {
+            None => digest_of(pages, span).await?,
+            Some(encoding) => decoded_digest(recovery.log, pages, span, (encoding, len)).await?,
+        };
+        if found != Some(digest) {
             return Ok(Some(false));
         }
     }
     Ok(Some(true))
+}
+
+/// The digest of bytes of a file; `None` if the file ends before.
+async fn digest_of(pages: &mut Pages<'_>, span: Span) -> Result<Option<u32>, Reason> {
+    let mut hasher = crc32fast::Hasher::new();
+    let ended = each_piece(pages, span, |bytes| hasher.update(bytes)).await?;
+    Ok(ended.then(|| hasher.finalize()))
+}
+
+/// The digest of the chunk of `len` bytes that is stored there; `None` if it cannot be decoded.
+async fn decoded_digest(
+    log: &Log,
+    pages: &mut Pages<'_>,
+    span: Span,
+    (encoding, len): (Encoding, u64),
+) -> Result<Option<u32>, Reason> {
+    let mut stored = Vec::with_capacity(span.len as usize);
+    if !each_piece(pages, span, |bytes| stored.extend_from_slice(bytes)).await? {
+        return Ok(None);
+    }
+    Ok(log.unpacker.digest(encoding, &stored, len as usize).ok())
+}
+
+/// Shows bytes of a file in order; false if the file ends before.
+async fn each_piece(pages: &mut Pages<'_>, span: Span, mut look: impl FnMut(&[u8])) -> Result<bool, Reason> {
+    let (mut at, end) = (span.offset, span.end());
+    while at < end {
+        let bytes = pages.at(at, 1).await?;
+        let left = usize::try_from(end - at).unwrap_or(usize::MAX);
+        let bytes = bytes.get(..left).unwrap_or(bytes);
+        if bytes.is_empty() {
+            return Ok(false);
+        }
+        look(bytes);
+        at += bytes.len() as u64;
+    }
+    Ok(true)
 }

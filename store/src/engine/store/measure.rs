@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use kvarts_layout::BlockKey;
 use kvarts_layout::format;
+use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::plan::{Address, Landing, Step};
 
 use super::{Store, lost, send};
@@ -39,7 +40,7 @@ pub struct PlannedExtent {
 
 impl Store {
     /// The device reads that a read would do now, in the order of its steps and within a step in the order of the
-    /// prompt. Blocks that are not here have none.
+    /// prompt. Blocks that are not here have none, nor have those of encoded records: only a header says where they lie.
     pub fn planned_extents(&self, request: &ReadRequest) -> Result<Vec<PlannedExtent>, Error> {
         let (plan, wanted) = read::look_up(&self.0.shared, request)?;
         let mut extents = Vec::new();
@@ -53,6 +54,9 @@ impl Store {
                 plan.plan_slice(number, slice, &mut step);
                 let owner = plan.block_of(number).map_or(slice, |(record, _)| record);
                 let Some(record) = wanted.get(owner as usize) else { continue };
+                if record.class.encoding != ENCODING_RAW {
+                    continue;
+                }
                 for extent in step.extents() {
                     let into = match extent.landing {
                         Landing::Direct { memory, offset } => {

@@ -275,17 +275,21 @@ impl World {
             .map(|(block, key)| Recovered { print: self.prints[*key], location: at(record, block), heat })
             .collect();
         let mut conflicts = Vec::new();
-        self.index.insert_live(&found, &mut conflicts).unwrap();
+        let mut gathering = self.index.gathering(0);
+        found.iter().for_each(|one| gathering.push(*one));
+        self.index.insert_live(&mut gathering, &mut conflicts).unwrap();
         let mut expected = Vec::new();
-        for (place, (key, found)) in keys.iter().zip(&found).enumerate() {
+        for (key, found) in keys.iter().zip(&found) {
             if self.known.contains_key(key) {
-                expected.push((place, self.expected(*key)));
+                expected.push((*found, self.expected(*key)));
             } else {
                 self.known.insert(*key, Known { at: At::Live(found.location), heat });
                 *self.live.get_mut(&record).unwrap() += 1;
             }
         }
-        let conflicts: Vec<_> = conflicts.into_iter().map(|(place, entry)| (place, entry.state)).collect();
+        let mut conflicts: Vec<_> =
+            conflicts.into_iter().map(|(found, entry)| (found, entry.state)).collect();
+        conflicts.sort_unstable_by_key(|(found, _)| found.location);
         assert_eq!(conflicts, expected);
     }
 

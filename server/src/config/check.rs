@@ -1,0 +1,180 @@
+//! From settings to a configuration that can be: every value checked, every absent one decided.
+
+use std::fmt;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+
+use kvarts_store::home::RuntimeChoice;
+use kvarts_store::io::{Features, IoChoice};
+
+use super::form::Settings;
+use super::size;
+use super::{Config, GRPC_PORT, LogFormat, METRICS_PORT, OPEN_WORDS, Setting, TlsFiles};
+use crate::node::auth::Gate;
+
+/// What is wrong with a configuration, and where.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Complaint {
+    place: String,
+    what: String,
+}
+
+impl Complaint {
+    pub(super) fn new(place: &str, what: &str) -> Self {
+        Self { place: place.to_owned(), what: what.to_owned() }
+    }
+}
+
+impl fmt::Display for Complaint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "configuration: {}: {}", self.place, self.what)
+    }
+}
+
+impl std::error::Error for Complaint {}
+
+/// Where what was decided comes from.
+struct Decided(Vec<Setting>);
+
+impl Decided {
+    /// What a setting is: what was set, else the default, which is noted.
+    fn or(&mut self, name: &'static str, set: Option<&String>, default: impl fmt::Display) -> String {
+        if let Some(set) = set {
+            return set.clone();
+        }
+        let value = default.to_string();
+        self.0.push(Setting { name, value: value.clone(), from: "default" });
+        value
+    }
+}
+
+fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Complaint> {
+    text.trim().parse().map_err(|_| Complaint::new(name, &format!("{text:?} is no number that can be")))
+}
+
+fn sized(name: &str, text: &str) -> Result<u64, Complaint> {
+    size::parse(text).map_err(|complaint| Complaint::new(name, &complaint.what))
+}
+
+fn address(name: &str, text: &str) -> Result<Option<SocketAddr>, Complaint> {
+    if text == "none" {
+        return Ok(None);
+    }
+    let refuse = |_| Complaint::new(name, &format!("{text:?} is no address: write 127.0.0.1:7440, or none"));
+    text.parse().map(Some).map_err(refuse)
+}
+
+/// The cores that this process may use.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Checks everything and fills in what was left open.
+pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) -> Result<Config, Complaint> {
+    // Of what several layers say, the last counts.
+    let mut seen = std::collections::BTreeSet::new();
+    origins.reverse();
+    origins.retain(|setting| seen.insert(setting.name));
+    let mut decided = Decided(origins);
+    let directories = decided.or("store.directories", set.directories.as_ref(), "./kvarts-data");
+    let directories: Vec<PathBuf> =
+        directories.split(',').map(str::trim).filter(|name| !name.is_empty()).map(PathBuf::from).collect();
+    let first = directories.first().ok_or_else(|| Complaint::new("store.directories", "there is none"))?;
+    let socket = decided.or("listen.socket", set.socket.as_ref(), first.join("kvarts.sock").display());
+    let default = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let grpc = decided.or("listen.grpc", set.grpc.as_ref(), default(GRPC_PORT));
+    let metrics = decided.or("listen.metrics", set.metrics.as_ref(), default(METRICS_PORT));
+    let segment =
+        decided.or("store.segment", set.segment.as_ref(), kvarts_layout::format::DEFAULT_SEGMENT_BYTES);
+    let few = cores().min(2);
+    let executors = decided.or("store.executors", set.executors.as_ref(), few);
+    let threads = decided.or("limits.threads", set.threads.as_ref(), few);
+    let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");
+    let io = decided.or("store.io", set.io.as_ref(), "auto");
+    let runtime = decided.or("store.runtime", set.runtime.as_ref(), "auto");
+    let format = decided.or("log.format", set.log_format.as_ref(), "text");
+    let log_level = decided.or("log.level", set.log_level.as_ref(), "info");
+    let config = Config {
+        budget: set.budget.as_ref().map(|text| sized("store.budget", text)).transpose()?,
+        segment_bytes: sized("store.segment", &segment)?,
+        executors: number("store.executors", &executors)?,
+        io: io.parse::<IoChoice>().map_err(|why| Complaint::new("store.io", &why.to_string()))?,
+        io_disable: disabled(set.io_disable.as_deref())?,
+        runtime: runtime.parse::<RuntimeChoice>().map_err(|why| Complaint::new("store.runtime", &why))?,
+        grpc: address("listen.grpc", &grpc)?,
+        socket: (socket != "none").then(|| PathBuf::from(&socket)),
+        metrics: address("listen.metrics", &metrics)?,
+        tls: tls(set)?,
+        memory: sized("limits.memory", &memory)?,
+        threads: number("limits.threads", &threads)?,
+        gate,
+        log_format: match format.as_str() {
+            "text" => LogFormat::Text,
+            "json" => LogFormat::Json,
+            _ => return Err(Complaint::new("log.format", "text or json")),
+        },
+        log_level,
+        directories,
+        origins: decided.0,
+    };
+    bounds(&config)?;
+    network(&config, set.open_network.as_deref())?;
+    Ok(config)
+}
+
+fn disabled(text: Option<&str>) -> Result<Features, Complaint> {
+    let Some(text) = text else { return Ok(Features::default()) };
+    text.parse::<Features>().map_err(|why| Complaint::new("store.io_disable", &why.to_string()))
+}
+
+fn tls(set: &Settings) -> Result<Option<TlsFiles>, Complaint> {
+    match (&set.certificate, &set.key) {
+        (Some(certificate), Some(key)) => Ok(Some(TlsFiles {
+            certificate: certificate.into(),
+            key: key.into(),
+            client_authority: set.client_authority.as_ref().map(PathBuf::from),
+        })),
+        (None, None) if set.client_authority.is_none() => Ok(None),
+        _ => Err(Complaint::new("tls", "certificate and key belong together")),
+    }
+}
+
+fn bounds(config: &Config) -> Result<(), Complaint> {
+    if !(1..=256).contains(&config.executors) {
+        return Err(Complaint::new("store.executors", "1 to 256"));
+    }
+    if !(1..=256).contains(&config.threads) {
+        return Err(Complaint::new("limits.threads", "1 to 256"));
+    }
+    if !(64 << 20..=1 << 40).contains(&config.memory) {
+        return Err(Complaint::new("limits.memory", "64 MiB to 1 TiB"));
+    }
+    if config.budget.is_some_and(|budget| budget < config.segment_bytes.saturating_mul(4)) {
+        return Err(Complaint::new("store.budget", "room for four segments at least"));
+    }
+    Ok(())
+}
+
+/// What listens to a network must have TLS and tokens, unless it was said in plain words that it need not.
+fn network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
+    if open.is_some_and(|words| words != OPEN_WORDS) {
+        return Err(Complaint::new("listen.open_network", &format!("write {OPEN_WORDS:?}, or leave it out")));
+    }
+    let Some(address) = config.grpc.filter(|address| !address.ip().is_loopback()) else { return Ok(()) };
+    let missing = match (config.tls.is_some(), config.gate.is_open()) {
+        (true, false) => return Ok(()),
+        (false, true) => "TLS and tokens",
+        (false, false) => "TLS",
+        (true, true) => "tokens",
+    };
+    if open.is_some() {
+        return Ok(());
+    }
+    Err(Complaint::new(
+        "listen.grpc",
+        &format!(
+            "{address} can be reached from a network and there are no {missing}: configure them, listen to \
+             127.0.0.1, or set listen.open_network to {OPEN_WORDS:?}"
+        ),
+    ))
+}

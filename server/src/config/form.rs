@@ -1,0 +1,163 @@
+//! The forms that settings are written in: the file's tables, the environment's variables, the program's flags. One
+//! list of names serves all three.
+
+use std::path::Path;
+
+use clap::Args;
+use serde::Deserialize;
+
+use super::{Complaint, Setting};
+
+/// A tenant in the file.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct TenantForm {
+    pub(super) name: String,
+    /// What keeps its data apart. Without it, it follows from the name; whoever changes it loses sight of the data.
+    #[serde(default)]
+    pub(super) salt: Option<String>,
+    #[serde(default)]
+    pub(super) pin: Option<String>,
+    #[serde(default)]
+    pub(super) calls: Option<usize>,
+    #[serde(default)]
+    pub(super) bandwidth: Option<String>,
+}
+
+/// A token in the file, by its hash.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct TokenForm {
+    pub(super) tenant: String,
+    pub(super) rights: Vec<String>,
+    pub(super) hash: String,
+    /// Seconds since 1970.
+    #[serde(default)]
+    pub(super) expires: Option<u64>,
+}
+
+macro_rules! settings {
+    ($($(#[doc = $help:literal])* $field:ident, $table:literal, $key:literal, $variable:literal, $flag:literal;)*) => {
+        /// Every setting that can stand in the file, the environment and the flags. What is absent is left to the
+        /// layer below.
+        #[derive(Args, Clone, Debug, Default, PartialEq, Eq)]
+        pub struct Settings {
+            $($(#[doc = $help])* #[arg(long = $flag, value_name = "VALUE")] pub $field: Option<String>,)*
+        }
+
+        impl Settings {
+            /// What the environment says.
+            pub(super) fn from_environment(
+                variable: impl Fn(&str) -> Option<String>,
+            ) -> Result<Self, Complaint> {
+                Ok(Self { $($field: variable($variable),)* })
+            }
+
+            /// What another layer says wins.
+            pub(super) fn overlay(&mut self, over: &Self) {
+                $(if over.$field.is_some() { self.$field.clone_from(&over.$field); })*
+            }
+
+            /// What is set here, as coming `from` somewhere.
+            pub(super) fn origins(&self, from: &'static str) -> Vec<Setting> {
+                let mut all = Vec::new();
+                $(if let Some(value) = &self.$field {
+                    let name = concat!($table, ".", $key);
+                    all.push(Setting { name, value: value.clone(), from });
+                })*
+                all
+            }
+
+            fn set(&mut self, table: &str, key: &str, value: String) -> bool {
+                match (table, key) {
+                    $(($table, $key) => self.$field = Some(value),)*
+                    _ => return false,
+                }
+                true
+            }
+        }
+    };
+}
+
+settings! {
+    /// Directories of the store, separated by commas, one for each device [default: ./kvarts-data]
+    directories, "store", "directories", "KVARTS_STORE_DIRECTORIES", "dir";
+    /// What the store may have on disk, such as 64 GiB [default: what fits]
+    budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget";
+    /// Size of a segment file, when the store is made
+    segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment";
+    /// Executors of the engine [default: 2, or 1 on one core]
+    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors";
+    /// The way to the disks: auto, ring or pool
+    io, "store", "io", "KVARTS_STORE_IO", "io";
+    /// Features of the ring not to use, separated by commas
+    io_disable, "store", "io_disable", "KVARTS_STORE_IO_DISABLE", "io-disable";
+    /// What executors run on: auto, glommio or threads
+    runtime, "store", "runtime", "KVARTS_STORE_RUNTIME", "runtime";
+    /// Address of gRPC, or none [default: 127.0.0.1:7440]
+    grpc, "listen", "grpc", "KVARTS_LISTEN_GRPC", "listen-grpc";
+    /// The local socket, or none [default: kvarts.sock in the first directory]
+    socket, "listen", "socket", "KVARTS_LISTEN_SOCKET", "listen-socket";
+    /// Address of metrics, or none [default: 127.0.0.1:7441]
+    metrics, "listen", "metrics", "KVARTS_LISTEN_METRICS", "listen-metrics";
+    /// To listen to a network without TLS and tokens, say: anyone may read and write
+    open_network, "listen", "open_network", "KVARTS_LISTEN_OPEN_NETWORK", "open-network";
+    /// The server's certificate chain, a PEM file
+    certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate";
+    /// The server's key, a PEM file
+    key, "tls", "key", "KVARTS_TLS_KEY", "tls-key";
+    /// The authority whose certificates clients must have, a PEM file
+    client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority";
+    /// Memory that requests share [default: 256 MiB]
+    memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory";
+    /// Threads that serve connections [default: 2, or 1 on one core]
+    threads, "limits", "threads", "KVARTS_LIMITS_THREADS", "threads";
+    /// Log lines for people or programs: text or json
+    log_format, "log", "format", "KVARTS_LOG_FORMAT", "log-format";
+    /// Which log lines there are, such as info or kvarts_server=debug
+    log_level, "log", "level", "KVARTS_LOG_LEVEL", "log-level";
+}
+
+/// Reads the file: every name in it must be known.
+pub(super) fn read(
+    path: &Path,
+    text: &str,
+) -> Result<(Settings, Vec<TenantForm>, Vec<TokenForm>), Complaint> {
+    let shown = path.display().to_string();
+    let fault = |error: &dyn std::fmt::Display| {
+        let words: Vec<String> = error.to_string().split_whitespace().map(str::to_owned).collect();
+        Complaint::new(&shown, &words.join(" "))
+    };
+    let tables: toml::Table = toml::from_str(text).map_err(|error| fault(&error.message()))?;
+    let (mut settings, mut tenants, mut tokens) = (Settings::default(), Vec::new(), Vec::new());
+    for (name, value) in tables {
+        match (name.as_str(), value) {
+            ("tenants", list) => {
+                tenants = list.try_into().map_err(|error: toml::de::Error| fault(&error.message()))?
+            }
+            ("tokens", list) => {
+                tokens = list.try_into().map_err(|error: toml::de::Error| fault(&error.message()))?
+            }
+            (table, toml::Value::Table(entries)) => {
+                for (key, value) in entries {
+                    let value = scalar(&value)
+                        .ok_or_else(|| fault(&format!("{table}.{key} is no text or number")))?;
+                    if !settings.set(table, &key, value) {
+                        return Err(fault(&format!("{table}.{key} is no setting")));
+                    }
+                }
+            }
+            (other, _) => return Err(fault(&format!("{other} is no table of settings"))),
+        }
+    }
+    Ok((settings, tenants, tokens))
+}
+
+fn scalar(value: &toml::Value) -> Option<String> {
+    match value {
+        toml::Value::String(text) => Some(text.clone()),
+        toml::Value::Integer(number) => Some(number.to_string()),
+        toml::Value::Array(list) => Some(list.iter().map(scalar).collect::<Option<Vec<_>>>()?.join(",")),
+        _ => None,
+    }
+}

@@ -1,0 +1,174 @@
+//! How a server is configured: one TOML file, the environment and flags over built-in defaults.
+//!
+//! Each scalar setting has one name everywhere: `listen.grpc` in the file is `KVARTS_LISTEN_GRPC` in the environment
+//! and `--listen-grpc` as a flag. A flag wins over the environment, that over the file, that over the default. Tenants
+//! and tokens stand in the file alone. With no configuration at all a server works and is reachable from its own host
+//! only.
+
+mod check;
+mod form;
+mod size;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+pub use check::Complaint;
+pub use form::Settings;
+use kvarts_store::home::RuntimeChoice;
+use kvarts_store::io::{Features, IoChoice};
+
+use crate::node::auth::{Gate, Token, TokenHash};
+use crate::node::tenant::{Tenant, TenantLimits};
+use crate::node::{Right, Rights};
+use std::sync::Arc;
+
+/// The port of gRPC.
+pub const GRPC_PORT: u16 = 7440;
+/// The port of metrics.
+pub const METRICS_PORT: u16 = 7441;
+/// What must be written to let a server listen to a network without TLS and tokens.
+pub const OPEN_WORDS: &str = "anyone may read and write";
+
+/// What a log line looks like.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// For programs.
+    Json,
+}
+
+/// Certificates and keys.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TlsFiles {
+    /// The server's certificate chain, PEM.
+    pub certificate: PathBuf,
+    /// Its key, PEM.
+    pub key: PathBuf,
+    /// The authority whose certificates clients must have, PEM.
+    pub client_authority: Option<PathBuf>,
+}
+
+/// A complete, checked configuration.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Directories of the store, one for each device.
+    pub directories: Vec<PathBuf>,
+    /// Bytes that the store may have on disk; none: what fits, decided at the start.
+    pub budget: Option<u64>,
+    /// When the store is made: bytes of a segment file.
+    pub segment_bytes: u64,
+    /// Executors of the engine.
+    pub executors: usize,
+    /// The way to the disks.
+    pub io: IoChoice,
+    /// Features of the ring that are not to be used.
+    pub io_disable: Features,
+    /// What executors run on.
+    pub runtime: RuntimeChoice,
+    /// Where gRPC listens; none: nowhere.
+    pub grpc: Option<SocketAddr>,
+    /// The local socket; none: there is none.
+    pub socket: Option<PathBuf>,
+    /// Where metrics are served; none: nowhere.
+    pub metrics: Option<SocketAddr>,
+    /// For the network.
+    pub tls: Option<TlsFiles>,
+    /// Memory that requests share.
+    pub memory: u64,
+    /// Threads that serve connections.
+    pub threads: usize,
+    /// Who may do what.
+    pub gate: Gate,
+    /// What log lines look like.
+    pub log_format: LogFormat,
+    /// Which log lines there are.
+    pub log_level: String,
+    /// Each setting, what it is, and where that comes from: for `kvarts config show`.
+    pub origins: Vec<Setting>,
+}
+
+/// One setting as it was decided.
+#[derive(Clone, PartialEq, Eq, Debug, serde::Serialize)]
+pub struct Setting {
+    /// Its name in the file.
+    pub name: &'static str,
+    /// What it is.
+    pub value: String,
+    /// `default`, `file`, `environment` or `flag`.
+    pub from: &'static str,
+}
+
+impl Config {
+    /// Puts the layers together, the later winning, and checks the result.
+    pub fn resolve(
+        file: Option<(&Path, &str)>,
+        environment: impl Fn(&str) -> Option<String>,
+        flags: &Settings,
+    ) -> Result<Self, Complaint> {
+        let (mut settings, tenants, tokens) = match file {
+            None => (Settings::default(), Vec::new(), Vec::new()),
+            Some((path, text)) => form::read(path, text)?,
+        };
+        let mut origins = settings.origins("file");
+        let environment = Settings::from_environment(environment)?;
+        origins.extend(environment.origins("environment"));
+        origins.extend(flags.origins("flag"));
+        settings.overlay(&environment);
+        settings.overlay(flags);
+        let gate = gate(&tenants, &tokens)?;
+        check::complete(&settings, gate, origins)
+    }
+
+    /// The configuration without any file, environment or flag.
+    pub fn standard() -> Result<Self, Complaint> {
+        Self::resolve(None, |_| None, &Settings::default())
+    }
+}
+
+/// Who is let in: with no tokens, everybody.
+fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate, Complaint> {
+    let mut known: Vec<Arc<Tenant>> = Vec::new();
+    for (number, form) in (1u32..).zip(tenants) {
+        if form.name.is_empty() || known.iter().any(|tenant| tenant.name == form.name) {
+            return Err(Complaint::new("tenants", "each needs a name of its own"));
+        }
+        let standard = TenantLimits::default();
+        let limits = TenantLimits {
+            pin_bytes: form.pin.as_deref().map(size::parse).transpose()?.unwrap_or(standard.pin_bytes),
+            calls: form.calls.unwrap_or(standard.calls).max(1),
+            bandwidth: form.bandwidth.as_deref().map(size::parse).transpose()?,
+        };
+        let salt = form.salt.as_ref().map(|salt| salt.as_bytes().to_vec());
+        if salt.as_ref().is_some_and(|salt| salt.len() > kvarts_layout::identity::MAX_SALT_BYTES) {
+            return Err(Complaint::new("tenants.salt", "at most 64 bytes"));
+        }
+        if known.iter().any(|tenant| salt.as_ref().is_some_and(|salt| *salt == tenant.salt.0)) {
+            return Err(Complaint::new("tenants.salt", "two tenants with one salt would share data"));
+        }
+        known.push(Tenant::new(&form.name, number, salt, limits));
+    }
+    if tokens.is_empty() {
+        if known.is_empty() {
+            return Ok(Gate::Open(Tenant::only()));
+        }
+        return Err(Complaint::new("tokens", "there are tenants but no tokens: nobody could use them"));
+    }
+    let token = |form: &form::TokenForm| {
+        let tenant = known.iter().find(|tenant| tenant.name == form.tenant);
+        let tenant =
+            tenant.ok_or_else(|| Complaint::new("tokens.tenant", "a tenant that is not configured"))?;
+        let rights = Rights::named(form.rights.iter().map(String::as_str));
+        let names = [Right::Read, Right::Write, Right::Admin].map(|right| right.to_string()).join(", ");
+        Ok(Token {
+            hash: form.hash.parse::<TokenHash>().map_err(|why| Complaint::new("tokens.hash", why))?,
+            tenant: Arc::clone(tenant),
+            rights: rights.ok_or_else(|| Complaint::new("tokens.rights", &format!("some of {names}")))?,
+            expires: form.expires,
+        })
+    };
+    Ok(Gate::Tokens(tokens.iter().map(token).collect::<Result<_, Complaint>>()?))
+}
+
+#[cfg(test)]
+mod tests;

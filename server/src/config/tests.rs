@@ -1,0 +1,96 @@
+//! What wins, what is refused, and in which words.
+
+use super::*;
+
+fn resolve(file: &str, environment: &[(&str, &str)], flags: Settings) -> Result<Config, Complaint> {
+    let variable = |name: &str| {
+        environment.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+    };
+    Config::resolve(Some((Path::new("kvarts.toml"), file)), variable, &flags)
+}
+
+fn text(value: &str) -> Option<String> {
+    Some(value.to_owned())
+}
+
+fn complaint(file: &str) -> String {
+    resolve(file, &[], Settings::default()).unwrap_err().to_string()
+}
+
+fn from<'a>(config: &'a Config, name: &str) -> &'a str {
+    config.origins.iter().find(|setting| setting.name == name).unwrap().from
+}
+
+#[test]
+fn without_any_configuration_a_server_is_its_own_hosts() {
+    let config = Config::standard().unwrap();
+    assert_eq!(config.directories, [PathBuf::from("./kvarts-data")]);
+    assert!(config.grpc.unwrap().ip().is_loopback() && config.metrics.unwrap().ip().is_loopback());
+    assert_eq!(config.socket, Some(PathBuf::from("./kvarts-data/kvarts.sock")));
+    assert!(config.gate.is_open() && config.tls.is_none() && config.budget.is_none());
+    assert!(config.origins.iter().all(|setting| setting.from == "default"));
+}
+
+#[test]
+fn flags_win_over_the_environment_and_that_over_the_file() {
+    let file = "[store]\nbudget = '1 TiB'\nexecutors = 3\ndirectories = ['/a', '/b']\n[limits]\nmemory = '128 MiB'\n";
+    let flags = Settings { executors: text("5"), ..Settings::default() };
+    let environment = [("KVARTS_STORE_EXECUTORS", "4"), ("KVARTS_LIMITS_MEMORY", "96 MiB")];
+    let config = resolve(file, &environment, flags).unwrap();
+    assert_eq!((config.executors, config.memory, config.budget), (5, 96 << 20, Some(1 << 40)));
+    assert_eq!(config.directories, [PathBuf::from("/a"), PathBuf::from("/b")]);
+    assert_eq!(from(&config, "store.executors"), "flag");
+    assert_eq!(from(&config, "limits.memory"), "environment");
+    assert_eq!(from(&config, "store.budget"), "file");
+    assert_eq!(from(&config, "listen.grpc"), "default");
+}
+
+#[test]
+fn what_is_no_setting_is_refused_by_name() {
+    assert!(complaint("[store]\nbugdet = '1 TiB'\n").contains("store.bugdet is no setting"));
+    assert!(complaint("[stroe]\nbudget = '1 TiB'\n").contains("stroe.budget is no setting"));
+    assert!(complaint("budget = 1\n").contains("budget is no table"));
+    assert!(complaint("[store\n").starts_with("configuration: kvarts.toml: "));
+    assert!(complaint("[store]\nexecutors = 0\n").contains("1 to 256"));
+    assert!(complaint("[store]\nbudget = '5 MB'\n").contains("no size"));
+    assert!(complaint("[limits]\nmemory = '1 MiB'\n").contains("64 MiB"));
+    assert!(complaint("[listen]\ngrpc = 'localhost'\n").contains("no address"));
+    assert!(complaint("[tls]\nkey = 'k.pem'\n").contains("belong together"));
+}
+
+const TENANT: &str = "[[tenants]]\nname = 'a'\npin = '1 GiB'\n";
+const HASH: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+fn tokens(rights: &str) -> String {
+    format!("{TENANT}[[tokens]]\ntenant = 'a'\nrights = [{rights}]\nhash = '{HASH}'\n")
+}
+
+#[test]
+fn a_network_needs_tls_and_tokens_or_plain_words() {
+    let open = "[listen]\ngrpc = '0.0.0.0:7440'\n";
+    assert!(complaint(open).contains("no TLS and tokens"));
+    let tls = "[tls]\ncertificate = 'c.pem'\nkey = 'k.pem'\n";
+    assert!(complaint(&format!("{open}{tls}")).contains("no tokens"));
+    assert!(complaint(&format!("{open}{}", tokens("'read'"))).contains("no TLS:"));
+    assert!(resolve(&format!("{open}{tls}{}", tokens("'read'")), &[], Settings::default()).is_ok());
+    let words = |words| Settings { open_network: text(words), ..Settings::default() };
+    assert!(resolve(open, &[], words(OPEN_WORDS)).is_ok());
+    assert!(resolve(open, &[], words("yes")).is_err());
+    assert!(complaint("[listen]\ngrpc = '[::]:7440'\n").contains("no TLS and tokens"));
+}
+
+#[test]
+fn tenants_and_tokens_belong_together() {
+    assert!(complaint(TENANT).contains("no tokens"));
+    assert!(complaint(&tokens("")).contains("read, write, admin"));
+    assert!(complaint(&tokens("'root'")).contains("read, write, admin"));
+    assert!(complaint(&tokens("'read'").replace("tenant = 'a'", "tenant = 'b'")).contains("not configured"));
+    assert!(complaint(&tokens("'read'").replace(HASH, "12")).contains("64 hexadecimal digits"));
+    let twice = format!("{TENANT}{TENANT}");
+    assert!(complaint(&twice).contains("a name of its own"));
+    let one_salt = "[[tenants]]\nname = 'a'\nsalt = 's'\n[[tenants]]\nname = 'b'\nsalt = 's'\n";
+    assert!(complaint(one_salt).contains("would share data"));
+    let config = resolve(&tokens("'read', 'write'"), &[], Settings::default()).unwrap();
+    let Gate::Tokens(tokens) = &config.gate else { panic!("tokens") };
+    assert_eq!((tokens[0].tenant.limits.pin_bytes, tokens[0].rights.admin), (1 << 30, false));
+}

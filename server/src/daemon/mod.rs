@@ -1,0 +1,230 @@
+//! The daemon: from a configuration to a server that runs, and to a clean end.
+//!
+//! The end: no new call is taken, those under way have a bounded time to finish, the store writes a checkpoint and
+//! lets go of its directories. What was acknowledged is on disk whatever happens on the way.
+#![allow(
+    clippy::disallowed_methods,
+    reason = "the daemon stands outside the simulation: sockets and key files"
+)]
+
+pub mod notify;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvarts_store::engine::Options;
+use kvarts_store::home::{Home, HomeOptions};
+use kvarts_store::rt::clock::OsEntropy;
+use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::task::JoinHandle;
+
+use crate::config::{Config, TlsFiles};
+use crate::grpc::{self, Identity, Listeners, limits};
+use crate::human;
+use crate::metrics;
+use crate::node::{Memory, Node};
+
+/// How long calls under way may take to end once a stop was asked for.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
+/// Of the room on the disk, what a store takes that was given no budget: so many hundredths.
+const FREE_SHARE: u64 = 80;
+
+/// A server that runs.
+#[derive(Debug)]
+pub struct Daemon {
+    node: Arc<Node>,
+    home: Home,
+    serving: JoinHandle<Result<(), tonic::transport::Error>>,
+    metrics_task: Option<JoinHandle<()>>,
+    grpc: Option<SocketAddr>,
+    metrics: Option<SocketAddr>,
+    socket: Option<PathBuf>,
+}
+
+impl Daemon {
+    /// Opens the store and begins to serve. Gives one line that says what is wrong.
+    pub async fn start(config: &Config) -> Result<Self, String> {
+        let tls = config.tls.as_ref().map(read_identity).transpose()?;
+        let mut notes = Vec::new();
+        let options = home_options(config, &mut notes)?;
+        let opened = tokio::task::spawn_blocking(move || Home::open(&options)).await;
+        let home = opened.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+        notes.extend(home.notes().iter().cloned());
+        let bytes = usize::try_from(config.memory).map_err(|_| "limits.memory: too much".to_owned())?;
+        let memory = Memory::new(bytes, limits::SMALL_READ_BYTES).map_err(|error| {
+            format!("limits.memory: {} cannot be had: {error}", human::bytes(config.memory))
+        })?;
+        for region in memory.regions() {
+            if let Err(why) = home.store().register_memory(region).await {
+                notes.push(format!("memory of requests is used unregistered, at some cost: {why}"));
+                break;
+            }
+        }
+        let (tcp, grpc) = listen(config.grpc, "listen.grpc").await?;
+        let (metrics_listener, metrics) = listen(config.metrics, "listen.metrics").await?;
+        let unix = config.socket.as_deref().map(listen_unix);
+        let unix = match unix {
+            Some(listening) => Some(listening.await?),
+            None => None,
+        };
+        if config.gate.is_open() {
+            notes.push("no tokens are configured: whoever reaches the server may do everything".to_owned());
+        }
+        let gate = config.gate.clone();
+        let node = Node::new(home.store().clone(), gate, memory, OsEntropy::new(), notes);
+        let listeners = Listeners { tcp, unix, tls };
+        let serving = tokio::spawn(grpc::serve(Arc::clone(&node), listeners));
+        let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&node)));
+        let metrics_task = metrics_listener.map(serve_metrics);
+        let socket = config.socket.clone();
+        Ok(Self { node, home, serving, metrics_task, grpc, metrics, socket })
+    }
+
+    /// The server's insides.
+    pub fn node(&self) -> &Arc<Node> {
+        &self.node
+    }
+
+    /// Where gRPC listens.
+    pub fn grpc(&self) -> Option<SocketAddr> {
+        self.grpc
+    }
+
+    /// Where metrics are served.
+    pub fn metrics(&self) -> Option<SocketAddr> {
+        self.metrics
+    }
+
+    /// The local socket.
+    pub fn socket(&self) -> Option<&Path> {
+        self.socket.as_deref()
+    }
+
+    /// Stops cleanly: drains, writes a checkpoint, lets go of the directories.
+    pub async fn stop(self) -> Result<(), String> {
+        let Self { node, home, mut serving, metrics_task, socket, .. } = self;
+        node.start_drain();
+        let ended = tokio::time::timeout(DRAIN_PATIENCE, async {
+            node.idle().await;
+            // Connections without a call close at once.
+            let _ = tokio::time::timeout(Duration::from_secs(2), &mut serving).await;
+        });
+        if ended.await.is_err() {
+            tracing::warn!(calls = node.calls(), "calls did not end in time and are broken off");
+        }
+        serving.abort();
+        if let Some(task) = metrics_task {
+            task.abort();
+        }
+        if let Some(path) = socket {
+            // It may be gone already; a stale one is removed at the next start.
+            let _ = std::fs::remove_file(path);
+        }
+        drop(node);
+        let closed = tokio::task::spawn_blocking(move || home.close()).await;
+        closed.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
+    }
+
+    /// Returns when a client asked for a drain, or serving ended by itself.
+    pub async fn drained(&mut self) {
+        tokio::select! {
+            () = self.node.drain_asked() => {}
+            _ = &mut self.serving => {}
+        }
+    }
+}
+
+fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions, String> {
+    let budget = match config.budget {
+        Some(budget) => budget,
+        None => fitting_budget(config, notes)?,
+    };
+    Ok(HomeOptions {
+        directories: config.directories.clone(),
+        io: config.io,
+        features: config.io_disable.clone(),
+        runtime: config.runtime,
+        cores: Vec::new(),
+        store: Options {
+            segment_bytes: config.segment_bytes,
+            budget_bytes: budget,
+            executors: config.executors,
+            ..Options::default()
+        },
+    })
+}
+
+/// A budget that fits: most of what is free, and what the store has already.
+fn fitting_budget(config: &Config, notes: &mut Vec<String>) -> Result<u64, String> {
+    let mut total = 0u64;
+    for directory in &config.directories {
+        let fault = |error: &dyn std::fmt::Display| format!("{}: {error}", directory.display());
+        std::fs::create_dir_all(directory).map_err(|error| fault(&error))?;
+        let space = rustix::fs::statvfs(directory).map_err(|error| fault(&error))?;
+        let free = space.f_bavail.saturating_mul(space.f_frsize);
+        total = total.saturating_add(free / 100 * FREE_SHARE).saturating_add(bytes_below(directory));
+    }
+    let least = config.segment_bytes.saturating_mul(4);
+    if total < least {
+        let (free, least) = (human::bytes(total), human::bytes(least));
+        return Err(format!(
+            "the disk has room for {free}, a store needs {least}: free some, or use --segment"
+        ));
+    }
+    notes.push(format!(
+        "budget: {}, which is {FREE_SHARE}% of the free disk and what is here",
+        human::bytes(total)
+    ));
+    Ok(total)
+}
+
+/// Bytes of the files below a directory. What cannot be read counts as nothing.
+fn bytes_below(directory: &Path) -> u64 {
+    let Ok(entries) = std::fs::read_dir(directory) else { return 0 };
+    let size = |entry: std::fs::DirEntry| match entry.file_type() {
+        Ok(kind) if kind.is_dir() => bytes_below(&entry.path()),
+        Ok(kind) if kind.is_file() => {
+            use std::os::unix::fs::MetadataExt;
+            entry.metadata().map_or(0, |data| data.blocks().saturating_mul(512))
+        }
+        _ => 0,
+    };
+    entries.flatten().map(size).fold(0, u64::saturating_add)
+}
+
+fn read_identity(files: &TlsFiles) -> Result<Identity, String> {
+    let read = |path: &PathBuf| std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
+    Ok(Identity {
+        certificate: read(&files.certificate)?,
+        key: read(&files.key)?,
+        client_authority: files.client_authority.as_ref().map(read).transpose()?,
+    })
+}
+
+async fn listen(
+    address: Option<SocketAddr>,
+    name: &str,
+) -> Result<(Option<TcpListener>, Option<SocketAddr>), String> {
+    let Some(address) = address else { return Ok((None, None)) };
+    let listener = TcpListener::bind(address).await.map_err(|error| format!("{name}: {address}: {error}"))?;
+    let bound = listener.local_addr().map_err(|error| format!("{name}: {error}"))?;
+    Ok((Some(listener), Some(bound)))
+}
+
+/// Listens at a path. A socket that nobody answers is what an earlier server left.
+async fn listen_unix(path: &Path) -> Result<UnixListener, String> {
+    let fault = |error: std::io::Error| format!("listen.socket: {}: {error}", path.display());
+    if path.exists() {
+        if UnixStream::connect(path).await.is_ok() {
+            return Err(format!("listen.socket: {}: another server answers there", path.display()));
+        }
+        std::fs::remove_file(path).map_err(fault)?;
+    }
+    let listener = UnixListener::bind(path).map_err(fault)?;
+    // Whoever may use the directory's owner's files may connect; tokens decide about the rest.
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660)).map_err(fault)?;
+    Ok(listener)
+}

@@ -1,0 +1,73 @@
+//! Watching and running a server.
+
+use kvarts_layout::StoreId;
+
+use super::call::Call;
+use super::fault::{Fault, Outcome};
+use crate::metrics::engine_counts;
+use crate::proto;
+
+/// What the server is and has done.
+pub(super) fn stats(call: &Call) -> proto::StatsReply {
+    let node = &call.node;
+    let stats = node.engine.stats();
+    let recovery = |report: &kvarts_store::engine::RecoveryReport| proto::stats_reply::Recovery {
+        records: report.records,
+        blocks: report.blocks,
+        problems: report.problems,
+        scanned_bytes: report.scanned_bytes,
+    };
+    let StoreId(store) = stats.store;
+    let counts = engine_counts(&stats.counts);
+    proto::StatsReply {
+        store: store.to_vec().into(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        budget_bytes: stats.budget_bytes,
+        allocated_bytes: stats.allocated_bytes,
+        index_bytes: stats.index.bytes as u64,
+        counts: counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
+        notes: node.notes.clone(),
+        recovery: node.engine.recovery().iter().map(recovery).collect(),
+    }
+}
+
+/// Writes a checkpoint.
+pub(super) async fn checkpoint(call: &Call) -> Outcome<proto::CheckpointReply> {
+    call.node.engine.checkpoint().await?;
+    Ok(proto::CheckpointReply {})
+}
+
+/// Moves live blocks together and merges small records, with the engine's usual bounds.
+pub(super) async fn compact(call: &Call) -> Outcome<proto::CompactReply> {
+    let report = call.node.engine.compact(kvarts_store::engine::CompactOptions::default()).await?;
+    let facts = [
+        ("segments emptied", report.segments_emptied),
+        ("records merged", report.records_merged),
+        ("blocks moved", report.blocks_moved),
+        ("blocks found damaged", report.blocks_damaged),
+        ("bytes read", report.bytes_read),
+        ("bytes written", report.bytes_written),
+    ];
+    Ok(proto::CompactReply { facts: facts.iter().map(|(name, value)| format!("{name}: {value}")).collect() })
+}
+
+/// Changes the budget. A lower one is kept from now on by whatever would grow, and reached when segments have been
+/// given back: the answer says how much is allocated now.
+pub(super) fn set_budget(call: &Call, wire: &proto::SetBudgetRequest) -> Outcome<proto::SetBudgetReply> {
+    call.node.engine.set_budget(wire.budget_bytes)?;
+    let stats = call.node.engine.stats();
+    tracing::info!(target: "audit", tenant = call.caller.tenant.name, budget = stats.budget_bytes, "budget changed");
+    Ok(proto::SetBudgetReply { budget_bytes: stats.budget_bytes, allocated_bytes: stats.allocated_bytes })
+}
+
+/// Begins the end of the server.
+pub(super) fn drain(call: &Call) -> proto::DrainReply {
+    tracing::info!(target: "audit", tenant = call.caller.tenant.name, "drain asked for");
+    call.node.start_drain();
+    proto::DrainReply {}
+}
+
+/// A call that waits for its part of the engine.
+pub(super) fn not_built<T>(what: &str) -> Outcome<T> {
+    Err(Fault::not_built(what))
+}

@@ -1,0 +1,270 @@
+//! One call, from the door to its end: who calls, whether they may, by when, and what is counted.
+//!
+//! The door is a layer around every service: it knows each method's right from one table, so that no handler can
+//! forget to ask. A path that is not in the table (health, reflection) carries no data and needs no right.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http::HeaderMap;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+use tonic::body::Body;
+use tonic::{Code, Request, Response, Status};
+use tower::{Layer, Service};
+
+use super::fault::{Fault, Outcome};
+use super::limits;
+use crate::metrics::CallName;
+use crate::node::{Caller, Node, Right, UnderWay};
+
+/// Each method and the right that it needs.
+const METHODS: &[(&str, &str, Right)] = &[
+    ("/kvarts.v1.Models/RegisterModel", "register_model", Right::Read),
+    ("/kvarts.v1.Models/ListModels", "list_models", Right::Read),
+    ("/kvarts.v1.Store/Put", "put", Right::Write),
+    ("/kvarts.v1.Store/Match", "match", Right::Read),
+    ("/kvarts.v1.Store/Exists", "exists", Right::Read),
+    ("/kvarts.v1.Store/Unlock", "unlock", Right::Read),
+    ("/kvarts.v1.Store/Pin", "pin", Right::Read),
+    ("/kvarts.v1.Store/Unpin", "unpin", Right::Read),
+    ("/kvarts.v1.Store/Renew", "renew", Right::Read),
+    ("/kvarts.v1.Store/SetDefaultTtl", "set_default_ttl", Right::Write),
+    ("/kvarts.v1.Store/SetTtl", "set_ttl", Right::Write),
+    ("/kvarts.v1.Store/Delete", "delete", Right::Write),
+    ("/kvarts.v1.Reads/Get", "get", Right::Read),
+    ("/kvarts.v1.Reads/GetLayers", "get_layers", Right::Read),
+    ("/kvarts.v1.Admin/Watch", "watch", Right::Read),
+    ("/kvarts.v1.Admin/Stats", "stats", Right::Admin),
+    ("/kvarts.v1.Admin/Checkpoint", "checkpoint", Right::Admin),
+    ("/kvarts.v1.Admin/Compact", "compact", Right::Admin),
+    ("/kvarts.v1.Admin/Scrub", "scrub", Right::Admin),
+    ("/kvarts.v1.Admin/Drain", "drain", Right::Admin),
+    ("/kvarts.v1.Admin/SetBudget", "set_budget", Right::Admin),
+];
+
+/// A call that was let in. When the last clone of its `Arc` goes, the call has ended.
+#[derive(Debug)]
+pub(crate) struct Call {
+    pub(crate) node: Arc<Node>,
+    pub(crate) caller: Caller,
+    /// When the caller stops caring; never more than an hour away.
+    pub(crate) deadline: Instant,
+    /// Bytes of blocks that came and went.
+    pub(crate) bytes_in: AtomicU64,
+    pub(crate) bytes_out: AtomicU64,
+    name: &'static str,
+    started: Instant,
+    code: AtomicI32,
+    _turn: OwnedSemaphorePermit,
+    _under_way: UnderWay,
+}
+
+impl Call {
+    /// The deadline by the engine's clock.
+    pub(crate) fn engine_deadline(&self) -> kvarts_store::rt::Nanos {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        self.node.clock().now().plus(left)
+    }
+
+    /// How the call ended, for the metrics. Without it, it was cancelled.
+    pub(crate) fn end(&self, code: Code) {
+        self.code.store(code.into(), Ordering::Relaxed);
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        let name = CallName { path: "grpc", method: self.name, tenant: self.caller.tenant.name.clone() };
+        let code = Code::from(self.code.load(Ordering::Relaxed));
+        let took = self.started.elapsed();
+        let bytes = (self.bytes_in.load(Ordering::Relaxed), self.bytes_out.load(Ordering::Relaxed));
+        self.node.metrics.call_ended(&name, code.description(), took, bytes);
+        tracing::debug!(method = self.name, tenant = name.tenant, ?code, ?took, "call ended");
+    }
+}
+
+/// Lets a call in, or says why not.
+fn admit(node: &Arc<Node>, method: &(&str, &'static str, Right), headers: &HeaderMap) -> Outcome<Call> {
+    let &(_, name, right) = method;
+    let header = headers.get(http::header::AUTHORIZATION).map(http::HeaderValue::as_bytes);
+    let caller = node.gate.caller(header, node.clock().unix_millis() / 1000).map_err(|refusal| {
+        tracing::warn!(target: "audit", method = name, why = refusal.text(), "call refused");
+        node.metrics.refused(name, "token");
+        Fault::unauthenticated(refusal.text())
+    })?;
+    if !caller.rights.has(right) {
+        let tenant = caller.tenant.name.as_str();
+        tracing::warn!(target: "audit", method = name, tenant, %right, "call refused: the token lacks the right");
+        node.metrics.refused(name, "right");
+        return Err(Fault::forbidden(format!("the token does not have the right to {right}")));
+    }
+    let turn = caller.tenant.turn().ok_or_else(|| {
+        node.metrics.refused(name, "calls");
+        Fault::busy("the tenant has as many calls under way as it may")
+    })?;
+    let under_way = node.begin().ok_or_else(|| Fault::busy("the server is about to stop"))?;
+    let started = Instant::now();
+    let asked = headers.get("grpc-timeout").and_then(|value| timeout(value.as_bytes()));
+    let deadline = started + asked.unwrap_or(limits::DEADLINE_MAX).min(limits::DEADLINE_MAX);
+    node.metrics.call_began(name);
+    Ok(Call {
+        node: Arc::clone(node),
+        caller,
+        deadline,
+        bytes_in: AtomicU64::new(0),
+        bytes_out: AtomicU64::new(0),
+        name,
+        started,
+        code: AtomicI32::new(Code::Cancelled.into()),
+        _turn: turn,
+        _under_way: under_way,
+    })
+}
+
+/// The time in a `grpc-timeout` header: up to eight digits and a unit.
+fn timeout(value: &[u8]) -> Option<Duration> {
+    let (unit, digits) = value.split_last()?;
+    if digits.is_empty() || digits.len() > 8 {
+        return None;
+    }
+    let number: u64 = std::str::from_utf8(digits).ok()?.parse().ok()?;
+    Some(match unit {
+        b'H' => Duration::from_secs(number * 3600),
+        b'M' => Duration::from_secs(number * 60),
+        b'S' => Duration::from_secs(number),
+        b'm' => Duration::from_millis(number),
+        b'u' => Duration::from_micros(number),
+        b'n' => Duration::from_nanos(number),
+        _ => return None,
+    })
+}
+
+/// Answers a call: takes it from the request, works for it until its deadline, and counts how it ended.
+pub(crate) async fn answer<Q, A, F>(
+    mut request: Request<Q>,
+    work: impl FnOnce(Arc<Call>, Q) -> F,
+) -> Result<Response<A>, Status>
+where
+    F: Future<Output = Outcome<A>>,
+{
+    let call = request.extensions_mut().remove::<Arc<Call>>();
+    let call = call.ok_or_else(|| Status::internal("a method that the server's table lacks"))?;
+    let work = work(Arc::clone(&call), request.into_inner());
+    let result = tokio::time::timeout_at(call.deadline, work).await;
+    match result.unwrap_or_else(|_| Err(Fault::late("the deadline passed"))) {
+        Ok(answer) => {
+            call.end(Code::Ok);
+            Ok(Response::new(answer))
+        }
+        Err(fault) => {
+            call.end(fault.code);
+            Err(fault.status())
+        }
+    }
+}
+
+/// Puts the door around services.
+#[derive(Clone, Debug)]
+pub(crate) struct Door {
+    node: Arc<Node>,
+    methods: Arc<BTreeMap<&'static str, &'static (&'static str, &'static str, Right)>>,
+}
+
+impl Door {
+    pub(crate) fn new(node: Arc<Node>) -> Self {
+        let methods = METHODS.iter().map(|method| (method.0, method)).collect();
+        Self { node, methods: Arc::new(methods) }
+    }
+}
+
+impl<S> Layer<S> for Door {
+    type Service = Guarded<S>;
+
+    fn layer(&self, inner: S) -> Guarded<S> {
+        Guarded { door: self.clone(), inner }
+    }
+}
+
+/// Services behind the door.
+#[derive(Clone, Debug)]
+pub(crate) struct Guarded<S> {
+    door: Door,
+    inner: S,
+}
+
+impl<S> Service<http::Request<Body>> for Guarded<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>>,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        if let Some(method) = self.door.methods.get(request.uri().path()) {
+            match admit(&self.door.node, method, request.headers()) {
+                Ok(call) => {
+                    request.extensions_mut().insert(Arc::new(call));
+                }
+                Err(fault) => return Box::pin(async move { Ok(fault.status().into_http()) }),
+            }
+        }
+        Box::pin(self.inner.call(request))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timeouts_are_read_as_grpc_writes_them() {
+        assert_eq!(timeout(b"5S"), Some(Duration::from_secs(5)));
+        assert_eq!(timeout(b"99999999H"), Some(Duration::from_secs(99_999_999 * 3600)));
+        assert_eq!(timeout(b"250m"), Some(Duration::from_millis(250)));
+        for wrong in ["", "S", "5", "-5S", "5s", "999999999S", "5 S"] {
+            assert_eq!(timeout(wrong.as_bytes()), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn every_method_of_the_contract_needs_a_right() {
+        let paths = paths();
+        assert_eq!(paths.len(), METHODS.len());
+        for path in paths {
+            assert!(METHODS.iter().any(|(known, ..)| *known == path), "{path} is not in the table");
+        }
+    }
+
+    /// The paths of all methods, from the compiled contract.
+    fn paths() -> Vec<String> {
+        let text = include_str!("../../../proto/kvarts/v1/store.proto").to_owned()
+            + include_str!("../../../proto/kvarts/v1/reads.proto")
+            + include_str!("../../../proto/kvarts/v1/models.proto")
+            + include_str!("../../../proto/kvarts/v1/admin.proto");
+        let (mut service, mut paths) = ("", Vec::new());
+        for line in text.lines() {
+            let mut words = line.split_whitespace();
+            match (words.next(), words.next()) {
+                (Some("service"), Some(name)) => service = name,
+                (Some("rpc"), Some(name)) => {
+                    let name = name.split('(').next().unwrap();
+                    paths.push(format!("/kvarts.v1.{service}/{name}"));
+                }
+                _ => {}
+            }
+        }
+        paths
+    }
+}

@@ -1,0 +1,215 @@
+//! The calls about models and blocks that move no bytes: lookups, leases, pins, times, deletion.
+
+use std::time::Duration;
+
+use kvarts_layout::BlockKey;
+use kvarts_store::api::{
+    ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MatchRequest, Presence, Target,
+    TtlRequest,
+};
+use kvarts_store::error::Reason;
+
+use super::call::Call;
+use super::fault::{Fault, Outcome};
+use super::{limits, wire};
+use crate::proto;
+
+/// Registers a model for the caller's tenant.
+pub(super) fn register_model(
+    call: &Call,
+    wire: proto::RegisterModelRequest,
+) -> Outcome<proto::RegisterModelReply> {
+    if wire.columns.len() > limits::COLUMNS_MAX {
+        return Err(Fault::malformed(format!("columns: at most {}", limits::COLUMNS_MAX)));
+    }
+    let identity = wire.identity.ok_or_else(|| Fault::malformed("identity: it is missing"))?;
+    let geometry = wire::geometry(wire.spec)?;
+    let salt = call.caller.tenant.salt.clone();
+    let identity = wire::identity(identity, salt, geometry.fingerprint())?;
+    let (node, caller) = (&call.node, &call.caller);
+    let model = node.models.register(node.store(), caller, identity, geometry, limits::MODELS_MAX)?;
+    let shape = |column: &proto::Column| {
+        let (group, coordinate) = wire::column(Some(column))?;
+        Ok(wire::wire_shape(group, coordinate, &model.shape(group, coordinate)?))
+    };
+    Ok(proto::RegisterModelReply {
+        namespace: model.namespace.as_bytes().to_vec().into(),
+        spec_fingerprint: model.identity.spec_fingerprint.as_bytes().to_vec().into(),
+        shapes: wire.columns.iter().map(shape).collect::<Outcome<_>>()?,
+    })
+}
+
+/// The models of the caller's tenant.
+pub(super) fn list_models(call: &Call) -> proto::ListModelsReply {
+    let model = |model: std::sync::Arc<crate::node::Model>| proto::list_models_reply::Model {
+        namespace: model.namespace.as_bytes().to_vec().into(),
+        identity: Some(wire::wire_identity(&model.identity)),
+        layers: model.geometry.layers().len() as u32,
+    };
+    proto::ListModelsReply { models: call.node.models.all(&call.caller).into_iter().map(model).collect() }
+}
+
+/// Terms of a lease, if one is wanted and the tenant may have one more.
+fn terms(call: &Call, hold: Option<Duration>, cap: Option<u64>) -> Outcome<Option<LeaseTerms>> {
+    let Some(hold) = hold else { return Ok(None) };
+    let (node, tenant) = (&call.node, &call.caller.tenant);
+    if !node.leases.has_room(tenant.number, limits::LEASES_MAX, node.clock().now()) {
+        return Err(Reason::TooMany("leases").into());
+    }
+    let cap_bytes = tenant.limits.pin_bytes.min(cap.unwrap_or(u64::MAX));
+    Ok(Some(LeaseTerms { hold, tenant: tenant.number, cap_bytes }))
+}
+
+/// The name of a lease for its client; 0 for none.
+fn named(call: &Call, lease: Option<LeaseId>, terms: Option<LeaseTerms>) -> u64 {
+    let (Some(lease), Some(terms)) = (lease, terms) else { return 0 };
+    let ends = call.node.clock().now().plus(terms.hold);
+    call.node.leases.add(terms.tenant, call.node.secret_number(), lease, ends)
+}
+
+/// Finds the usable prefix.
+pub(super) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<proto::MatchReply> {
+    let keys = wire::keys(&wire.keys)?;
+    let namespace = wire::namespace(&wire.namespace)?;
+    call.node.models.get(&call.caller, namespace)?;
+    let requirements = wire::requirements(wire.block_tokens, &wire.requirements)?;
+    let lease = terms(call, wire::hold(wire.lease_ms), wire.lease_cap_bytes)?;
+    let request = MatchRequest {
+        namespace,
+        keys: &keys,
+        requirements: &requirements,
+        recompute_tokens_max: wire.recompute_tokens_max.unwrap_or(u64::MAX),
+        lease,
+    };
+    let found = call.node.store().match_prefix(&request)?;
+    let short = keys.len() as u64 - u64::from(found.usable.longest.blocks).min(keys.len() as u64);
+    let pending = u64::from(found.pending).min(short);
+    call.node.metrics.missed("MATCH_PENDING", pending);
+    call.node.metrics.missed("MATCH_ABSENT", short - pending);
+    let coverage = |one: &kvarts_layout::prefix::Coverage| proto::match_reply::Coverage {
+        column: Some(wire::wire_column(one.group, one.coordinate)),
+        blocks: one.blocks,
+    };
+    Ok(proto::MatchReply {
+        longest: Some(wire::wire_boundary(&found.usable.longest)),
+        cheapest: Some(wire::wire_boundary(&found.usable.cheapest)),
+        coverage: found.usable.coverage.iter().map(coverage).collect(),
+        pending: found.pending,
+        lease: named(call, found.lease, lease),
+    })
+}
+
+/// Says of each block whether it is here.
+pub(super) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::ExistsReply> {
+    use proto::exists_reply::Presence as Wire;
+    let keys = wire::keys(&wire.keys)?;
+    let namespace = wire::namespace(&wire.namespace)?;
+    call.node.models.get(&call.caller, namespace)?;
+    let (group, coordinate) = wire::column(wire.column.as_ref())?;
+    let lease = terms(call, wire::hold(wire.lease_ms), wire.lease_cap_bytes)?;
+    let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease };
+    let found = call.node.store().contains(&request)?;
+    let presence = |one: &Presence| match one {
+        Presence::Here => Wire::Here.into(),
+        Presence::Pending => Wire::Pending.into(),
+        Presence::Absent => Wire::Absent.into(),
+    };
+    Ok(proto::ExistsReply {
+        presence: found.presence.iter().map(presence).collect(),
+        lease: named(call, found.lease, lease),
+    })
+}
+
+/// Ends a lease or a pin of the caller's tenant.
+pub(super) fn unlock(call: &Call, wire: &proto::UnlockRequest) -> proto::UnlockReply {
+    let lease = call.node.leases.take(call.caller.tenant.number, wire.lease);
+    proto::UnlockReply { ended_now: lease.is_some_and(|lease| call.node.store().unlock(lease)) }
+}
+
+/// Holds blocks.
+pub(super) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinReply> {
+    if wire.hold_ms == 0 {
+        return Err(Fault::malformed("hold_ms: say for how long"));
+    }
+    let (namespace, column, keys) = (wire.namespace, wire.column, wire.keys);
+    let asked =
+        proto::ExistsRequest { namespace, column, keys, lease_ms: wire.hold_ms, lease_cap_bytes: None };
+    let found = exists(call, asked)?;
+    let here = i32::from(proto::exists_reply::Presence::Here);
+    let held = found.presence.iter().filter(|one| **one == here).count() as u32;
+    Ok(proto::PinReply { lease: found.lease, held })
+}
+
+/// Changes when a lease of the caller's tenant ends.
+pub(super) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::RenewReply> {
+    let hold = wire::hold(wire.hold_ms).ok_or_else(|| Fault::malformed("hold_ms: say for how long"))?;
+    let ends = call.node.clock().now().plus(hold);
+    let lease = call.node.leases.renew(call.caller.tenant.number, wire.lease, ends);
+    call.node.store().renew(lease.ok_or(Reason::LeaseEnded)?, hold)?;
+    Ok(proto::RenewReply {})
+}
+
+/// Changes how long blocks may live.
+pub(super) fn set_ttl(call: &Call, wire: proto::SetTtlRequest) -> Outcome<proto::SetTtlReply> {
+    let keys = wire::keys(&wire.keys)?;
+    let namespace = wire::namespace(&wire.namespace)?;
+    call.node.models.get(&call.caller, namespace)?;
+    let (group, coordinate) = wire::column(wire.column.as_ref())?;
+    let ttl = wire.expires_after_ms.map(Duration::from_millis);
+    let changed =
+        call.node.store().set_ttl(&TtlRequest { namespace, group, coordinate, keys: &keys, ttl })?;
+    Ok(proto::SetTtlReply { changed: changed.changed })
+}
+
+/// Changes how long blocks may live whose put does not say.
+pub(super) fn set_default_ttl(
+    call: &Call,
+    wire: &proto::SetDefaultTtlRequest,
+) -> Outcome<proto::SetDefaultTtlReply> {
+    let namespace = wire::namespace(&wire.namespace)?;
+    call.node.models.get(&call.caller, namespace)?;
+    call.node.store().set_default_ttl(namespace, wire.expires_after_ms.map(Duration::from_millis))?;
+    Ok(proto::SetDefaultTtlReply {})
+}
+
+fn target(wire: Option<proto::delete_request::Target>) -> Outcome<Target> {
+    use proto::delete_request::Target as Wire;
+    match wire {
+        Some(Wire::OfKeys(of)) => {
+            let column = of.column.as_ref().map(|column| wire::column(Some(column))).transpose()?;
+            Ok(Target::Keys { column, keys: wire::keys(&of.keys)? })
+        }
+        Some(Wire::Prefix(key)) => {
+            let key =
+                <[u8; 32]>::try_from(&key[..]).map_err(|_| Fault::malformed("prefix: it has 32 bytes"))?;
+            Ok(Target::Prefix(BlockKey(key)))
+        }
+        Some(Wire::Everything(true)) => Ok(Target::Namespace),
+        Some(Wire::Everything(false)) | None => Err(Fault::malformed("target: say what is to be deleted")),
+    }
+}
+
+/// Deletes blocks for good.
+pub(super) async fn delete(
+    call: std::sync::Arc<Call>,
+    wire: proto::DeleteRequest,
+) -> Outcome<proto::DeleteReply> {
+    use proto::delete_reply::What;
+    let target = target(wire.target)?;
+    let namespace = wire::namespace(&wire.namespace)?;
+    call.node.models.get(&call.caller, namespace)?;
+    let tenant = call.caller.tenant.name.as_str();
+    tracing::info!(target: "audit", tenant, %namespace, all = target == Target::Namespace, "delete");
+    let request = DeleteRequest { namespace, target, deadline: Some(call.engine_deadline()) };
+    let answer = call.node.store().delete(request).await;
+    let reply = answer.map_err(|_| Fault::busy("the store is closing"))??;
+    let outcome = |outcome: &DeleteOutcome| {
+        let (what, error) = match outcome {
+            DeleteOutcome::NotHere => (What::NotHere, None),
+            DeleteOutcome::Deleted => (What::Deleted, None),
+            DeleteOutcome::Refused(reason) => (What::Refused, Some(super::fault::detail(reason))),
+        };
+        proto::delete_reply::Outcome { what: what.into(), error }
+    };
+    Ok(proto::DeleteReply { outcomes: reply.outcomes.iter().map(outcome).collect(), blocks: reply.blocks })
+}

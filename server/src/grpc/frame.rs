@@ -1,0 +1,160 @@
+//! Messages of a read as bytes for the connection, without copying what they carry.
+//!
+//! A message of data is a few bytes in front and then the read's memory itself, shared by reference. What is sent is
+//! exactly what the contract's encoding of [`proto::ReadReply`] gives: any gRPC client reads it.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use http::{HeaderMap, HeaderValue};
+use http_body::Frame;
+use prost::Message;
+use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint};
+use tokio::sync::mpsc::Receiver;
+
+use super::fault::Fault;
+use crate::proto;
+
+/// The field of `data` in `ReadReply`, and in `ReadData`.
+const REPLY_DATA: u32 = 1;
+const DATA_BYTES: u32 = 15;
+
+/// One message, or the end.
+#[derive(Debug)]
+pub(super) enum Outgoing {
+    /// Bytes of one message, piece by piece.
+    Message(Vec<Bytes>),
+    /// The status; nothing follows.
+    End(Result<(), Fault>),
+}
+
+/// A small message, encoded.
+pub(super) fn message(part: proto::read_reply::Part) -> Outgoing {
+    let reply = proto::ReadReply { part: Some(part) };
+    let mut out = BytesMut::with_capacity(reply.encoded_len() + 5);
+    prefix(&mut out, reply.encoded_len());
+    // The buffer grows as it must.
+    let _ = reply.encode(&mut out);
+    Outgoing::Message(vec![out.freeze()])
+}
+
+/// A message of data: `about` says everything but the bytes, which are not copied.
+pub(super) fn data(about: &proto::ReadData, bytes: Vec<Bytes>) -> Outgoing {
+    let length: usize = bytes.iter().map(Bytes::len).sum();
+    let key = encoded_len_varint(u64::from(DATA_BYTES) << 3);
+    let inner = about.encoded_len() + key + encoded_len_varint(length as u64) + length;
+    let outer = encoded_len_varint(u64::from(REPLY_DATA) << 3) + encoded_len_varint(inner as u64) + inner;
+    let mut out = BytesMut::with_capacity(outer - length + 5);
+    prefix(&mut out, outer);
+    encode_key(REPLY_DATA, WireType::LengthDelimited, &mut out);
+    encode_varint(inner as u64, &mut out);
+    about.encode_raw(&mut out);
+    encode_key(DATA_BYTES, WireType::LengthDelimited, &mut out);
+    encode_varint(length as u64, &mut out);
+    let mut pieces = vec![out.freeze()];
+    pieces.extend(bytes);
+    Outgoing::Message(pieces)
+}
+
+/// gRPC's own prefix: not compressed, and so long. Messages have a bound far below 4 GiB.
+fn prefix(out: &mut BytesMut, length: usize) {
+    out.put_u8(0);
+    out.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
+}
+
+/// The body of a response: messages as they come, then the status.
+#[derive(Debug)]
+pub(super) struct ReadBody {
+    incoming: Receiver<Outgoing>,
+    pieces: VecDeque<Bytes>,
+    ended: bool,
+}
+
+impl ReadBody {
+    pub(super) fn new(incoming: Receiver<Outgoing>) -> Self {
+        Self { incoming, pieces: VecDeque::new(), ended: false }
+    }
+
+    fn trailers(&mut self, end: Result<(), Fault>) -> Frame<Bytes> {
+        self.ended = true;
+        let mut trailers = HeaderMap::new();
+        let status = end.err().map_or_else(|| tonic::Status::ok(""), |fault| fault.status());
+        if status.add_header(&mut trailers).is_err() {
+            // A text that no header takes: the code alone, then.
+            trailers.insert("grpc-status", HeaderValue::from(i32::from(status.code())));
+        }
+        Frame::trailers(trailers)
+    }
+}
+
+impl http_body::Body for ReadBody {
+    type Data = Bytes;
+    type Error = tonic::Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, tonic::Status>>> {
+        loop {
+            if let Some(piece) = self.pieces.pop_front() {
+                return Poll::Ready(Some(Ok(Frame::data(piece))));
+            }
+            if self.ended {
+                return Poll::Ready(None);
+            }
+            match self.incoming.poll_recv(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Some(Outgoing::Message(pieces))) => self.pieces.extend(pieces),
+                Poll::Ready(Some(Outgoing::End(end))) => return Poll::Ready(Some(Ok(self.trailers(end)))),
+                // Whoever worked for the read is gone without a word.
+                Poll::Ready(None) => {
+                    let end = Err(Fault::busy("the read was broken off"));
+                    return Poll::Ready(Some(Ok(self.trailers(end))));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes_of(outgoing: Outgoing) -> Vec<u8> {
+        let Outgoing::Message(pieces) = outgoing else { panic!("a message") };
+        pieces.iter().flat_map(|piece| piece.iter().copied()).collect()
+    }
+
+    #[test]
+    fn a_message_without_copies_is_the_contracts_encoding() {
+        for (length, first_block) in [(0usize, 0), (1, 3), (127, 0), (128, 1), (1 << 20, 70_000)] {
+            let whole: Vec<u8> = (0..length).map(|at| at as u8).collect();
+            let about = proto::ReadData {
+                layer: 3,
+                first_block,
+                blocks: 9,
+                offset: 1 << 40,
+                crc32: 7,
+                ..Default::default()
+            };
+            let (left, right) = whole.split_at(length / 3);
+            let parts = vec![Bytes::copy_from_slice(left), Bytes::copy_from_slice(right)];
+            let found = bytes_of(data(&about, parts));
+            let (head, body) = found.split_at(5);
+            assert_eq!(head[1..], (body.len() as u32).to_be_bytes());
+            let reply = proto::ReadReply::decode(body).unwrap();
+            let expected = proto::ReadData { data: Bytes::from(whole), ..about };
+            assert_eq!(reply.part, Some(proto::read_reply::Part::Data(expected)));
+        }
+    }
+
+    #[test]
+    fn a_small_message_is_decoded_as_it_was() {
+        let ready = proto::LayerReady { layer: 1, blocks: 2 };
+        let found = bytes_of(message(proto::read_reply::Part::Layer(ready)));
+        let reply = proto::ReadReply::decode(&found[5..]).unwrap();
+        assert_eq!(reply.part, Some(proto::read_reply::Part::Layer(ready)));
+    }
+}

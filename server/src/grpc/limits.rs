@@ -1,0 +1,54 @@
+//! Every limit of the gRPC face, by name. What passes these is bounded before anything is allocated for it.
+
+use std::time::Duration;
+
+/// Bytes of data in one message of a stream that this side sends.
+pub const FRAME_BYTES: usize = 1 << 20;
+/// The most bytes of data that one message of a put may have.
+pub const PUT_DATA_BYTES_MAX: usize = 4 << 20;
+/// The most bytes of any message. Room for the keys of the longest request, origins included.
+pub const MESSAGE_BYTES_MAX: usize = 8 << 20;
+/// The most keys of one request: the engine's own limit.
+pub const KEYS_MAX: usize = kvarts_store::api::MAX_REQUEST_BLOCKS;
+/// The most bytes that one put or read may be about, in all.
+pub const REQUEST_BYTES_MAX: u64 = 1 << 40;
+/// Bytes of a put that are written at once: whole blocks, at least one.
+pub const PUT_PIECE_BYTES: u64 = 8 << 20;
+/// Pieces of one put that may be on their way to disk while the next is received.
+pub const PUT_PIECES_UNDER_WAY: usize = 2;
+/// Bytes of a read that are fetched at once.
+pub const WINDOW_BYTES: u64 = 8 << 20;
+/// Reads up to this size have memory of their own, which large ones cannot take.
+pub const SMALL_READ_BYTES: u64 = 256 << 10;
+/// Messages of one read that wait for the connection to take them.
+pub const FRAMES_WAITING: usize = 4;
+/// How long a client may take to send the next message of a put, or to take the next one of a read.
+pub const STALL: Duration = Duration::from_secs(20);
+/// How long a client may take to send one piece of a put: a byte now and then does not hold memory for ever.
+pub const PIECE_PATIENCE: Duration = Duration::from_secs(60);
+/// How long a call may wait for memory or its tenant's turn.
+pub const WAIT: Duration = Duration::from_secs(20);
+/// The longest deadline that a call gets, also where it asked for none.
+pub const DEADLINE_MAX: Duration = Duration::from_secs(3600);
+/// The longest that a lease or pin holds.
+pub const LEASE_MAX: Duration = Duration::from_secs(24 * 3600);
+/// Models that one tenant may have registered.
+pub const MODELS_MAX: usize = 4096;
+/// Leases that one tenant may have at a time.
+pub const LEASES_MAX: usize = 1 << 16;
+/// Columns whose shapes one registration may ask for.
+pub const COLUMNS_MAX: usize = 256;
+/// Streams that one connection may have.
+pub const STREAMS_PER_CONNECTION: u32 = 1024;
+/// What one stream may have on its way: enough for a fast network.
+pub const STREAM_WINDOW_BYTES: u32 = 8 << 20;
+/// The same for a connection.
+pub const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
+/// The largest HTTP/2 frame that is taken.
+pub const HTTP_FRAME_BYTES: u32 = 1 << 20;
+/// Bytes of headers of one request.
+pub const HEADER_BYTES_MAX: u32 = 16 << 10;
+/// A connection that answers no ping within this time is closed.
+pub const KEEPALIVE: Duration = Duration::from_secs(30);
+/// When a client that was told to ask again should.
+pub const RETRY_AFTER: Duration = Duration::from_millis(50);

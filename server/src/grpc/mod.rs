@@ -1,0 +1,27 @@
+//! The gRPC face of a server: the services of `proto/`, the door in front of them, and their transport.
+//!
+//! A request is bounded and checked where it comes in (one place for each call), then it is the engine's: nothing
+//! here waits for a device except through the engine's tickets and streams, and no request holds more memory than
+//! it was given by the server's arenas.
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
+)]
+
+mod admin;
+pub(crate) mod bare;
+mod call;
+mod calls;
+pub mod fault;
+mod frame;
+pub mod limits;
+mod put;
+mod read;
+mod serve;
+mod services;
+mod watch;
+mod window;
+pub(crate) mod wire;
+
+pub(crate) use serve::transport;
+pub use serve::{Identity, Listeners, serve};

@@ -1,0 +1,310 @@
+//! `Put`: a header, then the bytes of all blocks.
+//!
+//! What arrives is taken in pieces of whole blocks: each piece has memory of the server's, is checked against the
+//! digests that travelled with it, and is put as soon as it is whole. A client that stalls, damages, doubles, leaves
+//! out or goes on too long loses its call, and the memory comes back; what it left incomplete was never put.
+
+use std::collections::VecDeque;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId, OriginId};
+use kvarts_store::api::{BlockOutcome, Durability, Parent, Placed, PutReply, PutRequest};
+use kvarts_store::error::{Error, Reason};
+use kvarts_store::io::Buf;
+use kvarts_store::rt::mailbox::Ticket;
+use tokio_stream::{Stream, StreamExt};
+use tonic::Status;
+
+use super::call::Call;
+use super::fault::{Fault, Outcome};
+use super::{fault, limits, wire};
+use crate::proto;
+
+/// A put that was checked: everything but the bytes.
+struct Upload {
+    namespace: NamespaceId,
+    group: Group,
+    coordinate: Coordinate,
+    shape: BlockShape,
+    parent: Parent,
+    first_block: Option<u32>,
+    keys: Vec<BlockKey>,
+    layout: Option<Layout>,
+    durability: Durability,
+    expires_after: Option<std::time::Duration>,
+    origins: Option<Vec<OriginId>>,
+}
+
+impl Upload {
+    fn check(call: &Call, header: proto::PutHeader) -> Outcome<Self> {
+        let keys = wire::keys(&header.keys)?;
+        if keys.is_empty() {
+            return Err(Reason::Empty.into());
+        }
+        let parent = parent(header.parent.as_ref())?;
+        check_keys(&keys, parent)?;
+        let origins = wire::origins(&header.origins)?;
+        if let Some(origins) = origins.as_ref().filter(|origins| origins.len() != keys.len()) {
+            let (expected, found) = (keys.len() as u64, origins.len() as u64);
+            return Err(Reason::Length { expected, found }.into());
+        }
+        let namespace = wire::namespace(&header.namespace)?;
+        let model = call.node.models.get(&call.caller, namespace)?;
+        let (group, coordinate) = wire::column(header.column.as_ref())?;
+        let shape = model.shape(group, coordinate)?;
+        let total = shape.block_bytes().saturating_mul(keys.len() as u64);
+        if shape.block_bytes() > call.node.memory.piece_max() || total > limits::REQUEST_BYTES_MAX {
+            return Err(Reason::TooMany("bytes").into());
+        }
+        Ok(Self {
+            namespace,
+            group,
+            coordinate,
+            parent,
+            first_block: header.first_block,
+            layout: layout(header.layout)?,
+            durability: durability(header.durability)?,
+            expires_after: (header.expires_after_ms > 0)
+                .then(|| std::time::Duration::from_millis(header.expires_after_ms)),
+            origins,
+            keys,
+            shape,
+        })
+    }
+
+    /// Blocks of one piece.
+    fn piece_blocks(&self) -> usize {
+        usize::try_from(limits::PUT_PIECE_BYTES / self.shape.block_bytes()).unwrap_or(1).max(1)
+    }
+
+    /// The engine's request for the blocks `first ..` whose bytes are in `pages`.
+    fn request(&self, first: usize, keys: &[BlockKey], pages: Buf, call: &Call) -> Outcome<PutRequest> {
+        let before = first.checked_sub(1).and_then(|at| self.keys.get(at));
+        let parent = match (self.parent, before) {
+            (Parent::Unknown, _) => Parent::Unknown,
+            (_, Some(before)) => Parent::Key(*before),
+            (parent, None) => parent,
+        };
+        let skipped = u32::try_from(first).ok();
+        let origins = self.origins.as_ref().and_then(|all| all.get(first..first + keys.len()));
+        let blocks = u32::try_from(keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
+        Ok(PutRequest {
+            namespace: self.namespace,
+            group: self.group,
+            coordinate: self.coordinate,
+            parent,
+            first_block: self.first_block.and_then(|block| block.checked_add(skipped?)),
+            keys: keys.to_vec(),
+            from: Placed::blocks(&self.shape, pages, blocks)?,
+            layout: self.layout,
+            durability: self.durability,
+            expires_after: self.expires_after,
+            origins: origins.map(<[OriginId]>::to_vec),
+            deadline: Some(call.engine_deadline()),
+        })
+    }
+}
+
+fn parent(wire: Option<&proto::Parent>) -> Outcome<Parent> {
+    use proto::parent::Parent as Wire;
+    match wire.and_then(|parent| parent.parent.as_ref()) {
+        None | Some(Wire::Root(false)) => Ok(Parent::Unknown),
+        Some(Wire::Root(true)) => Ok(Parent::Root),
+        Some(Wire::Key(key)) => {
+            let key = <[u8; 32]>::try_from(&key[..])
+                .map_err(|_| Fault::malformed("parent.key: it has 32 bytes"))?;
+            Ok(Parent::Key(BlockKey(key)))
+        }
+    }
+}
+
+/// No key stands twice, and none is its own ancestor. The engine sees one piece at a time, so it is checked here.
+fn check_keys(keys: &[BlockKey], parent: Parent) -> Result<(), Reason> {
+    let mut sorted: Vec<&BlockKey> = keys.iter().collect();
+    sorted.sort_unstable();
+    if let Some([key, _]) = sorted.array_windows().find(|[a, b]| a == b) {
+        return Err(Reason::Duplicate(**key));
+    }
+    match parent {
+        Parent::Key(parent) if sorted.binary_search(&&parent).is_ok() => Err(Reason::OutOfOrder(parent)),
+        _ => Ok(()),
+    }
+}
+
+fn layout(wire: i32) -> Outcome<Option<Layout>> {
+    match proto::Layout::try_from(wire) {
+        Ok(proto::Layout::Auto) => Ok(None),
+        Ok(proto::Layout::FullBlock) => Ok(Some(Layout::FullBlock)),
+        Ok(proto::Layout::LayerBlock) => Ok(Some(Layout::LayerBlock)),
+        Err(_) => Err(Fault::malformed(format!("layout: {wire} is none"))),
+    }
+}
+
+fn durability(wire: i32) -> Outcome<Durability> {
+    match proto::Durability::try_from(wire) {
+        Ok(proto::Durability::Durable) => Ok(Durability::Durable),
+        Ok(proto::Durability::Relaxed) => Ok(Durability::Relaxed),
+        Err(_) => Err(Fault::malformed(format!("durability: {wire} is none"))),
+    }
+}
+
+/// The messages of one put, taken in with patience that ends.
+struct Incoming<S> {
+    stream: S,
+    /// Where the next message must begin.
+    at: u64,
+    /// What of the last message was not used yet.
+    rest: bytes::Bytes,
+}
+
+impl<S> Incoming<S>
+where
+    S: Stream<Item = Result<proto::PutRequest, Status>> + Unpin,
+{
+    async fn message(&mut self) -> Outcome<Option<proto::put_request::Part>> {
+        let next = tokio::time::timeout(limits::STALL, self.stream.next()).await;
+        match next.map_err(|_| Fault::late("the next message of the put did not come in time"))? {
+            None => Ok(None),
+            Some(Ok(message)) => {
+                message.part.map(Some).ok_or_else(|| Fault::malformed("a message of a put without a part"))
+            }
+            Some(Err(status)) => Err(broken(&status)),
+        }
+    }
+
+    async fn header(&mut self) -> Outcome<proto::PutHeader> {
+        match self.message().await? {
+            Some(proto::put_request::Part::Header(header)) => Ok(header),
+            Some(_) => Err(Fault::malformed("a put begins with a header")),
+            None => Err(Fault::malformed("a put without a header")),
+        }
+    }
+
+    /// The next data message, whole, in order and undamaged.
+    async fn data(&mut self, call: &Call) -> Outcome<bytes::Bytes> {
+        let data = match self.message().await? {
+            Some(proto::put_request::Part::Data(data)) => data,
+            Some(_) => return Err(Fault::malformed("a second header in one put")),
+            None => {
+                return Err(Fault::malformed(format!(
+                    "the put ended after {} bytes: some are missing",
+                    self.at
+                )));
+            }
+        };
+        if data.offset != self.at {
+            return Err(Fault::malformed(format!("data at {} where {} is next", data.offset, self.at)));
+        }
+        if data.data.len() > limits::PUT_DATA_BYTES_MAX {
+            return Err(Fault::malformed("a message of a put has at most 4 MiB of data"));
+        }
+        let found = crc32fast::hash(&data.data);
+        if found != data.crc32 {
+            return Err(Fault::damaged(data.offset, data.crc32, found));
+        }
+        self.at += data.data.len() as u64;
+        call.bytes_in.fetch_add(data.data.len() as u64, Ordering::Relaxed);
+        call.caller.tenant.spend(data.data.len() as u64).await;
+        Ok(data.data)
+    }
+
+    /// Fills memory from the messages.
+    async fn fill(&mut self, call: &Call, pages: &Buf) -> Outcome<()> {
+        let mut filled = 0;
+        while filled < pages.len() {
+            if self.rest.is_empty() {
+                self.rest = self.data(call).await?;
+            }
+            let some = self.rest.split_to(self.rest.len().min(pages.len() - filled));
+            pages.copy_in(filled, &some);
+            filled += some.len();
+        }
+        Ok(())
+    }
+
+    /// Nothing may follow.
+    async fn end(&mut self) -> Outcome<()> {
+        if !self.rest.is_empty() || self.message().await?.is_some() {
+            return Err(Fault::malformed(format!("more bytes than the {} of the header's blocks", self.at)));
+        }
+        Ok(())
+    }
+}
+
+/// A stream that broke off: what the transport says of it, in the contract's kinds.
+fn broken(status: &Status) -> Fault {
+    match status.code() {
+        tonic::Code::Cancelled | tonic::Code::Unknown => Fault::busy("the connection broke off"),
+        tonic::Code::DeadlineExceeded => Fault::late(status.message()),
+        // Too large, not decodable, compressed in an unknown way.
+        _ => Fault::malformed(status.message()),
+    }
+}
+
+/// Puts that are on their way to disk, oldest first.
+#[derive(Default)]
+struct Pieces {
+    tickets: VecDeque<(usize, Ticket<Result<PutReply, Error>>)>,
+    outcomes: Vec<BlockOutcome>,
+}
+
+impl Pieces {
+    async fn take_until(&mut self, left: usize) -> Outcome<()> {
+        while self.tickets.len() > left {
+            let Some((blocks, ticket)) = self.tickets.pop_front() else { return Ok(()) };
+            match ticket.await {
+                Ok(Ok(reply)) => self.outcomes.extend(reply.outcomes),
+                // What an earlier piece stored is stored: the answer is given block by block.
+                Ok(Err(error)) if !self.outcomes.is_empty() => {
+                    self.outcomes.extend(std::iter::repeat_n(BlockOutcome::Refused(error.0), blocks));
+                }
+                Ok(Err(error)) => return Err(error.into()),
+                Err(_) => return Err(Fault::busy("the store is closing")),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Serves one put.
+pub(super) async fn put<S>(call: Arc<Call>, stream: S) -> Outcome<proto::PutReply>
+where
+    S: Stream<Item = Result<proto::PutRequest, Status>>,
+{
+    let mut incoming = Incoming { stream: pin!(stream), at: 0, rest: bytes::Bytes::new() };
+    let header = incoming.header().await?;
+    let upload = Upload::check(&call, header)?;
+    let mut pieces = Pieces::default();
+    let each = upload.piece_blocks();
+    for (number, keys) in upload.keys.chunks(each).enumerate() {
+        let bytes = upload.shape.block_bytes().saturating_mul(keys.len() as u64);
+        // Memory is asked for when there is something to put into it, not for a client that only announces.
+        if incoming.rest.is_empty() {
+            incoming.rest = incoming.data(&call).await?;
+        }
+        let wait = tokio::time::timeout(limits::WAIT, call.node.memory.take(bytes)).await;
+        let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
+        let pages = pages.ok_or(Reason::TooMany("bytes"))?;
+        let filled = tokio::time::timeout(limits::PIECE_PATIENCE, incoming.fill(&call, &pages)).await;
+        filled.map_err(|_| Fault::late("the bytes of the put came too slowly"))??;
+        let request = upload.request(number * each, keys, pages, &call)?;
+        pieces.tickets.push_back((keys.len(), call.node.store().put(request)));
+        pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
+    }
+    incoming.end().await?;
+    pieces.take_until(0).await?;
+    Ok(proto::PutReply { outcomes: pieces.outcomes.iter().map(outcome).collect() })
+}
+
+fn outcome(outcome: &BlockOutcome) -> proto::PutOutcome {
+    use proto::put_outcome::What;
+    let (what, error) = match outcome {
+        BlockOutcome::Stored => (What::Stored, None),
+        BlockOutcome::AlreadyThere => (What::AlreadyThere, None),
+        BlockOutcome::InFlight => (What::InFlight, None),
+        BlockOutcome::Refused(reason) => (What::Refused, Some(fault::detail(reason))),
+    };
+    proto::PutOutcome { what: what.into(), error }
+}

@@ -1,0 +1,111 @@
+//! The transport: connections, TLS, windows, health and reflection.
+
+use std::sync::Arc;
+
+use tokio::net::{TcpListener, UnixListener};
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::server::{Router, TcpIncoming};
+use tonic::transport::{Certificate, Server, ServerTlsConfig};
+use tower::layer::util::{Identity as NoLayer, Stack};
+
+use super::call::Door;
+use super::limits;
+use super::services::{Reads, Services};
+use crate::node::Node;
+use crate::proto;
+
+/// Who the server is, and whom it trusts.
+#[derive(Clone)]
+pub struct Identity {
+    /// Its certificate chain, PEM.
+    pub certificate: Vec<u8>,
+    /// Its key, PEM.
+    pub key: Vec<u8>,
+    /// Clients must have a certificate of this authority, PEM.
+    pub client_authority: Option<Vec<u8>>,
+}
+
+impl std::fmt::Debug for Identity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Identity(redacted, client certificates: {})", self.client_authority.is_some())
+    }
+}
+
+/// Where clients come in.
+#[derive(Debug, Default)]
+pub struct Listeners {
+    /// Over the network, with TLS if there is an identity.
+    pub tcp: Option<TcpListener>,
+    /// On this host, without TLS; the same tokens are asked for.
+    pub unix: Option<UnixListener>,
+    /// For the network.
+    pub tls: Option<Identity>,
+}
+
+/// Serves until a drain is asked for, then ends what is under way. Connections are closed when their calls have
+/// ended.
+pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::transport::Error> {
+    let Listeners { tcp, unix, tls } = listeners;
+    let over_tcp = async {
+        let Some(listener) = tcp else { return Ok(()) };
+        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+        let server = router(&node, tls)?;
+        server.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
+    };
+    let over_unix = async {
+        let Some(listener) = unix else { return Ok(()) };
+        let incoming = UnixListenerStream::new(listener);
+        router(&node, None)?.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
+    };
+    let (tcp, unix) = tokio::join!(over_tcp, over_unix);
+    tcp.and(unix)
+}
+
+/// The transport's settings: also those of the bare server that this one is measured beside.
+pub(crate) fn transport() -> Server {
+    Server::builder()
+        .initial_stream_window_size(limits::STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(limits::CONNECTION_WINDOW_BYTES)
+        .max_concurrent_streams(limits::STREAMS_PER_CONNECTION)
+        .max_frame_size(limits::HTTP_FRAME_BYTES)
+        .http2_max_header_list_size(limits::HEADER_BYTES_MAX)
+        .http2_keepalive_interval(Some(limits::KEEPALIVE))
+        .http2_keepalive_timeout(Some(limits::KEEPALIVE))
+        .tcp_nodelay(true)
+}
+
+fn router(
+    node: &Arc<Node>,
+    tls: Option<Identity>,
+) -> Result<Router<Stack<Door, NoLayer>>, tonic::transport::Error> {
+    let mut server = transport();
+    if let Some(identity) = tls {
+        let own = tonic::transport::Identity::from_pem(&identity.certificate, &identity.key);
+        let mut config = ServerTlsConfig::new().identity(own);
+        if let Some(authority) = &identity.client_authority {
+            config = config.client_ca_root(Certificate::from_pem(authority));
+        }
+        server = server.tls_config(config)?;
+    }
+    let bounded = limits::MESSAGE_BYTES_MAX;
+    let (health_reporter, health) = tonic_health::server::health_reporter();
+    drop(health_reporter);
+    let reflection = tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .build_v1();
+    let router = server
+        .layer(Door::new(Arc::clone(node)))
+        .add_service(health)
+        .add_service(Reads)
+        .add_service(proto::models_server::ModelsServer::new(Services).max_decoding_message_size(bounded))
+        .add_service(proto::store_server::StoreServer::new(Services).max_decoding_message_size(bounded))
+        .add_service(proto::admin_server::AdminServer::new(Services).max_decoding_message_size(bounded));
+    Ok(match reflection {
+        Ok(reflection) => router.add_service(reflection),
+        Err(error) => {
+            tracing::warn!(%error, "the contract cannot be reflected");
+            router
+        }
+    })
+}

@@ -1,0 +1,208 @@
+//! The services: each method hands its message to the one function that serves it.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use http_body::Body as _;
+use kvarts_store::api::Order;
+use prost::Message;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::body::Body;
+use tonic::server::NamedService;
+use tonic::{Code, Request, Response, Status, Streaming};
+use tower::Service;
+
+use super::call::{Call, answer};
+use super::fault::{Fault, Outcome};
+use super::frame::ReadBody;
+use super::read::Download;
+use super::{admin, calls, limits, put, read, watch};
+use crate::proto;
+use crate::proto::{admin_server::Admin, models_server::Models, store_server::Store};
+use std::sync::Arc;
+
+/// What a method gives.
+type Answer<T> = Result<Response<T>, Status>;
+
+/// All services but the reads. Whatever it needs comes with the call.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Services;
+
+#[tonic::async_trait]
+impl Models for Services {
+    async fn register_model(
+        &self,
+        request: Request<proto::RegisterModelRequest>,
+    ) -> Answer<proto::RegisterModelReply> {
+        answer(request, |call, wire| async move { calls::register_model(&call, wire) }).await
+    }
+
+    async fn list_models(
+        &self,
+        request: Request<proto::ListModelsRequest>,
+    ) -> Answer<proto::ListModelsReply> {
+        answer(request, |call, _| async move { Ok(calls::list_models(&call)) }).await
+    }
+}
+
+#[tonic::async_trait]
+impl Store for Services {
+    async fn put(&self, request: Request<Streaming<proto::PutRequest>>) -> Answer<proto::PutReply> {
+        answer(request, put::put).await
+    }
+
+    async fn r#match(&self, request: Request<proto::MatchRequest>) -> Answer<proto::MatchReply> {
+        answer(request, |call, wire| async move { calls::match_prefix(&call, wire) }).await
+    }
+
+    async fn exists(&self, request: Request<proto::ExistsRequest>) -> Answer<proto::ExistsReply> {
+        answer(request, |call, wire| async move { calls::exists(&call, wire) }).await
+    }
+
+    async fn unlock(&self, request: Request<proto::UnlockRequest>) -> Answer<proto::UnlockReply> {
+        answer(request, |call, wire| async move { Ok(calls::unlock(&call, &wire)) }).await
+    }
+
+    async fn pin(&self, request: Request<proto::PinRequest>) -> Answer<proto::PinReply> {
+        answer(request, |call, wire| async move { calls::pin(&call, wire) }).await
+    }
+
+    async fn unpin(&self, request: Request<proto::UnlockRequest>) -> Answer<proto::UnlockReply> {
+        answer(request, |call, wire| async move { Ok(calls::unlock(&call, &wire)) }).await
+    }
+
+    async fn set_ttl(&self, request: Request<proto::SetTtlRequest>) -> Answer<proto::SetTtlReply> {
+        answer(request, |call, wire| async move { calls::set_ttl(&call, wire) }).await
+    }
+
+    async fn set_default_ttl(
+        &self,
+        request: Request<proto::SetDefaultTtlRequest>,
+    ) -> Answer<proto::SetDefaultTtlReply> {
+        answer(request, |call, wire| async move { calls::set_default_ttl(&call, &wire) }).await
+    }
+
+    async fn renew(&self, request: Request<proto::RenewRequest>) -> Answer<proto::RenewReply> {
+        answer(request, |call, wire| async move { calls::renew(&call, &wire) }).await
+    }
+
+    async fn delete(&self, request: Request<proto::DeleteRequest>) -> Answer<proto::DeleteReply> {
+        answer(request, calls::delete).await
+    }
+}
+
+#[tonic::async_trait]
+impl Admin for Services {
+    type WatchStream = ReceiverStream<Result<proto::Event, Status>>;
+
+    async fn watch(&self, request: Request<proto::WatchRequest>) -> Answer<Self::WatchStream> {
+        answer(request, |call, wire| async move { Ok(watch::watch(call, &wire)) }).await
+    }
+
+    async fn stats(&self, request: Request<proto::StatsRequest>) -> Answer<proto::StatsReply> {
+        answer(request, |call, _| async move { Ok(admin::stats(&call)) }).await
+    }
+
+    async fn checkpoint(&self, request: Request<proto::CheckpointRequest>) -> Answer<proto::CheckpointReply> {
+        answer(request, |call, _| async move { admin::checkpoint(&call).await }).await
+    }
+
+    async fn compact(&self, request: Request<proto::CompactRequest>) -> Answer<proto::CompactReply> {
+        answer(request, |call, _| async move { admin::compact(&call).await }).await
+    }
+
+    async fn scrub(&self, request: Request<proto::ScrubRequest>) -> Answer<proto::ScrubReply> {
+        answer(request, |_, _| async move { admin::not_built("Scrub") }).await
+    }
+
+    async fn drain(&self, request: Request<proto::DrainRequest>) -> Answer<proto::DrainReply> {
+        answer(request, |call, _| async move { Ok(admin::drain(&call)) }).await
+    }
+
+    async fn set_budget(&self, request: Request<proto::SetBudgetRequest>) -> Answer<proto::SetBudgetReply> {
+        answer(request, |call, wire| async move { admin::set_budget(&call, &wire) }).await
+    }
+}
+
+/// The reads: a service of its own, because its answers are not copied into messages (see `frame`).
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reads;
+
+impl NamedService for Reads {
+    const NAME: &'static str = proto::reads_server::SERVICE_NAME;
+}
+
+impl Service<http::Request<Body>> for Reads {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        let order = match request.uri().path() {
+            "/kvarts.v1.Reads/Get" => Some(Order::Blocks),
+            "/kvarts.v1.Reads/GetLayers" => Some(Order::Layers),
+            _ => None,
+        };
+        let call = request.extensions_mut().remove::<Arc<Call>>();
+        Box::pin(async move {
+            let (Some(order), Some(call)) = (order, call) else {
+                return Ok(Status::unimplemented("there are Get and GetLayers").into_http());
+            };
+            Ok(start(&call, order, request.into_body()).await.unwrap_or_else(|fault| {
+                call.end(fault.code);
+                fault.status().into_http()
+            }))
+        })
+    }
+}
+
+/// Begins a read: what can be refused is refused before the first byte.
+async fn start(call: &Arc<Call>, order: Order, body: Body) -> Outcome<http::Response<Body>> {
+    let took = tokio::time::timeout(limits::STALL, one_message(body)).await;
+    let message = took.map_err(|_| Fault::late("the request did not come in time"))??;
+    let wire = proto::ReadRequest::decode(message)
+        .map_err(|error| Fault::malformed(format!("not a ReadRequest: {error}")))?;
+    let download = Download::check(call, order, wire)?;
+    let (to, incoming) = mpsc::channel(limits::FRAMES_WAITING);
+    tokio::spawn(read::run(Arc::clone(call), download, to));
+    let mut response = http::Response::new(Body::new(ReadBody::new(incoming)));
+    let kind = http::HeaderValue::from_static("application/grpc");
+    response.headers_mut().insert(http::header::CONTENT_TYPE, kind);
+    Ok(response)
+}
+
+/// The one message of a request's body.
+async fn one_message(body: Body) -> Outcome<Bytes> {
+    let mut body = std::pin::pin!(body);
+    let mut bytes = BytesMut::new();
+    while let Some(frame) = std::future::poll_fn(|context| body.as_mut().poll_frame(context)).await {
+        let frame = frame.map_err(|status| match status.code() {
+            Code::Cancelled | Code::Unknown | Code::Internal => Fault::busy("the connection broke off"),
+            _ => Fault::malformed(status.message()),
+        })?;
+        let Ok(data) = frame.into_data() else { continue };
+        bytes.extend_from_slice(&data);
+        if bytes.len() > limits::MESSAGE_BYTES_MAX {
+            return Err(Fault::malformed("the request is larger than any may be"));
+        }
+    }
+    if bytes.len() < 5 {
+        return Err(Fault::malformed("the request ended before it was whole"));
+    }
+    let compressed = bytes.get_u8();
+    let length = bytes.get_u32();
+    if compressed != 0 {
+        return Err(Fault::malformed("compressed requests are not taken"));
+    }
+    if u32::try_from(bytes.len()) != Ok(length) {
+        return Err(Fault::malformed(format!("a request of {length} bytes came with {}", bytes.len())));
+    }
+    Ok(bytes.freeze())
+}

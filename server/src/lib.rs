@@ -1,0 +1,27 @@
+//! What the `kvarts` program is made of: the daemon, its gRPC face, its clients, and the command line.
+//!
+//! The program itself is [`main`]. The rest is public so that tests and other programs can run a server inside
+//! their own process ([`daemon::Daemon`]) and talk to one ([`client::Client`]).
+
+mod bench;
+mod cli;
+pub mod client;
+mod compact_cmd;
+pub mod config;
+mod config_cmd;
+pub mod daemon;
+mod devices;
+mod files;
+mod fsck_cmd;
+mod gpu_cmd;
+pub mod grpc;
+mod human;
+pub mod metrics;
+mod model_cmd;
+pub mod node;
+mod offline;
+pub mod proto;
+mod serve_cmd;
+mod table;
+
+pub use cli::main;

@@ -1,0 +1,65 @@
+//! A door for Prometheus: `GET /metrics`, and `GET /health` for whoever restarts programs. Nothing else is served.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+
+use super::text;
+use crate::node::Node;
+
+/// The most bytes of a request that are read.
+const REQUEST_BYTES_MAX: usize = 8 << 10;
+/// How long a client may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Clients at a time.
+const CLIENTS_MAX: usize = 32;
+
+/// Serves until the future is dropped.
+pub async fn serve(listener: TcpListener, node: Arc<Node>) {
+    let turns = Arc::new(Semaphore::new(CLIENTS_MAX));
+    loop {
+        let Ok(turn) = Arc::clone(&turns).acquire_owned().await else { return };
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let node = Arc::clone(&node);
+                tokio::spawn(async move {
+                    // A client that is slow or gone gets nothing, and nobody needs to know.
+                    let _ = tokio::time::timeout(PATIENCE, answer(stream, &node)).await;
+                    drop(turn);
+                });
+            }
+            // Out of descriptors, for example: the next one may work.
+            Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+        }
+    }
+}
+
+async fn answer(mut stream: TcpStream, node: &Node) -> std::io::Result<()> {
+    let mut request = Vec::new();
+    let mut piece = [0; 1024];
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+        let read = stream.read(&mut piece).await?;
+        request.extend_from_slice(piece.get(..read).unwrap_or_default());
+        if read == 0 || request.len() > REQUEST_BYTES_MAX {
+            return Ok(());
+        }
+    }
+    let line = request.split(|&byte| byte == b'\r').next().unwrap_or_default();
+    let (status, kind, body) = match line {
+        line if line.starts_with(b"GET /metrics ") => {
+            ("200 OK", "text/plain; version=0.0.4; charset=utf-8", text::render(node))
+        }
+        line if line.starts_with(b"GET /health ") => ("200 OK", "text/plain", "ok\n".to_owned()),
+        _ => ("404 Not Found", "text/plain", "there are /metrics and /health\n".to_owned()),
+    };
+    let length = body.len();
+    let head = format!(
+        "HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).await?;
+    stream.write_all(body.as_bytes()).await?;
+    stream.shutdown().await
+}

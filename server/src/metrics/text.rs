@@ -1,0 +1,159 @@
+//! Metrics as Prometheus reads them.
+
+use std::fmt::{self, Write};
+
+use kvarts_store::rt::Clock;
+
+use super::{Counted, Metrics};
+use crate::node::Node;
+
+/// A label's value: quotes, backslashes and line ends are escaped.
+struct Value<'a>(&'a str);
+
+impl fmt::Display for Value<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.chars().try_for_each(|character| match character {
+            '"' => f.write_str("\\\""),
+            '\\' => f.write_str("\\\\"),
+            '\n' => f.write_str("\\n"),
+            other => f.write_char(other),
+        })
+    }
+}
+
+fn head(out: &mut String, name: &str, kind: &str, help: &str) {
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
+}
+
+fn one(out: &mut String, name: &str, kind: &str, help: &str, value: impl fmt::Display) {
+    head(out, name, kind, help);
+    let _ = writeln!(out, "{name} {value}");
+}
+
+/// Everything that there is to tell of a server.
+pub(super) fn render(node: &Node) -> String {
+    let mut out = String::with_capacity(16 << 10);
+    let Metrics(counted) = &*node.metrics;
+    calls(&mut out, &counted.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+    engine(&mut out, node);
+    memory(&mut out, node);
+    out
+}
+
+fn calls(out: &mut String, counted: &Counted) {
+    head(out, "kvarts_calls_total", "counter", "Calls that have ended, by how.");
+    for (name, calls) in &counted.calls {
+        for (how, count) in &calls.ended {
+            let (path, method, tenant) = (name.path, name.method, Value(&name.tenant));
+            let _ = writeln!(
+                out,
+                "kvarts_calls_total{{path=\"{path}\",method=\"{method}\",tenant=\"{tenant}\",ended=\"{}\"}} {count}",
+                Value(how)
+            );
+        }
+    }
+    head(out, "kvarts_call_seconds", "histogram", "How long calls took.");
+    for (name, calls) in &counted.calls {
+        let labels =
+            format!("path=\"{}\",method=\"{}\",tenant=\"{}\"", name.path, name.method, Value(&name.tenant));
+        let mut total = 0;
+        for (bound, count) in calls.took.cumulative() {
+            let bound = bound.map_or("+Inf".to_owned(), |bound| bound.to_string());
+            let _ = writeln!(out, "kvarts_call_seconds_bucket{{{labels},le=\"{bound}\"}} {count}");
+            total = count;
+        }
+        let _ = writeln!(out, "kvarts_call_seconds_sum{{{labels}}} {}", calls.took.sum());
+        let _ = writeln!(out, "kvarts_call_seconds_count{{{labels}}} {total}");
+    }
+    head(out, "kvarts_call_bytes_total", "counter", "Bytes of blocks that calls carried.");
+    for (name, calls) in &counted.calls {
+        for (direction, bytes) in [("in", calls.bytes_in), ("out", calls.bytes_out)] {
+            let (path, method, tenant) = (name.path, name.method, Value(&name.tenant));
+            let _ = writeln!(
+                out,
+                "kvarts_call_bytes_total{{path=\"{path}\",method=\"{method}\",tenant=\"{tenant}\",direction=\"{direction}\"}} {bytes}"
+            );
+        }
+    }
+    head(out, "kvarts_calls_under_way", "gauge", "Calls that have begun and not ended.");
+    for (method, count) in &counted.under_way {
+        let _ = writeln!(out, "kvarts_calls_under_way{{method=\"{method}\"}} {count}");
+    }
+    head(out, "kvarts_calls_refused_total", "counter", "Calls that were not let in, by what was missing.");
+    for ((method, want), count) in &counted.refused {
+        let _ = writeln!(out, "kvarts_calls_refused_total{{method=\"{method}\",want=\"{want}\"}} {count}");
+    }
+    one(out, "kvarts_blocks_delivered_total", "counter", "Blocks that reads delivered.", counted.hits);
+    head(
+        out,
+        "kvarts_blocks_missed_total",
+        "counter",
+        "Blocks that were asked for and not delivered, by reason.",
+    );
+    for (reason, count) in &counted.misses {
+        let _ = writeln!(out, "kvarts_blocks_missed_total{{reason=\"{reason}\"}} {count}");
+    }
+    head(out, "kvarts_clients", "gauge", "Clients by the mode they are in.");
+    for (mode, count) in &counted.modes {
+        let _ = writeln!(out, "kvarts_clients{{mode=\"{mode}\"}} {count}");
+    }
+}
+
+/// What the engine has counted since it was opened, by name.
+pub(crate) fn engine_counts(counts: &kvarts_store::engine::Counts) -> [(&'static str, u64); 12] {
+    [
+        ("blocks_stored", counts.blocks_stored),
+        ("blocks_deduplicated", counts.blocks_deduplicated),
+        ("blocks_refused", counts.blocks_refused),
+        ("payload_bytes_stored", counts.payload_bytes_stored),
+        ("record_bytes_written", counts.record_bytes_written),
+        ("blocks_read", counts.blocks_read),
+        ("device_bytes_read", counts.device_bytes_read),
+        ("bytes_shared", counts.bytes_shared),
+        ("chunks_damaged", counts.chunks_damaged),
+        ("blocks_quarantined", counts.blocks_quarantined),
+        ("segments_recycled", counts.segments_recycled),
+        ("blocks_evicted", counts.blocks_evicted),
+    ]
+}
+
+fn engine(out: &mut String, node: &Node) {
+    let stats = node.engine.stats();
+    for (name, value) in engine_counts(&stats.counts) {
+        let name = format!("kvarts_engine_{name}_total");
+        one(out, &name, "counter", "See `kvarts stat`; since the store was opened.", value);
+    }
+    one(out, "kvarts_disk_budget_bytes", "gauge", "Bytes that may be on disk.", stats.budget_bytes);
+    one(out, "kvarts_disk_allocated_bytes", "gauge", "Bytes that are on disk.", stats.allocated_bytes);
+    let free = stats.budget_bytes.saturating_sub(stats.allocated_bytes);
+    one(out, "kvarts_disk_free_bytes", "gauge", "Bytes of the budget that are not on disk.", free);
+    let payload = stats.counts.payload_bytes_stored;
+    let amplification = stats.counts.record_bytes_written as f64 / payload.max(1) as f64;
+    let help = "Bytes written by bytes that clients put.";
+    one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
+    let reports = node.engine.recovery();
+    let sum =
+        |field: fn(&kvarts_store::engine::RecoveryReport) -> u64| reports.iter().map(field).sum::<u64>();
+    let recovered = sum(|report| report.blocks);
+    one(out, "kvarts_recovery_blocks", "gauge", "Blocks that the last start found.", recovered);
+    let problems = sum(|report| report.problems);
+    one(out, "kvarts_recovery_problems", "gauge", "Problems that the last start found.", problems);
+    let scanned = sum(|report| report.scanned_bytes);
+    one(out, "kvarts_recovery_scanned_bytes", "gauge", "Bytes that the last start scanned.", scanned);
+}
+
+fn memory(out: &mut String, node: &Node) {
+    head(out, "kvarts_request_memory_bytes", "gauge", "Memory of requests, by part: used, most used, all.");
+    for (part, usage) in ["large", "small"].into_iter().zip(node.memory.usage()) {
+        for (what, bytes) in [("used", usage.used), ("most", usage.used_max), ("all", usage.total)] {
+            let _ = writeln!(out, "kvarts_request_memory_bytes{{part=\"{part}\",what=\"{what}\"}} {bytes}");
+        }
+    }
+    one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", node.calls());
+    let clock: &dyn Clock = &**node.clock();
+    let seconds = clock.unix_millis() as f64 / 1000.0;
+    one(out, "kvarts_time_seconds", "gauge", "The server's wall clock.", seconds);
+    head(out, "kvarts_build_info", "gauge", "Which program this is.");
+    let _ = writeln!(out, "kvarts_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
+}

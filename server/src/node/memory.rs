@@ -1,0 +1,112 @@
+//! The memory that requests share: one arena, made at the start, never grown.
+//!
+//! Reads up to a certain size have a part of it to themselves, so that a small one does not wait behind large
+//! ones. Who finds it full waits. A piece comes back when the last user of it is done: the device, the engine, or
+//! the connection that sends it.
+
+use std::io;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use kvarts_store::io::arena::{Arena, ArenaUse};
+use kvarts_store::io::{Buf, Region};
+
+/// The part of all memory that small requests have to themselves: one in so many bytes.
+const SMALL_PART: usize = 8;
+
+/// The arenas.
+#[derive(Clone, Debug)]
+pub struct Memory {
+    main: Arena,
+    small: Arena,
+    small_max: u64,
+}
+
+impl Memory {
+    /// Takes the memory now; `small_max` is the largest request that counts as small.
+    pub fn new(bytes: usize, small_max: u64) -> io::Result<Self> {
+        let small = bytes / SMALL_PART;
+        let arena = |bytes| Region::anonymous(bytes).map(Arena::new);
+        Ok(Self { main: arena(bytes - small)?, small: arena(small)?, small_max })
+    }
+
+    /// The regions, for registering them with the engine.
+    pub fn regions(&self) -> [&Arc<Region>; 2] {
+        [self.main.region(), self.small.region()]
+    }
+
+    /// The largest piece that one request may ask for: a quarter, so that none can starve all others.
+    pub fn piece_max(&self) -> u64 {
+        self.main.usage().total as u64 / 4
+    }
+
+    /// A piece of exactly `len` bytes as soon as there is room; none if it is larger than any may be.
+    pub async fn take(&self, len: u64) -> Option<Buf> {
+        let bytes = usize::try_from(len).ok()?;
+        if len <= self.small_max {
+            return self.small.take(bytes).await;
+        }
+        if len > self.piece_max() {
+            return None;
+        }
+        self.main.take(bytes).await
+    }
+
+    /// How full they are: the main one and the small one.
+    pub fn usage(&self) -> [ArenaUse; 2] {
+        [self.main.usage(), self.small.usage()]
+    }
+}
+
+/// Bytes of a request's memory that nobody writes any more: they can be sent as they are.
+#[derive(Debug)]
+pub struct Frozen(Buf);
+
+impl Frozen {
+    /// The bytes of `buf`, shared and not copied.
+    ///
+    /// # Safety
+    /// Nobody may write to these bytes until the result and all its clones are gone: the read that filled them has
+    /// announced them, and this process gave the memory to nobody else.
+    #[allow(unsafe_code, reason = "the one place where filled memory becomes bytes to send")]
+    pub unsafe fn bytes(buf: Buf) -> Bytes {
+        Bytes::from_owner(Self(buf))
+    }
+}
+
+impl AsRef<[u8]> for Frozen {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: the range is mapped for as long as the `Buf` in `self` lives, and whoever made this promised in
+        // `Frozen::bytes` that nobody writes to it meanwhile.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvarts_store::rt::blocking::block_on;
+
+    #[test]
+    fn frozen_bytes_keep_their_piece_and_give_it_back_at_the_end() {
+        let memory = Memory::new(1 << 20, 4096).unwrap();
+        let buf = block_on(memory.take(8192)).unwrap();
+        buf.fill(7);
+        // SAFETY: nobody else has the piece.
+        let bytes = unsafe { Frozen::bytes(buf) };
+        let part = bytes.slice(100..200);
+        drop(bytes);
+        assert_eq!((&part[..], memory.usage()[0].used), (&[7u8; 100][..], 8192));
+        drop(part);
+        assert_eq!(memory.usage()[0].used, 0);
+    }
+
+    #[test]
+    fn small_requests_have_their_own_and_none_may_take_all() {
+        let memory = Memory::new(1 << 20, 4096).unwrap();
+        let _small = block_on(memory.take(4096)).unwrap();
+        assert_eq!(memory.usage().map(|usage| usage.used), [0, 4096]);
+        assert!(block_on(memory.take(memory.piece_max() + 1)).is_none());
+        assert!(block_on(memory.take(u64::MAX)).is_none());
+    }
+}

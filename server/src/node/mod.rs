@@ -1,0 +1,148 @@
+//! What a running server is, whatever its clients speak: the store, who may use it, which models and leases are
+//! whose, and the memory that requests share.
+//!
+//! Tenants are kept apart here, in two ways that do not depend on each other: the identity of each model carries
+//! the tenant's salt, so equal models of two tenants are two namespaces; and a namespace is only found for the
+//! tenant that registered it, whatever a request claims. What belongs to somebody else is answered exactly as what
+//! does not exist.
+
+pub mod auth;
+mod leases;
+mod memory;
+mod models;
+mod shares;
+pub mod tenant;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use kvarts_store::api::KvStore;
+use kvarts_store::engine::Store;
+use kvarts_store::rt::{Clock, Entropy};
+use tokio::sync::Notify;
+
+pub use auth::{Caller, Right, Rights};
+pub use leases::Leases;
+pub use memory::{Frozen, Memory};
+pub use models::{Model, Models};
+pub use tenant::Tenant;
+
+use crate::metrics::Metrics;
+
+/// A running server's insides.
+#[derive(Debug)]
+pub struct Node {
+    /// The engine.
+    pub engine: Store,
+    /// Who may do what.
+    pub gate: auth::Gate,
+    /// Which models are known, and whose they are.
+    pub models: Models,
+    /// Which leases are held, and whose they are.
+    pub leases: Leases,
+    /// Memory of requests.
+    pub memory: Memory,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// What was decided at the start.
+    pub notes: Vec<String>,
+    entropy: Arc<dyn Entropy>,
+    draining: AtomicBool,
+    drain: Notify,
+    /// Calls that have begun and not ended.
+    calls: AtomicU64,
+    idle: Notify,
+}
+
+/// A call that is under way, for as long as it lives.
+#[derive(Debug)]
+pub struct UnderWay(Arc<Node>);
+
+impl Node {
+    /// A server around an open engine.
+    pub fn new(
+        engine: Store,
+        gate: auth::Gate,
+        memory: Memory,
+        entropy: Arc<dyn Entropy>,
+        notes: Vec<String>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            engine,
+            gate,
+            models: Models::default(),
+            leases: Leases::default(),
+            memory,
+            metrics: Arc::new(Metrics::default()),
+            notes,
+            entropy,
+            draining: AtomicBool::new(false),
+            drain: Notify::new(),
+            calls: AtomicU64::new(0),
+            idle: Notify::new(),
+        })
+    }
+
+    /// The store as its clients see it.
+    pub fn store(&self) -> &dyn KvStore {
+        &self.engine
+    }
+
+    /// The clock of deadlines and leases.
+    pub fn clock(&self) -> &Arc<dyn Clock> {
+        self.engine.clock()
+    }
+
+    /// A number that nobody can guess.
+    pub fn secret_number(&self) -> u64 {
+        let mut bytes = [0; 8];
+        self.entropy.fill(&mut bytes);
+        u64::from_le_bytes(bytes)
+    }
+
+    /// Counts a call, or nothing if no more are taken.
+    pub fn begin(self: &Arc<Self>) -> Option<UnderWay> {
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        let under_way = UnderWay(Arc::clone(self));
+        (!self.draining.load(Ordering::SeqCst)).then_some(under_way)
+    }
+
+    /// Takes no more calls from now on.
+    pub fn start_drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+        self.drain.notify_waiters();
+    }
+
+    /// Returns when somebody asked for a drain.
+    pub async fn drain_asked(&self) {
+        // Made before the look, so that an asking in between is heard.
+        let asked = self.drain.notified();
+        if !self.draining.load(Ordering::SeqCst) {
+            asked.await;
+        }
+    }
+
+    /// Returns when no call is under way.
+    pub async fn idle(&self) {
+        loop {
+            let ended = self.idle.notified();
+            if self.calls.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            ended.await;
+        }
+    }
+
+    /// Calls that are under way.
+    pub fn calls(&self) -> u64 {
+        self.calls.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        if self.0.calls.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.idle.notify_waiters();
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! Models that clients registered, each for the tenant that did.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
+use kvarts_store::api::KvStore;
+use kvarts_store::error::{Error, Reason};
+
+use super::Caller;
+
+/// A model of one tenant.
+#[derive(Debug)]
+pub struct Model {
+    /// Its name in all requests.
+    pub namespace: NamespaceId,
+    /// What decides its bytes.
+    pub identity: Identity,
+    /// What moves bytes.
+    pub geometry: Geometry,
+}
+
+impl Model {
+    /// The bytes of a block of a column; refused if the model has no such state.
+    pub fn shape(&self, group: Group, coordinate: Coordinate) -> Result<BlockShape, Reason> {
+        let shape = self.geometry.shape(group, coordinate, self.identity.block_tokens);
+        shape.map_err(|error| Reason::Shape(error.to_string()))
+    }
+}
+
+/// The models of all tenants.
+#[derive(Debug, Default)]
+pub struct Models(RwLock<BTreeMap<(u32, NamespaceId), Arc<Model>>>);
+
+impl Models {
+    /// Registers a model with the store, for the caller's tenant. `max` bounds how many a tenant may have.
+    pub fn register(
+        &self,
+        store: &dyn KvStore,
+        caller: &Caller,
+        identity: Identity,
+        geometry: Geometry,
+        max: usize,
+    ) -> Result<Arc<Model>, Error> {
+        let tenant = caller.tenant.number;
+        let id = identity.namespace_id().map_err(|error| Reason::Identity(error.to_string()))?;
+        if let Some(model) = self.find(caller, id)
+            && model.geometry == geometry
+        {
+            return Ok(model);
+        }
+        if self.all(caller).len() >= max {
+            return Err(Reason::TooMany("models").into());
+        }
+        let namespace = store.register(&identity, &geometry)?;
+        let model = Arc::new(Model { namespace, identity, geometry });
+        let mut models = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        models.insert((tenant, namespace), Arc::clone(&model));
+        Ok(model)
+    }
+
+    /// The caller's model of this name. Another tenant's is as unknown as one that nobody registered.
+    pub fn get(&self, caller: &Caller, namespace: NamespaceId) -> Result<Arc<Model>, Reason> {
+        self.find(caller, namespace).ok_or(Reason::UnknownNamespace(namespace))
+    }
+
+    /// All models of the caller's tenant.
+    pub fn all(&self, caller: &Caller) -> Vec<Arc<Model>> {
+        let tenant = caller.tenant.number;
+        let models = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let first = (tenant, NamespaceId([0; 32]));
+        let last = (tenant, NamespaceId([0xff; 32]));
+        models.range(first..=last).map(|(_, model)| Arc::clone(model)).collect()
+    }
+
+    fn find(&self, caller: &Caller, namespace: NamespaceId) -> Option<Arc<Model>> {
+        let models = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        models.get(&(caller.tenant.number, namespace)).cloned()
+    }
+}

@@ -1,0 +1,61 @@
+//! A share of a flow: so many bytes a second, with a second's worth in hand.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Bytes that may pass, refilled as time goes by. May be overdrawn: who overdraws it waits.
+#[derive(Debug)]
+pub(super) struct Bandwidth {
+    rate: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Negative: overdrawn.
+    left: f64,
+    at: Instant,
+}
+
+#[allow(clippy::disallowed_methods, reason = "flows of the network are outside the simulation")]
+fn now() -> Instant {
+    Instant::now()
+}
+
+impl Bandwidth {
+    /// At least one byte a second.
+    pub(super) fn new(rate: u64) -> Self {
+        let rate = rate.max(1);
+        Self { rate, state: Mutex::new(State { left: rate as f64, at: now() }) }
+    }
+
+    /// Takes these bytes and says how long to wait before the next are taken.
+    pub(super) fn spend(&self, bytes: u64) -> Duration {
+        self.spend_at(bytes, now())
+    }
+
+    fn spend_at(&self, bytes: u64, now: Instant) -> Duration {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let rate = self.rate as f64;
+        let gained = now.saturating_duration_since(state.at).as_secs_f64() * rate;
+        state.left = (state.left + gained).min(rate) - bytes as f64;
+        state.at = state.at.max(now);
+        if state.left >= 0.0 { Duration::ZERO } else { Duration::from_secs_f64(-state.left / rate) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_beyond_a_seconds_worth_wait_their_turn() {
+        let share = Bandwidth::new(1000);
+        let start = now();
+        assert_eq!(share.spend_at(1000, start), Duration::ZERO);
+        assert_eq!(share.spend_at(500, start), Duration::from_millis(500));
+        assert_eq!(share.spend_at(0, start + Duration::from_millis(500)), Duration::ZERO);
+        // A long rest fills one second's worth, not more.
+        assert_eq!(share.spend_at(2000, start + Duration::from_secs(60)), Duration::from_secs(1));
+    }
+}

@@ -1,0 +1,107 @@
+//! One tenant: its name, its salt, and its shares of what all tenants use.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvarts_layout::identity::TenantSalt;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::shares::Bandwidth;
+
+/// What a tenant may use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TenantLimits {
+    /// Bytes that its leases and pins may hold.
+    pub pin_bytes: u64,
+    /// Calls that may be under way at a time.
+    pub calls: usize,
+    /// Bytes a second, both ways together; none for no limit.
+    pub bandwidth: Option<u64>,
+}
+
+impl Default for TenantLimits {
+    fn default() -> Self {
+        Self { pin_bytes: 1 << 40, calls: 1024, bandwidth: None }
+    }
+}
+
+/// A tenant.
+pub struct Tenant {
+    /// Its name, in logs and metrics.
+    pub name: String,
+    /// Its number, by which the engine counts what it holds.
+    pub number: u32,
+    /// What keeps its namespaces apart from those of others. Empty where there is one tenant only.
+    pub salt: TenantSalt,
+    /// What it may use.
+    pub limits: TenantLimits,
+    turns: Arc<Semaphore>,
+    bandwidth: Option<Bandwidth>,
+}
+
+impl fmt::Debug for Tenant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tenant")
+            .field("name", &self.name)
+            .field("limits", &self.limits)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Tenant {
+    /// A tenant. `salt` is what the configuration says; without it one follows from the name.
+    pub fn new(name: &str, number: u32, salt: Option<Vec<u8>>, limits: TenantLimits) -> Arc<Self> {
+        let of_name = || blake3::derive_key("kvarts 2026 tenant salt v1", name.as_bytes()).to_vec();
+        Arc::new(Self {
+            name: name.to_owned(),
+            number,
+            salt: TenantSalt(salt.unwrap_or_else(of_name)),
+            turns: Arc::new(Semaphore::new(limits.calls)),
+            bandwidth: limits.bandwidth.map(Bandwidth::new),
+            limits,
+        })
+    }
+
+    /// The one tenant of a server that asks nobody for a token. Its namespaces are those of the embedded engine.
+    pub fn only() -> Arc<Self> {
+        Self::new("default", 0, Some(Vec::new()), TenantLimits::default())
+    }
+
+    /// One of the calls that the tenant may have under way, if one is left.
+    pub fn turn(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.turns).try_acquire_owned().ok()
+    }
+
+    /// Waits until these bytes are within the tenant's bandwidth.
+    pub async fn spend(&self, bytes: u64) {
+        if let Some(bandwidth) = &self.bandwidth {
+            let wait = bandwidth.spend(bytes);
+            if wait > Duration::ZERO {
+                tokio::time::sleep(wait).await;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn salts_differ_by_name_and_the_only_tenant_has_none() {
+        let tenant = |name| Tenant::new(name, 1, None, TenantLimits::default());
+        assert_ne!(tenant("a").salt, tenant("b").salt);
+        assert_eq!(tenant("a").salt, tenant("a").salt);
+        assert!(Tenant::only().salt.is_empty());
+    }
+
+    #[test]
+    fn a_tenant_has_as_many_turns_as_it_was_given() {
+        let tenant = Tenant::new("a", 1, None, TenantLimits { calls: 2, ..TenantLimits::default() });
+        let (first, second) = (tenant.turn(), tenant.turn());
+        assert!(first.is_some() && second.is_some() && tenant.turn().is_none());
+        drop(first);
+        assert!(tenant.turn().is_some());
+    }
+}

@@ -1,0 +1,99 @@
+//! Runs the real `kvarts compact`: exit codes, what it prints, and what it refuses.
+#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use kvarts_store::home::{Home, HomeOptions};
+use serde_json::Value;
+
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvarts-compact-cli-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn store(&self) -> PathBuf {
+        let path = self.0.join("store");
+        Home::open(&options(&path)).unwrap().close().unwrap();
+        path
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn options(path: &Path) -> HomeOptions {
+    HomeOptions { directories: vec![path.to_owned()], ..HomeOptions::default() }
+}
+
+fn kvarts(arguments: &[&str], directory: &Path) -> (i32, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+    let output = command.arg(arguments[0]).arg(directory).args(&arguments[1..]).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn a_sound_store_is_compacted_with_exit_code_0_and_silently() {
+    let scratch = Scratch::new("sound");
+    let store = scratch.store();
+    let (code, out, err) = kvarts(&["compact", "--dry-run"], &store);
+    assert_eq!((code, err.as_str()), (0, ""), "{out}");
+    let (code, out, err) = kvarts(&["compact", "--json"], &store);
+    assert_eq!((code, err.as_str()), (0, ""), "{out}");
+    let json: Value = serde_json::from_str(&out).unwrap();
+    for field in
+        ["live_blocks", "segments_before", "segments_after", "bytes_written", "gib_per_s", "graves_after"]
+    {
+        assert!(json.get(field).is_some(), "{field} in {out}");
+    }
+    let (code, out, _) = kvarts(&["compact"], &store);
+    assert!(code == 0 && out.contains("live blocks"), "{out}");
+    Home::open(&options(&store)).unwrap().close().unwrap();
+}
+
+#[test]
+fn a_new_store_goes_into_an_empty_directory_only() {
+    let scratch = Scratch::new("to");
+    let (store, new) = (scratch.store(), scratch.0.join("new"));
+    let to = new.to_str().unwrap();
+    assert_eq!(kvarts(&["compact", "--to", to, "--shards", "3", "--zstd"], &store).0, 0);
+    assert_eq!(kvarts(&["fsck", "--deep"], &new).0, 0);
+    Home::open(&options(&new)).unwrap().close().unwrap();
+    let (code, out, err) = kvarts(&["compact", "--to", to], &store);
+    assert_eq!((code, out.as_str(), err.lines().count()), (2, "", 1), "{err}");
+    assert!(err.contains("not empty"), "{err}");
+    assert_eq!(kvarts(&["compact", "--shards", "3"], &store).0, 2, "only of a new store");
+    assert_eq!(
+        kvarts(&["compact", "--to", scratch.0.join("x").to_str().unwrap(), "--shards", "65"], &store).0,
+        2
+    );
+}
+
+#[test]
+fn what_is_open_or_damaged_or_no_store_is_refused() {
+    let scratch = Scratch::new("refused");
+    let store = scratch.store();
+    let home = Home::open(&options(&store)).unwrap();
+    let (code, _, err) = kvarts(&["compact"], &store);
+    assert!(code == 2 && err.contains("in use"), "{code} {err}");
+    home.close().unwrap();
+    let path = store.join("superblock");
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[4200] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    for arguments in [&["compact"][..], &["compact", "--json"]] {
+        let (code, out, _) = kvarts(arguments, &store);
+        assert!(code == 1 && out.contains("kvarts fsck"), "{code} {out}");
+    }
+    let (code, out, err) = kvarts(&["compact"], &scratch.0);
+    assert_eq!((code, out.as_str(), err.lines().count()), (2, "", 1), "{err}");
+    assert!(!scratch.0.join("lock").exists(), "it left something in a directory that is no store's");
+}

@@ -1,0 +1,246 @@
+//! The program itself as a server: it starts with nothing, says where it is, stops cleanly, and survives being killed.
+#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
+use kvarts_server::client::{Client, ConnectOptions};
+use kvarts_store::api::{
+    BlockOutcome, Durability, KvStore, Order, Parent, Placed, PutRequest, ReadRequest, Verify,
+};
+use kvarts_store::io::{Buf, Region};
+use kvarts_store::rt::Class;
+use kvarts_store::rt::blocking::block_on;
+
+const PAGE: u64 = 4096;
+
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvarts-process-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A server in a process of its own; killed when dropped.
+struct Server {
+    child: Child,
+    grpc: String,
+    socket: String,
+}
+
+fn command(directory: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+    command.current_dir(directory).args([
+        "serve",
+        "--listen-grpc",
+        "127.0.0.1:0",
+        "--listen-metrics",
+        "none",
+    ]);
+    command.args(["--budget", "32 MiB", "--segment", "256 KiB", "--memory", "64 MiB"]);
+    command
+}
+
+impl Server {
+    fn start(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let word = |name: &str| {
+            let start = format!("{name}=");
+            line.split_whitespace().find_map(|word| word.strip_prefix(start.as_str())).map(str::to_owned)
+        };
+        let words = word("grpc").zip(word("socket"));
+        let (grpc, socket) = words.unwrap_or_else(|| panic!("no place in {line:?}"));
+        Self { child, grpc, socket }
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(&ConnectOptions::to(format!("http://{}", self.grpc))).unwrap()
+    }
+
+    fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args([name, &pid]).status().unwrap().success());
+    }
+
+    fn wait(mut self) -> Option<i32> {
+        self.child.wait().unwrap().code()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn identity() -> Identity {
+    let text = |text: &str| text.to_owned();
+    Identity {
+        model: text("pages"),
+        revision: text("1"),
+        tokenizer: text("none"),
+        adapter: text("none"),
+        kv_dtype: text("bf16"),
+        quantisation: Quantisation { recipe: text("none"), scales: text("none") },
+        rope: text("none"),
+        window: text("none"),
+        arrangement: Arrangement { engine: text("test"), layout: text("flat"), version: text("1") },
+        block_tokens: 16,
+        spec_fingerprint: Geometry::opaque(PAGE).unwrap().fingerprint(),
+        tenant_salt: TenantSalt(Vec::new()),
+        extras: Default::default(),
+    }
+}
+
+fn register(client: &Client) -> NamespaceId {
+    client.register(&identity(), &Geometry::opaque(PAGE).unwrap()).unwrap()
+}
+
+fn memory(byte: u8) -> (Buf, Placed) {
+    let buf = Buf::new(&Region::anonymous(PAGE as usize).unwrap(), 0, PAGE as usize).unwrap();
+    buf.fill(byte);
+    let placed = Placed::blocks(&BlockShape::opaque(PAGE).unwrap(), buf.clone(), 1).unwrap();
+    (buf, placed)
+}
+
+fn put(client: &Client, namespace: NamespaceId, byte: u8) {
+    let request = PutRequest {
+        namespace,
+        group: Group(0),
+        coordinate: Coordinate::Replicated,
+        parent: Parent::Unknown,
+        first_block: None,
+        keys: vec![BlockKey([byte; 32])],
+        from: memory(byte).1,
+        layout: None,
+        durability: Durability::Durable,
+        expires_after: None,
+        origins: None,
+        deadline: None,
+    };
+    let reply = block_on(client.put(request)).unwrap().unwrap();
+    assert_eq!(reply.outcomes, [BlockOutcome::Stored]);
+}
+
+fn expect(client: &Client, namespace: NamespaceId, byte: u8) {
+    let (buf, into) = memory(0);
+    let request = ReadRequest {
+        namespace,
+        group: Group(0),
+        coordinate: Coordinate::Replicated,
+        keys: vec![BlockKey([byte; 32])],
+        layers: None,
+        order: Order::Blocks,
+        into,
+        verify: Verify::Always,
+        class: Class::Foreground,
+        deadline: None,
+    };
+    assert_eq!(client.read(request).unwrap().wait_blocking().usable_blocks, 1);
+    assert_eq!(buf.to_vec(), vec![byte; PAGE as usize]);
+}
+
+#[test]
+fn what_was_acknowledged_survives_a_kill_and_a_clean_stop() {
+    let scratch = Scratch::new("kill");
+    let server = Server::start(command(&scratch.0));
+    let client = server.client();
+    let namespace = register(&client);
+    put(&client, namespace, 1);
+    server.signal("-KILL");
+    assert_eq!(server.wait(), None, "it was killed");
+    // What the killed one left behind (a lock, a socket) is in nobody's way.
+    let server = Server::start(command(&scratch.0));
+    let client = server.client();
+    let namespace = register(&client);
+    expect(&client, namespace, 1);
+    put(&client, namespace, 2);
+    server.signal("-TERM");
+    assert_eq!(server.wait(), Some(0));
+    let server = Server::start(command(&scratch.0));
+    let over_socket = ConnectOptions::to(format!("unix:{}", scratch.0.join(&server.socket).display()));
+    let client = Client::connect(&over_socket).unwrap();
+    let namespace = register(&client);
+    expect(&client, namespace, 1);
+    expect(&client, namespace, 2);
+    let stats = client.stats().unwrap();
+    assert_eq!(stats.recovery.iter().map(|shard| shard.blocks).sum::<u64>(), 2);
+    // A drain that a client asks for is the same clean stop.
+    client.drain().unwrap();
+    assert_eq!(server.wait(), Some(0));
+}
+
+#[test]
+fn two_servers_do_not_share_a_directory() {
+    let scratch = Scratch::new("two");
+    let _first = Server::start(command(&scratch.0));
+    let second = command(&scratch.0).output().unwrap();
+    assert_eq!(second.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&second.stderr).contains("is open in another process"));
+}
+
+#[test]
+fn the_service_manager_is_told_when_it_is_ready_and_when_it_stops() {
+    let scratch = Scratch::new("notify");
+    let path = scratch.0.join("notify.sock");
+    let manager = UnixDatagram::bind(&path).unwrap();
+    let mut command = command(&scratch.0);
+    command.env("NOTIFY_SOCKET", &path);
+    let server = Server::start(command);
+    let heard = || {
+        let mut bytes = [0; 64];
+        let length = manager.recv(&mut bytes).unwrap();
+        String::from_utf8_lossy(&bytes[..length]).into_owned()
+    };
+    assert_eq!(heard(), "READY=1");
+    server.signal("-TERM");
+    assert_eq!(heard(), "STOPPING=1");
+    assert_eq!(server.wait(), Some(0));
+}
+
+fn kvarts(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kvarts")).args(arguments).env_clear().output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn a_configuration_is_checked_and_shown_without_starting_anything() {
+    let scratch = Scratch::new("config");
+    let file = scratch.0.join("kvarts.toml");
+    std::fs::File::create(&file).unwrap().write_all(b"[store]\nbudget = '1 TiB'\n").unwrap();
+    let path = file.to_str().unwrap();
+    let shown = kvarts(&["config", "show", "--json", "--config", path, "--executors", "3"]);
+    let shown: serde_json::Value = serde_json::from_slice(&shown.stdout).unwrap();
+    let settings = shown["settings"].as_array().unwrap();
+    let from = |name: &str| settings.iter().find(|one| one["name"] == name).unwrap()["from"].clone();
+    assert_eq!((from("store.budget"), from("store.executors")), ("file".into(), "flag".into()));
+    assert_eq!(from("listen.grpc"), "default");
+    assert!(text(&kvarts(&["config", "check", "--config", path]).stdout).starts_with("good: "));
+    let open = kvarts(&["config", "check", "--listen-grpc", "0.0.0.0:7440"]);
+    assert_eq!(open.status.code(), Some(2));
+    assert!(text(&open.stderr).contains("anyone may read and write"));
+    let token = kvarts(&["config", "token", "--json"]);
+    let token: serde_json::Value = serde_json::from_slice(&token.stdout).unwrap();
+    assert_eq!(token["hash"].as_str().unwrap().len(), 64);
+}

@@ -1,0 +1,108 @@
+//! Blocks on their way into the index: sorted into the partitions that they go to while they are found.
+//!
+//! Recovery brings a million blocks in an order that means nothing to the index. Appending each to its partition's
+//! list writes a few hundred streams, which caches do well; then every partition is filled at once, and its table
+//! stays in the cache for as long as that takes.
+
+use super::groups::partition_of;
+use super::{BlockFingerprint, Heat, Index, Location, RecordError, RecordId, Slot, State, entry, write};
+use crate::index::Entry;
+
+/// A block that recovery found on disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Recovered {
+    /// The block.
+    pub print: BlockFingerprint,
+    /// Where it is.
+    pub location: Location,
+    /// How warm it was.
+    pub heat: Heat,
+}
+
+/// Blocks that are to go into one index.
+#[derive(Debug)]
+pub struct Gathering {
+    bits: u32,
+    partitions: Box<[Vec<Recovered>]>,
+    /// How many blocks came of each record, in turn.
+    runs: Vec<(RecordId, usize)>,
+    len: usize,
+}
+
+impl Gathering {
+    /// Adds a block. Those of one record should come one after another.
+    pub fn push(&mut self, found: Recovered) {
+        if let Some(partition) = self.partitions.get_mut(partition_of(found.print, self.bits)) {
+            partition.push(found);
+            self.len += 1;
+        }
+        match self.runs.last_mut() {
+            Some((record, blocks)) if *record == found.location.record => *blocks += 1,
+            _ => self.runs.push((found.location.record, 1)),
+        }
+    }
+
+    /// The number of blocks.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    fn clear(&mut self) {
+        self.partitions.iter_mut().for_each(Vec::clear);
+        self.runs.clear();
+        self.len = 0;
+    }
+}
+
+impl Index {
+    /// An empty gathering for this index, with room for about so many blocks.
+    pub fn gathering(&self, expected: usize) -> Gathering {
+        let mean = expected >> self.bits;
+        let each = if expected == 0 { 0 } else { mean + 3 * mean.isqrt() + 1 };
+        let partitions = (0..self.partitions.len()).map(|_| Vec::with_capacity(each)).collect();
+        Gathering { bits: self.bits, partitions, runs: Vec::new(), len: 0 }
+    }
+
+    /// Takes in what was gathered for this index, and empties the gathering. Where a block has an entry already,
+    /// that entry stays, and `conflicts` receives the block with the entry: the caller decides which copy is the
+    /// right one and calls [`Index::replace_location`] if it is the new one. On an error nothing was changed.
+    ///
+    /// The more blocks at once, the more of them each lock and cache miss serves.
+    pub fn insert_live(
+        &self,
+        gathering: &mut Gathering,
+        conflicts: &mut Vec<(Recovered, Entry)>,
+    ) -> Result<(), RecordError> {
+        conflicts.clear();
+        for (done, (record, blocks)) in gathering.runs.iter().enumerate() {
+            if let Err(error) = self.records.add_live(*record, *blocks) {
+                for (record, blocks) in gathering.runs.iter().take(done) {
+                    self.records.subtract_live(*record, *blocks);
+                }
+                return Err(error);
+            }
+        }
+        for (partition, found) in self.partitions.iter().zip(&gathering.partitions) {
+            if found.is_empty() {
+                continue;
+            }
+            let mut inner = write(&partition.0);
+            for one in found {
+                let Recovered { print, location, heat } = *one;
+                if let Err(there) = inner.table.insert(Slot::new(print, State::Live, location, heat)) {
+                    conflicts.push((*one, entry(there)));
+                }
+            }
+        }
+        for (lost, _) in &*conflicts {
+            self.records.subtract_live(lost.location.record, 1);
+        }
+        gathering.clear();
+        Ok(())
+    }
+}

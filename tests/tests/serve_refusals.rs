@@ -1,0 +1,393 @@
+//! What a server answers to what it should not be asked: the right status each time, nothing stored, nobody else
+//! disturbed, and no memory kept.
+
+#![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
+
+mod served;
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvarts_layout::BlockKey;
+use kvarts_server::proto;
+use kvarts_server::proto::models_client::ModelsClient;
+use kvarts_server::proto::put_request::Part;
+use kvarts_server::proto::reads_client::ReadsClient;
+use kvarts_server::proto::store_client::StoreClient;
+use kvarts_tests::fixture;
+use served::Served;
+use tonic::transport::Channel;
+use tonic::{Code, Request, Status};
+
+/// Bytes of one page of the model that these tests use.
+const PAGE: u64 = 4096;
+
+/// A server, a model of flat pages, and raw clients that send whatever they are told.
+struct Desk {
+    served: Served,
+    namespace: Bytes,
+    store: StoreClient<Channel>,
+    reads: ReadsClient<Channel>,
+    models: ModelsClient<Channel>,
+}
+
+fn identity(revision: &str) -> proto::Identity {
+    let text = |text: &str| text.to_owned();
+    proto::Identity {
+        model: text("pages"),
+        revision: text(revision),
+        tokenizer: text("none"),
+        adapter: text("none"),
+        kv_dtype: text("bf16"),
+        quantisation_recipe: text("none"),
+        quantisation_scales: text("none"),
+        rope: text("none"),
+        window: text("none"),
+        arrangement_engine: text("test"),
+        arrangement_layout: text("flat"),
+        arrangement_version: text("1"),
+        block_tokens: 16,
+        ..proto::Identity::default()
+    }
+}
+
+fn registration(revision: &str) -> proto::RegisterModelRequest {
+    proto::RegisterModelRequest {
+        identity: Some(identity(revision)),
+        spec: Some(proto::register_model_request::Spec::OpaquePageBytes(PAGE)),
+        columns: vec![proto::Column::default()],
+    }
+}
+
+fn keys(range: std::ops::Range<u64>) -> Bytes {
+    fixture::keys(9, range).iter().flat_map(|key| key.0).collect::<Vec<u8>>().into()
+}
+
+impl Desk {
+    fn open(name: &str) -> Self {
+        let served = Served::start(name, "");
+        let endpoint = tonic::transport::Endpoint::from_shared(served.endpoint()).unwrap();
+        let channel = served.runtime.block_on(endpoint.connect()).unwrap();
+        let mut desk = Self {
+            namespace: Bytes::new(),
+            store: StoreClient::new(channel.clone()),
+            reads: ReadsClient::new(channel.clone()),
+            models: ModelsClient::new(channel),
+            served,
+        };
+        let reply = desk.register(registration("refusals")).unwrap();
+        assert_eq!(reply.shapes[0].block_bytes, PAGE);
+        desk.namespace = reply.namespace;
+        desk
+    }
+
+    fn register(
+        &mut self,
+        request: proto::RegisterModelRequest,
+    ) -> Result<proto::RegisterModelReply, Status> {
+        self.served.runtime.block_on(self.models.register_model(request)).map(tonic::Response::into_inner)
+    }
+
+    fn header(&self, blocks: u64) -> proto::PutHeader {
+        proto::PutHeader {
+            namespace: self.namespace.clone(),
+            keys: keys(0..blocks),
+            ..proto::PutHeader::default()
+        }
+    }
+
+    fn put(&mut self, parts: Vec<Part>) -> Result<proto::PutReply, Status> {
+        let messages = parts.into_iter().map(|part| proto::PutRequest { part: Some(part) });
+        let request = Request::new(tokio_stream::iter(messages.collect::<Vec<_>>()));
+        self.served.runtime.block_on(self.store.put(request)).map(tonic::Response::into_inner)
+    }
+
+    /// The code of a put, after which nothing is there, no memory is held, and a good put works.
+    fn refused(&mut self, parts: Vec<Part>) -> Code {
+        let code = self.put(parts).expect_err("it must be refused").code();
+        assert_eq!(self.here(4), 0, "something of a refused put is here");
+        self.expect_free();
+        code
+    }
+
+    /// How many of the first blocks are here.
+    fn here(&mut self, blocks: u64) -> usize {
+        let request = proto::ExistsRequest {
+            namespace: self.namespace.clone(),
+            keys: keys(0..blocks),
+            ..proto::ExistsRequest::default()
+        };
+        let reply = self.served.runtime.block_on(self.store.exists(request)).unwrap().into_inner();
+        reply.presence().filter(|one| *one == proto::exists_reply::Presence::Here).count()
+    }
+
+    /// All memory of requests has come back.
+    fn expect_free(&self) {
+        let node = self.served.daemon().node();
+        for _ in 0..2000 {
+            if node.memory.usage().iter().all(|usage| usage.used == 0) && node.calls() == 0 {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        panic!("memory or calls are kept: {:?}, {} calls", node.memory.usage(), node.calls());
+    }
+
+    fn read(&mut self, request: proto::ReadRequest) -> Result<Vec<proto::ReadReply>, Status> {
+        self.served.runtime.block_on(async {
+            let mut stream = self.reads.get(request).await?.into_inner();
+            let mut all = Vec::new();
+            while let Some(reply) = stream.message().await? {
+                all.push(reply);
+            }
+            Ok(all)
+        })
+    }
+
+    fn read_request(&self, blocks: u64) -> proto::ReadRequest {
+        proto::ReadRequest { namespace: self.namespace.clone(), keys: keys(0..blocks), ..Default::default() }
+    }
+}
+
+fn data(offset: u64, bytes: &[u8]) -> Part {
+    let crc32 = crc32fast::hash(bytes);
+    Part::Data(proto::PutData { offset, crc32, data: Bytes::copy_from_slice(bytes) })
+}
+
+fn page(byte: u8) -> Vec<u8> {
+    vec![byte; PAGE as usize]
+}
+
+#[test]
+fn a_put_that_is_not_what_its_header_says_is_refused_and_leaves_nothing() {
+    let mut desk = Desk::open("refusals-put");
+    let header = Part::Header(desk.header(1));
+    let half = &page(1)[..2000];
+    let wrong = [
+        ("no message", vec![]),
+        ("no header", vec![data(0, &page(1))]),
+        ("truncated", vec![header.clone(), data(0, half)]),
+        ("no data", vec![header.clone()]),
+        ("too long", vec![header.clone(), data(0, &page(1)), data(PAGE, &[1])]),
+        ("too long in one message", vec![header.clone(), data(0, &[1; PAGE as usize + 1])]),
+        ("reordered", vec![header.clone(), data(2000, half), data(0, half)]),
+        ("doubled", vec![header.clone(), data(0, half), data(0, half), data(2000, half)]),
+        ("overflowing", vec![header.clone(), data(u64::MAX, half)]),
+        ("two headers", vec![header.clone(), header.clone()]),
+    ];
+    for (name, parts) in wrong {
+        // A put that is too long has brought its block whole: that one may be there, the call still fails.
+        if name.starts_with("too long") {
+            assert_eq!(desk.put(parts).unwrap_err().code(), Code::InvalidArgument, "{name}");
+            continue;
+        }
+        let mut other = Desk { namespace: desk.register(registration(name)).unwrap().namespace, ..desk };
+        let parts = parts
+            .into_iter()
+            .map(|part| match part {
+                Part::Header(header) => {
+                    Part::Header(proto::PutHeader { namespace: other.namespace.clone(), ..header })
+                }
+                part => part,
+            })
+            .collect();
+        assert_eq!(other.refused(parts), Code::InvalidArgument, "{name}");
+        desk = other;
+    }
+    let good = vec![Part::Header(desk.header(2)), data(0, &page(1)), data(PAGE, &page(2))];
+    assert_eq!(desk.put(good).unwrap().outcomes.len(), 2);
+    assert_eq!(desk.here(4), 2);
+}
+
+#[test]
+fn bytes_that_were_damaged_on_their_way_are_never_stored() {
+    let mut desk = Desk::open("refusals-damage");
+    let Part::Data(good) = data(0, &page(7)) else { unreachable!() };
+    let mut bytes = good.data.to_vec();
+    bytes[100] ^= 1;
+    let damaged = Part::Data(proto::PutData { data: bytes.into(), ..good });
+    let parts = vec![Part::Header(desk.header(1)), damaged];
+    assert_eq!(desk.refused(parts), Code::InvalidArgument);
+}
+
+#[test]
+fn headers_that_cannot_be_are_refused_with_their_code() {
+    let mut desk = Desk::open("refusals-header");
+    let good = desk.header(2);
+    let twice = [keys(0..1), keys(0..1)].concat();
+    let mut cases = vec![
+        ("no keys", proto::PutHeader { keys: Bytes::new(), ..good.clone() }),
+        ("a torn key", proto::PutHeader { keys: keys(0..2).slice(..63), ..good.clone() }),
+        ("a key twice", proto::PutHeader { keys: twice.into(), ..good.clone() }),
+        ("a short namespace", proto::PutHeader { namespace: Bytes::from_static(b"x"), ..good.clone() }),
+        ("an unknown namespace", proto::PutHeader { namespace: vec![9; 32].into(), ..good.clone() }),
+        ("an unknown layout", proto::PutHeader { layout: 99, ..good.clone() }),
+        ("an unknown durability", proto::PutHeader { durability: -1, ..good.clone() }),
+        ("torn origins", proto::PutHeader { origins: vec![1; 31].into(), ..good.clone() }),
+        ("too few origins", proto::PutHeader { origins: vec![1; 16].into(), ..good.clone() }),
+    ];
+    let column = |group, start, count, of| {
+        Some(proto::Column { group, coordinate: Some(proto::Coordinate { start, count, of }) })
+    };
+    for (name, column) in [
+        ("a group that is not there", column(77, 0, 0, 0)),
+        ("heads that are not there", column(0, 0, 1, 2)),
+        ("heads that overflow", column(0, u32::MAX, u32::MAX, u32::MAX)),
+    ] {
+        cases.push((name, proto::PutHeader { column, ..good.clone() }));
+    }
+    let own = proto::parent::Parent::Key(keys(1..2));
+    cases.push((
+        "its own parent",
+        proto::PutHeader { parent: Some(proto::Parent { parent: Some(own) }), ..good },
+    ));
+    for (name, header) in cases {
+        let parts = vec![Part::Header(header), data(0, &page(1)), data(PAGE, &page(1))];
+        assert_eq!(desk.refused(parts), Code::InvalidArgument, "{name}");
+    }
+}
+
+#[test]
+fn a_put_that_never_ends_is_ended_by_its_deadline_and_by_its_clients_death() {
+    let mut desk = Desk::open("refusals-never");
+    let header = desk.header(2);
+    for deadline in [Some(Duration::from_millis(300)), None] {
+        let (to, messages) = tokio::sync::mpsc::channel(4);
+        let mut store = desk.store.clone();
+        let header = header.clone();
+        let ended = desk.served.runtime.block_on(async move {
+            for part in [Part::Header(header), data(0, &page(1)[..100])] {
+                to.send(proto::PutRequest { part: Some(part) }).await.unwrap();
+            }
+            let mut request = Request::new(tokio_stream::wrappers::ReceiverStream::new(messages));
+            if let Some(deadline) = deadline {
+                request.set_timeout(deadline);
+            }
+            let call = store.put(request);
+            match deadline {
+                // Kept open beyond its deadline.
+                Some(_) => Some(call.await.unwrap_err().code()),
+                // The client goes away in the middle.
+                None => tokio::time::timeout(Duration::from_millis(300), call).await.map(|_| Code::Ok).ok(),
+            }
+        });
+        if deadline.is_some() {
+            assert!(matches!(ended, Some(Code::DeadlineExceeded | Code::Cancelled)), "{ended:?}");
+        }
+        desk.expect_free();
+        assert_eq!(desk.here(2), 0);
+    }
+}
+
+#[test]
+fn reads_that_cannot_be_are_refused_before_the_first_byte() {
+    let mut desk = Desk::open("refusals-read");
+    let good = desk.read_request(2);
+    let range = |start, end| Some(proto::read_request::LayerRange { start, end });
+    let twice: Bytes = [keys(0..1), keys(0..1)].concat().into();
+    for (name, request) in [
+        ("no keys", proto::ReadRequest { keys: Bytes::new(), ..good.clone() }),
+        ("a torn key", proto::ReadRequest { keys: keys(0..2).slice(1..), ..good.clone() }),
+        ("a key twice", proto::ReadRequest { keys: twice, ..good.clone() }),
+        ("no layer", proto::ReadRequest { layers: range(0, 0), ..good.clone() }),
+        ("layers backwards", proto::ReadRequest { layers: range(2, 1), ..good.clone() }),
+        ("a layer past the end", proto::ReadRequest { layers: range(0, 2), ..good.clone() }),
+        (
+            "layers that overflow",
+            proto::ReadRequest { layers: range(u32::MAX - 1, u32::MAX), ..good.clone() },
+        ),
+        ("an unknown class", proto::ReadRequest { class: 9, ..good.clone() }),
+        ("an unknown namespace", proto::ReadRequest { namespace: vec![9; 32].into(), ..good.clone() }),
+        ("a short namespace", proto::ReadRequest { namespace: vec![9; 3].into(), ..good.clone() }),
+    ] {
+        assert_eq!(desk.read(request).unwrap_err().code(), Code::InvalidArgument, "{name}");
+    }
+    let many: Vec<u8> = fixture::keys(1, 0..65_537).iter().flat_map(|key: &BlockKey| key.0).collect();
+    let too_many = proto::ReadRequest { keys: many.into(), ..good.clone() };
+    assert_eq!(desk.read(too_many).unwrap_err().code(), Code::InvalidArgument);
+    let oversized = proto::ReadRequest { keys: vec![0; 9 << 20].into(), ..good };
+    assert_eq!(desk.read(oversized).unwrap_err().code(), Code::InvalidArgument);
+    desk.expect_free();
+    // What is not here is no error of the call: each block says so.
+    let replies = desk.read(desk.read_request(2)).unwrap();
+    let Some(proto::read_reply::Part::End(end)) = &replies.last().unwrap().part else {
+        panic!("{replies:?}")
+    };
+    let reasons: Vec<_> = end.failures.iter().map(|one| one.error.as_ref().unwrap().reason()).collect();
+    assert_eq!(reasons, [proto::Reason::NotHere; 2]);
+    assert!(desk.served.metrics().contains("kvarts_blocks_missed_total{reason=\"REASON_NOT_HERE\"} 2"));
+}
+
+#[test]
+fn models_that_cannot_be_are_refused() {
+    let mut desk = Desk::open("refusals-model");
+    let good = registration("other");
+    let unnamed = proto::Identity { model: String::new(), ..identity("x") };
+    let fingerprint = proto::Identity { spec_fingerprint: vec![1; 32].into(), ..identity("x") };
+    let torn = proto::Identity { spec_fingerprint: vec![1; 31].into(), ..identity("x") };
+    let spec = |spec| proto::RegisterModelRequest { spec: Some(spec), ..registration("other") };
+    use proto::register_model_request::Spec;
+    let part = |kind: &str| proto::Part { kind: kind.to_owned(), ..proto::Part::default() };
+    let geometry =
+        |parts, layer| proto::Geometry { parts, layers: vec![proto::geometry::Layer { parts: layer }] };
+    for (name, request) in [
+        ("no identity", proto::RegisterModelRequest { identity: None, ..good.clone() }),
+        ("no name", proto::RegisterModelRequest { identity: Some(unnamed), ..good.clone() }),
+        ("another spec", proto::RegisterModelRequest { identity: Some(fingerprint), ..good.clone() }),
+        ("a torn fingerprint", proto::RegisterModelRequest { identity: Some(torn), ..good.clone() }),
+        ("no spec", proto::RegisterModelRequest { spec: None, ..good.clone() }),
+        ("no bytes", spec(Spec::OpaquePageBytes(0))),
+        ("too many bytes", spec(Spec::OpaquePageBytes(u64::MAX))),
+        ("an unknown spec", spec(Spec::Shipped("no-such-model".to_owned()))),
+        ("a spec that is no TOML", spec(Spec::Toml("= =".to_owned()))),
+        ("a part without a role", spec(Spec::Geometry(geometry(vec![part("k")], vec![0])))),
+        ("a layer of a part that is not there", spec(Spec::Geometry(geometry(vec![], vec![7])))),
+        ("a part number that overflows", spec(Spec::Geometry(geometry(vec![], vec![u32::MAX])))),
+        (
+            "columns without end",
+            proto::RegisterModelRequest { columns: vec![Default::default(); 257], ..good },
+        ),
+    ] {
+        assert_eq!(desk.register(request).unwrap_err().code(), Code::InvalidArgument, "{name}");
+    }
+}
+
+#[test]
+fn a_reader_that_takes_nothing_holds_a_bounded_part_of_memory_and_disturbs_nobody() {
+    let mut desk = Desk::open("refusals-slow");
+    let pages: Vec<u8> = (0..1024u32).flat_map(|n| page(n as u8)).collect();
+    let mut parts = vec![Part::Header(desk.header(1024))];
+    parts.extend((0..).zip(pages.chunks(1 << 20)).map(|(n, piece)| data(n << 20, piece)));
+    assert!(desk.put(parts).unwrap().outcomes.iter().all(|one| one.error.is_none()));
+    let stuck: Vec<_> = (0..8)
+        .map(|_| desk.served.runtime.block_on(desk.reads.clone().get(desk.read_request(1024))).unwrap())
+        .collect();
+    std::thread::sleep(Duration::from_millis(200));
+    let used = desk.served.daemon().node().memory.usage()[0].used;
+    assert!(used <= 8 * 2 * (8 << 20), "{used} bytes are held for clients that take nothing");
+    // On a connection of its own: what one connection has on its way is shared by its streams.
+    let endpoint = tonic::transport::Endpoint::from_shared(desk.served.endpoint()).unwrap();
+    let other = ReadsClient::new(desk.served.runtime.block_on(endpoint.connect()).unwrap());
+    let stuck_on = std::mem::replace(&mut desk.reads, other);
+    assert_eq!(desk.read(desk.read_request(1)).unwrap().len(), 3);
+    drop((stuck, stuck_on));
+    desk.expect_free();
+}
+
+#[test]
+fn deletes_that_cannot_be_are_refused() {
+    use proto::delete_request::{Keys, Target};
+    let mut desk = Desk::open("refusals-delete");
+    let of_keys = |keys| Some(Target::OfKeys(Keys { column: None, keys }));
+    for (name, target) in [
+        ("nothing", None),
+        ("not everything", Some(Target::Everything(false))),
+        ("no keys", of_keys(Bytes::new())),
+        ("a torn key", of_keys(keys(0..1).slice(1..))),
+        ("a torn prefix", Some(Target::Prefix(keys(0..2)))),
+    ] {
+        let request = proto::DeleteRequest { namespace: desk.namespace.clone(), target };
+        let status = desk.served.runtime.block_on(desk.store.delete(request)).unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument, "{name}");
+    }
+}

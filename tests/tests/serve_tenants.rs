@@ -1,0 +1,218 @@
+//! Tenants are apart: by result, error, name, lease and charge; and nobody comes in without a token.
+
+mod served;
+
+use std::time::Duration;
+
+use kvarts_layout::prefix::{Absence, Need, Requirement};
+use kvarts_layout::{BlockKey, NamespaceId, Requirements};
+use kvarts_server::client::Client;
+use kvarts_server::node::auth::TokenHash;
+use kvarts_store::api::{
+    BlockOutcome, Durability, KvStore, LeaseId, LeaseTerms, MatchReply, MatchRequest, Order, Parent,
+    PutRequest, ReadEnd, ReadRequest, Verify,
+};
+use kvarts_store::error::{Error, Kind, Reason};
+use kvarts_store::rt::Class;
+use kvarts_store::rt::blocking::block_on;
+use kvarts_tests::fixture::{self, Style};
+use served::Served;
+
+/// Blocks, each as its chunks.
+type Blocks = Vec<Vec<Vec<u8>>>;
+
+const COLUMN: (kvarts_layout::Group, kvarts_layout::Coordinate) =
+    (fixture::PAGES, kvarts_layout::Coordinate::Heads { start: 0, count: 2, of: 2 });
+
+fn configuration() -> String {
+    let token = |tenant: &str, rights: &str, secret: &str, more: &str| {
+        let hash = TokenHash::of(secret);
+        format!("[[tokens]]\ntenant = '{tenant}'\nrights = [{rights}]\nhash = '{hash}'\n{more}\n")
+    };
+    [
+        "[[tenants]]\nname = 'red'\npin = '32 KiB'\n[[tenants]]\nname = 'blue'\ncalls = 2\n".to_owned(),
+        token("red", "'read', 'write', 'admin'", "kvarts_red", ""),
+        token("blue", "'read', 'write'", "kvarts_blue", ""),
+        token("blue", "'read'", "kvarts_blue_reader", ""),
+        token("blue", "'read'", "kvarts_blue_ended", "expires = 1"),
+    ]
+    .concat()
+}
+
+fn register(client: &Client) -> NamespaceId {
+    client.register(&fixture::identity("tenants"), &fixture::geometry()).unwrap()
+}
+
+fn put(
+    client: &Client,
+    namespace: NamespaceId,
+    keys: &[BlockKey],
+    producer: u64,
+) -> Result<Vec<BlockOutcome>, Error> {
+    let (group, coordinate) = COLUMN;
+    let shape = fixture::shape(group, coordinate);
+    let from = fixture::place(&shape, keys.len() as u32, Style::Blocks, 0).unwrap();
+    for (at, key) in (0..).zip(keys) {
+        fixture::write_block(&from, at, &fixture::content(key, group, coordinate, producer, &shape));
+    }
+    let request = PutRequest {
+        namespace,
+        group,
+        coordinate,
+        parent: Parent::Root,
+        first_block: Some(0),
+        keys: keys.to_vec(),
+        from,
+        layout: None,
+        durability: Durability::Durable,
+        expires_after: None,
+        origins: None,
+        deadline: None,
+    };
+    block_on(client.put(request)).unwrap().map(|reply| reply.outcomes)
+}
+
+fn read(client: &Client, namespace: NamespaceId, keys: &[BlockKey]) -> Result<(ReadEnd, Blocks), Error> {
+    let (group, coordinate) = COLUMN;
+    let shape = fixture::shape(group, coordinate);
+    let into = fixture::place(&shape, keys.len() as u32, Style::Blocks, 0).unwrap();
+    let request = ReadRequest {
+        namespace,
+        group,
+        coordinate,
+        keys: keys.to_vec(),
+        layers: None,
+        order: Order::Blocks,
+        into: into.clone(),
+        verify: Verify::Always,
+        class: Class::Foreground,
+        deadline: None,
+    };
+    let end = client.read(request)?.wait_blocking();
+    let blocks = (0..keys.len() as u32).map(|block| fixture::read_block(&into, block, &shape)).collect();
+    Ok((end, blocks))
+}
+
+fn find(
+    client: &Client,
+    namespace: NamespaceId,
+    keys: &[BlockKey],
+    hold: Option<Duration>,
+) -> Result<MatchReply, Error> {
+    let (group, coordinate) = COLUMN;
+    let one =
+        Requirement { group, coordinates: vec![coordinate], need: Need::All, absence: Absence::Required };
+    let requirements = Requirements::new(fixture::BLOCK_TOKENS, vec![one]).unwrap();
+    let lease = hold.map(|hold| LeaseTerms { hold, tenant: 0, cap_bytes: u64::MAX });
+    let requirements = &requirements;
+    client.match_prefix(&MatchRequest { namespace, keys, requirements, recompute_tokens_max: 0, lease })
+}
+
+#[test]
+fn equal_models_and_keys_of_two_tenants_are_two_things() {
+    let served = Served::start("tenants-apart", &configuration());
+    let (red, blue) = (served.client(Some("kvarts_red")), served.client(Some("kvarts_blue")));
+    let (of_red, of_blue) = (register(&red), register(&blue));
+    assert_ne!(of_red, of_blue);
+    let keys = fixture::keys(5, 0..3);
+    assert_eq!(put(&red, of_red, &keys, 1).unwrap(), vec![BlockOutcome::Stored; 3]);
+    // Nothing tells blue that red has these blocks: no match, no byte, no deduplication.
+    assert_eq!(find(&blue, of_blue, &keys, None).unwrap().usable.longest.blocks, 0);
+    assert_eq!(read(&blue, of_blue, &keys).unwrap().0.usable_blocks, 0);
+    assert_eq!(put(&blue, of_blue, &keys, 2).unwrap(), vec![BlockOutcome::Stored; 3]);
+    let shape = fixture::shape(COLUMN.0, COLUMN.1);
+    for (client, namespace, producer) in [(&red, of_red, 1), (&blue, of_blue, 2)] {
+        let (end, blocks) = read(client, namespace, &keys).unwrap();
+        assert_eq!(end.usable_blocks, 3);
+        for (key, found) in keys.iter().zip(&blocks) {
+            assert_eq!(found, &fixture::content(key, COLUMN.0, COLUMN.1, producer, &shape));
+        }
+    }
+}
+
+#[test]
+fn another_tenants_namespace_is_as_unknown_as_none_at_all() {
+    let served = Served::start("tenants-names", &configuration());
+    let (red, blue) = (served.client(Some("kvarts_red")), served.client(Some("kvarts_blue")));
+    let of_red = register(&red);
+    let keys = fixture::keys(5, 0..1);
+    put(&red, of_red, &keys, 1).unwrap();
+    let nobodys = NamespaceId([7; 32]);
+    for namespace in [of_red, nobodys] {
+        let error = find(&blue, namespace, &keys, None).unwrap_err();
+        assert_eq!(error.0, Reason::UnknownNamespace(namespace));
+    }
+    assert!(blue.models().unwrap().models.is_empty());
+    assert_eq!(red.models().unwrap().models.len(), 1);
+}
+
+#[test]
+fn a_lease_is_its_tenants_and_counts_against_its_cap() {
+    let served = Served::start("tenants-leases", &configuration());
+    let (red, blue) = (served.client(Some("kvarts_red")), served.client(Some("kvarts_blue")));
+    let of_red = register(&red);
+    let keys = fixture::keys(5, 0..4);
+    put(&red, of_red, &keys, 1).unwrap();
+    let hold = Some(Duration::from_secs(60));
+    let each = fixture::shape(COLUMN.0, COLUMN.1).block_bytes();
+    let fit = (32 << 10) / each;
+    assert!((1..4).contains(&fit), "the cap of the test no longer fits its blocks: {each}");
+    let refused = find(&red, of_red, &keys, hold).unwrap_err();
+    assert_eq!(refused.0, Reason::PinCap { limit: 32 << 10, wanted: each * 4 });
+    let lease = find(&red, of_red, &keys[..1], hold).unwrap().lease.unwrap();
+    assert!(!blue.unlock(lease) && !red.unlock(LeaseId(lease.0 ^ 1)) && !red.unlock(LeaseId(1)));
+    assert!(red.unlock(lease) && !red.unlock(lease));
+    let (pinned, held) = red.pin(of_red, COLUMN, &keys[..1], Duration::from_secs(60)).unwrap();
+    assert_eq!(held, 1);
+    assert!(red.unlock(pinned.unwrap()));
+}
+
+#[test]
+fn without_a_valid_token_or_right_nothing_happens() {
+    let served = Served::start("tenants-tokens", &configuration());
+    for token in [None, Some("kvarts_green"), Some("kvarts_blue_ended"), Some("")] {
+        let client = served.client(token);
+        let error = client.register(&fixture::identity("x"), &fixture::geometry()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Refused, "{token:?}");
+        assert!(matches!(error.0, Reason::Denied(_)), "{error:?}");
+        assert!(client.stats().is_err() && client.drain().is_err());
+    }
+    let reader = served.client(Some("kvarts_blue_reader"));
+    let namespace = register(&reader);
+    let keys = fixture::keys(5, 0..1);
+    let error = put(&reader, namespace, &keys, 1).unwrap_err();
+    assert!(matches!(&error.0, Reason::Denied(what) if what.contains("write")), "{error}");
+    assert!(reader.stats().is_err(), "statistics are for administrators");
+    assert!(reader.set_budget(32 << 20).is_err(), "so is the budget");
+    assert!(served.client(Some("kvarts_red")).stats().is_ok());
+    let metrics = served.metrics();
+    assert!(metrics.contains("kvarts_calls_refused_total{method=\"put\",want=\"right\"} 1"), "{metrics}");
+    assert!(!metrics.contains("kvarts_blue_reader"), "a token stands in the metrics");
+}
+
+#[test]
+fn an_administrator_changes_the_budget_and_one_that_cannot_be_kept_is_refused() {
+    let served = Served::start("tenants-budget", &configuration());
+    let red = served.client(Some("kvarts_red"));
+    let before = red.stats().unwrap().budget_bytes;
+    let reply = red.set_budget(before / 2).unwrap();
+    assert_eq!(reply.budget_bytes, before / 2);
+    assert_eq!(red.stats().unwrap().budget_bytes, before / 2);
+    let error = red.set_budget(1).unwrap_err();
+    assert_eq!(error.kind(), Kind::Invalid, "{error}");
+    assert_eq!(red.stats().unwrap().budget_bytes, before / 2);
+}
+
+#[test]
+fn a_restarted_server_is_told_its_models_again_by_its_clients() {
+    let mut served = Served::start("tenants-restart", "");
+    let port = served.daemon().grpc().unwrap();
+    let client = served.client(None);
+    let namespace = register(&client);
+    let keys = fixture::keys(5, 0..3);
+    put(&client, namespace, &keys, 1).unwrap();
+    served.restart_at(port);
+    let found = find(&client, namespace, &keys, None);
+    assert_eq!(found.unwrap().usable.longest.blocks, 3);
+    assert_eq!(read(&client, namespace, &keys).unwrap().0.usable_blocks, 3);
+}

@@ -1,0 +1,56 @@
+//! TLS: who is not trusted gets nothing, on either side.
+
+mod served;
+
+use std::path::{Path, PathBuf};
+
+use kvarts_server::client::{Client, ConnectOptions};
+use kvarts_store::api::KvStore;
+use kvarts_tests::fixture;
+use served::Served;
+
+fn file(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/tls").join(name)
+}
+
+#[allow(clippy::disallowed_methods, reason = "reads files of the repository")]
+fn pem(name: &str) -> Vec<u8> {
+    std::fs::read(file(name)).unwrap()
+}
+
+fn server(name: &str, clients_too: bool) -> Served {
+    let line = |key: &str, name: &str| format!("{key} = '{}'\n", file(name).display());
+    let authority = if clients_too { line("client_authority", "authority.pem") } else { String::new() };
+    let tables =
+        ["[tls]\n".to_owned(), line("certificate", "server.pem"), line("key", "server.key"), authority];
+    Served::start(name, &tables.concat())
+}
+
+fn options(served: &Served) -> ConnectOptions {
+    let endpoint = served.endpoint().replace("http:", "https:");
+    ConnectOptions { authority: Some(pem("authority.pem")), ..ConnectOptions::to(endpoint) }
+}
+
+fn works(options: &ConnectOptions) -> bool {
+    let register = |client: Client| client.register(&fixture::identity("tls"), &fixture::geometry());
+    Client::connect(options).and_then(register).is_ok()
+}
+
+#[test]
+fn a_client_that_trusts_the_server_comes_in_and_no_other() {
+    let served = server("tls", false);
+    let good = options(&served);
+    assert!(works(&good));
+    assert!(!works(&ConnectOptions { authority: Some(pem("client.pem")), ..good.clone() }));
+    assert!(!works(&ConnectOptions { server_name: Some("elsewhere.example".to_owned()), ..good.clone() }));
+    assert!(!works(&ConnectOptions::to(served.endpoint())), "plain text is not spoken here");
+}
+
+#[test]
+fn where_clients_need_certificates_one_without_gets_nothing() {
+    let served = server("mtls", true);
+    let good = options(&served);
+    assert!(!works(&good));
+    let identity = Some((pem("client.pem"), pem("client.key")));
+    assert!(works(&ConnectOptions { identity, ..good }));
+}

@@ -1,0 +1,61 @@
+//! Events over gRPC: in order, each tenant its own, with gaps told.
+
+mod served;
+
+use std::time::Duration;
+
+use kvarts_layout::Layout;
+use kvarts_server::client::Client;
+use kvarts_server::proto;
+use kvarts_server::proto::event::What;
+use kvarts_store::api::{DeleteRequest, KvStore, Target};
+use kvarts_store::rt::blocking::block_on;
+use kvarts_tests::conformance::{Desk, pages};
+use served::ClientStage;
+
+/// The next events, as many as are wanted.
+fn take(stage: &ClientStage, stream: &mut tonic::Streaming<proto::Event>, count: usize) -> Vec<proto::Event> {
+    let all = async {
+        let mut events = Vec::new();
+        while events.len() < count {
+            events.push(stream.message().await.unwrap().expect("the stream goes on"));
+        }
+        events
+    };
+    let bounded = async { tokio::time::timeout(Duration::from_secs(30), all).await };
+    stage.served.runtime.block_on(bounded).expect("the events come")
+}
+
+fn watch(client: &Client, after: Option<proto::Sequence>) -> tonic::Streaming<proto::Event> {
+    client.watch(after).unwrap()
+}
+
+#[test]
+fn what_happens_is_told_in_order_and_can_be_resumed() {
+    let stage = ClientStage::open("watch");
+    let desk = Desk::new(&stage, "watched");
+    let mut stream = watch(&stage.client, None);
+    let keys = desk.keys(0..3);
+    desk.store(pages(), &keys, 1, Layout::FullBlock);
+    let target = Target::Keys { column: None, keys: keys[1..2].to_vec() };
+    let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+    assert_eq!(block_on(stage.client.delete(request)).unwrap().unwrap().blocks, 1);
+    let events = take(&stage, &mut stream, 4);
+    let told: Vec<_> = events.iter().map(|event| (event.what(), event.cause.as_str())).collect();
+    let put = (What::Stored, "put");
+    assert_eq!(told, [put, put, put, (What::Deleted, "key")]);
+    assert_eq!(events[3].key, keys[1].as_bytes().as_slice());
+    let again = take(&stage, &mut watch(&stage.client, events[1].sequence), 2);
+    assert_eq!(again, events[2..]);
+}
+
+#[test]
+fn a_point_of_another_stream_is_a_gap_and_the_stream_goes_on() {
+    let stage = ClientStage::open("watch-gap");
+    let desk = Desk::new(&stage, "watched");
+    let stranger = proto::Sequence { stream: 1, number: 1 << 40 };
+    let mut stream = watch(&stage.client, Some(stranger));
+    assert_eq!(take(&stage, &mut stream, 1)[0].what(), What::Gap);
+    desk.store(pages(), &desk.keys(0..1), 1, Layout::FullBlock);
+    assert_eq!(take(&stage, &mut stream, 1)[0].what(), What::Stored);
+}

@@ -1,0 +1,151 @@
+//! A server inside the test's own process, on a directory of its own, and clients of it.
+#![allow(dead_code, reason = "each test file that includes this uses a part of it")]
+#![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use kvarts_server::client::{Client, ConnectOptions};
+use kvarts_server::config::{Config, Settings};
+use kvarts_server::daemon::Daemon;
+use kvarts_store::api::KvStore;
+use kvarts_store::rt::Nanos;
+use kvarts_tests::stage::{Scratch, Stage};
+use tokio::runtime::Runtime;
+
+/// How long a server may take for anything that a test asks.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A server that runs until it is dropped.
+pub(crate) struct Served {
+    pub(crate) runtime: Runtime,
+    pub(crate) daemon: Option<Daemon>,
+    pub(crate) scratch: Scratch,
+    file: String,
+}
+
+fn text(value: impl ToString) -> Option<String> {
+    Some(value.to_string())
+}
+
+impl Served {
+    /// A server with small segments, ports of its own, and whatever else the configuration file says.
+    pub(crate) fn start(name: &str, file: &str) -> Self {
+        let scratch = Scratch::new(name);
+        let runtime = Runtime::new().unwrap();
+        let mut served = Self { runtime, daemon: None, scratch, file: file.to_owned() };
+        served.open(SocketAddr::from(([127, 0, 0, 1], 0)));
+        served
+    }
+
+    fn open(&mut self, grpc: SocketAddr) {
+        let settings = Settings {
+            directories: text(self.scratch.path().display()),
+            budget: text("48 MiB"),
+            segment: text("256 KiB"),
+            memory: text("64 MiB"),
+            grpc: text(grpc),
+            metrics: text("127.0.0.1:0"),
+            ..Settings::default()
+        };
+        let file = Some((Path::new("test.toml"), self.file.as_str()));
+        let config = Config::resolve(file, |_| None, &settings).unwrap();
+        self.daemon = Some(self.runtime.block_on(Daemon::start(&config)).unwrap());
+    }
+
+    /// Stops cleanly and starts again in the same directory, at this address.
+    pub(crate) fn restart_at(&mut self, grpc: SocketAddr) {
+        self.stop();
+        self.open(grpc);
+    }
+
+    /// Stops cleanly.
+    pub(crate) fn stop(&mut self) {
+        let daemon = self.daemon.take().expect("it runs");
+        self.runtime.block_on(daemon.stop()).unwrap();
+    }
+
+    pub(crate) fn daemon(&self) -> &Daemon {
+        self.daemon.as_ref().expect("it runs")
+    }
+
+    /// Where gRPC listens.
+    pub(crate) fn endpoint(&self) -> String {
+        format!("http://{}", self.daemon().grpc().unwrap())
+    }
+
+    /// A client with this token, or none.
+    pub(crate) fn client(&self, token: Option<&str>) -> Client {
+        let options =
+            ConnectOptions { token: token.map(str::to_owned), ..ConnectOptions::to(self.endpoint()) };
+        Client::connect(&options).unwrap()
+    }
+
+    /// The text of the metrics.
+    pub(crate) fn metrics(&self) -> String {
+        use std::io::{Read, Write};
+        let mut stream = std::net::TcpStream::connect(self.daemon().metrics().unwrap()).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: test\r\n\r\n").unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        assert!(text.starts_with("HTTP/1.1 200 OK\r\n"), "{text}");
+        text
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        if let Some(daemon) = self.daemon.take() {
+            // A failing test is told by its own panic.
+            let _ = self.runtime.block_on(daemon.stop());
+        }
+    }
+}
+
+/// A client as the place where a store under test stands.
+pub(crate) struct ClientStage {
+    pub(crate) client: Client,
+    pub(crate) served: Served,
+}
+
+impl ClientStage {
+    pub(crate) fn open(name: &str) -> Self {
+        let served = Served::start(name, "");
+        Self { client: served.client(None), served }
+    }
+
+    /// The same over the local socket.
+    pub(crate) fn over_socket(name: &str) -> Self {
+        let served = Served::start(name, "");
+        let socket = served.daemon().socket().unwrap().display().to_string();
+        let client = Client::connect(&ConnectOptions::to(format!("unix:{socket}"))).unwrap();
+        Self { client, served }
+    }
+}
+
+impl Stage for ClientStage {
+    fn store(&self) -> &dyn KvStore {
+        &self.client
+    }
+
+    fn wait(&self, done: &mut dyn FnMut() -> bool) {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < PATIENCE, "no answer for {PATIENCE:?}");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    fn rest(&self) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+
+    fn now(&self) -> Nanos {
+        self.client.clock().now()
+    }
+
+    fn advance(&self, _by: Duration) -> bool {
+        false
+    }
+}
