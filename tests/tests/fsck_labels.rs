@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvarts_fsck::check::{Checked, Level, Options};
 use kvarts_fsck::checkpoint::{self, Slot};
-use kvarts_fsck::disk::{Disk, MemoryDisk};
+use kvarts_fsck::disk::{Disk, MemoryDisk, Step};
 use kvarts_fsck::findings::Findings;
 use kvarts_fsck::repair::{Repaired, Site, repair};
 use kvarts_fsck::segment::{Ends, Keyring};
@@ -12,7 +12,7 @@ use kvarts_fsck::store::survey;
 use kvarts_fsck::window::{Tally, Window};
 use kvarts_layout::format::checkpoint::{CheckpointWriter, Items, RecordState};
 use kvarts_layout::format::footer::{self, Content, Footer};
-use kvarts_layout::format::seal::claimed_structure;
+use kvarts_layout::format::seal::{claimed_position, claimed_structure};
 use kvarts_layout::format::trailer::{SealReason, Trailer};
 use kvarts_layout::format::{PAGE, Structure};
 use kvarts_tests::sim::Seed;
@@ -300,4 +300,39 @@ fn a_store_with_one_superblock_slot_is_clean_and_a_repair_gives_it_the_second() 
     assert_eq!(done.actions.len(), 1, "{:?}", done.actions);
     assert_eq!(disk.contents("superblock").unwrap(), image);
     assert_eq!(said(&look(&disk, Level::Full)), []);
+}
+
+#[test]
+fn a_repair_flushes_a_footer_before_it_writes_the_trailer_that_names_it() {
+    let disk = store(49, 1, 40);
+    let keyring = keyring(&disk);
+    let mut trailers = 0;
+    for (path, at, structure) in structures(&disk) {
+        if !matches!(structure, Structure::Footer | Structure::Trailer | Structure::SegmentHeader) {
+            continue;
+        }
+        let damaged = disk.fork();
+        damaged.tamper(&path, |bytes| bytes[at + 200] ^= 4);
+        damaged.tamper(&path, |bytes| bytes[at + 20] ^= 4);
+        put_right(&damaged);
+        let steps = damaged.steps();
+        for (number, step) in steps.iter().enumerate() {
+            let Step::Write(file, offset, bytes) = step else { continue };
+            if claimed_structure(bytes) != Some(Structure::Trailer) {
+                continue;
+            }
+            let position = claimed_position(bytes).unwrap();
+            assert_eq!(position.offset, *offset);
+            let trailer = Trailer::decode(bytes, &position, &keyring.secret).unwrap();
+            let is_footer = |step: &Step| {
+                matches!(step, Step::Write(path, at, bytes)
+                    if path == file && *at == trailer.footer_offset && footer::tag_of(bytes) == Some(trailer.footer_tag))
+            };
+            let written = steps[..number].iter().rposition(is_footer).expect("the footer comes first");
+            let synced = steps[written..number].iter().any(|step| *step == Step::Sync(file.clone()));
+            assert!(synced, "the footer of {path} is not durable before its trailer");
+            trailers += 1;
+        }
+    }
+    assert!(trailers > 5, "{trailers}");
 }
