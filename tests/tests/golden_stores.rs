@@ -30,15 +30,19 @@ use kvarts_tests::witness::{directories, dump, examine, problems, small, worked}
 /// The images of this version: a store that was closed, and one that was killed while it wrote.
 const IMAGES: [(&str, bool); 2] = [("closed", true), ("killed", false)];
 
-/// The folder of an image of this version, after a blessing if there is to be one.
-fn golden(name: &str) -> PathBuf {
+/// The folders of all images that are kept, of every version, after a blessing if there is to be one.
+fn goldens() -> Vec<PathBuf> {
     static BLESSED: Once = Once::new();
     BLESSED.call_once(|| {
         if std::env::var_os("KVARTS_BLESS").is_some() {
             bless();
         }
     });
-    folder(name)
+    let all = std::fs::read_dir(folder("").parent().unwrap()).unwrap();
+    let mut all: Vec<PathBuf> = all.map(|entry| entry.unwrap().path()).collect();
+    all.sort();
+    assert!(IMAGES.iter().all(|(name, _)| all.contains(&folder(name))), "{all:?}");
+    all
 }
 
 fn folder(name: &str) -> PathBuf {
@@ -112,12 +116,12 @@ fn bless() {
 }
 
 #[test]
-fn stores_of_this_version_are_clean_and_hold_what_was_put() {
-    for (name, _) in IMAGES {
-        let disk = load(&golden(name));
+fn stores_of_every_version_are_clean_and_hold_what_was_put() {
+    for folder in goldens() {
+        let (disk, name) = (load(&folder), folder.display());
         let checked = examine(std::slice::from_ref(&disk), Level::Deep).unwrap();
         assert!(checked.findings.is_clean(), "{name}\n{}", problems(&checked));
-        let expected = std::fs::read_to_string(folder(name).join("content.txt")).unwrap();
+        let expected = std::fs::read_to_string(folder.join("content.txt")).unwrap();
         assert!(expected.lines().count() > 5, "{name} holds too little");
         assert_eq!(content(&disk), expected, "{name}");
     }
@@ -167,12 +171,13 @@ fn keys(store: &Store) -> BTreeSet<String> {
 }
 
 #[test]
-fn the_engine_opens_stores_of_this_version_and_leaves_them_clean() {
-    for (name, _) in IMAGES {
-        let text = std::fs::read_to_string(golden(name).join("content.txt")).unwrap();
+fn the_engine_opens_stores_of_every_version_and_leaves_them_clean() {
+    for (number, folder) in goldens().into_iter().enumerate() {
+        let name = folder.display();
+        let text = std::fs::read_to_string(folder.join("content.txt")).unwrap();
         let expected: BTreeSet<String> =
             text.lines().map(|line| line.split(' ').take(4).collect::<Vec<_>>().join(" ")).collect();
-        let scratch = Scratch::new(name, &load(&folder(name)));
+        let scratch = Scratch::new(&format!("opened-{number}"), &load(&folder));
         let home = scratch.open().unwrap();
         assert_eq!(keys(home.store()), expected, "{name}");
         home.close().unwrap();
@@ -185,7 +190,7 @@ fn the_engine_opens_stores_of_this_version_and_leaves_them_clean() {
 
 #[test]
 fn a_store_of_a_newer_version_is_refused_politely_by_both_and_left_alone() {
-    let disk = load(&golden("closed"));
+    let disk = load(&goldens().remove(0));
     let sound = Superblock::decode(&disk.contents("superblock").unwrap()[..PAGE], 0, None).unwrap();
     let newer = Superblock { min_reader: VERSION + 1, ..sound };
     let image = [newer.encode(0).unwrap(), newer.encode(1).unwrap()].concat();
