@@ -115,6 +115,25 @@ fn a_copy_of_a_directory_beside_the_original_is_refused() {
 }
 
 #[test]
+fn an_empty_superblock_beside_shards_is_refused_and_nothing_is_made_in_its_place() {
+    let scratch = Scratch::new("blank");
+    open(&[scratch.path()]).unwrap().close().unwrap();
+    let path = scratch.path().join("superblock");
+    for blank in [vec![0; FILE_BYTES], vec![0; 512], Vec::new()] {
+        std::fs::write(&path, &blank).unwrap();
+        let before = content(scratch.path());
+        let reason = refusal(&[scratch.path()]);
+        assert!(reason.to_string().contains("fsck --repair"), "{} bytes: {reason}", blank.len());
+        assert_eq!(content(scratch.path()), before, "{} bytes", blank.len());
+    }
+    // Alone it is what a crash leaves of a store that was being made.
+    std::fs::remove_dir_all(scratch.path()).unwrap();
+    std::fs::create_dir(scratch.path()).unwrap();
+    std::fs::write(&path, vec![0; FILE_BYTES]).unwrap();
+    open(&[scratch.path()]).unwrap().close().unwrap();
+}
+
+#[test]
 fn a_store_of_a_newer_format_is_refused_and_left_as_it_is() {
     let scratch = Scratch::new("newer");
     open(&[scratch.path()]).unwrap().close().unwrap();

@@ -12,7 +12,7 @@ use kvarts_layout::format::{self, PAGE, Secret, Unsound, VERSION};
 
 use super::shared::Birth;
 use crate::error::Reason;
-use crate::io::{Arena, Buf, DirId, Driver, IoError, IoErrorKind, MetaOp, Name, OpenMode};
+use crate::io::{Arena, Buf, DirEntry, DirId, Driver, IoError, IoErrorKind, MetaOp, Name, OpenMode};
 use crate::rt::{Class, Clock, Entropy};
 
 /// What a store is made with where there is none.
@@ -74,14 +74,11 @@ async fn read(driver: &Rc<Driver>, arena: &Arena, dir: DirId) -> Result<Option<C
     let file = match driver.open(superblock_name(dir), mode).await {
         Ok(file) => file,
         Err(error) if error.kind == IoErrorKind::NotFound => {
-            let entries =
-                driver.list(Name { dir, path: "".into() }).await.map_err(|error| refused(&error))?;
-            let foreign = entries.iter().find(|entry| !is_harmless(&entry.name));
-            return match foreign {
+            return match foreign(driver, dir).await? {
                 None => Ok(None),
-                Some(entry) => Err(Reason::Directory(format!(
-                    "directory {} is not empty ({} is in it) and holds no store: use an empty directory",
-                    dir.0, entry.name
+                Some(name) => Err(Reason::Directory(format!(
+                    "directory {} is not empty ({name} is in it) and holds no store: use an empty directory",
+                    dir.0
                 ))),
             };
         }
@@ -92,14 +89,42 @@ async fn read(driver: &Rc<Driver>, arena: &Arena, dir: DirId) -> Result<Option<C
     let bytes = match whole {
         Ok(()) => buf.to_vec(),
         // A crash while the store was made may have left less: nothing was acknowledged then.
-        Err(error) if error.kind == IoErrorKind::Eof => return Ok(None),
+        Err(error) if error.kind == IoErrorKind::Eof => return unmade(driver, dir).await,
         Err(error) => return Err(refused(&error)),
     };
     let _ = driver.meta(MetaOp::Close { file }).await;
     match Superblock::decode_pair(&bytes, None) {
         Ok(chosen) => Ok(Some(chosen)),
+        Err(unsound) if is_blank(&unsound) => unmade(driver, dir).await,
         Err(unsound) => judge(dir, unsound),
     }
+}
+
+/// The name of something in the directory that stands in the way of making a store there.
+async fn foreign(driver: &Rc<Driver>, dir: DirId) -> Result<Option<String>, Reason> {
+    let entries = driver.list(Name { dir, path: "".into() }).await.map_err(|error| refused(&error))?;
+    let superblock = superblock_name(dir).path;
+    let name = |entry: &DirEntry| {
+        (!is_harmless(&entry.name) && *entry.name != *superblock).then(|| entry.name.to_string())
+    };
+    Ok(entries.iter().find_map(name))
+}
+
+/// A superblock without content: what a crash leaves of a store that was being made. Shards are made after their
+/// superblocks are durable, so with anything beside it the superblock is lost, and nothing is made in its place.
+async fn unmade(driver: &Rc<Driver>, dir: DirId) -> Result<Option<Chosen>, Reason> {
+    match foreign(driver, dir).await? {
+        None => Ok(None),
+        Some(name) => Err(Reason::Directory(format!(
+            "directory {} has lost its superblock ({name} is beside an empty one): run kvarts fsck --repair",
+            dir.0
+        ))),
+    }
+}
+
+fn is_blank(unsound: &PairUnsound) -> bool {
+    matches!(unsound, PairUnsound::Both(first, second)
+        if [first, second].iter().all(|slot| matches!(slot, Unsound::Empty)))
 }
 
 /// What may stand in a directory in which a store is made: a lock, file-system housekeeping, and what a crash
@@ -121,9 +146,6 @@ fn judge(dir: DirId, unsound: PairUnsound) -> Result<Option<Chosen>, Reason> {
         _ => None,
     }) {
         return Err(Reason::Newer { found: version });
-    }
-    if slots.iter().all(|slot| matches!(slot, Unsound::Empty)) {
-        return Ok(None);
     }
     Err(Reason::Directory(format!(
         "directory {}: no superblock slot is sound ({first}; {second}): run kvarts fsck",

@@ -15,6 +15,8 @@ use crate::sim::Seed;
 
 /// Violations after which a row stops looking: more would say the same.
 const VIOLATIONS_MAX: usize = 5;
+/// Seeds beyond twice the wanted states after which no new state is expected.
+const SEEDS_SPARE: u64 = 1000;
 
 /// States that were reached, by digest.
 #[derive(Debug, Default)]
@@ -61,7 +63,8 @@ pub(super) fn caught<T>(what: impl FnOnce() -> Result<T, String>) -> Result<T, S
         .unwrap_or_else(|_| Err(LAST_PANIC.take().unwrap_or_else(|| "a panic without a message".to_owned())))
 }
 
-/// Runs seed after seed until `target` distinct states are reached.
+/// Runs seed after seed until `target` distinct states are reached. A row that cannot reach them says so as a
+/// violation, instead of running for ever.
 pub(super) fn until(
     ask: &Ask,
     target: u64,
@@ -70,7 +73,11 @@ pub(super) fn until(
     let states = States::default();
     let next = AtomicU64::new(ask.seed);
     let violations: Mutex<Vec<Violation>> = Mutex::default();
+    let last = ask.seed.saturating_add(target.saturating_mul(2)).saturating_add(SEEDS_SPARE);
     let enough = || {
+        if next.load(Ordering::Relaxed) > last {
+            return true;
+        }
         let found = violations.lock().unwrap_or_else(PoisonError::into_inner).len();
         states.len() >= target || found >= VIOLATIONS_MAX
     };
@@ -87,6 +94,10 @@ pub(super) fn until(
             });
         }
     });
-    let violations = violations.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut violations = violations.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if states.len() < target && violations.is_empty() {
+        let what = format!("only {} of {target} distinct states were reached", states.len());
+        violations.push(Violation { seed: ask.seed, what });
+    }
     Tally { distinct: states.len(), seeds: ask.seed..next.into_inner(), violations, skipped: None }
 }
