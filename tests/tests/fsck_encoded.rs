@@ -169,7 +169,7 @@ fn encoded_records_are_exported_as_the_bytes_that_were_put() {
             // A stored byte that is changed decodes to something else, or not at all: never into the file.
             disk.tamper("shard-0000/segment-00000000", |bytes| bytes[start + 9] ^= 0x10);
             let (done, _) = exported(&disk);
-            assert_eq!((done.totals.blocks, done.blocks_left_out), (0, u64::from(BLOCKS)));
+            assert_eq!(done.totals.blocks, 0);
         }
     }
 }
