@@ -69,7 +69,7 @@ pub struct Home {
     store: Store,
     executors: Vec<Joined>,
     /// Held for as long as the store is open.
-    locks: Vec<File>,
+    locks: Vec<Lock>,
     notes: Vec<String>,
 }
 
@@ -180,9 +180,21 @@ fn make_io(options: &HomeOptions) -> MakeIo {
     })
 }
 
-/// Takes the directory for this process; it is given back when the file is closed, whatever ends the process.
+/// A directory that is this process's. It is let go when this is dropped, and by whatever ends the process.
+#[derive(Debug)]
+struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing the file is not enough: a child that is between fork and exec has it open for a moment longer.
+        // What cannot be unlocked is let go when the last of them closes it.
+        let _ = FileExt::unlock(&self.0);
+    }
+}
+
+/// Takes the directory for this process.
 #[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
-fn lock(directory: &Path) -> Result<File, Error> {
+fn lock(directory: &Path) -> Result<Lock, Error> {
     let refuse = |what: String| Error(Reason::Directory(what));
     let shown = directory.display();
     if directory.exists() && !directory.is_dir() {
@@ -196,7 +208,7 @@ fn lock(directory: &Path) -> Result<File, Error> {
         .open(directory.join("lock"))
         .map_err(|error| refuse(format!("cannot write in {shown}: {error}")))?;
     match FileExt::try_lock_exclusive(&file) {
-        Ok(()) => Ok(file),
+        Ok(()) => Ok(Lock(file)),
         Err(error) if error.kind() == fs2::lock_contended_error().kind() => {
             Err(Error(Reason::Locked(shown.to_string())))
         }
@@ -211,4 +223,21 @@ fn raise_descriptor_limit() {
     limit.current = limit.maximum;
     // Refused only where a policy forbids it: then opening segments says so.
     let _ = setrlimit(Resource::Nofile, limit);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_is_let_go_even_while_a_child_that_has_not_begun_yet_has_it_open() {
+        let directory = std::env::temp_dir().join(format!("kvarts-lock-{}", std::process::id()));
+        let held = lock(&directory).unwrap();
+        assert!(matches!(lock(&directory), Err(Error(Reason::Locked(_)))));
+        let of_a_child = held.0.try_clone().unwrap();
+        drop(held);
+        lock(&directory).unwrap();
+        drop(of_a_child);
+        std::fs::remove_dir_all(&directory).unwrap();
+    }
 }
