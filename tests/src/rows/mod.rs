@@ -6,6 +6,7 @@
 mod cuts;
 mod faults;
 mod pool;
+mod scene;
 pub mod scripts;
 
 use std::fmt;
@@ -95,7 +96,7 @@ impl Row {
 
 /// All rows, in the order in which they are run.
 pub fn all() -> Vec<Row> {
-    let mut rows = vec![cuts::power_cuts(), cuts::small_scope()];
+    let mut rows = vec![cuts::power_cuts()];
     rows.extend(faults::rows());
     rows.extend(scripts::rows());
     rows
