@@ -6,6 +6,7 @@
 mod cuts;
 mod faults;
 mod pool;
+mod schedules;
 pub mod scripts;
 
 use std::fmt;
@@ -97,6 +98,7 @@ impl Row {
 pub fn all() -> Vec<Row> {
     let mut rows = vec![cuts::power_cuts(), cuts::small_scope()];
     rows.extend(faults::rows());
+    rows.push(schedules::schedules());
     rows.extend(scripts::rows());
     rows
 }
