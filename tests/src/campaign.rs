@@ -11,13 +11,14 @@ use std::time::Duration;
 
 use kvarts_layout::NamespaceId;
 use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Durability, KvStore, Order,
-    Parent, Placed, Presence, PutReply, PutRequest, ReadEvent, ReadRequest, ReadStream, Target, Verify,
+    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Durability, KvStore, LeaseId,
+    LeaseTerms, Order, Parent, Placed, Presence, PutReply, PutRequest, ReadEvent, ReadRequest, ReadStream,
+    Target, Verify,
 };
 use kvarts_store::engine::{CompactOptions, Executors, Options, Store};
 use kvarts_store::error::{Error, Kind, Reason};
-use kvarts_store::rt::Class;
 use kvarts_store::rt::mailbox::{Abandoned, Ticket};
+use kvarts_store::rt::{Class, Nanos};
 
 use crate::audit;
 use crate::fixture::{self, Style};
@@ -40,6 +41,8 @@ struct Known {
     durable: bool,
     /// Until when a delete may have met its puts: when one was asked for last, or answered.
     deleted: u64,
+    /// Deletes that are asked for and not answered.
+    deleting: u32,
 }
 
 /// What may be found, and what must be.
@@ -108,6 +111,7 @@ impl Ledger {
                 Err(_) => known.producers.clear(),
             }
             known.durable = state.is_ok();
+            known.deleting = 0;
         }
     }
 
@@ -166,6 +170,7 @@ impl Ledger {
         let known = names.iter().map(|name| {
             let known = self.blocks.entry(*name).or_default();
             (known.durable, known.deleted) = (false, asked);
+            known.deleting += 1;
             known.producers.clone()
         });
         known.collect()
@@ -198,25 +203,59 @@ struct Delete {
     ticket: Ticket<Result<DeleteReply, Error>>,
 }
 
+/// What a workload consists of besides puts, deletes, reads and checkpoints.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mix {
+    /// Nothing.
+    Plain,
+    /// Compactions under puts and reads.
+    Compacting,
+    /// Leases and pins that are taken, made longer or shorter, and ended.
+    Leasing,
+    /// Both.
+    All,
+}
+
+impl Mix {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Plain, Self::Compacting, Self::Leasing, Self::All];
+
+    /// Kinds below this are drawn; those from 15 to 18 compact, those from 19 on are about leases.
+    fn draw(self, rng: &mut Rng) -> u64 {
+        match self {
+            Self::Plain => rng.below(15),
+            Self::Compacting => rng.below(19),
+            Self::All => rng.below(24),
+            Self::Leasing => match rng.below(20) {
+                lease @ 15.. => lease + 4,
+                other => other,
+            },
+        }
+    }
+}
+
 /// Puts, deletes, reads and checkpoints from a seed, several at once; what comes of them goes into the ledger. It may be
 /// dropped at any moment, as a crash does.
 pub async fn work(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: usize) {
-    work_on(store, ledger, rng, (ops, 15)).await;
+    work_on(store, ledger, rng, (ops, Mix::Plain)).await;
 }
 
 /// The same, of chained blocks, with compactions under puts and reads.
 pub async fn work_compacting(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: usize) {
-    work_on(store, ledger, rng, (ops, 19)).await;
+    work_on(store, ledger, rng, (ops, Mix::Compacting)).await;
 }
 
-async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, (ops, kinds): (usize, u64)) {
+/// The same with whatever the mix says.
+pub async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, (ops, mix): (usize, Mix)) {
     let Ok(namespace) = register(store) else { panic!("the small model is accepted") };
     let mut puts = VecDeque::new();
+    let mut holds = Vec::new();
     for _ in 0..ops {
-        match rng.below(kinds) {
+        match mix.draw(rng) {
             0..9 => puts.push_back(Asked::Put(put(store, namespace, ledger, rng))),
             9..12 => puts.push_back(Asked::Delete(delete(store, namespace, ledger, rng))),
-            15.. => compact(store, namespace, ledger, rng).await,
+            15..19 => compact(store, namespace, ledger, rng).await,
+            19.. => hold(store, namespace, ledger, rng, &mut holds),
             12 => {
                 if let Err(error) = store.checkpoint().await {
                     ledger.borrow_mut().refusals.push(error.0);
@@ -233,9 +272,76 @@ async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, (ops, k
         while puts.len() > keep {
             settle(&mut puts, ledger).await;
         }
+        still_held(store, namespace, ledger, &mut holds);
     }
     while !puts.is_empty() {
         settle(&mut puts, ledger).await;
+    }
+}
+
+/// Blocks that were here when a lease was given on them.
+struct Hold {
+    lease: LeaseId,
+    until: Nanos,
+    names: Vec<Name>,
+    /// When it was asked for: a delete that was asked for later wins.
+    asked: u64,
+}
+
+/// Takes a lease, or changes one that is in force.
+fn hold(
+    store: &Store,
+    namespace: NamespaceId,
+    ledger: &RefCell<Ledger>,
+    rng: &mut Rng,
+    holds: &mut Vec<Hold>,
+) {
+    let term = [Duration::from_millis(2), Duration::from_millis(40), LeaseTerms::UNLIMITED][rng.index(3)];
+    let now = store.clock().now();
+    if !holds.is_empty() && rng.coin() {
+        let at = rng.index(holds.len());
+        if rng.coin() {
+            store.unlock(holds.swap_remove(at).lease);
+            return;
+        }
+        match store.renew(holds[at].lease, term) {
+            Ok(()) => holds[at].until = now.plus(term),
+            Err(Error(Reason::LeaseEnded)) if holds[at].until <= now => drop(holds.swap_remove(at)),
+            Err(error) => panic!("a lease in force is not renewed: {error}"),
+        }
+        return;
+    }
+    let column = rng.index(3);
+    let (group, coordinate) = fixture::columns()[column];
+    let first = rng.below(KEYS - 3);
+    let names: Vec<Name> = (first..=first + rng.below(3)).map(|n| (column, n)).collect();
+    let keys: Vec<_> = names.iter().map(|name| key(*name)).collect();
+    let terms = LeaseTerms { hold: term, tenant: 1, cap_bytes: 1 << 30 };
+    let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease: Some(terms) };
+    let asked = ledger.borrow_mut().next();
+    let reply = store.contains(&request).unwrap_or_else(|error| panic!("a lease is refused: {error}"));
+    if let Some(lease) = reply.lease {
+        let here = names.iter().zip(&reply.presence).filter(|(_, one)| **one == Presence::Here);
+        let names = here.map(|(name, _)| *name).collect();
+        holds.push(Hold { lease, until: now.plus(term), names, asked });
+    }
+}
+
+/// What is held by a lease in force, and was not deleted since, is here.
+fn still_held(store: &Store, namespace: NamespaceId, ledger: &RefCell<Ledger>, holds: &mut Vec<Hold>) {
+    let now = store.clock().now();
+    holds.retain(|hold| now < hold.until);
+    let ledger = ledger.borrow();
+    for hold in holds {
+        for name in &hold.names {
+            let (group, coordinate) = fixture::columns()[name.0];
+            let keys = [key(*name)];
+            let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease: None };
+            let here = store.contains(&request).is_ok_and(|reply| reply.presence == [Presence::Here]);
+            let meets = |known: &Known| known.deleting > 0 || known.deleted > hold.asked;
+            let deleted = ledger.blocks.get(name).is_some_and(meets);
+            assert!(here || deleted, "column {}, key {} is gone under a lease in force", name.0, name.1);
+        }
     }
 }
 
@@ -284,7 +390,9 @@ impl Ledger {
     fn delete_ended(&mut self, delete: &Delete, answer: Result<Result<DeleteReply, Error>, Abandoned>) {
         let now = self.next();
         for name in &delete.names {
-            self.blocks.entry(*name).or_default().deleted = now;
+            let known = self.blocks.entry(*name).or_default();
+            known.deleted = now;
+            known.deleting = known.deleting.saturating_sub(1);
         }
         match answer {
             Ok(Ok(reply)) => {

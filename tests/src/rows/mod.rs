@@ -6,6 +6,7 @@
 mod cuts;
 mod faults;
 mod pool;
+mod scene;
 mod schedules;
 pub mod scripts;
 
@@ -96,7 +97,7 @@ impl Row {
 
 /// All rows, in the order in which they are run.
 pub fn all() -> Vec<Row> {
-    let mut rows = vec![cuts::power_cuts(), cuts::small_scope()];
+    let mut rows = vec![cuts::power_cuts()];
     rows.extend(faults::rows());
     rows.push(schedules::schedules());
     rows.extend(scripts::rows());

@@ -118,8 +118,8 @@ struct Machine {
     latencies: Rng,
     decisions: Rng,
     log: EventLog,
-    /// Each with how many operations it has counted.
-    rules: Vec<(Rule, u64)>,
+    /// Each with how many operations it has counted, and how many it has struck.
+    rules: Vec<(Rule, u64, u64)>,
     struck: u64,
     ios: Vec<IoState>,
     under_way: BTreeMap<(Nanos, u64), Pending>,
@@ -181,7 +181,7 @@ impl SimDisk {
 
     /// Lets something go wrong from now on. Of several rules that strike one operation, the first injected wins.
     pub fn inject(&self, rule: Rule) {
-        self.lock().rules.push((rule, 0));
+        self.lock().rules.push((rule, 0, 0));
     }
 
     /// Forgets all rules: the disk is well again. What is stuck stays stuck.
@@ -192,6 +192,11 @@ impl SimDisk {
     /// How often rules have struck.
     pub fn struck(&self) -> u64 {
         self.lock().struck
+    }
+
+    /// How often those rules have struck that were injected in these places since the last [`SimDisk::heal`].
+    pub fn struck_by(&self, which: std::ops::Range<usize>) -> u64 {
+        self.lock().rules.get(which).unwrap_or_default().iter().map(|(.., struck)| struck).sum()
     }
 
     /// Changes how long operations take, from now on.
@@ -467,7 +472,7 @@ impl Machine {
     /// Lets every rule count the operation; the first that strikes decides.
     fn strike(&mut self, kind: OpKind, dir: Option<DirId>, allocating: bool) -> Option<Effect> {
         let mut struck = None;
-        for (rule, seen) in &mut self.rules {
+        for (rule, seen, hits) in &mut self.rules {
             if !rule.applies(kind, dir, allocating) {
                 continue;
             }
@@ -479,6 +484,7 @@ impl Machine {
             };
             if strikes && struck.is_none() {
                 struck = Some(rule.effect);
+                *hits += 1;
                 self.struck += 1;
             }
         }

@@ -185,6 +185,42 @@ impl FileChange {
         }
     }
 
+    /// How many sectors a write has.
+    pub(super) fn sectors(&self) -> Option<usize> {
+        match self {
+            Self::Write { live, .. } => Some(live.len()),
+            _ => None,
+        }
+    }
+
+    /// The sectors of a write that matter: the others are durable, or leave a file as it is that nothing else that
+    /// is pending changes at that place.
+    fn telling<'a>(&'a self, file: &'a File) -> impl Iterator<Item = usize> + 'a {
+        let (offset, bytes, end, live) = match self {
+            Self::Write { offset, bytes, end, live } => (*offset, &**bytes, *end, &**live),
+            // A change of shape is one unit.
+            _ => (0, [0; 1].as_slice(), 0, [true].as_slice()),
+        };
+        let is_write = matches!(self, Self::Write { .. });
+        let shaped = file.pending.iter().any(|(_, change)| !matches!(change, Self::Write { .. }));
+        let idle = move |at: usize, sector: &[u8]| {
+            let from = offset + at as u64 * SECTOR;
+            let mut there = [0; SECTOR as usize];
+            file.durable.read(from, &mut there);
+            let others = file.pending.iter().filter(|(_, change)| match change {
+                Self::Write { offset, bytes, .. } => (*offset..offset + bytes.len() as u64).contains(&from),
+                _ => false,
+            });
+            is_write
+                && !shaped
+                && there == sector
+                && (from + SECTOR).min(end) <= file.durable.len
+                && others.count() == 1
+        };
+        let sectors = bytes.chunks(SECTOR as usize).enumerate();
+        sectors.filter(move |(at, sector)| live[*at] && !idle(*at, sector)).map(|(at, _)| at)
+    }
+
     /// Takes the sectors in `from .. to` out of a write: something newer is durable there.
     fn supersede(&mut self, from: u64, to: u64) {
         if let Self::Write { offset, live, .. } = self {
@@ -293,6 +329,44 @@ impl Media {
             }
         }
         live
+    }
+
+    /// The directory that each file and folder is in, by whatever name it has, had or may get.
+    pub(super) fn dirs(&self) -> BTreeMap<Ino, u16> {
+        let mut found = BTreeMap::new();
+        let mut next: Vec<(Ino, u16)> = self.roots.iter().copied().zip(0..).collect();
+        while let Some((ino, root)) = next.pop() {
+            if found.insert(ino, root).is_some() {
+                continue;
+            }
+            let Some(Node::Dir(dir)) = self.nodes.get(&ino) else { continue };
+            let pending = dir.pending.iter().map(|(_, change)| match change {
+                DirChange::Link { ino, .. }
+                | DirChange::Unlink { ino, .. }
+                | DirChange::Rename { ino, .. } => ino,
+            });
+            let all = dir.current.values().chain(dir.durable.values()).chain(pending);
+            next.extend(all.map(|ino| (*ino, root)));
+        }
+        found
+    }
+
+    /// What a power cut may keep or lose by itself: the number of a change, and of a write the sector.
+    pub(super) fn units(&self) -> Vec<(u64, usize)> {
+        let mut units = Vec::new();
+        for node in self.nodes.values() {
+            match node {
+                Node::File(file) => {
+                    let of = |(seq, change): &(u64, FileChange)| {
+                        change.telling(file).map(|sector| (*seq, sector)).collect::<Vec<_>>()
+                    };
+                    units.extend(file.pending.iter().flat_map(of));
+                }
+                Node::Dir(dir) => units.extend(dir.pending.iter().map(|(seq, _)| (*seq, 0))),
+            }
+        }
+        units.sort_unstable();
+        units
     }
 
     pub(super) fn file(&self, ino: Ino) -> Outcome<&File> {
