@@ -6,9 +6,8 @@ use kvarts_store::engine::Store;
 
 use super::Row;
 use super::pool::{States, until};
-pub(super) use super::scene::{config, options, run};
-use super::scene::{mix, sound};
-use crate::campaign::{Driven, Judge, Ledger, drive, observe, verify, work_on};
+use super::scene::{config, mix, options, run, sound};
+use crate::campaign::{Driven, Judge, Ledger, Work, drive, observe, verify, work_on};
 use crate::sim::log::Mixer;
 use crate::sim::{Crash, Media, Seed, SimWorld};
 
@@ -29,12 +28,12 @@ pub(super) fn power_cuts() -> Row {
 
 /// Whether this image with these promises was not looked at before. Only images are counted: the promises decide
 /// merely whether looking again could show something else.
-pub(super) fn fresh(states: &States, looked: &States, image: &Media, ledger: &Ledger) -> bool {
+fn fresh(states: &States, looked: &States, image: &Media, ledger: &Ledger) -> bool {
     let digest = image.digest();
     states.reach(digest);
     let mut both = Mixer::new(0);
     both.bytes(&digest.to_le_bytes());
-    both.text(&format!("{ledger:?}"));
+    ledger.promises(&mut both);
     looked.reach(both.value())
 }
 
@@ -67,7 +66,7 @@ fn workload(seed: Seed, ops: usize, images: usize, states: &States) -> Result<()
 }
 
 /// Judges an image, and goes on from it as deep as asked: a cut while it recovers, and a cut of what comes after.
-pub(super) fn follow(
+fn follow(
     seed: Seed,
     settings: Seed,
     image: Media,
@@ -97,12 +96,8 @@ pub(super) fn follow(
     let ledger = RefCell::new(next);
     let cut = opened.world.disk().operations().1 + rng.between(1, 60);
     let mut watch = || ledger.borrow_mut().allow_absent(&opened.store);
-    let worked = observe(
-        &opened.world,
-        cut,
-        &mut watch,
-        work_on(&opened.store, &ledger, &mut rng, (10, mix(settings))),
-    );
+    let work = Work { ops: 10, mix: mix(settings), patience: None };
+    let worked = observe(&opened.world, cut, &mut watch, work_on(&opened.store, &ledger, &mut rng, work));
     if let Driven::Hung(hang) = worked {
         return Err(format!("after recovery: {hang}"));
     }

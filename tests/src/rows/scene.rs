@@ -4,16 +4,15 @@
 //! is ample, or so small that segments are recycled and blocks evicted; and a workload with or without compaction and
 //! leases. All of them follow from the seed, so a seed alone repeats a run.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_store::io::DirId;
 
-use crate::campaign::{Driven, Ledger, Mix, defects, observe, work_on};
-use crate::sim::{
-    CrashState, DiskConfig, Effect, EventLog, Hang, Rule, Seed, SimWorld, When, Which, WorldConfig,
-};
+use crate::campaign::{Driven, Ledger, Mix, Work, defects, observe, work_on};
+use crate::sim::{CrashState, DiskConfig, Effect, Hang, Rule, Seed, SimWorld, When, Which, WorldConfig};
 
 /// The world of a seed.
 pub(super) fn config(seed: Seed) -> WorldConfig {
@@ -69,6 +68,14 @@ pub(super) struct Moment {
     pub(super) ledger: Ledger,
 }
 
+/// How far a workload came.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Stage {
+    Opening,
+    Working,
+    Closing,
+}
+
 /// What came of a workload.
 #[derive(Debug)]
 pub(super) struct Ran {
@@ -76,13 +83,14 @@ pub(super) struct Ran {
     pub(super) moments: Vec<Moment>,
     /// The end.
     pub(super) last: Moment,
-    pub(super) done: bool,
-    /// Why it did not end, if so.
+    /// Why it did not come to its end, if so.
     pub(super) hang: Option<Hang>,
     /// Operations that rules of the caller struck.
     pub(super) struck: u64,
-    /// The last operations.
-    pub(super) log: EventLog,
+    /// How far it came.
+    pub(super) stage: Stage,
+    /// Files in which a rule changed what was written, or kept it from being written.
+    pub(super) files: BTreeSet<String>,
     /// Segments that were written anew.
     pub(super) recycled: u64,
     /// Blocks that made room for others.
@@ -91,6 +99,11 @@ pub(super) struct Ran {
 
 /// A workload on a new disk; every moment is kept if asked.
 pub(super) fn run(seed: Seed, ops: usize, rules: &[Rule], keep: bool) -> Ran {
+    run_work(seed, Work { ops, mix: mix(seed), patience: None }, rules, keep)
+}
+
+/// The same with any workload.
+pub(super) fn run_work(seed: Seed, work: Work, rules: &[Rule], keep: bool) -> Ran {
     let world = SimWorld::new(seed.0, &config(seed));
     rules.iter().for_each(|rule| world.disk().inject(*rule));
     // The caller's rules come first: of two that strike, the first one wins.
@@ -100,20 +113,24 @@ pub(super) fn run(seed: Seed, ops: usize, rules: &[Rule], keep: bool) -> Ran {
     let ledger = RefCell::new(Ledger::default());
     let opened: RefCell<Option<Store>> = RefCell::default();
     let counts = RefCell::new((0, 0));
+    let stage = Cell::new(Stage::Opening);
     let mut rng = seed.child("work").rng();
     let whole = async {
         match Store::open(&launcher, &options).await {
             Ok((store, _executors)) => {
                 opened.replace(Some(store.clone()));
-                work_on(&store, &ledger, &mut rng, (ops, mix(seed))).await;
+                stage.set(Stage::Working);
+                work_on(&store, &ledger, &mut rng, work).await;
                 ledger.borrow_mut().allow_absent(&store);
                 let done = store.stats().counts;
                 counts.replace((done.segments_recycled, done.blocks_evicted));
-                opened.take();
+                stage.set(Stage::Closing);
                 // The clean stop is part of what is cut.
                 if let Err(error) = store.close().await {
                     ledger.borrow_mut().refusals.push(error.0);
                 }
+                ledger.borrow_mut().allow_absent(&store);
+                opened.take();
             }
             Err(error) => ledger.borrow_mut().refusals.push(error.0),
         }
@@ -129,15 +146,11 @@ pub(super) fn run(seed: Seed, ops: usize, rules: &[Rule], keep: bool) -> Ran {
         }
     };
     let driven = observe(&world, u64::MAX, &mut watch, whole);
-    let (done, hang) = match driven {
-        Driven::Done(()) => (true, None),
-        Driven::Cut => (false, None),
-        Driven::Hung(hang) => (false, Some(hang)),
-    };
-    let (struck, log) = (world.disk().struck_by(0..rules.len()), world.disk().log());
+    let hang = if let Driven::Hung(hang) = driven { Some(hang) } else { None };
+    let (struck, files) = (world.disk().struck_by(0..rules.len()), world.disk().struck_files());
     let last = Moment { state: world.cut_power(), ledger: ledger.into_inner() };
     let (recycled, evicted) = counts.into_inner();
-    Ran { moments, last, done, hang, struck, log, recycled, evicted }
+    Ran { moments, last, hang, struck, stage: stage.get(), files, recycled, evicted }
 }
 
 /// A workload on a sound disk ends, and nobody is told of a defect.

@@ -8,7 +8,7 @@
 //! Stricter than a kernel where a program could get away with a mistake: direct I/O that is not aligned to 4 KiB
 //! is `EINVAL`, and a name is durable only after its directory was synced.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -121,6 +121,8 @@ struct Machine {
     /// Each with how many operations it has counted, and how many it has struck.
     rules: Vec<(Rule, u64, u64)>,
     struck: u64,
+    /// Files whose bytes are other than a program believes.
+    belied: BTreeSet<Ino>,
     ios: Vec<IoState>,
     under_way: BTreeMap<(Nanos, u64), Pending>,
     stuck: Vec<Pending>,
@@ -159,6 +161,7 @@ impl SimDisk {
             log: EventLog::default(),
             rules: Vec::new(),
             struck: 0,
+            belied: BTreeSet::new(),
             ios: Vec::new(),
             under_way: BTreeMap::new(),
             stuck: Vec::new(),
@@ -197,6 +200,13 @@ impl SimDisk {
     /// How often those rules have struck that were injected in these places since the last [`SimDisk::heal`].
     pub fn struck_by(&self, which: std::ops::Range<usize>) -> u64 {
         self.lock().rules.get(which).unwrap_or_default().iter().map(|(.., struck)| struck).sum()
+    }
+
+    /// The files in which rules changed, lost or misdirected writes, by the names that they have now, each after the
+    /// number of its directory and a slash.
+    pub fn struck_files(&self) -> BTreeSet<String> {
+        let machine = self.lock();
+        machine.media.names(&machine.belied)
     }
 
     /// Changes how long operations take, from now on.
@@ -590,6 +600,9 @@ impl Machine {
         let (offset, len) = pending.range();
         let len = self.share(pending.effect, len);
         let mut bytes = pending.bytes(len);
+        if matches!(pending.effect, Some(Effect::Lost | Effect::Misdirect | Effect::FlipBit)) {
+            self.belied.insert(ino);
+        }
         match pending.effect {
             Some(Effect::Lost) => return Ok(len),
             Some(Effect::Torn(errno)) => {
@@ -599,6 +612,7 @@ impl Machine {
             }
             Some(Effect::Misdirect) => {
                 let (ino, offset) = self.elsewhere(ino, offset);
+                self.belied.insert(ino);
                 // Where there is no space it is merely lost.
                 let _ = self.media.write(ino, offset, &bytes, pending.sync());
                 return Ok(len);

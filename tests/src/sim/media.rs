@@ -193,29 +193,26 @@ impl FileChange {
         }
     }
 
-    /// The sectors of a write that matter: the others are durable, or leave a file as it is that nothing else that
-    /// is pending changes at that place.
+    /// The sectors of a write that matter: the others are durable, or hold what the disk has at a place that nothing
+    /// else pending changes. A change of shape is one.
     fn telling<'a>(&'a self, file: &'a File) -> impl Iterator<Item = usize> + 'a {
-        let (offset, bytes, end, live) = match self {
-            Self::Write { offset, bytes, end, live } => (*offset, &**bytes, *end, &**live),
-            // A change of shape is one unit.
-            _ => (0, [0; 1].as_slice(), 0, [true].as_slice()),
+        let (offset, bytes, live) = match self {
+            Self::Write { offset, bytes, live, .. } => (*offset, &**bytes, &**live),
+            _ => (0, [0; 1].as_slice(), [true].as_slice()),
         };
-        let is_write = matches!(self, Self::Write { .. });
-        let shaped = file.pending.iter().any(|(_, change)| !matches!(change, Self::Write { .. }));
+        let shape = self.sectors().is_none();
         let idle = move |at: usize, sector: &[u8]| {
             let from = offset + at as u64 * SECTOR;
             let mut there = [0; SECTOR as usize];
             file.durable.read(from, &mut there);
-            let others = file.pending.iter().filter(|(_, change)| match change {
+            let covers = |change: &Self| match change {
                 Self::Write { offset, bytes, .. } => (*offset..offset + bytes.len() as u64).contains(&from),
-                _ => false,
-            });
-            is_write
-                && !shaped
-                && there == sector
-                && (from + SECTOR).min(end) <= file.durable.len
-                && others.count() == 1
+                Self::Punch { offset, len } => (*offset..offset.saturating_add(*len)).contains(&from),
+                Self::Truncate { len } => from + SECTOR > *len,
+                Self::Allocate { .. } => false,
+            };
+            let touched = file.pending.iter().filter(|(_, change)| covers(change)).count();
+            !shape && touched == 1 && there == sector
         };
         let sectors = bytes.chunks(SECTOR as usize).enumerate();
         sectors.filter(move |(at, sector)| live[*at] && !idle(*at, sector)).map(|(at, _)| at)
@@ -662,14 +659,29 @@ impl Media {
     }
 
     fn walk(&self, mut see: impl FnMut(&str, &Node)) {
+        self.walk_by_number(|path, _, node| see(path, node));
+    }
+
+    fn walk_by_number(&self, mut see: impl FnMut(&str, Ino, &Node)) {
         let mut next: Vec<_> = self.roots.iter().rev().map(|ino| (ino.to_string(), *ino)).collect();
         while let Some((path, ino)) = next.pop() {
             let Some(node) = self.nodes.get(&ino) else { continue };
-            see(&path, node);
+            see(&path, ino, node);
             if let Node::Dir(dir) = node {
                 next.extend(dir.current.iter().rev().map(|(name, ino)| (format!("{path}/{name}"), *ino)));
             }
         }
+    }
+
+    /// The paths of these files, each after the number of its directory and a slash.
+    pub(super) fn names(&self, of: &BTreeSet<Ino>) -> BTreeSet<String> {
+        let mut names = BTreeSet::new();
+        self.walk_by_number(|path, ino, _| {
+            if of.contains(&ino) {
+                names.insert(path.to_owned());
+            }
+        });
+        names
     }
 
     /// The paths of all files, each after the number of its directory and a slash.
