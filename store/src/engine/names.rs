@@ -227,6 +227,12 @@ impl Names {
         self.read().default_ttls.get(&id).copied()
     }
 
+    /// How many short ids were given out.
+    pub(crate) fn len(&self) -> usize {
+        let tables = self.read();
+        tables.by_local.len() + tables.specs_by_local.len() + tables.condemned.len()
+    }
+
     /// The namespace under this id.
     pub(crate) fn get(&self, id: NamespaceId) -> Option<Arc<Namespace>> {
         self.read().namespaces.get(&id).map(Arc::clone)
