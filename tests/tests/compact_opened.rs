@@ -68,7 +68,7 @@ fn made() -> (Vec<MemoryDisk>, Options) {
         let request = two.request(ODD, &two.keys(keys), PRODUCERS[1]);
         let parent = Parent::Unknown;
         let request = PutRequest { expires_after: Some(HOUR * hours), parent, first_block: None, ..request };
-        assert_eq!(two.outcomes(request), [BlockOutcome::Stored; 4]);
+        assert_eq!(two.outcomes(request), vec![BlockOutcome::Stored; 4]);
     }
     let target = Dead::Keys { column: Some(pages()), keys: one.keys(3..6) };
     let delete = DeleteRequest { namespace: one.namespace, target, deadline: None };
@@ -80,8 +80,11 @@ fn made() -> (Vec<MemoryDisk>, Options) {
     (directories(&stage.close().unwrap()), options)
 }
 
+/// The origin of each block, by namespace, key and group.
+type Origins = BTreeMap<([u8; 32], [u8; 32], u32), [u8; 16]>;
+
 /// The origin of each block that counts two hours later, and how many records are encoded.
-fn origins(disks: &[MemoryDisk]) -> (BTreeMap<([u8; 32], [u8; 32], u32), [u8; 16]>, usize) {
+fn origins(disks: &[MemoryDisk]) -> (Origins, usize) {
     let shared: Vec<Arc<dyn Disk>> = disks.iter().map(|disk| Arc::new(disk.clone()) as _).collect();
     let mut found = Findings::default();
     let store = survey(&shared, &mut found).unwrap().unwrap();

@@ -49,7 +49,7 @@ pub(super) struct FsckArgs {
 pub(super) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let common = &arguments.common;
     let bytes = arguments.mib << 20;
-    let budget_bytes = bytes * 2 + (8 * arguments.segment_mib << 20);
+    let budget_bytes = bytes * 2 + ((8 * arguments.segment_mib) << 20);
     let scratch = Scratch::new(common, budget_bytes)?;
     let options = Options { budget_bytes, segment_bytes: arguments.segment_mib << 20, ..Options::default() };
     let home = setup::open(common, scratch.path(), options)?;

@@ -134,7 +134,7 @@ impl Router {
     /// Sends a part of a delete, or refuses it.
     pub(crate) fn delete(&self, shard: u32, part: DeletePart) {
         if let Some(Message::Delete(_, part)) = self.offer(shard, Message::Delete(shard, part)) {
-            delete::refuse(&part, &Reason::Busy("the executor takes no more requests"));
+            delete::refuse(part, &Reason::Busy("the executor takes no more requests"));
         }
     }
 }
@@ -298,7 +298,7 @@ impl Executor {
 
     fn delete(&self, shard: u32, part: DeletePart) {
         let Some(log) = self.log(shard) else {
-            return delete::refuse(&part, &Reason::Bug("a delete for a shard of another executor"));
+            return delete::refuse(part, &Reason::Bug("a delete for a shard of another executor"));
         };
         let (busy, rt) = (Busy::new(&self.busy), Rc::clone(&self.rt));
         self.rt.spawn(

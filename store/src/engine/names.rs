@@ -183,6 +183,11 @@ impl Names {
         Some(retired)
     }
 
+    /// Nothing can be put in a namespace until it is deleted again.
+    pub(crate) fn condemn(&self, id: NamespaceId) {
+        self.write().condemned.insert(id);
+    }
+
     /// Ends a delete. If it was not acknowledged, nothing can be put in the namespace until it is deleted again: what
     /// is left of it may lie in some shards, and must not mix with what comes after.
     pub(crate) fn restore(&self, id: NamespaceId, acknowledged: bool) {
