@@ -509,6 +509,7 @@ impl Log {
     async fn open_next(self: &Rc<Self>) -> Result<(), Reason> {
         let segment = self.next_segment().await?;
         segment.begin(self.sequence.get());
+        self.forget_segment(segment.number);
         let image = self.header_image(&segment)?;
         let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
         staging.copy_in(0, &image);

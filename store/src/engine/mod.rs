@@ -32,6 +32,7 @@ mod shared;
 mod slice;
 mod snapshot;
 mod store;
+mod tables;
 mod unpack;
 mod writes;
 
@@ -42,6 +43,7 @@ pub use compact::{CompactOptions, CompactReport};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use store::{Executors, Options, PlannedExtent, Stats, Store};
+pub use tables::Table;
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

@@ -4,7 +4,6 @@
 //! the segment's header is written anew, so nobody is sent to bytes that are being replaced; and a reader that was
 //! sent there before finds another record's header and answers a miss.
 
-use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -20,7 +19,7 @@ use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
-use crate::index::{Eviction, Lookup, RecordCursor, RecordInfo};
+use crate::index::{Eviction, Lookup};
 use crate::io::IoError;
 use crate::rt::Class;
 
@@ -34,8 +33,7 @@ impl Log {
             .filter(|segment| segment.state.get() == SegmentState::Sealed && segment.readers.get() == 0)
             .map(Rc::clone)
             .collect();
-        let live = self.live_segments();
-        sealed.sort_by_key(|segment| (live.contains(&segment.number), segment.first_sequence.get()));
+        sealed.sort_by_cached_key(|segment| (segment.book.live() > 0, segment.first_sequence.get()));
         for segment in sealed {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
             if self.save_graves(&footer).await
@@ -48,17 +46,6 @@ impl Log {
             }
         }
         Err(Reason::NoSpace)
-    }
-
-    /// The segments of the shard that hold a live block.
-    fn live_segments(&self) -> BTreeSet<u32> {
-        let (mut cursor, mut some, mut live) = (Some(RecordCursor::default()), Vec::new(), BTreeSet::new());
-        while let Some(from) = cursor {
-            cursor = self.shared.index.records().snapshot(from, &mut some);
-            let ours = |record: &RecordInfo| u32::from(record.shard) == self.shard && record.live > 0;
-            live.extend(some.iter().filter(|(_, record)| ours(record)).map(|(_, record)| record.segment));
-        }
-        live
     }
 
     /// Makes sure that what a segment buries stands elsewhere on disk before the segment is written anew: a record

@@ -115,7 +115,8 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     recovery.take_in(sources).await?;
     recovery.flush()?;
     log.shared.buried.fetch_add(log.graves.borrow().len() as u64, Relaxed);
-    Ok(recovery.report)
+    let half_deleted = log.graves.borrow().half_deleted();
+    Ok(RecoveryReport { half_deleted, ..recovery.report })
 }
 
 impl Recovery<'_> {

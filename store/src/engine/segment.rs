@@ -190,6 +190,11 @@ impl Segment {
         }
     }
 
+    /// How many short ids mean another namespace in memory.
+    pub(crate) fn renamed(&self) -> usize {
+        self.renamed.borrow().len()
+    }
+
     /// What a short id of a namespace in this segment is in memory.
     pub(crate) fn local(&self, on_disk: u32) -> u32 {
         self.renamed.borrow().get(&on_disk).copied().unwrap_or(on_disk)

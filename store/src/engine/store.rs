@@ -3,9 +3,9 @@
 mod measure;
 mod space;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
@@ -33,6 +33,7 @@ use crate::io::{IoFacts, Metrics, Region};
 use crate::ledger::SpaceReport;
 use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
+use crate::sync::atomic::{AtomicBool, Ordering};
 
 pub use measure::PlannedExtent;
 pub(super) use space::free_space;
@@ -170,12 +171,26 @@ impl Store {
         let closed = AtomicBool::new(false);
         let router = Arc::new(Router { executors, owners });
         let store = Self(Arc::new(Inner { shared, router, reports, closed }));
+        store.finish_deletes().await;
         if !options.budget_beyond_disk {
             store.check_disk(options.directories).await?;
         }
         store.shrink()?;
         store.keep_compact(options)?;
         Ok(store)
+    }
+
+    /// Finishes deletes of namespaces that a crash stopped between two shards. Where that cannot be done now, nothing
+    /// of the namespace is found, and nothing can be put in it before it is deleted again.
+    async fn finish_deletes(&self) {
+        let half: BTreeSet<NamespaceId> =
+            self.0.reports.iter().flat_map(|report| report.half_deleted.iter().copied()).collect();
+        for namespace in half {
+            self.0.shared.names.condemn(namespace);
+            let request = DeleteRequest { namespace, target: Target::Namespace, deadline: None };
+            // An error leaves it condemned. A namespace that nothing defines any more has no blocks.
+            let _ = self.delete(request).await;
+        }
     }
 
     /// Lets every executor compact by need; the first one merges for all.

@@ -245,6 +245,11 @@ impl Driver {
         self.shared.core.borrow().metrics()
     }
 
+    /// Places for operations, and for batches of reads: as many as there ever were at once.
+    pub(crate) fn places(&self) -> (usize, usize) {
+        self.shared.core.borrow().places()
+    }
+
     fn transfer(&self, class: Class, offset: u64, work: Work) -> Transfer {
         Transfer(self.start(Request::transfer(class, offset, work)))
     }

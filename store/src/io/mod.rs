@@ -30,8 +30,9 @@ mod ring_setup;
 mod schedule;
 #[cfg(any(test, feature = "testing"))]
 pub mod scratch;
+pub mod shared;
 mod slots;
-mod wake;
+pub(crate) mod wake;
 mod workers;
 
 use std::os::fd::OwnedFd;

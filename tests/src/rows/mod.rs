@@ -9,6 +9,7 @@ mod kills;
 mod pool;
 mod real;
 mod scene;
+mod schedules;
 pub mod scripts;
 mod small;
 
@@ -137,6 +138,7 @@ pub fn all() -> Vec<Row> {
     rows.extend(real::rows());
     rows.push(kills::kills());
     rows.extend(faults::rows());
+    rows.push(schedules::schedules());
     rows.extend(scripts::rows());
     rows
 }
