@@ -1,12 +1,12 @@
 //! Power cuts: which of the changes that were not durable are found on the disk afterwards.
 //!
 //! Nothing is promised for a volatile change, so any subset may survive, and of a write any subset of its sectors.
-//! Operations that were under way count as volatile changes too. With at most ten changes all subsets are
+//! A punch may have reached any of its pages. Operations that were under way count as volatile changes too. With at most ten changes all subsets are
 //! enumerated; with more, all prefixes, every single loss, every single survivor, and random ones.
 
 use std::collections::BTreeMap;
 
-use super::media::{FileChange, Media, Node};
+use super::media::{FileChange, Media, Node, punched_pages};
 use super::rng::Seed;
 
 /// Up to this many changes are enumerated exhaustively.
@@ -46,7 +46,7 @@ pub enum Crash {
 #[derive(Clone, Debug)]
 pub struct CrashState {
     media: Media,
-    /// Each change's number, and its sectors if it is a write.
+    /// Each change's number, and its sectors if it is a write, its pages if it is a punch.
     changes: Vec<(u64, Option<usize>)>,
 }
 
@@ -57,6 +57,7 @@ impl CrashState {
             match node {
                 Node::File(file) => changes.extend(file.pending.iter().map(|(seq, change)| match change {
                     FileChange::Write { live, .. } => (*seq, Some(live.len())),
+                    FileChange::Punch { offset, len } => (*seq, Some(punched_pages(*offset, *len))),
                     _ => (*seq, None),
                 })),
                 Node::Dir(dir) => changes.extend(dir.pending.iter().map(|(seq, _)| (*seq, None))),

@@ -130,6 +130,20 @@ impl Content {
         self.pages.len() as u64 * PAGE
     }
 
+    /// What was punched or never written, below the end: as the common file systems tell it.
+    pub(super) fn holes(&self) -> Vec<(u64, u64)> {
+        let end = self.len;
+        let (mut holes, mut at) = (Vec::new(), 0);
+        let written = self.pages.iter().filter(|(_, bytes)| bytes.is_some()).map(|(page, _)| page * PAGE);
+        for data in written.filter(|data| *data < end).chain([end]) {
+            if data > at {
+                holes.push((at, data - at));
+            }
+            at = data + PAGE;
+        }
+        holes
+    }
+
     fn digest(&self, into: &mut Mixer) {
         into.word(self.len);
         for (page, bytes) in &*self.pages {
@@ -140,6 +154,12 @@ impl Content {
             }
         }
     }
+}
+
+/// Pages that a punch touches: each may be lost or kept by itself. Far more than any file has count as one.
+pub(super) fn punched_pages(offset: u64, len: u64) -> usize {
+    let pages = offset.saturating_add(len).div_ceil(PAGE) - offset / PAGE;
+    if pages > 1 << 20 { 1 } else { pages as usize }
 }
 
 /// A change of a file that is not durable yet.
@@ -167,7 +187,7 @@ pub(super) enum FileChange {
 }
 
 impl FileChange {
-    /// Carries it out; of a write, the sectors that are live and that `keep` chooses.
+    /// Carries it out; of a write, the sectors that are live and that `keep` chooses; of a punch, the pages.
     fn apply(&self, content: &mut Content, keep: &dyn Fn(usize) -> bool) {
         match self {
             Self::Write { offset, bytes, end, live } => {
@@ -180,7 +200,17 @@ impl FileChange {
                 }
             }
             Self::Allocate { offset, len } => content.allocate(*offset, *len),
-            Self::Punch { offset, len } => content.punch(*offset, *len),
+            Self::Punch { offset, len } => {
+                let pages = punched_pages(*offset, *len);
+                if pages == 1 && keep(0) || (0..pages).all(keep) {
+                    return content.punch(*offset, *len);
+                }
+                for (_, page) in (offset / PAGE..).take(pages).enumerate().filter(|(at, _)| keep(*at)) {
+                    let (from, to) = (page * PAGE, (page + 1) * PAGE);
+                    let (from, to) = (from.max(*offset), to.min(offset.saturating_add(*len)));
+                    content.punch(from, to - from);
+                }
+            }
             Self::Truncate { len } => content.truncate(*len),
         }
     }
@@ -538,8 +568,8 @@ impl Media {
             match node {
                 Node::File(file) => {
                     for (seq, change) in file.pending.drain(..) {
-                        let write = matches!(change, FileChange::Write { .. });
-                        if write || keep(seq, 0) {
+                        let parts = matches!(change, FileChange::Write { .. } | FileChange::Punch { .. });
+                        if parts || keep(seq, 0) {
                             change.apply(&mut file.durable, &|sector| keep(seq, sector));
                         }
                     }
