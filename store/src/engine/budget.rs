@@ -167,6 +167,13 @@ impl Shared {
         allocated.saturating_add(self.checkpoint_room()) > limit
     }
 
+    /// Bytes that must be given back before another segment can be made.
+    pub(crate) fn shortage(&self) -> u64 {
+        let (allocated, limit) = self.space();
+        let wanted = allocated.saturating_add(self.segment_bytes).saturating_add(self.checkpoint_room());
+        wanted.saturating_sub(limit)
+    }
+
     /// What checkpoints may still take.
     fn checkpoint_room(&self) -> u64 {
         let budget = &self.budget;

@@ -10,8 +10,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use rustix::fs::{
-    AtFlags, CWD, Dir, FallocateFlags, FileType, Mode, OFlags, RawMode, SeekFrom, StatxFlags, fallocate, fcntl_getfl,
-    fcntl_setfl, fstat, fstatvfs, fsync, ftruncate, mkdirat, openat, renameat, statat, statx, unlinkat,
+    AtFlags, CWD, Dir, FallocateFlags, FileType, Mode, OFlags, RawMode, SeekFrom, StatxFlags, fallocate,
+    fcntl_getfl, fcntl_setfl, fstat, fstatvfs, fsync, ftruncate, mkdirat, openat, renameat, statat, statx,
+    unlinkat,
 };
 use rustix::io::Errno;
 

@@ -45,6 +45,8 @@ pub struct RecoveryReport {
     pub expired: u64,
     /// Blocks that a tombstone or a namespace epoch kills.
     pub deleted: u64,
+    /// Blocks whose pages were given back to the file system: evicted before.
+    pub evicted: u64,
     /// Blocks of which another copy was there already: a newer one of this shard, or one of another shard.
     pub duplicates: u64,
     /// Records without a definition of their namespace in their segment.
