@@ -658,6 +658,22 @@ impl Media {
         Some(bytes)
     }
 
+    /// What a file's bytes are not there of, as a program is told: (offset, bytes).
+    pub fn holes(&self, dir: DirId, path: &str) -> Vec<(u64, u64)> {
+        let file = self.look_up(dir, path).and_then(|ino| self.file(ino));
+        file.map(|file| file.current.holes()).unwrap_or_default()
+    }
+
+    /// Makes holes in a file behind everybody's back, durably.
+    pub fn plant_holes(&mut self, dir: DirId, path: &str, holes: &[(u64, u64)]) {
+        let Ok(ino) = self.look_up(dir, path) else { return };
+        let Ok(file) = self.file_mut(ino) else { return };
+        for &(offset, len) in holes {
+            file.current.punch(offset, len);
+            file.durable.punch(offset, len);
+        }
+    }
+
     /// Changes bytes of a file behind everybody's back, durably: what a failing medium does. False: no such bytes.
     pub fn corrupt(
         &mut self,
