@@ -174,6 +174,7 @@ pub fn small_options(executors: usize) -> Options {
         budget_bytes: 48 << 20,
         budget_beyond_disk: false,
         record_bytes_max: 8 << 20,
+        eviction: EvictionPolicy::default(),
         executors,
         limits: Limits { arena_bytes: 4 << 20, ..Limits::default() },
     }

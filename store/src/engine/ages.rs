@@ -5,12 +5,11 @@
 //! bytes that make blocks old. The table of when each step began gives an age in seconds back, for what is about time
 //! (what is cold, what a checkpoint says of the last use).
 
-use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use crate::index::EPOCHS;
 use crate::rt::Nanos;
+use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// A step lasts no longer, in seconds. Blocks found by recovery are as many such steps old as their age says.
 pub(crate) const EPOCH_S: u64 = 64;

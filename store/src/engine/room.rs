@@ -59,9 +59,10 @@ impl Log {
 
     /// Makes room, by holes for as many rounds as may be, then by emptying a segment.
     async fn evict(&self, round: u32) -> Result<Made, Reason> {
-        // What is buried is remembered for as long as there are segments that are older: too much of it, and the
-        // oldest go.
-        if round < ROUNDS_MAX && self.graves.borrow().len() < GRAVES_MAX {
+        // What is buried is remembered for as long as there are segments that are older, and each file has an entry in
+        // its directory: too much of either, and the oldest go.
+        let holes_help = self.graves.borrow().len() < GRAVES_MAX && !self.shared.has_too_many_files();
+        if round < ROUNDS_MAX && holes_help {
             match self.make_room().await {
                 Made::Nothing => {}
                 made => return Ok(made),

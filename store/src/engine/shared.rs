@@ -1,8 +1,7 @@
 //! What all threads of one open store share: index, names, budget, the latch, counters.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use kvarts_layout::StoreId;
@@ -19,6 +18,8 @@ use crate::index::{Heat, Index, RecordId};
 use crate::io::mem::PAGE;
 use crate::io::{Buf, IoError, Region};
 use crate::rt::{Clock, Entropy, Nanos};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Mutex, OnceLock};
 
 /// Expiry is kept in steps of a tenth of a second: 32 bits of them last thirteen years.
 pub(super) const EXPIRY_STEP_MS: u64 = 100;
@@ -114,7 +115,7 @@ pub(crate) struct Shared {
     /// The coarse time by which blocks age.
     pub(crate) ages: Ages,
     /// The policy's place among all.
-    eviction: AtomicUsize,
+    eviction: AtomicU64,
     /// Some record has an expiry: before the first one, nobody looks for expired blocks.
     expiring: AtomicBool,
 }
@@ -159,7 +160,7 @@ impl Shared {
             zeros: OnceLock::new(),
             buried: AtomicU64::new(0),
             ages: Ages::new(opened.0),
-            eviction: AtomicUsize::new(0),
+            eviction: AtomicU64::new(0),
             expiring: AtomicBool::new(false),
         }
     }
@@ -239,14 +240,14 @@ impl Shared {
 
     /// What chooses the blocks that go.
     pub(crate) fn policy(&self) -> &'static dyn Policy {
-        let chosen = EvictionPolicy::ALL.get(self.eviction.load(Ordering::Relaxed));
+        let chosen = EvictionPolicy::ALL.get(self.eviction.load(Ordering::Relaxed) as usize);
         chosen.copied().unwrap_or_default().policy()
     }
 
     /// Has blocks chosen by this policy from now on.
     pub(crate) fn set_policy(&self, policy: EvictionPolicy) {
         let at = EvictionPolicy::ALL.iter().position(|one| *one == policy).unwrap_or(0);
-        self.eviction.store(at, Ordering::Relaxed);
+        self.eviction.store(at as u64, Ordering::Relaxed);
     }
 }
 

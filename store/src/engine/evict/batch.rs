@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::format::body::{Blocks, Parent};
 use kvarts_layout::format::footer::{Content, Entry, Footer};
@@ -19,6 +18,7 @@ use crate::error::Reason;
 use crate::events::{Cause, EventKind};
 use crate::index::{BlockFingerprint, Eviction, Location, Lookup};
 use crate::io::{IoErrorKind, MetaOp, Reply};
+use crate::sync::atomic::Ordering::Relaxed;
 
 /// Segments whose footers are in memory at once.
 const AT_ONCE: usize = 64;
