@@ -10,7 +10,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use kvarts_store::api::{KvStore, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream};
-use kvarts_store::engine::{Executors, Limits, Options, Store};
+use kvarts_store::engine::{EvictionPolicy, Executors, Limits, Options, Store};
 use kvarts_store::error::Error;
 use kvarts_store::events::record::Content;
 use kvarts_store::home::{Home, HomeOptions};
