@@ -111,7 +111,11 @@ pub fn place(
         ..PlaceView::default()
     };
     let seen = look(&mut window, &position, &store.keyring.secret);
-    view.found = in_words(seen.found).to_owned();
+    view.found = match crate::holes::touched(window.holes(), offset, PAGE_BYTES) {
+        // Of an unsealed segment nothing was ever written here.
+        true => "a hole: nothing was written here, or a record that was evicted".to_owned(),
+        false => in_words(seen.found).to_owned(),
+    };
     if let Some(prefix) = &seen.prefix {
         about_prefix(prefix, &mut view);
     }

@@ -31,7 +31,9 @@ pub fn directories(image: &Media) -> Vec<MemoryDisk> {
     }
     for (dir, path) in image.paths().iter().filter_map(|path| split(path)) {
         let bytes = image.contents(DirId(dir), &path).unwrap_or_default();
-        disks.entry(dir).or_default().plant(&path, bytes);
+        let disk = disks.entry(dir).or_default();
+        disk.plant(&path, bytes);
+        disk.punch(&path, &image.holes(DirId(dir), &path));
     }
     disks.into_values().collect()
 }
@@ -52,6 +54,7 @@ pub fn media(disks: &[MemoryDisk]) -> Media {
         }
         for path in disk.files() {
             assert!(media.plant(dir, &path, &disk.contents(&path).unwrap_or_default()), "{path}");
+            media.plant_holes(dir, &path, &disk.holes(&path));
         }
     }
     media

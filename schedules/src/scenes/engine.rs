@@ -16,7 +16,7 @@ use crate::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, LeaseTerms, Order, Parent, Presence,
     PutRequest, ReadEvent, ReadRequest, Target, Verify,
 };
-use crate::engine::{Limits, Options, Store};
+use crate::engine::{EvictionPolicy, Limits, Options, Store};
 use crate::fixture::{self, PAGES, Style, all_heads};
 use crate::io::{Completion, Io, IoFacts, Op, Region, Token, Unpark};
 use crate::rt::clock::{ManualClock, SeededEntropy};
@@ -180,6 +180,7 @@ fn with_store(play: impl FnOnce(&Place)) {
         budget_bytes: 16 << 20,
         budget_beyond_disk: false,
         record_bytes_max: 32 << 10,
+        eviction: EvictionPolicy::default(),
         executors: 2,
         limits: Limits { arena_bytes: 1 << 20, ..Limits::default() },
     };

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use kvarts_layout::{BlockKey, NamespaceId};
 
+use super::ages::AGE_MAX;
 use super::compact::chains::{self, Peers, Survey};
 use super::compact::gather::{Gathered, Taken};
 use super::compact::relocate::{Head, Moved};
@@ -138,9 +139,6 @@ impl Router {
         }
     }
 }
-
-/// Epochs that a block's age may reach before it looks no older: ages are kept modulo 256.
-pub(crate) const AGE_MAX: u8 = 200;
 
 struct Executor {
     rt: Rc<dyn Runtime>,

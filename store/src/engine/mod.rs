@@ -4,12 +4,14 @@
 //! (`shared`: index, names, budget); its parts go through mailboxes to the executors that own the shards
 //! (`shard`), where `log` appends records to segments and `slice` reads them back; `recover` finds it all again.
 
+mod ages;
 mod budget;
 mod checkpoint;
 mod compact;
 mod content;
 mod delete;
 mod directory;
+mod evict;
 mod executor;
 mod expiry;
 mod flights;
@@ -40,6 +42,7 @@ use std::time::Duration;
 
 pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
+pub use evict::policy::EvictionPolicy;
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use store::{Executors, Options, PlannedExtent, Stats, Store};

@@ -1,4 +1,5 @@
-//! Making room: the oldest sealed segment that nothing holds is emptied and written anew.
+//! Making room where the file system makes no holes (see `evict`), or where holes gave none: the oldest sealed segment
+//! that nothing holds is emptied and written anew.
 //!
 //! A block under a lease keeps its segment; so does a device read. What is evicted is gone from the index before
 //! the segment's header is written anew, so nobody is sent to bytes that are being replaced; and a reader that was
@@ -14,18 +15,19 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
 use super::checkpoint;
+use super::evict::batch::Made;
 use super::log::Log;
 use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
 use crate::index::{Eviction, Lookup};
-use crate::io::IoError;
+use crate::io::{Buf, IoError, Region};
 use crate::rt::Class;
 
 impl Log {
-    /// Empties a sealed segment and returns it, free. Those that hold nothing any more go first, then the oldest.
-    pub(crate) async fn reclaim(&self) -> Result<Rc<Segment>, Reason> {
+    /// Empties a sealed segment. Those that hold nothing any more go first, then the oldest.
+    pub(crate) async fn reclaim(&self) -> Result<Made, Reason> {
         let mut sealed: Vec<Rc<Segment>> = self
             .segments
             .borrow()
@@ -40,9 +42,7 @@ impl Log {
                 && segment.readers.get() == 0
                 && self.evict_all(&segment, &footer)
             {
-                segment.state.set(SegmentState::Free);
-                self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
-                return Ok(segment);
+                return self.emptied(segment).await;
             }
         }
         Err(Reason::NoSpace)
@@ -117,6 +117,39 @@ impl Log {
         let position = self.position(segment, trailer.footer_offset);
         Footer::decode(&buf.to_vec(), &position, &self.shared.secret)
             .map_err(|unsound| damaged(unsound.to_string()))
+    }
+
+    /// The footers of sealed segments, read beside each other where it is known where they lie.
+    pub(crate) async fn read_footers(&self, segments: &[Rc<Segment>]) -> Vec<Result<Footer, Reason>> {
+        let mut ahead = Vec::with_capacity(segments.len());
+        for segment in segments {
+            let read = segment.footer_at.get().and_then(|(offset, bytes)| {
+                let region = Region::anonymous(bytes as usize).ok()?;
+                let buf = Buf::new(&region, 0, bytes as usize)?;
+                let read = self.driver.read(Class::Background, segment.file, offset, buf.clone());
+                Some((offset, buf, read))
+            });
+            ahead.push(read);
+        }
+        let mut footers = Vec::with_capacity(segments.len());
+        for (segment, read) in segments.iter().zip(ahead) {
+            footers.push(match read {
+                None => self.read_footer(segment).await,
+                Some((offset, buf, read)) => match read.await {
+                    Err(error) => Err(Reason::Media(error.to_string())),
+                    Ok(()) => {
+                        let position = self.position(segment, offset);
+                        let footer = Footer::decode(&buf.to_vec(), &position, &self.shared.secret);
+                        footer.map_err(|unsound| Reason::Header {
+                            segment: segment.number,
+                            offset,
+                            what: unsound.to_string(),
+                        })
+                    }
+                },
+            });
+        }
+        footers
     }
 
     /// Evicts every block that the segment holds; false, and only some evicted, if one is leased.

@@ -21,7 +21,7 @@ use super::put;
 use super::read;
 use super::recover::RecoveryReport;
 use super::shared::{Counts, Shared};
-use super::{Limits, lookup};
+use super::{EvictionPolicy, Limits, lookup};
 use crate::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
     PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription,
@@ -54,6 +54,8 @@ pub struct Options {
     pub budget_beyond_disk: bool,
     /// The most payload bytes of one record.
     pub record_bytes_max: u64,
+    /// What is evicted first when there is no room.
+    pub eviction: EvictionPolicy,
     /// Executors. Any number opens any store.
     pub executors: usize,
     /// What executors may use.
@@ -69,6 +71,7 @@ impl Default for Options {
             budget_bytes: 16 << 30,
             budget_beyond_disk: false,
             record_bytes_max: 8 << 20,
+            eviction: EvictionPolicy::default(),
             executors: 1,
             limits: Limits::default(),
         }
@@ -150,6 +153,7 @@ impl Store {
         send(first, Message::OpenDirectories { plan, reply })?;
         let found = lost(answer.await)??;
         let shared = Arc::new(Shared::new(found.birth, launcher.clock(), launcher.entropy()));
+        shared.set_policy(options.eviction);
         shared.begin_budget(found.superblock_bytes)?;
         let mut owners = Vec::new();
         let mut answers = Vec::new();

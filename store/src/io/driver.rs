@@ -197,6 +197,15 @@ impl Driver {
         .await
     }
 
+    /// The holes of a file, in order: (offset, bytes).
+    pub async fn holes(&self, file: FileId) -> Result<Vec<(u64, u64)>, IoError> {
+        self.reply(MetaOp::Holes { file }, |reply| match reply {
+            Reply::Holes(holes) => Some(holes),
+            _ => None,
+        })
+        .await
+    }
+
     /// Free and all bytes of the file system that holds a directory, and which file system it is.
     pub async fn space(&self, dir: DirId) -> Result<(u64, u64, u64), IoError> {
         self.reply(MetaOp::Space { dir }, |reply| match reply {

@@ -61,7 +61,8 @@ pub(crate) fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
         match segment.state.get() {
             SegmentState::Open => open = segment_bytes.saturating_sub(segment.tail.borrow().next),
             SegmentState::Sealed => {
-                let dead = segment_bytes.saturating_sub(live.get(number).copied().unwrap_or(0));
+                let allocated = segment.book.allocated();
+                let dead = allocated.saturating_sub(live.get(number).copied().unwrap_or(0));
                 free += if dead >= segment_bytes / 2 { dead } else { 0 };
             }
             SegmentState::Free => free += segment_bytes,

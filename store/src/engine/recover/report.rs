@@ -48,6 +48,8 @@ pub struct RecoveryReport {
     pub deleted: u64,
     /// Namespaces whose delete a crash stopped between two shards: opening the store finishes it.
     pub half_deleted: Vec<NamespaceId>,
+    /// Blocks whose pages were given back to the file system: evicted before.
+    pub evicted: u64,
     /// Blocks of which another copy was there already: a newer one of this shard, or one of another shard.
     pub duplicates: u64,
     /// Records without a definition of their namespace in their segment.
