@@ -20,6 +20,7 @@ mod encoded;
 mod fsck;
 mod gpu;
 mod layers;
+mod local;
 mod lookup;
 mod mixed;
 mod open;
