@@ -4,6 +4,7 @@ pub mod audit;
 pub mod campaign;
 pub mod conformance;
 pub mod fixture;
+pub mod golden;
 pub mod model;
 pub mod rows;
 pub mod script;

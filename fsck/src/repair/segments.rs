@@ -81,6 +81,13 @@ impl Case<'_> {
         self.seal(&report, log)
     }
 
+    /// Whether the checkpoint knows a later generation than the segment proves: the writes of that one were lost, and
+    /// what the checkpoint says of it is about nothing any more.
+    pub(super) fn is_behind(&self, tally: &Tally) -> bool {
+        let own = self.look(tally).and_then(|report| report.ends?.generation());
+        own.zip(self.known).is_some_and(|(own, known)| own < known.generation)
+    }
+
     /// Writes listed definitions that are damaged from their copies in other segments.
     fn definitions(&self, report: &SegmentReport, log: &mut Vec<Action>) -> bool {
         let Outcome::Sealed { footer, good, generation, .. } = &report.outcome else { return false };

@@ -41,7 +41,7 @@ pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
-pub use store::{Executors, Options, PlannedExtent, Stats, Store};
+pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

@@ -3,10 +3,18 @@
 //! A row draws everything from seeds, counts the distinct states that it reached, and lists what it found wrong. It
 //! never passes by doing nothing: a row that cannot run says why, and a caller may treat that as a failure.
 
+mod again;
+mod bits;
+mod clocks;
 mod cuts;
 mod faults;
+mod goldens;
+mod leaving;
+mod noise;
 mod pool;
 pub mod scripts;
+mod stores;
+mod swaps;
 
 use std::fmt;
 use std::ops::Range;
@@ -98,5 +106,7 @@ pub fn all() -> Vec<Row> {
     let mut rows = vec![cuts::power_cuts(), cuts::small_scope()];
     rows.extend(faults::rows());
     rows.extend(scripts::rows());
+    rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
+    rows.extend(again::rows());
     rows
 }
