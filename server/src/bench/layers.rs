@@ -16,6 +16,7 @@ use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 
 use super::bare::{Bare, Plan};
+use super::fio::Fio;
 use super::pairs::{Contestant, Rounds, Sample, cpu_seconds, take_turns};
 use super::report::Report;
 use super::setup::{self, Common, Scratch, Subject, key};
@@ -233,7 +234,12 @@ pub(super) fn run(arguments: &LayersArgs, out: &mut dyn Write) -> Result<(), Fai
     let bare = Bare::start(common, scratch.path(), lanes)?;
     let race = Race::new(home.store(), &subject, &keys, arguments.verify.0, &bare, lanes)?;
     drop_caches(scratch.path());
-    let rounds = take_turns(common.pairs, contestants(home.store(), &race, &bare))?;
+    let fio = Fio::prepare(scratch.path(), &race.whole, Limits::default().max_bytes_in_flight)?;
+    let mut contestants = contestants(home.store(), &race, &bare);
+    if let Some(fio) = &fio {
+        contestants.push(("fio", Box::new(|| fio.replay())));
+    }
+    let rounds = take_turns(common.pairs, contestants)?;
     let mut report = Report::new("layers");
     setup::describe(&mut report, common, &home)?;
     report.fact("model", subject.name.clone());
@@ -249,6 +255,10 @@ pub(super) fn run(arguments: &LayersArgs, out: &mut dyn Write) -> Result<(), Fai
     report.fact("records_merged", compacted.records_merged);
     report.fact("verify", format!("{:?}", arguments.verify.0).to_lowercase());
     fill_in(&mut report, &race, &rounds);
+    match fio {
+        Some(_) => report.median("bare_over_fio", rounds.speed("bare", "fio")),
+        None => report.fact("bare_over_fio", serde_json::Value::Null),
+    }
     drop(bare);
     drop(race);
     home.close().map_err(Failure::user)?;

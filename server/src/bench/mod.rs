@@ -17,6 +17,7 @@ mod bare;
 mod churn;
 mod crossover;
 mod encoded;
+mod fio;
 mod fsck;
 mod gpu;
 mod layers;

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use kvarts_layout::arrange::LAYOUT_VERSION;
 use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as DiskParent, layout_code};
@@ -30,6 +30,7 @@ use crate::index::{BlockFingerprint, RecordInfo, Reservation, Ticket as Claim};
 use crate::ledger::Promise;
 use crate::rt::mailbox::Reply;
 use crate::rt::{Class, LocalTask, Nanos};
+use crate::sync::{Mutex, MutexGuard};
 
 /// Blocks of one record at most, whatever their size: the index counts them in sixteen bits.
 const RECORD_BLOCKS_MAX: u32 = 4096;
@@ -196,7 +197,7 @@ pub(crate) fn shard_of(key: &BlockKey, shards: u32) -> u32 {
 }
 
 impl PutJob {
-    fn lock(&self) -> std::sync::MutexGuard<'_, PutState> {
+    fn lock(&self) -> MutexGuard<'_, PutState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -39,7 +39,7 @@ use packed::Packed;
 
 /// Bytes of later steps' extents that a part has under way until the first step is in: the first layer should not
 /// queue behind the tenth, nor behind those of shards that have less of it to read.
-const AHEAD_BYTES: u64 = 2 << 20;
+const AHEAD_BYTES: u64 = 512 << 10;
 
 /// Bytes that are decoded before other tasks have their turn.
 const DECODE_BYTES: u64 = 256 << 10;

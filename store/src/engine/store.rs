@@ -6,7 +6,6 @@ mod space;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
@@ -34,6 +33,7 @@ use crate::io::{IoFacts, Metrics, Region};
 use crate::ledger::SpaceReport;
 use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
+use crate::sync::atomic::{AtomicBool, Ordering};
 
 pub use holding::Holding;
 pub use measure::PlannedExtent;

@@ -31,7 +31,7 @@ mod schedule;
 #[cfg(any(test, feature = "testing"))]
 pub mod scratch;
 mod slots;
-mod wake;
+pub(crate) mod wake;
 mod workers;
 
 use std::os::fd::OwnedFd;

@@ -12,6 +12,7 @@ mod goldens;
 mod leaving;
 mod noise;
 mod pool;
+mod schedules;
 pub mod scripts;
 mod stores;
 mod swaps;
@@ -105,6 +106,7 @@ impl Row {
 pub fn all() -> Vec<Row> {
     let mut rows = vec![cuts::power_cuts(), cuts::small_scope()];
     rows.extend(faults::rows());
+    rows.push(schedules::schedules());
     rows.extend(scripts::rows());
     rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
     rows.extend(again::rows());
