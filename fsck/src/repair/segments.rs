@@ -161,6 +161,12 @@ impl Case<'_> {
                 records.sort_by_key(|met| met.offset);
                 let mut entries: Vec<Entry> = records.iter().filter_map(|met| kept(met, footer)).collect();
                 entries.dedup_by_key(|entry| entry.offset);
+                if kvarts_layout::planted!("repair-keeps-damaged") {
+                    entries.clone_from(&footer.records);
+                }
+                if kvarts_layout::planted!("repair-drops-good") {
+                    entries.truncate(entries.len().div_ceil(2));
+                }
                 let changed = entries != footer.records;
                 let disagrees = report.findings.times(findings::TRAILER_DISAGREES.name) > 0;
                 let log_end = trailer.log_end.max(records.last().map_or(0, |met| end_of(met)));

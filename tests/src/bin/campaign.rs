@@ -12,7 +12,7 @@ use kvarts_tests::rows::{self, Ask, Row, Tally, Tier};
 use serde_json::{Value, json};
 
 const USAGE: &str = "usage: campaign ROW|all|list [--tier merge|nightly|release] [--seed S] [--budget N] \
-                     [--workers N] [--allow-skips] [--json]";
+                     [--workers N] [--allow-skips] [--json] [--planted BUG]";
 
 struct Arguments {
     which: String,
@@ -43,6 +43,10 @@ fn arguments(mut given: impl Iterator<Item = String>) -> Result<Arguments, Strin
             "--seed" => ask.seed = number("--seed", given.next())?,
             "--budget" => ask.budget = Some(number("--budget", given.next())?),
             "--workers" => ask.workers = number("--workers", given.next())?.max(1) as usize,
+            "--planted" => {
+                let name = given.next().ok_or("--planted needs the name of a bug")?;
+                rows::planted::plant(&name)?;
+            }
             "--json" => json = true,
             "--allow-skips" => allow_skips = true,
             _ if which.is_none() && !argument.starts_with('-') => which = Some(argument),

@@ -2,18 +2,19 @@
 //! however often, the answers are the same, and a recovery that had nothing left to do changes no byte.
 
 use std::cell::RefCell;
+use std::time::Duration;
 
 use kvarts_fsck::check::Level;
 use kvarts_fsck::store::CannotRun;
-use kvarts_store::engine::{Options, Store};
+use kvarts_store::engine::{Limits, Options, Store};
 
-use super::cuts::{config, options};
+use super::buried::deletes;
 use super::pool::{States, until};
 use super::{Row, Tally};
 use crate::campaign::{
     Driven, Found, Judge, Ledger, Opened, drive, observe, read_all, reopen, work_compacting,
 };
-use crate::sim::{Crash, CrashState, Media, Seed, SimWorld};
+use crate::sim::{Crash, CrashState, Media, Seed, SimWorld, WorldConfig};
 use crate::witness::{
     checkers_rows, directories, examine, problems, recoverys_blocks, recoverys_rows,
 };
@@ -24,6 +25,26 @@ const OPS: usize = 18;
 const MOMENTS: usize = 6;
 /// Cuts of one recovery.
 const CUTS: u64 = 5;
+
+fn config(seed: Seed) -> WorldConfig {
+    let mut rng = seed.child("config").rng();
+    let step_cost = if rng.coin() { Duration::from_micros(rng.between(1, 40)) } else { Duration::ZERO };
+    WorldConfig { step_cost, ..WorldConfig::default() }
+}
+
+/// Small segments, and in every second store so few of them that they are written anew.
+fn options(seed: Seed) -> Options {
+    let mut rng = seed.child("options").rng();
+    let segment_bytes = 64 << 10;
+    Options {
+        shards_per_directory: 1 + rng.below(2) as u32,
+        segment_bytes,
+        budget_bytes: if rng.coin() { 10 * segment_bytes } else { 48 << 20 },
+        executors: 1 + rng.index(2),
+        limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
+        ..Options::default()
+    }
+}
 
 /// What is on the disk at some moments of a workload, and what had been promised by then.
 pub(super) fn moments(seed: Seed) -> Result<Vec<(CrashState, Ledger)>, String> {
@@ -129,6 +150,10 @@ fn crashes(state: &CrashState, seed: Seed) -> Vec<Crash> {
 }
 
 fn recover_twice(seed: Seed, states: &States) -> Result<(), String> {
+    // Every second seed is about what must not come back.
+    if seed.0 % 2 == 1 {
+        return deletes(seed, states);
+    }
     for (at, (state, ledger)) in (0..).zip(moments(seed)?) {
         for (n, crash) in (0..).zip(crashes(&state, seed.nth(at))) {
             let image = state.image(crash);
@@ -188,7 +213,7 @@ pub(super) fn rows() -> Vec<Row> {
     vec![
         Row {
             id: "R22",
-            what: "recovery cut at any operation and begun again, after power cuts of workloads that compact",
+            what: "recovery cut at any operation and begun again, after workloads that compact; deletes over several lives",
             counts: "crash images, those of recoveries among them",
             targets: [1_500, 60_000, 600_000],
             run: |ask, target| -> Tally { until(ask, target, recover_twice) },

@@ -287,6 +287,7 @@ fn drops(seed: Seed, states: &States) -> Result<(), String> {
         states.reach(state.value());
     }
     quota(&stage).map_err(|what| format!("quota: {what}"))?;
+    shrink(&stage).map_err(|what| format!("a lower budget: {what}"))?;
     stage.look_closely().map(drop)
 }
 
@@ -339,6 +340,21 @@ fn quota(stage: &SimStage) -> Result<(), String> {
     }
     stage.engine().set_quota(desk.namespace, None);
     Ok(())
+}
+
+/// Under a lower budget segments are removed, and what they had is free again.
+fn shrink(stage: &SimStage) -> Result<(), String> {
+    let allocated = || stage.engine().stats().allocated_bytes;
+    let before = allocated();
+    let lower = before - before / 3;
+    if stage.engine().set_budget(lower).is_err() {
+        // Less than the store's shards need.
+        return Ok(());
+    }
+    stage.wait(&mut || allocated() <= lower);
+    stage.world().settle();
+    let holding = stage.engine().holding();
+    if holding.reserved > 0 { Err(format!("{holding:?} is left")) } else { stage.look() }
 }
 
 /// Row R14.

@@ -5,12 +5,14 @@
 
 mod again;
 mod bits;
+mod buried;
 mod clocks;
 mod cuts;
 mod faults;
 mod goldens;
 mod leaving;
 mod noise;
+pub mod planted;
 mod pool;
 mod schedules;
 pub mod scripts;
@@ -110,5 +112,6 @@ pub fn all() -> Vec<Row> {
     rows.extend(scripts::rows());
     rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
     rows.extend(again::rows());
+    rows.push(planted::row());
     rows
 }
