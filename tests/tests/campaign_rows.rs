@@ -11,7 +11,14 @@ use kvarts_tests::rows::{Ask, Tier, all};
 /// Runs a row until it has reached so many distinct states.
 fn run(id: &str, budget: u64) {
     let row = all().into_iter().find(|row| row.id == id).expect("there is such a row");
-    let tally = row.run(&Ask { tier: Tier::Merge, seed: 0, budget: Some(budget), workers: 1 });
+    let tally = row.run(&Ask {
+        tier: Tier::Merge,
+        seed: 0,
+        end: None,
+        budget: Some(budget),
+        workers: 1,
+        progress: false,
+    });
     assert!(tally.violations.is_empty(), "{id}: {:#?}", tally.violations);
     assert!(tally.skipped.is_none() && tally.distinct >= budget.min(4), "{id}: {tally:?}");
 }

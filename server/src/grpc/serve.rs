@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use tokio::net::{TcpListener, UnixListener};
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Router, TcpIncoming};
 use tonic::transport::{Certificate, Server, ServerTlsConfig};
 use tower::layer::util::{Identity as NoLayer, Stack};
@@ -11,6 +11,7 @@ use tower::layer::util::{Identity as NoLayer, Stack};
 use super::call::Door;
 use super::limits;
 use super::services::{Reads, Services};
+use crate::local;
 use crate::node::Node;
 use crate::proto;
 
@@ -54,8 +55,12 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
     };
     let over_unix = async {
         let Some(listener) = unix else { return Ok(()) };
-        let incoming = UnixListenerStream::new(listener);
-        router(&node, None)?.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
+        // The local path comes in by the same socket.
+        let (incoming, local) = local::split(Arc::clone(&node), listener);
+        let server = router(&node, None)?;
+        let serving = server.serve_with_incoming_shutdown(ReceiverStream::new(incoming), node.drain_asked());
+        let (served, ()) = tokio::join!(serving, local);
+        served
     };
     let (tcp, unix) = tokio::join!(over_tcp, over_unix);
     tcp.and(unix)

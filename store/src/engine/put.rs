@@ -407,15 +407,23 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask
     match work {
         PutWork::Settle { places, segment, end } => {
             let found = log.segments.borrow().get(&segment).map(Rc::clone);
-            let settled = match found {
-                Some(segment) => segment.settle(&log.driver, end).await,
-                None => Ok(()),
-            };
-            let outcome = match settled {
-                Ok(()) => BlockOutcome::AlreadyThere,
-                Err(reason) => BlockOutcome::Refused(reason),
+            let mut settling = pin!(async {
+                match found {
+                    Some(segment) => segment.settle(&log.driver, end).await,
+                    None => Ok(()),
+                }
+            });
+            let settled = before(settling.as_mut(), deadline).await;
+            let outcome = match &settled {
+                Some(Ok(())) => BlockOutcome::AlreadyThere,
+                Some(Err(reason)) => BlockOutcome::Refused(reason.clone()),
+                None => BlockOutcome::Refused(Reason::DeadlinePassed),
             };
             job.finish(places.into_iter().map(|place| (place, outcome.clone())));
+            if settled.is_none() {
+                // It may lead a flush that others wait for.
+                let _ = settling.await;
+            }
         }
         PutWork::Write { run, digests, promise } => {
             let mut writing = pin!(write(log, &job, &run, &digests));

@@ -33,6 +33,7 @@ use super::segment::Segment;
 use super::unpack::Stored;
 use crate::api::{Order, Verify};
 use crate::error::Reason;
+use crate::index::{Location, Lookup};
 use crate::io::{Buf, ExtentDone, IoError, ReadBatch};
 use crate::rt::LocalTask;
 use packed::Packed;
@@ -267,10 +268,27 @@ fn open_records(log: &Rc<Log>, part: &ReadPart) -> (Vec<Record>, Vec<Hold>) {
             continue;
         };
         holds.push(Hold::new(segment));
+        if segment.is_holed() {
+            fail_evicted(&part.job, wanted);
+        }
         let (segment, header) = (Rc::clone(segment), HeaderState::Unread);
         records.push(Record { index, segment, header, early: Vec::new(), flight: None });
     }
     (records, holds)
+}
+
+/// Ends the usefulness of blocks that have left since they were looked up: where they were may be a hole by now. What
+/// is still here stays so while the segment is held.
+fn fail_evicted(job: &ReadJob, wanted: &Wanted) {
+    let index = &job.shared.index;
+    for (ordinal, block) in wanted.run.clone().zip(wanted.location.block..) {
+        let at = Location { record: wanted.location.record, block };
+        let Some(key) = job.request.keys.get(ordinal as usize) else { continue };
+        let print = job.print(ordinal);
+        if print.is_none_or(|print| index.lookup(print) != Lookup::Live(at)) {
+            job.fail(ordinal, &Reason::NotHere(*key));
+        }
+    }
 }
 
 impl<'a> Run<'a> {
@@ -734,9 +752,14 @@ impl<'a> Run<'a> {
                 let found = source.digest(at, len, crc32fast::hash);
                 let expected = header.digest(piece.block, piece.chunk);
                 if expected != Some(found) && !kvarts_layout::planted!("digest-not-compared") {
-                    damaged(self.job, wanted, piece.ordinal, (expected, found));
+                    // What another process may write to proves nothing about the disk.
+                    let certain = staging.is_some() || !source.region().is_shared();
+                    damaged(self.job, wanted, piece.ordinal, (expected, found), certain);
                     continue;
                 }
+            }
+            if let Some((digests, digest)) = into.digests().zip(header.digest(piece.block, piece.chunk)) {
+                digests.set(piece.chunk, piece.ordinal, digest);
             }
             if staging.is_some()
                 && let Some(to) = into.slice(piece.destination, piece.len)
@@ -747,13 +770,25 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Notes a chunk that is not what was put.
-fn damaged(job: &ReadJob, wanted: &Wanted, ordinal: u32, (expected, found): (Option<u32>, u32)) {
+/// Notes a chunk that is not what was put. Where it is not `certain` that it was read so, its block stays in service:
+/// a read into memory of our own will tell.
+fn damaged(
+    job: &ReadJob,
+    wanted: &Wanted,
+    ordinal: u32,
+    (expected, found): (Option<u32>, u32),
+    certain: bool,
+) {
+    if job.has_failed(ordinal) {
+        return;
+    }
     let expected = expected.unwrap_or_default();
     let (segment, offset) = (wanted.segment, wanted.offset);
-    job.shared.counters.chunks_damaged.fetch_add(1, Relaxed);
     job.fail(ordinal, &Reason::Digest { segment, offset, expected, found });
-    job.quarantine(wanted, ordinal);
+    if certain {
+        job.shared.counters.chunks_damaged.fetch_add(1, Relaxed);
+        job.quarantine(wanted, ordinal);
+    }
 }
 
 /// Bits of an extent's name that hold its length in pages, and its region.

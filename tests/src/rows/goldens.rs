@@ -99,7 +99,8 @@ fn run(ask: &Ask) -> Tally {
             violations.push(Violation { seed: ask.seed, what: format!("{}: {what}", folder.display()) });
         }
     }
-    Tally { distinct: states.len(), seeds: ask.seed..ask.seed + all.len() as u64, violations, skipped: None }
+    let seeds = ask.seed..ask.seed + all.len() as u64;
+    Tally { distinct: states.len(), visited: 0, seeds, violations, skipped: None }
 }
 
 /// Row R23.

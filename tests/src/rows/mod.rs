@@ -10,12 +10,16 @@ mod clocks;
 mod cuts;
 mod faults;
 mod goldens;
+mod kills;
 mod leaving;
 mod noise;
 pub mod planted;
 mod pool;
+mod real;
+mod scene;
 mod schedules;
 pub mod scripts;
+mod small;
 mod stores;
 mod swaps;
 
@@ -33,6 +37,17 @@ pub enum Tier {
     Release,
 }
 
+impl Tier {
+    /// As it is asked for.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Merge => "merge",
+            Self::Nightly => "nightly",
+            Self::Release => "release",
+        }
+    }
+}
+
 /// What a row is asked to do.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask {
@@ -40,10 +55,14 @@ pub struct Ask {
     pub tier: Tier,
     /// The first seed; the following ones are used as needed.
     pub seed: u64,
+    /// Exactly the seeds before this one, instead of as many as it takes.
+    pub end: Option<u64>,
     /// Distinct states to reach, instead of the tier's number.
     pub budget: Option<u64>,
     /// Threads that run seeds.
     pub workers: usize,
+    /// Whether it is told on standard error how far it has come.
+    pub progress: bool,
 }
 
 /// Something that must not happen, and how to see it again.
@@ -60,6 +79,8 @@ pub struct Violation {
 pub struct Tally {
     /// Distinct states reached.
     pub distinct: u64,
+    /// States looked at, where that is counted beside the distinct ones: a closed scope says how many there must be.
+    pub visited: u64,
     /// The seeds that were run.
     pub seeds: Range<u64>,
     /// What was found wrong; at most a few are kept.
@@ -76,7 +97,7 @@ pub struct Row {
     pub what: &'static str,
     /// What is counted.
     pub counts: &'static str,
-    /// Distinct states for each tier.
+    /// Distinct states for each tier; with none the row is not in the tier.
     pub targets: [u64; 3],
     run: fn(&Ask, u64) -> Tally,
 }
@@ -88,14 +109,31 @@ impl fmt::Debug for Row {
 }
 
 impl Row {
-    /// How many distinct states are asked for.
+    /// How many distinct states are asked for. A row that is not in the tier does as much as in the first that it is in.
     pub fn target(&self, ask: &Ask) -> u64 {
+        let from = match ask.tier {
+            Tier::Merge => 0,
+            Tier::Nightly => 1,
+            Tier::Release => 2,
+        };
+        let of_tier = self.targets.iter().skip(from).find(|target| **target > 0);
+        ask.budget.unwrap_or_else(|| of_tier.copied().unwrap_or(0))
+    }
+
+    /// Whether it is part of a tier.
+    pub fn is_in(&self, tier: Tier) -> bool {
         let [merge, nightly, release] = self.targets;
-        ask.budget.unwrap_or(match ask.tier {
+        let target = match tier {
             Tier::Merge => merge,
             Tier::Nightly => nightly,
             Tier::Release => release,
-        })
+        };
+        target > 0
+    }
+
+    /// How many seeds a tier has, where it goes through all there are.
+    pub fn seeds(&self, tier: Tier) -> Option<u64> {
+        small::seeds(self.id, tier)
     }
 
     /// Runs it.
@@ -106,7 +144,9 @@ impl Row {
 
 /// All rows, in the order in which they are run.
 pub fn all() -> Vec<Row> {
-    let mut rows = vec![cuts::power_cuts(), cuts::small_scope()];
+    let mut rows = vec![cuts::power_cuts(), small::small_scope()];
+    rows.extend(real::rows());
+    rows.push(kills::kills());
     rows.extend(faults::rows());
     rows.push(schedules::schedules());
     rows.extend(scripts::rows());

@@ -95,7 +95,8 @@ pub fn found(bug: &Bug, seed: u64) -> Result<Violation, String> {
     let [merge, ..] = row.targets;
     let budget = Some(merge.max(STATES));
     planted::plant(Some(bug.name));
-    let tally = row.run(&Ask { tier: super::Tier::Merge, seed, budget, workers: 1 });
+    let tier = super::Tier::Merge;
+    let tally = row.run(&Ask { tier, seed, end: None, budget, workers: 1, progress: false });
     planted::plant(None);
     let missed = || format!("{} does not find {} in {} states", bug.row, bug.name, tally.distinct);
     tally.violations.first().cloned().ok_or_else(missed)
@@ -126,7 +127,7 @@ fn run(ask: &Ask, target: u64) -> Tally {
     });
     let violations = violations.into_inner().unwrap_or_else(PoisonError::into_inner);
     let seeds = ask.seed..ask.seed + 1;
-    Tally { distinct: caught.into_inner() as u64, seeds, violations, skipped: None }
+    Tally { distinct: caught.into_inner() as u64, visited: 0, seeds, violations, skipped: None }
 }
 
 /// Row R27.
