@@ -70,7 +70,8 @@ fn root() -> PathBuf {
 /// How often each name stands in a `planted!` of the sources.
 fn planted() -> BTreeMap<String, usize> {
     let mut found = BTreeMap::new();
-    let mut folders: Vec<PathBuf> = ["layout/src", "store/src", "fsck/src"].map(|one| root().join(one)).into();
+    let mut folders: Vec<PathBuf> =
+        ["layout/src", "store/src", "fsck/src"].map(|one| root().join(one)).into();
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();

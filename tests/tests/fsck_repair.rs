@@ -259,8 +259,7 @@ fn a_disk_that_fails_under_a_repair_is_reported_and_can_be_repaired_later() {
 fn a_segment_that_is_as_it_was_before_it_was_written_anew_is_repaired_once_and_for_all() {
     // What the checkpoint knows of the later generation is about nothing any more: it must not be found again and again.
     let options = kvarts_store::engine::Options { budget_bytes: 400 << 10, ..small(1) };
-    let [before, after] =
-        [100, 150].map(|ops| directories(&worked(Seed(9), &options, ops, true)).remove(0));
+    let [before, after] = [100, 150].map(|ops| directories(&worked(Seed(9), &options, ops, true)).remove(0));
     let whole: BTreeSet<Block> = good_blocks(&before).union(&good_blocks(&after)).copied().collect();
     let generation = |disk: &MemoryDisk, path: &str| {
         let bytes = disk.contents(path)?;

@@ -337,7 +337,8 @@ pub(super) fn prove_fixed(
     }
     let proven = equal(TAG.get(fixed)?, tag_of_fixed(structure, fixed, &claimed, secret));
     let proven = proven || crate::planted!("tag-not-compared");
-    let same_place = claimed.under(expected.generation) == *expected || crate::planted!("position-not-compared");
+    let same_place =
+        claimed.under(expected.generation) == *expected || crate::planted!("position-not-compared");
     match (proven, same_place, claimed.generation.cmp(&expected.generation)) {
         (_, true, std::cmp::Ordering::Less) => Err(Unsound::Stale { generation: claimed.generation }),
         (false, ..) => Err(damaged(Damage::Tag)),
@@ -391,7 +392,8 @@ pub(super) fn prove_long<'a>(
     let image = bytes.get(..total).ok_or(Unsound::Torn)?;
     let (fixed, rest) = image.split_at_checked(LONG_PREFIX).ok_or(Unsound::Torn)?;
     let domain = structure.rest_domain().ok_or(Unsound::Torn)?;
-    let position = claimed_position(fixed).filter(|_| crate::planted!("position-not-compared")).unwrap_or(*expected);
+    let position =
+        claimed_position(fixed).filter(|_| crate::planted!("position-not-compared")).unwrap_or(*expected);
     let whole = equal(REST_TAG.get(fixed)?, tag_of(domain, &position, secret, &[rest]));
     if !whole && !crate::planted!("tag-not-compared") {
         return Err(Unsound::Torn);

@@ -39,7 +39,9 @@ impl Shared {
     pub(crate) fn is_expired(&self, record: &RecordInfo) -> bool {
         // Counted down where expiry was counted up: late by a step at most, never early.
         let steps = self.wall_ms().saturating_sub(self.created_ms) / EXPIRY_STEP_MS;
-        record.expires != 0 && u64::from(record.expires) <= steps && !kvarts_layout::planted!("expired-served")
+        record.expires != 0
+            && u64::from(record.expires) <= steps
+            && !kvarts_layout::planted!("expired-served")
     }
 
     /// Whether a live block can be found: its time is not over, or a lease holds it.

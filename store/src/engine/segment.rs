@@ -293,7 +293,9 @@ impl Segment {
         loop {
             // What was durable before the segment broke stays so.
             let lead = |tail: &mut Tail| match &tail.broken {
-                _ if tail.durable_upto >= end || kvarts_layout::planted!("ack-before-flush") => Some(Ok(None)),
+                _ if tail.durable_upto >= end || kvarts_layout::planted!("ack-before-flush") => {
+                    Some(Ok(None))
+                }
                 Some(reason) => Some(Err(reason.clone())),
                 None if !tail.flushing && tail.written_upto() >= end => {
                     tail.flushing = true;
@@ -304,7 +306,8 @@ impl Segment {
             let Some(target) = self.changed.until(|| lead(&mut self.tail.borrow_mut())).await? else {
                 return Ok(());
             };
-            let wrong = kvarts_layout::planted!("flush-of-another-file").then(|| FileId(self.file.0.wrapping_sub(1)));
+            let wrong =
+                kvarts_layout::planted!("flush-of-another-file").then(|| FileId(self.file.0.wrapping_sub(1)));
             let flushed = driver.flush(wrong.unwrap_or(self.file)).await;
             let again = flushed.is_err() && kvarts_layout::planted!("failed-flush-repeated");
             let flushed = if again { driver.flush(self.file).await } else { flushed };

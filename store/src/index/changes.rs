@@ -84,7 +84,9 @@ impl Index {
                 let slot = Slot::new(prints[place], State::Pending, claim(ticket), Heat::default());
                 let Err(there) = inner.table.insert(slot) else { continue };
                 match there.lookup() {
-                    Lookup::Live(_) if kvarts_layout::planted!("put-over-live") => there.settle(State::Pending, claim(ticket)),
+                    Lookup::Live(_) if kvarts_layout::planted!("put-over-live") => {
+                        there.settle(State::Pending, claim(ticket))
+                    }
                     Lookup::Live(location) => out[place] = Reservation::Live(location),
                     Lookup::Quarantined => there.settle(State::Pending, claim(ticket)),
                     Lookup::Pending | Lookup::Absent => out[place] = Reservation::InFlight,

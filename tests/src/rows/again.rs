@@ -15,9 +15,7 @@ use crate::campaign::{
     Driven, Found, Judge, Ledger, Opened, drive, observe, read_all, reopen, work_compacting,
 };
 use crate::sim::{Crash, CrashState, Media, Seed, SimWorld, WorldConfig};
-use crate::witness::{
-    checkers_rows, directories, examine, problems, recoverys_blocks, recoverys_rows,
-};
+use crate::witness::{checkers_rows, directories, examine, problems, recoverys_blocks, recoverys_rows};
 
 /// Operations of a workload.
 const OPS: usize = 18;

@@ -186,9 +186,8 @@ fn flip(seed: Seed, states: &States) -> Result<(), String> {
     let Some((part, at, bit)) = bit(map_of(make), seed.0 / makes) else { return Ok(()) };
     let disks = store.fork();
     disks[part.directory].tamper(&part.path, |bytes| bytes[at] ^= 1 << bit);
-    let note = |what: String| {
-        format!("{make:?}, {}, byte {at} ({:?}), bit {bit}: {what}", part.path, part.zone)
-    };
+    let note =
+        |what: String| format!("{make:?}, {}, byte {at} ({:?}), bit {bit}: {what}", part.path, part.zone);
     let (found, opened) = store.ask(&disks).map_err(note)?;
     drop(opened);
     quarantined(&found).map_err(note)?;

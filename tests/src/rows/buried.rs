@@ -132,10 +132,13 @@ impl Life<'_> {
             let _ = stage::ask(self.stage, put);
         }
         if running {
-            let ended = stage::drive(world, std::future::poll_fn(|context| match running {
-                true => compaction.as_mut().poll(context).map(drop),
-                false => Poll::Ready(()),
-            }));
+            let ended = stage::drive(
+                world,
+                std::future::poll_fn(|context| match running {
+                    true => compaction.as_mut().poll(context).map(drop),
+                    false => Poll::Ready(()),
+                }),
+            );
             ended.map_err(|hang| hang.to_string())?;
         }
         // A delete that was refused promises nothing.

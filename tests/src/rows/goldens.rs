@@ -20,7 +20,8 @@ use crate::witness::{directories, examine, media, problems, small};
 fn keys(opened: &Opened) -> Result<BTreeSet<String>, String> {
     let (mut all, mut cursor) = (BTreeSet::new(), None);
     loop {
-        let page = stage::drive(&opened.world, opened.store.snapshot(cursor)).map_err(|hang| hang.to_string())?;
+        let page =
+            stage::drive(&opened.world, opened.store.snapshot(cursor)).map_err(|hang| hang.to_string())?;
         let page = page.map_err(|_| "no snapshot")?.map_err(|error| error.to_string())?;
         let line = |key: &IndexKey| {
             format!("{} {} {} {}", key.namespace, key.key, key.group.0, key.coordinate.to_u64())

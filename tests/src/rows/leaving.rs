@@ -162,8 +162,11 @@ impl Scene<'_> {
             }
             3 | 4 => self.read(kind, steps)?,
             5..8 => {
-                let request =
-                    DeleteRequest { namespace: self.desk.namespace, target: self.target(kind), deadline: None };
+                let request = DeleteRequest {
+                    namespace: self.desk.namespace,
+                    target: self.target(kind),
+                    deadline: None,
+                };
                 let ended = for_steps(world, steps, self.store().delete(request));
                 if let Some(Ok(Ok(_))) = &ended {
                     self.expect_gone(if kind == 6 { &self.old[..1] } else { &self.old })?;
@@ -243,7 +246,9 @@ impl Scene<'_> {
             match (presence, failures.get(&at)) {
                 (Presence::Here, None) => self.desk.expect_bytes(&request, &[at], PRODUCER),
                 (Presence::Absent, Some(Reason::NotHere(_))) => {}
-                (presence, reason) => return Err(format!("block {at} is {presence:?}, and read as {reason:?}")),
+                (presence, reason) => {
+                    return Err(format!("block {at} is {presence:?}, and read as {reason:?}"));
+                }
             }
         }
         Ok(())

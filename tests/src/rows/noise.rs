@@ -178,7 +178,9 @@ fn rename(bytes: &mut [u8], footer: usize, tag: &[u8], store: &Prepared) {
     let at = bytes.len() - PAGE;
     let Some(trailer) = bytes.get_mut(at..) else { return };
     let names = u64::from_le_bytes(trailer[72..80].try_into().expect("eight bytes")) as usize;
-    if names == footer && let Some(position) = claimed_position(trailer) {
+    if names == footer
+        && let Some(position) = claimed_position(trailer)
+    {
         trailer[80..96].copy_from_slice(tag);
         prove(Structure::Trailer, trailer, &position, &store.keyring.1);
     }

@@ -28,21 +28,49 @@ pub const BUGS: &[Bug] = &[
     bug("ack-before-flush", "R1", "a durable put is acknowledged before its flush"),
     bug("flush-of-another-file", "R1", "the flush goes to the file that was opened before"),
     bug("directory-not-flushed", "R1", "the name of a new segment file is not made durable"),
-    bug("relaxed-called-durable", "R1", "a durable put of a block that was put relaxed is acknowledged without a flush"),
+    bug(
+        "relaxed-called-durable",
+        "R1",
+        "a durable put of a block that was put relaxed is acknowledged without a flush",
+    ),
     bug("delete-not-durable", "R1", "a delete is acknowledged before its tombstones are flushed"),
-    bug("delete-does-not-wait", "R22", "a delete takes its sequence before writes that had begun have theirs"),
+    bug(
+        "delete-does-not-wait",
+        "R22",
+        "a delete takes its sequence before writes that had begun have theirs",
+    ),
     bug("seal-before-flush", "R1", "a footer lists records that have not been flushed"),
-    bug("recycled-header-late", "R1", "records of a new generation are acknowledged before its header is durable"),
+    bug(
+        "recycled-header-late",
+        "R1",
+        "records of a new generation are acknowledged before its header is durable",
+    ),
     bug("generation-reused", "R1", "a segment is written anew under the generation that it had"),
     bug("tombstones-recycled", "R22", "a segment is written anew while its tombstones stand nowhere else"),
-    bug("tombstone-forgotten-early", "R22", "tombstones are forgotten while records that they kill are on disk"),
+    bug(
+        "tombstone-forgotten-early",
+        "R22",
+        "tombstones are forgotten while records that they kill are on disk",
+    ),
     bug("torn-tail-adopted", "R1", "recovery adopts records without a look at their payloads"),
     bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one"),
-    bug("checkpoint-header-first", "R26", "a checkpoint's header is written before what is behind it is durable"),
+    bug(
+        "checkpoint-header-first",
+        "R26",
+        "a checkpoint's header is written before what is behind it is durable",
+    ),
     bug("trailer-before-footer", "R26", "the trailer is durable before the footer that it names"),
-    bug("lost-header-not-written", "R26", "recovery seals a segment whose header never arrived, and leaves it without"),
+    bug(
+        "lost-header-not-written",
+        "R26",
+        "recovery seals a segment whose header never arrived, and leaves it without",
+    ),
     bug("sequence-not-restored", "R22", "sequences begin anew after a recovery"),
-    bug("move-without-compare", "R22", "compaction switches the index without a look at what it points to now"),
+    bug(
+        "move-without-compare",
+        "R22",
+        "compaction switches the index without a look at what it points to now",
+    ),
     bug("stored-length-wrong", "R22", "an encoded chunk is recorded with another length than it has"),
     bug("digest-not-compared", "R6", "chunks are served without a look at their digests"),
     bug("decoded-digest-not-compared", "R6", "decoded chunks are served without a look at their digests"),
@@ -55,7 +83,11 @@ pub const BUGS: &[Bug] = &[
     bug("fsck-misses-lost-files", "R7", "the checker does not miss a segment that the checkpoint knows"),
     bug("repair-keeps-damaged", "R7", "a repair lists what the old footer lists, damaged records too"),
     bug("repair-drops-good", "R7", "a repair drops good records"),
-    bug("key-not-compared", "R18", "a block is served on the word of a footer, without a look at the record's own keys"),
+    bug(
+        "key-not-compared",
+        "R18",
+        "a block is served on the word of a footer, without a look at the record's own keys",
+    ),
     bug("fsck-believes-footers", "R18", "the checker does not compare a footer with its records"),
     bug("failed-write-taken-for-done", "R9", "a write that ends with an error counts as done"),
     bug("failed-flush-repeated", "R10", "a flush that failed is tried again, and its success believed"),
@@ -91,7 +123,10 @@ pub fn plant(name: &str) -> Result<(), String> {
 
 /// Runs the row of a bug with the bug in place. An error if it finds nothing.
 pub fn found(bug: &Bug, seed: u64) -> Result<Violation, String> {
-    let row = super::all().into_iter().find(|row| row.id == bug.row).ok_or(format!("there is no row {}", bug.row))?;
+    let row = super::all()
+        .into_iter()
+        .find(|row| row.id == bug.row)
+        .ok_or(format!("there is no row {}", bug.row))?;
     let [merge, ..] = row.targets;
     let budget = Some(merge.max(STATES));
     planted::plant(Some(bug.name));

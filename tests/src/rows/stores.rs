@@ -410,7 +410,8 @@ pub(super) fn zones(path: &str, bytes: &[u8]) -> Vec<(std::ops::Range<usize>, Zo
         }
     }
     // Everything below had been flushed, says a record.
-    let durable = |one: &Found| u64::from_le_bytes(bytes[one.0 + 112..one.0 + 120].try_into().expect("eight bytes"));
+    let durable =
+        |one: &Found| u64::from_le_bytes(bytes[one.0 + 112..one.0 + 120].try_into().expect("eight bytes"));
     let records = all_structures.iter().filter(|one| one.1 == Structure::Record);
     let durable = records.map(durable).max().unwrap_or(0) as usize;
     for (start, structure, total) in all_structures {

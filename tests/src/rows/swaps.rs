@@ -20,7 +20,9 @@ use kvarts_store::error::Reason;
 
 use super::bits::{changed, names, quarantined};
 use super::pool::{States, until};
-use super::stores::{Make, Prepared, Zone, files, key, look, payload_bytes, prepared, stranger, structures, zones};
+use super::stores::{
+    Make, Prepared, Zone, files, key, look, payload_bytes, prepared, stranger, structures, zones,
+};
 use super::{Row, Tally};
 use crate::sim::log::Mixer;
 use crate::sim::{Rng, Seed};
@@ -170,7 +172,10 @@ fn whole_file(
             let theirs = disks[other_at].contents(&other)?;
             disks[*at].plant(path, theirs);
             disks[other_at].plant(&other, here);
-            Some((format!("files {path} and {other} swapped"), vec![start(*at, path), start(other_at, &other)]))
+            Some((
+                format!("files {path} and {other} swapped"),
+                vec![start(*at, path), start(other_at, &other)],
+            ))
         }
         9 => {
             // The name of the newest segment is known to nobody else.
@@ -244,7 +249,8 @@ fn forge(store: &Prepared, disks: &[MemoryDisk], rng: &mut Rng) -> Option<(Strin
     let digests = vec![crc32fast::hash(&evil[..len / 2]), crc32fast::hash(&evil[len / 2..])];
     let secret = Secret::new([rng.below(250) as u8; 32]);
     let fields = Fields { sequence: 1 << 40, durable_upto: 0, payload_bytes: shape };
-    let digests = if blocks.group == crate::fixture::STATE.0 { vec![crc32fast::hash(&evil)] } else { digests };
+    let digests =
+        if blocks.group == crate::fixture::STATE.0 { vec![crc32fast::hash(&evil)] } else { digests };
     let header = record::encode(&place, &secret, &fields, &Body::Blocks(blocks), &digests).ok()?;
     write_at(disks, &(at, path.clone(), place.offset as usize), &header);
     write_at(disks, &(at, path.clone(), place.offset as usize + header.len()), &evil);
@@ -258,7 +264,8 @@ fn forge(store: &Prepared, disks: &[MemoryDisk], rng: &mut Rng) -> Option<(Strin
 
 /// Repairs a store; a second repair finds nothing to do.
 pub(super) fn put_right(disks: &[MemoryDisk]) -> Result<(), String> {
-    let site = |disk: &MemoryDisk| Site { disk: Arc::new(disk.clone()), writer: Some(Arc::new(disk.clone())) };
+    let site =
+        |disk: &MemoryDisk| Site { disk: Arc::new(disk.clone()), writer: Some(Arc::new(disk.clone())) };
     let sites: Vec<Site> = disks.iter().map(site).collect();
     let options = CheckOptions { threads: 1, ..CheckOptions::default() };
     repair(&sites, &options, &Bytes::default()).map_err(|why| why.to_string())?;
@@ -293,7 +300,9 @@ fn judge(store: &Prepared, damage: &Damage) -> Result<(), String> {
         Err(why) if why.starts_with("it does not open") && touches_superblock(damage) => {
             // Then the checker does not call it clean either.
             return match checked {
-                Ok(checked) if checked.findings.is_clean() => Err(format!("{why}, and the checker is content")),
+                Ok(checked) if checked.findings.is_clean() => {
+                    Err(format!("{why}, and the checker is content"))
+                }
                 _ => Ok(()),
             };
         }
