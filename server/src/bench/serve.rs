@@ -17,6 +17,7 @@ use tokio::runtime::Runtime;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::Channel;
 
+use super::local::{self, Filled};
 use super::pairs::{Contestant, Sample, cpu_seconds, take_turns};
 use super::report::Report;
 use super::setup::{self, Common, Scratch, key};
@@ -33,6 +34,8 @@ const GIB: f64 = (1u64 << 30) as f64;
 const MIB: f64 = (1u64 << 20) as f64;
 /// Tokens of a block: those that engines use by default, so that a window holds several blocks.
 const BLOCK_TOKENS: u32 = 16;
+/// Bytes of a page of which many are looked up.
+const MATCH_PAGE_BYTES: u64 = 4096;
 /// Readers that saturate the server while a small one is looked at.
 const READERS: usize = 4;
 
@@ -68,6 +71,8 @@ struct Ground {
     request: proto::ReadRequest,
     /// A model of small pages, and one of them.
     small: proto::ReadRequest,
+    /// Many pages that are looked up.
+    many: proto::ReadRequest,
     bytes: u64,
 }
 
@@ -94,6 +99,19 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
     report.median("bare_mib_s", rounds.figure("bare", |one| gib * 1024.0 / one.seconds));
     report.median("grpc_cpu_s_per_gib", rounds.figure("serve", |one| one.cpu / gib));
     report.median("bare_cpu_s_per_gib", rounds.figure("bare", |one| one.cpu / gib));
+    let spec = setup::model(&arguments.model)?;
+    let opaque = |bytes| Geometry::opaque(bytes).map_err(Failure::user);
+    let (page, match_page) = (opaque(64 << 10)?, opaque(MATCH_PAGE_BYTES)?);
+    local::run(
+        &ground.daemon,
+        (
+            &Filled { geometry: spec.geometry(), block_tokens: BLOCK_TOKENS, request: &ground.request },
+            &Filled { geometry: &page, block_tokens: 16, request: &ground.small },
+            &Filled { geometry: &match_page, block_tokens: 16, request: &ground.many },
+        ),
+        arguments.pairs,
+        &mut report,
+    )?;
     small_reader(&ground, arguments.small, &mut report)?;
     report.note("both processes' work is in the CPU figures: client and server share this process");
     let Ground { runtime, daemon, served, bare, .. } = ground;
@@ -112,7 +130,7 @@ fn prepare(arguments: &ServeArgs, scratch: &Scratch) -> Result<Ground, Failure> 
         segment: text(&"32 MiB"),
         grpc: text(&"127.0.0.1:0"),
         metrics: text(&"none"),
-        socket: text(&"none"),
+        socket: text(&socket(scratch).display()),
         ..Settings::default()
     };
     let config = Config::resolve(None, |_| None, &settings).map_err(Failure::user)?;
@@ -124,6 +142,8 @@ fn prepare(arguments: &ServeArgs, scratch: &Scratch) -> Result<Ground, Failure> 
     let geometry = spec.geometry().clone();
     let (request, bytes) = fill(&client, &geometry, BLOCK_TOKENS, arguments.mib << 20)?;
     let small = fill(&client, &Geometry::opaque(64 << 10).map_err(Failure::user)?, 16, 64 << 10)?.0;
+    let match_page = Geometry::opaque(MATCH_PAGE_BYTES).map_err(Failure::user)?;
+    let many = fill(&client, &match_page, 16, MATCH_PAGE_BYTES * local::MATCH_KEYS)?.0;
     let messages = bytes / limits::FRAME_BYTES as u64;
     let bare = Bare { bytes: Bytes::from(vec![7; limits::FRAME_BYTES]), messages };
     let bare = runtime.block_on(serve_bare(bare)).map_err(Failure::user)?;
@@ -133,7 +153,16 @@ fn prepare(arguments: &ServeArgs, scratch: &Scratch) -> Result<Ground, Failure> 
         Ok(ReadsClient::new(channel).max_decoding_message_size(limits::MESSAGE_BYTES_MAX))
     };
     let (served, bare) = (connect(options)?, connect(ConnectOptions::to(bare))?);
-    Ok(Ground { daemon, served, bare, request, small, bytes, runtime })
+    Ok(Ground { daemon, served, bare, request, small, many, bytes, runtime })
+}
+
+/// Where the server's socket is: in the run's directory, or where its path is short enough.
+fn socket(scratch: &Scratch) -> PathBuf {
+    let inside = scratch.path().join("socket");
+    if inside.as_os_str().len() < 100 {
+        return inside;
+    }
+    std::env::temp_dir().join(format!("kvarts-bench-{}.sock", std::process::id()))
 }
 
 /// Starts the bare server; gives its endpoint.
