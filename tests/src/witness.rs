@@ -53,6 +53,10 @@ pub fn media(disks: &[MemoryDisk]) -> Media {
             assert!(media.plant_folder(dir, &folder), "{folder}");
         }
         for path in disk.files() {
+            // A folder that was set aside as a whole lies in another.
+            for (at, _) in path.match_indices('/') {
+                let _ = media.plant_folder(dir, &path[..at]);
+            }
             assert!(media.plant(dir, &path, &disk.contents(&path).unwrap_or_default()), "{path}");
             media.plant_holes(dir, &path, &disk.holes(&path));
         }
