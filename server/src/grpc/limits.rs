@@ -17,7 +17,11 @@ pub const PUT_PIECE_BYTES: u64 = 8 << 20;
 /// Pieces of one put that may be on their way to disk while the next is received.
 pub const PUT_PIECES_UNDER_WAY: usize = 2;
 /// Bytes of a read that are fetched at once.
-pub const WINDOW_BYTES: u64 = 8 << 20;
+pub const WINDOW_BYTES: u64 = 4 << 20;
+/// The same while memory is scarce: whoever takes less leaves more for others.
+pub const SMALL_WINDOW_BYTES: u64 = 1 << 20;
+/// Windows of a read that are fetched while one is sent.
+pub const WINDOWS_AHEAD: usize = 2;
 /// Reads up to this size have memory of their own, which large ones cannot take.
 pub const SMALL_READ_BYTES: u64 = 256 << 10;
 /// Messages of one read that wait for the connection to take them.

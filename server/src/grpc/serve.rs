@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use tokio::net::{TcpListener, UnixListener};
+use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::server::{Router, TcpIncoming};
 use tonic::transport::{Certificate, Server, ServerTlsConfig};
@@ -10,6 +11,7 @@ use tower::layer::util::{Identity as NoLayer, Stack};
 
 use super::call::Door;
 use super::limits;
+use super::polite::Polite;
 use super::services::{Reads, Services};
 use crate::node::Node;
 use crate::proto;
@@ -49,12 +51,13 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
     let over_tcp = async {
         let Some(listener) = tcp else { return Ok(()) };
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+        let incoming = incoming.map(|stream| stream.map(Polite::new));
         let server = router(&node, tls)?;
         server.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
     };
     let over_unix = async {
         let Some(listener) = unix else { return Ok(()) };
-        let incoming = UnixListenerStream::new(listener);
+        let incoming = UnixListenerStream::new(listener).map(|stream| stream.map(Polite::new));
         router(&node, None)?.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
     };
     let (tcp, unix) = tokio::join!(over_tcp, over_unix);

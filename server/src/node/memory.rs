@@ -52,6 +52,20 @@ impl Memory {
         self.main.take(bytes).await
     }
 
+    /// A piece now, if after it half of the memory is still free; not for small requests.
+    pub fn take_spare(&self, len: u64) -> Option<Buf> {
+        let bytes = usize::try_from(len).ok().filter(|_| len > self.small_max)?;
+        let usage = self.main.usage();
+        let spare = usage.used.saturating_add(bytes) <= usage.total / 2;
+        if spare { self.main.try_take(bytes) } else { None }
+    }
+
+    /// Whether more than half of the memory is used: then everybody takes less at a time.
+    pub fn is_crowded(&self) -> bool {
+        let usage = self.main.usage();
+        usage.used > usage.total / 2
+    }
+
     /// How full they are: the main one and the small one.
     pub fn usage(&self) -> [ArenaUse; 2] {
         [self.main.usage(), self.small.usage()]
@@ -99,6 +113,19 @@ mod tests {
         assert_eq!((&part[..], memory.usage()[0].used), (&[7u8; 100][..], 8192));
         drop(part);
         assert_eq!(memory.usage()[0].used, 0);
+    }
+
+    #[test]
+    fn spare_memory_is_what_others_are_not_short_of() {
+        let memory = Memory::new(1 << 20, 4096).unwrap();
+        let half = memory.usage()[0].total as u64 / 2;
+        assert!(memory.take_spare(4096).is_none(), "small requests are never ahead of their turn");
+        let kept = memory.take_spare(half).unwrap();
+        assert!(!memory.is_crowded() && memory.take_spare(8192).is_none());
+        let more = block_on(memory.take(8192)).unwrap();
+        assert!(memory.is_crowded());
+        drop((kept, more));
+        assert!(!memory.is_crowded() && memory.take_spare(8192).is_some());
     }
 
     #[test]
