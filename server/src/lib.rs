@@ -16,6 +16,7 @@ mod fsck_cmd;
 mod gpu_cmd;
 pub mod grpc;
 mod human;
+pub mod local;
 pub mod metrics;
 mod model_cmd;
 pub mod node;

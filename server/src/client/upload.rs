@@ -55,7 +55,7 @@ async fn send(
     Ok(PutReply { outcomes: found.outcomes.iter().map(outcome).collect() })
 }
 
-fn outcome(wire: &proto::PutOutcome) -> BlockOutcome {
+pub(super) fn outcome(wire: &proto::PutOutcome) -> BlockOutcome {
     use proto::put_outcome::What;
     match (wire.what(), &wire.error) {
         (What::Stored, None) => BlockOutcome::Stored,
@@ -66,7 +66,7 @@ fn outcome(wire: &proto::PutOutcome) -> BlockOutcome {
     }
 }
 
-fn header(request: &PutRequest) -> proto::PutHeader {
+pub(super) fn header(request: &PutRequest) -> proto::PutHeader {
     use proto::parent::Parent as Wire;
     let parent = match request.parent {
         Parent::Root => Some(Wire::Root(true)),

@@ -90,6 +90,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let executors = decided.or("store.executors", set.executors.as_ref(), few);
     let threads = decided.or("limits.threads", set.threads.as_ref(), few);
     let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");
+    let shared = decided.or("limits.shared", set.shared.as_ref(), "64 GiB");
     let io = decided.or("store.io", set.io.as_ref(), "auto");
     let runtime = decided.or("store.runtime", set.runtime.as_ref(), "auto");
     let format = decided.or("log.format", set.log_format.as_ref(), "text");
@@ -106,6 +107,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         metrics: address("listen.metrics", &metrics)?,
         tls: tls(set)?,
         memory: sized("limits.memory", &memory)?,
+        shared: sized("limits.shared", &shared)?,
         threads: number("limits.threads", &threads)?,
         gate,
         log_format: match format.as_str() {

@@ -110,6 +110,8 @@ settings! {
     client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority";
     /// Memory that requests share [default: 256 MiB]
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory";
+    /// Memory of local clients that may be shared with the server at a time [default: 64 GiB]
+    shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared";
     /// Threads that serve connections [default: 2, or 1 on one core]
     threads, "limits", "threads", "KVARTS_LIMITS_THREADS", "threads";
     /// Log lines for people or programs: text or json

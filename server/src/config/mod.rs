@@ -76,6 +76,8 @@ pub struct Config {
     pub tls: Option<TlsFiles>,
     /// Memory that requests share.
     pub memory: u64,
+    /// Memory of local clients that may be mapped.
+    pub shared: u64,
     /// Threads that serve connections.
     pub threads: usize,
     /// Who may do what.

@@ -23,6 +23,7 @@ use tokio::task::JoinHandle;
 use crate::config::{Config, TlsFiles};
 use crate::grpc::{self, Identity, Listeners, limits};
 use crate::human;
+use crate::local::Locals;
 use crate::metrics;
 use crate::node::{Memory, Node};
 
@@ -73,7 +74,8 @@ impl Daemon {
             notes.push("no tokens are configured: whoever reaches the server may do everything".to_owned());
         }
         let gate = config.gate.clone();
-        let node = Node::new(home.store().clone(), gate, memory, OsEntropy::new(), notes);
+        let (store, locals) = (home.store().clone(), Locals::new(config.shared));
+        let node = Node::new(store, gate, memory, locals, OsEntropy::new(), notes);
         let listeners = Listeners { tcp, unix, tls };
         let serving = tokio::spawn(grpc::serve(Arc::clone(&node), listeners));
         let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&node)));

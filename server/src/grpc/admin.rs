@@ -18,6 +18,15 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         scanned_bytes: report.scanned_bytes,
     };
     let StoreId(store) = stats.store;
+    let client = |facts: crate::local::ClientFacts| proto::stats_reply::LocalClient {
+        tenant: facts.tenant,
+        pid: facts.peer.pid,
+        uid: facts.peer.uid,
+        modes: facts.modes.iter().map(|mode| mode.name().to_owned()).collect(),
+        shared_bytes: facts.shared_bytes,
+        requests_under_way: facts.under_way,
+        leases: facts.leases,
+    };
     let counts = engine_counts(&stats.counts);
     proto::StatsReply {
         store: store.to_vec().into(),
@@ -28,6 +37,7 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         counts: counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
         notes: node.notes.clone(),
         recovery: node.engine.recovery().iter().map(recovery).collect(),
+        local_clients: node.locals.clients().into_iter().map(client).collect(),
     }
 }
 

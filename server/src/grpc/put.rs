@@ -23,14 +23,14 @@ use super::{fault, limits, wire};
 use crate::proto;
 
 /// A put that was checked: everything but the bytes.
-struct Upload {
+pub(crate) struct Upload {
     namespace: NamespaceId,
     group: Group,
     coordinate: Coordinate,
-    shape: BlockShape,
+    pub(crate) shape: BlockShape,
     parent: Parent,
     first_block: Option<u32>,
-    keys: Vec<BlockKey>,
+    pub(crate) keys: Vec<BlockKey>,
     layout: Option<Layout>,
     durability: Durability,
     expires_after: Option<std::time::Duration>,
@@ -38,7 +38,7 @@ struct Upload {
 }
 
 impl Upload {
-    fn check(call: &Call, header: proto::PutHeader) -> Outcome<Self> {
+    pub(crate) fn check(call: &Call, header: proto::PutHeader) -> Outcome<Self> {
         let keys = wire::keys(&header.keys)?;
         if keys.is_empty() {
             return Err(Reason::Empty.into());
@@ -75,12 +75,18 @@ impl Upload {
     }
 
     /// Blocks of one piece.
-    fn piece_blocks(&self) -> usize {
+    pub(crate) fn piece_blocks(&self) -> usize {
         usize::try_from(limits::PUT_PIECE_BYTES / self.shape.block_bytes()).unwrap_or(1).max(1)
     }
 
     /// The engine's request for the blocks `first ..` whose bytes are in `pages`.
-    fn request(&self, first: usize, keys: &[BlockKey], pages: Buf, call: &Call) -> Outcome<PutRequest> {
+    pub(crate) fn request(
+        &self,
+        first: usize,
+        keys: &[BlockKey],
+        pages: Buf,
+        call: &Call,
+    ) -> Outcome<PutRequest> {
         let before = first.checked_sub(1).and_then(|at| self.keys.get(at));
         let parent = match (self.parent, before) {
             (Parent::Unknown, _) => Parent::Unknown,
@@ -245,13 +251,13 @@ fn broken(status: &Status) -> Fault {
 
 /// Puts that are on their way to disk, oldest first.
 #[derive(Default)]
-struct Pieces {
-    tickets: VecDeque<(usize, Ticket<Result<PutReply, Error>>)>,
-    outcomes: Vec<BlockOutcome>,
+pub(crate) struct Pieces {
+    pub(crate) tickets: VecDeque<(usize, Ticket<Result<PutReply, Error>>)>,
+    pub(crate) outcomes: Vec<BlockOutcome>,
 }
 
 impl Pieces {
-    async fn take_until(&mut self, left: usize) -> Outcome<()> {
+    pub(crate) async fn take_until(&mut self, left: usize) -> Outcome<()> {
         while self.tickets.len() > left {
             let Some((blocks, ticket)) = self.tickets.pop_front() else { return Ok(()) };
             match ticket.await {
@@ -298,7 +304,7 @@ where
     Ok(proto::PutReply { outcomes: pieces.outcomes.iter().map(outcome).collect() })
 }
 
-fn outcome(outcome: &BlockOutcome) -> proto::PutOutcome {
+pub(crate) fn outcome(outcome: &BlockOutcome) -> proto::PutOutcome {
     use proto::put_outcome::What;
     let (what, error) = match outcome {
         BlockOutcome::Stored => (What::Stored, None),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::net::{TcpListener, UnixListener};
 use tokio_stream::StreamExt;
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Router, TcpIncoming};
 use tonic::transport::{Certificate, Server, ServerTlsConfig};
 use tower::layer::util::{Identity as NoLayer, Stack};
@@ -13,6 +13,7 @@ use super::call::Door;
 use super::limits;
 use super::polite::Polite;
 use super::services::{Reads, Services};
+use crate::local;
 use crate::node::Node;
 use crate::proto;
 
@@ -57,8 +58,13 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
     };
     let over_unix = async {
         let Some(listener) = unix else { return Ok(()) };
-        let incoming = UnixListenerStream::new(listener).map(|stream| stream.map(Polite::new));
-        router(&node, None)?.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
+        // The local path comes in by the same socket.
+        let (incoming, local) = local::split(Arc::clone(&node), listener);
+        let incoming = ReceiverStream::new(incoming).map(|stream| stream.map(Polite::new));
+        let server = router(&node, None)?;
+        let serving = server.serve_with_incoming_shutdown(incoming, node.drain_asked());
+        let (served, ()) = tokio::join!(serving, local);
+        served
     };
     let (tcp, unix) = tokio::join!(over_tcp, over_unix);
     tcp.and(unix)

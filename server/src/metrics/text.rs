@@ -150,6 +150,16 @@ fn memory(out: &mut String, node: &Node) {
             let _ = writeln!(out, "kvarts_request_memory_bytes{{part=\"{part}\",what=\"{what}\"}} {bytes}");
         }
     }
+    one(out, "kvarts_shared_bytes", "gauge", "Memory of local clients that is mapped.", node.locals.mapped());
+    let clients = node.locals.clients();
+    head(out, "kvarts_local_clients", "gauge", "Clients of the local path, by tenant.");
+    let mut tenants = std::collections::BTreeMap::<&str, u64>::new();
+    for client in &clients {
+        *tenants.entry(&client.tenant).or_default() += 1;
+    }
+    for (tenant, count) in tenants {
+        let _ = writeln!(out, "kvarts_local_clients{{tenant=\"{}\"}} {count}", Value(tenant));
+    }
     one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", node.calls());
     let clock: &dyn Clock = &**node.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;

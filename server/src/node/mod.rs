@@ -27,6 +27,7 @@ pub use memory::{Frozen, Memory};
 pub use models::{Model, Models};
 pub use tenant::Tenant;
 
+use crate::local::Locals;
 use crate::metrics::Metrics;
 
 /// A running server's insides.
@@ -42,6 +43,8 @@ pub struct Node {
     pub leases: Leases,
     /// Memory of requests.
     pub memory: Memory,
+    /// Clients on the same host, and the memory that they share.
+    pub locals: Arc<Locals>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// What was decided at the start.
@@ -64,6 +67,7 @@ impl Node {
         engine: Store,
         gate: auth::Gate,
         memory: Memory,
+        locals: Locals,
         entropy: Arc<dyn Entropy>,
         notes: Vec<String>,
     ) -> Arc<Self> {
@@ -73,6 +77,7 @@ impl Node {
             models: Models::default(),
             leases: Leases::default(),
             memory,
+            locals: Arc::new(locals),
             metrics: Arc::new(Metrics::default()),
             notes,
             entropy,

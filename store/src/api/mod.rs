@@ -4,6 +4,7 @@
 //! conformance suite.
 
 pub mod delete;
+pub mod digests;
 pub mod lookup;
 pub mod placement;
 pub mod presence;
@@ -16,6 +17,7 @@ use std::time::Duration;
 use kvarts_layout::{Geometry, Identity, NamespaceId};
 
 pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, TtlRequest};
+pub use digests::Digests;
 pub use lookup::{LeaseId, LeaseTerms, MatchReply, MatchRequest};
 pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};

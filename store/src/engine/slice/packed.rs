@@ -191,11 +191,15 @@ pub(super) fn unpack(
         };
         decoded += piece.len;
         match log.unpacker.show(stored.encoding, source, piece.len as usize, copy) {
-            Ok(found) if expected == Some(found) => {}
-            Ok(found) => damaged(job, wanted, ordinal, (expected, found)),
+            Ok(found) if expected == Some(found) => {
+                if let Some((digests, digest)) = job.request.into.digests().zip(expected) {
+                    digests.set(piece.part, ordinal, digest);
+                }
+            }
+            Ok(found) => damaged(job, wanted, ordinal, (expected, found), true),
             Err(CodecError::NoMemory) => job.fail(ordinal, &Reason::Media(CodecError::NoMemory.to_string())),
             // Whatever comes out is not the chunk.
-            Err(_) => damaged(job, wanted, ordinal, (expected, 0)),
+            Err(_) => damaged(job, wanted, ordinal, (expected, 0), true),
         }
     }
     decoded
