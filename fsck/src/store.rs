@@ -131,14 +131,28 @@ pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Sto
         return Err(CannotRun::NoStore(disk.name()));
     };
     let mut store = Store { keyring, directories: Vec::new(), shards: Vec::new() };
+    let half_made = is_half_made(&seen);
     for (at, (disk, superblock, top)) in seen.into_iter().enumerate() {
-        take_directory(&mut store, at, (&**disk, &superblock), &top, into)?;
+        if half_made && superblock == Seen::Absent {
+            into.take(Finding::of(findings::STORE_HALF_MADE, disk.name()));
+        } else {
+            take_directory(&mut store, at, (&**disk, &superblock), &top, into)?;
+        }
         let superblock = if let Seen::Sound(chosen) = superblock { Some(chosen) } else { None };
         store.directories.push(Directory { disk: Arc::clone(disk), superblock });
     }
     store.shards.sort_by_key(|shard| shard.number);
     about_whole(&store, into);
     Ok(Some(store))
+}
+
+/// Whether a store of as many directories as were given was being made: its shards come after all superblocks.
+fn is_half_made(seen: &[(&Arc<dyn Disk>, Seen, Top)]) -> bool {
+    seen.iter().all(|(_, _, top)| top.shards.is_empty())
+        && seen.iter().any(|(_, superblock, _)| match superblock {
+            Seen::Sound(chosen) => chosen.superblock.directories as usize == seen.len(),
+            _ => false,
+        })
 }
 
 /// What the top of a directory holds.

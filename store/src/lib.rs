@@ -14,3 +14,4 @@ pub mod index;
 pub mod io;
 pub mod ledger;
 pub mod rt;
+mod sync;

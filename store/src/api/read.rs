@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
@@ -12,6 +12,7 @@ use super::Placed;
 use crate::error::Reason;
 use crate::rt::mailbox::Abandoned;
 use crate::rt::{Class, Nanos};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// How much of what is read is compared with its digests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -143,7 +144,7 @@ struct Channel {
 }
 
 impl Channel {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Shared> {
+    fn lock(&self) -> MutexGuard<'_, Shared> {
         // A panic while the queue is held leaves it whole: each push is one step.
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }

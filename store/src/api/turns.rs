@@ -6,9 +6,11 @@
 //! layers of a block come from one record.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::task::Waker;
+
+use crate::sync::atomic::{AtomicU32, Ordering};
+use crate::sync::{Mutex, MutexGuard, Race, planted};
 
 /// How many leading steps of a read have memory. Cheap to clone; clones are the same turns.
 #[derive(Clone)]
@@ -42,6 +44,7 @@ impl Turns {
 
     /// Whether a step may be read; if not, `waker` is woken by the next [`Turns::open`].
     pub(crate) fn is_open_or_wake(&self, step: u32, waker: &Waker) -> bool {
+        let looked = planted(Race::TurnLooksFirst).then(|| self.is_open(step));
         {
             // Registered before the look, so that an opening in between wakes.
             let mut waiting = self.waiting();
@@ -49,10 +52,10 @@ impl Turns {
                 waiting.push(waker.clone());
             }
         }
-        self.is_open(step)
+        looked.unwrap_or_else(|| self.is_open(step))
     }
 
-    fn waiting(&self) -> std::sync::MutexGuard<'_, Vec<Waker>> {
+    fn waiting(&self) -> MutexGuard<'_, Vec<Waker>> {
         // A push is one step: a panic elsewhere leaves the list whole.
         self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }

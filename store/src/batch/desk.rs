@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -21,6 +21,7 @@ use super::{BatchId, BatchKind, Completion, EventFds, Lane};
 use crate::api::{BlockOutcome, LeaseId, PutReply, ReadEnd, ReadStream};
 use crate::error::{Error, Reason};
 use crate::rt::mailbox::{Abandoned, Ticket};
+use crate::sync::{Mutex, MutexGuard};
 
 const CLOSED: Reason = Reason::Busy("the handle is closed");
 const STOPPED: Reason = Reason::Busy("the store is closing");

@@ -5,12 +5,13 @@
 //! themselves when their time is over.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 use kvarts_layout::BlockKey;
 
 use super::BatchId;
 use crate::api::LeaseId;
+use crate::sync::{Mutex, MutexGuard};
 
 /// The most locked keys that are remembered.
 const KEYS_MAX: usize = 1 << 20;

@@ -6,7 +6,6 @@
 //! - A lower budget takes effect at once for whatever would grow, and segments are given back until it is kept.
 //! - What file systems take beside a store's files is part of it: see [`directory_bytes`].
 
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::format::{PAGE_BYTES, page_align, superblock};
@@ -14,6 +13,7 @@ use kvarts_layout::format::{PAGE_BYTES, page_align, superblock};
 use super::shared::{Birth, Shared};
 use crate::error::Reason;
 use crate::ledger::{ShardSpace, Space, SpaceReport};
+use crate::sync::atomic::AtomicU64;
 
 /// What two checkpoint files of one shard take besides their items.
 const CHECKPOINT_BYTES: u64 = 64 << 10;

@@ -13,7 +13,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use kvarts_layout::format::body::{Epoch, Tombstone, Tombstones};
 use kvarts_layout::format::record::Body;
@@ -29,6 +29,8 @@ use crate::events::Cause;
 use crate::index::{BlockFingerprint, Lookup, Ticket as Claim};
 use crate::rt::mailbox::Reply;
 use crate::rt::{Class, Nanos, Runtime};
+use crate::sync::atomic::Ordering;
+use crate::sync::{Mutex, MutexGuard};
 
 /// Bytes that a tombstone takes in its record and its segment's footer together, and a few to spare.
 const TOMBSTONE_BYTES: u64 = 160;
@@ -228,7 +230,7 @@ pub(crate) fn begin_found(
 }
 
 impl DeleteJob {
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -266,7 +268,7 @@ impl DeleteJob {
             Some(reason) if outcomes.is_empty() => Err(reason.into()),
             _ => Ok(DeleteReply { outcomes, blocks }),
         };
-        self.shared.counters.blocks_deleted.fetch_add(blocks, std::sync::atomic::Ordering::Relaxed);
+        self.shared.counters.blocks_deleted.fetch_add(blocks, Ordering::Relaxed);
         // A caller that is gone needs no answer.
         let _ = reply.map(|reply| reply.send(answer));
     }

@@ -2,7 +2,8 @@
 //!
 //! A directory is a store's when its superblock says so. It is written slot by slot, each slot durable before the
 //! other is touched, so a crash leaves at least one good one. A directory that holds anything else is never made
-//! into a store.
+//! into a store. A store of several directories that a crash left half made is finished: shards are made after all
+//! superblocks, so where there is none yet nothing can be lost.
 
 use std::rc::Rc;
 
@@ -65,7 +66,41 @@ pub(crate) async fn open(
     if found.iter().all(Option::is_none) {
         return make(driver, arena, plan, clock, entropy).await;
     }
+    if found.iter().any(Option::is_none) {
+        finish(driver, arena, plan, &mut found).await?;
+    }
     join(plan, found)
+}
+
+/// Writes the superblocks that a crash kept from being written while the store was made. Leaves everything as it is if
+/// any directory has more than a superblock: then the store was in use, and the empty ones are not what it lost.
+async fn finish(
+    driver: &Rc<Driver>,
+    arena: &Arena,
+    plan: &Plan,
+    found: &mut [Option<Chosen>],
+) -> Result<(), Reason> {
+    let there: Vec<&Superblock> = found.iter().flatten().map(|chosen| &chosen.superblock).collect();
+    let Some(first) = there.first().map(|&first| first.clone()) else { return Ok(()) };
+    let seen: Vec<u32> = there.iter().map(|superblock| superblock.directory).collect();
+    if first.directories != u32::from(plan.directories) || there.iter().any(|one| one.store != first.store) {
+        return Ok(());
+    }
+    for dir in (0..plan.directories).map(DirId) {
+        if foreign(driver, dir).await?.is_some() {
+            return Ok(());
+        }
+    }
+    let each = first.shards.len() as u32;
+    let missing: Vec<u32> = (0..first.directories).filter(|number| !seen.contains(number)).collect();
+    let empty = (0u16..).zip(found.iter_mut()).filter(|(_, chosen)| chosen.is_none());
+    for ((at, chosen), directory) in empty.zip(missing) {
+        let shards = (0..each).map(|shard| directory * each + shard).collect();
+        let superblock = Superblock { directory, shards, sequence: 1, ..first.clone() };
+        write_new(driver, arena, DirId(at), &superblock).await?;
+        *chosen = read(driver, arena, DirId(at)).await?;
+    }
+    Ok(())
 }
 
 /// The superblock of a directory, `None` if the directory is empty.

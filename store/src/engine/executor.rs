@@ -201,8 +201,9 @@ impl Executor {
                 Message::Read(shard, part) => self.read(shard, part),
                 Message::Delete(shard, part) => self.delete(shard, part),
                 Message::DeletePrefix { shared, request, root, router, reply } => {
+                    let rt = Rc::clone(&self.rt);
                     let deleting = async move {
-                        snapshot::delete_prefix(&shared, &router, (request, root), reply).await;
+                        snapshot::delete_prefix(&shared, &router, (request, root), reply, &*rt).await;
                     };
                     self.background(deleting);
                 }

@@ -5,7 +5,7 @@
 //! uses it: see `log`. A namespace is refused when its identity names another spec than the one given with it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use kvarts_layout::format::body::Definition;
@@ -14,6 +14,7 @@ use kvarts_layout::spec::Geometry;
 use kvarts_layout::{Fingerprint, Identity, NamespaceId};
 
 use crate::error::Reason;
+use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// What moves the bytes of a model, as the store keeps it.
 #[derive(Debug)]
@@ -108,11 +109,11 @@ fn free_or_next<T>(taken: &BTreeMap<u32, T>, wanted: u32) -> u32 {
 pub(crate) struct Names(RwLock<Tables>);
 
 impl Names {
-    fn write(&self) -> std::sync::RwLockWriteGuard<'_, Tables> {
+    fn write(&self) -> RwLockWriteGuard<'_, Tables> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, Tables> {
+    fn read(&self) -> RwLockReadGuard<'_, Tables> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 

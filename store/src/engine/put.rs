@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use kvarts_layout::arrange::LAYOUT_VERSION;
 use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as DiskParent, layout_code};
@@ -30,6 +30,7 @@ use crate::index::{BlockFingerprint, RecordInfo, Reservation, Ticket as Claim};
 use crate::ledger::Promise;
 use crate::rt::mailbox::Reply;
 use crate::rt::{Class, LocalTask, Nanos};
+use crate::sync::{Mutex, MutexGuard};
 
 /// Blocks of one record at most, whatever their size: the index counts them in sixteen bits.
 const RECORD_BLOCKS_MAX: u32 = 4096;
@@ -196,7 +197,7 @@ pub(crate) fn shard_of(key: &BlockKey, shards: u32) -> u32 {
 }
 
 impl PutJob {
-    fn lock(&self) -> std::sync::MutexGuard<'_, PutState> {
+    fn lock(&self) -> MutexGuard<'_, PutState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -406,15 +407,23 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask
     match work {
         PutWork::Settle { places, segment, end } => {
             let found = log.segments.borrow().get(&segment).map(Rc::clone);
-            let settled = match found {
-                Some(segment) => segment.settle(&log.driver, end).await,
-                None => Ok(()),
-            };
-            let outcome = match settled {
-                Ok(()) => BlockOutcome::AlreadyThere,
-                Err(reason) => BlockOutcome::Refused(reason),
+            let mut settling = pin!(async {
+                match found {
+                    Some(segment) => segment.settle(&log.driver, end).await,
+                    None => Ok(()),
+                }
+            });
+            let settled = before(settling.as_mut(), deadline).await;
+            let outcome = match &settled {
+                Some(Ok(())) => BlockOutcome::AlreadyThere,
+                Some(Err(reason)) => BlockOutcome::Refused(reason.clone()),
+                None => BlockOutcome::Refused(Reason::DeadlinePassed),
             };
             job.finish(places.into_iter().map(|place| (place, outcome.clone())));
+            if settled.is_none() {
+                // It may lead a flush that others wait for.
+                let _ = settling.await;
+            }
         }
         PutWork::Write { run, digests, promise } => {
             let mut writing = pin!(write(log, &job, &run, &digests));

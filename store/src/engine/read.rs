@@ -11,8 +11,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicBool, AtomicU32};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::task::Waker;
 
 use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
@@ -27,6 +26,8 @@ use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, Rea
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location};
 use crate::rt::{Class, Nanos};
+use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use crate::sync::{Mutex, MutexGuard, Race, planted};
 
 /// A run of blocks of one record that a read wants.
 #[derive(Debug)]
@@ -272,7 +273,7 @@ fn make_plan(request: &ReadRequest, layers: Pick, wanted: &[Wanted]) -> Result<R
 }
 
 impl ReadJob {
-    fn lock(&self) -> std::sync::MutexGuard<'_, ReadState> {
+    fn lock(&self) -> MutexGuard<'_, ReadState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -318,22 +319,26 @@ impl ReadJob {
 
     /// Whether every slice of the first step is in.
     pub(crate) fn first_step_is_in(&self) -> bool {
-        self.open_slices.first().is_none_or(|open| open.load(std::sync::atomic::Ordering::Acquire) == 0)
+        self.open_slices.first().is_none_or(|open| open.load(Ordering::Acquire) == 0)
     }
 
     /// One part has a slice of a step in. Announces every step that is whole, in order.
     pub(crate) fn slice_done(&self, step: u32) {
         let Some(open) = self.open_slices.get(step as usize) else { return };
-        if open.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) != 1 {
+        if open.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;
         }
         let mut state = self.lock();
         while let Some(open) = self.open_slices.get(state.next_step as usize) {
-            if open.load(std::sync::atomic::Ordering::Acquire) != 0 || state.ended {
+            if open.load(Ordering::Acquire) != 0 || state.ended {
                 break;
             }
             let step = state.next_step;
             state.next_step += 1;
+            if planted(Race::AnnounceInTwoSteps) {
+                drop(state);
+                state = self.lock();
+            }
             self.announce(&state, step);
         }
     }
@@ -368,7 +373,7 @@ impl ReadJob {
     /// One part has ended. The last one gives the end; what was not delivered by then was not
     /// delivered in time.
     pub(crate) fn part_done(&self) {
-        if self.parts_left.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) != 1 {
+        if self.parts_left.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;
         }
         let mut state = self.lock();

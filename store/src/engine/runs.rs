@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use kvarts_layout::arrange::RunLayout;
 use kvarts_layout::{BlockShape, Coordinate, Group, Layout};
@@ -14,6 +14,7 @@ use kvarts_layout::{BlockShape, Coordinate, Group, Layout};
 use super::names::Namespace;
 use crate::error::Reason;
 use crate::ledger::Ledger;
+use crate::sync::{Mutex, RwLock, RwLockReadGuard};
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 struct ClassKey {
@@ -81,7 +82,7 @@ impl RunClasses {
         Self { tables: RwLock::default(), ledger }
     }
 
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, Tables> {
+    fn read(&self) -> RwLockReadGuard<'_, Tables> {
         self.tables.read().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,8 +1,7 @@
 //! What all threads of one open store share: index, names, budget, the latch, counters.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use kvarts_layout::StoreId;
@@ -17,6 +16,8 @@ use crate::index::{Index, RecordId};
 use crate::io::mem::PAGE;
 use crate::io::{Buf, IoError, Region};
 use crate::rt::{Clock, Entropy, Nanos};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Mutex, OnceLock};
 
 /// Expiry is kept in steps of a tenth of a second: 32 bits of them last thirteen years.
 pub(super) const EXPIRY_STEP_MS: u64 = 100;

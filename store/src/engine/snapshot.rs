@@ -3,6 +3,7 @@
 //! Both read what the segments list, on the executor that owns them, and ask the index what of it is live.
 
 use std::collections::BTreeSet;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -12,6 +13,7 @@ use super::delete::{self, Answer};
 use super::executor::{Message, Router};
 use super::log::Log;
 use super::names::Namespace;
+use super::notify::before;
 use super::shared::Shared;
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
 use crate::error::Reason;
@@ -74,19 +76,22 @@ pub(crate) async fn descendants(
     Ok(found)
 }
 
-/// Finds everything that descends from a key, in all shards, and deletes it with the key.
+/// Finds everything that descends from a key, in all shards, and deletes it with the key. A device that does not answer
+/// keeps the caller no longer than its deadline.
 pub(crate) async fn delete_prefix(
     shared: &Arc<Shared>,
     router: &Router,
     (request, root): (DeleteRequest, BlockKey),
     reply: Answer,
+    rt: &dyn Runtime,
 ) {
-    let found = async {
+    let mut finding = pin!(async {
         let namespace = delete::check(shared, &request)?;
         let keys = all_descendants(router, &namespace, root, (shared, request.deadline)).await?;
         Ok::<_, Reason>((namespace, keys))
-    };
-    match found.await {
+    });
+    let deadline = request.deadline.map(|at| rt.sleep_until(at));
+    match before(finding.as_mut(), deadline).await.unwrap_or(Err(Reason::DeadlinePassed)) {
         Ok(found) => {
             for (shard, part) in delete::begin_found(shared, router.shards(), found, request.deadline, reply)
             {

@@ -5,7 +5,6 @@ mod space;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
@@ -33,6 +32,7 @@ use crate::io::{IoFacts, Metrics, Region};
 use crate::ledger::SpaceReport;
 use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
+use crate::sync::atomic::{AtomicBool, Ordering};
 
 pub use measure::PlannedExtent;
 pub(super) use space::free_space;

@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use super::{Cause, Event, EventKind, Gap, Sequence, Subject};
+use crate::sync::{Mutex, MutexGuard};
 
 /// Bytes of events that a stream keeps unless asked otherwise: about eighty thousand.
 pub const RING_BYTES: usize = 8 << 20;

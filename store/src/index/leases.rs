@@ -14,11 +14,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::Mutex;
 
 use super::fingerprint::BlockFingerprint;
 use super::lock;
 use crate::rt::Nanos;
+use crate::sync::Mutex;
 
 /// Memory one pair or one lease takes in a B-tree that is two thirds full, about.
 const PAIR_BYTES: usize = 40;

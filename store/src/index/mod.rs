@@ -33,8 +33,7 @@ mod table;
 mod tests;
 
 use std::fmt;
-use std::sync::atomic::AtomicU32;
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::PoisonError;
 
 pub use changes::{Deleted, Reservation, Ticket};
 pub use fingerprint::{BlockFingerprint, FingerprintKey};
@@ -46,6 +45,9 @@ pub use records::{RecordCursor, RecordError, RecordId, RecordInfo, Records};
 use groups::{Groups, partition_of};
 use leases::{Leases, Pins};
 use table::{Slot, State, Table};
+
+use crate::sync::atomic::AtomicU32;
+use crate::sync::{Mutex, MutexGuard, Race, RwLock, RwLockReadGuard, RwLockWriteGuard, planted};
 
 /// Partitions of an index as a power of two, unless asked otherwise.
 const PARTITION_BITS: u32 = 8;
@@ -251,8 +253,11 @@ impl Index {
         // The record is read under the partition's lock: while the entry is there, it is not freed.
         let inner = read(self.partition(print));
         let slot = inner.table.get(print).filter(|slot| slot.state() == Some(State::Live))?;
-        let location = slot.location();
-        Some(Located { location, record: self.records.get(location.record)?, heat: slot.heat() })
+        let (location, heat) = (slot.location(), slot.heat());
+        if planted(Race::RecordAfterLookup) {
+            drop(inner);
+        }
+        Some(Located { location, record: self.records.get(location.record)?, heat })
     }
 
     /// Notes a use of each block at the coarse time `epoch`. Absent ones are passed over.

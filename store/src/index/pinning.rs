@@ -5,6 +5,7 @@ use super::{
     write,
 };
 use crate::rt::Nanos;
+use crate::sync::{Race, planted};
 
 /// What became of an eviction.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -50,7 +51,7 @@ impl Index {
             for place in places.iter().map(|place| *place as usize) {
                 let Some(slot) = inner.table.get(prints[place]) else { continue };
                 out[place] = slot.lookup();
-                if slot.state() == Some(State::Live) {
+                if slot.state() == Some(State::Live) && !planted(Race::LeaseAfterMatch) {
                     pins.add(prints[place], id);
                     slot.hint_leased(true);
                 }
@@ -62,6 +63,9 @@ impl Index {
                 held.push(*print);
                 bytes = bytes.saturating_add(bytes_of(place).max(1));
             }
+        }
+        if planted(Race::LeaseAfterMatch) {
+            held.iter().for_each(|print| lock(&read(self.partition(*print)).pins).add(*print, id));
         }
         if held.is_empty() {
             self.leases.end(id);
@@ -140,6 +144,10 @@ impl Index {
             let mut pins = lock(&inner.pins);
             for print in places.iter().map(|place| prints[*place as usize]) {
                 let held = pins.drop_one(print, id);
+                if planted(Race::HintAfterPins) {
+                    drop(pins);
+                    pins = lock(&inner.pins);
+                }
                 if let Some(slot) = inner.table.get(print) {
                     slot.hint_leased(held);
                 }

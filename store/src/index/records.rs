@@ -11,13 +11,14 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::num::NonZeroU16;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use std::sync::{Arc, RwLock};
+use std::sync::Arc;
 
 use kvarts_layout::format::PAGE_BYTES;
 
 use super::{read, write};
 use crate::ledger::Ledger;
+use crate::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use crate::sync::{Race, RwLock, planted};
 
 /// Locks, a power of two; the low bits of a record's number choose one.
 const SHARDS: u32 = 16;
@@ -171,7 +172,7 @@ impl Shard {
 
     fn free(&mut self, local: u32, id: RecordId) -> Result<RecordInfo, RecordError> {
         let next = self.free;
-        if let Some((_, free)) = self.held.get_mut(&local) {
+        if let Some((_, free)) = self.held.get_mut(&local).filter(|_| !planted(Race::FreeIgnoresHold)) {
             *free = true;
             return Err(RecordError::Held);
         }

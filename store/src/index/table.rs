@@ -11,10 +11,10 @@
 //! growing is one pass over both arrays. The capacity is any number (the home is a multiply, not a mask),
 //! so a table can grow by a quarter and stay full. Growing costs at most one partition's worth of work.
 
-use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
-
 use super::fingerprint::BlockFingerprint;
 use super::{Heat, Location, Lookup, RecordId};
+use crate::sync::PLAIN;
+use crate::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
 /// Slots past the last home when a table is built, and how many are added when they are used up.
 const TAIL: usize = 8;
@@ -68,7 +68,7 @@ pub(super) struct Slot {
     bits: AtomicU16,
 }
 
-const _: () = assert!(size_of::<Slot>() == 20);
+const _: () = assert!(size_of::<Slot>() == 20 || !PLAIN);
 
 impl Slot {
     pub(super) const fn new(print: BlockFingerprint, state: State, location: Location, heat: Heat) -> Self {

@@ -7,10 +7,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::future::poll_fn;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::task::{Poll, Waker};
 
 use super::mem::{Buf, PAGE, Region};
+use crate::sync::{Mutex, MutexGuard};
 
 /// How full an arena is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -32,7 +32,7 @@ mod schedule;
 pub mod scratch;
 pub mod shared;
 mod slots;
-mod wake;
+pub(crate) mod wake;
 mod workers;
 
 use std::os::fd::OwnedFd;

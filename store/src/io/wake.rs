@@ -5,20 +5,18 @@
 //! park. A write is lost to nobody: the flag that suppresses further writes is taken back only after the eventfd
 //! has been emptied, and whoever empties it looks at the causes afterwards.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-
 use super::Unpark;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Event, Race, planted};
 
 /// The wake-up of one [`Io`](super::Io).
 #[derive(Debug)]
 pub(crate) struct Wake {
-    /// Blocking, so that any kind of waiter can use it; this side reads it only when it is readable.
-    fd: OwnedFd,
+    event: Event,
     /// The eventfd has been written and not emptied since.
     signalled: AtomicBool,
     /// Somebody called `unpark` and no park has ended by it yet.
@@ -27,15 +25,14 @@ pub(crate) struct Wake {
 
 impl Wake {
     pub(crate) fn new() -> std::io::Result<Arc<Self>> {
-        let fd = eventfd(0, EventfdFlags::CLOEXEC)?;
-        Ok(Arc::new(Self { fd, signalled: AtomicBool::new(false), unparked: AtomicBool::new(false) }))
+        let event = Event::new()?;
+        Ok(Arc::new(Self { event, signalled: AtomicBool::new(false), unparked: AtomicBool::new(false) }))
     }
 
     /// Makes the eventfd readable, if it is not already.
     pub(crate) fn signal(&self) {
         if !self.signalled.swap(true, Ordering::SeqCst) {
-            // The write can fail only at a count of 2^64 - 1, where the eventfd is readable anyway.
-            let _ = rustix::io::write(&self.fd, &one());
+            self.event.ring();
         }
     }
 
@@ -46,9 +43,11 @@ impl Wake {
 
     /// Empties the eventfd. The caller then looks at every cause of a wake-up.
     pub(crate) fn drain(&self) {
-        if self.wait(Some(Duration::ZERO)) {
-            let _ = rustix::io::read(&self.fd, &mut [0_u8; 8]);
+        if planted(Race::RearmFirst) {
+            self.rearm();
+            return self.event.empty();
         }
+        self.event.empty();
         self.rearm();
     }
 
@@ -59,9 +58,7 @@ impl Wake {
 
     /// Sleeps until the eventfd is readable or the time is over; says which.
     pub(crate) fn wait(&self, timeout: Option<Duration>) -> bool {
-        let timeout = timeout.map(timespec);
-        let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
-        poll(&mut fds, timeout.as_ref()).is_ok_and(|ready| ready > 0)
+        self.event.wait(timeout)
     }
 }
 
@@ -74,18 +71,8 @@ impl Unpark for Wake {
 
 impl AsFd for Wake {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        self.event.as_fd()
     }
-}
-
-fn timespec(time: Duration) -> Timespec {
-    Timespec { tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: time.subsec_nanos().into() }
-}
-
-/// One, as an eventfd counts: in the machine's own byte order.
-#[allow(clippy::host_endian_bytes, reason = "the kernel reads this word in host order; it is never stored")]
-fn one() -> [u8; 8] {
-    1_u64.to_ne_bytes()
 }
 
 #[cfg(test)]

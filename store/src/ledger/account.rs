@@ -4,11 +4,12 @@
 //! bytes as a [`Promise`] before it writes and keeps it until they are counted as live, so that the limit holds at
 //! every moment and not only between puts.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use kvarts_layout::NamespaceId;
 
 use super::lock;
+use crate::sync::{Mutex, Race, planted};
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {
@@ -77,7 +78,12 @@ impl Account {
 
     pub(super) fn moved(&self, before: u64, after: u64) {
         let mut figures = lock(&self.figures);
-        figures.live = (figures.live + after).saturating_sub(before);
+        let live = (figures.live + after).saturating_sub(before);
+        if planted(Race::CountInTwoSteps) {
+            drop(figures);
+            figures = lock(&self.figures);
+        }
+        figures.live = live;
     }
 
     /// Takes bytes for a put before it writes them; given back when the promise is dropped.

@@ -1,9 +1,8 @@
 //! What the bytes of one segment file are.
 
-use std::sync::Mutex;
-
 use super::lock;
 use super::report::{SegmentView, Space};
+use crate::sync::Mutex;
 
 /// What a segment is to its book.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -23,9 +23,11 @@ mod book;
 mod report;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, PoisonError};
 
 use kvarts_layout::NamespaceId;
+
+use crate::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 pub use account::{Account, NamespaceSpace, OverQuota, Promise};
 pub use book::{Book, Phase};

@@ -3,11 +3,12 @@
 //! This module is the seam: it is the only place of the engine that asks the operating system for the time or for
 //! random bytes. Whatever must repeat from a seed uses [`ManualClock`] and [`SeededEntropy`] instead.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use super::{Clock, Entropy, Nanos};
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// The machine's clocks.
 #[derive(Debug)]

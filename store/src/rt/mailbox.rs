@@ -11,11 +11,12 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use super::{Clock, Nanos, Runtime};
 use crate::io::Unpark;
+use crate::sync::{Condvar, Mutex, MutexGuard, OnceLock, Race, planted};
 
 /// A lock that a panicking thread poisoned still guards whole data: nothing here panics half-way.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -87,6 +88,7 @@ impl<T> fmt::Debug for Sender<T> {
 impl<T> Sender<T> {
     /// Puts `message` behind all that were sent before, or gives it back. Never blocks.
     pub fn try_send(&self, message: T) -> Result<(), SendError<T>> {
+        let looked = planted(Race::MailboxLooksFirst).then(|| self.is_empty());
         let mut state = lock(&self.0.state);
         if state.closed {
             return Err(SendError::Closed(message));
@@ -94,7 +96,7 @@ impl<T> Sender<T> {
         if state.messages.len() >= self.0.capacity {
             return Err(SendError::Full(message));
         }
-        let was_empty = state.messages.is_empty();
+        let was_empty = looked.unwrap_or(state.messages.is_empty());
         state.messages.push_back(message);
         drop(state);
         if was_empty {
@@ -310,6 +312,10 @@ impl<T> Ticket<T> {
         loop {
             if let Some(answer) = take(&mut state) {
                 return Some(answer);
+            }
+            if planted(Race::TicketWaitsLate) {
+                drop(state);
+                state = lock(&self.0.answer);
             }
             state = match deadline {
                 None => self.0.arrived.wait(state).unwrap_or_else(PoisonError::into_inner),

@@ -14,12 +14,13 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
 use super::{Class, Clock, Entropy, LocalTask, Nanos, Reaper, Runtime};
 use crate::io::Unpark;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Mutex, MutexGuard, Race, planted};
 
 /// A task of one executor. The generation tells it from later tasks in the same slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -306,8 +307,13 @@ impl Tasks {
             return false;
         }
         let mut woken = self.remote.woken();
-        woken.asleep = woken.tasks.is_empty();
-        woken.asleep
+        let asleep = woken.tasks.is_empty();
+        if planted(Race::SleepInTwoSteps) {
+            drop(woken);
+            woken = self.remote.woken();
+        }
+        woken.asleep = asleep;
+        asleep
     }
 
     /// Ends what [`Tasks::prepare_sleep`] began.

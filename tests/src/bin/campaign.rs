@@ -28,7 +28,7 @@ fn number(flag: &str, value: Option<String>) -> Result<u64, String> {
 
 fn arguments(mut given: impl Iterator<Item = String>) -> Result<Arguments, String> {
     let workers = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let mut ask = Ask { tier: Tier::Merge, seed: 0, budget: None, workers };
+    let mut ask = Ask { tier: Tier::Merge, seed: 0, end: None, budget: None, workers, progress: false };
     let (mut which, mut json, mut allow_skips) = (None, false, false);
     while let Some(argument) = given.next() {
         match argument.as_str() {

@@ -5,8 +5,12 @@
 
 mod cuts;
 mod faults;
+mod kills;
 mod pool;
+mod scene;
+mod schedules;
 pub mod scripts;
+mod small;
 
 use std::fmt;
 use std::ops::Range;
@@ -29,10 +33,14 @@ pub struct Ask {
     pub tier: Tier,
     /// The first seed; the following ones are used as needed.
     pub seed: u64,
+    /// Exactly the seeds before this one, instead of as many as it takes.
+    pub end: Option<u64>,
     /// Distinct states to reach, instead of the tier's number.
     pub budget: Option<u64>,
     /// Threads that run seeds.
     pub workers: usize,
+    /// Whether it is told on standard error how far it has come.
+    pub progress: bool,
 }
 
 /// Something that must not happen, and how to see it again.
@@ -49,6 +57,8 @@ pub struct Violation {
 pub struct Tally {
     /// Distinct states reached.
     pub distinct: u64,
+    /// States looked at, where that is counted beside the distinct ones: a closed scope says how many there must be.
+    pub visited: u64,
     /// The seeds that were run.
     pub seeds: Range<u64>,
     /// What was found wrong; at most a few are kept.
@@ -65,7 +75,7 @@ pub struct Row {
     pub what: &'static str,
     /// What is counted.
     pub counts: &'static str,
-    /// Distinct states for each tier.
+    /// Distinct states for each tier; with none the row is not in the tier.
     pub targets: [u64; 3],
     run: fn(&Ask, u64) -> Tally,
 }
@@ -95,8 +105,10 @@ impl Row {
 
 /// All rows, in the order in which they are run.
 pub fn all() -> Vec<Row> {
-    let mut rows = vec![cuts::power_cuts(), cuts::small_scope()];
+    let mut rows = vec![cuts::power_cuts(), small::small_scope()];
+    rows.push(kills::kills());
     rows.extend(faults::rows());
+    rows.push(schedules::schedules());
     rows.extend(scripts::rows());
     rows
 }

@@ -7,8 +7,9 @@
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
+use std::time::Duration;
 
 use super::{Ask, Tally, Violation};
 use crate::sim::Seed;
@@ -63,8 +64,8 @@ pub(super) fn caught<T>(what: impl FnOnce() -> Result<T, String>) -> Result<T, S
         .unwrap_or_else(|_| Err(LAST_PANIC.take().unwrap_or_else(|| "a panic without a message".to_owned())))
 }
 
-/// Runs seed after seed until `target` distinct states are reached. A row that cannot reach them says so as a
-/// violation, instead of running for ever.
+/// Runs seed after seed until `target` distinct states are reached, or all seeds that were asked for. A row that cannot
+/// reach its states says so as a violation, instead of running for ever.
 pub(super) fn until(
     ask: &Ask,
     target: u64,
@@ -73,31 +74,43 @@ pub(super) fn until(
     let states = States::default();
     let next = AtomicU64::new(ask.seed);
     let violations: Mutex<Vec<Violation>> = Mutex::default();
-    let last = ask.seed.saturating_add(target.saturating_mul(2)).saturating_add(SEEDS_SPARE);
+    let spare = target.saturating_mul(2).saturating_add(SEEDS_SPARE);
+    let end = ask.end.unwrap_or(ask.seed.saturating_add(spare));
     let enough = || {
-        if next.load(Ordering::Relaxed) > last {
-            return true;
-        }
         let found = violations.lock().unwrap_or_else(PoisonError::into_inner).len();
         states.len() >= target || found >= VIOLATIONS_MAX
     };
+    let running = AtomicUsize::new(ask.workers.max(1));
     std::thread::scope(|scope| {
         for _ in 0..ask.workers.max(1) {
             scope.spawn(|| {
                 while !enough() {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= end {
+                        break;
+                    }
                     if let Err(what) = caught(|| one(Seed(seed), &states)) {
                         let mut all = violations.lock().unwrap_or_else(PoisonError::into_inner);
                         all.push(Violation { seed, what });
                     }
                 }
+                running.fetch_sub(1, Ordering::Relaxed);
             });
         }
+        while ask.progress && running.load(Ordering::Relaxed) > 0 {
+            std::thread::sleep(Duration::from_millis(200));
+            let seed = next.load(Ordering::Relaxed);
+            eprint!("\r\x1b[K     {} states, seed {seed}", states.len());
+        }
     });
+    if ask.progress {
+        eprint!("\r\x1b[K");
+    }
     let mut violations = violations.into_inner().unwrap_or_else(PoisonError::into_inner);
-    if states.len() < target && violations.is_empty() {
+    if states.len() < target && violations.is_empty() && ask.end.is_none() {
         let what = format!("only {} of {target} distinct states were reached", states.len());
         violations.push(Violation { seed: ask.seed, what });
     }
-    Tally { distinct: states.len(), seeds: ask.seed..next.into_inner(), violations, skipped: None }
+    let seeds = ask.seed..next.into_inner().min(end);
+    Tally { distinct: states.len(), visited: 0, seeds, violations, skipped: None }
 }

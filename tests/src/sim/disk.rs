@@ -8,7 +8,7 @@
 //! Stricter than a kernel where a program could get away with a mistake: direct I/O that is not aligned to 4 KiB
 //! is `EINVAL`, and a name is durable only after its directory was synced.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -118,9 +118,11 @@ struct Machine {
     latencies: Rng,
     decisions: Rng,
     log: EventLog,
-    /// Each with how many operations it has counted.
-    rules: Vec<(Rule, u64)>,
+    /// Each with how many operations it has counted, and how many it has struck.
+    rules: Vec<(Rule, u64, u64)>,
     struck: u64,
+    /// Files whose bytes are other than a program believes.
+    belied: BTreeSet<Ino>,
     ios: Vec<IoState>,
     under_way: BTreeMap<(Nanos, u64), Pending>,
     stuck: Vec<Pending>,
@@ -159,6 +161,7 @@ impl SimDisk {
             log: EventLog::default(),
             rules: Vec::new(),
             struck: 0,
+            belied: BTreeSet::new(),
             ios: Vec::new(),
             under_way: BTreeMap::new(),
             stuck: Vec::new(),
@@ -181,7 +184,7 @@ impl SimDisk {
 
     /// Lets something go wrong from now on. Of several rules that strike one operation, the first injected wins.
     pub fn inject(&self, rule: Rule) {
-        self.lock().rules.push((rule, 0));
+        self.lock().rules.push((rule, 0, 0));
     }
 
     /// Forgets all rules: the disk is well again. What is stuck stays stuck.
@@ -192,6 +195,18 @@ impl SimDisk {
     /// How often rules have struck.
     pub fn struck(&self) -> u64 {
         self.lock().struck
+    }
+
+    /// How often those rules have struck that were injected in these places since the last [`SimDisk::heal`].
+    pub fn struck_by(&self, which: std::ops::Range<usize>) -> u64 {
+        self.lock().rules.get(which).unwrap_or_default().iter().map(|(.., struck)| struck).sum()
+    }
+
+    /// The files in which rules changed, lost or misdirected writes, by the names that they have now, each after the
+    /// number of its directory and a slash.
+    pub fn struck_files(&self) -> BTreeSet<String> {
+        let machine = self.lock();
+        machine.media.names(&machine.belied)
     }
 
     /// Changes how long operations take, from now on.
@@ -467,7 +482,7 @@ impl Machine {
     /// Lets every rule count the operation; the first that strikes decides.
     fn strike(&mut self, kind: OpKind, dir: Option<DirId>, allocating: bool) -> Option<Effect> {
         let mut struck = None;
-        for (rule, seen) in &mut self.rules {
+        for (rule, seen, hits) in &mut self.rules {
             if !rule.applies(kind, dir, allocating) {
                 continue;
             }
@@ -479,6 +494,7 @@ impl Machine {
             };
             if strikes && struck.is_none() {
                 struck = Some(rule.effect);
+                *hits += 1;
                 self.struck += 1;
             }
         }
@@ -584,6 +600,9 @@ impl Machine {
         let (offset, len) = pending.range();
         let len = self.share(pending.effect, len);
         let mut bytes = pending.bytes(len);
+        if matches!(pending.effect, Some(Effect::Lost | Effect::Misdirect | Effect::FlipBit)) {
+            self.belied.insert(ino);
+        }
         match pending.effect {
             Some(Effect::Lost) => return Ok(len),
             Some(Effect::Torn(errno)) => {
@@ -593,6 +612,7 @@ impl Machine {
             }
             Some(Effect::Misdirect) => {
                 let (ino, offset) = self.elsewhere(ino, offset);
+                self.belied.insert(ino);
                 // Where there is no space it is merely lost.
                 let _ = self.media.write(ino, offset, &bytes, pending.sync());
                 return Ok(len);

@@ -185,6 +185,39 @@ impl FileChange {
         }
     }
 
+    /// How many sectors a write has.
+    pub(super) fn sectors(&self) -> Option<usize> {
+        match self {
+            Self::Write { live, .. } => Some(live.len()),
+            _ => None,
+        }
+    }
+
+    /// The sectors of a write that matter: the others are durable, or hold what the disk has at a place that nothing
+    /// else pending changes. A change of shape is one.
+    fn telling<'a>(&'a self, file: &'a File) -> impl Iterator<Item = usize> + 'a {
+        let (offset, bytes, live) = match self {
+            Self::Write { offset, bytes, live, .. } => (*offset, &**bytes, &**live),
+            _ => (0, [0; 1].as_slice(), [true].as_slice()),
+        };
+        let shape = self.sectors().is_none();
+        let idle = move |at: usize, sector: &[u8]| {
+            let from = offset + at as u64 * SECTOR;
+            let mut there = [0; SECTOR as usize];
+            file.durable.read(from, &mut there);
+            let covers = |change: &Self| match change {
+                Self::Write { offset, bytes, .. } => (*offset..offset + bytes.len() as u64).contains(&from),
+                Self::Punch { offset, len } => (*offset..offset.saturating_add(*len)).contains(&from),
+                Self::Truncate { len } => from + SECTOR > *len,
+                Self::Allocate { .. } => false,
+            };
+            let touched = file.pending.iter().filter(|(_, change)| covers(change)).count();
+            !shape && touched == 1 && there == sector
+        };
+        let sectors = bytes.chunks(SECTOR as usize).enumerate();
+        sectors.filter(move |(at, sector)| live[*at] && !idle(*at, sector)).map(|(at, _)| at)
+    }
+
     /// Takes the sectors in `from .. to` out of a write: something newer is durable there.
     fn supersede(&mut self, from: u64, to: u64) {
         if let Self::Write { offset, live, .. } = self {
@@ -293,6 +326,44 @@ impl Media {
             }
         }
         live
+    }
+
+    /// The directory that each file and folder is in, by whatever name it has, had or may get.
+    pub(super) fn dirs(&self) -> BTreeMap<Ino, u16> {
+        let mut found = BTreeMap::new();
+        let mut next: Vec<(Ino, u16)> = self.roots.iter().copied().zip(0..).collect();
+        while let Some((ino, root)) = next.pop() {
+            if found.insert(ino, root).is_some() {
+                continue;
+            }
+            let Some(Node::Dir(dir)) = self.nodes.get(&ino) else { continue };
+            let pending = dir.pending.iter().map(|(_, change)| match change {
+                DirChange::Link { ino, .. }
+                | DirChange::Unlink { ino, .. }
+                | DirChange::Rename { ino, .. } => ino,
+            });
+            let all = dir.current.values().chain(dir.durable.values()).chain(pending);
+            next.extend(all.map(|ino| (*ino, root)));
+        }
+        found
+    }
+
+    /// What a power cut may keep or lose by itself: the number of a change, and of a write the sector.
+    pub(super) fn units(&self) -> Vec<(u64, usize)> {
+        let mut units = Vec::new();
+        for node in self.nodes.values() {
+            match node {
+                Node::File(file) => {
+                    let of = |(seq, change): &(u64, FileChange)| {
+                        change.telling(file).map(|sector| (*seq, sector)).collect::<Vec<_>>()
+                    };
+                    units.extend(file.pending.iter().flat_map(of));
+                }
+                Node::Dir(dir) => units.extend(dir.pending.iter().map(|(seq, _)| (*seq, 0))),
+            }
+        }
+        units.sort_unstable();
+        units
     }
 
     pub(super) fn file(&self, ino: Ino) -> Outcome<&File> {
@@ -588,14 +659,29 @@ impl Media {
     }
 
     fn walk(&self, mut see: impl FnMut(&str, &Node)) {
+        self.walk_by_number(|path, _, node| see(path, node));
+    }
+
+    fn walk_by_number(&self, mut see: impl FnMut(&str, Ino, &Node)) {
         let mut next: Vec<_> = self.roots.iter().rev().map(|ino| (ino.to_string(), *ino)).collect();
         while let Some((path, ino)) = next.pop() {
             let Some(node) = self.nodes.get(&ino) else { continue };
-            see(&path, node);
+            see(&path, ino, node);
             if let Node::Dir(dir) = node {
                 next.extend(dir.current.iter().rev().map(|(name, ino)| (format!("{path}/{name}"), *ino)));
             }
         }
+    }
+
+    /// The paths of these files, each after the number of its directory and a slash.
+    pub(super) fn names(&self, of: &BTreeSet<Ino>) -> BTreeSet<String> {
+        let mut names = BTreeSet::new();
+        self.walk_by_number(|path, ino, _| {
+            if of.contains(&ino) {
+                names.insert(path.to_owned());
+            }
+        });
+        names
     }
 
     /// The paths of all files, each after the number of its directory and a slash.

@@ -1,0 +1,162 @@
+//! What a seed stands for: a world, a store's options, a workload; and running it, with every moment kept if asked.
+//!
+//! A scene has one to three directories, each a device of its own, of which one may lag behind the others; a budget that
+//! is ample, or so small that segments are recycled and blocks evicted; and a workload with or without compaction and
+//! leases. All of them follow from the seed, so a seed alone repeats a run.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use kvarts_store::engine::{Limits, Options, Store};
+use kvarts_store::io::DirId;
+
+use crate::campaign::{Driven, Ledger, Mix, Work, defects, observe, work_on};
+use crate::sim::{CrashState, DiskConfig, Effect, Hang, Rule, Seed, SimWorld, When, Which, WorldConfig};
+
+/// The world of a seed.
+pub(super) fn config(seed: Seed) -> WorldConfig {
+    let mut rng = seed.child("config").rng();
+    let step_cost = if rng.coin() { Duration::from_micros(rng.between(1, 40)) } else { Duration::ZERO };
+    let disk = DiskConfig { dirs: directories(seed), ..DiskConfig::default() };
+    WorldConfig { step_cost, disk, ..WorldConfig::default() }
+}
+
+/// Directories of a seed's store: one in every second, two or three in the others.
+pub(super) fn directories(seed: Seed) -> u16 {
+    [1, 1, 2, 3][seed.child("directories").rng().index(4)]
+}
+
+/// The store of a seed. In every third the budget is so small that segments are recycled.
+pub(super) fn options(seed: Seed) -> Options {
+    let mut rng = seed.child("options").rng();
+    let directories = directories(seed);
+    let shards_per_directory = 1 + rng.below(2) as u32;
+    let segment_bytes = [64 << 10, 256 << 10][rng.index(2)];
+    let shards = u64::from(shards_per_directory) * u64::from(directories);
+    let small = (4 + 3 * shards) * segment_bytes;
+    Options {
+        directories,
+        shards_per_directory,
+        segment_bytes,
+        budget_bytes: if rng.below(3) == 0 { small } else { 48 << 20 },
+        executors: 1 + rng.index(2),
+        limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
+        ..Options::default()
+    }
+}
+
+/// What the workload of a seed consists of.
+pub(super) fn mix(seed: Seed) -> Mix {
+    Mix::ALL[seed.child("mix").rng().index(Mix::ALL.len())]
+}
+
+/// The device that lags behind, if one does: everything takes it this much longer.
+fn lagging(seed: Seed) -> Option<Rule> {
+    let mut rng = seed.child("lagging").rng();
+    let directories = directories(seed);
+    let delay = Effect::Delay(Duration::from_micros(rng.between(500, 20_000)));
+    let rule =
+        Rule::new(Which::Any, When::From(1), delay).on(DirId(rng.below(u64::from(directories)) as u16));
+    (directories > 1 && rng.coin()).then_some(rule)
+}
+
+/// A moment of a workload: what the disk may become if the power fails now, and what was promised.
+#[derive(Debug)]
+pub(super) struct Moment {
+    pub(super) state: CrashState,
+    pub(super) ledger: Ledger,
+}
+
+/// How far a workload came.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Stage {
+    Opening,
+    Working,
+    Closing,
+}
+
+/// What came of a workload.
+#[derive(Debug)]
+pub(super) struct Ran {
+    /// One for each operation that the disk completed.
+    pub(super) moments: Vec<Moment>,
+    /// The end.
+    pub(super) last: Moment,
+    /// Why it did not come to its end, if so.
+    pub(super) hang: Option<Hang>,
+    /// Operations that rules of the caller struck.
+    pub(super) struck: u64,
+    /// How far it came.
+    pub(super) stage: Stage,
+    /// Files in which a rule changed what was written, or kept it from being written.
+    pub(super) files: BTreeSet<String>,
+    /// Segments that were written anew.
+    pub(super) recycled: u64,
+    /// Blocks that made room for others.
+    pub(super) evicted: u64,
+}
+
+/// A workload on a new disk; every moment is kept if asked.
+pub(super) fn run(seed: Seed, ops: usize, rules: &[Rule], keep: bool) -> Ran {
+    run_work(seed, Work { ops, mix: mix(seed), patience: None }, rules, keep)
+}
+
+/// The same with any workload.
+pub(super) fn run_work(seed: Seed, work: Work, rules: &[Rule], keep: bool) -> Ran {
+    let world = SimWorld::new(seed.0, &config(seed));
+    rules.iter().for_each(|rule| world.disk().inject(*rule));
+    // The caller's rules come first: of two that strike, the first one wins.
+    let lagging = lagging(seed);
+    lagging.into_iter().for_each(|rule| world.disk().inject(rule));
+    let (launcher, options) = (world.launcher(), options(seed));
+    let ledger = RefCell::new(Ledger::default());
+    let opened: RefCell<Option<Store>> = RefCell::default();
+    let counts = RefCell::new((0, 0));
+    let stage = Cell::new(Stage::Opening);
+    let mut rng = seed.child("work").rng();
+    let whole = async {
+        match Store::open(&launcher, &options).await {
+            Ok((store, _executors)) => {
+                opened.replace(Some(store.clone()));
+                stage.set(Stage::Working);
+                work_on(&store, &ledger, &mut rng, work).await;
+                ledger.borrow_mut().allow_absent(&store);
+                let done = store.stats().counts;
+                counts.replace((done.segments_recycled, done.blocks_evicted));
+                stage.set(Stage::Closing);
+                // The clean stop is part of what is cut.
+                if let Err(error) = store.close().await {
+                    ledger.borrow_mut().refusals.push(error.0);
+                }
+                ledger.borrow_mut().allow_absent(&store);
+                opened.take();
+            }
+            Err(error) => ledger.borrow_mut().refusals.push(error.0),
+        }
+    };
+    let mut moments = Vec::new();
+    let mut watch = || {
+        // What is evicted now may be put again, relaxed, before anybody looks: so look after every operation.
+        if let Some(store) = opened.borrow().as_ref() {
+            ledger.borrow_mut().allow_absent(store);
+        }
+        if keep {
+            moments.push(Moment { state: world.disk().crash_state(), ledger: ledger.borrow().clone() });
+        }
+    };
+    let driven = observe(&world, u64::MAX, &mut watch, whole);
+    let hang = if let Driven::Hung(hang) = driven { Some(hang) } else { None };
+    let (struck, files) = (world.disk().struck_by(0..rules.len()), world.disk().struck_files());
+    let last = Moment { state: world.cut_power(), ledger: ledger.into_inner() };
+    let (recycled, evicted) = counts.into_inner();
+    Ran { moments, last, hang, struck, stage: stage.get(), files, recycled, evicted }
+}
+
+/// A workload on a sound disk ends, and nobody is told of a defect.
+pub(super) fn sound(ran: &Ran) -> Result<(), String> {
+    if let Some(hang) = &ran.hang {
+        return Err(format!("the workload does not end: {hang}"));
+    }
+    defects(&ran.last.ledger).first().map_or(Ok(()), |reason| Err(format!("a caller was told: {reason}")))
+}
