@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
@@ -93,6 +94,9 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let shared = decided.or("limits.shared", set.shared.as_ref(), "64 GiB");
     let io = decided.or("store.io", set.io.as_ref(), "auto");
     let runtime = decided.or("store.runtime", set.runtime.as_ref(), "auto");
+    let scrub_hours = decided.or("scrub.hours", set.scrub_hours.as_ref(), 24);
+    let scrub_hours: u32 = number("scrub.hours", &scrub_hours)?;
+    let scrub_pace = decided.or("scrub.pace", set.scrub_pace.as_ref(), "32 MiB");
     let format = decided.or("log.format", set.log_format.as_ref(), "text");
     let log_level = decided.or("log.level", set.log_level.as_ref(), "info");
     let config = Config {
@@ -110,6 +114,8 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         shared: sized("limits.shared", &shared)?,
         threads: number("limits.threads", &threads)?,
         gate,
+        scrub_every: (scrub_hours > 0).then(|| Duration::from_secs(u64::from(scrub_hours) * 3600)),
+        scrub_pace: sized("scrub.pace", &scrub_pace)?.max(1 << 20),
         log_format: match format.as_str() {
             "text" => LogFormat::Text,
             "json" => LogFormat::Json,

@@ -26,6 +26,7 @@ use crate::human;
 use crate::local::Locals;
 use crate::metrics;
 use crate::node::{Memory, Node};
+use crate::scrub;
 
 /// How long calls under way may take to end once a stop was asked for.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
@@ -39,6 +40,7 @@ pub struct Daemon {
     home: Home,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
     metrics_task: Option<JoinHandle<()>>,
+    scrub_task: Option<JoinHandle<()>>,
     grpc: Option<SocketAddr>,
     metrics: Option<SocketAddr>,
     socket: Option<PathBuf>,
@@ -63,6 +65,10 @@ impl Daemon {
                 break;
             }
         }
+        // Before the first put. What the tenants have already counts from the start.
+        for tenant in config.gate.tenants() {
+            home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
+        }
         let (tcp, grpc) = listen(config.grpc, "listen.grpc").await?;
         let (metrics_listener, metrics) = listen(config.metrics, "listen.metrics").await?;
         let unix = config.socket.as_deref().map(listen_unix);
@@ -80,8 +86,11 @@ impl Daemon {
         let serving = tokio::spawn(grpc::serve(Arc::clone(&node), listeners));
         let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&node)));
         let metrics_task = metrics_listener.map(serve_metrics);
+        let pace = config.scrub_pace;
+        let scrub = |every| tokio::spawn(scrub::keep(Arc::clone(&node), every, pace));
+        let scrub_task = config.scrub_every.map(scrub);
         let socket = config.socket.clone();
-        Ok(Self { node, home, serving, metrics_task, grpc, metrics, socket })
+        Ok(Self { node, home, serving, metrics_task, scrub_task, grpc, metrics, socket })
     }
 
     /// The server's insides.
@@ -106,8 +115,11 @@ impl Daemon {
 
     /// Stops cleanly: drains, writes a checkpoint, lets go of the directories.
     pub async fn stop(self) -> Result<(), String> {
-        let Self { node, home, mut serving, metrics_task, socket, .. } = self;
+        let Self { node, home, mut serving, metrics_task, scrub_task, socket, .. } = self;
         node.start_drain();
+        if let Some(task) = scrub_task {
+            task.abort();
+        }
         let ended = tokio::time::timeout(DRAIN_PATIENCE, async {
             node.idle().await;
             // Connections without a call close at once.

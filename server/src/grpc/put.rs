@@ -13,6 +13,7 @@ use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId
 use kvarts_store::api::{BlockOutcome, Durability, Parent, Placed, PutReply, PutRequest};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Buf;
+use kvarts_store::rt::Class;
 use kvarts_store::rt::mailbox::Ticket;
 use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
@@ -39,6 +40,7 @@ pub(crate) struct Upload {
 
 impl Upload {
     pub(crate) fn check(call: &Call, header: proto::PutHeader) -> Outcome<Self> {
+        call.is_for(Class::Put);
         let keys = wire::keys(&header.keys)?;
         if keys.is_empty() {
             return Err(Reason::Empty.into());

@@ -86,6 +86,7 @@ impl Download {
             Ok(proto::ReadClass::ReadBackground) => Class::Background,
             Err(_) => return Err(Fault::malformed(format!("class: {} is none", wire.class))),
         };
+        call.is_for(class);
         Ok(Self { namespace, group, coordinate, shape, keys, layers, order, class })
     }
 

@@ -6,12 +6,14 @@
 //! tenant that registered it, whatever a request claims. What belongs to somebody else is answered exactly as what
 //! does not exist.
 
+mod audit;
 pub mod auth;
 mod leases;
 mod memory;
 mod models;
 mod shares;
 pub mod tenant;
+mod veil;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,14 +23,18 @@ use kvarts_store::engine::Store;
 use kvarts_store::rt::{Clock, Entropy};
 use tokio::sync::Notify;
 
+pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
 pub use leases::Leases;
 pub use memory::{Frozen, Memory};
 pub use models::{Model, Models};
+pub(crate) use shares::Bandwidth;
 pub use tenant::Tenant;
+pub use veil::Veil;
 
 use crate::local::Locals;
 use crate::metrics::Metrics;
+use crate::scrub::Scrub;
 
 /// A running server's insides.
 #[derive(Debug)]
@@ -45,6 +51,12 @@ pub struct Node {
     pub memory: Memory,
     /// Clients on the same host, and the memory that they share.
     pub locals: Arc<Locals>,
+    /// How many lines refused calls have caused.
+    pub audit: Audit,
+    /// How points in the stream of events are shown to tenants.
+    pub veil: Veil,
+    /// The scrubber, and what it found.
+    pub scrub: Scrub,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// What was decided at the start.
@@ -71,8 +83,14 @@ impl Node {
         entropy: Arc<dyn Entropy>,
         notes: Vec<String>,
     ) -> Arc<Self> {
+        let mut secret = [0; 32];
+        entropy.fill(&mut secret);
+        let audit = Audit::new(Arc::clone(engine.clock()));
         Arc::new(Self {
             engine,
+            audit,
+            veil: Veil::new(secret),
+            scrub: Scrub::default(),
             gate,
             models: Models::default(),
             leases: Leases::default(),

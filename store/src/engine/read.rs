@@ -247,7 +247,10 @@ fn find(
             class,
         });
     }
-    shared.index.touch(prints, shared.epoch());
+    // Who only looks whether blocks are well does not use them.
+    if request.class != Class::Background {
+        shared.index.touch(prints, shared.epoch());
+    }
     Ok(wanted)
 }
 
