@@ -90,6 +90,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let few = cores().min(2);
     let executors = decided.or("store.executors", set.executors.as_ref(), few);
     let threads = decided.or("limits.threads", set.threads.as_ref(), few);
+    let connections = decided.or("limits.connections", set.connections.as_ref(), 16_384);
     let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");
     let shared = decided.or("limits.shared", set.shared.as_ref(), "64 GiB");
     let io = decided.or("store.io", set.io.as_ref(), "auto");
@@ -112,6 +113,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         tls: tls(set)?,
         memory: sized("limits.memory", &memory)?,
         shared: sized("limits.shared", &shared)?,
+        connections: number("limits.connections", &connections)?,
         threads: number("limits.threads", &threads)?,
         gate,
         scrub_every: (scrub_hours > 0).then(|| Duration::from_secs(u64::from(scrub_hours) * 3600)),
@@ -153,6 +155,9 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
     }
     if !(1..=256).contains(&config.threads) {
         return Err(Complaint::new("limits.threads", "1 to 256"));
+    }
+    if !(16..=1 << 20).contains(&config.connections) {
+        return Err(Complaint::new("limits.connections", "16 to 1048576"));
     }
     if !(64 << 20..=1 << 40).contains(&config.memory) {
         return Err(Complaint::new("limits.memory", "64 MiB to 1 TiB"));

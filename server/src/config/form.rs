@@ -114,6 +114,8 @@ settings! {
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory";
     /// Memory of local clients that may be shared with the server at a time [default: 64 GiB]
     shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared";
+    /// Connections at a time [default: 16384]
+    connections, "limits", "connections", "KVARTS_LIMITS_CONNECTIONS", "connections";
     /// Threads that serve connections [default: 2, or 1 on one core]
     threads, "limits", "threads", "KVARTS_LIMITS_THREADS", "threads";
     /// Hours between two runs of the scrubber, or 0 for none [default: 24]

@@ -79,6 +79,8 @@ pub struct Config {
     pub memory: u64,
     /// Memory of local clients that may be mapped.
     pub shared: u64,
+    /// Connections at a time.
+    pub connections: usize,
     /// Threads that serve connections.
     pub threads: usize,
     /// Who may do what.

@@ -30,6 +30,8 @@ use crate::scrub;
 
 /// How long calls under way may take to end once a stop was asked for.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
+/// Descriptors that are not for connections: segment files, sockets, memory of local clients.
+const DESCRIPTORS_KEPT: usize = 1024;
 /// Of the room on the disk, what a store takes that was given no budget: so many hundredths.
 const FREE_SHARE: u64 = 80;
 
@@ -79,9 +81,10 @@ impl Daemon {
         if config.gate.is_open() {
             notes.push("no tokens are configured: whoever reaches the server may do everything".to_owned());
         }
+        let connections = connections(config, &mut notes);
         let gate = config.gate.clone();
         let (store, locals) = (home.store().clone(), Locals::new(config.shared));
-        let node = Node::new(store, gate, memory, locals, OsEntropy::new(), notes);
+        let node = Node::new(store, gate, memory, locals, connections, OsEntropy::new(), notes);
         let listeners = Listeners { tcp, unix, tls };
         let serving = tokio::spawn(grpc::serve(Arc::clone(&node), listeners));
         let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&node)));
@@ -148,6 +151,21 @@ impl Daemon {
             _ = &mut self.serving => {}
         }
     }
+}
+
+/// How many connections there may be: as many as were asked for, if the process may have as many descriptors.
+fn connections(config: &Config, notes: &mut Vec<String>) -> usize {
+    let Some(most) = rustix::process::getrlimit(rustix::process::Resource::Nofile).current else {
+        return config.connections;
+    };
+    let most = usize::try_from(most).unwrap_or(usize::MAX).saturating_sub(DESCRIPTORS_KEPT).max(16);
+    if most < config.connections {
+        notes.push(format!(
+            "connections: {most} at most instead of {}: raise the limit on open files (ulimit -n)",
+            config.connections
+        ));
+    }
+    config.connections.min(most)
 }
 
 fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions, String> {

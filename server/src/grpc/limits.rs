@@ -44,10 +44,18 @@ pub const LEASES_MAX: usize = 1 << 16;
 pub const COLUMNS_MAX: usize = 256;
 /// Streams that one connection may have.
 pub const STREAMS_PER_CONNECTION: u32 = 1024;
-/// What one stream may have on its way: enough for a fast network.
+/// What one stream may have on its way to a client: enough for a fast network.
 pub const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 /// The same for a connection.
 pub const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
+/// What one stream may have on its way to a server: it is kept in memory until the call takes it.
+pub const UPLOAD_STREAM_WINDOW_BYTES: u32 = 2 << 20;
+/// The same for a connection.
+pub const UPLOAD_CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
+/// Puts that take bytes at a time: one for each so many bytes of the memory of requests.
+pub const MEMORY_PER_PUT: u64 = 4 << 20;
+/// Puts that wait for that. Their clients may have sent a window each.
+pub const PUTS_WAITING: usize = 256;
 /// The largest HTTP/2 frame that is taken.
 pub const HTTP_FRAME_BYTES: u32 = 1 << 20;
 /// Bytes of headers of one request.

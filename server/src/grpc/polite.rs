@@ -1,15 +1,25 @@
-//! A connection that lets others have its thread.
+//! A connection that lets others have its thread, and one of so many.
 //!
 //! A large read on a fast network never finds its socket full, so its connection would move bytes for as long as
 //! there are any, and everybody else on the thread would wait. Here a connection that has moved a few of them stands
 //! at the end of the queue again.
+//!
+//! A server has as many connections as it was configured for. Who comes when all are taken is turned away at once, and
+//! who has one and says nothing loses it.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use std::sync::Arc;
+
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Instant, Sleep, sleep_until};
 use tonic::transport::server::Connected;
+
+use super::limits;
+use crate::node::Node;
 
 /// Bytes that a connection moves before it is somebody else's turn.
 const TURN_BYTES: usize = 1 << 20;
@@ -20,11 +30,33 @@ pub(super) struct Polite<S> {
     inner: S,
     /// Bytes moved in this turn.
     moved: usize,
+    heard: bool,
+    /// Until something was heard: when it must have been.
+    silence: Option<Pin<Box<Sleep>>>,
+    _place: Option<OwnedSemaphorePermit>,
+}
+
+/// Gives a connection that came in one of the server's places; `None` turns it away.
+pub(super) fn place<S>(node: &Arc<Node>, inner: S) -> Option<Polite<S>> {
+    let place = Arc::clone(&node.connections).try_acquire_owned().ok();
+    if place.is_none() {
+        node.metrics.refused("connect", "connections");
+        if node.audit.may_tell() {
+            tracing::warn!(target: "audit", "connection refused: there are as many as may be");
+        }
+    }
+    place.map(|place| Polite::new(inner, Some(place)))
 }
 
 impl<S> Polite<S> {
-    pub(super) fn new(inner: S) -> Self {
-        Self { inner, moved: 0 }
+    fn new(inner: S, place: Option<OwnedSemaphorePermit>) -> Self {
+        Self { inner, moved: 0, heard: false, silence: None, _place: place }
+    }
+
+    /// Whether nothing was heard for too long.
+    fn is_silent(&mut self, context: &mut Context<'_>) -> bool {
+        let until = || Box::pin(sleep_until(Instant::now() + limits::STALL));
+        self.silence.get_or_insert_with(until).as_mut().poll(context).is_ready()
     }
 
     /// Whether the turn is over. The task is woken at once, behind all who wait already.
@@ -55,8 +87,14 @@ impl<S: AsyncRead + Unpin> AsyncRead for Polite<S> {
         let before = buffer.filled().len();
         let polled = Pin::new(&mut self.inner).poll_read(context, buffer);
         // That nothing came is no reason to forget what was sent in this turn.
-        if polled.is_ready() {
-            self.moved = self.moved.saturating_add(buffer.filled().len() - before);
+        let heard = buffer.filled().len() - before;
+        self.moved = self.moved.saturating_add(heard);
+        self.heard |= heard > 0;
+        if polled.is_pending() && !self.heard && self.is_silent(context) {
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        if self.heard {
+            self.silence = None;
         }
         polled
     }
@@ -164,7 +202,7 @@ mod tests {
         let wakes = Arc::new(Wakes(AtomicUsize::new(0)));
         let waker = Arc::clone(&wakes).into();
         let mut context = Context::from_waker(&waker);
-        let mut connection = Polite::new(Endless);
+        let mut connection = Polite::new(Endless, None);
         let bytes = vec![1; 256 << 10];
         for turn in 1..4 {
             for _ in 0..4 {
@@ -183,5 +221,37 @@ mod tests {
             reads += 1;
         }
         assert_eq!((reads, wakes.0.load(Ordering::Relaxed)), (TURN_BYTES / 4096, 4));
+    }
+
+    /// Says nothing.
+    struct Silent;
+
+    impl AsyncRead for Silent {
+        fn poll_read(
+            self: Pin<&mut Self>,
+            _context: &mut Context<'_>,
+            _buffer: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            Poll::Pending
+        }
+    }
+
+    #[test]
+    fn who_says_nothing_is_hung_up_on() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let mut memory = [0; 16];
+        let mut poll = |connection: &mut Polite<Silent>| {
+            let mut buffer = ReadBuf::new(&mut memory);
+            Pin::new(connection).poll_read(&mut Context::from_waker(std::task::Waker::noop()), &mut buffer)
+        };
+        runtime.block_on(async {
+            let mut connection = Polite::new(Silent, None);
+            assert!(poll(&mut connection).is_pending());
+            assert!(connection.silence.is_some(), "it has so long and no longer");
+            connection.silence = Some(Box::pin(sleep_until(Instant::now())));
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+            let Poll::Ready(Err(error)) = poll(&mut connection) else { panic!("it goes on for ever") };
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        });
     }
 }

@@ -286,11 +286,19 @@ where
     let upload = Upload::check(&call, header)?;
     let mut pieces = Pieces::default();
     let each = upload.piece_blocks();
+    let mut turn = None;
     for (number, keys) in upload.keys.chunks(each).enumerate() {
         let bytes = upload.shape.block_bytes().saturating_mul(keys.len() as u64);
         // Memory is asked for when there is something to put into it, not for a client that only announces.
         if incoming.rest.is_empty() {
             incoming.rest = incoming.data(&call).await?;
+        }
+        if turn.is_none() {
+            let wait = tokio::time::timeout(limits::WAIT, call.node.puts.turn()).await;
+            turn = wait.ok().flatten();
+            if turn.is_none() {
+                return Err(Fault::busy("as many puts are under way as fit into memory"));
+            }
         }
         let wait = tokio::time::timeout(limits::WAIT, call.node.memory.take(bytes)).await;
         let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;

@@ -242,6 +242,11 @@ fn memory(out: &mut String, node: &Node) {
     for (tenant, count) in tenants {
         let _ = writeln!(out, "kvarts_local_clients{{tenant=\"{}\"}} {count}", Value(tenant));
     }
+    let (turns, waiting) = node.puts.left();
+    one(out, "kvarts_put_turns_left", "gauge", "Puts that could take bytes at once.", turns);
+    one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a turn.", waiting);
+    let places = node.connections.available_permits();
+    one(out, "kvarts_connections_left", "gauge", "Connections that may still come.", places);
     one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", node.calls());
     let clock: &dyn Clock = &**node.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;

@@ -11,6 +11,7 @@ pub mod auth;
 mod leases;
 mod memory;
 mod models;
+mod puts;
 mod shares;
 pub mod tenant;
 mod veil;
@@ -21,13 +22,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use kvarts_store::api::KvStore;
 use kvarts_store::engine::Store;
 use kvarts_store::rt::{Clock, Entropy};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 
 pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
 pub use leases::Leases;
 pub use memory::{Frozen, Memory};
 pub use models::{Model, Models};
+pub use puts::Puts;
 pub(crate) use shares::Bandwidth;
 pub use tenant::Tenant;
 pub use veil::Veil;
@@ -51,6 +53,10 @@ pub struct Node {
     pub memory: Memory,
     /// Clients on the same host, and the memory that they share.
     pub locals: Arc<Locals>,
+    /// Places for connections.
+    pub connections: Arc<Semaphore>,
+    /// Turns of puts that take bytes.
+    pub puts: Puts,
     /// How many lines refused calls have caused.
     pub audit: Audit,
     /// How points in the stream of events are shown to tenants.
@@ -74,12 +80,13 @@ pub struct Node {
 pub struct UnderWay(Arc<Node>);
 
 impl Node {
-    /// A server around an open engine.
+    /// A server around an open engine, with so many connections at most.
     pub fn new(
         engine: Store,
         gate: auth::Gate,
         memory: Memory,
         locals: Locals,
+        connections: usize,
         entropy: Arc<dyn Entropy>,
         notes: Vec<String>,
     ) -> Arc<Self> {
@@ -88,6 +95,8 @@ impl Node {
         let audit = Audit::new(Arc::clone(engine.clock()));
         Arc::new(Self {
             engine,
+            connections: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
+            puts: Puts::new(&memory),
             audit,
             veil: Veil::new(secret),
             scrub: Scrub::default(),
