@@ -39,6 +39,8 @@ pub enum Fate {
     Expired,
     /// Another record has the block, and that one counts.
     Copy,
+    /// It was evicted: its bytes were given back.
+    Evicted,
 }
 
 /// A record of blocks.
@@ -66,6 +68,8 @@ pub struct Run {
     pub namespace: Arc<Namespace>,
     /// What became of each of its blocks.
     pub fates: Vec<Fate>,
+    /// Bytes of it that were given back.
+    pub hole_bytes: u64,
 }
 
 impl Run {
@@ -182,6 +186,7 @@ pub fn read(store: &Store, options: &Options, now_ms: u64, tally: &Tally, found:
         contents.segments.push(one.view);
         contents.runs.extend(one.runs);
     }
+    graves::finish(&mut graves);
     contents.graves = graves.values().map(Graves::len).sum();
     contents.runs.sort_by_key(|run| (run.shard, std::cmp::Reverse(run.sequence)));
     decide(&mut contents.runs, &graves, &remembered, now_ms);
@@ -205,6 +210,7 @@ pub fn graves(store: &Store, options: &Options, tally: &Tally) -> BTreeMap<usize
         let known = known.get(&shard.number).cloned().unwrap_or_default();
         all.entry(at).or_default().merge(graves::of_checkpoint(store, shard, &known, tally).0);
     }
+    graves::finish(&mut all);
     all
 }
 
@@ -225,6 +231,9 @@ fn decide(
         let namespace = run.namespace.id.0;
         let column = (run.blocks.group, run.blocks.coordinate);
         for (name, fate) in run.blocks.blocks.iter().zip(&mut run.fates) {
+            if *fate == Fate::Evicted {
+                continue;
+            }
             let graves = graves.get(&run.shard);
             let buried =
                 graves.is_some_and(|graves| graves.covers(&namespace, &name.key, column, run.sequence));
@@ -260,7 +269,8 @@ fn weigh(store: &Store, contents: &mut Contents) {
         let live = run.live_bytes();
         view.live_blocks = view.live_blocks.saturating_add(run.live());
         view.live_bytes = view.live_bytes.saturating_add(live);
-        view.dead_bytes = view.dead_bytes.saturating_add(run.bytes().saturating_sub(live));
+        let dead = run.bytes().saturating_sub(live).saturating_sub(run.hole_bytes);
+        view.dead_bytes = view.dead_bytes.saturating_add(dead);
     }
     for view in &mut contents.segments {
         let used = view.live_bytes.saturating_add(view.dead_bytes).saturating_add(view.overhead_bytes);
@@ -294,6 +304,11 @@ fn take(store: &Store, (shard, segment): (usize, u32), report: &SegmentReport, t
     };
     let mut names = Names::default();
     let mut bodies = Bodies::new(store, (shard, segment), report);
+    let holes = match &report.outcome {
+        Outcome::Sealed { .. } => bodies.holes(),
+        // What was never written is no decision.
+        _ => Vec::new(),
+    };
     for entry in entries {
         match &entry.content {
             Content::Blocks(blocks) => {
@@ -301,6 +316,15 @@ fn take(store: &Store, (shard, segment): (usize, u32), report: &SegmentReport, t
                     taken.undefined = taken.undefined.saturating_add(1);
                     continue;
                 };
+                let place = (entry.offset, entry.header_bytes, entry.payload_bytes);
+                let model = (&*namespace.geometry, namespace.block_tokens);
+                let gone = crate::holes::gone(place, blocks, model, &holes);
+                let fate = |block| match gone.get(block).copied().unwrap_or(false) {
+                    true => Fate::Evicted,
+                    false => Fate::Live,
+                };
+                let bytes = u64::from(entry.header_bytes)
+                    .saturating_add(entry.payload_bytes.next_multiple_of(PAGE_BYTES));
                 taken.runs.push(Run {
                     shard,
                     segment,
@@ -312,7 +336,8 @@ fn take(store: &Store, (shard, segment): (usize, u32), report: &SegmentReport, t
                     expires_ms: blocks.expires_ms,
                     blocks: blocks.clone(),
                     namespace: Arc::clone(namespace),
-                    fates: vec![Fate::Live; blocks.blocks.len()],
+                    fates: (0..blocks.blocks.len()).map(fate).collect(),
+                    hole_bytes: crate::holes::inside(&holes, entry.offset, bytes),
                 });
                 continue;
             }
@@ -373,6 +398,21 @@ impl<'a> Bodies<'a> {
         Self { store, place, report, file: None }
     }
 
+    fn file(&mut self) -> Option<&dyn crate::disk::DiskFile> {
+        let (shard, segment) = self.place;
+        let shard = self.store.shards.get(shard)?;
+        if self.file.is_none() {
+            let path = format!("{}/{}", shard_name(shard.number), segment_name(segment));
+            self.file = self.store.directories.get(shard.directory)?.disk.open(&path).ok();
+        }
+        self.file.as_deref()
+    }
+
+    /// What of the segment is not there.
+    fn holes(&mut self) -> Vec<(u64, u64)> {
+        self.file().map(crate::disk::DiskFile::holes).unwrap_or_default()
+    }
+
     /// A walk has it; a footer only says where it is.
     fn read(&mut self, entry: &Entry, tally: &Tally) -> Option<Body> {
         let generation = match &self.report.outcome {
@@ -385,10 +425,7 @@ impl<'a> Bodies<'a> {
         };
         let (shard, segment) = self.place;
         let shard = self.store.shards.get(shard)?;
-        if self.file.is_none() {
-            let path = format!("{}/{}", shard_name(shard.number), segment_name(segment));
-            self.file = self.store.directories.get(shard.directory)?.disk.open(&path).ok();
-        }
+        self.file()?;
         let keyring = &self.store.keyring;
         let mut window = Window::new(&**self.file.as_ref()?, keyring.segment_bytes, tally);
         window.read_ahead(false);

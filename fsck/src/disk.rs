@@ -53,6 +53,9 @@ pub trait DiskFile: Send + Sync + Debug {
     /// Bytes that it takes on the device.
     fn allocated(&self) -> u64;
 
+    /// What of it is not there, in order and apart: (offset, bytes). None where the file system cannot tell.
+    fn holes(&self) -> Vec<(u64, u64)>;
+
     /// Reads from `offset`, a multiple of [`ALIGN`], into memory that is aligned likewise; how many bytes came. Fewer
     /// than asked for is no error, none is the end of the file.
     fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize>;

@@ -21,6 +21,7 @@ pub mod contents;
 pub mod disk;
 pub mod export;
 pub mod findings;
+pub mod holes;
 pub mod inspect;
 pub mod names;
 pub mod repair;

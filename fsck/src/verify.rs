@@ -37,11 +37,18 @@ pub struct Verified {
     pub dirty: Option<u64>,
     /// The stretches of padding that are not zero: from, to.
     pub padding: Vec<(u64, u64)>,
+    /// Of a sealed segment: which blocks were evicted; empty if none. Nothing is expected of them.
+    pub gone: Vec<bool>,
     /// Content ids of the blocks, if they were asked for and the payload is whole.
     pub contents: Vec<[u8; 32]>,
 }
 
 impl Verified {
+    /// Whether a block was evicted.
+    pub fn is_gone(&self, block: u32) -> bool {
+        self.gone.get(block as usize).copied().unwrap_or(false)
+    }
+
     /// Whether every chunk is what was put.
     pub fn is_whole(&self) -> bool {
         self.bad.is_none() && !self.miscounted
@@ -76,10 +83,11 @@ pub fn verify(
     start: u64,
     chunks: &Chunks,
     digests: &[u32],
+    gone: Vec<bool>,
     content_ids: bool,
 ) -> Verified {
     let layout = &*chunks.run;
-    let mut verified = Verified::default();
+    let mut verified = Verified { gone, ..Verified::default() };
     let blocks = layout.blocks() as usize;
     let parts = layout.chunk_count() as usize;
     if digests.len() != blocks.saturating_mul(parts) {
@@ -93,6 +101,10 @@ pub fn verify(
     let mut at = start;
     for (block, part) in (Order { layout, next: 0 }) {
         let Some((from, to, len)) = place_of(chunks, start, (block, part)) else { break };
+        if verified.is_gone(block) {
+            at = to;
+            continue;
+        }
         check_zero(window, at, from, &mut verified);
         let hasher = hashers.get_mut(block as usize);
         let found = match &chunks.stored {

@@ -142,13 +142,14 @@ pub fn look(window: &mut Window<'_>, position: &Position, secret: &Secret) -> Si
     }
 }
 
-/// Reads the payload of a proven record of blocks, where the definitions before it say how.
+/// Reads the payload of a proven record of blocks, where the definitions before it say how. In a `sealed` segment holes
+/// are blocks that were evicted.
 pub fn read_payload(
     window: &mut Window<'_>,
     (position, secret): (&Position, &Secret),
     (prefix, body): (&Prefix, &Body),
     names: &mut Names,
-    content_ids: bool,
+    (sealed, content_ids): (bool, bool),
 ) -> Payload {
     let Body::Blocks(blocks) = body else { return Payload::None };
     let chunks = match names.layout(blocks, prefix) {
@@ -161,7 +162,15 @@ pub fn read_payload(
         Err(_) => Vec::new(),
     };
     let start = position.offset.saturating_add(u64::from(prefix.header_bytes));
-    Payload::Read(Box::new(verify(window, start, &chunks, &digests, content_ids)))
+    let gone = match names.get(blocks.namespace).filter(|_| sealed) {
+        Some(namespace) => {
+            let place = (position.offset, prefix.header_bytes, prefix.payload_bytes);
+            let model = (&*namespace.geometry, namespace.block_tokens);
+            crate::holes::gone(place, blocks, model, window.holes())
+        }
+        None => Vec::new(),
+    };
+    Payload::Read(Box::new(verify(window, start, &chunks, &digests, gone, content_ids)))
 }
 
 struct Walk {
@@ -268,7 +277,7 @@ fn take_in(
                 met.model = namespace.map(|namespace| namespace.model.clone());
                 met.namespace = namespace.map(|namespace| namespace.id.0);
             }
-            met.payload = read_payload(window, place, (&met.prefix, body), names, content_ids);
+            met.payload = read_payload(window, place, (&met.prefix, body), names, (false, content_ids));
             if let Payload::Read(verified) = &met.payload {
                 met.found = if verified.is_whole() { Found::RecordWhole } else { Found::RecordBroken };
             }

@@ -55,13 +55,16 @@ pub struct Window<'a> {
     /// Bytes of a transfer at least: more than what was asked for only when one goes front to back.
     ahead: usize,
     faults: Vec<Fault>,
+    /// What of the file is not there; asked for once.
+    holes: std::cell::OnceCell<Vec<(u64, u64)>>,
 }
 
 impl<'a> Window<'a> {
     /// The first `end` bytes of a file, a multiple of a page.
     pub fn new(file: &'a dyn DiskFile, end: u64, tally: &'a Tally) -> Self {
         let buffer = Aligned::default();
-        Self { file, tally, end, buffer, start: 0, filled: 0, ahead: READ_BYTES, faults: Vec::new() }
+        let holes = std::cell::OnceCell::new();
+        Self { file, tally, end, buffer, start: 0, filled: 0, ahead: READ_BYTES, faults: Vec::new(), holes }
     }
 
     /// Whether reads fetch what follows, or only what is asked for.
@@ -72,6 +75,11 @@ impl<'a> Window<'a> {
     /// The file.
     pub fn file(&self) -> &'a dyn DiskFile {
         self.file
+    }
+
+    /// What of the file is not there.
+    pub fn holes(&self) -> &[(u64, u64)] {
+        self.holes.get_or_init(|| self.file.holes())
     }
 
     /// Where the device gave nothing, in the order met.

@@ -38,7 +38,9 @@ pub fn books(store: &Store) -> Result<SpaceReport, String> {
     let segments = store.segments();
     for segment in &segments {
         same(&format!("{segment:?} in all"), &segment.space.allocated, &segment.space.sum())?;
-        let inside = segment.log_end <= segment.space.allocated && segment.records <= segment.log_end;
+        let inside = segment.log_end - segment.punched <= segment.space.allocated
+            && segment.records <= segment.log_end
+            && segment.punched <= segment.records;
         if !inside {
             return Err(format!("{segment:?} holds more than it has"));
         }

@@ -1,6 +1,7 @@
 //! Simulated disk and clock, reference model, fault campaign and end-to-end tests of Kvarts.
 
 pub mod audit;
+pub mod block;
 pub mod campaign;
 pub mod conformance;
 pub mod fixture;

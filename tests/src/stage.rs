@@ -10,7 +10,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use kvarts_store::api::{KvStore, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream};
-use kvarts_store::engine::{Executors, Limits, Options, Store};
+use kvarts_store::engine::{EvictionPolicy, Executors, Limits, Options, Store};
 use kvarts_store::error::Error;
 use kvarts_store::events::record::Content;
 use kvarts_store::home::{Home, HomeOptions};
@@ -174,6 +174,7 @@ pub fn small_options(executors: usize) -> Options {
         budget_bytes: 48 << 20,
         budget_beyond_disk: false,
         record_bytes_max: 8 << 20,
+        eviction: EvictionPolicy::default(),
         executors,
         limits: Limits { arena_bytes: 4 << 20, ..Limits::default() },
     }

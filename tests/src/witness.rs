@@ -31,7 +31,9 @@ pub fn directories(image: &Media) -> Vec<MemoryDisk> {
     }
     for (dir, path) in image.paths().iter().filter_map(|path| split(path)) {
         let bytes = image.contents(DirId(dir), &path).unwrap_or_default();
-        disks.entry(dir).or_default().plant(&path, bytes);
+        let disk = disks.entry(dir).or_default();
+        disk.plant(&path, bytes);
+        disk.punch(&path, &image.holes(DirId(dir), &path));
     }
     disks.into_values().collect()
 }
@@ -52,6 +54,7 @@ pub fn media(disks: &[MemoryDisk]) -> Media {
         }
         for path in disk.files() {
             assert!(media.plant(dir, &path, &disk.contents(&path).unwrap_or_default()), "{path}");
+            media.plant_holes(dir, &path, &disk.holes(&path));
         }
     }
     media
@@ -91,8 +94,13 @@ pub fn cut(start: &MemoryDisk, steps: &[Step], rng: &mut Rng) -> MemoryDisk {
 /// What the checker says of directories in memory.
 pub fn examine(disks: &[MemoryDisk], level: Level) -> Result<Checked, CannotRun> {
     let disks: Vec<Arc<dyn Disk>> = disks.iter().map(|disk| Arc::new(disk.clone()) as _).collect();
+    examine_disks(&disks, level)
+}
+
+/// What the checker says of directories, wherever they are.
+pub fn examine_disks(disks: &[Arc<dyn Disk>], level: Level) -> Result<Checked, CannotRun> {
     let mut found = Findings::default();
-    let Some(store) = survey(&disks, &mut found)? else {
+    let Some(store) = survey(disks, &mut found)? else {
         return Ok(Checked { findings: found, ..Checked::default() });
     };
     let options = CheckOptions { level, threads: 1, ..CheckOptions::default() };

@@ -245,8 +245,8 @@ fn prints_of(met: &Met, namespace: &[u8; 32], (at, graves): (At, Option<&Graves>
     let is_dead = |key: &[u8; 32]| {
         graves.is_some_and(|graves| graves.covers(namespace, key, column, met.prefix.sequence))
     };
-    for (name, content) in blocks.blocks.iter().zip(&verified.contents) {
-        if is_dead(&name.key) {
+    for (block, (name, content)) in (0u32..).zip(blocks.blocks.iter().zip(&verified.contents)) {
+        if is_dead(&name.key) || verified.is_gone(block) {
             continue;
         }
         let subject = block_subject(namespace, &name.key, blocks);
@@ -254,6 +254,7 @@ fn prints_of(met: &Met, namespace: &[u8; 32], (at, graves): (At, Option<&Graves>
     }
     if let (Parent::Key(key), Some(first)) = (&blocks.parent, blocks.blocks.first())
         && !is_dead(&first.key)
+        && !verified.is_gone(0)
     {
         let subject = block_subject(namespace, key, blocks);
         into.push(print(&subject, PARENT, &[0; 16], &[0; 16], at));

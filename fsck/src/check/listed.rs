@@ -10,6 +10,7 @@ use kvarts_layout::format::{PAGE_BYTES, Position};
 use super::Level;
 use super::one::{Outcome, Subject};
 use crate::findings::{self, Finding, Findings};
+use crate::holes::touched;
 use crate::names::Names;
 use crate::segment::Ends;
 use crate::walk::{self, Met, Payload, about_payload, describe, look, read_payload};
@@ -88,6 +89,12 @@ impl Listing<'_, '_> {
     fn entry(&mut self, entry: &Entry) {
         let position = self.segment.at(entry.offset);
         let secret = &self.subject.keyring.secret;
+        if matches!(entry.content, Content::Blocks(_))
+            && touched(self.window.holes(), entry.offset, u64::from(entry.header_bytes))
+        {
+            // Evicted as a whole, by decision: nothing is expected there.
+            return;
+        }
         let seen = look(self.window, &position, secret);
         let (Some(prefix), body) = (seen.prefix, seen.body) else {
             self.report(entry, seen.found, None);
@@ -115,8 +122,13 @@ impl Listing<'_, '_> {
             }
             (Some(body), Found::RecordUnread) => {
                 let deep = self.subject.level == Level::Deep;
-                met.payload =
-                    read_payload(self.window, (&position, secret), (&prefix, body), &mut self.names, deep);
+                met.payload = read_payload(
+                    self.window,
+                    (&position, secret),
+                    (&prefix, body),
+                    &mut self.names,
+                    (true, deep),
+                );
                 if let Payload::Read(verified) = &met.payload {
                     met.found = if verified.is_whole() { Found::RecordWhole } else { Found::RecordBroken };
                 }
@@ -237,7 +249,8 @@ impl Listing<'_, '_> {
         let secret = &self.subject.keyring.secret;
         if met.found == Found::RecordUnread {
             let about = (&met.prefix, body);
-            met.payload = read_payload(self.window, (position, secret), about, &mut self.names, false);
+            met.payload =
+                read_payload(self.window, (position, secret), about, &mut self.names, (true, false));
             if matches!(&met.payload, Payload::Read(verified) if verified.is_whole()) {
                 met.found = Found::RecordWhole;
             }

@@ -7,7 +7,7 @@
 //! Memory: for each block on disk 40 bytes, for each record about 250; 10 TB of blocks of 1 MiB, each in a record of
 //! its own, take 3 GB; in records of 8 blocks, 750 MB.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_layout::format::body::{Blocks, Definition, Parent};
@@ -186,6 +186,9 @@ impl Inventory {
         for &at in &work {
             inventory.bury(store, at)?;
         }
+        let half: BTreeSet<[u8; 32]> =
+            inventory.shards.iter().flat_map(|shard| shard.graves.half_deleted()).collect();
+        inventory.shards.iter_mut().for_each(|shard| shard.graves.finish(&half));
         let mut offered = Vec::new();
         for &at in &work {
             inventory.read_records(&mut catalogue, at, now_ms, &mut offered)?;
@@ -217,7 +220,7 @@ impl Inventory {
         if !matches!(segment.role, Role::Sealed | Role::Tail) {
             return Ok(());
         }
-        let (entries, whole) = listed(store, &segment, self.shards.get(segment.shard))?;
+        let (entries, whole, _) = listed(store, &segment, self.shards.get(segment.shard))?;
         if !whole && let Some(segment) = self.segments.get_mut(at as usize) {
             segment.role = Role::Fixed;
         }
@@ -258,7 +261,7 @@ impl Inventory {
         if matches!(segment.role, Role::Free) {
             return Ok(());
         }
-        let (entries, _) = listed(catalogue.store, &segment, self.shards.get(segment.shard))?;
+        let (entries, _, holes) = listed(catalogue.store, &segment, self.shards.get(segment.shard))?;
         let mut specs = BTreeMap::<[u8; 32], Entry>::new();
         let mut names = BTreeMap::<u32, u32>::new();
         let mut used = 0u64;
@@ -283,7 +286,7 @@ impl Inventory {
                         ));
                     };
                     movable &= super::source::is_movable(blocks);
-                    self.offer((at, &segment), &entry, (blocks, space), now_ms, offered);
+                    self.offer((at, &segment), (&entry, &holes), (blocks, space), now_ms, offered);
                 }
                 Content::Unknown(_) => movable = false,
                 Content::Tombstones(_) | Content::Epoch(_) => used = used.saturating_add(bytes),
@@ -302,7 +305,7 @@ impl Inventory {
     fn offer(
         &mut self,
         (at, segment): (u32, &Segment),
-        entry: &Entry,
+        (entry, holes): (&Entry, &crate::holes::Holes),
         (blocks, space): (&Blocks, u32),
         now_ms: u64,
         offered: &mut Vec<Offer>,
@@ -319,11 +322,15 @@ impl Inventory {
         }
         let first = self.prints.len() as u64;
         let number = self.records.len() as u32;
+        let place = (entry.offset, entry.header_bytes, entry.payload_bytes);
+        let gone = crate::holes::gone(place, blocks, (&named.geometry, named.block_tokens), holes);
         for (block, name) in (0u32..).zip(&blocks.blocks) {
             let print = print(&named.id, blocks, &name.key);
             self.prints.push(print);
             let column = (blocks.group, blocks.coordinate);
-            if state.graves.covers(&(named.id, name.key), column, entry.sequence) {
+            if gone.get(block as usize).copied().unwrap_or(false) {
+                // Evicted before: its bytes are not there.
+            } else if state.graves.covers(&(named.id, name.key), column, entry.sequence) {
                 self.buried_blocks = self.buried_blocks.saturating_add(1);
             } else {
                 offered.push(Offer { print, record: number, block });
@@ -505,12 +512,11 @@ impl Facts {
     }
 }
 
+/// Records, whether they are all that there is, and the holes beside them.
+type Listed = (Vec<Entry>, bool, Vec<(u64, u64)>);
+
 /// What a segment lists, in log order, and whether that is everything in it.
-fn listed(
-    store: &Store,
-    segment: &Segment,
-    state: Option<&ShardState>,
-) -> Result<(Vec<Entry>, bool), Refusal> {
+fn listed(store: &Store, segment: &Segment, state: Option<&ShardState>) -> Result<Listed, Refusal> {
     let clash = |why: String| Refusal::Damaged(format!("{}: {why}", path(store, segment)));
     let (Some(shard), Some(disk)) = (store.shards.get(segment.shard), disk_of(store, segment)) else {
         return Err(clash("its directory is gone".to_owned()));
@@ -525,14 +531,14 @@ fn listed(
     let file = disk.open(&path(store, segment)).map_err(|error| clash(error.to_string()))?;
     let report = crate::check::check_segment(&*file, &subject, &Tally::default());
     Ok(match report.outcome {
-        Outcome::Sealed { footer, .. } => (footer.records, true),
+        Outcome::Sealed { footer, .. } => (footer.records, true, file.holes()),
         Outcome::Walked { scanned, .. } => {
             let readable = |met: &Met| crate::walk::entry(met);
             let entries: Vec<Entry> = scanned.adopted.iter().filter_map(readable).collect();
             let whole = entries.len() == scanned.adopted.len();
-            (entries, whole)
+            (entries, whole, Vec::new())
         }
-        _ => (Vec::new(), true),
+        _ => (Vec::new(), true, Vec::new()),
     })
 }
 

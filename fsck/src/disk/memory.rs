@@ -38,6 +38,8 @@ struct Tree {
     odd: BTreeMap<String, NodeKind>,
     /// Pages that the device does not give: file and page number.
     bad: BTreeSet<(String, u64)>,
+    /// Pages that are holes: file and page number. They read as zeros.
+    holes: BTreeSet<(String, u64)>,
     /// Files that may not be opened.
     refused: BTreeSet<String>,
     steps: Vec<Step>,
@@ -71,7 +73,38 @@ impl MemoryDisk {
         if let Some((folder, _)) = path.rsplit_once('/') {
             tree.folders.insert(folder.to_owned());
         }
+        tree.holes.retain(|(file, _)| file != path);
         tree.files.insert(path.to_owned(), Arc::new(bytes));
+    }
+
+    /// Makes holes of whole pages: (offset, bytes).
+    pub fn punch(&self, path: &str, holes: &[(u64, u64)]) {
+        let page = super::ALIGN as u64;
+        for &(at, len) in holes {
+            self.tamper(path, |bytes| {
+                let range = usize::try_from(at).unwrap_or(usize::MAX)..;
+                let rest = bytes.get_mut(range).unwrap_or_default();
+                let len = usize::try_from(len).unwrap_or(usize::MAX).min(rest.len());
+                rest.iter_mut().take(len).for_each(|byte| *byte = 0);
+            });
+            let pages = at / page..at.saturating_add(len).div_ceil(page);
+            self.tree().holes.extend(pages.map(|page| (path.to_owned(), page)));
+        }
+    }
+
+    /// The holes of a file.
+    pub fn holes(&self, path: &str) -> Vec<(u64, u64)> {
+        let tree = self.tree();
+        let page = super::ALIGN as u64;
+        let mut holes: Vec<(u64, u64)> = Vec::new();
+        for (_, number) in tree.holes.iter().filter(|(file, _)| file == path) {
+            let at = number.saturating_mul(page);
+            match holes.last_mut() {
+                Some((start, len)) if start.saturating_add(*len) == at => *len = len.saturating_add(page),
+                _ => holes.push((at, page)),
+            }
+        }
+        holes
     }
 
     /// Makes a folder without a trace.
@@ -131,6 +164,11 @@ impl MemoryDisk {
         let mut tree = self.tree();
         match step {
             Step::Write(path, offset, bytes) => {
+                let page = super::ALIGN as u64;
+                let end = offset.saturating_add(bytes.len() as u64).div_ceil(page);
+                for number in offset / page..end {
+                    tree.holes.remove(&(path.clone(), number));
+                }
                 let file = Arc::make_mut(tree.files.entry(path.clone()).or_default());
                 let mut at = usize::try_from(*offset).unwrap_or(usize::MAX);
                 for sector in bytes.chunks(SECTOR) {
@@ -147,11 +185,18 @@ impl MemoryDisk {
                 let len = usize::try_from(*len).unwrap_or(usize::MAX);
                 Arc::make_mut(tree.files.entry(path.clone()).or_default()).resize(len, 0);
             }
-            Step::Remove(path) if keep() => drop(tree.files.remove(path)),
+            Step::Remove(path) if keep() => {
+                tree.holes.retain(|(file, _)| file != path);
+                drop(tree.files.remove(path));
+            }
             Step::MakeFolder(path) if keep() => drop(tree.folders.insert(path.clone())),
             Step::Rename(from, to) if keep() => {
                 if let Some(bytes) = tree.files.remove(from) {
                     tree.files.insert(to.clone(), bytes);
+                    let moved = tree.holes.iter().filter(|(file, _)| file == from);
+                    let moved: Vec<_> = moved.map(|(_, page)| (to.clone(), *page)).collect();
+                    tree.holes.extend(moved);
+                    tree.holes.retain(|(file, _)| file != from);
                 } else if tree.folders.remove(from) {
                     tree.folders.insert(to.clone());
                     let moved: Vec<String> = tree
@@ -221,7 +266,8 @@ impl Disk for MemoryDisk {
         }
         let bytes = tree.files.get(path).map(Arc::clone).ok_or(io::ErrorKind::NotFound)?;
         let bad = tree.bad.iter().filter(|(file, _)| file == path).map(|(_, page)| *page).collect();
-        Ok(Box::new(MemoryFile { bytes, bad }))
+        drop(tree);
+        Ok(Box::new(MemoryFile { bytes, bad, holes: self.holes(path) }))
     }
 }
 
@@ -266,6 +312,7 @@ impl DiskWriter for MemoryDisk {
 struct MemoryFile {
     bytes: Arc<Vec<u8>>,
     bad: BTreeSet<u64>,
+    holes: Vec<(u64, u64)>,
 }
 
 impl DiskFile for MemoryFile {
@@ -274,7 +321,12 @@ impl DiskFile for MemoryFile {
     }
 
     fn allocated(&self) -> u64 {
-        self.len()
+        let holes = self.holes.iter().map(|(_, len)| *len).fold(0, u64::saturating_add);
+        self.len().saturating_sub(holes)
+    }
+
+    fn holes(&self) -> Vec<(u64, u64)> {
+        self.holes.clone()
     }
 
     fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {

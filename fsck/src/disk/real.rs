@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use rustix::fs::OFlags;
+use rustix::fs::{OFlags, SeekFrom};
 
 use super::{Disk, DiskFile, DiskWriter, Node, NodeKind};
 
@@ -138,6 +138,21 @@ impl DiskFile for RealFile {
 
     fn allocated(&self) -> u64 {
         self.allocated
+    }
+
+    fn holes(&self) -> Vec<(u64, u64)> {
+        let seek = |to| match rustix::fs::seek(&self.file, to) {
+            Err(rustix::io::Errno::NXIO) => Some(self.len),
+            found => found.ok(),
+        };
+        let (mut holes, mut at) = (Vec::new(), 0);
+        while at < self.len {
+            let Some(hole) = seek(SeekFrom::Hole(at)).filter(|hole| *hole < self.len) else { break };
+            let Some(data) = seek(SeekFrom::Data(hole)).filter(|data| *data > hole) else { break };
+            at = data.min(self.len);
+            holes.push((hole, at.saturating_sub(hole)));
+        }
+        holes
     }
 
     fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {

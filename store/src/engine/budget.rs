@@ -23,6 +23,8 @@ const CHECKPOINT_ITEM_BYTES: u64 = 80;
 const CHECKPOINT_GRAVE_BYTES: u64 = 240;
 /// The smallest record: a page of header, a page of payload.
 const RECORD_BYTES_MIN: u64 = 2 * PAGE_BYTES;
+/// Segment files with holes that may take the room of one without.
+const FILES_PER_SEGMENT: u64 = 4;
 /// The entry of a file in its directory, generously.
 const ENTRY_BYTES: u64 = 64;
 
@@ -72,8 +74,13 @@ impl Budget {
         fixed.saturating_add(each.saturating_mul(self.shards))
     }
 
+    /// Segment files that there may be: more than would fit whole, because holes take no room.
+    fn files_max(&self, limit: u64) -> u64 {
+        (limit / self.segment_bytes.max(1)).saturating_mul(FILES_PER_SEGMENT)
+    }
+
     fn set_limit(&self, bytes: u64) {
-        let most = directory_bytes(self.roots.load(Relaxed), self.shards, bytes / self.segment_bytes.max(1));
+        let most = directory_bytes(self.roots.load(Relaxed), self.shards, self.files_max(bytes));
         let before = self.directories.swap(most, Relaxed);
         self.allocated.fetch_add(most, Relaxed);
         self.allocated.fetch_sub(before, Relaxed);
@@ -165,6 +172,19 @@ impl Shared {
     pub(crate) fn must_shrink(&self) -> bool {
         let (allocated, limit) = self.space();
         allocated.saturating_add(self.checkpoint_room()) > limit
+    }
+
+    /// Whether there are so many segment files that more holes would not help.
+    pub(crate) fn has_too_many_files(&self) -> bool {
+        let files = self.index.records().ledger().segment_count() as u64;
+        files >= self.budget.files_max(self.space().1)
+    }
+
+    /// Bytes that must be given back before another segment can be made.
+    pub(crate) fn shortage(&self) -> u64 {
+        let (allocated, limit) = self.space();
+        let wanted = allocated.saturating_add(self.segment_bytes).saturating_add(self.checkpoint_room());
+        wanted.saturating_sub(limit)
     }
 
     /// What checkpoints may still take.

@@ -168,6 +168,15 @@ pub(crate) struct Log {
     pub(super) rolling: Cell<bool>,
     /// Segments are being given back.
     pub(super) shrinking: Cell<bool>,
+    /// The file system makes no holes: segments are emptied as a whole.
+    pub(super) no_holes: Cell<bool>,
+    /// The last blocks of thin segments are being moved.
+    pub(super) thinning: Cell<bool>,
+    /// Nothing is begun in the background any more.
+    pub(super) closing: Cell<bool>,
+    /// Bytes of records that were put here, and that were moved out of thin segments.
+    pub(super) put_bytes: Cell<u64>,
+    pub(super) thin_bytes: Cell<u64>,
     /// Segments whose seal has not ended.
     sealing: Cell<u32>,
     pub(crate) sequence: Cell<u64>,
@@ -215,6 +224,11 @@ impl Log {
             open: RefCell::default(),
             rolling: Cell::new(false),
             shrinking: Cell::new(false),
+            no_holes: Cell::new(false),
+            thinning: Cell::new(false),
+            closing: Cell::new(false),
+            put_bytes: Cell::new(0),
+            thin_bytes: Cell::new(0),
             sealing: Cell::new(0),
             sequence: Cell::new(1),
             graves: RefCell::default(),
@@ -350,7 +364,12 @@ impl Log {
                 _ => false,
             };
         }
-        segment.book.append(len, record_bytes(&entries));
+        let records = record_bytes(&entries);
+        segment.book.append(len, records);
+        if matches!(draft.payload, Some(Payload::Placed { .. })) {
+            self.put_bytes.set(self.put_bytes.get() + records);
+            self.shared.wrote(records);
+        }
         tail.entries.append(&mut entries);
         let given = tail.give_out(len);
         debug_assert_eq!(given, start);
@@ -508,7 +527,10 @@ impl Log {
     /// footer in force over records that are overwritten.
     async fn open_next(self: &Rc<Self>) -> Result<(), Reason> {
         let segment = self.next_segment().await?;
+        // It appends, so it must not be waited for here.
+        self.thin_out_in_background();
         segment.begin(self.sequence.get());
+        self.forget_segment(segment.number);
         let image = self.header_image(&segment)?;
         let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
         staging.copy_in(0, &image);
@@ -574,6 +596,7 @@ impl Log {
         // Listed in memory until the footer can be read.
         let records = segment.tail.borrow().entries.clone();
         let (footer, trailer) = self.seal_images(segment, &Footer { records }, end, reason)?;
+        let footer_at = (self.shared.segment_bytes - PAGE_BYTES - footer.len() as u64, footer.len() as u32);
         // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
         for (at, image) in [(trailer_at - footer.len() as u64, footer), (trailer_at, trailer)] {
@@ -583,6 +606,7 @@ impl Log {
             self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(fault)?;
         }
         segment.tail.borrow_mut().entries = Vec::new();
+        segment.footer_at.set(Some(footer_at));
         segment.state.set(SegmentState::Sealed);
         Ok(())
     }
@@ -622,6 +646,7 @@ impl Log {
 
     /// Seals the open segment, so that the next open has no tail to scan. Nothing is appended afterwards.
     pub(crate) async fn finish(self: &Rc<Self>) {
+        self.closing.set(true);
         self.settled().await;
         let open = self.open.borrow_mut().take();
         if let Some(segment) = open {
@@ -630,9 +655,15 @@ impl Log {
         }
     }
 
-    /// Completes when no segment is being sealed.
+    /// Completes when no segment is being sealed, and none thinned out.
     pub(crate) async fn settled(&self) {
-        self.changed.until(|| (self.sealing.get() == 0 && !self.rolling.get()).then_some(())).await;
+        let quiet = || self.sealing.get() == 0 && !self.rolling.get() && !self.thinning.get();
+        self.changed.until(|| quiet().then_some(())).await;
+    }
+
+    /// Runs a task beside what else is done.
+    pub(super) fn spawn(&self, task: crate::rt::LocalTask) {
+        (self.spawn)(task);
     }
 
     /// The segment that records are being appended to.

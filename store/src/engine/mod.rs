@@ -4,12 +4,14 @@
 //! (`shared`: index, names, budget); its parts go through mailboxes to the executors that own the shards
 //! (`shard`), where `log` appends records to segments and `slice` reads them back; `recover` finds it all again.
 
+mod ages;
 mod budget;
 mod checkpoint;
 mod compact;
 mod content;
 mod delete;
 mod directory;
+mod evict;
 mod executor;
 mod expiry;
 mod flights;
@@ -32,6 +34,7 @@ mod shared;
 mod slice;
 mod snapshot;
 mod store;
+mod tables;
 mod unpack;
 mod writes;
 
@@ -39,9 +42,11 @@ use std::time::Duration;
 
 pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
+pub use evict::policy::EvictionPolicy;
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use store::{Executors, Options, PlannedExtent, Stats, Store};
+pub use tables::Table;
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

@@ -183,6 +183,11 @@ impl Names {
         Some(retired)
     }
 
+    /// Nothing can be put in a namespace until it is deleted again.
+    pub(crate) fn condemn(&self, id: NamespaceId) {
+        self.write().condemned.insert(id);
+    }
+
     /// Ends a delete. If it was not acknowledged, nothing can be put in the namespace until it is deleted again: what
     /// is left of it may lie in some shards, and must not mix with what comes after.
     pub(crate) fn restore(&self, id: NamespaceId, acknowledged: bool) {
@@ -234,6 +239,12 @@ impl Names {
             Identity::decode(&namespace.canonical).is_ok_and(|identity| identity.tenant_salt == *salt)
         };
         tables.namespaces.values().filter(has).map(|namespace| namespace.id).collect()
+    }
+
+    /// How many short ids were given out.
+    pub(crate) fn len(&self) -> usize {
+        let tables = self.read();
+        tables.by_local.len() + tables.specs_by_local.len() + tables.condemned.len()
     }
 
     /// The namespace under this id.

@@ -139,9 +139,9 @@ fn belongs(shared: &Shared, purse: Purse<'_>, record: &RecordInfo) -> bool {
 
 /// How many steps ago a block of each record was last used, by the record's number; `None` for records without a
 /// live block, and for those of which a lease holds one.
-fn ages(shared: &Shared) -> Vec<Option<u8>> {
+fn ages(shared: &Shared) -> Vec<Option<u16>> {
     let now = shared.epoch();
-    let mut ages: Vec<Option<u8>> = Vec::new();
+    let mut ages: Vec<Option<u16>> = Vec::new();
     let mut leased = BTreeSet::new();
     let mut entries = Vec::new();
     for partition in 0..shared.index.partitions() {
@@ -156,7 +156,7 @@ fn ages(shared: &Shared) -> Vec<Option<u8>> {
                 ages.resize(number + 1, None);
             }
             if let Some(slot) = ages.get_mut(number) {
-                let age = now.wrapping_sub(entry.heat.epoch);
+                let age = entry.heat.age(now);
                 *slot = Some(slot.map_or(age, |known| known.min(age)));
             }
         }

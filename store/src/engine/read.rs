@@ -249,7 +249,7 @@ fn find(
     }
     // Who only looks whether blocks are well does not use them.
     if request.class != Class::Background {
-        shared.index.touch(prints, shared.epoch());
+        shared.index.touch_with(prints, shared.policy().renews().then(|| shared.epoch()));
     }
     Ok(wanted)
 }
@@ -294,6 +294,16 @@ impl ReadJob {
     /// Whether the memory of a step may be written.
     pub(crate) fn is_open(&self, step: u32) -> bool {
         self.request.into.turns().is_none_or(|turns| turns.is_open(step))
+    }
+
+    /// The fingerprint of a block that was asked for.
+    pub(crate) fn print(&self, ordinal: u32) -> Option<BlockFingerprint> {
+        self.prints.get(ordinal as usize).copied()
+    }
+
+    /// Whether a block's usefulness has ended.
+    pub(crate) fn has_failed(&self, ordinal: u32) -> bool {
+        self.lock().failures.contains_key(&ordinal)
     }
 
     /// Ends a block's usefulness. The first reason stays.

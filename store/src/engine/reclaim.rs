@@ -1,10 +1,10 @@
-//! Making room: the oldest sealed segment that nothing holds is emptied and written anew.
+//! Making room where the file system makes no holes (see `evict`), or where holes gave none: the oldest sealed segment
+//! that nothing holds is emptied and written anew.
 //!
 //! A block under a lease keeps its segment; so does a device read. What is evicted is gone from the index before
 //! the segment's header is written anew, so nobody is sent to bytes that are being replaced; and a reader that was
 //! sent there before finds another record's header and answers a miss.
 
-use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -15,18 +15,19 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
 use super::checkpoint;
+use super::evict::batch::Made;
 use super::log::Log;
 use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
-use crate::index::{Eviction, Lookup, RecordCursor, RecordInfo};
-use crate::io::IoError;
+use crate::index::{Eviction, Lookup};
+use crate::io::{Buf, IoError, Region};
 use crate::rt::Class;
 
 impl Log {
-    /// Empties a sealed segment and returns it, free. Those that hold nothing any more go first, then the oldest.
-    pub(crate) async fn reclaim(&self) -> Result<Rc<Segment>, Reason> {
+    /// Empties a sealed segment. Those that hold nothing any more go first, then the oldest.
+    pub(crate) async fn reclaim(&self) -> Result<Made, Reason> {
         let mut sealed: Vec<Rc<Segment>> = self
             .segments
             .borrow()
@@ -34,31 +35,17 @@ impl Log {
             .filter(|segment| segment.state.get() == SegmentState::Sealed && segment.readers.get() == 0)
             .map(Rc::clone)
             .collect();
-        let live = self.live_segments();
-        sealed.sort_by_key(|segment| (live.contains(&segment.number), segment.first_sequence.get()));
+        sealed.sort_by_cached_key(|segment| (segment.book.live() > 0, segment.first_sequence.get()));
         for segment in sealed {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
             if self.save_graves(&footer).await
                 && segment.readers.get() == 0
                 && self.evict_all(&segment, &footer)
             {
-                segment.state.set(SegmentState::Free);
-                self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
-                return Ok(segment);
+                return self.emptied(segment).await;
             }
         }
         Err(Reason::NoSpace)
-    }
-
-    /// The segments of the shard that hold a live block.
-    fn live_segments(&self) -> BTreeSet<u32> {
-        let (mut cursor, mut some, mut live) = (Some(RecordCursor::default()), Vec::new(), BTreeSet::new());
-        while let Some(from) = cursor {
-            cursor = self.shared.index.records().snapshot(from, &mut some);
-            let ours = |record: &RecordInfo| u32::from(record.shard) == self.shard && record.live > 0;
-            live.extend(some.iter().filter(|(_, record)| ours(record)).map(|(_, record)| record.segment));
-        }
-        live
     }
 
     /// Makes sure that what a segment buries stands elsewhere on disk before the segment is written anew: a record
@@ -130,6 +117,39 @@ impl Log {
         let position = self.position(segment, trailer.footer_offset);
         Footer::decode(&buf.to_vec(), &position, &self.shared.secret)
             .map_err(|unsound| damaged(unsound.to_string()))
+    }
+
+    /// The footers of sealed segments, read beside each other where it is known where they lie.
+    pub(crate) async fn read_footers(&self, segments: &[Rc<Segment>]) -> Vec<Result<Footer, Reason>> {
+        let mut ahead = Vec::with_capacity(segments.len());
+        for segment in segments {
+            let read = segment.footer_at.get().and_then(|(offset, bytes)| {
+                let region = Region::anonymous(bytes as usize).ok()?;
+                let buf = Buf::new(&region, 0, bytes as usize)?;
+                let read = self.driver.read(Class::Background, segment.file, offset, buf.clone());
+                Some((offset, buf, read))
+            });
+            ahead.push(read);
+        }
+        let mut footers = Vec::with_capacity(segments.len());
+        for (segment, read) in segments.iter().zip(ahead) {
+            footers.push(match read {
+                None => self.read_footer(segment).await,
+                Some((offset, buf, read)) => match read.await {
+                    Err(error) => Err(Reason::Media(error.to_string())),
+                    Ok(()) => {
+                        let position = self.position(segment, offset);
+                        let footer = Footer::decode(&buf.to_vec(), &position, &self.shared.secret);
+                        footer.map_err(|unsound| Reason::Header {
+                            segment: segment.number,
+                            offset,
+                            what: unsound.to_string(),
+                        })
+                    }
+                },
+            });
+        }
+        footers
     }
 
     /// Evicts every block that the segment holds; false, and only some evicted, if one is leased.

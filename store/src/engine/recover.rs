@@ -39,18 +39,15 @@ use self::pages::{CLASS, memory};
 use self::scan::Target;
 use self::sightings::Ends;
 use super::checkpoint::{self, Checkpoint};
+use super::evict::batch::punched_bytes;
 use super::log::Log;
 use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
-use crate::io::Buf;
-use crate::io::driver::Transfer;
+use crate::io::driver::{Meta, Transfer};
+use crate::io::{Buf, MetaOp, Reply};
 
 /// Footers that are read ahead of the one being taken in.
 const FOOTERS_AHEAD: usize = 4;
-/// One step of the index's coarse time, in seconds.
-pub(super) const EPOCH_S: u64 = 16;
-/// Older blocks look this old: the coarse time is modulo 256.
-pub(super) const AGE_MAX: u8 = 240;
 
 /// The recovery of one shard, under way.
 struct Recovery<'a> {
@@ -115,7 +112,8 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     recovery.take_in(sources).await?;
     recovery.flush()?;
     log.shared.buried.fetch_add(log.graves.borrow().len() as u64, Relaxed);
-    Ok(recovery.report)
+    let half_deleted = log.graves.borrow().half_deleted();
+    Ok(RecoveryReport { half_deleted, ..recovery.report })
 }
 
 impl Recovery<'_> {
@@ -141,6 +139,7 @@ impl Recovery<'_> {
                 continue;
             }
             self.report.take(row, file.number, 0);
+            files::complete(self.log, &segment).await;
             match row.decision {
                 Decision::Reuse => {
                     let first = ends.header.as_ref().map_or(0, |header| header.first_sequence);
@@ -154,6 +153,13 @@ impl Recovery<'_> {
             }
         }
         Ok(sources)
+    }
+
+    /// Notes which bytes of its records a segment does not have any more.
+    fn found_holes(&self, segment: &Segment, entries: &[Entry]) {
+        let holes = segment.holes.take();
+        let punched = punched_bytes(entries, &holes);
+        segment.found_holes(holes, punched, segment.book.allocated());
     }
 
     /// Notes the generations of segments whose files are gone, so that their numbers go on where they were.
@@ -250,7 +256,7 @@ impl Recovery<'_> {
     /// Takes segments into the index, in this order, reading footers ahead.
     async fn take_in(&mut self, sources: Vec<Source>) -> Result<(), Reason> {
         self.log.shared.index.expect(sources.iter().map(Source::blocks_about).sum());
-        let mut ahead = VecDeque::<(Buf, Transfer)>::new();
+        let mut ahead = VecDeque::<(Buf, Transfer, Meta)>::new();
         let (mut next, mut begun) = (0, 0);
         while let Some(source) = sources.get(next) {
             while let Some(source) = sources.get(begun).filter(|_| begun < next + FOOTERS_AHEAD) {
@@ -258,7 +264,8 @@ impl Recovery<'_> {
                     let buf = memory(self.log, trailer.footer_bytes as usize)?;
                     let file = source.segment.file;
                     let read = self.log.driver.read(CLASS, file, trailer.footer_offset, buf.clone());
-                    ahead.push_back((buf, read));
+                    let holes = self.log.driver.meta(MetaOp::Holes { file });
+                    ahead.push_back((buf, read, holes));
                 }
                 begun += 1;
             }
@@ -266,13 +273,16 @@ impl Recovery<'_> {
             match &source.listed {
                 Listed::Scanned(entries) => self.adopt(&source.segment, entries).await?,
                 Listed::Footer(ends, trailer) => {
-                    let Some((buf, read)) = ahead.pop_front() else { continue };
+                    let Some((buf, read, holes)) = ahead.pop_front() else { continue };
                     self.report.metadata_bytes += buf.len() as u64;
                     let image = match read.await {
                         Ok(()) => buf.to_vec(),
                         Err(_) => Vec::new(),
                     };
                     drop(buf);
+                    if let Ok(Some(Reply::Holes(holes))) = holes.await {
+                        source.segment.holes.replace(holes);
+                    }
                     self.take_in_footer(source, ends, trailer, &image).await?;
                 }
             }
@@ -298,6 +308,8 @@ impl Recovery<'_> {
                 segment.generation.set(position.generation);
                 segment.first_sequence.set(trailer.first_sequence);
                 segment.found(trailer.log_end, &footer.records);
+                self.found_holes(segment, &footer.records);
+                segment.footer_at.set(Some((trailer.footer_offset, trailer.footer_bytes)));
                 segment.state.set(SegmentState::Sealed);
                 self.adopt(segment, &footer.records).await
             }
@@ -310,6 +322,7 @@ impl Recovery<'_> {
                 }
                 match self.scan(Rc::clone(segment), ends, Scan::Rescan).await? {
                     Some(Source { listed: Listed::Scanned(entries), .. }) => {
+                        self.found_holes(segment, &entries);
                         self.adopt(segment, &entries).await
                     }
                     _ => Ok(()),

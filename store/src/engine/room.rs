@@ -1,7 +1,8 @@
 //! Where the next segment comes from, and segments that are given back.
 //!
-//! In this order: a free segment; a new file, if budget and disk allow; one that failed for want of space, emptied;
-//! the one that reclaim empties. While the budget is passed, segments are removed instead of used.
+//! In this order: a free segment; a new file, if budget and disk allow; one that failed for want of space, emptied; a
+//! new file in the room that eviction makes; the one that reclaim empties. While the budget is passed, segments are
+//! removed instead of used.
 //!
 //! Invariants:
 //! - bytes are given back to the budget only after the file's name is gone durably;
@@ -15,6 +16,7 @@ use std::time::Duration;
 use kvarts_layout::format;
 use kvarts_layout::format::footer::Footer;
 
+use super::evict::batch::Made;
 use super::log::Log;
 use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
@@ -22,6 +24,10 @@ use crate::io::policy::{Action, Stage, decide};
 use crate::io::{FileId, IoError, MetaOp, OpenMode};
 use crate::rt::Runtime;
 
+/// How often room is made by holes for one segment, before one is emptied for it.
+const ROUNDS_MAX: u32 = 8;
+/// Tombstones of a shard beyond which whole segments are emptied, the oldest first.
+const GRAVES_MAX: usize = 16 << 10;
 /// How long nothing is given back after nothing could be.
 const AGAIN: Duration = Duration::from_millis(50);
 
@@ -31,16 +37,41 @@ impl Log {
         while self.shared.must_shrink() {
             self.give_back_one().await?;
         }
-        if let Some(segment) = self.take_free() {
-            return Ok(segment);
+        for round in 0.. {
+            if let Some(segment) = self.take_free() {
+                return Ok(segment);
+            }
+            match self.create_segment().await {
+                Err(Reason::NoSpace) => {}
+                made => return made,
+            }
+            if let Some(segment) = self.take_failed().await {
+                return Ok(segment);
+            }
+            match self.evict(round).await? {
+                Made::Segment(segment) => return Ok(segment),
+                // Others may take what was given back.
+                Made::Room | Made::Nothing => {}
+            }
         }
-        match self.create_segment().await {
-            Err(Reason::NoSpace) => match self.take_failed().await {
-                Some(segment) => Ok(segment),
-                None => self.reclaim().await,
-            },
-            made => made,
+        Err(Reason::NoSpace)
+    }
+
+    /// Makes room, by holes for as many rounds as may be, then by emptying a segment.
+    async fn evict(&self, round: u32) -> Result<Made, Reason> {
+        // What is buried is remembered for as long as there are segments that are older, and each file has an entry in
+        // its directory: too much of either, and the oldest go.
+        let holes_help = self.graves.borrow().len() < GRAVES_MAX && !self.shared.has_too_many_files();
+        if round < ROUNDS_MAX && holes_help {
+            match self.make_room().await {
+                Made::Nothing => {}
+                made => return Ok(made),
+            }
         }
+        if round > 2 * ROUNDS_MAX {
+            return Err(Reason::NoSpace);
+        }
+        self.reclaim().await
     }
 
     /// Gives segments back until the budget is kept, or `stopping`. What cannot go now is tried again.
@@ -67,7 +98,10 @@ impl Log {
             Some(segment) => segment,
             None => match self.take_failed().await {
                 Some(segment) => segment,
-                None => self.reclaim().await?,
+                None => match self.evict(0).await? {
+                    Made::Segment(segment) => segment,
+                    Made::Room | Made::Nothing => return Ok(()),
+                },
             },
         };
         self.remove_segment(&segment).await

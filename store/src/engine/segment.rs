@@ -135,6 +135,14 @@ pub(crate) struct Segment {
     pub(crate) tail: RefCell<Tail>,
     /// Device reads under way: the segment is not written anew while there are any.
     pub(crate) readers: Cell<u32>,
+    /// What of its file is not there, as the file system told last.
+    pub(crate) holes: RefCell<Vec<(u64, u64)>>,
+    /// Dead bytes that could not be given back when that was tried last.
+    pub(crate) futile: Cell<u64>,
+    /// Where its footer lies, if that is known: offset and bytes.
+    pub(crate) footer_at: Cell<Option<(u64, u32)>>,
+    holed: Cell<bool>,
+    unpunchable: Cell<bool>,
     /// Short ids of namespaces on disk that mean another one in memory.
     renamed: RefCell<BTreeMap<u32, u32>>,
     changed: Notify,
@@ -158,6 +166,11 @@ impl Segment {
             book,
             tail: RefCell::default(),
             readers: Cell::new(0),
+            holes: RefCell::default(),
+            futile: Cell::new(0),
+            footer_at: Cell::new(None),
+            holed: Cell::new(false),
+            unpunchable: Cell::new(false),
             renamed: RefCell::default(),
             changed: Notify::default(),
         }
@@ -172,12 +185,43 @@ impl Segment {
         let mut tail = Tail::default();
         tail.give_out(PAGE_BYTES);
         self.tail.replace(tail);
+        self.holes.replace(Vec::new());
+        self.futile.set(0);
+        self.footer_at.set(None);
+        self.unpunchable.set(false);
         self.renamed.borrow_mut().clear();
     }
 
     /// Notes what recovery found that the segment holds.
     pub(crate) fn found(&self, log_end: u64, entries: &[Entry]) {
         self.book.restore(log_end, record_bytes(entries));
+    }
+
+    /// Pages of records have been given back, or are about to be.
+    pub(crate) fn set_holed(&self) {
+        self.holed.set(true);
+    }
+
+    /// Whether pages of records may be gone.
+    pub(crate) fn is_holed(&self) -> bool {
+        self.holed.get()
+    }
+
+    /// It is emptied only as a whole from now on.
+    pub(crate) fn set_unpunchable(&self) {
+        self.unpunchable.set(true);
+    }
+
+    /// Whether it is emptied only as a whole.
+    pub(crate) fn is_unpunchable(&self) -> bool {
+        self.unpunchable.get()
+    }
+
+    /// Notes what of a sealed segment is not there: holes, and the bytes that its file has.
+    pub(crate) fn found_holes(&self, holes: Vec<(u64, u64)>, punched: u64, allocated: u64) {
+        self.book.set_punched(allocated, punched);
+        self.holed.set(punched > 0);
+        self.holes.replace(holes);
     }
 
     /// Notes what a short id of a namespace in this segment is in memory.
@@ -188,6 +232,11 @@ impl Segment {
         } else {
             renamed.insert(on_disk, in_memory);
         }
+    }
+
+    /// How many short ids mean another namespace in memory.
+    pub(crate) fn renamed(&self) -> usize {
+        self.renamed.borrow().len()
     }
 
     /// What a short id of a namespace in this segment is in memory.

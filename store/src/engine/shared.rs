@@ -7,12 +7,14 @@ use std::time::Duration;
 use kvarts_layout::StoreId;
 use kvarts_layout::format::Secret;
 
+use super::ages::Ages;
 use super::budget::Budget;
+use super::evict::policy::{EvictionPolicy, Policy};
 use super::names::Names;
 use super::runs::RunClasses;
 use crate::error::Reason;
 use crate::events::{EventLog, RING_BYTES};
-use crate::index::{Index, RecordId};
+use crate::index::{Heat, Index, RecordId};
 use crate::io::mem::PAGE;
 use crate::io::{Buf, IoError, Region};
 use crate::rt::{Clock, Entropy, Nanos};
@@ -77,6 +79,8 @@ counters! {
     blocks_quarantined,
     /// Segments recycled, with all they held.
     segments_recycled,
+    /// Bytes given back to the file system as holes.
+    bytes_punched,
     /// Blocks evicted to make room.
     blocks_evicted,
     /// Blocks deleted.
@@ -108,6 +112,10 @@ pub(crate) struct Shared {
     zeros: OnceLock<Option<Buf>>,
     /// Tombstones and epochs that checkpoints list, of all shards.
     pub(crate) buried: AtomicU64,
+    /// The coarse time by which blocks age.
+    pub(crate) ages: Ages,
+    /// The policy's place among all.
+    eviction: AtomicU64,
     /// Some record has an expiry: before the first one, nobody looks for expired blocks.
     expiring: AtomicBool,
 }
@@ -151,6 +159,8 @@ impl Shared {
             latch: Mutex::default(),
             zeros: OnceLock::new(),
             buried: AtomicU64::new(0),
+            ages: Ages::new(opened.0),
+            eviction: AtomicU64::new(0),
             expiring: AtomicBool::new(false),
         }
     }
@@ -208,9 +218,36 @@ impl Shared {
         }
     }
 
-    /// The coarse time that the index keeps of a block's last use: a step is 16 seconds.
-    pub(crate) fn epoch(&self) -> u8 {
-        (self.clock.now().0 / 16_000_000_000) as u8
+    /// The coarse time that the index keeps of a block's last use.
+    pub(crate) fn epoch(&self) -> u16 {
+        self.ages.epoch(self.clock.now())
+    }
+
+    /// Bytes of blocks are written: what is here grows older.
+    pub(crate) fn wrote(&self, bytes: u64) {
+        self.ages.wrote(bytes, self.space().1, self.clock.now());
+    }
+
+    /// How long a block has not been used, at least. Where a policy leaves the time of the last use alone, a block that
+    /// was used counts as used now.
+    pub(crate) fn unused(&self, heat: &Heat) -> Duration {
+        if heat.frequency > 0 && !self.policy().renews() {
+            return Duration::ZERO;
+        }
+        let now = self.clock.now();
+        self.ages.since(heat.age(self.ages.epoch(now)), now)
+    }
+
+    /// What chooses the blocks that go.
+    pub(crate) fn policy(&self) -> &'static dyn Policy {
+        let chosen = EvictionPolicy::ALL.get(self.eviction.load(Ordering::Relaxed) as usize);
+        chosen.copied().unwrap_or_default().policy()
+    }
+
+    /// Has blocks chosen by this policy from now on.
+    pub(crate) fn set_policy(&self, policy: EvictionPolicy) {
+        let at = EvictionPolicy::ALL.iter().position(|one| *one == policy).unwrap_or(0);
+        self.eviction.store(at as u64, Ordering::Relaxed);
     }
 }
 

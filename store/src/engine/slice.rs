@@ -33,6 +33,7 @@ use super::segment::Segment;
 use super::unpack::Stored;
 use crate::api::{Order, Verify};
 use crate::error::Reason;
+use crate::index::{Location, Lookup};
 use crate::io::{Buf, ExtentDone, IoError, ReadBatch};
 use crate::rt::LocalTask;
 use packed::Packed;
@@ -267,10 +268,27 @@ fn open_records(log: &Rc<Log>, part: &ReadPart) -> (Vec<Record>, Vec<Hold>) {
             continue;
         };
         holds.push(Hold::new(segment));
+        if segment.is_holed() {
+            fail_evicted(&part.job, wanted);
+        }
         let (segment, header) = (Rc::clone(segment), HeaderState::Unread);
         records.push(Record { index, segment, header, early: Vec::new(), flight: None });
     }
     (records, holds)
+}
+
+/// Ends the usefulness of blocks that have left since they were looked up: where they were may be a hole by now. What
+/// is still here stays so while the segment is held.
+fn fail_evicted(job: &ReadJob, wanted: &Wanted) {
+    let index = &job.shared.index;
+    for (ordinal, block) in wanted.run.clone().zip(wanted.location.block..) {
+        let at = Location { record: wanted.location.record, block };
+        let Some(key) = job.request.keys.get(ordinal as usize) else { continue };
+        let print = job.print(ordinal);
+        if print.is_none_or(|print| index.lookup(print) != Lookup::Live(at)) {
+            job.fail(ordinal, &Reason::NotHere(*key));
+        }
+    }
 }
 
 impl<'a> Run<'a> {
@@ -761,6 +779,9 @@ fn damaged(
     (expected, found): (Option<u32>, u32),
     certain: bool,
 ) {
+    if job.has_failed(ordinal) {
+        return;
+    }
     let expected = expected.unwrap_or_default();
     let (segment, offset) = (wanted.segment, wanted.offset);
     job.fail(ordinal, &Reason::Digest { segment, offset, expected, found });

@@ -3,6 +3,7 @@
 mod measure;
 mod space;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +21,7 @@ use super::put;
 use super::read;
 use super::recover::RecoveryReport;
 use super::shared::{Counts, Shared};
-use super::{Limits, lookup};
+use super::{EvictionPolicy, Limits, lookup};
 use crate::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
     PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription,
@@ -53,6 +54,8 @@ pub struct Options {
     pub budget_beyond_disk: bool,
     /// The most payload bytes of one record.
     pub record_bytes_max: u64,
+    /// What is evicted first when there is no room.
+    pub eviction: EvictionPolicy,
     /// Executors. Any number opens any store.
     pub executors: usize,
     /// What executors may use.
@@ -68,6 +71,7 @@ impl Default for Options {
             budget_bytes: 16 << 30,
             budget_beyond_disk: false,
             record_bytes_max: 8 << 20,
+            eviction: EvictionPolicy::default(),
             executors: 1,
             limits: Limits::default(),
         }
@@ -149,6 +153,7 @@ impl Store {
         send(first, Message::OpenDirectories { plan, reply })?;
         let found = lost(answer.await)??;
         let shared = Arc::new(Shared::new(found.birth, launcher.clock(), launcher.entropy()));
+        shared.set_policy(options.eviction);
         shared.begin_budget(found.superblock_bytes)?;
         let mut owners = Vec::new();
         let mut answers = Vec::new();
@@ -170,12 +175,26 @@ impl Store {
         let closed = AtomicBool::new(false);
         let router = Arc::new(Router { executors, owners });
         let store = Self(Arc::new(Inner { shared, router, reports, closed }));
+        store.finish_deletes().await;
         if !options.budget_beyond_disk {
             store.check_disk(options.directories).await?;
         }
         store.shrink()?;
         store.keep_compact(options)?;
         Ok(store)
+    }
+
+    /// Finishes deletes of namespaces that a crash stopped between two shards. Where that cannot be done now, nothing
+    /// of the namespace is found, and nothing can be put in it before it is deleted again.
+    async fn finish_deletes(&self) {
+        let half: BTreeSet<NamespaceId> =
+            self.0.reports.iter().flat_map(|report| report.half_deleted.iter().copied()).collect();
+        for namespace in half {
+            self.0.shared.names.condemn(namespace);
+            let request = DeleteRequest { namespace, target: Target::Namespace, deadline: None };
+            // An error leaves it condemned. A namespace that nothing defines any more has no blocks.
+            let _ = self.delete(request).await;
+        }
     }
 
     /// Lets every executor compact by need; the first one merges for all.

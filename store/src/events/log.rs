@@ -43,7 +43,9 @@ impl EventLog {
     /// A stream of this id that keeps so many bytes of events, at least one event.
     pub fn new(stream: u64, ring_bytes: usize) -> Arc<Self> {
         let capacity = (ring_bytes / size_of::<(u64, EventKind, Cause, Subject)>()).max(1);
-        let ring = Ring { events: VecDeque::new(), last: 0, waiting: Vec::new(), closed: false };
+        // All of it at once: it never grows while a change holds the lock.
+        let ring =
+            Ring { events: VecDeque::with_capacity(capacity), last: 0, waiting: Vec::new(), closed: false };
         Arc::new(Self { stream, capacity, ring: Mutex::new(ring) })
     }
 

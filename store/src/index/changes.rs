@@ -101,7 +101,7 @@ impl Index {
         ticket: Ticket,
         record: RecordId,
         prints: &[BlockFingerprint],
-        epoch: u8,
+        epoch: u16,
     ) -> Result<Vec<u16>, RecordError> {
         self.records.add_live(record, prints.len())?;
         let mut lost = Vec::new();
@@ -113,7 +113,7 @@ impl Index {
                 match inner.table.get_mut(prints[*place as usize]) {
                     Some(slot) if slot.is(State::Pending, claim(ticket)) => {
                         slot.settle(State::Live, Location { record, block });
-                        slot.update_heat(|_| Heat { frequency: 0, epoch });
+                        slot.update_heat(|_| Heat { epoch, ..Heat::default() });
                     }
                     _ => lost.push(block),
                 }

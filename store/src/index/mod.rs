@@ -83,8 +83,20 @@ pub enum Lookup {
 pub struct Heat {
     /// Uses since it was last cooled, up to 3.
     pub frequency: u8,
-    /// The coarse time of its last use, modulo 256; the caller says what one step is.
-    pub epoch: u8,
+    /// Whether it has been let into the main queue, for policies that keep two.
+    pub main: bool,
+    /// The coarse time of its last use, modulo [`EPOCHS`]; the caller says what one step is.
+    pub epoch: u16,
+}
+
+/// How many coarse times there are.
+pub const EPOCHS: u16 = 1 << 10;
+
+impl Heat {
+    /// Steps from its last use to `now`.
+    pub fn age(&self, now: u16) -> u16 {
+        now.wrapping_sub(self.epoch) % EPOCHS
+    }
 }
 
 /// One entry, as a snapshot lists it.
@@ -261,8 +273,17 @@ impl Index {
     }
 
     /// Notes a use of each block at the coarse time `epoch`. Absent ones are passed over.
-    pub fn touch(&self, prints: &[BlockFingerprint], epoch: u8) {
-        let warmer = |heat: Heat| Heat { frequency: heat.frequency.saturating_add(1), epoch };
+    pub fn touch(&self, prints: &[BlockFingerprint], epoch: u16) {
+        self.touch_with(prints, Some(epoch));
+    }
+
+    /// The same; without an epoch only the frequency goes up.
+    pub fn touch_with(&self, prints: &[BlockFingerprint], epoch: Option<u16>) {
+        let warmer = |heat: Heat| Heat {
+            frequency: heat.frequency.saturating_add(1),
+            epoch: epoch.unwrap_or(heat.epoch),
+            ..heat
+        };
         for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
             let inner = read(&self.partitions[partition].0);
             for slot in places.iter().filter_map(|place| inner.table.get(prints[*place as usize])) {
@@ -280,14 +301,21 @@ impl Index {
         Some(heat)
     }
 
+    /// Gives a live block that is at `at` another heat; says whether it was there.
+    pub fn set_heat(&self, print: BlockFingerprint, at: Location, heat: Heat) -> bool {
+        let inner = read(self.partition(print));
+        let slot = inner.table.get(print).filter(|slot| slot.is(State::Live, at));
+        slot.map(|slot| slot.update_heat(|_| heat)).is_some()
+    }
+
     /// Makes all blocks of one partition that were last used more than `age_max` epochs before `now` look
-    /// exactly that old. Epochs are modulo 256: called on every partition at least once in `255 - age_max`
-    /// epochs, it keeps old blocks from looking new again.
-    pub fn clamp_ages(&self, partition: usize, now: u8, age_max: u8) {
+    /// exactly that old. Epochs are modulo [`EPOCHS`]: called on every partition at least once in
+    /// `EPOCHS - 1 - age_max` epochs, it keeps old blocks from looking new again.
+    pub fn clamp_ages(&self, partition: usize, now: u16, age_max: u16) {
         let Some(Partition(partition)) = self.partitions.get(partition) else { return };
-        let oldest = now.wrapping_sub(age_max);
+        let oldest = now.wrapping_sub(age_max) % EPOCHS;
         for slot in read(partition).table.iter() {
-            slot.update_heat(|heat| match now.wrapping_sub(heat.epoch) > age_max {
+            slot.update_heat(|heat| match heat.age(now) > age_max {
                 true => Heat { epoch: oldest, ..heat },
                 false => heat,
             });

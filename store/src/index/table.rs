@@ -12,7 +12,7 @@
 //! so a table can grow by a quarter and stay full. Growing costs at most one partition's worth of work.
 
 use super::fingerprint::BlockFingerprint;
-use super::{Heat, Location, Lookup, RecordId};
+use super::{EPOCHS, Heat, Location, Lookup, RecordId};
 use crate::sync::PLAIN;
 use crate::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
@@ -34,12 +34,14 @@ pub(super) enum State {
     Quarantined,
 }
 
-/// How the 16 bits are used: `spare 3 | epoch 8 | frequency 2 | leased 1 | state 2`. A vacant slot is all zero.
+/// How the 16 bits are used: `epoch 10 | main 1 | frequency 2 | leased 1 | state 2`. A vacant slot is all zero.
 const STATE_MASK: u16 = 0b11;
 const LEASED: u16 = 0b100;
 const FREQUENCY_SHIFT: u32 = 3;
 const FREQUENCY_MAX: u16 = 3;
-const EPOCH_SHIFT: u32 = 5;
+const MAIN: u16 = 1 << 5;
+const EPOCH_SHIFT: u32 = 6;
+const _: () = assert!(EPOCHS as u32 == 1 << (u16::BITS - EPOCH_SHIFT));
 
 const fn state_bits(state: State) -> u16 {
     match state {
@@ -51,11 +53,15 @@ const fn state_bits(state: State) -> u16 {
 
 const fn heat_bits(heat: Heat) -> u16 {
     let frequency = if heat.frequency as u16 > FREQUENCY_MAX { FREQUENCY_MAX } else { heat.frequency as u16 };
-    frequency << FREQUENCY_SHIFT | (heat.epoch as u16) << EPOCH_SHIFT
+    frequency << FREQUENCY_SHIFT | if heat.main { MAIN } else { 0 } | heat.epoch << EPOCH_SHIFT
 }
 
 const fn heat_of(bits: u16) -> Heat {
-    Heat { frequency: (bits >> FREQUENCY_SHIFT & FREQUENCY_MAX) as u8, epoch: (bits >> EPOCH_SHIFT) as u8 }
+    Heat {
+        frequency: (bits >> FREQUENCY_SHIFT & FREQUENCY_MAX) as u8,
+        main: bits & MAIN != 0,
+        epoch: bits >> EPOCH_SHIFT,
+    }
 }
 
 /// One slot. The bits change under the partition's read lock (heat, the lease hint); the rest only under its
@@ -400,13 +406,13 @@ mod tests {
 
     #[test]
     fn heat_changes_leave_state_and_lease_hint_alone() {
-        let heat = Heat { frequency: 1, epoch: 200 };
+        let heat = Heat { frequency: 1, main: true, epoch: 1000 };
         for state in [State::Pending, State::Live, State::Quarantined] {
             let slot = Slot::new(BlockFingerprint::default(), state, location(3), heat);
             assert_eq!((slot.state(), slot.heat(), slot.leased()), (Some(state), heat, false));
             slot.hint_leased(true);
-            slot.update_heat(|heat| Heat { frequency: heat.frequency + 9, epoch: 255 });
-            assert_eq!(slot.heat(), Heat { frequency: 3, epoch: 255 });
+            slot.update_heat(|heat| Heat { frequency: heat.frequency + 9, epoch: EPOCHS - 1, ..heat });
+            assert_eq!(slot.heat(), Heat { frequency: 3, main: true, epoch: EPOCHS - 1 });
             assert_eq!((slot.state(), slot.leased()), (Some(state), true));
             slot.hint_leased(false);
             assert_eq!((slot.state(), slot.leased()), (Some(state), false));

@@ -65,7 +65,7 @@ fn a_block_is_pending_from_reservation_to_commit_and_then_live_where_it_was_writ
     let located = index.locate(prints[3]).unwrap();
     assert_eq!(located.location, at(record, 3));
     assert_eq!(located.record, RecordInfo { live: 10, ..info(10) });
-    assert_eq!(located.heat, Heat { frequency: 0, epoch: 5 });
+    assert_eq!(located.heat, Heat { frequency: 0, main: false, epoch: 5 });
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn a_record_that_is_unknown_is_refused_and_nothing_changes() {
 fn the_second_copy_that_recovery_finds_is_reported_and_the_caller_chooses() {
     let (index, old, prints) = with_blocks(3);
     let new = index.records().insert(info(2)).unwrap();
-    let heat = Heat { frequency: 2, epoch: 9 };
+    let heat = Heat { frequency: 2, main: false, epoch: 9 };
     let found = [9, 1].map(|n| Recovered { print: print(&index, n), location: at(new, n as u16 % 2), heat });
     let mut conflicts = Vec::new();
     index.insert_live(&mut gathered(&index, &found), &mut conflicts).unwrap();
@@ -284,13 +284,13 @@ fn blocks_that_cost_nothing_count_as_a_byte_so_that_the_cap_bounds_their_number(
 #[test]
 fn ages_beyond_the_limit_are_clamped_to_it_and_younger_ones_kept() {
     let (index, _, prints) = with_blocks(3);
-    index.touch(&prints[..1], 250);
+    index.touch(&prints[..1], 1018);
     index.touch(&prints[1..2], 3);
     index.touch(&prints[2..], 40);
     (0..index.partitions()).for_each(|partition| index.clamp_ages(partition, 50, 60));
     let epochs = prints.iter().map(|print| index.get(*print).unwrap().heat.epoch).collect::<Vec<_>>();
-    // Epoch 250 was 56 ago, modulo 256.
-    assert_eq!(epochs, [250, 3, 40]);
+    // Epoch 1018 was 56 ago, modulo 1024.
+    assert_eq!(epochs, [1018, 3, 40]);
     (0..index.partitions()).for_each(|partition| index.clamp_ages(partition, 60, 60));
     let epochs = prints.iter().map(|print| index.get(*print).unwrap().heat.epoch).collect::<Vec<_>>();
     assert_eq!(epochs, [0, 3, 40]);
@@ -551,7 +551,7 @@ fn chaos(index: &Index, prints: &[BlockFingerprint], seed: u64) {
                     index.try_evict(print, location, Nanos(round));
                 }
             }
-            _ => index.touch(some, round as u8),
+            _ => index.touch(some, round as u16),
         }
     }
 }

@@ -197,6 +197,15 @@ impl Driver {
         .await
     }
 
+    /// The holes of a file, in order: (offset, bytes).
+    pub async fn holes(&self, file: FileId) -> Result<Vec<(u64, u64)>, IoError> {
+        self.reply(MetaOp::Holes { file }, |reply| match reply {
+            Reply::Holes(holes) => Some(holes),
+            _ => None,
+        })
+        .await
+    }
+
     /// Free and all bytes of the file system that holds a directory, and which file system it is.
     pub async fn space(&self, dir: DirId) -> Result<(u64, u64, u64), IoError> {
         self.reply(MetaOp::Space { dir }, |reply| match reply {
@@ -243,6 +252,11 @@ impl Driver {
     /// What was done and what is under way.
     pub fn metrics(&self) -> Metrics {
         self.shared.core.borrow().metrics()
+    }
+
+    /// Places for operations, and for batches of reads: as many as there ever were at once.
+    pub(crate) fn places(&self) -> (usize, usize) {
+        self.shared.core.borrow().places()
     }
 
     fn transfer(&self, class: Class, offset: u64, work: Work) -> Transfer {

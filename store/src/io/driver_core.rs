@@ -206,6 +206,10 @@ impl Core {
         }
     }
 
+    pub(super) fn places(&self) -> (usize, usize) {
+        (self.slots.places(), self.batches.places() + self.spare.len())
+    }
+
     /// Gives a future's operation a slot, or the request back if there is none.
     pub(super) fn admit(&mut self, request: Request) -> Result<Key, Request> {
         if self.is_full() { Err(request) } else { Ok(self.place(request, Owner::Future(None))) }

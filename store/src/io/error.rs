@@ -73,6 +73,7 @@ pub enum OpKind {
     Close,
     Allocate,
     PunchHole,
+    Holes,
     Truncate,
     Rename,
     Remove,
@@ -98,6 +99,7 @@ impl OpKind {
             Self::Close => "closing",
             Self::Allocate => "allocating blocks of",
             Self::PunchHole => "giving back blocks of",
+            Self::Holes => "asking for the holes of",
             Self::Truncate => "truncating",
             Self::Rename => "renaming",
             Self::Remove => "removing",
@@ -198,6 +200,7 @@ pub(super) fn describe(op: &MetaOp) -> (OpKind, Subject, u64, u64) {
         MetaOp::SyncDir { name: what } => (OpKind::SyncDir, name(what), 0, 0),
         MetaOp::List { name: what } => (OpKind::List, name(what), 0, 0),
         MetaOp::Stat { file } => (OpKind::Stat, Subject::File(*file), 0, 0),
+        MetaOp::Holes { file } => (OpKind::Holes, Subject::File(*file), 0, 0),
         MetaOp::Space { dir } => {
             (OpKind::Space, Subject::Name(Box::new(Name { dir: *dir, path: Box::default() })), 0, 0)
         }

@@ -10,8 +10,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use rustix::fs::{
-    AtFlags, CWD, Dir, FallocateFlags, FileType, Mode, OFlags, RawMode, StatxFlags, fallocate, fcntl_getfl,
-    fcntl_setfl, fstat, fstatvfs, fsync, ftruncate, mkdirat, openat, renameat, statat, statx, unlinkat,
+    AtFlags, CWD, Dir, FallocateFlags, FileType, Mode, OFlags, RawMode, SeekFrom, StatxFlags, fallocate,
+    fcntl_getfl, fcntl_setfl, fstat, fstatvfs, fsync, ftruncate, mkdirat, openat, renameat, statat, statx,
+    unlinkat,
 };
 use rustix::io::Errno;
 
@@ -24,6 +25,8 @@ const LISTING_MAX: usize = 1 << 20;
 /// What a name may have; far above what the store uses.
 const COMPONENTS_MAX: usize = 16;
 const COMPONENT_BYTES_MAX: usize = 255;
+/// A file with more holes than this is none of ours: a segment has fewer pages.
+const HOLES_MAX: usize = 1 << 22;
 
 const FILE_MODE: RawMode = 0o600;
 const DIR_MODE: RawMode = 0o700;
@@ -72,9 +75,9 @@ impl Meta {
                 self.on(*file, |fd| fallocate(fd, FallocateFlags::empty(), *offset, *len))?;
             }
             MetaOp::PunchHole { file, offset, len } => {
-                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                self.on(*file, |fd| fallocate(fd, flags, *offset, *len))?;
+                self.on(*file, |fd| punch(fd, *offset, *len))?;
             }
+            MetaOp::Holes { file } => return self.on(*file, holes).map(Some),
             MetaOp::Truncate { file, len } => self.on(*file, |fd| ftruncate(fd, *len))?,
             MetaOp::Rename { from, to } => self.rename(from, to)?,
             MetaOp::Remove { name } => self.remove(name)?,
@@ -238,6 +241,37 @@ fn describe(dir: BorrowedFd<'_>, raw: &CStr, known: FileType) -> DirEntry {
         _ => EntryKind::Other,
     };
     DirEntry { name: raw.to_string_lossy().into(), kind }
+}
+
+/// Gives blocks back.
+pub(super) fn punch(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), Errno> {
+    fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
+}
+
+/// What is not there of a file. A file system that cannot tell says that everything is.
+fn holes(fd: BorrowedFd<'_>) -> Result<Reply, Errno> {
+    let end = u64::try_from(fstat(fd)?.st_size).map_err(|_| Errno::OVERFLOW)?;
+    let (mut holes, mut at) = (Vec::new(), 0);
+    while at < end {
+        let hole = seek(fd, SeekFrom::Hole(at))?.unwrap_or(end).min(end);
+        if hole == end {
+            break;
+        }
+        at = seek(fd, SeekFrom::Data(hole))?.unwrap_or(end).min(end);
+        if at <= hole || holes.len() >= HOLES_MAX {
+            return Err(Errno::OVERFLOW);
+        }
+        holes.push((hole, at - hole));
+    }
+    Ok(Reply::Holes(holes))
+}
+
+/// `None`: there is no such place before the end.
+fn seek(fd: BorrowedFd<'_>, to: SeekFrom) -> Result<Option<u64>, Errno> {
+    match rustix::fs::seek(fd, to) {
+        Err(Errno::NXIO) => Ok(None),
+        found => found.map(Some),
+    }
 }
 
 fn stat(fd: BorrowedFd<'_>) -> Result<Reply, Errno> {

@@ -110,8 +110,11 @@ pub enum MetaOp {
     Close { file: FileId },
     /// Reserves blocks for `offset .. offset + len` and makes the file at least that long. Result: 0 or -ENOSPC.
     Allocate { file: FileId, offset: u64, len: u64 },
-    /// Gives blocks back to the file system; reads of the range then find zeros. Result: 0.
+    /// Gives blocks back to the file system; reads of the range then find zeros. Several of one file may be under
+    /// way at once. Durable after `Flush`. Result: 0, or -EOPNOTSUPP where the file system cannot.
     PunchHole { file: FileId, offset: u64, len: u64 },
+    /// Result: 0, and [`Reply::Holes`].
+    Holes { file: FileId },
     /// Result: 0.
     Truncate { file: FileId, len: u64 },
     /// Replaces `to` if it is there; both in one directory. Durable after `SyncDir`. Result: 0.
@@ -140,6 +143,8 @@ pub enum Reply {
     Listing(Vec<DirEntry>),
     /// Length and physically allocated bytes of a file.
     Stat { len: u64, allocated: u64 },
+    /// The holes of a file, in order, as (offset, bytes): ranges below its end that were punched or never written.
+    Holes(Vec<(u64, u64)>),
     /// Bytes of the file system that holds a directory: free to this process, and in all.
     /// `device` is the file system's own: directories on the same one share its bytes.
     Space { free: u64, total: u64, device: u64 },

@@ -16,11 +16,11 @@ use rustix::io::{Errno, ReadWriteFlags, preadv, pwritev, pwritev2};
 use super::features::{Feature, Features, Outcomes};
 use super::files::{Files, OpenFile};
 use super::mem::{Buf, IoVec, Region};
-use super::meta::{Meta, MetaJob};
+use super::meta::{Meta, MetaJob, punch};
 use super::ring::RANGES_MAX;
 use super::wake::Wake;
 use super::workers::{Done, Workers};
-use super::{Completion, Io, IoFacts, Op, Token, Unpark};
+use super::{Completion, Io, IoFacts, MetaOp, Op, Token, Unpark};
 
 /// Operations that are at the disks at once: enough for what one executor reads ahead in pieces of 1 MiB.
 pub(super) const THREADS: usize = 4;
@@ -89,6 +89,8 @@ impl Pool {
 impl Io for Pool {
     fn submit(&mut self, token: Token, op: Op) {
         let file = match op {
+            // Many at once: one waits for the file system, and they come in batches.
+            Op::Meta(MetaOp::PunchHole { file, .. }) => file,
             Op::Meta(op) => return self.meta.push(MetaJob { token, op }),
             Op::Read { file, .. }
             | Op::ReadV { file, .. }
@@ -165,6 +167,7 @@ fn run(job: &Job, durable: &AtomicBool) -> Completion {
         }
         Op::WriteV { offset, from, sync, .. } => write(fd, *offset, from, *sync, durable),
         Op::Flush { .. } => fdatasync(fd).map(|()| 0),
+        Op::Meta(MetaOp::PunchHole { offset, len, .. }) => punch(fd, *offset, *len).map(|()| 0),
         Op::Meta(_) => Err(Errno::INVAL),
     };
     let result = match moved {

@@ -34,7 +34,7 @@ use super::ring_setup::{Setup, make};
 use super::slots::{Key, Slots};
 use super::wake::Wake;
 use super::workers::{Done, Workers};
-use super::{Completion, Io, IoFacts, Op, Token, Unpark};
+use super::{Completion, Io, IoFacts, MetaOp, Op, Token, Unpark};
 
 /// The poll of the wake-up's eventfd; no [`Key`] packs to it.
 const WAKE: u64 = u64::MAX;
@@ -44,6 +44,8 @@ const CANCEL: u64 = u64::MAX - 1;
 const READABLE: u32 = 1;
 /// `RWF_DSYNC`.
 const DSYNC: i32 = 2;
+/// `FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE`.
+const PUNCH: i32 = 3;
 /// The most that one operation moves, as the kernel has it; the rest comes back as a short result.
 pub(super) const MOVED_MAX: u32 = 0x7fff_f000;
 /// The most ranges in one operation; the rest comes back as a short result.
@@ -196,6 +198,9 @@ impl Ring {
                 }
             }
             Op::Flush { .. } => opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build(),
+            Op::Meta(MetaOp::PunchHole { offset, len, .. }) => {
+                opcode::Fallocate::new(fd, *len).offset(*offset).mode(PUNCH).build()
+            }
             Op::Meta(_) => opcode::Nop::new().build(),
         }
     }
@@ -343,6 +348,8 @@ fn len(buf: &Buf) -> u32 {
 impl Io for Ring {
     fn submit(&mut self, token: Token, op: Op) {
         let (file, ranges) = match op {
+            // In the kernel's own threads, many at once: one waits for the file system, and they come in batches.
+            Op::Meta(MetaOp::PunchHole { file, .. }) => (file, Box::default()),
             Op::Meta(op) => return self.meta.push(MetaJob { token, op }),
             Op::Read { file, .. } | Op::Write { file, .. } | Op::Flush { file } => (file, Box::default()),
             Op::ReadV { file, ref into, .. } => (file, into.iter().take(RANGES_MAX).map(IoVec::of).collect()),

@@ -27,6 +27,8 @@ struct Figures {
     log_end: u64,
     /// Bytes of records of blocks below that.
     records: u64,
+    /// Bytes of these that were given back to the file system: neither live nor dead, and not allocated.
+    punched: u64,
     /// Live bytes of these.
     live: u64,
 }
@@ -46,12 +48,20 @@ impl Book {
         lock(&self.0).allocated
     }
 
+    /// Of its records, `punched` bytes are holes; the file has so many bytes of the budget.
+    pub fn set_punched(&self, allocated: u64, punched: u64) {
+        let mut book = lock(&self.0);
+        book.allocated = allocated;
+        book.punched = punched;
+    }
+
     /// A new use begins with so many bytes of header.
     pub fn begin(&self, header_bytes: u64) {
         let mut book = lock(&self.0);
         book.phase = Phase::Open;
         book.log_end = header_bytes;
         book.records = 0;
+        book.punched = 0;
     }
 
     /// `bytes` were given out, of which `records` to records of blocks.
@@ -75,6 +85,7 @@ impl Book {
         if phase == Phase::Free {
             book.log_end = 0;
             book.records = 0;
+            book.punched = 0;
         }
     }
 
@@ -95,14 +106,16 @@ impl Book {
 
     pub(super) fn view(&self, shard: u32, segment: u32) -> SegmentView {
         let book = *lock(&self.0);
-        let Figures { phase, log_end, records, .. } = book;
-        SegmentView { shard, segment, phase, log_end, records, space: book.space() }
+        let Figures { phase, log_end, records, punched, .. } = book;
+        SegmentView { shard, segment, phase, log_end, records, punched, space: book.space() }
     }
 }
 
 impl Figures {
     fn space(&self) -> Space {
-        let Self { phase, allocated, log_end, records, live } = *self;
+        let Self { phase, allocated, log_end, records, punched, live } = *self;
+        let records = records.saturating_sub(punched);
+        let log_end = log_end.saturating_sub(punched);
         let inside = log_end.saturating_sub(records);
         let (dead, free, overhead) = match phase {
             Phase::Free => (0, allocated, 0),
@@ -117,6 +130,24 @@ impl Figures {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_given_back_is_neither_dead_nor_allocated() {
+        let book = Book::default();
+        book.set_allocated(100_000);
+        book.begin(4096);
+        book.append(81_920, 73_728);
+        book.moved(0, 20_000);
+        book.turn(Phase::Full);
+        book.set_punched(50_848, 49_152);
+        let space = book.space();
+        assert_eq!((space.allocated, space.live, space.dead), (50_848, 20_000, 4576));
+        assert_eq!((space.overhead, space.sum()), (26_272, 50_848));
+        assert_eq!(book.view(0, 0).punched, 49_152);
+        book.moved(20_000, 0);
+        book.turn(Phase::Free);
+        assert_eq!(book.space().free, 50_848);
+    }
 
     #[test]
     fn the_four_add_up_in_every_phase() {

@@ -11,6 +11,8 @@
 //! - **overhead**: everything else: segment headers, definitions, tombstones, footers, trailers and what stands
 //!   empty before them, checkpoints, superblocks, directories.
 //!
+//! Bytes of evicted records that were given back to the file system as holes are none of them: they are not allocated.
+//!
 //! Nothing is scanned for it: a segment's [`Book`] is changed when bytes are given out and when a block becomes live
 //! or stops being so. Every book is read and changed under its own lock, so each adds up at every moment, and hence
 //! their sum does.

@@ -50,6 +50,8 @@ pub struct SegmentView {
     pub log_end: u64,
     /// Bytes of all records of blocks in it.
     pub records: u64,
+    /// Bytes of these that were given back to the file system.
+    pub punched: u64,
     /// What its bytes are.
     pub space: Space,
 }

@@ -1,7 +1,7 @@
 //! Power cuts: which of the changes that were not durable are found on the disk afterwards.
 //!
 //! Nothing is promised for a volatile change, so any subset may survive, and of a write any subset of its sectors.
-//! Operations that were under way count as volatile changes too. With at most ten changes all subsets are
+//! A punch may have reached any of its pages. Operations that were under way count as volatile changes too. With at most ten changes all subsets are
 //! enumerated; with more, all prefixes, every single loss, every single survivor, and random ones. Directories are
 //! devices of their own: one may have lost everything that another one kept. Small scopes go further: all subsets of
 //! all [`Unit`]s.

@@ -404,7 +404,7 @@ fn shape_or_name(pending: &Pending, media: &mut Media) -> Result<Option<(Ino, Op
         MetaOp::Remove { name } => media.remove(name.dir, &name.path)?,
         MetaOp::MakeDir { name } => media.make_dir(name.dir, &name.path)?,
         MetaOp::Close { .. } | MetaOp::SyncDir { .. } | MetaOp::List { .. } => {}
-        MetaOp::Stat { .. } | MetaOp::Space { .. } => {}
+        MetaOp::Stat { .. } | MetaOp::Space { .. } | MetaOp::Holes { .. } => {}
     }
     Ok(None)
 }
@@ -421,7 +421,7 @@ fn subject(op: &Op, io: &IoState) -> (Result<Option<OpenFile>, i32>, Option<DirI
         Op::Meta(op) => match op {
             MetaOp::Close { file: at } | MetaOp::Allocate { file: at, .. } => file(at),
             MetaOp::PunchHole { file: at, .. } | MetaOp::Truncate { file: at, .. } => file(at),
-            MetaOp::Stat { file: at } => file(at),
+            MetaOp::Stat { file: at } | MetaOp::Holes { file: at } => file(at),
             MetaOp::Open { name, .. } | MetaOp::Remove { name } | MetaOp::MakeDir { name } => named(name),
             MetaOp::SyncDir { name } | MetaOp::List { name } => named(name),
             MetaOp::Rename { from, to } => {
@@ -665,6 +665,9 @@ impl Machine {
             (MetaOp::Stat { .. }, Some(file)) => {
                 let content = &self.media.file(file.ino)?.current;
                 Ok(Some(Reply::Stat { len: content.len, allocated: content.allocated() }))
+            }
+            (MetaOp::Holes { .. }, Some(file)) => {
+                Ok(Some(Reply::Holes(self.media.file(file.ino)?.current.holes())))
             }
             (MetaOp::Close { .. }, Some(file)) => {
                 let file = self.media.file_mut(file.ino)?;

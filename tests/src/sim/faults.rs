@@ -18,6 +18,7 @@ pub enum OpKind {
     Close,
     Allocate,
     Punch,
+    Holes,
     Truncate,
     Rename,
     Remove,
@@ -30,7 +31,7 @@ pub enum OpKind {
 
 impl OpKind {
     /// All kinds.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Read,
         Self::Write,
         Self::Flush,
@@ -38,6 +39,7 @@ impl OpKind {
         Self::Close,
         Self::Allocate,
         Self::Punch,
+        Self::Holes,
         Self::Truncate,
         Self::Rename,
         Self::Remove,
@@ -66,6 +68,7 @@ impl OpKind {
                 MetaOp::SyncDir { .. } => Self::SyncDir,
                 MetaOp::List { .. } => Self::List,
                 MetaOp::Stat { .. } => Self::Stat,
+                MetaOp::Holes { .. } => Self::Holes,
                 MetaOp::Space { .. } => Self::Space,
             },
         }
@@ -81,6 +84,7 @@ impl OpKind {
             Self::Close => "close",
             Self::Allocate => "allocate",
             Self::Punch => "punch",
+            Self::Holes => "holes",
             Self::Truncate => "truncate",
             Self::Rename => "rename",
             Self::Remove => "remove",

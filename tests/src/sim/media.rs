@@ -130,6 +130,20 @@ impl Content {
         self.pages.len() as u64 * PAGE
     }
 
+    /// What was punched or never written, below the end: as the common file systems tell it.
+    pub(super) fn holes(&self) -> Vec<(u64, u64)> {
+        let end = self.len;
+        let (mut holes, mut at) = (Vec::new(), 0);
+        let written = self.pages.iter().filter(|(_, bytes)| bytes.is_some()).map(|(page, _)| page * PAGE);
+        for data in written.filter(|data| *data < end).chain([end]) {
+            if data > at {
+                holes.push((at, data - at));
+            }
+            at = data + PAGE;
+        }
+        holes
+    }
+
     fn digest(&self, into: &mut Mixer) {
         into.word(self.len);
         for (page, bytes) in &*self.pages {
@@ -140,6 +154,12 @@ impl Content {
             }
         }
     }
+}
+
+/// Pages that a punch touches: each may be lost or kept by itself. Far more than any file has count as one.
+pub(super) fn punched_pages(offset: u64, len: u64) -> usize {
+    let pages = offset.saturating_add(len).div_ceil(PAGE) - offset / PAGE;
+    if pages > 1 << 20 { 1 } else { pages as usize }
 }
 
 /// A change of a file that is not durable yet.
@@ -167,7 +187,7 @@ pub(super) enum FileChange {
 }
 
 impl FileChange {
-    /// Carries it out; of a write, the sectors that are live and that `keep` chooses.
+    /// Carries it out; of a write, the sectors that are live and that `keep` chooses; of a punch, the pages.
     fn apply(&self, content: &mut Content, keep: &dyn Fn(usize) -> bool) {
         match self {
             Self::Write { offset, bytes, end, live } => {
@@ -180,22 +200,36 @@ impl FileChange {
                 }
             }
             Self::Allocate { offset, len } => content.allocate(*offset, *len),
-            Self::Punch { offset, len } => content.punch(*offset, *len),
+            Self::Punch { offset, len } => {
+                let pages = punched_pages(*offset, *len);
+                if pages == 1 && keep(0) || (0..pages).all(keep) {
+                    return content.punch(*offset, *len);
+                }
+                for (_, page) in (offset / PAGE..).take(pages).enumerate().filter(|(at, _)| keep(*at)) {
+                    let (from, to) = (page * PAGE, (page + 1) * PAGE);
+                    let (from, to) = (from.max(*offset), to.min(offset.saturating_add(*len)));
+                    content.punch(from, to - from);
+                }
+            }
             Self::Truncate { len } => content.truncate(*len),
         }
     }
 
-    /// How many sectors a write has.
+    /// How many sectors a write has, or pages a punch.
     pub(super) fn sectors(&self) -> Option<usize> {
         match self {
             Self::Write { live, .. } => Some(live.len()),
+            Self::Punch { offset, len } => Some(punched_pages(*offset, *len)),
             _ => None,
         }
     }
 
     /// The sectors of a write that matter: the others are durable, or hold what the disk has at a place that nothing
     /// else pending changes. A change of shape is one.
-    fn telling<'a>(&'a self, file: &'a File) -> impl Iterator<Item = usize> + 'a {
+    fn telling<'a>(&'a self, file: &'a File) -> Box<dyn Iterator<Item = usize> + 'a> {
+        if let Self::Punch { offset, len } = self {
+            return Box::new(0..punched_pages(*offset, *len));
+        }
         let (offset, bytes, live) = match self {
             Self::Write { offset, bytes, live, .. } => (*offset, &**bytes, &**live),
             _ => (0, [0; 1].as_slice(), [true].as_slice()),
@@ -215,7 +249,7 @@ impl FileChange {
             !shape && touched == 1 && there == sector
         };
         let sectors = bytes.chunks(SECTOR as usize).enumerate();
-        sectors.filter(move |(at, sector)| live[*at] && !idle(*at, sector)).map(|(at, _)| at)
+        Box::new(sectors.filter(move |(at, sector)| live[*at] && !idle(*at, sector)).map(|(at, _)| at))
     }
 
     /// Takes the sectors in `from .. to` out of a write: something newer is durable there.
@@ -609,8 +643,8 @@ impl Media {
             match node {
                 Node::File(file) => {
                     for (seq, change) in file.pending.drain(..) {
-                        let write = matches!(change, FileChange::Write { .. });
-                        if write || keep(seq, 0) {
+                        let parts = matches!(change, FileChange::Write { .. } | FileChange::Punch { .. });
+                        if parts || keep(seq, 0) {
                             change.apply(&mut file.durable, &|sector| keep(seq, sector));
                         }
                     }
@@ -712,6 +746,22 @@ impl Media {
         let mut bytes = vec![0; usize::try_from(content.len).ok()?];
         content.read(0, &mut bytes);
         Some(bytes)
+    }
+
+    /// What a file's bytes are not there of, as a program is told: (offset, bytes).
+    pub fn holes(&self, dir: DirId, path: &str) -> Vec<(u64, u64)> {
+        let file = self.look_up(dir, path).and_then(|ino| self.file(ino));
+        file.map(|file| file.current.holes()).unwrap_or_default()
+    }
+
+    /// Makes holes in a file behind everybody's back, durably.
+    pub fn plant_holes(&mut self, dir: DirId, path: &str, holes: &[(u64, u64)]) {
+        let Ok(ino) = self.look_up(dir, path) else { return };
+        let Ok(file) = self.file_mut(ino) else { return };
+        for &(offset, len) in holes {
+            file.current.punch(offset, len);
+            file.durable.punch(offset, len);
+        }
     }
 
     /// Changes bytes of a file behind everybody's back, durably: what a failing medium does. False: no such bytes.

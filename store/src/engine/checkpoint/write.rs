@@ -13,8 +13,8 @@ use kvarts_layout::format::names::checkpoint_name;
 use kvarts_layout::format::{EncodeError, PAGE_BYTES, Position};
 
 use super::CheckpointReport;
+use crate::engine::ages::AGE_MAX;
 use crate::engine::log::Log;
-use crate::engine::recover::{AGE_MAX, EPOCH_S};
 use crate::engine::segment::{Segment, SegmentState};
 use crate::engine::shared::EXPIRY_STEP_MS;
 use crate::error::Reason;
@@ -24,7 +24,7 @@ use crate::io::{FileId, IoError, IoErrorKind, MetaOp, OpenMode};
 use crate::rt::Class;
 
 /// Of a record none of whose blocks was seen.
-const UNSEEN: u8 = u8::MAX;
+const UNSEEN: u16 = u16::MAX;
 /// Tombstones in one chunk: they are the largest items, 72 bytes.
 const TOMBSTONES_MAX: usize = 8 << 10;
 const EINTR: i32 = 4;
@@ -194,12 +194,13 @@ async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -
     Ok(written)
 }
 
-fn record_state(log: &Log, record: &RecordInfo, age: u8, now_s: u64) -> Option<RecordState> {
+fn record_state(log: &Log, record: &RecordInfo, age: u16, now_s: u64) -> Option<RecordState> {
     if u32::from(record.shard) != log.shard || record.live == 0 || age == UNSEEN {
         return None;
     }
     let generation = log.segments.borrow().get(&record.segment)?.generation.get();
-    let last_s = now_s.saturating_sub(u64::from(age) * EPOCH_S);
+    let now = log.shared.clock.now();
+    let last_s = now_s.saturating_sub(log.shared.ages.since(age, now).as_secs());
     let expires_ms = match record.expires {
         0 => 0,
         steps => log.shared.created_ms.saturating_add(u64::from(steps) * EXPIRY_STEP_MS),
@@ -214,7 +215,7 @@ fn record_state(log: &Log, record: &RecordInfo, age: u8, now_s: u64) -> Option<R
 }
 
 /// How many steps ago a block of each record was last used, by the record's number.
-async fn ages(log: &Log) -> Vec<u8> {
+async fn ages(log: &Log) -> Vec<u16> {
     let index = &log.shared.index;
     let mut ages = Vec::new();
     let mut entries = Vec::new();
@@ -228,7 +229,7 @@ async fn ages(log: &Log) -> Vec<u8> {
                 ages.resize(number as usize + 1, UNSEEN);
             }
             if let Some(age) = ages.get_mut(number as usize) {
-                *age = now.wrapping_sub(entry.heat.epoch).min(AGE_MAX).min(*age);
+                *age = entry.heat.age(now).min(AGE_MAX).min(*age);
             }
         }
         // Nobody waits longer for the executor than one partition takes.

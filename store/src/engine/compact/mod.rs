@@ -8,7 +8,7 @@ pub(crate) mod background;
 pub(crate) mod chains;
 pub(crate) mod cold;
 pub(crate) mod gather;
-mod pack;
+pub(crate) mod pack;
 #[cfg(test)]
 mod pack_tests;
 pub(crate) mod relocate;

@@ -16,9 +16,7 @@ use kvarts_layout::format::page_align;
 
 use super::gather::{Taken, pause};
 use super::relocate::Head;
-use crate::engine::executor::AGE_MAX;
 use crate::engine::log::Log;
-use crate::engine::recover::EPOCH_S;
 use crate::error::Reason;
 use crate::index::BlockFingerprint;
 
@@ -40,8 +38,8 @@ impl Cold {
     pub(super) fn is_cold(&self, log: &Log, print: BlockFingerprint) -> bool {
         let Some(after) = self.after else { return false };
         let Some(entry) = log.shared.index.get(print) else { return false };
-        let age = u64::from(log.shared.epoch().wrapping_sub(entry.heat.epoch));
-        !entry.leased && age >= (after.as_secs() / EPOCH_S).min(u64::from(AGE_MAX))
+        let unused = log.shared.unused(&entry.heat);
+        !entry.leased && unused >= after
     }
 }
 

@@ -122,7 +122,7 @@ fn only_what_is_cold_and_not_leased_is_encoded() {
         let moved = relocate(log, record_of(&world, 0), &|_| true, &OLD).await.unwrap();
         assert_eq!((moved.blocks, moved.records_encoded), (0, 0), "what was just put is warm");
         // Twenty minutes later, as ages in the index count.
-        let then = world.shared.epoch().wrapping_sub(75);
+        let then = world.shared.epoch().wrapping_sub(20);
         for number in [0, 1, 2, 3, 4, 5, 10, 11] {
             index.touch(&[print(&world, number)], then);
         }

@@ -18,13 +18,18 @@ use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
 use super::Recovery;
 use super::pages::{CLASS, memory};
+use crate::engine::ages::{AGE_MAX, EPOCH_S};
+use crate::engine::evict::batch::range_of;
+use crate::engine::evict::pages::{Holes, Lying, touched};
 use crate::engine::names::Namespace;
 use crate::engine::runs::RunClass;
 use crate::engine::segment::Segment;
 use crate::engine::shared::Shared;
-use crate::engine::unpack;
+use crate::engine::unpack::{self, Stored};
 use crate::error::Reason;
-use crate::index::{Entry as Indexed, Gathering, Heat, Index, Location, RecordId, RecordInfo, Recovered};
+use crate::index::{
+    EPOCHS, Entry as Indexed, Gathering, Heat, Index, Location, RecordId, RecordInfo, Recovered,
+};
 
 /// Blocks that go into the index at once: the more, the better the caches serve; this many take 24 MiB meanwhile.
 const BATCH_BLOCKS: usize = 1 << 20;
@@ -68,6 +73,7 @@ pub(super) fn class_of(
 
 impl Recovery<'_> {
     /// Takes in what a segment lists. Every newer segment has been taken in before.
+    /// Blocks of which a hole has taken something have been evicted.
     pub(super) async fn adopt(&mut self, segment: &Rc<Segment>, entries: &[Entry]) -> Result<(), Reason> {
         let namespaces = self.resolve(segment, entries).await?;
         // What a segment buries may lie in the same segment.
@@ -189,6 +195,14 @@ impl Recovery<'_> {
             self.report.unusable += 1;
             return Ok(());
         };
+        let gone = self.gone(segment, entry, (blocks, &class));
+        if gone.as_ref().is_some_and(|gone| gone.iter().all(|gone| *gone)) {
+            self.report.evicted += blocks.blocks.len() as u64;
+            return Ok(());
+        }
+        let is_gone = |block: u16| {
+            gone.as_ref().is_some_and(|gone| gone.get(usize::from(block)).copied().unwrap_or(true))
+        };
         let place = (segment.number, segment.generation.get(), entry.offset);
         let recency = self.checkpoint.recency(place);
         let expires_ms = recency.map_or(blocks.expires_ms, |recency| recency.expires_ms);
@@ -208,11 +222,15 @@ impl Recovery<'_> {
             return Ok(());
         };
         let last_s = recency.map_or(blocks.created_ms / 1000, |recency| u64::from(recency.last_access_s));
-        let heat = Heat { frequency: 0, epoch: self.epoch_of(last_s) };
+        let heat = Heat { epoch: self.epoch_of(last_s), ..Heat::default() };
         let index = &self.log.shared.index;
         let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
         self.batch.records.push(record);
         for (block, name) in (0u16..).zip(&blocks.blocks) {
+            if is_gone(block) {
+                self.report.evicted += 1;
+                continue;
+            }
             let key = BlockKey(name.key);
             if !graves.is_empty()
                 && graves.covers_block((namespace.id, key), (blocks.group, blocks.coordinate), entry.sequence)
@@ -246,10 +264,37 @@ impl Recovery<'_> {
         (last.payload_bytes == entry.payload_bytes).then(|| Arc::clone(&last.class))
     }
 
+    /// Which blocks of a record holes have taken; `None` if there is no hole in it.
+    fn gone(
+        &self,
+        segment: &Segment,
+        entry: &Entry,
+        (blocks, class): (&Blocks, &RunClass),
+    ) -> Option<Vec<bool>> {
+        let holes = segment.holes.borrow();
+        let holes: &Holes = &holes;
+        let (at, len) = range_of(entry);
+        if !touched(holes, at, len) {
+            return None;
+        }
+        let count = blocks.blocks.len();
+        let all = Some(vec![true; count]);
+        let Ok(layout) = class.layout_of(u32::try_from(count).unwrap_or(u32::MAX)) else { return all };
+        let Ok(stored) = Stored::of(blocks, &layout) else { return all };
+        let lying = Lying {
+            offset: entry.offset,
+            header_bytes: u64::from(entry.header_bytes),
+            payload_bytes: entry.payload_bytes,
+            layout: &layout,
+            stored: stored.as_ref().map(|stored| &stored.places),
+        };
+        Some((0u16..).take(count).map(|block| lying.is_gone(block, holes)).collect())
+    }
+
     /// The coarse time of the index for a moment in the past.
-    fn epoch_of(&self, last_s: u64) -> u8 {
-        let age = (self.now_ms / 1000).saturating_sub(last_s) / super::EPOCH_S;
-        self.log.shared.epoch().wrapping_sub(age.min(u64::from(super::AGE_MAX)) as u8)
+    fn epoch_of(&self, last_s: u64) -> u16 {
+        let age = (self.now_ms / 1000).saturating_sub(last_s) / EPOCH_S;
+        self.log.shared.epoch().wrapping_sub(age.min(u64::from(AGE_MAX)) as u16) % EPOCHS
     }
 
     /// Puts the batch into the index. What is there already is newer, or another shard's.
@@ -264,7 +309,7 @@ impl Recovery<'_> {
         self.report.duplicates += duplicates;
         self.report.blocks += found - duplicates;
         self.report.records += batch.records.len() as u64;
-        if duplicates > 0 || self.report.deleted > 0 {
+        if duplicates > 0 || self.report.deleted > 0 || self.report.evicted > 0 {
             for &record in &batch.records {
                 if index.records().free(record).is_ok() {
                     self.report.records -= 1;

@@ -4,6 +4,7 @@ use kvarts_layout::format::names::FileName;
 
 use crate::engine::directory::refused;
 use crate::engine::log::Log;
+use crate::engine::segment::Segment;
 use crate::error::Reason;
 use crate::io::driver::Meta;
 use crate::io::{EntryKind, FileId, IoError, IoErrorKind, MetaOp, Name, OpenMode, Reply};
@@ -70,26 +71,46 @@ pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
             opened.iter().map(|&(_, file)| log.driver.meta(MetaOp::Stat { file })).collect();
         for ((number, file), stat) in opened.into_iter().zip(stats) {
             let Some(Reply::Stat { len, allocated }) = stat.await.map_err(unusable)? else { continue };
-            let (len, allocated) = complete(log, file, len, allocated).await;
+            let (len, allocated) = lengthen(log, file, len, allocated).await;
             files.segments.push(SegmentFile { number, file, len, allocated });
         }
     }
     Ok(files)
 }
 
-/// Charges a segment file with its full length, whether it has it or will get it when it is written, and gives it
-/// that length now if it is too short, as a crash between its making and its first write leaves it. One for which
-/// budget or disk lack the room stays short: counted in full it is among the first to be given back.
-async fn complete(log: &Log, file: FileId, len: u64, allocated: u64) -> (u64, u64) {
+/// Charges a segment file with what it has. One that is shorter than a segment, as a crash between its making and its
+/// first write leaves it, is given its length if budget and disk have the room; without it, counted in full, it is among
+/// the first to be given back.
+async fn lengthen(log: &Log, file: FileId, len: u64, allocated: u64) -> (u64, u64) {
     let whole = log.shared.segment_bytes;
+    if len >= whole {
+        log.shared.charge(allocated);
+        return (len, allocated);
+    }
     let (used, limit) = log.shared.space();
     let charged = allocated.max(whole);
     log.shared.charge(charged);
-    if (len >= whole && allocated >= whole) || used.saturating_add(charged) > limit {
+    if used.saturating_add(charged) > limit {
         return (len, charged);
     }
     match log.driver.meta(MetaOp::Allocate { file, offset: 0, len: whole }).await {
-        Ok(_) => (len.max(whole), charged),
+        Ok(_) => (whole, charged),
         Err(_) => (len, charged),
+    }
+}
+
+/// The same for a segment that is not sealed and lacks bytes of its length: it will get them when it is written. What a
+/// sealed one lacks was given back, and stays so.
+pub(super) async fn complete(log: &Log, segment: &Segment) {
+    let (whole, allocated) = (log.shared.segment_bytes, segment.book.allocated());
+    if allocated >= whole {
+        return;
+    }
+    let (used, limit) = log.shared.space();
+    log.shared.charge(whole - allocated);
+    segment.book.set_allocated(whole);
+    if used.saturating_add(whole - allocated) <= limit {
+        // Without it the segment's writes allocate what they need.
+        let _ = log.driver.meta(MetaOp::Allocate { file: segment.file, offset: 0, len: whole }).await;
     }
 }

@@ -19,9 +19,9 @@ fn prints() -> Vec<BlockFingerprint> {
 #[derive(Clone, Debug)]
 enum Step {
     Reserve(Vec<usize>),
-    Commit(sample::Index, u8),
+    Commit(sample::Index, u16),
     Abandon(sample::Index),
-    Recover(Vec<usize>, u8),
+    Recover(Vec<usize>, u16),
     Move(usize, bool),
     Remove(usize, bool),
     Delete(usize),
@@ -32,7 +32,7 @@ enum Step {
     Renew(sample::Index, u64),
     Expire,
     Wait(u64),
-    Touch(Vec<usize>, u8),
+    Touch(Vec<usize>, u16),
     Cool(usize),
 }
 
@@ -44,9 +44,9 @@ fn step() -> impl Strategy<Value = Step> {
     let right = || prop::bool::weighted(0.9);
     prop_oneof![
         4 => keys().prop_map(Step::Reserve),
-        4 => (any_of(), any::<u8>()).prop_map(|(put, epoch)| Step::Commit(put, epoch)),
+        4 => (any_of(), 0..crate::index::EPOCHS).prop_map(|(put, epoch)| Step::Commit(put, epoch)),
         1 => any_of().prop_map(Step::Abandon),
-        2 => (keys(), any::<u8>()).prop_map(|(keys, epoch)| Step::Recover(keys, epoch)),
+        2 => (keys(), 0..crate::index::EPOCHS).prop_map(|(keys, epoch)| Step::Recover(keys, epoch)),
         2 => (key(), right()).prop_map(|(key, right)| Step::Move(key, right)),
         1 => (key(), right()).prop_map(|(key, right)| Step::Remove(key, right)),
         1 => key().prop_map(Step::Delete),
@@ -58,7 +58,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (any_of(), 0..40u64).prop_map(|(lease, lasts)| Step::Renew(lease, lasts)),
         1 => Just(Step::Expire),
         2 => (1..15u64).prop_map(Step::Wait),
-        1 => (keys(), any::<u8>()).prop_map(|(keys, epoch)| Step::Touch(keys, epoch)),
+        1 => (keys(), 0..crate::index::EPOCHS).prop_map(|(keys, epoch)| Step::Touch(keys, epoch)),
         1 => key().prop_map(Step::Cool),
     ]
 }
@@ -217,7 +217,8 @@ impl World {
                 self.index.touch(&self.of(&keys), epoch);
                 for key in keys {
                     if let Some(known) = self.known.get_mut(&key) {
-                        known.heat = Heat { frequency: (known.heat.frequency + 1).min(3), epoch };
+                        known.heat =
+                            Heat { frequency: (known.heat.frequency + 1).min(3), epoch, ..known.heat };
                     }
                 }
             }
@@ -250,7 +251,7 @@ impl World {
         self.puts.push((ticket, keys));
     }
 
-    fn commit(&mut self, put: usize, epoch: u8) {
+    fn commit(&mut self, put: usize, epoch: u16) {
         let (ticket, keys) = self.puts[put].clone();
         let record = self.record();
         let lost = self.index.commit(ticket, record, &self.of(&keys), epoch).unwrap();
@@ -258,7 +259,8 @@ impl World {
         for (block, key) in (0u16..).zip(&keys) {
             match self.known.get_mut(key) {
                 Some(known) if known.at == At::Pending(put) => {
-                    *known = Known { at: At::Live(at(record, block)), heat: Heat { frequency: 0, epoch } };
+                    *known =
+                        Known { at: At::Live(at(record, block)), heat: Heat { epoch, ..Heat::default() } };
                     *self.live.get_mut(&record).unwrap() += 1;
                 }
                 _ => expected.push(block),
@@ -267,9 +269,9 @@ impl World {
         assert_eq!(lost, expected);
     }
 
-    fn recover(&mut self, keys: &[usize], epoch: u8) {
+    fn recover(&mut self, keys: &[usize], epoch: u16) {
         let record = self.record();
-        let heat = Heat { frequency: epoch % 4, epoch };
+        let heat = Heat { frequency: (epoch % 4) as u8, epoch, main: epoch.is_multiple_of(3) };
         let found: Vec<_> = (0..)
             .zip(keys)
             .map(|(block, key)| Recovered { print: self.prints[*key], location: at(record, block), heat })

@@ -1,0 +1,184 @@
+//! Blocks leave one by one, their pages are given back, and whoever opens the store next agrees.
+
+use kvarts_layout::{BlockShape, ChunkShape, LayerShape};
+
+use super::batch::Made;
+use super::policy::EvictionPolicy;
+use crate::engine::recover::recover;
+use crate::engine::recover::tests::harness::{Contents, Place, SEGMENT_BYTES, World, key};
+use crate::index::{BlockFingerprint, LeaseTerms, Lookup};
+
+/// One layer with parts of so many bytes.
+pub(super) fn shape_of(parts: &[u64]) -> BlockShape {
+    let chunks = parts.iter().map(|&bytes| ChunkShape { bytes, align: 1 }).collect();
+    BlockShape::new(vec![LayerShape { layer: 0, chunks }]).unwrap()
+}
+
+fn print(world: &World, number: u64) -> BlockFingerprint {
+    let namespace = world.namespace("a").local;
+    let (group, coordinate) = (kvarts_layout::Group(0), kvarts_layout::Coordinate::Replicated);
+    world.shared.index.key().of(namespace, &key(number), group, coordinate)
+}
+
+/// Eight segments, each with records of five blocks; closed.
+fn filled() -> Place {
+    let place = Place::new();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let mut first = 0;
+        while world.log.segments.borrow().len() < 9 {
+            world.durable("a", first, 5).await;
+            first += 5;
+        }
+        world.log.finish().await;
+    });
+    place
+}
+
+/// Makes room until so many bytes have been given back.
+async fn give_back(world: &World, bytes: u64) {
+    let before = world.shared.space().0;
+    while world.shared.space().0 + bytes > before {
+        match world.log.make_room().await {
+            Made::Segment(segment) => world.log.remove_segment(&segment).await.unwrap(),
+            Made::Room => {}
+            Made::Nothing => panic!("nothing can be given back"),
+        }
+    }
+}
+
+fn sums(world: &World) {
+    let report = world.shared.space_report();
+    assert_eq!(report.total.sum(), report.total.allocated, "{report:?}");
+    assert_eq!(report.total.allocated, world.shared.space().0);
+}
+
+#[test]
+fn what_was_evicted_stays_so_and_all_else_is_found_again() {
+    for policy in EvictionPolicy::ALL {
+        let place = filled();
+        let (before, after): (Contents, Contents) = place.run(move |world| async move {
+            recover(&world.log).await.unwrap();
+            world.shared.set_policy(policy);
+            let before = world.contents();
+            let epoch = world.shared.epoch();
+            // Of every second record the first three blocks are used.
+            for first in (0..before.len() as u64).step_by(10) {
+                let used: Vec<_> = (first..first + 3).map(|number| print(&world, number)).collect();
+                let later = (epoch + 40) % crate::index::EPOCHS;
+                world.shared.index.touch_with(&used, policy.policy().renews().then_some(later));
+            }
+            (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
+            give_back(&world, 2 * SEGMENT_BYTES).await;
+            sums(&world);
+            assert!(world.log.segments.borrow().values().any(|segment| segment.is_holed()));
+            for first in (0..before.len() as u64).step_by(10) {
+                assert!(
+                    world.has("a", first) && world.has("a", first + 2),
+                    "{policy:?}: used block of {first}"
+                );
+            }
+            (before, world.contents())
+        });
+        assert!(after.len() < before.len() && after.iter().all(|(print, at)| before[print] == *at));
+        let (report, found) = place.recovered();
+        assert_eq!(found, after, "{policy:?}");
+        assert_eq!(report.evicted + found.len() as u64, report.evicted + report.blocks);
+        assert!(report.evicted > 0 && report.problems == 0, "{report:?}");
+        let allocated = place.run(|world| async move {
+            recover(&world.log).await.unwrap();
+            sums(&world);
+            world.shared.space().0
+        });
+        assert!(allocated <= 8 * SEGMENT_BYTES, "{allocated}: holes are not filled again");
+    }
+}
+
+#[test]
+fn blocks_before_others_stay_as_long_as_those() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        world.shared.set_policy(EvictionPolicy::Lru);
+        let before = world.contents().len() as u64;
+        (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
+        // The last block of each second record alone was used: who needs it needs those before it.
+        for first in (0..before).step_by(10) {
+            world.shared.index.touch(&[print(&world, first + 4)], world.shared.epoch());
+        }
+        give_back(&world, 2 * SEGMENT_BYTES).await;
+        for first in (0..before).step_by(10) {
+            assert!((first..first + 5).all(|number| world.has("a", number)), "record at {first}");
+        }
+        for first in (5..before).step_by(10) {
+            let here: Vec<bool> = (first..first + 5).map(|number| world.has("a", number)).collect();
+            assert!(here.is_sorted_by(|a, b| a >= b), "a parent left before its child: {here:?}");
+        }
+    });
+}
+
+#[test]
+fn what_a_lease_holds_stays_and_so_does_a_segment_under_a_read() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let before = world.contents().len() as u64;
+        let (now, mut found) = (world.shared.clock.now(), Vec::new());
+        let terms = LeaseTerms { until: None, tenant: 1, cap_bytes: 1 << 30 };
+        let held: Vec<u64> = (0..before).step_by(7).collect();
+        let prints: Vec<_> = held.iter().map(|number| print(&world, *number)).collect();
+        world.shared.index.match_and_lease(&prints, terms, now, |_| 1, &mut found).unwrap();
+        let read = world.at("a", 1).unwrap().0;
+        let segment = std::rc::Rc::clone(&world.log.segments.borrow()[&read]);
+        let hold = crate::engine::slice::Hold::new(&segment);
+        let allocated = segment.book.allocated();
+        give_back(&world, 3 * SEGMENT_BYTES).await;
+        assert!(held.iter().all(|number| world.has("a", *number)));
+        assert!(held.iter().filter(|number| **number % 5 == 4).all(|last| world.has("a", last - 4)));
+        assert_eq!((segment.book.allocated(), segment.is_holed()), (allocated, false), "under a read");
+        drop(hold);
+        sums(&world);
+    });
+}
+
+#[test]
+fn a_segment_with_holes_is_never_written_anew() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let holed = |world: &World| -> Vec<u32> {
+            let segments = world.log.segments.borrow();
+            segments.values().filter(|segment| segment.is_holed()).map(|segment| segment.number).collect()
+        };
+        world.shared.set_policy(EvictionPolicy::Lru);
+        give_back(&world, SEGMENT_BYTES).await;
+        assert!(!holed(&world).is_empty());
+        while let Made::Room | Made::Segment(_) = world.log.make_room().await {
+            let segments = world.log.segments.borrow();
+            let free = segments.values().filter(|one| {
+                one.state.get() == crate::engine::segment::SegmentState::Free && one.is_holed()
+            });
+            assert_eq!(free.count(), 0);
+        }
+        sums(&world);
+    });
+}
+
+#[test]
+fn a_deleted_or_moved_block_is_given_back_without_evicting_any() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let before = world.contents().len() as u64;
+        let gone: Vec<_> =
+            (0..before).filter(|number| number % 5 > 1).map(|number| print(&world, number)).collect();
+        for print in &gone {
+            let _ = world.shared.index.delete(*print);
+        }
+        let left = world.contents();
+        give_back(&world, 2 * SEGMENT_BYTES).await;
+        assert_eq!(world.contents(), left);
+        assert!(gone.iter().all(|print| world.shared.index.lookup(*print) == Lookup::Absent));
+        sums(&world);
+    });
+}
