@@ -138,7 +138,12 @@ impl Through for Sending {
 
     async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stopped> {
         let bytes = window.bytes(&self.download.shape);
-        let wait = tokio::time::timeout(limits::WAIT, self.call.node.memory.take(bytes)).await;
+        let take = tokio::time::timeout(limits::WAIT, self.call.node.memory.take(bytes));
+        let wait = tokio::select! {
+            wait = take => wait,
+            // Who is gone waits for nothing.
+            () = self.to.closed() => return Err(Stop::Gone),
+        };
         let memory = wait.map_err(|_| Fault::busy("the server's memory for requests is full"));
         let memory = memory.map_err(Stop::Fault)?.ok_or(Reason::TooMany("bytes"))?;
         self.begin_into(window, memory)

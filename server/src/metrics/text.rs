@@ -246,6 +246,7 @@ fn memory(out: &mut String, node: &Node) {
     one(out, "kvarts_put_turns_left", "gauge", "Puts that could take bytes at once.", turns);
     one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a turn.", waiting);
     let places = node.connections.available_permits();
+    one(out, "kvarts_connections_all", "gauge", "Connections that there may be.", node.connections_all);
     one(out, "kvarts_connections_left", "gauge", "Connections that may still come.", places);
     one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", node.calls());
     let clock: &dyn Clock = &**node.clock();

@@ -53,8 +53,10 @@ pub struct Node {
     pub memory: Memory,
     /// Clients on the same host, and the memory that they share.
     pub locals: Arc<Locals>,
-    /// Places for connections.
+    /// Places for connections that are not taken.
     pub connections: Arc<Semaphore>,
+    /// Places for connections in all.
+    pub connections_all: usize,
     /// Turns of puts that take bytes.
     pub puts: Puts,
     /// How many lines refused calls have caused.
@@ -95,6 +97,7 @@ impl Node {
         let audit = Audit::new(Arc::clone(engine.clock()));
         Arc::new(Self {
             engine,
+            connections_all: connections.min(Semaphore::MAX_PERMITS),
             connections: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
             puts: Puts::new(&memory),
             audit,
