@@ -16,12 +16,14 @@ pub const REQUEST_BYTES_MAX: u64 = 1 << 40;
 pub const PUT_PIECE_BYTES: u64 = 8 << 20;
 /// Pieces of one put that may be on their way to disk while the next is received.
 pub const PUT_PIECES_UNDER_WAY: usize = 2;
-/// Bytes of a read that are fetched at once.
+/// Bytes of a read that are fetched at once, by one that is alone.
 pub const WINDOW_BYTES: u64 = 4 << 20;
-/// The same while memory is scarce: whoever takes less leaves more for others.
+/// The same where memory is scarce or many read: whoever takes less leaves more for others.
 pub const SMALL_WINDOW_BYTES: u64 = 1 << 20;
-/// Windows of a read that are fetched while one is sent.
+/// Windows that a read which is alone has under way while one is sent.
 pub const WINDOWS_AHEAD: usize = 2;
+/// Bytes that large reads together have under way if they can help it: a small one finds that much in front of it.
+pub const UNDER_WAY_BYTES: u64 = 8 << 20;
 /// Reads up to this size have memory of their own, which large ones cannot take.
 pub const SMALL_READ_BYTES: u64 = 256 << 10;
 /// Messages of one read that wait for the connection to take them.

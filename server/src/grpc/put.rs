@@ -300,7 +300,8 @@ where
                 return Err(Fault::busy("as many puts are under way as fit into memory"));
             }
         }
-        let wait = tokio::time::timeout(limits::WAIT, call.node.memory.take(bytes)).await;
+        let wait =
+            tokio::time::timeout(limits::WAIT, call.node.take_memory(&call.caller.tenant, bytes)).await;
         let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
         let pages = pages.ok_or(Reason::TooMany("bytes"))?;
         let filled = tokio::time::timeout(limits::PIECE_PATIENCE, incoming.fill(&call, &pages)).await;

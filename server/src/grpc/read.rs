@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
@@ -112,6 +112,35 @@ struct Sending {
     call: Arc<Call>,
     download: Download,
     to: Sender<Outgoing>,
+    large: LargeReads,
+}
+
+/// How many large reads there are; counts one if it is large itself.
+struct LargeReads {
+    all: Arc<AtomicU64>,
+    counted: bool,
+}
+
+impl LargeReads {
+    fn enter(all: &Arc<AtomicU64>, bytes: u64) -> Self {
+        let counted = bytes > limits::SMALL_READ_BYTES;
+        if counted {
+            all.fetch_add(1, Ordering::Relaxed);
+        }
+        Self { all: Arc::clone(all), counted }
+    }
+
+    fn count(&self) -> u64 {
+        self.all.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for LargeReads {
+    fn drop(&mut self) {
+        if self.counted {
+            self.all.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
 }
 
 type Stopped = Stop<Fault>;
@@ -121,7 +150,8 @@ pub(super) async fn run(call: Arc<Call>, download: Download, to: Sender<Outgoing
     let blocks = download.keys.len() as u32;
     let budget = limits::WINDOW_BYTES.min(call.node.memory.piece_max());
     let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
-    let sending = Sending { call, download, to };
+    let large = LargeReads::enter(&call.node.large_reads, download.bytes());
+    let sending = Sending { call, download, to, large };
     let mut windows = Windows::new(sending, shape, order, layers, blocks, budget);
     let (ended, whole) = match windows.run().await {
         Ok(()) => (Ok(()), true),
@@ -138,7 +168,8 @@ impl Through for Sending {
 
     async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stopped> {
         let bytes = window.bytes(&self.download.shape);
-        let take = tokio::time::timeout(limits::WAIT, self.call.node.memory.take(bytes));
+        let take =
+            tokio::time::timeout(limits::WAIT, self.call.node.take_memory(&self.call.caller.tenant, bytes));
         let wait = tokio::select! {
             wait = take => wait,
             // Who is gone waits for nothing.
@@ -151,13 +182,24 @@ impl Through for Sending {
 
     /// Only into memory that others are not short of: whoever waited here would wait with memory in hand.
     fn begin_ahead(&self, window: &Window) -> Option<(Buf, ReadStream)> {
-        let memory = self.call.node.memory.take_spare(window.bytes(&self.download.shape))?;
+        let bytes = window.bytes(&self.download.shape);
+        let memory = self.call.node.take_spare_memory(&self.call.caller.tenant, bytes)?;
         // What is wrong is told when it is this window's turn.
         self.begin_into(window, memory).ok()
     }
 
     fn budget(&self, most: u64) -> u64 {
-        if self.call.node.memory.is_crowded() { most.min(limits::SMALL_WINDOW_BYTES) } else { most }
+        let share = limits::UNDER_WAY_BYTES / 2 / self.large.count().max(1);
+        let crowded = self.call.node.memory.is_crowded();
+        most.min(if crowded { 0 } else { share }.max(limits::SMALL_WINDOW_BYTES))
+    }
+
+    fn ahead(&self) -> usize {
+        let share = limits::UNDER_WAY_BYTES / limits::SMALL_WINDOW_BYTES / self.large.count().max(1);
+        match self.large.count() {
+            0 | 1 => limits::WINDOWS_AHEAD,
+            _ => usize::from(share > 1),
+        }
     }
 
     async fn range(

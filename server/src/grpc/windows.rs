@@ -13,7 +13,6 @@ use kvarts_store::error::Reason;
 use kvarts_store::io::Buf;
 
 use super::course::{Course, Place};
-use super::limits;
 use super::window::{self, Window};
 
 /// Why a read stops before its last window.
@@ -42,6 +41,11 @@ pub(crate) trait Through: Send {
         &self,
         window: &Window,
     ) -> impl Future<Output = Result<(Buf, ReadStream), Stop<Self::Fault>>> + Send;
+
+    /// How many windows may be under way before their turn, as things are now.
+    fn ahead(&self) -> usize {
+        0
+    }
 
     /// Begins to read a window before its turn, if nobody must wait for it.
     fn begin_ahead(&self, _window: &Window) -> Option<(Buf, ReadStream)> {
@@ -127,7 +131,7 @@ impl<T: Through> Windows<T> {
                     Fetch { window, then, memory, stream }
                 }
             };
-            while fetched.len() < limits::WINDOWS_AHEAD {
+            while fetched.len() < self.through.ahead() {
                 let Some((window, then)) = self.course().window(at) else { break };
                 let Some((memory, stream)) = self.through.begin_ahead(&window) else { break };
                 at = then;
