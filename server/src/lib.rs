@@ -6,10 +6,12 @@
 mod bench;
 mod cli;
 pub mod client;
+mod client_cmd;
 mod compact_cmd;
 pub mod config;
 mod config_cmd;
 pub mod daemon;
+mod demo;
 mod devices;
 mod files;
 mod fsck_cmd;

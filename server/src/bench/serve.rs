@@ -18,6 +18,7 @@ use tokio::runtime::Runtime;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::Channel;
 
+use super::local::{self, Filled};
 use super::pairs::{Contestant, Sample, cpu_seconds, take_turns};
 use super::report::Report;
 use super::setup::{self, Common, Scratch, key};
@@ -34,6 +35,8 @@ const GIB: f64 = (1u64 << 30) as f64;
 const MIB: f64 = (1u64 << 20) as f64;
 /// Tokens of a block: those that engines use by default, so that a window holds several blocks.
 const BLOCK_TOKENS: u32 = 16;
+/// Bytes of a page of which many are looked up.
+const MATCH_PAGE_BYTES: u64 = 4096;
 /// Readers that saturate the server while a small one is looked at.
 const READERS: usize = 4;
 
@@ -67,6 +70,8 @@ struct Ground {
     request: proto::ReadRequest,
     /// A model of small pages, and one of them.
     small: proto::ReadRequest,
+    /// Many pages that are looked up.
+    many: proto::ReadRequest,
     bytes: u64,
 }
 
@@ -102,6 +107,19 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
         report.median(&format!("{name}_mib_s"), rounds.figure(who, |one| gib * 1024.0 / one.seconds));
         report.median(&format!("{name}_cpu_s_per_gib"), rounds.figure(who, |one| one.cpu / gib));
     }
+    let spec = setup::model(&arguments.model)?;
+    let opaque = |bytes| Geometry::opaque(bytes).map_err(Failure::user);
+    let (page, match_page) = (opaque(64 << 10)?, opaque(MATCH_PAGE_BYTES)?);
+    local::run(
+        &cold.daemon,
+        (
+            &Filled { geometry: spec.geometry(), block_tokens: BLOCK_TOKENS, request: &cold.request },
+            &Filled { geometry: &page, block_tokens: 16, request: &cold.small },
+            &Filled { geometry: &match_page, block_tokens: 16, request: &cold.many },
+        ),
+        arguments.pairs,
+        &mut report,
+    )?;
     small_reader(&cold, arguments.small, &mut report)?;
     report.note("both sides' work is in the CPU figures: clients and servers share this process");
     for Ground { daemon, served, .. } in [warm, cold] {
@@ -127,7 +145,7 @@ fn prepare(
         io_disable: io_disable.map(str::to_owned),
         grpc: text(&"127.0.0.1:0"),
         metrics: text(&"none"),
-        socket: text(&"none"),
+        socket: text(&socket(scratch, name).display()),
         ..Settings::default()
     };
     let config = Config::resolve(None, |_| None, &settings).map_err(Failure::user)?;
@@ -138,8 +156,10 @@ fn prepare(
     let geometry = spec.geometry().clone();
     let (request, bytes) = fill(&client, &geometry, BLOCK_TOKENS, arguments.mib << 20)?;
     let small = fill(&client, &Geometry::opaque(64 << 10).map_err(Failure::user)?, 16, 64 << 10)?.0;
+    let match_page = Geometry::opaque(MATCH_PAGE_BYTES).map_err(Failure::user)?;
+    let many = fill(&client, &match_page, 16, MATCH_PAGE_BYTES * local::MATCH_KEYS)?.0;
     let served = connect(runtime, &options)?;
-    Ok(Ground { daemon, served, request, small, bytes })
+    Ok(Ground { daemon, served, request, small, many, bytes })
 }
 
 fn endpoint_of(daemon: &Daemon) -> Result<String, Failure> {
@@ -160,6 +180,15 @@ fn prepare_bare(runtime: &Runtime, bytes: u64) -> Result<ReadsClient<Channel>, F
     let bare = Bare { bytes: Bytes::from(vec![7; limits::FRAME_BYTES]), messages };
     let endpoint = runtime.block_on(serve_bare(bare)).map_err(Failure::user)?;
     connect(runtime, &ConnectOptions::to(endpoint))
+}
+
+/// Where a server's socket is: in the run's directory, or where its path is short enough.
+fn socket(scratch: &Scratch, name: &str) -> PathBuf {
+    let inside = scratch.path().join(format!("{name}.sock"));
+    if inside.as_os_str().len() < 100 {
+        return inside;
+    }
+    std::env::temp_dir().join(format!("kvarts-bench-{}-{name}.sock", std::process::id()))
 }
 
 /// Starts the bare server; gives its endpoint.

@@ -10,6 +10,7 @@ use kvarts_store::io::{Features, IoChoice};
 
 use super::form::Settings;
 use super::size;
+use super::socket;
 use super::{Config, GRPC_PORT, LogFormat, METRICS_PORT, OPEN_WORDS, Setting, TlsFiles};
 use crate::node::auth::Gate;
 
@@ -71,7 +72,12 @@ fn cores() -> usize {
 }
 
 /// Checks everything and fills in what was left open.
-pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) -> Result<Config, Complaint> {
+pub(super) fn complete(
+    set: &Settings,
+    gate: Gate,
+    mut origins: Vec<Setting>,
+    environment: &impl Fn(&str) -> Option<String>,
+) -> Result<Config, Complaint> {
     // Of what several layers say, the last counts.
     let mut seen = std::collections::BTreeSet::new();
     origins.reverse();
@@ -81,7 +87,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let directories: Vec<PathBuf> =
         directories.split(',').map(str::trim).filter(|name| !name.is_empty()).map(PathBuf::from).collect();
     let first = directories.first().ok_or_else(|| Complaint::new("store.directories", "there is none"))?;
-    let socket = decided.or("listen.socket", set.socket.as_ref(), first.join("kvarts.sock").display());
+    let socket = decided.or("listen.socket", set.socket.as_ref(), socket::of(first, environment).display());
     let default = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let grpc = decided.or("listen.grpc", set.grpc.as_ref(), default(GRPC_PORT));
     let metrics = decided.or("listen.metrics", set.metrics.as_ref(), default(METRICS_PORT));
@@ -161,6 +167,11 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
     }
     if !(64 << 20..=1 << 40).contains(&config.memory) {
         return Err(Complaint::new("limits.memory", "64 MiB to 1 TiB"));
+    }
+    if let Some(path) = config.socket.as_deref().filter(|path| !socket::fits(path)) {
+        let (max, len) = (socket::PATH_BYTES_MAX, path.as_os_str().len());
+        let what = format!("a socket's path has at most {max} bytes, this one {len}: choose a shorter one");
+        return Err(Complaint::new("listen.socket", &what));
     }
     if config.budget.is_some_and(|budget| budget < config.segment_bytes.saturating_mul(4)) {
         return Err(Complaint::new("store.budget", "room for four segments at least"));

@@ -8,6 +8,7 @@
 mod check;
 mod form;
 mod size;
+mod socket;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -120,13 +121,13 @@ impl Config {
             Some((path, text)) => form::read(path, text)?,
         };
         let mut origins = settings.origins("file");
-        let environment = Settings::from_environment(environment)?;
-        origins.extend(environment.origins("environment"));
+        let around = Settings::from_environment(&environment)?;
+        origins.extend(around.origins("environment"));
         origins.extend(flags.origins("flag"));
-        settings.overlay(&environment);
+        settings.overlay(&around);
         settings.overlay(flags);
         let gate = gate(&tenants, &tokens)?;
-        check::complete(&settings, gate, origins)
+        check::complete(&settings, gate, origins, &environment)
     }
 
     /// The configuration without any file, environment or flag.

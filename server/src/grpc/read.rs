@@ -259,7 +259,10 @@ impl Sending {
     async fn data(&self, frame: &mut FrameBuilder) -> Result<(), Stopped> {
         let bytes = frame.len as u64;
         let outgoing = frame.take();
-        self.call.caller.tenant.spend(bytes).await;
+        tokio::select! {
+            () = self.call.caller.tenant.spend(bytes) => {}
+            () = self.to.closed() => return Err(Stop::Gone),
+        }
         self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
         self.send(outgoing).await
     }
