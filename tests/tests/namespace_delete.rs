@@ -3,15 +3,15 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use kvarts_fsck::check::Options as CheckOptions;
 use kvarts_fsck::contents::{Fate, read};
+use kvarts_fsck::disk::Disk;
 use kvarts_fsck::findings::Findings;
 use kvarts_fsck::store::survey;
 use kvarts_fsck::window::Tally;
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, DeleteRequest, KvStore, Presence, PutRequest, Target,
-};
+use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, Presence, PutRequest, Target};
 use kvarts_store::engine::{Options, Store};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::{Crash, CrashState, Media, Seed, SimWorld, WorldConfig};
@@ -69,10 +69,7 @@ fn made(seed: Seed) -> Media {
 /// Blocks of each namespace that the checker's reader of metadata counts: of the one that goes, of the other.
 fn counted(media: &Media, goes: [u8; 32]) -> (u64, u64) {
     let disks = directories(media);
-    let shared: Vec<_> = disks
-        .iter()
-        .map(|disk| std::sync::Arc::new(disk.clone()) as std::sync::Arc<dyn kvarts_fsck::disk::Disk>);
-    let shared: Vec<_> = shared.collect();
+    let shared: Vec<Arc<dyn Disk>> = disks.iter().map(|disk| Arc::new(disk.clone()) as _).collect();
     let mut found = Findings::default();
     let store = survey(&shared, &mut found).unwrap().unwrap();
     let options = CheckOptions { threads: 1, ..CheckOptions::default() };

@@ -47,7 +47,8 @@ pub(super) fn write(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
         story.session_blocks_matched / story.sessions,
         story.session_blocks_stored,
         bytes(
-            story.prefix_bytes / story.prefix_blocks.max(1) * (story.prefix_blocks + story.session_blocks_stored)
+            story.prefix_bytes / story.prefix_blocks.max(1)
+                * (story.prefix_blocks + story.session_blocks_stored)
         ),
         bytes(story.bytes_without_sharing)
     )?;
