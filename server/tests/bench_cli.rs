@@ -97,9 +97,10 @@ fn layers() {
         (&json["pairs"], &json["fragmented"], &json["verify"]),
         (&3.into(), &false.into(), &"always".into())
     );
+    let small = ["--mib", "8", "--record-mib", "8", "--pairs", "3"];
     let json = bench(
         "layers",
-        &[&common[..], &MODEL, &["--fragmented", "--compacted", "--layout", "layer-block"]].concat(),
+        &[&small[..], &MODEL, &["--fragmented", "--compacted", "--layout", "layer-block"]].concat(),
     );
     assert_eq!((&json["record_blocks"], &json["layout"]), (&1.into(), &"layer-block".into()));
     assert!(number(&json, "records_merged") > 0.0, "{json:#}");
