@@ -206,12 +206,16 @@ pub(super) async fn run(node: Arc<Node>, stream: UnixStream) {
 
 /// What every connection begins with.
 async fn hello(stream: &UnixStream, incoming: &mut Incoming) -> Result<(u64, proto::Hello), Ended> {
+    let mut begun = false;
     loop {
-        if let Some((magic, _)) = incoming.bytes.split_first_chunk::<8>() {
+        if !begun && let Some((magic, rest)) = incoming.bytes.split_first_chunk::<8>() {
             if magic != MAGIC {
                 return Err(broken("another magic number"));
             }
-            incoming.at = incoming.at.max(MAGIC.len());
+            incoming.bytes = rest.to_vec();
+            begun = true;
+        }
+        if begun {
             match incoming.next()? {
                 Next::Frame(Head { kind: Kind::Hello, id, .. }, body) => {
                     return Ok((id, proto::Hello::decode(body).map_err(broken)?));

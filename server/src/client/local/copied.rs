@@ -191,7 +191,8 @@ async fn pieces(
         let places = inner.places(&piece.from, shape, &(0..shape.layers().len() as u32));
         let (places, _) = places.ok_or(Reason::Bug("a window that is not shared"))?;
         // What cannot be sent is answered with why.
-        let _ = link.put(&inner.put_message(&piece, shape, places), keys.len(), reply);
+        let message = inner.put_message(&piece, shape, places);
+        let _ = link.put(&message, piece.from, reply);
         under_way.push_back((keys.len(), answer));
         take(&mut under_way, PUT_PIECES_UNDER_WAY - 1, &mut outcomes).await?;
     }

@@ -312,7 +312,7 @@ impl KvStore for LocalPath {
         if let Some((places, _)) = self.inner.places(&request.from, &shape, &layers) {
             let message = self.inner.put_message(&request, &shape, places);
             // What cannot be sent is answered with why.
-            let _ = link.put(&message, request.keys.len(), reply);
+            let _ = link.put(&message, request.from, reply);
             return answer;
         }
         if !copied::fits(&shape) {
