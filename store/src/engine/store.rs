@@ -1,5 +1,6 @@
 //! The store that callers hold: opening, routing requests to executors, closing.
 
+mod holding;
 mod measure;
 mod space;
 
@@ -35,6 +36,7 @@ use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
 use crate::sync::atomic::{AtomicBool, Ordering};
 
+pub use holding::Holding;
 pub use measure::PlannedExtent;
 pub(super) use space::free_space;
 
