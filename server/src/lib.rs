@@ -6,10 +6,12 @@
 mod bench;
 mod cli;
 pub mod client;
+mod client_cmd;
 mod compact_cmd;
 pub mod config;
 mod config_cmd;
 pub mod daemon;
+mod demo;
 mod devices;
 mod files;
 mod fsck_cmd;
@@ -22,6 +24,7 @@ mod model_cmd;
 pub mod node;
 mod offline;
 pub mod proto;
+pub mod scrub;
 mod serve_cmd;
 mod table;
 

@@ -5,6 +5,7 @@ pub mod block;
 pub mod campaign;
 pub mod conformance;
 pub mod fixture;
+pub mod golden;
 pub mod model;
 pub mod rows;
 pub mod script;

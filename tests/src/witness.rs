@@ -53,6 +53,10 @@ pub fn media(disks: &[MemoryDisk]) -> Media {
             assert!(media.plant_folder(dir, &folder), "{folder}");
         }
         for path in disk.files() {
+            // A folder that was set aside as a whole lies in another.
+            for (at, _) in path.match_indices('/') {
+                let _ = media.plant_folder(dir, &path[..at]);
+            }
             assert!(media.plant(dir, &path, &disk.contents(&path).unwrap_or_default()), "{path}");
             media.plant_holes(dir, &path, &disk.holes(&path));
         }
@@ -130,7 +134,7 @@ pub fn recoverys_rows(reports: &[RecoveryReport]) -> BTreeSet<&'static str> {
 
 /// Blocks that recovery found on disk: those it took in, and those that were dead or there twice.
 pub fn recoverys_blocks(reports: &[RecoveryReport]) -> u64 {
-    reports.iter().map(|report| report.blocks + report.duplicates + report.deleted).sum()
+    reports.iter().map(|report| report.blocks + report.duplicates + report.deleted + report.evicted).sum()
 }
 
 /// The problems of a check, one a line, for an assertion.

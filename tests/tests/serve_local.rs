@@ -1,10 +1,17 @@
 //! A client of the local path promises what the embedded engine promises, whatever its memory is to the server, and
 //! goes on where a restarted server goes on.
 
+#![allow(clippy::disallowed_methods, reason = "real servers and their files stand outside the simulation")]
+
 mod served;
 
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
 use kvarts_server::client::{Client, ConnectOptions, Via};
-use kvarts_store::api::{BlockOutcome, KvStore, MatchRequest, Order, ReadRequest};
+use kvarts_store::api::{BlockOutcome, ContainsRequest, KvStore, MatchRequest, Order, Presence, ReadRequest};
+use kvarts_store::error::Reason;
 use kvarts_store::io::{Arena, Buf};
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
@@ -62,8 +69,8 @@ fn a_client_whose_memory_is_not_shared_conforms_and_is_known_as_copied() {
 #[test]
 fn a_client_with_a_pool_of_the_servers_conforms_and_is_known_as_direct() {
     let stage = ClientStage::local("local-direct");
-    let arena = Arena::new(stage.client.pool(POOL_BYTES).unwrap());
-    fixture::with_memory(within(arena), || run(&stage));
+    let region = stage.client.pool(POOL_BYTES).unwrap();
+    fixture::with_memory(within(Arena::new(Arc::clone(&region))), || run(&stage));
     assert!(modes(&stage).contains(&"direct"));
     let metrics = stage.served.metrics();
     assert!(metrics.contains("kvarts_clients{mode=\"direct\"} 1"), "{metrics}");
@@ -74,7 +81,7 @@ fn a_client_with_a_pool_of_the_servers_conforms_and_is_known_as_direct() {
 fn a_client_whose_own_memory_is_adopted_conforms_and_is_known_as_adopted() {
     let stage = ClientStage::local("local-adopted");
     let region = stage.client.adopt(engine_memory(POOL_BYTES as u64), POOL_BYTES as u64).unwrap();
-    fixture::with_memory(within(Arena::new(region)), || run(&stage));
+    fixture::with_memory(within(Arena::new(Arc::clone(&region))), || run(&stage));
     assert!(modes(&stage).contains(&"adopted"));
 }
 
@@ -84,7 +91,9 @@ fn reads_larger_than_all_windows_arrive_whole_in_both_orders() {
     let desk = Desk::new(&stage, "windows");
     let keys = desk.keys(0..1200);
     // 28 MiB: four windows.
-    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 1200]);
+    let outcomes = desk.outcomes(desk.request(pages(), &keys, 1));
+    let other = outcomes.iter().find(|outcome| **outcome != BlockOutcome::Stored);
+    assert_eq!((outcomes.len(), other), (1200, None));
     for order in [Order::Layers, Order::Blocks] {
         let request = ReadRequest { order, ..desk.read_request(pages(), &keys) };
         let (events, end) = desk.read(&request);
@@ -108,7 +117,7 @@ fn the_best_path_is_the_local_one_on_a_socket_and_grpc_elsewhere() {
 fn after_a_restart_of_the_server_a_client_goes_on_with_its_models_and_its_memory() {
     let mut stage = ClientStage::local("local-restart");
     let region = stage.client.pool(1 << 20).unwrap();
-    let arena = Arena::new(region);
+    let arena = Arena::new(Arc::clone(&region));
     let name = "restart";
     let (keys, namespace) = {
         let desk = Desk::new(&stage, name);
@@ -119,7 +128,13 @@ fn after_a_restart_of_the_server_a_client_goes_on_with_its_models_and_its_memory
     let at = stage.served.daemon().grpc().unwrap();
     stage.served.restart_at(at);
     // The broken connection is noticed by whoever uses it; the next call finds a new one.
-    let requirements = kvarts_layout::Requirements::new(16, Vec::new()).unwrap();
+    let need = kvarts_layout::prefix::Requirement {
+        group: pages().0,
+        coordinates: vec![pages().1],
+        need: kvarts_layout::prefix::Need::All,
+        absence: kvarts_layout::prefix::Absence::Required,
+    };
+    let requirements = kvarts_layout::Requirements::new(16, vec![need]).unwrap();
     let request = MatchRequest {
         namespace,
         keys: &keys,
@@ -137,16 +152,69 @@ fn after_a_restart_of_the_server_a_client_goes_on_with_its_models_and_its_memory
         desk.expect(pages(), &keys, 1);
     });
     assert!(modes(&stage).contains(&"direct"));
-    assert!(
-        stage
-            .store()
-            .contains(&kvarts_store::api::ContainsRequest {
-                namespace,
-                group: pages().0,
-                coordinate: pages().1,
-                keys: &keys,
-                lease: None,
-            })
-            .is_ok()
-    );
+}
+
+fn files(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files(&path, found);
+        } else if path.is_file() {
+            found.push(path);
+        }
+    }
+}
+
+/// Changes a bit of these bytes wherever they lie on disk.
+fn damage(folder: &Path, bytes: &[u8]) {
+    let (mut all, mut hits) = (Vec::new(), 0);
+    files(folder, &mut all);
+    for path in all {
+        let content = std::fs::read(&path).unwrap();
+        let Some(at) = content.windows(64).position(|window| window == &bytes[..64]) else { continue };
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        file.write_all_at(&[bytes[9] ^ 4], at as u64 + 9).unwrap();
+        file.sync_all().unwrap();
+        hits += 1;
+    }
+    assert_eq!(hits, 1, "the block's bytes lie in one place");
+}
+
+#[test]
+fn damage_on_disk_is_a_miss_in_each_mode_and_the_block_goes_out_of_service() {
+    let stage = ClientStage::local("local-damage");
+    let direct = Arena::new(stage.client.pool(4 << 20).unwrap());
+    let adopted = Arena::new(stage.client.adopt(engine_memory(4 << 20), 4 << 20).unwrap());
+    let (group, coordinate) = pages();
+    for (mode, arena) in [("copied", None), ("direct", Some(direct)), ("adopted", Some(adopted))] {
+        let desk = Desk::new(&stage, mode);
+        let keys = desk.keys(0..6);
+        let stored = vec![BlockOutcome::Stored; 6];
+        assert_eq!(desk.outcomes(desk.request(pages(), &keys, 2)), stored, "{mode}");
+        let chunks = fixture::content(&keys[3], group, coordinate, 2, &fixture::shape(group, coordinate));
+        damage(stage.served.scratch.path(), &chunks[2]);
+        let check = || {
+            let request = desk.read_request(pages(), &keys);
+            let (_, end) = desk.read(&request);
+            assert_eq!(end.usable_blocks, 3, "{mode}: {end:?}");
+            let digest =
+                |failure: &(u32, Reason)| failure.0 == 3 && matches!(failure.1, Reason::Digest { .. });
+            assert!(end.failures.iter().any(digest), "{mode}: {end:?}");
+            desk.expect_bytes(&request, &[0, 1, 2], 2);
+        };
+        match arena {
+            Some(arena) => fixture::with_memory(within(arena), check),
+            None => check(),
+        }
+        // The server has seen for itself that it is the disk.
+        let request =
+            ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &keys, lease: None };
+        stage.served.until("the block is out of service", |_| {
+            stage.client.contains(&request).unwrap().presence[3] == Presence::Absent
+        });
+        let rest = [0, 1, 2, 4, 5].map(|at| keys[at]);
+        desk.expect(pages(), &rest, 2);
+    }
+    let counts = stage.served.daemon().node().engine.stats().counts;
+    assert_eq!(counts.blocks_quarantined, 3);
 }

@@ -17,6 +17,16 @@ use crate::proto;
 /// What can be said of a put before it is sent; the shape of its blocks.
 pub(super) fn check(remote: &Remote, request: &PutRequest) -> Result<BlockShape, Reason> {
     remote.check(&request.keys, &request.from, request.deadline)?;
+    // What a path sends piece by piece can only be seen whole here.
+    if let Some(origins) = request.origins.as_ref().filter(|origins| origins.len() != request.keys.len()) {
+        let (expected, found) = (request.keys.len() as u64, origins.len() as u64);
+        return Err(Reason::Length { expected, found });
+    }
+    if let Parent::Key(parent) = request.parent
+        && request.keys.contains(&parent)
+    {
+        return Err(Reason::OutOfOrder(parent));
+    }
     remote.shape(request.namespace, (request.group, request.coordinate), &request.from)
 }
 

@@ -94,3 +94,13 @@ fn tenants_and_tokens_belong_together() {
     let Gate::Tokens(tokens) = &config.gate else { panic!("tokens") };
     assert_eq!((tokens[0].tenant.limits.pin_bytes, tokens[0].rights.admin), (1 << 30, false));
 }
+
+#[test]
+fn a_socket_whose_path_is_too_long_is_refused_and_a_default_one_is_never_too_long() {
+    let deep = format!("/{}", "deep/".repeat(30));
+    let told = complaint(&format!("[listen]\nsocket = '{deep}sock'\n"));
+    assert!(told.contains("listen.socket") && told.contains("at most 107 bytes"), "{told}");
+    let config = resolve(&format!("[store]\ndirectories = ['{deep}']\n"), &[], Settings::default()).unwrap();
+    let socket = config.socket.unwrap();
+    assert!(socket.as_os_str().len() <= 107 && socket.starts_with("/tmp"), "{socket:?}");
+}

@@ -236,7 +236,8 @@ impl Executor {
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
-                    let _ = reply.send((facts, self.driver.metrics()));
+                    let arena_bytes = self.arena.usage().used as u64;
+                    let _ = reply.send((facts, Metrics { arena_bytes, ..self.driver.metrics() }));
                 }
                 Message::Tables(reply) => {
                     let logs = self.logs.borrow();

@@ -44,7 +44,7 @@ use super::log::Log;
 use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
 use crate::io::driver::{Meta, Transfer};
-use crate::io::{Buf, MetaOp, Reply};
+use crate::io::{Buf, IoErrorKind, MetaOp, Reply};
 
 /// Footers that are read ahead of the one being taken in.
 const FOOTERS_AHEAD: usize = 4;
@@ -184,6 +184,7 @@ impl Recovery<'_> {
     }
 
     fn saw(&self, sequence: u64) {
+        let sequence = if kvarts_layout::planted!("sequence-not-restored") { 0 } else { sequence };
         self.log.sequence.set(self.log.sequence.get().max(sequence.saturating_add(1)));
     }
 
@@ -243,7 +244,7 @@ impl Recovery<'_> {
     /// Writes the header of a new file whose records arrived before it did: sealed without one, the segment would
     /// look damaged from then on.
     async fn replace_header(&self, segment: &Segment, ends: &Ends) -> Result<(), Reason> {
-        if ends.header_seen != HeaderSeen::Empty {
+        if ends.header_seen != HeaderSeen::Empty || kvarts_layout::planted!("lost-header-not-written") {
             return Ok(());
         }
         let image = self.log.header_image(segment)?;
@@ -280,8 +281,13 @@ impl Recovery<'_> {
                         Err(_) => Vec::new(),
                     };
                     drop(buf);
-                    if let Ok(Some(Reply::Holes(holes))) = holes.await {
-                        source.segment.holes.replace(holes);
+                    match holes.await {
+                        Ok(Some(Reply::Holes(holes))) => drop(source.segment.holes.replace(holes)),
+                        // Such a file system makes none.
+                        Err(error) if error.kind == IoErrorKind::Unsupported => {}
+                        // Without them, what was evicted would look damaged.
+                        Err(error) => return Err(Reason::Directory(error.to_string())),
+                        Ok(_) => return Err(Reason::Bug("holes that are none")),
                     }
                     self.take_in_footer(source, ends, trailer, &image).await?;
                 }
@@ -309,7 +315,7 @@ impl Recovery<'_> {
                 segment.first_sequence.set(trailer.first_sequence);
                 segment.found(trailer.log_end, &footer.records);
                 self.found_holes(segment, &footer.records);
-                segment.footer_at.set(Some((trailer.footer_offset, trailer.footer_bytes)));
+                segment.sealed_at(trailer.log_end, (trailer.footer_offset, trailer.footer_bytes));
                 segment.state.set(SegmentState::Sealed);
                 self.adopt(segment, &footer.records).await
             }

@@ -141,6 +141,8 @@ pub(crate) struct Segment {
     pub(crate) futile: Cell<u64>,
     /// Where its footer lies, if that is known: offset and bytes.
     pub(crate) footer_at: Cell<Option<(u64, u32)>>,
+    /// What stands empty between its records and its footer: offset and bytes.
+    pub(crate) gap: Cell<Option<(u64, u64)>>,
     holed: Cell<bool>,
     unpunchable: Cell<bool>,
     /// Short ids of namespaces on disk that mean another one in memory.
@@ -169,6 +171,7 @@ impl Segment {
             holes: RefCell::default(),
             futile: Cell::new(0),
             footer_at: Cell::new(None),
+            gap: Cell::new(None),
             holed: Cell::new(false),
             unpunchable: Cell::new(false),
             renamed: RefCell::default(),
@@ -178,7 +181,8 @@ impl Segment {
 
     /// Begins a new generation. Its header page counts as the first bytes given out.
     pub(crate) fn begin(&self, first_sequence: u64) {
-        self.generation.set(self.generation.get() + 1);
+        let reused = kvarts_layout::planted!("generation-reused") && self.generation.get() > 0;
+        self.generation.set(if reused { self.generation.get() } else { self.generation.get() + 1 });
         self.first_sequence.set(first_sequence);
         self.state.set(SegmentState::Open);
         self.book.begin(PAGE_BYTES);
@@ -188,6 +192,7 @@ impl Segment {
         self.holes.replace(Vec::new());
         self.futile.set(0);
         self.footer_at.set(None);
+        self.gap.set(None);
         self.unpunchable.set(false);
         self.renamed.borrow_mut().clear();
     }
@@ -195,6 +200,12 @@ impl Segment {
     /// Notes what recovery found that the segment holds.
     pub(crate) fn found(&self, log_end: u64, entries: &[Entry]) {
         self.book.restore(log_end, record_bytes(entries));
+    }
+
+    /// Notes where the records of a sealed segment end and where its footer lies.
+    pub(crate) fn sealed_at(&self, log_end: u64, (footer, bytes): (u64, u32)) {
+        self.footer_at.set(Some((footer, bytes)));
+        self.gap.set(footer.checked_sub(log_end).filter(|len| *len > 0).map(|len| (log_end, len)));
     }
 
     /// Pages of records have been given back, or are about to be.
@@ -275,7 +286,8 @@ impl Segment {
 
     /// Makes what lies below `end` in this segment durable if it is not yet.
     pub(crate) async fn settle(&self, driver: &Driver, end: u64) -> Result<(), Reason> {
-        if matches!(self.state.get(), SegmentState::Sealed | SegmentState::Free) {
+        let done = matches!(self.state.get(), SegmentState::Sealed | SegmentState::Free);
+        if done || kvarts_layout::planted!("relaxed-called-durable") {
             return Ok(());
         }
         // The segment may have been written anew since `end` was looked up: then it is no end of this one.
@@ -291,7 +303,9 @@ impl Segment {
         loop {
             // What was durable before the segment broke stays so.
             let lead = |tail: &mut Tail| match &tail.broken {
-                _ if tail.durable_upto >= end => Some(Ok(None)),
+                _ if tail.durable_upto >= end || kvarts_layout::planted!("ack-before-flush") => {
+                    Some(Ok(None))
+                }
                 Some(reason) => Some(Err(reason.clone())),
                 None if !tail.flushing && tail.written_upto() >= end => {
                     tail.flushing = true;
@@ -302,7 +316,11 @@ impl Segment {
             let Some(target) = self.changed.until(|| lead(&mut self.tail.borrow_mut())).await? else {
                 return Ok(());
             };
-            let flushed = driver.flush(self.file).await;
+            let wrong =
+                kvarts_layout::planted!("flush-of-another-file").then(|| FileId(self.file.0.wrapping_sub(1)));
+            let flushed = driver.flush(wrong.unwrap_or(self.file)).await;
+            let again = flushed.is_err() && kvarts_layout::planted!("failed-flush-repeated");
+            let flushed = if again { driver.flush(self.file).await } else { flushed };
             let mut tail = self.tail.borrow_mut();
             tail.flushing = false;
             match flushed {

@@ -89,6 +89,8 @@ pub struct Metrics {
     pub dropped_ops: u64,
     /// Now: their bytes.
     pub dropped_bytes: u64,
+    /// Now: bytes of the executor's own memory that are handed out.
+    pub arena_bytes: u64,
 }
 
 pub(super) struct Shared {

@@ -563,7 +563,8 @@ impl Slot {
             return Step::Failed(kind, 0);
         }
         self.moved = reached;
-        if self.moved >= self.request.len {
+        let short = kind == OpKind::Read && kvarts_layout::planted!("short-read-taken-for-whole");
+        if self.moved >= self.request.len || short {
             return Step::Ended;
         }
         if result < self.asked {
@@ -576,6 +577,9 @@ impl Slot {
     }
 
     fn judge_error(&mut self, errno: i32) -> Step {
+        if kvarts_layout::planted!("failed-write-taken-for-done") && self.request.kind == OpKind::Write {
+            return Step::Ended;
+        }
         // A flush is never repeated, nor a write that is one: what failed may have been the flush, and the kernel
         // would report success for bytes that it has dropped. Operations on names may have been done.
         let repeatable = match &self.request.work {

@@ -18,7 +18,7 @@ use kvarts_tests::rows::{self, Ask, Row, Tally, Tier};
 use serde_json::{Value, json};
 
 const USAGE: &str = "usage: campaign ROW[,ROW]|all|list [--tier merge|nightly|release] [--seed S|A..B] \
-                     [--budget N] [--resume FILE] [--workers N] [--allow-skips] [--json]";
+                     [--budget N] [--resume FILE] [--workers N] [--allow-skips] [--json] [--planted BUG]";
 /// Pieces of a row that is resumed.
 const PIECES: u64 = 40;
 
@@ -69,6 +69,10 @@ fn arguments(mut given: impl Iterator<Item = String>) -> Result<Arguments, Strin
             "--budget" => ask.budget = Some(number("--budget", given.next().as_deref())?),
             "--resume" => resume = Some(given.next().ok_or("--resume needs a file")?.into()),
             "--workers" => ask.workers = number("--workers", given.next().as_deref())?.max(1) as usize,
+            "--planted" => {
+                let name = given.next().ok_or("--planted needs the name of a bug")?;
+                rows::planted::plant(&name)?;
+            }
             "--json" => json = true,
             "--allow-skips" => allow_skips = true,
             _ if which.is_none() && !argument.starts_with('-') => which = Some(argument),

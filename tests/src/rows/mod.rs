@@ -3,15 +3,25 @@
 //! A row draws everything from seeds, counts the distinct states that it reached, and lists what it found wrong. It
 //! never passes by doing nothing: a row that cannot run says why, and a caller may treat that as a failure.
 
+mod again;
+mod bits;
+mod buried;
+mod clocks;
 mod cuts;
 mod faults;
+mod goldens;
 mod kills;
+mod leaving;
+mod noise;
+pub mod planted;
 mod pool;
 mod real;
 mod scene;
 mod schedules;
 pub mod scripts;
 mod small;
+mod stores;
+mod swaps;
 
 use std::fmt;
 use std::ops::Range;
@@ -140,5 +150,8 @@ pub fn all() -> Vec<Row> {
     rows.extend(faults::rows());
     rows.push(schedules::schedules());
     rows.extend(scripts::rows());
+    rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
+    rows.extend(again::rows());
+    rows.push(planted::row());
     rows
 }

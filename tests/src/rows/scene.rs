@@ -92,8 +92,11 @@ pub(super) struct Ran {
     /// Files in which a rule changed what was written, or kept it from being written.
     pub(super) files: BTreeSet<String>,
     /// Segments that were written anew.
-    #[cfg_attr(not(test), expect(dead_code, reason = "tests ask whether a scene is what it is for"))]
+    #[cfg_attr(not(test), expect(dead_code, reason = "tests ask whether seeds reach what they are for"))]
     pub(super) recycled: u64,
+    /// Blocks that made room for others.
+    #[cfg_attr(not(test), expect(dead_code, reason = "tests ask whether seeds reach what they are for"))]
+    pub(super) evicted: u64,
 }
 
 /// A workload on a new disk; every moment is kept if asked.
@@ -111,7 +114,7 @@ pub(super) fn run_work(seed: Seed, work: Work, rules: &[Rule], keep: bool) -> Ra
     let (launcher, options) = (world.launcher(), options(seed));
     let ledger = RefCell::new(Ledger::default());
     let opened: RefCell<Option<Store>> = RefCell::default();
-    let recycled = Cell::new(0);
+    let counts = RefCell::new((0, 0));
     let stage = Cell::new(Stage::Opening);
     let mut rng = seed.child("work").rng();
     let whole = async {
@@ -121,7 +124,8 @@ pub(super) fn run_work(seed: Seed, work: Work, rules: &[Rule], keep: bool) -> Ra
                 stage.set(Stage::Working);
                 work_on(&store, &ledger, &mut rng, work).await;
                 ledger.borrow_mut().allow_absent(&store);
-                recycled.set(store.stats().counts.segments_recycled);
+                let done = store.stats().counts;
+                counts.replace((done.segments_recycled, done.blocks_evicted));
                 stage.set(Stage::Closing);
                 // The clean stop is part of what is cut.
                 if let Err(error) = store.close().await {
@@ -147,7 +151,8 @@ pub(super) fn run_work(seed: Seed, work: Work, rules: &[Rule], keep: bool) -> Ra
     let hang = if let Driven::Hung(hang) = driven { Some(hang) } else { None };
     let (struck, files) = (world.disk().struck_by(0..rules.len()), world.disk().struck_files());
     let last = Moment { state: world.cut_power(), ledger: ledger.into_inner() };
-    Ran { moments, last, hang, struck, stage: stage.get(), files, recycled: recycled.get() }
+    let (recycled, evicted) = counts.into_inner();
+    Ran { moments, last, hang, struck, stage: stage.get(), files, recycled, evicted }
 }
 
 /// A workload on a sound disk ends, and nobody is told of a defect.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{Order, PutReply, ReadRequest, ReadSink};
+use kvarts_store::api::{Order, Placed, PutReply, ReadRequest, ReadSink};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Arena;
 use kvarts_store::rt::mailbox::Reply;
@@ -35,18 +35,21 @@ pub(super) trait Owner: Send + Sync {
     fn later(&self, work: Box<dyn FnOnce() + Send>);
 }
 
+/// A message, with the descriptor that may come with it.
+type Answer = Result<(Bytes, Option<OwnedFd>), Reason>;
+
 /// The answer to a call that travels with the reads.
 #[derive(Default)]
 struct Slot {
-    answer: Mutex<Option<Result<(Bytes, Option<OwnedFd>), Reason>>>,
+    answer: Mutex<Option<Answer>>,
     came: Condvar,
 }
 
 /// A request under way.
 enum Pending {
     Read(Box<Reading>),
-    /// A put of so many blocks.
-    Put(Reply<Result<PutReply, Error>>, usize),
+    /// A put of so many blocks, whose memory is kept from being used again until it is answered.
+    Put(Reply<Result<PutReply, Error>>, usize, Placed),
     Call(Arc<Slot>),
 }
 
@@ -187,11 +190,12 @@ impl Link {
     pub(super) fn put(
         &self,
         message: &proto::LocalPut,
-        blocks: usize,
+        from: Placed,
         reply: Reply<Result<PutReply, Error>>,
     ) -> Result<(), Reason> {
         let id = self.id();
-        self.begin(id, Pending::Put(reply, blocks))?;
+        let blocks = from.block_count() as usize;
+        self.begin(id, Pending::Put(reply, blocks, from))?;
         self.shared.send(&frame(Kind::Put, id, message), None)
     }
 
@@ -220,7 +224,7 @@ fn failed(pending: Pending, reason: &Reason) {
     match pending {
         Pending::Read(mut reading) => reading.broken(reason, false),
         // A caller that is gone needs no answer.
-        Pending::Put(reply, _) => drop(reply.send(Err(Error(reason.clone())))),
+        Pending::Put(reply, ..) => drop(reply.send(Err(Error(reason.clone())))),
         Pending::Call(slot) => answer(&slot, Err(reason.clone())),
     }
 }
@@ -311,7 +315,8 @@ fn take(
             }
         }
         Kind::Done => match all.remove(&head.id) {
-            Some(Pending::Put(reply, blocks)) => {
+            Some(Pending::Put(reply, blocks, from)) => {
+                drop(from);
                 drop(all);
                 let found: proto::PutReply = decode(body)?;
                 let outcomes: Vec<_> = found.outcomes.iter().map(upload::outcome).collect();

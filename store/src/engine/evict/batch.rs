@@ -154,12 +154,13 @@ impl Log {
             if !is_punchable(&segment) {
                 continue;
             }
+            let before = segment.book.live();
             if let Some(leaving) = victims.get(&segment.number) {
                 self.evict_some(&segment, &footer, leaving, &mut columns);
             }
             if segment.book.live() == 0 {
                 // Recycled as a whole: that needs no flush.
-                made = true;
+                made |= before > 0;
                 continue;
             }
             let ranges = self.unneeded(&segment, &footer);
@@ -299,6 +300,9 @@ impl Log {
                     }
                 }
             }
+        }
+        if let Some(gap) = segment.gap.get() {
+            ranges.push(gap);
         }
         without(&ranges, &segment.holes.borrow())
     }
