@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group};
 use kvarts_store::api::{
-    ContainsRequest, DeleteRequest, Durability, KvStore, LeaseId, Parent, Presence, PutRequest, Target,
+    ContainsRequest, DeleteRequest, Durability, LeaseId, Parent, Presence, PutRequest, Target,
 };
 use kvarts_store::engine::{CompactOptions, Limits, Options};
 
