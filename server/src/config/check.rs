@@ -4,6 +4,7 @@ use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
+use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
 
@@ -90,6 +91,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let executors = decided.or("store.executors", set.executors.as_ref(), few);
     let threads = decided.or("limits.threads", set.threads.as_ref(), few);
     let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");
+    let policy = decided.or("store.policy", set.policy.as_ref(), EvictionPolicy::default().name());
     let io = decided.or("store.io", set.io.as_ref(), "auto");
     let runtime = decided.or("store.runtime", set.runtime.as_ref(), "auto");
     let format = decided.or("log.format", set.log_format.as_ref(), "text");
@@ -97,6 +99,8 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let config = Config {
         budget: set.budget.as_ref().map(|text| sized("store.budget", text)).transpose()?,
         segment_bytes: sized("store.segment", &segment)?,
+        policy: EvictionPolicy::named(&policy)
+            .ok_or_else(|| Complaint::new("store.policy", "weighted, lru or s3-fifo"))?,
         executors: number("store.executors", &executors)?,
         io: io.parse::<IoChoice>().map_err(|why| Complaint::new("store.io", &why.to_string()))?,
         io_disable: disabled(set.io_disable.as_deref())?,

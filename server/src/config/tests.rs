@@ -94,3 +94,11 @@ fn tenants_and_tokens_belong_together() {
     let Gate::Tokens(tokens) = &config.gate else { panic!("tokens") };
     assert_eq!((tokens[0].tenant.limits.pin_bytes, tokens[0].rights.admin), (1 << 30, false));
 }
+
+#[test]
+fn the_eviction_policy_is_chosen_by_name() {
+    assert_eq!(Config::standard().unwrap().policy, EvictionPolicy::Weighted);
+    let config = resolve("[store]\npolicy = 's3-fifo'\n", &[], Settings::default()).unwrap();
+    assert_eq!((config.policy, from(&config, "store.policy")), (EvictionPolicy::S3Fifo, "file"));
+    assert!(complaint("[store]\npolicy = 'fifo'\n").contains("weighted, lru or s3-fifo"));
+}
