@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::PathBuf;
 
-const FILES: [&str; 5] = ["types", "models", "store", "reads", "admin"];
+const FILES: [&str; 6] = ["types", "models", "store", "reads", "admin", "local"];
 
 fn main() -> Result<(), Box<dyn Error>> {
     let proto = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR")?).join("../proto");

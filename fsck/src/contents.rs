@@ -186,6 +186,7 @@ pub fn read(store: &Store, options: &Options, now_ms: u64, tally: &Tally, found:
         contents.segments.push(one.view);
         contents.runs.extend(one.runs);
     }
+    graves::finish(&mut graves);
     contents.graves = graves.values().map(Graves::len).sum();
     contents.runs.sort_by_key(|run| (run.shard, std::cmp::Reverse(run.sequence)));
     decide(&mut contents.runs, &graves, &remembered, now_ms);
@@ -209,6 +210,7 @@ pub fn graves(store: &Store, options: &Options, tally: &Tally) -> BTreeMap<usize
         let known = known.get(&shard.number).cloned().unwrap_or_default();
         all.entry(at).or_default().merge(graves::of_checkpoint(store, shard, &known, tally).0);
     }
+    graves::finish(&mut all);
     all
 }
 

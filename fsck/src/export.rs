@@ -138,6 +138,12 @@ pub fn export(
     Ok(exported)
 }
 
+/// Bytes that an export of this will read, about: for progress.
+pub fn planned_bytes(contents: &Contents, wanted: &Selection) -> u64 {
+    let runs = contents.runs.iter().filter(|run| !pieces(run, wanted).is_empty());
+    runs.map(Run::bytes).fold(0, u64::saturating_add)
+}
+
 fn leave_out(exported: &mut Exported, store: &Store, run: &Run, blocks: u64, why: Unreadable) {
     exported.blocks_left_out = exported.blocks_left_out.saturating_add(blocks);
     if exported.left_out.len() < NAMED_MAX {

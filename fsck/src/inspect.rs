@@ -1,6 +1,7 @@
 //! One record decoded, with what every digest in it says: what lies at a place, for people.
 
 use kvarts_layout::format::body::{Blocks, Parent};
+use kvarts_layout::format::marks::Mark;
 use kvarts_layout::format::names::{segment_name, shard_name};
 use kvarts_layout::format::record::{Body, Prefix};
 use kvarts_layout::format::recovery::Found;
@@ -209,7 +210,15 @@ fn about_body(body: &Body, view: &mut PlaceView) {
         }
         Body::Tombstones(tombstones) => {
             for one in tombstones.entries.iter().take(CHUNKS_LISTED as usize) {
-                say("deletes", format!("{} below sequence {}", BlockKey(one.key), one.below));
+                match Mark::of(one) {
+                    Some(Mark::Begun) => {
+                        say("mark", format!("the delete of namespace {} began", one.namespace))
+                    }
+                    Some(Mark::Ended) => {
+                        say("mark", format!("the delete of namespace {} ended", one.namespace))
+                    }
+                    None => say("deletes", format!("{} below sequence {}", BlockKey(one.key), one.below)),
+                }
             }
             say("deletes in all", tombstones.entries.len().to_string());
         }

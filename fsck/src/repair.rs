@@ -169,7 +169,7 @@ fn one_round(sites: &[Site], options: &Options, tally: &Tally) -> Result<Repaire
     let Some(store) = look(sites)? else { return Ok(Repaired { actions: log }) };
     let (knowledge, checkpoints) = learn(&store, options, tally);
     superblocks::fix(sites, &store, &knowledge, &mut log);
-    let mut moved = Vec::new();
+    let (mut moved, mut outdated) = (Vec::new(), Vec::new());
     for &(shard, segment) in &knowledge.damaged {
         let Some(shard) = store.shards.get(shard) else { continue };
         let Some(site) = sites.get(shard.directory) else { continue };
@@ -177,9 +177,13 @@ fn one_round(sites: &[Site], options: &Options, tally: &Tally) -> Result<Repaire
         let case = segments::Case { site, store: &store, shard, segment, known, knowledge: &knowledge };
         if case.fix(tally, &mut log) {
             moved.push((shard.number, segment));
+        } else if case.is_behind(tally) {
+            outdated.push((shard.number, segment));
         }
     }
     quarantine::restore(sites, &store, &moved, &mut log);
+    // Of what went back to an earlier generation, the checkpoint knows as little as of what is gone.
+    moved.append(&mut outdated);
     checkpoints::fix(sites, &store, (&knowledge, &checkpoints), &moved, &mut log);
     Ok(Repaired { actions: log })
 }

@@ -77,6 +77,8 @@ pub struct Report {
     pub gib_per_s: f64,
     /// That rate over the bare sequential read of the same run, if it was measured.
     pub device_ratio: Option<f64>,
+    /// Rate of that bare read, of a part of the same files by as many threads.
+    pub bare_gib_per_s: Option<f64>,
     /// Where the bytes of the segments are.
     pub accounting: Accounting,
     /// How often each label was met, normal ones included.
@@ -112,12 +114,21 @@ impl Report {
             seconds,
             gib_per_s,
             device_ratio: None,
+            bare_gib_per_s: None,
             accounting: checked.accounting,
             labels: findings.counts.clone(),
             lost: findings.lost.clone(),
             notes: items(&findings.notes),
             problem_count: findings.problem_count,
             problems: items(&findings.problems),
+        }
+    }
+
+    /// Notes how fast a part of the same files was read in the same run without looking at it. Of nothing, no ratio.
+    pub fn compare(&mut self, bare_bytes: u64, bare_seconds: f64) {
+        if bare_bytes > 0 && bare_seconds > 0.0 {
+            let bare = bare_bytes as f64 / GIB / bare_seconds;
+            (self.bare_gib_per_s, self.device_ratio) = (Some(bare), Some(self.gib_per_s / bare));
         }
     }
 
@@ -156,6 +167,9 @@ impl Report {
         let gib = self.bytes_scanned as f64 / GIB;
         write!(out, "{} records, {} blocks; {gib:.2} GiB read", self.records, self.blocks)?;
         writeln!(out, " in {:.1} s ({:.2} GiB/s), {} check", self.seconds, self.gib_per_s, self.level)?;
+        if let (Some(ratio), Some(bare)) = (self.device_ratio, self.bare_gib_per_s) {
+            writeln!(out, "{ratio:.2} of the bare read of a part of these files, which had {bare:.2} GiB/s")?;
+        }
         self.write_verdict(out)
     }
 

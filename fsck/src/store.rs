@@ -121,8 +121,14 @@ pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Sto
         keyring = seen.iter().find_map(|(disk, _, top)| by_segments(&***disk, &top.shards));
     }
     let Some(keyring) = keyring else {
-        let blank = |seen: &Seen| matches!(seen, Seen::Blank);
-        let Some((disk, ..)) = seen.iter().find(|(_, superblock, _)| !blank(superblock)) else {
+        // With one that was begun, the others may not have been.
+        let begun = seen.iter().any(|(_, superblock, _)| *superblock == Seen::Blank);
+        let unmade = |(_, superblock, top): &&(&Arc<dyn Disk>, Seen, Top)| match superblock {
+            Seen::Blank => true,
+            Seen::Absent => begun && top.shards.is_empty(),
+            _ => false,
+        };
+        let Some((disk, ..)) = seen.iter().find(|one| !unmade(one)) else {
             for (disk, ..) in &seen {
                 into.take(Finding::of(findings::STORE_HALF_MADE, disk.name()));
             }

@@ -113,7 +113,7 @@ pub fn verify(
         };
         let number = (block as usize).saturating_mul(parts).saturating_add(part);
         let expected = digests.get(number).copied().unwrap_or_default();
-        if found != Some(expected) {
+        if found != Some(expected) && !kvarts_layout::planted!("fsck-skips-digests") {
             // What cannot be read or decoded has no digest: then what is shown is that of nothing.
             let found = found.unwrap_or_default();
             verified.bad.get_or_insert(BadChunk { block, offset: from, expected, found });
@@ -214,7 +214,7 @@ impl Decoder {
 }
 
 fn check_zero(window: &mut Window<'_>, from: u64, to: u64, verified: &mut Verified) {
-    let mut at = from;
+    let mut at = if kvarts_layout::planted!("fsck-skips-padding") { to } else { from };
     let mut dirty = None;
     while at < to {
         let bytes = window.some(at, to.saturating_sub(at));

@@ -30,6 +30,7 @@ pub mod ids;
 pub mod import;
 pub mod key;
 pub mod plan;
+pub mod planted;
 pub mod prefix;
 pub mod shape;
 pub mod spec;

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
-use crate::{bench, compact_cmd, config_cmd, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
+use crate::{bench, client_cmd, compact_cmd, config_cmd, demo, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
@@ -32,22 +32,38 @@ enum Command {
     Compact(compact_cmd::CompactArgs),
     /// Check and show a server's configuration, make tokens
     Config(config_cmd::ConfigArgs),
+    /// Delete blocks of a running server
+    Delete(client_cmd::DeleteArgs),
+    /// Show what this is for, on a server in a temporary directory, in under a minute
+    Demo(demo::DemoArgs),
     /// Write artifacts of a store into a portable file
     Export(export_cmd::ExportArgs),
     /// Check a store offline, and repair it when asked
     Fsck(fsck_cmd::FsckArgs),
+    /// Read blocks of a running server into a file
+    Get(client_cmd::GetArgs),
     /// Describe devices and measure how memory reaches them
     Gpu(gpu_cmd::GpuArgs),
     /// Put the artifacts of an exported file into a store
     Import(import_cmd::ImportArgs),
     /// Show what lies where in a store
     Inspect(inspect_cmd::InspectArgs),
-    /// List the artifacts of a store as trees of prefixes
+    /// List what is there: with a directory the artifacts in its files, without one the models of a running server
     Ls(ls_cmd::LsArgs),
+    /// Ask a running server how much of a prompt can be restored
+    Match(client_cmd::MatchArgs),
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
+    /// Hold blocks of a running server against eviction
+    Pin(client_cmd::PinArgs),
+    /// Put blocks from a file into a running server
+    Put(client_cmd::PutArgs),
     /// Run the daemon
     Serve(Box<serve_cmd::ServeArgs>),
+    /// Show what a running server is and has done
+    Stat(client_cmd::StatArgs),
+    /// Follow what happens to blocks of a running server
+    Watch(client_cmd::WatchArgs),
 }
 
 /// Why a subcommand did not do what it was asked.
@@ -119,14 +135,22 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Bench(arguments) => bench::run(&arguments, out),
         Command::Compact(arguments) => compact_cmd::run(&arguments, out),
         Command::Config(arguments) => config_cmd::run(&arguments, out),
+        Command::Delete(arguments) => client_cmd::delete(&arguments, out),
+        Command::Demo(arguments) => demo::run(&arguments, out),
         Command::Export(arguments) => export_cmd::run(&arguments, out),
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
+        Command::Get(arguments) => client_cmd::get(&arguments, out),
         Command::Gpu(arguments) => gpu_cmd::run(&arguments, out),
         Command::Import(arguments) => import_cmd::run(&arguments, out),
         Command::Inspect(arguments) => inspect_cmd::run(&arguments, out),
         Command::Ls(arguments) => ls_cmd::run(&arguments, out),
+        Command::Match(arguments) => client_cmd::matching(&arguments, out),
         Command::Model(arguments) => model_cmd::run(&arguments, out),
+        Command::Pin(arguments) => client_cmd::pin(&arguments, out),
+        Command::Put(arguments) => client_cmd::put(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),
+        Command::Stat(arguments) => client_cmd::stat(&arguments, out),
+        Command::Watch(arguments) => client_cmd::watch(&arguments, out),
     }
 }
 
@@ -160,7 +184,10 @@ mod tests {
     fn faulty_arguments_are_told_on_one_line() {
         assert_eq!(fault(&["kvarts"]), "which subcommand? `--help` lists them");
         let unknown = fault(&["kvarts", "modle"]);
-        assert_eq!(unknown, "unrecognized subcommand 'modle' tip: a similar subcommand exists: 'model'");
+        assert_eq!(
+            unknown,
+            "unrecognized subcommand 'modle' tip: some similar subcommands exist: 'delete', 'model'"
+        );
         let missing = fault(&["kvarts", "model", "show"]);
         assert_eq!(missing, "the following required arguments were not provided: <NAME|FILE>");
         assert!(fault(&["kvarts", "model", "show", "x", "--tp", "-1"]).contains("'-1'"));

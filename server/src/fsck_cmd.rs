@@ -4,6 +4,7 @@
 //! to standard error and only if that is a terminal.
 #![allow(clippy::disallowed_methods, reason = "an offline command: it times itself on a real machine")]
 
+use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kvarts_fsck::check::{Checked, Level, Options, check, planned_bytes};
+use kvarts_fsck::check::{Checked, Level, Options, check, planned_bytes, read_bare, written_ends};
 use kvarts_fsck::disk::{Disk, DiskWriter, OpenError, RealDisk, RealWriter};
 use kvarts_fsck::findings::Findings;
 use kvarts_fsck::repair::{Action, Site, repair};
@@ -22,6 +23,8 @@ use kvarts_fsck::window::Tally;
 use crate::cli::Failure;
 use crate::human;
 
+/// Bytes of one half of what `--measure` reads.
+const HALF_BYTES: u64 = 2 << 30;
 /// How often progress is shown.
 const TICK: Duration = Duration::from_millis(200);
 
@@ -46,6 +49,10 @@ pub(crate) struct FsckArgs {
     /// With --repair: only say what would be done
     #[arg(long, requires = "repair")]
     dry_run: bool,
+    /// Also read a part of the same files without looking at them, half of it before the check and half after, past
+    /// the cache where the file system allows it, and say how much of that rate the check reached
+    #[arg(long, conflicts_with_all = ["quick", "repair"])]
+    measure: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -108,7 +115,7 @@ pub(crate) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failu
         return put_right(arguments, out);
     }
     let disks = open(&arguments.directories, arguments.live)?;
-    let report = examine(&disks, &arguments.options())?;
+    let report = examine(&disks, &arguments.options(), arguments.measure)?;
     write(&report, arguments.json, out)?;
     if report.clean { Ok(()) } else { Err(Failure::Problems) }
 }
@@ -140,7 +147,8 @@ fn put_right(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let options = arguments.options();
     let disks: Vec<Arc<dyn Disk>> = sites.iter().map(|site| Arc::clone(&site.disk)).collect();
     let actions = repair(&sites, &options, &Tally::default()).map_err(Failure::user)?.actions;
-    let report = RepairReport { dry_run: arguments.dry_run, actions, report: examine(&disks, &options)? };
+    let report =
+        RepairReport { dry_run: arguments.dry_run, actions, report: examine(&disks, &options, false)? };
     if arguments.json {
         serde_json::to_writer_pretty(&mut *out, &report).map_err(std::io::Error::from)?;
         writeln!(out)?;
@@ -171,7 +179,7 @@ fn write(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), Failure
 }
 
 /// Checks a store, showing progress.
-pub(crate) fn examine(disks: &[Arc<dyn Disk>], options: &Options) -> Result<Report, Failure> {
+pub(crate) fn examine(disks: &[Arc<dyn Disk>], options: &Options, measure: bool) -> Result<Report, Failure> {
     let begin = Instant::now();
     let mut found = Findings::default();
     let tally = Tally::default();
@@ -180,24 +188,54 @@ pub(crate) fn examine(disks: &[Arc<dyn Disk>], options: &Options) -> Result<Repo
         let checked = Checked { findings: found, ..Checked::default() };
         return Ok(Report::new(&checked, options.level, (0, begin.elapsed().as_secs_f64())));
     };
+    let halves = if measure { halves(&written_ends(&store, options.threads)) } else { Halves::default() };
+    let (mut bare_bytes, mut bare_seconds) = (0, 0.0);
+    let mut bare = |half: &Ends| {
+        let (begin, tally) = (Instant::now(), Tally::default());
+        read_bare(&store, half, options.threads, &tally);
+        bare_bytes += tally.bytes();
+        bare_seconds += begin.elapsed().as_secs_f64();
+    };
+    bare(&halves[0]);
+    let begin = if measure { Instant::now() } else { begin };
     let planned = planned_bytes(&store, options.level);
-    let checked = std::thread::scope(|scope| {
-        let (done, is_done) = channel();
-        let (store, tally) = (&store, &tally);
-        let work = scope.spawn(move || {
-            let checked = check(store, options, tally, found);
-            // Nobody waits any more if the progress is gone.
-            let _ = done.send(());
-            checked
-        });
-        show_progress(begin, &|| (tally.bytes(), planned), &is_done);
-        work.join().map_err(|_| Failure::user("the check ended with a defect of this program"))
-    })?;
-    let checked = checked.map_err(Failure::user)?;
+    let checked = watched(&|| (tally.bytes(), planned), || check(&store, options, &tally, found))
+        .map_err(Failure::user)?;
     let seconds = begin.elapsed().as_secs_f64();
+    bare(&halves[1]);
     let mut report = Report::new(&checked, options.level, (tally.bytes(), seconds));
     report.store = Some(store.keyring.store.to_string());
+    report.compare(bare_bytes, bare_seconds);
     Ok(report)
+}
+
+/// How far segments were written, by the index of their shard and their number.
+type Ends = BTreeMap<(usize, u32), u64>;
+type Halves = [Ends; 2];
+
+/// Two samples of a store, each spread evenly over it and of no more than so many bytes. Where there is one segment
+/// only, it is both.
+fn halves(written: &Ends) -> Halves {
+    let all: Vec<_> = written.iter().filter(|(_, end)| **end > 0).map(|(at, end)| (*at, *end)).collect();
+    let bytes: u64 = all.iter().map(|(_, end)| *end).sum();
+    let step = usize::try_from(bytes.div_ceil(2 * HALF_BYTES)).unwrap_or(usize::MAX).max(1);
+    let sample: Vec<_> = all.into_iter().step_by(step).collect();
+    let half = |odd: usize| -> Ends { sample.iter().copied().skip(odd).step_by(2).collect() };
+    let second = if sample.len() > 1 { half(1) } else { half(0) };
+    [half(0), second]
+}
+
+/// Does something while its progress is shown: bytes of how many.
+pub(crate) fn watched<T>(far: &(dyn Fn() -> (u64, u64) + Sync), work: impl FnOnce() -> T) -> T {
+    let begin = Instant::now();
+    std::thread::scope(|scope| {
+        let (done, is_done) = channel::<()>();
+        scope.spawn(move || show_progress(begin, far, &is_done));
+        let outcome = work();
+        // Dropped, also by a panic, it ends the progress.
+        drop(done);
+        outcome
+    })
 }
 
 /// Shows how far something is until it is done: bytes of how many.
@@ -239,5 +277,20 @@ mod tests {
         assert_eq!(progress(1 << 29, 1 << 30, 2.0), "50% of 1 GiB, 256 MiB/s, at most 2 s left");
         assert_eq!(progress(0, 1 << 30, 0.0), "0% of 1 GiB, 0 B/s, just begun");
         assert_eq!(progress(10, 0, 1.0), "100% of 0 B, 10 B/s, at most 0 s left");
+    }
+
+    #[test]
+    fn what_is_measured_is_spread_over_the_store_and_bounded() {
+        let store = |segments: u32, bytes: u64| (0..segments).map(|number| ((0, number), bytes)).collect();
+        let [first, second] = halves(&store(4, 1 << 20));
+        assert_eq!(first.keys().map(|key| key.1).collect::<Vec<_>>(), [0, 2]);
+        assert_eq!(second.keys().map(|key| key.1).collect::<Vec<_>>(), [1, 3]);
+        let [first, second] = halves(&store(100, 1 << 30));
+        let bytes = |half: &Ends| half.values().sum::<u64>();
+        assert!(bytes(&first) <= HALF_BYTES && bytes(&second) <= HALF_BYTES && bytes(&first) > 1 << 30);
+        assert!(first.keys().chain(second.keys()).any(|key| key.1 > 70), "the end of the store too");
+        assert_eq!(halves(&store(1, 5)), [store(1, 5), store(1, 5)]);
+        assert_eq!(halves(&store(0, 5)), Halves::default());
+        assert_eq!(halves(&store(3, 0)), Halves::default(), "what was never written is not read");
     }
 }

@@ -6,21 +6,25 @@
 mod bench;
 mod cli;
 pub mod client;
+mod client_cmd;
 mod compact_cmd;
 pub mod config;
 mod config_cmd;
 pub mod daemon;
+mod demo;
 mod devices;
 mod files;
 mod fsck_cmd;
 mod gpu_cmd;
 pub mod grpc;
 mod human;
+pub mod local;
 pub mod metrics;
 mod model_cmd;
 pub mod node;
 mod offline;
 pub mod proto;
+pub mod scrub;
 mod serve_cmd;
 mod table;
 

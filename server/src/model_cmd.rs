@@ -147,7 +147,7 @@ fn show(arguments: &ShowArgs, out: &mut dyn Write) -> Result<(), Failure> {
 }
 
 /// A shipped model, or the file of that name.
-fn find(model: &Path) -> Result<ModelSpec, Failure> {
+pub(crate) fn find(model: &Path) -> Result<ModelSpec, Failure> {
     let name = model.to_string_lossy();
     if let Some(spec) = shipped::load(&name) {
         return Ok(spec);

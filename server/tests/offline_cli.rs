@@ -318,3 +318,25 @@ fn inspect_shows_the_store_its_segments_and_every_digest_of_a_record() {
         assert!(code == 2 && err.contains(says), "{wrong}: {err}");
     }
 }
+
+#[test]
+fn a_check_that_measures_tells_its_rate_beside_that_of_reading_the_same_files_alone() {
+    let scratch = Scratch::new("measured");
+    let (file, store) = (scratch.path("file"), scratch.path("store"));
+    std::fs::write(&file, sample()).unwrap();
+    let (file, store) = (file.to_str().unwrap(), store.to_str().unwrap());
+    good(&["import", file, "--into", store, "--create", "--segment-mib", "1"]);
+    let plain = json(&["fsck", store, "--json"]);
+    assert_eq!((&plain["device_ratio"], &plain["bare_gib_per_s"]), (&Value::Null, &Value::Null));
+    let measured = json(&["fsck", store, "--measure", "--deep", "--json"]);
+    let number = |field: &str| measured[field].as_f64().unwrap_or_else(|| panic!("{field}: {measured:#}"));
+    let ratio = number("gib_per_s") / number("bare_gib_per_s");
+    assert!((number("device_ratio") - ratio).abs() < 1e-9 && ratio > 0.0, "{measured:#}");
+    // What was only read for the comparison is not in the check's own bytes.
+    assert_eq!((&measured["blocks"], &measured["clean"]), (&plain["blocks"], &true.into()));
+    assert_eq!(json(&["fsck", store, "--measure", "--json"])["bytes_scanned"], plain["bytes_scanned"]);
+    assert!(good(&["fsck", store, "--measure"]).contains("of the bare read of a part of these files"));
+    for other in ["--quick", "--repair"] {
+        assert_eq!(kvarts(&["fsck", store, "--measure", other]).0, 2, "{other}");
+    }
+}

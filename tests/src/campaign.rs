@@ -66,6 +66,10 @@ pub struct Ledger {
     pub merged: u64,
     /// Records that compactions encoded.
     pub encoded: u64,
+    /// Blocks that were acknowledged as durable.
+    pub acknowledged: u64,
+    /// Leases that were given.
+    pub leases: u64,
     /// What the workload waits for: where it hangs, if it does.
     pub waits_for: &'static str,
 }
@@ -122,6 +126,23 @@ impl Ledger {
         }
     }
 
+    /// What is promised where either of two ledgers may hold: what both promise.
+    pub fn either(&mut self, other: &Self) {
+        for known in self
+            .blocks
+            .iter_mut()
+            .filter(|(name, _)| !other.blocks.contains_key(name))
+            .map(|(_, known)| known)
+        {
+            known.durable = false;
+        }
+        for (name, theirs) in &other.blocks {
+            let ours = self.blocks.entry(*name).or_default();
+            ours.durable &= theirs.durable;
+            ours.producers.extend(&theirs.producers);
+        }
+    }
+
     /// An open store has been found to hold this: what was acknowledged and is not there was evicted.
     pub fn allow_evictions(&mut self, found: &Found) {
         for (name, state) in found {
@@ -159,6 +180,7 @@ impl Ledger {
                     let known = self.blocks.entry(*name).or_default();
                     // A delete that was asked for after the put may have met it.
                     known.durable |= put.durable && put.asked > known.deleted;
+                    self.acknowledged += u64::from(put.durable);
                 }
                 BlockOutcome::Refused(reason) => {
                     self.blocks.entry(*name).or_default().late |= reason == Reason::DeadlinePassed;
@@ -361,6 +383,7 @@ fn hold(
     let asked = ledger.borrow_mut().next();
     let reply = store.contains(&request).unwrap_or_else(|error| panic!("a lease is refused: {error}"));
     if let Some(lease) = reply.lease {
+        ledger.borrow_mut().leases += 1;
         let here = names.iter().zip(&reply.presence).filter(|(_, one)| **one == Presence::Here);
         let names = here.map(|(name, _)| *name).collect();
         holds.push(Hold { lease, until: now.plus(term), names, asked });

@@ -3,6 +3,7 @@
 //! The model has a group with heads and chunks of a page, a group with chunks of odd lengths, and a group with one
 //! state: between them they meet aligned and unaligned paths, several parts a layer, and layers without a part.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
@@ -120,8 +121,28 @@ pub fn content(
     (0..).zip(chunks).map(fill).collect()
 }
 
+type Maker = Box<dyn Fn(usize) -> Buf>;
+
+thread_local! {
+    /// What makes the memory of this thread's placements, if not the usual.
+    static MAKER: RefCell<Option<Maker>> = const { RefCell::new(None) };
+}
+
+/// Does `work`; what it places on this thread lies in memory that `make` gives, of a length that it is told.
+pub fn with_memory<T>(make: impl Fn(usize) -> Buf + 'static, work: impl FnOnce() -> T) -> T {
+    MAKER.with_borrow_mut(|maker| *maker = Some(Box::new(make)));
+    let done = work();
+    MAKER.with_borrow_mut(Option::take);
+    done
+}
+
 /// Zeroed memory that begins `skew` bytes after a page boundary.
 pub fn memory(len: u64, skew: u64) -> Buf {
+    let made = MAKER.with_borrow(|maker| maker.as_ref().map(|make| make((len + skew).max(1) as usize)));
+    if let Some(made) = made {
+        made.fill(0);
+        return made.slice(skew as usize, len as usize).expect("as long as was asked");
+    }
     let region = Region::anonymous((len + skew).max(1) as usize).expect("memory");
     Buf::new(&region, skew as usize, len as usize).expect("within the region")
 }

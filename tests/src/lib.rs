@@ -1,9 +1,11 @@
 //! Simulated disk and clock, reference model, fault campaign and end-to-end tests of Kvarts.
 
 pub mod audit;
+pub mod block;
 pub mod campaign;
 pub mod conformance;
 pub mod fixture;
+pub mod golden;
 pub mod model;
 pub mod rows;
 pub mod script;

@@ -53,6 +53,10 @@ pub fn media(disks: &[MemoryDisk]) -> Media {
             assert!(media.plant_folder(dir, &folder), "{folder}");
         }
         for path in disk.files() {
+            // A folder that was set aside as a whole lies in another.
+            for (at, _) in path.match_indices('/') {
+                let _ = media.plant_folder(dir, &path[..at]);
+            }
             assert!(media.plant(dir, &path, &disk.contents(&path).unwrap_or_default()), "{path}");
             media.plant_holes(dir, &path, &disk.holes(&path));
         }
@@ -94,8 +98,13 @@ pub fn cut(start: &MemoryDisk, steps: &[Step], rng: &mut Rng) -> MemoryDisk {
 /// What the checker says of directories in memory.
 pub fn examine(disks: &[MemoryDisk], level: Level) -> Result<Checked, CannotRun> {
     let disks: Vec<Arc<dyn Disk>> = disks.iter().map(|disk| Arc::new(disk.clone()) as _).collect();
+    examine_disks(&disks, level)
+}
+
+/// What the checker says of directories, wherever they are.
+pub fn examine_disks(disks: &[Arc<dyn Disk>], level: Level) -> Result<Checked, CannotRun> {
     let mut found = Findings::default();
-    let Some(store) = survey(&disks, &mut found)? else {
+    let Some(store) = survey(disks, &mut found)? else {
         return Ok(Checked { findings: found, ..Checked::default() });
     };
     let options = CheckOptions { level, threads: 1, ..CheckOptions::default() };

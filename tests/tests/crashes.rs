@@ -6,11 +6,14 @@
 use std::cell::RefCell;
 use std::time::Duration;
 
+use kvarts_fsck::check::Level;
+use kvarts_fsck::store::CannotRun;
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_store::error::Reason;
-use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, drive, read_all, verify, work};
+use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, drive, read_all, reopen, verify, work};
 use kvarts_tests::sim::media::errno::{EAGAIN, EINTR, EIO, ENOSPC};
 use kvarts_tests::sim::{Crash, CrashState, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
+use kvarts_tests::witness::{directories, examine, media, problems};
 
 fn seeds(few: u64) -> u64 {
     std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
@@ -277,4 +280,54 @@ fn writes_that_the_disk_loses_or_misdirects_and_bits_that_flip_never_become_othe
     for effect in [Effect::Lost, Effect::Misdirect, Effect::FlipBit] {
         every_nth(Which::Kind(OpKind::Write), effect, false, Judge::BytesOnly);
     }
+}
+
+/// Directories of a store are devices of their own: the power may fail while some have a superblock and others none.
+#[test]
+fn a_store_of_several_directories_whose_making_was_cut_is_finished() {
+    let mut config = WorldConfig::default();
+    config.disk.dirs = 3;
+    let options = Options { directories: 3, ..options(Seed(1)) };
+    let (mut between, mut images) = (0, 0);
+    for cut in 1.. {
+        let world = SimWorld::new(1, &config);
+        let launcher = world.launcher();
+        let opened = drive(&world, cut, Store::open(&launcher, &options));
+        let state = world.cut_power();
+        for crash in
+            [Crash::LoseAll, Crash::KeepAll, Crash::Lagging(0), Crash::Lagging(2), Crash::Random(cut)]
+        {
+            let image = state.image(crash);
+            let note = format!("cut {cut}, {crash:?}");
+            let made = image.paths().iter().filter(|path| path.ends_with("/superblock")).count();
+            between += u64::from((1..3).contains(&made));
+            images += 1;
+            match examine(&directories(&image), Level::Full) {
+                Ok(checked) => assert!(checked.findings.is_clean(), "{note}: {}", problems(&checked)),
+                Err(CannotRun::NoStore(_)) => assert_eq!(made, 0, "{note}"),
+                Err(other) => panic!("{note}: {other}"),
+            }
+            let opened =
+                reopen(Seed(cut), &config, &options, image).unwrap_or_else(|why| panic!("{note}: {why}"));
+            assert_eq!(opened.store.recovery().len(), 3 * options.shards_per_directory as usize, "{note}");
+        }
+        if matches!(opened, Driven::Done(_)) {
+            break;
+        }
+    }
+    assert!(between > 10 && images > 60, "{images} images, {between} with some superblocks");
+}
+
+#[test]
+fn a_directory_that_lost_everything_is_not_made_anew_beside_one_that_was_in_use() {
+    let mut config = WorldConfig::default();
+    config.disk.dirs = 2;
+    let options = Options { directories: 2, ..options(Seed(1)) };
+    let world = SimWorld::new(1, &config);
+    let launcher = world.launcher();
+    assert!(matches!(drive(&world, u64::MAX, Store::open(&launcher, &options)), Driven::Done(Ok(_))));
+    let mut disks = directories(&world.cut_power().image(Crash::KeepAll));
+    disks[1] = kvarts_fsck::disk::MemoryDisk::default();
+    let why = reopen(Seed(2), &config, &options, media(&disks)).unwrap_err();
+    assert!(why.contains("directory 1 is empty while others hold a store"), "{why}");
 }

@@ -3,12 +3,16 @@
 use std::time::Duration;
 
 use kvarts_store::api::{
-    BlockOutcome, Durability, Order, Parent, PutRequest, ReadEvent, ReadRequest, ReadStream, Verify,
+    BlockOutcome, DeleteRequest, Durability, Order, Parent, PutRequest, ReadEvent, ReadRequest, ReadStream,
+    Target, Verify,
 };
+use kvarts_store::engine::Options;
+use kvarts_store::error::Reason;
 use kvarts_store::rt::{Class, Nanos};
+use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, Style};
 use kvarts_tests::sim::{Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};
-use kvarts_tests::stage::{SimStage, Stage, small_options};
+use kvarts_tests::stage::{SimStage, Stage, ask, small_options};
 
 /// A store that holds three blocks, on a disk whose reads never end from now on.
 fn stuck() -> (SimWorld, SimStage, ReadRequest) {
@@ -83,4 +87,47 @@ fn a_follower_ends_at_its_own_deadline_while_its_leader_waits() {
     assert_eq!((end.usable_layers, end.held_bytes), (0, 0), "nothing was read into the follower's memory");
     assert!(stage.now() < deadline.plus(Duration::from_millis(5)));
     assert_eq!(leader.try_next(), None);
+}
+
+/// Another put of the same blocks waits for the first one's flush.
+#[test]
+fn a_put_of_blocks_whose_flush_never_ends_is_answered_at_its_deadline() {
+    let world = SimWorld::new(12, &WorldConfig::default());
+    let stage = SimStage::open(&world, &small_options(1)).unwrap();
+    let desk = Desk::new(&stage, "stuck");
+    let keys = desk.keys(0..2);
+    let relaxed = PutRequest { durability: Durability::Relaxed, ..desk.request(pages(), &keys, 1) };
+    assert_eq!(desk.outcomes(relaxed), [BlockOutcome::Stored, BlockOutcome::Stored]);
+    world.disk().inject(Rule::new(Which::Kind(OpKind::Flush), When::From(1), Effect::Stuck));
+    for _ in 0..2 {
+        let deadline = stage.now().plus(Duration::from_millis(5));
+        let put = PutRequest { deadline: Some(deadline), ..desk.request(pages(), &keys, 2) };
+        let late = BlockOutcome::Refused(Reason::DeadlinePassed);
+        assert_eq!(stage.put(put).unwrap().outcomes, [late.clone(), late]);
+        assert!(stage.now() < deadline.plus(Duration::from_millis(5)));
+    }
+    assert!(world.disk().struck() > 0, "nothing was flushed");
+}
+
+/// What descends from a key is found in footers on disk.
+#[test]
+fn a_delete_of_a_prefix_is_answered_at_its_deadline_while_the_disk_gives_no_footer() {
+    let options = Options { segment_bytes: 64 << 10, ..small_options(1) };
+    let world = SimWorld::new(13, &WorldConfig::default());
+    let stage = SimStage::open(&world, &options).unwrap();
+    let desk = Desk::new(&stage, "stuck");
+    let keys = desk.keys(0..8);
+    for n in 0..8 {
+        let parent = if n == 0 { Parent::Root } else { Parent::Key(keys[n - 1]) };
+        let put = PutRequest { parent, first_block: None, ..desk.request(pages(), &keys[n..=n], 1) };
+        assert_eq!(desk.outcomes(put), [BlockOutcome::Stored]);
+    }
+    world.disk().inject(Rule::new(Which::Kind(OpKind::Read), When::From(1), Effect::Stuck));
+    let deadline = stage.now().plus(Duration::from_millis(5));
+    let target = Target::Prefix(keys[0]);
+    let request = DeleteRequest { namespace: desk.namespace, target, deadline: Some(deadline) };
+    let answer = ask(&stage, stage.store().delete(request));
+    assert_eq!(answer.unwrap_err().0, Reason::DeadlinePassed);
+    assert!(world.disk().struck() > 0, "nothing was read");
+    assert!(stage.now() < deadline.plus(Duration::from_millis(5)));
 }

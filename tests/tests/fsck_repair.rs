@@ -254,3 +254,28 @@ fn a_disk_that_fails_under_a_repair_is_reported_and_can_be_repaired_later() {
     assert!(failed.iter().any(|action| action.failed.is_some()), "{failed:?}");
     expect_repaired(&failing.fork(), &whole, "after the disk failed");
 }
+
+#[test]
+fn a_segment_that_is_as_it_was_before_it_was_written_anew_is_repaired_once_and_for_all() {
+    // What the checkpoint knows of the later generation is about nothing any more: it must not be found again and again.
+    let options = kvarts_store::engine::Options { budget_bytes: 400 << 10, ..small(1) };
+    let [before, after] = [100, 150].map(|ops| directories(&worked(Seed(9), &options, ops, true)).remove(0));
+    let whole: BTreeSet<Block> = good_blocks(&before).union(&good_blocks(&after)).copied().collect();
+    let generation = |disk: &MemoryDisk, path: &str| {
+        let bytes = disk.contents(path)?;
+        Some(u64::from_le_bytes(bytes[56..64].try_into().unwrap()))
+    };
+    let mut cases = 0;
+    for path in after.files().into_iter().filter(|path| path.contains("segment")) {
+        if generation(&before, &path).is_none_or(|old| Some(old) >= generation(&after, &path)) {
+            continue;
+        }
+        let damaged = after.fork();
+        damaged.plant(&path, before.contents(&path).unwrap());
+        let checked = examine(std::slice::from_ref(&damaged), Level::Full).unwrap();
+        assert!(checked.findings.times("header-lost-write") > 0, "{path}: {}", problems(&checked));
+        expect_repaired(&damaged, &whole, &path);
+        cases += 1;
+    }
+    assert!(cases > 2, "{cases} segments were written anew");
+}

@@ -3,16 +3,17 @@
 //!
 //! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kvarts_layout::NamespaceId;
-use kvarts_store::api::{BlockOutcome, ContainsRequest, LeaseTerms, Presence};
+use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, Presence, Target};
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_store::error::{Kind, Reason};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::media::errno::{EDQUOT, ENOSPC};
 use kvarts_tests::sim::{Crash, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
-use kvarts_tests::stage::{SimStage, Stage, drive};
+use kvarts_tests::stage::{SimStage, Stage, ask, drive};
 
 const SEGMENT: u64 = 128 << 10;
 
@@ -385,6 +386,56 @@ fn an_hour_of_churn_stays_within_the_budget_at_every_step_and_takes_no_more_memo
         let (least, most) = (settled.iter().min().unwrap(), settled.iter().max().unwrap());
         assert!(most - least <= least / 8, "seed {}: index memory {settled:?}", seed.0);
         assert!(files.iter().max() == files[files.len() / 4..].iter().max());
+        stage.close().unwrap();
+    }
+}
+
+/// The most that each table of a store was, in one part of a test.
+fn keep_most(most: &mut BTreeMap<&'static str, u64>, world: &SimWorld, store: &Store) {
+    for table in drive(world, store.tables()).unwrap().unwrap() {
+        let known = most.entry(table.name).or_default();
+        *known = table.size.max(*known);
+    }
+}
+
+#[test]
+fn no_table_in_memory_grows_with_use() {
+    for seed in (0..seeds(1)).map(Seed) {
+        let (world, stage) = open(seed.0, 3 << 20);
+        let desks = ["a", "b", "c"].map(|name| Desk::new(&stage, name));
+        let mut rng = seed.child("churn").rng();
+        let mut halves = [BTreeMap::new(), BTreeMap::new()];
+        for step in 0..4000u64 {
+            let desk = &desks[rng.index(3)];
+            let first = rng.below(4000);
+            let keys = desk.keys(first..first + rng.between(1, 4));
+            desk.outcomes(desk.request(pages(), &keys, rng.next_u64()));
+            if rng.below(4) == 0 {
+                // Whatever is still there of it.
+                desk.read(&desk.read_request(pages(), &keys));
+            }
+            if rng.below(64) == 0 {
+                let target = Target::Keys { column: None, keys: keys.clone() };
+                let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+                ask(&stage, stage.store().delete(request)).unwrap();
+            }
+            if rng.below(16) == 0 {
+                lease(desk, first..first + 2, 1, u64::MAX).unwrap();
+            }
+            stage.advance(Duration::from_millis(rng.below(4000)));
+            if step % 20 == 19 {
+                keep_most(&mut halves[usize::from(step >= 2000)], &world, stage.engine());
+            }
+        }
+        let recycled = stage.engine().stats().counts.segments_recycled;
+        assert!(recycled > 200, "seed {}: {recycled} segments were recycled", seed.0);
+        let [before, after] = halves;
+        assert!(before.len() > 20, "{before:?}");
+        for (name, size) in after {
+            // What is drawn at random is drawn a little higher now and then.
+            let most = before[name] + before[name] / 8 + 8;
+            assert!(size <= most, "seed {}: {name} grew from {} to {size}", seed.0, before[name]);
+        }
         stage.close().unwrap();
     }
 }

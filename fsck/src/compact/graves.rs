@@ -4,10 +4,11 @@
 //! - Of two graves over the same blocks the one that reaches higher stays.
 //! - A grave is forgotten only if no record that lies on disk is old enough for it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kvarts_layout::format::body::{Epoch, Tombstone};
 use kvarts_layout::format::footer::Defined;
+use kvarts_layout::format::marks::{MARK_KEY, Mark};
 
 /// The group and the coordinate that a tombstone is for; `None` for all.
 type Scope = (Option<u32>, Option<u64>);
@@ -19,6 +20,8 @@ type Name = ([u8; 32], [u8; 32]);
 pub(super) struct Graves {
     blocks: BTreeMap<Name, Vec<(Scope, u64)>>,
     namespaces: BTreeMap<[u8; 32], u64>,
+    /// Namespaces whose delete began in some shard and did not end: all of it is dead.
+    gone: BTreeSet<[u8; 32]>,
 }
 
 impl Graves {
@@ -40,7 +43,8 @@ impl Graves {
 
     /// Whether a block of a record is dead.
     pub(super) fn covers(&self, name: &Name, (group, coordinate): (u32, u64), sequence: u64) -> bool {
-        if self.namespaces.get(&name.0).is_some_and(|below| sequence < *below) {
+        if self.gone.contains(&name.0) || self.namespaces.get(&name.0).is_some_and(|below| sequence < *below)
+        {
             return true;
         }
         let Some(graves) = self.blocks.get(name) else { return false };
@@ -51,16 +55,31 @@ impl Graves {
         })
     }
 
+    /// Namespaces whose delete began and did not end, by the marks of this shard.
+    pub(super) fn half_deleted(&self) -> impl Iterator<Item = [u8; 32]> + '_ {
+        let marked = self.blocks.iter().filter(|((_, key), graves)| *key == MARK_KEY && is_half(graves));
+        marked.map(|((namespace, _), _)| *namespace)
+    }
+
+    /// What began to be deleted in any shard is dead in this one, too.
+    pub(super) fn finish(&mut self, half: &BTreeSet<[u8; 32]>) {
+        self.gone.clone_from(half);
+    }
+
     /// How many there are.
     pub(super) fn len(&self) -> u64 {
         let tombstones: usize = self.blocks.values().map(Vec::len).sum();
         tombstones.saturating_add(self.namespaces.len()) as u64
     }
 
-    /// Those that a record may still be old enough for: none on disk has a sequence below `floor`.
+    /// Those that a record may still be old enough for: none on disk has a sequence below `floor`. That a delete did not
+    /// end is kept in any case: what it began in other shards is for the engine to finish.
     pub(super) fn above(&self, floor: u64) -> Self {
         let mut left = self.clone();
-        left.blocks.retain(|_, graves| {
+        left.blocks.retain(|(_, key), graves| {
+            if *key == MARK_KEY && is_half(graves) {
+                return true;
+            }
             graves.retain(|(_, below)| *below > floor);
             !graves.is_empty()
         });
@@ -90,6 +109,11 @@ impl Graves {
     }
 }
 
+fn is_half(graves: &[(Scope, u64)]) -> bool {
+    let below = |mark: Mark| graves.iter().find(|(scope, _)| *scope == mark.scope());
+    Mark::is_half(|mark| below(mark).map(|(_, below)| *below))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -110,5 +134,19 @@ mod tests {
         let (names, tombstones, epochs) = graves.listed();
         assert_eq!((names.len(), tombstones.len(), epochs.len()), (1, 1, 1));
         assert_eq!(tombstones.first().map(|one| one.below), Some(10));
+    }
+
+    #[test]
+    fn a_delete_that_did_not_end_kills_all_of_its_namespace_and_is_not_forgotten() {
+        let (mut here, mut there) = (Graves::default(), Graves::default());
+        here.bury([7; 32], &Mark::Begun.tombstone(0, 10));
+        let half: BTreeSet<_> = here.half_deleted().collect();
+        assert_eq!(half, BTreeSet::from([[7; 32]]));
+        there.finish(&half);
+        assert!(there.covers(&([7; 32], [1; 32]), (0, 0), u64::MAX - 1));
+        assert!(!there.covers(&([8; 32], [1; 32]), (0, 0), 1));
+        assert_eq!((here.above(u64::MAX).len(), there.listed()), (1, (vec![], vec![], vec![])));
+        here.bury([7; 32], &Mark::Ended.tombstone(0, 12));
+        assert_eq!((here.half_deleted().count(), here.above(10).len(), here.above(12).len()), (0, 1, 0));
     }
 }

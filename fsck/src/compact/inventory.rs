@@ -7,7 +7,7 @@
 //! Memory: for each block on disk 40 bytes, for each record about 250; 10 TB of blocks of 1 MiB, each in a record of
 //! its own, take 3 GB; in records of 8 blocks, 750 MB.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_layout::format::body::{Blocks, Definition, Parent};
@@ -186,6 +186,9 @@ impl Inventory {
         for &at in &work {
             inventory.bury(store, at)?;
         }
+        let half: BTreeSet<[u8; 32]> =
+            inventory.shards.iter().flat_map(|shard| shard.graves.half_deleted()).collect();
+        inventory.shards.iter_mut().for_each(|shard| shard.graves.finish(&half));
         let mut offered = Vec::new();
         for &at in &work {
             inventory.read_records(&mut catalogue, at, now_ms, &mut offered)?;
@@ -509,12 +512,11 @@ impl Facts {
     }
 }
 
+/// Records, whether they are all that there is, and the holes beside them.
+type Listed = (Vec<Entry>, bool, Vec<(u64, u64)>);
+
 /// What a segment lists, in log order, and whether that is everything in it.
-fn listed(
-    store: &Store,
-    segment: &Segment,
-    state: Option<&ShardState>,
-) -> Result<(Vec<Entry>, bool, Vec<(u64, u64)>), Refusal> {
+fn listed(store: &Store, segment: &Segment, state: Option<&ShardState>) -> Result<Listed, Refusal> {
     let clash = |why: String| Refusal::Damaged(format!("{}: {why}", path(store, segment)));
     let (Some(shard), Some(disk)) = (store.shards.get(segment.shard), disk_of(store, segment)) else {
         return Err(clash("its directory is gone".to_owned()));

@@ -1,9 +1,10 @@
 //! What is dead in one shard: tombstones and epochs, from records and from the newest whole checkpoint.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kvarts_layout::format::body::{Epoch, Tombstone};
 use kvarts_layout::format::checkpoint::Items;
+use kvarts_layout::format::marks::{MARK_KEY, Mark};
 
 use crate::checkpoint::{Known, Slot, read_slot};
 use crate::store::{Shard, Store};
@@ -22,6 +23,8 @@ type Grave = (Option<u32>, Option<u64>, u64);
 pub struct Graves {
     blocks: BTreeMap<Key, Vec<Grave>>,
     namespaces: BTreeMap<[u8; 32], u64>,
+    /// Namespaces whose delete began in some shard and did not end: all of it is dead.
+    gone: BTreeSet<[u8; 32]>,
 }
 
 impl Graves {
@@ -61,7 +64,9 @@ impl Graves {
         (group, coordinate): (u32, u64),
         sequence: u64,
     ) -> bool {
-        if self.namespaces.get(namespace).is_some_and(|below| sequence < *below) {
+        if self.gone.contains(namespace)
+            || self.namespaces.get(namespace).is_some_and(|below| sequence < *below)
+        {
             return true;
         }
         let Some(graves) = self.blocks.get(&(*namespace, *key)) else { return false };
@@ -72,6 +77,16 @@ impl Graves {
         })
     }
 
+    /// Namespaces whose delete began and did not end, by the marks of this shard.
+    pub fn half_deleted(&self) -> impl Iterator<Item = [u8; 32]> + '_ {
+        let is_half = |graves: &[Grave]| {
+            let below = |mark: Mark| graves.iter().find(|grave| (grave.0, grave.1) == mark.scope());
+            Mark::is_half(|mark| below(mark).map(|grave| grave.2))
+        };
+        let marked = self.blocks.iter().filter(|((_, key), _)| *key == MARK_KEY);
+        marked.filter(move |(_, graves)| is_half(graves)).map(|((namespace, _), _)| *namespace)
+    }
+
     /// How many there are.
     pub fn len(&self) -> u64 {
         let tombstones: usize = self.blocks.values().map(Vec::len).sum();
@@ -80,8 +95,14 @@ impl Graves {
 
     /// Whether nothing is dead.
     pub fn is_empty(&self) -> bool {
-        self.blocks.is_empty() && self.namespaces.is_empty()
+        self.blocks.is_empty() && self.namespaces.is_empty() && self.gone.is_empty()
     }
+}
+
+/// What began to be deleted in one shard is dead in all: the engine finishes the delete when it opens the store.
+pub(super) fn finish(graves: &mut BTreeMap<usize, Graves>) {
+    let half: BTreeSet<[u8; 32]> = graves.values().flat_map(Graves::half_deleted).collect();
+    graves.values_mut().for_each(|graves| graves.gone.clone_from(&half));
 }
 
 /// What the newest whole checkpoint of a shard says of deletes and times.

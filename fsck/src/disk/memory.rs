@@ -134,9 +134,16 @@ impl MemoryDisk {
 
     /// Changes a file behind everybody's back.
     pub fn tamper(&self, path: &str, with: impl FnOnce(&mut Vec<u8>)) {
-        if let Some(bytes) = self.tree().files.get_mut(path) {
-            with(Arc::make_mut(bytes));
-        }
+        let mut tree = self.tree();
+        let Some(bytes) = tree.files.get_mut(path) else { return };
+        with(Arc::make_mut(bytes));
+        let bytes = Arc::clone(bytes);
+        // A page that holds something is no hole any more.
+        tree.holes.retain(|(file, page)| {
+            let pages = bytes.chunks(super::ALIGN);
+            let mut page = pages.skip(usize::try_from(*page).unwrap_or(usize::MAX)).take(1).flatten();
+            file != path || page.all(|byte| *byte == 0)
+        });
     }
 
     /// Makes a page unreadable.

@@ -36,9 +36,10 @@ pub(super) fn fix(
         for &slot in &damaged {
             quarantine::set_aside(site, &path(shard.number, slot), "it is damaged", log);
         }
-        let lost = known.segments.values().filter(|state| state.state != SEGMENT_FREE).any(|state| {
+        let lost = known.segments.values().any(|state| {
             let is_there = shard.segments.binary_search(&state.segment).is_ok();
-            !is_there || moved.contains(&(shard.number, state.segment))
+            let is_missed = state.state != SEGMENT_FREE && !is_there;
+            is_missed || moved.contains(&(shard.number, state.segment))
         });
         let none_left = known.header.is_none() && !damaged.is_empty();
         if lost || none_left {

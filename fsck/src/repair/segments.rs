@@ -81,6 +81,13 @@ impl Case<'_> {
         self.seal(&report, log)
     }
 
+    /// Whether the checkpoint knows a later generation than the segment proves: the writes of that one were lost, and
+    /// what the checkpoint says of it is about nothing any more.
+    pub(super) fn is_behind(&self, tally: &Tally) -> bool {
+        let own = self.look(tally).and_then(|report| report.ends?.generation());
+        own.zip(self.known).is_some_and(|(own, known)| own < known.generation)
+    }
+
     /// Writes listed definitions that are damaged from their copies in other segments.
     fn definitions(&self, report: &SegmentReport, log: &mut Vec<Action>) -> bool {
         let Outcome::Sealed { footer, good, generation, .. } = &report.outcome else { return false };
@@ -154,6 +161,12 @@ impl Case<'_> {
                 records.sort_by_key(|met| met.offset);
                 let mut entries: Vec<Entry> = records.iter().filter_map(|met| kept(met, footer)).collect();
                 entries.dedup_by_key(|entry| entry.offset);
+                if kvarts_layout::planted!("repair-keeps-damaged") {
+                    entries.clone_from(&footer.records);
+                }
+                if kvarts_layout::planted!("repair-drops-good") {
+                    entries.truncate(entries.len().div_ceil(2));
+                }
                 let changed = entries != footer.records;
                 let disagrees = report.findings.times(findings::TRAILER_DISAGREES.name) > 0;
                 let log_end = trailer.log_end.max(records.last().map_or(0, |met| end_of(met)));

@@ -15,6 +15,7 @@ pub mod field;
 pub mod footer;
 #[doc(hidden)]
 pub mod fuzz;
+pub mod marks;
 pub mod names;
 pub mod record;
 pub mod recovery;

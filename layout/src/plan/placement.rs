@@ -194,6 +194,16 @@ impl Placement {
         Some(placed.address(self.slot(ordinal)?))
     }
 
+    /// Where the chunks of a part lie. The stride says nothing where only slot zero is used.
+    pub fn target(&self, part: u32) -> Option<PartTarget> {
+        Some(self.part(part)?.target)
+    }
+
+    /// The slot of a block.
+    pub fn slot_of(&self, ordinal: u32) -> Option<u32> {
+        self.slot(ordinal)
+    }
+
     pub(super) fn part(&self, part: u32) -> Option<&Placed> {
         self.parts.get(usize::try_from(part).ok()?)
     }

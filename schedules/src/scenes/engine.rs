@@ -35,6 +35,7 @@ pub(super) fn scenes() -> Vec<Scene> {
     vec![
         scene("two reads of one prefix", reads, &[Race::AnnounceInTwoSteps], 400),
         scene("puts, a lease, a delete and a read of the same blocks", everything, &[], 600),
+        scene("a namespace goes while it is used, and is there again", namespace, &[], 600),
     ]
 }
 
@@ -281,6 +282,25 @@ fn reads() {
         for reader in readers {
             assert_eq!(reader.join().expect("it did not panic"), 4);
         }
+    });
+}
+
+/// Everything in it is gone when the delete is answered, whatever was put meanwhile, and what is put then stays.
+fn namespace() {
+    with_store(|place| {
+        let keys = fixture::keys(3, 0..3);
+        assert_eq!(place.put(&keys[..2]), vec![BlockOutcome::Stored; 2]);
+        let putting = spawn(place, &keys[1..], |place, keys| place.put(&keys));
+        let reading = spawn(place, &keys, |place, keys| place.read(&keys));
+        let request = DeleteRequest { namespace: place.namespace, target: Target::Namespace, deadline: None };
+        let answer = place.store.delete(request).wait(&**place.store.clock(), None);
+        answer.expect("no deadline").expect("an answer").expect("a delete in order");
+        putting.join().expect("it did not panic");
+        reading.join().expect("it did not panic");
+        let there = place.read(&keys[..1]);
+        assert_eq!(there, 0, "the first block was stored before the delete began");
+        assert_eq!(place.put(&keys[..1]), [BlockOutcome::Stored]);
+        assert_eq!(place.read(&keys[..1]), 1);
     });
 }
 

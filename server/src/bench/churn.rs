@@ -17,6 +17,7 @@ use kvarts_store::api::{
     Durability, KvStore, Order, Parent, Placed, PutRequest, ReadEvent, ReadRequest, Verify,
 };
 use kvarts_store::engine::{Options, Store};
+use kvarts_store::events::{RING_BYTES, ring_events};
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
@@ -45,7 +46,7 @@ pub(super) struct ChurnArgs {
     #[arg(long, default_value_t = 25, value_parser = clap::value_parser!(u64).range(3..=86_400))]
     seconds: u64,
     /// MiB of the budget
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(64..=1 << 20))]
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(16..=1 << 20))]
     budget_mib: u64,
     /// MiB of a segment: small ones, so that a small store has many
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..=1024))]
@@ -101,9 +102,11 @@ pub(super) fn run(arguments: &ChurnArgs, out: &mut dyn Write) -> Result<(), Fail
         refused: 0,
     };
     let begin = Instant::now();
-    // Full, and every segment written again: what only the first use costs is over.
+    // Full, every segment written again, and the ring of events gone round: what only the first use costs is over.
     let segments = (budget / segment_bytes).max(1);
-    while store.stats().counts.segments_recycled < segments {
+    let events = ring_events(RING_BYTES) as u64;
+    let told = || store.subscribe(None).sequence().number;
+    while store.stats().counts.segments_recycled < segments || told() < events {
         churn.step()?;
         progress(&format!("filling: {} MiB", store.stats().allocated_bytes >> 20));
         if begin.elapsed() > FILL_MAX {

@@ -36,7 +36,7 @@ pub(super) struct CrossoverArgs {
     #[arg(long, value_delimiter = ',', default_values_t = [4, 8, 16, 32, 64, 128, 256, 512])]
     chunk_kib: Vec<u64>,
     /// MiB of each prefix
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(16..=1 << 20))]
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     mib: u64,
 }
 
@@ -108,7 +108,7 @@ fn size(
     let store = home.store();
     let spec = spec(chunk_bytes)?;
     let subject = Subject::new(store, &spec, None)?;
-    let blocks = (arguments.mib << 20) / subject.shape.block_bytes();
+    let blocks = ((arguments.mib << 20) / subject.shape.block_bytes()).max(1);
     let in_record = (RECORD_BYTES / subject.shape.block_bytes()).max(1) as usize;
     let lanes = usize::from(common.executors);
     let bare = Bare::start(common, directory, lanes)?;

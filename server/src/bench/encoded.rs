@@ -23,7 +23,7 @@ use super::setup::{self, Common, Scratch, Subject, expect_stored, key, mix};
 use crate::cli::Failure;
 
 const MIB: f64 = (1u64 << 20) as f64;
-/// Small segments, so that those of both prefixes are sealed.
+/// The most bytes of a segment: small ones, so that those of both prefixes are sealed.
 const SEGMENT_BYTES: u64 = 64 << 20;
 /// Values of one channel that follow each other have one scale.
 const CHANNELS: usize = 128;
@@ -50,7 +50,9 @@ pub(super) fn run(arguments: &EncodedArgs, out: &mut dyn Write) -> Result<(), Fa
     let spec = setup::model(&arguments.model)?;
     let budget_bytes = (arguments.mib << 20) * 4 + (2 << 30);
     let scratch = Scratch::new(common, budget_bytes)?;
-    let options = Options { budget_bytes, segment_bytes: SEGMENT_BYTES, ..Options::default() };
+    let segment_bytes = ((arguments.mib << 20) / 4).clamp(2 << 20, SEGMENT_BYTES);
+    let record_bytes_max = (8 << 20).min(segment_bytes / 2);
+    let options = Options { budget_bytes, segment_bytes, record_bytes_max, ..Options::default() };
     let home = setup::open(common, scratch.path(), options)?;
     let store = home.store();
     let subject = Subject::new(store, &spec, None)?;
@@ -74,6 +76,11 @@ pub(super) fn run(arguments: &EncodedArgs, out: &mut dyn Write) -> Result<(), Fa
     let begun = Instant::now();
     let done = block_on(store.compact(options)).map_err(Failure::user)?;
     let seconds = begun.elapsed().as_secs_f64();
+    if done.records_encoded == 0 && !arguments.noise {
+        return Err(Failure::user(
+            "no record came to be encoded, so nothing would be compared: a larger --mib would be",
+        ));
+    }
     let requests = [request(&subject, &raw)?, request(&subject, &encoded)?];
     let [first, second] = &requests;
     let contestants: Vec<super::pairs::Contestant<'_>> = vec![

@@ -32,7 +32,7 @@ pub(super) struct FsckArgs {
     #[arg(long, default_value = "llama-3.1-8b")]
     model: String,
     /// MiB in the store
-    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u64).range(64..=1 << 20))]
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u64).range(4..=1 << 20))]
     mib: u64,
     /// MiB of a segment
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=16384))]
@@ -49,9 +49,9 @@ pub(super) struct FsckArgs {
 pub(super) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let common = &arguments.common;
     let bytes = arguments.mib << 20;
-    let scratch = Scratch::new(common, bytes * 2)?;
-    let options =
-        Options { budget_bytes: bytes * 2, segment_bytes: arguments.segment_mib << 20, ..Options::default() };
+    let budget_bytes = bytes * 2 + ((8 * arguments.segment_mib) << 20);
+    let scratch = Scratch::new(common, budget_bytes)?;
+    let options = Options { budget_bytes, segment_bytes: arguments.segment_mib << 20, ..Options::default() };
     let home = setup::open(common, scratch.path(), options)?;
     let mut report = Report::new("fsck");
     let subject = Subject::new(home.store(), &setup::model(&arguments.model)?, None)?;

@@ -32,8 +32,6 @@ const MIB: f64 = (1u64 << 20) as f64;
 const PREFIX_BLOCKS: u64 = 16;
 /// Puts that the writer has under way.
 const PUTS_MAX: usize = 4;
-/// How long the write rate is measured.
-const RATE_TIME: Duration = Duration::from_secs(3);
 
 /// The arguments of `bench mixed`.
 #[derive(Args, Debug)]
@@ -47,7 +45,7 @@ pub(super) struct MixedArgs {
     #[arg(long, default_value_t = 16)]
     block_tokens: u32,
     /// MiB of the store's budget
-    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(256..=1 << 20))]
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(64..=1 << 20))]
     mib: u64,
     /// Layer reads of each kind
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(100..=1_000_000))]
@@ -61,6 +59,9 @@ pub(super) struct MixedArgs {
     /// MiB a second that compaction may read and write; 0 runs none
     #[arg(long, default_value_t = 32)]
     compact_mib_s: u64,
+    /// Milliseconds for which the write rate is measured
+    #[arg(long, default_value_t = 3000, value_parser = clap::value_parser!(u64).range(50..=60_000))]
+    rate_ms: u64,
 }
 
 /// What the writer and the compaction look at, and tell.
@@ -94,13 +95,10 @@ pub(super) fn run(arguments: &MixedArgs, out: &mut dyn Write) -> Result<(), Fail
     let common = &arguments.common;
     let budget = arguments.mib << 20;
     let scratch = Scratch::new(common, budget + (256 << 20))?;
-    let options = Options {
-        budget_bytes: budget,
-        // Small enough that reclaim is at work all the time.
-        segment_bytes: (budget / 64).next_power_of_two().clamp(8 << 20, 64 << 20),
-        record_bytes_max: 8 << 20,
-        ..Options::default()
-    };
+    // Small enough that reclaim is at work all the time.
+    let segment_bytes = (budget / 64).next_power_of_two().clamp(1 << 20, 64 << 20);
+    let record_bytes_max = (8 << 20).min(segment_bytes / 2);
+    let options = Options { budget_bytes: budget, segment_bytes, record_bytes_max, ..Options::default() };
     let home = setup::open(common, scratch.path(), options)?;
     let store = home.store();
     let subject = Subject::new(store, &setup::model(&arguments.model)?, Some(arguments.block_tokens))?;
@@ -108,7 +106,7 @@ pub(super) fn run(arguments: &MixedArgs, out: &mut dyn Write) -> Result<(), Fail
     let hot = Hot::new(store, &subject, prefixes)?;
     let writer = Writer::new(store, &subject)?;
     writer.fill(budget / 100 * 95)?;
-    let rate = writer.rate()?;
+    let rate = writer.rate(Duration::from_millis(arguments.rate_ms))?;
     let before = store.stats().counts;
     let (mut idle, mut busy) = (Side::default(), Side::default());
     let load = Load::default();
@@ -330,9 +328,9 @@ impl<'a> Writer<'a> {
     }
 
     /// Bytes a second that puts reach when nothing else runs.
-    fn rate(&self) -> Result<f64, Failure> {
+    fn rate(&self, time: Duration) -> Result<f64, Failure> {
         let (mut under_way, mut bytes, begin) = (Under::new(), 0, Instant::now());
-        while begin.elapsed() < RATE_TIME {
+        while begin.elapsed() < time {
             bytes += self.put(&mut under_way)?;
         }
         while !under_way.is_empty() {

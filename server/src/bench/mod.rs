@@ -21,6 +21,7 @@ mod fio;
 mod fsck;
 mod gpu;
 mod layers;
+mod local;
 mod lookup;
 mod mixed;
 mod open;

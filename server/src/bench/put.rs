@@ -13,6 +13,7 @@ use std::time::Instant;
 
 use clap::Args;
 use kvarts_layout::ModelSpec;
+use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 use kvarts_store::api::{KvStore, Parent, PutReply};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::error::Error;
@@ -34,6 +35,8 @@ const RECORD_BYTES: u64 = 4 << 20;
 const HEADER_BYTES: u64 = 4096;
 const SMALL_BYTES: [u64; 3] = [64 << 10, 256 << 10, 1 << 20];
 const SMALL_GROUP: u64 = 16;
+/// MiB of one round of small records.
+const SMALL_MIB: u64 = 16;
 
 /// The arguments of `bench put`.
 #[derive(Args, Debug)]
@@ -47,8 +50,11 @@ pub(super) struct PutArgs {
     #[arg(long, value_delimiter = ',', default_values_t = [1, 4, 16])]
     groups: Vec<u64>,
     /// MiB of one round of one contestant
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(64..=4096))]
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(4..=4096))]
     mib: u64,
+    /// MiB of a segment of the store: nothing is told before two were written again
+    #[arg(long, default_value_t = DEFAULT_SEGMENT_BYTES >> 20, value_parser = clap::value_parser!(u64).range(16..=16_384))]
+    segment_mib: u64,
 }
 
 /// Records of one size, and how many a round and a group have.
@@ -73,11 +79,11 @@ pub(super) fn run(arguments: &PutArgs, out: &mut dyn Write) -> Result<(), Failur
         return Err(Failure::User(format!("groups of {group}: there are 1 to 64")));
     }
     let fresh_bytes = (arguments.mib << 20) * u64::from(common.pairs + 1);
-    let segment = kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
+    let segment = arguments.segment_mib << 20;
     // Both shards may be in the middle of a segment, and sealing one takes another; checkpoints need room as well.
     let budget = fresh_bytes.next_multiple_of(segment) + 4 * segment + (16 << 20);
     let scratch = Scratch::new(common, budget + 3 * fresh_bytes + (1 << 30))?;
-    let options = Options { budget_bytes: budget, ..Options::default() };
+    let options = Options { budget_bytes: budget, segment_bytes: segment, ..Options::default() };
     let home = setup::open(common, scratch.path(), options)?;
     let store = home.store();
     let spec = setup::model(&arguments.model)?;
@@ -113,7 +119,7 @@ pub(super) fn run(arguments: &PutArgs, out: &mut dyn Write) -> Result<(), Failur
     for bytes in SMALL_BYTES {
         let spec = ModelSpec::opaque("bench-pages", bytes).map_err(Failure::user)?;
         let subject = Subject::new(store, &spec, None)?;
-        let shape = shape(&subject, SMALL_GROUP, 16);
+        let shape = shape(&subject, SMALL_GROUP, SMALL_MIB.min(arguments.mib));
         let rounds = bench.race(&shape, false)?;
         let (ratio, control) = (rounds.speed("engine", "bare"), rounds.speed("again", "bare"));
         report.median(&format!("small_{}_kib", bytes >> 10), ratio);

@@ -40,7 +40,7 @@ pub(super) async fn run(remote: Arc<Remote>, request: ReadRequest, shape: BlockS
     sink.send(ReadEvent::End(end));
 }
 
-fn message(request: &ReadRequest) -> proto::ReadRequest {
+pub(super) fn message(request: &ReadRequest) -> proto::ReadRequest {
     let class = match request.class {
         Class::Foreground | Class::Put => proto::ReadClass::ReadForeground,
         Class::Prefetch => proto::ReadClass::ReadPrefetch,

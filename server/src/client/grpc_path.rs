@@ -3,18 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::prefix::Coverage;
-use kvarts_layout::{Geometry, Identity, NamespaceId, UsablePrefix};
+use kvarts_layout::{Geometry, Identity, NamespaceId};
 use kvarts_store::api::{
-    ContainsReply, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, KvStore, LeaseId, LeaseTerms,
-    MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Presence, PutReply, PutRequest, ReadRequest, ReadStream,
-    Sequence, SnapshotCursor, SnapshotPage, Subscription, Target, TtlReply, TtlRequest, read_channel,
+    ContainsReply, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, KvStore, LeaseId,
+    MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, Sequence,
+    SnapshotCursor, SnapshotPage, Subscription, Target, TtlReply, TtlRequest, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::events::EventLog;
 use kvarts_store::rt::mailbox::{Ticket, ticket};
 
-use super::remote::{Remote, lease};
+use super::messages::{self, millis};
+use super::remote::Remote;
 use super::{Path, download, upload};
 use crate::grpc::{fault, wire};
 use crate::proto;
@@ -28,15 +28,6 @@ impl Path for GrpcPath {
     fn name(&self) -> &'static str {
         "grpc"
     }
-}
-
-/// Whole milliseconds, at least one: zero has other meanings.
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX).max(1)
-}
-
-fn lease_ms(terms: Option<&LeaseTerms>) -> u64 {
-    terms.map_or(0, |terms| millis(terms.hold))
 }
 
 fn delete_message(request: &DeleteRequest) -> proto::DeleteRequest {
@@ -109,57 +100,21 @@ impl KvStore for GrpcPath {
     }
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
-        let message = proto::MatchRequest {
-            namespace: request.namespace.as_bytes().to_vec().into(),
-            keys: wire::key_bytes(request.keys),
-            block_tokens: request.requirements.block_tokens(),
-            requirements: wire::wire_requirements(request.requirements),
-            recompute_tokens_max: Some(request.recompute_tokens_max),
-            lease_ms: lease_ms(request.lease.as_ref()),
-            lease_cap_bytes: request.lease.map(|terms| terms.cap_bytes),
-        };
+        let message = messages::matching(request);
         let found = self.0.ask_again(|| {
             let (mut store, request) = (self.0.store(), self.0.request(message.clone(), None));
             async move { store.r#match(request).await }
         })?;
-        let coverage = |one: &proto::match_reply::Coverage| {
-            let column = wire::column(one.column.as_ref());
-            let (group, coordinate) = column.map_err(|_| Reason::Bug("a coordinate that is none"))?;
-            Ok(Coverage { group, coordinate, blocks: one.blocks })
-        };
-        let usable = UsablePrefix {
-            coverage: found.coverage.iter().map(coverage).collect::<Result<_, Reason>>()?,
-            longest: wire::boundary(found.longest),
-            cheapest: wire::boundary(found.cheapest),
-        };
-        Ok(MatchReply { usable, pending: found.pending, lease: lease(found.lease) })
+        Ok(messages::matched(&found)?)
     }
 
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
-        use proto::exists_reply::Presence as Wire;
-        let message = proto::ExistsRequest {
-            namespace: request.namespace.as_bytes().to_vec().into(),
-            column: Some(wire::wire_column(request.group, request.coordinate)),
-            keys: wire::key_bytes(request.keys),
-            lease_ms: lease_ms(request.lease.as_ref()),
-            lease_cap_bytes: request.lease.map(|terms| terms.cap_bytes),
-        };
+        let message = messages::asking(request);
         let found = self.0.ask_again(|| {
             let (mut store, request) = (self.0.store(), self.0.request(message.clone(), None));
             async move { store.exists(request).await }
         })?;
-        let presence: Vec<_> = found
-            .presence()
-            .map(|one| match one {
-                Wire::Here => Presence::Here,
-                Wire::Pending => Presence::Pending,
-                Wire::Absent => Presence::Absent,
-            })
-            .collect();
-        if presence.len() != request.keys.len() {
-            return Err(Reason::Bug("an answer for another number of keys").into());
-        }
-        Ok(ContainsReply { presence, lease: lease(found.lease) })
+        Ok(messages::found(&found, request.keys.len())?)
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {

@@ -1,8 +1,8 @@
 //! The client: a store that is somewhere else.
 //!
 //! [`Client`] is a [`KvStore`]: it promises what the embedded engine promises, and passes the same conformance
-//! suite. Which way the bytes go is a [`Path`]; today there is gRPC, over a network or a local socket. Whatever has
-//! travelled is compared with the digest that travelled with it before anything is announced.
+//! suite. Which way the bytes go is a [`Path`]: shared memory on the server's own host, else gRPC. Whatever has
+//! travelled is compared with a digest before anything is announced.
 //!
 //! Calls of the trait that answer at once (`register`, `match_prefix`, `contains`, `unlock`) wait for the server, with
 //! a bound. They may be called from any thread but the client's own. Batches of opaque pages with an eventfd are
@@ -14,26 +14,30 @@
 
 mod download;
 mod grpc_path;
+mod local;
+mod messages;
 mod remote;
 mod upload;
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_store::api::{
-    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
-    PutReply, PutRequest, ReadEnd, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
-    Subscription, TtlReply, TtlRequest,
+    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, LeaseTerms, MatchReply,
+    MatchRequest, Presence, PutReply, PutRequest, ReadEnd, ReadRequest, ReadStream, Sequence, SnapshotCursor,
+    SnapshotPage, Subscription, TtlReply, TtlRequest,
 };
 use kvarts_store::error::{Error, Reason};
+use kvarts_store::io::{Region, shared};
 use kvarts_store::rt::Clock;
 use kvarts_store::rt::mailbox::Ticket;
 
-use crate::grpc::wire;
 use crate::proto;
 use grpc_path::GrpcPath;
+use local::LocalPath;
 use remote::Remote;
 pub(crate) use remote::endpoint;
 use tonic::Streaming;
@@ -42,6 +46,31 @@ use tonic::Streaming;
 pub trait Path: KvStore + fmt::Debug {
     /// Its name, in logs and metrics.
     fn name(&self) -> &'static str;
+
+    /// Memory for a pool of blocks, at least so many bytes of it. Where there is a way to, the server's disks write
+    /// straight into it, and it is verified there before it is announced.
+    fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
+        Region::anonymous(bytes).map_err(|error| Error(Reason::Config(format!("memory: {error}"))))
+    }
+
+    /// Memory that an engine has already: whole pages of a file in memory (`memfd_create`), which is sealed against
+    /// shrinking. Where there is a way to, the server's disks write straight into it, and this process verifies.
+    fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
+        let region = shared::map(&file, bytes, Box::new(()));
+        region.map_err(|error| Error(Reason::Config(format!("shared memory: {error}"))))
+    }
+}
+
+/// Which way blocks may take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Via {
+    /// The local path where there is one, else gRPC.
+    #[default]
+    Best,
+    /// The local path, or none.
+    Local,
+    /// gRPC.
+    Grpc,
 }
 
 /// How to reach a server.
@@ -59,6 +88,8 @@ pub struct ConnectOptions {
     pub server_name: Option<String>,
     /// How long a call without a deadline may take, and connecting.
     pub patience: Duration,
+    /// Which way blocks may take.
+    pub via: Via,
 }
 
 impl ConnectOptions {
@@ -71,6 +102,7 @@ impl ConnectOptions {
             identity: None,
             server_name: None,
             patience: Duration::from_secs(60),
+            via: Via::Best,
         }
     }
 }
@@ -92,8 +124,33 @@ impl Client {
     /// Connects to a server by the best path there is.
     pub fn connect(options: &ConnectOptions) -> Result<Self, Error> {
         let remote = Arc::new(Remote::connect(options)?);
-        let path = Arc::new(GrpcPath(Arc::clone(&remote)));
+        let local = match options.via {
+            Via::Grpc => None,
+            Via::Local => Some(LocalPath::connect(options, &remote)?),
+            Via::Best if options.endpoint.starts_with("unix:") => LocalPath::connect(options, &remote)
+                .inspect_err(|why| tracing::info!(%why, "no local path: blocks go over gRPC"))
+                .ok(),
+            Via::Best => None,
+        };
+        let path: Arc<dyn Path> = match local {
+            Some(local) => Arc::new(local),
+            None => Arc::new(GrpcPath(Arc::clone(&remote))),
+        };
         Ok(Self { remote, path })
+    }
+
+    /// Memory for a pool of blocks: see [`Path::pool`].
+    pub fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
+        self.path.pool(bytes)
+    }
+
+    /// Memory that an engine has already: see [`Path::adopt`]. It is sealed against shrinking here, which its file must
+    /// have been made to allow (`MFD_ALLOW_SEALING`).
+    pub fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
+        shared::seal(&file).map_err(|error| {
+            Error(Reason::Config(format!("the memory cannot be sealed against shrinking: {error}")))
+        })?;
+        self.path.adopt(file, bytes)
     }
 
     /// The way that blocks take.
@@ -123,7 +180,8 @@ impl Client {
         self.read(ReadRequest { order: kvarts_store::api::Order::Layers, ..request })
     }
 
-    /// Holds blocks against eviction; the lease, and how many are held.
+    /// Holds blocks against eviction; the lease, and how many are held. Over the local path a lease ends with the
+    /// connection at the latest, over gRPC it may outlive it.
     pub fn pin(
         &self,
         namespace: NamespaceId,
@@ -131,16 +189,11 @@ impl Client {
         keys: &[BlockKey],
         hold: Duration,
     ) -> Result<(Option<LeaseId>, u32), Error> {
-        let request = proto::PinRequest {
-            namespace: namespace.as_bytes().to_vec().into(),
-            column: Some(wire::wire_column(group, coordinate)),
-            keys: wire::key_bytes(keys),
-            hold_ms: u64::try_from(hold.as_millis()).unwrap_or(u64::MAX),
-        };
-        let mut store = self.remote.store();
-        let request = self.remote.request(request, None);
-        let reply = self.remote.ask(async move { store.pin(request).await })?;
-        Ok((remote::lease(reply.lease), reply.held))
+        let terms = LeaseTerms { hold, tenant: 0, cap_bytes: u64::MAX };
+        let request = ContainsRequest { namespace, group, coordinate, keys, lease: Some(terms) };
+        let reply = self.path.contains(&request)?;
+        let held = reply.presence.iter().filter(|presence| **presence == Presence::Here).count() as u32;
+        Ok((reply.lease, held))
     }
 
     /// Follows what happens to the blocks of the caller's tenant.
@@ -162,6 +215,13 @@ impl Client {
         let mut admin = self.remote.admin();
         let request = self.remote.request(proto::CheckpointRequest {}, None);
         self.remote.ask(async move { admin.checkpoint(request).await }).map(drop)
+    }
+
+    /// Reads everything on the server in the lowest class and compares it with its digests.
+    pub fn scrub(&self) -> Result<proto::ScrubReply, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.endless(proto::ScrubRequest {});
+        self.remote.ask(async move { admin.scrub(request).await })
     }
 
     /// Changes the server's budget; answers with what it is now and how much is allocated.

@@ -159,6 +159,16 @@ impl Remote {
         Ok(self.learn(&reply, identity, geometry)?)
     }
 
+    /// Registers all models again: the server has been restarted.
+    pub(super) fn register_all(&self) -> Result<(), Reason> {
+        let known: Vec<Known> =
+            self.known.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        for Known { identity, geometry } in known {
+            self.register(&identity, &geometry).map_err(|error| error.0)?;
+        }
+        Ok(())
+    }
+
     /// Registers a model again that the server has forgotten.
     pub(super) async fn register_again(&self, namespace: NamespaceId) -> Result<(), Reason> {
         let known = self.known(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
@@ -224,6 +234,10 @@ impl Remote {
             return Err(Reason::Duplicate(**key));
         }
         let (expected, found) = (keys.len() as u64, u64::from(places.block_count()));
+        if places.turns().is_some() {
+            // Nobody waits for turns at the other end: layers that share memory would overwrite each other.
+            return Err(Reason::Overlap);
+        }
         if expected == found { Ok(()) } else { Err(Reason::Length { expected, found }) }
     }
 }

@@ -17,6 +17,16 @@ use crate::proto;
 /// What can be said of a put before it is sent; the shape of its blocks.
 pub(super) fn check(remote: &Remote, request: &PutRequest) -> Result<BlockShape, Reason> {
     remote.check(&request.keys, &request.from, request.deadline)?;
+    // What a path sends piece by piece can only be seen whole here.
+    if let Some(origins) = request.origins.as_ref().filter(|origins| origins.len() != request.keys.len()) {
+        let (expected, found) = (request.keys.len() as u64, origins.len() as u64);
+        return Err(Reason::Length { expected, found });
+    }
+    if let Parent::Key(parent) = request.parent
+        && request.keys.contains(&parent)
+    {
+        return Err(Reason::OutOfOrder(parent));
+    }
     remote.shape(request.namespace, (request.group, request.coordinate), &request.from)
 }
 
@@ -55,7 +65,7 @@ async fn send(
     Ok(PutReply { outcomes: found.outcomes.iter().map(outcome).collect() })
 }
 
-fn outcome(wire: &proto::PutOutcome) -> BlockOutcome {
+pub(super) fn outcome(wire: &proto::PutOutcome) -> BlockOutcome {
     use proto::put_outcome::What;
     match (wire.what(), &wire.error) {
         (What::Stored, None) => BlockOutcome::Stored,
@@ -66,7 +76,7 @@ fn outcome(wire: &proto::PutOutcome) -> BlockOutcome {
     }
 }
 
-fn header(request: &PutRequest) -> proto::PutHeader {
+pub(super) fn header(request: &PutRequest) -> proto::PutHeader {
     use proto::parent::Parent as Wire;
     let parent = match request.parent {
         Parent::Root => Some(Wire::Root(true)),

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
@@ -10,6 +11,7 @@ use kvarts_store::io::{Features, IoChoice};
 
 use super::form::Settings;
 use super::size;
+use super::socket;
 use super::{Config, GRPC_PORT, LogFormat, METRICS_PORT, OPEN_WORDS, Setting, TlsFiles};
 use crate::node::auth::Gate;
 
@@ -71,7 +73,12 @@ fn cores() -> usize {
 }
 
 /// Checks everything and fills in what was left open.
-pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) -> Result<Config, Complaint> {
+pub(super) fn complete(
+    set: &Settings,
+    gate: Gate,
+    mut origins: Vec<Setting>,
+    environment: &impl Fn(&str) -> Option<String>,
+) -> Result<Config, Complaint> {
     // Of what several layers say, the last counts.
     let mut seen = std::collections::BTreeSet::new();
     origins.reverse();
@@ -81,7 +88,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let directories: Vec<PathBuf> =
         directories.split(',').map(str::trim).filter(|name| !name.is_empty()).map(PathBuf::from).collect();
     let first = directories.first().ok_or_else(|| Complaint::new("store.directories", "there is none"))?;
-    let socket = decided.or("listen.socket", set.socket.as_ref(), first.join("kvarts.sock").display());
+    let socket = decided.or("listen.socket", set.socket.as_ref(), socket::of(first, environment).display());
     let default = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let grpc = decided.or("listen.grpc", set.grpc.as_ref(), default(GRPC_PORT));
     let metrics = decided.or("listen.metrics", set.metrics.as_ref(), default(METRICS_PORT));
@@ -90,10 +97,15 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let few = cores().min(2);
     let executors = decided.or("store.executors", set.executors.as_ref(), few);
     let threads = decided.or("limits.threads", set.threads.as_ref(), few);
+    let connections = decided.or("limits.connections", set.connections.as_ref(), 16_384);
     let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");
     let policy = decided.or("store.policy", set.policy.as_ref(), EvictionPolicy::default().name());
+    let shared = decided.or("limits.shared", set.shared.as_ref(), "64 GiB");
     let io = decided.or("store.io", set.io.as_ref(), "auto");
     let runtime = decided.or("store.runtime", set.runtime.as_ref(), "auto");
+    let scrub_hours = decided.or("scrub.hours", set.scrub_hours.as_ref(), 24);
+    let scrub_hours: u32 = number("scrub.hours", &scrub_hours)?;
+    let scrub_pace = decided.or("scrub.pace", set.scrub_pace.as_ref(), "32 MiB");
     let format = decided.or("log.format", set.log_format.as_ref(), "text");
     let log_level = decided.or("log.level", set.log_level.as_ref(), "info");
     let config = Config {
@@ -110,8 +122,12 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         metrics: address("listen.metrics", &metrics)?,
         tls: tls(set)?,
         memory: sized("limits.memory", &memory)?,
+        shared: sized("limits.shared", &shared)?,
+        connections: number("limits.connections", &connections)?,
         threads: number("limits.threads", &threads)?,
         gate,
+        scrub_every: (scrub_hours > 0).then(|| Duration::from_secs(u64::from(scrub_hours) * 3600)),
+        scrub_pace: sized("scrub.pace", &scrub_pace)?.max(1 << 20),
         log_format: match format.as_str() {
             "text" => LogFormat::Text,
             "json" => LogFormat::Json,
@@ -150,8 +166,16 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
     if !(1..=256).contains(&config.threads) {
         return Err(Complaint::new("limits.threads", "1 to 256"));
     }
+    if !(16..=1 << 20).contains(&config.connections) {
+        return Err(Complaint::new("limits.connections", "16 to 1048576"));
+    }
     if !(64 << 20..=1 << 40).contains(&config.memory) {
         return Err(Complaint::new("limits.memory", "64 MiB to 1 TiB"));
+    }
+    if let Some(path) = config.socket.as_deref().filter(|path| !socket::fits(path)) {
+        let (max, len) = (socket::PATH_BYTES_MAX, path.as_os_str().len());
+        let what = format!("a socket's path has at most {max} bytes, this one {len}: choose a shorter one");
+        return Err(Complaint::new("listen.socket", &what));
     }
     if config.budget.is_some_and(|budget| budget < config.segment_bytes.saturating_mul(4)) {
         return Err(Complaint::new("store.budget", "room for four segments at least"));

@@ -8,6 +8,7 @@
 mod check;
 mod form;
 mod size;
+mod socket;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -22,6 +23,7 @@ use crate::node::auth::{Gate, Token, TokenHash};
 use crate::node::tenant::{Tenant, TenantLimits};
 use crate::node::{Right, Rights};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The port of gRPC.
 pub const GRPC_PORT: u16 = 7440;
@@ -79,10 +81,18 @@ pub struct Config {
     pub tls: Option<TlsFiles>,
     /// Memory that requests share.
     pub memory: u64,
+    /// Memory of local clients that may be mapped.
+    pub shared: u64,
+    /// Connections at a time.
+    pub connections: usize,
     /// Threads that serve connections.
     pub threads: usize,
     /// Who may do what.
     pub gate: Gate,
+    /// How long after each other the scrubber runs; none: never.
+    pub scrub_every: Option<Duration>,
+    /// Bytes a second that it reads at most.
+    pub scrub_pace: u64,
     /// What log lines look like.
     pub log_format: LogFormat,
     /// Which log lines there are.
@@ -114,13 +124,13 @@ impl Config {
             Some((path, text)) => form::read(path, text)?,
         };
         let mut origins = settings.origins("file");
-        let environment = Settings::from_environment(environment)?;
-        origins.extend(environment.origins("environment"));
+        let around = Settings::from_environment(&environment)?;
+        origins.extend(around.origins("environment"));
         origins.extend(flags.origins("flag"));
-        settings.overlay(&environment);
+        settings.overlay(&around);
         settings.overlay(flags);
         let gate = gate(&tenants, &tokens)?;
-        check::complete(&settings, gate, origins)
+        check::complete(&settings, gate, origins, &environment)
     }
 
     /// The configuration without any file, environment or flag.
@@ -141,6 +151,7 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
             pin_bytes: form.pin.as_deref().map(size::parse).transpose()?.unwrap_or(standard.pin_bytes),
             calls: form.calls.unwrap_or(standard.calls).max(1),
             bandwidth: form.bandwidth.as_deref().map(size::parse).transpose()?,
+            disk: form.disk.as_deref().map(size::parse).transpose()?,
         };
         let salt = form.salt.as_ref().map(|salt| salt.as_bytes().to_vec());
         if salt.as_ref().is_some_and(|salt| salt.len() > kvarts_layout::identity::MAX_SALT_BYTES) {

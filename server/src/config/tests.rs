@@ -102,3 +102,13 @@ fn the_eviction_policy_is_chosen_by_name() {
     assert_eq!((config.policy, from(&config, "store.policy")), (EvictionPolicy::S3Fifo, "file"));
     assert!(complaint("[store]\npolicy = 'fifo'\n").contains("weighted, lru or s3-fifo"));
 }
+
+#[test]
+fn a_socket_whose_path_is_too_long_is_refused_and_a_default_one_is_never_too_long() {
+    let deep = format!("/{}", "deep/".repeat(30));
+    let told = complaint(&format!("[listen]\nsocket = '{deep}sock'\n"));
+    assert!(told.contains("listen.socket") && told.contains("at most 107 bytes"), "{told}");
+    let config = resolve(&format!("[store]\ndirectories = ['{deep}']\n"), &[], Settings::default()).unwrap();
+    let socket = config.socket.unwrap();
+    assert!(socket.as_os_str().len() <= 107 && socket.starts_with("/tmp"), "{socket:?}");
+}

@@ -3,7 +3,7 @@
 use kvarts_layout::StoreId;
 
 use super::call::Call;
-use super::fault::{Fault, Outcome};
+use super::fault::Outcome;
 use crate::metrics::engine_counts;
 use crate::proto;
 
@@ -18,6 +18,15 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         scanned_bytes: report.scanned_bytes,
     };
     let StoreId(store) = stats.store;
+    let client = |facts: crate::local::ClientFacts| proto::stats_reply::LocalClient {
+        tenant: facts.tenant,
+        pid: facts.peer.pid,
+        uid: facts.peer.uid,
+        modes: facts.modes.iter().map(|mode| mode.name().to_owned()).collect(),
+        shared_bytes: facts.shared_bytes,
+        requests_under_way: facts.under_way,
+        leases: facts.leases,
+    };
     let counts = engine_counts(&stats.counts);
     proto::StatsReply {
         store: store.to_vec().into(),
@@ -28,6 +37,7 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         counts: counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
         notes: node.notes.clone(),
         recovery: node.engine.recovery().iter().map(recovery).collect(),
+        local_clients: node.locals.clients().into_iter().map(client).collect(),
     }
 }
 
@@ -67,7 +77,14 @@ pub(super) fn drain(call: &Call) -> proto::DrainReply {
     proto::DrainReply {}
 }
 
-/// A call that waits for its part of the engine.
-pub(super) fn not_built<T>(what: &str) -> Outcome<T> {
-    Err(Fault::not_built(what))
+/// Reads everything in the lowest class and compares it with its digests.
+pub(super) async fn scrub(call: &Call) -> Outcome<proto::ScrubReply> {
+    let found = call.node.scrub.run(&call.node.engine, None).await?;
+    Ok(proto::ScrubReply {
+        blocks_checked: found.blocks_checked,
+        blocks_damaged: found.blocks_damaged,
+        bytes_checked: found.bytes_checked,
+        blocks_gone: found.blocks_gone,
+        blocks_passed_over: found.blocks_passed_over,
+    })
 }

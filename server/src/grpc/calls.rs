@@ -15,7 +15,7 @@ use super::{limits, wire};
 use crate::proto;
 
 /// Registers a model for the caller's tenant.
-pub(super) fn register_model(
+pub(crate) fn register_model(
     call: &Call,
     wire: proto::RegisterModelRequest,
 ) -> Outcome<proto::RegisterModelReply> {
@@ -40,7 +40,7 @@ pub(super) fn register_model(
 }
 
 /// The models of the caller's tenant.
-pub(super) fn list_models(call: &Call) -> proto::ListModelsReply {
+pub(crate) fn list_models(call: &Call) -> proto::ListModelsReply {
     let model = |model: std::sync::Arc<crate::node::Model>| proto::list_models_reply::Model {
         namespace: model.namespace.as_bytes().to_vec().into(),
         identity: Some(wire::wire_identity(&model.identity)),
@@ -68,7 +68,7 @@ fn named(call: &Call, lease: Option<LeaseId>, terms: Option<LeaseTerms>) -> u64 
 }
 
 /// Finds the usable prefix.
-pub(super) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<proto::MatchReply> {
+pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<proto::MatchReply> {
     let keys = wire::keys(&wire.keys)?;
     let namespace = wire::namespace(&wire.namespace)?;
     call.node.models.get(&call.caller, namespace)?;
@@ -100,7 +100,7 @@ pub(super) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
 }
 
 /// Says of each block whether it is here.
-pub(super) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::ExistsReply> {
+pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::ExistsReply> {
     use proto::exists_reply::Presence as Wire;
     let keys = wire::keys(&wire.keys)?;
     let namespace = wire::namespace(&wire.namespace)?;
@@ -109,6 +109,9 @@ pub(super) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
     let lease = terms(call, wire::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease };
     let found = call.node.store().contains(&request)?;
+    let count = |wanted| found.presence.iter().filter(|one| **one == wanted).count() as u64;
+    call.node.metrics.missed("EXISTS_PENDING", count(Presence::Pending));
+    call.node.metrics.missed("EXISTS_ABSENT", count(Presence::Absent));
     let presence = |one: &Presence| match one {
         Presence::Here => Wire::Here.into(),
         Presence::Pending => Wire::Pending.into(),
@@ -121,13 +124,13 @@ pub(super) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
 }
 
 /// Ends a lease or a pin of the caller's tenant.
-pub(super) fn unlock(call: &Call, wire: &proto::UnlockRequest) -> proto::UnlockReply {
+pub(crate) fn unlock(call: &Call, wire: &proto::UnlockRequest) -> proto::UnlockReply {
     let lease = call.node.leases.take(call.caller.tenant.number, wire.lease);
     proto::UnlockReply { ended_now: lease.is_some_and(|lease| call.node.store().unlock(lease)) }
 }
 
 /// Holds blocks.
-pub(super) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinReply> {
+pub(crate) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinReply> {
     if wire.hold_ms == 0 {
         return Err(Fault::malformed("hold_ms: say for how long"));
     }
@@ -141,7 +144,7 @@ pub(super) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinRep
 }
 
 /// Changes when a lease of the caller's tenant ends.
-pub(super) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::RenewReply> {
+pub(crate) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::RenewReply> {
     let hold = wire::hold(wire.hold_ms).ok_or_else(|| Fault::malformed("hold_ms: say for how long"))?;
     let ends = call.node.clock().now().plus(hold);
     let lease = call.node.leases.renew(call.caller.tenant.number, wire.lease, ends);
@@ -150,7 +153,7 @@ pub(super) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::R
 }
 
 /// Changes how long blocks may live.
-pub(super) fn set_ttl(call: &Call, wire: proto::SetTtlRequest) -> Outcome<proto::SetTtlReply> {
+pub(crate) fn set_ttl(call: &Call, wire: proto::SetTtlRequest) -> Outcome<proto::SetTtlReply> {
     let keys = wire::keys(&wire.keys)?;
     let namespace = wire::namespace(&wire.namespace)?;
     call.node.models.get(&call.caller, namespace)?;
@@ -162,7 +165,7 @@ pub(super) fn set_ttl(call: &Call, wire: proto::SetTtlRequest) -> Outcome<proto:
 }
 
 /// Changes how long blocks may live whose put does not say.
-pub(super) fn set_default_ttl(
+pub(crate) fn set_default_ttl(
     call: &Call,
     wire: &proto::SetDefaultTtlRequest,
 ) -> Outcome<proto::SetDefaultTtlReply> {
@@ -190,7 +193,7 @@ fn target(wire: Option<proto::delete_request::Target>) -> Outcome<Target> {
 }
 
 /// Deletes blocks for good.
-pub(super) async fn delete(
+pub(crate) async fn delete(
     call: std::sync::Arc<Call>,
     wire: proto::DeleteRequest,
 ) -> Outcome<proto::DeleteReply> {

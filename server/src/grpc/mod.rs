@@ -10,17 +10,20 @@
 
 mod admin;
 pub(crate) mod bare;
-mod call;
-mod calls;
+pub(crate) mod call;
+pub(crate) mod calls;
+mod course;
 pub mod fault;
 mod frame;
 pub mod limits;
-mod put;
-mod read;
+mod polite;
+pub(crate) mod put;
+pub(crate) mod read;
 mod serve;
 mod services;
 mod watch;
-mod window;
+pub(crate) mod window;
+pub(crate) mod windows;
 pub(crate) mod wire;
 
 pub(crate) use serve::transport;

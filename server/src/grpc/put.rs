@@ -13,6 +13,7 @@ use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId
 use kvarts_store::api::{BlockOutcome, Durability, Parent, Placed, PutReply, PutRequest};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Buf;
+use kvarts_store::rt::Class;
 use kvarts_store::rt::mailbox::Ticket;
 use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
@@ -23,14 +24,14 @@ use super::{fault, limits, wire};
 use crate::proto;
 
 /// A put that was checked: everything but the bytes.
-struct Upload {
+pub(crate) struct Upload {
     namespace: NamespaceId,
     group: Group,
     coordinate: Coordinate,
-    shape: BlockShape,
+    pub(crate) shape: BlockShape,
     parent: Parent,
     first_block: Option<u32>,
-    keys: Vec<BlockKey>,
+    pub(crate) keys: Vec<BlockKey>,
     layout: Option<Layout>,
     durability: Durability,
     expires_after: Option<std::time::Duration>,
@@ -38,7 +39,8 @@ struct Upload {
 }
 
 impl Upload {
-    fn check(call: &Call, header: proto::PutHeader) -> Outcome<Self> {
+    pub(crate) fn check(call: &Call, header: proto::PutHeader) -> Outcome<Self> {
+        call.is_for(Class::Put);
         let keys = wire::keys(&header.keys)?;
         if keys.is_empty() {
             return Err(Reason::Empty.into());
@@ -75,12 +77,18 @@ impl Upload {
     }
 
     /// Blocks of one piece.
-    fn piece_blocks(&self) -> usize {
+    pub(crate) fn piece_blocks(&self) -> usize {
         usize::try_from(limits::PUT_PIECE_BYTES / self.shape.block_bytes()).unwrap_or(1).max(1)
     }
 
     /// The engine's request for the blocks `first ..` whose bytes are in `pages`.
-    fn request(&self, first: usize, keys: &[BlockKey], pages: Buf, call: &Call) -> Outcome<PutRequest> {
+    pub(crate) fn request(
+        &self,
+        first: usize,
+        keys: &[BlockKey],
+        pages: Buf,
+        call: &Call,
+    ) -> Outcome<PutRequest> {
         let before = first.checked_sub(1).and_then(|at| self.keys.get(at));
         let parent = match (self.parent, before) {
             (Parent::Unknown, _) => Parent::Unknown,
@@ -245,13 +253,13 @@ fn broken(status: &Status) -> Fault {
 
 /// Puts that are on their way to disk, oldest first.
 #[derive(Default)]
-struct Pieces {
-    tickets: VecDeque<(usize, Ticket<Result<PutReply, Error>>)>,
-    outcomes: Vec<BlockOutcome>,
+pub(crate) struct Pieces {
+    pub(crate) tickets: VecDeque<(usize, Ticket<Result<PutReply, Error>>)>,
+    pub(crate) outcomes: Vec<BlockOutcome>,
 }
 
 impl Pieces {
-    async fn take_until(&mut self, left: usize) -> Outcome<()> {
+    pub(crate) async fn take_until(&mut self, left: usize) -> Outcome<()> {
         while self.tickets.len() > left {
             let Some((blocks, ticket)) = self.tickets.pop_front() else { return Ok(()) };
             match ticket.await {
@@ -278,13 +286,22 @@ where
     let upload = Upload::check(&call, header)?;
     let mut pieces = Pieces::default();
     let each = upload.piece_blocks();
+    let mut turn = None;
     for (number, keys) in upload.keys.chunks(each).enumerate() {
         let bytes = upload.shape.block_bytes().saturating_mul(keys.len() as u64);
         // Memory is asked for when there is something to put into it, not for a client that only announces.
         if incoming.rest.is_empty() {
             incoming.rest = incoming.data(&call).await?;
         }
-        let wait = tokio::time::timeout(limits::WAIT, call.node.memory.take(bytes)).await;
+        if turn.is_none() {
+            let wait = tokio::time::timeout(limits::WAIT, call.node.puts.turn()).await;
+            turn = wait.ok().flatten();
+            if turn.is_none() {
+                return Err(Fault::busy("as many puts are under way as fit into memory"));
+            }
+        }
+        let wait =
+            tokio::time::timeout(limits::WAIT, call.node.take_memory(&call.caller.tenant, bytes)).await;
         let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
         let pages = pages.ok_or(Reason::TooMany("bytes"))?;
         let filled = tokio::time::timeout(limits::PIECE_PATIENCE, incoming.fill(&call, &pages)).await;
@@ -298,7 +315,7 @@ where
     Ok(proto::PutReply { outcomes: pieces.outcomes.iter().map(outcome).collect() })
 }
 
-fn outcome(outcome: &BlockOutcome) -> proto::PutOutcome {
+pub(crate) fn outcome(outcome: &BlockOutcome) -> proto::PutOutcome {
     use proto::put_outcome::What;
     let (what, error) = match outcome {
         BlockOutcome::Stored => (What::Stored, None),

@@ -1,17 +1,17 @@
 //! `Get` and `GetLayers`: the engine's reads as streams, window by window, without copying.
 //!
 //! One task works for each read. It takes memory for a window, lets the engine fill it, and hands what the engine
-//! announces to the connection; memory comes back when the connection has sent it. At most two windows and a few
-//! messages of a read wait at a time, however slow its client is, and one that takes nothing for a while is dropped.
+//! announces to the connection; memory comes back when the connection has sent it. While one window is sent the next
+//! are fetched, as long as there is plenty of memory. A few windows and messages of a read wait at a time, however
+//! slow its client is, and one that takes nothing for a while is dropped.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, Verify};
+use kvarts_store::api::{Order, ReadEnd, ReadRequest, ReadStream, Verify};
 use kvarts_store::error::Reason;
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Class;
@@ -22,6 +22,7 @@ use super::call::Call;
 use super::fault::{self, Fault, Outcome};
 use super::frame::{self, Outgoing};
 use super::window::{self, Window};
+use super::windows::{Stop, Through, Windows};
 use super::{limits, wire};
 use crate::node::Frozen;
 use crate::proto;
@@ -29,19 +30,35 @@ use crate::proto::read_reply::Part;
 
 /// A read that was checked.
 #[derive(Debug)]
-pub(super) struct Download {
-    namespace: NamespaceId,
-    group: Group,
-    coordinate: Coordinate,
-    shape: BlockShape,
-    keys: Vec<BlockKey>,
-    layers: Range<u32>,
-    order: Order,
-    class: Class,
+pub(crate) struct Download {
+    pub(crate) namespace: NamespaceId,
+    pub(crate) group: Group,
+    pub(crate) coordinate: Coordinate,
+    pub(crate) shape: BlockShape,
+    pub(crate) keys: Vec<BlockKey>,
+    pub(crate) layers: Range<u32>,
+    pub(crate) order: Order,
+    pub(crate) class: Class,
 }
 
 impl Download {
+    /// A read whose bytes go through the memory of requests.
     pub(super) fn check(call: &Call, order: Order, wire: proto::ReadRequest) -> Outcome<Self> {
+        let asked = Self::asked(call, order, wire)?;
+        let largest = asked.shape.layers().iter().map(kvarts_layout::LayerShape::bytes).max().unwrap_or(0);
+        if largest > call.node.memory.piece_max() || asked.bytes() > limits::REQUEST_BYTES_MAX {
+            return Err(Reason::TooMany("bytes").into());
+        }
+        Ok(asked)
+    }
+
+    /// Bytes of all that is wanted.
+    pub(crate) fn bytes(&self) -> u64 {
+        window::layers_bytes(&self.shape, &self.layers).saturating_mul(self.keys.len() as u64)
+    }
+
+    /// A read, wherever its bytes go.
+    pub(crate) fn asked(call: &Call, order: Order, wire: proto::ReadRequest) -> Outcome<Self> {
         let keys = wire::keys(&wire.keys)?;
         if keys.is_empty() {
             return Err(Reason::Empty.into());
@@ -63,17 +80,13 @@ impl Download {
         if layers.end > count {
             return Err(Reason::Shape(format!("layers up to {}, the group has {count}", layers.end)).into());
         }
-        let total = window::layers_bytes(&shape, &layers).saturating_mul(keys.len() as u64);
-        let largest = shape.layers().iter().map(kvarts_layout::LayerShape::bytes).max().unwrap_or(0);
-        if largest > call.node.memory.piece_max() || total > limits::REQUEST_BYTES_MAX {
-            return Err(Reason::TooMany("bytes").into());
-        }
         let class = match proto::ReadClass::try_from(wire.class) {
             Ok(proto::ReadClass::ReadForeground) => Class::Foreground,
             Ok(proto::ReadClass::ReadPrefetch) => Class::Prefetch,
             Ok(proto::ReadClass::ReadBackground) => Class::Background,
             Err(_) => return Err(Fault::malformed(format!("class: {} is none", wire.class))),
         };
+        call.is_for(class);
         Ok(Self { namespace, group, coordinate, shape, keys, layers, order, class })
     }
 
@@ -94,202 +107,101 @@ impl Download {
     }
 }
 
-/// A read under way.
-struct Reading {
+/// Where the windows of a read go: to the connection.
+struct Sending {
     call: Arc<Call>,
     download: Download,
     to: Sender<Outgoing>,
-    /// Bytes that are fetched at once.
-    budget: u64,
-    /// Leading blocks that are good so far.
-    good: u32,
-    /// Wanted layers that were announced.
-    layers_done: u32,
-    failures: BTreeMap<u32, Reason>,
+    large: LargeReads,
 }
 
-/// Why a read stops before its last window.
-enum Stop {
-    /// The client went away, or took nothing for too long.
-    Gone,
-    /// Nothing can be said of the blocks.
-    Fault(Fault),
-    /// The deadline passed: what was delivered is what there is.
-    Late,
+/// How many large reads there are; counts one if it is large itself.
+struct LargeReads {
+    all: Arc<AtomicU64>,
+    counted: bool,
 }
 
-impl From<Fault> for Stop {
-    fn from(fault: Fault) -> Self {
-        Self::Fault(fault)
+impl LargeReads {
+    fn enter(all: &Arc<AtomicU64>, bytes: u64) -> Self {
+        let counted = bytes > limits::SMALL_READ_BYTES;
+        if counted {
+            all.fetch_add(1, Ordering::Relaxed);
+        }
+        Self { all: Arc::clone(all), counted }
+    }
+
+    fn count(&self) -> u64 {
+        self.all.load(Ordering::Relaxed)
     }
 }
 
-impl From<Reason> for Stop {
-    fn from(reason: Reason) -> Self {
-        Self::Fault(reason.into())
+impl Drop for LargeReads {
+    fn drop(&mut self) {
+        if self.counted {
+            self.all.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
+
+type Stopped = Stop<Fault>;
 
 /// Works for one read until it has ended or its client is gone.
 pub(super) async fn run(call: Arc<Call>, download: Download, to: Sender<Outgoing>) {
-    let good = download.keys.len() as u32;
+    let blocks = download.keys.len() as u32;
     let budget = limits::WINDOW_BYTES.min(call.node.memory.piece_max());
-    let failures = BTreeMap::new();
-    let mut reading = Reading { call, download, to, budget, good, layers_done: 0, failures };
-    let ended = match reading.download.order {
-        Order::Blocks => reading.by_blocks().await,
-        Order::Layers => reading.by_layers().await,
+    let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
+    let large = LargeReads::enter(&call.node.large_reads, download.bytes());
+    let sending = Sending { call, download, to, large };
+    let mut windows = Windows::new(sending, shape, order, layers, blocks, budget);
+    let (ended, whole) = match windows.run().await {
+        Ok(()) => (Ok(()), true),
+        Err(Stop::Late) => (Ok(()), false),
+        Err(Stop::Fault(fault)) => (Err(fault), false),
+        Err(Stop::Gone) => return,
     };
-    match ended {
-        Ok(()) => reading.finish(Ok(()), true).await,
-        Err(Stop::Late) => reading.finish(Ok(()), false).await,
-        Err(Stop::Fault(fault)) => reading.finish(Err(fault), false).await,
-        Err(Stop::Gone) => {}
-    }
+    let end = windows.end(whole);
+    windows.through.finish(ended, &end).await;
 }
 
-impl Reading {
-    async fn by_blocks(&mut self) -> Result<(), Stop> {
-        let (all, count) = (self.download.layers.clone(), self.download.keys.len() as u32);
-        let each = window::layers_bytes(&self.download.shape, &all);
-        let mut first = 0;
-        while first < count {
-            if each <= self.budget {
-                let some = window::fitting(self.budget, each).min(count - first);
-                let window = Window { blocks: first..first + some, layers: all.clone() };
-                self.blocks_window(&window).await?;
-                first += some;
-                continue;
-            }
-            // One block is more than a window: some of its layers at a time, and ready when all are there.
-            let (mut left, mut whole) = (all.clone(), true);
-            while whole && !left.is_empty() {
-                let layers = window::fitting_layers(&self.download.shape, &left, 1, self.budget);
-                let window = Window { blocks: first..first + 1, layers };
-                whole = self.blocks_window(&window).await? == 1;
-                left.start = window.layers.end;
-            }
-            if whole {
-                self.block_ready(first).await?;
-            }
-            first += 1;
-        }
-        Ok(())
-    }
+impl Through for Sending {
+    type Fault = Fault;
 
-    async fn by_layers(&mut self) -> Result<(), Stop> {
-        let mut left = self.download.layers.clone();
-        // Nobody needs more of a block that is behind a failed one.
-        while !left.is_empty() && self.good > 0 {
-            let layers = window::fitting_layers(&self.download.shape, &left, self.good, self.budget);
-            let window = Window { blocks: 0..self.good, layers };
-            if window.bytes(&self.download.shape) <= self.budget {
-                self.layers_window(&window, true).await?;
-                left.start = window.layers.end;
-                continue;
-            }
-            // One layer is more than a window: some of the blocks at a time, and ready when all are there.
-            let each = window::layers_bytes(&self.download.shape, &window.layers);
-            let (some, mut first) = (window::fitting(self.budget, each), 0);
-            while first < self.good {
-                let blocks = first..self.good.min(first.saturating_add(some));
-                first = blocks.end;
-                self.layers_window(&Window { blocks, layers: window.layers.clone() }, false).await?;
-            }
-            self.layer_ready(left.start).await?;
-            left.start = window.layers.end;
-        }
-        Ok(())
-    }
-
-    /// Begins to read a window.
-    async fn begin(&self, window: &Window) -> Result<(Buf, kvarts_store::api::ReadStream), Stop> {
+    async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stopped> {
         let bytes = window.bytes(&self.download.shape);
-        let wait = tokio::time::timeout(limits::WAIT, self.call.node.memory.take(bytes)).await;
-        let memory = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
-        let memory = memory.ok_or(Reason::TooMany("bytes"))?;
-        let request = self.download.request(&self.call, window, &memory)?;
-        let stream = self.call.node.store().read(request).map_err(|error| match error.0 {
-            Reason::DeadlineInPast => Stop::Late,
-            reason => reason.into(),
-        })?;
-        Ok((memory, stream))
+        let take =
+            tokio::time::timeout(limits::WAIT, self.call.node.take_memory(&self.call.caller.tenant, bytes));
+        let wait = tokio::select! {
+            wait = take => wait,
+            // Who is gone waits for nothing.
+            () = self.to.closed() => return Err(Stop::Gone),
+        };
+        let memory = wait.map_err(|_| Fault::busy("the server's memory for requests is full"));
+        let memory = memory.map_err(Stop::Fault)?.ok_or(Reason::TooMany("bytes"))?;
+        self.begin_into(window, memory)
     }
 
-    /// Takes the end of a window's read in; says whether its deadline passed.
-    fn ended(&mut self, window: &Window, end: ReadEnd) -> Result<(), Stop> {
-        if (end.usable_blocks as usize) < window.blocks.len() {
-            self.good = self.good.min(window.blocks.start + end.usable_blocks);
-        }
-        for (block, reason) in end.failures {
-            self.failures.entry(window.blocks.start + block).or_insert(reason);
-        }
-        let whole = end.usable_layers as usize == window.layers.len();
-        if whole { Ok(()) } else { Err(Stop::Late) }
+    /// Only into memory that others are not short of: whoever waited here would wait with memory in hand.
+    fn begin_ahead(&self, window: &Window) -> Option<(Buf, ReadStream)> {
+        let bytes = window.bytes(&self.download.shape);
+        let memory = self.call.node.take_spare_memory(&self.call.caller.tenant, bytes)?;
+        // What is wrong is told when it is this window's turn.
+        self.begin_into(window, memory).ok()
     }
 
-    /// Reads and sends a window in block order; gives how many blocks were sent. Announces them if they are whole.
-    async fn blocks_window(&mut self, window: &Window) -> Result<u32, Stop> {
-        let (memory, stream) = self.begin(window).await?;
-        let all = self.download.layers.clone();
-        let (mut sent, mut ahead) = (0, None);
-        loop {
-            let event = match ahead.take() {
-                Some(event) => event,
-                None => stream.next().await,
-            };
-            match event {
-                ReadEvent::Block(first) => {
-                    // Those that follow and are there already go together.
-                    let mut end = first + 1;
-                    ahead = stream.try_next();
-                    while ahead == Some(ReadEvent::Block(end)) {
-                        end += 1;
-                        ahead = stream.try_next();
-                    }
-                    let before = all.start..window.layers.start;
-                    let offset = window::layers_bytes(&self.download.shape, &before);
-                    self.range(window, &memory, 0, first..end, offset).await?;
-                    sent += end - first;
-                    if window.layers == all {
-                        for block in first..end {
-                            self.block_ready(window.blocks.start + block).await?;
-                        }
-                    }
-                }
-                ReadEvent::End(end) => {
-                    self.ended(window, end)?;
-                    return Ok(sent);
-                }
-                ReadEvent::Layer { .. } | ReadEvent::Released => {}
-            }
+    fn budget(&self, most: u64) -> u64 {
+        let share = limits::UNDER_WAY_BYTES / 2 / self.large.count().max(1);
+        let crowded = self.call.node.memory.is_crowded();
+        most.min(if crowded { 0 } else { share }.max(limits::SMALL_WINDOW_BYTES))
+    }
+
+    fn ahead(&self) -> usize {
+        let share = limits::UNDER_WAY_BYTES / limits::SMALL_WINDOW_BYTES / self.large.count().max(1);
+        match self.large.count() {
+            0 | 1 => limits::WINDOWS_AHEAD,
+            _ => usize::from(share > 1),
         }
     }
 
-    /// Reads and sends a window in layer order. Announces each layer if `whole` says that no more of it will come.
-    async fn layers_window(&mut self, window: &Window, whole: bool) -> Result<(), Stop> {
-        let (memory, stream) = self.begin(window).await?;
-        loop {
-            match stream.next().await {
-                ReadEvent::Layer { layer, blocks } => {
-                    if (blocks as usize) < window.blocks.len() {
-                        self.good = self.good.min(window.blocks.start + blocks);
-                    }
-                    if blocks > 0 {
-                        self.range(window, &memory, layer, 0..blocks, 0).await?;
-                    }
-                    if whole {
-                        self.layer_ready(layer).await?;
-                    }
-                }
-                ReadEvent::End(end) => return self.ended(window, end),
-                ReadEvent::Block(_) | ReadEvent::Released => {}
-            }
-        }
-    }
-
-    /// Sends the bytes of some blocks of a window, which were announced. `offset` is what of each block's range was
-    /// sent before.
     async fn range(
         &self,
         window: &Window,
@@ -297,7 +209,7 @@ impl Reading {
         layer: u32,
         blocks: Range<u32>,
         offset: u64,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), Stopped> {
         let (order, shape) = (self.download.order, &self.download.shape);
         let about = proto::ReadData {
             layer,
@@ -324,25 +236,38 @@ impl Reading {
         Ok(())
     }
 
-    async fn data(&self, frame: &mut FrameBuilder) -> Result<(), Stop> {
+    async fn layer_ready(&self, layer: u32, good: u32) -> Result<(), Stopped> {
+        let ready = proto::LayerReady { layer, blocks: good };
+        self.send(frame::message(Part::Layer(ready))).await
+    }
+
+    async fn block_ready(&self, block: u32) -> Result<(), Stopped> {
+        self.send(frame::message(Part::Block(proto::BlockReady { block }))).await
+    }
+}
+
+impl Sending {
+    fn begin_into(&self, window: &Window, memory: Buf) -> Result<(Buf, ReadStream), Stopped> {
+        let request = self.download.request(&self.call, window, &memory).map_err(Stop::Fault)?;
+        let stream = self.call.node.store().read(request).map_err(|error| match error.0 {
+            Reason::DeadlineInPast => Stop::Late,
+            reason => reason.into(),
+        })?;
+        Ok((memory, stream))
+    }
+
+    async fn data(&self, frame: &mut FrameBuilder) -> Result<(), Stopped> {
         let bytes = frame.len as u64;
         let outgoing = frame.take();
-        self.call.caller.tenant.spend(bytes).await;
+        tokio::select! {
+            () = self.call.caller.tenant.spend(bytes) => {}
+            () = self.to.closed() => return Err(Stop::Gone),
+        }
         self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
         self.send(outgoing).await
     }
 
-    async fn layer_ready(&mut self, layer: u32) -> Result<(), Stop> {
-        self.layers_done = layer + 1 - self.download.layers.start;
-        let ready = proto::LayerReady { layer, blocks: self.good };
-        self.send(frame::message(Part::Layer(ready))).await
-    }
-
-    async fn block_ready(&self, block: u32) -> Result<(), Stop> {
-        self.send(frame::message(Part::Block(proto::BlockReady { block }))).await
-    }
-
-    async fn send(&self, outgoing: Outgoing) -> Result<(), Stop> {
+    async fn send(&self, outgoing: Outgoing) -> Result<(), Stopped> {
         match tokio::time::timeout(limits::STALL, self.to.send(outgoing)).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(_)) => Err(Stop::Gone),
@@ -353,34 +278,36 @@ impl Reading {
         }
     }
 
-    async fn finish(self, ended: Outcome<()>, whole: bool) {
-        let node = &self.call.node;
+    async fn finish(&self, ended: Outcome<()>, end: &ReadEnd) {
         self.call.end(ended.as_ref().map_or_else(|fault| fault.code, |()| Code::Ok));
-        let mut missed = 0;
-        for reason in self.failures.values() {
-            node.metrics.missed(reason_name(reason), 1);
-            missed += 1;
-        }
-        node.metrics.hit((self.download.keys.len() as u64).saturating_sub(missed));
-        let wanted = self.download.layers.len() as u32;
-        let failure = |(block, reason): (&u32, &Reason)| proto::read_end::Failure {
-            block: *block,
-            error: Some(fault::detail(reason)),
-        };
-        let end = proto::ReadEnd {
-            usable_blocks: self.good,
-            usable_layers: if whole || self.download.order == Order::Blocks {
-                wanted
-            } else {
-                self.layers_done
-            },
-            failures: self.failures.iter().map(failure).collect(),
-        };
-        if ended.is_ok() && self.send(frame::message(Part::End(end))).await.is_err() {
+        count(&self.call, self.download.keys.len(), end);
+        let end = frame::message(Part::End(wire_end(end)));
+        if ended.is_ok() && self.send(end).await.is_err() {
             return;
         }
         // A client that is gone needs no status.
         let _ = self.send(Outgoing::End(ended)).await;
+    }
+}
+
+/// Counts what a read of so many blocks delivered and what it did not.
+pub(crate) fn count(call: &Call, blocks: usize, end: &ReadEnd) {
+    for (_, reason) in &end.failures {
+        call.node.metrics.missed(reason_name(reason), 1);
+    }
+    call.node.metrics.hit((blocks as u64).saturating_sub(end.failures.len() as u64));
+}
+
+/// The end of a read on the wire.
+pub(crate) fn wire_end(end: &ReadEnd) -> proto::ReadEnd {
+    let failure = |(block, reason): &(u32, Reason)| proto::read_end::Failure {
+        block: *block,
+        error: Some(fault::detail(reason)),
+    };
+    proto::ReadEnd {
+        usable_blocks: end.usable_blocks,
+        usable_layers: end.usable_layers,
+        failures: end.failures.iter().map(failure).collect(),
     }
 }
 

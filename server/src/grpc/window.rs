@@ -14,33 +14,33 @@ use kvarts_store::io::{Buf, Region};
 
 /// What is read at a time.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Window {
+pub(crate) struct Window {
     /// Ordinals of the request.
-    pub(super) blocks: Range<u32>,
+    pub(crate) blocks: Range<u32>,
     /// Layers of the shape.
-    pub(super) layers: Range<u32>,
+    pub(crate) layers: Range<u32>,
 }
 
 impl Window {
     /// Bytes of memory that it takes.
-    pub(super) fn bytes(&self, shape: &BlockShape) -> u64 {
+    pub(crate) fn bytes(&self, shape: &BlockShape) -> u64 {
         layers_bytes(shape, &self.layers).saturating_mul(self.blocks.len() as u64)
     }
 }
 
 /// Bytes of some layers of one block.
-pub(super) fn layers_bytes(shape: &BlockShape, layers: &Range<u32>) -> u64 {
+pub(crate) fn layers_bytes(shape: &BlockShape, layers: &Range<u32>) -> u64 {
     let layers = shape.layers().get(layers.start as usize..layers.end as usize).unwrap_or_default();
     layers.iter().fold(0, |sum, layer| sum.saturating_add(layer.bytes()))
 }
 
 /// How many things of `each` bytes fit into `bytes`: at least one.
-pub(super) fn fitting(bytes: u64, each: u64) -> u32 {
+pub(crate) fn fitting(bytes: u64, each: u64) -> u32 {
     u32::try_from(bytes / each.max(1)).unwrap_or(u32::MAX).max(1)
 }
 
 /// The leading ones of `layers` of which this many blocks fit into `bytes`: at least one.
-pub(super) fn fitting_layers(shape: &BlockShape, layers: &Range<u32>, blocks: u32, bytes: u64) -> Range<u32> {
+pub(crate) fn fitting_layers(shape: &BlockShape, layers: &Range<u32>, blocks: u32, bytes: u64) -> Range<u32> {
     let (mut end, mut sum) = (layers.start, 0u64);
     for layer in layers.clone() {
         let more = layers_bytes(shape, &(layer..layer + 1)).saturating_mul(u64::from(blocks));
@@ -60,7 +60,7 @@ fn chunks(shape: &BlockShape) -> impl Iterator<Item = (u32, &ChunkShape)> {
 
 /// Gives every chunk of a window its place in `memory`: in block order `[block][layer][part]`, in layer order
 /// `[layer][part][block]`.
-pub(super) fn place(
+pub(crate) fn place(
     order: Order,
     shape: &BlockShape,
     window: &Window,
@@ -96,7 +96,7 @@ pub(super) fn place(
 
 /// Where in the window's memory the blocks `blocks` (counted within the window) of what is delivered together lie,
 /// range by range in the order in which they are sent. `layer` is the one in layer order.
-pub(super) fn ranges(
+pub(crate) fn ranges(
     order: Order,
     shape: &BlockShape,
     window: &Window,

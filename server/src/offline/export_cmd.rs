@@ -7,7 +7,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use kvarts_fsck::export::{Exported, LeftOut, Selection, export};
+use kvarts_fsck::export::{Exported, LeftOut, Selection, export, planned_bytes};
 use kvarts_fsck::tree::lineage;
 use kvarts_fsck::window::Tally;
 use kvarts_layout::{BlockKey, NamespaceId};
@@ -15,6 +15,7 @@ use serde::Serialize;
 
 use super::{Place, now_ms, shown, write_json};
 use crate::cli::Failure;
+use crate::fsck_cmd::watched;
 use crate::human::{bytes, grouped};
 
 /// The arguments of `export`.
@@ -70,7 +71,10 @@ pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Fai
     };
     let partial = Partial::new(&arguments.to)?;
     let mut writer = BufWriter::with_capacity(1 << 20, &partial.file);
-    let exported = export(&store, &contents, &wanted, (now_ms(), &tally), &mut writer);
+    let (before, planned) = (tally.bytes(), planned_bytes(&contents, &wanted));
+    let exported = watched(&|| (tally.bytes() - before, planned), || {
+        export(&store, &contents, &wanted, (now_ms(), &tally), &mut writer)
+    });
     let exported = exported.map_err(Failure::user)?;
     writer.flush().map_err(|error| cannot(&arguments.to, &error))?;
     drop(writer);

@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::io::{BufReader, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
 use kvarts_fsck::artifact::BLOCK_BYTES_MAX;
@@ -22,6 +23,7 @@ use serde::Serialize;
 
 use super::{now_ms, write_json};
 use crate::cli::Failure;
+use crate::fsck_cmd::watched;
 use crate::human::{bytes, grouped};
 
 /// Refused blocks that are named; the others are only counted.
@@ -97,7 +99,21 @@ impl Report {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &ImportArgs, out: &mut dyn Write) -> Result<(), Failure> {
-    let (totals, chain) = pass(&arguments.file, &mut |_, _, _| Ok(()))?;
+    // What cannot be asked for its length is refused when it is opened.
+    let len = std::fs::metadata(&arguments.file).map_or(0, |facts| facts.len());
+    let planned = if arguments.dry_run { len } else { len.saturating_mul(2) };
+    let far = AtomicU64::new(0);
+    let report = watched(&|| (far.load(Ordering::Relaxed), planned), || import(arguments, &far))?;
+    if arguments.json {
+        write_json(&report, out)?;
+    } else {
+        write_text(&report, out)?;
+    }
+    if report.refused == 0 { Ok(()) } else { Err(Failure::Problems) }
+}
+
+fn import(arguments: &ImportArgs, far: &AtomicU64) -> Result<Report, Failure> {
+    let (totals, chain) = pass(&arguments.file, far, &mut |_, _, _| Ok(()))?;
     let mut report = Report {
         file: arguments.file.display().to_string(),
         dry_run: arguments.dry_run,
@@ -107,7 +123,7 @@ pub(crate) fn run(arguments: &ImportArgs, out: &mut dyn Write) -> Result<(), Fai
     };
     if !arguments.dry_run {
         let home = open(arguments, &totals)?;
-        let put = pass(&arguments.file, &mut |reading, run, payload| {
+        let put = pass(&arguments.file, far, &mut |reading, run, payload| {
             put(&home, reading, run, &payload, &mut report)
         });
         let closed = home.close().map_err(|error| Failure::User(format!("the store: {error}")));
@@ -117,25 +133,34 @@ pub(crate) fn run(arguments: &ImportArgs, out: &mut dyn Write) -> Result<(), Fai
             return Err(Failure::user("the file changed while it was imported: run the import again"));
         }
     }
-    if arguments.json {
-        write_json(&report, out)?;
-    } else {
-        write_text(&report, out)?;
+    Ok(report)
+}
+
+/// A file that says how much of it was read.
+struct Counted<'a> {
+    file: File,
+    far: &'a AtomicU64,
+}
+
+impl Read for Counted<'_> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        let read = self.file.read(into)?;
+        self.far.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
     }
-    if report.refused == 0 { Ok(()) } else { Err(Failure::Problems) }
 }
 
 /// What is done with a run that was verified.
 type Each<'a> = &'a mut dyn FnMut(&Reading, &Run, Buf) -> Result<(), Failure>;
 
 /// Reads and verifies a file from front to back; what it holds, and the value that names it.
-fn pass(path: &Path, each: Each<'_>) -> Result<(Totals, [u8; 32]), Failure> {
+fn pass(path: &Path, far: &AtomicU64, each: Each<'_>) -> Result<(Totals, [u8; 32]), Failure> {
     let fault = |what: &dyn std::fmt::Display| Failure::User(format!("{}: {what}", path.display()));
     let file = File::open(path).map_err(|error| fault(&error))?;
     if !file.metadata().map_err(|error| fault(&error))?.is_file() {
         return Err(fault(&"not a plain file"));
     }
-    let mut file = BufReader::with_capacity(1 << 20, file);
+    let mut file = BufReader::with_capacity(1 << 20, Counted { file, far });
     let mut reading = Reading::new();
     let cut = |error: std::io::Error| match error.kind() {
         std::io::ErrorKind::UnexpectedEof => fault(&"cut short: copy the file again"),

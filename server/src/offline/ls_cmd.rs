@@ -1,6 +1,7 @@
 //! `kvarts ls`: the artifacts of a store as trees of prefixes, by namespace.
 
 use std::io::Write;
+use std::path::PathBuf;
 
 use clap::Args;
 use kvarts_fsck::tree::{Branch, Stem, Tree, trees};
@@ -10,22 +11,29 @@ use serde::Serialize;
 
 use super::{Place, shown, warn_of_problems, write_json};
 use crate::cli::Failure;
+use crate::client_cmd::{self, ServerArgs};
 use crate::human::{bytes, grouped};
 
 /// The arguments of `ls`.
 #[derive(Args, Debug)]
 pub(crate) struct LsArgs {
-    #[command(flatten)]
-    place: Place,
+    /// A directory of a store, whose files are read; without one a running server is asked
+    #[arg(value_name = "DIR")]
+    directory: Option<PathBuf>,
+    /// Further directories of the store
+    #[arg(long = "dir", value_name = "DIR", requires = "directory")]
+    more: Vec<PathBuf>,
+    /// Read a store that is in use: what it writes meanwhile may be missing
+    #[arg(long, requires = "directory")]
+    live: bool,
     /// Only this namespace
     #[arg(long, value_name = "ID")]
     namespace: Option<NamespaceId>,
     /// The most branches shown of each namespace
     #[arg(long, default_value_t = 40)]
     limit: usize,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    server: ServerArgs,
 }
 
 #[derive(Serialize)]
@@ -49,12 +57,21 @@ struct Listed {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failure> {
-    let (store, contents) = arguments.place.read(&Tally::default())?;
+    let Some(directory) = arguments.directory.clone() else {
+        return client_cmd::list(&arguments.server, out);
+    };
+    if arguments.server.server.is_some() {
+        return Err(Failure::user(
+            "a directory or a server: with DIR files are read, without it a server is asked",
+        ));
+    }
+    let place = Place { directory, more: arguments.more.clone(), live: arguments.live };
+    let (store, contents) = place.read(&Tally::default())?;
     let trees = trees(&contents, arguments.namespace, arguments.limit);
     if let (Some(namespace), true) = (arguments.namespace, trees.is_empty()) {
         return Err(Failure::User(format!("no block of namespace {namespace} is here")));
     }
-    if arguments.json {
+    if arguments.server.json {
         let listing = Listing {
             store: store.keyring.store.to_string(),
             problems: contents.findings.problem_count,

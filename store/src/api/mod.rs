@@ -4,6 +4,7 @@
 //! conformance suite.
 
 pub mod delete;
+pub mod digests;
 pub mod lookup;
 pub mod placement;
 pub mod presence;
@@ -16,6 +17,7 @@ use std::time::Duration;
 use kvarts_layout::{Geometry, Identity, NamespaceId};
 
 pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, TtlRequest};
+pub use digests::Digests;
 pub use lookup::{LeaseId, LeaseTerms, MatchReply, MatchRequest};
 pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};
@@ -83,7 +85,8 @@ pub trait KvStore: Send + Sync {
 
     /// Changes how long blocks may live, from memory alone. A crash may forget the change until the next
     /// checkpoint, and a restart takes the longest time of blocks that lie in one record: set it again after a
-    /// restart where it matters. A lease holds a block past its time.
+    /// restart where it matters. A shorter time that is over by then may be forgotten with its block, which is back until
+    /// the time of its put. A lease holds a block past its time.
     fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error>;
 
     /// Sets how long blocks of a namespace may live whose put does not say: those of puts that begin from now on.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use kvarts_layout::BlockShape;
 use kvarts_layout::plan::{Address, MemoryId, PartTarget, Placement, PlacementError};
 
-use super::Turns;
+use super::{Digests, Turns};
 use crate::error::Reason;
 use crate::io::Buf;
 use crate::io::mem::PAGE;
@@ -20,6 +20,8 @@ pub struct Placed {
     places: Arc<Placement>,
     /// Set where layers may share memory: then only one after the other is in it.
     turns: Option<Turns>,
+    /// Where the digests of what is read are left, for a caller that verifies it.
+    digests: Option<Digests>,
 }
 
 /// One memory of a placement. Plans count its offsets from the page boundary at or before its first byte, so
@@ -106,17 +108,45 @@ impl Placed {
                 return Err(Reason::OutOfBounds);
             }
         }
-        Ok(Self { memory: memory.into(), places: Arc::new(places), turns: None })
+        Ok(Self { memory: memory.into(), places: Arc::new(places), turns: None, digests: None })
     }
 
     /// The places of some of the blocks: block `i` of the result lies where `ordinals[i]` lies here. An ordinal
-    /// that has no place, or stands twice, is refused.
+    /// that has no place, or stands twice, is refused. Digests are left behind: they count by the whole.
     pub fn select(&self, ordinals: &[u32]) -> Result<Self, Reason> {
         if ordinals.iter().any(|&ordinal| ordinal >= self.block_count()) {
             return Err(Reason::OutOfBounds);
         }
         let places = Arc::new(self.places.select(ordinals).map_err(reason)?);
-        Ok(Self { memory: Arc::clone(&self.memory), places, turns: self.turns.clone() })
+        Ok(Self { memory: Arc::clone(&self.memory), places, turns: self.turns.clone(), digests: None })
+    }
+
+    /// The same places, and a table in which a read leaves the digest of each chunk before it is announced.
+    #[must_use]
+    pub fn with_digests(self, digests: Digests) -> Self {
+        Self { digests: Some(digests), ..self }
+    }
+
+    /// The table of digests, if there is one.
+    pub fn digests(&self) -> Option<&Digests> {
+        self.digests.as_ref()
+    }
+
+    /// The memories, in the order in which they were given.
+    pub fn memories(&self) -> impl ExactSizeIterator<Item = &Buf> {
+        self.memory.iter().map(|memory| &memory.buf)
+    }
+
+    /// Where the chunks of a part lie, counted from the first byte of its memory as it was given.
+    pub fn target(&self, part: u32) -> Option<PartTarget> {
+        let target = self.places.target(part)?;
+        let shift = self.memory.get(target.memory.0 as usize)?.shift;
+        Some(PartTarget { base: target.base.checked_sub(shift)?, ..target })
+    }
+
+    /// The slot of each block.
+    pub fn slots(&self) -> impl Iterator<Item = u32> + '_ {
+        (0..self.block_count()).filter_map(|block| self.places.slot_of(block))
     }
 
     /// The turns in which layers use memory that they share, if they do.

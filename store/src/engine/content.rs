@@ -27,6 +27,9 @@ impl Shared {
     /// Milliseconds since 1970 by the wall clock as it stood at opening, and what has passed since: jumps of the
     /// wall clock change nothing while the store is open.
     pub(crate) fn wall_ms(&self) -> u64 {
+        if kvarts_layout::planted!("expiry-by-the-wall-clock") {
+            return self.clock.unix_millis();
+        }
         let (now, wall_ms) = self.opened;
         let passed = self.clock.now().since(now).as_millis();
         wall_ms.saturating_add(u64::try_from(passed).unwrap_or(u64::MAX))
@@ -36,7 +39,9 @@ impl Shared {
     pub(crate) fn is_expired(&self, record: &RecordInfo) -> bool {
         // Counted down where expiry was counted up: late by a step at most, never early.
         let steps = self.wall_ms().saturating_sub(self.created_ms) / EXPIRY_STEP_MS;
-        record.expires != 0 && u64::from(record.expires) <= steps
+        record.expires != 0
+            && u64::from(record.expires) <= steps
+            && !kvarts_layout::planted!("expired-served")
     }
 
     /// Whether a live block can be found: its time is not over, or a lease holds it.
@@ -136,6 +141,9 @@ impl Shared {
         let at_ms = self.wall_ms();
         let live = |(place, was): (usize, Deleted)| {
             let Deleted::Live { location, left } = was else { return false };
+            if kvarts_layout::planted!("event-lost") {
+                return true;
+            }
             change.tell(at_ms, EventKind::Deleted, cause, Subject::Block(name_of(place)));
             self.free_if_empty(location.record, left);
             true

@@ -8,14 +8,20 @@
 //! of all shards are durable, the claims end and the delete is acknowledged.
 //!
 //! What a crash before that may leave: some of the shards have written it down and some have not. A block is then
-//! deleted or here, as if the delete had named fewer blocks.
+//! deleted or here, as if the delete had named fewer blocks. A namespace goes whole or not at all: every shard marks
+//! that the delete has begun before it writes its epoch, and that it has ended when the epochs of all are durable and
+//! before anybody is told; a delete that some shard knows to have begun and not to have ended is finished when the store
+//! is opened (`format::marks`).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::future::poll_fn;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::{Arc, PoisonError};
+use std::task::{Poll, Waker};
 
 use kvarts_layout::format::body::{Epoch, Tombstone, Tombstones};
+use kvarts_layout::format::marks::Mark;
 use kvarts_layout::format::record::Body;
 use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey};
 
@@ -81,11 +87,31 @@ struct State {
     late: bool,
     /// Its claims have ended.
     released: bool,
+    /// Shards whose epoch is not durable yet, and who waits for them.
+    epochs_left: usize,
+    waiting: Vec<Waker>,
     reply: Option<Answer>,
 }
 
-/// One shard's part of a delete.
-pub(crate) struct DeletePart(Arc<DeleteJob>);
+/// One shard's part of a delete. One that is dropped before it has answered is refused, so that nobody waits for it.
+pub(crate) struct DeletePart {
+    job: Arc<DeleteJob>,
+    answered: bool,
+}
+
+impl DeletePart {
+    fn answer(&mut self, result: &Result<(), Reason>) {
+        if !std::mem::replace(&mut self.answered, true) {
+            self.job.answered(result);
+        }
+    }
+}
+
+impl Drop for DeletePart {
+    fn drop(&mut self) {
+        self.answer(&Err(Reason::Busy("the store is closing")));
+    }
+}
 
 /// Checks a request for keys or a namespace and takes its blocks out of the index: one part for every shard. If
 /// there is nothing to do, the answer has been given.
@@ -108,9 +134,10 @@ pub(crate) fn begin(
 
 fn start(mut job: DeleteJob, shards: u32, reply: Answer) -> Vec<(u32, DeletePart)> {
     let state = job.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-    (state.parts_left, state.reply) = (shards as usize, Some(reply));
+    (state.parts_left, state.epochs_left, state.reply) = (shards as usize, shards as usize, Some(reply));
     let job = Arc::new(job);
-    (0..shards).map(|shard| (shard, DeletePart(Arc::clone(&job)))).collect()
+    let part = |shard| (shard, DeletePart { job: Arc::clone(&job), answered: false });
+    (0..shards).map(part).collect()
 }
 
 /// Everything about a request that can be said before anything is begun.
@@ -168,6 +195,8 @@ fn job(
         refused: None,
         late: false,
         released: false,
+        epochs_left: 0,
+        waiting: Vec::new(),
         reply: None,
     });
     DeleteJob { shared: Arc::clone(shared), namespace, dead, prints, deadline, places, state }
@@ -237,15 +266,45 @@ impl DeleteJob {
     /// The part has nothing more to say to the caller: because it is done, or because it is late.
     fn answered(&self, result: &Result<(), Reason>) {
         let mut state = self.lock();
+        let mut waiting = Vec::new();
         if let Err(reason) = result {
             state.refused.get_or_insert_with(|| reason.clone());
+            waiting = std::mem::take(&mut state.waiting);
         }
         state.parts_left = state.parts_left.saturating_sub(1);
         let ended = state.parts_left == 0;
         drop(state);
+        waiting.into_iter().for_each(Waker::wake);
         if ended {
             self.answer();
         }
+    }
+
+    /// One shard's epoch is durable.
+    fn epoch_is_durable(&self) {
+        let mut state = self.lock();
+        state.epochs_left = state.epochs_left.saturating_sub(1);
+        let waiting = if state.epochs_left == 0 { std::mem::take(&mut state.waiting) } else { Vec::new() };
+        drop(state);
+        waiting.into_iter().for_each(Waker::wake);
+    }
+
+    /// Completes when the epochs of all shards are durable, or with why one of them may never be.
+    async fn epochs_are_durable(&self) -> Result<(), Reason> {
+        poll_fn(|context| {
+            let mut state = self.lock();
+            match &state.refused {
+                Some(reason) => Poll::Ready(Err(reason.clone())),
+                None if state.epochs_left == 0 => Poll::Ready(Ok(())),
+                None => {
+                    if !state.waiting.iter().any(|waiting| waiting.will_wake(context.waker())) {
+                        state.waiting.push(context.waker().clone());
+                    }
+                    Poll::Pending
+                }
+            }
+        })
+        .await
     }
 
     fn answer(&self) {
@@ -284,10 +343,16 @@ impl DeleteJob {
         }
     }
 
+    /// A mark of how far the delete of the namespace has come.
+    fn mark(&self, mark: Mark, below: u64) -> Body {
+        Body::Tombstones(Tombstones { entries: vec![mark.tombstone(self.namespace.local, below)] })
+    }
+
     /// What a shard writes down: bodies of records, for everything below this sequence.
     fn bodies(&self, below: u64) -> Vec<Body> {
         let Dead::Blocks { keys, columns, .. } = &self.dead else {
-            return vec![Body::Epoch(Epoch { below, namespace: self.namespace.id.0 })];
+            let epoch = Body::Epoch(Epoch { below, namespace: self.namespace.id.0 });
+            return vec![self.mark(Mark::Begun, below), epoch];
         };
         let (group, coordinate) = match columns {
             Columns::One(group, coordinate) => (Some(group.0), Some(coordinate.to_u64())),
@@ -310,15 +375,15 @@ impl Drop for DeleteJob {
 }
 
 /// Does one shard's part on its executor.
-pub(crate) async fn run(log: &Rc<Log>, part: DeletePart, rt: &dyn Runtime) {
-    let DeletePart(job) = part;
+pub(crate) async fn run(log: &Rc<Log>, mut part: DeletePart, rt: &dyn Runtime) {
+    let job = Arc::clone(&part.job);
     let deadline = job.deadline.map(|at| rt.sleep_until(at));
     let mut writing = pin!(write_down(log, &job, rt));
     match before(writing.as_mut(), deadline).await {
-        Some(result) => job.answered(&result),
+        Some(result) => part.answer(&result),
         None => {
             job.lock().late = true;
-            job.answered(&Err(Reason::DeadlinePassed));
+            part.answer(&Err(Reason::DeadlinePassed));
             // What it ends with, nobody is told; the claims end with the last part.
             let _ = writing.await;
         }
@@ -326,13 +391,15 @@ pub(crate) async fn run(log: &Rc<Log>, part: DeletePart, rt: &dyn Runtime) {
 }
 
 /// Refuses a part that no executor took.
-pub(crate) fn refuse(part: &DeletePart, reason: &Reason) {
-    part.0.answered(&Err(reason.clone()));
+pub(crate) fn refuse(mut part: DeletePart, reason: &Reason) {
+    part.answer(&Err(reason.clone()));
 }
 
 /// Makes it durable in this shard that everything the delete names is dead up to now.
 async fn write_down(log: &Rc<Log>, job: &DeleteJob, rt: &dyn Runtime) -> Result<(), Reason> {
-    log.writes.settled().await;
+    if !kvarts_layout::planted!("delete-does-not-wait") {
+        log.writes.settled().await;
+    }
     let whole = matches!(job.dead, Dead::Namespace);
     if !whole && !log.shared.names.is_current(&job.namespace) {
         // What is put in it afterwards would be below this delete's sequence, and must not be.
@@ -349,23 +416,33 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob, rt: &dyn Runtime) -> Result<
             return Err(Reason::Busy(why));
         }
     }
-    let bodies = job.bodies(log.sequence.get());
-    for body in bodies {
-        // From here on also checkpoints say it. Of a delete that fails nobody has been told anything.
-        log.change_graves(|graves| graves.bury_body(job.namespace.id, &body));
-        let namespace = (!whole).then_some(&*job.namespace);
-        let draft = Draft { namespace, body, digests: &[], payload: None };
-        let written = log.append(Class::Put, &draft).await?;
-        if log.make_durable(&written).await.is_err() {
-            // The flush failed: it goes elsewhere, the segment is never flushed again.
-            let again = log.append(Class::Put, &draft).await?;
-            log.make_durable(&again).await?;
-        }
+    for body in job.bodies(log.sequence.get()) {
+        write_one(log, job, body).await?;
     }
-    // One shard does it for all.
-    if whole && log.shard == 0 {
-        let blocks = forget(&log.shared, &job.namespace, rt).await;
-        job.lock().blocks = blocks;
+    if whole {
+        job.epoch_is_durable();
+        // One shard does it for all.
+        if log.shard == 0 {
+            let blocks = forget(&log.shared, &job.namespace, rt).await;
+            job.lock().blocks = blocks;
+        }
+        job.epochs_are_durable().await?;
+        write_one(log, job, job.mark(Mark::Ended, log.sequence.get())).await?;
+    }
+    Ok(())
+}
+
+/// Writes one record of a delete, durably.
+async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Reason> {
+    // From here on also checkpoints say it. Of a delete that fails nobody has been told anything.
+    log.change_graves(|graves| graves.bury_body(job.namespace.id, &body));
+    let namespace = (!matches!(body, Body::Epoch(_))).then_some(&*job.namespace);
+    let draft = Draft { namespace, body, digests: &[], payload: None };
+    let written = log.append(Class::Put, &draft).await?;
+    if !kvarts_layout::planted!("delete-not-durable") && log.make_durable(&written).await.is_err() {
+        // The flush failed: it goes elsewhere, the segment is never flushed again.
+        let again = log.append(Class::Put, &draft).await?;
+        log.make_durable(&again).await?;
     }
     Ok(())
 }

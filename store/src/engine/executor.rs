@@ -24,6 +24,7 @@ use super::recover::{self, RecoveryReport};
 use super::shared::Shared;
 use super::slice;
 use super::store::free_space;
+use super::tables::Table;
 use super::{Limits, checkpoint, expiry, snapshot};
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
 use crate::error::{Error, Reason};
@@ -80,6 +81,8 @@ pub(crate) enum Message {
     Rewrite(u32, Box<(Head, Vec<Taken>)>, Reply<Result<Moved, Reason>>),
     /// Say what the device path is and has done.
     Inspect(Reply<(IoFacts, Metrics)>),
+    /// Say how large the tables of its shards are.
+    Tables(Reply<Vec<Table>>),
     /// Forget the headers that reads have kept.
     ForgetHeaders(Reply<()>),
     /// Register memory of the caller with the ring, or say why it is used as it is.
@@ -132,7 +135,7 @@ impl Router {
     /// Sends a part of a delete, or refuses it.
     pub(crate) fn delete(&self, shard: u32, part: DeletePart) {
         if let Some(Message::Delete(_, part)) = self.offer(shard, Message::Delete(shard, part)) {
-            delete::refuse(&part, &Reason::Busy("the executor takes no more requests"));
+            delete::refuse(part, &Reason::Busy("the executor takes no more requests"));
         }
     }
 }
@@ -233,7 +236,14 @@ impl Executor {
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
-                    let _ = reply.send((facts, self.driver.metrics()));
+                    let arena_bytes = self.arena.usage().used as u64;
+                    let _ = reply.send((facts, Metrics { arena_bytes, ..self.driver.metrics() }));
+                }
+                Message::Tables(reply) => {
+                    let logs = self.logs.borrow();
+                    let of_shards = logs.values().flat_map(|log| log.tables());
+                    let all = of_shards.chain(self.driver.tables()).collect();
+                    let _ = reply.send(all);
                 }
                 Message::ForgetHeaders(reply) => {
                     self.logs.borrow().values().for_each(|log| log.headers.forget());
@@ -288,7 +298,7 @@ impl Executor {
 
     fn delete(&self, shard: u32, part: DeletePart) {
         let Some(log) = self.log(shard) else {
-            return delete::refuse(&part, &Reason::Bug("a delete for a shard of another executor"));
+            return delete::refuse(part, &Reason::Bug("a delete for a shard of another executor"));
         };
         let (busy, rt) = (Busy::new(&self.busy), Rc::clone(&self.rt));
         self.rt.spawn(

@@ -78,6 +78,11 @@ impl Flights {
         Some(Role::Lead(flight))
     }
 
+    /// Loads under way.
+    pub(crate) fn len(&self) -> usize {
+        self.0.borrow().len()
+    }
+
     /// Ends a load. Whoever follows reads the rest itself.
     pub(crate) fn end(&self, flight: &Rc<Flight>, generation: u64) {
         if let Some(wanted) = flight.leader.wanted.get(flight.record as usize) {

@@ -87,6 +87,24 @@ impl Headers {
         self.0.borrow().headers.get(&key).map(Rc::clone)
     }
 
+    /// Forgets those of a segment, which is written anew: nobody will ask for them again, and until others have
+    /// pushed them out they would only take memory.
+    pub(crate) fn forget_segment(&self, number: u32) {
+        let kept = &mut *self.0.borrow_mut();
+        let gone = kept.headers.extract_if((number, 0, 0)..=(number, u64::MAX, u64::MAX), |_, _| true);
+        let bytes: usize = gone.map(|(_, header)| header.bytes()).sum();
+        if bytes > 0 {
+            kept.bytes -= bytes;
+            kept.order.retain(|(segment, ..)| *segment != number);
+        }
+    }
+
+    /// Headers, or places for them where there are more.
+    pub(crate) fn places(&self) -> usize {
+        let kept = self.0.borrow();
+        kept.headers.len().max(kept.order.len())
+    }
+
     /// Forgets all of them.
     pub(crate) fn forget(&self) {
         *self.0.borrow_mut() = Kept::default();

@@ -530,10 +530,11 @@ impl Log {
         // It appends, so it must not be waited for here.
         self.thin_out_in_background();
         segment.begin(self.sequence.get());
+        self.forget_segment(segment.number);
         let image = self.header_image(&segment)?;
         let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
         staging.copy_in(0, &image);
-        if segment.generation.get() > 1 {
+        if segment.generation.get() > 1 && !kvarts_layout::planted!("recycled-header-late") {
             let written = self.driver.write(Class::Put, segment.file, 0, staging, true).await;
             segment.wrote(0);
             return match written {
@@ -591,14 +592,20 @@ impl Log {
     pub(crate) async fn seal(&self, segment: &Rc<Segment>, reason: SealReason) -> Result<(), Reason> {
         segment.quiet().await;
         let end = segment.tail.borrow().next;
-        segment.durable(&self.driver, end).await?;
+        if !kvarts_layout::planted!("seal-before-flush") {
+            segment.durable(&self.driver, end).await?;
+        }
         // Listed in memory until the footer can be read.
         let records = segment.tail.borrow().entries.clone();
         let (footer, trailer) = self.seal_images(segment, &Footer { records }, end, reason)?;
         let footer_at = (self.shared.segment_bytes - PAGE_BYTES - footer.len() as u64, footer.len() as u32);
         // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
-        for (at, image) in [(trailer_at - footer.len() as u64, footer), (trailer_at, trailer)] {
+        let mut images = [(trailer_at - footer.len() as u64, footer), (trailer_at, trailer)];
+        if kvarts_layout::planted!("trailer-before-footer") {
+            images.reverse();
+        }
+        for (at, image) in images {
             let fault = |error: IoError| fault(&error);
             let staging = self.stage(image.len()).await.map_err(fault)?;
             staging.copy_in(0, &image);

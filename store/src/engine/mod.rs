@@ -34,6 +34,7 @@ mod shared;
 mod slice;
 mod snapshot;
 mod store;
+mod tables;
 mod unpack;
 mod writes;
 
@@ -44,7 +45,8 @@ pub use compact::{CompactOptions, CompactReport};
 pub use evict::policy::EvictionPolicy;
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
-pub use store::{Executors, Options, PlannedExtent, Stats, Store};
+pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
+pub use tables::Table;
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

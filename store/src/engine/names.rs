@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use kvarts_layout::format::body::Definition;
-use kvarts_layout::identity::namespace_of;
+use kvarts_layout::identity::{TenantSalt, namespace_of};
 use kvarts_layout::spec::Geometry;
 use kvarts_layout::{Fingerprint, Identity, NamespaceId};
 
@@ -183,6 +183,11 @@ impl Names {
         Some(retired)
     }
 
+    /// Nothing can be put in a namespace until it is deleted again.
+    pub(crate) fn condemn(&self, id: NamespaceId) {
+        self.write().condemned.insert(id);
+    }
+
     /// Ends a delete. If it was not acknowledged, nothing can be put in the namespace until it is deleted again: what
     /// is left of it may lie in some shards, and must not mix with what comes after.
     pub(crate) fn restore(&self, id: NamespaceId, acknowledged: bool) {
@@ -225,6 +230,21 @@ impl Names {
     /// How long blocks of a namespace live whose put does not say.
     pub(crate) fn default_ttl(&self, id: NamespaceId) -> Option<Duration> {
         self.read().default_ttls.get(&id).copied()
+    }
+
+    /// All namespaces whose identity has this salt.
+    pub(crate) fn of_salt(&self, salt: &TenantSalt) -> Vec<NamespaceId> {
+        let tables = self.read();
+        let has = |namespace: &&Arc<Namespace>| {
+            Identity::decode(&namespace.canonical).is_ok_and(|identity| identity.tenant_salt == *salt)
+        };
+        tables.namespaces.values().filter(has).map(|namespace| namespace.id).collect()
+    }
+
+    /// How many short ids were given out.
+    pub(crate) fn len(&self) -> usize {
+        let tables = self.read();
+        tables.by_local.len() + tables.specs_by_local.len() + tables.condemned.len()
     }
 
     /// The namespace under this id.

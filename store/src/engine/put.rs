@@ -436,6 +436,9 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask
                     BlockOutcome::Stored
                 }
                 Some(Err(reason)) => job.give_up(&run, reason),
+                None if kvarts_layout::planted!("late-put-visible") => {
+                    BlockOutcome::Refused(Reason::DeadlinePassed)
+                }
                 None => job.give_up(&run, Reason::DeadlinePassed),
             };
             let outcome = |place: u32| match deleted.iter().any(|lost| run.start + u32::from(*lost) == place)

@@ -112,7 +112,8 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     recovery.take_in(sources).await?;
     recovery.flush()?;
     log.shared.buried.fetch_add(log.graves.borrow().len() as u64, Relaxed);
-    Ok(recovery.report)
+    let half_deleted = log.graves.borrow().half_deleted();
+    Ok(RecoveryReport { half_deleted, ..recovery.report })
 }
 
 impl Recovery<'_> {
@@ -183,6 +184,7 @@ impl Recovery<'_> {
     }
 
     fn saw(&self, sequence: u64) {
+        let sequence = if kvarts_layout::planted!("sequence-not-restored") { 0 } else { sequence };
         self.log.sequence.set(self.log.sequence.get().max(sequence.saturating_add(1)));
     }
 
@@ -242,7 +244,7 @@ impl Recovery<'_> {
     /// Writes the header of a new file whose records arrived before it did: sealed without one, the segment would
     /// look damaged from then on.
     async fn replace_header(&self, segment: &Segment, ends: &Ends) -> Result<(), Reason> {
-        if ends.header_seen != HeaderSeen::Empty {
+        if ends.header_seen != HeaderSeen::Empty || kvarts_layout::planted!("lost-header-not-written") {
             return Ok(());
         }
         let image = self.log.header_image(segment)?;

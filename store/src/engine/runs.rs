@@ -156,6 +156,14 @@ impl RunClasses {
         here.map(|class| (class.group, class.coordinate)).collect()
     }
 
+    /// How many classes there are, and how many layouts they remember.
+    pub(crate) fn sizes(&self) -> (usize, usize) {
+        let tables = self.read();
+        let layouts =
+            |class: &Arc<RunClass>| class.layouts.lock().unwrap_or_else(PoisonError::into_inner).len();
+        (tables.classes.len(), tables.classes.iter().map(layouts).sum())
+    }
+
     /// The class with this number.
     pub(crate) fn get(&self, number: u32) -> Option<Arc<RunClass>> {
         self.read().classes.get(number as usize).map(Arc::clone)

@@ -1,13 +1,15 @@
 //! The store that callers hold: opening, routing requests to executors, closing.
 
+mod holding;
 mod measure;
 mod space;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
+use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, StoreId};
 
 use super::compact::chains::Peers;
 use super::compact::{CompactOptions, CompactReport};
@@ -34,6 +36,7 @@ use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
 use crate::sync::atomic::{AtomicBool, Ordering};
 
+pub use holding::Holding;
 pub use measure::PlannedExtent;
 pub(super) use space::free_space;
 
@@ -174,12 +177,26 @@ impl Store {
         let closed = AtomicBool::new(false);
         let router = Arc::new(Router { executors, owners });
         let store = Self(Arc::new(Inner { shared, router, reports, closed }));
+        store.finish_deletes().await;
         if !options.budget_beyond_disk {
             store.check_disk(options.directories).await?;
         }
         store.shrink()?;
         store.keep_compact(options)?;
         Ok(store)
+    }
+
+    /// Finishes deletes of namespaces that a crash stopped between two shards. Where that cannot be done now, nothing
+    /// of the namespace is found, and nothing can be put in it before it is deleted again.
+    async fn finish_deletes(&self) {
+        let half: BTreeSet<NamespaceId> =
+            self.0.reports.iter().flat_map(|report| report.half_deleted.iter().copied()).collect();
+        for namespace in half {
+            self.0.shared.names.condemn(namespace);
+            let request = DeleteRequest { namespace, target: Target::Namespace, deadline: None };
+            // An error leaves it condemned. A namespace that nothing defines any more has no blocks.
+            let _ = self.delete(request).await;
+        }
     }
 
     /// Lets every executor compact by need; the first one merges for all.
@@ -211,6 +228,18 @@ impl Store {
             tombstones: shared.buried.load(Ordering::Relaxed),
             space: shared.space_report(),
         }
+    }
+
+    /// The bytes of a block of a column, also of a namespace that recovery found and nobody has registered since.
+    pub fn shape(
+        &self,
+        namespace: NamespaceId,
+        group: Group,
+        coordinate: Coordinate,
+    ) -> Result<Arc<BlockShape>, Error> {
+        let shared = &self.0.shared;
+        let known = shared.names.get(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
+        Ok(shared.classes.shape(&known, group, coordinate)?)
     }
 
     /// The clock that deadlines are measured by.
@@ -362,7 +391,9 @@ fn check(options: &Options) -> Result<(), Error> {
 
 impl KvStore for Store {
     fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
-        Ok(self.0.shared.names.register(identity, geometry).map(|namespace| namespace.id)?)
+        let namespace = self.0.shared.names.register(identity, geometry)?.id;
+        self.join_tenant(namespace, &identity.tenant_salt);
+        Ok(namespace)
     }
 
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {

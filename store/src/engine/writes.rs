@@ -33,6 +33,11 @@ impl Writes {
         Write { writes: Rc::clone(self), number }
     }
 
+    /// How many are under way.
+    pub(crate) fn len(&self) -> usize {
+        self.under_way.borrow().len()
+    }
+
     /// Completes when every write that is under way now has ended.
     pub(crate) async fn settled(&self) {
         let now = self.next.get();

@@ -10,6 +10,12 @@ use crate::sync::{Mutex, MutexGuard};
 
 /// Bytes of events that a stream keeps unless asked otherwise: about eighty thousand.
 pub const RING_BYTES: usize = 8 << 20;
+/// How many events a ring of so many bytes keeps: at least one.
+pub const fn ring_events(ring_bytes: usize) -> usize {
+    let events = ring_bytes / size_of::<(u64, EventKind, Cause, Subject)>();
+    if events == 0 { 1 } else { events }
+}
+
 /// Events that a reader takes at once at most, so that nobody waits for his copying.
 const TAKEN_MAX: usize = 256;
 /// Wakers that wait for the next event at most. One more wakes them all: those of readers who are gone do not come
@@ -42,8 +48,10 @@ pub struct Change<'a> {
 impl EventLog {
     /// A stream of this id that keeps so many bytes of events, at least one event.
     pub fn new(stream: u64, ring_bytes: usize) -> Arc<Self> {
-        let capacity = (ring_bytes / size_of::<(u64, EventKind, Cause, Subject)>()).max(1);
-        let ring = Ring { events: VecDeque::new(), last: 0, waiting: Vec::new(), closed: false };
+        let capacity = ring_events(ring_bytes);
+        // All of it at once: it never grows while a change holds the lock.
+        let ring =
+            Ring { events: VecDeque::with_capacity(capacity), last: 0, waiting: Vec::new(), closed: false };
         Arc::new(Self { stream, capacity, ring: Mutex::new(ring) })
     }
 

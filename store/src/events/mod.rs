@@ -19,7 +19,7 @@ use std::fmt;
 
 use kvarts_layout::{IndexKey, NamespaceId};
 
-pub use log::{EventLog, RING_BYTES, Subscription};
+pub use log::{EventLog, RING_BYTES, Subscription, ring_events};
 
 /// A point in a stream of events: everything up to this number is known.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]

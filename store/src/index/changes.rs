@@ -84,6 +84,9 @@ impl Index {
                 let slot = Slot::new(prints[place], State::Pending, claim(ticket), Heat::default());
                 let Err(there) = inner.table.insert(slot) else { continue };
                 match there.lookup() {
+                    Lookup::Live(_) if kvarts_layout::planted!("put-over-live") => {
+                        there.settle(State::Pending, claim(ticket))
+                    }
                     Lookup::Live(location) => out[place] = Reservation::Live(location),
                     Lookup::Quarantined => there.settle(State::Pending, claim(ticket)),
                     Lookup::Pending | Lookup::Absent => out[place] = Reservation::InFlight,
@@ -129,6 +132,7 @@ impl Index {
     /// Gives up what is still pending under `ticket` among these blocks. Others are left alone, so it may be
     /// called with all blocks of the put, and twice.
     pub fn abandon(&self, ticket: Ticket, prints: &[BlockFingerprint]) {
+        let prints = if kvarts_layout::planted!("claim-leaked") { &[] } else { prints };
         for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
             let mut inner = write(&self.partitions[partition].0);
             for print in places.iter().map(|place| prints[*place as usize]) {
@@ -184,7 +188,7 @@ impl Index {
     ) -> Result<Option<u16>, RecordError> {
         self.records.add_live(new.record, 1)?;
         let moved = match write(self.partition(print)).table.get_mut(print) {
-            Some(slot) if slot.is(State::Live, old) => {
+            Some(slot) if slot.is(State::Live, old) || kvarts_layout::planted!("move-without-compare") => {
                 slot.settle(State::Live, new);
                 true
             }
@@ -225,6 +229,9 @@ impl Index {
     pub fn quarantine(&self, print: BlockFingerprint, at: Location) -> Option<u16> {
         let mut inner = write(self.partition(print));
         let slot = inner.table.get_mut(print).filter(|slot| slot.is(State::Live, at))?;
+        if kvarts_layout::planted!("quarantined-served") {
+            return None;
+        }
         slot.settle(State::Quarantined, at);
         if slot.leased() {
             slot.hint_leased(false);

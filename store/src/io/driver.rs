@@ -89,6 +89,8 @@ pub struct Metrics {
     pub dropped_ops: u64,
     /// Now: their bytes.
     pub dropped_bytes: u64,
+    /// Now: bytes of the executor's own memory that are handed out.
+    pub arena_bytes: u64,
 }
 
 pub(super) struct Shared {
@@ -252,6 +254,11 @@ impl Driver {
     /// What was done and what is under way.
     pub fn metrics(&self) -> Metrics {
         self.shared.core.borrow().metrics()
+    }
+
+    /// Places for operations, and for batches of reads: as many as there ever were at once.
+    pub(crate) fn places(&self) -> (usize, usize) {
+        self.shared.core.borrow().places()
     }
 
     fn transfer(&self, class: Class, offset: u64, work: Work) -> Transfer {

@@ -206,6 +206,10 @@ impl Core {
         }
     }
 
+    pub(super) fn places(&self) -> (usize, usize) {
+        (self.slots.places(), self.batches.places() + self.spare.len())
+    }
+
     /// Gives a future's operation a slot, or the request back if there is none.
     pub(super) fn admit(&mut self, request: Request) -> Result<Key, Request> {
         if self.is_full() { Err(request) } else { Ok(self.place(request, Owner::Future(None))) }
@@ -559,7 +563,8 @@ impl Slot {
             return Step::Failed(kind, 0);
         }
         self.moved = reached;
-        if self.moved >= self.request.len {
+        let short = kind == OpKind::Read && kvarts_layout::planted!("short-read-taken-for-whole");
+        if self.moved >= self.request.len || short {
             return Step::Ended;
         }
         if result < self.asked {
@@ -572,6 +577,9 @@ impl Slot {
     }
 
     fn judge_error(&mut self, errno: i32) -> Step {
+        if kvarts_layout::planted!("failed-write-taken-for-done") && self.request.kind == OpKind::Write {
+            return Step::Ended;
+        }
         // A flush is never repeated, nor a write that is one: what failed may have been the flush, and the kernel
         // would report success for bytes that it has dropped. Operations on names may have been done.
         let repeatable = match &self.request.work {

@@ -22,6 +22,8 @@ pub struct Region {
     len: usize,
     /// Differs between all regions of a process, so that a ring can remember what it registered.
     id: u64,
+    /// Other processes may write to it at any time.
+    shared: bool,
     /// What keeps the memory alive; never looked into.
     _keeper: Box<dyn Any + Send + Sync>,
 }
@@ -62,7 +64,22 @@ impl Region {
     /// `base .. base + len` must be mapped readable and writable for as long as `keeper` is not dropped.
     pub unsafe fn adopt(base: *mut u8, len: usize, keeper: Box<dyn Any + Send + Sync>) -> Arc<Self> {
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        Arc::new(Self { base, len, id, _keeper: keeper })
+        Arc::new(Self { base, len, id, shared: false, _keeper: keeper })
+    }
+
+    /// As [`Region::adopt`], of memory that other processes may write to at any time: what is found in it proves
+    /// nothing about where it came from.
+    ///
+    /// # Safety
+    /// As of [`Region::adopt`].
+    pub unsafe fn adopt_shared(base: *mut u8, len: usize, keeper: Box<dyn Any + Send + Sync>) -> Arc<Self> {
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Self { base, len, id, shared: true, _keeper: keeper })
+    }
+
+    /// Whether other processes may write to it.
+    pub fn is_shared(&self) -> bool {
+        self.shared
     }
 
     /// Bytes.

@@ -30,6 +30,7 @@ mod ring_setup;
 mod schedule;
 #[cfg(any(test, feature = "testing"))]
 pub mod scratch;
+pub mod shared;
 mod slots;
 pub(crate) mod wake;
 mod workers;

@@ -58,6 +58,11 @@ impl<T> Slots<T> {
         self.len
     }
 
+    /// How many places there are, free ones included.
+    pub(crate) fn places(&self) -> usize {
+        self.places.len()
+    }
+
     /// Puts `value` in a free place.
     pub(crate) fn insert(&mut self, value: T) -> Key {
         self.len += 1;

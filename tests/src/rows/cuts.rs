@@ -112,3 +112,77 @@ fn follow(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::scene::Ran;
+    use super::*;
+    use crate::campaign::Mix;
+    use crate::rows::scene::directories;
+
+    /// The first seeds whose scenes are like that.
+    fn seeds(few: usize, like: impl Fn(Seed) -> bool) -> Vec<Seed> {
+        let seeds: Vec<Seed> = (0..2000).map(Seed).filter(|seed| like(*seed)).take(few).collect();
+        assert_eq!(seeds.len(), few, "too few scenes are like that");
+        seeds
+    }
+
+    fn cut(seeds: &[Seed], ops: usize, images: usize) -> u64 {
+        let states = States::default();
+        for seed in seeds {
+            workload(*seed, ops, images, &states).unwrap_or_else(|why| panic!("seed {}: {why}", seed.0));
+        }
+        states.len()
+    }
+
+    #[test]
+    fn several_directories_lose_power_at_once_while_one_lags_and_nothing_acknowledged_is_lost() {
+        let seeds = seeds(4, |seed| directories(seed) > 1);
+        let devices = |seed: &Seed| run(*seed, 6, &[], true).moments.iter().any(|at| at.state.devices() > 1);
+        assert!(seeds.iter().any(devices), "never had two devices something to lose");
+        let images = cut(&seeds, 6, 1);
+        assert!(images > 200, "{images} images");
+    }
+
+    #[test]
+    fn power_cuts_under_compaction_of_several_directories_lose_nothing_acknowledged() {
+        let seeds = seeds(2, |seed| mix(seed) == Mix::Compacting && directories(seed) > 1);
+        let moved: u64 = seeds.iter().map(|seed| run(*seed, 20, &[], false).last.ledger.moved).sum();
+        assert!(moved > 0, "nothing was compacted");
+        let images = cut(&seeds, 20, 0);
+        assert!(images > 100, "{images} images");
+    }
+
+    #[test]
+    fn power_cuts_under_leases_and_recycling_lose_nothing_acknowledged() {
+        let tight = |seed: Seed| {
+            let options = options(seed);
+            options.budget_bytes <= 10 * options.segment_bytes && options.segment_bytes == 64 << 10
+        };
+        let seeds = seeds(2, |seed| mix(seed) == Mix::Leasing && tight(seed));
+        let ran: Vec<_> = seeds.iter().map(|seed| run(*seed, 60, &[], false)).collect();
+        let sum = |of: fn(&Ran) -> u64| ran.iter().map(of).sum::<u64>();
+        let (recycled, evicted) = (sum(|ran| ran.recycled), sum(|ran| ran.evicted));
+        let leases = sum(|ran| ran.last.ledger.leases);
+        assert!(
+            recycled > 2 && evicted > 2 && leases > 4,
+            "{recycled} segments recycled, {evicted} blocks evicted, {leases} leases"
+        );
+        let images = cut(&seeds, 60, 0);
+        assert!(images > 200, "{images} images");
+    }
+
+    #[test]
+    fn power_cuts_while_a_cut_is_recovered_from_lose_nothing_three_deep() {
+        let states = States::default();
+        for seed in [3, 5].map(Seed) {
+            let ran = run(seed, 8, &[], true);
+            for (at, moment) in (0..).zip(&ran.moments).skip(4).step_by(9) {
+                let image = moment.state.image(Crash::Random(at));
+                follow(seed.nth(at), seed, image, &moment.ledger, 2, &states)
+                    .unwrap_or_else(|why| panic!("seed {}, operation {at}: {why}", seed.0));
+            }
+        }
+        assert!(states.len() > 60, "{} images", states.len());
+    }
+}

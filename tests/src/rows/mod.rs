@@ -3,14 +3,25 @@
 //! A row draws everything from seeds, counts the distinct states that it reached, and lists what it found wrong. It
 //! never passes by doing nothing: a row that cannot run says why, and a caller may treat that as a failure.
 
+mod again;
+mod bits;
+mod buried;
+mod clocks;
 mod cuts;
 mod faults;
+mod goldens;
 mod kills;
+mod leaving;
+mod noise;
+pub mod planted;
 mod pool;
+mod real;
 mod scene;
 mod schedules;
 pub mod scripts;
 mod small;
+mod stores;
+mod swaps;
 
 use std::fmt;
 use std::ops::Range;
@@ -24,6 +35,17 @@ pub enum Tier {
     Nightly,
     /// Before a release: a day, in pieces.
     Release,
+}
+
+impl Tier {
+    /// As it is asked for.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Merge => "merge",
+            Self::Nightly => "nightly",
+            Self::Release => "release",
+        }
+    }
 }
 
 /// What a row is asked to do.
@@ -87,14 +109,31 @@ impl fmt::Debug for Row {
 }
 
 impl Row {
-    /// How many distinct states are asked for.
+    /// How many distinct states are asked for. A row that is not in the tier does as much as in the first that it is in.
     pub fn target(&self, ask: &Ask) -> u64 {
+        let from = match ask.tier {
+            Tier::Merge => 0,
+            Tier::Nightly => 1,
+            Tier::Release => 2,
+        };
+        let of_tier = self.targets.iter().skip(from).find(|target| **target > 0);
+        ask.budget.unwrap_or_else(|| of_tier.copied().unwrap_or(0))
+    }
+
+    /// Whether it is part of a tier.
+    pub fn is_in(&self, tier: Tier) -> bool {
         let [merge, nightly, release] = self.targets;
-        ask.budget.unwrap_or(match ask.tier {
+        let target = match tier {
             Tier::Merge => merge,
             Tier::Nightly => nightly,
             Tier::Release => release,
-        })
+        };
+        target > 0
+    }
+
+    /// How many seeds a tier has, where it goes through all there are.
+    pub fn seeds(&self, tier: Tier) -> Option<u64> {
+        small::seeds(self.id, tier)
     }
 
     /// Runs it.
@@ -106,9 +145,13 @@ impl Row {
 /// All rows, in the order in which they are run.
 pub fn all() -> Vec<Row> {
     let mut rows = vec![cuts::power_cuts(), small::small_scope()];
+    rows.extend(real::rows());
     rows.push(kills::kills());
     rows.extend(faults::rows());
     rows.push(schedules::schedules());
     rows.extend(scripts::rows());
+    rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
+    rows.extend(again::rows());
+    rows.push(planted::row());
     rows
 }

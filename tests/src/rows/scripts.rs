@@ -18,9 +18,9 @@ use crate::stage::{SimStage, Stage, small_options};
 const OPS: usize = 60;
 
 /// The model under the clock of a simulated world, which the engine's stage moves.
-struct Beside {
-    model: Model,
-    clock: Arc<SimClock>,
+pub(super) struct Beside {
+    pub(super) model: Model,
+    pub(super) clock: Arc<SimClock>,
 }
 
 impl Stage for Beside {
@@ -102,7 +102,7 @@ pub fn play(seed: u64, compare: bool) -> Result<u128, String> {
     Ok(world.disk().log().digest())
 }
 
-fn tell(op: &Op, found: &Outcome, expected: &Outcome) -> String {
+pub(super) fn tell(op: &Op, found: &Outcome, expected: &Outcome) -> String {
     match (found, expected) {
         (Outcome::Read(Ok((events, end, bytes))), Outcome::Read(Ok((events2, end2, bytes2)))) => format!(
             "{op:?}\n engine: {events:?} {end:?}\n model: {events2:?} {end2:?}\n equal bytes: {}",

@@ -147,8 +147,8 @@ impl Content {
     fn digest(&self, into: &mut Mixer) {
         into.word(self.len);
         for (page, bytes) in &*self.pages {
-            // Allocated and never written is not told from written with zeros: no reader can.
-            if let Some(bytes) = bytes.as_deref().filter(|bytes| bytes.iter().any(|byte| *byte != 0)) {
+            // Allocated and never written is a hole to every reader; zeros that were written are none.
+            if let Some(bytes) = bytes.as_deref() {
                 into.word(*page);
                 into.bytes(bytes);
             }

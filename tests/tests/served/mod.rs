@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use kvarts_server::client::{Client, ConnectOptions};
+use kvarts_server::client::{Client, ConnectOptions, Via};
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
 use kvarts_store::api::KvStore;
@@ -39,7 +39,7 @@ impl Served {
         served
     }
 
-    fn open(&mut self, grpc: SocketAddr) {
+    pub(crate) fn open(&mut self, grpc: SocketAddr) {
         let settings = Settings {
             directories: text(self.scratch.path().display()),
             budget: text("48 MiB"),
@@ -82,6 +82,24 @@ impl Served {
         Client::connect(&options).unwrap()
     }
 
+    /// A client over the local path.
+    pub(crate) fn local(&self, token: Option<&str>) -> Client {
+        let socket = self.daemon().socket().unwrap().display().to_string();
+        let token = token.map(str::to_owned);
+        let options =
+            ConnectOptions { via: Via::Local, token, ..ConnectOptions::to(format!("unix:{socket}")) };
+        Client::connect(&options).unwrap()
+    }
+
+    /// Waits until `done`.
+    pub(crate) fn until(&self, what: &str, mut done: impl FnMut(&Daemon) -> bool) {
+        let start = Instant::now();
+        while !done(self.daemon()) {
+            assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
     /// The text of the metrics.
     pub(crate) fn metrics(&self) -> String {
         use std::io::{Read, Write};
@@ -119,8 +137,14 @@ impl ClientStage {
     pub(crate) fn over_socket(name: &str) -> Self {
         let served = Served::start(name, "");
         let socket = served.daemon().socket().unwrap().display().to_string();
-        let client = Client::connect(&ConnectOptions::to(format!("unix:{socket}"))).unwrap();
-        Self { client, served }
+        let options = ConnectOptions { via: Via::Grpc, ..ConnectOptions::to(format!("unix:{socket}")) };
+        Self { client: Client::connect(&options).unwrap(), served }
+    }
+
+    /// The same over the local path.
+    pub(crate) fn local(name: &str) -> Self {
+        let served = Served::start(name, "");
+        Self { client: served.local(None), served }
     }
 }
 
@@ -130,15 +154,11 @@ impl Stage for ClientStage {
     }
 
     fn wait(&self, done: &mut dyn FnMut() -> bool) {
-        let start = Instant::now();
-        while !done() {
-            assert!(start.elapsed() < PATIENCE, "no answer for {PATIENCE:?}");
-            std::thread::sleep(Duration::from_micros(200));
-        }
+        wait(done);
     }
 
     fn rest(&self) {
-        std::thread::sleep(Duration::from_millis(20));
+        rest();
     }
 
     fn now(&self) -> Nanos {
@@ -148,4 +168,41 @@ impl Stage for ClientStage {
     fn advance(&self, _by: Duration) -> bool {
         false
     }
+}
+
+/// Another client of a server that somebody else keeps.
+pub(crate) struct Beside(pub(crate) Client);
+
+impl Stage for Beside {
+    fn store(&self) -> &dyn KvStore {
+        &self.0
+    }
+
+    fn wait(&self, done: &mut dyn FnMut() -> bool) {
+        wait(done);
+    }
+
+    fn rest(&self) {
+        rest();
+    }
+
+    fn now(&self) -> Nanos {
+        self.0.clock().now()
+    }
+
+    fn advance(&self, _by: Duration) -> bool {
+        false
+    }
+}
+
+fn wait(done: &mut dyn FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < PATIENCE, "no answer for {PATIENCE:?}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+fn rest() {
+    std::thread::sleep(Duration::from_millis(20));
 }

@@ -112,6 +112,9 @@ fn failed(log: &Log, error: &IoError) -> Reason {
 async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Result<CheckpointReport, Reason> {
     let log = output.log;
     let mut writer = CheckpointWriter::new(header, &log.shared.secret);
+    if kvarts_layout::planted!("checkpoint-header-first") {
+        output.put(0, &writer.header().map_err(unencodable)?, true).await?;
+    }
     let mut report = CheckpointReport { sequence: header.position.generation, ..Default::default() };
     report.records = write_records(output, &mut writer).await?;
     let segments: Vec<Stated> = log.segments.borrow().values().filter_map(|one| stated(one)).collect();

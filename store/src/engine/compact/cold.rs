@@ -19,7 +19,7 @@ use super::{CompactOptions, CompactReport, Pace};
 use crate::engine::log::Log;
 use crate::engine::segment::{Segment, SegmentState};
 use crate::error::Reason;
-use crate::index::{Lookup, RecordId};
+use crate::index::RecordId;
 use crate::rt::Nanos;
 
 /// Records that did not pay that a shard remembers; then it forgets them all.
@@ -104,26 +104,33 @@ fn cold_record(log: &Log, segment: &Segment, entry: &Entry, cold: &Cold) -> Opti
     if blocks.encoding != ENCODING_RAW {
         return None;
     }
-    let index = &log.shared.index;
     let mut record = None;
     for print in prints(log, segment, blocks)? {
-        let Lookup::Live(at) = index.lookup(print) else { continue };
-        let info = index.records().get(at.record)?;
-        let here = u32::from(info.shard) == log.shard
-            && info.segment == segment.number
-            && u64::from(info.page) * PAGE_BYTES == entry.offset;
-        if !here {
-            continue;
-        }
+        let Some(here) = live_here(log, segment, entry, print) else { continue };
         if !cold.is_cold(log, print) {
             return None;
         }
-        record = Some(at.record);
+        record = Some(here);
     }
     record
 }
 
-fn prints(
+/// The index's record for an entry of a footer, if this block of it is live there.
+pub(super) fn live_here(
+    log: &Log,
+    segment: &Segment,
+    entry: &Entry,
+    print: crate::index::BlockFingerprint,
+) -> Option<RecordId> {
+    let found = log.shared.index.locate(print)?;
+    let here = u32::from(found.record.shard) == log.shard
+        && found.record.segment == segment.number
+        && u64::from(found.record.page) * PAGE_BYTES == entry.offset;
+    here.then_some(found.location.record)
+}
+
+/// The fingerprints of a footer entry's blocks.
+pub(super) fn prints(
     log: &Log,
     segment: &Segment,
     blocks: &Blocks,

@@ -7,40 +7,48 @@
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::format::footer::{Content, Entry};
 
 use super::cold;
 use super::pack::Cold;
 use super::relocate::relocate;
 use super::{CompactOptions, CompactReport, Pace};
 use crate::engine::log::Log;
-use crate::engine::segment::SegmentState;
+use crate::engine::segment::{Segment, SegmentState};
 use crate::error::Reason;
 use crate::index::{RecordCursor, RecordId, RecordInfo};
 
-/// Bytes of a record whose blocks are not all live, as far as they are.
-fn live_bytes(record: &RecordInfo) -> u64 {
-    let payload = u64::from(record.payload_pages) * u64::from(record.live) / u64::from(record.blocks.get());
-    let header = if record.live == 0 { 0 } else { u64::from(record.header_pages) };
-    (payload + header) * PAGE_BYTES
+/// Live bytes of each segment of a shard that has some, by its book.
+pub(crate) fn live_by_segment(log: &Log) -> BTreeMap<u32, u64> {
+    let segments = log.segments.borrow();
+    let live = segments.iter().map(|(number, segment)| (*number, segment.book.live()));
+    live.filter(|(_, bytes)| *bytes > 0).collect()
 }
 
-/// Shows every record of a shard.
-fn each_record(log: &Log, mut look: impl FnMut(RecordId, &RecordInfo)) {
-    let (mut cursor, mut some) = (Some(RecordCursor::default()), Vec::new());
+/// The records of a segment that have live blocks, in the order in which they lie: chains stay together. The footer
+/// names them; where it cannot be read, all records of the index are looked through.
+async fn live_records(log: &Log, number: u32) -> Vec<RecordId> {
+    let segment = log.segments.borrow().get(&number).map(Rc::clone);
+    if let Some(segment) = segment
+        && let Ok(footer) = log.read_footer(&segment).await
+    {
+        return footer.records.iter().filter_map(|entry| record_of(log, &segment, entry)).collect();
+    }
+    let (mut cursor, mut some, mut found) = (Some(RecordCursor::default()), Vec::new(), Vec::new());
     while let Some(from) = cursor {
         cursor = log.shared.index.records().snapshot(from, &mut some);
-        for (id, record) in some.iter().filter(|(_, record)| u32::from(record.shard) == log.shard) {
-            look(*id, record);
-        }
+        let here = |record: &RecordInfo| u32::from(record.shard) == log.shard && record.segment == number;
+        let live = some.iter().filter(|(_, record)| here(record) && record.live > 0);
+        found.extend(live.map(|(id, record)| (record.page, *id)));
     }
+    found.sort_unstable();
+    found.into_iter().map(|(_, id)| id).collect()
 }
 
-/// Live bytes of each segment of a shard that has some.
-pub(crate) fn live_by_segment(log: &Log) -> BTreeMap<u32, u64> {
-    let mut live = BTreeMap::new();
-    each_record(log, |_, record| *live.entry(record.segment).or_default() += live_bytes(record));
-    live
+/// The index's record for an entry of a footer, if a block of it is live.
+fn record_of(log: &Log, segment: &Segment, entry: &Entry) -> Option<RecordId> {
+    let Content::Blocks(blocks) = &entry.content else { return None };
+    cold::prints(log, segment, blocks)?.find_map(|print| cold::live_here(log, segment, entry, print))
 }
 
 /// Bytes that can be appended before reclaim would have to evict live blocks for it. Segments that are mostly dead
@@ -128,16 +136,8 @@ async fn empty_one(
     (options, pace): (&CompactOptions, &mut Pace),
     report: &mut CompactReport,
 ) -> Result<bool, Reason> {
-    let mut records = Vec::new();
-    each_record(log, |id, record| {
-        if record.segment == segment && record.live > 0 {
-            records.push((record.page, id));
-        }
-    });
     let cold = Cold { after: options.encode_cold_after, only: false };
-    // In the order in which they lie: chains stay together.
-    records.sort_unstable();
-    for (_, record) in records {
+    for record in live_records(log, segment).await {
         if !pace.ready().await {
             return Ok(false);
         }

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use kvarts_layout::format::body::{Epoch, Tombstone};
 use kvarts_layout::format::footer::{Content, Defined, Entry};
+use kvarts_layout::format::marks::{MARK_KEY, Mark};
 use kvarts_layout::format::record::Body;
 use kvarts_layout::{BlockKey, NamespaceId};
 
@@ -74,6 +75,17 @@ impl Graves {
             Content::Epoch(epoch) => epoch.below > floor,
             _ => false,
         })
+    }
+
+    /// Namespaces whose delete a crash stopped between two shards, by the marks of this one.
+    pub(crate) fn half_deleted(&self) -> Vec<NamespaceId> {
+        let is_half = |graves: &Vec<(Scope, u64)>| {
+            Mark::is_half(|mark| {
+                graves.iter().find(|(scope, _)| *scope == mark.scope()).map(|(_, below)| *below)
+            })
+        };
+        let marks = self.blocks.iter().filter(|((_, key), graves)| key.0 == MARK_KEY && is_half(graves));
+        marks.map(|((namespace, _), _)| *namespace).collect()
     }
 
     /// How many there are.
@@ -165,6 +177,25 @@ mod tests {
         }
         assert!(covered(&graves, 1, (0, 0), 19) && !covered(&graves, 1, (0, 0), 20));
         assert!(graves.covers(HERE, 19) && !graves.covers(HERE, 20));
+    }
+
+    #[test]
+    fn a_delete_that_did_not_end_is_told_until_one_did() {
+        let mut graves = Graves::default();
+        let mut note = |mark: Mark, below, expected: &[NamespaceId]| {
+            graves.bury(HERE, &mark.tombstone(0, below));
+            assert_eq!(graves.half_deleted(), expected);
+            let mut again = Graves::default();
+            graves.listed().1.iter().for_each(|tombstone| again.bury(HERE, tombstone));
+            assert_eq!(again.half_deleted(), expected, "a checkpoint says it too");
+        };
+        note(Mark::Begun, 10, &[HERE]);
+        note(Mark::Ended, 12, &[]);
+        note(Mark::Begun, 20, &[HERE]);
+        note(Mark::Ended, 21, &[]);
+        // Forgotten together, or the begin first.
+        graves.prune(20);
+        assert_eq!((graves.half_deleted(), graves.len()), (vec![], 1));
     }
 
     #[test]

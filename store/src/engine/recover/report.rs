@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use kvarts_layout::NamespaceId;
 use kvarts_layout::format::recovery::{Row, Severity};
 
 /// Places of problems that a report keeps; more are only counted.
@@ -45,6 +46,8 @@ pub struct RecoveryReport {
     pub expired: u64,
     /// Blocks that a tombstone or a namespace epoch kills.
     pub deleted: u64,
+    /// Namespaces whose delete a crash stopped between two shards: opening the store finishes it.
+    pub half_deleted: Vec<NamespaceId>,
     /// Blocks whose pages were given back to the file system: evicted before.
     pub evicted: u64,
     /// Blocks of which another copy was there already: a newer one of this shard, or one of another shard.

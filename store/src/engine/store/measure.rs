@@ -15,6 +15,7 @@ use crate::api::ReadRequest;
 use crate::engine::executor::Message;
 use crate::engine::put::shard_of;
 use crate::engine::read;
+use crate::engine::tables::Table;
 use crate::error::Error;
 use crate::io::Buf;
 use crate::rt::mailbox::ticket;
@@ -84,6 +85,22 @@ impl Store {
     /// The shard that a record goes to which begins with this key.
     pub fn shard_of(&self, first: &BlockKey) -> u32 {
         shard_of(first, self.0.router.shards())
+    }
+
+    /// How large each table is that the store keeps in memory, all shards and executors together.
+    pub async fn tables(&self) -> Result<Vec<Table>, Error> {
+        let mut all = self.0.shared.tables();
+        for sender in &self.0.router.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Tables(reply))?;
+            for table in lost(answer.await)? {
+                match all.iter_mut().find(|known| known.name == table.name) {
+                    Some(known) => known.size += table.size,
+                    None => all.push(table),
+                }
+            }
+        }
+        Ok(all)
     }
 
     /// Forgets what reads have kept of record headers, so that the next read is as cold as the first.

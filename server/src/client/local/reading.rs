@@ -1,0 +1,163 @@
+//! A read into shared memory as its client sees it: what was announced, and, in adopted memory, whether it is what was
+//! put.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use kvarts_layout::BlockShape;
+use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
+use kvarts_store::error::Reason;
+
+use crate::grpc::fault;
+use crate::local::parts;
+use crate::proto;
+
+/// A read under way. It keeps the memory from being used again until the server has let go of it.
+pub(super) struct Reading {
+    pub(super) request: ReadRequest,
+    pub(super) shape: BlockShape,
+    sink: ReadSink,
+    layers: Range<u32>,
+    /// The server does not look at the memory: its digests are compared here.
+    verifies: bool,
+    /// Leading blocks that are good so far, and layers that were announced.
+    good: u32,
+    layers_done: u32,
+    /// In block order: blocks that were announced.
+    ready: Vec<u32>,
+    /// Blocks whose bytes here are not what was put.
+    damaged: BTreeMap<u32, Reason>,
+    /// An end was announced; whether the device had let go by then.
+    ended: Option<bool>,
+}
+
+impl Reading {
+    pub(super) fn new(request: ReadRequest, shape: BlockShape, sink: ReadSink, verifies: bool) -> Self {
+        let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
+        let good = request.keys.len() as u32;
+        let (ready, damaged) = Default::default();
+        Self { request, shape, sink, layers, verifies, good, layers_done: 0, ready, damaged, ended: None }
+    }
+
+    /// Whether nobody waits for it any more.
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.sink.is_cancelled()
+    }
+
+    /// Blocks that did not match.
+    pub(super) fn damaged(&self) -> impl Iterator<Item = u32> {
+        self.damaged.keys().copied()
+    }
+
+    /// Takes in what has arrived.
+    pub(super) fn arrived(&mut self, wire: &proto::LocalArrived) {
+        for part in &wire.parts {
+            if let Some(ready) = &part.layer {
+                self.layer(ready.layer, ready.blocks.min(self.request.keys.len() as u32), &part.digests);
+            }
+            if let Some(ready) = &part.block {
+                self.block(ready.block, &part.digests);
+            }
+        }
+    }
+
+    fn layer(&mut self, layer: u32, blocks: u32, digests: &[u8]) {
+        self.good = self.good.min(blocks);
+        if self.verifies {
+            self.verify(layer..layer + 1, 0..blocks, digests);
+        }
+        self.layers_done += 1;
+        self.sink.send(ReadEvent::Layer { layer, blocks: self.good });
+    }
+
+    fn block(&mut self, block: u32, digests: &[u8]) {
+        if self.verifies {
+            self.verify(self.layers.clone(), block..block + 1, digests);
+        }
+        if !self.damaged.contains_key(&block) {
+            self.ready.push(block);
+            self.sink.send(ReadEvent::Block(block));
+        }
+    }
+
+    /// Compares chunks with their digests.
+    fn verify(&mut self, layers: Range<u32>, blocks: Range<u32>, digests: &[u8]) {
+        let (digests, _) = digests.as_chunks::<4>();
+        let sizes: Vec<u64> =
+            self.shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
+        let mut digests = digests.iter().map(|digest| u32::from_le_bytes(*digest));
+        for part in parts(&self.shape, &layers) {
+            for block in blocks.clone() {
+                let expected = digests.next();
+                let bytes = sizes.get(part as usize).copied().unwrap_or_default();
+                let chunk = self.request.into.chunk(part, block, bytes);
+                let found = chunk.map(|chunk| chunk.digest(0, chunk.len(), crc32fast::hash));
+                if expected.is_some() && expected == found {
+                    continue;
+                }
+                let (expected, found) = (expected.unwrap_or_default(), found.unwrap_or_default());
+                let reason = Reason::Digest { segment: 0, offset: 0, expected, found };
+                self.damaged.entry(block).or_insert(reason);
+                if self.request.order == Order::Layers {
+                    self.good = self.good.min(block);
+                }
+            }
+        }
+    }
+
+    /// The server's end of it.
+    pub(super) fn end(&mut self, wire: &proto::LocalEnd) {
+        let end = wire.end.clone().unwrap_or_default();
+        let failure = |failure: &proto::read_end::Failure| {
+            let unsaid = Reason::Bug("a failure without a reason");
+            (failure.block, failure.error.as_ref().map_or(unsaid, fault::reason))
+        };
+        let mut failures: BTreeMap<u32, Reason> = end.failures.iter().map(failure).collect();
+        for (block, reason) in &self.damaged {
+            failures.entry(*block).or_insert_with(|| reason.clone());
+        }
+        let first = self.damaged.keys().next().copied().unwrap_or(u32::MAX);
+        self.finish(ReadEnd {
+            usable_blocks: end.usable_blocks.min(first),
+            usable_layers: end.usable_layers,
+            failures: failures.into_iter().collect(),
+            held_bytes: wire.held_bytes,
+        });
+    }
+
+    /// Ends it early: what was announced is good. `held` if somebody may still write to the memory.
+    pub(super) fn broken(&mut self, reason: &Reason, held: bool) {
+        if self.ended.is_some() {
+            return;
+        }
+        let all = self.request.keys.len() as u32;
+        let blocks = self.request.order == Order::Blocks;
+        let leading = (0u32..).zip(&self.ready).take_while(|(at, block)| at == *block).count() as u32;
+        let (usable_blocks, usable_layers) = match (blocks, self.layers_done) {
+            (true, _) => (leading, self.layers.len() as u32),
+            (false, 0) => (0, 0),
+            (false, done) => (self.good, done),
+        };
+        let failed = |block: &u32| !blocks || self.ready.binary_search(block).is_err();
+        let bytes = self.request.into.memories().map(|memory| memory.len() as u64).sum();
+        self.finish(ReadEnd {
+            usable_blocks,
+            usable_layers,
+            failures: (0..all).filter(failed).map(|block| (block, reason.clone())).collect(),
+            held_bytes: if held { bytes } else { 0 },
+        });
+    }
+
+    fn finish(&mut self, end: ReadEnd) {
+        self.ended = Some(end.held_bytes == 0);
+        self.sink.send(ReadEvent::End(end));
+    }
+
+    /// Nobody writes to the memory any more.
+    pub(super) fn released(mut self) {
+        self.broken(&Reason::Busy("the read was cancelled"), false);
+        if self.ended == Some(false) {
+            self.sink.send(ReadEvent::Released);
+        }
+    }
+}

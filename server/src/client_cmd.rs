@@ -1,0 +1,487 @@
+//! `kvarts put`, `get`, `match`, `ls`, `stat`, `delete`, `pin`, `watch`: a running server from the command line.
+//!
+//! A server is named by `--server`, by `$KVARTS_SERVER`, or is the one that `kvarts serve` runs here. Blocks are named by
+//! the model that they are of and either the tokens of a prompt or keys; their bytes stand in files one block after the
+//! other, each in canonical form: `[layer][part]`.
+//!
+//! Exit code 1 means that the server answered and something that was asked for is not there, or was not done.
+#![allow(clippy::disallowed_methods, reason = "commands of a person: files of the person's")]
+
+mod subject;
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use kvarts_layout::{BlockKey, NamespaceId};
+use kvarts_store::api::{
+    BlockOutcome, DeleteOutcome, DeleteRequest, Durability, KvStore, LeaseId, MatchRequest, Order, Parent,
+    Placed, PutRequest, ReadRequest, Target, Verify,
+};
+use kvarts_store::io::Buf;
+use kvarts_store::rt::Class;
+use kvarts_store::rt::blocking::block_on;
+use serde_json::json;
+
+use crate::cli::Failure;
+use crate::client::{Client, Via};
+use crate::human::{bytes, grouped};
+use crate::proto;
+use subject::Subject;
+pub(crate) use subject::{KeyArgs, ModelArgs, ServerArgs};
+
+/// Bytes of blocks that are put or read at once.
+const BATCH_BYTES: u64 = 64 << 20;
+
+/// The arguments of `put`.
+#[derive(Args, Debug)]
+pub(crate) struct PutArgs {
+    /// The blocks' bytes, or `-` for standard input
+    file: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
+    /// Answer when the blocks are written, not when they are flushed
+    #[arg(long)]
+    relaxed: bool,
+    /// How long the blocks may live, such as 90s, 30m, 12h, 7d [default: until they are evicted]
+    #[arg(long, value_parser = subject::duration)]
+    ttl: Option<Duration>,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The arguments of `get`.
+#[derive(Args, Debug)]
+pub(crate) struct GetArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
+    /// Where the leading blocks that are there go, or `-` for standard output
+    #[arg(long, value_name = "FILE")]
+    to: PathBuf,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The arguments of `match`.
+#[derive(Args, Debug)]
+pub(crate) struct MatchArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The arguments of `stat`.
+#[derive(Args, Debug)]
+pub(crate) struct StatArgs {
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The arguments of `delete`.
+#[derive(Args, Debug)]
+pub(crate) struct DeleteArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
+    /// Everything of the model
+    #[arg(long, conflicts_with_all = ["tokens", "keys"])]
+    all: bool,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The arguments of `pin`.
+#[derive(Args, Debug)]
+pub(crate) struct PinArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
+    /// For how long, such as 90s, 30m, 12h; a day at most
+    #[arg(long, default_value = "1h", value_parser = subject::duration)]
+    hold: Duration,
+    /// End this pin instead
+    #[arg(long, value_name = "PIN", conflicts_with_all = ["tokens", "keys"])]
+    release: Option<u64>,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The arguments of `watch`.
+#[derive(Args, Debug)]
+pub(crate) struct WatchArgs {
+    /// End after so many events [default: never]
+    #[arg(long)]
+    count: Option<u64>,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+fn print(out: &mut dyn Write, value: &serde_json::Value) -> Result<(), Failure> {
+    serde_json::to_writer_pretty(&mut *out, value).map_err(std::io::Error::from)?;
+    Ok(writeln!(out)?)
+}
+
+/// Memory for a batch of blocks, and how many go into it.
+fn memory(client: &Client, subject: &Subject) -> Result<(Buf, usize), Failure> {
+    let each = subject.shape.block_bytes();
+    let blocks = (BATCH_BYTES / each).clamp(1, subject.keys.len().max(1) as u64);
+    let len = usize::try_from(blocks * each).map_err(Failure::user)?;
+    let region = client.pool(len).map_err(Failure::user)?;
+    let buf = Buf::new(&region, 0, len).ok_or_else(|| Failure::user("no memory"))?;
+    Ok((buf, blocks as usize))
+}
+
+fn placed(subject: &Subject, memory: &Buf, blocks: usize) -> Result<Placed, Failure> {
+    let pages = memory.slice(0, subject.shape.block_bytes() as usize * blocks);
+    let pages = pages.ok_or_else(|| Failure::user("no memory"))?;
+    Placed::blocks(&subject.shape, pages, blocks as u32).map_err(Failure::user)
+}
+
+/// Runs `put`.
+pub(crate) fn put(arguments: &PutArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Best)?;
+    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
+    let shown = arguments.file.display();
+    let fault = |error: &std::io::Error| Failure::User(format!("{shown}: {error}"));
+    let mut source: Box<dyn Read> = match arguments.file.as_os_str() == "-" {
+        true => Box::new(std::io::stdin().lock()),
+        false => Box::new(File::open(&arguments.file).map_err(|error| fault(&error))?),
+    };
+    let (memory, batch) = memory(&client, &subject)?;
+    let each = subject.shape.block_bytes() as usize;
+    let (mut parent, mut outcomes, mut block) = (Parent::Root, Vec::new(), vec![0; each]);
+    for keys in subject.keys.chunks(batch) {
+        for at in 0..keys.len() {
+            source.read_exact(&mut block).map_err(|error| match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => {
+                    let (have, need) = (outcomes.len() + at, subject.keys.len());
+                    Failure::User(format!(
+                        "{shown}: it has {have} whole blocks of {each} bytes, and there are {need} keys"
+                    ))
+                }
+                _ => fault(&error),
+            })?;
+            memory.copy_in(at * each, &block);
+        }
+        let request = PutRequest {
+            namespace: subject.namespace,
+            group: subject.group,
+            coordinate: subject.coordinate,
+            parent: if subject.chained { parent } else { Parent::Unknown },
+            first_block: subject.chained.then_some(outcomes.len() as u32),
+            keys: keys.to_vec(),
+            from: placed(&subject, &memory, keys.len())?,
+            layout: None,
+            durability: if arguments.relaxed { Durability::Relaxed } else { Durability::Durable },
+            expires_after: arguments.ttl,
+            origins: None,
+            deadline: None,
+        };
+        let answer = block_on(client.put(request)).map_err(Failure::user)?.map_err(Failure::user)?;
+        outcomes.extend(answer.outcomes);
+        parent = keys.last().map_or(parent, |key| Parent::Key(*key));
+    }
+    if source.read(&mut [0]).map_err(|error| fault(&error))? > 0 {
+        return Err(Failure::User(format!("{shown}: it is longer than its {} blocks", subject.keys.len())));
+    }
+    let count = |wanted: fn(&BlockOutcome) -> bool| outcomes.iter().filter(|one| wanted(one)).count();
+    let stored = count(|one| *one == BlockOutcome::Stored);
+    let there = count(|one| *one == BlockOutcome::AlreadyThere);
+    let other = outcomes.len() - stored - there;
+    if arguments.server.json {
+        let refused: Vec<_> =
+            (0..).zip(&outcomes).filter_map(|(at, outcome): (u32, _)| refusal(at, outcome)).collect();
+        let report = json!({
+            "namespace": subject.namespace.to_string(), "blocks": outcomes.len(), "stored": stored,
+            "already_there": there, "not_stored": refused, "path": client.path().name(),
+        });
+        print(out, &report)?;
+    } else {
+        writeln!(out, "{stored} blocks stored, {there} were there already, {other} not stored")?;
+        for line in (0u32..).zip(&outcomes).filter_map(|(at, outcome)| refusal(at, outcome)).take(10) {
+            writeln!(out, "  block {}: {}", line["block"], line["why"].as_str().unwrap_or_default())?;
+        }
+    }
+    if other == 0 { Ok(()) } else { Err(Failure::Problems) }
+}
+
+fn refusal(block: u32, outcome: &BlockOutcome) -> Option<serde_json::Value> {
+    match outcome {
+        BlockOutcome::Stored | BlockOutcome::AlreadyThere => None,
+        BlockOutcome::InFlight => Some(json!({"block": block, "why": "another put of it is under way"})),
+        BlockOutcome::Refused(reason) => Some(json!({"block": block, "why": reason.to_string()})),
+    }
+}
+
+/// Runs `get`.
+pub(crate) fn get(arguments: &GetArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Best)?;
+    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
+    let shown = arguments.to.display();
+    let fault = |error: std::io::Error| Failure::User(format!("{shown}: {error}"));
+    let standard = arguments.to.as_os_str() == "-";
+    let mut file = if standard { None } else { Some(File::create(&arguments.to).map_err(fault)?) };
+    let (memory, batch) = memory(&client, &subject)?;
+    let each = subject.shape.block_bytes() as usize;
+    let (mut usable, mut why, mut block) = (0usize, None, vec![0; each]);
+    for keys in subject.keys.chunks(batch) {
+        let request = ReadRequest {
+            namespace: subject.namespace,
+            group: subject.group,
+            coordinate: subject.coordinate,
+            keys: keys.to_vec(),
+            layers: None,
+            order: Order::Blocks,
+            into: placed(&subject, &memory, keys.len())?,
+            verify: Verify::Always,
+            class: Class::Foreground,
+            deadline: None,
+        };
+        let end = block_on(client.get_into(request)).map_err(Failure::user)?;
+        for at in 0..end.usable_blocks as usize {
+            memory.copy_out(at * each, &mut block);
+            match &mut file {
+                Some(file) => file.write_all(&block).map_err(fault)?,
+                None => out.write_all(&block)?,
+            }
+        }
+        usable += end.usable_blocks as usize;
+        if (end.usable_blocks as usize) < keys.len() {
+            why = end.failures.first().map(|(_, reason)| reason.to_string());
+            break;
+        }
+    }
+    let all = subject.keys.len();
+    let report = json!({
+        "namespace": subject.namespace.to_string(), "blocks": all, "usable_blocks": usable,
+        "bytes": usable * each, "why": why, "path": client.path().name(),
+    });
+    let said: &mut dyn Write = if standard { &mut std::io::stderr() } else { out };
+    if arguments.server.json {
+        print(said, &report)?;
+    } else {
+        let because = why.map(|why| format!(": {why}")).unwrap_or_default();
+        writeln!(said, "{usable} of {all} blocks, {}{because}", bytes((usable * each) as u64))?;
+    }
+    if usable == all { Ok(()) } else { Err(Failure::Problems) }
+}
+
+/// Runs `match`.
+pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Best)?;
+    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
+    let request = MatchRequest {
+        namespace: subject.namespace,
+        keys: &subject.keys,
+        requirements: &subject.requirements,
+        recompute_tokens_max: u64::MAX,
+        lease: None,
+    };
+    let found = client.match_prefix(&request).map_err(Failure::user)?;
+    let (longest, cheapest) = (&found.usable.longest, &found.usable.cheapest);
+    if arguments.server.json {
+        let boundary = |one: &kvarts_layout::prefix::Boundary| json!({"blocks": one.blocks, "tokens": one.tokens, "recompute_tokens": one.recompute_tokens});
+        let report = json!({
+            "namespace": subject.namespace.to_string(), "asked_blocks": subject.keys.len(),
+            "longest": boundary(longest), "cheapest": boundary(cheapest), "pending": found.pending,
+        });
+        return print(out, &report);
+    }
+    let pending =
+        if found.pending > 0 { format!(", {} more under way", found.pending) } else { String::new() };
+    let (blocks, asked) = (longest.blocks, subject.keys.len());
+    writeln!(
+        out,
+        "{blocks} of {asked} blocks ({} tokens) can be restored{pending}",
+        grouped(longest.tokens)
+    )?;
+    if longest.recompute_tokens > 0 {
+        writeln!(out, "  {} tokens of it have to be run again", grouped(longest.recompute_tokens))?;
+    }
+    Ok(())
+}
+
+/// Runs `ls` of a server.
+pub(crate) fn list(server: &ServerArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = server.connect(Via::Grpc)?;
+    let models = client.models().map_err(Failure::user)?.models;
+    let name = |bytes: &[u8]| <[u8; 32]>::try_from(bytes).map(|id| NamespaceId(id).to_string());
+    if server.json {
+        let model = |model: &proto::list_models_reply::Model| {
+            let identity = model.identity.clone().unwrap_or_default();
+            json!({
+                "namespace": name(&model.namespace).unwrap_or_default(), "model": identity.model,
+                "revision": identity.revision, "kv_dtype": identity.kv_dtype,
+                "block_tokens": identity.block_tokens, "layers": model.layers,
+            })
+        };
+        return print(out, &json!({"models": models.iter().map(model).collect::<Vec<_>>()}));
+    }
+    if models.is_empty() {
+        writeln!(out, "No model was registered since the server started.")?;
+    }
+    for model in models {
+        let identity = model.identity.unwrap_or_default();
+        writeln!(
+            out,
+            "{}  {} {}, {} layers, blocks of {} tokens",
+            name(&model.namespace).unwrap_or_default(),
+            identity.model,
+            identity.revision,
+            model.layers,
+            identity.block_tokens
+        )?;
+    }
+    Ok(())
+}
+
+/// Runs `stat`.
+pub(crate) fn stat(arguments: &StatArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    let stats = client.stats().map_err(Failure::user)?;
+    let store: String = stats.store.iter().map(|byte| format!("{byte:02x}")).collect();
+    if arguments.server.json {
+        let local = |one: &proto::stats_reply::LocalClient| {
+            json!({
+                "tenant": one.tenant, "pid": one.pid, "uid": one.uid, "modes": one.modes,
+                "shared_bytes": one.shared_bytes, "requests_under_way": one.requests_under_way,
+                "leases": one.leases,
+            })
+        };
+        let recovery = |one: &proto::stats_reply::Recovery| {
+            json!({
+                "records": one.records, "blocks": one.blocks, "problems": one.problems,
+                "scanned_bytes": one.scanned_bytes,
+            })
+        };
+        let report = json!({
+            "store": store, "version": stats.version, "budget_bytes": stats.budget_bytes,
+            "allocated_bytes": stats.allocated_bytes, "index_bytes": stats.index_bytes,
+            "counts": stats.counts, "notes": stats.notes,
+            "recovery": stats.recovery.iter().map(recovery).collect::<Vec<_>>(),
+            "local_clients": stats.local_clients.iter().map(local).collect::<Vec<_>>(),
+        });
+        return print(out, &report);
+    }
+    writeln!(out, "store {store}, kvarts {}", stats.version)?;
+    writeln!(out, "  on disk   {} of {}", bytes(stats.allocated_bytes), bytes(stats.budget_bytes))?;
+    writeln!(out, "  index     {}", bytes(stats.index_bytes))?;
+    for (name, count) in &stats.counts {
+        writeln!(out, "  {:<24} {:>20}", name.replace('_', " "), grouped(*count))?;
+    }
+    for one in &stats.local_clients {
+        let modes = if one.modes.is_empty() { "no memory".to_owned() } else { one.modes.join(", ") };
+        writeln!(
+            out,
+            "  local client {} (uid {}, tenant {}): {modes}, {} shared, {} requests, {} leases",
+            one.pid,
+            one.uid,
+            one.tenant,
+            bytes(one.shared_bytes),
+            one.requests_under_way,
+            one.leases
+        )?;
+    }
+    Ok(())
+}
+
+/// Runs `delete`.
+pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    let subject = match arguments.all {
+        true => Subject::without_keys(&client, &arguments.model)?,
+        false => Subject::new(&client, &arguments.model, &arguments.keys)?,
+    };
+    let target = match arguments.all {
+        true => Target::Namespace,
+        false => {
+            let column = Some((subject.group, subject.coordinate));
+            Target::Keys { column, keys: subject.keys.clone() }
+        }
+    };
+    let request = DeleteRequest { namespace: subject.namespace, target, deadline: None };
+    let reply = block_on(client.delete(request)).map_err(Failure::user)?.map_err(Failure::user)?;
+    let refused = reply.outcomes.iter().filter(|one| matches!(one, DeleteOutcome::Refused(_))).count();
+    if arguments.server.json {
+        let report = json!({
+            "namespace": subject.namespace.to_string(), "deleted_blocks": reply.blocks, "refused": refused,
+        });
+        print(out, &report)?;
+    } else {
+        writeln!(out, "{} blocks deleted", grouped(reply.blocks))?;
+    }
+    if refused == 0 { Ok(()) } else { Err(Failure::Problems) }
+}
+
+/// Runs `pin`.
+pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    // A pin of the local path would end with this program.
+    let client = arguments.server.connect(Via::Grpc)?;
+    if let Some(pin) = arguments.release {
+        let ended = client.unpin(LeaseId(pin));
+        if arguments.server.json {
+            print(out, &json!({"pin": pin, "ended_now": ended}))?;
+        } else {
+            writeln!(out, "{}", if ended { "the pin has ended" } else { "there was no such pin" })?;
+        }
+        return if ended { Ok(()) } else { Err(Failure::Problems) };
+    }
+    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
+    let column = (subject.group, subject.coordinate);
+    let held = client.pin(subject.namespace, column, &subject.keys, arguments.hold);
+    let (lease, held) = held.map_err(Failure::user)?;
+    let pin = lease.map(|lease| lease.0);
+    if arguments.server.json {
+        print(out, &json!({"pin": pin, "held_blocks": held, "asked_blocks": subject.keys.len()}))?;
+    } else if let Some(pin) = pin {
+        let all = subject.keys.len();
+        writeln!(out, "{held} of {all} blocks are held; `kvarts pin --release {pin}` ends it sooner")?;
+    } else {
+        writeln!(out, "none of the blocks is there: nothing is held")?;
+    }
+    if held as usize == subject.keys.len() { Ok(()) } else { Err(Failure::Problems) }
+}
+
+/// Runs `watch`.
+pub(crate) fn watch(arguments: &WatchArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    let mut events = client.watch(None).map_err(Failure::user)?;
+    let hex = |bytes: &[u8]| -> String { bytes.iter().map(|byte| format!("{byte:02x}")).collect() };
+    let mut left = arguments.count.unwrap_or(u64::MAX);
+    while left > 0 {
+        let Some(event) = block_on(events.message()).map_err(Failure::user)? else { break };
+        left -= 1;
+        let what = event.what().as_str_name().to_lowercase();
+        let (key, namespace) = (hex(&event.key), hex(&event.namespace));
+        if arguments.server.json {
+            let line = json!({
+                "what": what, "key": key, "namespace": namespace, "unix_ms": event.unix_ms,
+                "cause": event.cause, "group": event.column.as_ref().map_or(0, |column| column.group),
+            });
+            writeln!(out, "{line}")?;
+        } else {
+            writeln!(out, "{what:<12} {key} {}", event.cause)?;
+        }
+        out.flush()?;
+    }
+    Ok(())
+}
+
+/// Keys as text, one a line, for `--keys`.
+pub(crate) fn keys_of(text: &str) -> Result<Vec<BlockKey>, String> {
+    let line = |(at, line): (usize, &str)| {
+        line.trim().parse::<BlockKey>().map_err(|error| format!("line {}: {error}", at + 1))
+    };
+    text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(line).collect()
+}

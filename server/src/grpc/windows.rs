@@ -1,0 +1,259 @@
+//! A long read as several reads of the engine, each of a window that fits into memory: the next ones under way while
+//! one is taken, and what is said of the whole when all have been.
+//!
+//! Whoever reads so brings the rest ([`Through`]): memory for a window and a read into it, what becomes of bytes that
+//! were announced, and where announcements go.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+
+use kvarts_layout::BlockShape;
+use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadStream};
+use kvarts_store::error::Reason;
+use kvarts_store::io::Buf;
+
+use super::course::{Course, Place};
+use super::window::{self, Window};
+
+/// Why a read stops before its last window.
+pub(crate) enum Stop<F> {
+    /// The client went away, or took nothing for too long.
+    Gone,
+    /// Nothing can be said of the blocks.
+    Fault(F),
+    /// The deadline passed: what was delivered is what there is.
+    Late,
+}
+
+impl<F: From<Reason>> From<Reason> for Stop<F> {
+    fn from(reason: Reason) -> Self {
+        Self::Fault(reason.into())
+    }
+}
+
+/// What a window's bytes go through.
+pub(crate) trait Through: Send {
+    /// What can be wrong with all of it.
+    type Fault: Send;
+
+    /// Begins to read a window.
+    fn begin(
+        &self,
+        window: &Window,
+    ) -> impl Future<Output = Result<(Buf, ReadStream), Stop<Self::Fault>>> + Send;
+
+    /// How many windows may be under way before their turn, as things are now.
+    fn ahead(&self) -> usize {
+        0
+    }
+
+    /// Begins to read a window before its turn, if nobody must wait for it.
+    fn begin_ahead(&self, _window: &Window) -> Option<(Buf, ReadStream)> {
+        None
+    }
+
+    /// Bytes to be fetched at once, as things are now: at most so many.
+    fn budget(&self, most: u64) -> u64 {
+        most
+    }
+
+    /// Takes away the bytes of some blocks of a window, counted in it, which were announced. `offset` is what of each
+    /// block's range was taken before.
+    fn range(
+        &self,
+        window: &Window,
+        memory: &Buf,
+        layer: u32,
+        blocks: Range<u32>,
+        offset: u64,
+    ) -> impl Future<Output = Result<(), Stop<Self::Fault>>> + Send;
+
+    /// A layer of the first `good` blocks is complete.
+    fn layer_ready(
+        &self,
+        layer: u32,
+        good: u32,
+    ) -> impl Future<Output = Result<(), Stop<Self::Fault>>> + Send;
+
+    /// A block is complete.
+    fn block_ready(&self, block: u32) -> impl Future<Output = Result<(), Stop<Self::Fault>>> + Send;
+}
+
+/// A window that is being fetched into memory of its own.
+struct Fetch {
+    window: Window,
+    /// Where the window after it begins.
+    then: Place,
+    memory: Buf,
+    stream: ReadStream,
+}
+
+/// A read in windows.
+pub(crate) struct Windows<T> {
+    pub(crate) through: T,
+    shape: BlockShape,
+    order: Order,
+    layers: Range<u32>,
+    blocks: u32,
+    /// Bytes that are fetched at once.
+    budget: u64,
+    /// Leading blocks that are good so far.
+    good: u32,
+    /// Wanted layers that were announced.
+    layers_done: u32,
+    failures: BTreeMap<u32, Reason>,
+}
+
+impl<T: Through> Windows<T> {
+    pub(crate) fn new(
+        through: T,
+        shape: BlockShape,
+        order: Order,
+        layers: Range<u32>,
+        blocks: u32,
+        budget: u64,
+    ) -> Self {
+        let failures = BTreeMap::new();
+        Self { through, shape, order, layers, blocks, budget, good: blocks, layers_done: 0, failures }
+    }
+
+    /// Reads all windows. An error says why there were no more.
+    pub(crate) async fn run(&mut self) -> Result<(), Stop<T::Fault>> {
+        let mut at = Place { block: 0, layer: self.layers.start };
+        let mut fetched = VecDeque::new();
+        loop {
+            let now = match fetched.pop_front() {
+                Some(fetch) => fetch,
+                None => {
+                    let Some((window, then)) = self.course().window(at) else { return Ok(()) };
+                    let (memory, stream) = self.through.begin(&window).await?;
+                    at = then;
+                    Fetch { window, then, memory, stream }
+                }
+            };
+            while fetched.len() < self.through.ahead() {
+                let Some((window, then)) = self.course().window(at) else { break };
+                let Some((memory, stream)) = self.through.begin_ahead(&window) else { break };
+                at = then;
+                fetched.push_back(Fetch { window, then, memory, stream });
+            }
+            let good = self.good;
+            let then = match self.order {
+                Order::Blocks => self.blocks_window(&now).await?,
+                Order::Layers => self.layers_window(&now).await?,
+            };
+            // Nobody needs more of a block that failed, nor in layer order of those behind it.
+            if then != now.then || (good != self.good && self.order == Order::Layers) {
+                fetched.clear();
+                at = then;
+            }
+        }
+    }
+
+    /// What is still to be read.
+    fn course(&self) -> Course<'_> {
+        let blocks = if self.order == Order::Layers { self.good } else { self.blocks };
+        let (order, layers, budget) = (self.order, self.layers.clone(), self.through.budget(self.budget));
+        Course { order, shape: &self.shape, layers, blocks, budget }
+    }
+
+    /// What is to be said at the end. `whole` if all windows were read.
+    pub(crate) fn end(&self, whole: bool) -> ReadEnd {
+        let all = whole || self.order == Order::Blocks;
+        ReadEnd {
+            usable_blocks: self.good,
+            usable_layers: if all { self.layers.len() as u32 } else { self.layers_done },
+            failures: self.failures.iter().map(|(block, reason)| (*block, reason.clone())).collect(),
+            held_bytes: 0,
+        }
+    }
+
+    /// Takes the end of a window's read in; says whether its deadline passed.
+    fn ended(&mut self, window: &Window, end: ReadEnd) -> Result<(), Stop<T::Fault>> {
+        if (end.usable_blocks as usize) < window.blocks.len() {
+            self.good = self.good.min(window.blocks.start + end.usable_blocks);
+        }
+        for (block, reason) in end.failures {
+            self.failures.entry(window.blocks.start + block).or_insert(reason);
+        }
+        let whole = end.usable_layers as usize == window.layers.len();
+        if whole { Ok(()) } else { Err(Stop::Late) }
+    }
+
+    /// Takes a window in block order and announces its blocks as they are whole; gives where the read goes on.
+    async fn blocks_window(&mut self, now: &Fetch) -> Result<Place, Stop<T::Fault>> {
+        let Fetch { window, then, memory, stream } = now;
+        let all = self.layers.clone();
+        let (mut taken, mut ahead) = (0, None);
+        loop {
+            let event = match ahead.take() {
+                Some(event) => event,
+                None => stream.next().await,
+            };
+            match event {
+                ReadEvent::Block(first) => {
+                    // Those that follow and are there already go together.
+                    let mut end = first + 1;
+                    ahead = stream.try_next();
+                    while ahead == Some(ReadEvent::Block(end)) {
+                        end += 1;
+                        ahead = stream.try_next();
+                    }
+                    let before = all.start..window.layers.start;
+                    let offset = window::layers_bytes(&self.shape, &before);
+                    self.through.range(window, memory, 0, first..end, offset).await?;
+                    taken += end - first;
+                    if window.layers.end == all.end {
+                        for block in first..end {
+                            self.through.block_ready(window.blocks.start + block).await?;
+                        }
+                    }
+                }
+                ReadEvent::End(end) => {
+                    self.ended(window, end)?;
+                    // A block of which some layers are missing is not worth its other layers.
+                    let broken = taken == 0 && window.layers.end < all.end;
+                    let next = Place { block: window.blocks.end, layer: all.start };
+                    return Ok(if broken { next } else { *then });
+                }
+                ReadEvent::Layer { .. } | ReadEvent::Released => {}
+            }
+        }
+    }
+
+    /// Takes a window in layer order and announces its layers as all of their blocks are taken; gives where the read
+    /// goes on.
+    async fn layers_window(&mut self, now: &Fetch) -> Result<Place, Stop<T::Fault>> {
+        let Fetch { window, then, memory, stream } = now;
+        let whole = window.blocks.start == 0 && then.block == 0;
+        loop {
+            match stream.next().await {
+                ReadEvent::Layer { layer, blocks } => {
+                    if (blocks as usize) < window.blocks.len() {
+                        self.good = self.good.min(window.blocks.start + blocks);
+                    }
+                    if blocks > 0 {
+                        self.through.range(window, memory, layer, 0..blocks, 0).await?;
+                    }
+                    if whole {
+                        self.layer_ready(layer).await?;
+                    }
+                }
+                ReadEvent::End(end) => {
+                    self.ended(window, end)?;
+                    if !whole && window.blocks.end >= self.good {
+                        self.layer_ready(window.layers.start).await?;
+                        return Ok(Place { block: 0, layer: window.layers.end });
+                    }
+                    return Ok(*then);
+                }
+                ReadEvent::Block(_) | ReadEvent::Released => {}
+            }
+        }
+    }
+
+    async fn layer_ready(&mut self, layer: u32) -> Result<(), Stop<T::Fault>> {
+        self.layers_done = layer + 1 - self.layers.start;
+        self.through.layer_ready(layer, self.good).await
+    }
+}

@@ -1,0 +1,49 @@
+//! Every limit of the local path, by name. What passes these is bounded before anything is allocated for it.
+
+use std::time::Duration;
+
+/// What a client sends first on a connection: no other protocol on the same socket begins so.
+pub const MAGIC: &[u8; 8] = b"KVARTSL1";
+/// The version of what follows.
+pub const VERSION: u32 = 1;
+/// Bytes before the body of each frame.
+pub const HEAD_BYTES: usize = 16;
+/// The most bytes of a frame's body, either way: the keys and places of the longest request.
+pub const BODY_BYTES_MAX: usize = 8 << 20;
+/// Bodies up to this size are received by whoever sends them; larger ones share [`RECEIVING_BYTES_MAX`].
+pub const SMALL_BODY_BYTES: usize = 64 << 10;
+/// Bytes of large bodies that are being received at a time, in all sessions together.
+pub const RECEIVING_BYTES_MAX: u64 = 64 << 20;
+/// Bytes that are taken from a socket at once.
+pub const RECEIVE_BYTES: usize = 64 << 10;
+/// Sessions at a time.
+pub const SESSIONS_MAX: usize = 1024;
+/// Requests of one session that may be under way at a time.
+pub const REQUESTS_MAX: usize = 256;
+/// Memories that one session may share at a time.
+pub const MEMORIES_MAX: usize = 256;
+/// Leases that one session may hold at a time.
+pub const LEASES_MAX: usize = 4096;
+/// Descriptors that may travel with one frame.
+pub const DESCRIPTORS_MAX: usize = 1;
+/// Descriptors that have arrived before the frames that they belong to.
+pub const DESCRIPTORS_WAITING_MAX: usize = 8;
+/// Bytes that wait for a client to take them before its reads are held back.
+pub const OUTBOX_BYTES: usize = 256 << 10;
+/// Bytes that wait for a client before its connection is given up, whatever they are: answers to requests that it may
+/// have under way, none of which may be left out.
+pub const OUTBOX_BYTES_MAX: usize = 64 << 20;
+/// Announcements that travel in one frame: about so many bytes of them.
+pub const ARRIVED_BYTES: usize = 128 << 10;
+/// How long a client may take to say who it is.
+pub const HELLO: Duration = Duration::from_secs(5);
+/// How long a client may take to send the rest of a frame, or to take some of what waits for it.
+pub const STALL: Duration = Duration::from_secs(20);
+/// Bytes of a put that are copied out of a client's memory before other tasks have their turn.
+pub const COPY_BYTES: usize = 1 << 20;
+/// Bytes of a window through which a client copies, and of all of them together.
+pub const WINDOW_BYTES: u64 = 8 << 20;
+/// See [`WINDOW_BYTES`].
+pub const WINDOWS_BYTES: u64 = 32 << 20;
+/// How long memory of reads that were under way when a connection broke is kept from being used again.
+pub const QUARANTINE: Duration = Duration::from_secs(1);

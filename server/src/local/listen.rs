@@ -1,0 +1,93 @@
+//! The door of the local socket: gRPC and the local path share it, and a connection's first byte says which it is.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::net::RecvFlags;
+use tokio::io::Interest;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinSet;
+
+use super::limits::{HELLO, MAGIC, SESSIONS_MAX};
+use super::session;
+use crate::node::Node;
+
+/// Connections that wait for gRPC to take them.
+const WAITING: usize = 16;
+
+/// Takes connections until a drain is asked for, and works for those of the local path until they have ended; the others
+/// go to `grpc`. Dropping it ends all of its own.
+async fn accept(node: Arc<Node>, listener: UnixListener, grpc: mpsc::Sender<io::Result<UnixStream>>) {
+    let room = Arc::new(Semaphore::new(SESSIONS_MAX));
+    let mut sessions = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => {
+                    sessions.spawn(sort(Arc::clone(&node), stream, grpc.clone(), Arc::clone(&room)));
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a connection of the local socket could not be taken");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+            },
+            Some(_) = sessions.join_next() => {}
+            () = node.drain_asked() => break,
+        }
+    }
+    drop((listener, grpc));
+    while sessions.join_next().await.is_some() {}
+}
+
+/// The connections that are gRPC's, and what works for the others.
+pub(crate) fn split(
+    node: Arc<Node>,
+    listener: UnixListener,
+) -> (mpsc::Receiver<io::Result<UnixStream>>, impl Future<Output = ()>) {
+    let (to, grpc) = mpsc::channel(WAITING);
+    (grpc, accept(node, listener, to))
+}
+
+async fn sort(
+    node: Arc<Node>,
+    stream: UnixStream,
+    grpc: mpsc::Sender<io::Result<UnixStream>>,
+    room: Arc<Semaphore>,
+) {
+    let first = tokio::select! {
+        first = tokio::time::timeout(HELLO, first_byte(&stream)) => first,
+        () = node.drain_asked() => return,
+    };
+    match first {
+        Ok(Ok(Some(byte))) if Some(&byte) == MAGIC.first() => {
+            let Ok(_permit) = room.try_acquire_owned() else {
+                tracing::warn!(target: "audit", "a local session was refused: there are as many as may be");
+                return;
+            };
+            drop(grpc);
+            session::run(node, stream).await;
+        }
+        // A server that ends takes nobody any more.
+        Ok(Ok(Some(_))) => drop(grpc.send(Ok(stream)).await),
+        // Whoever says nothing, or leaves at once, is owed nothing.
+        _ => {}
+    }
+}
+
+/// The first byte that will be read; none if the other end is gone.
+async fn first_byte(stream: &UnixStream) -> io::Result<Option<u8>> {
+    loop {
+        stream.readable().await?;
+        let mut byte = [0];
+        let looked = stream.try_io(Interest::READABLE, || {
+            Ok(rustix::net::recv(stream, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT)?)
+        });
+        match looked {
+            Ok((count, _)) => return Ok((count > 0).then_some(byte[0])),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! The memories that a session shares with the server.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use kvarts_store::error::Reason;
+use kvarts_store::io::{Region, shared};
+
+use super::{Locals, Mode};
+use crate::grpc::fault::{Fault, Outcome};
+use crate::proto;
+
+/// A memory, mapped for as long as anybody uses it.
+#[derive(Clone, Debug)]
+pub(super) struct Memory {
+    pub(super) region: Arc<Region>,
+    pub(super) mode: Mode,
+}
+
+impl Memory {
+    /// Maps what a client shares. Without a descriptor one is made, and is the second part of the answer.
+    pub(super) fn share(
+        locals: &Arc<Locals>,
+        wire: &proto::ShareRequest,
+        file: Option<OwnedFd>,
+    ) -> Outcome<(Self, Option<OwnedFd>)> {
+        let malformed = |what: &str| Fault::malformed(format!("share: {what}"));
+        let mode =
+            Mode::from_wire(wire.mode).ok_or_else(|| malformed("mode: say direct, adopted or copied"))?;
+        if wire.bytes == 0 || !wire.bytes.is_multiple_of(kvarts_store::io::mem::PAGE as u64) {
+            return Err(malformed("bytes: whole pages of 4096, at least one"));
+        }
+        if file.is_none() && mode == Mode::Adopted {
+            return Err(malformed("adopted memory is the client's: a descriptor comes with it"));
+        }
+        let part = locals.map(wire.bytes).ok_or(Reason::TooMany("bytes"))?;
+        let made = file.is_none();
+        let file = match file {
+            Some(file) => {
+                let length = shared::length(&file).map_err(malformed)?;
+                if wire.bytes > length {
+                    return Err(malformed("the file is shorter than that"));
+                }
+                file
+            }
+            None => {
+                shared::sealed(wire.bytes).map_err(|_| Fault::busy("the server has no memory to share"))?
+            }
+        };
+        let mapped = shared::map(&file, wire.bytes, Box::new(part));
+        let region =
+            mapped.map_err(|error| malformed(&format!("it cannot be mapped for writing: {error}")))?;
+        Ok((Self { region, mode }, made.then_some(file)))
+    }
+}

@@ -1,0 +1,154 @@
+//! What waits for a client to take it: frames in order, bounded, each perhaps with a descriptor.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice};
+use std::os::fd::OwnedFd;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+use tokio::sync::Notify;
+
+use super::limits::{OUTBOX_BYTES, OUTBOX_BYTES_MAX};
+use super::socket;
+
+/// Frames that go in one system call.
+const TOGETHER: usize = 16;
+
+struct Waiting {
+    bytes: Vec<u8>,
+    sent: usize,
+    /// Goes with the first byte.
+    descriptor: Option<OwnedFd>,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Waiting>,
+    bytes: usize,
+    /// Bytes that were ever sent.
+    sent: u64,
+    closed: bool,
+}
+
+/// Frames on their way to one client.
+#[derive(Default)]
+pub(super) struct Outbox {
+    state: Mutex<State>,
+    /// Something was put in, or it was closed.
+    pub(super) ready: Notify,
+    /// Something was taken out, or it was closed.
+    room: Notify,
+}
+
+impl Outbox {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change is one step.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts a frame in. One that finds far too many there closes everything: the client takes nothing.
+    pub(super) fn push(&self, bytes: Vec<u8>) {
+        self.push_with(bytes, None);
+    }
+
+    pub(super) fn push_with(&self, bytes: Vec<u8>, descriptor: Option<OwnedFd>) {
+        let mut state = self.lock();
+        if state.closed {
+            return;
+        }
+        state.bytes += bytes.len();
+        state.queue.push_back(Waiting { bytes, sent: 0, descriptor });
+        let full = state.bytes > OUTBOX_BYTES_MAX;
+        drop(state);
+        if full {
+            self.close();
+        }
+        self.ready.notify_one();
+    }
+
+    /// Returns when there is room for announcements, or nobody is there to take them.
+    pub(super) async fn room(&self) {
+        loop {
+            let changed = self.room.notified();
+            {
+                let state = self.lock();
+                if state.closed || state.bytes < OUTBOX_BYTES {
+                    return;
+                }
+            }
+            changed.await;
+        }
+    }
+
+    /// Drops everything, also what is still put in.
+    pub(super) fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        state.bytes = 0;
+        let dropped = std::mem::take(&mut state.queue);
+        drop(state);
+        drop(dropped);
+        self.ready.notify_one();
+        self.room.notify_waiters();
+    }
+
+    /// Bytes that were ever sent.
+    pub(super) fn sent(&self) -> u64 {
+        self.lock().sent
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+
+    /// Sends what the socket takes; whether everything was sent.
+    pub(super) fn send(&self, stream: &UnixStream) -> io::Result<bool> {
+        loop {
+            let mut state = self.lock();
+            let alone = state.queue.front().is_some_and(|front| front.descriptor.is_some());
+            let count = state
+                .queue
+                .iter()
+                .skip(1)
+                .take(if alone { 0 } else { TOGETHER - 1 })
+                .take_while(|waiting| waiting.descriptor.is_none())
+                .count();
+            let some = state.queue.iter().take(count + 1);
+            let parts: Vec<IoSlice<'_>> = some
+                .map(|waiting| IoSlice::new(waiting.bytes.get(waiting.sent..).unwrap_or_default()))
+                .collect();
+            if parts.is_empty() {
+                return Ok(true);
+            }
+            let descriptor = state.queue.front().and_then(|front| front.descriptor.as_ref());
+            let sent = stream.try_io(Interest::WRITABLE, || {
+                socket::send(stream, &parts, descriptor).map_err(io::Error::from)
+            });
+            drop(parts);
+            let mut sent = match sent {
+                Ok(sent) => sent,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            };
+            state.bytes = state.bytes.saturating_sub(sent);
+            state.sent += sent as u64;
+            while let Some(front) = state.queue.front_mut() {
+                front.descriptor = None;
+                let left = front.bytes.len() - front.sent;
+                if sent < left {
+                    front.sent += sent;
+                    break;
+                }
+                sent -= left;
+                state.queue.pop_front();
+                if sent == 0 {
+                    break;
+                }
+            }
+            drop(state);
+            self.room.notify_waiters();
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! A put from a client's memory: copied out of it piece by piece, compared with the digests that came with the request,
+//! and only then stored.
+//!
+//! A client can rewrite its memory at any moment, also between two looks at it. So what is digested is what is stored:
+//! a copy that nobody else can reach.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kvarts_store::api::{BlockOutcome, Placed};
+use kvarts_store::error::Reason;
+use kvarts_store::io::Buf;
+
+use super::limits::COPY_BYTES;
+use super::memory::Memory;
+use super::places;
+use crate::grpc::call::Call;
+use crate::grpc::fault::{Fault, Outcome};
+use crate::grpc::limits;
+use crate::grpc::put::{Pieces, Upload, outcome};
+use crate::proto;
+
+/// What a block is refused with that was changed on the way.
+const CHANGED: &str = "the memory of the put changed while it was read: leave it alone and put it again";
+
+/// A put that was checked.
+pub(super) struct Putting {
+    call: Arc<Call>,
+    upload: Upload,
+    from: Placed,
+    digests: Vec<u32>,
+}
+
+impl Putting {
+    pub(super) fn check(
+        call: &Arc<Call>,
+        memories: &BTreeMap<u32, Memory>,
+        wire: proto::LocalPut,
+    ) -> Outcome<Self> {
+        let upload = Upload::check(call, wire.header.unwrap_or_default())?;
+        let (expected, found) = (upload.keys.len() as u64, wire.crc32.len() as u64);
+        if expected != found {
+            return Err(Fault::malformed(format!("crc32: {found} digests of {expected} blocks")));
+        }
+        let holder: Arc<dyn Any + Send + Sync> = Arc::new(());
+        let layers = 0..upload.shape.layers().len() as u32;
+        let (from, _) =
+            places::place(memories, &upload.shape, &layers, wire.from, upload.keys.len(), &holder)?;
+        Ok(Self { call: Arc::clone(call), upload, from, digests: wire.crc32 })
+    }
+
+    /// Stores what it can.
+    pub(super) async fn run(self) -> Outcome<proto::PutReply> {
+        let Self { call, upload, from, digests } = self;
+        let mut pieces = Pieces::default();
+        let each = upload.piece_blocks();
+        for (number, keys) in upload.keys.chunks(each).enumerate() {
+            let (first, bytes) = (number * each, upload.shape.block_bytes() * keys.len() as u64);
+            let wait = tokio::time::timeout(limits::WAIT, call.node.memory.take(bytes)).await;
+            let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
+            let pages = pages.ok_or(Reason::TooMany("bytes"))?;
+            call.caller.tenant.spend(bytes).await;
+            copy(&upload, &from, first, keys.len(), &pages).await?;
+            call.bytes_in.fetch_add(bytes, Ordering::Relaxed);
+            let block_bytes = upload.shape.block_bytes() as usize;
+            let same = |block: usize| {
+                let found = pages.digest(block * block_bytes, block_bytes, crc32fast::hash);
+                digests.get(first + block) == Some(&found)
+            };
+            if (0..keys.len()).all(same) {
+                let request = upload.request(first, keys, pages, &call)?;
+                pieces.tickets.push_back((keys.len(), call.node.store().put(request)));
+                pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
+            } else {
+                pieces.take_until(0).await?;
+                let refused = BlockOutcome::Refused(Reason::Busy(CHANGED));
+                pieces.outcomes.extend(std::iter::repeat_n(refused, keys.len()));
+            }
+        }
+        pieces.take_until(0).await?;
+        Ok(proto::PutReply { outcomes: pieces.outcomes.iter().map(outcome).collect() })
+    }
+}
+
+/// Copies blocks in canonical order.
+async fn copy(upload: &Upload, from: &Placed, first: usize, blocks: usize, pages: &Buf) -> Outcome<()> {
+    let sizes: Vec<u64> =
+        upload.shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
+    let (mut at, mut turn) = (0, 0);
+    for block in first..first + blocks {
+        for (part, &bytes) in (0u32..).zip(&sizes) {
+            let chunk = from.chunk(part, block as u32, bytes).ok_or(Reason::OutOfBounds)?;
+            pages.copy_from(at, &chunk, 0, chunk.len());
+            at += chunk.len();
+            turn += chunk.len();
+        }
+        if turn >= COPY_BYTES {
+            turn = 0;
+            tokio::task::yield_now().await;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,193 @@
+//! A read into a client's memory: the engine's own read, whose announcements travel.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kvarts_layout::BlockShape;
+use kvarts_store::api::{Digests, Order, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, Verify};
+use kvarts_store::error::Reason;
+use kvarts_store::rt::Class;
+use tonic::Code;
+
+use super::frame::{Kind, bare, frame};
+use super::limits::ARRIVED_BYTES;
+use super::memory::Memory;
+use super::outbox::Outbox;
+use super::places;
+use crate::grpc::call::Call;
+use crate::grpc::fault::Outcome;
+use crate::grpc::read::{self, Download};
+use crate::grpc::{limits, window};
+use crate::proto;
+
+/// Says that nobody writes to the memory of a read any more, when nobody does.
+struct LetGo {
+    outbox: Arc<Outbox>,
+    id: u64,
+}
+
+impl Drop for LetGo {
+    fn drop(&mut self) {
+        self.outbox.push(bare(Kind::Released, self.id));
+    }
+}
+
+/// A read that has begun.
+pub(super) struct Reading {
+    call: Arc<Call>,
+    asked: Download,
+    into: Placed,
+    stream: ReadStream,
+    outbox: Arc<Outbox>,
+    id: u64,
+    /// Goes after the last word about the read but one.
+    _holder: Arc<dyn Any + Send + Sync>,
+}
+
+/// Begins a read, or says why not: then the client's memory was not touched.
+pub(super) fn begin(
+    call: &Arc<Call>,
+    memories: &BTreeMap<u32, Memory>,
+    outbox: &Arc<Outbox>,
+    (id, order, wire): (u64, Order, proto::LocalRead),
+) -> Outcome<Reading> {
+    let asked = Download::asked(call, order, wire.read.unwrap_or_default())?;
+    if asked.bytes() > limits::REQUEST_BYTES_MAX {
+        return Err(Reason::TooMany("bytes").into());
+    }
+    // Not `LetGo` before the engine has taken the request: one that is refused has no last word.
+    let late = Arc::new(std::sync::OnceLock::<LetGo>::new());
+    let holder: Arc<dyn Any + Send + Sync> = Arc::clone(&late) as _;
+    let (into, adopted) =
+        places::place(memories, &asked.shape, &asked.layers, wire.into, asked.keys.len(), &holder)?;
+    let (into, verify) = if adopted {
+        (into.with_digests(Digests::new(&asked.shape, asked.keys.len() as u32)), Verify::Never)
+    } else {
+        (into, Verify::Always)
+    };
+    let stream = call.node.store().read(request(call, &asked, into.clone(), verify))?;
+    // Nobody else sets it.
+    let _ = late.set(LetGo { outbox: Arc::clone(outbox), id });
+    let (call, outbox) = (Arc::clone(call), Arc::clone(outbox));
+    Ok(Reading { call, asked, into, stream, outbox, id, _holder: holder })
+}
+
+fn request(call: &Call, asked: &Download, into: Placed, verify: Verify) -> ReadRequest {
+    ReadRequest {
+        namespace: asked.namespace,
+        group: asked.group,
+        coordinate: asked.coordinate,
+        keys: asked.keys.clone(),
+        layers: Some(asked.layers.clone()),
+        order: asked.order,
+        into,
+        verify,
+        class: asked.class,
+        deadline: Some(call.engine_deadline()),
+    }
+}
+
+impl Reading {
+    /// Announces until the end. Whoever drops this cancels the read.
+    pub(super) async fn run(self) {
+        let end = loop {
+            let mut next = Some(self.stream.next().await);
+            let (mut arrived, mut size, mut bytes) = (proto::LocalArrived::default(), 0, 0);
+            let end = loop {
+                match next {
+                    Some(ReadEvent::End(end)) => break Some(end),
+                    Some(ReadEvent::Layer { layer, blocks }) => {
+                        let digests = self.digests(layer..layer + 1, 0..blocks);
+                        bytes +=
+                            window::layers_bytes(&self.asked.shape, &(layer..layer + 1)) * u64::from(blocks);
+                        let layer = Some(proto::LayerReady { layer, blocks });
+                        size += digests.len() + 16;
+                        let digests = digests.into();
+                        arrived.parts.push(proto::local_arrived::Part { layer, digests, block: None });
+                    }
+                    Some(ReadEvent::Block(block)) => {
+                        let digests = self.digests(self.asked.layers.clone(), block..block + 1);
+                        bytes += window::layers_bytes(&self.asked.shape, &self.asked.layers);
+                        size += digests.len() + 16;
+                        let (block, digests) = (Some(proto::BlockReady { block }), digests.into());
+                        arrived.parts.push(proto::local_arrived::Part { layer: None, digests, block });
+                    }
+                    Some(ReadEvent::Released) | None => break None,
+                }
+                next = if size < ARRIVED_BYTES { self.stream.try_next() } else { None };
+            };
+            if !arrived.parts.is_empty() {
+                self.call.caller.tenant.spend(bytes).await;
+                self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
+                self.outbox.room().await;
+                self.outbox.push(frame(Kind::Arrived, self.id, &arrived));
+            }
+            if let Some(end) = end {
+                break end;
+            }
+        };
+        self.finish(end).await;
+    }
+
+    async fn finish(self, end: ReadEnd) {
+        self.call.end(Code::Ok);
+        read::count(&self.call, self.asked.keys.len(), &end);
+        let wire = proto::LocalEnd { end: Some(read::wire_end(&end)), held_bytes: end.held_bytes };
+        self.outbox.push(frame(Kind::End, self.id, &wire));
+        let Self { call, asked, into, stream, _holder, .. } = self;
+        // The client has its answer; its memory is let go before anything else is done.
+        drop((into, stream, _holder));
+        let suspects = end.failures.iter().filter(|(_, reason)| matches!(reason, Reason::Digest { .. }));
+        confirm(&call, &asked, suspects.map(|(block, _)| *block)).await;
+    }
+
+    /// The digests of some layers of some blocks, chunk by chunk; nothing where the server verifies itself.
+    fn digests(&self, layers: Range<u32>, blocks: Range<u32>) -> Vec<u8> {
+        let Some(digests) = self.into.digests() else { return Vec::new() };
+        let mut bytes = Vec::new();
+        for part in parts(&self.asked.shape, &layers) {
+            for block in blocks.clone() {
+                // One that is not known matches nothing that a client could compute but by chance.
+                bytes.extend_from_slice(&digests.get(part, block).unwrap_or_default().to_le_bytes());
+            }
+        }
+        bytes
+    }
+}
+
+/// The canonical indices of the chunks of some layers.
+pub(crate) fn parts(shape: &BlockShape, layers: &Range<u32>) -> Range<u32> {
+    let count = |layers: Range<u32>| {
+        let some = shape.layers().get(layers.start as usize..layers.end as usize).unwrap_or_default();
+        some.iter().map(|layer| layer.chunks.len() as u32).sum::<u32>()
+    };
+    let first = count(0..layers.start);
+    first..first + count(layers.clone())
+}
+
+/// Reads blocks that did not match in a client's memory into memory of the server's own: the engine takes those out of
+/// service that do not match there either. What the client has is not changed.
+async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Item = u32>) {
+    for block in suspects {
+        let layers = asked.layers.clone();
+        let window = window::Window { blocks: block..block + 1, layers };
+        let bytes = window.bytes(&asked.shape);
+        let wait = tokio::time::timeout(limits::WAIT, call.node.memory.take(bytes)).await;
+        let Ok(Some(memory)) = wait else { continue };
+        let Ok(into) = window::place(Order::Blocks, &asked.shape, &window, &memory) else { continue };
+        let Some(key) = asked.keys.get(block as usize) else { continue };
+        let request = ReadRequest {
+            keys: vec![*key],
+            order: Order::Blocks,
+            class: Class::Background,
+            ..request(call, asked, into, Verify::Always)
+        };
+        if let Ok(stream) = call.node.store().read(request) {
+            let ended = std::future::poll_fn(|context| stream.poll_end(context)).await;
+            tracing::info!(%key, ?ended, "a block that did not match in a client's memory was read again");
+        }
+    }
+}

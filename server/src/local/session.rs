@@ -1,0 +1,572 @@
+//! One client's connection: who it is, what it holds, and its requests from the socket to the engine and back.
+//!
+//! A session is one task. It takes frames in, answers lookups itself, and spawns a task for each read and put; all of
+//! them put what they have to say into the outbox, which the session sends. When the connection ends, for whatever
+//! reason, the session is dropped, and with it everything that the client held.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvarts_store::api::Order;
+use kvarts_store::error::Reason;
+use kvarts_store::rt::Nanos;
+use prost::Message;
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::Instant;
+use tonic::Code;
+
+use super::frame::{Head, Kind, frame};
+use super::limits::{
+    HEAD_BYTES, HELLO, LEASES_MAX, MAGIC, MEMORIES_MAX, RECEIVE_BYTES, REQUESTS_MAX, SMALL_BODY_BYTES, STALL,
+    VERSION,
+};
+use super::memory::Memory;
+use super::outbox::Outbox;
+use super::put::Putting;
+use super::{ClientFacts, Entry, Locals, Mode, Peer, Receiving, read, socket};
+use crate::grpc::call::{self, Call, Method};
+use crate::grpc::calls;
+use crate::grpc::fault::{Fault, Outcome};
+use crate::node::{Node, Right};
+use crate::proto;
+
+/// How often a session that waits for its turn to receive a large frame asks again.
+const ASK_AGAIN: Duration = Duration::from_millis(10);
+/// Sharing memory is not in the contract: its right is that of a reader.
+const SHARE: Method = ("", "share", Right::Read);
+
+/// Why a connection ends.
+#[derive(Debug)]
+enum Ended {
+    /// The client left, or was cut off.
+    Left,
+    /// The server is about to stop.
+    Drained,
+    /// It sent what cannot be.
+    Broken(String),
+}
+
+impl From<io::Error> for Ended {
+    fn from(_: io::Error) -> Self {
+        Self::Left
+    }
+}
+
+fn broken(what: impl ToString) -> Ended {
+    Ended::Broken(what.to_string())
+}
+
+/// What has arrived and is not used yet.
+struct Incoming {
+    locals: Arc<Locals>,
+    bytes: Vec<u8>,
+    at: usize,
+    descriptors: Vec<OwnedFd>,
+    scratch: Box<[u8]>,
+    /// The part of what may be received that the frame under way has.
+    large: Option<Receiving>,
+    /// Since when a frame is incomplete.
+    since: Option<Instant>,
+}
+
+/// The next frame, or why there is none.
+enum Next {
+    Frame(Head, Bytes),
+    /// More has to arrive.
+    More,
+    /// More may only be received when others have received theirs.
+    Wait,
+}
+
+impl Incoming {
+    fn new(locals: &Arc<Locals>) -> Self {
+        let scratch = vec![0; RECEIVE_BYTES].into_boxed_slice();
+        let (bytes, descriptors) = (Vec::new(), Vec::new());
+        Self { locals: Arc::clone(locals), bytes, at: 0, descriptors, scratch, large: None, since: None }
+    }
+
+    /// Takes what there is.
+    fn receive(&mut self, stream: &UnixStream) -> Result<(), Ended> {
+        let Self { scratch, descriptors, bytes, .. } = self;
+        let got = stream.try_io(Interest::READABLE, || {
+            socket::receive(stream, scratch, descriptors).map_err(io::Error::from)
+        });
+        match got {
+            Ok(0) => Err(Ended::Left),
+            Ok(count) => {
+                bytes.extend_from_slice(scratch.get(..count).unwrap_or_default());
+                Ok(())
+            }
+            Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {
+                Ok(())
+            }
+            Err(error) => Err(broken(error)),
+        }
+    }
+
+    fn next(&mut self) -> Result<Next, Ended> {
+        let rest = self.bytes.get(self.at..).unwrap_or_default();
+        let Some(head) = Head::parse(rest).map_err(broken)? else {
+            if rest.is_empty() {
+                self.bytes.clear();
+                self.at = 0;
+                self.since = None;
+            } else {
+                self.since.get_or_insert_with(Instant::now);
+            }
+            return Ok(Next::More);
+        };
+        let Some(body) = rest.get(HEAD_BYTES..HEAD_BYTES + head.length) else {
+            self.since.get_or_insert_with(Instant::now);
+            if head.length > SMALL_BODY_BYTES && self.large.is_none() {
+                self.large = self.locals.receive(head.length as u64);
+                if self.large.is_none() {
+                    return Ok(Next::Wait);
+                }
+                self.bytes.drain(..self.at);
+                self.at = 0;
+            }
+            return Ok(Next::More);
+        };
+        let body = Bytes::copy_from_slice(body);
+        self.at += HEAD_BYTES + head.length;
+        (self.large, self.since) = (None, None);
+        if self.at >= SMALL_BODY_BYTES {
+            self.bytes.drain(..self.at);
+            self.bytes.shrink_to(SMALL_BODY_BYTES * 4);
+            self.at = 0;
+        }
+        Ok(Next::Frame(head, body))
+    }
+}
+
+/// A client.
+struct Session {
+    node: Arc<Node>,
+    /// As in a header of gRPC.
+    authorization: Option<Vec<u8>>,
+    tenant: u32,
+    peer: Peer,
+    outbox: Arc<Outbox>,
+    memories: BTreeMap<u32, Memory>,
+    modes: BTreeSet<Mode>,
+    /// By name, with when they end by themselves.
+    leases: BTreeMap<u64, Nanos>,
+    tasks: JoinSet<u64>,
+    requests: BTreeMap<u64, AbortHandle>,
+    entry: Entry,
+}
+
+/// Works for one connection until it ends.
+pub(super) async fn run(node: Arc<Node>, stream: UnixStream) {
+    let cred = stream.peer_cred().ok();
+    let peer = Peer {
+        pid: cred.and_then(|cred| u32::try_from(cred.pid()?).ok()).unwrap_or_default(),
+        uid: cred.map(|cred| cred.uid()).unwrap_or(u32::MAX),
+    };
+    let mut incoming = Incoming::new(&node.locals);
+    let hello = tokio::time::timeout(HELLO, hello(&stream, &mut incoming)).await;
+    let (id, hello) = match hello {
+        Ok(Ok(hello)) => hello,
+        other => {
+            tracing::debug!(?peer, ?other, "a local connection did not say who it is");
+            return;
+        }
+    };
+    let outbox = Arc::new(Outbox::default());
+    let ended = match Session::open(Arc::clone(&node), peer, Arc::clone(&outbox), &hello) {
+        Ok(mut session) => {
+            let limits = proto::Welcome {
+                version: VERSION,
+                requests_max: REQUESTS_MAX as u32,
+                memories_max: MEMORIES_MAX as u32,
+            };
+            outbox.push(frame(Kind::Welcome, id, &limits));
+            let Err(ended) = session.serve(&stream, &mut incoming).await;
+            ended
+        }
+        Err(fault) => {
+            outbox.push(frame(Kind::Failed, id, &*fault.detail));
+            // Whoever does not take it at once need not know.
+            let _ = outbox.send(&stream);
+            return;
+        }
+    };
+    if let Ended::Broken(what) = &ended {
+        tracing::warn!(target: "audit", pid = peer.pid, uid = peer.uid, what, "a local connection was cut off");
+    }
+    tracing::debug!(?peer, ?ended, "a local session ended");
+}
+
+/// What every connection begins with.
+async fn hello(stream: &UnixStream, incoming: &mut Incoming) -> Result<(u64, proto::Hello), Ended> {
+    let mut begun = false;
+    loop {
+        if !begun && let Some((magic, rest)) = incoming.bytes.split_first_chunk::<8>() {
+            if magic != MAGIC {
+                return Err(broken("another magic number"));
+            }
+            incoming.bytes = rest.to_vec();
+            begun = true;
+        }
+        if begun {
+            match incoming.next()? {
+                Next::Frame(Head { kind: Kind::Hello, id, .. }, body) => {
+                    return Ok((id, proto::Hello::decode(body).map_err(broken)?));
+                }
+                Next::Frame(..) => return Err(broken("a request before who asks")),
+                Next::More | Next::Wait => {}
+            }
+            // Nobody needs that much to say who it is.
+            if incoming.bytes.len() > SMALL_BODY_BYTES {
+                return Err(broken("a greeting that does not end"));
+            }
+        }
+        stream.readable().await?;
+        incoming.receive(stream)?;
+    }
+}
+
+fn decode<M: Message + Default>(body: Bytes) -> Outcome<M> {
+    M::decode(body).map_err(|error| Fault::malformed(error.to_string()))
+}
+
+fn micros(time: u64) -> Option<Duration> {
+    (time > 0).then(|| Duration::from_micros(time))
+}
+
+impl Session {
+    fn open(node: Arc<Node>, peer: Peer, outbox: Arc<Outbox>, hello: &proto::Hello) -> Outcome<Self> {
+        if hello.version != VERSION {
+            return Err(Fault::malformed(format!("version {}: this server speaks {VERSION}", hello.version)));
+        }
+        let authorization = (!hello.token.is_empty()).then(|| format!("Bearer {}", hello.token).into_bytes());
+        let now = node.clock().unix_millis() / 1000;
+        let caller = node.gate.caller(authorization.as_deref(), now).map_err(|refusal| {
+            let (pid, uid) = (peer.pid, peer.uid);
+            tracing::warn!(target: "audit", pid, uid, why = refusal.text(), "local session refused");
+            node.metrics.refused("hello", "token");
+            Fault::unauthenticated(refusal.text())
+        })?;
+        let facts = ClientFacts {
+            tenant: caller.tenant.name.clone(),
+            peer,
+            modes: BTreeSet::new(),
+            shared_bytes: 0,
+            under_way: 0,
+            leases: 0,
+        };
+        let entry = Entry::new(&node.locals, facts);
+        let tenant = caller.tenant.number;
+        let (memories, modes, leases) = Default::default();
+        let (tasks, requests) = Default::default();
+        Ok(Self {
+            node,
+            authorization,
+            tenant,
+            peer,
+            outbox,
+            memories,
+            modes,
+            leases,
+            tasks,
+            requests,
+            entry,
+        })
+    }
+
+    /// Takes requests and sends answers until the connection ends.
+    async fn serve(
+        &mut self,
+        stream: &UnixStream,
+        incoming: &mut Incoming,
+    ) -> Result<std::convert::Infallible, Ended> {
+        let node = Arc::clone(&self.node);
+        let mut drained = std::pin::pin!(node.drain_asked());
+        let (mut draining, mut untaken) = (false, None::<Instant>);
+        loop {
+            let mut waits = false;
+            let before = self.outbox.sent();
+            let mut all = self.outbox.send(stream)?;
+            while all {
+                match incoming.next()? {
+                    Next::Frame(head, body) => self.take(head, body, incoming)?,
+                    Next::More => break,
+                    Next::Wait => {
+                        waits = true;
+                        break;
+                    }
+                }
+                all = self.outbox.send(stream)?;
+            }
+            if self.outbox.is_closed() {
+                return Err(broken("the client takes no answers"));
+            }
+            if all {
+                untaken = None;
+            } else if untaken.is_none() || self.outbox.sent() != before {
+                untaken = Some(Instant::now());
+            }
+            if draining && all && self.tasks.is_empty() {
+                return Err(Ended::Drained);
+            }
+            let late = [untaken, incoming.since].into_iter().flatten().min().map(|since| since + STALL);
+            let patience = tokio::time::sleep_until(late.unwrap_or_else(Instant::now));
+            tokio::select! {
+                ready = stream.readable(), if all && !waits => {
+                    ready?;
+                    incoming.receive(stream)?;
+                }
+                ready = stream.writable(), if !all => ready?,
+                () = self.outbox.ready.notified() => {}
+                Some(ended) = self.tasks.join_next() => self.ended(ended),
+                () = &mut drained, if !draining => draining = true,
+                () = tokio::time::sleep(ASK_AGAIN), if waits => {}
+                () = patience, if late.is_some() => return Err(broken("the client stalls")),
+            }
+        }
+    }
+
+    fn ended(&mut self, ended: Result<u64, tokio::task::JoinError>) {
+        match ended {
+            Ok(id) => drop(self.requests.remove(&id)),
+            // One that was cancelled was removed then.
+            Err(error) if error.is_panic() => tracing::error!(%error, "a request of the local path panicked"),
+            Err(_) => {}
+        }
+        let under_way = self.tasks.len() as u32;
+        self.entry.change(|facts| facts.under_way = under_way);
+    }
+
+    /// Takes one frame.
+    fn take(&mut self, head: Head, body: Bytes, incoming: &mut Incoming) -> Result<(), Ended> {
+        let id = head.id;
+        match head.kind {
+            Kind::Share => {
+                let file = (!incoming.descriptors.is_empty()).then(|| incoming.descriptors.remove(0));
+                match self.share(body, file) {
+                    Ok((reply, file)) => self.outbox.push_with(frame(Kind::Done, id, &reply), file),
+                    Err(fault) => self.failed(id, &fault),
+                }
+                return Ok(());
+            }
+            _ if !incoming.descriptors.is_empty() => {
+                return Err(broken("a descriptor that nobody asked for"));
+            }
+            Kind::Unshare => {
+                let answer = decode(body).map(|wire: proto::UnshareRequest| {
+                    self.memories.remove(&wire.memory);
+                    self.shared();
+                    proto::UnshareReply {}
+                });
+                self.answer(id, answer);
+            }
+            Kind::Read | Kind::Put => {
+                if self.requests.contains_key(&id) {
+                    return Err(broken("a second request of the same name"));
+                }
+                if self.requests.len() >= REQUESTS_MAX {
+                    self.failed(id, &Fault::busy("the client has as many requests under way as it may"));
+                    return Ok(());
+                }
+                let begun = if head.kind == Kind::Read { self.read(id, body) } else { self.put(id, body) };
+                if let Err(fault) = begun {
+                    self.failed(id, &fault);
+                }
+                let under_way = self.tasks.len() as u32;
+                self.entry.change(|facts| facts.under_way = under_way);
+            }
+            Kind::Cancel => {
+                if let Some(request) = self.requests.remove(&id) {
+                    request.abort();
+                }
+            }
+            Kind::Match => {
+                let answer = self.call("/kvarts.v1.Store/Match", |session, call| {
+                    session.has_room_for_leases()?;
+                    let wire: proto::MatchRequest = decode(body)?;
+                    let hold = wire.lease_ms;
+                    let reply = calls::match_prefix(call, wire)?;
+                    session.leased(reply.lease, hold);
+                    Ok(reply)
+                });
+                self.answer(id, answer);
+            }
+            Kind::Exists => {
+                let answer = self.call("/kvarts.v1.Store/Exists", |session, call| {
+                    session.has_room_for_leases()?;
+                    let wire: proto::ExistsRequest = decode(body)?;
+                    let hold = wire.lease_ms;
+                    let reply = calls::exists(call, wire)?;
+                    session.leased(reply.lease, hold);
+                    Ok(reply)
+                });
+                self.answer(id, answer);
+            }
+            Kind::Unlock => {
+                let answer = self.call("/kvarts.v1.Store/Unlock", |session, call| {
+                    let wire: proto::UnlockRequest = decode(body)?;
+                    session.leases.remove(&wire.lease);
+                    Ok(calls::unlock(call, &wire))
+                });
+                self.answer(id, answer);
+            }
+            Kind::Renew => {
+                let answer = self.call("/kvarts.v1.Store/Renew", |session, call| {
+                    let wire: proto::RenewRequest = decode(body)?;
+                    let reply = calls::renew(call, &wire)?;
+                    session.renewed(wire.lease, wire.hold_ms);
+                    Ok(reply)
+                });
+                self.answer(id, answer);
+            }
+            Kind::Hello
+            | Kind::Welcome
+            | Kind::Done
+            | Kind::Failed
+            | Kind::Arrived
+            | Kind::End
+            | Kind::Released => return Err(broken("a frame that is not a client's to send")),
+        }
+        Ok(())
+    }
+
+    fn answer<M: Message>(&self, id: u64, answer: Outcome<M>) {
+        match answer {
+            Ok(reply) => self.outbox.push(frame(Kind::Done, id, &reply)),
+            Err(fault) => self.failed(id, &fault),
+        }
+    }
+
+    fn failed(&self, id: u64, fault: &Fault) {
+        self.outbox.push(frame(Kind::Failed, id, &*fault.detail));
+    }
+
+    /// The door: the same that calls over gRPC come through.
+    fn admit(&self, method: &Method, timeout: Option<Duration>) -> Outcome<Arc<Call>> {
+        call::admit(&self.node, "local", method, self.authorization.as_deref(), timeout).map(Arc::new)
+    }
+
+    /// Does a call that waits for nothing.
+    fn call<M>(&mut self, path: &str, work: impl FnOnce(&mut Self, &Arc<Call>) -> Outcome<M>) -> Outcome<M> {
+        let method = call::method(path).ok_or(Reason::Bug("a method that the table lacks"))?;
+        let call = self.admit(method, None)?;
+        let answer = work(self, &call);
+        call.end(answer.as_ref().map_or_else(|fault| fault.code, |_| Code::Ok));
+        answer
+    }
+
+    fn share(&mut self, body: Bytes, file: Option<OwnedFd>) -> Outcome<(proto::ShareReply, Option<OwnedFd>)> {
+        let call = self.admit(&SHARE, None)?;
+        let wire: proto::ShareRequest = decode(body)?;
+        if wire.memory == 0 || self.memories.contains_key(&wire.memory) {
+            return Err(Fault::malformed("share: a number that is not 0 and not in use"));
+        }
+        if self.memories.len() >= MEMORIES_MAX {
+            return Err(Reason::TooMany("memories").into());
+        }
+        let (memory, file) = Memory::share(&self.node.locals, &wire, file)?;
+        tracing::debug!(pid = self.peer.pid, mode = memory.mode.name(), bytes = wire.bytes, "memory shared");
+        self.memories.insert(wire.memory, memory);
+        self.shared();
+        call.end(Code::Ok);
+        Ok((proto::ShareReply { bytes: wire.bytes }, file))
+    }
+
+    /// What is shared has changed.
+    fn shared(&mut self) {
+        let modes: BTreeSet<Mode> = self.memories.values().map(|memory| memory.mode).collect();
+        for mode in modes.difference(&self.modes) {
+            self.node.metrics.client(mode.name(), 1);
+        }
+        for mode in self.modes.difference(&modes) {
+            self.node.metrics.client(mode.name(), -1);
+        }
+        self.modes.clone_from(&modes);
+        let bytes = self.memories.values().map(|memory| memory.region.len() as u64).sum();
+        self.entry.change(|facts| (facts.modes, facts.shared_bytes) = (modes, bytes));
+    }
+
+    fn read(&mut self, id: u64, body: Bytes) -> Outcome<()> {
+        let wire: proto::LocalRead = decode(body)?;
+        let (order, path) = match wire.by_blocks {
+            true => (Order::Blocks, "/kvarts.v1.Reads/Get"),
+            false => (Order::Layers, "/kvarts.v1.Reads/GetLayers"),
+        };
+        let method = call::method(path).ok_or(Reason::Bug("a method that the table lacks"))?;
+        let call = self.admit(method, micros(wire.timeout_us))?;
+        let begun = read::begin(&call, &self.memories, &self.outbox, (id, order, wire));
+        let reading = begun.inspect_err(|fault| call.end(fault.code))?;
+        let task = self.tasks.spawn(async move {
+            reading.run().await;
+            id
+        });
+        self.requests.insert(id, task);
+        Ok(())
+    }
+
+    fn put(&mut self, id: u64, body: Bytes) -> Outcome<()> {
+        let wire: proto::LocalPut = decode(body)?;
+        let method =
+            call::method("/kvarts.v1.Store/Put").ok_or(Reason::Bug("a method that the table lacks"))?;
+        let call = self.admit(method, micros(wire.timeout_us))?;
+        let checked = Putting::check(&call, &self.memories, wire);
+        let putting = checked.inspect_err(|fault| call.end(fault.code))?;
+        let outbox = Arc::clone(&self.outbox);
+        let task = self.tasks.spawn(async move {
+            let answer = tokio::time::timeout_at(call.deadline, putting.run()).await;
+            let answer = answer.unwrap_or_else(|_| Err(Fault::late("the deadline passed")));
+            call.end(answer.as_ref().map_or_else(|fault| fault.code, |_| Code::Ok));
+            outbox.push(match answer {
+                Ok(reply) => frame(Kind::Done, id, &reply),
+                Err(fault) => frame(Kind::Failed, id, &*fault.detail),
+            });
+            id
+        });
+        self.requests.insert(id, task);
+        Ok(())
+    }
+
+    fn has_room_for_leases(&mut self) -> Outcome<()> {
+        if self.leases.len() >= LEASES_MAX {
+            let now = self.node.clock().now();
+            self.leases.retain(|_, ends| *ends > now);
+        }
+        if self.leases.len() < LEASES_MAX { Ok(()) } else { Err(Reason::TooMany("leases").into()) }
+    }
+
+    /// A lease was taken: it ends with the session.
+    fn leased(&mut self, name: u64, hold_ms: u64) {
+        if name != 0 {
+            self.leases.insert(name, self.node.clock().now().plus(Duration::from_millis(hold_ms)));
+            let leases = self.leases.len() as u32;
+            self.entry.change(|facts| facts.leases = leases);
+        }
+    }
+
+    fn renewed(&mut self, name: u64, hold_ms: u64) {
+        if let Some(ends) = self.leases.get_mut(&name) {
+            *ends = self.node.clock().now().plus(Duration::from_millis(hold_ms));
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.outbox.close();
+        self.tasks.abort_all();
+        self.memories.clear();
+        self.shared();
+        for name in self.leases.keys() {
+            if let Some(lease) = self.node.leases.take(self.tenant, *name) {
+                self.node.store().unlock(lease);
+            }
+        }
+    }
+}

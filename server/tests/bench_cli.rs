@@ -1,0 +1,234 @@
+//! Runs every `kvarts bench` with sizes that take a moment, and looks at what it says: the fields are there, what was
+//! asked for was done, and no figure is missing. How fast anything was is not looked at.
+#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use serde_json::Value;
+
+/// A model whose blocks are small.
+const MODEL: [&str; 2] = ["--model", "deepseek-v4-flash"];
+
+/// A directory that must be empty again at the end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvarts-bench-cli-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs one, and gives the object that it prints.
+fn bench(name: &str, arguments: &[&str]) -> Value {
+    let scratch = Scratch::new(name);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+    command.args(["bench", name, "--json", "--dir"]).arg(&scratch.0).args(arguments);
+    let output = command.output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    let (code, out, err) = (output.status.code(), text(output.stdout), text(output.stderr));
+    assert_eq!((code, err.as_str()), (Some(0), ""), "bench {name}: {out}");
+    let left: Vec<_> = std::fs::read_dir(&scratch.0).unwrap().collect();
+    assert!(left.is_empty(), "bench {name} leaves {left:?} behind");
+    let json: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["bench"], name);
+    assert!(json["notes"].is_array(), "{out}");
+    sane(name, &json);
+    json
+}
+
+/// No figure is missing (a figure that is no number is printed as null), medians lie in their intervals, and ratios
+/// are above zero.
+fn sane(path: &str, json: &Value) {
+    match json {
+        // What is not there on purpose.
+        Value::Null => {
+            let absent = ["crossover_bytes", "bare_over_fio"];
+            assert!(absent.iter().any(|name| path.ends_with(name)), "{path} is missing");
+        }
+        Value::Array(values) => values.iter().for_each(|value| sane(path, value)),
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                sane(&format!("{path}.{name}"), value);
+                let interval = fields.get(&format!("{name}_interval"));
+                if let (Some(interval), Some(median)) = (interval, value.as_f64()) {
+                    let (low, high) = (interval[0].as_f64().unwrap(), interval[1].as_f64().unwrap());
+                    assert!(low <= median && median <= high, "{path}.{name}: {low} {median} {high}");
+                }
+                let is_ratio = name == "ratio" || name.ends_with("_ratio");
+                // Processor time is counted in steps that a moment's work may not fill.
+                if let (true, Some(ratio)) = (is_ratio && !name.contains("cpu"), value.as_f64()) {
+                    assert!(ratio > 0.0, "{path}.{name} is {ratio}");
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
+fn number(json: &Value, field: &str) -> f64 {
+    json[field].as_f64().unwrap_or_else(|| panic!("{field} is no number in {json:#}"))
+}
+
+fn has(json: &Value, fields: &[&str]) {
+    for field in fields {
+        assert!(json.get(field).is_some(), "{field} is not in {json:#}");
+    }
+}
+
+#[test]
+fn layers() {
+    // Enough that fio, where it is installed, can tell how long it takes.
+    let common = ["--mib", "16", "--record-mib", "2", "--pairs", "3"];
+    let json = bench("layers", &[&common[..], &MODEL].concat());
+    let fields =
+        ["ratio", "cpu_over_device", "cpu_ratio", "first_layer_ratio", "control", "quotable", "backend"];
+    has(&json, &fields);
+    assert_eq!(number(&json, "bytes"), number(&json, "blocks") * number(&json, "block_bytes"));
+    assert_eq!(
+        (&json["pairs"], &json["fragmented"], &json["verify"]),
+        (&3.into(), &false.into(), &"always".into())
+    );
+    let json = bench(
+        "layers",
+        &[&common[..], &MODEL, &["--fragmented", "--compacted", "--layout", "layer-block"]].concat(),
+    );
+    assert_eq!((&json["record_blocks"], &json["layout"]), (&1.into(), &"layer-block".into()));
+    assert!(number(&json, "records_merged") > 0.0, "{json:#}");
+}
+
+#[test]
+fn put() {
+    let json = bench("put", &["--mib", "4", "--segment-mib", "16", "--groups", "1", "--pairs", "3"]);
+    has(&json, &["ratio", "fresh_group_4_ratio", "group_1_serial_ratio", "control_fresh", "small_64_kib"]);
+    assert_eq!(number(&json, "record_bytes"), 4.0 * f64::from(1 << 20));
+    assert!(number(&json, "segments_recycled") >= 2.0, "{json:#}");
+    assert_eq!(json["small"].as_array().unwrap().len(), 3);
+}
+
+#[test]
+fn match_() {
+    let json = bench("match", &["--blocks", "4096", "--keys", "64", "--lookups", "4", "--pairs", "3"]);
+    has(&json, &["ratio", "match_us", "map_us", "control"]);
+    assert_eq!((number(&json, "blocks"), number(&json, "keys")), (4096.0, 64.0));
+    assert!(number(&json, "index_bytes_per_block") >= 20.0, "an entry has as many: {json:#}");
+}
+
+#[test]
+fn open() {
+    let json = bench("open", &["--blocks", "4096", "--segment-mib", "1", "--pairs", "3"]);
+    has(&json, &["ratio", "clean_ratio", "ratio_above_empty", "control"]);
+    assert_eq!(number(&json, "blocks"), 4096.0);
+    assert!(
+        number(&json, "crash_scanned_bytes") > 0.0 && number(&json, "clean_metadata_bytes") > 0.0,
+        "{json:#}"
+    );
+    assert_eq!(number(&json, "clean_scanned_bytes"), 0.0, "after a clean stop nothing is scanned: {json:#}");
+}
+
+#[test]
+fn crossover() {
+    let json = bench("crossover", &["--mib", "2", "--chunk-kib", "4,16", "--pairs", "3"]);
+    has(&json, &["crossover_bytes", "auto_full_block_bytes", "control"]);
+    let sizes: Vec<_> =
+        json["sizes"].as_array().unwrap().iter().map(|row| number(row, "chunk_bytes")).collect();
+    assert_eq!(sizes, [4096.0, 16_384.0]);
+}
+
+#[test]
+fn mixed() {
+    let sizes = ["--mib", "64", "--reads", "100", "--phases", "2", "--block-tokens", "1", "--rate-ms", "200"];
+    let json = bench("mixed", &sizes);
+    has(
+        &json,
+        &["p99_ratio", "p50_ratio", "read_mib_s_idle", "read_mib_s_busy", "put_mib_s", "blocks_moved"],
+    );
+    assert_eq!(number(&json, "reads"), 100.0);
+    assert_eq!(number(&json, "records_failed"), 0.0);
+    assert!((0.9..=1.0).contains(&number(&json, "full")), "{json:#}");
+    assert!(number(&json, "segments_recycled") > 0.0, "nothing was reclaimed meanwhile: {json:#}");
+}
+
+#[test]
+fn churn() {
+    let json = bench(
+        "churn",
+        &["--seconds", "3", "--budget-mib", "16", "--segment-mib", "1", "--block-kib", "1", "--samples", "4"],
+    );
+    has(&json, &["flat", "resident_bytes_trend", "descriptors_trend", "write_amplification"]);
+    let series = json["series"].as_array().unwrap();
+    assert_eq!(series.len(), 6);
+    // Write amplification is between two samples.
+    let counts: Vec<_> = series.iter().map(|one| one["values"].as_array().unwrap().len()).collect();
+    assert_eq!(counts, [5, 5, 5, 5, 5, 4], "{json:#}");
+    assert_eq!(number(&json, "blocks_refused"), 0.0);
+    assert!(number(&json, "most_on_disk_by_budget") <= 1.0, "{json:#}");
+    assert!(number(&json, "write_amplification") >= 1.0, "{json:#}");
+}
+
+#[test]
+fn encoded() {
+    let json = bench("encoded", &[&["--mib", "16", "--pairs", "3"][..], &MODEL].concat());
+    has(&json, &["speed_ratio", "first_layer_ratio", "raw_mib_s", "encoded_mib_s", "control"]);
+    assert!(number(&json, "records_encoded") > 0.0 && number(&json, "size_ratio") > 1.1, "{json:#}");
+    assert!(number(&json, "bytes_after") < number(&json, "bytes_before"), "{json:#}");
+}
+
+#[test]
+fn fsck() {
+    let sizes = ["--mib", "16", "--segment-mib", "16", "--threads", "2", "--pairs", "3"];
+    let json = bench("fsck", &[&sizes[..], &MODEL].concat());
+    has(&json, &["device_ratio", "fsck_gib_per_s", "bare_gib_per_s", "cpu_ratio", "control"]);
+    assert_eq!((&json["threads"], &json["level"]), (&2.into(), &"full".into()));
+    assert!(number(&json, "blocks") >= 16.0, "{json:#}");
+}
+
+#[test]
+fn gpu() {
+    let sizes = ["--tokens", "1024", "--arena-mib", "16", "--pairs", "3"];
+    let json = bench("gpu", &[&sizes[..], &MODEL].concat());
+    has(&json, &["pipeline_ratio", "serial_ratio", "quotable"]);
+    assert_eq!((&json["device"], &json["pairs"]), (&"emulated".into(), &3.into()));
+    let models = json["models"].as_array().unwrap();
+    assert_eq!((models.len(), &models[0]["tokens"]), (1, &1024.into()));
+    assert!(number(&models[0], "bytes") > 0.0 && number(&models[0], "layers") > 0.0);
+}
+
+#[test]
+fn serve() {
+    let json = bench("serve", &["--mib", "8", "--small", "20", "--pairs", "3"]);
+    has(&json, &["grpc_ratio", "grpc_mib_s", "bare_mib_s", "small_reader_p99_ratio", "control"]);
+    assert_eq!((number(&json, "mib"), number(&json, "pairs")), (8.0, 3.0));
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused_on_one_line() {
+    let scratch = Scratch::new("refused");
+    for arguments in [
+        &["bench", "layers", "--model", "no-such-model"][..],
+        &["bench", "put", "--groups", "65"],
+        &["bench", "crossover", "--chunk-kib", "1024"],
+        // One block of each prefix: no segment of them is ever sealed.
+        &["bench", "encoded", "--mib", "1", "--pairs", "3", MODEL[0], MODEL[1]],
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+        let output = command.args(arguments).arg("--dir").arg(&scratch.0).output().unwrap();
+        let told = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), told.lines().count()), (Some(2), 1), "{arguments:?}: {told}");
+        assert!(output.stdout.is_empty(), "{arguments:?}");
+        assert_eq!(
+            std::fs::read_dir(&scratch.0).unwrap().count(),
+            0,
+            "{arguments:?} leaves something behind"
+        );
+    }
+}

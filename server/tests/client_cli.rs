@@ -1,0 +1,198 @@
+//! The client commands against a server in another process: files in and out, exit codes, what is printed.
+#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
+use kvarts_layout::key::text_keys;
+use kvarts_layout::{Geometry, Identity};
+use serde_json::Value;
+
+const PAGE: usize = 4096;
+
+/// A directory with a server, an identity, tokens of ten blocks and their bytes.
+struct Ground {
+    path: PathBuf,
+    server: Child,
+}
+
+impl Drop for Ground {
+    fn drop(&mut self) {
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+fn identity() -> Identity {
+    let text = |text: &str| text.to_owned();
+    Identity {
+        model: text("pages"),
+        revision: text("1"),
+        tokenizer: text("none"),
+        adapter: text("none"),
+        kv_dtype: text("bf16"),
+        quantisation: Quantisation { recipe: text("none"), scales: text("none") },
+        rope: text("none"),
+        window: text("none"),
+        arrangement: Arrangement { engine: text("test"), layout: text("flat"), version: text("1") },
+        block_tokens: 16,
+        spec_fingerprint: Geometry::opaque(PAGE as u64).unwrap().fingerprint(),
+        tenant_salt: TenantSalt(Vec::new()),
+        extras: BTreeMap::new(),
+    }
+}
+
+fn bytes() -> Vec<u8> {
+    (0..10 * PAGE as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 17) as u8).collect()
+}
+
+impl Ground {
+    fn new(name: &str, config: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvarts-client-cli-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).unwrap();
+        std::fs::write(path.join("server.toml"), config).unwrap();
+        std::fs::write(path.join("identity.json"), serde_json::to_string(&identity()).unwrap()).unwrap();
+        let tokens: Vec<u32> = (0..165).collect();
+        std::fs::write(path.join("tokens"), serde_json::to_string(&tokens).unwrap()).unwrap();
+        std::fs::write(path.join("blocks"), bytes()).unwrap();
+        let mut server = Command::new(env!("CARGO_BIN_EXE_kvarts"))
+            .current_dir(&path)
+            .args(["serve", "--config", "server.toml", "--listen-grpc", "127.0.0.1:0"])
+            .args(["--listen-metrics", "none", "--budget", "32 MiB", "--segment", "256 KiB"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(server.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.starts_with("serving "), "{line:?}");
+        Self { path, server }
+    }
+
+    fn kvarts(&self, arguments: &[&str]) -> (i32, String, String) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+        let output = command.current_dir(&self.path).args(arguments).output().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+    }
+
+    /// With the model and, where there are some, the tokens.
+    fn of(&self, command: &[&str], more: &[&str]) -> (i32, String, String) {
+        let page = PAGE.to_string();
+        let model = ["--identity", "identity.json", "--page-bytes", page.as_str()];
+        self.kvarts(&[command, &model, more].concat())
+    }
+
+    fn json(&self, command: &[&str], more: &[&str]) -> (i32, Value) {
+        let (code, out, err) = self.of(command, &[more, &["--json"]].concat());
+        let json = serde_json::from_str(&out);
+        (code, json.unwrap_or_else(|error| panic!("{error}: {out:?} {err:?}")))
+    }
+}
+
+const TOKENS: [&str; 2] = ["--tokens", "tokens"];
+
+#[test]
+fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
+    let ground = Ground::new("all", "");
+    // The server that runs here is found without being named.
+    let mut watching = Command::new(env!("CARGO_BIN_EXE_kvarts"))
+        .current_dir(&ground.path)
+        .args(["watch", "--count", "10", "--json"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let (code, report) = ground.json(&["match"], &TOKENS);
+    assert_eq!((code, &report["longest"]["blocks"]), (0, &Value::from(0)));
+    let (code, report) = ground.json(&["put", "blocks"], &TOKENS);
+    assert_eq!((code, &report["stored"], &report["path"]), (0, &Value::from(10), &Value::from("local")));
+    let (code, out, _) = ground.of(&["put", "blocks", "--relaxed"], &TOKENS);
+    assert_eq!((code, out.as_str()), (0, "0 blocks stored, 10 were there already, 0 not stored\n"));
+    let (code, out, _) = ground.of(&["match"], &TOKENS);
+    assert_eq!((code, out.as_str()), (0, "10 of 10 blocks (160 tokens) can be restored\n"));
+    let (code, report) = ground.json(&["get", "--to", "back"], &TOKENS);
+    assert_eq!((code, &report["usable_blocks"]), (0, &Value::from(10)));
+    assert_eq!(std::fs::read(ground.path.join("back")).unwrap(), bytes());
+    let (code, out, _) = ground.kvarts(&["ls"]);
+    assert!(code == 0 && out.contains("pages 1, 1 layers, blocks of 16 tokens"), "{out}");
+    let (code, pin) = ground.json(&["pin", "--hold", "30m"], &TOKENS);
+    assert_eq!((code, &pin["held_blocks"]), (0, &Value::from(10)));
+    let name = pin["pin"].as_u64().unwrap().to_string();
+    assert_eq!(ground.kvarts(&["pin", "--release", &name]).0, 0);
+    assert_eq!(ground.kvarts(&["pin", "--release", &name]).0, 1, "it has ended");
+    let (code, out, _) = ground.kvarts(&["stat", "--json"]);
+    let stat: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((code, &stat["counts"]["blocks_stored"]), (0, &Value::from(10)));
+    assert!(ground.kvarts(&["stat"]).1.contains("blocks stored"));
+    let mut lines = BufReader::new(watching.stdout.take().unwrap()).lines();
+    let keys = text_keys(&(0..160).collect::<Vec<u32>>(), 16);
+    let mut seen: Vec<String> = (0..10)
+        .map(|_| {
+            let line: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
+            assert_eq!(line["what"], "stored");
+            line["key"].as_str().unwrap().to_owned()
+        })
+        .collect();
+    seen.sort();
+    let mut expected: Vec<String> = keys.iter().map(ToString::to_string).collect();
+    expected.sort();
+    assert_eq!(seen, expected);
+    assert!(watching.wait().unwrap().success());
+    std::fs::write(ground.path.join("some"), format!("{}\n\n{}\n", keys[4], keys[7])).unwrap();
+    let (code, report) = ground.json(&["delete", "--keys", "some"], &[]);
+    assert_eq!((code, &report["deleted_blocks"]), (0, &Value::from(2)));
+    let (code, report) = ground.json(&["get", "--to", "back"], &TOKENS);
+    assert_eq!((code, &report["usable_blocks"]), (1, &Value::from(4)), "exit code 1: some are missing");
+    assert_eq!(std::fs::read(ground.path.join("back")).unwrap(), bytes()[..4 * PAGE]);
+    let (code, report) = ground.json(&["delete", "--all"], &[]);
+    assert_eq!((code, &report["deleted_blocks"]), (0, &Value::from(8)));
+}
+
+#[test]
+fn mistakes_are_told_on_one_line() {
+    let ground = Ground::new("mistakes", "");
+    let fault = |arguments: &[&str]| {
+        let (code, out, err) = ground.kvarts(arguments);
+        assert_eq!((code, out.as_str(), err.lines().count()), (2, "", 1), "{arguments:?} {err}");
+        err
+    };
+    let page = PAGE.to_string();
+    let model = ["--identity", "identity.json", "--page-bytes", page.as_str()];
+    let with = |more: &[&'static str]| [more, &model[..]].concat();
+    assert!(fault(&with(&["match"])).contains("--tokens FILE or --keys FILE"));
+    assert!(fault(&["match", "--tokens", "tokens"]).contains("--identity FILE"));
+    assert!(fault(&with(&["put", "nothing", "--tokens", "tokens"])).contains("nothing: "));
+    std::fs::write(ground.path.join("short"), &bytes()[..PAGE * 3 + 1]).unwrap();
+    let short = fault(&with(&["put", "short", "--tokens", "tokens"]));
+    assert!(short.contains("it has 3 whole blocks of 4096 bytes, and there are 10 keys"), "{short}");
+    std::fs::write(ground.path.join("long"), [&bytes()[..], &[0]].concat()).unwrap();
+    assert!(fault(&with(&["put", "long", "--tokens", "tokens"])).contains("longer than its 10 blocks"));
+    std::fs::write(ground.path.join("words"), "one two").unwrap();
+    assert!(fault(&with(&["match", "--tokens", "words"])).contains("\"one\""));
+    assert!(fault(&with(&["match", "--keys", "words"])).contains("line 1"));
+    assert!(fault(&["stat", "--server", "./no.sock"]).contains("./no.sock"));
+    assert!(fault(&["ls", "kvarts-data", "--server", "x"]).contains("a directory or a server"));
+    assert!(fault(&with(&["pin", "--tokens", "tokens", "--hold", "5y"])).contains("no unit"));
+}
+
+#[test]
+fn a_token_comes_from_a_file_and_decides_what_may_be_done() {
+    let hash = kvarts_server::node::auth::TokenHash::of("kvarts_reader");
+    let config = format!(
+        "[[tenants]]\nname = \"a\"\n[[tokens]]\ntenant = \"a\"\nrights = [\"read\"]\nhash = \"{hash}\"\n"
+    );
+    let ground = Ground::new("token", &config);
+    std::fs::write(ground.path.join("token"), "kvarts_reader\n").unwrap();
+    let (code, _, err) = ground.of(&["match"], &TOKENS);
+    assert!(code == 2 && err.contains("token"), "{err}");
+    let with = [&TOKENS[..], &["--token-file", "token"]].concat();
+    assert_eq!(ground.of(&["match"], &with).0, 0);
+    let (code, _, err) = ground.of(&["put", "blocks"], &with);
+    assert!(code == 2 && err.contains("right to write"), "{err}");
+    assert!(!err.contains("kvarts_reader") && Path::new(&ground.path).exists());
+}

@@ -1,0 +1,227 @@
+//! Recovery twice: a store that was cut is recovered, cut while it recovers, and recovered again. Whatever is cut, and
+//! however often, the answers are the same, and a recovery that had nothing left to do changes no byte.
+
+use std::cell::RefCell;
+use std::time::Duration;
+
+use kvarts_fsck::check::Level;
+use kvarts_fsck::store::CannotRun;
+use kvarts_store::engine::{Limits, Options, Store};
+
+use super::buried::deletes;
+use super::pool::{States, until};
+use super::{Row, Tally};
+use crate::campaign::{
+    Driven, Found, Judge, Ledger, Opened, drive, observe, read_all, reopen, work_compacting,
+};
+use crate::sim::{Crash, CrashState, Media, Seed, SimWorld, WorldConfig};
+use crate::witness::{checkers_rows, directories, examine, problems, recoverys_blocks, recoverys_rows};
+
+/// Operations of a workload.
+const OPS: usize = 18;
+/// Moments of a workload that are looked at.
+const MOMENTS: usize = 6;
+/// Cuts of one recovery.
+const CUTS: u64 = 5;
+
+fn config(seed: Seed) -> WorldConfig {
+    let mut rng = seed.child("config").rng();
+    let step_cost = if rng.coin() { Duration::from_micros(rng.between(1, 40)) } else { Duration::ZERO };
+    WorldConfig { step_cost, ..WorldConfig::default() }
+}
+
+/// Small segments, and in every second store so few of them that they are written anew.
+fn options(seed: Seed) -> Options {
+    let mut rng = seed.child("options").rng();
+    let segment_bytes = 64 << 10;
+    Options {
+        shards_per_directory: 1 + rng.below(2) as u32,
+        segment_bytes,
+        budget_bytes: if rng.coin() { 10 * segment_bytes } else { 48 << 20 },
+        executors: 1 + rng.index(2),
+        limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
+        ..Options::default()
+    }
+}
+
+/// What is on the disk at some moments of a workload, and what had been promised by then.
+pub(super) fn moments(seed: Seed) -> Result<Vec<(CrashState, Ledger)>, String> {
+    let world = SimWorld::new(seed.0, &config(seed));
+    let (launcher, options) = (world.launcher(), options(seed));
+    let ledger = RefCell::new(Ledger::default());
+    let opened: RefCell<Option<Store>> = RefCell::default();
+    let mut rng = seed.child("work").rng();
+    let whole = async {
+        let (store, executors) = Store::open(&launcher, &options).await.map_err(|error| error.to_string())?;
+        opened.replace(Some(store.clone()));
+        work_compacting(&store, &ledger, &mut rng, OPS).await;
+        ledger.borrow_mut().allow_absent(&store);
+        opened.take();
+        drop(executors);
+        store.close().await.map_err(|error| error.to_string())
+    };
+    let (mut kept, mut seen) = (Vec::new(), 0_u64);
+    let mut keep = seed.child("keep").rng();
+    let mut watch = || {
+        if let Some(store) = opened.borrow().as_ref() {
+            ledger.borrow_mut().allow_absent(store);
+        }
+        seen += 1;
+        // Each moment is as likely as another to be among those that are kept.
+        let at = keep.below(seen) as usize;
+        let moment = || (world.disk().crash_state(), ledger.borrow().clone());
+        if kept.len() < MOMENTS {
+            kept.push(moment());
+        } else if at < MOMENTS {
+            kept[at] = moment();
+        }
+    };
+    match observe(&world, u64::MAX, &mut watch, whole) {
+        Driven::Done(ended) => ended?,
+        other => return Err(format!("the workload ends with {other:?}")),
+    }
+    kept.push((world.cut_power(), ledger.into_inner()));
+    Ok(kept)
+}
+
+fn found(opened: &Opened) -> Result<Found, String> {
+    match drive(&opened.world, u64::MAX, read_all(&opened.store)) {
+        Driven::Done(found) => Ok(found),
+        other => Err(format!("reading ends with {other:?}")),
+    }
+}
+
+/// Recovers an image, cuts the recovery as often as asked, and recovers what is left.
+fn twice(seed: Seed, settings: Seed, image: &Media, ledger: &Ledger, states: &States) -> Result<(), String> {
+    let (config, options) = (config(settings), options(settings));
+    let first = reopen(seed.child("first"), &config, &options, image.clone())?;
+    let operations = first.world.disk().operations().1;
+    let answers = found(&first)?;
+    if let Some(violation) = ledger.violation(&answers, Judge::Strict) {
+        return Err(violation);
+    }
+    // What it left needs nothing more: the next one answers the same and changes nothing.
+    let settled = first.world.kill();
+    let second = reopen(seed.child("second"), &config, &options, settled.clone())?;
+    same(&answers, &found(&second)?).map_err(|why| format!("a second recovery: {why}"))?;
+    let left = second.world.kill();
+    if left.digest() != settled.digest() {
+        return Err("a second recovery has changed the disk".to_owned());
+    }
+    let mut rng = seed.child("cuts").rng();
+    for n in 0..CUTS.min(operations) {
+        let cut = rng.between(1, operations);
+        let world = SimWorld::with_media(seed.nth(n).0, &config, image.clone());
+        let launcher = world.launcher();
+        let _ = drive(&world, cut, Store::open(&launcher, &options));
+        let state = world.cut_power();
+        for crash in [Crash::LoseAll, Crash::KeepAll, Crash::Random(rng.next_u64())] {
+            let image = state.image(crash);
+            if !states.reach(image.digest()) {
+                continue;
+            }
+            let again = reopen(seed.nth(n).child("again"), &config, &options, image)?;
+            same(&answers, &found(&again)?)
+                .map_err(|why| format!("recovery cut after {cut} operations, {crash:?}: {why}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn same(first: &Found, second: &Found) -> Result<(), String> {
+    let differs = first.iter().find(|(name, state)| second.get(name) != Some(state));
+    differs.map_or(Ok(()), |(name, state)| {
+        let tell = |state: Option<&Result<Vec<Vec<u8>>, _>>| match state {
+            Some(Ok(chunks)) => format!("{} chunks", chunks.len()),
+            Some(Err(reason)) => format!("{reason:?}"),
+            None => "nothing".to_owned(),
+        };
+        Err(format!("{name:?}: {} first, {} then", tell(Some(state)), tell(second.get(name))))
+    })
+}
+
+/// Ways to lose what was not durable: the extremes, and one of the others.
+fn crashes(state: &CrashState, seed: Seed) -> Vec<Crash> {
+    let all = state.enumerate(4, seed);
+    let other = all.get(seed.child("pick").rng().index(all.len().max(1))).copied();
+    [Crash::LoseAll, Crash::KeepAll].into_iter().chain(other).collect()
+}
+
+fn recover_twice(seed: Seed, states: &States) -> Result<(), String> {
+    // Every second seed is about what must not come back.
+    if seed.0 % 2 == 1 {
+        return deletes(seed, states);
+    }
+    for (at, (state, ledger)) in (0..).zip(moments(seed)?) {
+        for (n, crash) in (0..).zip(crashes(&state, seed.nth(at))) {
+            let image = state.image(crash);
+            if states.reach(image.digest()) {
+                twice(seed.nth(at).nth(n), seed, &image, &ledger, states)
+                    .map_err(|why| format!("moment {at}, {crash:?}: {why}"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The checker before and after recovery: clean both times, and of what recovery met it has the same rows and blocks.
+pub(super) fn agree(seed: Seed, options: &Options, image: Media) -> Result<(), String> {
+    let before = match examine(&directories(&image), Level::Deep) {
+        Ok(checked) => checked,
+        // Nothing was there yet.
+        Err(CannotRun::NoStore(_)) => return Ok(()),
+        Err(other) => return Err(format!("it cannot be checked: {other}")),
+    };
+    if !before.findings.is_clean() {
+        return Err(format!("before recovery: {}", problems(&before)));
+    }
+    let opened = reopen(seed, &config(seed), options, image)?;
+    let reports = opened.store.recovery().to_vec();
+    let (checkers, recoverys) = (checkers_rows(&before), recoverys_rows(&reports));
+    if checkers != recoverys {
+        return Err(format!("the checker met {checkers:?}, recovery {recoverys:?}"));
+    }
+    if before.blocks != recoverys_blocks(&reports) {
+        return Err(format!("the checker has {} blocks; recovery: {reports:?}", before.blocks));
+    }
+    let after = examine(&directories(&opened.world.kill()), Level::Deep).map_err(|why| why.to_string())?;
+    if !after.findings.is_clean() {
+        return Err(format!("after recovery: {}", problems(&after)));
+    }
+    if after.blocks != before.blocks {
+        return Err(format!("{} blocks before recovery, {} after", before.blocks, after.blocks));
+    }
+    Ok(())
+}
+
+fn witness(seed: Seed, states: &States) -> Result<(), String> {
+    for (at, (state, _)) in (0..).zip(moments(seed)?) {
+        for crash in crashes(&state, seed.nth(at)) {
+            let image = state.image(crash);
+            if states.reach(image.digest()) {
+                agree(seed, &options(seed), image).map_err(|why| format!("moment {at}, {crash:?}: {why}"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The rows of this file.
+pub(super) fn rows() -> Vec<Row> {
+    vec![
+        Row {
+            id: "R22",
+            what: "recovery cut at any operation and begun again, after workloads that compact; deletes over several lives",
+            counts: "crash images, those of recoveries among them",
+            targets: [1_500, 60_000, 600_000],
+            run: |ask, target| -> Tally { until(ask, target, recover_twice) },
+        },
+        Row {
+            id: "R26",
+            what: "the checker before and after recovery of every image: clean, and of the same opinion",
+            counts: "crash images of workloads that compact",
+            targets: [1_000, 60_000, 600_000],
+            run: |ask, target| -> Tally { until(ask, target, witness) },
+        },
+    ]
+}

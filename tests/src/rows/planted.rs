@@ -1,0 +1,178 @@
+//! Bugs of the kind that real stores had, planted one at a time: each must be found by the row that is there to find it.
+//! A row that finds none of them measures nothing.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use kvarts_layout::planted;
+
+use super::{Ask, Row, Tally, Violation};
+
+/// A bug that can be planted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Bug {
+    /// Its name, as it stands where it is planted.
+    pub name: &'static str,
+    /// The row that must find it.
+    pub row: &'static str,
+    /// What it breaks.
+    pub breaks: &'static str,
+}
+
+const fn bug(name: &'static str, row: &'static str, breaks: &'static str) -> Bug {
+    Bug { name, row, breaks }
+}
+
+/// All of them, in the order of the rows.
+pub const BUGS: &[Bug] = &[
+    bug("ack-before-flush", "R1", "a durable put is acknowledged before its flush"),
+    bug("flush-of-another-file", "R1", "the flush goes to the file that was opened before"),
+    bug("directory-not-flushed", "R1", "the name of a new segment file is not made durable"),
+    bug(
+        "relaxed-called-durable",
+        "R1",
+        "a durable put of a block that was put relaxed is acknowledged without a flush",
+    ),
+    bug("delete-not-durable", "R1", "a delete is acknowledged before its tombstones are flushed"),
+    bug(
+        "delete-does-not-wait",
+        "R22",
+        "a delete takes its sequence before writes that had begun have theirs",
+    ),
+    bug("seal-before-flush", "R1", "a footer lists records that have not been flushed"),
+    bug(
+        "recycled-header-late",
+        "R1",
+        "records of a new generation are acknowledged before its header is durable",
+    ),
+    bug("generation-reused", "R1", "a segment is written anew under the generation that it had"),
+    bug("tombstones-recycled", "R22", "a segment is written anew while its tombstones stand nowhere else"),
+    bug(
+        "tombstone-forgotten-early",
+        "R22",
+        "tombstones are forgotten while records that they kill are on disk",
+    ),
+    bug("torn-tail-adopted", "R1", "recovery adopts records without a look at their payloads"),
+    bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one"),
+    bug(
+        "checkpoint-header-first",
+        "R26",
+        "a checkpoint's header is written before what is behind it is durable",
+    ),
+    bug("trailer-before-footer", "R26", "the trailer is durable before the footer that it names"),
+    bug(
+        "lost-header-not-written",
+        "R26",
+        "recovery seals a segment whose header never arrived, and leaves it without",
+    ),
+    bug("sequence-not-restored", "R22", "sequences begin anew after a recovery"),
+    bug(
+        "move-without-compare",
+        "R22",
+        "compaction switches the index without a look at what it points to now",
+    ),
+    bug("stored-length-wrong", "R22", "an encoded chunk is recorded with another length than it has"),
+    bug("digest-not-compared", "R6", "chunks are served without a look at their digests"),
+    bug("decoded-digest-not-compared", "R6", "decoded chunks are served without a look at their digests"),
+    bug("quarantined-served", "R6", "a block that failed verification stays in service"),
+    bug("fsck-skips-digests", "R6", "the checker reads payloads and does not compare their digests"),
+    bug("fsck-skips-padding", "R6", "the checker does not look at padding"),
+    bug("fsck-calls-damage-torn", "R6", "the checker takes damage below what was flushed for a torn tail"),
+    bug("tag-not-compared", "R7", "a record counts without its tag: a client can forge one"),
+    bug("position-not-compared", "R7", "a sound structure counts wherever it lies"),
+    bug("fsck-misses-lost-files", "R7", "the checker does not miss a segment that the checkpoint knows"),
+    bug("repair-keeps-damaged", "R7", "a repair lists what the old footer lists, damaged records too"),
+    bug("repair-drops-good", "R7", "a repair drops good records"),
+    bug(
+        "key-not-compared",
+        "R18",
+        "a block is served on the word of a footer, without a look at the record's own keys",
+    ),
+    bug("fsck-believes-footers", "R18", "the checker does not compare a footer with its records"),
+    bug("failed-write-taken-for-done", "R9", "a write that ends with an error counts as done"),
+    bug("failed-flush-repeated", "R10", "a flush that failed is tried again, and its success believed"),
+    bug("short-read-taken-for-whole", "R16", "a read that ends short counts as whole"),
+    bug("put-over-live", "R16", "a second put of a block that is here replaces it"),
+    bug("event-lost", "R16", "a delete is not told to those who follow the events"),
+    bug("pin-cap-ignored", "R16", "a tenant pins more than it may"),
+    bug("claim-leaked", "R14", "the claim on a block's name outlives its put"),
+    bug("late-put-visible", "R14", "a put that was answered with its deadline becomes visible afterwards"),
+    bug("promise-leaked", "R14", "bytes of a quota that a put was promised are not given back"),
+    bug("quota-off-by-one", "R14", "a namespace may have a byte more than its quota"),
+    bug("budget-leaked", "R14", "the bytes of a segment that is removed are not given back to the budget"),
+    bug("lease-ignored", "R17", "eviction takes blocks that a lease holds"),
+    bug("lease-forgets-one", "R17", "a lease does not hold every block that it was given for"),
+    bug("lease-never-ends", "R17", "a lease holds past its end"),
+    bug("expiry-by-the-wall-clock", "R17", "the wall clock, set back, brings expired blocks back"),
+    bug("expired-served", "R17", "blocks are served past their time"),
+    bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
+];
+
+/// Distinct states in which a row must have found a bug.
+const STATES: u64 = 4_000;
+
+/// Plants a bug on this thread, and on those that rows of the campaign start from it.
+pub fn plant(name: &str) -> Result<(), String> {
+    if !planted::POSSIBLE {
+        return Err("this program was built without the feature `planted`".to_owned());
+    }
+    let known = BUGS.iter().find(|bug| bug.name == name).ok_or(format!("there is no bug `{name}`"))?;
+    planted::plant(Some(known.name));
+    Ok(())
+}
+
+/// Runs the row of a bug with the bug in place. An error if it finds nothing.
+pub fn found(bug: &Bug, seed: u64) -> Result<Violation, String> {
+    let row = super::all()
+        .into_iter()
+        .find(|row| row.id == bug.row)
+        .ok_or(format!("there is no row {}", bug.row))?;
+    let [merge, ..] = row.targets;
+    let budget = Some(merge.max(STATES));
+    planted::plant(Some(bug.name));
+    let tier = super::Tier::Merge;
+    let tally = row.run(&Ask { tier, seed, end: None, budget, workers: 1, progress: false });
+    planted::plant(None);
+    let missed = || format!("{} does not find {} in {} states", bug.row, bug.name, tally.distinct);
+    tally.violations.first().cloned().ok_or_else(missed)
+}
+
+fn run(ask: &Ask, target: u64) -> Tally {
+    if !planted::POSSIBLE {
+        let why = "no bug can be planted: build it with --features planted";
+        return Tally { skipped: Some(why.to_owned()), ..Tally::default() };
+    }
+    let (next, caught) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let violations: Mutex<Vec<Violation>> = Mutex::default();
+    let all = &BUGS[..BUGS.len().min(usize::try_from(target).unwrap_or(usize::MAX))];
+    std::thread::scope(|scope| {
+        for _ in 0..ask.workers.max(1) {
+            scope.spawn(|| {
+                while let Some(bug) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    match found(bug, ask.seed) {
+                        Ok(_) => drop(caught.fetch_add(1, Ordering::Relaxed)),
+                        Err(what) => {
+                            let violation = Violation { seed: ask.seed, what };
+                            violations.lock().unwrap_or_else(PoisonError::into_inner).push(violation);
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let violations = violations.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let seeds = ask.seed..ask.seed + 1;
+    Tally { distinct: caught.into_inner() as u64, visited: 0, seeds, violations, skipped: None }
+}
+
+/// Row R27.
+pub(super) fn row() -> Row {
+    let all = BUGS.len() as u64;
+    Row {
+        id: "R27",
+        what: "bugs planted one at a time, each of which its row must find",
+        counts: "planted bugs found",
+        targets: [all, all, all],
+        run,
+    }
+}

@@ -1,0 +1,369 @@
+//! Bytes that are sound, but not here: pages, records, footers, checkpoints, superblocks and whole files that are
+//! swapped, copied, put back as they were or taken from another store; zeros and noise; and records that a client has
+//! forged in its payload.
+//!
+//! Whatever it is: no block is served with bytes that nobody put under its key. What changes an answer is named by the
+//! checker. A repair leaves a store that is clean, drops nothing that was good, serves nothing half, and has nothing
+//! left to do.
+
+use std::sync::Arc;
+
+use kvarts_fsck::check::{Checked, Options as CheckOptions};
+use kvarts_fsck::disk::MemoryDisk;
+use kvarts_fsck::repair::{Site, repair};
+use kvarts_fsck::window::Tally as Bytes;
+use kvarts_layout::format::body::ENCODING_RAW;
+use kvarts_layout::format::record::{self, Body, Fields};
+use kvarts_layout::format::seal::claimed_position;
+use kvarts_layout::format::{PAGE, Position, Secret, Structure};
+use kvarts_store::error::Reason;
+
+use super::bits::{changed, names, quarantined};
+use super::pool::{States, until};
+use super::stores::{
+    Make, Prepared, Zone, files, key, look, payload_bytes, prepared, stranger, structures, zones,
+};
+use super::{Row, Tally};
+use crate::sim::log::Mixer;
+use crate::sim::{Rng, Seed};
+use crate::witness::problems;
+
+/// Bytes that a device writes wholly or not at all.
+const SECTOR: usize = 512;
+/// Pages of the longest burst.
+const BURST: u64 = 16;
+
+/// A place in a store.
+type Place = (usize, String, usize);
+
+/// Damage that was done.
+pub(super) struct Damage {
+    pub(super) disks: Vec<MemoryDisk>,
+    pub(super) what: String,
+    /// Where.
+    places: Vec<Place>,
+    /// A whole file is gone or as it once was, or a segment was not sealed: perhaps nothing says that there was more.
+    rolled_back: bool,
+}
+
+fn any_place(disks: &[MemoryDisk], rng: &mut Rng) -> Place {
+    let all = files(disks);
+    let (at, path) = all[rng.index(all.len())].clone();
+    let bytes = disks[at].contents(&path).unwrap_or_default();
+    let found = structures(&bytes);
+    // Half of the time where something begins that proves itself.
+    let offset = match found.is_empty() || rng.coin() {
+        true => rng.below((bytes.len() / PAGE).max(1) as u64) as usize * PAGE,
+        false => found[rng.index(found.len())].0,
+    };
+    (at, path, offset)
+}
+
+fn bytes_at(disks: &[MemoryDisk], (at, path, offset): &Place, len: usize) -> Vec<u8> {
+    let bytes = disks[*at].contents(path).unwrap_or_default();
+    bytes.get(*offset..(*offset + len).min(bytes.len())).unwrap_or_default().to_vec()
+}
+
+fn write_at(disks: &[MemoryDisk], (at, path, offset): &Place, with: &[u8]) {
+    disks[*at].tamper(path, |bytes| {
+        let end = (*offset + with.len()).min(bytes.len());
+        bytes[*offset..end].copy_from_slice(&with[..end - *offset]);
+    });
+}
+
+/// Damage of a kind that the seed chooses; `None` if it would change nothing.
+pub(super) fn damage(store: &Prepared, rng: &mut Rng) -> Option<Damage> {
+    let disks = store.fork();
+    let place = any_place(&disks, rng);
+    let kind = rng.below(15);
+    let mut rolled_back = false;
+    let mut places = vec![place.clone()];
+    let what = match kind {
+        0 | 1 => {
+            let len = [SECTOR, PAGE, PAGE * rng.between(2, BURST) as usize][rng.index(3)];
+            let fill = if kind == 0 { vec![0; len] } else { noise(rng, len) };
+            write_at(&disks, &place, &fill);
+            format!("{len} bytes of {} over {place:?}", if kind == 0 { "zeros" } else { "noise" })
+        }
+        2 | 3 => {
+            let other = any_place(&disks, rng);
+            let (page, theirs) = (bytes_at(&disks, &place, PAGE), bytes_at(&disks, &other, PAGE));
+            write_at(&disks, &place, &theirs);
+            if kind == 2 {
+                write_at(&disks, &other, &page);
+                places.push(other.clone());
+            }
+            format!("{other:?} {} {place:?}", if kind == 2 { "swapped with" } else { "copied to" })
+        }
+        4 | 5 => {
+            let from = if kind == 4 { &store.earlier } else { &stranger().disks };
+            let len = if rng.coin() { PAGE } else { SECTOR };
+            let theirs = if kind == 4 || rng.coin() { place.clone() } else { any_place(from, rng) };
+            let old = from.get(theirs.0).map(|_| bytes_at(from, &theirs, len)).unwrap_or_default();
+            write_at(&disks, &place, &old);
+            let whose = if kind == 4 { "as it was before" } else { "from another store" };
+            format!("{len} bytes of {theirs:?} {whose} over {place:?}")
+        }
+        6 | 7 => {
+            let other = record_at(&disks, rng)?;
+            let theirs = bytes_at(&disks, &other, record_len(&disks, &other));
+            let target = if kind == 6 { record_at(&disks, rng)? } else { place };
+            write_at(&disks, &target, &theirs);
+            places = vec![target.clone()];
+            format!("the whole record {other:?} over {target:?}")
+        }
+        8..=12 => {
+            let (what, touched) = whole_file(store, &disks, kind, &place, (rng, &mut rolled_back))?;
+            places = touched;
+            what
+        }
+        _ => {
+            let (what, touched) = forge(store, &disks, rng)?;
+            places = touched;
+            what
+        }
+    };
+    let same = |(at, path): &(usize, String)| disks[*at].contents(path) == store.disks[*at].contents(path);
+    let open = |(at, path, _): &Place| {
+        let bytes = store.disks[*at].contents(path).unwrap_or_default();
+        zones(path, &bytes).iter().any(|(_, zone)| *zone == Zone::Tail)
+    };
+    let rolled_back = rolled_back || places.iter().any(open);
+    let unchanged = files(&disks) == store.files() && store.files().iter().all(same);
+    (!unchanged).then_some(Damage { disks, what, places, rolled_back })
+}
+
+fn noise(rng: &mut Rng, len: usize) -> Vec<u8> {
+    (0..len.div_ceil(8)).flat_map(|_| rng.next_u64().to_le_bytes()).take(len).collect()
+}
+
+fn record_at(disks: &[MemoryDisk], rng: &mut Rng) -> Option<Place> {
+    let records: Vec<Place> = files(disks)
+        .into_iter()
+        .flat_map(|(at, path)| {
+            let found = structures(&disks[at].contents(&path).unwrap_or_default());
+            let records = found.into_iter().filter(|one| one.1 == Structure::Record);
+            records.map(|one| (at, path.clone(), one.0)).collect::<Vec<_>>()
+        })
+        .collect();
+    (!records.is_empty()).then(|| records[rng.index(records.len())].clone())
+}
+
+fn record_len(disks: &[MemoryDisk], place: &Place) -> usize {
+    let page = bytes_at(disks, place, PAGE);
+    let header = u32::from_le_bytes(page[72..76].try_into().expect("four bytes")) as usize;
+    header + payload_bytes(&page).next_multiple_of(PAGE)
+}
+
+/// Files that are swapped, renamed, gone, cut off, or another store's or time's.
+fn whole_file(
+    store: &Prepared,
+    disks: &[MemoryDisk],
+    kind: u64,
+    (at, path, _): &Place,
+    (rng, lost): (&mut Rng, &mut bool),
+) -> Option<(String, Vec<Place>)> {
+    let all = files(disks);
+    let here = disks[*at].contents(path)?;
+    let start = |at: usize, path: &str| (at, path.to_owned(), 0);
+    match kind {
+        8 => {
+            let (other_at, other) = all[rng.index(all.len())].clone();
+            let theirs = disks[other_at].contents(&other)?;
+            disks[*at].plant(path, theirs);
+            disks[other_at].plant(&other, here);
+            Some((
+                format!("files {path} and {other} swapped"),
+                vec![start(*at, path), start(other_at, &other)],
+            ))
+        }
+        9 => {
+            // The name of the newest segment is known to nobody else.
+            *lost = store.make == Make::Killed;
+            disks[*at].remove(path);
+            Some((format!("{path} is gone"), vec![start(*at, path)]))
+        }
+        10 => {
+            let len = rng.below((here.len() / SECTOR) as u64) as usize * SECTOR;
+            disks[*at].tamper(path, |bytes| bytes.truncate(len));
+            Some((format!("{path} cut off at {len}"), vec![(*at, path.clone(), len)]))
+        }
+        11 => {
+            *lost = true;
+            let before = store.earlier.get(*at)?.contents(path)?;
+            disks[*at].plant(path, before);
+            Some((format!("{path} as it was before"), vec![start(*at, path)]))
+        }
+        _ => {
+            let theirs = stranger().disks[0].contents(path)?;
+            disks[*at].plant(path, theirs);
+            Some((format!("{path} of another store"), vec![start(*at, path)]))
+        }
+    }
+}
+
+/// What a client that knows everything but the secret plants in a payload: whole records of a block that is not there,
+/// for the place at which they lie. Then the record around them loses its header, so that a scan looks at every page.
+fn forge(store: &Prepared, disks: &[MemoryDisk], rng: &mut Rng) -> Option<(String, Vec<Place>)> {
+    let all = files(disks).into_iter().flat_map(|(at, path)| {
+        let bytes = disks[at].contents(&path).unwrap_or_default();
+        let found = structures(&bytes);
+        found.into_iter().filter_map(move |(offset, structure, total)| {
+            let large = structure == Structure::Record && payload_bytes(&bytes[offset..]) > 4 * PAGE;
+            large.then(|| (at, path.clone(), offset, total))
+        })
+    });
+    let hosts: Vec<_> = all.collect();
+    if hosts.is_empty() {
+        return None;
+    }
+    let (at, path, offset, total) = hosts[rng.index(hosts.len())].clone();
+    let donor = store.disks.iter().enumerate().flat_map(|(at, disk)| {
+        let of = move |path: String| (at, path);
+        disk.files().into_iter().map(of)
+    });
+    let donor = donor.flat_map(|(at, path)| {
+        let bytes = store.disks[at].contents(&path).unwrap_or_default();
+        let records = structures(&bytes).into_iter().filter(|one| one.1 == Structure::Record);
+        records.map(|one| bytes[one.0..].to_vec()).collect::<Vec<_>>()
+    });
+    let mut blocks = donor.filter_map(|bytes| {
+        let position = claimed_position(&bytes)?;
+        let record = record::open(&bytes, &position, &store.keyring.1).ok()?;
+        match record.body() {
+            Ok(Body::Blocks(blocks)) if payload_bytes(&bytes) < PAGE && blocks.encoding == ENCODING_RAW => {
+                Some((blocks, bytes))
+            }
+            _ => None,
+        }
+    });
+    let (mut blocks, bytes) = blocks.next()?;
+    // A block of the client's choice, under a key that the store does not hold.
+    blocks.blocks.iter_mut().zip(0..).for_each(|(name, n)| name.key = key(14 + n).0);
+    let len = payload_bytes(&bytes) / blocks.blocks.len();
+    blocks.blocks.truncate(1);
+    let host = claimed_position(&bytes_at(disks, &(at, path.clone(), offset), PAGE))?;
+    let place = Position { offset: (offset + total + PAGE) as u64, ..host };
+    let evil = vec![0x66; len];
+    let shape = len as u64;
+    let digests = vec![crc32fast::hash(&evil[..len / 2]), crc32fast::hash(&evil[len / 2..])];
+    let secret = Secret::new([rng.below(250) as u8; 32]);
+    let fields = Fields { sequence: 1 << 40, durable_upto: 0, payload_bytes: shape };
+    let digests =
+        if blocks.group == crate::fixture::STATE.0 { vec![crc32fast::hash(&evil)] } else { digests };
+    let header = record::encode(&place, &secret, &fields, &Body::Blocks(blocks), &digests).ok()?;
+    write_at(disks, &(at, path.clone(), place.offset as usize), &header);
+    write_at(disks, &(at, path.clone(), place.offset as usize + header.len()), &evil);
+    write_at(disks, &(at, path.clone(), offset), &vec![0x5a; PAGE]);
+    // And the footer that would tell where to look.
+    let end = bytes_at(disks, &(at, path.clone(), 0), usize::MAX / 2).len();
+    write_at(disks, &(at, path.clone(), end - PAGE), &vec![0; PAGE]);
+    let what = format!("a record forged in the payload of {offset} of {path}, which loses its header");
+    Some((what, vec![(at, path.clone(), offset), (at, path, end - PAGE)]))
+}
+
+/// Repairs a store; a second repair finds nothing to do.
+pub(super) fn put_right(disks: &[MemoryDisk]) -> Result<(), String> {
+    let site =
+        |disk: &MemoryDisk| Site { disk: Arc::new(disk.clone()), writer: Some(Arc::new(disk.clone())) };
+    let sites: Vec<Site> = disks.iter().map(site).collect();
+    let options = CheckOptions { threads: 1, ..CheckOptions::default() };
+    repair(&sites, &options, &Bytes::default()).map_err(|why| why.to_string())?;
+    let again = repair(&sites, &options, &Bytes::default()).map_err(|why| why.to_string())?;
+    let open: Vec<_> = again.actions.iter().filter(|action| action.failed.is_none()).collect();
+    if open.is_empty() { Ok(()) } else { Err(format!("repaired twice: {open:?}")) }
+}
+
+fn strike(seed: Seed, states: &States) -> Result<(), String> {
+    let make = Make::ALL[(seed.0 % Make::ALL.len() as u64) as usize];
+    let store = prepared(make);
+    let mut rng = seed.child("damage").rng();
+    let Some(damage) = damage(store, &mut rng) else { return Ok(()) };
+    let mut state = Mixer::new(seed.0 % Make::ALL.len() as u64);
+    state.text(&damage.what);
+    let note = |what: String| format!("{make:?}, {}: {what}", damage.what);
+    judge(store, &damage).map_err(note)?;
+    states.reach(state.value());
+    Ok(())
+}
+
+/// Whether anything that was touched is a superblock: then a store may refuse to be opened.
+fn touches_superblock(damage: &Damage) -> bool {
+    damage.places.iter().any(|(_, path, _)| path.contains("superblock"))
+}
+
+fn judge(store: &Prepared, damage: &Damage) -> Result<(), String> {
+    let checked = look(&damage.disks);
+    let opened = store.ask(&damage.disks);
+    let (found, opened) = match opened {
+        Ok(both) => both,
+        Err(why) if why.starts_with("it does not open") && touches_superblock(damage) => {
+            // Then the checker does not call it clean either.
+            return match checked {
+                Ok(checked) if checked.findings.is_clean() => {
+                    Err(format!("{why}, and the checker is content"))
+                }
+                _ => Ok(()),
+            };
+        }
+        Err(why) => return Err(why),
+    };
+    drop(opened);
+    quarantined(&found)?;
+    let checked = checked.map_err(|why| format!("it opens, and cannot be checked: {why}"))?;
+    let changes = changed(&store.sound, &found);
+    if !changes.is_empty() && !damage.rolled_back && !is_named(&checked, damage) {
+        return Err(format!("the checker says nothing of it, and {changes:?}"));
+    }
+    let doomed = checked.findings.problems.iter().map(|finding| finding.blocks).sum();
+    repaired(store, &damage.disks, &found, doomed)
+}
+
+fn is_named(checked: &Checked, damage: &Damage) -> bool {
+    if touches_superblock(damage) {
+        // Of the store that another one's superblock names, every segment is foreign.
+        return !checked.findings.is_clean();
+    }
+    let near = |(_, path, _): &Place| names(checked, path, &|_| true);
+    damage.places.iter().any(near)
+}
+
+/// A repaired store is clean, opens, serves what it served before and nothing half. Only blocks of records that the
+/// checker has counted as lost may go.
+pub(super) fn repaired(
+    store: &Prepared,
+    disks: &[MemoryDisk],
+    before: &super::stores::Answers,
+    doomed: u64,
+) -> Result<(), String> {
+    put_right(disks).map_err(|why| format!("repair: {why}"))?;
+    let checked = look(disks).map_err(|why| format!("after repair: {why}"))?;
+    if !checked.findings.is_clean() {
+        return Err(format!("after repair it is not clean: {}", problems(&checked)));
+    }
+    let (after, _) = store.ask(disks).map_err(|why| format!("after repair: {why}"))?;
+    let mut dropped = Vec::new();
+    for (name, answer) in &after.blocks {
+        match (&before.blocks[name], answer) {
+            (_, Err(reason)) if !matches!(reason, Reason::NotHere(_)) => {
+                return Err(format!("after repair {name:?} is half there: {reason}"));
+            }
+            // What came back with a damaged tombstone may go again with it.
+            (Ok(_), Err(_)) if store.sound.blocks[name].is_ok() => dropped.push(*name),
+            _ => {}
+        }
+    }
+    let within = dropped.len() as u64 <= doomed;
+    if within { Ok(()) } else { Err(format!("repair has dropped {dropped:?}, which were good")) }
+}
+
+/// Row R7.
+pub(super) fn row() -> Row {
+    Row {
+        id: "R7",
+        what: "bytes swapped, stale, misdirected, zeroed, foreign and forged, whole files too; then repaired",
+        counts: "damages, each judged by engine, checker and repair",
+        targets: [3_000, 50_000, 1_000_000],
+        run: |ask, target| -> Tally { until(ask, target, strike) },
+    }
+}

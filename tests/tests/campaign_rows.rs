@@ -1,0 +1,127 @@
+//! The small form of rows of the fault campaign: a few seeds of each, in every build. And the planted bugs: each stands
+//! in the sources where the list says, and in the documents.
+#![allow(clippy::disallowed_methods, reason = "reads files of the repository, not of a store")]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use kvarts_tests::rows::planted::BUGS;
+use kvarts_tests::rows::{Ask, Tier, all};
+
+/// Runs a row until it has reached so many distinct states.
+fn run(id: &str, budget: u64) {
+    let row = all().into_iter().find(|row| row.id == id).expect("there is such a row");
+    let tally = row.run(&Ask {
+        tier: Tier::Merge,
+        seed: 0,
+        end: None,
+        budget: Some(budget),
+        workers: 1,
+        progress: false,
+    });
+    assert!(tally.violations.is_empty(), "{id}: {:#?}", tally.violations);
+    assert!(tally.skipped.is_none() && tally.distinct >= budget.min(4), "{id}: {tally:?}");
+}
+
+#[test]
+fn flipped_bits_are_named_and_cost_their_own_record_at_most() {
+    run("R6", 150);
+}
+
+#[test]
+fn swapped_stale_foreign_and_forged_bytes_are_never_served_and_can_be_repaired() {
+    run("R7", 80);
+}
+
+#[test]
+fn requests_that_are_left_half_way_leave_nothing() {
+    run("R14", 60);
+}
+
+#[test]
+fn clocks_that_are_set_change_no_answer() {
+    run("R17", 9);
+}
+
+#[test]
+fn any_bytes_can_be_decoded_and_any_store_looked_at() {
+    run("R18", 2_000);
+}
+
+#[test]
+fn recovery_that_is_cut_and_begun_again_gives_the_same() {
+    run("R22", 40);
+}
+
+#[test]
+fn images_of_every_version_open_also_when_the_power_fails_meanwhile() {
+    run("R23", 1);
+}
+
+#[test]
+fn checker_and_recovery_are_of_one_opinion() {
+    run("R26", 40);
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// How often each name stands in a `planted!` of the sources.
+fn planted() -> BTreeMap<String, usize> {
+    let mut found = BTreeMap::new();
+    let mut folders: Vec<PathBuf> =
+        ["layout/src", "store/src", "fsck/src"].map(|one| root().join(one)).into();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let text = std::fs::read_to_string(&path).unwrap();
+            for (at, mark) in text.match_indices("planted!(\"") {
+                let name = text[at + mark.len()..].split('"').next().unwrap();
+                if name != "name" {
+                    *found.entry(name.to_owned()).or_default() += 1;
+                }
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn every_planted_bug_stands_in_the_sources_and_in_the_documents() {
+    let found = planted();
+    let listed: Vec<&str> = BUGS.iter().map(|bug| bug.name).collect();
+    assert!(listed.len() >= 30);
+    for name in &listed {
+        assert!(found.contains_key(*name), "{name} is listed and stands nowhere");
+    }
+    for name in found.keys() {
+        assert!(listed.contains(&name.as_str()), "{name} stands in the sources and is not listed");
+    }
+    let text = std::fs::read_to_string(root().join("docs/FAULT_MODEL.md")).unwrap();
+    for bug in BUGS {
+        let line = format!("| `{}` | {} | {} |", bug.name, bug.row, bug.breaks);
+        assert!(text.contains(&line), "docs/FAULT_MODEL.md lacks: {line}");
+    }
+    let rows = all();
+    let count = text.lines().filter(|line| line.starts_with("| `")).count();
+    assert_eq!(count, BUGS.len(), "docs/FAULT_MODEL.md lists a bug that is not there");
+    assert!(BUGS.iter().all(|bug| rows.iter().any(|row| row.id == bug.row)));
+}
+
+#[test]
+fn no_program_that_is_used_has_bugs_planted_in_it() {
+    // The feature is one of these crates alone: whoever builds the program does not name it.
+    for manifest in ["server/Cargo.toml", "gpudirect/Cargo.toml", "Cargo.toml"] {
+        let text = std::fs::read_to_string(root().join(manifest)).unwrap();
+        assert!(!text.contains("planted"), "{manifest}");
+    }
+    for manifest in ["layout", "store", "fsck", "tests"] {
+        let text = std::fs::read_to_string(root().join(manifest).join("Cargo.toml")).unwrap();
+        assert!(text.contains("planted") && !text.contains("default ="), "{manifest}");
+    }
+}

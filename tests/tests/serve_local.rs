@@ -1,0 +1,162 @@
+//! A client of the local path promises what the embedded engine promises, whatever its memory is to the server, and
+//! goes on where a restarted server goes on.
+
+mod served;
+
+use std::sync::Arc;
+
+use kvarts_server::client::{Client, ConnectOptions, Via};
+use kvarts_store::api::{BlockOutcome, KvStore, MatchRequest, Order, ReadRequest};
+use kvarts_store::io::{Arena, Buf};
+use kvarts_tests::conformance::{Desk, all, pages};
+use kvarts_tests::fixture;
+use kvarts_tests::stage::Stage;
+use rustix::fs::MemfdFlags;
+use served::{ClientStage, Served};
+
+/// Shared memory that the cases of the suite are run in.
+const POOL_BYTES: usize = 64 << 20;
+
+/// What does not hold over any path, or needs a server of its own: see `serve_conformance.rs`.
+const NOT_SHARED: [&str; 5] = [
+    "a lease counts against its tenant's cap until it ends",
+    "events tell of each block, in order, and a snapshot with them is the content",
+    "a point of another stream is a gap",
+    "a put that a delete meets is refused, and stays away",
+    "of two puts of one key at once one stores it whole",
+];
+
+fn run(stage: &ClientStage) {
+    let mut count = 0;
+    for (name, case) in all().into_iter().filter(|(name, _)| !NOT_SHARED.contains(name)) {
+        eprintln!("guarantee: {name}");
+        case(&Desk::new(stage, name));
+        count += 1;
+    }
+    assert_eq!(count, all().len() - NOT_SHARED.len());
+}
+
+/// A file in memory, as an engine would have made it.
+fn engine_memory(bytes: u64) -> std::os::fd::OwnedFd {
+    let file = rustix::fs::memfd_create("engine", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&file, bytes).unwrap();
+    file
+}
+
+fn within(arena: Arena) -> impl Fn(usize) -> Buf {
+    move |bytes| arena.try_take(bytes).expect("room in the pool")
+}
+
+fn modes(stage: &ClientStage) -> Vec<&'static str> {
+    let clients = stage.served.daemon().node().locals.clients();
+    clients.iter().flat_map(|client| &client.modes).map(|mode| mode.name()).collect()
+}
+
+#[test]
+fn a_client_whose_memory_is_not_shared_conforms_and_is_known_as_copied() {
+    let stage = ClientStage::local("local-copied");
+    assert_eq!(stage.client.path().name(), "local");
+    run(&stage);
+    assert_eq!(modes(&stage), ["copied"]);
+    assert!(stage.served.metrics().contains("kvarts_clients{mode=\"copied\"} 1"));
+}
+
+#[test]
+fn a_client_with_a_pool_of_the_servers_conforms_and_is_known_as_direct() {
+    let stage = ClientStage::local("local-direct");
+    let region = stage.client.pool(POOL_BYTES).unwrap();
+    fixture::with_memory(within(Arena::new(Arc::clone(&region))), || run(&stage));
+    assert!(modes(&stage).contains(&"direct"));
+    let metrics = stage.served.metrics();
+    assert!(metrics.contains("kvarts_clients{mode=\"direct\"} 1"), "{metrics}");
+    assert!(metrics.contains("path=\"local\",method=\"get_layers\""), "{metrics}");
+}
+
+#[test]
+fn a_client_whose_own_memory_is_adopted_conforms_and_is_known_as_adopted() {
+    let stage = ClientStage::local("local-adopted");
+    let region = stage.client.adopt(engine_memory(POOL_BYTES as u64), POOL_BYTES as u64).unwrap();
+    fixture::with_memory(within(Arena::new(Arc::clone(&region))), || run(&stage));
+    assert!(modes(&stage).contains(&"adopted"));
+}
+
+#[test]
+fn reads_larger_than_all_windows_arrive_whole_in_both_orders() {
+    let stage = ClientStage::local("local-windows");
+    let desk = Desk::new(&stage, "windows");
+    let keys = desk.keys(0..1200);
+    // 28 MiB: four windows.
+    let outcomes = desk.outcomes(desk.request(pages(), &keys, 1));
+    let other = outcomes.iter().find(|outcome| **outcome != BlockOutcome::Stored);
+    assert_eq!((outcomes.len(), other), (1200, None));
+    for order in [Order::Layers, Order::Blocks] {
+        let request = ReadRequest { order, ..desk.read_request(pages(), &keys) };
+        let (events, end) = desk.read(&request);
+        assert_eq!((end.usable_blocks, end.usable_layers, end.failures), (1200, 3, Vec::new()));
+        assert_eq!(events.len(), if order == Order::Layers { 3 } else { 1200 });
+        desk.expect_bytes(&request, &(0..1200).collect::<Vec<_>>(), 1);
+    }
+}
+
+#[test]
+fn the_best_path_is_the_local_one_on_a_socket_and_grpc_elsewhere() {
+    let served = Served::start("local-best", "");
+    let socket = format!("unix:{}", served.daemon().socket().unwrap().display());
+    let name = |endpoint: String| Client::connect(&ConnectOptions::to(endpoint)).unwrap().path().name();
+    assert_eq!((name(socket), name(served.endpoint())), ("local", "grpc"));
+    let options = ConnectOptions { via: Via::Local, ..ConnectOptions::to(served.endpoint()) };
+    assert!(Client::connect(&options).unwrap_err().to_string().contains("unix:PATH"));
+}
+
+#[test]
+fn after_a_restart_of_the_server_a_client_goes_on_with_its_models_and_its_memory() {
+    let mut stage = ClientStage::local("local-restart");
+    let region = stage.client.pool(1 << 20).unwrap();
+    let arena = Arena::new(Arc::clone(&region));
+    let name = "restart";
+    let (keys, namespace) = {
+        let desk = Desk::new(&stage, name);
+        let keys = desk.keys(0..8);
+        assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 8]);
+        (keys, desk.namespace)
+    };
+    let at = stage.served.daemon().grpc().unwrap();
+    stage.served.restart_at(at);
+    // The broken connection is noticed by whoever uses it; the next call finds a new one.
+    let need = kvarts_layout::prefix::Requirement {
+        group: pages().0,
+        coordinates: vec![pages().1],
+        need: kvarts_layout::prefix::Need::All,
+        absence: kvarts_layout::prefix::Absence::Required,
+    };
+    let requirements = kvarts_layout::Requirements::new(16, vec![need]).unwrap();
+    let request = MatchRequest {
+        namespace,
+        keys: &keys,
+        requirements: &requirements,
+        recompute_tokens_max: u64::MAX,
+        lease: None,
+    };
+    let start = std::time::Instant::now();
+    while stage.client.match_prefix(&request).is_err() {
+        assert!(start.elapsed().as_secs() < 30, "the client does not find the server again");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    fixture::with_memory(within(arena), || {
+        let desk = Desk { stage: &stage, namespace, chain: 0 };
+        desk.expect(pages(), &keys, 1);
+    });
+    assert!(modes(&stage).contains(&"direct"));
+    assert!(
+        stage
+            .store()
+            .contains(&kvarts_store::api::ContainsRequest {
+                namespace,
+                group: pages().0,
+                coordinate: pages().1,
+                keys: &keys,
+                lease: None,
+            })
+            .is_ok()
+    );
+}

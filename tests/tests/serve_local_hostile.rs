@@ -1,0 +1,636 @@
+//! Clients of the local path that do what no client should: with their socket, with their memory, with their lives. The
+//! server goes on, others are not disturbed, and nothing is kept of those who are gone.
+#![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
+
+mod served;
+
+use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use kvarts_layout::{BlockKey, NamespaceId};
+use kvarts_server::client::Client;
+use kvarts_server::grpc::limits::KEYS_MAX;
+use kvarts_server::local::frame::{Head, Kind, bare, frame};
+use kvarts_server::local::limits::{BODY_BYTES_MAX, HEAD_BYTES, MAGIC, REQUESTS_MAX};
+use kvarts_server::proto;
+use kvarts_store::api::{BlockOutcome, ContainsRequest, KvStore, LeaseTerms, Presence, ReadRequest};
+use kvarts_store::error::Reason;
+use kvarts_store::io::{Arena, Buf, Region, shared};
+use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::fixture;
+use kvarts_tests::stage::{Stage, ask};
+use prost::Message;
+use rustix::fs::{FallocateFlags, MemfdFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use served::{ClientStage, Served};
+
+/// Bytes of one block of the column that these tests use.
+const BLOCK: u64 = 3 * 2 * 4096;
+
+/// A client that sends what it is told.
+struct Raw {
+    stream: UnixStream,
+    bytes: Vec<u8>,
+    files: Vec<OwnedFd>,
+}
+
+impl Raw {
+    fn connect(served: &Served) -> Self {
+        let stream = UnixStream::connect(served.daemon().socket().unwrap()).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        stream.set_write_timeout(Some(Duration::from_secs(30))).unwrap();
+        Self { stream, bytes: Vec::new(), files: Vec::new() }
+    }
+
+    /// Connects and is let in.
+    fn open(served: &Served) -> Self {
+        Self::with_token(served, "").unwrap()
+    }
+
+    fn with_token(served: &Served, token: &str) -> Result<Self, proto::Error> {
+        let mut raw = Self::connect(served);
+        raw.stream.write_all(MAGIC).unwrap();
+        raw.say(Kind::Hello, 0, &proto::Hello { version: 1, token: token.to_owned() });
+        match raw.hear() {
+            Some((Head { kind: Kind::Welcome, .. }, _)) => Ok(raw),
+            Some((Head { kind: Kind::Failed, .. }, body)) => Err(proto::Error::decode(&body[..]).unwrap()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn say(&mut self, kind: Kind, id: u64, message: &impl Message) {
+        self.stream.write_all(&frame(kind, id, message)).unwrap();
+    }
+
+    fn say_with(&mut self, kind: Kind, id: u64, message: &impl Message, file: &OwnedFd) {
+        let bytes = frame(kind, id, message);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let files = [file.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+        let parts = [IoSlice::new(&bytes)];
+        let sent = rustix::net::sendmsg(&self.stream, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
+        assert_eq!(sent, bytes.len());
+    }
+
+    /// The next frame; none if the server has closed the connection.
+    fn hear(&mut self) -> Option<(Head, Vec<u8>)> {
+        loop {
+            if let Ok(Some(head)) = Head::parse(&self.bytes)
+                && self.bytes.len() >= HEAD_BYTES + head.length
+            {
+                let rest = self.bytes.split_off(HEAD_BYTES + head.length);
+                let body = std::mem::replace(&mut self.bytes, rest).split_off(HEAD_BYTES);
+                return Some((head, body));
+            }
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut some = [0; 65536];
+            let parts = &mut [IoSliceMut::new(&mut some)];
+            let got = rustix::net::recvmsg(&self.stream, parts, &mut control, RecvFlags::CMSG_CLOEXEC);
+            let count = got.map(|got| got.bytes).unwrap_or(0);
+            for message in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(files) = message {
+                    self.files.extend(files);
+                }
+            }
+            if count == 0 {
+                return None;
+            }
+            self.bytes.extend_from_slice(&some[..count]);
+        }
+    }
+
+    /// The answer to the last request.
+    fn answer<M: Message + Default>(&mut self) -> Result<M, proto::Error> {
+        match self.hear() {
+            Some((Head { kind: Kind::Done, .. }, body)) => Ok(M::decode(&body[..]).unwrap()),
+            Some((Head { kind: Kind::Failed, .. }, body)) => Err(proto::Error::decode(&body[..]).unwrap()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Shares a pool of the server's; gives this side's view.
+    fn pool(&mut self, memory: u32, bytes: u64) -> Arc<Region> {
+        let mode = proto::LocalMode::LocalDirect.into();
+        self.say(Kind::Share, u64::from(memory), &proto::ShareRequest { memory, mode, bytes });
+        self.answer::<proto::ShareReply>().unwrap();
+        shared::map(self.files.pop().unwrap(), bytes, Box::new(())).unwrap()
+    }
+
+    fn share(&mut self, mode: proto::LocalMode, bytes: u64, file: &OwnedFd) -> Result<(), proto::Error> {
+        let wire = proto::ShareRequest { memory: 77, mode: mode.into(), bytes };
+        self.say_with(Kind::Share, 1, &wire, file);
+        self.answer::<proto::ShareReply>().map(drop)
+    }
+}
+
+fn key_bytes(keys: &[BlockKey]) -> bytes::Bytes {
+    keys.iter().flat_map(|key| key.0).collect::<Vec<u8>>().into()
+}
+
+/// Blocks one after the other in a shared memory.
+fn places(memory: u32, blocks: u32) -> proto::LocalPlaces {
+    let target = |part: u64| proto::local_places::Target { memory, base: part * 4096, stride: BLOCK };
+    proto::LocalPlaces { targets: (0..6).map(target).collect(), slots: (0..blocks).collect() }
+}
+
+fn column() -> Option<proto::Column> {
+    let coordinate = proto::Coordinate { start: 0, count: 2, of: 2 };
+    Some(proto::Column { group: 0, coordinate: Some(coordinate) })
+}
+
+fn local_read(namespace: NamespaceId, keys: &[BlockKey], into: proto::LocalPlaces) -> proto::LocalRead {
+    let read = proto::ReadRequest {
+        namespace: namespace.as_bytes().to_vec().into(),
+        column: column(),
+        keys: key_bytes(keys),
+        ..proto::ReadRequest::default()
+    };
+    proto::LocalRead { read: Some(read), into: Some(into), ..proto::LocalRead::default() }
+}
+
+fn local_put(namespace: NamespaceId, keys: &[BlockKey], memory: u32, crc32: Vec<u32>) -> proto::LocalPut {
+    let header = proto::PutHeader {
+        namespace: namespace.as_bytes().to_vec().into(),
+        column: column(),
+        keys: key_bytes(keys),
+        ..proto::PutHeader::default()
+    };
+    let from = Some(places(memory, keys.len() as u32));
+    proto::LocalPut { header: Some(header), from, crc32, timeout_us: 0 }
+}
+
+fn stage(name: &str) -> ClientStage {
+    ClientStage::open(name)
+}
+
+/// Nothing is left of local clients.
+fn expect_nothing_left(served: &Served) {
+    served.until("nothing of a client that is gone is left", |daemon| {
+        let node = daemon.node();
+        let memory = node.memory.usage().iter().all(|usage| usage.used == 0);
+        memory && node.locals.clients().is_empty() && node.locals.mapped() == 0 && node.calls() == 0
+    });
+}
+
+/// Others are served as if nothing had happened.
+fn expect_served(stage: &ClientStage, round: u64) {
+    let desk = Desk::new(stage, &format!("undisturbed {round}"));
+    let keys = desk.keys(0..4);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 4]);
+    desk.expect(pages(), &keys, 1);
+}
+
+#[test]
+fn what_is_no_frame_ends_its_connection_and_no_other() {
+    let stage = stage("local-garbage");
+    let head = |kind, length| Head { length, kind, id: 5 }.bytes().to_vec();
+    let mut too_long = head(Kind::Read, BODY_BYTES_MAX);
+    too_long[0] = 1;
+    let unknown = {
+        let mut bytes = head(Kind::Read, 0);
+        bytes[4] = 99;
+        bytes
+    };
+    let noise: Vec<u8> = (0..4000u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    for (what, bytes) in [
+        ("too long", too_long),
+        ("unknown", unknown),
+        ("a server's", head(Kind::Released, 0)),
+        ("a second hello", frame(Kind::Hello, 1, &proto::Hello::default())),
+        ("noise", noise),
+    ] {
+        let mut raw = Raw::open(&stage.served);
+        raw.stream.write_all(&bytes).unwrap();
+        assert!(raw.hear().is_none(), "{what}");
+    }
+    // Bodies that are no messages are answered, and the connection goes on.
+    let mut raw = Raw::open(&stage.served);
+    for kind in [Kind::Share, Kind::Read, Kind::Put, Kind::Match, Kind::Exists, Kind::Unlock, Kind::Renew] {
+        let body = [0xff; 40];
+        let head = Head { length: body.len(), kind, id: 9 };
+        raw.stream.write_all(&[&head.bytes()[..], &body].concat()).unwrap();
+        let error = raw.answer::<proto::UnlockReply>().unwrap_err();
+        assert_eq!(error.reason(), proto::Reason::Malformed, "{kind:?}");
+    }
+    drop(raw);
+    // Those that never say who they are, and say it wrong.
+    let mut half = Raw::connect(&stage.served);
+    half.stream.write_all(&MAGIC[..5]).unwrap();
+    drop(half);
+    let mut wrong = Raw::connect(&stage.served);
+    wrong.stream.write_all(b"KVARTSL9 and more than that").unwrap();
+    assert!(wrong.hear().is_none());
+    let mut early = Raw::connect(&stage.served);
+    early.stream.write_all(&[&MAGIC[..], &bare(Kind::Cancel, 1)].concat()).unwrap();
+    assert!(early.hear().is_none());
+    expect_served(&stage, 1);
+    expect_nothing_left(&stage.served);
+}
+
+#[test]
+fn descriptors_that_nobody_asked_for_or_cannot_be_shared_are_refused() {
+    let stage = stage("local-descriptors");
+    let open = rustix::fs::memfd_create("open", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&open, 1 << 20).unwrap();
+    let mut raw = Raw::open(&stage.served);
+    for mode in [proto::LocalMode::LocalDirect, proto::LocalMode::LocalAdopted, proto::LocalMode::LocalCopied]
+    {
+        // One that can be shortened would kill whoever touches it then.
+        let error = raw.share(mode, 1 << 20, &open).unwrap_err();
+        assert!(error.message.contains("F_SEAL_SHRINK"), "{}", error.message);
+    }
+    let (pipe, _other) = rustix::pipe::pipe().unwrap();
+    assert!(raw.share(proto::LocalMode::LocalAdopted, 4096, &pipe).is_err());
+    let folder = rustix::fs::open("/", rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()).unwrap();
+    assert!(raw.share(proto::LocalMode::LocalAdopted, 4096, &folder).is_err());
+    shared::seal(&open).unwrap();
+    assert!(raw.share(proto::LocalMode::LocalAdopted, (1 << 20) + 4096, &open).is_err(), "longer than it is");
+    assert!(raw.share(proto::LocalMode::LocalAdopted, 5000, &open).is_err(), "not whole pages");
+    raw.share(proto::LocalMode::LocalAdopted, 1 << 20, &open).unwrap();
+    assert!(raw.share(proto::LocalMode::LocalAdopted, 1 << 20, &open).is_err(), "a number in use");
+    assert!(rustix::fs::ftruncate(&open, 0).is_err(), "what is shared cannot be shortened");
+    for bytes in [0, 4095, u64::MAX - 4095, 1 << 60] {
+        let mode = proto::LocalMode::LocalDirect.into();
+        raw.say(Kind::Share, 3, &proto::ShareRequest { memory: 9, mode, bytes });
+        assert!(raw.answer::<proto::ShareReply>().is_err(), "{bytes}");
+    }
+    raw.say_with(Kind::Unlock, 4, &proto::UnlockRequest { lease: 1 }, &open);
+    assert!(raw.hear().is_none(), "a descriptor with a frame that has none");
+    expect_served(&stage, 1);
+    expect_nothing_left(&stage.served);
+}
+
+#[test]
+fn places_outside_of_shared_memory_or_over_each_other_are_refused() {
+    let stage = stage("local-places");
+    let desk = Desk::new(&stage, "places");
+    let keys = desk.keys(0..4);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 4]);
+    let mut raw = Raw::open(&stage.served);
+    let _pool = raw.pool(1, 4 * BLOCK);
+    let mut refused = |what: &str, change: &dyn Fn(&mut proto::LocalPlaces)| {
+        let mut into = places(1, 4);
+        change(&mut into);
+        raw.say(Kind::Read, 1, &local_read(desk.namespace, &keys, into.clone()));
+        let error = raw.answer::<proto::UnlockReply>().unwrap_err();
+        assert_eq!(error.kind(), proto::Kind::Invalid, "{what}: {error:?}");
+        let put = proto::LocalPut { from: Some(into), ..local_put(desk.namespace, &keys, 1, vec![0; 4]) };
+        raw.say(Kind::Put, 2, &put);
+        let error = raw.answer::<proto::PutReply>().unwrap_err();
+        assert_eq!(error.kind(), proto::Kind::Invalid, "{what}: {error:?}");
+    };
+    refused("no such memory", &|places| places.targets[3].memory = 2);
+    refused("nowhere", &|places| places.targets[3].memory = 0);
+    refused("past the end", &|places| places.slots[0] = 4);
+    refused("far past the end", &|places| places.slots[0] = u32::MAX);
+    refused("overflowing", &|places| places.targets[0].base = u64::MAX - 10);
+    refused("strides that overflow", &|places| places.targets[0].stride = u64::MAX / 2);
+    refused("over each other", &|places| places.targets[1].base = 100);
+    refused("a slot twice", &|places| places.slots[1] = 0);
+    refused("too few targets", &|places| places.targets.truncate(5));
+    refused("too few slots", &|places| places.slots.truncate(3));
+    refused("none", &|places| *places = proto::LocalPlaces::default());
+    raw.say(Kind::Read, 1, &local_read(desk.namespace, &vec![BlockKey([1; 32]); KEYS_MAX + 1], places(1, 1)));
+    assert_eq!(raw.answer::<proto::UnlockReply>().unwrap_err().reason(), proto::Reason::TooMany);
+    raw.say(Kind::Put, 2, &local_put(desk.namespace, &keys, 1, vec![0; 3]));
+    assert_eq!(raw.answer::<proto::PutReply>().unwrap_err().reason(), proto::Reason::Malformed);
+    drop(raw);
+    expect_nothing_left(&stage.served);
+    desk.expect(pages(), &keys, 1);
+}
+
+const TENANTS: &str = r#"
+[[tenants]]
+name = "a"
+[[tenants]]
+name = "b"
+"#;
+
+fn tokens() -> String {
+    let token = |tenant: &str, name: &str, rights: &str| {
+        let hash = kvarts_server::node::auth::TokenHash::of(name);
+        format!("[[tokens]]\ntenant = \"{tenant}\"\nrights = [{rights}]\nhash = \"{hash}\"\n")
+    };
+    let all = [
+        token("a", "kvarts_a", "\"read\", \"write\""),
+        token("a", "kvarts_reader", "\"read\""),
+        token("b", "kvarts_b", "\"read\", \"write\""),
+    ];
+    format!("{TENANTS}{}", all.concat())
+}
+
+#[test]
+fn tokens_and_tenants_are_those_of_grpc() {
+    let served = Served::start("local-tokens", &tokens());
+    for token in ["", "kvarts_wrong", "kvarts_a "] {
+        if let Err(error) = Raw::with_token(&served, token) {
+            assert_eq!(error.reason(), proto::Reason::Denied, "{token:?}");
+        } else {
+            assert_eq!(token.trim(), "kvarts_a", "let in with {token:?}");
+        }
+    }
+    let (a, reader, b) =
+        (served.local(Some("kvarts_a")), served.local(Some("kvarts_reader")), served.local(Some("kvarts_b")));
+    let register =
+        |client: &Client| client.register(&fixture::identity("same"), &fixture::geometry()).unwrap();
+    let (of_a, of_b) = (register(&a), register(&b));
+    assert_ne!(of_a, of_b);
+    assert_eq!(register(&reader), of_a);
+    let keys = fixture::keys(5, 0..2);
+    let contains = |client: &Client, namespace| {
+        let (group, coordinate) = pages();
+        client.contains(&ContainsRequest { namespace, group, coordinate, keys: &keys, lease: None })
+    };
+    let stage = ClientStage { client: a, served };
+    let desk = Desk { stage: &stage, namespace: of_a, chain: 0 };
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 2]);
+    assert_eq!(contains(&reader, of_a).unwrap().presence, vec![Presence::Here; 2]);
+    assert_eq!(contains(&b, of_b).unwrap().presence, vec![Presence::Absent; 2]);
+    let foreign = contains(&b, of_a).unwrap_err().0;
+    assert_eq!(foreign, Reason::UnknownNamespace(of_a), "another tenant's is as unknown as none");
+    let put = reader.put(desk.request(pages(), &fixture::keys(6, 0..1), 1));
+    assert!(matches!(ask(&stage, put).unwrap_err().0, Reason::Denied(_)), "a reader cannot put");
+}
+
+#[test]
+fn a_client_that_dies_while_it_reads_leaves_nothing_behind() {
+    let stage = stage("local-dies-reading");
+    let desk = Desk::new(&stage, "dies");
+    let keys = desk.keys(0..400);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 400]);
+    for round in 0..20 {
+        let mut raw = Raw::open(&stage.served);
+        let _pool = raw.pool(1, 400 * BLOCK);
+        for id in 0..4 {
+            raw.say(Kind::Read, id, &local_read(desk.namespace, &keys, places(1, 400)));
+        }
+        if round % 2 == 0 {
+            // Something has arrived.
+            raw.hear();
+        }
+        if round % 3 == 0 {
+            raw.stream.write_all(&bare(Kind::Cancel, 2)).unwrap();
+        }
+    }
+    expect_nothing_left(&stage.served);
+    desk.expect(pages(), &keys, 1);
+}
+
+#[test]
+fn a_client_that_dies_while_it_puts_leaves_blocks_whole_or_absent() {
+    let stage = stage("local-dies-putting");
+    let desk = Desk::new(&stage, "dies");
+    for round in 0..10u64 {
+        let keys = desk.keys(round * 100..round * 100 + 100);
+        let mut raw = Raw::open(&stage.served);
+        let pool = raw.pool(1, 100 * BLOCK);
+        let mut digests = Vec::new();
+        for (at, key) in keys.iter().enumerate() {
+            let shape = fixture::shape(pages().0, pages().1);
+            let block = fixture::content(key, pages().0, pages().1, 1, &shape).concat();
+            digests.push(crc32fast::hash(&block));
+            Buf::new(&pool, at * BLOCK as usize, BLOCK as usize).unwrap().copy_in(0, &block);
+        }
+        raw.say(Kind::Put, 1, &local_put(desk.namespace, &keys, 1, digests));
+        if round % 2 == 0 {
+            std::thread::sleep(Duration::from_millis(round));
+        }
+        drop(raw);
+        expect_nothing_left(&stage.served);
+        stage.rest();
+        let request = desk.read_request(pages(), &keys);
+        let (_, end) = desk.read(&ReadRequest { order: kvarts_store::api::Order::Blocks, ..request.clone() });
+        let failed: Vec<u32> = end.failures.iter().map(|(block, _)| *block).collect();
+        assert!(
+            end.failures.iter().all(|(_, reason)| matches!(reason, Reason::NotHere(_) | Reason::InFlight))
+        );
+        let there: Vec<u32> = (0..100).filter(|block| !failed.contains(block)).collect();
+        desk.expect_bytes(&request, &there, 1);
+    }
+}
+
+/// Writes to memory until told to stop.
+fn scribbler(region: &Arc<Region>, stop: &Arc<AtomicBool>) -> std::thread::JoinHandle<()> {
+    let (memory, stop) = (Buf::new(region, 0, region.len()).unwrap(), Arc::clone(stop));
+    std::thread::spawn(move || {
+        let mut byte = 0u8;
+        while !stop.load(Ordering::Relaxed) {
+            for at in (0..memory.len()).step_by(512) {
+                memory.copy_in(at, &[byte]);
+            }
+            byte = byte.wrapping_add(1);
+        }
+    })
+}
+
+#[test]
+fn a_client_that_rewrites_its_memory_during_a_put_stores_only_what_it_digested() {
+    let stage = stage("local-rewrites-put");
+    let desk = Desk::new(&stage, "rewrites");
+    let mut raw = Raw::open(&stage.served);
+    let pool = raw.pool(1, 20 * BLOCK);
+    let stop = Arc::new(AtomicBool::new(false));
+    let scribbling = scribbler(&pool, &stop);
+    let (mut stored, mut refused) = (0, 0);
+    for round in 0..40u64 {
+        let keys = desk.keys(round * 20..round * 20 + 20);
+        let view = |at: usize| Buf::new(&pool, at * BLOCK as usize, BLOCK as usize).unwrap();
+        let digests: Vec<u32> = (0..20).map(|at| crc32fast::hash(&view(at).to_vec())).collect();
+        raw.say(Kind::Put, round, &local_put(desk.namespace, &keys, 1, digests.clone()));
+        let reply = raw.answer::<proto::PutReply>().unwrap();
+        for ((outcome, key), digest) in reply.outcomes.iter().zip(&keys).zip(digests) {
+            let request = desk.read_request(pages(), &[*key]);
+            let (_, end) = desk.read(&request);
+            match outcome.what() {
+                proto::put_outcome::What::Stored => {
+                    stored += 1;
+                    assert_eq!(end.failures, Vec::new());
+                    let shape = fixture::shape(pages().0, pages().1);
+                    let bytes = fixture::read_block(&request.into, 0, &shape).concat();
+                    assert_eq!(crc32fast::hash(&bytes), digest, "other bytes than were digested");
+                }
+                _ => {
+                    refused += 1;
+                    assert_eq!(outcome.error.as_ref().unwrap().kind(), proto::Kind::Retry);
+                    assert_eq!(end.failures, vec![(0, Reason::NotHere(*key))]);
+                }
+            }
+        }
+    }
+    stop.store(true, Ordering::Relaxed);
+    scribbling.join().unwrap();
+    assert!(refused > 0, "the memory never changed in between: {stored} stored");
+    drop((raw, pool));
+    expect_nothing_left(&stage.served);
+}
+
+#[test]
+fn a_client_that_rewrites_or_empties_its_memory_during_reads_takes_no_block_from_others() {
+    let stage = stage("local-rewrites-read");
+    let desk = Desk::new(&stage, "rewrites");
+    let keys = desk.keys(0..100);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 100]);
+    let mut raw = Raw::open(&stage.served);
+    let bytes = 100 * BLOCK;
+    let file = shared::sealed(bytes).unwrap();
+    raw.share(proto::LocalMode::LocalDirect, bytes, &file).unwrap();
+    let region = shared::map(&file, bytes, Box::new(())).unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let scribbling = scribbler(&region, &stop);
+    let mut mismatched = 0;
+    for id in 0..30 {
+        raw.say(Kind::Read, id, &local_read(desk.namespace, &keys, places(77, 100)));
+        // Memory that was given back to the kernel comes again as zeros.
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&file, hole, 0, bytes / 2).unwrap();
+        loop {
+            let (head, body) = raw.hear().expect("the connection stays");
+            match head.kind {
+                Kind::End => {
+                    let end = proto::LocalEnd::decode(&body[..]).unwrap().end.unwrap();
+                    mismatched += end.failures.len();
+                }
+                Kind::Released => break,
+                _ => {}
+            }
+        }
+        // Another reader of the same blocks at the same time gets them all.
+        desk.expect(pages(), &keys, 1);
+    }
+    stop.store(true, Ordering::Relaxed);
+    scribbling.join().unwrap();
+    assert!(mismatched > 0, "nothing was rewritten at the right moment");
+    let stats = stage.served.daemon().node().engine.stats();
+    assert_eq!((stats.counts.chunks_damaged, stats.counts.blocks_quarantined), (0, 0));
+    drop((raw, region, file));
+    expect_nothing_left(&stage.served);
+    desk.expect(pages(), &keys, 1);
+}
+
+#[test]
+fn a_client_that_takes_no_answers_holds_up_nobody() {
+    let stage = stage("local-takes-nothing");
+    let desk = Desk::new(&stage, "takes nothing");
+    let keys = desk.keys(0..64);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 64]);
+    let mut raw = Raw::open(&stage.served);
+    let _pool = raw.pool(1, 64 * BLOCK);
+    raw.stream.set_nonblocking(true).unwrap();
+    let exists = proto::ExistsRequest {
+        namespace: desk.namespace.as_bytes().to_vec().into(),
+        column: column(),
+        keys: key_bytes(&keys),
+        ..proto::ExistsRequest::default()
+    };
+    let mut id = 10u64;
+    let stuck = loop {
+        let some = frame(Kind::Exists, id, &exists);
+        id += 1;
+        match raw.stream.write(&some) {
+            Ok(count) if count == some.len() => {}
+            Ok(_) => break true,
+            Err(error) => break error.kind() == std::io::ErrorKind::WouldBlock,
+        }
+        if id > 2_000_000 {
+            break false;
+        }
+    };
+    assert!(stuck, "the server takes requests without end");
+    expect_served(&stage, 1);
+    desk.expect(pages(), &keys, 1);
+    let queued = stage.served.daemon().node().locals.clients().len();
+    assert_eq!(queued, 1);
+    drop(raw);
+    expect_nothing_left(&stage.served);
+}
+
+#[test]
+fn no_more_requests_are_taken_than_may_be_under_way() {
+    let stage = stage("local-many-requests");
+    let desk = Desk::new(&stage, "many");
+    let keys = desk.keys(0..200);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 200]);
+    let mut raw = Raw::open(&stage.served);
+    let _pool = raw.pool(1, 200 * BLOCK);
+    let wanted = REQUESTS_MAX as u64 * 4;
+    // From another thread: a client that takes no answers is not listened to.
+    let (mut stream, namespace, all) = (raw.stream.try_clone().unwrap(), desk.namespace, keys.clone());
+    let asking = std::thread::spawn(move || {
+        for id in 0..wanted {
+            let read = local_read(namespace, &all, places(1, 200));
+            stream.write_all(&frame(Kind::Read, id, &read)).unwrap();
+        }
+    });
+    let (mut ended, mut refused) = (0, 0);
+    while ended + refused < wanted {
+        let (head, body) = raw.hear().expect("the connection stays");
+        match head.kind {
+            Kind::Released => ended += 1,
+            Kind::Failed => {
+                assert_eq!(proto::Error::decode(&body[..]).unwrap().kind(), proto::Kind::Retry);
+                refused += 1;
+            }
+            _ => {}
+        }
+    }
+    asking.join().unwrap();
+    assert!(ended >= REQUESTS_MAX as u64, "{ended} reads, {refused} refused");
+    drop(raw);
+    expect_nothing_left(&stage.served);
+}
+
+#[test]
+fn leases_end_with_the_connection_that_took_them() {
+    let stage = stage("local-leases");
+    let desk = Desk::new(&stage, "leases");
+    let keys = desk.keys(0..8);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 8]);
+    let client = stage.served.local(None);
+    client.register(&fixture::identity("leases"), &fixture::geometry()).unwrap();
+    let (group, coordinate) = pages();
+    let terms = LeaseTerms { hold: Duration::from_secs(3600), tenant: 0, cap_bytes: u64::MAX };
+    let request =
+        ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &keys, lease: Some(terms) };
+    let lease = client.contains(&request).unwrap().lease.expect("all are here");
+    let (pinned, held) =
+        client.pin(desk.namespace, (group, coordinate), &keys, Duration::from_secs(60)).unwrap();
+    assert_eq!((pinned.is_some(), held), (true, 8));
+    let held = |daemon: &kvarts_server::daemon::Daemon| {
+        daemon.node().locals.clients().iter().map(|client| client.leases).sum::<u32>()
+    };
+    assert_eq!(held(stage.served.daemon()), 2);
+    client.renew(lease, Duration::from_secs(7200)).unwrap();
+    assert!(client.unlock(pinned.unwrap()));
+    drop(client);
+    expect_nothing_left(&stage.served);
+    // Nothing is held any more: the name that the lease had is unknown.
+    assert!(stage.client.renew(lease, Duration::from_secs(1)).is_err());
+    assert!(!stage.client.unlock(lease));
+}
+
+#[test]
+fn pools_leave_with_their_last_user_and_more_than_may_be_shared_is_refused() {
+    let served = Served::start("local-pools", "[limits]\nshared = \"8 MiB\"\n");
+    let client = served.local(None);
+    let pool = client.pool(6 << 20).unwrap();
+    assert!(client.pool(4 << 20).is_err());
+    let piece = Arena::new(pool).try_take(4096).unwrap();
+    assert_eq!(served.daemon().node().locals.mapped(), 6 << 20);
+    drop(piece);
+    served.until("the pool is forgotten", |daemon| daemon.node().locals.mapped() == 0);
+    assert!(client.pool(4 << 20).is_ok());
+    let mut left = Raw::open(&served);
+    let _ = left.stream.read(&mut []);
+    drop((left, client));
+    expect_nothing_left(&served);
+}
