@@ -31,7 +31,7 @@ use crate::cli::Failure;
 /// Distinct blocks by which the default capacity is less than all of them.
 const DEFAULT_PART: u64 = 9;
 /// Segments that the budget has at least, so that what is written anew is a small part.
-const SEGMENTS: u64 = 96;
+const SEGMENTS: u64 = 64;
 /// Blocks of one put, and of one read, at most; and parts of a segment that a put takes.
 const BATCH_MAX: u64 = 32;
 const PUT_PARTS: u64 = 4;
