@@ -182,6 +182,7 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
         store: Options {
             segment_bytes: config.segment_bytes,
             budget_bytes: budget,
+            eviction: config.policy,
             executors: config.executors,
             ..Options::default()
         },
