@@ -34,6 +34,8 @@ pub enum CannotRun {
     NoStore(String),
     /// Only a newer program can read it.
     Newer(u16),
+    /// It was written before the format was frozen.
+    Older(u16),
     /// The directories do not belong together.
     Mixed(String),
     /// The operating system refuses.
@@ -54,6 +56,9 @@ impl fmt::Display for CannotRun {
                     f,
                     "the store needs a program of format version {version}: check it with a newer kvarts"
                 )
+            }
+            Self::Older(version) => {
+                write!(f, "the store has format version {version}, from before the format was frozen")
             }
             Self::Mixed(what) => write!(f, "the directories do not belong together: {what}"),
             Self::Refused(what) => write!(f, "{what}"),
@@ -107,6 +112,7 @@ pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Sto
     for (disk, superblock, _) in &seen {
         match superblock {
             Seen::Newer(version) => return Err(CannotRun::Newer(*version)),
+            Seen::Older(version) => return Err(CannotRun::Older(*version)),
             Seen::Unreadable(why) => {
                 return Err(CannotRun::Refused(format!(
                     "{}: the superblock cannot be opened: {why}",

@@ -22,6 +22,8 @@ pub enum Seen {
     Lost,
     /// Only a newer program may open the store.
     Newer(u16),
+    /// It was written before the format was frozen.
+    Older(u16),
     /// It cannot be opened.
     Unreadable(String),
 }
@@ -81,8 +83,8 @@ fn judge(disk: &dyn Disk, bytes: &[u8], into: &mut Findings) -> Seen {
         }
         Err(PairUnsound::Both(first, second)) => {
             let slots = [&first, &second];
-            if let Some(version) = slots.iter().find_map(|slot| newer(slot)) {
-                return Seen::Newer(version);
+            if let Some(seen) = slots.iter().find_map(|slot| of_another_version(slot)) {
+                return seen;
             }
             let blank = bytes.iter().all(|byte| *byte == 0);
             if blank {
@@ -94,9 +96,10 @@ fn judge(disk: &dyn Disk, bytes: &[u8], into: &mut Findings) -> Seen {
     }
 }
 
-fn newer(unsound: &Unsound) -> Option<u16> {
+fn of_another_version(unsound: &Unsound) -> Option<Seen> {
     match unsound {
-        Unsound::Newer { version } => Some(*version),
+        Unsound::Newer { version } => Some(Seen::Newer(*version)),
+        Unsound::Older { version } => Some(Seen::Older(*version)),
         _ => None,
     }
 }

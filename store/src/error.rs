@@ -126,6 +126,11 @@ pub enum Reason {
         /// The format version found.
         found: u16,
     },
+    /// The store was written before the format was frozen.
+    Older {
+        /// The format version found.
+        found: u16,
+    },
     /// Directories of different stores were given together, or one is missing.
     MixedDirectories(String),
     /// A configuration value that cannot be.
@@ -159,6 +164,7 @@ impl Reason {
             | Self::OutOfBounds
             | Self::Directory(_)
             | Self::Newer { .. }
+            | Self::Older { .. }
             | Self::MixedDirectories(_)
             | Self::Config(_) => Kind::Invalid,
             Self::DeadlineInPast | Self::DeadlinePassed => Kind::Deadline,
@@ -223,6 +229,12 @@ impl fmt::Display for Reason {
             }
             Self::Newer { found } => {
                 write!(f, "the store has format version {found}, newer than this program: use a newer kvarts")
+            }
+            Self::Older { found } => {
+                write!(
+                    f,
+                    "the store has format version {found}, from before the format was frozen: make a new store"
+                )
             }
             Self::Bug(what) => write!(f, "a defect in kvarts, please report it: {what}"),
         }

@@ -1,12 +1,12 @@
 //! Whole stores as earlier programs wrote them: the checker finds them clean, the engine opens them, and both find the
 //! blocks that were put, whatever is changed in either since.
 //!
-//! `KVARTS_BLESS=1 cargo test -p kvarts-tests --test golden_stores` writes the images anew: a change of the format. The
-//! images of a frozen version are never written again.
+//! `KVARTS_BLESS=1 cargo test -p kvarts-tests --test golden_stores` writes the images of this version that are not there. An
+//! image that is there is never written again: its version is frozen.
 #![allow(clippy::disallowed_methods, reason = "golden files")]
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Once;
 
 use kvarts_fsck::check::Level;
@@ -43,9 +43,14 @@ fn folder(name: &str) -> PathBuf {
     home().join(format!("version-{VERSION}-{name}"))
 }
 
+/// A store that a program wrote before the format was frozen.
+fn never_frozen() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/older/version-0")
+}
+
 /// The first seed whose store is small and holds something of everything.
 fn bless() {
-    for (name, close) in IMAGES {
+    for (name, close) in IMAGES.into_iter().filter(|(name, _)| !folder(name).exists()) {
         let (disk, text) = (0..500)
             .map(|seed| directories(&worked(Seed(seed), &small(1), 16, close)).remove(0))
             .map(|disk| (disk.clone(), content(&disk)))
@@ -57,7 +62,6 @@ fn bless() {
             })
             .expect("a small store");
         let to = folder(name);
-        let _ = std::fs::remove_dir_all(&to);
         dump(&disk, &to).unwrap();
         std::fs::write(to.join("content.txt"), text).unwrap();
     }
@@ -151,4 +155,19 @@ fn a_store_of_a_newer_version_is_refused_politely_by_both_and_left_alone() {
     assert!(matches!(error.0, Reason::Newer { found } if found == VERSION + 1), "{error}");
     assert!(error.to_string().contains("newer"), "{error}");
     assert_eq!(std::fs::read(scratch.0.join("superblock")).unwrap(), image);
+}
+
+#[test]
+fn a_store_from_before_the_freeze_is_refused_by_both_and_left_alone() {
+    let disk = load(&never_frozen());
+    let refused = examine(std::slice::from_ref(&disk), Level::Full).unwrap_err();
+    assert_eq!(refused, CannotRun::Older(0));
+    assert!(refused.to_string().contains("before the format was frozen"));
+    let scratch = Scratch::new("older", &disk);
+    let error = scratch.open().expect_err("what was never frozen is refused");
+    assert!(matches!(error.0, Reason::Older { found: 0 }), "{error}");
+    assert!(error.to_string().contains("make a new store"), "{error}");
+    for path in disk.files() {
+        assert_eq!(std::fs::read(scratch.0.join(&path)).unwrap(), disk.contents(&path).unwrap(), "{path}");
+    }
 }

@@ -20,7 +20,7 @@ use super::field::Field;
 use super::footer::Defined;
 use super::seal::{
     Draft, KIND, LONG_PREFIX, Long, OFFSET, Position, REST_TAG, Secret, Structure, TOTAL_BYTES, prove_fixed,
-    prove_long, prove_page, refuse_newer, require_kind_zero, require_zero, total_bytes,
+    prove_long, prove_page, require_readable, require_kind_zero, require_zero, total_bytes,
 };
 use super::unsound::{Damage, EncodeError, Unsound};
 use super::{PAGE, PAGE_BYTES};
@@ -335,7 +335,7 @@ impl CheckpointReader {
     /// How many bytes the next chunk has, from its proven first page.
     pub fn chunk_bytes(&self, first_page: &[u8]) -> Result<usize, Unsound> {
         let version = prove_fixed(Structure::CheckpointChunk, first_page, &self.next, &self.secret)?;
-        refuse_newer(version)?;
+        require_readable(version)?;
         total_bytes(Structure::CheckpointChunk, first_page)
     }
 

@@ -193,6 +193,16 @@ fn a_newer_version_is_refused_by_name() {
 }
 
 #[test]
+fn a_version_that_was_never_frozen_is_refused_by_name() {
+    for Golden { name, structure, mut image, decode } in goldens() {
+        let position = seal::claimed_position(&image).unwrap();
+        seal::FORMAT_VERSION.put(&mut image, 0u16.to_le_bytes());
+        seal::reseal(structure, &mut image, &position, &samples::secret());
+        assert_eq!(decode(&image), Err(Unsound::Older { version: 0 }), "{name}");
+    }
+}
+
+#[test]
 fn a_cut_image_is_never_accepted() {
     for Golden { name, image, decode, .. } in goldens() {
         for bytes in (0..image.len()).step_by(61).chain([image.len() - 1]) {

@@ -1,4 +1,4 @@
-//! The on-disk format, version 0: what every byte of a store's files means and what proves it.
+//! The on-disk format, version 1: what every byte of a store's files means and what proves it.
 //!
 //! docs/FORMAT.md is the normative description; each submodule here is one structure of it. Rules that hold for
 //! all of them:
@@ -36,8 +36,10 @@ pub use field::Field;
 pub use seal::{Position, Secret, Structure, is_zero};
 pub use unsound::{Damage, EncodeError, Unsound};
 
-/// The version of the format that this crate writes, and the newest that it reads.
-pub const VERSION: u16 = 0;
+/// The version of the format that this crate writes, and the newest that it reads. Frozen: what it means never changes.
+pub const VERSION: u16 = 1;
+/// The oldest version that it reads. What came before was never frozen, and is refused by name.
+pub const OLDEST: u16 = 1;
 /// Every structure starts at a multiple of this, and fills a multiple of it.
 pub const PAGE: usize = 4096;
 pub use crate::arrange::PAGE_BYTES;

@@ -16,7 +16,7 @@ use super::body::{Blocks, Definition, Epoch, Tombstones, from_archive, to_archiv
 use super::field::Field;
 use super::seal::{
     BODY_BYTES, Draft, KIND, LONG_PREFIX, Position, REST_TAG, Secret, Structure, prove_fixed, prove_long,
-    refuse_newer, require_zero, total_bytes,
+    require_readable, require_zero, total_bytes,
 };
 use super::unsound::{Damage, EncodeError, Unsound};
 use super::{MAX_SEGMENT_BYTES, page_align};
@@ -226,7 +226,7 @@ impl Prefix {
         };
         let damaged = |name| Unsound::Damaged { what: Damage::Field(name) };
         check_lengths(expected.offset, &fields).map_err(damaged)?;
-        if refuse_newer(version).is_ok() {
+        if require_readable(version).is_ok() {
             require_zero(&RESERVED.get::<2>(bytes)?)?;
         }
         Ok(Self {

@@ -16,7 +16,7 @@ use std::fmt;
 
 use super::field::Field;
 use super::unsound::{Damage, EncodeError, Unsound};
-use super::{MAX_CHUNK_IMAGE_BYTES, MAX_FOOTER_BYTES, MAX_HEADER_BYTES, PAGE, SECTOR, VERSION};
+use super::{MAX_CHUNK_IMAGE_BYTES, MAX_FOOTER_BYTES, MAX_HEADER_BYTES, OLDEST, PAGE, SECTOR, VERSION};
 use crate::ids::StoreId;
 
 /// The key of every tag of one store. It never leaves the store: whoever has it can forge records.
@@ -356,7 +356,7 @@ pub(super) fn prove_page(
     secret: &Secret,
 ) -> Result<(), Unsound> {
     let version = prove_fixed(structure, bytes, expected, secret)?;
-    refuse_newer(version)
+    require_readable(version)
 }
 
 /// A proven structure with a body.
@@ -387,7 +387,7 @@ pub(super) fn prove_long<'a>(
     secret: &Secret,
 ) -> Result<Long<'a>, Unsound> {
     let version = prove_fixed(structure, bytes, expected, secret)?;
-    refuse_newer(version)?;
+    require_readable(version)?;
     let total = total_bytes(structure, bytes)?;
     let image = bytes.get(..total).ok_or(Unsound::Torn)?;
     let (fixed, rest) = image.split_at_checked(LONG_PREFIX).ok_or(Unsound::Torn)?;
@@ -408,8 +408,12 @@ pub(super) fn prove_long<'a>(
     Ok(Long { fixed, body, table })
 }
 
-pub(super) fn refuse_newer(version: u16) -> Result<(), Unsound> {
-    if version > VERSION { Err(Unsound::Newer { version }) } else { Ok(()) }
+/// Whether this reader reads structures of a version.
+pub(super) fn require_readable(version: u16) -> Result<(), Unsound> {
+    if version > VERSION {
+        return Err(Unsound::Newer { version });
+    }
+    if version < OLDEST { Err(Unsound::Older { version }) } else { Ok(()) }
 }
 
 /// Padding and reserved bytes are zero, or somebody wrote there.

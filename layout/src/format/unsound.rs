@@ -51,6 +51,12 @@ pub enum Unsound {
         /// The version it names.
         version: u16,
     },
+    /// Proven, and written before the format was frozen. A store of such a version is refused as a whole; within
+    /// a store of a later one nobody can have written it.
+    Older {
+        /// The version it names.
+        version: u16,
+    },
 }
 
 /// The check that a damaged structure failed, in the order in which checks are made.
@@ -114,6 +120,9 @@ impl fmt::Display for Unsound {
             Self::Damaged { what } => write!(f, "damaged: {what}"),
             Self::Newer { version } => {
                 write!(f, "written in format version {version}: open it with a newer kvarts")
+            }
+            Self::Older { version } => {
+                write!(f, "written in format version {version}, before the format was frozen")
             }
         }
     }

@@ -176,11 +176,13 @@ fn judge(dir: DirId, unsound: PairUnsound) -> Result<Option<Chosen>, Reason> {
         )));
     };
     let slots = [first, second];
-    if let Some(version) = slots.iter().find_map(|slot| match slot {
-        Unsound::Newer { version } => Some(*version),
+    let of_another_version = slots.iter().find_map(|slot| match slot {
+        Unsound::Newer { version } => Some(Reason::Newer { found: *version }),
+        Unsound::Older { version } => Some(Reason::Older { found: *version }),
         _ => None,
-    }) {
-        return Err(Reason::Newer { found: version });
+    });
+    if let Some(reason) = of_another_version {
+        return Err(reason);
     }
     Err(Reason::Directory(format!(
         "directory {}: no superblock slot is sound ({first}; {second}): run kvarts fsck",

@@ -186,6 +186,7 @@ impl Found {
             Unsound::Misdirected { .. } => Self::Misdirected,
             Unsound::Foreign { .. } => Self::Foreign,
             Unsound::Newer { .. } => Self::Newer,
+            Unsound::Older { .. } => Self::Malformed,
             Unsound::Damaged { what } if what.is_writers_fault() => Self::Malformed,
             Unsound::Damaged { .. } => Self::Noise,
         }
@@ -281,9 +282,13 @@ impl HeaderSeen {
             Err(Unsound::Misdirected { .. }) => Self::Misdirected,
             Err(Unsound::Foreign { .. }) => Self::Foreign,
             Err(Unsound::Newer { .. }) => Self::Newer,
-            Err(Unsound::Torn | Unsound::Stale { .. } | Unsound::Ahead { .. } | Unsound::Damaged { .. }) => {
-                Self::Damaged
-            }
+            Err(
+                Unsound::Torn
+                | Unsound::Stale { .. }
+                | Unsound::Ahead { .. }
+                | Unsound::Older { .. }
+                | Unsound::Damaged { .. },
+            ) => Self::Damaged,
         }
     }
 }
@@ -330,7 +335,7 @@ impl TrailerSeen {
             Unsound::Ahead { .. } => Self::Ahead,
             Unsound::Misdirected { .. } | Unsound::Foreign { .. } => Self::Elsewhere,
             Unsound::Newer { .. } => Self::Newer,
-            Unsound::Torn | Unsound::Damaged { .. } => Self::Damaged,
+            Unsound::Torn | Unsound::Older { .. } | Unsound::Damaged { .. } => Self::Damaged,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What stands at a page of a segment: one classification for the engine and for the checker.
 
 use super::super::record::{self, Body, Prefix};
-use super::super::seal::{Position, Secret, Structure, claimed_structure, prove_fixed, refuse_newer};
+use super::super::seal::{Position, Secret, Structure, claimed_structure, prove_fixed, require_readable};
 use super::Found;
 
 /// What was found at a page of a segment.
@@ -21,7 +21,7 @@ pub struct Sight {
 pub fn sight(bytes: &[u8], expected: &Position, secret: &Secret) -> Sight {
     let only = |found| Sight { found, prefix: None, body: None };
     if claimed_structure(bytes) == Some(Structure::Footer) {
-        let proven = prove_fixed(Structure::Footer, bytes, expected, secret).and_then(refuse_newer);
+        let proven = prove_fixed(Structure::Footer, bytes, expected, secret).and_then(require_readable);
         return only(proven.map_or_else(|unsound| Found::of_prefix(&unsound), |()| Found::Footer));
     }
     let prefix = match Prefix::open(bytes, expected, secret) {
@@ -95,6 +95,18 @@ mod tests {
         let fields = Fields { payload_bytes: 1, ..samples::fields() };
         let image = record::encode(&at, &samples::secret(), &fields, &Body::Blocks(blocks), &[1, 2]).unwrap();
         assert_eq!(found(&image, &at), (Found::UnknownExtension, true, false));
+    }
+
+    #[test]
+    fn nobody_writes_records_of_a_version_that_was_never_frozen() {
+        let (at, mut image) = samples::record();
+        seal::FORMAT_VERSION.put(&mut image, 0u16.to_le_bytes());
+        seal::reseal(Structure::Record, &mut image, &at, &samples::secret());
+        assert_eq!(found(&image, &at), (Found::Malformed, true, false));
+        let (at, mut image) = samples::footer_image();
+        seal::FORMAT_VERSION.put(&mut image, 0u16.to_le_bytes());
+        seal::reseal(Structure::Footer, &mut image, &at, &samples::secret());
+        assert_eq!(found(&image, &at).0, Found::Malformed);
     }
 
     #[test]
