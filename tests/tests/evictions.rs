@@ -11,7 +11,6 @@ use kvarts_store::api::{BlockOutcome, ContainsRequest, Presence};
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, observe, reopen, verify, work};
 use kvarts_tests::conformance::{Desk, pages};
-use kvarts_tests::sim::media::errno::EIO;
 use kvarts_tests::sim::{
     Crash, CrashState, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig,
 };
@@ -147,36 +146,6 @@ fn power_cuts_while_blocks_are_evicted_leave_each_here_or_gone_and_no_delete_und
         "{images} images, {evicted} blocks evicted, {punched} bytes punched, {found} blocks found evicted"
     );
     assert!(evicted > 100 && punched > 1 << 20 && found > 100, "{evicted} {punched} {found}");
-}
-
-#[test]
-fn punches_and_flushes_that_fail_cost_room_and_never_a_block_that_is_said_to_be_here() {
-    let mut struck = 0;
-    for kind in [OpKind::Punch, OpKind::Holes] {
-        for n in [1, 2, 3, 5, 9, 17] {
-            let seed = Seed(4100 + n);
-            let world = SimWorld::new(seed.0, &WorldConfig::default());
-            let stage = SimStage::open(&world, &roomy(seed)).unwrap();
-            let desk = Desk::new(&stage, "faults");
-            for n in 0..12 {
-                desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
-            }
-            let before = world.disk().struck();
-            world.disk().inject(Rule::new(Which::Kind(kind), When::From(n), Effect::Errno(EIO)));
-            for n in 100..140 {
-                desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
-                stage.audit();
-            }
-            struck += world.disk().struck() - before;
-            world.disk().heal();
-            stage.audit();
-            for n in here(&desk, 0..140) {
-                desk.expect(pages(), &desk.keys(n..n + 1), 1);
-            }
-            assert_eq!(stage.engine().stats().counts.blocks_quarantined, 0, "{kind:?} {n}");
-        }
-    }
-    assert!(struck > 0, "nothing was struck");
 }
 
 #[test]

@@ -139,7 +139,10 @@ impl Recovery<'_> {
                 continue;
             }
             self.report.take(row, file.number, 0);
-            files::complete(self.log, &segment).await;
+            // One that holds nothing and lacks bytes had holes: it is not written anew but goes (`evict`).
+            if row.decision != Decision::Reuse {
+                files::complete(self.log, &segment).await;
+            }
             match row.decision {
                 Decision::Reuse => {
                     let first = ends.header.as_ref().map_or(0, |header| header.first_sequence);
