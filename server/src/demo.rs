@@ -83,6 +83,18 @@ pub(super) struct Story {
     seconds: f64,
 }
 
+impl Story {
+    /// Whether all of it went as it must.
+    fn holds(&self) -> bool {
+        self.bytes_differing == 0
+            && u64::from(self.blocks_matched) == self.prefix_blocks
+            && self.damage.usable_blocks == self.damage.block
+            && self.damage.blocks_matched_afterwards == self.damage.block
+            && self.fsck_exit == 1
+            && self.fsck_names_it
+    }
+}
+
 /// The flipped byte and what came of it.
 #[derive(Serialize, Debug)]
 struct Damage {
@@ -160,19 +172,13 @@ pub(crate) fn run(arguments: &DemoArgs, out: &mut dyn Write) -> Result<(), Failu
         fsck_findings,
         seconds: start.elapsed().as_secs_f64(),
     };
-    let sound = story.bytes_differing == 0
-        && u64::from(story.blocks_matched) == story.prefix_blocks
-        && story.damage.usable_blocks == story.damage.block
-        && story.damage.blocks_matched_afterwards == story.damage.block
-        && story.fsck_exit == 1
-        && story.fsck_names_it;
     if arguments.json {
         serde_json::to_writer_pretty(&mut *out, &story).map_err(std::io::Error::from)?;
         writeln!(out)?;
     } else {
         show::write(&story, out)?;
     }
-    if sound { Ok(()) } else { Err(Failure::Problems) }
+    if story.holds() { Ok(()) } else { Err(Failure::Problems) }
 }
 
 /// Stores the prefix, durably; gives the seconds that it took.

@@ -24,6 +24,7 @@ mod model_cmd;
 pub mod node;
 mod offline;
 pub mod proto;
+pub mod scrub;
 mod serve_cmd;
 mod table;
 

@@ -53,11 +53,11 @@ pub enum Reason {
         /// Bytes that would then be pinned.
         wanted: u64,
     },
-    /// The namespace's quota on disk bytes would be passed, and nothing of it may go.
+    /// The quota on disk bytes of the namespace or its tenant would be passed, and nothing of it may go.
     Quota {
         /// Bytes the quota allows.
         limit: u64,
-        /// Bytes that the namespace would then have.
+        /// Bytes that it would then have.
         wanted: u64,
     },
     /// The caller has no right to it; the text says which is missing.
@@ -184,7 +184,7 @@ impl fmt::Display for Reason {
             }
             Self::Quota { limit, wanted } => write!(
                 f,
-                "the namespace would have {wanted} bytes where its quota allows {limit}: release leases, put less, or raise the quota"
+                "{wanted} bytes would be had where the quota allows {limit}: release leases, put less, or raise the quota"
             ),
             Self::Denied(what) => write!(f, "refused: {what}"),
             Self::UnknownNamespace(id) => {

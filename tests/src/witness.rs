@@ -134,7 +134,7 @@ pub fn recoverys_rows(reports: &[RecoveryReport]) -> BTreeSet<&'static str> {
 
 /// Blocks that recovery found on disk: those it took in, and those that were dead or there twice.
 pub fn recoverys_blocks(reports: &[RecoveryReport]) -> u64 {
-    reports.iter().map(|report| report.blocks + report.duplicates + report.deleted).sum()
+    reports.iter().map(|report| report.blocks + report.duplicates + report.deleted + report.evicted).sum()
 }
 
 /// The problems of a check, one a line, for an assertion.

@@ -1,12 +1,17 @@
 //! A client of the local path promises what the embedded engine promises, whatever its memory is to the server, and
 //! goes on where a restarted server goes on.
 
+#![allow(clippy::disallowed_methods, reason = "real servers and their files stand outside the simulation")]
+
 mod served;
 
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kvarts_server::client::{Client, ConnectOptions, Via};
-use kvarts_store::api::{BlockOutcome, KvStore, MatchRequest, Order, ReadRequest};
+use kvarts_store::api::{BlockOutcome, ContainsRequest, KvStore, MatchRequest, Order, Presence, ReadRequest};
+use kvarts_store::error::Reason;
 use kvarts_store::io::{Arena, Buf};
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
@@ -147,16 +152,69 @@ fn after_a_restart_of_the_server_a_client_goes_on_with_its_models_and_its_memory
         desk.expect(pages(), &keys, 1);
     });
     assert!(modes(&stage).contains(&"direct"));
-    assert!(
-        stage
-            .store()
-            .contains(&kvarts_store::api::ContainsRequest {
-                namespace,
-                group: pages().0,
-                coordinate: pages().1,
-                keys: &keys,
-                lease: None,
-            })
-            .is_ok()
-    );
+}
+
+fn files(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files(&path, found);
+        } else if path.is_file() {
+            found.push(path);
+        }
+    }
+}
+
+/// Changes a bit of these bytes wherever they lie on disk.
+fn damage(folder: &Path, bytes: &[u8]) {
+    let (mut all, mut hits) = (Vec::new(), 0);
+    files(folder, &mut all);
+    for path in all {
+        let content = std::fs::read(&path).unwrap();
+        let Some(at) = content.windows(64).position(|window| window == &bytes[..64]) else { continue };
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        file.write_all_at(&[bytes[9] ^ 4], at as u64 + 9).unwrap();
+        file.sync_all().unwrap();
+        hits += 1;
+    }
+    assert_eq!(hits, 1, "the block's bytes lie in one place");
+}
+
+#[test]
+fn damage_on_disk_is_a_miss_in_each_mode_and_the_block_goes_out_of_service() {
+    let stage = ClientStage::local("local-damage");
+    let direct = Arena::new(stage.client.pool(4 << 20).unwrap());
+    let adopted = Arena::new(stage.client.adopt(engine_memory(4 << 20), 4 << 20).unwrap());
+    let (group, coordinate) = pages();
+    for (mode, arena) in [("copied", None), ("direct", Some(direct)), ("adopted", Some(adopted))] {
+        let desk = Desk::new(&stage, mode);
+        let keys = desk.keys(0..6);
+        let stored = vec![BlockOutcome::Stored; 6];
+        assert_eq!(desk.outcomes(desk.request(pages(), &keys, 2)), stored, "{mode}");
+        let chunks = fixture::content(&keys[3], group, coordinate, 2, &fixture::shape(group, coordinate));
+        damage(stage.served.scratch.path(), &chunks[2]);
+        let check = || {
+            let request = desk.read_request(pages(), &keys);
+            let (_, end) = desk.read(&request);
+            assert_eq!(end.usable_blocks, 3, "{mode}: {end:?}");
+            let digest =
+                |failure: &(u32, Reason)| failure.0 == 3 && matches!(failure.1, Reason::Digest { .. });
+            assert!(end.failures.iter().any(digest), "{mode}: {end:?}");
+            desk.expect_bytes(&request, &[0, 1, 2], 2);
+        };
+        match arena {
+            Some(arena) => fixture::with_memory(within(arena), check),
+            None => check(),
+        }
+        // The server has seen for itself that it is the disk.
+        let request =
+            ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &keys, lease: None };
+        stage.served.until("the block is out of service", |_| {
+            stage.client.contains(&request).unwrap().presence[3] == Presence::Absent
+        });
+        let rest = [0, 1, 2, 4, 5].map(|at| keys[at]);
+        desk.expect(pages(), &rest, 2);
+    }
+    let counts = stage.served.daemon().node().engine.stats().counts;
+    assert_eq!(counts.blocks_quarantined, 3);
 }

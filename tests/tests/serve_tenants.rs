@@ -167,6 +167,57 @@ fn a_lease_is_its_tenants_and_counts_against_its_cap() {
     assert!(red.unlock(pinned.unwrap()));
 }
 
+fn tenant_space(served: &Served, name: &str) -> kvarts_store::ledger::PoolSpace {
+    let node = served.daemon().node();
+    let tenants = node.gate.tenants();
+    let tenant = tenants.iter().find(|tenant| tenant.name == name).unwrap();
+    node.engine.tenant_space(&tenant.salt).unwrap()
+}
+
+#[test]
+fn a_tenants_disk_quota_holds_for_all_its_models_together_and_costs_nobody_else_a_block() {
+    const DISK: u64 = 512 << 10;
+    let file = configuration().replace("pin = '32 KiB'", "disk = '512 KiB'");
+    let mut served = Served::start("tenants-quota", &file);
+    let (red, blue) = (served.client(Some("kvarts_red")), served.client(Some("kvarts_blue")));
+    let of_blue = register(&blue);
+    let blues = fixture::keys(6, 0..8);
+    put(&blue, of_blue, &blues, 1).unwrap();
+    let model = |name| red.register(&fixture::identity(name), &fixture::geometry()).unwrap();
+    let models = ["first", "second", "third"].map(model);
+    for round in 0..40 {
+        let keys = fixture::keys(5, round * 4..round * 4 + 4);
+        let stored = put(&red, models[round as usize % 3], &keys, 1).unwrap();
+        assert_eq!(stored, vec![BlockOutcome::Stored; 4], "{round}");
+        let space = tenant_space(&served, "red");
+        assert!(space.live + space.promised <= DISK, "{space:?}");
+    }
+    let full = tenant_space(&served, "red");
+    assert!(full.live > DISK / 2, "{full:?}");
+    assert_eq!(find(&red, models[0], &fixture::keys(5, 0..4), None).unwrap().usable.longest.blocks, 0);
+    assert_eq!(find(&blue, of_blue, &blues, None).unwrap().usable.longest.blocks, 8);
+    // What it has counts from the start, before anybody names a model.
+    let at = served.daemon().grpc().unwrap();
+    served.restart_at(at);
+    assert_eq!(tenant_space(&served, "red").live, full.live);
+    // What is held cannot go: then puts are refused, with figures of the tenant's own; others put as before.
+    let mut refused = None;
+    for block in 0..100 {
+        let keys = fixture::keys(7, block..block + 1);
+        match put(&red, models[1], &keys, 1).unwrap().remove(0) {
+            BlockOutcome::Stored => {}
+            outcome => {
+                refused = Some(outcome);
+                break;
+            }
+        }
+        red.pin(models[1], COLUMN, &keys, Duration::from_secs(60)).unwrap();
+    }
+    let Some(BlockOutcome::Refused(Reason::Quota { limit, wanted })) = refused else { panic!("{refused:?}") };
+    assert!(limit == DISK && (DISK..2 * DISK).contains(&wanted), "{limit}, {wanted}");
+    assert_eq!(put(&blue, of_blue, &fixture::keys(6, 8..9), 1).unwrap(), [BlockOutcome::Stored]);
+}
+
 #[test]
 fn without_a_valid_token_or_right_nothing_happens() {
     let served = Served::start("tenants-tokens", &configuration());

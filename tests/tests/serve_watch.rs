@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use kvarts_layout::Layout;
 use kvarts_server::client::Client;
+use kvarts_server::node::auth::TokenHash;
 use kvarts_server::proto;
 use kvarts_server::proto::event::What;
 use kvarts_store::api::{DeleteRequest, KvStore, Target};
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::conformance::{Desk, pages};
-use served::ClientStage;
+use served::{Beside, ClientStage, Served};
 
 /// The next events, as many as are wanted.
 fn take(stage: &ClientStage, stream: &mut tonic::Streaming<proto::Event>, count: usize) -> Vec<proto::Event> {
@@ -58,4 +59,36 @@ fn a_point_of_another_stream_is_a_gap_and_the_stream_goes_on() {
     assert_eq!(take(&stage, &mut stream, 1)[0].what(), What::Gap);
     desk.store(pages(), &desk.keys(0..1), 1, Layout::FullBlock);
     assert_eq!(take(&stage, &mut stream, 1)[0].what(), What::Stored);
+}
+
+#[test]
+fn what_others_do_shows_in_no_number_and_a_point_is_its_tenants_alone() {
+    let token = |tenant: &str| {
+        let hash = TokenHash::of(&format!("kvarts_{tenant}"));
+        format!("[[tokens]]\ntenant = '{tenant}'\nrights = ['read', 'write']\nhash = '{hash}'\n")
+    };
+    let tenants = "[[tenants]]\nname = 'red'\n[[tenants]]\nname = 'blue'\n".to_owned();
+    let served = Served::start("watch-tenants", &[tenants, token("red"), token("blue")].concat());
+    let (red, blue) = (served.client(Some("kvarts_red")), served.client(Some("kvarts_blue")));
+    let stage = ClientStage { client: red.clone(), served };
+    let other = Beside(blue.clone());
+    let (desk, noise) = (Desk::new(&stage, "watched"), Desk::new(&other, "noise"));
+    let mut stream = watch(&red, None);
+    let mut points = Vec::new();
+    for round in 0..8 {
+        noise.store(pages(), &noise.keys(round * 9..round * 9 + 9), 1, Layout::FullBlock);
+        desk.store(pages(), &desk.keys(round..round + 1), 1, Layout::FullBlock);
+        points.push(take(&stage, &mut stream, 1)[0].sequence.unwrap());
+    }
+    let engine = stage.served.daemon().node().store().subscribe(None).sequence();
+    assert_eq!(engine.number, 80);
+    for pair in points.windows(2) {
+        assert!(pair[0].number.abs_diff(pair[1].number) > 1 << 20, "{points:?}");
+        assert_eq!(pair[0].stream, pair[1].stream);
+    }
+    assert!(points.iter().all(|point| point.number > 80 && point.stream != engine.stream), "{points:?}");
+    // A point resumes exactly, whatever others did in between; it is nobody else's.
+    let again = take(&stage, &mut watch(&red, Some(points[3])), 4);
+    assert_eq!(again.iter().map(|event| event.sequence.unwrap()).collect::<Vec<_>>(), points[4..]);
+    assert_eq!(take(&stage, &mut watch(&blue, Some(points[3])), 1)[0].what(), What::Gap);
 }

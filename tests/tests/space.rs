@@ -132,7 +132,8 @@ fn a_lower_budget_waits_for_leases_and_serves_what_they_hold() {
     stage.engine().set_budget(1500 << 10).unwrap();
     stage.rest();
     assert!(allocated(stage.engine()) > 3 << 20, "leases hold nearly everything");
-    desk.expect(pages(), &desk.keys(first..first + 3), 1);
+    // Shards make room each for itself: what is left has gaps.
+    held.iter().take(3).for_each(|n| desk.expect(pages(), &desk.keys(*n..n + 1), 1));
     stage.advance(Duration::from_secs(1001));
     stage.wait(&mut || allocated(stage.engine()) <= 1500 << 10);
     stage.audit_all();

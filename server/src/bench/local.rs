@@ -23,6 +23,8 @@ use crate::proto;
 
 /// Keys of the lookup that is measured warm.
 pub(super) const MATCH_KEYS: u64 = 1024;
+/// What an eventfd is told: the number one, in the processor's order.
+const ONE: [u8; 8] = if cfg!(target_endian = "little") { 1u64.to_le_bytes() } else { 1u64.to_be_bytes() };
 /// Warm calls of each kind.
 const CALLS: usize = 400;
 
@@ -107,7 +109,7 @@ pub(super) fn run(
     let pool = client.pool(subject.bytes()).map_err(Failure::user)?;
     let own = Region::anonymous(subject.bytes()).map_err(Failure::user)?;
     if let Err(why) = block_on(engine.register_memory(&own)) {
-        report.note(&format!("the embedded engine reads into unregistered memory: {why}"));
+        report.note(format!("the embedded engine reads into unregistered memory: {why}"));
     }
     // Both memories have their pages before the first round.
     for region in [&pool, &own] {
@@ -163,7 +165,8 @@ fn overheads(
     let read = |store: &dyn KvStore| whole(store, page.read(&pool, 1)?);
     let (mut pings, mut pongs) = (Ping::new(33 << 10)?, Ping::new(256)?);
     // In turns, so that all meet the same noise.
-    let (mut all, kinds) = (vec![Vec::with_capacity(CALLS); 6], 6);
+    let kinds = 6;
+    let mut all: Vec<Vec<_>> = (0..kinds).map(|_| Vec::with_capacity(CALLS)).collect();
     for _ in 0..CALLS {
         for (kind, times) in (0..kinds).zip(&mut all) {
             let start = Instant::now();
@@ -220,7 +223,7 @@ impl Ping {
         let answer = move || {
             let mut message = vec![0; bytes];
             while other.read_exact(&mut message).is_ok() {
-                if rustix::io::write(&back, &1u64.to_ne_bytes()).is_err() {
+                if rustix::io::write(&back, &ONE).is_err() {
                     return;
                 }
             }

@@ -27,6 +27,7 @@ mod mixed;
 mod open;
 mod pairs;
 mod put;
+mod replay;
 mod report;
 mod serve;
 mod setup;
@@ -56,6 +57,8 @@ enum BenchCommand {
     Open(open::OpenArgs),
     /// Keep a full store in use and watch disk, memory, descriptors and write amplification
     Churn(churn::ChurnArgs),
+    /// Replay a trace of requests and compare the hits with an exact LRU's
+    Replay(replay::ReplayArgs),
     /// Read layers while puts, reclaim and compaction are at work on a nearly full store
     Mixed(mixed::MixedArgs),
     /// Read a prefix that compaction has encoded beside one of the same bytes that is raw
@@ -78,6 +81,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Match(arguments) => lookup::run(arguments, out),
         BenchCommand::Open(arguments) => open::run(arguments, out),
         BenchCommand::Churn(arguments) => churn::run(arguments, out),
+        BenchCommand::Replay(arguments) => replay::run(arguments, out),
         BenchCommand::Mixed(arguments) => mixed::run(arguments, out),
         BenchCommand::Encoded(arguments) => encoded::run(arguments, out),
         BenchCommand::Fsck(arguments) => fsck::run(arguments, out),

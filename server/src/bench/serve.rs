@@ -1,5 +1,6 @@
-//! `bench serve`: reads over gRPC on loopback beside a bare server that streams the same messages from memory, and what
-//! a small reader feels while others saturate the server.
+//! `bench serve`: reads over gRPC on loopback beside a bare server that streams the same messages from memory, warm (the
+//! store's files in the page cache) and cold (from the device), and what a small reader feels while others saturate the
+//! server.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -62,12 +63,10 @@ pub(super) struct ServeArgs {
     small: u32,
 }
 
-/// A server with a prefix in it, and the bare one.
+/// A server with a prefix in it, and a client of it.
 struct Ground {
-    runtime: Runtime,
     daemon: Daemon,
     served: ReadsClient<Channel>,
-    bare: ReadsClient<Channel>,
     request: proto::ReadRequest,
     /// A model of small pages, and one of them.
     small: proto::ReadRequest,
@@ -79,64 +78,79 @@ struct Ground {
 /// Runs the benchmark.
 pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let common = Common::quiet(arguments.dir.clone(), arguments.json, arguments.pairs);
-    let scratch = Scratch::new(&common, (arguments.mib << 20) * 2 + (512 << 20))?;
-    let ground = prepare(arguments, &scratch)?;
+    let scratch = Scratch::new(&common, 2 * ((arguments.mib << 20) * 2 + (512 << 20)))?;
+    let runtime = Runtime::new().map_err(Failure::user)?;
+    // Warm: what is read lies in memory, as the bare server's does. Cold: it comes from the device.
+    let warm = prepare(arguments, &scratch, &runtime, "warm", Some("direct-io"))?;
+    let cold = prepare(arguments, &scratch, &runtime, "cold", None)?;
+    let bare = prepare_bare(&runtime, warm.bytes)?;
     let mut report = Report::new("serve");
-    report.fact("mib", ground.bytes >> 20);
+    report.fact("mib", warm.bytes >> 20);
     report.fact("pairs", arguments.pairs);
-    let reader = |name: &'static str, client: &ReadsClient<Channel>| -> Contestant<'_> {
-        let (runtime, request, client) = (&ground.runtime, ground.request.clone(), client.clone());
-        let bytes = ground.bytes;
+    let reader = |name: &'static str, client: &ReadsClient<Channel>, ground: &Ground| -> Contestant<'_> {
+        let (runtime, request, client, bytes) =
+            (&runtime, ground.request.clone(), client.clone(), ground.bytes);
         (name, Box::new(move || sample(runtime, &client, &request, bytes)))
     };
-    let contestants =
-        vec![reader("serve", &ground.served), reader("bare", &ground.bare), reader("again", &ground.bare)];
+    let contestants = vec![
+        reader("serve", &warm.served, &warm),
+        reader("bare", &bare, &warm),
+        reader("cold", &cold.served, &cold),
+        reader("again", &bare, &warm),
+    ];
     let rounds = take_turns(arguments.pairs, contestants)?;
-    let gib = ground.bytes as f64 / GIB;
+    let gib = warm.bytes as f64 / GIB;
     report.median("grpc_ratio", rounds.speed("serve", "bare"));
+    report.median("grpc_cold_ratio", rounds.speed("cold", "bare"));
     report.control("control", rounds.speed("again", "bare"));
-    report.median("grpc_mib_s", rounds.figure("serve", |one| gib * 1024.0 / one.seconds));
-    report.median("bare_mib_s", rounds.figure("bare", |one| gib * 1024.0 / one.seconds));
-    report.median("grpc_cpu_s_per_gib", rounds.figure("serve", |one| one.cpu / gib));
-    report.median("bare_cpu_s_per_gib", rounds.figure("bare", |one| one.cpu / gib));
+    for (name, who) in [("grpc", "serve"), ("grpc_cold", "cold"), ("bare", "bare")] {
+        report.median(&format!("{name}_mib_s"), rounds.figure(who, |one| gib * 1024.0 / one.seconds));
+        report.median(&format!("{name}_cpu_s_per_gib"), rounds.figure(who, |one| one.cpu / gib));
+    }
     let spec = setup::model(&arguments.model)?;
     let opaque = |bytes| Geometry::opaque(bytes).map_err(Failure::user);
     let (page, match_page) = (opaque(64 << 10)?, opaque(MATCH_PAGE_BYTES)?);
     local::run(
-        &ground.daemon,
+        &cold.daemon,
         (
-            &Filled { geometry: spec.geometry(), block_tokens: BLOCK_TOKENS, request: &ground.request },
-            &Filled { geometry: &page, block_tokens: 16, request: &ground.small },
-            &Filled { geometry: &match_page, block_tokens: 16, request: &ground.many },
+            &Filled { geometry: spec.geometry(), block_tokens: BLOCK_TOKENS, request: &cold.request },
+            &Filled { geometry: &page, block_tokens: 16, request: &cold.small },
+            &Filled { geometry: &match_page, block_tokens: 16, request: &cold.many },
         ),
         arguments.pairs,
         &mut report,
     )?;
-    small_reader(&ground, arguments.small, &mut report)?;
-    report.note("both processes' work is in the CPU figures: client and server share this process");
-    let Ground { runtime, daemon, served, bare, .. } = ground;
-    drop((served, bare));
-    runtime.block_on(daemon.stop()).map_err(Failure::User)?;
+    small_reader(&cold, arguments.small, &mut report)?;
+    report.note("both sides' work is in the CPU figures: clients and servers share this process");
+    for Ground { daemon, served, .. } in [warm, cold] {
+        drop(served);
+        runtime.block_on(daemon.stop()).map_err(Failure::User)?;
+    }
     runtime.shutdown_background();
     report.write(arguments.json, out)
 }
 
-fn prepare(arguments: &ServeArgs, scratch: &Scratch) -> Result<Ground, Failure> {
-    let runtime = Runtime::new().map_err(Failure::user)?;
+fn prepare(
+    arguments: &ServeArgs,
+    scratch: &Scratch,
+    runtime: &Runtime,
+    name: &str,
+    io_disable: Option<&str>,
+) -> Result<Ground, Failure> {
     let text = |value: &dyn std::fmt::Display| Some(value.to_string());
     let settings = Settings {
-        directories: text(&scratch.path().join("store").display()),
+        directories: text(&scratch.path().join(name).display()),
         budget: text(&format!("{} MiB", arguments.mib * 2 + 512)),
         segment: text(&"32 MiB"),
+        io_disable: io_disable.map(str::to_owned),
         grpc: text(&"127.0.0.1:0"),
         metrics: text(&"none"),
-        socket: text(&socket(scratch).display()),
+        socket: text(&socket(scratch, name).display()),
         ..Settings::default()
     };
     let config = Config::resolve(None, |_| None, &settings).map_err(Failure::user)?;
     let daemon = runtime.block_on(Daemon::start(&config)).map_err(Failure::User)?;
-    let address = daemon.grpc().ok_or_else(|| Failure::user("the server listens nowhere"))?;
-    let options = ConnectOptions::to(format!("http://{address}"));
+    let options = ConnectOptions::to(endpoint_of(&daemon)?);
     let client = Client::connect(&options).map_err(Failure::user)?;
     let spec = setup::model(&arguments.model)?;
     let geometry = spec.geometry().clone();
@@ -144,25 +158,37 @@ fn prepare(arguments: &ServeArgs, scratch: &Scratch) -> Result<Ground, Failure> 
     let small = fill(&client, &Geometry::opaque(64 << 10).map_err(Failure::user)?, 16, 64 << 10)?.0;
     let match_page = Geometry::opaque(MATCH_PAGE_BYTES).map_err(Failure::user)?;
     let many = fill(&client, &match_page, 16, MATCH_PAGE_BYTES * local::MATCH_KEYS)?.0;
-    let messages = bytes / limits::FRAME_BYTES as u64;
-    let bare = Bare { bytes: Bytes::from(vec![7; limits::FRAME_BYTES]), messages };
-    let bare = runtime.block_on(serve_bare(bare)).map_err(Failure::user)?;
-    let connect = |options: ConnectOptions| -> Result<ReadsClient<Channel>, Failure> {
-        let endpoint = endpoint(&options).map_err(Failure::user)?;
-        let channel = runtime.block_on(endpoint.connect()).map_err(Failure::user)?;
-        Ok(ReadsClient::new(channel).max_decoding_message_size(limits::MESSAGE_BYTES_MAX))
-    };
-    let (served, bare) = (connect(options)?, connect(ConnectOptions::to(bare))?);
-    Ok(Ground { daemon, served, bare, request, small, many, bytes, runtime })
+    let served = connect(runtime, &options)?;
+    Ok(Ground { daemon, served, request, small, many, bytes })
 }
 
-/// Where the server's socket is: in the run's directory, or where its path is short enough.
-fn socket(scratch: &Scratch) -> PathBuf {
-    let inside = scratch.path().join("socket");
+fn endpoint_of(daemon: &Daemon) -> Result<String, Failure> {
+    let address = daemon.grpc().ok_or_else(|| Failure::user("the server listens nowhere"))?;
+    Ok(format!("http://{address}"))
+}
+
+/// A connection whose work is done on a runtime's threads.
+fn connect(runtime: &Runtime, options: &ConnectOptions) -> Result<ReadsClient<Channel>, Failure> {
+    let endpoint = endpoint(options).map_err(Failure::user)?;
+    let channel = runtime.block_on(endpoint.connect()).map_err(Failure::user)?;
+    Ok(ReadsClient::new(channel).max_decoding_message_size(limits::MESSAGE_BYTES_MAX))
+}
+
+/// A bare server of so many bytes, and a client of it.
+fn prepare_bare(runtime: &Runtime, bytes: u64) -> Result<ReadsClient<Channel>, Failure> {
+    let messages = bytes / limits::FRAME_BYTES as u64;
+    let bare = Bare { bytes: Bytes::from(vec![7; limits::FRAME_BYTES]), messages };
+    let endpoint = runtime.block_on(serve_bare(bare)).map_err(Failure::user)?;
+    connect(runtime, &ConnectOptions::to(endpoint))
+}
+
+/// Where a server's socket is: in the run's directory, or where its path is short enough.
+fn socket(scratch: &Scratch, name: &str) -> PathBuf {
+    let inside = scratch.path().join(format!("{name}.sock"));
     if inside.as_os_str().len() < 100 {
         return inside;
     }
-    std::env::temp_dir().join(format!("kvarts-bench-{}.sock", std::process::id()))
+    std::env::temp_dir().join(format!("kvarts-bench-{}-{name}.sock", std::process::id()))
 }
 
 /// Starts the bare server; gives its endpoint.
@@ -252,44 +278,69 @@ fn sample(
     Ok(sample)
 }
 
+/// Threads for one client, as a process of its own would have.
+fn client_threads(name: &str, threads: usize) -> Result<Runtime, Failure> {
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    runtime.worker_threads(threads).thread_name(name).enable_all().build().map_err(Failure::user)
+}
+
 /// How long one-block reads take while nobody else reads, and while others take all they can.
 fn small_reader(ground: &Ground, count: u32, report: &mut Report) -> Result<(), Failure> {
-    let idle = latencies(ground, count)?;
+    let (own, others) = (client_threads("small", 1)?, client_threads("noise", 2)?);
+    let options = ConnectOptions::to(endpoint_of(&ground.daemon)?);
+    let small = connect(&own, &options)?;
+    let idle = latencies(&own, &small, &ground.small, count)?;
     let stop = Arc::new(AtomicBool::new(false));
-    let others: Vec<_> = (0..READERS)
+    let noise: Vec<_> = (0..READERS)
         .map(|_| {
-            let (client, request, stop) = (ground.served.clone(), ground.request.clone(), Arc::clone(&stop));
-            ground.runtime.spawn(async move {
-                while !stop.load(Ordering::Relaxed) && read(client.clone(), request.clone()).await.is_ok() {}
-            })
+            let (client, request) = (connect(&others, &options)?, ground.request.clone());
+            let stop = Arc::clone(&stop);
+            Ok(others.spawn(async move {
+                let mut bytes = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    bytes += read(client.clone(), request.clone()).await?;
+                }
+                Ok::<u64, Failure>(bytes)
+            }))
         })
-        .collect();
-    ground.runtime.block_on(async { tokio::time::sleep(Duration::from_millis(200)).await });
-    let noisy = latencies(ground, count);
+        .collect::<Result<_, Failure>>()?;
+    std::thread::sleep(Duration::from_millis(200));
+    let start = Instant::now();
+    let noisy = latencies(&own, &small, &ground.small, count);
+    let seconds = start.elapsed().as_secs_f64();
     stop.store(true, Ordering::Relaxed);
-    for other in others {
-        ground.runtime.block_on(other).map_err(Failure::user)?;
+    let mut bytes = 0;
+    for one in noise {
+        bytes += others.block_on(one).map_err(Failure::user)??;
     }
     let noisy = noisy?;
-    let p99 = |sorted: &[f64]| sorted.get(sorted.len() * 99 / 100).copied().unwrap_or(f64::NAN);
-    report.number("small_reader_p99_ratio", p99(&noisy) / p99(&idle));
-    report.number("small_reader_idle_p99_us", p99(&idle) * 1e6);
-    report.number("small_reader_noisy_p99_us", p99(&noisy) * 1e6);
-    report.number("noise_mib", ground.bytes as f64 / MIB * READERS as f64);
+    let part = |sorted: &[f64], hundredths: usize| {
+        sorted.get(sorted.len() * hundredths / 100).copied().unwrap_or(f64::NAN)
+    };
+    report.number("small_reader_p99_ratio", part(&noisy, 99) / part(&idle, 99));
+    report.number("small_reader_p50_ratio", part(&noisy, 50) / part(&idle, 50));
+    for (name, sorted) in [("idle", &idle), ("noisy", &noisy)] {
+        report.number(&format!("small_reader_{name}_p50_us"), part(sorted, 50) * 1e6);
+        report.number(&format!("small_reader_{name}_p99_us"), part(sorted, 99) * 1e6);
+    }
+    report.number("noise_mib_s", bytes as f64 / MIB / (seconds + 0.2));
+    own.shutdown_background();
+    others.shutdown_background();
     Ok(())
 }
 
-/// Seconds of one-block reads on a connection of their own, sorted.
-fn latencies(ground: &Ground, count: u32) -> Result<Vec<f64>, Failure> {
-    let address = ground.daemon.grpc().ok_or_else(|| Failure::user("the server listens nowhere"))?;
-    let endpoint = endpoint(&ConnectOptions::to(format!("http://{address}"))).map_err(Failure::user)?;
-    let channel = ground.runtime.block_on(endpoint.connect()).map_err(Failure::user)?;
-    let client = ReadsClient::new(channel);
+/// Seconds of one-block reads, sorted.
+fn latencies(
+    runtime: &Runtime,
+    client: &ReadsClient<Channel>,
+    request: &proto::ReadRequest,
+    count: u32,
+) -> Result<Vec<f64>, Failure> {
     let mut all = Vec::new();
     for _ in 0..count {
         let start = Instant::now();
-        let done = ground.runtime.spawn(read(client.clone(), ground.small.clone()));
-        ground.runtime.block_on(done).map_err(Failure::user)??;
+        let done = runtime.spawn(read(client.clone(), request.clone()));
+        runtime.block_on(done).map_err(Failure::user)??;
         all.push(start.elapsed().as_secs_f64());
     }
     all.sort_by(f64::total_cmp);

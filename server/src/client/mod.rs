@@ -217,6 +217,13 @@ impl Client {
         self.remote.ask(async move { admin.checkpoint(request).await }).map(drop)
     }
 
+    /// Reads everything on the server in the lowest class and compares it with its digests.
+    pub fn scrub(&self) -> Result<proto::ScrubReply, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.endless(proto::ScrubRequest {});
+        self.remote.ask(async move { admin.scrub(request).await })
+    }
+
     /// Changes the server's budget; answers with what it is now and how much is allocated.
     pub fn set_budget(&self, budget_bytes: u64) -> Result<proto::SetBudgetReply, Error> {
         let mut admin = self.remote.admin();

@@ -3,7 +3,9 @@
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
+use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
 
@@ -95,15 +97,22 @@ pub(super) fn complete(
     let few = cores().min(2);
     let executors = decided.or("store.executors", set.executors.as_ref(), few);
     let threads = decided.or("limits.threads", set.threads.as_ref(), few);
+    let connections = decided.or("limits.connections", set.connections.as_ref(), 16_384);
     let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");
+    let policy = decided.or("store.policy", set.policy.as_ref(), EvictionPolicy::default().name());
     let shared = decided.or("limits.shared", set.shared.as_ref(), "64 GiB");
     let io = decided.or("store.io", set.io.as_ref(), "auto");
     let runtime = decided.or("store.runtime", set.runtime.as_ref(), "auto");
+    let scrub_hours = decided.or("scrub.hours", set.scrub_hours.as_ref(), 24);
+    let scrub_hours: u32 = number("scrub.hours", &scrub_hours)?;
+    let scrub_pace = decided.or("scrub.pace", set.scrub_pace.as_ref(), "32 MiB");
     let format = decided.or("log.format", set.log_format.as_ref(), "text");
     let log_level = decided.or("log.level", set.log_level.as_ref(), "info");
     let config = Config {
         budget: set.budget.as_ref().map(|text| sized("store.budget", text)).transpose()?,
         segment_bytes: sized("store.segment", &segment)?,
+        policy: EvictionPolicy::named(&policy)
+            .ok_or_else(|| Complaint::new("store.policy", "weighted, lru or s3-fifo"))?,
         executors: number("store.executors", &executors)?,
         io: io.parse::<IoChoice>().map_err(|why| Complaint::new("store.io", &why.to_string()))?,
         io_disable: disabled(set.io_disable.as_deref())?,
@@ -114,8 +123,11 @@ pub(super) fn complete(
         tls: tls(set)?,
         memory: sized("limits.memory", &memory)?,
         shared: sized("limits.shared", &shared)?,
+        connections: number("limits.connections", &connections)?,
         threads: number("limits.threads", &threads)?,
         gate,
+        scrub_every: (scrub_hours > 0).then(|| Duration::from_secs(u64::from(scrub_hours) * 3600)),
+        scrub_pace: sized("scrub.pace", &scrub_pace)?.max(1 << 20),
         log_format: match format.as_str() {
             "text" => LogFormat::Text,
             "json" => LogFormat::Json,
@@ -153,6 +165,9 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
     }
     if !(1..=256).contains(&config.threads) {
         return Err(Complaint::new("limits.threads", "1 to 256"));
+    }
+    if !(16..=1 << 20).contains(&config.connections) {
+        return Err(Complaint::new("limits.connections", "16 to 1048576"));
     }
     if !(64 << 20..=1 << 40).contains(&config.memory) {
         return Err(Complaint::new("limits.memory", "64 MiB to 1 TiB"));

@@ -22,6 +22,8 @@ pub(super) struct TenantForm {
     pub(super) calls: Option<usize>,
     #[serde(default)]
     pub(super) bandwidth: Option<String>,
+    #[serde(default)]
+    pub(super) disk: Option<String>,
 }
 
 /// A token in the file, by its hash.
@@ -86,6 +88,8 @@ settings! {
     budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget";
     /// Size of a segment file, when the store is made
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment";
+    /// What is evicted first when the budget is full: weighted, lru or s3-fifo
+    policy, "store", "policy", "KVARTS_STORE_POLICY", "policy";
     /// Executors of the engine [default: 2, or 1 on one core]
     executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors";
     /// The way to the disks: auto, ring or pool
@@ -112,8 +116,14 @@ settings! {
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory";
     /// Memory of local clients that may be shared with the server at a time [default: 64 GiB]
     shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared";
+    /// Connections at a time [default: 16384]
+    connections, "limits", "connections", "KVARTS_LIMITS_CONNECTIONS", "connections";
     /// Threads that serve connections [default: 2, or 1 on one core]
     threads, "limits", "threads", "KVARTS_LIMITS_THREADS", "threads";
+    /// Hours between two runs of the scrubber, or 0 for none [default: 24]
+    scrub_hours, "scrub", "hours", "KVARTS_SCRUB_HOURS", "scrub-hours";
+    /// Bytes a second that the scrubber reads at most [default: 32 MiB]
+    scrub_pace, "scrub", "pace", "KVARTS_SCRUB_PACE", "scrub-pace";
     /// Log lines for people or programs: text or json
     log_format, "log", "format", "KVARTS_LOG_FORMAT", "log-format";
     /// Which log lines there are, such as info or kvarts_server=debug

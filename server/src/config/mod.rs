@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 pub use check::Complaint;
 pub use form::Settings;
+use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
 
@@ -22,6 +23,7 @@ use crate::node::auth::{Gate, Token, TokenHash};
 use crate::node::tenant::{Tenant, TenantLimits};
 use crate::node::{Right, Rights};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The port of gRPC.
 pub const GRPC_PORT: u16 = 7440;
@@ -59,6 +61,8 @@ pub struct Config {
     pub budget: Option<u64>,
     /// When the store is made: bytes of a segment file.
     pub segment_bytes: u64,
+    /// What is evicted first when the budget is full.
+    pub policy: EvictionPolicy,
     /// Executors of the engine.
     pub executors: usize,
     /// The way to the disks.
@@ -79,10 +83,16 @@ pub struct Config {
     pub memory: u64,
     /// Memory of local clients that may be mapped.
     pub shared: u64,
+    /// Connections at a time.
+    pub connections: usize,
     /// Threads that serve connections.
     pub threads: usize,
     /// Who may do what.
     pub gate: Gate,
+    /// How long after each other the scrubber runs; none: never.
+    pub scrub_every: Option<Duration>,
+    /// Bytes a second that it reads at most.
+    pub scrub_pace: u64,
     /// What log lines look like.
     pub log_format: LogFormat,
     /// Which log lines there are.
@@ -141,6 +151,7 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
             pin_bytes: form.pin.as_deref().map(size::parse).transpose()?.unwrap_or(standard.pin_bytes),
             calls: form.calls.unwrap_or(standard.calls).max(1),
             bandwidth: form.bandwidth.as_deref().map(size::parse).transpose()?,
+            disk: form.disk.as_deref().map(size::parse).transpose()?,
         };
         let salt = form.salt.as_ref().map(|salt| salt.as_bytes().to_vec());
         if salt.as_ref().is_some_and(|salt| salt.len() > kvarts_layout::identity::MAX_SALT_BYTES) {

@@ -17,7 +17,7 @@ use std::time::Duration;
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::clock::OsEntropy;
-use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::net::{TcpListener, TcpSocket, UnixListener, UnixStream};
 use tokio::task::JoinHandle;
 
 use crate::config::{Config, TlsFiles};
@@ -26,9 +26,14 @@ use crate::human;
 use crate::local::Locals;
 use crate::metrics;
 use crate::node::{Memory, Node};
+use crate::scrub;
 
 /// How long calls under way may take to end once a stop was asked for.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
+/// Connections that the kernel keeps until they are accepted: all that come at once when a network is back.
+const BACKLOG: u32 = 4096;
+/// Descriptors that are not for connections: segment files, sockets, memory of local clients.
+const DESCRIPTORS_KEPT: usize = 1024;
 /// Of the room on the disk, what a store takes that was given no budget: so many hundredths.
 const FREE_SHARE: u64 = 80;
 
@@ -39,6 +44,7 @@ pub struct Daemon {
     home: Home,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
     metrics_task: Option<JoinHandle<()>>,
+    scrub_task: Option<JoinHandle<()>>,
     grpc: Option<SocketAddr>,
     metrics: Option<SocketAddr>,
     socket: Option<PathBuf>,
@@ -63,8 +69,12 @@ impl Daemon {
                 break;
             }
         }
-        let (tcp, grpc) = listen(config.grpc, "listen.grpc").await?;
-        let (metrics_listener, metrics) = listen(config.metrics, "listen.metrics").await?;
+        // Before the first put. What the tenants have already counts from the start.
+        for tenant in config.gate.tenants() {
+            home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
+        }
+        let (tcp, grpc) = listen(config.grpc, "listen.grpc")?;
+        let (metrics_listener, metrics) = listen(config.metrics, "listen.metrics")?;
         let unix = config.socket.as_deref().map(listen_unix);
         let unix = match unix {
             Some(listening) => Some(listening.await?),
@@ -73,15 +83,19 @@ impl Daemon {
         if config.gate.is_open() {
             notes.push("no tokens are configured: whoever reaches the server may do everything".to_owned());
         }
+        let connections = connections(config, &mut notes);
         let gate = config.gate.clone();
         let (store, locals) = (home.store().clone(), Locals::new(config.shared));
-        let node = Node::new(store, gate, memory, locals, OsEntropy::new(), notes);
+        let node = Node::new(store, gate, memory, locals, connections, OsEntropy::new(), notes);
         let listeners = Listeners { tcp, unix, tls };
         let serving = tokio::spawn(grpc::serve(Arc::clone(&node), listeners));
         let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&node)));
         let metrics_task = metrics_listener.map(serve_metrics);
+        let pace = config.scrub_pace;
+        let scrub = |every| tokio::spawn(scrub::keep(Arc::clone(&node), every, pace));
+        let scrub_task = config.scrub_every.map(scrub);
         let socket = config.socket.clone();
-        Ok(Self { node, home, serving, metrics_task, grpc, metrics, socket })
+        Ok(Self { node, home, serving, metrics_task, scrub_task, grpc, metrics, socket })
     }
 
     /// The server's insides.
@@ -106,8 +120,11 @@ impl Daemon {
 
     /// Stops cleanly: drains, writes a checkpoint, lets go of the directories.
     pub async fn stop(self) -> Result<(), String> {
-        let Self { node, home, mut serving, metrics_task, socket, .. } = self;
+        let Self { node, home, mut serving, metrics_task, scrub_task, socket, .. } = self;
         node.start_drain();
+        if let Some(task) = scrub_task {
+            task.abort();
+        }
         let ended = tokio::time::timeout(DRAIN_PATIENCE, async {
             node.idle().await;
             // Connections without a call close at once.
@@ -138,6 +155,21 @@ impl Daemon {
     }
 }
 
+/// How many connections there may be: as many as were asked for, if the process may have as many descriptors.
+fn connections(config: &Config, notes: &mut Vec<String>) -> usize {
+    let Some(most) = rustix::process::getrlimit(rustix::process::Resource::Nofile).current else {
+        return config.connections;
+    };
+    let most = usize::try_from(most).unwrap_or(usize::MAX).saturating_sub(DESCRIPTORS_KEPT).max(16);
+    if most < config.connections {
+        notes.push(format!(
+            "connections: {most} at most instead of {}: raise the limit on open files (ulimit -n)",
+            config.connections
+        ));
+    }
+    config.connections.min(most)
+}
+
 fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions, String> {
     let budget = match config.budget {
         Some(budget) => budget,
@@ -152,6 +184,7 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
         store: Options {
             segment_bytes: config.segment_bytes,
             budget_bytes: budget,
+            eviction: config.policy,
             executors: config.executors,
             ..Options::default()
         },
@@ -205,12 +238,18 @@ fn read_identity(files: &TlsFiles) -> Result<Identity, String> {
     })
 }
 
-async fn listen(
+fn listen(
     address: Option<SocketAddr>,
     name: &str,
 ) -> Result<(Option<TcpListener>, Option<SocketAddr>), String> {
     let Some(address) = address else { return Ok((None, None)) };
-    let listener = TcpListener::bind(address).await.map_err(|error| format!("{name}: {address}: {error}"))?;
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() };
+    let listening = socket.and_then(|socket| {
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        socket.listen(BACKLOG)
+    });
+    let listener = listening.map_err(|error| format!("{name}: {address}: {error}"))?;
     let bound = listener.local_addr().map_err(|error| format!("{name}: {error}"))?;
     Ok((Some(listener), Some(bound)))
 }

@@ -42,10 +42,14 @@ pub(super) fn write(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
     writeln!(
         out,
         "2. {} sessions went on from it. Each found the {} blocks of the prefix and stored only its own: {} blocks in all.\n   \
-         Without sharing they would have had {}.",
+         There are {} on disk; without sharing there would be {}.",
         story.sessions,
         story.session_blocks_matched / story.sessions,
         story.session_blocks_stored,
+        bytes(
+            story.prefix_bytes / story.prefix_blocks.max(1)
+                * (story.prefix_blocks + story.session_blocks_stored)
+        ),
         bytes(story.bytes_without_sharing)
     )?;
     writeln!(

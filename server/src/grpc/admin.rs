@@ -3,7 +3,7 @@
 use kvarts_layout::StoreId;
 
 use super::call::Call;
-use super::fault::{Fault, Outcome};
+use super::fault::Outcome;
 use crate::metrics::engine_counts;
 use crate::proto;
 
@@ -77,7 +77,14 @@ pub(super) fn drain(call: &Call) -> proto::DrainReply {
     proto::DrainReply {}
 }
 
-/// A call that waits for its part of the engine.
-pub(super) fn not_built<T>(what: &str) -> Outcome<T> {
-    Err(Fault::not_built(what))
+/// Reads everything in the lowest class and compares it with its digests.
+pub(super) async fn scrub(call: &Call) -> Outcome<proto::ScrubReply> {
+    let found = call.node.scrub.run(&call.node.engine, None).await?;
+    Ok(proto::ScrubReply {
+        blocks_checked: found.blocks_checked,
+        blocks_damaged: found.blocks_damaged,
+        bytes_checked: found.bytes_checked,
+        blocks_gone: found.blocks_gone,
+        blocks_passed_over: found.blocks_passed_over,
+    })
 }

@@ -5,11 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use kvarts_store::rt::Class;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 use tonic::body::Body;
@@ -59,6 +60,8 @@ pub(crate) struct Call {
     /// Bytes of blocks that came and went.
     pub(crate) bytes_in: AtomicU64,
     pub(crate) bytes_out: AtomicU64,
+    /// What the call is for, once that is known.
+    class: OnceLock<&'static str>,
     /// The way it came.
     path: &'static str,
     name: &'static str,
@@ -75,6 +78,18 @@ impl Call {
         self.node.clock().now().plus(left)
     }
 
+    /// What the call turned out to be for, for the metrics.
+    pub(crate) fn is_for(&self, class: Class) {
+        let name = match class {
+            Class::Foreground => "foreground",
+            Class::Put => "put",
+            Class::Prefetch => "prefetch",
+            Class::Background => "background",
+        };
+        // Said once.
+        let _ = self.class.set(name);
+    }
+
     /// How the call ended, for the metrics. Without it, it was cancelled.
     pub(crate) fn end(&self, code: Code) {
         self.code.store(code.into(), Ordering::Relaxed);
@@ -83,7 +98,9 @@ impl Call {
 
 impl Drop for Call {
     fn drop(&mut self) {
-        let name = CallName { path: self.path, method: self.name, tenant: self.caller.tenant.name.clone() };
+        let class = self.class.get().copied().unwrap_or("none");
+        let name =
+            CallName { path: self.path, method: self.name, class, tenant: self.caller.tenant.name.clone() };
         let code = Code::from(self.code.load(Ordering::Relaxed));
         let took = self.started.elapsed();
         let bytes = (self.bytes_in.load(Ordering::Relaxed), self.bytes_out.load(Ordering::Relaxed));
@@ -107,22 +124,33 @@ pub(crate) fn admit(
     asked: Option<Duration>,
 ) -> Outcome<Call> {
     let &(_, name, right) = method;
+    let refused = |want: &'static str, tenant: &str, why: &str| {
+        node.metrics.refused(name, want);
+        // Who knocks without end does not fill the disk with lines about it: what is left out is counted above.
+        if node.audit.may_tell() {
+            tracing::warn!(target: "audit", method = name, path, tenant, why, "call refused");
+        }
+    };
     let caller = node.gate.caller(header, node.clock().unix_millis() / 1000).map_err(|refusal| {
-        tracing::warn!(target: "audit", method = name, why = refusal.text(), "call refused");
-        node.metrics.refused(name, "token");
+        refused("token", "", refusal.text());
         Fault::unauthenticated(refusal.text())
     })?;
+    let tenant = caller.tenant.name.as_str();
     if !caller.rights.has(right) {
-        let tenant = caller.tenant.name.as_str();
-        tracing::warn!(target: "audit", method = name, tenant, %right, "call refused: the token lacks the right");
-        node.metrics.refused(name, "right");
-        return Err(Fault::forbidden(format!("the token does not have the right to {right}")));
+        let why = format!("the token does not have the right to {right}");
+        refused("right", tenant, &why);
+        return Err(Fault::forbidden(why));
     }
     let turn = caller.tenant.turn().ok_or_else(|| {
-        node.metrics.refused(name, "calls");
-        Fault::busy("the tenant has as many calls under way as it may")
+        let why = "the tenant has as many calls under way as it may";
+        refused("calls", tenant, why);
+        Fault::busy(why)
     })?;
-    let under_way = node.begin().ok_or_else(|| Fault::busy("the server is about to stop"))?;
+    let under_way = node.begin().ok_or_else(|| {
+        let why = "the server is about to stop";
+        refused("drain", tenant, why);
+        Fault::busy(why)
+    })?;
     let started = Instant::now();
     let deadline = started + asked.unwrap_or(limits::DEADLINE_MAX).min(limits::DEADLINE_MAX);
     node.metrics.call_began(name);
@@ -132,6 +160,7 @@ pub(crate) fn admit(
         deadline,
         bytes_in: AtomicU64::new(0),
         bytes_out: AtomicU64::new(0),
+        class: OnceLock::new(),
         path,
         name,
         started,

@@ -109,6 +109,9 @@ pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
     let lease = terms(call, wire::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease };
     let found = call.node.store().contains(&request)?;
+    let count = |wanted| found.presence.iter().filter(|one| **one == wanted).count() as u64;
+    call.node.metrics.missed("EXISTS_PENDING", count(Presence::Pending));
+    call.node.metrics.missed("EXISTS_ABSENT", count(Presence::Absent));
     let presence = |one: &Presence| match one {
         Presence::Here => Wire::Here.into(),
         Presence::Pending => Wire::Pending.into(),

@@ -83,12 +83,6 @@ impl Fault {
         Self::new(Code::PermissionDenied, kind, reason, what)
     }
 
-    /// A call of the contract that this server cannot do yet.
-    pub(crate) fn not_built(what: &str) -> Self {
-        let text = format!("{what} is in the contract, but this server cannot do it yet: use a newer kvarts");
-        Self::new(Code::Unimplemented, proto::Kind::Invalid, proto::Reason::NotBuilt, text)
-    }
-
     /// Not now.
     pub(crate) fn busy(what: &'static str) -> Self {
         Reason::Busy(what).into()
@@ -168,6 +162,7 @@ pub(crate) fn detail(reason: &Reason) -> proto::Error {
         Reason::Busy(what) => of_text(&mut error, what, R::Busy),
         Reason::NoSpace => R::NoSpace,
         Reason::PinCap { limit, wanted } => of_numbers(&mut error, *limit, *wanted, R::PinCap),
+        Reason::Quota { limit, wanted } => of_numbers(&mut error, *limit, *wanted, R::Quota),
         Reason::UnknownNamespace(id) => {
             error.namespace = Bytes::copy_from_slice(id.as_bytes());
             R::UnknownNamespace
@@ -234,6 +229,7 @@ pub(crate) fn reason(error: &proto::Error) -> Reason {
         R::Busy => Reason::Busy("the server takes no more requests now"),
         R::NoSpace => Reason::NoSpace,
         R::PinCap => Reason::PinCap { limit: error.expected, wanted: error.found },
+        R::Quota => Reason::Quota { limit: error.expected, wanted: error.found },
         R::UnknownNamespace => {
             let id = <[u8; 32]>::try_from(&error.namespace[..]).unwrap_or_default();
             Reason::UnknownNamespace(NamespaceId(id))
@@ -316,6 +312,7 @@ mod tests {
             Reason::InFlight,
             Reason::NoSpace,
             Reason::PinCap { limit: 3, wanted: 9 },
+            Reason::Quota { limit: 3, wanted: 9 },
             Reason::UnknownNamespace(NamespaceId([9; 32])),
             Reason::SpecMismatch,
             Reason::Identity(text()),

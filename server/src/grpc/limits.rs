@@ -16,8 +16,14 @@ pub const REQUEST_BYTES_MAX: u64 = 1 << 40;
 pub const PUT_PIECE_BYTES: u64 = 8 << 20;
 /// Pieces of one put that may be on their way to disk while the next is received.
 pub const PUT_PIECES_UNDER_WAY: usize = 2;
-/// Bytes of a read that are fetched at once.
-pub const WINDOW_BYTES: u64 = 8 << 20;
+/// Bytes of a read that are fetched at once, by one that is alone.
+pub const WINDOW_BYTES: u64 = 4 << 20;
+/// The same where memory is scarce or many read: whoever takes less leaves more for others.
+pub const SMALL_WINDOW_BYTES: u64 = 1 << 20;
+/// Windows that a read which is alone has under way while one is sent.
+pub const WINDOWS_AHEAD: usize = 2;
+/// Bytes that large reads together have under way if they can help it: a small one finds that much in front of it.
+pub const UNDER_WAY_BYTES: u64 = 8 << 20;
 /// Reads up to this size have memory of their own, which large ones cannot take.
 pub const SMALL_READ_BYTES: u64 = 256 << 10;
 /// Messages of one read that wait for the connection to take them.
@@ -40,10 +46,18 @@ pub const LEASES_MAX: usize = 1 << 16;
 pub const COLUMNS_MAX: usize = 256;
 /// Streams that one connection may have.
 pub const STREAMS_PER_CONNECTION: u32 = 1024;
-/// What one stream may have on its way: enough for a fast network.
+/// What one stream may have on its way to a client: enough for a fast network.
 pub const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 /// The same for a connection.
 pub const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
+/// What one stream may have on its way to a server: it is kept in memory until the call takes it.
+pub const UPLOAD_STREAM_WINDOW_BYTES: u32 = 2 << 20;
+/// The same for a connection.
+pub const UPLOAD_CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
+/// Puts that take bytes at a time: one for each so many bytes of the memory of requests.
+pub const MEMORY_PER_PUT: u64 = 4 << 20;
+/// Puts that wait for that. Their clients may have sent a window each.
+pub const PUTS_WAITING: usize = 256;
 /// The largest HTTP/2 frame that is taken.
 pub const HTTP_FRAME_BYTES: u32 = 1 << 20;
 /// Bytes of headers of one request.

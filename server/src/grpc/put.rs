@@ -13,6 +13,7 @@ use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId
 use kvarts_store::api::{BlockOutcome, Durability, Parent, Placed, PutReply, PutRequest};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Buf;
+use kvarts_store::rt::Class;
 use kvarts_store::rt::mailbox::Ticket;
 use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
@@ -39,6 +40,7 @@ pub(crate) struct Upload {
 
 impl Upload {
     pub(crate) fn check(call: &Call, header: proto::PutHeader) -> Outcome<Self> {
+        call.is_for(Class::Put);
         let keys = wire::keys(&header.keys)?;
         if keys.is_empty() {
             return Err(Reason::Empty.into());
@@ -284,13 +286,22 @@ where
     let upload = Upload::check(&call, header)?;
     let mut pieces = Pieces::default();
     let each = upload.piece_blocks();
+    let mut turn = None;
     for (number, keys) in upload.keys.chunks(each).enumerate() {
         let bytes = upload.shape.block_bytes().saturating_mul(keys.len() as u64);
         // Memory is asked for when there is something to put into it, not for a client that only announces.
         if incoming.rest.is_empty() {
             incoming.rest = incoming.data(&call).await?;
         }
-        let wait = tokio::time::timeout(limits::WAIT, call.node.memory.take(bytes)).await;
+        if turn.is_none() {
+            let wait = tokio::time::timeout(limits::WAIT, call.node.puts.turn()).await;
+            turn = wait.ok().flatten();
+            if turn.is_none() {
+                return Err(Fault::busy("as many puts are under way as fit into memory"));
+            }
+        }
+        let wait =
+            tokio::time::timeout(limits::WAIT, call.node.take_memory(&call.caller.tenant, bytes)).await;
         let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
         let pages = pages.ok_or(Reason::TooMany("bytes"))?;
         let filled = tokio::time::timeout(limits::PIECE_PATIENCE, incoming.fill(&call, &pages)).await;

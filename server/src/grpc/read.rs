@@ -1,16 +1,17 @@
 //! `Get` and `GetLayers`: the engine's reads as streams, window by window, without copying.
 //!
 //! One task works for each read. It takes memory for a window, lets the engine fill it, and hands what the engine
-//! announces to the connection; memory comes back when the connection has sent it. At most two windows and a few
-//! messages of a read wait at a time, however slow its client is, and one that takes nothing for a while is dropped.
+//! announces to the connection; memory comes back when the connection has sent it. While one window is sent the next
+//! are fetched, as long as there is plenty of memory. A few windows and messages of a read wait at a time, however
+//! slow its client is, and one that takes nothing for a while is dropped.
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{Order, ReadEnd, ReadRequest, Verify};
+use kvarts_store::api::{Order, ReadEnd, ReadRequest, ReadStream, Verify};
 use kvarts_store::error::Reason;
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Class;
@@ -85,6 +86,7 @@ impl Download {
             Ok(proto::ReadClass::ReadBackground) => Class::Background,
             Err(_) => return Err(Fault::malformed(format!("class: {} is none", wire.class))),
         };
+        call.is_for(class);
         Ok(Self { namespace, group, coordinate, shape, keys, layers, order, class })
     }
 
@@ -110,6 +112,35 @@ struct Sending {
     call: Arc<Call>,
     download: Download,
     to: Sender<Outgoing>,
+    large: LargeReads,
+}
+
+/// How many large reads there are; counts one if it is large itself.
+struct LargeReads {
+    all: Arc<AtomicU64>,
+    counted: bool,
+}
+
+impl LargeReads {
+    fn enter(all: &Arc<AtomicU64>, bytes: u64) -> Self {
+        let counted = bytes > limits::SMALL_READ_BYTES;
+        if counted {
+            all.fetch_add(1, Ordering::Relaxed);
+        }
+        Self { all: Arc::clone(all), counted }
+    }
+
+    fn count(&self) -> u64 {
+        self.all.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for LargeReads {
+    fn drop(&mut self) {
+        if self.counted {
+            self.all.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
 }
 
 type Stopped = Stop<Fault>;
@@ -119,7 +150,8 @@ pub(super) async fn run(call: Arc<Call>, download: Download, to: Sender<Outgoing
     let blocks = download.keys.len() as u32;
     let budget = limits::WINDOW_BYTES.min(call.node.memory.piece_max());
     let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
-    let sending = Sending { call, download, to };
+    let large = LargeReads::enter(&call.node.large_reads, download.bytes());
+    let sending = Sending { call, download, to, large };
     let mut windows = Windows::new(sending, shape, order, layers, blocks, budget);
     let (ended, whole) = match windows.run().await {
         Ok(()) => (Ok(()), true),
@@ -134,17 +166,40 @@ pub(super) async fn run(call: Arc<Call>, download: Download, to: Sender<Outgoing
 impl Through for Sending {
     type Fault = Fault;
 
-    async fn begin(&self, window: &Window) -> Result<(Buf, kvarts_store::api::ReadStream), Stopped> {
+    async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stopped> {
         let bytes = window.bytes(&self.download.shape);
-        let wait = tokio::time::timeout(limits::WAIT, self.call.node.memory.take(bytes)).await;
+        let take =
+            tokio::time::timeout(limits::WAIT, self.call.node.take_memory(&self.call.caller.tenant, bytes));
+        let wait = tokio::select! {
+            wait = take => wait,
+            // Who is gone waits for nothing.
+            () = self.to.closed() => return Err(Stop::Gone),
+        };
         let memory = wait.map_err(|_| Fault::busy("the server's memory for requests is full"));
         let memory = memory.map_err(Stop::Fault)?.ok_or(Reason::TooMany("bytes"))?;
-        let request = self.download.request(&self.call, window, &memory).map_err(Stop::Fault)?;
-        let stream = self.call.node.store().read(request).map_err(|error| match error.0 {
-            Reason::DeadlineInPast => Stop::Late,
-            reason => reason.into(),
-        })?;
-        Ok((memory, stream))
+        self.begin_into(window, memory)
+    }
+
+    /// Only into memory that others are not short of: whoever waited here would wait with memory in hand.
+    fn begin_ahead(&self, window: &Window) -> Option<(Buf, ReadStream)> {
+        let bytes = window.bytes(&self.download.shape);
+        let memory = self.call.node.take_spare_memory(&self.call.caller.tenant, bytes)?;
+        // What is wrong is told when it is this window's turn.
+        self.begin_into(window, memory).ok()
+    }
+
+    fn budget(&self, most: u64) -> u64 {
+        let share = limits::UNDER_WAY_BYTES / 2 / self.large.count().max(1);
+        let crowded = self.call.node.memory.is_crowded();
+        most.min(if crowded { 0 } else { share }.max(limits::SMALL_WINDOW_BYTES))
+    }
+
+    fn ahead(&self) -> usize {
+        let share = limits::UNDER_WAY_BYTES / limits::SMALL_WINDOW_BYTES / self.large.count().max(1);
+        match self.large.count() {
+            0 | 1 => limits::WINDOWS_AHEAD,
+            _ => usize::from(share > 1),
+        }
     }
 
     async fn range(
@@ -192,10 +247,22 @@ impl Through for Sending {
 }
 
 impl Sending {
+    fn begin_into(&self, window: &Window, memory: Buf) -> Result<(Buf, ReadStream), Stopped> {
+        let request = self.download.request(&self.call, window, &memory).map_err(Stop::Fault)?;
+        let stream = self.call.node.store().read(request).map_err(|error| match error.0 {
+            Reason::DeadlineInPast => Stop::Late,
+            reason => reason.into(),
+        })?;
+        Ok((memory, stream))
+    }
+
     async fn data(&self, frame: &mut FrameBuilder) -> Result<(), Stopped> {
         let bytes = frame.len as u64;
         let outgoing = frame.take();
-        self.call.caller.tenant.spend(bytes).await;
+        tokio::select! {
+            () = self.call.caller.tenant.spend(bytes) => {}
+            () = self.to.closed() => return Err(Stop::Gone),
+        }
         self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
         self.send(outgoing).await
     }

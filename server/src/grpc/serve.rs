@@ -4,12 +4,14 @@ use std::sync::Arc;
 
 use tokio::net::{TcpListener, UnixListener};
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt};
 use tonic::transport::server::{Router, TcpIncoming};
 use tonic::transport::{Certificate, Server, ServerTlsConfig};
 use tower::layer::util::{Identity as NoLayer, Stack};
 
 use super::call::Door;
 use super::limits;
+use super::polite::{self, Polite};
 use super::services::{Reads, Services};
 use crate::local;
 use crate::node::Node;
@@ -50,6 +52,7 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
     let over_tcp = async {
         let Some(listener) = tcp else { return Ok(()) };
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+        let incoming = placed(&node, incoming);
         let server = router(&node, tls)?;
         server.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
     };
@@ -57,8 +60,9 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
         let Some(listener) = unix else { return Ok(()) };
         // The local path comes in by the same socket.
         let (incoming, local) = local::split(Arc::clone(&node), listener);
+        let incoming = placed(&node, ReceiverStream::new(incoming));
         let server = router(&node, None)?;
-        let serving = server.serve_with_incoming_shutdown(ReceiverStream::new(incoming), node.drain_asked());
+        let serving = server.serve_with_incoming_shutdown(incoming, node.drain_asked());
         let (served, ()) = tokio::join!(serving, local);
         served
     };
@@ -66,11 +70,23 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
     tcp.and(unix)
 }
 
+/// Connections that come in, as many as there are places.
+fn placed<S>(
+    node: &Arc<Node>,
+    incoming: impl Stream<Item = std::io::Result<S>>,
+) -> impl Stream<Item = std::io::Result<Polite<S>>> {
+    let node = Arc::clone(node);
+    incoming.filter_map(move |stream| match stream {
+        Ok(stream) => polite::place(&node, stream).map(Ok),
+        Err(error) => Some(Err(error)),
+    })
+}
+
 /// The transport's settings: also those of the bare server that this one is measured beside.
 pub(crate) fn transport() -> Server {
     Server::builder()
-        .initial_stream_window_size(limits::STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(limits::CONNECTION_WINDOW_BYTES)
+        .initial_stream_window_size(limits::UPLOAD_STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(limits::UPLOAD_CONNECTION_WINDOW_BYTES)
         .max_concurrent_streams(limits::STREAMS_PER_CONNECTION)
         .max_frame_size(limits::HTTP_FRAME_BYTES)
         .http2_max_header_list_size(limits::HEADER_BYTES_MAX)

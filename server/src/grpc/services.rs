@@ -115,7 +115,7 @@ impl Admin for Services {
     }
 
     async fn scrub(&self, request: Request<proto::ScrubRequest>) -> Answer<proto::ScrubReply> {
-        answer(request, |_, _| async move { admin::not_built("Scrub") }).await
+        answer(request, |call, _| async move { admin::scrub(&call).await }).await
     }
 
     async fn drain(&self, request: Request<proto::DrainRequest>) -> Answer<proto::DrainReply> {

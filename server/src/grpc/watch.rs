@@ -25,7 +25,7 @@ pub(super) fn watch(
     call: Arc<Call>,
     wire: &proto::WatchRequest,
 ) -> ReceiverStream<Result<proto::Event, Status>> {
-    let from = wire.after.map(|after| Sequence { stream: after.stream, number: after.number });
+    let from = wire.after.map(|after| known(&call, after));
     let (to, events) = mpsc::channel(WAITING);
     tokio::spawn(async move {
         tokio::select! {
@@ -44,10 +44,12 @@ async fn follow(call: &Call, from: Option<Sequence>, to: &mpsc::Sender<Result<pr
     loop {
         let events = match subscription.next(WAITING).await {
             None => return,
-            Some(Ok(events)) => events.iter().filter(|event| is_callers(call, event)).map(told).collect(),
+            Some(Ok(events)) => {
+                events.iter().filter(|event| is_callers(call, event)).map(|event| told(call, event)).collect()
+            }
             Some(Err(gap)) => {
                 subscription = call.node.store().subscribe(Some(gap.resume));
-                vec![missing(gap)]
+                vec![missing(call, gap)]
             }
         };
         for event in events {
@@ -71,15 +73,26 @@ fn is_callers(call: &Call, event: &Event) -> bool {
     call.node.models.get(&call.caller, namespace_of(&event.subject)).is_ok()
 }
 
-fn point(sequence: Sequence) -> proto::Sequence {
-    proto::Sequence { stream: sequence.stream, number: sequence.number }
+/// A point as the caller may know it: the engine's number would tell what others do.
+fn point(call: &Call, sequence: Sequence) -> proto::Sequence {
+    let Sequence { stream, number } = call.node.veil.hide(call.caller.tenant.number, sequence);
+    proto::Sequence { stream, number }
 }
 
-fn missing(gap: Gap) -> proto::Event {
-    proto::Event { sequence: Some(point(gap.resume)), what: What::Gap.into(), ..proto::Event::default() }
+/// The point that a caller means. Of another stream than this one it is none of this one's.
+fn known(call: &Call, after: proto::Sequence) -> Sequence {
+    let (node, tenant) = (&call.node, call.caller.tenant.number);
+    let now = node.store().subscribe(None).sequence().stream;
+    let stream = if after.stream == node.veil.stream(tenant, now) { now } else { !now };
+    Sequence { stream, number: node.veil.number(tenant, after.number) }
 }
 
-fn told(event: &Event) -> proto::Event {
+fn missing(call: &Call, gap: Gap) -> proto::Event {
+    let sequence = Some(point(call, gap.resume));
+    proto::Event { sequence, what: What::Gap.into(), ..proto::Event::default() }
+}
+
+fn told(call: &Call, event: &Event) -> proto::Event {
     let what = match event.kind {
         EventKind::Stored => What::Stored,
         EventKind::Evicted => What::Evicted,
@@ -106,7 +119,7 @@ fn told(event: &Event) -> proto::Event {
         Subject::Namespace(_) => (Bytes::new(), None),
     };
     proto::Event {
-        sequence: Some(point(event.sequence)),
+        sequence: Some(point(call, event.sequence)),
         what: what.into(),
         namespace: namespace_of(&event.subject).as_bytes().to_vec().into(),
         key,

@@ -1,10 +1,10 @@
-//! A long read as several reads of the engine, each of a window that fits into memory: in which order the windows go,
-//! and what is said of the whole when they have.
+//! A long read as several reads of the engine, each of a window that fits into memory: the next ones under way while
+//! one is taken, and what is said of the whole when all have been.
 //!
 //! Whoever reads so brings the rest ([`Through`]): memory for a window and a read into it, what becomes of bytes that
 //! were announced, and where announcements go.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use kvarts_layout::BlockShape;
@@ -12,6 +12,7 @@ use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadStream};
 use kvarts_store::error::Reason;
 use kvarts_store::io::Buf;
 
+use super::course::{Course, Place};
 use super::window::{self, Window};
 
 /// Why a read stops before its last window.
@@ -41,6 +42,21 @@ pub(crate) trait Through: Send {
         window: &Window,
     ) -> impl Future<Output = Result<(Buf, ReadStream), Stop<Self::Fault>>> + Send;
 
+    /// How many windows may be under way before their turn, as things are now.
+    fn ahead(&self) -> usize {
+        0
+    }
+
+    /// Begins to read a window before its turn, if nobody must wait for it.
+    fn begin_ahead(&self, _window: &Window) -> Option<(Buf, ReadStream)> {
+        None
+    }
+
+    /// Bytes to be fetched at once, as things are now: at most so many.
+    fn budget(&self, most: u64) -> u64 {
+        most
+    }
+
     /// Takes away the bytes of some blocks of a window, counted in it, which were announced. `offset` is what of each
     /// block's range was taken before.
     fn range(
@@ -61,6 +77,15 @@ pub(crate) trait Through: Send {
 
     /// A block is complete.
     fn block_ready(&self, block: u32) -> impl Future<Output = Result<(), Stop<Self::Fault>>> + Send;
+}
+
+/// A window that is being fetched into memory of its own.
+struct Fetch {
+    window: Window,
+    /// Where the window after it begins.
+    then: Place,
+    memory: Buf,
+    stream: ReadStream,
 }
 
 /// A read in windows.
@@ -94,10 +119,42 @@ impl<T: Through> Windows<T> {
 
     /// Reads all windows. An error says why there were no more.
     pub(crate) async fn run(&mut self) -> Result<(), Stop<T::Fault>> {
-        match self.order {
-            Order::Blocks => self.by_blocks().await,
-            Order::Layers => self.by_layers().await,
+        let mut at = Place { block: 0, layer: self.layers.start };
+        let mut fetched = VecDeque::new();
+        loop {
+            let now = match fetched.pop_front() {
+                Some(fetch) => fetch,
+                None => {
+                    let Some((window, then)) = self.course().window(at) else { return Ok(()) };
+                    let (memory, stream) = self.through.begin(&window).await?;
+                    at = then;
+                    Fetch { window, then, memory, stream }
+                }
+            };
+            while fetched.len() < self.through.ahead() {
+                let Some((window, then)) = self.course().window(at) else { break };
+                let Some((memory, stream)) = self.through.begin_ahead(&window) else { break };
+                at = then;
+                fetched.push_back(Fetch { window, then, memory, stream });
+            }
+            let good = self.good;
+            let then = match self.order {
+                Order::Blocks => self.blocks_window(&now).await?,
+                Order::Layers => self.layers_window(&now).await?,
+            };
+            // Nobody needs more of a block that failed, nor in layer order of those behind it.
+            if then != now.then || (good != self.good && self.order == Order::Layers) {
+                fetched.clear();
+                at = then;
+            }
         }
+    }
+
+    /// What is still to be read.
+    fn course(&self) -> Course<'_> {
+        let blocks = if self.order == Order::Layers { self.good } else { self.blocks };
+        let (order, layers, budget) = (self.order, self.layers.clone(), self.through.budget(self.budget));
+        Course { order, shape: &self.shape, layers, blocks, budget }
     }
 
     /// What is to be said at the end. `whole` if all windows were read.
@@ -109,59 +166,6 @@ impl<T: Through> Windows<T> {
             failures: self.failures.iter().map(|(block, reason)| (*block, reason.clone())).collect(),
             held_bytes: 0,
         }
-    }
-
-    async fn by_blocks(&mut self) -> Result<(), Stop<T::Fault>> {
-        let (all, count) = (self.layers.clone(), self.blocks);
-        let each = window::layers_bytes(&self.shape, &all);
-        let mut first = 0;
-        while first < count {
-            if each <= self.budget {
-                let some = window::fitting(self.budget, each).min(count - first);
-                let window = Window { blocks: first..first + some, layers: all.clone() };
-                self.blocks_window(&window).await?;
-                first += some;
-                continue;
-            }
-            // One block is more than a window: some of its layers at a time, and ready when all are there.
-            let (mut left, mut whole) = (all.clone(), true);
-            while whole && !left.is_empty() {
-                let layers = window::fitting_layers(&self.shape, &left, 1, self.budget);
-                let window = Window { blocks: first..first + 1, layers };
-                whole = self.blocks_window(&window).await? == 1;
-                left.start = window.layers.end;
-            }
-            if whole {
-                self.through.block_ready(first).await?;
-            }
-            first += 1;
-        }
-        Ok(())
-    }
-
-    async fn by_layers(&mut self) -> Result<(), Stop<T::Fault>> {
-        let mut left = self.layers.clone();
-        // Nobody needs more of a block that is behind a failed one.
-        while !left.is_empty() && self.good > 0 {
-            let layers = window::fitting_layers(&self.shape, &left, self.good, self.budget);
-            let window = Window { blocks: 0..self.good, layers };
-            if window.bytes(&self.shape) <= self.budget {
-                self.layers_window(&window, true).await?;
-                left.start = window.layers.end;
-                continue;
-            }
-            // One layer is more than a window: some of the blocks at a time, and ready when all are there.
-            let each = window::layers_bytes(&self.shape, &window.layers);
-            let (some, mut first) = (window::fitting(self.budget, each), 0);
-            while first < self.good {
-                let blocks = first..self.good.min(first.saturating_add(some));
-                first = blocks.end;
-                self.layers_window(&Window { blocks, layers: window.layers.clone() }, false).await?;
-            }
-            self.layer_ready(left.start).await?;
-            left.start = window.layers.end;
-        }
-        Ok(())
     }
 
     /// Takes the end of a window's read in; says whether its deadline passed.
@@ -176,9 +180,9 @@ impl<T: Through> Windows<T> {
         if whole { Ok(()) } else { Err(Stop::Late) }
     }
 
-    /// Reads a window in block order; gives how many blocks were taken. Announces them if they are whole.
-    async fn blocks_window(&mut self, window: &Window) -> Result<u32, Stop<T::Fault>> {
-        let (memory, stream) = self.through.begin(window).await?;
+    /// Takes a window in block order and announces its blocks as they are whole; gives where the read goes on.
+    async fn blocks_window(&mut self, now: &Fetch) -> Result<Place, Stop<T::Fault>> {
+        let Fetch { window, then, memory, stream } = now;
         let all = self.layers.clone();
         let (mut taken, mut ahead) = (0, None);
         loop {
@@ -197,9 +201,9 @@ impl<T: Through> Windows<T> {
                     }
                     let before = all.start..window.layers.start;
                     let offset = window::layers_bytes(&self.shape, &before);
-                    self.through.range(window, &memory, 0, first..end, offset).await?;
+                    self.through.range(window, memory, 0, first..end, offset).await?;
                     taken += end - first;
-                    if window.layers == all {
+                    if window.layers.end == all.end {
                         for block in first..end {
                             self.through.block_ready(window.blocks.start + block).await?;
                         }
@@ -207,16 +211,21 @@ impl<T: Through> Windows<T> {
                 }
                 ReadEvent::End(end) => {
                     self.ended(window, end)?;
-                    return Ok(taken);
+                    // A block of which some layers are missing is not worth its other layers.
+                    let broken = taken == 0 && window.layers.end < all.end;
+                    let next = Place { block: window.blocks.end, layer: all.start };
+                    return Ok(if broken { next } else { *then });
                 }
                 ReadEvent::Layer { .. } | ReadEvent::Released => {}
             }
         }
     }
 
-    /// Reads a window in layer order. Announces each layer if `whole` says that no more of it will come.
-    async fn layers_window(&mut self, window: &Window, whole: bool) -> Result<(), Stop<T::Fault>> {
-        let (memory, stream) = self.through.begin(window).await?;
+    /// Takes a window in layer order and announces its layers as all of their blocks are taken; gives where the read
+    /// goes on.
+    async fn layers_window(&mut self, now: &Fetch) -> Result<Place, Stop<T::Fault>> {
+        let Fetch { window, then, memory, stream } = now;
+        let whole = window.blocks.start == 0 && then.block == 0;
         loop {
             match stream.next().await {
                 ReadEvent::Layer { layer, blocks } => {
@@ -224,13 +233,20 @@ impl<T: Through> Windows<T> {
                         self.good = self.good.min(window.blocks.start + blocks);
                     }
                     if blocks > 0 {
-                        self.through.range(window, &memory, layer, 0..blocks, 0).await?;
+                        self.through.range(window, memory, layer, 0..blocks, 0).await?;
                     }
                     if whole {
                         self.layer_ready(layer).await?;
                     }
                 }
-                ReadEvent::End(end) => return self.ended(window, end),
+                ReadEvent::End(end) => {
+                    self.ended(window, end)?;
+                    if !whole && window.blocks.end >= self.good {
+                        self.layer_ready(window.layers.start).await?;
+                        return Ok(Place { block: 0, layer: window.layers.end });
+                    }
+                    return Ok(*then);
+                }
                 ReadEvent::Block(_) | ReadEvent::Released => {}
             }
         }
@@ -239,5 +255,179 @@ impl<T: Through> Windows<T> {
     async fn layer_ready(&mut self, layer: u32) -> Result<(), Stop<T::Fault>> {
         self.layers_done = layer + 1 - self.layers.start;
         self.through.layer_ready(layer, self.good).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvarts_layout::{ChunkShape, LayerShape};
+    use kvarts_store::api::read_channel;
+    use kvarts_store::io::Region;
+    use kvarts_store::rt::blocking::block_on;
+    use std::collections::BTreeSet;
+    use std::sync::Mutex;
+
+    /// What a reader was told, in order.
+    #[derive(Clone, PartialEq, Eq, Debug)]
+    enum Told {
+        Range { layer: u32, blocks: Range<u32>, offset: u64 },
+        Layer(u32, u32),
+        Block(u32),
+    }
+
+    /// A store from which some blocks are missing.
+    struct Lacking {
+        missing: BTreeSet<u32>,
+        order: Order,
+        ahead: usize,
+        told: Mutex<Vec<Told>>,
+        begun_ahead: Mutex<usize>,
+    }
+
+    impl Lacking {
+        fn begin(&self, window: &Window) -> (Buf, ReadStream) {
+            let (sink, stream) = read_channel();
+            let blocks = window.blocks.len() as u32;
+            let is_missing = |block: &u32| self.missing.contains(&(window.blocks.start + block));
+            let failures: Vec<_> =
+                (0..blocks).filter(is_missing).map(|block| (block, Reason::OutOfBounds)).collect();
+            let usable_blocks = failures.first().map_or(blocks, |failure| failure.0);
+            match self.order {
+                Order::Layers => {
+                    for layer in window.layers.clone() {
+                        sink.send(ReadEvent::Layer { layer, blocks: usable_blocks });
+                    }
+                }
+                Order::Blocks => {
+                    let here = (0..blocks).filter(|block| !is_missing(block));
+                    here.for_each(|block| sink.send(ReadEvent::Block(block)));
+                }
+            }
+            let usable_layers = window.layers.len() as u32;
+            sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, failures, held_bytes: 0 }));
+            (Buf::new(&Region::anonymous(4096).unwrap(), 0, 1).unwrap(), stream)
+        }
+
+        fn tell(&self, told: Told) -> Result<(), Stop<Reason>> {
+            self.told.lock().unwrap().push(told);
+            Ok(())
+        }
+    }
+
+    impl Through for Lacking {
+        type Fault = Reason;
+
+        async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stop<Reason>> {
+            Ok(Self::begin(self, window))
+        }
+
+        fn ahead(&self) -> usize {
+            self.ahead
+        }
+
+        fn begin_ahead(&self, window: &Window) -> Option<(Buf, ReadStream)> {
+            *self.begun_ahead.lock().unwrap() += 1;
+            Some(Self::begin(self, window))
+        }
+
+        async fn range(
+            &self,
+            window: &Window,
+            _memory: &Buf,
+            layer: u32,
+            blocks: Range<u32>,
+            offset: u64,
+        ) -> Result<(), Stop<Reason>> {
+            let first = window.blocks.start;
+            // In block order a range is of all layers of the window.
+            let layer = if self.order == Order::Layers { layer } else { window.layers.start };
+            self.tell(Told::Range { layer, blocks: first + blocks.start..first + blocks.end, offset })
+        }
+
+        async fn layer_ready(&self, layer: u32, good: u32) -> Result<(), Stop<Reason>> {
+            self.tell(Told::Layer(layer, good))
+        }
+
+        async fn block_ready(&self, block: u32) -> Result<(), Stop<Reason>> {
+            self.tell(Told::Block(block))
+        }
+    }
+
+    const LAYERS: [u64; 3] = [10, 4, 20];
+
+    /// What is told of a read of five blocks, how it ended, and how many windows were begun before their turn.
+    fn read(order: Order, missing: &[u32], budget: u64, ahead: usize) -> (Vec<Told>, ReadEnd, usize) {
+        let layer =
+            |(layer, &bytes): (u32, &u64)| LayerShape { layer, chunks: vec![ChunkShape { bytes, align: 1 }] };
+        let shape = BlockShape::new((0..).zip(&LAYERS).map(layer).collect()).unwrap();
+        let missing = missing.iter().copied().collect();
+        let (told, begun_ahead) = Default::default();
+        let lacking = Lacking { missing, order, ahead, told, begun_ahead };
+        let mut windows = Windows::new(lacking, shape, order, 0..3, 5, budget);
+        assert!(block_on(windows.run()).is_ok());
+        let (end, through) = (windows.end(true), windows.through);
+        (through.told.into_inner().unwrap(), end, through.begun_ahead.into_inner().unwrap())
+    }
+
+    #[test]
+    fn what_is_told_does_not_depend_on_what_was_fetched_ahead() {
+        for order in [Order::Blocks, Order::Layers] {
+            for missing in [&[][..], &[0], &[3], &[1, 4], &[0, 1, 2, 3, 4]] {
+                for budget in [1, 9, 15, 34, 70, 1000] {
+                    let (told, end, none) = read(order, missing, budget, 0);
+                    assert_eq!(none, 0);
+                    for ahead in 1..4 {
+                        let (again, ended, begun) = read(order, missing, budget, ahead);
+                        assert_eq!((&told, &end), (&again, &ended), "{order:?} {missing:?} {budget} {ahead}");
+                        assert!(begun > 0 || budget == 1000 || told.len() < 10, "nothing was fetched ahead");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn each_good_block_and_each_layer_is_announced_once_and_after_its_bytes() {
+        for missing in [&[][..], &[0], &[3], &[1, 4]] {
+            let good = missing.first().copied().unwrap_or(5);
+            for budget in [1, 9, 15, 34, 70, 1000] {
+                let (told, end, _) = read(Order::Blocks, missing, budget, 2);
+                let ready: Vec<u32> = told
+                    .iter()
+                    .filter_map(|one| if let Told::Block(block) = one { Some(*block) } else { None })
+                    .collect();
+                let expected: Vec<u32> = (0..5).filter(|block| !missing.contains(block)).collect();
+                assert_eq!((ready, end.usable_blocks), (expected, good), "{missing:?} {budget}");
+                let (told, end, _) = read(Order::Layers, missing, budget, 2);
+                let ready: Vec<(u32, u32)> = told
+                    .iter()
+                    .filter_map(
+                        |one| if let Told::Layer(layer, good) = one { Some((*layer, *good)) } else { None },
+                    )
+                    .collect();
+                let all = if good == 0 { 1 } else { 3 };
+                let expected: Vec<(u32, u32)> = (0..all).map(|layer| (layer, good)).collect();
+                assert!(
+                    ready == expected || budget == 1000 || budget == 70,
+                    "{ready:?} {missing:?} {budget}"
+                );
+                assert_eq!((ready.last().unwrap().1, end.usable_blocks), (good, good));
+                // Of each layer the bytes of all good blocks came before it was announced.
+                let mut come = BTreeSet::new();
+                for one in told {
+                    match one {
+                        Told::Range { layer, blocks, .. } => come.extend(blocks.map(|block| (layer, block))),
+                        Told::Layer(layer, good) => {
+                            assert!(
+                                (0..good).all(|block| come.contains(&(layer, block))),
+                                "{layer} {budget}"
+                            );
+                        }
+                        Told::Block(_) => {}
+                    }
+                }
+            }
+        }
     }
 }

@@ -56,9 +56,14 @@ impl Putting {
         let Self { call, upload, from, digests } = self;
         let mut pieces = Pieces::default();
         let each = upload.piece_blocks();
+        let wait = tokio::time::timeout(limits::WAIT, call.node.puts.turn()).await;
+        let Ok(Some(_turn)) = wait else {
+            return Err(Fault::busy("as many puts are under way as fit into memory"));
+        };
         for (number, keys) in upload.keys.chunks(each).enumerate() {
             let (first, bytes) = (number * each, upload.shape.block_bytes() * keys.len() as u64);
-            let wait = tokio::time::timeout(limits::WAIT, call.node.memory.take(bytes)).await;
+            let tenant = &call.caller.tenant;
+            let wait = tokio::time::timeout(limits::WAIT, call.node.take_memory(tenant, bytes)).await;
             let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
             let pages = pages.ok_or(Reason::TooMany("bytes"))?;
             call.caller.tenant.spend(bytes).await;

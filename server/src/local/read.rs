@@ -175,7 +175,8 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
         let layers = asked.layers.clone();
         let window = window::Window { blocks: block..block + 1, layers };
         let bytes = window.bytes(&asked.shape);
-        let wait = tokio::time::timeout(limits::WAIT, call.node.memory.take(bytes)).await;
+        let taking = call.node.take_memory(&call.caller.tenant, bytes);
+        let wait = tokio::time::timeout(limits::WAIT, taking).await;
         let Ok(Some(memory)) = wait else { continue };
         let Ok(into) = window::place(Order::Blocks, &asked.shape, &window, &memory) else { continue };
         let Some(key) = asked.keys.get(block as usize) else { continue };

@@ -179,8 +179,8 @@ pub(super) async fn run(node: Arc<Node>, stream: UnixStream) {
             return;
         }
     };
-    let outbox = Arc::new(Outbox::default());
-    let ended = match Session::open(Arc::clone(&node), peer, Arc::clone(&outbox), &hello) {
+    let (outbox, server) = (Arc::new(Outbox::default()), Arc::clone(&node));
+    let ended = match Session::open(node, peer, Arc::clone(&outbox), &hello) {
         Ok(mut session) => {
             let limits = proto::Welcome {
                 version: VERSION,
@@ -198,7 +198,9 @@ pub(super) async fn run(node: Arc<Node>, stream: UnixStream) {
             return;
         }
     };
-    if let Ended::Broken(what) = &ended {
+    if let Ended::Broken(what) = &ended
+        && server.audit.may_tell()
+    {
         tracing::warn!(target: "audit", pid = peer.pid, uid = peer.uid, what, "a local connection was cut off");
     }
     tracing::debug!(?peer, ?ended, "a local session ended");
@@ -250,7 +252,9 @@ impl Session {
         let now = node.clock().unix_millis() / 1000;
         let caller = node.gate.caller(authorization.as_deref(), now).map_err(|refusal| {
             let (pid, uid) = (peer.pid, peer.uid);
-            tracing::warn!(target: "audit", pid, uid, why = refusal.text(), "local session refused");
+            if node.audit.may_tell() {
+                tracing::warn!(target: "audit", pid, uid, why = refusal.text(), "local session refused");
+            }
             node.metrics.refused("hello", "token");
             Fault::unauthenticated(refusal.text())
         })?;
@@ -387,6 +391,21 @@ impl Session {
                     request.abort();
                 }
             }
+            Kind::Match | Kind::Exists | Kind::Unlock | Kind::Renew => self.lookup(head.kind, id, body),
+            Kind::Hello
+            | Kind::Welcome
+            | Kind::Done
+            | Kind::Failed
+            | Kind::Arrived
+            | Kind::End
+            | Kind::Released => return Err(broken("a frame that is not a client's to send")),
+        }
+        Ok(())
+    }
+
+    /// Answers what waits for nothing.
+    fn lookup(&mut self, kind: Kind, id: u64, body: Bytes) {
+        match kind {
             Kind::Match => {
                 let answer = self.call("/kvarts.v1.Store/Match", |session, call| {
                     session.has_room_for_leases()?;
@@ -426,15 +445,8 @@ impl Session {
                 });
                 self.answer(id, answer);
             }
-            Kind::Hello
-            | Kind::Welcome
-            | Kind::Done
-            | Kind::Failed
-            | Kind::Arrived
-            | Kind::End
-            | Kind::Released => return Err(broken("a frame that is not a client's to send")),
+            _ => {}
         }
-        Ok(())
     }
 
     fn answer<M: Message>(&self, id: u64, answer: Outcome<M>) {

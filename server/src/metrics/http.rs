@@ -50,7 +50,7 @@ async fn answer(mut stream: TcpStream, node: &Node) -> std::io::Result<()> {
     let line = request.split(|&byte| byte == b'\r').next().unwrap_or_default();
     let (status, kind, body) = match line {
         line if line.starts_with(b"GET /metrics ") => {
-            ("200 OK", "text/plain; version=0.0.4; charset=utf-8", text::render(node))
+            ("200 OK", "text/plain; version=0.0.4; charset=utf-8", text::render(node).await)
         }
         line if line.starts_with(b"GET /health ") => ("200 OK", "text/plain", "ok\n".to_owned()),
         _ => ("404 Not Found", "text/plain", "there are /metrics and /health\n".to_owned()),

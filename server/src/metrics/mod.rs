@@ -1,6 +1,6 @@
 //! What is counted, and how it is told to Prometheus.
 //!
-//! Every miss has a reason; calls are counted by the path they came by, the method and the tenant, with bytes and a
+//! Every miss has a reason; calls are counted by the path they came by, the method, its class and the tenant, with bytes and a
 //! histogram of how long they took. What the engine counts is read from it when somebody asks.
 
 mod histogram;
@@ -21,6 +21,8 @@ pub struct CallName {
     pub path: &'static str,
     /// What was called.
     pub method: &'static str,
+    /// What it was for: a class of the engine, or none.
+    pub class: &'static str,
     /// For whom.
     pub tenant: String,
 }
@@ -108,7 +110,7 @@ mod tests {
     #[test]
     fn a_call_is_under_way_until_it_ends() {
         let metrics = Metrics::default();
-        let name = CallName { path: "grpc", method: "get", tenant: "a".to_owned() };
+        let name = CallName { path: "grpc", method: "get", class: "foreground", tenant: "a".to_owned() };
         metrics.call_began("get");
         assert_eq!(metrics.lock().under_way["get"], 1);
         metrics.call_ended(&name, "ok", Duration::from_millis(2), (0, 10));

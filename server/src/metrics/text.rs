@@ -4,7 +4,7 @@ use std::fmt::{self, Write};
 
 use kvarts_store::rt::Clock;
 
-use super::{Counted, Metrics};
+use super::{CallName, Counted, Metrics};
 use crate::node::Node;
 
 /// A label's value: quotes, backslashes and line ends are escaped.
@@ -32,31 +32,36 @@ fn one(out: &mut String, name: &str, kind: &str, help: &str, value: impl fmt::Di
 }
 
 /// Everything that there is to tell of a server.
-pub(super) fn render(node: &Node) -> String {
+pub(super) async fn render(node: &Node) -> String {
+    let io = node.engine.io().await.unwrap_or_default();
     let mut out = String::with_capacity(16 << 10);
     let Metrics(counted) = &*node.metrics;
     calls(&mut out, &counted.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
     engine(&mut out, node);
+    queues(&mut out, &io);
+    scrub(&mut out, node);
+    tenants(&mut out, node);
     memory(&mut out, node);
     out
+}
+
+/// The labels of calls.
+fn labels(name: &CallName) -> String {
+    let CallName { path, method, class, tenant } = name;
+    format!("path=\"{path}\",method=\"{method}\",class=\"{class}\",tenant=\"{}\"", Value(tenant))
 }
 
 fn calls(out: &mut String, counted: &Counted) {
     head(out, "kvarts_calls_total", "counter", "Calls that have ended, by how.");
     for (name, calls) in &counted.calls {
+        let labels = labels(name);
         for (how, count) in &calls.ended {
-            let (path, method, tenant) = (name.path, name.method, Value(&name.tenant));
-            let _ = writeln!(
-                out,
-                "kvarts_calls_total{{path=\"{path}\",method=\"{method}\",tenant=\"{tenant}\",ended=\"{}\"}} {count}",
-                Value(how)
-            );
+            let _ = writeln!(out, "kvarts_calls_total{{{labels},ended=\"{}\"}} {count}", Value(how));
         }
     }
     head(out, "kvarts_call_seconds", "histogram", "How long calls took.");
     for (name, calls) in &counted.calls {
-        let labels =
-            format!("path=\"{}\",method=\"{}\",tenant=\"{}\"", name.path, name.method, Value(&name.tenant));
+        let labels = labels(name);
         let mut total = 0;
         for (bound, count) in calls.took.cumulative() {
             let bound = bound.map_or("+Inf".to_owned(), |bound| bound.to_string());
@@ -69,11 +74,8 @@ fn calls(out: &mut String, counted: &Counted) {
     head(out, "kvarts_call_bytes_total", "counter", "Bytes of blocks that calls carried.");
     for (name, calls) in &counted.calls {
         for (direction, bytes) in [("in", calls.bytes_in), ("out", calls.bytes_out)] {
-            let (path, method, tenant) = (name.path, name.method, Value(&name.tenant));
-            let _ = writeln!(
-                out,
-                "kvarts_call_bytes_total{{path=\"{path}\",method=\"{method}\",tenant=\"{tenant}\",direction=\"{direction}\"}} {bytes}"
-            );
+            let labels = labels(name);
+            let _ = writeln!(out, "kvarts_call_bytes_total{{{labels},direction=\"{direction}\"}} {bytes}");
         }
     }
     head(out, "kvarts_calls_under_way", "gauge", "Calls that have begun and not ended.");
@@ -128,6 +130,18 @@ fn engine(out: &mut String, node: &Node) {
     one(out, "kvarts_disk_allocated_bytes", "gauge", "Bytes that are on disk.", stats.allocated_bytes);
     let free = stats.budget_bytes.saturating_sub(stats.allocated_bytes);
     one(out, "kvarts_disk_free_bytes", "gauge", "Bytes of the budget that are not on disk.", free);
+    let space = stats.space.total;
+    head(
+        out,
+        "kvarts_disk_bytes",
+        "gauge",
+        "Bytes on disk by what they are; together all that are allocated.",
+    );
+    for (what, bytes) in
+        [("live", space.live), ("dead", space.dead), ("free", space.free), ("overhead", space.overhead)]
+    {
+        let _ = writeln!(out, "kvarts_disk_bytes{{what=\"{what}\"}} {bytes}");
+    }
     let payload = stats.counts.payload_bytes_stored;
     let amplification = stats.counts.record_bytes_written as f64 / payload.max(1) as f64;
     let help = "Bytes written by bytes that clients put.";
@@ -141,6 +155,74 @@ fn engine(out: &mut String, node: &Node) {
     one(out, "kvarts_recovery_problems", "gauge", "Problems that the last start found.", problems);
     let scanned = sum(|report| report.scanned_bytes);
     one(out, "kvarts_recovery_scanned_bytes", "gauge", "Bytes that the last start scanned.", scanned);
+}
+
+/// What waits for the devices, and what they work on.
+fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::io::Metrics)]) {
+    head(out, "kvarts_device_queue", "gauge", "Operations of each executor by where they are.");
+    for (executor, (_, queue)) in io.iter().enumerate() {
+        for (place, operations) in
+            [("waiting", queue.waiting_ops), ("device", queue.in_flight_ops), ("stuck", queue.stuck_ops)]
+        {
+            let _ = writeln!(
+                out,
+                "kvarts_device_queue{{executor=\"{executor}\",place=\"{place}\"}} {operations}"
+            );
+        }
+    }
+    head(out, "kvarts_device_queue_bytes", "gauge", "Bytes that each executor's devices work on.");
+    for (executor, (_, queue)) in io.iter().enumerate() {
+        let _ =
+            writeln!(out, "kvarts_device_queue_bytes{{executor=\"{executor}\"}} {}", queue.in_flight_bytes);
+    }
+    head(out, "kvarts_device_bytes_total", "counter", "Bytes that went to and from each executor's devices.");
+    for (executor, (_, queue)) in io.iter().enumerate() {
+        for (direction, bytes) in [("read", queue.bytes_read), ("written", queue.bytes_written)] {
+            let labels = format!("executor=\"{executor}\",direction=\"{direction}\"");
+            let _ = writeln!(out, "kvarts_device_bytes_total{{{labels}}} {bytes}");
+        }
+    }
+}
+
+fn scrub(out: &mut String, node: &Node) {
+    let totals = node.scrub.totals();
+    let (all, last) = (totals.all, totals.last);
+    one(out, "kvarts_scrub_runs_total", "counter", "Runs of the scrubber that have ended.", totals.runs);
+    one(out, "kvarts_scrub_under_way", "gauge", "Whether one is under way.", u8::from(totals.under_way));
+    one(out, "kvarts_scrub_blocks_total", "counter", "Blocks that it checked.", all.blocks_checked);
+    one(out, "kvarts_scrub_bytes_total", "counter", "Their bytes.", all.bytes_checked);
+    let damaged = "Blocks that it found damaged.";
+    one(out, "kvarts_scrub_blocks_damaged_total", "counter", damaged, all.blocks_damaged);
+    let passed = "Blocks that it could not look at.";
+    one(out, "kvarts_scrub_blocks_passed_over_total", "counter", passed, all.blocks_passed_over);
+    let ended = last.ended_unix_ms as f64 / 1000.0;
+    one(
+        out,
+        "kvarts_scrub_last_end_seconds",
+        "gauge",
+        "When the last run ended, since 1970; 0: never.",
+        ended,
+    );
+    one(out, "kvarts_scrub_last_blocks", "gauge", "Blocks that the last run checked.", last.blocks_checked);
+    let damaged = "Blocks that the last run found damaged.";
+    one(out, "kvarts_scrub_last_blocks_damaged", "gauge", damaged, last.blocks_damaged);
+}
+
+fn tenants(out: &mut String, node: &Node) {
+    head(
+        out,
+        "kvarts_tenant_disk_bytes",
+        "gauge",
+        "Live bytes on disk of each tenant, and what it may have.",
+    );
+    for tenant in node.gate.tenants() {
+        let Some(space) = node.engine.tenant_space(&tenant.salt) else { continue };
+        let name = Value(&tenant.name);
+        let _ = writeln!(out, "kvarts_tenant_disk_bytes{{tenant=\"{name}\",what=\"live\"}} {}", space.live);
+        if let Some(limit) = space.limit {
+            let _ = writeln!(out, "kvarts_tenant_disk_bytes{{tenant=\"{name}\",what=\"limit\"}} {limit}");
+        }
+    }
 }
 
 fn memory(out: &mut String, node: &Node) {
@@ -160,6 +242,12 @@ fn memory(out: &mut String, node: &Node) {
     for (tenant, count) in tenants {
         let _ = writeln!(out, "kvarts_local_clients{{tenant=\"{}\"}} {count}", Value(tenant));
     }
+    let (turns, waiting) = node.puts.left();
+    one(out, "kvarts_put_turns_left", "gauge", "Puts that could take bytes at once.", turns);
+    one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a turn.", waiting);
+    let places = node.connections.available_permits();
+    one(out, "kvarts_connections_all", "gauge", "Connections that there may be.", node.connections_all);
+    one(out, "kvarts_connections_left", "gauge", "Connections that may still come.", places);
     one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", node.calls());
     let clock: &dyn Clock = &**node.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;

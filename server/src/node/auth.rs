@@ -188,6 +188,17 @@ impl Gate {
         Ok(Caller { tenant: Arc::clone(&found.tenant), rights: found.rights })
     }
 
+    /// Everyone for whom it lets callers in, each once.
+    pub fn tenants(&self) -> Vec<&Arc<Tenant>> {
+        let mut tenants: Vec<&Arc<Tenant>> = match self {
+            Self::Open(tenant) => vec![tenant],
+            Self::Tokens(tokens) => tokens.iter().map(|token| &token.tenant).collect(),
+        };
+        tenants.sort_unstable_by_key(|tenant| tenant.number);
+        tenants.dedup_by_key(|tenant| tenant.number);
+        tenants
+    }
+
     /// Whether it lets everybody in.
     pub fn is_open(&self) -> bool {
         matches!(self, Self::Open(_))

@@ -3,6 +3,9 @@
 //! Reads up to a certain size have a part of it to themselves, so that a small one does not wait behind large
 //! ones. Who finds it full waits. A piece comes back when the last user of it is done: the device, the engine, or
 //! the connection that sends it.
+//!
+//! Where there are several tenants, none has more than half of either part, so that one tenant's slow clients leave
+//! room for the clients of others.
 
 use std::io;
 use std::sync::Arc;
@@ -10,7 +13,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kvarts_store::io::arena::{Arena, ArenaUse};
 use kvarts_store::io::{Buf, Region};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+const PAGE: usize = 4096;
 /// The part of all memory that small requests have to themselves: one in so many bytes.
 const SMALL_PART: usize = 8;
 
@@ -52,9 +57,67 @@ impl Memory {
         self.main.take(bytes).await
     }
 
+    /// A piece now, if after it half of the memory is still free; not for small requests.
+    pub fn take_spare(&self, len: u64) -> Option<Buf> {
+        let bytes = usize::try_from(len).ok().filter(|_| len > self.small_max)?;
+        let usage = self.main.usage();
+        let spare = usage.used.saturating_add(bytes) <= usage.total / 2;
+        if spare { self.main.try_take(bytes) } else { None }
+    }
+
+    /// Whether more than half of the memory is used: then everybody takes less at a time.
+    pub fn is_crowded(&self) -> bool {
+        let usage = self.main.usage();
+        usage.used > usage.total / 2
+    }
+
     /// How full they are: the main one and the small one.
     pub fn usage(&self) -> [ArenaUse; 2] {
         [self.main.usage(), self.small.usage()]
+    }
+}
+
+/// What one tenant may have of the memory at a time: of the main part and of the small one, in pages.
+#[derive(Debug)]
+pub struct MemoryShare([Arc<Semaphore>; 2]);
+
+/// A piece, and what it takes of its tenant's share.
+struct OfShare {
+    _piece: Buf,
+    _pages: OwnedSemaphorePermit,
+}
+
+impl MemoryShare {
+    /// Half of all memory.
+    pub fn half(memory: &Memory) -> Self {
+        Self(memory.usage().map(|usage| Arc::new(Semaphore::new(usage.total / PAGE / 2))))
+    }
+
+    /// A piece as [`Memory::take`] gives it, as soon as the share has room for it, too.
+    pub async fn take(&self, memory: &Memory, len: u64) -> Option<Buf> {
+        let (part, pages) = self.part(memory, len)?;
+        let pages = Arc::clone(part).acquire_many_owned(pages).await.ok()?;
+        memory.take(len).await.map(|piece| Self::kept(piece, pages))
+    }
+
+    /// A piece as [`Memory::take_spare`] gives it.
+    pub fn take_spare(&self, memory: &Memory, len: u64) -> Option<Buf> {
+        let (part, pages) = self.part(memory, len)?;
+        let pages = Arc::clone(part).try_acquire_many_owned(pages).ok()?;
+        memory.take_spare(len).map(|piece| Self::kept(piece, pages))
+    }
+
+    fn part(&self, memory: &Memory, len: u64) -> Option<(&Arc<Semaphore>, u32)> {
+        let [main, small] = &self.0;
+        if len > memory.piece_max() {
+            return None;
+        }
+        let pages = u32::try_from(len.div_ceil(PAGE as u64).max(1)).ok()?;
+        Some((if len <= memory.small_max { small } else { main }, pages))
+    }
+
+    fn kept(piece: Buf, pages: OwnedSemaphorePermit) -> Buf {
+        piece.clone().kept_by(Arc::new(OfShare { _piece: piece, _pages: pages }))
     }
 }
 
@@ -99,6 +162,43 @@ mod tests {
         assert_eq!((&part[..], memory.usage()[0].used), (&[7u8; 100][..], 8192));
         drop(part);
         assert_eq!(memory.usage()[0].used, 0);
+    }
+
+    #[test]
+    fn spare_memory_is_what_others_are_not_short_of() {
+        let memory = Memory::new(1 << 20, 4096).unwrap();
+        let half = memory.usage()[0].total as u64 / 2;
+        assert!(memory.take_spare(4096).is_none(), "small requests are never ahead of their turn");
+        let kept = memory.take_spare(half).unwrap();
+        assert!(!memory.is_crowded() && memory.take_spare(8192).is_none());
+        let more = block_on(memory.take(8192)).unwrap();
+        assert!(memory.is_crowded());
+        drop((kept, more));
+        assert!(!memory.is_crowded() && memory.take_spare(8192).is_some());
+    }
+
+    #[test]
+    fn no_tenant_takes_more_than_half_of_either_part() {
+        let memory = Memory::new(1 << 20, 8192).unwrap();
+        let (one, other) = (MemoryShare::half(&memory), MemoryShare::half(&memory));
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        for (at, len) in [(0, 64 << 10), (1, 8192)] {
+            let mut held = Vec::new();
+            loop {
+                let mut taking = std::pin::pin!(one.take(&memory, len));
+                match taking.as_mut().poll(&mut context) {
+                    std::task::Poll::Ready(piece) => held.push(piece.unwrap()),
+                    std::task::Poll::Pending => break,
+                }
+            }
+            let usage = memory.usage()[at];
+            assert!(usage.used <= usage.total / 2 && usage.used > usage.total / 4, "{usage:?}");
+            assert!(one.take_spare(&memory, 64 << 10).is_none() || at == 1);
+            let others = block_on(other.take(&memory, len)).unwrap();
+            drop((held.pop(), others));
+            assert!(block_on(one.take(&memory, len)).is_some(), "what came back can be had again");
+        }
+        assert!(memory.usage().iter().all(|usage| usage.used == 0));
     }
 
     #[test]

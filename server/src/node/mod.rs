@@ -6,29 +6,39 @@
 //! tenant that registered it, whatever a request claims. What belongs to somebody else is answered exactly as what
 //! does not exist.
 
+mod audit;
 pub mod auth;
 mod leases;
 mod memory;
 mod models;
+mod puts;
 mod shares;
 pub mod tenant;
+mod veil;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvarts_store::api::KvStore;
 use kvarts_store::engine::Store;
+use kvarts_store::io::Buf;
 use kvarts_store::rt::{Clock, Entropy};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 
+pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
 pub use leases::Leases;
-pub use memory::{Frozen, Memory};
+pub use memory::{Frozen, Memory, MemoryShare};
 pub use models::{Model, Models};
+pub use puts::Puts;
+pub(crate) use shares::Bandwidth;
 pub use tenant::Tenant;
+pub use veil::Veil;
 
 use crate::local::Locals;
 use crate::metrics::Metrics;
+use crate::scrub::Scrub;
 
 /// A running server's insides.
 #[derive(Debug)]
@@ -43,8 +53,24 @@ pub struct Node {
     pub leases: Leases,
     /// Memory of requests.
     pub memory: Memory,
+    /// What each tenant may have of it, where there are several.
+    shares: BTreeMap<u32, MemoryShare>,
     /// Clients on the same host, and the memory that they share.
     pub locals: Arc<Locals>,
+    /// Places for connections that are not taken.
+    pub connections: Arc<Semaphore>,
+    /// Places for connections in all.
+    pub connections_all: usize,
+    /// Large reads under way over the network.
+    pub large_reads: Arc<AtomicU64>,
+    /// Turns of puts that take bytes.
+    pub puts: Puts,
+    /// How many lines refused calls have caused.
+    pub audit: Audit,
+    /// How points in the stream of events are shown to tenants.
+    pub veil: Veil,
+    /// The scrubber, and what it found.
+    pub scrub: Scrub,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// What was decided at the start.
@@ -61,18 +87,37 @@ pub struct Node {
 #[derive(Debug)]
 pub struct UnderWay(Arc<Node>);
 
+fn shares(gate: &auth::Gate, memory: &Memory) -> BTreeMap<u32, MemoryShare> {
+    let tenants = gate.tenants();
+    let several = tenants.len() > 1;
+    let share = |tenant: &&Arc<Tenant>| (tenant.number, MemoryShare::half(memory));
+    if several { tenants.iter().map(share).collect() } else { BTreeMap::new() }
+}
+
 impl Node {
-    /// A server around an open engine.
+    /// A server around an open engine, with so many connections at most.
     pub fn new(
         engine: Store,
         gate: auth::Gate,
         memory: Memory,
         locals: Locals,
+        connections: usize,
         entropy: Arc<dyn Entropy>,
         notes: Vec<String>,
     ) -> Arc<Self> {
+        let mut secret = [0; 32];
+        entropy.fill(&mut secret);
+        let audit = Audit::new(Arc::clone(engine.clock()));
         Arc::new(Self {
             engine,
+            connections_all: connections.min(Semaphore::MAX_PERMITS),
+            connections: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
+            shares: shares(&gate, &memory),
+            large_reads: Arc::default(),
+            puts: Puts::new(&memory),
+            audit,
+            veil: Veil::new(secret),
+            scrub: Scrub::default(),
             gate,
             models: Models::default(),
             leases: Leases::default(),
@@ -86,6 +131,22 @@ impl Node {
             calls: AtomicU64::new(0),
             idle: Notify::new(),
         })
+    }
+
+    /// Memory for a request of a tenant as soon as there is room; none if it is larger than any may be.
+    pub async fn take_memory(&self, tenant: &Tenant, len: u64) -> Option<Buf> {
+        match self.shares.get(&tenant.number) {
+            Some(share) => share.take(&self.memory, len).await,
+            None => self.memory.take(len).await,
+        }
+    }
+
+    /// The same now, if there is plenty.
+    pub fn take_spare_memory(&self, tenant: &Tenant, len: u64) -> Option<Buf> {
+        match self.shares.get(&tenant.number) {
+            Some(share) => share.take_spare(&self.memory, len),
+            None => self.memory.take_spare(len),
+        }
     }
 
     /// The store as its clients see it.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 /// Bytes that may pass, refilled as time goes by. May be overdrawn: who overdraws it waits.
 #[derive(Debug)]
-pub(super) struct Bandwidth {
+pub(crate) struct Bandwidth {
     rate: u64,
     state: Mutex<State>,
 }
@@ -24,13 +24,13 @@ fn now() -> Instant {
 
 impl Bandwidth {
     /// At least one byte a second.
-    pub(super) fn new(rate: u64) -> Self {
+    pub(crate) fn new(rate: u64) -> Self {
         let rate = rate.max(1);
         Self { rate, state: Mutex::new(State { left: rate as f64, at: now() }) }
     }
 
     /// Takes these bytes and says how long to wait before the next are taken.
-    pub(super) fn spend(&self, bytes: u64) -> Duration {
+    pub(crate) fn spend(&self, bytes: u64) -> Duration {
         self.spend_at(bytes, now())
     }
 

@@ -18,11 +18,13 @@ pub struct TenantLimits {
     pub calls: usize,
     /// Bytes a second, both ways together; none for no limit.
     pub bandwidth: Option<u64>,
+    /// Bytes on disk of all its namespaces together, as the engine counts a quota; none for no limit but the budget.
+    pub disk: Option<u64>,
 }
 
 impl Default for TenantLimits {
     fn default() -> Self {
-        Self { pin_bytes: 1 << 40, calls: 1024, bandwidth: None }
+        Self { pin_bytes: 1 << 40, calls: 1024, bandwidth: None, disk: None }
     }
 }
 

@@ -55,7 +55,8 @@ pub struct ReadRequest {
     pub into: Placed,
     /// How much is compared with digests.
     pub verify: Verify,
-    /// What the read is for.
+    /// What the read is for. In [`Class::Background`] it does not count as a use of the blocks: they stay as cold as
+    /// they were.
     pub class: Class,
     /// When the caller stops waiting: what has arrived by then is what it gets.
     pub deadline: Option<Nanos>,

@@ -612,7 +612,7 @@ impl Log {
             self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(fault)?;
         }
         segment.tail.borrow_mut().entries = Vec::new();
-        segment.footer_at.set(Some(footer_at));
+        segment.sealed_at(end, footer_at);
         segment.state.set(SegmentState::Sealed);
         Ok(())
     }

@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use kvarts_layout::format::body::Definition;
-use kvarts_layout::identity::namespace_of;
+use kvarts_layout::identity::{TenantSalt, namespace_of};
 use kvarts_layout::spec::Geometry;
 use kvarts_layout::{Fingerprint, Identity, NamespaceId};
 
@@ -230,6 +230,15 @@ impl Names {
     /// How long blocks of a namespace live whose put does not say.
     pub(crate) fn default_ttl(&self, id: NamespaceId) -> Option<Duration> {
         self.read().default_ttls.get(&id).copied()
+    }
+
+    /// All namespaces whose identity has this salt.
+    pub(crate) fn of_salt(&self, salt: &TenantSalt) -> Vec<NamespaceId> {
+        let tables = self.read();
+        let has = |namespace: &&Arc<Namespace>| {
+            Identity::decode(&namespace.canonical).is_ok_and(|identity| identity.tenant_salt == *salt)
+        };
+        tables.namespaces.values().filter(has).map(|namespace| namespace.id).collect()
     }
 
     /// How many short ids were given out.

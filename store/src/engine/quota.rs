@@ -1,4 +1,5 @@
-//! Keeping a namespace within its quota: what it has not used for longest goes first.
+//! Keeping a namespace within its quota, and a tenant's together within theirs: what has not been used for longest goes
+//! first.
 //!
 //! It happens on the caller's thread and in memory alone: what counts is what the index points at, so a block that
 //! leaves the index is out of the account, and its bytes are dead until their segment is reclaimed. A walk over the
@@ -11,10 +12,12 @@ use std::collections::BTreeSet;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 
+use kvarts_layout::NamespaceId;
+
 use super::shared::Shared;
 use crate::error::Reason;
 use crate::index::{Eviction, Lookup, RecordCursor, RecordId, RecordInfo};
-use crate::ledger::{Account, Promise};
+use crate::ledger::{Account, Pool, Promise};
 
 /// Each walk frees at least this part of the limit.
 const SHARE: u64 = 16;
@@ -27,19 +30,65 @@ pub(crate) fn promise(shared: &Shared, account: &Arc<Account>, bytes: u64) -> Re
     })
 }
 
-/// Evicts records of the account until `bytes` more fit, if that can be had.
+/// Evicts records until `bytes` more fit into the account and its pool, if that can be had.
 pub(crate) fn make_room(shared: &Shared, account: &Account, bytes: u64) {
-    let limit = match account.space().limit {
+    make_room_in(shared, Purse::Namespace(account), bytes);
+    if let Some(pool) = account.pool() {
+        make_room_in(shared, Purse::Tenant(pool), bytes);
+    }
+}
+
+/// What has a limit.
+#[derive(Clone, Copy)]
+pub(crate) enum Purse<'a> {
+    Namespace(&'a Account),
+    Tenant(&'a Arc<Pool>),
+}
+
+impl Purse<'_> {
+    fn limit(self) -> Option<u64> {
+        match self {
+            Self::Namespace(account) => account.space().limit,
+            Self::Tenant(pool) => pool.space().limit,
+        }
+    }
+
+    fn excess(self, bytes: u64) -> u64 {
+        match self {
+            Self::Namespace(account) => account.excess(bytes),
+            Self::Tenant(pool) => pool.excess(bytes),
+        }
+    }
+
+    /// Whether records of a namespace count in it.
+    fn holds(self, shared: &Shared, namespace: NamespaceId) -> bool {
+        match self {
+            Self::Namespace(account) => account.namespace() == namespace,
+            Self::Tenant(pool) => {
+                let account = shared.index.records().ledger().account(namespace);
+                account.pool().is_some_and(|own| Arc::ptr_eq(own, pool))
+            }
+        }
+    }
+}
+
+/// Evicts records of the purse until `bytes` more fit, if that can be had.
+pub(crate) fn make_room_in(shared: &Shared, purse: Purse<'_>, bytes: u64) {
+    let limit = match purse.limit() {
         // What can never fit makes nothing go.
         Some(limit) if bytes <= limit => limit,
         _ => return,
     };
-    let _one = account.making_room.lock().unwrap_or_else(PoisonError::into_inner);
-    let excess = account.excess(bytes);
+    let one = match purse {
+        Purse::Namespace(account) => &account.making_room,
+        Purse::Tenant(pool) => &pool.making_room,
+    };
+    let _one = one.lock().unwrap_or_else(PoisonError::into_inner);
+    let excess = purse.excess(bytes);
     if excess == 0 {
         return;
     }
-    let victims = oldest(shared, account, excess.max(limit / SHARE));
+    let victims = oldest(shared, purse, excess.max(limit / SHARE));
     let mut entries = Vec::new();
     for partition in 0..shared.index.partitions() {
         shared.index.snapshot(partition, &mut entries);
@@ -56,9 +105,9 @@ pub(crate) fn make_room(shared: &Shared, account: &Account, bytes: u64) {
     }
 }
 
-/// Records of the account that are worth `bytes` together, the longest unused first. Those with a lease on any
+/// Records of the purse that are worth `bytes` together, the longest unused first. Those with a lease on any
 /// block are passed over.
-fn oldest(shared: &Shared, account: &Account, bytes: u64) -> BTreeSet<RecordId> {
+fn oldest(shared: &Shared, purse: Purse<'_>, bytes: u64) -> BTreeSet<RecordId> {
     let ages = ages(shared);
     let mut found = Vec::new();
     let mut some = Vec::new();
@@ -67,7 +116,7 @@ fn oldest(shared: &Shared, account: &Account, bytes: u64) -> BTreeSet<RecordId> 
         cursor = shared.index.records().snapshot(from, &mut some);
         for (id, record) in &some {
             let age = ages.get(id.0 as usize).copied().flatten();
-            if let Some(age) = age.filter(|_| belongs(shared, account, record)) {
+            if let Some(age) = age.filter(|_| belongs(shared, purse, record)) {
                 let place = (record.shard, record.segment, record.page);
                 found.push((std::cmp::Reverse(age), place, *id, record.share(record.live)));
             }
@@ -83,9 +132,9 @@ fn oldest(shared: &Shared, account: &Account, bytes: u64) -> BTreeSet<RecordId> 
     needed.map(|(_, _, id, _)| id).collect()
 }
 
-fn belongs(shared: &Shared, account: &Account, record: &RecordInfo) -> bool {
+fn belongs(shared: &Shared, purse: Purse<'_>, record: &RecordInfo) -> bool {
     let class = shared.classes.get(record.class);
-    class.is_some_and(|class| class.namespace.id == account.namespace())
+    class.is_some_and(|class| purse.holds(shared, class.namespace.id))
 }
 
 /// How many steps ago a block of each record was last used, by the record's number; `None` for records without a

@@ -247,7 +247,10 @@ fn find(
             class,
         });
     }
-    shared.index.touch_with(prints, shared.policy().renews().then(|| shared.epoch()));
+    // Who only looks whether blocks are well does not use them.
+    if request.class != Class::Background {
+        shared.index.touch_with(prints, shared.policy().renews().then(|| shared.epoch()));
+    }
     Ok(wanted)
 }
 

@@ -44,7 +44,7 @@ use super::log::Log;
 use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
 use crate::io::driver::{Meta, Transfer};
-use crate::io::{Buf, MetaOp, Reply};
+use crate::io::{Buf, IoErrorKind, MetaOp, Reply};
 
 /// Footers that are read ahead of the one being taken in.
 const FOOTERS_AHEAD: usize = 4;
@@ -280,8 +280,13 @@ impl Recovery<'_> {
                         Err(_) => Vec::new(),
                     };
                     drop(buf);
-                    if let Ok(Some(Reply::Holes(holes))) = holes.await {
-                        source.segment.holes.replace(holes);
+                    match holes.await {
+                        Ok(Some(Reply::Holes(holes))) => drop(source.segment.holes.replace(holes)),
+                        // Such a file system makes none.
+                        Err(error) if error.kind == IoErrorKind::Unsupported => {}
+                        // Without them, what was evicted would look damaged.
+                        Err(error) => return Err(Reason::Directory(error.to_string())),
+                        Ok(_) => return Err(Reason::Bug("holes that are none")),
                     }
                     self.take_in_footer(source, ends, trailer, &image).await?;
                 }
@@ -309,7 +314,7 @@ impl Recovery<'_> {
                 segment.first_sequence.set(trailer.first_sequence);
                 segment.found(trailer.log_end, &footer.records);
                 self.found_holes(segment, &footer.records);
-                segment.footer_at.set(Some((trailer.footer_offset, trailer.footer_bytes)));
+                segment.sealed_at(trailer.log_end, (trailer.footer_offset, trailer.footer_bytes));
                 segment.state.set(SegmentState::Sealed);
                 self.adopt(segment, &footer.records).await
             }

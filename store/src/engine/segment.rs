@@ -141,6 +141,8 @@ pub(crate) struct Segment {
     pub(crate) futile: Cell<u64>,
     /// Where its footer lies, if that is known: offset and bytes.
     pub(crate) footer_at: Cell<Option<(u64, u32)>>,
+    /// What stands empty between its records and its footer: offset and bytes.
+    pub(crate) gap: Cell<Option<(u64, u64)>>,
     holed: Cell<bool>,
     unpunchable: Cell<bool>,
     /// Short ids of namespaces on disk that mean another one in memory.
@@ -169,6 +171,7 @@ impl Segment {
             holes: RefCell::default(),
             futile: Cell::new(0),
             footer_at: Cell::new(None),
+            gap: Cell::new(None),
             holed: Cell::new(false),
             unpunchable: Cell::new(false),
             renamed: RefCell::default(),
@@ -189,6 +192,7 @@ impl Segment {
         self.holes.replace(Vec::new());
         self.futile.set(0);
         self.footer_at.set(None);
+        self.gap.set(None);
         self.unpunchable.set(false);
         self.renamed.borrow_mut().clear();
     }
@@ -196,6 +200,12 @@ impl Segment {
     /// Notes what recovery found that the segment holds.
     pub(crate) fn found(&self, log_end: u64, entries: &[Entry]) {
         self.book.restore(log_end, record_bytes(entries));
+    }
+
+    /// Notes where the records of a sealed segment end and where its footer lies.
+    pub(crate) fn sealed_at(&self, log_end: u64, (footer, bytes): (u64, u32)) {
+        self.footer_at.set(Some((footer, bytes)));
+        self.gap.set(footer.checked_sub(log_end).filter(|len| *len > 0).map(|len| (log_end, len)));
     }
 
     /// Pages of records have been given back, or are about to be.

@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::{Geometry, Identity, NamespaceId, StoreId};
+use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, StoreId};
 
 use super::compact::chains::Peers;
 use super::compact::{CompactOptions, CompactReport};
@@ -230,6 +230,18 @@ impl Store {
         }
     }
 
+    /// The bytes of a block of a column, also of a namespace that recovery found and nobody has registered since.
+    pub fn shape(
+        &self,
+        namespace: NamespaceId,
+        group: Group,
+        coordinate: Coordinate,
+    ) -> Result<Arc<BlockShape>, Error> {
+        let shared = &self.0.shared;
+        let known = shared.names.get(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
+        Ok(shared.classes.shape(&known, group, coordinate)?)
+    }
+
     /// The clock that deadlines are measured by.
     pub fn clock(&self) -> &Arc<dyn Clock> {
         &self.0.shared.clock
@@ -379,7 +391,9 @@ fn check(options: &Options) -> Result<(), Error> {
 
 impl KvStore for Store {
     fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
-        Ok(self.0.shared.names.register(identity, geometry).map(|namespace| namespace.id)?)
+        let namespace = self.0.shared.names.register(identity, geometry)?.id;
+        self.join_tenant(namespace, &identity.tenant_salt);
+        Ok(namespace)
     }
 
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {

@@ -1,7 +1,7 @@
-//! What one namespace has on disk, and how much it may have.
+//! What one namespace has on disk, what the namespaces of one tenant have together, and how much they may have.
 //!
 //! A quota counts live bytes: records with their headers and padding, as the index points at them. A put takes its
-//! bytes as a [`Promise`] before it writes and keeps it until they are counted as live, so that the limit holds at
+//! bytes as a [`Promise`] before it writes and keeps it until they are counted as live, so that the limits hold at
 //! every moment and not only between puts.
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use kvarts_layout::NamespaceId;
 
 use super::lock;
-use crate::sync::{Mutex, Race, planted};
+use crate::sync::{Mutex, OnceLock, Race, planted};
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {
@@ -22,9 +22,34 @@ impl Figures {
     fn used(&self) -> u64 {
         self.live.saturating_add(self.promised)
     }
+
+    fn moved(&mut self, before: u64, after: u64) {
+        self.live = (self.live + after).saturating_sub(before);
+    }
+
+    fn promise(&mut self, bytes: u64) -> Result<(), OverQuota> {
+        let wanted = self.used().saturating_add(bytes);
+        match self.limit {
+            Some(limit) if wanted > limit + u64::from(kvarts_layout::planted!("quota-off-by-one")) => {
+                Err(OverQuota { limit, wanted })
+            }
+            _ => {
+                self.promised = self.promised.saturating_add(bytes);
+                Ok(())
+            }
+        }
+    }
+
+    fn release(&mut self, bytes: u64) {
+        self.promised = self.promised.saturating_sub(bytes);
+    }
+
+    fn excess(&self, bytes: u64) -> u64 {
+        self.limit.map_or(0, |limit| self.used().saturating_add(bytes).saturating_sub(limit))
+    }
 }
 
-/// A namespace would pass its limit.
+/// A namespace, or all of its tenant's together, would pass the limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OverQuota {
     /// Bytes that it may have.
@@ -46,18 +71,57 @@ pub struct NamespaceSpace {
     pub limit: Option<u64>,
 }
 
+/// What several namespaces have together, and may have. Usable from any thread.
+#[derive(Debug, Default)]
+pub struct Pool {
+    figures: Mutex<Figures>,
+    /// As in [`Account`].
+    pub(crate) making_room: Mutex<()>,
+}
+
+/// What a pool has, and may have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct PoolSpace {
+    /// Live bytes of all its namespaces.
+    pub live: u64,
+    /// Bytes promised to puts under way.
+    pub promised: u64,
+    /// The most that the two may be together.
+    pub limit: Option<u64>,
+}
+
+impl Pool {
+    /// Sets the limit, or takes it away.
+    pub fn set_limit(&self, limit: Option<u64>) {
+        lock(&self.figures).limit = limit;
+    }
+
+    /// What it has and may have.
+    pub fn space(&self) -> PoolSpace {
+        let Figures { live, promised, limit } = *lock(&self.figures);
+        PoolSpace { live, promised, limit }
+    }
+
+    /// Bytes that must go before `bytes` more fit; zero if they do.
+    pub fn excess(&self, bytes: u64) -> u64 {
+        lock(&self.figures).excess(bytes)
+    }
+}
+
 /// The account of one namespace. Usable from any thread.
 #[derive(Debug)]
 pub struct Account {
     namespace: NamespaceId,
+    /// Locked before the pool's.
     figures: Mutex<Figures>,
+    pool: OnceLock<Arc<Pool>>,
     /// Held while room is made: one thread does it, others find it made.
     pub(crate) making_room: Mutex<()>,
 }
 
 impl Account {
     pub(super) fn new(namespace: NamespaceId) -> Self {
-        Self { namespace, figures: Mutex::default(), making_room: Mutex::default() }
+        Self { namespace, figures: Mutex::default(), pool: OnceLock::new(), making_room: Mutex::default() }
     }
 
     /// Whose it is.
@@ -76,36 +140,52 @@ impl Account {
         NamespaceSpace { namespace: self.namespace, live, promised, limit }
     }
 
+    /// From now on it counts in this pool, too, with all that it has. It is in one pool for ever.
+    pub fn join(&self, pool: &Arc<Pool>) {
+        let figures = lock(&self.figures);
+        if self.pool.set(Arc::clone(pool)).is_ok() {
+            let mut pool = lock(&pool.figures);
+            pool.live = pool.live.saturating_add(figures.live);
+            pool.promised = pool.promised.saturating_add(figures.promised);
+        }
+    }
+
+    /// The pool that it counts in.
+    pub fn pool(&self) -> Option<&Arc<Pool>> {
+        self.pool.get()
+    }
+
     pub(super) fn moved(&self, before: u64, after: u64) {
         let mut figures = lock(&self.figures);
-        let live = (figures.live + after).saturating_sub(before);
+        let mut changed = *figures;
+        changed.moved(before, after);
         if planted(Race::CountInTwoSteps) {
             drop(figures);
             figures = lock(&self.figures);
         }
-        figures.live = live;
+        figures.live = changed.live;
+        if let Some(pool) = self.pool.get() {
+            lock(&pool.figures).moved(before, after);
+        }
     }
 
     /// Takes bytes for a put before it writes them; given back when the promise is dropped.
     pub fn promise(self: &Arc<Self>, bytes: u64) -> Result<Promise, OverQuota> {
         let mut figures = lock(&self.figures);
-        let wanted = figures.used().saturating_add(bytes);
-        match figures.limit {
-            Some(limit) if wanted > limit + u64::from(kvarts_layout::planted!("quota-off-by-one")) => {
-                Err(OverQuota { limit, wanted })
-            }
-            _ => {
-                figures.promised = figures.promised.saturating_add(bytes);
-                drop(figures);
-                Ok(Promise { account: Arc::clone(self), bytes })
-            }
+        figures.promise(bytes)?;
+        if let Some(pool) = self.pool.get()
+            && let Err(over) = lock(&pool.figures).promise(bytes)
+        {
+            figures.release(bytes);
+            return Err(over);
         }
+        drop(figures);
+        Ok(Promise { account: Arc::clone(self), bytes })
     }
 
-    /// Bytes that must go before `bytes` more fit; zero if they do.
+    /// Bytes that must go before `bytes` more fit into its own limit; zero if they do.
     pub fn excess(&self, bytes: u64) -> u64 {
-        let figures = lock(&self.figures);
-        figures.limit.map_or(0, |limit| figures.used().saturating_add(bytes).saturating_sub(limit))
+        lock(&self.figures).excess(bytes)
     }
 }
 
@@ -122,7 +202,10 @@ impl Drop for Promise {
             return;
         }
         let mut figures = lock(&self.account.figures);
-        figures.promised = figures.promised.saturating_sub(self.bytes);
+        figures.release(self.bytes);
+        if let Some(pool) = self.account.pool.get() {
+            lock(&pool.figures).release(self.bytes);
+        }
     }
 }
 
@@ -145,5 +228,27 @@ mod tests {
         assert!(account.promise(40).is_ok());
         account.set_limit(Some(50));
         assert_eq!(account.excess(0), 10, "a lower limit leaves an excess");
+    }
+
+    #[test]
+    fn a_pool_is_the_sum_of_its_accounts_whenever_they_joined() {
+        let pool = Arc::new(Pool::default());
+        let account = |number| Arc::new(Account::new(NamespaceId([number; 32])));
+        let (first, second, stranger) = (account(1), account(2), account(3));
+        first.moved(0, 30);
+        let before = first.promise(5).unwrap();
+        for one in [&first, &second, &first] {
+            one.join(&pool);
+        }
+        pool.set_limit(Some(100));
+        second.moved(0, 20);
+        let after = second.promise(45).unwrap();
+        assert_eq!(pool.space(), PoolSpace { live: 50, promised: 50, limit: Some(100) });
+        assert_eq!(first.promise(1).err(), Some(OverQuota { limit: 100, wanted: 101 }));
+        assert_eq!(first.space().promised, 5, "what the pool refused is given back");
+        assert!(stranger.promise(1000).is_ok());
+        drop((before, after));
+        second.moved(20, 0);
+        assert_eq!((pool.space().live, pool.space().promised, pool.excess(80)), (30, 0, 10));
     }
 }

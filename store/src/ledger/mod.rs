@@ -18,7 +18,7 @@
 //! their sum does.
 //!
 //! Memory only, no clock, no I/O. Lock order: a shard of the index's records, then the ledger, then a book or an
-//! account; whoever holds one of the last two takes no other.
+//! account, and with an account's its pool's; whoever holds one of these takes no other.
 
 mod account;
 mod book;
@@ -31,7 +31,7 @@ use kvarts_layout::NamespaceId;
 
 use crate::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-pub use account::{Account, NamespaceSpace, OverQuota, Promise};
+pub use account::{Account, NamespaceSpace, OverQuota, Pool, PoolSpace, Promise};
 pub use book::{Book, Phase};
 pub use report::{SegmentView, ShardSpace, Space, SpaceReport};
 
@@ -44,6 +44,8 @@ struct Tables {
     /// By shard and number.
     books: BTreeMap<(u32, u32), Arc<Book>>,
     accounts: BTreeMap<NamespaceId, Arc<Account>>,
+    /// By the salt of the tenant.
+    pools: BTreeMap<Vec<u8>, Arc<Pool>>,
     /// By the number of a run class.
     classes: Vec<Option<Arc<Account>>>,
 }
@@ -78,6 +80,16 @@ impl Ledger {
         }
         let begin = || Arc::new(Account::new(namespace));
         Arc::clone(self.write().accounts.entry(namespace).or_insert_with(begin))
+    }
+
+    /// What the namespaces of the tenant with this salt have together, if it was ever asked for.
+    pub fn pool(&self, salt: &[u8]) -> Option<Arc<Pool>> {
+        self.read().pools.get(salt).map(Arc::clone)
+    }
+
+    /// The same, begun without a limit if there is none.
+    pub fn open_pool(&self, salt: &[u8]) -> Arc<Pool> {
+        Arc::clone(self.write().pools.entry(salt.to_vec()).or_default())
     }
 
     /// Records of this run class belong to this namespace.

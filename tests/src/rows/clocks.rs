@@ -206,7 +206,6 @@ fn restart(seed: Seed, states: &States) -> Result<(), String> {
         ends.push(ttl.map(|ttl| START_MS + stage.now().0 / 1_000_000 + ttl * 1000));
     }
     let passed_ms = stage.now().0 / 1_000_000;
-    drop(desk);
     let media = if rng.coin() {
         stage.close().map_err(|error| error.to_string())?
     } else {

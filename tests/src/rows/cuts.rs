@@ -21,7 +21,7 @@ pub(super) fn power_cuts() -> Row {
         id: "R1",
         what: "power cuts at every operation of random workloads, also in recovery, three deep",
         counts: "crash images",
-        targets: [6_000, 400_000, 4_000_000],
+        targets: [6_000, 250_000, 4_000_000],
         run: |ask, target| until(ask, target, |seed, states| workload(seed, OPS, IMAGES, states)),
     }
 }
@@ -115,6 +115,7 @@ fn follow(
 
 #[cfg(test)]
 mod tests {
+    use super::super::scene::Ran;
     use super::*;
     use crate::campaign::Mix;
     use crate::rows::scene::directories;
@@ -160,11 +161,13 @@ mod tests {
         };
         let seeds = seeds(2, |seed| mix(seed) == Mix::Leasing && tight(seed));
         let ran: Vec<_> = seeds.iter().map(|seed| run(*seed, 60, &[], false)).collect();
-        let (recycled, leases) = (
-            ran.iter().map(|ran| ran.recycled).sum::<u64>(),
-            ran.iter().map(|ran| ran.last.ledger.leases).sum::<u64>(),
+        let sum = |of: fn(&Ran) -> u64| ran.iter().map(of).sum::<u64>();
+        let (recycled, evicted) = (sum(|ran| ran.recycled), sum(|ran| ran.evicted));
+        let leases = sum(|ran| ran.last.ledger.leases);
+        assert!(
+            recycled > 2 && evicted > 2 && leases > 4,
+            "{recycled} segments recycled, {evicted} blocks evicted, {leases} leases"
         );
-        assert!(recycled > 2 && leases > 4, "{recycled} segments recycled, {leases} leases");
         let images = cut(&seeds, 60, 0);
         assert!(images > 200, "{images} images");
     }

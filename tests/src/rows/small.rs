@@ -81,7 +81,7 @@ fn scripts(len: u32) -> u64 {
 impl Script {
     /// The `n`th script; shorter ones come first.
     fn nth(n: u64) -> Self {
-        let start = if n % 2 == 0 { Start::NewDisk } else { Start::FullSegment };
+        let start = if n.is_multiple_of(2) { Start::NewDisk } else { Start::FullSegment };
         let (mut n, shapes) = (n / 2, SHAPES.len() as u64);
         let mut len = 0;
         while n >= shapes.pow(len) {
@@ -215,14 +215,13 @@ struct Seen {
 /// Every subset of what the moment could lose.
 fn subsets(state: &CrashState, see: &mut dyn FnMut(Media) -> Result<(), String>) -> Result<u64, String> {
     let units = state.units();
-    let mut visited = 0;
+    let mut visited = 0u64;
     // One unit changes from each subset to the next (a Gray code), from none to the last one alone.
     let mut kept = vec![false; units.len()];
     loop {
         see(state.image_of(&units, |at| kept[at]))?;
         visited += 1;
-        let Some(flip) = Some((visited as u64).trailing_zeros() as usize).filter(|at| *at < units.len())
-        else {
+        let Some(flip) = Some(visited.trailing_zeros() as usize).filter(|at| *at < units.len()) else {
             return Ok(visited);
         };
         kept[flip] = !kept[flip];

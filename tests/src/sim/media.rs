@@ -147,10 +147,14 @@ impl Content {
     fn digest(&self, into: &mut Mixer) {
         into.word(self.len);
         for (page, bytes) in &*self.pages {
-            // Allocated and never written is not told from written with zeros: no reader can.
-            if let Some(bytes) = bytes.as_deref().filter(|bytes| bytes.iter().any(|byte| *byte != 0)) {
-                into.word(*page);
-                into.bytes(bytes);
+            // Allocated and never written is a hole to every reader; zeros that were written are none.
+            match bytes.as_deref() {
+                Some(bytes) if *bytes == [0; PAGE as usize] => into.word(!*page),
+                Some(bytes) => {
+                    into.word(*page);
+                    into.bytes(bytes);
+                }
+                None => {}
             }
         }
     }

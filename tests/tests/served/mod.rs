@@ -154,15 +154,11 @@ impl Stage for ClientStage {
     }
 
     fn wait(&self, done: &mut dyn FnMut() -> bool) {
-        let start = Instant::now();
-        while !done() {
-            assert!(start.elapsed() < PATIENCE, "no answer for {PATIENCE:?}");
-            std::thread::sleep(Duration::from_micros(200));
-        }
+        wait(done);
     }
 
     fn rest(&self) {
-        std::thread::sleep(Duration::from_millis(20));
+        rest();
     }
 
     fn now(&self) -> Nanos {
@@ -172,4 +168,41 @@ impl Stage for ClientStage {
     fn advance(&self, _by: Duration) -> bool {
         false
     }
+}
+
+/// Another client of a server that somebody else keeps.
+pub(crate) struct Beside(pub(crate) Client);
+
+impl Stage for Beside {
+    fn store(&self) -> &dyn KvStore {
+        &self.0
+    }
+
+    fn wait(&self, done: &mut dyn FnMut() -> bool) {
+        wait(done);
+    }
+
+    fn rest(&self) {
+        rest();
+    }
+
+    fn now(&self) -> Nanos {
+        self.0.clock().now()
+    }
+
+    fn advance(&self, _by: Duration) -> bool {
+        false
+    }
+}
+
+fn wait(done: &mut dyn FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < PATIENCE, "no answer for {PATIENCE:?}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+fn rest() {
+    std::thread::sleep(Duration::from_millis(20));
 }

@@ -14,6 +14,7 @@ use kvarts_store::io::Buf;
 use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
 
 use super::Inner;
+use super::link::Link;
 use crate::grpc::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
 use crate::grpc::window::{self, Window};
 use crate::grpc::windows::{Stop, Through, Windows};
@@ -28,6 +29,8 @@ pub(super) fn fits(shape: &BlockShape) -> bool {
 /// A read whose windows are copied.
 struct Copying {
     inner: Arc<Inner>,
+    /// Not asked for anew on the way: making a connection waits, and may need the thread that this runs on.
+    link: Arc<Link>,
     request: ReadRequest,
     shape: BlockShape,
     sink: ReadSink,
@@ -38,11 +41,16 @@ struct Copying {
 }
 
 /// Reads in windows until the end.
-pub(super) async fn read(inner: Arc<Inner>, request: ReadRequest, shape: BlockShape, sink: ReadSink) {
+pub(super) async fn read(
+    (inner, link): (Arc<Inner>, Arc<Link>),
+    request: ReadRequest,
+    shape: BlockShape,
+    sink: ReadSink,
+) {
     let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
     let (order, blocks) = (request.order, request.keys.len() as u32);
     let (placed, ready) = Default::default();
-    let copying = Copying { inner, request, shape: shape.clone(), sink, placed, ready };
+    let copying = Copying { inner, link, request, shape: shape.clone(), sink, placed, ready };
     let mut windows = Windows::new(copying, shape, order, layers, blocks, WINDOW_BYTES);
     let ended = windows.run().await;
     let end = match ended {
@@ -82,7 +90,7 @@ impl Through for Copying {
         if self.sink.is_cancelled() {
             return Err(Stop::Gone);
         }
-        let link = self.inner.link()?;
+        let link = &self.link;
         let windows = link.windows.get().cloned().ok_or(Reason::Busy("there are no windows"))?;
         let bytes = usize::try_from(window.bytes(&self.shape)).map_err(|_| Reason::TooMany("bytes"))?;
         let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?;
@@ -147,12 +155,12 @@ impl Through for Copying {
 
 /// Puts piece by piece and answers for all of it.
 pub(super) async fn put(
-    inner: Arc<Inner>,
+    (inner, link): (Arc<Inner>, Arc<Link>),
     request: PutRequest,
     shape: BlockShape,
     reply: Reply<Result<PutReply, Error>>,
 ) {
-    let answer = pieces(&inner, &request, &shape, &reply).await;
+    let answer = pieces((&inner, &link), &request, &shape, &reply).await;
     // A caller that is gone needs no answer.
     let _ = reply.send(answer.map(|outcomes| PutReply { outcomes }).map_err(Error));
 }
@@ -160,7 +168,7 @@ pub(super) async fn put(
 type Piece = (usize, Ticket<Result<PutReply, Error>>);
 
 async fn pieces(
-    inner: &Arc<Inner>,
+    (inner, link): (&Arc<Inner>, &Arc<Link>),
     request: &PutRequest,
     shape: &BlockShape,
     reply: &Reply<Result<PutReply, Error>>,
@@ -171,7 +179,6 @@ async fn pieces(
         if reply.is_cancelled() {
             return Err(Reason::Busy("the put was cancelled"));
         }
-        let link = inner.link()?;
         let windows = link.windows.get().cloned().ok_or(Reason::Busy("there are no windows"))?;
         let bytes = usize::try_from(shape.block_bytes()).unwrap_or(usize::MAX).saturating_mul(keys.len());
         let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?;

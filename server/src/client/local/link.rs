@@ -35,10 +35,13 @@ pub(super) trait Owner: Send + Sync {
     fn later(&self, work: Box<dyn FnOnce() + Send>);
 }
 
+/// A message, with the descriptor that may come with it.
+type Answer = Result<(Bytes, Option<OwnedFd>), Reason>;
+
 /// The answer to a call that travels with the reads.
 #[derive(Default)]
 struct Slot {
-    answer: Mutex<Option<Result<(Bytes, Option<OwnedFd>), Reason>>>,
+    answer: Mutex<Option<Answer>>,
     came: Condvar,
 }
 

@@ -29,6 +29,7 @@ use kvarts_store::api::{
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::{Arena, Buf, Region, shared};
 use kvarts_store::rt::Nanos;
+use kvarts_store::rt::blocking::block_on;
 use kvarts_store::rt::mailbox::{Ticket, ticket};
 
 use super::grpc_path::GrpcPath;
@@ -74,7 +75,8 @@ impl Drop for Forget {
         inner.memories().retain(|_, known| known.number != self.number);
         let (number, remote) = (self.number, Arc::clone(&inner.remote));
         remote.spawn(async move {
-            let link = inner.link.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            // Where a connection is being made at the moment, only what is still in use is shared over it.
+            let link = inner.link.try_lock().ok().and_then(|link| link.clone());
             if let Some(link) = link {
                 link.unshare(number);
             }
@@ -227,12 +229,14 @@ impl Owner for Inner {
         let Some(into) = into else { return };
         let again = ReadRequest { keys, into, order: Order::Blocks, ..request };
         let (sink, stream) = read_channel();
-        self.remote.spawn(async move {
-            if me.link_with_windows().is_ok() && copied::fits(&shape) {
-                copied::read(me, again, shape, sink).await;
+        let look = move || {
+            if let (Ok(link), true) = (me.link_with_windows(), copied::fits(&shape)) {
+                block_on(copied::read((me, link), again, shape, sink));
             }
             drop(stream);
-        });
+        };
+        // Rare, and it may wait: not on a thread that others need. Without one nobody looks now.
+        let _ = std::thread::Builder::new().name("kvarts-suspect".to_owned()).spawn(look);
     }
 
     fn later(&self, work: Box<dyn FnOnce() + Send>) {
@@ -318,12 +322,14 @@ impl KvStore for LocalPath {
         if !copied::fits(&shape) {
             return self.grpc.put(request);
         }
-        if let Err(reason) = self.inner.link_with_windows() {
-            let _ = reply.send(Err(Error(reason)));
-            return answer;
+        match self.inner.link_with_windows() {
+            Ok(link) => {
+                let through = (Arc::clone(&self.inner), link);
+                self.inner.remote.spawn(copied::put(through, request, shape, reply));
+            }
+            // The asking end is still here.
+            Err(reason) => drop(reply.send(Err(Error(reason)))),
         }
-        let inner = Arc::clone(&self.inner);
-        self.inner.remote.spawn(copied::put(inner, request, shape, reply));
         answer
     }
 
@@ -386,8 +392,8 @@ impl KvStore for LocalPath {
         if !copied::fits(&shape) {
             return self.grpc.read(request);
         }
-        self.inner.link_with_windows()?;
-        self.inner.remote.spawn(copied::read(Arc::clone(&self.inner), request, shape, sink));
+        let through = (Arc::clone(&self.inner), self.inner.link_with_windows()?);
+        self.inner.remote.spawn(copied::read(through, request, shape, sink));
         Ok(stream)
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use kvarts_layout::NamespaceId;
+use kvarts_layout::identity::TenantSalt;
 
 use super::{Store, lost, send};
 use crate::engine::executor::Message;
@@ -10,7 +11,7 @@ use crate::engine::quota;
 use crate::error::{Error, Reason};
 use crate::index::{Lookup, RecordId};
 use crate::io::DirId;
-use crate::ledger::SegmentView;
+use crate::ledger::{PoolSpace, SegmentView};
 use crate::rt::mailbox::ticket;
 
 impl Store {
@@ -47,6 +48,34 @@ impl Store {
         let account = shared.index.records().ledger().account(namespace);
         account.set_limit(bytes);
         quota::make_room(shared, &account, 0);
+    }
+
+    /// Limits what the namespaces of a tenant may have on disk together, as [`Store::set_quota`] limits one: those
+    /// whose identity has this salt, registered or recovered, now or later. Both limits hold where both are set.
+    pub fn set_tenant_quota(&self, salt: &TenantSalt, bytes: Option<u64>) {
+        let shared = &self.0.shared;
+        let ledger = shared.index.records().ledger();
+        // Made before the look at what there is: what is registered meanwhile joins by itself.
+        let pool = ledger.open_pool(&salt.0);
+        for namespace in shared.names.of_salt(salt) {
+            ledger.account(namespace).join(&pool);
+        }
+        pool.set_limit(bytes);
+        quota::make_room_in(shared, quota::Purse::Tenant(&pool), 0);
+    }
+
+    /// What the namespaces of a tenant have together and may have; nothing if no quota was ever set for this salt.
+    pub fn tenant_space(&self, salt: &TenantSalt) -> Option<PoolSpace> {
+        let pool = self.0.shared.index.records().ledger().pool(&salt.0);
+        pool.map(|pool| pool.space())
+    }
+
+    /// Counts a namespace in its tenant's pool, if there is one.
+    pub(super) fn join_tenant(&self, namespace: NamespaceId, salt: &TenantSalt) {
+        let ledger = self.0.shared.index.records().ledger();
+        if let Some(pool) = ledger.pool(&salt.0) {
+            ledger.account(namespace).join(&pool);
+        }
     }
 
     /// Limits the bytes that a tenant's leases and pins may hold, whatever their terms say. `None` takes the limit
