@@ -87,8 +87,7 @@ fn has(json: &Value, fields: &[&str]) {
 
 #[test]
 fn layers() {
-    // Enough that fio, where it is installed, can tell how long it takes.
-    let common = ["--mib", "16", "--record-mib", "2", "--pairs", "3"];
+    let common = ["--mib", "4", "--record-mib", "2", "--pairs", "3"];
     let json = bench("layers", &[&common[..], &MODEL].concat());
     let fields =
         ["ratio", "cpu_over_device", "cpu_ratio", "first_layer_ratio", "control", "quotable", "backend"];
@@ -98,9 +97,10 @@ fn layers() {
         (&json["pairs"], &json["fragmented"], &json["verify"]),
         (&3.into(), &false.into(), &"always".into())
     );
+    let small = ["--mib", "8", "--record-mib", "8", "--pairs", "3"];
     let json = bench(
         "layers",
-        &[&common[..], &MODEL, &["--fragmented", "--compacted", "--layout", "layer-block"]].concat(),
+        &[&small[..], &MODEL, &["--fragmented", "--compacted", "--layout", "layer-block"]].concat(),
     );
     assert_eq!((&json["record_blocks"], &json["layout"]), (&1.into(), &"layer-block".into()));
     assert!(number(&json, "records_merged") > 0.0, "{json:#}");
@@ -108,7 +108,7 @@ fn layers() {
 
 #[test]
 fn put() {
-    let json = bench("put", &["--mib", "4", "--segment-mib", "16", "--groups", "1", "--pairs", "3"]);
+    let json = bench("put", &["--mib", "16", "--segment-mib", "16", "--groups", "1", "--pairs", "3"]);
     has(&json, &["ratio", "fresh_group_4_ratio", "group_1_serial_ratio", "control_fresh", "small_64_kib"]);
     assert_eq!(number(&json, "record_bytes"), 4.0 * f64::from(1 << 20));
     assert!(number(&json, "segments_recycled") >= 2.0, "{json:#}");

@@ -2,15 +2,15 @@
 //! that nobody reads, uploads that never end, resets, storms, garbage. It answers others meanwhile, stays within its
 //! memory, keeps nothing of those who are gone, and writes no secret into its log.
 //!
-//! `KVARTS_HOSTILE_CONNECTIONS` says how many idle connections there are, 10,000 if it is not set; fewer where the
-//! process may not have so many descriptors, which is said on standard error.
+//! `KVARTS_HOSTILE_CONNECTIONS` says how many idle connections there are, 2,000 if it is not set, 10,000 for the full size;
+//! fewer where the process may not have so many descriptors, which is said on standard error.
 #![allow(clippy::disallowed_methods, reason = "starts processes and opens sockets, outside any simulation")]
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -135,7 +135,13 @@ impl Server {
         let log = scratch.0.join("log");
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvarts"))
             .current_dir(&scratch.0)
-            .args(["serve", "--config", file.to_str().unwrap(), "--log-level", "debug"])
+            .args([
+                "serve",
+                "--config",
+                file.to_str().unwrap(),
+                "--log-level",
+                "info,kvarts_server=debug,h2=info",
+            ])
             .args([
                 "--listen-grpc",
                 "127.0.0.1:0",
@@ -367,7 +373,7 @@ fn framed(message: &impl Message) -> Vec<u8> {
 }
 
 fn idle_connections() -> usize {
-    let wanted = std::env::var("KVARTS_HOSTILE_CONNECTIONS").map_or(10_000, |text| text.parse().unwrap());
+    let wanted = std::env::var("KVARTS_HOSTILE_CONNECTIONS").map_or(2_000, |text| text.parse().unwrap());
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     // Not raised: then there are fewer.
@@ -436,7 +442,7 @@ fn crowds_slow_readers_and_endless_uploads_cost_bounded_memory_and_leave_nothing
     }
     eprintln!(
         "{count} idle connections: {} KiB each; then {} MiB resident with 1000 streams and 200 uploads, {} MiB before",
-        (crowd.saturating_sub(before)) / count >> 10,
+        (crowd.saturating_sub(before) / count) >> 10,
         most >> 20,
         before >> 20
     );

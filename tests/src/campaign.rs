@@ -45,8 +45,8 @@ struct Known {
     deleted: u64,
     /// Deletes that are asked for and not answered.
     deleting: u32,
-    /// A put of it was refused because its deadline passed: it may be on disk beside a later one, in another shard,
-    /// and which of the two a start finds first is not promised.
+    /// A put or delete of it was refused because its deadline passed: what it wrote, or did not bury, may be on disk
+    /// beside a later put, in another shard, and which of the two a start finds first is not promised.
     late: bool,
 }
 
@@ -183,7 +183,7 @@ impl Ledger {
                     self.acknowledged += u64::from(put.durable);
                 }
                 BlockOutcome::Refused(reason) => {
-                    self.blocks.entry(*name).or_default().late |= reason == Reason::DeadlinePassed;
+                    self.refused(*name, &reason);
                     self.refusals.push(reason);
                 }
                 BlockOutcome::InFlight => {}
@@ -516,15 +516,25 @@ impl Ledger {
             Ok(Ok(reply)) => {
                 for (place, (name, producers)) in delete.names.iter().zip(&delete.producers).enumerate() {
                     match reply.outcomes.get(place) {
-                        Some(DeleteOutcome::Refused(reason)) => self.refusals.push(reason.clone()),
+                        Some(DeleteOutcome::Refused(reason)) => {
+                            self.refusals.push(reason.clone());
+                            self.refused(*name, reason);
+                        }
                         // Of a namespace there are none.
                         _ => self.deleted(*name, producers),
                     }
                 }
             }
-            Ok(Err(error)) => self.refusals.push(error.0),
+            Ok(Err(error)) => {
+                delete.names.iter().for_each(|name| self.refused(*name, &error.0));
+                self.refusals.push(error.0);
+            }
             Err(_) => {}
         }
+    }
+
+    fn refused(&mut self, name: Name, reason: &Reason) {
+        self.blocks.entry(name).or_default().late |= *reason == Reason::DeadlinePassed;
     }
 }
 

@@ -17,6 +17,7 @@ use crate::api::{
     PutRequest, ReadEvent, ReadRequest, Target, Verify,
 };
 use crate::engine::{EvictionPolicy, Limits, Options, Store};
+use crate::error::Error;
 use crate::fixture::{self, PAGES, Style, all_heads};
 use crate::io::{Completion, Io, IoFacts, Op, Region, Token, Unpark};
 use crate::rt::clock::{ManualClock, SeededEntropy};
@@ -200,6 +201,10 @@ fn with_store(play: impl FnOnce(&Place)) {
 
 impl Place {
     fn put(&self, keys: &[BlockKey]) -> Vec<BlockOutcome> {
+        self.try_put(keys).expect("a put in order")
+    }
+
+    fn try_put(&self, keys: &[BlockKey]) -> Result<Vec<BlockOutcome>, Error> {
         let (blocks, shape) = (keys.len() as u32, fixture::shape(PAGES, all_heads()));
         let from = fixture::place(&shape, blocks, Style::Blocks, 0).expect("it fits");
         for (at, key) in (0..).zip(keys) {
@@ -221,7 +226,7 @@ impl Place {
             deadline: None,
         };
         let answer = self.store.put(request).wait(&**self.store.clock(), None);
-        answer.expect("no deadline").expect("an answer").expect("a put in order").outcomes
+        answer.expect("no deadline").expect("an answer").map(|reply| reply.outcomes)
     }
 
     /// Reads, looks at every byte of what is said to be good, and gives how many leading blocks are.
@@ -290,7 +295,8 @@ fn namespace() {
     with_store(|place| {
         let keys = fixture::keys(3, 0..3);
         assert_eq!(place.put(&keys[..2]), vec![BlockOutcome::Stored; 2]);
-        let putting = spawn(place, &keys[1..], |place, keys| place.put(&keys));
+        // Whatever it is answered: while the namespace is being deleted it is refused.
+        let putting = spawn(place, &keys[1..], |place, keys| drop(place.try_put(&keys)));
         let reading = spawn(place, &keys, |place, keys| place.read(&keys));
         let request = DeleteRequest { namespace: place.namespace, target: Target::Namespace, deadline: None };
         let answer = place.store.delete(request).wait(&**place.store.clock(), None);

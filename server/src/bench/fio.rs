@@ -13,6 +13,9 @@ use super::bare::Plan;
 use super::pairs::Sample;
 use crate::cli::Failure;
 
+/// Bytes whose reading takes tens of milliseconds on any device.
+const BYTES_MIN: u64 = 256 << 20;
+
 /// The bare loop's reads, written down for fio.
 #[derive(Debug)]
 pub(super) struct Fio {
@@ -21,8 +24,12 @@ pub(super) struct Fio {
 }
 
 impl Fio {
-    /// Writes the logs below `directory`, where the plan's files are; none if fio is not installed.
+    /// Writes the logs below `directory`, where the plan's files are; none if fio is not installed, or the reads take
+    /// too few of the milliseconds in which it tells time.
     pub(super) fn prepare(directory: &Path, plan: &Plan, window: u64) -> Result<Option<Self>, Failure> {
+        if plan.bytes < BYTES_MIN {
+            return Ok(None);
+        }
         let installed =
             Command::new("fio").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
         if !installed.is_ok_and(|status| status.success()) {

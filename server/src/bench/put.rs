@@ -50,7 +50,7 @@ pub(super) struct PutArgs {
     #[arg(long, value_delimiter = ',', default_values_t = [1, 4, 16])]
     groups: Vec<u64>,
     /// MiB of one round of one contestant
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(4..=4096))]
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(16..=4096))]
     mib: u64,
     /// MiB of a segment of the store: nothing is told before two were written again
     #[arg(long, default_value_t = DEFAULT_SEGMENT_BYTES >> 20, value_parser = clap::value_parser!(u64).range(16..=16_384))]

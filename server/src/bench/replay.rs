@@ -31,7 +31,7 @@ use crate::cli::Failure;
 /// Distinct blocks by which the default capacity is less than all of them.
 const DEFAULT_PART: u64 = 9;
 /// Segments that the budget has at least, so that what is written anew is a small part.
-const SEGMENTS: u64 = 96;
+const SEGMENTS: u64 = 64;
 /// Blocks of one put, and of one read, at most; and parts of a segment that a put takes.
 const BATCH_MAX: u64 = 32;
 const PUT_PARTS: u64 = 4;
@@ -255,7 +255,9 @@ impl Replay<'_> {
         let presence = found.map_err(Failure::user)?.presence;
         let here = presence.iter().take_while(|one| **one == Presence::Here).count();
         let Some(keys) = keys.get(..here).filter(|keys| !keys.is_empty()) else { return Ok(0) };
-        let placed = Placed::blocks(&self.subject.shape, self.into.clone(), keys.len() as u32);
+        let len = self.subject.shape.block_bytes() as usize * keys.len();
+        let into = self.into.slice(0, len).ok_or_else(|| Failure::user("no memory"))?;
+        let placed = Placed::blocks(&self.subject.shape, into, keys.len() as u32);
         let request = ReadRequest {
             namespace,
             group,

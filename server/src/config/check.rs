@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
 
@@ -98,6 +99,7 @@ pub(super) fn complete(
     let threads = decided.or("limits.threads", set.threads.as_ref(), few);
     let connections = decided.or("limits.connections", set.connections.as_ref(), 16_384);
     let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");
+    let policy = decided.or("store.policy", set.policy.as_ref(), EvictionPolicy::default().name());
     let shared = decided.or("limits.shared", set.shared.as_ref(), "64 GiB");
     let io = decided.or("store.io", set.io.as_ref(), "auto");
     let runtime = decided.or("store.runtime", set.runtime.as_ref(), "auto");
@@ -109,6 +111,8 @@ pub(super) fn complete(
     let config = Config {
         budget: set.budget.as_ref().map(|text| sized("store.budget", text)).transpose()?,
         segment_bytes: sized("store.segment", &segment)?,
+        policy: EvictionPolicy::named(&policy)
+            .ok_or_else(|| Complaint::new("store.policy", "weighted, lru or s3-fifo"))?,
         executors: number("store.executors", &executors)?,
         io: io.parse::<IoChoice>().map_err(|why| Complaint::new("store.io", &why.to_string()))?,
         io_disable: disabled(set.io_disable.as_deref())?,

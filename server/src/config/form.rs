@@ -88,6 +88,8 @@ settings! {
     budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget";
     /// Size of a segment file, when the store is made
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment";
+    /// What is evicted first when the budget is full: weighted, lru or s3-fifo
+    policy, "store", "policy", "KVARTS_STORE_POLICY", "policy";
     /// Executors of the engine [default: 2, or 1 on one core]
     executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors";
     /// The way to the disks: auto, ring or pool

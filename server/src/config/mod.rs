@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 pub use check::Complaint;
 pub use form::Settings;
+use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
 
@@ -60,6 +61,8 @@ pub struct Config {
     pub budget: Option<u64>,
     /// When the store is made: bytes of a segment file.
     pub segment_bytes: u64,
+    /// What is evicted first when the budget is full.
+    pub policy: EvictionPolicy,
     /// Executors of the engine.
     pub executors: usize,
     /// The way to the disks.

@@ -96,6 +96,14 @@ fn tenants_and_tokens_belong_together() {
 }
 
 #[test]
+fn the_eviction_policy_is_chosen_by_name() {
+    assert_eq!(Config::standard().unwrap().policy, EvictionPolicy::Weighted);
+    let config = resolve("[store]\npolicy = 's3-fifo'\n", &[], Settings::default()).unwrap();
+    assert_eq!((config.policy, from(&config, "store.policy")), (EvictionPolicy::S3Fifo, "file"));
+    assert!(complaint("[store]\npolicy = 'fifo'\n").contains("weighted, lru or s3-fifo"));
+}
+
+#[test]
 fn a_socket_whose_path_is_too_long_is_refused_and_a_default_one_is_never_too_long() {
     let deep = format!("/{}", "deep/".repeat(30));
     let told = complaint(&format!("[listen]\nsocket = '{deep}sock'\n"));

@@ -17,7 +17,7 @@ use std::time::Duration;
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::clock::OsEntropy;
-use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::net::{TcpListener, TcpSocket, UnixListener, UnixStream};
 use tokio::task::JoinHandle;
 
 use crate::config::{Config, TlsFiles};
@@ -30,6 +30,8 @@ use crate::scrub;
 
 /// How long calls under way may take to end once a stop was asked for.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
+/// Connections that the kernel keeps until they are accepted: all that come at once when a network is back.
+const BACKLOG: u32 = 4096;
 /// Descriptors that are not for connections: segment files, sockets, memory of local clients.
 const DESCRIPTORS_KEPT: usize = 1024;
 /// Of the room on the disk, what a store takes that was given no budget: so many hundredths.
@@ -71,8 +73,8 @@ impl Daemon {
         for tenant in config.gate.tenants() {
             home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
         }
-        let (tcp, grpc) = listen(config.grpc, "listen.grpc").await?;
-        let (metrics_listener, metrics) = listen(config.metrics, "listen.metrics").await?;
+        let (tcp, grpc) = listen(config.grpc, "listen.grpc")?;
+        let (metrics_listener, metrics) = listen(config.metrics, "listen.metrics")?;
         let unix = config.socket.as_deref().map(listen_unix);
         let unix = match unix {
             Some(listening) => Some(listening.await?),
@@ -182,6 +184,7 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
         store: Options {
             segment_bytes: config.segment_bytes,
             budget_bytes: budget,
+            eviction: config.policy,
             executors: config.executors,
             ..Options::default()
         },
@@ -235,12 +238,18 @@ fn read_identity(files: &TlsFiles) -> Result<Identity, String> {
     })
 }
 
-async fn listen(
+fn listen(
     address: Option<SocketAddr>,
     name: &str,
 ) -> Result<(Option<TcpListener>, Option<SocketAddr>), String> {
     let Some(address) = address else { return Ok((None, None)) };
-    let listener = TcpListener::bind(address).await.map_err(|error| format!("{name}: {address}: {error}"))?;
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() };
+    let listening = socket.and_then(|socket| {
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        socket.listen(BACKLOG)
+    });
+    let listener = listening.map_err(|error| format!("{name}: {address}: {error}"))?;
     let bound = listener.local_addr().map_err(|error| format!("{name}: {error}"))?;
     Ok((Some(listener), Some(bound)))
 }

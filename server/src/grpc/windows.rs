@@ -257,3 +257,177 @@ impl<T: Through> Windows<T> {
         self.through.layer_ready(layer, self.good).await
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvarts_layout::{ChunkShape, LayerShape};
+    use kvarts_store::api::read_channel;
+    use kvarts_store::io::Region;
+    use kvarts_store::rt::blocking::block_on;
+    use std::collections::BTreeSet;
+    use std::sync::Mutex;
+
+    /// What a reader was told, in order.
+    #[derive(Clone, PartialEq, Eq, Debug)]
+    enum Told {
+        Range { layer: u32, blocks: Range<u32>, offset: u64 },
+        Layer(u32, u32),
+        Block(u32),
+    }
+
+    /// A store from which some blocks are missing.
+    struct Lacking {
+        missing: BTreeSet<u32>,
+        order: Order,
+        ahead: usize,
+        told: Mutex<Vec<Told>>,
+        begun_ahead: Mutex<usize>,
+    }
+
+    impl Lacking {
+        fn begin(&self, window: &Window) -> (Buf, ReadStream) {
+            let (sink, stream) = read_channel();
+            let blocks = window.blocks.len() as u32;
+            let is_missing = |block: &u32| self.missing.contains(&(window.blocks.start + block));
+            let failures: Vec<_> =
+                (0..blocks).filter(is_missing).map(|block| (block, Reason::OutOfBounds)).collect();
+            let usable_blocks = failures.first().map_or(blocks, |failure| failure.0);
+            match self.order {
+                Order::Layers => {
+                    for layer in window.layers.clone() {
+                        sink.send(ReadEvent::Layer { layer, blocks: usable_blocks });
+                    }
+                }
+                Order::Blocks => {
+                    let here = (0..blocks).filter(|block| !is_missing(block));
+                    here.for_each(|block| sink.send(ReadEvent::Block(block)));
+                }
+            }
+            let usable_layers = window.layers.len() as u32;
+            sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, failures, held_bytes: 0 }));
+            (Buf::new(&Region::anonymous(4096).unwrap(), 0, 1).unwrap(), stream)
+        }
+
+        fn tell(&self, told: Told) -> Result<(), Stop<Reason>> {
+            self.told.lock().unwrap().push(told);
+            Ok(())
+        }
+    }
+
+    impl Through for Lacking {
+        type Fault = Reason;
+
+        async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stop<Reason>> {
+            Ok(Self::begin(self, window))
+        }
+
+        fn ahead(&self) -> usize {
+            self.ahead
+        }
+
+        fn begin_ahead(&self, window: &Window) -> Option<(Buf, ReadStream)> {
+            *self.begun_ahead.lock().unwrap() += 1;
+            Some(Self::begin(self, window))
+        }
+
+        async fn range(
+            &self,
+            window: &Window,
+            _memory: &Buf,
+            layer: u32,
+            blocks: Range<u32>,
+            offset: u64,
+        ) -> Result<(), Stop<Reason>> {
+            let first = window.blocks.start;
+            // In block order a range is of all layers of the window.
+            let layer = if self.order == Order::Layers { layer } else { window.layers.start };
+            self.tell(Told::Range { layer, blocks: first + blocks.start..first + blocks.end, offset })
+        }
+
+        async fn layer_ready(&self, layer: u32, good: u32) -> Result<(), Stop<Reason>> {
+            self.tell(Told::Layer(layer, good))
+        }
+
+        async fn block_ready(&self, block: u32) -> Result<(), Stop<Reason>> {
+            self.tell(Told::Block(block))
+        }
+    }
+
+    const LAYERS: [u64; 3] = [10, 4, 20];
+
+    /// What is told of a read of five blocks, how it ended, and how many windows were begun before their turn.
+    fn read(order: Order, missing: &[u32], budget: u64, ahead: usize) -> (Vec<Told>, ReadEnd, usize) {
+        let layer =
+            |(layer, &bytes): (u32, &u64)| LayerShape { layer, chunks: vec![ChunkShape { bytes, align: 1 }] };
+        let shape = BlockShape::new((0..).zip(&LAYERS).map(layer).collect()).unwrap();
+        let missing = missing.iter().copied().collect();
+        let (told, begun_ahead) = Default::default();
+        let lacking = Lacking { missing, order, ahead, told, begun_ahead };
+        let mut windows = Windows::new(lacking, shape, order, 0..3, 5, budget);
+        assert!(block_on(windows.run()).is_ok());
+        let (end, through) = (windows.end(true), windows.through);
+        (through.told.into_inner().unwrap(), end, through.begun_ahead.into_inner().unwrap())
+    }
+
+    #[test]
+    fn what_is_told_does_not_depend_on_what_was_fetched_ahead() {
+        for order in [Order::Blocks, Order::Layers] {
+            for missing in [&[][..], &[0], &[3], &[1, 4], &[0, 1, 2, 3, 4]] {
+                for budget in [1, 9, 15, 34, 70, 1000] {
+                    let (told, end, none) = read(order, missing, budget, 0);
+                    assert_eq!(none, 0);
+                    for ahead in 1..4 {
+                        let (again, ended, begun) = read(order, missing, budget, ahead);
+                        assert_eq!((&told, &end), (&again, &ended), "{order:?} {missing:?} {budget} {ahead}");
+                        assert!(begun > 0 || budget == 1000 || told.len() < 10, "nothing was fetched ahead");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn each_good_block_and_each_layer_is_announced_once_and_after_its_bytes() {
+        for missing in [&[][..], &[0], &[3], &[1, 4]] {
+            let good = missing.first().copied().unwrap_or(5);
+            for budget in [1, 9, 15, 34, 70, 1000] {
+                let (told, end, _) = read(Order::Blocks, missing, budget, 2);
+                let ready: Vec<u32> = told
+                    .iter()
+                    .filter_map(|one| if let Told::Block(block) = one { Some(*block) } else { None })
+                    .collect();
+                let expected: Vec<u32> = (0..5).filter(|block| !missing.contains(block)).collect();
+                assert_eq!((ready, end.usable_blocks), (expected, good), "{missing:?} {budget}");
+                let (told, end, _) = read(Order::Layers, missing, budget, 2);
+                let ready: Vec<(u32, u32)> = told
+                    .iter()
+                    .filter_map(
+                        |one| if let Told::Layer(layer, good) = one { Some((*layer, *good)) } else { None },
+                    )
+                    .collect();
+                let all = if good == 0 { 1 } else { 3 };
+                let expected: Vec<(u32, u32)> = (0..all).map(|layer| (layer, good)).collect();
+                assert!(
+                    ready == expected || budget == 1000 || budget == 70,
+                    "{ready:?} {missing:?} {budget}"
+                );
+                assert_eq!((ready.last().unwrap().1, end.usable_blocks), (good, good));
+                // Of each layer the bytes of all good blocks came before it was announced.
+                let mut come = BTreeSet::new();
+                for one in told {
+                    match one {
+                        Told::Range { layer, blocks, .. } => come.extend(blocks.map(|block| (layer, block))),
+                        Told::Layer(layer, good) => {
+                            assert!(
+                                (0..good).all(|block| come.contains(&(layer, block))),
+                                "{layer} {budget}"
+                            );
+                        }
+                        Told::Block(_) => {}
+                    }
+                }
+            }
+        }
+    }
+}

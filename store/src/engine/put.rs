@@ -504,6 +504,24 @@ async fn write(log: &Rc<Log>, job: &PutJob, run: &Range<u32>, digests: &[u32]) -
     publish(log, job, run, &written, expires)
 }
 
+/// Says of the block before a run that something hangs on it; and of the run's last one, where the same put goes on
+/// behind it, or nobody will say.
+fn note_continued(job: &PutJob, run: &Range<u32>, prints: &[BlockFingerprint]) {
+    let index = &job.shared.index;
+    if !job.shared.policy().renews() {
+        // The mark means something else to a policy with queues.
+        return;
+    }
+    if let (Parent::Key(parent), 0) = (job.request.parent, run.start) {
+        let class = &job.class;
+        index.note_continued(index.key().of(class.namespace.local, &parent, class.group, class.coordinate));
+    }
+    let goes_on = (run.end as usize) < job.request.keys.len();
+    if let Some(last) = prints.last().filter(|_| goes_on || job.request.parent == Parent::Unknown) {
+        index.note_continued(*last);
+    }
+}
+
 /// Makes the blocks of a written record live.
 fn publish(
     log: &Log,
@@ -526,6 +544,7 @@ fn publish(
         job.shared.free_if_empty(record, 0);
         return Err(Reason::Deleted);
     }
+    note_continued(job, run, prints);
     let counters = &job.shared.counters;
     counters.payload_bytes_stored.fetch_add(written.payload_bytes, Relaxed);
     if job.request.parent != Parent::Unknown && written.payload_bytes <= log.shared.record_bytes_max / 2 {

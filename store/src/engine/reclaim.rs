@@ -42,7 +42,15 @@ impl Log {
                 && segment.readers.get() == 0
                 && self.evict_all(&segment, &footer)
             {
-                return self.emptied(segment).await;
+                self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
+                segment.state.set(SegmentState::Free);
+                if !self.is_hollow(&segment) {
+                    return Ok(Made::Segment(segment));
+                }
+                return match self.remove_hollow().await {
+                    Made::Nothing => Err(Reason::NoSpace),
+                    made => Ok(made),
+                };
             }
         }
         Err(Reason::NoSpace)

@@ -109,8 +109,11 @@ impl Log {
 
     fn take_free(&self) -> Option<Rc<Segment>> {
         let segments = self.segments.borrow();
-        let free =
-            |segment: &&Rc<Segment>| segment.state.get() == SegmentState::Free && segment.readers.get() == 0;
+        let free = |segment: &&Rc<Segment>| {
+            segment.state.get() == SegmentState::Free
+                && segment.readers.get() == 0
+                && !self.is_hollow(segment)
+        };
         segments.values().find(free).map(Rc::clone)
     }
 

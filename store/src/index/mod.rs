@@ -83,7 +83,8 @@ pub enum Lookup {
 pub struct Heat {
     /// Uses since it was last cooled, up to 3.
     pub frequency: u8,
-    /// Whether it has been let into the main queue, for policies that keep two.
+    /// For policies that keep two queues: whether it has been let into the main one. For the others: whether it is known
+    /// that something hangs on it, or unknown that nothing does.
     pub main: bool,
     /// The coarse time of its last use, modulo [`EPOCHS`]; the caller says what one step is.
     pub epoch: u16,
@@ -306,6 +307,13 @@ impl Index {
         let inner = read(self.partition(print));
         let slot = inner.table.get(print).filter(|slot| slot.is(State::Live, at));
         slot.map(|slot| slot.update_heat(|_| heat)).is_some()
+    }
+
+    /// Notes of a block, if it is there, that others hang on it.
+    pub fn note_continued(&self, print: BlockFingerprint) {
+        if let Some(slot) = read(self.partition(print)).table.get(print) {
+            slot.update_heat(|heat| Heat { main: true, ..heat });
+        }
     }
 
     /// Makes all blocks of one partition that were last used more than `age_max` epochs before `now` look

@@ -106,7 +106,8 @@ fn twice(seed: Seed, settings: Seed, image: &Media, ledger: &Ledger, states: &St
     same(&answers, &found(&second)?).map_err(|why| format!("a second recovery: {why}"))?;
     let left = second.world.kill();
     if left.digest() != settled.digest() {
-        return Err("a second recovery has changed the disk".to_owned());
+        let what = difference(&settled, &left);
+        return Err(format!("a second recovery has changed the disk: {what}; {:?}", second.store.recovery()));
     }
     let mut rng = seed.child("cuts").rng();
     for n in 0..CUTS.min(operations) {
@@ -126,6 +127,25 @@ fn twice(seed: Seed, settings: Seed, image: &Media, ledger: &Ledger, states: &St
         }
     }
     Ok(())
+}
+
+/// The first byte in which two disks differ.
+fn difference(before: &Media, after: &Media) -> String {
+    let (before, after) = (directories(before), directories(after));
+    for (old, new) in before.iter().zip(&after) {
+        if old.files() != new.files() {
+            return format!("{:?}, then {:?}", old.files(), new.files());
+        }
+        for path in old.files() {
+            let (old, new) =
+                (old.contents(&path).unwrap_or_default(), new.contents(&path).unwrap_or_default());
+            if old != new {
+                let at = old.iter().zip(&new).position(|(old, new)| old != new);
+                return format!("{path} of {} bytes, then {}, from {at:?} on", old.len(), new.len());
+            }
+        }
+    }
+    "no file".to_owned()
 }
 
 fn same(first: &Found, second: &Found) -> Result<(), String> {

@@ -113,11 +113,11 @@ impl Mixer {
 
     /// Adds bytes, and how many they were.
     pub fn bytes(&mut self, bytes: &[u8]) {
-        for part in bytes.chunks(8) {
+        let (words, rest) = bytes.as_chunks::<8>();
+        words.iter().for_each(|word| self.word(u64::from_le_bytes(*word)));
+        if !rest.is_empty() {
             let mut word = [0; 8];
-            for (to, from) in word.iter_mut().zip(part) {
-                *to = *from;
-            }
+            word[..rest.len()].copy_from_slice(rest);
             self.word(u64::from_le_bytes(word));
         }
         self.word(bytes.len() as u64);

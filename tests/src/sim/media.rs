@@ -148,9 +148,13 @@ impl Content {
         into.word(self.len);
         for (page, bytes) in &*self.pages {
             // Allocated and never written is a hole to every reader; zeros that were written are none.
-            if let Some(bytes) = bytes.as_deref() {
-                into.word(*page);
-                into.bytes(bytes);
+            match bytes.as_deref() {
+                Some(bytes) if *bytes == [0; PAGE as usize] => into.word(!*page),
+                Some(bytes) => {
+                    into.word(*page);
+                    into.bytes(bytes);
+                }
+                None => {}
             }
         }
     }

@@ -65,7 +65,7 @@ pub(crate) fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
                 let dead = allocated.saturating_sub(live.get(number).copied().unwrap_or(0));
                 free += if dead >= segment_bytes / 2 { dead } else { 0 };
             }
-            SegmentState::Free => free += segment_bytes,
+            SegmentState::Free if !log.is_hollow(segment) => free += segment_bytes,
             _ => {}
         }
     }

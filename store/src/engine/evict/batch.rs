@@ -11,6 +11,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group};
 
 use super::choose::{self, Leaving, Victims, is_punchable};
 use super::pages::{Holes, Lying, inside, without};
+use crate::engine::checkpoint;
 use crate::engine::log::Log;
 use crate::engine::runs::RunClass;
 use crate::engine::segment::{Segment, SegmentState};
@@ -100,11 +101,16 @@ impl Log {
         if made { Made::Room } else { Made::Nothing }
     }
 
-    /// A sealed segment in which nothing is live, the oldest first: to be written anew, or gone if it has holes.
+    /// A sealed segment in which nothing is live, the oldest first, to be written anew. One with holes has next to nothing
+    /// left by then: it is set aside, and goes with others of its kind.
     async fn recycle_dead(&self) -> Made {
         let mut sealed: Vec<Rc<Segment>> = self.segments.borrow().values().map(Rc::clone).collect();
         sealed.retain(|one| {
-            one.state.get() == SegmentState::Sealed && one.readers.get() == 0 && one.book.live() == 0
+            let dead =
+                one.state.get() == SegmentState::Sealed && one.readers.get() == 0 && one.book.live() == 0;
+            // Its dead pages are given back first: that takes no checkpoint.
+            let full = one.is_holed() && !one.is_unpunchable() && !self.no_holes.get();
+            dead && !(full && one.book.space().dead >= self.shared.segment_bytes / DEAD_PARTS)
         });
         sealed.sort_by_key(|segment| segment.first_sequence.get());
         for segment in sealed {
@@ -116,23 +122,59 @@ impl Log {
             {
                 continue;
             }
-            if let Ok(made) = self.emptied(segment).await {
-                return made;
+            self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
+            segment.state.set(SegmentState::Free);
+            if !self.is_hollow(&segment) {
+                return Made::Segment(segment);
             }
         }
-        Made::Nothing
+        let hollow: u64 = self.hollow().iter().map(|segment| segment.book.allocated()).sum();
+        match hollow >= self.shared.segment_bytes || self.shared.has_too_many_files() {
+            true => self.remove_hollow().await,
+            false => Made::Nothing,
+        }
     }
 
-    /// A sealed segment holds nothing any more. One with holes cannot be written anew: it would lack the bytes, and
-    /// what stands between its old footer and a new header could be taken for evicted.
-    pub(crate) async fn emptied(&self, segment: Rc<Segment>) -> Result<Made, Reason> {
-        self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
-        if segment.is_holed() || segment.book.allocated() < self.shared.segment_bytes {
-            self.remove_segment(&segment).await?;
-            return Ok(Made::Room);
+    /// A free segment that cannot be written anew: it would lack the bytes, and what stands between its old footer and
+    /// a new header could be taken for evicted.
+    pub(crate) fn is_hollow(&self, segment: &Segment) -> bool {
+        segment.is_holed() || segment.book.allocated() < self.shared.segment_bytes
+    }
+
+    fn hollow(&self) -> Vec<Rc<Segment>> {
+        let segments = self.segments.borrow();
+        let free = segments.values().filter(|segment| {
+            segment.state.get() == SegmentState::Free && segment.readers.get() == 0 && self.is_hollow(segment)
+        });
+        free.map(Rc::clone).collect()
+    }
+
+    /// Removes the files of hollow segments, after a checkpoint that says that they hold nothing: one that says that a
+    /// segment is in use would make its file look lost.
+    pub(crate) async fn remove_hollow(&self) -> Made {
+        let hollow = self.hollow();
+        if hollow.is_empty() || !self.say_free().await {
+            return Made::Nothing;
         }
-        segment.state.set(SegmentState::Free);
-        Ok(Made::Segment(segment))
+        let mut made = Made::Nothing;
+        for segment in hollow {
+            if self.remove_segment(&segment).await.is_ok() {
+                made = Made::Room;
+            }
+        }
+        made
+    }
+
+    /// Writes a checkpoint that was begun after this call.
+    async fn say_free(&self) -> bool {
+        loop {
+            self.checkpoints.settled().await;
+            match checkpoint::write(self).await {
+                Ok(_) => return true,
+                Err(Reason::Busy(_)) => {}
+                Err(_) => return false,
+            }
+        }
     }
 
     /// Takes the victims in these segments out and gives back what is dead there; says whether that made room.
@@ -158,7 +200,7 @@ impl Log {
             if let Some(leaving) = victims.get(&segment.number) {
                 self.evict_some(&segment, &footer, leaving, &mut columns);
             }
-            if segment.book.live() == 0 {
+            if segment.book.live() == 0 && !segment.is_holed() {
                 // Recycled as a whole: that needs no flush.
                 made |= before > 0;
                 continue;

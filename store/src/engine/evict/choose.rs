@@ -49,8 +49,8 @@ struct Known {
     share: u32,
     /// The first block that was used since it was put, plus one; 0 for none.
     used: u16,
-    /// One behind the last live block.
-    end: u16,
+    /// How many blocks it was written with.
+    blocks: u16,
     /// The lowest rank of its blocks, and one behind the last that has it: none before that one goes earlier.
     least: u32,
     least_end: u16,
@@ -113,7 +113,7 @@ impl<'a> Choice<'a> {
                     *slot = Known { share: share_of(record, whole), ..Known::default() };
                     (slot.segment, slot.page) = (record.segment, record.page);
                     (slot.whole, slot.boundary, slot.cost) = (whole, boundary, cost);
-                    slot.least = RANK_MAX;
+                    (slot.blocks, slot.least) = (record.blocks.get(), RANK_MAX);
                 }
             }
         }
@@ -147,7 +147,7 @@ impl<'a> Choice<'a> {
             age: heat.age(self.now),
             frequency: heat.frequency,
             main: heat.main,
-            tip: !known.whole && at.block + 1 == known.end,
+            tip: !known.whole && at.block + 1 == known.blocks && !heat.main,
             passed: !known.whole && known.used > 0 && heat.frequency == 0 && at.block >= known.used,
             boundary: known.boundary,
             cost: known.cost,
@@ -194,7 +194,6 @@ pub(crate) async fn choose(
     choice
         .each(|choice, entry, at| {
             let Some(known) = choice.known(at) else { return };
-            known.end = known.end.max(at.block + 1);
             if entry.heat.frequency > 0 {
                 known.used = if known.used == 0 { at.block + 1 } else { known.used.min(at.block + 1) };
             }

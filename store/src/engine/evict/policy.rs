@@ -19,7 +19,7 @@ pub(crate) struct Candidate {
     pub(crate) frequency: u8,
     /// Whether it has been let into the main queue.
     pub(crate) main: bool,
-    /// The last live block of its record: where one prompt's prefix ends and others turn off.
+    /// The last block of its record, as far as is known with nothing behind it: where prompts turn off.
     pub(crate) tip: bool,
     /// Not used since it was put, though blocks before it in its record were: who came back went another way.
     pub(crate) passed: bool,

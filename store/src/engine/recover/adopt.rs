@@ -222,7 +222,9 @@ impl Recovery<'_> {
             return Ok(());
         };
         let last_s = recency.map_or(blocks.created_ms / 1000, |recency| u64::from(recency.last_access_s));
-        let heat = Heat { epoch: self.epoch_of(last_s), ..Heat::default() };
+        // Used since it was put: somebody came back for it.
+        let used = last_s > (blocks.created_ms / 1000).saturating_add(EPOCH_S);
+        let heat = Heat { frequency: u8::from(used), epoch: self.epoch_of(last_s), ..Heat::default() };
         let index = &self.log.shared.index;
         let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
         self.batch.records.push(record);

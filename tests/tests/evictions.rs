@@ -1,0 +1,254 @@
+//! Eviction in the simulation: blocks leave one by one, holes are punched, and power cuts, faults and the checker find
+//! what the store says.
+//!
+//! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
+
+use std::cell::RefCell;
+use std::time::Duration;
+
+use kvarts_fsck::check::Level;
+use kvarts_store::api::{BlockOutcome, ContainsRequest, Presence};
+use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
+use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, observe, reopen, verify, work};
+use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::sim::media::errno::EIO;
+use kvarts_tests::sim::{
+    Crash, CrashState, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig,
+};
+use kvarts_tests::stage::{SimStage, Stage};
+use kvarts_tests::witness::{directories, examine, media, problems, recoverys_blocks};
+
+const SEGMENT: u64 = 128 << 10;
+/// What a file system answers that makes no holes.
+const EOPNOTSUPP: i32 = 95;
+
+fn seeds(few: u64) -> u64 {
+    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
+}
+
+fn here(desk: &Desk<'_>, keys: std::ops::Range<u64>) -> Vec<u64> {
+    let (group, coordinate) = pages();
+    let names = desk.keys(keys.clone());
+    let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &names, lease: None };
+    let found = desk.stage.store().contains(&request).unwrap().presence;
+    keys.zip(found).filter(|(_, one)| *one == Presence::Here).map(|(n, _)| n).collect()
+}
+
+/// A store that is always full.
+fn options(seed: Seed) -> Options {
+    let mut rng = seed.child("options").rng();
+    let shards = 1 + rng.below(2);
+    Options {
+        shards_per_directory: shards as u32,
+        segment_bytes: SEGMENT,
+        budget_bytes: (2 + 2 * shards) * SEGMENT,
+        eviction: EvictionPolicy::ALL[rng.index(3)],
+        executors: 1 + rng.index(2),
+        limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
+        ..Options::default()
+    }
+}
+
+/// One in which segments hold several records.
+fn roomy(seed: Seed) -> Options {
+    let (segment_bytes, budget_bytes) = (256 << 10, 3 << 20);
+    Options { executors: 1, shards_per_directory: 2, segment_bytes, budget_bytes, ..options(seed) }
+}
+
+struct Ran {
+    ledger: Ledger,
+    state: CrashState,
+    operations: u64,
+    evicted: u64,
+    punched: u64,
+}
+
+/// A workload up to some operation of the disk. After each it is noted what the store has evicted.
+fn run(seed: Seed, ops: usize, cut: u64, rules: &[Rule]) -> Ran {
+    let world = SimWorld::new(seed.0, &WorldConfig::default());
+    rules.iter().for_each(|rule| world.disk().inject(*rule));
+    let (launcher, options) = (world.launcher(), options(seed));
+    let ledger = RefCell::new(Ledger::default());
+    let opened: RefCell<Option<Store>> = RefCell::default();
+    let counts = RefCell::new((0, 0));
+    let mut rng = seed.child("work").rng();
+    let whole = async {
+        let Ok((store, _executors)) = Store::open(&launcher, &options).await else { return };
+        opened.replace(Some(store.clone()));
+        work(&store, &ledger, &mut rng, ops).await;
+        ledger.borrow_mut().allow_absent(&store);
+        let done = store.stats().counts;
+        counts.replace((done.blocks_evicted, done.bytes_punched));
+        let _ = store.close().await;
+        ledger.borrow_mut().allow_absent(&store);
+        opened.take();
+    };
+    let mut watch = || {
+        if let Some(store) = opened.borrow().as_ref() {
+            ledger.borrow_mut().allow_absent(store);
+        }
+    };
+    let driven = observe(&world, cut, &mut watch, whole);
+    assert!(!matches!(driven, Driven::Hung(_)), "seed {}: {driven:?}", seed.0);
+    let operations = world.disk().operations().1;
+    let (evicted, punched) = counts.into_inner();
+    Ran { state: world.cut_power(), ledger: ledger.into_inner(), operations, evicted, punched }
+}
+
+fn crashes(state: &CrashState, seed: Seed, some: usize) -> Vec<Crash> {
+    let mut all = state.enumerate(some, seed);
+    let mut rng = seed.child("pick").rng();
+    let mut chosen = vec![Crash::LoseAll, Crash::KeepAll];
+    for _ in 0..some {
+        if !all.is_empty() {
+            chosen.push(all.swap_remove(rng.index(all.len())));
+        }
+    }
+    chosen
+}
+
+/// The engine and the checker say the same of an image, and nothing is wrong with it, before recovery and after.
+fn check(seed: Seed, image: Media, ledger: &Ledger, note: &str) -> u64 {
+    let before = match examine(&directories(&image), Level::Deep) {
+        Ok(checked) => checked,
+        Err(_) => return 0,
+    };
+    assert!(before.findings.is_clean(), "{note}: before recovery\n{}", problems(&before));
+    let opened = reopen(seed, &WorldConfig::default(), &options(seed), image.clone()).unwrap();
+    assert_eq!(before.blocks, recoverys_blocks(opened.store.recovery()), "{note}");
+    let evicted = opened.store.recovery().iter().map(|report| report.evicted).sum();
+    let after = examine(&directories(&opened.world.kill()), Level::Deep).unwrap();
+    assert!(after.findings.is_clean(), "{note}: after recovery\n{}", problems(&after));
+    let verified = verify(seed, &WorldConfig::default(), &options(seed), image, (ledger, Judge::Strict));
+    verified.unwrap_or_else(|why| panic!("{note}: {why}"));
+    evicted
+}
+
+#[test]
+fn power_cuts_while_blocks_are_evicted_leave_each_here_or_gone_and_no_delete_undone() {
+    let (mut evicted, mut punched, mut found, mut images) = (0, 0, 0, 0);
+    for seed in (4000..4000 + seeds(10)).map(Seed) {
+        let whole = run(seed, 90, u64::MAX, &[]);
+        assert_eq!(defects(&whole.ledger), Vec::<&_>::new(), "seed {}", seed.0);
+        (evicted, punched) = (evicted + whole.evicted, punched + whole.punched);
+        let mut rng = seed.child("cuts").rng();
+        for _ in 0..8 {
+            // Most of it: at first the store is not full.
+            let cut = rng.between(whole.operations / 3, whole.operations);
+            let ran = run(seed, 90, cut, &[]);
+            for crash in crashes(&ran.state, seed.nth(cut), 3) {
+                let note = format!("seed {}, cut {cut}, {crash:?}", seed.0);
+                found += check(seed, ran.state.image(crash), &ran.ledger, &note);
+                images += 1;
+            }
+        }
+    }
+    println!(
+        "{images} images, {evicted} blocks evicted, {punched} bytes punched, {found} blocks found evicted"
+    );
+    assert!(evicted > 100 && punched > 1 << 20 && found > 100, "{evicted} {punched} {found}");
+}
+
+#[test]
+fn punches_and_flushes_that_fail_cost_room_and_never_a_block_that_is_said_to_be_here() {
+    let mut struck = 0;
+    for kind in [OpKind::Punch, OpKind::Holes] {
+        for n in [1, 2, 3, 5, 9, 17] {
+            let seed = Seed(4100 + n);
+            let world = SimWorld::new(seed.0, &WorldConfig::default());
+            let stage = SimStage::open(&world, &roomy(seed)).unwrap();
+            let desk = Desk::new(&stage, "faults");
+            for n in 0..12 {
+                desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+            }
+            let before = world.disk().struck();
+            world.disk().inject(Rule::new(Which::Kind(kind), When::From(n), Effect::Errno(EIO)));
+            for n in 100..140 {
+                desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+                stage.audit();
+            }
+            struck += world.disk().struck() - before;
+            world.disk().heal();
+            stage.audit();
+            for n in here(&desk, 0..140) {
+                desk.expect(pages(), &desk.keys(n..n + 1), 1);
+            }
+            assert_eq!(stage.engine().stats().counts.blocks_quarantined, 0, "{kind:?} {n}");
+        }
+    }
+    assert!(struck > 0, "nothing was struck");
+}
+
+#[test]
+fn where_the_file_system_makes_no_holes_whole_segments_are_emptied() {
+    let world = SimWorld::new(4200, &WorldConfig::default());
+    let no_holes = Rule::new(Which::Kind(OpKind::Punch), When::From(1), Effect::Errno(EOPNOTSUPP));
+    world.disk().inject(no_holes);
+    let stage = SimStage::open(&world, &roomy(Seed(4200))).unwrap();
+    let desk = Desk::new(&stage, "whole");
+    for n in 0..120 {
+        let outcomes = desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+        assert_eq!(outcomes, [BlockOutcome::Stored], "{n}");
+        stage.audit();
+    }
+    let counts = stage.engine().stats().counts;
+    assert_eq!(counts.bytes_punched, 0);
+    assert!(counts.segments_recycled > 3 && counts.blocks_evicted > 30, "{counts:?}");
+    assert!(world.disk().struck() <= 64, "it is asked for holes once: {}", world.disk().struck());
+    stage.audit_all();
+}
+
+#[test]
+fn holes_that_became_written_zeros_are_damage_and_named() {
+    let (mut holed, mut named) = (0, 0);
+    for seed in (4300..4306).map(Seed) {
+        let ran = run(seed, 120, u64::MAX, &[]);
+        let disks = directories(&ran.state.image(Crash::KeepAll));
+        assert!(examine(&disks, Level::Deep).unwrap().findings.is_clean());
+        for disk in &disks {
+            for path in disk.files() {
+                // Planted anew: the same bytes, without holes.
+                holed += disk.holes(&path).len();
+                let bytes = disk.contents(&path).unwrap();
+                disk.plant(&path, bytes);
+            }
+        }
+        named += u64::from(!examine(&disks, Level::Deep).unwrap().findings.is_clean());
+        // And the engine serves no zeros for blocks.
+        let (config, judge) = (WorldConfig::default(), (&ran.ledger, Judge::BytesOnly));
+        let verified = verify(seed, &config, &options(seed), media(&disks), judge);
+        verified.unwrap_or_else(|why| panic!("seed {}: {why}", seed.0));
+    }
+    assert!(holed > 0 && named > 0, "{holed} holes, {named} stores with written zeros where records lay");
+}
+
+#[test]
+fn a_store_that_is_full_for_long_keeps_its_books_its_files_and_its_memory() {
+    for policy in EvictionPolicy::ALL {
+        let world = SimWorld::new(4400, &WorldConfig::default());
+        let options = Options { eviction: policy, ..roomy(Seed(4400)) };
+        let stage = SimStage::open(&world, &options).unwrap();
+        let desk = Desk::new(&stage, "long");
+        let mut rng = Seed(4400).child(policy.name()).rng();
+        let mut files = Vec::new();
+        for round in 0..400u64 {
+            let first = 4 * rng.below(100);
+            desk.outcomes(desk.request(pages(), &desk.keys(first..first + 4), 1));
+            // Some are used again and again.
+            let again = 4 * rng.below(8);
+            if here(&desk, again..again + 1).len() == 1 {
+                desk.expect(pages(), &desk.keys(again..again + 1), 1);
+            }
+            stage.advance(Duration::from_millis(rng.below(500)));
+            if round % 20 == 0 {
+                stage.audit_all();
+                files.push(stage.engine().segments().len());
+            }
+        }
+        let counts = stage.engine().stats().counts;
+        assert!(counts.bytes_punched > 0 && counts.blocks_quarantined == 0, "{}: {counts:?}", policy.name());
+        let most = files.iter().max().copied().unwrap_or(0);
+        assert!(most <= 4 * 12, "{}: {files:?}", policy.name());
+        stage.close().unwrap();
+    }
+}
