@@ -1,6 +1,7 @@
 //! Clients of the local path that do what no client should: with their socket, with their memory, with their lives. The
 //! server goes on, others are not disturbed, and nothing is kept of those who are gone.
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
+#![allow(clippy::result_large_err, reason = "the contract's error, as it came")]
 
 mod served;
 

@@ -20,7 +20,7 @@ use super::field::Field;
 use super::footer::Defined;
 use super::seal::{
     Draft, KIND, LONG_PREFIX, Long, OFFSET, Position, REST_TAG, Secret, Structure, TOTAL_BYTES, prove_fixed,
-    prove_long, prove_page, require_readable, require_kind_zero, require_zero, total_bytes,
+    prove_long, prove_page, require_kind_zero, require_readable, require_zero, total_bytes,
 };
 use super::unsound::{Damage, EncodeError, Unsound};
 use super::{PAGE, PAGE_BYTES};
