@@ -316,29 +316,8 @@ fn take(store: &Store, (shard, segment): (usize, u32), report: &SegmentReport, t
                     taken.undefined = taken.undefined.saturating_add(1);
                     continue;
                 };
-                let place = (entry.offset, entry.header_bytes, entry.payload_bytes);
-                let model = (&*namespace.geometry, namespace.block_tokens);
-                let gone = crate::holes::gone(place, blocks, model, &holes);
-                let fate = |block| match gone.get(block).copied().unwrap_or(false) {
-                    true => Fate::Evicted,
-                    false => Fate::Live,
-                };
-                let bytes = u64::from(entry.header_bytes)
-                    .saturating_add(entry.payload_bytes.next_multiple_of(PAGE_BYTES));
-                taken.runs.push(Run {
-                    shard,
-                    segment,
-                    generation,
-                    offset: entry.offset,
-                    header_bytes: entry.header_bytes,
-                    payload_bytes: entry.payload_bytes,
-                    sequence: entry.sequence,
-                    expires_ms: blocks.expires_ms,
-                    blocks: blocks.clone(),
-                    namespace: Arc::clone(namespace),
-                    fates: (0..blocks.blocks.len()).map(fate).collect(),
-                    hole_bytes: crate::holes::inside(&holes, entry.offset, bytes),
-                });
+                let of = (shard, segment, generation);
+                taken.runs.push(run(of, &entry, blocks, namespace, &holes));
                 continue;
             }
             Content::Identity(_) | Content::Spec(_) => {
@@ -362,6 +341,39 @@ fn take(store: &Store, (shard, segment): (usize, u32), report: &SegmentReport, t
         taken.view.overhead_bytes = taken.view.overhead_bytes.saturating_add(bytes);
     }
     taken
+}
+
+/// A record's run of blocks, with what holes have taken of it.
+fn run(
+    (shard, segment, generation): (usize, u32, u64),
+    entry: &Entry,
+    blocks: &Blocks,
+    namespace: &Arc<Namespace>,
+    holes: &[(u64, u64)],
+) -> Run {
+    let place = (entry.offset, entry.header_bytes, entry.payload_bytes);
+    let model = (&*namespace.geometry, namespace.block_tokens);
+    let gone = crate::holes::gone(place, blocks, model, holes);
+    let fate = |block| match gone.get(block).copied().unwrap_or(false) {
+        true => Fate::Evicted,
+        false => Fate::Live,
+    };
+    let bytes =
+        u64::from(entry.header_bytes).saturating_add(entry.payload_bytes.next_multiple_of(PAGE_BYTES));
+    Run {
+        shard,
+        segment,
+        generation,
+        offset: entry.offset,
+        header_bytes: entry.header_bytes,
+        payload_bytes: entry.payload_bytes,
+        sequence: entry.sequence,
+        expires_ms: blocks.expires_ms,
+        blocks: blocks.clone(),
+        namespace: Arc::clone(namespace),
+        fates: (0..blocks.blocks.len()).map(fate).collect(),
+        hole_bytes: crate::holes::inside(holes, entry.offset, bytes),
+    }
 }
 
 /// What a segment lists, as its footer or a walk through it says.

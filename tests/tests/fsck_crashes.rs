@@ -72,7 +72,14 @@ fn agree(seed: Seed, image: Media, note: &str) -> bool {
     assert_eq!(before.blocks, recoverys_blocks(&reports), "{note}: blocks\n{before:?}\n{reports:?}");
     let after = examine(&directories(&opened.world.kill()), Level::Deep).unwrap();
     assert!(after.findings.is_clean(), "{note}: after recovery\n{}", problems(&after));
-    assert_eq!(after.blocks, before.blocks, "{note}: recovery changed what is there");
+    // A namespace's delete that was under way is finished when the store is opened.
+    let finished = reports.iter().any(|report| !report.half_deleted.is_empty());
+    let same = after.blocks == before.blocks || finished && after.blocks < before.blocks;
+    assert!(
+        same,
+        "{note}: recovery changed what is there: {} blocks, {} before",
+        after.blocks, before.blocks
+    );
     true
 }
 

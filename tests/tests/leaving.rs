@@ -106,7 +106,7 @@ fn a_tombstone_outlives_its_segment_while_an_older_record_may_come_back_and_no_l
         assert_eq!(here_in(&other, ODD, &keys[1..]), [true]);
         assert_eq!(stage.engine().stats().tombstones, graves);
         // Nothing holds the segment any more: when it has gone, so does the tombstone.
-        put_each(&other, &other.keys(300..360));
+        put_each(&other, &other.keys(300..420));
         assert_eq!(here_in(&other, ODD, &keys[1..]), [false]);
         drive(stage.world(), stage.engine().checkpoint()).unwrap().unwrap();
         assert_eq!(stage.engine().stats().tombstones, 0);

@@ -15,7 +15,6 @@ use kvarts_store::error::Reason;
 use kvarts_store::io::{Arena, Buf};
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
-use kvarts_tests::stage::Stage;
 use rustix::fs::MemfdFlags;
 use served::{ClientStage, Served};
 

@@ -170,6 +170,8 @@ pub(crate) struct Log {
     pub(super) shrinking: Cell<bool>,
     /// The file system makes no holes: segments are emptied as a whole.
     pub(super) no_holes: Cell<bool>,
+    /// How many segments had been recycled when hollow ones were removed last.
+    pub(super) hollow_removed_at: Cell<u64>,
     /// The last blocks of thin segments are being moved.
     pub(super) thinning: Cell<bool>,
     /// Nothing is begun in the background any more.
@@ -225,6 +227,7 @@ impl Log {
             rolling: Cell::new(false),
             shrinking: Cell::new(false),
             no_holes: Cell::new(false),
+            hollow_removed_at: Cell::new(0),
             thinning: Cell::new(false),
             closing: Cell::new(false),
             put_bytes: Cell::new(0),

@@ -21,6 +21,8 @@ use crate::index::{BlockFingerprint, Eviction, Location, Lookup};
 use crate::io::{IoErrorKind, MetaOp, Reply};
 use crate::sync::atomic::Ordering::Relaxed;
 
+/// Segments that are recycled before hollow ones go for the sake of what is buried.
+const RECYCLED_BETWEEN: u64 = 8;
 /// Segments whose footers are in memory at once.
 const AT_ONCE: usize = 64;
 /// A batch is worth so many segments at most.
@@ -63,6 +65,8 @@ pub(crate) fn punched_bytes(entries: &[Entry], holes: &Holes) -> u64 {
 impl Log {
     /// Makes room for a segment: what is dead goes first, then what the policy chooses. One task at a time calls it.
     pub(crate) async fn make_room(&self) -> Made {
+        // Leases whose time is over hold nothing: whoever chooses sees only whether there is one.
+        self.shared.index.expire(self.shared.clock.now());
         match self.recycle_dead().await {
             Made::Nothing => {}
             made => return made,
@@ -129,8 +133,16 @@ impl Log {
             }
         }
         let hollow: u64 = self.hollow().iter().map(|segment| segment.book.allocated()).sum();
-        match hollow >= self.shared.segment_bytes || self.shared.has_too_many_files() {
-            true => self.remove_hollow().await,
+        // What was buried is kept while they stand. A checkpoint for every few segments is the price of forgetting it.
+        let recycled = self.shared.counters.segments_recycled.load(Relaxed);
+        let buried = hollow > 0
+            && !self.graves.borrow().is_empty()
+            && recycled.saturating_sub(self.hollow_removed_at.get()) >= RECYCLED_BETWEEN;
+        match hollow >= self.shared.segment_bytes || self.shared.has_too_many_files() || buried {
+            true => {
+                self.hollow_removed_at.set(recycled);
+                self.remove_hollow().await
+            }
             false => Made::Nothing,
         }
     }

@@ -1,3 +1,5 @@
+//! Which pages of a record may go, by layout, and what is counted of them.
+
 use kvarts_layout::{BlockShape, Layout};
 
 use super::*;

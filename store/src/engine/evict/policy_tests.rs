@@ -1,3 +1,5 @@
+//! Each policy by itself: who goes before whom.
+
 use super::*;
 
 fn of_age(age: u16) -> Candidate {
