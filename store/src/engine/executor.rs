@@ -18,6 +18,7 @@ use super::delete::{self, Answer, DeletePart};
 use super::directory::{self, Found};
 use super::log::Log;
 use super::notify::before;
+use super::put::layers::{self, LayersPart};
 use super::put::{self, PutPart};
 use super::read::ReadPart;
 use super::recover::{self, RecoveryReport};
@@ -45,6 +46,8 @@ pub(crate) enum Message {
     },
     /// Do a part of a put.
     Put(u32, PutPart),
+    /// Write layers as they come.
+    PutLayers(u32, LayersPart),
     /// Do a part of a read.
     Read(u32, ReadPart),
     /// Do a part of a delete.
@@ -200,6 +203,7 @@ impl Executor {
                     let _ = reply.send(self.adopt(&shared, shards).await);
                 }
                 Message::Put(shard, part) => self.put(shard, part),
+                Message::PutLayers(shard, part) => self.put_layers(shard, part),
                 Message::Read(shard, part) => self.read(shard, part),
                 Message::Delete(shard, part) => self.delete(shard, part),
                 Message::DeletePrefix { shared, request, root, router, reply } => {
@@ -379,6 +383,16 @@ impl Executor {
                 drop((busy, write));
             }),
         );
+    }
+
+    /// A stop does not wait for it as for other requests: it may stand still for as long as its caller likes. The log
+    /// ends it (`Log::finish`).
+    fn put_layers(&self, shard: u32, part: LayersPart) {
+        let Some(log) = self.log(shard) else {
+            return part.refuse(Reason::Bug("a put for a shard of another executor"));
+        };
+        let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
+        self.rt.spawn(Class::Put, Box::pin(async move { layers::run(&log, part, deadline).await }));
     }
 
     fn read(&self, shard: u32, part: ReadPart) {
