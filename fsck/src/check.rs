@@ -158,7 +158,7 @@ pub fn check(
     for (shard, (known, found)) in store.shards.iter().zip(&known) {
         add(&|sum| {
             sum.findings.merge(found.clone());
-            about_missing(shard, known, &mut sum.findings);
+            about_missing((store, shard), known, (options, tally), &mut sum.findings);
         });
         deep.expect(shard.number, known);
     }
@@ -305,15 +305,41 @@ fn read_checkpoints(store: &Store, options: &Options, tally: &Tally) -> Vec<(Kno
     all.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn about_missing(shard: &Shard, known: &Known, into: &mut Findings) {
+/// Segments that the newest checkpoint calls used and that are not there.
+fn about_missing(
+    (store, shard): (&Store, &Shard),
+    known: &Known,
+    (options, tally): (&Options, &Tally),
+    into: &mut Findings,
+) {
     let is_used = |state: &&SegmentState| state.state != SEGMENT_FREE;
-    for state in
-        known.segments.values().filter(|_| !kvarts_layout::planted!("fsck-misses-lost-files")).filter(is_used)
-    {
-        if shard.segments.binary_search(&state.segment).is_err() {
-            let place = Place { shard: Some(shard.number), segment: Some(state.segment), offset: None };
-            into.take(Finding::at(findings::SEGMENT_MISSING, place));
-        }
+    let missing = |known: &Known| -> Vec<u32> {
+        let used = known.segments.values().filter(is_used).map(|state| state.segment);
+        used.filter(|segment| shard.segments.binary_search(segment).is_err()).collect()
+    };
+    let mut gone = missing(known);
+    if kvarts_layout::planted!("fsck-misses-lost-files") {
+        gone.clear();
+    }
+    if options.live && !gone.is_empty() {
+        // Listed before the checkpoint was read: it may be a new one, or one that the next checkpoint gives up.
+        let Some(directory) = store.directories.get(shard.directory) else { return };
+        let newer = checkpoint::read(
+            &*directory.disk,
+            &store.keyring,
+            shard.number,
+            (tally, false),
+            &mut Findings::default(),
+        );
+        let still = missing(&newer);
+        gone.retain(|segment| {
+            let path = format!("{}/{}", shard_name(shard.number), segment_name(*segment));
+            still.contains(segment) && directory.disk.open(&path).is_err()
+        });
+    }
+    for segment in gone {
+        let place = Place { shard: Some(shard.number), segment: Some(segment), offset: None };
+        into.take(Finding::at(findings::SEGMENT_MISSING, place));
     }
 }
 
@@ -328,6 +354,12 @@ fn one_segment(
     let directory = store.directories.get(shard.directory)?;
     let check = || match directory.disk.open(&path) {
         Ok(file) => check_segment(&*file, subject, tally),
+        Err(error) if options.live && error.kind() == std::io::ErrorKind::NotFound => {
+            // It was there when the folder was listed: the store has given its space back.
+            let mut report = SegmentReport::default();
+            report.findings.take(Finding::at(findings::LIVE_CHANGED, subject.place(None)));
+            report
+        }
         Err(error) => {
             let finding = Finding::at(findings::FILE_UNREADABLE, subject.place(None));
             let path = format!("{}/{path}", directory.disk.name());

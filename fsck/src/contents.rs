@@ -150,6 +150,8 @@ pub struct Contents {
     pub undefined: u64,
     /// Tombstones and epochs that still reach.
     pub graves: u64,
+    /// The store was in use while it was read: what is listed may be gone by now.
+    pub live: bool,
 }
 
 /// What one segment gave.
@@ -170,7 +172,7 @@ pub fn read(store: &Store, options: &Options, now_ms: u64, tally: &Tally, found:
         all.lock().unwrap_or_else(PoisonError::into_inner).push((shard, taken));
     });
     let taken = all.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let mut contents = Contents { findings: found, ..Contents::default() };
+    let mut contents = Contents { findings: found, live: options.live, ..Contents::default() };
     let mut graves: BTreeMap<usize, Graves> = BTreeMap::new();
     let mut remembered: BTreeMap<usize, Remembered> = BTreeMap::new();
     for (at, shard) in store.shards.iter().enumerate() {

@@ -79,6 +79,9 @@ pub trait DiskWriter: Send + Sync + Debug {
     /// Writes at `offset`; the file is made if it is not there.
     fn write_at(&self, path: &str, offset: u64, bytes: &[u8]) -> io::Result<()>;
 
+    /// Makes a hole of whole pages; refused where the file system makes none.
+    fn punch(&self, path: &str, offset: u64, bytes: u64) -> io::Result<()>;
+
     /// Gives a file a length; new bytes are zero.
     fn set_len(&self, path: &str, len: u64) -> io::Result<()>;
 

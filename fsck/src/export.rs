@@ -15,6 +15,8 @@ use kvarts_layout::{ContentId, Coordinate, Group, OriginId};
 
 use crate::artifact::{Artifact, Unreadable};
 use crate::contents::{Contents, Fate, Run};
+use crate::disk::DiskFile;
+use crate::segment::Ends;
 use crate::store::Store;
 use crate::window::{Tally, Window};
 
@@ -74,7 +76,7 @@ impl From<ExportError> for Failed {
     }
 }
 
-/// A record that is not in the export though blocks of it count.
+/// A record of which blocks that count are not in the export.
 #[derive(Clone, PartialEq, Eq, Debug, serde::Serialize)]
 pub struct LeftOut {
     /// Its shard.
@@ -98,6 +100,8 @@ pub struct Exported {
     pub left_out: Vec<LeftOut>,
     /// Blocks that were wanted and are not in the file.
     pub blocks_left_out: u64,
+    /// Blocks of a store in use that have left it since they were listed.
+    pub blocks_gone: u64,
     /// Extensions of records (session ids, user metadata): the format has none.
     pub extensions_left_out: u64,
 }
@@ -121,15 +125,20 @@ pub fn export(
     let mut definitions = (BTreeSet::<Fingerprint>::new(), BTreeSet::<NamespaceId>::new());
     for (run, pieces) in &runs {
         define(&mut writing, &mut definitions, run, out)?;
-        let wanted_blocks = pieces.iter().map(|(from, to)| u64::from(to.saturating_sub(*from))).sum();
-        match record(store, run, pieces, (&mut writing, tally), out) {
-            Ok(()) => {
+        let mut missing = Missing { why: None, blocks: blocks(pieces) };
+        record(store, run, pieces, (&mut writing, tally), (&mut missing, out))?;
+        if contents.live && !missing.blocks.is_empty() {
+            let before = missing.blocks.len();
+            let gone = gone_by_now(store, run, tally);
+            missing.blocks.retain(|block| gone.get(*block as usize) == Some(&false));
+            let left = before.saturating_sub(missing.blocks.len()) as u64;
+            exported.blocks_gone = exported.blocks_gone.saturating_add(left);
+        }
+        match missing.why.filter(|_| !missing.blocks.is_empty()) {
+            Some(why) => leave_out(&mut exported, store, run, missing.blocks.len() as u64, &why),
+            None => {
                 let extensions = run.blocks.extensions.len() as u64;
                 exported.extensions_left_out = exported.extensions_left_out.saturating_add(extensions);
-            }
-            Err(Stopped::Failed(failed)) => return Err(failed),
-            Err(Stopped::Unreadable(why, left)) => {
-                leave_out(&mut exported, store, run, left.min(wanted_blocks), why)
             }
         }
     }
@@ -144,7 +153,7 @@ pub fn planned_bytes(contents: &Contents, wanted: &Selection) -> u64 {
     runs.map(Run::bytes).fold(0, u64::saturating_add)
 }
 
-fn leave_out(exported: &mut Exported, store: &Store, run: &Run, blocks: u64, why: Unreadable) {
+fn leave_out(exported: &mut Exported, store: &Store, run: &Run, blocks: u64, why: &Unreadable) {
     exported.blocks_left_out = exported.blocks_left_out.saturating_add(blocks);
     if exported.left_out.len() < NAMED_MAX {
         exported.left_out.push(LeftOut {
@@ -189,50 +198,94 @@ fn pieces(run: &Run, wanted: &Selection) -> Vec<(u32, u32)> {
     pieces
 }
 
-enum Stopped {
-    Failed(Failed),
-    /// Why, and how many blocks are not in the file.
-    Unreadable(Unreadable, u64),
+/// The blocks of pieces, one by one.
+fn blocks(pieces: &[(u32, u32)]) -> Vec<u32> {
+    pieces.iter().flat_map(|(from, to)| *from..*to).collect()
 }
 
-impl<T: Into<Failed>> From<T> for Stopped {
-    fn from(failed: T) -> Self {
-        Self::Failed(failed.into())
-    }
+/// Blocks of a record that are not in the file, and why the first of them is not.
+struct Missing {
+    why: Option<Unreadable>,
+    blocks: Vec<u32>,
 }
 
-/// Writes the pieces of one record. One that is damaged is condemned whole: what was already written of it before the
-/// damage was met is verified, and stays.
+/// Writes the pieces of one record, but for blocks of it that are damaged: what is left in `missing`.
 fn record(
     store: &Store,
     run: &Run,
     pieces: &[(u32, u32)],
     (writing, tally): (&mut Writing, &Tally),
-    out: &mut dyn Write,
-) -> Result<(), Stopped> {
-    let mut left: u64 = pieces.iter().map(|(from, to)| u64::from(to.saturating_sub(*from))).sum();
-    let gone = |why| Stopped::Unreadable(why, left);
-    let shard = store.shards.get(run.shard).ok_or_else(|| gone(Unreadable::Header))?;
-    let directory = store.directories.get(shard.directory).ok_or_else(|| gone(Unreadable::Header))?;
-    let path = format!("{}/{}", shard_name(shard.number), segment_name(run.segment));
-    let file = directory.disk.open(&path).map_err(|_| gone(Unreadable::Header))?;
+    (missing, out): (&mut Missing, &mut dyn Write),
+) -> Result<(), Failed> {
+    let opened = open(store, run).and_then(|(file, shard)| {
+        let mut window = Window::new(&*file, store.keyring.segment_bytes, tally);
+        let artifact = Artifact::open(&mut window, (&store.keyring, shard), run)?;
+        drop(window);
+        Ok((file, artifact))
+    });
+    let (file, artifact) = match opened {
+        Ok(opened) => opened,
+        Err(why) => {
+            missing.why = Some(why);
+            return Ok(());
+        }
+    };
     let mut window = Window::new(&*file, store.keyring.segment_bytes, tally);
-    let artifact = Artifact::open(&mut window, (&store.keyring, shard.number), run).map_err(gone)?;
     let most = ExportedRun::most_blocks(artifact.shape.block_bytes(), artifact.chunk_count());
-    for &(from, to) in pieces {
-        let mut at = from;
+    let mut written = BTreeSet::new();
+    'pieces: for &(from, to) in pieces {
+        let (mut at, mut most) = (from, most);
         while at < to {
             let end = at.saturating_add(most).min(to);
-            let bytes =
-                artifact.blocks(&mut window, at, end).map_err(|why| Stopped::Unreadable(why, left))?;
-            let head = writing.run(&exported_run(run, &artifact, (at, end), &bytes))?;
-            out.write_all(&head)?;
-            out.write_all(&bytes)?;
-            left = left.saturating_sub(u64::from(end.saturating_sub(at)));
+            match artifact.blocks(&mut window, at, end) {
+                Ok(bytes) => {
+                    let head = writing.run(&exported_run(run, &artifact, (at, end), &bytes))?;
+                    out.write_all(&head)?;
+                    out.write_all(&bytes)?;
+                    written.extend(at..end);
+                }
+                // One of them: the others may be whole.
+                Err(Unreadable::Damaged(..)) if end.saturating_sub(at) > 1 => {
+                    most = 1;
+                    continue;
+                }
+                Err(why) => {
+                    let each_its_own = matches!(why, Unreadable::Damaged(..));
+                    missing.why.get_or_insert(why);
+                    if !each_its_own {
+                        break 'pieces;
+                    }
+                }
+            }
             at = end;
         }
     }
+    missing.blocks.retain(|block| !written.contains(block));
     Ok(())
+}
+
+/// The file of a record's segment, and the number of its shard.
+fn open(store: &Store, run: &Run) -> Result<(Box<dyn DiskFile>, u32), Unreadable> {
+    let shard = store.shards.get(run.shard).ok_or(Unreadable::Header)?;
+    let directory = store.directories.get(shard.directory).ok_or(Unreadable::Header)?;
+    let path = format!("{}/{}", shard_name(shard.number), segment_name(run.segment));
+    Ok((directory.disk.open(&path).map_err(|_| Unreadable::Header)?, shard.number))
+}
+
+/// Which blocks of a record are not there any more: the segment was given back or holds something else by now, or they
+/// were evicted.
+fn gone_by_now(store: &Store, run: &Run, tally: &Tally) -> Vec<bool> {
+    let all = vec![true; run.fates.len()];
+    let Ok((file, shard)) = open(store, run) else { return all };
+    let mut window = Window::new(&*file, store.keyring.segment_bytes, tally);
+    let ends = Ends::read(&mut window, &store.keyring, shard, run.segment);
+    if ends.generation() != Some(run.generation) {
+        return all;
+    }
+    let place = (run.offset, run.header_bytes, run.payload_bytes);
+    let model = (&*run.namespace.geometry, run.namespace.block_tokens);
+    let gone = crate::holes::gone(place, &run.blocks, model, &file.holes());
+    if gone.is_empty() { vec![false; run.fates.len()] } else { gone }
 }
 
 fn exported_run(run: &Run, artifact: &Artifact, (from, to): (u32, u32), bytes: &[u8]) -> ExportedRun {

@@ -312,6 +312,31 @@ impl Findings {
         self.notes.extend(other.notes.into_iter().take(room));
     }
 
+    /// What both a first look and this one found, and whether that is less than this one did. Notes are this one's.
+    pub fn confirmed_of(self, first: &Self) -> (Self, bool) {
+        let again = |one: &Finding| {
+            first.problems.iter().any(|other| {
+                (one.label, one.place, &one.expected) == (other.label, other.place, &other.expected)
+            })
+        };
+        let kept = self.problems.iter().filter(|one| again(one)).count();
+        if kept as u64 == self.problem_count {
+            return (self, false);
+        }
+        let mut both = Self::default();
+        for (name, times) in &self.counts {
+            if label(name).is_none_or(|label| label.severity == Severity::Normal) {
+                both.counts.insert(name, *times);
+            }
+        }
+        self.problems
+            .iter()
+            .filter(|one| again(one))
+            .chain(&self.notes)
+            .for_each(|one| both.take(one.clone()));
+        (both, true)
+    }
+
     /// Puts lists in the order of places, so that reports do not depend on which thread was first.
     pub fn sort(&mut self) {
         let order = |one: &Finding| (one.place, one.label.name, one.file.clone());

@@ -1,8 +1,10 @@
 //! Verifies a record's payload against its digests, in one pass over its bytes in the order in which they lie. Chunks
 //! of an encoded record are decoded first, one at a time.
 
+use std::collections::BTreeSet;
+
 use kvarts_layout::codec::{Codec, Encoding};
-use kvarts_layout::format::{is_zero, page_align};
+use kvarts_layout::format::{PAGE_BYTES, is_zero, page_align};
 use kvarts_layout::{Layout, RunLayout};
 
 use crate::names::Chunks;
@@ -29,8 +31,13 @@ pub struct BadChunk {
 pub struct Verified {
     /// The first bad chunk.
     pub bad: Option<BadChunk>,
-    /// Blocks that have a bad chunk.
-    pub bad_blocks: u64,
+    /// Which blocks have a bad chunk; empty if none. The others are what was put.
+    pub damaged: Vec<bool>,
+    /// Of a record with bad chunks: stretches of whole pages that take out every damaged block, and as few others as can
+    /// be.
+    pub apart: Vec<(u64, u64)>,
+    /// Sound blocks that go with them: some damaged block has no page of its own.
+    pub entwined: u64,
     /// Whether the digest table has another number of entries than the layout has chunks.
     pub miscounted: bool,
     /// Where padding that is not zero begins in the file.
@@ -39,7 +46,7 @@ pub struct Verified {
     pub padding: Vec<(u64, u64)>,
     /// Of a sealed segment: which blocks were evicted; empty if none. Nothing is expected of them.
     pub gone: Vec<bool>,
-    /// Content ids of the blocks, if they were asked for and the payload is whole.
+    /// Content ids of the blocks, if they were asked for. Those of damaged and evicted blocks mean nothing.
     pub contents: Vec<[u8; 32]>,
 }
 
@@ -52,6 +59,22 @@ impl Verified {
     /// Whether every chunk is what was put.
     pub fn is_whole(&self) -> bool {
         self.bad.is_none() && !self.miscounted
+    }
+
+    /// How many blocks have a bad chunk.
+    pub fn damaged_blocks(&self) -> u64 {
+        self.damaged.iter().filter(|damaged| **damaged).count() as u64
+    }
+
+    /// The record without its damaged blocks, if any block of it is sound: they count as evicted.
+    pub fn sound_part(&self) -> Option<Self> {
+        let gone = |at: usize| {
+            let block = u32::try_from(at).unwrap_or(u32::MAX);
+            self.is_gone(block) || self.damaged.get(at).copied().unwrap_or(false)
+        };
+        let gone: Vec<bool> = (0..self.damaged.len()).map(gone).collect();
+        let some = !self.miscounted && gone.iter().any(|gone| !gone);
+        some.then(|| Self { bad: None, gone, ..self.clone() })
     }
 }
 
@@ -126,11 +149,71 @@ pub fn verify(
     let bytes = chunks.stored.as_ref().map_or(layout.payload_bytes(), |(_, places)| places.payload_bytes());
     let image = page_align(bytes).unwrap_or(bytes);
     check_zero(window, at, start.saturating_add(image), &mut verified);
-    verified.bad_blocks = bad_blocks.iter().filter(|bad| **bad).count() as u64;
-    if verified.is_whole() {
-        verified.contents = hashers.iter().map(|hasher| *hasher.finalize().as_bytes()).collect();
+    if verified.bad.is_some() {
+        verified.damaged = bad_blocks;
+        set_apart(chunks, start, &mut verified);
     }
+    verified.contents = hashers.iter().map(|hasher| *hasher.finalize().as_bytes()).collect();
     verified
+}
+
+/// Finds the pages that damaged blocks have to themselves. Chunks do not overlap, so a sound one can share only its first
+/// and its last page.
+fn set_apart(chunks: &Chunks, start: u64, verified: &mut Verified) {
+    let layout = &*chunks.run;
+    let is_damaged = |block: u32| verified.damaged.get(block as usize).copied().unwrap_or(false);
+    let spans = || {
+        let of = |place: (u32, usize)| Some((place.0, place_of(chunks, start, place)?));
+        Order { layout, next: 0 }.filter_map(of).filter(|(_, (from, to, _))| from < to)
+    };
+    let pages = |from: u64, to: u64| (from / PAGE_BYTES, to.saturating_sub(1) / PAGE_BYTES);
+    let mut shared = BTreeSet::new();
+    for (block, (from, to, _)) in spans() {
+        if !is_damaged(block) && !verified.is_gone(block) {
+            let (first, last) = pages(from, to);
+            shared.extend([first, last]);
+        }
+    }
+    let mut own = BTreeSet::new();
+    let mut out = BTreeSet::new();
+    for (block, (from, to, _)) in spans().filter(|(block, _)| is_damaged(*block)) {
+        let (first, last) = pages(from, to);
+        for page in (first..=last).filter(|page| !shared.contains(page)) {
+            own.insert(page);
+            out.insert(block);
+        }
+    }
+    let mut sound = BTreeSet::<u32>::new();
+    for (at, _) in verified.damaged.iter().enumerate().filter(|(_, damaged)| **damaged) {
+        let Ok(block) = u32::try_from(at) else { break };
+        if out.contains(&block) {
+            continue;
+        }
+        // Every page of it is shared: the one with the fewest sound blocks goes.
+        let of = |page: u64| -> BTreeSet<u32> {
+            let on = |from, to| (pages(from, to).0..=pages(from, to).1).contains(&page);
+            spans().filter(|(_, (from, to, _))| on(*from, *to)).map(|(block, _)| block).collect()
+        };
+        let its = spans().filter(|(one, _)| *one == block).map(|(_, (from, to, _))| pages(from, to));
+        let candidates: BTreeSet<u64> = its.flat_map(|(first, last)| first..=last).collect();
+        let cost = |on: &BTreeSet<u32>| on.iter().filter(|block| !is_damaged(**block)).count();
+        let best = candidates.into_iter().map(|page| (page, of(page))).min_by_key(|(_, on)| cost(on));
+        let Some((page, on)) = best else { continue };
+        own.insert(page);
+        let taken = |block: &&u32| !is_damaged(**block) && !verified.is_gone(**block);
+        sound.extend(on.iter().filter(taken).copied());
+        out.extend(on);
+    }
+    let mut apart: Vec<(u64, u64)> = Vec::new();
+    for page in own {
+        let at = page.saturating_mul(PAGE_BYTES);
+        match apart.last_mut() {
+            Some((from, len)) if from.saturating_add(*len) == at => *len = len.saturating_add(PAGE_BYTES),
+            _ => apart.push((at, PAGE_BYTES)),
+        }
+    }
+    verified.entwined = sound.len() as u64;
+    verified.apart = apart;
 }
 
 /// Where a chunk lies in the file, from and to, and how long it is.

@@ -77,7 +77,7 @@ pub fn cut(start: &MemoryDisk, steps: &[Step], rng: &mut Rng) -> MemoryDisk {
     for (at, step) in steps.iter().enumerate() {
         let after = &steps[at..];
         let durable = match step {
-            Step::Write(path, ..) | Step::SetLen(path, _) => {
+            Step::Write(path, ..) | Step::Punch(path, ..) | Step::SetLen(path, _) => {
                 let flushed = after.iter().any(|later| matches!(later, Step::Sync(one) if one == path));
                 let about = |one: &Step| matches!(one, Step::Write(p, ..) | Step::SetLen(p, _) if p == path);
                 let made = steps.iter().position(about).unwrap_or(at);

@@ -48,9 +48,12 @@ fn good_blocks(disk: &MemoryDisk) -> BTreeSet<Block> {
             _ => Vec::new(),
         };
         for met in records {
-            let whole = matches!(&met.payload, Payload::Read(verified) if verified.is_whole());
-            if let (Some(Body::Blocks(blocks)), true) = (&met.body, whole) {
-                let named = blocks.blocks.iter().map(|one| (shard as u32, one.key, one.origin));
+            let (Some(Body::Blocks(blocks)), Payload::Read(verified)) = (&met.body, &met.payload) else {
+                continue;
+            };
+            if verified.is_whole() {
+                let there = (0..).zip(&blocks.blocks).filter(|(at, _)| !verified.is_gone(*at));
+                let named = there.map(|(_, one)| (shard as u32, one.key, one.origin));
                 all.lock().unwrap().extend(named);
             }
         }
@@ -196,7 +199,9 @@ fn cut(start: &MemoryDisk, steps: &[Step], rng: &mut Rng) -> MemoryDisk {
     let disk = start.fork();
     for (at, step) in steps.iter().enumerate() {
         let durable = steps[at..].iter().any(|later| match (step, later) {
-            (Step::Write(path, ..) | Step::SetLen(path, _), Step::Sync(synced)) => path == synced,
+            (Step::Write(path, ..) | Step::Punch(path, ..) | Step::SetLen(path, _), Step::Sync(synced)) => {
+                path == synced
+            }
             (Step::Rename(_, path) | Step::MakeFolder(path), Step::SyncFolder(folder)) => {
                 path.rsplit_once('/').map_or("", |(folder, _)| folder) == folder
             }

@@ -137,6 +137,13 @@ impl Listing<'_, '_> {
             _ => {}
         }
         self.report(entry, met.found, Some(&met));
+        if let (Found::RecordBroken, Payload::Read(verified)) = (met.found, &met.payload)
+            && let Some(rest) = verified.sound_part()
+        {
+            // The engine misses the blocks whose digests fail, and serves the others.
+            met.payload = Payload::Read(Box::new(rest));
+            met.found = Found::RecordWhole;
+        }
         match &met.payload {
             Payload::Unusable(_) => about_payload(&self.segment, &met, true, self.into),
             Payload::Read(verified) if verified.dirty.is_some() => self.padding.push(met.clone()),
@@ -191,6 +198,11 @@ impl Listing<'_, '_> {
         }
         if finding.is_problem() {
             finding = self.lost(entry, finding);
+        }
+        if let Some(Met { found: Found::RecordBroken, payload: Payload::Read(verified), .. }) = met
+            && !verified.miscounted
+        {
+            finding.blocks = verified.damaged_blocks();
         }
         self.into.take(finding);
     }

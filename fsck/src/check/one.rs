@@ -234,8 +234,9 @@ fn account(file: &dyn DiskFile, report: &mut SegmentReport) {
     (report.accounting, report.records, report.blocks) = (sum, records, blocks);
 }
 
-/// Of a store in use: what the end of an unsealed segment looks like means nothing, and what is found in a segment
-/// that was recycled meanwhile does not count.
+/// Of a store in use: what the end of an unsealed segment looks like means nothing, what is found in a segment that was
+/// recycled meanwhile does not count, and neither does what a second look does not find again: the first one met blocks
+/// that were being evicted.
 pub(super) fn forgive(report: &mut SegmentReport, subject: &Subject<'_>, again: impl Fn() -> SegmentReport) {
     let is_tail = |report: &SegmentReport| matches!(report.outcome, Outcome::Walked { scan: Scan::Tail, .. });
     if report.findings.is_clean() && !is_tail(report) {
@@ -243,12 +244,18 @@ pub(super) fn forgive(report: &mut SegmentReport, subject: &Subject<'_>, again: 
     }
     let generation = |report: &SegmentReport| report.ends.as_ref().and_then(Ends::generation);
     let (before, was_tail) = (generation(report), is_tail(report));
-    *report = again();
+    let first = std::mem::replace(report, again()).findings;
     if is_tail(report) {
         report.findings = Findings::default();
         report.findings.take(Finding::at(findings::LIVE_TAIL_SKIPPED, subject.place(None)));
     } else if was_tail || before != generation(report) {
         report.findings = Findings::default();
         report.findings.take(Finding::at(findings::LIVE_CHANGED, subject.place(None)));
+    } else {
+        let (both, changed) = std::mem::take(&mut report.findings).confirmed_of(&first);
+        report.findings = both;
+        if changed {
+            report.findings.take(Finding::at(findings::LIVE_CHANGED, subject.place(None)));
+        }
     }
 }

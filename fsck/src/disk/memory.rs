@@ -16,6 +16,8 @@ const SECTOR: usize = 512;
 pub enum Step {
     /// Bytes of a file.
     Write(String, u64, Vec<u8>),
+    /// A hole: offset, bytes.
+    Punch(String, u64, u64),
     /// The length of a file.
     SetLen(String, u64),
     /// A file is durable up to here.
@@ -188,6 +190,17 @@ impl MemoryDisk {
                     at = at.saturating_add(sector.len());
                 }
             }
+            Step::Punch(path, at, len) => {
+                let page = super::ALIGN as u64;
+                let kept: Vec<u64> = (at / page..at.saturating_add(*len) / page).filter(|_| keep()).collect();
+                let file = Arc::make_mut(tree.files.entry(path.clone()).or_default());
+                for number in &kept {
+                    let from = usize::try_from(number.saturating_mul(page)).unwrap_or(usize::MAX);
+                    let rest = file.get_mut(from..).unwrap_or_default();
+                    rest.iter_mut().take(super::ALIGN).for_each(|byte| *byte = 0);
+                }
+                tree.holes.extend(kept.into_iter().map(|number| (path.clone(), number)));
+            }
             Step::SetLen(path, len) if keep() => {
                 let len = usize::try_from(*len).unwrap_or(usize::MAX);
                 Arc::make_mut(tree.files.entry(path.clone()).or_default()).resize(len, 0);
@@ -281,6 +294,10 @@ impl Disk for MemoryDisk {
 impl DiskWriter for MemoryDisk {
     fn write_at(&self, path: &str, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.change(Step::Write(path.to_owned(), offset, bytes.to_vec()))
+    }
+
+    fn punch(&self, path: &str, offset: u64, bytes: u64) -> io::Result<()> {
+        self.change(Step::Punch(path.to_owned(), offset, bytes))
     }
 
     fn set_len(&self, path: &str, len: u64) -> io::Result<()> {

@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use rustix::fs::{OFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
 
 use super::{Disk, DiskFile, DiskWriter, Node, NodeKind};
 
@@ -203,6 +203,11 @@ impl RealWriter {
 impl DiskWriter for RealWriter {
     fn write_at(&self, path: &str, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.file(path, true)?.write_all_at(bytes, offset)
+    }
+
+    fn punch(&self, path: &str, offset: u64, bytes: u64) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(self.file(path, true)?, flags, offset, bytes)?)
     }
 
     fn set_len(&self, path: &str, len: u64) -> io::Result<()> {

@@ -78,6 +78,7 @@ impl Case<'_> {
             }
         }
         self.padding(&report, log);
+        self.damaged_blocks(&report, log);
         self.seal(&report, log)
     }
 
@@ -130,6 +131,36 @@ impl Case<'_> {
                 let zeros = vec![0u8; usize::try_from(to.saturating_sub(from)).unwrap_or(0)];
                 self.write(log, format!("padding at {from} is zeroed"), &[(from, zeros)]);
             }
+        }
+    }
+
+    /// Takes blocks that are damaged out of records whose other blocks are sound: by holes, which say to every reader
+    /// that they were evicted. The bytes are wrong, and every read of them would be a miss.
+    fn damaged_blocks(&self, report: &SegmentReport, log: &mut Vec<Action>) {
+        let Outcome::Sealed { good, .. } = &report.outcome else { return };
+        let unread = report.findings.times(findings::MEDIA_ERROR.name) > 0;
+        let path = self.path();
+        for met in good {
+            let Payload::Read(verified) = &met.payload else { continue };
+            let damaged = verified.damaged_blocks();
+            if damaged == 0 || kvarts_layout::planted!("repair-keeps-damaged") {
+                continue;
+            }
+            if unread {
+                let why = "what the device does not give now it may give later";
+                self.site.cannot(log, &path, &format!("{why}: {damaged} blocks at {} stay", met.offset));
+                continue;
+            }
+            let with = match verified.entwined {
+                0 => String::new(),
+                sound => format!(", and {sound} sound ones that share every page with them"),
+            };
+            let what =
+                format!("{damaged} damaged blocks of the record at {} are taken out{with}", met.offset);
+            self.site.act(log, (&path, what), |writer| {
+                verified.apart.iter().try_for_each(|(at, len)| writer.punch(&path, *at, *len))?;
+                writer.sync(&path)
+            });
         }
     }
 

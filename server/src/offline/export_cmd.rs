@@ -49,6 +49,7 @@ struct Report {
     blocks: u64,
     payload_bytes: u64,
     blocks_left_out: u64,
+    blocks_gone: u64,
     extensions_left_out: u64,
     store_problems: u64,
     left_out: Vec<LeftOut>,
@@ -130,7 +131,7 @@ impl Drop for Partial {
 }
 
 fn report(arguments: &ExportArgs, exported: Exported, store_problems: u64) -> Report {
-    let Exported { totals, left_out, blocks_left_out, extensions_left_out } = exported;
+    let Exported { totals, left_out, blocks_left_out, blocks_gone, extensions_left_out } = exported;
     Report {
         file: arguments.to.display().to_string(),
         complete: blocks_left_out == 0 && store_problems == 0,
@@ -139,6 +140,7 @@ fn report(arguments: &ExportArgs, exported: Exported, store_problems: u64) -> Re
         blocks: totals.blocks,
         payload_bytes: totals.payload_bytes,
         blocks_left_out,
+        blocks_gone,
         extensions_left_out,
         store_problems,
         left_out,
@@ -168,6 +170,9 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     }
     if report.blocks_left_out > 0 {
         writeln!(out, "{} blocks are not in the file.", grouped(report.blocks_left_out))?;
+    }
+    if report.blocks_gone > 0 {
+        writeln!(out, "{} blocks left the store while it was read.", grouped(report.blocks_gone))?;
     }
     if report.extensions_left_out > 0 {
         writeln!(out, "{} extensions of records are not in the file.", grouped(report.extensions_left_out))?;
