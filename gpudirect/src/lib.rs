@@ -14,6 +14,7 @@ pub mod cufile;
 pub mod destination;
 pub mod device;
 pub mod error;
+mod follow;
 pub mod gather;
 pub mod ipc;
 pub mod pace;

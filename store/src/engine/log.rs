@@ -711,7 +711,9 @@ impl Log {
         self.changed.until(|| self.layered.borrow().is_empty().then_some(())).await;
         self.settled().await;
         let mut open: Vec<_> = self.open.borrow_mut().take().into_iter().collect();
-        open.append(&mut self.parked.borrow_mut());
+        // One without a record has nothing to be sealed for.
+        let holds = |one: &Rc<Segment>| !one.tail.borrow().entries.is_empty();
+        open.extend(self.parked.take().into_iter().filter(holds));
         for segment in open {
             self.seal_in_background(segment);
         }

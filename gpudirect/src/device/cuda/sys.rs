@@ -396,10 +396,14 @@ impl Context {
         check("cuStreamWaitEvent", unsafe { cu::cuStreamWaitEvent(stream.raw, event.raw, 0) })
     }
 
-    pub(super) fn synchronize(&self, event: &RawEvent) -> Result<(), DeviceError> {
+    /// Whether everything before the event is done; an error is that of the work before it.
+    pub(super) fn is_done(&self, event: &RawEvent) -> Result<bool, DeviceError> {
         self.enter()?;
         // SAFETY: it is alive.
-        check("cuEventSynchronize", unsafe { cu::cuEventSynchronize(event.raw) })
+        match unsafe { cu::cuEventQuery(event.raw) } {
+            cu::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check("cuEventQuery", code).map(|()| true),
+        }
     }
 
     pub(super) fn copy_each(&self, stream: &RawStream, batch: &Batch<'_>) -> Result<(), DeviceError> {

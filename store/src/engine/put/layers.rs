@@ -258,7 +258,7 @@ async fn write(
     let layers = part.job.class.shape.layers().len() as u32;
     let mut written = 0;
     while written < layers {
-        let offered = turn(log, part, written).await?.min(layers);
+        let offered = turn(log, part, segment, written).await?.min(layers);
         let mut writes = Vec::new();
         let mut outcome = Ok(());
         'offered: for layer in written..offered {
@@ -277,17 +277,18 @@ async fn write(
         written = offered;
         part.progress.written.open(written);
     }
-    turn(log, part, layers).await?;
+    turn(log, part, segment, layers).await?;
     seal(log, part, segment, places).await
 }
 
 /// Completes when the step may be done, with how many may.
-async fn turn(log: &Log, part: &LayersPart, step: u32) -> Result<u32, Reason> {
+async fn turn(log: &Log, part: &LayersPart, segment: &Segment, step: u32) -> Result<u32, Reason> {
     std::future::poll_fn(|context| {
         // The waker is left first: a caller that leaves after the look wakes.
         let open = part.turns().is_open_or_wake(step, context.waker());
         let closing = log.closing.get().then_some(Reason::Busy("the store is closing"));
-        match closing.or_else(|| part.job.stopped()).or_else(|| log.shared.latched()) {
+        let broken = || segment.broken().or_else(|| log.shared.latched());
+        match closing.or_else(|| part.job.stopped()).or_else(broken) {
             Some(reason) => Poll::Ready(Err(reason)),
             None if open => Poll::Ready(Ok(part.turns().opened())),
             None => Poll::Pending,
@@ -367,7 +368,11 @@ async fn write_headers(
                 }
                 outcome = Err(Reason::Bug("a record that is not where its payload is"));
             }
-            Ok(None) => outcome = Err(Reason::Bug("a record that does not fit where it did")),
+            Ok(None) => {
+                // The header of a new segment may have failed meanwhile.
+                let fits = || Reason::Bug("a record that does not fit where it did");
+                outcome = Err(segment.broken().unwrap_or_else(fits));
+            }
             Err(reason) => outcome = Err(reason),
         }
         break;
@@ -399,13 +404,14 @@ async fn write_headers(
     Ok(placed.into_iter().map(|(image, expires)| (image.written, expires)).collect())
 }
 
-/// Parks a segment for the next to use it, or frees it if it holds nothing.
+/// Parks a segment for the next to use it, or frees it if it holds nothing. The header of a new file may not be durable
+/// yet: known to be free, it would look as if it had been lost.
 async fn put_away(log: &Log, segment: Rc<Segment>) {
     segment.quiet().await;
     if segment.broken().is_some() || segment.state.get() != SegmentState::Open {
         return;
     }
-    if segment.tail.borrow().entries.is_empty() {
+    if segment.tail.borrow().entries.is_empty() && segment.generation.get() > 1 {
         segment.state.set(SegmentState::Free);
     } else {
         log.parked.borrow_mut().push(segment);
