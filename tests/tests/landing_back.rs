@@ -68,6 +68,8 @@ fn layers_leave_the_device_as_they_are_computed_and_come_back_as_they_were() {
     assert!(sink.store_layer(0, &compute).is_err(), "a layer is taken once");
     let reply = block_on(sink.seal().unwrap()).unwrap().unwrap();
     assert!(reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored), "{reply:?}");
+    // The store lets go of the arena on its own threads.
+    until(|| big.usage().used == 0);
     let second = Pool::new(&device, COLUMNS[0]);
     let mut stream = pipeline.land(LandRequest { keys, ..site.request(&second) }).unwrap();
     let (_, end) = run(&mut stream, &second, &device, &compute);
