@@ -47,9 +47,6 @@ struct Known {
     deleted: u64,
     /// Deletes that are asked for and not answered.
     deleting: u32,
-    /// A put or delete of it was refused because its deadline passed: what it wrote, or did not bury, may be on disk
-    /// beside a later put, in another shard, and which of the two a start finds first is not promised.
-    late: bool,
 }
 
 /// What may be found, and what must be.
@@ -74,6 +71,8 @@ pub struct Ledger {
     pub leases: u64,
     /// What the workload waits for: where it hangs, if it does.
     pub waits_for: &'static str,
+    /// Operations of the workload that have begun.
+    pub begun: usize,
 }
 
 /// What a store was found to hold: the chunks of each block, or why there are none.
@@ -184,10 +183,7 @@ impl Ledger {
                     known.durable |= put.durable && put.asked > known.deleted;
                     self.acknowledged += u64::from(put.durable);
                 }
-                BlockOutcome::Refused(reason) => {
-                    self.refused(*name, &reason);
-                    self.refusals.push(reason);
-                }
+                BlockOutcome::Refused(reason) => self.refusals.push(reason),
                 BlockOutcome::InFlight => {}
             }
         }
@@ -303,6 +299,7 @@ pub async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, wor
     for _ in 0..work.ops {
         let deadline = work.patience.map(|patience| store.clock().now().plus(patience));
         let waits_for = |what| ledger.borrow_mut().waits_for = what;
+        ledger.borrow_mut().begun += 1;
         match work.mix.draw(rng) {
             0..9 => {
                 let bring = Bring::draw(rng);
@@ -518,25 +515,15 @@ impl Ledger {
             Ok(Ok(reply)) => {
                 for (place, (name, producers)) in delete.names.iter().zip(&delete.producers).enumerate() {
                     match reply.outcomes.get(place) {
-                        Some(DeleteOutcome::Refused(reason)) => {
-                            self.refusals.push(reason.clone());
-                            self.refused(*name, reason);
-                        }
+                        Some(DeleteOutcome::Refused(reason)) => self.refusals.push(reason.clone()),
                         // Of a namespace there are none.
                         _ => self.deleted(*name, producers),
                     }
                 }
             }
-            Ok(Err(error)) => {
-                delete.names.iter().for_each(|name| self.refused(*name, &error.0));
-                self.refusals.push(error.0);
-            }
+            Ok(Err(error)) => self.refusals.push(error.0),
             Err(_) => {}
         }
-    }
-
-    fn refused(&mut self, name: Name, reason: &Reason) {
-        self.blocks.entry(name).or_default().late |= *reason == Reason::DeadlinePassed;
     }
 }
 
@@ -861,8 +848,26 @@ fn look(opened: &Opened) -> Result<Found, String> {
     }
 }
 
-/// Opens a store on what a crash left, and again on what that left; both must hold the same, and nothing that the
-/// ledger forbids. Gives the second, still open, with what it holds.
+/// Opens a store on what a crash left: it must hold nothing that the ledger forbids. Gives it, still open, with what it
+/// holds, and how many operations opening it took.
+pub fn verify_once(
+    seed: Seed,
+    config: &WorldConfig,
+    options: &Options,
+    image: Media,
+    (ledger, judge): (&Ledger, Judge),
+) -> Result<(Opened, Found, u64), String> {
+    let opened = reopen(seed.child("first"), config, options, image)?;
+    let operations = opened.world.disk().operations().1;
+    audit_recovered(&opened, judge)?;
+    let found = look(&opened)?;
+    match ledger.violation(&found, judge) {
+        Some(violation) => Err(format!("{violation}\nrecovery: {:?}", opened.store.recovery())),
+        None => Ok((opened, found, operations)),
+    }
+}
+
+/// The same, and again on what that left; both must hold the same. Gives the second, still open, with what it holds.
 pub fn verify(
     seed: Seed,
     config: &WorldConfig,
@@ -870,19 +875,12 @@ pub fn verify(
     image: Media,
     (ledger, judge): (&Ledger, Judge),
 ) -> Result<(Opened, Found, u64), String> {
-    let first = reopen(seed.child("first"), config, options, image)?;
-    let operations = first.world.disk().operations().1;
-    audit_recovered(&first, judge)?;
-    let found = look(&first)?;
-    if let Some(violation) = ledger.violation(&found, judge) {
-        return Err(format!("{violation}\nrecovery: {:?}", first.store.recovery()));
-    }
+    let (first, found, operations) = verify_once(seed, config, options, image, (ledger, judge))?;
     let first_report = first.store.recovery().to_vec();
     let again = reopen(seed.child("again"), config, options, first.world.kill())?;
     audit_recovered(&again, judge)?;
     let second = look(&again)?;
-    let late = |name: &Name| ledger.blocks.get(name).is_some_and(|known| known.late);
-    let differs = |name: &&Name| found[*name] != second[*name] && !(late(name) && second[*name].is_ok());
+    let differs = |name: &&Name| found[*name] != second[*name];
     if let Some(name) = found.keys().find(differs).filter(|_| judge == Judge::Strict) {
         let who = |found: &Found| found[name].as_ref().ok().map(|chunks| producer_of(ledger, *name, chunks));
         return Err(format!(

@@ -9,9 +9,10 @@ use kvarts_store::api::{
 use kvarts_store::engine::Options;
 use kvarts_store::error::Reason;
 use kvarts_store::rt::{Class, Nanos};
+use kvarts_tests::campaign::{Driven, drive, reopen};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, Style};
-use kvarts_tests::sim::{Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};
+use kvarts_tests::sim::{Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use kvarts_tests::stage::{SimStage, Stage, ask, small_options};
 
 /// A store that holds three blocks, on a disk whose reads never end from now on.
@@ -130,4 +131,46 @@ fn a_delete_of_a_prefix_is_answered_at_its_deadline_while_the_disk_gives_no_foot
     assert_eq!(answer.unwrap_err().0, Reason::DeadlinePassed);
     assert!(world.disk().struck() > 0, "nothing was read");
     assert!(stage.now() < deadline.plus(Duration::from_millis(5)));
+}
+
+/// A put that was refused at its deadline is on disk all the same once the device is done with it, and a later put of one
+/// of its blocks may lie in another shard. Both are whole; which of them a start finds is not up to who recovers first.
+#[test]
+fn of_two_producers_blocks_in_two_shards_every_start_serves_the_same_one() {
+    let (options, config) = (small_options(2), WorldConfig::default());
+    let world = SimWorld::new(14, &config);
+    let stage = SimStage::open(&world, &options).unwrap();
+    let desk = Desk::new(&stage, "twice");
+    let shard = |key: &kvarts_layout::BlockKey| crc32fast::hash(&key.0) % 2;
+    let many = desk.keys(0..32);
+    let low = *many.iter().find(|key| shard(key) == 0).unwrap();
+    let high = *many.iter().find(|key| shard(key) == 1).unwrap();
+    // One of each kind: the late copy in the lower shard, and in the higher one.
+    for (n, (first, second)) in (0..).zip([(low, high), (high, low)]) {
+        let column = fixture::columns()[n];
+        let slow = Effect::Delay(Duration::from_secs(40));
+        world.disk().inject(Rule::new(Which::Kind(OpKind::Flush), When::Nth(1), slow));
+        let deadline = Some(stage.now().plus(Duration::from_millis(5)));
+        let put =
+            PutRequest { deadline, parent: Parent::Unknown, ..desk.request(column, &[first, second], 1) };
+        let late = BlockOutcome::Refused(Reason::DeadlinePassed);
+        assert_eq!(stage.put(put).unwrap().outcomes, [late.clone(), late]);
+        world.settle();
+        world.disk().heal();
+        let put = PutRequest { parent: Parent::Unknown, ..desk.request(column, &[second], 2) };
+        assert_eq!(desk.outcomes(put), [BlockOutcome::Stored]);
+        desk.expect(column, &[second], 2);
+    }
+    let media = world.kill();
+    let whose = |seed: u64| {
+        let opened = reopen(Seed(seed), &config, &options, media.clone()).unwrap();
+        let twice: u64 = opened.store.recovery().iter().map(|report| report.duplicates).sum();
+        assert_eq!(twice, 2, "two blocks have two copies");
+        let held = opened.store.count_live();
+        let closed = drive(&opened.world, u64::MAX, opened.store.close());
+        assert!(matches!(closed, Driven::Done(Ok(()))), "{closed:?}");
+        held
+    };
+    let first = whose(0);
+    assert!((1..24).all(|seed| whose(seed) == first), "it depends on who recovers first");
 }

@@ -344,12 +344,10 @@ impl PutJob {
                 origins.get(run.start as usize..run.end as usize).map(<[OriginId]>::to_vec)
             });
         given.unwrap_or_else(|| {
-            let draw = |_| {
-                let mut origin = OriginId::default();
-                self.shared.entropy.fill(&mut origin.0);
-                origin
-            };
-            run.clone().map(draw).collect()
+            // One call for all of them: each goes to the kernel.
+            let mut bytes = vec![0; run.len() * size_of::<OriginId>()];
+            self.shared.entropy.fill(&mut bytes);
+            bytes.as_chunks().0.iter().map(|origin| OriginId(*origin)).collect()
         })
     }
 

@@ -118,6 +118,8 @@ pub(crate) struct Shared {
     eviction: AtomicU64,
     /// Some record has an expiry: before the first one, nobody looks for expired blocks.
     expiring: AtomicBool,
+    /// Records whose blocks another shard's recovery has taken over; held until all shards are recovered.
+    superseded: Mutex<Vec<RecordId>>,
 }
 
 /// What a store begins with.
@@ -162,6 +164,7 @@ impl Shared {
             ages: Ages::new(opened.0),
             eviction: AtomicU64::new(0),
             expiring: AtomicBool::new(false),
+            superseded: Mutex::default(),
         }
     }
 
@@ -215,6 +218,22 @@ impl Shared {
         if left == 0 {
             // Refused if a block of it became live meanwhile: then it is not empty.
             let _ = self.index.records().free(record);
+        }
+    }
+
+    /// A held record has lost a block to another shard's copy while shards are recovered.
+    pub(crate) fn supersede(&self, record: RecordId) {
+        self.superseded.lock().unwrap_or_else(PoisonError::into_inner).push(record);
+    }
+
+    /// All shards are recovered: records that have lost their last block to another shard's copy are forgotten.
+    pub(crate) fn forget_superseded(&self) {
+        let superseded = std::mem::take(&mut *self.superseded.lock().unwrap_or_else(PoisonError::into_inner));
+        for record in superseded {
+            let records = self.index.records();
+            let left = records.get(record).map_or(0, |info| info.live);
+            self.free_if_empty(record, left);
+            records.release(record);
         }
     }
 

@@ -174,6 +174,7 @@ impl Store {
         for answer in answers {
             reports.extend(lost(answer.await)??);
         }
+        shared.forget_superseded();
         let closed = AtomicBool::new(false);
         let router = Arc::new(Router { executors, owners });
         let store = Self(Arc::new(Inner { shared, router, reports, closed }));

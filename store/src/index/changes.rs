@@ -188,7 +188,7 @@ impl Index {
     ) -> Result<Option<u16>, RecordError> {
         self.records.add_live(new.record, 1)?;
         let moved = match write(self.partition(print)).table.get_mut(print) {
-            Some(slot) if slot.is(State::Live, old) => {
+            Some(slot) if slot.is(State::Live, old) || kvarts_layout::planted!("move-without-compare") => {
                 slot.settle(State::Live, new);
                 true
             }

@@ -21,8 +21,6 @@ use crate::witness::{checkers_rows, directories, examine, problems, recoverys_bl
 const OPS: usize = 18;
 /// Moments of a workload that are looked at.
 const MOMENTS: usize = 6;
-/// Recoveries after which one must have had nothing left to do.
-const ROUNDS: u64 = 3;
 /// Cuts of one recovery.
 const CUTS: u64 = 5;
 
@@ -93,6 +91,11 @@ fn found(opened: &Opened) -> Result<Found, String> {
     }
 }
 
+/// Whether opening had a delete of a namespace to finish, which writes.
+fn finishes(opened: &Opened) -> bool {
+    opened.store.recovery().iter().any(|report| !report.half_deleted.is_empty())
+}
+
 /// Recovers an image, cuts the recovery as often as asked, and recovers what is left.
 fn twice(seed: Seed, settings: Seed, image: &Media, ledger: &Ledger, states: &States) -> Result<(), String> {
     let (config, options) = (config(settings), options(settings));
@@ -102,23 +105,28 @@ fn twice(seed: Seed, settings: Seed, image: &Media, ledger: &Ledger, states: &St
     if let Some(violation) = ledger.violation(&answers, Judge::Strict) {
         return Err(violation);
     }
-    // A later one answers the same, and soon one has nothing left to do and changes nothing. The first may finish a
-    // delete of a namespace that it found begun, and what that wrote is sealed by the second.
+    // A later one answers the same. One that had nothing to finish is not followed by one that changes anything: only
+    // the delete of a namespace that it found begun writes records, and what it wrote is sealed by the next one.
     let mut settled = first.world.kill();
-    let mut changes = String::new();
-    for round in 0..ROUNDS {
+    let mut finished = finishes(&first);
+    for round in 2..5 {
         let next = reopen(seed.child("next").nth(round), &config, &options, settled.clone())?;
-        same(&answers, &found(&next)?).map_err(|why| format!("recovery {} of the same: {why}", round + 2))?;
+        same(&answers, &found(&next)?).map_err(|why| format!("recovery {round} of the same: {why}"))?;
         let left = next.world.kill();
         if left.digest() == settled.digest() {
-            changes.clear();
             break;
         }
-        changes = difference(&settled, &left);
+        if !finished {
+            let changes = difference(&settled, &left);
+            return Err(format!(
+                "recovery {round} had nothing left to do, and has changed the disk: {changes}"
+            ));
+        }
+        finished = finishes(&next);
         settled = left;
-    }
-    if !changes.is_empty() {
-        return Err(format!("recovery never comes to rest: {changes}"));
+        if round == 4 {
+            return Err("recovery never comes to rest".to_owned());
+        }
     }
     let mut rng = seed.child("cuts").rng();
     for n in 0..CUTS.min(operations) {
@@ -255,4 +263,33 @@ pub(super) fn rows() -> Vec<Row> {
             run: |ask, target| -> Tally { until(ask, target, witness) },
         },
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Seeds 12 and 18 once said that a second recovery changes the disk: it seals what the first one wrote when it
+    /// finished the delete of a namespace that the power cut had stopped between two shards.
+    #[test]
+    fn a_second_recovery_changes_the_disk_only_where_the_first_finished_the_delete_of_a_namespace() {
+        let mut met = 0;
+        for settings in [12, 18].map(Seed) {
+            let (config, options) = (config(settings), options(settings));
+            let again = |media: Media| reopen(settings, &config, &options, media).unwrap();
+            for (at, (state, _)) in (0..).zip(moments(settings).unwrap()) {
+                for crash in crashes(&state, settings.nth(at)) {
+                    let first = again(state.image(crash));
+                    let (finished, left) = (finishes(&first), first.world.kill());
+                    let second = again(left.clone());
+                    assert!(!finishes(&second), "finished once, a delete stays so");
+                    let settled = second.world.kill();
+                    assert!(finished || settled.digest() == left.digest(), "{}", difference(&left, &settled));
+                    assert_eq!(again(settled.clone()).world.kill().digest(), settled.digest());
+                    met += u64::from(finished && settled.digest() != left.digest());
+                }
+            }
+        }
+        assert!(met > 0, "no image has a delete to finish");
+    }
 }

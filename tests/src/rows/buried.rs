@@ -52,6 +52,8 @@ struct Life<'a> {
     other: Desk<'a>,
     /// The next key that nobody has used.
     next: &'a mut u64,
+    /// What was put in earlier rounds and lives, and is not deleted yet.
+    old: &'a mut Vec<BlockKey>,
 }
 
 impl Life<'_> {
@@ -90,6 +92,13 @@ impl Life<'_> {
         Ok(())
     }
 
+    /// Blocks of earlier rounds and lives: they lie in sealed segments, where a compaction moves them, and under lower
+    /// sequences than a life that began anew would give.
+    fn some_old(&mut self, rng: &mut Rng) -> Vec<BlockKey> {
+        let some = if rng.below(3) == 0 { 0 } else { rng.below(4).min(self.old.len() as u64) };
+        (0..some).map(|_| self.old.swap_remove(rng.index(self.old.len()))).collect()
+    }
+
     /// Puts, lets go on for some steps, and deletes what was put, while a compaction may run.
     fn round(&mut self, rng: &mut Rng, gone: &mut BTreeSet<BlockKey>) -> Result<(), String> {
         let small = self.keys(3);
@@ -102,6 +111,7 @@ impl Life<'_> {
         if rng.coin() {
             self.churn(rng.below(6));
         }
+        let (aging, dying) = (self.keys(2), self.some_old(rng));
         let large = self.keys(rng.below(5));
         let world = self.stage.world();
         let put = |key: &BlockKey| {
@@ -110,7 +120,7 @@ impl Life<'_> {
             self.stage.store().put(PutRequest { durability, parent: Parent::Unknown, ..request })
         };
         let puts: Vec<_> = large.iter().map(put).collect();
-        let compact = rng.coin();
+        let compact = rng.below(4) < if dying.is_empty() { 2 } else { 3 };
         let options =
             CompactOptions { dead_thousandths: 0, merge_records_min: 2, ..CompactOptions::default() };
         let mut compaction = Box::pin(self.stage.engine().compact(options));
@@ -120,8 +130,11 @@ impl Life<'_> {
             world.step();
             running = running && compaction.as_mut().poll(&mut context).is_pending();
         }
-        let keys: Vec<BlockKey> = small.iter().chain(&large).copied().collect();
+        let mut keys: Vec<BlockKey> = small.iter().chain(&large).chain(&dying).copied().collect();
         let whole = rng.below(6) == 0;
+        if whole {
+            keys.append(self.old);
+        }
         let target = match whole {
             true => Target::Namespace,
             false => Target::Keys { column: None, keys: keys.clone() },
@@ -149,6 +162,8 @@ impl Life<'_> {
             gone.extend(keys);
         }
         self.here(gone)?;
+        self.desk.outcomes(PutRequest { parent: Parent::Unknown, ..self.desk.request(ODD, &aging, 1) });
+        self.old.extend(aging);
         self.churn([0, 3, 14, 40][rng.index(4)]);
         if rng.below(4) == 0 {
             let written = stage::drive(world, self.stage.engine().checkpoint());
@@ -165,12 +180,12 @@ impl Life<'_> {
 /// Deletes in several lives of a store; after each the power fails.
 pub(super) fn deletes(seed: Seed, states: &States) -> Result<(), String> {
     let mut rng = seed.child("buried").rng();
-    let (mut gone, mut next, mut media) = (BTreeSet::new(), 0, None);
+    let (mut gone, mut old, mut next, mut media) = (BTreeSet::new(), Vec::new(), 0, None);
     for life in 0..LIVES {
         let note = |what: String| format!("life {life}: {what}");
         let stage = open(seed.nth(life), media.take()).map_err(note)?;
         let (desk, other) = (Desk::new(&stage, "deleted"), Desk::new(&stage, "beside"));
-        let mut life = Life { stage: &stage, desk, other, next: &mut next };
+        let mut life = Life { stage: &stage, desk, other, next: &mut next, old: &mut old };
         life.here(&gone).map_err(note)?;
         for _ in 0..DELETES {
             life.round(&mut rng, &mut gone).map_err(note)?;
@@ -184,6 +199,6 @@ pub(super) fn deletes(seed: Seed, states: &States) -> Result<(), String> {
     }
     let stage = open(seed.child("last"), media)?;
     let (desk, other) = (Desk::new(&stage, "deleted"), Desk::new(&stage, "beside"));
-    let life = Life { stage: &stage, desk, other, next: &mut next };
+    let life = Life { stage: &stage, desk, other, next: &mut next, old: &mut old };
     life.here(&gone).map_err(|what| format!("in the end: {what}"))
 }

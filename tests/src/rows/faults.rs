@@ -189,7 +189,7 @@ pub(super) fn rows() -> Vec<Row> {
         row(
             "R9",
             "an error at every operation of each kind, once and from then on",
-            [600, 20_000, 400_000],
+            [600, 10_000, 400_000],
             |a, t| plan_row(a, t, &errors()),
         ),
         row("R10", "a flush that fails and forgets, and the next succeeds", [200, 5_000, 50_000], |a, t| {
@@ -198,7 +198,7 @@ pub(super) fn rows() -> Vec<Row> {
         row("R11", "short, empty, doubled, interrupted completions", [300, 20_000, 200_000], |a, t| {
             plan_row(a, t, &odd())
         }),
-        row("R12", "no space at every allocation", [200, 10_000, 100_000], |a, t| plan_row(a, t, &full())),
+        row("R12", "no space at every allocation", [200, 5_000, 100_000], |a, t| plan_row(a, t, &full())),
         row("R13", "operations that never end or take forty seconds", [200, 6_000, 100_000], |a, t| {
             plan_row(a, t, &stuck())
         }),

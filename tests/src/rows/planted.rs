@@ -45,6 +45,17 @@ pub const BUGS: &[Bug] = &[
         "records of a new generation are acknowledged before its header is durable",
     ),
     bug("tombstones-recycled", "R22", "a segment is written anew while its tombstones stand nowhere else"),
+    bug(
+        "tombstone-forgotten-early",
+        "R22",
+        "tombstones are forgotten while records that they kill are on disk",
+    ),
+    bug("sequence-not-restored", "R22", "sequences begin anew after a recovery"),
+    bug(
+        "move-without-compare",
+        "R22",
+        "compaction switches the index without a look at what it points to now",
+    ),
     bug("torn-tail-adopted", "R1", "recovery adopts records without a look at their payloads"),
     bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one"),
     bug(
@@ -77,6 +88,7 @@ pub const BUGS: &[Bug] = &[
         "R18",
         "a block is served on the word of a footer, without a look at the record's own keys",
     ),
+    bug("fsck-believes-footers", "R18", "the checker does not compare a footer with its records"),
     bug("failed-write-taken-for-done", "R9", "a write that ends with an error counts as done"),
     bug("failed-flush-repeated", "R10", "a flush that failed is tried again, and its success believed"),
     bug("short-read-taken-for-whole", "R16", "a read that ends short counts as whole"),

@@ -27,6 +27,17 @@ pub(super) fn directories(seed: Seed) -> u16 {
     [1, 1, 2, 3][seed.child("directories").rng().index(4)]
 }
 
+/// The store of a seed that [has a past](has_past), or any other one's.
+pub(super) fn options_with_past(seed: Seed) -> Options {
+    let options = options(seed);
+    if !has_past(seed) {
+        return options;
+    }
+    let segment_bytes = 64 << 10;
+    let shards = u64::from(options.shards_per_directory) * u64::from(options.directories);
+    Options { segment_bytes, budget_bytes: (4 + 3 * shards) * segment_bytes, ..options }
+}
+
 /// The store of a seed. In every third the budget is so small that segments are recycled.
 pub(super) fn options(seed: Seed) -> Options {
     let mut rng = seed.child("options").rng();
@@ -44,6 +55,12 @@ pub(super) fn options(seed: Seed) -> Options {
         limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
         ..Options::default()
     }
+}
+
+/// Whether a seed's store has a past: many operations in small segments under a tight budget, before those that are
+/// looked at. Only then are segments sealed beside relaxed puts, emptied, written anew and removed.
+pub(super) fn has_past(seed: Seed) -> bool {
+    seed.0 % 4 == 3
 }
 
 /// What the workload of a seed consists of.
@@ -100,25 +117,31 @@ pub(super) struct Ran {
 }
 
 /// A workload on a new disk; every moment is kept if asked.
+#[cfg(test)]
 pub(super) fn run(seed: Seed, ops: usize, rules: &[Rule], keep: bool) -> Ran {
     run_work(seed, Work { ops, mix: mix(seed), patience: None }, rules, keep)
 }
 
 /// The same with any workload.
 pub(super) fn run_work(seed: Seed, work: Work, rules: &[Rule], keep: bool) -> Ran {
+    run_on(seed, &options(seed), work, rules, if keep { 0 } else { usize::MAX })
+}
+
+/// The same on any store; every moment from this operation on is kept, and those of stopping.
+pub(super) fn run_on(seed: Seed, options: &Options, work: Work, rules: &[Rule], keep_from: usize) -> Ran {
     let world = SimWorld::new(seed.0, &config(seed));
     rules.iter().for_each(|rule| world.disk().inject(*rule));
     // The caller's rules come first: of two that strike, the first one wins.
     let lagging = lagging(seed);
     lagging.into_iter().for_each(|rule| world.disk().inject(rule));
-    let (launcher, options) = (world.launcher(), options(seed));
+    let launcher = world.launcher();
     let ledger = RefCell::new(Ledger::default());
     let opened: RefCell<Option<Store>> = RefCell::default();
     let counts = RefCell::new((0, 0));
     let stage = Cell::new(Stage::Opening);
     let mut rng = seed.child("work").rng();
     let whole = async {
-        match Store::open(&launcher, &options).await {
+        match Store::open(&launcher, options).await {
             Ok((store, _executors)) => {
                 opened.replace(Some(store.clone()));
                 stage.set(Stage::Working);
@@ -143,7 +166,7 @@ pub(super) fn run_work(seed: Seed, work: Work, rules: &[Rule], keep: bool) -> Ra
         if let Some(store) = opened.borrow().as_ref() {
             ledger.borrow_mut().allow_absent(store);
         }
-        if keep {
+        if ledger.borrow().begun >= keep_from {
             moments.push(Moment { state: world.disk().crash_state(), ledger: ledger.borrow().clone() });
         }
     };

@@ -341,7 +341,8 @@ impl Pending {
 
     /// The first `len` bytes of what is to be written.
     fn bytes(&self, len: u64) -> Vec<u8> {
-        let mut bytes: Vec<u8> = self.buffers().iter().flat_map(Buf::to_vec).collect();
+        let mut bytes = Vec::new();
+        self.buffers().iter().for_each(|buf| bytes.extend_from_slice(&buf.to_vec()));
         bytes.truncate(usize::try_from(len).unwrap_or(usize::MAX));
         bytes
     }

@@ -28,7 +28,7 @@ use crate::engine::shared::Shared;
 use crate::engine::unpack::{self, Stored};
 use crate::error::Reason;
 use crate::index::{
-    EPOCHS, Entry as Indexed, Gathering, Heat, Index, Location, RecordId, RecordInfo, Recovered,
+    EPOCHS, Entry as Indexed, Gathering, Heat, Index, Location, Lookup, RecordId, RecordInfo, Recovered,
 };
 
 /// Blocks that go into the index at once: the more, the better the caches serve; this many take 24 MiB meanwhile.
@@ -317,6 +317,10 @@ impl Recovery<'_> {
         self.report.duplicates += duplicates;
         self.report.blocks += found - duplicates;
         self.report.records += batch.records.len() as u64;
+        if duplicates > 0 {
+            self.settle_copies();
+        }
+        let (index, batch) = (&self.log.shared.index, &mut self.batch);
         if duplicates > 0 || self.report.deleted > 0 || self.report.evicted > 0 {
             for &record in &batch.records {
                 if index.records().free(record).is_ok() {
@@ -326,6 +330,26 @@ impl Recovery<'_> {
         }
         batch.records.clear();
         Ok(())
+    }
+
+    /// Of copies in several shards the one in the lowest shard counts, whichever shard is recovered first: so two starts
+    /// serve the same bytes, and the checker, which cannot know in which order shards came, says the same. Two shards
+    /// hold a block of different producers where a put was refused at its deadline and written all the same, or where
+    /// an evicted block still stands in a segment that was not written anew.
+    fn settle_copies(&mut self) {
+        let (shared, mine) = (&self.log.shared, self.log.shard);
+        for (found, there) in self.batch.conflicts.drain(..) {
+            let Lookup::Live(at) = there.state else { continue };
+            // Its own shard's recovery may be about to free it.
+            let Some(info) = shared.index.records().hold(at.record) else { continue };
+            let moved = (u32::from(info.shard) > mine)
+                .then(|| shared.index.replace_location(found.print, at, found.location));
+            match moved {
+                Some(Ok(Some(_))) => shared.supersede(at.record),
+                // An older copy of this shard, or the other one has been replaced by a newer one of this.
+                _ => shared.index.records().release(at.record),
+            }
+        }
     }
 }
 
