@@ -10,6 +10,7 @@
 )]
 
 pub mod arena;
+pub mod crc;
 pub mod cufile;
 pub mod destination;
 pub mod device;

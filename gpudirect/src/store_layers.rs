@@ -22,9 +22,10 @@ use kvarts_store::rt::blocking::block_on;
 use kvarts_store::rt::mailbox::Ticket;
 
 use crate::destination::Destination;
-use crate::device::{Batch, Direction, Event, Piece, Stream};
+use crate::device::{Batch, Direction, Event, Method, Piece, Stream};
 use crate::error::{DeviceError, LandError};
 use crate::follow::Follower;
+use crate::gather::copy_split;
 use crate::pipeline::{LAYERS_AHEAD, Pipeline};
 use crate::ring::{ALIGN, Seat, bytes_needed, seats};
 
@@ -234,14 +235,9 @@ impl LayerSink {
         let device = Arc::clone(self.pipeline.device());
         device.wait(&self.copies, &device.record(computed)?)?;
         self.request.from.pieces(layer, self.request.from.blocks(), &mut self.pieces);
-        let batch = Batch {
-            direction: Direction::ToHost,
-            method: self.pipeline.curve().choose(self.pieces.len() as u64, host.len() as u64),
-            host: &host,
-            memories: self.request.from.memories(),
-            pieces: &self.pieces,
-        };
-        device.copy(&self.copies, &batch)?;
+        let (direction, memories) = (Direction::ToHost, self.request.from.memories());
+        let batch = Batch { direction, method: Method::Each, host: &host, memories, pieces: &[] };
+        copy_split(&*device, &self.copies, self.pipeline.curve(), &batch, &mut self.pieces)?;
         let event = device.record(&self.copies)?;
         self.taken += 1;
         if let Some(events) = &self.events {

@@ -21,7 +21,7 @@ use std::time::Duration;
 use kvarts_store::io::Region;
 
 use self::sys::{Context, Kernel, RawEvent, RawMemory, RawStream};
-use super::{Batch, Description, Device, Event, InUse, IpcHandle, Memory, Method, Stream};
+use super::{Batch, Description, Device, Event, InUse, IpcHandle, Memory, Method, Stream, within};
 use crate::error::DeviceError;
 use crate::pace::{Pace, RealPace};
 
@@ -33,30 +33,16 @@ const NAP_MAX: Duration = Duration::from_micros(200);
 /// How long a wait without an end looks before it looks anew.
 const SLICE: Duration = Duration::from_secs(1);
 
-/// The source of the gather kernel: each block of threads takes a piece after the other, sixteen bytes a thread where
-/// both sides allow.
-const GATHER: &str = r#"
-struct Table { unsigned long long count; unsigned long long to[160], from[160], len[160]; };
-extern "C" __global__ void kvarts_gather(Table table) {
-    for (unsigned long long at = blockIdx.x; at < table.count; at += gridDim.x) {
-        char *to = (char *)table.to[at];
-        const char *from = (const char *)table.from[at];
-        unsigned long long len = table.len[at], wide = 0;
-        if ((((unsigned long long)to | (unsigned long long)from) & 15) == 0) {
-            wide = len / 16;
-            for (unsigned long long i = threadIdx.x; i < wide; i += blockDim.x)
-                ((uint4 *)to)[i] = ((const uint4 *)from)[i];
-        }
-        for (unsigned long long i = wide * 16 + threadIdx.x; i < len; i += blockDim.x) to[i] = from[i];
-    }
-}
-"#;
+/// The source of the gather kernel.
+const GATHER: &str = include_str!("../kernels/gather.cu");
 
 /// What a device and everything made of it share.
 #[derive(Debug)]
 struct Core {
     context: Context,
     kernel: Option<Kernel>,
+    /// Digests chunks where they lie.
+    digests: Option<Kernel>,
     methods: Vec<Method>,
     notes: Vec<String>,
     pins: Mutex<BTreeMap<u64, u64>>,
@@ -117,7 +103,14 @@ impl Cuda {
         } else {
             notes.push("the driver has no cuMemcpyBatchAsync (12.8 has)".to_owned());
         }
-        let kernel = match Kernel::compile(&context, GATHER) {
+        let digests = match Kernel::compile(&context, crate::crc::SOURCE, c"kvarts_crc32") {
+            Ok(kernel) => Some(kernel),
+            Err(why) => {
+                notes.push(format!("no digests on the device: {why}"));
+                None
+            }
+        };
+        let kernel = match Kernel::compile(&context, GATHER, c"kvarts_gather") {
             Ok(kernel) => {
                 methods.push(Method::Kernel);
                 Some(kernel)
@@ -130,6 +123,7 @@ impl Cuda {
         Ok(Self(Arc::new(Core {
             context,
             kernel,
+            digests,
             methods,
             notes,
             pins: Mutex::new(BTreeMap::new()),
@@ -281,6 +275,14 @@ impl Device for Cuda {
     fn declare_lost(&self, why: &str) {
         // The first reason stays.
         let _ = self.0.lost.set(why.to_owned());
+    }
+
+    fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError> {
+        self.alive()?;
+        within(memory, chunks)?;
+        let kernel =
+            self.0.digests.as_ref().ok_or(DeviceError::Foreign("chunks to digest: it has no kernel"))?;
+        self.0.context.digests(kernel, &self.0.context.stream()?, memory.base(), chunks)
     }
 
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {

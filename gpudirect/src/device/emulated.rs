@@ -21,7 +21,10 @@ use kvarts_store::rt::Nanos;
 
 use self::memory::Shared as SharedMemory;
 use self::stream::{EventState, Op, Queue};
-use super::{Batch, Description, Device, Direction, Event, InUse, IpcHandle, Memory, Method, Piece, Stream};
+use super::{
+    Batch, Description, Device, Direction, Event, InUse, IpcHandle, Memory, Method, Piece, Stream, within,
+};
+use crate::crc;
 use crate::error::DeviceError;
 use crate::pace::{Pace, RealPace};
 
@@ -360,6 +363,16 @@ impl Device for Emulated {
 
     fn declare_lost(&self, why: &str) {
         self.0.lose(DeviceError::Lost(why.to_owned()));
+    }
+
+    fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError> {
+        self.0.alive()?;
+        within(memory, chunks)?;
+        let buf = memory_of(memory)?;
+        let digest = |&(at, len): &(u64, u64)| {
+            buf.digest(at as usize, len as usize, |bytes| crc::twin(bytes, crc::THREADS))
+        };
+        Ok(chunks.iter().map(digest).collect())
     }
 
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {

@@ -12,10 +12,10 @@ use kvarts_store::io::Buf;
 use kvarts_store::rt::blocking::block_on;
 
 use crate::destination::Destination;
-use crate::device::{Batch, Device, Direction, Event, Piece, Stream};
+use crate::device::{Batch, Device, Direction, Event, Method, Piece, Stream};
 use crate::error::{DeviceError, EndReason, LandError};
 use crate::follow::{Followed, Follower};
-use crate::gather::Curve;
+use crate::gather::{Curve, copy_split};
 use crate::pace::Worker;
 use crate::ring::{Seat, open_after};
 
@@ -303,14 +303,9 @@ impl Feeder {
         let host = landing.ring.slice(seat.offset as usize, seat.bytes as usize);
         let host = host.ok_or(DeviceError::OutOfBounds)?;
         landing.into.pieces(layer, blocks, &mut self.pieces);
-        let batch = Batch {
-            direction: Direction::ToDevice,
-            method: landing.curve.choose(self.pieces.len() as u64, seat.bytes),
-            host: &host,
-            memories: landing.into.memories(),
-            pieces: &self.pieces,
-        };
-        landing.followed.device.copy(&landing.copies, &batch)?;
+        let (direction, memories) = (Direction::ToDevice, landing.into.memories());
+        let batch = Batch { direction, method: Method::Each, host: &host, memories, pieces: &[] };
+        copy_split(&*landing.followed.device, &landing.copies, &landing.curve, &batch, &mut self.pieces)?;
         let event = landing.followed.device.record(&landing.copies)?;
         self.shared.change(|state| {
             state.enqueued += 1;
