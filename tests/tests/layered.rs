@@ -4,6 +4,8 @@
 //! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
 
 use std::cell::RefCell;
+use std::pin::pin;
+use std::task::{Context, Waker};
 
 use kvarts_fsck::check::Level;
 use kvarts_store::api::{DeleteRequest, KvStore, Target};
@@ -13,7 +15,7 @@ use kvarts_store::io::DirId;
 use kvarts_store::rt::Clock;
 use kvarts_tests::campaign::layered::Layered;
 use kvarts_tests::campaign::{
-    Act, Bring, Driven, Judge, Ledger, act, defects, drive, read_all, reopen, verify,
+    Act, Aim, Bring, Driven, Judge, Ledger, act, defects, drive, read_all, reopen, verify,
 };
 use kvarts_tests::fixture;
 use kvarts_tests::sim::media::errno::EIO;
@@ -116,6 +118,23 @@ impl AsyncBetween for Beside {
     }
 }
 
+/// Deletes of what lies in a segment that others append to, while this one stands still.
+struct Buried;
+
+impl AsyncBetween for Buried {
+    fn happens<'a>(
+        &'a mut self,
+        store: &'a Store,
+        ledger: &'a RefCell<Ledger>,
+        layer: u32,
+    ) -> std::pin::Pin<Box<dyn Future<Output = ()> + 'a>> {
+        Box::pin(async move {
+            act(store, ledger, Act::Delete(Aim::Key([9, 2, 9][layer as usize % 3]))).await;
+            act(store, ledger, Act::Put(bring(0, 9, 1, 41 + u64::from(layer), true))).await;
+        })
+    }
+}
+
 /// Everything that this is about, in a row.
 async fn scene(store: &Store, ledger: &RefCell<Ledger>) {
     by_layers(store, ledger, bring(0, 0, 3, 4, true), None, &mut Beside).await;
@@ -124,11 +143,14 @@ async fn scene(store: &Store, ledger: &RefCell<Ledger>) {
     }
     // Into the segment that they have left, over what they wrote.
     by_layers(store, ledger, bring(0, 3, 2, 5, false), None, &mut Nothing).await;
-    by_layers(store, ledger, bring(1, 4, 3, 6, true), None, &mut Nothing).await;
+    // Tombstones of what lies in this segment and in the one before, and blocks that come again behind them.
+    act(store, ledger, Act::Put(bring(0, 9, 1, 40, true))).await;
+    by_layers(store, ledger, bring(1, 4, 3, 6, true), None, &mut Buried).await;
+    act(store, ledger, Act::Delete(Aim::Key(4))).await;
     act(store, ledger, Act::Checkpoint).await;
     by_layers(store, ledger, bring(2, 0, 2, 7, true), None, &mut Nothing).await;
     by_layers(store, ledger, bring(0, 6, 1, 9, true), Some(2), &mut Nothing).await;
-    act(store, ledger, Act::Put(bring(0, 8, 2, 8, true))).await;
+    act(store, ledger, Act::Put(bring(0, 7, 2, 8, true))).await;
 }
 
 struct Run {
@@ -182,11 +204,11 @@ fn a_power_cut_at_every_operation_shows_nothing_that_was_not_sealed_and_loses_no
         assert!(whole.done, "seed {}", seed.0);
         assert_eq!(defects(&whole.ledger), Vec::<&Reason>::new(), "seed {}", seed.0);
         assert_eq!(whole.ledger.refusals, [], "every put by layers finds room");
-        assert_eq!(
-            whole.ledger.acknowledged,
-            3 + 3 + 3 + 2 + 2,
-            "what was sealed durably, and what was put beside"
-        );
+        let (group, coordinate) = fixture::columns()[1];
+        let layers = fixture::shape(group, coordinate).layers().len() as u64;
+        let (sealed, beside) = (3 + 3 + 2, 3 + 1 + layers + 2);
+        assert_eq!(whole.ledger.acknowledged, sealed + beside);
+        assert!(whole.ledger.deletes > 0);
         for cut in 1..=whole.operations {
             let run = run(seed, cut, &[]);
             let mut chosen = vec![Crash::LoseAll, Crash::KeepAll];
@@ -248,6 +270,9 @@ fn one_that_is_given_up_after_any_layer_changes_no_book_and_its_segment_is_used_
     let ledger = RefCell::new(Ledger::default());
     wait(&stage, act(stage.engine(), &ledger, Act::Put(bring(0, 0, 2, 1, true))));
     wait(&stage, by_layers(stage.engine(), &ledger, bring(0, 2, 2, 2, true), None, &mut Nothing));
+    // Makes the segment that the next ones leave to each other.
+    wait(&stage, by_layers(stage.engine(), &ledger, bring(0, 4, 2, 30, true), Some(0), &mut Nothing));
+    stage.rest();
     stage.audit_all();
     let books = || {
         let space = stage.engine().stats().space;
@@ -283,6 +308,22 @@ fn a_store_closes_under_one_that_stands_still_and_has_nothing_of_it() {
     assert!(put.ended(), "it is told");
     let checked = examine(&directories(&media), Level::Deep).unwrap();
     assert!(checked.findings.is_clean() && checked.blocks == 0, "{}", problems(&checked));
+}
+
+#[test]
+fn memory_is_the_callers_again_only_when_its_layer_has_been_written() {
+    let world = SimWorld::new(8, &WorldConfig::default());
+    let stage = SimStage::open(&world, &options()).unwrap();
+    // No write ends from now on.
+    world.disk().inject(Rule::new(Which::Kind(OpKind::Write), When::From(1), Effect::Stuck));
+    let mut put = wait(&stage, Layered::begin(stage.engine(), bring(0, 0, 2, 1, true))).unwrap();
+    let mut offered = pin!(put.next());
+    let mut context = Context::from_waker(Waker::noop());
+    for _ in 0..3000 {
+        world.step();
+        assert!(offered.as_mut().poll(&mut context).is_pending(), "given back while its write is under way");
+    }
+    assert!(world.disk().struck() >= 2, "the segment's header, and the layer");
 }
 
 #[test]
