@@ -1,7 +1,7 @@
 //! GPUDirect Storage: whether this machine could read files straight into device memory, decided once at the start.
 //!
 //! Layers go through the arena today, whatever the machine could do: a layer is announced only when it is verified,
-//! and bytes that never touch the processor need a digest on the device, which is not built. What is decided here is
+//! and direct reads, whose bytes would be digested on the device, are not built. What is decided here is
 //! told to the operator and exported, so that nobody finds out at the first read that a module is missing.
 
 use std::fmt;
@@ -108,7 +108,7 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
         }
         Wish::Only(mode) => {
             let name = mode.name();
-            let lacks = if offered == mode { "digests on the device are not built".to_owned() } else { why };
+            let lacks = if offered == mode { "direct reads are not built".to_owned() } else { why };
             Err(format!("{name} reads cannot be used: {lacks}: use auto or staging"))
         }
     }

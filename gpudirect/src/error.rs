@@ -11,6 +11,11 @@ pub enum DeviceError {
     Absent(String),
     /// The device is gone; nothing that it holds can be used, and everything asked of it fails from now on.
     Lost(String),
+    /// A copy is not done after so long. What it uses is kept until it is, or the device is declared lost.
+    Stuck {
+        /// How long was waited.
+        millis: u64,
+    },
     /// A copy moved fewer bytes than it was asked to. The destination holds a mix.
     Partial {
         /// Bytes that were to be moved.
@@ -47,6 +52,10 @@ impl fmt::Display for DeviceError {
         match self {
             Self::Absent(why) => write!(f, "no CUDA device: {why}"),
             Self::Lost(why) => write!(f, "the device is lost: {why}: restart the process that owns it"),
+            Self::Stuck { millis } => write!(
+                f,
+                "a copy was not done after {millis} ms: its memory is kept until it is, or the device is declared lost"
+            ),
             Self::Partial { wanted, moved } => write!(f, "a copy moved {moved} of {wanted} bytes"),
             Self::Misaligned { at, align } => {
                 write!(f, "offset {at} is no multiple of {align}, which this device asks for")

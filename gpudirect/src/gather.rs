@@ -3,11 +3,12 @@
 //! A copy engine moves large pieces well and pays for each call; a batch pays less for each piece; a kernel pays once
 //! and gives the link less than all of it. Where they cross depends on the machine, so it is measured on it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvarts_store::io::{Buf, Region};
 
-use crate::device::{Batch, Device, Direction, Method, Piece, drain};
+use crate::device::{Batch, Device, Direction, Method, Piece, Stream, drain};
 use crate::error::DeviceError;
 use crate::pace::Pace;
 
@@ -98,24 +99,134 @@ impl Curve {
         &self.points
     }
 
-    /// The best way to move `count` pieces of `bytes` in all: that of the measured size nearest to theirs. Without a
-    /// measurement, and for a single piece, one copy each.
-    pub fn choose(&self, count: u64, bytes: u64) -> Method {
-        if count <= 1 {
-            return Method::Each;
-        }
-        let mean = (bytes / count).max(1) as f64;
-        let distance = |point: &Point| (mean / point.piece_bytes.max(1) as f64).ln().abs();
-        let Some(nearest) = self.points.iter().map(distance).min_by(f64::total_cmp) else {
-            return Method::Each;
-        };
-        let near = self.points.iter().filter(|point| distance(point) <= nearest);
-        near.max_by(|a, b| {
-            // Where two are equal the simpler one is taken.
-            a.bytes_per_second.total_cmp(&b.bytes_per_second).then(b.method.cmp(&a.method))
-        })
-        .map_or(Method::Each, |point| point.method)
+    /// What one method gives with pieces of a size: that of the measured size nearest to it.
+    fn rate(&self, method: Method, bytes: u64) -> Option<f64> {
+        let distance = |point: &&Point| (bytes.max(1) as f64 / point.piece_bytes.max(1) as f64).ln().abs();
+        let measured =
+            self.points.iter().filter(|point| point.method == method && point.bytes_per_second > 0.0);
+        measured.min_by(|a, b| distance(a).total_cmp(&distance(b))).map(|point| point.bytes_per_second)
     }
+
+    /// Seconds that pieces take, each as long as its size was measured to take.
+    fn seconds(&self, method: Method, pieces: &[Piece]) -> f64 {
+        let mut known = (u64::MAX, 0.0);
+        let mut sum = 0.0;
+        for piece in pieces {
+            // Pieces of one part have one size and are neighbours.
+            if piece.len != known.0 {
+                let rate = self.rate(method, piece.len);
+                known = (piece.len, rate.map_or(f64::INFINITY, |rate| piece.len as f64 / rate));
+            }
+            sum += known.1;
+        }
+        sum
+    }
+
+    /// The way that was measured to move pieces of a size best; where two are equal the simpler one.
+    pub fn best(&self, bytes: u64) -> Method {
+        let rate = |method| self.rate(method, bytes).unwrap_or(0.0);
+        Method::ALL
+            .into_iter()
+            .fold(Method::Each, |best, one| if rate(one) > rate(best) { one } else { best })
+    }
+
+    /// Splits pieces by size among the ways that were measured to move that size best. They are put into another order,
+    /// so that those of one share are neighbours. A share that saves less than a call costs is not made; without a
+    /// measurement, and for a single piece, it is one copy each.
+    pub fn split(&self, pieces: &mut [Piece]) -> Shares {
+        if self.points.is_empty() || pieces.len() <= 1 {
+            return Shares::whole(Method::Each, pieces.len());
+        }
+        let mut known = (u64::MAX, Method::Each);
+        let mut best = |len: u64| {
+            if len != known.0 {
+                known = (len, self.best(len));
+            }
+            known.1
+        };
+        pieces.sort_unstable_by_key(|piece| (best(piece.len), piece.memory, piece.at));
+        let mut shares = Shares::default();
+        for at in 0..pieces.len() {
+            shares.add(pieces.get(at).map_or(Method::Each, |piece| best(piece.len)), at);
+        }
+        let seconds = |share: &Share, method| {
+            self.seconds(method, pieces.get(share.pieces.clone()).unwrap_or_default())
+        };
+        let call = self
+            .smallest()
+            .and_then(|size| Some(size as f64 / self.rate(Method::Each, size)?))
+            .unwrap_or(0.0);
+        // The share that takes longest keeps its way; the others must be worth a call of their own.
+        let main =
+            shares.iter().max_by(|a, b| seconds(a, a.method).total_cmp(&seconds(b, b.method))).cloned();
+        let Some(main) = main else { return shares };
+        let worth = |share: &Share| seconds(share, main.method) - seconds(share, share.method) > call;
+        if shares.iter().all(|share| share.method == main.method || worth(share)) {
+            return shares;
+        }
+        let mut fewer = Shares::default();
+        for share in shares.iter() {
+            let method = if worth(share) { share.method } else { main.method };
+            share.pieces.clone().for_each(|at| fewer.add(method, at));
+        }
+        fewer
+    }
+
+    fn smallest(&self) -> Option<u64> {
+        self.points.iter().map(|point| point.piece_bytes).min()
+    }
+}
+
+/// Pieces that are moved by one call, and how.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Share {
+    /// How.
+    pub method: Method,
+    /// Which, by their places in the list.
+    pub pieces: Range<usize>,
+}
+
+/// All pieces of a layer, split. Two of one method may follow each other only with another between them.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Shares([Option<Share>; 3]);
+
+impl Shares {
+    fn whole(method: Method, count: usize) -> Self {
+        Self([(count > 0).then_some(Share { method, pieces: 0..count }), None, None])
+    }
+
+    /// The next piece goes by this way. Ways come in order, so there are never more shares than ways.
+    fn add(&mut self, method: Method, at: usize) {
+        let last = self.0.iter_mut().rev().find_map(Option::as_mut);
+        match last {
+            Some(share) if share.method == method => share.pieces.end = at + 1,
+            _ => {
+                if let Some(free) = self.0.iter_mut().find(|share| share.is_none()) {
+                    *free = Some(Share { method, pieces: at..at + 1 });
+                }
+            }
+        }
+    }
+
+    /// The shares.
+    pub fn iter(&self) -> impl Iterator<Item = &Share> {
+        self.0.iter().flatten()
+    }
+}
+
+/// Enqueues the copies of pieces, each share by its own way.
+pub fn copy_split(
+    device: &dyn Device,
+    stream: &Stream,
+    curve: &Curve,
+    batch: &Batch<'_>,
+    pieces: &mut [Piece],
+) -> Result<(), DeviceError> {
+    for share in curve.split(pieces).iter() {
+        let pieces = pieces.get(share.pieces.clone()).ok_or(DeviceError::OutOfBounds)?;
+        device.copy(stream, &Batch { method: share.method, pieces, ..*batch })?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -123,6 +234,7 @@ mod tests {
     use super::*;
     use crate::device::emulated::{Emulated, Faults, Model};
     use crate::pace::ModelPace;
+    use proptest::prelude::*;
 
     #[test]
     fn small_pieces_go_by_kernel_and_large_ones_by_copies_as_measured() {
@@ -131,17 +243,70 @@ mod tests {
         let (_region, host) = Curve::scratch(8 << 20).unwrap();
         let curve = Curve::measure(&device, &*pace, &host, 8 << 20, 1).unwrap();
         assert_eq!(curve.points().len(), SIZES.len() * 3);
-        assert_eq!(curve.choose(1000, 1000 * 2000), Method::Kernel);
-        assert_eq!(curve.choose(64, 64 << 20), Method::Batch);
-        assert_eq!(curve.choose(1, 1000), Method::Each);
-        assert_eq!(Curve::default().choose(1000, 1000), Method::Each);
+        let ways = |sizes: &[(usize, u64)]| {
+            let mut pieces: Vec<Piece> = Vec::new();
+            sizes.iter().for_each(|&(count, len)| pieces.extend((0..count).map(|at| piece(at as u64, len))));
+            curve
+                .split(&mut pieces)
+                .iter()
+                .map(|share| (share.method, share.pieces.len()))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(ways(&[(1000, 2000)]), [(Method::Kernel, 1000)]);
+        assert_eq!(ways(&[(64, 1 << 20)]), [(Method::Batch, 64)]);
+        assert_eq!(ways(&[(1, 1000)]), [(Method::Each, 1)]);
+        assert_eq!(ways(&[(64, 1 << 20), (500, 1200)]), [(Method::Batch, 64), (Method::Kernel, 500)]);
+        assert_eq!(ways(&[(64, 1 << 20), (2, 1200)]), [(Method::Batch, 66)], "two are not worth a call");
+        assert_eq!(ways(&[]), []);
         assert_eq!(device.in_use(), crate::device::InUse::default());
+    }
+
+    fn piece(at: u64, len: u64) -> Piece {
+        Piece { memory: 0, at: at << 24, host: at << 24, len }
     }
 
     #[test]
     fn a_tie_goes_to_the_simpler_way() {
         let point = |method| Point { piece_bytes: 1, method, bytes_per_second: 1.0 };
         let curve = Curve::of(vec![point(Method::Kernel), point(Method::Each), point(Method::Batch)]);
-        assert_eq!(curve.choose(2, 2), Method::Each);
+        let shares = curve.split(&mut [piece(0, 2), piece(1, 2)]);
+        assert_eq!(shares, Shares::whole(Method::Each, 2));
+        assert_eq!(Curve::default().split(&mut [piece(0, 2), piece(1, 2)]), shares);
+    }
+
+    proptest! {
+        #[test]
+        fn every_piece_is_moved_once_and_no_single_way_would_be_faster(
+            lens in prop::collection::vec(1u64..8_000_000, 0..200),
+            rates in prop::collection::vec(1u32..100_000, SIZES.len() * 3),
+        ) {
+            let points = SIZES.iter().flat_map(|&size| Method::ALL.map(|method| (size, method))).zip(&rates);
+            let point = |((piece_bytes, method), &rate): ((u64, Method), &u32)| {
+                Point { piece_bytes, method, bytes_per_second: f64::from(rate) * 1e6 }
+            };
+            let curve = Curve::of(points.map(point).collect());
+            let mut pieces: Vec<Piece> = (0..).zip(&lens).map(|(at, &len)| piece(at, len)).collect();
+            let mut before = pieces.clone();
+            let shares = curve.split(&mut pieces);
+            let mut at = 0;
+            for share in shares.iter() {
+                prop_assert_eq!(share.pieces.start, at);
+                prop_assert!(!share.pieces.is_empty());
+                at = share.pieces.end;
+            }
+            prop_assert_eq!(at, pieces.len());
+            let split: f64 =
+                shares.iter().map(|share| curve.seconds(share.method, &pieces[share.pieces.clone()])).sum();
+            let key = |piece: &Piece| (piece.at, piece.len);
+            before.sort_by_key(key);
+            let mut after = pieces.clone();
+            after.sort_by_key(key);
+            prop_assert_eq!(before, after);
+            // What is not worth a call may cost that much: two such shares at most.
+            let call = SIZES[0] as f64 / curve.rate(Method::Each, SIZES[0]).unwrap();
+            for method in Method::ALL.into_iter().filter(|_| lens.len() > 1) {
+                prop_assert!(split <= curve.seconds(method, &pieces) + 2.0 * call + 1e-9);
+            }
+        }
     }
 }

@@ -10,10 +10,12 @@
 )]
 
 pub mod arena;
+pub mod crc;
 pub mod cufile;
 pub mod destination;
 pub mod device;
 pub mod error;
+mod follow;
 pub mod gather;
 pub mod ipc;
 pub mod pace;

@@ -62,7 +62,7 @@ impl Pace for ModelPace {
     }
 }
 
-/// A thread that is joined when its owner goes.
+/// A thread that is joined when its owner goes, unless it was let go.
 #[derive(Debug)]
 pub(crate) struct Worker(Option<JoinHandle<()>>);
 
@@ -72,6 +72,11 @@ impl Worker {
     pub(crate) fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Self, String> {
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(work);
         Ok(Self(Some(thread.map_err(|error| format!("no thread {name}: {error}"))?)))
+    }
+
+    /// Leaves it to itself: it ends when what it waits for does.
+    pub(crate) fn let_go(&mut self) {
+        self.0 = None;
     }
 
     /// Waits until it has ended.

@@ -1,25 +1,33 @@
-//! The way back: layers leave the device as they are computed, and are sealed as blocks when the last is there.
+//! The way back: layers leave the device as they are computed, are written as they come, and are blocks when all are
+//! there.
 //!
-//! [`LayerSink::store_layer`] enqueues the copy of a layer behind what the caller has enqueued so far and returns at
-//! once: layer i-1 leaves while layer i is computed. [`LayerSink::seal`] waits for the copies and puts the blocks.
-//! Until then the store knows nothing of them: a sink that is dropped, or whose device fails, leaves nothing, on disk
-//! or in the arena. The arena holds all layers until the put is answered, because a record's header, which holds the
-//! digests of all layers, is what makes its bytes blocks.
+//! [`LayerSink::store_layer`] enqueues the copy of a layer behind what the caller has enqueued so far: layer i-1 leaves
+//! the device and is written to disk while layer i is computed. A thread follows the device; it digests each layer that
+//! has left and hands it to the store, which writes it. [`LayerSink::seal`] waits for the copies and makes the blocks.
+//! Until then nobody finds anything of them: a sink that is dropped, or whose device fails, leaves nothing, on disk or
+//! in the arena.
+//!
+//! Where the store cannot take them one by one ([`KvStore::put_layers`](kvarts_store::api::KvStore::put_layers) says
+//! when), the arena holds all layers and they are put at [`LayerSink::seal`].
 
-use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, NamespaceId};
-use kvarts_store::api::{Durability, Parent, Placed, PutReply, PutRequest};
-use kvarts_store::error::Error;
+use kvarts_store::api::{Durability, Parent, Placed, PutReply, PutRequest, PutStream, Turns};
+use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Nanos;
+use kvarts_store::rt::blocking::block_on;
 use kvarts_store::rt::mailbox::Ticket;
 
 use crate::destination::Destination;
-use crate::device::{Batch, Direction, Event, Piece, Stream};
-use crate::error::LandError;
-use crate::pipeline::Pipeline;
-use crate::ring::{Seat, seats};
+use crate::device::{Batch, Direction, Event, Method, Piece, Stream};
+use crate::error::{DeviceError, LandError};
+use crate::follow::Follower;
+use crate::gather::copy_split;
+use crate::pipeline::{LAYERS_AHEAD, Pipeline};
+use crate::ring::{ALIGN, Seat, bytes_needed, seats};
 
 /// Blocks that are to be stored, layer by layer.
 #[derive(Clone, Debug)]
@@ -44,7 +52,18 @@ pub struct StoreRequest {
     pub deadline: Option<Nanos>,
 }
 
-/// Layers on their way from the device.
+/// What the thread that follows the device and the caller share.
+#[derive(Debug)]
+struct State {
+    /// The put, where the store takes layers one by one. Taken when it is sealed or given up.
+    put: Option<PutStream>,
+    /// Layers that have left the device.
+    left: u32,
+    failed: Option<DeviceError>,
+}
+
+/// Layers on their way from the device. Dropping it waits for the copies that are enqueued, unless one is stuck, and
+/// leaves nothing of the put.
 #[derive(Debug)]
 pub struct LayerSink {
     pipeline: Pipeline,
@@ -53,102 +72,248 @@ pub struct LayerSink {
     ring: Buf,
     seats: Vec<Seat>,
     pieces: Vec<Piece>,
-    /// The event behind each layer's copy.
-    events: Vec<Option<Event>>,
+    /// Layers that were taken.
+    taken: u32,
+    state: Arc<Mutex<State>>,
+    events: Option<Sender<Event>>,
+    follower: Follower,
+    streamed: bool,
 }
 
-impl Drop for LayerSink {
-    fn drop(&mut self) {
-        // The device may still write to the arena's piece, which is given back after this.
-        for event in self.events.iter().flatten() {
-            // An error is as good as an end: nothing is written any more.
-            let _ = self.pipeline.device().synchronize(event);
-        }
-    }
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    // Every change under the lock is one step.
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A piece of the arena, cut for layers.
+struct Cut {
+    ring: Buf,
+    seats: Vec<Seat>,
 }
 
 impl Pipeline {
-    /// Begins to take layers. The arena must have room for all of them.
+    /// Begins to take layers. The arena must have room for two of them, or for all where the store cannot take them
+    /// one by one.
     pub fn store_layers(&self, request: StoreRequest) -> Result<LayerSink, LandError> {
         if request.keys.len() != request.from.blocks() as usize {
             let (keys, places) = (request.keys.len(), request.from.blocks());
             return Err(LandError::Request(format!("{keys} keys for {places} places")));
         }
         let sizes = request.from.layer_bytes();
-        let wanted: u64 = sizes.iter().map(|bytes| bytes.next_multiple_of(crate::ring::ALIGN)).sum();
-        let total = self.arena().piece_max();
-        if wanted > total {
-            return Err(LandError::ArenaTooSmall { wanted, total });
-        }
-        let full = || LandError::ArenaFull { wanted, free: self.arena().usage().largest_free };
-        let ring = self.arena().take(wanted, wanted).ok_or_else(full)?;
-        let seats = seats(&sizes, ring.len() as u64)
-            .filter(|seats| seats.iter().all(|seat| seat.after == 0))
-            .ok_or_else(|| LandError::Request("layers that do not fit where they were said to".to_owned()))?;
+        let all: u64 = sizes.iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum();
+        let least = bytes_needed(&sizes, LAYERS_AHEAD).min(all);
         let copies = self.device().stream()?;
-        let events = vec![None; seats.len()];
-        Ok(LayerSink { pipeline: self.clone(), request, copies, ring, seats, pieces: Vec::new(), events })
+        let mut cut = self.cut(&sizes, least, all)?;
+        let put = match self.begin_put(&request, &cut) {
+            Ok(put) => Some(put),
+            Err(_) => {
+                // What is wrong with the request is said when it is put whole.
+                if cut.seats.iter().any(|seat| seat.after > 0) {
+                    drop(cut);
+                    cut = self.cut(&sizes, all, all)?;
+                }
+                None
+            }
+        };
+        let streamed = put.is_some();
+        let state = Arc::new(Mutex::new(State { put, left: 0, failed: None }));
+        let theirs = Arc::clone(&state);
+        let keeps = (cut.ring.clone(), request.from.clone(), copies.clone());
+        let hear = move |ended| hear(&theirs, ended);
+        let followed = Follower::start("layers-out", self.followed(), Box::new(keeps), hear);
+        let (follower, events) = followed.map_err(LandError::Request)?;
+        let (pipeline, Cut { ring, seats }) = (self.clone(), cut);
+        let (pieces, events) = (Vec::new(), Some(events));
+        Ok(LayerSink {
+            pipeline,
+            request,
+            copies,
+            ring,
+            seats,
+            pieces,
+            taken: 0,
+            state,
+            events,
+            follower,
+            streamed,
+        })
+    }
+
+    /// A piece of the arena with seats for these layers: of all the bytes that they have if that can be had, and of
+    /// `least` at least.
+    fn cut(&self, sizes: &[u64], least: u64, all: u64) -> Result<Cut, LandError> {
+        let total = self.arena().piece_max();
+        if least > total {
+            return Err(LandError::ArenaTooSmall { wanted: least, total });
+        }
+        let full = || LandError::ArenaFull { wanted: least, free: self.arena().usage().largest_free };
+        let ring = self.arena().take(least, all.max(least).next_power_of_two()).ok_or_else(full)?;
+        let bug = || LandError::Request("layers that do not fit where they were said to".to_owned());
+        let seats = seats(sizes, ring.len() as u64).ok_or_else(bug)?;
+        if least == all && seats.iter().any(|seat| seat.after > 0) {
+            return Err(bug());
+        }
+        Ok(Cut { ring, seats })
+    }
+
+    fn begin_put(&self, request: &StoreRequest, cut: &Cut) -> Result<PutStream, Reason> {
+        let buffers = buffers(cut).ok_or(Reason::OutOfBounds)?;
+        let shape = request.from.shape();
+        let from = Placed::layers_in_turns(shape, buffers, request.from.blocks(), Turns::new(0))?;
+        let begun = block_on(self.store().put_layers(put_request(request, from)));
+        begun.map_err(|_| Reason::Busy("the store is closing"))?.map_err(|error| error.0)
+    }
+}
+
+/// The memory of each layer.
+fn buffers(cut: &Cut) -> Option<Vec<Buf>> {
+    cut.seats.iter().map(|seat| cut.ring.slice(seat.offset as usize, seat.bytes as usize)).collect()
+}
+
+fn put_request(request: &StoreRequest, from: Placed) -> PutRequest {
+    PutRequest {
+        namespace: request.namespace,
+        group: request.group,
+        coordinate: request.coordinate,
+        parent: request.parent,
+        first_block: request.first_block,
+        keys: request.keys.clone(),
+        from,
+        // As it lies in the arena, so that it is written without a copy.
+        layout: Some(Layout::LayerBlock),
+        durability: request.durability,
+        expires_after: None,
+        origins: None,
+        deadline: request.deadline,
+    }
+}
+
+/// The next layer has left the device, or never will.
+fn hear(state: &Mutex<State>, ended: Result<(), DeviceError>) {
+    let mut state = lock(state);
+    match ended {
+        Ok(()) => {
+            state.left += 1;
+            let left = state.left;
+            if let Some(put) = &mut state.put {
+                put.offer(left);
+            }
+        }
+        Err(error) => {
+            state.failed.get_or_insert(error);
+            // It ends here, and whoever waits for its memory hears of it.
+            state.put = None;
+        }
     }
 }
 
 impl LayerSink {
-    /// Takes a layer as it is behind everything that `computed` has been given so far. The caller must not change it
-    /// before the returned event is done: let the stream that would wait for it.
+    /// Whether layers are written as they come. If not, all are put when the sink is sealed.
+    pub fn is_streamed(&self) -> bool {
+        self.streamed
+    }
+
+    /// Leading layers that have been written to disk, where they are written as they come. Nobody finds them before
+    /// the sink is sealed.
+    pub fn layers_written(&self) -> u32 {
+        let written = lock(&self.state).put.as_ref().map_or(0, PutStream::layers_written);
+        written.min(self.taken)
+    }
+
+    /// Takes the next layer, in the order of the shape, as it is behind everything that `computed` has been given so
+    /// far. The caller must not change it before the returned event is done: let the stream that would wait for it.
+    /// Where the arena has no room for all layers, this waits until the layer whose place it takes has been written.
     pub fn store_layer(&mut self, layer: u32, computed: &Stream) -> Result<Event, LandError> {
-        let host = self.host(layer)?;
-        let taken = self.events.get(layer as usize).is_some_and(Option::is_some);
-        if taken {
-            return Err(LandError::Request(format!("layer {layer} was taken before")));
+        if layer != self.taken {
+            return Err(LandError::Request(format!("layer {} is next, not layer {layer}", self.taken)));
         }
+        let seat = self.seats.get(layer as usize).copied();
+        let seat = seat.ok_or_else(|| LandError::Request(format!("the shape has no layer {layer}")))?;
+        self.wait_for(seat.after)?;
+        let host = self.ring.slice(seat.offset as usize, seat.bytes as usize);
+        let host = host.ok_or(LandError::Device(DeviceError::OutOfBounds))?;
         let device = Arc::clone(self.pipeline.device());
         device.wait(&self.copies, &device.record(computed)?)?;
         self.request.from.pieces(layer, self.request.from.blocks(), &mut self.pieces);
-        let batch = Batch {
-            direction: Direction::ToHost,
-            method: self.pipeline.curve().choose(self.pieces.len() as u64, host.len() as u64),
-            host: &host,
-            memories: self.request.from.memories(),
-            pieces: &self.pieces,
-        };
-        device.copy(&self.copies, &batch)?;
+        let (direction, memories) = (Direction::ToHost, self.request.from.memories());
+        let batch = Batch { direction, method: Method::Each, host: &host, memories, pieces: &[] };
+        copy_split(&*device, &self.copies, self.pipeline.curve(), &batch, &mut self.pieces)?;
         let event = device.record(&self.copies)?;
-        if let Some(slot) = self.events.get_mut(layer as usize) {
-            *slot = Some(event.clone());
+        self.taken += 1;
+        if let Some(events) = &self.events {
+            // The other end lives as long as this one.
+            let _ = events.send(event.clone());
         }
         Ok(event)
     }
 
-    fn host(&self, layer: u32) -> Result<Buf, LandError> {
-        let seat = self.seats.get(layer as usize);
-        seat.and_then(|seat| self.ring.slice(seat.offset as usize, seat.bytes as usize))
-            .ok_or_else(|| LandError::Request(format!("the shape has no layer {layer}")))
+    /// Waits until so many leading layers have been written.
+    fn wait_for(&self, layers: u32) -> Result<(), LandError> {
+        let written = {
+            let state = lock(&self.state);
+            if let Some(error) = &state.failed {
+                return Err(LandError::Device(error.clone()));
+            }
+            state.put.as_ref().map(PutStream::written_so_far)
+        };
+        if let Some(written) = written.filter(|_| layers > 0) {
+            block_on(written.until(layers));
+            let mut state = lock(&self.state);
+            if let Some(error) = &state.failed {
+                return Err(LandError::Device(error.clone()));
+            }
+            if let Some(ended) = state.put.as_mut().and_then(PutStream::ended) {
+                return Err(LandError::Store(why(ended)));
+            }
+        }
+        Ok(())
     }
 
-    /// Waits until every layer has left the device and puts the blocks. A layer that was never taken, or whose copy
+    /// Waits until every layer has left the device, and makes the blocks. A layer that was never taken, or whose copy
     /// failed, makes this an error, and nothing is stored.
-    pub fn seal(self) -> Result<Ticket<Result<PutReply, Error>>, LandError> {
-        for (layer, event) in self.events.iter().enumerate() {
-            let event = event.as_ref();
-            let event = event.ok_or_else(|| LandError::Request(format!("layer {layer} was not taken")))?;
-            self.pipeline.device().synchronize(event)?;
+    pub fn seal(mut self) -> Result<Ticket<Result<PutReply, Error>>, LandError> {
+        let layers = self.seats.len() as u32;
+        if self.taken < layers {
+            return Err(LandError::Request(format!("layer {} was not taken", self.taken)));
         }
-        let buffers = (0..self.seats.len() as u32).map(|layer| self.host(layer)).collect::<Result<_, _>>()?;
-        let request = &self.request;
-        let from = Placed::layers(request.from.shape(), buffers, request.from.blocks());
-        Ok(self.pipeline.store().put(PutRequest {
-            namespace: request.namespace,
-            group: request.group,
-            coordinate: request.coordinate,
-            parent: request.parent,
-            first_block: request.first_block,
-            keys: request.keys.clone(),
-            from: from.map_err(LandError::Store)?,
-            // As it lies in the arena, so that it is written without a copy.
-            layout: Some(Layout::LayerBlock),
-            durability: request.durability,
-            expires_after: None,
-            origins: None,
-            deadline: request.deadline,
-        }))
+        self.events = None;
+        self.follower.leave();
+        let put = {
+            let mut state = lock(&self.state);
+            if let Some(error) = &state.failed {
+                return Err(LandError::Device(error.clone()));
+            }
+            state.put.take()
+        };
+        if let Some(put) = put {
+            return Ok(put.seal());
+        }
+        let cut = Cut { ring: self.ring.clone(), seats: self.seats.clone() };
+        let buffers = buffers(&cut).ok_or(LandError::Device(DeviceError::OutOfBounds))?;
+        let from = Placed::layers(self.request.from.shape(), buffers, self.request.from.blocks());
+        let request = put_request(&self.request, from.map_err(LandError::Store)?);
+        Ok(self.pipeline.store().put(request))
+    }
+}
+
+impl Drop for LayerSink {
+    fn drop(&mut self) {
+        self.events = None;
+        // The device may still write to the arena's piece; where a copy is stuck, the follower keeps it.
+        self.follower.leave();
+    }
+}
+
+/// Why a put ended before it was sealed.
+fn why(ended: Result<PutReply, Error>) -> Reason {
+    match ended {
+        Err(error) => error.0,
+        Ok(reply) => {
+            let refused = reply.outcomes.into_iter().find_map(|outcome| match outcome {
+                kvarts_store::api::BlockOutcome::Refused(reason) => Some(reason),
+                _ => None,
+            });
+            refused.unwrap_or(Reason::Bug("a put that ended by itself"))
+        }
     }
 }

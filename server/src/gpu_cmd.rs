@@ -5,9 +5,11 @@ use std::sync::Arc;
 
 use clap::{Args, Subcommand};
 use kvarts_gpudirect::cufile::{self, Wish};
-use kvarts_gpudirect::device::{Device, cuda};
-use kvarts_gpudirect::gather::Curve;
+use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, cuda, drain};
+use kvarts_gpudirect::error::DeviceError;
+use kvarts_gpudirect::gather::{Curve, Point};
 use kvarts_gpudirect::pace::RealPace;
+use kvarts_store::io::Buf;
 use serde_json::{Value, json};
 
 use crate::cli::Failure;
@@ -68,8 +70,36 @@ fn probe(arguments: &ProbeArgs, out: &mut dyn Write) -> Result<(), Failure> {
         device.unpin(&region);
     }
     let curve = curve.map_err(Failure::user)?;
-    let facts = Facts { cuda, device, pinned: pinned.map_err(|error| error.to_string()), decision, curve };
+    let digests = match try_digests(&*device, &host) {
+        Ok(true) => "right".to_owned(),
+        Ok(false) => "WRONG: report it".to_owned(),
+        Err(error) => format!("none: {error}"),
+    };
+    let pinned = pinned.map_err(|error| error.to_string());
+    let facts = Facts { cuda, device, pinned, decision, curve, digests };
     if arguments.json { facts.json(out) } else { facts.text(out) }
+}
+
+/// Whether the device's digests of chunks of many lengths and alignments are those of the processor.
+fn try_digests(device: &dyn Device, host: &Buf) -> Result<bool, DeviceError> {
+    let bytes = (host.len() as u64).min(1 << 20);
+    let memories = [device.allocate(bytes)?];
+    let stream = device.stream()?;
+    let pieces = [Piece { memory: 0, at: 0, host: 0, len: bytes }];
+    let (direction, method) = (Direction::ToDevice, Method::Each);
+    device.copy(&stream, &Batch { direction, method, host, memories: &memories, pieces: &pieces })?;
+    drain(device, &stream)?;
+    let lens = [0, 1, 3, 4, 5, 1023, 1024, 4096, 65_537, 700_000];
+    let chunks: Vec<(u64, u64)> = lens
+        .iter()
+        .flat_map(|&len| (0..4).map(move |skew| (skew, len)))
+        .filter(|one| one.0 + one.1 <= bytes)
+        .collect();
+    let found = device.digests(&memories[0], &chunks)?;
+    let right = |(&(at, len), &digest): (&(u64, u64), &u32)| {
+        host.digest(at as usize, len as usize, crc32fast::hash) == digest
+    };
+    Ok(found.len() == chunks.len() && chunks.iter().zip(&found).all(right))
 }
 
 struct Facts {
@@ -78,16 +108,24 @@ struct Facts {
     pinned: Result<(), String>,
     decision: cufile::Decision,
     curve: Curve,
+    /// What its digests are.
+    digests: String,
 }
 
 impl Facts {
+    /// Whether pieces of this size go by this way.
+    fn is_used(&self, point: &Point) -> bool {
+        self.curve.best(point.piece_bytes) == point.method
+    }
+
     fn json(&self, out: &mut dyn Write) -> Result<(), Failure> {
         let about = self.device.describe();
-        let point = |point: &kvarts_gpudirect::gather::Point| {
+        let point = |point: &Point| {
             json!({
                 "piece_bytes": point.piece_bytes,
                 "method": point.method.name(),
                 "bytes_per_second": point.bytes_per_second.round(),
+                "used": self.is_used(point),
             })
         };
         let found: Value = json!({
@@ -103,6 +141,7 @@ impl Facts {
                 "offered": self.decision.offered.name(),
                 "reason": self.decision.reason,
             },
+            "device_digests": self.digests,
             "curve": self.curve.points().iter().map(point).collect::<Vec<_>>(),
         });
         serde_json::to_writer_pretty(&mut *out, &found).map_err(std::io::Error::from)?;
@@ -118,11 +157,18 @@ impl Facts {
             writeln!(out, "note: {why}")?;
         }
         writeln!(out, "{}", self.decision)?;
-        let columns = [("PIECE BYTES", Align::Right), ("METHOD", Align::Left), ("MB/S", Align::Right)];
+        writeln!(out, "digests on the device: {}", self.digests)?;
+        let columns = [
+            ("PIECE BYTES", Align::Right),
+            ("METHOD", Align::Left),
+            ("MB/S", Align::Right),
+            ("USED", Align::Left),
+        ];
         let mut table = Table::new(&columns);
         for point in self.curve.points() {
             let rate = format!("{:.0}", point.bytes_per_second / 1e6);
-            table.row([point.piece_bytes.to_string(), point.method.name().to_owned(), rate]);
+            let used = if self.is_used(point) { "yes" } else { "" };
+            table.row([point.piece_bytes.to_string(), point.method.name().to_owned(), rate, used.to_owned()]);
         }
         Ok(write!(out, "{table}")?)
     }

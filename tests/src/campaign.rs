@@ -4,6 +4,8 @@
 //! that follows what any later state may be: bytes of one of those producers, whole; or a miss, unless the block
 //! was acknowledged. Nothing here knows how a store keeps its blocks.
 
+pub mod layered;
+
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::task::{Context, Poll, Waker};

@@ -15,46 +15,42 @@ mod sys;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use kvarts_store::io::Region;
 
 use self::sys::{Context, Kernel, RawEvent, RawMemory, RawStream};
-use super::{Batch, Description, Device, Event, InUse, IpcHandle, Memory, Method, Stream};
+use super::{Batch, Description, Device, Event, InUse, IpcHandle, Memory, Method, Stream, within};
 use crate::error::DeviceError;
+use crate::pace::{Pace, RealPace};
 
 pub use sys::has_cufile;
 
-/// The source of the gather kernel: each block of threads takes a piece after the other, sixteen bytes a thread where
-/// both sides allow.
-const GATHER: &str = r#"
-struct Table { unsigned long long count; unsigned long long to[160], from[160], len[160]; };
-extern "C" __global__ void kvarts_gather(Table table) {
-    for (unsigned long long at = blockIdx.x; at < table.count; at += gridDim.x) {
-        char *to = (char *)table.to[at];
-        const char *from = (const char *)table.from[at];
-        unsigned long long len = table.len[at], wide = 0;
-        if ((((unsigned long long)to | (unsigned long long)from) & 15) == 0) {
-            wide = len / 16;
-            for (unsigned long long i = threadIdx.x; i < wide; i += blockDim.x)
-                ((uint4 *)to)[i] = ((const uint4 *)from)[i];
-        }
-        for (unsigned long long i = wide * 16 + threadIdx.x; i < len; i += blockDim.x) to[i] = from[i];
-    }
-}
-"#;
+/// How long a wait sleeps between two looks at an event: longer each time, so that short copies are seen soon.
+const NAP_MIN: Duration = Duration::from_micros(10);
+const NAP_MAX: Duration = Duration::from_micros(200);
+/// How long a wait without an end looks before it looks anew.
+const SLICE: Duration = Duration::from_secs(1);
+
+/// The source of the gather kernel.
+const GATHER: &str = include_str!("../kernels/gather.cu");
 
 /// What a device and everything made of it share.
 #[derive(Debug)]
 struct Core {
     context: Context,
     kernel: Option<Kernel>,
+    /// Digests chunks where they lie.
+    digests: Option<Kernel>,
     methods: Vec<Method>,
     notes: Vec<String>,
     pins: Mutex<BTreeMap<u64, u64>>,
     memories: AtomicU64,
     streams: AtomicU64,
     opened: AtomicU64,
+    /// Why it was declared lost, if it was.
+    lost: OnceLock<String>,
 }
 
 /// A CUDA device.
@@ -107,7 +103,14 @@ impl Cuda {
         } else {
             notes.push("the driver has no cuMemcpyBatchAsync (12.8 has)".to_owned());
         }
-        let kernel = match Kernel::compile(&context, GATHER) {
+        let digests = match Kernel::compile(&context, crate::crc::SOURCE, c"kvarts_crc32") {
+            Ok(kernel) => Some(kernel),
+            Err(why) => {
+                notes.push(format!("no digests on the device: {why}"));
+                None
+            }
+        };
+        let kernel = match Kernel::compile(&context, GATHER, c"kvarts_gather") {
             Ok(kernel) => {
                 methods.push(Method::Kernel);
                 Some(kernel)
@@ -120,13 +123,19 @@ impl Cuda {
         Ok(Self(Arc::new(Core {
             context,
             kernel,
+            digests,
             methods,
             notes,
             pins: Mutex::new(BTreeMap::new()),
             memories: AtomicU64::new(0),
             streams: AtomicU64::new(0),
             opened: AtomicU64::new(0),
+            lost: OnceLock::new(),
         })))
+    }
+
+    fn alive(&self) -> Result<(), DeviceError> {
+        self.0.lost.get().map_or(Ok(()), |why| Err(DeviceError::Lost(why.clone())))
     }
 
     fn pins(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
@@ -213,6 +222,7 @@ impl Device for Cuda {
     }
 
     fn copy(&self, stream: &Stream, batch: &Batch<'_>) -> Result<(), DeviceError> {
+        self.alive()?;
         batch.check(1)?;
         if batch.memories.iter().any(|memory| memory.raw.downcast_ref::<Owned>().is_none()) {
             return Err(DeviceError::Foreign("memory of another device"));
@@ -229,15 +239,50 @@ impl Device for Cuda {
     }
 
     fn record(&self, stream: &Stream) -> Result<Event, DeviceError> {
+        self.alive()?;
         Ok(Event(Arc::new(self.0.context.record(raw(stream)?)?)))
     }
 
     fn wait(&self, stream: &Stream, event: &Event) -> Result<(), DeviceError> {
+        self.alive()?;
         self.0.context.wait(raw(stream)?, raw_event(event)?)
     }
 
     fn synchronize(&self, event: &Event) -> Result<(), DeviceError> {
-        self.0.context.synchronize(raw_event(event)?)
+        // Within slices: the driver's own wait would not hear that the device was declared lost.
+        while !self.synchronize_within(event, SLICE)? {}
+        Ok(())
+    }
+
+    fn synchronize_within(&self, event: &Event, patience: Duration) -> Result<bool, DeviceError> {
+        let (event, pace) = (raw_event(event)?, RealPace::new());
+        let give_up = pace.now().plus(patience);
+        let mut nap = NAP_MIN;
+        loop {
+            self.alive()?;
+            if self.0.context.is_done(event)? {
+                return Ok(true);
+            }
+            let left = give_up.since(pace.now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            pace.sleep_until(pace.now().plus(nap.min(left)));
+            nap = (nap * 2).min(NAP_MAX);
+        }
+    }
+
+    fn declare_lost(&self, why: &str) {
+        // The first reason stays.
+        let _ = self.0.lost.set(why.to_owned());
+    }
+
+    fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError> {
+        self.alive()?;
+        within(memory, chunks)?;
+        let kernel =
+            self.0.digests.as_ref().ok_or(DeviceError::Foreign("chunks to digest: it has no kernel"))?;
+        self.0.context.digests(kernel, &self.0.context.stream()?, memory.base(), chunks)
     }
 
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {

@@ -13,7 +13,7 @@ mod stream;
 mod tests;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvarts_store::io::{Buf, Region};
@@ -21,7 +21,10 @@ use kvarts_store::rt::Nanos;
 
 use self::memory::Shared as SharedMemory;
 use self::stream::{EventState, Op, Queue};
-use super::{Batch, Description, Device, Direction, Event, InUse, IpcHandle, Memory, Method, Piece, Stream};
+use super::{
+    Batch, Description, Device, Direction, Event, InUse, IpcHandle, Memory, Method, Piece, Stream, within,
+};
+use crate::crc;
 use crate::error::DeviceError;
 use crate::pace::{Pace, RealPace};
 
@@ -85,6 +88,8 @@ pub struct Faults {
     pub partial_copy: Option<u64>,
     /// The device is lost in the middle of this copy.
     pub lost_at_copy: Option<u64>,
+    /// This copy does not end before [`Emulated::unstick`], or the device is declared lost.
+    pub stuck_copy: Option<u64>,
     /// Streams cannot be made.
     pub no_stream: bool,
 }
@@ -100,6 +105,10 @@ struct Core {
     pace: Arc<dyn Pace>,
     copies: AtomicU64,
     lost: Mutex<Option<DeviceError>>,
+    /// Whether the stuck copy may end.
+    unstuck: Mutex<bool>,
+    /// The device was lost, or a copy may end.
+    stirred: Condvar,
     /// When the link of each direction is free.
     link: [Mutex<Nanos>; 2],
     /// Copies that are not finished, while reads are checked.
@@ -137,6 +146,8 @@ impl Emulated {
             pace,
             copies: AtomicU64::new(0),
             lost: Mutex::new(None),
+            unstuck: Mutex::new(false),
+            stirred: Condvar::new(),
             link: [Mutex::new(Nanos(0)), Mutex::new(Nanos(0))],
             unfinished: Mutex::new(Vec::new()),
             hazards: AtomicU64::new(0),
@@ -158,6 +169,12 @@ impl Emulated {
     pub fn touch(&self, stream: &Stream, memory: &Memory, at: u64, len: u64) -> Result<(), DeviceError> {
         let start = memory.base.saturating_add(at);
         self.push(stream, Op::Touch(start, start.saturating_add(len)))
+    }
+
+    /// Lets a stuck copy end.
+    pub fn unstick(&self) {
+        *lock(&self.0.unstuck) = true;
+        self.0.stirred.notify_all();
     }
 
     /// How many reads met memory whose copy was not finished.
@@ -186,6 +203,21 @@ impl Emulated {
 }
 
 impl Core {
+    fn lose(&self, lost: DeviceError) {
+        lock(&self.lost).get_or_insert(lost);
+        // Whoever looks between the two holds this lock, so nobody misses it.
+        drop(lock(&self.unstuck));
+        self.stirred.notify_all();
+    }
+
+    /// Returns when a stuck copy may end, or the device is lost.
+    fn stick(&self) {
+        let mut unstuck = lock(&self.unstuck);
+        while !*unstuck && self.alive().is_ok() {
+            unstuck = self.stirred.wait(unstuck).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
     fn alive(&self) -> Result<(), DeviceError> {
         lock(&self.lost).clone().map_or(Ok(()), Err)
     }
@@ -323,6 +355,24 @@ impl Device for Emulated {
 
     fn synchronize(&self, event: &Event) -> Result<(), DeviceError> {
         state_of(event)?.wait()
+    }
+
+    fn synchronize_within(&self, event: &Event, patience: Duration) -> Result<bool, DeviceError> {
+        state_of(event)?.wait_within(patience)
+    }
+
+    fn declare_lost(&self, why: &str) {
+        self.0.lose(DeviceError::Lost(why.to_owned()));
+    }
+
+    fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError> {
+        self.0.alive()?;
+        within(memory, chunks)?;
+        let buf = memory_of(memory)?;
+        let digest = |&(at, len): &(u64, u64)| {
+            buf.digest(at as usize, len as usize, |bytes| crc::twin(bytes, crc::THREADS))
+        };
+        Ok(chunks.iter().map(digest).collect())
     }
 
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {

@@ -10,6 +10,7 @@ pub mod emulated;
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvarts_store::io::{Buf, Region};
 
@@ -169,6 +170,12 @@ impl Batch<'_> {
     }
 }
 
+/// Refuses a chunk that leaves its memory.
+fn within(memory: &Memory, chunks: &[(u64, u64)]) -> Result<(), DeviceError> {
+    let inside = |chunk: &(u64, u64)| chunk.0.checked_add(chunk.1).is_some_and(|end| end <= memory.len);
+    if chunks.iter().all(inside) { Ok(()) } else { Err(DeviceError::OutOfBounds) }
+}
+
 /// What of a device is in use. Tests compare it before and after.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct InUse {
@@ -186,7 +193,8 @@ pub struct InUse {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct IpcHandle(pub [u8; 64]);
 
-/// A device. Methods may be called from any thread; none but [`Device::synchronize`] waits for the device's work.
+/// A device. Methods may be called from any thread; none but [`Device::synchronize`],
+/// [`Device::synchronize_within`] and [`Device::digests`] waits for the device's work.
 pub trait Device: Send + Sync + fmt::Debug {
     /// What it is.
     fn describe(&self) -> Description;
@@ -213,6 +221,14 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn wait(&self, stream: &Stream, event: &Event) -> Result<(), DeviceError>;
     /// Waits on this thread until the event is done; an error is that of the work before it.
     fn synchronize(&self, event: &Event) -> Result<(), DeviceError>;
+    /// The same for so long at most: false if it is not done by then.
+    fn synchronize_within(&self, event: &Event, patience: Duration) -> Result<bool, DeviceError>;
+    /// Declares the device lost: whoever waits for it is told so, and everything asked of it fails from now on. For a
+    /// device that does not answer: only its operator can know that it writes to nothing any more.
+    fn declare_lost(&self, why: &str);
+    /// The store's digest of chunks of memory (where they begin, and their bytes), computed where they lie. Waits for
+    /// them. A device that cannot says so.
+    fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError>;
     /// A name of memory that this device allocated, for another process.
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError>;
     /// Memory of another process. Use [`crate::ipc::Opened`], which opens each once.

@@ -15,6 +15,7 @@ mod stream;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 use kvarts_store::api::{KvStore, Order, Placed, ReadRequest, Turns, Verify};
@@ -27,11 +28,15 @@ use crate::arena::Arena;
 use crate::destination::Destination;
 use crate::device::Device;
 use crate::error::LandError;
+use crate::follow::Followed;
 use crate::gather::Curve;
 use crate::ring::{Seat, bytes_needed, open_after, seats};
 
 /// How many layers are on their way before the first is asked for: one that is copied and one that is read.
 pub const LAYERS_AHEAD: u32 = 2;
+
+/// How long the copy of one layer may take before it is called stuck, unless a pipeline is told otherwise.
+pub const COPY_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Blocks that are to land in device memory.
 #[derive(Clone, Debug)]
@@ -67,6 +72,7 @@ pub struct Pipeline {
     device: Arc<dyn Device>,
     arena: Arena,
     curve: Arc<Curve>,
+    copy_patience: Duration,
 }
 
 impl fmt::Debug for Pipeline {
@@ -86,7 +92,19 @@ struct Seating {
 impl Pipeline {
     /// A pipeline. Register and pin the arena first: what is not is used all the same, only slower.
     pub fn new(store: Arc<dyn KvStore>, device: Arc<dyn Device>, arena: Arena, curve: Curve) -> Self {
-        Self { store, device, arena, curve: Arc::new(curve) }
+        Self { store, device, arena, curve: Arc::new(curve), copy_patience: COPY_PATIENCE }
+    }
+
+    /// The same with another bound on how long one layer's copy may take. What takes longer ends its stream with
+    /// [`DeviceError::Stuck`](crate::DeviceError::Stuck); its memory is kept until it is done, or the device is declared
+    /// lost ([`Device::declare_lost`]).
+    #[must_use]
+    pub fn with_copy_patience(self, copy_patience: Duration) -> Self {
+        Self { copy_patience, ..self }
+    }
+
+    pub(crate) fn followed(&self) -> Followed {
+        Followed { device: Arc::clone(&self.device), patience: self.copy_patience }
     }
 
     /// The device.
@@ -139,7 +157,7 @@ impl Pipeline {
         });
         let read = read.map_err(|error| LandError::Store(error.0))?;
         let landing = stream::Landing {
-            device: Arc::clone(&self.device),
+            followed: self.followed(),
             curve: Arc::clone(&self.curve),
             copies: device_stream,
             into: request.into,

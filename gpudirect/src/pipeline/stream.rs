@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
@@ -12,9 +12,10 @@ use kvarts_store::io::Buf;
 use kvarts_store::rt::blocking::block_on;
 
 use crate::destination::Destination;
-use crate::device::{Batch, Device, Direction, Event, Piece, Stream};
+use crate::device::{Batch, Device, Direction, Event, Method, Piece, Stream};
 use crate::error::{DeviceError, EndReason, LandError};
-use crate::gather::Curve;
+use crate::follow::{Followed, Follower};
+use crate::gather::{Curve, copy_split};
 use crate::pace::Worker;
 use crate::ring::{Seat, open_after};
 
@@ -50,7 +51,7 @@ pub enum Next {
 
 /// What a stream works with.
 pub(super) struct Landing {
-    pub(super) device: Arc<dyn Device>,
+    pub(super) followed: Followed,
     pub(super) curve: Arc<Curve>,
     /// The device stream of the copies.
     pub(super) copies: Stream,
@@ -123,13 +124,14 @@ impl Shared {
 }
 
 /// Layers on their way to the device. Dropping it stops the read, waits for the copies that are enqueued and gives
-/// everything back.
+/// everything back; what a stuck copy uses comes back when that copy is done.
 pub struct LayerStream {
     shared: Arc<Shared>,
     device: Arc<dyn Device>,
     wanted: u32,
-    /// The feeder first: its end ends the other's inbox.
-    workers: [Worker; 2],
+    /// Its end ends the other's inbox.
+    feeder: Worker,
+    follower: Follower,
 }
 
 impl std::fmt::Debug for LayerStream {
@@ -144,21 +146,25 @@ impl LayerStream {
         let state = State { blocks: landing.into.blocks(), ..State::default() };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
         let wanted = landing.seats.len() as u32;
-        let device = Arc::clone(&landing.device);
-        let (events, inbox) = channel();
+        let device = Arc::clone(&landing.followed.device);
+        let thread = |why| LandError::Request(why);
+        // What copies use; the stream too, which may wait for its work when it goes.
+        let keeps = (landing.ring.clone(), landing.into.clone(), landing.copies.clone());
         let waiter = Waiter {
-            device: Arc::clone(&device),
             seats: landing.seats.clone(),
             turns: landing.turns.clone(),
             shared: Arc::clone(&shared),
         };
-        let thread = |why| LandError::Request(why);
-        let waiter = Worker::start("layer-copies", move || waiter.run(&inbox)).map_err(thread)?;
+        let (follower, events) =
+            Follower::start("layer-copies", landing.followed.clone(), Box::new(keeps), move |ended| {
+                waiter.hear(ended)
+            })
+            .map_err(thread)?;
         let theirs = Arc::clone(&shared);
         let feeder = Worker::start("layer-reads", move || {
             Feeder { landing, shared: theirs, events, pieces: Vec::new() }.run(read);
         });
-        Ok(Self { shared, device, wanted, workers: [feeder.map_err(thread)?, waiter] })
+        Ok(Self { shared, device, wanted, feeder: feeder.map_err(thread)?, follower })
     }
 
     /// The next layer. What is enqueued on `stream` from now on runs when the layer is in device memory; this thread
@@ -207,41 +213,32 @@ impl LayerStream {
 impl Drop for LayerStream {
     fn drop(&mut self) {
         self.stop();
-        self.workers.iter_mut().for_each(Worker::join);
+        self.feeder.join();
+        self.follower.leave();
     }
 }
 
 /// Follows the device: opens the ring as copies end.
 struct Waiter {
-    device: Arc<dyn Device>,
     seats: Vec<Seat>,
     turns: Turns,
     shared: Arc<Shared>,
 }
 
 impl Waiter {
-    fn run(&self, inbox: &Receiver<Event>) {
-        while let Ok(event) = inbox.recv() {
-            let outcome = self.device.synchronize(&event);
-            match outcome {
-                Ok(()) => {
-                    let mut landed = 0;
-                    self.shared.change(|state| {
-                        state.landed += 1;
-                        landed = state.landed;
-                    });
-                    self.turns.open(open_after(&self.seats, landed));
-                }
-                Err(error) => {
-                    self.shared.change(|state| state.fail(EndReason::Device(error)));
-                    self.shared.wake_feeder();
-                    // A later copy may be whole, but nothing behind a hole is usable.
-                    // They are waited for all the same: until then the device may read the ring.
-                    for event in inbox {
-                        let _ = self.device.synchronize(&event);
-                    }
-                    return;
-                }
+    fn hear(&self, ended: Result<(), DeviceError>) {
+        match ended {
+            Ok(()) => {
+                let mut landed = 0;
+                self.shared.change(|state| {
+                    state.landed += 1;
+                    landed = state.landed;
+                });
+                self.turns.open(open_after(&self.seats, landed));
+            }
+            Err(error) => {
+                self.shared.change(|state| state.fail(EndReason::Device(error)));
+                self.shared.wake_feeder();
             }
         }
     }
@@ -306,15 +303,10 @@ impl Feeder {
         let host = landing.ring.slice(seat.offset as usize, seat.bytes as usize);
         let host = host.ok_or(DeviceError::OutOfBounds)?;
         landing.into.pieces(layer, blocks, &mut self.pieces);
-        let batch = Batch {
-            direction: Direction::ToDevice,
-            method: landing.curve.choose(self.pieces.len() as u64, seat.bytes),
-            host: &host,
-            memories: landing.into.memories(),
-            pieces: &self.pieces,
-        };
-        landing.device.copy(&landing.copies, &batch)?;
-        let event = landing.device.record(&landing.copies)?;
+        let (direction, memories) = (Direction::ToDevice, landing.into.memories());
+        let batch = Batch { direction, method: Method::Each, host: &host, memories, pieces: &[] };
+        copy_split(&*landing.followed.device, &landing.copies, &landing.curve, &batch, &mut self.pieces)?;
+        let event = landing.followed.device.record(&landing.copies)?;
         self.shared.change(|state| {
             state.enqueued += 1;
             state.ready.push_back((Layer { layer, blocks }, event.clone()));

@@ -98,17 +98,12 @@ impl PutStream {
 
     /// Completes when every layer below `layers` has been written, or the put has ended.
     pub async fn written(&self, layers: u32) {
-        poll_fn(|context| self.poll_written(layers, context)).await;
+        self.written_so_far().until(layers).await;
     }
 
-    /// Whether every layer below `layers` has been written, or the put has ended.
-    pub fn poll_written(&self, layers: u32, context: &mut Context<'_>) -> Poll<()> {
-        let Some(last) = layers.checked_sub(1) else { return Poll::Ready(()) };
-        if self.progress.written.is_open_or_wake(last, context.waker()) {
-            Poll::Ready(())
-        } else {
-            Poll::Pending
-        }
+    /// How far it has come, for another thread than the one that offers.
+    pub fn written_so_far(&self) -> Written {
+        Written(Arc::clone(&self.progress))
     }
 
     /// Makes the blocks. Every layer must have been offered; if not, nothing is stored and the answer says so. It
@@ -129,6 +124,22 @@ impl PutStream {
     /// The answer, if the put has ended before it was sealed: why.
     pub fn ended(&mut self) -> Option<Result<PutReply, Error>> {
         self.answer.as_mut()?.try_take()?.ok()
+    }
+}
+
+/// How many layers of a put have been written.
+#[derive(Clone, Debug)]
+pub struct Written(Arc<Progress>);
+
+impl Written {
+    /// Completes when every layer below `layers` has been written, or the put has ended.
+    pub async fn until(&self, layers: u32) {
+        poll_fn(|context| self.poll(layers, context)).await;
+    }
+
+    fn poll(&self, layers: u32, context: &mut Context<'_>) -> Poll<()> {
+        let Some(last) = layers.checked_sub(1) else { return Poll::Ready(()) };
+        if self.0.written.is_open_or_wake(last, context.waker()) { Poll::Ready(()) } else { Poll::Pending }
     }
 }
 

@@ -166,7 +166,7 @@ pub(crate) struct Log {
     /// When segments, of which generation, were looked at for what is cold.
     pub(crate) looked_at: RefCell<BTreeMap<u32, (u64, Nanos)>>,
     open: RefCell<Option<Rc<Segment>>>,
-    /// Open segments that puts by layers have left: the next of them, or the next roll, goes on in one.
+    /// Open segments without a record that puts by layers have left: the next of them, or the next roll, takes one.
     pub(super) parked: RefCell<Vec<Rc<Segment>>>,
     /// Puts by layers under way, by what they wait for. Each has a segment of its own.
     pub(super) layered: RefCell<Vec<Turns>>,
@@ -534,8 +534,8 @@ impl Log {
         Name { dir: self.dir, path: format!("{home}/{name}").into() }
     }
 
-    /// Replaces the open segment `full` by another; true if this call opened one that holds nothing. One task does it;
-    /// the others wait and look again.
+    /// Replaces the open segment `full` by another; true if one was opened by this call. One task does it; the
+    /// others wait and look again.
     async fn roll(self: &Rc<Self>, full: Option<Rc<Segment>>) -> Result<bool, Reason> {
         if self.rolling.get() {
             self.changed.until(|| (!self.rolling.get()).then_some(())).await;
@@ -552,7 +552,7 @@ impl Log {
         self.rolling.set(true);
         let mut opened = self.open_next().await;
         if let Some(full) = full
-            && matches!(opened, Ok(_) | Err(Reason::NoSpace))
+            && matches!(opened, Ok(()) | Err(Reason::NoSpace))
         {
             self.abandon(&full);
             self.seal_in_background(full);
@@ -564,19 +564,27 @@ impl Log {
         }
         self.rolling.set(false);
         self.changed.wake_all();
-        opened
+        opened.map(|()| true)
     }
 
-    /// Opens a segment that a put by layers has left, or one that holds nothing. True if it holds nothing.
-    async fn open_next(self: &Rc<Self>) -> Result<bool, Reason> {
+    /// Opens a segment that holds nothing.
+    async fn open_next(self: &Rc<Self>) -> Result<(), Reason> {
         let parked = self.parked.borrow_mut().pop();
-        let fresh = parked.is_none();
         let next = match parked {
             Some(segment) => segment,
             None => self.begin_segment().await?,
         };
+        next.first_sequence.set(self.sequence.get());
         *self.open.borrow_mut() = Some(next);
-        Ok(fresh)
+        Ok(())
+    }
+
+    /// Appends to this segment from now on; the one before it is sealed. Nobody may be looking for the next one.
+    pub(super) fn append_to(self: &Rc<Self>, segment: &Rc<Segment>) {
+        let before = self.open.borrow_mut().replace(Rc::clone(segment));
+        if let Some(before) = before {
+            self.seal_in_background(before);
+        }
     }
 
     /// Begins a free segment, or a new file, and writes its header. In a new file records behind it may be written at
@@ -710,12 +718,11 @@ impl Log {
         self.layered.borrow().iter().for_each(Turns::nudge);
         self.changed.until(|| self.layered.borrow().is_empty().then_some(())).await;
         self.settled().await;
-        let mut open: Vec<_> = self.open.borrow_mut().take().into_iter().collect();
-        open.append(&mut self.parked.borrow_mut());
-        for segment in open {
+        let open = self.open.borrow_mut().take();
+        if let Some(segment) = open {
             self.seal_in_background(segment);
+            self.settled().await;
         }
-        self.settled().await;
     }
 
     /// Completes when no segment is being sealed, and none thinned out.

@@ -19,6 +19,8 @@ const TABLE: usize = 160;
 /// Threads of a block, and blocks of a launch: a few multiprocessors fill a link and leave the rest to the engine.
 const THREADS: u32 = 512;
 const BLOCKS: u32 = 16;
+/// Blocks of a launch that digests.
+const DIGEST_BLOCKS: u32 = 1024;
 /// The flag of streams that do not wait for the default stream.
 const NON_BLOCKING: u32 = 1;
 /// Events that let a waiting thread sleep (1) and keep no time (2).
@@ -43,10 +45,13 @@ fn check(call: &'static str, code: cu::CUresult) -> Result<(), DeviceError> {
     }
 }
 
-/// Whether libcufile can be loaded.
+/// Whether libcufile can be loaded: under the name that an installation without development files has, or one of those
+/// that the bindings try.
 pub fn has_cufile() -> bool {
     // SAFETY: opens and closes a library by name; its initialisers are NVIDIA's.
-    unsafe { cudarc::cufile::sys::is_culib_present() }
+    let plain = unsafe { libloading::Library::new("libcufile.so.0") };
+    // SAFETY: as above.
+    plain.is_ok() || unsafe { cudarc::cufile::sys::is_culib_present() }
 }
 
 /// How many devices there are.
@@ -214,7 +219,7 @@ impl Drop for Kernel {
 }
 
 impl Kernel {
-    pub(super) fn compile(context: &Context, source: &str) -> Result<Self, String> {
+    pub(super) fn compile(context: &Context, source: &str, name: &CStr) -> Result<Self, String> {
         // SAFETY: as in `has_cufile`.
         if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
             return Err("libnvrtc cannot be loaded".to_owned());
@@ -230,7 +235,7 @@ impl Kernel {
         check("cuModuleLoadData", loaded).map_err(told)?;
         let mut function = std::ptr::null_mut();
         // SAFETY: the module was loaded; the name is a C string.
-        let got = unsafe { cu::cuModuleGetFunction(&raw mut function, module, c"kvarts_gather".as_ptr()) };
+        let got = unsafe { cu::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
         let kernel = Self { context: context.clone(), module, function };
         check("cuModuleGetFunction", got).map_err(told)?;
         Ok(kernel)
@@ -396,10 +401,14 @@ impl Context {
         check("cuStreamWaitEvent", unsafe { cu::cuStreamWaitEvent(stream.raw, event.raw, 0) })
     }
 
-    pub(super) fn synchronize(&self, event: &RawEvent) -> Result<(), DeviceError> {
+    /// Whether everything before the event is done; an error is that of the work before it.
+    pub(super) fn is_done(&self, event: &RawEvent) -> Result<bool, DeviceError> {
         self.enter()?;
         // SAFETY: it is alive.
-        check("cuEventSynchronize", unsafe { cu::cuEventSynchronize(event.raw) })
+        match unsafe { cu::cuEventQuery(event.raw) } {
+            cu::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check("cuEventQuery", code).map(|()| true),
+        }
     }
 
     pub(super) fn copy_each(&self, stream: &RawStream, batch: &Batch<'_>) -> Result<(), DeviceError> {
@@ -497,6 +506,68 @@ impl Context {
             check("cuLaunchKernel", code)?;
         }
         Ok(())
+    }
+}
+
+impl Context {
+    /// The digests of chunks of memory that begins at `base`. Waits for them.
+    pub(super) fn digests(
+        &self,
+        kernel: &Kernel,
+        stream: &RawStream,
+        base: u64,
+        chunks: &[(u64, u64)],
+    ) -> Result<Vec<u32>, DeviceError> {
+        self.enter()?;
+        let (count, mut found) = (chunks.len() as u64, vec![0u32; chunks.len()]);
+        if chunks.is_empty() {
+            return Ok(found);
+        }
+        // Addresses, lengths and digests one behind the other.
+        let table: Vec<u64> = chunks
+            .iter()
+            .map(|chunk| base.wrapping_add(chunk.0))
+            .chain(chunks.iter().map(|chunk| chunk.1))
+            .collect();
+        let memory = self.allocate(count * 20)?;
+        let (mut addresses, mut lens) = (memory.base(), memory.base() + count * 8);
+        let (mut digests, mut count_too) = (lens + count * 8, count);
+        let bytes = table.len() * 8;
+        // SAFETY: the table is read during the call, the memory is as long (checked by its allocation).
+        let code = unsafe { cu::cuMemcpyHtoD_v2(addresses, table.as_ptr().cast(), bytes) };
+        check("cuMemcpyHtoD", code)?;
+        let mut parameters = [
+            (&raw mut addresses).cast::<c_void>(),
+            (&raw mut lens).cast(),
+            (&raw mut digests).cast(),
+            (&raw mut count_too).cast(),
+        ];
+        let blocks = u32::try_from(count).unwrap_or(u32::MAX).min(DIGEST_BLOCKS);
+        // SAFETY: four parameters of eight bytes as the kernel's source names them, copied during the call; the chunks
+        // were checked against the memory that they are in.
+        let code = unsafe {
+            let (threads, raw, none) = (crate::crc::THREADS, stream.raw, std::ptr::null_mut());
+            cu::cuLaunchKernel(
+                kernel.function,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                raw,
+                parameters.as_mut_ptr(),
+                none,
+            )
+        };
+        check("cuLaunchKernel", code)?;
+        // SAFETY: the stream is alive; nothing of the table is freed before it is done.
+        check("cuStreamSynchronize", unsafe { cu::cuStreamSynchronize(stream.raw) })?;
+        // SAFETY: as many bytes on both sides.
+        let code = unsafe { cu::cuMemcpyDtoH_v2(found.as_mut_ptr().cast(), digests, found.len() * 4) };
+        check("cuMemcpyDtoH", code)?;
+        Ok(found)
     }
 }
 

@@ -10,7 +10,7 @@ use kvarts_store::io::Buf;
 use super::super::{Direction, Piece};
 use super::{Core, lock};
 use crate::error::DeviceError;
-use crate::pace::Worker;
+use crate::pace::{Pace, RealPace, Worker};
 
 /// One thing to do.
 pub(super) enum Op {
@@ -49,6 +49,24 @@ impl EventState {
                 return outcome.clone();
             }
             done = self.changed.wait(done).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// False if it is not done after so long. A modelled time passes only while somebody waits for it, so this is real
+    /// time in any case.
+    pub(super) fn wait_within(&self, patience: Duration) -> Result<bool, DeviceError> {
+        let pace = RealPace::new();
+        let give_up = pace.now().plus(patience);
+        let mut done = lock(&self.done);
+        loop {
+            if let Some(outcome) = &*done {
+                return outcome.clone().map(|()| true);
+            }
+            let left = give_up.since(pace.now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            done = self.changed.wait_timeout(done, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
@@ -135,11 +153,15 @@ fn copy(
     if core.model.strict {
         core.pace.sleep_until(until);
     }
+    if is(core.faults.stuck_copy) {
+        core.stick();
+        core.alive()?;
+    }
     let moved = transfer(direction, host, memories, pieces, allowed);
     core.pace.sleep_until(until);
     if is(core.faults.lost_at_copy) {
         let lost = DeviceError::Lost("told to be lost in the middle of a copy".to_owned());
-        lock(&core.lost).get_or_insert_with(|| lost.clone());
+        core.lose(lost.clone());
         return Err(lost);
     }
     if moved == wanted { Ok(()) } else { Err(DeviceError::Partial { wanted, moved }) }

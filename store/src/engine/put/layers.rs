@@ -6,6 +6,10 @@
 //! written and flushed; the blocks become visible. A put that ends earlier has changed nothing but bytes behind the
 //! end of its segment's log, and the next to use the segment writes over them.
 //!
+//! With its headers the segment becomes the one that the shard appends to, and the one before it is sealed: recovery
+//! takes segments newest first and relies on it that the sequences of two never interleave. So the segment holds
+//! nothing before, and what is left of it afterwards is the ordinary log's.
+//!
 //! What a crash leaves before the headers were written is bytes behind the end of a log, which recovery knows
 //! (`end-of-log-over-old-bytes`). No page of them passes for a record, whatever a caller wrote: headers carry a keyed
 //! tag over store, segment, generation and offset, and for these offsets none was made under this generation.
@@ -29,7 +33,7 @@ use self::image::Image;
 use super::{PutJob, before, check, publish, record_blocks, reserve, shard_of};
 use crate::api::by_layers::Progress;
 use crate::api::{BlockOutcome, Durability, PutRequest, PutStream, Turns};
-use crate::engine::log::{Draft, Log, Payload, Written};
+use crate::engine::log::{self, Draft, Log, Payload, Written};
 use crate::engine::segment::{Segment, SegmentState, fault};
 use crate::engine::shared::Shared;
 use crate::error::{Error, Reason};
@@ -146,11 +150,25 @@ struct Place {
 
 /// Does the put on its shard's executor. `deadline` completes when the caller stops caring.
 pub(crate) async fn run(log: &Rc<Log>, mut part: LayersPart, deadline: Option<LocalTask>) {
+    let under_way = log.layered.borrow().len();
+    let enough = under_way >= UNDER_WAY_MAX
+        || (under_way as u64 + 1) * SEGMENTS_EACH > log.shared.segments_of_a_shard();
+    if enough || log.closing.get() {
+        return part.refuse(Reason::Busy("there are enough puts by layers"));
+    }
+    log.layered.borrow_mut().push(part.turns().clone());
+    let left = part.turns().clone();
+    let ended = || {
+        log.layered.borrow_mut().retain(|turns| !turns.is(&left));
+        log.changed.wake_all();
+    };
     let (segment, places) = match find(log, &part).await {
         Ok(found) => found,
-        Err(reason) => return part.refuse(reason),
+        Err(reason) => {
+            ended();
+            return part.refuse(reason);
+        }
     };
-    log.layered.borrow_mut().push(part.turns().clone());
     if let Some((reply, stream)) = part.begun.take() {
         // If nobody waits for it, it is dropped, and the put stops.
         let _ = reply.send(Ok(stream));
@@ -183,33 +201,22 @@ pub(crate) async fn run(log: &Rc<Log>, mut part: LayersPart, deadline: Option<Lo
         }
     }
     put_away(log, segment).await;
-    log.layered.borrow_mut().retain(|turns| !turns.is(part.turns()));
-    log.changed.wake_all();
+    ended();
 }
 
 /// Finds a segment with room for all records, and says where they go.
 async fn find(log: &Rc<Log>, part: &LayersPart) -> Result<(Rc<Segment>, Vec<Place>), Reason> {
-    if log.closing.get() {
-        return Err(Reason::Busy("the store is closing"));
-    }
-    let under_way = log.layered.borrow().len();
-    let enough = under_way >= UNDER_WAY_MAX
-        || (under_way as u64 + 1) * SEGMENTS_EACH > log.shared.segments_of_a_shard();
-    if enough {
-        return Err(Reason::Busy("there are enough puts by layers"));
-    }
-    let parked = log.parked.borrow().clone();
-    for segment in parked {
-        if let Some(places) = lay_out(log, part, &segment)? {
-            log.parked.borrow_mut().retain(|one| !Rc::ptr_eq(one, &segment));
-            return Ok((segment, places));
+    let parked = log.parked.borrow_mut().pop();
+    let segment = match parked {
+        Some(segment) => segment,
+        None => {
+            log.changed.until(|| (!log.rolling.replace(true)).then_some(())).await;
+            let begun = log.begin_segment().await;
+            log.rolling.set(false);
+            log.changed.wake_all();
+            begun?
         }
-    }
-    log.changed.until(|| (!log.rolling.replace(true)).then_some(())).await;
-    let begun = log.begin_segment().await;
-    log.rolling.set(false);
-    log.changed.wake_all();
-    let segment = begun?;
+    };
     match lay_out(log, part, &segment) {
         Ok(Some(places)) => Ok((segment, places)),
         other => {
@@ -258,7 +265,7 @@ async fn write(
     let layers = part.job.class.shape.layers().len() as u32;
     let mut written = 0;
     while written < layers {
-        let offered = turn(log, part, written).await?.min(layers);
+        let offered = turn(log, part, segment, written).await?.min(layers);
         let mut writes = Vec::new();
         let mut outcome = Ok(());
         'offered: for layer in written..offered {
@@ -277,17 +284,18 @@ async fn write(
         written = offered;
         part.progress.written.open(written);
     }
-    turn(log, part, layers).await?;
+    turn(log, part, segment, layers).await?;
     seal(log, part, segment, places).await
 }
 
 /// Completes when the step may be done, with how many may.
-async fn turn(log: &Log, part: &LayersPart, step: u32) -> Result<u32, Reason> {
+async fn turn(log: &Log, part: &LayersPart, segment: &Segment, step: u32) -> Result<u32, Reason> {
     std::future::poll_fn(|context| {
         // The waker is left first: a caller that leaves after the look wakes.
         let open = part.turns().is_open_or_wake(step, context.waker());
         let closing = log.closing.get().then_some(Reason::Busy("the store is closing"));
-        match closing.or_else(|| part.job.stopped()).or_else(|| log.shared.latched()) {
+        let broken = || segment.broken().or_else(|| log.shared.latched());
+        match closing.or_else(|| part.job.stopped()).or_else(broken) {
             Some(reason) => Poll::Ready(Err(reason)),
             None if open => Poll::Ready(Ok(part.turns().opened())),
             None => Poll::Pending,
@@ -299,6 +307,7 @@ async fn turn(log: &Log, part: &LayersPart, step: u32) -> Result<u32, Reason> {
 /// A write or flush failed: the segment takes nothing any more.
 fn failed(log: &Log, segment: &Rc<Segment>, error: &IoError) -> Reason {
     segment.break_off(fault(error));
+    log.abandon(segment);
     match decide(error, Stage::PutData) {
         Action::LatchReadOnly => log.shared.latch(error),
         Action::RefuseNoSpace => Reason::NoSpace,
@@ -320,16 +329,12 @@ async fn seal(
     }
     // A delete waits from here on, and what it has met by now is not written.
     let _write = log.writes.begin();
-    if let Some(reason) = part.job.stopped() {
-        return Err(reason);
-    }
-    if log.closing.get() {
-        return Err(Reason::Busy("the store is closing"));
-    }
-    if places.iter().any(|place| !part.job.is_claimed(&place.run)) {
-        return Err(Reason::Deleted);
-    }
-    let records = write_headers(log, part, segment, places).await?;
+    // While somebody looks for the next segment, the one before it is not settled.
+    log.changed.until(|| (!log.rolling.replace(true)).then_some(())).await;
+    let headers = place_headers(log, part, segment, places);
+    log.rolling.set(false);
+    log.changed.wake_all();
+    let records = write_headers(log, segment, headers?).await?;
     if durable && let Some((last, _)) = records.last() {
         log.make_durable(last).await?;
     }
@@ -344,36 +349,68 @@ async fn seal(
     Ok(lost)
 }
 
-/// Gives the records their sequences and writes their headers. Of each, where it is and when it expires.
-async fn write_headers(
+/// Headers that have their places, and when each record expires.
+struct Headers {
+    images: Vec<(log::Image, u32)>,
+    outcome: Result<(), Reason>,
+}
+
+/// Gives the records their sequences, and the shard the segment to append to.
+fn place_headers(
     log: &Rc<Log>,
     part: &LayersPart,
     segment: &Rc<Segment>,
     places: &[Place],
-) -> Result<Vec<(Written, u32)>, Reason> {
+) -> Result<Headers, Reason> {
+    if let Some(reason) = part.job.stopped() {
+        return Err(reason);
+    }
+    if log.closing.get() {
+        return Err(Reason::Busy("the store is closing"));
+    }
+    if places.iter().any(|place| !part.job.is_claimed(&place.run)) {
+        return Err(Reason::Deleted);
+    }
     let (digests, chunks) = (part.progress.digests(), part.chunks());
-    let mut placed = Vec::new();
-    let mut outcome = Ok(());
-    // Nothing is awaited in here: places, sequences and positions come in one order.
+    let mut drafts = Vec::new();
     for place in places {
         let of = place.run.start as usize * chunks..place.run.end as usize * chunks;
-        let (draft, expires) = draft(&part.job, &place.run, digests.get(of).unwrap_or_default())?;
-        match log.try_place(segment, &draft) {
+        drafts.push(draft(&part.job, &place.run, digests.get(of).unwrap_or_default())?);
+    }
+    segment.first_sequence.set(log.sequence.get());
+    log.append_to(segment);
+    let (mut images, mut outcome) = (Vec::new(), Ok(()));
+    for (place, (draft, expires)) in places.iter().zip(&drafts) {
+        match log.try_place(segment, draft) {
             Ok(Some(image)) => {
                 let end = image.offset + image.headers.len() as u64;
-                placed.push((image, expires));
+                images.push((image, *expires));
                 if end == place.at {
                     continue;
                 }
                 outcome = Err(Reason::Bug("a record that is not where its payload is"));
             }
-            Ok(None) => outcome = Err(Reason::Bug("a record that does not fit where it did")),
+            Ok(None) => {
+                // The header of a new segment may have failed meanwhile.
+                let fits = || Reason::Bug("a record that does not fit where it did");
+                outcome = Err(segment.broken().unwrap_or_else(fits));
+            }
             Err(reason) => outcome = Err(reason),
         }
         break;
     }
+    Ok(Headers { images, outcome })
+}
+
+/// Writes the headers. Of each record, where it is and when it expires.
+async fn write_headers(
+    log: &Rc<Log>,
+    segment: &Rc<Segment>,
+    headers: Headers,
+) -> Result<Vec<(Written, u32)>, Reason> {
+    let Headers { images, mut outcome } = headers;
     let mut writes = Vec::new();
-    for (image, _) in &placed {
+    for (image, _) in &images {
         if outcome.is_err() {
             break;
         }
@@ -393,19 +430,24 @@ async fn write_headers(
     if let Err(reason) = &outcome {
         // A place without a record: nothing may follow it.
         segment.break_off(reason.clone());
+        log.abandon(segment);
     }
-    placed.iter().for_each(|(image, _)| segment.wrote(image.offset));
+    images.iter().for_each(|(image, _)| segment.wrote(image.offset));
     outcome?;
-    Ok(placed.into_iter().map(|(image, expires)| (image.written, expires)).collect())
+    Ok(images.into_iter().map(|(image, expires)| (image.written, expires)).collect())
 }
 
-/// Parks a segment for the next to use it, or frees it if it holds nothing.
+/// Leaves the segment to the log that appends to it now; or, if it holds nothing, to the next that needs one. The header of a new file may not be durable
+/// yet: known to be free, it would look as if it had been lost.
 async fn put_away(log: &Log, segment: Rc<Segment>) {
     segment.quiet().await;
     if segment.broken().is_some() || segment.state.get() != SegmentState::Open {
         return;
     }
-    if segment.tail.borrow().entries.is_empty() {
+    if !segment.tail.borrow().entries.is_empty() {
+        return;
+    }
+    if segment.generation.get() > 1 {
         segment.state.set(SegmentState::Free);
     } else {
         log.parked.borrow_mut().push(segment);

@@ -1,0 +1,170 @@
+//! The digest of the store (CRC-32, IEEE) as a device computes it: a kernel for NVRTC, and the same scheme on the
+//! processor, line for line, by which it is tested.
+//!
+//! One block of [`THREADS`] threads digests one chunk. A CRC without its first and last inversion is linear: of two
+//! strings one behind the other it is that of the first, times x to the number of bits of the second, plus that of the
+//! second. So each thread takes every [`THREADS`]th word, which neighbours load together; it multiplies what it has by
+//! the same constant before each word, by four look-ups in tables that the block makes at its beginning; and at the end
+//! it multiplies by the power of x that its place is away from the end. What all threads have is added up by XOR, in any
+//! order. The inversions are one more multiplication.
+//!
+//! **The kernel has not been run on a GPU.** What is tested is this twin, against the digest that the store uses; and
+//! `scripts/kernels` runs the kernel's own source on the processor, a thread for each of its threads.
+
+/// Threads that digest one chunk.
+pub const THREADS: u32 = 256;
+
+/// The polynomial, bits reflected: bit 31 is x^0.
+const POLYNOMIAL: u32 = 0xedb8_8320;
+
+/// The product of two polynomials modulo the polynomial.
+pub const fn multiply(a: u32, mut b: u32) -> u32 {
+    let (mut product, mut bit) = (0, 1u32 << 31);
+    while bit != 0 {
+        if a & bit != 0 {
+            product ^= b;
+        }
+        b = if b & 1 == 0 { b >> 1 } else { (b >> 1) ^ POLYNOMIAL };
+        bit >>= 1;
+    }
+    product
+}
+
+/// x to the power of 2^n, for n from 0 on.
+pub const POWERS: [u32; 64] = {
+    let mut powers = [0; 64];
+    // x itself.
+    let (mut power, mut n) = (1u32 << 30, 0);
+    while n < 64 {
+        powers[n] = power;
+        power = multiply(power, power);
+        n += 1;
+    }
+    powers
+};
+
+/// x to the power of `bits`.
+pub fn power(mut bits: u64) -> u32 {
+    let (mut product, mut n) = (1u32 << 31, 0);
+    while bits != 0 {
+        if bits & 1 != 0 {
+            product = multiply(product, POWERS.get(n).copied().unwrap_or(0));
+        }
+        bits >>= 1;
+        n += 1;
+    }
+    product
+}
+
+/// `word` times the constant of the tables.
+fn step(tables: &[[u32; 256]; 4], word: u32) -> u32 {
+    let at = |byte: usize| {
+        let value = (word >> (8 * byte)) & 0xff;
+        tables.get(byte).and_then(|table| table.get(value as usize)).copied().unwrap_or(0)
+    };
+    at(0) ^ at(1) ^ at(2) ^ at(3)
+}
+
+/// What the kernel computes of one chunk, with so many threads.
+pub fn twin(bytes: &[u8], threads: u32) -> u32 {
+    let threads = threads.max(1);
+    let len = bytes.len() as u64;
+    let words = len / 4;
+    // Phase one: all threads make the tables.
+    let constant = power(32 * u64::from(threads));
+    let mut tables = [[0u32; 256]; 4];
+    for (byte, table) in tables.iter_mut().enumerate() {
+        for (value, slot) in table.iter_mut().enumerate() {
+            *slot = multiply((value as u32) << (8 * byte), constant);
+        }
+    }
+    // Phase two: each thread by itself; what it has goes into the sum.
+    let mut sum = 0;
+    for thread in 0..u64::from(threads) {
+        let mut mine = 0;
+        let mut at = thread;
+        while at < words {
+            mine = step(&tables, mine) ^ word_at(bytes, at * 4);
+            at += u64::from(threads);
+        }
+        if thread < words {
+            // One stride behind its last word; the word's own 32 bits count as well.
+            let last = at - u64::from(threads);
+            mine = multiply(mine, power(8 * (len - last * 4)));
+        }
+        if thread == 0 {
+            let mut tail = 0u32;
+            for at in words * 4..len {
+                tail ^= u32::from(byte_at(bytes, at));
+                for _ in 0..8 {
+                    tail = if tail & 1 == 0 { tail >> 1 } else { (tail >> 1) ^ POLYNOMIAL };
+                }
+            }
+            mine ^= tail;
+        }
+        sum ^= mine;
+    }
+    // Phase three: the first thread adds the inversions.
+    !(sum ^ multiply(u32::MAX, power(8 * len)))
+}
+
+fn byte_at(bytes: &[u8], at: u64) -> u8 {
+    bytes.get(at as usize).copied().unwrap_or(0)
+}
+
+fn word_at(bytes: &[u8], at: u64) -> u32 {
+    (0..4).fold(0, |word, byte| word | u32::from(byte_at(bytes, at + byte)) << (8 * byte))
+}
+
+/// The kernel's source: one block of threads for each of `count` chunks, whose addresses, lengths and digests are three
+/// arrays in device memory.
+pub const SOURCE: &str = include_str!("kernels/crc32.cu");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_twin_is_the_stores_digest_around_every_edge() {
+        let bytes: Vec<u8> = (0..5000u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        for len in (0..70).chain(1020..1030).chain([2047, 2048, 2049, 4095, 4096, 5000]) {
+            for threads in [1, 2, 3, 32, THREADS] {
+                let digest = crc32fast::hash(&bytes[..len]);
+                assert_eq!(twin(&bytes[..len], threads), digest, "{len} bytes, {threads} threads");
+            }
+        }
+    }
+
+    #[test]
+    fn powers_are_those_of_the_polynomial() {
+        // x^0 .. x^31 are single bits; x^32 is the polynomial.
+        assert_eq!((power(0), power(1), power(31), power(32)), (1 << 31, 1 << 30, 1, POLYNOMIAL));
+        assert_eq!(multiply(power(100), power(23)), power(123));
+    }
+
+    #[test]
+    fn the_kernel_has_the_twins_constants() {
+        for part in ["#define THREADS 256\n", "#define POLYNOMIAL 0xedb88320u\n", "void kvarts_crc32("] {
+            assert!(SOURCE.contains(part), "{part}");
+        }
+        let table = SOURCE.split_once("POWERS[64] = {").unwrap().1.split_once("};").unwrap().0;
+        let powers: Vec<u32> = table
+            .split(',')
+            .map(|one| {
+                u32::from_str_radix(one.trim().trim_start_matches("0x").trim_end_matches('u'), 16).unwrap()
+            })
+            .collect();
+        assert_eq!(powers, POWERS);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_by_any_number_of_threads_give_the_stores_digest(
+            bytes in prop::collection::vec(any::<u8>(), 0..3000),
+            threads in 1u32..300,
+        ) {
+            prop_assert_eq!(twin(&bytes, threads), crc32fast::hash(&bytes));
+        }
+    }
+}

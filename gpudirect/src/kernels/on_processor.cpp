@@ -1,0 +1,94 @@
+// Runs the device kernels on the processor: a thread for each of their threads, a barrier for __syncthreads. What it shows
+// is that the source is right as a program, not that a GPU or NVRTC takes it. See scripts/kernels.
+#include <pthread.h>
+
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+struct Dim {
+    unsigned x;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+static thread_local Dim threadIdx, blockIdx;
+static Dim gridDim{1}, blockDim{1};
+static pthread_barrier_t barrier;
+
+#define __constant__ static const
+#define __device__ static
+#define __global__
+#define __shared__ static
+#define __syncthreads() pthread_barrier_wait(&barrier)
+
+static void atomicXor(unsigned *to, unsigned value) { __atomic_fetch_xor(to, value, __ATOMIC_SEQ_CST); }
+
+#include "crc32.cu"
+#include "gather.cu"
+
+static u32 plain(const unsigned char *bytes, size_t len) {
+    u32 crc = ~0u;
+    for (size_t at = 0; at < len; at++) {
+        crc ^= bytes[at];
+        for (int bit = 0; bit < 8; bit++) crc = (crc & 1) ? (crc >> 1) ^ 0xedb88320u : crc >> 1;
+    }
+    return ~crc;
+}
+
+template <typename Kernel> static void launch(unsigned blocks, unsigned threads, bool barriers, Kernel kernel) {
+    gridDim.x = blocks;
+    blockDim.x = threads;
+    // Blocks one after the other: shared memory is one variable here.
+    for (unsigned block = 0; block < blocks; block++) {
+        if (barriers) pthread_barrier_init(&barrier, nullptr, threads);
+        std::vector<std::thread> all;
+        for (unsigned thread = 0; thread < threads; thread++)
+            all.emplace_back([=] {
+                threadIdx.x = thread;
+                blockIdx.x = block;
+                kernel();
+            });
+        for (auto &one : all) one.join();
+        if (barriers) pthread_barrier_destroy(&barrier);
+    }
+}
+
+int main() {
+    std::vector<unsigned char> from(200000), to(200000, 0xee);
+    unsigned seed = 1;
+    for (auto &byte : from) {
+        seed = seed * 1664525u + 1013904223u;
+        byte = seed >> 24;
+    }
+    std::vector<u64> chunks, lens;
+    std::vector<u32> wanted;
+    for (size_t skew : {0, 1, 2, 3, 4, 7})
+        for (size_t len : {0, 1, 3, 4, 5, 1023, 1024, 1025, 4096, 4097, 65536, 100003}) {
+            chunks.push_back((u64)(from.data() + skew));
+            lens.push_back(len);
+            wanted.push_back(plain(from.data() + skew, len));
+        }
+    std::vector<u32> digests(chunks.size());
+    launch(3, THREADS, true, [&] { kvarts_crc32(chunks.data(), lens.data(), digests.data(), chunks.size()); });
+    int bad = 0;
+    for (size_t at = 0; at < digests.size(); at++) bad += digests[at] != wanted[at];
+    std::printf("crc32: %zu chunks, %d wrong\n", digests.size(), bad);
+
+    Table table{};
+    size_t at = 0;
+    for (size_t len : {1, 16, 17, 64, 1000, 4096, 5000, 33}) {
+        table.to[table.count] = (u64)(to.data() + at + (len & 1));
+        table.from[table.count] = (u64)(from.data() + 2 * at);
+        table.len[table.count++] = len;
+        at += len + 64;
+    }
+    launch(3, 64, false, [&] { kvarts_gather(table); });
+    std::vector<unsigned char> expected(200000, 0xee);
+    for (u64 piece = 0; piece < table.count; piece++)
+        for (u64 byte = 0; byte < table.len[piece]; byte++)
+            expected[table.to[piece] - (u64)to.data() + byte] = ((unsigned char *)table.from[piece])[byte];
+    int wrong = to != expected;
+    std::printf("gather: %llu pieces, %s\n", table.count, wrong ? "wrong" : "right");
+    return bad + wrong;
+}

@@ -1,0 +1,234 @@
+//! A store with a run of blocks, an arena, and an engine's pool on an emulated device, for the tests of landing.
+#![allow(dead_code, reason = "every test of landing uses a part of it")]
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
+use kvarts_gpudirect::device::{Device, Memory, Stream};
+use kvarts_gpudirect::error::{DeviceError, LandError};
+use kvarts_gpudirect::gather::Curve;
+use kvarts_gpudirect::pace::RealPace;
+use kvarts_gpudirect::pipeline::{LandRequest, LayerEnd, LayerStream, Next, Pipeline};
+use kvarts_gpudirect::store_layers::StoreRequest;
+use kvarts_gpudirect::{Arena, Destination};
+use kvarts_layout::plan::{MemoryId, PartTarget};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
+use kvarts_store::api::{
+    BlockOutcome, ContainsRequest, Durability, KvStore, Parent, Placed, Presence, PutRequest, Verify,
+};
+use kvarts_store::engine::Options;
+use kvarts_store::home::{Home, HomeOptions};
+use kvarts_store::rt::Class;
+use kvarts_store::rt::blocking::block_on;
+use kvarts_tests::fixture::{self, ODD, PAGES};
+
+pub const BLOCKS: u32 = 6;
+
+/// A store with a run of blocks, and an arena of the smallest size.
+pub struct Site {
+    home: Option<Home>,
+    pub path: PathBuf,
+    pub namespace: NamespaceId,
+    pub keys: Vec<BlockKey>,
+    pub arena: Arena,
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        if let Some(home) = self.home.take() {
+            home.close().unwrap();
+        }
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+pub const COLUMNS: [(Group, Coordinate); 2] =
+    [(PAGES, Coordinate::Heads { start: 0, count: 2, of: 2 }), (ODD, Coordinate::Replicated)];
+
+impl Site {
+    pub fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvarts-landing-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        let store = Options {
+            segment_bytes: 1 << 20,
+            record_bytes_max: 64 << 10,
+            budget_bytes: 256 << 20,
+            ..Options::default()
+        };
+        let options = HomeOptions { directories: vec![path.clone()], store, ..HomeOptions::default() };
+        let home = Home::open(&options).unwrap();
+        let namespace = home.store().register(&fixture::identity("landing"), &fixture::geometry()).unwrap();
+        let arena = Arena::new(192 << 10).unwrap();
+        let keys = fixture::keys(9, 0..u64::from(BLOCKS));
+        let site = Self { home: Some(home), path, namespace, keys, arena };
+        for column in COLUMNS {
+            let reply = block_on(site.store().put(site.put(column))).unwrap().unwrap();
+            assert!(reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored), "{reply:?}");
+        }
+        site
+    }
+
+    pub fn store(&self) -> &kvarts_store::engine::Store {
+        self.home.as_ref().unwrap().store()
+    }
+
+    pub fn put(&self, (group, coordinate): (Group, Coordinate)) -> PutRequest {
+        let shape = fixture::shape(group, coordinate);
+        let memory = fixture::memory(shape.block_bytes() * u64::from(BLOCKS), 0);
+        let mut at = 0;
+        for key in &self.keys {
+            for chunk in fixture::content(key, group, coordinate, 1, &shape) {
+                memory.copy_in(at, &chunk);
+                at += chunk.len();
+            }
+        }
+        PutRequest {
+            namespace: self.namespace,
+            group,
+            coordinate,
+            parent: Parent::Root,
+            first_block: Some(0),
+            keys: self.keys.clone(),
+            from: Placed::blocks(&shape, memory, BLOCKS).unwrap(),
+            layout: Some(kvarts_layout::Layout::LayerBlock),
+            durability: Durability::Durable,
+            expires_after: None,
+            origins: None,
+            deadline: None,
+        }
+    }
+
+    pub fn pipeline(&self, device: &Emulated) -> Pipeline {
+        let device: Arc<dyn Device> = Arc::new(device.clone());
+        Pipeline::new(Arc::new(self.store().clone()), device, self.arena.clone(), Curve::default())
+    }
+
+    pub fn land(&self, pipeline: &Pipeline, pool: &Pool) -> Result<LayerStream, LandError> {
+        // The store lets go of the last stream's memory on its own threads.
+        self.settle();
+        pipeline.land(self.request(pool))
+    }
+
+    pub fn request(&self, pool: &Pool) -> LandRequest {
+        LandRequest {
+            namespace: self.namespace,
+            group: pool.column.0,
+            coordinate: pool.column.1,
+            keys: self.keys.clone(),
+            layers: None,
+            into: pool.into.clone(),
+            depth_bytes: 0,
+            verify: Verify::Always,
+            class: Class::Foreground,
+            deadline: None,
+        }
+    }
+
+    /// Waits until disk and device have let go of the arena. One that keeps it for ever fails by never ending.
+    pub fn settle(&self) {
+        while self.arena.usage().used > 0 {
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// An engine's paged pool: each part in a memory of its own, slots scattered with gaps.
+pub struct Pool {
+    pub column: (Group, Coordinate),
+    pub shape: Arc<BlockShape>,
+    pub memories: Vec<Memory>,
+    pub into: Destination,
+}
+
+/// The slot of a block.
+pub fn slot(block: u32) -> u32 {
+    (block * 5 + 3) % 13
+}
+
+impl Pool {
+    pub fn new(device: &Emulated, column: (Group, Coordinate)) -> Self {
+        let shape = Arc::new(fixture::shape(column.0, column.1));
+        let chunks = shape.layers().iter().flat_map(|layer| &layer.chunks);
+        let (mut memories, mut targets) = (Vec::new(), Vec::new());
+        for (at, chunk) in (0u32..).zip(chunks) {
+            let memory = device.allocate(chunk.bytes * 13 + 8).unwrap();
+            device.poke(&memory, 0, &vec![0xEE; memory.len() as usize]).unwrap();
+            memories.push(memory);
+            targets.push(PartTarget { memory: MemoryId(at), base: 8, stride: chunk.bytes });
+        }
+        let slots = (0..BLOCKS).map(slot).collect();
+        let into = Destination::paged(&shape, memories.clone(), &targets, slots).unwrap();
+        Self { column, shape, memories, into }
+    }
+
+    /// The canonical parts of a layer.
+    pub fn parts(&self, layer: u32) -> std::ops::Range<usize> {
+        let layers = self.shape.layers();
+        let first = layers[..layer as usize].iter().map(|layer| layer.chunks.len()).sum();
+        first..first + layers[layer as usize].chunks.len()
+    }
+
+    /// Whether every byte of a layer is what was put, in its slot, and the gaps are untouched.
+    pub fn is_there(&self, site: &Site, device: &Emulated, layer: u32) -> bool {
+        self.parts(layer).all(|part| {
+            let bytes = device.peek(&self.memories[part], 0, self.memories[part].len()).unwrap();
+            let mut expected = vec![0xEE; bytes.len()];
+            for (block, key) in (0..).zip(&site.keys) {
+                let chunk = &fixture::content(key, self.column.0, self.column.1, 1, &self.shape)[part];
+                let at = 8 + slot(block) as usize * chunk.len();
+                expected[at..at + chunk.len()].copy_from_slice(chunk);
+            }
+            bytes == expected
+        })
+    }
+
+    /// What an engine's kernels of a layer do: read all of it.
+    pub fn touch(&self, device: &Emulated, stream: &Stream, layer: u32) -> Result<(), DeviceError> {
+        let mut parts = self.parts(layer);
+        parts.try_for_each(|part| device.touch(stream, &self.memories[part], 0, self.memories[part].len()))
+    }
+}
+
+pub fn strict(faults: Faults) -> Emulated {
+    // Copies take longer than reads, so that memory which is reused too early is seen.
+    let model = Model { strict: true, call: Duration::from_millis(1), ..Model::default() };
+    Emulated::with(model, faults, RealPace::new())
+}
+
+/// Takes every layer; gives how many came and the end.
+pub fn run(stream: &mut LayerStream, pool: &Pool, device: &Emulated, compute: &Stream) -> (u32, LayerEnd) {
+    let mut came = 0;
+    loop {
+        match stream.next_layer(compute) {
+            Next::Layer(layer) => {
+                assert_eq!(layer.layer, came, "layers come in order");
+                came += 1;
+                let _ = pool.touch(device, compute, layer.layer);
+            }
+            Next::End(end) => return (came, end),
+        }
+    }
+}
+
+/// What the producer of a new chain hands over.
+pub fn store_request(site: &Site, pool: &Pool, chain: u64) -> StoreRequest {
+    StoreRequest {
+        namespace: site.namespace,
+        group: pool.column.0,
+        coordinate: pool.column.1,
+        parent: Parent::Root,
+        first_block: Some(0),
+        keys: fixture::keys(chain, 0..u64::from(BLOCKS)),
+        from: pool.into.clone(),
+        durability: Durability::Durable,
+        deadline: None,
+    }
+}
+
+pub fn is_here(site: &Site, pool: &Pool, keys: &[BlockKey]) -> Vec<Presence> {
+    let (group, coordinate) = pool.column;
+    let request = ContainsRequest { namespace: site.namespace, group, coordinate, keys, lease: None };
+    site.store().contains(&request).unwrap().presence
+}
