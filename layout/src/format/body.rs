@@ -274,6 +274,9 @@ where
     rkyv::to_bytes::<Failure>(value).map_err(|_| EncodeError::TooLarge)
 }
 
+/// What every archive may be read at.
+const ALIGNMENT: usize = 16;
+
 /// Validates and copies out an archive whose tag has been verified.
 pub(super) fn from_archive<T>(bytes: &[u8]) -> Result<T, Unsound>
 where
@@ -282,8 +285,13 @@ where
         Portable + for<'a> CheckBytes<HighValidator<'a, Failure>> + Deserialize<T, HighDeserializer<Failure>>,
 {
     let damaged = |_: Failure| Unsound::Damaged { what: Damage::Body };
-    let mut aligned = AlignedVec::<16>::with_capacity(bytes.len());
-    aligned.extend_from_slice(bytes);
-    let archived = rkyv::access::<T::Archived, Failure>(&aligned).map_err(damaged)?;
+    let mut aligned = AlignedVec::<ALIGNMENT>::new();
+    let bytes = if bytes.as_ptr().addr().is_multiple_of(ALIGNMENT) {
+        bytes
+    } else {
+        aligned.extend_from_slice(bytes);
+        &aligned
+    };
+    let archived = rkyv::access::<T::Archived, Failure>(bytes).map_err(damaged)?;
     rkyv::deserialize::<T, Failure>(archived).map_err(damaged)
 }

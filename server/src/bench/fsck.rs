@@ -32,7 +32,7 @@ pub(super) struct FsckArgs {
     #[arg(long, default_value = "llama-3.1-8b")]
     model: String,
     /// MiB in the store
-    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u64).range(4..=1 << 20))]
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(4..=1 << 20))]
     mib: u64,
     /// MiB of a segment
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=16384))]

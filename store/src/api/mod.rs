@@ -3,6 +3,7 @@
 //! Guarantees first; the engine, the reference model and every client implement the same trait and pass the same
 //! conformance suite.
 
+pub mod by_layers;
 pub mod delete;
 pub mod digests;
 pub mod lookup;
@@ -16,6 +17,7 @@ use std::time::Duration;
 
 use kvarts_layout::{Geometry, Identity, NamespaceId};
 
+pub use by_layers::PutStream;
 pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, TtlRequest};
 pub use digests::Digests;
 pub use lookup::{LeaseId, LeaseTerms, MatchReply, MatchRequest};
@@ -25,9 +27,9 @@ pub use put::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, Pu
 pub use read::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, Verify, read_channel};
 pub use turns::Turns;
 
-use crate::error::Error;
+use crate::error::{Error, Reason};
 pub use crate::events::{Cause, Event, EventKind, Gap, Sequence, SnapshotCursor, SnapshotPage, Subscription};
-use crate::rt::mailbox::Ticket;
+use crate::rt::mailbox::{Ticket, ticket};
 
 /// A store of KV-cache blocks.
 ///
@@ -43,6 +45,17 @@ pub trait KvStore: Send + Sync {
     /// answered it is as durable as was asked; whatever else is answered, nothing of it is visible. The first put
     /// of a key wins; its bytes are never mixed with another's. Dropping the ticket cancels what has not begun.
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>>;
+
+    /// Begins a put whose layers come one after the other, from memory that they use in turns
+    /// ([`Placed::layers_in_turns`]): each is written when it is offered, and all blocks become visible together when
+    /// the put is sealed, as [`KvStore::put`] says. A refusal says that the blocks must be put whole instead: some are
+    /// here already, there are too many such puts, or they do not fit into one segment.
+    fn put_layers(&self, request: PutRequest) -> Ticket<Result<PutStream, Error>> {
+        drop(request);
+        let (reply, answer) = ticket();
+        let _ = reply.send(Err(Reason::Shape("this store takes blocks whole".to_owned()).into()));
+        answer
+    }
 
     /// Says which prefix can be restored now, from memory alone. With a lease, nothing of the usable prefix is
     /// evicted before the lease ends.

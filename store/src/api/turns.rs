@@ -30,16 +30,30 @@ impl Turns {
     /// Opens every step below `steps`: their memory is the store's from now until they are announced. What was
     /// opened stays open.
     pub fn open(&self, steps: u32) {
-        if self.0.open.fetch_max(steps, Ordering::AcqRel) >= steps {
-            return;
+        if self.0.open.fetch_max(steps, Ordering::AcqRel) < steps {
+            self.nudge();
         }
+    }
+
+    /// Lets whoever waits look again: something else than a step has changed.
+    pub(crate) fn nudge(&self) {
         let waiting = std::mem::take(&mut *self.waiting());
         waiting.into_iter().for_each(Waker::wake);
     }
 
+    /// How many leading steps are open.
+    pub fn opened(&self) -> u32 {
+        self.0.open.load(Ordering::Acquire)
+    }
+
+    /// Whether both are the same turns.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Whether a step may be read.
     pub fn is_open(&self, step: u32) -> bool {
-        step < self.0.open.load(Ordering::Acquire)
+        step < self.opened()
     }
 
     /// Whether a step may be read; if not, `waker` is woken by the next [`Turns::open`].

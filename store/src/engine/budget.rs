@@ -151,6 +151,11 @@ impl Shared {
         (self.budget.allocated.load(Relaxed), self.budget.limit.load(Relaxed))
     }
 
+    /// Segments that each shard may have within the budget, about.
+    pub(crate) fn segments_of_a_shard(&self) -> u64 {
+        self.budget.limit.load(Relaxed) / self.segment_bytes.max(1) / self.budget.shards.max(1)
+    }
+
     /// The least budget that this store can be run with.
     pub(crate) fn budget_floor(&self) -> u64 {
         self.budget.floor()

@@ -18,6 +18,7 @@ use super::delete::{self, Answer, DeletePart};
 use super::directory::{self, Found};
 use super::log::Log;
 use super::notify::before;
+use super::put::layers::{self, LayersPart};
 use super::put::{self, PutPart};
 use super::read::ReadPart;
 use super::recover::{self, RecoveryReport};
@@ -45,6 +46,8 @@ pub(crate) enum Message {
     },
     /// Do a part of a put.
     Put(u32, PutPart),
+    /// Write layers as they come.
+    PutLayers(u32, LayersPart),
     /// Do a part of a read.
     Read(u32, ReadPart),
     /// Do a part of a delete.
@@ -163,7 +166,8 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits) -> Body {
             let pump = Rc::clone(&driver);
             seat.rt.set_reaper(Box::new(move || pump.pump()));
             mailbox.attach(Arc::clone(&seat.unparker));
-            let Ok(region) = Region::anonymous(limits.arena_bytes) else { return };
+            // Huge pages are filled and registered in a fraction of the time.
+            let Ok((region, _)) = Region::anonymous_huge(limits.arena_bytes) else { return };
             // Unregistered memory works the same; `Inspect` tells why it is not registered.
             let registered = match limits.register {
                 true => seat.io.borrow_mut().register(&region),
@@ -199,6 +203,7 @@ impl Executor {
                     let _ = reply.send(self.adopt(&shared, shards).await);
                 }
                 Message::Put(shard, part) => self.put(shard, part),
+                Message::PutLayers(shard, part) => self.put_layers(shard, part),
                 Message::Read(shard, part) => self.read(shard, part),
                 Message::Delete(shard, part) => self.delete(shard, part),
                 Message::DeletePrefix { shared, request, root, router, reply } => {
@@ -378,6 +383,16 @@ impl Executor {
                 drop((busy, write));
             }),
         );
+    }
+
+    /// A stop does not wait for it as for other requests: it may stand still for as long as its caller likes. The log
+    /// ends it (`Log::finish`).
+    fn put_layers(&self, shard: u32, part: LayersPart) {
+        let Some(log) = self.log(shard) else {
+            return part.refuse(Reason::Bug("a put for a shard of another executor"));
+        };
+        let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
+        self.rt.spawn(Class::Put, Box::pin(async move { layers::run(&log, part, deadline).await }));
     }
 
     fn read(&self, shard: u32, part: ReadPart) {

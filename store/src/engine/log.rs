@@ -33,7 +33,7 @@ use super::shared::Shared;
 use super::slice::Hold;
 use super::unpack::Unpacker;
 use super::writes::Writes;
-use crate::api::Placed;
+use crate::api::{Placed, Turns};
 use crate::error::Reason;
 use crate::index::RecordInfo;
 use crate::io::policy::{Action, Stage, decide};
@@ -67,13 +67,15 @@ pub(crate) enum Payload<'a> {
         /// Asked at the moment at which the record gets its place and sequence: whether it is still wanted as it is.
         still: &'a dyn Fn() -> bool,
     },
+    /// On disk already, behind the place of the header.
+    There(Arc<RunLayout>),
 }
 
 impl Payload<'_> {
     /// Without padding.
     fn bytes(&self) -> u64 {
         match self {
-            Self::Placed { layout, .. } => layout.payload_bytes(),
+            Self::Placed { layout, .. } | Self::There(layout) => layout.payload_bytes(),
             Self::Image { bytes, .. } => *bytes,
         }
     }
@@ -81,7 +83,7 @@ impl Payload<'_> {
     /// With padding.
     fn image_bytes(&self) -> u64 {
         match self {
-            Self::Placed { layout, .. } => layout.image_bytes(),
+            Self::Placed { layout, .. } | Self::There(layout) => layout.image_bytes(),
             Self::Image { pages, .. } => pages.len() as u64,
         }
     }
@@ -164,6 +166,10 @@ pub(crate) struct Log {
     /// When segments, of which generation, were looked at for what is cold.
     pub(crate) looked_at: RefCell<BTreeMap<u32, (u64, Nanos)>>,
     open: RefCell<Option<Rc<Segment>>>,
+    /// Open segments that puts by layers have left: the next of them, or the next roll, goes on in one.
+    pub(super) parked: RefCell<Vec<Rc<Segment>>>,
+    /// Puts by layers under way, by what they wait for. Each has a segment of its own.
+    pub(super) layered: RefCell<Vec<Turns>>,
     /// A task is getting the next segment; others wait.
     pub(super) rolling: Cell<bool>,
     /// Segments are being given back.
@@ -194,11 +200,27 @@ pub(crate) struct Log {
 }
 
 /// A record's images in the order in which they are written, at its place.
-struct Image {
+pub(super) struct Image {
     segment: Rc<Segment>,
+    /// Where the headers begin, those of definitions that come with it included.
+    pub(super) offset: u64,
+    pub(super) headers: Vec<u8>,
+    pub(super) written: Written,
+}
+
+/// What a record would be at a place.
+pub(super) struct Sheet {
+    pub(super) headers: Vec<u8>,
+    entries: Vec<Entry>,
+    /// Where the record's own header begins.
     offset: u64,
-    headers: Vec<u8>,
-    written: Written,
+    header_bytes: u32,
+    payload_bytes: u64,
+    /// Headers and payload.
+    pub(super) len: u64,
+    pub(super) footer_bytes: u64,
+    /// The sequence after its own.
+    next_sequence: u64,
 }
 
 impl Log {
@@ -224,6 +246,8 @@ impl Log {
             unpaying: RefCell::default(),
             looked_at: RefCell::default(),
             open: RefCell::default(),
+            parked: RefCell::default(),
+            layered: RefCell::default(),
             rolling: Cell::new(false),
             shrinking: Cell::new(false),
             no_holes: Cell::new(false),
@@ -290,7 +314,7 @@ impl Log {
     }
 
     /// Lets go of a broken segment, so that the next record finds another.
-    fn abandon(&self, segment: &Rc<Segment>) {
+    pub(super) fn abandon(&self, segment: &Rc<Segment>) {
         let mut open = self.open.borrow_mut();
         if open.as_ref().is_some_and(|open| Rc::ptr_eq(open, segment)) {
             *open = None;
@@ -320,17 +344,61 @@ impl Log {
 
     /// The record's image at the end of `segment`, or `None` if it does not fit. Nothing is awaited in here, so
     /// records get their places, sequences and positions in one order.
-    fn try_place(&self, segment: &Rc<Segment>, draft: &Draft<'_>) -> Result<Option<Image>, Reason> {
+    pub(super) fn try_place(
+        &self,
+        segment: &Rc<Segment>,
+        draft: &Draft<'_>,
+    ) -> Result<Option<Image>, Reason> {
         if let Some(Payload::Image { still, .. }) = &draft.payload
             && !still()
         {
             return Err(Reason::Busy("what was to be moved has left meanwhile"));
         }
         let start = segment.tail.borrow().next;
+        let sheet = self.sheet(segment, draft, start, true)?;
+        if !self.fits(segment, sheet.len, sheet.footer_bytes) {
+            return Ok(None);
+        }
+        let Sheet { headers, mut entries, offset, header_bytes, payload_bytes, len, .. } = sheet;
+        let mut tail = segment.tail.borrow_mut();
+        tail.footer_bytes += sheet.footer_bytes;
+        for entry in &entries {
+            match &entry.content {
+                Content::Spec(defined) => tail.defined.insert((true, defined.local)),
+                Content::Identity(defined) => tail.defined.insert((false, defined.local)),
+                _ => false,
+            };
+        }
+        let records = record_bytes(&entries);
+        segment.book.append(len, records);
+        if matches!(draft.payload, Some(Payload::Placed { .. } | Payload::There(_))) {
+            self.put_bytes.set(self.put_bytes.get() + records);
+            self.shared.wrote(records);
+        }
+        tail.entries.append(&mut entries);
+        let given = tail.give_out(len);
+        debug_assert_eq!(given, start);
+        self.sequence.set(sheet.next_sequence);
+        let segment = Rc::clone(segment);
+        let end = start + len;
+        let _hold = Rc::new(Hold::new(&segment));
+        let written =
+            Written { segment: Rc::clone(&segment), offset, header_bytes, payload_bytes, end, _hold };
+        Ok(Some(Image { segment, offset: start, headers, written }))
+    }
+
+    /// What the record would be at `start`. With `define`, what the segment has not defined comes before it.
+    pub(super) fn sheet(
+        &self,
+        segment: &Segment,
+        draft: &Draft<'_>,
+        start: u64,
+        define: bool,
+    ) -> Result<Sheet, Reason> {
         let mut headers = Vec::new();
         let mut entries = Vec::new();
         let mut sequence = self.sequence.get();
-        if let Some(namespace) = draft.namespace {
+        if let Some(namespace) = draft.namespace.filter(|_| define) {
             let tail = segment.tail.borrow();
             let [spec, identity] = namespace.definitions();
             for (is_spec, definition) in [(true, spec), (false, identity)] {
@@ -355,34 +423,8 @@ impl Log {
         let image_bytes = page_align(payload_bytes).ok_or(Reason::TooMany("bytes in one record"))?;
         let len = headers.len() as u64 + image_bytes;
         let footer_bytes: u64 = entries.iter().map(footer_share).sum();
-        if !self.fits(segment, len, footer_bytes) {
-            return Ok(None);
-        }
-        let mut tail = segment.tail.borrow_mut();
-        tail.footer_bytes += footer_bytes;
-        for entry in &entries {
-            match &entry.content {
-                Content::Spec(defined) => tail.defined.insert((true, defined.local)),
-                Content::Identity(defined) => tail.defined.insert((false, defined.local)),
-                _ => false,
-            };
-        }
-        let records = record_bytes(&entries);
-        segment.book.append(len, records);
-        if matches!(draft.payload, Some(Payload::Placed { .. })) {
-            self.put_bytes.set(self.put_bytes.get() + records);
-            self.shared.wrote(records);
-        }
-        tail.entries.append(&mut entries);
-        let given = tail.give_out(len);
-        debug_assert_eq!(given, start);
-        self.sequence.set(sequence + 1);
-        let segment = Rc::clone(segment);
-        let end = start + len;
-        let _hold = Rc::new(Hold::new(&segment));
-        let written =
-            Written { segment: Rc::clone(&segment), offset, header_bytes, payload_bytes, end, _hold };
-        Ok(Some(Image { segment, offset: start, headers, written }))
+        let next_sequence = sequence + 1;
+        Ok(Sheet { headers, entries, offset, header_bytes, payload_bytes, len, footer_bytes, next_sequence })
     }
 
     fn encode(
@@ -401,7 +443,7 @@ impl Log {
     }
 
     /// Whether `len` more bytes leave room for the footer and the trailer.
-    fn fits(&self, segment: &Segment, len: u64, footer_bytes: u64) -> bool {
+    pub(super) fn fits(&self, segment: &Segment, len: u64, footer_bytes: u64) -> bool {
         let tail = segment.tail.borrow();
         let footer = page_align(tail.footer_bytes + footer_bytes + PAGE_BYTES).unwrap_or(u64::MAX);
         let end = tail.next.saturating_add(len).saturating_add(footer).saturating_add(PAGE_BYTES);
@@ -467,6 +509,7 @@ impl Log {
         let (layout, from, ordinal) = match payload {
             Payload::Placed { layout, from, ordinal } => (layout, from, *ordinal),
             Payload::Image { pages, .. } => return Some(vec![pages.clone()]),
+            Payload::There(_) => return None,
         };
         let plan = WritePlan::new(layout, from.places(), ordinal).ok()?;
         let summary = plan.summary(PAGE as u32);
@@ -491,8 +534,8 @@ impl Log {
         Name { dir: self.dir, path: format!("{home}/{name}").into() }
     }
 
-    /// Replaces the open segment `full` by another; true if one was opened by this call. One task does it; the
-    /// others wait and look again.
+    /// Replaces the open segment `full` by another; true if this call opened one that holds nothing. One task does it;
+    /// the others wait and look again.
     async fn roll(self: &Rc<Self>, full: Option<Rc<Segment>>) -> Result<bool, Reason> {
         if self.rolling.get() {
             self.changed.until(|| (!self.rolling.get()).then_some(())).await;
@@ -509,7 +552,7 @@ impl Log {
         self.rolling.set(true);
         let mut opened = self.open_next().await;
         if let Some(full) = full
-            && matches!(opened, Ok(()) | Err(Reason::NoSpace))
+            && matches!(opened, Ok(_) | Err(Reason::NoSpace))
         {
             self.abandon(&full);
             self.seal_in_background(full);
@@ -521,14 +564,26 @@ impl Log {
         }
         self.rolling.set(false);
         self.changed.wake_all();
-        opened.map(|()| true)
+        opened
     }
 
-    /// Opens a free segment, or a new file, and writes its header. In a new file records behind it may be written at
+    /// Opens a segment that a put by layers has left, or one that holds nothing. True if it holds nothing.
+    async fn open_next(self: &Rc<Self>) -> Result<bool, Reason> {
+        let parked = self.parked.borrow_mut().pop();
+        let fresh = parked.is_none();
+        let next = match parked {
+            Some(segment) => segment,
+            None => self.begin_segment().await?,
+        };
+        *self.open.borrow_mut() = Some(next);
+        Ok(fresh)
+    }
+
+    /// Begins a free segment, or a new file, and writes its header. In a new file records behind it may be written at
     /// once: a flush covers the header before it covers them, and without it they are found by their own tags. A
     /// recycled one has a sound footer of what it held: its header is durable first, or a crash could leave that
-    /// footer in force over records that are overwritten.
-    async fn open_next(self: &Rc<Self>) -> Result<(), Reason> {
+    /// footer in force over records that are overwritten. One task at a time calls it.
+    pub(super) async fn begin_segment(self: &Rc<Self>) -> Result<Rc<Segment>, Reason> {
         let segment = self.next_segment().await?;
         // It appends, so it must not be waited for here.
         self.thin_out_in_background();
@@ -541,10 +596,7 @@ impl Log {
             let written = self.driver.write(Class::Put, segment.file, 0, staging, true).await;
             segment.wrote(0);
             return match written {
-                Ok(()) => {
-                    *self.open.borrow_mut() = Some(segment);
-                    Ok(())
-                }
+                Ok(()) => Ok(segment),
                 Err(error) => {
                     segment.break_off(fault(&error));
                     match decide(&error, Stage::PutFlush) {
@@ -554,15 +606,14 @@ impl Log {
                 }
             };
         }
-        *self.open.borrow_mut() = Some(Rc::clone(&segment));
-        let (driver, file) = (Rc::clone(&self.driver), segment.file);
+        let (driver, file, writing) = (Rc::clone(&self.driver), segment.file, Rc::clone(&segment));
         (self.spawn)(Box::pin(async move {
             if let Err(error) = driver.write(Class::Put, file, 0, staging, false).await {
-                segment.break_off(fault(&error));
+                writing.break_off(fault(&error));
             }
-            segment.wrote(0);
+            writing.wrote(0);
         }));
-        Ok(())
+        Ok(segment)
     }
 
     /// The header of a segment as it is now.
@@ -656,12 +707,15 @@ impl Log {
     /// Seals the open segment, so that the next open has no tail to scan. Nothing is appended afterwards.
     pub(crate) async fn finish(self: &Rc<Self>) {
         self.closing.set(true);
+        self.layered.borrow().iter().for_each(Turns::nudge);
+        self.changed.until(|| self.layered.borrow().is_empty().then_some(())).await;
         self.settled().await;
-        let open = self.open.borrow_mut().take();
-        if let Some(segment) = open {
+        let mut open: Vec<_> = self.open.borrow_mut().take().into_iter().collect();
+        open.append(&mut self.parked.borrow_mut());
+        for segment in open {
             self.seal_in_background(segment);
-            self.settled().await;
         }
+        self.settled().await;
     }
 
     /// Completes when no segment is being sealed, and none thinned out.
@@ -693,6 +747,7 @@ fn fill(staging: &Buf, at: usize, payload: &Payload<'_>) {
     let (layout, from, ordinal) = match payload {
         Payload::Placed { layout, from, ordinal } => (layout, from, *ordinal),
         Payload::Image { pages, .. } => return staging.copy_from(at, pages, 0, pages.len()),
+        Payload::There(_) => return,
     };
     let Ok(plan) = WritePlan::new(layout, from.places(), ordinal) else { return };
     for piece in plan {

@@ -7,6 +7,8 @@
 //!
 //! Whatever happens to a put, its reservations end: a job that is dropped half-way abandons what it had reserved.
 
+pub(crate) mod layers;
+
 use std::ops::Range;
 use std::pin::pin;
 use std::rc::Rc;
@@ -81,7 +83,7 @@ pub(crate) fn begin(
     request: PutRequest,
     reply: Reply<Result<PutReply, Error>>,
 ) -> Vec<Routed> {
-    let class = match check(shared, &request) {
+    let class = match check(shared, &request, false) {
         Ok(class) => class,
         Err(reason) => {
             // A caller that is gone needs no answer.
@@ -89,6 +91,23 @@ pub(crate) fn begin(
             return Vec::new();
         }
     };
+    let (job, reservations) = reserve(shared, request, class, reply);
+    let mut parts = job.writes(&reservations, shards);
+    parts.extend(job.settles(&reservations));
+    job.lock().parts_left = parts.len();
+    if parts.is_empty() {
+        job.answer();
+    }
+    parts
+}
+
+/// Reserves what is missing.
+fn reserve(
+    shared: &Arc<Shared>,
+    request: PutRequest,
+    class: Arc<RunClass>,
+    reply: Reply<Result<PutReply, Error>>,
+) -> (Arc<PutJob>, Vec<Reservation>) {
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(class.namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
@@ -102,25 +121,13 @@ pub(crate) fn begin(
     };
     let state =
         PutState { outcomes: reservations.iter().map(outcome).collect(), parts_left: 0, reply: Some(reply) };
-    let job = Arc::new(PutJob {
-        shared: Arc::clone(shared),
-        request,
-        class,
-        prints,
-        claim,
-        state: Mutex::new(state),
-    });
-    let mut parts = job.writes(&reservations, shards);
-    parts.extend(job.settles(&reservations));
-    job.lock().parts_left = parts.len();
-    if parts.is_empty() {
-        job.answer();
-    }
-    parts
+    let job = PutJob { shared: Arc::clone(shared), request, class, prints, claim, state: Mutex::new(state) };
+    (Arc::new(job), reservations)
 }
 
-/// Everything about a request that can be said before anything is begun.
-fn check(shared: &Arc<Shared>, request: &PutRequest) -> Result<Arc<RunClass>, Reason> {
+/// Everything about a request that can be said before anything is begun. Only a put by layers may have memory that
+/// layers share.
+fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<Arc<RunClass>, Reason> {
     if let Some(reason) = shared.latched() {
         return Err(reason);
     }
@@ -133,7 +140,7 @@ fn check(shared: &Arc<Shared>, request: &PutRequest) -> Result<Arc<RunClass>, Re
     if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
         return Err(Reason::DeadlineInPast);
     }
-    if request.from.turns().is_some() {
+    if !by_layers && request.from.turns().is_some() {
         // Memory that layers share has no bytes of all of them at once.
         return Err(Reason::Overlap);
     }
@@ -337,12 +344,10 @@ impl PutJob {
                 origins.get(run.start as usize..run.end as usize).map(<[OriginId]>::to_vec)
             });
         given.unwrap_or_else(|| {
-            let draw = |_| {
-                let mut origin = OriginId::default();
-                self.shared.entropy.fill(&mut origin.0);
-                origin
-            };
-            run.clone().map(draw).collect()
+            // One call for all of them: each goes to the kernel.
+            let mut bytes = vec![0; run.len() * size_of::<OriginId>()];
+            self.shared.entropy.fill(&mut bytes);
+            bytes.as_chunks().0.iter().map(|origin| OriginId(*origin)).collect()
         })
     }
 

@@ -104,7 +104,7 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     log.sequence.set(log.sequence.get().max(checkpoint.next_sequence));
     log.graves.replace(checkpoint.graves.clone());
     let now_ms = log.shared.clock.unix_millis();
-    let mut recovery = Recovery { log, report, checkpoint, batch: Batch::new(&log.shared.index), now_ms };
+    let mut recovery = Recovery { log, report, checkpoint, batch: Batch::new(&log.shared.index, 0), now_ms };
     recovery.retire(&found.segments);
     let mut sources = recovery.classify(&found.segments).await?;
     // Newest first: see `adopt`.
@@ -259,7 +259,10 @@ impl Recovery<'_> {
 
     /// Takes segments into the index, in this order, reading footers ahead.
     async fn take_in(&mut self, sources: Vec<Source>) -> Result<(), Reason> {
-        self.log.shared.index.expect(sources.iter().map(Source::blocks_about).sum());
+        let blocks = sources.iter().map(Source::blocks_about).sum();
+        self.batch = Batch::new(&self.log.shared.index, blocks);
+        // One for all footers: memory that is new each time costs more than reading it.
+        let mut image = Vec::new();
         let mut ahead = VecDeque::<(Buf, Transfer, Meta)>::new();
         let (mut next, mut begun) = (0, 0);
         while let Some(source) = sources.get(next) {
@@ -279,10 +282,9 @@ impl Recovery<'_> {
                 Listed::Footer(ends, trailer) => {
                     let Some((buf, read, holes)) = ahead.pop_front() else { continue };
                     self.report.metadata_bytes += buf.len() as u64;
-                    let image = match read.await {
-                        Ok(()) => buf.to_vec(),
-                        Err(_) => Vec::new(),
-                    };
+                    let read = read.await;
+                    image.resize(if read.is_ok() { buf.len() } else { 0 }, 0);
+                    buf.copy_out(0, &mut image);
                     drop(buf);
                     match holes.await {
                         Ok(Some(Reply::Holes(holes))) => drop(source.segment.holes.replace(holes)),

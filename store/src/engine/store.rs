@@ -18,15 +18,15 @@ use super::directory::Plan;
 use super::executor::{self, Message, Router};
 use super::expiry;
 use super::presence;
-use super::put;
+use super::put::{self, layers};
 use super::read;
 use super::recover::RecoveryReport;
 use super::shared::{Counts, Shared};
 use super::{EvictionPolicy, Limits, lookup};
 use crate::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
-    PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription,
-    Target, TtlReply, TtlRequest, read_channel,
+    PutReply, PutRequest, PutStream, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
+    Subscription, Target, TtlReply, TtlRequest, read_channel,
 };
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
@@ -407,6 +407,17 @@ impl KvStore for Store {
             {
                 put::refuse(part, &Reason::Busy(FULL));
             }
+        }
+        answer
+    }
+
+    fn put_layers(&self, request: PutRequest) -> Ticket<Result<PutStream, Error>> {
+        let (reply, answer) = ticket();
+        if let Some((shard, part)) = layers::begin(&self.0.shared, self.0.router.shards(), request, reply)
+            && let Some(Message::PutLayers(_, part)) =
+                self.0.router.offer(shard, Message::PutLayers(shard, part))
+        {
+            part.refuse(Reason::Busy(FULL));
         }
         answer
     }

@@ -1,8 +1,7 @@
 //! Blocks on their way into the index: sorted into the partitions that they go to while they are found.
 //!
 //! Recovery brings a million blocks in an order that means nothing to the index. Appending each to its partition's
-//! list writes a few hundred streams, which caches do well; then every partition is filled at once, and its table
-//! stays in the cache for as long as that takes.
+//! list writes a few hundred streams, which caches do well; then every partition is filled at once.
 
 use super::groups::partition_of;
 use super::{BlockFingerprint, Heat, Index, Location, RecordError, RecordId, Slot, State, entry, write};
@@ -23,7 +22,7 @@ pub struct Recovered {
 #[derive(Debug)]
 pub struct Gathering {
     bits: u32,
-    partitions: Box<[Vec<Recovered>]>,
+    partitions: Box<[Vec<Slot>]>,
     /// How many blocks came of each record, in turn.
     runs: Vec<(RecordId, usize)>,
     len: usize,
@@ -31,9 +30,11 @@ pub struct Gathering {
 
 impl Gathering {
     /// Adds a block. Those of one record should come one after another.
+    // Inlined, since a fingerprint that goes through memory in halves is slow to be read again.
+    #[inline]
     pub fn push(&mut self, found: Recovered) {
         if let Some(partition) = self.partitions.get_mut(partition_of(found.print, self.bits)) {
-            partition.push(found);
+            partition.push(Slot::new(found.print, State::Live, found.location, found.heat));
             self.len += 1;
         }
         match self.runs.last_mut() {
@@ -53,7 +54,6 @@ impl Gathering {
     }
 
     fn clear(&mut self) {
-        self.partitions.iter_mut().for_each(Vec::clear);
         self.runs.clear();
         self.len = 0;
     }
@@ -87,16 +87,15 @@ impl Index {
                 return Err(error);
             }
         }
-        for (partition, found) in self.partitions.iter().zip(&gathering.partitions) {
-            if found.is_empty() {
-                continue;
-            }
-            let mut inner = write(&partition.0);
-            for one in found {
-                let Recovered { print, location, heat } = *one;
-                if let Err(there) = inner.table.insert(Slot::new(print, State::Live, location, heat)) {
-                    conflicts.push((*one, entry(there)));
-                }
+        for (partition, found) in self.partitions.iter().zip(&mut gathering.partitions) {
+            if !found.is_empty() {
+                let lost = |lost: &Slot| Recovered {
+                    print: lost.print(),
+                    location: lost.location(),
+                    heat: lost.heat(),
+                };
+                let refused = |slot: &Slot, there: &Slot| conflicts.push((lost(slot), entry(there)));
+                write(&partition.0).table.insert_all(found, refused);
             }
         }
         for (lost, _) in &*conflicts {

@@ -202,16 +202,6 @@ impl Index {
         }
     }
 
-    /// Makes room for so many blocks more. Recovery says how many it is about to bring; the number must have been
-    /// bounded by what was read.
-    pub fn expect(&self, more: usize) {
-        let mean = more >> self.bits;
-        let each = mean + 3 * mean.isqrt() + 1;
-        for Partition(partition) in &self.partitions {
-            write(partition).table.expect(each);
-        }
-    }
-
     /// The key under which this index's fingerprints are made.
     pub fn key(&self) -> &FingerprintKey {
         &self.key

@@ -11,6 +11,8 @@
 //! growing is one pass over both arrays. The capacity is any number (the home is a multiply, not a mask),
 //! so a table can grow by a quarter and stay full. Growing costs at most one partition's worth of work.
 
+mod merge;
+
 use super::fingerprint::BlockFingerprint;
 use super::{EPOCHS, Heat, Location, Lookup, RecordId};
 use crate::sync::PLAIN;
@@ -168,15 +170,6 @@ impl Table {
         Self { slots: vacant(homes + TAIL), homes, entries: 0, bits }
     }
 
-    /// Makes room for so many entries more, so that they go in without growing and find gaps near.
-    pub(super) fn expect(&mut self, more: usize) {
-        let entries = self.entries.saturating_add(more);
-        let homes = entries.saturating_mul(LOAD_MAX.1).div_ceil(LOAD_MAX.0);
-        if homes > self.homes {
-            self.resize(homes);
-        }
-    }
-
     pub(super) fn entries(&self) -> usize {
         self.entries
     }
@@ -273,13 +266,18 @@ impl Table {
         let mut next = 0;
         for slot in old.into_iter().filter(|slot| slot.state().is_some()) {
             let at = self.home(slot.print).max(next);
-            if at == self.slots.len() {
-                self.slots.reserve_exact(TAIL);
-                self.slots.extend((0..TAIL).map(|_| Slot::default()));
-            }
-            self.slots[at] = slot;
+            self.put(at, slot);
             next = at + 1;
         }
+    }
+
+    /// Fills the slot at `at`, which may be the first one past the last.
+    fn put(&mut self, at: usize, slot: Slot) {
+        if at == self.slots.len() {
+            self.slots.reserve_exact(TAIL);
+            self.slots.extend((0..TAIL).map(|_| Slot::default()));
+        }
+        self.slots[at] = slot;
     }
 }
 
@@ -295,7 +293,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeMap;
 
-    fn check(table: &Table) {
+    pub(super) fn check(table: &Table) {
         let occupied: Vec<_> = table.slots.iter().enumerate().filter(|(_, s)| s.state().is_some()).collect();
         assert_eq!(occupied.len(), table.entries);
         assert!(occupied.windows(2).all(|pair| pair[0].1.print < pair[1].1.print), "out of order");
@@ -310,12 +308,12 @@ mod tests {
         });
     }
 
-    fn location(n: u32) -> Location {
+    pub(super) fn location(n: u32) -> Location {
         Location { record: RecordId(n), block: n as u16 }
     }
 
     /// Prints from few homes, the last one included, so that runs are long and reach past the end.
-    fn print() -> impl Strategy<Value = BlockFingerprint> {
+    pub(super) fn print() -> impl Strategy<Value = BlockFingerprint> {
         let first = prop_oneof![
             (0..6u64).prop_map(|i| i << 54),
             (0..6u64).prop_map(|i| u64::MAX >> 4 & !(i << 5)),
@@ -362,19 +360,6 @@ mod tests {
             let print = BlockFingerprint::from_parts(u64::MAX, i.wrapping_mul(0x9e37_79b9));
             assert_eq!(table.remove(print).map(|slot| slot.location()), Some(location(i)));
         }
-        check(&table);
-    }
-
-    #[test]
-    fn a_table_that_expects_entries_takes_them_without_growing() {
-        let mut table = Table::new(0, 0);
-        table.expect(1000);
-        let bytes = table.bytes();
-        for n in 0..1000u32 {
-            let print = BlockFingerprint::from_parts(u64::from(n) << 54, n);
-            assert!(table.insert(Slot::new(print, State::Live, location(n), Heat::default())).is_ok());
-        }
-        assert_eq!(table.bytes(), bytes);
         check(&table);
     }
 

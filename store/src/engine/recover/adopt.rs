@@ -43,8 +43,14 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    pub(super) fn new(index: &Index) -> Self {
-        Self { found: index.gathering(0), records: Vec::new(), conflicts: Vec::new(), last: None }
+    /// For about so many blocks.
+    pub(super) fn new(index: &Index, blocks: usize) -> Self {
+        Self {
+            found: index.gathering(blocks.min(BATCH_BLOCKS)),
+            records: Vec::new(),
+            conflicts: Vec::new(),
+            last: None,
+        }
     }
 }
 

@@ -1,0 +1,413 @@
+//! A put whose layers come one after the other: each is written as soon as it is there.
+//!
+//! It has a segment to itself until it ends, so that it may stand still without anybody behind it. Its records have
+//! their places from the beginning; of the segment's books they are no part before the put is sealed. Then, in this
+//! order: everything written is flushed; the headers, with the digests of all layers and with sequences of now, are
+//! written and flushed; the blocks become visible. A put that ends earlier has changed nothing but bytes behind the
+//! end of its segment's log, and the next to use the segment writes over them.
+//!
+//! What a crash leaves before the headers were written is bytes behind the end of a log, which recovery knows
+//! (`end-of-log-over-old-bytes`). No page of them passes for a record, whatever a caller wrote: headers carry a keyed
+//! tag over store, segment, generation and offset, and for these offsets none was made under this generation.
+//!
+//! Blocks are claimed when the put begins, so that nobody else writes them meanwhile. A delete that meets it takes the
+//! claim away and does not wait for it; from the moment at which it is sealed, it does.
+
+mod image;
+
+use std::ops::Range;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+
+use kvarts_layout::Layout;
+use kvarts_layout::arrange::RunLayout;
+use kvarts_layout::format::record::Body;
+
+use self::image::Image;
+use super::{PutJob, before, check, publish, record_blocks, reserve, shard_of};
+use crate::api::by_layers::Progress;
+use crate::api::{BlockOutcome, Durability, PutRequest, PutStream, Turns};
+use crate::engine::log::{Draft, Log, Payload, Written};
+use crate::engine::segment::{Segment, SegmentState, fault};
+use crate::engine::shared::Shared;
+use crate::error::{Error, Reason};
+use crate::index::Reservation;
+use crate::io::IoError;
+use crate::io::policy::{Action, Stage, decide};
+use crate::ledger::Promise;
+use crate::rt::mailbox::{Reply, ticket};
+use crate::rt::{Class, LocalTask, Nanos};
+
+/// Puts by layers under way in one shard.
+const UNDER_WAY_MAX: usize = 4;
+/// Of a shard's segments, one in so many may be held by a put by layers.
+const SEGMENTS_EACH: u64 = 8;
+
+/// What one executor does for a put by layers.
+pub(crate) struct LayersPart {
+    job: Arc<PutJob>,
+    /// The blocks of each record.
+    runs: Vec<Range<u32>>,
+    promises: Vec<Promise>,
+    progress: Arc<Progress>,
+    /// Until it is known whether there is room for it.
+    begun: Option<(Reply<Result<PutStream, Error>>, PutStream)>,
+}
+
+impl Drop for LayersPart {
+    fn drop(&mut self) {
+        self.progress.end();
+    }
+}
+
+impl LayersPart {
+    /// When the caller stops caring.
+    pub(crate) fn deadline(&self) -> Option<Nanos> {
+        self.job.request.deadline
+    }
+
+    /// Says that the put was not begun.
+    pub(crate) fn refuse(mut self, reason: Reason) {
+        if let Some((reply, _)) = self.begun.take() {
+            // A caller that is gone needs no answer.
+            let _ = reply.send(Err(reason.into()));
+        }
+    }
+
+    fn turns(&self) -> &Turns {
+        &self.progress.offered
+    }
+
+    /// Chunks of one block.
+    fn chunks(&self) -> usize {
+        self.job.class.shape.layers().iter().map(|layer| layer.chunks.len()).sum()
+    }
+}
+
+/// Checks the request and claims its blocks. `None` if it was refused: that has been answered.
+pub(crate) fn begin(
+    shared: &Arc<Shared>,
+    shards: u32,
+    request: PutRequest,
+    begun: Reply<Result<PutStream, Error>>,
+) -> Option<(u32, LayersPart)> {
+    match try_begin(shared, shards, request) {
+        Ok((shard, mut part, stream)) => {
+            part.begun = Some((begun, stream));
+            Some((shard, part))
+        }
+        Err(reason) => {
+            // A caller that is gone needs no answer.
+            let _ = begun.send(Err(reason.into()));
+            None
+        }
+    }
+}
+
+fn try_begin(
+    shared: &Arc<Shared>,
+    shards: u32,
+    mut request: PutRequest,
+) -> Result<(u32, LayersPart, PutStream), Reason> {
+    let turns = request.from.turns().cloned();
+    let turns = turns.filter(|turns| turns.opened() == 0 && request.layout != Some(Layout::FullBlock));
+    let wrong = || Reason::Shape("a put by layers needs memory in turns and a layout by layers".to_owned());
+    let turns = turns.ok_or_else(wrong)?;
+    request.layout = Some(Layout::LayerBlock);
+    let class = check(shared, &request, true)?;
+    let shard = request.keys.first().map_or(0, |key| shard_of(key, shards));
+    let (blocks, from, shape) = (request.keys.len() as u32, request.from.clone(), Arc::clone(&class.shape));
+    let limit = record_blocks(shared, shape.block_bytes())?;
+    let (reply, answer) = ticket();
+    let (job, reservations) = reserve(shared, request, class, reply);
+    if reservations.iter().any(|one| *one != Reservation::Reserved) {
+        return Err(Reason::Busy("some of the blocks are here, or on their way"));
+    }
+    let (mut runs, mut promises) = (Vec::new(), Vec::new());
+    for start in (0..blocks).step_by(limit.max(1) as usize) {
+        let run = start..start.saturating_add(limit).min(blocks);
+        promises.push(job.promise(&run)?);
+        runs.push(run);
+    }
+    job.lock().parts_left = 1;
+    let (stream, progress) = PutStream::new(from, shape, turns, answer);
+    Ok((shard, LayersPart { job, runs, promises, progress, begun: None }, stream))
+}
+
+/// A record that is written layer by layer.
+struct Place {
+    run: Range<u32>,
+    layout: Arc<RunLayout>,
+    /// Where its payload begins in the segment.
+    at: u64,
+}
+
+/// Does the put on its shard's executor. `deadline` completes when the caller stops caring.
+pub(crate) async fn run(log: &Rc<Log>, mut part: LayersPart, deadline: Option<LocalTask>) {
+    let (segment, places) = match find(log, &part).await {
+        Ok(found) => found,
+        Err(reason) => return part.refuse(reason),
+    };
+    log.layered.borrow_mut().push(part.turns().clone());
+    if let Some((reply, stream)) = part.begun.take() {
+        // If nobody waits for it, it is dropped, and the put stops.
+        let _ = reply.send(Ok(stream));
+    }
+    let promises = std::mem::take(&mut part.promises);
+    {
+        let mut writing = pin!(write(log, &part, &segment, &places));
+        let ended = before(writing.as_mut(), deadline).await;
+        let late = ended.is_none();
+        let blocks = part.job.request.keys.len() as u32;
+        let outcomes: Vec<_> = match ended.unwrap_or(Err(Reason::DeadlinePassed)) {
+            Ok(deleted) => {
+                let of = |place| match deleted.contains(&place) {
+                    true => (place, BlockOutcome::Refused(Reason::Deleted)),
+                    false => (place, BlockOutcome::Stored),
+                };
+                (0..blocks).map(of).collect()
+            }
+            Err(reason) => {
+                let refused = part.job.give_up(&(0..blocks), reason);
+                (0..blocks).map(|place| (place, refused.clone())).collect()
+            }
+        };
+        // What is live by now is counted as live.
+        drop(promises);
+        part.job.finish(outcomes);
+        if late {
+            // What is under way ends first: the segment is not used for anything else before.
+            let _ = writing.await;
+        }
+    }
+    put_away(log, segment).await;
+    log.layered.borrow_mut().retain(|turns| !turns.is(part.turns()));
+    log.changed.wake_all();
+}
+
+/// Finds a segment with room for all records, and says where they go.
+async fn find(log: &Rc<Log>, part: &LayersPart) -> Result<(Rc<Segment>, Vec<Place>), Reason> {
+    if log.closing.get() {
+        return Err(Reason::Busy("the store is closing"));
+    }
+    let under_way = log.layered.borrow().len();
+    let enough = under_way >= UNDER_WAY_MAX
+        || (under_way as u64 + 1) * SEGMENTS_EACH > log.shared.segments_of_a_shard();
+    if enough {
+        return Err(Reason::Busy("there are enough puts by layers"));
+    }
+    let parked = log.parked.borrow().clone();
+    for segment in parked {
+        if let Some(places) = lay_out(log, part, &segment)? {
+            log.parked.borrow_mut().retain(|one| !Rc::ptr_eq(one, &segment));
+            return Ok((segment, places));
+        }
+    }
+    log.changed.until(|| (!log.rolling.replace(true)).then_some(())).await;
+    let begun = log.begin_segment().await;
+    log.rolling.set(false);
+    log.changed.wake_all();
+    let segment = begun?;
+    match lay_out(log, part, &segment) {
+        Ok(Some(places)) => Ok((segment, places)),
+        other => {
+            put_away(log, segment).await;
+            other.and(Err(Reason::TooMany("bytes for one segment")))
+        }
+    }
+}
+
+/// Where the records would lie in the segment, or `None` if they do not fit.
+fn lay_out(log: &Log, part: &LayersPart, segment: &Segment) -> Result<Option<Vec<Place>>, Reason> {
+    let start = segment.tail.borrow().next;
+    let (mut at, mut footer_bytes, mut places) = (start, 0, Vec::new());
+    for run in &part.runs {
+        // A header is as long whatever its digests are.
+        let digests = vec![0; part.chunks() * run.len()];
+        let (draft, _) = draft(&part.job, run, &digests)?;
+        let sheet = log.sheet(segment, &draft, at, at == start)?;
+        let layout = part.job.class.layout_of(run.len() as u32)?;
+        footer_bytes += sheet.footer_bytes;
+        places.push(Place { run: run.clone(), layout, at: at + sheet.headers.len() as u64 });
+        at += sheet.len;
+    }
+    Ok(log.fits(segment, at - start, footer_bytes).then_some(places))
+}
+
+/// The record of a run whose payload is on disk, and when it expires.
+fn draft<'a>(job: &'a PutJob, run: &Range<u32>, digests: &'a [u32]) -> Result<(Draft<'a>, u32), Reason> {
+    let (blocks, expires) = job.body(run);
+    let payload = Some(Payload::There(job.class.layout_of(run.len() as u32)?));
+    let namespace = Some(&*job.class.namespace);
+    Ok((Draft { namespace, body: Body::Blocks(blocks), digests, payload }, expires))
+}
+
+/// Writes what is offered until all of it is there, and seals it. Gives the places of blocks that a delete has met.
+async fn write(
+    log: &Rc<Log>,
+    part: &LayersPart,
+    segment: &Rc<Segment>,
+    places: &[Place],
+) -> Result<Vec<u32>, Reason> {
+    let mut images = Vec::new();
+    for place in places {
+        images.push(Image::new(place, &part.job.request.from)?);
+    }
+    let layers = part.job.class.shape.layers().len() as u32;
+    let mut written = 0;
+    while written < layers {
+        let offered = turn(log, part, written).await?.min(layers);
+        let mut writes = Vec::new();
+        let mut outcome = Ok(());
+        'offered: for layer in written..offered {
+            for image in &mut images {
+                outcome = image.issue(log, segment, layer, &mut writes).await;
+                if outcome.is_err() {
+                    break 'offered;
+                }
+            }
+        }
+        // All must have ended before anything is said of the segment.
+        for write in writes {
+            outcome = outcome.and(write.await);
+        }
+        outcome.map_err(|error| failed(log, segment, &error))?;
+        written = offered;
+        part.progress.written.open(written);
+    }
+    turn(log, part, layers).await?;
+    seal(log, part, segment, places).await
+}
+
+/// Completes when the step may be done, with how many may.
+async fn turn(log: &Log, part: &LayersPart, step: u32) -> Result<u32, Reason> {
+    std::future::poll_fn(|context| {
+        // The waker is left first: a caller that leaves after the look wakes.
+        let open = part.turns().is_open_or_wake(step, context.waker());
+        let closing = log.closing.get().then_some(Reason::Busy("the store is closing"));
+        match closing.or_else(|| part.job.stopped()).or_else(|| log.shared.latched()) {
+            Some(reason) => Poll::Ready(Err(reason)),
+            None if open => Poll::Ready(Ok(part.turns().opened())),
+            None => Poll::Pending,
+        }
+    })
+    .await
+}
+
+/// A write or flush failed: the segment takes nothing any more.
+fn failed(log: &Log, segment: &Rc<Segment>, error: &IoError) -> Reason {
+    segment.break_off(fault(error));
+    match decide(error, Stage::PutData) {
+        Action::LatchReadOnly => log.shared.latch(error),
+        Action::RefuseNoSpace => Reason::NoSpace,
+        _ => Reason::Media(error.to_string()),
+    }
+}
+
+/// Makes the records of what has been written.
+async fn seal(
+    log: &Rc<Log>,
+    part: &LayersPart,
+    segment: &Rc<Segment>,
+    places: &[Place],
+) -> Result<Vec<u32>, Reason> {
+    let durable = part.job.request.durability == Durability::Durable;
+    if durable {
+        // No header is durable before what it describes.
+        log.driver.flush(segment.file).await.map_err(|error| failed(log, segment, &error))?;
+    }
+    // A delete waits from here on, and what it has met by now is not written.
+    let _write = log.writes.begin();
+    if let Some(reason) = part.job.stopped() {
+        return Err(reason);
+    }
+    if log.closing.get() {
+        return Err(Reason::Busy("the store is closing"));
+    }
+    if places.iter().any(|place| !part.job.is_claimed(&place.run)) {
+        return Err(Reason::Deleted);
+    }
+    let records = write_headers(log, part, segment, places).await?;
+    if durable && let Some((last, _)) = records.last() {
+        log.make_durable(last).await?;
+    }
+    let mut lost = Vec::new();
+    for (place, (written, expires)) in places.iter().zip(&records) {
+        match publish(log, &part.job, &place.run, written, *expires) {
+            Ok(some) => lost.extend(some.into_iter().map(|block| place.run.start + u32::from(block))),
+            Err(Reason::Deleted) => lost.extend(place.run.clone()),
+            Err(reason) => return Err(reason),
+        }
+    }
+    Ok(lost)
+}
+
+/// Gives the records their sequences and writes their headers. Of each, where it is and when it expires.
+async fn write_headers(
+    log: &Rc<Log>,
+    part: &LayersPart,
+    segment: &Rc<Segment>,
+    places: &[Place],
+) -> Result<Vec<(Written, u32)>, Reason> {
+    let (digests, chunks) = (part.progress.digests(), part.chunks());
+    let mut placed = Vec::new();
+    let mut outcome = Ok(());
+    // Nothing is awaited in here: places, sequences and positions come in one order.
+    for place in places {
+        let of = place.run.start as usize * chunks..place.run.end as usize * chunks;
+        let (draft, expires) = draft(&part.job, &place.run, digests.get(of).unwrap_or_default())?;
+        match log.try_place(segment, &draft) {
+            Ok(Some(image)) => {
+                let end = image.offset + image.headers.len() as u64;
+                placed.push((image, expires));
+                if end == place.at {
+                    continue;
+                }
+                outcome = Err(Reason::Bug("a record that is not where its payload is"));
+            }
+            Ok(None) => outcome = Err(Reason::Bug("a record that does not fit where it did")),
+            Err(reason) => outcome = Err(reason),
+        }
+        break;
+    }
+    let mut writes = Vec::new();
+    for (image, _) in &placed {
+        if outcome.is_err() {
+            break;
+        }
+        match log.stage(image.headers.len()).await {
+            Ok(staging) => {
+                staging.copy_in(0, &image.headers);
+                writes.push(log.driver.write(Class::Put, segment.file, image.offset, staging, false));
+            }
+            Err(error) => outcome = Err(failed(log, segment, &error)),
+        }
+    }
+    for write in writes {
+        if let Err(error) = write.await {
+            outcome = Err(failed(log, segment, &error));
+        }
+    }
+    if let Err(reason) = &outcome {
+        // A place without a record: nothing may follow it.
+        segment.break_off(reason.clone());
+    }
+    placed.iter().for_each(|(image, _)| segment.wrote(image.offset));
+    outcome?;
+    Ok(placed.into_iter().map(|(image, expires)| (image.written, expires)).collect())
+}
+
+/// Parks a segment for the next to use it, or frees it if it holds nothing.
+async fn put_away(log: &Log, segment: Rc<Segment>) {
+    segment.quiet().await;
+    if segment.broken().is_some() || segment.state.get() != SegmentState::Open {
+        return;
+    }
+    if segment.tail.borrow().entries.is_empty() {
+        segment.state.set(SegmentState::Free);
+    } else {
+        log.parked.borrow_mut().push(segment);
+    }
+}

@@ -1,0 +1,143 @@
+//! Many entries into a table at once: sorted as the table is, then one pass over both.
+//!
+//! One at a time, each entry costs a search and the shifting of a run. Fingerprints are uniform and so are their homes:
+//! a counting sort by home leaves almost nothing to compare, and the pass that follows writes every slot once.
+
+use super::{BlockFingerprint, LOAD_MAX, Slot, Table, vacant};
+
+/// More than this many times as many entries as there are new ones: they go in one at a time.
+const FEW: usize = 4;
+
+impl Table {
+    /// Inserts each of `found` unless its fingerprint is there by then, and empties it. Of those with the same
+    /// fingerprint the first one counts. `refused` gets each that was left out, and what is there instead.
+    pub(in crate::index) fn insert_all(
+        &mut self,
+        found: &mut Vec<Slot>,
+        mut refused: impl FnMut(&Slot, &Slot),
+    ) {
+        if found.len() < self.entries / FEW {
+            for slot in found.drain(..) {
+                let (print, location, heat) = (slot.print(), slot.location(), slot.heat());
+                if let Err(there) = self.insert(slot) {
+                    refused(&Slot::new(print, super::State::Live, location, heat), there);
+                }
+            }
+            return;
+        }
+        let entries = self.entries + found.len();
+        let homes = entries.saturating_mul(LOAD_MAX.1).div_ceil(LOAD_MAX.0).max(self.homes);
+        self.homes = homes;
+        let new = self.sorted(found);
+        let old = std::mem::replace(&mut self.slots, vacant(homes + super::TAIL));
+        let mut old = old.into_iter().filter(|slot| slot.state().is_some()).peekable();
+        let mut end = End { next: 0, last: None };
+        self.entries = 0;
+        for slot in new {
+            while let Some(before) = old.next_if(|old| old.print() <= slot.print()) {
+                self.append(before, &mut end);
+            }
+            match end.last.filter(|(print, _)| *print == slot.print()) {
+                Some((_, at)) => refused(&slot, &self.slots[at]),
+                None => self.append(slot, &mut end),
+            }
+        }
+        old.for_each(|slot| self.append(slot, &mut end));
+    }
+
+    /// Puts a slot that is greater than all there are.
+    fn append(&mut self, slot: Slot, end: &mut End) {
+        let print = slot.print();
+        let at = self.home(print).max(end.next);
+        self.put(at, slot);
+        self.entries += 1;
+        *end = End { next: at + 1, last: Some((print, at)) };
+    }
+
+    /// In ascending order; those with the same fingerprint as they came.
+    fn sorted(&self, found: &mut Vec<Slot>) -> Vec<Slot> {
+        // After the first pass `ends[h]` is how many there are of home h, after the second where they begin, and each
+        // that is placed moves it towards their end.
+        let mut ends = vec![0u32; self.homes];
+        for slot in &*found {
+            ends[self.home(slot.print())] += 1;
+        }
+        let mut begin = 0;
+        for end in &mut ends {
+            begin += std::mem::replace(end, begin);
+        }
+        let mut sorted = vacant(found.len());
+        for slot in found.drain(..) {
+            let end = &mut ends[self.home(slot.print())];
+            sorted[*end as usize] = slot;
+            *end += 1;
+        }
+        // Few share a home, so few are out of order, and not by far.
+        for at in 1..sorted.len() {
+            let mut place = at;
+            while place > 0 && sorted[place].print() < sorted[place - 1].print() {
+                sorted.swap(place, place - 1);
+                place -= 1;
+            }
+        }
+        sorted
+    }
+}
+
+/// How far a table is filled.
+struct End {
+    next: usize,
+    last: Option<(BlockFingerprint, usize)>,
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::tests::{check, location, print};
+    use super::super::{Slot, State, Table};
+    use crate::index::Heat;
+
+    proptest! {
+        #[test]
+        fn all_at_once_is_as_one_after_another(
+            before in prop::collection::vec(print(), 0..200),
+            batches in prop::collection::vec(prop::collection::vec(print(), 0..150), 1..4),
+        ) {
+            let (mut one, mut all) = (Table::new(4, 0), Table::new(4, 0));
+            let mut number = 0;
+            let mut slots = |prints: &[_]| {
+                let slot = |print: &_| {
+                    number += 1;
+                    Slot::new(*print, State::Live, location(number), Heat { epoch: 7, ..Heat::default() })
+                };
+                prints.iter().map(slot).collect::<Vec<_>>()
+            };
+            let copy = |slot: &Slot| Slot::new(slot.print(), State::Live, slot.location(), slot.heat());
+            for slot in slots(&before) {
+                let _ = all.insert(copy(&slot));
+                let _ = one.insert(slot);
+            }
+            for batch in &batches {
+                let mut batch = slots(batch);
+                let mut expected = Vec::new();
+                for slot in &batch {
+                    if let Err(there) = one.insert(copy(slot)) {
+                        expected.push((slot.location(), there.location()));
+                    }
+                }
+                let mut refused = Vec::new();
+                all.insert_all(&mut batch, |slot, there| refused.push((slot.location(), there.location())));
+                check(&all);
+                expected.sort_unstable();
+                refused.sort_unstable();
+                prop_assert_eq!(refused, expected);
+                prop_assert!(batch.is_empty());
+                let list = |table: &Table| {
+                    table.iter().map(|slot| (slot.print(), slot.location(), slot.heat())).collect::<Vec<_>>()
+                };
+                prop_assert_eq!(list(&all), list(&one));
+            }
+        }
+    }
+}
