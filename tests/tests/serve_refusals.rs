@@ -392,3 +392,19 @@ fn deletes_that_cannot_be_are_refused() {
         assert_eq!(status.code(), Code::InvalidArgument, "{name}");
     }
 }
+
+/// A client asks for a drain, and serving has ended by the time that somebody waits for it.
+#[test]
+fn a_server_that_ended_serving_before_it_is_told_to_stop_still_stops_cleanly() {
+    let mut served = Served::start("ended", "");
+    let mut daemon = served.daemon.take().unwrap();
+    daemon.node().start_drain();
+    served.runtime.block_on(async {
+        // Which of the two it sees first is up to chance.
+        for _ in 0..40 {
+            daemon.drained().await;
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        daemon.stop().await.unwrap();
+    });
+}

@@ -128,7 +128,7 @@ impl Daemon {
         let ended = tokio::time::timeout(DRAIN_PATIENCE, async {
             node.idle().await;
             // Connections without a call close at once.
-            let _ = tokio::time::timeout(Duration::from_secs(2), &mut serving).await;
+            let _ = tokio::time::timeout(Duration::from_secs(2), ended(&mut serving)).await;
         });
         if ended.await.is_err() {
             tracing::warn!(calls = node.calls(), "calls did not end in time and are broken off");
@@ -150,8 +150,16 @@ impl Daemon {
     pub async fn drained(&mut self) {
         tokio::select! {
             () = self.node.drain_asked() => {}
-            _ = &mut self.serving => {}
+            () = ended(&mut self.serving) => {}
         }
+    }
+}
+
+/// Returns when a task has ended. One that has given its result must not be asked for it again: whoever waits for a drain
+/// may have seen serving end before stopping does.
+async fn ended<T>(task: &mut JoinHandle<T>) {
+    if !task.is_finished() {
+        let _ = task.await;
     }
 }
 

@@ -227,8 +227,10 @@ pub(super) fn agree(seed: Seed, options: &Options, image: Media) -> Result<(), S
     if !after.findings.is_clean() {
         return Err(format!("after recovery: {}", problems(&after)));
     }
-    if after.blocks != before.blocks {
-        return Err(format!("{} blocks before recovery, {} after", before.blocks, after.blocks));
+    // Finishing the delete of a namespace writes, and may empty segments of dead blocks to have room for it.
+    let same = if finishes(&opened) { after.blocks <= before.blocks } else { after.blocks == before.blocks };
+    if !same {
+        return Err(format!("{} blocks before recovery, {} after: {reports:?}", before.blocks, after.blocks));
     }
     Ok(())
 }
@@ -268,6 +270,13 @@ pub(super) fn rows() -> Vec<Row> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Under a tight budget, opening recycles two segments to have room for what finishing the delete of a namespace
+    /// writes: blocks that it has deleted are on the disk before and not after.
+    #[test]
+    fn finishing_the_delete_of_a_namespace_may_recycle_what_it_has_deleted() {
+        witness(Seed(56), &States::default()).unwrap();
+    }
 
     /// Seeds 12 and 18 once said that a second recovery changes the disk: it seals what the first one wrote when it
     /// finished the delete of a namespace that the power cut had stopped between two shards.

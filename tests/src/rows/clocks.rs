@@ -245,7 +245,7 @@ pub(super) fn row() -> Row {
         id: "R17",
         what: "clocks set by hours and years, stopped, drifting: leases under pressure, times to live, restarts",
         counts: "runs with different event logs",
-        targets: [300, 30_000, 300_000],
+        targets: [200, 30_000, 300_000],
         run: |ask, target| -> Tally {
             until(ask, target, |seed, states| match seed.0 % 3 {
                 0 => script(seed, states),

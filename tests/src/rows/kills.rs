@@ -128,7 +128,10 @@ impl Server {
         if let Some(mut from) = self.child.stderr.take() {
             let _ = std::io::Read::read_to_string(&mut from, &mut all);
         }
-        all.lines().last().unwrap_or_default().to_owned()
+        // A panic says where it was before it shows how it came there.
+        let lines: Vec<&str> = all.lines().collect();
+        let from = lines.iter().position(|line| line.contains(" panicked at "));
+        lines[from.unwrap_or(lines.len().saturating_sub(1))..].join("\n")
     }
 
     fn client(&self) -> Result<Client, String> {

@@ -236,7 +236,7 @@ pub(super) fn row() -> Row {
         id: "R18",
         what: "mutated bytes on disk: every decoder, and whole stores with proven nonsense in them",
         counts: "inputs, whole stores among them",
-        targets: [150_000, 10_000_000, 100_000_000],
+        targets: [100_000, 10_000_000, 100_000_000],
         run: |ask, target| -> Tally {
             until(ask, target, |seed, states| match seed.0 % STORES {
                 0 => whole_store(seed, states),

@@ -56,6 +56,7 @@ pub const BUGS: &[Bug] = &[
         "R22",
         "compaction switches the index without a look at what it points to now",
     ),
+    bug("first-shard-wins", "R13", "of copies in two shards the one counts that is recovered first"),
     bug("torn-tail-adopted", "R1", "recovery adopts records without a look at their payloads"),
     bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one"),
     bug(

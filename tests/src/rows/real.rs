@@ -9,8 +9,9 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use kvarts_fsck::check::Level;
-use kvarts_fsck::disk::{Disk, RealDisk};
+use kvarts_fsck::disk::{Disk, OpenError, RealDisk};
 use kvarts_store::engine::{Limits, Options, Store};
+use kvarts_store::error::{Error, Reason};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 
 use super::pool::{States, until};
@@ -223,10 +224,25 @@ fn judge(
 
 /// What a store holds; it is stopped cleanly afterwards.
 fn contents(seed: Seed, folder: &Path) -> Result<Found, String> {
-    let home = Home::open(&options(seed, folder)).map_err(|error| format!("it does not open: {error}"))?;
+    let options = options(seed, folder);
+    let locked = |error: &Error| matches!(error.0, Reason::Locked(_));
+    let home = unlocked(|| Home::open(&options), locked);
+    let home = home.map_err(|error| format!("it does not open: {error}"))?;
     let found = poll_until_done(read_all(home.store()), &mut |_| ())?;
     home.close().map_err(|error| format!("it does not close: {error}"))?;
     Ok(found)
+}
+
+/// Opens something that a lock guards. A program that another worker starts has copies of this one's files until it has
+/// become that program, and a lock ends with the last copy: one that was let go may be held for a moment longer.
+fn unlocked<T, E>(open: impl Fn() -> Result<T, E>, locked: impl Fn(&E) -> bool) -> Result<T, E> {
+    for _ in 0..500 {
+        match open() {
+            Err(error) if locked(&error) => std::thread::sleep(Duration::from_millis(10)),
+            other => return other,
+        }
+    }
+    open()
 }
 
 /// The store's own checker.
@@ -235,7 +251,9 @@ fn witness(mounted: &Mounted) -> Result<(), String> {
     if !store.join(kvarts_layout::format::names::SUPERBLOCK).is_file() {
         return Ok(());
     }
-    let disk = RealDisk::open(&store, true, false).map_err(|error| format!("fsck: {error:?}"))?;
+    let locked = |error: &OpenError| matches!(error, OpenError::InUse);
+    let disk = unlocked(|| RealDisk::open(&store, true, false), locked);
+    let disk = disk.map_err(|error| format!("fsck: {error:?}"))?;
     let disk: Arc<dyn Disk> = Arc::new(disk);
     let checked = examine_disks(&[disk], Level::Full).map_err(|error| format!("fsck: {error}"))?;
     if checked.findings.is_clean() { Ok(()) } else { Err(format!("fsck: {}", problems(&checked))) }

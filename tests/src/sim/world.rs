@@ -81,7 +81,8 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        // A planted bug is meant to be found: nobody looks for it in a log.
+        if std::thread::panicking() && kvarts_layout::planted::current().is_none() {
             let log = self.disk.log();
             eprintln!("seed {}: {} operations, the last were\n{}", self.seed.0, log.steps(), log.text(TAIL));
         }
