@@ -206,7 +206,9 @@ fn gpu() {
 #[test]
 fn serve() {
     let json = bench("serve", &["--mib", "8", "--small", "20", "--pairs", "3"]);
-    has(&json, &["grpc_ratio", "grpc_mib_s", "bare_mib_s", "small_reader_p99_ratio", "control"]);
+    let fields = ["grpc_ratio", "grpc_mib_s", "bare_mib_s", "small_reader_p99_ratio", "control"];
+    has(&json, &fields);
+    has(&json, &["small_reader_bare_p99_ratio", "local_ratio", "local_overhead_ratio"]);
     assert_eq!((number(&json, "mib"), number(&json, "pairs")), (8.0, 3.0));
 }
 

@@ -86,7 +86,7 @@ impl Subject {
 fn whole(store: &dyn KvStore, request: ReadRequest) -> Result<(), Failure> {
     let blocks = request.keys.len();
     let stream = store.read(request).map_err(Failure::user)?;
-    let end = block_on(std::future::poll_fn(|context| stream.poll_end(context))).map_err(Failure::user)?;
+    let end = stream.wait_end().map_err(Failure::user)?;
     if end.usable_blocks as usize != blocks {
         return Err(Failure::User(format!("a read was not whole: {end:?}")));
     }

@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use kvarts_layout::{BlockKey, Geometry};
 use kvarts_store::api::{KvStore, Parent, Placed, PutRequest};
 use kvarts_store::rt::blocking::block_on;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
-use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::Channel;
+use tonic::transport::server::TcpIncoming;
 
 use super::local::{self, Filled};
 use super::pairs::{Contestant, Sample, cpu_seconds, take_turns};
@@ -35,6 +35,8 @@ const GIB: f64 = (1u64 << 30) as f64;
 const MIB: f64 = (1u64 << 20) as f64;
 /// Tokens of a block: those that engines use by default, so that a window holds several blocks.
 const BLOCK_TOKENS: u32 = 16;
+/// Bytes of a page of which one is read.
+const PAGE_BYTES: u64 = 64 << 10;
 /// Bytes of a page of which many are looked up.
 const MATCH_PAGE_BYTES: u64 = 4096;
 /// Readers that saturate the server while a small one is looked at.
@@ -61,6 +63,20 @@ pub(super) struct ServeArgs {
     /// One-block reads of the small reader, in quiet and in noise
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(20..=100_000))]
     small: u32,
+    /// Only one part of it
+    #[arg(long, value_enum)]
+    part: Option<Part>,
+}
+
+/// A part of the benchmark.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Debug)]
+enum Part {
+    /// Large reads over gRPC.
+    Grpc,
+    /// The local path.
+    Local,
+    /// A small reader beside large ones.
+    Small,
 }
 
 /// A server with a prefix in it, and a client of it.
@@ -83,22 +99,67 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
     // Warm: what is read lies in memory, as the bare server's does. Cold: it comes from the device.
     let warm = prepare(arguments, &scratch, &runtime, "warm", Some("direct-io"))?;
     let cold = prepare(arguments, &scratch, &runtime, "cold", None)?;
-    let bare = prepare_bare(&runtime, warm.bytes)?;
+    let (bare_at, bare) = prepare_bare(&runtime, warm.bytes)?;
     let mut report = Report::new("serve");
     report.fact("mib", warm.bytes >> 20);
     report.fact("pairs", arguments.pairs);
+    let wanted = |part| arguments.part.is_none_or(|only| only == part);
+    if wanted(Part::Grpc) {
+        large_reads(arguments.pairs, &runtime, (&warm, &cold, &bare), &mut report)?;
+    }
+    if wanted(Part::Local) {
+        let spec = setup::model(&arguments.model)?;
+        let opaque = |bytes| Geometry::opaque(bytes).map_err(Failure::user);
+        let (page, match_page) = (opaque(PAGE_BYTES)?, opaque(MATCH_PAGE_BYTES)?);
+        local::run(
+            &cold.daemon,
+            (
+                &Filled { geometry: spec.geometry(), block_tokens: BLOCK_TOKENS, request: &cold.request },
+                &Filled { geometry: &page, block_tokens: 16, request: &cold.small },
+                &Filled { geometry: &match_page, block_tokens: 16, request: &cold.many },
+            ),
+            arguments.pairs,
+            &mut report,
+        )?;
+    }
+    if wanted(Part::Small) {
+        let endpoint = endpoint_of(&cold.daemon)?;
+        let served =
+            Beside { small: (endpoint.clone(), cold.small.clone()), large: (endpoint, cold.request.clone()) };
+        small_reader("small_reader", "noise", &served, arguments.small, &mut report)?;
+        // The same load on the same transport, with nothing behind it: what the processors make of it.
+        let page = Bare { bytes: Bytes::from(vec![7; PAGE_BYTES as usize]), messages: 1 };
+        let page = runtime.block_on(serve_bare(page)).map_err(Failure::user)?;
+        let bare = Beside { small: (page, cold.small.clone()), large: (bare_at, cold.request.clone()) };
+        small_reader("small_reader_bare", "noise_bare", &bare, arguments.small, &mut report)?;
+    }
+    report.note("both sides' work is in the CPU figures: clients and servers share this process");
+    for Ground { daemon, served, .. } in [warm, cold] {
+        drop(served);
+        runtime.block_on(daemon.stop()).map_err(Failure::User)?;
+    }
+    runtime.shutdown_background();
+    report.write(arguments.json, out)
+}
+
+/// Reads of the whole prefix from each server in turn.
+fn large_reads(
+    pairs: u32,
+    runtime: &Runtime,
+    (warm, cold, bare): (&Ground, &Ground, &ReadsClient<Channel>),
+    report: &mut Report,
+) -> Result<(), Failure> {
     let reader = |name: &'static str, client: &ReadsClient<Channel>, ground: &Ground| -> Contestant<'_> {
-        let (runtime, request, client, bytes) =
-            (&runtime, ground.request.clone(), client.clone(), ground.bytes);
+        let (request, client, bytes) = (ground.request.clone(), client.clone(), ground.bytes);
         (name, Box::new(move || sample(runtime, &client, &request, bytes)))
     };
     let contestants = vec![
-        reader("serve", &warm.served, &warm),
-        reader("bare", &bare, &warm),
-        reader("cold", &cold.served, &cold),
-        reader("again", &bare, &warm),
+        reader("serve", &warm.served, warm),
+        reader("bare", bare, warm),
+        reader("cold", &cold.served, cold),
+        reader("again", bare, warm),
     ];
-    let rounds = take_turns(arguments.pairs, contestants)?;
+    let rounds = take_turns(pairs, contestants)?;
     let gib = warm.bytes as f64 / GIB;
     report.median("grpc_ratio", rounds.speed("serve", "bare"));
     report.median("grpc_cold_ratio", rounds.speed("cold", "bare"));
@@ -107,27 +168,7 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
         report.median(&format!("{name}_mib_s"), rounds.figure(who, |one| gib * 1024.0 / one.seconds));
         report.median(&format!("{name}_cpu_s_per_gib"), rounds.figure(who, |one| one.cpu / gib));
     }
-    let spec = setup::model(&arguments.model)?;
-    let opaque = |bytes| Geometry::opaque(bytes).map_err(Failure::user);
-    let (page, match_page) = (opaque(64 << 10)?, opaque(MATCH_PAGE_BYTES)?);
-    local::run(
-        &cold.daemon,
-        (
-            &Filled { geometry: spec.geometry(), block_tokens: BLOCK_TOKENS, request: &cold.request },
-            &Filled { geometry: &page, block_tokens: 16, request: &cold.small },
-            &Filled { geometry: &match_page, block_tokens: 16, request: &cold.many },
-        ),
-        arguments.pairs,
-        &mut report,
-    )?;
-    small_reader(&cold, arguments.small, &mut report)?;
-    report.note("both sides' work is in the CPU figures: clients and servers share this process");
-    for Ground { daemon, served, .. } in [warm, cold] {
-        drop(served);
-        runtime.block_on(daemon.stop()).map_err(Failure::User)?;
-    }
-    runtime.shutdown_background();
-    report.write(arguments.json, out)
+    Ok(())
 }
 
 fn prepare(
@@ -155,7 +196,7 @@ fn prepare(
     let spec = setup::model(&arguments.model)?;
     let geometry = spec.geometry().clone();
     let (request, bytes) = fill(&client, &geometry, BLOCK_TOKENS, arguments.mib << 20)?;
-    let small = fill(&client, &Geometry::opaque(64 << 10).map_err(Failure::user)?, 16, 64 << 10)?.0;
+    let small = fill(&client, &Geometry::opaque(PAGE_BYTES).map_err(Failure::user)?, 16, PAGE_BYTES)?.0;
     let match_page = Geometry::opaque(MATCH_PAGE_BYTES).map_err(Failure::user)?;
     let many = fill(&client, &match_page, 16, MATCH_PAGE_BYTES * local::MATCH_KEYS)?.0;
     let served = connect(runtime, &options)?;
@@ -174,12 +215,13 @@ fn connect(runtime: &Runtime, options: &ConnectOptions) -> Result<ReadsClient<Ch
     Ok(ReadsClient::new(channel).max_decoding_message_size(limits::MESSAGE_BYTES_MAX))
 }
 
-/// A bare server of so many bytes, and a client of it.
-fn prepare_bare(runtime: &Runtime, bytes: u64) -> Result<ReadsClient<Channel>, Failure> {
+/// Where a bare server of so many bytes listens, and a client of it.
+fn prepare_bare(runtime: &Runtime, bytes: u64) -> Result<(String, ReadsClient<Channel>), Failure> {
     let messages = bytes / limits::FRAME_BYTES as u64;
     let bare = Bare { bytes: Bytes::from(vec![7; limits::FRAME_BYTES]), messages };
     let endpoint = runtime.block_on(serve_bare(bare)).map_err(Failure::user)?;
-    connect(runtime, &ConnectOptions::to(endpoint))
+    let client = connect(runtime, &ConnectOptions::to(endpoint.clone()))?;
+    Ok((endpoint, client))
 }
 
 /// Where a server's socket is: in the run's directory, or where its path is short enough.
@@ -195,7 +237,8 @@ fn socket(scratch: &Scratch, name: &str) -> PathBuf {
 async fn serve_bare(bare: Bare) -> std::io::Result<String> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let endpoint = format!("http://{}", listener.local_addr()?);
-    let incoming = TcpListenerStream::new(listener);
+    // As the server does: a small answer does not wait for the acknowledgement of the one before.
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     tokio::spawn(async move { transport().add_service(bare).serve_with_incoming(incoming).await });
     Ok(endpoint)
 }
@@ -284,16 +327,28 @@ fn client_threads(name: &str, threads: usize) -> Result<Runtime, Failure> {
     runtime.worker_threads(threads).thread_name(name).enable_all().build().map_err(Failure::user)
 }
 
+/// Where a small reader and large ones read, and what.
+struct Beside {
+    small: (String, proto::ReadRequest),
+    large: (String, proto::ReadRequest),
+}
+
 /// How long one-block reads take while nobody else reads, and while others take all they can.
-fn small_reader(ground: &Ground, count: u32, report: &mut Report) -> Result<(), Failure> {
+fn small_reader(
+    name: &str,
+    noise_name: &str,
+    Beside { small, large }: &Beside,
+    count: u32,
+    report: &mut Report,
+) -> Result<(), Failure> {
     let (own, others) = (client_threads("small", 1)?, client_threads("noise", 2)?);
-    let options = ConnectOptions::to(endpoint_of(&ground.daemon)?);
-    let small = connect(&own, &options)?;
-    let idle = latencies(&own, &small, &ground.small, count)?;
+    let (request, small) = (&small.1, connect(&own, &ConnectOptions::to(small.0.clone()))?);
+    let idle = latencies(&own, &small, request, count)?;
     let stop = Arc::new(AtomicBool::new(false));
     let noise: Vec<_> = (0..READERS)
         .map(|_| {
-            let (client, request) = (connect(&others, &options)?, ground.request.clone());
+            let client = connect(&others, &ConnectOptions::to(large.0.clone()))?;
+            let request = large.1.clone();
             let stop = Arc::clone(&stop);
             Ok(others.spawn(async move {
                 let mut bytes = 0;
@@ -306,7 +361,7 @@ fn small_reader(ground: &Ground, count: u32, report: &mut Report) -> Result<(), 
         .collect::<Result<_, Failure>>()?;
     std::thread::sleep(Duration::from_millis(200));
     let start = Instant::now();
-    let noisy = latencies(&own, &small, &ground.small, count);
+    let noisy = latencies(&own, &small, request, count);
     let seconds = start.elapsed().as_secs_f64();
     stop.store(true, Ordering::Relaxed);
     let mut bytes = 0;
@@ -317,13 +372,13 @@ fn small_reader(ground: &Ground, count: u32, report: &mut Report) -> Result<(), 
     let part = |sorted: &[f64], hundredths: usize| {
         sorted.get(sorted.len() * hundredths / 100).copied().unwrap_or(f64::NAN)
     };
-    report.number("small_reader_p99_ratio", part(&noisy, 99) / part(&idle, 99));
-    report.number("small_reader_p50_ratio", part(&noisy, 50) / part(&idle, 50));
-    for (name, sorted) in [("idle", &idle), ("noisy", &noisy)] {
-        report.number(&format!("small_reader_{name}_p50_us"), part(sorted, 50) * 1e6);
-        report.number(&format!("small_reader_{name}_p99_us"), part(sorted, 99) * 1e6);
+    report.number(&format!("{name}_p99_ratio"), part(&noisy, 99) / part(&idle, 99));
+    report.number(&format!("{name}_p50_ratio"), part(&noisy, 50) / part(&idle, 50));
+    for (when, sorted) in [("idle", &idle), ("noisy", &noisy)] {
+        report.number(&format!("{name}_{when}_p50_us"), part(sorted, 50) * 1e6);
+        report.number(&format!("{name}_{when}_p99_us"), part(sorted, 99) * 1e6);
     }
-    report.number("noise_mib_s", bytes as f64 / MIB / (seconds + 0.2));
+    report.number(&format!("{noise_name}_mib_s"), bytes as f64 / MIB / (seconds + 0.2));
     own.shutdown_background();
     others.shutdown_background();
     Ok(())

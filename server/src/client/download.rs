@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvarts_layout::BlockShape;
 use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
@@ -13,6 +14,9 @@ use super::remote::Remote;
 use crate::grpc::{fault, wire};
 use crate::proto;
 use crate::proto::read_reply::Part;
+
+/// How long after its deadline a server may take to say how a read ended.
+const GRACE: Duration = Duration::from_millis(500);
 
 /// What can be said of a read before it is sent; the shape of its blocks.
 pub(super) fn check(remote: &Remote, request: &ReadRequest) -> Result<BlockShape, Reason> {
@@ -42,7 +46,7 @@ pub(super) async fn run(remote: Arc<Remote>, request: ReadRequest, shape: BlockS
 
 pub(super) fn message(request: &ReadRequest) -> proto::ReadRequest {
     let class = match request.class {
-        Class::Foreground | Class::Put => proto::ReadClass::ReadForeground,
+        Class::Small | Class::Foreground | Class::Put => proto::ReadClass::ReadForeground,
         Class::Prefetch => proto::ReadClass::ReadPrefetch,
         Class::Background => proto::ReadClass::ReadBackground,
     };
@@ -102,6 +106,7 @@ impl<'a> Arrival<'a> {
 
     /// Takes everything in; nothing if the caller stopped caring.
     async fn all(&mut self, remote: &Remote, sink: &ReadSink) -> Result<Option<ReadEnd>, Reason> {
+        let until = tokio::time::Instant::now() + remote.left(self.request.deadline) + GRACE;
         let mut opened = open(remote, self.request).await;
         if let Err(Reason::UnknownNamespace(namespace)) = opened.as_ref().map(drop).map_err(fault::reason_of)
         {
@@ -109,7 +114,10 @@ impl<'a> Arrival<'a> {
             opened = open(remote, self.request).await;
         }
         let mut stream = opened.map_err(|status| fault::reason_of(&status))?;
-        while let Some(reply) = stream.message().await.map_err(|status| fault::reason_of(&status))? {
+        loop {
+            // The server keeps the deadline; a network that stands still brings no word of it.
+            let next = tokio::time::timeout_at(until, stream.message()).await.map_err(|_| Reason::DeadlinePassed)?;
+            let Some(reply) = next.map_err(|status| fault::reason_of(&status))? else { break };
             if sink.is_cancelled() {
                 return Ok(None);
             }

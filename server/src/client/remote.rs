@@ -102,9 +102,13 @@ impl Remote {
         if let Some(token) = &self.token {
             request.metadata_mut().insert("authorization", token.clone());
         }
-        let left = deadline.map_or(self.patience, |deadline| deadline.since(self.clock.now()));
-        request.set_timeout(left);
+        request.set_timeout(self.left(deadline));
         request
+    }
+
+    /// How long a call may take.
+    pub(super) fn left(&self, deadline: Option<Nanos>) -> Duration {
+        deadline.map_or(self.patience, |deadline| deadline.since(self.clock.now()))
     }
 
     /// A request that may take as long as the server allows.

@@ -85,7 +85,7 @@ impl Daemon {
         }
         let connections = connections(config, &mut notes);
         let gate = config.gate.clone();
-        let (store, locals) = (home.store().clone(), Locals::new(config.shared));
+        let (store, locals) = (home.store().clone(), Locals::new(config.shared, config.threads));
         let node = Node::new(store, gate, memory, locals, connections, OsEntropy::new(), notes);
         let listeners = Listeners { tcp, unix, tls };
         let serving = tokio::spawn(grpc::serve(Arc::clone(&node), listeners));

@@ -81,6 +81,7 @@ impl Call {
     /// What the call turned out to be for, for the metrics.
     pub(crate) fn is_for(&self, class: Class) {
         let name = match class {
+            Class::Small => "small",
             Class::Foreground => "foreground",
             Class::Put => "put",
             Class::Prefetch => "prefetch",

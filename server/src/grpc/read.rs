@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{Order, ReadEnd, ReadRequest, ReadStream, Verify};
+use kvarts_store::api::{Digests, Order, ReadEnd, ReadRequest, ReadStream, Verify};
 use kvarts_store::error::Reason;
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Class;
@@ -90,7 +90,7 @@ impl Download {
         Ok(Self { namespace, group, coordinate, shape, keys, layers, order, class })
     }
 
-    fn request(&self, call: &Call, window: &Window, memory: &Buf) -> Outcome<ReadRequest> {
+    fn request(&self, call: &Call, window: &Window, memory: &Fetched) -> Outcome<ReadRequest> {
         let keys = self.keys.get(window.blocks.start as usize..window.blocks.end as usize);
         Ok(ReadRequest {
             namespace: self.namespace,
@@ -99,12 +99,19 @@ impl Download {
             keys: keys.unwrap_or_default().to_vec(),
             layers: Some(window.layers.clone()),
             order: self.order,
-            into: window::place(self.order, &self.shape, window, memory)?,
+            into: window::place(self.order, &self.shape, window, &memory.buf)?
+                .with_digests(memory.digests.clone()),
             verify: Verify::Always,
             class: self.class,
             deadline: Some(call.engine_deadline()),
         })
     }
+}
+
+/// A window's memory, and the digests that its chunks were put with.
+struct Fetched {
+    buf: Buf,
+    digests: Digests,
 }
 
 /// Where the windows of a read go: to the connection.
@@ -165,8 +172,9 @@ pub(super) async fn run(call: Arc<Call>, download: Download, to: Sender<Outgoing
 
 impl Through for Sending {
     type Fault = Fault;
+    type Memory = Fetched;
 
-    async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stopped> {
+    async fn begin(&self, window: &Window) -> Result<(Fetched, ReadStream), Stopped> {
         let bytes = window.bytes(&self.download.shape);
         let take =
             tokio::time::timeout(limits::WAIT, self.call.node.take_memory(&self.call.caller.tenant, bytes));
@@ -181,7 +189,7 @@ impl Through for Sending {
     }
 
     /// Only into memory that others are not short of: whoever waited here would wait with memory in hand.
-    fn begin_ahead(&self, window: &Window) -> Option<(Buf, ReadStream)> {
+    fn begin_ahead(&self, window: &Window) -> Option<(Fetched, ReadStream)> {
         let bytes = window.bytes(&self.download.shape);
         let memory = self.call.node.take_spare_memory(&self.call.caller.tenant, bytes)?;
         // What is wrong is told when it is this window's turn.
@@ -205,7 +213,7 @@ impl Through for Sending {
     async fn range(
         &self,
         window: &Window,
-        memory: &Buf,
+        memory: &Fetched,
         layer: u32,
         blocks: Range<u32>,
         offset: u64,
@@ -218,12 +226,17 @@ impl Through for Sending {
             offset,
             ..proto::ReadData::default()
         };
+        let mut chunks = Chunks {
+            left: window::chunks_of(order, shape, window, layer, blocks.clone()).into_iter(),
+            digests: &memory.digests,
+            now: None,
+        };
         let mut frame = FrameBuilder { about, crc: crc32fast::Hasher::new(), bytes: Vec::new(), len: 0 };
         for (mut at, mut len) in window::ranges(order, shape, window, layer, blocks.clone()) {
             while len > 0 {
                 let some = len.min((limits::FRAME_BYTES - frame.len) as u64);
-                let buf = memory.slice(at as usize, some as usize).ok_or(Reason::OutOfBounds)?;
-                frame.push(frozen(buf));
+                let buf = memory.buf.slice(at as usize, some as usize).ok_or(Reason::OutOfBounds)?;
+                frame.push(frozen(buf), &mut chunks);
                 (at, len) = (at + some, len - some);
                 if frame.len == limits::FRAME_BYTES {
                     self.data(&mut frame).await?;
@@ -247,7 +260,9 @@ impl Through for Sending {
 }
 
 impl Sending {
-    fn begin_into(&self, window: &Window, memory: Buf) -> Result<(Buf, ReadStream), Stopped> {
+    fn begin_into(&self, window: &Window, buf: Buf) -> Result<(Fetched, ReadStream), Stopped> {
+        let digests = Digests::new(&self.download.shape, window.blocks.len() as u32);
+        let memory = Fetched { buf, digests };
         let request = self.download.request(&self.call, window, &memory).map_err(Stop::Fault)?;
         let stream = self.call.node.store().read(request).map_err(|error| match error.0 {
             Reason::DeadlineInPast => Stop::Late,
@@ -324,7 +339,40 @@ fn frozen(buf: Buf) -> Bytes {
     unsafe { Frozen::bytes(buf) }
 }
 
+/// Chunks from this size on have their digests put together instead of being digested a second time.
+const KNOWN_BYTES: usize = 4096;
+
+/// The chunks of a range in the order in which they are sent, each with what was put for it.
+struct Chunks<'a> {
+    left: std::vec::IntoIter<(u64, u32, u32)>,
+    digests: &'a Digests,
+    /// The chunk under way: all of its bytes, those left of them, and its digest.
+    now: Option<(usize, usize, Option<u32>)>,
+}
+
+impl Chunks<'_> {
+    /// The next bytes of the range, `most` at the most: how many there are of one chunk; its digest, if they are all of
+    /// it and it is known.
+    fn take(&mut self, most: usize) -> (usize, Option<u32>) {
+        if self.now.is_none_or(|(_, left, _)| left == 0) {
+            let next = self.left.find(|(bytes, ..)| *bytes > 0);
+            self.now = next.map(|(bytes, part, block)| {
+                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+                (bytes, bytes, self.digests.get(part, block))
+            });
+        }
+        // What belongs to no chunk is digested as it is.
+        let Some((all, left, digest)) = &mut self.now else { return (most, None) };
+        let some = most.min(*left);
+        *left -= some;
+        (some, digest.filter(|_| some == *all && some >= KNOWN_BYTES))
+    }
+}
+
 /// A message of data that is being put together.
+///
+/// Its digest is made of the digests that its chunks were put with, where it has whole ones: the engine has compared
+/// them with the bytes, and what happens to the bytes after that is found at the other end.
 struct FrameBuilder {
     about: proto::ReadData,
     crc: crc32fast::Hasher,
@@ -333,8 +381,21 @@ struct FrameBuilder {
 }
 
 impl FrameBuilder {
-    fn push(&mut self, bytes: Bytes) {
-        self.crc.update(&bytes);
+    fn push(&mut self, bytes: Bytes, chunks: &mut Chunks<'_>) {
+        let (mut at, mut undigested) = (0, 0);
+        let digest = |crc: &mut crc32fast::Hasher, range: Range<usize>| {
+            crc.update(bytes.get(range).unwrap_or_default());
+        };
+        while at < bytes.len() {
+            let (some, known) = chunks.take(bytes.len() - at);
+            if let Some(known) = known {
+                digest(&mut self.crc, undigested..at);
+                self.crc.combine(&crc32fast::Hasher::new_with_initial_len(known, some as u64));
+                undigested = at + some;
+            }
+            at += some;
+        }
+        digest(&mut self.crc, undigested..at);
         self.len += bytes.len();
         self.bytes.push(bytes);
     }
@@ -345,5 +406,88 @@ impl FrameBuilder {
         let outgoing = frame::data(&self.about, std::mem::take(&mut self.bytes));
         self.about.offset += std::mem::take(&mut self.len) as u64;
         outgoing
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvarts_layout::{ChunkShape, LayerShape};
+    use proptest::prelude::*;
+
+    /// Messages of at most `most` bytes of a window of blocks, with the bytes that they carry.
+    fn messages(
+        order: Order,
+        sizes: &[u64],
+        blocks: u32,
+        most: usize,
+        known: &[bool],
+    ) -> Vec<(u32, Vec<u8>)> {
+        let layer = LayerShape {
+            layer: 0,
+            chunks: sizes.iter().map(|&bytes| ChunkShape { bytes, align: 1 }).collect(),
+        };
+        let shape = BlockShape::new(vec![layer]).unwrap();
+        let window = Window { blocks: 0..blocks, layers: 0..1 };
+        let all: Vec<u8> = (0..window.bytes(&shape)).map(|at| (at * at % 251) as u8).collect();
+        let digests = Digests::new(&shape, blocks);
+        let mut at = 0;
+        let chunks = window::chunks_of(order, &shape, &window, 0, 0..blocks);
+        for ((bytes, part, block), known) in chunks.iter().zip(known.iter().cycle()) {
+            if *known {
+                digests.set(*part, *block, crc32fast::hash(&all[at..at + *bytes as usize]));
+            }
+            at += *bytes as usize;
+        }
+        assert_eq!(at, all.len(), "the chunks are the range");
+        let mut chunks = Chunks { left: chunks.into_iter(), digests: &digests, now: None };
+        let about = proto::ReadData::default();
+        let mut frame = FrameBuilder { about, crc: crc32fast::Hasher::new(), bytes: Vec::new(), len: 0 };
+        let mut found = Vec::new();
+        for piece in all.chunks(most) {
+            // Each message in two pieces.
+            let (one, other) = piece.split_at(piece.len() / 3);
+            for part in [one, other] {
+                frame.push(Bytes::copy_from_slice(part), &mut chunks);
+            }
+            let _ = frame.take();
+            found.push((frame.about.crc32, piece.to_vec()));
+        }
+        found
+    }
+
+    proptest! {
+        #[test]
+        fn a_messages_digest_is_that_of_its_bytes_however_it_was_found(
+            sizes in prop::collection::vec(prop_oneof![1u64..40, Just(4096), 4096u64..9000], 1..5),
+            blocks in 1u32..5,
+            most in prop_oneof![1usize..50, 4096usize..9000, Just(1 << 20)],
+            known in prop::collection::vec(any::<bool>(), 1..4),
+            by_blocks in any::<bool>(),
+        ) {
+            let order = if by_blocks { Order::Blocks } else { Order::Layers };
+            for (digest, bytes) in messages(order, &sizes, blocks, most, &known) {
+                prop_assert_eq!(digest, crc32fast::hash(&bytes));
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_that_changed_after_they_were_compared_are_found_at_the_other_end() {
+        let shape = BlockShape::new(vec![LayerShape {
+            layer: 0,
+            chunks: vec![ChunkShape { bytes: 8192, align: 1 }],
+        }])
+        .unwrap();
+        let digests = Digests::new(&shape, 1);
+        digests.set(0, 0, crc32fast::hash(&[7; 8192]));
+        let mut chunks = Chunks { left: vec![(8192, 0, 0)].into_iter(), digests: &digests, now: None };
+        let about = proto::ReadData::default();
+        let mut frame = FrameBuilder { about, crc: crc32fast::Hasher::new(), bytes: Vec::new(), len: 0 };
+        let mut bytes = vec![7; 8192];
+        bytes[5000] ^= 1;
+        frame.push(Bytes::from(bytes.clone()), &mut chunks);
+        let _ = frame.take();
+        assert_ne!(frame.about.crc32, crc32fast::hash(&bytes));
     }
 }

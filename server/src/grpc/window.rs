@@ -117,6 +117,27 @@ pub(crate) fn ranges(
     found
 }
 
+/// The chunks of what [`ranges`] gives, in the same order: bytes, part (canonical index) and block (counted within the
+/// window).
+pub(crate) fn chunks_of(
+    order: Order,
+    shape: &BlockShape,
+    window: &Window,
+    layer: u32,
+    blocks: Range<u32>,
+) -> Vec<(u64, u32, u32)> {
+    let layers = if order == Order::Blocks { window.layers.clone() } else { layer..layer + 1 };
+    let parts = (0u32..).zip(chunks(shape)).filter(|(_, (at, _))| layers.contains(at));
+    let parts: Vec<(u64, u32)> = parts.map(|(part, (_, chunk))| (chunk.bytes, part)).collect();
+    let of = |(bytes, part): &(u64, u32), block| (*bytes, *part, block);
+    match order {
+        Order::Blocks => blocks.flat_map(|block| parts.iter().map(move |part| of(part, block))).collect(),
+        Order::Layers => {
+            parts.iter().flat_map(|part| blocks.clone().map(move |block| of(part, block))).collect()
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

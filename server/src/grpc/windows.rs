@@ -10,7 +10,6 @@ use std::ops::Range;
 use kvarts_layout::BlockShape;
 use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadStream};
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
 
 use super::course::{Course, Place};
 use super::window::{self, Window};
@@ -35,12 +34,14 @@ impl<F: From<Reason>> From<Reason> for Stop<F> {
 pub(crate) trait Through: Send {
     /// What can be wrong with all of it.
     type Fault: Send;
+    /// What a window is read into.
+    type Memory: Send + Sync;
 
     /// Begins to read a window.
     fn begin(
         &self,
         window: &Window,
-    ) -> impl Future<Output = Result<(Buf, ReadStream), Stop<Self::Fault>>> + Send;
+    ) -> impl Future<Output = Result<(Self::Memory, ReadStream), Stop<Self::Fault>>> + Send;
 
     /// How many windows may be under way before their turn, as things are now.
     fn ahead(&self) -> usize {
@@ -48,7 +49,7 @@ pub(crate) trait Through: Send {
     }
 
     /// Begins to read a window before its turn, if nobody must wait for it.
-    fn begin_ahead(&self, _window: &Window) -> Option<(Buf, ReadStream)> {
+    fn begin_ahead(&self, _window: &Window) -> Option<(Self::Memory, ReadStream)> {
         None
     }
 
@@ -62,7 +63,7 @@ pub(crate) trait Through: Send {
     fn range(
         &self,
         window: &Window,
-        memory: &Buf,
+        memory: &Self::Memory,
         layer: u32,
         blocks: Range<u32>,
         offset: u64,
@@ -80,11 +81,11 @@ pub(crate) trait Through: Send {
 }
 
 /// A window that is being fetched into memory of its own.
-struct Fetch {
+struct Fetch<M> {
     window: Window,
     /// Where the window after it begins.
     then: Place,
-    memory: Buf,
+    memory: M,
     stream: ReadStream,
 }
 
@@ -181,7 +182,7 @@ impl<T: Through> Windows<T> {
     }
 
     /// Takes a window in block order and announces its blocks as they are whole; gives where the read goes on.
-    async fn blocks_window(&mut self, now: &Fetch) -> Result<Place, Stop<T::Fault>> {
+    async fn blocks_window(&mut self, now: &Fetch<T::Memory>) -> Result<Place, Stop<T::Fault>> {
         let Fetch { window, then, memory, stream } = now;
         let all = self.layers.clone();
         let (mut taken, mut ahead) = (0, None);
@@ -223,7 +224,7 @@ impl<T: Through> Windows<T> {
 
     /// Takes a window in layer order and announces its layers as all of their blocks are taken; gives where the read
     /// goes on.
-    async fn layers_window(&mut self, now: &Fetch) -> Result<Place, Stop<T::Fault>> {
+    async fn layers_window(&mut self, now: &Fetch<T::Memory>) -> Result<Place, Stop<T::Fault>> {
         let Fetch { window, then, memory, stream } = now;
         let whole = window.blocks.start == 0 && then.block == 0;
         loop {
@@ -263,7 +264,7 @@ mod tests {
     use super::*;
     use kvarts_layout::{ChunkShape, LayerShape};
     use kvarts_store::api::read_channel;
-    use kvarts_store::io::Region;
+    use kvarts_store::io::{Buf, Region};
     use kvarts_store::rt::blocking::block_on;
     use std::collections::BTreeSet;
     use std::sync::Mutex;
@@ -317,6 +318,7 @@ mod tests {
 
     impl Through for Lacking {
         type Fault = Reason;
+        type Memory = Buf;
 
         async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stop<Reason>> {
             Ok(Self::begin(self, window))

@@ -11,7 +11,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use super::limits::{HELLO, MAGIC, SESSIONS_MAX};
-use super::session;
+use super::threads::Threads;
 use crate::node::Node;
 
 /// Connections that wait for gRPC to take them.
@@ -22,11 +22,12 @@ const WAITING: usize = 16;
 async fn accept(node: Arc<Node>, listener: UnixListener, grpc: mpsc::Sender<io::Result<UnixStream>>) {
     let room = Arc::new(Semaphore::new(SESSIONS_MAX));
     let mut sessions = JoinSet::new();
+    let threads = Arc::new(Threads::new(node.locals.threads));
     loop {
         tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => {
-                    sessions.spawn(sort(Arc::clone(&node), stream, grpc.clone(), Arc::clone(&room)));
+                    sessions.spawn(sort(Arc::clone(&node), stream, grpc.clone(), (Arc::clone(&room), Arc::clone(&threads))));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "a connection of the local socket could not be taken");
@@ -54,7 +55,7 @@ async fn sort(
     node: Arc<Node>,
     stream: UnixStream,
     grpc: mpsc::Sender<io::Result<UnixStream>>,
-    room: Arc<Semaphore>,
+    (room, threads): (Arc<Semaphore>, Arc<Threads>),
 ) {
     let first = tokio::select! {
         first = tokio::time::timeout(HELLO, first_byte(&stream)) => first,
@@ -67,7 +68,7 @@ async fn sort(
                 return;
             };
             drop(grpc);
-            session::run(node, stream).await;
+            threads.serve(node, stream).await;
         }
         // A server that ends takes nobody any more.
         Ok(Ok(Some(_))) => drop(grpc.send(Ok(stream)).await),

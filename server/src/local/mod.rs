@@ -26,6 +26,7 @@ mod put;
 mod read;
 mod session;
 pub(crate) mod socket;
+mod threads;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -112,12 +113,14 @@ pub struct Locals {
     mapped_max: u64,
     /// Bytes of requests that are being received, in all sessions.
     receiving: AtomicU64,
+    /// Threads that work for sessions.
+    threads: usize,
 }
 
 impl Locals {
-    /// Nobody yet; at most this much of clients' memory at a time.
-    pub fn new(mapped_max: u64) -> Self {
-        Self { mapped_max, ..Self::default() }
+    /// Nobody yet; at most this much of clients' memory at a time, and so many threads for them.
+    pub fn new(mapped_max: u64, threads: usize) -> Self {
+        Self { mapped_max, threads, ..Self::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, ClientFacts>> {

@@ -1,22 +1,29 @@
 //! One client's connection: who it is, what it holds, and its requests from the socket to the engine and back.
 //!
-//! A session is one task. It takes frames in, answers lookups itself, and spawns a task for each read and put; all of
-//! them put what they have to say into the outbox, which the session sends. When the connection ends, for whatever
+//! A session is one task. It takes frames in, answers lookups itself, and works for its reads, which mostly wait for the
+//! engine: so what an executor announces is sent by the task that it wakes. Puts copy, and have tasks of their own. All
+//! of them put what they have to say into the outbox, which the session sends. When the connection ends, for whatever
 //! reason, the session is dropped, and with it everything that the client held.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::StreamExt;
+use futures_util::future::{self, Abortable};
+use futures_util::stream::FuturesUnordered;
 use kvarts_store::api::Order;
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 use prost::Message;
+use rustix::net::RecvFlags;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
+use tokio::runtime::Handle;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::Instant;
 use tonic::Code;
@@ -95,7 +102,7 @@ impl Incoming {
     fn receive(&mut self, stream: &UnixStream) -> Result<(), Ended> {
         let Self { scratch, descriptors, bytes, .. } = self;
         let got = stream.try_io(Interest::READABLE, || {
-            socket::receive(stream, scratch, descriptors).map_err(io::Error::from)
+            socket::receive(stream, scratch, descriptors, RecvFlags::empty()).map_err(io::Error::from)
         });
         match got {
             Ok(0) => Err(Ended::Left),
@@ -146,9 +153,17 @@ impl Incoming {
     }
 }
 
+/// By what a request is ended early.
+enum Ending {
+    Read(future::AbortHandle),
+    Put(AbortHandle),
+}
+
 /// A client.
 struct Session {
     node: Arc<Node>,
+    /// Where work is done that keeps a processor busy.
+    elsewhere: Handle,
     /// As in a header of gRPC.
     authorization: Option<Vec<u8>>,
     tenant: u32,
@@ -158,13 +173,14 @@ struct Session {
     modes: BTreeSet<Mode>,
     /// By name, with when they end by themselves.
     leases: BTreeMap<u64, Nanos>,
-    tasks: JoinSet<u64>,
-    requests: BTreeMap<u64, AbortHandle>,
+    reads: FuturesUnordered<Abortable<Pin<Box<dyn Future<Output = u64> + Send>>>>,
+    puts: JoinSet<u64>,
+    requests: BTreeMap<u64, Ending>,
     entry: Entry,
 }
 
-/// Works for one connection until it ends.
-pub(super) async fn run(node: Arc<Node>, stream: UnixStream) {
+/// Works for one connection until it ends. Puts are worked for `elsewhere`.
+pub(super) async fn run(node: Arc<Node>, stream: UnixStream, elsewhere: Handle) {
     let cred = stream.peer_cred().ok();
     let peer = Peer {
         pid: cred.and_then(|cred| u32::try_from(cred.pid()?).ok()).unwrap_or_default(),
@@ -180,7 +196,7 @@ pub(super) async fn run(node: Arc<Node>, stream: UnixStream) {
         }
     };
     let (outbox, server) = (Arc::new(Outbox::default()), Arc::clone(&node));
-    let ended = match Session::open(node, peer, Arc::clone(&outbox), &hello) {
+    let ended = match Session::open((node, elsewhere), peer, Arc::clone(&outbox), &hello) {
         Ok(mut session) => {
             let limits = proto::Welcome {
                 version: VERSION,
@@ -244,7 +260,12 @@ fn micros(time: u64) -> Option<Duration> {
 }
 
 impl Session {
-    fn open(node: Arc<Node>, peer: Peer, outbox: Arc<Outbox>, hello: &proto::Hello) -> Outcome<Self> {
+    fn open(
+        (node, elsewhere): (Arc<Node>, Handle),
+        peer: Peer,
+        outbox: Arc<Outbox>,
+        hello: &proto::Hello,
+    ) -> Outcome<Self> {
         if hello.version != VERSION {
             return Err(Fault::malformed(format!("version {}: this server speaks {VERSION}", hello.version)));
         }
@@ -269,9 +290,10 @@ impl Session {
         let entry = Entry::new(&node.locals, facts);
         let tenant = caller.tenant.number;
         let (memories, modes, leases) = Default::default();
-        let (tasks, requests) = Default::default();
+        let (reads, puts, requests) = Default::default();
         Ok(Self {
             node,
+            elsewhere,
             authorization,
             tenant,
             peer,
@@ -279,7 +301,8 @@ impl Session {
             memories,
             modes,
             leases,
-            tasks,
+            reads,
+            puts,
             requests,
             entry,
         })
@@ -317,7 +340,7 @@ impl Session {
             } else if untaken.is_none() || self.outbox.sent() != before {
                 untaken = Some(Instant::now());
             }
-            if draining && all && self.tasks.is_empty() {
+            if draining && all && self.under_way() == 0 {
                 return Err(Ended::Drained);
             }
             let late = [untaken, incoming.since].into_iter().flatten().min().map(|since| since + STALL);
@@ -329,7 +352,14 @@ impl Session {
                 }
                 ready = stream.writable(), if !all => ready?,
                 () = self.outbox.ready.notified() => {}
-                Some(ended) = self.tasks.join_next() => self.ended(ended),
+                Some(ended) = self.reads.next() => self.ended(ended.ok()),
+                Some(ended) = self.puts.join_next() => {
+                    // One that was cancelled was removed then.
+                    if let Some(error) = ended.as_ref().err().filter(|error| error.is_panic()) {
+                        tracing::error!(%error, "a put of the local path panicked");
+                    }
+                    self.ended(ended.ok());
+                }
                 () = &mut drained, if !draining => draining = true,
                 () = tokio::time::sleep(ASK_AGAIN), if waits => {}
                 () = patience, if late.is_some() => return Err(broken("the client stalls")),
@@ -337,14 +367,21 @@ impl Session {
         }
     }
 
-    fn ended(&mut self, ended: Result<u64, tokio::task::JoinError>) {
-        match ended {
-            Ok(id) => drop(self.requests.remove(&id)),
-            // One that was cancelled was removed then.
-            Err(error) if error.is_panic() => tracing::error!(%error, "a request of the local path panicked"),
-            Err(_) => {}
+    /// A request has ended; none if it was ended early.
+    fn ended(&mut self, id: Option<u64>) {
+        if let Some(id) = id {
+            self.requests.remove(&id);
         }
-        let under_way = self.tasks.len() as u32;
+        self.count();
+    }
+
+    /// Requests that hold something.
+    fn under_way(&self) -> usize {
+        self.reads.len() + self.puts.len()
+    }
+
+    fn count(&self) {
+        let under_way = self.under_way() as u32;
         self.entry.change(|facts| facts.under_way = under_way);
     }
 
@@ -383,14 +420,13 @@ impl Session {
                 if let Err(fault) = begun {
                     self.failed(id, &fault);
                 }
-                let under_way = self.tasks.len() as u32;
-                self.entry.change(|facts| facts.under_way = under_way);
+                self.count();
             }
-            Kind::Cancel => {
-                if let Some(request) = self.requests.remove(&id) {
-                    request.abort();
-                }
-            }
+            Kind::Cancel => match self.requests.remove(&id) {
+                Some(Ending::Read(read)) => read.abort(),
+                Some(Ending::Put(put)) => put.abort(),
+                None => {}
+            },
             Kind::Match | Kind::Exists | Kind::Unlock | Kind::Renew => self.lookup(head.kind, id, body),
             Kind::Hello
             | Kind::Welcome
@@ -515,11 +551,13 @@ impl Session {
         let call = self.admit(method, micros(wire.timeout_us))?;
         let begun = read::begin(&call, &self.memories, &self.outbox, (id, order, wire));
         let reading = begun.inspect_err(|fault| call.end(fault.code))?;
-        let task = self.tasks.spawn(async move {
+        let run = async move {
             reading.run().await;
             id
-        });
-        self.requests.insert(id, task);
+        };
+        let (run, ending) = future::abortable(Box::pin(run) as _);
+        self.reads.push(run);
+        self.requests.insert(id, Ending::Read(ending));
         Ok(())
     }
 
@@ -531,7 +569,7 @@ impl Session {
         let checked = Putting::check(&call, &self.memories, wire);
         let putting = checked.inspect_err(|fault| call.end(fault.code))?;
         let outbox = Arc::clone(&self.outbox);
-        let task = self.tasks.spawn(async move {
+        let run = async move {
             let answer = tokio::time::timeout_at(call.deadline, putting.run()).await;
             let answer = answer.unwrap_or_else(|_| Err(Fault::late("the deadline passed")));
             call.end(answer.as_ref().map_or_else(|fault| fault.code, |_| Code::Ok));
@@ -540,8 +578,9 @@ impl Session {
                 Err(fault) => frame(Kind::Failed, id, &*fault.detail),
             });
             id
-        });
-        self.requests.insert(id, task);
+        };
+        let task = self.puts.spawn_on(run, &self.elsewhere);
+        self.requests.insert(id, Ending::Put(task));
         Ok(())
     }
 
@@ -572,7 +611,8 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.outbox.close();
-        self.tasks.abort_all();
+        self.reads.clear();
+        self.puts.abort_all();
         self.memories.clear();
         self.shared();
         for name in self.leases.keys() {

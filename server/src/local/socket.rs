@@ -18,12 +18,13 @@ pub(crate) fn receive(
     socket: impl AsFd,
     bytes: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
+    flags: RecvFlags,
 ) -> Result<usize, Errno> {
     // Room for one more than may come, so that too many are noticed.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX + 1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let got =
-        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let flags = flags | RecvFlags::CMSG_CLOEXEC;
+    let got = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut control, flags)?;
     let mut came = 0;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = message {

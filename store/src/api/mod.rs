@@ -24,7 +24,10 @@ pub use lookup::{LeaseId, LeaseTerms, MatchReply, MatchRequest};
 pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};
 pub use put::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
-pub use read::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, Verify, read_channel};
+pub use read::{
+    Bring, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, SMALL_READ_BYTES, Verify,
+    read_channel,
+};
 pub use turns::Turns;
 
 use crate::error::{Error, Reason};

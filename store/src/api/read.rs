@@ -14,6 +14,9 @@ use crate::rt::mailbox::Abandoned;
 use crate::rt::{Class, Nanos};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
+/// A read of up to so many bytes goes before larger ones of the foreground.
+pub const SMALL_READ_BYTES: u64 = 256 << 10;
+
 /// How much of what is read is compared with its digests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Verify {
@@ -119,6 +122,11 @@ struct Shared {
 }
 
 impl Shared {
+    /// Whether there is something that nobody has taken, or nothing will come any more.
+    fn has_news(&self) -> bool {
+        self.gone || !self.events.is_empty()
+    }
+
     /// Takes every event in; the end, once it is there and nothing is held any more.
     fn take_end(&mut self) -> Option<Result<ReadEnd, Abandoned>> {
         for event in std::mem::take(&mut self.events) {
@@ -151,9 +159,22 @@ impl Channel {
     }
 }
 
+/// Whoever brings the events of a read into this process, where somebody has to fetch them: a connection.
+pub trait Bring: Send + Sync {
+    /// Fetches on this thread, which may sleep, until `done`. Returns before if another thread fetches already, or if
+    /// nothing more will come.
+    fn fetch(&self, done: &mut dyn FnMut() -> bool);
+
+    /// Somebody waits who cannot fetch: sees to it that a thread does.
+    fn attend(&self);
+}
+
 /// The events of one read, for the caller. Dropping it cancels the read: the store stops as soon as the
 /// device has let go of the caller's memory.
-pub struct ReadStream(Arc<Channel>);
+pub struct ReadStream {
+    channel: Arc<Channel>,
+    bring: Option<Arc<dyn Bring>>,
+}
 
 /// The store's end of a [`ReadStream`]. Dropping it without an end ends the stream: with nothing usable.
 pub struct ReadSink(Arc<Channel>);
@@ -161,7 +182,7 @@ pub struct ReadSink(Arc<Channel>);
 /// Makes both ends.
 pub fn read_channel() -> (ReadSink, ReadStream) {
     let channel = Arc::new(Channel::default());
-    (ReadSink(Arc::clone(&channel)), ReadStream(channel))
+    (ReadSink(Arc::clone(&channel)), ReadStream { channel, bring: None })
 }
 
 impl ReadSink {
@@ -206,26 +227,54 @@ impl ReadSink {
 }
 
 impl ReadStream {
+    /// The same stream, whose events somebody has to fetch: who blocks on it fetches them himself.
+    #[must_use]
+    pub fn brought_by(mut self, bring: Arc<dyn Bring>) -> Self {
+        self.bring = Some(bring);
+        self
+    }
+
     /// The next event if one has arrived.
     pub fn try_next(&self) -> Option<ReadEvent> {
-        self.0.lock().events.pop_front()
+        let event = self.channel.lock().events.pop_front();
+        if event.is_none() {
+            // Who looks now and then waits as well.
+            self.attend();
+        }
+        event
     }
 
     /// The first block of the request that is known to have failed, and why: for callers that stop at the first
     /// [`ReadEvent::Layer`] that counts fewer blocks than they asked for.
     pub fn first_failure(&self) -> Option<(u32, Reason)> {
-        self.0.lock().failure.clone()
+        self.channel.lock().failure.clone()
+    }
+
+    /// Blocks the thread until there is something to `take`.
+    fn wait_for<T>(&self, mut take: impl FnMut(&mut Shared) -> Option<T>) -> T {
+        loop {
+            let mut shared = self.channel.lock();
+            if let Some(taken) = take(&mut shared) {
+                return taken;
+            }
+            if let Some(bring) = &self.bring {
+                drop(shared);
+                bring.fetch(&mut || self.channel.lock().has_news());
+                shared = self.channel.lock();
+            }
+            while !shared.has_news() {
+                shared = self.channel.arrived.wait(shared).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
     }
 
     /// Blocks the thread until the next event. Not for simulated time, nor for an executor's thread.
     pub fn next_blocking(&self) -> ReadEvent {
-        let mut shared = self.0.lock();
-        loop {
-            if let Some(event) = shared.events.pop_front() {
-                return event;
-            }
-            shared = self.0.arrived.wait(shared).unwrap_or_else(PoisonError::into_inner);
-        }
+        // A stream whose store is gone and whose events were all taken has ended; nobody asks it for more.
+        self.wait_for(|shared| {
+            let over = shared.gone.then(|| ReadEvent::End(ReadEnd::default()));
+            shared.events.pop_front().or(over)
+        })
     }
 
     /// Blocks the thread until the read has ended.
@@ -237,6 +286,12 @@ impl ReadStream {
         }
     }
 
+    /// As [`ReadStream::poll_end`], blocking the thread: what comes before the end is discarded.
+    pub fn wait_end(&self) -> Result<ReadEnd, Abandoned> {
+        self.channel.lock().end_only = true;
+        self.wait_for(Shared::take_end)
+    }
+
     /// The next event, as a future.
     pub fn next(&self) -> impl Future<Output = ReadEvent> + '_ {
         std::future::poll_fn(move |context| self.poll_next(context))
@@ -246,12 +301,14 @@ impl ReadStream {
     /// store stopped first, and after the end was taken. From the first call on, what arrives before the end is
     /// discarded, and the waker is woken by nothing else than the end, or at the latest the release.
     pub fn poll_end(&self, context: &mut Context<'_>) -> Poll<Result<ReadEnd, Abandoned>> {
-        let mut shared = self.0.lock();
+        let mut shared = self.channel.lock();
         shared.end_only = true;
         match shared.take_end() {
             Some(end) => Poll::Ready(end),
             None => {
                 shared.waker = Some(context.waker().clone());
+                drop(shared);
+                self.attend();
                 Poll::Pending
             }
         }
@@ -259,13 +316,21 @@ impl ReadStream {
 
     /// The next event; until it arrives the waker is woken by it and by nothing else.
     pub fn poll_next(&self, context: &mut Context<'_>) -> Poll<ReadEvent> {
-        let mut shared = self.0.lock();
+        let mut shared = self.channel.lock();
         match shared.events.pop_front() {
             Some(event) => Poll::Ready(event),
             None => {
                 shared.waker = Some(context.waker().clone());
+                drop(shared);
+                self.attend();
                 Poll::Pending
             }
+        }
+    }
+
+    fn attend(&self) {
+        if let Some(bring) = &self.bring {
+            bring.attend();
         }
     }
 }
@@ -289,18 +354,22 @@ impl Drop for ReadSink {
 
 impl Drop for ReadStream {
     fn drop(&mut self) {
-        let leaving = {
-            let mut shared = self.0.lock();
+        let (leaving, ended) = {
+            let mut shared = self.channel.lock();
             shared.dropped = true;
-            std::mem::take(&mut shared.leaving)
+            (std::mem::take(&mut shared.leaving), shared.ended)
         };
         leaving.into_iter().for_each(Waker::wake);
+        if !ended {
+            // Whoever fetches sees that nobody wants it any more.
+            self.attend();
+        }
     }
 }
 
 impl fmt::Debug for ReadStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ReadStream({} events waiting)", self.0.lock().events.len())
+        write!(f, "ReadStream({} events waiting)", self.channel.lock().events.len())
     }
 }
 
@@ -355,7 +424,7 @@ mod tests {
         sink.send(ReadEvent::Block(0));
         assert!(stream.poll_end(&mut context).is_pending());
         (1..100).for_each(|block| sink.send(ReadEvent::Block(block)));
-        assert_eq!((wakes(), stream.0.lock().events.len()), (0, 0));
+        assert_eq!((wakes(), stream.channel.lock().events.len()), (0, 0));
         sink.send(ReadEvent::End(ReadEnd { usable_blocks: 7, held_bytes: 1, ..ReadEnd::default() }));
         assert_eq!(wakes(), 1);
         assert!(stream.poll_end(&mut context).is_pending());

@@ -30,7 +30,7 @@ use super::{Limits, checkpoint, expiry, snapshot};
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
 use crate::error::{Error, Reason};
 use crate::index::RecordId;
-use crate::io::{Arena, DirId, Driver, IoFacts, Metrics, Region};
+use crate::io::{Arena, DirId, Driver, IoFacts, Metrics, Region, SmallReads};
 use crate::rt::mailbox::{Mailbox, Reply, SendError, Sender};
 use crate::rt::{Body, Class, LocalTask, Nanos, Runtime, Seat};
 
@@ -159,10 +159,11 @@ struct Executor {
 }
 
 /// The first task of an executor: serves its mailbox until it is told to stop.
-pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits) -> Body {
+pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, small_reads: SmallReads) -> Body {
     Box::new(move |seat: Seat| {
         Box::pin(async move {
-            let driver = Rc::new(Driver::new(Rc::clone(&seat.rt), Rc::clone(&seat.io), limits.io));
+            let (rt, io) = (Rc::clone(&seat.rt), Rc::clone(&seat.io));
+            let driver = Rc::new(Driver::beside(rt, io, limits.io, small_reads));
             let pump = Rc::clone(&driver);
             seat.rt.set_reaper(Box::new(move || pump.pump()));
             mailbox.attach(Arc::clone(&seat.unparker));

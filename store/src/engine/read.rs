@@ -22,7 +22,7 @@ use kvarts_layout::{BlockKey, BlockShape, Layout};
 use super::put::record_range;
 use super::runs::RunClass;
 use super::shared::Shared;
-use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
+use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, SMALL_READ_BYTES};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location};
 use crate::rt::{Class, Nanos};
@@ -105,7 +105,7 @@ impl ReadPart {
 /// Checks the request, looks its blocks up and makes the plan: a part for each shard that has some of them.
 pub(crate) fn begin(
     shared: &Arc<Shared>,
-    request: ReadRequest,
+    mut request: ReadRequest,
     sink: ReadSink,
 ) -> Result<Vec<(u32, ReadPart)>, Reason> {
     let blocks = u32::try_from(request.keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
@@ -114,6 +114,7 @@ pub(crate) fn begin(
     let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
     let layers = pick_layers(&request, shape.layers().len())?;
     let wanted_layers = request.layers.as_ref().map_or(shape.layers().len(), ExactSizeIterator::len) as u32;
+    request.class = class_of(&request, &shape);
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
@@ -189,6 +190,22 @@ fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reas
     match sorted.windows(2).find(|pair| pair.first() == pair.last()) {
         Some(pair) => Err(pair.first().map_or(Reason::Empty, |key| Reason::Duplicate(**key))),
         None => Ok(()),
+    }
+}
+
+/// What the read is for: small ones of the foreground are a class of their own, and no other is.
+fn class_of(request: &ReadRequest, shape: &BlockShape) -> Class {
+    let all = shape.layers();
+    let layers = request
+        .layers
+        .clone()
+        .map_or(all, |some| all.get(some.start as usize..some.end as usize).unwrap_or_default());
+    let each = layers.iter().fold(0u64, |sum, layer| sum.saturating_add(layer.bytes()));
+    let small = each.saturating_mul(request.keys.len() as u64) <= SMALL_READ_BYTES;
+    match request.class {
+        Class::Small | Class::Foreground if small => Class::Small,
+        Class::Small => Class::Foreground,
+        other => other,
     }
 }
 

@@ -30,7 +30,7 @@ use crate::api::{
 };
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
-use crate::io::{IoFacts, Metrics, Region};
+use crate::io::{IoFacts, Metrics, Region, SmallReads};
 use crate::ledger::SpaceReport;
 use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
@@ -125,9 +125,10 @@ impl Store {
         check(options)?;
         let mut senders = Vec::new();
         let mut threads = Vec::new();
+        let small_reads = SmallReads::default();
         for index in 0..options.executors {
             let (sender, inbox) = mailbox(options.limits.mailbox_messages);
-            let body = executor::body(inbox, options.limits);
+            let body = executor::body(inbox, options.limits, small_reads.clone());
             threads.push(launcher.launch(index, body).map_err(|why| Error(Reason::Config(why)))?);
             senders.push(sender);
         }

@@ -16,6 +16,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use super::batch::ReadBatch;
@@ -25,6 +26,7 @@ use super::mem::Buf;
 use super::slots::Key;
 use super::{Completion, DirEntry, DirId, FileId, Io, MetaOp, Name, OpenMode, Reply};
 use crate::rt::{Class, LocalTask, Nanos, Runtime};
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// How much may be under way at once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,9 +35,14 @@ pub struct Limits {
     pub max_ops: usize,
     /// Bytes of transfers at the device. A transfer larger than this goes piece by piece.
     pub max_bytes_in_flight: u64,
-    /// The part of it that only [`Class::Foreground`] may use, so that a read which an engine waits for does not
-    /// queue behind a full device.
+    /// The part of it that only [`Class::Foreground`] and [`Class::Small`] may use, so that a read which an engine
+    /// waits for does not queue behind a full device.
     pub foreground_reserve: u64,
+    /// Bytes of transfers of other classes at the device while there are small reads: what a small one finds in front
+    /// of it. Where small ones have more than this there themselves, others may have as much as they.
+    pub beside_small: u64,
+    /// For how many bytes of other transfers a small read is remembered.
+    pub small_remembered: u64,
     /// Bytes of operations past their deadline that no longer count as in flight, so that a device that hangs does
     /// not stop the others.
     pub max_stuck_bytes: u64,
@@ -47,6 +54,8 @@ impl Default for Limits {
             max_ops: 4096,
             max_bytes_in_flight: 16 << 20,
             foreground_reserve: 4 << 20,
+            beside_small: 1 << 20,
+            small_remembered: 64 << 20,
             max_stuck_bytes: 64 << 20,
         }
     }
@@ -93,6 +102,21 @@ pub struct Metrics {
     pub arena_bytes: u64,
 }
 
+/// How many small reads there were, on all executors that have it: they mostly share their disks, so what one has at
+/// the device is in front of the others' small reads, too.
+#[derive(Clone, Debug, Default)]
+pub struct SmallReads(Arc<AtomicU64>);
+
+impl SmallReads {
+    pub(super) fn note(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
 pub(super) struct Shared {
     pub(super) core: RefCell<Core>,
     pub(super) rt: Rc<dyn Runtime>,
@@ -137,7 +161,17 @@ impl fmt::Debug for Driver {
 impl Driver {
     /// A driver over an executor's `Io`, which nobody else may submit to.
     pub fn new(rt: Rc<dyn Runtime>, io: Rc<RefCell<dyn Io>>, limits: Limits) -> Self {
-        let shared = Shared { core: RefCell::new(Core::new(limits)), rt, io };
+        Self::beside(rt, io, limits, SmallReads::default())
+    }
+
+    /// The same, of an executor beside others.
+    pub fn beside(
+        rt: Rc<dyn Runtime>,
+        io: Rc<RefCell<dyn Io>>,
+        limits: Limits,
+        small_reads: SmallReads,
+    ) -> Self {
+        let shared = Shared { core: RefCell::new(Core::new(limits, small_reads)), rt, io };
         Self { shared: Rc::new(shared), completions: Rc::default() }
     }
 

@@ -34,7 +34,7 @@ fn any_move() -> impl Strategy<Value = Move> {
         1 => Just(Answer::TooMuch),
     ];
     prop_oneof![
-        4 => (0_usize..12, 0_usize..4).prop_map(|(pages, class)| Move::Read { pages, class }),
+        4 => (0_usize..12, 0..Class::ALL.len()).prop_map(|(pages, class)| Move::Read { pages, class }),
         2 => (1_usize..12, any::<bool>()).prop_map(|(pages, sync)| Move::Write { pages, sync }),
         1 => (1_usize..20).prop_map(|extents| Move::Batch { extents }),
         1 => Just(Move::Flush),
@@ -90,6 +90,8 @@ proptest! {
             max_bytes_in_flight: limit,
             foreground_reserve: 2 * PAGE as u64,
             max_stuck_bytes: 0,
+            beside_small: 2 * PAGE as u64,
+            small_remembered: 20 * PAGE as u64,
         };
         let bench = Bench::new(limits);
         let memory = memory(12);

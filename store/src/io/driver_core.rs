@@ -4,7 +4,10 @@
 //! - a slot in state `InFlight` keeps its buffers whatever its owner does; nothing but its completion frees it;
 //! - each submission has a tag of its own in its token, so a second completion, or one of an earlier submission of
 //!   the same slot, matches nothing;
-//! - `in_flight_bytes` is the sum of `charged` over all slots.
+//! - `in_flight_bytes` is the sum of `charged` over all slots, `small_bytes` of those of small reads.
+//!
+//! A small read may not find more than a bounded number of bytes in front of it at the device ([`Limits`]): others
+//! go few at a time, and in small pieces, for so many of their bytes after the last small read was asked for.
 //!
 //! Nothing here wakes or submits by itself while the state is borrowed: wakers are collected in `to_wake` and woken
 //! by the caller, since a waker may run code that comes back.
@@ -12,7 +15,7 @@
 use std::collections::VecDeque;
 use std::task::Waker;
 
-use super::driver::{Limits, Metrics};
+use super::driver::{Limits, Metrics, SmallReads};
 use super::error::{IoError, IoErrorKind, OpKind, Subject, describe};
 use super::mem::{Buf, PAGE};
 use super::ring::{MOVED_MAX, RANGES_MAX};
@@ -137,7 +140,7 @@ struct Slot {
     /// Where in the request the present submission begins, and how many bytes it asked for.
     from: u64,
     asked: u64,
-    /// Its part of `in_flight_bytes`.
+    /// Its part of `in_flight_bytes`: the most bytes that one submission of it asks for.
     charged: u64,
     tries: u16,
     shorts: u16,
@@ -176,10 +179,17 @@ pub(super) struct Core {
     pub(super) to_wake: Vec<Waker>,
     next_tag: u64,
     metrics: Metrics,
+    small_reads: SmallReads,
+    /// Of them, when somebody last looked.
+    small_seen: u64,
+    /// Bytes of other transfers for which the last small read is still remembered.
+    small_remembered: u64,
+    /// Bytes of small reads at the device.
+    small_bytes: u64,
 }
 
 impl Core {
-    pub(super) fn new(limits: Limits) -> Self {
+    pub(super) fn new(limits: Limits, small_reads: SmallReads) -> Self {
         let room = limits.max_bytes_in_flight.saturating_sub(limits.foreground_reserve);
         let piece = room.min(u64::from(MOVED_MAX)).max(PAGE as u64);
         Self {
@@ -195,6 +205,10 @@ impl Core {
             to_wake: Vec::new(),
             next_tag: 1,
             metrics: Metrics::default(),
+            small_seen: small_reads.count(),
+            small_reads,
+            small_remembered: 0,
+            small_bytes: 0,
         }
     }
 
@@ -235,6 +249,9 @@ impl Core {
             outcome: None,
         };
         let key = self.slots.insert(slot);
+        if class == Class::Small {
+            self.small_reads.note();
+        }
         // Flushes and the like move no bytes of ours, and an acknowledgement waits for them: they do not queue.
         if transfer {
             self.schedule.push(key.index, class, len.min(self.piece));
@@ -258,25 +275,57 @@ impl Core {
             self.send(io, index);
         }
         loop {
+            let beside_small = self.beside_small();
             let (limits, in_flight) = (&self.limits, self.metrics.in_flight_bytes);
+            let others = in_flight - self.small_bytes;
             let fits = |class: Class, cost: u64| {
-                let reserved = if class == Class::Foreground { 0 } else { limits.foreground_reserve };
+                let urgent = matches!(class, Class::Small | Class::Foreground);
+                let reserved = if urgent { 0 } else { limits.foreground_reserve };
                 let room = limits.max_bytes_in_flight.saturating_sub(reserved);
+                let few = beside_small.filter(|_| class != Class::Small);
                 // Limits that leave no room at all still let one go at a time.
-                in_flight == 0 || in_flight.saturating_add(cost) <= room
+                few.is_none_or(|(most, piece)| others == 0 || others.saturating_add(cost.min(piece)) <= most)
+                    && (in_flight == 0 || in_flight.saturating_add(cost) <= room)
             };
             let Some(index) = self.schedule.next(fits) else { return };
             if let Some(slot) = self.slots.at(index) {
-                slot.charged = slot.request.len.min(self.piece);
+                let (class, kind, len) = (slot.request.class, slot.request.kind, slot.request.len);
+                // Not so writes: each piece of a durable one is made durable.
+                let few = beside_small.filter(|_| class != Class::Small && kind == OpKind::Read);
+                slot.charged = len.min(few.map_or(self.piece, |(_, piece)| piece));
                 self.metrics.in_flight_bytes += slot.charged;
+                match class {
+                    Class::Small => self.small_bytes += slot.charged,
+                    _ => self.small_remembered = self.small_remembered.saturating_sub(len),
+                }
             }
             self.send(io, index);
         }
     }
 
+    /// While small reads are remembered: the bytes that other transfers may have at the device, and those of one
+    /// submission of a read.
+    fn beside_small(&mut self) -> Option<(u64, u64)> {
+        let count = self.small_reads.count();
+        if count != self.small_seen {
+            (self.small_seen, self.small_remembered) = (count, self.limits.small_remembered);
+        }
+        let page = PAGE as u64;
+        let piece = (self.limits.beside_small / 4 / page * page).clamp(page, self.piece.max(page));
+        (self.small_remembered > 0).then(|| (self.limits.beside_small.max(self.small_bytes), piece))
+    }
+
+    /// Takes back what a transfer was charged.
+    fn uncharge(&mut self, class: Class, charged: u64) {
+        self.metrics.in_flight_bytes -= charged;
+        if class == Class::Small {
+            self.small_bytes -= charged;
+        }
+    }
+
     fn send(&mut self, io: &mut dyn Io, index: u32) {
         let Some(slot) = self.slots.at(index) else { return };
-        let Some(op) = slot.next_op(self.piece) else { return };
+        let Some(op) = slot.next_op(slot.charged) else { return };
         slot.tag = self.next_tag & TAG_MASK;
         self.next_tag += 1;
         slot.state = State::InFlight;
@@ -328,7 +377,7 @@ impl Core {
         let Some(key) = self.slots.key_at(index) else { return };
         let Some(slot) = self.slots.get_mut(key) else { return };
         slot.state = State::Done;
-        self.metrics.in_flight_bytes -= std::mem::take(&mut slot.charged);
+        let (class, charged) = (slot.request.class, std::mem::take(&mut slot.charged));
         match &outcome {
             Ok(_) if slot.request.kind == OpKind::Read => self.metrics.bytes_read += slot.moved,
             Ok(_) if slot.request.kind == OpKind::Write => self.metrics.bytes_written += slot.moved,
@@ -338,6 +387,8 @@ impl Core {
         self.metrics.completed += 1;
         // The memory goes back to its owner now, whenever the future is polled.
         slot.request.work = Work::Nothing;
+        self.uncharge(class, charged);
+        let Some(slot) = self.slots.get_mut(key) else { return };
         match &mut slot.owner {
             Owner::Future(waker) => {
                 self.to_wake.extend(waker.take());
@@ -421,10 +472,12 @@ impl Core {
     /// Gives an operation up. If the device has it, it keeps its slot and its memory until its completion.
     pub(super) fn abandon(&mut self, key: Key, stuck: bool) {
         let Some(slot) = self.slots.get_mut(key) else { return };
+        let class = slot.request.class;
         match slot.state {
             State::Waiting => {
                 // Something that was already once at the device and waits to go there again has its charge.
-                self.metrics.in_flight_bytes -= std::mem::take(&mut slot.charged);
+                let charged = std::mem::take(&mut slot.charged);
+                self.uncharge(class, charged);
                 if !self.schedule.remove(key.index) {
                     self.unsent.retain(|index| *index != key.index);
                 }
@@ -436,7 +489,8 @@ impl Core {
                 let len = slot.request.len;
                 // A device that hangs must not take the others' room with it, up to a limit.
                 if stuck && self.metrics.stuck_bytes.saturating_add(len) <= self.limits.max_stuck_bytes {
-                    self.metrics.in_flight_bytes -= std::mem::take(&mut slot.charged);
+                    let charged = std::mem::take(&mut slot.charged);
+                    self.uncharge(class, charged);
                 }
                 self.count_orphan(stuck, len, true);
             }

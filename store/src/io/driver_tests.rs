@@ -147,12 +147,16 @@ struct Bench {
 
 impl Bench {
     fn new(limits: Limits) -> Self {
+        Self::beside(limits, SmallReads::default())
+    }
+
+    fn beside(limits: Limits, small_reads: SmallReads) -> Self {
         let hands = Arc::new(Hands::default());
         let clock = Arc::clone(&hands) as Arc<dyn Clock>;
         let world = Rc::new(World { clock, hands, entropy: Arc::new(Zeros), timers: Cell::new(0) });
         let disk = Rc::new(RefCell::new(Script::default()));
         let io = Rc::clone(&disk) as Rc<RefCell<dyn Io>>;
-        let driver = Driver::new(Rc::clone(&world) as Rc<dyn Runtime>, io, limits);
+        let driver = Driver::beside(Rc::clone(&world) as Rc<dyn Runtime>, io, limits, small_reads);
         Self { driver, disk, world, woken: Arc::default() }
     }
 
@@ -487,6 +491,7 @@ fn stuck_operations_leave_room_for_others_only_up_to_a_limit() {
         max_bytes_in_flight: 2 * page,
         foreground_reserve: 0,
         max_stuck_bytes: 3 * page,
+        ..Limits::default()
     };
     let bench = Bench::new(limits);
     let buf = memory(1);
@@ -820,6 +825,9 @@ async fn round_trip(driver: Driver) {
     assert_eq!(error.kind, IoErrorKind::NotFound);
     assert!(error.to_string().contains("missing"), "{error}");
 }
+
+#[path = "driver_small_tests.rs"]
+mod small;
 
 #[path = "driver_any_tests.rs"]
 mod any_script;

@@ -41,7 +41,7 @@ use std::time::Duration;
 
 pub use arena::{Arena, ArenaUse};
 pub use batch::{ExtentDone, ReadBatch};
-pub use driver::{Driver, Limits, Metrics};
+pub use driver::{Driver, Limits, Metrics, SmallReads};
 pub use error::{IoError, IoErrorKind};
 pub use features::{Feature, Features, UnknownFeature};
 pub use mem::{Buf, Region};

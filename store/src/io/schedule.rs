@@ -143,8 +143,8 @@ mod tests {
         for (class, index) in Class::ALL.into_iter().zip(0..) {
             (0..2000).for_each(|place| schedule.push(index * 2000 + place, class, cost));
         }
-        let mut sent = [0_u32; 4];
-        for _ in 0..1450 {
+        let mut sent = [0_u32; Class::ALL.len()];
+        for _ in 0..2450 {
             sent[(schedule.next(|_, _| true).unwrap() / 2000) as usize] += 1;
         }
         for (class, sent) in Class::ALL.into_iter().zip(sent) {
@@ -191,10 +191,10 @@ mod tests {
     proptest! {
         #[test]
         fn everything_comes_out_once_in_the_order_of_its_class(
-            steps in prop::collection::vec((0_u8..10, 0_usize..4, 1_u64..(20 << 20)), 1..200)
+            steps in prop::collection::vec((0_u8..10, 0..Class::ALL.len(), 1_u64..(20 << 20)), 1..200)
         ) {
             let mut schedule = Schedule::new();
-            let mut model: [VecDeque<u32>; 4] = Default::default();
+            let mut model: [VecDeque<u32>; Class::ALL.len()] = Default::default();
             for (index, (step, class, cost)) in (0_u32..).zip(steps) {
                 match step {
                     0..6 => {

@@ -53,6 +53,9 @@ impl Nanos {
 /// What a task works for. Classes share an executor by weight; see [`Class::shares`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Class {
+    /// Reads that an engine waits for and that are so small ([`SMALL_READ_BYTES`](crate::api::SMALL_READ_BYTES)) that
+    /// a place behind large ones would be all of their time. The engine makes them of foreground reads itself.
+    Small,
     /// Reads that an engine waits for.
     Foreground,
     /// Puts.
@@ -65,12 +68,12 @@ pub enum Class {
 
 impl Class {
     /// All classes, most urgent first.
-    pub const ALL: [Self; 4] = [Self::Foreground, Self::Put, Self::Prefetch, Self::Background];
+    pub const ALL: [Self; 5] = [Self::Small, Self::Foreground, Self::Put, Self::Prefetch, Self::Background];
 
     /// The weight of the class when all have work.
     pub const fn shares(self) -> u32 {
         match self {
-            Self::Foreground => 1000,
+            Self::Small | Self::Foreground => 1000,
             Self::Put => 300,
             Self::Prefetch => 100,
             Self::Background => 50,

@@ -85,6 +85,7 @@ fn broken(end: ReadEnd, copying: &Copying, reason: &Reason) -> ReadEnd {
 
 impl Through for Copying {
     type Fault = Reason;
+    type Memory = Buf;
 
     async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stop<Reason>> {
         if self.sink.is_cancelled() {
@@ -112,7 +113,7 @@ impl Through for Copying {
         let places = places.ok_or(Reason::Bug("a window that is not shared"))?;
         let timeout = self.inner.timeout_us(request.deadline);
         link.read((request, self.shape.clone()), places, timeout, sink)?;
-        Ok((memory, stream))
+        Ok((memory, stream.brought_by(link.bring())))
     }
 
     async fn range(

@@ -1,5 +1,8 @@
-//! A pair of connections to a server: one for calls that are answered at once, one for reads and puts, whose answers a
-//! thread takes in.
+//! A pair of connections to a server: one for calls that are answered at once, one for reads and puts.
+//!
+//! Their answers are taken in by one thread at a time: by a caller that blocks on its own answer, so that it needs nobody
+//! to wake it, or by a thread of the link's where somebody waits who cannot, a future or a queue. Whoever leaves while
+//! requests are under way calls that thread; when none are, it sleeps, and looks now and then.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -7,16 +10,17 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{Order, Placed, PutReply, ReadRequest, ReadSink};
+use kvarts_store::api::{Bring, Order, Placed, PutReply, ReadRequest, ReadSink};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Arena;
 use kvarts_store::rt::mailbox::Reply;
 use prost::Message;
+use rustix::net::RecvFlags;
 
 use super::reading::Reading;
 use super::wire::{self, Calls, GONE, Inbox};
@@ -53,12 +57,31 @@ enum Pending {
     Call(Arc<Slot>),
 }
 
-/// What the sending sides and the receiving thread share.
+/// How often the link's thread looks at a connection that nobody waits for.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Whose turn it is to take in what arrives.
+#[derive(Default)]
+struct Turn {
+    /// Somebody does.
+    taken: bool,
+    /// The link's thread is wanted.
+    called: bool,
+}
+
+/// What all who send and take in share.
 struct Shared {
     stream: UnixStream,
     sending: Mutex<()>,
     pending: Mutex<BTreeMap<u64, Pending>>,
     broken: AtomicBool,
+    /// Asked for before `pending`, never after it.
+    turn: Mutex<Turn>,
+    called: Condvar,
+    /// Only for whoever has the turn.
+    inbox: Mutex<Inbox>,
+    owner: Weak<dyn Owner>,
+    me: Weak<Self>,
 }
 
 /// Both connections.
@@ -92,9 +115,99 @@ impl Shared {
     fn broke(&self, error: &io::Error) -> Reason {
         tracing::debug!(%error, "the local connection broke");
         self.broken.store(true, Ordering::SeqCst);
-        // Wakes the receiving thread.
+        // Whoever takes in is woken; if nobody does, the link's thread clears up.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        self.call();
         GONE
+    }
+
+    fn turn(&self) -> MutexGuard<'_, Turn> {
+        // Each change is one step.
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the turn if nobody has it. Whoever has it calls the link's thread when he leaves, if he must.
+    fn try_turn(&self) -> bool {
+        let mut turn = self.turn();
+        let free = !turn.taken;
+        if free {
+            *turn = Turn { taken: true, called: false };
+        }
+        free
+    }
+
+    /// Whether anybody waits for something. The last word about a read that has ended and lets go of its memory can
+    /// wait: it is taken in with the next answer, or when the link's thread looks.
+    fn is_waited_for(&self) -> bool {
+        self.pending().values().any(|pending| !matches!(pending, Pending::Read(read) if read.has_ended()))
+    }
+
+    /// Gives the turn back; to the link's thread, if anybody still waits for something.
+    fn leave(&self) {
+        let mut turn = self.turn();
+        turn.taken = false;
+        turn.called |= self.is_broken() || self.is_waited_for();
+        if turn.called {
+            self.called.notify_one();
+        }
+    }
+
+    /// Calls the link's thread, unless somebody takes in already, who calls it when he leaves.
+    fn call(&self) {
+        let mut turn = self.turn();
+        if !turn.taken {
+            turn.called = true;
+            self.called.notify_one();
+        }
+    }
+
+    fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::SeqCst)
+    }
+
+    /// Takes in on this thread until `done`, and what is here then. The turn is the caller's.
+    fn take_in(&self, done: &mut dyn FnMut() -> bool) -> io::Result<()> {
+        let mut inbox = self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        while !done() {
+            let (head, body) = inbox.next(&self.stream)?;
+            self.take(head, body, &mut inbox)?;
+        }
+        while let Some((head, body)) = inbox.try_next(&self.stream)? {
+            self.take(head, body, &mut inbox)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the connection ended while nobody looked. Where something else came, it is taken in first.
+    fn look(&self) {
+        let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        match rustix::net::recv(&self.stream, &mut [0; 1], peek) {
+            Err(rustix::io::Errno::AGAIN) => {}
+            _ if self.try_turn() => {
+                if let Err(error) = self.take_in(&mut || true) {
+                    self.broke(&error);
+                }
+                self.leave();
+            }
+            // Whoever takes in sees it.
+            _ => {}
+        }
+    }
+}
+
+impl Bring for Shared {
+    fn fetch(&self, done: &mut dyn FnMut() -> bool) {
+        if !self.try_turn() {
+            return;
+        }
+        if let Err(error) = self.take_in(done) {
+            self.broke(&error);
+        }
+        self.leave();
+    }
+
+    fn attend(&self) {
+        self.call();
     }
 }
 
@@ -104,30 +217,42 @@ impl Link {
         path: &Path,
         token: Option<&str>,
         patience: Duration,
-        owner: std::sync::Weak<dyn Owner>,
+        owner: Weak<dyn Owner>,
     ) -> Result<Arc<Self>, Reason> {
         let calls = Mutex::new(Calls::new(wire::connect(path, token, patience)?));
-        let (stream, inbox) = wire::connect(path, token, patience)?;
+        let (stream, mut inbox) = wire::connect(path, token, patience)?;
         let fault = |error: io::Error| Reason::Config(format!("{}: {error}", path.display()));
         // Reads and puts take as long as they take; their deadlines are the server's to keep.
-        stream.set_read_timeout(None).map_err(fault)?;
-        let shared = Arc::new(Shared {
+        inbox.wait_for_ever();
+        let shared = Arc::new_cyclic(|me| Shared {
             stream,
             sending: Mutex::new(()),
             pending: Mutex::new(BTreeMap::new()),
             broken: AtomicBool::new(false),
+            turn: Mutex::default(),
+            called: Condvar::new(),
+            inbox: Mutex::new(inbox),
+            owner,
+            me: Weak::clone(me),
         });
         let receiver = Arc::clone(&shared);
         std::thread::Builder::new()
             .name("kvarts-local".to_owned())
-            .spawn(move || receive(&receiver, inbox, &owner))
+            .spawn(move || attend(&receiver))
             .map_err(fault)?;
         let (next, windows) = (AtomicU64::new(1), std::sync::OnceLock::new());
         Ok(Arc::new(Self { shared, calls, next, patience, windows }))
     }
 
+    /// Whether the connection has ended, as far as can be seen now.
     pub(super) fn is_broken(&self) -> bool {
-        self.shared.broken.load(Ordering::SeqCst)
+        self.shared.look();
+        self.shared.is_broken()
+    }
+
+    /// Who fetches what arrives.
+    pub(super) fn bring(&self) -> Arc<dyn Bring> {
+        Arc::clone(&self.shared) as _
     }
 
     /// Asks what is answered at once.
@@ -152,6 +277,7 @@ impl Link {
         let (id, slot) = (self.id(), Arc::new(Slot::default()));
         self.begin(id, Pending::Call(Arc::clone(&slot)))?;
         self.shared.send(&frame(Kind::Share, id, &message), file)?;
+        self.shared.call();
         let answer = slot.answer.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = slot.came.wait_timeout_while(answer, self.patience, |answer| answer.is_none());
         let (mut answer, _) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -166,7 +292,7 @@ impl Link {
         let _ = self.shared.send(&frame(Kind::Unshare, self.id(), &message), None);
     }
 
-    /// Begins to read into shared memory.
+    /// Begins to read into shared memory. Somebody has to fetch what arrives: see [`Link::bring`].
     pub(super) fn read(
         &self,
         (request, shape): (ReadRequest, BlockShape),
@@ -196,13 +322,15 @@ impl Link {
         let id = self.id();
         let blocks = from.block_count() as usize;
         self.begin(id, Pending::Put(reply, blocks, from))?;
-        self.shared.send(&frame(Kind::Put, id, message), None)
+        self.shared.send(&frame(Kind::Put, id, message), None)?;
+        self.shared.call();
+        Ok(())
     }
 
     /// Notes a request before it is sent. Of a connection that broke before, it is answered at once.
     fn begin(&self, id: u64, pending: Pending) -> Result<(), Reason> {
         let mut all = self.shared.pending();
-        if self.is_broken() {
+        if self.shared.is_broken() {
             drop(all);
             failed(pending, &GONE);
             return Err(GONE);
@@ -214,8 +342,9 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // The receiving thread ends, and the server lets go of everything.
+        // The link's thread ends, and the server lets go of everything.
         let _ = self.shared.stream.shutdown(std::net::Shutdown::Both);
+        self.shared.call();
     }
 }
 
@@ -234,23 +363,35 @@ fn answer(slot: &Slot, answer: Result<(Bytes, Option<OwnedFd>), Reason>) {
     slot.came.notify_all();
 }
 
-/// Takes answers in until the connection ends.
-fn receive(shared: &Arc<Shared>, mut inbox: Inbox, owner: &std::sync::Weak<dyn Owner>) {
-    let ended = loop {
-        match inbox.next(&shared.stream) {
-            Ok((head, body)) => {
-                if let Err(error) = take(shared, head, body, &mut inbox, owner) {
-                    break error;
-                }
-            }
-            Err(error) => break error,
+/// What the link's thread does: takes in where it is called, and clears up when the connection has ended.
+fn attend(shared: &Shared) {
+    loop {
+        let mut turn = shared.turn();
+        while !turn.called || turn.taken {
+            let waited = shared.called.wait_timeout(turn, LOOK);
+            let (woken, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+            turn = woken;
+            // Who began something and never asked for it, and a server that went: both are seen now and then.
+            turn.called |= waited.timed_out();
         }
-    };
-    let _ = shared.broke(&ended);
-    let mut left = std::mem::take(&mut *shared.pending());
+        *turn = Turn { taken: true, called: false };
+        drop(turn);
+        let taken = shared.take_in(&mut || !shared.is_waited_for());
+        if let Err(error) = taken {
+            shared.broke(&error);
+            // With the turn: nobody takes anything in any more.
+            return ended(shared);
+        }
+        shared.leave();
+    }
+}
+
+/// Answers what was under way when the connection ended.
+fn ended(shared: &Shared) {
+    let left = std::mem::take(&mut *shared.pending());
     // The server may live: what it had begun may still be written for a moment.
     let mut held = Vec::new();
-    for (_, pending) in std::mem::take(&mut left) {
+    for (_, pending) in left {
         match pending {
             Pending::Read(mut reading) => {
                 reading.broken(&GONE, true);
@@ -269,77 +410,72 @@ fn decode<M: Message + Default>(body: Bytes) -> io::Result<M> {
     M::decode(body).map_err(io::Error::other)
 }
 
-/// Takes one frame in. An error ends the connection.
-fn take(
-    shared: &Arc<Shared>,
-    head: Head,
-    body: Bytes,
-    inbox: &mut Inbox,
-    owner: &std::sync::Weak<dyn Owner>,
-) -> io::Result<()> {
-    let mut all = shared.pending();
-    match head.kind {
-        Kind::Arrived => {
-            let arrived = decode(body)?;
-            // Taken out meanwhile: verifying takes time.
-            let Some(Pending::Read(mut reading)) = all.remove(&head.id) else { return Ok(()) };
-            drop(all);
-            reading.arrived(&arrived);
-            if reading.is_cancelled()
-                && let Some(owner) = owner.upgrade()
-            {
-                let shared = Arc::clone(shared);
-                // Not from here: the server may wait for this thread to take something.
-                owner.later(Box::new(move || drop(shared.send(&bare(Kind::Cancel, head.id), None))));
-            }
-            shared.pending().insert(head.id, Pending::Read(reading));
-        }
-        Kind::End => {
-            let end = decode(body)?;
-            let Some(Pending::Read(reading)) = all.get_mut(&head.id) else { return Ok(()) };
-            reading.end(&end);
-            let damaged: Vec<u32> = reading.damaged().collect();
-            if !damaged.is_empty()
-                && let Some(owner) = owner.upgrade()
-            {
-                let (request, shape) = (reading.request.clone(), reading.shape.clone());
+impl Shared {
+    /// Takes one frame in. An error ends the connection.
+    fn take(&self, head: Head, body: Bytes, inbox: &mut Inbox) -> io::Result<()> {
+        let mut all = self.pending();
+        match head.kind {
+            Kind::Arrived => {
+                let arrived = decode(body)?;
+                // Taken out meanwhile: verifying takes time.
+                let Some(Pending::Read(mut reading)) = all.remove(&head.id) else { return Ok(()) };
                 drop(all);
-                owner.suspect(request, shape, damaged);
+                reading.arrived(&arrived);
+                if reading.is_cancelled()
+                    && let (Some(owner), Some(shared)) = (self.owner.upgrade(), self.me.upgrade())
+                {
+                    // Not from here: the server may wait for this thread to take something.
+                    owner.later(Box::new(move || drop(shared.send(&bare(Kind::Cancel, head.id), None))));
+                }
+                self.pending().insert(head.id, Pending::Read(reading));
             }
-        }
-        Kind::Released => {
-            let done = all.remove(&head.id);
-            drop(all);
-            if let Some(Pending::Read(reading)) = done {
-                reading.released();
+            Kind::End => {
+                let end = decode(body)?;
+                let Some(Pending::Read(reading)) = all.get_mut(&head.id) else { return Ok(()) };
+                reading.end(&end);
+                let damaged: Vec<u32> = reading.damaged().collect();
+                if !damaged.is_empty()
+                    && let Some(owner) = self.owner.upgrade()
+                {
+                    let (request, shape) = (reading.request.clone(), reading.shape.clone());
+                    drop(all);
+                    owner.suspect(request, shape, damaged);
+                }
             }
-        }
-        Kind::Done => match all.remove(&head.id) {
-            Some(Pending::Put(reply, blocks, from)) => {
-                drop(from);
+            Kind::Released => {
+                let done = all.remove(&head.id);
                 drop(all);
-                let found: proto::PutReply = decode(body)?;
-                let outcomes: Vec<_> = found.outcomes.iter().map(upload::outcome).collect();
-                let whole = outcomes.len() == blocks;
-                let wrong = Reason::Bug("an answer for another number of blocks");
-                // A caller that is gone needs no answer.
-                let _ = reply.send(if whole { Ok(PutReply { outcomes }) } else { Err(Error(wrong)) });
+                if let Some(Pending::Read(reading)) = done {
+                    reading.released();
+                }
             }
-            Some(Pending::Call(slot)) => {
-                let file = (!inbox.descriptors.is_empty()).then(|| inbox.descriptors.remove(0));
-                answer(&slot, Ok((body, file)));
+            Kind::Done => match all.remove(&head.id) {
+                Some(Pending::Put(reply, blocks, from)) => {
+                    drop(from);
+                    drop(all);
+                    let found: proto::PutReply = decode(body)?;
+                    let outcomes: Vec<_> = found.outcomes.iter().map(upload::outcome).collect();
+                    let whole = outcomes.len() == blocks;
+                    let wrong = Reason::Bug("an answer for another number of blocks");
+                    // A caller that is gone needs no answer.
+                    let _ = reply.send(if whole { Ok(PutReply { outcomes }) } else { Err(Error(wrong)) });
+                }
+                Some(Pending::Call(slot)) => {
+                    let file = (!inbox.descriptors.is_empty()).then(|| inbox.descriptors.remove(0));
+                    answer(&slot, Ok((body, file)));
+                }
+                // Of something that nobody waits for.
+                _ => {}
+            },
+            Kind::Failed => {
+                let pending = all.remove(&head.id);
+                drop(all);
+                if let Some(pending) = pending {
+                    failed(pending, &wire::reason(body));
+                }
             }
-            // Of something that nobody waits for.
-            _ => {}
-        },
-        Kind::Failed => {
-            let pending = all.remove(&head.id);
-            drop(all);
-            if let Some(pending) = pending {
-                failed(pending, &wire::reason(body));
-            }
+            _ => return Err(io::Error::other("a frame that is not a server's to send")),
         }
-        _ => return Err(io::Error::other("a frame that is not a server's to send")),
+        Ok(())
     }
-    Ok(())
 }

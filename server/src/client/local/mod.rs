@@ -387,7 +387,7 @@ impl KvStore for LocalPath {
         if let Some(places) = self.inner.places(&request.into, &shape, &layers) {
             let timeout = self.inner.timeout_us(request.deadline);
             link.read((request, shape), places, timeout, sink)?;
-            return Ok(stream);
+            return Ok(stream.brought_by(link.bring()));
         }
         if !copied::fits(&shape) {
             return self.grpc.read(request);

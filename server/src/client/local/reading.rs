@@ -44,6 +44,11 @@ impl Reading {
         self.sink.is_cancelled()
     }
 
+    /// Whether its end was told, with nothing held.
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended == Some(true)
+    }
+
     /// Blocks that did not match.
     pub(super) fn damaged(&self) -> impl Iterator<Item = u32> {
         self.damaged.keys().copied()

@@ -9,6 +9,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvarts_store::error::Reason;
 use prost::Message;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
 
 use crate::grpc::fault;
 use crate::local::frame::{Head, Kind, frame};
@@ -28,7 +31,7 @@ pub(super) fn send(stream: &UnixStream, bytes: &[u8], descriptor: Option<&OwnedF
                 rest = rest.get(sent..).unwrap_or_default();
                 descriptor = None;
             }
-            Err(rustix::io::Errno::INTR) => {}
+            Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
     }
@@ -41,16 +44,23 @@ pub(super) struct Inbox {
     at: usize,
     pub(super) descriptors: Vec<OwnedFd>,
     scratch: Box<[u8]>,
+    /// How long the next frame is waited for; for ever, if nothing is said.
+    patience: Option<Timespec>,
 }
 
 impl Default for Inbox {
     fn default() -> Self {
         let scratch = vec![0; RECEIVE_BYTES].into_boxed_slice();
-        Self { bytes: Vec::new(), at: 0, descriptors: Vec::new(), scratch }
+        Self { bytes: Vec::new(), at: 0, descriptors: Vec::new(), scratch, patience: None }
     }
 }
 
 impl Inbox {
+    /// Waits for frames as long as it takes.
+    pub(super) fn wait_for_ever(&mut self) {
+        self.patience = None;
+    }
+
     /// A frame that has arrived.
     fn take(&mut self) -> io::Result<Option<(Head, Bytes)>> {
         let rest = self.bytes.get(self.at..).unwrap_or_default();
@@ -69,17 +79,43 @@ impl Inbox {
     /// The next frame, waited for.
     pub(super) fn next(&mut self, stream: &UnixStream) -> io::Result<(Head, Bytes)> {
         loop {
-            if let Some(frame) = self.take()? {
+            if let Some(frame) = self.try_next(stream)? {
                 return Ok(frame);
             }
-            self.bytes.drain(..self.at);
-            self.at = 0;
-            match socket::receive(stream, &mut self.scratch, &mut self.descriptors) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(count) => self.bytes.extend_from_slice(self.scratch.get(..count).unwrap_or_default()),
-                Err(rustix::io::Errno::INTR) => {}
+            // Not in the call that receives: that one is also woken when the other end takes what was sent.
+            let mut wanted = [PollFd::new(stream, PollFlags::IN)];
+            match poll(&mut wanted, self.patience.as_ref()) {
+                Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+                Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
+        }
+    }
+
+    /// A frame that is here already.
+    pub(super) fn try_next(&mut self, stream: &UnixStream) -> io::Result<Option<(Head, Bytes)>> {
+        loop {
+            if let Some(frame) = self.take()? {
+                return Ok(Some(frame));
+            }
+            if !self.receive(stream)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Takes what is there; whether anything was.
+    fn receive(&mut self, stream: &UnixStream) -> io::Result<bool> {
+        self.bytes.drain(..self.at);
+        self.at = 0;
+        match socket::receive(stream, &mut self.scratch, &mut self.descriptors, RecvFlags::DONTWAIT) {
+            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => {
+                self.bytes.extend_from_slice(self.scratch.get(..count).unwrap_or_default());
+                Ok(true)
+            }
+            Err(Errno::INTR | Errno::AGAIN) => Ok(false),
+            Err(error) => Err(error.into()),
         }
     }
 }
@@ -92,12 +128,12 @@ pub(super) fn connect(
 ) -> Result<(UnixStream, Inbox), Reason> {
     let fault = |error: io::Error| Reason::Config(format!("{}: {error}", path.display()));
     let stream = UnixStream::connect(path).map_err(fault)?;
-    stream.set_read_timeout(Some(patience)).map_err(fault)?;
     stream.set_write_timeout(Some(patience)).map_err(fault)?;
     let hello = proto::Hello { version: VERSION, token: token.unwrap_or_default().to_owned() };
     let bytes = [&MAGIC[..], &frame(Kind::Hello, 0, &hello)].concat();
     send(&stream, &bytes, None).map_err(fault)?;
-    let mut inbox = Inbox::default();
+    // More than that is for ever.
+    let mut inbox = Inbox { patience: Timespec::try_from(patience).ok(), ..Inbox::default() };
     let (head, body) = inbox.next(&stream).map_err(fault)?;
     match head.kind {
         Kind::Welcome => Ok((stream, inbox)),
