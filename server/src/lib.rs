@@ -27,5 +27,6 @@ pub mod proto;
 pub mod scrub;
 mod serve_cmd;
 mod table;
+pub mod traces;
 
 pub use cli::main;

@@ -60,6 +60,8 @@ pub enum Reason {
         /// Bytes that it would then have.
         wanted: u64,
     },
+    /// The device has been written as much as its endurance budget allows, and the block was not asked for before.
+    NotAdmitted,
     /// The caller has no right to it; the text says which is missing.
     Denied(String),
     /// The namespace was never registered here.
@@ -148,6 +150,7 @@ impl Reason {
             Self::NoSpace
             | Self::PinCap { .. }
             | Self::Quota { .. }
+            | Self::NotAdmitted
             | Self::Denied(_)
             | Self::Locked(_)
             | Self::LeaseEnded => Kind::Refused,
@@ -192,6 +195,9 @@ impl fmt::Display for Reason {
                 f,
                 "{wanted} bytes would be had where the quota allows {limit}: release leases, put less, or raise the quota"
             ),
+            Self::NotAdmitted => {
+                f.write_str("not admitted: the endurance budget is used up and the block is not known yet")
+            }
             Self::Denied(what) => write!(f, "refused: {what}"),
             Self::UnknownNamespace(id) => {
                 write!(f, "namespace {id} is not registered: register its identity first")

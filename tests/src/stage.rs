@@ -175,6 +175,7 @@ pub fn small_options(executors: usize) -> Options {
         budget_beyond_disk: false,
         record_bytes_max: 8 << 20,
         eviction: EvictionPolicy::default(),
+        endurance_bytes_per_day: None,
         executors,
         limits: Limits { arena_bytes: 4 << 20, ..Limits::default() },
     }

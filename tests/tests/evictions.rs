@@ -221,3 +221,54 @@ fn a_store_that_is_full_for_long_keeps_its_books_its_files_and_its_memory() {
         stage.close().unwrap();
     }
 }
+
+/// `fallocate` fails now and then, or from some time on, with each error that it may give. Nothing is lost by it, books
+/// and budget stay right, and when it works again room is made as before.
+#[test]
+fn a_hole_that_could_not_be_made_gives_nothing_back_and_takes_nothing_away() {
+    let (eio, enospc) = (5, 28);
+    for (case, (errno, when)) in [
+        (eio, When::From(3)),
+        (eio, When::Odds(400_000)),
+        (enospc, When::From(3)),
+        (enospc, When::Odds(400_000)),
+        (EOPNOTSUPP, When::From(9)),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let seed = 4600 + case as u64;
+        let world = SimWorld::new(seed, &WorldConfig::default());
+        let options = roomy(Seed(seed));
+        let stage = SimStage::open(&world, &options).unwrap();
+        let desk = Desk::new(&stage, "punch");
+        let mut number = 0u64;
+        let mut round = |rounds: u64| {
+            for _ in 0..rounds {
+                let keys = desk.keys(number * 4..number * 4 + 4);
+                let outcomes = desk.outcomes(desk.request(pages(), &keys, 1));
+                assert_eq!(outcomes, vec![BlockOutcome::Stored; 4], "errno {errno}, {when:?}, {number}");
+                desk.expect(pages(), &keys, 1);
+                assert!(stage.engine().stats().allocated_bytes <= options.budget_bytes);
+                stage.audit();
+                number += 1;
+            }
+        };
+        round(40);
+        world.disk().inject(Rule::new(Which::Kind(OpKind::Punch), when, Effect::Errno(errno)));
+        round(60);
+        assert!(world.disk().struck() > 0, "errno {errno}, {when:?}");
+        world.disk().heal();
+        let before = stage.engine().stats().counts.bytes_punched;
+        round(40);
+        let counts = stage.engine().stats().counts;
+        assert_eq!(counts.blocks_quarantined + counts.chunks_damaged, 0);
+        assert_eq!(counts.bytes_punched > before, errno != EOPNOTSUPP, "errno {errno}, {when:?}");
+        let left = here(&desk, 0..number * 4);
+        left.iter().for_each(|n| desk.expect(pages(), &desk.keys(*n..n + 1), 1));
+        stage.audit_all();
+        let image = stage.cut_power().image(Crash::LoseAll);
+        let checked = examine(&directories(&image), Level::Deep).unwrap();
+        assert!(checked.findings.is_clean(), "errno {errno}, {when:?}\n{}", problems(&checked));
+    }
+}

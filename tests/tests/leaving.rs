@@ -256,6 +256,37 @@ fn a_changed_time_to_live_is_in_the_next_checkpoint() {
     assert_eq!(here(&Desk::new(&stage, "changed"), &keys), [false, true]);
 }
 
+/// What `KvStore::set_ttl` says of crashes: a shorter time that is over before any checkpoint says it is forgotten with
+/// its block, which is then here until the time of its put, and no longer.
+#[test]
+fn a_shorter_time_that_ran_out_before_a_checkpoint_is_forgotten_in_a_crash_and_the_puts_time_counts() {
+    let stage = open(11, None, 1);
+    let desk = Desk::new(&stage, "shortened");
+    let keys = desk.keys(0..2);
+    for key in &keys {
+        let request = desk.request(pages(), std::slice::from_ref(key), 1);
+        let request = PutRequest { expires_after: Some(Duration::from_secs(600)), ..request };
+        assert_eq!(desk.outcomes(request), [BlockOutcome::Stored]);
+    }
+    let (group, coordinate) = pages();
+    let ttl = Some(Duration::from_secs(60));
+    let request =
+        kvarts_store::api::TtlRequest { namespace: desk.namespace, group, coordinate, keys: &keys[..1], ttl };
+    assert_eq!(stage.store().set_ttl(&request).unwrap().changed, [true]);
+    stage.advance(Duration::from_secs(100));
+    assert_eq!(here(&desk, &keys), [false, true], "it is over");
+    let media = cut(stage);
+    let after = |seed, seconds: u64| {
+        let config = WorldConfig::default();
+        let late = WorldConfig { unix_millis: config.unix_millis + seconds * 1000, ..config };
+        let world = SimWorld::with_media(seed, &late, media.clone());
+        let stage = SimStage::open(&world, &options(1)).unwrap();
+        here(&Desk::new(&stage, "shortened"), &keys)
+    };
+    assert_eq!(after(12, 100), [true, true], "no checkpoint said so");
+    assert_eq!(after(13, 601), [false, false], "the put did");
+}
+
 #[test]
 fn who_follows_the_events_knows_the_content_of_a_store_that_evicts_and_a_recording_gives_it_back() {
     for seed in 20..24 {

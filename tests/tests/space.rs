@@ -474,3 +474,35 @@ fn puts_at_once_in_the_least_budget_are_stored_or_refused_and_never_lost_between
         drop(world);
     }
 }
+
+#[test]
+fn when_the_endurance_budget_is_used_up_only_what_was_asked_for_before_is_let_in_until_time_brings_it_back() {
+    let world = SimWorld::new(41, &WorldConfig::default());
+    let day = 1 << 20;
+    let options = Options { endurance_bytes_per_day: Some(day), ..options(8 << 20) };
+    let stage = SimStage::open(&world, &options).unwrap();
+    let desk = Desk::new(&stage, "endurance");
+    let kept_out = BlockOutcome::Refused(Reason::NotAdmitted);
+    let mut number = 0;
+    while fill(&desk, number..number + 1) == [BlockOutcome::Stored] {
+        number += 1;
+    }
+    let counts = stage.engine().stats().counts;
+    // Definitions of each segment count as well, and are no records of blocks.
+    assert!((day / 4 * 3..day + (64 << 10)).contains(&counts.record_bytes_written), "{counts:?}");
+    assert_eq!((counts.blocks_not_admitted, counts.blocks_refused), (1, 1));
+    assert_eq!(Reason::NotAdmitted.kind(), Kind::Refused);
+    // The same block again, and what is here already, are welcome; a run is let in up to the first stranger.
+    assert_eq!(fill(&desk, number..number + 1), [BlockOutcome::Stored]);
+    assert_eq!(fill(&desk, 0..1), [BlockOutcome::AlreadyThere]);
+    assert_eq!(fill(&desk, number + 1..number + 2), [kept_out.clone()]);
+    let outcomes = desk.outcomes(desk.request(pages(), &desk.keys(number + 1..number + 4), 1));
+    assert_eq!(outcomes, [BlockOutcome::Stored, kept_out.clone(), kept_out.clone()]);
+    assert_eq!(here(&desk, number..number + 4), [number, number + 1], "what was kept out is not here");
+    desk.expect(pages(), &desk.keys(number..number + 2), 1);
+    // Nobody waits for what was kept out, and it is no put under way.
+    assert_eq!(fill(&desk, number + 2..number + 3), [BlockOutcome::Stored]);
+    stage.advance(Duration::from_secs(12 * 60 * 60));
+    assert_eq!(fill(&desk, 1000..1010), vec![BlockOutcome::Stored; 10], "half a day brings half of it");
+    stage.audit_all();
+}

@@ -182,6 +182,7 @@ fn with_store(play: impl FnOnce(&Place)) {
         budget_beyond_disk: false,
         record_bytes_max: 32 << 10,
         eviction: EvictionPolicy::default(),
+        endurance_bytes_per_day: None,
         executors: 2,
         limits: Limits { arena_bytes: 1 << 20, ..Limits::default() },
     };

@@ -31,6 +31,7 @@ mod replay;
 mod report;
 mod serve;
 mod setup;
+mod trace;
 
 use std::io::Write;
 
@@ -59,6 +60,8 @@ enum BenchCommand {
     Churn(churn::ChurnArgs),
     /// Replay a trace of requests and compare the hits with an exact LRU's
     Replay(replay::ReplayArgs),
+    /// Write a made-up trace of requests for `bench replay`
+    Trace(trace::TraceArgs),
     /// Read layers while puts, reclaim and compaction are at work on a nearly full store
     Mixed(mixed::MixedArgs),
     /// Read a prefix that compaction has encoded beside one of the same bytes that is raw
@@ -82,6 +85,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Open(arguments) => open::run(arguments, out),
         BenchCommand::Churn(arguments) => churn::run(arguments, out),
         BenchCommand::Replay(arguments) => replay::run(arguments, out),
+        BenchCommand::Trace(arguments) => trace::run(arguments, out),
         BenchCommand::Mixed(arguments) => mixed::run(arguments, out),
         BenchCommand::Encoded(arguments) => encoded::run(arguments, out),
         BenchCommand::Fsck(arguments) => fsck::run(arguments, out),

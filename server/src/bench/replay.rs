@@ -19,6 +19,7 @@ use kvarts_store::api::{
     ReadEvent, ReadRequest, Verify,
 };
 use kvarts_store::engine::{Compaction, EvictionPolicy, Limits, Options, Store};
+use kvarts_store::error::Reason;
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
@@ -57,6 +58,9 @@ pub(super) struct ReplayArgs {
     /// Whether puts name the block before them: known or unknown
     #[arg(long, default_value = "known", value_parser = ["known", "unknown"])]
     parents: String,
+    /// Blocks whose bytes may be written before only what was put before is stored [default: no limit]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    endurance_blocks: Option<u64>,
     /// KiB of a block
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(4..=1024))]
     block_kib: u64,
@@ -155,6 +159,8 @@ pub(super) fn run(arguments: &ReplayArgs, out: &mut dyn Write) -> Result<(), Fai
         segment_bytes,
         shards_per_directory: 1,
         eviction: arguments.policy,
+        // A replay is over before any of it comes back.
+        endurance_bytes_per_day: arguments.endurance_blocks.map(|blocks| blocks * block_bytes),
         limits: Limits {
             // What it measures is eviction, not what is done by the clock.
             compaction: Compaction { every: None, ..Compaction::default() },
@@ -174,6 +180,8 @@ pub(super) fn run(arguments: &ReplayArgs, out: &mut dyn Write) -> Result<(), Fai
         into: setup::memory(block_bytes as usize * batch)?,
         hits: 0,
         refused: 0,
+        kept_out: BTreeSet::new(),
+        missed: 0,
     };
     let begin = Instant::now();
     for (number, request) in requests.iter().enumerate() {
@@ -207,11 +215,22 @@ pub(super) fn run(arguments: &ReplayArgs, out: &mut dyn Write) -> Result<(), Fai
         counts.moved_bytes_written as f64 / counts.payload_bytes_stored.max(1) as f64,
     );
     report.number("allocated_by_budget", stats.allocated_bytes as f64 / budget as f64);
-    report.number("live_by_budget", stats.space.total.live as f64 / budget as f64);
+    let shares = &stats.space.total;
+    for (name, bytes) in [
+        ("live_by_budget", shares.live),
+        ("dead_by_budget", shares.dead),
+        ("free_by_budget", shares.free),
+        ("overhead_by_budget", shares.overhead),
+        ("payload_by_budget", stats.index.blocks as u64 * block_bytes),
+    ] {
+        report.number(name, bytes as f64 / budget as f64);
+    }
     report.fact("segments", stats.space.shards.iter().map(|shard| shard.segments).sum::<u64>());
     report.fact("blocks_evicted", counts.blocks_evicted);
     report.fact("blocks_damaged", counts.blocks_quarantined);
     report.fact("blocks_refused", replay.refused);
+    report.fact("blocks_not_admitted", counts.blocks_not_admitted);
+    report.number("hits_lost_to_non_admission", part(replay.missed));
     home.close().map_err(Failure::user)?;
     report.write(arguments.json, out)
 }
@@ -226,6 +245,9 @@ struct Replay<'a> {
     into: Buf,
     hits: u64,
     refused: u64,
+    /// What was not admitted when it was put last, and how often such a block was asked for again.
+    kept_out: BTreeSet<BlockKey>,
+    missed: u64,
 }
 
 impl Replay<'_> {
@@ -240,6 +262,8 @@ impl Replay<'_> {
             }
         }
         self.hits += here as u64;
+        let missing = keys.get(here..).unwrap_or_default().iter();
+        self.missed += missing.filter(|key| self.kept_out.remove(key)).count() as u64;
         let mut parent = here.checked_sub(1).and_then(|at| keys.get(at)).copied();
         for some in keys.get(here..).unwrap_or_default().chunks(self.batch) {
             self.put(some, parent)?;
@@ -294,6 +318,9 @@ impl Replay<'_> {
         let outcomes = reply.map_err(Failure::user)?.outcomes;
         let refused = |outcome: &&BlockOutcome| matches!(outcome, BlockOutcome::Refused(_));
         self.refused += outcomes.iter().filter(refused).count() as u64;
+        let not_admitted = |outcome: &BlockOutcome| *outcome == BlockOutcome::Refused(Reason::NotAdmitted);
+        let places = keys.iter().zip(&outcomes).filter(|(_, outcome)| not_admitted(outcome));
+        self.kept_out.extend(places.map(|(key, _)| *key));
         Ok(())
     }
 }

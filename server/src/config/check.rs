@@ -113,6 +113,7 @@ pub(super) fn complete(
         segment_bytes: sized("store.segment", &segment)?,
         policy: EvictionPolicy::named(&policy)
             .ok_or_else(|| Complaint::new("store.policy", "weighted, lru or s3-fifo"))?,
+        endurance: set.endurance.as_ref().map(|text| sized("store.endurance", text)).transpose()?,
         executors: number("store.executors", &executors)?,
         io: io.parse::<IoChoice>().map_err(|why| Complaint::new("store.io", &why.to_string()))?,
         io_disable: disabled(set.io_disable.as_deref())?,

@@ -90,6 +90,8 @@ settings! {
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment";
     /// What is evicted first when the budget is full: weighted, lru or s3-fifo
     policy, "store", "policy", "KVARTS_STORE_POLICY", "policy";
+    /// What may be written in a day before only blocks that were asked for before are stored [default: no limit]
+    endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance";
     /// Executors of the engine [default: 2, or 1 on one core]
     executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors";
     /// The way to the disks: auto, ring or pool

@@ -63,6 +63,8 @@ pub struct Config {
     pub segment_bytes: u64,
     /// What is evicted first when the budget is full.
     pub policy: EvictionPolicy,
+    /// Bytes that may be written in a day before puts are filtered; none: no limit.
+    pub endurance: Option<u64>,
     /// Executors of the engine.
     pub executors: usize,
     /// The way to the disks.

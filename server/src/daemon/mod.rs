@@ -193,6 +193,7 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
             segment_bytes: config.segment_bytes,
             budget_bytes: budget,
             eviction: config.policy,
+            endurance_bytes_per_day: config.endurance,
             executors: config.executors,
             ..Options::default()
         },

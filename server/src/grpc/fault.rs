@@ -163,6 +163,7 @@ pub(crate) fn detail(reason: &Reason) -> proto::Error {
         Reason::NoSpace => R::NoSpace,
         Reason::PinCap { limit, wanted } => of_numbers(&mut error, *limit, *wanted, R::PinCap),
         Reason::Quota { limit, wanted } => of_numbers(&mut error, *limit, *wanted, R::Quota),
+        Reason::NotAdmitted => R::NotAdmitted,
         Reason::UnknownNamespace(id) => {
             error.namespace = Bytes::copy_from_slice(id.as_bytes());
             R::UnknownNamespace
@@ -230,6 +231,7 @@ pub(crate) fn reason(error: &proto::Error) -> Reason {
         R::NoSpace => Reason::NoSpace,
         R::PinCap => Reason::PinCap { limit: error.expected, wanted: error.found },
         R::Quota => Reason::Quota { limit: error.expected, wanted: error.found },
+        R::NotAdmitted => Reason::NotAdmitted,
         R::UnknownNamespace => {
             let id = <[u8; 32]>::try_from(&error.namespace[..]).unwrap_or_default();
             Reason::UnknownNamespace(NamespaceId(id))
@@ -313,6 +315,7 @@ mod tests {
             Reason::NoSpace,
             Reason::PinCap { limit: 3, wanted: 9 },
             Reason::Quota { limit: 3, wanted: 9 },
+            Reason::NotAdmitted,
             Reason::UnknownNamespace(NamespaceId([9; 32])),
             Reason::SpecMismatch,
             Reason::Identity(text()),

@@ -103,11 +103,12 @@ fn calls(out: &mut String, counted: &Counted) {
 }
 
 /// What the engine has counted since it was opened, by name.
-pub(crate) fn engine_counts(counts: &kvarts_store::engine::Counts) -> [(&'static str, u64); 12] {
+pub(crate) fn engine_counts(counts: &kvarts_store::engine::Counts) -> [(&'static str, u64); 13] {
     [
         ("blocks_stored", counts.blocks_stored),
         ("blocks_deduplicated", counts.blocks_deduplicated),
         ("blocks_refused", counts.blocks_refused),
+        ("blocks_not_admitted", counts.blocks_not_admitted),
         ("payload_bytes_stored", counts.payload_bytes_stored),
         ("record_bytes_written", counts.record_bytes_written),
         ("blocks_read", counts.blocks_read),

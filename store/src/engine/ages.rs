@@ -13,12 +13,15 @@ use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// A step lasts no longer, in seconds. Blocks found by recovery are as many such steps old as their age says.
 pub(crate) const EPOCH_S: u64 = 64;
-/// Older blocks look this old: the coarse time is modulo [`EPOCHS`].
-pub(crate) const AGE_MAX: u16 = EPOCHS - 64;
+/// Older blocks look this old: the coarse time is modulo [`EPOCHS`], so older ones would look new again.
+pub(crate) const AGE_MAX: u16 = EPOCHS - 128;
 /// Parts of the budget that must have been written for a step to pass.
 pub(crate) const STEPS_PER_BUDGET: u64 = 256;
-/// Steps that pass at once, at most: what lies further back is as old as it gets anyway.
-const STEPS_AT_ONCE: u64 = 512;
+/// Steps that pass at once, at most. Twice as many as this, and as many as may pass before ages are clamped, are
+/// together fewer than lie between [`AGE_MAX`] and the end of the coarse time.
+const STEPS_AT_ONCE: u64 = 32;
+/// Steps after which ages must be clamped.
+const CLAMP_EVERY: u64 = 32;
 
 const STEP_NANOS: u64 = EPOCH_S * 1_000_000_000;
 
@@ -34,6 +37,8 @@ pub(crate) struct Ages {
     written: AtomicU64,
     /// When each step began, by its number modulo `EPOCHS`.
     times: Box<[AtomicU64]>,
+    /// The step at which ages were clamped last.
+    clamped: AtomicU64,
 }
 
 impl Ages {
@@ -44,7 +49,15 @@ impl Ages {
             began: AtomicU64::new(now.0),
             written: AtomicU64::new(0),
             times: (0..EPOCHS).map(|_| AtomicU64::new(now.0)).collect(),
+            clamped: AtomicU64::new(0),
         }
+    }
+
+    /// Whether so many steps have passed that ages must be clamped before more do. Only one caller is told so.
+    pub(crate) fn must_clamp(&self) -> bool {
+        let (steps, clamped) = (self.steps.load(Relaxed), self.clamped.load(Relaxed));
+        steps.saturating_sub(clamped) >= CLAMP_EVERY
+            && self.clamped.compare_exchange(clamped, steps, Relaxed, Relaxed).is_ok()
     }
 
     /// The step of this moment, modulo [`EPOCHS`].
@@ -55,8 +68,9 @@ impl Ages {
             let end = began + due * STEP_NANOS;
             // Who loses finds the steps made by another.
             if self.began.compare_exchange(began, end, Relaxed, Relaxed).is_ok() {
-                let first = due.saturating_sub(STEPS_AT_ONCE);
-                (first..due).for_each(|step| self.pass(began + (step + 1) * STEP_NANOS));
+                // Of a longer time the steps are longer: a block's age in seconds stays what it is.
+                let passing = due.min(STEPS_AT_ONCE);
+                (1..=passing).for_each(|step| self.pass(began + step * due / passing * STEP_NANOS));
             }
         }
         (self.steps.load(Relaxed) % u64::from(EPOCHS)) as u16
@@ -136,11 +150,40 @@ mod tests {
     }
 
     #[test]
+    fn after_a_long_time_without_a_look_the_steps_were_longer() {
+        let ages = Ages::new(at(0));
+        assert_eq!(ages.epoch(at(64 * 3200)), 32);
+        assert_eq!(ages.since(32, at(64 * 3200)).as_secs(), 64 * 3100);
+        assert_eq!(ages.since(1, at(64 * 3200)).as_secs(), 0);
+    }
+
+    /// Ten budgets are written, in pieces of every size, and no clock looks after the ages.
+    #[test]
+    fn ages_are_clamped_before_they_wrap_however_fast_bytes_are_written() {
+        for piece in [1000, 40_000, 900_000, 3_000_000] {
+            let ages = Ages::new(at(0));
+            // The block was last used in step 0. Clamping makes its age the greatest; nothing else changes it.
+            let (mut age, mut before) = (0u64, 0);
+            for _ in 0..(40_000_000 / piece).max(40) {
+                ages.wrote(piece, 1_000_000, at(0));
+                let steps = ages.steps.load(Relaxed);
+                age += steps - before;
+                before = steps;
+                assert!(age < u64::from(EPOCHS), "it looks new again, pieces of {piece}");
+                if ages.must_clamp() {
+                    age = age.min(u64::from(AGE_MAX));
+                }
+            }
+            assert!(age >= u64::from(AGE_MAX) && !ages.must_clamp());
+        }
+    }
+
+    #[test]
     fn ages_go_round() {
         let ages = Ages::new(at(0));
         for step in 0..3000u64 {
             assert_eq!(ages.epoch(at(step * 64)), (step % u64::from(EPOCHS)) as u16);
         }
-        assert_eq!(ages.since(900, at(2999 * 64)).as_secs(), 899 * 64);
+        assert_eq!(ages.since(880, at(2999 * 64)).as_secs(), 879 * 64);
     }
 }

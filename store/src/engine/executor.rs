@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use kvarts_layout::{BlockKey, NamespaceId};
 
-use super::ages::AGE_MAX;
 use super::compact::chains::{self, Peers, Survey};
 use super::compact::gather::{Gathered, Taken};
 use super::compact::relocate::{Head, Moved};
@@ -327,8 +326,8 @@ impl Executor {
                 rt.sleep_until(rt.clock().now().plus(every)).await;
                 let shared = &log.shared;
                 shared.index.expire(rt.clock().now());
-                (0..shared.index.partitions())
-                    .for_each(|partition| shared.index.clamp_ages(partition, shared.epoch(), AGE_MAX));
+                let _ = shared.epoch();
+                shared.clamp_ages();
                 if log.sequence.get() != written && !stopping.get() {
                     written = log.sequence.get();
                     // A checkpoint that fails costs recency; the next one is tried as usual.

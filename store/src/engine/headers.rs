@@ -99,6 +99,22 @@ impl Headers {
         }
     }
 
+    /// Forgets those of a segment's generation that lie in these ranges: they were given back.
+    pub(crate) fn forget_punched(&self, (number, generation): (u32, u64), ranges: &[(u64, u64)]) {
+        let kept = &mut *self.0.borrow_mut();
+        let mut gone = 0;
+        for (offset, len) in ranges {
+            let (from, end) = ((number, generation, *offset), (number, generation, offset + len));
+            gone +=
+                kept.headers.extract_if(from..end, |_, _| true).map(|(_, one)| one.bytes()).sum::<usize>();
+        }
+        if gone > 0 {
+            kept.bytes -= gone;
+            let Kept { headers, order, .. } = kept;
+            order.retain(|key| headers.contains_key(key));
+        }
+    }
+
     /// Headers, or places for them where there are more.
     pub(crate) fn places(&self) -> usize {
         let kept = self.0.borrow();
@@ -124,5 +140,47 @@ impl Headers {
                 kept.bytes -= header.bytes();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvarts_layout::format::body::Parent;
+
+    use super::*;
+
+    fn header() -> Rc<Header> {
+        let blocks = Blocks {
+            coordinate: 0,
+            created_ms: 0,
+            expires_ms: 0,
+            namespace: 1,
+            spec: 1,
+            group: 0,
+            blocks: Vec::new(),
+            stored_lengths: Vec::new(),
+            extensions: Vec::new(),
+            first_block: None,
+            layout_version: 1,
+            layout: 0,
+            encoding: 0,
+            parent: Parent::Root,
+        };
+        Rc::new(Header::new(blocks, vec![1, 2, 3], None))
+    }
+
+    #[test]
+    fn headers_that_were_given_back_take_no_memory() {
+        let headers = Headers::default();
+        for key in [(1, 1, 4096), (1, 1, 8192), (1, 1, 16384), (1, 2, 8192), (2, 1, 8192)] {
+            headers.insert(key, &header());
+        }
+        let before = headers.0.borrow().bytes;
+        headers.forget_punched((1, 1), &[(8192, 4096), (16384, 65536)]);
+        let left: Vec<HeaderKey> = headers.0.borrow().headers.keys().copied().collect();
+        assert_eq!(left, [(1, 1, 4096), (1, 2, 8192), (2, 1, 8192)]);
+        assert_eq!((headers.places(), headers.0.borrow().bytes), (3, before / 5 * 3));
+        headers.forget_segment(1);
+        assert_eq!(headers.places(), 1);
     }
 }

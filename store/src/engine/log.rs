@@ -371,6 +371,7 @@ impl Log {
         }
         let records = record_bytes(&entries);
         segment.book.append(len, records);
+        self.shared.admission.spend(len);
         if matches!(draft.payload, Some(Payload::Placed { .. } | Payload::There(_))) {
             self.put_bytes.set(self.put_bytes.get() + records);
             self.shared.wrote(records);

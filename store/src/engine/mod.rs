@@ -4,6 +4,7 @@
 //! (`shared`: index, names, budget); its parts go through mailboxes to the executors that own the shards
 //! (`shard`), where `log` appends records to segments and `slice` reads them back; `recover` finds it all again.
 
+mod admission;
 mod ages;
 mod budget;
 mod checkpoint;

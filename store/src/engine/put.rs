@@ -208,13 +208,32 @@ impl PutJob {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Which blocks are to be written: those that are reserved, less what is not let in, which is refused here.
+    fn admit(&self, reservations: &[Reservation]) -> Vec<bool> {
+        let is_reserved = |reservation: &Reservation| *reservation == Reservation::Reserved;
+        let mut reserved: Vec<bool> = reservations.iter().map(is_reserved).collect();
+        let wanted = self.prints.iter().zip(&reserved).filter(|(_, reserved)| **reserved);
+        let now = self.shared.clock.now();
+        let admitted = self.shared.admission.admit(wanted.map(|(print, _)| *print), now);
+        let places = (0u32..).zip(&mut reserved).filter(|(_, reserved)| **reserved);
+        for (place, reserved) in places.skip(admitted) {
+            *reserved = false;
+            let outcome = self.give_up(&(place..place + 1), Reason::NotAdmitted);
+            self.shared.counters.blocks_not_admitted.fetch_add(1, Relaxed);
+            if let Some(slot) = self.lock().outcomes.get_mut(place as usize) {
+                *slot = outcome;
+            }
+        }
+        reserved
+    }
+
     /// One part for each run of reserved blocks, no longer than a record may be.
     fn writes(self: &Arc<Self>, reservations: &[Reservation], shards: u32) -> Vec<Routed> {
         let limit = record_blocks(&self.shared, self.class.shape.block_bytes()).unwrap_or(1);
+        let reservations = self.admit(reservations);
         let mut parts = Vec::new();
         let mut start = None;
-        for (ordinal, reservation) in (0u32..).zip(reservations.iter().map(Some).chain([None])) {
-            let reserved = reservation == Some(&Reservation::Reserved);
+        for (ordinal, reserved) in (0u32..).zip(reservations.into_iter().chain([false])) {
             match start {
                 None if reserved => start = Some(ordinal),
                 Some(first) if !reserved || ordinal - first == limit => {

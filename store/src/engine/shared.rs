@@ -7,7 +7,8 @@ use std::time::Duration;
 use kvarts_layout::StoreId;
 use kvarts_layout::format::Secret;
 
-use super::ages::Ages;
+use super::admission::Admission;
+use super::ages::{AGE_MAX, Ages};
 use super::budget::Budget;
 use super::evict::policy::{EvictionPolicy, Policy};
 use super::names::Names;
@@ -51,6 +52,8 @@ counters! {
     blocks_deduplicated,
     /// Blocks that were refused.
     blocks_refused,
+    /// Blocks of these that the endurance budget kept out.
+    blocks_not_admitted,
     /// Payload bytes of the blocks written.
     payload_bytes_stored,
     /// Bytes of the records written, headers and padding included.
@@ -114,6 +117,8 @@ pub(crate) struct Shared {
     pub(crate) buried: AtomicU64,
     /// The coarse time by which blocks age.
     pub(crate) ages: Ages,
+    /// What is let in.
+    pub(crate) admission: Admission,
     /// The policy's place among all.
     eviction: AtomicU64,
     /// Some record has an expiry: before the first one, nobody looks for expired blocks.
@@ -162,6 +167,7 @@ impl Shared {
             zeros: OnceLock::new(),
             buried: AtomicU64::new(0),
             ages: Ages::new(opened.0),
+            admission: Admission::default(),
             eviction: AtomicU64::new(0),
             expiring: AtomicBool::new(false),
             superseded: Mutex::default(),
@@ -245,6 +251,16 @@ impl Shared {
     /// Bytes of blocks are written: what is here grows older.
     pub(crate) fn wrote(&self, bytes: u64) {
         self.ages.wrote(bytes, self.space().1, self.clock.now());
+        self.clamp_ages();
+    }
+
+    /// Keeps old blocks from looking new, where so much was written or so much time has passed that they soon would.
+    /// The walk over the index is paid by a part of the budget that was written.
+    pub(crate) fn clamp_ages(&self) {
+        if self.ages.must_clamp() {
+            let epoch = self.epoch();
+            (0..self.index.partitions()).for_each(|part| self.index.clamp_ages(part, epoch, AGE_MAX));
+        }
     }
 
     /// How long a block has not been used, at least. Where a policy leaves the time of the last use alone, a block that

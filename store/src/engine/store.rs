@@ -58,6 +58,9 @@ pub struct Options {
     pub record_bytes_max: u64,
     /// What is evicted first when there is no room.
     pub eviction: EvictionPolicy,
+    /// Bytes that may be written to the devices in a day before puts are filtered: what was not asked for before is
+    /// then refused as [`Reason::NotAdmitted`]. `None` lets everything in.
+    pub endurance_bytes_per_day: Option<u64>,
     /// Executors. Any number opens any store.
     pub executors: usize,
     /// What executors may use.
@@ -74,6 +77,7 @@ impl Default for Options {
             budget_beyond_disk: false,
             record_bytes_max: 8 << 20,
             eviction: EvictionPolicy::default(),
+            endurance_bytes_per_day: None,
             executors: 1,
             limits: Limits::default(),
         }
@@ -157,6 +161,7 @@ impl Store {
         let found = lost(answer.await)??;
         let shared = Arc::new(Shared::new(found.birth, launcher.clock(), launcher.entropy()));
         shared.set_policy(options.eviction);
+        shared.admission.set(options.endurance_bytes_per_day, shared.clock.now());
         shared.begin_budget(found.superblock_bytes)?;
         let mut owners = Vec::new();
         let mut answers = Vec::new();

@@ -221,6 +221,7 @@ impl Log {
             if !ranges.is_empty() {
                 // Nothing was awaited since the readers were counted: from here on they see that blocks are gone.
                 segment.set_holed();
+                self.headers.forget_punched((segment.number, segment.generation.get()), &ranges);
                 punched.push(Punched { segment, footer, ranges });
             } else {
                 segment.futile.set(segment.book.space().dead);

@@ -1,0 +1,185 @@
+//! Admission: what is let in when a device has been written as much as it may be.
+//!
+//! Off unless a budget of bytes a day is set. Until that is used up everything is let in, because most of what a cache
+//! is worth lies in blocks that are used exactly twice, and a rule that waits for the second asking loses the first
+//! use of each. From then on a block is let in when it has been asked for before, as far as a sketch of fixed size
+//! remembers: a count-min of small counters that are halved by and by. Whatever is let in then is an overdraft, and at
+//! an eighth of a day's budget nothing is let in any more. So over any time `t` no more is written than `budget * (9/8
+//! day + t)`, what puts under way had been promised aside.
+//!
+//! The budget comes back evenly with time, by the injected clock. A store begins with a day's budget, also after a
+//! restart: what was written before is not remembered.
+
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use crate::index::BlockFingerprint;
+use crate::rt::Nanos;
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+/// Rows of the sketch, and counters of each: four MiB altogether.
+const ROWS: usize = 4;
+const ROW: usize = 1 << 20;
+/// Counters go no higher.
+const COUNT_MAX: u8 = 15;
+/// Askings after which all counters are halved.
+const HALVED_AFTER: u32 = ROW as u32 / 4;
+/// Askings, this one among them, with which a block is let in when the budget is used up.
+const ASKINGS: u8 = 2;
+/// Part of a day's budget that may be overdrawn.
+const OVERDRAFT_PARTS: i64 = 8;
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// How much of a budget is left, and what was asked for.
+#[derive(Debug)]
+struct Meter {
+    /// Bytes a day.
+    daily: i64,
+    left: i64,
+    at: Nanos,
+    counts: Vec<u8>,
+    asked: u32,
+}
+
+/// What is let in. Usable from any thread.
+#[derive(Debug, Default)]
+pub(crate) struct Admission {
+    on: AtomicBool,
+    meter: Mutex<Option<Meter>>,
+}
+
+impl Admission {
+    /// Sets the budget; `None` lets everything in.
+    pub(crate) fn set(&self, daily: Option<u64>, now: Nanos) {
+        let mut meter = self.meter.lock().unwrap_or_else(PoisonError::into_inner);
+        *meter = daily.map(|bytes| {
+            let daily = i64::try_from(bytes).unwrap_or(i64::MAX);
+            Meter { daily, left: daily, at: now, counts: vec![0; ROWS * ROW], asked: 0 }
+        });
+        self.on.store(meter.is_some(), Relaxed);
+    }
+
+    /// So many bytes are written.
+    pub(crate) fn spend(&self, bytes: u64) {
+        if self.on.load(Relaxed)
+            && let Some(meter) = &mut *self.meter.lock().unwrap_or_else(PoisonError::into_inner)
+        {
+            meter.left = meter.left.saturating_sub(i64::try_from(bytes).unwrap_or(i64::MAX));
+        }
+    }
+
+    /// How many of these blocks, in the order of their prefix, are let in: those behind one that is not would be of no
+    /// use. Every one of them has been asked for.
+    pub(crate) fn admit(&self, prints: impl Iterator<Item = BlockFingerprint>, now: Nanos) -> usize {
+        if !self.on.load(Relaxed) {
+            return usize::MAX;
+        }
+        let mut meter = self.meter.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(meter) = &mut *meter else { return usize::MAX };
+        meter.refill(now);
+        let (mut admitted, mut refused) = (0, false);
+        for print in prints {
+            let askings = meter.ask(print);
+            refused |= !meter.lets_in(askings);
+            admitted += usize::from(!refused);
+        }
+        admitted
+    }
+}
+
+impl Meter {
+    fn refill(&mut self, now: Nanos) {
+        let passed = i128::try_from(now.since(self.at).as_nanos()).unwrap_or(i128::MAX);
+        let earned = passed.saturating_mul(i128::from(self.daily)) / DAY.as_nanos() as i128;
+        if earned > 0 {
+            let left = i128::from(self.left).saturating_add(earned).min(i128::from(self.daily));
+            self.left = i64::try_from(left).unwrap_or(self.daily);
+            self.at = now;
+        }
+    }
+
+    /// Counts one asking and says how many there were, at least as many as there were lately.
+    fn ask(&mut self, print: BlockFingerprint) -> u8 {
+        let (first, rest) = (print.first(), u64::from(print.rest()));
+        let mut least = COUNT_MAX;
+        for row in 0..ROWS {
+            let place = (first >> (12 * row)).wrapping_add(rest >> (8 * row)) as usize % ROW;
+            if let Some(count) = self.counts.get_mut(row * ROW + place) {
+                *count = (*count + 1).min(COUNT_MAX);
+                least = least.min(*count);
+            }
+        }
+        self.asked += 1;
+        if self.asked == HALVED_AFTER {
+            self.asked = 0;
+            self.counts.iter_mut().for_each(|count| *count /= 2);
+        }
+        least
+    }
+
+    fn lets_in(&self, askings: u8) -> bool {
+        self.left > 0 || (askings >= ASKINGS && self.left > -(self.daily / OVERDRAFT_PARTS))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn prints(range: std::ops::Range<u64>) -> impl Iterator<Item = BlockFingerprint> {
+        range.map(|n| {
+            BlockFingerprint::from_parts(n.wrapping_mul(0x9e37_79b9_7f4a_7c15), (n * 2_654_435_761) as u32)
+        })
+    }
+
+    fn at(seconds: u64) -> Nanos {
+        Nanos(seconds * 1_000_000_000)
+    }
+
+    #[test]
+    fn everything_is_let_in_until_the_days_budget_is_used_up_and_then_what_was_asked_for_before() {
+        let admission = Admission::default();
+        assert_eq!(admission.admit(prints(0..3), at(0)), usize::MAX, "off by default");
+        admission.set(Some(86_400), at(0));
+        assert_eq!(admission.admit(prints(0..10), at(0)), 10);
+        admission.spend(86_400);
+        assert_eq!(admission.admit(prints(10..20), at(0)), 0, "never asked for");
+        assert_eq!(admission.admit(prints(10..20), at(0)), 10, "asked for before");
+        assert_eq!(admission.admit(prints(5..25), at(0)), 15, "up to the first that was not");
+        assert_eq!(admission.admit(prints(20..25).chain(prints(0..5)), at(0)), 10);
+        admission.set(None, at(0));
+        assert_eq!(admission.admit(prints(90..91), at(0)), usize::MAX);
+    }
+
+    #[test]
+    fn the_overdraft_ends_and_time_brings_the_budget_back() {
+        let admission = Admission::default();
+        admission.set(Some(86_400), at(0));
+        admission.admit(prints(0..5), at(0));
+        admission.spend(86_400 + 86_400 / 8);
+        assert_eq!(admission.admit(prints(0..5), at(0)), 0, "overdrawn by an eighth of a day");
+        // A byte a second.
+        assert_eq!(admission.admit(prints(0..5), at(10)), 5);
+        assert_eq!(admission.admit(prints(50..55), at(10_800)), 0);
+        assert_eq!(admission.admit(prints(60..65), at(10_801)), 5);
+        // No more than a day's is saved up.
+        assert_eq!(admission.admit(prints(70..71), at(10_000_000)), 1);
+        admission.spend(86_400);
+        assert_eq!(admission.admit(prints(80..81), at(10_000_000)), 0);
+    }
+
+    #[test]
+    fn what_was_asked_for_long_ago_is_forgotten_and_the_sketch_seldom_takes_one_block_for_another() {
+        let admission = Admission::default();
+        admission.set(Some(1000), at(0));
+        admission.spend(1001);
+        assert_eq!(admission.admit(prints(0..1), at(0)), 0);
+        let strangers = (1..50_000).filter(|n| admission.admit(prints(*n..*n + 1), at(0)) > 0).count();
+        assert!(strangers < 500, "{strangers} of 50,000 were let in as somebody else");
+        for n in 0..2 * u64::from(HALVED_AFTER) / 1000 {
+            admission.admit(prints(1_000_000 + n * 1000..1_001_000 + n * 1000), at(0));
+        }
+        assert_eq!(admission.admit(prints(77_000_000..77_000_001), at(0)), 0);
+    }
+}
