@@ -11,7 +11,6 @@ use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
 use kvarts_gpudirect::device::{Device, InUse, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::gather::Curve;
-use kvarts_gpudirect::pace::RealPace;
 use kvarts_gpudirect::pipeline::{LandRequest, LayerEnd, Next, Pipeline};
 use kvarts_gpudirect::{Arena, Destination};
 use kvarts_store::api::{KvStore, Order, Placed, ReadRequest, Verify};

@@ -31,7 +31,7 @@ fn seeds(few: u64) -> u64 {
 fn options() -> Options {
     Options {
         shards_per_directory: 1,
-        segment_bytes: 256 << 10,
+        segment_bytes: 128 << 10,
         budget_bytes: 8 << 20,
         record_bytes_max: 48 << 10,
         limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
@@ -308,6 +308,37 @@ fn a_store_closes_under_one_that_stands_still_and_has_nothing_of_it() {
     assert!(put.ended(), "it is told");
     let checked = examine(&directories(&media), Level::Deep).unwrap();
     assert!(checked.findings.is_clean() && checked.blocks == 0, "{}", problems(&checked));
+}
+
+#[test]
+fn what_it_leaves_empty_in_the_segment_before_is_given_back_before_any_block_is_evicted() {
+    let options = Options { budget_bytes: 4 << 20, ..options() };
+    let stage = SimStage::open(&SimWorld::new(9, &WorldConfig::default()), &options).unwrap();
+    let ledger = RefCell::new(Ledger::default());
+    wait(&stage, act(stage.engine(), &ledger, Act::Put(bring(0, 0, 1, 1, true))));
+    // Each closes a segment that holds one block, in a store of some thirty segments.
+    for n in 0..40 {
+        let producer = 50 + n;
+        wait(
+            &stage,
+            by_layers(stage.engine(), &ledger, bring(2, n % 11, 1, producer, true), None, &mut Nothing),
+        );
+        wait(&stage, act(stage.engine(), &ledger, Act::Delete(Aim::Key(n % 11 + 1))));
+        stage.audit();
+    }
+    assert_eq!(stage.engine().stats().counts.blocks_evicted, 0);
+    let found = wait(&stage, read_all(stage.engine()));
+    assert!(found[&(0, 0)].is_ok(), "the first block is still here");
+    stage.audit_all();
+}
+
+#[test]
+fn blocks_of_few_bytes_are_put_whole() {
+    let options = Options { segment_bytes: 1 << 20, budget_bytes: 64 << 20, ..options() };
+    let stage = SimStage::open(&SimWorld::new(10, &WorldConfig::default()), &options).unwrap();
+    let few = wait(&stage, Layered::begin(stage.engine(), bring(1, 0, 1, 1, true)));
+    assert!(matches!(few, Err(Reason::Shape(_))));
+    assert!(wait(&stage, Layered::begin(stage.engine(), bring(0, 0, 3, 1, true))).is_ok());
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! A store with a run of blocks, an arena, and an engine's pool on an emulated device, for the tests of landing.
-#![allow(dead_code, reason = "every test of landing uses a part of it")]
+#![allow(dead_code, reason = "every test of landing includes this and uses a part of it")]
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -24,15 +24,15 @@ use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture::{self, ODD, PAGES};
 
-pub const BLOCKS: u32 = 6;
+pub(crate) const BLOCKS: u32 = 6;
 
 /// A store with a run of blocks, and an arena of the smallest size.
-pub struct Site {
+pub(crate) struct Site {
     home: Option<Home>,
-    pub path: PathBuf,
-    pub namespace: NamespaceId,
-    pub keys: Vec<BlockKey>,
-    pub arena: Arena,
+    pub(crate) path: PathBuf,
+    pub(crate) namespace: NamespaceId,
+    pub(crate) keys: Vec<BlockKey>,
+    pub(crate) arena: Arena,
 }
 
 impl Drop for Site {
@@ -44,11 +44,11 @@ impl Drop for Site {
     }
 }
 
-pub const COLUMNS: [(Group, Coordinate); 2] =
+pub(crate) const COLUMNS: [(Group, Coordinate); 2] =
     [(PAGES, Coordinate::Heads { start: 0, count: 2, of: 2 }), (ODD, Coordinate::Replicated)];
 
 impl Site {
-    pub fn new(name: &str) -> Self {
+    pub(crate) fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("kvarts-landing-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
         let store = Options {
@@ -70,11 +70,11 @@ impl Site {
         site
     }
 
-    pub fn store(&self) -> &kvarts_store::engine::Store {
+    pub(crate) fn store(&self) -> &kvarts_store::engine::Store {
         self.home.as_ref().unwrap().store()
     }
 
-    pub fn put(&self, (group, coordinate): (Group, Coordinate)) -> PutRequest {
+    pub(crate) fn put(&self, (group, coordinate): (Group, Coordinate)) -> PutRequest {
         let shape = fixture::shape(group, coordinate);
         let memory = fixture::memory(shape.block_bytes() * u64::from(BLOCKS), 0);
         let mut at = 0;
@@ -100,18 +100,18 @@ impl Site {
         }
     }
 
-    pub fn pipeline(&self, device: &Emulated) -> Pipeline {
+    pub(crate) fn pipeline(&self, device: &Emulated) -> Pipeline {
         let device: Arc<dyn Device> = Arc::new(device.clone());
         Pipeline::new(Arc::new(self.store().clone()), device, self.arena.clone(), Curve::default())
     }
 
-    pub fn land(&self, pipeline: &Pipeline, pool: &Pool) -> Result<LayerStream, LandError> {
+    pub(crate) fn land(&self, pipeline: &Pipeline, pool: &Pool) -> Result<LayerStream, LandError> {
         // The store lets go of the last stream's memory on its own threads.
         self.settle();
         pipeline.land(self.request(pool))
     }
 
-    pub fn request(&self, pool: &Pool) -> LandRequest {
+    pub(crate) fn request(&self, pool: &Pool) -> LandRequest {
         LandRequest {
             namespace: self.namespace,
             group: pool.column.0,
@@ -127,7 +127,7 @@ impl Site {
     }
 
     /// Waits until disk and device have let go of the arena. One that keeps it for ever fails by never ending.
-    pub fn settle(&self) {
+    pub(crate) fn settle(&self) {
         while self.arena.usage().used > 0 {
             std::thread::yield_now();
         }
@@ -135,20 +135,20 @@ impl Site {
 }
 
 /// An engine's paged pool: each part in a memory of its own, slots scattered with gaps.
-pub struct Pool {
-    pub column: (Group, Coordinate),
-    pub shape: Arc<BlockShape>,
-    pub memories: Vec<Memory>,
-    pub into: Destination,
+pub(crate) struct Pool {
+    pub(crate) column: (Group, Coordinate),
+    pub(crate) shape: Arc<BlockShape>,
+    pub(crate) memories: Vec<Memory>,
+    pub(crate) into: Destination,
 }
 
 /// The slot of a block.
-pub fn slot(block: u32) -> u32 {
+pub(crate) fn slot(block: u32) -> u32 {
     (block * 5 + 3) % 13
 }
 
 impl Pool {
-    pub fn new(device: &Emulated, column: (Group, Coordinate)) -> Self {
+    pub(crate) fn new(device: &Emulated, column: (Group, Coordinate)) -> Self {
         let shape = Arc::new(fixture::shape(column.0, column.1));
         let chunks = shape.layers().iter().flat_map(|layer| &layer.chunks);
         let (mut memories, mut targets) = (Vec::new(), Vec::new());
@@ -164,14 +164,14 @@ impl Pool {
     }
 
     /// The canonical parts of a layer.
-    pub fn parts(&self, layer: u32) -> std::ops::Range<usize> {
+    pub(crate) fn parts(&self, layer: u32) -> std::ops::Range<usize> {
         let layers = self.shape.layers();
         let first = layers[..layer as usize].iter().map(|layer| layer.chunks.len()).sum();
         first..first + layers[layer as usize].chunks.len()
     }
 
     /// Whether every byte of a layer is what was put, in its slot, and the gaps are untouched.
-    pub fn is_there(&self, site: &Site, device: &Emulated, layer: u32) -> bool {
+    pub(crate) fn is_there(&self, site: &Site, device: &Emulated, layer: u32) -> bool {
         self.parts(layer).all(|part| {
             let bytes = device.peek(&self.memories[part], 0, self.memories[part].len()).unwrap();
             let mut expected = vec![0xEE; bytes.len()];
@@ -185,20 +185,25 @@ impl Pool {
     }
 
     /// What an engine's kernels of a layer do: read all of it.
-    pub fn touch(&self, device: &Emulated, stream: &Stream, layer: u32) -> Result<(), DeviceError> {
+    pub(crate) fn touch(&self, device: &Emulated, stream: &Stream, layer: u32) -> Result<(), DeviceError> {
         let mut parts = self.parts(layer);
         parts.try_for_each(|part| device.touch(stream, &self.memories[part], 0, self.memories[part].len()))
     }
 }
 
-pub fn strict(faults: Faults) -> Emulated {
+pub(crate) fn strict(faults: Faults) -> Emulated {
     // Copies take longer than reads, so that memory which is reused too early is seen.
     let model = Model { strict: true, call: Duration::from_millis(1), ..Model::default() };
     Emulated::with(model, faults, RealPace::new())
 }
 
 /// Takes every layer; gives how many came and the end.
-pub fn run(stream: &mut LayerStream, pool: &Pool, device: &Emulated, compute: &Stream) -> (u32, LayerEnd) {
+pub(crate) fn run(
+    stream: &mut LayerStream,
+    pool: &Pool,
+    device: &Emulated,
+    compute: &Stream,
+) -> (u32, LayerEnd) {
     let mut came = 0;
     loop {
         match stream.next_layer(compute) {
@@ -213,7 +218,7 @@ pub fn run(stream: &mut LayerStream, pool: &Pool, device: &Emulated, compute: &S
 }
 
 /// What the producer of a new chain hands over.
-pub fn store_request(site: &Site, pool: &Pool, chain: u64) -> StoreRequest {
+pub(crate) fn store_request(site: &Site, pool: &Pool, chain: u64) -> StoreRequest {
     StoreRequest {
         namespace: site.namespace,
         group: pool.column.0,
@@ -227,7 +232,7 @@ pub fn store_request(site: &Site, pool: &Pool, chain: u64) -> StoreRequest {
     }
 }
 
-pub fn is_here(site: &Site, pool: &Pool, keys: &[BlockKey]) -> Vec<Presence> {
+pub(crate) fn is_here(site: &Site, pool: &Pool, keys: &[BlockKey]) -> Vec<Presence> {
     let (group, coordinate) = pool.column;
     let request = ContainsRequest { namespace: site.namespace, group, coordinate, keys, lease: None };
     site.store().contains(&request).unwrap().presence

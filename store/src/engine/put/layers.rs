@@ -28,6 +28,7 @@ use std::task::Poll;
 use kvarts_layout::Layout;
 use kvarts_layout::arrange::RunLayout;
 use kvarts_layout::format::record::Body;
+use kvarts_layout::format::{PAGE_BYTES, page_align};
 
 use self::image::Image;
 use super::{PutJob, before, check, publish, record_blocks, reserve, shard_of};
@@ -48,6 +49,8 @@ use crate::rt::{Class, LocalTask, Nanos};
 const UNDER_WAY_MAX: usize = 4;
 /// Of a shard's segments, one in so many may be held by a put by layers.
 const SEGMENTS_EACH: u64 = 8;
+/// Such a put closes a segment early: fewer bytes than this part of one are put whole.
+const SEGMENT_PARTS: u64 = 16;
 
 /// What one executor does for a put by layers.
 pub(crate) struct LayersPart {
@@ -124,6 +127,13 @@ fn try_begin(
     let shard = request.keys.first().map_or(0, |key| shard_of(key, shards));
     let (blocks, from, shape) = (request.keys.len() as u32, request.from.clone(), Arc::clone(&class.shape));
     let limit = record_blocks(shared, shape.block_bytes())?;
+    let bytes = shape.block_bytes().saturating_mul(u64::from(blocks));
+    // Its pages, and those of its header and of what that needs.
+    if page_align(bytes).unwrap_or(bytes).saturating_add(3 * PAGE_BYTES)
+        < shared.segment_bytes / SEGMENT_PARTS
+    {
+        return Err(Reason::Shape("too few bytes for a segment of their own".to_owned()));
+    }
     let (reply, answer) = ticket();
     let (job, reservations) = reserve(shared, request, class, reply);
     if reservations.iter().any(|one| *one != Reservation::Reserved) {
