@@ -116,7 +116,8 @@ impl<'a> Arrival<'a> {
         let mut stream = opened.map_err(|status| fault::reason_of(&status))?;
         loop {
             // The server keeps the deadline; a network that stands still brings no word of it.
-            let next = tokio::time::timeout_at(until, stream.message()).await.map_err(|_| Reason::DeadlinePassed)?;
+            let next =
+                tokio::time::timeout_at(until, stream.message()).await.map_err(|_| Reason::DeadlinePassed)?;
             let Some(reply) = next.map_err(|status| fault::reason_of(&status))? else { break };
             if sink.is_cancelled() {
                 return Ok(None);
