@@ -53,6 +53,8 @@ pub enum Slot {
     BadChunk(CheckpointHeader, u64, Unsound),
     /// It cannot be opened.
     Unreadable(String),
+    /// The device gives nothing for a page of it: where. Whether it counts is not known.
+    Media(u64),
 }
 
 /// The path of a checkpoint file.
@@ -88,6 +90,20 @@ fn read_file(
         return Slot::Absent;
     }
     let mut window = Window::new(file, end, tally);
+    let seen = read_chunks(&mut window, keyring, (shard, slot), each);
+    match window.faults().first() {
+        // What was not read is not damaged.
+        Some(&(from, _)) if !matches!(seen, Slot::Whole(_)) => Slot::Media(from),
+        _ => seen,
+    }
+}
+
+fn read_chunks(
+    window: &mut Window<'_>,
+    keyring: &Keyring,
+    (shard, slot): (u32, u32),
+    each: &mut dyn FnMut(Items),
+) -> Slot {
     let place = Position { store: keyring.store, shard, segment: slot, generation: 0, offset: 0 };
     let header = match CheckpointHeader::decode(window.bytes(0, PAGE), &place, &keyring.secret) {
         Ok(header) => header,
@@ -167,6 +183,7 @@ fn judge(slot: &Slot, other: &Slot) -> Option<(Label, u64, String)> {
             Some((if older { half_written } else { damaged }, *offset, unsound.to_string()))
         }
         Slot::Unreadable(why) => Some((findings::FILE_UNREADABLE, 0, why.clone())),
+        Slot::Media(offset) => Some((findings::MEDIA_ERROR, *offset, "a page of a checkpoint".to_owned())),
     }
 }
 

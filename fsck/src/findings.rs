@@ -127,6 +127,9 @@ labels! {
     /// A payload length that the spec does not give.
     PAYLOAD_LENGTH = "payload-length", Problem,
         "the payload is not as long as spec, layout and blocks say: a writer's defect";
+    /// Blocks of a namespace that a newer program defined.
+    DEPENDS_ON_NEWER = "depends-on-newer", Note,
+        "a newer program wrote what the record's namespace or spec means: not verified, and left as it is";
     /// A layout or encoding of later.
     UNKNOWN_ENCODING = "unknown-encoding", Note,
         "a newer program wrote the payload in a layout or encoding that this one skips: not verified";

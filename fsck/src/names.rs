@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use kvarts_layout::codec::{Encoding, StoredPlaces};
 use kvarts_layout::format::body::{Blocks, Definition, ENCODING_RAW, EXTENSION_ENCRYPTION, layout_from_code};
-use kvarts_layout::format::record::{Body, DIGEST_CRC32, Prefix};
+use kvarts_layout::format::record::{Body, DIGEST_CRC32, Kind, Prefix};
+use kvarts_layout::format::recovery::{Found, Sight};
 use kvarts_layout::identity::namespace_of;
 use kvarts_layout::spec::Geometry;
 use kvarts_layout::{Coordinate, Fingerprint, Group, Identity, NamespaceId, RunLayout};
@@ -49,12 +50,22 @@ pub struct Names {
     specs: BTreeMap<Fingerprint, Arc<Geometry>>,
     namespaces: BTreeMap<u32, Arc<Namespace>>,
     layouts: BTreeMap<LayoutKey, Arc<RunLayout>>,
+    /// A newer program wrote a definition that this one does not understand.
+    newer: bool,
 }
 
 /// Layouts that are remembered: more different ones in one segment are computed again.
 const LAYOUTS_MAX: usize = 256;
 
 impl Names {
+    /// Notes a record that only a newer program understands: what it defines is not undefined.
+    pub fn note(&mut self, seen: &Sight) {
+        let is_newer = matches!(seen.found, Found::Newer | Found::UnknownExtension | Found::UnknownKind);
+        let may_define =
+            |prefix: &Prefix| matches!(prefix.kind, Kind::Identity | Kind::Spec | Kind::Unknown(_));
+        self.newer |= is_newer && seen.prefix.as_ref().is_some_and(may_define);
+    }
+
     /// Takes a definition in; false if it contradicts itself. Other bodies define nothing.
     pub fn define(&mut self, body: &Body) -> bool {
         match body {
@@ -102,7 +113,10 @@ impl Names {
 
     /// Where the chunks of a record lie, or which label says why that cannot be told.
     pub fn layout(&mut self, blocks: &Blocks, prefix: &Prefix) -> Result<Chunks, Label> {
-        let namespace = self.namespaces.get(&blocks.namespace).ok_or(findings::RECORD_UNDEFINED)?;
+        let namespace = self.namespaces.get(&blocks.namespace).ok_or(match self.newer {
+            true => findings::DEPENDS_ON_NEWER,
+            false => findings::RECORD_UNDEFINED,
+        })?;
         let encoding = Encoding::from_code(blocks.encoding);
         if encoding.is_none() && blocks.encoding != ENCODING_RAW {
             return Err(findings::UNKNOWN_ENCODING);

@@ -24,10 +24,11 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_layout::format::footer::Content;
+use kvarts_layout::format::names::SUPERBLOCK;
 use kvarts_layout::format::record::Body;
 
 use crate::check::{Level, Options, Outcome, SegmentReport};
-use crate::disk::{Disk, DiskWriter};
+use crate::disk::{Disk, DiskWriter, Node, NodeKind};
 use crate::findings::Findings;
 use crate::store::{CannotRun, Store, survey};
 use crate::walk::Met;
@@ -145,8 +146,25 @@ impl Knowledge {
 /// Rounds of a repair: what one puts right may show what else there is, as a file that came back to its place.
 const ROUNDS_MAX: usize = 4;
 
+/// Why nothing can be repaired here: no store, or one that only another program may change. Writes nothing, so a caller
+/// asks before it takes the right to write.
+pub fn refused(sites: &[Site]) -> Result<(), CannotRun> {
+    match look(sites) {
+        // A superblock that is no plain file is moved aside: what it stands for is proven by the segments, or is not.
+        Err(CannotRun::Refused(_)) if sites.iter().any(|site| has_odd_superblock(&*site.disk)) => Ok(()),
+        looked => looked.map(drop),
+    }
+}
+
+fn has_odd_superblock(disk: &dyn Disk) -> bool {
+    let mut odd = false;
+    let see = &mut |node: Node| odd |= node.name == SUPERBLOCK && node.kind != NodeKind::File;
+    disk.visit("", see).is_ok() && odd
+}
+
 /// Repairs a store as far as it can be, or says what a repair would do.
 pub fn repair(sites: &[Site], options: &Options, tally: &Tally) -> Result<Repaired, CannotRun> {
+    refused(sites)?;
     let mut all = Repaired::default();
     let for_show = sites.iter().any(|site| site.writer.is_none());
     for _ in 0..if for_show { 1 } else { ROUNDS_MAX } {
@@ -217,3 +235,6 @@ fn defined(content: &Content) -> Option<(bool, u32, [u8; 32])> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests;

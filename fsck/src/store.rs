@@ -21,7 +21,9 @@ use crate::window::{Tally, Window};
 /// Where repair puts what it sets aside; nothing reads it.
 pub const QUARANTINE: &str = "quarantine";
 /// Names beside the format's that belong in a store's directory.
-const HARMLESS: [&str; 3] = ["lock", "lost+found", QUARANTINE];
+const HARMLESS: [&str; 3] = [LOCK, "lost+found", QUARANTINE];
+/// What a store in use holds a lock on: a plain file, or nobody can tell whether it is in use.
+const LOCK: &str = "lock";
 /// Names of stray files that a report shows.
 const STRAYS_SHOWN: usize = 3;
 /// Segments of a shard that are asked for the store's secret when the superblock is lost.
@@ -182,6 +184,7 @@ impl Top {
             (Some(FileName::Shard(shard)), NodeKind::Folder) => drop(top.shards.insert(shard)),
             (Some(FileName::Superblock), NodeKind::File) => {}
             (Some(FileName::Shard(_) | FileName::Superblock), kind) => odd.push((node.name, kind)),
+            (_, kind) if node.name == LOCK && kind != NodeKind::File => odd.push((node.name, kind)),
             _ if HARMLESS.contains(&node.name.as_str()) => {}
             _ => strays.take(node.name),
         });

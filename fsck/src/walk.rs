@@ -219,6 +219,7 @@ fn walk(window: &mut Window<'_>, segment: &Position, target: &Target, secret: &S
     while offset < target.end {
         let position = segment.at(offset);
         let seen = look(window, &position, secret);
+        names.note(&seen);
         if seen.found == Found::Ahead {
             let claimed = claimed_position(window.bytes(offset, PAGE));
             walk.ahead = walk.ahead.max(claimed.map(|claimed| claimed.generation));

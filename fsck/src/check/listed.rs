@@ -96,6 +96,7 @@ impl Listing<'_, '_> {
             return;
         }
         let seen = look(self.window, &position, secret);
+        self.names.note(&seen);
         let (Some(prefix), body) = (seen.prefix, seen.body) else {
             self.report(entry, seen.found, None);
             return;

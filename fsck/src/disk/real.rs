@@ -76,13 +76,33 @@ fn lock(root: &Path, alone: bool) -> Result<Option<File>, OpenError> {
     }
 }
 
+/// The path of a name in a directory, if no folder on the way to it is a link.
+fn below(root: &Path, path: &str) -> io::Result<PathBuf> {
+    let mut here = root.to_owned();
+    let mut names = path.split('/').peekable();
+    while let Some(name) = names.next() {
+        here.push(name);
+        // What is not there fails by itself.
+        let is_link = || here.symlink_metadata().is_ok_and(|facts| facts.is_symlink());
+        if names.peek().is_some() && is_link() {
+            return Err(rustix::io::Errno::LOOP.into());
+        }
+    }
+    Ok(here)
+}
+
+/// The path of a folder, if neither it nor one on the way to it is a link.
+fn folder_below(root: &Path, folder: &str) -> io::Result<PathBuf> {
+    if folder.is_empty() { Ok(root.to_owned()) } else { below(root, &format!("{folder}/")) }
+}
+
 impl Disk for RealDisk {
     fn name(&self) -> String {
         self.root.display().to_string()
     }
 
     fn visit(&self, folder: &str, each: &mut dyn FnMut(Node)) -> io::Result<()> {
-        for entry in std::fs::read_dir(self.root.join(folder))? {
+        for entry in std::fs::read_dir(folder_below(&self.root, folder)?)? {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
             let kind = match entry.file_type() {
@@ -97,7 +117,7 @@ impl Disk for RealDisk {
     }
 
     fn open(&self, path: &str) -> io::Result<Box<dyn DiskFile>> {
-        let path = self.root.join(path);
+        let path = below(&self.root, path)?;
         let plain = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
         let file = OpenOptions::new().read(true).custom_flags(flags(plain)).open(&path)?;
         let facts = file.metadata()?;
@@ -196,7 +216,7 @@ impl RealWriter {
             .create(make)
             .truncate(false)
             .custom_flags(flags(OFlags::NOFOLLOW))
-            .open(self.root.join(path))
+            .open(below(&self.root, path)?)
     }
 }
 
@@ -228,17 +248,23 @@ impl DiskWriter for RealWriter {
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         let no_replace = rustix::fs::RenameFlags::NOREPLACE;
         let here = rustix::fs::CWD;
-        Ok(rustix::fs::renameat_with(here, self.root.join(from), here, self.root.join(to), no_replace)?)
+        Ok(rustix::fs::renameat_with(
+            here,
+            below(&self.root, from)?,
+            here,
+            below(&self.root, to)?,
+            no_replace,
+        )?)
     }
 
     fn remove(&self, path: &str) -> io::Result<()> {
-        match std::fs::remove_file(self.root.join(path)) {
+        match std::fs::remove_file(below(&self.root, path)?) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             done => done,
         }
     }
 
     fn sync_folder(&self, path: &str) -> io::Result<()> {
-        File::open(self.root.join(path))?.sync_all()
+        File::open(folder_below(&self.root, path)?)?.sync_all()
     }
 }

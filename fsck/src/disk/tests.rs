@@ -101,6 +101,21 @@ fn a_store_that_is_open_elsewhere_is_refused_unless_it_is_asked_for_live() {
 }
 
 #[test]
+fn a_folder_that_is_a_link_is_neither_read_nor_written_through() {
+    let (scratch, other) = (Scratch::new("linked"), Scratch::new("linked-to"));
+    fill(&RealWriter::open(&other.0).unwrap());
+    symlink(other.0.join("shard-0000"), scratch.0.join("shard-0000")).unwrap();
+    let disk = RealDisk::open(&scratch.0, true, false).unwrap();
+    assert!(disk.open("shard-0000/segment-00000001").is_err());
+    assert!(disk.visit("shard-0000", &mut |_| panic!("it was followed")).is_err());
+    let writer = RealWriter::open(&scratch.0).unwrap();
+    assert!(writer.write_at("shard-0000/segment-00000007", 0, &[1]).is_err());
+    assert!(writer.remove("shard-0000/segment-00000001").is_err());
+    assert!(writer.rename("shard-0000/segment-00000001", "taken").is_err());
+    check(&RealDisk::open(&other.0, true, false).unwrap());
+}
+
+#[test]
 fn a_cut_keeps_the_sectors_that_arrived() {
     let disk = MemoryDisk::new();
     disk.cut_after(1);

@@ -27,6 +27,16 @@ pub(super) fn fix(
         let mut found = Findings::default();
         let tally = Tally::default();
         crate::checkpoint::read(&*site.disk, &store.keyring, shard.number, (&tally, false), &mut found);
+        let not_read = [findings::MEDIA_ERROR, findings::FILE_UNREADABLE];
+        let mut unread = found.problems.iter().filter(|finding| not_read.contains(&finding.label)).peekable();
+        if unread.peek().is_some() {
+            for slot in unread.filter_map(|finding| slot_of(finding.file.as_deref()?)) {
+                let why =
+                    "it cannot be read now, which may pass: as long as that is so, none is written either";
+                site.cannot(log, &path(shard.number, slot), why);
+            }
+            continue;
+        }
         let damaged: Vec<u32> = found
             .problems
             .iter()

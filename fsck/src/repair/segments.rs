@@ -64,6 +64,12 @@ impl Case<'_> {
             self.site.cannot(log, &path, "it cannot be opened");
             return false;
         };
+        if report.findings.times(findings::MEDIA_ERROR.name) > 0 {
+            // What cannot be read now may be read tomorrow, or from the device's copy: it stays listed.
+            let why = "the device refuses pages of it: copy the store to a good device and repair it there";
+            self.site.cannot(log, &path, why);
+            return false;
+        }
         let whole = self.store.keyring.segment_bytes;
         if report.findings.times(findings::SEGMENT_TRUNCATED.name) > 0 {
             self.site.act(log, (&path, "gets its full length back, zeros at its end".to_owned()), |writer| {
