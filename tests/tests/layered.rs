@@ -40,7 +40,7 @@ fn options() -> Options {
 }
 
 fn bring(column: usize, first: u64, count: u64, producer: u64, durable: bool) -> Bring {
-    Bring { column, first, count, producer, durable, skew: if producer % 3 == 0 { 512 } else { 0 } }
+    Bring { column, first, count, producer, durable, skew: if producer.is_multiple_of(3) { 512 } else { 0 } }
 }
 
 /// A put by layers that ends before its `stop`th layer, or is sealed. Between its layers, what `between` does.
