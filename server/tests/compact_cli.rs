@@ -30,7 +30,8 @@ impl Drop for Scratch {
 }
 
 fn options(path: &Path) -> HomeOptions {
-    HomeOptions { directories: vec![path.to_owned()], ..HomeOptions::default() }
+    let store = kvarts_store::engine::Options { budget_bytes: 256 << 20, ..Default::default() };
+    HomeOptions { directories: vec![path.to_owned()], store, ..HomeOptions::default() }
 }
 
 fn kvarts(arguments: &[&str], directory: &Path) -> (i32, String, String) {

@@ -41,7 +41,12 @@ impl Bench {
     fn new(name: &str, io: IoChoice) -> Self {
         let path = std::env::temp_dir().join(format!("kvarts-turns-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
-        let store = Options { segment_bytes: 1 << 20, record_bytes_max: 64 << 10, ..Options::default() };
+        let store = Options {
+            budget_bytes: 256 << 20,
+            segment_bytes: 1 << 20,
+            record_bytes_max: 64 << 10,
+            ..Options::default()
+        };
         let options = HomeOptions { directories: vec![path.clone()], io, store, ..HomeOptions::default() };
         let home = Home::open(&options).unwrap();
         let namespace = home.store().register(&fixture::identity("turns"), &fixture::geometry()).unwrap();

@@ -138,6 +138,11 @@ impl Listing<'_, '_> {
             _ => {}
         }
         self.report(entry, met.found, Some(&met));
+        self.keep(met);
+    }
+
+    /// Keeps what is good of a record that the footer lists as it is.
+    fn keep(&mut self, mut met: Met) {
         if let (Found::RecordBroken, Payload::Read(verified)) = (met.found, &met.payload)
             && let Some(rest) = verified.sound_part()
         {

@@ -1,10 +1,10 @@
 //! The check of one segment: what its ends say, then its records.
 
-use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::checkpoint::SegmentState;
 use kvarts_layout::format::footer::Footer;
-use kvarts_layout::format::recovery::{Decision, Scan, TrailerSeen, segment_row};
+use kvarts_layout::format::recovery::{Decision, HeaderSeen, Scan, TrailerSeen, segment_row};
 use kvarts_layout::format::trailer::Trailer;
+use kvarts_layout::format::{PAGE_BYTES, Unsound};
 
 use super::{Accounting, Level, listed};
 use crate::disk::DiskFile;
@@ -238,6 +238,12 @@ fn account(file: &dyn DiskFile, report: &mut SegmentReport) {
 /// recycled meanwhile does not count, and neither does what a second look does not find again: the first one met blocks
 /// that were being evicted.
 pub(super) fn forgive(report: &mut SegmentReport, subject: &Subject<'_>, again: impl Fn() -> SegmentReport) {
+    // A file that was given back and made again: its header is on its way.
+    let is_just_made = |report: &SegmentReport| {
+        let blank =
+            |ends: &Ends| ends.header_seen == HeaderSeen::Empty && ends.trailer == Err(Unsound::Empty);
+        report.ends.as_ref().is_some_and(blank) && report.records == 0
+    };
     let is_tail = |report: &SegmentReport| matches!(report.outcome, Outcome::Walked { scan: Scan::Tail, .. });
     if report.findings.is_clean() && !is_tail(report) {
         return;
@@ -248,7 +254,7 @@ pub(super) fn forgive(report: &mut SegmentReport, subject: &Subject<'_>, again: 
     if is_tail(report) {
         report.findings = Findings::default();
         report.findings.take(Finding::at(findings::LIVE_TAIL_SKIPPED, subject.place(None)));
-    } else if was_tail || before != generation(report) {
+    } else if was_tail || before != generation(report) || is_just_made(report) {
         report.findings = Findings::default();
         report.findings.take(Finding::at(findings::LIVE_CHANGED, subject.place(None)));
     } else {

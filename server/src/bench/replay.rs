@@ -18,7 +18,7 @@ use kvarts_store::api::{
     BlockOutcome, ContainsRequest, Durability, KvStore, Order, Parent, Placed, Presence, PutRequest,
     ReadEvent, ReadRequest, Verify,
 };
-use kvarts_store::engine::{Compaction, EvictionPolicy, Limits, Options, Store};
+use kvarts_store::engine::{Compaction, EvictionPolicy, Limits, Options, Stats, Store};
 use kvarts_store::error::Reason;
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Class;
@@ -214,6 +214,18 @@ pub(super) fn run(arguments: &ReplayArgs, out: &mut dyn Write) -> Result<(), Fai
         "moved_by_put",
         counts.moved_bytes_written as f64 / counts.payload_bytes_stored.max(1) as f64,
     );
+    tell_space(&mut report, &stats, (budget, block_bytes));
+    report.fact("blocks_evicted", counts.blocks_evicted);
+    report.fact("blocks_damaged", counts.blocks_quarantined);
+    report.fact("blocks_refused", replay.refused);
+    report.fact("blocks_not_admitted", counts.blocks_not_admitted);
+    report.number("hits_lost_to_non_admission", part(replay.missed));
+    home.close().map_err(Failure::user)?;
+    report.write(arguments.json, out)
+}
+
+/// What the budget's bytes are at the end.
+fn tell_space(report: &mut Report, stats: &Stats, (budget, block_bytes): (u64, u64)) {
     report.number("allocated_by_budget", stats.allocated_bytes as f64 / budget as f64);
     let shares = &stats.space.total;
     for (name, bytes) in [
@@ -226,13 +238,6 @@ pub(super) fn run(arguments: &ReplayArgs, out: &mut dyn Write) -> Result<(), Fai
         report.number(name, bytes as f64 / budget as f64);
     }
     report.fact("segments", stats.space.shards.iter().map(|shard| shard.segments).sum::<u64>());
-    report.fact("blocks_evicted", counts.blocks_evicted);
-    report.fact("blocks_damaged", counts.blocks_quarantined);
-    report.fact("blocks_refused", replay.refused);
-    report.fact("blocks_not_admitted", counts.blocks_not_admitted);
-    report.number("hits_lost_to_non_admission", part(replay.missed));
-    home.close().map_err(Failure::user)?;
-    report.write(arguments.json, out)
 }
 
 /// The replay under way.

@@ -79,10 +79,7 @@ impl Log {
         let mut dead = BTreeSet::new();
         let mut had = 0;
         for segment in self.segments.borrow().values().filter(|segment| is_punchable(segment)) {
-            let gap = segment.gap.get().map_or(0, |gap| {
-                without(&[gap], &segment.holes.borrow()).iter().map(|(_, len)| len).sum::<u64>()
-            });
-            let bytes = (segment.book.space().dead + gap).saturating_sub(segment.futile.get());
+            let bytes = segment.book.space().dead.saturating_sub(segment.futile.get());
             if bytes >= segment_bytes / DEAD_PARTS {
                 had += bytes;
                 dead.insert(segment.number);
