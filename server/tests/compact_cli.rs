@@ -30,7 +30,7 @@ impl Drop for Scratch {
 }
 
 fn options(path: &Path) -> HomeOptions {
-    let store = kvarts_store::engine::Options { budget_bytes: 256 << 20, ..Default::default() };
+    let store = kvarts_store::engine::Options { budget_bytes: 1 << 30, ..Default::default() };
     HomeOptions { directories: vec![path.to_owned()], store, ..HomeOptions::default() }
 }
 

@@ -154,20 +154,7 @@ pub(super) fn run(arguments: &ReplayArgs, out: &mut dyn Write) -> Result<(), Fai
     let segment_bytes = (budget / SEGMENTS / PAGE * PAGE).clamp(SEGMENT_MIN, SEGMENT_MAX);
     let common = Common::quiet(arguments.dir.clone(), arguments.json, 3);
     let scratch = Scratch::new(&common, budget + (64 << 20))?;
-    let options = Options {
-        budget_bytes: budget,
-        segment_bytes,
-        shards_per_directory: 1,
-        eviction: arguments.policy,
-        // A replay is over before any of it comes back.
-        endurance_bytes_per_day: arguments.endurance_blocks.map(|blocks| blocks * block_bytes),
-        limits: Limits {
-            // What it measures is eviction, not what is done by the clock.
-            compaction: Compaction { every: None, ..Compaction::default() },
-            ..Limits::default()
-        },
-        ..Options::default()
-    };
+    let options = options(arguments, budget, segment_bytes);
     let home = setup::open(&common, scratch.path(), options)?;
     let spec = ModelSpec::opaque("replay-pages", block_bytes).map_err(Failure::user)?;
     let batch = (segment_bytes / PUT_PARTS / block_bytes).clamp(1, BATCH_MAX) as usize;
@@ -222,6 +209,25 @@ pub(super) fn run(arguments: &ReplayArgs, out: &mut dyn Write) -> Result<(), Fai
     report.number("hits_lost_to_non_admission", part(replay.missed));
     home.close().map_err(Failure::user)?;
     report.write(arguments.json, out)
+}
+
+/// The store of a replay.
+fn options(arguments: &ReplayArgs, budget_bytes: u64, segment_bytes: u64) -> Options {
+    let block_bytes = arguments.block_kib << 10;
+    Options {
+        budget_bytes,
+        segment_bytes,
+        shards_per_directory: 1,
+        eviction: arguments.policy,
+        // A replay is over before any of it comes back.
+        endurance_bytes_per_day: arguments.endurance_blocks.map(|blocks| blocks * block_bytes),
+        limits: Limits {
+            // What it measures is eviction, not what is done by the clock.
+            compaction: Compaction { every: None, ..Compaction::default() },
+            ..Limits::default()
+        },
+        ..Options::default()
+    }
 }
 
 /// What the budget's bytes are at the end.
