@@ -17,7 +17,7 @@ use kvarts_layout::format::{PAGE, Structure};
 use kvarts_store::api::BlockOutcome;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::{Rng, Seed, SimWorld, WorldConfig};
-use kvarts_tests::stage::{SimStage, Stage, small_options};
+use kvarts_tests::stage::{SimStage, small_options};
 use kvarts_tests::witness::{directories, examine, problems, small, worked};
 
 const SEGMENT: &str = "shard-0000/segment-00000000";

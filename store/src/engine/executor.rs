@@ -166,8 +166,7 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, small_reads: Small
             let pump = Rc::clone(&driver);
             seat.rt.set_reaper(Box::new(move || pump.pump()));
             mailbox.attach(Arc::clone(&seat.unparker));
-            // Huge pages are filled and registered in a fraction of the time.
-            let Ok((region, _)) = Region::anonymous_huge(limits.arena_bytes) else { return };
+            let Ok(region) = Region::anonymous(limits.arena_bytes) else { return };
             // Unregistered memory works the same; `Inspect` tells why it is not registered.
             let registered = match limits.register {
                 true => seat.io.borrow_mut().register(&region),
