@@ -72,7 +72,7 @@ pub trait KvStore: Send + Sync {
     fn unlock(&self, lease: LeaseId) -> bool;
 
     /// Makes a lease that is in force end `hold` from now, sooner or later than before. One that has ended is
-    /// refused with [`Reason::LeaseEnded`](crate::error::Reason::LeaseEnded): look the blocks up again.
+    /// refused with [`Reason::LeaseEnded`]: look the blocks up again.
     fn renew(&self, lease: LeaseId, hold: Duration) -> Result<(), Error>;
 
     /// Holds blocks against eviction and expiry until they are unpinned: [`KvStore::contains`] with a lease of
@@ -94,7 +94,7 @@ pub trait KvStore: Send + Sync {
 
     /// Deletes blocks, leased or not. From the call on they are not found; once the ticket says that they are
     /// deleted, no crash, recovery, compaction or late put brings them back. A put that is under way when it meets
-    /// the delete is refused with [`Reason::Deleted`](crate::error::Reason::Deleted); one that begins after the
+    /// the delete is refused with [`Reason::Deleted`]; one that begins after the
     /// answer is kept. Reads under way deliver what they had found. A lease on a deleted block holds nothing more
     /// of it, but counts against its tenant's cap until it ends. The space comes back with the segment's reclaim.
     fn delete(&self, request: DeleteRequest) -> Ticket<Result<DeleteReply, Error>>;
