@@ -11,6 +11,8 @@
 
 mod deep;
 mod listed;
+#[cfg(test)]
+mod live_tests;
 mod one;
 
 use std::collections::BTreeMap;

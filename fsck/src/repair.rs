@@ -2,8 +2,9 @@
 //!
 //! What is done: superblock slots are written from the other slot, or from what segments and folders prove; a segment
 //! whose ends or footer do not tell what counts in it is sealed anew with what does; a definition that was damaged is
-//! written from its copy in another segment; padding is zeroed; damaged blocks beside sound ones become holes; files that prove nothing, or belong elsewhere, are
-//! moved into the folder `quarantine`, and one that belongs to a place that is empty is moved there.
+//! written from its copy in another segment; padding is zeroed; damaged blocks beside sound ones become holes; files
+//! that prove nothing, or belong elsewhere, are moved into the folder `quarantine`, and one that belongs to a place that
+//! is empty is moved there.
 //!
 //! Invariants:
 //! - Nothing is invented: every byte written follows from bytes that were proven, or is zero by the format.
@@ -237,4 +238,4 @@ fn defined(content: &Content) -> Option<(bool, u32, [u8; 32])> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,7 +1,7 @@
 //! Verifies a record's payload against its digests, in one pass over its bytes in the order in which they lie. Chunks
 //! of an encoded record are decoded first, one at a time.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kvarts_layout::codec::{Codec, Encoding};
 use kvarts_layout::format::{PAGE_BYTES, is_zero, page_align};
@@ -183,26 +183,31 @@ fn set_apart(chunks: &Chunks, start: u64, verified: &mut Verified) {
             out.insert(block);
         }
     }
-    let mut sound = BTreeSet::<u32>::new();
-    for (at, _) in verified.damaged.iter().enumerate().filter(|(_, damaged)| **damaged) {
-        let Ok(block) = u32::try_from(at) else { break };
+    // A damaged block without a page of its own: of its pages the one with the fewest sound blocks goes.
+    let mut on_page: BTreeMap<u64, BTreeSet<u32>> = BTreeMap::new();
+    let mut of_block: BTreeMap<u32, BTreeSet<u64>> = BTreeMap::new();
+    for (block, (from, to, _)) in spans().filter(|(block, _)| is_damaged(*block) && !out.contains(block)) {
+        let (first, last) = pages(from, to);
+        of_block.entry(block).or_default().extend(first..=last);
+        on_page.extend((first..=last).map(|page| (page, BTreeSet::new())));
+    }
+    for (block, (from, to, _)) in spans() {
+        let (first, last) = pages(from, to);
+        for (_, on) in on_page.range_mut(first..=last) {
+            on.insert(block);
+        }
+    }
+    let mut sound = BTreeSet::new();
+    for (block, its) in of_block {
         if out.contains(&block) {
             continue;
         }
-        // Every page of it is shared: the one with the fewest sound blocks goes.
-        let of = |page: u64| -> BTreeSet<u32> {
-            let on = |from, to| (pages(from, to).0..=pages(from, to).1).contains(&page);
-            spans().filter(|(_, (from, to, _))| on(*from, *to)).map(|(block, _)| block).collect()
-        };
-        let its = spans().filter(|(one, _)| *one == block).map(|(_, (from, to, _))| pages(from, to));
-        let candidates: BTreeSet<u64> = its.flat_map(|(first, last)| first..=last).collect();
-        let cost = |on: &BTreeSet<u32>| on.iter().filter(|block| !is_damaged(**block)).count();
-        let best = candidates.into_iter().map(|page| (page, of(page))).min_by_key(|(_, on)| cost(on));
-        let Some((page, on)) = best else { continue };
+        let others =
+            |page: u64| on_page.get(&page).into_iter().flatten().filter(|block| !is_damaged(**block));
+        let Some(page) = its.into_iter().min_by_key(|page| others(*page).count()) else { continue };
         own.insert(page);
-        let taken = |block: &&u32| !is_damaged(**block) && !verified.is_gone(**block);
-        sound.extend(on.iter().filter(taken).copied());
-        out.extend(on);
+        sound.extend(others(page).copied().filter(|block| !verified.is_gone(*block)));
+        out.extend(on_page.get(&page).into_iter().flatten().copied());
     }
     let mut apart: Vec<(u64, u64)> = Vec::new();
     for page in own {

@@ -1,6 +1,6 @@
 //! The check of one segment: what its ends say, then its records.
 
-use kvarts_layout::format::checkpoint::SegmentState;
+use kvarts_layout::format::checkpoint::{SEGMENT_FREE, SegmentState};
 use kvarts_layout::format::footer::Footer;
 use kvarts_layout::format::recovery::{Decision, HeaderSeen, Scan, TrailerSeen, segment_row};
 use kvarts_layout::format::trailer::Trailer;
@@ -238,11 +238,12 @@ fn account(file: &dyn DiskFile, report: &mut SegmentReport) {
 /// recycled meanwhile does not count, and neither does what a second look does not find again: the first one met blocks
 /// that were being evicted.
 pub(super) fn forgive(report: &mut SegmentReport, subject: &Subject<'_>, again: impl Fn() -> SegmentReport) {
-    // A file that was given back and made again: its header is on its way.
+    // A file that was given back and made again: its header is on its way. What a checkpoint calls used is not that.
+    let may_be_new = subject.known.is_none_or(|known| known.state == SEGMENT_FREE);
     let is_just_made = |report: &SegmentReport| {
         let blank =
             |ends: &Ends| ends.header_seen == HeaderSeen::Empty && ends.trailer == Err(Unsound::Empty);
-        report.ends.as_ref().is_some_and(blank) && report.records == 0
+        may_be_new && report.ends.as_ref().is_some_and(blank) && report.records == 0
     };
     let is_tail = |report: &SegmentReport| matches!(report.outcome, Outcome::Walked { scan: Scan::Tail, .. });
     if report.findings.is_clean() && !is_tail(report) {

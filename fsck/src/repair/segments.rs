@@ -144,17 +144,11 @@ impl Case<'_> {
     /// that they were evicted. The bytes are wrong, and every read of them would be a miss.
     fn damaged_blocks(&self, report: &SegmentReport, log: &mut Vec<Action>) {
         let Outcome::Sealed { good, .. } = &report.outcome else { return };
-        let unread = report.findings.times(findings::MEDIA_ERROR.name) > 0;
         let path = self.path();
         for met in good {
             let Payload::Read(verified) = &met.payload else { continue };
             let damaged = verified.damaged_blocks();
             if damaged == 0 || kvarts_layout::planted!("repair-keeps-damaged") {
-                continue;
-            }
-            if unread {
-                let why = "what the device does not give now it may give later";
-                self.site.cannot(log, &path, &format!("{why}: {damaged} blocks at {} stay", met.offset));
                 continue;
             }
             let with = match verified.entwined {

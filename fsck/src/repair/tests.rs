@@ -13,7 +13,7 @@ use crate::disk::MemoryDisk;
 const SEGMENT: &str = "shard-0000/segment-00000000";
 
 /// A store as a killed process left it, from the images that are kept.
-fn killed() -> MemoryDisk {
+pub(crate) fn killed() -> MemoryDisk {
     let home = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/testdata/stores/version-1-killed");
     let disk = MemoryDisk::new();
     for folder in ["", "shard-0000"] {

@@ -18,6 +18,9 @@ use crate::proto::read_reply::Part;
 /// How long after its deadline a server may take to say how a read ended.
 const GRACE: Duration = Duration::from_millis(500);
 
+/// A caller's patience may be any: no clock has room for all of it.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+
 /// What can be said of a read before it is sent; the shape of its blocks.
 pub(super) fn check(remote: &Remote, request: &ReadRequest) -> Result<BlockShape, Reason> {
     remote.check(&request.keys, &request.into, request.deadline)?;
@@ -106,7 +109,8 @@ impl<'a> Arrival<'a> {
 
     /// Takes everything in; nothing if the caller stopped caring.
     async fn all(&mut self, remote: &Remote, sink: &ReadSink) -> Result<Option<ReadEnd>, Reason> {
-        let until = tokio::time::Instant::now() + remote.left(self.request.deadline) + GRACE;
+        let left = remote.left(self.request.deadline).min(LONGEST);
+        let until = tokio::time::Instant::now() + left + GRACE;
         let mut opened = open(remote, self.request).await;
         if let Err(Reason::UnknownNamespace(namespace)) = opened.as_ref().map(drop).map_err(fault::reason_of)
         {

@@ -4,8 +4,9 @@
 //! is worth lies in blocks that are used exactly twice, and a rule that waits for the second asking loses the first
 //! use of each. From then on a block is let in when it has been asked for before, as far as a sketch of fixed size
 //! remembers: a count-min of small counters that are halved by and by. Whatever is let in then is an overdraft, and at
-//! an eighth of a day's budget nothing is let in any more. So over any time `t` no more is written than `budget * (9/8
-//! day + t)`, what puts under way had been promised aside.
+//! an eighth of a day's budget nothing is let in any more. So over any time `t` no more bytes of
+//! records are written than `budget * (9/8 day + t)`, what puts under way had been promised and what compaction moves
+//! aside; footers and checkpoints are not counted.
 //!
 //! The budget comes back evenly with time, by the injected clock. A store begins with a day's budget, also after a
 //! restart: what was written before is not remembered.

@@ -1,0 +1,70 @@
+//! A store in use: what leaves it between two looks is no problem, what is damaged stays one.
+
+use std::sync::Arc;
+
+use super::{Checked, Options, check};
+use crate::contents::{self, Fate};
+use crate::disk::{Disk, MemoryDisk};
+use crate::export::{Selection, export};
+use crate::findings::Findings;
+use crate::repair::tests::killed;
+use crate::store::{Store, survey};
+use crate::window::Tally;
+
+const SEGMENT: &str = "shard-0000/segment-00000000";
+
+fn options(live: bool) -> Options {
+    Options { threads: 1, live, ..Options::default() }
+}
+
+fn surveyed(disk: &MemoryDisk) -> Store {
+    let disks: [Arc<dyn Disk>; 1] = [Arc::new(disk.clone())];
+    survey(&disks, &mut Findings::default()).unwrap().unwrap()
+}
+
+fn look(store: &Store, live: bool) -> Checked {
+    check(store, &options(live), &Tally::default(), Findings::default()).unwrap()
+}
+
+#[test]
+fn a_segment_that_goes_after_it_was_listed_is_a_problem_only_where_nobody_uses_the_store() {
+    let disk = killed();
+    let store = surveyed(&disk);
+    disk.remove(SEGMENT);
+    let live = look(&store, true).findings;
+    assert!(live.is_clean(), "{:?}", live.problems);
+    assert_eq!(live.times("live-changed"), 1);
+    assert_eq!(look(&store, false).findings.times("file-unreadable"), 1);
+}
+
+#[test]
+fn a_segment_that_a_checkpoint_calls_used_and_that_is_blank_is_a_problem_beside_a_store_in_use_too() {
+    let disk = killed();
+    disk.tamper(SEGMENT, |bytes| bytes.fill(0));
+    assert!(!look(&surveyed(&disk), false).findings.is_clean());
+    assert!(!look(&surveyed(&disk), true).findings.is_clean());
+}
+
+#[test]
+fn an_export_beside_a_store_in_use_tells_what_left_from_what_is_damaged() {
+    let wrote = |disk: &MemoryDisk, live: bool, change: &dyn Fn()| {
+        let store = surveyed(disk);
+        let contents = contents::read(&store, &options(live), 0, &Tally::default(), Findings::default());
+        let runs = contents.runs.iter().filter(|run| run.segment == 0);
+        let there = runs.flat_map(|run| &run.fates).filter(|fate| **fate == Fate::Live).count() as u64;
+        change();
+        let mut file = Vec::new();
+        let done = export(&store, &contents, &Selection::All, (0, &Tally::default()), &mut file).unwrap();
+        (there, done.blocks_left_out, done.blocks_gone)
+    };
+    for live in [true, false] {
+        let disk = killed();
+        let (there, left_out, gone) = wrote(&disk, live, &|| disk.remove(SEGMENT));
+        assert!(there > 0);
+        assert_eq!((left_out, gone), if live { (0, there) } else { (there, 0) });
+    }
+    let disk = killed();
+    let damage = || disk.tamper(SEGMENT, |bytes| bytes[20_000..60_000].fill(0x5a));
+    let (_, left_out, gone) = wrote(&disk, true, &damage);
+    assert!(left_out > 0 && gone == 0, "{left_out} {gone}");
+}
