@@ -5,9 +5,10 @@
 //! computes content ids and compares what lies in different segments and shards.
 //!
 //! Memory: for each thread one transfer buffer (2 MiB, or the largest footer) and the bodies of one segment's
-//! records, which are no more than its footer, at most 64 MiB on disk; for each shard 48 bytes a segment; and, for a
-//! deep check, [`Options::memory_bytes`] of fingerprints, beyond which sorted runs go to temporary files. The size of
-//! the store does not enter.
+//! records, which are no more than its footer, at most 64 MiB on disk; for each segment about 120 bytes, what its
+//! checkpoint says of it among them. The size of the store does not enter otherwise. A deep check adds
+//! [`Options::memory_bytes`] of fingerprints, beyond which sorted runs go to temporary files, and about 45 bytes for each
+//! record that checkpoints list. `fsck/tests/memory.rs` holds all of it to that.
 
 mod deep;
 mod listed;
@@ -184,19 +185,34 @@ fn dead(store: &Store, options: &Options, tally: &Tally) -> BTreeMap<u32, Graves
     graves.into_iter().filter_map(by_number).collect()
 }
 
+/// What the checkpoints of a store say.
+#[derive(Clone, Debug, Default)]
+pub struct Stated {
+    /// What the newest whole one of each shard knows, by its number.
+    pub known: BTreeMap<u32, Known>,
+    /// What is wrong with them, and with what they say is there. Where one is damaged, deletes may be forgotten.
+    pub findings: Findings,
+}
+
 /// Checks every segment on its own and hands out what was found, with the index of its shard; answers with what the
-/// checkpoints know.
+/// checkpoints say.
 pub fn each_segment(
     store: &Store,
     options: &Options,
     tally: &Tally,
     each: &(dyn Fn(usize, u32, &SegmentReport) + Sync),
-) -> BTreeMap<u32, Known> {
+) -> Stated {
     let known = read_checkpoints(store, options, tally);
     walk_segments(store, options, tally, &known, &|subject, shard, report| {
         each(shard, subject.segment, &report)
     });
-    store.shards.iter().zip(known).map(|(shard, (known, _))| (shard.number, known)).collect()
+    let mut stated = Stated::default();
+    for (shard, (known, found)) in store.shards.iter().zip(known) {
+        stated.findings.merge(found);
+        about_missing((store, shard), &known, (options, tally), &mut stated.findings);
+        stated.known.insert(shard.number, known);
+    }
+    stated
 }
 
 /// Checks every segment, on several threads.
@@ -209,14 +225,20 @@ fn walk_segments(
 ) {
     let mut work = Vec::new();
     for ((at, shard), (known, _)) in store.shards.iter().enumerate().zip(known) {
-        work.extend(shard.segments.iter().map(|&number| (at, shard, known.segments.get(&number), number)));
+        let listed = |number: &u32| known.listed.get(number).copied().unwrap_or(0);
+        work.extend(
+            shard
+                .segments
+                .iter()
+                .map(|&number| (at, shard, (known.segments.get(&number), listed(&number)), number)),
+        );
     }
     // Shards in turn, so that every device has something to do from the first moment on.
     work.sort_by_key(|(_, shard, _, number)| (*number, shard.number));
     on_threads(options.threads, work.len(), |next| {
-        let Some(&(at, shard, known, segment)) = work.get(next) else { return };
-        let subject =
-            Subject { keyring: &store.keyring, shard: shard.number, segment, known, level: options.level };
+        let Some(&(at, shard, (known, listed), segment)) = work.get(next) else { return };
+        let (keyring, level) = (&store.keyring, options.level);
+        let subject = Subject { keyring, shard: shard.number, segment, known, listed, level };
         if let Some(report) = one_segment(store, shard, &subject, options, tally) {
             each(&subject, at, report);
         }
@@ -339,9 +361,15 @@ fn about_missing(
             still.contains(segment) && directory.disk.open(&path).is_err()
         });
     }
+    // What lies in a folder that cannot be listed may still be opened.
+    gone.retain(|segment| {
+        let path = format!("{}/{}", shard_name(shard.number), segment_name(*segment));
+        store.directories.get(shard.directory).is_none_or(|directory| directory.disk.open(&path).is_err())
+    });
     for segment in gone {
         let place = Place { shard: Some(shard.number), segment: Some(segment), offset: None };
-        into.take(Finding::at(findings::SEGMENT_MISSING, place));
+        let uncounted = known.listed.get(&segment).copied().or(Some(0));
+        into.take(Finding { uncounted, ..Finding::at(findings::SEGMENT_MISSING, place) });
     }
 }
 
@@ -366,7 +394,8 @@ fn one_segment(
             let finding = Finding::at(findings::FILE_UNREADABLE, subject.place(None));
             let path = format!("{}/{path}", directory.disk.name());
             let mut report = SegmentReport::default();
-            report.findings.take(Finding { file: Some(path), ..finding.found(error) });
+            let uncounted = Some(subject.listed);
+            report.findings.take(Finding { file: Some(path), uncounted, ..finding.found(error) });
             report
         }
     };

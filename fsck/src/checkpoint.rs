@@ -30,6 +30,8 @@ pub struct Known {
     pub totals: Totals,
     /// The segments, by number.
     pub segments: BTreeMap<u32, SegmentState>,
+    /// How many live records it lists in a segment.
+    pub listed: BTreeMap<u32, u64>,
     /// The records, in order, if they were asked for.
     pub records: Vec<Listed>,
     /// Files that do not hold a whole checkpoint, though they are there.
@@ -204,6 +206,10 @@ impl Known {
                 let of = |state: &kvarts_layout::format::checkpoint::RecordState| -> Option<Listed> {
                     Some((state.segment, state.generation, u32::try_from(state.offset / PAGE_BYTES).ok()?))
                 };
+                for state in &listed {
+                    let count = self.listed.entry(state.segment).or_default();
+                    *count = count.saturating_add(1);
+                }
                 if records {
                     self.records.extend(listed.iter().filter_map(of));
                 }

@@ -5,38 +5,38 @@
 //! have a newer production in their shard; tombstones and epochs that no record is left for.
 //!
 //! Invariants:
+//! - Nothing is written unless all metadata of the store is sound: what a damaged checkpoint says was deleted would come
+//!   back.
 //! - Every byte that is moved has been verified on the way. At the first that does not match, compaction stops.
 //! - In place, a segment is let go only when everything live in it is durable in a sealed segment, and a durable
 //!   checkpoint says that the old one is free and what had been deleted. So each block has a durable copy at every
 //!   moment; after a power cut there may be two of one origin, and compacting again goes on.
 //! - A tombstone is forgotten only when the last segment that began before it is gone for good.
-//! - A new store becomes one with its last write: until then its directories have no superblock, and no engine opens
-//!   them. The old one is only read.
+//! - A new store becomes one with its last write: until then its directories have no superblock and a mark, and nobody
+//!   opens them; compacting there again starts anew. The old one is only read.
 //!
-//! Memory: what `inventory` says (about 40 bytes for each block and 250 for each record on disk), 48 bytes for each
+//! Memory: what `inventory` says (about 40 bytes for each block and 280 for each record on disk), 48 bytes for each
 //! block in the segments that are being written (one for each shard), and three times the largest record.
 
+mod discard;
 mod elsewhere;
 mod graves;
 mod in_place;
 mod inventory;
 mod plan;
+mod refusal;
 mod sink;
 mod source;
 #[cfg(test)]
 mod tests;
+mod unfinished;
 
-use std::fmt;
-use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvarts_layout::format::footer::Entry;
-
-use crate::findings::Findings;
-use crate::store::Store;
-
-pub use elsewhere::{Target, elsewhere};
+pub use elsewhere::{Directory, Target, elsewhere};
 pub use in_place::{Place, in_place};
+pub use refusal::{Refusal, refuse_unsound};
+pub use unfinished::{expect_free, is_unfinished};
 
 /// How payloads are arranged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -67,7 +67,7 @@ pub struct Options {
     pub now_ms: u64,
     /// Threads that read metadata.
     pub threads: usize,
-    /// Say what would be done and change nothing.
+    /// Find out what would be done and change nothing: all numbers of the report are those of a real run.
     pub dry_run: bool,
 }
 
@@ -82,59 +82,6 @@ impl Default for Options {
             threads: 2,
             dry_run: false,
         }
-    }
-}
-
-/// Why nothing, or no more, was done. Whatever was done is safe.
-#[derive(Debug)]
-pub enum Refusal {
-    /// The store is damaged there.
-    Damaged(String),
-    /// There is not enough room in a directory: bytes that are free, bytes that are needed.
-    NoRoom(String, u64, u64),
-    /// It cannot be done.
-    Cannot(String),
-    /// The operating system says no.
-    Io(io::Error),
-}
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Damaged(what) => write!(f, "the store is damaged, run `kvarts fsck` first: {what}"),
-            Self::NoRoom(directory, free, needed) => write!(
-                f,
-                "{directory} has room for {free} more bytes and {needed} are needed: free some, raise --room-mib, or use --to"
-            ),
-            Self::Cannot(what) => write!(f, "{what}"),
-            Self::Io(error) => write!(f, "{error}"),
-        }
-    }
-}
-
-impl std::error::Error for Refusal {}
-
-impl From<io::Error> for Refusal {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
-    }
-}
-
-/// Damage that metadata shows only when it is put together.
-fn damaged_at(store: &Store, segment: &inventory::Segment, entry: &Entry, what: &str) -> Refusal {
-    Refusal::Damaged(format!("{} at {}: {what}", inventory::path(store, segment), entry.offset))
-}
-
-fn first_problem(findings: &Findings) -> String {
-    let Some(first) = findings.problems.first() else { return "it has problems".to_owned() };
-    let place = (first.place.shard, first.place.segment);
-    match (&first.file, place) {
-        (Some(file), _) => format!("{}: {file}", first.label.name),
-        (None, (Some(shard), Some(segment))) => {
-            format!("{}: shard {shard}, segment {segment}", first.label.name)
-        }
-        (None, (Some(shard), None)) => format!("{}: shard {shard}", first.label.name),
-        _ => first.label.name.to_owned(),
     }
 }
 
@@ -176,7 +123,7 @@ pub struct Report {
     pub superseded_blocks: u64,
     /// Segment files before.
     pub segments_before: u64,
-    /// Segment files afterwards; of a dry run an estimate.
+    /// Segment files afterwards.
     pub segments_after: u64,
     /// Segments that were left as they are because this program cannot write all that is in them.
     pub segments_fixed: u64,

@@ -3,7 +3,7 @@
 //! The rules are recovery's: a block counts in the newest record that has it, unless a tombstone or an epoch of its shard
 //! reaches above that record's sequence, or its time is over. Where two shards hold a block, one of them counts.
 //!
-//! Memory: about 100 bytes for each block on disk. Payloads are not read, and records of sealed segments only where they
+//! Memory: about 450 bytes for each record on disk and 100 for each of its blocks. Payloads are not read, and records of sealed segments only where they
 //! define a namespace.
 
 mod graves;
@@ -20,8 +20,8 @@ use kvarts_layout::format::trailer::SealReason;
 
 pub use graves::{Graves, Remembered};
 
-use crate::check::{Level, Options, Outcome, SegmentReport, each_segment};
-use crate::findings::Findings;
+use crate::check::{Level, Options, Outcome, SegmentReport, Stated, each_segment};
+use crate::findings::{self, Finding, Findings};
 use crate::names::{Names, Namespace};
 use crate::store::Store;
 use crate::walk::look;
@@ -154,6 +154,18 @@ pub struct Contents {
     pub live: bool,
 }
 
+impl Contents {
+    /// Whether deletes may be missing, because a checkpoint cannot be read: what was deleted may be listed as live.
+    pub fn may_have_forgotten_deletes(&self) -> bool {
+        let is_checkpoint = |one: &Finding| {
+            let place = &one.place;
+            place.shard.is_some() && place.segment.is_none() && place.offset.is_some()
+        };
+        let newer = self.findings.times(findings::CHECKPOINT_NEWER.name) > 0;
+        newer || self.findings.problems.iter().any(is_checkpoint)
+    }
+}
+
 /// What one segment gave.
 struct Taken {
     runs: Vec<Run>,
@@ -167,12 +179,13 @@ struct Taken {
 pub fn read(store: &Store, options: &Options, now_ms: u64, tally: &Tally, found: Findings) -> Contents {
     let options = Options { level: Level::Quick, ..options.clone() };
     let all = Mutex::new(Vec::new());
-    let known = each_segment(store, &options, tally, &|shard, segment, report| {
+    let Stated { known, findings } = each_segment(store, &options, tally, &|shard, segment, report| {
         let taken = take(store, (shard, segment), report, tally);
         all.lock().unwrap_or_else(PoisonError::into_inner).push((shard, taken));
     });
     let taken = all.into_inner().unwrap_or_else(PoisonError::into_inner);
     let mut contents = Contents { findings: found, live: options.live, ..Contents::default() };
+    contents.findings.merge(findings);
     let mut graves: BTreeMap<usize, Graves> = BTreeMap::new();
     let mut remembered: BTreeMap<usize, Remembered> = BTreeMap::new();
     for (at, shard) in store.shards.iter().enumerate() {
@@ -202,7 +215,7 @@ pub fn read(store: &Store, options: &Options, now_ms: u64, tally: &Tally, found:
 pub fn graves(store: &Store, options: &Options, tally: &Tally) -> BTreeMap<usize, Graves> {
     let options = Options { level: Level::Quick, ..options.clone() };
     let all = Mutex::new(BTreeMap::<usize, Graves>::new());
-    let known = each_segment(store, &options, tally, &|shard, segment, report| {
+    let Stated { known, .. } = each_segment(store, &options, tally, &|shard, segment, report| {
         let taken = take(store, (shard, segment), report, tally);
         let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
         all.entry(shard).or_default().merge(taken.graves);

@@ -97,6 +97,9 @@ pub trait DiskWriter: Send + Sync + Debug {
     /// Takes a file's name away; one that is not there is no error.
     fn remove(&self, path: &str) -> io::Result<()>;
 
+    /// Takes an empty folder away; one that is not there is no error.
+    fn remove_folder(&self, path: &str) -> io::Result<()>;
+
     /// Makes the names in a folder durable.
     fn sync_folder(&self, path: &str) -> io::Result<()>;
 }

@@ -60,10 +60,7 @@ labels! {
         "the store has a directory that was not given: a lost device, or an argument forgotten";
     /// A shard's folder is gone.
     SHARD_MISSING = "shard-missing", Problem,
-        "the folder of a shard is gone though the store has been used";
-    /// A shard's folder was never made.
-    SHARD_NOT_MADE = "shard-not-made", Note,
-        "the folder of a shard is not there; nothing else in the store has been used either";
+        "the folder of a shard is gone: it was durable before the superblock was written";
     /// A shard that the superblock does not have.
     SHARD_UNEXPECTED = "shard-unexpected", Problem,
         "a folder named as a shard that this directory does not have: a copy, or it belongs to another directory";
@@ -218,13 +215,42 @@ pub struct Finding {
     pub blocks: u64,
     /// Of which model.
     pub model: Option<String>,
+    /// Nothing tells any more how many blocks this cost; a checkpoint lists so many live records that are not found.
+    pub uncounted: Option<u64>,
 }
+
+/// Problems that cost what nobody can count any more: what is gone held, or was, the only list of it.
+const UNCOUNTED: [&str; 12] = [
+    "directory-missing",
+    "shard-missing",
+    "folder-unreadable",
+    "segment-missing",
+    "segment-truncated",
+    "header-damaged",
+    "hole-before-durable",
+    "damage-before-durable",
+    "stale-generation",
+    "foreign-record",
+    "misdirected-record",
+    "segment-foreign",
+];
 
 impl Finding {
     /// A finding about a place.
     pub fn at(label: impl Into<Label>, place: Place) -> Self {
         let label = label.into();
-        Self { label, place, file: None, key: None, expected: None, found: None, blocks: 0, model: None }
+        let uncounted = UNCOUNTED.contains(&label.name).then_some(0);
+        Self {
+            label,
+            place,
+            file: None,
+            key: None,
+            expected: None,
+            found: None,
+            blocks: 0,
+            model: None,
+            uncounted,
+        }
     }
 
     /// A finding about a file outside of segments.
@@ -268,6 +294,24 @@ pub struct Findings {
     pub problem_count: u64,
     /// Blocks that problems make misses, by model.
     pub lost: BTreeMap<String, u64>,
+    /// What problems cost beside that.
+    pub uncounted: Uncounted,
+}
+
+/// What problems cost that nobody can count any more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize)]
+pub struct Uncounted {
+    /// How many problems.
+    pub problems: u64,
+    /// Live records that checkpoints list there and that are not found, each of at least one block.
+    pub listed_records: u64,
+}
+
+impl Uncounted {
+    fn add(&mut self, other: Self) {
+        self.problems = self.problems.saturating_add(other.problems);
+        self.listed_records = self.listed_records.saturating_add(other.listed_records);
+    }
 }
 
 impl Findings {
@@ -283,6 +327,9 @@ impl Findings {
                     let model = finding.model.clone().unwrap_or_else(|| "unknown model".to_owned());
                     let lost = self.lost.entry(model).or_default();
                     *lost = lost.saturating_add(finding.blocks);
+                }
+                if let Some(listed_records) = finding.uncounted {
+                    self.uncounted.add(Uncounted { problems: 1, listed_records });
                 }
                 (&mut self.problems, PROBLEMS_MAX)
             }
@@ -308,6 +355,7 @@ impl Findings {
             let lost = self.lost.entry(model).or_default();
             *lost = lost.saturating_add(blocks);
         }
+        self.uncounted.add(other.uncounted);
         self.problem_count = self.problem_count.saturating_add(other.problem_count);
         let room = PROBLEMS_MAX.saturating_sub(self.problems.len());
         self.problems.extend(other.problems.into_iter().take(room));

@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::artifact::Artifact;
 use crate::contents::{Contents, Fate, Run};
+use crate::segment::Ends;
 use crate::store::Store;
 use crate::walk::look;
 use crate::window::{Tally, Window};
@@ -110,6 +111,9 @@ pub fn place(
         claimed_place: structure.and_then(|_| claimed_position(page)).map(|claimed| claimed.to_string()),
         ..PlaceView::default()
     };
+    if about_frame(&mut window, store, (shard, segment, offset), &mut view) {
+        return Ok(view);
+    }
     let seen = look(&mut window, &position, &store.keyring.secret);
     view.found = match crate::holes::touched(window.holes(), offset, PAGE_BYTES) {
         // Of an unsealed segment nothing was ever written here.
@@ -130,6 +134,46 @@ pub fn place(
         None => {}
     }
     Ok(view)
+}
+
+/// What the two ends of a segment, and its footer, say; false if none of them stands here.
+fn about_frame(
+    window: &mut Window<'_>,
+    store: &Store,
+    (shard, segment, offset): (u32, u32, u64),
+    view: &mut PlaceView,
+) -> bool {
+    let ends = Ends::read(window, &store.keyring, shard, segment);
+    let mut say = |what: &str, value: u64| view.says.push((what.to_owned(), value.to_string()));
+    if let (0, Ok(header)) = (offset, &ends.header) {
+        view.found = "the header of a segment".to_owned();
+        say("generation", header.position.generation);
+        say("created_ms", header.created_ms);
+        say("segment_bytes", header.segment_bytes);
+        say("first_sequence", header.first_sequence);
+        return true;
+    }
+    let Ok(trailer) = &ends.trailer else { return false };
+    if offset == ends.trailer_position.offset {
+        view.found = "the trailer of a segment".to_owned();
+        say("footer_offset", trailer.footer_offset);
+        say("footer_bytes", trailer.footer_bytes.into());
+        say("record_count", trailer.record_count.into());
+        say("first_sequence", trailer.first_sequence);
+        say("last_sequence", trailer.last_sequence);
+        say("log_end", trailer.log_end);
+        view.says.push(("sealed".to_owned(), format!("{:?}", trailer.reason).to_lowercase()));
+        return true;
+    }
+    if offset != trailer.footer_offset {
+        return false;
+    }
+    let footer = ends.footer(window, trailer, &store.keyring.secret);
+    let Ok(footer) = footer else { return false };
+    view.found = "the footer of a segment".to_owned();
+    say("bytes", trailer.footer_bytes.into());
+    say("records", footer.records.len() as u64);
+    true
 }
 
 fn in_words(found: Found) -> &'static str {

@@ -24,6 +24,7 @@ pub mod findings;
 pub mod holes;
 pub mod inspect;
 pub mod names;
+pub mod remedy;
 pub mod repair;
 pub mod report;
 pub mod segment;

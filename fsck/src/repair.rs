@@ -220,12 +220,12 @@ fn learn(
 ) -> (Knowledge, BTreeMap<u32, crate::checkpoint::Known>) {
     let options = Options { level: Level::Full, live: false, ..options.clone() };
     let knowledge = Mutex::new(Knowledge::default());
-    let checkpoints = crate::check::each_segment(store, &options, tally, &|shard, number, report| {
+    let stated = crate::check::each_segment(store, &options, tally, &|shard, number, report| {
         knowledge.lock().unwrap_or_else(PoisonError::into_inner).take(shard, number, report);
     });
     let mut knowledge = knowledge.into_inner().unwrap_or_else(PoisonError::into_inner);
     knowledge.damaged.sort_unstable();
-    (knowledge, checkpoints)
+    (knowledge, stated.known)
 }
 
 /// Whether an entry of a footer is a definition, and of which id.

@@ -1,12 +1,13 @@
 //! What a check says: as data for programs, and for people with what it means and what to do.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use serde::Serialize;
 
 use crate::check::{Accounting, Checked, Level};
-use crate::findings::Finding;
+use crate::findings::{Finding, Uncounted};
+use crate::remedy::{Remedy, advice, remedy};
 
 /// One thing that was found, as `--json` has it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -35,6 +36,9 @@ pub struct Item {
     pub blocks: u64,
     /// Of which model.
     pub model: Option<String>,
+    /// Not null: nothing tells any more how many blocks this cost. A checkpoint lists so many live records that are not
+    /// found.
+    pub uncounted_records: Option<u64>,
 }
 
 impl From<&Finding> for Item {
@@ -52,6 +56,7 @@ impl From<&Finding> for Item {
             found: finding.found.clone(),
             blocks: finding.blocks,
             model: finding.model.clone(),
+            uncounted_records: finding.uncounted.filter(|_| finding.is_problem()),
         }
     }
 }
@@ -85,6 +90,8 @@ pub struct Report {
     pub labels: BTreeMap<&'static str, u64>,
     /// Blocks that become misses, by model.
     pub lost: BTreeMap<String, u64>,
+    /// What is lost beside that and cannot be counted.
+    pub lost_uncounted: Uncounted,
     /// What a crash or a newer program legally leaves behind.
     pub notes: Vec<Item>,
     /// How many problems there are; `problems` has the first ones.
@@ -118,6 +125,7 @@ impl Report {
             accounting: checked.accounting,
             labels: findings.counts.clone(),
             lost: findings.lost.clone(),
+            lost_uncounted: findings.uncounted,
             notes: items(&findings.notes),
             problem_count: findings.problem_count,
             problems: items(&findings.problems),
@@ -186,18 +194,27 @@ impl Report {
         for (model, blocks) in &self.lost {
             writeln!(out, "  {blocks} blocks of {model} become misses: engines compute them again")?;
         }
-        if self.lost.is_empty() {
-            writeln!(out, "  no block that can be named is lost")?;
+        let Uncounted { problems, listed_records } = self.lost_uncounted;
+        if problems > 0 {
+            let more = if self.lost.is_empty() { "" } else { " more" };
+            write!(
+                out,
+                "  nobody can tell how many{more} blocks are lost: {problems} of the problems hide it"
+            )?;
+            match listed_records {
+                0 => writeln!(out)?,
+                records => writeln!(out, "; checkpoints list {records} live records there")?,
+            }
+        } else if self.lost.is_empty() {
+            writeln!(out, "  no block is lost")?;
         }
         writeln!(out, "Wrong bytes are never served: damage costs what it hits.")?;
-        if self.problems.iter().any(|item| item.label == "media-error") {
-            writeln!(
-                out,
-                "The device refuses reads: look at its log (dmesg, smartctl) and replace it before anything else."
-            )?;
+        let remedies: BTreeSet<Remedy> = self.problems.iter().map(|item| remedy(item.label)).collect();
+        for what in remedies.iter().filter_map(|remedy| advice(*remedy)) {
+            writeln!(out, "{what}")?;
         }
-        if self.problems.iter().any(|item| item.label == "directory-missing") {
-            writeln!(out, "Give every directory of the store, or bring the missing device back.")?;
+        if !remedies.contains(&Remedy::Repair) {
+            return writeln!(out, "Next: that, and then this check again; a repair is of no use here.");
         }
         writeln!(
             out,
@@ -226,10 +243,43 @@ fn describe(item: &Item) -> String {
     parts.extend(item.key.as_ref().map(|key| format!("key {key}")));
     parts.extend(item.expected.as_ref().map(|expected| format!("expected {expected}")));
     parts.extend(item.found.as_ref().filter(|found| !found.is_empty()).map(|found| format!("found {found}")));
+    match item.uncounted_records {
+        Some(0) => parts.push("an unknown number of blocks".to_owned()),
+        Some(records) => parts.push(format!("an unknown number of blocks in {records} live records")),
+        None => {}
+    }
     if item.blocks > 0 {
         let model = item.model.as_deref().unwrap_or("unknown model");
         parts.push(format!("{} blocks of {model}", item.blocks));
     }
     // What lies on disk chose some of these bytes: nothing of it may steer a terminal.
     parts.join(", ").chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::findings::{self, Label, Place};
+
+    fn text(labels: &[Label]) -> String {
+        let mut checked = Checked::default();
+        labels.iter().for_each(|label| checked.findings.take(Finding::at(*label, Place::default())));
+        Report::new(&checked, Level::Full, (0, 0.0)).text()
+    }
+
+    #[test]
+    fn a_repair_is_advised_only_where_it_can_do_something() {
+        for (label, says) in [
+            (findings::MEDIA_ERROR, "smartctl"),
+            (findings::DIRECTORY_MISSING, "every directory"),
+            (findings::FILE_UNREADABLE, "as the user"),
+            (findings::SUPERBLOCK_SLOT_NEWER, "newer kvarts"),
+        ] {
+            let alone = text(&[label]);
+            assert!(alone.contains(says) && !alone.contains("--repair"), "{alone}");
+            let both = text(&[label, findings::CHECKPOINT_DAMAGED]);
+            assert!(both.contains(says) && both.contains("fsck --repair --dry-run"), "{both}");
+        }
+        assert!(!text(&[findings::PADDING_TORN]).contains("--repair"), "a note is nothing to repair");
+    }
 }

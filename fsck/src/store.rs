@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
-use kvarts_layout::format::names::{FileName, segment_name, shard_name};
+use kvarts_layout::format::names::{FileName, UNFINISHED_COPY, segment_name, shard_name};
 use kvarts_layout::format::segment::SegmentHeader;
 use kvarts_layout::format::superblock::Chosen;
 use kvarts_layout::format::{PAGE, PAGE_BYTES};
@@ -21,7 +21,9 @@ use crate::window::{Tally, Window};
 /// Where repair puts what it sets aside; nothing reads it.
 pub const QUARANTINE: &str = "quarantine";
 /// Names beside the format's that belong in a store's directory.
-const HARMLESS: [&str; 3] = [LOCK, "lost+found", QUARANTINE];
+const HARMLESS: [&str; 4] = [LOCK, "lost+found", QUARANTINE, UNFINISHED_COPY];
+/// The local socket of a server that has the store open, or had.
+const SOCKET: &str = "kvarts.sock";
 /// What a store in use holds a lock on: a plain file, or nobody can tell whether it is in use.
 const LOCK: &str = "lock";
 /// Names of stray files that a report shows.
@@ -34,6 +36,8 @@ const VOTERS: usize = 64;
 pub enum CannotRun {
     /// There is no store here.
     NoStore(String),
+    /// A copy of a store was being made here and was interrupted.
+    Unfinished(String),
     /// Only a newer program can read it.
     Newer(u16),
     /// It was written before the format was frozen.
@@ -44,27 +48,55 @@ pub enum CannotRun {
     Refused(String),
 }
 
+impl CannotRun {
+    /// What it is: a name that stays.
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::NoStore(_) => "no-store",
+            Self::Unfinished(_) => "unfinished-copy",
+            Self::Newer(_) => "newer-format",
+            Self::Older(_) => "older-format",
+            Self::Mixed(_) => "mixed-directories",
+            Self::Refused(_) => "refused",
+        }
+    }
+
+    /// What is the matter.
+    pub fn what(&self) -> String {
+        match self {
+            Self::NoStore(directory) => format!("{directory} holds no store"),
+            Self::Unfinished(directory) => {
+                format!(
+                    "{directory} holds an unfinished copy of a store: `kvarts compact --to` was interrupted; run it \
+                     again, or delete the directory"
+                )
+            }
+            Self::Newer(version) => format!("the store needs a program of format version {version}"),
+            Self::Older(version) => {
+                format!("the store has format version {version}, from before the format was frozen")
+            }
+            Self::Mixed(what) => format!("the directories do not belong together: {what}"),
+            Self::Refused(what) => what.clone(),
+        }
+    }
+
+    /// What to do about it; may be empty.
+    pub const fn advice(&self) -> &'static str {
+        match self {
+            Self::NoStore(_) => "give the directory that `kvarts serve --dir` was given",
+            Self::Unfinished(_) => "",
+            Self::Newer(_) => "check it with a newer kvarts",
+            Self::Older(_) => "make a new store",
+            Self::Mixed(_) => "give the directories of one store, each once",
+            Self::Refused(_) => "",
+        }
+    }
+}
+
 impl fmt::Display for CannotRun {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoStore(directory) => {
-                write!(
-                    f,
-                    "{directory} holds no store: give the directory that `kvarts serve --dir` was given"
-                )
-            }
-            Self::Newer(version) => {
-                write!(
-                    f,
-                    "the store needs a program of format version {version}: check it with a newer kvarts"
-                )
-            }
-            Self::Older(version) => {
-                write!(f, "the store has format version {version}, from before the format was frozen")
-            }
-            Self::Mixed(what) => write!(f, "the directories do not belong together: {what}"),
-            Self::Refused(what) => write!(f, "{what}"),
-        }
+        f.write_str(&self.what())?;
+        if self.advice().is_empty() { Ok(()) } else { write!(f, ": {}", self.advice()) }
     }
 }
 
@@ -111,8 +143,9 @@ pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Sto
         let top = Top::read(&**disk, into)?;
         seen.push((disk, superblock, top));
     }
-    for (disk, superblock, _) in &seen {
+    for (disk, superblock, top) in &seen {
         match superblock {
+            Seen::Absent if top.unfinished => return Err(CannotRun::Unfinished(disk.name())),
             Seen::Newer(version) => return Err(CannotRun::Newer(*version)),
             Seen::Older(version) => return Err(CannotRun::Older(*version)),
             Seen::Unreadable(why) => {
@@ -132,8 +165,8 @@ pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Sto
         // With one that was begun, the others may not have been.
         let begun = seen.iter().any(|(_, superblock, _)| *superblock == Seen::Blank);
         let unmade = |(_, superblock, top): &&(&Arc<dyn Disk>, Seen, Top)| match superblock {
-            Seen::Blank => true,
-            Seen::Absent => begun && top.shards.is_empty(),
+            Seen::Blank => top.is_unused,
+            Seen::Absent => begun && top.is_unused,
             _ => false,
         };
         let Some((disk, ..)) = seen.iter().find(|one| !unmade(one)) else {
@@ -147,7 +180,7 @@ pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Sto
     let mut store = Store { keyring, directories: Vec::new(), shards: Vec::new() };
     let half_made = is_half_made(&seen);
     for (at, (disk, superblock, top)) in seen.into_iter().enumerate() {
-        if half_made && superblock == Seen::Absent {
+        if half_made && matches!(superblock, Seen::Absent | Seen::Blank) && !top.shards.is_empty() {
             into.take(Finding::of(findings::STORE_HALF_MADE, disk.name()));
         } else {
             take_directory(&mut store, at, (&**disk, &superblock), &top, into)?;
@@ -160,9 +193,10 @@ pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Sto
     Ok(Some(store))
 }
 
-/// Whether a store of as many directories as were given was being made: its shards come after all superblocks.
+/// Whether a store of as many directories as were given was being made: nothing is put into the folders of its shards
+/// before all superblocks are there.
 fn is_half_made(seen: &[(&Arc<dyn Disk>, Seen, Top)]) -> bool {
-    seen.iter().all(|(_, _, top)| top.shards.is_empty())
+    seen.iter().all(|(_, _, top)| top.is_unused)
         && seen.iter().any(|(_, superblock, _)| match superblock {
             Seen::Sound(chosen) => chosen.superblock.directories as usize == seen.len(),
             _ => false,
@@ -173,6 +207,10 @@ fn is_half_made(seen: &[(&Arc<dyn Disk>, Seen, Top)]) -> bool {
 #[derive(Debug, Default)]
 struct Top {
     shards: BTreeSet<u32>,
+    /// Whether nothing is in the folders of its shards.
+    is_unused: bool,
+    /// Whether a store was being copied into it.
+    unfinished: bool,
 }
 
 impl Top {
@@ -185,7 +223,8 @@ impl Top {
             (Some(FileName::Superblock), NodeKind::File) => {}
             (Some(FileName::Shard(_) | FileName::Superblock), kind) => odd.push((node.name, kind)),
             (_, kind) if node.name == LOCK && kind != NodeKind::File => odd.push((node.name, kind)),
-            _ if HARMLESS.contains(&node.name.as_str()) => {}
+            (_, NodeKind::Other) if node.name == SOCKET => {}
+            _ if HARMLESS.contains(&node.name.as_str()) => top.unfinished |= node.name == UNFINISHED_COPY,
             _ => strays.take(node.name),
         });
         listed.map_err(|error| CannotRun::Refused(format!("{} cannot be listed: {error}", disk.name())))?;
@@ -193,6 +232,14 @@ impl Top {
             into.take(not_a_file(format!("{}/{name}", disk.name()), kind));
         }
         strays.report(disk.name(), into);
+        top.is_unused = top.shards.iter().all(|shard| {
+            let mut is_empty = true;
+            // What cannot be listed may hold anything.
+            disk.visit(&shard_name(*shard), &mut |_| is_empty = false).is_ok() && is_empty
+        });
+        // A copy has one checkpoint: with a second one it was a store, and was used.
+        let is_used = |shard: &u32| disk.open(&crate::checkpoint::path(*shard, 1)).is_ok();
+        top.unfinished &= !top.shards.iter().any(is_used);
         Ok(top)
     }
 }
@@ -319,10 +366,6 @@ fn take_directory(
 ) -> Result<(), CannotRun> {
     let expected: BTreeSet<u32> = match superblock {
         Seen::Sound(chosen) => chosen.superblock.shards.iter().copied().collect(),
-        Seen::Blank if top.shards.is_empty() => {
-            into.take(Finding::of(findings::STORE_HALF_MADE, disk.name()));
-            BTreeSet::new()
-        }
         Seen::Absent if top.shards.is_empty() => return Err(CannotRun::NoStore(disk.name())),
         Seen::Absent | Seen::Blank => {
             into.take(Finding::of(findings::SUPERBLOCK_LOST, disk.name()).found("nothing"));
@@ -365,10 +408,8 @@ fn about_whole(store: &Store, into: &mut Findings) {
         let finding = Finding::at(findings::DIRECTORY_MISSING, Place::default());
         into.take(finding.expected(format!("{wanted} directories")).found(given));
     }
-    let used = store.shards.iter().any(|shard| !shard.segments.is_empty());
     for shard in store.shards.iter().filter(|shard| !shard.is_there) {
-        let label = if used { findings::SHARD_MISSING } else { findings::SHARD_NOT_MADE };
         let place = Place { shard: Some(shard.number), ..Place::default() };
-        into.take(Finding::at(label, place));
+        into.take(Finding::at(findings::SHARD_MISSING, place));
     }
 }

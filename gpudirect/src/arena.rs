@@ -103,7 +103,10 @@ impl Arena {
     pub fn register(&self, store: &Store) -> Result<(), String> {
         block_on(store.register_memory(&self.0.region))?;
         let store = store.clone();
-        self.hold(Box::new(move |region| store.unregister_memory(region)));
+        self.hold(Box::new(move |region| {
+            // Where an executor is too busy to be told, it keeps the memory until the store closes.
+            let _ = store.unregister_memory(region);
+        }));
         Ok(())
     }
 

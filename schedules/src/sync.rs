@@ -124,6 +124,8 @@ races! {
     AnnounceInTwoSteps,
     /// The eventfd's flag is taken back before the eventfd is emptied.
     RearmFirst,
+    /// A place is emptied when one turn has ended since a block was moved away.
+    OneTurnIsEnough,
 }
 
 thread_local! {

@@ -3,22 +3,35 @@
 //! A subcommand is one variant of [`Command`] and one module with its arguments and a `run`. It writes what it has
 //! to say to the writer it is given and reports everything else as a [`Failure`]; this module alone decides about
 //! exit codes and what stands on standard error:
-//! - 0 for success, and for a reader of our output that went away;
-//! - 2 for whatever the user can put right, with exactly one line that says what;
-//! - 1 for problems that were found and reported, and for everything else.
+//! - 0 for success: what was asked for was done, found nothing wrong, and was told in full;
+//! - 1 for problems that were found and reported;
+//! - 2 for whatever else keeps a command from its work or its answer from being written, with exactly one line that says
+//!   what; with `--json` one object with `error` stands on standard output besides;
+//! - 141, and not a word, where whoever read our output went away before its end: what a shell says of a program that a
+//!   closed pipe ended. It never means that a store is clean. Problems that were found by then stay 1.
 
 use std::ffi::OsString;
 use std::io::{self, BufWriter, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use kvarts_fsck::store::CannotRun;
 
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{bench, client_cmd, compact_cmd, config_cmd, demo, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
 
+/// What the end of the program says; part of the help.
+pub(crate) const EXIT_CODES: &str = "\
+Exit codes: 0 done, nothing wrong was found; 1 problems were found; 2 it could not be done, or its answer could not be \
+written, one line on standard error says why (with --json an object with \"error\" on standard output too); 141 whoever \
+read the output went away before its end.";
+
+/// Of a program that a closed pipe ended, as a shell says it.
+const CUT_OFF: u8 = 141;
+
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
-#[command(name = "kvarts", version)]
+#[command(name = "kvarts", version, after_help = EXIT_CODES)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -71,6 +84,8 @@ enum Command {
 pub(crate) enum Failure {
     /// Something the user can put right; the text is shown on one line.
     User(String),
+    /// The same, where programs may want to tell it from others.
+    Refused(Refusal),
     /// What was asked for was done and found problems; the report says which.
     Problems,
     /// Our own output could not be written.
@@ -83,6 +98,35 @@ impl Failure {
     }
 }
 
+/// Why a command could not be run, in parts that programs can use.
+#[derive(Debug, serde::Serialize)]
+pub(crate) struct Refusal {
+    /// What it is: a name that stays.
+    kind: &'static str,
+    message: String,
+    /// What to do about it.
+    advice: Option<String>,
+}
+
+impl Refusal {
+    pub(crate) fn new(kind: &'static str, message: impl ToString, advice: &str) -> Self {
+        Self { kind, message: message.to_string(), advice: (!advice.is_empty()).then(|| advice.to_owned()) }
+    }
+
+    fn line(&self) -> String {
+        match &self.advice {
+            Some(advice) => format!("{}: {advice}", self.message),
+            None => self.message.clone(),
+        }
+    }
+}
+
+impl From<CannotRun> for Failure {
+    fn from(cannot: CannotRun) -> Self {
+        Self::Refused(Refusal::new(cannot.kind(), cannot.what(), cannot.advice()))
+    }
+}
+
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         Self::Output(error)
@@ -91,26 +135,50 @@ impl From<io::Error> for Failure {
 
 /// Runs the program with the process's arguments and standard streams.
 pub fn main() -> ExitCode {
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    let json = answers_in_json(&arguments);
     let mut out = BufWriter::new(io::stdout().lock());
-    let result = match run(std::env::args_os(), &mut out) {
-        Ok(()) => out.flush().map_err(Failure::from),
-        // What could not be said does not change what was found.
-        Err(failure) => {
-            let _ = out.flush();
-            Err(failure)
-        }
+    let result = run(arguments, &mut out);
+    ExitCode::from(end(result, json, &mut out))
+}
+
+/// Whether standard output is for a program: a refusal then goes there too. What `get` writes there are blocks.
+fn answers_in_json(arguments: &[OsString]) -> bool {
+    let mut words = arguments.iter().skip(1).take_while(|word| *word != "--");
+    words.next().is_some_and(|command| command != "get") && words.any(|word| word == "--json")
+}
+
+/// The last words of a command, and its exit code.
+fn end(result: Result<(), Failure>, json: bool, out: &mut dyn Write) -> u8 {
+    let refusal = match result {
+        Ok(()) => return told(out.flush(), 0),
+        // What was found by then is true, also where nobody reads it to the end.
+        Err(Failure::Problems) => match told(out.flush(), 1) {
+            CUT_OFF => return 1,
+            code => return code,
+        },
+        Err(Failure::Output(error)) => return told(Err(error), 2),
+        Err(Failure::User(message)) => Refusal::new("invalid", message, ""),
+        Err(Failure::Refused(refusal)) => refusal,
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(Failure::Problems) => ExitCode::FAILURE,
-        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
-        Err(Failure::Output(error)) => {
+    complain(&refusal.line());
+    if json {
+        let told = serde_json::json!({ "error": refusal });
+        // The line and the code have said it already.
+        let _ = writeln!(out, "{told:#}");
+    }
+    let _ = out.flush();
+    2
+}
+
+/// The exit code of a command that wrote its answer, or did not.
+fn told(written: io::Result<()>, code: u8) -> u8 {
+    match written {
+        Ok(()) => code,
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => CUT_OFF,
+        Err(error) => {
             complain(&format!("cannot write the output: {error}"));
-            ExitCode::FAILURE
-        }
-        Err(Failure::User(message)) => {
-            complain(&message);
-            ExitCode::from(2)
+            2
         }
     }
 }
@@ -191,6 +259,20 @@ mod tests {
         let missing = fault(&["kvarts", "model", "show"]);
         assert_eq!(missing, "the following required arguments were not provided: <NAME|FILE>");
         assert!(fault(&["kvarts", "model", "show", "x", "--tp", "-1"]).contains("'-1'"));
+    }
+
+    #[test]
+    fn a_refusal_is_an_object_where_a_program_reads_and_never_among_the_blocks_of_a_get() {
+        let json = |words: &[&str]| answers_in_json(&words.iter().map(OsString::from).collect::<Vec<_>>());
+        assert!(json(&["kvarts", "fsck", "--json", "dir"]) && json(&["kvarts", "ls", "--json"]));
+        assert!(!json(&["kvarts", "fsck", "dir"]) && !json(&["kvarts", "fsck", "--", "--json"]));
+        assert!(!json(&["kvarts", "get", "--json", "--to", "-"]) && !json(&["kvarts", "--json"]));
+        let mut out = Vec::new();
+        assert_eq!(end(Err(Failure::User("no".to_owned())), true, &mut out), 2);
+        let said: serde_json::Value = serde_json::from_slice(&out).unwrap();
+        assert_eq!((&said["error"]["kind"], &said["error"]["message"]), (&"invalid".into(), &"no".into()));
+        let mut out = Vec::new();
+        assert_eq!((end(Err(Failure::User("no".to_owned())), false, &mut out), out.len()), (2, 0));
     }
 
     #[test]

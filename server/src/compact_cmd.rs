@@ -1,7 +1,7 @@
 //! `kvarts compact`: writes what is live in a store together, offline, in place or as a new store.
 //!
-//! Exit codes: 0 done, 1 the store is damaged (run `kvarts fsck` first), 2 it could not be done. The report goes to
-//! standard output, progress to standard error and only if that is a terminal.
+//! Exit codes: 0 done, 1 it stopped at damage that it met on the way, 2 it could not be done; nothing is lost either way.
+//! The report goes to standard output, progress to standard error and only if that is a terminal.
 #![allow(clippy::disallowed_methods, reason = "an offline command: it times itself on a real machine")]
 
 use std::io::Write;
@@ -12,9 +12,10 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, ValueEnum};
 use kvarts_fsck::compact::{
-    LayoutChoice, Options, Place, Progress, Refusal, Report, Target, elsewhere, in_place, percent,
+    Directory, LayoutChoice, Options, Place, Progress, Refusal, Report, Target, elsewhere, expect_free,
+    in_place, is_unfinished, percent, refuse_unsound,
 };
-use kvarts_fsck::disk::{Disk, DiskWriter, Node, OpenError, RealDisk, RealWriter};
+use kvarts_fsck::disk::{Disk, DiskWriter, OpenError, RealDisk, RealWriter};
 use kvarts_fsck::findings::Findings;
 use kvarts_fsck::store::{Store, survey};
 use kvarts_layout::StoreId;
@@ -65,7 +66,7 @@ pub(crate) struct CompactArgs {
     /// MiB that may be written in each directory before old segments go [default: most of what is free]
     #[arg(long, conflicts_with = "to")]
     room_mib: Option<u64>,
-    /// Only say what would be done
+    /// Only say what would be done: reads what that takes and changes nothing
     #[arg(long)]
     dry_run: bool,
     /// Print one JSON object
@@ -106,7 +107,11 @@ pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Fa
         Err(refusal) => Err(refusal),
         Ok(store) if !arguments.to.is_empty() => to_another(arguments, &store, &options, &progress)?,
         Ok(store) if arguments.dry_run => {
-            let places = vec![nowhere(); disks.len()];
+            let place = |directory| -> Result<Place, Failure> {
+                Ok(Place { writer: nowhere(), room_bytes: room_bytes(arguments, directory)? })
+            };
+            let places: Vec<Place> =
+                arguments.directories.iter().map(|one| place(one)).collect::<Result<_, _>>()?;
             watch(&progress, || in_place(&store, &places, &options, &progress))?
         }
         Ok(store) => {
@@ -135,7 +140,7 @@ pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Fa
 fn damaged(what: &str, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
     let refusal = Refusal::Damaged(what.to_owned());
     if json {
-        let said = serde_json::json!({ "damaged": what, "hint": "run kvarts fsck first" });
+        let said = serde_json::json!({ "damaged": what, "hint": "run kvarts fsck --repair, then go on" });
         return Ok(writeln!(out, "{said:#}")?);
     }
     Ok(writeln!(out, "{refusal}")?)
@@ -158,16 +163,26 @@ fn in_use(directory: &Path) -> Failure {
 /// The store that the directories hold, or where it is damaged.
 fn look(disks: &[Arc<dyn Disk>]) -> Result<Result<Store, Refusal>, Failure> {
     let mut found = Findings::default();
-    let store = survey(disks, &mut found).map_err(Failure::user)?;
-    if let Some(first) = found.problems.first() {
-        return Ok(Err(Refusal::Damaged(first.label.name.to_owned())));
+    let store = survey(disks, &mut found)?;
+    found.sort();
+    if let Err(refusal) = refuse_unsound(store.as_ref(), &found) {
+        return Ok(Err(refusal));
     }
     Ok(Ok(store.ok_or_else(|| Failure::user("nothing was ever stored here"))?))
 }
 
 /// What a dry run is given: nothing that could be written.
-fn nowhere() -> Place {
-    Place { writer: Arc::new(kvarts_fsck::disk::MemoryDisk::new()), room_bytes: u64::MAX }
+fn nowhere() -> Arc<dyn DiskWriter> {
+    Arc::new(kvarts_fsck::disk::MemoryDisk::new())
+}
+
+/// Bytes that may be written in a directory before any are given back.
+fn room_bytes(arguments: &CompactArgs, directory: &Path) -> Result<u64, Failure> {
+    Ok(match arguments.room_mib {
+        Some(mib) => mib.saturating_mul(1 << 20),
+        // Directories may share a file system.
+        None => free_bytes(directory)?.saturating_sub(SPARED_BYTES) / arguments.directories.len() as u64,
+    })
 }
 
 type Done = Result<Report, Refusal>;
@@ -176,16 +191,9 @@ fn here(arguments: &CompactArgs, options: &Options, progress: &Progress) -> Resu
     let mut places = Vec::new();
     let mut disks: Vec<Arc<dyn Disk>> = Vec::new();
     for directory in &arguments.directories {
-        let refuse = |error: OpenError| match error {
-            OpenError::InUse => in_use(directory),
-            OpenError::Io(error) => Failure::User(format!("{}: {error}", directory.display())),
-        };
+        let refuse = |error: OpenError| refused(directory, error);
         let writer = RealWriter::open(directory).map_err(refuse)?;
-        let room_bytes = match arguments.room_mib {
-            Some(mib) => mib.saturating_mul(1 << 20),
-            // Directories may share a file system.
-            None => free_bytes(directory)?.saturating_sub(SPARED_BYTES) / arguments.directories.len() as u64,
-        };
+        let room_bytes = room_bytes(arguments, directory)?;
         places.push(Place { writer: Arc::new(writer), room_bytes });
         // The lock is held already.
         disks.push(Arc::new(RealDisk::open(directory, true, true).map_err(refuse)?));
@@ -209,22 +217,17 @@ fn to_another(
     options: &Options,
     progress: &Progress,
 ) -> Result<Done, Failure> {
-    let mut writers: Vec<Arc<dyn DiskWriter>> = Vec::new();
-    for directory in &arguments.to {
-        let shown = directory.display();
-        let fault = |error: std::io::Error| Failure::User(format!("{shown}: {error}"));
-        if !arguments.dry_run {
-            std::fs::create_dir_all(directory).map_err(fault)?;
-            expect_empty(directory)?;
-        }
-        if arguments.dry_run {
-            writers.push(nowhere().writer);
-        } else {
-            let writer = RealWriter::open(directory).map_err(|error| match error {
-                OpenError::InUse => in_use(directory),
-                OpenError::Io(error) => fault(error),
-            })?;
-            writers.push(Arc::new(writer));
+    // Looked at before they get a lock: what is refused stays as it is.
+    let mut places = targets(arguments)?;
+    if !arguments.dry_run {
+        let disks: Vec<Arc<dyn Disk>> = places.drain(..).map(|(disk, _)| disk).collect();
+        expect_free(&disks).map_err(Failure::user)?;
+        drop(disks);
+        for directory in &arguments.to {
+            let refuse = |error: OpenError| refused(directory, error);
+            let writer = RealWriter::open(directory).map_err(refuse)?;
+            let disk = RealDisk::open(directory, false, true).map_err(refuse)?;
+            places.push((Arc::new(disk), Arc::new(writer)));
         }
     }
     let (mut id, mut secret) = ([0u8; 16], [0u8; 32]);
@@ -235,30 +238,40 @@ fn to_another(
         }
     }
     let shards = arguments.shards.unwrap_or(store.shards.len() as u32);
-    let target = Target { writers, shards, store: StoreId(id), secret };
-    watch(progress, || elsewhere(store, &target, options, progress))
+    let target = Target { directories: places, shards, store: StoreId(id), secret };
+    let done = watch(progress, || elsewhere(store, &target, options, progress))?;
+    let is_begun = || target.directories.iter().any(|(disk, _)| is_unfinished(&**disk));
+    Ok(match done {
+        Err(refusal) if !matches!(refusal, Refusal::Damaged(_)) && is_begun() => {
+            Err(Refusal::Cannot(format!(
+                "{refusal}; the new store is not finished: run the same command again, or delete its directories"
+            )))
+        }
+        done => done,
+    })
 }
 
-/// A new store goes where nothing is.
-fn expect_empty(directory: &Path) -> Result<(), Failure> {
-    let refuse = |why: String| Failure::User(format!("{}: {why}", directory.display()));
-    let disk = match RealDisk::open(directory, false, false) {
-        Ok(disk) => disk,
-        Err(OpenError::InUse) => return Err(in_use(directory)),
-        Err(OpenError::Io(error)) => return Err(refuse(error.to_string())),
-    };
-    let mut first = None;
-    let mut see = |node: Node| {
-        if !["lock", "lost+found"].contains(&node.name.as_str()) {
-            first.get_or_insert(node.name);
+/// The directories of the new store to be looked at, made if they are to be written; writers that write nothing.
+fn targets(arguments: &CompactArgs) -> Result<Vec<Directory>, Failure> {
+    let mut places = Vec::new();
+    for directory in &arguments.to {
+        let refuse = |error: OpenError| refused(directory, error);
+        if !arguments.dry_run {
+            kvarts_store::home::make(directory).map_err(|error| refuse(error.into()))?;
         }
-    };
-    disk.visit("", &mut see).map_err(|error| refuse(error.to_string()))?;
-    match first {
-        None => Ok(()),
-        Some(name) => Err(refuse(format!(
-            "not empty ({name} is in it): take an empty directory; what an interrupted `compact --to` left is no store and may be removed"
-        ))),
+        let disk: Arc<dyn Disk> = match directory.exists() {
+            true => Arc::new(RealDisk::open(directory, false, false).map_err(refuse)?),
+            false => Arc::new(kvarts_fsck::disk::MemoryDisk::new()),
+        };
+        places.push((disk, nowhere()));
+    }
+    Ok(places)
+}
+
+fn refused(directory: &Path, error: OpenError) -> Failure {
+    match error {
+        OpenError::InUse => in_use(directory),
+        OpenError::Io(error) => Failure::User(format!("{}: {error}", directory.display())),
     }
 }
 

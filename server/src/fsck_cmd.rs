@@ -1,7 +1,8 @@
 //! `kvarts fsck`: checks a store offline, and repairs it when asked.
 //!
-//! Exit codes: 0 clean, 1 problems found, 2 the check could not be made. The report goes to standard output, progress
-//! to standard error and only if that is a terminal.
+//! Exit codes: 0 clean, 1 problems found, 2 the check could not be made or its report not be written, 141 whoever read the
+//! report went away: only a report that was told in full says that a store is clean. The report goes to standard output,
+//! progress to standard error and only if that is a terminal.
 #![allow(clippy::disallowed_methods, reason = "an offline command: it times itself on a real machine")]
 
 use std::collections::BTreeMap;
@@ -15,12 +16,12 @@ use clap::Args;
 use kvarts_fsck::check::{Checked, Level, Options, check, planned_bytes, read_bare, written_ends};
 use kvarts_fsck::disk::{Disk, DiskWriter, OpenError, RealDisk, RealWriter};
 use kvarts_fsck::findings::Findings;
-use kvarts_fsck::repair::{Action, Site, repair};
+use kvarts_fsck::repair::{self, Action, Site};
 use kvarts_fsck::report::Report;
 use kvarts_fsck::store::survey;
 use kvarts_fsck::window::Tally;
 
-use crate::cli::Failure;
+use crate::cli::{EXIT_CODES, Failure, Refusal};
 use crate::human;
 
 /// Bytes of one half of what `--measure` reads.
@@ -30,6 +31,7 @@ const TICK: Duration = Duration::from_millis(200);
 
 /// The arguments of `fsck`.
 #[derive(Args, Debug)]
+#[command(after_help = EXIT_CODES)]
 pub(crate) struct FsckArgs {
     /// Every directory of the store
     #[arg(required = true, value_name = "DIR")]
@@ -93,20 +95,23 @@ pub(crate) fn default_threads() -> usize {
 pub(crate) fn open(directories: &[PathBuf], live: bool) -> Result<Vec<Arc<dyn Disk>>, Failure> {
     let mut disks: Vec<Arc<dyn Disk>> = Vec::new();
     for directory in directories {
-        let disk = RealDisk::open(directory, true, live).map_err(|error| refused(directory, &error))?;
+        let or_live = ", or use --live, which judges sealed segments only";
+        let disk = RealDisk::open(directory, true, live);
+        let disk = disk.map_err(|error| refused(directory, &error, or_live))?;
         disks.push(Arc::new(disk));
     }
     Ok(disks)
 }
 
-fn refused(directory: &std::path::Path, error: &OpenError) -> Failure {
+/// Why a directory cannot be opened.
+fn refused(directory: &std::path::Path, error: &OpenError, live: &str) -> Failure {
     let shown = directory.display();
-    match error {
-        OpenError::InUse => Failure::User(format!(
-            "{shown} is in use by another process: stop it, or use --live, which judges sealed segments only"
-        )),
-        OpenError::Io(error) => Failure::User(format!("{shown}: {error}")),
-    }
+    Failure::Refused(match error {
+        OpenError::InUse => {
+            Refusal::new("in-use", format!("{shown} is in use by another process"), &format!("stop it{live}"))
+        }
+        OpenError::Io(error) => Refusal::new("refused", format!("{shown}: {error}"), ""),
+    })
 }
 
 /// Runs the command.
@@ -116,8 +121,19 @@ pub(crate) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failu
     }
     let disks = open(&arguments.directories, arguments.live)?;
     let report = examine(&disks, &arguments.options(), arguments.measure)?;
-    write(&report, arguments.json, out)?;
-    if report.clean { Ok(()) } else { Err(Failure::Problems) }
+    let written = write(&report, arguments.json, out);
+    verdict(report.clean, written)
+}
+
+/// Problems stay problems where nobody reads of them to the end; that nothing was found must have been told.
+fn verdict(clean: bool, written: Result<(), Failure>) -> Result<(), Failure> {
+    match written {
+        Err(Failure::Output(error)) if !clean && error.kind() == std::io::ErrorKind::BrokenPipe => {
+            Err(Failure::Problems)
+        }
+        Ok(()) if !clean => Err(Failure::Problems),
+        written => written,
+    }
 }
 
 /// What a repair prints: what it did, and what a check says afterwards (before, if it was only for show).
@@ -130,10 +146,11 @@ struct RepairReport {
 }
 
 fn put_right(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    refuse_what_is_no_store(&arguments.directories)?;
     let mut sites = Vec::new();
     let mut locks = Vec::new();
     for directory in &arguments.directories {
-        let refuse = |error: OpenError| refused(directory, &error);
+        let refuse = |error: OpenError| refused(directory, &error, "");
         let writer: Option<Arc<dyn DiskWriter>> = if arguments.dry_run {
             locks.push(RealDisk::open(directory, true, false).map_err(refuse)?);
             None
@@ -146,28 +163,41 @@ fn put_right(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failure> {
     }
     let options = arguments.options();
     let disks: Vec<Arc<dyn Disk>> = sites.iter().map(|site| Arc::clone(&site.disk)).collect();
-    let actions = repair(&sites, &options, &Tally::default()).map_err(Failure::user)?.actions;
+    let actions = repair::repair(&sites, &options, &Tally::default())?.actions;
     let report =
         RepairReport { dry_run: arguments.dry_run, actions, report: examine(&disks, &options, false)? };
-    if arguments.json {
-        serde_json::to_writer_pretty(&mut *out, &report).map_err(std::io::Error::from)?;
-        writeln!(out)?;
-    } else {
-        let heading = match (report.actions.is_empty(), report.dry_run) {
-            (true, _) => "There is nothing to repair.",
-            (false, true) => "A repair would do this:",
-            (false, false) => "Repaired:",
-        };
-        writeln!(out, "{heading}")?;
-        for action in &report.actions {
-            writeln!(out, "  {action}")?;
-        }
-        let then = if report.dry_run { "As it is now:" } else { "Checked again:" };
-        writeln!(out, "{then}")?;
-        out.write_all(report.report.text().as_bytes())?;
-    }
     drop(locks);
-    if report.report.clean { Ok(()) } else { Err(Failure::Problems) }
+    let written = write_repair(&report, arguments.json, out);
+    verdict(report.report.clean, written)
+}
+
+fn write_repair(report: &RepairReport, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
+    if json {
+        serde_json::to_writer_pretty(&mut *out, report).map_err(std::io::Error::from)?;
+        return Ok(writeln!(out)?);
+    }
+    let heading = match (report.actions.is_empty(), report.dry_run) {
+        (true, _) => "There is nothing to repair.",
+        (false, true) => "A repair would do this:",
+        (false, false) => "Repaired:",
+    };
+    writeln!(out, "{heading}")?;
+    for action in &report.actions {
+        writeln!(out, "  {action}")?;
+    }
+    let then = if report.dry_run { "As it is now:" } else { "Checked again:" };
+    writeln!(out, "{then}")?;
+    Ok(out.write_all(report.report.text().as_bytes())?)
+}
+
+/// Looks under readers' locks before anything is made: taking the only lock leaves a file.
+fn refuse_what_is_no_store(directories: &[PathBuf]) -> Result<(), Failure> {
+    let mut sites = Vec::new();
+    for directory in directories {
+        let disk = RealDisk::open(directory, true, false).map_err(|error| refused(directory, &error, ""))?;
+        sites.push(Site { disk: Arc::new(disk), writer: None });
+    }
+    Ok(repair::refused(&sites)?)
 }
 
 fn write(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
@@ -183,7 +213,7 @@ pub(crate) fn examine(disks: &[Arc<dyn Disk>], options: &Options, measure: bool)
     let begin = Instant::now();
     let mut found = Findings::default();
     let tally = Tally::default();
-    let Some(store) = survey(disks, &mut found).map_err(Failure::user)? else {
+    let Some(store) = survey(disks, &mut found)? else {
         found.sort();
         let checked = Checked { findings: found, ..Checked::default() };
         return Ok(Report::new(&checked, options.level, (0, begin.elapsed().as_secs_f64())));
@@ -261,6 +291,9 @@ pub(crate) fn show_progress(
 
 /// One line: how far, how fast, how long still.
 fn progress(bytes: u64, planned: u64, seconds: f64) -> String {
+    if planned == 0 {
+        return format!("finding out how much there is to do, {seconds:.0} s so far");
+    }
     let rate = if seconds > 0.0 { bytes as f64 / seconds } else { 0.0 };
     let percent = (bytes.saturating_mul(100)).checked_div(planned).unwrap_or(100).min(100);
     let left = planned.saturating_sub(bytes) as f64;
@@ -276,7 +309,7 @@ mod tests {
     fn progress_says_how_far_how_fast_and_how_long_still() {
         assert_eq!(progress(1 << 29, 1 << 30, 2.0), "50% of 1 GiB, 256 MiB/s, at most 2 s left");
         assert_eq!(progress(0, 1 << 30, 0.0), "0% of 1 GiB, 0 B/s, just begun");
-        assert_eq!(progress(10, 0, 1.0), "100% of 0 B, 10 B/s, at most 0 s left");
+        assert_eq!(progress(0, 0, 1.0), "finding out how much there is to do, 1 s so far");
     }
 
     #[test]

@@ -15,6 +15,7 @@ use clap::Args;
 use kvarts_fsck::check::Options;
 use kvarts_fsck::contents::{self, Contents};
 use kvarts_fsck::findings::Findings;
+use kvarts_fsck::remedy::missing_directories;
 use kvarts_fsck::store::{Store, survey};
 use kvarts_fsck::window::Tally;
 
@@ -47,7 +48,7 @@ impl Place {
         let disks = fsck_cmd::open(&self.directories(), self.live)?;
         let mut found = Findings::default();
         let shown = self.directory.display();
-        let Some(store) = survey(&disks, &mut found).map_err(Failure::user)? else {
+        let Some(store) = survey(&disks, &mut found)? else {
             return Err(Failure::User(format!(
                 "{shown} holds a store that was never finished: nothing is in it"
             )));
@@ -74,6 +75,12 @@ fn warn_of_problems(contents: &Contents, out: &mut dyn Write) -> Result<(), Fail
     let problems = contents.findings.problem_count;
     if problems > 0 {
         writeln!(out, "{problems} problems met; what they hide is not shown. Run kvarts fsck.")?;
+    }
+    if let Some(what) = missing_directories(&contents.findings) {
+        writeln!(out, "Not all of it is here: {what} (--dir).")?;
+    }
+    if contents.may_have_forgotten_deletes() {
+        writeln!(out, "A checkpoint cannot be read: what was deleted may be shown as if it were there.")?;
     }
     if contents.undefined > 0 {
         writeln!(out, "{} records name a namespace that nothing defines.", contents.undefined)?;

@@ -17,7 +17,7 @@ use kvarts_store::io::{Buf, Region};
 use kvarts_store::rt::Class;
 use tokio::time::sleep;
 
-use crate::grpc::window::{self, Window};
+use crate::grpc::window::{self, Nowhere, Window};
 use crate::node::{Bandwidth, Node};
 
 /// Bytes that are read at once; more only where a single layer of a block is more.
@@ -214,7 +214,7 @@ impl Run<'_> {
             keys: keys.to_vec(),
             layers: Some(window.layers.clone()),
             order: Order::Blocks,
-            into: window::place(Order::Blocks, shape, &window, &self.memory(bytes)?)?,
+            into: window::place(Order::Blocks, shape, &window, &self.memory(bytes)?, &Nowhere::default())?,
             verify: Verify::Always,
             class: Class::Background,
             deadline: Some(self.store.clock().now().plus(PATIENCE)),

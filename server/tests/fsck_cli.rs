@@ -138,3 +138,55 @@ fn a_repair_says_what_it_would_do_does_it_and_is_clean_then() {
     assert!(code == 0 && out.contains("nothing to repair"), "{out}");
     assert_eq!(fsck(&store.0, &["--dry-run"]).0, 2);
 }
+
+#[test]
+fn a_repair_of_what_is_no_store_leaves_nothing_behind() {
+    let empty = Scratch::new("repair-none");
+    let names = || {
+        let names = std::fs::read_dir(&empty.0).unwrap().map(|entry| entry.unwrap().file_name());
+        names.map(|name| name.into_string().unwrap()).collect::<std::collections::BTreeSet<_>>()
+    };
+    for what in ["empty", "with a file", "with a folder of a shard"] {
+        let before = names();
+        for dry in [&["--repair"][..], &["--repair", "--dry-run"]] {
+            let (code, out, err) = fsck(&empty.0, dry);
+            assert_eq!((code, out.as_str(), err.lines().count()), (2, "", 1), "{what}: {err}");
+            assert!(err.contains("holds no store"), "{what}: {err}");
+            assert_eq!(names(), before, "{what}");
+        }
+        match what {
+            "empty" => std::fs::write(empty.0.join("a file"), "text").unwrap(),
+            _ => std::fs::create_dir_all(empty.0.join("shard-0000")).unwrap(),
+        }
+    }
+    // Nor is a store of a newer program touched, or one whose lock is somebody else's file.
+    let store = Scratch::store("repair-link");
+    std::os::unix::fs::symlink("elsewhere", store.0.join("lock")).unwrap();
+    let (code, _, err) = fsck(&store.0, &["--repair"]);
+    assert!(code == 2 && err.contains("no plain file") && !store.0.join("elsewhere").exists(), "{err}");
+}
+
+#[test]
+fn a_lost_folder_of_a_shard_is_a_problem_and_made_again_by_a_repair() {
+    let store = Scratch::store("lost-folder");
+    std::fs::remove_dir(store.0.join("shard-0000")).unwrap();
+    let (code, out, _) = fsck(&store.0, &[]);
+    assert!(code == 1 && out.contains("shard-missing") && out.contains("nobody can tell"), "{out}");
+    let (code, out, _) = fsck(&store.0, &["--repair", "--dry-run"]);
+    assert!(code == 1 && out.contains("made again") && !store.0.join("shard-0000").exists(), "{out}");
+    assert_eq!(fsck(&store.0, &["--repair"]).0, 0);
+    assert!(store.0.join("shard-0000").is_dir());
+    assert_eq!(fsck(&store.0, &[]).0, 0);
+}
+
+#[test]
+fn the_socket_of_a_server_is_no_stray() {
+    let store = Scratch::store("socket");
+    let _socket = std::os::unix::net::UnixListener::bind(store.0.join("kvarts.sock")).unwrap();
+    let (code, out, _) = fsck(&store.0, &["--json"]);
+    let json: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((code, &json["notes"]), (0, &Value::Array(Vec::new())), "{out}");
+    std::fs::write(store.0.join("kvarts.sock.old"), "").unwrap();
+    let (code, out, _) = fsck(&store.0, &[]);
+    assert!(code == 0 && out.contains("stray-files (1)"), "{out}");
+}

@@ -279,11 +279,16 @@ fn inspect_shows_the_store_its_segments_and_every_digest_of_a_record() {
         .map(|part| whole[part].as_u64().unwrap())
         .sum();
     assert_eq!(Some(sum), whole["file_bytes"].as_u64());
+    let artifacts = |row: &serde_json::Value| row["artifacts"].as_u64().unwrap();
+    let rows = whole["namespaces"].as_array().unwrap();
+    assert_eq!(artifacts(&whole), rows.iter().map(artifacts).sum::<u64>(), "one definition of an artifact");
     let segments = whole["segments"].as_array().unwrap();
     let used = segments.iter().find(|one| one["live_blocks"] != 0).unwrap();
     let at = format!("{}/{}", used["shard"], used["segment"]);
     let text = good(&["inspect", &store, &at]);
     assert!(text.contains("OFFSET") && text.contains("small r"), "{text}");
+    let head = good(&["inspect", &store, &format!("{at}/0")]);
+    assert!(head.contains("the header of a segment") && head.contains("first_sequence"), "{head}");
     let segment = json(&["inspect", &store, &at, "--json"]);
     let record = &segment["records_of_blocks"][0];
     let at = format!("{at}/{}", record["offset"]);

@@ -5,12 +5,14 @@
 
 use std::cell::RefCell;
 use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::str::FromStr;
 use std::sync::Arc;
 
 use fs2::FileExt;
+use rustix::fs::OFlags;
 
 use crate::engine::{Executors, Options, Store};
 use crate::error::{Error, Reason};
@@ -200,13 +202,22 @@ fn lock(directory: &Path) -> Result<Lock, Error> {
     if directory.exists() && !directory.is_dir() {
         return Err(refuse(format!("{shown} is not a directory")));
     }
-    std::fs::create_dir_all(directory).map_err(|error| refuse(format!("cannot make {shown}: {error}")))?;
+    make(directory).map_err(|error| refuse(format!("cannot make {shown}: {error}")))?;
+    // A link would lock, or make, a file that is none of this store's; a pipe would block for ever.
+    let plain = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = File::options()
         .create(true)
         .truncate(false)
         .write(true)
-        .open(directory.join("lock"))
-        .map_err(|error| refuse(format!("cannot write in {shown}: {error}")))?;
+        .custom_flags(plain.bits().cast_signed())
+        .open(directory.join("lock"));
+    let odd = || refuse(format!("the lock in {shown} is no plain file: remove {shown}/lock"));
+    let file = match file {
+        Ok(file) if file.metadata().is_ok_and(|facts| facts.is_file()) => file,
+        Ok(_) => return Err(odd()),
+        Err(_) if is_odd(&directory.join("lock")) => return Err(odd()),
+        Err(error) => return Err(refuse(format!("cannot write in {shown}: {error}"))),
+    };
     match FileExt::try_lock_exclusive(&file) {
         Ok(()) => Ok(Lock(file)),
         Err(error) if error.kind() == fs2::lock_contended_error().kind() => {
@@ -214,6 +225,25 @@ fn lock(directory: &Path) -> Result<Lock, Error> {
         }
         Err(error) => Err(refuse(format!("cannot lock {shown}: {error}"))),
     }
+}
+
+/// Whether there is something else than a plain file.
+#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+fn is_odd(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|facts| !facts.is_file())
+}
+
+/// Makes a directory and those above it, with their names durable: a store in it must not go with a power cut.
+#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+pub fn make(directory: &Path) -> std::io::Result<()> {
+    let absent: Vec<&Path> =
+        directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists()).collect();
+    std::fs::create_dir_all(directory)?;
+    for made in absent {
+        let above = made.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        File::open(above)?.sync_all()?;
+    }
+    Ok(())
 }
 
 /// A segment file is a descriptor: takes all that this process may have.
@@ -239,5 +269,41 @@ mod tests {
         lock(&directory).unwrap();
         drop(of_a_child);
         std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    #[allow(clippy::disallowed_methods, reason = "a test makes what stands in the way")]
+    fn a_lock_that_is_a_link_or_no_file_is_refused_and_not_followed() {
+        let scratch = std::env::temp_dir().join(format!("kvarts-odd-lock-{}", std::process::id()));
+        let (directory, elsewhere) = (scratch.join("store"), scratch.join("elsewhere"));
+        std::fs::create_dir_all(&directory).unwrap();
+        let path = directory.join("lock");
+        let refused = || {
+            let why = lock(&directory).unwrap_err().to_string();
+            assert!(why.contains("is no plain file: remove") && why.contains("store/lock"), "{why}");
+        };
+        std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
+        refused();
+        assert!(!elsewhere.exists(), "a file was made where the link leads");
+        std::fs::write(&elsewhere, "of somebody").unwrap();
+        refused();
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        refused();
+        std::fs::remove_dir(&path).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &path,
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+            0,
+        )
+        .unwrap();
+        refused();
+        std::fs::remove_file(&path).unwrap();
+        drop(lock(&directory).unwrap());
+        // Directories that are not there are made.
+        drop(lock(&scratch.join("a/b/c")).unwrap());
+        std::fs::remove_dir_all(&scratch).unwrap();
     }
 }

@@ -5,6 +5,7 @@
 //! was acknowledged. Nothing here knows how a store keeps its blocks.
 
 pub mod layered;
+mod ledger;
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -13,15 +14,17 @@ use std::time::Duration;
 
 use kvarts_layout::NamespaceId;
 use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Durability, KvStore, LeaseId,
-    LeaseTerms, Order, Parent, Placed, Presence, PutReply, PutRequest, ReadEvent, ReadRequest, ReadStream,
-    Target, Verify,
+    ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Durability, KvStore, LeaseId, LeaseTerms,
+    Order, Parent, Placed, Presence, PutReply, PutRequest, ReadEvent, ReadRequest, ReadStream, Target,
+    Verify,
 };
 use kvarts_store::engine::{CompactOptions, CompactReport, Executors, Options, Store};
 use kvarts_store::error::{Error, Kind, Reason};
 use kvarts_store::rt::mailbox::{Abandoned, Ticket};
 use kvarts_store::rt::{Class, Nanos};
 
+use self::ledger::Known;
+pub use self::ledger::Ledger;
 use crate::audit;
 use crate::fixture::{self, Style};
 use crate::sim::{Hang, Media, Rng, Seed, SimWorld, WorldConfig};
@@ -35,45 +38,6 @@ const PUTS_MAX: usize = 3;
 
 /// A block: which of the fixture's columns, and the number of its key.
 type Name = (usize, u64);
-
-/// What is known of one block.
-#[derive(Clone, Debug, Default)]
-struct Known {
-    /// Who has tried to put it.
-    producers: BTreeSet<u64>,
-    /// Whether a put of it was acknowledged as durable, and no delete was asked for since.
-    durable: bool,
-    /// Until when a delete may have met its puts: when one was asked for last, or answered.
-    deleted: u64,
-    /// Deletes that are asked for and not answered.
-    deleting: u32,
-}
-
-/// What may be found, and what must be.
-#[derive(Clone, Debug, Default)]
-pub struct Ledger {
-    blocks: BTreeMap<Name, Known>,
-    /// Requests so far: one that was asked for later than another one's answer has a higher number.
-    asked: u64,
-    /// Blocks whose delete was acknowledged.
-    pub deletes: u64,
-    /// Reasons that callers were given.
-    pub refusals: Vec<Reason>,
-    /// Blocks that compactions moved.
-    pub moved: u64,
-    /// Records that compactions merged.
-    pub merged: u64,
-    /// Records that compactions encoded.
-    pub encoded: u64,
-    /// Blocks that were acknowledged as durable.
-    pub acknowledged: u64,
-    /// Leases that were given.
-    pub leases: u64,
-    /// What the workload waits for: where it hangs, if it does.
-    pub waits_for: &'static str,
-    /// Operations of the workload that have begun.
-    pub begun: usize,
-}
 
 /// What a store was found to hold: the chunks of each block, or why there are none.
 pub type Found = BTreeMap<Name, Result<Vec<Vec<u8>>, Reason>>;
@@ -94,123 +58,6 @@ pub enum Judge {
     Strict,
     /// The disk has lied: blocks may be missed or reported damaged, but other bytes are never served.
     BytesOnly,
-}
-
-impl Ledger {
-    /// What is wrong with a state, if anything.
-    pub fn violation(&self, found: &Found, judge: Judge) -> Option<String> {
-        let nobody = Known::default();
-        found.iter().find_map(|(name, state)| {
-            let known = self.blocks.get(name).unwrap_or(&nobody);
-            let problem = match state {
-                Ok(chunks) if known.producers.iter().any(|one| content(*name, *one) == *chunks) => None,
-                Ok(_) => Some("bytes that nobody put".to_owned()),
-                Err(_) if judge == Judge::BytesOnly => None,
-                Err(Reason::NotHere(_)) if !known.durable => None,
-                Err(Reason::NotHere(_)) => Some("acknowledged and lost".to_owned()),
-                Err(reason) => Some(format!("half there: {reason}")),
-            };
-            problem.map(|problem| format!("column {}, key {}: {problem}; {known:?}", name.0, name.1))
-        })
-    }
-
-    /// Takes a state for granted: what is there stays, and what is not does not come back by itself.
-    pub fn adopt(&mut self, found: &Found) {
-        for (name, state) in found {
-            let known = self.blocks.entry(*name).or_default();
-            match state {
-                Ok(chunks) => known.producers.retain(|one| content(*name, *one) == *chunks),
-                Err(_) => known.producers.clear(),
-            }
-            known.durable = state.is_ok();
-            known.deleting = 0;
-        }
-    }
-
-    /// What is promised where either of two ledgers may hold: what both promise.
-    pub fn either(&mut self, other: &Self) {
-        for known in self
-            .blocks
-            .iter_mut()
-            .filter(|(name, _)| !other.blocks.contains_key(name))
-            .map(|(_, known)| known)
-        {
-            known.durable = false;
-        }
-        for (name, theirs) in &other.blocks {
-            let ours = self.blocks.entry(*name).or_default();
-            ours.durable &= theirs.durable;
-            ours.producers.extend(&theirs.producers);
-        }
-    }
-
-    /// An open store has been found to hold this: what was acknowledged and is not there was evicted.
-    pub fn allow_evictions(&mut self, found: &Found) {
-        for (name, state) in found {
-            if let (Some(known), Err(Reason::NotHere(_))) = (self.blocks.get_mut(name), state) {
-                known.durable = false;
-            }
-        }
-    }
-
-    /// What an open store says of itself: a block that was acknowledged and is absent now was evicted.
-    pub fn allow_absent(&mut self, store: &Store) {
-        if store.stats().counts.blocks_evicted == 0 {
-            return;
-        }
-        let Ok(namespace) = register(store) else { return };
-        for (name, known) in &mut self.blocks {
-            let (group, coordinate) = fixture::columns()[name.0];
-            let keys = [key(*name)];
-            let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease: None };
-            let here = store.contains(&request).is_ok_and(|reply| reply.presence.contains(&Presence::Here));
-            known.durable &= here;
-        }
-    }
-
-    fn tried(&mut self, names: &[Name], producer: u64) {
-        for name in names {
-            self.blocks.entry(*name).or_default().producers.insert(producer);
-        }
-    }
-
-    fn answered(&mut self, put: &Put, reply: PutReply) {
-        for (name, outcome) in put.names.iter().zip(reply.outcomes) {
-            match outcome {
-                BlockOutcome::Stored | BlockOutcome::AlreadyThere => {
-                    let known = self.blocks.entry(*name).or_default();
-                    // A delete that was asked for after the put may have met it.
-                    known.durable |= put.durable && put.asked > known.deleted;
-                    self.acknowledged += u64::from(put.durable);
-                }
-                BlockOutcome::Refused(reason) => self.refusals.push(reason),
-                BlockOutcome::InFlight => {}
-            }
-        }
-    }
-
-    fn next(&mut self) -> u64 {
-        self.asked += 1;
-        self.asked
-    }
-
-    /// A delete is asked for: from now on the blocks may be gone. Gives who had put them by then.
-    fn deleting(&mut self, names: &[Name]) -> Vec<BTreeSet<u64>> {
-        let asked = self.next();
-        let known = names.iter().map(|name| {
-            let known = self.blocks.entry(*name).or_default();
-            (known.durable, known.deleted) = (false, asked);
-            known.deleting += 1;
-            known.producers.clone()
-        });
-        known.collect()
-    }
-
-    /// It was acknowledged: what had been put by then never comes back.
-    fn deleted(&mut self, name: Name, producers: &BTreeSet<u64>) {
-        self.deletes += 1;
-        self.blocks.entry(name).or_default().producers.retain(|producer| !producers.contains(producer));
-    }
 }
 
 /// What was asked for and is not answered yet.
@@ -482,17 +329,6 @@ async fn by<T>(store: &Store, deadline: Option<Nanos>, what: impl Future<Output 
 }
 
 impl Ledger {
-    /// Mixes in what is promised, and nothing of how it came about.
-    pub fn promises(&self, into: &mut crate::sim::log::Mixer) {
-        for (name, known) in &self.blocks {
-            into.word(name.0 as u64);
-            into.word(name.1);
-            into.word(u64::from(known.durable));
-            known.producers.iter().for_each(|producer| into.word(*producer));
-            into.word(u64::MAX);
-        }
-    }
-
     fn compacted(&mut self, outcome: Result<CompactReport, Error>) {
         match outcome {
             Ok(report) => {
@@ -861,6 +697,8 @@ pub fn verify_once(
     let operations = opened.world.disk().operations().1;
     audit_recovered(&opened, judge)?;
     let found = look(&opened)?;
+    let mut ledger = ledger.clone();
+    ledger.allow_evicted(&found, opened.store.stats().counts.blocks_evicted);
     match ledger.violation(&found, judge) {
         Some(violation) => Err(format!("{violation}\nrecovery: {:?}", opened.store.recovery())),
         None => Ok((opened, found, operations)),
@@ -877,10 +715,21 @@ pub fn verify(
 ) -> Result<(Opened, Found, u64), String> {
     let (first, found, operations) = verify_once(seed, config, options, image, (ledger, judge))?;
     let first_report = first.store.recovery().to_vec();
+    let evicted = first.store.stats().counts.blocks_evicted;
     let again = reopen(seed.child("again"), config, options, first.world.kill())?;
     audit_recovered(&again, judge)?;
     let second = look(&again)?;
-    let differs = |name: &&Name| found[*name] != second[*name];
+    // What a store evicts while it is opened may be here at the next start: its pages were not given back durably yet.
+    let evicted_again = again.store.stats().counts.blocks_evicted;
+    let absent = |from: &Found, name: &Name| matches!(from[name], Err(Reason::NotHere(_)));
+    let left = |from: &Found, other: &Found, name: &Name| absent(from, name) && other[name].is_ok();
+    let lefts =
+        |from: &Found, other: &Found| from.keys().filter(|name| left(from, other, name)).count() as u64;
+    let (some, others) = (lefts(&found, &second) <= evicted, lefts(&second, &found) <= evicted_again);
+    let differs = |name: &&Name| {
+        let evicted = some && left(&found, &second, name) || others && left(&second, &found, name);
+        found[*name] != second[*name] && !evicted
+    };
     if let Some(name) = found.keys().find(differs).filter(|_| judge == Judge::Strict) {
         let who = |found: &Found| found[name].as_ref().ok().map(|chunks| producer_of(ledger, *name, chunks));
         return Err(format!(
@@ -894,7 +743,13 @@ pub fn verify(
             again.store.recovery()
         ));
     }
-    Ok((again, found, operations))
+    let mut ledger = ledger.clone();
+    ledger.allow_evicted(&found, evicted);
+    ledger.allow_evicted(&second, evicted_again);
+    match ledger.violation(&second, judge) {
+        Some(violation) => Err(format!("at the second recovery {violation}")),
+        None => Ok((again, second, operations)),
+    }
 }
 
 /// Whose bytes these are.

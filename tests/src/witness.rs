@@ -87,7 +87,10 @@ pub fn cut(start: &MemoryDisk, steps: &[Step], rng: &mut Rng) -> MemoryDisk {
                 }
                 flushed
             }
-            Step::Rename(_, path) | Step::MakeFolder(path) | Step::Remove(path) => synced(after, path),
+            Step::Rename(_, path)
+            | Step::MakeFolder(path)
+            | Step::Remove(path)
+            | Step::RemoveFolder(path) => synced(after, path),
             _ => false,
         };
         disk.apply(step, &mut || durable || rng.coin());

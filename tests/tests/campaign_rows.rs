@@ -24,6 +24,16 @@ fn run(id: &str, budget: u64) {
 }
 
 #[test]
+fn seeds_that_are_asked_for_are_all_run_whatever_the_tier_wants() {
+    let row = all().into_iter().find(|row| row.id == "R28").expect("there is such a row");
+    let [merge, ..] = row.targets;
+    let end = 5 + merge + 2;
+    let ask = Ask { tier: Tier::Merge, seed: 5, end: Some(end), budget: None, workers: 1, progress: false };
+    let tally = row.run(&ask);
+    assert_eq!((tally.seeds, tally.distinct), (5..end, merge + 2), "{:?}", tally.violations);
+}
+
+#[test]
 fn flipped_bits_are_named_and_cost_their_own_record_at_most() {
     run("R6", 150);
 }

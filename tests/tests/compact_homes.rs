@@ -103,6 +103,12 @@ fn writer(path: &Path) -> Arc<dyn DiskWriter> {
     Arc::new(RealWriter::open(path).unwrap())
 }
 
+/// An empty directory for a new store.
+fn pair(path: &Path) -> (Arc<dyn Disk>, Arc<dyn DiskWriter>) {
+    let writer = writer(path);
+    (Arc::new(RealDisk::open(path, true, true).unwrap()), writer)
+}
+
 #[test]
 fn a_store_with_all_that_may_be_in_it_is_compacted_in_place_and_moved_to_two_directories() {
     let scratch = Scratch::new("compact");
@@ -122,7 +128,7 @@ fn a_store_with_all_that_may_be_in_it_is_compacted_in_place_and_moved_to_two_dir
     expect(&stage);
     stage.close().unwrap();
     let target =
-        Target { writers: vec![writer(&a), writer(&b)], shards: 4, store: StoreId([8; 16]), secret: [6; 32] };
+        Target { directories: vec![pair(&a), pair(&b)], shards: 4, store: StoreId([8; 16]), secret: [6; 32] };
     elsewhere(&look(&[&old]), &target, &in_two_hours(LayoutChoice::LayerBlock), &Progress::default())
         .unwrap();
     drop(target);

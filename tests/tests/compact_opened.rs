@@ -174,8 +174,9 @@ fn compacted(disks: &[MemoryDisk], to: Option<(&[MemoryDisk], u32)>, options: &C
             in_place(&store, &places, options, &Progress::default()).unwrap()
         }
         Some((targets, shards)) => {
-            let writers = targets.iter().map(writer).collect();
-            let target = Target { writers, shards, store: StoreId([9; 16]), secret: [7; 32] };
+            let pair = |disk: &MemoryDisk| (Arc::new(disk.clone()) as Arc<dyn Disk>, writer(disk));
+            let directories = targets.iter().map(pair).collect();
+            let target = Target { directories, shards, store: StoreId([9; 16]), secret: [7; 32] };
             elsewhere(&store, &target, options, &Progress::default()).unwrap()
         }
     }

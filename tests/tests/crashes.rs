@@ -108,7 +108,7 @@ fn check(seed: Seed, settings: Seed, image: kvarts_tests::sim::Media, ledger: &L
     }
     // It recovers, works on, and fails again.
     let mut next = ledger.clone();
-    next.adopt(&found);
+    next.adopt(&found, false);
     let ledger = RefCell::new(next);
     let cut = opened.world.disk().operations().1 + rng.between(1, 60);
     let worked = drive(&opened.world, cut, work(&opened.store, &ledger, &mut rng, 10));

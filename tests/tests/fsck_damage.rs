@@ -6,8 +6,10 @@
 use std::time::Duration;
 
 use kvarts_fsck::check::{Checked, Level};
-use kvarts_fsck::disk::MemoryDisk;
-use kvarts_fsck::findings::Finding;
+use kvarts_fsck::disk::{Disk, MemoryDisk};
+use kvarts_fsck::findings::{Finding, Findings};
+use kvarts_fsck::store::survey;
+use kvarts_fsck::window::Tally;
 use kvarts_layout::Layout;
 use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::{PAGE, Structure, is_zero};
@@ -322,4 +324,59 @@ fn a_flipped_bit_of_a_stored_chunk_is_named_with_its_record_and_never_a_panic() 
     }
     assert!(records > 6 && flips > 200, "{records} records, {flips} flips");
     assert!(harmless <= records, "{harmless} of {flips} flips in {records} records went unseen");
+}
+
+/// What people are told of a damaged store.
+fn told(disk: &MemoryDisk) -> (Checked, String) {
+    let checked = look(disk);
+    let text = kvarts_fsck::report::Report::new(&checked, Level::Full, (0, 0.0)).text();
+    (checked, text)
+}
+
+#[test]
+fn the_total_loss_of_a_segment_is_not_told_as_the_loss_of_no_block() {
+    let disk = store(5, 2, 40);
+    let whole = look(&disk).blocks;
+    let disks: [std::sync::Arc<dyn Disk>; 1] = [std::sync::Arc::new(disk.fork())];
+    let keyring = survey(&disks, &mut Findings::default()).unwrap().unwrap().keyring;
+    let about = (&Tally::default(), false);
+    let known = kvarts_fsck::checkpoint::read(&disk, &keyring, 0, about, &mut Findings::default());
+    let (segment, most) = known.listed.iter().max_by_key(|(_, records)| **records).expect("live records");
+    let path = &format!("shard-0000/segment-{segment:08}");
+    let noise = disk.fork();
+    noise.tamper(path, |bytes| bytes.fill(0x5a));
+    let zeroed = disk.fork();
+    zeroed.tamper(path, |bytes| bytes.fill(0));
+    let gone = disk.fork();
+    gone.remove(path);
+    let foreign = disk.fork();
+    foreign.plant(path, store(6, 2, 40).contents(path).unwrap());
+    for (what, damaged) in [("noise", noise), ("zeroed", zeroed), ("gone", gone), ("foreign", foreign)] {
+        let (checked, text) = told(&damaged);
+        assert!(checked.blocks < whole && checked.findings.lost.is_empty(), "{what}: {text}");
+        let uncounted = checked.findings.uncounted;
+        assert!(uncounted.problems > 0 && uncounted.listed_records == *most, "{what}: {uncounted:?}");
+        let line = format!("checkpoints list {} live records there", uncounted.listed_records);
+        assert!(text.contains("nobody can tell how many blocks are lost") && text.contains(&line), "{text}");
+        assert!(!text.contains("no block is lost"), "{what}: {text}");
+        // Without a checkpoint not even that is known.
+        (0..2).for_each(|slot| damaged.remove(&format!("shard-0000/checkpoint-{slot}")));
+        let (checked, text) = told(&damaged);
+        if !checked.findings.is_clean() {
+            assert!(checked.findings.uncounted.problems > 0, "{what}: {text}");
+            assert_eq!(checked.findings.uncounted.listed_records, 0, "{what}: {text}");
+        }
+    }
+    // Where every block that is lost has a name, or none is, nothing else is said.
+    let slot = disk.fork();
+    slot.tamper("superblock", |bytes| bytes[100] ^= 1);
+    let (checked, text) = told(&slot);
+    assert!(text.contains("  no block is lost") && checked.findings.uncounted.problems == 0, "{text}");
+    let records = structures(&disk);
+    let (path, at, _) = records.iter().rfind(|(_, _, structure)| *structure == Structure::Record).unwrap();
+    let named = disk.fork();
+    named.tamper(path, |bytes| bytes[at + 20] ^= 1);
+    let (checked, text) = told(&named);
+    assert!(checked.findings.lost.values().sum::<u64>() > 0, "{text}");
+    assert!(text.contains("become misses") && !text.contains("nobody can tell"), "{text}");
 }

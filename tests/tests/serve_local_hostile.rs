@@ -17,7 +17,9 @@ use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_server::client::Client;
 use kvarts_server::grpc::limits::KEYS_MAX;
 use kvarts_server::local::frame::{Head, Kind, bare, frame};
-use kvarts_server::local::limits::{BODY_BYTES_MAX, HEAD_BYTES, MAGIC, REQUESTS_MAX};
+use kvarts_server::local::limits::{
+    BODY_BYTES_MAX, HEAD_BYTES, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX,
+};
 use kvarts_server::proto;
 use kvarts_store::api::{BlockOutcome, ContainsRequest, KvStore, LeaseTerms, Presence, ReadRequest};
 use kvarts_store::error::Reason;
@@ -179,7 +181,8 @@ fn expect_nothing_left(served: &Served) {
     served.until("nothing of a client that is gone is left", |daemon| {
         let node = daemon.node();
         let memory = node.memory.usage().iter().all(|usage| usage.used == 0);
-        memory && node.locals.clients().is_empty() && node.locals.mapped() == 0 && node.calls() == 0
+        let shared = node.locals.mapped() + node.locals.pinned();
+        memory && node.locals.clients().is_empty() && shared == 0 && node.calls() == 0
     });
 }
 
@@ -305,6 +308,17 @@ fn places_outside_of_shared_memory_or_over_each_other_are_refused() {
     assert_eq!(raw.answer::<proto::UnlockReply>().unwrap_err().reason(), proto::Reason::TooMany);
     raw.say(Kind::Put, 2, &local_put(desk.namespace, &keys, 1, vec![0; 3]));
     assert_eq!(raw.answer::<proto::PutReply>().unwrap_err().reason(), proto::Reason::Malformed);
+    // So many blocks of 20 MiB that a request is about more than any may be.
+    let geometry = kvarts_layout::Geometry::opaque(20 << 20).unwrap();
+    let identity = kvarts_layout::Identity {
+        spec_fingerprint: geometry.fingerprint(),
+        ..fixture::identity("of large blocks")
+    };
+    let large = stage.client.register(&identity, &geometry).unwrap();
+    let mut read = local_read(large, &fixture::keys(3, 0..KEYS_MAX as u64), places(1, 1));
+    read.read.as_mut().unwrap().column = None;
+    raw.say(Kind::Read, 3, &read);
+    assert_eq!(raw.answer::<proto::UnlockReply>().unwrap_err().reason(), proto::Reason::TooMany);
     drop(raw);
     expect_nothing_left(&stage.served);
     desk.expect(pages(), &keys, 1);
@@ -325,6 +339,7 @@ fn tokens() -> String {
     let all = [
         token("a", "kvarts_a", "\"read\", \"write\""),
         token("a", "kvarts_reader", "\"read\""),
+        token("a", "kvarts_writer", "\"write\""),
         token("b", "kvarts_b", "\"read\", \"write\""),
     ];
     format!("{TENANTS}{}", all.concat())
@@ -361,6 +376,56 @@ fn tokens_and_tenants_are_those_of_grpc() {
     assert_eq!(foreign, Reason::UnknownNamespace(of_a), "another tenant's is as unknown as none");
     let put = reader.put(desk.request(pages(), &fixture::keys(6, 0..1), 1));
     assert!(matches!(ask(&stage, put).unwrap_err().0, Reason::Denied(_)), "a reader cannot put");
+}
+
+#[test]
+fn who_may_not_read_shares_no_memory_and_finds_nothing() {
+    let served = Served::start("local-writer", &tokens());
+    let mut raw = Raw::with_token(&served, "kvarts_writer").unwrap();
+    let mode = proto::LocalMode::LocalDirect.into();
+    raw.say(Kind::Share, 1, &proto::ShareRequest { memory: 1, mode, bytes: 4096 });
+    assert_eq!(raw.answer::<proto::ShareReply>().unwrap_err().reason(), proto::Reason::Denied);
+    for (id, kind) in (2..).zip([Kind::Match, Kind::Exists, Kind::Read, Kind::Unlock, Kind::Renew]) {
+        raw.stream.write_all(&bare(kind, id)).unwrap();
+        let error = raw.answer::<proto::UnlockReply>().unwrap_err();
+        assert_eq!(error.reason(), proto::Reason::Denied, "{kind:?}");
+    }
+    let mut reader = Raw::with_token(&served, "kvarts_reader").unwrap();
+    reader.stream.write_all(&bare(Kind::Put, 9)).unwrap();
+    assert_eq!(reader.answer::<proto::PutReply>().unwrap_err().reason(), proto::Reason::Denied);
+    drop((raw, reader));
+    expect_nothing_left(&served);
+}
+
+#[test]
+fn a_session_has_as_many_memories_and_leases_as_it_may() {
+    let stage = stage("local-bounds");
+    let desk = Desk::new(&stage, "bounds");
+    let keys = desk.keys(0..1);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), [BlockOutcome::Stored]);
+    let mut raw = Raw::open(&stage.served);
+    for memory in 1..=MEMORIES_MAX as u32 {
+        drop(raw.pool(memory, 4096));
+    }
+    let mode = proto::LocalMode::LocalDirect.into();
+    raw.say(Kind::Share, 1, &proto::ShareRequest { memory: MEMORIES_MAX as u32 + 1, mode, bytes: 4096 });
+    assert_eq!(raw.answer::<proto::ShareReply>().unwrap_err().reason(), proto::Reason::TooMany);
+    let leased = proto::ExistsRequest {
+        namespace: desk.namespace.as_bytes().to_vec().into(),
+        column: column(),
+        keys: key_bytes(&keys),
+        lease_ms: 3_600_000,
+        ..proto::ExistsRequest::default()
+    };
+    for id in 0..LEASES_MAX as u64 {
+        raw.say(Kind::Exists, id, &leased);
+        assert_ne!(raw.answer::<proto::ExistsReply>().unwrap().lease, 0);
+    }
+    raw.say(Kind::Exists, 1, &leased);
+    assert_eq!(raw.answer::<proto::ExistsReply>().unwrap_err().reason(), proto::Reason::TooMany);
+    drop(raw);
+    expect_nothing_left(&stage.served);
+    assert_eq!(stage.served.daemon().node().engine.holding().leases, 0);
 }
 
 #[test]
@@ -617,6 +682,25 @@ fn leases_end_with_the_connection_that_took_them() {
     // Nothing is held any more: the name that the lease had is unknown.
     assert!(stage.client.renew(lease, Duration::from_secs(1)).is_err());
     assert!(!stage.client.unlock(lease));
+}
+
+#[test]
+fn a_pool_is_registered_with_the_rings_until_it_is_given_back() {
+    let served = Served::start("local-registered", "");
+    let client = served.local(None);
+    let pinned = |daemon: &kvarts_server::daemon::Daemon| daemon.node().locals.pinned();
+    let pool = client.pool(1 << 20).unwrap();
+    assert_eq!(pinned(served.daemon()), 1 << 20);
+    // It can be read into before, while and after it is registered: it is the same memory.
+    let arena = Arena::new(pool);
+    drop(arena);
+    served.until("the pool is forgotten", |daemon| pinned(daemon) == 0);
+    // One that goes at once may go before it was ever registered.
+    for _ in 0..20 {
+        drop(client.pool(1 << 20).unwrap());
+    }
+    drop(client);
+    expect_nothing_left(&served);
 }
 
 #[test]

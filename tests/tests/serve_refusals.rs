@@ -200,6 +200,27 @@ fn a_put_that_is_not_what_its_header_says_is_refused_and_leaves_nothing() {
     assert_eq!(desk.here(4), 2);
 }
 
+/// As many bytes as the header says, each message undamaged, and not in their places.
+#[test]
+fn whole_blocks_whose_bytes_are_out_of_order_are_refused() {
+    let mut desk = Desk::open("refusals-order");
+    let (first, second) = (data(0, &page(1)[..2000]), data(2000, &page(2)[..2096]));
+    let shifted = |by: u64| match first.clone() {
+        Part::Data(part) => Part::Data(proto::PutData { offset: part.offset.wrapping_add(by), ..part }),
+        part => part,
+    };
+    let header = Part::Header(desk.header(1));
+    for (name, parts) in [
+        ("reordered", vec![header.clone(), second.clone(), first.clone()]),
+        ("behind a gap", vec![header.clone(), shifted(1), second.clone()]),
+        ("overflowing", vec![header.clone(), shifted(u64::MAX), second.clone()]),
+        ("doubled", vec![header.clone(), first.clone(), data(0, &page(2)[..2096])]),
+    ] {
+        assert_eq!(desk.refused(parts), Code::InvalidArgument, "{name}");
+    }
+    assert_eq!(desk.put(vec![header, first, second]).unwrap().outcomes.len(), 1);
+}
+
 #[test]
 fn bytes_that_were_damaged_on_their_way_are_never_stored() {
     let mut desk = Desk::open("refusals-damage");
@@ -317,6 +338,25 @@ fn reads_that_cannot_be_are_refused_before_the_first_byte() {
     let reasons: Vec<_> = end.failures.iter().map(|one| one.error.as_ref().unwrap().reason()).collect();
     assert_eq!(reasons, [proto::Reason::NotHere; 2]);
     assert!(desk.served.metrics().contains("kvarts_blocks_missed_total{reason=\"REASON_NOT_HERE\"} 2"));
+}
+
+#[test]
+fn what_is_longer_than_its_limit_is_refused() {
+    let mut desk = Desk::open("refusals-long");
+    // A message of a put: more than 4 MiB of data, in order and undamaged.
+    let blocks = limits::PUT_DATA_BYTES_MAX as u64 / PAGE + 1;
+    let parts = vec![Part::Header(desk.header(blocks)), data(0, &vec![7; (blocks * PAGE) as usize])];
+    assert_eq!(desk.refused(parts), Code::InvalidArgument);
+    // Blocks that are larger than any piece of the memory of requests.
+    let large = Some(proto::register_model_request::Spec::OpaquePageBytes(60 << 20));
+    let large = proto::RegisterModelRequest { spec: large, ..registration("large") };
+    let namespace = desk.register(large).unwrap().namespace;
+    let request = proto::ReadRequest { namespace: namespace.clone(), keys: keys(0..1), ..Default::default() };
+    assert_eq!(desk.read(request).unwrap_err().code(), Code::InvalidArgument);
+    let header = proto::PutHeader { namespace, keys: keys(0..1), ..Default::default() };
+    let refused = desk.put(vec![Part::Header(header)]).unwrap_err();
+    assert!(refused.code() == Code::InvalidArgument && refused.message().contains("too many bytes"));
+    desk.expect_free();
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Tenants are apart: by result, error, name, lease and charge; and nobody comes in without a token.
 
+mod plain;
 mod served;
 
 use std::time::Duration;
@@ -8,6 +9,7 @@ use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, NamespaceId, Requirements};
 use kvarts_server::client::Client;
 use kvarts_server::node::auth::TokenHash;
+use kvarts_server::proto;
 use kvarts_store::api::{
     BlockOutcome, Durability, KvStore, LeaseId, LeaseTerms, MatchReply, MatchRequest, Order, Parent,
     PutRequest, ReadEnd, ReadRequest, Verify,
@@ -17,6 +19,8 @@ use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture::{self, Style};
 use served::Served;
+use tonic::transport::Endpoint;
+use tonic::{Code, Request};
 
 /// Blocks, each as its chunks.
 type Blocks = Vec<Vec<Vec<u8>>>;
@@ -35,6 +39,9 @@ fn configuration() -> String {
         token("blue", "'read', 'write'", "kvarts_blue", ""),
         token("blue", "'read'", "kvarts_blue_reader", ""),
         token("blue", "'read'", "kvarts_blue_ended", "expires = 1"),
+        token("red", "'read'", "kvarts_red_reader", ""),
+        token("red", "'write'", "kvarts_red_writer", ""),
+        token("red", "'admin'", "kvarts_red_admin", ""),
     ]
     .concat()
 }
@@ -239,6 +246,91 @@ fn without_a_valid_token_or_right_nothing_happens() {
     let metrics = served.metrics();
     assert!(metrics.contains("kvarts_calls_refused_total{method=\"put\",want=\"right\"} 1"), "{metrics}");
     assert!(!metrics.contains("kvarts_blue_reader"), "a token stands in the metrics");
+}
+
+/// The right that each method needs, written down a second time.
+fn right(method: &str) -> &'static str {
+    match method {
+        "Store/Put" | "Store/SetDefaultTtl" | "Store/SetTtl" | "Store/Delete" => "write",
+        "Admin/Stats" | "Admin/Checkpoint" | "Admin/Compact" | "Admin/Scrub" | "Admin/SetBudget"
+        | "Admin/Drain" => "admin",
+        _ => "read",
+    }
+}
+
+#[test]
+fn each_method_is_for_those_who_have_its_right_and_for_nobody_else() {
+    let served = Served::start("tenants-rights", &configuration());
+    let endpoint = Endpoint::from_shared(served.endpoint()).unwrap();
+    let channel = served.runtime.block_on(endpoint.connect()).unwrap();
+    // A message that no method takes: whoever gets as far as that was let in.
+    let code = |token: &str, method| {
+        let reply = plain::answer(&served, &channel, Some(token), (method, vec![0xff; 9]));
+        reply.unwrap_err().code()
+    };
+    let more = ["Admin/Watch", "Admin/SetBudget", "Admin/Drain"];
+    for method in plain::METHODS.into_iter().chain(more) {
+        for has in ["read", "write", "admin"] {
+            let token = match has {
+                "read" => "kvarts_red_reader",
+                "write" => "kvarts_red_writer",
+                _ => "kvarts_red_admin",
+            };
+            let expected = if right(method) == has { Code::InvalidArgument } else { Code::PermissionDenied };
+            assert_eq!(code(token, method), expected, "{method} with the right to {has}");
+        }
+        assert_eq!(code("kvarts_nobody", method), Code::Unauthenticated, "{method}");
+        assert_eq!(code("kvarts_blue_ended", method), Code::Unauthenticated, "{method}");
+    }
+}
+
+#[test]
+fn a_tenant_has_as_many_calls_under_way_as_it_may_and_others_have_theirs() {
+    let served = Served::start("tenants-calls", &configuration());
+    let endpoint = Endpoint::from_shared(served.endpoint()).unwrap();
+    let channel = served.runtime.block_on(endpoint.connect()).unwrap();
+    let watch = |token: &str| {
+        let mut request = Request::new(proto::WatchRequest::default());
+        request.metadata_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
+        let mut admin = proto::admin_client::AdminClient::new(channel.clone());
+        served.runtime.block_on(async move { admin.watch(request).await })
+    };
+    let (first, _second) = (watch("kvarts_blue").unwrap(), watch("kvarts_blue_reader").unwrap());
+    assert_eq!(watch("kvarts_blue").unwrap_err().code(), Code::Unavailable);
+    let _others = [watch("kvarts_red").unwrap(), watch("kvarts_red").unwrap(), watch("kvarts_red").unwrap()];
+    drop(first);
+    served.until("a turn comes back", |_| watch("kvarts_blue").is_ok());
+}
+
+#[test]
+fn a_token_that_ends_ends_for_those_who_came_in_with_it_too() {
+    #[allow(clippy::disallowed_methods, reason = "tokens end by the wall clock")]
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    let hash = TokenHash::of("kvarts_short");
+    let short =
+        format!("[[tokens]]\ntenant = 'red'\nrights = ['read']\nhash = '{hash}'\nexpires = {}\n", now + 3);
+    let served = Served::start("tenants-ends", &(configuration() + &short));
+    for client in [served.client(Some("kvarts_short")), served.local(Some("kvarts_short"))] {
+        let namespace = match register_if_may(&client) {
+            Ok(namespace) => namespace,
+            // A slow machine: this one came too late.
+            Err(error) => {
+                assert!(matches!(error.0, Reason::Denied(_)), "{error:?}");
+                continue;
+            }
+        };
+        let keys = fixture::keys(5, 0..1);
+        served.until("the token ends", |_| match find(&client, namespace, &keys, None) {
+            Ok(_) => false,
+            Err(error) => matches!(error.0, Reason::Denied(_)),
+        });
+    }
+    let red = served.client(Some("kvarts_red"));
+    assert!(find(&red, register(&red), &fixture::keys(5, 0..1), None).is_ok());
+}
+
+fn register_if_may(client: &Client) -> Result<NamespaceId, Error> {
+    client.register(&fixture::identity("tenants"), &fixture::geometry())
 }
 
 #[test]

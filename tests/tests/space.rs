@@ -3,13 +3,14 @@
 //!
 //! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kvarts_layout::NamespaceId;
+use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, Presence, Target};
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_store::error::{Kind, Reason};
+use kvarts_store::events::{Cause, EventKind, Subject};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::media::errno::{EDQUOT, ENOSPC};
 use kvarts_tests::sim::{Crash, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
@@ -315,6 +316,39 @@ fn a_quota_lets_the_longest_unused_of_its_namespace_go_and_nothing_of_others() {
         assert_eq!(fill(&mine, 100..150), vec![BlockOutcome::Stored; 50]);
         assert!(live(&stage, mine.namespace) > quota);
         stage.audit_all();
+    }
+}
+
+#[test]
+fn what_a_quota_takes_out_is_told_of_by_name() {
+    for seed in 0..seeds(3) {
+        let (_world, stage) = open(seed, 8 << 20);
+        let desk = Desk::new(&stage, "mine");
+        let mut reader = stage.store().subscribe(None);
+        let quota = (20 * 32) << 10;
+        stage.engine().set_quota(desk.namespace, Some(quota));
+        for n in 0..60 {
+            assert_eq!(fill(&desk, n..n + 1), [BlockOutcome::Stored], "seed {seed}, {n}");
+            stage.advance(Duration::from_secs(20));
+        }
+        // A lower limit takes out more, with nobody who puts.
+        stage.engine().set_quota(desk.namespace, Some(quota / 2));
+        let (mut told, mut by_quota) = (BTreeSet::new(), 0);
+        let left = here(&desk, 0..60);
+        let left: BTreeSet<BlockKey> = left.into_iter().map(|n| desk.keys(n..n + 1)[0]).collect();
+        // The last of them are told of a moment later.
+        stage.wait(&mut || {
+            for event in reader.try_next(100).expect("no gap: all of it has names") {
+                let Subject::Block(name) = event.subject else { panic!("{event:?}") };
+                by_quota += usize::from(event.cause == Cause::Quota);
+                match event.kind {
+                    EventKind::Stored => assert!(told.insert(name.key), "seed {seed}"),
+                    kind => assert!(told.remove(&name.key), "seed {seed}: {kind:?} of what is not here"),
+                }
+            }
+            told == left
+        });
+        assert_eq!(by_quota, 60 - left.len(), "seed {seed}");
     }
 }
 

@@ -24,6 +24,8 @@ pub struct Subject<'a> {
     pub segment: u32,
     /// What the newest whole checkpoint says.
     pub known: Option<&'a SegmentState>,
+    /// How many live records that checkpoint lists in it.
+    pub listed: u64,
     /// How much is looked at.
     pub level: Level,
 }
@@ -94,7 +96,7 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
     let mut report = SegmentReport::default();
     let mut sighting = ends.sighting(subject.known);
     let mut row = segment_row(&sighting);
-    let mut found = None;
+    let (mut found, mut about) = (None, None);
     if let (Decision::UseFooter, Ok(trailer)) = (row.decision, &ends.trailer) {
         match ends.footer(&mut window, trailer, &keyring.secret) {
             Ok(footer) => found = Some((*trailer, footer)),
@@ -102,14 +104,12 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
                 sighting.trailer = TrailerSeen::FooterLost;
                 row = segment_row(&sighting);
                 let place = subject.place(Some(trailer.footer_offset));
-                report.findings.take(Finding::at(row, place).expected("a sound footer").found(why));
+                about = Some(Finding::at(row, place).expected("a sound footer").found(why));
             }
         }
     }
     window.read_ahead(true);
-    if sighting.trailer != TrailerSeen::FooterLost {
-        report.findings.take(about_ends(subject, &ends, row));
-    }
+    let mut about = about.unwrap_or_else(|| about_ends(subject, &ends, row));
     report.outcome = match (row.decision, found) {
         (Decision::UseFooter, Some((trailer, footer))) => {
             if let Some(field) = disagreement(&trailer, &footer) {
@@ -127,6 +127,11 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
         }
         _ => Outcome::Quarantined,
     };
+    about.uncounted = match about.uncounted {
+        Some(_) => Some(subject.listed),
+        None => uncounted(subject, &about, &report.outcome),
+    };
+    report.findings.take(about);
     about_length(file, subject, &ends, &mut report);
     for &(from, to) in window.faults() {
         let finding = Finding::at(findings::MEDIA_ERROR, subject.place(Some(from)));
@@ -135,6 +140,20 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
     account(file, &mut report);
     report.ends = Some(ends);
     report
+}
+
+/// What damage to the ends of a segment hides: live records that the checkpoint lists and that were not found, or, where
+/// nothing was, nobody knows what.
+fn uncounted(subject: &Subject<'_>, about: &Finding, outcome: &Outcome) -> Option<u64> {
+    if !about.is_problem() {
+        return None;
+    }
+    let Outcome::Walked { scanned, .. } = outcome else { return None };
+    let generation = subject.known.map_or(0, |known| known.generation);
+    let listed = if scanned.generation > generation { 0 } else { subject.listed };
+    let adopted = scanned.adopted.iter().filter(|met| walk::blocks_of(met) > 0).count() as u64;
+    let found = adopted.saturating_add(scanned.condemned);
+    (found == 0 || listed > found).then(|| listed.saturating_sub(found))
 }
 
 /// The length of a file is durable with the first flush of it: before that, a crash may leave any.

@@ -1,7 +1,8 @@
 //! Compaction into a new store: everything live, spread over as many shards and directories as are wanted.
 //!
 //! The new store has an id and a secret of its own. Its superblocks get their names last, when everything else is
-//! durable: a power cut before leaves directories that no engine takes for a store, and the old one as it was.
+//! durable: a power cut before leaves directories that no engine takes for a store, and the old one as it was. Until
+//! then they have a mark that says so, see [`super::unfinished`].
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,24 +12,28 @@ use kvarts_layout::format::names::{SUPERBLOCK, shard_name};
 use kvarts_layout::format::superblock::{MAX_SHARDS, MAX_SHARDS_PER_DIRECTORY, Superblock};
 use kvarts_layout::format::{PAGE_BYTES, Secret, VERSION};
 
+use super::discard::Discard;
 use super::graves::Graves;
 use super::inventory::{Inventory, Role};
 use super::plan::Plan;
 use super::sink::{Sink, Statement, write_checkpoint};
 use super::source::{Reader, shard_of};
-use super::{Options, Progress, Refusal, Report};
-use crate::disk::DiskWriter;
+use super::{Options, Progress, Refusal, Report, unfinished};
+use crate::disk::{Disk, DiskWriter};
 use crate::segment::Keyring;
 use crate::store::Store;
 
 /// The superblock until it counts.
-const SUPERBLOCK_MADE: &str = "superblock.new";
+pub(super) const SUPERBLOCK_MADE: &str = "superblock.new";
+
+/// A directory of the new store: to be looked at, to be written.
+pub type Directory = (Arc<dyn Disk>, Arc<dyn DiskWriter>);
 
 /// Where a store goes.
 #[derive(Clone, Debug)]
 pub struct Target {
-    /// Its directories, empty.
-    pub writers: Vec<Arc<dyn DiskWriter>>,
+    /// Its directories: empty, or with what an interrupted copy left, which is removed.
+    pub directories: Vec<Directory>,
     /// Its shards in all.
     pub shards: u32,
     /// Its id, drawn at random.
@@ -40,7 +45,7 @@ pub struct Target {
 impl Target {
     /// Which shards lie in a directory, or why there are too many or too few.
     fn spread(&self) -> Result<Vec<Vec<u32>>, Refusal> {
-        let directories = u32::try_from(self.writers.len()).unwrap_or(u32::MAX);
+        let directories = u32::try_from(self.directories.len()).unwrap_or(u32::MAX);
         let each = self.shards.div_ceil(directories.max(1)) as usize;
         if directories == 0
             || self.shards < directories
@@ -67,6 +72,8 @@ pub fn elsewhere(
     progress: &Progress,
 ) -> Result<Report, Refusal> {
     let spread = target.spread()?;
+    let disks: Vec<_> = target.directories.iter().map(|(disk, _)| Arc::clone(disk)).collect();
+    let leftovers = unfinished::look(&disks)?;
     let segment_bytes = store.keyring.segment_bytes;
     let inventory = Inventory::take(store, options.now_ms, options.threads)?;
     let mut report = Report::of(&inventory, options, segment_bytes);
@@ -80,15 +87,14 @@ pub fn elsewhere(
     let plan = Plan::everything(&inventory, options, segment_bytes);
     progress.planned.store(plan.bytes, Ordering::Relaxed);
     report.records_merged = plan.merged;
-    if options.dry_run {
-        report.segments_after = plan.bytes.div_ceil(segment_bytes.max(1));
-        report.records_written = plan.groups.len() as u64;
-        report.bytes_written = plan.bytes;
-        return Ok(report);
-    }
+    let pretend = |(disk, _): &Directory| -> Directory { (Arc::clone(disk), Arc::new(Discard)) };
+    let pretended =
+        Target { directories: target.directories.iter().map(pretend).collect(), ..target.clone() };
+    let target = if options.dry_run { &pretended } else { target };
+    unfinished::begin(&target.directories, &leftovers, target.store)?;
     let keyring = Keyring { store: target.store, secret: Secret::new(target.secret), segment_bytes };
     let mut sinks = Vec::new();
-    for (writer, shards) in target.writers.iter().zip(&spread) {
+    for ((_, writer), shards) in target.directories.iter().zip(&spread) {
         for &shard in shards {
             writer.make_folder(&shard_name(shard))?;
             sinks.push((
@@ -122,6 +128,7 @@ pub fn elsewhere(
     }
     report.bytes_read = reader.bytes_read;
     superblocks(target, &keyring, spread, options.now_ms)?;
+    unfinished::end(&target.directories)?;
     Ok(report)
 }
 
@@ -133,7 +140,7 @@ fn superblocks(
     now_ms: u64,
 ) -> Result<(), Refusal> {
     let directories = u32::try_from(spread.len()).unwrap_or(u32::MAX);
-    for (directory, (writer, shards)) in (0u32..).zip(target.writers.iter().zip(spread)) {
+    for (directory, ((_, writer), shards)) in (0u32..).zip(target.directories.iter().zip(spread)) {
         let superblock = Superblock {
             store: keyring.store,
             directory,
@@ -154,6 +161,8 @@ fn superblocks(
             writer.write_at(SUPERBLOCK_MADE, u64::from(slot).saturating_mul(PAGE_BYTES), &image)?;
         }
         writer.sync(SUPERBLOCK_MADE)?;
+    }
+    for (_, writer) in &target.directories {
         writer.rename(SUPERBLOCK_MADE, SUPERBLOCK)?;
         writer.sync_folder("")?;
     }

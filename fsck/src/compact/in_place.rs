@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 use kvarts_layout::format::checkpoint::{RecordState, SEGMENT_FREE, SEGMENT_SEALED, SegmentState};
 use kvarts_layout::format::names::shard_name;
 
+use super::discard::Discard;
 use super::graves::Graves;
 use super::inventory::{Inventory, Role, Segment, path};
 use super::plan::{Group, Plan};
@@ -66,14 +67,17 @@ pub fn in_place(
     let inventory = Inventory::take(store, options.now_ms, options.threads)?;
     let mut report = Report::of(&inventory, options, segment_bytes);
     let mut reader = Reader::new(store, &inventory, options)?;
-    let pays = if options.zstd_after_s.is_some() { reader.probe()? } else { Vec::new() };
+    let pays = if options.zstd_after_s.is_some() {
+        reader.probe().map_err(Refusal::before_writing)?
+    } else {
+        Vec::new()
+    };
     let plan = Plan::in_place(&inventory, options, (segment_bytes, &pays));
     progress.planned.store(plan.bytes, Ordering::Relaxed);
     report.records_merged = plan.merged;
-    if options.dry_run {
-        estimate(&inventory, &plan, &mut report);
-        return Ok(report);
-    }
+    let pretend = |place: &Place| Place { writer: Arc::new(Discard), room_bytes: place.room_bytes };
+    let pretended: Vec<Place> = places.iter().map(pretend).collect();
+    let places = if options.dry_run { &pretended } else { places };
     let mut work = Work::new(store, &inventory, options, places, &plan)?;
     for group in &plan.groups {
         let made = reader.make(&plan, group)?;
@@ -89,17 +93,6 @@ pub fn in_place(
     let made: usize = work.shards.iter().map(|shard| shard.sink.sealed.len()).sum();
     report.segments_after = left.saturating_add(made as u64);
     Ok(report)
-}
-
-fn estimate(inventory: &Inventory, plan: &Plan, report: &mut Report) {
-    let goes =
-        |(at, segment): &(usize, &Segment)| plan.chosen.get(*at) == Some(&true) || segment.role == Role::Free;
-    let going = inventory.segments.iter().enumerate().filter(goes).count() as u64;
-    let new = plan.bytes.div_ceil(report.segment_bytes.max(1));
-    report.segments_after = report.segments_before.saturating_sub(going).saturating_add(new);
-    report.records_written = plan.groups.len() as u64;
-    report.bytes_written = plan.bytes;
-    report.graves_after = report.graves_before;
 }
 
 impl<'a> Work<'a> {

@@ -49,6 +49,8 @@ pub(super) struct Made {
 
 /// A record as it was read.
 struct Read {
+    /// Whether the payload was: where only sizes are wanted, the header says all.
+    has_payload: bool,
     blocks: Blocks,
     digests: Vec<u32>,
     layout: RunLayout,
@@ -88,9 +90,10 @@ impl<'a> Reader<'a> {
         Refusal::Damaged(format!("{file} at {}: {why}", held.offset))
     }
 
-    fn read(&mut self, held: &Held) -> Result<Read, Refusal> {
-        let len =
+    fn read(&mut self, held: &Held, has_payload: bool) -> Result<Read, Refusal> {
+        let whole =
             u64::from(held.header_bytes).saturating_add(held.payload_bytes.next_multiple_of(PAGE_BYTES));
+        let len = if has_payload { whole } else { u64::from(held.header_bytes) };
         let len = usize::try_from(len).map_err(|_| self.damaged(held, "a record too long"))?;
         let segment = self.inventory.segments.get(held.segment as usize);
         let segment = segment.ok_or_else(|| self.damaged(held, "no segment"))?;
@@ -103,12 +106,13 @@ impl<'a> Reader<'a> {
         if bytes.bytes().len() < len {
             bytes = Aligned::new(len);
         }
+        let bytes_read = whole;
         let whole = match (&self.open, bytes.bytes_mut().get_mut(..len)) {
             (Some((_, file)), Some(into)) => read_whole(&**file, into, held.offset),
             _ => Err(std::io::ErrorKind::UnexpectedEof.into()),
         };
         whole.map_err(|error| self.damaged(held, &error.to_string()))?;
-        self.bytes_read = self.bytes_read.saturating_add(len as u64);
+        self.bytes_read = self.bytes_read.saturating_add(bytes_read);
         let shard = self.store.shards.get(segment.shard).map_or(0, |shard| shard.number);
         let position = self.store.keyring.position(shard, segment.number);
         let position = position.under(segment.generation).at(held.offset);
@@ -136,7 +140,8 @@ impl<'a> Reader<'a> {
         if expected != held.payload_bytes || digests.len() != chunks {
             return Err(self.damaged(held, "a payload of another length than its blocks"));
         }
-        Ok(Read { blocks, digests, layout, stored, bytes, payload_at: held.header_bytes as usize })
+        let payload_at = held.header_bytes as usize;
+        Ok(Read { has_payload, blocks, digests, layout, stored, bytes, payload_at })
     }
 
     /// One verified chunk.
@@ -182,7 +187,7 @@ impl<'a> Reader<'a> {
                 inventory.segments.get(held.segment as usize).is_some_and(|one| one.role != Role::Fixed);
             let live = (0..held.blocks).any(|block| inventory.is_live(held, block));
             if live && movable && held.encoding == ENCODING_RAW && is_cold(self.options, held.last_used_s()) {
-                let read = self.read(held)?;
+                let read = self.read(held, true)?;
                 let chunks =
                     read.layout.parts().iter().map(|place| Span { offset: place.offset, len: place.bytes });
                 let step = (read.layout.chunk_count() as usize).div_ceil(SAMPLES).max(1);
@@ -210,10 +215,11 @@ impl<'a> Reader<'a> {
         let layout = layout.ok_or_else(|| self.damaged(held, "a record of no known shape"))?;
         let image_bytes = usize::try_from(layout.image_bytes()).unwrap_or(0);
         let (mut image, mut head, mut digests) = (vec![0u8; image_bytes], None, Vec::new());
+        let sizes_only = self.options.dry_run && self.stay_raw(pieces);
         let (mut names, mut last_used_s, mut created_ms, mut encoding) = (Vec::new(), 0, u64::MAX, None);
         for piece in pieces {
             let held = self.held(piece).ok_or_else(|| Refusal::Cannot("a piece of nothing".to_owned()))?;
-            let read = self.read(held)?;
+            let read = self.read(held, !sizes_only)?;
             self.copy(held, piece, &read, (&layout, &mut image), (&mut names, &mut digests))?;
             (last_used_s, created_ms) =
                 (held.last_used_s().max(last_used_s), held.created_ms.min(created_ms));
@@ -245,6 +251,12 @@ impl<'a> Reader<'a> {
         Ok(made)
     }
 
+    /// Whether the record that pieces become is as long as their blocks are, whatever these hold.
+    fn stay_raw(&self, pieces: &[Piece]) -> bool {
+        let stays = |held: &Held| held.encoding == ENCODING_RAW && !is_cold(self.options, held.last_used_s());
+        pieces.iter().all(|piece| self.held(piece).is_some_and(stays))
+    }
+
     fn held(&self, piece: &Piece) -> Option<&'a Held> {
         self.inventory.records.get(piece.record as usize)
     }
@@ -263,6 +275,13 @@ impl<'a> Reader<'a> {
             let to = names.len() as u64;
             let name = read.blocks.blocks.get(block as usize);
             names.push(*name.ok_or_else(|| self.damaged(held, "fewer blocks than the footer lists"))?);
+            if !read.has_payload {
+                let each = read.layout.chunk_count() as usize;
+                let here = (block as usize).saturating_mul(each);
+                let known = read.digests.get(here..here.saturating_add(each));
+                digests.extend(known.ok_or_else(|| self.damaged(held, "too few digests"))?);
+                continue;
+            }
             for (part, place) in (0u32..).zip(layout.parts()) {
                 let (raw, digest) = self.chunk(held, read, (block, part), &mut decoded)?;
                 let at = place.offset.saturating_add(place.step.saturating_mul(to));

@@ -21,9 +21,11 @@ use super::sink::{Sink, Statement, write_checkpoint};
 use super::source::Made;
 use super::*;
 use crate::check::{Level, Options as CheckOptions, check};
+use crate::contents;
 use crate::disk::{Disk, MemoryDisk};
+use crate::findings::Findings;
 use crate::segment::Keyring;
-use crate::store::survey;
+use crate::store::{Store, survey};
 use crate::window::Tally;
 
 const BLOCK: usize = 4000;
@@ -225,7 +227,7 @@ fn a_tombstone_stays_for_as_long_as_a_segment_that_began_before_it() {
     assert_eq!(live(&free).into_keys().collect::<Vec<_>>(), [12]);
     is_clean(&free);
     let target = Target {
-        writers: vec![Arc::new(MemoryDisk::new())],
+        directories: vec![(Arc::new(MemoryDisk::new()), Arc::new(MemoryDisk::new()))],
         shards: 1,
         store: StoreId([1; 16]),
         secret: [2; 32],
@@ -274,7 +276,7 @@ fn a_chunk_that_does_not_match_stops_it_before_its_segment_goes() {
     }
     let torn = disk.fork();
     torn.tamper(path, |bytes| bytes[..4096].fill(0x5a));
-    assert!(matches!(compact(&torn, &options()), Err(Refusal::Damaged(_))));
+    assert!(matches!(compact(&torn, &options()), Err(Refusal::Unsound(_))));
     assert_eq!(torn.steps(), [], "damage is refused before anything is written");
 }
 
@@ -290,4 +292,146 @@ fn what_has_expired_is_left_out_and_what_was_given_longer_stays() {
     assert_eq!(live(&disk).into_keys().collect::<Vec<_>>(), [0, 2]);
     let later = Options { now_ms: NOW_MS + 1, ..options() };
     assert_eq!(compact(&disk, &later).unwrap().live_blocks, 1, "its time goes with it");
+}
+
+/// A store whose newest checkpoint alone says that block 1 was deleted; the one before it is there, too.
+fn with_a_delete_in_the_newest_checkpoint() -> MemoryDisk {
+    let mut graves = Graves::default();
+    graves.bury(
+        space().id,
+        &Tombstone { below: 1000, coordinate: None, namespace: 0, group: None, key: [1; 32] },
+    );
+    let disk = store(vec![chain(0..3)], &Graves::default());
+    let none = Graves::default();
+    for (slot, sequence, graves) in [(1, 2, &none), (0, 3, &graves)] {
+        let statement = Statement { segments: Vec::new(), records: Vec::new(), graves, next_sequence: 900 };
+        write_checkpoint(&disk, &keyring(), (0, slot, sequence), NOW_MS, statement).unwrap();
+    }
+    disk.fork()
+}
+
+#[test]
+fn beside_a_damaged_checkpoint_nothing_is_written_and_nothing_that_was_deleted_comes_back() {
+    let sound = with_a_delete_in_the_newest_checkpoint();
+    assert_eq!(live(&sound).into_keys().collect::<Vec<_>>(), [0, 2], "block 1 is deleted");
+    let path = crate::checkpoint::path(0, 0);
+    let flip = |at: usize| {
+        let path = path.clone();
+        move |disk: &MemoryDisk| disk.tamper(&path, |bytes| bytes[at] ^= 1)
+    };
+    type Damage<'a> = (&'a str, Box<dyn Fn(&MemoryDisk) + 'a>);
+    let damages: Vec<Damage<'_>> = vec![
+        ("header", Box::new(flip(100))),
+        ("first chunk", Box::new(flip(4096 + 100))),
+        ("zeroed", Box::new(|disk| disk.tamper(&path, |bytes| bytes.fill(0)))),
+        ("cut off", Box::new(|disk| disk.tamper(&path, |bytes| bytes.truncate(4096)))),
+        ("media", Box::new(|disk| disk.spoil(&path, 1))),
+        ("may not be opened", Box::new(|disk| disk.refuse(&path))),
+    ];
+    for (name, damage) in damages {
+        let disk = sound.fork();
+        damage(&disk);
+        let new = MemoryDisk::new();
+        let target = Target {
+            directories: vec![(Arc::new(new.clone()), Arc::new(new.clone()))],
+            shards: 1,
+            store: StoreId([1; 16]),
+            secret: [2; 32],
+        };
+        let options = options();
+        for refused in [
+            compact(&disk, &options),
+            compact(&disk, &Options { dry_run: true, ..options.clone() }),
+            elsewhere(&look(&disk), &target, &options, &Progress::default()),
+        ] {
+            let said = match &refused {
+                Err(refusal @ (Refusal::Unsound(_) | Refusal::Cannot(_))) => refusal.to_string(),
+                other => panic!("{name}: {other:?}"),
+            };
+            assert!(said.contains(&path) && said.contains("nothing was written"), "{name}: {said}");
+            // What cannot be read is not for a repair.
+            let helps = matches!(&refused, Err(Refusal::Unsound(_)));
+            assert_eq!(helps, said.contains("kvarts fsck --repair"), "{name}: {said}");
+            assert_eq!(helps, !["media", "may not be opened"].contains(&name), "{name}: {said}");
+        }
+        assert_eq!((disk.steps(), new.steps()), (Vec::new(), Vec::new()), "{name}: something was written");
+        let quick = CheckOptions { level: Level::Quick, threads: 1, ..CheckOptions::default() };
+        let seen = contents::read(&look(&disk), &quick, NOW_MS, &Tally::default(), Findings::default());
+        assert!(seen.may_have_forgotten_deletes() && !seen.findings.is_clean(), "{name}: nobody is told");
+    }
+    let older = sound.fork();
+    older.tamper(&crate::checkpoint::path(0, 1), |bytes| bytes[4096 + 100] ^= 1);
+    compact(&older, &options()).unwrap();
+    assert_eq!(live(&older).into_keys().collect::<Vec<_>>(), [0, 2], "an older one counts for nothing");
+}
+
+#[test]
+fn what_a_newer_program_wrote_into_a_tail_stays_where_it_is() {
+    let disk = store(vec![chain(0..3)], &Graves::default());
+    let mut sink = Sink::new(Arc::new(disk.clone()), &keyring(), (0, 1, 50), NOW_MS);
+    let mut newer = block(9, Parent::Unknown);
+    newer.blocks.extensions.push(Extension { id: 0x7777, critical: true, bytes: vec![1] });
+    sink.write(&[space()], newer).unwrap();
+    let tail = disk.contents("shard-0000/segment-00000001").unwrap();
+    let report = compact(&disk, &options()).unwrap();
+    assert_eq!(report.segments_fixed, 1, "{report:?}");
+    assert_eq!(disk.contents("shard-0000/segment-00000001"), Some(tail), "the only copy of block 9 is gone");
+    is_clean(&disk);
+}
+
+#[test]
+fn a_dry_run_says_to_the_byte_what_a_real_run_does_and_writes_nothing() {
+    let mut graves = Graves::default();
+    graves.bury(
+        space().id,
+        &Tombstone { below: 1000, coordinate: None, namespace: 0, group: None, key: [11; 32] },
+    );
+    let mut locked = block(40, Parent::Unknown);
+    locked.blocks.extensions.push(Extension { id: EXTENSION_ENCRYPTION, critical: true, bytes: vec![1] });
+    let loose = |n: u8| block(n, Parent::Unknown);
+    let stores = [
+        ("empty", store(Vec::new(), &Graves::default())),
+        ("chains", store(vec![chain(0..6), chain(6..10)], &Graves::default())),
+        ("many", store((0..9u8).map(|n| chain(n * 10..n * 10 + 7)).collect(), &graves)),
+        ("dead", store(vec![vec![loose(1)], vec![loose(11), loose(12)]], &graves)),
+    ];
+    let fixed = store(vec![vec![locked, loose(1)], vec![loose(11), loose(12)]], &graves);
+    let (cold, all_cold) = (Some(3600), Some(0));
+    let (mut wrote, mut compressed) = (0, 0);
+    for (name, disk) in stores.iter().chain(&[("fixed", fixed.clone())]) {
+        for (layout, zstd_after_s, merge) in [
+            (LayoutChoice::Keep, None, true),
+            (LayoutChoice::LayerBlock, None, true),
+            (LayoutChoice::Keep, None, false),
+            (LayoutChoice::Keep, cold, true),
+            (LayoutChoice::LayerBlock, all_cold, true),
+        ] {
+            let real = Options { layout, zstd_after_s, merge, ..options() };
+            let dry = Options { dry_run: true, ..real.clone() };
+            let note = format!("{name}, {real:?}");
+            for room_bytes in [u64::MAX, 3 * keyring().segment_bytes] {
+                let disk = disk.fork();
+                let place = || [Place { writer: Arc::new(disk.clone()), room_bytes }];
+                let said = in_place(&look(&disk), &place(), &dry, &Progress::default()).unwrap();
+                assert_eq!(disk.steps(), [], "{note}: a dry run wrote");
+                let done = in_place(&look(&disk), &place(), &real, &Progress::default()).unwrap();
+                assert_eq!(said, Report { dry_run: true, ..done.clone() }, "{note}, room {room_bytes}");
+                (wrote, compressed) = (wrote + done.records_written, compressed + done.records_compressed);
+            }
+            for shards in (1..4).filter(|_| *name != "fixed") {
+                let new = MemoryDisk::new();
+                let target = Target {
+                    directories: vec![(Arc::new(new.clone()), Arc::new(new.clone()))],
+                    shards,
+                    store: StoreId([1; 16]),
+                    secret: [2; 32],
+                };
+                let said = elsewhere(&look(disk), &target, &dry, &Progress::default()).unwrap();
+                assert_eq!(new.steps(), [], "{note}: a dry run wrote");
+                let done = elsewhere(&look(disk), &target, &real, &Progress::default()).unwrap();
+                assert_eq!(said, Report { dry_run: true, ..done }, "{note}, {shards} shards");
+            }
+        }
+    }
+    assert!(wrote > 50 && compressed > 10, "{wrote} {compressed}");
 }

@@ -28,6 +28,8 @@ pub enum Step {
     Rename(String, String),
     /// A file's name was taken away.
     Remove(String),
+    /// An empty folder was taken away.
+    RemoveFolder(String),
     /// The names in a folder are durable up to here.
     SyncFolder(String),
 }
@@ -42,7 +44,7 @@ struct Tree {
     bad: BTreeSet<(String, u64)>,
     /// Pages that are holes: file and page number. They read as zeros.
     holes: BTreeSet<(String, u64)>,
-    /// Files that may not be opened.
+    /// Files that may not be opened, folders that may not be listed.
     refused: BTreeSet<String>,
     steps: Vec<Step>,
     /// Changes that still succeed; then everything fails, as after a power cut.
@@ -124,6 +126,16 @@ impl MemoryDisk {
         self.tree().files.remove(path);
     }
 
+    /// Takes a folder away, with everything in it.
+    pub fn remove_folder(&self, path: &str) {
+        let mut tree = self.tree();
+        let inside = format!("{path}/");
+        tree.files.retain(|file, _| !file.starts_with(&inside));
+        tree.odd.retain(|name, _| !name.starts_with(&inside));
+        tree.holes.retain(|(file, _)| !file.starts_with(&inside));
+        tree.folders.retain(|folder| folder != path && !folder.starts_with(&inside));
+    }
+
     /// The bytes of a file.
     pub fn contents(&self, path: &str) -> Option<Vec<u8>> {
         self.tree().files.get(path).map(|bytes| bytes.to_vec())
@@ -153,7 +165,7 @@ impl MemoryDisk {
         self.tree().bad.insert((path.to_owned(), page));
     }
 
-    /// Makes a file that may not be opened.
+    /// Makes a file that may not be opened, or a folder that may not be listed.
     pub fn refuse(&self, path: &str) {
         self.tree().refused.insert(path.to_owned());
     }
@@ -209,6 +221,11 @@ impl MemoryDisk {
                 tree.holes.retain(|(file, _)| file != path);
                 drop(tree.files.remove(path));
             }
+            Step::RemoveFolder(path) if keep() => {
+                // Where this is durable, so is that it was empty.
+                tree.files.retain(|file, _| !file.starts_with(&format!("{path}/")));
+                tree.folders.remove(path);
+            }
             Step::MakeFolder(path) if keep() => drop(tree.folders.insert(path.clone())),
             Step::Rename(from, to) if keep() => {
                 if let Some(bytes) = tree.files.remove(from) {
@@ -259,6 +276,9 @@ impl Disk for MemoryDisk {
 
     fn visit(&self, folder: &str, each: &mut dyn FnMut(Node)) -> io::Result<()> {
         let tree = self.tree();
+        if tree.refused.contains(folder) {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
         if !folder.is_empty() && !tree.folders.contains(folder) {
             return Err(io::ErrorKind::NotFound.into());
         }
@@ -325,6 +345,14 @@ impl DiskWriter for MemoryDisk {
 
     fn remove(&self, path: &str) -> io::Result<()> {
         self.change(Step::Remove(path.to_owned()))
+    }
+
+    fn remove_folder(&self, path: &str) -> io::Result<()> {
+        let inside = format!("{path}/");
+        if self.tree().files.keys().any(|file| file.starts_with(&inside)) {
+            return Err(io::ErrorKind::DirectoryNotEmpty.into());
+        }
+        self.change(Step::RemoveFolder(path.to_owned()))
     }
 
     fn sync_folder(&self, path: &str) -> io::Result<()> {

@@ -200,12 +200,12 @@ impl RealWriter {
     pub fn open(root: &Path) -> Result<Self, OpenError> {
         // Where no engine has ever been, there is no lock yet: one that comes now must find it taken.
         let options = flags(OFlags::NOFOLLOW | OFlags::NONBLOCK);
-        let made = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .custom_flags(options)
-            .open(root.join(LOCK));
+        let path = root.join(LOCK);
+        if path.symlink_metadata().is_ok_and(|facts| !facts.is_file()) {
+            return Err(io::Error::other("its lock is no plain file: remove it").into());
+        }
+        let made =
+            OpenOptions::new().write(true).create(true).truncate(false).custom_flags(options).open(path);
         drop(made?);
         Ok(Self { root: root.to_owned(), _lock: lock(root, true)? })
     }
@@ -259,6 +259,13 @@ impl DiskWriter for RealWriter {
 
     fn remove(&self, path: &str) -> io::Result<()> {
         match std::fs::remove_file(below(&self.root, path)?) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            done => done,
+        }
+    }
+
+    fn remove_folder(&self, path: &str) -> io::Result<()> {
+        match std::fs::remove_dir(below(&self.root, path)?) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             done => done,
         }

@@ -51,6 +51,7 @@ impl Case<'_> {
             shard: self.shard.number,
             segment: self.segment,
             known: self.known,
+            listed: 0,
             level: Level::Full,
         };
         let file = self.site.disk.open(&self.path()).ok()?;

@@ -35,8 +35,7 @@ pub(super) fn fix(sites: &[Site], store: &Store, knowledge: &Knowledge, log: &mu
             None => {}
         }
     }
-    let used = store.shards.iter().any(|shard| !shard.segments.is_empty());
-    for shard in store.shards.iter().filter(|shard| !shard.is_there && used) {
+    for shard in store.shards.iter().filter(|shard| !shard.is_there) {
         let Some(site) = sites.get(shard.directory) else { continue };
         let folder = kvarts_layout::format::names::shard_name(shard.number);
         site.act(log, (&folder, "the shard's folder is made again, empty".to_owned()), |writer| {

@@ -6,6 +6,10 @@
 /// The file that holds both superblock slots of a directory.
 pub const SUPERBLOCK: &str = "superblock";
 
+/// What stands in a directory that a store is being copied into, until all of the copy is durable. With it and without a
+/// superblock a directory holds no store, whatever else is in it.
+pub const UNFINISHED_COPY: &str = "unfinished-copy";
+
 const SHARD_PREFIX: &str = "shard-";
 const SHARD_DIGITS: usize = 4;
 const SEGMENT_PREFIX: &str = "segment-";
@@ -77,6 +81,7 @@ mod tests {
         for name in [
             "",
             "superblock~",
+            UNFINISHED_COPY,
             "shard-3",
             "shard-00003",
             "shard-+003",

@@ -7,12 +7,14 @@ use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 use shuttle::thread;
 
 use super::Scene;
+use crate::engine::arrivals::Arrivals;
 use crate::index::{
     BlockFingerprint, Deleted, Eviction, Index, LeaseTerms, Location, Lookup, RecordId, RecordInfo,
     Reservation,
 };
 use crate::rt::Nanos;
 use crate::sync::Race;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
 const NOW: Nanos = Nanos(10);
 const TENANT: u32 = 1;
@@ -34,6 +36,12 @@ pub(super) fn scenes() -> Vec<Scene> {
             readers,
             &[Race::RecordAfterLookup, Race::FreeIgnoresHold],
             5,
+        ),
+        scene(
+            "a place that a read was sent to is not emptied before it is held",
+            arrivals,
+            &[Race::OneTurnIsEnough],
+            3,
         ),
         scene("what is counted is what is there", counts, &[Race::CountInTwoSteps], 5),
     ]
@@ -103,6 +111,40 @@ fn leases() {
         let leased = index.get(print).is_some_and(|entry| entry.leased);
         assert!(!leased, "a block looks leased and no lease is left");
     }
+}
+
+/// Reads look up where a block is and use that place; one executor moves the block, and another, whose place it leaves,
+/// empties that when it sees that the block has gone.
+fn arrivals() {
+    let arrivals = Arrivals::default();
+    let (place, emptied) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+    let mut threads = Vec::new();
+    for _ in 0..2 {
+        let (arrivals, place, emptied) = (arrivals.clone(), Arc::clone(&place), Arc::clone(&emptied));
+        threads.push(thread::spawn(move || {
+            let arrival = arrivals.begin();
+            let part = arrival.clone();
+            let at = place.load(SeqCst);
+            drop(arrival);
+            let there = at == 1 || !emptied.load(SeqCst);
+            assert!(there, "a place was emptied under a read that was sent there");
+            drop(part);
+        }));
+    }
+    let (moving, moved) = (arrivals.clone(), Arc::clone(&place));
+    threads.push(thread::spawn(move || {
+        let leaving = moving.leaving((0, 7));
+        moved.store(1, SeqCst);
+        drop(leaving);
+    }));
+    for _ in 0..3 {
+        // Where somebody is on the way, it is not emptied now.
+        if place.load(SeqCst) == 1 && !arrivals.are_awaited((0, 7)) {
+            emptied.store(true, SeqCst);
+        }
+    }
+    threads.into_iter().for_each(|thread| thread.join().expect("it did not panic"));
+    assert!(!arrivals.are_awaited((0, 7)), "nobody is left on the way");
 }
 
 fn readers() {

@@ -211,16 +211,24 @@ fn copy(from: &Path, to: &Path) -> Result<(), Failure> {
     if to.exists() {
         std::fs::remove_dir_all(to).map_err(fault)?;
     }
-    let mut files = Vec::new();
-    list(from, &mut files)?;
-    for (file, _) in files {
-        let target = to.join(file.strip_prefix(from).unwrap_or(&file));
-        if let Some(parent) = target.parent() {
-            std::fs::create_dir_all(parent).map_err(fault)?;
-        }
-        std::fs::copy(&file, &target).map_err(fault)?;
-    }
+    std::fs::create_dir_all(to).map_err(fault)?;
+    copy_below(from, to).map_err(fault)?;
     settle(to)
+}
+
+/// Folders too: one of a shard belongs to the store even if nothing is in it.
+fn copy_below(from: &Path, to: &Path) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(from)? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            std::fs::create_dir(&target)?;
+            copy_below(&entry.path(), &target)?;
+        } else {
+            std::fs::copy(entry.path(), &target)?;
+        }
+    }
+    Ok(())
 }
 
 /// Flushes a store's files and lets the kernel drop what it has of them.

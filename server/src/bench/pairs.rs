@@ -4,7 +4,7 @@
 //! or faster meanwhile favours nobody. A ratio is taken within each round; of the rounds' ratios the median is told,
 //! with an interval by order statistics that holds the true median in 95 of 100 runs, whatever the distribution.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
@@ -13,6 +13,9 @@ use crate::cli::Failure;
 
 /// The control's bounds outside of which a run says nothing.
 const CONTROL: std::ops::RangeInclusive<f64> = 0.95..=1.05;
+
+/// Rounds that are run however long they take: fewer say nothing.
+const LEAST_ROUNDS: u32 = 9;
 
 /// One run of one contestant.
 #[derive(Clone, Copy, Debug, Default)]
@@ -44,10 +47,23 @@ pub(super) struct Summary {
 }
 
 /// Lets the contestants take turns: one round that does not count, then `rounds` that do.
-pub(super) fn take_turns(rounds: u32, mut contestants: Vec<Contestant<'_>>) -> Result<Rounds, Failure> {
+pub(super) fn take_turns(rounds: u32, contestants: Vec<Contestant<'_>>) -> Result<Rounds, Failure> {
+    take_turns_within(Duration::MAX, rounds, contestants)
+}
+
+/// The same, on a slow machine fewer rounds: none begins after this time, unless there were not [`LEAST_ROUNDS`].
+pub(super) fn take_turns_within(
+    time: Duration,
+    rounds: u32,
+    mut contestants: Vec<Contestant<'_>>,
+) -> Result<Rounds, Failure> {
+    let begin = Instant::now();
     let names = contestants.iter().map(|(name, _)| *name).collect();
     let mut samples = vec![Vec::new(); contestants.len()];
     for round in 0..=rounds {
+        if round > LEAST_ROUNDS && begin.elapsed() >= time {
+            break;
+        }
         let mut order: Vec<usize> = (0..contestants.len()).collect();
         if round % 2 == 1 {
             order.reverse();
@@ -63,6 +79,11 @@ pub(super) fn take_turns(rounds: u32, mut contestants: Vec<Contestant<'_>>) -> R
 }
 
 impl Rounds {
+    /// How many there were.
+    pub(super) fn count(&self) -> usize {
+        self.samples.iter().map(Vec::len).min().unwrap_or(0)
+    }
+
     /// The samples of one contestant, in the order of the rounds.
     pub(super) fn of(&self, name: &str) -> &[Sample] {
         let place = self.names.iter().position(|known| *known == name);
@@ -161,6 +182,16 @@ mod tests {
         assert_eq!(*log.borrow(), "abbaabba");
         assert_eq!(rounds.of("a").len(), 3);
         assert_eq!(rounds.speed("a", "b").median, 2.0);
+    }
+
+    #[test]
+    fn a_slow_machine_has_fewer_rounds_but_not_too_few() {
+        let rounds = |time, rounds| {
+            let contestant: Contestant<'_> = ("a", Box::new(|| Ok(Sample::default())));
+            take_turns_within(time, rounds, vec![contestant]).unwrap().count()
+        };
+        assert_eq!((rounds(Duration::ZERO, 30), rounds(Duration::ZERO, 3)), (9, 3));
+        assert_eq!(rounds(Duration::MAX, 30), 30);
     }
 
     #[test]

@@ -127,7 +127,10 @@ pub(super) fn run(arguments: &PutArgs, out: &mut dyn Write) -> Result<(), Failur
     }
     report.rows("small", rows);
     report.median("ratio", middle(medians));
-    report.number("segments_recycled", store.stats().counts.segments_recycled as f64);
+    let counts = store.stats().counts;
+    report.number("segments_recycled", counts.segments_recycled as f64);
+    // What was given back as holes comes from the file system again, never written: then nothing was recycled.
+    report.number("bytes_punched", counts.bytes_punched as f64);
     drop(files);
     home.close().map_err(Failure::user)?;
     report.write(common.json, out)

@@ -16,10 +16,9 @@ use kvarts_store::rt::blocking::block_on;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
-use tonic::transport::server::TcpIncoming;
 
 use super::local::{self, Filled};
-use super::pairs::{Contestant, Sample, cpu_seconds, take_turns};
+use super::pairs::{Contestant, Sample, cpu_seconds, take_turns_within};
 use super::report::Report;
 use super::setup::{self, Common, Scratch, key};
 use crate::cli::Failure;
@@ -27,7 +26,7 @@ use crate::client::{Client, ConnectOptions, endpoint};
 use crate::config::{Config, Settings};
 use crate::daemon::Daemon;
 use crate::grpc::bare::Bare;
-use crate::grpc::{limits, transport, wire};
+use crate::grpc::{incoming_tcp, limits, transport, wire};
 use crate::proto;
 use crate::proto::reads_client::ReadsClient;
 
@@ -41,6 +40,8 @@ const PAGE_BYTES: u64 = 64 << 10;
 const MATCH_PAGE_BYTES: u64 = 4096;
 /// Readers that saturate the server while a small one is looked at.
 const READERS: usize = 4;
+/// How long rounds of large reads go on, on a slow machine with fewer of them.
+const GRPC_TIME: Duration = Duration::from_secs(20);
 
 /// The arguments of `bench serve`.
 #[derive(Args, Debug)]
@@ -52,7 +53,7 @@ pub(super) struct ServeArgs {
     #[arg(long)]
     json: bool,
     /// Rounds in which the contestants take turns
-    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(3..=1000))]
+    #[arg(long, default_value_t = 61, value_parser = clap::value_parser!(u32).range(3..=1000))]
     pairs: u32,
     /// MiB of the prefix
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(8..=1 << 16))]
@@ -61,7 +62,7 @@ pub(super) struct ServeArgs {
     #[arg(long, default_value = "llama-3.1-8b")]
     model: String,
     /// One-block reads of the small reader, in quiet and in noise
-    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(20..=100_000))]
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(20..=100_000))]
     small: u32,
     /// Only one part of it
     #[arg(long, value_enum)]
@@ -102,7 +103,6 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
     let (bare_at, bare) = prepare_bare(&runtime, warm.bytes)?;
     let mut report = Report::new("serve");
     report.fact("mib", warm.bytes >> 20);
-    report.fact("pairs", arguments.pairs);
     let wanted = |part| arguments.part.is_none_or(|only| only == part);
     if wanted(Part::Grpc) {
         large_reads(arguments.pairs, &runtime, (&warm, &cold, &bare), &mut report)?;
@@ -126,12 +126,13 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
         let endpoint = endpoint_of(&cold.daemon)?;
         let served =
             Beside { small: (endpoint.clone(), cold.small.clone()), large: (endpoint, cold.request.clone()) };
-        small_reader("small_reader", "noise", &served, arguments.small, &mut report)?;
+        let ours = small_reader("small_reader", "noise", &served, arguments.small, &mut report)?;
         // The same load on the same transport, with nothing behind it: what the processors make of it.
         let page = Bare { bytes: Bytes::from(vec![7; PAGE_BYTES as usize]), messages: 1 };
         let page = runtime.block_on(serve_bare(page)).map_err(Failure::user)?;
         let bare = Beside { small: (page, cold.small.clone()), large: (bare_at, cold.request.clone()) };
-        small_reader("small_reader_bare", "noise_bare", &bare, arguments.small, &mut report)?;
+        let bare = small_reader("small_reader_bare", "noise_bare", &bare, arguments.small, &mut report)?;
+        report.number("small_reader_noisy_p99_to_bare", ours / bare);
     }
     report.note("both sides' work is in the CPU figures: clients and servers share this process");
     for Ground { daemon, served, .. } in [warm, cold] {
@@ -153,13 +154,15 @@ fn large_reads(
         let (request, client, bytes) = (ground.request.clone(), client.clone(), ground.bytes);
         (name, Box::new(move || sample(runtime, &client, &request, bytes)))
     };
+    // Forwards and backwards each of the two that are the same follows the other once.
     let contestants = vec![
         reader("serve", &warm.served, warm),
         reader("bare", bare, warm),
-        reader("cold", &cold.served, cold),
         reader("again", bare, warm),
+        reader("cold", &cold.served, cold),
     ];
-    let rounds = take_turns(pairs, contestants)?;
+    let rounds = take_turns_within(GRPC_TIME, pairs, contestants)?;
+    report.fact("grpc_pairs", rounds.count());
     let gib = warm.bytes as f64 / GIB;
     report.median("grpc_ratio", rounds.speed("serve", "bare"));
     report.median("grpc_cold_ratio", rounds.speed("cold", "bare"));
@@ -237,8 +240,7 @@ fn socket(scratch: &Scratch, name: &str) -> PathBuf {
 async fn serve_bare(bare: Bare) -> std::io::Result<String> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let endpoint = format!("http://{}", listener.local_addr()?);
-    // As the server does: a small answer does not wait for the acknowledgement of the one before.
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    let incoming = incoming_tcp(listener);
     tokio::spawn(async move { transport().add_service(bare).serve_with_incoming(incoming).await });
     Ok(endpoint)
 }
@@ -333,14 +335,15 @@ struct Beside {
     large: (String, proto::ReadRequest),
 }
 
-/// How long one-block reads take while nobody else reads, and while others take all they can.
+/// How long one-block reads take while nobody else reads, and while others take all they can. Gives the p99 of the
+/// latter.
 fn small_reader(
     name: &str,
     noise_name: &str,
     Beside { small, large }: &Beside,
     count: u32,
     report: &mut Report,
-) -> Result<(), Failure> {
+) -> Result<f64, Failure> {
     let (own, others) = (client_threads("small", 1)?, client_threads("noise", 2)?);
     let (request, small) = (&small.1, connect(&own, &ConnectOptions::to(small.0.clone()))?);
     let idle = latencies(&own, &small, request, count)?;
@@ -381,7 +384,7 @@ fn small_reader(
     report.number(&format!("{noise_name}_mib_s"), bytes as f64 / MIB / (seconds + 0.2));
     own.shutdown_background();
     others.shutdown_background();
-    Ok(())
+    Ok(part(&noisy, 99))
 }
 
 /// Seconds of one-block reads, sorted.

@@ -205,7 +205,7 @@ fn fitting_budget(config: &Config, notes: &mut Vec<String>) -> Result<u64, Strin
     let mut total = 0u64;
     for directory in &config.directories {
         let fault = |error: &dyn std::fmt::Display| format!("{}: {error}", directory.display());
-        std::fs::create_dir_all(directory).map_err(|error| fault(&error))?;
+        kvarts_store::home::make(directory).map_err(|error| fault(&error))?;
         let space = rustix::fs::statvfs(directory).map_err(|error| fault(&error))?;
         let free = space.f_bavail.saturating_mul(space.f_frsize);
         total = total.saturating_add(free / 100 * FREE_SHARE).saturating_add(bytes_below(directory));

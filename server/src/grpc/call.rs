@@ -19,6 +19,7 @@ use tower::{Layer, Service};
 
 use super::fault::{Fault, Outcome};
 use super::limits;
+use super::request::Arriving;
 use crate::metrics::CallName;
 use crate::node::{Caller, Node, Right, UnderWay};
 
@@ -89,6 +90,11 @@ impl Call {
         };
         // Said once.
         let _ = self.class.set(name);
+    }
+
+    /// Whether somebody has said how the call ended.
+    fn has_ended(&self) -> bool {
+        self.code.load(Ordering::Relaxed) != i32::from(Code::Cancelled)
     }
 
     /// How the call ended, for the metrics. Without it, it was cancelled.
@@ -256,20 +262,42 @@ where
         self.inner.poll_ready(context)
     }
 
-    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        if let Some(method) = self.door.methods.get(request.uri().path()) {
-            let headers = request.headers();
-            let header = headers.get(http::header::AUTHORIZATION).map(http::HeaderValue::as_bytes);
-            let asked = headers.get("grpc-timeout").and_then(|value| timeout(value.as_bytes()));
-            match admit(&self.door.node, "grpc", method, header, asked) {
-                Ok(call) => {
-                    request.extensions_mut().insert(Arc::new(call));
-                }
-                Err(fault) => return Box::pin(async move { Ok(fault.status().into_http()) }),
-            }
-        }
-        Box::pin(self.inner.call(request))
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let all = Arc::clone(&self.door.node.receiving);
+        let Some(method) = self.door.methods.get(request.uri().path()) else {
+            // Health is asked for and reflection goes on for as long as a client likes, within bounded memory.
+            let request = request.map(|body| Body::new(Arriving::new(body, &all, None)));
+            return Box::pin(self.inner.call(request));
+        };
+        let headers = request.headers();
+        let header = headers.get(http::header::AUTHORIZATION).map(http::HeaderValue::as_bytes);
+        let asked = headers.get("grpc-timeout").and_then(|value| timeout(value.as_bytes()));
+        let call = match admit(&self.door.node, "grpc", method, header, asked) {
+            Ok(call) => Arc::new(call),
+            Err(fault) => return Box::pin(async move { Ok(fault.status().into_http()) }),
+        };
+        let mut request = match call.name {
+            "put" => request,
+            _ => request.map(|body| Body::new(Arriving::new(body, &all, Some(limits::STALL)))),
+        };
+        request.extensions_mut().insert(Arc::clone(&call));
+        let answer = self.inner.call(request);
+        Box::pin(async move { Ok(in_words(&call, answer.await?)) })
     }
+}
+
+/// What the transport refused before anybody had the message, in the contract's words: a message that cannot be read or is
+/// too long is the client's mistake, and no defect.
+fn in_words(call: &Call, response: http::Response<Body>) -> http::Response<Body> {
+    let status = Status::from_header_map(response.headers()).filter(|_| !call.has_ended());
+    let Some(status) = status else { return response };
+    if !matches!(status.code(), Code::Internal | Code::OutOfRange) {
+        call.end(status.code());
+        return response;
+    }
+    let fault = Fault::malformed(status.message());
+    call.end(fault.code);
+    fault.status().into_http()
 }
 
 #[cfg(test)]

@@ -8,6 +8,10 @@ pub const FRAME_BYTES: usize = 1 << 20;
 pub const PUT_DATA_BYTES_MAX: usize = 4 << 20;
 /// The most bytes of any message. Room for the keys of the longest request, origins included.
 pub const MESSAGE_BYTES_MAX: usize = 8 << 20;
+/// Requests of one message up to this size are received as they come; larger ones share [`RECEIVING_BYTES_MAX`].
+pub const SMALL_REQUEST_BYTES: u64 = 64 << 10;
+/// Bytes of large requests of one message that are being received at a time, in all connections together.
+pub const RECEIVING_BYTES_MAX: u64 = 64 << 20;
 /// The most keys of one request: the engine's own limit.
 pub const KEYS_MAX: usize = kvarts_store::api::MAX_REQUEST_BLOCKS;
 /// The most bytes that one put or read may be about, in all.
@@ -28,7 +32,8 @@ pub const UNDER_WAY_BYTES: u64 = 8 << 20;
 pub const SMALL_READ_BYTES: u64 = 256 << 10;
 /// Messages of one read that wait for the connection to take them.
 pub const FRAMES_WAITING: usize = 4;
-/// How long a client may take to send the next message of a put, or to take the next one of a read.
+/// How long a client may take to send a request of one message or the next one of a put, or to take the next one of a
+/// read.
 pub const STALL: Duration = Duration::from_secs(20);
 /// How long a client may take to send one piece of a put: a byte now and then does not hold memory for ever.
 pub const PIECE_PATIENCE: Duration = Duration::from_secs(60);

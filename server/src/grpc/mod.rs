@@ -19,6 +19,7 @@ pub mod limits;
 mod polite;
 pub(crate) mod put;
 pub(crate) mod read;
+pub mod request;
 mod serve;
 mod services;
 mod watch;
@@ -26,5 +27,5 @@ pub(crate) mod window;
 pub(crate) mod windows;
 pub(crate) mod wire;
 
-pub(crate) use serve::transport;
 pub use serve::{Identity, Listeners, serve};
+pub(crate) use serve::{incoming_tcp, transport};

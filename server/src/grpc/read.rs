@@ -21,7 +21,7 @@ use tonic::Code;
 use super::call::Call;
 use super::fault::{self, Fault, Outcome};
 use super::frame::{self, Outgoing};
-use super::window::{self, Window};
+use super::window::{self, Nowhere, Window};
 use super::windows::{Stop, Through, Windows};
 use super::{limits, wire};
 use crate::node::Frozen;
@@ -90,7 +90,13 @@ impl Download {
         Ok(Self { namespace, group, coordinate, shape, keys, layers, order, class })
     }
 
-    fn request(&self, call: &Call, window: &Window, memory: &Fetched) -> Outcome<ReadRequest> {
+    fn request(
+        &self,
+        call: &Call,
+        window: &Window,
+        memory: &Fetched,
+        nowhere: &Nowhere,
+    ) -> Outcome<ReadRequest> {
         let keys = self.keys.get(window.blocks.start as usize..window.blocks.end as usize);
         Ok(ReadRequest {
             namespace: self.namespace,
@@ -99,7 +105,7 @@ impl Download {
             keys: keys.unwrap_or_default().to_vec(),
             layers: Some(window.layers.clone()),
             order: self.order,
-            into: window::place(self.order, &self.shape, window, &memory.buf)?
+            into: window::place(self.order, &self.shape, window, &memory.buf, nowhere)?
                 .with_digests(memory.digests.clone()),
             verify: Verify::Always,
             class: self.class,
@@ -120,6 +126,7 @@ struct Sending {
     download: Download,
     to: Sender<Outgoing>,
     large: LargeReads,
+    nowhere: Nowhere,
 }
 
 /// How many large reads there are; counts one if it is large itself.
@@ -158,7 +165,7 @@ pub(super) async fn run(call: Arc<Call>, download: Download, to: Sender<Outgoing
     let budget = limits::WINDOW_BYTES.min(call.node.memory.piece_max());
     let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
     let large = LargeReads::enter(&call.node.large_reads, download.bytes());
-    let sending = Sending { call, download, to, large };
+    let sending = Sending { call, download, to, large, nowhere: Nowhere::default() };
     let mut windows = Windows::new(sending, shape, order, layers, blocks, budget);
     let (ended, whole) = match windows.run().await {
         Ok(()) => (Ok(()), true),
@@ -263,7 +270,8 @@ impl Sending {
     fn begin_into(&self, window: &Window, buf: Buf) -> Result<(Fetched, ReadStream), Stopped> {
         let digests = Digests::new(&self.download.shape, window.blocks.len() as u32);
         let memory = Fetched { buf, digests };
-        let request = self.download.request(&self.call, window, &memory).map_err(Stop::Fault)?;
+        let request = self.download.request(&self.call, window, &memory, &self.nowhere);
+        let request = request.map_err(Stop::Fault)?;
         let stream = self.call.node.store().read(request).map_err(|error| match error.0 {
             Reason::DeadlineInPast => Stop::Late,
             reason => reason.into(),

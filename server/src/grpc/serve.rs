@@ -1,8 +1,9 @@
 //! The transport: connections, TLS, windows, health and reflection.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
-use tokio::net::{TcpListener, UnixListener};
+use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::transport::server::{Router, TcpIncoming};
@@ -51,8 +52,7 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
     let Listeners { tcp, unix, tls } = listeners;
     let over_tcp = async {
         let Some(listener) = tcp else { return Ok(()) };
-        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        let incoming = placed(&node, incoming);
+        let incoming = placed(&node, incoming_tcp(listener));
         let server = router(&node, tls)?;
         server.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
     };
@@ -68,6 +68,22 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
     };
     let (tcp, unix) = tokio::join!(over_tcp, over_unix);
     tcp.and(unix)
+}
+
+/// Connections that come in over TCP, set up as the server's are: also those of the bare server that this one is
+/// measured beside.
+pub(crate) fn incoming_tcp(listener: TcpListener) -> impl Stream<Item = std::io::Result<TcpStream>> {
+    TcpIncoming::from(listener).with_nodelay(Some(true)).map(|stream| stream.inspect(unpace))
+}
+
+/// Lets a connection of this host send as fast as it is taken. Where the host's congestion control paces (BBR), its timers
+/// hold back bytes that cross no network, and cost a fifth of a read's processor time.
+fn unpace(stream: &TcpStream) {
+    let of_this_host = |peer: SocketAddr| peer.ip().to_canonical().is_loopback();
+    if stream.peer_addr().is_ok_and(of_this_host) {
+        // Every kernel has this one and lets everybody have it; without it the connection is only slower.
+        let _ = rustix::net::sockopt::set_tcp_congestion(stream, "reno");
+    }
 }
 
 /// Connections that come in, as many as there are places.
@@ -129,4 +145,22 @@ fn router(
             router
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::sockopt::tcp_congestion;
+
+    #[tokio::test]
+    async fn a_connection_of_this_host_is_not_paced() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut incoming = std::pin::pin!(incoming_tcp(listener));
+        let (client, accepted) = tokio::join!(TcpStream::connect(address), incoming.next());
+        let accepted = accepted.unwrap().unwrap();
+        assert_eq!(tcp_congestion(&accepted).unwrap(), "reno");
+        assert!(accepted.nodelay().unwrap());
+        drop(client);
+    }
 }

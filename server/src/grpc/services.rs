@@ -185,6 +185,8 @@ async fn one_message(body: Body) -> Outcome<Bytes> {
     while let Some(frame) = std::future::poll_fn(|context| body.as_mut().poll_frame(context)).await {
         let frame = frame.map_err(|status| match status.code() {
             Code::Cancelled | Code::Unknown | Code::Internal => Fault::busy("the connection broke off"),
+            Code::Unavailable => Fault::busy("the server receives as many large requests as fit into memory"),
+            Code::DeadlineExceeded => Fault::late(status.message()),
             _ => Fault::malformed(status.message()),
         })?;
         let Ok(data) = frame.into_data() else { continue };

@@ -5,6 +5,7 @@
 //! memory that is reserved and never touched, so that it costs nothing.
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::{BlockShape, ChunkShape};
@@ -58,6 +59,25 @@ fn chunks(shape: &BlockShape) -> impl Iterator<Item = (u32, &ChunkShape)> {
     (0u32..).zip(shape.layers()).flat_map(|(at, layer)| layer.chunks.iter().map(move |chunk| (at, chunk)))
 }
 
+/// Addresses for the layers that the windows of a read do not read. Taken from the kernel once for all windows: for
+/// each they would cost the executor that gives them back a fiftieth of its work.
+#[derive(Default, Debug)]
+pub(crate) struct Nowhere(Mutex<Option<Arc<Region>>>);
+
+impl Nowhere {
+    /// So many bytes of them.
+    fn addresses(&self, bytes: u64) -> Result<Buf, Reason> {
+        let too_many = || Reason::TooMany("bytes");
+        let bytes = usize::try_from(bytes).map_err(|_| too_many())?;
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let region = match &*kept {
+            Some(region) if region.len() >= bytes => Arc::clone(region),
+            _ => Arc::clone(kept.insert(Region::anonymous(bytes).map_err(|_| too_many())?)),
+        };
+        Buf::new(&region, 0, bytes).ok_or_else(too_many)
+    }
+}
+
 /// Gives every chunk of a window its place in `memory`: in block order `[block][layer][part]`, in layer order
 /// `[layer][part][block]`.
 pub(crate) fn place(
@@ -65,6 +85,7 @@ pub(crate) fn place(
     shape: &BlockShape,
     window: &Window,
     memory: &Buf,
+    nowhere: &Nowhere,
 ) -> Result<Placed, Reason> {
     let blocks = window.blocks.len() as u64;
     let stride = layers_bytes(shape, &window.layers);
@@ -86,9 +107,7 @@ pub(crate) fn place(
     }
     let mut memories = vec![memory.clone()];
     if aside > 0 {
-        let bytes = usize::try_from(aside).map_err(|_| Reason::TooMany("bytes"))?;
-        let nowhere = Region::anonymous(bytes).map_err(|_| Reason::TooMany("bytes"))?;
-        memories.push(Buf::new(&nowhere, 0, bytes).ok_or(Reason::TooMany("bytes"))?);
+        memories.push(nowhere.addresses(aside)?);
     }
     let slots = (0..window.blocks.len() as u32).collect();
     Placed::paged(shape, memories, &targets, slots)
@@ -160,8 +179,25 @@ mod tests {
     }
 
     #[test]
+    fn the_windows_of_a_read_share_the_addresses_that_nobody_reads_into() {
+        let (shape, nowhere) = (shape(), Nowhere::default());
+        let memory = Buf::new(&Region::anonymous(1 << 20).unwrap(), 0, 1 << 20).unwrap();
+        let unread = |blocks, layers| {
+            let window = Window { blocks, layers };
+            let placed = place(Order::Layers, &shape, &window, &memory, &nowhere).unwrap();
+            // The first part is of layer 0, which none of these windows reads.
+            placed.chunk(0, 0, 10).unwrap().region().id()
+        };
+        let of_three = unread(0..3, 1..2);
+        assert_eq!((unread(0..3, 2..3), unread(0..1, 1..3)), (of_three, of_three));
+        assert_ne!(of_three, memory.region().id());
+        // A larger window gets more of them.
+        assert_ne!(unread(0..3000, 1..2), of_three);
+    }
+
+    #[test]
     fn every_wanted_chunk_lies_where_its_range_says() {
-        let shape = shape();
+        let (shape, nowhere) = (shape(), Nowhere::default());
         for (order, window) in [
             (Order::Blocks, Window { blocks: 4..7, layers: 1..3 }),
             (Order::Layers, Window { blocks: 4..7, layers: 0..2 }),
@@ -169,7 +205,7 @@ mod tests {
         ] {
             let memory =
                 Buf::new(&Region::anonymous(4096).unwrap(), 0, window.bytes(&shape) as usize).unwrap();
-            let placed = place(order, &shape, &window, &memory).unwrap();
+            let placed = place(order, &shape, &window, &memory, &nowhere).unwrap();
             let mut expected = Vec::new();
             for layer in window.layers.clone() {
                 let sizes = chunks(&shape).enumerate().filter(|(_, (at, _))| *at == layer);

@@ -149,6 +149,7 @@ pub fn bare(kind: Kind, id: u64) -> Vec<u8> {
 mod tests {
     use super::*;
     use crate::proto;
+    use proptest::prelude::*;
     use prost::Message;
 
     #[test]
@@ -207,5 +208,93 @@ mod tests {
             let _ = proto::LocalArrived::decode(&bytes[..]);
             let _ = proto::LocalEnd::decode(&bytes[..]);
         }
+
+        /// What is encoded comes back, and a flipped bit makes it an error or something else that may be, whose bytes
+        /// are those of the flipped one.
+        #[test]
+        fn a_frame_comes_back_and_a_flipped_bit_makes_no_more_than_another_frame(
+            read in reads(), put in puts(), id in any::<u64>(), flip in any::<prop::sample::Index>(),
+        ) {
+            prop_assert_eq!(back::<proto::LocalRead>(&frame(Kind::Read, id, &read)).unwrap().1, read.clone());
+            prop_assert_eq!(back::<proto::LocalPut>(&frame(Kind::Put, id, &put)).unwrap().1, put.clone());
+            for (kind, bytes) in [
+                (Kind::Read, frame(Kind::Read, id, &read)),
+                (Kind::Put, frame(Kind::Put, id, &put)),
+                (Kind::Cancel, bare(Kind::Cancel, id)),
+            ] {
+                let mut flipped = bytes.clone();
+                let bit = flip.index(bytes.len() * 8);
+                flipped[bit / 8] ^= 1 << (bit % 8);
+                let Ok(head) = Head::parse(&flipped) else { continue };
+                let head = head.unwrap();
+                prop_assert_eq!(&head.bytes()[..], &flipped[..HEAD_BYTES]);
+                prop_assert!(head.length <= BODY_BYTES_MAX);
+                let whole = Head::parse(&bytes).unwrap().unwrap();
+                prop_assert!(bit / 8 < HEAD_BYTES || head == whole);
+                match kind {
+                    Kind::Read => once_more::<proto::LocalRead>(&flipped)?,
+                    Kind::Put => once_more::<proto::LocalPut>(&flipped)?,
+                    _ => prop_assert_ne!(head, whole),
+                }
+            }
+        }
+    }
+
+    /// The head and the message of a frame that is whole.
+    fn back<M: Message + Default>(bytes: &[u8]) -> Option<(Head, M)> {
+        let head = Head::parse(bytes).ok()??;
+        let body = bytes.get(HEAD_BYTES..HEAD_BYTES + head.length)?;
+        Some((head, M::decode(body).ok()?))
+    }
+
+    /// A message that can be read is the same when it is written and read once more.
+    fn once_more<M: Message + Default + PartialEq>(bytes: &[u8]) -> Result<(), TestCaseError> {
+        if let Some((head, message)) = back::<M>(bytes) {
+            let (_, again) = back::<M>(&frame(head.kind, head.id, &message)).unwrap();
+            prop_assert!(again == message);
+        }
+        Ok(())
+    }
+
+    fn some_bytes() -> impl Strategy<Value = bytes::Bytes> {
+        prop::collection::vec(any::<u8>(), 0..100).prop_map(Into::into)
+    }
+
+    fn places() -> impl Strategy<Value = Option<proto::LocalPlaces>> {
+        let target = (any::<u32>(), any::<u64>(), any::<u64>());
+        let target =
+            target.prop_map(|(memory, base, stride)| proto::local_places::Target { memory, base, stride });
+        let all = (prop::collection::vec(target, 0..8), prop::collection::vec(any::<u32>(), 0..20));
+        prop::option::of(all.prop_map(|(targets, slots)| proto::LocalPlaces { targets, slots }))
+    }
+
+    fn reads() -> impl Strategy<Value = proto::LocalRead> {
+        let range = (any::<u32>(), any::<u32>());
+        let range = range.prop_map(|(start, end)| proto::read_request::LayerRange { start, end });
+        let asked = (some_bytes(), some_bytes(), prop::option::of(range), 0..4i32);
+        let asked = asked.prop_map(|(namespace, keys, layers, class)| proto::ReadRequest {
+            namespace,
+            keys,
+            layers,
+            class,
+            ..Default::default()
+        });
+        (prop::option::of(asked), any::<bool>(), places(), any::<u64>()).prop_map(
+            |(read, by_blocks, into, timeout_us)| proto::LocalRead { read, by_blocks, into, timeout_us },
+        )
+    }
+
+    fn puts() -> impl Strategy<Value = proto::LocalPut> {
+        let header = (some_bytes(), some_bytes(), any::<Option<u32>>(), any::<i32>());
+        let header = header.prop_map(|(namespace, keys, first_block, durability)| proto::PutHeader {
+            namespace,
+            keys,
+            first_block,
+            durability,
+            ..Default::default()
+        });
+        let crc32 = prop::collection::vec(any::<u32>(), 0..20);
+        (prop::option::of(header), places(), crc32, any::<u64>())
+            .prop_map(|(header, from, crc32, timeout_us)| proto::LocalPut { header, from, crc32, timeout_us })
     }
 }

@@ -22,6 +22,9 @@ pub const SESSIONS_MAX: usize = 1024;
 pub const REQUESTS_MAX: usize = 256;
 /// Memories that one session may share at a time.
 pub const MEMORIES_MAX: usize = 256;
+/// Bytes of memories that are registered with the engine's rings, in all sessions together. More is used as it is. Each
+/// ring looks up every page of them while it does nothing else.
+pub const PINNED_BYTES_MAX: u64 = 1 << 30;
 /// Leases that one session may hold at a time.
 pub const LEASES_MAX: usize = 4096;
 /// Descriptors that may travel with one frame.

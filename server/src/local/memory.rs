@@ -3,9 +3,13 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use kvarts_store::engine::Store;
 use kvarts_store::error::Reason;
 use kvarts_store::io::{Region, shared};
 
+use tokio::runtime::Handle;
+
+use super::pinned::Pinned;
 use super::{Locals, Mode};
 use crate::grpc::fault::{Fault, Outcome};
 use crate::proto;
@@ -15,12 +19,13 @@ use crate::proto;
 pub(super) struct Memory {
     pub(super) region: Arc<Region>,
     pub(super) mode: Mode,
+    _pinned: Option<Arc<Pinned>>,
 }
 
 impl Memory {
     /// Maps what a client shares. Without a descriptor one is made, and is the second part of the answer.
     pub(super) fn share(
-        locals: &Arc<Locals>,
+        (locals, store, elsewhere): (&Arc<Locals>, &Store, &Handle),
         wire: &proto::ShareRequest,
         file: Option<OwnedFd>,
     ) -> Outcome<(Self, Option<OwnedFd>)> {
@@ -50,6 +55,9 @@ impl Memory {
         let mapped = shared::map(&file, wire.bytes, Box::new(part));
         let region =
             mapped.map_err(|error| malformed(&format!("it cannot be mapped for writing: {error}")))?;
-        Ok((Self { region, mode }, made.then_some(file)))
+        // What only clients read from and write to is copied, and no device ever writes there.
+        let pinned = (made && mode == Mode::Direct).then(|| Pinned::begin(locals, store, &region, elsewhere));
+        let pinned = pinned.flatten().map(Arc::new);
+        Ok((Self { region, mode, _pinned: pinned }, made.then_some(file)))
     }
 }

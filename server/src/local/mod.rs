@@ -21,6 +21,7 @@ pub mod limits;
 mod listen;
 mod memory;
 mod outbox;
+mod pinned;
 mod places;
 mod put;
 mod read;
@@ -111,6 +112,8 @@ pub struct Locals {
     mapped: AtomicU64,
     /// The most that may be.
     mapped_max: u64,
+    /// Bytes of it that are registered with the engine's rings, or about to be.
+    pinned: AtomicU64,
     /// Bytes of requests that are being received, in all sessions.
     receiving: AtomicU64,
     /// Threads that work for sessions.
@@ -145,6 +148,18 @@ impl Locals {
         taken.is_ok().then(|| Mapped { all: Arc::clone(self), bytes })
     }
 
+    /// Bytes of it that are registered with the engine's rings, as far as those took them, or about to be.
+    pub fn pinned(&self) -> u64 {
+        self.pinned.load(Ordering::SeqCst)
+    }
+
+    /// Takes `bytes` of what may be registered, until the answer is dropped.
+    fn pin(self: &Arc<Self>, bytes: u64) -> Option<PinnedBytes> {
+        let fits = |now: u64| now.checked_add(bytes).filter(|&sum| sum <= limits::PINNED_BYTES_MAX);
+        let taken = self.pinned.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits);
+        taken.is_ok().then(|| PinnedBytes { all: Arc::clone(self), bytes })
+    }
+
     /// Takes `bytes` of what may be received at a time, until the answer is dropped.
     fn receive(self: &Arc<Self>, bytes: u64) -> Option<Receiving> {
         let fits = |now: u64| now.checked_add(bytes).filter(|&sum| sum <= limits::RECEIVING_BYTES_MAX);
@@ -163,6 +178,19 @@ struct Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         self.all.mapped.fetch_sub(self.bytes, Ordering::SeqCst);
+    }
+}
+
+/// A part of what may be registered.
+#[derive(Debug)]
+struct PinnedBytes {
+    all: Arc<Locals>,
+    bytes: u64,
+}
+
+impl Drop for PinnedBytes {
+    fn drop(&mut self) {
+        self.all.pinned.fetch_sub(self.bytes, Ordering::SeqCst);
     }
 }
 

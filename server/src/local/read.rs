@@ -178,7 +178,9 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
         let taking = call.node.take_memory(&call.caller.tenant, bytes);
         let wait = tokio::time::timeout(limits::WAIT, taking).await;
         let Ok(Some(memory)) = wait else { continue };
-        let Ok(into) = window::place(Order::Blocks, &asked.shape, &window, &memory) else { continue };
+        let nowhere = window::Nowhere::default();
+        let into = window::place(Order::Blocks, &asked.shape, &window, &memory, &nowhere);
+        let Ok(into) = into else { continue };
         let Some(key) = asked.keys.get(block as usize) else { continue };
         let request = ReadRequest {
             keys: vec![*key],

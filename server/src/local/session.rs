@@ -519,7 +519,8 @@ impl Session {
         if self.memories.len() >= MEMORIES_MAX {
             return Err(Reason::TooMany("memories").into());
         }
-        let (memory, file) = Memory::share(&self.node.locals, &wire, file)?;
+        let (memory, file) =
+            Memory::share((&self.node.locals, &self.node.engine, &self.elsewhere), &wire, file)?;
         tracing::debug!(pid = self.peer.pid, mode = memory.mode.name(), bytes = wire.bytes, "memory shared");
         self.memories.insert(wire.memory, memory);
         self.shared();
@@ -622,3 +623,6 @@ impl Drop for Session {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

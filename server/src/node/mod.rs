@@ -36,6 +36,7 @@ pub(crate) use shares::Bandwidth;
 pub use tenant::Tenant;
 pub use veil::Veil;
 
+use crate::grpc::request::Receiving;
 use crate::local::Locals;
 use crate::metrics::Metrics;
 use crate::scrub::Scrub;
@@ -63,6 +64,8 @@ pub struct Node {
     pub connections_all: usize,
     /// Large reads under way over the network.
     pub large_reads: Arc<AtomicU64>,
+    /// Large requests that are being received over gRPC.
+    pub receiving: Arc<Receiving>,
     /// Turns of puts that take bytes.
     pub puts: Puts,
     /// How many lines refused calls have caused.
@@ -114,6 +117,7 @@ impl Node {
             connections: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
             shares: shares(&gate, &memory),
             large_reads: Arc::default(),
+            receiving: Arc::default(),
             puts: Puts::new(&memory),
             audit,
             veil: Veil::new(secret),

@@ -7,6 +7,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use kvarts_fsck::contents::Contents;
 use kvarts_fsck::export::{Exported, LeftOut, Selection, export, planned_bytes};
 use kvarts_fsck::tree::lineage;
 use kvarts_fsck::window::Tally;
@@ -52,6 +53,8 @@ struct Report {
     blocks_gone: u64,
     extensions_left_out: u64,
     store_problems: u64,
+    /// A checkpoint cannot be read: what was deleted may be in the file.
+    deletes_may_be_missing: bool,
     left_out: Vec<LeftOut>,
 }
 
@@ -83,7 +86,7 @@ pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Fai
         return Err(Failure::user("nothing in the store is what was asked for"));
     }
     partial.finish()?;
-    let report = report(arguments, exported, contents.findings.problem_count);
+    let report = report(arguments, exported, &contents);
     if arguments.json {
         write_json(&report, out)?;
     } else {
@@ -130,11 +133,13 @@ impl Drop for Partial {
     }
 }
 
-fn report(arguments: &ExportArgs, exported: Exported, store_problems: u64) -> Report {
+fn report(arguments: &ExportArgs, exported: Exported, contents: &Contents) -> Report {
+    let store_problems = contents.findings.problem_count;
+    let deletes_may_be_missing = contents.may_have_forgotten_deletes();
     let Exported { totals, left_out, blocks_left_out, blocks_gone, extensions_left_out } = exported;
     Report {
         file: arguments.to.display().to_string(),
-        complete: blocks_left_out == 0 && store_problems == 0,
+        complete: blocks_left_out == 0 && store_problems == 0 && !deletes_may_be_missing,
         namespaces: totals.identities,
         artifacts: totals.runs,
         blocks: totals.blocks,
@@ -143,6 +148,7 @@ fn report(arguments: &ExportArgs, exported: Exported, store_problems: u64) -> Re
         blocks_gone,
         extensions_left_out,
         store_problems,
+        deletes_may_be_missing,
         left_out,
     }
 }
@@ -183,6 +189,9 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
             "The store has {} problems; what they hide is not in the file. Run kvarts fsck.",
             grouped(report.store_problems)
         )?;
+    }
+    if report.deletes_may_be_missing {
+        writeln!(out, "A checkpoint cannot be read: what was deleted may be in the file.")?;
     }
     Ok(())
 }

@@ -47,7 +47,7 @@ impl FromStr for At {
 pub(crate) struct InspectArgs {
     #[command(flatten)]
     place: Place,
-    /// A segment, or a record in it
+    /// A segment, or a record in it; offset 0 is the segment's header
     #[arg(value_name = "SHARD/SEGMENT[/OFFSET]")]
     at: Option<At>,
     /// The most records of a segment, or blocks of a record, that are shown
@@ -79,7 +79,7 @@ struct Summary<'a> {
     segment_bytes: u64,
     directories: usize,
     shards: usize,
-    artifacts: usize,
+    artifacts: u64,
     blocks: u64,
     dead_blocks: u64,
     deletes_remembered: u64,
@@ -108,7 +108,9 @@ fn summary<'a>(store: &Store, contents: &'a Contents) -> Summary<'a> {
         let fates = contents.runs.iter().flat_map(|run| &run.fates);
         fates.filter(|fate| (**fate == Fate::Live) == live).count() as u64
     };
-    let namespaces = trees(contents, None, 0).into_iter().map(|tree| NamespaceRow {
+    let trees = trees(contents, None, 0);
+    let artifacts = trees.iter().map(|tree| tree.artifacts).fold(0, u64::saturating_add);
+    let namespaces = trees.into_iter().map(|tree| NamespaceRow {
         namespace: tree.namespace.id.to_string(),
         model: tree.namespace.model.clone(),
         artifacts: tree.artifacts,
@@ -120,7 +122,7 @@ fn summary<'a>(store: &Store, contents: &'a Contents) -> Summary<'a> {
         segment_bytes: store.keyring.segment_bytes,
         directories: store.directories.len(),
         shards: store.shards.len(),
-        artifacts: contents.runs.len(),
+        artifacts,
         blocks: count(true),
         dead_blocks: count(false),
         deletes_remembered: contents.graves,
@@ -153,7 +155,7 @@ fn whole(store: &Store, contents: &Contents, json: bool, out: &mut dyn Write) ->
         out,
         "{} blocks in {} artifacts; {} blocks no longer count; {} deletes are remembered",
         grouped(all.blocks),
-        grouped(all.artifacts as u64),
+        grouped(all.artifacts),
         grouped(all.dead_blocks),
         grouped(all.deletes_remembered)
     )?;

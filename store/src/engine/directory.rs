@@ -1,19 +1,22 @@
 //! The directories of a store: making them, and finding out that they belong together.
 //!
 //! A directory is a store's when its superblock says so. It is written slot by slot, each slot durable before the
-//! other is touched, so a crash leaves at least one good one. A directory that holds anything else is never made
-//! into a store. A store of several directories that a crash left half made is finished: shards are made after all
-//! superblocks, so where there is none yet nothing can be lost.
+//! other is touched, so a crash leaves at least one good one. The folders of all shards are durable before the first
+//! superblock is: a store without one of them has lost it, and none is ever made in its place here. A directory that
+//! holds anything else is never made into a store.
 
+mod making;
+
+use std::collections::BTreeSet;
 use std::rc::Rc;
 
-use kvarts_layout::StoreId;
+use kvarts_layout::format::names::FileName;
 use kvarts_layout::format::superblock::{Chosen, FILE_BYTES, PairUnsound, Superblock};
-use kvarts_layout::format::{self, PAGE, Secret, Unsound, VERSION};
+use kvarts_layout::format::{self, Unsound};
 
 use super::shared::Birth;
 use crate::error::Reason;
-use crate::io::{Arena, Buf, DirEntry, DirId, Driver, IoError, IoErrorKind, MetaOp, Name, OpenMode};
+use crate::io::{Arena, DirId, Driver, EntryKind, IoError, IoErrorKind, MetaOp, Name, OpenMode};
 use crate::rt::{Class, Clock, Entropy};
 
 /// What a store is made with where there is none.
@@ -64,55 +67,26 @@ pub(crate) async fn open(
         found.push(read(driver, arena, dir).await?);
     }
     if found.iter().all(Option::is_none) {
-        return make(driver, arena, plan, clock, entropy).await;
+        return making::make(driver, arena, plan, clock, entropy).await;
     }
     if found.iter().any(Option::is_none) {
-        finish(driver, arena, plan, &mut found).await?;
+        making::finish(driver, arena, plan, &mut found).await?;
     }
     join(plan, found)
 }
 
-/// Writes the superblocks that a crash kept from being written while the store was made. Leaves everything as it is if
-/// any directory has more than a superblock: then the store was in use, and the empty ones are not what it lost.
-async fn finish(
-    driver: &Rc<Driver>,
-    arena: &Arena,
-    plan: &Plan,
-    found: &mut [Option<Chosen>],
-) -> Result<(), Reason> {
-    let there: Vec<&Superblock> = found.iter().flatten().map(|chosen| &chosen.superblock).collect();
-    let Some(first) = there.first().map(|&first| first.clone()) else { return Ok(()) };
-    let seen: Vec<u32> = there.iter().map(|superblock| superblock.directory).collect();
-    if first.directories != u32::from(plan.directories) || there.iter().any(|one| one.store != first.store) {
-        return Ok(());
-    }
-    for dir in (0..plan.directories).map(DirId) {
-        if foreign(driver, dir).await?.is_some() {
-            return Ok(());
-        }
-    }
-    let each = first.shards.len() as u32;
-    let missing: Vec<u32> = (0..first.directories).filter(|number| !seen.contains(number)).collect();
-    let empty = (0u16..).zip(found.iter_mut()).filter(|(_, chosen)| chosen.is_none());
-    for ((at, chosen), directory) in empty.zip(missing) {
-        let shards = (0..each).map(|shard| directory * each + shard).collect();
-        let superblock = Superblock { directory, shards, sequence: 1, ..first.clone() };
-        write_new(driver, arena, DirId(at), &superblock).await?;
-        *chosen = read(driver, arena, DirId(at)).await?;
-    }
-    Ok(())
-}
-
-/// The superblock of a directory, `None` if the directory is empty.
+/// The superblock of a directory, `None` if nothing was ever stored in it.
 async fn read(driver: &Rc<Driver>, arena: &Arena, dir: DirId) -> Result<Option<Chosen>, Reason> {
     let mode = OpenMode { write: true, create: false, direct: true };
     let file = match driver.open(superblock_name(dir), mode).await {
         Ok(file) => file,
         Err(error) if error.kind == IoErrorKind::NotFound => {
-            return match foreign(driver, dir).await? {
+            refuse_unfinished(driver, dir).await?;
+            return match Top::read(driver, dir).await?.foreign {
                 None => Ok(None),
                 Some(name) => Err(Reason::Directory(format!(
-                    "directory {} is not empty ({name} is in it) and holds no store: use an empty directory",
+                    "directory {} is not empty ({name} is in it) and holds no store: use an empty directory, \
+                     or, if this was a store, run kvarts fsck --repair",
                     dir.0
                 ))),
             };
@@ -135,26 +109,80 @@ async fn read(driver: &Rc<Driver>, arena: &Arena, dir: DirId) -> Result<Option<C
     }
 }
 
-/// The name of something in the directory that stands in the way of making a store there.
-async fn foreign(driver: &Rc<Driver>, dir: DirId) -> Result<Option<String>, Reason> {
-    let entries = driver.list(Name { dir, path: "".into() }).await.map_err(|error| refused(&error))?;
-    let superblock = superblock_name(dir).path;
-    let name = |entry: &DirEntry| {
-        (!is_harmless(&entry.name) && *entry.name != *superblock).then(|| entry.name.to_string())
-    };
-    Ok(entries.iter().find_map(name))
+/// What a directory holds beside its superblock.
+struct Top {
+    /// Folders of shards in which there is nothing.
+    empty: BTreeSet<u32>,
+    /// The name of something that stands in the way of making a store there: a folder of a shard only if it is not empty.
+    foreign: Option<String>,
 }
 
-/// A superblock without content: what a crash leaves of a store that was being made. Shards are made after their
-/// superblocks are durable, so with anything beside it the superblock is lost, and nothing is made in its place.
+impl Top {
+    async fn read(driver: &Rc<Driver>, dir: DirId) -> Result<Self, Reason> {
+        let list = async |path: Box<str>| {
+            let entries = driver.list(Name { dir, path }).await;
+            entries.map_err(|error| refused(&error))
+        };
+        let (superblock, mut top) =
+            (superblock_name(dir).path, Self { empty: BTreeSet::new(), foreign: None });
+        for entry in list("".into()).await? {
+            if is_harmless(&entry.name) || entry.name == superblock {
+                continue;
+            }
+            match (FileName::parse(&entry.name), entry.kind) {
+                (Some(FileName::Shard(shard)), EntryKind::Dir)
+                    if list(entry.name.clone()).await?.is_empty() =>
+                {
+                    top.empty.insert(shard);
+                }
+                _ => drop(top.foreign.get_or_insert(entry.name.into())),
+            }
+        }
+        Ok(top)
+    }
+}
+
+/// Refuses a directory without a superblock into which `kvarts compact --to` was writing when it was interrupted. Such a
+/// copy has one checkpoint: with a second one it was a store, and was used.
+async fn refuse_unfinished(driver: &Rc<Driver>, dir: DirId) -> Result<(), Reason> {
+    let entries = driver.list(Name { dir, path: "".into() }).await.map_err(|error| refused(&error))?;
+    if !entries.iter().any(|entry| *entry.name == *format::names::UNFINISHED_COPY) {
+        return Ok(());
+    }
+    let is_shard = |name: &str| matches!(FileName::parse(name), Some(FileName::Shard(_)));
+    for shard in entries.iter().filter(|entry| is_shard(&entry.name)) {
+        let files = driver.list(Name { dir, path: shard.name.clone() }).await;
+        let files = files.map_err(|error| refused(&error))?;
+        if files.iter().any(|file| FileName::parse(&file.name) == Some(FileName::Checkpoint(1))) {
+            return Ok(());
+        }
+    }
+    Err(Reason::Directory(format!(
+        "directory {} holds an unfinished copy of a store: `kvarts compact --to` was interrupted; run it again, or \
+         delete the directory",
+        dir.0
+    )))
+}
+
+/// A superblock without content: what a crash leaves of a store that was being made. Nothing is in the folders of its
+/// shards before their superblocks are durable, so with anything there the superblock is lost, and none is made in its
+/// place.
 async fn unmade(driver: &Rc<Driver>, dir: DirId) -> Result<Option<Chosen>, Reason> {
-    match foreign(driver, dir).await? {
+    match Top::read(driver, dir).await?.foreign {
         None => Ok(None),
         Some(name) => Err(Reason::Directory(format!(
             "directory {} has lost its superblock ({name} is beside an empty one): run kvarts fsck --repair",
             dir.0
         ))),
     }
+}
+
+/// What is said of a store that lacks the folder of a shard.
+pub(crate) fn lost_shard(dir: DirId, shard: u32) -> Reason {
+    Reason::Directory(format!(
+        "directory {} has lost the folder of shard {shard}: run kvarts fsck --repair, which makes it again, empty",
+        dir.0
+    ))
 }
 
 fn is_blank(unsound: &PairUnsound) -> bool {
@@ -230,72 +258,4 @@ fn join(plan: &Plan, found: Vec<Option<Chosen>>) -> Result<Found, Reason> {
         shards: shards.len() as u32,
     };
     Ok(Found { birth, shards, superblock_bytes: seen.len() as u64 * FILE_BYTES as u64 })
-}
-
-async fn make(
-    driver: &Rc<Driver>,
-    arena: &Arena,
-    plan: &Plan,
-    clock: &dyn Clock,
-    entropy: &dyn Entropy,
-) -> Result<Found, Reason> {
-    let (mut store, mut secret) = (StoreId::default(), [0; 32]);
-    entropy.fill(&mut store.0);
-    entropy.fill(&mut secret);
-    let created_ms = clock.unix_millis();
-    let each = plan.shards_per_directory;
-    let mut shards = Vec::new();
-    for dir in 0..plan.directories {
-        let here: Vec<u32> = (0..each).map(|shard| u32::from(dir) * each + shard).collect();
-        shards.extend(here.iter().map(|&shard| (shard, DirId(dir))));
-        let superblock = Superblock {
-            store,
-            directory: u32::from(dir),
-            sequence: 1,
-            secret: Secret::new(secret),
-            created_ms,
-            segment_bytes: plan.segment_bytes,
-            min_reader: VERSION,
-            clean: false,
-            directories: u32::from(plan.directories),
-            shards_total: u32::from(plan.directories) * each,
-            shards: here,
-        };
-        write_new(driver, arena, DirId(dir), &superblock).await?;
-    }
-    let birth = Birth {
-        store,
-        secret: Secret::new(secret),
-        segment_bytes: plan.segment_bytes,
-        created_ms,
-        budget: plan.budget,
-        record_bytes_max: plan.record_bytes_max.min(plan.segment_bytes / 4),
-        shards: shards.len() as u32,
-    };
-    let superblock_bytes = u64::from(plan.directories) * FILE_BYTES as u64;
-    Ok(Found { birth, shards, superblock_bytes })
-}
-
-async fn write_new(
-    driver: &Rc<Driver>,
-    arena: &Arena,
-    dir: DirId,
-    superblock: &Superblock,
-) -> Result<(), Reason> {
-    let refuse = |error: IoError| refused(&error);
-    let mode = OpenMode { write: true, create: true, direct: true };
-    let file = driver.open(superblock_name(dir), mode).await.map_err(refuse)?;
-    driver.meta(MetaOp::Allocate { file, offset: 0, len: FILE_BYTES as u64 }).await.map_err(refuse)?;
-    for slot in 0..2u32 {
-        let image = superblock
-            .encode(slot)
-            .map_err(|_| Reason::Config("too many shards or directories".to_owned()))?;
-        let buf: Buf = arena.take(PAGE).await.ok_or(Reason::Bug("an arena smaller than a page"))?;
-        buf.copy_in(0, &image);
-        let at = u64::from(slot) * PAGE as u64;
-        driver.write(Class::Put, file, at, buf, true).await.map_err(refuse)?;
-    }
-    driver.meta(MetaOp::SyncDir { name: Name { dir, path: "".into() } }).await.map_err(refuse)?;
-    let _ = driver.meta(MetaOp::Close { file }).await;
-    Ok(())
 }

@@ -25,7 +25,7 @@ use super::shared::Shared;
 use super::slice;
 use super::store::free_space;
 use super::tables::Table;
-use super::{Limits, checkpoint, expiry, snapshot};
+use super::{Limits, checkpoint, expiry, naming, snapshot};
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
 use crate::error::{Error, Reason};
 use crate::index::RecordId;
@@ -67,6 +67,8 @@ pub(crate) enum Message {
     Checkpoint(Reply<Result<(), Reason>>),
     /// Give segments back until the budget is kept.
     Shrink,
+    /// Tell of what quotas took out.
+    Name,
     /// Say how many bytes the file systems of the directories have free.
     FreeSpace { directories: u16, reply: Reply<Result<u64, Reason>> },
     /// Empty segments of every shard that are mostly dead.
@@ -234,6 +236,7 @@ impl Executor {
                 | Message::Rewrite(..)) => self.compact(message),
                 Message::KeepCompact(merging) => self.keep_compact(merging),
                 Message::Shrink => self.shrink(),
+                Message::Name => self.name_evicted(),
                 Message::FreeSpace { directories, reply } => {
                     let _ = reply.send(free_space(&self.driver, directories).await);
                 }
@@ -249,10 +252,7 @@ impl Executor {
                     let all = of_shards.chain(self.driver.tables()).collect();
                     let _ = reply.send(all);
                 }
-                Message::ForgetHeaders(reply) => {
-                    self.logs.borrow().values().for_each(|log| log.headers.forget());
-                    let _ = reply.send(());
-                }
+                Message::ForgetHeaders(reply) => self.forget_headers(reply),
                 Message::Register(region, reply) => {
                     let _ = reply.send(self.io.borrow_mut().register(&region));
                 }
@@ -346,6 +346,8 @@ impl Executor {
                 rt.sleep_until(rt.clock().now().plus(every)).await;
                 if !stopping.get() {
                     expiry::sweep(&log, &*rt).await;
+                    // Whoever was to be asked for it may have been too busy to be asked.
+                    naming::tell(&log).await;
                 }
             }
         };
@@ -366,6 +368,18 @@ impl Executor {
         for log in self.logs.borrow().values().map(Rc::clone) {
             let (rt, stopping) = (Rc::clone(&self.rt), Rc::clone(&self.stopping));
             self.rt.spawn(Class::Background, Box::pin(async move { log.shrink(&rt, &stopping).await }));
+        }
+    }
+
+    fn forget_headers(&self, reply: Reply<()>) {
+        self.logs.borrow().values().for_each(|log| log.headers.forget());
+        let _ = reply.send(());
+    }
+
+    /// Tells of what quotas took out of every shard, beside what else is done.
+    fn name_evicted(&self) {
+        for log in self.logs.borrow().values().map(Rc::clone) {
+            self.background(async move { naming::tell(&log).await });
         }
     }
 

@@ -143,6 +143,22 @@ impl Written {
     }
 }
 
+/// What a segment has left, its footer included.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room {
+    pub(crate) bytes: u64,
+    footer_bytes: u64,
+}
+
+impl Room {
+    /// Whether a record of so many bytes and blocks fits.
+    pub(crate) fn takes(&self, bytes: u64, blocks: u32) -> bool {
+        let share = FOOTER_RECORD_BYTES + u64::from(blocks) * FOOTER_BLOCK_BYTES;
+        let footer = page_align(self.footer_bytes + share + PAGE_BYTES).unwrap_or(u64::MAX);
+        bytes.saturating_add(footer) <= self.bytes
+    }
+}
+
 /// The log of one shard.
 pub(crate) struct Log {
     pub(crate) shard: u32,
@@ -451,6 +467,20 @@ impl Log {
         end <= self.shared.segment_bytes
             && tail.footer_bytes + footer_bytes + PAGE_BYTES <= format::MAX_FOOTER_BYTES as u64
             && segment.state.get() == SegmentState::Open
+    }
+
+    /// What the open segment has left for a record of this namespace; `None` without a segment, or with one in which
+    /// nothing of the namespace lies yet: what it must define first is small, and so is what is lost by not asking.
+    pub(crate) fn room(&self, namespace: &Namespace) -> Option<Room> {
+        let open = self.open.borrow();
+        let segment = open.as_ref().filter(|segment| segment.state.get() == SegmentState::Open)?;
+        let tail = segment.tail.borrow();
+        let [spec, identity] = namespace.definitions();
+        if !tail.defined.contains(&(true, spec.local)) || !tail.defined.contains(&(false, identity.local)) {
+            return None;
+        }
+        let bytes = self.shared.segment_bytes.saturating_sub(tail.next + PAGE_BYTES);
+        Some(Room { bytes, footer_bytes: tail.footer_bytes })
     }
 
     /// Writes headers and payload: the payload from the caller's memory if it is aligned and large, otherwise

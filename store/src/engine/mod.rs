@@ -6,6 +6,7 @@
 
 mod admission;
 mod ages;
+pub(crate) mod arrivals;
 mod budget;
 mod checkpoint;
 mod compact;
@@ -21,6 +22,7 @@ mod listing;
 mod log;
 mod lookup;
 mod names;
+mod naming;
 mod notify;
 mod presence;
 mod put;

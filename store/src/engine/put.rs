@@ -8,6 +8,7 @@
 //! Whatever happens to a put, its reservations end: a job that is dropped half-way abandons what it had reserved.
 
 pub(crate) mod layers;
+mod write;
 
 use std::ops::Range;
 use std::pin::pin;
@@ -18,10 +19,9 @@ use std::sync::{Arc, PoisonError};
 use kvarts_layout::arrange::LAYOUT_VERSION;
 use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as DiskParent, layout_code};
 use kvarts_layout::format::page_align;
-use kvarts_layout::format::record::Body;
 use kvarts_layout::{BlockKey, Layout, OriginId};
 
-use super::log::{Draft, Log, Payload, Written};
+use super::log::Log;
 use super::notify::before;
 use super::quota;
 use super::runs::RunClass;
@@ -31,7 +31,7 @@ use crate::error::{Error, Reason};
 use crate::index::{BlockFingerprint, RecordInfo, Reservation, Ticket as Claim};
 use crate::ledger::Promise;
 use crate::rt::mailbox::Reply;
-use crate::rt::{Class, LocalTask, Nanos};
+use crate::rt::{LocalTask, Nanos};
 use crate::sync::{Mutex, MutexGuard};
 
 /// Blocks of one record at most, whatever their size: the index counts them in sixteen bits.
@@ -450,7 +450,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask
             }
         }
         PutWork::Write { run, digests, promise } => {
-            let mut writing = pin!(write(log, &job, &run, &digests));
+            let mut writing = pin!(write::write(log, &job, &run, &digests));
             let ended = before(writing.as_mut(), deadline).await;
             let late = ended.is_none();
             let mut deleted = Vec::new();
@@ -492,88 +492,4 @@ pub(crate) fn refuse(part: PutPart, reason: &Reason) {
         PutWork::Settle { places, .. } => places,
     };
     part.job.finish(places.into_iter().map(|place| (place, BlockOutcome::Refused(reason.clone()))));
-}
-
-/// Writes a run and makes it live. Gives the places of blocks that a delete has met meanwhile.
-async fn write(log: &Rc<Log>, job: &PutJob, run: &Range<u32>, digests: &[u32]) -> Result<Vec<u16>, Reason> {
-    if let Some(reason) = job.stopped() {
-        return Err(reason);
-    }
-    if !job.is_claimed(run) {
-        // The delete may have passed this shard: nothing of the run may be written any more.
-        return Err(Reason::Deleted);
-    }
-    let (blocks, expires) = job.body(run);
-    let layout = job.class.layout_of(run.len() as u32)?;
-    let payload = Payload::Placed { layout, from: &job.request.from, ordinal: run.start };
-    let draft = Draft {
-        namespace: Some(&job.class.namespace),
-        body: Body::Blocks(blocks),
-        digests,
-        payload: Some(payload),
-    };
-    let mut again = true;
-    let written = loop {
-        let written = log.append(Class::Put, &draft).await?;
-        if job.request.durability == Durability::Relaxed {
-            break written;
-        }
-        match log.make_durable(&written).await {
-            Ok(()) => break written,
-            // The flush failed: the record goes elsewhere, the segment is never flushed again.
-            Err(_) if again => again = false,
-            Err(reason) => return Err(reason),
-        }
-    };
-    publish(log, job, run, &written, expires)
-}
-
-/// Says of the block before a run that something hangs on it; and of the run's last one, where the same put goes on
-/// behind it, or nobody will say.
-fn note_continued(job: &PutJob, run: &Range<u32>, prints: &[BlockFingerprint]) {
-    let index = &job.shared.index;
-    if !job.shared.policy().renews() {
-        // The mark means something else to a policy with queues.
-        return;
-    }
-    if let (Parent::Key(parent), 0) = (job.request.parent, run.start) {
-        let class = &job.class;
-        index.note_continued(index.key().of(class.namespace.local, &parent, class.group, class.coordinate));
-    }
-    let goes_on = (run.end as usize) < job.request.keys.len();
-    if let Some(last) = prints.last().filter(|_| goes_on || job.request.parent == Parent::Unknown) {
-        index.note_continued(*last);
-    }
-}
-
-/// Makes the blocks of a written record live.
-fn publish(
-    log: &Log,
-    job: &PutJob,
-    run: &Range<u32>,
-    written: &Written,
-    expires: u32,
-) -> Result<Vec<u16>, Reason> {
-    let index = &job.shared.index;
-    let info = written.info(log.shard, run.len(), job.class.number, expires)?;
-    job.shared.note_expiry(expires);
-    let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
-    let prints = job.prints.get(run.start as usize..run.end as usize).unwrap_or_default();
-    let keys = job.request.keys.get(run.start as usize..run.end as usize).unwrap_or_default();
-    let lost = job
-        .shared
-        .commit((&job.class, keys), (job.claim, prints), record)
-        .map_err(|_| Reason::Bug("a record that the index does not know"))?;
-    if lost.len() == run.len() {
-        job.shared.free_if_empty(record, 0);
-        return Err(Reason::Deleted);
-    }
-    note_continued(job, run, prints);
-    let counters = &job.shared.counters;
-    counters.payload_bytes_stored.fetch_add(written.payload_bytes, Relaxed);
-    if job.request.parent != Parent::Unknown && written.payload_bytes <= log.shared.record_bytes_max / 2 {
-        counters.small_records_stored.fetch_add(1, Relaxed);
-    }
-    counters.record_bytes_written.fetch_add(written.end - written.offset, Relaxed);
-    Ok(lost)
 }

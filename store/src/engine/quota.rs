@@ -2,7 +2,8 @@
 //! first.
 //!
 //! It happens on the caller's thread and in memory alone: what counts is what the index points at, so a block that
-//! leaves the index is out of the account, and its bytes are dead until their segment is reclaimed. A walk over the
+//! leaves the index is out of the account, and its bytes are dead until their segment is reclaimed. Its name is found
+//! afterwards, to tell of it (`naming`). A walk over the
 //! index is not free; so each makes room for a share of the limit, and the next is that many bytes away.
 //!
 //! Records go as a whole, oldest use first, those of one time in log order: a chain that loses its oldest record
@@ -16,7 +17,7 @@ use kvarts_layout::NamespaceId;
 
 use super::shared::Shared;
 use crate::error::Reason;
-use crate::index::{Eviction, Lookup, RecordCursor, RecordId, RecordInfo};
+use crate::index::{Lookup, RecordCursor, RecordId, RecordInfo};
 use crate::ledger::{Account, Pool, Promise};
 
 /// Each walk frees at least this part of the limit.
@@ -95,11 +96,9 @@ pub(crate) fn make_room_in(shared: &Shared, purse: Purse<'_>, bytes: u64) {
         for entry in &entries {
             if let Lookup::Live(at) = entry.state
                 && victims.contains(&at.record)
-                && let Eviction::Evicted { left } =
-                    shared.index.try_evict(entry.print, at, shared.clock.now())
+                && shared.evict_unnamed(entry.print, at)
             {
                 shared.counters.blocks_evicted.fetch_add(1, Relaxed);
-                shared.free_if_empty(at.record, left);
             }
         }
     }

@@ -19,12 +19,13 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::plan::{Order as PlanOrder, Pick, ReadOptions, ReadPlan, RecordRead, WritePlan};
 use kvarts_layout::{BlockKey, BlockShape, Layout};
 
+use super::arrivals::Arrival;
 use super::put::record_range;
 use super::runs::RunClass;
 use super::shared::Shared;
 use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, SMALL_READ_BYTES};
 use crate::error::Reason;
-use crate::index::{BlockFingerprint, Location};
+use crate::index::{BlockFingerprint, Location, Lookup};
 use crate::rt::{Class, Nanos};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::sync::{Mutex, MutexGuard, Race, planted};
@@ -44,6 +45,14 @@ pub(crate) struct Wanted {
     /// Which ordinals of the request.
     pub(crate) run: Range<u32>,
     pub(crate) class: Arc<RunClass>,
+}
+
+impl Wanted {
+    /// Where a block of the run was when it was looked up.
+    pub(crate) fn place_of(&self, ordinal: u32) -> Location {
+        let block = u32::from(self.location.block) + (ordinal - self.run.start);
+        Location { record: self.location.record, block: block as u16 }
+    }
 }
 
 /// What the executors of one read share.
@@ -78,6 +87,8 @@ struct ReadState {
 pub(crate) struct ReadPart {
     pub(crate) job: Arc<ReadJob>,
     pub(crate) records: Vec<u32>,
+    /// Until the segments are held.
+    pub(crate) arrival: Arrival,
 }
 
 impl ReadPart {
@@ -120,6 +131,7 @@ pub(crate) fn begin(
     let prints: Vec<_> = request.keys.iter().map(print).collect();
     let mut failures = BTreeMap::new();
     shared.drop_expired(&prints, |place| request.keys.get(place).copied());
+    let arrival = shared.arrivals.begin();
     let wanted = find(shared, &request, &prints, &mut failures)?;
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
@@ -148,7 +160,8 @@ pub(crate) fn begin(
         state: Mutex::new(ReadState { failures, next_step: 0, ended: false, held_bytes: 0, holding: 0 }),
         sink,
     });
-    let part = |(shard, records)| (shard, ReadPart { job: Arc::clone(&job), records });
+    let part =
+        |(shard, records)| (shard, ReadPart { job: Arc::clone(&job), records, arrival: arrival.clone() });
     Ok(by_shard.into_iter().map(part).collect())
 }
 
@@ -328,6 +341,30 @@ impl ReadJob {
         self.lock().failures.entry(ordinal).or_insert_with(|| reason.clone());
     }
 
+    /// Ends the usefulness of a block that is not here any more.
+    pub(crate) fn fail_as_gone(&self, ordinal: u32) {
+        if let Some(key) = self.request.keys.get(ordinal as usize) {
+            self.fail(ordinal, &Reason::NotHere(*key));
+        }
+    }
+
+    /// Ends the usefulness of a block for what was found where it was looked up; false if it is not there any more,
+    /// and what was found proves nothing.
+    pub(crate) fn fail_there(&self, wanted: &Wanted, ordinal: u32, reason: &Reason) -> bool {
+        let found = self.print(ordinal).map(|print| self.shared.index.lookup(print));
+        let there = match found {
+            Some(Lookup::Live(at)) => at == wanted.place_of(ordinal),
+            // Another read may have found the same.
+            Some(Lookup::Quarantined) => true,
+            Some(Lookup::Pending | Lookup::Absent) | None => false,
+        };
+        match there {
+            true => self.fail(ordinal, reason),
+            false => self.fail_as_gone(ordinal),
+        }
+        there
+    }
+
     /// Ends the usefulness of a run of blocks.
     pub(crate) fn fail_run(&self, run: Range<u32>, reason: &Reason) {
         let mut state = self.lock();
@@ -339,8 +376,7 @@ impl ReadJob {
     /// Takes a damaged block out of service, unless it has moved since it was looked up.
     pub(crate) fn quarantine(&self, wanted: &Wanted, ordinal: u32) {
         let Some(print) = self.prints.get(ordinal as usize) else { return };
-        let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
-        let at = Location { record: wanted.location.record, block: block as u16 };
+        let at = wanted.place_of(ordinal);
         let Some(key) = self.request.keys.get(ordinal as usize) else { return };
         if self.shared.quarantine(*print, at, (&wanted.class, *key)) {
             self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);

@@ -1,7 +1,8 @@
 //! Making room where the file system makes no holes (see `evict`), or where holes gave none: the oldest sealed segment
 //! that nothing holds is emptied and written anew.
 //!
-//! A block under a lease keeps its segment; so does a device read. What is evicted is gone from the index before
+//! A block under a lease keeps its segment; so does a device read, and one that was told of a block there before the
+//! block was moved (see `arrivals`). What is evicted is gone from the index before
 //! the segment's header is written anew, so nobody is sent to bytes that are being replaced; and a reader that was
 //! sent there before finds another record's header and answers a miss.
 
@@ -26,21 +27,28 @@ use crate::io::{Buf, IoError, Region};
 use crate::rt::Class;
 
 impl Log {
+    /// Whether no read holds a segment, and none is on its way that was sent there for a block which has moved since.
+    /// Other executors move blocks too: ask after the look at what is live there.
+    pub(crate) fn is_unread(&self, segment: &Segment) -> bool {
+        segment.readers.get() == 0 && !self.shared.arrivals.are_awaited((self.shard, segment.number))
+    }
+
     /// Empties a sealed segment. Those that hold nothing any more go first, then the oldest.
     pub(crate) async fn reclaim(&self) -> Result<Made, Reason> {
         let mut sealed: Vec<Rc<Segment>> = self
             .segments
             .borrow()
             .values()
-            .filter(|segment| segment.state.get() == SegmentState::Sealed && segment.readers.get() == 0)
+            .filter(|segment| segment.state.get() == SegmentState::Sealed && self.is_unread(segment))
             .map(Rc::clone)
             .collect();
         sealed.sort_by_cached_key(|segment| (segment.book.live() > 0, segment.first_sequence.get()));
         for segment in sealed {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
             if self.save_graves(&footer).await
-                && segment.readers.get() == 0
+                && self.is_unread(&segment)
                 && self.evict_all(&segment, &footer)
+                && self.is_unread(&segment)
             {
                 self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
                 segment.state.set(SegmentState::Free);

@@ -110,9 +110,7 @@ impl Log {
     fn take_free(&self) -> Option<Rc<Segment>> {
         let segments = self.segments.borrow();
         let free = |segment: &&Rc<Segment>| {
-            segment.state.get() == SegmentState::Free
-                && segment.readers.get() == 0
-                && !self.is_hollow(segment)
+            segment.state.get() == SegmentState::Free && self.is_unread(segment) && !self.is_hollow(segment)
         };
         segments.values().find(free).map(Rc::clone)
     }
@@ -121,11 +119,14 @@ impl Log {
     /// everything that is acknowledged in its next use is written anew.
     async fn take_failed(&self) -> Option<Rc<Segment>> {
         let failed: Vec<_> =
-            self.segments.borrow().values().filter(|one| is_full_disk(one)).map(Rc::clone).collect();
+            self.segments.borrow().values().filter(|one| self.is_full_disk(one)).map(Rc::clone).collect();
         for segment in failed {
             let records = segment.tail.borrow().entries.clone();
             let footer = Footer { records };
-            if self.save_graves(&footer).await && is_full_disk(&segment) && self.evict_all(&segment, &footer)
+            if self.save_graves(&footer).await
+                && self.is_full_disk(&segment)
+                && self.evict_all(&segment, &footer)
+                && self.is_unread(&segment)
             {
                 segment.state.set(SegmentState::Free);
                 return Some(segment);
@@ -230,12 +231,12 @@ impl Log {
             _ => Reason::NoSpace,
         }
     }
-}
 
-/// Whether a segment takes no more records for want of space alone, and nobody works on it.
-fn is_full_disk(segment: &Segment) -> bool {
-    segment.state.get() == SegmentState::Suspect
-        && segment.broken() == Some(Reason::NoSpace)
-        && segment.readers.get() == 0
-        && segment.is_quiet()
+    /// Whether a segment takes no more records for want of space alone, and nobody works on it.
+    fn is_full_disk(&self, segment: &Segment) -> bool {
+        segment.state.get() == SegmentState::Suspect
+            && segment.broken() == Some(Reason::NoSpace)
+            && self.is_unread(segment)
+            && segment.is_quiet()
+    }
 }

@@ -9,9 +9,11 @@ use kvarts_layout::format::Secret;
 
 use super::admission::Admission;
 use super::ages::{AGE_MAX, Ages};
+use super::arrivals::Arrivals;
 use super::budget::Budget;
 use super::evict::policy::{EvictionPolicy, Policy};
 use super::names::Names;
+use super::naming::Waiting;
 use super::runs::RunClasses;
 use crate::error::Reason;
 use crate::events::{EventLog, RING_BYTES};
@@ -106,6 +108,10 @@ pub(crate) struct Shared {
     pub(crate) entropy: Arc<dyn Entropy>,
     pub(crate) counters: Counters,
     pub(crate) events: Arc<EventLog>,
+    /// What a quota took out and nobody was told of.
+    pub(crate) unnamed: Waiting,
+    /// Reads that do not hold their segments yet.
+    pub(crate) arrivals: Arrivals,
     /// The clocks at opening.
     pub(super) opened: (Nanos, u64),
     /// The most payload bytes of one record.
@@ -159,6 +165,8 @@ impl Shared {
             clock,
             entropy,
             counters: Counters::default(),
+            unnamed: Waiting::default(),
+            arrivals: Arrivals::default(),
             events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),
             opened,
             record_bytes_max: birth.record_bytes_max,

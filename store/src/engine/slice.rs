@@ -33,7 +33,7 @@ use super::segment::Segment;
 use super::unpack::Stored;
 use crate::api::{Order, Verify};
 use crate::error::Reason;
-use crate::index::{Location, Lookup};
+use crate::index::Lookup;
 use crate::io::{Buf, ExtentDone, IoError, ReadBatch};
 use crate::rt::LocalTask;
 use packed::Packed;
@@ -58,6 +58,8 @@ struct Record {
     early: Vec<(usize, u32)>,
     /// Who else may want what is read of it.
     flight: Option<Rc<Flight>>,
+    /// A block of it is elsewhere by now: what is read is verified whatever the read asks for.
+    doubted: bool,
 }
 
 enum HeaderState {
@@ -154,12 +156,17 @@ struct Run<'a> {
 /// `deadline` completes when the caller stops waiting: whoever follows another read must not wait as long as that
 /// one does.
 pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64, deadline: Option<LocalTask>) {
-    let job = Arc::clone(&part.job);
-    let (records, holds) = open_records(log, &part);
+    let ReadPart { job, records, arrival } = part;
+    let (records, holds) = open_records(log, &job, &records);
+    drop(arrival);
     let (mut own, mut led, mut followed) = (Vec::new(), Vec::new(), Vec::new());
     for record in records {
         let Some(wanted) = job.wanted.get(record.index as usize) else { continue };
         let generation = record.segment.generation.get();
+        if record.doubted {
+            own.push(record);
+            continue;
+        }
         match log.flights.join(&job, record.index, wanted, generation) {
             Some(Role::Follow(flight)) => followed.push((record, flight)),
             Some(Role::Lead(flight)) => {
@@ -257,38 +264,37 @@ async fn both<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (
     .await
 }
 
-fn open_records(log: &Rc<Log>, part: &ReadPart) -> (Vec<Record>, Vec<Hold>) {
+fn open_records(log: &Rc<Log>, job: &ReadJob, indices: &[u32]) -> (Vec<Record>, Vec<Hold>) {
     let segments = log.segments.borrow();
-    let mut records = Vec::with_capacity(part.records.len());
-    let mut holds = Vec::with_capacity(part.records.len());
-    for &index in &part.records {
-        let Some(wanted) = part.job.wanted.get(index as usize) else { continue };
+    let mut records = Vec::with_capacity(indices.len());
+    let mut holds = Vec::with_capacity(indices.len());
+    for &index in indices {
+        let Some(wanted) = job.wanted.get(index as usize) else { continue };
         let Some(segment) = segments.get(&wanted.segment) else {
-            part.job.fail_run(wanted.run.clone(), &Reason::Bug("a record in a segment that is not there"));
+            // Evicted since, and the file with it.
+            wanted.run.clone().for_each(|ordinal| job.fail_as_gone(ordinal));
             continue;
         };
         holds.push(Hold::new(segment));
-        if segment.is_holed() {
-            fail_evicted(&part.job, wanted);
-        }
+        let doubted = segment.is_holed() && fail_evicted(job, wanted);
         let (segment, header) = (Rc::clone(segment), HeaderState::Unread);
-        records.push(Record { index, segment, header, early: Vec::new(), flight: None });
+        records.push(Record { index, segment, header, early: Vec::new(), flight: None, doubted });
     }
     (records, holds)
 }
 
 /// Ends the usefulness of blocks that have left since they were looked up: where they were may be a hole by now. What
-/// is still here stays so while the segment is held.
-fn fail_evicted(job: &ReadJob, wanted: &Wanted) {
-    let index = &job.shared.index;
-    for (ordinal, block) in wanted.run.clone().zip(wanted.location.block..) {
-        let at = Location { record: wanted.location.record, block };
-        let Some(key) = job.request.keys.get(ordinal as usize) else { continue };
-        let print = job.print(ordinal);
-        if print.is_none_or(|print| index.lookup(print) != Lookup::Live(at)) {
-            job.fail(ordinal, &Reason::NotHere(*key));
+/// is still here stays so while the segment is held. True if one is elsewhere: where it was moved, its bytes are still
+/// here as well; where it left and was put anew, they need not be.
+fn fail_evicted(job: &ReadJob, wanted: &Wanted) -> bool {
+    let mut elsewhere = false;
+    for ordinal in wanted.run.clone() {
+        match job.print(ordinal).map(|print| job.shared.index.lookup(print)) {
+            Some(Lookup::Live(at)) => elsewhere |= at != wanted.place_of(ordinal),
+            _ => job.fail_as_gone(ordinal),
         }
     }
+    elsewhere
 }
 
 impl<'a> Run<'a> {
@@ -650,9 +656,11 @@ impl<'a> Run<'a> {
                 self.header_found(at, header);
             }
             Err(reason) => {
-                self.job.fail_run(wanted.run.clone(), &reason);
-                if matches!(reason, Reason::Header { .. }) {
-                    wanted.run.clone().for_each(|ordinal| self.job.quarantine(wanted, ordinal));
+                for ordinal in wanted.run.clone() {
+                    self.job.fail_there(wanted, ordinal, &reason);
+                    if matches!(reason, Reason::Header { .. }) {
+                        self.job.quarantine(wanted, ordinal);
+                    }
                 }
             }
         }
@@ -669,10 +677,7 @@ impl<'a> Run<'a> {
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
         if !header.is_arranged_as(&wanted.class, wanted.record_blocks) {
             // Another record at this place, perhaps of the same blocks.
-            for ordinal in wanted.run.clone() {
-                let Some(key) = self.job.request.keys.get(ordinal as usize) else { continue };
-                self.job.fail(ordinal, &Reason::NotHere(*key));
-            }
+            wanted.run.clone().for_each(|ordinal| self.job.fail_as_gone(ordinal));
             record.header = HeaderState::Bad;
             return;
         }
@@ -680,7 +685,7 @@ impl<'a> Run<'a> {
             let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
             let Some(key) = self.job.request.keys.get(ordinal as usize) else { continue };
             if !header.is_block(block, key, &wanted.class) && !kvarts_layout::planted!("key-not-compared") {
-                self.job.fail(ordinal, &Reason::NotHere(*key));
+                self.job.fail_as_gone(ordinal);
             }
         }
         record.header = HeaderState::Good(header);
@@ -721,6 +726,7 @@ impl<'a> Run<'a> {
         let HeaderState::Good(header) = &record.header else { return };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
         let into = &self.job.request.into;
+        let verify = if record.doubted { Verify::Always } else { self.job.request.verify };
         let plan = match &slice.plan {
             Plan::Raw(plan) => plan,
             Plan::Encoded(packed) => {
@@ -731,7 +737,7 @@ impl<'a> Run<'a> {
                     (wanted, header),
                     packed,
                     (staging, failed),
-                    &mut self.sample,
+                    (verify, &mut self.sample),
                 );
                 self.decoded += decoded;
                 return;
@@ -748,7 +754,7 @@ impl<'a> Run<'a> {
                 None => (into.slice(piece.destination, piece.len), 0),
             };
             let Some(source) = source else { continue };
-            if wants_check(self.job.request.verify, &mut self.sample) {
+            if wants_check(verify, &mut self.sample) {
                 let found = source.digest(at, len, crc32fast::hash);
                 let expected = header.digest(piece.block, piece.chunk);
                 if expected != Some(found) && !kvarts_layout::planted!("digest-not-compared") {
@@ -784,8 +790,8 @@ fn damaged(
     }
     let expected = expected.unwrap_or_default();
     let (segment, offset) = (wanted.segment, wanted.offset);
-    job.fail(ordinal, &Reason::Digest { segment, offset, expected, found });
-    if certain {
+    let still_there = job.fail_there(wanted, ordinal, &Reason::Digest { segment, offset, expected, found });
+    if certain && still_there {
         job.shared.counters.chunks_damaged.fetch_add(1, Relaxed);
         job.quarantine(wanted, ordinal);
     }

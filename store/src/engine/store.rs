@@ -282,12 +282,13 @@ impl Store {
         outcome
     }
 
-    /// Forgets registered memory. Operations under way end as they are.
-    pub fn unregister_memory(&self, region: &Arc<Region>) {
-        for sender in &self.0.router.executors {
-            // A store that is closing forgets it anyway.
-            let _ = sender.try_send(Message::Unregister(Arc::clone(region)));
-        }
+    /// Forgets registered memory. Operations under way end as they are. False if an executor takes no message now:
+    /// until it is asked again the memory stays, unless the store is closing, which forgets it anyway.
+    pub fn unregister_memory(&self, region: &Arc<Region>) -> bool {
+        let forget =
+            |sender: &Sender<Message>| sender.try_send(Message::Unregister(Arc::clone(region))).is_ok();
+        // All are asked, whatever the first says.
+        self.0.router.executors.iter().map(forget).fold(true, |all, one| all & one)
     }
 
     /// Writes a checkpoint of every shard, so that the next open reads little.
@@ -414,6 +415,7 @@ impl KvStore for Store {
                 put::refuse(part, &Reason::Busy(FULL));
             }
         }
+        self.name_evicted();
         answer
     }
 
@@ -425,6 +427,7 @@ impl KvStore for Store {
         {
             part.refuse(Reason::Busy(FULL));
         }
+        self.name_evicted();
         answer
     }
 

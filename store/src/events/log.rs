@@ -107,6 +107,14 @@ impl Change<'_> {
         ring.last += 1;
         self.woken.append(&mut ring.waiting);
     }
+
+    /// Something changed of which nobody can say what: every reader meets a gap here.
+    pub fn lose(&mut self) {
+        let ring = &mut *self.ring;
+        ring.events.clear();
+        ring.last += 1;
+        self.woken.append(&mut ring.waiting);
+    }
 }
 
 impl Drop for Change<'_> {

@@ -46,6 +46,23 @@ fn a_reader_gets_every_event_in_order_or_is_told_of_the_gap() {
 }
 
 #[test]
+fn what_nobody_can_name_is_a_gap_for_every_reader_once() {
+    let log = EventLog::new(9, 10 * EVENT_BYTES);
+    let (mut reader, mut behind) = (log.subscribe(None), log.subscribe(None));
+    tell(&log, 1);
+    assert_eq!(reader.try_next(100).unwrap().len(), 1);
+    log.change().lose();
+    tell(&log, 2);
+    for reader in [&mut reader, &mut behind] {
+        let gap = reader.try_next(100).unwrap_err();
+        *reader = log.subscribe(Some(gap.resume));
+        assert_eq!(reader.try_next(100).unwrap().len(), 1);
+    }
+    log.change().lose();
+    assert!(reader.try_next(1).is_err(), "also where nothing comes after it");
+}
+
+#[test]
 fn a_point_of_another_stream_or_of_the_future_is_a_gap() {
     let log = EventLog::new(9, 10 * EVENT_BYTES);
     tell(&log, 1);

@@ -1,7 +1,8 @@
 //! Which of the waiting transfers goes to the device next: weighted (deficit) round robin over the classes.
 //!
 //! A class with work gets bytes in proportion to [`Class::shares`] while others have work too, and everything while
-//! they have none; a class that had none does not save up. Within a class the order is first come, first served,
+//! they have none; a class that had none does not save up. A class whose next transfer does not fit lets others pass,
+//! but not for ever: after so many bytes they wait until it fits. Within a class the order is first come, first served,
 //! and a large transfer at the head is never overtaken, so that it cannot starve. The queues are threaded through
 //! an array with one place for each slot: queueing allocates nothing, and leaving in the middle costs nothing.
 
@@ -10,6 +11,9 @@ use crate::rt::Class;
 const NONE: u32 = u32::MAX;
 /// Bytes for each share and turn.
 const QUANTUM: u64 = 1024;
+/// Bytes that others may send while the next transfer of a class does not fit. Small ones fill up what a large one
+/// needs as soon as it is there: without this it would wait for as long as they keep coming.
+const PASSED_MAX: u64 = 32 << 20;
 /// No transfer is charged more than this, so that a turn ends after a bounded number of rounds.
 const CHARGE_MAX: u64 = 8 << 20;
 
@@ -28,6 +32,8 @@ struct List {
     last: u32,
     /// Bytes that the class may still send in this turn.
     deficit: u64,
+    /// Bytes that others have sent since its first was found not to fit.
+    passed: Option<u64>,
 }
 
 /// The queues. What waits is named by the place of its slot.
@@ -43,7 +49,7 @@ pub(super) struct Schedule {
 
 impl Schedule {
     pub(super) fn new() -> Self {
-        let list = List { first: NONE, last: NONE, deficit: 0 };
+        let list = List { first: NONE, last: NONE, deficit: 0, passed: None };
         Self { links: Vec::new(), lists: [list; Class::ALL.len()], waiting: 0, turn: 0, granted: false }
     }
 
@@ -84,6 +90,10 @@ impl Schedule {
             NONE => list.last = previous,
             _ => self.links[next as usize].previous = previous,
         }
+        if previous == NONE {
+            // Another one is first now, which may fit.
+            list.passed = None;
+        }
         self.waiting -= 1;
         true
     }
@@ -91,6 +101,10 @@ impl Schedule {
     /// Takes the next one out. `fits` says whether the device has room for a transfer of a class and a cost; one
     /// that does not fit blocks its class, not the others.
     pub(super) fn next(&mut self, fits: impl Fn(Class, u64) -> bool) -> Option<u32> {
+        if let Some(class) = self.lists.iter().position(|list| list.passed >= Some(PASSED_MAX)) {
+            let first = self.lists[class].first;
+            return fits(Class::ALL[class], self.links[first as usize].cost).then(|| self.send(class));
+        }
         let mut blocked = 0;
         while blocked < Class::ALL.len() {
             let class = Class::ALL[self.turn];
@@ -104,6 +118,7 @@ impl Schedule {
             }
             let cost = self.links[list.first as usize].cost;
             if !fits(class, cost) {
+                self.lists[self.turn].passed.get_or_insert(0);
                 blocked += 1;
                 self.pass();
                 continue;
@@ -115,13 +130,21 @@ impl Schedule {
             }
             if self.lists[self.turn].deficit >= charge {
                 self.lists[self.turn].deficit -= charge;
-                self.remove(list.first);
-                return Some(list.first);
+                return Some(self.send(self.turn));
             }
             blocked = 0;
             self.pass();
         }
         None
+    }
+
+    /// Takes the first of a class out: the others see it pass.
+    fn send(&mut self, class: usize) -> u32 {
+        let first = self.lists[class].first;
+        let cost = self.links[first as usize].cost;
+        self.remove(first);
+        self.lists.iter_mut().filter_map(|list| list.passed.as_mut()).for_each(|passed| *passed += cost);
+        first
     }
 
     fn pass(&mut self) {
@@ -186,6 +209,30 @@ mod tests {
         assert_eq!(schedule.next(small), None);
         assert_eq!(schedule.next(|_, _| true), Some(0));
         assert_eq!(schedule.next(small), Some(1));
+    }
+
+    #[test]
+    fn a_large_transfer_is_not_passed_for_ever_by_small_ones_that_keep_coming() {
+        const MIB: u64 = 1 << 20;
+        let mut schedule = Schedule::new();
+        (0..64).for_each(|index| schedule.push(index, Class::Foreground, MIB));
+        schedule.push(64, Class::Put, 4 * MIB);
+        let (mut under_way, mut passed) = (VecDeque::new(), 0);
+        loop {
+            let in_flight = under_way.len() as u64 * MIB;
+            let fits = |class, cost| in_flight + cost <= if class == Class::Put { 12 } else { 16 } * MIB;
+            match schedule.next(fits) {
+                Some(64) => break,
+                Some(index) => {
+                    under_way.push_back(index);
+                    passed += MIB;
+                }
+                // One ends, and another of its kind is there at once.
+                None => schedule.push(under_way.pop_front().expect("something goes"), Class::Foreground, MIB),
+            }
+            assert!(passed < 100 * MIB, "it still waits");
+        }
+        assert!(passed >= 16 * MIB, "what fits goes first");
     }
 
     proptest! {

@@ -43,6 +43,8 @@ pub(crate) enum Race {
     AnnounceInTwoSteps,
     /// The eventfd's flag is taken back before the eventfd is emptied.
     RearmFirst,
+    /// A place is emptied when one turn has ended since a block was moved away.
+    OneTurnIsEnough,
 }
 
 /// Whether this mistake is switched on: never, here.

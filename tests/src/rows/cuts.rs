@@ -23,7 +23,7 @@ pub(super) fn power_cuts() -> Row {
         id: "R1",
         what: "power cuts at every operation of random workloads, also in recovery, three deep",
         counts: "crash images",
-        targets: [8_000, 20_000, 4_000_000],
+        targets: [8_000, 100_000, 4_000_000],
         run: |ask, target| until(ask, target, |seed, states| workload(seed, OPS, IMAGES, states)),
     }
 }
@@ -100,7 +100,7 @@ fn follow(
             .map_err(|why| format!("cut while recovering, {crash:?}: {why}"))?;
     }
     let mut next = ledger.clone();
-    next.adopt(&found);
+    next.adopt(&found, opened.store.stats().counts.blocks_evicted > 0);
     let ledger = RefCell::new(next);
     let cut = opened.world.disk().operations().1 + rng.between(1, 60);
     let mut watch = || ledger.borrow_mut().allow_absent(&opened.store);

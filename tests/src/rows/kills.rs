@@ -41,7 +41,7 @@ pub(super) fn kills() -> Row {
         id: "R5",
         what: "kill -9 of the real program under puts and deletes, and while it starts, on one directory or two",
         counts: "kills",
-        targets: [40, 200, 20_000],
+        targets: [40, 480, 20_000],
         run,
     }
 }

@@ -110,6 +110,7 @@ impl fmt::Debug for Row {
 
 impl Row {
     /// How many distinct states are asked for. A row that is not in the tier does as much as in the first that it is in.
+    /// Exactly these seeds means all of them, however many states they have.
     pub fn target(&self, ask: &Ask) -> u64 {
         let from = match ask.tier {
             Tier::Merge => 0,
@@ -117,7 +118,8 @@ impl Row {
             Tier::Release => 2,
         };
         let of_tier = self.targets.iter().skip(from).find(|target| **target > 0);
-        ask.budget.unwrap_or_else(|| of_tier.copied().unwrap_or(0))
+        let most = if ask.end.is_some() { u64::MAX } else { of_tier.copied().unwrap_or(0) };
+        ask.budget.unwrap_or(most)
     }
 
     /// Whether it is part of a tier.

@@ -110,7 +110,7 @@ pub const BUGS: &[Bug] = &[
 ];
 
 /// Distinct states in which a row must have found a bug.
-const STATES: u64 = 4_000;
+const STATES: u64 = 30_000;
 
 /// Plants a bug on this thread, and on those that rows of the campaign start from it.
 pub fn plant(name: &str) -> Result<(), String> {

@@ -409,10 +409,11 @@ pub(super) fn zones(path: &str, bytes: &[u8]) -> Vec<(std::ops::Range<usize>, Zo
             sealed = true;
         }
     }
-    // Everything below had been flushed, says a record.
+    // Everything below had been flushed, says a record of this generation.
     let durable =
         |one: &Found| u64::from_le_bytes(bytes[one.0 + 112..one.0 + 120].try_into().expect("eight bytes"));
-    let records = all_structures.iter().filter(|one| one.1 == Structure::Record);
+    let of_now = |one: &&Found| own.as_deref().is_none_or(|own| own == &bytes[one.0 + 56..one.0 + 64]);
+    let records = all_structures.iter().filter(|one| one.1 == Structure::Record).filter(of_now);
     let durable = records.map(durable).max().unwrap_or(0) as usize;
     for (start, structure, total) in all_structures {
         let is_tail = structure == Structure::Record && !sealed && start >= durable;

@@ -16,7 +16,7 @@ use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
 use super::Inner;
 use super::link::Link;
 use crate::grpc::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
-use crate::grpc::window::{self, Window};
+use crate::grpc::window::{self, Nowhere, Window};
 use crate::grpc::windows::{Stop, Through, Windows};
 use crate::local::limits::WINDOW_BYTES;
 use crate::local::parts;
@@ -95,7 +95,7 @@ impl Through for Copying {
         let windows = link.windows.get().cloned().ok_or(Reason::Busy("there are no windows"))?;
         let bytes = usize::try_from(window.bytes(&self.shape)).map_err(|_| Reason::TooMany("bytes"))?;
         let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?;
-        let into = window::place(self.request.order, &self.shape, window, &memory)?;
+        let into = window::place(self.request.order, &self.shape, window, &memory, &Nowhere::default())?;
         *self.placed.lock().unwrap_or_else(PoisonError::into_inner) = Some(into.clone());
         let late = self.request.deadline.is_some_and(|deadline| deadline <= self.inner.remote.clock.now());
         if late {

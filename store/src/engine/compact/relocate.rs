@@ -6,7 +6,8 @@
 //! each only if it still is where it was read. So:
 //!
 //! - a block that was deleted, evicted, quarantined or put anew meanwhile stays as that left it;
-//! - what the index points at is durable, and the old record may be recycled as soon as the switch is done;
+//! - what the index points at is durable, and the old record may be recycled when the switch is done and those reads
+//!   that were sent to it before hold its segment (`arrivals`);
 //! - a crash leaves the old record, or both. Both hold the same bytes under the same origin ids, and recovery takes
 //!   the newer.
 //!
@@ -331,6 +332,9 @@ fn switch(log: &Log, head: &Head, blocks: &[&Taken], written: &Written) -> Resul
     let mut moved = Moved { bytes_written: written.end - written.offset, ..Moved::default() };
     for (block, taken) in (0u16..).zip(blocks) {
         let new = Location { record, block };
+        // Whoever has been sent there finds it there; whoever looks it up from now on is sent to the copy.
+        let source = shared.index.records().get(taken.old.record);
+        let _leaving = source.map(|info| shared.arrivals.leaving((u32::from(info.shard), info.segment)));
         let left = shared
             .relocate(taken.print, (taken.old, new), (&head.class, BlockKey(taken.name.key)))
             .map_err(|_| Reason::Bug("a record that the index does not know"))?;

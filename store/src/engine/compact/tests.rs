@@ -12,10 +12,18 @@ use kvarts_layout::{Coordinate, Group};
 use super::gather::{Gathered, gather};
 use super::pack::Cold;
 use super::relocate::{Moved, relocate, write};
+use crate::api::{Order, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, Verify, read_channel};
 use crate::engine::compact::relocate::head_of;
+use crate::engine::evict::batch::Made;
+use crate::engine::read::{self, ReadPart};
 use crate::engine::recover::recover;
 use crate::engine::recover::tests::harness::{BLOCK_BYTES, Place, World, key};
+use crate::engine::segment::SegmentState;
+use crate::engine::slice;
+use crate::error::Reason;
 use crate::index::{BlockFingerprint, Deleted, LeaseTerms, Location, Lookup, RecordId};
+use crate::io::{Buf, Region};
+use crate::rt::Class;
 
 /// What is raw stays raw.
 const KEEP: Cold = Cold { after: None, only: false };
@@ -265,6 +273,105 @@ fn a_lease_follows_its_block_and_a_reader_keeps_the_old_segment() {
         assert_eq!(evicted, crate::index::Eviction::Busy);
         assert_eq!(segment.readers.get(), 1, "only the reader is left");
         drop(reading);
+    });
+}
+
+/// A read of blocks, looked up and sent to its shard, but not begun there.
+fn sent(world: &World, numbers: std::ops::Range<u64>, verify: Verify) -> (ReadStream, ReadPart) {
+    let (count, namespace) = (numbers.end - numbers.start, world.namespace("a"));
+    let shape = world.shared.classes.shape(&namespace, Group(0), Coordinate::Replicated).unwrap();
+    let bytes = (count * BLOCK_BYTES) as usize;
+    let memory = Buf::new(&Region::anonymous(bytes).unwrap(), 0, bytes).unwrap();
+    let request = ReadRequest {
+        namespace: namespace.id,
+        group: Group(0),
+        coordinate: Coordinate::Replicated,
+        keys: numbers.map(key).collect(),
+        layers: None,
+        order: Order::Layers,
+        into: Placed::blocks(&shape, memory, count as u32).unwrap(),
+        verify,
+        class: Class::Foreground,
+        deadline: None,
+    };
+    let (sink, stream) = read_channel();
+    let mut parts = read::begin(&world.shared, request, sink).unwrap();
+    (stream, parts.pop().expect("all of it is in one shard").1)
+}
+
+async fn end_of(world: &World, (stream, part): (ReadStream, ReadPart)) -> ReadEnd {
+    slice::run(&world.log, part, 1 << 20, None).await;
+    loop {
+        if let ReadEvent::End(end) = stream.next_blocking() {
+            return end;
+        }
+    }
+}
+
+#[test]
+fn a_block_that_moves_after_it_was_looked_up_is_found_where_it_was() {
+    let place = two_records();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let (from, _) = (world.at("a", 0).unwrap(), world.at("a", 10).unwrap());
+        let reading = sent(&world, 0..6, Verify::Always);
+        for number in [0, 10] {
+            relocate(&world.log, record_of(&world, number), &|_| true, &KEEP).await.unwrap();
+        }
+        // The segment holds nothing any more, and somebody wants it.
+        let made = world.log.make_room().await;
+        assert!(!matches!(made, Made::Segment(_)), "it was emptied before the read came");
+        assert_eq!(world.log.segments.borrow()[&from.0].state.get(), SegmentState::Sealed);
+        let end = end_of(&world, reading).await;
+        assert_eq!((end.usable_blocks, end.failures), (6, Vec::new()));
+        let Made::Segment(segment) = world.log.make_room().await else { panic!("nobody is left to read it") };
+        assert_eq!(segment.number, from.0);
+    });
+}
+
+#[test]
+fn a_read_that_comes_when_its_segment_is_gone_is_told_of_misses() {
+    let place = two_records();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let reading = sent(&world, 0..6, Verify::Always);
+        for number in [0, 1, 2, 3, 4, 5, 10, 11] {
+            let at = location(&world, number).unwrap();
+            world.shared.index.try_evict(print(&world, number), at, world.shared.clock.now());
+        }
+        let Made::Segment(segment) = world.log.make_room().await else { panic!("it holds nothing") };
+        world.log.remove_segment(&segment).await.unwrap();
+        let end = end_of(&world, reading).await;
+        let missed: Vec<_> = (0..6).map(|number| (number, Reason::NotHere(key(number.into())))).collect();
+        assert_eq!((end.usable_blocks, end.failures), (0, missed));
+    });
+}
+
+#[test]
+fn a_block_that_left_a_segment_with_holes_is_read_there_only_if_it_is_whole() {
+    let place = two_records();
+    let at = place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let record = world.shared.index.records().get(record_of(&world, 0)).unwrap();
+        let payload = (u64::from(record.page) + u64::from(record.header_pages)) * 4096;
+        (record.segment, payload + 3 * BLOCK_BYTES)
+    });
+    // As a hole would read.
+    place.damage(&place.segment(at.0), at.1, &[0; BLOCK_BYTES as usize]);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        let reading = sent(&world, 0..6, Verify::Never);
+        world.log.segments.borrow()[&at.0].set_holed();
+        let mut moving = Vec::new();
+        for number in 0..6 {
+            // Put anew elsewhere, whatever became of the old place.
+            let old = location(&world, number).unwrap();
+            let new = Location { record: record_of(&world, 10), block: number as u16 + 2 };
+            moving.push(world.shared.index.replace_location(print(&world, number), old, new).unwrap());
+        }
+        let end = end_of(&world, reading).await;
+        assert_eq!(end.failures, [(3, Reason::NotHere(key(3)))]);
+        assert_eq!(world.shared.counters.counts().blocks_quarantined, 0, "the place proves nothing");
     });
 }
 

@@ -78,7 +78,7 @@ impl Log {
         let wanted = self.shared.shortage().clamp(segment_bytes, SEGMENTS_MAX * segment_bytes);
         let mut dead = BTreeSet::new();
         let mut had = 0;
-        for segment in self.segments.borrow().values().filter(|segment| is_punchable(segment)) {
+        for segment in self.segments.borrow().values().filter(|segment| is_punchable(self, segment)) {
             let bytes = segment.book.space().dead.saturating_sub(segment.futile.get());
             if bytes >= segment_bytes / DEAD_PARTS {
                 had += bytes;
@@ -110,8 +110,7 @@ impl Log {
     async fn recycle_dead(&self) -> Made {
         let mut sealed: Vec<Rc<Segment>> = self.segments.borrow().values().map(Rc::clone).collect();
         sealed.retain(|one| {
-            let dead =
-                one.state.get() == SegmentState::Sealed && one.readers.get() == 0 && one.book.live() == 0;
+            let dead = one.state.get() == SegmentState::Sealed && self.is_unread(one) && one.book.live() == 0;
             // Its dead pages are given back first: that takes no checkpoint.
             let full = one.is_holed() && !one.is_unpunchable() && !self.no_holes.get();
             dead && !(full && one.book.space().dead >= self.shared.segment_bytes / DEAD_PARTS)
@@ -120,9 +119,9 @@ impl Log {
         for segment in sealed {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
             if !self.save_graves(&footer).await
-                || segment.readers.get() > 0
                 || segment.book.live() > 0
                 || !self.evict_all(&segment, &footer)
+                || !self.is_unread(&segment)
             {
                 continue;
             }
@@ -156,7 +155,7 @@ impl Log {
     fn hollow(&self) -> Vec<Rc<Segment>> {
         let segments = self.segments.borrow();
         let free = segments.values().filter(|segment| {
-            segment.state.get() == SegmentState::Free && segment.readers.get() == 0 && self.is_hollow(segment)
+            segment.state.get() == SegmentState::Free && self.is_unread(segment) && self.is_hollow(segment)
         });
         free.map(Rc::clone).collect()
     }
@@ -205,7 +204,7 @@ impl Log {
                 segment.set_unpunchable();
                 continue;
             };
-            if !is_punchable(&segment) {
+            if !is_punchable(self, &segment) {
                 continue;
             }
             let before = segment.book.live();
@@ -218,6 +217,10 @@ impl Log {
                 continue;
             }
             let ranges = self.unneeded(&segment, &footer);
+            if !self.is_unread(&segment) {
+                // Another executor has moved something out of it just now.
+                continue;
+            }
             if !ranges.is_empty() {
                 // Nothing was awaited since the readers were counted: from here on they see that blocks are gone.
                 segment.set_holed();

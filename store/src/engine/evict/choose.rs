@@ -11,7 +11,7 @@
 //! - where single blocks cannot be given back (layer-block layout, encoded records) a record goes as a whole, when the
 //!   last of its blocks may.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kvarts_layout::Layout;
 use kvarts_layout::format::PAGE_BYTES;
@@ -62,8 +62,8 @@ struct Known {
 }
 
 /// Whether blocks of a segment may go and be given back at this moment.
-pub(crate) fn is_punchable(segment: &Segment) -> bool {
-    segment.state.get() == SegmentState::Sealed && segment.readers.get() == 0 && !segment.is_unpunchable()
+pub(crate) fn is_punchable(log: &Log, segment: &Segment) -> bool {
+    segment.state.get() == SegmentState::Sealed && log.is_unread(segment) && !segment.is_unpunchable()
 }
 
 fn boundary_and_cost(class: &RunClass) -> (bool, i8) {
@@ -80,6 +80,8 @@ struct Choice<'a> {
     policy: &'a dyn Policy,
     /// By the record's number.
     known: Vec<Known>,
+    /// Segments of which some block stays.
+    in_use: BTreeSet<u32>,
     now: u16,
 }
 
@@ -93,7 +95,7 @@ impl<'a> Choice<'a> {
             cursor = log.shared.index.records().snapshot(from, &mut some);
             for (id, record) in &some {
                 let ours = u32::from(record.shard) == log.shard
-                    && segments.get(&record.segment).is_some_and(|segment| is_punchable(segment));
+                    && segments.get(&record.segment).is_some_and(|segment| is_punchable(log, segment));
                 if !ours || record.live == 0 {
                     continue;
                 }
@@ -117,7 +119,7 @@ impl<'a> Choice<'a> {
                 }
             }
         }
-        Self { log, policy, known, now: log.shared.epoch() }
+        Self { log, policy, known, in_use: BTreeSet::new(), now: log.shared.epoch() }
     }
 
     /// Shows every live block of a record of which something may go.
@@ -228,64 +230,120 @@ pub(crate) async fn choose(
     let enough = enough.unwrap_or(1);
     let above = sum.saturating_sub(bytes.get(enough as usize).copied().unwrap_or(0));
     drop(bytes);
-    collect(choice, enough, wanted.saturating_sub(above)).await
+    collect(choice, enough, wanted.saturating_sub(above), wanted).await
+}
+
+/// A block that is to go.
+struct Picked {
+    rank: u32,
+    at: Location,
+    print: BlockFingerprint,
+    heat: Heat,
 }
 
 /// The blocks above a rank, and of those at it as many as have `rest` bytes.
-async fn collect(mut choice: Choice<'_>, enough: u32, rest: u64) -> Victims {
+async fn collect(mut choice: Choice<'_>, enough: u32, rest: u64, wanted: u64) -> Victims {
     let (mut above, mut level) = (Vec::new(), Vec::new());
     choice
         .each(|choice, entry, at| match choice.rank(entry, at) {
             Some(rank) if rank >= enough => {
-                let block = (at, entry.print, entry.heat);
+                let block = Picked { rank, at, print: entry.print, heat: entry.heat };
                 if rank == enough { level.push(block) } else { above.push(block) }
             }
-            _ => {
-                let Some(known) = choice.known(at) else { return };
-                known.keep = known.keep.max(at.block + 1);
-            }
+            _ => choice.stays(at),
         })
         .await;
-    // Later in the log first: what hangs on others was put after them.
-    level.sort_unstable_by_key(|(at, ..)| {
-        let known = choice.known.get(at.record.0 as usize).copied().unwrap_or_default();
-        std::cmp::Reverse((known.segment, known.page, at.block))
+    // Those that are all that is left of their segment first, then the later in the log: what hangs on others was put
+    // after them.
+    level.sort_unstable_by_key(|block| {
+        let known = choice.known.get(block.at.record.0 as usize).copied().unwrap_or_default();
+        let last = !choice.in_use.contains(&known.segment);
+        std::cmp::Reverse((last, known.segment, known.page, block.at.block))
     });
     let mut left = rest;
-    for (at, print, heat) in level {
-        let Some(known) = choice.known(at) else { continue };
+    for block in level {
+        let Some(known) = choice.known(block.at).map(|known| *known) else { continue };
         // A record that goes as a whole is not left in the middle.
         if left > 0 || known.whole {
             left = left.saturating_sub(u64::from(known.share));
-            above.push((at, print, heat));
+            above.push(block);
         } else {
-            known.keep = known.keep.max(at.block + 1);
+            choice.stays(block.at);
         }
     }
     let mut spared = Vec::new();
-    above.retain(|(at, print, heat)| match choice.policy.choose(&choice.candidate(*heat, *at)) {
+    above.retain(|block| match choice.policy.choose(&choice.candidate(block.heat, block.at)) {
         Chosen::Goes => true,
         Chosen::Stays(frequency) => {
-            spared.push((*at, *print, Heat { frequency, main: true, epoch: choice.now }));
+            spared.push((block.at, block.print, Heat { frequency, main: true, epoch: choice.now }));
             false
         }
     });
     for (at, print, heat) in spared {
         choice.log.shared.index.set_heat(print, at, heat);
-        if let Some(known) = choice.known(at) {
-            known.keep = known.keep.max(at.block + 1);
+        choice.stays(at);
+    }
+    choice.spare_others(&above, wanted);
+    choice.victims(&above)
+}
+
+impl Choice<'_> {
+    /// The block stays, and so do those before it in its record.
+    fn stays(&mut self, at: Location) {
+        let Some(known) = self.known(at) else { return };
+        known.keep = known.keep.max(at.block + 1);
+        let segment = known.segment;
+        self.in_use.insert(segment);
+    }
+
+    fn goes(&self, at: Location) -> bool {
+        let known = self.known.get(at.record.0 as usize).copied().unwrap_or_default();
+        at.block >= known.keep && !(known.whole && known.keep > 0)
+    }
+
+    /// If enough segments are emptied as a whole, what ranks no higher than all that was in them stays elsewhere until
+    /// the next time. A segment is more than what lives in it, so emptying one as a rule leaves a little to be had of
+    /// the next: a hole there would be the end of that one's file, whose blocks the file system takes back, finds again
+    /// for another one, and writes for the first time.
+    fn spare_others(&mut self, picked: &[Picked], wanted: u64) {
+        let mut least = BTreeMap::new();
+        for block in picked {
+            let Some(segment) = self.known.get(block.at.record.0 as usize).map(|known| known.segment) else {
+                continue;
+            };
+            if self.goes(block.at) {
+                let rank = least.entry(segment).or_insert(block.rank);
+                *rank = block.rank.min(*rank);
+            } else {
+                self.in_use.insert(segment);
+            }
+        }
+        let segments = self.log.segments.borrow();
+        let hollow = |number| segments.get(number).is_none_or(|segment| self.log.is_hollow(segment));
+        let emptied = least.iter().filter(|(number, _)| !self.in_use.contains(number) && !hollow(number));
+        let mut ranks: Vec<u32> = emptied.map(|(_, rank)| *rank).collect();
+        drop(segments);
+        ranks.sort_unstable();
+        let enough = usize::try_from(wanted.div_ceil(self.log.shared.segment_bytes)).unwrap_or(usize::MAX);
+        let Some(rank) = ranks.len().checked_sub(enough.max(1)).and_then(|at| ranks.get(at)) else { return };
+        for block in picked.iter().filter(|block| block.rank <= *rank) {
+            let segment = self.known.get(block.at.record.0 as usize).map(|known| known.segment);
+            if segment.is_some_and(|segment| self.in_use.contains(&segment)) {
+                self.stays(block.at);
+            }
         }
     }
-    let mut victims = Victims::new();
-    for (at, print, _) in above {
-        let Some(known) = choice.known(at).map(|known| *known) else { continue };
-        if at.block < known.keep || known.whole && known.keep > 0 {
-            continue;
+
+    /// Those that go, where they are looked for.
+    fn victims(&self, picked: &[Picked]) -> Victims {
+        let mut victims = Victims::new();
+        for block in picked.iter().filter(|block| self.goes(block.at)) {
+            let Some(known) = self.known.get(block.at.record.0 as usize) else { continue };
+            let records = victims.entry(known.segment).or_default();
+            let leaving = records.entry(known.page).or_default();
+            leaving.record = block.at.record;
+            leaving.blocks.push((block.at.block, block.print));
         }
-        let records = victims.entry(known.segment).or_default();
-        let leaving = records.entry(known.page).or_default();
-        leaving.record = at.record;
-        leaving.blocks.push((at.block, print));
+        victims
     }
-    victims
 }

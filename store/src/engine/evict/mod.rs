@@ -12,7 +12,8 @@
 //! - a power cut in between leaves any of the pages given back: a block of which one is, is gone; one of which none is,
 //!   is here again, as it was acknowledged. Nothing that a tombstone has killed comes back by that, because holes end
 //!   no segment: what was begun before the tombstone still counts in `floor`;
-//! - a segment with holes is not written anew: when nothing is left in it, its file goes, after a checkpoint that calls it free.
+//! - a segment with holes is not written anew: when nothing is left in it, its file goes, after a checkpoint that calls it
+//!   free. So holes are made only if what is chosen does not empty enough segments as a whole (`choose`).
 
 pub(crate) mod batch;
 pub(crate) mod choose;

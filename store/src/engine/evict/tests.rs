@@ -94,6 +94,32 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
     }
 }
 
+/// A hole in the next segment, for the few bytes that the emptied one's header and footer have, would cost that one its
+/// file: with holes it is not written anew.
+#[test]
+fn what_left_in_the_order_in_which_it_came_leaves_whole_segments_and_no_holes() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        world.shared.set_policy(EvictionPolicy::Lru);
+        for number in 0..world.contents().len() as u64 {
+            world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now());
+            world.shared.index.touch(&[print(&world, number)], world.shared.epoch());
+        }
+        for oldest in 0..4 {
+            let before = world.contents();
+            assert!(matches!(world.log.make_room().await, Made::Room), "{oldest}");
+            let Made::Segment(segment) = world.log.make_room().await else { panic!("{oldest}: no segment") };
+            assert_eq!(segment.number, oldest);
+            assert!(world.log.segments.borrow().values().all(|segment| !segment.is_holed()), "{oldest}");
+            let left = before.values().filter(|at| at.1 != oldest).count();
+            assert_eq!(world.contents().len(), left, "{oldest}");
+            world.log.remove_segment(&segment).await.unwrap();
+        }
+        sums(&world);
+    });
+}
+
 #[test]
 fn blocks_before_others_stay_as_long_as_those() {
     let place = filled();
@@ -151,6 +177,11 @@ fn a_segment_with_holes_is_never_written_anew() {
             segments.values().filter(|segment| segment.is_holed()).map(|segment| segment.number).collect()
         };
         world.shared.set_policy(EvictionPolicy::Lru);
+        // Of each segment something is used, so none is emptied as a whole.
+        (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
+        for first in (0..world.contents().len() as u64).step_by(10) {
+            world.shared.index.touch(&[print(&world, first)], world.shared.epoch());
+        }
         give_back(&world, SEGMENT_BYTES).await;
         assert!(!holed(&world).is_empty());
         for _ in 0..200 {

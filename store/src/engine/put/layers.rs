@@ -31,7 +31,8 @@ use kvarts_layout::format::record::Body;
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
 use self::image::Image;
-use super::{PutJob, before, check, publish, record_blocks, reserve, shard_of};
+use super::write::{Piece, publish};
+use super::{PutJob, before, check, record_blocks, reserve, shard_of};
 use crate::api::by_layers::Progress;
 use crate::api::{BlockOutcome, Durability, PutRequest, PutStream, Turns};
 use crate::engine::log::{self, Draft, Log, Payload, Written};
@@ -350,7 +351,8 @@ async fn seal(
     }
     let mut lost = Vec::new();
     for (place, (written, expires)) in places.iter().zip(&records) {
-        match publish(log, &part.job, &place.run, written, *expires) {
+        let piece = Piece::new(place.run.clone(), written.clone(), *expires);
+        match publish(log, &part.job, &place.run, &[piece]) {
             Ok(some) => lost.extend(some.into_iter().map(|block| place.run.start + u32::from(block))),
             Err(Reason::Deleted) => lost.extend(place.run.clone()),
             Err(reason) => return Err(reason),

@@ -2,12 +2,12 @@
 
 use kvarts_layout::format::names::FileName;
 
-use crate::engine::directory::refused;
+use crate::engine::directory::{lost_shard, refused};
 use crate::engine::log::Log;
 use crate::engine::segment::Segment;
 use crate::error::Reason;
 use crate::io::driver::Meta;
-use crate::io::{EntryKind, FileId, IoError, IoErrorKind, MetaOp, Name, OpenMode, Reply};
+use crate::io::{EntryKind, FileId, IoError, IoErrorKind, MetaOp, OpenMode, Reply};
 
 /// Operations under way at once.
 const AT_ONCE: usize = 64;
@@ -32,16 +32,12 @@ pub(super) struct Files {
     pub(super) strays: u64,
 }
 
-/// Lists the directory, made if it is absent, opens its segments and counts what they take.
+/// Lists the directory, opens its segments and counts what they take. One that is gone is not made again: it is made
+/// before the store is, so it was lost with what was in it, and nobody would ever hear of that.
 pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
     let unusable = |error: IoError| refused(&error);
     let listing = match log.driver.list(log.home()).await {
-        Err(error) if error.kind == IoErrorKind::NotFound => {
-            log.driver.meta(MetaOp::MakeDir { name: log.home() }).await.map_err(unusable)?;
-            let parent = Name { dir: log.dir, path: "".into() };
-            log.driver.meta(MetaOp::SyncDir { name: parent }).await.map_err(unusable)?;
-            Vec::new()
-        }
+        Err(error) if error.kind == IoErrorKind::NotFound => return Err(lost_shard(log.dir, log.shard)),
         listing => listing.map_err(unusable)?,
     };
     let mut files = Files::default();

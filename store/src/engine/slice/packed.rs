@@ -11,6 +11,7 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::ENCODING_RAW;
 
 use super::{Plan, Run, Slice, damaged, name_extent, wants_check};
+use crate::api::Verify;
 use crate::engine::headers::Header;
 use crate::engine::log::Log;
 use crate::engine::read::{ReadJob, Wanted};
@@ -168,7 +169,7 @@ pub(super) fn unpack(
     (wanted, header): (&Wanted, &Header),
     (packed, region): (&Packed, u32),
     (staging, failed): (Option<&Buf>, Option<Reason>),
-    sample: &mut u64,
+    (verify, sample): (Verify, &mut u64),
 ) -> u64 {
     let (Some(stored), Some(staging)) = (header.stored(), staging) else { return 0 };
     let mut decoded = 0;
@@ -180,8 +181,7 @@ pub(super) fn unpack(
         }
         let Some(to) = job.request.into.chunk(piece.part, ordinal, piece.len) else { continue };
         let expected = header.digest(piece.block, piece.part);
-        let checked = wants_check(job.request.verify, sample)
-            && !kvarts_layout::planted!("decoded-digest-not-compared");
+        let checked = wants_check(verify, sample) && !kvarts_layout::planted!("decoded-digest-not-compared");
         let source = (staging, piece.source as usize, piece.stored as usize);
         let copy = |chunk: &[u8]| {
             let found = if checked { crc32fast::hash(chunk) } else { expected.unwrap_or_default() };

@@ -48,6 +48,7 @@ impl Store {
         let account = shared.index.records().ledger().account(namespace);
         account.set_limit(bytes);
         quota::make_room(shared, &account, 0);
+        self.name_evicted();
     }
 
     /// Limits what the namespaces of a tenant may have on disk together, as [`Store::set_quota`] limits one: those
@@ -62,6 +63,17 @@ impl Store {
         }
         pool.set_limit(bytes);
         quota::make_room_in(shared, quota::Purse::Tenant(&pool), 0);
+        self.name_evicted();
+    }
+
+    /// Has the executors tell of what a quota has taken out, if it has. One that takes no message tells with its next
+    /// sweep.
+    pub(super) fn name_evicted(&self) {
+        if !self.0.shared.unnamed.is_empty() {
+            for sender in &self.0.router.executors {
+                let _ = sender.try_send(Message::Name);
+            }
+        }
     }
 
     /// What the namespaces of a tenant have together and may have; nothing if no quota was ever set for this salt.

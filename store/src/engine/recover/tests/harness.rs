@@ -51,9 +51,13 @@ pub(in crate::engine) struct World {
 pub(in crate::engine) type Contents = BTreeMap<[u8; 12], (u16, u32, u32, u16, u16, u32)>;
 
 impl Place {
+    #[allow(clippy::disallowed_methods, reason = "a test makes what a store is made of")]
     pub(in crate::engine) fn new() -> Self {
         let store = StoreId(*b"a store of tests");
-        Self { scratch: Scratch::new(), clock: ManualClock::new(CREATED_MS), store, budget: 64 << 20 }
+        let scratch = Scratch::new();
+        // As making a store does before anything else.
+        std::fs::create_dir(scratch.path().join("shard-0000")).unwrap();
+        Self { scratch, clock: ManualClock::new(CREATED_MS), store, budget: 64 << 20 }
     }
 
     /// Runs `body` over a fresh log and index; what it leaves on disk is what a crash leaves.

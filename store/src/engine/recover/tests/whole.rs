@@ -6,6 +6,7 @@ use super::harness::{Place, SEGMENT_BYTES, contents_of, remove};
 use crate::engine::checkpoint;
 use crate::engine::recover::recover;
 use crate::engine::segment::SegmentState;
+use crate::error::Reason;
 
 /// Forty records of two blocks: some sealed segments and an open one.
 fn filled() -> Place {
@@ -21,11 +22,23 @@ fn filled() -> Place {
 }
 
 #[test]
-fn a_new_directory_is_made_and_holds_nothing() {
-    let place = Place::new();
-    let (report, contents) = place.recovered();
+fn a_new_folder_holds_nothing() {
+    let (report, contents) = Place::new().recovered();
     assert!(contents.is_empty() && report.segments == 0 && report.rows.is_empty());
-    assert!(place.scratch.path().join("shard-0000").is_dir());
+}
+
+#[test]
+#[allow(clippy::disallowed_methods, reason = "a test loses a folder behind the store's back")]
+fn a_folder_that_is_gone_is_told_and_not_made_again() {
+    let place = filled();
+    let folder = place.scratch.path().join("shard-0000");
+    std::fs::remove_dir_all(&folder).unwrap();
+    for _ in 0..2 {
+        let refused = place.run(|world| async move { recover(&world.log).await.unwrap_err() });
+        let told = refused.to_string();
+        assert!(matches!(refused, Reason::Directory(_)) && told.contains("kvarts fsck --repair"), "{told}");
+        assert!(told.contains("folder of shard 0") && !folder.exists());
+    }
 }
 
 #[test]

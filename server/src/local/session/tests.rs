@@ -1,0 +1,113 @@
+//! The decoder of what arrives on a connection: however the bytes are cut up, the same frames come out of them, and no
+//! more memory is held than has arrived and may be waited for.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::local::frame::{NoFrame, bare};
+use crate::local::limits::{BODY_BYTES_MAX, RECEIVING_BYTES_MAX};
+
+/// What comes out of a stream of bytes, and why it ended, if it did.
+#[derive(Default, PartialEq, Debug)]
+struct Taken {
+    frames: Vec<(Head, Bytes)>,
+    broken: Option<String>,
+}
+
+/// Takes pieces in, as they come from a socket.
+fn take<'a>(locals: &Arc<Locals>, pieces: impl Iterator<Item = &'a [u8]>) -> Taken {
+    let (mut incoming, mut taken) = (Incoming::new(locals), Taken::default());
+    let mut arrived = 0;
+    for piece in pieces {
+        incoming.bytes.extend_from_slice(piece);
+        arrived += piece.len();
+        loop {
+            // What was announced is no reason to allocate: only what has arrived is.
+            assert!(incoming.bytes.capacity() <= 2 * arrived + 64, "{}", incoming.bytes.capacity());
+            match incoming.next() {
+                Ok(Next::Frame(head, body)) => taken.frames.push((head, body)),
+                Ok(Next::More) => break,
+                Ok(Next::Wait) => panic!("nobody else receives"),
+                Err(Ended::Broken(why)) => {
+                    taken.broken = Some(why);
+                    return taken;
+                }
+                Err(other) => panic!("{other:?}"),
+            }
+        }
+        let waited_for = incoming.large.as_ref().map_or(0, |large| large.bytes);
+        assert!(waited_for <= BODY_BYTES_MAX as u64);
+    }
+    taken
+}
+
+fn cut_up<'a>(bytes: &'a [u8], cuts: &'a [prop::sample::Index]) -> impl Iterator<Item = &'a [u8]> {
+    let mut places: Vec<usize> = cuts.iter().map(|cut| cut.index(bytes.len() + 1)).collect();
+    places.push(bytes.len());
+    places.sort_unstable();
+    let mut last = 0;
+    places.into_iter().map(move |place| &bytes[std::mem::replace(&mut last, place)..place])
+}
+
+/// Frames of any kind, some with bodies larger than any session has to itself.
+fn streams() -> impl Strategy<Value = Vec<u8>> {
+    let body = prop_oneof![
+        8 => prop::collection::vec(any::<u8>(), 0..300),
+        1 => (SMALL_BODY_BYTES - 2..SMALL_BODY_BYTES * 3).prop_map(|length| vec![7; length]),
+    ];
+    let one = (prop::sample::select(Kind::ALL), any::<u64>(), body).prop_map(|(kind, id, body)| {
+        let head = Head { length: body.len(), kind, id };
+        [&head.bytes()[..], &body].concat()
+    });
+    prop::collection::vec(one, 0..6).prop_map(|frames| frames.concat())
+}
+
+proptest! {
+    #[test]
+    fn however_bytes_are_cut_up_the_same_frames_come_out(
+        stream in streams(),
+        noise in prop::collection::vec(any::<u8>(), 0..40),
+        flip in prop::option::of(any::<prop::sample::Index>()),
+        cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..12),
+    ) {
+        let locals = Arc::new(Locals::default());
+        let mut bytes = [stream.clone(), noise].concat();
+        if let (Some(flip), false) = (flip, bytes.is_empty()) {
+            let bit = flip.index(bytes.len() * 8);
+            bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+        let whole = take(&locals, std::iter::once(&bytes[..]));
+        prop_assert_eq!(&take(&locals, cut_up(&bytes, &cuts)), &whole);
+        // Whatever came out is what went in.
+        let again: Vec<u8> =
+            whole.frames.iter().flat_map(|(head, body)| [&head.bytes()[..], body].concat()).collect();
+        prop_assert!(bytes.starts_with(&again));
+        if let Some(why) = &whole.broken {
+            let refused = Head::parse(&bytes[again.len()..]).unwrap_err();
+            prop_assert!([NoFrame::TooLong, NoFrame::Unknown].contains(&refused));
+            prop_assert_eq!(why, &refused.to_string());
+        }
+        // Nobody receives any more.
+        prop_assert!(locals.receive(RECEIVING_BYTES_MAX).is_some());
+    }
+}
+
+#[test]
+fn a_long_body_waits_for_its_part_of_what_may_be_received_and_gives_it_back() {
+    let locals = Arc::new(Locals::default());
+    let others = locals.receive(RECEIVING_BYTES_MAX - BODY_BYTES_MAX as u64).unwrap();
+    let head = Head { length: BODY_BYTES_MAX, kind: Kind::Read, id: 1 }.bytes();
+    let (mut first, mut second) = (Incoming::new(&locals), Incoming::new(&locals));
+    first.bytes.extend_from_slice(&head);
+    assert!(matches!(first.next(), Ok(Next::More)));
+    second.bytes.extend_from_slice(&head);
+    assert!(matches!(second.next(), Ok(Next::Wait)), "there is no room for a second one");
+    first.bytes.extend_from_slice(&vec![0; BODY_BYTES_MAX]);
+    first.bytes.extend_from_slice(&bare(Kind::Cancel, 1));
+    assert!(matches!(first.next(), Ok(Next::Frame(_, body)) if body.len() == BODY_BYTES_MAX));
+    assert!(matches!(second.next(), Ok(Next::More)), "the first one's part came back");
+    assert!(matches!(first.next(), Ok(Next::Frame(Head { kind: Kind::Cancel, .. }, _))));
+    assert!(first.bytes.capacity() <= SMALL_BODY_BYTES * 4, "{}", first.bytes.capacity());
+    drop((second, others));
+    assert!(locals.receive(RECEIVING_BYTES_MAX).is_some());
+}
