@@ -10,7 +10,7 @@ use kvarts_store::error::Reason;
 use kvarts_store::rt::Class;
 use tonic::{Status, Streaming};
 
-use super::remote::Remote;
+use super::remote::{AGAIN, Remote, while_lost};
 use crate::grpc::{fault, wire};
 use crate::proto;
 use crate::proto::read_reply::Part;
@@ -65,6 +65,10 @@ pub(super) fn message(request: &ReadRequest) -> proto::ReadRequest {
 }
 
 async fn open(remote: &Remote, request: &ReadRequest) -> Result<Streaming<proto::ReadReply>, Status> {
+    while_lost(AGAIN.map(|_| begin(remote, request))).await
+}
+
+async fn begin(remote: &Remote, request: &ReadRequest) -> Result<Streaming<proto::ReadReply>, Status> {
     let call = remote.request(message(request), request.deadline);
     let reply = match request.order {
         Order::Blocks => remote.reads().get(call).await,

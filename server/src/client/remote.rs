@@ -16,7 +16,7 @@ use kvarts_store::rt::{Clock, Nanos};
 use tokio::runtime::{Handle, Runtime};
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
-use tonic::{Request, Response, Status};
+use tonic::{Code, Request, Response, Status};
 
 use super::ConnectOptions;
 use crate::grpc::{fault, limits, wire};
@@ -28,6 +28,10 @@ use proto::store_client::StoreClient;
 
 /// Threads of a client that move bytes.
 const THREADS: usize = 2;
+
+/// How long after a call whose connection was lost it is made again; a connection that is over is known to be soon.
+pub(super) const AGAIN: [Duration; 4] =
+    [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(50)];
 
 /// A model that was registered through this connection.
 #[derive(Clone, Debug)]
@@ -55,6 +59,27 @@ impl fmt::Debug for Remote {
 
 fn config(what: impl fmt::Display) -> Error {
     Error(Reason::Config(what.to_string()))
+}
+
+/// Makes a call that may be made twice, and again while it is given to connections that are over and not yet known to be.
+/// A server that is not there is not waited for.
+pub(super) async fn while_lost<T>(
+    calls: [impl Future<Output = Result<T, Status>>; AGAIN.len()],
+) -> Result<T, Status> {
+    let mut answer = Err(Status::unknown("no call was made"));
+    for (pause, call) in AGAIN.into_iter().zip(calls) {
+        tokio::time::sleep(pause).await;
+        answer = call.await;
+        let is_lost = |status: &Status| {
+            // What a server says has no cause on this side.
+            matches!(status.code(), Code::Unknown | Code::Cancelled)
+                && std::error::Error::source(status).is_some()
+        };
+        if !answer.as_ref().is_err_and(is_lost) {
+            break;
+        }
+    }
+    answer
 }
 
 /// A lease by its name on the wire; 0 is none.
@@ -136,17 +161,19 @@ impl Remote {
         answer.map(Response::into_inner).map_err(|status| Error(fault::reason_of(&status)))
     }
 
-    /// The same, once more if the server does not know a model that it was told of: it has been restarted.
+    /// The same, for what may be asked twice: once more if the connection is lost, or if the server does not know a model
+    /// that it was told of: it has been restarted.
     pub(super) fn ask_again<T: Send + 'static, F>(&self, work: impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<Response<T>, Status>> + Send + 'static,
     {
-        match self.ask(work()) {
+        let twice = || while_lost(AGAIN.map(|_| work()));
+        match self.ask(twice()) {
             Err(Error(Reason::UnknownNamespace(namespace))) if self.known(namespace).is_some() => {
                 if let Some(known) = self.known(namespace) {
                     self.register(&known.identity, &known.geometry)?;
                 }
-                self.ask(work())
+                self.ask(twice())
             }
             answer => answer,
         }
