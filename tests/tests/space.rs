@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use kvarts_fsck::check::Level;
 use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, Presence, Target};
 use kvarts_store::engine::{Limits, Options, Store};
@@ -15,6 +16,7 @@ use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::media::errno::{EDQUOT, ENOSPC};
 use kvarts_tests::sim::{Crash, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use kvarts_tests::stage::{SimStage, Stage, ask, drive};
+use kvarts_tests::witness::{directories, examine, problems};
 
 const SEGMENT: u64 = 128 << 10;
 
@@ -182,6 +184,47 @@ fn a_power_cut_while_segments_are_given_back_leaves_a_store_whose_books_are_righ
         }
         assert!(cuts > 50);
     }
+}
+
+/// What a checkpoint knows of a segment that has gone since is no sign of loss, nor is its number that came again.
+#[test]
+fn segments_that_went_with_a_lower_budget_never_look_lost_wherever_power_is_cut() {
+    let (mut went, mut came, mut images) = (0, 0, 0);
+    for seed in 0..seeds(2) {
+        for steps in (0..900).step_by(29) {
+            let (world, stage) = open(seed, 4 << 20);
+            let desk = Desk::new(&stage, "gone");
+            fill(&desk, 0..150);
+            drive(&world, stage.engine().checkpoint()).unwrap().unwrap();
+            let before: BTreeSet<_> = stage.engine().segments().iter().map(|one| (one.shard, one.segment)).collect();
+            stage.engine().set_budget(1500 << 10).unwrap();
+            if steps % 2 == 0 {
+                stage.wait(&mut || allocated(stage.engine()) <= 1500 << 10);
+                stage.engine().set_budget(4 << 20).unwrap();
+                // It goes on while power is cut.
+                let _puts: Vec<_> = (200..208)
+                    .map(|n| stage.store().put(desk.request(pages(), &desk.keys(n * 4..n * 4 + 4), 1)))
+                    .collect();
+            }
+            (0..steps).for_each(|_| {
+                world.step();
+            });
+            let now: BTreeSet<_> = stage.engine().segments().iter().map(|one| (one.shard, one.segment)).collect();
+            went += before.difference(&now).count();
+            came += usize::from(steps % 2 == 0) * now.len();
+            let state = stage.cut_power();
+            for crash in [Crash::LoseAll, Crash::KeepAll].into_iter().chain(state.enumerate(3, Seed(steps))) {
+                let checked = examine(&directories(&state.image(crash)), Level::Full).unwrap();
+                assert!(
+                    checked.findings.is_clean(),
+                    "seed {seed}, {steps} steps, {crash:?}: {}",
+                    problems(&checked)
+                );
+                images += 1;
+            }
+        }
+    }
+    assert!(went > 300 && came > 200 && images > 150, "{went} went, {came} came again, {images} images");
 }
 
 #[test]

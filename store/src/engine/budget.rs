@@ -117,9 +117,15 @@ impl Shared {
         self.budget.take(self.segment_bytes, self.checkpoint_room())
     }
 
-    /// Takes bytes for a checkpoint.
+    /// Takes bytes for a checkpoint. A store whose budget was lowered takes them beyond it: what it gives back must be
+    /// called empty first, or it would look lost.
     pub(crate) fn take_checkpoint_budget(&self, bytes: u64) -> Result<(), Reason> {
-        self.budget.take(bytes, 0)?;
+        let (allocated, limit) = self.space();
+        if allocated > limit {
+            self.charge(bytes);
+        } else {
+            self.budget.take(bytes, 0)?;
+        }
         self.budget.checkpoints.fetch_add(bytes, Relaxed);
         Ok(())
     }
@@ -175,8 +181,13 @@ impl Shared {
 
     /// Whether segments must be given back: too much is allocated, or too little is left for checkpoints.
     pub(crate) fn must_shrink(&self) -> bool {
+        self.excess() > 0
+    }
+
+    /// Bytes that must be given back.
+    pub(crate) fn excess(&self) -> u64 {
         let (allocated, limit) = self.space();
-        allocated.saturating_add(self.checkpoint_room()) > limit
+        allocated.saturating_add(self.checkpoint_room()).saturating_sub(limit)
     }
 
     /// Whether there are so many segment files that more holes would not help.

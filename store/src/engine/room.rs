@@ -28,6 +28,8 @@ use crate::rt::Runtime;
 const ROUNDS_MAX: u32 = 8;
 /// Tombstones of a shard beyond which whole segments are emptied, the oldest first.
 const GRAVES_MAX: usize = 16 << 10;
+/// Segments that a store which is over its budget empties for one checkpoint.
+const REMOVED_TOGETHER: u32 = 16;
 /// How long nothing is given back after nothing could be.
 const AGAIN: Duration = Duration::from_millis(50);
 
@@ -104,7 +106,25 @@ impl Log {
                 },
             },
         };
+        if !segment.may_be_missing() {
+            self.empty_more().await;
+            // Without room for a checkpoint it goes all the same: no other way leads back to the budget. Should power be
+            // cut before the next one, a check says that a segment is missing, whose blocks nobody misses.
+            self.say_free().await;
+        }
         self.remove_segment(&segment).await
+    }
+
+    /// Empties a few more of the segments that must go, so that one checkpoint says it of all of them.
+    async fn empty_more(&self) {
+        for _ in 1..REMOVED_TOGETHER {
+            let free = |one: &&Rc<Segment>| one.state.get() == SegmentState::Free;
+            let emptied: u64 =
+                self.segments.borrow().values().filter(free).map(|one| one.book.allocated()).sum();
+            if emptied >= self.shared.excess() || self.evict(0).await.is_err() {
+                return;
+            }
+        }
     }
 
     fn take_free(&self) -> Option<Rc<Segment>> {

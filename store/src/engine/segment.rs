@@ -143,6 +143,8 @@ pub(crate) struct Segment {
     pub(crate) footer_at: Cell<Option<(u64, u32)>>,
     /// What stands empty between its records and its footer: offset and bytes.
     pub(crate) gap: Cell<Option<(u64, u64)>>,
+    /// The generation of which a durable checkpoint says that everything in it is dead.
+    said_free: Cell<u64>,
     holed: Cell<bool>,
     unpunchable: Cell<bool>,
     /// Short ids of namespaces on disk that mean another one in memory.
@@ -172,6 +174,7 @@ impl Segment {
             futile: Cell::new(0),
             footer_at: Cell::new(None),
             gap: Cell::new(None),
+            said_free: Cell::new(0),
             holed: Cell::new(false),
             unpunchable: Cell::new(false),
             renamed: RefCell::default(),
@@ -206,6 +209,16 @@ impl Segment {
     pub(crate) fn sealed_at(&self, log_end: u64, (footer, bytes): (u64, u32)) {
         self.footer_at.set(Some((footer, bytes)));
         self.gap.set(footer.checked_sub(log_end).filter(|len| *len > 0).map(|len| (log_end, len)));
+    }
+
+    /// A durable checkpoint says of this generation that everything in it is dead.
+    pub(crate) fn say_free(&self, generation: u64) {
+        self.said_free.set(generation);
+    }
+
+    /// Whether its file may go without looking lost: it never had a record, or a checkpoint says that all are dead.
+    pub(crate) fn may_be_missing(&self) -> bool {
+        self.said_free.get() == self.generation.get()
     }
 
     /// Pages of records have been given back, or are about to be.

@@ -95,7 +95,8 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
         ),
         header: &[H::Empty],
         trailer: &[T::Empty],
-        known: &[K::Nothing],
+        // Also a free one, whose file may have been removed and made anew since the checkpoint.
+        known: &[K::Nothing, K::Free],
     },
     SegmentRow {
         row: row(
@@ -225,8 +226,19 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             Decision::Rescan,
             "the segment was free when the checkpoint was made, and what it holds now cannot be told by its ends",
         ),
-        header: &[H::Empty, H::Damaged, H::Misdirected],
+        header: &[H::Damaged, H::Misdirected],
         trailer: NOT_PROVEN,
+        known: FREE,
+    },
+    SegmentRow {
+        row: row(
+            "free-header-zeroed",
+            Severity::Problem,
+            Decision::Rescan,
+            "the segment was free when the checkpoint was made; the first page is zero and the last is not: it was zeroed",
+        ),
+        header: &[H::Empty],
+        trailer: &[T::Damaged, T::Stale, T::Ahead, T::Elsewhere],
         known: FREE,
     },
     SegmentRow {

@@ -137,6 +137,12 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     let first = writer.header().map_err(unencodable)?;
     output.append(&writer.end().map_err(unencodable)?).await?;
     report.bytes = output.finish(&first).await?;
+    let known = log.segments.borrow();
+    for free in segments.iter().filter(|one| one.state == SEGMENT_FREE) {
+        if let Some(segment) = known.get(&free.segment) {
+            segment.say_free(free.generation);
+        }
+    }
     Ok(report)
 }
 
