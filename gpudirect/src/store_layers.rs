@@ -106,6 +106,10 @@ impl Pipeline {
         let mut cut = self.cut(&sizes, least, all)?;
         let put = match self.begin_put(&request, &cut) {
             Ok(put) => Some(put),
+            // Later it would be later still.
+            Err(reason @ (Reason::DeadlinePassed | Reason::DeadlineInPast)) => {
+                return Err(LandError::Store(reason));
+            }
             Err(_) => {
                 // What is wrong with the request is said when it is put whole.
                 if cut.seats.iter().any(|seat| seat.after > 0) {

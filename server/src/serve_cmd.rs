@@ -55,7 +55,7 @@ async fn serve(config: &Config, out: &mut dyn Write) -> Result<(), Failure> {
     for setting in &config.origins {
         tracing::info!("{} = {} ({})", setting.name, setting.value, setting.from);
     }
-    for note in &daemon.node().notes {
+    for note in &daemon.node().decided.notes {
         tracing::info!("{note}");
     }
     let shown = |place: Option<String>| place.unwrap_or_else(|| "none".to_owned());

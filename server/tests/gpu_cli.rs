@@ -1,6 +1,9 @@
-//! `kvarts gpu` from outside: what a user without a GPU sees.
+//! `kvarts gpu`, and what a server says of devices, from outside: what a user without a GPU sees.
+#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
 
-use std::process::{Command, Output};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Command, Output, Stdio};
 
 fn kvarts(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_kvarts")).args(arguments).output().unwrap()
@@ -32,4 +35,60 @@ fn a_device_that_is_not_there_and_a_way_that_cannot_be_used_are_told_on_one_line
         assert_eq!((output.status.code(), told.lines().count()), (Some(2), 1), "{arguments:?}: {told}");
         assert!(output.stdout.is_empty(), "{arguments:?}");
     }
+}
+
+fn serve(directory: &std::path::Path, cufile: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+    command.current_dir(directory).args(["serve", "--cufile", cufile, "--listen-grpc", "127.0.0.1:0"]);
+    command.args(["--listen-metrics", "127.0.0.1:0", "--budget", "32 MiB", "--segment", "256 KiB"]);
+    command.args(["--memory", "64 MiB"]);
+    command
+}
+
+#[test]
+fn a_server_says_at_its_start_and_in_its_metrics_how_files_reach_devices_and_why() {
+    let directory = std::env::temp_dir().join(format!("kvarts-gpu-serve-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&directory);
+    std::fs::create_dir_all(&directory).unwrap();
+    let log = directory.join("log");
+    let mut child = serve(&directory, "staging")
+        .stdout(Stdio::piped())
+        .stderr(std::fs::File::create(&log).unwrap())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let place = line.split_whitespace().find_map(|word| word.strip_prefix("metrics=")).map(str::to_owned);
+    let metrics = place.map(|place| {
+        let mut stream = TcpStream::connect(place).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: test\r\n\r\n").unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    });
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let told = std::fs::read_to_string(&log).unwrap();
+    let _ = std::fs::remove_dir_all(&directory);
+    let metrics = metrics.unwrap_or_else(|| panic!("no place of metrics in {line:?}: {told}"));
+    let line = metrics.lines().find(|line| line.starts_with("kvarts_device_path{"));
+    let line = line.unwrap_or_else(|| panic!("{metrics}"));
+    assert!(line.starts_with("kvarts_device_path{mode=\"staging\",offered=\""), "{line}");
+    assert!(line.ends_with(",reason=\"asked for\"} 1"), "{line}");
+    assert!(told.contains("device.cufile = staging (flag)"), "{told}");
+    assert!(told.contains("layers reach the device by staging: asked for"), "{told}");
+}
+
+#[test]
+fn a_server_that_is_asked_for_a_way_that_cannot_be_used_says_so_before_it_makes_a_store() {
+    let directory = std::env::temp_dir().join(format!("kvarts-gpu-refused-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&directory);
+    std::fs::create_dir_all(&directory).unwrap();
+    let output = serve(&directory, "direct").output().unwrap();
+    let left = std::fs::read_dir(&directory).unwrap().count();
+    let _ = std::fs::remove_dir_all(&directory);
+    let told = String::from_utf8(output.stderr).unwrap();
+    let refusal = "device.cufile: direct reads cannot be used";
+    assert!(output.status.code() == Some(2) && told.contains(refusal), "{:?}: {told}", output.status);
+    assert_eq!((left, output.stdout.len()), (0, 0));
 }

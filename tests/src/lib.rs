@@ -6,6 +6,7 @@ pub mod campaign;
 pub mod conformance;
 pub mod fixture;
 pub mod golden;
+pub mod landed;
 pub mod model;
 pub mod rows;
 pub mod script;

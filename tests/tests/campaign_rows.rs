@@ -69,6 +69,11 @@ fn images_of_every_version_open_also_when_the_power_fails_meanwhile() {
 }
 
 #[test]
+fn a_device_that_fails_in_any_way_gives_right_bytes_or_an_error_and_leaves_nothing_held() {
+    run("R25", 30);
+}
+
+#[test]
 fn checker_and_recovery_are_of_one_opinion() {
     run("R26", 40);
 }

@@ -1,8 +1,6 @@
 //! Layers landing in the memory of an emulated device: bytes, order, faults, and what is left behind.
 #![allow(clippy::disallowed_methods, reason = "works on real directories, outside the simulation")]
 
-mod landed;
-
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +16,7 @@ use kvarts_store::error::{Kind, Reason};
 use kvarts_store::rt::Class;
 use kvarts_tests::fixture::{self, ODD, PAGES, all_heads};
 
-use landed::{BLOCKS, COLUMNS, Pool, Site, run, strict};
+use kvarts_tests::landed::{BLOCKS, COLUMNS, Pool, Site, run, strict};
 
 #[test]
 fn every_layer_lands_in_its_slots_before_it_is_used_and_nothing_is_left_behind() {
@@ -92,7 +90,7 @@ fn a_damaged_layer_ends_the_stream_with_what_is_usable_and_why() {
         deadline: None,
     });
     let extent = planned.unwrap().into_iter().find(|extent| extent.step == 2).unwrap();
-    let file = std::fs::File::options().read(true).write(true).open(site.path.join(&extent.path)).unwrap();
+    let file = std::fs::File::options().read(true).write(true).open(site.path().join(&extent.path)).unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, extent.offset + 7).unwrap();
     file.write_all_at(&[byte[0] ^ 4], extent.offset + 7).unwrap();

@@ -4,8 +4,6 @@
     reason = "works on real directories and processes, outside the simulation"
 )]
 
-mod landed;
-
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -20,18 +18,13 @@ use kvarts_gpudirect::gather::Curve;
 use kvarts_gpudirect::ipc::Opened;
 use kvarts_gpudirect::pace::{Pace, RealPace};
 use kvarts_gpudirect::pipeline::{LandRequest, Next, Pipeline};
+use kvarts_gpudirect::store_layers::StoreRequest;
 use kvarts_store::api::{BlockOutcome, KvStore, Presence};
+use kvarts_store::error::Reason;
+use kvarts_store::rt::Nanos;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture;
-
-use landed::{BLOCKS, COLUMNS, Pool, Site, is_here, run, store_request, strict};
-
-/// Waits for what other threads do in their own time. What they keep for ever fails by never ending.
-fn until(done: impl Fn() -> bool) {
-    while !done() {
-        std::thread::yield_now();
-    }
-}
+use kvarts_tests::landed::{BLOCKS, COLUMNS, Pool, Site, is_here, run, store_request, strict, until};
 
 #[test]
 fn layers_leave_the_device_as_they_are_computed_and_come_back_as_they_were() {
@@ -69,7 +62,7 @@ fn layers_leave_the_device_as_they_are_computed_and_come_back_as_they_were() {
     let reply = block_on(sink.seal().unwrap()).unwrap().unwrap();
     assert!(reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored), "{reply:?}");
     // The store lets go of the arena on its own threads.
-    until(|| big.usage().used == 0);
+    until("the arena is free", || big.usage().used == 0);
     let second = Pool::new(&device, COLUMNS[0]);
     let mut stream = pipeline.land(LandRequest { keys, ..site.request(&second) }).unwrap();
     let (_, end) = run(&mut stream, &second, &device, &compute);
@@ -81,6 +74,20 @@ fn layers_leave_the_device_as_they_are_computed_and_come_back_as_they_were() {
     while big.usage().used > 0 {
         std::thread::yield_now();
     }
+}
+
+#[test]
+fn layers_whose_time_is_over_are_refused_at_once_and_nothing_is_held() {
+    let site = Site::new("late");
+    let device = strict(Faults::default());
+    let pool = Pool::new(&device, COLUMNS[0]);
+    let pipeline = site.pipeline(&device);
+    let request = StoreRequest { deadline: Some(Nanos(0)), ..store_request(&site, &pool, 32) };
+    let refused = pipeline.store_layers(request).err();
+    assert!(matches!(refused, Some(LandError::Store(Reason::DeadlineInPast))), "{refused:?}");
+    drop((pipeline, pool));
+    site.settle();
+    until("the device is let go of", || device.in_use() == InUse::default());
 }
 
 #[test]
@@ -110,7 +117,9 @@ fn a_store_that_is_given_up_or_fails_leaves_nothing() {
                 let sealed = taken.and_then(|_| sink.seal());
                 assert!(matches!(sealed, Err(LandError::Device(DeviceError::Lost(_)))));
             }
-            until(|| is_here(&site, &pool, &keys).iter().all(|presence| *presence == Presence::Absent));
+            until("nothing of it is here", || {
+                is_here(&site, &pool, &keys).iter().all(|presence| *presence == Presence::Absent)
+            });
         }
         // The store lets go of the memory on its own threads.
         while arena.usage().used > 0 {
@@ -135,7 +144,7 @@ fn a_layer_is_on_disk_before_the_next_is_computed_and_nothing_of_it_is_found() {
     let layers = pool.shape.layers().len() as u32;
     for layer in 0..layers {
         sink.store_layer(layer, &compute).unwrap();
-        until(|| sink.layers_written() > layer);
+        until("a layer is written", || sink.layers_written() > layer);
         assert!(is_here(&site, &pool, &keys).iter().all(|presence| *presence != Presence::Here));
     }
     assert!(matches!(sink.store_layer(layers, &compute), Err(LandError::Request(_))));
@@ -147,7 +156,7 @@ fn a_layer_is_on_disk_before_the_next_is_computed_and_nothing_of_it_is_found() {
     (0..layers).for_each(|layer| drop(again.store_layer(layer, &compute).unwrap()));
     let reply = block_on(again.seal().unwrap()).unwrap().unwrap();
     assert!(reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::AlreadyThere), "{reply:?}");
-    until(|| arena.usage().used == 0);
+    until("the arena is free", || arena.usage().used == 0);
 }
 
 /// How a stuck copy ends after all.
@@ -204,7 +213,7 @@ fn a_copy_that_never_ends_ends_the_stream_and_keeps_its_memory_until_it_is_done_
             }
             site.settle();
             drop(pool);
-            until(|| device.in_use() == InUse::default());
+            until("the device is let go of", || device.in_use() == InUse::default());
         }
     }
 }
@@ -233,11 +242,13 @@ fn a_copy_from_the_device_that_never_ends_stores_nothing_and_keeps_its_memory() 
             assert!(stuck, "{how:?}");
             assert!(arena.usage().used > 0, "the device may still write to it");
         }
-        until(|| is_here(&site, &pool, &keys).iter().all(|presence| *presence == Presence::Absent));
+        until("nothing of it is here", || {
+            is_here(&site, &pool, &keys).iter().all(|presence| *presence == Presence::Absent)
+        });
         rescue(&device, how);
-        until(|| arena.usage().used == 0);
+        until("the arena is free", || arena.usage().used == 0);
         drop(pool);
-        until(|| device.in_use() == InUse::default());
+        until("the device is let go of", || device.in_use() == InUse::default());
     }
 }
 
@@ -341,7 +352,7 @@ fn layers_land_in_the_pool_of_another_process_which_is_opened_once_and_closed_be
         assert_eq!(device.hazards(), 0);
     }
     site.settle();
-    until(|| device.in_use() == InUse::default());
+    until("the device is let go of", || device.in_use() == InUse::default());
     // Closed here; the engine, which has it still, sees every byte.
     let mut expected = Vec::new();
     let chunks: Vec<_> =
@@ -386,7 +397,7 @@ fn an_engine_that_dies_in_the_middle_costs_its_stream_and_nothing_else() {
         assert!(drain(&*pipeline.device().clone(), &compute).is_ok());
     }
     site.settle();
-    until(|| device.in_use() == InUse::default());
+    until("the device is let go of", || device.in_use() == InUse::default());
     let error = opened.open(&handle, bytes).unwrap_err();
     assert!(matches!(error, DeviceError::Call { .. }), "a handle of a dead process: {error:?}");
     assert_eq!(device.in_use(), InUse::default());

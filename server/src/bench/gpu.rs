@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kvarts_gpudirect::device::{Batch, Direction, Method, Piece, Stream, drain};
+use kvarts_gpudirect::cufile::{self, Wish};
+use kvarts_gpudirect::device::{Batch, Direction, Method, Piece, Stream, cuda, drain};
 use kvarts_gpudirect::gather::{Curve, copy_split};
 use kvarts_gpudirect::pace::RealPace;
 use kvarts_gpudirect::pipeline::Next;
@@ -99,6 +100,10 @@ pub(super) fn run(arguments: &GpuArgs, out: &mut dyn Write) -> Result<(), Failur
     report.fact("device", about.kind);
     report.fact("device_name", about.name);
     about.notes.into_iter().for_each(|note| report.note(note));
+    let machine = cufile::look(cuda::count().map(drop).map_err(|error| error.to_string()));
+    let files = cufile::decide(&machine, Wish::Auto).map_err(Failure::User)?;
+    report.fact("files", files.mode.name());
+    report.note(files.to_string());
     report.fact("pairs", arguments.pairs);
     let mut rows = Vec::new();
     let mut worst: Option<(Summary, Summary)> = None;

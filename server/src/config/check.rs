@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvarts_gpudirect::cufile::Wish;
 use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
@@ -103,6 +104,7 @@ pub(super) fn complete(
     let shared = decided.or("limits.shared", set.shared.as_ref(), "64 GiB");
     let io = decided.or("store.io", set.io.as_ref(), "auto");
     let runtime = decided.or("store.runtime", set.runtime.as_ref(), "auto");
+    let cufile = decided.or("device.cufile", set.cufile.as_ref(), "auto");
     let scrub_hours = decided.or("scrub.hours", set.scrub_hours.as_ref(), 24);
     let scrub_hours: u32 = number("scrub.hours", &scrub_hours)?;
     let scrub_pace = decided.or("scrub.pace", set.scrub_pace.as_ref(), "32 MiB");
@@ -127,6 +129,7 @@ pub(super) fn complete(
         connections: number("limits.connections", &connections)?,
         threads: number("limits.threads", &threads)?,
         gate,
+        cufile: cufile.parse::<Wish>().map_err(|why| Complaint::new("device.cufile", &why))?,
         scrub_every: (scrub_hours > 0).then(|| Duration::from_secs(u64::from(scrub_hours) * 3600)),
         scrub_pace: sized("scrub.pace", &scrub_pace)?.max(1 << 20),
         log_format: match format.as_str() {

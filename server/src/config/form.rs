@@ -122,6 +122,8 @@ settings! {
     connections, "limits", "connections", "KVARTS_LIMITS_CONNECTIONS", "connections";
     /// Threads that serve connections [default: 2, or 1 on one core]
     threads, "limits", "threads", "KVARTS_LIMITS_THREADS", "threads";
+    /// How files should reach the memory of devices: auto, direct, compatibility or staging [default: auto]
+    cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile";
     /// Hours between two runs of the scrubber, or 0 for none [default: 24]
     scrub_hours, "scrub", "hours", "KVARTS_SCRUB_HOURS", "scrub-hours";
     /// Bytes a second that the scrubber reads at most [default: 32 MiB]

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 pub use check::Complaint;
 pub use form::Settings;
+use kvarts_gpudirect::cufile::Wish;
 use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
@@ -91,6 +92,8 @@ pub struct Config {
     pub threads: usize,
     /// Who may do what.
     pub gate: Gate,
+    /// How files should reach the memory of devices.
+    pub cufile: Wish,
     /// How long after each other the scrubber runs; none: never.
     pub scrub_every: Option<Duration>,
     /// Bytes a second that it reads at most.

@@ -55,6 +55,7 @@ fn what_is_no_setting_is_refused_by_name() {
     assert!(complaint("[store]\nbudget = '5 MB'\n").contains("no size"));
     assert!(complaint("[limits]\nmemory = '1 MiB'\n").contains("64 MiB"));
     assert!(complaint("[listen]\ngrpc = 'localhost'\n").contains("no address"));
+    assert!(complaint("[device]\ncufile = 'gds'\n").contains("device.cufile: unknown mode"));
     assert!(complaint("[tls]\nkey = 'k.pem'\n").contains("belong together"));
 }
 

@@ -7,6 +7,7 @@
     reason = "the daemon stands outside the simulation: sockets and key files"
 )]
 
+mod devices;
 pub mod notify;
 
 use std::net::SocketAddr;
@@ -25,7 +26,7 @@ use crate::grpc::{self, Identity, Listeners, limits};
 use crate::human;
 use crate::local::Locals;
 use crate::metrics;
-use crate::node::{Memory, Node};
+use crate::node::{Decided, Memory, Node};
 use crate::scrub;
 
 /// How long calls under way may take to end once a stop was asked for.
@@ -54,7 +55,8 @@ impl Daemon {
     /// Opens the store and begins to serve. Gives one line that says what is wrong.
     pub async fn start(config: &Config) -> Result<Self, String> {
         let tls = config.tls.as_ref().map(read_identity).transpose()?;
-        let mut notes = Vec::new();
+        let files = devices::decide(config.cufile).await?;
+        let mut notes = vec![files.to_string()];
         let options = home_options(config, &mut notes)?;
         let opened = tokio::task::spawn_blocking(move || Home::open(&options)).await;
         let home = opened.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
@@ -86,7 +88,8 @@ impl Daemon {
         let connections = connections(config, &mut notes);
         let gate = config.gate.clone();
         let (store, locals) = (home.store().clone(), Locals::new(config.shared, config.threads));
-        let node = Node::new(store, gate, memory, locals, connections, OsEntropy::new(), notes);
+        let node =
+            Node::new(store, gate, memory, locals, connections, OsEntropy::new(), Decided { notes, files });
         let listeners = Listeners { tcp, unix, tls };
         let serving = tokio::spawn(grpc::serve(Arc::clone(&node), listeners));
         let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&node)));

@@ -35,7 +35,7 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         allocated_bytes: stats.allocated_bytes,
         index_bytes: stats.index.bytes as u64,
         counts: counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
-        notes: node.notes.clone(),
+        notes: node.decided.notes.clone(),
         recovery: node.engine.recovery().iter().map(recovery).collect(),
         local_clients: node.locals.clients().into_iter().map(client).collect(),
     }

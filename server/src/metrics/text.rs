@@ -2,6 +2,7 @@
 
 use std::fmt::{self, Write};
 
+use kvarts_gpudirect::cufile::Decision;
 use kvarts_store::rt::Clock;
 
 use super::{CallName, Counted, Metrics};
@@ -42,6 +43,7 @@ pub(super) async fn render(node: &Node) -> String {
     scrub(&mut out, node);
     tenants(&mut out, node);
     memory(&mut out, node);
+    device_path(&mut out, &node.decided.files);
     out
 }
 
@@ -226,6 +228,15 @@ fn tenants(out: &mut String, node: &Node) {
     }
 }
 
+/// How files reach the memory of devices, and why so.
+fn device_path(out: &mut String, files: &Decision) {
+    let help = "How files reach the memory of devices on this host, what it could offer, and why.";
+    head(out, "kvarts_device_path", "gauge", help);
+    let (mode, offered, reason) = (files.mode.name(), files.offered.name(), Value(&files.reason));
+    let _ =
+        writeln!(out, "kvarts_device_path{{mode=\"{mode}\",offered=\"{offered}\",reason=\"{reason}\"}} 1");
+}
+
 fn memory(out: &mut String, node: &Node) {
     head(out, "kvarts_request_memory_bytes", "gauge", "Memory of requests, by part: used, most used, all.");
     for (part, usage) in ["large", "small"].into_iter().zip(node.memory.usage()) {
@@ -255,4 +266,30 @@ fn memory(out: &mut String, node: &Node) {
     one(out, "kvarts_time_seconds", "gauge", "The server's wall clock.", seconds);
     head(out, "kvarts_build_info", "gauge", "Which program this is.");
     let _ = writeln!(out, "kvarts_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
+}
+
+#[cfg(test)]
+mod tests {
+    use kvarts_gpudirect::cufile::{Found, Wish, decide};
+
+    use super::*;
+
+    #[test]
+    fn the_way_to_devices_is_told_with_what_there_could_be_and_why() {
+        let found = Found { device: Ok(()), library: true, module: false };
+        let mut out = String::new();
+        device_path(&mut out, &decide(&found, Wish::Auto).unwrap());
+        let line = out.lines().last().unwrap();
+        assert!(
+            line.starts_with("kvarts_device_path{mode=\"staging\",offered=\"compatibility\",reason=\""),
+            "{line}"
+        );
+        assert!(line.contains("nvidia-fs") && line.ends_with("\"} 1"), "{line}");
+        let found = Found { device: Err("a \"driver\"\nin two lines".to_owned()), ..found };
+        let mut out = String::new();
+        device_path(&mut out, &decide(&found, Wish::Only(kvarts_gpudirect::cufile::Mode::Staging)).unwrap());
+        device_path(&mut out, &decide(&found, Wish::Auto).unwrap());
+        assert!(out.contains("reason=\"asked for\""), "{out}");
+        assert!(out.ends_with("reason=\"a \\\"driver\\\"\\nin two lines\"} 1\n"), "{out}");
+    }
 }

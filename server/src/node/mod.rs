@@ -77,13 +77,22 @@ pub struct Node {
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// What was decided at the start.
-    pub notes: Vec<String>,
+    pub decided: Decided,
     entropy: Arc<dyn Entropy>,
     draining: AtomicBool,
     drain: Notify,
     /// Calls that have begun and not ended.
     calls: AtomicU64,
     idle: Notify,
+}
+
+/// What a server has decided at its start.
+#[derive(Clone, Debug)]
+pub struct Decided {
+    /// What an operator should know, a sentence each.
+    pub notes: Vec<String>,
+    /// How files reach the memory of devices on this host.
+    pub files: kvarts_gpudirect::cufile::Decision,
 }
 
 /// A call that is under way, for as long as it lives.
@@ -106,7 +115,7 @@ impl Node {
         locals: Locals,
         connections: usize,
         entropy: Arc<dyn Entropy>,
-        notes: Vec<String>,
+        decided: Decided,
     ) -> Arc<Self> {
         let mut secret = [0; 32];
         entropy.fill(&mut secret);
@@ -128,7 +137,7 @@ impl Node {
             memory,
             locals: Arc::new(locals),
             metrics: Arc::new(Metrics::default()),
-            notes,
+            decided,
             entropy,
             draining: AtomicBool::new(false),
             drain: Notify::new(),

@@ -52,7 +52,8 @@ pub trait KvStore: Send + Sync {
     /// Begins a put whose layers come one after the other, from memory that they use in turns
     /// ([`Placed::layers_in_turns`]): each is written when it is offered, and all blocks become visible together when
     /// the put is sealed, as [`KvStore::put`] says. A refusal says that the blocks must be put whole instead: some are
-    /// here already, there are too many such puts, or they do not fit into one segment.
+    /// here already, there are too many such puts, or they do not fit into one segment. One that gets no segment by its
+    /// deadline is refused with that.
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<PutStream, Error>> {
         drop(request);
         let (reply, answer) = ticket();

@@ -5,8 +5,6 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Poll, Waker};
 
-use crate::rt::LocalTask;
-
 /// Tasks that wait for something to change. Whoever changes it calls [`Notify::wake_all`].
 #[derive(Debug, Default)]
 pub(crate) struct Notify(RefCell<Vec<Waker>>);
@@ -71,17 +69,17 @@ pub(crate) async fn yield_now() {
     .await;
 }
 
-/// What `work` gives, or `None` if the deadline comes first.
+/// What `work` gives, or `None` if the deadline comes first. A deadline that is lent serves for more work afterwards.
 pub(crate) async fn before<T>(
     mut work: Pin<&mut impl Future<Output = T>>,
-    mut deadline: Option<LocalTask>,
+    mut deadline: Option<impl Future<Output = ()> + Unpin>,
 ) -> Option<T> {
     poll_fn(|context| {
         if let Poll::Ready(value) = work.as_mut().poll(context) {
             return Poll::Ready(Some(value));
         }
         match &mut deadline {
-            Some(deadline) => deadline.as_mut().poll(context).map(|()| None),
+            Some(deadline) => Pin::new(deadline).poll(context).map(|()| None),
             None => Poll::Pending,
         }
     })

@@ -84,7 +84,9 @@ impl Log {
     }
 
     /// No record that a crash could bring back has a lower sequence: not in a segment that is in use, nor in one that
-    /// was emptied and not yet written anew, because its footer still stands.
+    /// was emptied and not yet written anew, because its footer still stands. One that was begun and holds no record yet
+    /// does not count: what comes into it gets sequences of then. So nothing that is buried waits for a put by layers
+    /// that stands still.
     pub(crate) fn floor(&self) -> u64 {
         let lowest = |segment: &Rc<Segment>| {
             let tail = segment.tail.borrow();
@@ -92,6 +94,7 @@ impl Log {
                 // The header of the new generation may not be durable yet, or never was.
                 SegmentState::Open if tail.written_upto() == 0 => 0,
                 SegmentState::Suspect if tail.durable_upto == 0 => 0,
+                SegmentState::Open if tail.entries.is_empty() => self.sequence.get(),
                 _ => segment.first_sequence.get(),
             }
         };

@@ -3,10 +3,11 @@
 use std::cell::RefCell;
 
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{Durability, KvStore, Parent, Placed, PutRequest, PutStream, Turns};
+use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest, PutStream, Turns};
 use kvarts_store::engine::Store;
 use kvarts_store::error::Reason;
 use kvarts_store::io::Buf;
+use kvarts_store::rt::Nanos;
 
 use super::{Bring, Ledger, Name, Put, content, key, register};
 use crate::fixture;
@@ -34,6 +35,11 @@ fn in_turns(shape: &BlockShape, blocks: u64, skew: u64) -> Vec<Buf> {
 impl Layered {
     /// Begins; a refusal says why the blocks must be put whole.
     pub async fn begin(store: &Store, bring: Bring) -> Result<Self, Reason> {
+        Self::begin_by(store, bring, None).await
+    }
+
+    /// Begins, with a deadline.
+    pub async fn begin_by(store: &Store, bring: Bring, deadline: Option<Nanos>) -> Result<Self, Reason> {
         let Ok(namespace) = register(store) else { panic!("the small model is accepted") };
         let Bring { column, first, count, durable, skew, .. } = bring;
         let (group, coordinate) = fixture::columns()[column];
@@ -54,7 +60,7 @@ impl Layered {
             durability: if durable { Durability::Durable } else { Durability::Relaxed },
             expires_after: None,
             origins: None,
-            deadline: None,
+            deadline,
         });
         let stream = begun.await.map_err(|_| Reason::Busy("the store is gone"))?.map_err(|error| error.0)?;
         Ok(Self { names, bring, from, shape, stream, offered: 0 })
@@ -108,9 +114,20 @@ impl Layered {
         self.stream.written(self.offered).await;
     }
 
-    /// Why it ended by itself, if it did.
+    /// Whether it ended by itself.
     pub fn ended(&mut self) -> bool {
-        self.stream.ended().is_some()
+        self.why().is_some()
+    }
+
+    /// Why it ended by itself, if it did: what its first block was refused for. It is told once.
+    pub fn why(&mut self) -> Option<Reason> {
+        match self.stream.ended()? {
+            Ok(reply) => reply.outcomes.into_iter().find_map(|outcome| match outcome {
+                BlockOutcome::Refused(reason) => Some(reason),
+                _ => None,
+            }),
+            Err(error) => Some(error.0),
+        }
     }
 
     /// Seals it and waits for the answer: from here on its blocks may be found, and once that is acknowledged they must

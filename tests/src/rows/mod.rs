@@ -8,6 +8,7 @@ mod bits;
 mod buried;
 mod clocks;
 mod cuts;
+mod devices;
 mod faults;
 mod goldens;
 mod kills;
@@ -154,6 +155,7 @@ pub fn all() -> Vec<Row> {
     rows.extend(scripts::rows());
     rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
     rows.extend(again::rows());
+    rows.push(devices::row());
     rows.push(planted::row());
     rows
 }

@@ -160,7 +160,7 @@ struct Place {
 }
 
 /// Does the put on its shard's executor. `deadline` completes when the caller stops caring.
-pub(crate) async fn run(log: &Rc<Log>, mut part: LayersPart, deadline: Option<LocalTask>) {
+pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<LocalTask>) {
     let under_way = log.layered.borrow().len();
     let enough = under_way >= UNDER_WAY_MAX
         || (under_way as u64 + 1) * SEGMENTS_EACH > log.shared.segments_of_a_shard();
@@ -173,12 +173,8 @@ pub(crate) async fn run(log: &Rc<Log>, mut part: LayersPart, deadline: Option<Lo
         log.layered.borrow_mut().retain(|turns| !turns.is(&left));
         log.changed.wake_all();
     };
-    let (segment, places) = match find(log, &part).await {
-        Ok(found) => found,
-        Err(reason) => {
-            ended();
-            return part.refuse(reason);
-        }
+    let Some((mut part, segment, places)) = find(log, part, deadline.as_mut()).await else {
+        return ended();
     };
     if let Some((reply, stream)) = part.begun.take() {
         // If nobody waits for it, it is dropped, and the put stops.
@@ -207,6 +203,9 @@ pub(crate) async fn run(log: &Rc<Log>, mut part: LayersPart, deadline: Option<Lo
         drop(promises);
         part.job.finish(outcomes);
         if late {
+            // Whoever waits for a layer is told now. A write that is under way may read its memory for longer, for a
+            // record that will not be.
+            part.progress.end();
             // What is under way ends first: the segment is not used for anything else before.
             let _ = writing.await;
         }
@@ -215,26 +214,50 @@ pub(crate) async fn run(log: &Rc<Log>, mut part: LayersPart, deadline: Option<Lo
     ended();
 }
 
-/// Finds a segment with room for all records, and says where they go.
-async fn find(log: &Rc<Log>, part: &LayersPart) -> Result<(Rc<Segment>, Vec<Place>), Reason> {
-    let parked = log.parked.borrow_mut().pop();
-    let segment = match parked {
-        Some(segment) => segment,
+/// Finds a segment with room for all records, and says where they go. `None` if there is none, or none in time: that has
+/// been answered, and the put holds nothing any more.
+async fn find(
+    log: &Rc<Log>,
+    part: LayersPart,
+    deadline: Option<&mut LocalTask>,
+) -> Option<(LayersPart, Rc<Segment>, Vec<Place>)> {
+    let mut taking = pin!(take_segment(log));
+    let segment = match before(taking.as_mut(), deadline).await {
+        Some(Ok(segment)) => segment,
+        Some(Err(reason)) => {
+            part.refuse(reason);
+            return None;
+        }
         None => {
-            log.changed.until(|| (!log.rolling.replace(true)).then_some(())).await;
-            let begun = log.begin_segment().await;
-            log.rolling.set(false);
-            log.changed.wake_all();
-            begun?
+            part.refuse(Reason::DeadlinePassed);
+            // What was begun for it is ended: half a segment would be nobody's, and whoever comes next takes this one.
+            if let Ok(segment) = taking.await {
+                put_away(log, segment).await;
+            }
+            return None;
         }
     };
-    match lay_out(log, part, &segment) {
-        Ok(Some(places)) => Ok((segment, places)),
-        other => {
-            put_away(log, segment).await;
-            other.and(Err(Reason::TooMany("bytes for one segment")))
-        }
+    let reason = match lay_out(log, &part, &segment) {
+        Ok(Some(places)) => return Some((part, segment, places)),
+        Ok(None) => Reason::TooMany("bytes for one segment"),
+        Err(reason) => reason,
+    };
+    part.refuse(reason);
+    put_away(log, segment).await;
+    None
+}
+
+/// A segment that holds nothing and that nobody else appends to.
+async fn take_segment(log: &Rc<Log>) -> Result<Rc<Segment>, Reason> {
+    let parked = log.parked.borrow_mut().pop();
+    if let Some(segment) = parked {
+        return Ok(segment);
     }
+    log.changed.until(|| (!log.rolling.replace(true)).then_some(())).await;
+    let begun = log.begin_segment().await;
+    log.rolling.set(false);
+    log.changed.wake_all();
+    begun
 }
 
 /// Where the records would lie in the segment, or `None` if they do not fit.

@@ -1,9 +1,14 @@
-//! A store with a run of blocks, an arena, and an engine's pool on an emulated device, for the tests of landing.
-#![allow(dead_code, reason = "every test of landing includes this and uses a part of it")]
+//! A store with a run of blocks, an arena, and an engine's pool on an emulated device, for the tests of landing. It is a
+//! real store in a real directory: what lands is read by the machine's own threads.
 
-use std::path::PathBuf;
+#![allow(
+    clippy::disallowed_methods,
+    reason = "works on real directories and threads, outside the simulation"
+)]
+
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
 use kvarts_gpudirect::device::{Device, Memory, Stream};
@@ -22,59 +27,93 @@ use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
-use kvarts_tests::fixture::{self, ODD, PAGES};
 
-pub(crate) const BLOCKS: u32 = 6;
+use crate::fixture::{self, ODD, PAGES};
+use crate::stage::Scratch;
+
+/// Blocks of the run.
+pub const BLOCKS: u32 = 6;
+
+/// How long anything may take that must end: whoever waits longer hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until something is so that must come to be.
+pub fn until(what: &str, done: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < PATIENCE, "it never is: {what}");
+        std::thread::yield_now();
+    }
+}
 
 /// A store with a run of blocks, and an arena of the smallest size.
-pub(crate) struct Site {
+#[derive(Debug)]
+pub struct Site {
     home: Option<Home>,
-    pub(crate) path: PathBuf,
-    pub(crate) namespace: NamespaceId,
-    pub(crate) keys: Vec<BlockKey>,
-    pub(crate) arena: Arena,
+    scratch: Scratch,
+    /// The run's namespace.
+    pub namespace: NamespaceId,
+    /// The run's keys.
+    pub keys: Vec<BlockKey>,
+    /// Where layers land on their way.
+    pub arena: Arena,
 }
 
 impl Drop for Site {
     fn drop(&mut self) {
         if let Some(home) = self.home.take() {
-            home.close().unwrap();
+            match std::thread::panicking() {
+                true => home.abandon(),
+                false => home.close().expect("the store closes"),
+            }
         }
-        let _ = std::fs::remove_dir_all(&self.path);
     }
 }
 
-pub(crate) const COLUMNS: [(Group, Coordinate); 2] =
+/// The columns of the run: with whole pages, and with odd sizes.
+pub const COLUMNS: [(Group, Coordinate); 2] =
     [(PAGES, Coordinate::Heads { start: 0, count: 2, of: 2 }), (ODD, Coordinate::Replicated)];
 
 impl Site {
-    pub(crate) fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-landing-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
+    /// A new store that holds the run in both columns.
+    pub fn new(name: &str) -> Self {
+        let scratch = Scratch::new(&format!("landing-{name}"));
         let store = Options {
             segment_bytes: 1 << 20,
             record_bytes_max: 64 << 10,
             budget_bytes: 256 << 20,
             ..Options::default()
         };
-        let options = HomeOptions { directories: vec![path.clone()], store, ..HomeOptions::default() };
-        let home = Home::open(&options).unwrap();
-        let namespace = home.store().register(&fixture::identity("landing"), &fixture::geometry()).unwrap();
-        let arena = Arena::new(192 << 10).unwrap();
+        let options =
+            HomeOptions { directories: vec![scratch.path().to_owned()], store, ..HomeOptions::default() };
+        let home = Home::open(&options).expect("the store opens");
+        let namespace = home
+            .store()
+            .register(&fixture::identity("landing"), &fixture::geometry())
+            .expect("the model is accepted");
+        let arena = Arena::new(192 << 10).expect("there is memory");
         let keys = fixture::keys(9, 0..u64::from(BLOCKS));
-        let site = Self { home: Some(home), path, namespace, keys, arena };
+        let site = Self { home: Some(home), scratch, namespace, keys, arena };
         for column in COLUMNS {
-            let reply = block_on(site.store().put(site.put(column))).unwrap().unwrap();
+            let reply = block_on(site.store().put(site.put(column)));
+            let reply = reply.expect("an answer").expect("blocks");
             assert!(reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored), "{reply:?}");
         }
         site
     }
 
-    pub(crate) fn store(&self) -> &kvarts_store::engine::Store {
-        self.home.as_ref().unwrap().store()
+    /// The directory of the store.
+    pub fn path(&self) -> &Path {
+        self.scratch.path()
     }
 
-    pub(crate) fn put(&self, (group, coordinate): (Group, Coordinate)) -> PutRequest {
+    /// The store.
+    pub fn store(&self) -> &kvarts_store::engine::Store {
+        self.home.as_ref().expect("open until dropped").store()
+    }
+
+    /// What puts the run.
+    pub fn put(&self, (group, coordinate): (Group, Coordinate)) -> PutRequest {
         let shape = fixture::shape(group, coordinate);
         let memory = fixture::memory(shape.block_bytes() * u64::from(BLOCKS), 0);
         let mut at = 0;
@@ -91,7 +130,7 @@ impl Site {
             parent: Parent::Root,
             first_block: Some(0),
             keys: self.keys.clone(),
-            from: Placed::blocks(&shape, memory, BLOCKS).unwrap(),
+            from: Placed::blocks(&shape, memory, BLOCKS).expect("a valid placement"),
             layout: Some(kvarts_layout::Layout::LayerBlock),
             durability: Durability::Durable,
             expires_after: None,
@@ -100,18 +139,21 @@ impl Site {
         }
     }
 
-    pub(crate) fn pipeline(&self, device: &Emulated) -> Pipeline {
+    /// A pipeline from here to a device.
+    pub fn pipeline(&self, device: &Emulated) -> Pipeline {
         let device: Arc<dyn Device> = Arc::new(device.clone());
         Pipeline::new(Arc::new(self.store().clone()), device, self.arena.clone(), Curve::default())
     }
 
-    pub(crate) fn land(&self, pipeline: &Pipeline, pool: &Pool) -> Result<LayerStream, LandError> {
+    /// Begins to land the run in a pool, once whoever landed before has let go of the arena.
+    pub fn land(&self, pipeline: &Pipeline, pool: &Pool) -> Result<LayerStream, LandError> {
         // The store lets go of the last stream's memory on its own threads.
         self.settle();
         pipeline.land(self.request(pool))
     }
 
-    pub(crate) fn request(&self, pool: &Pool) -> LandRequest {
+    /// What lands the run in a pool.
+    pub fn request(&self, pool: &Pool) -> LandRequest {
         LandRequest {
             namespace: self.namespace,
             group: pool.column.0,
@@ -126,54 +168,59 @@ impl Site {
         }
     }
 
-    /// Waits until disk and device have let go of the arena. One that keeps it for ever fails by never ending.
-    pub(crate) fn settle(&self) {
-        while self.arena.usage().used > 0 {
-            std::thread::yield_now();
-        }
+    /// Waits until disk and device have let go of the arena.
+    pub fn settle(&self) {
+        until("the arena is free", || self.arena.usage().used == 0);
     }
 }
 
 /// An engine's paged pool: each part in a memory of its own, slots scattered with gaps.
-pub(crate) struct Pool {
-    pub(crate) column: (Group, Coordinate),
-    pub(crate) shape: Arc<BlockShape>,
-    pub(crate) memories: Vec<Memory>,
-    pub(crate) into: Destination,
+#[derive(Debug)]
+pub struct Pool {
+    /// Whose blocks they are.
+    pub column: (Group, Coordinate),
+    /// What each is.
+    pub shape: Arc<BlockShape>,
+    /// The memory of each part.
+    pub memories: Vec<Memory>,
+    /// Where the blocks of the run go.
+    pub into: Destination,
 }
 
 /// The slot of a block.
-pub(crate) fn slot(block: u32) -> u32 {
+pub fn slot(block: u32) -> u32 {
     (block * 5 + 3) % 13
 }
 
 impl Pool {
-    pub(crate) fn new(device: &Emulated, column: (Group, Coordinate)) -> Self {
+    /// A pool that holds nothing of the run.
+    pub fn new(device: &Emulated, column: (Group, Coordinate)) -> Self {
         let shape = Arc::new(fixture::shape(column.0, column.1));
         let chunks = shape.layers().iter().flat_map(|layer| &layer.chunks);
         let (mut memories, mut targets) = (Vec::new(), Vec::new());
         for (at, chunk) in (0u32..).zip(chunks) {
-            let memory = device.allocate(chunk.bytes * 13 + 8).unwrap();
-            device.poke(&memory, 0, &vec![0xEE; memory.len() as usize]).unwrap();
+            let memory = device.allocate(chunk.bytes * 13 + 8).expect("there is memory");
+            device.poke(&memory, 0, &vec![0xEE; memory.len() as usize]).expect("it lies inside");
             memories.push(memory);
             targets.push(PartTarget { memory: MemoryId(at), base: 8, stride: chunk.bytes });
         }
         let slots = (0..BLOCKS).map(slot).collect();
-        let into = Destination::paged(&shape, memories.clone(), &targets, slots).unwrap();
+        let into = Destination::paged(&shape, memories.clone(), &targets, slots).expect("no two overlap");
         Self { column, shape, memories, into }
     }
 
     /// The canonical parts of a layer.
-    pub(crate) fn parts(&self, layer: u32) -> std::ops::Range<usize> {
+    pub fn parts(&self, layer: u32) -> std::ops::Range<usize> {
         let layers = self.shape.layers();
         let first = layers[..layer as usize].iter().map(|layer| layer.chunks.len()).sum();
         first..first + layers[layer as usize].chunks.len()
     }
 
     /// Whether every byte of a layer is what was put, in its slot, and the gaps are untouched.
-    pub(crate) fn is_there(&self, site: &Site, device: &Emulated, layer: u32) -> bool {
+    pub fn is_there(&self, site: &Site, device: &Emulated, layer: u32) -> bool {
         self.parts(layer).all(|part| {
-            let bytes = device.peek(&self.memories[part], 0, self.memories[part].len()).unwrap();
+            let bytes =
+                device.peek(&self.memories[part], 0, self.memories[part].len()).expect("it lies inside");
             let mut expected = vec![0xEE; bytes.len()];
             for (block, key) in (0..).zip(&site.keys) {
                 let chunk = &fixture::content(key, self.column.0, self.column.1, 1, &self.shape)[part];
@@ -185,25 +232,21 @@ impl Pool {
     }
 
     /// What an engine's kernels of a layer do: read all of it.
-    pub(crate) fn touch(&self, device: &Emulated, stream: &Stream, layer: u32) -> Result<(), DeviceError> {
+    pub fn touch(&self, device: &Emulated, stream: &Stream, layer: u32) -> Result<(), DeviceError> {
         let mut parts = self.parts(layer);
         parts.try_for_each(|part| device.touch(stream, &self.memories[part], 0, self.memories[part].len()))
     }
 }
 
-pub(crate) fn strict(faults: Faults) -> Emulated {
+/// A strict device in real time.
+pub fn strict(faults: Faults) -> Emulated {
     // Copies take longer than reads, so that memory which is reused too early is seen.
     let model = Model { strict: true, call: Duration::from_millis(1), ..Model::default() };
     Emulated::with(model, faults, RealPace::new())
 }
 
 /// Takes every layer; gives how many came and the end.
-pub(crate) fn run(
-    stream: &mut LayerStream,
-    pool: &Pool,
-    device: &Emulated,
-    compute: &Stream,
-) -> (u32, LayerEnd) {
+pub fn run(stream: &mut LayerStream, pool: &Pool, device: &Emulated, compute: &Stream) -> (u32, LayerEnd) {
     let mut came = 0;
     loop {
         match stream.next_layer(compute) {
@@ -218,7 +261,7 @@ pub(crate) fn run(
 }
 
 /// What the producer of a new chain hands over.
-pub(crate) fn store_request(site: &Site, pool: &Pool, chain: u64) -> StoreRequest {
+pub fn store_request(site: &Site, pool: &Pool, chain: u64) -> StoreRequest {
     StoreRequest {
         namespace: site.namespace,
         group: pool.column.0,
@@ -232,8 +275,9 @@ pub(crate) fn store_request(site: &Site, pool: &Pool, chain: u64) -> StoreReques
     }
 }
 
-pub(crate) fn is_here(site: &Site, pool: &Pool, keys: &[BlockKey]) -> Vec<Presence> {
+/// Which blocks are here.
+pub fn is_here(site: &Site, pool: &Pool, keys: &[BlockKey]) -> Vec<Presence> {
     let (group, coordinate) = pool.column;
     let request = ContainsRequest { namespace: site.namespace, group, coordinate, keys, lease: None };
-    site.store().contains(&request).unwrap().presence
+    site.store().contains(&request).expect("it can be asked").presence
 }
