@@ -224,6 +224,33 @@ fn whole_files_that_are_swapped_renamed_or_from_another_store_are_named() {
     }
 }
 
+/// A segment goes when a checkpoint calls it free, and its number may come again with a new file: nothing was lost.
+#[test]
+fn a_blank_file_of_a_segment_that_was_free_is_a_note_and_one_of_a_used_segment_is_not() {
+    let options = kvarts_store::engine::Options { budget_bytes: 400 << 10, ..small(1) };
+    let (mut free, mut used) = (0, 0);
+    for seed in 0..24 {
+        let disk = directories(&worked(Seed(seed), &options, 150, true)).remove(0);
+        assert!(look(&disk).findings.is_clean(), "seed {seed}");
+        for number in 0..20 {
+            let path = format!("shard-0000/segment-{number:08}");
+            let Some(bytes) = disk.contents(&path) else { continue };
+            let (gone, blank) = (disk.fork(), disk.fork());
+            gone.remove(&path);
+            blank.plant(&path, vec![0; bytes.len()]);
+            let is_free = look(&gone).findings.is_clean();
+            let checked = look(&blank);
+            assert_eq!(checked.findings.is_clean(), is_free, "seed {seed}, {path}: {}", problems(&checked));
+            if is_free {
+                assert!(checked.findings.counts.contains_key("never-used"), "seed {seed}, {path}");
+            }
+            free += u32::from(is_free);
+            used += u32::from(!is_free);
+        }
+    }
+    assert!(free > 2 && used > 20, "{free} free, {used} used");
+}
+
 #[test]
 fn a_lost_write_that_leaves_the_generation_before_is_named() {
     // A small budget, so that segments are written more than once.

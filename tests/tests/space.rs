@@ -196,7 +196,8 @@ fn segments_that_went_with_a_lower_budget_never_look_lost_wherever_power_is_cut(
             let desk = Desk::new(&stage, "gone");
             fill(&desk, 0..150);
             drive(&world, stage.engine().checkpoint()).unwrap().unwrap();
-            let before: BTreeSet<_> = stage.engine().segments().iter().map(|one| (one.shard, one.segment)).collect();
+            let before: BTreeSet<_> =
+                stage.engine().segments().iter().map(|one| (one.shard, one.segment)).collect();
             stage.engine().set_budget(1500 << 10).unwrap();
             if steps % 2 == 0 {
                 stage.wait(&mut || allocated(stage.engine()) <= 1500 << 10);
@@ -209,7 +210,8 @@ fn segments_that_went_with_a_lower_budget_never_look_lost_wherever_power_is_cut(
             (0..steps).for_each(|_| {
                 world.step();
             });
-            let now: BTreeSet<_> = stage.engine().segments().iter().map(|one| (one.shard, one.segment)).collect();
+            let now: BTreeSet<_> =
+                stage.engine().segments().iter().map(|one| (one.shard, one.segment)).collect();
             went += before.difference(&now).count();
             came += usize::from(steps % 2 == 0) * now.len();
             let state = stage.cut_power();
