@@ -303,7 +303,41 @@ fn a_put_with_any_byte_changed_stores_what_was_put_or_nothing() {
     }
     eprintln!("{tally:?} of {length} bytes");
     assert!(tally.damaged > 100, "{tally:?}");
-    drop(other);
+    scene.end();
+}
+
+#[test]
+fn an_answer_to_a_put_with_any_byte_changed_is_what_was_answered_or_an_error() {
+    let scene = filled("flips-outcomes");
+    let again = |flip: Option<(usize, u8)>| {
+        let through = scene.through();
+        let desk = Desk::new(&through, "flips");
+        let deadline = Some(through.now().plus(PATIENCE));
+        let request = PutRequest { deadline, ..desk.request(columns()[1], &desk.keys(0..BLOCKS), 1) };
+        scene.proxy.carried();
+        if let Some((at, bits)) = flip {
+            scene.proxy.flip(Way::Down, at, bits);
+        }
+        let answer = through.answer(through.0.put(request));
+        (answer, scene.proxy.was_flipped(), scene.proxy.carried().1)
+    };
+    let (_, _, length) = again(None);
+    let mut tally = Tally::default();
+    for (at, bits) in (0..length).flat_map(|at| bits(at).into_iter().map(move |bits| (at, bits))) {
+        let (answer, was_flipped, _) = again(Some((at, bits)));
+        if let Ok(reply) = &answer {
+            assert_eq!(
+                reply.outcomes,
+                [const { BlockOutcome::AlreadyThere }; BLOCKS as usize],
+                "{at} {bits}"
+            );
+        }
+        if was_flipped {
+            tally.count(&answer.as_ref().err().map(|error| &error.0).into_iter().collect::<Vec<_>>());
+        }
+    }
+    eprintln!("{tally:?} of {length} bytes");
+    assert!(tally.damaged > 5, "{tally:?}");
     scene.end();
 }
 

@@ -16,10 +16,10 @@ use crate::grpc::{fault, wire};
 use crate::proto;
 
 /// How long after its deadline a server may take to say how a read ended.
-const GRACE: Duration = Duration::from_millis(500);
+pub(super) const GRACE: Duration = Duration::from_millis(500);
 
 /// A caller's patience may be any: no clock has room for all of it.
-const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+pub(super) const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// What can be said of a read before it is sent; the shape of its blocks.
 pub(super) fn check(remote: &Remote, request: &ReadRequest) -> Result<BlockShape, Reason> {
@@ -80,7 +80,7 @@ async fn open(
 /// Why a stream that had begun broke off. What the transport cannot read is nobody's request.
 fn broken(status: &Status) -> Reason {
     match status.code() {
-        Code::OutOfRange | Code::Unimplemented | Code::Internal if status.details().is_empty() => {
+        Code::OutOfRange | Code::Unimplemented if status.details().is_empty() => {
             Reason::Media(format!("a message of the read cannot be read: {}", status.message()))
         }
         _ => fault::reason_of(status),

@@ -10,6 +10,7 @@ use kvarts_store::rt::mailbox::Reply;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
+use super::download::{GRACE, LONGEST};
 use super::remote::Remote;
 use crate::grpc::digest::Said;
 use crate::grpc::{fault, limits, wire};
@@ -58,9 +59,12 @@ async fn send(
     let (to, messages) = mpsc::channel(limits::FRAMES_WAITING);
     let mut store = remote.store();
     let call = remote.request(ReceiverStream::new(messages), request.deadline);
-    let answer = async move { store.put(call).await };
+    // The server keeps the deadline; a network that stands still brings no word of it.
+    let patience = remote.left(request.deadline).min(LONGEST) + GRACE;
+    let answer = async move { tokio::time::timeout(patience, store.put(call)).await };
     let mut said = Said::of_put();
     let (answer, ()) = tokio::join!(answer, messages_of(request, shape, (&mut said, to), reply));
+    let answer = answer.map_err(|_| Reason::DeadlinePassed)?;
     let found = answer.map_err(|status| fault::reason_of(&status))?.into_inner();
     if said.put_reply(&found) != found.crc32 {
         return Err(Reason::Media(

@@ -1,3 +1,5 @@
+//! What arrives of a read in order, out of order, changed, lost and from elsewhere: what is announced of it, and what is not.
+
 use super::*;
 use bytes::Bytes;
 use kvarts_layout::{BlockKey, ChunkShape, Coordinate, Group, LayerShape, NamespaceId};
@@ -151,6 +153,9 @@ fn what_has_not_arrived_is_not_announced_whatever_the_server_says() {
         ("blocks that nobody asked for", vec![data(0, 0, 4, 0, 64)]),
         ("blocks beyond all numbers", vec![data(0, u32::MAX, 2, 0, 32)]),
         ("a range of nothing", vec![data(0, 0, 0, 0, 0)]),
+        ("a range from its middle", vec![data(0, 0, 3, 8, 40)]),
+        ("the first of blocks that nobody asked for", vec![data(0, 0, 4, 0, 32)]),
+        ("a layer while a range comes", vec![data(0, 0, 2, 0, 32), data(0, 2, 1, 0, 10), layer(0, 2)]),
         ("a block in layer order", vec![data(0, 0, 3, 0, 48), block(0)]),
         ("an end of more layers", vec![data(0, 0, 3, 0, 48), layer(0, 3), end(3, 2, &[])]),
         ("an end of more blocks", vec![data(0, 0, 2, 0, 32), layer(0, 2), end(3, 1, &[])]),
@@ -168,6 +173,9 @@ fn what_has_not_arrived_is_not_announced_whatever_the_server_says() {
         ("a block of the range before", vec![data(0, 0, 1, 0, 24), data(0, 1, 1, 0, 24), block(0)]),
         ("a range before the last", vec![data(0, 1, 1, 0, 24), data(0, 0, 1, 0, 24)]),
         ("a range again", vec![data(0, 0, 1, 0, 24), data(0, 0, 1, 0, 24)]),
+        ("a range from its middle", vec![data(0, 0, 1, 16, 8)]),
+        ("the first of blocks that nobody asked for", vec![data(0, 2, 2, 0, 24)]),
+        ("blocks beyond all numbers", vec![data(0, u32::MAX, 2, 0, 24)]),
         ("a layer of its own", vec![data(1, 0, 1, 0, 24)]),
         ("a layer in block order", vec![data(0, 0, 1, 0, 24), layer(0, 1)]),
         ("an end without a word of a block", vec![data(0, 0, 2, 0, 48), block(0), end(1, 2, &[2])]),
