@@ -14,6 +14,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     #[allow(clippy::disallowed_methods, reason = "a build script writes where cargo says")]
     std::fs::write(out.join("kvarts.v1.bin"), prost::Message::encode_to_vec(&descriptors))?;
     // Bytes fields share the memory of the message that they came in.
-    tonic_prost_build::configure().bytes(".").btree_map(".").compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .bytes(".")
+        .btree_map(".")
+        .codec_path("crate::grpc::codec::Bounded")
+        .compile_fds(descriptors)?;
     Ok(())
 }

@@ -15,6 +15,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use kvarts_server::grpc::digest::Said;
 use kvarts_server::node::auth::TokenHash;
 use kvarts_server::proto;
 use kvarts_server::proto::models_client::ModelsClient;
@@ -185,10 +186,11 @@ impl Server {
         let mut parts = vec![proto::put_request::Part::Header(header)];
         for number in 0..BLOCKS {
             let (data, offset) = (page(number), number * PAGE as u64);
-            let crc32 = crc32fast::hash(&data);
-            parts.push(proto::put_request::Part::Data(proto::PutData { offset, crc32, data: data.into() }));
+            parts.push(proto::put_request::Part::Data(proto::PutData { offset, data: data.into() }));
         }
-        let messages: Vec<_> = parts.into_iter().map(|part| proto::PutRequest { part: Some(part) }).collect();
+        let mut said = Said::of_put();
+        let message = |part| proto::PutRequest { crc32: said.put(&part), part: Some(part) };
+        let messages: Vec<_> = parts.into_iter().map(message).collect();
         let request = with_token(tokio_stream::iter(messages), RED);
         let reply = self.runtime.block_on(self.store.put(request)).unwrap().into_inner();
         assert!(reply.outcomes.iter().all(|one| one.error.is_none()), "{reply:?}");
@@ -431,7 +433,8 @@ fn crowds_slow_readers_and_endless_uploads_cost_bounded_memory_and_leave_nothing
         keys: keys(1000..1000 + BLOCKS),
         ..Default::default()
     };
-    let header = proto::PutRequest { part: Some(proto::put_request::Part::Header(header)) };
+    let part = proto::put_request::Part::Header(header);
+    let header = proto::PutRequest { crc32: Said::of_put().put(&part), part: Some(part) };
     for raw in &mut uploads {
         for stream in 0..20 {
             raw.call(stream * 2 + 1, "/kvarts.v1.Store/Put", Some(RED));

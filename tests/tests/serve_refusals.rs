@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_layout::BlockKey;
+use kvarts_server::grpc::digest::Said;
 use kvarts_server::grpc::limits;
 use kvarts_server::proto;
 use kvarts_server::proto::models_client::ModelsClient;
@@ -98,17 +99,24 @@ impl Desk {
     }
 
     fn put(&mut self, parts: Vec<Part>) -> Result<proto::PutReply, Status> {
-        let messages = parts.into_iter().map(|part| proto::PutRequest { part: Some(part) });
-        let request = Request::new(tokio_stream::iter(messages.collect::<Vec<_>>()));
+        self.put_messages(messages(parts))
+    }
+
+    fn put_messages(&mut self, messages: Vec<proto::PutRequest>) -> Result<proto::PutReply, Status> {
+        let request = Request::new(tokio_stream::iter(messages));
         self.served.runtime.block_on(self.store.put(request)).map(tonic::Response::into_inner)
     }
 
     /// The code of a put, after which nothing is there, no memory is held, and a good put works.
     fn refused(&mut self, parts: Vec<Part>) -> Code {
-        let code = self.put(parts).expect_err("it must be refused").code();
+        self.refused_messages(messages(parts)).code()
+    }
+
+    fn refused_messages(&mut self, messages: Vec<proto::PutRequest>) -> Status {
+        let status = self.put_messages(messages).expect_err("it must be refused");
         assert_eq!(self.here(4), 0, "something of a refused put is here");
         self.expect_free();
-        code
+        status
     }
 
     /// How many of the first blocks are here.
@@ -145,14 +153,32 @@ impl Desk {
         })
     }
 
+    /// The status of a read that is refused before it begins.
+    fn refused_read(&mut self, request: proto::ReadRequest) -> Status {
+        let layers = self.served.runtime.block_on(self.reads.get_layers(request.clone()));
+        let status = layers.expect_err("it must be refused before anything is answered");
+        let blocks = self.served.runtime.block_on(self.reads.get(request));
+        assert_eq!(blocks.expect_err("it must be refused before anything is answered").code(), status.code());
+        status
+    }
+
     fn read_request(&self, blocks: u64) -> proto::ReadRequest {
         proto::ReadRequest { namespace: self.namespace.clone(), keys: keys(0..blocks), ..Default::default() }
     }
 }
 
 fn data(offset: u64, bytes: &[u8]) -> Part {
-    let crc32 = crc32fast::hash(bytes);
-    Part::Data(proto::PutData { offset, crc32, data: Bytes::copy_from_slice(bytes) })
+    Part::Data(proto::PutData { offset, data: Bytes::copy_from_slice(bytes) })
+}
+
+/// The messages of a put, each with its digest.
+fn messages(parts: Vec<Part>) -> Vec<proto::PutRequest> {
+    let mut said = Said::of_put();
+    let message = |part: Part| {
+        let crc32 = said.put(&part);
+        proto::PutRequest { part: Some(part), crc32 }
+    };
+    parts.into_iter().map(message).collect()
 }
 
 fn page(byte: u8) -> Vec<u8> {
@@ -224,12 +250,42 @@ fn whole_blocks_whose_bytes_are_out_of_order_are_refused() {
 #[test]
 fn bytes_that_were_damaged_on_their_way_are_never_stored() {
     let mut desk = Desk::open("refusals-damage");
-    let Part::Data(good) = data(0, &page(7)) else { unreachable!() };
-    let mut bytes = good.data.to_vec();
-    bytes[100] ^= 1;
-    let damaged = Part::Data(proto::PutData { data: bytes.into(), ..good });
-    let parts = vec![Part::Header(desk.header(1)), damaged];
-    assert_eq!(desk.refused(parts), Code::InvalidArgument);
+    let (header, half) = (desk.header(1), page(7)[..2048].to_vec());
+    let good = messages(vec![Part::Header(header.clone()), data(0, &half), data(2048, &half)]);
+    let with = |at: usize, part: Part| {
+        let mut messages = good.clone();
+        messages[at].part = Some(part);
+        messages
+    };
+    let headed = |header: proto::PutHeader| with(0, Part::Header(header));
+    let mut flipped = half.clone();
+    flipped[100] ^= 1;
+    let mut another_key = header.keys.to_vec();
+    another_key[31] ^= 0x40;
+    let column = Some(proto::Column { group: 1, coordinate: None });
+    let parent = Some(proto::Parent { parent: Some(proto::parent::Parent::Root(true)) });
+    for (name, messages) in [
+        ("a bit of the bytes", with(1, data(0, &flipped))),
+        ("a place", with(1, data(1, &half))),
+        ("a key", headed(proto::PutHeader { keys: another_key.into(), ..header.clone() })),
+        ("the group", headed(proto::PutHeader { column, ..header.clone() })),
+        ("what stands before", headed(proto::PutHeader { parent, ..header.clone() })),
+        ("where it begins", headed(proto::PutHeader { first_block: Some(0), ..header.clone() })),
+        ("what is promised", headed(proto::PutHeader { durability: 1, ..header.clone() })),
+        ("the layout", headed(proto::PutHeader { layout: 1, ..header.clone() })),
+        ("how long it lives", headed(proto::PutHeader { expires_after_ms: 1 << 40, ..header.clone() })),
+        ("where it comes from", headed(proto::PutHeader { origins: vec![1; 16].into(), ..header })),
+        ("one that is lost", vec![good[0].clone(), good[2].clone()]),
+        (
+            "one from elsewhere",
+            vec![good[0].clone(), messages(vec![data(0, &half)]).remove(0), good[2].clone()],
+        ),
+    ] {
+        let status = desk.refused_messages(messages);
+        let text = status.message();
+        assert!(status.code() == Code::InvalidArgument && text.contains("damaged"), "{name}: {status:?}");
+    }
+    assert_eq!(desk.put_messages(good).unwrap().outcomes.len(), 1);
 }
 
 #[test]
@@ -274,14 +330,14 @@ fn a_put_that_never_ends_is_ended_by_its_deadline_and_by_its_clients_death() {
     let mut desk = Desk::open("refusals-never");
     let header = desk.header(2);
     for deadline in [Some(Duration::from_millis(300)), None] {
-        let (to, messages) = tokio::sync::mpsc::channel(4);
+        let (to, sent) = tokio::sync::mpsc::channel(4);
         let mut store = desk.store.clone();
         let header = header.clone();
         let ended = desk.served.runtime.block_on(async move {
-            for part in [Part::Header(header), data(0, &page(1)[..100])] {
-                to.send(proto::PutRequest { part: Some(part) }).await.unwrap();
+            for message in messages(vec![Part::Header(header), data(0, &page(1)[..100])]) {
+                to.send(message).await.unwrap();
             }
-            let mut request = Request::new(tokio_stream::wrappers::ReceiverStream::new(messages));
+            let mut request = Request::new(tokio_stream::wrappers::ReceiverStream::new(sent));
             if let Some(deadline) = deadline {
                 request.set_timeout(deadline);
             }
@@ -322,13 +378,13 @@ fn reads_that_cannot_be_are_refused_before_the_first_byte() {
         ("an unknown namespace", proto::ReadRequest { namespace: vec![9; 32].into(), ..good.clone() }),
         ("a short namespace", proto::ReadRequest { namespace: vec![9; 3].into(), ..good.clone() }),
     ] {
-        assert_eq!(desk.read(request).unwrap_err().code(), Code::InvalidArgument, "{name}");
+        assert_eq!(desk.refused_read(request).code(), Code::InvalidArgument, "{name}");
     }
     let many: Vec<u8> = fixture::keys(1, 0..65_537).iter().flat_map(|key: &BlockKey| key.0).collect();
     let too_many = proto::ReadRequest { keys: many.into(), ..good.clone() };
-    assert_eq!(desk.read(too_many).unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(desk.refused_read(too_many).code(), Code::InvalidArgument);
     let oversized = proto::ReadRequest { keys: vec![0; 9 << 20].into(), ..good };
-    assert_eq!(desk.read(oversized).unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(desk.refused_read(oversized).code(), Code::InvalidArgument);
     desk.expect_free();
     // What is not here is no error of the call: each block says so.
     let replies = desk.read(desk.read_request(2)).unwrap();
@@ -356,6 +412,29 @@ fn what_is_longer_than_its_limit_is_refused() {
     let header = proto::PutHeader { namespace, keys: keys(0..1), ..Default::default() };
     let refused = desk.put(vec![Part::Header(header)]).unwrap_err();
     assert!(refused.code() == Code::InvalidArgument && refused.message().contains("too many bytes"));
+    desk.expect_free();
+}
+
+/// Two bytes each on the wire, and many times that in memory.
+#[test]
+fn more_repeated_messages_than_any_request_has_are_refused_before_they_are_decoded() {
+    let mut desk = Desk::open("refusals-parts");
+    let many = limits::PARTS_MAX + 1;
+    let request = proto::MatchRequest {
+        requirements: vec![proto::Requirement::default(); many],
+        ..proto::MatchRequest::default()
+    };
+    let matched = desk.served.runtime.block_on(desk.store.r#match(request)).unwrap_err();
+    let columns = vec![proto::Column::default(); many];
+    let models = desk.register(proto::RegisterModelRequest { columns, ..registration("parts") }).unwrap_err();
+    for status in [matched, models] {
+        assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
+        assert!(status.message().contains("parts") && !status.details().is_empty(), "{status:?}");
+    }
+    let toml = proto::register_model_request::Spec::Toml(" ".repeat(limits::MODEL_BYTES_MAX));
+    let long = desk.register(proto::RegisterModelRequest { spec: Some(toml), ..registration("long") });
+    let long = long.unwrap_err();
+    assert!(long.code() == Code::InvalidArgument && long.message().contains("too large"), "{long:?}");
     desk.expect_free();
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use clap::{Args, ValueEnum};
 use kvarts_layout::{BlockKey, Geometry};
-use kvarts_store::api::{KvStore, Parent, Placed, PutRequest};
+use kvarts_store::api::{KvStore, Order, Parent, Placed, PutRequest};
 use kvarts_store::rt::blocking::block_on;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -26,6 +26,7 @@ use crate::client::{Client, ConnectOptions, endpoint};
 use crate::config::{Config, Settings};
 use crate::daemon::Daemon;
 use crate::grpc::bare::Bare;
+use crate::grpc::digest::Said;
 use crate::grpc::{incoming_tcp, limits, transport, wire};
 use crate::proto;
 use crate::proto::reads_client::ReadsClient;
@@ -293,13 +294,15 @@ fn fill(
 
 /// Reads everything, checks every digest, and gives the bytes.
 async fn read(mut client: ReadsClient<Channel>, request: proto::ReadRequest) -> Result<u64, Failure> {
+    let mut said = Said::of_read(Order::Layers, &request);
     let mut stream = client.get_layers(request).await.map_err(Failure::user)?.into_inner();
     let mut bytes = 0;
     while let Some(reply) = stream.message().await.map_err(Failure::user)? {
-        if let Some(proto::read_reply::Part::Data(data)) = reply.part {
-            if crc32fast::hash(&data.data) != data.crc32 {
-                return Err(Failure::user("bytes were damaged on the way"));
-            }
+        let Some(part) = reply.part else { return Err(Failure::user("a message without a part")) };
+        if said.read(&part) != reply.crc32 {
+            return Err(Failure::user("bytes were damaged on the way"));
+        }
+        if let proto::read_reply::Part::Data(data) = part {
             bytes += data.data.len() as u64;
         }
     }

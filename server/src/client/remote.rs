@@ -19,7 +19,7 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Response, Status};
 
 use super::ConnectOptions;
-use crate::grpc::{fault, limits, wire};
+use crate::grpc::{digest, fault, limits, wire};
 use crate::proto;
 use proto::admin_client::AdminClient;
 use proto::models_client::ModelsClient;
@@ -215,6 +215,9 @@ impl Remote {
         identity: &Identity,
         geometry: &Geometry,
     ) -> Result<NamespaceId, Reason> {
+        if digest::of_model(&wire::wire_identity(identity), &reply.namespace) != reply.crc32 {
+            return Err(Reason::Media("a registration was damaged on its way".to_owned()));
+        }
         let namespace = <[u8; 32]>::try_from(&reply.namespace[..]);
         let namespace = namespace.map(NamespaceId).map_err(|_| Reason::Bug("a namespace that is none"))?;
         let known = Known { identity: identity.clone(), geometry: geometry.clone() };

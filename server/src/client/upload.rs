@@ -10,9 +10,12 @@ use kvarts_store::rt::mailbox::Reply;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
+use super::download::{GRACE, LONGEST};
 use super::remote::Remote;
+use crate::grpc::digest::Said;
 use crate::grpc::{fault, limits, wire};
 use crate::proto;
+use crate::proto::put_request::Part;
 
 /// What can be said of a put before it is sent; the shape of its blocks.
 pub(super) fn check(remote: &Remote, request: &PutRequest) -> Result<BlockShape, Reason> {
@@ -56,9 +59,18 @@ async fn send(
     let (to, messages) = mpsc::channel(limits::FRAMES_WAITING);
     let mut store = remote.store();
     let call = remote.request(ReceiverStream::new(messages), request.deadline);
-    let answer = async move { store.put(call).await };
-    let (answer, ()) = tokio::join!(answer, messages_of(request, shape, to, reply));
+    // The server keeps the deadline; a network that stands still brings no word of it.
+    let patience = remote.left(request.deadline).min(LONGEST) + GRACE;
+    let answer = async move { tokio::time::timeout(patience, store.put(call)).await };
+    let mut said = Said::of_put();
+    let (answer, ()) = tokio::join!(answer, messages_of(request, shape, (&mut said, to), reply));
+    let answer = answer.map_err(|_| Reason::DeadlinePassed)?;
     let found = answer.map_err(|status| fault::reason_of(&status))?.into_inner();
+    if said.put_reply(&found) != found.crc32 {
+        return Err(Reason::Media(
+            "the answer of the put was damaged on its way: ask what is there".to_owned(),
+        ));
+    }
     if found.outcomes.len() != request.keys.len() {
         return Err(Reason::Bug("an answer for another number of blocks"));
     }
@@ -111,11 +123,14 @@ pub(super) fn header(request: &PutRequest) -> proto::PutHeader {
 async fn messages_of(
     request: &PutRequest,
     shape: &BlockShape,
-    to: mpsc::Sender<proto::PutRequest>,
+    (said, to): (&mut Said, mpsc::Sender<proto::PutRequest>),
     reply: &Reply<Result<PutReply, Error>>,
 ) {
-    let part = |part| proto::PutRequest { part: Some(part) };
-    if to.send(part(proto::put_request::Part::Header(header(request)))).await.is_err() {
+    let mut message = |part| {
+        let crc32 = said.put(&part);
+        proto::PutRequest { part: Some(part), crc32 }
+    };
+    if to.send(message(Part::Header(header(request)))).await.is_err() {
         return;
     }
     let sizes: Vec<u64> =
@@ -133,7 +148,7 @@ async fn messages_of(
                 chunk.copy_out(at, frame.bytes.get_mut(before..).unwrap_or_default());
                 at += some;
                 if frame.bytes.len() == limits::FRAME_BYTES
-                    && (reply.is_cancelled() || to.send(part(frame.take())).await.is_err())
+                    && (reply.is_cancelled() || to.send(message(frame.take())).await.is_err())
                 {
                     return;
                 }
@@ -142,7 +157,7 @@ async fn messages_of(
     }
     if !frame.bytes.is_empty() {
         // A call that has ended has said why.
-        let _ = to.send(part(frame.take())).await;
+        let _ = to.send(message(frame.take())).await;
     }
 }
 
@@ -153,11 +168,11 @@ struct Frame {
 }
 
 impl Frame {
-    fn take(&mut self) -> proto::put_request::Part {
+    fn take(&mut self) -> Part {
         let next = BytesMut::with_capacity(limits::FRAME_BYTES);
         let data = std::mem::replace(&mut self.bytes, next).freeze();
-        let (offset, crc32) = (self.offset, crc32fast::hash(&data));
+        let offset = self.offset;
         self.offset += data.len() as u64;
-        proto::put_request::Part::Data(proto::PutData { offset, crc32, data })
+        Part::Data(proto::PutData { offset, data })
     }
 }

@@ -5,16 +5,20 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
+use kvarts_store::api::Order;
+use prost::Message;
 use tokio::sync::mpsc;
 use tonic::body::Body;
 use tonic::server::NamedService;
 use tower::Service;
 
+use super::digest::Said;
 use super::frame::{self, Outgoing, ReadBody};
-use super::limits;
+use super::{limits, services};
 use crate::proto;
 
-/// Answers every read with so many messages of the same bytes, shared and not copied.
+/// Answers every read with so many messages of the same bytes, shared and not copied. Of the request it takes
+/// what digests begin with, and nothing else.
 #[derive(Clone, Debug)]
 pub(crate) struct Bare {
     /// One message's bytes.
@@ -36,16 +40,22 @@ impl Service<http::Request<Body>> for Bare {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, _request: http::Request<Body>) -> Self::Future {
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
         let Self { bytes, messages } = self.clone();
-        let crc32 = crc32fast::hash(&bytes);
+        let mut digested = crc32fast::Hasher::new();
+        digested.update(&bytes);
         Box::pin(async move {
             let (to, incoming) = mpsc::channel(limits::FRAMES_WAITING);
             tokio::spawn(async move {
+                // Who asks for nothing that can be read finds other digests.
+                let asked = services::one_message(request.into_body()).await.unwrap_or_default();
+                let asked = proto::ReadRequest::decode(asked).unwrap_or_default();
+                let mut said = Said::of_read(Order::Layers, &asked);
                 for number in 0..messages {
                     let offset = number * bytes.len() as u64;
-                    let about = proto::ReadData { offset, crc32, ..proto::ReadData::default() };
-                    if to.send(frame::data(&about, vec![bytes.clone()])).await.is_err() {
+                    let about = proto::ReadData { offset, ..proto::ReadData::default() };
+                    let crc32 = said.read_data(&about, &digested, bytes.len());
+                    if to.send(frame::data(&about, crc32, vec![bytes.clone()])).await.is_err() {
                         return;
                     }
                 }

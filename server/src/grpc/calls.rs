@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use kvarts_layout::BlockKey;
 use kvarts_store::api::{
     ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MatchRequest, Presence, Target,
@@ -11,7 +12,7 @@ use kvarts_store::error::Reason;
 
 use super::call::Call;
 use super::fault::{Fault, Outcome};
-use super::{limits, wire};
+use super::{digest, limits, wire};
 use crate::proto;
 
 /// Registers a model for the caller's tenant.
@@ -32,8 +33,10 @@ pub(crate) fn register_model(
         let (group, coordinate) = wire::column(Some(column))?;
         Ok(wire::wire_shape(group, coordinate, &model.shape(group, coordinate)?))
     };
+    let namespace = Bytes::copy_from_slice(model.namespace.as_bytes());
     Ok(proto::RegisterModelReply {
-        namespace: model.namespace.as_bytes().to_vec().into(),
+        crc32: digest::of_model(&wire::wire_identity(&model.identity), &namespace),
+        namespace,
         spec_fingerprint: model.identity.spec_fingerprint.as_bytes().to_vec().into(),
         shapes: wire.columns.iter().map(shape).collect::<Outcome<_>>()?,
     })

@@ -11,14 +11,15 @@ use bytes::{BufMut, Bytes, BytesMut};
 use http::{HeaderMap, HeaderValue};
 use http_body::Frame;
 use prost::Message;
-use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint};
+use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint, fixed32};
 use tokio::sync::mpsc::Receiver;
 
 use super::fault::Fault;
 use crate::proto;
 
-/// The field of `data` in `ReadReply`, and in `ReadData`.
+/// The fields of `data` and `crc32` in `ReadReply`, and of `data` in `ReadData`.
 const REPLY_DATA: u32 = 1;
+const REPLY_CRC32: u32 = 5;
 const DATA_BYTES: u32 = 15;
 
 /// One message, or the end.
@@ -31,8 +32,8 @@ pub(super) enum Outgoing {
 }
 
 /// A small message, encoded.
-pub(super) fn message(part: proto::read_reply::Part) -> Outgoing {
-    let reply = proto::ReadReply { part: Some(part) };
+pub(super) fn message(part: proto::read_reply::Part, crc32: u32) -> Outgoing {
+    let reply = proto::ReadReply { part: Some(part), crc32 };
     let mut out = BytesMut::with_capacity(reply.encoded_len() + 5);
     prefix(&mut out, reply.encoded_len());
     // The buffer grows as it must.
@@ -40,14 +41,19 @@ pub(super) fn message(part: proto::read_reply::Part) -> Outgoing {
     Outgoing::Message(vec![out.freeze()])
 }
 
-/// A message of data: `about` says everything but the bytes, which are not copied.
-pub(super) fn data(about: &proto::ReadData, bytes: Vec<Bytes>) -> Outgoing {
+/// A message of data: `about` says everything but the bytes, which are not copied, and their digest.
+pub(super) fn data(about: &proto::ReadData, crc32: u32, bytes: Vec<Bytes>) -> Outgoing {
     let length: usize = bytes.iter().map(Bytes::len).sum();
     let key = encoded_len_varint(u64::from(DATA_BYTES) << 3);
     let inner = about.encoded_len() + key + encoded_len_varint(length as u64) + length;
-    let outer = encoded_len_varint(u64::from(REPLY_DATA) << 3) + encoded_len_varint(inner as u64) + inner;
+    let outer = fixed32::encoded_len(REPLY_CRC32, &crc32)
+        + encoded_len_varint(u64::from(REPLY_DATA) << 3)
+        + encoded_len_varint(inner as u64)
+        + inner;
     let mut out = BytesMut::with_capacity(outer - length + 5);
     prefix(&mut out, outer);
+    // The order of fields is free, and this one must stand in front of what is not copied.
+    fixed32::encode(REPLY_CRC32, &crc32, &mut out);
     encode_key(REPLY_DATA, WireType::LengthDelimited, &mut out);
     encode_varint(inner as u64, &mut out);
     about.encode_raw(&mut out);
@@ -131,30 +137,24 @@ mod tests {
     fn a_message_without_copies_is_the_contracts_encoding() {
         for (length, first_block) in [(0usize, 0), (1, 3), (127, 0), (128, 1), (1 << 20, 70_000)] {
             let whole: Vec<u8> = (0..length).map(|at| at as u8).collect();
-            let about = proto::ReadData {
-                layer: 3,
-                first_block,
-                blocks: 9,
-                offset: 1 << 40,
-                crc32: 7,
-                ..Default::default()
-            };
+            let about =
+                proto::ReadData { layer: 3, first_block, blocks: 9, offset: 1 << 40, ..Default::default() };
             let (left, right) = whole.split_at(length / 3);
             let parts = vec![Bytes::copy_from_slice(left), Bytes::copy_from_slice(right)];
-            let found = bytes_of(data(&about, parts));
+            let found = bytes_of(data(&about, 7, parts));
             let (head, body) = found.split_at(5);
             assert_eq!(head[1..], (body.len() as u32).to_be_bytes());
             let reply = proto::ReadReply::decode(body).unwrap();
             let expected = proto::ReadData { data: Bytes::from(whole), ..about };
-            assert_eq!(reply.part, Some(proto::read_reply::Part::Data(expected)));
+            assert_eq!((reply.part, reply.crc32), (Some(proto::read_reply::Part::Data(expected)), 7));
         }
     }
 
     #[test]
     fn a_small_message_is_decoded_as_it_was() {
         let ready = proto::LayerReady { layer: 1, blocks: 2 };
-        let found = bytes_of(message(proto::read_reply::Part::Layer(ready)));
+        let found = bytes_of(message(proto::read_reply::Part::Layer(ready), 9));
         let reply = proto::ReadReply::decode(&found[5..]).unwrap();
-        assert_eq!(reply.part, Some(proto::read_reply::Part::Layer(ready)));
+        assert_eq!((reply.part, reply.crc32), (Some(proto::read_reply::Part::Layer(ready)), 9));
     }
 }

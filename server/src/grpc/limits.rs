@@ -8,6 +8,10 @@ pub const FRAME_BYTES: usize = 1 << 20;
 pub const PUT_DATA_BYTES_MAX: usize = 4 << 20;
 /// The most bytes of any message. Room for the keys of the longest request, origins included.
 pub const MESSAGE_BYTES_MAX: usize = 8 << 20;
+/// The most bytes of a message that registers a model: a spec of the largest size, and who it is of.
+pub const MODEL_BYTES_MAX: usize = 2 << 20;
+/// The most repeated messages in one request, at all depths together: each is many times as large in memory.
+pub const PARTS_MAX: usize = 1 << 16;
 /// Requests of one message up to this size are received as they come; larger ones share [`RECEIVING_BYTES_MAX`].
 pub const SMALL_REQUEST_BYTES: u64 = 64 << 10;
 /// Bytes of large requests of one message that are being received at a time, in all connections together.

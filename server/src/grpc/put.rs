@@ -19,6 +19,7 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
 
 use super::call::Call;
+use super::digest::Said;
 use super::fault::{Fault, Outcome};
 use super::{fault, limits, wire};
 use crate::proto;
@@ -165,6 +166,8 @@ struct Incoming<S> {
     at: u64,
     /// What of the last message was not used yet.
     rest: bytes::Bytes,
+    /// What was said so far.
+    said: Said,
 }
 
 impl<S> Incoming<S>
@@ -176,7 +179,14 @@ where
         match next.map_err(|_| Fault::late("the next message of the put did not come in time"))? {
             None => Ok(None),
             Some(Ok(message)) => {
-                message.part.map(Some).ok_or_else(|| Fault::malformed("a message of a put without a part"))
+                let part =
+                    message.part.ok_or_else(|| Fault::malformed("a message of a put without a part"))?;
+                // Before anything is done with it: a header says where all bytes belong.
+                let found = self.said.put(&part);
+                if found != message.crc32 {
+                    return Err(Fault::damaged(self.at, message.crc32, found));
+                }
+                Ok(Some(part))
             }
             Some(Err(status)) => Err(broken(&status)),
         }
@@ -190,7 +200,7 @@ where
         }
     }
 
-    /// The next data message, whole, in order and undamaged.
+    /// The next data message, whole and in order.
     async fn data(&mut self, call: &Call) -> Outcome<bytes::Bytes> {
         let data = match self.message().await? {
             Some(proto::put_request::Part::Data(data)) => data,
@@ -207,10 +217,6 @@ where
         }
         if data.data.len() > limits::PUT_DATA_BYTES_MAX {
             return Err(Fault::malformed("a message of a put has at most 4 MiB of data"));
-        }
-        let found = crc32fast::hash(&data.data);
-        if found != data.crc32 {
-            return Err(Fault::damaged(data.offset, data.crc32, found));
         }
         self.at += data.data.len() as u64;
         call.bytes_in.fetch_add(data.data.len() as u64, Ordering::Relaxed);
@@ -281,7 +287,8 @@ pub(super) async fn put<S>(call: Arc<Call>, stream: S) -> Outcome<proto::PutRepl
 where
     S: Stream<Item = Result<proto::PutRequest, Status>>,
 {
-    let mut incoming = Incoming { stream: pin!(stream), at: 0, rest: bytes::Bytes::new() };
+    let mut incoming =
+        Incoming { stream: pin!(stream), at: 0, rest: bytes::Bytes::new(), said: Said::of_put() };
     let header = incoming.header().await?;
     let upload = Upload::check(&call, header)?;
     let mut pieces = Pieces::default();
@@ -312,7 +319,9 @@ where
     }
     incoming.end().await?;
     pieces.take_until(0).await?;
-    Ok(proto::PutReply { outcomes: pieces.outcomes.iter().map(outcome).collect() })
+    let mut reply = proto::PutReply { outcomes: pieces.outcomes.iter().map(outcome).collect(), crc32: 0 };
+    reply.crc32 = incoming.said.put_reply(&reply);
+    Ok(reply)
 }
 
 pub(crate) fn outcome(outcome: &BlockOutcome) -> proto::PutOutcome {

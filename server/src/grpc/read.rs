@@ -6,8 +6,8 @@
 //! slow its client is, and one that takes nothing for a while is dropped.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
@@ -19,6 +19,7 @@ use tokio::sync::mpsc::Sender;
 use tonic::Code;
 
 use super::call::Call;
+use super::digest::Said;
 use super::fault::{self, Fault, Outcome};
 use super::frame::{self, Outgoing};
 use super::window::{self, Nowhere, Window};
@@ -125,6 +126,8 @@ struct Sending {
     call: Arc<Call>,
     download: Download,
     to: Sender<Outgoing>,
+    /// What was said to it so far. One task says it: nobody waits here.
+    said: Mutex<Said>,
     large: LargeReads,
     nowhere: Nowhere,
 }
@@ -159,21 +162,25 @@ impl Drop for LargeReads {
 
 type Stopped = Stop<Fault>;
 
-/// Works for one read until it has ended or its client is gone.
-pub(super) async fn run(call: Arc<Call>, download: Download, to: Sender<Outgoing>) {
+/// Works for one read until it has ended or its client is gone. `said` is what it was asked for.
+pub(super) async fn run(call: Arc<Call>, download: Download, said: Said, to: Sender<Outgoing>) {
     let blocks = download.keys.len() as u32;
     let budget = limits::WINDOW_BYTES.min(call.node.memory.piece_max());
     let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
     let large = LargeReads::enter(&call.node.large_reads, download.bytes());
-    let sending = Sending { call, download, to, large, nowhere: Nowhere::default() };
+    let said = Mutex::new(said);
+    let sending = Sending { call, download, to, said, large, nowhere: Nowhere::default() };
     let mut windows = Windows::new(sending, shape, order, layers, blocks, budget);
-    let (ended, whole) = match windows.run().await {
-        Ok(()) => (Ok(()), true),
-        Err(Stop::Late) => (Ok(()), false),
-        Err(Stop::Fault(fault)) => (Err(fault), false),
+    let (ended, early) = match windows.run().await {
+        Ok(()) => (Ok(()), None),
+        Err(Stop::Late) => (Ok(()), Some(Reason::DeadlinePassed)),
+        Err(Stop::Fault(fault)) => {
+            let reason = fault::reason(&fault.detail);
+            (Err(fault), Some(reason))
+        }
         Err(Stop::Gone) => return,
     };
-    let end = windows.end(whole);
+    let end = windows.end(early.as_ref());
     windows.through.finish(ended, &end).await;
 }
 
@@ -238,7 +245,7 @@ impl Through for Sending {
             digests: &memory.digests,
             now: None,
         };
-        let mut frame = FrameBuilder { about, crc: crc32fast::Hasher::new(), bytes: Vec::new(), len: 0 };
+        let mut frame = FrameBuilder::new(about);
         for (mut at, mut len) in window::ranges(order, shape, window, layer, blocks.clone()) {
             while len > 0 {
                 let some = len.min((limits::FRAME_BYTES - frame.len) as u64);
@@ -258,11 +265,11 @@ impl Through for Sending {
 
     async fn layer_ready(&self, layer: u32, good: u32) -> Result<(), Stopped> {
         let ready = proto::LayerReady { layer, blocks: good };
-        self.send(frame::message(Part::Layer(ready))).await
+        self.say(Part::Layer(ready)).await
     }
 
     async fn block_ready(&self, block: u32) -> Result<(), Stopped> {
-        self.send(frame::message(Part::Block(proto::BlockReady { block }))).await
+        self.say(Part::Block(proto::BlockReady { block })).await
     }
 }
 
@@ -281,13 +288,23 @@ impl Sending {
 
     async fn data(&self, frame: &mut FrameBuilder) -> Result<(), Stopped> {
         let bytes = frame.len as u64;
-        let outgoing = frame.take();
+        let outgoing = frame.take(&mut self.said());
         tokio::select! {
             () = self.call.caller.tenant.spend(bytes) => {}
             () = self.to.closed() => return Err(Stop::Gone),
         }
         self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
         self.send(outgoing).await
+    }
+
+    fn said(&self) -> MutexGuard<'_, Said> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends a message that is no data.
+    async fn say(&self, part: Part) -> Result<(), Stopped> {
+        let crc32 = self.said().read(&part);
+        self.send(frame::message(part, crc32)).await
     }
 
     async fn send(&self, outgoing: Outgoing) -> Result<(), Stopped> {
@@ -304,8 +321,7 @@ impl Sending {
     async fn finish(&self, ended: Outcome<()>, end: &ReadEnd) {
         self.call.end(ended.as_ref().map_or_else(|fault| fault.code, |()| Code::Ok));
         count(&self.call, self.download.keys.len(), end);
-        let end = frame::message(Part::End(wire_end(end)));
-        if ended.is_ok() && self.send(end).await.is_err() {
+        if ended.is_ok() && self.say(Part::End(wire_end(end))).await.is_err() {
             return;
         }
         // A client that is gone needs no status.
@@ -379,8 +395,8 @@ impl Chunks<'_> {
 
 /// A message of data that is being put together.
 ///
-/// Its digest is made of the digests that its chunks were put with, where it has whole ones: the engine has compared
-/// them with the bytes, and what happens to the bytes after that is found at the other end.
+/// The digest of its bytes is made of the digests that its chunks were put with, where it has whole ones: the engine has
+/// compared them with the bytes, and what happens to the bytes after that is found at the other end.
 struct FrameBuilder {
     about: proto::ReadData,
     crc: crc32fast::Hasher,
@@ -389,6 +405,10 @@ struct FrameBuilder {
 }
 
 impl FrameBuilder {
+    fn new(about: proto::ReadData) -> Self {
+        Self { about, crc: crc32fast::Hasher::new(), bytes: Vec::new(), len: 0 }
+    }
+
     fn push(&mut self, bytes: Bytes, chunks: &mut Chunks<'_>) {
         let (mut at, mut undigested) = (0, 0);
         let digest = |crc: &mut crc32fast::Hasher, range: Range<usize>| {
@@ -409,9 +429,9 @@ impl FrameBuilder {
     }
 
     /// The message; what follows it in the range begins behind it.
-    fn take(&mut self) -> Outgoing {
-        self.about.crc32 = std::mem::take(&mut self.crc).finalize();
-        let outgoing = frame::data(&self.about, std::mem::take(&mut self.bytes));
+    fn take(&mut self, said: &mut Said) -> Outgoing {
+        let crc32 = said.read_data(&self.about, &std::mem::take(&mut self.crc), self.len);
+        let outgoing = frame::data(&self.about, crc32, std::mem::take(&mut self.bytes));
         self.about.offset += std::mem::take(&mut self.len) as u64;
         outgoing
     }
@@ -449,8 +469,7 @@ mod tests {
         }
         assert_eq!(at, all.len(), "the chunks are the range");
         let mut chunks = Chunks { left: chunks.into_iter(), digests: &digests, now: None };
-        let about = proto::ReadData::default();
-        let mut frame = FrameBuilder { about, crc: crc32fast::Hasher::new(), bytes: Vec::new(), len: 0 };
+        let mut frame = FrameBuilder::new(proto::ReadData::default());
         let mut found = Vec::new();
         for piece in all.chunks(most) {
             // Each message in two pieces.
@@ -458,8 +477,8 @@ mod tests {
             for part in [one, other] {
                 frame.push(Bytes::copy_from_slice(part), &mut chunks);
             }
-            let _ = frame.take();
-            found.push((frame.about.crc32, piece.to_vec()));
+            found.push((frame.crc.clone().finalize(), piece.to_vec()));
+            let _ = frame.take(&mut Said::default());
         }
         found
     }
@@ -490,12 +509,10 @@ mod tests {
         let digests = Digests::new(&shape, 1);
         digests.set(0, 0, crc32fast::hash(&[7; 8192]));
         let mut chunks = Chunks { left: vec![(8192, 0, 0)].into_iter(), digests: &digests, now: None };
-        let about = proto::ReadData::default();
-        let mut frame = FrameBuilder { about, crc: crc32fast::Hasher::new(), bytes: Vec::new(), len: 0 };
+        let mut frame = FrameBuilder::new(proto::ReadData::default());
         let mut bytes = vec![7; 8192];
         bytes[5000] ^= 1;
         frame.push(Bytes::from(bytes.clone()), &mut chunks);
-        let _ = frame.take();
-        assert_ne!(frame.about.crc32, crc32fast::hash(&bytes));
+        assert_ne!(frame.crc.finalize(), crc32fast::hash(&bytes));
     }
 }

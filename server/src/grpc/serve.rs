@@ -135,7 +135,10 @@ fn router(
         .layer(Door::new(Arc::clone(node)))
         .add_service(health)
         .add_service(Reads)
-        .add_service(proto::models_server::ModelsServer::new(Services).max_decoding_message_size(bounded))
+        .add_service(
+            proto::models_server::ModelsServer::new(Services)
+                .max_decoding_message_size(limits::MODEL_BYTES_MAX),
+        )
         .add_service(proto::store_server::StoreServer::new(Services).max_decoding_message_size(bounded))
         .add_service(proto::admin_server::AdminServer::new(Services).max_decoding_message_size(bounded));
     Ok(match reflection {

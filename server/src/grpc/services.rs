@@ -16,6 +16,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use tower::Service;
 
 use super::call::{Call, answer};
+use super::digest::Said;
 use super::fault::{Fault, Outcome};
 use super::frame::ReadBody;
 use super::read::Download;
@@ -169,9 +170,10 @@ async fn start(call: &Arc<Call>, order: Order, body: Body) -> Outcome<http::Resp
     let message = took.map_err(|_| Fault::late("the request did not come in time"))??;
     let wire = proto::ReadRequest::decode(message)
         .map_err(|error| Fault::malformed(format!("not a ReadRequest: {error}")))?;
+    let said = Said::of_read(order, &wire);
     let download = Download::check(call, order, wire)?;
     let (to, incoming) = mpsc::channel(limits::FRAMES_WAITING);
-    tokio::spawn(read::run(Arc::clone(call), download, to));
+    tokio::spawn(read::run(Arc::clone(call), download, said, to));
     let mut response = http::Response::new(Body::new(ReadBody::new(incoming)));
     let kind = http::HeaderValue::from_static("application/grpc");
     response.headers_mut().insert(http::header::CONTENT_TYPE, kind);
@@ -179,7 +181,7 @@ async fn start(call: &Arc<Call>, order: Order, body: Body) -> Outcome<http::Resp
 }
 
 /// The one message of a request's body.
-async fn one_message(body: Body) -> Outcome<Bytes> {
+pub(super) async fn one_message(body: Body) -> Outcome<Bytes> {
     let mut body = std::pin::pin!(body);
     let mut bytes = BytesMut::new();
     while let Some(frame) = std::future::poll_fn(|context| body.as_mut().poll_frame(context)).await {

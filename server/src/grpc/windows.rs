@@ -102,6 +102,8 @@ pub(crate) struct Windows<T> {
     good: u32,
     /// Wanted layers that were announced.
     layers_done: u32,
+    /// In block order: blocks that were announced.
+    blocks_done: Vec<u32>,
     failures: BTreeMap<u32, Reason>,
 }
 
@@ -114,8 +116,9 @@ impl<T: Through> Windows<T> {
         blocks: u32,
         budget: u64,
     ) -> Self {
-        let failures = BTreeMap::new();
-        Self { through, shape, order, layers, blocks, budget, good: blocks, layers_done: 0, failures }
+        let (failures, blocks_done) = (BTreeMap::new(), Vec::new());
+        let (good, layers_done) = (blocks, 0);
+        Self { through, shape, order, layers, blocks, budget, good, layers_done, blocks_done, failures }
     }
 
     /// Reads all windows. An error says why there were no more.
@@ -158,13 +161,22 @@ impl<T: Through> Windows<T> {
         Course { order, shape: &self.shape, layers, blocks, budget }
     }
 
-    /// What is to be said at the end. `whole` if all windows were read.
-    pub(crate) fn end(&self, whole: bool) -> ReadEnd {
-        let all = whole || self.order == Order::Blocks;
+    /// What is to be said at the end, and why it is one before all windows were read.
+    pub(crate) fn end(&self, early: Option<&Reason>) -> ReadEnd {
+        let all = early.is_none() || self.order == Order::Blocks;
+        let mut failures = self.failures.clone();
+        if let Some(reason) = early.filter(|_| self.order == Order::Blocks) {
+            // Of those whose window was not read, or not to its end, nobody else says anything.
+            let is_missing = |block: &u32| self.blocks_done.binary_search(block).is_err();
+            for block in (0..self.blocks).filter(is_missing) {
+                failures.entry(block).or_insert_with(|| reason.clone());
+            }
+        }
+        let first_failed = failures.keys().next().copied().filter(|_| self.order == Order::Blocks);
         ReadEnd {
-            usable_blocks: self.good,
+            usable_blocks: self.good.min(first_failed.unwrap_or(self.blocks)),
             usable_layers: if all { self.layers.len() as u32 } else { self.layers_done },
-            failures: self.failures.iter().map(|(block, reason)| (*block, reason.clone())).collect(),
+            failures: failures.into_iter().collect(),
             held_bytes: 0,
         }
     }
@@ -206,6 +218,7 @@ impl<T: Through> Windows<T> {
                     taken += end - first;
                     if window.layers.end == all.end {
                         for block in first..end {
+                            self.blocks_done.push(window.blocks.start + block);
                             self.through.block_ready(window.blocks.start + block).await?;
                         }
                     }
@@ -282,6 +295,9 @@ mod tests {
         missing: BTreeSet<u32>,
         order: Order,
         ahead: usize,
+        /// Windows until the deadline.
+        until: usize,
+        begun: Mutex<usize>,
         told: Mutex<Vec<Told>>,
         begun_ahead: Mutex<usize>,
     }
@@ -321,6 +337,10 @@ mod tests {
         type Memory = Buf;
 
         async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stop<Reason>> {
+            *self.begun.lock().unwrap() += 1;
+            if *self.begun.lock().unwrap() > self.until {
+                return Err(Stop::Late);
+            }
             Ok(Self::begin(self, window))
         }
 
@@ -360,16 +380,33 @@ mod tests {
 
     /// What is told of a read of five blocks, how it ended, and how many windows were begun before their turn.
     fn read(order: Order, missing: &[u32], budget: u64, ahead: usize) -> (Vec<Told>, ReadEnd, usize) {
+        let (told, end, begun, whole) = read_until(order, missing, budget, ahead, usize::MAX);
+        assert!(whole);
+        (told, end, begun)
+    }
+
+    /// The same where the deadline passes after so many windows, and whether it did not.
+    fn read_until(
+        order: Order,
+        missing: &[u32],
+        budget: u64,
+        ahead: usize,
+        until: usize,
+    ) -> (Vec<Told>, ReadEnd, usize, bool) {
         let layer =
             |(layer, &bytes): (u32, &u64)| LayerShape { layer, chunks: vec![ChunkShape { bytes, align: 1 }] };
         let shape = BlockShape::new((0..).zip(&LAYERS).map(layer).collect()).unwrap();
         let missing = missing.iter().copied().collect();
-        let (told, begun_ahead) = Default::default();
-        let lacking = Lacking { missing, order, ahead, told, begun_ahead };
+        let (told, begun, begun_ahead) = Default::default();
+        let lacking = Lacking { missing, order, ahead, until, begun, told, begun_ahead };
         let mut windows = Windows::new(lacking, shape, order, 0..3, 5, budget);
-        assert!(block_on(windows.run()).is_ok());
-        let (end, through) = (windows.end(true), windows.through);
-        (through.told.into_inner().unwrap(), end, through.begun_ahead.into_inner().unwrap())
+        let early = match block_on(windows.run()) {
+            Ok(()) => None,
+            Err(Stop::Late) => Some(Reason::DeadlinePassed),
+            Err(_) => panic!("nothing else stops it"),
+        };
+        let (end, through) = (windows.end(early.as_ref()), windows.through);
+        (through.told.into_inner().unwrap(), end, through.begun_ahead.into_inner().unwrap(), early.is_none())
     }
 
     #[test]
@@ -387,6 +424,42 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_read_that_is_late_calls_nothing_good_that_was_not_announced() {
+        let mut late = 0;
+        for (missing, budget) in
+            [&[][..], &[0], &[3], &[1, 4]].iter().flat_map(|m| [1, 15, 34, 70].map(|b| (m, b)))
+        {
+            for until in 0..16 {
+                let (told, end, _, whole) = read_until(Order::Blocks, missing, budget, 0, until);
+                late += usize::from(!whole);
+                let ready: Vec<u32> = told
+                    .iter()
+                    .filter_map(|one| if let Told::Block(at) = one { Some(*at) } else { None })
+                    .collect();
+                let failed: Vec<u32> = end.failures.iter().map(|(block, _)| *block).collect();
+                for block in 0..5 {
+                    assert!(ready.contains(&block) != failed.contains(&block), "{block}: {ready:?} {end:?}");
+                }
+                let leading = (0..).zip(&ready).take_while(|(at, block)| at == *block).count();
+                assert_eq!(end.usable_blocks as usize, leading, "{ready:?} {end:?}");
+                let (told, end, _, whole) = read_until(Order::Layers, missing, budget, 0, until);
+                late += usize::from(!whole);
+                let ready: Vec<u32> = told
+                    .iter()
+                    .filter_map(|one| if let Told::Layer(_, good) = one { Some(*good) } else { None })
+                    .collect();
+                let layers = end.usable_layers as usize;
+                assert!(end.usable_blocks == 0 || layers <= ready.len(), "{ready:?} {end:?}");
+                assert!(
+                    ready.iter().take(layers).all(|good| *good >= end.usable_blocks),
+                    "{ready:?} {end:?}"
+                );
+            }
+        }
+        assert!(late > 100, "{late}");
     }
 
     #[test]

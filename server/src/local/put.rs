@@ -85,7 +85,7 @@ impl Putting {
             }
         }
         pieces.take_until(0).await?;
-        Ok(proto::PutReply { outcomes: pieces.outcomes.iter().map(outcome).collect() })
+        Ok(proto::PutReply { outcomes: pieces.outcomes.iter().map(outcome).collect(), crc32: 0 })
     }
 }
 

@@ -39,6 +39,7 @@ use super::put::Putting;
 use super::{ClientFacts, Entry, Locals, Mode, Peer, Receiving, read, socket};
 use crate::grpc::call::{self, Call, Method};
 use crate::grpc::calls;
+use crate::grpc::codec::decode;
 use crate::grpc::fault::{Fault, Outcome};
 use crate::node::{Node, Right};
 use crate::proto;
@@ -249,10 +250,6 @@ async fn hello(stream: &UnixStream, incoming: &mut Incoming) -> Result<(u64, pro
         stream.readable().await?;
         incoming.receive(stream)?;
     }
-}
-
-fn decode<M: Message + Default>(body: Bytes) -> Outcome<M> {
-    M::decode(body).map_err(|error| Fault::malformed(error.to_string()))
 }
 
 fn micros(time: u64) -> Option<Duration> {

@@ -47,6 +47,8 @@ struct Armed {
 struct Wire {
     armed: Option<Armed>,
     spoils: Option<(Way, Vec<u8>)>,
+    /// Bytes until the one that is changed, and which of its bits are.
+    flips: Option<(Way, usize, u8)>,
     up: Vec<u8>,
     down: usize,
 }
@@ -110,6 +112,16 @@ impl Proxy {
         lock(&self.wire).spoils.take().is_none()
     }
 
+    /// Changes these bits of the byte that comes by that way after `bytes` more, once.
+    pub(crate) fn flip(&self, way: Way, bytes: usize, bits: u8) {
+        lock(&self.wire).flips = Some((way, bytes, bits));
+    }
+
+    /// Whether it came by since; from now on none is changed.
+    pub(crate) fn was_flipped(&self) -> bool {
+        lock(&self.wire).flips.take().is_none()
+    }
+
     /// Bytes that went up and down since this was asked last, and what went up.
     pub(crate) fn carried(&self) -> (Vec<u8>, usize) {
         let mut wire = lock(&self.wire);
@@ -151,6 +163,15 @@ fn allowed(wire: &mut Wire, way: Way, bytes: &mut [u8]) -> (usize, Option<Cut>) 
     {
         bytes[at] ^= 0x10;
         wire.spoils = None;
+    }
+    if let Some((_, left, bits)) = wire.flips.as_mut().filter(|flips| flips.0 == way) {
+        match bytes.get_mut(*left) {
+            Some(byte) => {
+                *byte ^= *bits;
+                wire.flips = None;
+            }
+            None => *left -= bytes.len(),
+        }
     }
     if let Some(armed) = wire.armed.as_mut().filter(|armed| armed.way == way) {
         some = some.min(armed.left);

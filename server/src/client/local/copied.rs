@@ -54,9 +54,9 @@ pub(super) async fn read(
     let mut windows = Windows::new(copying, shape, order, layers, blocks, WINDOW_BYTES);
     let ended = windows.run().await;
     let end = match ended {
-        Ok(()) => windows.end(true),
-        Err(Stop::Late) => windows.end(false),
-        Err(Stop::Fault(reason)) => broken(windows.end(false), &windows.through, &reason),
+        Ok(()) => windows.end(None),
+        Err(Stop::Late) => windows.end(Some(&Reason::DeadlinePassed)),
+        Err(Stop::Fault(reason)) => broken(windows.end(Some(&reason)), &windows.through, &reason),
         Err(Stop::Gone) => return,
     };
     windows.through.sink.send(ReadEvent::End(end));

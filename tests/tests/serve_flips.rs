@@ -1,0 +1,352 @@
+//! A wire that changes one byte of a conversation, each in turn: of what is in front of bytes as well as of bytes, of what
+//! announces them, of what asks for them. Whatever it is, no other bytes are stored or called good.
+//!
+//! `KVARTS_FLIPS=all` changes each bit of each byte by itself, otherwise one bit of each byte.
+
+#![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
+
+mod proxied;
+mod served;
+
+use std::ops::Range;
+use std::time::Duration;
+
+use kvarts_layout::{BlockKey, Coordinate, Group};
+use kvarts_server::client::{Client, ConnectOptions, Via};
+use kvarts_store::api::{BlockOutcome, KvStore, Order, PutRequest, ReadEnd, ReadEvent, ReadRequest};
+use kvarts_store::error::{Kind, Reason};
+use kvarts_tests::audit;
+use kvarts_tests::conformance::Desk;
+use kvarts_tests::fixture::{self, ODD, STATE};
+use kvarts_tests::stage::Stage;
+use proxied::{Proxy, Way, panics};
+use served::{Beside, Served};
+
+/// Blocks of a request.
+const BLOCKS: u64 = 3;
+/// How long a read waits for the rest of a frame whose length was changed.
+const PATIENCE: Duration = Duration::from_millis(300);
+/// Every so many bytes of a block one is changed.
+const STEP: usize = 61;
+
+/// A server, a wire to it, and somebody who has another one.
+struct Scene {
+    served: Served,
+    proxy: Proxy,
+    beside: Beside,
+    panics: usize,
+}
+
+/// What became of calls whose bytes were changed.
+#[derive(Default, Debug)]
+struct Tally {
+    whole: usize,
+    damaged: usize,
+    other: usize,
+}
+
+/// The columns whose blocks are small: their messages are most of what is said.
+fn columns() -> [(Group, Coordinate); 2] {
+    [(ODD, Coordinate::Replicated), (STATE, Coordinate::Replicated)]
+}
+
+/// Whether each bit is to be changed.
+fn all_bits() -> bool {
+    std::env::var("KVARTS_FLIPS").is_ok_and(|value| value == "all")
+}
+
+/// Every so many bytes of a registration one is changed: many of them are waited for until patience ends.
+fn step() -> usize {
+    if all_bits() { 1 } else { 5 }
+}
+
+/// Bits to change one after the other at this byte.
+fn bits(at: usize) -> Vec<u8> {
+    if all_bits() {
+        return (0..8).map(|bit| 1 << bit).collect();
+    }
+    // Low bits more often than high ones: it is they that make a number another one that may be.
+    vec![1 << [0, 1, 2, 0, 1, 3, 0, 4, 1, 5, 0, 6, 2, 7][at % 14]]
+}
+
+impl Scene {
+    fn open(name: &str) -> Self {
+        let panics = panics();
+        let served = Served::start(name, "");
+        let proxy = Proxy::start(served.daemon().grpc().unwrap());
+        let beside = Beside(served.client(None));
+        Self { served, proxy, beside, panics }
+    }
+
+    /// A client of its own for each call: a connection whose frames are out of step is nobody else's.
+    fn through(&self) -> Beside {
+        self.through_within(Duration::from_secs(60))
+    }
+
+    /// One who waits no longer for an answer.
+    fn through_within(&self, patience: Duration) -> Beside {
+        let options =
+            ConnectOptions { via: Via::Grpc, patience, ..ConnectOptions::to(self.proxy.endpoint()) };
+        // It is also how long connecting may take, which is not what is tried.
+        let connected = (0..100).find_map(|_| Client::connect(&options).ok());
+        Beside(connected.expect("a connection"))
+    }
+
+    fn end(mut self) {
+        let node = self.served.daemon().node();
+        audit::books(&node.engine).unwrap();
+        let stats = node.engine.stats();
+        assert_eq!((stats.counts.chunks_damaged, stats.counts.blocks_quarantined), (0, 0));
+        self.served.stop();
+        assert_eq!(panics(), self.panics, "something panicked");
+    }
+}
+
+/// Where bytes are changed of a call of this length: nearly all of its first and last ones, where messages are that
+/// carry no bytes of blocks, and some of those between.
+fn places(length: usize) -> impl Iterator<Item = usize> {
+    (0..length).filter(move |at| *at < 300 || at + 300 > length || at % STEP == 0)
+}
+
+/// What an end and the announcements before it call good has its bytes.
+fn expect_honest(desk: &Desk<'_>, request: &ReadRequest, (events, end): &(Vec<ReadEvent>, ReadEnd)) {
+    let all = request.keys.len() as u32;
+    let failed = |block: &u32| end.failures.iter().any(|(failed, _)| failed == block);
+    let shape = fixture::shape(request.group, request.coordinate);
+    let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
+    for event in events {
+        match event {
+            ReadEvent::Layer { layer, blocks } => {
+                let of = ReadRequest { layers: Some(*layer..layer + 1), ..request.clone() };
+                desk.expect_bytes(&of, &(0..*blocks).collect::<Vec<_>>(), 1);
+            }
+            ReadEvent::Block(block) => desk.expect_bytes(request, &[*block], 1),
+            ReadEvent::End(_) | ReadEvent::Released => {}
+        }
+    }
+    match request.order {
+        Order::Blocks => {
+            let good: Vec<u32> = (0..all).filter(|block| !failed(block)).collect();
+            assert!((0..end.usable_blocks).all(|block| good.contains(&block)), "{end:?}");
+            desk.expect_bytes(request, &good, 1);
+        }
+        Order::Layers => {
+            let usable: Range<u32> = layers.start..layers.start + end.usable_layers;
+            let of = ReadRequest { layers: Some(usable), ..request.clone() };
+            desk.expect_bytes(&of, &(0..end.usable_blocks).collect::<Vec<_>>(), 1);
+        }
+    }
+}
+
+impl Tally {
+    fn count(&mut self, reasons: &[&Reason]) {
+        let damaged = |reason: &&&Reason| matches!(reason, Reason::Media(_));
+        match reasons {
+            [] => self.whole += 1,
+            some if some.iter().any(|reason| damaged(&reason)) => self.damaged += 1,
+            some => {
+                let bugs = |reason: &&&Reason| reason.kind() == Kind::Bug;
+                assert_eq!(some.iter().find(bugs), None, "a wire is nobody's defect");
+                self.other += 1;
+            }
+        }
+    }
+}
+
+/// Reads with each byte changed that goes this way.
+fn reads(
+    scene: &Scene,
+    way: Way,
+    order: Order,
+    column: (Group, Coordinate),
+    layers: Option<Range<u32>>,
+) -> Tally {
+    let mut tally = Tally::default();
+    let read = |flip: Option<(usize, u8)>| {
+        let through = scene.through();
+        let desk = Desk::new(&through, "flips");
+        let keys = desk.keys(0..BLOCKS);
+        let deadline = Some(through.now().plus(PATIENCE));
+        let request =
+            ReadRequest { order, layers: layers.clone(), deadline, ..desk.read_request(column, &keys) };
+        scene.proxy.carried();
+        if let Some((at, bits)) = flip {
+            scene.proxy.flip(way, at, bits);
+        }
+        eprintln!("{way:?} {order:?} {column:?} {flip:?}");
+        let found = desk.read(&request);
+        let was_flipped = scene.proxy.was_flipped();
+        expect_honest(&desk, &request, &found);
+        (found.1, was_flipped, scene.proxy.carried())
+    };
+    let (end, _, (up, down)) = read(None);
+    assert_eq!(end.failures, []);
+    let length = if way == Way::Up { up.len() } else { down };
+    for (at, bits) in places(length).flat_map(|at| bits(at).into_iter().map(move |bits| (at, bits))) {
+        let (end, was_flipped, _) = read(Some((at, bits)));
+        if was_flipped {
+            tally.count(&end.failures.iter().map(|(_, reason)| reason).collect::<Vec<_>>());
+        }
+    }
+    eprintln!("{way:?} {order:?} {column:?}: {tally:?} of {length} bytes");
+    tally
+}
+
+/// A server on which the same keys have other blocks in each column.
+fn filled(name: &str) -> Scene {
+    let scene = Scene::open(name);
+    let desk = Desk::new(&scene.beside, "flips");
+    for column in columns() {
+        let stored = desk.outcomes(desk.request(column, &desk.keys(0..BLOCKS), 1));
+        assert_eq!(stored, vec![BlockOutcome::Stored; BLOCKS as usize]);
+    }
+    scene
+}
+
+#[test]
+fn an_answer_with_any_byte_changed_never_brings_a_wrong_byte() {
+    let scene = filled("flips-answers");
+    for order in [Order::Blocks, Order::Layers] {
+        for column in columns() {
+            let tally = reads(&scene, Way::Down, order, column, None);
+            assert!(tally.damaged > 100, "{tally:?}");
+        }
+    }
+    scene.end();
+}
+
+#[test]
+fn a_request_with_any_byte_changed_never_brings_what_was_not_asked_for() {
+    let scene = filled("flips-requests");
+    for order in [Order::Blocks, Order::Layers] {
+        // One of two layers of the same size: the other one's bytes would fit.
+        let tally = reads(&scene, Way::Up, order, columns()[0], Some(0..1));
+        assert!(tally.damaged > 0 && tally.other > 50, "{tally:?}");
+    }
+    scene.end();
+}
+
+#[test]
+fn a_registration_with_any_byte_changed_gives_the_name_of_no_other_model() {
+    let scene = Scene::open("flips-models");
+    let expected = Desk::new(&scene.beside, "flips").namespace;
+    let register = |way: Way, flip: Option<(usize, u8)>| {
+        let through = scene.through_within(PATIENCE);
+        scene.proxy.carried();
+        if let Some((at, bits)) = flip {
+            scene.proxy.flip(way, at, bits);
+        }
+        let found = through.0.register(&fixture::identity("flips"), &fixture::geometry());
+        (found, scene.proxy.was_flipped(), scene.proxy.carried())
+    };
+    let (_, _, (up, down)) = register(Way::Up, None);
+    for (way, length) in [(Way::Up, up.len()), (Way::Down, down)] {
+        let mut tally = Tally::default();
+        for (at, bits) in
+            (0..length).step_by(step()).flat_map(|at| bits(at).into_iter().map(move |bits| (at, bits)))
+        {
+            let (found, was_flipped, _) = register(way, Some((at, bits)));
+            if let Ok(found) = &found {
+                assert_eq!(*found, expected, "{way:?} {at} {bits}: the name of another model");
+            }
+            if was_flipped {
+                tally.count(&found.as_ref().err().map(|error| &error.0).into_iter().collect::<Vec<_>>());
+            }
+        }
+        eprintln!("{way:?}: {tally:?} of {length} bytes");
+        assert!(tally.damaged > 2, "{tally:?}");
+    }
+    scene.end();
+}
+
+#[test]
+fn a_put_with_any_byte_changed_stores_what_was_put_or_nothing() {
+    let scene = Scene::open("flips-puts");
+    let other = Desk::new(&scene.beside, "flips");
+    let (mut tally, mut round) = (Tally::default(), 0);
+    let mut put = |flip: Option<(usize, u8)>| {
+        let through = scene.through();
+        let desk = Desk::new(&through, "flips");
+        let keys: Vec<BlockKey> = desk.keys(round * 2..round * 2 + 2);
+        round += 1;
+        let deadline = Some(through.now().plus(PATIENCE));
+        let request = PutRequest { deadline, ..desk.request(columns()[1], &keys, 1) };
+        let stored = || scene.served.daemon().node().engine.stats().counts.blocks_stored;
+        let before = stored();
+        scene.proxy.carried();
+        if let Some((at, bits)) = flip {
+            scene.proxy.flip(Way::Up, at, bits);
+        }
+        let answer = through.answer(through.0.put(request));
+        let was_flipped = scene.proxy.was_flipped();
+        drop(through);
+        scene.served.until("nothing is under way", |daemon| {
+            let holding = daemon.node().engine.holding();
+            daemon.node().calls() == 0 && (holding.claims, holding.promised, holding.reserved) == (0, 0, 0)
+        });
+        // What is there under its keys is what was put, and nothing is there under others.
+        let there = expect_there(&other, &keys);
+        assert_eq!(stored() - before, there, "{flip:?}: blocks under other names");
+        if let Ok(reply) = &answer {
+            let kept = reply.outcomes.iter().filter(|outcome| **outcome == BlockOutcome::Stored).count();
+            assert!(kept as u64 <= there, "{flip:?}: {reply:?}, {there} are there");
+        }
+        (answer, was_flipped, scene.proxy.carried().0.len())
+    };
+    let (answer, _, length) = put(None);
+    assert!(answer.is_ok());
+    for (at, bits) in places(length).flat_map(|at| bits(at).into_iter().map(move |bits| (at, bits))) {
+        let (answer, was_flipped, _) = put(Some((at, bits)));
+        if was_flipped {
+            tally.count(&answer.as_ref().err().map(|error| &error.0).into_iter().collect::<Vec<_>>());
+        }
+    }
+    eprintln!("{tally:?} of {length} bytes");
+    assert!(tally.damaged > 100, "{tally:?}");
+    scene.end();
+}
+
+#[test]
+fn an_answer_to_a_put_with_any_byte_changed_is_what_was_answered_or_an_error() {
+    let scene = filled("flips-outcomes");
+    let again = |flip: Option<(usize, u8)>| {
+        let through = scene.through();
+        let desk = Desk::new(&through, "flips");
+        let deadline = Some(through.now().plus(PATIENCE));
+        let request = PutRequest { deadline, ..desk.request(columns()[1], &desk.keys(0..BLOCKS), 1) };
+        scene.proxy.carried();
+        if let Some((at, bits)) = flip {
+            scene.proxy.flip(Way::Down, at, bits);
+        }
+        let answer = through.answer(through.0.put(request));
+        (answer, scene.proxy.was_flipped(), scene.proxy.carried().1)
+    };
+    let (_, _, length) = again(None);
+    let mut tally = Tally::default();
+    for (at, bits) in (0..length).flat_map(|at| bits(at).into_iter().map(move |bits| (at, bits))) {
+        let (answer, was_flipped, _) = again(Some((at, bits)));
+        if let Ok(reply) = &answer {
+            assert_eq!(
+                reply.outcomes,
+                [const { BlockOutcome::AlreadyThere }; BLOCKS as usize],
+                "{at} {bits}"
+            );
+        }
+        if was_flipped {
+            tally.count(&answer.as_ref().err().map(|error| &error.0).into_iter().collect::<Vec<_>>());
+        }
+    }
+    eprintln!("{tally:?} of {length} bytes");
+    assert!(tally.damaged > 5, "{tally:?}");
+    scene.end();
+}
+
+/// How many of these blocks are there, each with its bytes.
+fn expect_there(desk: &Desk<'_>, keys: &[BlockKey]) -> u64 {
+    let request = ReadRequest { order: Order::Blocks, ..desk.read_request(columns()[1], keys) };
+    let (_, end) = desk.read(&request);
+    let failed = |block: &u32| end.failures.iter().any(|(failed, _)| failed == block);
+    let there: Vec<u32> = (0..keys.len() as u32).filter(|block| !failed(block)).collect();
+    desk.expect_bytes(&request, &there, 1);
+    there.len() as u64
+}
