@@ -9,7 +9,7 @@ use kvarts_store::io::{Region, shared};
 
 use tokio::runtime::Handle;
 
-use super::pinned::Pinned;
+use super::pinned::{Pinned, Ready};
 use super::{Locals, Mode};
 use crate::grpc::fault::{Fault, Outcome};
 use crate::proto;
@@ -23,12 +23,13 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Maps what a client shares. Without a descriptor one is made, and is the second part of the answer.
+    /// Maps what a client shares. Without a descriptor one is made, and is the second part of the answer; the third is what
+    /// the client had better wait for.
     pub(super) fn share(
         (locals, store, elsewhere): (&Arc<Locals>, &Store, &Handle),
         wire: &proto::ShareRequest,
         file: Option<OwnedFd>,
-    ) -> Outcome<(Self, Option<OwnedFd>)> {
+    ) -> Outcome<(Self, Option<OwnedFd>, Option<Ready>)> {
         let malformed = |what: &str| Fault::malformed(format!("share: {what}"));
         let mode =
             Mode::from_wire(wire.mode).ok_or_else(|| malformed("mode: say direct, adopted or copied"))?;
@@ -57,7 +58,8 @@ impl Memory {
             mapped.map_err(|error| malformed(&format!("it cannot be mapped for writing: {error}")))?;
         // What only clients read from and write to is copied, and no device ever writes there.
         let pinned = (made && mode == Mode::Direct).then(|| Pinned::begin(locals, store, &region, elsewhere));
-        let pinned = pinned.flatten().map(Arc::new);
-        Ok((Self { region, mode, _pinned: pinned }, made.then_some(file)))
+        let (pinned, ready) = pinned.flatten().unzip();
+        let memory = Self { region, mode, _pinned: pinned.map(Arc::new) };
+        Ok((memory, made.then_some(file), ready))
     }
 }

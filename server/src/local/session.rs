@@ -388,9 +388,8 @@ impl Session {
         match head.kind {
             Kind::Share => {
                 let file = (!incoming.descriptors.is_empty()).then(|| incoming.descriptors.remove(0));
-                match self.share(body, file) {
-                    Ok((reply, file)) => self.outbox.push_with(frame(Kind::Done, id, &reply), file),
-                    Err(fault) => self.failed(id, &fault),
+                if let Err(fault) = self.share(id, body, file) {
+                    self.failed(id, &fault);
                 }
                 return Ok(());
             }
@@ -507,7 +506,7 @@ impl Session {
         answer
     }
 
-    fn share(&mut self, body: Bytes, file: Option<OwnedFd>) -> Outcome<(proto::ShareReply, Option<OwnedFd>)> {
+    fn share(&mut self, id: u64, body: Bytes, file: Option<OwnedFd>) -> Outcome<()> {
         let call = self.admit(&SHARE, None)?;
         let wire: proto::ShareRequest = decode(body)?;
         if wire.memory == 0 || self.memories.contains_key(&wire.memory) {
@@ -516,13 +515,22 @@ impl Session {
         if self.memories.len() >= MEMORIES_MAX {
             return Err(Reason::TooMany("memories").into());
         }
-        let (memory, file) =
+        let (memory, file, ready) =
             Memory::share((&self.node.locals, &self.node.engine, &self.elsewhere), &wire, file)?;
         tracing::debug!(pid = self.peer.pid, mode = memory.mode.name(), bytes = wire.bytes, "memory shared");
         self.memories.insert(wire.memory, memory);
         self.shared();
         call.end(Code::Ok);
-        Ok((proto::ShareReply { bytes: wire.bytes }, file))
+        let (reply, outbox) = (proto::ShareReply { bytes: wire.bytes }, Arc::clone(&self.outbox));
+        let answer = frame(Kind::Done, id, &reply);
+        match ready {
+            None => outbox.push_with(answer, file),
+            Some(ready) => drop(self.elsewhere.spawn(async move {
+                ready.wait().await;
+                outbox.push_with(answer, file);
+            })),
+        }
+        Ok(())
     }
 
     /// What is shared has changed.
