@@ -175,6 +175,41 @@ fn churn() {
     assert!(number(&json, "write_amplification") >= 1.0, "{json:#}");
 }
 
+/// A trace that is told from a seed, and the engine's hits on it beside the bounds that they must lie between.
+#[test]
+fn replay() {
+    let scratch = Scratch::new("replay-trace");
+    let trace = scratch.0.join("trace.jsonl");
+    let made = Command::new(env!("CARGO_BIN_EXE_kvarts"))
+        .args(["bench", "trace", "zipf", "--requests", "1500"])
+        .output()
+        .unwrap();
+    std::fs::write(&trace, &made.stdout).unwrap();
+    let replay = |more: &[&str]| {
+        let json = bench("replay", &[&[trace.to_str().unwrap(), "--capacity-blocks", "2048"], more].concat());
+        has(&json, &["lru_hit_rate_of_payload", "moved_by_put", "payload_by_budget"]);
+        assert_eq!(["requests", "capacity_blocks"].map(|name| number(&json, name)), [1500.0, 2048.0]);
+        assert_eq!(number(&json, "blocks_damaged"), 0.0);
+        assert_eq!(json["blocks_refused"], json["blocks_not_admitted"], "{json:#}");
+        assert!(number(&json, "allocated_by_budget") <= 1.0, "{json:#}");
+        assert!(number(&json, "segments") >= 64.0 && number(&json, "blocks_evicted") > 0.0, "{json:#}");
+        let [hits, lru, of_payload, ideal] =
+            ["hit_rate", "lru_hit_rate", "lru_hit_rate_of_payload", "ideal_hit_rate"]
+                .map(|name| number(&json, name));
+        assert!(0.0 < hits && hits < ideal && of_payload <= lru && lru < ideal, "{json:#}");
+        (json, hits, of_payload)
+    };
+    for more in [&["--parents", "unknown"][..], &["--policy", "lru"]] {
+        let (json, hits, of_payload) = replay(more);
+        // Without any sense in what goes there would be half of it.
+        assert!(hits > of_payload * 0.8, "{json:#}");
+        assert!(number(&json, "write_amplification") > 1.0, "{json:#}");
+        assert_eq!(number(&json, "hits_lost_to_non_admission"), 0.0);
+    }
+    let (few, ..) = replay(&["--endurance-blocks", "2000"]);
+    assert!(number(&few, "blocks_not_admitted") > 0.0, "{few:#}");
+}
+
 #[test]
 fn encoded() {
     let json = bench("encoded", &[&["--mib", "16", "--pairs", "3"][..], &MODEL].concat());

@@ -195,6 +195,9 @@ pub(super) fn run(arguments: &ReplayArgs, out: &mut dyn Write) -> Result<(), Fai
     report.number("seconds", seconds);
     report.number("hit_rate", part(replay.hits));
     report.number("lru_hit_rate", part(lru_hits(&requests, capacity)));
+    // What the same LRU would have with the blocks for which the store had room beside headers and frames: the
+    // difference to it is what is evicted, and the rest is what cannot be payload.
+    report.number("lru_hit_rate_of_payload", part(lru_hits(&requests, stats.index.blocks as u64)));
     report.number("ideal_hit_rate", part(ideal_hits(&requests)));
     report.number("write_amplification", written as f64 / counts.payload_bytes_stored.max(1) as f64);
     report.number(
