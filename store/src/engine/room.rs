@@ -111,6 +111,15 @@ impl Log {
             // Without room for a checkpoint it goes all the same: no other way leads back to the budget. Should power be
             // cut before the next one, a check says that a segment is missing, whose blocks nobody misses.
             self.say_free().await;
+            if let Some(reason) = self.shared.latched() {
+                return Err(reason);
+            }
+            // Whatever was emptied beside it may have taken it along.
+            let here =
+                self.segments.borrow().get(&segment.number).is_some_and(|one| Rc::ptr_eq(one, &segment));
+            if !here || segment.state.get() != SegmentState::Free {
+                return Ok(());
+            }
         }
         self.remove_segment(&segment).await
     }
