@@ -42,6 +42,11 @@ const TURN: u32 = 16;
 /// because runners yield, and none of glommio's latency settings (they set the same timer) may be used.
 const NEVER: Duration = Duration::from_secs(3600);
 
+/// How often one read of the eventfd is looked at before it is ended. Each look leaves a waker with it that goes when the
+/// read does, and glommio counts wakers in 16 bits and aborts the process beyond: an executor that nothing but its timers
+/// woke would get there.
+const LOOKS: u32 = 1000;
+
 /// Starts each executor on a thread of its own, under glommio.
 #[derive(Clone)]
 pub struct GlommioLauncher {
@@ -253,6 +258,10 @@ async fn pump(shared: Rc<Shared>, event: OwnedFd) {
             let clock = Handle(Rc::clone(tasks));
             let timeout = tasks.next_timer().map(|at: Nanos| at.since(clock.clock().now()));
             sleep.until_something(&shared, timeout).await;
+            if sleep.looks > LOOKS {
+                // The next sleep ends at once, and the read with it.
+                shared.io.borrow().unparker().unpark();
+            }
         }
         shared.io.borrow_mut().disarm();
         tasks.end_sleep();
@@ -269,13 +278,15 @@ struct Sleep {
     event: Rc<BufferedFile>,
     /// Stays under way from one sleep to the next.
     read: Option<ReadOfEvent>,
+    /// How often it has been looked at.
+    looks: u32,
 }
 
 impl Sleep {
     fn new(event: OwnedFd) -> Self {
         // SAFETY: the descriptor is this function's own and is given away here.
         let event = unsafe { BufferedFile::from_raw_fd(event.into_raw_fd()) };
-        Self { event: Rc::new(event), read: None }
+        Self { event: Rc::new(event), read: None, looks: 0 }
     }
 
     async fn until_called(&self, shared: &Shared) {
@@ -299,8 +310,9 @@ impl Sleep {
             })
         });
         let mut timer = timeout.map(Timer::new);
-        let mut emptied = false;
+        let (mut emptied, looks) = (false, &mut self.looks);
         std::future::poll_fn(|cx| {
+            *looks += 1;
             emptied = read.as_mut().poll(cx).is_ready();
             let over = timer.as_mut().is_some_and(|timer| Pin::new(timer).poll(cx).is_ready());
             if emptied || over || shared.called.get() {
@@ -311,7 +323,7 @@ impl Sleep {
         })
         .await;
         if emptied {
-            self.read = None;
+            (self.read, self.looks) = (None, 0);
         }
     }
 

@@ -272,3 +272,20 @@ fn a_core_that_does_not_exist_is_an_error_of_launch() {
     let launched = launcher().pinned_to(vec![4000]).launch(0, Box::new(|_| Box::pin(async {})));
     assert!(launched.is_err());
 }
+
+/// glommio keeps 16 bits for how many wakers of a task there are, and a read that is under way kept one for each sleep.
+#[test]
+fn an_executor_that_only_its_timers_wake_sleeps_as_often_as_it_likes() {
+    let slept = Arc::new(AtomicUsize::new(0));
+    let seen = Arc::clone(&slept);
+    let could = run(move |seat| {
+        Box::pin(async move {
+            for _ in 0..34_000 {
+                let now = seat.rt.clock().now();
+                seat.rt.sleep_until(Nanos(now.0 + 20_000)).await;
+                seen.fetch_add(1, Ordering::Relaxed);
+            }
+        })
+    });
+    assert!(!could || slept.load(Ordering::Relaxed) == 34_000);
+}
