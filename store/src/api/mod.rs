@@ -6,6 +6,7 @@
 pub mod by_layers;
 pub mod delete;
 pub mod digests;
+pub mod lend;
 pub mod lookup;
 pub mod placement;
 pub mod presence;
@@ -20,6 +21,7 @@ use kvarts_layout::{Geometry, Identity, NamespaceId};
 pub use by_layers::PutStream;
 pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, TtlRequest};
 pub use digests::Digests;
+pub use lend::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Stretch};
 pub use lookup::{LeaseId, LeaseTerms, MatchReply, MatchRequest};
 pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};

@@ -29,6 +29,22 @@ pub enum Verify {
     Never,
 }
 
+impl Verify {
+    /// Whether the next chunk is to be compared. Sampling walks a generator of its own, whose state the caller seeds once a
+    /// read.
+    pub fn picks(self, state: &mut u64) -> bool {
+        match self {
+            Self::Always => true,
+            Self::Never => false,
+            Self::Sample(thousandths) => {
+                *state =
+                    state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (*state >> 33) % 1000 < u64::from(thousandths)
+            }
+        }
+    }
+}
+
 /// In which order a read delivers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Order {

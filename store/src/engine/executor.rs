@@ -15,6 +15,7 @@ use super::compact::relocate::{Head, Moved};
 use super::compact::{self, CompactOptions, CompactReport, Pace};
 use super::delete::{self, Answer, DeletePart};
 use super::directory::{self, Found};
+use super::lend::{self, LendPart};
 use super::log::Log;
 use super::notify::before;
 use super::put::layers::{self, LayersPart};
@@ -49,6 +50,8 @@ pub(crate) enum Message {
     PutLayers(u32, LayersPart),
     /// Do a part of a read.
     Read(u32, ReadPart),
+    /// Prove where blocks lie, and hold them for somebody who reads them himself.
+    Lend(u32, LendPart),
     /// Do a part of a delete.
     Delete(u32, DeletePart),
     /// Find what descends from a key, in all shards, and delete it.
@@ -168,7 +171,8 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, small_reads: Small
             let pump = Rc::clone(&driver);
             seat.rt.set_reaper(Box::new(move || pump.pump()));
             mailbox.attach(Arc::clone(&seat.unparker));
-            let Ok(region) = Region::anonymous(limits.arena_bytes) else { return };
+            // In large pages where there are some: a device that is told of each small one reads at half its speed.
+            let Ok((region, _)) = Region::anonymous_huge(limits.arena_bytes) else { return };
             // Unregistered memory works the same; `Inspect` tells why it is not registered.
             let registered = match limits.register {
                 true => seat.io.borrow_mut().register(&region),
@@ -206,6 +210,7 @@ impl Executor {
                 Message::Put(shard, part) => self.put(shard, part),
                 Message::PutLayers(shard, part) => self.put_layers(shard, part),
                 Message::Read(shard, part) => self.read(shard, part),
+                Message::Lend(shard, part) => self.lend(shard, part),
                 Message::Delete(shard, part) => self.delete(shard, part),
                 Message::DeletePrefix { shared, request, root, router, reply } => {
                     let rt = Rc::clone(&self.rt);
@@ -420,6 +425,25 @@ impl Executor {
             Box::pin(async move {
                 slice::run(&log, part, window, deadline).await;
                 drop(busy);
+            }),
+        );
+    }
+
+    /// A stop waits for the answer, and not for who borrowed: what is held ends with the executor.
+    fn lend(&self, shard: u32, part: LendPart) {
+        let Some(log) = self.log(shard) else {
+            return part.refuse(Reason::Bug("a loan of a shard of another executor"));
+        };
+        let (busy, class) = (Busy::new(&self.busy), part.class());
+        let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
+        self.rt.spawn(
+            class,
+            Box::pin(async move {
+                let held = lend::prove(&log, part, deadline).await;
+                drop((busy, log));
+                if let Some(held) = held {
+                    held.until_given_back().await;
+                }
             }),
         );
     }

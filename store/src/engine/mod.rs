@@ -18,6 +18,7 @@ mod executor;
 mod expiry;
 mod flights;
 mod headers;
+mod lend;
 mod listing;
 mod log;
 mod lookup;

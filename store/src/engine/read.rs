@@ -16,7 +16,9 @@ use std::task::Waker;
 
 use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
 use kvarts_layout::format::PAGE_BYTES;
-use kvarts_layout::plan::{Order as PlanOrder, Pick, ReadOptions, ReadPlan, RecordRead, WritePlan};
+use kvarts_layout::plan::{
+    Order as PlanOrder, Pick, Placement, ReadOptions, ReadPlan, RecordRead, WritePlan,
+};
 use kvarts_layout::{BlockKey, BlockShape, Layout};
 
 use super::arrivals::Arrival;
@@ -48,10 +50,14 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
+    /// Which block of its record a block of the run is.
+    pub(crate) fn block_of(&self, ordinal: u32) -> u32 {
+        u32::from(self.location.block) + (ordinal - self.run.start)
+    }
+
     /// Where a block of the run was when it was looked up.
     pub(crate) fn place_of(&self, ordinal: u32) -> Location {
-        let block = u32::from(self.location.block) + (ordinal - self.run.start);
-        Location { record: self.location.record, block: block as u16 }
+        Location { record: self.location.record, block: self.block_of(ordinal) as u16 }
     }
 }
 
@@ -123,7 +129,7 @@ pub(crate) fn begin(
     check(shared, &request, blocks)?;
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
-    let layers = pick_layers(&request, shape.layers().len())?;
+    let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
     let wanted_layers = request.layers.as_ref().map_or(shape.layers().len(), ExactSizeIterator::len) as u32;
     request.class = class_of(&request, &shape);
     let key = shared.index.key();
@@ -132,7 +138,8 @@ pub(crate) fn begin(
     let mut failures = BTreeMap::new();
     shared.drop_expired(&prints, |place| request.keys.get(place).copied());
     let arrival = shared.arrivals.begin();
-    let wanted = find(shared, &request, &prints, &mut failures)?;
+    let wanted = find(shared, &request.keys, &prints, &mut failures)?;
+    count_use(shared, request.class, &prints);
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
         // The plan would have found memory for another shape: it is a mistake whatever is here.
@@ -141,11 +148,8 @@ pub(crate) fn begin(
         sink.send(ReadEvent::End(ReadEnd { failures, usable_layers, ..ReadEnd::default() }));
         return Ok(Vec::new());
     }
-    let plan = make_plan(&request, layers, &wanted)?;
-    let mut by_shard = BTreeMap::<u32, Vec<u32>>::new();
-    for (index, wanted) in (0u32..).zip(&wanted) {
-        by_shard.entry(wanted.shard).or_default().push(index);
-    }
+    let plan = make_plan((request.order, request.into.places()), layers, &wanted)?;
+    let by_shard = by_shard(&wanted);
     let slices = if request.order == Order::Layers { wanted.len() as u32 } else { 1 };
     let open_slices = (0..plan.steps()).map(|_| AtomicU32::new(slices)).collect();
     let job = Arc::new(ReadJob {
@@ -169,24 +173,20 @@ pub(crate) fn begin(
 pub(crate) fn look_up(shared: &Shared, request: &ReadRequest) -> Result<(ReadPlan, Vec<Wanted>), Reason> {
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
-    let layers = pick_layers(request, shape.layers().len())?;
+    let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
-    let wanted = find(shared, request, &prints, &mut BTreeMap::new())?;
+    let wanted = find(shared, &request.keys, &prints, &mut BTreeMap::new())?;
+    count_use(shared, request.class, &prints);
     if wanted.is_empty() {
         return Err(Reason::Empty);
     }
-    Ok((make_plan(request, layers, &wanted)?, wanted))
+    Ok((make_plan((request.order, request.into.places()), layers, &wanted)?, wanted))
 }
 
 fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reason> {
-    if request.keys.is_empty() {
-        return Err(Reason::Empty);
-    }
-    if request.keys.len() > MAX_REQUEST_BLOCKS {
-        return Err(Reason::TooMany("blocks"));
-    }
+    check_count(&request.keys)?;
     if request.into.block_count() != blocks {
         let found = u64::from(request.into.block_count());
         return Err(Reason::Length { expected: u64::from(blocks), found });
@@ -195,10 +195,30 @@ fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reas
         // Whole blocks need all their layers at once.
         return Err(Reason::Overlap);
     }
-    if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
-        return Err(Reason::DeadlineInPast);
+    check_in_time(shared, request.deadline)?;
+    check_unequal(&request.keys)
+}
+
+/// Refuses a request for no blocks or for too many.
+pub(super) fn check_count(keys: &[BlockKey]) -> Result<(), Reason> {
+    match keys.len() {
+        0 => Err(Reason::Empty),
+        1..=MAX_REQUEST_BLOCKS => Ok(()),
+        _ => Err(Reason::TooMany("blocks")),
     }
-    let mut sorted: Vec<&BlockKey> = request.keys.iter().collect();
+}
+
+/// Refuses a request whose deadline has passed.
+pub(super) fn check_in_time(shared: &Shared, deadline: Option<Nanos>) -> Result<(), Reason> {
+    match deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
+        true => Err(Reason::DeadlineInPast),
+        false => Ok(()),
+    }
+}
+
+/// Refuses a request that has a key twice.
+pub(super) fn check_unequal(keys: &[BlockKey]) -> Result<(), Reason> {
+    let mut sorted: Vec<&BlockKey> = keys.iter().collect();
     sorted.sort_unstable();
     match sorted.windows(2).find(|pair| pair.first() == pair.last()) {
         Some(pair) => Err(pair.first().map_or(Reason::Empty, |key| Reason::Duplicate(**key))),
@@ -229,9 +249,9 @@ fn check_places(request: &ReadRequest, shape: &BlockShape) -> Result<(), Reason>
     WritePlan::new(&layout, request.into.places(), 0).map(drop).map_err(|error| wrong(error.to_string()))
 }
 
-fn pick_layers(request: &ReadRequest, layers: usize) -> Result<Pick, Reason> {
+pub(super) fn pick_layers(wanted: Option<&Range<u32>>, layers: usize) -> Result<Pick, Reason> {
     let layers = u32::try_from(layers).unwrap_or(u32::MAX);
-    match &request.layers {
+    match wanted {
         None => Ok(Pick::first(layers)),
         Some(range) if range.is_empty() => Err(Reason::Empty),
         Some(range) if range.end > layers => {
@@ -242,14 +262,14 @@ fn pick_layers(request: &ReadRequest, layers: usize) -> Result<Pick, Reason> {
 }
 
 /// Looks every block up and joins those that follow each other in one record.
-fn find(
+pub(super) fn find(
     shared: &Shared,
-    request: &ReadRequest,
+    keys: &[BlockKey],
     prints: &[BlockFingerprint],
     failures: &mut BTreeMap<u32, Reason>,
 ) -> Result<Vec<Wanted>, Reason> {
     let mut wanted: Vec<Wanted> = Vec::new();
-    for ((ordinal, key), print) in (0u32..).zip(&request.keys).zip(prints) {
+    for ((ordinal, key), print) in (0u32..).zip(keys).zip(prints) {
         let Some(found) = shared.index.locate(*print) else {
             failures.insert(ordinal, Reason::NotHere(*key));
             continue;
@@ -277,14 +297,30 @@ fn find(
             class,
         });
     }
-    // Who only looks whether blocks are well does not use them.
-    if request.class != Class::Background {
-        shared.index.touch_with(prints, shared.policy().renews().then(|| shared.epoch()));
-    }
     Ok(wanted)
 }
 
-fn make_plan(request: &ReadRequest, layers: Pick, wanted: &[Wanted]) -> Result<ReadPlan, Reason> {
+/// Counts a use of these blocks. Who only looks whether blocks are well does not use them.
+pub(super) fn count_use(shared: &Shared, class: Class, prints: &[BlockFingerprint]) {
+    if class != Class::Background {
+        shared.index.touch_with(prints, shared.policy().renews().then(|| shared.epoch()));
+    }
+}
+
+/// Which of the runs lie in each shard.
+pub(super) fn by_shard(wanted: &[Wanted]) -> BTreeMap<u32, Vec<u32>> {
+    let mut by_shard = BTreeMap::<u32, Vec<u32>>::new();
+    for (index, wanted) in (0u32..).zip(wanted) {
+        by_shard.entry(wanted.shard).or_default().push(index);
+    }
+    by_shard
+}
+
+pub(super) fn make_plan(
+    (order, places): (Order, &Arc<Placement>),
+    layers: Pick,
+    wanted: &[Wanted],
+) -> Result<ReadPlan, Reason> {
     let record = |wanted: &Wanted| {
         Ok(RecordRead {
             layout: wanted.class.layout_of(u32::from(wanted.record_blocks))?,
@@ -297,11 +333,11 @@ fn make_plan(request: &ReadRequest, layers: Pick, wanted: &[Wanted]) -> Result<R
         })
     };
     let records = wanted.iter().map(record).collect::<Result<Vec<_>, Reason>>()?;
-    let order = match request.order {
+    let order = match order {
         Order::Layers => PlanOrder::Layers,
         Order::Blocks => PlanOrder::Blocks,
     };
-    ReadPlan::new(records, layers, order, Arc::clone(request.into.places()), ReadOptions::default())
+    ReadPlan::new(records, layers, order, Arc::clone(places), ReadOptions::default())
         .map_err(|error| Reason::Shape(error.to_string()))
 }
 

@@ -107,6 +107,11 @@ impl Hold {
         segment.readers.set(segment.readers.get() + 1);
         Self(Rc::clone(segment))
     }
+
+    /// What is held.
+    pub(super) fn segment(&self) -> &Rc<Segment> {
+        &self.0
+    }
 }
 
 impl Drop for Hold {
@@ -682,9 +687,10 @@ impl<'a> Run<'a> {
             return;
         }
         for ordinal in wanted.run.clone() {
-            let block = u32::from(wanted.location.block) + (ordinal - wanted.run.start);
             let Some(key) = self.job.request.keys.get(ordinal as usize) else { continue };
-            if !header.is_block(block, key, &wanted.class) && !kvarts_layout::planted!("key-not-compared") {
+            if !header.is_block(wanted.block_of(ordinal), key, &wanted.class)
+                && !kvarts_layout::planted!("key-not-compared")
+            {
                 self.job.fail_as_gone(ordinal);
             }
         }
@@ -754,7 +760,7 @@ impl<'a> Run<'a> {
                 None => (into.slice(piece.destination, piece.len), 0),
             };
             let Some(source) = source else { continue };
-            if wants_check(verify, &mut self.sample) {
+            if verify.picks(&mut self.sample) {
                 let found = source.digest(at, len, crc32fast::hash);
                 let expected = header.digest(piece.block, piece.chunk);
                 if expected != Some(found) && !kvarts_layout::planted!("digest-not-compared") {
@@ -815,23 +821,12 @@ fn extent_named(name: u64) -> (usize, u32, u64) {
 }
 
 /// Under what a record's header is kept.
-fn header_key(segment: &Segment, offset: u64) -> HeaderKey {
+pub(super) fn header_key(segment: &Segment, offset: u64) -> HeaderKey {
     (segment.number, segment.generation.get(), offset)
 }
 
-/// Whether the next chunk is to be verified. Sampling walks a generator of its own, seeded once a read.
-fn wants_check(verify: Verify, state: &mut u64) -> bool {
-    match verify {
-        Verify::Always => true,
-        Verify::Never => false,
-        Verify::Sample(thousandths) => {
-            *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (*state >> 33) % 1000 < u64::from(thousandths)
-        }
-    }
-}
-
-fn open_header(
+/// What a record's header says, if it is the one of this place and holds together.
+pub(super) fn open_header(
     bytes: &[u8],
     position: &kvarts_layout::format::Position,
     secret: &kvarts_layout::format::Secret,

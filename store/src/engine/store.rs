@@ -1,6 +1,7 @@
 //! The store that callers hold: opening, routing requests to executors, closing.
 
 mod holding;
+mod lending;
 mod measure;
 mod space;
 

@@ -31,6 +31,7 @@ impl Log {
             table("entries of open segments", of_segments(|one| one.tail.borrow().entries.capacity())),
             table("definitions of open segments", of_segments(|one| one.tail.borrow().defined.len())),
             table("renamed namespaces", of_segments(super::segment::Segment::renamed)),
+            table("readers of segments", of_segments(|one| one.readers.get() as usize)),
             table("retired segments", self.retired.borrow().len()),
             table("headers", self.headers.places()),
             table("records that do not pay", self.unpaying.borrow().len()),

@@ -24,7 +24,7 @@ use super::driver_core::{Core, Outcome, Request, Work};
 use super::error::{IoError, IoErrorKind};
 use super::mem::Buf;
 use super::slots::Key;
-use super::{Completion, DirEntry, DirId, FileId, Io, MetaOp, Name, OpenMode, Reply};
+use super::{Completion, DirEntry, DirId, FileId, Io, KeptFile, MetaOp, Name, OpenMode, Reply};
 use crate::rt::{Class, LocalTask, Nanos, Runtime};
 use crate::sync::atomic::{AtomicU64, Ordering};
 
@@ -283,6 +283,11 @@ impl Driver {
             self.shared.dispatch();
         }
         count
+    }
+
+    /// An open file, for somebody who reads it himself: see [`Io::keep_file`].
+    pub(crate) fn keep_file(&self, file: FileId) -> Option<KeptFile> {
+        self.shared.io.borrow().keep_file(file)
     }
 
     /// What was done and what is under way.

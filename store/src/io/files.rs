@@ -1,20 +1,48 @@
 //! The open files of one [`Io`](super::Io), shared by its threads.
 //!
 //! An id is never reused, so an operation on a file that was closed meanwhile finds nothing rather than another
-//! file. An operation that found its file keeps the descriptor open until it ends, whatever `Close` does.
+//! file. An operation that found its file keeps the descriptor open until it ends, whatever `Close` does, and so does
+//! whoever keeps it ([`KeptFile`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use super::FileId;
 use super::slots::{Key, Slots};
 use super::workers::lock;
 
+/// The number of the next file that any table of this process takes in.
+static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
+
 /// One open file.
 #[derive(Debug)]
-pub(super) struct OpenFile(OwnedFd);
+pub(super) struct OpenFile {
+    fd: OwnedFd,
+    number: u64,
+}
 
 impl AsFd for OpenFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// An open file of an [`Io`](super::Io) for somebody who reads it himself: the descriptor stays open for as long as
+/// one of these, whatever the `Io` closes. Reading through it moves nothing that others see; whoever has it does
+/// nothing else with it.
+#[derive(Clone, Debug)]
+pub struct KeptFile(Arc<OpenFile>);
+
+impl KeptFile {
+    /// Differs between all files that this process has or had open through any `Io`, and stays the same for as long
+    /// as this one is open.
+    pub fn number(&self) -> u64 {
+        self.0.number
+    }
+}
+
+impl AsFd for KeptFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -44,10 +72,17 @@ impl Files {
         open.get(unpack(id)).map(Arc::clone)
     }
 
+    /// The file for somebody who reads it himself, if it is open.
+    pub(super) fn keep(&self, id: FileId) -> Option<KeptFile> {
+        self.get(id).map(KeptFile)
+    }
+
     /// Takes a descriptor; `None` if no id is left for it.
     pub(super) fn insert(&self, fd: OwnedFd) -> Option<FileId> {
+        // It orders nothing: all that counts is that nobody else gets the same.
+        let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
         let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
-        let key = open.insert(Arc::new(OpenFile(fd)));
+        let key = open.insert(Arc::new(OpenFile { fd, number }));
         let id = pack(key);
         if id.is_none() {
             open.remove(key);
@@ -100,6 +135,21 @@ mod tests {
         let second = files.insert(some_fd()).unwrap();
         assert_ne!(first, second);
         assert!(files.get(first).is_none() && files.get(second).is_some());
+    }
+
+    #[test]
+    fn a_kept_file_outlives_its_close_and_no_two_files_of_any_table_have_one_number() {
+        let tables = [Files::new(), Files::new()];
+        let ids = tables.each_ref().map(|files| files.insert(some_fd()).unwrap());
+        assert_eq!(ids[0], ids[1], "ids are of one table alone");
+        let [first, other] = [0, 1].map(|at| tables[at].keep(ids[at]).unwrap());
+        assert_ne!(first.number(), other.number());
+        assert_eq!(first.number(), tables[0].keep(ids[0]).unwrap().number());
+        tables[0].remove(ids[0]).unwrap();
+        assert!(tables[0].keep(ids[0]).is_none());
+        assert!(rustix::io::fcntl_getfd(&first).is_ok(), "the descriptor was closed under its keeper");
+        let next = tables[0].keep(tables[0].insert(some_fd()).unwrap()).unwrap();
+        assert!(![first.number(), other.number()].contains(&next.number()));
     }
 
     #[test]

@@ -44,6 +44,7 @@ pub use batch::{ExtentDone, ReadBatch};
 pub use driver::{Driver, Limits, Metrics, SmallReads};
 pub use error::{IoError, IoErrorKind};
 pub use features::{Feature, Features, UnknownFeature};
+pub use files::KeptFile;
 pub use mem::{Buf, Region};
 pub use probe::{IoChoice, OpenError, open_io};
 pub use ring::leaked;
@@ -224,6 +225,13 @@ pub trait Io {
     /// What was found out about the machine.
     fn facts(&self) -> IoFacts;
 
+    /// An open file, for somebody who reads it himself past this seam. `None`: it is not open, or there is no
+    /// descriptor behind it, as on a simulated disk.
+    fn keep_file(&self, file: FileId) -> Option<KeptFile> {
+        let _ = file;
+        None
+    }
+
     /// An eventfd that becomes readable when a completion can be reaped or an [`Unpark`] was called, for executors
     /// that sleep in a ring of their own instead of in [`Io::park`]. It was made without `EFD_NONBLOCK`, and whoever
     /// waits for it also empties it. `None`: this implementation can be slept in by `park` only.
@@ -264,6 +272,9 @@ impl<T: Io + ?Sized> Io for Box<T> {
     }
     fn facts(&self) -> IoFacts {
         (**self).facts()
+    }
+    fn keep_file(&self, file: FileId) -> Option<KeptFile> {
+        (**self).keep_file(file)
     }
     fn event_fd(&mut self) -> Option<OwnedFd> {
         (**self).event_fd()

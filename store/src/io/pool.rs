@@ -14,13 +14,13 @@ use rustix::fs::fdatasync;
 use rustix::io::{Errno, ReadWriteFlags, preadv, pwritev, pwritev2};
 
 use super::features::{Feature, Features, Outcomes};
-use super::files::{Files, OpenFile};
+use super::files::{Files, KeptFile, OpenFile};
 use super::mem::{Buf, IoVec, Region};
 use super::meta::{Meta, MetaJob, punch};
 use super::ring::RANGES_MAX;
 use super::wake::Wake;
 use super::workers::{Done, Workers};
-use super::{Completion, Io, IoFacts, MetaOp, Op, Token, Unpark};
+use super::{Completion, FileId, Io, IoFacts, MetaOp, Op, Token, Unpark};
 
 /// Operations that are at the disks at once: enough for what one executor reads ahead in pieces of 1 MiB.
 pub(super) const THREADS: usize = 4;
@@ -133,6 +133,10 @@ impl Io for Pool {
     }
 
     fn unregister(&mut self, _: &Arc<Region>) {}
+
+    fn keep_file(&self, file: FileId) -> Option<KeptFile> {
+        self.files.keep(file)
+    }
 
     fn facts(&self) -> IoFacts {
         let mut outcomes = self.outcomes.clone();

@@ -26,7 +26,7 @@ use io_uring::{EnterFlags, IoUring, opcode, squeue};
 use rustix::io::Errno;
 
 use super::features::{Feature, Features, Outcomes};
-use super::files::{Files, OpenFile};
+use super::files::{Files, KeptFile, OpenFile};
 use super::mem::{Buf, IoVec, Region};
 use super::meta::{Meta, MetaJob};
 use super::ring_buffers::Registered;
@@ -34,7 +34,7 @@ use super::ring_setup::{Setup, make};
 use super::slots::{Key, Slots};
 use super::wake::Wake;
 use super::workers::{Done, Workers};
-use super::{Completion, Io, IoFacts, MetaOp, Op, Token, Unpark};
+use super::{Completion, FileId, Io, IoFacts, MetaOp, Op, Token, Unpark};
 
 /// The poll of the wake-up's eventfd; no [`Key`] packs to it.
 const WAKE: u64 = u64::MAX;
@@ -415,6 +415,10 @@ impl Io for Ring {
         if let Some(registered) = &mut self.registered {
             registered.remove(&self.ring.submitter(), region);
         }
+    }
+
+    fn keep_file(&self, file: FileId) -> Option<KeptFile> {
+        self.files.keep(file)
     }
 
     fn facts(&self) -> IoFacts {

@@ -14,7 +14,7 @@ mod pack_tests;
 pub(crate) mod relocate;
 pub(crate) mod segments;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::cell::Cell;
 use std::rc::Rc;

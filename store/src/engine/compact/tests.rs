@@ -26,10 +26,10 @@ use crate::io::{Buf, Region};
 use crate::rt::Class;
 
 /// What is raw stays raw.
-const KEEP: Cold = Cold { after: None, only: false };
+pub(in crate::engine) const KEEP: Cold = Cold { after: None, only: false };
 
 /// A place with blocks 0..6 in one record and 10..12 in another.
-pub(super) fn two_records() -> Place {
+pub(in crate::engine) fn two_records() -> Place {
     let place = Place::new();
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
@@ -39,7 +39,7 @@ pub(super) fn two_records() -> Place {
     place
 }
 
-pub(super) fn print(world: &World, number: u64) -> BlockFingerprint {
+pub(in crate::engine) fn print(world: &World, number: u64) -> BlockFingerprint {
     let namespace = world.namespace("a");
     world.shared.index.key().of(namespace.local, &key(number), Group(0), Coordinate::Replicated)
 }
@@ -51,7 +51,7 @@ fn location(world: &World, number: u64) -> Option<Location> {
     }
 }
 
-pub(super) fn record_of(world: &World, number: u64) -> RecordId {
+pub(in crate::engine) fn record_of(world: &World, number: u64) -> RecordId {
     location(world, number).expect("a live block").record
 }
 

@@ -10,7 +10,7 @@ use kvarts_layout::codec::{CodecError, StoredPlaces};
 use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::ENCODING_RAW;
 
-use super::{Plan, Run, Slice, damaged, name_extent, wants_check};
+use super::{Plan, Run, Slice, damaged, name_extent};
 use crate::api::Verify;
 use crate::engine::headers::Header;
 use crate::engine::log::Log;
@@ -181,7 +181,7 @@ pub(super) fn unpack(
         }
         let Some(to) = job.request.into.chunk(piece.part, ordinal, piece.len) else { continue };
         let expected = header.digest(piece.block, piece.part);
-        let checked = wants_check(verify, sample) && !kvarts_layout::planted!("decoded-digest-not-compared");
+        let checked = verify.picks(sample) && !kvarts_layout::planted!("decoded-digest-not-compared");
         let source = (staging, piece.source as usize, piece.stored as usize);
         let copy = |chunk: &[u8]| {
             let found = if checked { crc32fast::hash(chunk) } else { expected.unwrap_or_default() };
