@@ -2,14 +2,12 @@
 //!
 //! It is mapped once, in huge pages where the kernel has them, registered once with every ring of a store and pinned
 //! once for a device. It never grows: its size is a hard limit, and a piece that is not there is a typed error at
-//! once. Pieces are powers of two that split and join again with their twin (a buddy system): whatever was taken in
-//! whatever order, when everything is back the arena is whole. A stream takes one piece when it begins, of the largest
+//! once. Pieces are powers of two that split and join again with their twin (`buddy.rs`). A stream takes one piece when it begins, of the largest
 //! size that it may have, and uses all of it; nothing is taken while layers move.
 //!
 //! A piece comes back when the last [`Buf`] of it is gone, and an operation under way holds its buffers: so memory
 //! that a disk or a device may still write is never handed out again.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -17,31 +15,10 @@ use kvarts_store::engine::Store;
 use kvarts_store::io::{Buf, Region};
 use kvarts_store::rt::blocking::block_on;
 
+pub use crate::buddy::{ArenaUse, PIECE_MIN};
+use crate::buddy::{Buddy, size};
 use crate::device::Device;
 use crate::error::DeviceError;
-
-/// The smallest piece.
-pub const PIECE_MIN: u64 = 64 << 10;
-
-/// How full an arena is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct ArenaUse {
-    /// Bytes that are handed out.
-    pub used: u64,
-    /// The most that ever were at once.
-    pub used_max: u64,
-    /// Bytes of the largest piece that could be had now.
-    pub largest_free: u64,
-    /// Bytes in all.
-    pub total: u64,
-}
-
-struct Free {
-    /// Offsets of free pieces, by the power of two of their size above the smallest.
-    pieces: Vec<BTreeSet<u64>>,
-    used: u64,
-    used_max: u64,
-}
 
 /// Undoes a registration.
 type Undo = Box<dyn FnOnce(&Arc<Region>) + Send>;
@@ -49,7 +26,7 @@ type Undo = Box<dyn FnOnce(&Arc<Region>) + Send>;
 struct Shared {
     region: Arc<Region>,
     huge: bool,
-    free: Mutex<Free>,
+    free: Mutex<Buddy>,
     /// What holds the memory registered or pinned.
     holds: Mutex<Vec<Undo>>,
 }
@@ -64,28 +41,13 @@ struct Piece {
     order: usize,
 }
 
-/// Bytes of a piece of an order.
-fn size(order: usize) -> u64 {
-    PIECE_MIN << order
-}
-
 impl Arena {
     /// Maps `bytes`, rounded up to whole smallest pieces.
     pub fn new(bytes: u64) -> std::io::Result<Self> {
         let no = || std::io::Error::from(std::io::ErrorKind::OutOfMemory);
         let total = bytes.max(PIECE_MIN).checked_next_multiple_of(PIECE_MIN).ok_or_else(no)?;
         let (region, huge) = Region::anonymous_huge(usize::try_from(total).map_err(|_| no())?)?;
-        let orders = (total / PIECE_MIN).ilog2() as usize + 1;
-        let mut pieces = vec![BTreeSet::new(); orders];
-        // The largest pieces first: a size that is no power of two is a row of them.
-        let mut at = 0;
-        for order in (0..orders).rev() {
-            while total - at >= size(order) {
-                pieces[order].insert(at);
-                at += size(order);
-            }
-        }
-        let free = Mutex::new(Free { pieces, used: 0, used_max: 0 });
+        let free = Mutex::new(Buddy::new(total));
         Ok(Self(Arc::new(Shared { region, huge, free, holds: Mutex::default() })))
     }
 
@@ -124,48 +86,24 @@ impl Arena {
 
     /// The largest piece of at most `most` bytes that is free now, if one of at least `least` bytes is.
     pub fn take(&self, least: u64, most: u64) -> Option<Buf> {
-        let (offset, order) = {
-            let mut free = self.0.lock();
-            let least_order = (0..free.pieces.len()).find(|&order| size(order) >= least)?;
-            let most_order = (least_order..free.pieces.len()).rev().find(|&order| size(order) <= most);
-            let wanted = most_order.unwrap_or(least_order);
-            // The smallest free piece that is large enough, or else the largest that will do.
-            let larger = (wanted..free.pieces.len()).find(|&order| !free.pieces[order].is_empty());
-            let smaller = || (least_order..wanted).rev().find(|&order| !free.pieces[order].is_empty());
-            let mut order = larger.or_else(smaller)?;
-            let offset = free.pieces[order].pop_first()?;
-            while order > wanted {
-                order -= 1;
-                free.pieces[order].insert(offset + size(order));
-            }
-            free.used += size(order);
-            free.used_max = free.used_max.max(free.used);
-            (offset, order)
-        };
+        let (offset, order) = self.0.lock().take(least, most)?;
         let piece = Arc::new(Piece { arena: Arc::clone(&self.0), offset, order });
         Buf::new(&self.0.region, offset as usize, size(order) as usize).map(|buf| buf.kept_by(piece))
     }
 
     /// How full it is.
     pub fn usage(&self) -> ArenaUse {
-        let free = self.0.lock();
-        let largest = free.pieces.iter().rposition(|pieces| !pieces.is_empty());
-        ArenaUse {
-            used: free.used,
-            used_max: free.used_max,
-            largest_free: largest.map_or(0, size),
-            total: self.0.region.len() as u64,
-        }
+        self.0.lock().usage()
     }
 
     /// The largest piece that this arena can ever give.
     pub fn piece_max(&self) -> u64 {
-        size(self.0.lock().pieces.len() - 1)
+        self.0.lock().piece_max()
     }
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Free> {
+    fn lock(&self) -> MutexGuard<'_, Buddy> {
         // Every change under the lock is whole before anything in it can panic.
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -180,14 +118,7 @@ impl Drop for Shared {
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        let mut free = self.arena.lock();
-        free.used -= size(self.order);
-        let (mut offset, mut order) = (self.offset, self.order);
-        while order + 1 < free.pieces.len() && free.pieces[order].remove(&(offset ^ size(order))) {
-            offset &= !size(order);
-            order += 1;
-        }
-        free.pieces[order].insert(offset);
+        self.arena.lock().give(self.offset, self.order);
     }
 }
 

@@ -1,11 +1,16 @@
-//! GPUDirect Storage: whether this machine could read files straight into device memory, decided once at the start.
+//! GPUDirect Storage: whether files are read straight into device memory on this machine, decided once at the start.
 //!
-//! Layers go through the arena today, whatever the machine could do: a layer is announced only when it is verified,
-//! and direct reads, whose bytes would be digested on the device, are not built. What is decided here is
-//! told to the operator and exported, so that nobody finds out at the first read that a module is missing.
+//! What is read this way the device must verify, so it needs more than cuFile: a compiler for the kernel that digests.
+//! What is decided here is told to the operator and exported, so that nobody finds out at the first read that a module is
+//! missing. **No machine with a GPU has run it yet.**
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
+
+use crate::device::{Device, cuda};
+use crate::device_arena::DeviceArena;
+use crate::error::DeviceError;
 
 /// A way for bytes to reach the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -55,6 +60,7 @@ impl FromStr for Wish {
 
 /// What was found on the machine.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct Found {
     /// Whether there is a CUDA device; if not, why, in a sentence.
     pub device: Result<(), String>,
@@ -62,6 +68,8 @@ pub struct Found {
     pub library: bool,
     /// Whether the nvidia-fs module is loaded.
     pub module: bool,
+    /// Whether libnvrtc can be loaded, which compiles the kernel that digests.
+    pub compiler: bool,
 }
 
 /// What was decided, and why.
@@ -84,7 +92,7 @@ impl fmt::Display for Decision {
 /// Looks at the machine without using anything that may be missing.
 pub fn look(device: Result<(), String>) -> Found {
     let module = rustix::fs::access("/proc/driver/nvidia-fs/version", rustix::fs::Access::READ_OK).is_ok();
-    Found { library: crate::device::cuda::has_cufile(), device, module }
+    Found { library: cuda::has_cufile(), compiler: cuda::has_nvrtc(), device, module }
 }
 
 /// Decides. A way that was asked for by name and cannot be used is an error that says what is missing.
@@ -95,41 +103,73 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
         Found { module: false, .. } => (Mode::Compatibility, "the nvidia-fs module is not loaded".to_owned()),
         _ => (Mode::Direct, "nvidia-fs and libcufile are here".to_owned()),
     };
+    let unverified = "libnvrtc cannot be loaded, so the device cannot digest what it reads";
+    let decided = |mode, reason| Ok(Decision { mode, offered, reason });
     match wish {
-        Wish::Auto => {
-            let reason = match offered {
-                Mode::Staging => why,
-                _ => format!("{why}, but only bytes that pass through the arena can be verified"),
-            };
-            Ok(Decision { mode: Mode::Staging, offered, reason })
+        Wish::Auto => match (offered, found.compiler) {
+            (Mode::Direct, true) => decided(Mode::Direct, format!("{why}, and layers are verified on the device")),
+            (Mode::Direct, false) => decided(Mode::Staging, unverified.to_owned()),
+            (Mode::Compatibility, _) => {
+                decided(Mode::Staging, format!("{why}, and cuFile would only copy as the arena does"))
+            }
+            (Mode::Staging, _) => decided(Mode::Staging, why),
+        },
+        Wish::Only(Mode::Staging) => decided(Mode::Staging, "asked for".to_owned()),
+        Wish::Only(mode) if mode == offered => {
+            let but = format!("asked for; {unverified}: requests that verify every chunk come through the arena");
+            decided(mode, if found.compiler { "asked for".to_owned() } else { but })
         }
-        Wish::Only(Mode::Staging) => {
-            Ok(Decision { mode: Mode::Staging, offered, reason: "asked for".to_owned() })
-        }
+        Wish::Only(Mode::Compatibility) if offered == Mode::Direct => Err(
+            "compatibility reads cannot be used: nvidia-fs is loaded, so cuFile reads directly: use direct, or have cuFile \
+             itself forced to compatibility"
+                .to_owned(),
+        ),
         Wish::Only(mode) => {
-            let name = mode.name();
-            let lacks = if offered == mode { "direct reads are not built".to_owned() } else { why };
-            Err(format!("{name} reads cannot be used: {lacks}: use auto or staging"))
+            Err(format!("{} reads cannot be used: {why}: use auto or staging", mode.name()))
         }
+    }
+}
+
+/// Makes ready what was decided: memory of a device that files are read into, or nothing where they come through the
+/// host's arena. Where that fails it is an error only if the way was asked for by name; else it is decided anew.
+pub fn prepare(
+    decision: Decision,
+    wish: Wish,
+    device: &Arc<dyn Device>,
+    bytes: u64,
+) -> Result<(Decision, Option<DeviceArena>), DeviceError> {
+    if decision.mode == Mode::Staging {
+        return Ok((decision, None));
+    }
+    match DeviceArena::new(device, bytes) {
+        Ok(arena) => Ok((decision, Some(arena))),
+        Err(error) if wish == Wish::Auto => {
+            let reason = format!("{} reads could not be made ready: {error}", decision.mode.name());
+            Ok((Decision { mode: Mode::Staging, reason, ..decision }, None))
+        }
+        Err(error) => Err(error),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::emulated::{Emulated, Faults, Model};
+    use crate::pace::RealPace;
 
-    fn found(device: bool, library: bool, module: bool) -> Found {
-        let device = if device { Ok(()) } else { Err("no driver".to_owned()) };
-        Found { device, library, module }
+    fn found(bits: u32) -> Found {
+        let device = if bits & 1 > 0 { Ok(()) } else { Err("no driver".to_owned()) };
+        Found { device, library: bits & 2 > 0, module: bits & 4 > 0, compiler: bits & 8 > 0 }
     }
 
     #[test]
     fn every_machine_gets_a_way_that_verifies_and_is_told_what_it_offers() {
-        for bits in 0..8 {
-            let machine = found(bits & 1 > 0, bits & 2 > 0, bits & 4 > 0);
+        for bits in 0..16 {
+            let machine = found(bits);
             let decision = decide(&machine, Wish::Auto).unwrap();
-            assert_eq!(decision.mode, Mode::Staging);
-            let offered = match bits {
+            let mode = if bits == 15 { Mode::Direct } else { Mode::Staging };
+            assert_eq!(decision.mode, mode, "{machine:?}");
+            let offered = match bits & 7 {
                 7 => Mode::Direct,
                 3 => Mode::Compatibility,
                 _ => Mode::Staging,
@@ -140,13 +180,32 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_by_name_and_missing_is_an_error_that_says_what() {
-        let refused = |machine: &Found| decide(machine, Wish::Only(Mode::Direct)).unwrap_err();
-        assert!(refused(&found(false, true, true)).contains("no driver"));
-        assert!(refused(&found(true, false, true)).contains("libcufile"));
-        assert!(refused(&found(true, true, false)).contains("nvidia-fs"));
-        assert!(refused(&found(true, true, true)).contains("not built"));
+    fn what_is_asked_for_by_name_is_used_or_an_error_that_says_what_is_missing() {
+        let refused = |bits, mode| decide(&found(bits), Wish::Only(mode)).unwrap_err();
+        assert!(refused(14, Mode::Direct).contains("no driver"));
+        assert!(refused(13, Mode::Direct).contains("libcufile"));
+        assert!(refused(11, Mode::Direct).contains("nvidia-fs"));
+        assert!(refused(15, Mode::Compatibility).contains("use direct"));
+        assert_eq!(decide(&found(15), Wish::Only(Mode::Direct)).unwrap().mode, Mode::Direct);
+        assert_eq!(decide(&found(11), Wish::Only(Mode::Compatibility)).unwrap().mode, Mode::Compatibility);
+        let unverified = decide(&found(7), Wish::Only(Mode::Direct)).unwrap();
+        assert!(unverified.reason.contains("libnvrtc"), "{unverified}");
         assert!("gds".parse::<Wish>().is_err() && "direct".parse() == Ok(Wish::Only(Mode::Direct)));
+    }
+
+    #[test]
+    fn what_cannot_be_made_ready_is_staged_unless_it_was_asked_for_by_name() {
+        let faults = Faults { no_files: true, ..Faults::default() };
+        let mute: Arc<dyn Device> = Arc::new(Emulated::with(Model::default(), faults, RealPace::new()));
+        let able: Arc<dyn Device> = Arc::new(Emulated::new(Model::default()));
+        let ready = |device, wish| prepare(decide(&found(15), wish).unwrap(), wish, device, 1);
+        let (decision, arena) = ready(&mute, Wish::Auto).unwrap();
+        assert!(arena.is_none() && decision.mode == Mode::Staging && decision.offered == Mode::Direct);
+        assert!(decision.reason.contains("told to refuse"), "{decision}");
+        assert!(ready(&mute, Wish::Only(Mode::Direct)).is_err());
+        assert!(ready(&mute, Wish::Only(Mode::Staging)).unwrap().1.is_none());
+        let (decision, arena) = ready(&able, Wish::Auto).unwrap();
+        assert!(arena.is_some() && decision.mode == Mode::Direct);
     }
 
     #[test]

@@ -97,6 +97,29 @@ impl Destination {
         self.shape.layers().iter().map(|layer| layer.bytes().saturating_mul(blocks)).collect()
     }
 
+    /// Adds the piece of a block's chunk that begins `to` bytes into its layer, were that laid out `[part][block]`, that
+    /// has `bytes` bytes, and that lies at `from` now. `None` if there is no such chunk.
+    pub fn add_piece(
+        &self,
+        (layer, block): (u32, u32),
+        (to, bytes): (u64, u64),
+        from: u64,
+        pieces: &mut Vec<Piece>,
+    ) -> Option<()> {
+        let layers = self.shape.layers();
+        let before = layers.iter().take(layer as usize).map(|layer| layer.chunks.len()).sum::<usize>();
+        let mut begin = 0;
+        for (part, chunk) in (before as u32..).zip(&layers.get(layer as usize)?.chunks) {
+            let is_it = to == begin + chunk.bytes * u64::from(block) && bytes == chunk.bytes;
+            if is_it && block < self.blocks() {
+                push(pieces, self.places.address(part, block)?, from, chunk.bytes);
+                return Some(());
+            }
+            begin += chunk.bytes * u64::from(self.blocks());
+        }
+        None
+    }
+
     /// The pieces of one layer of the first `blocks` blocks, whose host side lies `[part][block]` with room for all
     /// blocks. What is contiguous on both sides is one piece. `pieces` is emptied first; its memory is kept.
     pub fn pieces(&self, layer: u32, blocks: u32, pieces: &mut Vec<Piece>) {
@@ -108,23 +131,24 @@ impl Destination {
         for (part, chunk) in (before as u32..).zip(&shape.chunks) {
             for block in 0..blocks.min(self.blocks()) {
                 let Some(address) = self.places.address(part, block) else { continue };
-                let here = host + chunk.bytes * u64::from(block);
-                match pieces.last_mut() {
-                    Some(last)
-                        if last.memory == address.memory.0
-                            && last.at + last.len == address.offset
-                            && last.host + last.len == here =>
-                    {
-                        last.len += chunk.bytes;
-                    }
-                    _ => {
-                        let (memory, at) = (address.memory.0, address.offset);
-                        pieces.push(Piece { memory, at, host: here, len: chunk.bytes });
-                    }
-                }
+                push(pieces, address, host + chunk.bytes * u64::from(block), chunk.bytes);
             }
             host += chunk.bytes * u64::from(self.blocks());
         }
+    }
+}
+
+/// Adds a piece; what is contiguous with the last on both sides makes that longer.
+fn push(pieces: &mut Vec<Piece>, address: Address, here: u64, len: u64) {
+    match pieces.last_mut() {
+        Some(last)
+            if last.memory == address.memory.0
+                && last.at + last.len == address.offset
+                && last.host + last.len == here =>
+        {
+            last.len += len;
+        }
+        _ => pieces.push(Piece { memory: address.memory.0, at: address.offset, host: here, len }),
     }
 }
 

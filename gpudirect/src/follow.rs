@@ -90,6 +90,11 @@ impl Drop for Follower {
     }
 }
 
+/// Keeps something for as long as the process lives: what a device may still use, and nobody can say until when.
+pub(crate) fn keep_for_good<T: Send + 'static>(what: T) {
+    Box::leak(Box::new(what));
+}
+
 fn follow(
     followed: &Followed,
     inbox: &Receiver<Event>,

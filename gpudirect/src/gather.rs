@@ -72,8 +72,8 @@ impl Curve {
                 let mut best = 0.0f64;
                 for round in 0..=rounds {
                     let begin = pace.now();
-                    device.copy(&stream, &batch)?;
-                    drain(device, &stream)?;
+                    // What was enqueued before an error uses the memory that goes with it.
+                    device.copy(&stream, &batch).and(drain(device, &stream))?;
                     let seconds = pace.now().since(begin).as_secs_f64().max(1e-9);
                     if round > 0 {
                         best = best.max(batch.bytes() as f64 / seconds);
@@ -99,35 +99,18 @@ impl Curve {
         &self.points
     }
 
-    /// What one method gives with pieces of a size: that of the measured size nearest to it.
+    /// What one method gives with pieces of a size: that of the measured size nearest to it, by their ratio.
     fn rate(&self, method: Method, bytes: u64) -> Option<f64> {
-        let distance = |point: &&Point| (bytes.max(1) as f64 / point.piece_bytes.max(1) as f64).ln().abs();
+        let ratio = |point: &&Point| bytes.max(1) as f64 / point.piece_bytes.max(1) as f64;
+        let distance = |point: &&Point| ratio(point).max(1.0 / ratio(point));
         let measured =
             self.points.iter().filter(|point| point.method == method && point.bytes_per_second > 0.0);
         measured.min_by(|a, b| distance(a).total_cmp(&distance(b))).map(|point| point.bytes_per_second)
     }
 
-    /// Seconds that pieces take, each as long as its size was measured to take.
-    fn seconds(&self, method: Method, pieces: &[Piece]) -> f64 {
-        let mut known = (u64::MAX, 0.0);
-        let mut sum = 0.0;
-        for piece in pieces {
-            // Pieces of one part have one size and are neighbours.
-            if piece.len != known.0 {
-                let rate = self.rate(method, piece.len);
-                known = (piece.len, rate.map_or(f64::INFINITY, |rate| piece.len as f64 / rate));
-            }
-            sum += known.1;
-        }
-        sum
-    }
-
     /// The way that was measured to move pieces of a size best; where two are equal the simpler one.
     pub fn best(&self, bytes: u64) -> Method {
-        let rate = |method| self.rate(method, bytes).unwrap_or(0.0);
-        Method::ALL
-            .into_iter()
-            .fold(Method::Each, |best, one| if rate(one) > rate(best) { one } else { best })
+        Sizes::new(self).best(bytes)
     }
 
     /// Splits pieces by size among the ways that were measured to move that size best. They are put into another order,
@@ -137,36 +120,35 @@ impl Curve {
         if self.points.is_empty() || pieces.len() <= 1 {
             return Shares::whole(Method::Each, pieces.len());
         }
-        let mut known = (u64::MAX, Method::Each);
-        let mut best = |len: u64| {
-            if len != known.0 {
-                known = (len, self.best(len));
-            }
-            known.1
-        };
-        pieces.sort_unstable_by_key(|piece| (best(piece.len), piece.memory, piece.at));
+        let sizes = &mut Sizes::new(self);
+        pieces.sort_unstable_by_key(|piece| (sizes.best(piece.len), piece.memory, piece.at));
         let mut shares = Shares::default();
         for at in 0..pieces.len() {
-            shares.add(pieces.get(at).map_or(Method::Each, |piece| best(piece.len)), at);
+            shares.add(pieces.get(at).map_or(Method::Each, |piece| sizes.best(piece.len)), at);
         }
-        let seconds = |share: &Share, method| {
-            self.seconds(method, pieces.get(share.pieces.clone()).unwrap_or_default())
+        let mut seconds = |share: &Share, method| {
+            sizes.seconds(method, pieces.get(share.pieces.clone()).unwrap_or_default())
         };
         let call = self
             .smallest()
             .and_then(|size| Some(size as f64 / self.rate(Method::Each, size)?))
             .unwrap_or(0.0);
         // The share that takes longest keeps its way; the others must be worth a call of their own.
-        let main =
-            shares.iter().max_by(|a, b| seconds(a, a.method).total_cmp(&seconds(b, b.method))).cloned();
-        let Some(main) = main else { return shares };
-        let worth = |share: &Share| seconds(share, main.method) - seconds(share, share.method) > call;
-        if shares.iter().all(|share| share.method == main.method || worth(share)) {
+        let mut main: Option<(&Share, f64)> = None;
+        for share in shares.iter() {
+            let takes = seconds(share, share.method);
+            if main.is_none_or(|(_, most)| takes >= most) {
+                main = Some((share, takes));
+            }
+        }
+        let Some(main) = main.map(|(share, _)| share.method) else { return shares };
+        let mut worth = |share: &Share| seconds(share, main) - seconds(share, share.method) > call;
+        if shares.iter().all(|share| share.method == main || worth(share)) {
             return shares;
         }
         let mut fewer = Shares::default();
         for share in shares.iter() {
-            let method = if worth(share) { share.method } else { main.method };
+            let method = if worth(share) { share.method } else { main };
             share.pieces.clone().for_each(|at| fewer.add(method, at));
         }
         fewer
@@ -174,6 +156,44 @@ impl Curve {
 
     fn smallest(&self) -> Option<u64> {
         self.points.iter().map(|point| point.piece_bytes).min()
+    }
+}
+
+/// How long pieces of a size take by each way. A layer's pieces have few sizes and are many: each is looked up once.
+struct Sizes<'a> {
+    curve: &'a Curve,
+    /// The latest: bytes, and seconds by each method.
+    known: [(u64, [f64; Method::ALL.len()]); 8],
+    next: usize,
+}
+
+impl<'a> Sizes<'a> {
+    fn new(curve: &'a Curve) -> Self {
+        Self { curve, known: [(u64::MAX, [f64::INFINITY; Method::ALL.len()]); 8], next: 0 }
+    }
+
+    fn takes(&mut self, bytes: u64) -> [f64; Method::ALL.len()] {
+        if let Some((_, takes)) = self.known.iter().find(|(size, _)| *size == bytes) {
+            return *takes;
+        }
+        let takes = Method::ALL
+            .map(|method| self.curve.rate(method, bytes).map_or(f64::INFINITY, |rate| bytes as f64 / rate));
+        if let Some(oldest) = self.known.get_mut(self.next) {
+            *oldest = (bytes, takes);
+        }
+        self.next = (self.next + 1) % self.known.len();
+        takes
+    }
+
+    fn best(&mut self, bytes: u64) -> Method {
+        let takes = Method::ALL.into_iter().zip(self.takes(bytes));
+        // The first of those that are equal is the simplest.
+        takes.min_by(|a, b| a.1.total_cmp(&b.1)).map_or(Method::Each, |(method, _)| method)
+    }
+
+    fn seconds(&mut self, method: Method, pieces: &[Piece]) -> f64 {
+        let at = Method::ALL.iter().position(|one| *one == method).unwrap_or_default();
+        pieces.iter().map(|piece| self.takes(piece.len).get(at).copied().unwrap_or(f64::INFINITY)).sum()
     }
 }
 
@@ -296,7 +316,7 @@ mod tests {
             }
             prop_assert_eq!(at, pieces.len());
             let split: f64 =
-                shares.iter().map(|share| curve.seconds(share.method, &pieces[share.pieces.clone()])).sum();
+                shares.iter().map(|share| Sizes::new(&curve).seconds(share.method, &pieces[share.pieces.clone()])).sum();
             let key = |piece: &Piece| (piece.at, piece.len);
             before.sort_by_key(key);
             let mut after = pieces.clone();
@@ -305,7 +325,7 @@ mod tests {
             // What is not worth a call may cost that much: two such shares at most.
             let call = SIZES[0] as f64 / curve.rate(Method::Each, SIZES[0]).unwrap();
             for method in Method::ALL.into_iter().filter(|_| lens.len() > 1) {
-                prop_assert!(split <= curve.seconds(method, &pieces) + 2.0 * call + 1e-9);
+                prop_assert!(split <= Sizes::new(&curve).seconds(method, &pieces) + 2.0 * call + 1e-9);
             }
         }
     }

@@ -10,10 +10,12 @@
 )]
 
 pub mod arena;
+mod buddy;
 pub mod crc;
 pub mod cufile;
 pub mod destination;
 pub mod device;
+pub mod device_arena;
 pub mod error;
 mod follow;
 pub mod gather;
@@ -25,5 +27,6 @@ pub mod store_layers;
 
 pub use arena::Arena;
 pub use destination::Destination;
+pub use device_arena::DeviceArena;
 pub use error::{DeviceError, EndReason};
 pub use pipeline::{LandRequest, LayerEnd, LayerStream, Pipeline};

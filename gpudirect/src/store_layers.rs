@@ -24,7 +24,7 @@ use kvarts_store::rt::mailbox::Ticket;
 use crate::destination::Destination;
 use crate::device::{Batch, Direction, Event, Method, Piece, Stream};
 use crate::error::{DeviceError, LandError};
-use crate::follow::Follower;
+use crate::follow::{Follower, keep_for_good};
 use crate::gather::copy_split;
 use crate::pipeline::{LAYERS_AHEAD, Pipeline};
 use crate::ring::{ALIGN, Seat, bytes_needed, seats};
@@ -241,13 +241,26 @@ impl LayerSink {
         self.request.from.pieces(layer, self.request.from.blocks(), &mut self.pieces);
         let (direction, memories) = (Direction::ToHost, self.request.from.memories());
         let batch = Batch { direction, method: Method::Each, host: &host, memories, pieces: &[] };
-        copy_split(&*device, &self.copies, self.pipeline.curve(), &batch, &mut self.pieces)?;
-        let event = device.record(&self.copies)?;
-        self.taken += 1;
-        if let Some(events) = &self.events {
+        let copied = copy_split(&*device, &self.copies, self.pipeline.curve(), &batch, &mut self.pieces);
+        if let Err(error) = &copied {
+            let mut state = lock(&self.state);
+            state.failed.get_or_insert_with(|| error.clone());
+            // Nothing is offered to it any more, whatever leaves the device.
+            state.put = None;
+        }
+        // Behind a part of them as well: what was enqueued before the error still writes to the arena.
+        let event = device.record(&self.copies);
+        if let (Some(events), Ok(event)) = (&self.events, &event) {
             // The other end lives as long as this one.
             let _ = events.send(event.clone());
         }
+        if !matches!(event, Ok(_) | Err(DeviceError::Lost(_))) {
+            // Nobody can say when what was enqueued is done: what it uses is never handed out again.
+            keep_for_good((self.ring.clone(), self.request.from.clone(), self.copies.clone()));
+        }
+        copied?;
+        let event = event?;
+        self.taken += 1;
         Ok(event)
     }
 

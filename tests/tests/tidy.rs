@@ -15,8 +15,12 @@ const UNSAFE_FILES: &[&str] = &[
     "fsck/tests/memory.rs",
     // Calls into the CUDA driver, whose handles live exactly as long as their owners.
     "gpudirect/src/device/cuda/sys.rs",
+    // Calls into libcufile, loaded here, whose handles live exactly as long as their owners.
+    "gpudirect/src/device/cuda/files.rs",
     // Maps descriptors that it owns: the emulated device's memory.
     "gpudirect/src/device/emulated/memory.rs",
+    // Calls what the stand-in for NVIDIA's libraries exports.
+    "gpudirect/tests/driver/standin.rs",
     // Filled memory of a request as bytes to send, which nobody writes any more.
     "server/src/node/memory.rs",
     // Makes that promise for a window of a read that the engine has announced.

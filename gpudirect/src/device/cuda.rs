@@ -1,5 +1,6 @@
 //! A CUDA device. **Not run on hardware yet**: it builds everywhere, its absence is tested, and its calls follow the
-//! driver's documentation, but no machine with a GPU was at hand.
+//! driver's documentation, as a stand-in for the driver's libraries takes it (`tests/driver`); but no machine with a GPU
+//! was at hand.
 //!
 //! Libraries are loaded when they are first needed and asked for before: no driver, or one without a device, gives
 //! [`DeviceError::Absent`] with the reason, never a panic. Everything that talks to the driver stands in `sys`.
@@ -11,6 +12,7 @@
 //! - The kernel reads pinned memory itself. It is compiled by NVRTC when the device is opened; without NVRTC there is
 //!   none. Memory that is not pinned goes by single copies.
 
+mod files;
 mod sys;
 
 use std::collections::BTreeMap;
@@ -20,12 +22,16 @@ use std::time::Duration;
 
 use kvarts_store::io::Region;
 
-use self::sys::{Context, Kernel, RawEvent, RawMemory, RawStream};
-use super::{Batch, Description, Device, Event, InUse, IpcHandle, Memory, Method, Stream, within};
+use self::sys::{Context, Digester, Kernel, RawEvent, RawMemory, RawStream};
+use super::{
+    Batch, Description, Device, Event, Files, InUse, IpcHandle, Memory, Method, Piece, Stream, check, within,
+};
 use crate::error::DeviceError;
+use crate::follow::keep_for_good;
 use crate::pace::{Pace, RealPace};
 
-pub use sys::has_cufile;
+pub use files::has_cufile;
+pub use sys::has_nvrtc;
 
 /// How long a wait sleeps between two looks at an event: longer each time, so that short copies are seen soon.
 const NAP_MIN: Duration = Duration::from_micros(10);
@@ -46,9 +52,12 @@ struct Core {
     methods: Vec<Method>,
     notes: Vec<String>,
     pins: Mutex<BTreeMap<u64, u64>>,
+    /// What digests work with, while nobody does, and the event behind which the device does not either.
+    digesters: Mutex<Vec<(Event, Digester)>>,
     memories: AtomicU64,
     streams: AtomicU64,
     opened: AtomicU64,
+    files: AtomicU64,
     /// Why it was declared lost, if it was.
     lost: OnceLock<String>,
 }
@@ -127,9 +136,11 @@ impl Cuda {
             methods,
             notes,
             pins: Mutex::new(BTreeMap::new()),
+            digesters: Mutex::new(Vec::new()),
             memories: AtomicU64::new(0),
             streams: AtomicU64::new(0),
             opened: AtomicU64::new(0),
+            files: AtomicU64::new(0),
             lost: OnceLock::new(),
         })))
     }
@@ -141,6 +152,26 @@ impl Cuda {
     fn pins(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
         // A count is changed in one step.
         self.0.pins.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is behind memory of this very device.
+    fn owned<'a>(&self, memory: &'a Memory) -> Result<&'a Owned, DeviceError> {
+        let owned = memory.raw.downcast_ref::<Owned>().filter(|owned| Arc::ptr_eq(&owned.core, &self.0));
+        owned.ok_or(DeviceError::Foreign("memory of another device"))
+    }
+
+    fn digesters(&self) -> MutexGuard<'_, Vec<(Event, Digester)>> {
+        self.0.digesters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One with room for so many chunks that the device is done with.
+    fn spare_digester(&self, count: usize) -> Option<Digester> {
+        let mut spare = self.digesters();
+        let is_free = |event: &Event| {
+            raw_event(event).and_then(|event| self.0.context.is_done(event)).is_ok_and(|done| done)
+        };
+        let at = spare.iter().position(|(event, one)| one.fits(count) && is_free(event))?;
+        Some(spare.swap_remove(at).1)
     }
 
     fn memory(&self, raw: RawMemory) -> Memory {
@@ -224,18 +255,41 @@ impl Device for Cuda {
     fn copy(&self, stream: &Stream, batch: &Batch<'_>) -> Result<(), DeviceError> {
         self.alive()?;
         batch.check(1)?;
-        if batch.memories.iter().any(|memory| memory.raw.downcast_ref::<Owned>().is_none()) {
-            return Err(DeviceError::Foreign("memory of another device"));
-        }
+        batch.memories.iter().try_for_each(|memory| self.owned(memory).map(drop))?;
         let (stream, context) = (raw(stream)?, &self.0.context);
         let pinned = self.pins().contains_key(&batch.host.region().id());
         match (batch.method, &self.0.kernel) {
             (Method::Kernel, Some(kernel)) if pinned => context.gather(kernel, stream, batch),
-            (Method::Batch, _) if pinned && self.0.methods.contains(&Method::Batch) => {
+            (Method::Batch, _)
+                if pinned && !stream.is_default() && self.0.methods.contains(&Method::Batch) =>
+            {
                 context.copy_batch(stream, batch)
             }
             _ => context.copy_each(stream, batch),
         }
+    }
+
+    fn spread(
+        &self,
+        stream: &Stream,
+        from: &Memory,
+        memories: &[Memory],
+        pieces: &[Piece],
+    ) -> Result<(), DeviceError> {
+        self.alive()?;
+        check(pieces, from.len, memories, 1)?;
+        memories.iter().chain([from]).try_for_each(|memory| self.owned(memory).map(drop))?;
+        let (stream, context) = (raw(stream)?, &self.0.context);
+        match &self.0.kernel {
+            // One launch instead of a call for each.
+            Some(kernel) if pieces.len() > 1 => context.spread(kernel, stream, from.base, memories, pieces),
+            _ => context.spread_each(stream, from.base, memories, pieces),
+        }
+    }
+
+    fn files(&self) -> Result<Arc<dyn Files>, DeviceError> {
+        self.alive()?;
+        files::open(self)
     }
 
     fn record(&self, stream: &Stream) -> Result<Event, DeviceError> {
@@ -277,16 +331,45 @@ impl Device for Cuda {
         let _ = self.0.lost.set(why.to_owned());
     }
 
-    fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError> {
+    fn digests_within(
+        &self,
+        memory: &Memory,
+        chunks: &[(u64, u64)],
+        patience: Duration,
+    ) -> Result<Vec<u32>, DeviceError> {
         self.alive()?;
         within(memory, chunks)?;
-        let kernel =
-            self.0.digests.as_ref().ok_or(DeviceError::Foreign("chunks to digest: it has no kernel"))?;
-        self.0.context.digests(kernel, &self.0.context.stream()?, memory.base(), chunks)
+        let kernel = self.0.digests.as_ref().ok_or(super::NO_DIGESTS)?;
+        if chunks.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut digester = match self.spare_digester(chunks.len()) {
+            Some(one) => one,
+            None => self.0.context.digester(chunks.len())?,
+        };
+        let begun = self.0.context.begin_digests(kernel, &mut digester, memory.base(), chunks);
+        let event = match self.0.context.record(digester.stream()) {
+            Ok(event) => Event(Arc::new(event)),
+            Err(error) => {
+                // Nobody can say when the device is done with it.
+                keep_for_good(digester);
+                return Err(begun.err().unwrap_or(error));
+            }
+        };
+        let ended = self.synchronize_within(&event, patience);
+        let found = match ended {
+            Ok(true) => begun.map(|()| digester.found(chunks.len())),
+            Ok(false) => Err(DeviceError::Stuck { millis: patience.as_millis() as u64 }),
+            Err(error) => Err(begun.err().unwrap_or(error)),
+        };
+        self.digesters().push((event, digester));
+        found
     }
 
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {
-        self.0.context.export(memory.base).map(IpcHandle)
+        let owned = self.owned(memory)?;
+        let allocated = owned.raw.kind() == sys::Kind::Allocated;
+        self.0.context.export((memory.base, memory.len), allocated).map(IpcHandle)
     }
 
     fn import(&self, handle: &IpcHandle, bytes: u64) -> Result<Memory, DeviceError> {
@@ -299,6 +382,7 @@ impl Device for Cuda {
             pinned: self.pins().len() as u64,
             streams: self.0.streams.load(Ordering::Acquire),
             opened: self.0.opened.load(Ordering::Acquire),
+            files: self.0.files.load(Ordering::Acquire),
         }
     }
 }

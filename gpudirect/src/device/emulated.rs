@@ -7,12 +7,13 @@
 //!
 //! [`Faults`] make it fail the ways a real device does.
 
+mod files;
 mod memory;
 mod stream;
 #[cfg(test)]
 mod tests;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -22,7 +23,8 @@ use kvarts_store::rt::Nanos;
 use self::memory::Shared as SharedMemory;
 use self::stream::{EventState, Op, Queue};
 use super::{
-    Batch, Description, Device, Direction, Event, InUse, IpcHandle, Memory, Method, Piece, Stream, within,
+    Batch, Description, Device, Direction, Event, Files, InUse, IpcHandle, Memory, Method, Piece, Stream,
+    check, within,
 };
 use crate::crc;
 use crate::error::DeviceError;
@@ -92,6 +94,16 @@ pub struct Faults {
     pub stuck_copy: Option<u64>,
     /// Streams cannot be made.
     pub no_stream: bool,
+    /// Files cannot be read straight into its memory.
+    pub no_files: bool,
+    /// This read of a file fails, counted from the device's beginning.
+    pub failed_read: Option<u64>,
+    /// This read of a file brings a wrong byte and says nothing.
+    pub garbled_read: Option<u64>,
+    /// This read of a file does not end before [`Emulated::unstick`], or the device is declared lost.
+    pub stuck_read: Option<u64>,
+    /// It cannot compute digests.
+    pub no_digests: bool,
 }
 
 /// A copy by its number, and the addresses that it writes.
@@ -105,7 +117,13 @@ struct Core {
     pace: Arc<dyn Pace>,
     copies: AtomicU64,
     lost: Mutex<Option<DeviceError>>,
-    /// Whether the stuck copy may end.
+    /// Reads of files that were begun.
+    reads: AtomicU64,
+    /// Whether every read of a file fails.
+    reads_fail: AtomicBool,
+    /// Files that are open, and memories that they are read into.
+    files: AtomicU64,
+    /// Whether what is stuck may end.
     unstuck: Mutex<bool>,
     /// The device was lost, or a copy may end.
     stirred: Condvar,
@@ -145,6 +163,9 @@ impl Emulated {
             faults,
             pace,
             copies: AtomicU64::new(0),
+            reads: AtomicU64::new(0),
+            reads_fail: AtomicBool::new(false),
+            files: AtomicU64::new(0),
             lost: Mutex::new(None),
             unstuck: Mutex::new(false),
             stirred: Condvar::new(),
@@ -171,7 +192,17 @@ impl Emulated {
         self.push(stream, Op::Touch(start, start.saturating_add(len)))
     }
 
-    /// Lets a stuck copy end.
+    /// Reads of files that were begun.
+    pub fn reads(&self) -> u64 {
+        self.0.reads.load(Ordering::Acquire)
+    }
+
+    /// Has every read of a file fail from now on, or none but what [`Faults`] say.
+    pub fn fail_reads(&self, fail: bool) {
+        self.0.reads_fail.store(fail, Ordering::Release);
+    }
+
+    /// Lets end what is stuck.
     pub fn unstick(&self) {
         *lock(&self.0.unstuck) = true;
         self.0.stirred.notify_all();
@@ -199,6 +230,35 @@ impl Emulated {
     fn push(&self, stream: &Stream, op: Op) -> Result<(), DeviceError> {
         self.0.alive()?;
         queue_of(stream)?.push(op)
+    }
+
+    /// Enqueues a copy between `near` and memories.
+    fn move_pieces(
+        &self,
+        stream: &Stream,
+        (direction, method): (Direction, Method),
+        near: Buf,
+        memories: &[Memory],
+        pieces: &[Piece],
+    ) -> Result<(), DeviceError> {
+        let bufs = memories.iter().map(memory_of).collect::<Result<Vec<_>, _>>()?;
+        let number = self.0.copies.fetch_add(1, Ordering::AcqRel);
+        if self.0.model.strict && direction == Direction::ToDevice {
+            let range = |piece: &Piece| {
+                let base = memories.get(piece.memory as usize).map_or(0, |memory| memory.base);
+                (base + piece.at, base + piece.at + piece.len)
+            };
+            lock(&self.0.unfinished).push((number, pieces.iter().map(range).collect()));
+        }
+        let bytes = pieces.iter().map(|piece| piece.len).sum();
+        queue_of(stream)?.push(Op::Copy {
+            number,
+            direction,
+            time: self.0.model.time(method, pieces.len() as u64, bytes),
+            host: near,
+            memories: bufs,
+            pieces: pieces.to_vec(),
+        })
     }
 }
 
@@ -324,23 +384,24 @@ impl Device for Emulated {
     fn copy(&self, stream: &Stream, batch: &Batch<'_>) -> Result<(), DeviceError> {
         self.0.alive()?;
         batch.check(self.0.model.align)?;
-        let memories = batch.memories.iter().map(memory_of).collect::<Result<Vec<_>, _>>()?;
-        let number = self.0.copies.fetch_add(1, Ordering::AcqRel);
-        if self.0.model.strict && batch.direction == Direction::ToDevice {
-            let range = |piece: &Piece| {
-                let base = batch.memories.get(piece.memory as usize).map_or(0, |memory| memory.base);
-                (base + piece.at, base + piece.at + piece.len)
-            };
-            lock(&self.0.unfinished).push((number, batch.pieces.iter().map(range).collect()));
-        }
-        queue_of(stream)?.push(Op::Copy {
-            number,
-            direction: batch.direction,
-            time: self.0.model.time(batch.method, batch.pieces.len() as u64, batch.bytes()),
-            host: batch.host.clone(),
-            memories,
-            pieces: batch.pieces.to_vec(),
-        })
+        let how = (batch.direction, batch.method);
+        self.move_pieces(stream, how, batch.host.clone(), batch.memories, batch.pieces)
+    }
+
+    fn spread(
+        &self,
+        stream: &Stream,
+        from: &Memory,
+        memories: &[Memory],
+        pieces: &[Piece],
+    ) -> Result<(), DeviceError> {
+        self.0.alive()?;
+        check(pieces, from.len, memories, self.0.model.align)?;
+        self.move_pieces(stream, (Direction::ToDevice, Method::Kernel), memory_of(from)?, memories, pieces)
+    }
+
+    fn files(&self) -> Result<Arc<dyn Files>, DeviceError> {
+        files::open(&self.0)
     }
 
     fn record(&self, stream: &Stream) -> Result<Event, DeviceError> {
@@ -365,8 +426,16 @@ impl Device for Emulated {
         self.0.lose(DeviceError::Lost(why.to_owned()));
     }
 
-    fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError> {
+    fn digests_within(
+        &self,
+        memory: &Memory,
+        chunks: &[(u64, u64)],
+        _: Duration,
+    ) -> Result<Vec<u32>, DeviceError> {
         self.0.alive()?;
+        if self.0.faults.no_digests {
+            return Err(super::NO_DIGESTS);
+        }
         within(memory, chunks)?;
         let buf = memory_of(memory)?;
         let digest = |&(at, len): &(u64, u64)| {
@@ -395,6 +464,7 @@ impl Device for Emulated {
             pinned: lock(&self.0.pins).len() as u64,
             streams: self.0.streams.load(Ordering::Acquire),
             opened: self.0.opened.load(Ordering::Acquire),
+            files: self.0.files.load(Ordering::Acquire),
         }
     }
 }

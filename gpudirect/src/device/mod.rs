@@ -6,6 +6,7 @@
 
 pub mod cuda;
 pub mod emulated;
+mod files;
 
 use std::any::Any;
 use std::fmt;
@@ -15,6 +16,8 @@ use std::time::Duration;
 use kvarts_store::io::{Buf, Region};
 
 use crate::error::DeviceError;
+
+pub use files::{Files, OpenFile, Registered};
 
 /// What a device is.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -154,21 +157,31 @@ impl Batch<'_> {
 
     /// Refuses a piece that leaves its memory on either side, or that the device cannot take as it lies.
     pub fn check(&self, align: u64) -> Result<(), DeviceError> {
-        for piece in self.pieces {
-            let memory = self.memories.get(piece.memory as usize).ok_or(DeviceError::OutOfBounds)?;
-            let inside = |at: u64, len: u64| at.checked_add(piece.len).is_some_and(|end| end <= len);
-            if !inside(piece.at, memory.len) || !inside(piece.host, self.host.len() as u64) {
-                return Err(DeviceError::OutOfBounds);
-            }
-            if let Some(&at) =
-                [memory.base.wrapping_add(piece.at), piece.len].iter().find(|at| *at % align != 0)
-            {
-                return Err(DeviceError::Misaligned { at, align });
-            }
-        }
-        Ok(())
+        check(self.pieces, self.host.len() as u64, self.memories, align)
     }
 }
+
+/// The same for pieces whose other side has so many bytes.
+fn check(pieces: &[Piece], bytes: u64, memories: &[Memory], align: u64) -> Result<(), DeviceError> {
+    for piece in pieces {
+        let memory = memories.get(piece.memory as usize).ok_or(DeviceError::OutOfBounds)?;
+        let inside = |at: u64, len: u64| at.checked_add(piece.len).is_some_and(|end| end <= len);
+        if !inside(piece.at, memory.len) || !inside(piece.host, bytes) {
+            return Err(DeviceError::OutOfBounds);
+        }
+        if let Some(&at) = [memory.base.wrapping_add(piece.at), piece.len].iter().find(|at| *at % align != 0)
+        {
+            return Err(DeviceError::Misaligned { at, align });
+        }
+    }
+    Ok(())
+}
+
+/// How long digests may take, unless somebody has another patience.
+const DIGEST_PATIENCE: Duration = Duration::from_secs(30);
+
+/// What a device says that cannot compute digests.
+const NO_DIGESTS: DeviceError = DeviceError::Foreign("chunks to digest: it has no kernel");
 
 /// Refuses a chunk that leaves its memory.
 fn within(memory: &Memory, chunks: &[(u64, u64)]) -> Result<(), DeviceError> {
@@ -187,6 +200,8 @@ pub struct InUse {
     pub streams: u64,
     /// Memories of other processes that are open.
     pub opened: u64,
+    /// Files that are open for it, and memories that they are read into.
+    pub files: u64,
 }
 
 /// The name of device memory for another process.
@@ -194,7 +209,7 @@ pub struct InUse {
 pub struct IpcHandle(pub [u8; 64]);
 
 /// A device. Methods may be called from any thread; none but [`Device::synchronize`],
-/// [`Device::synchronize_within`] and [`Device::digests`] waits for the device's work.
+/// [`Device::synchronize_within`] and [`Device::digests_within`] waits for the device's work. Reads of files wait as well.
 pub trait Device: Send + Sync + fmt::Debug {
     /// What it is.
     fn describe(&self) -> Description;
@@ -215,6 +230,17 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn adopt_stream(&self, handle: u64) -> Result<Stream, DeviceError>;
     /// Enqueues copies. The host's side must stay as it is until an event behind them is done.
     fn copy(&self, stream: &Stream, batch: &Batch<'_>) -> Result<(), DeviceError>;
+    /// Enqueues copies from one memory of this device to others of it, as [`Device::copy`] does; a piece's `host` is its
+    /// offset in `from`, which must stay as it is until an event behind them is done.
+    fn spread(
+        &self,
+        stream: &Stream,
+        from: &Memory,
+        memories: &[Memory],
+        pieces: &[Piece],
+    ) -> Result<(), DeviceError>;
+    /// Reads of files straight into this device's memory, or why it has none.
+    fn files(&self) -> Result<Arc<dyn Files>, DeviceError>;
     /// A point behind everything that was enqueued.
     fn record(&self, stream: &Stream) -> Result<Event, DeviceError>;
     /// What is enqueued from now on runs after the event. The caller's thread does not wait.
@@ -227,8 +253,17 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// device that does not answer: only its operator can know that it writes to nothing any more.
     fn declare_lost(&self, why: &str);
     /// The store's digest of chunks of memory (where they begin, and their bytes), computed where they lie. Waits for
-    /// them. A device that cannot says so.
-    fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError>;
+    /// them, but no longer than `patience`: then the device is [`DeviceError::Stuck`]. One that cannot says so.
+    fn digests_within(
+        &self,
+        memory: &Memory,
+        chunks: &[(u64, u64)],
+        patience: Duration,
+    ) -> Result<Vec<u32>, DeviceError>;
+    /// The same, with a patience of half a minute.
+    fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError> {
+        self.digests_within(memory, chunks, DIGEST_PATIENCE)
+    }
     /// A name of memory that this device allocated, for another process.
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError>;
     /// Memory of another process. Use [`crate::ipc::Opened`], which opens each once.

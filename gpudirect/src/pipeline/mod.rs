@@ -1,15 +1,18 @@
 //! The layer pipeline: disk to arena to device, layer by layer, in the order in which layers are computed.
 //!
-//! One read of the store lands in a ring of arena memory that its layers use in turns. Two threads belong to a stream:
-//! one follows the store's announcements and enqueues each verified layer's copies, with an event behind them; the
+//! One read of the store lands in a ring of arena memory that its layers use in turns. Two threads belong to a stream
+//! (and four that read, where files are read straight): one follows the store's announcements and enqueues each verified layer's copies, with an event behind them; the
 //! other waits for the events and opens the ring for the layers that come into the freed memory. The caller's thread
 //! waits at most until a layer's copies are enqueued; its device stream waits for the event.
 //!
-//! - A layer is announced only after every digest of it matched, in the arena, on the processor.
+//! - A layer is announced only after every digest of it matched, where it was read to.
 //! - Memory of the ring is reused only when the copy from it is done.
+//! - Where files can be read straight into device memory ([`Pipeline::with_files`]) there is a ring there as well, layers are
+//!   compared with their digests by the device, and copied within it; what cannot come this way comes through the arena.
 //! - Where a layer fails the stream ends, with what is usable and why. Everything it held comes back: the arena's
 //!   piece when disk and device have let go of it, streams and threads when the [`LayerStream`] is dropped.
 
+mod direct;
 mod stream;
 
 use std::fmt;
@@ -18,15 +21,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{KvStore, Order, Placed, ReadRequest, Turns, Verify};
+use kvarts_store::api::{KvStore, Order, Placed, ReadRequest, ReadStream, Turns, Verify};
+use kvarts_store::engine::Store;
 use kvarts_store::io::Buf;
 use kvarts_store::rt::{Class, Nanos};
 
+use direct::Straight;
+pub use direct::{DirectUse, FAILURES_MAX};
+use stream::{Feeder, Landing};
 pub use stream::{Layer, LayerEnd, LayerStream, Next};
 
 use crate::arena::Arena;
 use crate::destination::Destination;
-use crate::device::Device;
+use crate::device::{Device, Stream};
+use crate::device_arena::DeviceArena;
 use crate::error::LandError;
 use crate::follow::Followed;
 use crate::gather::Curve;
@@ -73,6 +81,7 @@ pub struct Pipeline {
     arena: Arena,
     curve: Arc<Curve>,
     copy_patience: Duration,
+    straight: Option<Arc<Straight>>,
 }
 
 impl fmt::Debug for Pipeline {
@@ -92,7 +101,8 @@ struct Seating {
 impl Pipeline {
     /// A pipeline. Register and pin the arena first: what is not is used all the same, only slower.
     pub fn new(store: Arc<dyn KvStore>, device: Arc<dyn Device>, arena: Arena, curve: Curve) -> Self {
-        Self { store, device, arena, curve: Arc::new(curve), copy_patience: COPY_PATIENCE }
+        let curve = Arc::new(curve);
+        Self { store, device, arena, curve, copy_patience: COPY_PATIENCE, straight: None }
     }
 
     /// The same with another bound on how long one layer's copy may take. What takes longer ends its stream with
@@ -125,24 +135,65 @@ impl Pipeline {
         &self.curve
     }
 
-    /// Begins to read. When this returns the first layers are on their way: at least [`LAYERS_AHEAD`], and as many as
+    /// Reads files straight into `arena`'s memory where blocks lie so that it can be done, and where the device verifies
+    /// what the request wants verified; the rest comes through the host's arena as before. `lender` must be the store.
+    #[must_use]
+    pub fn with_files(self, lender: Store, arena: DeviceArena) -> Self {
+        Self { straight: Some(Arc::new(Straight::new(lender, arena))), ..self }
+    }
+
+    /// What has been read straight into device memory so far; `None` without [`Pipeline::with_files`].
+    pub fn direct_use(&self) -> Option<DirectUse> {
+        self.straight.as_ref().map(|straight| straight.usage())
+    }
+
+    /// Begins to read. With [`Pipeline::with_files`] it returns when the store has said where the blocks lie, for which
+    /// it may have to read headers; the request's deadline bounds that. When this returns the first layers are on their way: at least [`LAYERS_AHEAD`], and as many as
     /// the arena and `depth_bytes` allow.
     pub fn land(&self, request: LandRequest) -> Result<LayerStream, LandError> {
+        self.check(&request)?;
+        if let Some(straight) = &self.straight
+            && let Some(stream) = direct::land(self, straight, &request)?
+        {
+            return Ok(stream);
+        }
+        let (landing, read) = self.stage(request, self.device.stream()?)?;
+        let counts = (landing.seats.len() as u32, landing.into.blocks());
+        // The stream of the copies too, which may wait for its work when it goes.
+        let keeps = (landing.ring.clone(), landing.into.clone(), landing.copies.clone());
+        LayerStream::start(self.followed(), counts, Box::new(keeps), move |bringer| {
+            Feeder::new(landing, bringer).run(read);
+        })
+    }
+
+    /// Which layers are wanted, and the bytes of each layer of the shape.
+    fn wanted(request: &LandRequest) -> Result<(Range<u32>, Vec<u64>), LandError> {
         let all = request.into.layer_bytes();
         let wanted = request.layers.clone().unwrap_or(0..all.len() as u32);
-        let sizes = all.get(wanted.start as usize..wanted.end as usize);
-        let sizes = sizes.filter(|sizes| !sizes.is_empty());
-        let sizes = sizes.ok_or_else(|| LandError::Request("no such layers".to_owned()))?;
+        if wanted.is_empty() || wanted.end as usize > all.len() {
+            return Err(LandError::Request("no such layers".to_owned()));
+        }
+        Ok((wanted, all))
+    }
+
+    fn check(&self, request: &LandRequest) -> Result<(), LandError> {
+        Self::wanted(request)?;
         if request.keys.len() != request.into.blocks() as usize {
             let (keys, places) = (request.keys.len(), request.into.blocks());
             return Err(LandError::Request(format!("{keys} keys for {places} places")));
         }
+        Ok(())
+    }
+
+    /// Begins to read through the arena, for copies on a stream.
+    fn stage(&self, request: LandRequest, copies: Stream) -> Result<(Landing, ReadStream), LandError> {
+        let (wanted, all) = Self::wanted(&request)?;
+        let sizes = all.get(wanted.start as usize..wanted.end as usize).unwrap_or_default();
         let seating = self.seat(&all, sizes, wanted.start, request.depth_bytes)?;
         let turns = Turns::new(open_after(&seating.seats, 0));
         let shape = Arc::clone(request.into.shape());
         let placed = Placed::layers_in_turns(&shape, seating.buffers, request.into.blocks(), turns.clone())
             .map_err(LandError::Store)?;
-        let device_stream = self.device.stream()?;
         let read = self.store.read(ReadRequest {
             namespace: request.namespace,
             group: request.group,
@@ -156,10 +207,10 @@ impl Pipeline {
             deadline: request.deadline,
         });
         let read = read.map_err(|error| LandError::Store(error.0))?;
-        let landing = stream::Landing {
-            followed: self.followed(),
+        let landing = Landing {
+            device: Arc::clone(&self.device),
             curve: Arc::clone(&self.curve),
-            copies: device_stream,
+            copies,
             into: request.into,
             first: wanted.start,
             seats: seating.seats,
@@ -167,7 +218,7 @@ impl Pipeline {
             turns,
             has_deadline: request.deadline.is_some(),
         };
-        LayerStream::start(landing, read)
+        Ok((landing, read))
     }
 
     /// Takes a piece of the arena and cuts it.

@@ -1,5 +1,6 @@
-//! One stream of layers: the thread that follows the store, the thread that follows the device, and the caller's end.
+//! One stream of layers: the thread that brings them, the thread that follows the device, and the caller's end.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::sync::mpsc::Sender;
@@ -14,7 +15,7 @@ use kvarts_store::rt::blocking::block_on;
 use crate::destination::Destination;
 use crate::device::{Batch, Device, Direction, Event, Method, Piece, Stream};
 use crate::error::{DeviceError, EndReason, LandError};
-use crate::follow::{Followed, Follower};
+use crate::follow::{Followed, Follower, keep_for_good};
 use crate::gather::{Curve, copy_split};
 use crate::pace::Worker;
 use crate::ring::{Seat, open_after};
@@ -49,14 +50,14 @@ pub enum Next {
     End(LayerEnd),
 }
 
-/// What a stream works with.
+/// Layers that come through the arena.
 pub(super) struct Landing {
-    pub(super) followed: Followed,
+    pub(super) device: Arc<dyn Device>,
     pub(super) curve: Arc<Curve>,
     /// The device stream of the copies.
     pub(super) copies: Stream,
     pub(super) into: Destination,
-    /// The first wanted layer.
+    /// The first of them.
     pub(super) first: u32,
     pub(super) seats: Vec<Seat>,
     pub(super) ring: Buf,
@@ -64,8 +65,27 @@ pub(super) struct Landing {
     pub(super) has_deadline: bool,
 }
 
+/// A ring that is opened as layers leave it.
+struct Door {
+    /// Layers that landed before the first of this ring.
+    before: u32,
+    seats: Vec<Seat>,
+    open: Box<dyn Fn(u32) + Send>,
+}
+
+/// What copies use that are under way: held until the last is done.
+pub(super) type Keeps = Mutex<Vec<Box<dyn Any + Send>>>;
+
+/// What brings layers works with.
+pub(super) struct Bringer {
+    pub(super) shared: Arc<Shared>,
+    pub(super) keeps: Arc<Keeps>,
+    // Last, so that what is kept is the follower's alone when it hears of no more.
+    events: Sender<Event>,
+}
+
 #[derive(Default)]
-struct State {
+pub(super) struct State {
     /// Layers whose copies are enqueued and that the caller has not taken.
     ready: VecDeque<(Layer, Event)>,
     /// Wanted layers whose copies are enqueued.
@@ -78,11 +98,11 @@ struct State {
     broken: Option<DeviceError>,
     /// Leading blocks that are good.
     blocks: u32,
-    /// The store's thread has ended: nothing is enqueued any more.
+    /// Whoever brings layers has ended: nothing is enqueued any more.
     fed: bool,
     /// The caller wants no more.
     stopped: bool,
-    /// The thread that follows the store, if it sleeps.
+    /// The thread that brings layers, if it sleeps.
     feeder: Option<Waker>,
 }
 
@@ -98,9 +118,10 @@ impl State {
     }
 }
 
-struct Shared {
+pub(super) struct Shared {
     state: Mutex<State>,
     changed: Condvar,
+    doors: Mutex<Vec<Door>>,
 }
 
 impl Shared {
@@ -114,7 +135,42 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Lets the thread that follows the store look at what has changed.
+    /// Ends the stream with what has come so far.
+    pub(super) fn fail(&self, reason: EndReason) {
+        self.change(|state| state.fail(reason));
+    }
+
+    /// Whether the stream ended for something that the store said.
+    pub(super) fn is_the_stores_fault(&self) -> bool {
+        matches!(self.lock().reason, Some(EndReason::Store(_)))
+    }
+
+    /// Whether there is no use in going on; if there is, `waker` is woken when there is none any more.
+    pub(super) fn is_over_or_wake(&self, waker: &Waker) -> bool {
+        let mut state = self.lock();
+        let over = state.stopped || state.reason.is_some();
+        if !over {
+            state.feeder = Some(waker.clone());
+        }
+        over
+    }
+
+    /// Opens a ring for layers behind the first `before`, and has it opened further as its layers land.
+    pub(super) fn add_door(&self, before: u32, seats: Vec<Seat>, open: Box<dyn Fn(u32) + Send>) {
+        let mut doors = self.doors.lock().unwrap_or_else(PoisonError::into_inner);
+        doors.push(Door { before, seats, open });
+        // Under the lock, or what landed meanwhile would open less than this.
+        let landed = self.lock().landed;
+        doors.iter().for_each(|door| door.hear(landed));
+    }
+
+    fn open_doors(&self) {
+        let doors = self.doors.lock().unwrap_or_else(PoisonError::into_inner);
+        let landed = self.lock().landed;
+        doors.iter().for_each(|door| door.hear(landed));
+    }
+
+    /// Lets the thread that brings layers look at what has changed.
     fn wake_feeder(&self) {
         let waker = self.lock().feeder.take();
         if let Some(waker) = waker {
@@ -123,8 +179,14 @@ impl Shared {
     }
 }
 
+impl Door {
+    fn hear(&self, landed: u32) {
+        (self.open)(open_after(&self.seats, landed.saturating_sub(self.before)));
+    }
+}
+
 /// Layers on their way to the device. Dropping it stops the read, waits for the copies that are enqueued and gives
-/// everything back; what a stuck copy uses comes back when that copy is done.
+/// everything back; what a stuck copy uses, or a straight read that is under way, comes back when that is done.
 pub struct LayerStream {
     shared: Arc<Shared>,
     device: Arc<dyn Device>,
@@ -142,27 +204,30 @@ impl std::fmt::Debug for LayerStream {
 }
 
 impl LayerStream {
-    pub(super) fn start(landing: Landing, read: ReadStream) -> Result<Self, LandError> {
-        let state = State { blocks: landing.into.blocks(), ..State::default() };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
-        let wanted = landing.seats.len() as u32;
-        let device = Arc::clone(&landing.followed.device);
+    /// Starts the threads of a stream of `wanted` layers of `blocks` blocks, which `bring` brings. `keeps` is what its
+    /// copies use.
+    pub(super) fn start(
+        followed: Followed,
+        (wanted, blocks): (u32, u32),
+        keeps: Box<dyn Any + Send>,
+        bring: impl FnOnce(&Bringer) + Send + 'static,
+    ) -> Result<Self, LandError> {
+        let state = State { blocks, ..State::default() };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        let shared = Arc::new(Shared { state, changed, doors: Mutex::default() });
+        let device = Arc::clone(&followed.device);
         let thread = |why| LandError::Request(why);
-        // What copies use; the stream too, which may wait for its work when it goes.
-        let keeps = (landing.ring.clone(), landing.into.clone(), landing.copies.clone());
-        let waiter = Waiter {
-            seats: landing.seats.clone(),
-            turns: landing.turns.clone(),
-            shared: Arc::clone(&shared),
-        };
+        let keeps = Arc::new(Mutex::new(vec![keeps]));
+        let waiter = Waiter(Arc::clone(&shared));
         let (follower, events) =
-            Follower::start("layer-copies", landing.followed.clone(), Box::new(keeps), move |ended| {
+            Follower::start("layer-copies", followed, Box::new(Arc::clone(&keeps)), move |ended| {
                 waiter.hear(ended)
             })
             .map_err(thread)?;
-        let theirs = Arc::clone(&shared);
+        let bringer = Bringer { shared: Arc::clone(&shared), keeps, events };
         let feeder = Worker::start("layer-reads", move || {
-            Feeder { landing, shared: theirs, events, pieces: Vec::new() }.run(read);
+            bring(&bringer);
+            bringer.shared.change(|state| state.fed = true);
         });
         Ok(Self { shared, device, wanted, feeder: feeder.map_err(thread)?, follower })
     }
@@ -218,54 +283,103 @@ impl Drop for LayerStream {
     }
 }
 
-/// Follows the device: opens the ring as copies end.
-struct Waiter {
-    seats: Vec<Seat>,
-    turns: Turns,
-    shared: Arc<Shared>,
-}
+/// Follows the device: opens rings as copies end.
+struct Waiter(Arc<Shared>);
 
 impl Waiter {
     fn hear(&self, ended: Result<(), DeviceError>) {
         match ended {
             Ok(()) => {
-                let mut landed = 0;
-                self.shared.change(|state| {
-                    state.landed += 1;
-                    landed = state.landed;
-                });
-                self.turns.open(open_after(&self.seats, landed));
+                // The event of a layer that was enqueued in part ends nothing.
+                self.0.change(|state| state.landed = state.enqueued.min(state.landed + 1));
+                self.0.open_doors();
             }
             Err(error) => {
-                self.shared.change(|state| state.fail(EndReason::Device(error)));
-                self.shared.wake_feeder();
+                self.0.fail(EndReason::Device(error));
+                self.0.wake_feeder();
             }
         }
     }
 }
 
+impl Bringer {
+    /// Says that a layer's copies are enqueued, or how far they came.
+    pub(super) fn enqueued(
+        &self,
+        device: &dyn Device,
+        copies: &Stream,
+        layer: Layer,
+        copied: Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        // Behind a part of them as well: what was enqueued before the error still reads what is kept for it.
+        let event = device.record(copies);
+        let failed = copied.and(event.as_ref().map(drop).map_err(DeviceError::clone));
+        self.shared.change(|state| match (&failed, &event) {
+            (Ok(()), Ok(event)) => {
+                state.enqueued += 1;
+                // Behind a hole nothing is given out any more.
+                if state.broken.is_none() {
+                    state.ready.push_back((layer, event.clone()));
+                }
+            }
+            (Err(error), _) | (_, Err(error)) => state.fail(EndReason::Device(error.clone())),
+        });
+        self.follow(event);
+        failed
+    }
+
+    /// Has an event followed, whether or not it ends a layer.
+    pub(super) fn follow(&self, event: Result<Event, DeviceError>) {
+        match event {
+            // The other end lives as long as this one.
+            Ok(event) => drop(self.events.send(event)),
+            Err(DeviceError::Lost(_)) => {}
+            // Nobody can say when what was enqueued is done: what it uses is never handed out again.
+            Err(_) => keep_for_good(Arc::clone(&self.keeps)),
+        }
+    }
+
+    /// Keeps something until the copies that are enqueued are done.
+    pub(super) fn keep(&self, what: Box<dyn Any + Send>) {
+        self.keeps.lock().unwrap_or_else(PoisonError::into_inner).push(what);
+    }
+
+    /// Layers that have been enqueued.
+    pub(super) fn count(&self) -> u32 {
+        self.shared.lock().enqueued
+    }
+}
+
 /// Follows the store: enqueues the copies of each layer that is verified.
-struct Feeder {
+pub(super) struct Feeder<'a> {
     landing: Landing,
-    shared: Arc<Shared>,
-    events: Sender<Event>,
+    bringer: &'a Bringer,
     pieces: Vec<Piece>,
 }
 
-impl Feeder {
-    fn run(mut self, read: ReadStream) {
+impl<'a> Feeder<'a> {
+    /// Layers behind those that have been enqueued.
+    pub(super) fn new(landing: Landing, bringer: &'a Bringer) -> Self {
+        let turns = landing.turns.clone();
+        let open = Box::new(move |layers| turns.open(layers));
+        bringer.shared.add_door(bringer.count(), landing.seats.clone(), open);
+        Self { landing, bringer, pieces: Vec::new() }
+    }
+
+    pub(super) fn run(mut self, read: ReadStream) {
+        let shared = &self.bringer.shared;
         while let Some(event) = self.next(&read) {
             let outcome = match event {
                 ReadEvent::Layer { layer, blocks } if blocks == self.landing.into.blocks() => {
                     self.copy(layer, blocks).map_err(EndReason::Device)
                 }
                 ReadEvent::Layer { blocks, .. } => {
-                    self.shared.change(|state| state.blocks = blocks);
+                    shared.change(|state| state.blocks = blocks);
                     let failure = read.first_failure().map(|(_, reason)| reason);
                     Err(EndReason::Store(failure.unwrap_or(Reason::Bug("fewer blocks without a reason"))))
                 }
                 ReadEvent::End(end) => {
-                    self.shared.change(|state| state.blocks = end.usable_blocks);
+                    shared.change(|state| state.blocks = end.usable_blocks);
                     if end.failures.is_empty() && end.usable_layers == self.landing.seats.len() as u32 {
                         break;
                     }
@@ -274,23 +388,17 @@ impl Feeder {
                 ReadEvent::Block(_) | ReadEvent::Released => continue,
             };
             if let Err(reason) = outcome {
-                self.shared.change(|state| state.fail(reason));
+                shared.fail(reason);
                 break;
             }
         }
-        drop(read);
-        self.shared.change(|state| state.fed = true);
     }
 
     /// The next event, or `None` if there is no use in going on.
     fn next(&self, read: &ReadStream) -> Option<ReadEvent> {
         block_on(poll_fn(|context| {
-            {
-                let mut state = self.shared.lock();
-                if state.stopped || state.reason.is_some() {
-                    return Poll::Ready(None);
-                }
-                state.feeder = Some(context.waker().clone());
+            if self.bringer.shared.is_over_or_wake(context.waker()) {
+                return Poll::Ready(None);
             }
             read.poll_next(context).map(Some)
         }))
@@ -305,15 +413,9 @@ impl Feeder {
         landing.into.pieces(layer, blocks, &mut self.pieces);
         let (direction, memories) = (Direction::ToDevice, landing.into.memories());
         let batch = Batch { direction, method: Method::Each, host: &host, memories, pieces: &[] };
-        copy_split(&*landing.followed.device, &landing.copies, &landing.curve, &batch, &mut self.pieces)?;
-        let event = landing.followed.device.record(&landing.copies)?;
-        self.shared.change(|state| {
-            state.enqueued += 1;
-            state.ready.push_back((Layer { layer, blocks }, event.clone()));
-        });
-        // The other end lives as long as this one.
-        let _ = self.events.send(event);
-        Ok(())
+        let device = &*landing.device;
+        let copied = copy_split(device, &landing.copies, &landing.curve, &batch, &mut self.pieces);
+        self.bringer.enqueued(device, &landing.copies, Layer { layer, blocks }, copied)
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kvarts_gpudirect::cufile::{self, Wish};
+use kvarts_gpudirect::cufile::{self, Decision, Found, Mode, Wish};
 use kvarts_gpudirect::device::{Batch, Direction, Method, Piece, Stream, cuda, drain};
 use kvarts_gpudirect::gather::{Curve, copy_split};
 use kvarts_gpudirect::pace::RealPace;
@@ -53,6 +53,9 @@ pub(super) struct GpuArgs {
     /// What the engine computes for each layer [default: as long as the bare loop reads a layer]
     #[arg(long)]
     compute_us_per_layer: Option<u64>,
+    /// How files reach the device: auto, direct, compatibility or staging. The emulated device reads directly if told to
+    #[arg(long, default_value = "auto")]
+    cufile: Wish,
     /// The most MiB of the arena
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..=65536))]
     arena_mib: u64,
@@ -100,8 +103,7 @@ pub(super) fn run(arguments: &GpuArgs, out: &mut dyn Write) -> Result<(), Failur
     report.fact("device", about.kind);
     report.fact("device_name", about.name);
     about.notes.into_iter().for_each(|note| report.note(note));
-    let machine = cufile::look(cuda::count().map(drop).map_err(|error| error.to_string()));
-    let files = cufile::decide(&machine, Wish::Auto).map_err(Failure::User)?;
+    let files = decide(arguments)?;
     report.fact("files", files.mode.name());
     report.note(files.to_string());
     report.fact("pairs", arguments.pairs);
@@ -123,6 +125,19 @@ pub(super) fn run(arguments: &GpuArgs, out: &mut dyn Write) -> Result<(), Failur
         }
     }
     report.write(arguments.json, out)
+}
+
+/// How files reach the device that is measured.
+fn decide(arguments: &GpuArgs) -> Result<Decision, Failure> {
+    let machine = match arguments.device {
+        // It reads files itself and has a kernel of its own; by default it stands for a machine without.
+        DeviceName::Emulated => {
+            let direct = arguments.cufile == Wish::Only(Mode::Direct);
+            Found { device: Ok(()), library: true, module: direct, compiler: true }
+        }
+        DeviceName::Cuda(_) => cufile::look(cuda::count().map(drop).map_err(|error| error.to_string())),
+    };
+    cufile::decide(&machine, arguments.cufile).map_err(Failure::User)
 }
 
 fn one_model(
@@ -150,6 +165,15 @@ fn one_model(
     subject.fill(home.store(), &keys, batch as usize, Some(Layout::LayerBlock))?;
     let bare = Bare::start(common, scratch.path(), 1)?;
     let mut stage = Stage::new(arguments, opened, home.store(), &bare, &subject, keys)?;
+    let bytes = arguments.arena_mib << 20;
+    let ready = cufile::prepare(decide(arguments)?, arguments.cufile, &opened.device(), bytes);
+    let (files, arena) = ready.map_err(Failure::user)?;
+    if arguments.cufile == Wish::Auto && arena.is_none() {
+        report.note(format!("{model}: {files}"));
+    }
+    if let Some(arena) = arena {
+        stage.pipeline = stage.pipeline.with_files(home.store().clone(), arena);
+    }
     if arguments.compute_us_per_layer.is_none() {
         stage.race.bare(&bare, false)?;
         let alone = stage.race.bare(&bare, false)?.seconds;
@@ -157,6 +181,12 @@ fn one_model(
     }
     let rounds = take_turns(arguments.pairs, stage.contestants())?;
     let found = stage.tell(model, blocks * block_tokens, &rounds, report, rows);
+    if let Some(used) = stage.pipeline.direct_use() {
+        let why = used.last_reason.map(|why| format!(", the last because {why}")).unwrap_or_default();
+        let bytes = used.bytes;
+        report
+            .note(format!("{model}: {bytes} bytes were read directly, {} requests staged{why}", used.staged));
+    }
     stage.race.leave(home.store());
     drop(stage);
     drop(bare);

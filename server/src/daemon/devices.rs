@@ -22,5 +22,5 @@ pub(super) async fn decide(wish: Wish) -> Result<Decision, String> {
 }
 
 fn nothing(why: String) -> Found {
-    Found { device: Err(why), library: false, module: false }
+    Found { device: Err(why), library: false, module: false, compiler: false }
 }

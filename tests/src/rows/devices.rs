@@ -4,13 +4,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_gpudirect::Arena;
 use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
 use kvarts_gpudirect::device::{Device, InUse};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::gather::Curve;
 use kvarts_gpudirect::pace::ModelPace;
 use kvarts_gpudirect::pipeline::Pipeline;
+use kvarts_gpudirect::{Arena, DeviceArena};
 use kvarts_store::api::{BlockOutcome, KvStore, Order, Placed, Presence, ReadEvent, ReadRequest, Verify};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
@@ -50,6 +50,9 @@ fn device(kind: Kind, rng: &mut Rng) -> (Emulated, u64) {
         partial_copy: is(Kind::Partial),
         lost_at_copy: is(Kind::Lost),
         stuck_copy: is(Kind::Stuck),
+        // Of a read of a file nobody is told: its layers come through the arena.
+        failed_read: rng.coin().then(|| rng.below(4)),
+        garbled_read: rng.coin().then(|| rng.below(4)),
         ..Faults::default()
     };
     let align = if kind == Kind::Misaligned { 16 } else { 1 };
@@ -103,7 +106,11 @@ fn there(site: &Site, kind: Kind, rng: &mut Rng) -> Result<u32, String> {
     let pool = Pool::new(&device, COLUMNS[0]);
     let layers = pool.shape.layers().len() as u32;
     let usable = {
-        let pipeline = pipeline(site, &device, &site.arena, kind);
+        let mut pipeline = pipeline(site, &device, &site.arena, kind);
+        if rng.coin() {
+            let arena = DeviceArena::new(pipeline.device(), 256 << 10).map_err(text)?;
+            pipeline = pipeline.with_files(site.store().clone(), arena);
+        }
         let compute = device.stream().map_err(text)?;
         let _freed = Freed(&device);
         let mut stream = site.land(&pipeline, &pool).map_err(text)?;
@@ -238,7 +245,7 @@ fn fails(seed: Seed, states: &States) -> Result<(), String> {
 pub(super) fn row() -> Row {
     Row {
         id: "R25",
-        what: "an emulated device fails: no pinning, half a copy, lost, misaligned, stuck; layers there and back",
+        what: "an emulated device fails: no pinning, half a copy, lost, misaligned, stuck, files misread; layers there and back",
         counts: "failures of five kinds, each on the way there and on the way back",
         // A thousand of each kind at night.
         targets: [100, 5_000, 50_000],

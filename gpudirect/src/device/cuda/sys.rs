@@ -11,7 +11,7 @@ use std::sync::Arc;
 use cudarc::driver::sys as cu;
 use kvarts_store::io::Region;
 
-use super::super::{Batch, Direction, Piece};
+use super::super::{Batch, Direction, Memory, Piece};
 use crate::error::DeviceError;
 
 /// Pieces that one launch takes: its table is a kernel parameter, which may have 4096 bytes.
@@ -36,6 +36,11 @@ fn check(call: &'static str, code: cu::CUresult) -> Result<(), DeviceError> {
         E::CUDA_ERROR_NO_DEVICE | E::CUDA_ERROR_INVALID_DEVICE => Err(DeviceError::Absent(why())),
         E::CUDA_ERROR_ILLEGAL_ADDRESS
         | E::CUDA_ERROR_LAUNCH_FAILED
+        | E::CUDA_ERROR_LAUNCH_TIMEOUT
+        | E::CUDA_ERROR_ASSERT
+        | E::CUDA_ERROR_ILLEGAL_INSTRUCTION
+        | E::CUDA_ERROR_INVALID_ADDRESS_SPACE
+        | E::CUDA_ERROR_INVALID_PC
         | E::CUDA_ERROR_ECC_UNCORRECTABLE
         | E::CUDA_ERROR_HARDWARE_STACK_ERROR
         | E::CUDA_ERROR_MISALIGNED_ADDRESS
@@ -45,18 +50,15 @@ fn check(call: &'static str, code: cu::CUresult) -> Result<(), DeviceError> {
     }
 }
 
-/// Whether libcufile can be loaded: under the name that an installation without development files has, or one of those
-/// that the bindings try.
-pub fn has_cufile() -> bool {
+/// Whether libnvrtc can be loaded, which compiles this program's kernels.
+pub fn has_nvrtc() -> bool {
     // SAFETY: opens and closes a library by name; its initialisers are NVIDIA's.
-    let plain = unsafe { libloading::Library::new("libcufile.so.0") };
-    // SAFETY: as above.
-    plain.is_ok() || unsafe { cudarc::cufile::sys::is_culib_present() }
+    unsafe { cudarc::nvrtc::sys::is_culib_present() }
 }
 
 /// How many devices there are.
 pub(super) fn count() -> Result<u32, DeviceError> {
-    // SAFETY: as in `has_cufile`.
+    // SAFETY: as in `has_nvrtc`.
     if !unsafe { cu::is_culib_present() } {
         return Err(DeviceError::Absent("libcuda cannot be loaded: is the driver installed?".to_owned()));
     }
@@ -161,6 +163,13 @@ pub(super) struct RawStream {
     owned: bool,
 }
 
+impl RawStream {
+    /// Whether it is the default stream, which has no handle of its own (or 1, `CU_STREAM_LEGACY`) and takes no batches.
+    pub(super) fn is_default(&self) -> bool {
+        self.raw.addr() <= 1
+    }
+}
+
 // SAFETY: the driver's streams may be used from any thread.
 unsafe impl Send for RawStream {}
 // SAFETY: as above.
@@ -169,7 +178,7 @@ unsafe impl Sync for RawStream {}
 impl Drop for RawStream {
     fn drop(&mut self) {
         if self.owned && self.context.enter().is_ok() {
-            // SAFETY: made by `stream`; work still in it is finished by the driver first.
+            // SAFETY: made by `stream`; the driver does not wait here, and still does what the stream was given.
             let _ = unsafe { cu::cuStreamDestroy_v2(self.raw) };
         }
     }
@@ -220,8 +229,7 @@ impl Drop for Kernel {
 
 impl Kernel {
     pub(super) fn compile(context: &Context, source: &str, name: &CStr) -> Result<Self, String> {
-        // SAFETY: as in `has_cufile`.
-        if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+        if !has_nvrtc() {
             return Err("libnvrtc cannot be loaded".to_owned());
         }
         let ptx = cudarc::nvrtc::compile_ptx(source).map_err(|error| error.to_string())?;
@@ -239,6 +247,32 @@ impl Kernel {
         let kernel = Self { context: context.clone(), module, function };
         check("cuModuleGetFunction", got).map_err(told)?;
         Ok(kernel)
+    }
+}
+
+/// What digests work with: made once, and used again.
+#[derive(Debug)]
+pub(super) struct Digester {
+    stream: RawStream,
+    memory: RawMemory,
+    /// Chunks that it has room for.
+    room: usize,
+    table: Vec<u64>,
+    found: Vec<u32>,
+}
+
+impl Digester {
+    pub(super) fn fits(&self, count: usize) -> bool {
+        count <= self.room
+    }
+
+    pub(super) fn stream(&self) -> &RawStream {
+        &self.stream
+    }
+
+    /// The digests, once an event behind them is done.
+    pub(super) fn found(&self, count: usize) -> Vec<u32> {
+        self.found.iter().copied().take(count).collect()
     }
 }
 
@@ -286,7 +320,8 @@ impl Context {
         check("cuDeviceTotalMem", asked).ok().map(|()| bytes as u64)
     }
 
-    fn enter(&self) -> Result<(), DeviceError> {
+    /// Makes it the one that this thread's calls are about.
+    pub(super) fn enter(&self) -> Result<(), DeviceError> {
         // SAFETY: the context is retained while `self` lives.
         check("cuCtxSetCurrent", unsafe { cu::cuCtxSetCurrent(self.0.raw) })
     }
@@ -303,22 +338,7 @@ impl Context {
     }
 
     pub(super) fn adopt(&self, base: u64, bytes: u64) -> Result<RawMemory, DeviceError> {
-        use cu::CUpointer_attribute as Ask;
-        self.enter()?;
-        // The answers are numbers of 4 or 8 bytes; little-endian, so that the shorter ones fit the longer.
-        let ask = |what: Ask| {
-            let mut answer = 0u64;
-            // SAFETY: every attribute asked for here is at most 8 bytes; an address that is none is an error.
-            let asked = unsafe { cu::cuPointerGetAttribute((&raw mut answer).cast::<c_void>(), what, base) };
-            check("cuPointerGetAttribute", asked).map(|()| answer)
-        };
-        let on_device = ask(Ask::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)? == 2
-            && ask(Ask::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)? == u64::from(self.0.ordinal);
-        if !on_device {
-            return Err(DeviceError::Foreign("memory that is not on this device"));
-        }
-        let start = ask(Ask::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?;
-        let range = ask(Ask::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?;
+        let (start, range) = self.allocation(base)?;
         let end = base.checked_add(bytes).ok_or(DeviceError::OutOfBounds)?;
         if base < start || end > start.saturating_add(range) {
             return Err(DeviceError::OutOfBounds);
@@ -326,8 +346,33 @@ impl Context {
         Ok(RawMemory { context: self.clone(), base, len: bytes, kind: Kind::Adopted })
     }
 
-    pub(super) fn export(&self, base: u64) -> Result<[u8; 64], DeviceError> {
+    /// The allocation of this device that an address is in: where it begins, and its bytes.
+    fn allocation(&self, at: u64) -> Result<(u64, u64), DeviceError> {
+        use cu::CUpointer_attribute as Ask;
         self.enter()?;
+        // The answers are numbers of 4 or 8 bytes; little-endian, so that the shorter ones fit the longer.
+        let ask = |what: Ask| {
+            let mut answer = 0u64;
+            // SAFETY: every attribute asked for here is at most 8 bytes; an address that is none is an error.
+            let asked = unsafe { cu::cuPointerGetAttribute((&raw mut answer).cast::<c_void>(), what, at) };
+            check("cuPointerGetAttribute", asked).map(|()| answer)
+        };
+        let on_device = ask(Ask::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)? == 2
+            && ask(Ask::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)? == u64::from(self.0.ordinal);
+        if !on_device {
+            return Err(DeviceError::Foreign("memory that is not on this device"));
+        }
+        Ok((ask(Ask::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?, ask(Ask::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?))
+    }
+
+    pub(super) fn export(&self, (base, bytes): (u64, u64), allocated: bool) -> Result<[u8; 64], DeviceError> {
+        // The driver would give a part the name of the whole, and whoever opens it would land somewhere else.
+        let (start, range) = self.allocation(base)?;
+        // A driver may have rounded what it was asked for itself; of what somebody else asked for it is not known.
+        let whole = if allocated { bytes <= range } else { bytes == range };
+        if start != base || !whole {
+            return Err(DeviceError::Foreign("a part of an allocation under a name of its own"));
+        }
         let mut handle = cu::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: writes one handle; an address without one is an error.
         check("cuIpcGetMemHandle", unsafe { cu::cuIpcGetMemHandle(&raw mut handle, base) })?;
@@ -432,10 +477,15 @@ impl Context {
 
     pub(super) fn copy_batch(&self, stream: &RawStream, batch: &Batch<'_>) -> Result<(), DeviceError> {
         self.enter()?;
-        let ends: Vec<_> = batch.pieces.iter().map(|piece| ends(batch, piece)).collect();
+        // The driver refuses a batch of nothing, and has no word for a copy of no bytes.
+        let pieces = || batch.pieces.iter().filter(|piece| piece.len > 0);
+        let ends: Vec<_> = pieces().map(|piece| ends(batch, piece)).collect();
+        if ends.is_empty() {
+            return Ok(());
+        }
         let mut devices: Vec<cu::CUdeviceptr> = ends.iter().map(|end| end.0).collect();
         let mut hosts: Vec<cu::CUdeviceptr> = ends.iter().map(|end| end.1 as u64).collect();
-        let mut sizes: Vec<usize> = batch.pieces.iter().map(|piece| piece.len as usize).collect();
+        let mut sizes: Vec<usize> = pieces().map(|piece| piece.len as usize).collect();
         let (to, from) = match batch.direction {
             Direction::ToDevice => (&mut devices, &mut hosts),
             Direction::ToHost => (&mut hosts, &mut devices),
@@ -473,21 +523,68 @@ impl Context {
         check("cuMemHostGetDevicePointer", unsafe {
             cu::cuMemHostGetDevicePointer_v2(&raw mut seen, batch.host.as_ptr().cast(), 0)
         })?;
-        for pieces in batch.pieces.chunks(TABLE) {
+        let ends = batch.pieces.iter().map(|piece| {
+            let (device, host) = (ends(batch, piece).0, seen.wrapping_add(piece.host));
+            match batch.direction {
+                Direction::ToDevice => (device, host, piece.len),
+                Direction::ToHost => (host, device, piece.len),
+            }
+        });
+        self.launch_gather(kernel, stream, ends)
+    }
+
+    /// Copies within the device, by the kernel.
+    pub(super) fn spread(
+        &self,
+        kernel: &Kernel,
+        stream: &RawStream,
+        from: u64,
+        memories: &[Memory],
+        pieces: &[Piece],
+    ) -> Result<(), DeviceError> {
+        self.enter()?;
+        let ends =
+            pieces.iter().map(|piece| (place(memories, piece), from.wrapping_add(piece.host), piece.len));
+        self.launch_gather(kernel, stream, ends)
+    }
+
+    /// The same, one call for each.
+    pub(super) fn spread_each(
+        &self,
+        stream: &RawStream,
+        from: u64,
+        memories: &[Memory],
+        pieces: &[Piece],
+    ) -> Result<(), DeviceError> {
+        self.enter()?;
+        for piece in pieces {
+            let (to, from, len) = (place(memories, piece), from.wrapping_add(piece.host), piece.len as usize);
+            // SAFETY: both ranges were checked against memories that the caller keeps until an event behind the copy.
+            check("cuMemcpyDtoDAsync", unsafe { cu::cuMemcpyDtoDAsync_v2(to, from, len, stream.raw) })?;
+        }
+        Ok(())
+    }
+
+    /// Launches the kernel for pieces (to, from, bytes), whose ranges were checked and are kept by the caller until an
+    /// event behind them.
+    fn launch_gather(
+        &self,
+        kernel: &Kernel,
+        stream: &RawStream,
+        pieces: impl Iterator<Item = (u64, u64, u64)>,
+    ) -> Result<(), DeviceError> {
+        let mut pieces = pieces.peekable();
+        while pieces.peek().is_some() {
             let (to, from, len) = ([0; TABLE], [0; TABLE], [0; TABLE]);
-            let mut table = Table { count: pieces.len() as u64, to, from, len };
+            let mut table = Table { count: 0, to, from, len };
             let slots = table.to.iter_mut().zip(&mut table.from).zip(&mut table.len);
-            for (((to, from), len), piece) in slots.zip(pieces) {
-                let (device, host) = (ends(batch, piece).0, seen.wrapping_add(piece.host));
-                (*to, *from) = match batch.direction {
-                    Direction::ToDevice => (device, host),
-                    Direction::ToHost => (host, device),
-                };
-                *len = piece.len;
+            // The slots first: what has no slot must stay for the next launch.
+            for (((to, from), len), piece) in slots.zip(pieces.by_ref()) {
+                (*to, *from, *len) = piece;
+                table.count += 1;
             }
             let mut parameters = [(&raw mut table).cast::<c_void>()];
-            // SAFETY: the one parameter is the kernel's own structure, copied during the call; ranges as in
-            // `copy_each`.
+            // SAFETY: the one parameter is the kernel's own structure, copied during the call; ranges as said above.
             let code = unsafe {
                 cu::cuLaunchKernel(
                     kernel.function,
@@ -510,39 +607,43 @@ impl Context {
 }
 
 impl Context {
-    /// The digests of chunks of memory that begins at `base`. Waits for them.
-    pub(super) fn digests(
+    /// What digests of so many chunks work with.
+    pub(super) fn digester(&self, count: usize) -> Result<Digester, DeviceError> {
+        let room = count.next_power_of_two();
+        let (stream, memory) = (self.stream()?, self.allocate(room as u64 * 20)?);
+        Ok(Digester { stream, memory, room, table: Vec::new(), found: vec![0; room] })
+    }
+
+    /// Enqueues what digests: the table there, the kernel, what it found back. All in one stream: the driver's other
+    /// copies go through the default stream, for which this one does not wait. The caller keeps the digester until an
+    /// event behind it in its stream is done.
+    pub(super) fn begin_digests(
         &self,
         kernel: &Kernel,
-        stream: &RawStream,
+        digester: &mut Digester,
         base: u64,
         chunks: &[(u64, u64)],
-    ) -> Result<Vec<u32>, DeviceError> {
+    ) -> Result<(), DeviceError> {
         self.enter()?;
-        let (count, mut found) = (chunks.len() as u64, vec![0u32; chunks.len()]);
-        if chunks.is_empty() {
-            return Ok(found);
-        }
-        // Addresses, lengths and digests one behind the other.
-        let table: Vec<u64> = chunks
-            .iter()
-            .map(|chunk| base.wrapping_add(chunk.0))
-            .chain(chunks.iter().map(|chunk| chunk.1))
-            .collect();
-        let memory = self.allocate(count * 20)?;
-        let (mut addresses, mut lens) = (memory.base(), memory.base() + count * 8);
-        let (mut digests, mut count_too) = (lens + count * 8, count);
-        let bytes = table.len() * 8;
-        // SAFETY: the table is read during the call, the memory is as long (checked by its allocation).
-        let code = unsafe { cu::cuMemcpyHtoD_v2(addresses, table.as_ptr().cast(), bytes) };
-        check("cuMemcpyHtoD", code)?;
+        let Digester { stream, memory, room, table, found } = digester;
+        let found = found.get_mut(..chunks.len()).ok_or(DeviceError::OutOfBounds)?;
+        // Addresses and lengths one behind the other, then digests.
+        table.clear();
+        table.extend(chunks.iter().map(|chunk| base.wrapping_add(chunk.0)));
+        table.extend(chunks.iter().map(|chunk| chunk.1));
+        let (mut addresses, mut count) = (memory.base(), chunks.len() as u64);
+        let (mut lens, mut digests) = (addresses + count * 8, addresses + *room as u64 * 16);
+        let bytes = std::mem::size_of_val(&table[..]);
+        // SAFETY: the memory is as long (checked by its allocation); the table is kept until the stream is done.
+        let code = unsafe { cu::cuMemcpyHtoDAsync_v2(addresses, table.as_ptr().cast(), bytes, stream.raw) };
+        check("cuMemcpyAsync", code)?;
+        let blocks = u32::try_from(count).unwrap_or(u32::MAX).min(DIGEST_BLOCKS);
         let mut parameters = [
             (&raw mut addresses).cast::<c_void>(),
             (&raw mut lens).cast(),
             (&raw mut digests).cast(),
-            (&raw mut count_too).cast(),
+            (&raw mut count).cast(),
         ];
-        let blocks = u32::try_from(count).unwrap_or(u32::MAX).min(DIGEST_BLOCKS);
         // SAFETY: four parameters of eight bytes as the kernel's source names them, copied during the call; the chunks
         // were checked against the memory that they are in.
         let code = unsafe {
@@ -562,18 +663,20 @@ impl Context {
             )
         };
         check("cuLaunchKernel", code)?;
-        // SAFETY: the stream is alive; nothing of the table is freed before it is done.
-        check("cuStreamSynchronize", unsafe { cu::cuStreamSynchronize(stream.raw) })?;
-        // SAFETY: as many bytes on both sides.
-        let code = unsafe { cu::cuMemcpyDtoH_v2(found.as_mut_ptr().cast(), digests, found.len() * 4) };
-        check("cuMemcpyDtoH", code)?;
-        Ok(found)
+        let bytes = std::mem::size_of_val(found);
+        // SAFETY: as many bytes on both sides, kept until the stream is done.
+        let code = unsafe { cu::cuMemcpyDtoHAsync_v2(found.as_mut_ptr().cast(), digests, bytes, stream.raw) };
+        check("cuMemcpyAsync", code)
     }
 }
 
 /// Both addresses of a piece of a batch that was checked.
 fn ends(batch: &Batch<'_>, piece: &Piece) -> (cu::CUdeviceptr, usize) {
-    let base = batch.memories.get(piece.memory as usize).map_or(0, super::super::Memory::base);
     let host = batch.host.as_ptr().expose_provenance();
-    (base.wrapping_add(piece.at), host.wrapping_add(piece.host as usize))
+    (place(batch.memories, piece), host.wrapping_add(piece.host as usize))
+}
+
+/// Where a piece that was checked lies in its memory.
+fn place(memories: &[Memory], piece: &Piece) -> cu::CUdeviceptr {
+    memories.get(piece.memory as usize).map_or(0, Memory::base).wrapping_add(piece.at)
 }

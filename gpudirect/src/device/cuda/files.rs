@@ -1,0 +1,303 @@
+//! cuFile: reads of files straight into device memory. **Not run on hardware yet.**
+//!
+//! This file may hold `unsafe`. The library is loaded by this module and not by the bindings: they do not know the name
+//! that an installation without development files has, they panic where a symbol is missing, and they make numbers that
+//! they do not know into values of a closed enum. Here an error is a number, and every symbol is there before any is
+//! called.
+//!
+//! cuFile's driver is opened once for the process and stays open: closing it while another user of the same library in
+//! this process reads would fail that one's reads.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use libloading::Library;
+
+use super::super::{Files, Memory, OpenFile, Registered};
+use super::sys::Kind;
+use super::{Core, Cuda};
+use crate::error::DeviceError;
+
+/// The library's names: of an installation without development files, with them, and as it was once.
+const NAMES: [&str; 3] = ["libcufile.so.0", "libcufile.so", "libcufile.so.1"];
+
+/// What a call says: cuFile's code and the driver's. Zero is success.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Said {
+    code: c_int,
+    cuda: c_int,
+}
+
+/// Which file is meant, as `CUfileDescr_t`: a kind (1: a descriptor), the descriptor, and operations for other kinds.
+#[repr(C)]
+struct Described {
+    kind: c_int,
+    file: DescribedFile,
+    operations: *const c_void,
+}
+
+#[repr(C)]
+union DescribedFile {
+    descriptor: c_int,
+    _pointer: *mut c_void,
+}
+
+const DESCRIPTOR: c_int = 1;
+
+type Handle = *mut c_void;
+
+/// The library's calls.
+#[derive(Debug)]
+struct Calls {
+    register_file: unsafe extern "C" fn(*mut Handle, *mut Described) -> Said,
+    forget_file: unsafe extern "C" fn(Handle),
+    register_memory: unsafe extern "C" fn(*const c_void, usize, c_int) -> Said,
+    forget_memory: unsafe extern "C" fn(*const c_void) -> Said,
+    read: unsafe extern "C" fn(Handle, *mut c_void, usize, i64, i64) -> isize,
+    /// Files that are registered, by descriptor: a second time cuFile refuses one.
+    files: Mutex<BTreeMap<c_int, Shared>>,
+    _library: Library,
+}
+
+/// A handle that several use.
+#[derive(Debug)]
+struct Shared {
+    handle: Handle,
+    users: u64,
+}
+
+// SAFETY: cuFile's handles may be used from any thread, at the same time too.
+unsafe impl Send for Shared {}
+
+fn load() -> Result<Library, String> {
+    let mut why = Vec::new();
+    for name in NAMES {
+        // SAFETY: opens a library by name; its initialisers are NVIDIA's.
+        match unsafe { Library::new(name) } {
+            Ok(library) => return Ok(library),
+            Err(error) => why.push(error.to_string()),
+        }
+    }
+    Err(format!("libcufile cannot be loaded: {}", why.join("; ")))
+}
+
+/// Whether libcufile can be loaded.
+pub fn has_cufile() -> bool {
+    load().is_ok()
+}
+
+/// A symbol of the library.
+///
+/// # Safety
+/// `T` must be the type of the function of this name.
+unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
+    // SAFETY: the caller's promise.
+    let found = unsafe { library.get::<T>(name.as_bytes()) };
+    found.map(|symbol| *symbol).map_err(|_| format!("libcufile has no {name}"))
+}
+
+impl Calls {
+    /// Loads the library and opens its driver.
+    fn open() -> Result<Self, String> {
+        let library = load()?;
+        // SAFETY: the types are those of the library's published header.
+        let calls = unsafe {
+            let open: unsafe extern "C" fn() -> Said = symbol(&library, "cuFileDriverOpen")?;
+            let calls = Self {
+                register_file: symbol(&library, "cuFileHandleRegister")?,
+                forget_file: symbol(&library, "cuFileHandleDeregister")?,
+                register_memory: symbol(&library, "cuFileBufRegister")?,
+                forget_memory: symbol(&library, "cuFileBufDeregister")?,
+                read: symbol(&library, "cuFileRead")?,
+                files: Mutex::default(),
+                _library: library,
+            };
+            // With a device's context current, as the caller has seen to.
+            told("cuFileDriverOpen", open()).map_err(|error| error.to_string())?;
+            calls
+        };
+        Ok(calls)
+    }
+
+    /// The one of this process, or why there is none: asked once.
+    fn get() -> Result<&'static Self, DeviceError> {
+        static CALLS: OnceLock<Result<Calls, String>> = OnceLock::new();
+        let calls = CALLS.get_or_init(Self::open);
+        calls.as_ref().map_err(|why| DeviceError::Call { call: "cuFile", why: why.clone() })
+    }
+}
+
+impl Calls {
+    fn files(&self) -> MutexGuard<'_, BTreeMap<c_int, Shared>> {
+        // A file and its number of users change together.
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The handle of a file, registered by its first user.
+    fn join(&self, descriptor: c_int) -> Result<Handle, DeviceError> {
+        // Locked while cuFile is asked: who comes meanwhile must find the answer.
+        let mut files = self.files();
+        if let Some(shared) = files.get_mut(&descriptor) {
+            shared.users += 1;
+            return Ok(shared.handle);
+        }
+        let file = DescribedFile { descriptor };
+        let mut described = Described { kind: DESCRIPTOR, file, operations: std::ptr::null() };
+        let mut handle: Handle = std::ptr::null_mut();
+        // SAFETY: writes one handle and reads the description during the call; the descriptor is open, and stays so
+        // while the handle lives (trait).
+        let said = unsafe { (self.register_file)(&raw mut handle, &raw mut described) };
+        told("cuFileHandleRegister", said)?;
+        files.insert(descriptor, Shared { handle, users: 1 });
+        Ok(handle)
+    }
+
+    /// One user less; the last one's leaving forgets the file.
+    fn leave(&self, descriptor: c_int) {
+        let mut files = self.files();
+        let Some(shared) = files.get_mut(&descriptor) else { return };
+        shared.users -= 1;
+        if shared.users == 0 {
+            // SAFETY: registered by `join` and forgotten once, before its number can mean another file: whoever opened
+            // it keeps the descriptor until this returns. Nobody reads any more, since reads are users.
+            unsafe { (self.forget_file)(shared.handle) };
+            files.remove(&descriptor);
+        }
+    }
+}
+
+fn told(call: &'static str, said: Said) -> Result<(), DeviceError> {
+    match said {
+        Said { code: 0, .. } => Ok(()),
+        Said { code, cuda: 0 } => Err(DeviceError::Call { call, why: format!("cuFile's error {code}") }),
+        Said { code, cuda } => {
+            Err(DeviceError::Call { call, why: format!("cuFile's error {code}, the driver's {cuda}") })
+        }
+    }
+}
+
+/// The files of a device.
+#[derive(Debug)]
+struct Straight {
+    device: Cuda,
+    calls: &'static Calls,
+}
+
+/// Memory that is registered.
+struct Known {
+    calls: &'static Calls,
+    core: Arc<Core>,
+    base: usize,
+}
+
+/// A user of a file.
+struct Open {
+    calls: &'static Calls,
+    core: Arc<Core>,
+    descriptor: c_int,
+    handle: Handle,
+}
+
+// SAFETY: as of `Shared`.
+unsafe impl Send for Open {}
+// SAFETY: as of `Shared`.
+unsafe impl Sync for Open {}
+
+impl Drop for Known {
+    fn drop(&mut self) {
+        self.core.files.fetch_sub(1, Ordering::AcqRel);
+        if self.core.context.enter().is_ok() {
+            // SAFETY: registered by `register` and forgotten once; reads into it hold it.
+            let _ = unsafe { (self.calls.forget_memory)(std::ptr::with_exposed_provenance(self.base)) };
+        }
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.core.files.fetch_sub(1, Ordering::AcqRel);
+        // A device that is lost is no reason to keep a file.
+        let _ = self.core.context.enter();
+        self.calls.leave(self.descriptor);
+    }
+}
+
+pub(super) fn open(device: &Cuda) -> Result<Arc<dyn Files>, DeviceError> {
+    device.0.context.enter()?;
+    Ok(Arc::new(Straight { device: device.clone(), calls: Calls::get()? }))
+}
+
+impl Files for Straight {
+    fn register(&self, memory: &Memory) -> Result<Registered, DeviceError> {
+        let core = &self.device.0;
+        if self.device.owned(memory)?.raw.kind() != Kind::Allocated {
+            return Err(DeviceError::Foreign("memory that it did not allocate itself for reads"));
+        }
+        core.context.enter()?;
+        let no = |_| DeviceError::OutOfBounds;
+        let (base, len) =
+            (usize::try_from(memory.base).map_err(no)?, usize::try_from(memory.len).map_err(no)?);
+        // SAFETY: this device allocated the memory, which stays so while the answer, which holds it, lives.
+        let said = unsafe { (self.calls.register_memory)(std::ptr::with_exposed_provenance(base), len, 0) };
+        told("cuFileBufRegister", said)?;
+        core.files.fetch_add(1, Ordering::AcqRel);
+        let known: Arc<dyn Any + Send + Sync> =
+            Arc::new(Known { calls: self.calls, core: Arc::clone(core), base });
+        Ok(Registered::new(memory, known))
+    }
+
+    fn open(&self, file: BorrowedFd<'_>) -> Result<OpenFile, DeviceError> {
+        let core = &self.device.0;
+        core.context.enter()?;
+        let descriptor = file.as_raw_fd();
+        let handle = self.calls.join(descriptor)?;
+        core.files.fetch_add(1, Ordering::AcqRel);
+        Ok(OpenFile(Arc::new(Open { calls: self.calls, core: Arc::clone(core), descriptor, handle })))
+    }
+
+    fn read(
+        &self,
+        file: &OpenFile,
+        offset: u64,
+        into: &Registered,
+        at: u64,
+        len: u64,
+    ) -> Result<(), DeviceError> {
+        self.device.alive()?;
+        into.check(at, len)?;
+        let open = file.0.downcast_ref::<Open>();
+        let open = open.ok_or(DeviceError::Foreign("a file of another device"))?;
+        let no = |_| DeviceError::OutOfBounds;
+        let base = usize::try_from(into.memory().base).map_err(no)?;
+        self.device.0.context.enter()?;
+        let mut done = 0;
+        while done < len {
+            let (from, to) = (offset.saturating_add(done), at + done);
+            let (from, to) = (i64::try_from(from).map_err(no)?, i64::try_from(to).map_err(no)?);
+            let left = usize::try_from(len - done).map_err(no)?;
+            // SAFETY: the handle is registered, and so is the memory, by its base; the range is inside it (checked
+            // above). Both are held by the caller until this returns.
+            let read = unsafe {
+                (self.calls.read)(open.handle, std::ptr::with_exposed_provenance_mut(base), left, from, to)
+            };
+            match u64::try_from(read) {
+                Ok(0) => return Err(failed("the file ends before".to_owned())),
+                Ok(more) => done += more.min(len - done),
+                Err(_) if read == -1 => {
+                    return Err(failed(std::io::Error::last_os_error().to_string()));
+                }
+                Err(_) => return Err(failed(format!("cuFile's error {}", read.unsigned_abs()))),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn failed(why: String) -> DeviceError {
+    DeviceError::Call { call: "cuFileRead", why }
+}

@@ -1,0 +1,536 @@
+//! Layers that come straight from files: read into device memory, verified there, and put in their places by copies
+//! within the device. The processor sees none of their bytes.
+//!
+//! The store lends the files ([`Lent`]): where every chunk lies, and with which digest. Threads read the stretches of
+//! layers into a ring of device memory, as far ahead as it has room; the stream's own thread has each layer digested by
+//! the device, compares, and enqueues the copies.
+//!
+//! **A layer that cannot come this way comes through the arena**, and every layer behind it: where blocks are encoded, where
+//! a read fails, where a digest does not match. The ordinary read then finds out what is wrong and says so; nothing here
+//! takes a block out of service. After [`FAILURES_MAX`] streams in a row that failed so, no more are tried.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Wake, Waker};
+
+use kvarts_store::api::{LendRequest, Lent, LentChunk, Verify};
+use kvarts_store::engine::Store;
+use kvarts_store::error::Reason;
+use kvarts_store::rt::Nanos;
+use kvarts_store::rt::blocking::block_on;
+
+use super::stream::{Bringer, Feeder, Layer, LayerStream};
+use super::{LAYERS_AHEAD, LandRequest, Pipeline};
+use crate::device::{Batch, Direction, Method, OpenFile, Piece, Stream};
+use crate::device_arena::{DeviceArena, DevicePiece};
+use crate::error::{DeviceError, EndReason, LandError};
+use crate::follow::keep_for_good;
+use crate::pace::Worker;
+use crate::ring::{Seat, bytes_needed, seats};
+
+/// Streams in a row that had to go on through the arena before no more are tried.
+pub const FAILURES_MAX: u32 = 3;
+
+/// Threads that read for one stream: a call waits for its read, and a device wants several at once.
+const READERS: usize = 4;
+
+/// What has been read straight into device memory by a pipeline, and its clones.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct DirectUse {
+    /// Layers.
+    pub layers: u64,
+    /// Bytes of files, what lies between chunks included.
+    pub bytes: u64,
+    /// Requests that came through the arena, or whose last layers did.
+    pub staged: u64,
+    /// Why the last of them did.
+    pub last_reason: Option<String>,
+    /// Whether it is not tried any more, after too many failures in a row.
+    pub off: bool,
+}
+
+/// What the direct streams of a pipeline share.
+pub(super) struct Straight {
+    lender: Store,
+    arena: DeviceArena,
+    layers: AtomicU64,
+    bytes: AtomicU64,
+    staged: AtomicU64,
+    failures: AtomicU32,
+    last_reason: Mutex<Option<String>>,
+}
+
+impl Straight {
+    pub(super) fn new(lender: Store, arena: DeviceArena) -> Self {
+        let (layers, bytes, staged) = Default::default();
+        let (failures, last_reason) = Default::default();
+        Self { lender, arena, layers, bytes, staged, failures, last_reason }
+    }
+
+    pub(super) fn usage(&self) -> DirectUse {
+        DirectUse {
+            layers: self.layers.load(Ordering::Acquire),
+            bytes: self.bytes.load(Ordering::Acquire),
+            staged: self.staged.load(Ordering::Acquire),
+            last_reason: self.last_reason.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            off: self.is_off(),
+        }
+    }
+
+    fn is_off(&self) -> bool {
+        self.failures.load(Ordering::Acquire) >= FAILURES_MAX
+    }
+
+    /// Notes that a request, or the rest of it, comes through the arena.
+    fn note_staged(&self, why: String) {
+        self.staged.fetch_add(1, Ordering::AcqRel);
+        *self.last_reason.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+    }
+
+    fn count_failure(&self) {
+        self.failures.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+/// Who compares chunks with their digests.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Judge {
+    Device,
+    /// The device has no kernel, and the caller wants samples only: they are copied back.
+    Processor,
+    Nobody,
+}
+
+/// What the threads of one stream share.
+struct Trip {
+    // Before what it was opened from.
+    opened: Vec<OpenFile>,
+    lent: Lent,
+    arena: DeviceArena,
+    piece: Arc<DevicePiece>,
+    seats: Vec<Seat>,
+    /// Where each stretch of each layer begins in the layer's seat.
+    bases: Vec<Vec<u64>>,
+    state: Mutex<Progress>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Progress {
+    /// The next to be read: layer and stretch.
+    next: (usize, usize),
+    /// How many layers have memory.
+    open: u32,
+    /// Stretches of each layer that have not been read.
+    left: Vec<usize>,
+    failed: Option<DeviceError>,
+    stopped: bool,
+}
+
+/// Why a layer does not come.
+enum Halt {
+    /// Nobody wants more.
+    Over,
+    Deadline,
+    /// It must come through the arena, for want of something that others have now.
+    Aside(String),
+    /// It must come through the arena, because what should work did not.
+    Failed(String),
+    Device(DeviceError),
+}
+
+impl Halt {
+    /// What an error means that is no error of a copy.
+    fn of(error: DeviceError) -> Self {
+        match error {
+            DeviceError::Lost(_) | DeviceError::Stuck { .. } => Self::Device(error),
+            DeviceError::NoMemory(_) => Self::Aside(error.to_string()),
+            _ => Self::Failed(error.to_string()),
+        }
+    }
+}
+
+/// Begins to read files; `None` if the request must come through the arena.
+pub(super) fn land(
+    pipeline: &Pipeline,
+    straight: &Arc<Straight>,
+    request: &LandRequest,
+) -> Result<Option<LayerStream>, LandError> {
+    if straight.is_off() {
+        return Ok(None);
+    }
+    let judge = match (request.verify, pipeline.device.digests(straight.arena.memory().memory(), &[])) {
+        (Verify::Never, _) => Judge::Nobody,
+        (_, Ok(_)) => Judge::Device,
+        (Verify::Sample(_), Err(DeviceError::Foreign(_))) => Judge::Processor,
+        (_, Err(why)) => {
+            straight.note_staged(why.to_string());
+            return Ok(None);
+        }
+    };
+    let trip = match Trip::plan(straight, request) {
+        Ok(trip) => Arc::new(trip),
+        Err(why) => {
+            straight.note_staged(why);
+            return Ok(None);
+        }
+    };
+    let copies = pipeline.device.stream()?;
+    let counts = (trip.seats.len() as u32, request.into.blocks());
+    let keeps = (Arc::clone(&trip.piece), request.into.clone(), copies.clone());
+    let seed = straight.lender.clock().now().0;
+    let followed = pipeline.followed();
+    let (pipeline, straight, request) = (pipeline.clone(), Arc::clone(straight), request.clone());
+    let course = move |bringer: &Bringer| {
+        let (chunks, pieces) = (Vec::new(), Vec::new());
+        Course { pipeline, straight, request, judge, trip, copies, bringer, chunks, pieces, seed }.run();
+    };
+    LayerStream::start(followed, counts, Box::new(keeps), course).map(Some)
+}
+
+impl Trip {
+    /// Borrows the blocks and finds room for them; the error is why not.
+    fn plan(straight: &Straight, request: &LandRequest) -> Result<Self, String> {
+        let shape = straight.lender.shape(request.namespace, request.group, request.coordinate);
+        if shape.map_err(|error| error.to_string())? != *request.into.shape() {
+            return Err("the destination is for blocks of another shape".to_owned());
+        }
+        let lent = block_on(straight.lender.lend(LendRequest {
+            namespace: request.namespace,
+            group: request.group,
+            coordinate: request.coordinate,
+            keys: request.keys.clone(),
+            layers: request.layers.clone(),
+            class: request.class,
+            deadline: request.deadline,
+        }));
+        let lent = lent.map_err(|why| why.to_string())?;
+        let (mut bases, mut rooms) = (Vec::new(), Vec::new());
+        for layer in lent.layers() {
+            let mut end = 0u64;
+            let base = |bytes: u64| {
+                let begin = end;
+                end += bytes;
+                begin
+            };
+            bases.push(layer.stretches.iter().map(|stretch| stretch.bytes).map(base).collect());
+            rooms.push(end);
+        }
+        let least = bytes_needed(&rooms, LAYERS_AHEAD);
+        let sum = rooms.iter().sum::<u64>();
+        let most = request.depth_bytes.max(least).min(sum.max(least).next_power_of_two());
+        let piece = straight.arena.take(least, most);
+        let piece = piece.ok_or_else(|| format!("no {least} bytes of device memory are free for reads"))?;
+        let seats = seats(&rooms, piece.len()).ok_or("layers that do not fit where they were said to")?;
+        let files = straight.arena.files();
+        let opened = lent.files().iter().map(|file| files.open(std::os::fd::AsFd::as_fd(file)));
+        let opened = opened.collect::<Result<Vec<_>, _>>().map_err(|error| {
+            straight.count_failure();
+            error.to_string()
+        })?;
+        let left = lent.layers().iter().map(|layer| layer.stretches.len()).collect();
+        let progress = Progress { next: (0, 0), open: 0, left, failed: None, stopped: false };
+        Ok(Self {
+            opened,
+            lent,
+            arena: straight.arena.clone(),
+            piece: Arc::new(piece),
+            seats,
+            bases,
+            state: Mutex::new(progress),
+            changed: Condvar::new(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        // Every change under the lock is one step.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Progress)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Where a stretch of a layer lies in the arena's memory.
+    fn place(&self, layer: usize, stretch: usize) -> Option<u64> {
+        let base = self.bases.get(layer)?.get(stretch)?;
+        Some(self.piece.offset() + self.seats.get(layer)?.offset + base)
+    }
+
+    /// The next stretch to read, once its layer has memory; `None` if there is none any more.
+    fn next(&self) -> Option<(usize, usize)> {
+        let mut progress = self.lock();
+        loop {
+            let (layer, stretch) = progress.next;
+            if progress.stopped || progress.failed.is_some() || layer >= self.lent.layers().len() {
+                return None;
+            }
+            if stretch >= self.lent.layers().get(layer)?.stretches.len() {
+                progress.next = (layer + 1, 0);
+                continue;
+            }
+            if layer < progress.open as usize {
+                progress.next = (layer, stretch + 1);
+                return Some((layer, stretch));
+            }
+            progress = self.changed.wait(progress).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// What one thread does.
+    fn read_along(&self) {
+        while let Some((layer, stretch)) = self.next() {
+            let ended = self.read(layer, stretch);
+            self.change(|progress| match ended {
+                Ok(()) => progress.left.iter_mut().skip(layer).take(1).for_each(|left| *left -= 1),
+                Err(error) => drop(progress.failed.get_or_insert(error)),
+            });
+        }
+    }
+
+    fn read(&self, layer: usize, index: usize) -> Result<(), DeviceError> {
+        let stretch = self.lent.layers().get(layer).and_then(|layer| layer.stretches.get(index));
+        let stretch = stretch.ok_or(DeviceError::OutOfBounds)?;
+        let file = self.opened.get(stretch.file as usize).ok_or(DeviceError::OutOfBounds)?;
+        let at = self.place(layer, index).ok_or(DeviceError::OutOfBounds)?;
+        self.arena.files().read(file, stretch.offset, self.arena.memory(), at, stretch.bytes)
+    }
+}
+
+/// Wakes the stream's own thread, which waits for the same condition as the others.
+struct Bell(Weak<Trip>);
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        // Whoever looks between a change and this holds the lock, so nobody misses it.
+        if let Some(trip) = self.0.upgrade() {
+            trip.change(|_| ());
+        }
+    }
+}
+
+/// The stream's own thread: verifies layers and has them copied.
+struct Course<'a> {
+    pipeline: Pipeline,
+    straight: Arc<Straight>,
+    request: LandRequest,
+    judge: Judge,
+    trip: Arc<Trip>,
+    /// The device stream of the copies.
+    copies: Stream,
+    bringer: &'a Bringer,
+    /// Chunks that are compared: places in the arena's memory, and digests.
+    chunks: Vec<(u64, u64)>,
+    pieces: Vec<Piece>,
+    /// State of the sampling of digests.
+    seed: u64,
+}
+
+impl Course<'_> {
+    fn run(mut self) {
+        let mut readers = Vec::new();
+        for _ in 0..READERS {
+            let trip = Arc::clone(&self.trip);
+            // With fewer it is slower; with none the first wait would not end.
+            if let Ok(reader) = Worker::start("direct-reads", move || trip.read_along()) {
+                readers.push(reader);
+            }
+        }
+        let halt = match readers.is_empty() {
+            true => Some((0, Halt::Aside("no threads".to_owned()))),
+            false => self.bring_all(),
+        };
+        self.trip.change(|progress| progress.stopped = true);
+        // A read that stands still keeps what it uses until it ends, and nobody waits for it.
+        readers.iter_mut().for_each(Worker::let_go);
+        match halt {
+            None => self.straight.failures.store(0, Ordering::Release),
+            Some((_, Halt::Over)) => {}
+            Some((_, Halt::Deadline)) => self.bringer.shared.fail(EndReason::Deadline),
+            Some((_, Halt::Device(error))) => self.bringer.shared.fail(EndReason::Device(error)),
+            Some((at, Halt::Aside(why))) => {
+                self.straight.note_staged(why);
+                self.detour(at);
+            }
+            Some((at, Halt::Failed(why))) => {
+                self.straight.note_staged(why);
+                let (straight, bringer) = (Arc::clone(&self.straight), self.bringer);
+                self.detour(at);
+                // Where the ordinary read has found the same, straight reads are not to blame.
+                if !bringer.shared.is_the_stores_fault() {
+                    straight.count_failure();
+                }
+            }
+        }
+    }
+
+    /// Brings every layer; the first that does not come, and why.
+    fn bring_all(&mut self) -> Option<(u32, Halt)> {
+        let trip = Arc::clone(&self.trip);
+        // Weak, both: the files go back with the last layer, however long the stream is kept.
+        let door = Arc::downgrade(&trip);
+        let open = Box::new(move |layers| {
+            if let Some(trip) = door.upgrade() {
+                trip.change(|progress| progress.open = layers);
+            }
+        });
+        self.bringer.shared.add_door(0, trip.seats.clone(), open);
+        let bell = Waker::from(Arc::new(Bell(Arc::downgrade(&trip))));
+        (0..trip.seats.len()).find_map(|at| {
+            let judged = self.wait(at, &bell).and_then(|()| self.judge(at));
+            let copied = judged.and_then(|()| match self.bringer.shared.is_over_or_wake(&bell) {
+                true => Err(Halt::Over),
+                false => self.copy(at),
+            });
+            copied.err().map(|halt| (at as u32, halt))
+        })
+    }
+
+    /// Waits until a layer has been read.
+    fn wait(&self, at: usize, bell: &Waker) -> Result<(), Halt> {
+        let clock = self.straight.lender.clock();
+        let mut progress = self.trip.lock();
+        loop {
+            if self.bringer.shared.is_over_or_wake(bell) {
+                return Err(Halt::Over);
+            }
+            if progress.left.get(at) == Some(&0) {
+                return Ok(());
+            }
+            let left = self.request.deadline.map(|deadline: Nanos| deadline.since(clock.now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return Err(Halt::Deadline);
+            }
+            if let Some(error) = &progress.failed {
+                return Err(Halt::of(error.clone()));
+            }
+            progress = match left {
+                None => self.trip.changed.wait(progress).unwrap_or_else(PoisonError::into_inner),
+                Some(left) => {
+                    let waited = self.trip.changed.wait_timeout(progress, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+
+    /// Compares a layer with its digests.
+    fn judge(&mut self, at: usize) -> Result<(), Halt> {
+        let trip = Arc::clone(&self.trip);
+        let Some(layer) = trip.lent.layers().get(at) else { return Ok(()) };
+        let blocks = self.request.into.blocks() as usize;
+        let parts = self.request.into.shape().layers().get(layer.layer as usize);
+        if parts.map(|layer| layer.chunks.len() * blocks) != Some(layer.chunks.len()) {
+            return Err(Halt::Failed("other chunks were lent than are wanted".to_owned()));
+        }
+        if self.request.verify != Verify::Always && !trip.lent.is_held() {
+            // What is not compared may be whatever has been written there since.
+            return Err(Halt::Aside("the store has closed".to_owned()));
+        }
+        let mut picked: Vec<&LentChunk> = Vec::with_capacity(layer.chunks.len());
+        picked.extend(layer.chunks.iter().filter(|_| self.request.verify.picks(&mut self.seed)));
+        self.chunks.clear();
+        for chunk in &picked {
+            let place = trip.place(at, chunk.stretch as usize);
+            let place = place.ok_or(Halt::Device(DeviceError::OutOfBounds))?;
+            self.chunks.push((place + chunk.at, chunk.bytes));
+        }
+        let found = match self.judge {
+            _ if picked.is_empty() => return Ok(()),
+            Judge::Device => {
+                let (device, patience) = (&self.pipeline.device, self.pipeline.copy_patience);
+                let found = device.digests_within(trip.arena.memory().memory(), &self.chunks, patience);
+                if matches!(found, Err(DeviceError::Stuck { .. })) {
+                    // The kernel may come to read it yet, and only the device knows when it has.
+                    keep_for_good(Arc::clone(&trip.piece));
+                }
+                found
+            }
+            _ => self.digests_of_copies(),
+        };
+        let found = found.map_err(Halt::of)?;
+        let wrong = picked.iter().zip(&found).find(|(chunk, found)| chunk.digest != **found);
+        match wrong {
+            None if found.len() == picked.len() => Ok(()),
+            None => Err(Halt::Failed("fewer digests than chunks".to_owned())),
+            Some((chunk, found)) => Err(Halt::Failed(format!(
+                "layer {} of block {} was read with digest {found:08x}, it has {:08x}",
+                layer.layer, chunk.ordinal, chunk.digest
+            ))),
+        }
+    }
+
+    /// The digests of chunks that are copied back, one by one: they are few.
+    fn digests_of_copies(&self) -> Result<Vec<u32>, DeviceError> {
+        let device = &*self.pipeline.device;
+        let most = self.chunks.iter().map(|chunk| chunk.1).max().unwrap_or(0);
+        let host = self.pipeline.arena.take(most, most).ok_or(DeviceError::NoMemory(most))?;
+        let memory = self.trip.arena.memory().memory();
+        let copied = |&(at, len): &(u64, u64)| {
+            let pieces = [Piece { memory: 0, at, host: 0, len }];
+            let (direction, method) = (Direction::ToHost, Method::Each);
+            let memories = std::slice::from_ref(memory);
+            let batch = Batch { direction, method, host: &host, memories, pieces: &pieces };
+            let copied = device.copy(&self.copies, &batch);
+            // Behind a part of it as well. What is not done keeps its memory, and the follower waits for it.
+            let event = device.record(&self.copies);
+            let patience = self.pipeline.copy_patience;
+            let ended = event.as_ref().map_err(DeviceError::clone);
+            match copied.and(ended.and_then(|event| device.synchronize_within(event, patience))) {
+                Ok(true) => Ok(host.digest(0, len as usize, crc32fast::hash)),
+                ended => {
+                    self.bringer.keep(Box::new(host.clone()));
+                    self.bringer.follow(event);
+                    let millis = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
+                    ended.and(Err(DeviceError::Stuck { millis }))
+                }
+            }
+        };
+        self.chunks.iter().map(copied).collect()
+    }
+
+    /// Enqueues the copies of a layer to where it is wanted.
+    fn copy(&mut self, at: usize) -> Result<(), Halt> {
+        let (trip, device, into) = (&self.trip, &self.pipeline.device, &self.request.into);
+        let Some(layer) = trip.lent.layers().get(at) else { return Ok(()) };
+        self.pieces.clear();
+        for chunk in &layer.chunks {
+            let from = trip.place(at, chunk.stretch as usize).map(|place| place + chunk.at);
+            let (which, what) = ((layer.layer, chunk.ordinal), (chunk.to, chunk.bytes));
+            let put = from.and_then(|from| into.add_piece(which, what, from, &mut self.pieces));
+            put.ok_or(Halt::Device(DeviceError::OutOfBounds))?;
+        }
+        let from = trip.arena.memory().memory();
+        let copied = device.spread(&self.copies, from, into.memories(), &self.pieces);
+        let what = Layer { layer: layer.layer, blocks: into.blocks() };
+        self.bringer.enqueued(&**device, &self.copies, what, copied).map_err(Halt::Device)?;
+        self.straight.layers.fetch_add(1, Ordering::AcqRel);
+        let bytes = layer.stretches.iter().map(|stretch| stretch.bytes).sum();
+        self.straight.bytes.fetch_add(bytes, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// Brings the layers from this one on through the arena.
+    fn detour(self, at: u32) {
+        let Self { pipeline, request, trip, copies, bringer, .. } = self;
+        let wanted = request.layers.clone().unwrap_or(0..request.into.shape().layers().len() as u32);
+        let rest = LandRequest { layers: Some(wanted.start + at..wanted.end), ..request };
+        // Unless a read is still under way, the files go back before the store is asked for the same blocks.
+        drop(trip);
+        match pipeline.stage(rest, copies) {
+            Ok((landing, read)) => {
+                bringer.keep(Box::new(landing.ring.clone()));
+                Feeder::new(landing, bringer).run(read);
+            }
+            Err(error) => bringer.shared.fail(match error {
+                LandError::Store(Reason::DeadlineInPast | Reason::DeadlinePassed) => EndReason::Deadline,
+                LandError::Store(reason) => EndReason::Store(reason),
+                LandError::Device(error) => EndReason::Device(error),
+                LandError::ArenaFull { .. } => EndReason::Store(Reason::Busy("the arena is full")),
+                LandError::ArenaTooSmall { .. } => EndReason::Store(Reason::TooMany("bytes for this arena")),
+                LandError::Request(_) => EndReason::Store(Reason::Bug("a request that was good is not")),
+            }),
+        }
+    }
+}

@@ -1,0 +1,193 @@
+// Modules and launches. The device code is not run: what the two kernels of this repository do is done here by the
+// parameters that they are launched with. Their own source is run by scripts/kernels. See standin.h.
+#include "standin.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct module {
+    struct context *context;
+    char *source;
+    int launches;
+    int live;
+};
+
+struct function {
+    struct module *module;
+    enum { GATHER, CRC32 } kernel;
+    // What the source says of it: entries of its table, threads of a block.
+    unsigned long size;
+};
+
+// Never freed: a handle that is used after its end is recognised.
+static struct module *modules[256];
+static size_t made;
+static struct function *functions[256];
+static size_t functions_made;
+
+void forget_modules_of(struct context *context) {
+    for (size_t at = 0; at < made; at++)
+        if (modules[at]->live && modules[at]->context == context) {
+            if (!context->broken) misuse("a context is released that has a module");
+            modules[at]->live = 0;
+            live("modules", -1);
+        }
+}
+
+// The number behind some words of a source, or 0.
+static unsigned long number_behind(const char *source, const char *words) {
+    const char *at = strstr(source, words);
+    return at ? strtoul(at + strlen(words), NULL, 10) : 0;
+}
+
+result cuModuleLoadData(struct module **to, const void *image) {
+    ENTER(1);
+    if (made == sizeof modules / sizeof *modules || !strstr(image, "__global__")) return leave(INVALID_IMAGE);
+    struct module *module = calloc(1, sizeof *module);
+    module->context = current;
+    module->source = strdup(image);
+    module->live = 1;
+    *to = modules[made++] = module;
+    live("modules", 1);
+    return leave(OK);
+}
+
+static struct module *module_of(void *handle, const char *call) {
+    for (size_t at = 0; at < made; at++)
+        if (modules[at] == handle && modules[at]->live && modules[at]->context == current) return modules[at];
+    misuse("%s with a module that is none here, or was unloaded", call);
+    return NULL;
+}
+
+result cuModuleUnload(void *handle) {
+    ENTER(1);
+    struct module *module = module_of(handle, "cuModuleUnload");
+    if (!module) return leave(INVALID_HANDLE);
+    if (module->launches) misuse("a module is unloaded while its kernel is under way");
+    module->live = 0;
+    live("modules", -1);
+    return leave(OK);
+}
+
+result cuModuleGetFunction(struct function **to, void *handle, const char *name) {
+    ENTER(1);
+    struct module *module = module_of(handle, "cuModuleGetFunction");
+    if (!module) return leave(INVALID_HANDLE);
+    char head[128];
+    snprintf(head, sizeof head, "__global__ void %s(", name);
+    int gather = !strcmp(name, "kvarts_gather"), crc = !strcmp(name, "kvarts_crc32");
+    if (!strstr(module->source, head) || !(gather || crc)) return leave(NOT_FOUND);
+    struct function *function = calloc(1, sizeof *function);
+    function->module = module;
+    function->kernel = gather ? GATHER : CRC32;
+    function->size = number_behind(module->source, gather ? "long to[" : "#define THREADS ");
+    if (!function->size) return leave(NOT_FOUND);
+    *to = functions[functions_made++] = function;
+    return leave(OK);
+}
+
+// An address in a kernel: device memory, or registered memory as the device sees it.
+static char *reach(address at, size_t len, int **uses) {
+    struct memory *memory = memory_at(at, len);
+    struct pinned *pinned = memory ? NULL : pinned_seen_at(at, len);
+    if (!memory && !pinned) {
+        misuse("a kernel reaches %zu bytes of %s", len, kind_of(at));
+        return NULL;
+    }
+    if (uses) ++*(*uses = memory ? &memory->uses : &pinned->uses);
+    return memory ? memory->bytes + (at - memory->base) : pinned->base + (at - pinned->seen);
+}
+
+// The table lies in the parameter: a number, then as many entries of three kinds as the source says.
+static result gather(struct function *function, struct stream *stream, void **parameters) {
+    const uint64_t *table = parameters[0];
+    unsigned long size = function->size;
+    if (8 + size * 24 > 4096 || table[0] > size) {
+        misuse("a gather of %llu pieces with a table of %lu", (unsigned long long)table[0], size);
+        return INVALID_VALUE;
+    }
+    struct work *work = calloc(1, sizeof *work);
+    work->what = COPY;
+    work->parts = calloc(table[0] + 1, sizeof *work->parts);
+    for (uint64_t at = 0; at < table[0]; at++) {
+        uint64_t len = table[1 + 2 * size + at];
+        struct part *part = &work->parts[work->count];
+        if (!len) continue;
+        part->to = reach(table[1 + at], len, &part->uses[0]);
+        part->from = reach(table[1 + size + at], len, &part->uses[1]);
+        part->len = part->to && part->from ? len : 0;
+        // On a GPU it is found out later and breaks the context.
+        if (!part->len) current->broken = ILLEGAL_ADDRESS;
+        work->count++;
+    }
+    work->uses[0] = &function->module->launches;
+    ++*work->uses[0];
+    enqueue(stream, work);
+    return OK;
+}
+
+static result crc32_of(struct function *function, struct stream *stream, void **parameters) {
+    struct work *work = calloc(1, sizeof *work);
+    work->what = DIGEST;
+    struct digest *digest = &work->digest;
+    memcpy(&digest->chunks, parameters[0], 8);
+    memcpy(&digest->lens, parameters[1], 8);
+    memcpy(&digest->digests, parameters[2], 8);
+    memcpy(&digest->count, parameters[3], 8);
+    int inside = reach(digest->chunks, digest->count * 8, &work->uses[0]) != NULL;
+    inside &= reach(digest->lens, digest->count * 8, &work->uses[1]) != NULL;
+    inside &= reach(digest->digests, digest->count * 4, &work->uses[2]) != NULL;
+    if ((digest->chunks | digest->lens) % 8 || digest->digests % 4) misuse("arrays of a kernel lie askew");
+    if (!inside) current->broken = ILLEGAL_ADDRESS;
+    work->uses[3] = &function->module->launches;
+    ++*work->uses[3];
+    enqueue(stream, work);
+    return OK;
+}
+
+result cuLaunchKernel(void *handle, unsigned blocks, unsigned blocks_y, unsigned blocks_z, unsigned threads,
+                      unsigned threads_y, unsigned threads_z, unsigned shared, void *in, void **parameters, void **extra) {
+    ENTER(1);
+    struct function *function = NULL;
+    for (size_t at = 0; at < functions_made; at++)
+        if (functions[at] == handle) function = functions[at];
+    if (!function || !function->module->live || function->module->context != current) {
+        misuse("cuLaunchKernel of what is no kernel here, or was unloaded");
+        return leave(INVALID_HANDLE);
+    }
+    struct stream *stream = stream_of(in, "cuLaunchKernel");
+    if (!stream) return leave(INVALID_HANDLE);
+    int flat = blocks_y == 1 && blocks_z == 1 && threads_y == 1 && threads_z == 1;
+    if (!blocks || !threads || threads > 1024 || !flat || shared || extra) {
+        misuse("cuLaunchKernel of %u blocks of %u threads", blocks, threads);
+        return leave(INVALID_VALUE);
+    }
+    if (function->kernel == GATHER) return leave(gather(function, stream, parameters));
+    if (threads != function->size) misuse("%u threads, the kernel is written for %lu", threads, function->size);
+    return leave(crc32_of(function, stream, parameters));
+}
+
+// On the stream's thread, without the books.
+result run_digest(const struct digest *digest) {
+    result code = OK;
+    lock_books();
+    char *chunks = reach(digest->chunks, digest->count * 8, NULL), *lens = reach(digest->lens, digest->count * 8, NULL);
+    char *digests = reach(digest->digests, digest->count * 4, NULL);
+    for (uint64_t at = 0; at < digest->count && chunks && lens && digests && !code; at++) {
+        uint64_t chunk, len;
+        memcpy(&chunk, chunks + at * 8, 8);
+        memcpy(&len, lens + at * 8, 8);
+        const char *bytes = len ? reach(chunk, len, NULL) : "";
+        uint32_t crc = ~0u;
+        for (uint64_t byte = 0; bytes && byte < len; byte++) {
+            crc ^= (unsigned char)bytes[byte];
+            for (int bit = 0; bit < 8; bit++) crc = (crc & 1) ? (crc >> 1) ^ 0xedb88320u : crc >> 1;
+        }
+        crc = ~crc;
+        if (bytes) memcpy(digests + at * 4, &crc, 4);
+        else code = ILLEGAL_ADDRESS;
+    }
+    unlock_books();
+    return code;
+}
