@@ -367,3 +367,35 @@ fn bytes_that_a_wire_changes_are_neither_stored_nor_called_good() {
     assert!(up > 6 && down > 12, "{up} uploads and {down} downloads were changed");
     scene.end();
 }
+
+#[test]
+fn an_answer_that_stands_still_in_its_middle_ends_by_the_callers_patience() {
+    let scene = Scene::open("cut-still");
+    let other = Desk::new(&scene.beside, "cut");
+    let keys = other.keys(0..BLOCKS);
+    assert_eq!(other.outcomes(other.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; BLOCKS as usize]);
+    // Of an answer comes nothing, the head, and a part of the message.
+    for third in 0..3 {
+        let patience = std::time::Duration::from_secs(2);
+        let options =
+            ConnectOptions { via: Via::Grpc, patience, ..ConnectOptions::to(scene.proxy.endpoint()) };
+        let client = Beside(Client::connect(&options).unwrap());
+        let desk = Desk::new(&client, "cut");
+        let all = (0..BLOCKS as u32).collect::<Vec<_>>();
+        assert_eq!(present(&desk, &keys), all);
+        scene.proxy.carried();
+        assert_eq!(present(&desk, &keys), all);
+        let bytes = scene.proxy.carried().1 * third / 3;
+        scene.proxy.cut_after(Way::Down, bytes, Cut::Still);
+        let asked = client.0.contains(&kvarts_store::api::ContainsRequest {
+            namespace: desk.namespace,
+            group: pages().0,
+            coordinate: pages().1,
+            keys: &keys,
+            lease: None,
+        });
+        assert!(scene.proxy.was_cut(), "after {bytes} bytes");
+        assert_eq!(asked.unwrap_err(), Error(Reason::DeadlinePassed), "after {bytes} bytes");
+    }
+    scene.end();
+}

@@ -212,14 +212,14 @@ fn overheads(
 }
 
 /// A bare ping-pong: a message over a socket to another thread, an eventfd back.
-struct Ping {
+pub(super) struct Ping {
     socket: UnixStream,
     event: std::sync::Arc<std::os::fd::OwnedFd>,
     message: Vec<u8>,
 }
 
 impl Ping {
-    fn new(bytes: usize) -> Result<Self, Failure> {
+    pub(super) fn new(bytes: usize) -> Result<Self, Failure> {
         let (socket, mut other) = UnixStream::pair().map_err(Failure::user)?;
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).map_err(Failure::user)?;
         let event = std::sync::Arc::new(event);
@@ -237,7 +237,7 @@ impl Ping {
         Ok(Self { socket, event, message: vec![7; bytes] })
     }
 
-    fn pong(&mut self) -> Result<(), Failure> {
+    pub(super) fn pong(&mut self) -> Result<(), Failure> {
         self.socket.write_all(&self.message).map_err(Failure::user)?;
         rustix::io::read(&self.event, &mut [0; 8]).map(drop).map_err(Failure::user)
     }

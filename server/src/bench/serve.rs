@@ -17,7 +17,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
 
-use super::local::{self, Filled};
+use super::local::{self, Filled, Ping};
 use super::pairs::{Contestant, Sample, cpu_seconds, take_turns_within};
 use super::report::Report;
 use super::setup::{self, Common, Scratch, key};
@@ -101,12 +101,15 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
     // Warm: what is read lies in memory, as the bare server's does. Cold: it comes from the device.
     let warm = prepare(arguments, &scratch, &runtime, "warm", Some("direct-io"))?;
     let cold = prepare(arguments, &scratch, &runtime, "cold", None)?;
-    let (bare_at, bare) = prepare_bare(&runtime, warm.bytes)?;
+    let messages = warm.bytes / limits::FRAME_BYTES as u64;
+    let bare = Bare::of_memory(&Bytes::from(vec![7; limits::FRAME_BYTES]), messages);
+    let (bare_at, bare) = prepare_bare(&runtime, bare)?;
     let mut report = Report::new("serve");
     report.fact("mib", warm.bytes >> 20);
     let wanted = |part| arguments.part.is_none_or(|only| only == part);
     if wanted(Part::Grpc) {
-        large_reads(arguments.pairs, &runtime, (&warm, &cold, &bare), &mut report)?;
+        let (_, least) = prepare_bare(&runtime, bare_file(&scratch, messages)?)?;
+        large_reads(arguments.pairs, &runtime, (&warm, &cold), (&bare, &least), &mut report)?;
     }
     if wanted(Part::Local) {
         let spec = setup::model(&arguments.model)?;
@@ -129,7 +132,8 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
             Beside { small: (endpoint.clone(), cold.small.clone()), large: (endpoint, cold.request.clone()) };
         let ours = small_reader("small_reader", "noise", &served, arguments.small, &mut report)?;
         // The same load on the same transport, with nothing behind it: what the processors make of it.
-        let page = Bare { bytes: Bytes::from(vec![7; PAGE_BYTES as usize]), messages: 1 };
+        let page = Bytes::from(vec![7; PAGE_BYTES as usize]);
+        let page = Bare::of_memory(&page, 1);
         let page = runtime.block_on(serve_bare(page)).map_err(Failure::user)?;
         let bare = Beside { small: (page, cold.small.clone()), large: (bare_at, cold.request.clone()) };
         let bare = small_reader("small_reader_bare", "noise_bare", &bare, arguments.small, &mut report)?;
@@ -148,7 +152,8 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
 fn large_reads(
     pairs: u32,
     runtime: &Runtime,
-    (warm, cold, bare): (&Ground, &Ground, &ReadsClient<Channel>),
+    (warm, cold): (&Ground, &Ground),
+    (bare, least): (&ReadsClient<Channel>, &ReadsClient<Channel>),
     report: &mut Report,
 ) -> Result<(), Failure> {
     let reader = |name: &'static str, client: &ReadsClient<Channel>, ground: &Ground| -> Contestant<'_> {
@@ -161,14 +166,17 @@ fn large_reads(
         reader("bare", bare, warm),
         reader("again", bare, warm),
         reader("cold", &cold.served, cold),
+        reader("least", least, warm),
     ];
     let rounds = take_turns_within(GRPC_TIME, pairs, contestants)?;
     report.fact("grpc_pairs", rounds.count());
     let gib = warm.bytes as f64 / GIB;
     report.median("grpc_ratio", rounds.speed("serve", "bare"));
+    report.median("grpc_least_ratio", rounds.speed("serve", "least"));
+    report.median("least_ratio", rounds.speed("least", "bare"));
     report.median("grpc_cold_ratio", rounds.speed("cold", "bare"));
     report.control("control", rounds.speed("again", "bare"));
-    for (name, who) in [("grpc", "serve"), ("grpc_cold", "cold"), ("bare", "bare")] {
+    for (name, who) in [("grpc", "serve"), ("grpc_cold", "cold"), ("bare", "bare"), ("least", "least")] {
         report.median(&format!("{name}_mib_s"), rounds.figure(who, |one| gib * 1024.0 / one.seconds));
         report.median(&format!("{name}_cpu_s_per_gib"), rounds.figure(who, |one| one.cpu / gib));
     }
@@ -219,13 +227,20 @@ fn connect(runtime: &Runtime, options: &ConnectOptions) -> Result<ReadsClient<Ch
     Ok(ReadsClient::new(channel).max_decoding_message_size(limits::MESSAGE_BYTES_MAX))
 }
 
-/// Where a bare server of so many bytes listens, and a client of it.
-fn prepare_bare(runtime: &Runtime, bytes: u64) -> Result<(String, ReadsClient<Channel>), Failure> {
-    let messages = bytes / limits::FRAME_BYTES as u64;
-    let bare = Bare { bytes: Bytes::from(vec![7; limits::FRAME_BYTES]), messages };
+/// Where a bare server listens, and a client of it.
+fn prepare_bare(runtime: &Runtime, bare: Bare) -> Result<(String, ReadsClient<Channel>), Failure> {
     let endpoint = runtime.block_on(serve_bare(bare)).map_err(Failure::user)?;
     let client = connect(runtime, &ConnectOptions::to(endpoint.clone()))?;
     Ok((endpoint, client))
+}
+
+/// A bare server of a file, which the page cache holds as it holds the warm store's.
+fn bare_file(scratch: &Scratch, messages: u64) -> Result<Bare, Failure> {
+    let bytes = setup::noise(messages as usize * limits::FRAME_BYTES)?.to_vec();
+    let path = scratch.path().join("bare");
+    std::fs::write(&path, &bytes).map_err(Failure::user)?;
+    let file = std::fs::File::open(&path).map_err(Failure::user)?;
+    Ok(Bare::of_file(file, &bytes, limits::FRAME_BYTES, messages))
 }
 
 /// Where a server's socket is: in the run's directory, or where its path is short enough.
@@ -350,6 +365,9 @@ fn small_reader(
     let (own, others) = (client_threads("small", 1)?, client_threads("noise", 2)?);
     let (request, small) = (&small.1, connect(&own, &ConnectOptions::to(small.0.clone()))?);
     let idle = latencies(&own, &small, request, count)?;
+    // What the scheduler alone makes of it: two threads that wake each other, and do nothing else.
+    let mut ping = Ping::new(256)?;
+    let idle_pings = pings(&mut ping, count)?;
     let stop = Arc::new(AtomicBool::new(false));
     let noise: Vec<_> = (0..READERS)
         .map(|_| {
@@ -368,6 +386,7 @@ fn small_reader(
     std::thread::sleep(Duration::from_millis(200));
     let start = Instant::now();
     let noisy = latencies(&own, &small, request, count);
+    let noisy_pings = pings(&mut ping, count);
     let seconds = start.elapsed().as_secs_f64();
     stop.store(true, Ordering::Relaxed);
     let mut bytes = 0;
@@ -380,7 +399,9 @@ fn small_reader(
     };
     report.number(&format!("{name}_p99_ratio"), part(&noisy, 99) / part(&idle, 99));
     report.number(&format!("{name}_p50_ratio"), part(&noisy, 50) / part(&idle, 50));
-    for (when, sorted) in [("idle", &idle), ("noisy", &noisy)] {
+    let noisy_pings = noisy_pings?;
+    let all = [("idle", &idle), ("noisy", &noisy), ("idle_ping", &idle_pings), ("noisy_ping", &noisy_pings)];
+    for (when, sorted) in all {
         report.number(&format!("{name}_{when}_p50_us"), part(sorted, 50) * 1e6);
         report.number(&format!("{name}_{when}_p99_us"), part(sorted, 99) * 1e6);
     }
@@ -388,6 +409,18 @@ fn small_reader(
     own.shutdown_background();
     others.shutdown_background();
     Ok(part(&noisy, 99))
+}
+
+/// Seconds of bare ping-pongs, sorted.
+fn pings(ping: &mut Ping, count: u32) -> Result<Vec<f64>, Failure> {
+    let mut all = Vec::new();
+    for _ in 0..count {
+        let start = Instant::now();
+        ping.pong()?;
+        all.push(start.elapsed().as_secs_f64());
+    }
+    all.sort_by(f64::total_cmp);
+    Ok(all)
 }
 
 /// Seconds of one-block reads, sorted.

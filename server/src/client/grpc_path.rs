@@ -14,7 +14,7 @@ use kvarts_store::events::EventLog;
 use kvarts_store::rt::mailbox::{Ticket, ticket};
 
 use super::messages::{self, millis};
-use super::remote::Remote;
+use super::remote::{Remote, in_time};
 use super::{Path, download, upload};
 use crate::grpc::{fault, wire};
 use crate::proto;
@@ -68,11 +68,15 @@ fn check_delete(remote: &Remote, request: &DeleteRequest) -> Result<(), Reason> 
 }
 
 async fn delete(remote: &Remote, request: &DeleteRequest) -> Result<DeleteReply, Reason> {
-    let call = |remote: &Remote| remote.request(delete_message(request), request.deadline);
-    let mut answer = remote.store().delete(call(remote)).await;
+    let call = || {
+        let (mut store, message) = (remote.store(), delete_message(request));
+        let (left, message) = (remote.left(request.deadline), remote.request(message, request.deadline));
+        in_time(left, async move { store.delete(message).await })
+    };
+    let mut answer = call().await;
     if let Err(Reason::UnknownNamespace(namespace)) = answer.as_ref().map(drop).map_err(fault::reason_of) {
         remote.register_again(namespace).await?;
-        answer = remote.store().delete(call(remote)).await;
+        answer = call().await;
     }
     let reply = answer.map_err(|status| fault::reason_of(&status))?.into_inner();
     let outcomes = reply.outcomes.iter().map(delete_outcome).collect();

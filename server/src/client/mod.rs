@@ -201,7 +201,7 @@ impl Client {
     pub fn watch(&self, after: Option<proto::Sequence>) -> Result<Streaming<proto::Event>, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.endless(proto::WatchRequest { after });
-        self.remote.ask(async move { admin.watch(request).await })
+        self.remote.ask_endless(async move { admin.watch(request).await })
     }
 
     /// What the server is and has done.
@@ -222,7 +222,7 @@ impl Client {
     pub fn scrub(&self) -> Result<proto::ScrubReply, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.endless(proto::ScrubRequest {});
-        self.remote.ask(async move { admin.scrub(request).await })
+        self.remote.ask_endless(async move { admin.scrub(request).await })
     }
 
     /// Changes the server's budget; answers with what it is now and how much is allocated.

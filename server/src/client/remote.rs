@@ -19,6 +19,7 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Response, Status};
 
 use super::ConnectOptions;
+use super::download::{GRACE, LONGEST};
 use crate::grpc::{digest, fault, limits, wire};
 use crate::proto;
 use proto::admin_client::AdminClient;
@@ -80,6 +81,17 @@ pub(super) async fn while_lost<T>(
         }
     }
     answer
+}
+
+/// A call, all of its answer included, which is to come within `left`. The server keeps that time, and so does the transport
+/// until the answer begins; what a network that stands still has begun to bring, nobody else ends for a minute.
+pub(super) async fn in_time<T>(
+    left: Duration,
+    call: impl Future<Output = Result<T, Status>>,
+) -> Result<T, Status> {
+    let left = left.min(LONGEST).saturating_add(GRACE);
+    let late = |_| Err(Status::deadline_exceeded("the answer did not come in time"));
+    tokio::time::timeout(left, call).await.unwrap_or_else(late)
 }
 
 /// A lease by its name on the wire; 0 is none.
@@ -150,8 +162,16 @@ impl Remote {
         }
     }
 
-    /// Waits for an answer on this thread.
+    /// Waits for an answer on this thread, for as long as the client has patience.
     pub(super) fn ask<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<Response<T>, Status>> + Send + 'static,
+    ) -> Result<T, Error> {
+        self.ask_endless(in_time(self.patience, work))
+    }
+
+    /// The same for as long as it takes.
+    pub(super) fn ask_endless<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<Response<T>, Status>> + Send + 'static,
     ) -> Result<T, Error> {
@@ -204,7 +224,8 @@ impl Remote {
     pub(super) async fn register_again(&self, namespace: NamespaceId) -> Result<(), Reason> {
         let known = self.known(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
         let request = self.request(registration(&known.identity, &known.geometry), None);
-        let reply = self.models().register_model(request).await;
+        let mut models = self.models();
+        let reply = in_time(self.patience, models.register_model(request)).await;
         let reply = reply.map_err(|status| fault::reason_of(&status))?.into_inner();
         self.learn(&reply, &known.identity, &known.geometry).map(drop)
     }

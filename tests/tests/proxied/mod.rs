@@ -27,6 +27,8 @@ pub(crate) enum Cut {
     Close,
     /// Whoever was to get the bytes hears that no more come; the other way stays open.
     Half,
+    /// It does not: nothing more comes that way, and nobody hears of it.
+    Still,
 }
 
 impl Cut {
@@ -142,8 +144,10 @@ fn relay(mut from: &TcpStream, mut to: &TcpStream, way: Way, wire: &Mutex<Wire>)
         let (some, cut) = allowed(&mut lock(wire), way, &mut bytes[..count]);
         let sent = to.write_all(&bytes[..some]);
         match cut {
-            Some(Cut::Half) => {
-                let _ = to.shutdown(Shutdown::Write);
+            Some(cut @ (Cut::Half | Cut::Still)) => {
+                if cut == Cut::Half {
+                    let _ = to.shutdown(Shutdown::Write);
+                }
                 // What comes after is lost, so that whoever sends it is not held up.
                 while from.read(&mut bytes).unwrap_or(0) > 0 {}
                 return;
