@@ -41,7 +41,7 @@ fn fresh(states: &States, looked: &States, image: &Media, ledger: &Ledger) -> bo
 
 fn workload(seed: Seed, ops: usize, images: usize, states: &States) -> Result<(), String> {
     let past = if has_past(seed) { PAST } else { 0 };
-    let work = Work { ops: past + ops, mix: mix(seed), patience: None };
+    let work = Work { ops: past + ops, mix: mix(seed), patience: None, watched: false };
     let ran = run_on(seed, &options(seed), work, &[], past);
     sound(&ran)?;
     let looked = States::default();
@@ -104,7 +104,7 @@ fn follow(
     let ledger = RefCell::new(next);
     let cut = opened.world.disk().operations().1 + rng.between(1, 60);
     let mut watch = || ledger.borrow_mut().allow_absent(&opened.store);
-    let work = Work { ops: 10, mix: mix(settings), patience: None };
+    let work = Work { ops: 10, mix: mix(settings), patience: None, watched: false };
     let worked = observe(&opened.world, cut, &mut watch, work_on(&opened.store, &ledger, &mut rng, work));
     if let Driven::Hung(hang) = worked {
         return Err(format!("after recovery: {hang}"));

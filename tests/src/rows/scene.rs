@@ -119,7 +119,7 @@ pub(super) struct Ran {
 /// A workload on a new disk; every moment is kept if asked.
 #[cfg(test)]
 pub(super) fn run(seed: Seed, ops: usize, rules: &[Rule], keep: bool) -> Ran {
-    run_work(seed, Work { ops, mix: mix(seed), patience: None }, rules, keep)
+    run_work(seed, Work { ops, mix: mix(seed), patience: None, watched: false }, rules, keep)
 }
 
 /// The same with any workload.
