@@ -86,10 +86,31 @@ pub fn bound(report: &SpaceReport, media: &Media) -> Finding {
 /// What a simulated disk has beside the books of the store on it. Nothing may be under way. Gives the number of
 /// footers that were compared.
 pub fn disk(report: &SpaceReport, segments: &[SegmentView], media: &Media) -> Result<usize, String> {
-    let (free, total) = media.space();
-    let books = report.total.allocated - report.directories - report.reserved;
-    same("bytes on the disk", &books, &(total - free))?;
+    compare(report, segments, &Disk::new(media)?, 0)
+}
+
+/// The same of a store that was opened on what a crash left. A file that the crash robbed of bytes, and that could not have
+/// them again within a lowered budget, is counted as if it had.
+pub fn disk_recovered(
+    report: &SpaceReport,
+    segments: &[SegmentView],
+    media: &Media,
+) -> Result<usize, String> {
     let on_disk = Disk::new(media)?;
+    let lacks = |segment: &SegmentView| segment.space.allocated.saturating_sub(on_disk.allocated(segment));
+    let robbed = segments.iter().map(lacks).sum();
+    compare(report, segments, &on_disk, robbed)
+}
+
+fn compare(
+    report: &SpaceReport,
+    segments: &[SegmentView],
+    on_disk: &Disk<'_>,
+    robbed: u64,
+) -> Result<usize, String> {
+    let (free, total) = on_disk.media.space();
+    let books = report.total.allocated - report.directories - report.reserved - robbed;
+    same("bytes on the disk", &books, &(total - free))?;
     let mut footers = 0;
     for segment in segments.iter().filter(|segment| segment.phase == Phase::Full) {
         // One whose footer cannot be read says nothing: it was sealed under a disk that lies.
@@ -129,10 +150,19 @@ impl<'a> Disk<'a> {
         Ok(Self { media, secret: superblock.secret.clone(), superblock, homes })
     }
 
+    fn path(&self, segment: &SegmentView) -> Option<(DirId, String)> {
+        let dir = *self.homes.get(&segment.shard)?;
+        Some((dir, format!("{}/{}", shard_name(segment.shard), segment_name(segment.segment))))
+    }
+
+    /// Bytes that its file has.
+    fn allocated(&self, segment: &SegmentView) -> u64 {
+        self.path(segment).and_then(|(dir, path)| self.media.allocated(dir, &path)).unwrap_or(0)
+    }
+
     /// Where the records of a sealed segment end, and the bytes of those of blocks, as its footer has it.
     fn footer(&self, segment: &SegmentView) -> Option<(u64, u64)> {
-        let dir = *self.homes.get(&segment.shard)?;
-        let path = format!("{}/{}", shard_name(segment.shard), segment_name(segment.segment));
+        let (dir, path) = self.path(segment)?;
         let bytes = self.media.contents(dir, &path)?;
         let place = Position {
             store: self.superblock.store,

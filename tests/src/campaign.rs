@@ -125,6 +125,26 @@ pub struct Work {
     /// Whether somebody looks at the ledger between polls while the store goes on by itself. Then each poll asks for one
     /// thing at most: what is asked for, answered and taken back within one poll would never be seen.
     pub watched: bool,
+    /// Between which bounds the budget is changed now and then, and what decides when.
+    pub budgets: Option<Budgets>,
+}
+
+/// Budgets that a workload gives a store while it is used.
+#[derive(Clone, Copy, Debug)]
+pub struct Budgets {
+    /// The least, in bytes.
+    pub least: u64,
+    /// The most.
+    pub most: u64,
+    /// Decides which and when.
+    pub seed: Seed,
+}
+
+impl Work {
+    /// So many operations, without deadlines, on a store whose budget stays as it is.
+    pub fn new(ops: usize, mix: Mix) -> Self {
+        Self { ops, mix, patience: None, watched: false, budgets: None }
+    }
 }
 
 /// How much later than its deadline an operation may be answered: what computing takes.
@@ -133,12 +153,12 @@ const LATE_MAX: Duration = Duration::from_millis(100);
 /// Puts, deletes, reads and checkpoints from a seed, several at once; what comes of them goes into the ledger. It may be
 /// dropped at any moment, as a crash does.
 pub async fn work(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: usize) {
-    work_on(store, ledger, rng, Work { ops, mix: Mix::Plain, patience: None, watched: false }).await;
+    work_on(store, ledger, rng, Work::new(ops, Mix::Plain)).await;
 }
 
 /// The same, of chained blocks, with compactions under puts and reads.
 pub async fn work_compacting(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, ops: usize) {
-    work_on(store, ledger, rng, Work { ops, mix: Mix::Compacting, patience: None, watched: false }).await;
+    work_on(store, ledger, rng, Work::new(ops, Mix::Compacting)).await;
 }
 
 /// The same with whatever the mix says.
@@ -146,6 +166,7 @@ pub async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, wor
     let Ok(namespace) = register(store) else { panic!("the small model is accepted") };
     let mut puts = VecDeque::new();
     let mut holds = Vec::new();
+    let mut budgets = work.budgets.map(|budgets| (budgets, budgets.seed.rng()));
     for _ in 0..work.ops {
         let deadline = work.patience.map(|patience| store.clock().now().plus(patience));
         let waits_for = |what| ledger.borrow_mut().waits_for = what;
@@ -179,6 +200,9 @@ pub async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, wor
                 assert_eq!(violation, None, "while the store was open");
             }
         }
+        if let Some((budgets, rng)) = &mut budgets {
+            change_budget(store, ledger, budgets, rng);
+        }
         if work.watched {
             pause().await;
         }
@@ -190,6 +214,18 @@ pub async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, wor
     }
     while !puts.is_empty() {
         settle(store, &mut puts, ledger).await;
+    }
+}
+
+/// Gives the store another budget, after one operation in four: the least that it may have as often as any other.
+fn change_budget(store: &Store, ledger: &RefCell<Ledger>, budgets: &Budgets, rng: &mut Rng) {
+    if rng.below(4) > 0 {
+        return;
+    }
+    let bytes = if rng.coin() { budgets.least } else { rng.between(budgets.least, budgets.most) };
+    match store.set_budget(bytes) {
+        Ok(()) => ledger.borrow_mut().budgets += 1,
+        Err(error) => ledger.borrow_mut().refusals.push(error.0),
     }
 }
 
@@ -691,7 +727,7 @@ fn audit_recovered(opened: &Opened, judge: Judge) -> Result<(), String> {
     // A disk that lies may hold anything beside what the store knows.
     if judge == Judge::Strict {
         audit::budget(&report)?;
-        audit::disk(&report, &opened.store.segments(), &opened.world.disk().media())?;
+        audit::disk_recovered(&report, &opened.store.segments(), &opened.world.disk().media())?;
     }
     Ok(())
 }
@@ -803,7 +839,7 @@ mod tests {
             else {
                 panic!("it does not open")
             };
-            let (mut rng, work) = (Seed(5).rng(), Work { ops: 60, mix, patience: None, watched: true });
+            let (mut rng, work) = (Seed(5).rng(), Work { watched: true, ..Work::new(60, mix) });
             let mut work = std::pin::pin!(work_on(&store, &ledger, &mut rng, work));
             let mut context = Context::from_waker(Waker::noop());
             let mut begun = 0;

@@ -156,7 +156,8 @@ fn uncounted(subject: &Subject<'_>, about: &Finding, outcome: &Outcome) -> Optio
     (found == 0 || listed > found).then(|| listed.saturating_sub(found))
 }
 
-/// The length of a file is durable with the first flush of it: before that, a crash may leave any.
+/// The length of a file is durable with the first flush of it: before that, a crash may leave any. A free one may have been
+/// removed and made anew since the checkpoint, and has its length before it has a header.
 fn about_length(file: &dyn DiskFile, subject: &Subject<'_>, ends: &Ends, report: &mut SegmentReport) {
     let (len, whole) = (file.len(), subject.keyring.segment_bytes);
     let was_flushed = match &report.outcome {
@@ -165,12 +166,11 @@ fn about_length(file: &dyn DiskFile, subject: &Subject<'_>, ends: &Ends, report:
         _ => false,
     };
     let recycled = ends.generation().is_some_and(|generation| generation > 1);
+    let in_use = subject.known.is_some_and(|known| known.state != SEGMENT_FREE);
     let label = match len.cmp(&whole) {
         std::cmp::Ordering::Equal => return,
         std::cmp::Ordering::Greater => findings::SEGMENT_TOO_LONG,
-        std::cmp::Ordering::Less if was_flushed || recycled || subject.known.is_some() => {
-            findings::SEGMENT_TRUNCATED
-        }
+        std::cmp::Ordering::Less if was_flushed || recycled || in_use => findings::SEGMENT_TRUNCATED,
         std::cmp::Ordering::Less => findings::SEGMENT_HALF_MADE,
     };
     report.findings.take(Finding::at(label, subject.place(None)).expected(whole).found(len));

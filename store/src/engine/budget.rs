@@ -13,7 +13,7 @@ use kvarts_layout::format::{PAGE_BYTES, page_align, superblock};
 use super::shared::{Birth, Shared};
 use crate::error::Reason;
 use crate::ledger::{ShardSpace, Space, SpaceReport};
-use crate::sync::atomic::AtomicU64;
+use crate::sync::atomic::{AtomicBool, AtomicU64};
 
 /// What two checkpoint files of one shard take besides their items.
 const CHECKPOINT_BYTES: u64 = 64 << 10;
@@ -41,6 +41,8 @@ pub(crate) struct Budget {
     /// Directories of the store.
     roots: AtomicU64,
     segment_bytes: u64,
+    /// Segments are being given back because the budget is lower than what the store was filled under.
+    shrinking: AtomicBool,
 }
 
 /// What the directories themselves may take: a page for each of the store's directories, two for each shard's, and
@@ -62,6 +64,7 @@ impl Budget {
             shards: u64::from(birth.shards),
             roots: AtomicU64::new(0),
             segment_bytes: birth.segment_bytes,
+            shrinking: AtomicBool::new(false),
         }
     }
 
@@ -117,11 +120,11 @@ impl Shared {
         self.budget.take(self.segment_bytes, self.checkpoint_room())
     }
 
-    /// Takes bytes for a checkpoint. A store whose budget was lowered takes them beyond it: what it gives back must be
-    /// called empty first, or it would look lost.
+    /// Takes bytes for a checkpoint. A store whose budget was lowered takes them beyond it, also where what it has fits
+    /// and only the checkpoint does not: what it gives back must be called empty first, or it would look lost.
     pub(crate) fn take_checkpoint_budget(&self, bytes: u64) -> Result<(), Reason> {
         let (allocated, limit) = self.space();
-        if allocated > limit {
+        if allocated > limit || self.budget.shrinking.load(Relaxed) {
             self.charge(bytes);
         } else {
             self.budget.take(bytes, 0)?;
@@ -182,6 +185,13 @@ impl Shared {
     /// Whether segments must be given back: too much is allocated, or too little is left for checkpoints.
     pub(crate) fn must_shrink(&self) -> bool {
         self.excess() > 0
+    }
+
+    /// Whether segments must be given back because the budget was lowered; remembered until none must be.
+    pub(crate) fn is_shrinking(&self) -> bool {
+        let shrinking = self.must_shrink();
+        self.budget.shrinking.store(shrinking, Relaxed);
+        shrinking
     }
 
     /// Bytes that must be given back.

@@ -201,6 +201,7 @@ impl Recovery<'_> {
         let (durable_generation, durable_upto) = ends.durable(&self.checkpoint);
         let target = Target {
             file: segment.file,
+            len: ends.len,
             scan,
             position: ends
                 .position

@@ -81,10 +81,10 @@ impl Log {
         if self.shrinking.replace(true) {
             return;
         }
-        while self.shared.must_shrink() && !stopping.get() && self.shared.latched().is_none() {
+        while self.shared.is_shrinking() && !stopping.get() && self.shared.latched().is_none() {
             self.changed.until(|| (!self.rolling.replace(true)).then_some(())).await;
             // Somebody else may have given enough back meanwhile.
-            let given = if self.shared.must_shrink() { self.give_back_one().await } else { Ok(()) };
+            let given = if self.shared.is_shrinking() { self.give_back_one().await } else { Ok(()) };
             self.rolling.set(false);
             self.changed.wake_all();
             if given.is_err() {
@@ -108,8 +108,8 @@ impl Log {
         };
         if !segment.may_be_missing() {
             self.empty_more().await;
-            // Without room for a checkpoint it goes all the same: no other way leads back to the budget. Should power be
-            // cut before the next one, a check says that a segment is missing, whose blocks nobody misses.
+            // Where a checkpoint has no room at all it goes all the same: no other way leads back to the budget. Should
+            // power be cut before the next one, a check says that a segment is missing, whose blocks nobody misses.
             self.say_free().await;
             if let Some(reason) = self.shared.latched() {
                 return Err(reason);
@@ -180,11 +180,12 @@ impl Log {
                 return Err(self.cannot_make(&error));
             }
         };
-        match self.reserve(file).await {
+        let generation = self.retired.borrow().get(&number).copied().unwrap_or(0);
+        match self.reserve(file, generation > 0).await {
             Ok(allocated) => {
                 // More than was asked for where the file system needs blocks of its own to map so many pieces.
                 self.shared.charge(allocated - bytes);
-                let generation = self.retired.borrow_mut().remove(&number).unwrap_or(0);
+                self.retired.borrow_mut().remove(&number);
                 let book = self.shared.index.records().ledger().open(self.shard, number);
                 book.set_allocated(allocated);
                 let segment = Rc::new(Segment::new((number, book), file, generation, SegmentState::Free));
@@ -204,9 +205,14 @@ impl Log {
         retired.unwrap_or_else(last)
     }
 
-    async fn reserve(&self, file: FileId) -> Result<u64, IoError> {
+    /// The length of a file whose number `came_again` is durable before anything is written to it: its header will be of
+    /// a later generation than the first, and a file that was shorter under such a header would look cut off.
+    async fn reserve(&self, file: FileId, came_again: bool) -> Result<u64, IoError> {
         let bytes = self.shared.segment_bytes;
         self.driver.meta(MetaOp::Allocate { file, offset: 0, len: bytes }).await?;
+        if came_again {
+            self.driver.flush(file).await?;
+        }
         if !kvarts_layout::planted!("directory-not-flushed") {
             self.driver.meta(MetaOp::SyncDir { name: self.home() }).await?;
         }

@@ -54,6 +54,8 @@ pub struct Ledger {
     pub acknowledged: u64,
     /// Leases that were given.
     pub leases: u64,
+    /// Budgets that were given.
+    pub budgets: u64,
     /// What the workload waits for: where it hangs, if it does.
     pub waits_for: &'static str,
     /// Operations of the workload that have begun.

@@ -6,7 +6,7 @@ use kvarts_store::engine::Store;
 
 use super::Row;
 use super::pool::{States, until};
-use super::scene::{config, has_past, mix, options_with_past as options, run_on, sound};
+use super::scene::{budgets, config, has_past, mix, options_with_past as options, run_on, sound};
 use crate::campaign::{Driven, Judge, Ledger, Work, drive, observe, verify, verify_once, work_on};
 use crate::sim::log::Mixer;
 use crate::sim::{Crash, Media, Seed, SimWorld};
@@ -41,8 +41,9 @@ fn fresh(states: &States, looked: &States, image: &Media, ledger: &Ledger) -> bo
 
 fn workload(seed: Seed, ops: usize, images: usize, states: &States) -> Result<(), String> {
     let past = if has_past(seed) { PAST } else { 0 };
-    let work = Work { ops: past + ops, mix: mix(seed), patience: None, watched: false };
-    let ran = run_on(seed, &options(seed), work, &[], past);
+    let options = options(seed);
+    let work = Work { budgets: budgets(seed, &options), ..Work::new(past + ops, mix(seed)) };
+    let ran = run_on(seed, &options, work, &[], past);
     sound(&ran)?;
     let looked = States::default();
     for (at, moment) in (0..).zip(&ran.moments) {
@@ -104,7 +105,7 @@ fn follow(
     let ledger = RefCell::new(next);
     let cut = opened.world.disk().operations().1 + rng.between(1, 60);
     let mut watch = || ledger.borrow_mut().allow_absent(&opened.store);
-    let work = Work { ops: 10, mix: mix(settings), patience: None, watched: false };
+    let work = Work { budgets: budgets(settings, &options), ..Work::new(10, mix(settings)) };
     let worked = observe(&opened.world, cut, &mut watch, work_on(&opened.store, &ledger, &mut rng, work));
     if let Driven::Hung(hang) = worked {
         return Err(format!("after recovery: {hang}"));

@@ -122,7 +122,7 @@ fn strike(tier: Tier, seed: Seed, plan: &Plan, states: &States) -> Result<(), St
         for n in (first..).step_by(step as usize) {
             let when = if trouble.persistent { When::From(n) } else { When::Nth(n) };
             let rule = Rule::new(trouble.which, when, trouble.effect);
-            let work = Work { ops: OPS, mix: mix(seed), patience: plan.patience, watched: false };
+            let work = Work { patience: plan.patience, ..Work::new(OPS, mix(seed)) };
             let ran = run_work(seed, work, &[rule], false);
             if ran.struck == 0 {
                 break;

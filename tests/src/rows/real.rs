@@ -101,7 +101,7 @@ fn poll_until_done<T>(future: impl Future<Output = T>, around: &mut dyn FnMut(bo
 
 fn work(seed: Seed) -> Work {
     let mix = [Mix::Plain, Mix::Compacting][seed.child("mix").rng().index(2)];
-    Work { ops: OPS, mix, patience: Some(Duration::from_secs(20)), watched: true }
+    Work { patience: Some(Duration::from_secs(20)), watched: true, ..Work::new(OPS, mix) }
 }
 
 /// A ledger that was in force: from some entry of the disk's log on, for certain from a later one on.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_store::io::DirId;
 
-use crate::campaign::{Driven, Ledger, Mix, Work, defects, observe, work_on};
+use crate::campaign::{Budgets, Driven, Ledger, Mix, Work, defects, observe, work_on};
 use crate::sim::{CrashState, DiskConfig, Effect, Hang, Rule, Seed, SimWorld, When, Which, WorldConfig};
 
 /// The world of a seed.
@@ -61,6 +61,16 @@ pub(super) fn options(seed: Seed) -> Options {
 /// looked at. Only then are segments sealed beside relaxed puts, emptied, written anew and removed.
 pub(super) fn has_past(seed: Seed) -> bool {
     seed.0 % 4 == 3
+}
+
+/// Between which budgets the store of a seed is moved while it is used, if it is, in every third: from the least that its
+/// shards can live with up to the one that it was opened with, or where that is the least, up to twice as much.
+pub(super) fn budgets(seed: Seed, options: &Options) -> Option<Budgets> {
+    let seed = seed.child("budgets");
+    let shards = u64::from(options.shards_per_directory) * u64::from(options.directories);
+    let least = (4 + 3 * shards) * options.segment_bytes;
+    let most = if options.budget_bytes > least { options.budget_bytes } else { 2 * least };
+    (seed.rng().below(3) == 0).then_some(Budgets { least, most, seed })
 }
 
 /// What the workload of a seed consists of.
@@ -119,7 +129,7 @@ pub(super) struct Ran {
 /// A workload on a new disk; every moment is kept if asked.
 #[cfg(test)]
 pub(super) fn run(seed: Seed, ops: usize, rules: &[Rule], keep: bool) -> Ran {
-    run_work(seed, Work { ops, mix: mix(seed), patience: None, watched: false }, rules, keep)
+    run_work(seed, Work::new(ops, mix(seed)), rules, keep)
 }
 
 /// The same with any workload.

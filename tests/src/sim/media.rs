@@ -752,6 +752,12 @@ impl Media {
         Some(bytes)
     }
 
+    /// Bytes that a file has on the device.
+    pub fn allocated(&self, dir: DirId, path: &str) -> Option<u64> {
+        let file = self.look_up(dir, path).and_then(|ino| self.file(ino));
+        file.map(|file| file.current.allocated()).ok()
+    }
+
     /// What a file's bytes are not there of, as a program is told: (offset, bytes).
     pub fn holes(&self, dir: DirId, path: &str) -> Vec<(u64, u64)> {
         let file = self.look_up(dir, path).and_then(|ino| self.file(ino));

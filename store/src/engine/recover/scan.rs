@@ -32,6 +32,8 @@ use crate::io::FileId;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Target {
     pub(super) file: FileId,
+    /// Bytes of the file: what follows is empty.
+    pub(super) len: u64,
     pub(super) scan: Scan,
     /// Of the segment header, if it is sound, else zero: every generation is then later.
     pub(super) position: Position,
@@ -87,7 +89,7 @@ struct Walk {
 pub(super) async fn scan(recovery: &mut Recovery<'_>, target: &Target) -> Result<Scanned, Reason> {
     let log = recovery.log;
     let end = log.shared.segment_bytes - PAGE_BYTES;
-    let mut pages = Pages::new(log, target.file, end);
+    let mut pages = Pages::new(log, target.file, end.min(target.len));
     let mut position = target.position;
     let mut walk = walk(recovery, &mut pages, &position, target, end).await?;
     if let Some(ahead) = walk.ahead {

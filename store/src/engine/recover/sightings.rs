@@ -19,6 +19,9 @@ use crate::error::Reason;
 /// Segments whose ends are read at once.
 const AT_ONCE: usize = 64;
 
+/// A page in which nothing was ever written.
+static EMPTY: [u8; PAGE] = [0; PAGE];
+
 /// The first and last page of a segment.
 #[derive(Clone, Debug)]
 pub(super) struct Ends {
@@ -34,6 +37,8 @@ pub(super) struct Ends {
     pub(super) trailer_position: Position,
     /// The highest generation that either end proves.
     proven: u64,
+    /// Bytes of the file.
+    pub(super) len: u64,
 }
 
 /// Reads the ends of all segments.
@@ -54,12 +59,22 @@ pub(super) async fn ends(recovery: &mut Recovery<'_>, files: &[SegmentFile]) -> 
             let ok = (first.await.is_ok(), last.await.is_ok());
             let bytes = pages.to_vec();
             let (first, last) = bytes.split_at(PAGE);
-            // What the device does not give is damaged: no byte of it proves anything.
-            let first = if ok.0 && file.len >= PAGE_BYTES { first } else { &[] };
-            let last = if ok.1 { last } else { &[] };
-            recovery.report.unreadable_pages += u64::from(!ok.0) + u64::from(!ok.1);
+            // What a file has not got, because it could not be given its length, is as empty as what was never written;
+            // what the device does not give is damaged: no byte of it proves anything.
+            let beyond = (file.len == 0, file.len <= log.shared.segment_bytes - PAGE_BYTES);
+            let first = match () {
+                () if beyond.0 => &EMPTY,
+                () if ok.0 && file.len >= PAGE_BYTES => first,
+                () => &[],
+            };
+            let last = match () {
+                () if beyond.1 => &EMPTY,
+                () if ok.1 => last,
+                () => &[],
+            };
+            recovery.report.unreadable_pages += u64::from(!ok.0 && !beyond.0) + u64::from(!ok.1 && !beyond.1);
             recovery.report.metadata_bytes += bytes.len() as u64;
-            all.push(Ends::of(log, file.number, first, last));
+            all.push(Ends { len: file.len, ..Ends::of(log, file.number, first, last) });
         }
     }
     Ok(all)
@@ -88,7 +103,16 @@ impl Ends {
             Ok(_) => TrailerSeen::Sealed,
             Err(unsound) => TrailerSeen::of_unsound(unsound),
         };
-        Self { position, header_seen, trailer_seen, header, trailer: decoded.ok(), trailer_position, proven }
+        Self {
+            position,
+            header_seen,
+            trailer_seen,
+            header,
+            trailer: decoded.ok(),
+            trailer_position,
+            proven,
+            len: 0,
+        }
     }
 
     /// The generation that the ends prove: the header's, else the trailer's.

@@ -31,7 +31,7 @@ impl Store {
 
     /// Lets every executor give segments back until the budget is kept.
     pub(super) fn shrink(&self) -> Result<(), Error> {
-        if self.0.shared.must_shrink() {
+        if self.0.shared.is_shrinking() {
             for sender in &self.0.router.executors {
                 send(sender, Message::Shrink)?;
             }

@@ -160,6 +160,20 @@ fn a_file_without_its_length_gets_it_and_is_free() {
 }
 
 #[test]
+fn a_file_that_cannot_have_its_length_is_as_empty_as_if_it_had() {
+    let mut place = filled();
+    place.budget = place.recovered().0.segments * SEGMENT_BYTES;
+    std::fs::File::create_new(place.segment(77)).unwrap();
+    let (report, _) = place.recovered();
+    assert_eq!(
+        (report.rows["never-used"], report.problems, report.unreadable_pages),
+        (1, 0, 0),
+        "{report:?}"
+    );
+    assert_eq!(std::fs::metadata(place.segment(77)).unwrap().len(), 0);
+}
+
+#[test]
 fn an_index_recovered_by_a_checkpoint_is_the_one_recovered_without() {
     let place = filled();
     let (_, plain) = place.recovered();
