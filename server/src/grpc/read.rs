@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{Digests, Order, ReadEnd, ReadRequest, ReadStream, Verify};
+use kvarts_store::api::{Digests, Order, Origins, ReadEnd, ReadRequest, ReadStream, Verify};
 use kvarts_store::error::Reason;
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Class;
@@ -130,6 +130,8 @@ struct Sending {
     said: Mutex<Said>,
     large: LargeReads,
     nowhere: Nowhere,
+    /// What its windows have met of each block.
+    origins: Arc<Origins>,
 }
 
 /// How many large reads there are; counts one if it is large itself.
@@ -169,7 +171,8 @@ pub(super) async fn run(call: Arc<Call>, download: Download, said: Said, to: Sen
     let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
     let large = LargeReads::enter(&call.node.large_reads, download.bytes());
     let said = Mutex::new(said);
-    let sending = Sending { call, download, to, said, large, nowhere: Nowhere::default() };
+    let origins = Origins::any(download.keys.len());
+    let sending = Sending { call, download, to, said, large, nowhere: Nowhere::default(), origins };
     let mut windows = Windows::new(sending, shape, order, layers, blocks, budget);
     let (ended, early) = match windows.run().await {
         Ok(()) => (Ok(()), None),
@@ -279,7 +282,8 @@ impl Sending {
         let memory = Fetched { buf, digests };
         let request = self.download.request(&self.call, window, &memory, &self.nowhere);
         let request = request.map_err(Stop::Fault)?;
-        let stream = self.call.node.store().read(request).map_err(|error| match error.0 {
+        let stream = self.call.node.read_part(request, &self.origins, window.blocks.start);
+        let stream = stream.map_err(|error| match error.0 {
             Reason::DeadlineInPast => Stop::Late,
             reason => reason.into(),
         })?;

@@ -280,7 +280,10 @@ mod tests {
             ..Default::default()
         });
         (prop::option::of(asked), any::<bool>(), places(), any::<u64>()).prop_map(
-            |(read, by_blocks, into, timeout_us)| proto::LocalRead { read, by_blocks, into, timeout_us },
+            |(read, by_blocks, into, timeout_us)| {
+                let (part, origins) = (by_blocks, vec![vec![1; 16].into(), bytes::Bytes::new()]);
+                proto::LocalRead { read, by_blocks, into, timeout_us, part, origins }
+            },
         )
     }
 

@@ -6,8 +6,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvarts_layout::BlockShape;
-use kvarts_store::api::{Digests, Order, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, Verify};
+use bytes::Bytes;
+use kvarts_layout::{BlockShape, OriginId};
+use kvarts_store::api::{
+    Digests, Order, Origins, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, Verify,
+};
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Class;
 use tonic::Code;
@@ -18,7 +21,7 @@ use super::memory::Memory;
 use super::outbox::Outbox;
 use super::places;
 use crate::grpc::call::Call;
-use crate::grpc::fault::Outcome;
+use crate::grpc::fault::{Fault, Outcome};
 use crate::grpc::read::{self, Download};
 use crate::grpc::{limits, window};
 use crate::proto;
@@ -43,6 +46,8 @@ pub(super) struct Reading {
     stream: ReadStream,
     outbox: Arc<Outbox>,
     id: u64,
+    /// Of a part of a read: what its end tells.
+    origins: Option<Arc<Origins>>,
     /// Goes after the last word about the read but one.
     _holder: Arc<dyn Any + Send + Sync>,
 }
@@ -68,11 +73,35 @@ pub(super) fn begin(
     } else {
         (into, Verify::Always)
     };
-    let stream = call.node.store().read(request(call, &asked, into.clone(), verify))?;
+    let origins = match wire.part {
+        true => Some(origins_of(&wire.origins, asked.keys.len())?),
+        false => None,
+    };
+    let request = request(call, &asked, into.clone(), verify);
+    let stream = match &origins {
+        Some(origins) => call.node.read_part(request, origins, 0)?,
+        None => call.node.store().read(request)?,
+    };
     // Nobody else sets it.
     let _ = late.set(LetGo { outbox: Arc::clone(outbox), id });
     let (call, outbox) = (Arc::clone(call), Arc::clone(outbox));
-    Ok(Reading { call, asked, into, stream, outbox, id, _holder: holder })
+    Ok(Reading { call, asked, into, stream, outbox, id, origins, _holder: holder })
+}
+
+/// What earlier parts of a read told of its blocks.
+fn origins_of(wire: &[Bytes], blocks: usize) -> Outcome<Arc<Origins>> {
+    if wire.is_empty() {
+        return Ok(Origins::any(blocks));
+    }
+    let one = |bytes: &Bytes| match bytes.len() {
+        0 => Ok(None),
+        _ => <[u8; 16]>::try_from(&bytes[..]).map(|id| Some(OriginId(id))),
+    };
+    let known = wire.iter().map(one).collect::<Result<Vec<_>, _>>();
+    match known.ok().filter(|known| known.len() == blocks) {
+        Some(known) => Ok(Origins::of(known)),
+        None => Err(Fault::malformed("origins: one of 16 bytes, or none, for each block".to_owned())),
+    }
 }
 
 fn request(call: &Call, asked: &Download, into: Placed, verify: Verify) -> ReadRequest {
@@ -135,7 +164,13 @@ impl Reading {
     async fn finish(self, end: ReadEnd) {
         self.call.end(Code::Ok);
         read::count(&self.call, self.asked.keys.len(), &end);
-        let wire = proto::LocalEnd { end: Some(read::wire_end(&end)), held_bytes: end.held_bytes };
+        let origin = |origin: Option<OriginId>| origin.map_or_else(Bytes::new, |id| id.0.to_vec().into());
+        let met = self.origins.iter().flat_map(|origins| origins.met());
+        let wire = proto::LocalEnd {
+            end: Some(read::wire_end(&end)),
+            held_bytes: end.held_bytes,
+            origins: met.map(origin).collect(),
+        };
         self.outbox.push(frame(Kind::End, self.id, &wire));
         let Self { call, asked, into, stream, _holder, .. } = self;
         // The client has its answer; its memory is let go before anything else is done.

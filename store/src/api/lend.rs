@@ -7,9 +7,11 @@
 use std::fmt;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
+use super::Origins;
 use crate::error::Reason;
 use crate::io::KeptFile;
 use crate::rt::mailbox::Reply;
@@ -49,18 +51,30 @@ pub struct LendRequest {
 pub struct Lent {
     files: Vec<LentFile>,
     layers: Vec<LentLayer>,
+    origins: Arc<Origins>,
     /// What each executor holds ends when its answer is given, or dropped.
     held: Vec<Reply<()>>,
 }
 
 impl Lent {
-    pub(crate) fn new(files: Vec<LentFile>, layers: Vec<LentLayer>, held: Vec<Reply<()>>) -> Self {
-        Self { files, layers, held }
+    pub(crate) fn new(
+        files: Vec<LentFile>,
+        layers: Vec<LentLayer>,
+        origins: Arc<Origins>,
+        held: Vec<Reply<()>>,
+    ) -> Self {
+        Self { files, layers, origins, held }
     }
 
     /// The segment files: each once.
     pub fn files(&self) -> &[LentFile] {
         &self.files
+    }
+
+    /// Which production of each block is lent: for whoever reads other parts of them in the ordinary way
+    /// ([`Store::read_part`](crate::engine::Store::read_part)).
+    pub fn origins(&self) -> &Arc<Origins> {
+        &self.origins
     }
 
     /// Whether it is held still: false once the store has closed. What was read while it was held is what was lent.

@@ -8,6 +8,7 @@ pub mod delete;
 pub mod digests;
 pub mod lend;
 pub mod lookup;
+pub mod origins;
 pub mod placement;
 pub mod presence;
 pub mod put;
@@ -23,6 +24,7 @@ pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, Tt
 pub use digests::Digests;
 pub use lend::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Stretch};
 pub use lookup::{LeaseId, LeaseTerms, MatchReply, MatchRequest};
+pub use origins::Origins;
 pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};
 pub use put::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};

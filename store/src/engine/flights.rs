@@ -145,6 +145,10 @@ impl Flight {
             let source = self.leader.request.into.chunk(part, theirs.run.start + index, len);
             let copy = job.request.into.chunk(part, mine.run.start + index, len);
             let (Some(source), Some(copy)) = (source, copy) else { return false };
+            // Read by itself, it will be told that what it began with has left.
+            if !job.admits(mine.run.start + index, header.origin(block)) {
+                return false;
+            }
             copy.copy_from(0, &source, 0, source.len());
             let found = copy.digest(0, copy.len(), crc32fast::hash);
             if header.digest(block, part) != Some(found) {

@@ -6,8 +6,8 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
-use kvarts_layout::BlockKey;
 use kvarts_layout::format::body::{Blocks, layout_code};
+use kvarts_layout::{BlockKey, OriginId};
 
 use super::runs::RunClass;
 use super::unpack::Stored;
@@ -51,6 +51,11 @@ impl Header {
             && self.blocks.group == class.group.0
             && self.blocks.coordinate == class.coordinate.to_u64()
             && self.blocks.blocks.get(block as usize).is_some_and(|name| name.key == key.0)
+    }
+
+    /// Which production of its bytes a block of the record is.
+    pub(crate) fn origin(&self, block: u32) -> Option<OriginId> {
+        self.blocks.blocks.get(block as usize).map(|name| OriginId(name.origin))
     }
 
     /// The digest of a chunk of a block.

@@ -23,7 +23,7 @@ use super::read::{
 };
 use super::shared::Shared;
 use super::slice::{Hold, header_key, open_header};
-use crate::api::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Order, Stretch};
+use crate::api::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Order, Origins, Stretch};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
 use crate::io::{Buf, ExtentDone, ReadBatch};
@@ -42,6 +42,7 @@ pub(crate) struct LendJob {
     plan: ReadPlan,
     /// Chunks of a block.
     parts: u32,
+    origins: Arc<Origins>,
 }
 
 /// One shard's share: indices of `wanted`.
@@ -148,8 +149,9 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
         .map_err(|error| Reason::Shape(error.to_string()))?;
     let plan = make_plan((Order::Layers, &Arc::new(places)), layers, &wanted)?;
     let by_shard = read::by_shard(&wanted);
-    let (shared, parts) = (Arc::clone(shared), shape.chunk_count());
-    let job = Arc::new(LendJob { shared, request, prints, wanted, plan, parts });
+    let (shared, parts, origins) =
+        (Arc::clone(shared), shape.chunk_count(), Origins::any(request.keys.len()));
+    let job = Arc::new(LendJob { shared, request, prints, wanted, plan, parts, origins });
     let (mut parts, mut answers) = (Vec::new(), Vec::new());
     for (shard, records) in by_shard {
         let (reply, answer) = ticket();
@@ -309,6 +311,8 @@ impl LendJob {
             if !key.is_some_and(|key| header.is_block(block, key, &wanted.class)) {
                 return Err(self.gone(ordinal));
             }
+            // Each block is asked for once: this is the first production of it that is met.
+            let _ = header.origin(block).map(|origin| self.origins.admit(ordinal as usize, origin));
             for part in 0..self.parts {
                 let digest = header.digest(block, part);
                 digests.push(digest.ok_or(Reason::Bug("a chunk without a digest"))?);
@@ -337,7 +341,7 @@ impl LendJob {
         let layers = (0..self.plan.steps()).map(|number| self.lay_out(number, &runs, &mut step));
         let layers = layers.collect::<Result<_, NotLent>>()?;
         count_use(&self.shared, self.request.class, &self.prints);
-        Ok(Lent::new(files.files, layers, held))
+        Ok(Lent::new(files.files, layers, Arc::clone(&self.origins), held))
     }
 
     /// The stretches and chunks of one layer.

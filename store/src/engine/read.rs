@@ -19,13 +19,15 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::plan::{
     Order as PlanOrder, Pick, Placement, ReadOptions, ReadPlan, RecordRead, WritePlan,
 };
-use kvarts_layout::{BlockKey, BlockShape, Layout};
+use kvarts_layout::{BlockKey, BlockShape, Layout, OriginId};
 
 use super::arrivals::Arrival;
 use super::put::record_range;
 use super::runs::RunClass;
 use super::shared::Shared;
-use crate::api::{MAX_REQUEST_BLOCKS, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, SMALL_READ_BYTES};
+use crate::api::{
+    MAX_REQUEST_BLOCKS, Order, Origins, ReadEnd, ReadEvent, ReadRequest, ReadSink, SMALL_READ_BYTES,
+};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location, Lookup};
 use crate::rt::{Class, Nanos};
@@ -75,6 +77,8 @@ pub(crate) struct ReadJob {
     parts_left: AtomicU32,
     state: Mutex<ReadState>,
     sink: ReadSink,
+    /// Which production of each block is wanted, and where this read's blocks begin there.
+    origins: Option<(Arc<Origins>, u32)>,
 }
 
 struct ReadState {
@@ -123,6 +127,7 @@ impl ReadPart {
 pub(crate) fn begin(
     shared: &Arc<Shared>,
     mut request: ReadRequest,
+    origins: Option<(Arc<Origins>, u32)>,
     sink: ReadSink,
 ) -> Result<Vec<(u32, ReadPart)>, Reason> {
     let blocks = u32::try_from(request.keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
@@ -163,6 +168,7 @@ pub(crate) fn begin(
         parts_left: AtomicU32::new(by_shard.len() as u32),
         state: Mutex::new(ReadState { failures, next_step: 0, ended: false, held_bytes: 0, holding: 0 }),
         sink,
+        origins,
     });
     let part =
         |(shard, records)| (shard, ReadPart { job: Arc::clone(&job), records, arrival: arrival.clone() });
@@ -382,6 +388,12 @@ impl ReadJob {
         if let Some(key) = self.request.keys.get(ordinal as usize) {
             self.fail(ordinal, &Reason::NotHere(*key));
         }
+    }
+
+    /// Whether this is the production of the block that is wanted, or the first that is met.
+    pub(crate) fn admits(&self, ordinal: u32, origin: Option<OriginId>) -> bool {
+        let Some((origins, first)) = &self.origins else { return true };
+        origin.is_some_and(|origin| origins.admit((*first as usize).saturating_add(ordinal as usize), origin))
     }
 
     /// Ends the usefulness of a block for what was found where it was looked up; false if it is not there any more,

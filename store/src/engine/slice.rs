@@ -688,9 +688,11 @@ impl<'a> Run<'a> {
         }
         for ordinal in wanted.run.clone() {
             let Some(key) = self.job.request.keys.get(ordinal as usize) else { continue };
-            if !header.is_block(wanted.block_of(ordinal), key, &wanted.class)
-                && !kvarts_layout::planted!("key-not-compared")
-            {
+            let block = wanted.block_of(ordinal);
+            if !header.is_block(block, key, &wanted.class) && !kvarts_layout::planted!("key-not-compared") {
+                self.job.fail_as_gone(ordinal);
+            } else if !self.job.admits(ordinal, header.origin(block)) {
+                // What this read is a part of has begun with another production, which has left.
                 self.job.fail_as_gone(ordinal);
             }
         }

@@ -3,6 +3,7 @@
 mod holding;
 mod lending;
 mod measure;
+mod reading;
 mod space;
 
 use std::collections::BTreeSet;
@@ -20,14 +21,13 @@ use super::executor::{self, Message, Router};
 use super::expiry;
 use super::presence;
 use super::put::{self, layers};
-use super::read;
 use super::recover::RecoveryReport;
 use super::shared::{Counts, Shared};
 use super::{EvictionPolicy, Limits, lookup};
 use crate::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
     PutReply, PutRequest, PutStream, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
-    Subscription, Target, TtlReply, TtlRequest, read_channel,
+    Subscription, Target, TtlReply, TtlRequest,
 };
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
@@ -507,15 +507,6 @@ impl KvStore for Store {
     }
 
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
-        let (sink, stream) = read_channel();
-        for (shard, part) in read::begin(&self.0.shared, request, sink)? {
-            let Some(sender) = self.0.router.to(shard) else { continue };
-            if let Err(error) = sender.try_send(Message::Read(shard, part))
-                && let Message::Read(_, part) = error.into_inner()
-            {
-                part.refuse(&Reason::Busy(FULL));
-            }
-        }
-        Ok(stream)
+        self.begin_read(request, None)
     }
 }

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_layout::{BlockShape, OriginId};
 use kvarts_store::api::{
-    BlockOutcome, Order, Parent, Placed, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadSink,
-    ReadStream, read_channel,
+    BlockOutcome, Order, Origins, Parent, Placed, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest,
+    ReadSink, ReadStream, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Buf;
@@ -38,6 +38,8 @@ struct Copying {
     placed: Mutex<Option<Placed>>,
     /// In block order: blocks that were announced.
     ready: Mutex<Vec<u32>>,
+    /// What its windows have met of each block.
+    origins: Arc<Origins>,
 }
 
 /// Reads in windows until the end.
@@ -50,7 +52,8 @@ pub(super) async fn read(
     let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
     let (order, blocks) = (request.order, request.keys.len() as u32);
     let (placed, ready) = Default::default();
-    let copying = Copying { inner, link, request, shape: shape.clone(), sink, placed, ready };
+    let origins = Origins::any(request.keys.len());
+    let copying = Copying { inner, link, request, shape: shape.clone(), sink, placed, ready, origins };
     let mut windows = Windows::new(copying, shape, order, layers, blocks, WINDOW_BYTES);
     let ended = windows.run().await;
     let end = match ended {
@@ -112,7 +115,8 @@ impl Through for Copying {
         let places = self.inner.places(&request.into, &self.shape, &window.layers);
         let places = places.ok_or(Reason::Bug("a window that is not shared"))?;
         let timeout = self.inner.timeout_us(request.deadline);
-        link.read((request, self.shape.clone()), places, timeout, sink)?;
+        let part = Some((Arc::clone(&self.origins), window.blocks.start));
+        link.read((request, self.shape.clone(), part), places, timeout, sink)?;
         Ok((memory, stream.brought_by(link.bring())))
     }
 

@@ -22,7 +22,7 @@ use kvarts_store::rt::mailbox::Reply;
 use prost::Message;
 use rustix::net::RecvFlags;
 
-use super::reading::Reading;
+use super::reading::{Part, Reading, met};
 use super::wire::{self, Calls, GONE, Inbox};
 use crate::client::upload;
 use crate::local::Mode;
@@ -295,7 +295,7 @@ impl Link {
     /// Begins to read into shared memory. Somebody has to fetch what arrives: see [`Link::bring`].
     pub(super) fn read(
         &self,
-        (request, shape): (ReadRequest, BlockShape),
+        (request, shape, part): (ReadRequest, BlockShape, Option<Part>),
         (places, verifies): (proto::LocalPlaces, bool),
         timeout_us: u64,
         sink: ReadSink,
@@ -305,9 +305,11 @@ impl Link {
             by_blocks: request.order == Order::Blocks,
             into: Some(places),
             timeout_us,
+            part: part.is_some(),
+            origins: part.as_ref().map_or_else(Vec::new, |part| met(part, request.keys.len())),
         };
         let id = self.id();
-        let reading = Reading::new(request, shape, sink, verifies);
+        let reading = Reading::new((request, shape, part), sink, verifies);
         self.begin(id, Pending::Read(Box::new(reading)))?;
         self.shared.send(&frame(Kind::Read, id, &message), None)
     }

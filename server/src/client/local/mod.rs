@@ -386,7 +386,7 @@ impl KvStore for LocalPath {
         let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
         if let Some(places) = self.inner.places(&request.into, &shape, &layers) {
             let timeout = self.inner.timeout_us(request.deadline);
-            link.read((request, shape), places, timeout, sink)?;
+            link.read((request, shape, None), places, timeout, sink)?;
             return Ok(stream.brought_by(link.bring()));
         }
         if !copied::fits(&shape) {

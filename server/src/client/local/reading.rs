@@ -3,14 +3,26 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
-use kvarts_layout::BlockShape;
-use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
+use bytes::Bytes;
+use kvarts_layout::{BlockShape, OriginId};
+use kvarts_store::api::{Order, Origins, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use kvarts_store::error::Reason;
 
 use crate::grpc::fault;
 use crate::local::parts;
 use crate::proto;
+
+/// What reads share that together are one, and where the blocks of this one begin there.
+pub(super) type Part = (Arc<Origins>, u32);
+
+/// What parts before this one have met of its blocks, as the server is told.
+pub(super) fn met((origins, first): &Part, blocks: usize) -> Vec<Bytes> {
+    let all = origins.met();
+    let some = all.get(*first as usize..).unwrap_or_default().iter().take(blocks);
+    some.map(|id| id.map_or_else(Bytes::new, |id| id.0.to_vec().into())).collect()
+}
 
 /// A read under way. It keeps the memory from being used again until the server has let go of it.
 pub(super) struct Reading {
@@ -27,16 +39,23 @@ pub(super) struct Reading {
     ready: Vec<u32>,
     /// Blocks whose bytes here are not what was put.
     damaged: BTreeMap<u32, Reason>,
+    /// What it shares with the other reads that it is one of.
+    part: Option<Part>,
     /// An end was announced; whether the device had let go by then.
     ended: Option<bool>,
 }
 
 impl Reading {
-    pub(super) fn new(request: ReadRequest, shape: BlockShape, sink: ReadSink, verifies: bool) -> Self {
+    pub(super) fn new(
+        (request, shape, part): (ReadRequest, BlockShape, Option<Part>),
+        sink: ReadSink,
+        verifies: bool,
+    ) -> Self {
         let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
         let good = request.keys.len() as u32;
         let (ready, damaged) = Default::default();
-        Self { request, shape, sink, layers, verifies, good, layers_done: 0, ready, damaged, ended: None }
+        let (layers_done, ended) = (0, None);
+        Self { request, shape, sink, layers, verifies, good, layers_done, ready, damaged, part, ended }
     }
 
     /// Whether nobody waits for it any more.
@@ -113,6 +132,12 @@ impl Reading {
     /// The server's end of it.
     pub(super) fn end(&mut self, wire: &proto::LocalEnd) {
         let end = wire.end.clone().unwrap_or_default();
+        if let Some((origins, first)) = &self.part {
+            for (block, id) in (*first as usize..).zip(&wire.origins) {
+                // The server compares; what it met first is what the next part asks for.
+                let _ = <[u8; 16]>::try_from(&id[..]).map(|id| origins.admit(block, OriginId(id)));
+            }
+        }
         let failure = |failure: &proto::read_end::Failure| {
             let unsaid = Reason::Bug("a failure without a reason");
             (failure.block, failure.error.as_ref().map_or(unsaid, fault::reason))

@@ -295,7 +295,7 @@ fn sent(world: &World, numbers: std::ops::Range<u64>, verify: Verify) -> (ReadSt
         deadline: None,
     };
     let (sink, stream) = read_channel();
-    let mut parts = read::begin(&world.shared, request, sink).unwrap();
+    let mut parts = read::begin(&world.shared, request, None, sink).unwrap();
     (stream, parts.pop().expect("all of it is in one shard").1)
 }
 
