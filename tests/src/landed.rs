@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
-use kvarts_gpudirect::device::{Batch, Device, Direction, Event, Memory, Method, Piece, Stream};
+use kvarts_gpudirect::device::{Batch, Device, Direction, Event, Memory, Method, Piece, Stream, drain};
 use kvarts_gpudirect::error::{DeviceError, LandError};
 use kvarts_gpudirect::gather::Curve;
 use kvarts_gpudirect::pace::RealPace;
@@ -259,6 +259,19 @@ pub fn read_by_the_engine(pool: &Pool, device: &Emulated, engine: &Stream) -> Ev
         device.read_for(engine, memory, (0, memory.len()), Duration::ZERO).unwrap();
     }
     device.record(engine).unwrap()
+}
+
+/// Copies of its own, one behind the other: time in which a copy of others that does not wait is done.
+pub fn busy_link(device: &Emulated) {
+    let (own, host) = ([device.allocate(8).unwrap()], fixture::memory(8, 0));
+    let stream = device.stream().unwrap();
+    let pieces = [Piece { memory: 0, at: 0, host: 0, len: 8 }];
+    let (direction, method) = (Direction::ToDevice, Method::Each);
+    for _ in 0..20 {
+        let batch = Batch { direction, method, host: &host, memories: &own, pieces: &pieces };
+        device.copy(&stream, &batch).unwrap();
+        drain(device, &stream).unwrap();
+    }
 }
 
 /// Lets end what is stuck when the test does, also where that fails: its thread would never end.

@@ -16,7 +16,7 @@ use kvarts_store::error::{Kind, Reason};
 use kvarts_store::rt::Class;
 use kvarts_tests::fixture::{self, ODD, PAGES, all_heads};
 
-use kvarts_tests::landed::{BLOCKS, COLUMNS, Freed, Pool, Site, read_by_the_engine, run, strict};
+use kvarts_tests::landed::{BLOCKS, COLUMNS, Freed, Pool, Site, busy_link, read_by_the_engine, run, strict};
 
 #[test]
 fn every_layer_lands_in_its_slots_before_it_is_used_and_nothing_is_left_behind() {
@@ -190,6 +190,7 @@ fn slots_that_the_engine_still_reads_are_written_behind_it_and_who_does_not_wait
         let mut stream = pipeline.land(LandRequest { after, ..site.request(&pool) }).unwrap();
         if waits {
             assert!(matches!(stream.next_layer(&compute), Next::Layer(layer) if layer.layer == 0));
+            busy_link(&device);
             assert_eq!((device.hazards(), stream.landed()), (0, 0));
             device.unstick();
         }

@@ -17,7 +17,9 @@ use kvarts_store::error::{Kind, Reason};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture::{self, PAGES, all_heads};
-use kvarts_tests::landed::{BLOCKS, COLUMNS, Freed, Pool, Site, read_by_the_engine, run, strict, until};
+use kvarts_tests::landed::{
+    BLOCKS, COLUMNS, Freed, Pool, Site, busy_link, read_by_the_engine, run, strict, until,
+};
 
 /// A pipeline that reads files straight into a device, whose arena there has so many bytes.
 fn straight(site: &Site, device: &Emulated, bytes: u64) -> (Pipeline, DeviceArena) {
@@ -429,6 +431,7 @@ fn slots_that_the_engine_still_reads_are_written_behind_it_and_who_does_not_wait
         let mut stream = pipeline.land(LandRequest { after, ..site.request(&pool) }).unwrap();
         if waits {
             assert!(matches!(stream.next_layer(&compute), Next::Layer(layer) if layer.layer == 0));
+            busy_link(&device);
             assert_eq!((device.hazards(), stream.landed()), (0, 0));
             device.unstick();
         }
