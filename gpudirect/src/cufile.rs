@@ -2,7 +2,8 @@
 //!
 //! What is read this way the device must verify, so it needs more than cuFile: a compiler for the kernel that digests.
 //! What is decided here is told to the operator and exported, so that nobody finds out at the first read that a module is
-//! missing. **No machine with a GPU has run it yet.**
+//! missing; and where memory is made ready for it the device is asked to digest a page, before it is said that it can.
+//! **No machine with a GPU has run it yet.**
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,6 +12,9 @@ use std::sync::Arc;
 use crate::device::{Device, cuda};
 use crate::device_arena::DeviceArena;
 use crate::error::DeviceError;
+
+/// What a device is asked to digest before it is relied on to: less than any arena has.
+const PAGE: u64 = 4096;
 
 /// A way for bytes to reach the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -103,12 +107,14 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
         Found { module: false, .. } => (Mode::Compatibility, "the nvidia-fs module is not loaded".to_owned()),
         _ => (Mode::Direct, "nvidia-fs and libcufile are here".to_owned()),
     };
-    let unverified = "libnvrtc cannot be loaded, so the device cannot digest what it reads";
+    let missing = "libnvrtc cannot be loaded";
     let decided = |mode, reason| Ok(Decision { mode, offered, reason });
     match wish {
         Wish::Auto => match (offered, found.compiler) {
-            (Mode::Direct, true) => decided(Mode::Direct, format!("{why}, and layers are verified on the device")),
-            (Mode::Direct, false) => decided(Mode::Staging, unverified.to_owned()),
+            (Mode::Direct, true) => {
+                decided(Mode::Direct, format!("{why}, with libnvrtc for verifying layers on the device"))
+            }
+            (Mode::Direct, false) => decided(Mode::Staging, cannot_digest(missing)),
             (Mode::Compatibility, _) => {
                 decided(Mode::Staging, format!("{why}, and cuFile would only copy as the arena does"))
             }
@@ -116,8 +122,7 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
         },
         Wish::Only(Mode::Staging) => decided(Mode::Staging, "asked for".to_owned()),
         Wish::Only(mode) if mode == offered => {
-            let but = format!("asked for; {unverified}: requests that verify every chunk come through the arena");
-            decided(mode, if found.compiler { "asked for".to_owned() } else { but })
+            decided(mode, if found.compiler { "asked for".to_owned() } else { unverified(missing) })
         }
         Wish::Only(Mode::Compatibility) if offered == Mode::Direct => Err(
             "compatibility reads cannot be used: nvidia-fs is loaded, so cuFile reads directly: use direct, or have cuFile \
@@ -130,8 +135,20 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
     }
 }
 
+/// Why a device is of no use for verifying what it reads.
+fn cannot_digest(why: &str) -> String {
+    format!("{why}, so the device cannot digest what it reads")
+}
+
+/// The same of a way that was asked for by name.
+fn unverified(why: &str) -> String {
+    format!("asked for; {}: requests that verify every chunk come through the arena", cannot_digest(why))
+}
+
 /// Makes ready what was decided: memory of a device that files are read into, or nothing where they come through the
-/// host's arena. Where that fails it is an error only if the way was asked for by name; else it is decided anew.
+/// host's arena. Where that fails it is an error only if the way was asked for by name; else it is decided anew. The
+/// device is asked to digest a page of it: one that cannot is used only if it was asked for by name, and the reason says
+/// what that means.
 pub fn prepare(
     decision: Decision,
     wish: Wish,
@@ -142,7 +159,17 @@ pub fn prepare(
         return Ok((decision, None));
     }
     match DeviceArena::new(device, bytes) {
-        Ok(arena) => Ok((decision, Some(arena))),
+        Ok(arena) => Ok(match (device.digests(arena.memory().memory(), &[(0, PAGE)]), wish) {
+            (Ok(_), _) => (decision, Some(arena)),
+            (Err(error), Wish::Auto) => {
+                let reason = cannot_digest(&error.to_string());
+                (Decision { mode: Mode::Staging, reason, ..decision }, None)
+            }
+            (Err(error), Wish::Only(_)) => {
+                let reason = unverified(&error.to_string());
+                (Decision { reason, ..decision }, Some(arena))
+            }
+        }),
         Err(error) if wish == Wish::Auto => {
             let reason = format!("{} reads could not be made ready: {error}", decision.mode.name());
             Ok((Decision { mode: Mode::Staging, reason, ..decision }, None))
@@ -206,6 +233,19 @@ mod tests {
         assert!(ready(&mute, Wish::Only(Mode::Staging)).unwrap().1.is_none());
         let (decision, arena) = ready(&able, Wish::Auto).unwrap();
         assert!(arena.is_some() && decision.mode == Mode::Direct);
+    }
+
+    #[test]
+    fn a_device_that_cannot_digest_is_found_out_before_it_is_relied_on() {
+        let faults = Faults { no_digests: true, ..Faults::default() };
+        let device: Arc<dyn Device> = Arc::new(Emulated::with(Model::default(), faults, RealPace::new()));
+        let ready = |wish| prepare(decide(&found(15), wish).unwrap(), wish, &device, 1).unwrap();
+        let (decision, arena) = ready(Wish::Auto);
+        assert!(arena.is_none() && decision.mode == Mode::Staging && decision.offered == Mode::Direct);
+        assert!(decision.reason.contains("has no kernel"), "{decision}");
+        let (decision, arena) = ready(Wish::Only(Mode::Direct));
+        assert!(arena.is_some() && decision.mode == Mode::Direct);
+        assert!(decision.reason.contains("come through the arena"), "{decision}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What can go wrong on the way to a device, as types that say what to do.
 
 use std::fmt;
+use std::time::Duration;
 
 use kvarts_store::error::{Kind, Reason};
 
@@ -45,6 +46,19 @@ pub enum DeviceError {
     },
     /// Something made by another device, or not supported by this one.
     Foreign(&'static str),
+}
+
+impl DeviceError {
+    /// A copy that is not done after so long.
+    pub(crate) fn stuck(patience: Duration) -> Self {
+        Self::Stuck { millis: u64::try_from(patience.as_millis()).unwrap_or(u64::MAX) }
+    }
+
+    /// Whether work whose event ended in this is over, so that it touches nothing any more. Any other error is one of
+    /// asking: the work may go on.
+    pub fn is_an_end(&self) -> bool {
+        matches!(self, Self::Lost(_) | Self::Partial { .. })
+    }
 }
 
 impl fmt::Display for DeviceError {

@@ -3,15 +3,23 @@
 //! A copy that does not end within the patience is called stuck: whoever waits is told, and nobody waits any longer.
 //! What the copy uses (host memory, the stream, the destination) stays with the follower's thread, which ends when the
 //! device has finished after all, or is declared lost: a device that may still write to memory never loses it.
+//!
+//! A device that is asked and does not say is not done: while an engine captures a graph a driver may refuse every
+//! question. Only an error that is an end ([`DeviceError::is_an_end`]) is taken for one; else it is asked again.
 
 use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::device::{Device, Event};
 use crate::error::DeviceError;
-use crate::pace::Worker;
+use crate::pace::{Pace, RealPace, Worker};
+
+/// How long a device that does not say is left alone before it is asked again: within the patience, and behind it.
+const ASK_AGAIN: Duration = Duration::from_millis(1);
+const ASK_LATE: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
@@ -36,11 +44,30 @@ impl Shared {
     }
 }
 
+/// Says that all is over, also where that is because something panicked.
+struct Over(Arc<Shared>);
+
+impl Drop for Over {
+    fn drop(&mut self) {
+        self.0.set(Phase::Over);
+    }
+}
+
 /// The near end of a thread that follows a device.
 #[derive(Debug)]
 pub(crate) struct Follower {
     shared: Arc<Shared>,
     worker: Worker,
+    /// Nobody waits for the thread any more.
+    let_go: bool,
+}
+
+/// An event that is followed.
+#[derive(Clone, Debug)]
+pub(crate) struct Asked {
+    pub(crate) event: Event,
+    /// Whether a layer ends with it: of any other it is only told if the device cannot be followed past it.
+    pub(crate) ends_layer: bool,
 }
 
 /// Whose events are waited for, and how long for each.
@@ -51,36 +78,63 @@ pub(crate) struct Followed {
 }
 
 impl Follower {
-    /// Follows the events that the answer's other half is sent, in that order. `tell` hears of each how it ended, up
-    /// to the first that failed; `keeps` is held until the last is done.
+    /// Follows the events that the answer's other half is sent, in that order. `tell` hears of each layer how it ended, up
+    /// to the first failure; `keeps` is held until the last event is done.
     pub(crate) fn start(
         name: &str,
         followed: Followed,
         keeps: Box<dyn Any + Send>,
-        tell: impl FnMut(Result<(), DeviceError>) + Send + 'static,
-    ) -> Result<(Self, Sender<Event>), String> {
+        mut tell: impl FnMut(Result<(), DeviceError>) + Send + 'static,
+    ) -> Result<(Self, Sender<Asked>), String> {
         let shared = Arc::new(Shared { phase: Mutex::new(Phase::Following), changed: Condvar::new() });
         let (events, inbox) = channel();
         let theirs = Arc::clone(&shared);
         let worker = Worker::start(name, move || {
-            follow(&followed, &inbox, &theirs, tell);
-            // Its destructors may give memory back: nobody is told that all is over before they have.
-            drop(keeps);
+            // The first, so the last to go: destructors may give memory back, and nobody is told before they have.
+            let over = Over(theirs);
+            let followed_all = || follow(&followed, &inbox, &over.0, &mut tell);
+            match catch_unwind(AssertUnwindSafe(followed_all)) {
+                Ok(()) => drop(keeps),
+                Err(_) => {
+                    // Nobody follows any more, so nobody can say when what is kept is used no longer.
+                    keep_for_good(keeps);
+                    let why = "the thread that follows the device panicked".to_owned();
+                    let told = || tell(Err(DeviceError::Call { call: "follow", why }));
+                    // If it was `tell` that panicked, whoever waits is woken by what it says before it does so again.
+                    let _ = catch_unwind(AssertUnwindSafe(told));
+                }
+            }
             drop((inbox, followed));
-            theirs.set(Phase::Over);
         })?;
-        Ok((Self { shared, worker }, events))
+        Ok((Self { shared, worker, let_go: false }, events))
     }
 
     /// Waits until every event is done, or one is stuck. The sender must be gone.
     pub(crate) fn leave(&mut self) {
-        let mut phase = self.shared.phase.lock().unwrap_or_else(PoisonError::into_inner);
-        while *phase == Phase::Following {
-            phase = self.shared.changed.wait(phase).unwrap_or_else(PoisonError::into_inner);
+        while !self.leave_within(Duration::MAX) {}
+    }
+
+    /// The same, but no longer than so: false if it is not over then.
+    pub(crate) fn leave_within(&mut self, most: Duration) -> bool {
+        if self.let_go {
+            return true;
         }
-        let stuck = *phase == Phase::Stuck;
-        drop(phase);
-        if stuck { self.worker.let_go() } else { self.worker.join() }
+        let following = |phase: &mut Phase| *phase == Phase::Following;
+        let phase = self.shared.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.shared.changed.wait_timeout_while(phase, most, following);
+        let phase = *waited.unwrap_or_else(PoisonError::into_inner).0;
+        match phase {
+            Phase::Following => return false,
+            Phase::Stuck => self.let_go(),
+            Phase::Over => self.worker.join(),
+        }
+        true
+    }
+
+    /// Leaves the thread to itself, with what it keeps: it ends when every event is done.
+    pub(crate) fn let_go(&mut self) {
+        self.let_go = true;
+        self.worker.let_go();
     }
 }
 
@@ -97,35 +151,107 @@ pub(crate) fn keep_for_good<T: Send + 'static>(what: T) {
 
 fn follow(
     followed: &Followed,
-    inbox: &Receiver<Event>,
+    inbox: &Receiver<Asked>,
     shared: &Shared,
-    mut tell: impl FnMut(Result<(), DeviceError>),
+    tell: &mut impl FnMut(Result<(), DeviceError>),
 ) {
-    let Followed { device, patience } = followed;
-    while let Ok(event) = inbox.recv() {
-        let ended = match device.synchronize_within(&event, *patience) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(DeviceError::Stuck { millis: patience.as_millis() as u64 }),
-            Err(error) => Err(error),
-        };
-        let stuck = matches!(ended, Err(DeviceError::Stuck { .. }));
-        let failed = ended.is_err();
-        tell(ended);
-        if stuck {
-            shared.set(Phase::Stuck);
-            // An error is as good as an end: nothing is written any more.
-            let _ = device.synchronize(&event);
-        }
-        if failed {
-            // Nothing behind a hole is usable, but until it is done the device may use what it was given.
-            for event in inbox {
-                let late = device.synchronize_within(&event, *patience);
-                if late == Ok(false) {
-                    shared.set(Phase::Stuck);
-                    let _ = device.synchronize(&event);
-                }
+    while let Ok(Asked { event, ends_layer }) = inbox.recv() {
+        let failed = match outcome(followed, &event) {
+            Ok(()) if ends_layer => {
+                tell(Ok(()));
+                continue;
             }
-            return;
+            Ok(()) => continue,
+            // Whoever waited for it himself knows how it ended; what comes behind it may be good.
+            Err(error) if !ends_layer && error.is_an_end() && !matches!(error, DeviceError::Lost(_)) => {
+                continue;
+            }
+            Err(error) => error,
+        };
+        let over = failed.is_an_end();
+        tell(Err(failed));
+        if !over {
+            shared.set(Phase::Stuck);
+            wait_for_good(followed, &event);
         }
+        // Nothing behind a hole is usable, but until it is done the device may use what it was given.
+        for Asked { event, .. } in inbox {
+            let late = outcome(followed, &event);
+            if late.is_err_and(|error| !error.is_an_end()) {
+                shared.set(Phase::Stuck);
+                wait_for_good(followed, &event);
+            }
+        }
+        return;
+    }
+}
+
+/// How the work before an event ended. An error that is no end: it may not have, or nobody can say.
+fn outcome(followed: &Followed, event: &Event) -> Result<(), DeviceError> {
+    let Followed { device, patience } = followed;
+    let pace = RealPace::new();
+    let give_up = pace.now().plus(*patience);
+    loop {
+        let left = give_up.since(pace.now());
+        match device.synchronize_within(event, left) {
+            Ok(true) => return Ok(()),
+            Ok(false) => return Err(DeviceError::stuck(*patience)),
+            Err(error) if error.is_an_end() || left.is_zero() => return Err(error),
+            Err(_) => pace.sleep_until(pace.now().plus(ASK_AGAIN.min(left))),
+        }
+    }
+}
+
+/// Returns when the work before an event has ended, however long that takes.
+fn wait_for_good(followed: &Followed, event: &Event) {
+    let pace = RealPace::new();
+    while followed.device.synchronize(event).is_err_and(|error| !error.is_an_end()) {
+        pace.sleep_until(pace.now().plus(ASK_LATE));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+    use crate::device::emulated::{Emulated, Model};
+
+    #[test]
+    fn a_follower_that_panics_lets_nobody_wait_tells_why_and_keeps_what_the_device_may_use() {
+        let device: Arc<dyn Device> = Arc::new(Emulated::new(Model::default()));
+        let stream = device.stream().unwrap();
+        let event = device.record(&stream).unwrap();
+        let (kept, heard) = (Arc::new(()), Arc::new(AtomicU32::new(0)));
+        let (keeps, hears) = (Box::new(Arc::clone(&kept)), Arc::clone(&heard));
+        let followed = Followed { device, patience: Duration::from_secs(60) };
+        let tell = move |ended: Result<(), DeviceError>| {
+            assert!(ended.is_err(), "on purpose");
+            hears.fetch_add(1, Ordering::AcqRel);
+        };
+        let (mut follower, events) = Follower::start("panics", followed, keeps, tell).unwrap();
+        events.send(Asked { event, ends_layer: true }).unwrap();
+        // The sender is still there: whoever waits is not let go by its end.
+        follower.leave();
+        assert_eq!((heard.load(Ordering::Acquire), Arc::strong_count(&kept)), (1, 2));
+    }
+
+    #[test]
+    fn of_an_event_that_ends_no_layer_nothing_is_told() {
+        let device: Arc<dyn Device> = Arc::new(Emulated::new(Model::default()));
+        let stream = device.stream().unwrap();
+        let told = Arc::new(AtomicU32::new(0));
+        let tells = Arc::clone(&told);
+        let followed = Followed { device: Arc::clone(&device), patience: Duration::from_secs(60) };
+        let tell = move |_| {
+            tells.fetch_add(1, Ordering::AcqRel);
+        };
+        let (mut follower, events) = Follower::start("samples", followed, Box::new(()), tell).unwrap();
+        for ends_layer in [false, true, false] {
+            events.send(Asked { event: device.record(&stream).unwrap(), ends_layer }).unwrap();
+        }
+        drop(events);
+        follower.leave();
+        assert_eq!(told.load(Ordering::Acquire), 1);
     }
 }

@@ -12,6 +12,7 @@
 
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, NamespaceId};
 use kvarts_store::api::{Durability, Parent, Placed, PutReply, PutRequest, PutStream, Turns};
@@ -24,10 +25,13 @@ use kvarts_store::rt::mailbox::Ticket;
 use crate::destination::Destination;
 use crate::device::{Batch, Direction, Event, Method, Piece, Stream};
 use crate::error::{DeviceError, LandError};
-use crate::follow::{Follower, keep_for_good};
+use crate::follow::{Asked, Follower, keep_for_good};
 use crate::gather::copy_split;
 use crate::pipeline::{LAYERS_AHEAD, Pipeline};
 use crate::ring::{ALIGN, Seat, bytes_needed, seats};
+
+/// How long a seal waits for copies before it looks whether the put has ended meanwhile.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// Blocks that are to be stored, layer by layer.
 #[derive(Clone, Debug)]
@@ -59,7 +63,38 @@ struct State {
     put: Option<PutStream>,
     /// Layers that have left the device.
     left: u32,
-    failed: Option<DeviceError>,
+    /// Leading layers that were seen to be written.
+    written: u32,
+    /// Why no more is taken.
+    failed: Option<LandError>,
+}
+
+impl State {
+    /// Nothing more is taken, and whoever waits for the put's memory hears of it. The first reason stays.
+    fn fail(&mut self, error: LandError) {
+        self.look();
+        self.failed.get_or_insert(error);
+        self.put = None;
+    }
+
+    /// The put, if there is one, unless it is over.
+    fn going(&mut self) -> Result<Option<&PutStream>, LandError> {
+        self.look();
+        self.failed.clone().map_or(Ok(self.put.as_ref()), Err)
+    }
+
+    /// Notes how far the put has come, and whether it has ended by itself.
+    fn look(&mut self) {
+        let Some(put) = &mut self.put else { return };
+        let written = put.layers_written();
+        // None is written that was not offered. A put that has ended gives more, whatever it has written.
+        if written <= self.left {
+            self.written = self.written.max(written);
+        } else if let Some(ended) = put.ended() {
+            self.failed.get_or_insert(LandError::Store(why(ended)));
+            self.put = None;
+        }
+    }
 }
 
 /// Layers on their way from the device. Dropping it waits for the copies that are enqueued, unless one is stuck, and
@@ -75,7 +110,7 @@ pub struct LayerSink {
     /// Layers that were taken.
     taken: u32,
     state: Arc<Mutex<State>>,
-    events: Option<Sender<Event>>,
+    events: Option<Sender<Asked>>,
     follower: Follower,
     streamed: bool,
 }
@@ -120,7 +155,7 @@ impl Pipeline {
             }
         };
         let streamed = put.is_some();
-        let state = Arc::new(Mutex::new(State { put, left: 0, failed: None }));
+        let state = Arc::new(Mutex::new(State { put, left: 0, written: 0, failed: None }));
         let theirs = Arc::clone(&state);
         let keeps = (cut.ring.clone(), request.from.clone(), copies.clone());
         let hear = move |ended| hear(&theirs, ended);
@@ -203,11 +238,7 @@ fn hear(state: &Mutex<State>, ended: Result<(), DeviceError>) {
                 put.offer(left);
             }
         }
-        Err(error) => {
-            state.failed.get_or_insert(error);
-            // It ends here, and whoever waits for its memory hears of it.
-            state.put = None;
-        }
+        Err(error) => state.fail(LandError::Device(error)),
     }
 }
 
@@ -218,10 +249,11 @@ impl LayerSink {
     }
 
     /// Leading layers that have been written to disk, where they are written as they come. Nobody finds them before
-    /// the sink is sealed.
+    /// the sink is sealed. After a failure it is what was known by then.
     pub fn layers_written(&self) -> u32 {
-        let written = lock(&self.state).put.as_ref().map_or(0, PutStream::layers_written);
-        written.min(self.taken)
+        let mut state = lock(&self.state);
+        state.look();
+        state.written
     }
 
     /// Takes the next layer, in the order of the shape, as it is behind everything that `computed` has been given so
@@ -243,16 +275,14 @@ impl LayerSink {
         let batch = Batch { direction, method: Method::Each, host: &host, memories, pieces: &[] };
         let copied = copy_split(&*device, &self.copies, self.pipeline.curve(), &batch, &mut self.pieces);
         if let Err(error) = &copied {
-            let mut state = lock(&self.state);
-            state.failed.get_or_insert_with(|| error.clone());
-            // Nothing is offered to it any more, whatever leaves the device.
-            state.put = None;
+            // Nothing is offered any more, whatever leaves the device.
+            lock(&self.state).fail(LandError::Device(error.clone()));
         }
         // Behind a part of them as well: what was enqueued before the error still writes to the arena.
         let event = device.record(&self.copies);
         if let (Some(events), Ok(event)) = (&self.events, &event) {
             // The other end lives as long as this one.
-            let _ = events.send(event.clone());
+            let _ = events.send(Asked { event: event.clone(), ends_layer: copied.is_ok() });
         }
         if !matches!(event, Ok(_) | Err(DeviceError::Lost(_))) {
             // Nobody can say when what was enqueued is done: what it uses is never handed out again.
@@ -266,40 +296,33 @@ impl LayerSink {
 
     /// Waits until so many leading layers have been written.
     fn wait_for(&self, layers: u32) -> Result<(), LandError> {
-        let written = {
-            let state = lock(&self.state);
-            if let Some(error) = &state.failed {
-                return Err(LandError::Device(error.clone()));
-            }
-            state.put.as_ref().map(PutStream::written_so_far)
-        };
+        let written = lock(&self.state).going()?.map(PutStream::written_so_far);
         if let Some(written) = written.filter(|_| layers > 0) {
             block_on(written.until(layers));
-            let mut state = lock(&self.state);
-            if let Some(error) = &state.failed {
-                return Err(LandError::Device(error.clone()));
-            }
-            if let Some(ended) = state.put.as_mut().and_then(PutStream::ended) {
-                return Err(LandError::Store(why(ended)));
-            }
+            lock(&self.state).going()?;
         }
         Ok(())
     }
 
     /// Waits until every layer has left the device, and makes the blocks. A layer that was never taken, or whose copy
-    /// failed, makes this an error, and nothing is stored.
+    /// failed, makes this an error, and nothing is stored. A put that ends meanwhile, by its deadline or a failed write,
+    /// makes it one at once: what copies under way use is kept until they are done.
     pub fn seal(mut self) -> Result<Ticket<Result<PutReply, Error>>, LandError> {
         let layers = self.seats.len() as u32;
         if self.taken < layers {
             return Err(LandError::Request(format!("layer {} was not taken", self.taken)));
         }
         self.events = None;
-        self.follower.leave();
+        while !self.follower.leave_within(LOOK) {
+            // The store ends the put by its deadline, which is by the store's clock.
+            if let Err(error) = lock(&self.state).going().map(drop) {
+                self.follower.let_go();
+                return Err(error);
+            }
+        }
         let put = {
             let mut state = lock(&self.state);
-            if let Some(error) = &state.failed {
-                return Err(LandError::Device(error.clone()));
-            }
+            state.going()?;
             state.put.take()
         };
         if let Some(put) = put {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
-use kvarts_gpudirect::device::{Device, Memory, Stream};
+use kvarts_gpudirect::device::{Batch, Device, Direction, Event, Memory, Method, Piece, Stream, drain};
 use kvarts_gpudirect::error::{DeviceError, LandError};
 use kvarts_gpudirect::gather::Curve;
 use kvarts_gpudirect::pace::RealPace;
@@ -161,6 +161,7 @@ impl Site {
             keys: self.keys.clone(),
             layers: None,
             into: pool.into.clone(),
+            after: None,
             depth_bytes: 0,
             verify: Verify::Always,
             class: Class::Foreground,
@@ -243,6 +244,44 @@ pub fn strict(faults: Faults) -> Emulated {
     // Copies take longer than reads, so that memory which is reused too early is seen.
     let model = Model { strict: true, call: Duration::from_millis(1), ..Model::default() };
     Emulated::with(model, faults, RealPace::new())
+}
+
+/// Has an engine's kernel read the whole pool, behind the device's first copy, which is to be a stuck one; the point behind
+/// it.
+pub fn read_by_the_engine(pool: &Pool, device: &Emulated, engine: &Stream) -> Event {
+    let own = [device.allocate(8).unwrap()];
+    let host = fixture::memory(8, 0);
+    let pieces = [Piece { memory: 0, at: 0, host: 0, len: 8 }];
+    let (direction, method) = (Direction::ToDevice, Method::Each);
+    let batch = Batch { direction, method, host: &host, memories: &own, pieces: &pieces };
+    device.copy(engine, &batch).unwrap();
+    for memory in pool.into.memories() {
+        device.read_for(engine, memory, (0, memory.len()), Duration::ZERO).unwrap();
+    }
+    device.record(engine).unwrap()
+}
+
+/// Copies of its own, one behind the other: time in which a copy of others that does not wait is done.
+pub fn busy_link(device: &Emulated) {
+    let (own, host) = ([device.allocate(8).unwrap()], fixture::memory(8, 0));
+    let stream = device.stream().unwrap();
+    let pieces = [Piece { memory: 0, at: 0, host: 0, len: 8 }];
+    let (direction, method) = (Direction::ToDevice, Method::Each);
+    for _ in 0..20 {
+        let batch = Batch { direction, method, host: &host, memories: &own, pieces: &pieces };
+        device.copy(&stream, &batch).unwrap();
+        drain(device, &stream).unwrap();
+    }
+}
+
+/// Lets end what is stuck when the test does, also where that fails: its thread would never end.
+#[derive(Debug)]
+pub struct Freed<'a>(pub &'a Emulated);
+
+impl Drop for Freed<'_> {
+    fn drop(&mut self) {
+        self.0.unstick();
+    }
 }
 
 /// Takes every layer; gives how many came and the end.

@@ -16,7 +16,7 @@ use kvarts_store::error::{Kind, Reason};
 use kvarts_store::rt::Class;
 use kvarts_tests::fixture::{self, ODD, PAGES, all_heads};
 
-use kvarts_tests::landed::{BLOCKS, COLUMNS, Pool, Site, run, strict};
+use kvarts_tests::landed::{BLOCKS, COLUMNS, Freed, Pool, Site, busy_link, read_by_the_engine, run, strict};
 
 #[test]
 fn every_layer_lands_in_its_slots_before_it_is_used_and_nothing_is_left_behind() {
@@ -172,6 +172,36 @@ fn whatever_the_device_does_bytes_are_right_or_there_is_an_error_and_all_comes_b
         }
         site.settle();
         assert_eq!(device.in_use(), InUse::default(), "{faults:?}");
+    }
+}
+
+#[test]
+fn slots_that_the_engine_still_reads_are_written_behind_it_and_who_does_not_wait_is_seen() {
+    let site = Site::new("after");
+    for waits in [false, true] {
+        let device = strict(Faults { stuck_copy: Some(0), ..Faults::default() });
+        let pool = Pool::new(&device, COLUMNS[0]);
+        let pipeline = site.pipeline(&device);
+        let (engine, compute) = (device.stream().unwrap(), device.stream().unwrap());
+        let _freed = Freed(&device);
+        let done = read_by_the_engine(&pool, &device, &engine);
+        let after = waits.then_some(done);
+        site.settle();
+        let mut stream = pipeline.land(LandRequest { after, ..site.request(&pool) }).unwrap();
+        if waits {
+            assert!(matches!(stream.next_layer(&compute), Next::Layer(layer) if layer.layer == 0));
+            busy_link(&device);
+            assert_eq!((device.hazards(), stream.landed()), (0, 0));
+            device.unstick();
+        }
+        let end = loop {
+            if let Next::End(end) = stream.next_layer(&compute) {
+                break end;
+            }
+        };
+        assert_eq!(end, LayerEnd { usable_layers: 3, usable_blocks: BLOCKS, reason: None });
+        (0..3).for_each(|layer| assert!(pool.is_there(&site, &device, layer), "layer {layer}"));
+        assert_eq!(device.hazards() == 0, waits);
     }
 }
 

@@ -24,7 +24,7 @@ use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture;
-use kvarts_tests::landed::{BLOCKS, COLUMNS, Pool, Site, is_here, run, store_request, strict, until};
+use kvarts_tests::landed::{BLOCKS, COLUMNS, Freed, Pool, Site, is_here, run, store_request, strict, until};
 
 #[test]
 fn layers_leave_the_device_as_they_are_computed_and_come_back_as_they_were() {
@@ -169,15 +169,6 @@ enum Rescue {
 const RESCUES: [Rescue; 2] = [Rescue::ItEnds, Rescue::DeclaredLost];
 const PATIENCE: Duration = Duration::from_millis(30);
 
-/// Lets a stuck copy end when the test does, also where that fails: its thread would never end.
-struct Freed<'a>(&'a Emulated);
-
-impl Drop for Freed<'_> {
-    fn drop(&mut self) {
-        self.0.unstick();
-    }
-}
-
 fn rescue(device: &Emulated, how: Rescue) {
     match how {
         Rescue::ItEnds => device.unstick(),
@@ -250,6 +241,41 @@ fn a_copy_from_the_device_that_never_ends_stores_nothing_and_keeps_its_memory() 
         drop(pool);
         until("the device is let go of", || device.in_use() == InUse::default());
     }
+}
+
+#[test]
+fn a_deadline_ends_a_seal_that_waits_for_a_copy_and_no_layer_is_called_written_that_is_not() {
+    let site = Site::new("late-back");
+    let device = strict(Faults { stuck_copy: Some(1), ..Faults::default() });
+    let arena = Arena::new(1 << 20).unwrap();
+    let pool = Pool::new(&device, COLUMNS[0]);
+    {
+        let store: Arc<dyn KvStore> = Arc::new(site.store().clone());
+        let pipeline = Pipeline::new(store, Arc::new(device.clone()), arena.clone(), Curve::default());
+        let pipeline = pipeline.with_copy_patience(Duration::from_secs(60));
+        let compute = device.stream().unwrap();
+        let _freed = Freed(&device);
+        let clock = site.store().clock();
+        let deadline = clock.now().plus(Duration::from_secs(2));
+        let request = StoreRequest { deadline: Some(deadline), ..store_request(&site, &pool, 71) };
+        let mut sink = pipeline.store_layers(request).unwrap();
+        assert!(sink.is_streamed());
+        let layers = pool.shape.layers().len() as u32;
+        (0..layers).for_each(|layer| drop(sink.store_layer(layer, &compute).unwrap()));
+        let (mut written, end) = (0, deadline.plus(Duration::from_millis(100)));
+        while clock.now() < end {
+            let now = sink.layers_written();
+            assert!(written <= now && now <= 1, "only the first has left the device");
+            written = now;
+            std::thread::yield_now();
+        }
+        let sealed = sink.seal();
+        assert!(matches!(sealed, Err(LandError::Store(Reason::DeadlinePassed))), "{:?}", sealed.err());
+        assert!(arena.usage().used > 0, "the device may still write to it");
+    }
+    until("the arena is free", || arena.usage().used == 0);
+    drop(pool);
+    until("the device is let go of", || device.in_use() == InUse::default());
 }
 
 /// The name under which this program plays the engine whose pool another process uses.

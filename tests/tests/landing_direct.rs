@@ -17,7 +17,9 @@ use kvarts_store::error::{Kind, Reason};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture::{self, PAGES, all_heads};
-use kvarts_tests::landed::{BLOCKS, COLUMNS, Pool, Site, run, strict, until};
+use kvarts_tests::landed::{
+    BLOCKS, COLUMNS, Freed, Pool, Site, busy_link, read_by_the_engine, run, strict, until,
+};
 
 /// A pipeline that reads files straight into a device, whose arena there has so many bytes.
 fn straight(site: &Site, device: &Emulated, bytes: u64) -> (Pipeline, DeviceArena) {
@@ -412,4 +414,99 @@ fn with_the_arena_full_a_detour_ends_the_stream_and_says_so() {
     let (came, end) = run(&mut stream, &pool, &device, &compute);
     assert_eq!((came, end.reason), (0, Some(EndReason::Store(Reason::Busy("the arena is full")))));
     drop(held);
+}
+
+#[test]
+fn slots_that_the_engine_still_reads_are_written_behind_it_and_who_does_not_wait_is_seen() {
+    let site = Site::new("straight-after");
+    for waits in [false, true] {
+        let device = strict(Faults { stuck_copy: Some(0), ..Faults::default() });
+        let pool = Pool::new(&device, COLUMNS[0]);
+        let (pipeline, _arena) = straight(&site, &device, RING);
+        let (engine, compute) = (device.stream().unwrap(), device.stream().unwrap());
+        let _freed = Freed(&device);
+        let done = read_by_the_engine(&pool, &device, &engine);
+        let after = waits.then_some(done);
+        site.settle();
+        let mut stream = pipeline.land(LandRequest { after, ..site.request(&pool) }).unwrap();
+        if waits {
+            assert!(matches!(stream.next_layer(&compute), Next::Layer(layer) if layer.layer == 0));
+            busy_link(&device);
+            assert_eq!((device.hazards(), stream.landed()), (0, 0));
+            device.unstick();
+        }
+        let end = loop {
+            if let Next::End(end) = stream.next_layer(&compute) {
+                break end;
+            }
+        };
+        assert_eq!(end, LayerEnd { usable_layers: 3, usable_blocks: BLOCKS, reason: None });
+        (0..3).for_each(|layer| assert!(pool.is_there(&site, &device, layer), "layer {layer}"));
+        assert_eq!(device.hazards() == 0, waits);
+    }
+}
+
+#[test]
+fn a_read_that_stands_still_sends_its_layers_through_the_arena_and_counts_as_a_failure() {
+    let site = Site::new("straight-patience");
+    let device = strict(Faults { stuck_read: Some(0), ..Faults::default() });
+    {
+        let _freed = Freed(&device);
+        let (pipeline, arena) = straight(&site, &device, RING);
+        let hasty = pipeline.clone().with_read_patience(Duration::from_millis(30));
+        assert_eq!(landed(&site, &hasty, &device, Verify::Always), whole());
+        let found = used(&pipeline);
+        assert_eq!((found.layers, found.staged, found.off), (0, 1, false));
+        assert!(found.last_reason.as_ref().is_some_and(|why| why.contains("had not ended")), "{found:?}");
+        assert!(arena.usage().used > 0, "the read may still write");
+        device.fail_reads(true);
+        for left in (1..FAILURES_MAX).rev() {
+            assert_eq!(landed(&site, &pipeline, &device, Verify::Always), whole());
+            assert_eq!(used(&pipeline).off, left == 1);
+        }
+        device.unstick();
+        until("the read lets go", || arena.usage().used == 0);
+    }
+    until("all is given back", || device.in_use() == InUse::default());
+}
+
+#[test]
+fn a_stream_that_is_left_while_a_read_stands_still_counts_once_that_is_late() {
+    let site = Site::new("straight-left");
+    let device = strict(Faults { stuck_read: Some(0), ..Faults::default() });
+    {
+        let _freed = Freed(&device);
+        let (pipeline, arena) = straight(&site, &device, RING);
+        let pool = Pool::new(&device, COLUMNS[0]);
+        let compute = device.stream().unwrap();
+        let deadline = Some(site.store().clock().now().plus(Duration::from_millis(200)));
+        let mut stream = pipeline.land(LandRequest { deadline, ..site.request(&pool) }).unwrap();
+        assert_eq!(run(&mut stream, &pool, &device, &compute).1.reason, Some(EndReason::Deadline));
+        drop(stream);
+        // What it read into stands still for longer than a shorter patience by now.
+        let hasty = pipeline.with_read_patience(Duration::from_millis(1));
+        device.fail_reads(true);
+        for left in (1..FAILURES_MAX).rev() {
+            assert_eq!(landed(&site, &hasty, &device, Verify::Always), whole());
+            assert_eq!(used(&hasty).off, left == 1);
+        }
+        device.unstick();
+        until("the read lets go", || arena.usage().used == 0);
+    }
+    until("all is given back", || device.in_use() == InUse::default());
+}
+
+#[test]
+fn a_copy_back_that_is_cut_short_sends_its_layer_through_the_arena_and_ends_nothing() {
+    let site = Site::new("straight-cut-sample");
+    let device = strict(Faults { no_digests: true, partial_copy: Some(0), ..Faults::default() });
+    {
+        let (pipeline, arena) = straight(&site, &device, RING);
+        assert_eq!(landed(&site, &pipeline, &device, Verify::Sample(1000)), whole());
+        let found = used(&pipeline);
+        assert_eq!((found.layers, found.staged), (0, 1), "{found:?}");
+        until("reads let go", || arena.usage().used == 0);
+    }
+    site.settle();
+    until("all is given back", || device.in_use() == InUse::default());
 }

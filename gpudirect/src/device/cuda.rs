@@ -24,7 +24,8 @@ use kvarts_store::io::Region;
 
 use self::sys::{Context, Digester, Kernel, RawEvent, RawMemory, RawStream};
 use super::{
-    Batch, Description, Device, Event, Files, InUse, IpcHandle, Memory, Method, Piece, Stream, check, within,
+    Batch, Description, Device, Digests, Event, Files, InUse, IpcHandle, Memory, Method, Piece, Stream,
+    check, within,
 };
 use crate::error::DeviceError;
 use crate::follow::keep_for_good;
@@ -89,6 +90,27 @@ struct OwnedStream {
 impl Drop for OwnedStream {
     fn drop(&mut self) {
         self.core.streams.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// A digester that the device may work with. It goes back with its event, behind which the device does not any more.
+struct Busy {
+    device: Cuda,
+    event: Event,
+    digester: Option<Digester>,
+}
+
+impl Busy {
+    fn found(&self, count: usize) -> Vec<u32> {
+        self.digester.as_ref().map_or_else(Vec::new, |digester| digester.found(count))
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        if let Some(digester) = self.digester.take() {
+            self.device.digesters().push((self.event.clone(), digester));
+        }
     }
 }
 
@@ -331,18 +353,15 @@ impl Device for Cuda {
         let _ = self.0.lost.set(why.to_owned());
     }
 
-    fn digests_within(
-        &self,
-        memory: &Memory,
-        chunks: &[(u64, u64)],
-        patience: Duration,
-    ) -> Result<Vec<u32>, DeviceError> {
+    fn can_digest(&self) -> Result<(), DeviceError> {
+        self.alive()?;
+        self.0.digests.as_ref().map(drop).ok_or(super::NO_DIGESTS)
+    }
+
+    fn begin_digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Digests, DeviceError> {
         self.alive()?;
         within(memory, chunks)?;
         let kernel = self.0.digests.as_ref().ok_or(super::NO_DIGESTS)?;
-        if chunks.is_empty() {
-            return Ok(Vec::new());
-        }
         let mut digester = match self.spare_digester(chunks.len()) {
             Some(one) => one,
             None => self.0.context.digester(chunks.len())?,
@@ -352,18 +371,13 @@ impl Device for Cuda {
             Ok(event) => Event(Arc::new(event)),
             Err(error) => {
                 // Nobody can say when the device is done with it.
-                keep_for_good(digester);
+                keep_for_good((digester, memory.clone()));
                 return Err(begun.err().unwrap_or(error));
             }
         };
-        let ended = self.synchronize_within(&event, patience);
-        let found = match ended {
-            Ok(true) => begun.map(|()| digester.found(chunks.len())),
-            Ok(false) => Err(DeviceError::Stuck { millis: patience.as_millis() as u64 }),
-            Err(error) => Err(begun.err().unwrap_or(error)),
-        };
-        self.digesters().push((event, digester));
-        found
+        let (device, count) = (self.clone(), chunks.len());
+        let busy = Busy { device, event: event.clone(), digester: Some(digester) };
+        Ok(Digests::new(event, move || begun.map(|()| busy.found(count))))
     }
 
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {

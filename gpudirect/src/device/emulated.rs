@@ -3,7 +3,8 @@
 //! Each stream is a thread that does what it is given in order. A copy occupies the one link of its direction for as
 //! long as the [`Model`] says, in honest sleeps: it is never done early, and a sleep that took too long is told as it
 //! was. With [`Model::strict`] bytes move only at the end of that time, and a read of memory that a copy has not
-//! finished writing is counted as a [hazard](Emulated::hazards): an engine would have computed on garbage.
+//! finished writing is counted as a [hazard](Emulated::hazards): an engine would have computed on garbage. So is a copy
+//! into memory that a kernel, enqueued before it, has not finished reading.
 //!
 //! [`Faults`] make it fail the ways a real device does.
 
@@ -23,8 +24,8 @@ use kvarts_store::rt::Nanos;
 use self::memory::Shared as SharedMemory;
 use self::stream::{EventState, Op, Queue};
 use super::{
-    Batch, Description, Device, Direction, Event, Files, InUse, IpcHandle, Memory, Method, Piece, Stream,
-    check, within,
+    Batch, Description, Device, Digests, Direction, Event, Files, InUse, IpcHandle, Memory, Method, Piece,
+    Stream, check, within,
 };
 use crate::crc;
 use crate::error::DeviceError;
@@ -106,7 +107,7 @@ pub struct Faults {
     pub no_digests: bool,
 }
 
-/// A copy by its number, and the addresses that it writes.
+/// A copy by its number, and the addresses that it writes; or a kernel, and what it reads.
 type Unfinished = (u64, Vec<(u64, u64)>);
 
 /// What the streams of a device share.
@@ -131,6 +132,9 @@ struct Core {
     link: [Mutex<Nanos>; 2],
     /// Copies that are not finished, while reads are checked.
     unfinished: Mutex<Vec<Unfinished>>,
+    /// Kernels that read memory, counted from the device's beginning, and those that have not ended.
+    kernels: AtomicU64,
+    reading: Mutex<Vec<Unfinished>>,
     hazards: AtomicU64,
     memories: AtomicU64,
     allocated: AtomicU64,
@@ -171,6 +175,8 @@ impl Emulated {
             stirred: Condvar::new(),
             link: [Mutex::new(Nanos(0)), Mutex::new(Nanos(0))],
             unfinished: Mutex::new(Vec::new()),
+            kernels: AtomicU64::new(0),
+            reading: Mutex::new(Vec::new()),
             hazards: AtomicU64::new(0),
             memories: AtomicU64::new(0),
             allocated: AtomicU64::new(0),
@@ -184,6 +190,25 @@ impl Emulated {
     /// Enqueues work that takes `time`: an engine's kernels of one layer.
     pub fn compute(&self, stream: &Stream, time: Duration) -> Result<(), DeviceError> {
         self.push(stream, Op::Compute(time))
+    }
+
+    /// Enqueues a kernel that reads memory for so long. A copy into that memory that begins before it has ended is counted
+    /// as a hazard, from this call on.
+    pub fn read_for(
+        &self,
+        stream: &Stream,
+        memory: &Memory,
+        (at, len): (u64, u64),
+        time: Duration,
+    ) -> Result<(), DeviceError> {
+        let start = memory.base.saturating_add(at);
+        let number = self.0.kernels.fetch_add(1, Ordering::AcqRel);
+        lock(&self.0.reading).push((number, vec![(start, start.saturating_add(len))]));
+        let pushed = self.push(stream, Op::Read(number, time));
+        if pushed.is_err() {
+            self.0.has_read(number);
+        }
+        pushed
     }
 
     /// Enqueues a read of memory, as a kernel would: counted as a hazard if a copy to it is not finished then.
@@ -208,7 +233,7 @@ impl Emulated {
         self.0.stirred.notify_all();
     }
 
-    /// How many reads met memory whose copy was not finished.
+    /// How many reads met memory whose copy was not finished, and how many copies memory that was being read.
     pub fn hazards(&self) -> u64 {
         self.0.hazards.load(Ordering::Acquire)
     }
@@ -275,6 +300,24 @@ impl Core {
         let mut unstuck = lock(&self.unstuck);
         while !*unstuck && self.alive().is_ok() {
             unstuck = self.stirred.wait(unstuck).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// A kernel reads its memory no longer.
+    fn has_read(&self, number: u64) {
+        lock(&self.reading).retain(|(other, _)| *other != number);
+    }
+
+    /// Counts a copy that writes what a kernel still reads.
+    fn check_readers(&self, copy: u64) {
+        let unfinished = lock(&self.unfinished);
+        let reading = lock(&self.reading);
+        let writes = unfinished.iter().filter(|(number, _)| *number == copy).flat_map(|(_, ranges)| ranges);
+        let is_read = |&(from, to): &(u64, u64)| {
+            reading.iter().flat_map(|(_, ranges)| ranges).any(|&(start, end)| from < end && start < to)
+        };
+        if writes.copied().any(|range| is_read(&range)) {
+            self.hazards.fetch_add(1, Ordering::AcqRel);
         }
     }
 
@@ -426,22 +469,20 @@ impl Device for Emulated {
         self.0.lose(DeviceError::Lost(why.to_owned()));
     }
 
-    fn digests_within(
-        &self,
-        memory: &Memory,
-        chunks: &[(u64, u64)],
-        _: Duration,
-    ) -> Result<Vec<u32>, DeviceError> {
+    fn can_digest(&self) -> Result<(), DeviceError> {
         self.0.alive()?;
-        if self.0.faults.no_digests {
-            return Err(super::NO_DIGESTS);
-        }
+        if self.0.faults.no_digests { Err(super::NO_DIGESTS) } else { Ok(()) }
+    }
+
+    fn begin_digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Digests, DeviceError> {
+        self.can_digest()?;
         within(memory, chunks)?;
         let buf = memory_of(memory)?;
         let digest = |&(at, len): &(u64, u64)| {
             buf.digest(at as usize, len as usize, |bytes| crc::twin(bytes, crc::THREADS))
         };
-        Ok(chunks.iter().map(digest).collect())
+        let found = chunks.iter().map(digest).collect();
+        Ok(Digests::new(Event(Arc::new(EventState::done())), move || Ok(found)))
     }
 
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {

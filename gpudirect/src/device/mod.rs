@@ -183,6 +183,35 @@ const DIGEST_PATIENCE: Duration = Duration::from_secs(30);
 /// What a device says that cannot compute digests.
 const NO_DIGESTS: DeviceError = DeviceError::Foreign("chunks to digest: it has no kernel");
 
+/// Digests that a device was asked for, which it may still compute. Whoever asked keeps the memory until the event is
+/// done, and this for as long as he wants to know them.
+pub struct Digests {
+    event: Event,
+    found: Box<dyn FnOnce() -> Result<Vec<u32>, DeviceError> + Send>,
+}
+
+impl Digests {
+    fn new(event: Event, found: impl FnOnce() -> Result<Vec<u32>, DeviceError> + Send + 'static) -> Self {
+        Self { event, found: Box::new(found) }
+    }
+
+    /// Behind all that the device does for them.
+    pub fn event(&self) -> &Event {
+        &self.event
+    }
+
+    /// The digests, in the order of the chunks. Only right once the event is done.
+    pub fn found(self) -> Result<Vec<u32>, DeviceError> {
+        (self.found)()
+    }
+}
+
+impl fmt::Debug for Digests {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Digests")
+    }
+}
+
 /// Refuses a chunk that leaves its memory.
 fn within(memory: &Memory, chunks: &[(u64, u64)]) -> Result<(), DeviceError> {
     let inside = |chunk: &(u64, u64)| chunk.0.checked_add(chunk.1).is_some_and(|end| end <= memory.len);
@@ -245,21 +274,37 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn record(&self, stream: &Stream) -> Result<Event, DeviceError>;
     /// What is enqueued from now on runs after the event. The caller's thread does not wait.
     fn wait(&self, stream: &Stream, event: &Event) -> Result<(), DeviceError>;
-    /// Waits on this thread until the event is done; an error is that of the work before it.
+    /// Waits on this thread until the event is done; an error is that of the work before it, or of a device that does
+    /// not say ([`DeviceError::is_an_end`] tells which).
     fn synchronize(&self, event: &Event) -> Result<(), DeviceError>;
     /// The same for so long at most: false if it is not done by then.
     fn synchronize_within(&self, event: &Event, patience: Duration) -> Result<bool, DeviceError>;
     /// Declares the device lost: whoever waits for it is told so, and everything asked of it fails from now on. For a
     /// device that does not answer: only its operator can know that it writes to nothing any more.
     fn declare_lost(&self, why: &str);
-    /// The store's digest of chunks of memory (where they begin, and their bytes), computed where they lie. Waits for
-    /// them, but no longer than `patience`: then the device is [`DeviceError::Stuck`]. One that cannot says so.
+    /// Whether it can compute digests, or why not.
+    fn can_digest(&self) -> Result<(), DeviceError>;
+    /// Begins to compute the store's digest of chunks of memory (where they begin, and their bytes), where they lie. The
+    /// memory must stay as it is until the answer's event is done.
+    fn begin_digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Digests, DeviceError>;
+    /// The same, and waits for them, but no longer than `patience`: then the device is [`DeviceError::Stuck`], and may
+    /// still read the memory.
     fn digests_within(
         &self,
         memory: &Memory,
         chunks: &[(u64, u64)],
         patience: Duration,
-    ) -> Result<Vec<u32>, DeviceError>;
+    ) -> Result<Vec<u32>, DeviceError> {
+        self.can_digest()?;
+        if chunks.is_empty() {
+            return Ok(Vec::new());
+        }
+        let asked = self.begin_digests(memory, chunks)?;
+        match self.synchronize_within(asked.event(), patience)? {
+            true => asked.found(),
+            false => Err(DeviceError::stuck(patience)),
+        }
+    }
     /// The same, with a patience of half a minute.
     fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError> {
         self.digests_within(memory, chunks, DIGEST_PATIENCE)

@@ -7,11 +7,14 @@
 //!
 //! **A layer that cannot come this way comes through the arena**, and every layer behind it: where blocks are encoded, where
 //! a read fails, where a digest does not match. The ordinary read then finds out what is wrong and says so; nothing here
-//! takes a block out of service. After [`FAILURES_MAX`] streams in a row that failed so, no more are tried.
+//! takes a block out of service. A read that does not end within its patience has failed too: its thread keeps what it
+//! reads into until it returns. After [`FAILURES_MAX`] streams in a row that failed so, no more are tried; one that was
+//! left (by its caller, or its deadline) counts once a read of it has not ended within the patience.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Wake, Waker};
+use std::time::Duration;
 
 use kvarts_store::api::{LendRequest, Lent, LentChunk, Verify};
 use kvarts_store::engine::Store;
@@ -21,10 +24,9 @@ use kvarts_store::rt::blocking::block_on;
 
 use super::stream::{Bringer, Feeder, Layer, LayerStream};
 use super::{LAYERS_AHEAD, LandRequest, Pipeline};
-use crate::device::{Batch, Direction, Method, OpenFile, Piece, Stream};
+use crate::device::{Batch, Direction, Event, Method, OpenFile, Piece, Stream};
 use crate::device_arena::{DeviceArena, DevicePiece};
 use crate::error::{DeviceError, EndReason, LandError};
-use crate::follow::keep_for_good;
 use crate::pace::Worker;
 use crate::ring::{Seat, bytes_needed, seats};
 
@@ -58,13 +60,15 @@ pub(super) struct Straight {
     staged: AtomicU64,
     failures: AtomicU32,
     last_reason: Mutex<Option<String>>,
+    /// What streams read that were left, while a reader has it, and when the read that was waited for began.
+    left_behind: Mutex<Vec<(Weak<Trip>, Nanos)>>,
 }
 
 impl Straight {
     pub(super) fn new(lender: Store, arena: DeviceArena) -> Self {
         let (layers, bytes, staged) = Default::default();
-        let (failures, last_reason) = Default::default();
-        Self { lender, arena, layers, bytes, staged, failures, last_reason }
+        let (failures, last_reason, left_behind) = Default::default();
+        Self { lender, arena, layers, bytes, staged, failures, last_reason, left_behind }
     }
 
     pub(super) fn usage(&self) -> DirectUse {
@@ -84,12 +88,40 @@ impl Straight {
     /// Notes that a request, or the rest of it, comes through the arena.
     fn note_staged(&self, why: String) {
         self.staged.fetch_add(1, Ordering::AcqRel);
+        self.note(why);
+    }
+
+    fn note(&self, why: String) {
         *self.last_reason.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+    }
+
+    /// Remembers a stream that was left while it waited for a read since then. With its last reader it is forgotten.
+    fn leave_behind(&self, trip: &Arc<Trip>, since: Nanos) {
+        let mut left = self.left_behind.lock().unwrap_or_else(PoisonError::into_inner);
+        left.push((Arc::downgrade(trip), since));
+    }
+
+    /// Counts those of them whose read has not ended by now.
+    fn count_left_behind(&self, patience: Duration) {
+        let now = self.lender.clock().now();
+        let mut left = self.left_behind.lock().unwrap_or_else(PoisonError::into_inner);
+        left.retain(|(trip, since)| {
+            let late = trip.strong_count() > 0 && now.since(*since) >= patience;
+            if late {
+                self.count_failure();
+                self.note(late_read(patience));
+            }
+            trip.strong_count() > 0 && !late
+        });
     }
 
     fn count_failure(&self) {
         self.failures.fetch_add(1, Ordering::AcqRel);
     }
+}
+
+fn late_read(patience: Duration) -> String {
+    format!("a read had not ended after {} ms", patience.as_millis())
 }
 
 /// Who compares chunks with their digests.
@@ -156,12 +188,13 @@ pub(super) fn land(
     straight: &Arc<Straight>,
     request: &LandRequest,
 ) -> Result<Option<LayerStream>, LandError> {
+    straight.count_left_behind(pipeline.read_patience);
     if straight.is_off() {
         return Ok(None);
     }
-    let judge = match (request.verify, pipeline.device.digests(straight.arena.memory().memory(), &[])) {
+    let judge = match (request.verify, pipeline.device.can_digest()) {
         (Verify::Never, _) => Judge::Nobody,
-        (_, Ok(_)) => Judge::Device,
+        (_, Ok(())) => Judge::Device,
         (Verify::Sample(_), Err(DeviceError::Foreign(_))) => Judge::Processor,
         (_, Err(why)) => {
             straight.note_staged(why.to_string());
@@ -175,15 +208,29 @@ pub(super) fn land(
             return Ok(None);
         }
     };
-    let copies = pipeline.device.stream()?;
+    let copies = pipeline.copies(request)?;
     let counts = (trip.seats.len() as u32, request.into.blocks());
     let keeps = (Arc::clone(&trip.piece), request.into.clone(), copies.clone());
     let seed = straight.lender.clock().now().0;
     let followed = pipeline.followed();
     let (pipeline, straight, request) = (pipeline.clone(), Arc::clone(straight), request.clone());
     let course = move |bringer: &Bringer| {
-        let (chunks, pieces) = (Vec::new(), Vec::new());
-        Course { pipeline, straight, request, judge, trip, copies, bringer, chunks, pieces, seed }.run();
+        let (since, samples, chunks, pieces) = Default::default();
+        let course = Course {
+            pipeline,
+            straight,
+            request,
+            judge,
+            trip,
+            copies,
+            samples,
+            bringer,
+            since,
+            chunks,
+            pieces,
+            seed,
+        };
+        course.run();
     };
     LayerStream::start(followed, counts, Box::new(keeps), course).map(Some)
 }
@@ -280,6 +327,7 @@ impl Trip {
 
     /// What one thread does.
     fn read_along(&self) {
+        let _reader = Reader(self);
         while let Some((layer, stretch)) = self.next() {
             let ended = self.read(layer, stretch);
             self.change(|progress| match ended {
@@ -295,6 +343,21 @@ impl Trip {
         let file = self.opened.get(stretch.file as usize).ok_or(DeviceError::OutOfBounds)?;
         let at = self.place(layer, index).ok_or(DeviceError::OutOfBounds)?;
         self.arena.files().read(file, stretch.offset, self.arena.memory(), at, stretch.bytes)
+    }
+}
+
+/// A thread that reads. Nobody waits for what one has begun that panicked.
+struct Reader<'a>(&'a Trip);
+
+impl Drop for Reader<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let why = "a thread that reads panicked".to_owned();
+            let panicked = DeviceError::Call { call: "read of a file", why };
+            self.0.change(|progress| {
+                progress.failed.get_or_insert(panicked);
+            });
+        }
     }
 }
 
@@ -319,7 +382,11 @@ struct Course<'a> {
     trip: Arc<Trip>,
     /// The device stream of the copies.
     copies: Stream,
+    /// That of what is copied back, if anything is: it does not wait for what the copies wait for.
+    samples: Option<Stream>,
     bringer: &'a Bringer,
+    /// Since when a read of the layer that is waited for has not ended.
+    since: Nanos,
     /// Chunks that are compared: places in the arena's memory, and digests.
     chunks: Vec<(u64, u64)>,
     pieces: Vec<Piece>,
@@ -344,6 +411,9 @@ impl Course<'_> {
         self.trip.change(|progress| progress.stopped = true);
         // A read that stands still keeps what it uses until it ends, and nobody waits for it.
         readers.iter_mut().for_each(Worker::let_go);
+        if matches!(halt, Some((_, Halt::Over | Halt::Deadline))) {
+            self.straight.leave_behind(&self.trip, self.since);
+        }
         match halt {
             None => self.straight.failures.store(0, Ordering::Release),
             Some((_, Halt::Over)) => {}
@@ -387,31 +457,53 @@ impl Course<'_> {
         })
     }
 
-    /// Waits until a layer has been read.
-    fn wait(&self, at: usize, bell: &Waker) -> Result<(), Halt> {
-        let clock = self.straight.lender.clock();
-        let mut progress = self.trip.lock();
+    /// How long there is until the deadline, if there is one.
+    fn time_left(&self) -> Option<Duration> {
+        self.request.deadline.map(|deadline| deadline.since(self.straight.lender.clock().now()))
+    }
+
+    /// Waits until a layer has been read, or no read of it has ended for as long as the patience.
+    fn wait(&mut self, at: usize, bell: &Waker) -> Result<(), Halt> {
+        let (trip, clock) = (Arc::clone(&self.trip), Arc::clone(self.straight.lender.clock()));
+        let patience = self.pipeline.read_patience;
+        let mut left_before = None;
+        let mut progress = trip.lock();
         loop {
             if self.bringer.shared.is_over_or_wake(bell) {
                 return Err(Halt::Over);
             }
-            if progress.left.get(at) == Some(&0) {
+            let left = progress.left.get(at).copied();
+            if left == Some(0) {
                 return Ok(());
             }
-            let left = self.request.deadline.map(|deadline: Nanos| deadline.since(clock.now()));
-            if left.is_some_and(|left| left.is_zero()) {
+            if left != left_before {
+                (left_before, self.since) = (left, clock.now());
+            }
+            let to_deadline = self.time_left();
+            if to_deadline.is_some_and(|left| left.is_zero()) {
                 return Err(Halt::Deadline);
             }
             if let Some(error) = &progress.failed {
                 return Err(Halt::of(error.clone()));
             }
-            progress = match left {
-                None => self.trip.changed.wait(progress).unwrap_or_else(PoisonError::into_inner),
-                Some(left) => {
-                    let waited = self.trip.changed.wait_timeout(progress, left);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
-                }
-            };
+            let patient = patience.saturating_sub(clock.now().since(self.since));
+            if patient.is_zero() {
+                return Err(Halt::Failed(late_read(patience)));
+            }
+            let most = to_deadline.map_or(patient, |left| left.min(patient));
+            progress = trip.changed.wait_timeout(progress, most).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Waits for work of the device: for as long as a copy may take, or until the deadline.
+    fn wait_for(&self, event: &Event) -> Result<(), Halt> {
+        let patience = self.pipeline.copy_patience;
+        let to_deadline = self.time_left().filter(|left| *left < patience);
+        match self.pipeline.device.synchronize_within(event, to_deadline.unwrap_or(patience)) {
+            Ok(true) => Ok(()),
+            Ok(false) if to_deadline.is_some() => Err(Halt::Deadline),
+            Ok(false) => Err(Halt::Device(DeviceError::stuck(patience))),
+            Err(error) => Err(Halt::of(error)),
         }
     }
 
@@ -438,18 +530,9 @@ impl Course<'_> {
         }
         let found = match self.judge {
             _ if picked.is_empty() => return Ok(()),
-            Judge::Device => {
-                let (device, patience) = (&self.pipeline.device, self.pipeline.copy_patience);
-                let found = device.digests_within(trip.arena.memory().memory(), &self.chunks, patience);
-                if matches!(found, Err(DeviceError::Stuck { .. })) {
-                    // The kernel may come to read it yet, and only the device knows when it has.
-                    keep_for_good(Arc::clone(&trip.piece));
-                }
-                found
-            }
-            _ => self.digests_of_copies(),
+            Judge::Device => self.digests_there()?,
+            _ => self.digests_of_copies()?,
         };
-        let found = found.map_err(Halt::of)?;
         let wrong = picked.iter().zip(&found).find(|(chunk, found)| chunk.digest != **found);
         match wrong {
             None if found.len() == picked.len() => Ok(()),
@@ -461,29 +544,48 @@ impl Course<'_> {
         }
     }
 
+    /// The digests of chunks, by the device.
+    fn digests_there(&self) -> Result<Vec<u32>, Halt> {
+        let (device, memory) = (&self.pipeline.device, self.trip.arena.memory().memory());
+        let asked = device.begin_digests(memory, &self.chunks).map_err(Halt::of)?;
+        let waited = self.wait_for(asked.event());
+        match waited {
+            Ok(()) => asked.found().map_err(Halt::of),
+            Err(halt) => {
+                // The kernel may come to read the piece yet, which is kept until it has.
+                let event = asked.event().clone();
+                self.bringer.keep(Box::new(asked));
+                self.bringer.follow(Ok(event), false);
+                Err(halt)
+            }
+        }
+    }
+
     /// The digests of chunks that are copied back, one by one: they are few.
-    fn digests_of_copies(&self) -> Result<Vec<u32>, DeviceError> {
-        let device = &*self.pipeline.device;
+    fn digests_of_copies(&mut self) -> Result<Vec<u32>, Halt> {
+        let device = Arc::clone(&self.pipeline.device);
+        if self.samples.is_none() {
+            self.samples = Some(device.stream().map_err(Halt::of)?);
+        }
+        let stream = self.samples.clone().unwrap_or_else(|| self.copies.clone());
         let most = self.chunks.iter().map(|chunk| chunk.1).max().unwrap_or(0);
-        let host = self.pipeline.arena.take(most, most).ok_or(DeviceError::NoMemory(most))?;
-        let memory = self.trip.arena.memory().memory();
+        let none = || Halt::of(DeviceError::NoMemory(most));
+        let host = self.pipeline.arena.take(most, most).ok_or_else(none)?;
+        let memories = std::slice::from_ref(self.trip.arena.memory().memory());
         let copied = |&(at, len): &(u64, u64)| {
             let pieces = [Piece { memory: 0, at, host: 0, len }];
             let (direction, method) = (Direction::ToHost, Method::Each);
-            let memories = std::slice::from_ref(memory);
             let batch = Batch { direction, method, host: &host, memories, pieces: &pieces };
-            let copied = device.copy(&self.copies, &batch);
+            let copied = device.copy(&stream, &batch).map_err(Halt::of);
             // Behind a part of it as well. What is not done keeps its memory, and the follower waits for it.
-            let event = device.record(&self.copies);
-            let patience = self.pipeline.copy_patience;
-            let ended = event.as_ref().map_err(DeviceError::clone);
-            match copied.and(ended.and_then(|event| device.synchronize_within(event, patience))) {
-                Ok(true) => Ok(host.digest(0, len as usize, crc32fast::hash)),
-                ended => {
-                    self.bringer.keep(Box::new(host.clone()));
-                    self.bringer.follow(event);
-                    let millis = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
-                    ended.and(Err(DeviceError::Stuck { millis }))
+            let event = device.record(&stream);
+            let ended = event.as_ref().map_err(|error| Halt::of(error.clone()));
+            match copied.and(ended.and_then(|event| self.wait_for(event))) {
+                Ok(()) => Ok(host.digest(0, len as usize, crc32fast::hash)),
+                Err(halt) => {
+                    self.bringer.keep(Box::new((host.clone(), stream.clone())));
+                    self.bringer.follow(event, false);
+                    Err(halt)
                 }
             }
         };

@@ -7,6 +7,7 @@
 //!
 //! - A layer is announced only after every digest of it matched, where it was read to.
 //! - Memory of the ring is reused only when the copy from it is done.
+//! - What is written to is the caller's to know: its slots are idle, or [`LandRequest::after`] says when they are.
 //! - Where files can be read straight into device memory ([`Pipeline::with_files`]) there is a ring there as well, layers are
 //!   compared with their digests by the device, and copied within it; what cannot come this way comes through the arena.
 //! - Where a layer fails the stream ends, with what is usable and why. Everything it held comes back: the arena's
@@ -33,7 +34,7 @@ pub use stream::{Layer, LayerEnd, LayerStream, Next};
 
 use crate::arena::Arena;
 use crate::destination::Destination;
-use crate::device::{Device, Stream};
+use crate::device::{Device, Event, Stream};
 use crate::device_arena::DeviceArena;
 use crate::error::LandError;
 use crate::follow::Followed;
@@ -45,6 +46,10 @@ pub const LAYERS_AHEAD: u32 = 2;
 
 /// How long the copy of one layer may take before it is called stuck, unless a pipeline is told otherwise.
 pub const COPY_PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long a straight read of a file may take before its layer, and all behind it, come through the arena, unless a
+/// pipeline is told otherwise.
+pub const READ_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Blocks that are to land in device memory.
 #[derive(Clone, Debug)]
@@ -59,8 +64,14 @@ pub struct LandRequest {
     pub keys: Vec<BlockKey>,
     /// Which layers, counted among the layers that this group has; `None` for all.
     pub layers: Option<Range<u32>>,
-    /// Where they are wanted. It describes all layers of the shape, also when fewer are read.
+    /// Where they are wanted. It describes all layers of the shape, also when fewer are read. Copies go there as soon as a
+    /// layer is verified, on a device stream of their own: nothing that was enqueued on other streams may still read or
+    /// write these slots, unless `after` says when it is done.
     pub into: Destination,
+    /// A point behind which the slots are idle: that of the engine's last kernel that uses them. Copies into them run after
+    /// it; what is read and verified before that waits in the ring. Without it they must be idle now. The copies' patience
+    /// ([`Pipeline::with_copy_patience`]) begins when they are enqueued, so it must be longer than the engine takes.
+    pub after: Option<Event>,
     /// The most bytes of the arena that this stream may have. It has what two layers need at least, so a smaller
     /// number asks for that.
     pub depth_bytes: u64,
@@ -81,6 +92,7 @@ pub struct Pipeline {
     arena: Arena,
     curve: Arc<Curve>,
     copy_patience: Duration,
+    read_patience: Duration,
     straight: Option<Arc<Straight>>,
 }
 
@@ -102,7 +114,8 @@ impl Pipeline {
     /// A pipeline. Register and pin the arena first: what is not is used all the same, only slower.
     pub fn new(store: Arc<dyn KvStore>, device: Arc<dyn Device>, arena: Arena, curve: Curve) -> Self {
         let curve = Arc::new(curve);
-        Self { store, device, arena, curve, copy_patience: COPY_PATIENCE, straight: None }
+        let (copy_patience, read_patience) = (COPY_PATIENCE, READ_PATIENCE);
+        Self { store, device, arena, curve, copy_patience, read_patience, straight: None }
     }
 
     /// The same with another bound on how long one layer's copy may take. What takes longer ends its stream with
@@ -111,6 +124,13 @@ impl Pipeline {
     #[must_use]
     pub fn with_copy_patience(self, copy_patience: Duration) -> Self {
         Self { copy_patience, ..self }
+    }
+
+    /// The same with another bound on how long a straight read may take ([`Pipeline::with_files`]). One that takes longer
+    /// keeps its piece of device memory until it ends; the layers come through the arena, and it counts as a failure.
+    #[must_use]
+    pub fn with_read_patience(self, read_patience: Duration) -> Self {
+        Self { read_patience, ..self }
     }
 
     pub(crate) fn followed(&self) -> Followed {
@@ -157,13 +177,23 @@ impl Pipeline {
         {
             return Ok(stream);
         }
-        let (landing, read) = self.stage(request, self.device.stream()?)?;
+        let copies = self.copies(&request)?;
+        let (landing, read) = self.stage(request, copies)?;
         let counts = (landing.seats.len() as u32, landing.into.blocks());
         // The stream of the copies too, which may wait for its work when it goes.
         let keeps = (landing.ring.clone(), landing.into.clone(), landing.copies.clone());
         LayerStream::start(self.followed(), counts, Box::new(keeps), move |bringer| {
             Feeder::new(landing, bringer).run(read);
         })
+    }
+
+    /// A device stream for the copies into a request's slots.
+    fn copies(&self, request: &LandRequest) -> Result<Stream, LandError> {
+        let copies = self.device.stream()?;
+        if let Some(after) = &request.after {
+            self.device.wait(&copies, after)?;
+        }
+        Ok(copies)
     }
 
     /// Which layers are wanted, and the bytes of each layer of the shape.

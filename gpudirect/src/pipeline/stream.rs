@@ -15,7 +15,7 @@ use kvarts_store::rt::blocking::block_on;
 use crate::destination::Destination;
 use crate::device::{Batch, Device, Direction, Event, Method, Piece, Stream};
 use crate::error::{DeviceError, EndReason, LandError};
-use crate::follow::{Followed, Follower, keep_for_good};
+use crate::follow::{Asked, Followed, Follower, keep_for_good};
 use crate::gather::{Curve, copy_split};
 use crate::pace::Worker;
 use crate::ring::{Seat, open_after};
@@ -81,7 +81,19 @@ pub(super) struct Bringer {
     pub(super) shared: Arc<Shared>,
     pub(super) keeps: Arc<Keeps>,
     // Last, so that what is kept is the follower's alone when it hears of no more.
-    events: Sender<Event>,
+    events: Sender<Asked>,
+}
+
+/// Whoever brings layers has ended, also where that is because it panicked: nobody waits for more.
+struct Bringing<'a>(&'a Shared);
+
+impl Drop for Bringing<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail(EndReason::Store(Reason::Bug("the thread that brings layers panicked")));
+        }
+        self.0.change(|state| state.fed = true);
+    }
 }
 
 #[derive(Default)]
@@ -226,8 +238,8 @@ impl LayerStream {
             .map_err(thread)?;
         let bringer = Bringer { shared: Arc::clone(&shared), keeps, events };
         let feeder = Worker::start("layer-reads", move || {
+            let _bringing = Bringing(&bringer.shared);
             bring(&bringer);
-            bringer.shared.change(|state| state.fed = true);
         });
         Ok(Self { shared, device, wanted, feeder: feeder.map_err(thread)?, follower })
     }
@@ -290,8 +302,7 @@ impl Waiter {
     fn hear(&self, ended: Result<(), DeviceError>) {
         match ended {
             Ok(()) => {
-                // The event of a layer that was enqueued in part ends nothing.
-                self.0.change(|state| state.landed = state.enqueued.min(state.landed + 1));
+                self.0.change(|state| state.landed += 1);
                 self.0.open_doors();
             }
             Err(error) => {
@@ -324,15 +335,16 @@ impl Bringer {
             }
             (Err(error), _) | (_, Err(error)) => state.fail(EndReason::Device(error.clone())),
         });
-        self.follow(event);
+        // That of a layer that was enqueued in part ends none.
+        self.follow(event, failed.is_ok());
         failed
     }
 
-    /// Has an event followed, whether or not it ends a layer.
-    pub(super) fn follow(&self, event: Result<Event, DeviceError>) {
+    /// Has an event followed, and says whether it ends a layer.
+    pub(super) fn follow(&self, event: Result<Event, DeviceError>, ends_layer: bool) {
         match event {
-            // The other end lives as long as this one.
-            Ok(event) => drop(self.events.send(event)),
+            // The other end lives as long as this one, unless it panicked, and then it keeps everything.
+            Ok(event) => drop(self.events.send(Asked { event, ends_layer })),
             Err(DeviceError::Lost(_)) => {}
             // Nobody can say when what was enqueued is done: what it uses is never handed out again.
             Err(_) => keep_for_good(Arc::clone(&self.keeps)),
@@ -426,5 +438,25 @@ fn why(end: &ReadEnd, has_deadline: bool) -> EndReason {
         Some((_, reason)) => EndReason::Store(reason.clone()),
         None if has_deadline => EndReason::Deadline,
         None => EndReason::Store(Reason::Busy("the store is closing")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::device::emulated::{Emulated, Model};
+
+    #[test]
+    fn whoever_waits_for_layers_is_told_that_what_brings_them_panicked() {
+        let device: Arc<dyn Device> = Arc::new(Emulated::new(Model::default()));
+        let stream = device.stream().unwrap();
+        let followed = Followed { device, patience: Duration::from_secs(60) };
+        let bring = |_: &Bringer| panic!("on purpose");
+        let mut layers = LayerStream::start(followed, (2, 1), Box::new(()), bring).unwrap();
+        let reason = Some(EndReason::Store(Reason::Bug("the thread that brings layers panicked")));
+        let end = LayerEnd { usable_layers: 0, usable_blocks: 1, reason };
+        assert_eq!(layers.next_layer(&stream), Next::End(end));
     }
 }

@@ -109,6 +109,7 @@ fn memory_that_is_not_pinned_goes_by_single_copies() {
             there_and_back(standin, &device, method, false);
         }
         assert_eq!(calls(standin), [3 * 802, 0, 0]);
+        assert_eq!(standin.pageable(), 3 * 802, "each waits in the driver");
     });
 }
 

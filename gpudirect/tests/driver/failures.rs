@@ -10,7 +10,8 @@ use crate::copies::{host, pattern, there_and_back};
 use crate::standin::{Kit, Standin, here, inside};
 
 /// After these the driver answers every call with the same error, until the process ends.
-const LOST: [(i32, &str); 12] = [
+const LOST: [(i32, &str); 13] = [
+    (4, "CUDA_ERROR_DEINITIALIZED"),
     (46, "CUDA_ERROR_DEVICE_UNAVAILABLE"),
     (214, "CUDA_ERROR_ECC_UNCORRECTABLE"),
     (700, "CUDA_ERROR_ILLEGAL_ADDRESS"),
@@ -90,7 +91,7 @@ fn calls_that_fail_are_named_and_leave_nothing() {
         fails("cuEventCreate", "cuEventCreate", &event);
         fails("cuEventRecord", "cuEventRecord", &event);
         let made = || device.stream().map(drop);
-        fails("cuCtxSetCurrent", "cuCtxSetCurrent", &made);
+        fails("cuCtxPushCurrent_v2", "cuCtxPushCurrent", &made);
         fails("cuStreamCreate", "cuStreamCreate", &made);
         fails("cuMemAlloc_v2", "cuMemAlloc", &|| device.allocate(8).map(drop));
         fails("cuPointerGetAttribute", "cuPointerGetAttribute", &|| {

@@ -218,12 +218,20 @@ fn the_stand_in_sees_misuse() {
         expect("cuStreamSynchronize", [buffer, 0, 0, 0], "a stream that is none");
         let stream = device.stream().unwrap();
         let (number, handle) = (standin.latest(), standin.handle(standin.latest()));
+        // Memory that is not pinned is copied before the call ends.
+        device.pin(&region).unwrap();
         standin.stand(number);
         assert_eq!(standin.direct("cuMemcpyHtoDAsync_v2", [base, buffer, 8, handle]), 0);
         assert_eq!(standin.direct("cuMemFree_v2", [base, 0, 0, 0]), 0);
         assert_eq!(standin.misuse(), ["memory is freed while work under way uses it"]);
         standin.go(number);
         until("the copy is done", || standin.pending() == 0);
+        device.unpin(&region);
+        expect("cuCtxPopCurrent_v2", [buffer, 0, 0, 0], "was not pushed");
+        expect("cuMemFreeHost", [buffer, 0, 0, 0], "no host memory of the driver");
+        standin.capture(true);
+        expect("cuMemFree_v2", [base, 0, 0, 0], "breaks the graph");
+        standin.capture(false);
         drop(stream);
         expect("cuStreamSynchronize", [handle, 0, 0, 0], "was destroyed");
         drop(memory);

@@ -13,6 +13,7 @@ mod copies;
 mod digests;
 mod failures;
 mod files;
+mod guests;
 mod lives;
 mod pipeline;
 mod processes;

@@ -138,21 +138,26 @@ impl Site {
     pub(crate) fn land(&self, pipeline: &Pipeline, chain: u8, pool: &Pool) -> Result<LayerStream, LandError> {
         // The store lets go of the last stream's memory on its own threads.
         until("the arena is free", || self.arena.usage().used == 0);
-        pipeline.land(LandRequest {
+        pipeline.land(self.request(chain, pool))
+    }
+
+    pub(crate) fn request(&self, chain: u8, pool: &Pool) -> LandRequest {
+        LandRequest {
             namespace: self.namespace,
             group: GROUP,
             coordinate: ALL,
             keys: keys(chain),
             layers: None,
             into: pool.into.clone(),
+            after: None,
             depth_bytes: 0,
             verify: Verify::Always,
             class: Class::Foreground,
             deadline: None,
-        })
+        }
     }
 
-    fn leave(&self, chain: u8, pool: &Pool) -> StoreRequest {
+    pub(crate) fn leave(&self, chain: u8, pool: &Pool) -> StoreRequest {
         StoreRequest {
             namespace: self.namespace,
             group: GROUP,
@@ -290,8 +295,8 @@ fn a_layer_is_used_after_its_copies_and_its_seat_too() {
         assert!(matches!(landing.next_layer(&compute), Next::Layer(layer) if layer.layer == 0));
         // What the engine's kernels would do: read the layer.
         let (memory, at, len) = pool.places[0][0];
-        let region = Region::anonymous(4096).unwrap();
-        let host = Buf::new(&region, 0, 4096).unwrap();
+        let (region, host) = crate::copies::host(4096);
+        site.device.pin(&region).unwrap();
         let pieces = [Piece { memory: memory as u32, at, host: 0, len }];
         let (direction, method) = (Direction::ToHost, Method::Each);
         let batch = Batch { direction, method, host: &host, memories: &pool.memories, pieces: &pieces };
@@ -301,6 +306,7 @@ fn a_layer_is_used_after_its_copies_and_its_seat_too() {
         assert_eq!(landing.landed(), 0);
         standin.go(copies);
         site.device.synchronize(&read).unwrap();
+        site.device.unpin(&region);
         assert!(host.to_vec()[..len as usize] == site.blocks()[0][..len as usize]);
         for _ in 1..LAYERS {
             assert!(matches!(landing.next_layer(&compute), Next::Layer(_)));
@@ -328,6 +334,38 @@ fn a_device_that_breaks_ends_the_stream_and_everything_comes_back() {
         assert!(end.usable_layers < 3);
         drop(landing);
         until("the arena is free", || site.arena.usage().used == 0);
+    });
+}
+
+/// The engine's last kernels still use the slots when a request comes.
+#[test]
+fn nothing_is_written_to_slots_before_the_engine_is_done_with_them() {
+    inside(Kit::Whole, here!(), |standin| {
+        let site = Site::new();
+        let (pipeline, pool) = (site.pipeline(Method::Kernel), Pool::new(&site));
+        let empty = [0, 1].map(|at: usize| standin.peek(pool.memories[at].base(), pool.memories[at].len()));
+        let engine = site.device.stream().unwrap();
+        let number = standin.latest();
+        let (region, host) = crate::copies::host(64);
+        site.device.pin(&region).unwrap();
+        standin.stand(number);
+        let pieces = [Piece { memory: 0, at: 8, host: 0, len: 64 }];
+        let (direction, method) = (Direction::ToHost, Method::Each);
+        let batch = Batch { direction, method, host: &host, memories: &pool.memories, pieces: &pieces };
+        site.device.copy(&engine, &batch).unwrap();
+        let after = Some(site.device.record(&engine).unwrap());
+        let compute = site.device.stream().unwrap();
+        let mut landing = pipeline.land(LandRequest { after, ..site.request(1, &pool) }).unwrap();
+        assert!(matches!(landing.next_layer(&compute), Next::Layer(layer) if layer.layer == 0));
+        // Time in which copies that do not wait are done.
+        crate::copies::there_and_back(standin, &site.device, Method::Each, true);
+        assert!(pool.holds(standin, &empty) && landing.landed() == 0);
+        standin.go(number);
+        while matches!(landing.next_layer(&compute), Next::Layer(_)) {}
+        drop(landing);
+        assert!(pool.holds(standin, &pool.expected(&site)));
+        assert!(host.to_vec() == vec![0xd5; 64], "what was there before");
+        site.device.unpin(&region);
     });
 }
 

@@ -227,6 +227,35 @@ impl Standin {
         unsafe { fail(name.as_ptr(), nth, code) };
     }
 
+    /// Every call of an entry point fails, without doing anything, until the code is 0.
+    pub(crate) fn refuse_call(&self, name: &str, code: c_int) {
+        let name = CString::new(name).unwrap();
+        let refuse: unsafe extern "C" fn(*const c_char, c_int) = self.symbol("standin_refuse_call");
+        // SAFETY: reads a C string.
+        unsafe { refuse(name.as_ptr(), code) };
+    }
+
+    /// An engine captures a graph, in global mode, or does not.
+    pub(crate) fn capture(&self, on: bool) {
+        // SAFETY: one number.
+        unsafe { self.symbol::<unsafe extern "C" fn(c_int)>("standin_capture")(c_int::from(on)) };
+    }
+
+    /// What this thread's context is, how many it has pushed, and how it meets captures.
+    pub(crate) fn thread(&self) -> (u64, c_int) {
+        let mut context = 0u64;
+        let to = (&raw mut context).expose_provenance() as u64;
+        assert_eq!(self.direct("cuCtxGetCurrent", [to, 0, 0, 0]), 0);
+        // SAFETY: gives a number.
+        (context, unsafe { self.symbol::<unsafe extern "C" fn() -> c_int>("standin_thread")() })
+    }
+
+    /// Copies with host memory that is not pinned.
+    pub(crate) fn pageable(&self) -> u64 {
+        // SAFETY: gives a number.
+        unsafe { self.symbol::<unsafe extern "C" fn() -> u64>("standin_pageable")() }
+    }
+
     /// The `nth` next work that a stream begins breaks its context.
     pub(crate) fn break_work(&self, nth: u64, code: c_int) {
         // SAFETY: two numbers.

@@ -3,12 +3,15 @@
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvarts_gpudirect::DeviceArena;
 use kvarts_gpudirect::device::Method;
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::{Device, InUse, Piece, drain};
-use kvarts_gpudirect::error::DeviceError;
+use kvarts_gpudirect::error::{DeviceError, EndReason};
+use kvarts_gpudirect::pipeline::{LandRequest, Next};
+use kvarts_store::api::Verify;
 
 use crate::copies::pattern;
 use crate::files::file;
@@ -124,6 +127,73 @@ fn without_the_library_there_are_no_files_and_the_reason() {
         let error = DeviceArena::new(&device, 1).unwrap_err();
         assert!(error.to_string().contains("libcufile"), "{error}");
         assert_eq!(device.in_use(), InUse::default());
+    });
+}
+
+/// A kernel that digests and stands still: how its stream ends, and that what it reads comes back behind it.
+fn still(standin: &Standin, patience: Duration, deadline: Option<Duration>) -> Option<EndReason> {
+    let site = Site::new();
+    let shared: Arc<dyn Device> = Arc::new(site.device.clone());
+    let arena = DeviceArena::new(&shared, 256 << 10).unwrap();
+    let pipeline = site.pipeline(Method::Each).with_files(site.store().clone(), arena.clone());
+    let pipeline = pipeline.with_copy_patience(patience);
+    let (pool, compute) = (Pool::new(&site), site.device.stream().unwrap());
+    // Behind that of the copies.
+    let digests = standin.latest() + 2;
+    standin.stand(digests);
+    let deadline = deadline.map(|time| site.store().clock().now().plus(time));
+    let mut landing = pipeline.land(LandRequest { deadline, ..site.request(1, &pool) }).unwrap();
+    let Next::End(end) = landing.next_layer(&compute) else { panic!("an unverified layer") };
+    assert!(arena.usage().used > 0, "the kernel may still read it");
+    if deadline.is_none() {
+        drop(landing);
+        assert!(arena.usage().used > 0, "and nobody waits for it");
+    }
+    standin.go(digests);
+    until("the kernel lets go", || arena.usage().used == 0);
+    end.reason
+}
+
+#[test]
+fn a_digest_that_stands_still_ends_its_stream_and_what_it_reads_comes_back_when_it_is_done() {
+    inside(Kit::Whole, here!(), |standin| {
+        let stuck = DeviceError::Stuck { millis: 20 };
+        assert_eq!(still(standin, Duration::from_millis(20), None), Some(EndReason::Device(stuck)));
+        close();
+    });
+}
+
+#[test]
+fn a_deadline_that_is_nearer_than_the_patience_ends_the_wait_for_a_digest() {
+    inside(Kit::Whole, here!(), |standin| {
+        let ended = still(standin, Duration::from_secs(600), Some(Duration::from_secs(1)));
+        assert_eq!(ended, Some(EndReason::Deadline));
+        close();
+    });
+}
+
+#[test]
+fn a_copy_back_that_fails_sends_its_layer_through_the_arena() {
+    inside(Kit::Whole, here!(), |standin| {
+        standin.refuse_sources();
+        {
+            let site = Site::new();
+            let shared: Arc<dyn Device> = Arc::new(site.device.clone());
+            let arena = DeviceArena::new(&shared, 256 << 10).unwrap();
+            let pipeline = site.pipeline(Method::Each).with_files(site.store().clone(), arena.clone());
+            let (pool, compute) = (Pool::new(&site), site.device.stream().unwrap());
+            standin.fail("cuMemcpyDtoHAsync_v2", 1, 1);
+            let request = LandRequest { verify: Verify::Sample(1000), ..site.request(1, &pool) };
+            let mut landing = pipeline.land(request).unwrap();
+            take_all(&mut landing, &compute);
+            assert_eq!(landing.landed(), LAYERS as u32);
+            drop(landing);
+            assert!(pool.holds(standin, &pool.expected(&site)));
+            let used = pipeline.direct_use().unwrap();
+            assert_eq!((used.layers, used.staged), (0, 1), "{used:?}");
+            until("reads let go", || arena.usage().used == 0);
+        }
+        close();
     });
 }
 

@@ -249,6 +249,7 @@ impl<'a> Stage<'a> {
             keys: self.keys.clone(),
             layers: None,
             into: self.into.clone(),
+            after: None,
             depth_bytes: self.arena_bytes,
             verify: Verify::Always,
             class: Class::Foreground,

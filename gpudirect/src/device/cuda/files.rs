@@ -211,7 +211,7 @@ unsafe impl Sync for Open {}
 impl Drop for Known {
     fn drop(&mut self) {
         self.core.files.fetch_sub(1, Ordering::AcqRel);
-        if self.core.context.enter().is_ok() {
+        if let Ok(_inside) = self.core.context.enter() {
             // SAFETY: registered by `register` and forgotten once; reads into it hold it.
             let _ = unsafe { (self.calls.forget_memory)(std::ptr::with_exposed_provenance(self.base)) };
         }
@@ -222,13 +222,13 @@ impl Drop for Open {
     fn drop(&mut self) {
         self.core.files.fetch_sub(1, Ordering::AcqRel);
         // A device that is lost is no reason to keep a file.
-        let _ = self.core.context.enter();
+        let _inside = self.core.context.enter();
         self.calls.leave(self.descriptor);
     }
 }
 
 pub(super) fn open(device: &Cuda) -> Result<Arc<dyn Files>, DeviceError> {
-    device.0.context.enter()?;
+    let _inside = device.0.context.enter()?;
     Ok(Arc::new(Straight { device: device.clone(), calls: Calls::get()? }))
 }
 
@@ -238,7 +238,7 @@ impl Files for Straight {
         if self.device.owned(memory)?.raw.kind() != Kind::Allocated {
             return Err(DeviceError::Foreign("memory that it did not allocate itself for reads"));
         }
-        core.context.enter()?;
+        let _inside = core.context.enter()?;
         let no = |_| DeviceError::OutOfBounds;
         let (base, len) =
             (usize::try_from(memory.base).map_err(no)?, usize::try_from(memory.len).map_err(no)?);
@@ -253,7 +253,7 @@ impl Files for Straight {
 
     fn open(&self, file: BorrowedFd<'_>) -> Result<OpenFile, DeviceError> {
         let core = &self.device.0;
-        core.context.enter()?;
+        let _inside = core.context.enter()?;
         let descriptor = file.as_raw_fd();
         let handle = self.calls.join(descriptor)?;
         core.files.fetch_add(1, Ordering::AcqRel);
@@ -274,7 +274,7 @@ impl Files for Straight {
         let open = open.ok_or(DeviceError::Foreign("a file of another device"))?;
         let no = |_| DeviceError::OutOfBounds;
         let base = usize::try_from(into.memory().base).map_err(no)?;
-        self.device.0.context.enter()?;
+        let _inside = self.device.0.context.enter()?;
         let mut done = 0;
         while done < len {
             let (from, to) = (offset.saturating_add(done), at + done);

@@ -1,11 +1,13 @@
 //! The calls into the CUDA driver, each with the reason why it may be made. **Not run on hardware yet.**
 //!
 //! This file may hold `unsafe`. Handles are wrapped so that each lives exactly as long as its owner; the context is
-//! the device's primary one, which the engine in the same process shares, and it is made current before every call.
+//! the device's primary one, which the engine in the same process shares. It is pushed before every call and popped
+//! behind it ([`Entered`]), also on threads of the engine, which find their own context as it was.
 //! Nothing is called before [`count`] has found the library: the bindings look symbols up at their first use and
 //! panic where one is missing, so symbols that an older driver lacks are asked for first.
 
 use std::ffi::{CStr, c_int, c_void};
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use cudarc::driver::sys as cu;
@@ -45,6 +47,7 @@ fn check(call: &'static str, code: cu::CUresult) -> Result<(), DeviceError> {
         | E::CUDA_ERROR_HARDWARE_STACK_ERROR
         | E::CUDA_ERROR_MISALIGNED_ADDRESS
         | E::CUDA_ERROR_CONTEXT_IS_DESTROYED
+        | E::CUDA_ERROR_DEINITIALIZED
         | E::CUDA_ERROR_DEVICE_UNAVAILABLE => Err(DeviceError::Lost(format!("{call}: {}", why()))),
         _ => Err(DeviceError::Call { call, why: why() }),
     }
@@ -83,12 +86,20 @@ pub(super) fn has_batch() -> bool {
     unsafe { cu::culib().get::<unsafe extern "C" fn()>(b"cuMemcpyBatchAsync\0").is_ok() }
 }
 
+/// Whether the driver lets a thread say how it meets captures (10.1 does). Called behind [`count`].
+fn has_capture_mode() -> bool {
+    // SAFETY: as in `has_batch`.
+    unsafe { cu::culib().get::<unsafe extern "C" fn()>(b"cuThreadExchangeStreamCaptureMode\0").is_ok() }
+}
+
 /// The primary context of a device.
 #[derive(Debug)]
 struct Primary {
     raw: cu::CUcontext,
     device: cu::CUdevice,
     ordinal: u32,
+    /// Whether the driver has a mode of captures for each thread.
+    capture_mode: bool,
 }
 
 // SAFETY: the driver's contexts may be made current by any thread, at the same time too.
@@ -106,6 +117,30 @@ impl Drop for Primary {
 /// A device's context, held by everything that is made in it.
 #[derive(Clone, Debug)]
 pub(super) struct Context(Arc<Primary>);
+
+/// A thread inside a context, as long as this lives: then it is where it was before.
+///
+/// While it is inside, its calls neither fail because the engine captures a graph in another thread, nor break that
+/// capture: nothing of ours belongs into a graph.
+#[must_use = "the thread is outside again when this is dropped"]
+pub(super) struct Entered<'a> {
+    /// How the thread met captures before, if the driver has a word for that.
+    captures: Option<cu::CUstreamCaptureMode>,
+    // It belongs to the thread that entered, and goes before the context.
+    _here: PhantomData<(&'a Context, *const ())>,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        if let Some(mode) = &mut self.captures {
+            // SAFETY: swaps the thread's mode for the one that it had.
+            let _ = unsafe { cu::cuThreadExchangeStreamCaptureMode(mode) };
+        }
+        let mut left = std::ptr::null_mut();
+        // SAFETY: writes one handle: that of the context which `enter` pushed on this thread.
+        let _ = unsafe { cu::cuCtxPopCurrent_v2(&raw mut left) };
+    }
+}
 
 /// Where memory comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -140,10 +175,8 @@ impl RawMemory {
 
 impl Drop for RawMemory {
     fn drop(&mut self) {
-        if self.context.enter().is_err() {
-            // The device is lost, and its memory with it.
-            return;
-        }
+        // Without a context the device is lost, and its memory with it.
+        let Ok(_inside) = self.context.enter() else { return };
         // Nobody is left to be told of an error.
         let _ = match self.kind {
             // SAFETY: made by `allocate` and given back once; freeing waits for the device.
@@ -177,7 +210,9 @@ unsafe impl Sync for RawStream {}
 
 impl Drop for RawStream {
     fn drop(&mut self) {
-        if self.owned && self.context.enter().is_ok() {
+        if self.owned
+            && let Ok(_inside) = self.context.enter()
+        {
             // SAFETY: made by `stream`; the driver does not wait here, and still does what the stream was given.
             let _ = unsafe { cu::cuStreamDestroy_v2(self.raw) };
         }
@@ -198,7 +233,7 @@ unsafe impl Sync for RawEvent {}
 
 impl Drop for RawEvent {
     fn drop(&mut self) {
-        if self.context.enter().is_ok() {
+        if let Ok(_inside) = self.context.enter() {
             // SAFETY: made by `record`; the driver keeps what a pending wait needs.
             let _ = unsafe { cu::cuEventDestroy_v2(self.raw) };
         }
@@ -220,7 +255,7 @@ unsafe impl Sync for Kernel {}
 
 impl Drop for Kernel {
     fn drop(&mut self) {
-        if self.context.enter().is_ok() {
+        if let Ok(_inside) = self.context.enter() {
             // SAFETY: loaded by `compile`; the device that launched from it is gone.
             let _ = unsafe { cu::cuModuleUnload(self.module) };
         }
@@ -236,7 +271,7 @@ impl Kernel {
         let mut image = ptx.to_src().into_bytes();
         image.push(0);
         let told = |error: DeviceError| error.to_string();
-        context.enter().map_err(told)?;
+        let _inside = context.enter().map_err(told)?;
         let mut module = std::ptr::null_mut();
         // SAFETY: `image` is a text that ends in zero.
         let loaded = unsafe { cu::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) };
@@ -250,6 +285,47 @@ impl Kernel {
     }
 }
 
+/// Host memory of the driver's own, which it pins: copies with memory that is not may wait inside the driver until the
+/// device is done, where no patience is heard.
+#[derive(Debug)]
+struct HostMemory {
+    context: Context,
+    at: *mut c_void,
+    /// Words of eight bytes.
+    words: usize,
+}
+
+// SAFETY: it owns the memory, whose bytes are reached through `&mut`, or by the device.
+unsafe impl Send for HostMemory {}
+// SAFETY: as above; through `&` they are only read.
+unsafe impl Sync for HostMemory {}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        if let Ok(_inside) = self.context.enter() {
+            // SAFETY: made by `host_memory` and given back once.
+            let _ = unsafe { cu::cuMemFreeHost(self.at) };
+        }
+    }
+}
+
+impl HostMemory {
+    fn write(&mut self, words: impl Iterator<Item = u64>) {
+        for (at, word) in words.take(self.words).enumerate() {
+            // SAFETY: inside the memory, which the driver aligns to pages; nobody else has it while it is written.
+            unsafe { self.at.cast::<u64>().add(at).write(word) };
+        }
+    }
+
+    /// The first numbers of four bytes behind so many words.
+    fn read(&self, behind: usize, count: usize) -> Vec<u32> {
+        let count = count.min(self.words.saturating_sub(behind) * 2);
+        // SAFETY: inside the memory, as above; the device is done with it.
+        let at = |at: usize| unsafe { self.at.cast::<u64>().add(behind).cast::<u32>().add(at).read() };
+        (0..count).map(at).collect()
+    }
+}
+
 /// What digests work with: made once, and used again.
 #[derive(Debug)]
 pub(super) struct Digester {
@@ -257,8 +333,8 @@ pub(super) struct Digester {
     memory: RawMemory,
     /// Chunks that it has room for.
     room: usize,
-    table: Vec<u64>,
-    found: Vec<u32>,
+    /// Two words for each chunk, where it is and how long; then the digests that came back.
+    host: HostMemory,
 }
 
 impl Digester {
@@ -272,7 +348,7 @@ impl Digester {
 
     /// The digests, once an event behind them is done.
     pub(super) fn found(&self, count: usize) -> Vec<u32> {
-        self.found.iter().copied().take(count).collect()
+        self.host.read(self.room * 2, count)
     }
 }
 
@@ -295,7 +371,7 @@ impl Context {
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle, released in `Primary::drop`.
         check("cuDevicePrimaryCtxRetain", unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut raw, device) })?;
-        Ok(Self(Arc::new(Primary { raw, device, ordinal })))
+        Ok(Self(Arc::new(Primary { raw, device, ordinal, capture_mode: has_capture_mode() })))
     }
 
     pub(super) fn ordinal(&self) -> u32 {
@@ -320,14 +396,21 @@ impl Context {
         check("cuDeviceTotalMem", asked).ok().map(|()| bytes as u64)
     }
 
-    /// Makes it the one that this thread's calls are about.
-    pub(super) fn enter(&self) -> Result<(), DeviceError> {
+    /// Makes it the one that this thread's calls are about, until the answer is dropped.
+    pub(super) fn enter(&self) -> Result<Entered<'_>, DeviceError> {
         // SAFETY: the context is retained while `self` lives.
-        check("cuCtxSetCurrent", unsafe { cu::cuCtxSetCurrent(self.0.raw) })
+        check("cuCtxPushCurrent", unsafe { cu::cuCtxPushCurrent_v2(self.0.raw) })?;
+        let mut mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        let captures = self.0.capture_mode && {
+            // SAFETY: the driver has the call; it swaps the thread's mode, and writes the one that it had.
+            let swapped = unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+            check("cuThreadExchangeStreamCaptureMode", swapped).is_ok()
+        };
+        Ok(Entered { captures: captures.then_some(mode), _here: PhantomData })
     }
 
     pub(super) fn allocate(&self, bytes: u64) -> Result<RawMemory, DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         let mut base = 0;
         let len = usize::try_from(bytes).map_err(|_| DeviceError::NoMemory(bytes))?;
         // SAFETY: writes one address, freed in `RawMemory::drop`.
@@ -349,7 +432,7 @@ impl Context {
     /// The allocation of this device that an address is in: where it begins, and its bytes.
     fn allocation(&self, at: u64) -> Result<(u64, u64), DeviceError> {
         use cu::CUpointer_attribute as Ask;
-        self.enter()?;
+        let _inside = self.enter()?;
         // The answers are numbers of 4 or 8 bytes; little-endian, so that the shorter ones fit the longer.
         let ask = |what: Ask| {
             let mut answer = 0u64;
@@ -373,6 +456,7 @@ impl Context {
         if start != base || !whole {
             return Err(DeviceError::Foreign("a part of an allocation under a name of its own"));
         }
+        let _inside = self.enter()?;
         let mut handle = cu::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: writes one handle; an address without one is an error.
         check("cuIpcGetMemHandle", unsafe { cu::cuIpcGetMemHandle(&raw mut handle, base) })?;
@@ -380,7 +464,7 @@ impl Context {
     }
 
     pub(super) fn import(&self, handle: &[u8; 64], bytes: u64) -> Result<RawMemory, DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         let raw = cu::CUipcMemHandle { reserved: handle.map(|byte| byte as std::ffi::c_char) };
         let mut base = 0;
         let peer_access = cu::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
@@ -393,7 +477,7 @@ impl Context {
     }
 
     pub(super) fn pin(&self, region: &Region) -> Result<(), DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         let flags = cu::CU_MEMHOSTREGISTER_PORTABLE | cu::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the region is mapped while it lives, and whoever pins it unpins it before: the arena does.
         let pinned = unsafe { cu::cuMemHostRegister_v2(region.base().cast(), region.len(), flags) };
@@ -401,14 +485,14 @@ impl Context {
     }
 
     pub(super) fn unpin(&self, region: &Region) {
-        if self.enter().is_ok() {
+        if let Ok(_inside) = self.enter() {
             // SAFETY: registered by `pin`, and no copy is under way (the trait's contract).
             let _ = unsafe { cu::cuMemHostUnregister(region.base().cast()) };
         }
     }
 
     pub(super) fn stream(&self) -> Result<RawStream, DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed in `RawStream::drop`.
         check("cuStreamCreate", unsafe { cu::cuStreamCreate(&raw mut raw, NON_BLOCKING) })?;
@@ -418,7 +502,7 @@ impl Context {
     /// A stream that somebody else made. Asked for its state once: a number that is no stream is most likely
     /// an error here.
     pub(super) fn adopt_stream(&self, handle: u64) -> Result<RawStream, DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         let address = usize::try_from(handle).map_err(|_| DeviceError::OutOfBounds)?;
         let raw: cu::CUstream = std::ptr::with_exposed_provenance_mut(address);
         // SAFETY: the caller's promise (trait): a stream of this device that outlives the answer.
@@ -430,7 +514,7 @@ impl Context {
     }
 
     pub(super) fn record(&self, stream: &RawStream) -> Result<RawEvent, DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed in `RawEvent::drop`.
         check("cuEventCreate", unsafe { cu::cuEventCreate(&raw mut raw, EVENT_FLAGS) })?;
@@ -441,23 +525,27 @@ impl Context {
     }
 
     pub(super) fn wait(&self, stream: &RawStream, event: &RawEvent) -> Result<(), DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         // SAFETY: both are alive.
         check("cuStreamWaitEvent", unsafe { cu::cuStreamWaitEvent(stream.raw, event.raw, 0) })
     }
 
-    /// Whether everything before the event is done; an error is that of the work before it.
+    /// Whether everything before the event is done; an error is that of the work before it, or of a driver that does
+    /// not say.
     pub(super) fn is_done(&self, event: &RawEvent) -> Result<bool, DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         // SAFETY: it is alive.
         match unsafe { cu::cuEventQuery(event.raw) } {
-            cu::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            // The last are refusals to look while a graph is captured: whatever runs goes on meanwhile.
+            cu::CUresult::CUDA_ERROR_NOT_READY
+            | cu::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+            | cu::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(false),
             code => check("cuEventQuery", code).map(|()| true),
         }
     }
 
     pub(super) fn copy_each(&self, stream: &RawStream, batch: &Batch<'_>) -> Result<(), DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         for piece in batch.pieces {
             let (device, host) = ends(batch, piece);
             let (pointer, len) = (std::ptr::with_exposed_provenance_mut::<c_void>(host), piece.len as usize);
@@ -476,7 +564,7 @@ impl Context {
     }
 
     pub(super) fn copy_batch(&self, stream: &RawStream, batch: &Batch<'_>) -> Result<(), DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         // The driver refuses a batch of nothing, and has no word for a copy of no bytes.
         let pieces = || batch.pieces.iter().filter(|piece| piece.len > 0);
         let ends: Vec<_> = pieces().map(|piece| ends(batch, piece)).collect();
@@ -517,7 +605,7 @@ impl Context {
         stream: &RawStream,
         batch: &Batch<'_>,
     ) -> Result<(), DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         let mut seen = 0;
         // SAFETY: the caller has checked that the region is pinned with a mapping for the device.
         check("cuMemHostGetDevicePointer", unsafe {
@@ -542,7 +630,7 @@ impl Context {
         memories: &[Memory],
         pieces: &[Piece],
     ) -> Result<(), DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         let ends =
             pieces.iter().map(|piece| (place(memories, piece), from.wrapping_add(piece.host), piece.len));
         self.launch_gather(kernel, stream, ends)
@@ -556,7 +644,7 @@ impl Context {
         memories: &[Memory],
         pieces: &[Piece],
     ) -> Result<(), DeviceError> {
-        self.enter()?;
+        let _inside = self.enter()?;
         for piece in pieces {
             let (to, from, len) = (place(memories, piece), from.wrapping_add(piece.host), piece.len as usize);
             // SAFETY: both ranges were checked against memories that the caller keeps until an event behind the copy.
@@ -611,7 +699,17 @@ impl Context {
     pub(super) fn digester(&self, count: usize) -> Result<Digester, DeviceError> {
         let room = count.next_power_of_two();
         let (stream, memory) = (self.stream()?, self.allocate(room as u64 * 20)?);
-        Ok(Digester { stream, memory, room, table: Vec::new(), found: vec![0; room] })
+        // Two words for each chunk, and half a one for its digest.
+        let host = self.host_memory(room * 2 + room.div_ceil(2))?;
+        Ok(Digester { stream, memory, room, host })
+    }
+
+    fn host_memory(&self, words: usize) -> Result<HostMemory, DeviceError> {
+        let _inside = self.enter()?;
+        let (mut at, bytes) = (std::ptr::null_mut(), words * 8);
+        // SAFETY: writes one address, given back in `HostMemory::drop`.
+        check("cuMemAllocHost", unsafe { cu::cuMemAllocHost_v2(&raw mut at, bytes) })?;
+        Ok(HostMemory { context: self.clone(), at, words })
     }
 
     /// Enqueues what digests: the table there, the kernel, what it found back. All in one stream: the driver's other
@@ -624,18 +722,19 @@ impl Context {
         base: u64,
         chunks: &[(u64, u64)],
     ) -> Result<(), DeviceError> {
-        self.enter()?;
-        let Digester { stream, memory, room, table, found } = digester;
-        let found = found.get_mut(..chunks.len()).ok_or(DeviceError::OutOfBounds)?;
+        let _inside = self.enter()?;
+        let Digester { stream, memory, room, host } = digester;
+        if chunks.len() > *room {
+            return Err(DeviceError::OutOfBounds);
+        }
         // Addresses and lengths one behind the other, then digests.
-        table.clear();
-        table.extend(chunks.iter().map(|chunk| base.wrapping_add(chunk.0)));
-        table.extend(chunks.iter().map(|chunk| chunk.1));
+        let places = chunks.iter().map(|chunk| base.wrapping_add(chunk.0));
+        host.write(places.chain(chunks.iter().map(|chunk| chunk.1)));
         let (mut addresses, mut count) = (memory.base(), chunks.len() as u64);
         let (mut lens, mut digests) = (addresses + count * 8, addresses + *room as u64 * 16);
-        let bytes = std::mem::size_of_val(&table[..]);
-        // SAFETY: the memory is as long (checked by its allocation); the table is kept until the stream is done.
-        let code = unsafe { cu::cuMemcpyHtoDAsync_v2(addresses, table.as_ptr().cast(), bytes, stream.raw) };
+        let bytes = chunks.len() * 16;
+        // SAFETY: both sides are as long (by their allocations), and are kept until the stream is done.
+        let code = unsafe { cu::cuMemcpyHtoDAsync_v2(addresses, host.at.cast_const(), bytes, stream.raw) };
         check("cuMemcpyAsync", code)?;
         let blocks = u32::try_from(count).unwrap_or(u32::MAX).min(DIGEST_BLOCKS);
         let mut parameters = [
@@ -663,9 +762,11 @@ impl Context {
             )
         };
         check("cuLaunchKernel", code)?;
-        let bytes = std::mem::size_of_val(found);
+        let bytes = chunks.len() * 4;
+        // SAFETY: behind the two words of every chunk there is room for as many digests.
+        let found = unsafe { host.at.cast::<u64>().add(*room * 2) };
         // SAFETY: as many bytes on both sides, kept until the stream is done.
-        let code = unsafe { cu::cuMemcpyDtoHAsync_v2(found.as_mut_ptr().cast(), digests, bytes, stream.raw) };
+        let code = unsafe { cu::cuMemcpyDtoHAsync_v2(found.cast(), digests, bytes, stream.raw) };
         check("cuMemcpyAsync", code)
     }
 }

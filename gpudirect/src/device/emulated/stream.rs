@@ -27,6 +27,8 @@ pub(super) enum Op {
     Compute(Duration),
     /// A read of these addresses.
     Touch(u64, u64),
+    /// A kernel by its number that reads memory for so long.
+    Read(u64, Duration),
 }
 
 /// Whether an event is done, and how what came before it ended.
@@ -37,6 +39,13 @@ pub(super) struct EventState {
 }
 
 impl EventState {
+    /// An event with nothing before it.
+    pub(super) fn done() -> Arc<Self> {
+        let state = Self::default();
+        state.set(Ok(()));
+        Arc::new(state)
+    }
+
     fn set(&self, outcome: Result<(), DeviceError>) {
         lock(&self.done).get_or_insert(outcome);
         self.changed.notify_all();
@@ -113,6 +122,12 @@ fn serve(core: &Core, inbox: &Receiver<Op>) {
         match op {
             Op::Record(event) => event.set(failed.clone()),
             Op::Wait(event) => failed = failed.and(event.wait()),
+            Op::Read(number, time) => {
+                if failed.is_ok() {
+                    core.pace.sleep_until(core.pace.now().plus(time));
+                }
+                core.has_read(number);
+            }
             _ if failed.is_err() => {}
             Op::Compute(time) => core.pace.sleep_until(core.pace.now().plus(time)),
             Op::Touch(start, end) => touch(core, start, end),
@@ -157,6 +172,7 @@ fn copy(
         core.stick();
         core.alive()?;
     }
+    core.check_readers(number);
     let moved = transfer(direction, host, memories, pieces, allowed);
     core.pace.sleep_until(until);
     if is(core.faults.lost_at_copy) {

@@ -60,7 +60,18 @@ static int fill(struct part *part, address to, enum end to_end, address from, en
     return part->to && part->from;
 }
 
-// The books are held; they are not let go of.
+static uint64_t pageable;
+
+// Copies with host memory that is not pinned so far.
+uint64_t standin_pageable(void) {
+    lock_books();
+    uint64_t count = pageable;
+    unlock_books();
+    return count;
+}
+
+// The driver moves host memory that is not pinned through memory of its own and may wait for the device meanwhile, in
+// calls that are named asynchronous too: here it always does.
 static result copy(address to, enum end to_end, address from, enum end from_end, size_t len, void *handle, const char *call) {
     struct stream *stream = stream_of(handle, call);
     if (!stream) return INVALID_HANDLE;
@@ -70,8 +81,12 @@ static result copy(address to, enum end to_end, address from, enum end from_end,
         drop_copy(work);
         return INVALID_VALUE;
     }
+    int waits = !work->parts->uses[0] || !work->parts->uses[1];
     enqueue(stream, work);
-    return OK;
+    if (!waits) return OK;
+    pageable++;
+    wait_until_done(stream);
+    return current->broken;
 }
 
 result cuMemcpyHtoDAsync_v2(address to, const void *from, size_t len, void *stream) {

@@ -176,10 +176,37 @@ result cuMemHostRegister_v2(void *base, size_t len, unsigned flags) {
     return leave(OK);
 }
 
+result cuMemAllocHost_v2(void **to, size_t len) {
+    ENTER(1);
+    if (!len) return leave(INVALID_VALUE);
+    void *base = mmap(NULL, paged(len), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) return leave(OUT_OF_MEMORY);
+    struct pinned *pinned = calloc(1, sizeof *pinned);
+    *pinned = (struct pinned){.next = pins, .base = base, .len = len, .seen = reserve(len), .mapped = 1, .own = 1, .live = 1};
+    pins = pinned;
+    live("host memories", 1);
+    *to = base;
+    return leave(OK);
+}
+
+result cuMemFreeHost(void *base) {
+    ENTER(1);
+    struct pinned *pinned = pinned_at(base, 0);
+    if (!pinned || pinned->base != base || !pinned->own) {
+        misuse("cuMemFreeHost of what is no host memory of the driver");
+        return leave(INVALID_VALUE);
+    }
+    if (pinned->uses) misuse("host memory is freed while work under way uses it");
+    else munmap(pinned->base, paged(pinned->len));
+    pinned->live = 0;
+    live("host memories", -1);
+    return leave(OK);
+}
+
 result cuMemHostUnregister(void *base) {
     ENTER(1);
     struct pinned *pinned = pinned_at(base, 0);
-    if (!pinned || pinned->base != base) {
+    if (!pinned || pinned->base != base || pinned->own) {
         misuse("cuMemHostUnregister of what is not registered");
         return leave(HOST_MEMORY_NOT_REGISTERED);
     }
@@ -271,7 +298,7 @@ void forget_memory_of(struct context *context) {
         if (each->live) {
             if (!context->broken) misuse("a context is released that has registered memory");
             each->live = 0;
-            live("registrations", -1);
+            live(each->own ? "host memories" : "registrations", -1);
         }
 }
 

@@ -4,7 +4,7 @@
 //
 // The calls behave as CUDA's documentation says, and where that leaves a choice, as badly for the caller as it allows:
 // work is done later, on a thread for each stream; copies of one batch run from the last to the first; addresses are
-// never used twice. What is an error is answered as one. What no correct program does besides (memory that is freed while
+// never used twice; copies with host memory that is not pinned end before the call does. What is an error is answered as one. What no correct program does besides (memory that is freed while
 // a copy uses it, a call without a context, a handle after its end) is written down as misuse, which tests ask for.
 //
 // All books are under one lock, which every entry point holds from ENTER to leave().
@@ -29,6 +29,7 @@ enum {
     ILLEGAL_ADDRESS = 700,
     HOST_MEMORY_ALREADY_REGISTERED = 712,
     HOST_MEMORY_NOT_REGISTERED = 713,
+    STREAM_CAPTURE_UNSUPPORTED = 900,
 };
 
 enum { DEVICES = 2 };
@@ -61,13 +62,14 @@ struct memory {
     struct trailer *trailer;
 };
 
-// Host memory that was registered. The device knows it by another address than the host.
+// Host memory that was registered, or allocated by the driver, which is `own`. The device knows it by another address than the host.
 struct pinned {
     struct pinned *next;
     char *base;
     size_t len;
     address seen;
     int mapped;
+    int own;
     int uses;
     int live;
 };

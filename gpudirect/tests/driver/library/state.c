@@ -25,12 +25,29 @@ static struct call {
     uint64_t calls;
     uint64_t fails_in;
     result code;
+    // The answer of every call, if it is not OK.
+    result always;
 } calls[96];
 
 static struct {
     const char *what;
     int count;
 } alive[16];
+
+// Contexts that this thread has pushed over others.
+enum { DEEP = 16 };
+static _Thread_local struct context *below[DEEP];
+static _Thread_local int depth;
+
+// How this thread meets captures: 0 global, 1 thread-local, 2 relaxed.
+static _Thread_local int capture_mode;
+// Whether an engine's thread captures a graph, in global mode.
+static int capturing;
+// What is not allowed meanwhile to threads in global mode: it fails, and the capture with it.
+static const char *const unsafe_calls[] = {
+    "cuEventQuery",        "cuStreamQuery", "cuStreamSynchronize", "cuMemAlloc_v2",   "cuMemFree_v2",     "cuMemAllocHost_v2",
+    "cuMemFreeHost",       "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2",   "cuMemHostRegister_v2", "cuMemHostUnregister", "cuModuleLoadData",
+};
 
 static uint64_t work_fails_in;
 static result work_code;
@@ -73,6 +90,12 @@ result enter(const char *name, int in_context) {
     struct call *call = call_of(name);
     call->calls++;
     if (call->fails_in && --call->fails_in == 0) return leave(call->code);
+    if (call->always) return leave(call->always);
+    for (size_t at = 0; capturing && !capture_mode && at < sizeof unsafe_calls / sizeof *unsafe_calls; at++)
+        if (!strcmp(name, unsafe_calls[at])) {
+            misuse("%s breaks the graph that another thread captures", name);
+            return leave(STREAM_CAPTURE_UNSUPPORTED);
+        }
     if (!initialised && strcmp(name, "cuInit")) {
         misuse("%s before cuInit", name);
         return leave(NOT_INITIALIZED);
@@ -167,6 +190,43 @@ result cuCtxSetCurrent(struct context *context) {
     return leave(OK);
 }
 
+result cuCtxGetCurrent(struct context **to) {
+    ENTER(0);
+    *to = current;
+    return leave(OK);
+}
+
+result cuCtxPushCurrent_v2(struct context *context) {
+    ENTER(0);
+    if (context < contexts || context >= contexts + DEVICES || !context->retained || depth == DEEP) {
+        misuse("a context is pushed that is not retained, or too deep");
+        return leave(INVALID_CONTEXT);
+    }
+    below[depth++] = current;
+    current = context;
+    return leave(OK);
+}
+
+result cuCtxPopCurrent_v2(struct context **to) {
+    ENTER(0);
+    if (!depth) {
+        misuse("a context is popped that was not pushed");
+        return leave(INVALID_CONTEXT);
+    }
+    *to = current;
+    current = below[--depth];
+    return leave(OK);
+}
+
+result cuThreadExchangeStreamCaptureMode(int *mode) {
+    ENTER(0);
+    if (*mode < 0 || *mode > 2) return leave(INVALID_VALUE);
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return leave(OK);
+}
+
 // What tests ask and say.
 
 // Everything that was wrong, a line each.
@@ -214,6 +274,23 @@ void standin_fail(const char *name, uint64_t nth, result code) {
     call->code = code;
     unlock_books();
 }
+
+// Every call of an entry point does nothing but answer with `code`, until that is OK.
+void standin_refuse_call(const char *name, result code) {
+    lock_books();
+    call_of(name)->always = code;
+    unlock_books();
+}
+
+// A thread that is none of ours begins to capture a graph, or ends that.
+void standin_capture(int on) {
+    lock_books();
+    capturing = on;
+    unlock_books();
+}
+
+// How this thread meets captures, and how many contexts it has pushed.
+int standin_thread(void) { return capture_mode * 100 + depth; }
 
 // The `nth` next work (from 1) that a stream begins breaks its context.
 void standin_break(uint64_t nth, result code) {
