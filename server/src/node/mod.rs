@@ -11,6 +11,7 @@ pub mod auth;
 mod leases;
 mod memory;
 mod models;
+mod patience;
 mod puts;
 mod shares;
 pub mod tenant;
@@ -31,6 +32,7 @@ pub use auth::{Caller, Right, Rights};
 pub use leases::Leases;
 pub use memory::{Frozen, Memory, MemoryShare};
 pub use models::{Model, Models};
+pub use patience::Patience;
 pub use puts::Puts;
 pub(crate) use shares::Bandwidth;
 pub use tenant::Tenant;
@@ -66,6 +68,8 @@ pub struct Node {
     pub large_reads: Arc<AtomicU64>,
     /// Large requests that are being received over gRPC.
     pub receiving: Arc<Receiving>,
+    /// How long clients that take nothing are waited for.
+    pub patience: Patience,
     /// Turns of puts that take bytes.
     pub puts: Puts,
     /// How many lines refused calls have caused.
@@ -127,6 +131,7 @@ impl Node {
             shares: shares(&gate, &memory),
             large_reads: Arc::default(),
             receiving: Arc::default(),
+            patience: Patience::default(),
             puts: Puts::new(&memory),
             audit,
             veil: Veil::new(secret),
