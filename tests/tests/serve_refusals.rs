@@ -522,6 +522,65 @@ fn what_a_client_never_takes_comes_back_when_patience_ends() {
 }
 
 #[test]
+fn a_match_of_too_many_keys_at_too_many_coordinates_is_refused_with_the_figure() {
+    let mut desk = Desk::open("refusals-match");
+    let mut asked = |keys_asked: usize, count: u32| {
+        let coordinates = (0..count).map(|start| proto::Coordinate { start, count: 1, of: count }).collect();
+        let requirement = proto::Requirement { coordinates, ..proto::Requirement::default() };
+        let request = proto::MatchRequest {
+            namespace: desk.namespace.clone(),
+            keys: vec![7; 32 * keys_asked].into(),
+            block_tokens: 16,
+            requirements: vec![requirement],
+            ..proto::MatchRequest::default()
+        };
+        desk.served.runtime.block_on(desk.store.r#match(request)).unwrap_err()
+    };
+    let status = asked(65_536, 17);
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert!(status.message().contains("1114112"), "{status:?}");
+    // So many may be asked for; of this model there are no such columns.
+    let status = asked(65_536, 16);
+    assert!(!status.message().contains("times"), "{status:?}");
+}
+
+#[test]
+fn shapes_of_a_column_are_given_once() {
+    let mut desk = Desk::open("refusals-columns");
+    let twice = vec![proto::Column::default(), proto::Column::default()];
+    let request = proto::RegisterModelRequest { columns: twice, ..registration("columns") };
+    let status = desk.register(request).unwrap_err();
+    assert_eq!((status.code(), status.message().contains("twice")), (Code::InvalidArgument, true));
+}
+
+#[test]
+fn a_tenants_models_fit_into_a_list_of_one_message() {
+    let mut desk = Desk::open("refusals-models");
+    let large = |number: u32| {
+        let revision = format!("{number}{}", "r".repeat(200));
+        let mut request = registration(&revision);
+        if let Some(identity) = &mut request.identity {
+            for text in [&mut identity.rope, &mut identity.adapter, &mut identity.quantisation_recipe] {
+                *text = "x".repeat(1000);
+            }
+        }
+        request
+    };
+    let mut registered = 0;
+    let refused = loop {
+        match desk.register(large(registered)) {
+            Ok(_) => registered += 1,
+            Err(status) => break status,
+        }
+    };
+    assert!(refused.message().contains("too many models"), "{refused:?}");
+    // Those that are known are known as before.
+    desk.register(large(0)).unwrap();
+    let listed = desk.served.runtime.block_on(desk.models.list_models(proto::ListModelsRequest {}));
+    assert_eq!(listed.unwrap().into_inner().models.len() as u32, registered + 1);
+}
+
+#[test]
 fn deletes_that_cannot_be_are_refused() {
     use proto::delete_request::{Keys, Target};
     let mut desk = Desk::open("refusals-delete");

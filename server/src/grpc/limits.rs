@@ -57,6 +57,15 @@ pub const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 pub const LEASE_MAX: Duration = Duration::from_secs(24 * 3600);
 /// Models that one tenant may have registered.
 pub const MODELS_MAX: usize = 4096;
+/// Bytes of all of them in a list: an answer of one message.
+pub const MODELS_BYTES_MAX: u64 = 3 << 20;
+/// Layers and chunks of all shapes that one registration may ask for.
+pub const SHAPE_PARTS_MAX: usize = 1 << 17;
+/// Single blocks of which one answer tells everything that there is to tell about an error. Of those behind them it leaves
+/// out what is for people, and the key: any number of them fits into an answer that every client takes (4 MiB).
+pub const ERRORS_TOLD: usize = 4096;
+/// Addresses that all reads together may have reserved for layers that they do not want. No memory stands behind them.
+pub const ADDRESSES_MAX: u64 = 8 << 40;
 /// Leases that one tenant may have at a time.
 pub const LEASES_MAX: usize = 1 << 16;
 /// Columns whose shapes one registration may ask for.

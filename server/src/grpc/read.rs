@@ -201,7 +201,7 @@ async fn work(
     let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
     let large = LargeReads::enter(&call.node.large_reads, download.bytes());
     let said = Mutex::new(said);
-    let nowhere = Nowhere::default();
+    let nowhere = Nowhere::among(&call.node.addresses);
     let sending = Sending { call, download, to, slot, holding, said, large, nowhere };
     let mut windows = Windows::new(sending, shape, order, layers, blocks, budget);
     let (ended, early) = match windows.run().await {
@@ -400,9 +400,10 @@ fn tally(
 
 /// The end of a read on the wire.
 pub(crate) fn wire_end(end: &ReadEnd) -> proto::ReadEnd {
+    let mut told = fault::Told::default();
     let failure = |(block, reason): &(u32, Reason)| proto::read_end::Failure {
         block: *block,
-        error: Some(fault::detail(reason)),
+        error: Some(told.detail(reason)),
     };
     proto::ReadEnd {
         usable_blocks: end.usable_blocks,

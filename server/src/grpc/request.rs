@@ -172,6 +172,20 @@ mod tests {
     }
 
     #[test]
+    fn who_was_not_asked_for_a_token_takes_nothing_of_what_others_share() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let mut large = Arriving::of_anybody(Body::new(Begun(limits::RECEIVING_BYTES_MAX as usize)));
+            assert!(matches!(poll(&mut large), Poll::Ready(Some(Ok(_)))));
+            assert!(large.all.is_none() && poll(&mut large).is_pending());
+            large.until = Some(Instant::now());
+            large.late = None;
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            assert!(matches!(poll(&mut large), Poll::Ready(Some(Err(_)))), "it is silent for ever");
+        });
+    }
+
+    #[test]
     fn a_request_that_does_not_end_is_late() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {

@@ -6,6 +6,7 @@
 //! tenant that registered it, whatever a request claims. What belongs to somebody else is answered exactly as what
 //! does not exist.
 
+mod addresses;
 mod audit;
 pub mod auth;
 mod leases;
@@ -27,6 +28,7 @@ use kvarts_store::io::Buf;
 use kvarts_store::rt::{Clock, Entropy};
 use tokio::sync::{Notify, Semaphore};
 
+pub use addresses::Addresses;
 pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
 pub use leases::Leases;
@@ -38,6 +40,7 @@ pub(crate) use shares::Bandwidth;
 pub use tenant::Tenant;
 pub use veil::Veil;
 
+use crate::grpc::limits::ADDRESSES_MAX;
 use crate::grpc::request::Receiving;
 use crate::local::Locals;
 use crate::metrics::Metrics;
@@ -58,6 +61,8 @@ pub struct Node {
     pub memory: Memory,
     /// What each tenant may have of it, where there are several.
     shares: BTreeMap<u32, MemoryShare>,
+    /// Addresses for what reads do not want.
+    pub addresses: Arc<Addresses>,
     /// Clients on the same host, and the memory that they share.
     pub locals: Arc<Locals>,
     /// Places for connections that are not taken.
@@ -129,10 +134,11 @@ impl Node {
             connections_all: connections.min(Semaphore::MAX_PERMITS),
             connections: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
             shares: shares(&gate, &memory),
+            addresses: Addresses::new(ADDRESSES_MAX),
             large_reads: Arc::default(),
             receiving: Arc::default(),
             patience: Patience::default(),
-            puts: Puts::new(&memory),
+            puts: Puts::new(&memory, &gate.tenants().iter().map(|tenant| tenant.number).collect::<Vec<_>>()),
             audit,
             veil: Veil::new(secret),
             scrub: Scrub::default(),
