@@ -9,6 +9,7 @@ use serde_json::json;
 
 use crate::cli::Failure;
 use crate::config::Config;
+use crate::daemon::read_tls;
 use crate::node::auth::{Gate, TOKEN_PREFIX, TokenHash};
 use crate::serve_cmd::ServeArgs;
 use crate::table::{Align, Table};
@@ -51,6 +52,9 @@ pub(crate) fn run(arguments: &ConfigArgs, out: &mut dyn Write) -> Result<(), Fai
     match &arguments.command {
         ConfigCommand::Check(serve) => {
             let config = serve.resolve()?;
+            if let Some(files) = &config.tls {
+                read_tls(files).map_err(Failure::User)?;
+            }
             Ok(writeln!(out, "good: {} settings, {}", config.origins.len(), doors(&config))?)
         }
         ConfigCommand::Show(show) => show_settings(show, out),

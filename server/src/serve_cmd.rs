@@ -66,15 +66,23 @@ async fn serve(config: &Config, out: &mut dyn Write) -> Result<(), Failure> {
     writeln!(out, "serving grpc={grpc} metrics={metrics} socket={socket}")?;
     out.flush()?;
     notify::tell("READY=1");
+    let mut served = Ok(());
     tokio::select! {
         _ = terminate.recv() => tracing::info!("told to stop"),
         _ = interrupt.recv() => tracing::info!("interrupted"),
-        () = daemon.drained() => tracing::info!("drained"),
+        ended = daemon.drained() => match &ended {
+            Ok(()) => tracing::info!("drained"),
+            Err(why) => {
+                tracing::error!("{why}");
+                served = ended;
+            }
+        },
     }
     notify::tell("STOPPING=1");
     daemon.stop().await.map_err(Failure::User)?;
     tracing::info!("stopped, with a checkpoint");
-    Ok(())
+    // What was acknowledged is safe; that nobody was served any more is a failure all the same.
+    served.map_err(Failure::User)
 }
 
 fn log(config: &Config) -> Result<(), Failure> {

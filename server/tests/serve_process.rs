@@ -240,6 +240,11 @@ fn a_configuration_is_checked_and_shown_without_starting_anything() {
     let open = kvarts(&["config", "check", "--listen-grpc", "0.0.0.0:7440"]);
     assert_eq!(open.status.code(), Some(2));
     assert!(text(&open.stderr).contains("anyone may read and write"));
+    let key = scratch.0.join("key.pem");
+    std::fs::File::create(&key).unwrap().write_all(b"no key").unwrap();
+    let key = key.to_str().unwrap();
+    let tls = kvarts(&["config", "check", "--tls-certificate", key, "--tls-key", key]);
+    assert_eq!((tls.status.code(), text(&tls.stderr).contains("tls: ")), (Some(2), true), "{tls:?}");
     let token = kvarts(&["config", "token", "--json"]);
     let token: serde_json::Value = serde_json::from_slice(&token.stdout).unwrap();
     assert_eq!(token["hash"].as_str().unwrap().len(), 64);

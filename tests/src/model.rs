@@ -17,9 +17,9 @@ use kvarts_layout::{
 };
 use kvarts_store::api::{
     BlockOutcome, ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, LeaseTerms,
-    MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Order, Parent, Placed, Presence, PutReply, PutRequest,
-    ReadEnd, ReadEvent, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription,
-    TtlReply, TtlRequest, read_channel,
+    MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Order, Parent, Placed, Presence,
+    PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream, Sequence, SnapshotCursor,
+    SnapshotPage, Subscription, TtlReply, TtlRequest, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::events::{Cause, EventKind, EventLog, Subject};
@@ -346,6 +346,10 @@ impl KvStore for Model {
     }
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
+        let columns: usize = request.requirements.groups().iter().map(|group| group.coordinates.len()).sum();
+        if request.keys.len() * columns > MAX_MATCH_ENTRIES {
+            return Err(Reason::TooMany("keys times coordinates").into());
+        }
         self.try_match(request).map_err(Error)
     }
 

@@ -269,8 +269,76 @@ fn descriptors_that_nobody_asked_for_or_cannot_be_shared_are_refused() {
         assert!(raw.answer::<proto::ShareReply>().is_err(), "{bytes}");
     }
     raw.say_with(Kind::Unlock, 4, &proto::UnlockRequest { lease: 1 }, &open);
-    assert!(raw.hear().is_none(), "a descriptor with a frame that has none");
+    while let Some((head, _)) = raw.hear() {
+        assert_eq!(head.kind, Kind::Done, "a descriptor with a frame that has none");
+    }
     expect_served(&stage, 1);
+    expect_nothing_left(&stage.served);
+}
+
+#[test]
+fn a_descriptor_is_taken_by_its_own_frame_though_others_arrive_with_it() {
+    let stage = stage("local-together");
+    let mut raw = Raw::open(&stage.served);
+    let file = shared::sealed(4096).unwrap();
+    for round in 0..300 {
+        // The server finds them together in its socket or not, as it happens.
+        for id in 0..4 {
+            raw.say(Kind::Unlock, id, &proto::UnlockRequest { lease: 1 });
+        }
+        let mode = proto::LocalMode::LocalAdopted.into();
+        raw.say_with(Kind::Share, 9, &proto::ShareRequest { memory: 5, mode, bytes: 4096 }, &file);
+        raw.say(Kind::Unshare, 10, &proto::UnshareRequest { memory: 5 });
+        let mut answered = Vec::new();
+        for _ in 0..6 {
+            let (head, _) = raw.hear().unwrap_or_else(|| panic!("cut off in round {round}"));
+            assert_eq!(head.kind, Kind::Done);
+            answered.push(head.id);
+        }
+        assert_eq!(answered, [0, 1, 2, 3, 9, 10]);
+    }
+    drop(raw);
+    expect_nothing_left(&stage.served);
+}
+
+#[test]
+fn requests_that_were_cancelled_count_until_they_have_ended() {
+    let stage = stage("local-cancelled");
+    let desk = Desk::new(&stage, "cancelled");
+    let keys = desk.keys(0..100);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 100]);
+    let mut raw = Raw::open(&stage.served);
+    let _pool = raw.pool(1, 100 * BLOCK);
+    let (mut stream, namespace, all) = (raw.stream.try_clone().unwrap(), desk.namespace, keys.clone());
+    let (wanted, stop) = (REQUESTS_MAX as u64 * 40, Arc::new(AtomicBool::new(false)));
+    let asking = std::thread::spawn(move || {
+        for id in 0..wanted {
+            let put = frame(Kind::Put, id, &local_put(namespace, &all[..1], 1, vec![0]));
+            stream.write_all(&[put, bare(Kind::Cancel, id)].concat()).unwrap();
+        }
+        stream.write_all(&frame(Kind::Unlock, wanted, &proto::UnlockRequest { lease: 1 })).unwrap();
+    });
+    let (done, node) = (Arc::clone(&stop), Arc::clone(stage.served.daemon().node()));
+    std::thread::scope(|scope| {
+        let watching = scope.spawn(move || {
+            let mut most = 0;
+            while !done.load(Ordering::Relaxed) {
+                let clients = node.locals.clients();
+                most = most.max(clients.iter().map(|client| client.under_way).max().unwrap_or(0));
+            }
+            most
+        });
+        while let Some((head, _)) = raw.hear() {
+            if head.id == wanted {
+                break;
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        let most = watching.join().unwrap();
+        assert!(most as usize <= REQUESTS_MAX, "{most} under way");
+    });
+    asking.join().unwrap();
+    drop(raw);
     expect_nothing_left(&stage.served);
 }
 

@@ -495,6 +495,92 @@ fn a_reader_that_takes_nothing_holds_a_bounded_part_of_memory_and_disturbs_nobod
 }
 
 #[test]
+fn what_a_client_never_takes_comes_back_when_patience_ends() {
+    let mut desk = Desk::open("refusals-never");
+    let pages: Vec<u8> = (0..1024u32).flat_map(|n| page(n as u8)).collect();
+    let mut parts = vec![Part::Header(desk.header(1024))];
+    parts.extend((0..).zip(pages.chunks(1 << 20)).map(|(n, piece)| data(n << 20, piece)));
+    assert!(desk.put(parts).unwrap().outcomes.iter().all(|one| one.error.is_none()));
+    // Some whose work is never done, and some of which everything waits already; all on one connection, whose client
+    // answers pings and reads nothing.
+    let stuck: Vec<_> = [1024, 1024, 1024, 1024, 200, 200, 40, 40, 40]
+        .map(|blocks| {
+            let request = desk.read_request(blocks);
+            desk.served.runtime.block_on(desk.reads.clone().get(request)).unwrap()
+        })
+        .into();
+    let node = std::sync::Arc::clone(desk.served.daemon().node());
+    let held = || node.memory.usage().map(|usage| usage.used);
+    assert!(held().iter().all(|used| *used > 0), "nothing is held: {:?}", held());
+    node.patience.set(Duration::from_millis(100));
+    desk.served.until("those who take nothing hold nothing", |_| held() == [0, 0] && node.calls() == 0);
+    node.patience.set(limits::STALL);
+    let other = tonic::transport::Endpoint::from_shared(desk.served.endpoint()).unwrap();
+    desk.reads = ReadsClient::new(desk.served.runtime.block_on(other.connect()).unwrap());
+    assert_eq!(desk.read(desk.read_request(1)).unwrap().len(), 3);
+    drop(stuck);
+}
+
+#[test]
+fn a_match_of_too_many_keys_at_too_many_coordinates_is_refused_with_the_figure() {
+    let mut desk = Desk::open("refusals-match");
+    let mut asked = |keys_asked: usize, count: u32| {
+        let coordinates = (0..count).map(|start| proto::Coordinate { start, count: 1, of: count }).collect();
+        let requirement = proto::Requirement { coordinates, ..proto::Requirement::default() };
+        let request = proto::MatchRequest {
+            namespace: desk.namespace.clone(),
+            keys: vec![7; 32 * keys_asked].into(),
+            block_tokens: 16,
+            requirements: vec![requirement],
+            ..proto::MatchRequest::default()
+        };
+        desk.served.runtime.block_on(desk.store.r#match(request)).unwrap_err()
+    };
+    let status = asked(65_536, 17);
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert!(status.message().contains("1114112"), "{status:?}");
+    // So many may be asked for; of this model there are no such columns.
+    let status = asked(65_536, 16);
+    assert!(!status.message().contains("times"), "{status:?}");
+}
+
+#[test]
+fn shapes_of_a_column_are_given_once() {
+    let mut desk = Desk::open("refusals-columns");
+    let twice = vec![proto::Column::default(), proto::Column::default()];
+    let request = proto::RegisterModelRequest { columns: twice, ..registration("columns") };
+    let status = desk.register(request).unwrap_err();
+    assert_eq!((status.code(), status.message().contains("twice")), (Code::InvalidArgument, true));
+}
+
+#[test]
+fn a_tenants_models_fit_into_a_list_of_one_message() {
+    let mut desk = Desk::open("refusals-models");
+    let large = |number: u32| {
+        let revision = format!("{number}{}", "r".repeat(200));
+        let mut request = registration(&revision);
+        if let Some(identity) = &mut request.identity {
+            for text in [&mut identity.rope, &mut identity.adapter, &mut identity.quantisation_recipe] {
+                *text = "x".repeat(1000);
+            }
+        }
+        request
+    };
+    let mut registered = 0;
+    let refused = loop {
+        match desk.register(large(registered)) {
+            Ok(_) => registered += 1,
+            Err(status) => break status,
+        }
+    };
+    assert!(refused.message().contains("too many models"), "{refused:?}");
+    // Those that are known are known as before.
+    desk.register(large(0)).unwrap();
+    let listed = desk.served.runtime.block_on(desk.models.list_models(proto::ListModelsRequest {}));
+    assert_eq!(listed.unwrap().into_inner().models.len() as u32, registered + 1);
+}
+
+#[test]
 fn deletes_that_cannot_be_are_refused() {
     use proto::delete_request::{Keys, Target};
     let mut desk = Desk::open("refusals-delete");
@@ -521,7 +607,7 @@ fn a_server_that_ended_serving_before_it_is_told_to_stop_still_stops_cleanly() {
     served.runtime.block_on(async {
         // Which of the two it sees first is up to chance.
         for _ in 0..40 {
-            daemon.drained().await;
+            daemon.drained().await.unwrap();
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         daemon.stop().await.unwrap();

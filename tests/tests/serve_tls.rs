@@ -5,8 +5,11 @@ mod served;
 use std::path::{Path, PathBuf};
 
 use kvarts_server::client::{Client, ConnectOptions};
+use kvarts_server::config::{Config, Settings};
+use kvarts_server::daemon::Daemon;
 use kvarts_store::api::KvStore;
 use kvarts_tests::fixture;
+use kvarts_tests::stage::Scratch;
 use served::Served;
 
 fn file(name: &str) -> PathBuf {
@@ -53,4 +56,33 @@ fn where_clients_need_certificates_one_without_gets_nothing() {
     assert!(!works(&good));
     let identity = Some((pem("client.pem"), pem("client.key")));
     assert!(works(&ConnectOptions { identity, ..good }));
+}
+
+#[test]
+fn a_server_whose_identity_cannot_be_used_does_not_start() {
+    let scratch = Scratch::new("tls-bad");
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    for (certificate, key, authority) in [
+        ("server.pem", "client.key", None),
+        ("server.key", "server.key", None),
+        ("server.pem", "server.pem", None),
+        ("server.pem", "server.key", Some("server.key")),
+    ] {
+        let text = |name: &str| Some(file(name).display().to_string());
+        let settings = Settings {
+            directories: Some(scratch.path().join("store").display().to_string()),
+            budget: Some("16 MiB".to_owned()),
+            segment: Some("256 KiB".to_owned()),
+            grpc: Some("127.0.0.1:0".to_owned()),
+            metrics: Some("none".to_owned()),
+            socket: Some("none".to_owned()),
+            certificate: text(certificate),
+            key: text(key),
+            client_authority: authority.and_then(text),
+            ..Settings::default()
+        };
+        let config = Config::resolve(None, |_| None, &settings).unwrap();
+        let error = runtime.block_on(Daemon::start(&config)).expect_err("it starts");
+        assert!(error.starts_with("tls: "), "{certificate} {key} {authority:?}: {error}");
+    }
 }

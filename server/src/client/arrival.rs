@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use kvarts_layout::BlockShape;
+use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use kvarts_store::error::Reason;
 
@@ -94,7 +94,7 @@ impl<'a> Arrival<'a> {
                 sink.send(ReadEvent::Block(ready.block));
             }
             Part::End(end) => {
-                let end = read_end(end);
+                let end = read_end(end, &self.request.keys);
                 let good = self.is_end(&end);
                 return if good { Ok(Some(end)) } else { Err(Reason::Bug(UNTRUE)) };
             }
@@ -248,10 +248,11 @@ impl<'a> Arrival<'a> {
 /// What is said and is not so, though its digest is right.
 const UNTRUE: &str = "a server that calls good what has not arrived";
 
-fn read_end(wire: &proto::ReadEnd) -> ReadEnd {
+fn read_end(wire: &proto::ReadEnd, keys: &[BlockKey]) -> ReadEnd {
     let failure = |failure: &proto::read_end::Failure| {
         let unsaid = Reason::Bug("a failure without a reason");
-        (failure.block, failure.error.as_ref().map_or(unsaid, fault::reason))
+        let key = keys.get(failure.block as usize);
+        (failure.block, failure.error.as_ref().map_or(unsaid, |error| fault::reason_of_block(error, key)))
     };
     ReadEnd {
         usable_blocks: wire.usable_blocks,

@@ -22,7 +22,7 @@ use tokio::net::{TcpListener, TcpSocket, UnixListener, UnixStream};
 use tokio::task::JoinHandle;
 
 use crate::config::{Config, TlsFiles};
-use crate::grpc::{self, Identity, Listeners, limits};
+use crate::grpc::{self, Identity, Listeners, Tls, limits};
 use crate::human;
 use crate::local::Locals;
 use crate::metrics;
@@ -44,6 +44,9 @@ pub struct Daemon {
     node: Arc<Node>,
     home: Home,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
+    /// Whether it was seen to have ended, and why if it failed.
+    over: bool,
+    fault: Option<String>,
     metrics_task: Option<JoinHandle<()>>,
     scrub_task: Option<JoinHandle<()>>,
     grpc: Option<SocketAddr>,
@@ -54,7 +57,7 @@ pub struct Daemon {
 impl Daemon {
     /// Opens the store and begins to serve. Gives one line that says what is wrong.
     pub async fn start(config: &Config) -> Result<Self, String> {
-        let tls = config.tls.as_ref().map(read_identity).transpose()?;
+        let tls = config.tls.as_ref().map(read_tls).transpose()?;
         let files = devices::decide(config.cufile).await?;
         let mut notes = vec![files.to_string()];
         let options = home_options(config, &mut notes)?;
@@ -98,7 +101,8 @@ impl Daemon {
         let scrub = |every| tokio::spawn(scrub::keep(Arc::clone(&node), every, pace));
         let scrub_task = config.scrub_every.map(scrub);
         let socket = config.socket.clone();
-        Ok(Self { node, home, serving, metrics_task, scrub_task, grpc, metrics, socket })
+        let (over, fault) = (false, None);
+        Ok(Self { node, home, serving, over, fault, metrics_task, scrub_task, grpc, metrics, socket })
     }
 
     /// The server's insides.
@@ -142,19 +146,30 @@ impl Daemon {
         }
         if let Some(path) = socket {
             // It may be gone already; a stale one is removed at the next start.
-            let _ = std::fs::remove_file(path);
+            let _ = remove_socket(&path);
         }
         drop(node);
         let closed = tokio::task::spawn_blocking(move || home.close()).await;
         closed.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
     }
 
-    /// Returns when a client asked for a drain, or serving ended by itself.
-    pub async fn drained(&mut self) {
-        tokio::select! {
-            () = self.node.drain_asked() => {}
-            () = ended(&mut self.serving) => {}
+    /// Returns when a client asked for a drain, or serving ended by itself; with why, if it failed.
+    pub async fn drained(&mut self) -> Result<(), String> {
+        // A task that has given its result must not be asked for it again.
+        if !self.over {
+            tokio::select! {
+                () = self.node.drain_asked() => return Ok(()),
+                served = &mut self.serving => {
+                    self.over = true;
+                    self.fault = match served {
+                        Ok(Ok(())) => None,
+                        Ok(Err(error)) => Some(format!("serving failed: {error}")),
+                        Err(error) => Some(format!("serving failed: {error}")),
+                    };
+                }
+            }
         }
+        self.fault.clone().map_or(Ok(()), Err)
     }
 }
 
@@ -241,13 +256,23 @@ fn bytes_below(directory: &Path) -> u64 {
     entries.flatten().map(size).fold(0, u64::saturating_add)
 }
 
-fn read_identity(files: &TlsFiles) -> Result<Identity, String> {
+/// Who the server is, read and checked. Says in one line what is wrong.
+pub(crate) fn read_tls(files: &TlsFiles) -> Result<Tls, String> {
     let read = |path: &PathBuf| std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
-    Ok(Identity {
+    Tls::new(&Identity {
         certificate: read(&files.certificate)?,
         key: read(&files.key)?,
         client_authority: files.client_authority.as_ref().map(read).transpose()?,
     })
+}
+
+/// Removes a socket. Whatever else may stand at its path is somebody's file, and stays.
+fn remove_socket(path: &Path) -> std::io::Result<()> {
+    use std::os::unix::fs::FileTypeExt;
+    if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
+        return Err(std::io::Error::other("there is something there that is no socket: choose another path"));
+    }
+    std::fs::remove_file(path)
 }
 
 fn listen(
@@ -269,11 +294,11 @@ fn listen(
 /// Listens at a path. A socket that nobody answers is what an earlier server left.
 async fn listen_unix(path: &Path) -> Result<UnixListener, String> {
     let fault = |error: std::io::Error| format!("listen.socket: {}: {error}", path.display());
-    if path.exists() {
+    if path.symlink_metadata().is_ok() {
         if UnixStream::connect(path).await.is_ok() {
             return Err(format!("listen.socket: {}: another server answers there", path.display()));
         }
-        std::fs::remove_file(path).map_err(fault)?;
+        remove_socket(path).map_err(fault)?;
     }
     let listener = UnixListener::bind(path).map_err(fault)?;
     // Whoever may use the directory's owner's files may connect; tokens decide about the rest.
@@ -281,3 +306,6 @@ async fn listen_unix(path: &Path) -> Result<UnixListener, String> {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660)).map_err(fault)?;
     Ok(listener)
 }
+
+#[cfg(test)]
+mod tests;

@@ -19,6 +19,7 @@ use tower::{Layer, Service};
 
 use super::fault::{Fault, Outcome};
 use super::limits;
+use super::polite::Line;
 use super::request::Arriving;
 use crate::metrics::CallName;
 use crate::node::{Caller, Node, Right, UnderWay};
@@ -58,6 +59,8 @@ pub(crate) struct Call {
     pub(crate) caller: Caller,
     /// When the caller stops caring; never more than an hour away.
     pub(crate) deadline: Instant,
+    /// The connection that it came by, over gRPC.
+    pub(super) line: Option<Line>,
     /// Bytes of blocks that came and went.
     pub(crate) bytes_in: AtomicU64,
     pub(crate) bytes_out: AtomicU64,
@@ -165,6 +168,7 @@ pub(crate) fn admit(
         node: Arc::clone(node),
         caller,
         deadline,
+        line: None,
         bytes_in: AtomicU64::new(0),
         bytes_out: AtomicU64::new(0),
         class: OnceLock::new(),
@@ -263,17 +267,24 @@ where
     }
 
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        let all = Arc::clone(&self.door.node.receiving);
+        let line = request.extensions().get::<Line>().cloned();
+        if let Some(line) = &line {
+            line.called();
+        }
         let Some(method) = self.door.methods.get(request.uri().path()) else {
-            // Health is asked for and reflection goes on for as long as a client likes, within bounded memory.
-            let request = request.map(|body| Body::new(Arriving::new(body, &all, None)));
+            // Nobody asked who this is: no part of what others share, only messages that are short (see `serve`).
+            let request = request.map(|body| Body::new(Arriving::of_anybody(body)));
             return Box::pin(self.inner.call(request));
         };
+        let all = Arc::clone(&self.door.node.receiving);
         let headers = request.headers();
         let header = headers.get(http::header::AUTHORIZATION).map(http::HeaderValue::as_bytes);
         let asked = headers.get("grpc-timeout").and_then(|value| timeout(value.as_bytes()));
         let call = match admit(&self.door.node, "grpc", method, header, asked) {
-            Ok(call) => Arc::new(call),
+            Ok(mut call) => {
+                call.line = line;
+                Arc::new(call)
+            }
             Err(fault) => return Box::pin(async move { Ok(fault.status().into_http()) }),
         };
         let mut request = match call.name {

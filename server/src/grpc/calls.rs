@@ -1,18 +1,21 @@
 //! The calls about models and blocks that move no bytes: lookups, leases, pins, times, deletion.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_layout::BlockKey;
 use kvarts_store::api::{
-    ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MatchRequest, Presence, Target,
-    TtlRequest,
+    ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchRequest,
+    Presence, Target, TtlRequest,
 };
 use kvarts_store::error::Reason;
+use prost::Message;
 
 use super::call::Call;
 use super::fault::{Fault, Outcome};
 use super::{digest, limits, wire};
+use crate::node::Model;
 use crate::proto;
 
 /// Registers a model for the caller's tenant.
@@ -28,18 +31,40 @@ pub(crate) fn register_model(
     let salt = call.caller.tenant.salt.clone();
     let identity = wire::identity(identity, salt, geometry.fingerprint())?;
     let (node, caller) = (&call.node, &call.caller);
-    let model = node.models.register(node.store(), caller, identity, geometry, limits::MODELS_MAX)?;
-    let shape = |column: &proto::Column| {
-        let (group, coordinate) = wire::column(Some(column))?;
-        Ok(wire::wire_shape(group, coordinate, &model.shape(group, coordinate)?))
-    };
+    // What a list of the tenant's models has of it.
+    let listed = wire::wire_identity(&identity).encoded_len() as u64 + LISTED_BYTES;
+    let most = (limits::MODELS_MAX, limits::MODELS_BYTES_MAX);
+    let model = node.models.register(node.store(), caller, identity, geometry, (listed, most))?;
+    let shapes = shapes(&model, &wire.columns)?;
     let namespace = Bytes::copy_from_slice(model.namespace.as_bytes());
     Ok(proto::RegisterModelReply {
         crc32: digest::of_model(&wire::wire_identity(&model.identity), &namespace),
         namespace,
         spec_fingerprint: model.identity.spec_fingerprint.as_bytes().to_vec().into(),
-        shapes: wire.columns.iter().map(shape).collect::<Outcome<_>>()?,
+        shapes,
     })
+}
+
+/// Bytes of a model in a list beside its identity: its namespace, its number of layers, and what stands around them.
+const LISTED_BYTES: u64 = 64;
+
+/// The shapes of columns, each once: in all no more of them than an answer has room for.
+fn shapes(model: &Model, columns: &[proto::Column]) -> Outcome<Vec<proto::Shape>> {
+    let (mut seen, mut chunks, mut shapes) = (BTreeSet::new(), 0, Vec::with_capacity(columns.len()));
+    for (at, column) in columns.iter().enumerate() {
+        let (group, coordinate) = wire::column(Some(column))?;
+        if !seen.insert((group, coordinate)) {
+            return Err(Fault::malformed(format!("columns: {at} stands there twice")));
+        }
+        let shape = model.shape(group, coordinate)?;
+        chunks += shape.chunk_count() as usize + shape.layers().len();
+        if chunks > limits::SHAPE_PARTS_MAX {
+            let most = limits::SHAPE_PARTS_MAX;
+            return Err(Fault::malformed(format!("columns: more than {most} layers and chunks in all")));
+        }
+        shapes.push(wire::wire_shape(group, coordinate, &shape));
+    }
+    Ok(shapes)
 }
 
 /// The models of the caller's tenant.
@@ -76,6 +101,14 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
     let namespace = wire::namespace(&wire.namespace)?;
     call.node.models.get(&call.caller, namespace)?;
     let requirements = wire::requirements(wire.block_tokens, &wire.requirements)?;
+    let columns: usize = requirements.groups().iter().map(|group| group.coordinates.len()).sum();
+    let entries = keys.len().saturating_mul(columns);
+    if entries > MAX_MATCH_ENTRIES {
+        let (keys, most) = (keys.len(), MAX_MATCH_ENTRIES);
+        return Err(Fault::malformed(format!(
+            "{keys} keys times {columns} coordinates are {entries}, at most {most} are looked up at once"
+        )));
+    }
     let lease = terms(call, wire::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let request = MatchRequest {
         namespace,
@@ -209,11 +242,12 @@ pub(crate) async fn delete(
     let request = DeleteRequest { namespace, target, deadline: Some(call.engine_deadline()) };
     let answer = call.node.store().delete(request).await;
     let reply = answer.map_err(|_| Fault::busy("the store is closing"))??;
+    let mut told = super::fault::Told::default();
     let outcome = |outcome: &DeleteOutcome| {
         let (what, error) = match outcome {
             DeleteOutcome::NotHere => (What::NotHere, None),
             DeleteOutcome::Deleted => (What::Deleted, None),
-            DeleteOutcome::Refused(reason) => (What::Refused, Some(super::fault::detail(reason))),
+            DeleteOutcome::Refused(reason) => (What::Refused, Some(told.detail(reason))),
         };
         proto::delete_reply::Outcome { what: what.into(), error }
     };

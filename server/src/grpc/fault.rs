@@ -9,7 +9,7 @@ use kvarts_store::error::{Error, Kind, Reason};
 use prost::Message;
 use tonic::{Code, Status};
 
-use super::limits::RETRY_AFTER;
+use super::limits::{ERRORS_TOLD, RETRY_AFTER};
 use crate::proto;
 
 /// The type of the detail, as `google.protobuf.Any` names types.
@@ -200,6 +200,32 @@ pub(crate) fn detail(reason: &Reason) -> proto::Error {
     error
 }
 
+/// The errors of one answer about many blocks: the first of them in full, the others without what would make the answer
+/// longer than a client takes.
+#[derive(Default)]
+pub(crate) struct Told(usize);
+
+impl Told {
+    /// A reason in the contract's words, and in fewer of them where many were told already.
+    pub(crate) fn detail(&mut self, reason: &Reason) -> proto::Error {
+        self.0 += 1;
+        let error = detail(reason);
+        if self.0 <= ERRORS_TOLD {
+            return error;
+        }
+        let (message, what, key) = Default::default();
+        proto::Error { message, what, key, ..error }
+    }
+}
+
+/// The reason that a server told of a block, which it names or not.
+pub(crate) fn reason_of_block(error: &proto::Error, block: Option<&BlockKey>) -> Reason {
+    match reason(error) {
+        Reason::NotHere(_) if error.key.is_empty() => Reason::NotHere(block.copied().unwrap_or_default()),
+        reason => reason,
+    }
+}
+
 fn of_key(error: &mut proto::Error, key: &BlockKey, name: proto::Reason) -> proto::Reason {
     error.key = Bytes::copy_from_slice(key.as_bytes());
     name
@@ -266,8 +292,15 @@ pub(crate) fn reason(error: &proto::Error) -> Reason {
 
 /// What there are too many of. Only words that this program knows: a server cannot make it keep others.
 fn counted(what: &str) -> &'static str {
-    const KNOWN: [&str; 6] =
-        ["blocks", "layers", "bytes", "models", "leases", "bytes in one block for this store's segments"];
+    const KNOWN: [&str; 7] = [
+        "blocks",
+        "layers",
+        "bytes",
+        "models",
+        "leases",
+        "keys times coordinates",
+        "bytes in one block for this store's segments",
+    ];
     KNOWN.into_iter().find(|known| *known == what).unwrap_or("things")
 }
 
@@ -347,6 +380,35 @@ mod tests {
             let status = Fault::from(reason.clone()).status();
             assert_eq!(status.code(), code(reason.kind()), "{reason:?}");
             assert_eq!(reason_of(&status), reason);
+        }
+    }
+
+    #[test]
+    fn errors_about_any_number_of_blocks_fit_into_an_answer_and_keep_their_kind() {
+        let all = super::super::limits::KEYS_MAX as u32;
+        let key = |block: u32| BlockKey([block as u8; 32]);
+        let failures = (0..all).map(|block| (block, Reason::NotHere(key(block)))).collect();
+        let end = kvarts_store::api::ReadEnd { usable_blocks: 0, usable_layers: 1, failures, held_bytes: 0 };
+        let wire = super::super::read::wire_end(&end);
+        assert!(wire.encoded_len() <= 4 << 20, "{}", wire.encoded_len());
+        for (failure, (block, reason)) in wire.failures.iter().zip(&end.failures) {
+            let told = failure.error.as_ref().unwrap();
+            assert_eq!(reason_of_block(told, Some(&key(*block))), *reason);
+        }
+        assert!(wire.failures[ERRORS_TOLD - 1].error.as_ref().unwrap().message.len() > 10);
+        let text = "x".repeat(200);
+        let refused = |at: u32| match at % 3 {
+            0 => Reason::Busy("a refusal of a length that is usual for them"),
+            1 => Reason::Duplicate(key(at)),
+            _ => Reason::Media(text.clone()),
+        };
+        let outcomes =
+            (0..all).map(|at| kvarts_store::api::BlockOutcome::Refused(refused(at))).collect::<Vec<_>>();
+        let outcomes = super::super::put::outcomes(&outcomes);
+        let reply = proto::PutReply { outcomes, crc32: 0 };
+        assert!(reply.encoded_len() <= 4 << 20, "{}", reply.encoded_len());
+        for (at, outcome) in (0..).zip(&reply.outcomes) {
+            assert_eq!(reason(outcome.error.as_ref().unwrap()).kind(), refused(at).kind());
         }
     }
 

@@ -3,8 +3,10 @@
 //! A message of data is a few bytes in front and then the read's memory itself, shared by reference. What is sent is
 //! exactly what the contract's encoding of [`proto::ReadReply`] gives: any gRPC client reads it.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
 use bytes::{BufMut, Bytes, BytesMut};
@@ -70,21 +72,90 @@ fn prefix(out: &mut BytesMut, length: usize) {
     out.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
 }
 
+/// What waits for a connection to take it: messages, and the rest of the one that it takes now.
+///
+/// The body of the response has it, and so has whoever works for the read: a connection asks for nothing while its client
+/// takes nothing, and then somebody else must let go of what waits.
+#[derive(Debug)]
+pub(super) struct Slot(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    /// None when nothing more will be taken.
+    incoming: Option<Receiver<Outgoing>>,
+    pieces: VecDeque<Bytes>,
+    /// Pieces that were ever taken.
+    taken: u64,
+    /// Kept for as long as something may wait here.
+    keeper: Option<Arc<dyn Any + Send + Sync>>,
+    given_up: bool,
+}
+
+impl Slot {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change is one step.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps this for as long as something may wait here.
+    pub(super) fn keep(&self, keeper: Arc<dyn Any + Send + Sync>) {
+        let mut state = self.lock();
+        // A body that is gone keeps nothing.
+        state.keeper = state.incoming.is_some().then_some(keeper);
+    }
+
+    /// Pieces that were ever taken.
+    pub(super) fn taken(&self) -> u64 {
+        self.lock().taken
+    }
+
+    /// Whether the client was waited for long enough.
+    pub(super) fn is_given_up(&self) -> bool {
+        self.lock().given_up
+    }
+
+    /// Waits for the client no longer: drops all that waits, and lets nothing more in.
+    pub(super) fn give_up(&self) {
+        self.lock().given_up = true;
+        self.clear();
+    }
+
+    fn clear(&self) {
+        let mut state = self.lock();
+        let dropped = (state.incoming.take(), std::mem::take(&mut state.pieces), state.keeper.take());
+        drop(state);
+        // What this wakes may look here.
+        drop(dropped);
+    }
+}
+
 /// The body of a response: messages as they come, then the status.
 #[derive(Debug)]
 pub(super) struct ReadBody {
-    incoming: Receiver<Outgoing>,
-    pieces: VecDeque<Bytes>,
+    slot: Arc<Slot>,
     ended: bool,
 }
 
 impl ReadBody {
     pub(super) fn new(incoming: Receiver<Outgoing>) -> Self {
-        Self { incoming, pieces: VecDeque::new(), ended: false }
+        let state = State {
+            incoming: Some(incoming),
+            pieces: VecDeque::new(),
+            taken: 0,
+            keeper: None,
+            given_up: false,
+        };
+        Self { slot: Arc::new(Slot(Mutex::new(state))), ended: false }
+    }
+
+    /// What waits for the connection.
+    pub(super) fn slot(&self) -> &Arc<Slot> {
+        &self.slot
     }
 
     fn trailers(&mut self, end: Result<(), Fault>) -> Frame<Bytes> {
         self.ended = true;
+        self.slot.clear();
         let mut trailers = HeaderMap::new();
         let status = end.err().map_or_else(|| tonic::Status::ok(""), |fault| fault.status());
         if status.add_header(&mut trailers).is_err() {
@@ -92,6 +163,41 @@ impl ReadBody {
             trailers.insert("grpc-status", HeaderValue::from(i32::from(status.code())));
         }
         Frame::trailers(trailers)
+    }
+
+    /// The next message, its pieces taken apart, or the first of them.
+    fn next(&self, context: &mut Context<'_>) -> Poll<Next> {
+        let mut state = self.slot.lock();
+        loop {
+            if let Some(piece) = state.pieces.pop_front() {
+                state.taken += 1;
+                return Poll::Ready(Next::Piece(piece));
+            }
+            let Some(incoming) = &mut state.incoming else { return Poll::Ready(Next::Cleared) };
+            match incoming.poll_recv(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Some(Outgoing::Message(pieces))) => state.pieces.extend(pieces),
+                Poll::Ready(Some(Outgoing::End(end))) => return Poll::Ready(Next::End(end)),
+                // Whoever worked for the read is gone without a word.
+                Poll::Ready(None) => {
+                    return Poll::Ready(Next::End(Err(Fault::busy("the read was broken off"))));
+                }
+            }
+        }
+    }
+}
+
+/// What a body goes on with.
+enum Next {
+    Piece(Bytes),
+    End(Result<(), Fault>),
+    /// Nobody waited for the client any more.
+    Cleared,
+}
+
+impl Drop for ReadBody {
+    fn drop(&mut self) {
+        self.slot.clear();
     }
 }
 
@@ -103,24 +209,19 @@ impl http_body::Body for ReadBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, tonic::Status>>> {
-        loop {
-            if let Some(piece) = self.pieces.pop_front() {
-                return Poll::Ready(Some(Ok(Frame::data(piece))));
-            }
-            if self.ended {
-                return Poll::Ready(None);
-            }
-            match self.incoming.poll_recv(context) {
-                Poll::Pending => return Poll::Pending,
-                Poll::Ready(Some(Outgoing::Message(pieces))) => self.pieces.extend(pieces),
-                Poll::Ready(Some(Outgoing::End(end))) => return Poll::Ready(Some(Ok(self.trailers(end)))),
-                // Whoever worked for the read is gone without a word.
-                Poll::Ready(None) => {
-                    let end = Err(Fault::busy("the read was broken off"));
-                    return Poll::Ready(Some(Ok(self.trailers(end))));
-                }
-            }
+        if self.ended {
+            return Poll::Ready(None);
         }
+        let Poll::Ready(next) = self.next(context) else { return Poll::Pending };
+        Poll::Ready(Some(match next {
+            Next::Piece(piece) => Ok(Frame::data(piece)),
+            Next::End(end) => Ok(self.trailers(end)),
+            // Perhaps in the middle of a message: the stream is reset.
+            Next::Cleared => {
+                self.ended = true;
+                Err(Fault::late("the client took nothing of the read for too long").status())
+            }
+        }))
     }
 }
 
@@ -148,6 +249,38 @@ mod tests {
             let expected = proto::ReadData { data: Bytes::from(whole), ..about };
             assert_eq!((reply.part, reply.crc32), (Some(proto::read_reply::Part::Data(expected)), 7));
         }
+    }
+
+    #[test]
+    fn what_waits_is_let_go_though_nobody_asks_the_body() {
+        use http_body::Body as _;
+        let (to, incoming) = tokio::sync::mpsc::channel(4);
+        let mut body = ReadBody::new(incoming);
+        let (slot, mut context) = (Arc::clone(body.slot()), Context::from_waker(std::task::Waker::noop()));
+        let (memory, keeper) = (Arc::new([7u8; 64]), Arc::new(()));
+        struct Piece(Arc<[u8; 64]>);
+        impl AsRef<[u8]> for Piece {
+            fn as_ref(&self) -> &[u8] {
+                &self.0[..]
+            }
+        }
+        slot.keep(Arc::clone(&keeper) as _);
+        let message = || {
+            let piece = || Bytes::from_owner(Piece(Arc::clone(&memory)));
+            Outgoing::Message(vec![piece(), piece()])
+        };
+        to.try_send(message()).unwrap();
+        to.try_send(message()).unwrap();
+        // One piece was taken, one is left of its message, and a whole message waits.
+        let Poll::Ready(Some(Ok(taken))) = Pin::new(&mut body).poll_frame(&mut context) else { panic!() };
+        assert_eq!((slot.taken(), Arc::strong_count(&memory)), (1, 5));
+        slot.give_up();
+        assert_eq!((Arc::strong_count(&memory), Arc::strong_count(&keeper)), (2, 1));
+        assert!(slot.is_given_up() && to.is_closed());
+        drop(taken);
+        assert_eq!(Arc::strong_count(&memory), 1);
+        assert!(matches!(Pin::new(&mut body).poll_frame(&mut context), Poll::Ready(Some(Err(_)))));
+        assert!(matches!(Pin::new(&mut body).poll_frame(&mut context), Poll::Ready(None)));
     }
 
     #[test]

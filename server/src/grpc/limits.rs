@@ -16,6 +16,10 @@ pub const PARTS_MAX: usize = 1 << 16;
 pub const SMALL_REQUEST_BYTES: u64 = 64 << 10;
 /// Bytes of large requests of one message that are being received at a time, in all connections together.
 pub const RECEIVING_BYTES_MAX: u64 = 64 << 20;
+/// The most bytes of a message of health or reflection: nobody is asked for a token before it is received.
+pub const ANYBODYS_BYTES_MAX: usize = 4 << 10;
+/// How long a call of health or reflection may go on without a byte from its client while it expects one.
+pub const ANYBODYS_SILENCE: Duration = Duration::from_secs(60);
 /// The most keys of one request: the engine's own limit.
 pub const KEYS_MAX: usize = kvarts_store::api::MAX_REQUEST_BLOCKS;
 /// The most bytes that one put or read may be about, in all.
@@ -39,6 +43,10 @@ pub const FRAMES_WAITING: usize = 4;
 /// How long a client may take to send a request of one message or the next one of a put, or to take the next one of a
 /// read.
 pub const STALL: Duration = Duration::from_secs(20);
+/// How long a connection may be without its first request. Clients that connect before they need to do so again.
+pub const FIRST_REQUEST: Duration = Duration::from_secs(120);
+/// Bytes that every connection begins with: the preface of HTTP/2, of which a silent one has sent less.
+pub const PREFACE_BYTES: usize = 24;
 /// How long a client may take to send one piece of a put: a byte now and then does not hold memory for ever.
 pub const PIECE_PATIENCE: Duration = Duration::from_secs(60);
 /// How long a call may wait for memory or its tenant's turn.
@@ -49,6 +57,15 @@ pub const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 pub const LEASE_MAX: Duration = Duration::from_secs(24 * 3600);
 /// Models that one tenant may have registered.
 pub const MODELS_MAX: usize = 4096;
+/// Bytes of all of them in a list: an answer of one message.
+pub const MODELS_BYTES_MAX: u64 = 3 << 20;
+/// Layers and chunks of all shapes that one registration may ask for.
+pub const SHAPE_PARTS_MAX: usize = 1 << 17;
+/// Single blocks of which one answer tells everything that there is to tell about an error. Of those behind them it leaves
+/// out what is for people, and the key: any number of them fits into an answer that every client takes (4 MiB).
+pub const ERRORS_TOLD: usize = 4096;
+/// Addresses that all reads together may have reserved for layers that they do not want. No memory stands behind them.
+pub const ADDRESSES_MAX: u64 = 8 << 40;
 /// Leases that one tenant may have at a time.
 pub const LEASES_MAX: usize = 1 << 16;
 /// Columns whose shapes one registration may ask for.

@@ -17,6 +17,7 @@ mod course;
 pub mod digest;
 pub mod fault;
 mod frame;
+mod held;
 pub mod limits;
 mod polite;
 pub(crate) mod put;
@@ -29,5 +30,5 @@ pub(crate) mod window;
 pub(crate) mod windows;
 pub(crate) mod wire;
 
-pub use serve::{Identity, Listeners, serve};
+pub use serve::{Identity, Listeners, Tls, serve};
 pub(crate) use serve::{incoming_tcp, transport};

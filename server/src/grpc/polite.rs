@@ -5,14 +5,17 @@
 //! at the end of the queue again.
 //!
 //! A server has as many connections as it was configured for. Who comes when all are taken is turned away at once, and
-//! who has one and says nothing loses it.
+//! who has one and says nothing, or has no request for too long, loses it. So does whoever takes nothing of what the
+//! server must keep for it (`held`).
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use futures_util::task::AtomicWaker;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep, sleep_until};
@@ -30,10 +33,46 @@ pub(super) struct Polite<S> {
     inner: S,
     /// Bytes moved in this turn.
     moved: usize,
-    heard: bool,
-    /// Until something was heard: when it must have been.
+    /// Bytes that were ever heard.
+    heard: usize,
+    since: Instant,
+    /// When somebody must have been heard, or have made a request; until then.
     silence: Option<Pin<Box<Sleep>>>,
+    line: Line,
     _place: Option<OwnedSemaphorePermit>,
+}
+
+/// A connection as its calls know it.
+#[derive(Clone, Default, Debug)]
+pub(super) struct Line(Arc<LineState>);
+
+#[derive(Default, Debug)]
+struct LineState {
+    called: AtomicBool,
+    cut: AtomicBool,
+    /// Whoever reads from the connection.
+    reader: AtomicWaker,
+}
+
+impl Line {
+    /// A request came by it.
+    pub(super) fn called(&self) {
+        self.0.called.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends the connection, with all of its streams and what is kept for them.
+    pub(super) fn cut(&self) {
+        self.0.cut.store(true, Ordering::SeqCst);
+        self.0.reader.wake();
+    }
+
+    fn is_called(&self) -> bool {
+        self.0.called.load(Ordering::Relaxed)
+    }
+
+    fn is_cut(&self) -> bool {
+        self.0.cut.load(Ordering::SeqCst)
+    }
 }
 
 /// Gives a connection that came in one of the server's places; `None` turns it away.
@@ -50,13 +89,26 @@ pub(super) fn place<S>(node: &Arc<Node>, inner: S) -> Option<Polite<S>> {
 
 impl<S> Polite<S> {
     fn new(inner: S, place: Option<OwnedSemaphorePermit>) -> Self {
-        Self { inner, moved: 0, heard: false, silence: None, _place: place }
+        let (since, line) = (Instant::now(), Line::default());
+        Self { inner, moved: 0, heard: 0, since, silence: None, line, _place: place }
     }
 
-    /// Whether nothing was heard for too long.
+    /// Whether nothing was heard for too long: no beginning of a connection, or no request.
     fn is_silent(&mut self, context: &mut Context<'_>) -> bool {
-        let until = || Box::pin(sleep_until(Instant::now() + limits::STALL));
-        self.silence.get_or_insert_with(until).as_mut().poll(context).is_ready()
+        if self.line.is_called() {
+            self.silence = None;
+            return false;
+        }
+        let begun = self.heard >= limits::PREFACE_BYTES;
+        let until = self.since + if begun { limits::FIRST_REQUEST } else { limits::STALL };
+        if Instant::now() >= until {
+            return true;
+        }
+        let silence = self.silence.get_or_insert_with(|| Box::pin(sleep_until(until)));
+        if silence.deadline() != until {
+            silence.as_mut().reset(until);
+        }
+        silence.as_mut().poll(context).is_ready()
     }
 
     /// Whether the turn is over. The task is woken at once, behind all who wait already.
@@ -81,6 +133,10 @@ impl<S: AsyncRead + Unpin> AsyncRead for Polite<S> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        self.line.0.reader.register(context.waker());
+        if self.line.is_cut() {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
         if self.is_over(context) {
             return Poll::Pending;
         }
@@ -89,12 +145,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for Polite<S> {
         // That nothing came is no reason to forget what was sent in this turn.
         let heard = buffer.filled().len() - before;
         self.moved = self.moved.saturating_add(heard);
-        self.heard |= heard > 0;
-        if polled.is_pending() && !self.heard && self.is_silent(context) {
+        self.heard = self.heard.saturating_add(heard);
+        if polled.is_pending() && self.is_silent(context) {
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
-        }
-        if self.heard {
-            self.silence = None;
         }
         polled
     }
@@ -143,10 +196,10 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Polite<S> {
 }
 
 impl<S: Connected> Connected for Polite<S> {
-    type ConnectInfo = S::ConnectInfo;
+    type ConnectInfo = Line;
 
-    fn connect_info(&self) -> Self::ConnectInfo {
-        self.inner.connect_info()
+    fn connect_info(&self) -> Line {
+        self.line.clone()
     }
 }
 
@@ -226,6 +279,12 @@ mod tests {
     /// Says nothing.
     struct Silent;
 
+    impl Connected for Silent {
+        type ConnectInfo = ();
+
+        fn connect_info(&self) {}
+    }
+
     impl AsyncRead for Silent {
         fn poll_read(
             self: Pin<&mut Self>,
@@ -248,10 +307,39 @@ mod tests {
             let mut connection = Polite::new(Silent, None);
             assert!(poll(&mut connection).is_pending());
             assert!(connection.silence.is_some(), "it has so long and no longer");
-            connection.silence = Some(Box::pin(sleep_until(Instant::now())));
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+            connection.since -= limits::STALL;
             let Poll::Ready(Err(error)) = poll(&mut connection) else { panic!("it goes on for ever") };
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+            // Less than every connection begins with is no better than nothing.
+            (connection.heard, connection.silence) = (limits::PREFACE_BYTES - 1, None);
+            assert!(poll(&mut connection).is_ready());
+            // Whoever has begun has longer, until its first request.
+            (connection.heard, connection.silence) = (limits::PREFACE_BYTES, None);
+            assert!(poll(&mut connection).is_pending());
+            connection.since -= limits::FIRST_REQUEST;
+            assert!(poll(&mut connection).is_ready());
+            connection.line.called();
+            assert!(poll(&mut connection).is_pending() && connection.silence.is_none());
         });
+    }
+
+    #[test]
+    fn a_connection_that_is_cut_off_ends_and_its_reader_is_woken() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let _entered = runtime.enter();
+        let wakes = Arc::new(Wakes(AtomicUsize::new(0)));
+        let waker = Arc::clone(&wakes).into();
+        let mut connection = Polite::new(Silent, None);
+        let (line, mut memory) = (connection.connect_info(), [0; 16]);
+        let mut poll = || {
+            let mut buffer = ReadBuf::new(&mut memory);
+            Pin::new(&mut connection).poll_read(&mut Context::from_waker(&waker), &mut buffer)
+        };
+        assert!(poll().is_pending());
+        line.cut();
+        assert_eq!(wakes.0.load(Ordering::Relaxed), 1);
+        assert!(
+            matches!(poll(), Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::ConnectionAborted)
+        );
     }
 }

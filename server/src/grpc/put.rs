@@ -220,7 +220,6 @@ where
         }
         self.at += data.data.len() as u64;
         call.bytes_in.fetch_add(data.data.len() as u64, Ordering::Relaxed);
-        call.caller.tenant.spend(data.data.len() as u64).await;
         Ok(data.data)
     }
 
@@ -300,8 +299,15 @@ where
         if incoming.rest.is_empty() {
             incoming.rest = incoming.data(&call).await?;
         }
+        let toll = call.caller.tenant.toll(bytes);
+        if !toll.is_zero() {
+            // Whoever waits for the tenant's own bandwidth keeps nothing from others meanwhile.
+            turn = None;
+            tokio::time::sleep(toll).await;
+        }
         if turn.is_none() {
-            let wait = tokio::time::timeout(limits::WAIT, call.node.puts.turn()).await;
+            let tenant = call.caller.tenant.number;
+            let wait = tokio::time::timeout(limits::WAIT, call.node.puts.turn(tenant)).await;
             turn = wait.ok().flatten();
             if turn.is_none() {
                 return Err(Fault::busy("as many puts are under way as fit into memory"));
@@ -319,18 +325,23 @@ where
     }
     incoming.end().await?;
     pieces.take_until(0).await?;
-    let mut reply = proto::PutReply { outcomes: pieces.outcomes.iter().map(outcome).collect(), crc32: 0 };
+    let mut reply = proto::PutReply { outcomes: outcomes(&pieces.outcomes), crc32: 0 };
     reply.crc32 = incoming.said.put_reply(&reply);
     Ok(reply)
 }
 
-pub(crate) fn outcome(outcome: &BlockOutcome) -> proto::PutOutcome {
+/// What became of the blocks of a put, on the wire.
+pub(crate) fn outcomes(outcomes: &[BlockOutcome]) -> Vec<proto::PutOutcome> {
     use proto::put_outcome::What;
-    let (what, error) = match outcome {
-        BlockOutcome::Stored => (What::Stored, None),
-        BlockOutcome::AlreadyThere => (What::AlreadyThere, None),
-        BlockOutcome::InFlight => (What::InFlight, None),
-        BlockOutcome::Refused(reason) => (What::Refused, Some(fault::detail(reason))),
+    let mut told = fault::Told::default();
+    let one = |outcome: &BlockOutcome| {
+        let (what, error) = match outcome {
+            BlockOutcome::Stored => (What::Stored, None),
+            BlockOutcome::AlreadyThere => (What::AlreadyThere, None),
+            BlockOutcome::InFlight => (What::InFlight, None),
+            BlockOutcome::Refused(reason) => (What::Refused, Some(told.detail(reason))),
+        };
+        proto::PutOutcome { what: what.into(), error }
     };
-    proto::PutOutcome { what: what.into(), error }
+    outcomes.iter().map(one).collect()
 }

@@ -21,7 +21,8 @@ use tonic::Code;
 use super::call::Call;
 use super::digest::Said;
 use super::fault::{self, Fault, Outcome};
-use super::frame::{self, Outgoing};
+use super::frame::{self, Outgoing, Slot};
+use super::held::{Held, Holding};
 use super::window::{self, Nowhere, Window};
 use super::windows::{Stop, Through, Windows};
 use super::{limits, wire};
@@ -126,6 +127,9 @@ struct Sending {
     call: Arc<Call>,
     download: Download,
     to: Sender<Outgoing>,
+    slot: Arc<Slot>,
+    /// What its memory belongs to until the client has taken it.
+    holding: Holding,
     /// What was said to it so far. One task says it: nobody waits here.
     said: Mutex<Said>,
     large: LargeReads,
@@ -164,15 +168,44 @@ impl Drop for LargeReads {
 
 type Stopped = Stop<Fault>;
 
-/// Works for one read until it has ended or its client is gone. `said` is what it was asked for.
-pub(super) async fn run(call: Arc<Call>, download: Download, said: Said, to: Sender<Outgoing>) {
+/// Works for one read until it has ended, or its client is gone, and nothing is held for it. `said` is what it was asked
+/// for, and what it sends waits in `slot`.
+pub(super) async fn run(
+    call: Arc<Call>,
+    download: Download,
+    said: Said,
+    (to, slot): (Sender<Outgoing>, Arc<Slot>),
+) {
+    let (held, holding) = Held::begin(&call, &slot);
+    work(Arc::clone(&call), download, said, (to, slot), holding).await;
+    let cut = || {
+        let tenant = call.caller.tenant.name.as_str();
+        if call.node.audit.may_tell() {
+            tracing::warn!(target: "audit", tenant, "a connection was cut off: its client takes nothing of a read");
+        }
+        if let Some(line) = &call.line {
+            line.cut();
+        }
+    };
+    let patience = call.node.patience.get();
+    held.until_gone(patience, cut).await;
+}
+
+async fn work(
+    call: Arc<Call>,
+    download: Download,
+    said: Said,
+    (to, slot): (Sender<Outgoing>, Arc<Slot>),
+    holding: Holding,
+) {
     let blocks = download.keys.len() as u32;
     let budget = limits::WINDOW_BYTES.min(call.node.memory.piece_max());
     let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
     let large = LargeReads::enter(&call.node.large_reads, download.bytes());
     let said = Mutex::new(said);
+    let nowhere = Nowhere::among(&call.node.addresses);
     let origins = Origins::any(download.keys.len());
-    let sending = Sending { call, download, to, said, large, nowhere: Nowhere::default(), origins };
+    let sending = Sending { call, download, to, slot, holding, said, large, nowhere, origins };
     let mut windows = Windows::new(sending, shape, order, layers, blocks, budget);
     let (ended, early) = match windows.run().await {
         Ok(()) => (Ok(()), None),
@@ -184,7 +217,7 @@ pub(super) async fn run(call: Arc<Call>, download: Download, said: Said, to: Sen
         Err(Stop::Gone) => return,
     };
     let end = windows.end(early.as_ref());
-    windows.through.finish(ended, &end).await;
+    windows.through.finish(ended, &end, early.as_ref()).await;
 }
 
 impl Through for Sending {
@@ -202,7 +235,7 @@ impl Through for Sending {
         };
         let memory = wait.map_err(|_| Fault::busy("the server's memory for requests is full"));
         let memory = memory.map_err(Stop::Fault)?.ok_or(Reason::TooMany("bytes"))?;
-        self.begin_into(window, memory)
+        self.begin_into(window, self.holding.keep(memory))
     }
 
     /// Only into memory that others are not short of: whoever waited here would wait with memory in hand.
@@ -210,7 +243,7 @@ impl Through for Sending {
         let bytes = window.bytes(&self.download.shape);
         let memory = self.call.node.take_spare_memory(&self.call.caller.tenant, bytes)?;
         // What is wrong is told when it is this window's turn.
-        self.begin_into(window, memory).ok()
+        self.begin_into(window, self.holding.keep(memory)).ok()
     }
 
     fn budget(&self, most: u64) -> u64 {
@@ -312,19 +345,20 @@ impl Sending {
     }
 
     async fn send(&self, outgoing: Outgoing) -> Result<(), Stopped> {
-        match tokio::time::timeout(limits::STALL, self.to.send(outgoing)).await {
+        match tokio::time::timeout(self.call.node.patience.get(), self.to.send(outgoing)).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(_)) => Err(Stop::Gone),
             Err(_) => {
                 self.call.end(Code::DeadlineExceeded);
+                self.slot.give_up();
                 Err(Stop::Gone)
             }
         }
     }
 
-    async fn finish(&self, ended: Outcome<()>, end: &ReadEnd) {
+    async fn finish(&self, ended: Outcome<()>, end: &ReadEnd, early: Option<&Reason>) {
         self.call.end(ended.as_ref().map_or_else(|fault| fault.code, |()| Code::Ok));
-        count(&self.call, self.download.keys.len(), end);
+        count(&self.call, &self.download, end, early);
         if ended.is_ok() && self.say(Part::End(wire_end(end))).await.is_err() {
             return;
         }
@@ -333,19 +367,47 @@ impl Sending {
     }
 }
 
-/// Counts what a read of so many blocks delivered and what it did not.
-pub(crate) fn count(call: &Call, blocks: usize, end: &ReadEnd) {
-    for (_, reason) in &end.failures {
-        call.node.metrics.missed(reason_name(reason), 1);
+/// Counts what a read delivered and what it did not. `early` is why it ended before all of it was read, if something other
+/// than its deadline did that.
+pub(crate) fn count(call: &Call, asked: &Download, end: &ReadEnd, early: Option<&Reason>) {
+    let (delivered, missed) = tally(asked.order, asked.keys.len(), asked.layers.len(), end, early);
+    for (reason, blocks) in missed {
+        call.node.metrics.missed(reason, blocks);
     }
-    call.node.metrics.hit((blocks as u64).saturating_sub(end.failures.len() as u64));
+    call.node.metrics.hit(delivered);
+}
+
+/// Blocks of which everything came, and the others by the reason of their failure. In layer order nobody has a whole block
+/// before the last layer, and what lies behind the first block that failed is not read: it is missed for the same reason.
+fn tally(
+    order: Order,
+    blocks: usize,
+    layers: usize,
+    end: &ReadEnd,
+    early: Option<&Reason>,
+) -> (u64, Vec<(&'static str, u64)>) {
+    let blocks = blocks as u64;
+    let mut missed: Vec<_> = end.failures.iter().map(|(_, reason)| (reason_name(reason), 1)).collect();
+    let left = blocks.saturating_sub(missed.len() as u64);
+    if order == Order::Blocks {
+        return (left, missed);
+    }
+    let all_came = end.usable_layers as usize == layers && early.is_none();
+    let delivered = if all_came { left.min(u64::from(end.usable_blocks)) } else { 0 };
+    let why = if all_came { end.failures.first().map(|(_, reason)| reason) } else { early };
+    let others = left - delivered;
+    if others > 0 {
+        missed.push((reason_name(why.unwrap_or(&Reason::DeadlinePassed)), others));
+    }
+    (delivered, missed)
 }
 
 /// The end of a read on the wire.
 pub(crate) fn wire_end(end: &ReadEnd) -> proto::ReadEnd {
+    let mut told = fault::Told::default();
     let failure = |(block, reason): &(u32, Reason)| proto::read_end::Failure {
         block: *block,
-        error: Some(fault::detail(reason)),
+        error: Some(told.detail(reason)),
     };
     proto::ReadEnd {
         usable_blocks: end.usable_blocks,
@@ -501,6 +563,28 @@ mod tests {
                 prop_assert_eq!(digest, crc32fast::hash(&bytes));
             }
         }
+    }
+
+    #[test]
+    fn what_did_not_come_is_counted_as_missed_in_either_order() {
+        let end = |usable_blocks, usable_layers, failures| ReadEnd {
+            usable_blocks,
+            usable_layers,
+            failures,
+            held_bytes: 0,
+        };
+        let (late, busy) = ("REASON_DEADLINE_PASSED", "REASON_BUSY");
+        let by_layers = |end: &ReadEnd, early: Option<&Reason>| tally(Order::Layers, 10, 4, end, early);
+        assert_eq!(by_layers(&end(10, 4, vec![]), None), (10, vec![]));
+        // Late, and nobody says anything of any block.
+        assert_eq!(by_layers(&end(10, 3, vec![]), None), (0, vec![(late, 10)]));
+        assert_eq!(by_layers(&end(10, 0, vec![]), Some(&Reason::Busy("full"))), (0, vec![(busy, 10)]));
+        // A block failed, and those behind it were not read.
+        let failed = vec![(3, Reason::InFlight)];
+        let (delivered, missed) = by_layers(&end(3, 4, failed.clone()), None);
+        assert_eq!((delivered, missed), (3, vec![("REASON_IN_FLIGHT", 1), ("REASON_IN_FLIGHT", 6)]));
+        // In block order each block came or is one of the failures.
+        assert_eq!(tally(Order::Blocks, 10, 4, &end(3, 4, failed), None), (9, vec![("REASON_IN_FLIGHT", 1)]));
     }
 
     #[test]

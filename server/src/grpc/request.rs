@@ -3,7 +3,8 @@
 //! A request that is one message is received whole before anybody looks at it, and nobody else watches over that: a
 //! message that never ends would keep its call for ever, and a crowd of them any amount of memory. So its bytes beyond
 //! the first few are a part of what all requests together may have here, and all of them come within one patience.
-//! Puts are streams, whose messages have patience and turns of their own (`put.rs`).
+//! Puts are streams, whose messages have patience and turns of their own (`put.rs`). What needs no token (health,
+//! reflection) shares nothing with others here: its messages are short, and it may be silent for so long.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -27,13 +28,16 @@ pub struct Receiving(AtomicU64);
 /// A request's body.
 pub(super) struct Arriving {
     body: Body,
-    all: Arc<Receiving>,
+    /// What is shared with others, if something is.
+    all: Option<Arc<Receiving>>,
     /// Bytes that have come.
     came: u64,
     /// Those of them that are a part of what all may have.
     counted: u64,
     /// By when all of them must have come, and what wakes whoever waits for them then.
     until: Option<Instant>,
+    /// From each that comes on, for those that need not end.
+    silence: Option<Duration>,
     late: Option<Pin<Box<Sleep>>>,
 }
 
@@ -53,7 +57,14 @@ impl Arriving {
     /// A body that arrives from now on, within `patience` if there is a bound.
     pub(super) fn new(body: Body, all: &Arc<Receiving>, patience: Option<Duration>) -> Self {
         let until = patience.map(|patience| Instant::now() + patience);
-        Self { body, all: Arc::clone(all), came: 0, counted: 0, until, late: None }
+        Self { body, all: Some(Arc::clone(all)), came: 0, counted: 0, until, silence: None, late: None }
+    }
+
+    /// A body that arrives from somebody who was not asked for a token.
+    pub(super) fn of_anybody(body: Body) -> Self {
+        let silence = limits::ANYBODYS_SILENCE;
+        let until = Some(Instant::now() + silence);
+        Self { body, all: None, came: 0, counted: 0, until, silence: Some(silence), late: None }
     }
 
     fn is_late(&mut self, context: &mut Context<'_>) -> bool {
@@ -66,7 +77,11 @@ impl Arriving {
         self.came = self.came.saturating_add(bytes as u64);
         let beyond = self.came.saturating_sub(limits::SMALL_REQUEST_BYTES);
         let more = beyond.saturating_sub(self.counted);
-        if more > 0 && !self.all.take(more) {
+        if let Some(silence) = self.silence {
+            (self.until, self.late) = (Some(Instant::now() + silence), None);
+        }
+        let Some(all) = &self.all else { return Ok(()) };
+        if more > 0 && !all.take(more) {
             return Err(Fault::busy("the server receives as many large requests as fit into memory"));
         }
         self.counted = beyond;
@@ -76,7 +91,9 @@ impl Arriving {
 
 impl Drop for Arriving {
     fn drop(&mut self) {
-        self.all.0.fetch_sub(self.counted, Ordering::SeqCst);
+        if let Some(all) = &self.all {
+            all.0.fetch_sub(self.counted, Ordering::SeqCst);
+        }
     }
 }
 
@@ -152,6 +169,20 @@ mod tests {
         assert!(matches!(poll(&mut little), Poll::Ready(Some(Ok(_)))));
         drop((first, second));
         assert_eq!(all.bytes(), 0);
+    }
+
+    #[test]
+    fn who_was_not_asked_for_a_token_takes_nothing_of_what_others_share() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let mut large = Arriving::of_anybody(Body::new(Begun(limits::RECEIVING_BYTES_MAX as usize)));
+            assert!(matches!(poll(&mut large), Poll::Ready(Some(Ok(_)))));
+            assert!(large.all.is_none() && poll(&mut large).is_pending());
+            large.until = Some(Instant::now());
+            large.late = None;
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            assert!(matches!(poll(&mut large), Poll::Ready(Some(Err(_)))), "it is silent for ever");
+        });
     }
 
     #[test]

@@ -35,6 +35,29 @@ impl std::fmt::Debug for Identity {
     }
 }
 
+/// An identity that can be used: its certificates and its key were read, and belong together.
+#[derive(Debug)]
+pub struct Tls(Server);
+
+impl Tls {
+    /// Reads an identity. Says in one line what is wrong with it.
+    pub fn new(identity: &Identity) -> Result<Self, String> {
+        let own = tonic::transport::Identity::from_pem(&identity.certificate, &identity.key);
+        let mut config = ServerTlsConfig::new().identity(own).timeout(limits::STALL);
+        if let Some(authority) = &identity.client_authority {
+            config = config.client_ca_root(Certificate::from_pem(authority));
+        }
+        let server = transport().tls_config(config).map_err(|error| {
+            let mut deepest: &dyn std::error::Error = &error;
+            while let Some(deeper) = deepest.source() {
+                deepest = deeper;
+            }
+            format!("tls: certificate, key or client_authority cannot be used: {deepest}")
+        })?;
+        Ok(Self(server))
+    }
+}
+
 /// Where clients come in.
 #[derive(Debug, Default)]
 pub struct Listeners {
@@ -43,17 +66,17 @@ pub struct Listeners {
     /// On this host, without TLS; the same tokens are asked for.
     pub unix: Option<UnixListener>,
     /// For the network.
-    pub tls: Option<Identity>,
+    pub tls: Option<Tls>,
 }
 
 /// Serves until a drain is asked for, then ends what is under way. Connections are closed when their calls have
-/// ended.
+/// ended. When one of the listeners fails, nothing is served any more.
 pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::transport::Error> {
     let Listeners { tcp, unix, tls } = listeners;
     let over_tcp = async {
         let Some(listener) = tcp else { return Ok(()) };
         let incoming = placed(&node, incoming_tcp(listener));
-        let server = router(&node, tls)?;
+        let server = router(&node, tls.map_or_else(transport, |tls| tls.0));
         server.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
     };
     let over_unix = async {
@@ -61,13 +84,12 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
         // The local path comes in by the same socket.
         let (incoming, local) = local::split(Arc::clone(&node), listener);
         let incoming = placed(&node, ReceiverStream::new(incoming));
-        let server = router(&node, None)?;
+        let server = router(&node, transport());
         let serving = server.serve_with_incoming_shutdown(incoming, node.drain_asked());
         let (served, ()) = tokio::join!(serving, local);
         served
     };
-    let (tcp, unix) = tokio::join!(over_tcp, over_unix);
-    tcp.and(unix)
+    tokio::try_join!(over_tcp, over_unix).map(|_| ())
 }
 
 /// Connections that come in over TCP, set up as the server's are: also those of the bare server that this one is
@@ -111,19 +133,7 @@ pub(crate) fn transport() -> Server {
         .tcp_nodelay(true)
 }
 
-fn router(
-    node: &Arc<Node>,
-    tls: Option<Identity>,
-) -> Result<Router<Stack<Door, NoLayer>>, tonic::transport::Error> {
-    let mut server = transport();
-    if let Some(identity) = tls {
-        let own = tonic::transport::Identity::from_pem(&identity.certificate, &identity.key);
-        let mut config = ServerTlsConfig::new().identity(own);
-        if let Some(authority) = &identity.client_authority {
-            config = config.client_ca_root(Certificate::from_pem(authority));
-        }
-        server = server.tls_config(config)?;
-    }
+fn router(node: &Arc<Node>, server: Server) -> Router<Stack<Door, NoLayer>> {
     let bounded = limits::MESSAGE_BYTES_MAX;
     let (health_reporter, health) = tonic_health::server::health_reporter();
     drop(health_reporter);
@@ -133,7 +143,7 @@ fn router(
         .build_v1();
     let router = server
         .layer(Door::new(Arc::clone(node)))
-        .add_service(health)
+        .add_service(health.max_decoding_message_size(limits::ANYBODYS_BYTES_MAX))
         .add_service(Reads)
         .add_service(
             proto::models_server::ModelsServer::new(Services)
@@ -141,13 +151,15 @@ fn router(
         )
         .add_service(proto::store_server::StoreServer::new(Services).max_decoding_message_size(bounded))
         .add_service(proto::admin_server::AdminServer::new(Services).max_decoding_message_size(bounded));
-    Ok(match reflection {
-        Ok(reflection) => router.add_service(reflection),
+    match reflection {
+        Ok(reflection) => {
+            router.add_service(reflection.max_decoding_message_size(limits::ANYBODYS_BYTES_MAX))
+        }
         Err(error) => {
             tracing::warn!(%error, "the contract cannot be reflected");
             router
         }
-    })
+    }
 }
 
 #[cfg(test)]

@@ -173,8 +173,9 @@ async fn start(call: &Arc<Call>, order: Order, body: Body) -> Outcome<http::Resp
     let said = Said::of_read(order, &wire);
     let download = Download::check(call, order, wire)?;
     let (to, incoming) = mpsc::channel(limits::FRAMES_WAITING);
-    tokio::spawn(read::run(Arc::clone(call), download, said, to));
-    let mut response = http::Response::new(Body::new(ReadBody::new(incoming)));
+    let body = ReadBody::new(incoming);
+    tokio::spawn(read::run(Arc::clone(call), download, said, (to, Arc::clone(body.slot()))));
+    let mut response = http::Response::new(Body::new(body));
     let kind = http::HeaderValue::from_static("application/grpc");
     response.headers_mut().insert(http::header::CONTENT_TYPE, kind);
     Ok(response)

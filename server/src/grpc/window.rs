@@ -11,7 +11,10 @@ use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::{BlockShape, ChunkShape};
 use kvarts_store::api::{Order, Placed};
 use kvarts_store::error::Reason;
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::Buf;
+
+use super::limits::ADDRESSES_MAX;
+use crate::node::Addresses;
 
 /// What is read at a time.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -61,20 +64,35 @@ fn chunks(shape: &BlockShape) -> impl Iterator<Item = (u32, &ChunkShape)> {
 
 /// Addresses for the layers that the windows of a read do not read. Taken from the kernel once for all windows: for
 /// each they would cost the executor that gives them back a fiftieth of its work.
-#[derive(Default, Debug)]
-pub(crate) struct Nowhere(Mutex<Option<Arc<Region>>>);
+#[derive(Debug)]
+pub(crate) struct Nowhere {
+    kept: Mutex<Option<Buf>>,
+    all: Arc<Addresses>,
+}
+
+impl Default for Nowhere {
+    /// For one who reads by himself.
+    fn default() -> Self {
+        Self::among(&Addresses::new(ADDRESSES_MAX))
+    }
+}
 
 impl Nowhere {
+    /// A part of what all have.
+    pub(crate) fn among(all: &Arc<Addresses>) -> Self {
+        Self { kept: Mutex::default(), all: Arc::clone(all) }
+    }
+
     /// So many bytes of them.
     fn addresses(&self, bytes: u64) -> Result<Buf, Reason> {
-        let too_many = || Reason::TooMany("bytes");
-        let bytes = usize::try_from(bytes).map_err(|_| too_many())?;
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let region = match &*kept {
-            Some(region) if region.len() >= bytes => Arc::clone(region),
-            _ => Arc::clone(kept.insert(Region::anonymous(bytes).map_err(|_| too_many())?)),
-        };
-        Buf::new(&region, 0, bytes).ok_or_else(too_many)
+        let length = usize::try_from(bytes).map_err(|_| Reason::TooMany("bytes"))?;
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(some) = kept.as_ref().and_then(|kept| kept.slice(0, length)) {
+            return Ok(some);
+        }
+        // Those that were too few go first.
+        *kept = None;
+        Ok(kept.insert(self.all.take(bytes)?).clone())
     }
 }
 
@@ -161,6 +179,7 @@ pub(crate) fn chunks_of(
 mod tests {
     use super::*;
     use kvarts_layout::LayerShape;
+    use kvarts_store::io::Region;
 
     fn shape() -> BlockShape {
         let layer = |layer, bytes: &[u64]| LayerShape {

@@ -12,6 +12,8 @@ pub const HEAD_BYTES: usize = 16;
 pub const BODY_BYTES_MAX: usize = 8 << 20;
 /// Bodies up to this size are received by whoever sends them; larger ones share [`RECEIVING_BYTES_MAX`].
 pub const SMALL_BODY_BYTES: usize = 64 << 10;
+/// The most bytes of the body of the first frame: nobody needs more to say who he is, and nobody knows him yet.
+pub const HELLO_BYTES_MAX: usize = 4 << 10;
 /// Bytes of large bodies that are being received at a time, in all sessions together.
 pub const RECEIVING_BYTES_MAX: u64 = 64 << 20;
 /// Bytes that are taken from a socket at once.

@@ -9,18 +9,19 @@ use kvarts_layout::BlockShape;
 use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_store::api::Placed;
 use kvarts_store::error::Reason;
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::Buf;
 
 use super::Mode;
 use super::memory::Memory;
 use crate::grpc::fault::{Fault, Outcome};
 use crate::grpc::limits::REQUEST_BYTES_MAX;
+use crate::node::Addresses;
 use crate::proto;
 
 /// The places of a request, and whether some are in memory that the server does not look at. `layers` are those whose
 /// chunks must have one; `holder` lives until nobody uses the memory any more.
 pub(super) fn place(
-    memories: &BTreeMap<u32, Memory>,
+    (memories, addresses): (&BTreeMap<u32, Memory>, &Arc<Addresses>),
     shape: &BlockShape,
     layers: &Range<u32>,
     wire: Option<proto::LocalPlaces>,
@@ -71,11 +72,11 @@ pub(super) fn place(
         targets.push(PartTarget { memory: MemoryId(number), base: target.base, stride: target.stride });
     }
     if aside > 0 {
-        let bytes = usize::try_from(aside).ok().filter(|_| aside <= REQUEST_BYTES_MAX);
-        let nowhere = bytes.and_then(|bytes| Some((Region::anonymous(bytes).ok()?, bytes)));
-        let nowhere = nowhere.and_then(|(region, bytes)| Buf::new(&region, 0, bytes));
+        if aside > REQUEST_BYTES_MAX {
+            return Err(Reason::TooMany("bytes").into());
+        }
         let number = used.len() as u32;
-        used.push(nowhere.ok_or(Reason::TooMany("bytes"))?);
+        used.push(addresses.take(aside)?);
         for target in targets.iter_mut().filter(|target| target.memory.0 == u32::MAX) {
             target.memory.0 = number;
         }

@@ -19,7 +19,7 @@ use super::places;
 use crate::grpc::call::Call;
 use crate::grpc::fault::{Fault, Outcome};
 use crate::grpc::limits;
-use crate::grpc::put::{Pieces, Upload, outcome};
+use crate::grpc::put::{Pieces, Upload, outcomes};
 use crate::proto;
 
 /// What a block is refused with that was changed on the way.
@@ -46,8 +46,14 @@ impl Putting {
         }
         let holder: Arc<dyn Any + Send + Sync> = Arc::new(());
         let layers = 0..upload.shape.layers().len() as u32;
-        let (from, _) =
-            places::place(memories, &upload.shape, &layers, wire.from, upload.keys.len(), &holder)?;
+        let (from, _) = places::place(
+            (memories, &call.node.addresses),
+            &upload.shape,
+            &layers,
+            wire.from,
+            upload.keys.len(),
+            &holder,
+        )?;
         Ok(Self { call: Arc::clone(call), upload, from, digests: wire.crc32 })
     }
 
@@ -56,17 +62,26 @@ impl Putting {
         let Self { call, upload, from, digests } = self;
         let mut pieces = Pieces::default();
         let each = upload.piece_blocks();
-        let wait = tokio::time::timeout(limits::WAIT, call.node.puts.turn()).await;
-        let Ok(Some(_turn)) = wait else {
-            return Err(Fault::busy("as many puts are under way as fit into memory"));
-        };
+        let mut turn = None;
         for (number, keys) in upload.keys.chunks(each).enumerate() {
             let (first, bytes) = (number * each, upload.shape.block_bytes() * keys.len() as u64);
             let tenant = &call.caller.tenant;
+            let toll = tenant.toll(bytes);
+            if !toll.is_zero() {
+                // Whoever waits for the tenant's own bandwidth keeps nothing from others meanwhile.
+                turn = None;
+                tokio::time::sleep(toll).await;
+            }
+            if turn.is_none() {
+                let wait = tokio::time::timeout(limits::WAIT, call.node.puts.turn(tenant.number)).await;
+                turn = wait.ok().flatten();
+                if turn.is_none() {
+                    return Err(Fault::busy("as many puts are under way as fit into memory"));
+                }
+            }
             let wait = tokio::time::timeout(limits::WAIT, call.node.take_memory(tenant, bytes)).await;
             let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
             let pages = pages.ok_or(Reason::TooMany("bytes"))?;
-            call.caller.tenant.spend(bytes).await;
             copy(&upload, &from, first, keys.len(), &pages).await?;
             call.bytes_in.fetch_add(bytes, Ordering::Relaxed);
             let block_bytes = upload.shape.block_bytes() as usize;
@@ -85,7 +100,7 @@ impl Putting {
             }
         }
         pieces.take_until(0).await?;
-        Ok(proto::PutReply { outcomes: pieces.outcomes.iter().map(outcome).collect(), crc32: 0 })
+        Ok(proto::PutReply { outcomes: outcomes(&pieces.outcomes), crc32: 0 })
     }
 }
 

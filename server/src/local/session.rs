@@ -13,9 +13,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::StreamExt;
 use futures_util::future::{self, Abortable};
 use futures_util::stream::FuturesUnordered;
+use futures_util::{FutureExt, StreamExt};
 use kvarts_store::api::Order;
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
@@ -24,14 +24,14 @@ use rustix::net::RecvFlags;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::Instant;
 use tonic::Code;
 
-use super::frame::{Head, Kind, frame};
+use super::frame::{Head, Kind, NoFrame, frame};
 use super::limits::{
-    HEAD_BYTES, HELLO, LEASES_MAX, MAGIC, MEMORIES_MAX, RECEIVE_BYTES, REQUESTS_MAX, SMALL_BODY_BYTES, STALL,
-    VERSION,
+    BODY_BYTES_MAX, HEAD_BYTES, HELLO, HELLO_BYTES_MAX, LEASES_MAX, MAGIC, MEMORIES_MAX, RECEIVE_BYTES,
+    REQUESTS_MAX, SMALL_BODY_BYTES, STALL, VERSION,
 };
 use super::memory::Memory;
 use super::outbox::Outbox;
@@ -79,8 +79,10 @@ struct Incoming {
     scratch: Box<[u8]>,
     /// The part of what may be received that the frame under way has.
     large: Option<Receiving>,
-    /// Since when a frame is incomplete.
+    /// Since when a frame is incomplete. While it waits for others to have received theirs, its client stalls nothing.
     since: Option<Instant>,
+    /// The longest body that is taken: short ones, until somebody has said who he is.
+    body_max: usize,
 }
 
 /// The next frame, or why there is none.
@@ -96,7 +98,8 @@ impl Incoming {
     fn new(locals: &Arc<Locals>) -> Self {
         let scratch = vec![0; RECEIVE_BYTES].into_boxed_slice();
         let (bytes, descriptors) = (Vec::new(), Vec::new());
-        Self { locals: Arc::clone(locals), bytes, at: 0, descriptors, scratch, large: None, since: None }
+        let (large, since, body_max) = (None, None, HELLO_BYTES_MAX);
+        Self { locals: Arc::clone(locals), bytes, at: 0, descriptors, scratch, large, since, body_max }
     }
 
     /// Takes what there is.
@@ -122,6 +125,10 @@ impl Incoming {
         let rest = self.bytes.get(self.at..).unwrap_or_default();
         let Some(head) = Head::parse(rest).map_err(broken)? else {
             if rest.is_empty() {
+                // It came with one of the frames that were taken, or in front of one of them.
+                if !self.descriptors.is_empty() {
+                    return Err(broken("a descriptor that nobody asked for"));
+                }
                 self.bytes.clear();
                 self.at = 0;
                 self.since = None;
@@ -130,16 +137,20 @@ impl Incoming {
             }
             return Ok(Next::More);
         };
+        if head.length > self.body_max {
+            return Err(broken(NoFrame::TooLong));
+        }
         let Some(body) = rest.get(HEAD_BYTES..HEAD_BYTES + head.length) else {
-            self.since.get_or_insert_with(Instant::now);
             if head.length > SMALL_BODY_BYTES && self.large.is_none() {
                 self.large = self.locals.receive(head.length as u64);
+                self.since = self.large.is_some().then(Instant::now);
                 if self.large.is_none() {
                     return Ok(Next::Wait);
                 }
                 self.bytes.drain(..self.at);
                 self.at = 0;
             }
+            self.since.get_or_insert_with(Instant::now);
             return Ok(Next::More);
         };
         let body = Bytes::copy_from_slice(body);
@@ -237,14 +248,11 @@ async fn hello(stream: &UnixStream, incoming: &mut Incoming) -> Result<(u64, pro
         if begun {
             match incoming.next()? {
                 Next::Frame(Head { kind: Kind::Hello, id, .. }, body) => {
+                    incoming.body_max = BODY_BYTES_MAX;
                     return Ok((id, proto::Hello::decode(body).map_err(broken)?));
                 }
                 Next::Frame(..) => return Err(broken("a request before who asks")),
                 Next::More | Next::Wait => {}
-            }
-            // Nobody needs that much to say who it is.
-            if incoming.bytes.len() > SMALL_BODY_BYTES {
-                return Err(broken("a greeting that does not end"));
             }
         }
         stream.readable().await?;
@@ -315,6 +323,8 @@ impl Session {
         let mut drained = std::pin::pin!(node.drain_asked());
         let (mut draining, mut untaken) = (false, None::<Instant>);
         loop {
+            // All of them, not one for each time that something arrives.
+            self.take_ended();
             let mut waits = false;
             let before = self.outbox.sent();
             let mut all = self.outbox.send(stream)?;
@@ -350,18 +360,30 @@ impl Session {
                 ready = stream.writable(), if !all => ready?,
                 () = self.outbox.ready.notified() => {}
                 Some(ended) = self.reads.next() => self.ended(ended.ok()),
-                Some(ended) = self.puts.join_next() => {
-                    // One that was cancelled was removed then.
-                    if let Some(error) = ended.as_ref().err().filter(|error| error.is_panic()) {
-                        tracing::error!(%error, "a put of the local path panicked");
-                    }
-                    self.ended(ended.ok());
-                }
+                Some(ended) = self.puts.join_next() => self.put_ended(ended),
                 () = &mut drained, if !draining => draining = true,
                 () = tokio::time::sleep(ASK_AGAIN), if waits => {}
                 () = patience, if late.is_some() => return Err(broken("the client stalls")),
             }
         }
+    }
+
+    /// Takes those that have ended without waiting for one.
+    fn take_ended(&mut self) {
+        while let Some(Some(ended)) = self.reads.next().now_or_never() {
+            self.ended(ended.ok());
+        }
+        while let Some(ended) = self.puts.try_join_next() {
+            self.put_ended(ended);
+        }
+    }
+
+    fn put_ended(&mut self, ended: Result<u64, JoinError>) {
+        // One that was cancelled was removed then.
+        if let Some(error) = ended.as_ref().err().filter(|error| error.is_panic()) {
+            tracing::error!(%error, "a put of the local path panicked");
+        }
+        self.ended(ended.ok());
     }
 
     /// A request has ended; none if it was ended early.
@@ -393,9 +415,6 @@ impl Session {
                 }
                 return Ok(());
             }
-            _ if !incoming.descriptors.is_empty() => {
-                return Err(broken("a descriptor that nobody asked for"));
-            }
             Kind::Unshare => {
                 let answer = decode(body).map(|wire: proto::UnshareRequest| {
                     self.memories.remove(&wire.memory);
@@ -408,7 +427,11 @@ impl Session {
                 if self.requests.contains_key(&id) {
                     return Err(broken("a second request of the same name"));
                 }
-                if self.requests.len() >= REQUESTS_MAX {
+                if self.under_way() >= REQUESTS_MAX {
+                    self.take_ended();
+                }
+                // Also those count that were cancelled and have not ended yet: they hold what they hold.
+                if self.under_way() >= REQUESTS_MAX {
                     self.failed(id, &Fault::busy("the client has as many requests under way as it may"));
                     return Ok(());
                 }

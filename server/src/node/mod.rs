@@ -6,11 +6,13 @@
 //! tenant that registered it, whatever a request claims. What belongs to somebody else is answered exactly as what
 //! does not exist.
 
+mod addresses;
 mod audit;
 pub mod auth;
 mod leases;
 mod memory;
 mod models;
+mod patience;
 mod puts;
 mod shares;
 pub mod tenant;
@@ -27,16 +29,19 @@ use kvarts_store::io::Buf;
 use kvarts_store::rt::{Clock, Entropy};
 use tokio::sync::{Notify, Semaphore};
 
+pub use addresses::Addresses;
 pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
 pub use leases::Leases;
 pub use memory::{Frozen, Memory, MemoryShare};
 pub use models::{Model, Models};
+pub use patience::Patience;
 pub use puts::Puts;
 pub(crate) use shares::Bandwidth;
 pub use tenant::Tenant;
 pub use veil::Veil;
 
+use crate::grpc::limits::ADDRESSES_MAX;
 use crate::grpc::request::Receiving;
 use crate::local::Locals;
 use crate::metrics::Metrics;
@@ -57,6 +62,8 @@ pub struct Node {
     pub memory: Memory,
     /// What each tenant may have of it, where there are several.
     shares: BTreeMap<u32, MemoryShare>,
+    /// Addresses for what reads do not want.
+    pub addresses: Arc<Addresses>,
     /// Clients on the same host, and the memory that they share.
     pub locals: Arc<Locals>,
     /// Places for connections that are not taken.
@@ -67,6 +74,8 @@ pub struct Node {
     pub large_reads: Arc<AtomicU64>,
     /// Large requests that are being received over gRPC.
     pub receiving: Arc<Receiving>,
+    /// How long clients that take nothing are waited for.
+    pub patience: Patience,
     /// Turns of puts that take bytes.
     pub puts: Puts,
     /// How many lines refused calls have caused.
@@ -126,9 +135,11 @@ impl Node {
             connections_all: connections.min(Semaphore::MAX_PERMITS),
             connections: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
             shares: shares(&gate, &memory),
+            addresses: Addresses::new(ADDRESSES_MAX),
             large_reads: Arc::default(),
             receiving: Arc::default(),
-            puts: Puts::new(&memory),
+            patience: Patience::default(),
+            puts: Puts::new(&memory, &gate.tenants().iter().map(|tenant| tenant.number).collect::<Vec<_>>()),
             audit,
             veil: Veil::new(secret),
             scrub: Scrub::default(),

@@ -18,6 +18,8 @@ pub struct Model {
     pub identity: Identity,
     /// What moves bytes.
     pub geometry: Geometry,
+    /// Its bytes in a list of models.
+    listed: u64,
 }
 
 impl Model {
@@ -33,14 +35,15 @@ impl Model {
 pub struct Models(RwLock<BTreeMap<(u32, NamespaceId), Arc<Model>>>);
 
 impl Models {
-    /// Registers a model with the store, for the caller's tenant. `max` bounds how many a tenant may have.
+    /// Registers a model with the store, for the caller's tenant. `listed` is its bytes in a list of models; how many models
+    /// and how many such bytes a tenant may have is bounded.
     pub fn register(
         &self,
         store: &dyn KvStore,
         caller: &Caller,
         identity: Identity,
         geometry: Geometry,
-        max: usize,
+        (listed, (models_max, listed_max)): (u64, (usize, u64)),
     ) -> Result<Arc<Model>, Error> {
         let tenant = caller.tenant.number;
         let id = identity.namespace_id().map_err(|error| Reason::Identity(error.to_string()))?;
@@ -49,11 +52,13 @@ impl Models {
         {
             return Ok(model);
         }
-        if self.all(caller).len() >= max {
+        let known = self.all(caller);
+        let others = known.iter().filter(|model| model.namespace != id);
+        if known.len() >= models_max || others.map(|model| model.listed).sum::<u64>() + listed > listed_max {
             return Err(Reason::TooMany("models").into());
         }
         let namespace = store.register(&identity, &geometry)?;
-        let model = Arc::new(Model { namespace, identity, geometry });
+        let model = Arc::new(Model { namespace, identity, geometry, listed });
         let mut models = self.0.write().unwrap_or_else(PoisonError::into_inner);
         models.insert((tenant, namespace), Arc::clone(&model));
         Ok(model)

@@ -75,13 +75,16 @@ impl Tenant {
         Arc::clone(&self.turns).try_acquire_owned().ok()
     }
 
+    /// Takes these bytes from the tenant's bandwidth; how long to wait until they are within it.
+    pub fn toll(&self, bytes: u64) -> Duration {
+        self.bandwidth.as_ref().map_or(Duration::ZERO, |bandwidth| bandwidth.spend(bytes))
+    }
+
     /// Waits until these bytes are within the tenant's bandwidth.
     pub async fn spend(&self, bytes: u64) {
-        if let Some(bandwidth) = &self.bandwidth {
-            let wait = bandwidth.spend(bytes);
-            if wait > Duration::ZERO {
-                tokio::time::sleep(wait).await;
-            }
+        let wait = self.toll(bytes);
+        if wait > Duration::ZERO {
+            tokio::time::sleep(wait).await;
         }
     }
 }

@@ -6,6 +6,9 @@ use kvarts_layout::{BlockKey, NamespaceId, Requirements, UsablePrefix};
 
 pub use crate::index::LeaseId;
 
+/// The most entries of one match: keys times the coordinates of all required groups, each of which is looked up.
+pub const MAX_MATCH_ENTRIES: usize = 1 << 20;
+
 /// Which blocks of a prompt are wanted, and what a restorable prefix of them needs.
 #[derive(Clone, Debug)]
 pub struct MatchRequest<'a> {

@@ -7,7 +7,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group, UsablePrefix};
 
 use super::names::Namespace;
 use super::shared::Shared;
-use crate::api::{LeaseTerms, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest};
+use crate::api::{LeaseTerms, MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest};
 use crate::error::Reason;
 use crate::index::{self, BlockFingerprint, LeaseError, LeaseId, Lookup};
 
@@ -26,6 +26,11 @@ struct Column {
 pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Result<MatchReply, Reason> {
     if request.keys.len() > MAX_REQUEST_BLOCKS {
         return Err(Reason::TooMany("blocks"));
+    }
+    // Before anything is made for each of them.
+    let columns: usize = request.requirements.groups().iter().map(|group| group.coordinates.len()).sum();
+    if request.keys.len().saturating_mul(columns) > MAX_MATCH_ENTRIES {
+        return Err(Reason::TooMany("keys times coordinates"));
     }
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     if request.requirements.block_tokens() != namespace.block_tokens {

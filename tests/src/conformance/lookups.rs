@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvarts_layout::prefix::{Absence, Coverage, Need, Requirement, UNLIMITED};
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, Requirements};
-use kvarts_store::api::{LeaseTerms, MatchReply, MatchRequest};
+use kvarts_store::api::{LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest};
 use kvarts_store::error::{Error, Kind, Reason};
 
 use super::{Case, Desk, pages};
@@ -13,6 +13,7 @@ use crate::fixture;
 pub(super) const CASES: &[Case] = &[
     ("a match finds what is there and says how far each column reaches", coverage),
     ("a match of nothing finds nothing", nothing),
+    ("a match of too many keys at too many coordinates is refused", too_many),
     ("a put in flight is pending and then there", pending),
     ("a lease counts against its tenant's cap until it ends", caps),
     ("a lease ends once, by hand or by itself", lease_ends),
@@ -70,6 +71,17 @@ fn nothing(desk: &Desk<'_>) {
         let found = find(desk, &keys, &needs(), Some(terms)).unwrap();
         assert_eq!((found.usable.longest.blocks, found.pending, found.lease), (0, 0, None));
     }
+}
+
+fn too_many(desk: &Desk<'_>) {
+    let of = 17;
+    let keys = desk.keys(0..(MAX_MATCH_ENTRIES as u64 / u64::from(of) + 1));
+    let coordinates = (0..of).map(|start| Coordinate::Heads { start, count: 1, of });
+    let groups = vec![requirement(fixture::PAGES, coordinates.collect(), Need::All)];
+    let requirements = Requirements::new(fixture::BLOCK_TOKENS, groups).expect("valid requirements");
+    let error = find(desk, &keys, &requirements, None).expect_err("more than are looked up at once");
+    assert_eq!(error.kind(), Kind::Invalid, "{error}");
+    assert!(error.to_string().contains("times"), "{error}");
 }
 
 fn pending(desk: &Desk<'_>) {

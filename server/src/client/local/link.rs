@@ -54,7 +54,8 @@ enum Pending {
     Read(Box<Reading>),
     /// A put of so many blocks, whose memory is kept from being used again until it is answered.
     Put(Reply<Result<PutReply, Error>>, usize, Placed),
-    Call(Arc<Slot>),
+    /// One whose answer brings a descriptor, or not.
+    Call(Arc<Slot>, bool),
 }
 
 /// How often the link's thread looks at a connection that nobody waits for.
@@ -275,7 +276,7 @@ impl Link {
     ) -> Result<Option<OwnedFd>, Reason> {
         let message = proto::ShareRequest { memory, mode: mode.to_wire(), bytes };
         let (id, slot) = (self.id(), Arc::new(Slot::default()));
-        self.begin(id, Pending::Call(Arc::clone(&slot)))?;
+        self.begin(id, Pending::Call(Arc::clone(&slot), file.is_none()))?;
         self.shared.send(&frame(Kind::Share, id, &message), file)?;
         self.shared.call();
         let answer = slot.answer.lock().unwrap_or_else(PoisonError::into_inner);
@@ -356,7 +357,7 @@ fn failed(pending: Pending, reason: &Reason) {
         Pending::Read(mut reading) => reading.broken(reason, false),
         // A caller that is gone needs no answer.
         Pending::Put(reply, ..) => drop(reply.send(Err(Error(reason.clone())))),
-        Pending::Call(slot) => answer(&slot, Err(reason.clone())),
+        Pending::Call(slot, _) => answer(&slot, Err(reason.clone())),
     }
 }
 
@@ -462,8 +463,10 @@ impl Shared {
                     // A caller that is gone needs no answer.
                     let _ = reply.send(if whole { Ok(PutReply { outcomes }) } else { Err(Error(wrong)) });
                 }
-                Some(Pending::Call(slot)) => {
-                    let file = (!inbox.descriptors.is_empty()).then(|| inbox.descriptors.remove(0));
+                Some(Pending::Call(slot, brings)) => {
+                    // What came with a later frame may have come already: it is not this one's.
+                    let brings = brings && !inbox.descriptors.is_empty();
+                    let file = brings.then(|| inbox.descriptors.remove(0));
                     answer(&slot, Ok((body, file)));
                 }
                 // Of something that nobody waits for.

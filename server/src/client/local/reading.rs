@@ -138,9 +138,11 @@ impl Reading {
                 let _ = <[u8; 16]>::try_from(&id[..]).map(|id| origins.admit(block, OriginId(id)));
             }
         }
+        let keys = &self.request.keys;
         let failure = |failure: &proto::read_end::Failure| {
             let unsaid = Reason::Bug("a failure without a reason");
-            (failure.block, failure.error.as_ref().map_or(unsaid, fault::reason))
+            let key = keys.get(failure.block as usize);
+            (failure.block, failure.error.as_ref().map_or(unsaid, |error| fault::reason_of_block(error, key)))
         };
         let mut failures: BTreeMap<u32, Reason> = end.failures.iter().map(failure).collect();
         for (block, reason) in &self.damaged {

@@ -14,9 +14,14 @@ struct Taken {
     broken: Option<String>,
 }
 
+/// Of a client that has said who it is.
+fn known(locals: &Arc<Locals>) -> Incoming {
+    Incoming { body_max: BODY_BYTES_MAX, ..Incoming::new(locals) }
+}
+
 /// Takes pieces in, as they come from a socket.
 fn take<'a>(locals: &Arc<Locals>, pieces: impl Iterator<Item = &'a [u8]>) -> Taken {
-    let (mut incoming, mut taken) = (Incoming::new(locals), Taken::default());
+    let (mut incoming, mut taken) = (known(locals), Taken::default());
     let mut arrived = 0;
     for piece in pieces {
         incoming.bytes.extend_from_slice(piece);
@@ -97,17 +102,31 @@ fn a_long_body_waits_for_its_part_of_what_may_be_received_and_gives_it_back() {
     let locals = Arc::new(Locals::default());
     let others = locals.receive(RECEIVING_BYTES_MAX - BODY_BYTES_MAX as u64).unwrap();
     let head = Head { length: BODY_BYTES_MAX, kind: Kind::Read, id: 1 }.bytes();
-    let (mut first, mut second) = (Incoming::new(&locals), Incoming::new(&locals));
+    let (mut first, mut second) = (known(&locals), known(&locals));
     first.bytes.extend_from_slice(&head);
     assert!(matches!(first.next(), Ok(Next::More)));
     second.bytes.extend_from_slice(&head);
     assert!(matches!(second.next(), Ok(Next::Wait)), "there is no room for a second one");
+    assert!(second.since.is_none(), "whoever waits for others stalls nothing");
     first.bytes.extend_from_slice(&vec![0; BODY_BYTES_MAX]);
     first.bytes.extend_from_slice(&bare(Kind::Cancel, 1));
     assert!(matches!(first.next(), Ok(Next::Frame(_, body)) if body.len() == BODY_BYTES_MAX));
     assert!(matches!(second.next(), Ok(Next::More)), "the first one's part came back");
+    assert!(second.since.is_some(), "now its client is waited for");
     assert!(matches!(first.next(), Ok(Next::Frame(Head { kind: Kind::Cancel, .. }, _))));
     assert!(first.bytes.capacity() <= SMALL_BODY_BYTES * 4, "{}", first.bytes.capacity());
     drop((second, others));
+    assert!(locals.receive(RECEIVING_BYTES_MAX).is_some());
+}
+
+#[test]
+fn who_has_not_said_who_he_is_gets_nothing_of_what_others_share() {
+    let locals = Arc::new(Locals::default());
+    for (length, taken) in [(HELLO_BYTES_MAX, true), (HELLO_BYTES_MAX + 1, false), (BODY_BYTES_MAX, false)] {
+        let mut unknown = Incoming::new(&locals);
+        unknown.bytes.extend_from_slice(&Head { length, kind: Kind::Hello, id: 1 }.bytes());
+        assert_eq!(unknown.next().is_ok(), taken, "{length}");
+        assert!(unknown.large.is_none());
+    }
     assert!(locals.receive(RECEIVING_BYTES_MAX).is_some());
 }

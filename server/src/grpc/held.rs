@@ -1,0 +1,87 @@
+//! What a read still holds when all of its work is done: bytes that its client has not taken.
+//!
+//! They wait in the body's slot, and then in the transport, which has taken them from there and may not send them before the
+//! client makes room. A client that takes nothing for as long as the server's patience loses the read and what waits in
+//! the slot. What the transport has it gives back only with its stream or its connection: a client that does not end
+//! either within another patience loses the connection. The call, and with it the tenant's turn, lasts until the memory is
+//! back.
+
+use std::any::Any;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvarts_store::io::Buf;
+use tokio::sync::mpsc::{Receiver, Sender, channel};
+
+use super::call::Call;
+use super::frame::Slot;
+
+/// Alive for as long as something of a read is held.
+struct Keeper {
+    _call: Arc<Call>,
+    _here: Sender<Infallible>,
+}
+
+/// A piece of memory, and who waits for its return.
+struct Kept {
+    _piece: Buf,
+    _keeper: Arc<Keeper>,
+}
+
+/// Makes memory a part of what is held.
+#[derive(Clone)]
+pub(super) struct Holding(Arc<Keeper>);
+
+impl Holding {
+    /// The same memory, which is held until the last of its users is done.
+    pub(super) fn keep(&self, piece: Buf) -> Buf {
+        let kept: Arc<dyn Any + Send + Sync> =
+            Arc::new(Kept { _piece: piece.clone(), _keeper: Arc::clone(&self.0) });
+        piece.kept_by(kept)
+    }
+}
+
+/// Whoever waits until nothing is held.
+pub(super) struct Held {
+    gone: Receiver<Infallible>,
+    slot: Arc<Slot>,
+}
+
+impl Held {
+    /// Begins to hold for a call: also what waits in the slot.
+    pub(super) fn begin(call: &Arc<Call>, slot: &Arc<Slot>) -> (Self, Holding) {
+        let (here, gone) = channel(1);
+        let keeper = Arc::new(Keeper { _call: Arc::clone(call), _here: here });
+        slot.keep(Arc::clone(&keeper) as _);
+        (Self { gone, slot: Arc::clone(slot) }, Holding(keeper))
+    }
+
+    /// Whether nothing was held any more within this time.
+    async fn is_gone(&mut self, patience: Duration) -> bool {
+        tokio::time::timeout(patience, self.gone.recv()).await.is_ok()
+    }
+
+    /// Returns when nothing is held. A client that takes nothing for so long loses the read, and for twice as long `cut`
+    /// is done to it.
+    pub(super) async fn until_gone(mut self, patience: Duration, cut: impl FnOnce()) {
+        loop {
+            let taken = self.slot.taken();
+            // Whoever was given up already has had this patience.
+            if self.slot.is_given_up() {
+                break;
+            }
+            if self.is_gone(patience).await {
+                return;
+            }
+            if self.slot.taken() == taken {
+                break;
+            }
+        }
+        self.slot.give_up();
+        if !self.is_gone(patience).await {
+            cut();
+            let _ = self.gone.recv().await;
+        }
+    }
+}

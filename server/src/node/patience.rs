@@ -1,0 +1,28 @@
+//! How long clients are waited for.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::grpc::limits::STALL;
+
+/// How long a client may take nothing of a read before it loses it: [`STALL`], if nobody says otherwise.
+#[derive(Debug)]
+pub struct Patience(AtomicU64);
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self(AtomicU64::new(STALL.as_millis() as u64))
+    }
+}
+
+impl Patience {
+    /// So long.
+    pub fn get(&self) -> Duration {
+        Duration::from_millis(self.0.load(Ordering::Relaxed))
+    }
+
+    /// So long from now on, in whole milliseconds: for tests, which do not wait for [`STALL`].
+    pub fn set(&self, patience: Duration) {
+        self.0.store(u64::try_from(patience.as_millis()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+}
