@@ -12,7 +12,7 @@ use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::pace::RealPace;
 use kvarts_gpudirect::pipeline::{DirectUse, FAILURES_MAX, LandRequest, LayerEnd, Next, Pipeline};
 use kvarts_gpudirect::{Destination, DeviceArena};
-use kvarts_store::api::{LendRequest, Verify};
+use kvarts_store::api::{DeleteRequest, KvStore, LendRequest, Target, Verify};
 use kvarts_store::error::{Kind, Reason};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
@@ -508,5 +508,37 @@ fn a_copy_back_that_is_cut_short_sends_its_layer_through_the_arena_and_ends_noth
         until("reads let go", || arena.usage().used == 0);
     }
     site.settle();
+    until("all is given back", || device.in_use() == InUse::default());
+}
+
+/// Layers of a block that was put anew by another producer since it was lent would be a mix with those that came straight.
+#[test]
+fn what_comes_through_the_arena_is_the_production_that_was_lent_or_nothing() {
+    let site = Site::new("straight-origins");
+    let device = strict(Faults::default());
+    assert_eq!(landed(&site, &straight(&site, &device, RING).0, &device, Verify::Always), whole());
+    let last = device.reads() - 1;
+    let device = strict(Faults { stuck_read: Some(0), failed_read: Some(last), ..Faults::default() });
+    {
+        let _freed = Freed(&device);
+        let (pipeline, arena) = straight(&site, &device, RING);
+        let pool = Pool::new(&device, COLUMNS[0]);
+        let compute = device.stream().unwrap();
+        let mut stream = pipeline.land(site.request(&pool)).unwrap();
+        until("it reads", || device.reads() > 0);
+        let (column, keys) = (Some(COLUMNS[0]), site.request(&pool).keys);
+        let target = Target::Keys { column, keys };
+        let namespace = site.request(&pool).namespace;
+        let mut deleted = site.store().delete(DeleteRequest { namespace, target, deadline: None });
+        deleted.wait(&**site.store().clock(), None).unwrap().unwrap().unwrap();
+        let mut put = site.store().put(site.put(COLUMNS[0]));
+        put.wait(&**site.store().clock(), None).unwrap().unwrap().unwrap();
+        device.unstick();
+        let (_, end) = run(&mut stream, &pool, &device, &compute);
+        assert_eq!((end.usable_blocks, used(&pipeline).staged), (0, 1), "{end:?}");
+        drain(&device, &compute).unwrap();
+        drop(stream);
+        until("reads let go", || arena.usage().used == 0);
+    }
     until("all is given back", || device.in_use() == InUse::default());
 }

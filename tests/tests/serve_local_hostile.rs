@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, NamespaceId};
+use kvarts_layout::{BlockKey, Layout, NamespaceId};
 use kvarts_server::client::Client;
 use kvarts_server::grpc::limits::KEYS_MAX;
 use kvarts_server::local::frame::{Head, Kind, bare, frame};
@@ -21,7 +21,9 @@ use kvarts_server::local::limits::{
     BODY_BYTES_MAX, HEAD_BYTES, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX,
 };
 use kvarts_server::proto;
-use kvarts_store::api::{BlockOutcome, ContainsRequest, KvStore, LeaseTerms, Presence, ReadRequest};
+use kvarts_store::api::{
+    BlockOutcome, ContainsRequest, DeleteRequest, KvStore, LeaseTerms, Presence, ReadRequest, Target,
+};
 use kvarts_store::error::Reason;
 use kvarts_store::io::{Arena, Buf, Region, shared};
 use kvarts_tests::conformance::{Desk, pages};
@@ -398,6 +400,57 @@ name = "a"
 [[tenants]]
 name = "b"
 "#;
+
+/// The end of a read of one layer that is part of a longer one.
+fn read_a_part(
+    raw: &mut Raw,
+    (namespace, keys): (NamespaceId, &[BlockKey]),
+    layer: u32,
+    origins: Vec<bytes::Bytes>,
+) -> Result<proto::LocalEnd, proto::Error> {
+    let mut read = local_read(namespace, keys, places(1, keys.len() as u32));
+    let layers = Some(proto::read_request::LayerRange { start: layer, end: layer + 1 });
+    read.read = read.read.map(|read| proto::ReadRequest { layers, ..read });
+    raw.say(Kind::Read, 5, &proto::LocalRead { part: true, origins, ..read });
+    let mut end = None;
+    loop {
+        let (head, body) = raw.hear().expect("the connection stays");
+        match head.kind {
+            Kind::End => end = Some(proto::LocalEnd::decode(&body[..]).unwrap()),
+            Kind::Released => return Ok(end.expect("the end comes first")),
+            Kind::Failed => return Err(proto::Error::decode(&body[..]).unwrap()),
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn parts_of_a_read_are_of_one_production_of_each_block() {
+    let stage = stage("parts");
+    let desk = Desk::new(&stage, "parts");
+    let keys = desk.keys(0..3);
+    desk.store(pages(), &keys, 1, Layout::LayerBlock);
+    let mut raw = Raw::open(&stage.served);
+    let _pool = raw.pool(1, 8 * BLOCK);
+    let what = (desk.namespace, &keys[..]);
+    let first = read_a_part(&mut raw, what, 0, Vec::new()).unwrap();
+    assert_eq!(first.end.unwrap().usable_blocks, 3);
+    assert!(first.origins.len() == 3 && first.origins.iter().all(|origin| origin.len() == 16));
+    let target = Target::Keys { column: Some(pages()), keys: vec![keys[1]] };
+    let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+    ask(&stage, stage.client.delete(request)).unwrap();
+    desk.store(pages(), &keys[1..2], 2, Layout::LayerBlock);
+    let next = read_a_part(&mut raw, what, 1, first.origins.clone()).unwrap();
+    let end = next.end.unwrap();
+    assert_eq!((end.usable_blocks, end.failures.len(), end.failures[0].block), (1, 1, 1), "{end:?}");
+    // Whose it is of the one that was known to nobody is told as ever.
+    let some = vec![first.origins[0].clone(), bytes::Bytes::new(), first.origins[2].clone()];
+    assert_eq!(read_a_part(&mut raw, what, 1, some).unwrap().end.unwrap().usable_blocks, 3);
+    for wrong in [vec![first.origins[0].clone(); 2], vec![bytes::Bytes::from_static(&[1; 15]); 3]] {
+        let refused = read_a_part(&mut raw, what, 1, wrong).unwrap_err();
+        assert!(refused.message.contains("origins"), "{refused:?}");
+    }
+}
 
 fn tokens() -> String {
     let token = |tenant: &str, name: &str, rights: &str| {

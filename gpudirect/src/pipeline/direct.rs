@@ -615,12 +615,13 @@ impl Course<'_> {
 
     /// Brings the layers from this one on through the arena.
     fn detour(self, at: u32) {
-        let Self { pipeline, request, trip, copies, bringer, .. } = self;
+        let Self { pipeline, straight, request, trip, copies, bringer, .. } = self;
         let wanted = request.layers.clone().unwrap_or(0..request.into.shape().layers().len() as u32);
         let rest = LandRequest { layers: Some(wanted.start + at..wanted.end), ..request };
         // Unless a read is still under way, the files go back before the store is asked for the same blocks.
+        let begun = (straight.lender.clone(), Arc::clone(trip.lent.origins()));
         drop(trip);
-        match pipeline.stage(rest, copies) {
+        match pipeline.stage(rest, copies, Some(&begun)) {
             Ok((landing, read)) => {
                 bringer.keep(Box::new(landing.ring.clone()));
                 Feeder::new(landing, bringer).run(read);

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{KvStore, Order, Placed, ReadRequest, ReadStream, Turns, Verify};
+use kvarts_store::api::{KvStore, Order, Origins, Placed, ReadRequest, ReadStream, Turns, Verify};
 use kvarts_store::engine::Store;
 use kvarts_store::io::Buf;
 use kvarts_store::rt::{Class, Nanos};
@@ -102,6 +102,9 @@ impl fmt::Debug for Pipeline {
     }
 }
 
+/// Who lent the first layers of a request, and which production of each block they are of.
+type Begun = (Store, Arc<Origins>);
+
 /// A piece of the arena, cut for the layers of one request.
 struct Seating {
     ring: Buf,
@@ -178,7 +181,7 @@ impl Pipeline {
             return Ok(stream);
         }
         let copies = self.copies(&request)?;
-        let (landing, read) = self.stage(request, copies)?;
+        let (landing, read) = self.stage(request, copies, None)?;
         let counts = (landing.seats.len() as u32, landing.into.blocks());
         // The stream of the copies too, which may wait for its work when it goes.
         let keeps = (landing.ring.clone(), landing.into.clone(), landing.copies.clone());
@@ -215,8 +218,14 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Begins to read through the arena, for copies on a stream.
-    fn stage(&self, request: LandRequest, copies: Stream) -> Result<(Landing, ReadStream), LandError> {
+    /// Begins to read through the arena, for copies on a stream: of each block the production that `begun` says, if other
+    /// layers of it have come already.
+    fn stage(
+        &self,
+        request: LandRequest,
+        copies: Stream,
+        begun: Option<&Begun>,
+    ) -> Result<(Landing, ReadStream), LandError> {
         let (wanted, all) = Self::wanted(&request)?;
         let sizes = all.get(wanted.start as usize..wanted.end as usize).unwrap_or_default();
         let seating = self.seat(&all, sizes, wanted.start, request.depth_bytes)?;
@@ -224,7 +233,7 @@ impl Pipeline {
         let shape = Arc::clone(request.into.shape());
         let placed = Placed::layers_in_turns(&shape, seating.buffers, request.into.blocks(), turns.clone())
             .map_err(LandError::Store)?;
-        let read = self.store.read(ReadRequest {
+        let read = ReadRequest {
             namespace: request.namespace,
             group: request.group,
             coordinate: request.coordinate,
@@ -235,7 +244,11 @@ impl Pipeline {
             verify: request.verify,
             class: request.class,
             deadline: request.deadline,
-        });
+        };
+        let read = match begun {
+            Some((lender, origins)) => lender.read_part(read, origins, 0),
+            None => self.store.read(read),
+        };
         let read = read.map_err(|error| LandError::Store(error.0))?;
         let landing = Landing {
             device: Arc::clone(&self.device),

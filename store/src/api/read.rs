@@ -66,7 +66,8 @@ pub struct ReadRequest {
     pub coordinate: Coordinate,
     /// The blocks wanted.
     pub keys: Vec<BlockKey>,
-    /// Which layers of the shape, counted among the layers that this group has; `None` for all.
+    /// Which layers of the shape, counted among the layers that this group has; `None` for all. Whoever reads the layers of
+    /// blocks by several reads wants [`Origins`](super::Origins): what was put anew between two would be mixed.
     pub layers: Option<Range<u32>>,
     /// In which order they are delivered.
     pub order: Order,

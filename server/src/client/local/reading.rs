@@ -193,3 +193,39 @@ impl Reading {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvarts_layout::{BlockKey, ChunkShape, Coordinate, Group, LayerShape, NamespaceId};
+    use kvarts_store::api::{Placed, Verify, read_channel};
+    use kvarts_store::io::{Buf, Region};
+    use kvarts_store::rt::Class;
+
+    #[test]
+    fn what_one_part_has_met_is_what_the_next_one_asks_for() {
+        let chunks = vec![ChunkShape { bytes: 64, align: 1 }];
+        let shape = BlockShape::new(vec![LayerShape { layer: 0, chunks }]).unwrap();
+        let memory = Buf::new(&Region::anonymous(4096).unwrap(), 0, 128).unwrap();
+        let request = ReadRequest {
+            namespace: NamespaceId([1; 32]),
+            group: Group(0),
+            coordinate: Coordinate::Replicated,
+            keys: vec![BlockKey([1; 32]), BlockKey([2; 32])],
+            layers: None,
+            order: Order::Layers,
+            into: Placed::blocks(&shape, memory, 2).unwrap(),
+            verify: Verify::Always,
+            class: Class::Foreground,
+            deadline: None,
+        };
+        let (sink, _stream) = read_channel();
+        let part = (Origins::any(4), 1);
+        assert_eq!(met(&part, 2), [Bytes::new(), Bytes::new()]);
+        let mut reading = Reading::new((request, shape, Some(part.clone())), sink, false);
+        let origins = vec![Bytes::new(), Bytes::from_static(&[7; 16])];
+        reading.end(&proto::LocalEnd { origins: origins.clone(), ..proto::LocalEnd::default() });
+        assert_eq!(met(&part, 2), origins);
+        assert_eq!(part.0.met(), [None, None, Some(OriginId([7; 16])), None]);
+    }
+}
