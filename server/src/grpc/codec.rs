@@ -74,7 +74,7 @@ fn check<M: 'static>(bytes: &[u8]) -> Outcome<()> {
     }
 }
 
-/// Fields of a message that are messages on the way to repeated ones: the number, whether it is repeated itself, what is
+/// Fields of a message that are repeated messages or bytes, or messages on the way to them: the number, whether it is repeated itself, what is
 /// in it.
 struct Within(&'static [(u64, bool, Self)]);
 
@@ -85,7 +85,7 @@ const REGISTER: Within = Within(&[
     (2, false, Within(&[(1, true, NOTHING), (2, true, NOTHING)])),
     (6, true, NOTHING),
 ]);
-const LOCAL_READ: Within = Within(&[(3, false, Within(&[(1, true, NOTHING)]))]);
+const LOCAL_READ: Within = Within(&[(3, false, Within(&[(1, true, NOTHING)])), (6, true, NOTHING)]);
 const LOCAL_PUT: Within = Within(&[(2, false, Within(&[(1, true, NOTHING)]))]);
 
 /// Of the requests that have repeated messages. The others have none, at any depth.
@@ -179,6 +179,7 @@ mod tests {
         expect_bounded::<RegisterModelRequest>("layers", |layers| field(2, &layers), 2);
         expect_bounded::<RegisterModelRequest>("extras", |extras| field(1, &extras), 15);
         expect_bounded::<LocalRead>("places", |places| field(3, &places), 1);
+        expect_bounded::<LocalRead>("origins", whole, 6);
         expect_bounded::<LocalPut>("places", |places| field(2, &places), 1);
         // A requirement counts as well as each of its coordinates.
         let coordinates = |more: usize| field(4, &field(2, &[]).repeat(PARTS_MAX - 1 + more));
