@@ -483,6 +483,13 @@ impl Log {
         Some(Room { bytes, footer_bytes: tail.footer_bytes })
     }
 
+    /// Whether records of so many bytes find room in the open segment.
+    pub(super) fn takes(&self, bytes: u64) -> bool {
+        let open = self.open.borrow();
+        // A footer lists each block, each header has a page of its own: an eighth is more than either takes.
+        open.as_ref().is_some_and(|segment| self.fits(segment, bytes + bytes / 8, bytes / 8))
+    }
+
     /// Writes headers and payload: the payload from the caller's memory if it is aligned and large, otherwise
     /// through staging.
     async fn write(&self, class: Class, image: Image, draft: &Draft<'_>) -> Result<Written, IoError> {
@@ -512,8 +519,10 @@ impl Log {
                 header.and(payload)?;
             }
             (None, payload) => {
-                if let Some(payload) = payload {
-                    fill(&staging, image.headers.len(), payload);
+                let filled =
+                    payload.is_none_or(|payload| fill(&staging, image.headers.len(), payload).is_some());
+                if !filled {
+                    return Err(IoError::unplaced(staged_bytes));
                 }
                 self.driver.write(class, file, image.offset, staging, false).await?;
             }
@@ -689,8 +698,8 @@ impl Log {
             segment.durable(&self.driver, end).await?;
         }
         // Listed in memory until the footer can be read.
-        let records = segment.tail.borrow().entries.clone();
-        let (footer, trailer) = self.seal_images(segment, &Footer { records }, end, reason)?;
+        let listed = Footer { records: segment.tail.borrow().entries.clone() };
+        let (footer, trailer) = self.seal_images(segment, &listed, end, reason)?;
         let footer_at = (self.shared.segment_bytes - PAGE_BYTES - footer.len() as u64, footer.len() as u32);
         // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
@@ -706,6 +715,7 @@ impl Log {
         }
         segment.tail.borrow_mut().entries = Vec::new();
         segment.sealed_at(end, footer_at);
+        self.give_rest_back(segment, &listed.records).await;
         segment.state.set(SegmentState::Sealed);
         Ok(())
     }
@@ -780,25 +790,20 @@ impl std::fmt::Debug for Log {
     }
 }
 
-/// Puts the payload together behind the headers, padding included.
-fn fill(staging: &Buf, at: usize, payload: &Payload<'_>) {
+/// Puts the payload together behind the headers, padding included; `None` if not all of it has a place in memory.
+fn fill(staging: &Buf, at: usize, payload: &Payload<'_>) -> Option<()> {
     let (layout, from, ordinal) = match payload {
         Payload::Placed { layout, from, ordinal } => (layout, from, *ordinal),
-        Payload::Image { pages, .. } => return staging.copy_from(at, pages, 0, pages.len()),
-        Payload::There(_) => return,
-    };
-    let Ok(plan) = WritePlan::new(layout, from.places(), ordinal) else { return };
-    for piece in plan {
-        let to = at + piece.payload_offset as usize;
-        match piece.source {
-            WriteSource::Memory(address) => from.copy_to(address, piece.len, staging, to),
-            WriteSource::Zeros => {
-                if let Some(gap) = staging.slice(to, piece.len as usize) {
-                    gap.fill(0);
-                }
-            }
+        Payload::Image { pages, .. } => {
+            staging.copy_from(at, pages, 0, pages.len());
+            return Some(());
         }
+        Payload::There(_) => return Some(()),
+    };
+    for piece in WritePlan::new(layout, from.places(), ordinal).ok()? {
+        from.fill(&piece, staging, at + piece.payload_offset as usize)?;
     }
+    Some(())
 }
 
 /// A record as the footer will list it.

@@ -248,28 +248,35 @@ impl PutJob {
 
     /// The part that writes a run, or `None` if the namespace's quota refuses it.
     fn write_part(self: &Arc<Self>, run: Range<u32>, shards: u32) -> Option<Routed> {
-        let promise = match self.promise(&run) {
-            Ok(promise) => promise,
-            Err(reason) => {
-                let outcome = self.give_up(&run, reason);
-                let mut state = self.lock();
-                if let Some(refused) = state.outcomes.get_mut(run.start as usize..run.end as usize) {
-                    refused.fill(outcome);
+        let (promise, digests) =
+            match self.promise(&run).and_then(|promise| Ok((promise, self.digests(&run)?))) {
+                Ok(both) => both,
+                Err(reason) => {
+                    let outcome = self.give_up(&run, reason);
+                    let mut state = self.lock();
+                    if let Some(refused) = state.outcomes.get_mut(run.start as usize..run.end as usize) {
+                        refused.fill(outcome);
+                    }
+                    return None;
                 }
-                return None;
-            }
-        };
+            };
+        let shard = self.request.keys.get(run.start as usize).map_or(0, |key| shard_of(key, shards));
+        Some((shard, PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, promise } }))
+    }
+
+    /// The digest of each chunk of a run, block by block, each in canonical order.
+    fn digests(&self, run: &Range<u32>) -> Result<Vec<u32>, Reason> {
         let chunks = self.class.shape.layers().iter().flat_map(|layer| &layer.chunks);
         let sizes: Vec<u64> = chunks.map(|chunk| chunk.bytes).collect();
         let mut digests = Vec::with_capacity(run.len() * sizes.len());
         for block in run.clone() {
             for (part, &bytes) in (0u32..).zip(&sizes) {
                 let chunk = self.request.from.chunk(part, block, bytes);
-                digests.push(chunk.map_or(0, |chunk| chunk.digest(0, chunk.len(), crc32fast::hash)));
+                let chunk = chunk.ok_or(Reason::Bug("a chunk outside the memory of its put"))?;
+                digests.push(chunk.digest(0, chunk.len(), crc32fast::hash));
             }
         }
-        let shard = self.request.keys.get(run.start as usize).map_or(0, |key| shard_of(key, shards));
-        Some((shard, PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, promise } }))
+        Ok(digests)
     }
 
     /// Takes what the record of a run will take of its namespace's quota.

@@ -322,6 +322,8 @@ impl Recovery<'_> {
                 segment.found(trailer.log_end, &footer.records);
                 self.found_holes(segment, &footer.records);
                 segment.sealed_at(trailer.log_end, (trailer.footer_offset, trailer.footer_bytes));
+                // A crash may have come before that, or an earlier program sealed it.
+                self.log.give_rest_back(segment, &footer.records).await;
                 segment.state.set(SegmentState::Sealed);
                 self.adopt(segment, &footer.records).await
             }

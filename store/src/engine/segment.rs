@@ -143,6 +143,8 @@ pub(crate) struct Segment {
     pub(crate) footer_at: Cell<Option<(u64, u32)>>,
     /// What stands empty between its records and its footer: offset and bytes.
     pub(crate) gap: Cell<Option<(u64, u64)>>,
+    /// It has been tried to give that back.
+    gap_tried: Cell<bool>,
     /// The generation of which a durable checkpoint says that everything in it is dead.
     said_free: Cell<u64>,
     holed: Cell<bool>,
@@ -174,6 +176,7 @@ impl Segment {
             futile: Cell::new(0),
             footer_at: Cell::new(None),
             gap: Cell::new(None),
+            gap_tried: Cell::new(false),
             said_free: Cell::new(0),
             holed: Cell::new(false),
             unpunchable: Cell::new(false),
@@ -196,6 +199,7 @@ impl Segment {
         self.futile.set(0);
         self.footer_at.set(None);
         self.gap.set(None);
+        self.gap_tried.set(false);
         self.unpunchable.set(false);
         self.renamed.borrow_mut().clear();
     }
@@ -209,6 +213,36 @@ impl Segment {
     pub(crate) fn sealed_at(&self, log_end: u64, (footer, bytes): (u64, u32)) {
         self.footer_at.set(Some((footer, bytes)));
         self.gap.set(footer.checked_sub(log_end).filter(|len| *len > 0).map(|len| (log_end, len)));
+    }
+
+    /// What a segment was sealed without and still has: all between its records and its footer, where that is at least
+    /// `bytes_min`. What was never written is a hole to whoever asks the file system, given back or not: only the books
+    /// tell.
+    pub(crate) fn rest(&self, bytes_min: u64, segment_bytes: u64) -> Option<(u64, u64)> {
+        let (at, len) = self.gap.get()?;
+        let there = self.book.accounted().saturating_add(len / 2) > segment_bytes;
+        (there && len >= bytes_min && !self.gap_tried.get()).then_some((at, len))
+    }
+
+    /// It has been tried to give the rest back.
+    pub(crate) fn tried_rest(&self) {
+        self.gap_tried.set(true);
+    }
+
+    /// Whether it was sealed with so much of it unused that three more like it would fit in.
+    pub(crate) fn is_short(&self, segment_bytes: u64) -> bool {
+        self.gap.get().is_some_and(|(_, len)| len >= segment_bytes / 4 * 3)
+    }
+
+    /// Whether what begins at `offset` has been written in this generation. While the segment is being filled, a place
+    /// that was looked up in an earlier generation may not have been.
+    pub(crate) fn has_written(&self, offset: u64) -> bool {
+        if self.state.get() != SegmentState::Open {
+            return true;
+        }
+        let tail = self.tail.borrow();
+        let before = tail.in_flight.range(..=offset).next_back();
+        offset < tail.next && before.is_none_or(|(_, end)| *end <= offset)
     }
 
     /// A durable checkpoint says of this generation that everything in it is dead.

@@ -45,6 +45,9 @@ const AHEAD_BYTES: u64 = 512 << 10;
 /// Bytes that are decoded before other tasks have their turn.
 const DECODE_BYTES: u64 = 256 << 10;
 
+/// A chunk has no place in the memory that it is to be read into: what checks requests would have refused it.
+const OUTSIDE: Reason = Reason::Bug("a chunk outside the memory of its read");
+
 /// Marks the extent of a record's header.
 const HEADER: u64 = 1 << 63;
 
@@ -281,6 +284,11 @@ fn open_records(log: &Rc<Log>, job: &ReadJob, indices: &[u32]) -> (Vec<Record>, 
             continue;
         };
         holds.push(Hold::new(segment));
+        if !segment.has_written(wanted.offset) {
+            // The segment is being written anew: what is there now proves nothing about what was.
+            wanted.run.clone().for_each(|ordinal| job.fail_as_gone(ordinal));
+            continue;
+        }
         let doubted = segment.is_holed() && fail_evicted(job, wanted);
         let (segment, header) = (Rc::clone(segment), HeaderState::Unread);
         records.push(Record { index, segment, header, early: Vec::new(), flight: None, doubted });
@@ -535,15 +543,22 @@ impl<'a> Run<'a> {
             };
             regions.push((memory, 0));
         }
-        let slot = self.free_slot();
+        let (slot, queued) = (self.free_slot(), self.queue.len());
+        (self.queue_record, self.queue_step) = (at, step);
         for extent in plan.extents() {
-            let Some((memory, left)) = regions.get_mut(extent.region as usize) else { continue };
-            let Some(buf) = self.landing(&extent, memory.as_ref()) else { continue };
+            let region = regions.get_mut(extent.region as usize);
+            let landing =
+                region.and_then(|(memory, left)| Some((self.landing(&extent, memory.as_ref())?, left)));
+            let Some((buf, left)) = landing else {
+                self.queue.truncate(queued);
+                self.free.push(slot);
+                self.fail_slice(step, at);
+                return true;
+            };
             *left += 1;
             let name = name_extent(slot, extent.region, extent.len);
             self.queue.push_back((name, extent.file_offset, u64::from(extent.len), buf));
         }
-        (self.queue_record, self.queue_step) = (at, step);
         let regions_left = regions.len() as u32;
         if let Some(slice) = self.slices.get_mut(slot) {
             *slice =
@@ -557,6 +572,15 @@ impl<'a> Run<'a> {
             self.slices.push(None);
             self.slices.len() - 1
         })
+    }
+
+    /// Ends a slice of which a part has no place in memory, before anything of it is read.
+    fn fail_slice(&self, step: u32, at: usize) {
+        let index = self.records.get(at).map(|record| record.index as usize);
+        if let Some(wanted) = index.and_then(|index| self.job.wanted.get(index)) {
+            self.job.fail_run(wanted.run.clone(), &OUTSIDE);
+        }
+        self.job.slice_done(step);
     }
 
     fn landing(&self, extent: &Extent, staging: Option<&Buf>) -> Option<Buf> {
@@ -731,8 +755,12 @@ impl<'a> Run<'a> {
     ) {
         let Some(Some(slice)) = self.slices.get(slot) else { return };
         let Some(record) = self.records.get(record) else { return };
-        let HeaderState::Good(header) = &record.header else { return };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
+        let HeaderState::Good(header) = &record.header else {
+            // A bad one has failed its run already.
+            let reason = failed.unwrap_or(Reason::Bug("bytes of a record without its header"));
+            return self.job.fail_run(wanted.run.clone(), &reason);
+        };
         let into = &self.job.request.into;
         let verify = if record.doubted { Verify::Always } else { self.job.request.verify };
         let plan = match &slice.plan {
@@ -757,11 +785,19 @@ impl<'a> Run<'a> {
                 continue;
             }
             let len = piece.len as usize;
-            let (source, at) = match staging {
-                Some(buf) => (buf.slice(0, buf.len()), piece.source as usize),
-                None => (into.slice(piece.destination, piece.len), 0),
+            // What cannot be shown cannot be verified: it is not announced.
+            let Some(place) = into.slice(piece.destination, piece.len) else {
+                self.job.fail(piece.ordinal, &OUTSIDE);
+                continue;
             };
-            let Some(source) = source else { continue };
+            let (source, at) = match staging {
+                Some(buf) => (buf, piece.source as usize),
+                None => (&place, 0),
+            };
+            if at.checked_add(len).is_none_or(|end| end > source.len()) {
+                self.job.fail(piece.ordinal, &OUTSIDE);
+                continue;
+            }
             if verify.picks(&mut self.sample) {
                 let found = source.digest(at, len, crc32fast::hash);
                 let expected = header.digest(piece.block, piece.chunk);
@@ -775,10 +811,8 @@ impl<'a> Run<'a> {
             if let Some((digests, digest)) = into.digests().zip(header.digest(piece.block, piece.chunk)) {
                 digests.set(piece.chunk, piece.ordinal, digest);
             }
-            if staging.is_some()
-                && let Some(to) = into.slice(piece.destination, piece.len)
-            {
-                to.copy_from(0, &source, at, len);
+            if staging.is_some() {
+                place.copy_from(0, source, at, len);
             }
         }
     }

@@ -23,18 +23,17 @@ use crate::engine::log::Log;
 use crate::engine::notify::yield_now;
 use crate::engine::runs::RunClass;
 use crate::engine::segment::{Segment, SegmentState};
-use crate::index::{BlockFingerprint, Entry, Heat, Location, Lookup, RecordCursor, RecordId, RecordInfo};
+use crate::index::{BlockFingerprint, Entry, Heat, Location, Lookup, RecordCursor, RecordInfo};
 
 /// Ranks above count as this one.
 const RANK_MAX: u32 = (1 << 16) - 1;
 /// Bytes a token that cost as much as usual to compute anew.
 const USUAL_BYTES_A_TOKEN: u64 = 64 << 10;
 
-/// Blocks of one record that go.
+/// Blocks of one record that go. Where they expire at different times, the index has several numbers for it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Leaving {
-    pub(crate) record: RecordId,
-    pub(crate) blocks: Vec<(u16, BlockFingerprint)>,
+    pub(crate) blocks: Vec<(Location, BlockFingerprint)>,
 }
 
 /// What goes, by segment and by the page at which the record begins.
@@ -341,8 +340,7 @@ impl Choice<'_> {
             let Some(known) = self.known.get(block.at.record.0 as usize) else { continue };
             let records = victims.entry(known.segment).or_default();
             let leaving = records.entry(known.page).or_default();
-            leaving.record = block.at.record;
-            leaving.blocks.push((block.at.block, block.print));
+            leaving.blocks.push((block.at, block.print));
         }
         victims
     }

@@ -410,7 +410,8 @@ fn place_headers(
     let mut drafts = Vec::new();
     for place in places {
         let of = place.run.start as usize * chunks..place.run.end as usize * chunks;
-        drafts.push(draft(&part.job, &place.run, digests.get(of).unwrap_or_default())?);
+        let digests = digests.get(of).ok_or(Reason::Bug("a chunk outside the memory of its put"))?;
+        drafts.push(draft(&part.job, &place.run, digests)?);
     }
     segment.first_sequence.set(log.sequence.get());
     log.append_to(segment);
