@@ -37,6 +37,7 @@ mod segment;
 mod shared;
 mod slice;
 mod snapshot;
+pub(crate) mod steps;
 mod store;
 mod tables;
 mod unpack;
