@@ -5,6 +5,7 @@
 //! The counts are kept: a test asserts by them how work grows and that no section is longer.
 
 use super::notify::yield_now;
+use crate::rt::{Clock, Nanos};
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Steps after which others have their turn.
@@ -15,50 +16,75 @@ pub(crate) const AT_ONCE: u64 = 512;
 pub(crate) struct Work {
     steps: AtomicU64,
     longest: AtomicU64,
+    nanos: AtomicU64,
+    longest_nanos: AtomicU64,
+}
+
+/// What long work of one kind has taken since the store was opened. Waits for devices and for others do not count.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct WorkDone {
+    /// Looks at one block, record or segment.
+    pub steps: u64,
+    /// The most of them without a turn for others.
+    pub longest_steps: u64,
+    /// Time on executors.
+    pub nanos: u64,
+    /// The most of it without a turn for others.
+    pub longest_nanos: u64,
 }
 
 impl Work {
-    /// All steps since opening.
-    pub(crate) fn steps(&self) -> u64 {
-        self.steps.load(Relaxed)
-    }
-
-    /// The most steps of one section.
-    pub(crate) fn longest(&self) -> u64 {
-        self.longest.load(Relaxed)
+    pub(crate) fn done(&self) -> WorkDone {
+        WorkDone {
+            steps: self.steps.load(Relaxed),
+            longest_steps: self.longest.load(Relaxed),
+            nanos: self.nanos.load(Relaxed),
+            longest_nanos: self.longest_nanos.load(Relaxed),
+        }
     }
 }
 
 /// One piece of long work.
-#[derive(Debug)]
 pub(crate) struct Section<'a> {
     work: &'a Work,
-    since: u64,
+    clock: &'a dyn Clock,
+    steps: u64,
+    since: Option<Nanos>,
 }
 
 impl<'a> Section<'a> {
-    pub(crate) fn begin(work: &'a Work) -> Self {
-        Self { work, since: 0 }
+    pub(crate) fn begin(work: &'a Work, clock: &'a dyn Clock) -> Self {
+        Self { work, clock, steps: 0, since: Some(clock.now()) }
     }
 
     /// So many steps were done; others have their turn if it is time.
     pub(crate) async fn step(&mut self, steps: u64) {
-        self.since += steps;
-        if self.since >= AT_ONCE {
-            self.end();
+        if self.since.is_none() {
+            self.since = Some(self.clock.now());
+        }
+        self.steps += steps;
+        if self.steps >= AT_ONCE {
+            self.pause();
             yield_now().await;
+            self.since = Some(self.clock.now());
         }
     }
 
-    fn end(&mut self) {
-        let steps = std::mem::take(&mut self.since);
+    /// Something else is waited for.
+    pub(crate) fn pause(&mut self) {
+        let steps = std::mem::take(&mut self.steps);
         self.work.steps.fetch_add(steps, Relaxed);
         self.work.longest.fetch_max(steps, Relaxed);
+        if let Some(since) = self.since.take() {
+            let nanos = self.clock.now().0.saturating_sub(since.0);
+            self.work.nanos.fetch_add(nanos, Relaxed);
+            self.work.longest_nanos.fetch_max(nanos, Relaxed);
+        }
     }
 }
 
 impl Drop for Section<'_> {
     fn drop(&mut self) {
-        self.end();
+        self.pause();
     }
 }

@@ -179,7 +179,7 @@ fn stated(segment: &Segment) -> Option<Stated> {
 async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -> Result<u64, Reason> {
     let log = output.log;
     let shard = u16::try_from(log.shard).map_err(|_| Reason::Bug("a shard past the limits of the index"))?;
-    let mut section = Section::begin(&log.shared.checkpoint_work);
+    let mut section = Section::begin(&log.shared.checkpoint_work, &*log.shared.clock);
     let mut written = 0;
     let mut items = Vec::with_capacity(MAX_ITEMS);
     let mut some = Vec::new();
@@ -189,6 +189,7 @@ async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -
         section.step(1 + some.len() as u64).await;
         items.extend(some.iter().filter_map(|(_, record, used)| record_state(log, record, *used)));
         if items.len() + 512 > MAX_ITEMS || (cursor.is_none() && !items.is_empty()) {
+            section.pause();
             written += items.len() as u64;
             let chunk = Items::Records(std::mem::take(&mut items));
             output.chunk(writer, &chunk).await?;

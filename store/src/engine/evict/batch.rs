@@ -200,7 +200,7 @@ impl Log {
             numbers.iter().filter_map(|number| all.get(number)).map(Rc::clone).collect()
         };
         let footers = self.footers(&segments, known).await;
-        let mut section = Section::begin(&self.shared.eviction_work);
+        let mut section = Section::begin(&self.shared.eviction_work, &*self.shared.clock);
         let mut made = false;
         let mut punched = Vec::new();
         let mut columns = BTreeMap::new();
@@ -236,6 +236,7 @@ impl Log {
                 segment.futile.set(segment.book.space().dead);
             }
         }
+        drop(section);
         made | self.punch(punched).await
     }
 

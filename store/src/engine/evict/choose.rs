@@ -141,7 +141,7 @@ pub(crate) async fn choose(
     of: &dyn Fn(&RunClass) -> bool,
     wanted: u64,
 ) -> (Victims, Footers) {
-    let mut section = Section::begin(&log.shared.eviction_work);
+    let mut section = Section::begin(&log.shared.eviction_work, &*log.shared.clock);
     let mut choice = Choice {
         log,
         policy,
@@ -160,6 +160,7 @@ pub(crate) async fn choose(
         if some.first().is_none_or(|next| choice.is_enough(next)) {
             break;
         }
+        section.pause();
         footers(log, some, &mut kept).await;
         for segment in some {
             match kept.get(&segment.number).filter(|_| is_punchable(log, segment)) {

@@ -255,13 +255,17 @@ fn what_room_costs_is_that_of_a_few_segments_and_not_of_all_blocks_and_others_ha
         recover(&world.log).await.unwrap();
         let work = &world.shared.eviction_work;
         assert!(matches!(world.log.make_room().await, Made::Room));
-        let first = work.steps();
+        let first = work.done().steps;
         strangers(&world, 200_000);
         assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
         assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
-        let second = work.steps() - first;
+        let second = work.done().steps - first;
         assert!(first > 0 && second <= 2 * first, "{second} steps after {first}");
-        assert!(work.longest() < 2 * crate::engine::steps::AT_ONCE, "{}", work.longest());
+        assert!(
+            work.done().longest_steps < 2 * crate::engine::steps::AT_ONCE,
+            "{}",
+            work.done().longest_steps
+        );
     });
 }
 
@@ -281,9 +285,9 @@ fn a_shard_of_many_segments_looks_at_few_of_them() {
             if let Made::Segment(emptied) = world.log.make_room().await {
                 world.log.remove_segment(&emptied).await.unwrap();
             }
-            let before = world.shared.eviction_work.steps();
+            let before = world.shared.eviction_work.done().steps;
             assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
-            steps.push(world.shared.eviction_work.steps() - before);
+            steps.push(world.shared.eviction_work.done().steps - before);
         }
         // A look at each segment's book, but not at its blocks.
         assert!(steps[1] <= steps[0] + 200, "{steps:?}");
