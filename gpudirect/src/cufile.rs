@@ -2,8 +2,7 @@
 //!
 //! What is decided here is told to the operator and exported, so that nobody finds out at the first read that a module is
 //! missing. What is read this way the device must verify: where memory is made ready for it the device is asked to digest a
-//! page, before it is said that it can. And whether reads of a file system go the straight way is seen by one of them, not
-//! by what is installed ([`DeviceArena::prove`]).
+//! page, before it is said that it can.
 //! **No machine with a GPU has run it yet.**
 
 use std::fmt;
