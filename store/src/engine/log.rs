@@ -636,6 +636,7 @@ impl Log {
         // It appends, so it must not be waited for here.
         self.thin_out_in_background();
         segment.begin(self.sequence.get());
+        segment.note_cold(self.shared.ages.steps() as i64);
         self.forget_segment(segment.number);
         let image = self.header_image(&segment)?;
         let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
@@ -715,7 +716,10 @@ impl Log {
         }
         segment.tail.borrow_mut().entries = Vec::new();
         segment.sealed_at(end, footer_at);
-        self.give_rest_back(segment, &listed.records).await;
+        // One that is full lacks less than a record: it keeps that, and is written anew as it is.
+        if self.closing.get() || reason == SealReason::Recovery {
+            self.give_rest_back(segment, &listed.records).await;
+        }
         segment.state.set(SegmentState::Sealed);
         Ok(())
     }

@@ -8,7 +8,7 @@
 //! Invariants:
 //! - Every decision is a row of `format::recovery`; the report counts each row by its label.
 //! - Nothing but footers and trailers of recovered segments is written, and the header of one whose own never
-//!   arrived; each is what the next recovery would find by the scan: a crash in the middle leaves a store that recovers to the same, and so does a second
+//!   arrived, and the rests of short segments are given back; each is what the next recovery would find by the scan: a crash in the middle leaves a store that recovers to the same, and so does a second
 //!   recovery.
 //! - A segment that cannot be told costs its own blocks only, and is not recycled.
 //! - No record header of a sealed segment is read, but one definition for each namespace and spec.
@@ -27,6 +27,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use kvarts_layout::format::checkpoint::SEGMENT_FREE;
 use kvarts_layout::format::footer::{self, Content, Entry, Footer};
 use kvarts_layout::format::recovery::{Decision, HeaderSeen, Scan, TrailerSeen, segment_row};
 use kvarts_layout::format::trailer::{SealReason, Trailer};
@@ -165,13 +166,17 @@ impl Recovery<'_> {
         segment.found_holes(holes, punched, segment.book.allocated());
     }
 
-    /// Notes the generations of segments whose files are gone, so that their numbers go on where they were.
-    fn retire(&self, files: &[SegmentFile]) {
+    /// Notes the generations of segments whose files are gone, so that their numbers go on where they were; one that was in use
+    /// is lost.
+    fn retire(&mut self, files: &[SegmentFile]) {
         let mut retired = self.log.retired.borrow_mut();
         let there: BTreeSet<u32> = files.iter().map(|file| file.number).collect();
         for (&number, known) in &self.checkpoint.segments {
             if !there.contains(&number) {
                 retired.insert(number, known.generation);
+                if known.state != SEGMENT_FREE {
+                    self.report.miss(number);
+                }
             }
         }
     }
@@ -322,8 +327,10 @@ impl Recovery<'_> {
                 segment.found(trailer.log_end, &footer.records);
                 self.found_holes(segment, &footer.records);
                 segment.sealed_at(trailer.log_end, (trailer.footer_offset, trailer.footer_bytes));
-                // A crash may have come before that, or an earlier program sealed it.
-                self.log.give_rest_back(segment, &footer.records).await;
+                if segment.is_short(self.log.shared.segment_bytes) {
+                    // A crash came before that was done, or an earlier program sealed it.
+                    self.log.give_rest_back(segment, &footer.records).await;
+                }
                 segment.state.set(SegmentState::Sealed);
                 self.adopt(segment, &footer.records).await
             }
