@@ -130,7 +130,9 @@ mod tests {
     #[tokio::test]
     async fn what_is_no_message_or_too_long_is_refused_before_it_is_received() {
         let long = (limits::MESSAGE_BYTES_MAX as u32 + 1).to_be_bytes();
-        for wrong in [vec![1, 0, 0, 0, 0], [&[0][..], &long].concat(), vec![0, 0], framed(b"abc")[..6].to_vec()] {
+        for wrong in
+            [vec![1, 0, 0, 0, 0], [&[0][..], &long].concat(), vec![0, 0], framed(b"abc")[..6].to_vec()]
+        {
             let mut messages = Messages::new(Body::new(Pieces([Bytes::from(wrong.clone())].into())));
             let answer = messages.message().await;
             assert_eq!(answer.unwrap_err().code, tonic::Code::InvalidArgument, "{wrong:?}");

@@ -327,12 +327,7 @@ impl Through for Sending {
 }
 
 impl Sending {
-    fn begin_into(
-        &self,
-        window: &Window,
-        buf: Buf,
-        paid: Paid,
-    ) -> Result<(Fetched, ReadStream), Stopped> {
+    fn begin_into(&self, window: &Window, buf: Buf, paid: Paid) -> Result<(Fetched, ReadStream), Stopped> {
         let digests = Digests::new(&self.download.shape, window.blocks.len() as u32);
         let memory = Fetched { buf, digests, paid };
         let request = self.download.request(&self.call, window, &memory, &self.nowhere);

@@ -101,9 +101,7 @@ pub(crate) fn incoming_tcp(listener: TcpListener) -> impl Stream<Item = std::io:
 
 /// What comes in, with a rest after each that could not be taken: where there is no descriptor for it, there is none for a
 /// while, and whoever asks again at once keeps a processor busy.
-fn calmly<S>(
-    incoming: impl Stream<Item = std::io::Result<S>>,
-) -> impl Stream<Item = std::io::Result<S>> {
+fn calmly<S>(incoming: impl Stream<Item = std::io::Result<S>>) -> impl Stream<Item = std::io::Result<S>> {
     incoming.then(|stream| async {
         if let Err(error) = &stream
             && error.kind() != std::io::ErrorKind::ConnectionAborted

@@ -1,13 +1,14 @@
 //! Metrics as Prometheus reads them.
 
 use std::fmt::{self, Write};
+use std::sync::Arc;
 
 use kvarts_gpudirect::cufile::Decision;
 use kvarts_store::rt::Clock;
 
 use super::{CallName, Counted, Metrics};
 use crate::grpc::limits;
-use crate::node::Node;
+use crate::node::{Node, Tenant};
 
 /// A label's value: quotes, backslashes and line ends are escaped.
 struct Value<'a>(&'a str);
@@ -233,17 +234,16 @@ fn tenants(out: &mut String, node: &Node) {
 /// What the models of each tenant take.
 fn models(out: &mut String, node: &Node) {
     head(out, "kvarts_tenant_models", "gauge", "Models of each tenant.");
-    let used = node.gate.tenants().into_iter().map(|tenant| (tenant, node.models.used(tenant.number)));
-    let used: Vec<_> = used.collect();
-    for (tenant, used) in &used {
+    let used = |tenant: Arc<Tenant>| (node.models.used(tenant.number), tenant);
+    let used: Vec<_> = node.gate.tenants().into_iter().map(used).collect();
+    for (used, tenant) in &used {
         let _ = writeln!(out, "kvarts_tenant_models{{tenant=\"{}\"}} {}", Value(&tenant.name), used.count);
     }
     head(out, "kvarts_tenant_models_bytes", "gauge", "About what they take in memory, and what they may.");
-    for (tenant, used) in &used {
+    for (used, tenant) in &used {
         for (what, bytes) in [("used", used.memory), ("limit", limits::MODELS_MEMORY_MAX)] {
             let name = Value(&tenant.name);
-            let _ =
-                writeln!(out, "kvarts_tenant_models_bytes{{tenant=\"{name}\",what=\"{what}\"}} {bytes}");
+            let _ = writeln!(out, "kvarts_tenant_models_bytes{{tenant=\"{name}\",what=\"{what}\"}} {bytes}");
         }
     }
 }
@@ -264,10 +264,13 @@ fn memory(out: &mut String, node: &Node) {
             let _ = writeln!(out, "kvarts_request_memory_bytes{{part=\"{part}\",what=\"{what}\"}} {bytes}");
         }
     }
-    head(out, "kvarts_large_requests_bytes", "gauge", "What large requests and their answers take: used, all.");
-    for (what, bytes) in
-        [("used", node.receiving.bytes()), ("all", limits::LARGE_BYTES_MAX as u64)]
-    {
+    head(
+        out,
+        "kvarts_large_requests_bytes",
+        "gauge",
+        "What large requests and their answers take: used, all.",
+    );
+    for (what, bytes) in [("used", node.receiving.bytes()), ("all", limits::LARGE_BYTES_MAX as u64)] {
         let _ = writeln!(out, "kvarts_large_requests_bytes{{what=\"{what}\"}} {bytes}");
     }
     let waiting = node.receiving.waiting();

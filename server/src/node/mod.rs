@@ -54,7 +54,7 @@ pub struct Node {
     /// The engine.
     pub engine: Store,
     /// Who may do what.
-    pub gate: auth::Gate,
+    pub gate: auth::Gatekeeper,
     /// Which models are known, and whose they are.
     pub models: Models,
     /// Which leases are held, and whose they are.
@@ -144,7 +144,7 @@ impl Node {
             audit,
             veil: Veil::new(secret),
             scrub: Scrub::default(),
-            gate,
+            gate: auth::Gatekeeper::new(gate),
             models: Models::default(),
             leases: Leases::default(),
             memory,

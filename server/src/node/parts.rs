@@ -183,7 +183,10 @@ mod tests {
         let held = [parts.try_take(1, 5).unwrap(), parts.try_take(1, 2).unwrap()];
         let mut waiting: Vec<Taking<'_>> = (0..2).map(|_| Box::pin(parts.take(1, 4)) as Taking<'_>).collect();
         assert!(waiting.iter_mut().all(|one| poll(one).is_pending()));
-        assert!(matches!(poll(&mut (Box::pin(parts.take(1, 4)) as _)), Poll::Ready(None)), "places are bounded");
+        assert!(
+            matches!(poll(&mut (Box::pin(parts.take(1, 4)) as _)), Poll::Ready(None)),
+            "places are bounded"
+        );
         assert!(parts.try_take(2, 2).is_some(), "others have theirs");
         let mut other: Taking<'_> = Box::pin(parts.take(2, 5));
         assert!(poll(&mut other).is_pending(), "a tenant's own waiters have places of their own");
