@@ -59,6 +59,10 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     for note in &daemon.node().decided.notes {
         tracing::info!("{note}");
     }
+    tracing::info!("{}", daemon.opened());
+    if let Some(warning) = daemon.opened().warning(&config.directories) {
+        tracing::warn!("{warning}");
+    }
     let shown = |place: Option<String>| place.unwrap_or_else(|| "none".to_owned());
     let socket = shown(daemon.socket().map(|path| path.display().to_string()));
     let grpc = shown(daemon.grpc().map(|address| address.to_string()));
@@ -67,25 +71,27 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     writeln!(out, "serving grpc={grpc} metrics={metrics} socket={socket}")?;
     out.flush()?;
     notify::tell("READY=1");
-    let mut served = Ok(());
-    loop {
+    let served = loop {
         tokio::select! {
-        _ = hangup.recv() => {
-            reload(&daemon, arguments);
-            continue;
-        }
-        _ = terminate.recv() => tracing::info!("told to stop"),
-        _ = interrupt.recv() => tracing::info!("interrupted"),
-        ended = daemon.drained() => match &ended {
-            Ok(()) => tracing::info!("drained"),
-            Err(why) => {
-                tracing::error!("{why}");
-                served = ended;
+            _ = terminate.recv() => {
+                tracing::info!("told to stop");
+                break Ok(());
             }
-        },
+            _ = interrupt.recv() => {
+                tracing::info!("interrupted");
+                break Ok(());
+            }
+            // A closed terminal must not end a server that others use, either.
+            _ = hangup.recv() => reload(&daemon, arguments),
+            ended = daemon.drained() => {
+                match &ended {
+                    Ok(()) => tracing::info!("drained"),
+                    Err(why) => tracing::error!("{why}"),
+                }
+                break ended;
+            }
         }
-        break;
-    }
+    };
     notify::tell("STOPPING=1");
     daemon.stop().await.map_err(Failure::User)?;
     tracing::info!("stopped, with a checkpoint");

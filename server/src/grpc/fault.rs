@@ -288,9 +288,9 @@ pub(crate) fn reason(error: &proto::Error) -> Reason {
         R::Digest => {
             let (segment, offset) = (error.segment, error.offset);
             let (expected, found) = (narrow(error.expected), narrow(error.found));
-            Reason::Digest { segment, offset, expected, found }
+            Reason::Digest { shard: 0, segment, offset, expected, found }
         }
-        R::Header => Reason::Header { segment: error.segment, offset: error.offset, what: what() },
+        R::Header => Reason::Header { shard: 0, segment: error.segment, offset: error.offset, what: what() },
         R::Media | R::DamagedOnTheWay => Reason::Media(what()),
         R::Latched => Reason::Latched(what()),
         R::Denied => Reason::Denied(what()),
@@ -381,8 +381,8 @@ mod tests {
             Reason::OutOfBounds,
             Reason::DeadlineInPast,
             Reason::DeadlinePassed,
-            Reason::Digest { segment: 1, offset: 4096, expected: 5, found: 6 },
-            Reason::Header { segment: 1, offset: 4096, what: text() },
+            Reason::Digest { shard: 0, segment: 1, offset: 4096, expected: 5, found: 6 },
+            Reason::Header { shard: 0, segment: 1, offset: 4096, what: text() },
             Reason::Media(text()),
             Reason::Latched(text()),
             Reason::Config(text()),
@@ -400,9 +400,9 @@ mod tests {
             assert_eq!(status.code(), code(reason.kind()), "{reason:?}");
             let told = match reason {
                 Reason::Digest { expected, found, .. } => {
-                    Reason::Digest { segment: 0, offset: 0, expected, found }
+                    Reason::Digest { shard: 0, segment: 0, offset: 0, expected, found }
                 }
-                Reason::Header { what, .. } => Reason::Header { segment: 0, offset: 0, what },
+                Reason::Header { what, .. } => Reason::Header { shard: 0, segment: 0, offset: 0, what },
                 other => other,
             };
             assert_eq!(reason_of(&status), told);
@@ -413,8 +413,8 @@ mod tests {
     fn no_tenant_is_told_where_in_the_log_a_block_lies() {
         let (segment, offset) = (77_123, 8_192_000);
         for reason in [
-            Reason::Digest { segment, offset, expected: 5, found: 6 },
-            Reason::Header { segment, offset, what: "its header".to_owned() },
+            Reason::Digest { shard: 0, segment, offset, expected: 5, found: 6 },
+            Reason::Header { shard: 0, segment, offset, what: "its header".to_owned() },
         ] {
             let told = detail(&reason);
             assert_eq!((told.segment, told.offset), (0, 0));

@@ -386,6 +386,8 @@ impl Sending {
 pub(crate) fn count(call: &Call, asked: &Download, end: &ReadEnd, early: Option<&Reason>) {
     let (delivered, missed) = tally(asked.order, asked.keys.len(), asked.layers.len(), end, early);
     call.node.metrics.read_ended(delivered, missed);
+    let failures = end.failures.iter().map(|(_, reason)| reason);
+    call.node.trouble.read_ended(&call.node.audit, asked.namespace, failures);
 }
 
 /// Blocks of which everything came, and the others by the reason of their failure. In layer order nobody has a whole block
