@@ -33,7 +33,7 @@ use super::ring_buffers::Registered;
 use super::ring_setup::{Setup, make};
 use super::slots::{Key, Slots};
 use super::wake::Wake;
-use super::workers::{Done, Workers};
+use super::workers::Done;
 use super::{Completion, FileId, Io, IoFacts, MetaOp, Op, Token, Unpark};
 
 /// The poll of the wake-up's eventfd; no [`Key`] packs to it.
