@@ -113,7 +113,7 @@ fn a_file_without_holes_below_a_place_costs_one_question_and_each_hole_two_more(
     for (count, upto) in [(0, end / 2), (1, end / 2), (400, end / 2), (400, 0), (400, 21 * page), (400, end)]
     {
         // Holes of a page at every fifth, and all of the last quarter.
-        let data = |at: u64| at < 3 * end / 4 && (at / page % 5 != 0 || at / page / 5 >= count);
+        let data = |at: u64| at < 3 * end / 4 && (!(at / page).is_multiple_of(5) || at / page / 5 >= count);
         let mut asked = 0;
         let found = holes_by((end, upto), |to| {
             asked += 1;
