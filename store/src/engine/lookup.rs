@@ -7,7 +7,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group, UsablePrefix};
 
 use super::names::Namespace;
 use super::shared::Shared;
-use crate::api::{LeaseTerms, MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest};
+use crate::api::{LeaseTerms, MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, PIN_BYTES};
 use crate::error::Reason;
 use crate::index::{self, BlockFingerprint, LeaseError, LeaseId, Lookup};
 
@@ -41,7 +41,7 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
     for requirement in request.requirements.groups() {
         for &coordinate in &requirement.coordinates {
             // What the model does not have is a mistake, not a miss.
-            shared.classes.shape(&namespace, requirement.group, coordinate)?;
+            namespace.shape(requirement.group, coordinate)?;
             columns.push(column(shared, &namespace, request.keys, requirement, coordinate));
         }
     }
@@ -121,7 +121,7 @@ fn take_lease(
 ) -> Result<Held, Reason> {
     let (mut prints, mut bytes) = (Vec::new(), Vec::new());
     for column in columns {
-        let each = shared.classes.shape(namespace, column.group, column.coordinate)?.block_bytes();
+        let each = namespace.shape(column.group, column.coordinate)?.block_bytes().max(PIN_BYTES);
         let used = column.prints.iter().zip(&column.found).take(usable.longest.blocks as usize);
         let live = used.filter(|(_, found)| matches!(found, Lookup::Live(_)));
         prints.extend(live.map(|(print, _)| *print));
@@ -132,13 +132,7 @@ fn take_lease(
     let terms = index::LeaseTerms { tenant: terms.tenant, until, cap_bytes: terms.cap_bytes };
     let bytes_of = |place: usize| bytes.get(place).copied().unwrap_or(1);
     let mut found = Vec::new();
-    let lease =
-        shared.index.match_and_lease(&prints, terms, now, bytes_of, &mut found).map_err(
-            |error| match error {
-                LeaseError::Cap { limit, wanted } => Reason::PinCap { limit, wanted },
-                LeaseError::Expired => Reason::Bug("a lease that ended while it was made"),
-            },
-        )?;
+    let lease = shared.index.match_and_lease(&prints, terms, now, bytes_of, &mut found).map_err(not_given)?;
     if found.iter().all(|found| matches!(found, Lookup::Live(_))) {
         return Ok(Held::All(lease));
     }
@@ -146,4 +140,15 @@ fn take_lease(
         shared.index.unlock(lease);
     }
     Ok(Held::Changed)
+}
+
+/// Why a lease was not given.
+pub(super) fn not_given(error: LeaseError) -> Reason {
+    match error {
+        LeaseError::Cap { limit, wanted } => Reason::PinCap { limit, wanted },
+        LeaseError::Blocks => {
+            Reason::Busy("the tenant's leases and pins hold too many blocks: unlock some, or")
+        }
+        LeaseError::Expired => Reason::Bug("a lease that ended while it was made"),
+    }
 }

@@ -12,6 +12,7 @@ mod checkpoint;
 mod compact;
 mod content;
 mod delete;
+mod descent;
 mod directory;
 mod evict;
 mod executor;
@@ -40,6 +41,7 @@ mod snapshot;
 mod store;
 mod tables;
 mod unpack;
+mod work;
 mod writes;
 
 use std::time::Duration;
@@ -51,6 +53,7 @@ pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
 pub use tables::Table;
+pub use work::Done;
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

@@ -123,6 +123,7 @@ impl Log {
 
     /// The footer of a sealed segment, from disk.
     pub(crate) async fn read_footer(&self, segment: &Segment) -> Result<Footer, Reason> {
+        self.shared.work.footers_read.add(1);
         let damaged = |what: String| Reason::Header { segment: segment.number, offset: 0, what };
         let media = |error: IoError| Reason::Media(error.to_string());
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;

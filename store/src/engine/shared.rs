@@ -15,6 +15,7 @@ use super::evict::policy::{EvictionPolicy, Policy};
 use super::names::Names;
 use super::naming::Waiting;
 use super::runs::RunClasses;
+use super::work::Work;
 use crate::error::Reason;
 use crate::events::{EventLog, RING_BYTES};
 use crate::index::{Heat, Index, RecordId};
@@ -99,6 +100,7 @@ pub(crate) struct Shared {
     pub(crate) store: StoreId,
     pub(crate) secret: Secret,
     pub(crate) segment_bytes: u64,
+    pub(crate) shards: u32,
     /// When the store was made: expiry is counted from here.
     pub(crate) created_ms: u64,
     pub(crate) index: Index,
@@ -107,6 +109,8 @@ pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) entropy: Arc<dyn Entropy>,
     pub(crate) counters: Counters,
+    /// Work, for tests of how it grows.
+    pub(crate) work: Work,
     pub(crate) events: Arc<EventLog>,
     /// What a quota took out and nobody was told of.
     pub(crate) unnamed: Waiting,
@@ -158,6 +162,7 @@ impl Shared {
             store: birth.store,
             secret: birth.secret,
             segment_bytes: birth.segment_bytes,
+            shards: birth.shards,
             created_ms: birth.created_ms,
             index,
             names: Names::default(),
@@ -165,6 +170,7 @@ impl Shared {
             clock,
             entropy,
             counters: Counters::default(),
+            work: Work::default(),
             unnamed: Waiting::default(),
             arrivals: Arrivals::default(),
             events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),

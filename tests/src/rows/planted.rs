@@ -106,6 +106,7 @@ pub const BUGS: &[Bug] = &[
     bug("lease-never-ends", "R17", "a lease holds past its end"),
     bug("expiry-by-the-wall-clock", "R17", "the wall clock, set back, brings expired blocks back"),
     bug("expired-served", "R17", "blocks are served past their time"),
+    bug("follower-walks-every-step", "R29", "who follows another read walks all its steps for each run"),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
 ];
 
