@@ -34,3 +34,8 @@ fn a_chain_of_single_blocks_in_all_shards_is_deleted_by_one_look_at_each_footer(
     compare("a delete of a prefix", 500, 2_000);
     compare("the footers that a delete of a prefix reads", 500, 2_000);
 }
+
+#[test]
+fn a_match_looks_at_each_block_once_in_each_column() {
+    compare("a match", 512, 4_096);
+}

@@ -52,7 +52,7 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
             shared.drop_expired(&column.prints, |place| request.keys.get(place).copied());
             shared.index.lookup_many(&column.prints, &mut column.found);
         }
-        let usable = usable_prefix(request, &columns);
+        let usable = usable_prefix(shared, request, &columns);
         let lease = match &request.lease {
             None => None,
             Some(terms) => match take_lease(shared, &namespace, terms, &columns, &usable)? {
@@ -88,19 +88,24 @@ fn column(
     Column { group, coordinate, prints, found: Vec::new() }
 }
 
-fn usable_prefix(request: &MatchRequest<'_>, columns: &[Column]) -> UsablePrefix {
+fn usable_prefix(shared: &Shared, request: &MatchRequest<'_>, columns: &[Column]) -> UsablePrefix {
     let blocks = request.keys.len() as u32;
-    // Requirements ask for one column's blocks after the other: remember the last column.
-    let mut last = 0;
-    request.requirements.usable_prefix(blocks, request.recompute_tokens_max, |block, group, coordinate| {
-        let is = |column: &Column| column.group == group && column.coordinate == coordinate;
-        if !columns.get(last).is_some_and(is) {
-            last = columns.iter().position(is).unwrap_or(0);
-        }
-        columns
-            .get(last)
-            .is_some_and(|column| matches!(column.found.get(block as usize), Some(Lookup::Live(_))))
-    })
+    let (mut next, mut steps) = (0, 0);
+    let present = |block: u32, group, coordinate| {
+        // Of each block all columns are asked for, in their order.
+        let mut from_next = (next..columns.len()).chain(0..next);
+        let found = from_next.find_map(|at| {
+            steps += 1;
+            let column = columns.get(at)?;
+            (column.group == group && column.coordinate == coordinate).then_some((at, column))
+        });
+        let Some((at, column)) = found else { return false };
+        next = (at + 1) % columns.len().max(1);
+        matches!(column.found.get(block as usize), Some(Lookup::Live(_)))
+    };
+    let usable = request.requirements.usable_prefix(blocks, request.recompute_tokens_max, present);
+    shared.work.match_steps.add(steps);
+    usable
 }
 
 /// What became of a lease.

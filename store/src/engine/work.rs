@@ -34,6 +34,8 @@ macro_rules! work {
 work! {
     /// Steps of reads: runs taken up, slices looked at, planned, followed and taken in.
     read_steps,
+    /// Steps of matches: blocks looked at in each column, and columns looked for.
+    match_steps,
     /// Footers of segments that were read while the store is open.
     footers_read,
     /// Steps of searches for what descends from a key: blocks listed, links taken in and followed.

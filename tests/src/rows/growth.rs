@@ -2,10 +2,11 @@
 //! as many steps, not sixty-four, and never so many in one go that others wait for it. Steps are counted, not timed, so
 //! the answer follows from the seed.
 
-use kvarts_layout::{Coordinate, Group};
+use kvarts_layout::prefix::{Absence, Need, Requirement, UNLIMITED};
+use kvarts_layout::{Coordinate, Group, Requirements};
 use kvarts_store::api::{
-    BlockOutcome, DeleteRequest, Durability, Order, Parent, PutRequest, ReadEnd, ReadEvent, ReadRequest,
-    Target,
+    BlockOutcome, DeleteRequest, Durability, MatchRequest, Order, Parent, PutRequest, ReadEnd, ReadEvent,
+    ReadRequest, Target,
 };
 use kvarts_store::engine::{Done, Limits, Options};
 
@@ -51,6 +52,7 @@ pub const SCENES: &[Scene] = &[
     Scene { what: "a read in block order", cost: |seed, size| reads(seed, size, Order::Blocks, 1) },
     Scene { what: "two equal reads in layer order", cost: |seed, size| reads(seed, size, Order::Layers, 2) },
     Scene { what: "two equal reads in block order", cost: |seed, size| reads(seed, size, Order::Blocks, 2) },
+    Scene { what: "a match", cost: matches },
     Scene { what: "a delete of a prefix", cost: delete_prefix },
     Scene { what: "the footers that a delete of a prefix reads", cost: footers_of_delete_prefix },
 ];
@@ -186,6 +188,40 @@ fn reads(seed: Seed, blocks: u64, order: Order, equal: usize) -> Result<Cost, St
         return Err("equal reads that share nothing".to_owned());
     }
     Ok(cost)
+}
+
+/// A match of all blocks in five columns, of which one reaches a part of the way. Each block is looked at once in each.
+fn matches(seed: Seed, blocks: u64) -> Result<Cost, String> {
+    let stage = store_of_small_records(seed, 2, bytes_of(blocks) * 2)?;
+    let desk = Desk::new(&stage, "growth");
+    fill(&desk, blocks);
+    let keys = desk.keys(0..blocks);
+    let state = (fixture::STATE, Coordinate::Replicated);
+    desk.outcomes(desk.request(state, &keys[..keys.len() / 2], 1));
+    let heads = |start, count| Coordinate::heads(start, count, 2).map_err(|error| error.to_string());
+    let need = |group, coordinates, need, tokens| Requirement {
+        group,
+        coordinates,
+        need,
+        absence: Absence::Recompute { tokens },
+    };
+    let groups = vec![
+        need(fixture::PAGES, vec![heads(0, 1)?, heads(1, 1)?, heads(0, 2)?], Need::All, 1),
+        need(fixture::ODD, vec![Coordinate::Replicated], Need::Last { tokens: 64 }, 1),
+        need(fixture::STATE, vec![Coordinate::Replicated], Need::At, 1),
+    ];
+    let requirements = Requirements::new(fixture::BLOCK_TOKENS, groups).map_err(|error| error.to_string())?;
+    let (namespace, requirements) = (desk.namespace, &requirements);
+    let request =
+        MatchRequest { namespace, keys: &keys, requirements, recompute_tokens_max: UNLIMITED, lease: None };
+    let meter = Meter::new(&stage, |done| done.match_steps);
+    stage.store().match_prefix(&request).map_err(|error| error.to_string())?;
+    let steps = meter.cost().steps;
+    match steps <= blocks * 5 {
+        // It runs on its caller's thread, in one go.
+        true => Ok(Cost { steps, longest: 0 }),
+        false => Err(format!("{steps} steps for {blocks} blocks in five columns")),
+    }
 }
 
 /// The delete of a chain of records that lie in eight shards. What a shard lists is few steps for each of its blocks.
