@@ -129,15 +129,9 @@ fn who_waits_for_memory_that_a_stuck_disk_holds_is_answered_at_the_deadline() {
     let end = end.unwrap();
     assert_eq!((end.usable_layers, end.held_bytes), (0, 0), "nothing was begun for it");
     assert!(stage.now() < deadline.plus(Duration::from_millis(3)));
-    let request =
-        PutRequest { deadline: Some(stage.now().plus(Duration::from_millis(3))), ..put(&desk, 0..1) };
-    let keys = desk.keys(200_000..200_000 + LARGE);
-    let large = PutRequest { keys, ..put(&desk, 200_000..200_000 + LARGE) };
-    let large = PutRequest { deadline: request.deadline, ..large };
+    let deadline = Some(stage.now().plus(Duration::from_millis(3)));
+    let large = PutRequest { deadline, ..put(&desk, 200_000..200_000 + LARGE) };
     let outcomes = stage.put(large).unwrap().outcomes;
-    assert!(
-        outcomes.iter().all(|one| *one == BlockOutcome::Refused(Reason::DeadlinePassed)),
-        "{:?}",
-        outcomes[0]
-    );
+    let late = BlockOutcome::Refused(Reason::DeadlinePassed);
+    assert!(outcomes.iter().all(|one| *one == late), "{:?}", outcomes[0]);
 }
