@@ -198,7 +198,7 @@ fn matches(seed: Seed, blocks: u64) -> Result<Cost, String> {
     let keys = desk.keys(0..blocks);
     let state = (fixture::STATE, Coordinate::Replicated);
     desk.outcomes(desk.request(state, &keys[..keys.len() / 2], 1));
-    let heads = |start, count| Coordinate::heads(start, count, 2).map_err(|error| error.to_string());
+    let heads = |start, count| Coordinate::heads(start, count, 2).ok_or("heads of two");
     let need = |group, coordinates, need, tokens| Requirement {
         group,
         coordinates,
@@ -263,11 +263,12 @@ fn delete_chain(seed: Seed, blocks: u64, kind: Kind) -> Result<(Cost, u64), Stri
 fn one(seed: Seed, states: &States) -> Result<(), String> {
     let mut rng = seed.child("growth").rng();
     let scene = &SCENES[seed.0 as usize % SCENES.len()];
-    let small = rng.between(40, 120);
+    let small = rng.between(20, 80);
     scene.compare(seed, small, small * TIMES)?;
     let mut digest = Mixer::new(0);
     digest.text(scene.what);
     digest.word(small);
+    digest.word(seed.0);
     states.reach(digest.value());
     Ok(())
 }
