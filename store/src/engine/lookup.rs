@@ -91,7 +91,7 @@ fn column(
 fn usable_prefix(shared: &Shared, request: &MatchRequest<'_>, columns: &[Column]) -> UsablePrefix {
     let blocks = request.keys.len() as u32;
     let (mut next, mut steps) = (0, 0);
-    let present = |block: u32, group, coordinate| {
+    let present = |block: u32, group: Group, coordinate: Coordinate| {
         // Of each block all columns are asked for, in their order.
         let mut from_next = (next..columns.len()).chain(0..next);
         let found = from_next.find_map(|at| {
@@ -104,7 +104,7 @@ fn usable_prefix(shared: &Shared, request: &MatchRequest<'_>, columns: &[Column]
         matches!(column.found.get(block as usize), Some(Lookup::Live(_)))
     };
     let usable = request.requirements.usable_prefix(blocks, request.recompute_tokens_max, present);
-    shared.work.match_steps.add(steps);
+    shared.counted.match_steps.add(steps);
     usable
 }
 

@@ -1,5 +1,5 @@
-//! Work that is counted, so that a test can tell how it grows with what is asked: from a seed, and however busy the
-//! machine is. Time would say less.
+//! Work of requests that is counted, so that a test can tell how it grows with what is asked: from a seed, and however
+//! busy the machine is. Time would say less. What the store does by itself counts in `steps`.
 
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -17,13 +17,13 @@ macro_rules! work {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         /// The work of one open store.
         #[derive(Debug, Default)]
-        pub(crate) struct Work { $(pub(crate) $name: Count),* }
+        pub(crate) struct Counted { $(pub(crate) $name: Count),* }
 
         /// How much work has been done since the store was opened.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
         pub struct Done { $($(#[$doc])* pub $name: u64),* }
 
-        impl Work {
+        impl Counted {
             pub(crate) fn done(&self) -> Done {
                 Done { $($name: self.$name.0.load(Relaxed)),* }
             }

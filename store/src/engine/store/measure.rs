@@ -15,6 +15,7 @@ use crate::api::ReadRequest;
 use crate::engine::executor::Message;
 use crate::engine::put::shard_of;
 use crate::engine::read;
+use crate::engine::steps::WorkDone;
 use crate::engine::tables::Table;
 use crate::engine::work::Done;
 use crate::error::Error;
@@ -90,7 +91,7 @@ impl Store {
 
     /// The work that the store has done.
     pub fn work(&self) -> Done {
-        self.0.shared.work.done()
+        self.0.shared.counted.done()
     }
 
     /// How large each table is that the store keeps in memory, all shards and executors together.
@@ -107,6 +108,11 @@ impl Store {
             }
         }
         Ok(all)
+    }
+
+    /// What evictions and checkpoints have taken of the executors.
+    pub fn work_done(&self) -> (WorkDone, WorkDone) {
+        (self.0.shared.eviction_work.done(), self.0.shared.checkpoint_work.done())
     }
 
     /// Forgets what reads have kept of record headers, so that the next read is as cold as the first.
