@@ -79,7 +79,7 @@ pub(crate) struct Section(u64);
 impl Section {
     /// The units that handling so many bytes costs, besides one for the step itself.
     pub(crate) fn of_bytes(bytes: u64) -> u64 {
-        1 + bytes / (16 << 10)
+        1 + bytes / (32 << 10)
     }
 
     /// Counts work that was done; completes after other runnable tasks had their turn, if it is time.

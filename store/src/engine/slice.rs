@@ -43,7 +43,7 @@ use packed::Packed;
 const AHEAD_BYTES: u64 = 512 << 10;
 
 /// Decoding costs so many times as much as copying.
-const DECODE_COST: u64 = 8;
+const DECODE_COST: u64 = 16;
 
 /// Marks the extent of a record's header.
 const HEADER: u64 = 1 << 63;
