@@ -108,8 +108,8 @@ impl Ledger {
 
     /// The number of the account that records of this run class belong to; 0 for a class of nobody.
     pub(crate) fn number_of(&self, class: u32) -> u32 {
-        match self.read().classes.get(class as usize) {
-            Some(Some(account)) => account.number(),
+        match self.read().classes.get(&class) {
+            Some(account) => account.number(),
             _ => 0,
         }
     }
