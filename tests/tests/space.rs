@@ -467,7 +467,7 @@ fn an_hour_of_churn_stays_within_the_budget_at_every_step_and_takes_no_more_memo
         let settled = &memory[memory.len() / 4..];
         let (least, most) = (settled.iter().min().unwrap(), settled.iter().max().unwrap());
         assert!(most - least <= least / 8, "seed {}: index memory {settled:?}", seed.0);
-        assert!(files.iter().max() == files[files.len() / 4..].iter().max());
+        assert!(files.iter().max() == files[files.len() / 4..].iter().max(), "seed {}: {files:?}", seed.0);
         stage.close().unwrap();
     }
 }
