@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvarts_layout::{Coordinate, Group};
 use kvarts_store::api::{
-    BlockOutcome, KvStore, Order, Parent, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream,
+    BlockOutcome, Order, Parent, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream,
 };
 use kvarts_store::engine::{Limits, Options};
 use kvarts_store::error::Reason;
