@@ -1,7 +1,7 @@
 //! One executor: its shards' logs, and the mailbox through which other threads reach them.
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
