@@ -17,6 +17,7 @@ mod course;
 pub mod digest;
 pub mod fault;
 mod frame;
+mod health;
 mod held;
 pub mod limits;
 mod polite;

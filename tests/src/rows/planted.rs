@@ -91,6 +91,7 @@ pub const BUGS: &[Bug] = &[
     ),
     bug("fsck-believes-footers", "R18", "the checker does not compare a footer with its records"),
     bug("failed-write-taken-for-done", "R9", "a write that ends with an error counts as done"),
+    bug("shortage-latches", "R29", "a want of descriptors or memory makes the store read-only"),
     bug("failed-flush-repeated", "R10", "a flush that failed is tried again, and its success believed"),
     bug("short-read-taken-for-whole", "R16", "a read that ends short counts as whole"),
     bug("put-over-live", "R16", "a second put of a block that is here replaces it"),
