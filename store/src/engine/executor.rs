@@ -534,9 +534,12 @@ async fn checkpoint_all(
     let give_up = rt.clock().now().plus(patience);
     for log in logs {
         // One that the clock began may lack what was written since: another follows it.
-        while let Err(reason) =
-            if prove { checkpoint::prove(log).await } else { checkpoint::write(log).await }
-        {
+        loop {
+            let written = match prove {
+                true => checkpoint::prove(log).await,
+                false => checkpoint::write(log).await,
+            };
+            let Err(reason) = written else { break };
             let now = rt.clock().now();
             if !matches!(reason, Reason::Busy(_)) || now >= give_up {
                 return Err(reason);
