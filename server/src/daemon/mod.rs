@@ -65,7 +65,7 @@ impl Daemon {
     /// Opens the store and begins to serve. Gives one line that says what is wrong.
     pub async fn start(config: &Config) -> Result<Self, String> {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
-        let files = devices::decide(config.cufile).await?;
+        let files = devices::decide(config.cufile)?;
         let mut notes = vec![files.to_string()];
         let options = home_options(config, &mut notes)?;
         let begun = std::time::Instant::now();

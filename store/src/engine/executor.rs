@@ -324,8 +324,8 @@ impl Executor {
         );
     }
 
-    /// What a shard does by the clock: checkpoints where something was written, and sweeping up leases that ended
-    /// and ages that would wrap.
+    /// What a shard does by the clock: checkpoints where something was written, and sweeping up leases that
+    /// ended.
     fn keep_house(&self, log: &Rc<Log>) {
         let (log, rt, stopping) = (Rc::clone(log), Rc::clone(&self.rt), Rc::clone(&self.stopping));
         let every = self.limits.checkpoint_every;
@@ -336,7 +336,6 @@ impl Executor {
                 let shared = &log.shared;
                 shared.index.expire(rt.clock().now());
                 let _ = shared.epoch();
-                shared.clamp_ages();
                 if log.sequence.get() != written && !stopping.get() {
                     let sequence = log.sequence.get();
                     // One that fails costs recency until the next, which is due whether anything is put or not.

@@ -660,6 +660,7 @@ impl Log {
         // Before it is begun: without memory for its header it stays as it is.
         let staging = self.stage(PAGE).await.map_err(|error| fault(&error))?;
         segment.begin(self.sequence.get());
+        segment.note_cold(self.shared.ages.steps() as i64);
         self.forget_segment(segment.number);
         staging.copy_in(0, &self.header_image(&segment)?);
         if segment.generation.get() > 1 && !kvarts_layout::planted!("recycled-header-late") {

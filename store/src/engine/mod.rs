@@ -38,6 +38,7 @@ mod segment;
 mod shared;
 mod slice;
 mod snapshot;
+pub(crate) mod steps;
 mod store;
 mod tables;
 mod unpack;
@@ -51,6 +52,7 @@ pub use evict::policy::EvictionPolicy;
 pub use health::Health;
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
+pub use steps::WorkDone;
 pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
 pub use tables::Table;
 

@@ -310,7 +310,11 @@ pub(super) fn find(
 /// Counts a use of these blocks. Who only looks whether blocks are well does not use them.
 pub(super) fn count_use(shared: &Shared, class: Class, prints: &[BlockFingerprint]) {
     if class != Class::Background {
-        shared.index.touch_with(prints, shared.policy().renews().then(|| shared.epoch()));
+        shared.index.touch_with(
+            prints,
+            shared.policy().renews().then(|| shared.epoch()),
+            Some(shared.second()),
+        );
     }
 }
 
