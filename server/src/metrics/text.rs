@@ -1,12 +1,15 @@
 //! Metrics as Prometheus reads them.
 
 use std::fmt::{self, Write};
+use std::sync::Arc;
 
 use kvarts_gpudirect::cufile::Decision;
+use kvarts_store::engine::Stats;
 use kvarts_store::rt::Clock;
 
 use super::{CallName, Counted, Metrics};
-use crate::node::Node;
+use crate::grpc::limits;
+use crate::node::{Node, Tenant};
 
 /// A label's value: quotes, backslashes and line ends are escaped.
 struct Value<'a>(&'a str);
@@ -87,6 +90,7 @@ pub(super) async fn render(node: &Node) -> String {
     queues(&mut out, &io);
     scrub(&mut out, node);
     tenants(&mut out, node);
+    models(&mut out, node);
     memory(&mut out, node);
     device_path(&mut out, &node.decided.files);
     out
@@ -150,17 +154,24 @@ fn calls(out: &mut String, counted: &Counted) {
 }
 
 fn engine(out: &mut String, node: &Node) {
-    let stats = node.engine.stats();
-    for (name, value) in stats.counts.named() {
+    // What the store tells and is not told here does not compile.
+    let Stats { store: _, counts, index, allocated_bytes, budget_bytes, tombstones, space } =
+        node.engine.stats();
+    for (name, value) in counts.named() {
         let name = format!("kvarts_engine_{name}_total");
         one(out, &name, "counter", "See `kvarts stat`; since the store was opened.", value);
     }
     health(out, &node.engine.health());
-    one(out, "kvarts_disk_budget_bytes", "gauge", "Bytes that may be on disk.", stats.budget_bytes);
-    one(out, "kvarts_disk_allocated_bytes", "gauge", "Bytes that are on disk.", stats.allocated_bytes);
-    let free = stats.budget_bytes.saturating_sub(stats.allocated_bytes);
+    one(out, "kvarts_disk_budget_bytes", "gauge", "Bytes that may be on disk.", budget_bytes);
+    one(out, "kvarts_disk_allocated_bytes", "gauge", "Bytes that are on disk.", allocated_bytes);
+    let free = budget_bytes.saturating_sub(allocated_bytes);
     one(out, "kvarts_disk_free_bytes", "gauge", "Bytes of the budget that are not on disk.", free);
-    let space = stats.space.total;
+    for (what, size) in [("bytes", index.bytes), ("blocks", index.blocks), ("records", index.records)] {
+        let name = format!("kvarts_index_{what}");
+        one(out, &name, "gauge", "What the index of blocks has in memory.", size);
+    }
+    one(out, "kvarts_tombstones", "gauge", "Deletes that are remembered.", tombstones);
+    let space = space.total;
     head(
         out,
         "kvarts_disk_bytes",
@@ -172,8 +183,8 @@ fn engine(out: &mut String, node: &Node) {
     {
         let _ = writeln!(out, "kvarts_disk_bytes{{what=\"{what}\"}} {bytes}");
     }
-    let payload = stats.counts.payload_bytes_stored;
-    let written = stats.counts.record_bytes_written + stats.counts.moved_bytes_written;
+    let payload = counts.payload_bytes_stored;
+    let written = counts.record_bytes_written + counts.moved_bytes_written;
     let amplification = written as f64 / payload.max(1) as f64;
     let help =
         "Bytes of records written, those that blocks were moved to included, by bytes that clients put.";
@@ -287,6 +298,23 @@ fn tenants(out: &mut String, node: &Node) {
     }
 }
 
+/// What the models of each tenant take.
+fn models(out: &mut String, node: &Node) {
+    head(out, "kvarts_tenant_models", "gauge", "Models of each tenant.");
+    let used = |tenant: Arc<Tenant>| (node.models.used(tenant.number), tenant);
+    let used: Vec<_> = node.gate.tenants().into_iter().map(used).collect();
+    for (used, tenant) in &used {
+        let _ = writeln!(out, "kvarts_tenant_models{{tenant=\"{}\"}} {}", Value(&tenant.name), used.count);
+    }
+    head(out, "kvarts_tenant_models_bytes", "gauge", "About what they take in memory, and what they may.");
+    for (used, tenant) in &used {
+        for (what, bytes) in [("used", used.memory), ("limit", limits::MODELS_MEMORY_MAX)] {
+            let name = Value(&tenant.name);
+            let _ = writeln!(out, "kvarts_tenant_models_bytes{{tenant=\"{name}\",what=\"{what}\"}} {bytes}");
+        }
+    }
+}
+
 /// How files reach the memory of devices, and why so.
 fn device_path(out: &mut String, files: &Decision) {
     let help = "How files reach the memory of devices on this host, what it could offer, and why.";
@@ -303,6 +331,17 @@ fn memory(out: &mut String, node: &Node) {
             let _ = writeln!(out, "kvarts_request_memory_bytes{{part=\"{part}\",what=\"{what}\"}} {bytes}");
         }
     }
+    head(
+        out,
+        "kvarts_large_requests_bytes",
+        "gauge",
+        "What large requests and their answers take: used, all.",
+    );
+    for (what, bytes) in [("used", node.receiving.bytes()), ("all", limits::LARGE_BYTES_MAX as u64)] {
+        let _ = writeln!(out, "kvarts_large_requests_bytes{{what=\"{what}\"}} {bytes}");
+    }
+    let waiting = node.receiving.waiting();
+    one(out, "kvarts_large_requests_waiting", "gauge", "Large requests that wait for that.", waiting);
     one(out, "kvarts_shared_bytes", "gauge", "Memory of local clients that is mapped.", node.locals.mapped());
     let clients = node.locals.clients();
     head(out, "kvarts_local_clients", "gauge", "Clients of the local path, by tenant.");
@@ -319,6 +358,9 @@ fn memory(out: &mut String, node: &Node) {
     let places = node.connections.available_permits();
     one(out, "kvarts_connections_all", "gauge", "Connections that there may be.", node.connections_all);
     one(out, "kvarts_connections_left", "gauge", "Connections that may still come.", places);
+    let (strangers, anybodys) = node.strangers.count();
+    one(out, "kvarts_connections_unknown", "gauge", "Connections without a call that was let in.", strangers);
+    one(out, "kvarts_calls_without_token", "gauge", "Calls under way that need no token.", anybodys);
     one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", node.calls());
     let clock: &dyn Clock = &**node.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;
