@@ -102,9 +102,11 @@ impl Home {
             .map_err(|_| Error(Reason::Config("too many directories".to_owned())))?;
         let (store, executors) = start(options, &store_options, &mut notes)?;
         let io = block_on(store.io())?;
-        for (facts, _) in io.iter().take(1) {
-            notes.push(format!("disks are reached by {}", facts.backend));
-            notes.extend(facts.warnings.iter().cloned());
+        notes.extend(io.iter().take(1).map(|(facts, _)| format!("disks are reached by {}", facts.backend)));
+        for warning in io.iter().flat_map(|(facts, _)| &facts.warnings) {
+            if !notes.contains(warning) {
+                notes.push(warning.clone());
+            }
         }
         store.set_files_cap(descriptors.saturating_sub(DESCRIPTORS_KEPT));
         notes.extend(shortage(store.files_max(), descriptors));

@@ -252,6 +252,7 @@ impl Executor {
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
+                    facts.warnings.extend(self.notes_of_holes().await);
                     let arena_bytes = self.arena.usage().used as u64;
                     let _ = reply.send((facts, Metrics { arena_bytes, ..self.driver.metrics() }));
                 }
@@ -292,6 +293,16 @@ impl Executor {
             self.logs.borrow_mut().insert(shard, log);
         }
         Ok(reports)
+    }
+
+    /// What an operator should know of the holes of the file systems, a line for each directory.
+    async fn notes_of_holes(&self) -> BTreeSet<String> {
+        let logs: Vec<Rc<Log>> = self.logs.borrow().values().map(Rc::clone).collect();
+        let mut notes = BTreeSet::new();
+        for log in logs {
+            notes.extend(log.note_of_holes().await);
+        }
+        notes
     }
 
     fn log(&self, shard: u32) -> Option<Rc<Log>> {

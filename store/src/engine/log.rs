@@ -199,6 +199,10 @@ pub(crate) struct Log {
     pub(super) shrinking: Cell<bool>,
     /// The file system makes no holes: segments are emptied as a whole.
     pub(super) no_holes: Cell<bool>,
+    /// It was seen to make holes of single pages.
+    pub(super) has_holes: Cell<bool>,
+    /// It is being asked.
+    pub(super) probing: Turn,
     /// How many segments had been recycled when hollow ones were removed last.
     pub(super) hollow_removed_at: Cell<u64>,
     /// The last blocks of thin segments are being moved.
@@ -275,6 +279,8 @@ impl Log {
             rolling: Cell::new(false),
             shrinking: Cell::new(false),
             no_holes: Cell::new(false),
+            has_holes: Cell::new(false),
+            probing: Turn::default(),
             hollow_removed_at: Cell::new(0),
             thinning: Cell::new(false),
             closing: Cell::new(false),
@@ -741,7 +747,7 @@ impl Log {
             self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(fault)?;
         }
         segment.tail.borrow_mut().entries = Vec::new();
-        segment.sealed_at(end, footer_at);
+        segment.sealed_at(end, footer_at, reason);
         segment.state.set(SegmentState::Sealed);
         Ok(())
     }

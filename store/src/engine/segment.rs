@@ -17,6 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kvarts_layout::format::footer::{Content, Entry};
+use kvarts_layout::format::trailer::SealReason;
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
 use super::notify::{Notify, Reached};
@@ -153,6 +154,8 @@ pub(crate) struct Segment {
     before: Cell<Option<u64>>,
     /// How often it could not be begun although the device took other writes.
     pub(crate) misses: Cell<u32>,
+    /// Of a segment sealed in order, where its records end: everything below was flushed and is listed. Else zero.
+    sealed_upto: Cell<u64>,
     holed: Cell<bool>,
     unpunchable: Cell<bool>,
     /// Short ids of namespaces on disk that mean another one in memory.
@@ -188,6 +191,7 @@ impl Segment {
             said_free: Cell::new(0),
             before: Cell::new(None),
             misses: Cell::new(0),
+            sealed_upto: Cell::new(0),
             holed: Cell::new(false),
             unpunchable: Cell::new(false),
             renamed: RefCell::default(),
@@ -215,6 +219,7 @@ impl Segment {
         self.coldest.set(i64::MAX);
         self.footer_at.set(None);
         self.gap.set(None);
+        self.sealed_upto.set(0);
         self.unpunchable.set(false);
         self.renamed.borrow_mut().clear();
     }
@@ -230,8 +235,9 @@ impl Segment {
     }
 
     /// Notes where the records of a sealed segment end and where its footer lies.
-    pub(crate) fn sealed_at(&self, log_end: u64, (footer, bytes): (u64, u32)) {
+    pub(crate) fn sealed_at(&self, log_end: u64, (footer, bytes): (u64, u32), reason: SealReason) {
         self.footer_at.set(Some((footer, bytes)));
+        self.sealed_upto.set(if reason == SealReason::Normal { log_end } else { 0 });
         self.gap.set(footer.checked_sub(log_end).filter(|len| *len > 0).map(|len| (log_end, len)));
     }
 
@@ -244,6 +250,11 @@ impl Segment {
     /// The least sequence of an earlier generation that a crash could bring back, if any.
     pub(crate) fn may_come_back(&self) -> Option<u64> {
         self.before.get()
+    }
+
+    /// Up to where nothing that cannot be explained lies in it, now that it is sealed; zero if that is not known.
+    pub(crate) fn sealed_upto(&self) -> u64 {
+        self.sealed_upto.get()
     }
 
     /// A durable checkpoint says of this generation that everything in it is dead.

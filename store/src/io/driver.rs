@@ -234,9 +234,9 @@ impl Driver {
         .await
     }
 
-    /// The holes of a file, in order: (offset, bytes).
-    pub async fn holes(&self, file: FileId) -> Result<Vec<(u64, u64)>, IoError> {
-        self.reply(MetaOp::Holes { file }, |reply| match reply {
+    /// The holes of a file that begin below `upto`, in order: (offset, bytes).
+    pub async fn holes(&self, file: FileId, upto: u64) -> Result<Vec<(u64, u64)>, IoError> {
+        self.reply(MetaOp::Holes { file, upto }, |reply| match reply {
             Reply::Holes(holes) => Some(holes),
             _ => None,
         })

@@ -204,7 +204,7 @@ pub(super) fn describe(op: &MetaOp) -> (OpKind, Subject, u64, u64) {
         MetaOp::SyncDir { name: what } => (OpKind::SyncDir, name(what), 0, 0),
         MetaOp::List { name: what } => (OpKind::List, name(what), 0, 0),
         MetaOp::Stat { file } => (OpKind::Stat, Subject::File(*file), 0, 0),
-        MetaOp::Holes { file } => (OpKind::Holes, Subject::File(*file), 0, 0),
+        MetaOp::Holes { file, .. } => (OpKind::Holes, Subject::File(*file), 0, 0),
         MetaOp::Space { dir } => {
             (OpKind::Space, Subject::Name(Box::new(Name { dir: *dir, path: Box::default() })), 0, 0)
         }

@@ -114,8 +114,9 @@ pub enum MetaOp {
     /// Gives blocks back to the file system; reads of the range then find zeros. Several of one file may be under
     /// way at once. Durable after `Flush`. Result: 0, or -EOPNOTSUPP where the file system cannot.
     PunchHole { file: FileId, offset: u64, len: u64 },
-    /// Result: 0, and [`Reply::Holes`].
-    Holes { file: FileId },
+    /// What begins below `upto` of what is not there. Several of one file, and of many, may be under way at once: they
+    /// are asked side by side. Result: 0, and [`Reply::Holes`].
+    Holes { file: FileId, upto: u64 },
     /// Result: 0.
     Truncate { file: FileId, len: u64 },
     /// Replaces `to` if it is there; both in one directory. Durable after `SyncDir`. Result: 0.

@@ -28,12 +28,12 @@ use rustix::io::Errno;
 use super::features::{Feature, Features, Outcomes};
 use super::files::{Files, KeptFile, OpenFile};
 use super::mem::{Buf, IoVec, Region};
-use super::meta::{Meta, MetaJob};
+use super::meta::{Meta, MetaThreads};
 use super::ring_buffers::Registered;
 use super::ring_setup::{Setup, make};
 use super::slots::{Key, Slots};
 use super::wake::Wake;
-use super::workers::{Done, Workers};
+use super::workers::Done;
 use super::{Completion, FileId, Io, IoFacts, MetaOp, Op, Token, Unpark};
 
 /// The poll of the wake-up's eventfd; no [`Key`] packs to it.
@@ -98,7 +98,7 @@ pub(super) struct Ring {
     ready: Vec<Completion>,
     /// Of worker threads.
     done: Arc<Done>,
-    meta: Workers<MetaJob>,
+    meta: MetaThreads,
     files: Arc<Files>,
     wake: Arc<Wake>,
     wake_armed: bool,
@@ -121,7 +121,7 @@ impl Ring {
         let wake = Wake::new()
             .map_err(|error| RingError::Environment(format!("cannot make an eventfd: {error}")))?;
         let done = Done::new(Arc::clone(&wake));
-        let meta = Workers::start("kvarts-meta", 1, &done, move |job| meta.run(job))
+        let meta = MetaThreads::start(&meta, &done)
             .map_err(|error| RingError::Environment(format!("cannot start a thread: {error}")))?;
         let in_kernel_max = ring.params().cq_entries() as usize - 8;
         Ok(Self {
@@ -364,7 +364,7 @@ impl Io for Ring {
         let (file, ranges) = match op {
             // In the kernel's own threads, many at once: one waits for the file system, and they come in batches.
             Op::Meta(MetaOp::PunchHole { file, .. }) => (file, Box::default()),
-            Op::Meta(op) => return self.meta.push(MetaJob { token, op }),
+            Op::Meta(op) => return self.meta.push(token, op),
             Op::Read { file, .. } | Op::Write { file, .. } | Op::Flush { file } => (file, Box::default()),
             Op::ReadV { file, ref into, .. } => (file, into.iter().take(RANGES_MAX).map(IoVec::of).collect()),
             Op::WriteV { file, ref from, .. } => {

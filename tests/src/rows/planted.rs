@@ -79,6 +79,16 @@ pub const BUGS: &[Bug] = &[
     bug("fsck-skips-digests", "R6", "the checker reads payloads and does not compare their digests"),
     bug("fsck-skips-padding", "R6", "the checker does not look at padding"),
     bug("fsck-calls-damage-torn", "R6", "the checker takes damage below what was flushed for a torn tail"),
+    bug(
+        "rescan-forgets-holes",
+        "R6",
+        "recovery takes evicted blocks of a segment without a footer for torn or live ones",
+    ),
+    bug(
+        "fsck-forgets-holes",
+        "R6",
+        "the checker takes evicted blocks of a segment without a footer for damaged ones",
+    ),
     bug("tag-not-compared", "R7", "a record counts without its tag: a client can forge one"),
     bug("position-not-compared", "R7", "a sound structure counts wherever it lies"),
     bug("fsck-misses-lost-files", "R7", "the checker does not miss a segment that the checkpoint knows"),

@@ -328,6 +328,8 @@ pub struct Media {
     /// Counts changes: a flush covers what is below its own number.
     pub(super) seq: u64,
     capacity: u64,
+    /// What the file system gives back at once: parts of it that are punched become zeros.
+    unit: u64,
 }
 
 type Outcome<T> = Result<T, i32>;
@@ -337,7 +339,12 @@ impl Media {
     pub fn new(dirs: u16, capacity: u64) -> Self {
         let roots: Vec<Ino> = (0..u64::from(dirs)).collect();
         let nodes = roots.iter().map(|root| (*root, Node::Dir(Dir::default()))).collect();
-        Self { nodes, next: roots.len() as u64, roots, seq: 0, capacity }
+        Self { nodes, next: roots.len() as u64, roots, seq: 0, capacity, unit: PAGE }
+    }
+
+    /// The same on a file system with larger units than a page.
+    pub fn with_unit(self, unit: u64) -> Self {
+        Self { unit, ..self }
     }
 
     /// Lets the file system grow or shrink.
@@ -472,6 +479,31 @@ impl Media {
         let file = self.file_mut(ino)?;
         change.apply(&mut file.current, &|_| true);
         file.pending.push((seq, change));
+        Ok(())
+    }
+
+    /// Punches whole units, and writes zeros over what else of the range holds something.
+    pub(super) fn punch(&mut self, ino: Ino, offset: u64, len: u64) -> Outcome<()> {
+        let end = offset.saturating_add(len);
+        let (from, to) = (offset.next_multiple_of(self.unit), end / self.unit * self.unit);
+        if self.unit == PAGE {
+            return self.change_file(ino, FileChange::Punch { offset, len });
+        }
+        if from >= to {
+            return self.zero(ino, offset, end);
+        }
+        self.change_file(ino, FileChange::Punch { offset: from, len: to - from })?;
+        self.zero(ino, offset, from)?;
+        self.zero(ino, to, end)
+    }
+
+    fn zero(&mut self, ino: Ino, from: u64, to: u64) -> Outcome<()> {
+        let written = |content: &Content, page: u64| matches!(content.pages.get(&page), Some(Some(_)));
+        for (page, within, range) in pages(from, to.saturating_sub(from)).collect::<Vec<_>>() {
+            if written(&self.file(ino)?.current, page) {
+                self.write(ino, page * PAGE + within as u64, &vec![0; range.len()], false)?;
+            }
+        }
         Ok(())
     }
 

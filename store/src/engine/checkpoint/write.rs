@@ -147,7 +147,7 @@ fn stated(segment: &Segment) -> Option<Stated> {
         // A file that was never used looks so.
         SegmentState::Free if generation == 0 => return None,
         SegmentState::Free => (SEGMENT_FREE, 0),
-        SegmentState::Sealed => (SEGMENT_SEALED, 0),
+        SegmentState::Sealed => (SEGMENT_SEALED, segment.sealed_upto()),
         // A new file of which nothing has been flushed, not even the header: a crash may leave it empty, and known
         // to be in use it would look as if it had been zeroed.
         SegmentState::Open | SegmentState::Sealing | SegmentState::Suspect
