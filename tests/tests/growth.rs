@@ -1,5 +1,5 @@
 //! What a request costs grows with what is asked, not with its square, and no task keeps others waiting: with as many
-//! blocks as a request may have of a long session. Steps are counted; the small form of the same is row R29.
+//! blocks as a request may have of a long session. Steps are counted; the small form of the same is row R30.
 
 use kvarts_tests::rows::growth::SCENES;
 use kvarts_tests::sim::Seed;

@@ -34,6 +34,7 @@ pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result
             lease.map_err(not_given)?
         }
     };
+    shared.hide_dead(&mut found);
     let presence = |found: &Lookup| match found {
         Lookup::Live(_) => Presence::Here,
         Lookup::Pending => Presence::Pending,

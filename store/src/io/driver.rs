@@ -18,6 +18,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use super::batch::ReadBatch;
 use super::driver_core::{Core, Outcome, Request, Work};
@@ -255,6 +256,12 @@ impl Driver {
         let request = Request::meta(op.clone());
         let reply = self.meta(op).await?;
         reply.and_then(take).ok_or_else(|| request.error(IoErrorKind::Other(0), 0))
+    }
+
+    /// Completes after a while.
+    pub(crate) async fn pause(&self, time: Duration) {
+        let rt = &self.shared.rt;
+        rt.sleep_until(rt.clock().now().plus(time)).await;
     }
 
     /// A batch of reads that report their ends one by one.

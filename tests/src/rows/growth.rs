@@ -273,13 +273,13 @@ fn one(seed: Seed, states: &States) -> Result<(), String> {
     Ok(())
 }
 
-/// Row R29.
+/// Row R30.
 pub(super) fn row() -> Row {
     fn run(ask: &super::Ask, target: u64) -> Tally {
         until(ask, target, one)
     }
     Row {
-        id: "R29",
+        id: "R30",
         what: "requests of two sizes, whose work must grow as they do",
         counts: "requests of two sizes",
         targets: [24, 400, 4000],
