@@ -44,6 +44,11 @@ fn swapped_stale_foreign_and_forged_bytes_are_never_served_and_can_be_repaired()
 }
 
 #[test]
+fn what_is_not_the_disks_latches_nothing_and_leaves_nothing() {
+    run("R29", 40);
+}
+
+#[test]
 fn requests_that_are_left_half_way_leave_nothing() {
     run("R14", 60);
 }
@@ -76,6 +81,11 @@ fn a_device_that_fails_in_any_way_gives_right_bytes_or_an_error_and_leaves_nothi
 #[test]
 fn checker_and_recovery_are_of_one_opinion() {
     run("R26", 40);
+}
+
+#[test]
+fn work_grows_as_requests_do() {
+    run("R30", 9);
 }
 
 fn root() -> PathBuf {

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, NamespaceId};
+use kvarts_layout::BlockKey;
 
 use super::compact::chains::{self, Peers, Survey};
 use super::compact::gather::{Gathered, Taken};
@@ -15,9 +15,10 @@ use super::compact::relocate::{Head, Moved};
 use super::compact::{self, CompactOptions, CompactReport, Pace};
 use super::delete::{self, Answer, DeletePart};
 use super::directory::{self, Found};
+use super::health::Vigil;
 use super::lend::{self, LendPart};
 use super::log::Log;
-use super::notify::before;
+use super::notify::{Turn, before};
 use super::put::layers::{self, LayersPart};
 use super::put::{self, PutPart};
 use super::read::ReadPart;
@@ -26,7 +27,7 @@ use super::shared::Shared;
 use super::slice;
 use super::store::free_space;
 use super::tables::Table;
-use super::{Limits, checkpoint, expiry, naming, snapshot};
+use super::{Limits, checkpoint, descent, expiry, naming, snapshot};
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
 use crate::error::{Error, Reason};
 use crate::index::RecordId;
@@ -62,12 +63,12 @@ pub(crate) enum Message {
         router: Arc<Router>,
         reply: Answer,
     },
-    /// Say which keys of a namespace descend from these in this shard.
-    Descendants(u32, NamespaceId, Arc<BTreeSet<BlockKey>>, Reply<Result<BTreeSet<BlockKey>, Reason>>),
+    /// Say which blocks of a namespace stand behind which in this shard.
+    Links(descent::Ask, Reply<Result<descent::Links, Reason>>),
     /// Say what is here, from this cursor on, of so many shards.
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
-    /// Write a checkpoint of every shard.
-    Checkpoint(Reply<Result<(), Reason>>),
+    /// Write a checkpoint of every shard; to prove that it can be, also where the store takes no writes.
+    Checkpoint { prove: bool, reply: Reply<Result<(), Reason>> },
     /// Give segments back until the budget is kept.
     Shrink,
     /// Tell of what quotas took out.
@@ -154,12 +155,15 @@ struct Executor {
     logs: RefCell<BTreeMap<u32, Rc<Log>>>,
     /// Parts of puts and reads that have not ended.
     busy: Rc<Cell<usize>>,
+    /// Whose search for descendants runs.
+    searching: Rc<Turn>,
     /// No house is kept any more.
     stopping: Rc<Cell<bool>>,
     limits: Limits,
     io: Rc<RefCell<dyn crate::io::Io>>,
     /// Why the staging memory is not registered, if it is not.
     registered: Result<(), String>,
+    vigil: Vigil,
 }
 
 /// The first task of an executor: serves its mailbox until it is told to stop.
@@ -184,12 +188,15 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, small_reads: Small
                 arena: Arena::new(region),
                 logs: RefCell::default(),
                 busy: Rc::default(),
+                searching: Rc::default(),
                 stopping: Rc::default(),
                 limits,
                 io: Rc::clone(&seat.io),
                 registered,
+                vigil: Vigil::new(seat.index),
             };
             executor.serve(mailbox).await;
+            executor.vigil.end();
         })
     })
 }
@@ -213,17 +220,18 @@ impl Executor {
                 Message::Lend(shard, part) => self.lend(shard, part),
                 Message::Delete(shard, part) => self.delete(shard, part),
                 Message::DeletePrefix { shared, request, root, router, reply } => {
-                    let rt = Rc::clone(&self.rt);
+                    let (rt, turn) = (Rc::clone(&self.rt), Rc::clone(&self.searching));
                     let deleting = async move {
-                        snapshot::delete_prefix(&shared, &router, (request, root), reply, &*rt).await;
+                        let request = (request, root);
+                        descent::delete_prefix(&shared, &router, request, reply, (&*rt, &turn)).await;
                     };
                     self.background(deleting);
                 }
-                Message::Descendants(shard, namespace, known, reply) => {
-                    let Some(log) = self.log(shard) else { continue };
-                    let rt = Rc::clone(&self.rt);
+                Message::Links(ask, reply) => {
+                    let Some(log) = self.log(ask.shard) else { continue };
                     self.background(async move {
-                        let _ = reply.send(snapshot::descendants(&log, namespace, &known, &*rt).await);
+                        let found = descent::links(&log, ask, &reply).await;
+                        let _ = reply.send(found);
                     });
                 }
                 Message::Page { cursor, shards, reply } => {
@@ -233,7 +241,7 @@ impl Executor {
                         let _ = reply.send(page.map_err(Error));
                     });
                 }
-                Message::Checkpoint(reply) => self.checkpoint(reply),
+                Message::Checkpoint { prove, reply } => self.checkpoint(prove, reply),
                 message @ (Message::Compact(..)
                 | Message::Merge(..)
                 | Message::Survey(..)
@@ -277,6 +285,7 @@ impl Executor {
         shards: Vec<(u32, DirId)>,
     ) -> Result<Vec<RecoveryReport>, Reason> {
         let mut reports = Vec::new();
+        self.vigil.begin(shared, shards.iter().map(|(shard, _)| *shard).collect());
         for (shard, dir) in shards {
             let rt = Rc::clone(&self.rt);
             let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
@@ -343,9 +352,11 @@ impl Executor {
                 shared.index.expire(rt.clock().now());
                 let _ = shared.epoch();
                 if log.sequence.get() != written && !stopping.get() {
-                    written = log.sequence.get();
-                    // A checkpoint that fails costs recency; the next one is tried as usual.
-                    let _ = checkpoint::write(&log).await;
+                    let sequence = log.sequence.get();
+                    // One that fails costs recency until the next, which is due whether anything is put or not.
+                    if checkpoint::write(&log).await.is_ok() {
+                        written = sequence;
+                    }
                 }
             }
         };
@@ -459,13 +470,13 @@ impl Executor {
     }
 
     /// Writes a checkpoint of every shard while the executor goes on serving.
-    fn checkpoint(&self, reply: Reply<Result<(), Reason>>) {
+    fn checkpoint(&self, prove: bool, reply: Reply<Result<(), Reason>>) {
         let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
         let (rt, patience, busy) = (Rc::clone(&self.rt), self.limits.stop_patience, Busy::new(&self.busy));
         self.rt.spawn(
             Class::Background,
             Box::pin(async move {
-                let _ = reply.send(checkpoint_all(&rt, &logs, patience).await);
+                let _ = reply.send(checkpoint_all(&rt, &logs, patience, prove).await);
                 drop(busy);
             }),
         );
@@ -520,7 +531,7 @@ impl Executor {
             for log in &logs {
                 log.finish().await;
             }
-            checkpoint_all(&self.rt, &logs, self.limits.stop_patience).await
+            checkpoint_all(&self.rt, &logs, self.limits.stop_patience, false).await
         };
         let finished = before(pin!(finish), Some(self.rt.sleep_until(give_up))).await;
         finished.unwrap_or(Err(Reason::Busy("the device did not let the store close in time")))
@@ -528,11 +539,21 @@ impl Executor {
 }
 
 /// Writes a checkpoint of each log.
-async fn checkpoint_all(rt: &Rc<dyn Runtime>, logs: &[Rc<Log>], patience: Duration) -> Result<(), Reason> {
+async fn checkpoint_all(
+    rt: &Rc<dyn Runtime>,
+    logs: &[Rc<Log>],
+    patience: Duration,
+    prove: bool,
+) -> Result<(), Reason> {
     let give_up = rt.clock().now().plus(patience);
     for log in logs {
         // One that the clock began may lack what was written since: another follows it.
-        while let Err(reason) = checkpoint::write(log).await {
+        loop {
+            let written = match prove {
+                true => checkpoint::prove(log).await,
+                false => checkpoint::write(log).await,
+            };
+            let Err(reason) = written else { break };
             let now = rt.clock().now();
             if !matches!(reason, Reason::Busy(_)) || now >= give_up {
                 return Err(reason);

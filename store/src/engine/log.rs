@@ -12,6 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU16;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvarts_layout::arrange::RunLayout;
 use kvarts_layout::format::footer::{self, Content, Defined, Entry, Footer};
@@ -45,6 +46,10 @@ const VECTOR_MAX: usize = 1000;
 /// A payload up to this size is copied behind its header and written with it: that costs less than another
 /// operation.
 const COPY_BYTES_MAX: u64 = 64 << 10;
+/// How often a write is tried again that failed for something which passes, and how long to wait before the first of these
+/// tries; each waits four times as long as the one before: half a second in all.
+const PAUSES: u32 = 4;
+const PAUSE: Duration = Duration::from_millis(5);
 /// Bytes that a footer needs for a record at most, besides its blocks and extensions.
 const FOOTER_RECORD_BYTES: u64 = 256;
 /// Bytes that a footer needs for a block.
@@ -186,6 +191,8 @@ pub(crate) struct Log {
     pub(super) parked: RefCell<Vec<Rc<Segment>>>,
     /// Puts by layers under way, by what they wait for. Each has a segment of its own.
     pub(super) layered: RefCell<Vec<Turns>>,
+    /// In which segment a write or flush failed last, until the device was seen to take writes again.
+    pub(super) trouble: RefCell<Option<Rc<Segment>>>,
     /// A task is getting the next segment; others wait.
     pub(super) rolling: Cell<bool>,
     /// Segments are being given back.
@@ -268,6 +275,7 @@ impl Log {
             open: RefCell::default(),
             parked: RefCell::default(),
             layered: RefCell::default(),
+            trouble: RefCell::default(),
             rolling: Cell::new(false),
             shrinking: Cell::new(false),
             no_holes: Cell::new(false),
@@ -305,24 +313,34 @@ impl Log {
     pub(crate) async fn append(self: &Rc<Self>, class: Class, draft: &Draft<'_>) -> Result<Written, Reason> {
         let mut again = true;
         loop {
-            let image = self.give_place(draft).await?;
+            let pieces = draft.payload.as_ref().and_then(|payload| self.vectored(payload));
+            let (image, staging) = self.give_place(draft, pieces.is_none()).await?;
             let (segment, offset) = (Rc::clone(&image.segment), image.offset);
-            let written = self.write(class, image, draft).await;
-            if let Err(error) = &written {
-                let action = decide(error, Stage::PutData);
-                segment.break_off(fault(error));
-                self.abandon(&segment);
+            let Err(error) = self.write(class, &image, draft, (pieces, &staging)).await else {
                 segment.wrote(offset);
-                match action {
-                    Action::LatchReadOnly => return Err(self.shared.latch(error)),
-                    Action::RefuseNoSpace => return Err(Reason::NoSpace),
-                    _ if again => again = false,
-                    _ => return Err(Reason::Media(error.to_string())),
-                }
-                continue;
-            }
+                return Ok(image.written);
+            };
+            self.give_up(&segment, &error);
             segment.wrote(offset);
-            return written.map_err(|error| Reason::Media(error.to_string()));
+            match decide(&error, Stage::PutData) {
+                Action::LatchReadOnly => return Err(self.shared.latch(&error)),
+                Action::SealSuspect if again => again = false,
+                _ => return Err(fault(&error)),
+            }
+        }
+    }
+
+    /// Nothing more is written to a segment in which something failed. What comes next looks first whether the device
+    /// takes writes.
+    pub(super) fn give_up(&self, segment: &Rc<Segment>, error: &IoError) {
+        segment.break_off(fault(error));
+        self.abandon(segment);
+        self.note_trouble(segment);
+    }
+
+    fn note_trouble(&self, segment: &Rc<Segment>) {
+        if segment.broken().is_some_and(|reason| reason != Reason::NoSpace) {
+            *self.trouble.borrow_mut() = Some(Rc::clone(segment));
         }
     }
 
@@ -331,6 +349,7 @@ impl Log {
         let flushed = written.segment.durable(&self.driver, written.end).await;
         if flushed.is_err() {
             self.abandon(&written.segment);
+            self.note_trouble(&written.segment);
         }
         flushed
     }
@@ -344,22 +363,41 @@ impl Log {
     }
 
     /// Gives the record a place in the open segment, rolling to another where it does not fit, and encodes it
-    /// for that place.
-    async fn give_place(self: &Rc<Self>, draft: &Draft<'_>) -> Result<Image, Reason> {
-        let mut fresh = false;
+    /// for that place. The memory that it is written from, with its payload or without, comes first: what has a place and
+    /// waits for memory would hold back everything behind it.
+    async fn give_place(
+        self: &Rc<Self>,
+        draft: &Draft<'_>,
+        with_payload: bool,
+    ) -> Result<(Image, Buf), Reason> {
+        let payload = draft.payload.as_ref().filter(|_| with_payload).map_or(0, Payload::image_bytes);
+        let (mut fresh, mut memory) = (false, None::<Buf>);
         loop {
             if let Some(reason) = self.shared.latched() {
                 return Err(reason);
             }
             let open = self.open.borrow().as_ref().map(Rc::clone);
             if let Some(segment) = &open {
-                if let Some(image) = self.try_place(segment, draft)? {
-                    return Ok(image);
+                if let Some(sheet) = self.fitting(segment, draft)? {
+                    let bytes = sheet.headers.len() + payload as usize;
+                    let staging = match memory.take().and_then(|memory| memory.slice(0, bytes)) {
+                        Some(staging) => Some(staging),
+                        None => self.arena.try_take(bytes),
+                    };
+                    if let Some(staging) = staging {
+                        return Ok((self.take_place(segment, draft, sheet), staging));
+                    }
+                    // Whatever the segment is by then.
+                    let no_memory = |_| Reason::Busy("there is no memory to write from");
+                    (memory, fresh) = (Some(self.stage(bytes).await.map_err(no_memory)?), false);
+                    continue;
                 }
                 if fresh {
                     return Err(Reason::TooMany("bytes for one segment"));
                 }
             }
+            // What makes room needs memory, too.
+            memory = None;
             fresh = self.roll(open).await?;
         }
     }
@@ -371,6 +409,11 @@ impl Log {
         segment: &Rc<Segment>,
         draft: &Draft<'_>,
     ) -> Result<Option<Image>, Reason> {
+        Ok(self.fitting(segment, draft)?.map(|sheet| self.take_place(segment, draft, sheet)))
+    }
+
+    /// What the record would be at the end of `segment`, if it fits.
+    fn fitting(&self, segment: &Segment, draft: &Draft<'_>) -> Result<Option<Sheet>, Reason> {
         if let Some(Payload::Image { still, .. }) = &draft.payload
             && !still()
         {
@@ -378,9 +421,12 @@ impl Log {
         }
         let start = segment.tail.borrow().next;
         let sheet = self.sheet(segment, draft, start, true)?;
-        if !self.fits(segment, sheet.len, sheet.footer_bytes) {
-            return Ok(None);
-        }
+        Ok(self.fits(segment, sheet.len, sheet.footer_bytes).then_some(sheet))
+    }
+
+    /// Gives the record the place that its sheet is for. Nothing was awaited since that was made.
+    fn take_place(&self, segment: &Rc<Segment>, draft: &Draft<'_>, sheet: Sheet) -> Image {
+        let start = segment.tail.borrow().next;
         let Sheet { headers, mut entries, offset, header_bytes, payload_bytes, len, .. } = sheet;
         let mut tail = segment.tail.borrow_mut();
         tail.footer_bytes += sheet.footer_bytes;
@@ -407,7 +453,7 @@ impl Log {
         let _hold = Rc::new(Hold::new(&segment));
         let written =
             Written { segment: Rc::clone(&segment), offset, header_bytes, payload_bytes, end, _hold };
-        Ok(Some(Image { segment, offset: start, headers, written }))
+        Image { segment, offset: start, headers, written }
     }
 
     /// What the record would be at `start`. With `define`, what the segment has not defined comes before it.
@@ -496,17 +542,36 @@ impl Log {
         open.as_ref().is_some_and(|segment| self.fits(segment, bytes + bytes / 8, bytes / 8))
     }
 
-    /// Writes headers and payload: the payload from the caller's memory if it is aligned and large, otherwise
-    /// through staging.
-    async fn write(&self, class: Class, image: Image, draft: &Draft<'_>) -> Result<Written, IoError> {
-        let payload = draft.payload.as_ref();
-        let pieces = payload.and_then(|payload| self.vectored(payload));
-        let file = image.segment.file;
-        let staged_bytes = match (&pieces, payload) {
-            (None, Some(payload)) => image.headers.len() + payload.image_bytes() as usize,
-            _ => image.headers.len(),
-        };
-        let staging = self.stage(staged_bytes).await?;
+    /// Writes headers and payload at their place; for as long as what hinders it passes, again after a while.
+    async fn write(
+        &self,
+        class: Class,
+        image: &Image,
+        draft: &Draft<'_>,
+        (mut pieces, staging): (Option<Vec<Buf>>, &Buf),
+    ) -> Result<(), IoError> {
+        let mut pause = PAUSE;
+        for _ in 0..PAUSES {
+            match self.write_once(class, image, draft, (pieces, staging)).await {
+                Err(error) if decide(&error, Stage::PutData) == Action::NotNow => {}
+                done => return done,
+            }
+            self.driver.pause(pause).await;
+            pause *= 4;
+            pieces = draft.payload.as_ref().and_then(|payload| self.vectored(payload));
+        }
+        self.write_once(class, image, draft, (pieces, staging)).await
+    }
+
+    /// The payload from the caller's memory if it is aligned and large, otherwise through staging.
+    async fn write_once(
+        &self,
+        class: Class,
+        image: &Image,
+        draft: &Draft<'_>,
+        (pieces, staging): (Option<Vec<Buf>>, &Buf),
+    ) -> Result<(), IoError> {
+        let (payload, file, staging) = (draft.payload.as_ref(), image.segment.file, staging.clone());
         staging.copy_in(0, &image.headers);
         match (pieces, payload) {
             (Some(mut pieces), _) => {
@@ -528,12 +593,12 @@ impl Log {
                 let filled =
                     payload.is_none_or(|payload| fill(&staging, image.headers.len(), payload).is_some());
                 if !filled {
-                    return Err(IoError::unplaced(staged_bytes));
+                    return Err(IoError::unplaced(staging.len()));
                 }
                 self.driver.write(class, file, image.offset, staging, false).await?;
             }
         }
-        Ok(image.written)
+        Ok(())
     }
 
     pub(crate) async fn stage(&self, bytes: usize) -> Result<Buf, IoError> {
@@ -641,19 +706,23 @@ impl Log {
         let segment = self.next_segment().await?;
         // It appends, so it must not be waited for here.
         self.thin_out_in_background();
+        // Before it is begun: without memory for its header it stays as it is.
+        let staging = self.stage(PAGE).await.map_err(|error| fault(&error))?;
         segment.begin(self.sequence.get());
         segment.note_cold(self.shared.ages.steps() as i64);
         self.forget_segment(segment.number);
-        let image = self.header_image(&segment)?;
-        let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
-        staging.copy_in(0, &image);
+        staging.copy_in(0, &self.header_image(&segment)?);
         if segment.generation.get() > 1 && !kvarts_layout::planted!("recycled-header-late") {
             let written = self.driver.write(Class::Put, segment.file, 0, staging, true).await;
             segment.wrote(0);
             return match written {
-                Ok(()) => Ok(segment),
+                Ok(()) => {
+                    segment.header_is_durable();
+                    Ok(segment)
+                }
                 Err(error) => {
-                    segment.break_off(fault(&error));
+                    segment.misses.set(segment.misses.get() + 1);
+                    self.give_up(&segment, &error);
                     match decide(&error, Stage::PutFlush) {
                         Action::LatchReadOnly => Err(self.shared.latch(&error)),
                         _ => Err(fault(&error)),
@@ -661,10 +730,10 @@ impl Log {
                 }
             };
         }
-        let (driver, file, writing) = (Rc::clone(&self.driver), segment.file, Rc::clone(&segment));
+        let (log, writing) = (Rc::clone(self), Rc::clone(&segment));
         (self.spawn)(Box::pin(async move {
-            if let Err(error) = driver.write(Class::Put, file, 0, staging, false).await {
-                writing.break_off(fault(&error));
+            if let Err(error) = log.driver.write(Class::Put, writing.file, 0, staging, false).await {
+                log.give_up(&writing, &error);
             }
             writing.wrote(0);
         }));

@@ -12,12 +12,14 @@ mod checkpoint;
 mod compact;
 mod content;
 mod delete;
+mod descent;
 mod directory;
 mod evict;
 mod executor;
 mod expiry;
 mod flights;
 mod headers;
+mod health;
 mod lend;
 mod listing;
 mod log;
@@ -41,6 +43,7 @@ pub(crate) mod steps;
 mod store;
 mod tables;
 mod unpack;
+mod work;
 mod writes;
 
 use std::time::Duration;
@@ -48,11 +51,13 @@ use std::time::Duration;
 pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
 pub use evict::policy::EvictionPolicy;
+pub use health::Health;
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use steps::WorkDone;
 pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
 pub use tables::Table;
+pub use work::Done;
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

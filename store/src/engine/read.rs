@@ -139,7 +139,7 @@ pub(crate) fn begin(
     let blocks = u32::try_from(request.keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
     check(shared, &request, blocks)?;
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
-    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let shape = namespace.shape(request.group, request.coordinate)?;
     let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
     let wanted_layers = request.layers.as_ref().map_or(shape.layers().len(), ExactSizeIterator::len) as u32;
     request.class = class_of(&request, &shape);
@@ -184,7 +184,7 @@ pub(crate) fn begin(
 /// What a read of these blocks would read now, and from which records.
 pub(crate) fn look_up(shared: &Shared, request: &ReadRequest) -> Result<(ReadPlan, Vec<Wanted>), Reason> {
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
-    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let shape = namespace.shape(request.group, request.coordinate)?;
     let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
@@ -282,7 +282,8 @@ pub(super) fn find(
 ) -> Result<Vec<Wanted>, Reason> {
     let mut wanted: Vec<Wanted> = Vec::new();
     for ((ordinal, key), print) in (0u32..).zip(keys).zip(prints) {
-        let Some(found) = shared.index.locate(*print) else {
+        let found = shared.index.locate(*print);
+        let Some(found) = found.filter(|found| !shared.is_dead(u32::from(found.record.shard))) else {
             failures.insert(ordinal, Reason::NotHere(*key));
             continue;
         };

@@ -1,4 +1,4 @@
-//! What all threads of one open store share: index, names, budget, the latch, counters.
+//! What all threads of one open store share: index, names, budget, counters.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError};
@@ -12,15 +12,16 @@ use super::ages::Ages;
 use super::arrivals::Arrivals;
 use super::budget::Budget;
 use super::evict::policy::{EvictionPolicy, Policy};
+use super::health::State;
 use super::names::Names;
 use super::naming::Waiting;
 use super::runs::RunClasses;
 use super::steps::Work;
-use crate::error::Reason;
+use super::work::Counted;
 use crate::events::{EventLog, RING_BYTES};
 use crate::index::{Heat, Index, RecordId};
 use crate::io::mem::PAGE;
-use crate::io::{Buf, IoError, Region};
+use crate::io::{Buf, Region};
 use crate::rt::{Clock, Entropy, Nanos};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, OnceLock};
@@ -39,6 +40,13 @@ macro_rules! counters {
         /// What has happened since the store was opened.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
         pub struct Counts { $($(#[$doc])* pub $name: u64),* }
+
+        impl Counts {
+            /// All of them by name, in the order of their declaration.
+            pub fn named(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name)),*]
+            }
+        }
 
         impl Counters {
             pub(crate) fn counts(&self) -> Counts {
@@ -100,6 +108,7 @@ pub(crate) struct Shared {
     pub(crate) store: StoreId,
     pub(crate) secret: Secret,
     pub(crate) segment_bytes: u64,
+    pub(crate) shards: u32,
     /// When the store was made: expiry is counted from here.
     pub(crate) created_ms: u64,
     pub(crate) index: Index,
@@ -108,6 +117,8 @@ pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) entropy: Arc<dyn Entropy>,
     pub(crate) counters: Counters,
+    /// Work, for tests of how it grows.
+    pub(crate) counted: Counted,
     pub(crate) events: Arc<EventLog>,
     /// What a quota took out and nobody was told of.
     pub(crate) unnamed: Waiting,
@@ -118,7 +129,8 @@ pub(crate) struct Shared {
     /// The most payload bytes of one record.
     pub(crate) record_bytes_max: u64,
     pub(super) budget: Budget,
-    latch: Mutex<Option<String>>,
+    /// Why nothing is written, if so, and who has died.
+    pub(super) health: State,
     zeros: OnceLock<Option<Buf>>,
     /// Tombstones and epochs that checkpoints list, of all shards.
     pub(crate) buried: AtomicU64,
@@ -163,6 +175,7 @@ impl Shared {
             store: birth.store,
             secret: birth.secret,
             segment_bytes: birth.segment_bytes,
+            shards: birth.shards,
             created_ms: birth.created_ms,
             index,
             names: Names::default(),
@@ -170,13 +183,14 @@ impl Shared {
             clock,
             entropy,
             counters: Counters::default(),
+            counted: Counted::default(),
             unnamed: Waiting::default(),
             arrivals: Arrivals::default(),
             events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),
             opened,
             record_bytes_max: birth.record_bytes_max,
             budget,
-            latch: Mutex::default(),
+            health: State::default(),
             zeros: OnceLock::new(),
             buried: AtomicU64::new(0),
             ages: Ages::new(opened.0),
@@ -187,17 +201,6 @@ impl Shared {
             expiring: AtomicBool::new(false),
             superseded: Mutex::default(),
         }
-    }
-
-    /// Makes the store read-only for as long as it is open: an error said that the directory takes no writes.
-    pub(crate) fn latch(&self, error: &IoError) -> Reason {
-        let mut latch = self.latch.lock().unwrap_or_else(PoisonError::into_inner);
-        Reason::Latched(latch.get_or_insert_with(|| error.to_string()).clone())
-    }
-
-    /// Why nothing is written any more, if so.
-    pub(crate) fn latched(&self) -> Option<Reason> {
-        self.latch.lock().unwrap_or_else(PoisonError::into_inner).clone().map(Reason::Latched)
     }
 
     /// Zero bytes to write from; nobody writes to them.

@@ -18,6 +18,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use super::batch::ReadBatch;
 use super::driver_core::{Core, Outcome, Request, Work};
@@ -257,6 +258,12 @@ impl Driver {
         reply.and_then(take).ok_or_else(|| request.error(IoErrorKind::Other(0), 0))
     }
 
+    /// Completes after a while.
+    pub(crate) async fn pause(&self, time: Duration) {
+        let rt = &self.shared.rt;
+        rt.sleep_until(rt.clock().now().plus(time)).await;
+    }
+
     /// A batch of reads that report their ends one by one.
     pub fn batch(&self, class: Class) -> ReadBatch {
         ReadBatch::new(Rc::clone(&self.shared), class)
@@ -283,6 +290,11 @@ impl Driver {
             self.shared.dispatch();
         }
         count
+    }
+
+    /// Completes at this time.
+    pub(crate) fn sleep_until(&self, at: Nanos) -> LocalTask {
+        self.shared.rt.sleep_until(at)
     }
 
     /// An open file, for somebody who reads it himself: see [`Io::keep_file`].

@@ -179,7 +179,7 @@ impl Meta {
             self.files.note_cached(why);
         }
         fcntl_setfl(&fd, kept)?;
-        self.files.insert(fd).map(Reply::Opened).ok_or(Errno::MFILE)
+        Ok(Reply::Opened(self.files.insert(fd)))
     }
 
     fn rename(&self, from: &Name, to: &Name) -> Result<(), Errno> {

@@ -55,7 +55,7 @@ pub struct DirId(pub u16);
 
 /// An open file of one [`Io`]. Valid until its `Close`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct FileId(pub u32);
+pub struct FileId(pub u64);
 
 /// Chosen by the submitter; comes back in the completion.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -240,6 +240,12 @@ pub trait Io {
         None
     }
 
+    /// Whether operations wait that the kernel would not take for now: nothing will say when it does. Whoever sleeps on the
+    /// eventfd sleeps shortly then, and reaps, which offers them again.
+    fn unsent(&mut self) -> bool {
+        false
+    }
+
     /// Lets completions make [`Io::event_fd`] readable; an unpark does so always, armed or not. True: nothing can
     /// be reaped now, so it is safe to sleep on the eventfd. False: there is something to reap, do that first.
     fn arm(&mut self) -> bool {
@@ -279,6 +285,9 @@ impl<T: Io + ?Sized> Io for Box<T> {
     }
     fn event_fd(&mut self) -> Option<OwnedFd> {
         (**self).event_fd()
+    }
+    fn unsent(&mut self) -> bool {
+        (**self).unsent()
     }
     fn arm(&mut self) -> bool {
         (**self).arm()

@@ -106,6 +106,9 @@ pub(super) struct Ring {
     /// Completions that no operation here waits for.
     unknown: u64,
     drop_waits: u32,
+    /// Calls that are refused without asking the kernel.
+    #[cfg(test)]
+    refusals: std::cell::Cell<u32>,
 }
 
 impl Ring {
@@ -138,6 +141,8 @@ impl Ring {
             eventfd_registered: false,
             unknown: 0,
             drop_waits: DROP_WAITS,
+            #[cfg(test)]
+            refusals: std::cell::Cell::new(0),
         })
     }
 
@@ -251,7 +256,16 @@ impl Ring {
             }
             let events = EnterFlags::GETEVENTS.bits();
             // SAFETY: no argument is passed, and the queue has `queued` entries that are whole.
-            let entered = unsafe { self.ring.submitter().enter::<u8>(queued as u32, 0, events, None) };
+            let enter = || unsafe { self.ring.submitter().enter::<u8>(queued as u32, 0, events, None) };
+            #[cfg(test)]
+            let enter = || match self.refusals.take() {
+                0 => enter(),
+                more => {
+                    self.refusals.set(more - 1);
+                    Err(std::io::Error::from(Errno::AGAIN))
+                }
+            };
+            let entered = enter();
             // What the kernel refuses for now (no memory, a signal) it is offered again at the next reap.
             if entered.is_err() || self.overflow.is_empty() || self.in_kernel >= self.in_kernel_max {
                 return;
@@ -435,6 +449,11 @@ impl Io for Ring {
             self.eventfd_registered = true;
         }
         self.wake.as_fd().try_clone_to_owned().ok()
+    }
+
+    fn unsent(&mut self) -> bool {
+        let room = self.in_kernel < self.in_kernel_max;
+        !self.ring.submission().is_empty() || (room && !self.overflow.is_empty())
     }
 
     fn arm(&mut self) -> bool {

@@ -101,6 +101,7 @@ pub const BUGS: &[Bug] = &[
     ),
     bug("fsck-believes-footers", "R18", "the checker does not compare a footer with its records"),
     bug("failed-write-taken-for-done", "R9", "a write that ends with an error counts as done"),
+    bug("shortage-latches", "R29", "a want of descriptors or memory makes the store read-only"),
     bug("failed-flush-repeated", "R10", "a flush that failed is tried again, and its success believed"),
     bug("short-read-taken-for-whole", "R16", "a read that ends short counts as whole"),
     bug("put-over-live", "R16", "a second put of a block that is here replaces it"),
@@ -116,6 +117,12 @@ pub const BUGS: &[Bug] = &[
     bug("lease-never-ends", "R17", "a lease holds past its end"),
     bug("expiry-by-the-wall-clock", "R17", "the wall clock, set back, brings expired blocks back"),
     bug("expired-served", "R17", "blocks are served past their time"),
+    bug("follower-walks-every-step", "R30", "who follows another read walks all its steps for each run"),
+    bug(
+        "footers-read-again",
+        "R30",
+        "a search for what descends from a key reads all footers again and again",
+    ),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
 ];
 

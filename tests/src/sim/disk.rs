@@ -104,8 +104,8 @@ struct OpenFile {
 
 #[derive(Default, Debug)]
 struct IoState {
-    files: BTreeMap<u32, OpenFile>,
-    next_file: u32,
+    files: BTreeMap<u64, OpenFile>,
+    next_file: u64,
     ready: Vec<Completion>,
     unparked: bool,
     dead: bool,

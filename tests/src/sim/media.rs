@@ -25,11 +25,15 @@ pub mod errno {
     pub const EIO: i32 = 5;
     pub const EBADF: i32 = 9;
     pub const EAGAIN: i32 = 11;
+    pub const ENOMEM: i32 = 12;
+    pub const EBUSY: i32 = 16;
     pub const EEXIST: i32 = 17;
     pub const EXDEV: i32 = 18;
     pub const ENOTDIR: i32 = 20;
     pub const EISDIR: i32 = 21;
     pub const EINVAL: i32 = 22;
+    pub const ENFILE: i32 = 23;
+    pub const EMFILE: i32 = 24;
     pub const ENOSPC: i32 = 28;
     pub const EROFS: i32 = 30;
     pub const EDQUOT: i32 = 122;

@@ -288,7 +288,7 @@ fn sent_into(
     into: impl Fn(Placed) -> Placed,
 ) -> (ReadStream, ReadPart) {
     let (count, namespace) = (numbers.end - numbers.start, world.namespace("a"));
-    let shape = world.shared.classes.shape(&namespace, Group(0), Coordinate::Replicated).unwrap();
+    let shape = namespace.shape(Group(0), Coordinate::Replicated).unwrap();
     let bytes = (count * BLOCK_BYTES) as usize;
     let memory = Buf::new(&Region::anonymous(bytes).unwrap(), 0, bytes).unwrap();
     let request = ReadRequest {
