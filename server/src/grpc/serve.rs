@@ -10,12 +10,13 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::transport::server::Router;
 use tonic::transport::{Certificate, Server, ServerTlsConfig};
+use tonic_health::pb::health_server::{Health, HealthServer};
 use tower::layer::util::{Identity as NoLayer, Stack};
 
 use super::call::Door;
-use super::limits;
 use super::polite::{self, Polite};
 use super::services::{Reads, Services};
+use super::{health, limits};
 use crate::local;
 use crate::node::Node;
 use crate::proto;
@@ -77,9 +78,10 @@ pub struct Listeners {
 /// ended. When one of the listeners fails, nothing is served any more.
 pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::transport::Error> {
     let Listeners { tcp, unix, tls, renewed } = listeners;
+    let (reporter, health) = tonic_health::server::health_reporter();
     let over_tcp = async {
         match tcp {
-            Some(listener) => serve_tcp(&node, listener, tls, renewed).await,
+            Some(listener) => serve_tcp(&node, listener, (tls, renewed), health.clone()).await,
             None => Ok(()),
         }
     };
@@ -88,12 +90,15 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
         // The local path comes in by the same socket.
         let (incoming, local) = local::split(Arc::clone(&node), listener);
         let incoming = placed(Arc::clone(&node), ReceiverStream::new(incoming));
-        let server = router(&node, transport());
+        let server = router(&node, transport(), health.clone());
         let serving = server.serve_with_incoming_shutdown(incoming, node.drain_asked());
         let (served, ()) = tokio::join!(serving, local);
         served
     };
-    tokio::try_join!(over_tcp, over_unix).map(|_| ())
+    tokio::select! {
+        served = async { tokio::try_join!(over_tcp, over_unix) } => served.map(|_| ()),
+        never = health::keep(Arc::clone(&node), reporter) => match never {},
+    }
 }
 
 /// Serves over TCP. With another identity, connections that come in have that one from then on; those that were there before
@@ -101,8 +106,8 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
 async fn serve_tcp(
     node: &Arc<Node>,
     listener: TcpListener,
-    mut tls: Option<Tls>,
-    mut renewed: Option<mpsc::Receiver<Tls>>,
+    (mut tls, mut renewed): (Option<Tls>, Option<mpsc::Receiver<Tls>>),
+    health: HealthServer<impl Health>,
 ) -> Result<(), tonic::transport::Error> {
     let listener = Arc::new(listener);
     // Dropping them ends them.
@@ -117,7 +122,7 @@ async fn serve_tcp(
             }
         };
         let incoming = placed(Arc::clone(node), incoming_tcp(Arc::clone(&listener)));
-        let server = router(node, tls.take().map_or_else(transport, |tls| tls.0));
+        let server = router(node, tls.take().map_or_else(transport, |tls| tls.0), health.clone());
         let mut serving = Box::pin(server.serve_with_incoming_shutdown(incoming, over));
         let another = async {
             match &mut renewed {
@@ -205,10 +210,12 @@ pub(crate) fn transport() -> Server {
         .tcp_nodelay(true)
 }
 
-fn router(node: &Arc<Node>, server: Server) -> Router<Stack<Door, NoLayer>> {
+fn router(
+    node: &Arc<Node>,
+    server: Server,
+    health: HealthServer<impl Health>,
+) -> Router<Stack<Door, NoLayer>> {
     let bounded = limits::MESSAGE_BYTES_MAX;
-    let (health_reporter, health) = tonic_health::server::health_reporter();
-    drop(health_reporter);
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
