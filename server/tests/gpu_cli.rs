@@ -84,6 +84,37 @@ fn a_server_says_at_its_start_and_in_its_metrics_how_files_reach_devices_and_why
     assert!(told.contains("layers reach the device by staging: asked for"), "{told}");
 }
 
+/// A driver that hangs cannot be left again: the store's lock would stay with the process.
+#[test]
+fn a_server_calls_no_driver() {
+    let directory = std::env::temp_dir().join(format!("kvarts-gpu-driver-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&directory);
+    std::fs::create_dir_all(&directory).unwrap();
+    // Whoever starts this driver ends.
+    let source = directory.join("driver.c");
+    std::fs::write(
+        &source,
+        "void _exit(int);\nint cuInit(unsigned flags) { _exit((int)flags + 77); return 0; }\n",
+    )
+    .unwrap();
+    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
+    let mut build = Command::new(compiler);
+    build.args(["-shared", "-fPIC", "-o"]).arg(directory.join("libcuda.so.1")).arg(&source);
+    assert!(build.status().unwrap().success());
+    std::fs::copy(directory.join("libcuda.so.1"), directory.join("libcuda.so")).unwrap();
+    for cufile in ["staging", "auto"] {
+        let mut command = serve(&directory, cufile);
+        command.env("LD_LIBRARY_PATH", &directory).env_remove("CUDA_VISIBLE_DEVICES");
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let _ = child.kill();
+        let ended = child.wait().unwrap();
+        assert!(line.contains("metrics="), "{cufile}: {line:?}, {ended}");
+    }
+    let _ = std::fs::remove_dir_all(&directory);
+}
+
 #[test]
 fn a_server_that_is_asked_for_a_way_that_cannot_be_used_says_so_before_it_makes_a_store() {
     let directory = std::env::temp_dir().join(format!("kvarts-gpu-refused-{}", std::process::id()));
