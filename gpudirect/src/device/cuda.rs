@@ -252,6 +252,7 @@ impl Device for Cuda {
             pins.remove(&region.id());
             return Err(error);
         }
+        region.keep_pages(true);
         *count += 1;
         Ok(())
     }

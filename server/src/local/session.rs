@@ -6,7 +6,6 @@
 //! reason, the session is dropped, and with it everything that the client held.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,25 +17,26 @@ use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
 use kvarts_store::api::Order;
 use kvarts_store::error::Reason;
+use kvarts_store::io::Region;
 use kvarts_store::rt::Nanos;
 use prost::Message;
-use rustix::net::RecvFlags;
-use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::Instant;
 use tonic::Code;
 
-use super::frame::{Head, Kind, NoFrame, frame};
-use super::limits::{
-    BODY_BYTES_MAX, HEAD_BYTES, HELLO, HELLO_BYTES_MAX, LEASES_MAX, MAGIC, MEMORIES_MAX, RECEIVE_BYTES,
-    REQUESTS_MAX, SMALL_BODY_BYTES, STALL, VERSION,
-};
+use super::frame::{Head, Kind, frame};
+use super::incoming::{Ended, Incoming, Next, broken};
+use super::limits::{HELLO, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX, STALL, VERSION};
 use super::memory::Memory;
+use super::named::Named;
 use super::outbox::Outbox;
+use super::pot::Part;
 use super::put::Putting;
-use super::{ClientFacts, Entry, Locals, Mode, Peer, Receiving, read, socket};
+use super::read::Doubts;
+use super::{ClientFacts, Entry, Mode, Peer, read};
 use crate::grpc::call::{self, Call, Method};
 use crate::grpc::calls;
 use crate::grpc::codec::decode;
@@ -48,122 +48,6 @@ use crate::proto;
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 /// Sharing memory is not in the contract: its right is that of a reader.
 const SHARE: Method = ("", "share", Right::Read);
-
-/// Why a connection ends.
-#[derive(Debug)]
-enum Ended {
-    /// The client left, or was cut off.
-    Left,
-    /// The server is about to stop.
-    Drained,
-    /// It sent what cannot be.
-    Broken(String),
-}
-
-impl From<io::Error> for Ended {
-    fn from(_: io::Error) -> Self {
-        Self::Left
-    }
-}
-
-fn broken(what: impl ToString) -> Ended {
-    Ended::Broken(what.to_string())
-}
-
-/// What has arrived and is not used yet.
-struct Incoming {
-    locals: Arc<Locals>,
-    bytes: Vec<u8>,
-    at: usize,
-    descriptors: Vec<OwnedFd>,
-    scratch: Box<[u8]>,
-    /// The part of what may be received that the frame under way has.
-    large: Option<Receiving>,
-    /// Since when a frame is incomplete. While it waits for others to have received theirs, its client stalls nothing.
-    since: Option<Instant>,
-    /// The longest body that is taken: short ones, until somebody has said who he is.
-    body_max: usize,
-}
-
-/// The next frame, or why there is none.
-enum Next {
-    Frame(Head, Bytes),
-    /// More has to arrive.
-    More,
-    /// More may only be received when others have received theirs.
-    Wait,
-}
-
-impl Incoming {
-    fn new(locals: &Arc<Locals>) -> Self {
-        let scratch = vec![0; RECEIVE_BYTES].into_boxed_slice();
-        let (bytes, descriptors) = (Vec::new(), Vec::new());
-        let (large, since, body_max) = (None, None, HELLO_BYTES_MAX);
-        Self { locals: Arc::clone(locals), bytes, at: 0, descriptors, scratch, large, since, body_max }
-    }
-
-    /// Takes what there is.
-    fn receive(&mut self, stream: &UnixStream) -> Result<(), Ended> {
-        let Self { scratch, descriptors, bytes, .. } = self;
-        let got = stream.try_io(Interest::READABLE, || {
-            socket::receive(stream, scratch, descriptors, RecvFlags::empty()).map_err(io::Error::from)
-        });
-        match got {
-            Ok(0) => Err(Ended::Left),
-            Ok(count) => {
-                bytes.extend_from_slice(scratch.get(..count).unwrap_or_default());
-                Ok(())
-            }
-            Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {
-                Ok(())
-            }
-            Err(error) => Err(broken(error)),
-        }
-    }
-
-    fn next(&mut self) -> Result<Next, Ended> {
-        let rest = self.bytes.get(self.at..).unwrap_or_default();
-        let Some(head) = Head::parse(rest).map_err(broken)? else {
-            if rest.is_empty() {
-                // It came with one of the frames that were taken, or in front of one of them.
-                if !self.descriptors.is_empty() {
-                    return Err(broken("a descriptor that nobody asked for"));
-                }
-                self.bytes.clear();
-                self.at = 0;
-                self.since = None;
-            } else {
-                self.since.get_or_insert_with(Instant::now);
-            }
-            return Ok(Next::More);
-        };
-        if head.length > self.body_max {
-            return Err(broken(NoFrame::TooLong));
-        }
-        let Some(body) = rest.get(HEAD_BYTES..HEAD_BYTES + head.length) else {
-            if head.length > SMALL_BODY_BYTES && self.large.is_none() {
-                self.large = self.locals.receive(head.length as u64);
-                self.since = self.large.is_some().then(Instant::now);
-                if self.large.is_none() {
-                    return Ok(Next::Wait);
-                }
-                self.bytes.drain(..self.at);
-                self.at = 0;
-            }
-            self.since.get_or_insert_with(Instant::now);
-            return Ok(Next::More);
-        };
-        let body = Bytes::copy_from_slice(body);
-        self.at += HEAD_BYTES + head.length;
-        (self.large, self.since) = (None, None);
-        if self.at >= SMALL_BODY_BYTES {
-            self.bytes.drain(..self.at);
-            self.bytes.shrink_to(SMALL_BODY_BYTES * 4);
-            self.at = 0;
-        }
-        Ok(Next::Frame(head, body))
-    }
-}
 
 /// By what a request is ended early.
 enum Ending {
@@ -188,11 +72,20 @@ struct Session {
     reads: FuturesUnordered<Abortable<Pin<Box<dyn Future<Output = u64> + Send>>>>,
     puts: JoinSet<u64>,
     requests: BTreeMap<u64, Ending>,
+    doubts: Arc<Doubts>,
+    /// What it ever shared and somebody still uses.
+    named: Named,
     entry: Entry,
+    _place: Part,
 }
 
-/// Works for one connection until it ends. Puts are worked for `elsewhere`.
-pub(super) async fn run(node: Arc<Node>, stream: UnixStream, elsewhere: Handle) {
+/// Works for one connection until it ends. Puts are worked for `elsewhere`; `unknown` is its place until it has said who it
+/// is.
+pub(super) async fn run(
+    node: Arc<Node>,
+    (stream, unknown): (UnixStream, Option<OwnedSemaphorePermit>),
+    elsewhere: Handle,
+) {
     let cred = stream.peer_cred().ok();
     let peer = Peer {
         pid: cred.and_then(|cred| u32::try_from(cred.pid()?).ok()).unwrap_or_default(),
@@ -207,6 +100,7 @@ pub(super) async fn run(node: Arc<Node>, stream: UnixStream, elsewhere: Handle) 
             return;
         }
     };
+    drop(unknown);
     let (outbox, server) = (Arc::new(Outbox::default()), Arc::clone(&node));
     let ended = match Session::open((node, elsewhere), peer, Arc::clone(&outbox), &hello) {
         Ok(mut session) => {
@@ -214,9 +108,13 @@ pub(super) async fn run(node: Arc<Node>, stream: UnixStream, elsewhere: Handle) 
                 version: VERSION,
                 requests_max: REQUESTS_MAX as u32,
                 memories_max: MEMORIES_MAX as u32,
+                instance: server.locals.instance.to_vec().into(),
             };
             outbox.push(frame(Kind::Welcome, id, &limits));
+            incoming.belongs_to(session.tenant);
             let Err(ended) = session.serve(&stream, &mut incoming).await;
+            // Before the connection is closed: that it is closed says that nobody gets to its memory any more.
+            session.close().await;
             ended
         }
         Err(fault) => {
@@ -248,7 +146,6 @@ async fn hello(stream: &UnixStream, incoming: &mut Incoming) -> Result<(u64, pro
         if begun {
             match incoming.next()? {
                 Next::Frame(Head { kind: Kind::Hello, id, .. }, body) => {
-                    incoming.body_max = BODY_BYTES_MAX;
                     return Ok((id, proto::Hello::decode(body).map_err(broken)?));
                 }
                 Next::Frame(..) => return Err(broken("a request before who asks")),
@@ -292,10 +189,15 @@ impl Session {
             under_way: 0,
             leases: 0,
         };
-        let entry = Entry::new(&node.locals, facts);
         let tenant = caller.tenant.number;
+        let place = node.locals.sessions.take(tenant, 1);
+        let place = place.ok_or_else(|| Fault::busy("there are as many local sessions as may be"))?;
+        let named = node.locals.names.begin(&hello.session);
+        let named = named.ok_or_else(|| Fault::malformed("session: 16 bytes that no other session has"))?;
+        let entry = Entry::new(&node.locals, facts);
+        outbox.counts_as(node.locals.untaken.part(tenant));
         let (memories, modes, leases) = Default::default();
-        let (reads, puts, requests) = Default::default();
+        let (reads, puts, requests, doubts) = Default::default();
         Ok(Self {
             node,
             elsewhere,
@@ -309,7 +211,10 @@ impl Session {
             reads,
             puts,
             requests,
+            doubts,
+            named,
             entry,
+            _place: place,
         })
     }
 
@@ -350,7 +255,7 @@ impl Session {
             if draining && all && self.under_way() == 0 {
                 return Err(Ended::Drained);
             }
-            let late = [untaken, incoming.since].into_iter().flatten().min().map(|since| since + STALL);
+            let late = [untaken.map(|since| since + STALL), incoming.late()].into_iter().flatten().min();
             let patience = tokio::time::sleep_until(late.unwrap_or_else(Instant::now));
             tokio::select! {
                 ready = stream.readable(), if all && !waits => {
@@ -446,6 +351,13 @@ impl Session {
                 Some(Ending::Put(put)) => put.abort(),
                 None => {}
             },
+            Kind::Settled => {
+                let answer = decode(body).map(|wire: proto::SettledRequest| {
+                    let under_way = self.node.locals.names.is_under_way(&wire.session);
+                    proto::SettledReply { under_way }
+                });
+                self.answer(id, answer);
+            }
             Kind::Match | Kind::Exists | Kind::Unlock | Kind::Renew => self.lookup(head.kind, id, body),
             Kind::Hello
             | Kind::Welcome
@@ -538,8 +450,9 @@ impl Session {
         if self.memories.len() >= MEMORIES_MAX {
             return Err(Reason::TooMany("memories").into());
         }
-        let (memory, file, ready) =
-            Memory::share((&self.node.locals, &self.node.engine, &self.elsewhere), &wire, file)?;
+        let from = (&self.node.locals, self.tenant, &self.node.engine, &self.elsewhere);
+        let (memory, file, ready) = Memory::share(from, &wire, file)?;
+        self.named.shares(&memory.region);
         tracing::debug!(pid = self.peer.pid, mode = memory.mode.name(), bytes = wire.bytes, "memory shared");
         self.memories.insert(wire.memory, memory);
         self.shared();
@@ -578,7 +491,7 @@ impl Session {
         };
         let method = call::method(path).ok_or(Reason::Bug("a method that the table lacks"))?;
         let call = self.admit(method, micros(wire.timeout_us))?;
-        let begun = read::begin(&call, &self.memories, &self.outbox, (id, order, wire));
+        let begun = read::begin(&call, &self.memories, (&self.outbox, &self.doubts), (id, order, wire));
         let reading = begun.inspect_err(|fault| call.end(fault.code))?;
         let run = async move {
             reading.run().await;
@@ -637,13 +550,48 @@ impl Session {
     }
 }
 
-impl Drop for Session {
-    fn drop(&mut self) {
+impl Session {
+    /// Ends what is under way, and then every way into the client's memory but that of devices that write already.
+    async fn close(&mut self) {
+        self.give_up();
+        let left = self.named.in_use();
+        if left.is_empty() {
+            return;
+        }
+        // Elsewhere: it may be gigabytes, and there are others on this thread.
+        let cut =
+            self.elsewhere.spawn_blocking(move || left.iter().filter(|region| !cut_off(region)).count());
+        if cut.await.is_ok_and(|failed| failed == 0) {
+            return;
+        }
+        // As good, and later: nobody uses it any more.
+        while !self.named.in_use().is_empty() {
+            tokio::time::sleep(ASK_AGAIN).await;
+        }
+    }
+
+    fn give_up(&mut self) {
         self.outbox.close();
         self.reads.clear();
         self.puts.abort_all();
         self.memories.clear();
         self.shared();
+    }
+}
+
+/// Whether it could be done.
+fn cut_off(region: &Arc<Region>) -> bool {
+    let cut = region.cut_off();
+    cut.inspect_err(|error| tracing::error!(%error, "a client's memory cannot be cut off")).is_ok()
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.give_up();
+        // Whoever is dropped before its end was not closed; otherwise it was done.
+        for region in self.named.in_use() {
+            cut_off(&region);
+        }
         for name in self.leases.keys() {
             if let Some(lease) = self.node.leases.take(self.tenant, *name) {
                 self.node.store().unlock(lease);
@@ -651,6 +599,3 @@ impl Drop for Session {
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

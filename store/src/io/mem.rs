@@ -282,9 +282,7 @@ impl Buf {
         source.check(from, len);
         match (&self.region.foreign, &source.region.foreign) {
             // SAFETY: both ranges are checked above; `copy` allows overlap.
-            (None, None) => unsafe {
-                std::ptr::copy(source.as_ptr().add(from), self.as_ptr().add(at), len)
-            },
+            (None, None) => unsafe { std::ptr::copy(source.as_ptr().add(from), self.as_ptr().add(at), len) },
             // SAFETY: the destination is checked above, and mapped for as long as its region lives.
             (None, Some(foreign)) => unsafe {
                 foreign.read_raw(source.place(from), self.as_ptr().add(at), len);

@@ -40,6 +40,10 @@ pub fn sealed(bytes: u64) -> io::Result<OwnedFd> {
 
 /// Seals a file in memory so that others may map it; refused by one that was made without permission to.
 pub fn seal(file: impl AsFd) -> io::Result<()> {
+    let file = file.as_fd();
+    if rustix::fs::fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
+        return Ok(());
+    }
     Ok(rustix::fs::fcntl_add_seals(file, SealFlags::SHRINK)?)
 }
 
@@ -388,5 +392,82 @@ mod tests {
         let bytes = all.slice(0, 16384).unwrap().to_vec();
         assert!(bytes[..4096] == [7; 4096] && bytes[4096..12288] == [0; 8192] && bytes[12288..] == [7; 4096]);
         assert!(replace(&file, 5..5).unwrap());
+    }
+
+    /// A ring that was told of pages, and what it will write into them when somebody fills a pipe: as late as a disk can be.
+    struct Late {
+        ring: io_uring::IoUring,
+        write: OwnedFd,
+        _read: OwnedFd,
+    }
+
+    impl Late {
+        /// None where this machine has no ring.
+        fn begin(region: &Arc<Region>, at: usize, len: usize) -> Option<Self> {
+            let mut ring = io_uring::IoUring::new(4).ok()?;
+            let memory = libc::iovec { iov_base: region.base().cast(), iov_len: region.len() };
+            // SAFETY: the region lives longer than the ring in these tests.
+            unsafe { ring.submitter().register_buffers(&[memory]) }.unwrap();
+            let (read, write) = rustix::pipe::pipe().unwrap();
+            let to = region.base().wrapping_add(at);
+            let fd = io_uring::types::Fd(read.as_raw_fd());
+            let entry = io_uring::opcode::ReadFixed::new(fd, to, len as u32, 0).build();
+            // SAFETY: as above; the pipe lives as long as the ring.
+            unsafe { ring.submission().push(&entry) }.unwrap();
+            ring.submit().unwrap();
+            Some(Self { ring, write, _read: read })
+        }
+
+        /// The late write, to its end.
+        fn end(mut self, byte: u8, len: usize) {
+            assert_eq!(rustix::io::write(&self.write, &vec![byte; len]).unwrap(), len);
+            self.ring.submit_and_wait(1).unwrap();
+            assert_eq!(self.ring.completion().next().unwrap().result(), len as i32);
+        }
+    }
+
+    #[test]
+    fn what_is_written_late_to_replaced_pages_is_seen_by_nobody() {
+        let file = sealed(1 << 20).unwrap();
+        let region = map(&file, 1 << 20, Box::new(())).unwrap();
+        let all = Buf::new(&region, 0, 1 << 20).unwrap();
+        all.fill(1);
+        let (Some(first), Some(second)) = (Late::begin(&region, 0, 4096), Late::begin(&region, 8192, 4096))
+        else {
+            return;
+        };
+        assert!(replace(&file, 8192..12288).unwrap());
+        all.fill(2);
+        second.end(9, 4096);
+        assert!(all.to_vec() == vec![2; 1 << 20], "a late write was seen");
+        // As it is without that.
+        first.end(9, 4096);
+        assert!(all.to_vec()[..4096] == [9; 4096]);
+    }
+
+    #[test]
+    fn a_large_page_that_a_device_writes_to_is_not_called_replaced_until_it_is() {
+        const LARGE: usize = 2 << 20;
+        let file = sealed(2 * LARGE as u64).unwrap();
+        let region = map(&file, 2 * LARGE as u64, Box::new(())).unwrap();
+        let all = Buf::new(&region, 0, 2 * LARGE).unwrap();
+        all.fill(1);
+        if !region.collapse() {
+            return;
+        }
+        let Some(late) = Late::begin(&region, LARGE, 4096) else { return };
+        // The whole of it can be taken out, and a part of it cannot.
+        let replaced = replace(&file, LARGE as u64..LARGE as u64 + 4096).unwrap();
+        all.slice(LARGE, 4096).unwrap().fill(2);
+        late.end(9, 4096);
+        let seen = all.slice(LARGE, 4096).unwrap().to_vec() == vec![9; 4096];
+        assert_eq!(seen, !replaced, "what is seen of it is what was said");
+        // The ring has let go of its pages, in its own time.
+        while !replace(&file, LARGE as u64..LARGE as u64 + 4096).unwrap() {
+            std::thread::yield_now();
+        }
+        let bytes = all.to_vec();
+        assert!(bytes[LARGE..LARGE + 4096] == [0; 4096] && bytes[..LARGE] == vec![1; LARGE]);
+        assert!(bytes[LARGE + 4096..] == vec![1; LARGE - 4096]);
     }
 }
