@@ -1,8 +1,8 @@
 //! GPUDirect Storage: whether files are read straight into device memory on this machine, decided once at the start.
 //!
-//! What is read this way the device must verify, so it needs more than cuFile: a compiler for the kernel that digests.
 //! What is decided here is told to the operator and exported, so that nobody finds out at the first read that a module is
-//! missing; and where memory is made ready for it the device is asked to digest a page, before it is said that it can.
+//! missing. What is read this way the device must verify: where memory is made ready for it the device is asked to digest a
+//! page, before it is said that it can.
 //! **No machine with a GPU has run it yet.**
 
 use std::fmt;
@@ -64,7 +64,6 @@ impl FromStr for Wish {
 
 /// What was found on the machine.
 #[derive(Clone, PartialEq, Eq, Debug)]
-#[allow(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct Found {
     /// Whether there is a CUDA device; if not, why, in a sentence.
     pub device: Result<(), String>,
@@ -72,8 +71,6 @@ pub struct Found {
     pub library: bool,
     /// Whether the nvidia-fs module is loaded.
     pub module: bool,
-    /// Whether libnvrtc can be loaded, which compiles the kernel that digests.
-    pub compiler: bool,
 }
 
 /// What was decided, and why.
@@ -96,7 +93,7 @@ impl fmt::Display for Decision {
 /// Looks at the machine without using anything that may be missing.
 pub fn look(device: Result<(), String>) -> Found {
     let module = rustix::fs::access("/proc/driver/nvidia-fs/version", rustix::fs::Access::READ_OK).is_ok();
-    Found { library: cuda::has_cufile(), compiler: cuda::has_nvrtc(), device, module }
+    Found { library: cuda::has_cufile(), device, module }
 }
 
 /// Decides. A way that was asked for by name and cannot be used is an error that says what is missing.
@@ -107,22 +104,19 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
         Found { module: false, .. } => (Mode::Compatibility, "the nvidia-fs module is not loaded".to_owned()),
         _ => (Mode::Direct, "nvidia-fs and libcufile are here".to_owned()),
     };
-    let missing = "libnvrtc cannot be loaded";
     let decided = |mode, reason| Ok(Decision { mode, offered, reason });
     match wish {
-        Wish::Auto => match (offered, found.compiler) {
-            (Mode::Direct, true) => {
-                decided(Mode::Direct, format!("{why}, with libnvrtc for verifying layers on the device"))
-            }
-            (Mode::Direct, false) => decided(Mode::Staging, cannot_digest(missing)),
-            (Mode::Compatibility, _) => {
+        Wish::Auto => match offered {
+            Mode::Compatibility => {
                 decided(Mode::Staging, format!("{why}, and cuFile would only copy as the arena does"))
             }
-            (Mode::Staging, _) => decided(Mode::Staging, why),
+            mode => decided(mode, why),
         },
         Wish::Only(Mode::Staging) => decided(Mode::Staging, "asked for".to_owned()),
-        Wish::Only(mode) if mode == offered => {
-            decided(mode, if found.compiler { "asked for".to_owned() } else { unverified(missing) })
+        Wish::Only(mode) if mode == offered => decided(mode, "asked for".to_owned()),
+        // Newer kernels do it without the module. Whether this one does, the first read says.
+        Wish::Only(Mode::Direct) if offered == Mode::Compatibility => {
+            decided(Mode::Direct, format!("asked for; {why}, so the kernel itself must be able to"))
         }
         Wish::Only(Mode::Compatibility) if offered == Mode::Direct => Err(
             "compatibility reads cannot be used: nvidia-fs is loaded, so cuFile reads directly: use direct, or have cuFile \
@@ -186,17 +180,17 @@ mod tests {
 
     fn found(bits: u32) -> Found {
         let device = if bits & 1 > 0 { Ok(()) } else { Err("no driver".to_owned()) };
-        Found { device, library: bits & 2 > 0, module: bits & 4 > 0, compiler: bits & 8 > 0 }
+        Found { device, library: bits & 2 > 0, module: bits & 4 > 0 }
     }
 
     #[test]
     fn every_machine_gets_a_way_that_verifies_and_is_told_what_it_offers() {
-        for bits in 0..16 {
+        for bits in 0..8 {
             let machine = found(bits);
             let decision = decide(&machine, Wish::Auto).unwrap();
-            let mode = if bits == 15 { Mode::Direct } else { Mode::Staging };
+            let mode = if bits == 7 { Mode::Direct } else { Mode::Staging };
             assert_eq!(decision.mode, mode, "{machine:?}");
-            let offered = match bits & 7 {
+            let offered = match bits {
                 7 => Mode::Direct,
                 3 => Mode::Compatibility,
                 _ => Mode::Staging,
@@ -209,14 +203,14 @@ mod tests {
     #[test]
     fn what_is_asked_for_by_name_is_used_or_an_error_that_says_what_is_missing() {
         let refused = |bits, mode| decide(&found(bits), Wish::Only(mode)).unwrap_err();
-        assert!(refused(14, Mode::Direct).contains("no driver"));
-        assert!(refused(13, Mode::Direct).contains("libcufile"));
-        assert!(refused(11, Mode::Direct).contains("nvidia-fs"));
-        assert!(refused(15, Mode::Compatibility).contains("use direct"));
-        assert_eq!(decide(&found(15), Wish::Only(Mode::Direct)).unwrap().mode, Mode::Direct);
-        assert_eq!(decide(&found(11), Wish::Only(Mode::Compatibility)).unwrap().mode, Mode::Compatibility);
-        let unverified = decide(&found(7), Wish::Only(Mode::Direct)).unwrap();
-        assert!(unverified.reason.contains("libnvrtc"), "{unverified}");
+        assert!(refused(6, Mode::Direct).contains("no driver"));
+        assert!(refused(5, Mode::Direct).contains("libcufile"));
+        assert!(refused(7, Mode::Compatibility).contains("use direct"));
+        assert_eq!(decide(&found(7), Wish::Only(Mode::Direct)).unwrap().mode, Mode::Direct);
+        assert_eq!(decide(&found(3), Wish::Only(Mode::Compatibility)).unwrap().mode, Mode::Compatibility);
+        let without_module = decide(&found(3), Wish::Only(Mode::Direct)).unwrap();
+        assert_eq!(without_module.mode, Mode::Direct);
+        assert!(without_module.reason.contains("nvidia-fs"), "{without_module}");
         assert!("gds".parse::<Wish>().is_err() && "direct".parse() == Ok(Wish::Only(Mode::Direct)));
     }
 
@@ -225,7 +219,7 @@ mod tests {
         let faults = Faults { no_files: true, ..Faults::default() };
         let mute: Arc<dyn Device> = Arc::new(Emulated::with(Model::default(), faults, RealPace::new()));
         let able: Arc<dyn Device> = Arc::new(Emulated::new(Model::default()));
-        let ready = |device, wish| prepare(decide(&found(15), wish).unwrap(), wish, device, 1);
+        let ready = |device, wish| prepare(decide(&found(7), wish).unwrap(), wish, device, 1);
         let (decision, arena) = ready(&mute, Wish::Auto).unwrap();
         assert!(arena.is_none() && decision.mode == Mode::Staging && decision.offered == Mode::Direct);
         assert!(decision.reason.contains("told to refuse"), "{decision}");
@@ -239,7 +233,7 @@ mod tests {
     fn a_device_that_cannot_digest_is_found_out_before_it_is_relied_on() {
         let faults = Faults { no_digests: true, ..Faults::default() };
         let device: Arc<dyn Device> = Arc::new(Emulated::with(Model::default(), faults, RealPace::new()));
-        let ready = |wish| prepare(decide(&found(15), wish).unwrap(), wish, &device, 1).unwrap();
+        let ready = |wish| prepare(decide(&found(7), wish).unwrap(), wish, &device, 1).unwrap();
         let (decision, arena) = ready(Wish::Auto);
         assert!(arena.is_none() && decision.mode == Mode::Staging && decision.offered == Mode::Direct);
         assert!(decision.reason.contains("has no kernel"), "{decision}");

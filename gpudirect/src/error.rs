@@ -46,6 +46,9 @@ pub enum DeviceError {
     },
     /// Something made by another device, or not supported by this one.
     Foreign(&'static str),
+    /// The stream is being captured into a graph, which what was asked for would become part of. Nothing was enqueued: ask
+    /// again when the capture has ended, or on a stream that is not captured.
+    Captured,
 }
 
 impl DeviceError {
@@ -81,6 +84,9 @@ impl fmt::Display for DeviceError {
             Self::Pin(why) => write!(f, "the memory was not pinned, copies from it are slower: {why}"),
             Self::Call { call, why } => write!(f, "{call}: {why}"),
             Self::Foreign(what) => write!(f, "this device cannot use {what}"),
+            Self::Captured => f.write_str(
+                "the stream is being captured into a graph, which this must not be part of: ask when the capture has ended",
+            ),
         }
     }
 }

@@ -5,7 +5,8 @@
 //! device has finished after all, or is declared lost: a device that may still write to memory never loses it.
 //!
 //! A device that is asked and does not say is not done: while an engine captures a graph a driver may refuse every
-//! question. Only an error that is an end ([`DeviceError::is_an_end`]) is taken for one; else it is asked again.
+//! question. Only an error that is an end ([`DeviceError::is_an_end`]) is taken for one; else it is asked again, and when
+//! the patience is over something else is ([`Device::confirm`]): an error that every call answers with is the device's end.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -196,7 +197,8 @@ fn outcome(followed: &Followed, event: &Event) -> Result<(), DeviceError> {
         match device.synchronize_within(event, left) {
             Ok(true) => return Ok(()),
             Ok(false) => return Err(DeviceError::stuck(*patience)),
-            Err(error) if error.is_an_end() || left.is_zero() => return Err(error),
+            Err(error) if error.is_an_end() => return Err(error),
+            Err(error) if left.is_zero() => return Err(device.confirm(error)),
             Err(_) => pace.sleep_until(pace.now().plus(ASK_AGAIN.min(left))),
         }
     }
@@ -205,7 +207,10 @@ fn outcome(followed: &Followed, event: &Event) -> Result<(), DeviceError> {
 /// Returns when the work before an event has ended, however long that takes.
 fn wait_for_good(followed: &Followed, event: &Event) {
     let pace = RealPace::new();
-    while followed.device.synchronize(event).is_err_and(|error| !error.is_an_end()) {
+    while let Err(error) = followed.device.synchronize(event) {
+        if followed.device.confirm(error).is_an_end() {
+            return;
+        }
         pace.sleep_until(pace.now().plus(ASK_LATE));
     }
 }

@@ -7,18 +7,18 @@
 //! Exit code 1 means that the server answered and something that was asked for is not there, or was not done.
 #![allow(clippy::disallowed_methods, reason = "commands of a person: files of the person's")]
 
+mod get;
+mod put;
 mod subject;
 
-use std::fs::File;
-use std::io::{Read, Write};
-use std::path::PathBuf;
+use std::io::Write;
 use std::time::Duration;
 
 use clap::Args;
 use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_store::api::{
-    BlockOutcome, DeleteOutcome, DeleteRequest, Durability, KvStore, LeaseId, MatchRequest, Order, Parent,
-    Placed, PutRequest, ReadRequest, Target, Verify,
+    DeleteOutcome, DeleteRequest, KvStore, LeaseId, MatchRequest, Order, Placed, ReadEnd, ReadRequest,
+    Target, Verify,
 };
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Class;
@@ -29,44 +29,13 @@ use crate::cli::Failure;
 use crate::client::{Client, Via};
 use crate::human::{bytes, grouped};
 use crate::proto;
+pub(crate) use get::{GetArgs, get};
+pub(crate) use put::{PutArgs, put};
 use subject::Subject;
 pub(crate) use subject::{KeyArgs, ModelArgs, ServerArgs};
 
 /// Bytes of blocks that are put or read at once.
 const BATCH_BYTES: u64 = 64 << 20;
-
-/// The arguments of `put`.
-#[derive(Args, Debug)]
-pub(crate) struct PutArgs {
-    /// The blocks' bytes, or `-` for standard input
-    file: PathBuf,
-    #[command(flatten)]
-    model: ModelArgs,
-    #[command(flatten)]
-    keys: KeyArgs,
-    /// Answer when the blocks are written, not when they are flushed
-    #[arg(long)]
-    relaxed: bool,
-    /// How long the blocks may live, such as 90s, 30m, 12h, 7d [default: until they are evicted]
-    #[arg(long, value_parser = subject::duration)]
-    ttl: Option<Duration>,
-    #[command(flatten)]
-    server: ServerArgs,
-}
-
-/// The arguments of `get`.
-#[derive(Args, Debug)]
-pub(crate) struct GetArgs {
-    #[command(flatten)]
-    model: ModelArgs,
-    #[command(flatten)]
-    keys: KeyArgs,
-    /// Where the leading blocks that are there go, or `-` for standard output
-    #[arg(long, value_name = "FILE")]
-    to: PathBuf,
-    #[command(flatten)]
-    server: ServerArgs,
-}
 
 /// The arguments of `match`.
 #[derive(Args, Debug)]
@@ -148,133 +117,21 @@ fn placed(subject: &Subject, memory: &Buf, blocks: usize) -> Result<Placed, Fail
     Placed::blocks(&subject.shape, pages, blocks as u32).map_err(Failure::user)
 }
 
-/// Runs `put`.
-pub(crate) fn put(arguments: &PutArgs, out: &mut dyn Write) -> Result<(), Failure> {
-    let client = arguments.server.connect(Via::Best)?;
-    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
-    let shown = arguments.file.display();
-    let fault = |error: &std::io::Error| Failure::User(format!("{shown}: {error}"));
-    let mut source: Box<dyn Read> = match arguments.file.as_os_str() == "-" {
-        true => Box::new(std::io::stdin().lock()),
-        false => Box::new(File::open(&arguments.file).map_err(|error| fault(&error))?),
+/// Reads blocks into memory.
+fn read(client: &Client, subject: &Subject, keys: &[BlockKey], memory: &Buf) -> Result<ReadEnd, Failure> {
+    let request = ReadRequest {
+        namespace: subject.namespace,
+        group: subject.group,
+        coordinate: subject.coordinate,
+        keys: keys.to_vec(),
+        layers: None,
+        order: Order::Blocks,
+        into: placed(subject, memory, keys.len())?,
+        verify: Verify::Always,
+        class: Class::Foreground,
+        deadline: None,
     };
-    let (memory, batch) = memory(&client, &subject)?;
-    let each = subject.shape.block_bytes() as usize;
-    let (mut parent, mut outcomes, mut block) = (Parent::Root, Vec::new(), vec![0; each]);
-    for keys in subject.keys.chunks(batch) {
-        for at in 0..keys.len() {
-            source.read_exact(&mut block).map_err(|error| match error.kind() {
-                std::io::ErrorKind::UnexpectedEof => {
-                    let (have, need) = (outcomes.len() + at, subject.keys.len());
-                    Failure::User(format!(
-                        "{shown}: it has {have} whole blocks of {each} bytes, and there are {need} keys"
-                    ))
-                }
-                _ => fault(&error),
-            })?;
-            memory.copy_in(at * each, &block);
-        }
-        let request = PutRequest {
-            namespace: subject.namespace,
-            group: subject.group,
-            coordinate: subject.coordinate,
-            parent: if subject.chained { parent } else { Parent::Unknown },
-            first_block: subject.chained.then_some(outcomes.len() as u32),
-            keys: keys.to_vec(),
-            from: placed(&subject, &memory, keys.len())?,
-            layout: None,
-            durability: if arguments.relaxed { Durability::Relaxed } else { Durability::Durable },
-            expires_after: arguments.ttl,
-            origins: None,
-            deadline: None,
-        };
-        let answer = block_on(client.put(request)).map_err(Failure::user)?.map_err(Failure::user)?;
-        outcomes.extend(answer.outcomes);
-        parent = keys.last().map_or(parent, |key| Parent::Key(*key));
-    }
-    if source.read(&mut [0]).map_err(|error| fault(&error))? > 0 {
-        return Err(Failure::User(format!("{shown}: it is longer than its {} blocks", subject.keys.len())));
-    }
-    let count = |wanted: fn(&BlockOutcome) -> bool| outcomes.iter().filter(|one| wanted(one)).count();
-    let stored = count(|one| *one == BlockOutcome::Stored);
-    let there = count(|one| *one == BlockOutcome::AlreadyThere);
-    let other = outcomes.len() - stored - there;
-    if arguments.server.json {
-        let refused: Vec<_> =
-            (0..).zip(&outcomes).filter_map(|(at, outcome): (u32, _)| refusal(at, outcome)).collect();
-        let report = json!({
-            "namespace": subject.namespace.to_string(), "blocks": outcomes.len(), "stored": stored,
-            "already_there": there, "not_stored": refused, "path": client.path().name(),
-        });
-        print(out, &report)?;
-    } else {
-        writeln!(out, "{stored} blocks stored, {there} were there already, {other} not stored")?;
-        for line in (0u32..).zip(&outcomes).filter_map(|(at, outcome)| refusal(at, outcome)).take(10) {
-            writeln!(out, "  block {}: {}", line["block"], line["why"].as_str().unwrap_or_default())?;
-        }
-    }
-    if other == 0 { Ok(()) } else { Err(Failure::Problems) }
-}
-
-fn refusal(block: u32, outcome: &BlockOutcome) -> Option<serde_json::Value> {
-    match outcome {
-        BlockOutcome::Stored | BlockOutcome::AlreadyThere => None,
-        BlockOutcome::InFlight => Some(json!({"block": block, "why": "another put of it is under way"})),
-        BlockOutcome::Refused(reason) => Some(json!({"block": block, "why": reason.to_string()})),
-    }
-}
-
-/// Runs `get`.
-pub(crate) fn get(arguments: &GetArgs, out: &mut dyn Write) -> Result<(), Failure> {
-    let client = arguments.server.connect(Via::Best)?;
-    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
-    let shown = arguments.to.display();
-    let fault = |error: std::io::Error| Failure::User(format!("{shown}: {error}"));
-    let standard = arguments.to.as_os_str() == "-";
-    let mut file = if standard { None } else { Some(File::create(&arguments.to).map_err(fault)?) };
-    let (memory, batch) = memory(&client, &subject)?;
-    let each = subject.shape.block_bytes() as usize;
-    let (mut usable, mut why, mut block) = (0usize, None, vec![0; each]);
-    for keys in subject.keys.chunks(batch) {
-        let request = ReadRequest {
-            namespace: subject.namespace,
-            group: subject.group,
-            coordinate: subject.coordinate,
-            keys: keys.to_vec(),
-            layers: None,
-            order: Order::Blocks,
-            into: placed(&subject, &memory, keys.len())?,
-            verify: Verify::Always,
-            class: Class::Foreground,
-            deadline: None,
-        };
-        let end = block_on(client.get_into(request)).map_err(Failure::user)?;
-        for at in 0..end.usable_blocks as usize {
-            memory.copy_out(at * each, &mut block);
-            match &mut file {
-                Some(file) => file.write_all(&block).map_err(fault)?,
-                None => out.write_all(&block)?,
-            }
-        }
-        usable += end.usable_blocks as usize;
-        if (end.usable_blocks as usize) < keys.len() {
-            why = end.failures.first().map(|(_, reason)| reason.to_string());
-            break;
-        }
-    }
-    let all = subject.keys.len();
-    let report = json!({
-        "namespace": subject.namespace.to_string(), "blocks": all, "usable_blocks": usable,
-        "bytes": usable * each, "why": why, "path": client.path().name(),
-    });
-    let said: &mut dyn Write = if standard { &mut std::io::stderr() } else { out };
-    if arguments.server.json {
-        print(said, &report)?;
-    } else {
-        let because = why.map(|why| format!(": {why}")).unwrap_or_default();
-        writeln!(said, "{usable} of {all} blocks, {}{because}", bytes((usable * each) as u64))?;
-    }
-    if usable == all { Ok(()) } else { Err(Failure::Problems) }
+    block_on(client.get_into(request)).map_err(Failure::user)
 }
 
 /// Runs `match`.
@@ -368,6 +225,10 @@ pub(crate) fn stat(arguments: &StatArgs, out: &mut dyn Write) -> Result<(), Fail
         let report = json!({
             "store": store, "version": stats.version, "budget_bytes": stats.budget_bytes,
             "allocated_bytes": stats.allocated_bytes, "index_bytes": stats.index_bytes,
+            "space": stats.space.map(|space| json!({
+                "live_bytes": space.live_bytes, "dead_bytes": space.dead_bytes,
+                "free_bytes": space.free_bytes, "overhead_bytes": space.overhead_bytes,
+            })),
             "counts": stats.counts, "notes": stats.notes,
             "recovery": stats.recovery.iter().map(recovery).collect::<Vec<_>>(),
             "local_clients": stats.local_clients.iter().map(local).collect::<Vec<_>>(),
@@ -376,7 +237,20 @@ pub(crate) fn stat(arguments: &StatArgs, out: &mut dyn Write) -> Result<(), Fail
     }
     writeln!(out, "store {store}, kvarts {}", stats.version)?;
     writeln!(out, "  on disk   {} of {}", bytes(stats.allocated_bytes), bytes(stats.budget_bytes))?;
+    if let Some(space) = stats.space {
+        let parts = [space.live_bytes, space.dead_bytes, space.free_bytes, space.overhead_bytes].map(bytes);
+        let [live, dead, free, overhead] = parts;
+        writeln!(out, "            {live} live, {dead} dead, {free} free, {overhead} overhead")?;
+    }
     writeln!(out, "  index     {}", bytes(stats.index_bytes))?;
+    let sum = |field: fn(&proto::stats_reply::Recovery) -> u64| stats.recovery.iter().map(field).sum::<u64>();
+    let (blocks, problems) = (sum(|one| one.blocks), sum(|one| one.problems));
+    writeln!(
+        out,
+        "  recovery  {} blocks, {} problems at the last start",
+        grouped(blocks),
+        grouped(problems)
+    )?;
     for (name, count) in &stats.counts {
         writeln!(out, "  {:<24} {:>20}", name.replace('_', " "), grouped(*count))?;
     }

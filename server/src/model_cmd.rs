@@ -70,6 +70,9 @@ struct ImportArgs {
     /// Write the spec to this file instead of standard output
     #[arg(long)]
     out: Option<PathBuf>,
+    /// Replace the file if there is one
+    #[arg(long, requires = "out")]
+    force: bool,
     /// The spec's name
     #[arg(long)]
     name: Option<String>,
@@ -183,7 +186,7 @@ fn import(arguments: &ImportArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let spec = import::import_hf_config(&json, &options)
         .map_err(|error| Failure::User(format!("{}: {error}", arguments.file.display())))?;
     match &arguments.out {
-        Some(file) => files::write_text(file, &spec.to_toml()),
+        Some(file) => files::write_text(file, &spec.to_toml(), arguments.force),
         None => Ok(write!(out, "{}", spec.to_toml())?),
     }
 }

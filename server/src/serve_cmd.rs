@@ -51,12 +51,17 @@ pub(crate) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
 async fn serve(config: &Config, out: &mut dyn Write) -> Result<(), Failure> {
     let mut terminate = signal(SignalKind::terminate()).map_err(Failure::user)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::user)?;
+    let mut hangup = signal(SignalKind::hangup()).map_err(Failure::user)?;
     let mut daemon = Daemon::start(config).await.map_err(Failure::User)?;
     for setting in &config.origins {
         tracing::info!("{} = {} ({})", setting.name, setting.value, setting.from);
     }
     for note in &daemon.node().decided.notes {
         tracing::info!("{note}");
+    }
+    tracing::info!("{}", daemon.opened());
+    if let Some(warning) = daemon.opened().warning(&config.directories) {
+        tracing::warn!("{warning}");
     }
     let shown = |place: Option<String>| place.unwrap_or_else(|| "none".to_owned());
     let socket = shown(daemon.socket().map(|path| path.display().to_string()));
@@ -66,18 +71,27 @@ async fn serve(config: &Config, out: &mut dyn Write) -> Result<(), Failure> {
     writeln!(out, "serving grpc={grpc} metrics={metrics} socket={socket}")?;
     out.flush()?;
     notify::tell("READY=1");
-    let mut served = Ok(());
-    tokio::select! {
-        _ = terminate.recv() => tracing::info!("told to stop"),
-        _ = interrupt.recv() => tracing::info!("interrupted"),
-        ended = daemon.drained() => match &ended {
-            Ok(()) => tracing::info!("drained"),
-            Err(why) => {
-                tracing::error!("{why}");
-                served = ended;
+    let served = loop {
+        tokio::select! {
+            _ = terminate.recv() => {
+                tracing::info!("told to stop");
+                break Ok(());
             }
-        },
-    }
+            _ = interrupt.recv() => {
+                tracing::info!("interrupted");
+                break Ok(());
+            }
+            // A closed terminal must not end a server that others use.
+            _ = hangup.recv() => tracing::info!("SIGHUP: the server goes on"),
+            ended = daemon.drained() => {
+                match &ended {
+                    Ok(()) => tracing::info!("drained"),
+                    Err(why) => tracing::error!("{why}"),
+                }
+                break ended;
+            }
+        }
+    };
     notify::tell("STOPPING=1");
     daemon.stop().await.map_err(Failure::User)?;
     tracing::info!("stopped, with a checkpoint");

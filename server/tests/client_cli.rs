@@ -63,7 +63,7 @@ impl Ground {
         let mut server = Command::new(env!("CARGO_BIN_EXE_kvarts"))
             .current_dir(&path)
             .args(["serve", "--config", "server.toml", "--listen-grpc", "127.0.0.1:0"])
-            .args(["--listen-metrics", "none", "--budget", "32 MiB", "--segment", "256 KiB"])
+            .args(["--listen-metrics", "none", "--budget", "64 MiB", "--segment", "4 MiB"])
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
@@ -86,6 +86,27 @@ impl Ground {
         let page = PAGE.to_string();
         let model = ["--identity", "identity.json", "--page-bytes", page.as_str()];
         self.kvarts(&[command, &model, more].concat())
+    }
+
+    fn put_from(&self, input: std::fs::File, more: &[&str]) -> (i32, String) {
+        let page = PAGE.to_string();
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kvarts"))
+            .current_dir(&self.path)
+            .args(["put", "-", "--identity", "identity.json", "--page-bytes", page.as_str()])
+            .args(TOKENS)
+            .args(more)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // Through a pipe, which has no length.
+        let mut pipe = child.stdin.take().unwrap();
+        // A program that knows enough need not take the rest.
+        let _ = std::io::copy(&mut { input }, &mut pipe);
+        drop(pipe);
+        let output = child.wait_with_output().unwrap();
+        (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
     }
 
     fn json(&self, command: &[&str], more: &[&str]) -> (i32, Value) {
@@ -146,11 +167,80 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     std::fs::write(ground.path.join("some"), format!("{}\n\n{}\n", keys[4], keys[7])).unwrap();
     let (code, report) = ground.json(&["delete", "--keys", "some"], &[]);
     assert_eq!((code, &report["deleted_blocks"]), (0, &Value::from(2)));
-    let (code, report) = ground.json(&["get", "--to", "back"], &TOKENS);
+    let (code, _, err) = ground.of(&["get", "--to", "back"], &TOKENS);
+    assert!(code == 2 && err.contains("back is there already"), "{err}");
+    let (code, report) = ground.json(&["get", "--force", "--to", "back"], &TOKENS);
     assert_eq!((code, &report["usable_blocks"]), (1, &Value::from(4)), "exit code 1: some are missing");
     assert_eq!(std::fs::read(ground.path.join("back")).unwrap(), bytes()[..4 * PAGE]);
     let (code, report) = ground.json(&["delete", "--all"], &[]);
     assert_eq!((code, &report["deleted_blocks"]), (0, &Value::from(8)));
+    // What replaces a file is whole before the file goes: nothing came, so nothing went.
+    let (code, report) = ground.json(&["get", "--force", "--to", "back"], &TOKENS);
+    assert_eq!((code, &report["usable_blocks"]), (1, &Value::from(0)));
+    assert_eq!(std::fs::read(ground.path.join("back")).unwrap(), bytes()[..4 * PAGE]);
+    assert!(!ground.path.join("back.partial").exists());
+}
+
+/// What the server has of the ten blocks.
+fn there(ground: &Ground) -> u64 {
+    ground.json(&["match"], &TOKENS).1["longest"]["blocks"].as_u64().unwrap()
+}
+
+#[test]
+fn nothing_is_stored_of_a_file_that_is_not_exactly_its_blocks() {
+    let ground = Ground::new("exact", "");
+    std::fs::write(ground.path.join("short"), &bytes()[..PAGE * 9 + 1]).unwrap();
+    std::fs::write(ground.path.join("long"), [&bytes()[..], &[0]].concat()).unwrap();
+    for (name, what) in [("short", "ends before its 10 blocks"), ("long", "is longer than its 10 blocks")] {
+        let (code, _, err) = ground.of(&["put", name], &TOKENS);
+        assert!(code == 2 && err.contains(what) && err.contains("nothing was stored"), "{err}");
+        let piped = std::fs::File::open(ground.path.join(name)).unwrap();
+        let (code, err) = ground.put_from(piped, &[]);
+        assert!(code == 2 && err.contains(what), "{err}");
+        assert_eq!(there(&ground), 0, "some of {name} is stored");
+    }
+    let piped = std::fs::File::open(ground.path.join("blocks")).unwrap();
+    assert_eq!(ground.put_from(piped, &[]).0, 0);
+    assert_eq!(there(&ground), 10);
+    // The same keys, other bytes in the fourth block.
+    let mut other = bytes();
+    other[3 * PAGE + 5] ^= 1;
+    std::fs::write(ground.path.join("other"), other).unwrap();
+    let (code, report) = ground.json(&["put", "other"], &TOKENS);
+    assert_eq!((code, &report["already_there"], &report["differing"]), (0, &Value::from(10), &Value::Null));
+    let (code, report) = ground.json(&["put", "other", "--verify"], &TOKENS);
+    assert_eq!((code, &report["differing"]), (1, &serde_json::json!([3])));
+    let (code, out, _) = ground.of(&["put", "other", "--verify"], &TOKENS);
+    assert!(code == 1 && out.contains("block 3: the server has other bytes"), "{out}");
+    assert_eq!(ground.of(&["put", "blocks", "--verify"], &TOKENS).0, 0);
+}
+
+#[test]
+fn a_match_of_one_rank_asks_for_what_that_rank_has() {
+    let ground = Ground::new("rank", "");
+    let fingerprint = |text: &str| text.to_owned();
+    let spec = kvarts_layout::spec::shipped::load("llama-3.1-8b").unwrap();
+    let ours = Identity {
+        spec_fingerprint: spec.geometry().fingerprint(),
+        model: fingerprint("llama"),
+        ..identity()
+    };
+    std::fs::write(ground.path.join("llama.json"), serde_json::to_string(&ours).unwrap()).unwrap();
+    let half = spec.geometry().coordinate(kvarts_layout::Group(0), 2, 0).unwrap();
+    let shape = spec.geometry().shape(kvarts_layout::Group(0), half, 16).unwrap();
+    std::fs::write(ground.path.join("half"), vec![7; shape.block_bytes() as usize * 2]).unwrap();
+    std::fs::write(ground.path.join("two"), serde_json::to_string(&(0..32).collect::<Vec<u32>>()).unwrap())
+        .unwrap();
+    let of = |command: &[&str], more: &[&str]| {
+        let model = ["--identity", "llama.json", "--model", "llama-3.1-8b", "--tp", "2", "--tokens", "two"];
+        let (code, out, err) = ground.kvarts(&[command, &model[..], more].concat());
+        assert_eq!(code, 0, "{err}");
+        out
+    };
+    of(&["put", "half"], &["--rank", "0"]);
+    assert!(of(&["match"], &["--rank", "0"]).starts_with("2 of 2 blocks"));
+    assert!(of(&["match"], &["--rank", "1"]).starts_with("0 of 2 blocks"));
+    assert!(of(&["match"], &[]).starts_with("0 of 2 blocks"), "without a rank, all of them are needed");
 }
 
 #[test]
@@ -169,9 +259,7 @@ fn mistakes_are_told_on_one_line() {
     assert!(fault(&with(&["put", "nothing", "--tokens", "tokens"])).contains("nothing: "));
     std::fs::write(ground.path.join("short"), &bytes()[..PAGE * 3 + 1]).unwrap();
     let short = fault(&with(&["put", "short", "--tokens", "tokens"]));
-    assert!(short.contains("it has 3 whole blocks of 4096 bytes, and there are 10 keys"), "{short}");
-    std::fs::write(ground.path.join("long"), [&bytes()[..], &[0]].concat()).unwrap();
-    assert!(fault(&with(&["put", "long", "--tokens", "tokens"])).contains("longer than its 10 blocks"));
+    assert!(short.contains("ends before its 10 blocks of 4096 bytes: 40,960 bytes are needed"), "{short}");
     std::fs::write(ground.path.join("words"), "one two").unwrap();
     assert!(fault(&with(&["match", "--tokens", "words"])).contains("\"one\""));
     assert!(fault(&with(&["match", "--keys", "words"])).contains("line 1"));

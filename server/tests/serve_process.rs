@@ -42,7 +42,7 @@ struct Server {
     socket: String,
 }
 
-fn command(directory: &Path) -> Command {
+fn command_without_segment(directory: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
     command.current_dir(directory).args([
         "serve",
@@ -51,13 +51,24 @@ fn command(directory: &Path) -> Command {
         "--listen-metrics",
         "none",
     ]);
-    command.args(["--budget", "32 MiB", "--segment", "256 KiB", "--memory", "64 MiB"]);
+    command.args(["--budget", "32 MiB", "--memory", "64 MiB"]);
+    command
+}
+
+fn command(directory: &Path) -> Command {
+    let mut command = command_without_segment(directory);
+    command.args(["--segment", "256 KiB"]);
     command
 }
 
 impl Server {
-    fn start(mut command: Command) -> Self {
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    fn start(command: Command) -> Self {
+        Self::telling(command, Stdio::null())
+    }
+
+    /// A server whose log goes somewhere.
+    fn telling(mut command: Command, log: Stdio) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(log).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let word = |name: &str| {
@@ -140,7 +151,8 @@ fn put(client: &Client, namespace: NamespaceId, byte: u8) {
     assert_eq!(reply.outcomes, [BlockOutcome::Stored]);
 }
 
-fn expect(client: &Client, namespace: NamespaceId, byte: u8) {
+/// How many of one block can be read, and its bytes.
+fn read(client: &Client, namespace: NamespaceId, byte: u8) -> (u32, Vec<u8>) {
     let (buf, into) = memory(0);
     let request = ReadRequest {
         namespace,
@@ -154,8 +166,12 @@ fn expect(client: &Client, namespace: NamespaceId, byte: u8) {
         class: Class::Foreground,
         deadline: None,
     };
-    assert_eq!(client.read(request).unwrap().wait_blocking().usable_blocks, 1);
-    assert_eq!(buf.to_vec(), vec![byte; PAGE as usize]);
+    let usable = client.read(request).unwrap().wait_blocking().usable_blocks;
+    (usable, buf.to_vec())
+}
+
+fn expect(client: &Client, namespace: NamespaceId, byte: u8) {
+    assert_eq!(read(client, namespace, byte), (1, vec![byte; PAGE as usize]));
 }
 
 #[test]
@@ -186,6 +202,113 @@ fn what_was_acknowledged_survives_a_kill_and_a_clean_stop() {
     // A drain that a client asks for is the same clean stop.
     client.drain().unwrap();
     assert_eq!(server.wait(), Some(0));
+}
+
+#[test]
+fn a_hangup_leaves_the_server_running() {
+    let scratch = Scratch::new("hangup");
+    let server = Server::start(command(&scratch.0));
+    let client = server.client();
+    let namespace = register(&client);
+    put(&client, namespace, 1);
+    server.signal("-HUP");
+    expect(&client, namespace, 1);
+    server.signal("-TERM");
+    assert_eq!(server.wait(), Some(0));
+}
+
+#[test]
+fn a_store_keeps_the_segment_size_that_it_was_made_with_and_a_start_says_so() {
+    let scratch = Scratch::new("segment");
+    let run = |segment: &[&str]| {
+        let mut command = command_without_segment(&scratch.0);
+        command.args(segment);
+        let log = scratch.0.join("log");
+        let server = Server::telling(command, std::fs::File::create(&log).unwrap().into());
+        server.signal("-TERM");
+        assert_eq!(server.wait(), Some(0));
+        std::fs::read_to_string(log).unwrap()
+    };
+    assert!(run(&["--segment", "256 KiB"]).contains("segments of 256 KiB"));
+    // 32 MiB have no room for segments of the usual size: the store's own counts.
+    let log = run(&[]);
+    assert!(log.contains("segments of 256 KiB") && !log.contains("no effect"), "{log}");
+    let log = run(&["--segment", "1 MiB"]);
+    assert!(log.contains("1 MiB has no effect") && log.contains("segments of 256 KiB"), "{log}");
+}
+
+#[test]
+fn a_start_says_what_it_found_and_warns_of_what_is_lost() {
+    let scratch = Scratch::new("found");
+    let log = scratch.0.join("log");
+    let start = || Server::telling(command(&scratch.0), std::fs::File::create(&log).unwrap().into());
+    let told = || std::fs::read_to_string(&log).unwrap();
+    let server = start();
+    let client = server.client();
+    let namespace = register(&client);
+    put(&client, namespace, 1);
+    drop(client);
+    server.signal("-TERM");
+    assert_eq!(server.wait(), Some(0));
+    let server = start();
+    assert!(told().contains(": 1 blocks, ") && !told().contains("recovery met"), "{}", told());
+    server.signal("-KILL");
+    server.wait();
+    // A segment that the newest checkpoint knows is gone.
+    for shard in std::fs::read_dir(scratch.0.join("kvarts-data")).unwrap().flatten() {
+        for file in std::fs::read_dir(shard.path()).into_iter().flatten().flatten() {
+            if file.file_name().to_string_lossy().contains("segment") {
+                std::fs::remove_file(file.path()).unwrap();
+            }
+        }
+    }
+    let server = start();
+    assert!(
+        told().contains("WARN") && told().contains("recovery met 1 problems (segment-missing)"),
+        "{}",
+        told()
+    );
+    assert!(told().contains("kvarts fsck --live ./kvarts-data"), "{}", told());
+    drop(server);
+}
+
+#[test]
+fn damage_that_a_read_meets_is_told_by_the_log() {
+    let scratch = Scratch::new("trouble");
+    let log = scratch.0.join("log");
+    let mut command = command(&scratch.0);
+    command.args(["--scrub-hours", "0"]);
+    let server = Server::telling(command, std::fs::File::create(&log).unwrap().into());
+    let client = server.client();
+    let namespace = register(&client);
+    put(&client, namespace, 1);
+    flip_in_payload(&scratch.0.join("kvarts-data"), 1);
+    assert_eq!(read(&client, namespace, 1).0, 0);
+    // The line is written after the answer is sent.
+    let told = || std::fs::read_to_string(&log).unwrap();
+    let mut waits = 0..1000;
+    while !told().contains("a read met a damaged block") && waits.next().is_some() {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    let text = told();
+    assert!(text.contains("WARN") && text.contains("shard=") && text.contains("offset="), "{text}");
+}
+
+/// Changes a byte in the payload of a block whose bytes are all the same.
+fn flip_in_payload(store: &Path, byte: u8) {
+    let page = vec![byte; PAGE as usize];
+    for shard in std::fs::read_dir(store).unwrap().flatten() {
+        for file in std::fs::read_dir(shard.path()).into_iter().flatten().flatten() {
+            let mut bytes = std::fs::read(file.path()).unwrap();
+            let pages = bytes.chunks_exact_mut(PAGE as usize);
+            if let Some(found) = pages.into_iter().find(|one| **one == *page) {
+                found[77] ^= 0x10;
+                std::fs::write(file.path(), bytes).unwrap();
+                return;
+            }
+        }
+    }
+    panic!("no such page");
 }
 
 #[test]

@@ -97,6 +97,8 @@ pub enum Reason {
     DeadlinePassed,
     /// A digest did not match.
     Digest {
+        /// Which shard.
+        shard: u32,
         /// Which segment file.
         segment: u32,
         /// Where the record begins in it.
@@ -108,6 +110,8 @@ pub enum Reason {
     },
     /// A record header was not what the index says lies there.
     Header {
+        /// Which shard.
+        shard: u32,
         /// Which segment file.
         segment: u32,
         /// Where the record should begin.
@@ -218,11 +222,11 @@ impl fmt::Display for Reason {
             Self::OutOfBounds => f.write_str("a source or destination lies outside the memory given"),
             Self::DeadlineInPast => f.write_str("the deadline had passed before anything was begun"),
             Self::DeadlinePassed => f.write_str("the deadline passed"),
-            Self::Digest { segment, offset, expected, found } => write!(
+            Self::Digest { segment, offset, expected, found, .. } => write!(
                 f,
                 "segment {segment} at {offset}: digest {found:08x} where {expected:08x} was written: served as a miss"
             ),
-            Self::Header { segment, offset, what } => {
+            Self::Header { segment, offset, what, .. } => {
                 write!(f, "segment {segment} at {offset}: {what}: served as a miss")
             }
             Self::Media(what) => write!(f, "the device would not give the bytes: {what}"),
@@ -278,7 +282,7 @@ mod tests {
 
     #[test]
     fn a_damaged_byte_is_corrupt_and_a_full_disk_is_refused() {
-        let digest = Reason::Digest { segment: 1, offset: 4096, expected: 1, found: 2 };
+        let digest = Reason::Digest { shard: 0, segment: 1, offset: 4096, expected: 1, found: 2 };
         assert_eq!(Error(digest).kind(), Kind::Corrupt);
         assert_eq!(Error(Reason::NoSpace).kind(), Kind::Refused);
         assert_eq!(Error(Reason::Quota { limit: 1, wanted: 2 }).kind(), Kind::Refused);

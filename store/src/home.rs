@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::fs::File;
+use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -12,6 +13,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use fs2::FileExt;
+use kvarts_layout::format::superblock::{FILE_BYTES, Superblock};
 use rustix::fs::OFlags;
 
 use crate::engine::{Executors, Options, Store};
@@ -244,6 +246,18 @@ pub fn make(directory: &Path) -> std::io::Result<()> {
         File::open(above)?.sync_all()?;
     }
     Ok(())
+}
+
+/// Bytes of a segment file of the store that one of these directories holds; none if none of them holds one that can be
+/// read, which is for opening to judge.
+#[allow(clippy::disallowed_methods, reason = "asked before a store is opened: outside the seam")]
+pub fn segment_bytes(directories: &[PathBuf]) -> Option<u64> {
+    directories.iter().find_map(|directory| {
+        let mut bytes = Vec::new();
+        let file = File::open(directory.join(kvarts_layout::format::names::SUPERBLOCK)).ok()?;
+        file.take(FILE_BYTES as u64).read_to_end(&mut bytes).ok()?;
+        Some(Superblock::decode_pair(&bytes, None).ok()?.superblock.segment_bytes)
+    })
 }
 
 /// A segment file is a descriptor: takes all that this process may have.

@@ -294,6 +294,7 @@ pub fn run(stream: &mut LayerStream, pool: &Pool, device: &Emulated, compute: &S
                 came += 1;
                 let _ = pool.touch(device, compute, layer.layer);
             }
+            Next::Refused(error) => panic!("no graph is captured: {error}"),
             Next::End(end) => return (came, end),
         }
     }

@@ -6,16 +6,19 @@
 //! [`DeviceError::Absent`] with the reason, never a panic. Everything that talks to the driver stands in `sys`.
 //!
 //! - Host memory is pinned with `cuMemHostRegister` over memory that this program mapped, so that it can be a ring's
-//!   registered buffer as well. It is ordinary cached memory, not write-combined: the processor digests it.
+//!   registered buffer as well, once for all devices. It is ordinary cached memory, not write-combined: the processor digests it.
 //! - Batches are `cuMemcpyBatchAsync` where the driver has it, always with the source read in stream order: any other
 //!   order is wrong for copies from the device.
-//! - The kernel reads pinned memory itself. It is compiled by NVRTC when the device is opened; without NVRTC there is
-//!   none. Memory that is not pinned goes by single copies.
+//! - The kernel reads pinned memory itself. Memory that is not pinned goes by single copies. Kernels are in this program
+//!   as PTX, which the driver compiles for its device when that is opened: no compiler is needed on the machine.
 
+mod calls;
 mod files;
+mod pins;
 mod sys;
 
 use std::collections::BTreeMap;
+use std::ffi::CStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -32,7 +35,6 @@ use crate::follow::keep_for_good;
 use crate::pace::{Pace, RealPace};
 
 pub use files::has_cufile;
-pub use sys::has_nvrtc;
 
 /// How long a wait sleeps between two looks at an event: longer each time, so that short copies are seen soon.
 const NAP_MIN: Duration = Duration::from_micros(10);
@@ -40,8 +42,18 @@ const NAP_MAX: Duration = Duration::from_micros(200);
 /// How long a wait without an end looks before it looks anew.
 const SLICE: Duration = Duration::from_secs(1);
 
-/// The source of the gather kernel.
-const GATHER: &str = include_str!("../kernels/gather.cu");
+/// The gather kernel, compiled.
+const GATHER: &CStr = ptx(concat!(include_str!("../kernels/gather.ptx"), "\0"));
+/// The kernel that digests, compiled.
+const DIGESTS: &CStr = ptx(concat!(include_str!("../kernels/crc32.ptx"), "\0"));
+
+/// A text that ends in zero, as the driver takes it.
+const fn ptx(text: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(text.as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("a zero inside the PTX"),
+    }
+}
 
 /// What a device and everything made of it share.
 #[derive(Debug)]
@@ -52,6 +64,7 @@ struct Core {
     digests: Option<Kernel>,
     methods: Vec<Method>,
     notes: Vec<String>,
+    /// How often each region is pinned for this device. Who pinned it is known in `pins`.
     pins: Mutex<BTreeMap<u64, u64>>,
     /// What digests work with, while nobody does, and the event behind which the device does not either.
     digesters: Mutex<Vec<(Event, Digester)>>,
@@ -114,6 +127,16 @@ impl Drop for Busy {
     }
 }
 
+/// Whether the machine shows the driver of a device to this process, or why not. Nothing is loaded, and no driver is asked.
+pub fn shown() -> Result<(), String> {
+    const FILES: [&str; 2] = ["/dev/nvidiactl", "/dev/dxg"];
+    let is_there = |path: &&str| rustix::fs::access(*path, rustix::fs::Access::EXISTS).is_ok();
+    match FILES.iter().any(is_there) {
+        true => Ok(()),
+        false => Err(format!("no driver of a CUDA device is loaded: there is no {}", FILES.join(" and no "))),
+    }
+}
+
 /// How many CUDA devices there are, or why none can be used.
 pub fn count() -> Result<u32, DeviceError> {
     sys::count()
@@ -129,19 +152,19 @@ impl Cuda {
         let context = Context::retain(ordinal)?;
         let mut methods = vec![Method::Each];
         let mut notes = vec!["not run on hardware yet: report what you see".to_owned()];
-        if sys::has_batch() {
+        if context.has_batch() {
             methods.push(Method::Batch);
         } else {
             notes.push("the driver has no cuMemcpyBatchAsync (12.8 has)".to_owned());
         }
-        let digests = match Kernel::compile(&context, crate::crc::SOURCE, c"kvarts_crc32") {
+        let digests = match Kernel::load(&context, DIGESTS, c"kvarts_crc32") {
             Ok(kernel) => Some(kernel),
             Err(why) => {
                 notes.push(format!("no digests on the device: {why}"));
                 None
             }
         };
-        let kernel = match Kernel::compile(&context, GATHER, c"kvarts_gather") {
+        let kernel = match Kernel::load(&context, GATHER, c"kvarts_gather") {
             Ok(kernel) => {
                 methods.push(Method::Kernel);
                 Some(kernel)
@@ -244,26 +267,25 @@ impl Device for Cuda {
     }
 
     fn pin(&self, region: &Arc<Region>) -> Result<(), DeviceError> {
-        let mut pins = self.pins();
-        let count = pins.entry(region.id()).or_default();
-        if *count == 0
-            && let Err(error) = self.0.context.pin(region)
-        {
-            pins.remove(&region.id());
-            return Err(error);
+        // Before the device's own count: both change together.
+        let mut all = pins::all();
+        if !self.pins().contains_key(&region.id()) {
+            all.join(&self.0.context, region)?;
         }
         region.keep_pages(true);
-        *count += 1;
+        *self.pins().entry(region.id()).or_default() += 1;
         Ok(())
     }
 
     fn unpin(&self, region: &Arc<Region>) {
+        let mut all = pins::all();
         let mut pins = self.pins();
         let Some(count) = pins.get_mut(&region.id()) else { return };
         *count -= 1;
         if *count == 0 {
             pins.remove(&region.id());
-            self.0.context.unpin(region);
+            drop(pins);
+            all.leave(region);
         }
     }
 
@@ -347,6 +369,15 @@ impl Device for Cuda {
             pace.sleep_until(pace.now().plus(nap.min(left)));
             nap = (nap * 2).min(NAP_MAX);
         }
+    }
+
+    fn confirm(&self, error: DeviceError) -> DeviceError {
+        let DeviceError::Call { call, why } = &error else { return error };
+        if !self.0.context.answers_always(why) {
+            return error;
+        }
+        self.declare_lost(&format!("{call}, and every other call: {why}"));
+        self.alive().err().unwrap_or(error)
     }
 
     fn declare_lost(&self, why: &str) {

@@ -279,6 +279,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn synchronize(&self, event: &Event) -> Result<(), DeviceError>;
     /// The same for so long at most: false if it is not done by then.
     fn synchronize_within(&self, event: &Event, patience: Duration) -> Result<bool, DeviceError>;
+    /// What an error is that was the answer to a question for so long that nobody is patient any more: that the device is
+    /// lost, if something that has to do with no work is answered in the same way. Any other stays what it is.
+    fn confirm(&self, error: DeviceError) -> DeviceError {
+        error
+    }
     /// Declares the device lost: whoever waits for it is told so, and everything asked of it fails from now on. For a
     /// device that does not answer: only its operator can know that it writes to nothing any more.
     fn declare_lost(&self, why: &str);

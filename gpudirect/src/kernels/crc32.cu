@@ -16,6 +16,7 @@ __constant__ u32 POWERS[64] = {
 
 __device__ u32 multiply(u32 a, u32 b) {
     u32 product = 0;
+#pragma unroll 1
     for (u32 bit = 1u << 31; bit != 0; bit >>= 1) {
         if (a & bit) product ^= b;
         b = (b & 1u) ? (b >> 1) ^ POLYNOMIAL : b >> 1;
@@ -32,7 +33,7 @@ __device__ u32 word_at(const unsigned char *bytes, u64 at) {
     if ((((u64)bytes) & 3) == 0) return *(const u32 *)(bytes + at);
     return (u32)bytes[at] | (u32)bytes[at + 1] << 8 | (u32)bytes[at + 2] << 16 | (u32)bytes[at + 3] << 24;
 }
-extern "C" __global__ void kvarts_crc32(const u64 *chunks, const u64 *lens, u32 *digests, u64 count) {
+extern "C" __global__ void __launch_bounds__(THREADS) kvarts_crc32(const u64 *chunks, const u64 *lens, u32 *digests, u64 count) {
     __shared__ u32 tables[4][256];
     __shared__ u32 sum;
     u32 thread = threadIdx.x;

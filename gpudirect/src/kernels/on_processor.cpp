@@ -19,6 +19,7 @@ static pthread_barrier_t barrier;
 #define __constant__ static const
 #define __device__ static
 #define __global__
+#define __launch_bounds__(threads)
 #define __shared__ static
 #define __syncthreads() pthread_barrier_wait(&barrier)
 

@@ -46,6 +46,9 @@ pub struct LayerEnd {
 pub enum Next {
     /// A layer is usable on the stream.
     Layer(Layer),
+    /// The stream that was given is being captured into a graph and cannot wait for the layer, which is still the next:
+    /// ask again when the capture has ended, or with another stream.
+    Refused(DeviceError),
     /// No more layers come.
     End(LayerEnd),
 }
@@ -249,13 +252,24 @@ impl LayerStream {
     pub fn next_layer(&mut self, stream: &Stream) -> Next {
         let mut state = self.shared.lock();
         loop {
-            if let Some((layer, event)) = state.ready.pop_front() {
+            if let Some((layer, event)) = state.ready.front().cloned() {
                 drop(state);
-                match self.device.wait(stream, &event) {
-                    Ok(()) => return Next::Layer(layer),
-                    Err(error) => self.shared.change(|state| state.fail(EndReason::Device(error))),
-                }
+                let waited = self.device.wait(stream, &event);
                 state = self.shared.lock();
+                // Nobody else takes any; but a device that has failed meanwhile takes back what has not landed.
+                let is_there = state.ready.front().is_some_and(|(front, _)| *front == layer);
+                match waited {
+                    Ok(()) if is_there => {
+                        state.ready.pop_front();
+                        return Next::Layer(layer);
+                    }
+                    Ok(()) => {}
+                    Err(DeviceError::Captured) => return Next::Refused(DeviceError::Captured),
+                    Err(error) => {
+                        state.fail(EndReason::Device(error));
+                        self.shared.changed.notify_all();
+                    }
+                }
                 continue;
             }
             let whole = state.landed == self.wanted;

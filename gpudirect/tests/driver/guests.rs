@@ -5,8 +5,8 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use kvarts_gpudirect::device::cuda::Cuda;
-use kvarts_gpudirect::device::{Device, Method, drain};
-use kvarts_gpudirect::error::{DeviceError, EndReason};
+use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, drain};
+use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::pipeline::Next;
 use kvarts_store::rt::blocking::block_on;
 
@@ -100,6 +100,111 @@ fn an_engine_captures_its_graph_while_layers_land_and_leave() {
         assert_eq!(standin.misuse(), Vec::<String>::new());
         standin.capture(false);
         assert_eq!(Files::load().driver("cuFileDriverClose_v2"), 0);
+    });
+}
+
+/// The engine captures on the very stream that it gives to us: nothing of ours may come into its graph.
+#[test]
+fn a_stream_that_is_captured_is_refused_before_anything_is_enqueued() {
+    inside(Kit::Whole, here!(), |standin| {
+        let device = Cuda::open(0).unwrap();
+        let (_engine, number) = (device.stream().unwrap(), standin.latest());
+        let adopted = device.adopt_stream(standin.handle(number)).unwrap();
+        let (own, other) = (device.stream().unwrap(), device.allocate(64).unwrap());
+        let event = device.record(&own).unwrap();
+        let (region, buf) = host(64);
+        device.pin(&region).unwrap();
+        assert!(standin.capture_of(number, true));
+        assert!(matches!(device.record(&adopted), Err(DeviceError::Captured)));
+        assert_eq!(device.wait(&adopted, &event), Err(DeviceError::Captured));
+        let pieces =
+            [Piece { memory: 0, at: 0, host: 0, len: 64 }, Piece { memory: 0, at: 0, host: 0, len: 8 }];
+        let memories = [device.allocate(64).unwrap()];
+        for (method, direction) in Method::ALL.map(|method| (method, Direction::ToDevice)) {
+            let batch = Batch { direction, method, host: &buf, memories: &memories, pieces: &pieces };
+            assert_eq!(device.copy(&adopted, &batch), Err(DeviceError::Captured), "{method:?}");
+        }
+        for count in [1, 2] {
+            let spread = device.spread(&adopted, &other, &memories, &pieces[..count]);
+            assert_eq!(spread, Err(DeviceError::Captured));
+        }
+        // Taking it, and what is done elsewhere, breaks nothing.
+        drop(device.adopt_stream(standin.handle(number)).unwrap());
+        drain(&device, &own).unwrap();
+        assert!(standin.capture_of(number, false), "the engine has its graph");
+        device.wait(&adopted, &event).unwrap();
+        drain(&device, &adopted).unwrap();
+        // The default stream, while another that waits for it is captured.
+        standin.refuse_call("cuStreamIsCapturing", 906);
+        let usual = device.adopt_stream(0).unwrap();
+        assert!(matches!(device.record(&usual), Err(DeviceError::Captured)));
+        standin.refuse_call("cuStreamIsCapturing", 0);
+        device.unpin(&region);
+    });
+}
+
+#[test]
+fn layers_are_refused_on_a_stream_that_is_captured_and_come_and_go_when_it_is_not() {
+    inside(Kit::Whole, here!(), |standin| {
+        let site = Site::new();
+        let (pipeline, pool) = (site.pipeline(Method::Kernel), Pool::new(&site));
+        let (_engine, number) = (site.device.stream().unwrap(), standin.latest());
+        let compute = site.device.adopt_stream(standin.handle(number)).unwrap();
+        let mut landing = site.land(&pipeline, 1, &pool).unwrap();
+        assert!(standin.capture_of(number, true));
+        for _ in 0..2 {
+            assert_eq!(landing.next_layer(&compute), Next::Refused(DeviceError::Captured));
+        }
+        assert!(standin.capture_of(number, false), "the engine has its graph");
+        take_all(&mut landing, &compute);
+        drop(landing);
+        assert!(pool.holds(standin, &pool.expected(&site)));
+        until("the arena is free", || site.arena.usage().used == 0);
+        let mut sink = pipeline.store_layers(site.leave(2, &pool)).unwrap();
+        drop(sink.store_layer(0, &compute).unwrap());
+        let copies = standin.calls("cuLaunchKernel");
+        assert!(standin.capture_of(number, true));
+        let refused = sink.store_layer(1, &compute).unwrap_err();
+        assert_eq!(refused, LandError::Device(DeviceError::Captured));
+        assert_eq!(standin.calls("cuLaunchKernel"), copies, "nothing was enqueued");
+        assert!(standin.capture_of(number, false), "the engine has its graph");
+        (1..LAYERS as u32).for_each(|layer| drop(sink.store_layer(layer, &compute).unwrap()));
+        block_on(sink.seal().unwrap()).unwrap().unwrap();
+    });
+}
+
+/// Errors that every call answers with from then on, and that no list has: what the device was given has ended with them.
+#[test]
+fn an_error_that_every_call_answers_with_is_the_devices_end_once_the_patience_is_over() {
+    inside(Kit::Whole, here!(), |standin| {
+        for code in [220, 226, 806, 810, 911, 917, 999] {
+            let site = Site::new();
+            let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
+            let pipeline = pipeline.with_copy_patience(Duration::from_millis(20));
+            let compute = site.device.stream().unwrap();
+            let copies = standin.latest() + 1;
+            standin.stand(copies);
+            let mut landing = site.land(&pipeline, 1, &pool).unwrap();
+            // A first event that is asked for.
+            let asked = standin.calls("cuEventQuery");
+            until("its end is asked for", || standin.calls("cuEventQuery") > asked);
+            standin.break_work(1, code);
+            standin.go(copies);
+            let end = loop {
+                if let Next::End(end) = landing.next_layer(&compute) {
+                    break end;
+                }
+            };
+            assert!(matches!(end.reason, Some(EndReason::Device(_))), "{code}: {end:?}");
+            drop(landing);
+            let arena = site.arena.clone();
+            // Nobody declares the device lost.
+            until("the memory comes back", || arena.usage().used == 0);
+            assert!(matches!(site.device.record(&compute), Err(DeviceError::Lost(_))), "{code}");
+            drop((arena, pipeline, pool, compute, site));
+            until("everything came back", || standin.live().is_empty());
+        }
+        assert_eq!(standin.misuse(), Vec::<String>::new());
     });
 }
 

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use kvarts_gpudirect::device::cuda::{Cuda, count};
-use kvarts_gpudirect::device::{Device, InUse, Method};
+use kvarts_gpudirect::device::{Batch, Device, Direction, InUse, Method, Piece, drain};
 use kvarts_gpudirect::error::DeviceError;
 use kvarts_store::io::Region;
 
+use crate::copies::host;
 use crate::standin::{Kit, here, inside, until};
 
 #[test]
@@ -132,6 +133,85 @@ fn memory_is_pinned_once_until_whoever_pinned_it_has_unpinned_it() {
         device.pin(&region).unwrap();
         device.unpin(&region);
         assert_eq!((device.in_use().pinned, unregistered()), (0, 3));
+    });
+}
+
+#[test]
+fn memory_that_grew_piece_by_piece_is_adopted_from_begin_to_end() {
+    inside(Kit::Whole, here!(), |standin| {
+        let (device, other) = (Cuda::open(0).unwrap(), Cuda::open(1).unwrap());
+        standin.grain(4096);
+        let pool = device.allocate(5 * 4096 + 10).unwrap();
+        let part = device.adopt(pool.base() + 100, 4 * 4096).unwrap();
+        assert_eq!((part.base(), part.len()), (pool.base() + 100, 4 * 4096));
+        drop(device.adopt(pool.base(), 5 * 4096 + 10).unwrap());
+        for (at, len) in [(0, 5 * 4096 + 11), (4096, 5 * 4096), (1, u64::MAX - 1)] {
+            assert_eq!(device.adopt(pool.base() + at, len).unwrap_err(), DeviceError::OutOfBounds, "{at}");
+        }
+        assert!(matches!(other.adopt(pool.base(), 5 * 4096), Err(DeviceError::Foreign(_))));
+        // The name of a piece would be that of a part.
+        assert!(matches!(device.export(&part), Err(DeviceError::Foreign(_))));
+    });
+}
+
+#[test]
+fn two_devices_pin_the_same_memory_and_the_last_to_leave_unpins_it() {
+    inside(Kit::Whole, here!(), |standin| {
+        let [first, second, again] = [0, 1, 0].map(|at| Cuda::open(at).unwrap());
+        let (region, buf) = host(4096);
+        let moves = |device: &Cuda| {
+            let (stream, memories) = (device.stream().unwrap(), [device.allocate(4096).unwrap()]);
+            let pieces = [Piece { memory: 0, at: 0, host: 0, len: 4096 }];
+            for method in Method::ALL {
+                let direction = Direction::ToDevice;
+                let batch = Batch { direction, method, host: &buf, memories: &memories, pieces: &pieces };
+                device.copy(&stream, &batch).unwrap();
+                drain(device, &stream).unwrap();
+            }
+            assert_eq!((standin.pageable(), device.in_use().pinned), (0, 1));
+        };
+        [&first, &second, &again].into_iter().for_each(|device| device.pin(&region).unwrap());
+        [&first, &second, &again].into_iter().for_each(moves);
+        assert_eq!(standin.calls("cuMemHostRegister_v2"), 1);
+        // Whoever pinned it goes first, and his device with him.
+        first.unpin(&region);
+        again.unpin(&region);
+        drop((first, again));
+        assert_eq!(standin.calls("cuMemHostUnregister"), 0);
+        moves(&second);
+        second.unpin(&region);
+        assert_eq!(standin.calls("cuMemHostUnregister"), 1);
+        assert_eq!(second.in_use(), InUse::default());
+    });
+}
+
+#[test]
+fn memory_that_the_engine_has_pinned_is_pinned_and_stays_so() {
+    inside(Kit::Whole, here!(), |standin| {
+        let device = Cuda::open(0).unwrap();
+        standin.enter(0);
+        let region = Region::anonymous(8192).unwrap();
+        let base = region.base().expose_provenance() as u64;
+        assert_eq!(standin.direct("cuMemHostRegister_v2", [base, 8192, 3, 0]), 0);
+        device.pin(&region).unwrap();
+        assert_eq!(device.in_use().pinned, 1);
+        device.unpin(&region);
+        assert_eq!(standin.direct("cuMemHostUnregister", [base, 0, 0, 0]), 0, "it is the engine's to unpin");
+        // Of memory that is pinned in part a copy would not know which it is.
+        assert_eq!(standin.direct("cuMemHostRegister_v2", [base, 4096, 3, 0]), 0);
+        assert!(matches!(device.pin(&region), Err(DeviceError::Pin(_))));
+        assert_eq!(device.in_use().pinned, 0);
+        assert_eq!(standin.direct("cuMemHostUnregister", [base, 0, 0, 0]), 0);
+        device.pin(&region).unwrap();
+        device.unpin(&region);
+    });
+}
+
+#[test]
+fn whether_a_driver_is_there_is_seen_without_asking_it() {
+    inside(Kit::Whole, here!(), |standin| {
+        let _ = kvarts_gpudirect::device::cuda::shown();
+        assert_eq!(standin.calls("cuInit"), 0);
     });
 }
 

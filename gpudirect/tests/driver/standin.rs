@@ -31,7 +31,7 @@ pub(crate) enum Kit {
     Whole,
     /// A driver that is older than `cuMemcpyBatchAsync`.
     Old,
-    /// No NVRTC and no cuFile.
+    /// No cuFile.
     Bare,
 }
 
@@ -93,7 +93,7 @@ fn folder(kit: Kit) -> PathBuf {
     static BUILDING: Mutex<()> = Mutex::new(());
     let _one = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
     let mut all = crc32fast::Hasher::new();
-    for source in [&DRIVER[..], &["standin.h", "nvrtc.c", "cufile.c"]].concat() {
+    for source in [&DRIVER[..], &["standin.h", "cufile.c"]].concat() {
         all.update(&std::fs::read(sources().join(source)).unwrap());
     }
     let name = format!("stand-in-{kit:?}-{:08x}", all.finalize()).to_lowercase();
@@ -120,14 +120,13 @@ fn build(kit: Kit, folder: &Path) {
     // Libraries of a machine that has them must not be found in their place: an empty file ends the search.
     let absent = |name: &str| std::fs::write(folder.join(name), "").unwrap();
     let link = |name: &str, to: &str| std::os::unix::fs::symlink(to, folder.join(name)).unwrap();
+    // Nothing here is compiled for a device but by the driver.
+    cudarc::get_lib_name_candidates("nvrtc").iter().for_each(|name| absent(name));
     if kit == Kit::Bare {
-        cudarc::get_lib_name_candidates("nvrtc").iter().for_each(|name| absent(name));
         cudarc::get_lib_name_candidates("cufile").iter().for_each(|name| absent(name));
         absent("libcufile.so.0");
     } else {
-        compile(folder, "libnvrtc.so.12", &["nvrtc.c"], &[]);
         compile(folder, "libcufile.so.0", &["cufile.c"], &[]);
-        link("libnvrtc.so", "libnvrtc.so.12");
         link("libcufile.so", "libcufile.so.0");
     }
     link("libcuda.so", "libcuda.so.1");
@@ -158,7 +157,6 @@ fn compile(folder: &Path, name: &str, from: &[&str], flags: &[&str]) {
 #[derive(Debug)]
 pub(crate) struct Standin {
     cuda: Library,
-    nvrtc: Option<Library>,
 }
 
 type Report = unsafe extern "C" fn(*mut c_char, usize) -> c_int;
@@ -167,9 +165,7 @@ impl Standin {
     fn load() -> Self {
         // SAFETY: the stand-in has no initialisers.
         let cuda = unsafe { Library::new("libcuda.so.1") }.expect("it was built");
-        // SAFETY: as above. Held, so that it remembers what it was told.
-        let nvrtc = unsafe { Library::new("libnvrtc.so.12") }.ok();
-        let standin = Self { cuda, nvrtc };
+        let standin = Self { cuda };
         // The real one has no such symbol: a test that runs over it by mistake says so.
         assert_eq!(standin.calls("none"), 0);
         standin
@@ -323,11 +319,23 @@ impl Standin {
         assert_eq!(unsafe { poke(at, bytes.as_ptr(), bytes.len()) }, 0, "no device memory");
     }
 
-    /// NVRTC refuses every source.
-    pub(crate) fn refuse_sources(&self) {
-        let nvrtc = self.nvrtc.as_ref().expect("this kit has it");
+    /// The newest PTX that the driver knows, as ten times its version.
+    pub(crate) fn knows_ptx(&self, version: u64) {
         // SAFETY: one number.
-        unsafe { nvrtc.get::<unsafe extern "C" fn(c_int)>(b"standin_refuse\0").unwrap()(1) };
+        unsafe { self.symbol::<unsafe extern "C" fn(u64)>("standin_ptx")(version) };
+    }
+
+    /// Memory that is allocated from now on is of pieces of so many bytes, each an allocation of its own.
+    pub(crate) fn grain(&self, bytes: usize) {
+        // SAFETY: one number.
+        unsafe { self.symbol::<unsafe extern "C" fn(usize)>("standin_grain")(bytes) };
+    }
+
+    /// The engine captures a graph from a stream, or ends that: whether the graph is good, and of this stream alone.
+    pub(crate) fn capture_of(&self, number: usize, on: bool) -> bool {
+        let capture: unsafe extern "C" fn(usize, c_int) -> c_int = self.symbol("standin_capture_of");
+        // SAFETY: two numbers.
+        unsafe { capture(number, c_int::from(on)) != 0 }
     }
 
     /// A call of the driver that the code under test does not make, or makes wrongly.

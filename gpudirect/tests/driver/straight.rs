@@ -175,7 +175,7 @@ fn a_deadline_that_is_nearer_than_the_patience_ends_the_wait_for_a_digest() {
 #[test]
 fn a_copy_back_that_fails_sends_its_layer_through_the_arena() {
     inside(Kit::Whole, here!(), |standin| {
-        standin.refuse_sources();
+        standin.knows_ptx(65);
         {
             let site = Site::new();
             let shared: Arc<dyn Device> = Arc::new(site.device.clone());
@@ -233,7 +233,8 @@ fn pieces_are_copied_within_the_device_by_launches_of_a_table_each() {
 
 #[test]
 fn without_a_kernel_they_are_copied_one_by_one() {
-    inside(Kit::Bare, here!(), |standin| {
+    inside(Kit::Whole, here!(), |standin| {
+        standin.knows_ptx(65);
         spread(standin, 400);
         assert_eq!((standin.calls("cuLaunchKernel"), standin.calls("cuMemcpyDtoDAsync_v2")), (0, 400));
     });

@@ -133,7 +133,7 @@ fn decide(arguments: &GpuArgs) -> Result<Decision, Failure> {
         // It reads files itself and has a kernel of its own; by default it stands for a machine without.
         DeviceName::Emulated => {
             let direct = arguments.cufile == Wish::Only(Mode::Direct);
-            Found { device: Ok(()), library: true, module: direct, compiler: true }
+            Found { device: Ok(()), library: true, module: direct }
         }
         DeviceName::Cuda(_) => cufile::look(cuda::count().map(drop).map_err(|error| error.to_string())),
     };
@@ -266,6 +266,7 @@ impl<'a> Stage<'a> {
                     }
                     self.opened.compute(&stream, self.compute).map_err(Failure::user)?;
                 }
+                Next::Refused(error) => return Err(Failure::user(error)),
                 Next::End(end) => break end,
             }
         };

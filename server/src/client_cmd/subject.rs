@@ -104,9 +104,9 @@ pub(crate) struct ModelArgs {
     /// Ranks that share the state
     #[arg(long, default_value_t = 1)]
     tp: u16,
-    /// Which of them has these blocks
-    #[arg(long, default_value_t = 0)]
-    rank: u16,
+    /// Which of them has these blocks [default: 0; match: all of them]
+    #[arg(long)]
+    rank: Option<u16>,
 }
 
 /// Which blocks.
@@ -121,6 +121,7 @@ pub(crate) struct KeyArgs {
 }
 
 /// Blocks of a model that is registered with a server.
+#[derive(Clone)]
 pub(super) struct Subject {
     pub(super) namespace: NamespaceId,
     pub(super) group: Group,
@@ -174,9 +175,13 @@ impl Subject {
         let block_tokens = identity.block_tokens;
         let first = geometry.groups().first().map_or(Group(0), |group| group.group);
         let group = model.group.map_or(first, Group);
-        let coordinate = geometry.coordinate(group, model.tp, model.rank).map_err(Failure::user)?;
+        let rank = model.rank.unwrap_or(0);
+        let coordinate = geometry.coordinate(group, model.tp, rank).map_err(Failure::user)?;
         let shape = geometry.shape(group, coordinate, block_tokens).map_err(Failure::user)?;
-        let requirements = requirements(spec.as_ref(), &geometry, block_tokens, model.tp)?;
+        let mut requirements = requirements(spec.as_ref(), &geometry, block_tokens, model.tp)?;
+        if let Some(rank) = model.rank {
+            requirements = of_rank(&requirements, &geometry, model.tp, rank)?;
+        }
         let namespace = client.register(&identity, &geometry).map_err(Failure::user)?;
         let (keys, chained) = (Vec::new(), false);
         Ok(Self { namespace, group, coordinate, shape, requirements, keys, chained })
@@ -198,6 +203,16 @@ fn requirements(
     };
     let groups = geometry.groups().iter().map(group).collect::<Result<Vec<_>, _>>()?;
     Requirements::new(block_tokens, groups).map_err(Failure::user)
+}
+
+/// What one rank needs of what all of them need.
+fn of_rank(all: &Requirements, geometry: &Geometry, ranks: u16, rank: u16) -> Result<Requirements, Failure> {
+    let one = |requirement: &Requirement| -> Result<Requirement, Failure> {
+        let coordinate = geometry.coordinate(requirement.group, ranks, rank).map_err(Failure::user)?;
+        Ok(Requirement { coordinates: vec![coordinate], ..requirement.clone() })
+    };
+    let groups = all.groups().iter().map(one).collect::<Result<Vec<_>, _>>()?;
+    Requirements::new(all.block_tokens(), groups).map_err(Failure::user)
 }
 
 fn identity(file: &Path) -> Result<Identity, Failure> {

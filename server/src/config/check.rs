@@ -89,8 +89,10 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let default = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let grpc = decided.or("listen.grpc", set.grpc.as_ref(), default(GRPC_PORT));
     let metrics = decided.or("listen.metrics", set.metrics.as_ref(), default(METRICS_PORT));
-    let segment =
-        decided.or("store.segment", set.segment.as_ref(), kvarts_layout::format::DEFAULT_SEGMENT_BYTES);
+    let segment = set.segment.as_ref().map(|text| sized("store.segment", text)).transpose()?;
+    if segment.is_none() {
+        decided.or("store.segment", None, "the store's own, or 256 MiB when it is made");
+    }
     let few = cores().min(2);
     let executors = decided.or("store.executors", set.executors.as_ref(), few);
     let threads = decided.or("limits.threads", set.threads.as_ref(), few);
@@ -108,7 +110,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let log_level = decided.or("log.level", set.log_level.as_ref(), "info");
     let config = Config {
         budget: set.budget.as_ref().map(|text| sized("store.budget", text)).transpose()?,
-        segment_bytes: sized("store.segment", &segment)?,
+        segment_bytes: segment,
         policy: EvictionPolicy::named(&policy)
             .ok_or_else(|| Complaint::new("store.policy", "weighted, lru or s3-fifo"))?,
         endurance: set.endurance.as_ref().map(|text| sized("store.endurance", text)).transpose()?,
@@ -134,7 +136,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
             "json" => LogFormat::Json,
             _ => return Err(Complaint::new("log.format", "text or json")),
         },
-        log_level,
+        log_level: levels(log_level)?,
         directories,
         origins: decided.0,
     };
@@ -147,6 +149,23 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
 fn disabled(text: Option<&str>) -> Result<Features, Complaint> {
     let Some(text) = text else { return Ok(Features::default()) };
     text.parse::<Features>().map_err(|why| Complaint::new("store.io_disable", &why.to_string()))
+}
+
+/// Words for how much is logged.
+const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+
+/// Which log lines there are: a level, or levels for parts of the program. A word that is no level would be taken for the
+/// name of a part, and silence everything else.
+fn levels(text: String) -> Result<String, Complaint> {
+    let is_level = |word: &str| LEVELS.iter().any(|level| level.eq_ignore_ascii_case(word));
+    for part in text.split(',').map(str::trim) {
+        let level = part.rsplit_once('=').map_or(part, |(_, level)| level);
+        if !is_level(level) {
+            let what = format!("{part:?} is no level: {}, or PART=LEVEL", LEVELS.join(", "));
+            return Err(Complaint::new("log.level", &what));
+        }
+    }
+    Ok(text)
 }
 
 fn tls(set: &Settings) -> Result<Option<TlsFiles>, Complaint> {
@@ -182,7 +201,9 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
         );
         return Err(Complaint::new("listen.socket", &what));
     }
-    if config.budget.is_some_and(|budget| budget < config.segment_bytes.saturating_mul(4)) {
+    if let Some((budget, segment)) = config.budget.zip(config.segment_bytes)
+        && budget < segment.saturating_mul(4)
+    {
         return Err(Complaint::new("store.budget", "room for four segments at least"));
     }
     Ok(())

@@ -86,7 +86,7 @@ settings! {
     directories, "store", "directories", "KVARTS_STORE_DIRECTORIES", "dir";
     /// What the store may have on disk, such as 64 GiB [default: what fits]
     budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget";
-    /// Size of a segment file, when the store is made
+    /// Size of a segment file, when the store is made [default: 256 MiB]; a store that is there keeps its own
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment";
     /// What is evicted first when the budget is full: weighted, lru or s3-fifo
     policy, "store", "policy", "KVARTS_STORE_POLICY", "policy";

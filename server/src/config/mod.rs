@@ -63,8 +63,8 @@ pub struct Config {
     pub directories: Vec<PathBuf>,
     /// Bytes that the store may have on disk; none: what fits, decided at the start.
     pub budget: Option<u64>,
-    /// When the store is made: bytes of a segment file.
-    pub segment_bytes: u64,
+    /// Bytes of a segment file, used when the store is made; none: the usual size.
+    pub segment_bytes: Option<u64>,
     /// What is evicted first when the budget is full.
     pub policy: EvictionPolicy,
     /// Bytes that may be written in a day before puts are filtered; none: no limit.

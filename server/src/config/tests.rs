@@ -57,6 +57,13 @@ fn what_is_no_setting_is_refused_by_name() {
     assert!(complaint("[listen]\ngrpc = 'localhost'\n").contains("no address"));
     assert!(complaint("[device]\ncufile = 'gds'\n").contains("device.cufile: unknown mode"));
     assert!(complaint("[tls]\nkey = 'k.pem'\n").contains("belong together"));
+    for wrong in ["nonsense", "info,nonsense", "kvarts_server=loud", "", "info,,debug"] {
+        let told = complaint(&format!("[log]\nlevel = '{wrong}'\n"));
+        assert!(told.contains("log.level") && told.contains("is no level"), "{told}");
+    }
+    for good in ["off", "warn", "info,h2=warn", "kvarts_server=debug, audit=info"] {
+        assert!(resolve(&format!("[log]\nlevel = '{good}'\n"), &[], Settings::default()).is_ok(), "{good}");
+    }
 }
 
 const TENANT: &str = "[[tenants]]\nname = 'a'\npin = '1 GiB'\n";

@@ -1,26 +1,19 @@
 //! How files reach the memory of devices on this host: looked at once, at the start, before anybody needs it.
+//!
+//! The server moves nothing to a device itself, so it calls no driver: one that hangs would leave a thread that cannot be
+//! killed, and with it a process that keeps the store's lock. What is looked at is what the machine shows in files.
 
-use std::time::Duration;
-
-use kvarts_gpudirect::cufile::{self, Decision, Found, Wish};
+use kvarts_gpudirect::cufile::{self, Decision, Found, Mode, Wish};
 use kvarts_gpudirect::device::cuda;
 
-/// How long a driver may take to say what there is.
-const PATIENCE: Duration = Duration::from_secs(10);
-
-/// Looks and decides. What is missing, or does not answer, is a reason and no error, unless it was asked for by name.
-pub(super) async fn decide(wish: Wish) -> Result<Decision, String> {
-    let looking = tokio::task::spawn_blocking(|| {
-        cufile::look(cuda::count().map(drop).map_err(|error| error.to_string()))
-    });
-    let found = match tokio::time::timeout(PATIENCE, looking).await {
-        Ok(Ok(found)) => found,
-        Ok(Err(error)) => nothing(format!("the driver could not be asked: {error}")),
-        Err(_) => nothing(format!("the driver did not answer within {} s", PATIENCE.as_secs())),
+/// Looks and decides. What is missing is a reason and no error, unless it was asked for by name.
+pub(super) fn decide(wish: Wish) -> Result<Decision, String> {
+    let found = match wish {
+        Wish::Only(Mode::Staging) => {
+            let not_needed = "not looked for: staging was asked for".to_owned();
+            Found { device: Err(not_needed), library: false, module: false }
+        }
+        _ => cufile::look(cuda::shown()),
     };
     cufile::decide(&found, wish).map_err(|why| format!("device.cufile: {why}"))
-}
-
-fn nothing(why: String) -> Found {
-    Found { device: Err(why), library: false, module: false, compiler: false }
 }

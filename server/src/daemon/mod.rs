@@ -9,6 +9,7 @@
 
 mod devices;
 pub mod notify;
+mod opened;
 mod socket;
 
 use std::net::SocketAddr;
@@ -16,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::Entropy;
@@ -31,12 +33,16 @@ use crate::metrics;
 use crate::node::{Decided, Memory, Node};
 use crate::scrub;
 
+pub use opened::Opened;
+
 /// How long calls under way may take to end once a stop was asked for.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
 /// Connections that the kernel keeps until they are accepted: all that come at once when a network is back.
 const BACKLOG: u32 = 4096;
 /// Descriptors that are not for connections: segment files, sockets, memory of local clients.
 const DESCRIPTORS_KEPT: usize = 1024;
+/// Segments that any store has room for.
+const SEGMENTS_MIN: u64 = 4;
 /// Of the room on the disk, what a store takes that was given no budget: so many hundredths.
 const FREE_SHARE: u64 = 80;
 
@@ -45,6 +51,7 @@ const FREE_SHARE: u64 = 80;
 pub struct Daemon {
     node: Arc<Node>,
     home: Home,
+    opened: Opened,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
     /// Whether it was seen to have ended, and why if it failed.
     over: bool,
@@ -60,11 +67,13 @@ impl Daemon {
     /// Opens the store and begins to serve. Gives one line that says what is wrong.
     pub async fn start(config: &Config) -> Result<Self, String> {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
-        let files = devices::decide(config.cufile).await?;
+        let files = devices::decide(config.cufile)?;
         let mut notes = vec![files.to_string()];
         let options = home_options(config, &mut notes)?;
+        let begun = std::time::Instant::now();
         let opened = tokio::task::spawn_blocking(move || Home::open(&options)).await;
         let home = opened.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+        let opened = Opened::of(home.store(), begun.elapsed());
         notes.extend(home.notes().iter().cloned());
         let bytes = usize::try_from(config.memory).map_err(|_| "limits.memory: too much".to_owned())?;
         let memory = Memory::new(bytes, limits::SMALL_READ_BYTES).map_err(|error| {
@@ -109,12 +118,17 @@ impl Daemon {
         let scrub_task = config.scrub_every.map(scrub);
         let socket = config.socket.clone();
         let (over, fault) = (false, None);
-        Ok(Self { node, home, serving, over, fault, metrics_task, scrub_task, grpc, metrics, socket })
+        Ok(Self { node, home, opened, serving, over, fault, metrics_task, scrub_task, grpc, metrics, socket })
     }
 
     /// The server's insides.
     pub fn node(&self) -> &Arc<Node> {
         &self.node
+    }
+
+    /// What opening the store found.
+    pub fn opened(&self) -> &Opened {
+        &self.opened
     }
 
     /// Where gRPC listens.
@@ -204,10 +218,26 @@ fn connections(config: &Config, notes: &mut Vec<String>) -> usize {
 }
 
 fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions, String> {
+    let own = kvarts_store::home::segment_bytes(&config.directories);
+    if let Some((own, asked)) = own.zip(config.segment_bytes)
+        && own != asked
+    {
+        let (own, asked) = (human::bytes(own), human::bytes(asked));
+        notes.push(format!(
+            "store.segment: {asked} has no effect: this store was made with segments of {own}, and keeps them"
+        ));
+    }
+    let segment_bytes = own.or(config.segment_bytes).unwrap_or(DEFAULT_SEGMENT_BYTES);
+    notes.push(format!("segments of {}", human::bytes(segment_bytes)));
     let budget = match config.budget {
         Some(budget) => budget,
-        None => fitting_budget(config, notes)?,
+        None => fitting_budget(config, segment_bytes, own.is_some(), notes)?,
     };
+    let least = segment_bytes.saturating_mul(SEGMENTS_MIN);
+    if budget < least {
+        let (budget, least) = (human::bytes(budget), human::bytes(least));
+        return Err(format!("store.budget: {budget} is too little: room for four segments is {least}"));
+    }
     Ok(HomeOptions {
         directories: config.directories.clone(),
         io: config.io,
@@ -215,7 +245,7 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
         runtime: config.runtime,
         cores: Vec::new(),
         store: Options {
-            segment_bytes: config.segment_bytes,
+            segment_bytes,
             budget_bytes: budget,
             eviction: config.policy,
             endurance_bytes_per_day: config.endurance,
@@ -226,7 +256,12 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
 }
 
 /// A budget that fits: most of what is free, and what the store has already.
-fn fitting_budget(config: &Config, notes: &mut Vec<String>) -> Result<u64, String> {
+fn fitting_budget(
+    config: &Config,
+    segment_bytes: u64,
+    is_made: bool,
+    notes: &mut Vec<String>,
+) -> Result<u64, String> {
     let mut total = 0u64;
     for directory in &config.directories {
         let fault = |error: &dyn std::fmt::Display| format!("{}: {error}", directory.display());
@@ -235,12 +270,11 @@ fn fitting_budget(config: &Config, notes: &mut Vec<String>) -> Result<u64, Strin
         let free = space.f_bavail.saturating_mul(space.f_frsize);
         total = total.saturating_add(free / 100 * FREE_SHARE).saturating_add(bytes_below(directory));
     }
-    let least = config.segment_bytes.saturating_mul(4);
+    let least = segment_bytes.saturating_mul(SEGMENTS_MIN);
     if total < least {
         let (free, least) = (human::bytes(total), human::bytes(least));
-        return Err(format!(
-            "the disk has room for {free}, a store needs {least}: free some, or use --segment"
-        ));
+        let smaller = if is_made { "" } else { ", or make the store with a smaller --segment" };
+        return Err(format!("the disk has room for {free}, the store needs {least}: free some{smaller}"));
     }
     notes.push(format!(
         "budget: {}, which is {FREE_SHARE}% of the free disk and what is here",

@@ -37,6 +37,12 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         counts: counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
         notes: node.decided.notes.clone(),
         recovery: node.engine.recovery().iter().map(recovery).collect(),
+        space: Some(proto::stats_reply::Space {
+            live_bytes: stats.space.total.live,
+            dead_bytes: stats.space.total.dead,
+            free_bytes: stats.space.total.free,
+            overhead_bytes: stats.space.total.overhead,
+        }),
         local_clients: node.locals.clients().into_iter().map(client).collect(),
     }
 }

@@ -15,6 +15,7 @@ use prost::Message;
 use super::call::Call;
 use super::fault::{Fault, Outcome};
 use super::{digest, limits, wire};
+use crate::human;
 use crate::node::Model;
 use crate::proto;
 
@@ -36,6 +37,7 @@ pub(crate) fn register_model(
     let most = (limits::MODELS_MAX, limits::MODELS_BYTES_MAX);
     let model = node.models.register(node.store(), caller, identity, geometry, (listed, most))?;
     let shapes = shapes(&model, &wire.columns)?;
+    tell_waste(call, &shapes);
     let namespace = Bytes::copy_from_slice(model.namespace.as_bytes());
     Ok(proto::RegisterModelReply {
         crc32: digest::of_model(&wire::wire_identity(&model.identity), &namespace),
@@ -65,6 +67,31 @@ fn shapes(model: &Model, columns: &[proto::Column]) -> Outcome<Vec<proto::Shape>
         shapes.push(wire::wire_shape(group, coordinate, &shape));
     }
     Ok(shapes)
+}
+
+/// Hundredths of a segment that blocks may leave empty without a word.
+const WASTE_MAX: u64 = 20;
+
+/// Tells the log of blocks of which so few fit into a segment that much of the disk stays empty.
+fn tell_waste(call: &Call, shapes: &[proto::Shape]) {
+    let segment = call.node.engine.segment_bytes();
+    for shape in shapes {
+        let waste = waste(segment, shape.block_bytes);
+        if waste > WASTE_MAX && call.node.audit.may_tell() {
+            let (block, segment) = (human::bytes(shape.block_bytes), human::bytes(segment));
+            tracing::warn!(
+                "blocks of {block} leave {waste}% of each segment of {segment} empty: make the store with larger \
+                 segments (--segment, or `kvarts compact --to` for a store that is there)"
+            );
+        }
+    }
+}
+
+/// Hundredths of a segment that whole blocks of this size cannot fill. Some pages of a segment are its own.
+fn waste(segment_bytes: u64, block_bytes: u64) -> u64 {
+    const PAGE: u64 = kvarts_layout::format::PAGE_BYTES;
+    let room = segment_bytes.saturating_sub(4 * PAGE);
+    100 - (room / block_bytes.max(1)).saturating_mul(block_bytes).saturating_mul(100) / segment_bytes.max(1)
 }
 
 /// The models of the caller's tenant.
@@ -252,4 +279,20 @@ pub(crate) async fn delete(
         proto::delete_reply::Outcome { what: what.into(), error }
     };
     Ok(proto::DeleteReply { outcomes: reply.outcomes.iter().map(outcome).collect(), blocks: reply.blocks })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_that_fill_a_segment_badly_are_noticed_and_usual_ones_are_not() {
+        const MIB: u64 = 1 << 20;
+        assert_eq!(
+            [waste(256 * MIB, 2 * MIB) <= WASTE_MAX, waste(256 * MIB, 32 * MIB) <= WASTE_MAX],
+            [true; 2]
+        );
+        assert_eq!(waste(64 * MIB, 32 * MIB), 50, "two of them do not fit");
+        assert_eq!(waste(64 * MIB, 64 * MIB), 100, "not even one does");
+    }
 }

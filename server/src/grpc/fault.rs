@@ -178,11 +178,11 @@ pub(crate) fn detail(reason: &Reason) -> proto::Error {
         Reason::OutOfBounds => R::OutOfBounds,
         Reason::DeadlineInPast => R::DeadlineInPast,
         Reason::DeadlinePassed => R::DeadlinePassed,
-        Reason::Digest { segment, offset, expected, found } => {
+        Reason::Digest { segment, offset, expected, found, .. } => {
             (error.segment, error.offset) = (*segment, *offset);
             of_numbers(&mut error, u64::from(*expected), u64::from(*found), R::Digest)
         }
-        Reason::Header { segment, offset, what } => {
+        Reason::Header { segment, offset, what, .. } => {
             (error.segment, error.offset) = (*segment, *offset);
             of_text(&mut error, what, R::Header)
         }
@@ -275,9 +275,9 @@ pub(crate) fn reason(error: &proto::Error) -> Reason {
         R::Digest => {
             let (segment, offset) = (error.segment, error.offset);
             let (expected, found) = (narrow(error.expected), narrow(error.found));
-            Reason::Digest { segment, offset, expected, found }
+            Reason::Digest { shard: 0, segment, offset, expected, found }
         }
-        R::Header => Reason::Header { segment: error.segment, offset: error.offset, what: what() },
+        R::Header => Reason::Header { shard: 0, segment: error.segment, offset: error.offset, what: what() },
         R::Media | R::DamagedOnTheWay => Reason::Media(what()),
         R::Latched => Reason::Latched(what()),
         R::Denied => Reason::Denied(what()),
@@ -362,8 +362,8 @@ mod tests {
             Reason::OutOfBounds,
             Reason::DeadlineInPast,
             Reason::DeadlinePassed,
-            Reason::Digest { segment: 1, offset: 4096, expected: 5, found: 6 },
-            Reason::Header { segment: 1, offset: 4096, what: text() },
+            Reason::Digest { shard: 0, segment: 1, offset: 4096, expected: 5, found: 6 },
+            Reason::Header { shard: 0, segment: 1, offset: 4096, what: text() },
             Reason::Media(text()),
             Reason::Latched(text()),
             Reason::Config(text()),

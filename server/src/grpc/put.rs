@@ -325,6 +325,7 @@ where
     }
     incoming.end().await?;
     pieces.take_until(0).await?;
+    call.node.trouble.put_ended(&pieces.outcomes);
     let mut reply = proto::PutReply { outcomes: outcomes(&pieces.outcomes), crc32: 0 };
     reply.crc32 = incoming.said.put_reply(&reply);
     Ok(reply)

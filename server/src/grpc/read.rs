@@ -375,6 +375,8 @@ pub(crate) fn count(call: &Call, asked: &Download, end: &ReadEnd, early: Option<
         call.node.metrics.missed(reason, blocks);
     }
     call.node.metrics.hit(delivered);
+    let failures = end.failures.iter().map(|(_, reason)| reason);
+    call.node.trouble.read_ended(&call.node.audit, asked.namespace, failures);
 }
 
 /// Blocks of which everything came, and the others by the reason of their failure. In layer order nobody has a whole block

@@ -102,6 +102,8 @@ impl Incoming {
             Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {
                 Ok(())
             }
+            // A client that closes before it has read everything: no fault of its own.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Err(Ended::Left),
             Err(error) => Err(broken(error)),
         }
     }

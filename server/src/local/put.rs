@@ -109,6 +109,7 @@ impl Putting {
             }
         }
         pieces.take_until(0).await?;
+        call.node.trouble.put_ended(&pieces.outcomes);
         Ok(proto::PutReply { outcomes: outcomes(&pieces.outcomes), crc32: 0 })
     }
 }

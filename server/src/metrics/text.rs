@@ -276,7 +276,7 @@ mod tests {
 
     #[test]
     fn the_way_to_devices_is_told_with_what_there_could_be_and_why() {
-        let found = Found { device: Ok(()), library: true, module: false, compiler: true };
+        let found = Found { device: Ok(()), library: true, module: false };
         let mut out = String::new();
         device_path(&mut out, &decide(&found, Wish::Auto).unwrap());
         let line = out.lines().last().unwrap();

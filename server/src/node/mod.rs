@@ -16,6 +16,7 @@ mod patience;
 mod puts;
 mod shares;
 pub mod tenant;
+mod trouble;
 mod veil;
 
 use std::collections::BTreeMap;
@@ -39,6 +40,7 @@ pub use patience::Patience;
 pub use puts::Puts;
 pub(crate) use shares::Bandwidth;
 pub use tenant::Tenant;
+pub use trouble::Trouble;
 pub use veil::Veil;
 
 use crate::grpc::limits::ADDRESSES_MAX;
@@ -80,6 +82,8 @@ pub struct Node {
     pub puts: Puts,
     /// How many lines refused calls have caused.
     pub audit: Audit,
+    /// What an operator must hear of.
+    pub trouble: Trouble,
     /// How points in the stream of events are shown to tenants.
     pub veil: Veil,
     /// The scrubber, and what it found.
@@ -141,6 +145,7 @@ impl Node {
             patience: Patience::default(),
             puts: Puts::new(&memory, &gate.tenants().iter().map(|tenant| tenant.number).collect::<Vec<_>>()),
             audit,
+            trouble: Trouble::default(),
             veil: Veil::new(secret),
             scrub: Scrub::default(),
             gate,

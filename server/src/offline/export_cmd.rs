@@ -2,7 +2,6 @@
 //!
 //! The file appears under its name when it is whole and durable; until then it stands beside it under another one.
 
-use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
@@ -16,6 +15,7 @@ use serde::Serialize;
 
 use super::{Place, now_ms, shown, write_json};
 use crate::cli::Failure;
+use crate::files;
 use crate::fsck_cmd::watched;
 use crate::human::{bytes, grouped};
 
@@ -63,9 +63,7 @@ pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Fai
     if !arguments.all && arguments.namespace.is_none() && arguments.prefix.is_none() {
         return Err(Failure::user("say what to export: --all, --namespace ID or --prefix KEY"));
     }
-    if arguments.to.exists() {
-        return Err(Failure::User(format!("{} is there already", arguments.to.display())));
-    }
+    files::refuse_existing(&arguments.to)?;
     let tally = Tally::default();
     let (store, contents) = arguments.place.read(&tally)?;
     let wanted = match (arguments.namespace, arguments.prefix) {
@@ -73,8 +71,8 @@ pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Fai
         (None, Some(key)) => Selection::Blocks(lineage(&contents, key)),
         (None, None) => Selection::All,
     };
-    let partial = Partial::new(&arguments.to)?;
-    let mut writer = BufWriter::with_capacity(1 << 20, &partial.file);
+    let partial = files::Partial::new(&arguments.to)?;
+    let mut writer = BufWriter::with_capacity(1 << 20, partial.file());
     let (before, planned) = (tally.bytes(), planned_bytes(&contents, &wanted));
     let exported = watched(&|| (tally.bytes() - before, planned), || {
         export(&store, &contents, &wanted, (now_ms(), &tally), &mut writer)
@@ -85,7 +83,7 @@ pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Fai
     if exported.totals.blocks == 0 && exported.blocks_left_out == 0 && !arguments.all {
         return Err(Failure::user("nothing in the store is what was asked for"));
     }
-    partial.finish()?;
+    partial.finish(false)?;
     let report = report(arguments, exported, &contents);
     if arguments.json {
         write_json(&report, out)?;
@@ -97,40 +95,6 @@ pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Fai
 
 fn cannot(path: &Path, error: &dyn std::fmt::Display) -> Failure {
     Failure::User(format!("{}: {error}", path.display()))
-}
-
-/// A file on its way; it is removed unless it is finished.
-struct Partial {
-    file: File,
-    path: PathBuf,
-    target: PathBuf,
-}
-
-impl Partial {
-    fn new(target: &Path) -> Result<Self, Failure> {
-        let mut name = target.as_os_str().to_owned();
-        name.push(".partial");
-        let path = PathBuf::from(name);
-        let file = OpenOptions::new().write(true).create_new(true).open(&path);
-        let file = file.map_err(|error| cannot(&path, &error))?;
-        Ok(Self { file, path, target: target.to_owned() })
-    }
-
-    /// Makes the file durable and gives it its name, unless another has come to have it.
-    fn finish(self) -> Result<(), Failure> {
-        let done = self.file.sync_all().and_then(|()| std::fs::hard_link(&self.path, &self.target));
-        done.map_err(|error| cannot(&self.target, &error))?;
-        let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let synced = File::open(folder.unwrap_or(Path::new("."))).and_then(|folder| folder.sync_all());
-        synced.map_err(|error| cannot(&self.target, &error))
-    }
-}
-
-impl Drop for Partial {
-    fn drop(&mut self) {
-        // Under its own name it is whole, or was never finished.
-        let _ = std::fs::remove_file(&self.path);
-    }
 }
 
 fn report(arguments: &ExportArgs, exported: Exported, contents: &Contents) -> Report {

@@ -10,29 +10,50 @@ use crate::sync::Mutex;
 /// them met, or a miss. Without it a block that is taken out and put anew by another producer between two reads would be
 /// a mix, each part of it as it was put.
 #[derive(Debug)]
-pub struct Origins(Mutex<Vec<Option<OriginId>>>);
+pub struct Origins(Mutex<Vec<Met>>);
+
+/// A block of reads that together are one.
+#[derive(Clone, Copy, Debug, Default)]
+struct Met {
+    origin: Option<OriginId>,
+    /// Whether one of the reads has delivered something of it.
+    read: bool,
+}
 
 impl Origins {
     /// Of so many blocks, whichever production of each is met first.
     pub fn any(blocks: usize) -> Arc<Self> {
-        Self::of(vec![None; blocks])
+        Arc::new(Self(Mutex::new(vec![Met::default(); blocks])))
     }
 
     /// Of blocks of which some were met before.
     pub fn of(met: Vec<Option<OriginId>>) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(met)))
+        let met = met.into_iter().map(|origin| Met { origin, read: origin.is_some() });
+        Arc::new(Self(Mutex::new(met.collect())))
     }
 
     /// What was met so far.
     pub fn met(&self) -> Vec<Option<OriginId>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|met| met.origin).collect()
     }
 
     /// Whether bytes of this production of a block may be given: notes it if it is the first. No bytes of a block that
     /// there is not.
     pub fn admit(&self, block: usize, origin: OriginId) -> bool {
         let mut met = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        met.get_mut(block).is_some_and(|met| *met.get_or_insert(origin) == origin)
+        met.get_mut(block).is_some_and(|met| *met.origin.get_or_insert(origin) == origin)
+    }
+
+    /// How many of some blocks are delivered now for the first time.
+    pub(crate) fn delivered(&self, blocks: impl Iterator<Item = usize>) -> u64 {
+        let mut met = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut first = 0;
+        for block in blocks {
+            if let Some(met) = met.get_mut(block) {
+                first += u64::from(!std::mem::replace(&mut met.read, true));
+            }
+        }
+        first
     }
 }
 
@@ -48,5 +69,11 @@ mod tests {
         assert!(!origins.admit(2, one), "there is no such block");
         assert_eq!(origins.met(), [None, Some(one)]);
         assert!(!Origins::of(origins.met()).admit(1, other) && origins.admit(0, other));
+    }
+
+    #[test]
+    fn a_block_that_several_reads_deliver_is_counted_once() {
+        let origins = Origins::any(3);
+        assert_eq!([origins.delivered(0..2), origins.delivered(1..4), origins.delivered(0..3)], [2, 1, 0]);
     }
 }

@@ -1,9 +1,13 @@
 //! The coarse time by which blocks age: a step passes when a 256th of the budget has been written, and every 64
-//! seconds at least.
+//! seconds at least, or every 512th of the time since opening if that is longer.
 //!
 //! What decides how long a block stays is how much is written meanwhile, not what a clock says: so it is written
 //! bytes that make blocks old. The table of when each step began gives an age in seconds back, for what is about time
-//! (what is cold, what a checkpoint says of the last use).
+//! (what is cold), and for a time of long ago an age in steps.
+//!
+//! A block keeps its step modulo [`EPOCHS`], its record the second of its last use. The steps tell blocks apart that
+//! were used within the last three budgets' worth of writing, or within most of the time since opening; whatever was
+//! used before is told apart by the second: after weeks, and after a restart ([`Ages::age`]).
 
 use std::time::Duration;
 
@@ -11,17 +15,17 @@ use crate::index::EPOCHS;
 use crate::rt::Nanos;
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A step lasts no longer, in seconds. Blocks found by recovery are as many such steps old as their age says.
+/// A step lasts no longer, in seconds, in a store that was opened not long ago. Blocks found by recovery are as many
+/// such steps old as their age says, unless that is too old.
 pub(crate) const EPOCH_S: u64 = 64;
-/// Older blocks look this old: the coarse time is modulo [`EPOCHS`], so older ones would look new again.
+/// Of records whose last use is so many steps ago, blocks have the record's age.
 pub(crate) const AGE_MAX: u16 = EPOCHS - 128;
 /// Parts of the budget that must have been written for a step to pass.
 pub(crate) const STEPS_PER_BUDGET: u64 = 256;
-/// Steps that pass at once, at most. Twice as many as this, and as many as may pass before ages are clamped, are
-/// together fewer than lie between [`AGE_MAX`] and the end of the coarse time.
+/// Steps that pass at once, at most.
 const STEPS_AT_ONCE: u64 = 32;
-/// Steps after which ages must be clamped.
-const CLAMP_EVERY: u64 = 32;
+/// Parts of the time since opening that a step may last.
+const STEPS_OPEN: u64 = 512;
 
 const STEP_NANOS: u64 = EPOCH_S * 1_000_000_000;
 
@@ -37,8 +41,8 @@ pub(crate) struct Ages {
     written: AtomicU64,
     /// When each step began, by its number modulo `EPOCHS`.
     times: Box<[AtomicU64]>,
-    /// The step at which ages were clamped last.
-    clamped: AtomicU64,
+    /// Seconds of a step before opening.
+    before_s: AtomicU64,
 }
 
 impl Ages {
@@ -49,28 +53,33 @@ impl Ages {
             began: AtomicU64::new(now.0),
             written: AtomicU64::new(0),
             times: (0..EPOCHS).map(|_| AtomicU64::new(now.0)).collect(),
-            clamped: AtomicU64::new(0),
+            before_s: AtomicU64::new(EPOCH_S),
         }
     }
 
-    /// Whether so many steps have passed that ages must be clamped before more do. Only one caller is told so.
-    pub(crate) fn must_clamp(&self) -> bool {
-        let (steps, clamped) = (self.steps.load(Relaxed), self.clamped.load(Relaxed));
-        steps.saturating_sub(clamped) >= CLAMP_EVERY
-            && self.clamped.compare_exchange(clamped, steps, Relaxed, Relaxed).is_ok()
+    /// Something that recovery found was used last so many seconds ago: a full store has written its budget since the
+    /// oldest.
+    pub(crate) fn found(&self, age_s: u64) {
+        self.before_s.fetch_max(age_s / STEPS_PER_BUDGET, Relaxed);
+    }
+
+    /// Steps since opening.
+    pub(crate) fn steps(&self) -> u64 {
+        self.steps.load(Relaxed)
     }
 
     /// The step of this moment, modulo [`EPOCHS`].
     pub(crate) fn epoch(&self, now: Nanos) -> u16 {
         let began = self.began.load(Relaxed);
-        let due = now.0.saturating_sub(began) / STEP_NANOS;
+        let step = STEP_NANOS.max(now.0.saturating_sub(self.opened.0) / STEPS_OPEN);
+        let due = now.0.saturating_sub(began) / step;
         if due > 0 {
-            let end = began + due * STEP_NANOS;
+            let end = began + due * step;
             // Who loses finds the steps made by another.
             if self.began.compare_exchange(began, end, Relaxed, Relaxed).is_ok() {
                 // Of a longer time the steps are longer: a block's age in seconds stays what it is.
                 let passing = due.min(STEPS_AT_ONCE);
-                (1..=passing).for_each(|step| self.pass(began + step * due / passing * STEP_NANOS));
+                (1..=passing).for_each(|one| self.pass(began + one * due / passing * step));
             }
         }
         (self.steps.load(Relaxed) % u64::from(EPOCHS)) as u16
@@ -108,8 +117,41 @@ impl Ages {
             // Before the store was opened: as recovery counted it.
             _ => {
                 let before = after.saturating_sub(steps) + 1;
-                now.since(self.opened) + Duration::from_secs(before * EPOCH_S)
+                now.since(self.opened) + Duration::from_secs(before * self.before_s.load(Relaxed))
             }
+        }
+    }
+
+    /// How many steps ago something was used last that has been unused for so long: never too many. Of two times the
+    /// longer one gives no fewer steps, and before the last [`EPOCHS`] steps an estimate.
+    pub(crate) fn steps_in(&self, unused: Duration, now: Nanos) -> u32 {
+        let (steps, open) = (self.steps(), now.since(self.opened));
+        if let Some(before) = unused.checked_sub(open).filter(|before| !before.is_zero()) {
+            let more = before.as_secs() / self.before_s.load(Relaxed).max(1);
+            return u32::try_from(steps.saturating_add(more)).unwrap_or(u32::MAX);
+        }
+        // The last age that ended before it: a binary search, since the older the longer ago.
+        let (mut low, mut high) = (0, steps.min(u64::from(EPOCHS) - 1) as u16);
+        let (oldest, known) = (high, self.since(high, now));
+        while low < high {
+            let middle = low + (high - low).div_ceil(2);
+            if self.since(middle, now) < unused { low = middle } else { high = middle - 1 }
+        }
+        let beyond = steps - u64::from(oldest);
+        if low < oldest || beyond == 0 {
+            return u32::from(low);
+        }
+        let part = (unused.saturating_sub(known)).as_micros() * u128::from(beyond);
+        let more = part / open.saturating_sub(known).as_micros().max(1);
+        u32::from(low).saturating_add(u32::try_from(more).unwrap_or(u32::MAX))
+    }
+
+    /// The age of a block whose step of its last use was `steps` ago, modulo [`EPOCHS`], in a record whose last use was
+    /// `record` steps ago at least: no block was used after its record.
+    pub(crate) fn age(steps: u16, record: u32) -> u32 {
+        match record >= u32::from(AGE_MAX) {
+            true => record,
+            false => record.max(u32::from(steps)),
         }
     }
 }
@@ -157,33 +199,61 @@ mod tests {
         assert_eq!(ages.since(1, at(64 * 3200)).as_secs(), 0);
     }
 
-    /// Ten budgets are written, in pieces of every size, and no clock looks after the ages.
     #[test]
-    fn ages_are_clamped_before_they_wrap_however_fast_bytes_are_written() {
-        for piece in [1000, 40_000, 900_000, 3_000_000] {
-            let ages = Ages::new(at(0));
-            // The block was last used in step 0. Clamping makes its age the greatest; nothing else changes it.
-            let (mut age, mut before) = (0u64, 0);
-            for _ in 0..(40_000_000 / piece).max(40) {
-                ages.wrote(piece, 1_000_000, at(0));
-                let steps = ages.steps.load(Relaxed);
-                age += steps - before;
-                before = steps;
-                assert!(age < u64::from(EPOCHS), "it looks new again, pieces of {piece}");
-                if ages.must_clamp() {
-                    age = age.min(u64::from(AGE_MAX));
-                }
-            }
-            assert!(age >= u64::from(AGE_MAX) && !ages.must_clamp());
+    fn steps_grow_with_the_time_since_opening_so_that_they_tell_most_of_it_apart() {
+        let ages = Ages::new(at(0));
+        let (mut minutes, mut before) = (0, 0);
+        // Ninety days in which nothing is written.
+        while minutes < 90 * 24 * 60 {
+            minutes += 1;
+            ages.epoch(at(minutes * 60));
+            let steps = ages.steps();
+            assert!(steps >= before && steps - before <= 1);
+            before = steps;
         }
+        let days = |age: u32| ages.steps_in(Duration::from_secs(u64::from(age) * 86_400), at(minutes * 60));
+        for age in 1..90 {
+            assert!(days(age) > days(age - 1), "days {age} and before");
+            assert!(age > 70 || days(age) < u32::from(AGE_MAX), "blocks by themselves, {age} days");
+        }
+        assert_eq!(u64::from(days(90)), before);
+        assert!(days(400) > days(365) && days(365) > days(90), "before opening");
+    }
+
+    #[test]
+    fn a_time_in_steps_is_never_too_long_and_keeps_the_order() {
+        let ages = Ages::new(at(1000));
+        for second in 1000..1200 {
+            ages.wrote(if second % 7 == 0 { 3000 } else { 400 }, 256_000, at(second));
+        }
+        let now = at(1200);
+        for age in 0..u16::try_from(ages.steps()).unwrap() {
+            // What was used just before that step ended.
+            let steps = ages.steps_in(ages.since(age, now), now);
+            assert!(steps <= u32::from(age), "{steps} steps, used {age} steps ago");
+        }
+        let steps: Vec<_> =
+            (0..5000).map(|age| ages.steps_in(Duration::from_millis(age * 100), now)).collect();
+        assert!(steps.is_sorted());
+        // Before opening a step is as long as the oldest has it.
+        ages.found(256 * 3600);
+        assert_eq!(ages.steps_in(Duration::from_secs(200 + 10 * 3600), now), ages.steps() as u32 + 10);
+    }
+
+    #[test]
+    fn a_block_is_as_old_as_its_step_says_and_in_an_old_record_as_that() {
+        assert_eq!((Ages::age(7, 3), Ages::age(3, 7), Ages::age(5, 5000)), (7, 7, 5000));
     }
 
     #[test]
     fn ages_go_round() {
         let ages = Ages::new(at(0));
-        for step in 0..3000u64 {
-            assert_eq!(ages.epoch(at(step * 64)), (step % u64::from(EPOCHS)) as u16);
+        let mut written = 0;
+        while ages.steps() < 3000 {
+            ages.wrote(1000, 256_000, at(written));
+            written += 1;
+            assert_eq!(u64::from(ages.epoch(at(written - 1))), ages.steps() % u64::from(EPOCHS));
         }
-        assert_eq!(ages.since(880, at(2999 * 64)).as_secs(), 879 * 64);
+        assert_eq!(ages.since(880, at(2999)).as_secs(), 879);
     }
 }

@@ -5,7 +5,7 @@
 //! - The two files are written in turn, and never the one that holds the newest whole checkpoint.
 //! - The header is written last, when everything behind it is durable: chunks of an attempt that a crash ended are
 //!   never taken for those of the next one under the same sequence.
-//! - Memory is one chunk and one byte for each record.
+//! - Memory is one chunk, and the work is that of the shard's own records.
 
 mod read;
 mod write;

@@ -319,8 +319,8 @@ impl Executor {
         );
     }
 
-    /// What a shard does by the clock: checkpoints where something was written, and sweeping up leases that ended
-    /// and ages that would wrap.
+    /// What a shard does by the clock: checkpoints where something was written, and sweeping up leases that
+    /// ended.
     fn keep_house(&self, log: &Rc<Log>) {
         let (log, rt, stopping) = (Rc::clone(log), Rc::clone(&self.rt), Rc::clone(&self.stopping));
         let every = self.limits.checkpoint_every;
@@ -331,7 +331,6 @@ impl Executor {
                 let shared = &log.shared;
                 shared.index.expire(rt.clock().now());
                 let _ = shared.epoch();
-                shared.clamp_ages();
                 if log.sequence.get() != written && !stopping.get() {
                     written = log.sequence.get();
                     // A checkpoint that fails costs recency; the next one is tried as usual.

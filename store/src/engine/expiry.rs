@@ -91,6 +91,7 @@ fn change(
         return Ok(());
     }
     let own = records.insert(RecordInfo { expires, ..info }).map_err(|_| Reason::NoSpace)?;
+    records.note_use(own, records.used(record));
     for (print, found) in blocks {
         let new = crate::index::Location { record: own, ..found.location };
         // One that left meanwhile is not here any more: its time does not matter.

@@ -627,6 +627,7 @@ impl Log {
         // It appends, so it must not be waited for here.
         self.thin_out_in_background();
         segment.begin(self.sequence.get());
+        segment.note_cold(self.shared.ages.steps() as i64);
         self.forget_segment(segment.number);
         let image = self.header_image(&segment)?;
         let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;

@@ -37,6 +37,7 @@ mod segment;
 mod shared;
 mod slice;
 mod snapshot;
+pub(crate) mod steps;
 mod store;
 mod tables;
 mod unpack;
@@ -49,6 +50,7 @@ pub use compact::{CompactOptions, CompactReport};
 pub use evict::policy::EvictionPolicy;
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
+pub use steps::WorkDone;
 pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
 pub use tables::Table;
 

@@ -309,7 +309,11 @@ pub(super) fn find(
 /// Counts a use of these blocks. Who only looks whether blocks are well does not use them.
 pub(super) fn count_use(shared: &Shared, class: Class, prints: &[BlockFingerprint]) {
     if class != Class::Background {
-        shared.index.touch_with(prints, shared.policy().renews().then(|| shared.epoch()));
+        shared.index.touch_with(
+            prints,
+            shared.policy().renews().then(|| shared.epoch()),
+            Some(shared.second()),
+        );
     }
 }
 
@@ -505,11 +509,21 @@ impl ReadJob {
         let failures: Vec<_> = std::mem::take(&mut state.failures).into_iter().collect();
         // Sent under the lock: a release that comes now must come after it.
         let held_bytes = if state.holding > 0 { state.held_bytes } else { 0 };
-        let good = self.request.keys.len().saturating_sub(failures.len()) as u64;
         if whole {
-            self.shared.counters.blocks_read.fetch_add(good, Relaxed);
+            self.shared.counters.blocks_read.fetch_add(self.first_delivered(&failures), Relaxed);
         }
         self.sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, failures, held_bytes }));
+    }
+
+    /// Blocks that nothing was delivered of before: a block whose layers come by several reads is one block.
+    fn first_delivered(&self, failures: &[(u32, Reason)]) -> u64 {
+        let blocks = self.request.keys.len();
+        let Some((origins, first)) = &self.origins else {
+            return blocks.saturating_sub(failures.len()) as u64;
+        };
+        let failed =
+            |block: &usize| failures.binary_search_by_key(block, |(block, _)| *block as usize).is_ok();
+        origins.delivered((0..blocks).filter(|block| !failed(block)).map(|block| *first as usize + block))
     }
 
     /// A read that ends early ends so for its deadline or because its caller is gone; anything else is a defect,

@@ -123,7 +123,8 @@ impl Log {
 
     /// The footer of a sealed segment, from disk.
     pub(crate) async fn read_footer(&self, segment: &Segment) -> Result<Footer, Reason> {
-        let damaged = |what: String| Reason::Header { segment: segment.number, offset: 0, what };
+        let shard = self.shard;
+        let damaged = |what: String| Reason::Header { shard, segment: segment.number, offset: 0, what };
         let media = |error: IoError| Reason::Media(error.to_string());
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
         let page = self.stage(PAGE).await.map_err(media)?;
@@ -163,6 +164,7 @@ impl Log {
                         let position = self.position(segment, offset);
                         let footer = Footer::decode(&buf.to_vec(), &position, &self.shared.secret);
                         footer.map_err(|unsound| Reason::Header {
+                            shard: self.shard,
                             segment: segment.number,
                             offset,
                             what: unsound.to_string(),

@@ -27,6 +27,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use kvarts_layout::format::checkpoint::SEGMENT_FREE;
 use kvarts_layout::format::footer::{self, Content, Entry, Footer};
 use kvarts_layout::format::recovery::{Decision, HeaderSeen, Scan, TrailerSeen, segment_row};
 use kvarts_layout::format::trailer::{SealReason, Trailer};
@@ -165,13 +166,17 @@ impl Recovery<'_> {
         segment.found_holes(holes, punched, segment.book.allocated());
     }
 
-    /// Notes the generations of segments whose files are gone, so that their numbers go on where they were.
-    fn retire(&self, files: &[SegmentFile]) {
+    /// Notes the generations of segments whose files are gone, so that their numbers go on where they were; one that was in use
+    /// is lost.
+    fn retire(&mut self, files: &[SegmentFile]) {
         let mut retired = self.log.retired.borrow_mut();
         let there: BTreeSet<u32> = files.iter().map(|file| file.number).collect();
         for (&number, known) in &self.checkpoint.segments {
             if !there.contains(&number) {
                 retired.insert(number, known.generation);
+                if known.state != SEGMENT_FREE {
+                    self.report.miss(number);
+                }
             }
         }
     }

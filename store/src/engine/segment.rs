@@ -139,6 +139,8 @@ pub(crate) struct Segment {
     pub(crate) holes: RefCell<Vec<(u64, u64)>>,
     /// Dead bytes that could not be given back when that was tried last.
     pub(crate) futile: Cell<u64>,
+    /// The coarse time of the last use of the oldest of what it holds, in steps since opening: not after the truth.
+    pub(crate) coldest: Cell<i64>,
     /// Where its footer lies, if that is known: offset and bytes.
     pub(crate) footer_at: Cell<Option<(u64, u32)>>,
     /// What stands empty between its records and its footer: offset and bytes.
@@ -172,6 +174,7 @@ impl Segment {
             readers: Cell::new(0),
             holes: RefCell::default(),
             futile: Cell::new(0),
+            coldest: Cell::new(i64::MAX),
             footer_at: Cell::new(None),
             gap: Cell::new(None),
             said_free: Cell::new(0),
@@ -194,6 +197,7 @@ impl Segment {
         self.tail.replace(tail);
         self.holes.replace(Vec::new());
         self.futile.set(0);
+        self.coldest.set(i64::MAX);
         self.footer_at.set(None);
         self.gap.set(None);
         self.unpunchable.set(false);
@@ -203,6 +207,11 @@ impl Segment {
     /// Notes what recovery found that the segment holds.
     pub(crate) fn found(&self, log_end: u64, entries: &[Entry]) {
         self.book.restore(log_end, record_bytes(entries));
+    }
+
+    /// It holds something that was used last in this step.
+    pub(crate) fn note_cold(&self, step: i64) {
+        self.coldest.set(self.coldest.get().min(step));
     }
 
     /// Notes where the records of a sealed segment end and where its footer lies.

@@ -8,13 +8,14 @@ use kvarts_layout::StoreId;
 use kvarts_layout::format::Secret;
 
 use super::admission::Admission;
-use super::ages::{AGE_MAX, Ages};
+use super::ages::Ages;
 use super::arrivals::Arrivals;
 use super::budget::Budget;
 use super::evict::policy::{EvictionPolicy, Policy};
 use super::names::Names;
 use super::naming::Waiting;
 use super::runs::RunClasses;
+use super::steps::Work;
 use crate::error::Reason;
 use crate::events::{EventLog, RING_BYTES};
 use crate::index::{Heat, Index, RecordId};
@@ -123,6 +124,10 @@ pub(crate) struct Shared {
     pub(crate) buried: AtomicU64,
     /// The coarse time by which blocks age.
     pub(crate) ages: Ages,
+    /// Steps of choosing what goes, and of taking it out.
+    pub(crate) eviction_work: Work,
+    /// Steps of checkpoints.
+    pub(crate) checkpoint_work: Work,
     /// What is let in.
     pub(crate) admission: Admission,
     /// The policy's place among all.
@@ -175,6 +180,8 @@ impl Shared {
             zeros: OnceLock::new(),
             buried: AtomicU64::new(0),
             ages: Ages::new(opened.0),
+            eviction_work: Work::default(),
+            checkpoint_work: Work::default(),
             admission: Admission::default(),
             eviction: AtomicU64::new(0),
             expiring: AtomicBool::new(false),
@@ -259,26 +266,33 @@ impl Shared {
     /// Bytes of blocks are written: what is here grows older.
     pub(crate) fn wrote(&self, bytes: u64) {
         self.ages.wrote(bytes, self.space().1, self.clock.now());
-        self.clamp_ages();
     }
 
-    /// Keeps old blocks from looking new, where so much was written or so much time has passed that they soon would.
-    /// The walk over the index is paid by a part of the budget that was written.
-    pub(crate) fn clamp_ages(&self) {
-        if self.ages.must_clamp() {
-            let epoch = self.epoch();
-            (0..self.index.partitions()).for_each(|part| self.index.clamp_ages(part, epoch, AGE_MAX));
-        }
+    /// The second of this moment, as records know their last use.
+    pub(crate) fn second(&self) -> u32 {
+        u32::try_from(self.wall_ms() / 1000).unwrap_or(u32::MAX)
     }
 
-    /// How long a block has not been used, at least. Where a policy leaves the time of the last use alone, a block that
-    /// was used counts as used now.
-    pub(crate) fn unused(&self, heat: &Heat) -> Duration {
+    /// How many steps ago a record was used last whose last use was in this second: never too many.
+    pub(crate) fn age_of(&self, second: u32) -> u32 {
+        let ended_ms = u64::from(second) * 1000 + 999;
+        self.ages.steps_in(Duration::from_millis(self.wall_ms().saturating_sub(ended_ms)), self.clock.now())
+    }
+
+    /// The same as a step since opening.
+    pub(crate) fn step_of(&self, second: u32) -> i64 {
+        self.ages.steps() as i64 - i64::from(self.age_of(second))
+    }
+
+    /// How long a block has not been used, at least, whose record was used last in this second. Where a policy leaves the
+    /// time of the last use alone, a block that was used counts as used now.
+    pub(crate) fn unused(&self, heat: &Heat, second: u32) -> Duration {
         if heat.frequency > 0 && !self.policy().renews() {
             return Duration::ZERO;
         }
         let now = self.clock.now();
-        self.ages.since(heat.age(self.ages.epoch(now)), now)
+        let record = self.wall_ms().saturating_sub(u64::from(second) * 1000 + 999);
+        self.ages.since(heat.age(self.ages.epoch(now)), now).max(Duration::from_millis(record))
     }
 
     /// What chooses the blocks that go.

@@ -797,8 +797,9 @@ fn damaged(
         return;
     }
     let expected = expected.unwrap_or_default();
-    let (segment, offset) = (wanted.segment, wanted.offset);
-    let still_there = job.fail_there(wanted, ordinal, &Reason::Digest { segment, offset, expected, found });
+    let (shard, segment, offset) = (wanted.shard, wanted.segment, wanted.offset);
+    let reason = Reason::Digest { shard, segment, offset, expected, found };
+    let still_there = job.fail_there(wanted, ordinal, &reason);
     if certain && still_there {
         job.shared.counters.chunks_damaged.fetch_add(1, Relaxed);
         job.quarantine(wanted, ordinal);
@@ -834,7 +835,8 @@ pub(super) fn open_header(
     secret: &kvarts_layout::format::Secret,
     (segment, wanted): (&Segment, &Wanted),
 ) -> Result<Header, Reason> {
-    let wrong = |what: String| Reason::Header { segment: position.segment, offset: position.offset, what };
+    let (shard, number, offset) = (position.shard, position.segment, position.offset);
+    let wrong = |what: String| Reason::Header { shard, segment: number, offset, what };
     let record = record::open(bytes, position, secret).map_err(|unsound| wrong(unsound.to_string()))?;
     match record.body().map_err(|unsound| wrong(unsound.to_string()))? {
         Body::Blocks(mut blocks) => {

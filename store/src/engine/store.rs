@@ -250,6 +250,11 @@ impl Store {
         Ok(shared.classes.shape(&known, group, coordinate)?)
     }
 
+    /// Bytes of a segment file.
+    pub fn segment_bytes(&self) -> u64 {
+        self.0.shared.segment_bytes
+    }
+
     /// The clock that deadlines are measured by.
     pub fn clock(&self) -> &Arc<dyn Clock> {
         &self.0.shared.clock

@@ -40,7 +40,7 @@ pub use fingerprint::{BlockFingerprint, FingerprintKey};
 pub use gathering::{Gathering, Recovered};
 pub use leases::{LeaseError, LeaseId, LeaseTerms};
 pub use pinning::Eviction;
-pub use records::{RecordCursor, RecordError, RecordId, RecordInfo, Records};
+pub use records::{OwnerCursor, RecordCursor, RecordError, RecordId, RecordInfo, Records};
 
 use groups::{Groups, partition_of};
 use leases::{Leases, Pins};
@@ -122,6 +122,8 @@ pub struct Located {
     pub record: RecordInfo,
     /// How warm it is.
     pub heat: Heat,
+    /// Whether a lease or pin is on it; one that has expired counts until it is swept up.
+    pub leased: bool,
 }
 
 /// The memory an index takes, with everything counted.
@@ -256,20 +258,20 @@ impl Index {
         // The record is read under the partition's lock: while the entry is there, it is not freed.
         let inner = read(self.partition(print));
         let slot = inner.table.get(print).filter(|slot| slot.state() == Some(State::Live))?;
-        let (location, heat) = (slot.location(), slot.heat());
+        let (location, heat, leased) = (slot.location(), slot.heat(), slot.leased());
         if planted(Race::RecordAfterLookup) {
             drop(inner);
         }
-        Some(Located { location, record: self.records.get(location.record)?, heat })
+        Some(Located { location, record: self.records.get(location.record)?, heat, leased })
     }
 
     /// Notes a use of each block at the coarse time `epoch`. Absent ones are passed over.
     pub fn touch(&self, prints: &[BlockFingerprint], epoch: u16) {
-        self.touch_with(prints, Some(epoch));
+        self.touch_with(prints, Some(epoch), None);
     }
 
-    /// The same; without an epoch only the frequency goes up.
-    pub fn touch_with(&self, prints: &[BlockFingerprint], epoch: Option<u16>) {
+    /// The same; without an epoch only the frequency goes up. With a second, it is that of their records' last use.
+    pub fn touch_with(&self, prints: &[BlockFingerprint], epoch: Option<u16>, second: Option<u32>) {
         let warmer = |heat: Heat| Heat {
             frequency: heat.frequency.saturating_add(1),
             epoch: epoch.unwrap_or(heat.epoch),
@@ -279,6 +281,9 @@ impl Index {
             let inner = read(&self.partitions[partition].0);
             for slot in places.iter().filter_map(|place| inner.table.get(prints[*place as usize])) {
                 slot.update_heat(warmer);
+                if let Some(second) = second.filter(|_| slot.state() == Some(State::Live)) {
+                    self.records.note_use(slot.location().record, second);
+                }
             }
         }
     }
@@ -303,20 +308,6 @@ impl Index {
     pub fn note_continued(&self, print: BlockFingerprint) {
         if let Some(slot) = read(self.partition(print)).table.get(print) {
             slot.update_heat(|heat| Heat { main: true, ..heat });
-        }
-    }
-
-    /// Makes all blocks of one partition that were last used more than `age_max` epochs before `now` look
-    /// exactly that old. Epochs are modulo [`EPOCHS`]: called on every partition at least once in
-    /// `EPOCHS - 1 - age_max` epochs, it keeps old blocks from looking new again.
-    pub fn clamp_ages(&self, partition: usize, now: u16, age_max: u16) {
-        let Some(Partition(partition)) = self.partitions.get(partition) else { return };
-        let oldest = now.wrapping_sub(age_max) % EPOCHS;
-        for slot in read(partition).table.iter() {
-            slot.update_heat(|heat| match heat.age(now) > age_max {
-                true => Heat { epoch: oldest, ..heat },
-                false => heat,
-            });
         }
     }
 

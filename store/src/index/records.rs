@@ -3,10 +3,15 @@
 //! Invariants:
 //! - a record's number is given out again only after [`Records::free`], which refuses while blocks are live;
 //! - `live` never counts too few: it goes up before an entry points at the record and down after;
-//! - memory is taken in chunks of 512 records and kept: there is no doubling, nothing moves, nothing shrinks.
+//! - memory is taken in chunks of 64 records and kept: there is no doubling, nothing moves, nothing shrinks;
+//! - all records of a chunk have one owner, which is a shard on disk and an account: so the records of either are
+//!   walked without a look at the others. Chunks of an owner that has no record left are given to the next that needs
+//!   one.
 //!
 //! Records are spread over 16 locks by number. Under them only the ledger's are taken, which learn of every change
 //! of a live count; so these may be taken under a partition's lock, never the other way round.
+//!
+//! Of each record the second of its last use is kept as well. It changes under a lock for reading.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,14 +23,16 @@ use kvarts_layout::format::PAGE_BYTES;
 use super::{read, write};
 use crate::ledger::Ledger;
 use crate::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use crate::sync::{Race, RwLock, planted};
+use crate::sync::{PLAIN, Race, RwLock, planted};
 
 /// Locks, a power of two; the low bits of a record's number choose one.
 const SHARDS: u32 = 16;
 /// Records a chunk holds.
-const CHUNK: usize = 512;
+const CHUNK: usize = 64;
 /// Ends the list of free slots.
 const NONE: u32 = u32::MAX;
+/// Locks over which the records of one owner are spread.
+const LOCKS_EACH: u32 = 4;
 
 /// A record's number in memory. It means nothing on disk or after a restart.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -75,11 +82,39 @@ impl RecordInfo {
 }
 
 enum Slot {
-    Free { next: u32 },
-    Used(RecordInfo),
+    Free {
+        next: u32,
+    },
+    /// With the second of its last use.
+    Used(RecordInfo, AtomicU32),
 }
 
-const _: () = assert!(size_of::<Slot>() == 28);
+const _: () = assert!(size_of::<Slot>() == 32 || !PLAIN);
+
+/// Whose the records of a chunk are: the shard on disk, and the number of the account.
+type Owner = (u16, u32);
+
+struct Chunk {
+    owner: Owner,
+    slots: Box<[Slot]>,
+}
+
+/// The chunks of one owner.
+struct Owned {
+    chunks: Vec<u32>,
+    /// The first free slot that was used before, or `NONE`.
+    free: u32,
+    /// The next slot of the last chunk that was not, and how many there are.
+    fresh: u32,
+    left: u32,
+    used: u32,
+}
+
+impl Default for Owned {
+    fn default() -> Self {
+        Self { chunks: Vec::new(), free: NONE, fresh: 0, left: 0, used: 0 }
+    }
+}
 
 /// Why an operation on a record was refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -119,11 +154,10 @@ impl std::error::Error for RecordError {}
 
 #[derive(Default)]
 struct Shard {
-    chunks: Vec<Box<[Slot]>>,
-    /// The first free slot below `fresh`, or `NONE`.
-    free: u32,
-    /// Slots from here on were never used.
-    fresh: u32,
+    chunks: Vec<Chunk>,
+    owners: BTreeMap<Owner, Owned>,
+    /// Chunks that nobody has.
+    spare: Vec<u32>,
     used: usize,
     /// Records that are held (few at a time): how often, and whether one was to be freed meanwhile.
     held: BTreeMap<u32, (u32, bool)>,
@@ -131,67 +165,118 @@ struct Shard {
 
 impl Shard {
     fn slot(&self, local: u32) -> Option<&Slot> {
-        self.chunks.get(local as usize / CHUNK)?.get(local as usize % CHUNK)
+        self.chunks.get(local as usize / CHUNK)?.slots.get(local as usize % CHUNK)
     }
 
     fn slot_mut(&mut self, local: u32) -> Option<&mut Slot> {
-        self.chunks.get_mut(local as usize / CHUNK)?.get_mut(local as usize % CHUNK)
+        self.chunks.get_mut(local as usize / CHUNK)?.slots.get_mut(local as usize % CHUNK)
     }
 
     fn info_mut(&mut self, local: u32) -> Option<&mut RecordInfo> {
         match self.slot_mut(local)? {
-            Slot::Used(info) => Some(info),
+            Slot::Used(info, _) => Some(info),
             Slot::Free { .. } => None,
         }
     }
 
-    fn insert(&mut self, info: RecordInfo) -> Option<u32> {
-        let free = self.free;
-        let local = match self.slot(free) {
-            Some(Slot::Free { next }) => {
-                self.free = *next;
+    /// A chunk for this owner: one that nobody has, or a new one.
+    fn chunk(&mut self, owner: Owner) -> Option<u32> {
+        if let Some(spare) = self.spare.pop() {
+            self.chunks.get_mut(spare as usize)?.owner = owner;
+            return Some(spare);
+        }
+        let number = u32::try_from(self.chunks.len()).ok()?;
+        if number >= u32::MAX / SHARDS / CHUNK as u32 {
+            return None;
+        }
+        let slots = (0..CHUNK).map(|_| Slot::Free { next: NONE }).collect();
+        self.chunks.push(Chunk { owner, slots });
+        Some(number)
+    }
+
+    fn insert(&mut self, owner: Owner, info: RecordInfo) -> Option<u32> {
+        let known = self.owners.get(&owner).map(|owned| (owned.free, owned.left));
+        let local = match known {
+            Some((free, _)) if free != NONE => {
+                let Some(Slot::Free { next }) = self.slot(free) else { return None };
+                let next = *next;
+                self.owners.get_mut(&owner)?.free = next;
                 free
             }
             _ => {
-                let local = self.fresh;
-                if local >= u32::MAX / SHARDS {
-                    return None;
+                if known.is_none_or(|(_, left)| left == 0) {
+                    let chunk = self.chunk(owner)?;
+                    let owned = self.owners.entry(owner).or_default();
+                    owned.chunks.push(chunk);
+                    (owned.fresh, owned.left) = (chunk * CHUNK as u32, CHUNK as u32);
                 }
-                if local as usize / CHUNK == self.chunks.len() {
-                    let chunk: Box<[Slot]> = (0..CHUNK).map(|_| Slot::Free { next: NONE }).collect();
-                    self.chunks.push(chunk);
-                }
-                self.fresh += 1;
-                local
+                let owned = self.owners.get_mut(&owner)?;
+                (owned.fresh, owned.left) = (owned.fresh + 1, owned.left - 1);
+                owned.fresh - 1
             }
         };
-        *self.slot_mut(local)? = Slot::Used(info);
+        *self.slot_mut(local)? = Slot::Used(info, AtomicU32::new(0));
+        self.owners.get_mut(&owner)?.used += 1;
         self.used += 1;
         Some(local)
     }
 
     fn free(&mut self, local: u32, id: RecordId) -> Result<RecordInfo, RecordError> {
-        let next = self.free;
         if let Some((_, free)) = self.held.get_mut(&local).filter(|_| !planted(Race::FreeIgnoresHold)) {
             *free = true;
             return Err(RecordError::Held);
         }
-        let slot = self.slot_mut(local).ok_or(RecordError::Unknown(id))?;
-        match *slot {
-            Slot::Free { .. } => Err(RecordError::Unknown(id)),
-            Slot::Used(RecordInfo { live, .. }) if live > 0 => Err(RecordError::InUse { live }),
-            Slot::Used(info) => {
-                *slot = Slot::Free { next };
-                self.free = local;
-                self.used -= 1;
-                Ok(info)
+        let unknown = RecordError::Unknown(id);
+        let info = match self.slot(local) {
+            None | Some(Slot::Free { .. }) => return Err(unknown),
+            Some(Slot::Used(RecordInfo { live, .. }, _)) if *live > 0 => {
+                return Err(RecordError::InUse { live: *live });
+            }
+            Some(Slot::Used(info, _)) => *info,
+        };
+        let owner = self.chunks.get(local as usize / CHUNK).map(|chunk| chunk.owner).ok_or(unknown)?;
+        let owned = self.owners.get_mut(&owner).ok_or(unknown)?;
+        let next = std::mem::replace(&mut owned.free, local);
+        owned.used -= 1;
+        self.used -= 1;
+        if owned.used == 0
+            && let Some(owned) = self.owners.remove(&owner)
+        {
+            self.spare.extend(owned.chunks);
+        }
+        if let Some(slot) = self.slot_mut(local) {
+            *slot = Slot::Free { next };
+        }
+        Ok(info)
+    }
+
+    /// The records of one chunk.
+    fn list(&self, chunk: usize, lock: u32, out: &mut Vec<(RecordId, RecordInfo, u32)>) {
+        let first = (chunk * CHUNK) as u32;
+        let slots = self.chunks.get(chunk).map(|chunk| &*chunk.slots).unwrap_or_default();
+        for (local, slot) in (first..).zip(slots) {
+            if let Slot::Used(info, used) = slot {
+                out.push((RecordId(local * SHARDS + lock), *info, used.load(Relaxed)));
             }
         }
     }
 
     fn bytes(&self) -> usize {
-        self.chunks.len() * CHUNK * size_of::<Slot>() + self.chunks.capacity() * size_of::<Box<[Slot]>>()
+        let lists: usize = self.owners.values().map(|owned| owned.chunks.capacity() * 4 + 64).sum();
+        self.chunks.len() * CHUNK * size_of::<Slot>()
+            + self.chunks.capacity() * size_of::<Chunk>()
+            + self.spare.capacity() * 4
+            + lists
     }
+}
+
+/// Where a walk over the records of some owners stands. Start with the default.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct OwnerCursor {
+    lock: u32,
+    owner: Owner,
+    /// Of the owner's chunks.
+    chunk: usize,
 }
 
 /// Where a walk over all records stands. Start with the default.
@@ -217,7 +302,7 @@ impl fmt::Debug for Records {
 
 impl Records {
     pub(super) fn new() -> Self {
-        let shard = || RwLock::new(Shard { free: NONE, ..Shard::default() });
+        let shard = || RwLock::new(Shard::default());
         Self {
             shards: (0..SHARDS).map(|_| shard()).collect(),
             turn: AtomicU32::new(0),
@@ -243,9 +328,11 @@ impl Records {
 
     /// Takes in a record that no block points at yet, and gives it its number.
     pub fn insert(&self, info: RecordInfo) -> Result<RecordId, RecordError> {
-        let shard = self.turn.fetch_add(1, Relaxed) % SHARDS;
+        let owner = (info.shard, self.ledger.number_of(info.class));
+        let turn = self.turn.fetch_add(1, Relaxed) % LOCKS_EACH;
+        let shard = (u32::from(owner.0) * LOCKS_EACH).wrapping_add(owner.1 * 7).wrapping_add(turn) % SHARDS;
         let info = RecordInfo { live: 0, ..info };
-        let local = write(&self.shards[shard as usize]).insert(info).ok_or(RecordError::Full)?;
+        let local = write(&self.shards[shard as usize]).insert(owner, info).ok_or(RecordError::Full)?;
         Ok(RecordId(local * SHARDS + shard))
     }
 
@@ -253,8 +340,27 @@ impl Records {
     pub fn get(&self, id: RecordId) -> Option<RecordInfo> {
         let (shard, local) = self.shard(id);
         match read(shard).slot(local) {
-            Some(Slot::Used(info)) => Some(*info),
+            Some(Slot::Used(info, _)) => Some(*info),
             _ => None,
+        }
+    }
+
+    /// Blocks of the record were used in this second; an earlier one than is known changes nothing.
+    pub fn note_use(&self, id: RecordId, second: u32) {
+        let (shard, local) = self.shard(id);
+        if let Some(Slot::Used(_, used)) = read(shard).slot(local)
+            && used.load(Relaxed) < second
+        {
+            used.fetch_max(second, Relaxed);
+        }
+    }
+
+    /// The second in which a block of the record was used last; 0 if that was never said.
+    pub fn used(&self, id: RecordId) -> u32 {
+        let (shard, local) = self.shard(id);
+        match read(shard).slot(local) {
+            Some(Slot::Used(_, used)) => used.load(Relaxed),
+            _ => 0,
         }
     }
 
@@ -330,7 +436,7 @@ impl Records {
         self.len() == 0
     }
 
-    /// Replaces `out` by the records of one chunk (at most 512) as they are at one moment, and gives where to
+    /// Replaces `out` by the records of one chunk (at most 64) as they are at one moment, and gives where to
     /// go on, or `None` at the end. A record that is there from the first call to the last is seen exactly
     /// once; others may or may not be. Holds one lock, for microseconds.
     pub fn snapshot(
@@ -340,16 +446,40 @@ impl Records {
     ) -> Option<RecordCursor> {
         out.clear();
         let shard = read(self.shards.get(from.shard as usize)?);
-        let Some(chunk) = shard.chunks.get(from.chunk) else {
+        if shard.chunks.len() <= from.chunk {
             return Some(RecordCursor { shard: from.shard + 1, chunk: 0 });
-        };
-        let first = (from.chunk * CHUNK) as u32;
-        for (local, slot) in (first..).zip(chunk) {
-            if let Slot::Used(info) = slot {
-                out.push((RecordId(local * SHARDS + from.shard), *info));
-            }
         }
+        let mut listed = Vec::with_capacity(CHUNK);
+        shard.list(from.chunk, from.shard, &mut listed);
+        out.extend(listed.into_iter().map(|(id, info, _)| (id, info)));
         Some(RecordCursor { chunk: from.chunk + 1, ..from })
+    }
+
+    /// As [`Records::snapshot`], of one shard's records alone, or of one account's in it, each with the second of its
+    /// last use. The work is that of the records listed, however many others there are.
+    pub fn snapshot_of(
+        &self,
+        (shard, account): (u16, Option<u32>),
+        from: OwnerCursor,
+        out: &mut Vec<(RecordId, RecordInfo, u32)>,
+    ) -> Option<OwnerCursor> {
+        out.clear();
+        let locked = read(self.shards.get(from.lock as usize)?);
+        let first = (shard, account.unwrap_or(0)).max(from.owner);
+        let last = (shard, account.unwrap_or(u32::MAX));
+        let Some((owner, owned)) =
+            (first <= last).then(|| locked.owners.range(first..=last).next()).flatten()
+        else {
+            return Some(OwnerCursor { lock: from.lock + 1, ..OwnerCursor::default() });
+        };
+        let at = if *owner == from.owner { from.chunk } else { 0 };
+        let Some(chunk) = owned.chunks.get(at) else {
+            // Behind the last account of a shard there is the next shard.
+            let next = owner.1.checked_add(1).map_or((owner.0.saturating_add(1), 0), |next| (owner.0, next));
+            return Some(OwnerCursor { owner: next, chunk: 0, ..from });
+        };
+        locked.list(*chunk as usize, from.lock, out);
+        Some(OwnerCursor { lock: from.lock, owner: *owner, chunk: at + 1 })
     }
 
     /// Bytes of memory taken, beyond `self`.
@@ -367,7 +497,7 @@ mod tests {
 
     fn info(n: u32) -> RecordInfo {
         RecordInfo {
-            shard: n as u16,
+            shard: (n % 3) as u16,
             segment: n,
             page: n * 2,
             header_pages: 1,
@@ -438,16 +568,61 @@ mod tests {
     #[test]
     fn numbers_of_freed_records_are_given_out_before_memory_is_taken() {
         let records = Records::new();
-        let ids: Vec<_> = (0..20_000).map(|n| records.insert(info(n)).unwrap()).collect();
+        let mut ids: Vec<_> = (0..20_000).map(|n| records.insert(info(n)).unwrap()).collect();
         assert_eq!(all(&records).len(), 20_000);
         let bytes = records.bytes();
-        assert!(bytes < 20_000 * 28 + 16 * CHUNK * 28 + 4096, "{bytes}");
+        assert!(bytes < 20_000 * 33 + 16 * CHUNK * 32 + 8192, "{bytes}");
         for _ in 0..3 {
             ids.iter().for_each(|id| assert!(records.free(*id).is_ok()));
             assert!(records.is_empty());
-            (0..20_000).for_each(|n| assert!(records.insert(info(n)).is_ok()));
+            ids = (0..20_000).map(|n| records.insert(info(n)).unwrap()).collect();
         }
-        assert_eq!(records.bytes(), bytes);
+        assert!(records.bytes() <= bytes + 2048, "{} after {bytes}", records.bytes());
+        // Another owner takes what nobody has any more.
+        let old = all(&records);
+        old.iter().for_each(|(id, _)| assert!(records.free(*id).is_ok()));
+        (0..20_000).for_each(|n| assert!(records.insert(RecordInfo { shard: 40, ..info(n) }).is_ok()));
+        assert!(records.bytes() <= bytes * 2, "{} after {bytes}", records.bytes());
+    }
+
+    fn of(records: &Records, owner: (u16, Option<u32>)) -> (Vec<(RecordId, RecordInfo, u32)>, usize) {
+        let (mut seen, mut some, mut looks) = (Vec::new(), Vec::new(), 0);
+        let mut cursor = Some(OwnerCursor::default());
+        while let Some(from) = cursor {
+            cursor = records.snapshot_of(owner, from, &mut some);
+            looks += 1;
+            seen.append(&mut some);
+        }
+        (seen, looks)
+    }
+
+    #[test]
+    fn the_records_of_one_shard_and_of_one_account_are_walked_without_a_look_at_others() {
+        let records = Records::new();
+        let (one, other) = (kvarts_layout::NamespaceId([1; 32]), kvarts_layout::NamespaceId([2; 32]));
+        records.ledger().assign(1, one);
+        records.ledger().assign(2, other);
+        let number = records.ledger().account(other).number();
+        let mine: Vec<_> =
+            (0..300).map(|n| records.insert(RecordInfo { shard: 7, class: 2, ..info(n) }).unwrap()).collect();
+        let looks = of(&records, (7, Some(number))).1;
+        for n in 0..20_000 {
+            records.insert(RecordInfo { shard: 7, class: 1, ..info(n) }).unwrap();
+            records.insert(RecordInfo { shard: 8, class: 2, ..info(n) }).unwrap();
+        }
+        mine.iter().for_each(|id| records.note_use(*id, 5 + id.0));
+        let (found, again) = of(&records, (7, Some(number)));
+        assert_eq!(again, looks, "other records are looked at");
+        assert_eq!(found.len(), 300);
+        assert!(
+            found.iter().all(|(id, info, used)| mine.contains(id) && info.class == 2 && *used == 5 + id.0)
+        );
+        assert_eq!(of(&records, (7, None)).0.len(), 20_300);
+        assert_eq!(of(&records, (9, None)).0.len(), 0);
+        records.note_use(mine[0], 1);
+        assert_eq!(records.used(mine[0]), 5 + mine[0].0, "an earlier use changes nothing");
+        let (some, _) = of(&records, (u16::MAX, None));
+        assert!(some.is_empty());
     }
 
     #[test]
@@ -457,7 +632,7 @@ mod tests {
         assert_eq!(records.hold(id), Some(info(1)));
         assert_eq!(records.hold(id), Some(info(1)));
         assert_eq!(records.free(id), Err(RecordError::Held));
-        assert!((0..64).all(|n| records.insert(info(n)).unwrap() != id));
+        assert!((0..64).all(|n| records.insert(info(3 * n + 1)).unwrap() != id));
         records.release(id);
         assert_eq!(records.get(id), Some(info(1)));
         records.release(id);

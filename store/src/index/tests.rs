@@ -282,21 +282,6 @@ fn blocks_that_cost_nothing_count_as_a_byte_so_that_the_cap_bounds_their_number(
 }
 
 #[test]
-fn ages_beyond_the_limit_are_clamped_to_it_and_younger_ones_kept() {
-    let (index, _, prints) = with_blocks(3);
-    index.touch(&prints[..1], 1018);
-    index.touch(&prints[1..2], 3);
-    index.touch(&prints[2..], 40);
-    (0..index.partitions()).for_each(|partition| index.clamp_ages(partition, 50, 60));
-    let epochs = prints.iter().map(|print| index.get(*print).unwrap().heat.epoch).collect::<Vec<_>>();
-    // Epoch 1018 was 56 ago, modulo 1024.
-    assert_eq!(epochs, [1018, 3, 40]);
-    (0..index.partitions()).for_each(|partition| index.clamp_ages(partition, 60, 60));
-    let epochs = prints.iter().map(|print| index.get(*print).unwrap().heat.epoch).collect::<Vec<_>>();
-    assert_eq!(epochs, [0, 3, 40]);
-}
-
-#[test]
 fn snapshots_of_all_partitions_list_all_entries_in_fingerprint_order() {
     let (index, _, mut prints) = with_blocks(1000);
     prints.sort_unstable();

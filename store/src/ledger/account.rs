@@ -112,6 +112,7 @@ impl Pool {
 #[derive(Debug)]
 pub struct Account {
     namespace: NamespaceId,
+    number: u32,
     /// Locked before the pool's.
     figures: Mutex<Figures>,
     pool: OnceLock<Arc<Pool>>,
@@ -120,8 +121,14 @@ pub struct Account {
 }
 
 impl Account {
-    pub(super) fn new(namespace: NamespaceId) -> Self {
-        Self { namespace, figures: Mutex::default(), pool: OnceLock::new(), making_room: Mutex::default() }
+    pub(super) fn new(namespace: NamespaceId, number: u32) -> Self {
+        let (figures, making_room) = (Mutex::default(), Mutex::default());
+        Self { namespace, number, figures, pool: OnceLock::new(), making_room }
+    }
+
+    /// Its number in the open store, by which records know their account; never 0.
+    pub fn number(&self) -> u32 {
+        self.number
     }
 
     /// Whose it is.
@@ -215,7 +222,7 @@ mod tests {
 
     #[test]
     fn promises_count_until_they_are_dropped() {
-        let account = Arc::new(Account::new(NamespaceId([1; 32])));
+        let account = Arc::new(Account::new(NamespaceId([1; 32]), 1));
         let unlimited = account.promise(u64::MAX);
         assert!(unlimited.is_ok());
         drop(unlimited);
@@ -233,7 +240,7 @@ mod tests {
     #[test]
     fn a_pool_is_the_sum_of_its_accounts_whenever_they_joined() {
         let pool = Arc::new(Pool::default());
-        let account = |number| Arc::new(Account::new(NamespaceId([number; 32])));
+        let account = |number| Arc::new(Account::new(NamespaceId([number; 32]), 1));
         let (first, second, stranger) = (account(1), account(2), account(3));
         first.moved(0, 30);
         let before = first.promise(5).unwrap();

@@ -78,8 +78,11 @@ impl Ledger {
         if let Some(account) = self.read().accounts.get(&namespace) {
             return Arc::clone(account);
         }
-        let begin = || Arc::new(Account::new(namespace));
-        Arc::clone(self.write().accounts.entry(namespace).or_insert_with(begin))
+        let mut tables = self.write();
+        // Numbers below u32::MAX: accounts are kept, and each takes memory.
+        let number = u32::try_from(tables.accounts.len()).unwrap_or(u32::MAX - 1) + 1;
+        let begin = || Arc::new(Account::new(namespace, number));
+        Arc::clone(tables.accounts.entry(namespace).or_insert_with(begin))
     }
 
     /// What the namespaces of the tenant with this salt have together, if it was ever asked for.
@@ -102,6 +105,14 @@ impl Ledger {
         }
         if let Some(slot) = tables.classes.get_mut(at) {
             *slot = Some(account);
+        }
+    }
+
+    /// The number of the account that records of this run class belong to; 0 for a class of nobody.
+    pub(crate) fn number_of(&self, class: u32) -> u32 {
+        match self.read().classes.get(class as usize) {
+            Some(Some(account)) => account.number(),
+            _ => 0,
         }
     }
 

@@ -3,17 +3,19 @@
 //! This file may hold `unsafe`. Handles are wrapped so that each lives exactly as long as its owner; the context is
 //! the device's primary one, which the engine in the same process shares. It is pushed before every call and popped
 //! behind it ([`Entered`]), also on threads of the engine, which find their own context as it was.
-//! Nothing is called before [`count`] has found the library: the bindings look symbols up at their first use and
-//! panic where one is missing, so symbols that an older driver lacks are asked for first.
+//! The calls themselves are looked up in `calls`; handles, structures and constants are those of the bindings.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::marker::PhantomData;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use cudarc::driver::sys as cu;
+use cudarc::driver::sys::CUpointer_attribute as Ask;
 use kvarts_store::io::Region;
 
 use super::super::{Batch, Direction, Memory, Piece};
+use super::calls::{Calls, Code};
 use crate::error::DeviceError;
 
 /// Pieces that one launch takes: its table is a kernel parameter, which may have 4096 bytes.
@@ -29,67 +31,72 @@ const NON_BLOCKING: u32 = 1;
 const EVENT_FLAGS: u32 = 3;
 
 /// What a call said, as a result.
-fn check(call: &'static str, code: cu::CUresult) -> Result<(), DeviceError> {
-    use cu::CUresult as E;
-    let why = || format!("{code:?}");
+fn check(call: &'static str, code: Code) -> Result<(), DeviceError> {
+    let why = || Calls::get().map_or_else(|_| format!("error {code}"), |calls| calls.name(code));
     match code {
-        E::CUDA_SUCCESS => Ok(()),
-        E::CUDA_ERROR_OUT_OF_MEMORY => Err(DeviceError::NoMemory(0)),
-        E::CUDA_ERROR_NO_DEVICE | E::CUDA_ERROR_INVALID_DEVICE => Err(DeviceError::Absent(why())),
-        E::CUDA_ERROR_ILLEGAL_ADDRESS
-        | E::CUDA_ERROR_LAUNCH_FAILED
-        | E::CUDA_ERROR_LAUNCH_TIMEOUT
-        | E::CUDA_ERROR_ASSERT
-        | E::CUDA_ERROR_ILLEGAL_INSTRUCTION
-        | E::CUDA_ERROR_INVALID_ADDRESS_SPACE
-        | E::CUDA_ERROR_INVALID_PC
-        | E::CUDA_ERROR_ECC_UNCORRECTABLE
-        | E::CUDA_ERROR_HARDWARE_STACK_ERROR
-        | E::CUDA_ERROR_MISALIGNED_ADDRESS
-        | E::CUDA_ERROR_CONTEXT_IS_DESTROYED
-        | E::CUDA_ERROR_DEINITIALIZED
-        | E::CUDA_ERROR_DEVICE_UNAVAILABLE => Err(DeviceError::Lost(format!("{call}: {}", why()))),
+        0 => Ok(()),
+        OUT_OF_MEMORY => Err(DeviceError::NoMemory(0)),
+        NO_DEVICE | INVALID_DEVICE => Err(DeviceError::Absent(why())),
+        _ if LOST.contains(&code) => Err(DeviceError::Lost(format!("{call}: {}", why()))),
         _ => Err(DeviceError::Call { call, why: why() }),
     }
 }
 
-/// Whether libnvrtc can be loaded, which compiles this program's kernels.
-pub fn has_nvrtc() -> bool {
-    // SAFETY: opens and closes a library by name; its initialisers are NVIDIA's.
-    unsafe { cudarc::nvrtc::sys::is_culib_present() }
+const OUT_OF_MEMORY: Code = cu::CUresult::CUDA_ERROR_OUT_OF_MEMORY as Code;
+const NO_DEVICE: Code = cu::CUresult::CUDA_ERROR_NO_DEVICE as Code;
+const INVALID_DEVICE: Code = cu::CUresult::CUDA_ERROR_INVALID_DEVICE as Code;
+const NOT_READY: Code = cu::CUresult::CUDA_ERROR_NOT_READY as Code;
+const CAPTURE_UNSUPPORTED: Code = cu::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED as Code;
+const CAPTURE_IMPLICIT: Code = cu::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT as Code;
+
+const ALREADY_REGISTERED: Code = cu::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED as Code;
+
+/// Whose memory an address is, as the driver answers.
+const HOST: u64 = cu::CUmemorytype_enum::CU_MEMORYTYPE_HOST as u64;
+const DEVICE: u64 = cu::CUmemorytype_enum::CU_MEMORYTYPE_DEVICE as u64;
+
+/// What is said because a graph is captured.
+const CAPTURES: RangeInclusive<Code> =
+    CAPTURE_UNSUPPORTED..=cu::CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD as Code;
+
+/// After these nothing in the context works any more, and no work of it goes on.
+const LOST: [Code; 13] = [
+    cu::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS as Code,
+    cu::CUresult::CUDA_ERROR_LAUNCH_FAILED as Code,
+    cu::CUresult::CUDA_ERROR_LAUNCH_TIMEOUT as Code,
+    cu::CUresult::CUDA_ERROR_ASSERT as Code,
+    cu::CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION as Code,
+    cu::CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE as Code,
+    cu::CUresult::CUDA_ERROR_INVALID_PC as Code,
+    cu::CUresult::CUDA_ERROR_ECC_UNCORRECTABLE as Code,
+    cu::CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR as Code,
+    cu::CUresult::CUDA_ERROR_MISALIGNED_ADDRESS as Code,
+    cu::CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED as Code,
+    cu::CUresult::CUDA_ERROR_DEINITIALIZED as Code,
+    cu::CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE as Code,
+];
+
+/// The library's calls.
+fn calls() -> Result<&'static Calls, DeviceError> {
+    Calls::get().map_err(DeviceError::Absent)
 }
 
 /// How many devices there are.
 pub(super) fn count() -> Result<u32, DeviceError> {
-    // SAFETY: as in `has_nvrtc`.
-    if !unsafe { cu::is_culib_present() } {
-        return Err(DeviceError::Absent("libcuda cannot be loaded: is the driver installed?".to_owned()));
-    }
+    let calls = calls()?;
     let absent = |error: DeviceError| match error {
         DeviceError::Call { call, why } => DeviceError::Absent(format!("{call}: {why}")),
         other => other,
     };
-    // SAFETY: the library is there; the call may be repeated.
-    check("cuInit", unsafe { cu::cuInit(0) }).map_err(absent)?;
+    // SAFETY: the call may be repeated.
+    check("cuInit", unsafe { (calls.init)(0) }).map_err(absent)?;
     let mut count: c_int = 0;
     // SAFETY: writes one int.
-    check("cuDeviceGetCount", unsafe { cu::cuDeviceGetCount(&raw mut count) }).map_err(absent)?;
+    check("cuDeviceGetCount", unsafe { (calls.device_count)(&raw mut count) }).map_err(absent)?;
     match u32::try_from(count) {
         Ok(count) if count > 0 => Ok(count),
         _ => Err(DeviceError::Absent("the driver finds none".to_owned())),
     }
-}
-
-/// Whether the driver has `cuMemcpyBatchAsync`. Called behind [`count`].
-pub(super) fn has_batch() -> bool {
-    // SAFETY: the library is loaded; the symbol is looked up, not called.
-    unsafe { cu::culib().get::<unsafe extern "C" fn()>(b"cuMemcpyBatchAsync\0").is_ok() }
-}
-
-/// Whether the driver lets a thread say how it meets captures (10.1 does). Called behind [`count`].
-fn has_capture_mode() -> bool {
-    // SAFETY: as in `has_batch`.
-    unsafe { cu::culib().get::<unsafe extern "C" fn()>(b"cuThreadExchangeStreamCaptureMode\0").is_ok() }
 }
 
 /// The primary context of a device.
@@ -98,8 +105,7 @@ struct Primary {
     raw: cu::CUcontext,
     device: cu::CUdevice,
     ordinal: u32,
-    /// Whether the driver has a mode of captures for each thread.
-    capture_mode: bool,
+    calls: &'static Calls,
 }
 
 // SAFETY: the driver's contexts may be made current by any thread, at the same time too.
@@ -110,7 +116,7 @@ unsafe impl Sync for Primary {}
 impl Drop for Primary {
     fn drop(&mut self) {
         // SAFETY: retained once in `retain`; everything made in it holds this and is gone.
-        let _ = unsafe { cu::cuDevicePrimaryCtxRelease_v2(self.device) };
+        let _ = unsafe { (self.calls.release)(self.device) };
     }
 }
 
@@ -124,21 +130,22 @@ pub(super) struct Context(Arc<Primary>);
 /// capture: nothing of ours belongs into a graph.
 #[must_use = "the thread is outside again when this is dropped"]
 pub(super) struct Entered<'a> {
+    calls: &'static Calls,
     /// How the thread met captures before, if the driver has a word for that.
-    captures: Option<cu::CUstreamCaptureMode>,
+    captures: Option<c_int>,
     // It belongs to the thread that entered, and goes before the context.
     _here: PhantomData<(&'a Context, *const ())>,
 }
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        if let Some(mode) = &mut self.captures {
-            // SAFETY: swaps the thread's mode for the one that it had.
-            let _ = unsafe { cu::cuThreadExchangeStreamCaptureMode(mode) };
+        if let (Some(mode), Some(swap)) = (&mut self.captures, self.calls.capture_mode) {
+            // SAFETY: swaps the thread's mode for the one that it had; an enum of C is an int.
+            let _ = unsafe { swap((&raw mut *mode).cast()) };
         }
         let mut left = std::ptr::null_mut();
         // SAFETY: writes one handle: that of the context which `enter` pushed on this thread.
-        let _ = unsafe { cu::cuCtxPopCurrent_v2(&raw mut left) };
+        let _ = unsafe { (self.calls.pop)(&raw mut left) };
     }
 }
 
@@ -180,10 +187,10 @@ impl Drop for RawMemory {
         // Nobody is left to be told of an error.
         let _ = match self.kind {
             // SAFETY: made by `allocate` and given back once; freeing waits for the device.
-            Kind::Allocated => unsafe { cu::cuMemFree_v2(self.base) },
+            Kind::Allocated => unsafe { (self.context.calls().free)(self.base) },
             // SAFETY: opened by `import` and closed once.
-            Kind::Opened => unsafe { cu::cuIpcCloseMemHandle(self.base) },
-            Kind::Adopted => cu::CUresult::CUDA_SUCCESS,
+            Kind::Opened => unsafe { (self.context.calls().ipc_close)(self.base) },
+            Kind::Adopted => 0,
         };
     }
 }
@@ -214,7 +221,7 @@ impl Drop for RawStream {
             && let Ok(_inside) = self.context.enter()
         {
             // SAFETY: made by `stream`; the driver does not wait here, and still does what the stream was given.
-            let _ = unsafe { cu::cuStreamDestroy_v2(self.raw) };
+            let _ = unsafe { (self.context.calls().stream_destroy)(self.raw) };
         }
     }
 }
@@ -235,12 +242,12 @@ impl Drop for RawEvent {
     fn drop(&mut self) {
         if let Ok(_inside) = self.context.enter() {
             // SAFETY: made by `record`; the driver keeps what a pending wait needs.
-            let _ = unsafe { cu::cuEventDestroy_v2(self.raw) };
+            let _ = unsafe { (self.context.calls().event_destroy)(self.raw) };
         }
     }
 }
 
-/// A compiled kernel.
+/// A kernel that is loaded.
 #[derive(Debug)]
 pub(super) struct Kernel {
     context: Context,
@@ -256,29 +263,24 @@ unsafe impl Sync for Kernel {}
 impl Drop for Kernel {
     fn drop(&mut self) {
         if let Ok(_inside) = self.context.enter() {
-            // SAFETY: loaded by `compile`; the device that launched from it is gone.
-            let _ = unsafe { cu::cuModuleUnload(self.module) };
+            // SAFETY: loaded by `load`; the device that launched from it is gone.
+            let _ = unsafe { (self.context.calls().module_unload)(self.module) };
         }
     }
 }
 
 impl Kernel {
-    pub(super) fn compile(context: &Context, source: &str, name: &CStr) -> Result<Self, String> {
-        if !has_nvrtc() {
-            return Err("libnvrtc cannot be loaded".to_owned());
-        }
-        let ptx = cudarc::nvrtc::compile_ptx(source).map_err(|error| error.to_string())?;
-        let mut image = ptx.to_src().into_bytes();
-        image.push(0);
+    /// Loads a kernel from its PTX, a text that ends in zero, which the driver compiles for the device at hand.
+    pub(super) fn load(context: &Context, ptx: &CStr, name: &CStr) -> Result<Self, String> {
         let told = |error: DeviceError| error.to_string();
         let _inside = context.enter().map_err(told)?;
         let mut module = std::ptr::null_mut();
-        // SAFETY: `image` is a text that ends in zero.
-        let loaded = unsafe { cu::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) };
+        // SAFETY: a text that ends in zero.
+        let loaded = unsafe { (context.calls().module_load)(&raw mut module, ptx.as_ptr().cast()) };
         check("cuModuleLoadData", loaded).map_err(told)?;
         let mut function = std::ptr::null_mut();
         // SAFETY: the module was loaded; the name is a C string.
-        let got = unsafe { cu::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
+        let got = unsafe { (context.calls().module_function)(&raw mut function, module, name.as_ptr()) };
         let kernel = Self { context: context.clone(), module, function };
         check("cuModuleGetFunction", got).map_err(told)?;
         Ok(kernel)
@@ -304,7 +306,7 @@ impl Drop for HostMemory {
     fn drop(&mut self) {
         if let Ok(_inside) = self.context.enter() {
             // SAFETY: made by `host_memory` and given back once.
-            let _ = unsafe { cu::cuMemFreeHost(self.at) };
+            let _ = unsafe { (self.context.calls().host_free)(self.at) };
         }
     }
 }
@@ -365,13 +367,22 @@ impl Context {
     pub(super) fn retain(ordinal: u32) -> Result<Self, DeviceError> {
         let number =
             c_int::try_from(ordinal).map_err(|_| DeviceError::Absent("no such number".to_owned()))?;
-        let mut device = 0;
+        let (mut device, calls) = (0, calls()?);
         // SAFETY: writes one handle.
-        check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, number) })?;
+        check("cuDeviceGet", unsafe { (calls.device)(&raw mut device, number) })?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle, released in `Primary::drop`.
-        check("cuDevicePrimaryCtxRetain", unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut raw, device) })?;
-        Ok(Self(Arc::new(Primary { raw, device, ordinal, capture_mode: has_capture_mode() })))
+        check("cuDevicePrimaryCtxRetain", unsafe { (calls.retain)(&raw mut raw, device) })?;
+        Ok(Self(Arc::new(Primary { raw, device, ordinal, calls })))
+    }
+
+    fn calls(&self) -> &'static Calls {
+        self.0.calls
+    }
+
+    /// Whether the driver has `cuMemcpyBatchAsync`.
+    pub(super) fn has_batch(&self) -> bool {
+        self.calls().copy_batch.is_some()
     }
 
     pub(super) fn ordinal(&self) -> u32 {
@@ -381,7 +392,7 @@ impl Context {
     pub(super) fn name(&self) -> String {
         let mut text = [0 as std::ffi::c_char; 128];
         // SAFETY: writes at most 127 bytes and a zero.
-        let named = unsafe { cu::cuDeviceGetName(text.as_mut_ptr(), 127, self.0.device) };
+        let named = unsafe { (self.calls().device_name)(text.as_mut_ptr(), 127, self.0.device) };
         if check("cuDeviceGetName", named).is_err() {
             return "unknown".to_owned();
         }
@@ -392,21 +403,21 @@ impl Context {
     pub(super) fn memory_bytes(&self) -> Option<u64> {
         let mut bytes = 0;
         // SAFETY: writes one number.
-        let asked = unsafe { cu::cuDeviceTotalMem_v2(&raw mut bytes, self.0.device) };
+        let asked = unsafe { (self.calls().device_bytes)(&raw mut bytes, self.0.device) };
         check("cuDeviceTotalMem", asked).ok().map(|()| bytes as u64)
     }
 
     /// Makes it the one that this thread's calls are about, until the answer is dropped.
     pub(super) fn enter(&self) -> Result<Entered<'_>, DeviceError> {
         // SAFETY: the context is retained while `self` lives.
-        check("cuCtxPushCurrent", unsafe { cu::cuCtxPushCurrent_v2(self.0.raw) })?;
-        let mut mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        let captures = self.0.capture_mode && {
-            // SAFETY: the driver has the call; it swaps the thread's mode, and writes the one that it had.
-            let swapped = unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        check("cuCtxPushCurrent", unsafe { (self.calls().push)(self.0.raw) })?;
+        let mut mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
+        let captures = self.calls().capture_mode.is_some_and(|swap| {
+            // SAFETY: it swaps the thread's mode, and writes the one that it had; an enum of C is an int.
+            let swapped = unsafe { swap((&raw mut mode).cast()) };
             check("cuThreadExchangeStreamCaptureMode", swapped).is_ok()
-        };
-        Ok(Entered { captures: captures.then_some(mode), _here: PhantomData })
+        });
+        Ok(Entered { calls: self.calls(), captures: captures.then_some(mode), _here: PhantomData })
     }
 
     pub(super) fn allocate(&self, bytes: u64) -> Result<RawMemory, DeviceError> {
@@ -414,52 +425,86 @@ impl Context {
         let mut base = 0;
         let len = usize::try_from(bytes).map_err(|_| DeviceError::NoMemory(bytes))?;
         // SAFETY: writes one address, freed in `RawMemory::drop`.
-        check("cuMemAlloc", unsafe { cu::cuMemAlloc_v2(&raw mut base, len.max(1)) }).map_err(|error| {
-            if error == DeviceError::NoMemory(0) { DeviceError::NoMemory(bytes) } else { error }
-        })?;
+        check("cuMemAlloc", unsafe { (self.calls().allocate)(&raw mut base, len.max(1)) }).map_err(
+            |error| {
+                if error == DeviceError::NoMemory(0) { DeviceError::NoMemory(bytes) } else { error }
+            },
+        )?;
         Ok(RawMemory { context: self.clone(), base, len: bytes, kind: Kind::Allocated })
     }
 
     pub(super) fn adopt(&self, base: u64, bytes: u64) -> Result<RawMemory, DeviceError> {
-        let (start, range) = self.allocation(base)?;
-        let end = base.checked_add(bytes).ok_or(DeviceError::OutOfBounds)?;
-        if base < start || end > start.saturating_add(range) {
-            return Err(DeviceError::OutOfBounds);
-        }
+        let _inside = self.enter()?;
+        self.covers(base, bytes, |at| self.is_here(at))?;
         Ok(RawMemory { context: self.clone(), base, len: bytes, kind: Kind::Adopted })
     }
 
-    /// The allocation of this device that an address is in: where it begins, and its bytes.
-    fn allocation(&self, at: u64) -> Result<(u64, u64), DeviceError> {
-        use cu::CUpointer_attribute as Ask;
-        let _inside = self.enter()?;
-        // The answers are numbers of 4 or 8 bytes; little-endian, so that the shorter ones fit the longer.
-        let ask = |what: Ask| {
-            let mut answer = 0u64;
-            // SAFETY: every attribute asked for here is at most 8 bytes; an address that is none is an error.
-            let asked = unsafe { cu::cuPointerGetAttribute((&raw mut answer).cast::<c_void>(), what, at) };
-            check("cuPointerGetAttribute", asked).map(|()| answer)
-        };
-        let on_device = ask(Ask::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)? == 2
-            && ask(Ask::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)? == u64::from(self.0.ordinal);
-        if !on_device {
-            return Err(DeviceError::Foreign("memory that is not on this device"));
+    /// Refuses a range that is not allocated from begin to end, in memory of the right kind. It may be of several
+    /// allocations that touch: memory that grows piece by piece (expandable segments) is told apart by the driver.
+    fn covers(
+        &self,
+        base: u64,
+        bytes: u64,
+        is_right: impl Fn(u64) -> Result<bool, DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let end = base.checked_add(bytes).ok_or(DeviceError::OutOfBounds)?;
+        let mut at = base;
+        loop {
+            match is_right(at) {
+                Ok(true) => {}
+                // Behind one allocation there is none.
+                Err(DeviceError::Call { .. }) if at > base => return Err(DeviceError::OutOfBounds),
+                Err(error) => return Err(error),
+                Ok(false) => return Err(DeviceError::Foreign("memory that is not on this device")),
+            }
+            let (start, range) = self.allocation(at)?;
+            let next = start.saturating_add(range);
+            if start > at || next <= at {
+                return Err(DeviceError::OutOfBounds);
+            }
+            if end <= next {
+                return Ok(());
+            }
+            at = next;
         }
-        Ok((ask(Ask::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?, ask(Ask::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?))
+    }
+
+    /// What the driver knows of an address, in this context.
+    fn ask(&self, at: u64, what: Ask) -> Result<u64, DeviceError> {
+        // The answers are numbers of 4 or 8 bytes; little-endian, so that the shorter ones fit the longer.
+        let (mut answer, ask) = (0u64, self.calls().pointer_attribute);
+        // SAFETY: every attribute asked for here is at most 8 bytes; an address that is none is an error.
+        let asked = unsafe { ask((&raw mut answer).cast::<c_void>(), what, at) };
+        check("cuPointerGetAttribute", asked).map(|()| answer)
+    }
+
+    /// Whether an address is of this device's memory.
+    fn is_here(&self, at: u64) -> Result<bool, DeviceError> {
+        Ok(self.ask(at, Ask::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)? == DEVICE
+            && self.ask(at, Ask::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)? == u64::from(self.0.ordinal))
+    }
+
+    /// The allocation that an address is in: where it begins, and its bytes.
+    fn allocation(&self, at: u64) -> Result<(u64, u64), DeviceError> {
+        let start = self.ask(at, Ask::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?;
+        Ok((start, self.ask(at, Ask::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?))
     }
 
     pub(super) fn export(&self, (base, bytes): (u64, u64), allocated: bool) -> Result<[u8; 64], DeviceError> {
         // The driver would give a part the name of the whole, and whoever opens it would land somewhere else.
+        let _inside = self.enter()?;
+        if !self.is_here(base)? {
+            return Err(DeviceError::Foreign("memory that is not on this device"));
+        }
         let (start, range) = self.allocation(base)?;
         // A driver may have rounded what it was asked for itself; of what somebody else asked for it is not known.
         let whole = if allocated { bytes <= range } else { bytes == range };
         if start != base || !whole {
             return Err(DeviceError::Foreign("a part of an allocation under a name of its own"));
         }
-        let _inside = self.enter()?;
         let mut handle = cu::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: writes one handle; an address without one is an error.
-        check("cuIpcGetMemHandle", unsafe { cu::cuIpcGetMemHandle(&raw mut handle, base) })?;
+        check("cuIpcGetMemHandle", unsafe { (self.calls().ipc_name)(&raw mut handle, base) })?;
         Ok(handle.reserved.map(|byte| byte as u8))
     }
 
@@ -469,65 +514,122 @@ impl Context {
         let mut base = 0;
         let peer_access = cu::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         // SAFETY: writes one address, closed in `RawMemory::drop`; a wrong handle is an error.
-        check("cuIpcOpenMemHandle", unsafe { cu::cuIpcOpenMemHandle_v2(&raw mut base, raw, peer_access) })?;
+        check("cuIpcOpenMemHandle", unsafe { (self.calls().ipc_open)(&raw mut base, raw, peer_access) })?;
         // From here on it is closed whatever happens. What was said of its length is compared with the driver's.
         let memory = RawMemory { context: self.clone(), base, len: bytes, kind: Kind::Opened };
         drop(self.adopt(base, bytes)?);
         Ok(memory)
     }
 
-    pub(super) fn pin(&self, region: &Region) -> Result<(), DeviceError> {
+    /// Pins host memory for every device: true, or false where somebody else in this process has, who unpins it as well.
+    pub(super) fn pin(&self, region: &Region) -> Result<bool, DeviceError> {
         let _inside = self.enter()?;
         let flags = cu::CU_MEMHOSTREGISTER_PORTABLE | cu::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the region is mapped while it lives, and whoever pins it unpins it before: the arena does.
-        let pinned = unsafe { cu::cuMemHostRegister_v2(region.base().cast(), region.len(), flags) };
-        check("cuMemHostRegister", pinned).map_err(|error| DeviceError::Pin(error.to_string()))
+        let pinned = unsafe { (self.calls().host_register)(region.base().cast(), region.len(), flags) };
+        let failed = |error: DeviceError| DeviceError::Pin(error.to_string());
+        match pinned {
+            ALREADY_REGISTERED if self.is_pinned(region) => Ok(false),
+            code => check("cuMemHostRegister", code).map(|()| true).map_err(failed),
+        }
+    }
+
+    /// Whether the driver knows all of the region as pinned, with an address for this device.
+    fn is_pinned(&self, region: &Region) -> bool {
+        let (mut seen, base) = (0, region.base());
+        // SAFETY: writes one address; memory that has none is an error.
+        let got = unsafe { (self.calls().host_pointer)(&raw mut seen, base.cast(), 0) };
+        let begin = base.expose_provenance() as u64;
+        let is_host = |at| Ok(self.ask(at, Ask::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)? == HOST);
+        got == 0 && self.covers(begin, region.len() as u64, is_host).is_ok()
     }
 
     pub(super) fn unpin(&self, region: &Region) {
         if let Ok(_inside) = self.enter() {
             // SAFETY: registered by `pin`, and no copy is under way (the trait's contract).
-            let _ = unsafe { cu::cuMemHostUnregister(region.base().cast()) };
+            let _ = unsafe { (self.calls().host_unregister)(region.base().cast()) };
         }
+    }
+
+    /// Whether a call that has to do with no work is answered with the error that is called so. What a driver says of
+    /// captures, it says because of them.
+    pub(super) fn answers_always(&self, error: &str) -> bool {
+        let name = |code| self.calls().name(code);
+        let _inside = match self.enter() {
+            Ok(inside) => inside,
+            Err(DeviceError::Lost(_)) => return true,
+            Err(refused) => return matches!(refused, DeviceError::Call { why, .. } if why == error),
+        };
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: writes two numbers.
+        let code = unsafe { (self.calls().memory_info)(&raw mut free, &raw mut total) };
+        code != 0 && !CAPTURES.contains(&code) && (LOST.contains(&code) || name(code) == error)
     }
 
     pub(super) fn stream(&self) -> Result<RawStream, DeviceError> {
         let _inside = self.enter()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed in `RawStream::drop`.
-        check("cuStreamCreate", unsafe { cu::cuStreamCreate(&raw mut raw, NON_BLOCKING) })?;
+        check("cuStreamCreate", unsafe { (self.calls().stream_create)(&raw mut raw, NON_BLOCKING) })?;
         Ok(RawStream { context: self.clone(), raw, owned: true })
     }
 
-    /// A stream that somebody else made. Asked for its state once: a number that is no stream is most likely
-    /// an error here.
+    /// A stream that somebody else made. Asked for its state once: a number that is no stream is most likely an error
+    /// here. One that is being captured is taken as well: a question that breaks the capture is only put to a driver that
+    /// is too old for another.
     pub(super) fn adopt_stream(&self, handle: u64) -> Result<RawStream, DeviceError> {
         let _inside = self.enter()?;
         let address = usize::try_from(handle).map_err(|_| DeviceError::OutOfBounds)?;
-        let raw: cu::CUstream = std::ptr::with_exposed_provenance_mut(address);
-        // SAFETY: the caller's promise (trait): a stream of this device that outlives the answer.
-        match unsafe { cu::cuStreamQuery(raw) } {
-            cu::CUresult::CUDA_ERROR_NOT_READY => {}
-            code => check("cuStreamQuery", code)?,
+        let stream = RawStream {
+            context: self.clone(),
+            raw: std::ptr::with_exposed_provenance_mut(address),
+            owned: false,
+        };
+        if self.calls().is_capturing.is_none() {
+            // SAFETY: the caller's promise (trait): a stream of this device that outlives the answer.
+            match unsafe { (self.calls().stream_query)(stream.raw) } {
+                NOT_READY => {}
+                code => check("cuStreamQuery", code)?,
+            }
+            return Ok(stream);
         }
-        Ok(RawStream { context: self.clone(), raw, owned: false })
+        match self.outside_graphs(&stream) {
+            Ok(()) | Err(DeviceError::Captured) => Ok(stream),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Refuses a stream that is being captured into a graph: what it is given would become part of the graph, and so would
+    /// every stream that waits for it. Our own never are, because they wait for no such stream.
+    fn outside_graphs(&self, stream: &RawStream) -> Result<(), DeviceError> {
+        let Some(ask) = self.calls().is_capturing.filter(|_| !stream.owned) else { return Ok(()) };
+        let mut status: c_int = 0;
+        // SAFETY: it is alive; writes one enum of C, which is an int.
+        match unsafe { ask(stream.raw, (&raw mut status).cast()) } {
+            // Said of the default stream while another that waits for it is captured.
+            CAPTURE_IMPLICIT => Err(DeviceError::Captured),
+            0 if status != 0 => Err(DeviceError::Captured),
+            code => check("cuStreamIsCapturing", code),
+        }
     }
 
     pub(super) fn record(&self, stream: &RawStream) -> Result<RawEvent, DeviceError> {
         let _inside = self.enter()?;
+        self.outside_graphs(stream)?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed in `RawEvent::drop`.
-        check("cuEventCreate", unsafe { cu::cuEventCreate(&raw mut raw, EVENT_FLAGS) })?;
+        check("cuEventCreate", unsafe { (self.calls().event_create)(&raw mut raw, EVENT_FLAGS) })?;
         let event = RawEvent { context: self.clone(), raw };
         // SAFETY: both are alive.
-        check("cuEventRecord", unsafe { cu::cuEventRecord(event.raw, stream.raw) })?;
+        check("cuEventRecord", unsafe { (self.calls().event_record)(event.raw, stream.raw) })?;
         Ok(event)
     }
 
     pub(super) fn wait(&self, stream: &RawStream, event: &RawEvent) -> Result<(), DeviceError> {
         let _inside = self.enter()?;
+        self.outside_graphs(stream)?;
         // SAFETY: both are alive.
-        check("cuStreamWaitEvent", unsafe { cu::cuStreamWaitEvent(stream.raw, event.raw, 0) })
+        check("cuStreamWaitEvent", unsafe { (self.calls().stream_wait)(stream.raw, event.raw, 0) })
     }
 
     /// Whether everything before the event is done; an error is that of the work before it, or of a driver that does
@@ -535,17 +637,16 @@ impl Context {
     pub(super) fn is_done(&self, event: &RawEvent) -> Result<bool, DeviceError> {
         let _inside = self.enter()?;
         // SAFETY: it is alive.
-        match unsafe { cu::cuEventQuery(event.raw) } {
+        match unsafe { (self.calls().event_query)(event.raw) } {
             // The last are refusals to look while a graph is captured: whatever runs goes on meanwhile.
-            cu::CUresult::CUDA_ERROR_NOT_READY
-            | cu::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-            | cu::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(false),
+            NOT_READY | CAPTURE_UNSUPPORTED | CAPTURE_IMPLICIT => Ok(false),
             code => check("cuEventQuery", code).map(|()| true),
         }
     }
 
     pub(super) fn copy_each(&self, stream: &RawStream, batch: &Batch<'_>) -> Result<(), DeviceError> {
         let _inside = self.enter()?;
+        self.outside_graphs(stream)?;
         for piece in batch.pieces {
             let (device, host) = ends(batch, piece);
             let (pointer, len) = (std::ptr::with_exposed_provenance_mut::<c_void>(host), piece.len as usize);
@@ -553,10 +654,10 @@ impl Context {
                 // SAFETY: both ranges were checked against memories that the batch holds; the caller keeps the
                 // host's side until an event behind the copy is done (trait).
                 Direction::ToDevice => unsafe {
-                    cu::cuMemcpyHtoDAsync_v2(device, pointer.cast_const(), len, stream.raw)
+                    (self.calls().copy_to_device)(device, pointer.cast_const(), len, stream.raw)
                 },
                 // SAFETY: as above.
-                Direction::ToHost => unsafe { cu::cuMemcpyDtoHAsync_v2(pointer, device, len, stream.raw) },
+                Direction::ToHost => unsafe { (self.calls().copy_to_host)(pointer, device, len, stream.raw) },
             };
             check("cuMemcpyAsync", code)?;
         }
@@ -564,7 +665,9 @@ impl Context {
     }
 
     pub(super) fn copy_batch(&self, stream: &RawStream, batch: &Batch<'_>) -> Result<(), DeviceError> {
+        let Some(copy_batch) = self.calls().copy_batch else { return self.copy_each(stream, batch) };
         let _inside = self.enter()?;
+        self.outside_graphs(stream)?;
         // The driver refuses a batch of nothing, and has no word for a copy of no bytes.
         let pieces = || batch.pieces.iter().filter(|piece| piece.len > 0);
         let ends: Vec<_> = pieces().map(|piece| ends(batch, piece)).collect();
@@ -584,7 +687,7 @@ impl Context {
         let (mut first, mut failed) = (0usize, usize::MAX);
         // SAFETY: the arrays have one entry for each piece and are read during the call; ranges as in `copy_each`.
         let code = unsafe {
-            cu::cuMemcpyBatchAsync(
+            copy_batch(
                 to.as_mut_ptr(),
                 from.as_mut_ptr(),
                 sizes.as_mut_ptr(),
@@ -609,7 +712,7 @@ impl Context {
         let mut seen = 0;
         // SAFETY: the caller has checked that the region is pinned with a mapping for the device.
         check("cuMemHostGetDevicePointer", unsafe {
-            cu::cuMemHostGetDevicePointer_v2(&raw mut seen, batch.host.as_ptr().cast(), 0)
+            (self.calls().host_pointer)(&raw mut seen, batch.host.as_ptr().cast(), 0)
         })?;
         let ends = batch.pieces.iter().map(|piece| {
             let (device, host) = (ends(batch, piece).0, seen.wrapping_add(piece.host));
@@ -645,10 +748,11 @@ impl Context {
         pieces: &[Piece],
     ) -> Result<(), DeviceError> {
         let _inside = self.enter()?;
+        self.outside_graphs(stream)?;
         for piece in pieces {
             let (to, from, len) = (place(memories, piece), from.wrapping_add(piece.host), piece.len as usize);
             // SAFETY: both ranges were checked against memories that the caller keeps until an event behind the copy.
-            check("cuMemcpyDtoDAsync", unsafe { cu::cuMemcpyDtoDAsync_v2(to, from, len, stream.raw) })?;
+            check("cuMemcpyDtoDAsync", unsafe { (self.calls().copy_within)(to, from, len, stream.raw) })?;
         }
         Ok(())
     }
@@ -661,6 +765,7 @@ impl Context {
         stream: &RawStream,
         pieces: impl Iterator<Item = (u64, u64, u64)>,
     ) -> Result<(), DeviceError> {
+        self.outside_graphs(stream)?;
         let mut pieces = pieces.peekable();
         while pieces.peek().is_some() {
             let (to, from, len) = ([0; TABLE], [0; TABLE], [0; TABLE]);
@@ -674,7 +779,7 @@ impl Context {
             let mut parameters = [(&raw mut table).cast::<c_void>()];
             // SAFETY: the one parameter is the kernel's own structure, copied during the call; ranges as said above.
             let code = unsafe {
-                cu::cuLaunchKernel(
+                (self.calls().launch)(
                     kernel.function,
                     BLOCKS,
                     1,
@@ -708,7 +813,7 @@ impl Context {
         let _inside = self.enter()?;
         let (mut at, bytes) = (std::ptr::null_mut(), words * 8);
         // SAFETY: writes one address, given back in `HostMemory::drop`.
-        check("cuMemAllocHost", unsafe { cu::cuMemAllocHost_v2(&raw mut at, bytes) })?;
+        check("cuMemAllocHost", unsafe { (self.calls().host_allocate)(&raw mut at, bytes) })?;
         Ok(HostMemory { context: self.clone(), at, words })
     }
 
@@ -734,7 +839,8 @@ impl Context {
         let (mut lens, mut digests) = (addresses + count * 8, addresses + *room as u64 * 16);
         let bytes = chunks.len() * 16;
         // SAFETY: both sides are as long (by their allocations), and are kept until the stream is done.
-        let code = unsafe { cu::cuMemcpyHtoDAsync_v2(addresses, host.at.cast_const(), bytes, stream.raw) };
+        let code =
+            unsafe { (self.calls().copy_to_device)(addresses, host.at.cast_const(), bytes, stream.raw) };
         check("cuMemcpyAsync", code)?;
         let blocks = u32::try_from(count).unwrap_or(u32::MAX).min(DIGEST_BLOCKS);
         let mut parameters = [
@@ -747,7 +853,7 @@ impl Context {
         // were checked against the memory that they are in.
         let code = unsafe {
             let (threads, raw, none) = (crate::crc::THREADS, stream.raw, std::ptr::null_mut());
-            cu::cuLaunchKernel(
+            (self.calls().launch)(
                 kernel.function,
                 blocks,
                 1,
@@ -766,7 +872,7 @@ impl Context {
         // SAFETY: behind the two words of every chunk there is room for as many digests.
         let found = unsafe { host.at.cast::<u64>().add(*room * 2) };
         // SAFETY: as many bytes on both sides, kept until the stream is done.
-        let code = unsafe { cu::cuMemcpyDtoHAsync_v2(found.cast(), digests, bytes, stream.raw) };
+        let code = unsafe { (self.calls().copy_to_host)(found.cast(), digests, bytes, stream.raw) };
         check("cuMemcpyAsync", code)
     }
 }

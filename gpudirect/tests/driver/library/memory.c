@@ -33,6 +33,8 @@ static struct memory *memories;
 static struct pinned *pins;
 static uint64_t serials;
 static size_t room = (size_t)1 << 30;
+// What the next allocations are made of: pieces of so many bytes, or one.
+static size_t grain;
 
 static size_t paged(size_t len) { return (len + PAGE - 1) / PAGE * PAGE; }
 
@@ -95,6 +97,7 @@ static struct memory *make(int fd, size_t len, uint64_t owner, uint64_t serial) 
     memory->bytes = bytes;
     memory->trailer = (struct trailer *)(bytes + paged(len));
     memory->len = len;
+    memory->grain = grain ? grain : len;
     memory->fd = fd;
     memory->context = current;
     memory->owner = owner;
@@ -133,6 +136,15 @@ result cuMemAlloc_v2(address *to, size_t len) {
     return leave(OK);
 }
 
+result cuMemGetInfo_v2(size_t *available, size_t *total) {
+    ENTER(1);
+    size_t used = 0;
+    for (struct memory *each = memories; each; each = each->next) used += each->live && !each->opens ? each->len : 0;
+    *total = room;
+    *available = used > room ? 0 : room - used;
+    return leave(OK);
+}
+
 result cuMemFree_v2(address base) {
     ENTER(1);
     struct memory *memory = memory_at(base, 0);
@@ -152,11 +164,12 @@ result cuPointerGetAttribute(void *to, int what, address at) {
     struct pinned *pinned = memory ? NULL : pinned_at((void *)at, 1);
     if (!memory && !pinned) pinned = pinned_seen_at(at, 1);
     if (!memory && !pinned) return leave(INVALID_VALUE);
+    size_t piece = memory ? (at - memory->base) / memory->grain * memory->grain : 0;
     switch (what) {
     case 2: *(uint32_t *)to = memory ? 2 : 1; break;
     case 9: *(int32_t *)to = memory ? memory->context->ordinal : 0; break;
-    case 11: *(uint64_t *)to = memory ? memory->base : (address)pinned->base; break;
-    case 12: *(uint64_t *)to = memory ? memory->len : pinned->len; break;
+    case 11: *(uint64_t *)to = memory ? memory->base + piece : (address)pinned->base; break;
+    case 12: *(uint64_t *)to = !memory ? pinned->len : memory->len - piece < memory->grain ? memory->len - piece : memory->grain; break;
     default: return leave(INVALID_VALUE);
     }
     return leave(OK);
@@ -169,8 +182,10 @@ result cuMemHostRegister_v2(void *base, size_t len, unsigned flags) {
         if (each->live && (char *)base < each->base + each->len && each->base < (char *)base + len)
             return leave(HOST_MEMORY_ALREADY_REGISTERED);
     struct pinned *pinned = calloc(1, sizeof *pinned);
-    *pinned = (struct pinned){.next = pins, .base = base, .len = len, .seen = reserve(len), .live = 1};
+    *pinned = (struct pinned){.next = pins, .context = current, .base = base, .len = len, .seen = reserve(len), .live = 1};
     pinned->mapped = (flags & 2) != 0;
+    // Without the flag only this context knows it.
+    if (!(flags & 1)) misuse("cuMemHostRegister without CU_MEMHOSTREGISTER_PORTABLE");
     pins = pinned;
     live("registrations", 1);
     return leave(OK);
@@ -182,7 +197,7 @@ result cuMemAllocHost_v2(void **to, size_t len) {
     void *base = mmap(NULL, paged(len), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base == MAP_FAILED) return leave(OUT_OF_MEMORY);
     struct pinned *pinned = calloc(1, sizeof *pinned);
-    *pinned = (struct pinned){.next = pins, .base = base, .len = len, .seen = reserve(len), .mapped = 1, .own = 1, .live = 1};
+    *pinned = (struct pinned){.next = pins, .context = current, .base = base, .len = len, .seen = reserve(len), .mapped = 1, .own = 1, .live = 1};
     pins = pinned;
     live("host memories", 1);
     *to = base;
@@ -292,10 +307,8 @@ void forget_memory_of(struct context *context) {
             if (!context->broken) misuse("a context is released that has memory");
             end(each);
         }
-    int others = 0;
-    for (int at = 0; at < DEVICES; at++) others += contexts[at].retained;
-    for (struct pinned *each = pins; each && !others; each = each->next)
-        if (each->live) {
+    for (struct pinned *each = pins; each; each = each->next)
+        if (each->live && each->context == context) {
             if (!context->broken) misuse("a context is released that has registered memory");
             each->live = 0;
             live(each->own ? "host memories" : "registrations", -1);
@@ -316,6 +329,13 @@ static int look(address at, char *out, const char *in, size_t len) {
 // Bytes of device memory, beside all streams.
 int standin_peek(address at, char *to, size_t len) { return look(at, to, NULL, len); }
 int standin_poke(address at, const char *from, size_t len) { return look(at, NULL, from, len); }
+
+// Memory that is allocated from now on is of pieces of so many bytes, each an allocation of its own; 0: of one.
+void standin_grain(size_t bytes) {
+    lock_books();
+    grain = bytes;
+    unlock_books();
+}
 
 void standin_room(size_t bytes) {
     lock_books();

@@ -4,8 +4,10 @@
 //
 // The calls behave as CUDA's documentation says, and where that leaves a choice, as badly for the caller as it allows:
 // work is done later, on a thread for each stream; copies of one batch run from the last to the first; addresses are
-// never used twice; copies with host memory that is not pinned end before the call does. What is an error is answered as one. What no correct program does besides (memory that is freed while
-// a copy uses it, a call without a context, a handle after its end) is written down as misuse, which tests ask for.
+// never used twice; copies with host memory that is not pinned end before the call does; the driver knows no newer PTX than
+// one of CUDA 11.0. What is an error is answered as one. What no correct program does besides (memory that is freed while a
+// copy uses it, a call without a context, a handle after its end) is written down as misuse, which tests ask for, and so is
+// what no guest of an engine does: work or events of ours in a graph that the engine captures.
 //
 // All books are under one lock, which every entry point holds from ENTER to leave().
 #pragma once
@@ -29,7 +31,12 @@ enum {
     ILLEGAL_ADDRESS = 700,
     HOST_MEMORY_ALREADY_REGISTERED = 712,
     HOST_MEMORY_NOT_REGISTERED = 713,
+    UNSUPPORTED_PTX_VERSION = 222,
+    INVALID_PTX = 218,
+    NO_BINARY_FOR_GPU = 209,
     STREAM_CAPTURE_UNSUPPORTED = 900,
+    STREAM_CAPTURE_ISOLATION = 905,
+    CAPTURED_EVENT = 907,
 };
 
 enum { DEVICES = 2 };
@@ -50,6 +57,8 @@ struct memory {
     struct memory *next;
     address base;
     size_t len;
+    // What the driver calls one allocation: all of it, or pieces of so many bytes, each mapped by itself.
+    size_t grain;
     char *bytes;
     int fd;
     struct context *context;
@@ -65,6 +74,7 @@ struct memory {
 // Host memory that was registered, or allocated by the driver, which is `own`. The device knows it by another address than the host.
 struct pinned {
     struct pinned *next;
+    struct context *context;
     char *base;
     size_t len;
     address seen;

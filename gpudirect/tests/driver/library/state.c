@@ -118,6 +118,39 @@ result failure_of_next_work(void) {
     return OK;
 }
 
+// What codes are called; those of newer drivers have no name here.
+static const struct {
+    result code;
+    const char *name;
+} names[] = {
+    {1, "CUDA_ERROR_INVALID_VALUE"},         {2, "CUDA_ERROR_OUT_OF_MEMORY"},
+    {3, "CUDA_ERROR_NOT_INITIALIZED"},       {4, "CUDA_ERROR_DEINITIALIZED"},
+    {46, "CUDA_ERROR_DEVICE_UNAVAILABLE"},   {100, "CUDA_ERROR_NO_DEVICE"},
+    {101, "CUDA_ERROR_INVALID_DEVICE"},      {200, "CUDA_ERROR_INVALID_IMAGE"},
+    {201, "CUDA_ERROR_INVALID_CONTEXT"},     {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
+    {214, "CUDA_ERROR_ECC_UNCORRECTABLE"},   {218, "CUDA_ERROR_INVALID_PTX"},
+    {220, "CUDA_ERROR_NVLINK_UNCORRECTABLE"}, {222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"},
+    {226, "CUDA_ERROR_CONTAINED"},           {400, "CUDA_ERROR_INVALID_HANDLE"},
+    {500, "CUDA_ERROR_NOT_FOUND"},           {600, "CUDA_ERROR_NOT_READY"},
+    {700, "CUDA_ERROR_ILLEGAL_ADDRESS"},     {702, "CUDA_ERROR_LAUNCH_TIMEOUT"},
+    {709, "CUDA_ERROR_CONTEXT_IS_DESTROYED"}, {710, "CUDA_ERROR_ASSERT"},
+    {712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"}, {713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
+    {714, "CUDA_ERROR_HARDWARE_STACK_ERROR"}, {715, "CUDA_ERROR_ILLEGAL_INSTRUCTION"},
+    {716, "CUDA_ERROR_MISALIGNED_ADDRESS"},  {717, "CUDA_ERROR_INVALID_ADDRESS_SPACE"},
+    {718, "CUDA_ERROR_INVALID_PC"},          {719, "CUDA_ERROR_LAUNCH_FAILED"},
+    {806, "CUDA_ERROR_MPS_RPC_FAILURE"},     {810, "CUDA_ERROR_MPS_CLIENT_TERMINATED"},
+    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}, {905, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"},
+    {907, "CUDA_ERROR_CAPTURED_EVENT"},      {911, "CUDA_ERROR_EXTERNAL_DEVICE"},
+    {999, "CUDA_ERROR_UNKNOWN"},
+};
+
+result cuGetErrorName(result code, const char **to) {
+    *to = NULL;
+    for (size_t at = 0; at < sizeof names / sizeof *names; at++)
+        if (names[at].code == code) *to = names[at].name;
+    return *to ? OK : INVALID_VALUE;
+}
+
 result cuInit(unsigned flags) {
     ENTER(0);
     if (flags) return leave(INVALID_VALUE);

@@ -14,12 +14,16 @@ struct stream {
     // Counted from the stream's beginning.
     uint64_t given, done;
     int destroyed;
+    // Whether the engine captures it into a graph.
+    enum { NOT_CAPTURED, CAPTURED, INVALIDATED } capture;
 };
 
 struct event {
     struct context *context;
     struct stream *stream;
     uint64_t target;
+    // Recorded in a stream that was captured: a node of the graph, and no point in time.
+    int captured;
     int live;
 };
 
@@ -122,7 +126,20 @@ struct stream *stream_of(void *handle, const char *call) {
     return stream;
 }
 
+// Something that may not be done with a stream that is captured: the graph is gone with it.
+static result invalidate(struct stream *stream, const char *what, result code) {
+    misuse("%s: the graph that the engine captures is lost", what);
+    stream->capture = INVALIDATED;
+    return code;
+}
+
 void enqueue(struct stream *stream, struct work *work) {
+    if (stream->capture) {
+        // Every launch of the graph would do it again, and now nobody does.
+        misuse("work of ours becomes part of the graph that the engine captures");
+        release(work);
+        return;
+    }
     *stream->last = work;
     stream->last = &work->next;
     stream->given++;
@@ -160,7 +177,16 @@ result cuStreamQuery(void *handle) {
     ENTER(1);
     struct stream *stream = is_usual(handle) ? usual() : known(handle);
     if (!stream || stream->destroyed || stream->context != current) return leave(INVALID_HANDLE);
+    if (stream->capture) return leave(invalidate(stream, "cuStreamQuery", STREAM_CAPTURE_UNSUPPORTED));
     return leave(stream->done < stream->given ? NOT_READY : OK);
+}
+
+result cuStreamIsCapturing(void *handle, int *to) {
+    ENTER(1);
+    struct stream *stream = is_usual(handle) ? usual() : known(handle);
+    if (!stream || stream->destroyed || stream->context != current) return leave(INVALID_HANDLE);
+    *to = (int)stream->capture;
+    return leave(OK);
 }
 
 result cuStreamSynchronize(void *handle) {
@@ -198,6 +224,8 @@ result cuEventRecord(void *handle, void *of) {
     struct event *event = event_of(handle, "cuEventRecord");
     struct stream *stream = stream_of(of, "cuEventRecord");
     if (!event || !stream) return leave(INVALID_HANDLE);
+    event->captured = stream->capture != NOT_CAPTURED;
+    if (event->captured) misuse("an event of ours becomes part of the graph that the engine captures");
     event->stream = stream;
     event->target = stream->given;
     return leave(OK);
@@ -207,6 +235,7 @@ result cuEventQuery(void *handle) {
     ENTER(1);
     struct event *event = event_of(handle, "cuEventQuery");
     if (!event) return leave(INVALID_HANDLE);
+    if (event->captured) return leave(invalidate(event->stream, "cuEventQuery", CAPTURED_EVENT));
     return leave(event->stream && event->stream->done < event->target ? NOT_READY : OK);
 }
 
@@ -227,6 +256,13 @@ result cuStreamWaitEvent(void *handle, void *for_event, unsigned flags) {
     if (!stream || !event) return leave(INVALID_HANDLE);
     if (flags) return leave(INVALID_VALUE);
     if (!event->stream) return leave(OK);
+    if (event->captured) {
+        misuse("a stream of ours joins the capture of the engine's graph");
+        stream->capture = CAPTURED;
+        return leave(OK);
+    }
+    if (stream->capture)
+        return leave(invalidate(stream, "cuStreamWaitEvent for what is outside", STREAM_CAPTURE_ISOLATION));
     struct work *work = calloc(1, sizeof *work);
     work->what = WAIT;
     work->other = event->stream;
@@ -285,4 +321,14 @@ uint64_t standin_pending(void) {
         if (contexts[at].usual) pending += contexts[at].usual->given - contexts[at].usual->done;
     unlock_books();
     return pending;
+}
+
+// The engine captures a graph from a stream, or ends that: whether the graph is good, and of this stream alone.
+int standin_capture_of(size_t number, int on) {
+    lock_books();
+    struct stream *stream = streams[number % MANY];
+    int good = stream && stream->capture == (on ? NOT_CAPTURED : CAPTURED);
+    if (stream) stream->capture = on ? CAPTURED : NOT_CAPTURED;
+    for (size_t at = 1; at < made; at++) good &= on || !streams[at]->capture;
+    return leave(good);
 }

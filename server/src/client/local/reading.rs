@@ -144,7 +144,7 @@ impl Reading {
                     continue;
                 }
                 let (expected, found) = (expected.unwrap_or_default(), found.unwrap_or_default());
-                let reason = Reason::Digest { segment: 0, offset: 0, expected, found };
+                let reason = Reason::Digest { shard: 0, segment: 0, offset: 0, expected, found };
                 self.damaged.entry(block).or_insert(reason);
                 if self.request.order == Order::Layers {
                     self.good = self.good.min(block);

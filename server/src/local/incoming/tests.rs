@@ -182,3 +182,14 @@ fn who_has_not_said_who_he_is_gets_nothing_of_what_others_share() {
     }
     assert!(all(&locals).is_some());
 }
+
+#[tokio::test]
+async fn a_client_that_closes_before_it_has_read_everything_left_and_did_nothing_wrong() {
+    let locals = Arc::new(Locals::new(1 << 20, 1));
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    ours.try_write(b"an answer that nobody reads").unwrap();
+    drop(theirs);
+    ours.readable().await.unwrap();
+    let ended = Incoming::new(&locals).receive(&ours);
+    assert!(matches!(ended, Err(Ended::Left)), "{ended:?}");
+}

@@ -3,8 +3,6 @@
 //! The index changes meanwhile. What is written holds all the same: each record is looked up at one moment together
 //! with its segment's generation, and of a later generation nothing is said.
 
-use std::task::Poll;
-
 use kvarts_layout::format::checkpoint::{
     CheckpointHeader, CheckpointWriter, Items, MAX_ITEMS, RecordState, SEGMENT_FREE, SEGMENT_OPEN,
     SEGMENT_SEALED, SegmentState as Stated,
@@ -13,18 +11,16 @@ use kvarts_layout::format::names::checkpoint_name;
 use kvarts_layout::format::{EncodeError, PAGE_BYTES, Position};
 
 use super::CheckpointReport;
-use crate::engine::ages::AGE_MAX;
 use crate::engine::log::Log;
 use crate::engine::segment::{Segment, SegmentState};
 use crate::engine::shared::EXPIRY_STEP_MS;
+use crate::engine::steps::Section;
 use crate::error::Reason;
-use crate::index::{Lookup, RecordCursor, RecordId, RecordInfo};
+use crate::index::{OwnerCursor, RecordInfo};
 use crate::io::policy::{Action, Stage, decide};
 use crate::io::{FileId, IoError, IoErrorKind, MetaOp, OpenMode};
 use crate::rt::Class;
 
-/// Of a record none of whose blocks was seen.
-const UNSEEN: u16 = u16::MAX;
 /// Tombstones in one chunk: they are the largest items, 72 bytes.
 const TOMBSTONES_MAX: usize = 8 << 10;
 const EINTR: i32 = 4;
@@ -179,22 +175,21 @@ fn stated(segment: &Segment) -> Option<Stated> {
     })
 }
 
-/// Writes all live records of the shard and says how many there are.
+/// Writes all live records of the shard and says how many there are. Those of other shards are not looked at.
 async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -> Result<u64, Reason> {
     let log = output.log;
-    let ages = ages(log).await;
-    let now_s = log.shared.clock.unix_millis() / 1000;
+    let shard = u16::try_from(log.shard).map_err(|_| Reason::Bug("a shard past the limits of the index"))?;
+    let mut section = Section::begin(&log.shared.checkpoint_work, &*log.shared.clock);
     let mut written = 0;
     let mut items = Vec::with_capacity(MAX_ITEMS);
     let mut some = Vec::new();
-    let mut cursor = Some(RecordCursor::default());
+    let mut cursor = Some(OwnerCursor::default());
     while let Some(from) = cursor {
-        cursor = log.shared.index.records().snapshot(from, &mut some);
-        for (id, record) in &some {
-            let age = ages.get(id.0 as usize).copied().unwrap_or(UNSEEN);
-            items.extend(record_state(log, record, age, now_s));
-        }
+        cursor = log.shared.index.records().snapshot_of((shard, None), from, &mut some);
+        section.step(1 + some.len() as u64).await;
+        items.extend(some.iter().filter_map(|(_, record, used)| record_state(log, record, *used)));
         if items.len() + 512 > MAX_ITEMS || (cursor.is_none() && !items.is_empty()) {
+            section.pause();
             written += items.len() as u64;
             let chunk = Items::Records(std::mem::take(&mut items));
             output.chunk(writer, &chunk).await?;
@@ -203,13 +198,11 @@ async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -
     Ok(written)
 }
 
-fn record_state(log: &Log, record: &RecordInfo, age: u16, now_s: u64) -> Option<RecordState> {
-    if u32::from(record.shard) != log.shard || record.live == 0 || age == UNSEEN {
+fn record_state(log: &Log, record: &RecordInfo, used: u32) -> Option<RecordState> {
+    if record.live == 0 {
         return None;
     }
     let generation = log.segments.borrow().get(&record.segment)?.generation.get();
-    let now = log.shared.clock.now();
-    let last_s = now_s.saturating_sub(log.shared.ages.since(age, now).as_secs());
     let expires_ms = match record.expires {
         0 => 0,
         steps => log.shared.created_ms.saturating_add(u64::from(steps) * EXPIRY_STEP_MS),
@@ -219,44 +212,8 @@ fn record_state(log: &Log, record: &RecordInfo, age: u16, now_s: u64) -> Option<
         offset: u64::from(record.page) * PAGE_BYTES,
         expires_ms,
         segment: record.segment,
-        last_access_s: u32::try_from(last_s).unwrap_or(u32::MAX),
+        last_access_s: used,
     })
-}
-
-/// How many steps ago a block of each record was last used, by the record's number.
-async fn ages(log: &Log) -> Vec<u16> {
-    let index = &log.shared.index;
-    let mut ages = Vec::new();
-    let mut entries = Vec::new();
-    for partition in 0..index.partitions() {
-        index.snapshot(partition, &mut entries);
-        let now = log.shared.epoch();
-        for entry in &entries {
-            let Lookup::Live(at) = entry.state else { continue };
-            let RecordId(number) = at.record;
-            if ages.len() <= number as usize {
-                ages.resize(number as usize + 1, UNSEEN);
-            }
-            if let Some(age) = ages.get_mut(number as usize) {
-                *age = entry.heat.age(now).min(AGE_MAX).min(*age);
-            }
-        }
-        // Nobody waits longer for the executor than one partition takes.
-        yield_once().await;
-    }
-    ages
-}
-
-async fn yield_once() {
-    let mut yielded = false;
-    std::future::poll_fn(|context| {
-        if std::mem::replace(&mut yielded, true) {
-            return Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
 }
 
 fn unencodable(_: EncodeError) -> Reason {

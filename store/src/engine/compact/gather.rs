@@ -114,7 +114,8 @@ pub(crate) async fn gather(
     let _reading = Hold::new(&segment);
     let (offset, _) = record_range(&info);
     let position = log.position(&segment, offset);
-    let wrong = |what: String| Reason::Header { segment: segment.number, offset, what };
+    let (shard, number) = (log.shard, segment.number);
+    let wrong = |what: String| Reason::Header { shard, segment: number, offset, what };
     let header = read(log, segment.file, offset, u64::from(info.header_pages) * PAGE_BYTES).await?.to_vec();
     let record =
         record::open(&header, &position, &log.shared.secret).map_err(|error| wrong(error.to_string()))?;

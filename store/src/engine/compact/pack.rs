@@ -1,7 +1,7 @@
 //! Encodes records whose blocks are cold, while they are moved.
 //!
-//! Cold is what nobody has read, looked up or put for a while: the index keeps the time of each block's last use in
-//! steps of 16 seconds, up to some 50 minutes. A block under a lease is never cold. A record is encoded as a whole,
+//! Cold is what nobody has read or put for a while: the index keeps the step of each block's last use and the second
+//! of its record's. A block under a lease is never cold. A record is encoded as a whole,
 //! only if all of its moved blocks are cold, and only if it takes less than 1/1.1 of the pages afterwards: then its
 //! reads take less of the device and more of a core.
 //!
@@ -18,7 +18,7 @@ use super::gather::{Taken, pause};
 use super::relocate::Head;
 use crate::engine::log::Log;
 use crate::error::Reason;
-use crate::index::BlockFingerprint;
+use crate::index::{BlockFingerprint, Lookup};
 
 /// Chunks of a record that are tried before all of them are encoded, and the most bytes of each.
 const SAMPLES: usize = 4;
@@ -38,7 +38,8 @@ impl Cold {
     pub(super) fn is_cold(&self, log: &Log, print: BlockFingerprint) -> bool {
         let Some(after) = self.after else { return false };
         let Some(entry) = log.shared.index.get(print) else { return false };
-        let unused = log.shared.unused(&entry.heat);
+        let Lookup::Live(at) = entry.state else { return false };
+        let unused = log.shared.unused(&entry.heat, log.shared.index.records().used(at.record));
         !entry.leased && unused >= after
     }
 }

@@ -341,6 +341,9 @@ fn switch(log: &Log, head: &Head, blocks: &[&Taken], written: &Written) -> Resul
         match left {
             Some(left) => {
                 moved.blocks += 1;
+                let used = shared.index.records().used(taken.old.record);
+                shared.index.records().note_use(record, used);
+                written.segment.note_cold(shared.step_of(used));
                 shared.free_if_empty(taken.old.record, left);
             }
             None => moved.gone += 1,

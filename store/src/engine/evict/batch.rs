@@ -15,6 +15,7 @@ use crate::engine::checkpoint;
 use crate::engine::log::Log;
 use crate::engine::runs::RunClass;
 use crate::engine::segment::{Segment, SegmentState};
+use crate::engine::steps::Section;
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
 use crate::index::{BlockFingerprint, Eviction, Location, Lookup};
@@ -31,6 +32,9 @@ const SEGMENTS_MAX: u64 = 4;
 const DEAD_PARTS: u64 = 16;
 /// Steps for which a block stays that has lost the blocks before it: they may be on their way.
 const ORPHAN_GRACE: u16 = 8;
+
+/// Footers of segments, with the generation that they were read of.
+pub(crate) type Footers = BTreeMap<u32, (u64, Footer)>;
 
 /// What became of an attempt to make room.
 #[derive(Debug)]
@@ -85,12 +89,12 @@ impl Log {
                 dead.insert(segment.number);
             }
         }
-        let mut victims = Victims::new();
+        let (mut victims, mut footers) = (Victims::new(), Footers::new());
         if had < wanted {
             let policy = self.shared.policy();
             // A policy that gives blocks another round finds fewer than were asked for; each has few rounds.
             for _ in 0..4 {
-                victims = choose::choose(self, policy, &|_| true, wanted - had).await;
+                (victims, footers) = choose::choose(self, policy, &|_| true, wanted - had).await;
                 if !victims.is_empty() {
                     break;
                 }
@@ -100,7 +104,7 @@ impl Log {
         let numbers: Vec<u32> = dead.into_iter().collect();
         let mut made = false;
         for some in numbers.chunks(AT_ONCE) {
-            made |= self.give_back(some, &victims).await;
+            made |= self.give_back(some, &victims, &mut footers).await;
         }
         if made { Made::Room } else { Made::Nothing }
     }
@@ -190,12 +194,13 @@ impl Log {
     }
 
     /// Takes the victims in these segments out and gives back what is dead there; says whether that made room.
-    async fn give_back(&self, numbers: &[u32], victims: &Victims) -> bool {
+    async fn give_back(&self, numbers: &[u32], victims: &Victims, known: &mut Footers) -> bool {
         let segments: Vec<Rc<Segment>> = {
             let all = self.segments.borrow();
             numbers.iter().filter_map(|number| all.get(number)).map(Rc::clone).collect()
         };
-        let footers = self.read_footers(&segments).await;
+        let footers = self.footers(&segments, known).await;
+        let mut section = Section::begin(&self.shared.eviction_work, &*self.shared.clock);
         let mut made = false;
         let mut punched = Vec::new();
         let mut columns = BTreeMap::new();
@@ -210,14 +215,14 @@ impl Log {
             }
             let before = segment.book.live();
             if let Some(leaving) = victims.get(&segment.number) {
-                self.evict_some(&segment, &footer, leaving, &mut columns);
+                self.evict_some((&segment, &footer), leaving, &mut columns, &mut section).await;
             }
             if segment.book.live() == 0 && !segment.is_holed() {
                 // Recycled as a whole: that needs no flush.
                 made |= before > 0;
                 continue;
             }
-            let ranges = self.unneeded(&segment, &footer);
+            let ranges = self.unneeded(&segment, &footer, &mut section).await;
             if !self.is_unread(&segment) {
                 // Another executor has moved something out of it just now.
                 continue;
@@ -231,16 +236,35 @@ impl Log {
                 segment.futile.set(segment.book.space().dead);
             }
         }
+        drop(section);
         made | self.punch(punched).await
     }
 
+    /// The footers of segments, those first that are known already.
+    async fn footers(&self, some: &[Rc<Segment>], known: &mut Footers) -> Vec<Result<Footer, Reason>> {
+        let mut all: Vec<_> = some
+            .iter()
+            .map(|segment| {
+                let known = known.remove(&segment.number);
+                known
+                    .filter(|(generation, _)| *generation == segment.generation.get())
+                    .map(|(_, footer)| Ok(footer))
+            })
+            .collect();
+        let unknown = some.iter().zip(&all).filter(|(_, footer)| footer.is_none());
+        let unknown: Vec<_> = unknown.map(|(segment, _)| Rc::clone(segment)).collect();
+        let mut read = self.read_footers(&unknown).await.into_iter();
+        all.iter_mut().filter(|footer| footer.is_none()).for_each(|footer| *footer = read.next());
+        all.into_iter().flatten().collect()
+    }
+
     /// Evicts blocks of a segment, those behind others first, with what else there is of the same blocks.
-    fn evict_some(
+    async fn evict_some(
         &self,
-        segment: &Segment,
-        footer: &Footer,
+        (segment, footer): (&Segment, &Footer),
         leaving: &BTreeMap<u32, Leaving>,
         columns: &mut BTreeMap<u32, BTreeSet<(Group, Coordinate)>>,
+        section: &mut Section<'_>,
     ) {
         for entry in &footer.records {
             let Content::Blocks(blocks) = &entry.content else { continue };
@@ -248,31 +272,35 @@ impl Log {
             match leaving.get(&page) {
                 Some(leaving) => {
                     let mut some = leaving.blocks.clone();
-                    some.sort_unstable_by_key(|(block, _)| std::cmp::Reverse(*block));
-                    self.evict_blocks(blocks, leaving, &some, columns);
+                    some.sort_unstable_by_key(|(at, _)| std::cmp::Reverse(at.block));
+                    self.evict_blocks(blocks, &some, columns);
+                    section.step(some.len() as u64).await;
                 }
                 None => self.evict_orphans(segment, entry, blocks),
             }
+            section.step(1).await;
         }
     }
 
     fn evict_blocks(
         &self,
         blocks: &Blocks,
-        leaving: &Leaving,
-        some: &[(u16, BlockFingerprint)],
+        some: &[(Location, BlockFingerprint)],
         columns: &mut BTreeMap<u32, BTreeSet<(Group, Coordinate)>>,
     ) {
-        let Some(record) = self.shared.index.records().get(leaving.record) else { return };
-        let Some(class) = self.shared.classes.get(record.class) else { return };
+        // Records of the index that stand for one on disk are of one class.
+        let mut known = some.iter().filter_map(|(at, _)| self.shared.index.records().get(at.record));
+        let Some(class) = known.next().and_then(|record| self.shared.classes.get(record.class)) else {
+            return;
+        };
         let columns = columns
             .entry(class.namespace.local)
             .or_insert_with(|| self.shared.classes.columns(&class.namespace));
-        for (block, print) in some {
-            let Some(name) = blocks.blocks.get(usize::from(*block)) else { continue };
+        for &(at, print) in some {
+            let Some(name) = blocks.blocks.get(usize::from(at.block)) else { continue };
             let key = BlockKey(name.key);
             let here = self.shared.index.key().of(class.namespace.local, &key, class.group, class.coordinate);
-            if here != *print {
+            if here != print {
                 continue;
             }
             let siblings: Vec<_> = siblings(&self.shared, &class, &key, columns).collect();
@@ -281,9 +309,8 @@ impl Log {
                 // All of a block go together, and what is before it stays as long as it does.
                 break;
             }
-            let at = Location { record: leaving.record, block: *block };
             let why = (EventKind::Evicted, Cause::Room);
-            match self.shared.evict(*print, at, why, (&class, key)) {
+            match self.shared.evict(print, at, why, (&class, key)) {
                 Eviction::Busy => break,
                 Eviction::Gone => {}
                 Eviction::Evicted { .. } => {
@@ -335,10 +362,17 @@ impl Log {
     }
 
     /// Pages of a segment that no live block needs and that are no holes yet.
-    fn unneeded(&self, segment: &Segment, footer: &Footer) -> Vec<(u64, u64)> {
+    async fn unneeded(
+        &self,
+        segment: &Segment,
+        footer: &Footer,
+        section: &mut Section<'_>,
+    ) -> Vec<(u64, u64)> {
         let mut ranges = Vec::new();
         for entry in &footer.records {
             let Content::Blocks(blocks) = &entry.content else { continue };
+            // What dies meanwhile is given back next time; nothing in a sealed segment comes to life.
+            section.step(blocks.blocks.len() as u64).await;
             let (live, class) = self.live_of(segment, entry, blocks);
             match class {
                 None => ranges.push(range_of(entry)),

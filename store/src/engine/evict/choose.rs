@@ -1,349 +1,421 @@
-//! Which blocks of a shard go: those that the policy ranks highest, for as many bytes as are wanted.
+//! Which blocks of a shard go: those that the policy ranks highest in the segments that are coldest, for as many bytes
+//! as are wanted.
 //!
-//! Four walks over the index, each a partition at a time: what was used of each record; which rank it has at least; how
-//! many bytes each rank has, which gives the rank that is enough; the blocks at that rank and above. So the choice is
-//! exact, a use of a block costs nothing beyond its heat, and memory is that of a few numbers for each record while it
-//! lasts. The walks are paid by what they free: at least a segment's worth.
+//! The footers of a few segments (`coldest`) name their blocks; the index says of each whether it is here and how warm.
+//! Of these the highest ranks are kept, as many as have the bytes. More segments are listed while one of the next may
+//! hold something older than what was found. So the work is that of a few segments' blocks for each segment's worth of
+//! room, and not of the store's; a use of a block costs nothing beyond its heat; and in a store of few segments the
+//! choice is exact.
 //!
 //! What holds for every policy:
 //! - a block under a lease stays, and so do those before it in its record;
-//! - a block does not go before those behind it in its record: children before parents. Of equal rank the later goes;
+//! - a block does not go before those behind it in its record: children before parents;
+//! - of equal rank the one goes whose record was unused for longest, and of those the later in the log;
 //! - where single blocks cannot be given back (layer-block layout, encoded records) a record goes as a whole, when the
 //!   last of its blocks may.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
-use kvarts_layout::Layout;
+use kvarts_layout::Coordinate;
 use kvarts_layout::format::PAGE_BYTES;
-use kvarts_layout::format::body::ENCODING_RAW;
+use kvarts_layout::format::body::{Blocks, ENCODING_RAW};
+use kvarts_layout::format::footer::{Content, Entry, Footer};
+use kvarts_layout::{BlockKey, Group, Layout};
 
-use super::batch::is_boundary;
+use super::batch::{Footers, is_boundary};
+use super::coldest::{LOOKED_AT, Sample, coldest, footers};
 use super::policy::{Candidate, Chosen, Policy};
 use crate::engine::log::Log;
-use crate::engine::notify::yield_now;
 use crate::engine::runs::RunClass;
 use crate::engine::segment::{Segment, SegmentState};
-use crate::index::{BlockFingerprint, Entry, Heat, Location, Lookup, RecordCursor, RecordId, RecordInfo};
+use crate::engine::steps::Section;
+use crate::index::{BlockFingerprint, Heat, Located, Location, RecordInfo};
 
-/// Ranks above count as this one.
-const RANK_MAX: u32 = (1 << 16) - 1;
 /// Bytes a token that cost as much as usual to compute anew.
 const USUAL_BYTES_A_TOKEN: u64 = 64 << 10;
+/// Blocks that are listed for one choice beyond the first segment's, about.
+const BLOCKS_MAX: u64 = 64 << 10;
 
-/// Blocks of one record that go.
+/// Blocks of one record on disk that go.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Leaving {
-    pub(crate) record: RecordId,
-    pub(crate) blocks: Vec<(u16, BlockFingerprint)>,
+    /// By their place in the index: where their times differ, each has a record of its own.
+    pub(crate) blocks: Vec<(Location, BlockFingerprint)>,
 }
 
 /// What goes, by segment and by the page at which the record begins.
 pub(crate) type Victims = BTreeMap<u32, BTreeMap<u32, Leaving>>;
-
-/// What is known of a record while blocks are chosen.
-#[derive(Clone, Copy, Debug, Default)]
-struct Known {
-    segment: u32,
-    page: u32,
-    /// Bytes that a block gives back; 0 for a record that nothing is chosen of.
-    share: u32,
-    /// The first block that was used since it was put, plus one; 0 for none.
-    used: u16,
-    /// How many blocks it was written with.
-    blocks: u16,
-    /// The lowest rank of its blocks, and one behind the last that has it: none before that one goes earlier.
-    least: u32,
-    least_end: u16,
-    whole: bool,
-    boundary: bool,
-    cost: i8,
-    /// One behind the last block that stays.
-    keep: u16,
-}
 
 /// Whether blocks of a segment may go and be given back at this moment.
 pub(crate) fn is_punchable(log: &Log, segment: &Segment) -> bool {
     segment.state.get() == SegmentState::Sealed && log.is_unread(segment) && !segment.is_unpunchable()
 }
 
-fn boundary_and_cost(class: &RunClass) -> (bool, i8) {
-    let bytes = class.layout_of(1).map_or(0, |layout| layout.content_bytes());
-    let tokens = u64::from(class.namespace.block_tokens).max(1);
-    let each = (bytes / tokens).max(1);
-    // Fewer bytes for a token: each of them is worth more.
-    let cost = USUAL_BYTES_A_TOKEN.ilog2() as i8 - each.ilog2() as i8;
-    (is_boundary(class), cost)
+/// What the blocks of a class have in common.
+#[derive(Clone, Copy, Debug)]
+struct Facts {
+    whole: bool,
+    boundary: bool,
+    cost: i8,
+}
+
+impl Facts {
+    fn of(class: &RunClass) -> Self {
+        let bytes = class.layout_of(1).map_or(0, |layout| layout.content_bytes());
+        let tokens = u64::from(class.namespace.block_tokens).max(1);
+        let each = (bytes / tokens).max(1);
+        Self {
+            whole: class.encoding != ENCODING_RAW || class.layout == Layout::LayerBlock,
+            boundary: is_boundary(class),
+            // Fewer bytes for a token: each of them is worth more.
+            cost: USUAL_BYTES_A_TOKEN.ilog2() as i8 - each.ilog2() as i8,
+        }
+    }
+}
+
+/// A record of a segment that was listed.
+#[derive(Debug)]
+struct Listed {
+    segment: u32,
+    page: u32,
+    /// Bytes that a block gives back.
+    share: u64,
+    whole: bool,
+    /// One behind the last block that stays.
+    keep: u16,
+}
+
+/// In which order blocks go: the greatest first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Order {
+    rank: u32,
+    used: Reverse<u32>,
+    /// Later in the log, later in the record: what hangs on others was put after them.
+    sequence: u64,
+    page: u32,
+    block: u16,
+}
+
+/// A block that is to go.
+#[derive(Debug)]
+struct Picked {
+    /// Its record among those listed.
+    of: usize,
+    at: Location,
+    print: BlockFingerprint,
+    known: Candidate,
+}
+
+/// A live block of a record that is being listed.
+struct Seen {
+    block: u16,
+    found: Located,
+    print: BlockFingerprint,
+    rank: u32,
+    known: Candidate,
 }
 
 struct Choice<'a> {
     log: &'a Log,
     policy: &'a dyn Policy,
-    /// By the record's number.
-    known: Vec<Known>,
+    of: &'a dyn Fn(&RunClass) -> bool,
+    wanted: u64,
+    classes: BTreeMap<u32, Option<Facts>>,
+    listed: Vec<Listed>,
+    picked: BTreeMap<Order, Picked>,
+    /// Bytes of what is picked.
+    bytes: u64,
+    blocks: u64,
     /// Segments of which some block stays.
     in_use: BTreeSet<u32>,
-    now: u16,
+    samples: Vec<(Rc<Segment>, Sample)>,
 }
 
-impl<'a> Choice<'a> {
-    fn new(log: &'a Log, policy: &'a dyn Policy, wanted: &dyn Fn(&RunClass) -> bool) -> Self {
-        let mut known = Vec::new();
-        let (mut cursor, mut some) = (Some(RecordCursor::default()), Vec::new());
-        let segments = log.segments.borrow();
-        let mut classes = BTreeMap::new();
-        while let Some(from) = cursor {
-            cursor = log.shared.index.records().snapshot(from, &mut some);
-            for (id, record) in &some {
-                let ours = u32::from(record.shard) == log.shard
-                    && segments.get(&record.segment).is_some_and(|segment| is_punchable(log, segment));
-                if !ours || record.live == 0 {
-                    continue;
-                }
-                let class = classes.entry(record.class).or_insert_with(|| {
-                    let class = log.shared.classes.get(record.class).filter(|class| wanted(class));
-                    class.map(|class| {
-                        let whole = class.encoding != ENCODING_RAW || class.layout == Layout::LayerBlock;
-                        (whole, boundary_and_cost(&class))
-                    })
-                });
-                let Some((whole, (boundary, cost))) = *class else { continue };
-                let at = id.0 as usize;
-                if known.len() <= at {
-                    known.resize(at + 1, Known::default());
-                }
-                if let Some(slot) = known.get_mut(at) {
-                    *slot = Known { share: share_of(record, whole), ..Known::default() };
-                    (slot.segment, slot.page) = (record.segment, record.page);
-                    (slot.whole, slot.boundary, slot.cost) = (whole, boundary, cost);
-                    (slot.blocks, slot.least) = (record.blocks.get(), RANK_MAX);
-                }
-            }
-        }
-        Self { log, policy, known, in_use: BTreeSet::new(), now: log.shared.epoch() }
-    }
-
-    /// Shows every live block of a record of which something may go.
-    async fn each(&mut self, mut look: impl FnMut(&mut Self, &Entry, Location)) {
-        let mut entries = Vec::new();
-        let index = &self.log.shared.index;
-        for partition in 0..index.partitions() {
-            index.snapshot(partition, &mut entries);
-            for entry in &entries {
-                let Lookup::Live(at) = entry.state else { continue };
-                if self.known.get(at.record.0 as usize).is_some_and(|known| known.share > 0) {
-                    look(self, entry, at);
-                }
-            }
-            // Nobody waits longer for the executor than one partition takes.
-            yield_now().await;
-        }
-    }
-
-    fn known(&mut self, at: Location) -> Option<&mut Known> {
-        self.known.get_mut(at.record.0 as usize)
-    }
-
-    fn candidate(&self, heat: Heat, at: Location) -> Candidate {
-        let known = self.known.get(at.record.0 as usize).copied().unwrap_or_default();
-        Candidate {
-            age: heat.age(self.now),
-            frequency: heat.frequency,
-            main: heat.main,
-            tip: !known.whole && at.block + 1 == known.blocks && !heat.main,
-            passed: !known.whole && known.used > 0 && heat.frequency == 0 && at.block >= known.used,
-            boundary: known.boundary,
-            cost: known.cost,
-        }
-    }
-
-    /// Zero for a block under a lease.
-    fn own_rank(&self, entry: &Entry, at: Location) -> u32 {
-        match entry.leased {
-            true => 0,
-            false => self.policy.rank(&self.candidate(entry.heat, at)).clamp(1, RANK_MAX),
-        }
-    }
-
-    /// No higher than that of the blocks behind it, as far as one number for each record tells; `None` if it stays.
-    fn rank(&self, entry: &Entry, at: Location) -> Option<u32> {
-        let known = self.known.get(at.record.0 as usize)?;
-        let rank = match known.whole || at.block < known.least_end {
-            true => known.least,
-            false => self.own_rank(entry, at),
-        };
-        (rank > 0).then_some(rank)
-    }
-}
-
-/// Bytes that go with a block: of a record that goes as a whole its header as well.
-fn share_of(record: &RecordInfo, whole: bool) -> u32 {
-    let bytes = match whole {
-        true => record.share(record.live) / u64::from(record.live.max(1)),
-        false => u64::from(record.payload_pages) * PAGE_BYTES / u64::from(record.blocks.get()),
-    };
-    u32::try_from(bytes).unwrap_or(u32::MAX).max(1)
-}
-
-/// Blocks that together have about `wanted` bytes, those of the highest rank. Whom the policy spares begins anew, and
-/// others are taken for it.
+/// Blocks that together have about `wanted` bytes, those of the highest rank, and the footers that were read for it.
+/// Whom the policy spares begins anew, and others are taken for it.
 pub(crate) async fn choose(
     log: &Log,
     policy: &dyn Policy,
     of: &dyn Fn(&RunClass) -> bool,
     wanted: u64,
-) -> Victims {
-    let mut choice = Choice::new(log, policy, of);
-    choice
-        .each(|choice, entry, at| {
-            let Some(known) = choice.known(at) else { return };
-            if entry.heat.frequency > 0 {
-                known.used = if known.used == 0 { at.block + 1 } else { known.used.min(at.block + 1) };
+) -> (Victims, Footers) {
+    let mut section = Section::begin(&log.shared.eviction_work, &*log.shared.clock);
+    let mut choice = Choice {
+        log,
+        policy,
+        of,
+        wanted,
+        classes: BTreeMap::new(),
+        listed: Vec::new(),
+        picked: BTreeMap::new(),
+        bytes: 0,
+        blocks: 0,
+        in_use: BTreeSet::new(),
+        samples: Vec::new(),
+    };
+    let mut kept = Footers::new();
+    for some in coldest(log, &mut section).await.chunks(LOOKED_AT) {
+        if some.first().is_none_or(|next| choice.is_enough(next)) {
+            break;
+        }
+        section.pause();
+        footers(log, some, &mut kept).await;
+        for segment in some {
+            match kept.get(&segment.number).filter(|_| is_punchable(log, segment)) {
+                Some((_, footer)) if choice.blocks < BLOCKS_MAX || choice.bytes < wanted => {
+                    choice.list(segment, footer, &mut section).await;
+                }
+                // Unreadable, or in use: its turn comes again.
+                None => segment.coldest.set(log.shared.ages.steps() as i64),
+                Some(_) => {}
             }
-        })
-        .await;
-    choice
-        .each(|choice, entry, at| {
-            let rank = choice.own_rank(entry, at);
-            let Some(known) = choice.known(at) else { return };
-            let end = if rank < known.least { 0 } else { known.least_end };
-            if rank <= known.least {
-                (known.least, known.least_end) = (rank, end.max(at.block + 1));
-            }
-        })
-        .await;
-    let mut bytes = vec![0u64; RANK_MAX as usize + 1];
-    choice
-        .each(|choice, entry, at| {
-            let share = choice.known(at).map_or(0, |known| u64::from(known.share));
-            if let Some(rank) = choice.rank(entry, at)
-                && let Some(sum) = bytes.get_mut(rank as usize)
-            {
-                *sum += share;
-            }
-        })
-        .await;
-    let mut sum = 0u64;
-    let enough = (1..=RANK_MAX).rev().find(|rank| {
-        sum += bytes.get(*rank as usize).copied().unwrap_or(0);
-        sum >= wanted
-    });
-    let enough = enough.unwrap_or(1);
-    let above = sum.saturating_sub(bytes.get(enough as usize).copied().unwrap_or(0));
-    drop(bytes);
-    collect(choice, enough, wanted.saturating_sub(above), wanted).await
-}
-
-/// A block that is to go.
-struct Picked {
-    rank: u32,
-    at: Location,
-    print: BlockFingerprint,
-    heat: Heat,
-}
-
-/// The blocks above a rank, and of those at it as many as have `rest` bytes.
-async fn collect(mut choice: Choice<'_>, enough: u32, rest: u64, wanted: u64) -> Victims {
-    let (mut above, mut level) = (Vec::new(), Vec::new());
-    choice
-        .each(|choice, entry, at| match choice.rank(entry, at) {
-            Some(rank) if rank >= enough => {
-                let block = Picked { rank, at, print: entry.print, heat: entry.heat };
-                if rank == enough { level.push(block) } else { above.push(block) }
-            }
-            _ => choice.stays(at),
-        })
-        .await;
-    // Those that are all that is left of their segment first, then the later in the log: what hangs on others was put
-    // after them.
-    level.sort_unstable_by_key(|block| {
-        let known = choice.known.get(block.at.record.0 as usize).copied().unwrap_or_default();
-        let last = !choice.in_use.contains(&known.segment);
-        std::cmp::Reverse((last, known.segment, known.page, block.at.block))
-    });
-    let mut left = rest;
-    for block in level {
-        let Some(known) = choice.known(block.at).map(|known| *known) else { continue };
-        // A record that goes as a whole is not left in the middle.
-        if left > 0 || known.whole {
-            left = left.saturating_sub(u64::from(known.share));
-            above.push(block);
-        } else {
-            choice.stays(block.at);
         }
     }
-    let mut spared = Vec::new();
-    above.retain(|block| match choice.policy.choose(&choice.candidate(block.heat, block.at)) {
-        Chosen::Goes => true,
-        Chosen::Stays(frequency) => {
-            spared.push((block.at, block.print, Heat { frequency, main: true, epoch: choice.now }));
-            false
-        }
-    });
-    for (at, print, heat) in spared {
-        choice.log.shared.index.set_heat(print, at, heat);
-        choice.stays(at);
-    }
-    choice.spare_others(&above, wanted);
-    choice.victims(&above)
+    (choice.end(&mut section).await, kept)
 }
 
 impl Choice<'_> {
-    /// The block stays, and so do those before it in its record.
-    fn stays(&mut self, at: Location) {
-        let Some(known) = self.known(at) else { return };
-        known.keep = known.keep.max(at.block + 1);
-        let segment = known.segment;
-        self.in_use.insert(segment);
+    /// Whether nothing in the segment that comes next is likely to go before what is picked.
+    fn is_enough(&self, next: &Segment) -> bool {
+        let now = self.log.shared.ages.steps() as i64;
+        let least = self.picked.first_key_value().map(|(order, _)| order.rank);
+        let since = least.map(|rank| now - i64::from(self.policy.age_of(rank)));
+        let full = self.bytes >= self.wanted;
+        full && (self.blocks >= BLOCKS_MAX || since.is_some_and(|since| since <= next.coldest.get()))
     }
 
-    fn goes(&self, at: Location) -> bool {
-        let known = self.known.get(at.record.0 as usize).copied().unwrap_or_default();
-        at.block >= known.keep && !(known.whole && known.keep > 0)
+    fn facts(&mut self, class: u32) -> Option<Facts> {
+        *self.classes.entry(class).or_insert_with(|| {
+            let class = self.log.shared.classes.get(class).filter(|class| (self.of)(class));
+            class.map(|class| Facts::of(&class))
+        })
+    }
+
+    /// Looks at every live block of a segment.
+    async fn list(&mut self, segment: &Rc<Segment>, footer: &Footer, section: &mut Section<'_>) {
+        let blocks = footer.records.iter().map(|entry| match &entry.content {
+            Content::Blocks(blocks) => blocks.blocks.len() as u64,
+            _ => 0,
+        });
+        let mut sample = Sample::of(blocks.sum());
+        for entry in &footer.records {
+            let Content::Blocks(blocks) = &entry.content else { continue };
+            self.record(segment, entry, blocks, &mut sample);
+            self.blocks += blocks.blocks.len() as u64;
+            section.step(blocks.blocks.len() as u64).await;
+        }
+        self.samples.push((Rc::clone(segment), sample));
+    }
+
+    /// Ranks the live blocks of one record, and picks those that are among the highest so far.
+    fn record(&mut self, segment: &Segment, entry: &Entry, blocks: &Blocks, sample: &mut Sample) {
+        let mut seen = self.seen(segment, entry, blocks);
+        let Some(first) = seen.first() else { return };
+        let (info, used) = (first.found.record, self.used(&seen));
+        let Some(facts) = self.facts(info.class) else { return };
+        self.rank(&mut seen, facts, used);
+        let lives = u16::try_from(seen.len()).unwrap_or(u16::MAX);
+        let of = self.listed.len();
+        let share = share_of(&info, lives, facts.whole);
+        self.listed.push(Listed {
+            segment: segment.number,
+            page: info.page,
+            share,
+            whole: facts.whole,
+            keep: 0,
+        });
+        let sequence = segment.first_sequence.get();
+        for Seen { block, found, print, rank, known } in seen {
+            if rank == 0 {
+                self.stays(of, block);
+                continue;
+            }
+            sample.add(rank, share);
+            let order = Order { rank, used: Reverse(used), sequence, page: info.page, block };
+            self.bytes += share;
+            let picked = Picked { of, at: found.location, print, known };
+            self.picked.insert(order, picked);
+            self.drop_least();
+        }
+    }
+
+    /// What is not needed any more for the bytes that are wanted stays.
+    fn drop_least(&mut self) {
+        while let Some((order, least)) = self.picked.first_key_value() {
+            let Some(share) = self.listed.get(least.of).map(|record| record.share) else { return };
+            if self.bytes - share < self.wanted {
+                return;
+            }
+            let (of, block) = (least.of, order.block);
+            self.bytes -= share;
+            self.picked.pop_first();
+            self.stays(of, block);
+        }
+    }
+
+    /// The live blocks of a record, in order.
+    fn seen(&self, segment: &Segment, entry: &Entry, blocks: &Blocks) -> Vec<Seen> {
+        let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return Vec::new() };
+        let index = &self.log.shared.index;
+        let (namespace, group) = (segment.local(blocks.namespace), Group(blocks.group));
+        let mut seen = Vec::new();
+        for (block, name) in (0u16..).zip(&blocks.blocks) {
+            let print = index.key().of(namespace, &BlockKey(name.key), group, coordinate);
+            let Some(found) = index.locate(print) else { continue };
+            let here = u32::from(found.record.shard) == self.log.shard
+                && found.record.segment == segment.number
+                && u64::from(found.record.page) * PAGE_BYTES == entry.offset
+                && found.location.block == block;
+            if here {
+                seen.push(Seen { block, found, print, rank: 0, known: Candidate::default() });
+            }
+        }
+        seen
+    }
+
+    /// The second of the last use of any of these blocks.
+    fn used(&self, seen: &[Seen]) -> u32 {
+        let records = self.log.shared.index.records();
+        let mut last = None;
+        let mut used = 0;
+        for one in seen {
+            if last.replace(one.found.location.record) != Some(one.found.location.record) {
+                used = used.max(records.used(one.found.location.record));
+            }
+        }
+        used
+    }
+
+    /// No rank is higher than those of the blocks behind; zero for what stays.
+    fn rank(&self, seen: &mut [Seen], facts: Facts, used: u32) {
+        let shared = &self.log.shared;
+        let (epoch, record_age) = (shared.epoch(), shared.age_of(used));
+        let first_used = seen.iter().find(|one| one.found.heat.frequency > 0).map(|one| one.block);
+        let mut least = u32::MAX;
+        for one in seen.iter_mut().rev() {
+            let heat = one.found.heat;
+            one.known = Candidate {
+                age: crate::engine::ages::Ages::age(heat.age(epoch), record_age),
+                frequency: heat.frequency,
+                main: heat.main,
+                tip: !facts.whole && one.block + 1 == one.found.record.blocks.get() && !heat.main,
+                passed: !facts.whole
+                    && heat.frequency == 0
+                    && first_used.is_some_and(|first| one.block > first),
+                boundary: facts.boundary,
+                cost: facts.cost,
+            };
+            let own = if one.found.leased { 0 } else { self.policy.rank(&one.known).max(1) };
+            least = least.min(own);
+            one.rank = least;
+        }
+        if facts.whole {
+            seen.iter_mut().for_each(|one| one.rank = least);
+        }
+    }
+
+    /// The block stays, and so do those before it in its record.
+    fn stays(&mut self, of: usize, block: u16) {
+        let Some(record) = self.listed.get_mut(of) else { return };
+        record.keep = record.keep.max(block.saturating_add(1));
+        self.in_use.insert(record.segment);
+    }
+
+    fn goes(&self, of: usize, block: u16) -> bool {
+        self.listed.get(of).is_some_and(|one| block >= one.keep && !(one.whole && one.keep > 0))
+    }
+
+    fn segment_of(&self, picked: &Picked) -> Option<u32> {
+        self.listed.get(picked.of).map(|record| record.segment)
+    }
+
+    /// What goes of what is picked.
+    async fn end(mut self, section: &mut Section<'_>) -> Victims {
+        let full = self.bytes >= self.wanted;
+        let least = self.picked.first_key_value().map_or(0, |(order, _)| order.rank);
+        let now = self.log.shared.epoch();
+        let mut picked = Vec::with_capacity(self.picked.len());
+        for (order, block) in std::mem::take(&mut self.picked) {
+            section.step(1).await;
+            match self.policy.choose(&block.known) {
+                Chosen::Goes => picked.push((order, block)),
+                Chosen::Stays(frequency) => {
+                    let heat = Heat { frequency, main: true, epoch: now };
+                    self.log.shared.index.set_heat(block.print, block.at, heat);
+                    self.stays(block.of, order.block);
+                }
+            }
+        }
+        let spared = self.spare_others(&picked, section).await;
+        let mut victims = Victims::new();
+        for (order, block) in &picked {
+            section.step(1).await;
+            if let Some(record) = self.listed.get(block.of).filter(|_| self.goes(block.of, order.block)) {
+                let leaving = victims.entry(record.segment).or_default().entry(record.page).or_default();
+                leaving.blocks.push((block.at, block.print));
+            }
+        }
+        self.note_coldest(if full { least } else { 0 }, &spared);
+        victims
     }
 
     /// If enough segments are emptied as a whole, what ranks no higher than all that was in them stays elsewhere until
     /// the next time. A segment is more than what lives in it, so emptying one as a rule leaves a little to be had of
     /// the next: a hole there would be the end of that one's file, whose blocks the file system takes back, finds again
-    /// for another one, and writes for the first time.
-    fn spare_others(&mut self, picked: &[Picked], wanted: u64) {
-        let mut least = BTreeMap::new();
-        for block in picked {
-            let Some(segment) = self.known.get(block.at.record.0 as usize).map(|known| known.segment) else {
-                continue;
-            };
-            if self.goes(block.at) {
-                let rank = least.entry(segment).or_insert(block.rank);
-                *rank = block.rank.min(*rank);
+    /// for another one, and writes for the first time. Gives the segments in which something stays for this.
+    async fn spare_others(&mut self, picked: &[(Order, Picked)], section: &mut Section<'_>) -> BTreeSet<u32> {
+        let (mut least, mut spared) = (BTreeMap::new(), BTreeSet::new());
+        for (order, block) in picked {
+            section.step(1).await;
+            let Some(segment) = self.segment_of(block) else { continue };
+            if self.goes(block.of, order.block) {
+                let rank = least.entry(segment).or_insert(order.rank);
+                *rank = order.rank.min(*rank);
             } else {
                 self.in_use.insert(segment);
             }
         }
-        let segments = self.log.segments.borrow();
-        let hollow = |number| segments.get(number).is_none_or(|segment| self.log.is_hollow(segment));
-        let emptied = least.iter().filter(|(number, _)| !self.in_use.contains(number) && !hollow(number));
-        let mut ranks: Vec<u32> = emptied.map(|(_, rank)| *rank).collect();
-        drop(segments);
+        let mut ranks: Vec<u32> = {
+            let segments = self.log.segments.borrow();
+            let hollow = |number| segments.get(number).is_none_or(|segment| self.log.is_hollow(segment));
+            let emptied = least.iter().filter(|(number, _)| !self.in_use.contains(number) && !hollow(number));
+            emptied.map(|(_, rank)| *rank).collect()
+        };
         ranks.sort_unstable();
-        let enough = usize::try_from(wanted.div_ceil(self.log.shared.segment_bytes)).unwrap_or(usize::MAX);
-        let Some(rank) = ranks.len().checked_sub(enough.max(1)).and_then(|at| ranks.get(at)) else { return };
-        for block in picked.iter().filter(|block| block.rank <= *rank) {
-            let segment = self.known.get(block.at.record.0 as usize).map(|known| known.segment);
-            if segment.is_some_and(|segment| self.in_use.contains(&segment)) {
-                self.stays(block.at);
+        let enough =
+            usize::try_from(self.wanted.div_ceil(self.log.shared.segment_bytes)).unwrap_or(usize::MAX);
+        let Some(rank) = ranks.len().checked_sub(enough.max(1)).and_then(|at| ranks.get(at).copied()) else {
+            return spared;
+        };
+        for (order, block) in picked.iter().filter(|(order, _)| order.rank <= rank) {
+            section.step(1).await;
+            if let Some(segment) = self.segment_of(block).filter(|segment| self.in_use.contains(segment)) {
+                self.stays(block.of, order.block);
+                spared.insert(segment);
             }
         }
+        spared
     }
 
-    /// Those that go, where they are looked for.
-    fn victims(&self, picked: &[Picked]) -> Victims {
-        let mut victims = Victims::new();
-        for block in picked.iter().filter(|block| self.goes(block.at)) {
-            let Some(known) = self.known.get(block.at.record.0 as usize) else { continue };
-            let records = victims.entry(known.segment).or_default();
-            let leaving = records.entry(known.page).or_default();
-            leaving.record = block.at.record;
-            leaving.blocks.push((block.at.block, block.print));
+    /// Notes of each listed segment when its oldest part was used that stays.
+    fn note_coldest(&mut self, least: u32, spared: &BTreeSet<u32>) {
+        let now = self.log.shared.ages.steps() as i64;
+        let part = self.wanted / LOOKED_AT as u64;
+        for (segment, mut sample) in std::mem::take(&mut self.samples) {
+            let most = if spared.contains(&segment.number) { u32::MAX } else { least };
+            let rank = sample.rank_of(part, most);
+            segment.coldest.set(now - rank.map_or(0, |rank| i64::from(self.policy.age_of(rank))));
         }
-        victims
     }
+}
+
+/// Bytes that go with a block: of a record that goes as a whole its header as well.
+fn share_of(record: &RecordInfo, lives: u16, whole: bool) -> u64 {
+    let bytes = match whole {
+        true => record.share(lives) / u64::from(lives.max(1)),
+        false => u64::from(record.payload_pages) * PAGE_BYTES / u64::from(record.blocks.get()),
+    };
+    bytes.max(1)
 }

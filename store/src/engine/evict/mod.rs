@@ -1,6 +1,6 @@
 //! Eviction: blocks leave one by one, by a policy, and their pages are given back as holes.
 //!
-//! `policy` ranks, `choose` picks for as many bytes as are wanted, `batch` takes them out of the index and gives their
+//! `policy` ranks, `coldest` says where to look, `choose` picks for as many bytes as are wanted, `batch` takes them out of the index and gives their
 //! pages back, `pages` says which pages those are, `thin` moves the last blocks out of segments of which little is
 //! left. Where the file system cannot make holes, whole segments are emptied instead (`engine/reclaim.rs`).
 //!
@@ -17,6 +17,7 @@
 
 pub(crate) mod batch;
 pub(crate) mod choose;
+pub(crate) mod coldest;
 pub(crate) mod pages;
 pub(crate) mod policy;
 #[cfg(test)]

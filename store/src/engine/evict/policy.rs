@@ -14,7 +14,7 @@ use super::super::ages::STEPS_PER_BUDGET;
 pub(crate) struct Candidate {
     /// Steps since its last use, or since it entered its queue if the policy does not renew: a
     /// [`STEPS_PER_BUDGET`]th of the budget each.
-    pub(crate) age: u16,
+    pub(crate) age: u32,
     /// Uses since it was put, up to 3.
     pub(crate) frequency: u8,
     /// Whether it has been let into the main queue.
@@ -46,6 +46,11 @@ pub(crate) trait Policy: fmt::Debug + Send + Sync {
     /// A block whose rank is among the highest.
     fn choose(&self, _block: &Candidate) -> Chosen {
         Chosen::Goes
+    }
+
+    /// The age at which a block of which nothing is known but its age has this rank.
+    fn age_of(&self, rank: u32) -> u32 {
+        rank
     }
 
     /// Whether a use makes a block young.
@@ -100,7 +105,7 @@ struct Lru;
 
 impl Policy for Lru {
     fn rank(&self, block: &Candidate) -> u32 {
-        u32::from(block.age)
+        block.age
     }
 }
 
@@ -130,7 +135,11 @@ impl Policy for Weighted {
             cost => weight << (-cost / 2).min(2),
         };
         // A block of this very step is older than none.
-        (u32::from(block.age) * 2 + 1) * weight
+        block.age.saturating_mul(2).saturating_add(1).saturating_mul(weight)
+    }
+
+    fn age_of(&self, rank: u32) -> u32 {
+        rank / 16
     }
 }
 
@@ -141,13 +150,13 @@ impl Policy for Weighted {
 struct S3Fifo;
 
 /// Steps in the small queue.
-const SMALL_STEPS: u16 = (STEPS_PER_BUDGET / 10) as u16;
+const SMALL_STEPS: u32 = (STEPS_PER_BUDGET / 10) as u32;
 /// Above every rank in the main queue.
-const OVERDUE: u32 = 1 << 12;
+const OVERDUE: u32 = 1 << 30;
 
 impl Policy for S3Fifo {
     fn rank(&self, block: &Candidate) -> u32 {
-        let age = u32::from(block.age);
+        let age = block.age.min(OVERDUE / 4);
         match block.main {
             true => age + OVERDUE / 4,
             false if block.age >= SMALL_STEPS => age + OVERDUE,
@@ -160,6 +169,13 @@ impl Policy for S3Fifo {
             false if block.frequency > 0 => Chosen::Stays(0),
             true if block.frequency > 0 => Chosen::Stays(block.frequency - 1),
             _ => Chosen::Goes,
+        }
+    }
+
+    fn age_of(&self, rank: u32) -> u32 {
+        match rank {
+            OVERDUE.. => rank - OVERDUE,
+            rank => rank.min(SMALL_STEPS),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn of_age(age: u16) -> Candidate {
+fn of_age(age: u32) -> Candidate {
     Candidate { age, ..Candidate::default() }
 }
 
@@ -18,6 +18,18 @@ fn every_policy_lets_the_older_of_two_alike_go_first() {
         }
     }
     assert_eq!(EvictionPolicy::named("fifo"), None);
+}
+
+#[test]
+fn every_policy_tells_ages_of_years_apart_and_knows_the_age_of_a_plain_block_by_its_rank() {
+    for policy in EvictionPolicy::ALL {
+        let policy = policy.policy();
+        for age in [30, 900, 20_000, 500_000, 2_000_000] {
+            let (one, later) = (policy.rank(&of_age(age)), policy.rank(&of_age(age + 1)));
+            assert!(one < later, "{policy:?}: {age}");
+            assert_eq!((policy.age_of(one), policy.age_of(later)), (age, age + 1), "{policy:?}");
+        }
+    }
 }
 
 #[test]

@@ -35,6 +35,37 @@ fn filled() -> Place {
     place
 }
 
+/// Blocks that other shards have, in records of ten.
+fn strangers(world: &World, blocks: u64) {
+    let index = &world.shared.index;
+    let class = world.shared.index.locate(print(world, 0)).unwrap().record.class;
+    for record in 0..blocks / 10 {
+        let info = crate::index::RecordInfo {
+            shard: 7,
+            segment: (record / 1000) as u32,
+            page: record as u32,
+            header_pages: 1,
+            payload_pages: 40,
+            blocks: std::num::NonZeroU16::new(10).unwrap(),
+            live: 0,
+            class,
+            expires: 0,
+        };
+        let known = index.records().insert(info).unwrap();
+        let prints: Vec<_> = (0..10)
+            .map(|n| BlockFingerprint::from_parts((record * 10 + n).wrapping_mul(0x9e37_79b9_7f4a_7c15), 5))
+            .collect();
+        let ticket = index.reserve(&prints, &mut Vec::new());
+        assert!(index.commit(ticket, known, &prints, 0).unwrap().is_empty());
+    }
+}
+
+/// All blocks of the store, by their number, and in which segment each is.
+fn segments_of(world: &World) -> Vec<(u64, u32)> {
+    let all = 0..world.contents().len() as u64;
+    all.map(|number| (number, world.at("a", number).unwrap().0)).collect()
+}
+
 /// Makes room until so many bytes have been given back.
 async fn give_back(world: &World, bytes: u64) {
     let before = world.shared.space().0;
@@ -66,7 +97,7 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
             for first in (0..before.len() as u64).step_by(10) {
                 let used: Vec<_> = (first..first + 3).map(|number| print(&world, number)).collect();
                 let later = (epoch + 40) % crate::index::EPOCHS;
-                world.shared.index.touch_with(&used, policy.policy().renews().then_some(later));
+                world.shared.index.touch_with(&used, policy.policy().renews().then_some(later), None);
             }
             (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
             give_back(&world, 2 * SEGMENT_BYTES).await;
@@ -215,4 +246,101 @@ fn a_deleted_or_moved_block_is_given_back_without_evicting_any() {
         assert!(gone.iter().all(|print| world.shared.index.lookup(*print) == Lookup::Absent));
         sums(&world);
     });
+}
+
+#[test]
+fn what_room_costs_is_that_of_a_few_segments_and_not_of_all_blocks_and_others_have_their_turn() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let work = &world.shared.eviction_work;
+        assert!(matches!(world.log.make_room().await, Made::Room));
+        let first = work.done().steps;
+        strangers(&world, 200_000);
+        assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
+        assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
+        let second = work.done().steps - first;
+        assert!(first > 0 && second <= 2 * first, "{second} steps after {first}");
+        assert!(
+            work.done().longest_steps < 2 * crate::engine::steps::AT_ONCE,
+            "{}",
+            work.done().longest_steps
+        );
+    });
+}
+
+#[test]
+fn a_shard_of_many_segments_looks_at_few_of_them() {
+    let place = Place::new();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let mut first = 0;
+        let mut steps = Vec::new();
+        for segments in [40, 200] {
+            while world.log.segments.borrow().len() < segments {
+                world.durable("a", first, 5).await;
+                first += 5;
+            }
+            world.log.settled().await;
+            if let Made::Segment(emptied) = world.log.make_room().await {
+                world.log.remove_segment(&emptied).await.unwrap();
+            }
+            let before = world.shared.eviction_work.done().steps;
+            assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
+            steps.push(world.shared.eviction_work.done().steps - before);
+        }
+        // A look at each segment's book, but not at its blocks.
+        assert!(steps[1] <= steps[0] + 200, "{steps:?}");
+    });
+}
+
+/// What was used an hour, a day, and weeks ago is told apart, before and after a restart; the numbers of segments say
+/// nothing.
+#[test]
+fn after_weeks_what_was_unused_for_longest_goes_first() {
+    for restart in [false, true] {
+        let place = filled();
+        let clock = std::sync::Arc::clone(&place.clock);
+        let day = std::time::Duration::from_secs(24 * 60 * 60);
+        place.run(move |world| async move {
+            recover(&world.log).await.unwrap();
+            world.shared.set_policy(EvictionPolicy::Lru);
+            let all = segments_of(&world);
+            // The second four segments first, then the first four and the last: each segment has its day.
+            for segment in [4, 5, 6, 7, 0, 1, 2, 3, 8] {
+                clock.advance(4 * day);
+                let of = all.iter().filter(|(_, at)| *at == segment);
+                let prints: Vec<_> = of.map(|(number, _)| print(&world, *number)).collect();
+                world.shared.index.touch_with(
+                    &prints,
+                    Some(world.shared.epoch()),
+                    Some(world.shared.second()),
+                );
+            }
+            clock.advance(2 * day);
+            match restart {
+                true => world.log.say_free().await.then_some(()).unwrap(),
+                false => oldest_first(&world, &all).await,
+            }
+        });
+        if restart {
+            let clock = std::sync::Arc::clone(&place.clock);
+            clock.set_unix_millis(1_700_000_000_000 + 40 * 24 * 60 * 60 * 1000);
+            place.run(move |world| async move {
+                recover(&world.log).await.unwrap();
+                world.shared.set_policy(EvictionPolicy::Lru);
+                oldest_first(&world, &segments_of(&world)).await;
+            });
+        }
+    }
+}
+
+async fn oldest_first(world: &World, all: &[(u64, u32)]) {
+    for segment in [4, 5, 6, 7, 0, 1] {
+        assert!(matches!(world.log.make_room().await, Made::Room));
+        let Made::Segment(emptied) = world.log.make_room().await else { panic!("no segment") };
+        assert_eq!(emptied.number, segment);
+        assert!(all.iter().all(|(number, at)| *at != segment || !world.has("a", *number)));
+        world.log.remove_segment(&emptied).await.unwrap();
+    }
 }

@@ -188,7 +188,10 @@ pub(super) fn publish(
     for piece in pieces {
         let info = piece.written.info(log.shard, piece.run.len(), job.class.number, piece.expires)?;
         match records.insert(info) {
-            Ok(record) => known.push(record),
+            Ok(record) => {
+                records.note_use(record, job.shared.second());
+                known.push(record);
+            }
             Err(_) => {
                 for record in known {
                     job.shared.free_if_empty(record, 0);

@@ -233,6 +233,10 @@ impl Recovery<'_> {
         let heat = Heat { frequency: u8::from(used), epoch: self.epoch_of(last_s), ..Heat::default() };
         let index = &self.log.shared.index;
         let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
+        let second = u32::try_from(last_s.min(self.now_ms / 1000)).unwrap_or(u32::MAX);
+        index.records().note_use(record, second);
+        self.log.shared.ages.found((self.now_ms / 1000).saturating_sub(last_s));
+        segment.note_cold(self.log.shared.step_of(second));
         self.batch.records.push(record);
         for (block, name) in (0u16..).zip(&blocks.blocks) {
             if is_gone(block) {

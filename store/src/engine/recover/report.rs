@@ -8,10 +8,10 @@ use kvarts_layout::format::recovery::{Row, Severity};
 /// Places of problems that a report keeps; more are only counted.
 const PLACES_MAX: usize = 64;
 
-/// A row of severity `problem`, and where it was taken.
+/// A problem, and where it was met.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Problem {
-    /// The row's label.
+    /// What the checker calls it: a row's label, or `segment-missing`.
     pub label: &'static str,
     /// Which segment.
     pub segment: u32,
@@ -24,7 +24,7 @@ pub struct Problem {
 pub struct RecoveryReport {
     /// How often each row of the table was taken, by label.
     pub rows: BTreeMap<&'static str, u64>,
-    /// How many of them were problems.
+    /// Rows that were problems, and segments that are missing.
     pub problems: u64,
     /// The first of these.
     pub places: Vec<Problem>,
@@ -64,15 +64,27 @@ pub struct RecoveryReport {
     pub scanned_bytes: u64,
 }
 
+/// What the checker calls a segment in use whose file is gone. No row of the table: there is nothing to look at.
+const SEGMENT_MISSING: &str = "segment-missing";
+
 impl RecoveryReport {
+    /// Counts a segment that the checkpoint has in use and whose file is gone.
+    pub(super) fn miss(&mut self, segment: u32) {
+        self.problem(SEGMENT_MISSING, segment, 0);
+    }
+
+    fn problem(&mut self, label: &'static str, segment: u32, offset: u64) {
+        self.problems += 1;
+        if self.places.len() < PLACES_MAX {
+            self.places.push(Problem { label, segment, offset });
+        }
+    }
+
     /// Counts a row.
     pub(super) fn take(&mut self, row: &'static Row, segment: u32, offset: u64) {
         *self.rows.entry(row.label).or_default() += 1;
         if row.severity == Severity::Problem {
-            self.problems += 1;
-            if self.places.len() < PLACES_MAX {
-                self.places.push(Problem { label: row.label, segment, offset });
-            }
+            self.problem(row.label, segment, offset);
         }
     }
 }

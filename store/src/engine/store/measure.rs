@@ -15,6 +15,7 @@ use crate::api::ReadRequest;
 use crate::engine::executor::Message;
 use crate::engine::put::shard_of;
 use crate::engine::read;
+use crate::engine::steps::WorkDone;
 use crate::engine::tables::Table;
 use crate::error::Error;
 use crate::io::Buf;
@@ -101,6 +102,11 @@ impl Store {
             }
         }
         Ok(all)
+    }
+
+    /// What evictions and checkpoints have taken of the executors.
+    pub fn work_done(&self) -> (WorkDone, WorkDone) {
+        (self.0.shared.eviction_work.done(), self.0.shared.checkpoint_work.done())
     }
 
     /// Forgets what reads have kept of record headers, so that the next read is as cold as the first.

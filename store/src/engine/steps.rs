@@ -1,0 +1,90 @@
+//! Long work on an executor in short sections, each counted in steps.
+//!
+//! A step is a look at one block, record or segment: less than a microsecond. Whoever has many to look at counts them
+//! here, and others have their turn after every [`AT_ONCE`], so that nobody waits for the executor for a millisecond.
+//! The counts are kept: a test asserts by them how work grows and that no section is longer.
+
+use super::notify::yield_now;
+use crate::rt::{Clock, Nanos};
+use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Steps after which others have their turn.
+pub(crate) const AT_ONCE: u64 = 512;
+
+/// What was counted, of all work of one kind.
+#[derive(Debug, Default)]
+pub(crate) struct Work {
+    steps: AtomicU64,
+    longest: AtomicU64,
+    nanos: AtomicU64,
+    longest_nanos: AtomicU64,
+}
+
+/// What long work of one kind has taken since the store was opened. Waits for devices and for others do not count.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct WorkDone {
+    /// Looks at one block, record or segment.
+    pub steps: u64,
+    /// The most of them without a turn for others.
+    pub longest_steps: u64,
+    /// Time on executors.
+    pub nanos: u64,
+    /// The most of it without a turn for others.
+    pub longest_nanos: u64,
+}
+
+impl Work {
+    pub(crate) fn done(&self) -> WorkDone {
+        WorkDone {
+            steps: self.steps.load(Relaxed),
+            longest_steps: self.longest.load(Relaxed),
+            nanos: self.nanos.load(Relaxed),
+            longest_nanos: self.longest_nanos.load(Relaxed),
+        }
+    }
+}
+
+/// One piece of long work.
+pub(crate) struct Section<'a> {
+    work: &'a Work,
+    clock: &'a dyn Clock,
+    steps: u64,
+    since: Option<Nanos>,
+}
+
+impl<'a> Section<'a> {
+    pub(crate) fn begin(work: &'a Work, clock: &'a dyn Clock) -> Self {
+        Self { work, clock, steps: 0, since: Some(clock.now()) }
+    }
+
+    /// So many steps were done; others have their turn if it is time.
+    pub(crate) async fn step(&mut self, steps: u64) {
+        if self.since.is_none() {
+            self.since = Some(self.clock.now());
+        }
+        self.steps += steps;
+        if self.steps >= AT_ONCE {
+            self.pause();
+            yield_now().await;
+            self.since = Some(self.clock.now());
+        }
+    }
+
+    /// Something else is waited for.
+    pub(crate) fn pause(&mut self) {
+        let steps = std::mem::take(&mut self.steps);
+        self.work.steps.fetch_add(steps, Relaxed);
+        self.work.longest.fetch_max(steps, Relaxed);
+        if let Some(since) = self.since.take() {
+            let nanos = self.clock.now().0.saturating_sub(since.0);
+            self.work.nanos.fetch_add(nanos, Relaxed);
+            self.work.longest_nanos.fetch_max(nanos, Relaxed);
+        }
+    }
+}
+
+impl Drop for Section<'_> {
+    fn drop(&mut self) {
+        self.pause();
+    }
+}
