@@ -12,7 +12,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,10 @@ use kvarts_layout::BlockKey;
 use kvarts_server::client::{Client, ConnectOptions, Via};
 use kvarts_server::local::frame::{Head, Kind};
 use kvarts_server::local::limits::MAGIC;
-use kvarts_store::api::{BlockOutcome, KvStore, Placed, ReadEvent, ReadRequest, ReadStream};
+use kvarts_store::api::{
+    BlockOutcome, ContainsRequest, KvStore, Placed, Presence, ReadEvent, ReadRequest, ReadStream,
+};
+use kvarts_store::error::Reason;
 use kvarts_store::io::{Buf, Region, shared};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
@@ -35,12 +38,29 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// What the one in between saw and has.
 #[derive(Default)]
 struct Seen {
-    /// Both ends of the connection that a read came by: the client's, the server's.
-    reads: Mutex<Vec<(UnixStream, UnixStream)>>,
+    /// What was kept back, with both ends of its connection: the client's, the server's.
+    reads: Mutex<Vec<Kept>>,
+    look_ups: Mutex<Vec<Kept>>,
+    /// Look-ups are kept back, too.
+    slow: AtomicBool,
     /// Files that clients shared.
     files: Mutex<Vec<OwnedFd>>,
     /// Questions whether memory is still written to.
     asked: AtomicU64,
+}
+
+/// A frame that was kept back.
+struct Kept {
+    client: UnixStream,
+    server: UnixStream,
+    bytes: Vec<u8>,
+}
+
+impl Kept {
+    /// Passes it on after all.
+    fn pass_on(&self) {
+        (&self.server).write_all(&self.bytes).unwrap();
+    }
 }
 
 /// Passes on everything but reads.
@@ -67,12 +87,17 @@ impl Between {
     }
 
     fn client(&self) -> Client {
-        let endpoint = format!("unix:{}", self.path.display());
-        Client::connect(&ConnectOptions { via: Via::Local, ..ConnectOptions::to(endpoint) }).unwrap()
+        self.patient(PATIENCE)
     }
 
-    /// The connection by which the next read came.
-    fn read(&self) -> (UnixStream, UnixStream) {
+    fn patient(&self, patience: Duration) -> Client {
+        let endpoint = format!("unix:{}", self.path.display());
+        let options = ConnectOptions { via: Via::Local, patience, ..ConnectOptions::to(endpoint) };
+        Client::connect(&options).unwrap()
+    }
+
+    /// The next read.
+    fn read(&self) -> Kept {
         until("a read comes", || !self.seen.reads.lock().unwrap().is_empty());
         self.seen.reads.lock().unwrap().remove(0)
     }
@@ -109,9 +134,10 @@ fn pass(from: &UnixStream, to: &UnixStream, seen: Option<&Seen>) {
         let frames = said.strip_prefix(&MAGIC[..]).unwrap_or(said);
         if let (Some(seen), Ok(Some(head))) = (seen, Head::parse(frames)) {
             match head.kind {
-                Kind::Read => {
-                    let ends = (from.try_clone().unwrap(), to.try_clone().unwrap());
-                    seen.reads.lock().unwrap().push(ends);
+                Kind::Read | Kind::Exists if head.kind == Kind::Read || seen.slow.load(Ordering::SeqCst) => {
+                    let (client, server) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                    let all = if head.kind == Kind::Read { &seen.reads } else { &seen.look_ups };
+                    all.lock().unwrap().push(Kept { client, server, bytes: said.to_vec() });
                     continue;
                 }
                 Kind::Settled => drop(seen.asked.fetch_add(1, Ordering::SeqCst)),
@@ -211,10 +237,10 @@ fn memory_of_a_broken_connection_is_not_written_to_once_it_is_released() {
     let kept = Buf::new(&region, 0, 8192).unwrap();
     kept.fill(5);
     let (stream, memory) = reading((&stage, &client), "late", &region);
-    let (to_client, _to_server) = between.read();
+    let read = between.read();
     let disk = SlowDisk::begin(&between.seen.files.lock().unwrap()[0], 8192 + 4096);
     // The server is gone, as after a kill; its disk is not.
-    to_client.shutdown(std::net::Shutdown::Both).unwrap();
+    read.client.shutdown(std::net::Shutdown::Both).unwrap();
     expect_held(&stream);
     assert_eq!(stream.next_blocking(), ReadEvent::Released);
     memory.fill(7);
@@ -232,18 +258,18 @@ fn memory_whose_pages_must_stay_is_held_until_the_server_says_that_nobody_writes
     let file = shared::sealed(1 << 20).unwrap();
     let region = client.adopt(file, 1 << 20).unwrap();
     let (stream, memory) = reading((&stage, &client), "adopted", &region);
-    let (to_client, to_server) = between.read();
+    let read = between.read();
     memory.fill(5);
     let disk = SlowDisk::begin(&between.seen.files.lock().unwrap()[0], 8192);
     // The server's session lasts.
-    to_client.shutdown(std::net::Shutdown::Both).unwrap();
+    read.client.shutdown(std::net::Shutdown::Both).unwrap();
     expect_held(&stream);
     let asked = || between.seen.asked.load(Ordering::SeqCst);
     until("it is asked for more than once", || asked() > 2);
     assert_eq!((stream.try_next(), client.held_bytes()), (None, memory.len() as u64));
     disk.write();
     assert!(memory.to_vec()[..4096] == [9; 4096] && memory.to_vec()[4096..] == vec![5; memory.len() - 4096]);
-    to_server.shutdown(std::net::Shutdown::Both).unwrap();
+    read.server.shutdown(std::net::Shutdown::Both).unwrap();
     assert_eq!(stream.next_blocking(), ReadEvent::Released);
     until("nothing is held", || client.held_bytes() == 0);
 }
@@ -255,7 +281,7 @@ fn a_client_that_goes_while_disks_write_gives_its_memory_back_as_safely() {
     let client = between.client();
     let region = client.pool(1 << 20).unwrap();
     let (stream, memory) = reading((&stage, &client), "gone", &region);
-    let (_to_client, _to_server) = between.read();
+    let _read = between.read();
     let disk = SlowDisk::begin(&between.seen.files.lock().unwrap()[0], 8192);
     drop(client);
     expect_held(&stream);
@@ -281,4 +307,29 @@ fn bytes_that_were_announced_before_the_end_stay() {
     drop((client, stream));
     let _ = keys;
     Desk { stage: &stage, namespace: request.namespace, chain: 0 }.expect_bytes(&request, &[0, 1, 2, 3], 1);
+}
+
+#[test]
+fn a_look_up_that_is_not_answered_in_time_ends_no_read_and_no_other_look_up() {
+    let stage = ClientStage::open("late-look-up");
+    let between = Between::start(&stage.served);
+    let client = between.patient(Duration::from_secs(3));
+    let region = client.pool(1 << 20).unwrap();
+    let (stream, _memory) = reading((&stage, &client), "look up", &region);
+    let read = between.read();
+    let desk = Desk::new(&stage, "look up");
+    let keys = desk.keys(0..4);
+    let (group, coordinate) = pages();
+    let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &keys, lease: None };
+    between.seen.slow.store(true, Ordering::SeqCst);
+    assert_eq!(client.contains(&request).unwrap_err().0, Reason::DeadlinePassed);
+    between.seen.slow.store(false, Ordering::SeqCst);
+    // Its answer comes in front of that of the next one.
+    between.seen.look_ups.lock().unwrap().remove(0).pass_on();
+    let other = desk.keys(100..103);
+    let found = client.contains(&ContainsRequest { keys: &other, ..request }).unwrap();
+    assert_eq!(found.presence, vec![Presence::Absent; 3]);
+    assert_eq!((stream.try_next(), client.held_bytes()), (None, 0), "the read goes on");
+    read.pass_on();
+    assert_eq!(stream.wait_end().unwrap().usable_blocks, 4);
 }
