@@ -126,6 +126,16 @@ impl Daemon {
         &self.node
     }
 
+    /// Takes over what of a configuration can change while the server runs: tenants and tokens. Says in one line each what an
+    /// operator should know, or what is wrong; then everything stays as it was.
+    pub fn reload(&self, config: &Config) -> Result<Vec<String>, String> {
+        let changed = self.node.gate.change(&config.gate)?;
+        for tenant in &changed.new {
+            self.home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
+        }
+        Ok(changed.notes)
+    }
+
     /// What opening the store found.
     pub fn opened(&self) -> &Opened {
         &self.opened

@@ -95,7 +95,22 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
 /// Connections that come in over TCP, set up as the server's are: also those of the bare server that this one is
 /// measured beside.
 pub(crate) fn incoming_tcp(listener: TcpListener) -> impl Stream<Item = std::io::Result<TcpStream>> {
-    TcpIncoming::from(listener).with_nodelay(Some(true)).map(|stream| stream.inspect(unpace))
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    calmly(incoming).map(|stream| stream.inspect(unpace))
+}
+
+/// What comes in, with a rest after each that could not be taken: where there is no descriptor for it, there is none for a
+/// while, and whoever asks again at once keeps a processor busy.
+fn calmly<S>(incoming: impl Stream<Item = std::io::Result<S>>) -> impl Stream<Item = std::io::Result<S>> {
+    incoming.then(|stream| async {
+        if let Err(error) = &stream
+            && error.kind() != std::io::ErrorKind::ConnectionAborted
+        {
+            tracing::warn!(%error, "a connection could not be taken");
+            tokio::time::sleep(limits::ACCEPT_PAUSE).await;
+        }
+        stream
+    })
 }
 
 /// Lets a connection of this host send as fast as it is taken. Where the host's congestion control paces (BBR), its timers
@@ -166,6 +181,24 @@ fn router(node: &Arc<Node>, server: Server) -> Router<Stack<Door, NoLayer>> {
 mod tests {
     use super::*;
     use rustix::net::sockopt::tcp_congestion;
+
+    #[tokio::test]
+    async fn a_connection_that_cannot_be_taken_is_not_asked_for_again_and_again() {
+        let mut asked = 0;
+        let endless = tokio_stream::iter(std::iter::repeat_with(|| {
+            asked += 1;
+            Err::<(), _>(std::io::Error::from_raw_os_error(24))
+        }));
+        {
+            let mut calm = std::pin::pin!(calmly(endless));
+            let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+            for _ in 0..1000 {
+                assert!(calm.as_mut().poll_next(&mut context).is_pending());
+            }
+            assert!(calm.next().await.unwrap().is_err(), "it is told of after a rest");
+        }
+        assert!(asked <= 2, "{asked}");
+    }
 
     #[tokio::test]
     async fn a_connection_of_this_host_is_not_paced() {

@@ -92,6 +92,15 @@ impl Metrics {
         *self.lock().misses.entry(reason).or_default() += blocks;
     }
 
+    /// A read ended: so many blocks were delivered, and these were not.
+    pub fn read_ended(&self, delivered: u64, missed: BTreeMap<&'static str, u64>) {
+        let mut counted = self.lock();
+        for (reason, blocks) in missed {
+            *counted.misses.entry(reason).or_default() += blocks;
+        }
+        counted.hits += delivered;
+    }
+
     /// Blocks that were delivered.
     pub fn hit(&self, blocks: u64) {
         self.lock().hits += blocks;

@@ -1,12 +1,14 @@
 //! Metrics as Prometheus reads them.
 
 use std::fmt::{self, Write};
+use std::sync::Arc;
 
 use kvarts_gpudirect::cufile::Decision;
 use kvarts_store::rt::Clock;
 
 use super::{CallName, Counted, Metrics};
-use crate::node::Node;
+use crate::grpc::limits;
+use crate::node::{Node, Tenant};
 
 /// A label's value: quotes, backslashes and line ends are escaped.
 struct Value<'a>(&'a str);
@@ -42,6 +44,7 @@ pub(super) async fn render(node: &Node) -> String {
     queues(&mut out, &io);
     scrub(&mut out, node);
     tenants(&mut out, node);
+    models(&mut out, node);
     memory(&mut out, node);
     device_path(&mut out, &node.decided.files);
     out
@@ -228,6 +231,23 @@ fn tenants(out: &mut String, node: &Node) {
     }
 }
 
+/// What the models of each tenant take.
+fn models(out: &mut String, node: &Node) {
+    head(out, "kvarts_tenant_models", "gauge", "Models of each tenant.");
+    let used = |tenant: Arc<Tenant>| (node.models.used(tenant.number), tenant);
+    let used: Vec<_> = node.gate.tenants().into_iter().map(used).collect();
+    for (used, tenant) in &used {
+        let _ = writeln!(out, "kvarts_tenant_models{{tenant=\"{}\"}} {}", Value(&tenant.name), used.count);
+    }
+    head(out, "kvarts_tenant_models_bytes", "gauge", "About what they take in memory, and what they may.");
+    for (used, tenant) in &used {
+        for (what, bytes) in [("used", used.memory), ("limit", limits::MODELS_MEMORY_MAX)] {
+            let name = Value(&tenant.name);
+            let _ = writeln!(out, "kvarts_tenant_models_bytes{{tenant=\"{name}\",what=\"{what}\"}} {bytes}");
+        }
+    }
+}
+
 /// How files reach the memory of devices, and why so.
 fn device_path(out: &mut String, files: &Decision) {
     let help = "How files reach the memory of devices on this host, what it could offer, and why.";
@@ -244,6 +264,17 @@ fn memory(out: &mut String, node: &Node) {
             let _ = writeln!(out, "kvarts_request_memory_bytes{{part=\"{part}\",what=\"{what}\"}} {bytes}");
         }
     }
+    head(
+        out,
+        "kvarts_large_requests_bytes",
+        "gauge",
+        "What large requests and their answers take: used, all.",
+    );
+    for (what, bytes) in [("used", node.receiving.bytes()), ("all", limits::LARGE_BYTES_MAX as u64)] {
+        let _ = writeln!(out, "kvarts_large_requests_bytes{{what=\"{what}\"}} {bytes}");
+    }
+    let waiting = node.receiving.waiting();
+    one(out, "kvarts_large_requests_waiting", "gauge", "Large requests that wait for that.", waiting);
     one(out, "kvarts_shared_bytes", "gauge", "Memory of local clients that is mapped.", node.locals.mapped());
     let clients = node.locals.clients();
     head(out, "kvarts_local_clients", "gauge", "Clients of the local path, by tenant.");
@@ -260,6 +291,9 @@ fn memory(out: &mut String, node: &Node) {
     let places = node.connections.available_permits();
     one(out, "kvarts_connections_all", "gauge", "Connections that there may be.", node.connections_all);
     one(out, "kvarts_connections_left", "gauge", "Connections that may still come.", places);
+    let (strangers, anybodys) = node.strangers.count();
+    one(out, "kvarts_connections_unknown", "gauge", "Connections without a call that was let in.", strangers);
+    one(out, "kvarts_calls_without_token", "gauge", "Calls under way that need no token.", anybodys);
     one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", node.calls());
     let clock: &dyn Clock = &**node.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;
