@@ -3,12 +3,10 @@
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 #![allow(clippy::result_large_err, reason = "the contract's error, as it came")]
 
+mod raw;
 mod served;
 
-use std::io::{IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -17,9 +15,7 @@ use kvarts_layout::{BlockKey, Layout, NamespaceId};
 use kvarts_server::client::Client;
 use kvarts_server::grpc::limits::KEYS_MAX;
 use kvarts_server::local::frame::{Head, Kind, bare, frame};
-use kvarts_server::local::limits::{
-    BODY_BYTES_MAX, HEAD_BYTES, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX,
-};
+use kvarts_server::local::limits::{BODY_BYTES_MAX, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX};
 use kvarts_server::proto;
 use kvarts_store::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, KvStore, LeaseTerms, Presence, ReadRequest, Target,
@@ -30,174 +26,12 @@ use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::{Stage, ask};
 use prost::Message;
+use raw::{BLOCK, Raw, column, expect_nothing_left, expect_served, key_bytes, local_put, local_read, places};
 use rustix::fs::{FallocateFlags, MemfdFlags};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
-};
 use served::{ClientStage, Served};
-
-/// Bytes of one block of the column that these tests use.
-const BLOCK: u64 = 3 * 2 * 4096;
-
-/// A client that sends what it is told.
-struct Raw {
-    stream: UnixStream,
-    bytes: Vec<u8>,
-    files: Vec<OwnedFd>,
-}
-
-impl Raw {
-    fn connect(served: &Served) -> Self {
-        let stream = UnixStream::connect(served.daemon().socket().unwrap()).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        stream.set_write_timeout(Some(Duration::from_secs(30))).unwrap();
-        Self { stream, bytes: Vec::new(), files: Vec::new() }
-    }
-
-    /// Connects and is let in.
-    fn open(served: &Served) -> Self {
-        Self::with_token(served, "").unwrap()
-    }
-
-    fn with_token(served: &Served, token: &str) -> Result<Self, proto::Error> {
-        let mut raw = Self::connect(served);
-        raw.stream.write_all(MAGIC).unwrap();
-        raw.say(
-            Kind::Hello,
-            0,
-            &proto::Hello { version: 1, token: token.to_owned(), ..proto::Hello::default() },
-        );
-        match raw.hear() {
-            Some((Head { kind: Kind::Welcome, .. }, _)) => Ok(raw),
-            Some((Head { kind: Kind::Failed, .. }, body)) => Err(proto::Error::decode(&body[..]).unwrap()),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn say(&mut self, kind: Kind, id: u64, message: &impl Message) {
-        self.stream.write_all(&frame(kind, id, message)).unwrap();
-    }
-
-    fn say_with(&mut self, kind: Kind, id: u64, message: &impl Message, file: &OwnedFd) {
-        let bytes = frame(kind, id, message);
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let files = [file.as_fd()];
-        assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
-        let parts = [IoSlice::new(&bytes)];
-        let sent = rustix::net::sendmsg(&self.stream, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
-        assert_eq!(sent, bytes.len());
-    }
-
-    /// The next frame; none if the server has closed the connection.
-    fn hear(&mut self) -> Option<(Head, Vec<u8>)> {
-        loop {
-            if let Ok(Some(head)) = Head::parse(&self.bytes)
-                && self.bytes.len() >= HEAD_BYTES + head.length
-            {
-                let rest = self.bytes.split_off(HEAD_BYTES + head.length);
-                let body = std::mem::replace(&mut self.bytes, rest).split_off(HEAD_BYTES);
-                return Some((head, body));
-            }
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-            let mut control = RecvAncillaryBuffer::new(&mut space);
-            let mut some = [0; 65536];
-            let parts = &mut [IoSliceMut::new(&mut some)];
-            let got = rustix::net::recvmsg(&self.stream, parts, &mut control, RecvFlags::CMSG_CLOEXEC);
-            let count = got.map(|got| got.bytes).unwrap_or(0);
-            for message in control.drain() {
-                if let RecvAncillaryMessage::ScmRights(files) = message {
-                    self.files.extend(files);
-                }
-            }
-            if count == 0 {
-                return None;
-            }
-            self.bytes.extend_from_slice(&some[..count]);
-        }
-    }
-
-    /// The answer to the last request.
-    fn answer<M: Message + Default>(&mut self) -> Result<M, proto::Error> {
-        match self.hear() {
-            Some((Head { kind: Kind::Done, .. }, body)) => Ok(M::decode(&body[..]).unwrap()),
-            Some((Head { kind: Kind::Failed, .. }, body)) => Err(proto::Error::decode(&body[..]).unwrap()),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    /// Shares a pool of the server's; gives this side's view.
-    fn pool(&mut self, memory: u32, bytes: u64) -> Arc<Region> {
-        let mode = proto::LocalMode::LocalDirect.into();
-        self.say(Kind::Share, u64::from(memory), &proto::ShareRequest { memory, mode, bytes });
-        self.answer::<proto::ShareReply>().unwrap();
-        shared::map(self.files.pop().unwrap(), bytes, Box::new(())).unwrap()
-    }
-
-    fn share(&mut self, mode: proto::LocalMode, bytes: u64, file: &OwnedFd) -> Result<(), proto::Error> {
-        let wire = proto::ShareRequest { memory: 77, mode: mode.into(), bytes };
-        self.say_with(Kind::Share, 1, &wire, file);
-        self.answer::<proto::ShareReply>().map(drop)
-    }
-}
-
-fn key_bytes(keys: &[BlockKey]) -> bytes::Bytes {
-    keys.iter().flat_map(|key| key.0).collect::<Vec<u8>>().into()
-}
-
-/// Blocks one after the other in a shared memory.
-fn places(memory: u32, blocks: u32) -> proto::LocalPlaces {
-    let target = |part: u64| proto::local_places::Target { memory, base: part * 4096, stride: BLOCK };
-    proto::LocalPlaces { targets: (0..6).map(target).collect(), slots: (0..blocks).collect() }
-}
-
-fn column() -> Option<proto::Column> {
-    let coordinate = proto::Coordinate { start: 0, count: 2, of: 2 };
-    Some(proto::Column { group: 0, coordinate: Some(coordinate) })
-}
-
-fn local_read(namespace: NamespaceId, keys: &[BlockKey], into: proto::LocalPlaces) -> proto::LocalRead {
-    let read = proto::ReadRequest {
-        namespace: namespace.as_bytes().to_vec().into(),
-        column: column(),
-        keys: key_bytes(keys),
-        ..proto::ReadRequest::default()
-    };
-    proto::LocalRead { read: Some(read), into: Some(into), ..proto::LocalRead::default() }
-}
-
-fn local_put(namespace: NamespaceId, keys: &[BlockKey], memory: u32, crc32: Vec<u32>) -> proto::LocalPut {
-    let header = proto::PutHeader {
-        namespace: namespace.as_bytes().to_vec().into(),
-        column: column(),
-        keys: key_bytes(keys),
-        ..proto::PutHeader::default()
-    };
-    let from = Some(places(memory, keys.len() as u32));
-    proto::LocalPut { header: Some(header), from, crc32, timeout_us: 0 }
-}
 
 fn stage(name: &str) -> ClientStage {
     ClientStage::open(name)
-}
-
-/// Nothing is left of local clients.
-fn expect_nothing_left(served: &Served) {
-    served.until("nothing of a client that is gone is left", |daemon| {
-        let node = daemon.node();
-        let memory = node.memory.usage().iter().all(|usage| usage.used == 0);
-        let shared = node.locals.mapped() + node.locals.pinned();
-        memory && node.locals.clients().is_empty() && shared == 0 && node.calls() == 0
-    });
-}
-
-/// Others are served as if nothing had happened.
-fn expect_served(stage: &ClientStage, round: u64) {
-    let desk = Desk::new(stage, &format!("undisturbed {round}"));
-    let keys = desk.keys(0..4);
-    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 4]);
-    desk.expect(pages(), &keys, 1);
 }
 
 #[test]
@@ -843,141 +677,4 @@ fn pools_leave_with_their_last_user_and_more_than_may_be_shared_is_refused() {
     let _ = left.stream.read(&mut []);
     drop((left, client));
     expect_nothing_left(&served);
-}
-
-/// Bytes of memory that a file has.
-fn taken(file: &OwnedFd) -> i64 {
-    rustix::fs::fstat(file).unwrap().st_blocks * 512
-}
-
-#[test]
-fn looking_into_memory_that_is_all_holes_takes_no_page_and_kills_nobody() {
-    let stage = stage("local-holes");
-    let desk = Desk::new(&stage, "holes");
-    let keys = desk.keys(0..8);
-    let mut raw = Raw::open(&stage.served);
-    let file = shared::sealed(8 * BLOCK).unwrap();
-    raw.share(proto::LocalMode::LocalDirect, 8 * BLOCK, &file).unwrap();
-    raw.say(Kind::Put, 2, &local_put(desk.namespace, &keys, 77, vec![1; 8]));
-    let reply = raw.answer::<proto::PutReply>().unwrap();
-    let retry = |outcome: &proto::PutOutcome| outcome.error.as_ref().unwrap().kind() == proto::Kind::Retry;
-    assert!(reply.outcomes.len() == 8 && reply.outcomes.iter().all(retry));
-    // What a hole holds is zeros, and who says so has them stored.
-    let zeros = crc32fast::hash(&vec![0; BLOCK as usize]);
-    raw.say(Kind::Put, 3, &local_put(desk.namespace, &keys, 77, vec![zeros; 8]));
-    let reply = raw.answer::<proto::PutReply>().unwrap();
-    assert!(reply.outcomes.iter().all(|outcome| outcome.what() == proto::put_outcome::What::Stored));
-    assert_eq!(taken(&file), 0, "the server paid for pages by looking");
-    drop((raw, file));
-    expect_nothing_left(&stage.served);
-    expect_served(&stage, 1);
-}
-
-#[test]
-fn of_a_put_only_the_blocks_that_changed_are_refused() {
-    let stage = stage("local-some-changed");
-    let desk = Desk::new(&stage, "some changed");
-    let keys = desk.keys(0..6);
-    let mut raw = Raw::open(&stage.served);
-    let _pool = raw.pool(1, 6 * BLOCK);
-    let zeros = crc32fast::hash(&vec![0; BLOCK as usize]);
-    let digests = [zeros, zeros, 5, zeros, 6, 7].to_vec();
-    raw.say(Kind::Put, 2, &local_put(desk.namespace, &keys, 1, digests));
-    let reply = raw.answer::<proto::PutReply>().unwrap();
-    let stored = |outcome: &proto::PutOutcome| outcome.what() == proto::put_outcome::What::Stored;
-    let found: Vec<bool> = reply.outcomes.iter().map(stored).collect();
-    assert_eq!(found, [true, true, false, true, false, false]);
-    let request = desk.read_request(pages(), &keys);
-    let (_, end) = desk.read(&ReadRequest { order: kvarts_store::api::Order::Blocks, ..request });
-    let failed: Vec<u32> = end.failures.iter().map(|(block, _)| *block).collect();
-    assert_eq!(failed, [2, 4, 5]);
-}
-
-#[test]
-fn memory_that_takes_no_bytes_any_more_is_an_error_of_its_client_alone() {
-    let stage = stage("local-unwritable");
-    let desk = Desk::new(&stage, "unwritable");
-    let keys = desk.keys(0..4);
-    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 4]);
-    let mut raw = Raw::open(&stage.served);
-    let file =
-        rustix::fs::memfd_create("unwritable", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
-    rustix::fs::ftruncate(&file, 8 * BLOCK).unwrap();
-    shared::seal(&file).unwrap();
-    raw.share(proto::LocalMode::LocalDirect, 8 * BLOCK, &file).unwrap();
-    rustix::fs::fcntl_add_seals(&file, rustix::fs::SealFlags::FUTURE_WRITE).unwrap();
-    // Not on pages: the server copies.
-    let mut into = places(77, 4);
-    into.targets.iter_mut().for_each(|target| target.base += 64);
-    raw.say(Kind::Read, 5, &local_read(desk.namespace, &keys, into.clone()));
-    let (mut end, mut announced) = (None, 0);
-    loop {
-        let (head, body) = raw.hear().expect("the connection stays");
-        match head.kind {
-            Kind::End => end = proto::LocalEnd::decode(&body[..]).unwrap().end,
-            Kind::Released => break,
-            _ => announced += 1,
-        }
-    }
-    let end = end.unwrap();
-    assert_eq!((announced, end.usable_blocks, end.failures.len()), (0, 0, 4));
-    assert!(end.failures.iter().all(|failure| failure.error.as_ref().unwrap().message.contains("unshare")));
-    raw.say(Kind::Read, 6, &local_read(desk.namespace, &keys, into));
-    assert_eq!(raw.answer::<proto::UnlockReply>().unwrap_err().reason(), proto::Reason::Malformed);
-    desk.expect(pages(), &keys, 1);
-    drop((raw, file));
-    expect_nothing_left(&stage.served);
-    assert_eq!(stage.served.daemon().node().engine.stats().counts.blocks_quarantined, 0);
-}
-
-#[test]
-fn memory_that_the_server_made_counts_for_as_long_as_a_client_may_keep_it() {
-    let served = Served::start("local-kept", "[limits]\nshared = \"8 MiB\"\n");
-    let mut kept = Vec::new();
-    let mut made = |bytes: u64| {
-        let mut raw = Raw::open(&served);
-        let mode = proto::LocalMode::LocalCopied.into();
-        raw.say(Kind::Share, 1, &proto::ShareRequest { memory: 1, mode, bytes });
-        let answer = raw.answer::<proto::ShareReply>();
-        kept.append(&mut raw.files);
-        answer.map(drop)
-    };
-    assert!(made(1 << 20).is_ok() && made(1 << 20).is_ok());
-    let error = made(4096).unwrap_err();
-    assert!(error.kind() == proto::Kind::Retry && error.message.contains("of your own"), "{}", error.message);
-    // A file of the client's own is the client's to keep.
-    for _ in 0..8 {
-        let (mut raw, file) = (Raw::open(&served), shared::sealed(2 << 20).unwrap());
-        raw.share(proto::LocalMode::LocalCopied, 2 << 20, &file).unwrap();
-        drop(raw);
-        expect_nothing_left(&served);
-    }
-    assert!(served.local(None).pool(2 << 20).is_ok());
-}
-
-#[test]
-fn connections_that_say_nothing_wait_outside_and_others_come_in_after_them() {
-    let stage = stage("local-silent");
-    let before = std::fs::read_dir("/proc/self/fd").unwrap().count();
-    let most = kvarts_server::local::limits::UNKNOWN_MAX;
-    let silent: Vec<UnixStream> = (0..most * 3)
-        .map_while(|_| {
-            let socket = rustix::net::socket_with(
-                rustix::net::AddressFamily::UNIX,
-                rustix::net::SocketType::STREAM,
-                rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK,
-                None,
-            );
-            let path = rustix::net::SocketAddrUnix::new(stage.served.daemon().socket().unwrap()).unwrap();
-            let socket = socket.unwrap();
-            rustix::net::connect(&socket, &path).ok().map(|()| UnixStream::from(socket))
-        })
-        .collect();
-    assert!(silent.len() > most / 2, "{} connected", silent.len());
-    let now = std::fs::read_dir("/proc/self/fd").unwrap().count();
-    assert!(now < before + silent.len() + most + 64, "{now} descriptors of {before}");
-    drop(silent);
-    expect_served(&stage, 1);
-    drop(Raw::open(&stage.served));
-    expect_nothing_left(&stage.served);
 }

@@ -41,6 +41,8 @@ use crate::grpc::call::{self, Call, Method};
 use crate::grpc::calls;
 use crate::grpc::codec::decode;
 use crate::grpc::fault::{Fault, Outcome};
+use crate::grpc::heavy::{self, heavily};
+use crate::grpc::limits::LIGHT_ENTRIES;
 use crate::node::{Node, Right};
 use crate::proto;
 
@@ -53,6 +55,13 @@ const SHARE: Method = ("", "share", Right::Read);
 enum Ending {
     Read(future::AbortHandle),
     Put(AbortHandle),
+}
+
+/// The answer to a look-up, and the lease that it took, if it did.
+struct Looked {
+    bytes: Vec<u8>,
+    name: u64,
+    hold: u64,
 }
 
 /// A client.
@@ -71,6 +80,8 @@ struct Session {
     leases: BTreeMap<u64, Nanos>,
     reads: FuturesUnordered<Abortable<Pin<Box<dyn Future<Output = u64> + Send>>>>,
     puts: JoinSet<u64>,
+    /// Those that take long.
+    look_ups: FuturesUnordered<Pin<Box<dyn Future<Output = Looked> + Send>>>,
     requests: BTreeMap<u64, Ending>,
     doubts: Arc<Doubts>,
     /// What it ever shared and somebody still uses.
@@ -197,7 +208,7 @@ impl Session {
         let entry = Entry::new(&node.locals, facts);
         outbox.counts_as(node.locals.untaken.part(tenant));
         let (memories, modes, leases) = Default::default();
-        let (reads, puts, requests, doubts) = Default::default();
+        let (reads, puts, look_ups, requests, doubts) = Default::default();
         Ok(Self {
             node,
             elsewhere,
@@ -210,6 +221,7 @@ impl Session {
             leases,
             reads,
             puts,
+            look_ups,
             requests,
             doubts,
             named,
@@ -266,6 +278,10 @@ impl Session {
                 () = self.outbox.ready.notified() => {}
                 Some(ended) = self.reads.next() => self.ended(ended.ok()),
                 Some(ended) = self.puts.join_next() => self.put_ended(ended),
+                Some(looked) = self.look_ups.next() => {
+                    self.looked(looked);
+                    self.count();
+                }
                 () = &mut drained, if !draining => draining = true,
                 () = tokio::time::sleep(ASK_AGAIN), if waits => {}
                 () = patience, if late.is_some() => return Err(broken("the client stalls")),
@@ -301,7 +317,7 @@ impl Session {
 
     /// Requests that hold something.
     fn under_way(&self) -> usize {
-        self.reads.len() + self.puts.len()
+        self.reads.len() + self.puts.len() + self.look_ups.len()
     }
 
     fn count(&self) {
@@ -374,26 +390,15 @@ impl Session {
     fn lookup(&mut self, kind: Kind, id: u64, body: Bytes) {
         match kind {
             Kind::Match => {
-                let answer = self.call("/kvarts.v1.Store/Match", |session, call| {
-                    session.has_room_for_leases()?;
-                    let wire: proto::MatchRequest = decode(body)?;
-                    let hold = wire.lease_ms;
-                    let reply = calls::match_prefix(call, wire)?;
-                    session.leased(reply.lease, hold);
-                    Ok(reply)
-                });
-                self.answer(id, answer);
+                let of = (heavy::of_match as fn(&_) -> _, |wire: &proto::MatchRequest| wire.lease_ms);
+                let how = (calls::match_prefix as fn(&_, _) -> _, |reply: &proto::MatchReply| reply.lease);
+                self.look_up("/kvarts.v1.Store/Match", (id, body), of, how);
             }
             Kind::Exists => {
-                let answer = self.call("/kvarts.v1.Store/Exists", |session, call| {
-                    session.has_room_for_leases()?;
-                    let wire: proto::ExistsRequest = decode(body)?;
-                    let hold = wire.lease_ms;
-                    let reply = calls::exists(call, wire)?;
-                    session.leased(reply.lease, hold);
-                    Ok(reply)
-                });
-                self.answer(id, answer);
+                let of: (fn(&_) -> _, _) =
+                    (|wire| heavy::of_keys(&wire.keys), |wire: &proto::ExistsRequest| wire.lease_ms);
+                let how = (calls::exists as fn(&_, _) -> _, |reply: &proto::ExistsReply| reply.lease);
+                self.look_up("/kvarts.v1.Store/Exists", (id, body), of, how);
             }
             Kind::Unlock => {
                 let answer = self.call("/kvarts.v1.Store/Unlock", |session, call| {
@@ -414,6 +419,55 @@ impl Session {
             }
             _ => {}
         }
+    }
+
+    /// Looks something up: here if it is little, and otherwise elsewhere in its tenant's turn, while this thread works for
+    /// others. `entries` and `hold` are told of the request, `lease` of its reply.
+    fn look_up<Q: Message + Default + 'static, A: Message + 'static>(
+        &mut self,
+        path: &str,
+        (id, body): (u64, Bytes),
+        (entries, hold): (fn(&Q) -> usize, fn(&Q) -> u64),
+        (work, lease): (fn(&Call, Q) -> Outcome<A>, fn(&A) -> u64),
+    ) {
+        let method = call::method(path).ok_or(Reason::Bug("a method that the table lacks").into());
+        let begun = method.and_then(|method| self.admit(method, None)).and_then(|call| {
+            let ready = self.has_room_for_leases().and_then(|()| decode::<Q>(body));
+            let ready = ready.inspect_err(|fault| call.end(fault.code));
+            Ok((call, ready?))
+        });
+        let (call, wire) = match begun {
+            Ok(begun) => begun,
+            Err(fault) => return self.failed(id, &fault),
+        };
+        let (many, hold) = (entries(&wire), hold(&wire));
+        let told = move |call: &Call, answer: Outcome<A>| {
+            call.end(answer.as_ref().map_or_else(|fault| fault.code, |_| Code::Ok));
+            let name = answer.as_ref().map_or(0, lease);
+            let bytes = match answer {
+                Ok(reply) => frame(Kind::Done, id, &reply),
+                Err(fault) => frame(Kind::Failed, id, &*fault.detail),
+            };
+            Looked { bytes, name, hold }
+        };
+        if many <= LIGHT_ENTRIES {
+            let answer = work(&call, wire);
+            return self.looked(told(&call, answer));
+        }
+        if self.under_way() >= REQUESTS_MAX {
+            return self.failed(id, &Fault::busy("the client has as many requests under way as it may"));
+        }
+        self.look_ups.push(Box::pin(async move {
+            let answer = heavily(Arc::clone(&call), many, move |call| work(call, wire)).await;
+            told(&call, answer)
+        }));
+        self.count();
+    }
+
+    /// A look-up has its answer.
+    fn looked(&mut self, looked: Looked) {
+        self.leased(looked.name, looked.hold);
+        self.outbox.push(looked.bytes);
     }
 
     fn answer<M: Message>(&self, id: u64, answer: Outcome<M>) {
@@ -574,6 +628,7 @@ impl Session {
         self.outbox.close();
         self.reads.clear();
         self.puts.abort_all();
+        self.look_ups.clear();
         self.memories.clear();
         self.shared();
     }
