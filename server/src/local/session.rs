@@ -57,6 +57,17 @@ enum Ending {
     Put(AbortHandle),
 }
 
+/// How something is looked up.
+struct LookUp<Q, A> {
+    /// How much a request looks at.
+    entries: fn(&Q) -> usize,
+    /// The time of the lease that it asks for.
+    hold: fn(&Q) -> u64,
+    work: fn(&Call, Q) -> Outcome<A>,
+    /// The lease that was given.
+    lease: fn(&A) -> u64,
+}
+
 /// The answer to a look-up, and the lease that it took, if it did.
 struct Looked {
     bytes: Vec<u8>,
@@ -390,15 +401,22 @@ impl Session {
     fn lookup(&mut self, kind: Kind, id: u64, body: Bytes) {
         match kind {
             Kind::Match => {
-                let of = (heavy::of_match as fn(&_) -> _, |wire: &proto::MatchRequest| wire.lease_ms);
-                let how = (calls::match_prefix as fn(&_, _) -> _, |reply: &proto::MatchReply| reply.lease);
-                self.look_up("/kvarts.v1.Store/Match", (id, body), of, how);
+                let how = LookUp {
+                    entries: heavy::of_match,
+                    hold: |wire: &proto::MatchRequest| wire.lease_ms,
+                    work: calls::match_prefix,
+                    lease: |reply: &proto::MatchReply| reply.lease,
+                };
+                self.look_up("/kvarts.v1.Store/Match", (id, body), how);
             }
             Kind::Exists => {
-                let of: (fn(&_) -> _, _) =
-                    (|wire| heavy::of_keys(&wire.keys), |wire: &proto::ExistsRequest| wire.lease_ms);
-                let how = (calls::exists as fn(&_, _) -> _, |reply: &proto::ExistsReply| reply.lease);
-                self.look_up("/kvarts.v1.Store/Exists", (id, body), of, how);
+                let how = LookUp {
+                    entries: |wire: &proto::ExistsRequest| heavy::of_keys(&wire.keys),
+                    hold: |wire: &proto::ExistsRequest| wire.lease_ms,
+                    work: calls::exists,
+                    lease: |reply: &proto::ExistsReply| reply.lease,
+                };
+                self.look_up("/kvarts.v1.Store/Exists", (id, body), how);
             }
             Kind::Unlock => {
                 let answer = self.call("/kvarts.v1.Store/Unlock", |session, call| {
@@ -422,15 +440,15 @@ impl Session {
     }
 
     /// Looks something up: here if it is little, and otherwise elsewhere in its tenant's turn, while this thread works for
-    /// others. `entries` and `hold` are told of the request, `lease` of its reply.
+    /// others.
     fn look_up<Q: Message + Default + 'static, A: Message + 'static>(
         &mut self,
         path: &str,
         (id, body): (u64, Bytes),
-        (entries, hold): (fn(&Q) -> usize, fn(&Q) -> u64),
-        (work, lease): (fn(&Call, Q) -> Outcome<A>, fn(&A) -> u64),
+        LookUp { entries, hold, work, lease }: LookUp<Q, A>,
     ) {
-        let method = call::method(path).ok_or(Reason::Bug("a method that the table lacks").into());
+        let method: Outcome<_> =
+            call::method(path).ok_or_else(|| Reason::Bug("a method that the table lacks").into());
         let begun = method.and_then(|method| self.admit(method, None)).and_then(|call| {
             let ready = self.has_room_for_leases().and_then(|()| decode::<Q>(body));
             let ready = ready.inspect_err(|fault| call.end(fault.code));
