@@ -185,7 +185,7 @@ fn who_has_not_said_who_he_is_gets_nothing_of_what_others_share() {
 
 #[tokio::test]
 async fn a_client_that_closes_before_it_has_read_everything_left_and_did_nothing_wrong() {
-    let locals = Arc::new(Locals::new(1 << 20, 1));
+    let locals = Arc::new(Locals::new(1 << 20, 1, 1, [0; 16]));
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.try_write(b"an answer that nobody reads").unwrap();
     drop(theirs);
