@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
-use kvarts_store::engine::Options;
+use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::Entropy;
 use kvarts_store::rt::clock::OsEntropy;
@@ -39,8 +39,8 @@ pub use opened::Opened;
 const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
 /// Connections that the kernel keeps until they are accepted: all that come at once when a network is back.
 const BACKLOG: u32 = 4096;
-/// Descriptors that are not for connections: segment files, sockets, memory of local clients.
-const DESCRIPTORS_KEPT: usize = 1024;
+/// Descriptors that are neither for connections nor for segment files: sockets, memory of local clients, rings.
+const DESCRIPTORS_KEPT: u64 = 1024;
 /// Segments that any store has room for.
 const SEGMENTS_MIN: u64 = 4;
 /// Of the room on the disk, what a store takes that was given no budget: so many hundredths.
@@ -100,7 +100,7 @@ impl Daemon {
         if config.gate.is_open() {
             notes.push("no tokens are configured: whoever reaches the server may do everything".to_owned());
         }
-        let connections = connections(config, &mut notes);
+        let connections = connections(config, home.store(), &mut notes);
         let gate = config.gate.clone();
         let mut instance = [0; 16];
         OsEntropy::new().fill(&mut instance);
@@ -212,19 +212,29 @@ async fn ended<T>(task: &mut JoinHandle<T>) {
     }
 }
 
-/// How many connections there may be: as many as were asked for, if the process may have as many descriptors.
-fn connections(config: &Config, notes: &mut Vec<String>) -> usize {
-    let Some(most) = rustix::process::getrlimit(rustix::process::Resource::Nofile).current else {
+/// How many connections there may be: as many as were asked for, if the process has the descriptors. A full store's segment
+/// files come first, but leave connections half of them; then the store makes do with fewer files.
+fn connections(config: &Config, store: &Store, notes: &mut Vec<String>) -> usize {
+    let Some(all) = rustix::process::getrlimit(rustix::process::Resource::Nofile).current else {
         return config.connections;
     };
-    let most = usize::try_from(most).unwrap_or(usize::MAX).saturating_sub(DESCRIPTORS_KEPT).max(16);
+    let (most, files) = shared_out(all, store.files_max(), config.connections as u64);
+    store.set_files_cap(files);
+    let most = usize::try_from(most).unwrap_or(usize::MAX);
     if most < config.connections {
         notes.push(format!(
             "connections: {most} at most instead of {}: raise the limit on open files (ulimit -n)",
             config.connections
         ));
     }
-    config.connections.min(most)
+    most
+}
+
+/// Of so many descriptors, those for connections and those for segment files.
+fn shared_out(all: u64, files: u64, connections: u64) -> (u64, u64) {
+    let free = all.saturating_sub(DESCRIPTORS_KEPT);
+    let most = connections.min(free.saturating_sub(files).max(free / 2).max(16));
+    (most, free.saturating_sub(most).max(16))
 }
 
 fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions, String> {

@@ -51,6 +51,7 @@ const METHODS: &[Method] = &[
     ("/kvarts.v1.Admin/Watch", "watch", Right::Read),
     ("/kvarts.v1.Admin/Stats", "stats", Right::Admin),
     ("/kvarts.v1.Admin/Checkpoint", "checkpoint", Right::Admin),
+    ("/kvarts.v1.Admin/Resume", "resume", Right::Admin),
     ("/kvarts.v1.Admin/Compact", "compact", Right::Admin),
     ("/kvarts.v1.Admin/Scrub", "scrub", Right::Admin),
     ("/kvarts.v1.Admin/Drain", "drain", Right::Admin),
@@ -62,7 +63,7 @@ const METHODS: &[Method] = &[
 pub(crate) struct Call {
     pub(crate) node: Arc<Node>,
     pub(crate) caller: Caller,
-    /// When the caller stops caring; never more than an hour away.
+    /// When the caller stops caring; never more than an hour away, but where the call goes through the whole store.
     pub(crate) deadline: Instant,
     /// The connection that it came by, over gRPC.
     pub(super) line: Option<Line>,
@@ -185,7 +186,8 @@ pub(crate) fn admit(
         Fault::busy(why)
     })?;
     let started = Instant::now();
-    let deadline = started + asked.unwrap_or(limits::DEADLINE_MAX).min(limits::DEADLINE_MAX);
+    let most = patience(name);
+    let deadline = started + asked.unwrap_or(most).min(most);
     node.metrics.call_began(name);
     Ok(Call {
         node: Arc::clone(node),
@@ -204,6 +206,14 @@ pub(crate) fn admit(
         _turn: turn,
         _under_way: under_way,
     })
+}
+
+/// The longest deadline of a method: of those that go through all there is, as long as that may take.
+fn patience(name: &str) -> Duration {
+    match name {
+        "scrub" | "compact" => limits::WHOLE_STORE_MAX,
+        _ => limits::DEADLINE_MAX,
+    }
 }
 
 /// The time in a `grpc-timeout` header: up to eight digits and a unit.
@@ -394,6 +404,16 @@ fn in_words(call: &Call, response: http::Response<Body>) -> http::Response<Body>
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_call_about_the_whole_store_is_not_cut_off_where_others_are() {
+        for (_, name, _) in METHODS {
+            let long = matches!(*name, "scrub" | "compact");
+            assert_eq!(patience(name) > limits::DEADLINE_MAX, long, "{name}");
+        }
+        // Ten terabytes at two gigabytes a second take more than an hour; a slow device takes days.
+        assert!(patience("scrub") >= Duration::from_secs(10 * 24 * 3600));
+    }
 
     #[test]
     fn timeouts_are_read_as_grpc_writes_them() {

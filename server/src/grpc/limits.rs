@@ -82,6 +82,8 @@ pub const PIECE_PATIENCE: Duration = Duration::from_secs(60);
 pub const WAIT: Duration = Duration::from_secs(20);
 /// The longest deadline that a call gets, also where it asked for none.
 pub const DEADLINE_MAX: Duration = Duration::from_secs(3600);
+/// The same for a call that goes through the whole store: a scrub or a compaction.
+pub const WHOLE_STORE_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 /// The longest that a lease or pin holds.
 pub const LEASE_MAX: Duration = Duration::from_secs(24 * 3600);
 /// Models that one tenant may have registered.

@@ -18,6 +18,7 @@ mod course;
 pub mod digest;
 pub mod fault;
 mod frame;
+mod health;
 pub(crate) mod heavy;
 mod held;
 pub mod limits;

@@ -8,12 +8,13 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::transport::server::{Router, TcpIncoming};
 use tonic::transport::{Certificate, Server, ServerTlsConfig};
+use tonic_health::pb::health_server::{Health, HealthServer};
 use tower::layer::util::{Identity as NoLayer, Stack};
 
 use super::call::Door;
-use super::limits;
 use super::polite::{self, Polite};
 use super::services::{Reads, Services};
+use super::{health, limits};
 use crate::local;
 use crate::node::Node;
 use crate::proto;
@@ -73,10 +74,11 @@ pub struct Listeners {
 /// ended. When one of the listeners fails, nothing is served any more.
 pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::transport::Error> {
     let Listeners { tcp, unix, tls } = listeners;
+    let (reporter, health) = tonic_health::server::health_reporter();
     let over_tcp = async {
         let Some(listener) = tcp else { return Ok(()) };
         let incoming = placed(&node, incoming_tcp(listener));
-        let server = router(&node, tls.map_or_else(transport, |tls| tls.0));
+        let server = router(&node, tls.map_or_else(transport, |tls| tls.0), health.clone());
         server.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
     };
     let over_unix = async {
@@ -84,12 +86,15 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
         // The local path comes in by the same socket.
         let (incoming, local) = local::split(Arc::clone(&node), listener);
         let incoming = placed(&node, ReceiverStream::new(incoming));
-        let server = router(&node, transport());
+        let server = router(&node, transport(), health.clone());
         let serving = server.serve_with_incoming_shutdown(incoming, node.drain_asked());
         let (served, ()) = tokio::join!(serving, local);
         served
     };
-    tokio::try_join!(over_tcp, over_unix).map(|_| ())
+    tokio::select! {
+        served = async { tokio::try_join!(over_tcp, over_unix) } => served.map(|_| ()),
+        never = health::keep(Arc::clone(&node), reporter) => match never {},
+    }
 }
 
 /// Connections that come in over TCP, set up as the server's are: also those of the bare server that this one is
@@ -148,10 +153,12 @@ pub(crate) fn transport() -> Server {
         .tcp_nodelay(true)
 }
 
-fn router(node: &Arc<Node>, server: Server) -> Router<Stack<Door, NoLayer>> {
+fn router(
+    node: &Arc<Node>,
+    server: Server,
+    health: HealthServer<impl Health>,
+) -> Router<Stack<Door, NoLayer>> {
     let bounded = limits::MESSAGE_BYTES_MAX;
-    let (health_reporter, health) = tonic_health::server::health_reporter();
-    drop(health_reporter);
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)

@@ -125,6 +125,10 @@ impl Admin for Services {
         answer(request, |call, _| async move { admin::checkpoint(&call).await }).await
     }
 
+    async fn resume(&self, request: Request<proto::ResumeRequest>) -> Answer<proto::ResumeReply> {
+        answer(request, |call, _| async move { admin::resume(&call).await }).await
+    }
+
     async fn compact(&self, request: Request<proto::CompactRequest>) -> Answer<proto::CompactReply> {
         answer(request, |call, _| async move { admin::compact(&call).await }).await
     }

@@ -5,7 +5,6 @@
 
 mod histogram;
 pub mod http;
-pub(crate) use text::engine_counts;
 mod text;
 
 use std::collections::BTreeMap;

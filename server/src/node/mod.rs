@@ -214,6 +214,19 @@ impl Node {
         self.drain.notify_waiters();
     }
 
+    /// Whether no more calls are taken.
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Why nobody should be sent here, if so.
+    pub fn fault(&self) -> Option<String> {
+        if self.is_draining() {
+            return Some("the server is about to stop".to_owned());
+        }
+        self.engine.health().fault().map(|why| format!("the store takes no writes: {why}"))
+    }
+
     /// Returns when somebody asked for a drain.
     pub async fn drain_asked(&self) {
         // Made before the look, so that an asking in between is heard.
