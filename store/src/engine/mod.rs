@@ -12,6 +12,7 @@ mod checkpoint;
 mod compact;
 mod content;
 mod delete;
+mod descent;
 mod directory;
 mod evict;
 mod executor;
@@ -42,6 +43,7 @@ pub(crate) mod steps;
 mod store;
 mod tables;
 mod unpack;
+mod work;
 mod writes;
 
 use std::time::Duration;
@@ -55,6 +57,7 @@ pub use shared::Counts;
 pub use steps::WorkDone;
 pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
 pub use tables::Table;
+pub use work::Done;
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

@@ -16,9 +16,10 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 
-use kvarts_layout::arrange::LAYOUT_VERSION;
+use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
 use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as DiskParent, layout_code};
 use kvarts_layout::format::page_align;
+use kvarts_layout::plan::WritePlan;
 use kvarts_layout::{BlockKey, Layout, OriginId};
 
 use super::log::Log;
@@ -159,16 +160,23 @@ fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<
     if let Some(reason) = shared.names.closed(request.namespace) {
         return Err(reason);
     }
-    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let shape = namespace.shape(request.group, request.coordinate)?;
     let run = record_blocks(shared, shape.block_bytes())?.min(blocks);
     let layout = request.layout.unwrap_or_else(|| Layout::auto(&shape, run));
     let arrangement = (layout, LAYOUT_VERSION, ENCODING_RAW);
-    let class = shared.classes.intern(&namespace, (request.group, request.coordinate), arrangement)?;
-    // A placement of another shape is found here, before anything is reserved.
-    let layout = class.layout_of(blocks.min(RECORD_BLOCKS_MAX))?;
-    kvarts_layout::plan::WritePlan::new(&layout, request.from.places(), 0)
-        .map_err(|error| Reason::Shape(error.to_string()))?;
-    Ok(class)
+    let column = (request.group, request.coordinate);
+    let known = shared.classes.known(&namespace, column, arrangement);
+    let wrong = |what: String| Reason::Shape(what);
+    // A placement of another shape is found here, before anything is reserved or remembered.
+    let blocks = blocks.min(RECORD_BLOCKS_MAX);
+    let planned = match &known {
+        Some(class) => class.layout_of(blocks)?,
+        None => RunLayout::new(layout, LAYOUT_VERSION, &shape, blocks)
+            .map(Arc::new)
+            .map_err(|error| wrong(error.to_string()))?,
+    };
+    WritePlan::new(&planned, request.from.places(), 0).map_err(|error| wrong(error.to_string()))?;
+    known.map_or_else(|| shared.classes.intern(&namespace, column, arrangement), Ok)
 }
 
 /// Refuses keys that stand twice, and a parent among its own descendants.

@@ -133,7 +133,7 @@ pub(crate) fn begin(
     let blocks = u32::try_from(request.keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
     check(shared, &request, blocks)?;
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
-    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let shape = namespace.shape(request.group, request.coordinate)?;
     let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
     let wanted_layers = request.layers.as_ref().map_or(shape.layers().len(), ExactSizeIterator::len) as u32;
     request.class = class_of(&request, &shape);
@@ -178,7 +178,7 @@ pub(crate) fn begin(
 /// What a read of these blocks would read now, and from which records.
 pub(crate) fn look_up(shared: &Shared, request: &ReadRequest) -> Result<(ReadPlan, Vec<Wanted>), Reason> {
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
-    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let shape = namespace.shape(request.group, request.coordinate)?;
     let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);

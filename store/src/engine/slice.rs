@@ -27,7 +27,7 @@ use kvarts_layout::plan::{Address, Extent, Landing, Step};
 use super::flights::{Flight, Role};
 use super::headers::{Header, HeaderKey};
 use super::log::Log;
-use super::notify::{before, yield_now};
+use super::notify::{Section, before};
 use super::read::{MemoryGuard, ReadJob, ReadPart, Wanted};
 use super::segment::Segment;
 use super::unpack::Stored;
@@ -42,8 +42,8 @@ use packed::Packed;
 /// queue behind the tenth, nor behind those of shards that have less of it to read.
 const AHEAD_BYTES: u64 = 512 << 10;
 
-/// Bytes that are decoded before other tasks have their turn.
-const DECODE_BYTES: u64 = 256 << 10;
+/// Decoding costs so many times as much as copying.
+const DECODE_COST: u64 = 16;
 
 /// Marks the extent of a record's header.
 const HEADER: u64 = 1 << 63;
@@ -152,8 +152,11 @@ struct Run<'a> {
     sample: u64,
     /// Encoded records whose headers have not been asked for, last first.
     unsized_records: Vec<usize>,
-    /// Bytes decoded since other tasks had their turn.
-    decoded: u64,
+    /// The deadline has passed while this waited for memory.
+    is_late: bool,
+    section: Section,
+    /// What verifying, copying and decoding has cost since that was counted.
+    delivered: u64,
 }
 
 /// Does one shard's part of a read.
@@ -162,10 +165,12 @@ struct Run<'a> {
 /// one does.
 pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64, deadline: Option<LocalTask>) {
     let ReadPart { job, records, arrival } = part;
-    let (records, holds) = open_records(log, &job, &records);
+    let mut section = Section::default();
+    let (records, holds) = open_records(log, &job, &records, &mut section).await;
     drop(arrival);
     let (mut own, mut led, mut followed) = (Vec::new(), Vec::new(), Vec::new());
     for record in records {
+        section.spend(1).await;
         let Some(wanted) = job.wanted.get(record.index as usize) else { continue };
         let generation = record.segment.generation.get();
         if record.doubted {
@@ -192,6 +197,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64, deadline: Op
         // At once: who follows must not wait for what this read follows itself.
         for (flight, generation) in led {
             log.flights.end(&flight, generation);
+            section.spend(1).await;
         }
         ending
     };
@@ -231,9 +237,9 @@ async fn follow_all(
     job: &Arc<ReadJob>,
     followed: Vec<(Record, Rc<Flight>)>,
 ) -> Option<(Vec<Record>, Agenda)> {
-    let (mut records, mut agenda) = (Vec::new(), Vec::new());
+    let (mut records, mut agenda, mut section) = (Vec::new(), Vec::new(), Section::default());
     for (record, flight) in followed {
-        let missed = flight.follow(job, record.index).await;
+        let missed = flight.follow(job, record.index, &mut section).await;
         if !missed.is_empty() {
             agenda.extend(missed.into_iter().map(|step| (step, records.len())));
             records.push(record);
@@ -269,20 +275,27 @@ async fn both<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (
     .await
 }
 
-fn open_records(log: &Rc<Log>, job: &ReadJob, indices: &[u32]) -> (Vec<Record>, Vec<Hold>) {
-    let segments = log.segments.borrow();
+async fn open_records(
+    log: &Rc<Log>,
+    job: &ReadJob,
+    indices: &[u32],
+    section: &mut Section,
+) -> (Vec<Record>, Vec<Hold>) {
     let mut records = Vec::with_capacity(indices.len());
     let mut holds = Vec::with_capacity(indices.len());
     for &index in indices {
         let Some(wanted) = job.wanted.get(index as usize) else { continue };
-        let Some(segment) = segments.get(&wanted.segment) else {
+        job.shared.counted.read_steps.add(1);
+        section.spend(1).await;
+        let found = log.segments.borrow().get(&wanted.segment).map(Rc::clone);
+        let Some(segment) = found else {
             // Evicted since, and the file with it.
             wanted.run.clone().for_each(|ordinal| job.fail_as_gone(ordinal));
             continue;
         };
-        holds.push(Hold::new(segment));
+        holds.push(Hold::new(&segment));
         let doubted = segment.is_holed() && fail_evicted(job, wanted);
-        let (segment, header) = (Rc::clone(segment), HeaderState::Unread);
+        let header = HeaderState::Unread;
         records.push(Record { index, segment, header, early: Vec::new(), flight: None, doubted });
     }
     (records, holds)
@@ -333,7 +346,9 @@ impl<'a> Run<'a> {
             guard: MemoryGuard::new(job),
             sample: u64::from_le_bytes(seed),
             unsized_records,
-            decoded: 0,
+            is_late: false,
+            section: Section::default(),
+            delivered: 0,
         }
     }
 
@@ -352,17 +367,19 @@ impl<'a> Run<'a> {
                 return Ending::Stopped;
             }
             self.submit(window).await;
+            if self.is_late {
+                return Ending::Stopped;
+            }
             if self.under_way == 0 && self.closed.is_none() {
                 return Ending::Done;
             }
             match self.next().await {
                 Some(Next::Extent(done)) => {
                     self.under_way -= 1;
+                    self.job.shared.counted.read_steps.add(1);
                     self.take_in(done);
-                    if self.decoded >= DECODE_BYTES {
-                        self.decoded = 0;
-                        yield_now().await;
-                    }
+                    let units = 1 + std::mem::take(&mut self.delivered);
+                    self.section.spend(units).await;
                 }
                 Some(Next::Turn) => {}
                 Some(Next::Late) => return Ending::Stopped,
@@ -439,41 +456,17 @@ impl<'a> Run<'a> {
             return self.size_up(at).await;
         }
         loop {
-            if let Some(agenda) = &self.agenda {
-                match agenda.front() {
-                    Some(&next) => self.next = next,
-                    None => return false,
-                }
-            }
-            let (step, at) = self.next;
-            if step >= self.job.plan.steps() {
-                return false;
-            }
-            let Some(record) = self.records.get(at) else {
-                self.next = (step + 1, 0);
-                continue;
-            };
+            self.job.shared.counted.read_steps.add(1);
+            self.section.spend(1).await;
+            let Some((step, at)) = self.next_slice() else { return false };
+            let Some(record) = self.records.get(at) else { return false };
             if !self.job.is_open(step) {
                 self.closed = Some(step);
                 return false;
             }
             let slice = match self.job.request.order {
                 Order::Layers => record.index,
-                Order::Blocks => {
-                    let (owner, _) = self.job.plan.block_of(step).unwrap_or((u32::MAX, 0));
-                    match self.records.iter().position(|record| record.index == owner) {
-                        Some(position) if position == at => 0,
-                        // Another record's step: each step is looked at once, at its owner.
-                        Some(position) if position > at => {
-                            self.next = (step, position);
-                            continue;
-                        }
-                        _ => {
-                            self.next = (step + 1, 0);
-                            continue;
-                        }
-                    }
-                }
+                Order::Blocks => 0,
             };
             let header = match &record.header {
                 HeaderState::Bad => {
@@ -502,13 +495,33 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// The next slice of this part: its step, and the index of its record. In layer order each step has a slice of
+    /// every record, in block order each record has steps of its own.
+    fn next_slice(&mut self) -> Option<(u32, usize)> {
+        if let Some(agenda) = &self.agenda {
+            self.next = *agenda.front()?;
+            return Some(self.next);
+        }
+        let (step, at) = self.next;
+        self.next = match self.job.request.order {
+            Order::Layers if at < self.records.len() => (step, at),
+            Order::Layers => (step + 1, 0),
+            Order::Blocks => {
+                let of = |at: usize| Some(self.job.plan.steps_of(self.records.get(at)?.index));
+                let steps = of(at)?;
+                if step < steps.end { (step.max(steps.start), at) } else { (of(at + 1)?.start, at + 1) }
+            }
+        };
+        (self.next.0 < self.job.plan.steps()).then_some(self.next)
+    }
+
     fn advance(&mut self) {
         if let Some(agenda) = &mut self.agenda {
             agenda.pop_front();
             return;
         }
         let (step, at) = self.next;
-        self.next = if self.job.request.order == Order::Blocks { (step + 1, 0) } else { (step, at + 1) };
+        self.next = if self.job.request.order == Order::Blocks { (step + 1, at) } else { (step, at + 1) };
     }
 
     /// Finds memory for a slice and queues its extents, the header's first. All memory is taken in one piece, so
@@ -585,7 +598,12 @@ impl<'a> Run<'a> {
                 let region = crate::io::Region::anonymous(bytes).ok()?;
                 Buf::new(&region, 0, bytes)
             }
-            None => self.log.arena.take(bytes).await,
+            None => {
+                let deadline = self.job.request.deadline.map(|at| self.log.driver.sleep_until(at));
+                let taken = before(pin!(self.log.arena.take(bytes)), deadline).await;
+                self.is_late = taken.is_none();
+                taken.flatten()
+            }
         };
         taken.map(Some)
     }
@@ -747,10 +765,12 @@ impl<'a> Run<'a> {
                     (staging, failed),
                     (verify, &mut self.sample),
                 );
-                self.decoded += decoded;
+                self.delivered += Section::of_bytes(decoded * DECODE_COST);
                 return;
             }
         };
+        self.delivered +=
+            Section::of_bytes(plan.regions().get(region as usize).map_or(0, |region| region.bytes));
         for piece in self.job.plan.pieces(plan, region) {
             if let Some(reason) = &failed {
                 self.job.fail(piece.ordinal, reason);

@@ -279,7 +279,7 @@ fn a_lease_follows_its_block_and_a_reader_keeps_the_old_segment() {
 /// A read of blocks, looked up and sent to its shard, but not begun there.
 fn sent(world: &World, numbers: std::ops::Range<u64>, verify: Verify) -> (ReadStream, ReadPart) {
     let (count, namespace) = (numbers.end - numbers.start, world.namespace("a"));
-    let shape = world.shared.classes.shape(&namespace, Group(0), Coordinate::Replicated).unwrap();
+    let shape = namespace.shape(Group(0), Coordinate::Replicated).unwrap();
     let bytes = (count * BLOCK_BYTES) as usize;
     let memory = Buf::new(&Region::anonymous(bytes).unwrap(), 0, bytes).unwrap();
     let request = ReadRequest {
