@@ -3,12 +3,10 @@
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 #![allow(clippy::result_large_err, reason = "the contract's error, as it came")]
 
+mod raw;
 mod served;
 
-use std::io::{IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -17,9 +15,7 @@ use kvarts_layout::{BlockKey, Layout, NamespaceId};
 use kvarts_server::client::Client;
 use kvarts_server::grpc::limits::KEYS_MAX;
 use kvarts_server::local::frame::{Head, Kind, bare, frame};
-use kvarts_server::local::limits::{
-    BODY_BYTES_MAX, HEAD_BYTES, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX,
-};
+use kvarts_server::local::limits::{BODY_BYTES_MAX, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX};
 use kvarts_server::proto;
 use kvarts_store::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, KvStore, LeaseTerms, Presence, ReadRequest, Target,
@@ -30,170 +26,12 @@ use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::{Stage, ask};
 use prost::Message;
+use raw::{BLOCK, Raw, column, expect_nothing_left, expect_served, key_bytes, local_put, local_read, places};
 use rustix::fs::{FallocateFlags, MemfdFlags};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
-};
 use served::{ClientStage, Served};
-
-/// Bytes of one block of the column that these tests use.
-const BLOCK: u64 = 3 * 2 * 4096;
-
-/// A client that sends what it is told.
-struct Raw {
-    stream: UnixStream,
-    bytes: Vec<u8>,
-    files: Vec<OwnedFd>,
-}
-
-impl Raw {
-    fn connect(served: &Served) -> Self {
-        let stream = UnixStream::connect(served.daemon().socket().unwrap()).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        stream.set_write_timeout(Some(Duration::from_secs(30))).unwrap();
-        Self { stream, bytes: Vec::new(), files: Vec::new() }
-    }
-
-    /// Connects and is let in.
-    fn open(served: &Served) -> Self {
-        Self::with_token(served, "").unwrap()
-    }
-
-    fn with_token(served: &Served, token: &str) -> Result<Self, proto::Error> {
-        let mut raw = Self::connect(served);
-        raw.stream.write_all(MAGIC).unwrap();
-        raw.say(Kind::Hello, 0, &proto::Hello { version: 1, token: token.to_owned() });
-        match raw.hear() {
-            Some((Head { kind: Kind::Welcome, .. }, _)) => Ok(raw),
-            Some((Head { kind: Kind::Failed, .. }, body)) => Err(proto::Error::decode(&body[..]).unwrap()),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn say(&mut self, kind: Kind, id: u64, message: &impl Message) {
-        self.stream.write_all(&frame(kind, id, message)).unwrap();
-    }
-
-    fn say_with(&mut self, kind: Kind, id: u64, message: &impl Message, file: &OwnedFd) {
-        let bytes = frame(kind, id, message);
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let files = [file.as_fd()];
-        assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
-        let parts = [IoSlice::new(&bytes)];
-        let sent = rustix::net::sendmsg(&self.stream, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
-        assert_eq!(sent, bytes.len());
-    }
-
-    /// The next frame; none if the server has closed the connection.
-    fn hear(&mut self) -> Option<(Head, Vec<u8>)> {
-        loop {
-            if let Ok(Some(head)) = Head::parse(&self.bytes)
-                && self.bytes.len() >= HEAD_BYTES + head.length
-            {
-                let rest = self.bytes.split_off(HEAD_BYTES + head.length);
-                let body = std::mem::replace(&mut self.bytes, rest).split_off(HEAD_BYTES);
-                return Some((head, body));
-            }
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-            let mut control = RecvAncillaryBuffer::new(&mut space);
-            let mut some = [0; 65536];
-            let parts = &mut [IoSliceMut::new(&mut some)];
-            let got = rustix::net::recvmsg(&self.stream, parts, &mut control, RecvFlags::CMSG_CLOEXEC);
-            let count = got.map(|got| got.bytes).unwrap_or(0);
-            for message in control.drain() {
-                if let RecvAncillaryMessage::ScmRights(files) = message {
-                    self.files.extend(files);
-                }
-            }
-            if count == 0 {
-                return None;
-            }
-            self.bytes.extend_from_slice(&some[..count]);
-        }
-    }
-
-    /// The answer to the last request.
-    fn answer<M: Message + Default>(&mut self) -> Result<M, proto::Error> {
-        match self.hear() {
-            Some((Head { kind: Kind::Done, .. }, body)) => Ok(M::decode(&body[..]).unwrap()),
-            Some((Head { kind: Kind::Failed, .. }, body)) => Err(proto::Error::decode(&body[..]).unwrap()),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    /// Shares a pool of the server's; gives this side's view.
-    fn pool(&mut self, memory: u32, bytes: u64) -> Arc<Region> {
-        let mode = proto::LocalMode::LocalDirect.into();
-        self.say(Kind::Share, u64::from(memory), &proto::ShareRequest { memory, mode, bytes });
-        self.answer::<proto::ShareReply>().unwrap();
-        shared::map(self.files.pop().unwrap(), bytes, Box::new(())).unwrap()
-    }
-
-    fn share(&mut self, mode: proto::LocalMode, bytes: u64, file: &OwnedFd) -> Result<(), proto::Error> {
-        let wire = proto::ShareRequest { memory: 77, mode: mode.into(), bytes };
-        self.say_with(Kind::Share, 1, &wire, file);
-        self.answer::<proto::ShareReply>().map(drop)
-    }
-}
-
-fn key_bytes(keys: &[BlockKey]) -> bytes::Bytes {
-    keys.iter().flat_map(|key| key.0).collect::<Vec<u8>>().into()
-}
-
-/// Blocks one after the other in a shared memory.
-fn places(memory: u32, blocks: u32) -> proto::LocalPlaces {
-    let target = |part: u64| proto::local_places::Target { memory, base: part * 4096, stride: BLOCK };
-    proto::LocalPlaces { targets: (0..6).map(target).collect(), slots: (0..blocks).collect() }
-}
-
-fn column() -> Option<proto::Column> {
-    let coordinate = proto::Coordinate { start: 0, count: 2, of: 2 };
-    Some(proto::Column { group: 0, coordinate: Some(coordinate) })
-}
-
-fn local_read(namespace: NamespaceId, keys: &[BlockKey], into: proto::LocalPlaces) -> proto::LocalRead {
-    let read = proto::ReadRequest {
-        namespace: namespace.as_bytes().to_vec().into(),
-        column: column(),
-        keys: key_bytes(keys),
-        ..proto::ReadRequest::default()
-    };
-    proto::LocalRead { read: Some(read), into: Some(into), ..proto::LocalRead::default() }
-}
-
-fn local_put(namespace: NamespaceId, keys: &[BlockKey], memory: u32, crc32: Vec<u32>) -> proto::LocalPut {
-    let header = proto::PutHeader {
-        namespace: namespace.as_bytes().to_vec().into(),
-        column: column(),
-        keys: key_bytes(keys),
-        ..proto::PutHeader::default()
-    };
-    let from = Some(places(memory, keys.len() as u32));
-    proto::LocalPut { header: Some(header), from, crc32, timeout_us: 0 }
-}
 
 fn stage(name: &str) -> ClientStage {
     ClientStage::open(name)
-}
-
-/// Nothing is left of local clients.
-fn expect_nothing_left(served: &Served) {
-    served.until("nothing of a client that is gone is left", |daemon| {
-        let node = daemon.node();
-        let memory = node.memory.usage().iter().all(|usage| usage.used == 0);
-        let shared = node.locals.mapped() + node.locals.pinned();
-        memory && node.locals.clients().is_empty() && shared == 0 && node.calls() == 0
-    });
-}
-
-/// Others are served as if nothing had happened.
-fn expect_served(stage: &ClientStage, round: u64) {
-    let desk = Desk::new(stage, &format!("undisturbed {round}"));
-    let keys = desk.keys(0..4);
-    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 4]);
-    desk.expect(pages(), &keys, 1);
 }
 
 #[test]

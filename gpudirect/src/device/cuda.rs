@@ -275,6 +275,7 @@ impl Device for Cuda {
         if !self.pins().contains_key(&region.id()) {
             all.join(&self.0.context, region)?;
         }
+        region.keep_pages(true);
         *self.pins().entry(region.id()).or_default() += 1;
         Ok(())
     }

@@ -17,6 +17,7 @@ mod download;
 mod grpc_path;
 mod local;
 mod messages;
+mod peer;
 mod remote;
 mod upload;
 
@@ -52,6 +53,12 @@ pub trait Path: KvStore + fmt::Debug {
     /// straight into it, and it is verified there before it is announced.
     fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
         Region::anonymous(bytes).map_err(|error| Error(Reason::Config(format!("memory: {error}"))))
+    }
+
+    /// Bytes of shared memory that cannot be used again for now, or for good: a connection ended while disks were writing
+    /// to them, and nobody can say yet that they do not any more. Reads of them have not been released.
+    fn held_bytes(&self) -> u64 {
+        0
     }
 
     /// Memory that an engine has already: whole pages of a file in memory (`memfd_create`), which is sealed against
@@ -91,6 +98,9 @@ pub struct ConnectOptions {
     pub patience: Duration,
     /// Which way blocks may take.
     pub via: Via,
+    /// For `unix:`, where there is a token: the user whose process the server is. The administrator and this process's own
+    /// user are trusted anyhow, and nobody else is told the token.
+    pub server_uid: Option<u32>,
 }
 
 impl ConnectOptions {
@@ -104,6 +114,7 @@ impl ConnectOptions {
             server_name: None,
             patience: Duration::from_secs(60),
             via: Via::Best,
+            server_uid: None,
         }
     }
 }
@@ -140,7 +151,13 @@ impl Client {
         Ok(Self { remote, path })
     }
 
-    /// Memory for a pool of blocks: see [`Path::pool`].
+    /// Bytes of shared memory that are kept from being used: see [`Path::held_bytes`].
+    pub fn held_bytes(&self) -> u64 {
+        self.path.held_bytes()
+    }
+
+    /// Memory for a pool of blocks: see [`Path::pool`]. Whoever makes its pages known to a driver (`cudaHostRegister`) says so
+    /// by [`Region::keep_pages`]: after a connection that broke, pages of reads under way are replaced by new ones otherwise.
     pub fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
         self.path.pool(bytes)
     }

@@ -105,6 +105,12 @@ impl Remote {
         let runtime = runtime.worker_threads(THREADS).thread_name("kvarts-client").enable_all().build();
         let runtime = runtime.map_err(config)?;
         let endpoint = endpoint(options)?;
+        if let (Some(path), true) = (options.endpoint.strip_prefix("unix:"), options.token.is_some()) {
+            let path = path.strip_prefix("//").unwrap_or(path);
+            let known = std::os::unix::net::UnixStream::connect(path);
+            let known = known.and_then(|socket| super::peer::check(socket, options.server_uid));
+            known.map_err(|error| config(format!("{path}: {error}")))?;
+        }
         let channel = block_on(runtime.spawn(async move { endpoint.connect().await }));
         let channel = channel.map_err(config)?.map_err(|error| {
             tracing::debug!(?error, "connecting failed");

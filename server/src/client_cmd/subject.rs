@@ -34,6 +34,10 @@ pub(crate) struct ServerArgs {
     /// For https: the authority that signed the server's certificate, a PEM file
     #[arg(long, value_name = "FILE")]
     authority: Option<PathBuf>,
+    /// For a socket, where there is a token: the number of the server's user, if it is not yours or root
+    /// [default: $KVARTS_SERVER_UID]
+    #[arg(long, value_name = "UID")]
+    server_uid: Option<u32>,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -75,6 +79,7 @@ impl ServerArgs {
             token: token.map(|token| token.trim().to_owned()),
             authority: authority.map(String::into_bytes),
             via,
+            server_uid: self.server_uid.or_else(|| std::env::var("KVARTS_SERVER_UID").ok()?.parse().ok()),
             ..ConnectOptions::to(self.endpoint()?)
         };
         Client::connect(&options).map_err(Failure::user)

@@ -11,9 +11,10 @@ use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
 
 use super::form::Settings;
+use super::memory;
 use super::size;
 use super::socket;
-use super::{Config, GRPC_PORT, LogFormat, METRICS_PORT, OPEN_WORDS, Setting, TlsFiles};
+use super::{Config, GRPC_PORT, LogFormat, METRICS_PORT, OPEN_METRICS_WORDS, OPEN_WORDS, Setting, TlsFiles};
 use crate::node::auth::Gate;
 
 /// What is wrong with a configuration, and where.
@@ -74,12 +75,7 @@ fn cores() -> usize {
 }
 
 /// Checks everything and fills in what was left open.
-pub(super) fn complete(
-    set: &Settings,
-    gate: Gate,
-    mut origins: Vec<Setting>,
-    environment: &impl Fn(&str) -> Option<String>,
-) -> Result<Config, Complaint> {
+pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) -> Result<Config, Complaint> {
     // Of what several layers say, the last counts.
     let mut seen = std::collections::BTreeSet::new();
     origins.reverse();
@@ -89,7 +85,7 @@ pub(super) fn complete(
     let directories: Vec<PathBuf> =
         directories.split(',').map(str::trim).filter(|name| !name.is_empty()).map(PathBuf::from).collect();
     let first = directories.first().ok_or_else(|| Complaint::new("store.directories", "there is none"))?;
-    let socket = decided.or("listen.socket", set.socket.as_ref(), socket::of(first, environment).display());
+    let socket = decided.or("listen.socket", set.socket.as_ref(), socket::of(first).display());
     let default = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let grpc = decided.or("listen.grpc", set.grpc.as_ref(), default(GRPC_PORT));
     let metrics = decided.or("listen.metrics", set.metrics.as_ref(), default(METRICS_PORT));
@@ -103,7 +99,7 @@ pub(super) fn complete(
     let connections = decided.or("limits.connections", set.connections.as_ref(), 16_384);
     let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");
     let policy = decided.or("store.policy", set.policy.as_ref(), EvictionPolicy::default().name());
-    let shared = decided.or("limits.shared", set.shared.as_ref(), "64 GiB");
+    let shared = decided.or("limits.shared", set.shared.as_ref(), memory::share(&memory::of_this_machine()));
     let io = decided.or("store.io", set.io.as_ref(), "auto");
     let runtime = decided.or("store.runtime", set.runtime.as_ref(), "auto");
     let cufile = decided.or("device.cufile", set.cufile.as_ref(), "auto");
@@ -124,6 +120,7 @@ pub(super) fn complete(
         runtime: runtime.parse::<RuntimeChoice>().map_err(|why| Complaint::new("store.runtime", &why))?,
         grpc: address("listen.grpc", &grpc)?,
         socket: (socket != "none").then(|| PathBuf::from(&socket)),
+        socket_group: set.socket_group.clone(),
         metrics: address("listen.metrics", &metrics)?,
         tls: tls(set)?,
         memory: sized("limits.memory", &memory)?,
@@ -145,6 +142,7 @@ pub(super) fn complete(
     };
     bounds(&config)?;
     network(&config, set.open_network.as_deref())?;
+    metrics_network(&config, set.open_metrics.as_deref())?;
     Ok(config)
 }
 
@@ -197,7 +195,10 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
     }
     if let Some(path) = config.socket.as_deref().filter(|path| !socket::fits(path)) {
         let (max, len) = (socket::PATH_BYTES_MAX, path.as_os_str().len());
-        let what = format!("a socket's path has at most {max} bytes, this one {len}: choose a shorter one");
+        let what = format!(
+            "a socket's path has at most {max} bytes, {} has {len}: set a shorter one, or none",
+            path.display()
+        );
         return Err(Complaint::new("listen.socket", &what));
     }
     if let Some((budget, segment)) = config.budget.zip(config.segment_bytes)
@@ -230,4 +231,22 @@ fn network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
              127.0.0.1, or set listen.open_network to {OPEN_WORDS:?}"
         ),
     ))
+}
+
+/// Metrics tell tenants' names and traffic, and have neither TLS nor tokens: on a network they need plain words.
+fn metrics_network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
+    if open.is_some_and(|words| words != OPEN_METRICS_WORDS) {
+        let what = format!("write {OPEN_METRICS_WORDS:?}, or leave it out");
+        return Err(Complaint::new("listen.open_metrics", &what));
+    }
+    match config.metrics.filter(|address| !address.ip().is_loopback()) {
+        Some(address) if open.is_none() => Err(Complaint::new(
+            "listen.metrics",
+            &format!(
+                "{address} can be reached from a network, and metrics have neither TLS nor tokens: listen to 127.0.0.1, \
+                 or set listen.open_metrics to {OPEN_METRICS_WORDS:?}"
+            ),
+        )),
+        _ => Ok(()),
+    }
 }

@@ -104,10 +104,14 @@ settings! {
     grpc, "listen", "grpc", "KVARTS_LISTEN_GRPC", "listen-grpc";
     /// The local socket, or none [default: kvarts.sock in the first directory]
     socket, "listen", "socket", "KVARTS_LISTEN_SOCKET", "listen-socket";
+    /// Group whose members may connect to the local socket, by name or number [default: nobody but the server's user]
+    socket_group, "listen", "socket_group", "KVARTS_LISTEN_SOCKET_GROUP", "socket-group";
     /// Address of metrics, or none [default: 127.0.0.1:7441]
     metrics, "listen", "metrics", "KVARTS_LISTEN_METRICS", "listen-metrics";
     /// To listen to a network without TLS and tokens, say: anyone may read and write
     open_network, "listen", "open_network", "KVARTS_LISTEN_OPEN_NETWORK", "open-network";
+    /// To show metrics to a network, say: anyone may read metrics
+    open_metrics, "listen", "open_metrics", "KVARTS_LISTEN_OPEN_METRICS", "open-metrics";
     /// The server's certificate chain, a PEM file
     certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate";
     /// The server's key, a PEM file
@@ -116,7 +120,7 @@ settings! {
     client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority";
     /// Memory that requests share [default: 256 MiB]
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory";
-    /// Memory of local clients that may be shared with the server at a time [default: 64 GiB]
+    /// Memory of local clients that may be shared with the server at a time [default: a quarter of the memory, at most 64 GiB]
     shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared";
     /// Connections at a time [default: 16384]
     connections, "limits", "connections", "KVARTS_LIMITS_CONNECTIONS", "connections";

@@ -7,6 +7,7 @@
 
 mod check;
 mod form;
+mod memory;
 mod size;
 mod socket;
 
@@ -32,6 +33,8 @@ pub const GRPC_PORT: u16 = 7440;
 pub const METRICS_PORT: u16 = 7441;
 /// What must be written to let a server listen to a network without TLS and tokens.
 pub const OPEN_WORDS: &str = "anyone may read and write";
+/// What must be written to show metrics to a network.
+pub const OPEN_METRICS_WORDS: &str = "anyone may read metrics";
 
 /// What a log line looks like.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -78,6 +81,8 @@ pub struct Config {
     pub grpc: Option<SocketAddr>,
     /// The local socket; none: there is none.
     pub socket: Option<PathBuf>,
+    /// The group whose members may connect to it, by name or number; none: nobody but the server's user.
+    pub socket_group: Option<String>,
     /// Where metrics are served; none: nowhere.
     pub metrics: Option<SocketAddr>,
     /// For the network.
@@ -135,7 +140,7 @@ impl Config {
         settings.overlay(&around);
         settings.overlay(flags);
         let gate = gate(&tenants, &tokens)?;
-        check::complete(&settings, gate, origins, &environment)
+        check::complete(&settings, gate, origins)
     }
 
     /// The configuration without any file, environment or flag.

@@ -116,11 +116,28 @@ fn the_eviction_policy_is_chosen_by_name() {
 }
 
 #[test]
-fn a_socket_whose_path_is_too_long_is_refused_and_a_default_one_is_never_too_long() {
+fn a_socket_whose_path_is_too_long_is_refused_and_never_put_where_anybody_can() {
     let deep = format!("/{}", "deep/".repeat(30));
-    let told = complaint(&format!("[listen]\nsocket = '{deep}sock'\n"));
-    assert!(told.contains("listen.socket") && told.contains("at most 107 bytes"), "{told}");
-    let config = resolve(&format!("[store]\ndirectories = ['{deep}']\n"), &[], Settings::default()).unwrap();
-    let socket = config.socket.unwrap();
-    assert!(socket.as_os_str().len() <= 107 && socket.starts_with("/tmp"), "{socket:?}");
+    for file in [format!("[listen]\nsocket = '{deep}sock'\n"), format!("[store]\ndirectories = ['{deep}']\n")]
+    {
+        let told = complaint(&file);
+        assert!(told.contains("listen.socket") && told.contains("at most 107 bytes"), "{told}");
+        assert!(told.contains(&deep) && told.contains("shorter"), "{told}");
+    }
+    let file = format!("[store]\ndirectories = ['{deep}']\n[listen]\nsocket = 'none'\n");
+    assert_eq!(resolve(&file, &[], Settings::default()).unwrap().socket, None);
+}
+
+#[test]
+fn metrics_on_a_network_need_plain_words() {
+    let open = "[listen]\nmetrics = '0.0.0.0:7441'\n";
+    let told = complaint(open);
+    assert!(told.contains("listen.metrics") && told.contains("neither TLS nor tokens"), "{told}");
+    // Words about another thing do not do.
+    let words = Settings { open_network: text(OPEN_WORDS), ..Settings::default() };
+    assert!(resolve(open, &[], words).is_err());
+    let words = |words| Settings { open_metrics: text(words), ..Settings::default() };
+    assert!(resolve(open, &[], words(OPEN_METRICS_WORDS)).is_ok());
+    assert!(resolve(open, &[], words("yes")).is_err());
+    assert!(resolve("", &[], words("yes")).is_err());
 }

@@ -10,6 +10,7 @@
 mod devices;
 pub mod notify;
 mod opened;
+mod socket;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -19,8 +20,9 @@ use std::time::Duration;
 use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
+use kvarts_store::rt::Entropy;
 use kvarts_store::rt::clock::OsEntropy;
-use tokio::net::{TcpListener, TcpSocket, UnixListener, UnixStream};
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -92,7 +94,8 @@ impl Daemon {
         }
         let (tcp, grpc) = listen(config.grpc, "listen.grpc")?;
         let (metrics_listener, metrics) = listen(config.metrics, "listen.metrics")?;
-        let unix = config.socket.as_deref().map(listen_unix);
+        let group = config.socket_group.as_deref().map(socket::group).transpose()?;
+        let unix = config.socket.as_deref().map(|path| socket::listen(path, group));
         let unix = match unix {
             Some(listening) => Some(listening.await?),
             None => None,
@@ -102,7 +105,11 @@ impl Daemon {
         }
         let connections = connections(config, home.store(), &mut notes);
         let gate = config.gate.clone();
-        let (store, locals) = (home.store().clone(), Locals::new(config.shared, config.threads));
+        let mut instance = [0; 16];
+        OsEntropy::new().fill(&mut instance);
+        let tenants = gate.tenants().len();
+        let locals = Locals::new(config.shared, config.threads, tenants, instance);
+        let store = home.store().clone();
         let node =
             Node::new(store, gate, memory, locals, connections, OsEntropy::new(), Decided { notes, files });
         let (renew, renewed) = mpsc::channel(1);
@@ -196,7 +203,7 @@ impl Daemon {
         }
         if let Some(path) = socket {
             // It may be gone already; a stale one is removed at the next start.
-            let _ = remove_socket(&path);
+            let _ = socket::remove(&path);
         }
         drop(node);
         let closed = tokio::task::spawn_blocking(move || home.close()).await;
@@ -346,15 +353,6 @@ pub(crate) fn read_tls(files: &TlsFiles) -> Result<Tls, String> {
     })
 }
 
-/// Removes a socket. Whatever else may stand at its path is somebody's file, and stays.
-fn remove_socket(path: &Path) -> std::io::Result<()> {
-    use std::os::unix::fs::FileTypeExt;
-    if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
-        return Err(std::io::Error::other("there is something there that is no socket: choose another path"));
-    }
-    std::fs::remove_file(path)
-}
-
 fn listen(
     address: Option<SocketAddr>,
     name: &str,
@@ -369,22 +367,6 @@ fn listen(
     let listener = listening.map_err(|error| format!("{name}: {address}: {error}"))?;
     let bound = listener.local_addr().map_err(|error| format!("{name}: {error}"))?;
     Ok((Some(listener), Some(bound)))
-}
-
-/// Listens at a path. A socket that nobody answers is what an earlier server left.
-async fn listen_unix(path: &Path) -> Result<UnixListener, String> {
-    let fault = |error: std::io::Error| format!("listen.socket: {}: {error}", path.display());
-    if path.symlink_metadata().is_ok() {
-        if UnixStream::connect(path).await.is_ok() {
-            return Err(format!("listen.socket: {}: another server answers there", path.display()));
-        }
-        remove_socket(path).map_err(fault)?;
-    }
-    let listener = UnixListener::bind(path).map_err(fault)?;
-    // Whoever may use the directory's owner's files may connect; tokens decide about the rest.
-    use std::os::unix::fs::PermissionsExt;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660)).map_err(fault)?;
-    Ok(listener)
 }
 
 #[cfg(test)]

@@ -54,6 +54,8 @@ kinds! {
     /// No body: the read or put of the same id is of no interest any more. Not answered itself; a read that it ends
     /// still says `Released`.
     Cancel = 6;
+    /// `SettledRequest`. Answered with `Done` (`SettledReply`).
+    Settled = 7;
     /// `MatchRequest`. Answered, as the following, with `Done` and the reply of the contract.
     Match = 16;
     /// `ExistsRequest`.
@@ -181,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_frame_is_its_head_and_its_message() {
-        let hello = proto::Hello { version: 1, token: "kvarts_x".to_owned() };
+        let hello = proto::Hello { version: 1, token: "kvarts_x".to_owned(), ..proto::Hello::default() };
         let bytes = frame(Kind::Hello, 9, &hello);
         let head = Head::parse(&bytes).unwrap().unwrap();
         assert_eq!((head.length, head.kind, head.id), (bytes.len() - HEAD_BYTES, Kind::Hello, 9));

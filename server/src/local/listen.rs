@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use rustix::net::RecvFlags;
 use tokio::io::Interest;
+use tokio::net::unix::SocketAddr;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 
-use super::limits::{HELLO, MAGIC, SESSIONS_MAX};
+use super::limits::{HELLO, MAGIC, SESSIONS_MAX, UNKNOWN_MAX};
 use super::threads::Threads;
 use crate::node::Node;
 
@@ -21,13 +22,16 @@ const WAITING: usize = 16;
 /// go to `grpc`. Dropping it ends all of its own.
 async fn accept(node: Arc<Node>, listener: UnixListener, grpc: mpsc::Sender<io::Result<UnixStream>>) {
     let room = Arc::new(Semaphore::new(SESSIONS_MAX));
+    let unknown = Arc::new(Semaphore::new(UNKNOWN_MAX));
     let mut sessions = JoinSet::new();
     let threads = Arc::new(Threads::new(node.locals.threads));
     loop {
         tokio::select! {
-            accepted = listener.accept() => match accepted {
+            // Those beyond wait in the kernel's queue, where they cost this process nothing.
+            (place, accepted) = next(&unknown, &listener) => match accepted {
                 Ok((stream, _)) => {
-                    sessions.spawn(sort(Arc::clone(&node), stream, grpc.clone(), (Arc::clone(&room), Arc::clone(&threads))));
+                    let of = (Arc::clone(&room), Arc::clone(&threads));
+                    sessions.spawn(sort(Arc::clone(&node), (stream, place), grpc.clone(), of));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "a connection of the local socket could not be taken");
@@ -51,9 +55,19 @@ pub(crate) fn split(
     (grpc, accept(node, listener, to))
 }
 
+/// The next connection, and its place among those that are not known.
+async fn next(
+    unknown: &Arc<Semaphore>,
+    listener: &UnixListener,
+) -> (Option<OwnedSemaphorePermit>, io::Result<(UnixStream, SocketAddr)>) {
+    // It is never closed.
+    let place = Arc::clone(unknown).acquire_owned().await.ok();
+    (place, listener.accept().await)
+}
+
 async fn sort(
     node: Arc<Node>,
-    stream: UnixStream,
+    (stream, place): (UnixStream, Option<OwnedSemaphorePermit>),
     grpc: mpsc::Sender<io::Result<UnixStream>>,
     (room, threads): (Arc<Semaphore>, Arc<Threads>),
 ) {
@@ -68,7 +82,7 @@ async fn sort(
                 return;
             };
             drop(grpc);
-            threads.serve(node, stream).await;
+            threads.serve(node, (stream, place)).await;
         }
         // A server that ends takes nobody any more.
         Ok(Ok(Some(_))) => drop(grpc.send(Ok(stream)).await),

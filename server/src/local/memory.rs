@@ -26,7 +26,7 @@ impl Memory {
     /// Maps what a client shares. Without a descriptor one is made, and is the second part of the answer; the third is what
     /// the client had better wait for.
     pub(super) fn share(
-        (locals, store, elsewhere): (&Arc<Locals>, &Store, &Handle),
+        (locals, tenant, store, elsewhere): (&Arc<Locals>, u32, &Store, &Handle),
         wire: &proto::ShareRequest,
         file: Option<OwnedFd>,
     ) -> Outcome<(Self, Option<OwnedFd>, Option<Ready>)> {
@@ -39,7 +39,7 @@ impl Memory {
         if file.is_none() && mode == Mode::Adopted {
             return Err(malformed("adopted memory is the client's: a descriptor comes with it"));
         }
-        let part = locals.map(wire.bytes).ok_or(Reason::TooMany("bytes"))?;
+        let part = locals.mapped.take(tenant, wire.bytes).ok_or(Reason::TooMany("bytes"))?;
         let made = file.is_none();
         let file = match file {
             Some(file) => {
@@ -49,17 +49,26 @@ impl Memory {
                 }
                 file
             }
-            None => {
+            None if locals.make(wire.bytes) => {
                 shared::sealed(wire.bytes).map_err(|_| Fault::busy("the server has no memory to share"))?
             }
+            None => {
+                return Err(Fault::busy(
+                    "the server makes no more memory: share a file in memory of your own, sealed against shrinking",
+                ));
+            }
         };
-        let mapped = shared::map(&file, wire.bytes, Box::new(part));
+        // The descriptor that stays is for the client, or to look at.
+        let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
+        let second = second.map_err(|_| Fault::busy("the server has no descriptor left"))?;
+        let mapped = shared::map_foreign(file, wire.bytes, Box::new(part), &locals.reaper.0);
         let region =
             mapped.map_err(|error| malformed(&format!("it cannot be mapped for writing: {error}")))?;
-        // What only clients read from and write to is copied, and no device ever writes there.
-        let pinned = (made && mode == Mode::Direct).then(|| Pinned::begin(locals, store, &region, elsewhere));
+        let (mine, theirs) = if made { (None, Some(second)) } else { (Some(second), None) };
+        let pinned = (mode == Mode::Direct)
+            .then(|| Pinned::begin((locals, tenant), store, (&region, mine), elsewhere));
         let (pinned, ready) = pinned.flatten().unzip();
         let memory = Self { region, mode, _pinned: pinned.map(Arc::new) };
-        Ok((memory, made.then_some(file), ready))
+        Ok((memory, theirs, ready))
     }
 }

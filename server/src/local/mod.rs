@@ -5,26 +5,33 @@
 //! a few messages for a whole prefix. `docs/LOCAL.md` describes what travels.
 //!
 //! What a client does to its memory or its socket harms nobody else:
-//! - only files in memory that cannot be shortened are mapped, so no touch of them can kill the server;
+//! - only files in memory that cannot be shortened are mapped, and only for devices: the server itself reads and writes
+//!   them by their descriptors, so that a page that is not there is an error or zeros, and no signal;
 //! - what is found in a client's memory proves nothing about a disk: a digest that does not match there is looked up
 //!   again in memory of the server's own before a block is called damaged;
 //! - a put is copied out of the client's memory first, and stored only if the copy has the digest that came with it;
 //! - everything that a client holds belongs to its session and goes with it: requests, memories, leases, frames. A
-//!   piece of memory that a device still writes to stays mapped until the device is done.
+//!   piece of memory that a device still writes to stays mapped until the device is done. Before the connection is closed,
+//!   every way but the device's own into the client's memory has ended;
+//! - what all sessions share of anything has a part that is set aside for each tenant.
 #![cfg_attr(
     not(test),
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
 
 pub mod frame;
+mod incoming;
 pub mod limits;
 mod listen;
 mod memory;
+mod named;
 mod outbox;
 mod pinned;
 mod places;
+mod pot;
 mod put;
 mod read;
+mod reaper;
 mod session;
 pub(crate) mod socket;
 mod threads;
@@ -37,6 +44,9 @@ pub(crate) use listen::split;
 pub(crate) use read::parts;
 
 use crate::proto;
+use named::Names;
+use pot::Pot;
+use reaper::Reaper;
 
 /// How bytes get into a client's memory.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -103,27 +113,63 @@ pub struct ClientFacts {
     pub leases: u32,
 }
 
-/// The clients of the local path, and the memory that all of them share with the server.
-#[derive(Debug, Default)]
+/// The clients of the local path, and what all of them share.
+#[derive(Debug)]
 pub struct Locals {
     clients: Mutex<BTreeMap<u64, ClientFacts>>,
     next: AtomicU64,
+    /// Sessions.
+    sessions: Arc<Pot>,
     /// Bytes of clients' memory that are mapped.
-    mapped: AtomicU64,
-    /// The most that may be.
-    mapped_max: u64,
+    mapped: Arc<Pot>,
     /// Bytes of it that are registered with the engine's rings, or about to be.
-    pinned: AtomicU64,
-    /// Bytes of requests that are being received, in all sessions.
-    receiving: AtomicU64,
+    pinned: Arc<Pot>,
+    /// Bytes of requests that are being received.
+    receiving: Arc<Pot>,
+    /// Bytes of answers that are not taken.
+    untaken: Arc<Pot>,
+    /// Bytes of memory that the server made for clients, ever, and the most. A client may keep it for as long as it likes.
+    made: AtomicU64,
+    made_max: u64,
+    /// One memory at a time is prepared and registered.
+    turn: tokio::sync::Mutex<()>,
+    /// Sessions by the names that their clients gave them.
+    names: Arc<Names>,
+    /// This server among all that ever ran.
+    instance: [u8; 16],
+    reaper: Reaper,
     /// Threads that work for sessions.
     threads: usize,
 }
 
+impl Default for Locals {
+    fn default() -> Self {
+        Self::new(0, 1, 1, [0; 16])
+    }
+}
+
 impl Locals {
-    /// Nobody yet; at most this much of clients' memory at a time, and so many threads for them.
-    pub fn new(mapped_max: u64, threads: usize) -> Self {
-        Self { mapped_max, threads, ..Self::default() }
+    /// Nobody yet; at most this much of clients' memory at a time, so many threads for them, and so many tenants whom they
+    /// may belong to.
+    pub fn new(mapped_max: u64, threads: usize, tenants: usize, instance: [u8; 16]) -> Self {
+        let large = 2 * tenants.max(1) as u64 * limits::BODY_BYTES_MAX as u64;
+        Self {
+            clients: Mutex::default(),
+            next: AtomicU64::new(0),
+            sessions: Pot::new(limits::SESSIONS_MAX as u64, tenants),
+            mapped: Pot::new(mapped_max, tenants),
+            pinned: Pot::new(limits::PINNED_BYTES_MAX, tenants),
+            // Enough that each tenant can have one request of any length received at any time.
+            receiving: Pot::new(limits::RECEIVING_BYTES_MAX.max(large), tenants),
+            untaken: Pot::new(limits::UNTAKEN_BYTES_MAX, tenants),
+            made: AtomicU64::new(0),
+            made_max: mapped_max / limits::MADE_PART,
+            turn: tokio::sync::Mutex::default(),
+            names: Arc::default(),
+            instance,
+            reaper: Reaper::default(),
+            threads,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, ClientFacts>> {
@@ -138,72 +184,19 @@ impl Locals {
 
     /// Bytes of clients' memory that are mapped now.
     pub fn mapped(&self) -> u64 {
-        self.mapped.load(Ordering::SeqCst)
-    }
-
-    /// Takes `bytes` of what may be mapped, until the answer is dropped.
-    fn map(self: &Arc<Self>, bytes: u64) -> Option<Mapped> {
-        let fits = |now: u64| now.checked_add(bytes).filter(|&sum| sum <= self.mapped_max);
-        let taken = self.mapped.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits);
-        taken.is_ok().then(|| Mapped { all: Arc::clone(self), bytes })
+        self.mapped.used()
     }
 
     /// Bytes of it that are registered with the engine's rings, as far as those took them, or about to be.
     pub fn pinned(&self) -> u64 {
-        self.pinned.load(Ordering::SeqCst)
+        self.pinned.used()
     }
 
-    /// Takes `bytes` of what may be registered, until the answer is dropped.
-    fn pin(self: &Arc<Self>, bytes: u64) -> Option<PinnedBytes> {
-        let fits = |now: u64| now.checked_add(bytes).filter(|&sum| sum <= limits::PINNED_BYTES_MAX);
-        let taken = self.pinned.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits);
-        taken.is_ok().then(|| PinnedBytes { all: Arc::clone(self), bytes })
-    }
-
-    /// Takes `bytes` of what may be received at a time, until the answer is dropped.
-    fn receive(self: &Arc<Self>, bytes: u64) -> Option<Receiving> {
-        let fits = |now: u64| now.checked_add(bytes).filter(|&sum| sum <= limits::RECEIVING_BYTES_MAX);
-        let taken = self.receiving.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits);
-        taken.is_ok().then(|| Receiving { all: Arc::clone(self), bytes })
-    }
-}
-
-/// A part of what may be mapped.
-#[derive(Debug)]
-struct Mapped {
-    all: Arc<Locals>,
-    bytes: u64,
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        self.all.mapped.fetch_sub(self.bytes, Ordering::SeqCst);
-    }
-}
-
-/// A part of what may be registered.
-#[derive(Debug)]
-struct PinnedBytes {
-    all: Arc<Locals>,
-    bytes: u64,
-}
-
-impl Drop for PinnedBytes {
-    fn drop(&mut self) {
-        self.all.pinned.fetch_sub(self.bytes, Ordering::SeqCst);
-    }
-}
-
-/// A part of what may be received.
-#[derive(Debug)]
-struct Receiving {
-    all: Arc<Locals>,
-    bytes: u64,
-}
-
-impl Drop for Receiving {
-    fn drop(&mut self) {
-        self.all.receiving.fetch_sub(self.bytes, Ordering::SeqCst);
+    /// Counts memory that the server is about to make; false if there is no more for that. It is never given back: the client
+    /// has the descriptor, and nobody can see when it lets go of it.
+    fn make(&self, bytes: u64) -> bool {
+        let fits = |now: u64| now.checked_add(bytes).filter(|&sum| sum <= self.made_max);
+        self.made.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits).is_ok()
     }
 }
 

@@ -9,7 +9,8 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::sync::Notify;
 
-use super::limits::{OUTBOX_BYTES, OUTBOX_BYTES_MAX};
+use super::limits::{OUTBOX_BYTES, OUTBOX_BYTES_MAX, UNTAKEN_STEP_BYTES};
+use super::pot::Part;
 use super::socket;
 
 /// Frames that go in one system call.
@@ -29,6 +30,16 @@ struct State {
     /// Bytes that were ever sent.
     sent: u64,
     closed: bool,
+    /// What it has of the bytes that may wait in all sessions; nothing before anybody knows whose it is.
+    part: Option<Part>,
+}
+
+impl State {
+    /// Has as much of what may wait as there is waiting; false if there is not so much.
+    fn count(&mut self) -> bool {
+        let beyond = self.bytes.saturating_sub(OUTBOX_BYTES).next_multiple_of(UNTAKEN_STEP_BYTES);
+        self.bytes <= OUTBOX_BYTES_MAX && self.part.as_mut().is_none_or(|part| part.set(beyond as u64))
+    }
 }
 
 /// Frames on their way to one client.
@@ -59,12 +70,17 @@ impl Outbox {
         }
         state.bytes += bytes.len();
         state.queue.push_back(Waiting { bytes, sent: 0, descriptor });
-        let full = state.bytes > OUTBOX_BYTES_MAX;
+        let full = !state.count();
         drop(state);
         if full {
             self.close();
         }
         self.ready.notify_one();
+    }
+
+    /// From now on what waits counts among what waits in all sessions.
+    pub(super) fn counts_as(&self, part: Part) {
+        self.lock().part = Some(part);
     }
 
     /// Returns when there is room for announcements, or nobody is there to take them.
@@ -86,6 +102,7 @@ impl Outbox {
         let mut state = self.lock();
         state.closed = true;
         state.bytes = 0;
+        state.part = None;
         let dropped = std::mem::take(&mut state.queue);
         drop(state);
         drop(dropped);
@@ -133,6 +150,8 @@ impl Outbox {
                 Err(error) => return Err(error),
             };
             state.bytes = state.bytes.saturating_sub(sent);
+            // Less is always granted.
+            state.count();
             state.sent += sent as u64;
             while let Some(front) = state.queue.front_mut() {
                 front.descriptor = None;

@@ -1,21 +1,21 @@
 //! Memory of a session that the rings know, so that the device's writes to it need not find its pages each time.
 //!
-//! Only memory that the server made itself is registered: it cannot be shortened, and its pages are there before the
-//! rings are told of it, so that an executor is held up by no more than looking them up. A client that gives pages of it
-//! back reads others than the device writes, and its reads fail their digests, as without this.
+//! Only memory for direct reads is registered, and only if its pages are there before the rings are told of it, so that an
+//! executor is held up by no more than looking them up. A client that gives pages of it back reads others than the device
+//! writes, and its reads fail their digests, as without this. One memory is prepared at a time, whoever shares how many.
 //!
-//! It is put into large pages first. Files in memory have small ones by default, strewn over the machine's memory, and
-//! a device that is told of each of them reads at half its speed. Pages that a device is writing to stay as they are: so
-//! the client is told of its memory when all this is done.
+//! Whoever makes a memory puts it into large pages first. Files in memory have small ones by default, strewn over the
+//! machine's memory, and a device that is told of each of them reads at half its speed. Pages that a device is writing to
+//! stay as they are: so the client is told of its memory when all this is done.
 //!
 //! What cannot be registered (a limit on locked memory, a store without a ring) is used as it is.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_store::engine::Store;
-use kvarts_store::io::mem::PAGE;
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, shared};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
@@ -44,17 +44,17 @@ impl Pinned {
     /// Begins to register a memory, if there may be so much; `elsewhere` works for it. Also what ends when it is as fast as
     /// it will be.
     pub(super) fn begin(
-        locals: &Arc<Locals>,
+        (locals, tenant): (&Arc<Locals>, u32),
         store: &Store,
-        region: &Arc<Region>,
+        (region, file): (&Arc<Region>, Option<OwnedFd>),
         elsewhere: &Handle,
     ) -> Option<(Self, Ready)> {
-        let part = locals.pin(region.len() as u64)?;
+        let part = locals.pinned.take(tenant, region.len() as u64)?;
         let (held, released) = oneshot::channel();
         let (working, ready) = oneshot::channel();
-        let (store, region) = (store.clone(), Arc::clone(region));
+        let (store, region, locals) = (store.clone(), Arc::clone(region), Arc::clone(locals));
         elsewhere.spawn(async move {
-            keep(&store, &region, working, released).await;
+            keep((&locals, &store), (&region, file), working, released).await;
             drop(part);
         });
         Some((Self { _held: held }, Ready(ready)))
@@ -70,21 +70,27 @@ impl Ready {
 }
 
 async fn keep(
-    store: &Store,
-    region: &Arc<Region>,
+    (locals, store): (&Arc<Locals>, &Store),
+    (region, file): (&Arc<Region>, Option<OwnedFd>),
     working: oneshot::Sender<()>,
     mut released: oneshot::Receiver<()>,
 ) {
-    let touched = Arc::clone(region);
-    let _ = tokio::task::spawn_blocking(move || touch(&touched)).await;
-    let over = matches!(released.try_recv(), Err(oneshot::error::TryRecvError::Closed));
-    if over {
+    let turn = locals.turn.lock().await;
+    let is_over = |released: &mut oneshot::Receiver<()>| {
+        matches!(released.try_recv(), Err(oneshot::error::TryRecvError::Closed))
+    };
+    if is_over(&mut released) {
+        return;
+    }
+    let prepared = Arc::clone(region);
+    let there = tokio::task::spawn_blocking(move || prepare(&prepared, file)).await.unwrap_or_default();
+    if !there || is_over(&mut released) {
         return;
     }
     if let Err(why) = store.register_memory(region).await {
         tracing::debug!(why, "the memory of a session is not registered");
     }
-    drop(working);
+    drop((working, turn));
     // Also where one ring of several refused it.
     let _ = released.await;
     for _ in 0..TRIES {
@@ -95,16 +101,18 @@ async fn keep(
     }
 }
 
-/// Has the kernel make every page, in large ones where it can. They are read and not written: a client may have put
-/// something there by now.
-fn touch(region: &Arc<Region>) {
-    let mut byte = [0];
-    for at in (0..region.len()).step_by(PAGE) {
-        if let Some(buf) = Buf::new(region, at, 1) {
-            buf.copy_out(0, &mut byte);
-        }
+/// Whether every page is there. Those of the server's own are made, in large ones where there are some; those of a client's
+/// `file` are the client's to make, and to pay for.
+fn prepare(region: &Arc<Region>, file: Option<OwnedFd>) -> bool {
+    if let Some(file) = file {
+        return shared::is_populated(file, region.len() as u64);
+    }
+    if let Err(error) = region.populate() {
+        tracing::debug!(%error, "there are no pages for the memory of a session");
+        return false;
     }
     if region.len() >= LARGE_PAGE && !region.collapse() {
         tracing::debug!(bytes = region.len(), "the memory of a session is not all in large pages");
     }
+    true
 }

@@ -86,17 +86,26 @@ impl Putting {
             call.bytes_in.fetch_add(bytes, Ordering::Relaxed);
             let block_bytes = upload.shape.block_bytes() as usize;
             let same = |block: usize| {
-                let found = pages.digest(block * block_bytes, block_bytes, crc32fast::hash);
+                let found = pages.crc32(block * block_bytes, block_bytes);
                 digests.get(first + block) == Some(&found)
             };
-            if (0..keys.len()).all(same) {
-                let request = upload.request(first, keys, pages, &call)?;
-                pieces.tickets.push_back((keys.len(), call.node.store().put(request)));
-                pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
-            } else {
-                pieces.take_until(0).await?;
-                let refused = BlockOutcome::Refused(Reason::Busy(CHANGED));
-                pieces.outcomes.extend(std::iter::repeat_n(refused, keys.len()));
+            // What changed on the way is refused, block by block; the runs in between are stored.
+            let good: Vec<bool> = (0..keys.len()).map(same).collect();
+            let mut at = 0;
+            for run in good.chunk_by(|one, next| one == next) {
+                let (from, some) = (at, keys.get(at..at + run.len()).unwrap_or_default());
+                at += run.len();
+                if run.first() == Some(&true) {
+                    let part = pages.slice(from * block_bytes, run.len() * block_bytes);
+                    let request =
+                        upload.request(first + from, some, part.ok_or(Reason::OutOfBounds)?, &call)?;
+                    pieces.tickets.push_back((run.len(), call.node.store().put(request)));
+                    pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
+                } else {
+                    pieces.take_until(0).await?;
+                    let refused = BlockOutcome::Refused(Reason::Busy(CHANGED));
+                    pieces.outcomes.extend(std::iter::repeat_n(refused, run.len()));
+                }
             }
         }
         pieces.take_until(0).await?;

@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use kvarts_layout::{BlockShape, OriginId};
@@ -13,10 +13,11 @@ use kvarts_store::api::{
 };
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Class;
+use tokio::time::Instant;
 use tonic::Code;
 
 use super::frame::{Kind, bare, frame};
-use super::limits::ARRIVED_BYTES;
+use super::limits::{ARRIVED_BYTES, CONFIRM_EVERY, CONFIRMED_MAX};
 use super::memory::Memory;
 use super::outbox::Outbox;
 use super::places;
@@ -38,6 +39,35 @@ impl Drop for LetGo {
     }
 }
 
+/// What a client is told whose memory could not be written.
+const UNWRITTEN: &str = "unshare it, and share memory that can be written to";
+
+/// How many blocks of a session may still be read again because they did not match in its memory. Somebody who writes to
+/// his own memory during reads can make any number of them.
+#[derive(Debug)]
+pub(super) struct Doubts(Mutex<(u32, Instant)>);
+
+impl Default for Doubts {
+    fn default() -> Self {
+        Self(Mutex::new((CONFIRMED_MAX, Instant::now())))
+    }
+}
+
+impl Doubts {
+    /// Whether one more may be read again at this time.
+    fn may(&self, now: Instant) -> bool {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (left, at) = &mut *state;
+        let more = now.saturating_duration_since(*at).as_nanos() / CONFIRM_EVERY.as_nanos();
+        if let Ok(more @ 1..) = u32::try_from(more) {
+            (*left, *at) = (left.saturating_add(more).min(CONFIRMED_MAX), now);
+        }
+        let may = *left > 0;
+        *left = left.saturating_sub(1);
+        may
+    }
+}
+
 /// A read that has begun.
 pub(super) struct Reading {
     call: Arc<Call>,
@@ -48,6 +78,7 @@ pub(super) struct Reading {
     id: u64,
     /// Of a part of a read: what its end tells.
     origins: Option<Arc<Origins>>,
+    doubts: Arc<Doubts>,
     /// Goes after the last word about the read but one.
     _holder: Arc<dyn Any + Send + Sync>,
 }
@@ -56,12 +87,15 @@ pub(super) struct Reading {
 pub(super) fn begin(
     call: &Arc<Call>,
     memories: &BTreeMap<u32, Memory>,
-    outbox: &Arc<Outbox>,
+    (outbox, doubts): (&Arc<Outbox>, &Arc<Doubts>),
     (id, order, wire): (u64, Order, proto::LocalRead),
 ) -> Outcome<Reading> {
     let asked = Download::asked(call, order, wire.read.unwrap_or_default())?;
     if asked.bytes() > limits::REQUEST_BYTES_MAX {
         return Err(Reason::TooMany("bytes").into());
+    }
+    if let Some((number, _)) = memories.iter().find(|(_, memory)| memory.region.has_failed()) {
+        return Err(Fault::malformed(format!("memory {number} took bytes no more: {UNWRITTEN}")));
     }
     // Not `LetGo` before the engine has taken the request: one that is refused has no last word.
     let late = Arc::new(std::sync::OnceLock::<LetGo>::new());
@@ -90,8 +124,8 @@ pub(super) fn begin(
     };
     // Nobody else sets it.
     let _ = late.set(LetGo { outbox: Arc::clone(outbox), id });
-    let (call, outbox) = (Arc::clone(call), Arc::clone(outbox));
-    Ok(Reading { call, asked, into, stream, outbox, id, origins, _holder: holder })
+    let (call, outbox, doubts) = (Arc::clone(call), Arc::clone(outbox), Arc::clone(doubts));
+    Ok(Reading { call, asked, into, stream, outbox, id, origins, doubts, _holder: holder })
 }
 
 /// What earlier parts of a read told of its blocks.
@@ -154,6 +188,10 @@ impl Reading {
                 }
                 next = if size < ARRIVED_BYTES { self.stream.try_next() } else { None };
             };
+            if self.into.memories().any(|memory| memory.region().has_failed()) {
+                // Noted before anything was announced that it concerns.
+                break unwritten(&self.asked);
+            }
             if !arrived.parts.is_empty() {
                 self.call.caller.tenant.spend(bytes).await;
                 self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
@@ -178,11 +216,12 @@ impl Reading {
             origins: met.map(origin).collect(),
         };
         self.outbox.push(frame(Kind::End, self.id, &wire));
-        let Self { call, asked, into, stream, _holder, .. } = self;
+        let Self { call, asked, into, stream, doubts, _holder, .. } = self;
         // The client has its answer; its memory is let go before anything else is done.
         drop((into, stream, _holder));
         let suspects = end.failures.iter().filter(|(_, reason)| matches!(reason, Reason::Digest { .. }));
-        confirm(&call, &asked, suspects.map(|(block, _)| *block)).await;
+        let some = suspects.map(|(block, _)| *block).take_while(|_| doubts.may(Instant::now()));
+        confirm(&call, &asked, some).await;
     }
 
     /// The digests of some layers of some blocks, chunk by chunk; nothing where the server verifies itself.
@@ -197,6 +236,12 @@ impl Reading {
         }
         bytes
     }
+}
+
+/// How a read ends of which bytes did not get into the client's memory.
+fn unwritten(asked: &Download) -> ReadEnd {
+    let failure = |block| (block, Reason::Busy(UNWRITTEN));
+    ReadEnd { failures: (0..asked.keys.len() as u32).map(failure).collect(), ..ReadEnd::default() }
 }
 
 /// The canonical indices of the chunks of some layers.
@@ -242,5 +287,20 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
                 );
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn a_session_has_as_many_blocks_read_again_as_it_may() {
+        let (doubts, start) = (Doubts::default(), Instant::now());
+        let many = |now| (0..10 * CONFIRMED_MAX).filter(|_| doubts.may(now)).count() as u32;
+        assert_eq!((many(start), many(start)), (CONFIRMED_MAX, 0));
+        assert_eq!(many(start + CONFIRM_EVERY * 3), 3);
+        assert_eq!(many(start + Duration::from_secs(1 << 30)), CONFIRMED_MAX);
     }
 }

@@ -6,7 +6,6 @@
 //! reason, the session is dropped, and with it everything that the client held.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,29 +17,32 @@ use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
 use kvarts_store::api::Order;
 use kvarts_store::error::Reason;
+use kvarts_store::io::Region;
 use kvarts_store::rt::Nanos;
 use prost::Message;
-use rustix::net::RecvFlags;
-use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::Instant;
 use tonic::Code;
 
-use super::frame::{Head, Kind, NoFrame, frame};
-use super::limits::{
-    BODY_BYTES_MAX, HEAD_BYTES, HELLO, HELLO_BYTES_MAX, LEASES_MAX, MAGIC, MEMORIES_MAX, RECEIVE_BYTES,
-    REQUESTS_MAX, SMALL_BODY_BYTES, STALL, VERSION,
-};
+use super::frame::{Head, Kind, frame};
+use super::incoming::{Ended, Incoming, Next, broken};
+use super::limits::{HELLO, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX, STALL, VERSION};
 use super::memory::Memory;
+use super::named::Named;
 use super::outbox::Outbox;
+use super::pot::Part;
 use super::put::Putting;
-use super::{ClientFacts, Entry, Locals, Mode, Peer, Receiving, read, socket};
+use super::read::Doubts;
+use super::{ClientFacts, Entry, Mode, Peer, read};
 use crate::grpc::call::{self, Call, Method};
 use crate::grpc::calls;
 use crate::grpc::codec::decode;
 use crate::grpc::fault::{Fault, Outcome};
+use crate::grpc::heavy::{self, heavily};
+use crate::grpc::limits::LIGHT_ENTRIES;
 use crate::node::{Node, Right};
 use crate::proto;
 
@@ -49,128 +51,28 @@ const ASK_AGAIN: Duration = Duration::from_millis(10);
 /// Sharing memory is not in the contract: its right is that of a reader.
 const SHARE: Method = ("", "share", Right::Read);
 
-/// Why a connection ends.
-#[derive(Debug)]
-enum Ended {
-    /// The client left, or was cut off.
-    Left,
-    /// The server is about to stop.
-    Drained,
-    /// It sent what cannot be.
-    Broken(String),
-}
-
-impl From<io::Error> for Ended {
-    fn from(_: io::Error) -> Self {
-        Self::Left
-    }
-}
-
-fn broken(what: impl ToString) -> Ended {
-    Ended::Broken(what.to_string())
-}
-
-/// What has arrived and is not used yet.
-struct Incoming {
-    locals: Arc<Locals>,
-    bytes: Vec<u8>,
-    at: usize,
-    descriptors: Vec<OwnedFd>,
-    scratch: Box<[u8]>,
-    /// The part of what may be received that the frame under way has.
-    large: Option<Receiving>,
-    /// Since when a frame is incomplete. While it waits for others to have received theirs, its client stalls nothing.
-    since: Option<Instant>,
-    /// The longest body that is taken: short ones, until somebody has said who he is.
-    body_max: usize,
-}
-
-/// The next frame, or why there is none.
-enum Next {
-    Frame(Head, Bytes),
-    /// More has to arrive.
-    More,
-    /// More may only be received when others have received theirs.
-    Wait,
-}
-
-impl Incoming {
-    fn new(locals: &Arc<Locals>) -> Self {
-        let scratch = vec![0; RECEIVE_BYTES].into_boxed_slice();
-        let (bytes, descriptors) = (Vec::new(), Vec::new());
-        let (large, since, body_max) = (None, None, HELLO_BYTES_MAX);
-        Self { locals: Arc::clone(locals), bytes, at: 0, descriptors, scratch, large, since, body_max }
-    }
-
-    /// Takes what there is.
-    fn receive(&mut self, stream: &UnixStream) -> Result<(), Ended> {
-        let Self { scratch, descriptors, bytes, .. } = self;
-        let got = stream.try_io(Interest::READABLE, || {
-            socket::receive(stream, scratch, descriptors, RecvFlags::empty()).map_err(io::Error::from)
-        });
-        match got {
-            Ok(0) => Err(Ended::Left),
-            Ok(count) => {
-                bytes.extend_from_slice(scratch.get(..count).unwrap_or_default());
-                Ok(())
-            }
-            Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {
-                Ok(())
-            }
-            // A client that closes before it has read everything: no fault of its own.
-            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Err(Ended::Left),
-            Err(error) => Err(broken(error)),
-        }
-    }
-
-    fn next(&mut self) -> Result<Next, Ended> {
-        let rest = self.bytes.get(self.at..).unwrap_or_default();
-        let Some(head) = Head::parse(rest).map_err(broken)? else {
-            if rest.is_empty() {
-                // It came with one of the frames that were taken, or in front of one of them.
-                if !self.descriptors.is_empty() {
-                    return Err(broken("a descriptor that nobody asked for"));
-                }
-                self.bytes.clear();
-                self.at = 0;
-                self.since = None;
-            } else {
-                self.since.get_or_insert_with(Instant::now);
-            }
-            return Ok(Next::More);
-        };
-        if head.length > self.body_max {
-            return Err(broken(NoFrame::TooLong));
-        }
-        let Some(body) = rest.get(HEAD_BYTES..HEAD_BYTES + head.length) else {
-            if head.length > SMALL_BODY_BYTES && self.large.is_none() {
-                self.large = self.locals.receive(head.length as u64);
-                self.since = self.large.is_some().then(Instant::now);
-                if self.large.is_none() {
-                    return Ok(Next::Wait);
-                }
-                self.bytes.drain(..self.at);
-                self.at = 0;
-            }
-            self.since.get_or_insert_with(Instant::now);
-            return Ok(Next::More);
-        };
-        let body = Bytes::copy_from_slice(body);
-        self.at += HEAD_BYTES + head.length;
-        (self.large, self.since) = (None, None);
-        if self.at >= SMALL_BODY_BYTES {
-            self.bytes.drain(..self.at);
-            self.bytes.shrink_to(SMALL_BODY_BYTES * 4);
-            self.at = 0;
-        }
-        Ok(Next::Frame(head, body))
-    }
-}
-
 /// By what a request is ended early.
 enum Ending {
     Read(future::AbortHandle),
     Put(AbortHandle),
+}
+
+/// How something is looked up.
+struct LookUp<Q, A> {
+    /// How much a request looks at.
+    entries: fn(&Q) -> usize,
+    /// The time of the lease that it asks for.
+    hold: fn(&Q) -> u64,
+    work: fn(&Call, Q) -> Outcome<A>,
+    /// The lease that was given.
+    lease: fn(&A) -> u64,
+}
+
+/// The answer to a look-up, and the lease that it took, if it did.
+struct Looked {
+    bytes: Vec<u8>,
+    name: u64,
+    hold: u64,
 }
 
 /// A client.
@@ -189,12 +91,23 @@ struct Session {
     leases: BTreeMap<u64, Nanos>,
     reads: FuturesUnordered<Abortable<Pin<Box<dyn Future<Output = u64> + Send>>>>,
     puts: JoinSet<u64>,
+    /// Those that take long.
+    look_ups: FuturesUnordered<Pin<Box<dyn Future<Output = Looked> + Send>>>,
     requests: BTreeMap<u64, Ending>,
+    doubts: Arc<Doubts>,
+    /// What it ever shared and somebody still uses.
+    named: Named,
     entry: Entry,
+    _place: Part,
 }
 
-/// Works for one connection until it ends. Puts are worked for `elsewhere`.
-pub(super) async fn run(node: Arc<Node>, stream: UnixStream, elsewhere: Handle) {
+/// Works for one connection until it ends. Puts are worked for `elsewhere`; `unknown` is its place until it has said who it
+/// is.
+pub(super) async fn run(
+    node: Arc<Node>,
+    (stream, unknown): (UnixStream, Option<OwnedSemaphorePermit>),
+    elsewhere: Handle,
+) {
     let cred = stream.peer_cred().ok();
     let peer = Peer {
         pid: cred.and_then(|cred| u32::try_from(cred.pid()?).ok()).unwrap_or_default(),
@@ -209,6 +122,7 @@ pub(super) async fn run(node: Arc<Node>, stream: UnixStream, elsewhere: Handle) 
             return;
         }
     };
+    drop(unknown);
     let (outbox, server) = (Arc::new(Outbox::default()), Arc::clone(&node));
     let ended = match Session::open((node, elsewhere), peer, Arc::clone(&outbox), &hello) {
         Ok(mut session) => {
@@ -216,9 +130,13 @@ pub(super) async fn run(node: Arc<Node>, stream: UnixStream, elsewhere: Handle) 
                 version: VERSION,
                 requests_max: REQUESTS_MAX as u32,
                 memories_max: MEMORIES_MAX as u32,
+                instance: server.locals.instance.to_vec().into(),
             };
             outbox.push(frame(Kind::Welcome, id, &limits));
+            incoming.belongs_to(session.tenant);
             let Err(ended) = session.serve(&stream, &mut incoming).await;
+            // Before the connection is closed: that it is closed says that nobody gets to its memory any more.
+            session.close().await;
             ended
         }
         Err(fault) => {
@@ -250,7 +168,6 @@ async fn hello(stream: &UnixStream, incoming: &mut Incoming) -> Result<(u64, pro
         if begun {
             match incoming.next()? {
                 Next::Frame(Head { kind: Kind::Hello, id, .. }, body) => {
-                    incoming.body_max = BODY_BYTES_MAX;
                     return Ok((id, proto::Hello::decode(body).map_err(broken)?));
                 }
                 Next::Frame(..) => return Err(broken("a request before who asks")),
@@ -294,10 +211,15 @@ impl Session {
             under_way: 0,
             leases: 0,
         };
-        let entry = Entry::new(&node.locals, facts);
         let tenant = caller.tenant.number;
+        let place = node.locals.sessions.take(tenant, 1);
+        let place = place.ok_or_else(|| Fault::busy("there are as many local sessions as may be"))?;
+        let named = node.locals.names.begin(&hello.session);
+        let named = named.ok_or_else(|| Fault::malformed("session: 16 bytes that no other session has"))?;
+        let entry = Entry::new(&node.locals, facts);
+        outbox.counts_as(node.locals.untaken.part(tenant));
         let (memories, modes, leases) = Default::default();
-        let (reads, puts, requests) = Default::default();
+        let (reads, puts, look_ups, requests, doubts) = Default::default();
         Ok(Self {
             node,
             elsewhere,
@@ -310,8 +232,12 @@ impl Session {
             leases,
             reads,
             puts,
+            look_ups,
             requests,
+            doubts,
+            named,
             entry,
+            _place: place,
         })
     }
 
@@ -352,7 +278,7 @@ impl Session {
             if draining && all && self.under_way() == 0 {
                 return Err(Ended::Drained);
             }
-            let late = [untaken, incoming.since].into_iter().flatten().min().map(|since| since + STALL);
+            let late = [untaken.map(|since| since + STALL), incoming.late()].into_iter().flatten().min();
             let patience = tokio::time::sleep_until(late.unwrap_or_else(Instant::now));
             tokio::select! {
                 ready = stream.readable(), if all && !waits => {
@@ -363,6 +289,10 @@ impl Session {
                 () = self.outbox.ready.notified() => {}
                 Some(ended) = self.reads.next() => self.ended(ended.ok()),
                 Some(ended) = self.puts.join_next() => self.put_ended(ended),
+                Some(looked) = self.look_ups.next() => {
+                    self.looked(looked);
+                    self.count();
+                }
                 () = &mut drained, if !draining => draining = true,
                 () = tokio::time::sleep(ASK_AGAIN), if waits => {}
                 () = patience, if late.is_some() => return Err(broken("the client stalls")),
@@ -398,7 +328,7 @@ impl Session {
 
     /// Requests that hold something.
     fn under_way(&self) -> usize {
-        self.reads.len() + self.puts.len()
+        self.reads.len() + self.puts.len() + self.look_ups.len()
     }
 
     fn count(&self) {
@@ -448,6 +378,13 @@ impl Session {
                 Some(Ending::Put(put)) => put.abort(),
                 None => {}
             },
+            Kind::Settled => {
+                let answer = decode(body).map(|wire: proto::SettledRequest| {
+                    let under_way = self.node.locals.names.is_under_way(&wire.session);
+                    proto::SettledReply { under_way }
+                });
+                self.answer(id, answer);
+            }
             Kind::Match | Kind::Exists | Kind::Unlock | Kind::Renew => self.lookup(head.kind, id, body),
             Kind::Hello
             | Kind::Welcome
@@ -464,26 +401,22 @@ impl Session {
     fn lookup(&mut self, kind: Kind, id: u64, body: Bytes) {
         match kind {
             Kind::Match => {
-                let answer = self.call("/kvarts.v1.Store/Match", |session, call| {
-                    session.has_room_for_leases()?;
-                    let wire: proto::MatchRequest = decode(body)?;
-                    let hold = wire.lease_ms;
-                    let reply = calls::match_prefix(call, wire)?;
-                    session.leased(reply.lease, hold);
-                    Ok(reply)
-                });
-                self.answer(id, answer);
+                let how = LookUp {
+                    entries: heavy::of_match,
+                    hold: |wire: &proto::MatchRequest| wire.lease_ms,
+                    work: calls::match_prefix,
+                    lease: |reply: &proto::MatchReply| reply.lease,
+                };
+                self.look_up("/kvarts.v1.Store/Match", (id, body), how);
             }
             Kind::Exists => {
-                let answer = self.call("/kvarts.v1.Store/Exists", |session, call| {
-                    session.has_room_for_leases()?;
-                    let wire: proto::ExistsRequest = decode(body)?;
-                    let hold = wire.lease_ms;
-                    let reply = calls::exists(call, wire)?;
-                    session.leased(reply.lease, hold);
-                    Ok(reply)
-                });
-                self.answer(id, answer);
+                let how = LookUp {
+                    entries: |wire: &proto::ExistsRequest| heavy::of_keys(&wire.keys),
+                    hold: |wire: &proto::ExistsRequest| wire.lease_ms,
+                    work: calls::exists,
+                    lease: |reply: &proto::ExistsReply| reply.lease,
+                };
+                self.look_up("/kvarts.v1.Store/Exists", (id, body), how);
             }
             Kind::Unlock => {
                 let answer = self.call("/kvarts.v1.Store/Unlock", |session, call| {
@@ -504,6 +437,55 @@ impl Session {
             }
             _ => {}
         }
+    }
+
+    /// Looks something up: here if it is little, and otherwise elsewhere in its tenant's turn, while this thread works for
+    /// others.
+    fn look_up<Q: Message + Default + 'static, A: Message + 'static>(
+        &mut self,
+        path: &str,
+        (id, body): (u64, Bytes),
+        LookUp { entries, hold, work, lease }: LookUp<Q, A>,
+    ) {
+        let method: Outcome<_> =
+            call::method(path).ok_or_else(|| Reason::Bug("a method that the table lacks").into());
+        let begun = method.and_then(|method| self.admit(method, None)).and_then(|call| {
+            let ready = self.has_room_for_leases().and_then(|()| decode::<Q>(body));
+            let ready = ready.inspect_err(|fault| call.end(fault.code));
+            Ok((call, ready?))
+        });
+        let (call, wire) = match begun {
+            Ok(begun) => begun,
+            Err(fault) => return self.failed(id, &fault),
+        };
+        let (many, hold) = (entries(&wire), hold(&wire));
+        let told = move |call: &Call, answer: Outcome<A>| {
+            call.end(answer.as_ref().map_or_else(|fault| fault.code, |_| Code::Ok));
+            let name = answer.as_ref().map_or(0, lease);
+            let bytes = match answer {
+                Ok(reply) => frame(Kind::Done, id, &reply),
+                Err(fault) => frame(Kind::Failed, id, &*fault.detail),
+            };
+            Looked { bytes, name, hold }
+        };
+        if many <= LIGHT_ENTRIES {
+            let answer = work(&call, wire);
+            return self.looked(told(&call, answer));
+        }
+        if self.under_way() >= REQUESTS_MAX {
+            return self.failed(id, &Fault::busy("the client has as many requests under way as it may"));
+        }
+        self.look_ups.push(Box::pin(async move {
+            let answer = heavily(Arc::clone(&call), many, move |call| work(call, wire)).await;
+            told(&call, answer)
+        }));
+        self.count();
+    }
+
+    /// A look-up has its answer.
+    fn looked(&mut self, looked: Looked) {
+        self.leased(looked.name, looked.hold);
+        self.outbox.push(looked.bytes);
     }
 
     fn answer<M: Message>(&self, id: u64, answer: Outcome<M>) {
@@ -540,8 +522,9 @@ impl Session {
         if self.memories.len() >= MEMORIES_MAX {
             return Err(Reason::TooMany("memories").into());
         }
-        let (memory, file, ready) =
-            Memory::share((&self.node.locals, &self.node.engine, &self.elsewhere), &wire, file)?;
+        let from = (&self.node.locals, self.tenant, &self.node.engine, &self.elsewhere);
+        let (memory, file, ready) = Memory::share(from, &wire, file)?;
+        self.named.shares(&memory.region);
         tracing::debug!(pid = self.peer.pid, mode = memory.mode.name(), bytes = wire.bytes, "memory shared");
         self.memories.insert(wire.memory, memory);
         self.shared();
@@ -580,7 +563,7 @@ impl Session {
         };
         let method = call::method(path).ok_or(Reason::Bug("a method that the table lacks"))?;
         let call = self.admit(method, micros(wire.timeout_us))?;
-        let begun = read::begin(&call, &self.memories, &self.outbox, (id, order, wire));
+        let begun = read::begin(&call, &self.memories, (&self.outbox, &self.doubts), (id, order, wire));
         let reading = begun.inspect_err(|fault| call.end(fault.code))?;
         let run = async move {
             reading.run().await;
@@ -639,13 +622,49 @@ impl Session {
     }
 }
 
-impl Drop for Session {
-    fn drop(&mut self) {
+impl Session {
+    /// Ends what is under way, and then every way into the client's memory but that of devices that write already.
+    async fn close(&mut self) {
+        self.give_up();
+        let left = self.named.in_use();
+        if left.is_empty() {
+            return;
+        }
+        // Elsewhere: it may be gigabytes, and there are others on this thread.
+        let cut =
+            self.elsewhere.spawn_blocking(move || left.iter().filter(|region| !cut_off(region)).count());
+        if cut.await.is_ok_and(|failed| failed == 0) {
+            return;
+        }
+        // As good, and later: nobody uses it any more.
+        while !self.named.in_use().is_empty() {
+            tokio::time::sleep(ASK_AGAIN).await;
+        }
+    }
+
+    fn give_up(&mut self) {
         self.outbox.close();
         self.reads.clear();
         self.puts.abort_all();
+        self.look_ups.clear();
         self.memories.clear();
         self.shared();
+    }
+}
+
+/// Whether it could be done.
+fn cut_off(region: &Arc<Region>) -> bool {
+    let cut = region.cut_off();
+    cut.inspect_err(|error| tracing::error!(%error, "a client's memory cannot be cut off")).is_ok()
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.give_up();
+        // Whoever is dropped before its end was not closed; otherwise it was done.
+        for region in self.named.in_use() {
+            cut_off(&region);
+        }
         for name in self.leases.keys() {
             if let Some(lease) = self.node.leases.take(self.tenant, *name) {
                 self.node.store().unlock(lease);
@@ -653,6 +672,3 @@ impl Drop for Session {
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

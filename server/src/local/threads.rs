@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Handle};
-use tokio::sync::oneshot;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::task::AbortHandle;
 
 use super::session;
@@ -68,7 +68,11 @@ impl Threads {
     }
 
     /// Works for one connection until it ends. Whoever does not wait for it any more ends it.
-    pub(super) async fn serve(&self, node: Arc<Node>, stream: UnixStream) {
+    pub(super) async fn serve(
+        &self,
+        node: Arc<Node>,
+        (stream, unknown): (UnixStream, Option<OwnedSemaphorePermit>),
+    ) {
         let ready = self.handle().and_then(|handle| Ok((handle, stream.into_std()?)));
         let (handle, stream) = match ready {
             Ok(ready) => ready,
@@ -80,7 +84,7 @@ impl Threads {
         let elsewhere = Handle::current();
         let session = handle.spawn(async move {
             match UnixStream::from_std(stream) {
-                Ok(stream) => session::run(node, stream, elsewhere).await,
+                Ok(stream) => session::run(node, (stream, unknown), elsewhere).await,
                 Err(error) => tracing::warn!(%error, "a local session could not be begun"),
             }
         });

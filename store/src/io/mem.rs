@@ -9,12 +9,17 @@ use std::any::Any;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use memmap2::{Advice, MmapMut};
 
+use super::shared::Foreign;
+
 /// The alignment of a region's base, and what direct I/O asks of offsets, lengths and memory.
 pub const PAGE: usize = 4096;
+/// Bytes that are copied at once out of another process's file where they are only looked at: they stay in the
+/// processor's nearest caches.
+const COPY_BYTES: usize = 32 << 10;
 
 /// A stretch of memory at a fixed address that lives until its last [`Buf`] is dropped.
 pub struct Region {
@@ -24,6 +29,10 @@ pub struct Region {
     id: u64,
     /// Other processes may write to it at any time.
     shared: bool,
+    /// A driver knows its pages by their place in memory: they must stay the ones they are.
+    fixed: AtomicBool,
+    /// How its bytes are reached where another process may take its pages away. Let go before the keeper.
+    foreign: Option<Arc<Foreign>>,
     /// What keeps the memory alive; never looked into.
     _keeper: Box<dyn Any + Send + Sync>,
 }
@@ -83,13 +92,22 @@ impl Region {
         unsafe { libc::madvise(self.base.cast(), self.len, libc::MADV_COLLAPSE) == 0 }
     }
 
+    /// Has the kernel make every page that is not there, or says why it cannot: later touches find them.
+    pub fn populate(&self) -> io::Result<()> {
+        // SAFETY: the range is mapped for as long as the region lives (contract of `adopt`), and this advice adds pages of
+        // zeros where there are none; it changes no bytes.
+        let done = unsafe { libc::madvise(self.base.cast(), self.len, libc::MADV_POPULATE_WRITE) };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
     /// Memory that somebody else allocated.
     ///
     /// # Safety
     /// `base .. base + len` must be mapped readable and writable for as long as `keeper` is not dropped.
     pub unsafe fn adopt(base: *mut u8, len: usize, keeper: Box<dyn Any + Send + Sync>) -> Arc<Self> {
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        Arc::new(Self { base, len, id, shared: false, _keeper: keeper })
+        let (fixed, foreign) = (AtomicBool::new(false), None);
+        Arc::new(Self { base, len, id, shared: false, fixed, foreign, _keeper: keeper })
     }
 
     /// As [`Region::adopt`], of memory that other processes may write to at any time: what is found in it proves
@@ -99,12 +117,56 @@ impl Region {
     /// As of [`Region::adopt`].
     pub unsafe fn adopt_shared(base: *mut u8, len: usize, keeper: Box<dyn Any + Send + Sync>) -> Arc<Self> {
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        Arc::new(Self { base, len, id, shared: true, _keeper: keeper })
+        let (fixed, foreign) = (AtomicBool::new(false), None);
+        Arc::new(Self { base, len, id, shared: true, fixed, foreign, _keeper: keeper })
+    }
+
+    /// As [`Region::adopt_shared`], of a file whose pages another process may take away at any time: bytes are reached
+    /// through `foreign` alone, and the mapping is for devices.
+    ///
+    /// # Safety
+    /// As of [`Region::adopt`], and nothing but the keeper may rely on what is mapped there.
+    pub(super) unsafe fn adopt_foreign(
+        (base, len): (*mut u8, usize),
+        foreign: Arc<Foreign>,
+        keeper: Box<dyn Any + Send + Sync>,
+    ) -> Arc<Self> {
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        let (fixed, foreign) = (AtomicBool::new(false), Some(foreign));
+        Arc::new(Self { base, len, id, shared: true, fixed, foreign, _keeper: keeper })
     }
 
     /// Whether other processes may write to it.
     pub fn is_shared(&self) -> bool {
         self.shared
+    }
+
+    /// Whether its pages must stay the ones they are: see [`Region::keep_pages`].
+    pub fn keeps_pages(&self) -> bool {
+        self.fixed.load(Ordering::SeqCst)
+    }
+
+    /// Says whether a driver knows the pages by their place in memory, as after `cudaHostRegister`: what replaces pages
+    /// of a file in memory by new ones leaves these alone.
+    pub fn keep_pages(&self, keep: bool) {
+        self.fixed.store(keep, Ordering::SeqCst);
+    }
+
+    /// Whether bytes of another process's file could not be read or written: what was read then is zeros, and what was
+    /// written is not there.
+    pub fn has_failed(&self) -> bool {
+        self.foreign.as_ref().is_some_and(|foreign| foreign.has_failed())
+    }
+
+    /// Ends this process's reach into another's file: when this returns, no copy of this process gets there, and a device
+    /// that is asked from now on writes elsewhere. What a device had begun goes to the pages that it had begun with.
+    pub fn cut_off(&self) -> io::Result<()> {
+        match &self.foreign {
+            // SAFETY: the range is a mapping of the keeper's, which nobody but devices looks at (`adopt_foreign`), and which
+            // the keeper unmaps by its addresses.
+            Some(foreign) => unsafe { foreign.cut_off(self.base, self.len) },
+            None => Ok(()),
+        }
     }
 
     /// Bytes.
@@ -220,6 +282,9 @@ impl Buf {
     /// If the range ends before.
     pub fn copy_out(&self, at: usize, bytes: &mut [u8]) {
         self.check(at, bytes.len());
+        if let Some(foreign) = &self.region.foreign {
+            return foreign.read(self.place(at), bytes);
+        }
         // SAFETY: checked above; `bytes` is a live exclusive slice, so it cannot overlap a region (module doc).
         unsafe { std::ptr::copy_nonoverlapping(self.as_ptr().add(at), bytes.as_mut_ptr(), bytes.len()) }
     }
@@ -230,6 +295,9 @@ impl Buf {
     /// If the range ends before.
     pub fn copy_in(&self, at: usize, bytes: &[u8]) {
         self.check(at, bytes.len());
+        if let Some(foreign) = &self.region.foreign {
+            return foreign.write(self.place(at), bytes);
+        }
         // SAFETY: as in `copy_out`.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr().add(at), bytes.len()) }
     }
@@ -241,12 +309,59 @@ impl Buf {
     pub fn copy_from(&self, at: usize, source: &Self, from: usize, len: usize) {
         self.check(at, len);
         source.check(from, len);
-        // SAFETY: both ranges are checked above; `copy` allows overlap.
-        unsafe { std::ptr::copy(source.as_ptr().add(from), self.as_ptr().add(at), len) }
+        match (&self.region.foreign, &source.region.foreign) {
+            // SAFETY: both ranges are checked above; `copy` allows overlap.
+            (None, None) => unsafe { std::ptr::copy(source.as_ptr().add(from), self.as_ptr().add(at), len) },
+            // SAFETY: the destination is checked above, and mapped for as long as its region lives.
+            (None, Some(foreign)) => unsafe {
+                foreign.read_raw(source.place(from), self.as_ptr().add(at), len);
+            },
+            // SAFETY: the source is checked above, and mapped for as long as its region lives.
+            (Some(foreign), None) => unsafe {
+                foreign.write_raw(self.place(at), source.as_ptr().add(from), len);
+            },
+            (Some(_), Some(_)) => source.pieces(from, len, |done, piece| self.copy_in(at + done, piece)),
+        }
+    }
+
+    /// Where in the region `at` is.
+    fn place(&self, at: usize) -> u64 {
+        (self.offset + at) as u64
+    }
+
+    /// Shows copies of the bytes, piece by piece, each with how many were before it.
+    fn pieces(&self, at: usize, len: usize, mut look: impl FnMut(usize, &[u8])) {
+        let (mut scratch, mut done) = ([0; COPY_BYTES], 0);
+        while done < len {
+            let some = &mut scratch[..COPY_BYTES.min(len - done)];
+            self.copy_out(at + done, some);
+            look(done, some);
+            done += some.len();
+        }
+    }
+
+    /// The CRC-32 of `len` bytes from `at`. Of another process's file it is of a copy, which cannot change.
+    ///
+    /// # Panics
+    /// If the range ends before.
+    pub fn crc32(&self, at: usize, len: usize) -> u32 {
+        if self.region.foreign.is_none() {
+            return self.digest(at, len, crc32fast::hash);
+        }
+        let mut hasher = crc32fast::Hasher::new();
+        self.pieces(at, len, |_, piece| hasher.update(piece));
+        hasher.finalize()
     }
 
     /// Sets every byte.
     pub fn fill(&self, byte: u8) {
+        if self.region.foreign.is_some() {
+            let some = [byte; COPY_BYTES];
+            for at in (0..self.len).step_by(COPY_BYTES) {
+                self.copy_in(at, &some[..COPY_BYTES.min(self.len - at)]);
+            }
+            return;
+        }
         // SAFETY: the range is inside the region (field invariant).
         unsafe { std::ptr::write_bytes(self.as_ptr(), byte, self.len) }
     }
@@ -265,6 +380,11 @@ impl Buf {
     /// will not match; nothing but a digest may be computed from the slice.
     pub fn digest<T>(&self, at: usize, len: usize, look: impl FnOnce(&[u8]) -> T) -> T {
         self.check(at, len);
+        if self.region.foreign.is_some() {
+            let mut copy = vec![0; len];
+            self.copy_out(at, &mut copy);
+            return look(&copy);
+        }
         // SAFETY: in range (checked above) and mapped (Region); see the doc for concurrent writers.
         look(unsafe { std::slice::from_raw_parts(self.as_ptr().add(at), len) })
     }

@@ -201,7 +201,7 @@ async fn pieces(
         let piece = piece(request, number * each, keys.len(), from);
         let (reply, answer) = ticket();
         let places = inner.places(&piece.from, shape, &(0..shape.layers().len() as u32));
-        let (places, _) = places.ok_or(Reason::Bug("a window that is not shared"))?;
+        let (places, ..) = places.ok_or(Reason::Bug("a window that is not shared"))?;
         // What cannot be sent is answered with why.
         let message = inner.put_message(&piece, shape, places);
         let _ = link.put(&message, piece.from, reply);

@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -18,16 +17,19 @@ use kvarts_layout::BlockShape;
 use kvarts_store::api::{Bring, Order, Placed, PutReply, ReadRequest, ReadSink};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Arena;
+use kvarts_store::rt::Entropy;
+use kvarts_store::rt::clock::OsEntropy;
 use kvarts_store::rt::mailbox::Reply;
 use prost::Message;
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::RecvFlags;
 
-use super::reading::{Part, Reading, met};
-use super::wire::{self, Calls, GONE, Inbox};
+use super::held;
+use super::reading::{Files, Part, Reading, met};
+use super::wire::{self, Calls, GONE, Inbox, Whom};
 use crate::client::upload;
 use crate::local::Mode;
 use crate::local::frame::{Head, Kind, bare, frame};
-use crate::local::limits::QUARANTINE;
 use crate::proto;
 
 /// Who is told about reads that went wrong: the path that this link belongs to.
@@ -37,6 +39,10 @@ pub(super) trait Owner: Send + Sync {
 
     /// Does something that may wait for the socket.
     fn later(&self, work: Box<dyn FnOnce() + Send>);
+
+    /// Whether the server says that nobody writes to memory of this session any more; nothing if it is another server than
+    /// the one of this name, or none that could tell.
+    fn is_settled(&self, session: &[u8], instance: &[u8]) -> Option<bool>;
 }
 
 /// A message, with the descriptor that may come with it.
@@ -81,6 +87,13 @@ struct Shared {
     called: Condvar,
     /// Only for whoever has the turn.
     inbox: Mutex<Inbox>,
+    /// Wakes whoever takes in, for good.
+    wake: Arc<OwnedFd>,
+    /// This session's name, and the server's.
+    session: [u8; 16],
+    instance: Bytes,
+    /// Bytes of memory that is kept because of ended connections.
+    held: Arc<AtomicU64>,
     owner: Weak<dyn Owner>,
     me: Weak<Self>,
 }
@@ -88,7 +101,7 @@ struct Shared {
 /// Both connections.
 pub(super) struct Link {
     shared: Arc<Shared>,
-    calls: Mutex<Calls>,
+    calls: Calls,
     next: AtomicU64,
     patience: Duration,
     /// Where bytes stop on their way to memory that is not shared.
@@ -115,11 +128,18 @@ impl Shared {
     /// Ends the connection: half a frame may have been sent.
     fn broke(&self, error: &io::Error) -> Reason {
         tracing::debug!(%error, "the local connection broke");
+        self.end();
+        GONE
+    }
+
+    /// Ends this side of the connection. The other one is still listened to: that it ends as well says that the server has
+    /// ended what it did for this session.
+    fn end(&self) {
         self.broken.store(true, Ordering::SeqCst);
         // Whoever takes in is woken; if nobody does, the link's thread clears up.
-        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        let _ = rustix::io::write(&self.wake, &[1; 8]);
+        let _ = self.stream.shutdown(std::net::Shutdown::Write);
         self.call();
-        GONE
     }
 
     fn turn(&self) -> MutexGuard<'_, Turn> {
@@ -215,16 +235,19 @@ impl Bring for Shared {
 impl Link {
     /// Connects twice.
     pub(super) fn open(
-        path: &Path,
-        token: Option<&str>,
-        patience: Duration,
+        whom: &Whom,
+        held: &Arc<AtomicU64>,
         owner: Weak<dyn Owner>,
     ) -> Result<Arc<Self>, Reason> {
-        let calls = Mutex::new(Calls::new(wire::connect(path, token, patience)?));
-        let (stream, mut inbox) = wire::connect(path, token, patience)?;
-        let fault = |error: io::Error| Reason::Config(format!("{}: {error}", path.display()));
+        let calls = Calls::new(whom)?;
+        let mut session = [0; 16];
+        OsEntropy::new().fill(&mut session);
+        let wire::Line { stream, mut inbox, welcome } = wire::connect(whom, &session)?;
+        let fault = |error: io::Error| Reason::Config(format!("{}: {error}", whom.socket.display()));
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let wake = Arc::new(eventfd(0, flags).map_err(|error| fault(error.into()))?);
         // Reads and puts take as long as they take; their deadlines are the server's to keep.
-        inbox.wait_for_ever();
+        inbox.wait_until(Arc::clone(&wake));
         let shared = Arc::new_cyclic(|me| Shared {
             stream,
             sending: Mutex::new(()),
@@ -233,6 +256,10 @@ impl Link {
             turn: Mutex::default(),
             called: Condvar::new(),
             inbox: Mutex::new(inbox),
+            wake,
+            session,
+            instance: welcome.instance,
+            held: Arc::clone(held),
             owner,
             me: Weak::clone(me),
         });
@@ -242,7 +269,7 @@ impl Link {
             .spawn(move || attend(&receiver))
             .map_err(fault)?;
         let (next, windows) = (AtomicU64::new(1), std::sync::OnceLock::new());
-        Ok(Arc::new(Self { shared, calls, next, patience, windows }))
+        Ok(Arc::new(Self { shared, calls, next, patience: whom.patience, windows }))
     }
 
     /// Whether the connection has ended, as far as can be seen now.
@@ -251,15 +278,29 @@ impl Link {
         self.shared.is_broken()
     }
 
+    /// Whether it is known already that the connection has ended.
+    pub(super) fn is_known_broken(&self) -> bool {
+        self.shared.is_broken()
+    }
+
     /// Who fetches what arrives.
     pub(super) fn bring(&self) -> Arc<dyn Bring> {
         Arc::clone(&self.shared) as _
     }
 
-    /// Asks what is answered at once.
+    /// Asks what is answered at once. What is not answered in time disturbs nothing else.
     pub(super) fn ask<M: Message + Default>(&self, kind: Kind, message: &impl Message) -> Result<M, Reason> {
-        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        calls.ask(kind, message).map_err(|error| self.shared.broke(&error))?
+        self.calls.ask(kind, message)
+    }
+
+    /// Whether the server says that nobody writes to memory of a session any more: see [`Owner::is_settled`].
+    pub(super) fn is_settled(&self, session: &[u8], instance: &[u8]) -> Option<bool> {
+        if instance.is_empty() || self.shared.instance != instance {
+            return None;
+        }
+        let message = proto::SettledRequest { session: session.to_vec().into() };
+        let asked = self.ask::<proto::SettledReply>(Kind::Settled, &message);
+        Some(asked.is_ok_and(|reply| !reply.under_way))
     }
 
     fn id(&self) -> u64 {
@@ -297,7 +338,7 @@ impl Link {
     pub(super) fn read(
         &self,
         (request, shape, part): (ReadRequest, BlockShape, Option<Part>),
-        (places, verifies): (proto::LocalPlaces, bool),
+        (places, verifies, files): (proto::LocalPlaces, bool, Files),
         timeout_us: u64,
         sink: ReadSink,
     ) -> Result<(), Reason> {
@@ -310,7 +351,7 @@ impl Link {
             origins: part.as_ref().map_or_else(Vec::new, |part| met(part, request.keys.len())),
         };
         let id = self.id();
-        let reading = Reading::new((request, shape, part), sink, verifies);
+        let reading = Reading::new((request, shape, part), sink, (verifies, files));
         self.begin(id, Pending::Read(Box::new(reading)))?;
         self.shared.send(&frame(Kind::Read, id, &message), None)
     }
@@ -346,8 +387,7 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         // The link's thread ends, and the server lets go of everything.
-        let _ = self.shared.stream.shutdown(std::net::Shutdown::Both);
-        self.shared.call();
+        self.shared.end();
     }
 }
 
@@ -392,21 +432,30 @@ fn attend(shared: &Shared) {
 /// Answers what was under way when the connection ended.
 fn ended(shared: &Shared) {
     let left = std::mem::take(&mut *shared.pending());
-    // The server may live: what it had begun may still be written for a moment.
     let mut held = Vec::new();
     for (_, pending) in left {
         match pending {
+            Pending::Read(reading) if reading.has_ended() => reading.released(),
             Pending::Read(mut reading) => {
                 reading.broken(&GONE, true);
-                held.push(reading);
+                held.push(*reading);
             }
             other => failed(other, &GONE),
         }
     }
-    if !held.is_empty() {
-        std::thread::park_timeout(QUARANTINE);
-        held.into_iter().for_each(|reading| reading.released());
+    if held.is_empty() {
+        return;
     }
+    // What the server had begun may still be written.
+    wire::wait_closed(&shared.stream);
+    let told = std::cell::Cell::new(0);
+    let count = |bytes: u64| {
+        shared.held.fetch_add(bytes, Ordering::SeqCst);
+        shared.held.fetch_sub(told.replace(bytes), Ordering::SeqCst);
+    };
+    let settled =
+        || shared.owner.upgrade().and_then(|owner| owner.is_settled(&shared.session, &shared.instance));
+    held::keep(held, !shared.instance.is_empty(), count, settled);
 }
 
 fn decode<M: Message + Default>(body: Bytes) -> io::Result<M> {

@@ -4,9 +4,10 @@
 //! copied by this process. Lookups and leases go over the same socket; whatever is rare goes over gRPC, on it too.
 //!
 //! A connection that broke is made anew by the next call, as after a restart of the server: models are registered and
-//! memories shared again. Leases ended with it.
+//! memories shared again. Leases ended with it. Memory of reads that were under way is kept until nobody can write to it.
 
 mod copied;
+mod held;
 mod link;
 mod reading;
 mod wire;
@@ -16,8 +17,8 @@ use std::fmt;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use kvarts_layout::{BlockShape, Geometry, Identity, NamespaceId};
@@ -37,26 +38,42 @@ use super::remote::Remote;
 use super::{ConnectOptions, Path, download, messages, upload};
 use crate::local::Mode;
 use crate::local::frame::Kind;
-use crate::local::limits::WINDOWS_BYTES;
+use crate::local::limits::{PINNED_BYTES_MAX, WINDOWS_BYTES};
 use crate::proto;
 use link::{Link, Owner};
+use reading::Files;
+use wire::Whom;
 
 /// A memory that is shared for as long as somebody has it.
 struct Known {
     number: u32,
     mode: Mode,
     bytes: u64,
-    file: OwnedFd,
+    file: Arc<OwnedFd>,
     region: Weak<Region>,
+}
+
+/// The connection.
+enum Slot {
+    /// There never was one.
+    None,
+    /// This one, which may have broken.
+    Some(Arc<Link>),
+    /// Somebody makes one.
+    Making,
+    /// The last one broke.
+    Lost,
 }
 
 /// What the path's parts share.
 struct Inner {
     remote: Arc<Remote>,
-    socket: PathBuf,
-    token: Option<String>,
-    patience: Duration,
-    link: Mutex<Option<Arc<Link>>>,
+    whom: Whom,
+    link: Mutex<Slot>,
+    /// Whoever made a connection is done.
+    made: Condvar,
+    /// Bytes of memory that is kept because of ended connections.
+    held: Arc<AtomicU64>,
     /// By the number of the region in this process.
     memories: Mutex<BTreeMap<u64, Known>>,
     next: AtomicU32,
@@ -76,8 +93,7 @@ impl Drop for Forget {
         let (number, remote) = (self.number, Arc::clone(&inner.remote));
         remote.spawn(async move {
             // Where a connection is being made at the moment, only what is still in use is shared over it.
-            let link = inner.link.try_lock().ok().and_then(|link| link.clone());
-            if let Some(link) = link {
+            if let Some(link) = inner.here() {
                 link.unshare(number);
             }
         });
@@ -89,26 +105,66 @@ impl Inner {
         self.memories.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The connection, made anew if it broke.
-    fn link(&self) -> Result<Arc<Link>, Reason> {
-        let mut slot = self.link.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(link) = slot.as_ref().filter(|link| !link.is_broken()) {
-            return Ok(Arc::clone(link));
+    fn slot(&self) -> MutexGuard<'_, Slot> {
+        // Each change is one step.
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The connection as it is.
+    fn here(&self) -> Option<Arc<Link>> {
+        match &*self.slot() {
+            Slot::Some(link) => Some(Arc::clone(link)),
+            _ => None,
         }
-        let again = slot.take().is_some();
+    }
+
+    /// The connection, made anew if it broke. One makes it, without a lock; others wait for that, but not for ever.
+    fn link(&self) -> Result<Arc<Link>, Reason> {
+        let here = self.here().filter(|link| !link.is_broken());
+        if let Some(link) = here {
+            return Ok(link);
+        }
+        let slot = self.slot();
+        let waited =
+            self.made.wait_timeout_while(slot, self.whom.patience, |slot| matches!(slot, Slot::Making));
+        let (mut slot, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let again = match std::mem::replace(&mut *slot, Slot::Making) {
+            Slot::None => false,
+            Slot::Lost => true,
+            // Somebody else made it, or nobody knows yet that it broke.
+            Slot::Some(link) => {
+                if !link.is_known_broken() {
+                    *slot = Slot::Some(Arc::clone(&link));
+                    return Ok(link);
+                }
+                true
+            }
+            Slot::Making => return Err(wire::GONE),
+        };
+        drop(slot);
+        let made = self.make(again);
+        *self.slot() = match &made {
+            Ok(link) => Slot::Some(Arc::clone(link)),
+            Err(_) if again => Slot::Lost,
+            Err(_) => Slot::None,
+        };
+        self.made.notify_all();
+        made
+    }
+
+    fn make(&self, again: bool) -> Result<Arc<Link>, Reason> {
         let owner: Weak<dyn Owner> = self.me.clone() as _;
         let gone = |reason| if again { wire::GONE } else { reason };
-        let opened = Link::open(&self.socket, self.token.as_deref(), self.patience, owner);
-        let link = opened.map_err(gone)?;
+        let link = Link::open(&self.whom, &self.held, owner).map_err(gone)?;
         if again {
             self.remote.register_all()?;
         }
-        for known in self.memories().values() {
-            if known.region.strong_count() > 0 {
-                link.share(known.number, known.mode, known.bytes, Some(&known.file))?;
-            }
+        let share = |known: &Known| (known.number, known.mode, known.bytes, Arc::clone(&known.file));
+        let is_used = |known: &&Known| known.region.strong_count() > 0;
+        let known: Vec<_> = self.memories().values().filter(is_used).map(share).collect();
+        for (number, mode, bytes, file) in known {
+            link.share(number, mode, bytes, Some(&file))?;
         }
-        *slot = Some(Arc::clone(&link));
         Ok(link)
     }
 
@@ -123,7 +179,8 @@ impl Inner {
         Ok(link)
     }
 
-    /// Shares a file in memory, or one of the server's.
+    /// Shares a file in memory, or one that is made for that: by this process, whose memory it is, in large pages and all
+    /// there.
     fn share(
         &self,
         link: &Link,
@@ -131,33 +188,49 @@ impl Inner {
         bytes: u64,
         file: Option<OwnedFd>,
     ) -> Result<Arc<Region>, Reason> {
+        let fault = |error: std::io::Error| Reason::Config(format!("shared memory: {error}"));
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let made = link.share(number, mode, bytes, file.as_ref())?;
+        let made = file.is_none();
+        let file = match file {
+            Some(file) => file,
+            None => shared::sealed(bytes).map_err(fault)?,
+        };
         let forget = Forget { inner: self.me.clone(), number };
-        let file = file.or(made).ok_or(Reason::Bug("memory without a descriptor"))?;
-        let region = shared::map(&file, bytes, Box::new(forget));
-        let region = region.map_err(|error| Reason::Config(format!("shared memory: {error}")))?;
+        let region = shared::map(&file, bytes, Box::new(forget)).map_err(fault)?;
+        if made {
+            region.populate().map_err(fault)?;
+            if bytes <= PINNED_BYTES_MAX && !region.collapse() {
+                tracing::debug!(bytes, "shared memory is not all in large pages");
+            }
+        }
+        // Of an engine's own pages nobody here knows who else relies on them.
+        region.keep_pages(mode == Mode::Adopted);
+        let file = Arc::new(file);
+        link.share(number, mode, bytes, Some(&file))?;
         // Windows belong to one connection: what a broken one may still write is never used again.
         let kept = if mode == Mode::Copied { Weak::new() } else { Arc::downgrade(&region) };
         self.memories().insert(region.id(), Known { number, mode, bytes, file, region: kept });
         Ok(region)
     }
 
-    /// The places of blocks as the server knows them, and whether it is this side that verifies; nothing if a chunk of
-    /// `layers` lies in memory that is not shared.
+    /// The places of blocks as the server knows them, whether it is this side that verifies, and the files that they lie in;
+    /// nothing if a chunk of `layers` lies in memory that is not shared.
     fn places(
         &self,
         placed: &Placed,
         shape: &BlockShape,
         layers: &Range<u32>,
-    ) -> Option<(proto::LocalPlaces, bool)> {
+    ) -> Option<(proto::LocalPlaces, bool, Files)> {
+        let mut files = Files::new();
         let known: Vec<Option<(u32, Mode, u64)>> = {
             let memories = self.memories();
-            let of = |buf: &Buf| {
-                let known = memories.get(&buf.region().id())?;
+            let mut of = |buf: &Buf| {
+                let id = buf.region().id();
+                let known = memories.get(&id)?;
+                files.push((id, known.mode, Arc::clone(&known.file)));
                 Some((known.number, known.mode, buf.offset() as u64))
             };
-            placed.memories().map(of).collect()
+            placed.memories().map(&mut of).collect()
         };
         let mut verifies = false;
         let mut targets = Vec::with_capacity(shape.chunk_count() as usize);
@@ -180,7 +253,7 @@ impl Inner {
         }
         // The server looks at no memory of a request of which some is adopted.
         verifies |= known.iter().flatten().any(|(_, mode, _)| *mode == Mode::Adopted);
-        Some((proto::LocalPlaces { targets, slots: placed.slots().collect() }, verifies))
+        Some((proto::LocalPlaces { targets, slots: placed.slots().collect() }, verifies, files))
     }
 
     /// How long is left; 0 for as long as the server allows.
@@ -242,6 +315,11 @@ impl Owner for Inner {
     fn later(&self, work: Box<dyn FnOnce() + Send>) {
         self.remote.spawn(async move { work() });
     }
+
+    fn is_settled(&self, session: &[u8], instance: &[u8]) -> Option<bool> {
+        // Without a server nobody knows yet.
+        self.link().map_or(Some(false), |link| link.is_settled(session, instance))
+    }
 }
 
 /// The path.
@@ -252,7 +330,7 @@ pub(super) struct LocalPath {
 
 impl fmt::Debug for LocalPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LocalPath({})", self.inner.socket.display())
+        write!(f, "LocalPath({})", self.inner.whom.socket.display())
     }
 }
 
@@ -264,10 +342,15 @@ impl LocalPath {
             .ok_or_else(|| Reason::Config(format!("{}: the local path needs unix:PATH", options.endpoint)))?;
         let inner = Arc::new_cyclic(|me| Inner {
             remote: Arc::clone(remote),
-            socket: PathBuf::from(socket.strip_prefix("//").unwrap_or(socket)),
-            token: options.token.clone(),
-            patience: options.patience,
-            link: Mutex::new(None),
+            whom: Whom {
+                socket: PathBuf::from(socket.strip_prefix("//").unwrap_or(socket)),
+                token: options.token.clone(),
+                server_uid: options.server_uid,
+                patience: options.patience,
+            },
+            link: Mutex::new(Slot::None),
+            made: Condvar::new(),
+            held: Arc::default(),
             memories: Mutex::new(BTreeMap::new()),
             next: AtomicU32::new(1),
             me: me.clone(),
@@ -293,6 +376,10 @@ impl Path for LocalPath {
         let link = self.inner.link()?;
         Ok(self.inner.share(&link, Mode::Adopted, bytes, Some(file))?)
     }
+
+    fn held_bytes(&self) -> u64 {
+        self.inner.held.load(Ordering::SeqCst)
+    }
 }
 
 impl KvStore for LocalPath {
@@ -313,7 +400,7 @@ impl KvStore for LocalPath {
             }
         };
         let layers = 0..shape.layers().len() as u32;
-        if let Some((places, _)) = self.inner.places(&request.from, &shape, &layers) {
+        if let Some((places, ..)) = self.inner.places(&request.from, &shape, &layers) {
             let message = self.inner.put_message(&request, &shape, places);
             // What cannot be sent is answered with why.
             let _ = link.put(&message, request.from, reply);

@@ -3,19 +3,24 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use kvarts_layout::{BlockShape, OriginId};
 use kvarts_store::api::{Order, Origins, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use kvarts_store::error::Reason;
+use kvarts_store::io::Buf;
 
 use crate::grpc::fault;
-use crate::local::parts;
+use crate::local::{Mode, parts};
 use crate::proto;
 
 /// What reads share that together are one, and where the blocks of this one begin there.
 pub(super) type Part = (Arc<Origins>, u32);
+
+/// The files that a request's memory lies in, by the numbers of their regions.
+pub(super) type Files = Vec<(u64, Mode, Arc<OwnedFd>)>;
 
 /// What parts before this one have met of its blocks, as the server is told.
 pub(super) fn met((origins, first): &Part, blocks: usize) -> Vec<Bytes> {
@@ -28,6 +33,8 @@ pub(super) fn met((origins, first): &Part, blocks: usize) -> Vec<Bytes> {
 pub(super) struct Reading {
     pub(super) request: ReadRequest,
     pub(super) shape: BlockShape,
+    /// The files that it reads into.
+    pub(super) files: Files,
     sink: ReadSink,
     layers: Range<u32>,
     /// The server does not look at the memory: its digests are compared here.
@@ -49,13 +56,13 @@ impl Reading {
     pub(super) fn new(
         (request, shape, part): (ReadRequest, BlockShape, Option<Part>),
         sink: ReadSink,
-        verifies: bool,
+        (verifies, files): (bool, Files),
     ) -> Self {
         let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
         let good = request.keys.len() as u32;
         let (ready, damaged) = Default::default();
         let (layers_done, ended) = (0, None);
-        Self { request, shape, sink, layers, verifies, good, layers_done, ready, damaged, part, ended }
+        Self { request, shape, files, sink, layers, verifies, good, layers_done, ready, damaged, part, ended }
     }
 
     /// Whether nobody waits for it any more.
@@ -66,6 +73,23 @@ impl Reading {
     /// Whether its end was told, with nothing held.
     pub(super) fn has_ended(&self) -> bool {
         self.ended == Some(true)
+    }
+
+    /// The chunks that were not announced: what may still be written to.
+    pub(super) fn unannounced(&self) -> Vec<Buf> {
+        let (mut left, blocks) = (Vec::new(), self.request.keys.len() as u32);
+        for (at, layer) in (0u32..).zip(self.layers.clone()) {
+            let sizes = self.shape.layers().get(layer as usize).into_iter().flat_map(|layer| &layer.chunks);
+            for (part, chunk) in parts(&self.shape, &(layer..layer + 1)).zip(sizes) {
+                let open = |block: &u32| match self.request.order {
+                    Order::Blocks => self.ready.binary_search(block).is_err(),
+                    Order::Layers => at >= self.layers_done || *block >= self.good,
+                };
+                let chunks = (0..blocks).filter(open);
+                left.extend(chunks.filter_map(|block| self.request.into.chunk(part, block, chunk.bytes)));
+            }
+        }
+        left
     }
 
     /// Blocks that did not match.
@@ -222,7 +246,7 @@ mod tests {
         let (sink, _stream) = read_channel();
         let part = (Origins::any(4), 1);
         assert_eq!(met(&part, 2), [Bytes::new(), Bytes::new()]);
-        let mut reading = Reading::new((request, shape, Some(part.clone())), sink, false);
+        let mut reading = Reading::new((request, shape, Some(part.clone())), sink, (false, Vec::new()));
         let origins = vec![Bytes::new(), Bytes::from_static(&[7; 16])];
         reading.end(&proto::LocalEnd { origins: origins.clone(), ..proto::LocalEnd::default() });
         assert_eq!(met(&part, 2), origins);

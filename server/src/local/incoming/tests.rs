@@ -4,8 +4,8 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::local::frame::{NoFrame, bare};
-use crate::local::limits::{BODY_BYTES_MAX, RECEIVING_BYTES_MAX};
+use crate::local::frame::{Kind, bare};
+use crate::local::limits::RECEIVING_BYTES_MAX;
 
 /// What comes out of a stream of bytes, and why it ended, if it did.
 #[derive(Default, PartialEq, Debug)]
@@ -16,7 +16,9 @@ struct Taken {
 
 /// Of a client that has said who it is.
 fn known(locals: &Arc<Locals>) -> Incoming {
-    Incoming { body_max: BODY_BYTES_MAX, ..Incoming::new(locals) }
+    let mut incoming = Incoming::new(locals);
+    incoming.belongs_to(1);
+    incoming
 }
 
 /// Takes pieces in, as they come from a socket.
@@ -40,8 +42,8 @@ fn take<'a>(locals: &Arc<Locals>, pieces: impl Iterator<Item = &'a [u8]>) -> Tak
                 Err(other) => panic!("{other:?}"),
             }
         }
-        let waited_for = incoming.large.as_ref().map_or(0, |large| large.bytes);
-        assert!(waited_for <= BODY_BYTES_MAX as u64);
+        let waited_for = incoming.large.as_ref().map_or(0, Part::amount);
+        assert!(waited_for <= arrived as u64 + RECEIVING_STEP_BYTES + RECEIVE_BYTES as u64);
     }
     taken
 }
@@ -93,30 +95,80 @@ proptest! {
             prop_assert_eq!(why, &refused.to_string());
         }
         // Nobody receives any more.
-        prop_assert!(locals.receive(RECEIVING_BYTES_MAX).is_some());
+        prop_assert!(all(&locals).is_some());
     }
 }
 
+/// Everything that may be received, with room for one tenant.
+fn all(locals: &Arc<Locals>) -> Option<Part> {
+    locals.receiving.take(1, RECEIVING_BYTES_MAX)
+}
+
 #[test]
-fn a_long_body_waits_for_its_part_of_what_may_be_received_and_gives_it_back() {
+fn a_long_body_has_room_for_what_arrived_of_it_and_gives_it_back() {
     let locals = Arc::new(Locals::default());
-    let others = locals.receive(RECEIVING_BYTES_MAX - BODY_BYTES_MAX as u64).unwrap();
     let head = Head { length: BODY_BYTES_MAX, kind: Kind::Read, id: 1 }.bytes();
-    let (mut first, mut second) = (known(&locals), known(&locals));
+    let mut first = known(&locals);
     first.bytes.extend_from_slice(&head);
     assert!(matches!(first.next(), Ok(Next::More)));
+    assert_eq!(locals.receiving.used(), RECEIVING_STEP_BYTES, "what was announced is not what arrived");
+    let others = locals.receiving.take(1, RECEIVING_BYTES_MAX - RECEIVING_STEP_BYTES).unwrap();
+    let mut second = known(&locals);
     second.bytes.extend_from_slice(&head);
     assert!(matches!(second.next(), Ok(Next::Wait)), "there is no room for a second one");
-    assert!(second.since.is_none(), "whoever waits for others stalls nothing");
-    first.bytes.extend_from_slice(&vec![0; BODY_BYTES_MAX]);
+    assert!(second.late().is_none(), "whoever waits for others and has nothing stalls nobody");
+    first.bytes.extend_from_slice(&vec![0; RECEIVING_STEP_BYTES as usize]);
+    assert!(matches!(first.next(), Ok(Next::Wait)), "there is no room for more of the first one");
+    assert!(first.late().is_some(), "whoever waits and has something may be cut off");
+    drop(others);
+    assert!(matches!(first.next(), Ok(Next::More)));
+    first.bytes.extend_from_slice(&vec![0; BODY_BYTES_MAX - RECEIVING_STEP_BYTES as usize]);
     first.bytes.extend_from_slice(&bare(Kind::Cancel, 1));
     assert!(matches!(first.next(), Ok(Next::Frame(_, body)) if body.len() == BODY_BYTES_MAX));
     assert!(matches!(second.next(), Ok(Next::More)), "the first one's part came back");
-    assert!(second.since.is_some(), "now its client is waited for");
+    assert!(second.late().is_some(), "now its client is waited for");
     assert!(matches!(first.next(), Ok(Next::Frame(Head { kind: Kind::Cancel, .. }, _))));
     assert!(first.bytes.capacity() <= SMALL_BODY_BYTES * 4, "{}", first.bytes.capacity());
-    drop((second, others));
-    assert!(locals.receive(RECEIVING_BYTES_MAX).is_some());
+    drop(second);
+    assert!(all(&locals).is_some());
+}
+
+#[test]
+fn slow_senders_of_one_tenant_leave_room_for_a_request_of_another() {
+    let locals = Arc::new(Locals::new(0, 1, 2, [0; 16]));
+    let head = Head { length: BODY_BYTES_MAX, kind: Kind::Read, id: 1 }.bytes();
+    let slow: Vec<Incoming> = (0..40)
+        .map(|_| {
+            let mut incoming = known(&locals);
+            incoming.bytes.extend_from_slice(&head);
+            incoming.bytes.extend_from_slice(&vec![0; 2 << 20]);
+            let _ = incoming.next();
+            incoming
+        })
+        .collect();
+    let mut other = Incoming::new(&locals);
+    other.belongs_to(2);
+    other.bytes.extend_from_slice(&head);
+    for _ in 0..BODY_BYTES_MAX / (1 << 20) {
+        assert!(matches!(other.next(), Ok(Next::More)));
+        other.bytes.extend_from_slice(&vec![0; 1 << 20]);
+    }
+    assert!(matches!(other.next(), Ok(Next::Frame(..))));
+    drop(slow);
+    assert_eq!(locals.receiving.used(), 0);
+}
+
+#[test]
+fn a_large_body_must_come_at_a_least_rate() {
+    let locals = Arc::new(Locals::default());
+    let mut incoming = known(&locals);
+    incoming.bytes.extend_from_slice(&Head { length: BODY_BYTES_MAX, kind: Kind::Read, id: 1 }.bytes());
+    assert!(matches!(incoming.next(), Ok(Next::More)));
+    let since = incoming.since.unwrap();
+    assert_eq!(incoming.late().unwrap() - since, SLOW + Duration::from_secs(1));
+    incoming.bytes.extend_from_slice(&vec![0; 5 << 20]);
+    assert!(matches!(incoming.next(), Ok(Next::More)));
+    assert_eq!(incoming.late().unwrap() - since, SLOW + Duration::from_secs(6));
 }
 
 #[test]
@@ -128,12 +180,12 @@ fn who_has_not_said_who_he_is_gets_nothing_of_what_others_share() {
         assert_eq!(unknown.next().is_ok(), taken, "{length}");
         assert!(unknown.large.is_none());
     }
-    assert!(locals.receive(RECEIVING_BYTES_MAX).is_some());
+    assert!(all(&locals).is_some());
 }
 
 #[tokio::test]
 async fn a_client_that_closes_before_it_has_read_everything_left_and_did_nothing_wrong() {
-    let locals = Arc::new(Locals::new(1 << 20, 1));
+    let locals = Arc::new(Locals::new(1 << 20, 1, 1, [0; 16]));
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.try_write(b"an answer that nobody reads").unwrap();
     drop(theirs);

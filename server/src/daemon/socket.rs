@@ -1,0 +1,89 @@
+//! The local socket: who may connect is decided before anybody can.
+
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::Path;
+
+use rustix::fs::{Gid, Mode};
+use tokio::net::{UnixListener, UnixStream};
+
+/// Where names of groups stand.
+const GROUPS: &str = "/etc/group";
+
+/// Removes a socket. Whatever else may stand at its path is somebody's file, and stays.
+pub(super) fn remove(path: &Path) -> std::io::Result<()> {
+    if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
+        return Err(std::io::Error::other("there is something there that is no socket: choose another path"));
+    }
+    std::fs::remove_file(path)
+}
+
+/// The group of a name, or of a number.
+pub(super) fn group(name: &str) -> Result<Gid, String> {
+    let known = std::fs::read_to_string(GROUPS).unwrap_or_default();
+    let number = name.parse().ok().or_else(|| number(&known, name));
+    let number = number.filter(|number| *number != u32::MAX);
+    number
+        .map(Gid::from_raw)
+        .ok_or_else(|| format!("listen.socket_group: there is no group {name:?} in {GROUPS}"))
+}
+
+/// The number of a group in a list of them.
+fn number(known: &str, name: &str) -> Option<u32> {
+    let mut fields = known.lines().map(|line| line.split(':')).find_map(|mut fields| {
+        let found = fields.next() == Some(name);
+        found.then_some(fields)
+    })?;
+    fields.nth(1)?.parse().ok()
+}
+
+/// Listens at a path: for this user, and a group if there is one. A socket that nobody answers is what an earlier server left.
+pub(super) async fn listen(path: &Path, group: Option<Gid>) -> Result<UnixListener, String> {
+    let fault = |error: std::io::Error| format!("listen.socket: {}: {error}", path.display());
+    if path.symlink_metadata().is_ok() {
+        if UnixStream::connect(path).await.is_ok() {
+            return Err(format!("listen.socket: {}: another server answers there", path.display()));
+        }
+        remove(path).map_err(fault)?;
+    }
+    // With its rights from the first moment on; whatever else is made meanwhile has fewer, not more.
+    let before = rustix::process::umask(Mode::RWXG | Mode::RWXO | Mode::XUSR);
+    let bound = UnixListener::bind(path);
+    rustix::process::umask(before);
+    let listener = bound.map_err(fault)?;
+    if let Some(group) = group {
+        rustix::fs::chown(path, None, Some(group)).map_err(|error| fault(error.into()))?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660)).map_err(fault)?;
+    }
+    Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    #[tokio::test]
+    async fn nobody_but_the_servers_user_and_a_named_group_may_connect() {
+        let folder = std::env::temp_dir().join(format!("kvarts-socket-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let own = rustix::process::getegid();
+        for (group, mode) in [(None, 0o600), (Some(own), 0o660)] {
+            let path = folder.join("kvarts.sock");
+            let _listener = listen(&path, group).await.unwrap();
+            let data = std::fs::symlink_metadata(&path).unwrap();
+            assert_eq!(data.mode() & 0o777, mode, "{group:?}");
+            assert_eq!(data.gid(), own.as_raw());
+            remove(&path).unwrap();
+        }
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn groups_are_known_by_name_and_number() {
+        let known = "root:x:0:\nengines:x:1234:vllm,sglang\nbroken\n";
+        assert_eq!((number(known, "engines"), number(known, "root")), (Some(1234), Some(0)));
+        assert_eq!((number(known, "engine"), number(known, "broken")), (None, None));
+        assert_eq!(group("4321").unwrap().as_raw(), 4321);
+        assert!(group("no such group").unwrap_err().contains("listen.socket_group"));
+    }
+}

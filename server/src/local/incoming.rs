@@ -1,0 +1,167 @@
+//! What a client sends, put together into frames: nothing is held for it but what has arrived, and of that no more than
+//! there is room for.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use rustix::net::RecvFlags;
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+use tokio::time::Instant;
+
+use super::frame::{Head, NoFrame};
+use super::limits::{
+    BODY_BYTES_MAX, HEAD_BYTES, HELLO_BYTES_MAX, RECEIVE_BYTES, RECEIVING_RATE, RECEIVING_STEP_BYTES, SLOW,
+    SMALL_BODY_BYTES, STALL,
+};
+use super::pot::Part;
+use super::{Locals, socket};
+
+/// Why a connection ends.
+#[derive(Debug)]
+pub(super) enum Ended {
+    /// The client left, or was cut off.
+    Left,
+    /// The server is about to stop.
+    Drained,
+    /// It sent what cannot be.
+    Broken(String),
+}
+
+impl From<io::Error> for Ended {
+    fn from(_: io::Error) -> Self {
+        Self::Left
+    }
+}
+
+pub(super) fn broken(what: impl ToString) -> Ended {
+    Ended::Broken(what.to_string())
+}
+
+/// What has arrived and is not used yet.
+pub(super) struct Incoming {
+    locals: Arc<Locals>,
+    pub(super) bytes: Vec<u8>,
+    at: usize,
+    pub(super) descriptors: Vec<OwnedFd>,
+    scratch: Box<[u8]>,
+    /// Whose it is, and the longest body that is taken: a short one, until somebody has said who he is.
+    tenant: Option<u32>,
+    /// The part of what may be received that the large body under way has: somewhat more than has arrived of it.
+    large: Option<Part>,
+    /// Since when a frame is incomplete. While it has nothing of what others wait for, its client stalls nothing.
+    since: Option<Instant>,
+}
+
+/// The next frame, or why there is none.
+pub(super) enum Next {
+    Frame(Head, Bytes),
+    /// More has to arrive.
+    More,
+    /// More may only be received when others have received theirs.
+    Wait,
+}
+
+impl Incoming {
+    pub(super) fn new(locals: &Arc<Locals>) -> Self {
+        let scratch = vec![0; RECEIVE_BYTES].into_boxed_slice();
+        let (bytes, descriptors) = (Vec::new(), Vec::new());
+        let (tenant, large, since) = (None, None, None);
+        Self { locals: Arc::clone(locals), bytes, at: 0, descriptors, scratch, tenant, large, since }
+    }
+
+    /// Somebody has said who he is: from now on his bodies may be long.
+    pub(super) fn belongs_to(&mut self, tenant: u32) {
+        self.tenant = Some(tenant);
+    }
+
+    /// When the rest of a frame comes too late, if one is under way: all of it after [`STALL`], and of a large one as much as
+    /// [`RECEIVING_RATE`] says.
+    pub(super) fn late(&self) -> Option<Instant> {
+        let since = self.since?;
+        let Some(large) = &self.large else { return Some(since + STALL) };
+        let steps = large.amount() / RECEIVING_STEP_BYTES * (RECEIVING_STEP_BYTES / RECEIVING_RATE);
+        Some(since + STALL.min(SLOW + Duration::from_secs(steps)))
+    }
+
+    /// Takes what there is.
+    pub(super) fn receive(&mut self, stream: &UnixStream) -> Result<(), Ended> {
+        let Self { scratch, descriptors, bytes, .. } = self;
+        let got = stream.try_io(Interest::READABLE, || {
+            socket::receive(stream, scratch, descriptors, RecvFlags::empty()).map_err(io::Error::from)
+        });
+        match got {
+            Ok(0) => Err(Ended::Left),
+            Ok(count) => {
+                bytes.extend_from_slice(scratch.get(..count).unwrap_or_default());
+                Ok(())
+            }
+            Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {
+                Ok(())
+            }
+            // A client that closes before it has read everything: no fault of its own.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Err(Ended::Left),
+            Err(error) => Err(broken(error)),
+        }
+    }
+
+    pub(super) fn next(&mut self) -> Result<Next, Ended> {
+        let rest = self.bytes.get(self.at..).unwrap_or_default();
+        let Some(head) = Head::parse(rest).map_err(broken)? else {
+            if rest.is_empty() {
+                // It came with one of the frames that were taken, or in front of one of them.
+                if !self.descriptors.is_empty() {
+                    return Err(broken("a descriptor that nobody asked for"));
+                }
+                self.bytes.clear();
+                self.at = 0;
+                self.since = None;
+            } else {
+                self.since.get_or_insert_with(Instant::now);
+            }
+            return Ok(Next::More);
+        };
+        if head.length > if self.tenant.is_some() { BODY_BYTES_MAX } else { HELLO_BYTES_MAX } {
+            return Err(broken(NoFrame::TooLong));
+        }
+        let Some(body) = rest.get(HEAD_BYTES..HEAD_BYTES + head.length) else {
+            let arrived = rest.len();
+            if head.length > SMALL_BODY_BYTES && !self.counts(head.length as u64, arrived as u64) {
+                return Ok(Next::Wait);
+            }
+            self.since.get_or_insert_with(Instant::now);
+            return Ok(Next::More);
+        };
+        let body = Bytes::copy_from_slice(body);
+        self.at += HEAD_BYTES + head.length;
+        (self.large, self.since) = (None, None);
+        if self.at >= SMALL_BODY_BYTES {
+            self.bytes.drain(..self.at);
+            self.bytes.shrink_to(SMALL_BODY_BYTES * 4);
+            self.at = 0;
+        }
+        Ok(Next::Frame(head, body))
+    }
+
+    /// Has room for what arrives next of a large body; false if others have received so much that there is none.
+    fn counts(&mut self, length: u64, arrived: u64) -> bool {
+        let next = (arrived + RECEIVE_BYTES as u64).next_multiple_of(RECEIVING_STEP_BYTES).min(length);
+        let tenant = self.tenant.unwrap_or_default();
+        let large = self.large.get_or_insert_with(|| self.locals.receiving.part(tenant));
+        if large.amount() < next && !large.set(next) {
+            if large.amount() == 0 {
+                (self.large, self.since) = (None, None);
+            }
+            return false;
+        }
+        self.bytes.drain(..self.at);
+        self.at = 0;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests;

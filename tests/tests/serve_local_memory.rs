@@ -1,0 +1,196 @@
+//! Clients of the local path that take their memory's pages away, keep what they were given, or ask and say nothing: the server
+//! pays for nothing, is not killed, and others come in.
+#![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
+#![allow(clippy::result_large_err, reason = "the contract's error, as it came")]
+
+mod raw;
+mod served;
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+use kvarts_layout::BlockKey;
+use kvarts_server::local::frame::Kind;
+use kvarts_server::proto;
+use kvarts_store::api::{BlockOutcome, ReadRequest};
+use kvarts_store::io::shared;
+use kvarts_tests::conformance::{Desk, pages};
+use prost::Message;
+use raw::{BLOCK, Raw, column, expect_nothing_left, expect_served, key_bytes, local_put, local_read, places};
+use rustix::fs::MemfdFlags;
+use served::{ClientStage, Served};
+
+fn stage(name: &str) -> ClientStage {
+    ClientStage::open(name)
+}
+
+/// Bytes of memory that a file has.
+fn taken(file: &OwnedFd) -> i64 {
+    rustix::fs::fstat(file).unwrap().st_blocks * 512
+}
+
+#[test]
+fn looking_into_memory_that_is_all_holes_takes_no_page_and_kills_nobody() {
+    let stage = stage("local-holes");
+    let desk = Desk::new(&stage, "holes");
+    let keys = desk.keys(0..8);
+    let mut raw = Raw::open(&stage.served);
+    let file = shared::sealed(8 * BLOCK).unwrap();
+    raw.share(proto::LocalMode::LocalDirect, 8 * BLOCK, &file).unwrap();
+    raw.say(Kind::Put, 2, &local_put(desk.namespace, &keys, 77, vec![1; 8]));
+    let reply = raw.answer::<proto::PutReply>().unwrap();
+    let retry = |outcome: &proto::PutOutcome| outcome.error.as_ref().unwrap().kind() == proto::Kind::Retry;
+    assert!(reply.outcomes.len() == 8 && reply.outcomes.iter().all(retry));
+    // What a hole holds is zeros, and who says so has them stored.
+    let zeros = crc32fast::hash(&vec![0; BLOCK as usize]);
+    raw.say(Kind::Put, 3, &local_put(desk.namespace, &keys, 77, vec![zeros; 8]));
+    let reply = raw.answer::<proto::PutReply>().unwrap();
+    assert!(reply.outcomes.iter().all(|outcome| outcome.what() == proto::put_outcome::What::Stored));
+    assert_eq!(taken(&file), 0, "the server paid for pages by looking");
+    drop((raw, file));
+    expect_nothing_left(&stage.served);
+    expect_served(&stage, 1);
+}
+
+#[test]
+fn of_a_put_only_the_blocks_that_changed_are_refused() {
+    let stage = stage("local-some-changed");
+    let desk = Desk::new(&stage, "some changed");
+    let keys = desk.keys(0..6);
+    let mut raw = Raw::open(&stage.served);
+    let _pool = raw.pool(1, 6 * BLOCK);
+    let zeros = crc32fast::hash(&vec![0; BLOCK as usize]);
+    let digests = [zeros, zeros, 5, zeros, 6, 7].to_vec();
+    raw.say(Kind::Put, 2, &local_put(desk.namespace, &keys, 1, digests));
+    let reply = raw.answer::<proto::PutReply>().unwrap();
+    let stored = |outcome: &proto::PutOutcome| outcome.what() == proto::put_outcome::What::Stored;
+    let found: Vec<bool> = reply.outcomes.iter().map(stored).collect();
+    assert_eq!(found, [true, true, false, true, false, false]);
+    let request = desk.read_request(pages(), &keys);
+    let (_, end) = desk.read(&ReadRequest { order: kvarts_store::api::Order::Blocks, ..request });
+    let failed: Vec<u32> = end.failures.iter().map(|(block, _)| *block).collect();
+    assert_eq!(failed, [2, 4, 5]);
+}
+
+#[test]
+fn memory_that_takes_no_bytes_any_more_is_an_error_of_its_client_alone() {
+    let stage = stage("local-unwritable");
+    let desk = Desk::new(&stage, "unwritable");
+    let keys = desk.keys(0..4);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 4]);
+    let mut raw = Raw::open(&stage.served);
+    let file =
+        rustix::fs::memfd_create("unwritable", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&file, 8 * BLOCK).unwrap();
+    shared::seal(&file).unwrap();
+    raw.share(proto::LocalMode::LocalDirect, 8 * BLOCK, &file).unwrap();
+    rustix::fs::fcntl_add_seals(&file, rustix::fs::SealFlags::FUTURE_WRITE).unwrap();
+    // Not on pages: the server copies.
+    let mut into = places(77, 4);
+    into.targets.iter_mut().for_each(|target| target.base += 64);
+    raw.say(Kind::Read, 5, &local_read(desk.namespace, &keys, into.clone()));
+    let (mut end, mut announced) = (None, 0);
+    loop {
+        let (head, body) = raw.hear().expect("the connection stays");
+        match head.kind {
+            Kind::End => end = proto::LocalEnd::decode(&body[..]).unwrap().end,
+            Kind::Released => break,
+            _ => announced += 1,
+        }
+    }
+    let end = end.unwrap();
+    assert_eq!((announced, end.usable_blocks, end.failures.len()), (0, 0, 4));
+    assert!(end.failures.iter().all(|failure| failure.error.as_ref().unwrap().message.contains("unshare")));
+    raw.say(Kind::Read, 6, &local_read(desk.namespace, &keys, into));
+    assert_eq!(raw.answer::<proto::UnlockReply>().unwrap_err().reason(), proto::Reason::Malformed);
+    desk.expect(pages(), &keys, 1);
+    drop((raw, file));
+    expect_nothing_left(&stage.served);
+    assert_eq!(stage.served.daemon().node().engine.stats().counts.blocks_quarantined, 0);
+}
+
+#[test]
+fn memory_that_the_server_made_counts_for_as_long_as_a_client_may_keep_it() {
+    let served = Served::start("local-kept", "[limits]\nshared = \"8 MiB\"\n");
+    let mut kept = Vec::new();
+    let mut made = |bytes: u64| {
+        let mut raw = Raw::open(&served);
+        let mode = proto::LocalMode::LocalCopied.into();
+        raw.say(Kind::Share, 1, &proto::ShareRequest { memory: 1, mode, bytes });
+        let answer = raw.answer::<proto::ShareReply>();
+        kept.append(&mut raw.files);
+        answer.map(drop)
+    };
+    assert!(made(1 << 20).is_ok() && made(1 << 20).is_ok());
+    let error = made(4096).unwrap_err();
+    assert!(error.kind() == proto::Kind::Retry && error.message.contains("of your own"), "{}", error.message);
+    // A file of the client's own is the client's to keep.
+    for _ in 0..8 {
+        let (mut raw, file) = (Raw::open(&served), shared::sealed(2 << 20).unwrap());
+        raw.share(proto::LocalMode::LocalCopied, 2 << 20, &file).unwrap();
+        drop(raw);
+        expect_nothing_left(&served);
+    }
+    assert!(served.local(None).pool(2 << 20).is_ok());
+}
+
+#[test]
+fn connections_that_say_nothing_wait_outside_and_others_come_in_after_them() {
+    let stage = stage("local-silent");
+    let before = std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let most = kvarts_server::local::limits::UNKNOWN_MAX;
+    let silent: Vec<UnixStream> = (0..most * 2)
+        .map_while(|_| {
+            let socket = rustix::net::socket_with(
+                rustix::net::AddressFamily::UNIX,
+                rustix::net::SocketType::STREAM,
+                rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK,
+                None,
+            );
+            let path = rustix::net::SocketAddrUnix::new(stage.served.daemon().socket().unwrap()).unwrap();
+            let socket = socket.unwrap();
+            rustix::net::connect(&socket, &path).ok().map(|()| UnixStream::from(socket))
+        })
+        .collect();
+    assert!(silent.len() > most / 2, "{} connected", silent.len());
+    let now = std::fs::read_dir("/proc/self/fd").unwrap().count();
+    // This process is both ends, and others of its tests run beside.
+    assert!(now < before + silent.len() + most + 200, "{now} descriptors of {before}");
+    drop(silent);
+    expect_served(&stage, 1);
+    drop(Raw::open(&stage.served));
+    expect_nothing_left(&stage.served);
+}
+
+#[test]
+fn a_long_look_up_is_answered_while_the_session_goes_on() {
+    let stage = stage("local-long-look-up");
+    let desk = Desk::new(&stage, "long");
+    let keys = desk.keys(0..4);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 4]);
+    let mut raw = Raw::open(&stage.served);
+    let all = [keys.clone(), desk.keys(4..20_000)].concat();
+    let exists = |keys: &[BlockKey], lease_ms| proto::ExistsRequest {
+        namespace: desk.namespace.as_bytes().to_vec().into(),
+        column: column(),
+        keys: key_bytes(keys),
+        lease_ms,
+        ..proto::ExistsRequest::default()
+    };
+    for id in 0..4 {
+        raw.say(Kind::Exists, id, &exists(&all, 0));
+    }
+    raw.say(Kind::Exists, 4, &exists(&keys, 3_600_000));
+    let mut answered = std::collections::BTreeMap::new();
+    while answered.len() < 5 {
+        let (head, body) = raw.hear().expect("the connection stays");
+        assert_eq!(head.kind, Kind::Done);
+        let reply = proto::ExistsReply::decode(&body[..]).unwrap();
+        answered.insert(head.id, (reply.presence.len(), reply.lease != 0));
+    }
+    let long = (20_000, false);
+    assert_eq!(answered.into_values().collect::<Vec<_>>(), [long, long, long, long, (4, true)]);
+    drop(raw);
+    expect_nothing_left(&stage.served);
+    assert_eq!(stage.served.daemon().node().engine.holding().leases, 0);
+}
