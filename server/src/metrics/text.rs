@@ -133,6 +133,12 @@ fn engine(out: &mut String, node: &Node) {
     one(out, "kvarts_disk_allocated_bytes", "gauge", "Bytes that are on disk.", stats.allocated_bytes);
     let free = stats.budget_bytes.saturating_sub(stats.allocated_bytes);
     one(out, "kvarts_disk_free_bytes", "gauge", "Bytes of the budget that are not on disk.", free);
+    one(out, "kvarts_index_bytes", "gauge", "Memory that the index of blocks takes.", stats.index.bytes);
+    one(out, "kvarts_index_blocks", "gauge", "Blocks in the index.", stats.index.blocks);
+    if let Some(most) = stats.index_bytes_max {
+        let help = "Memory that the index may take: near it blocks are evicted, beyond it nothing is put.";
+        one(out, "kvarts_index_bytes_max", "gauge", help, most);
+    }
     let space = stats.space.total;
     head(
         out,

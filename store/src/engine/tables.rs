@@ -62,6 +62,7 @@ impl Shared {
             table("bytes of events", self.events.bytes()),
             table("run classes", classes),
             table("layouts of run classes", layouts),
+            table("segments noted for their times", self.due.len()),
             table("namespaces", self.names.len()),
             table("books", self.index.records().ledger().segment_count()),
             table("accounts", self.index.records().ledger().namespaces().len()),
