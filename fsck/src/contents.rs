@@ -321,6 +321,7 @@ fn take(store: &Store, (shard, segment): (usize, u32), report: &SegmentReport, t
     let mut bodies = Bodies::new(store, (shard, segment), report);
     let holes = match &report.outcome {
         Outcome::Sealed { .. } => bodies.holes(),
+        Outcome::Walked { scanned, .. } if scanned.was_sealed => bodies.holes(),
         // What was never written is no decision.
         _ => Vec::new(),
     };

@@ -1,10 +1,11 @@
 //! Blocks that were evicted: holes in sealed segments.
 //!
-//! The rule (docs/FORMAT.md): a block that a sealed segment lists is gone if a hole of the file touches its record's
+//! The rule (docs/FORMAT.md): a block of a segment that was sealed is gone if a hole of the file touches its record's
 //! header or any of its chunks. That is a decision, not damage. Zeros that are written are damage.
 
 use kvarts_layout::arrange::Span;
 use kvarts_layout::codec::{Encoding, StoredPlaces};
+use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::{Blocks, ENCODING_RAW, layout_from_code};
 use kvarts_layout::{Coordinate, Geometry, Group, RunLayout};
 
@@ -15,6 +16,13 @@ pub type Holes = [(u64, u64)];
 pub fn touched(holes: &Holes, at: u64, len: u64) -> bool {
     let first = holes.partition_point(|(start, bytes)| start.saturating_add(*bytes) <= at);
     len > 0 && holes.get(first).is_some_and(|(start, _)| *start < at.saturating_add(len))
+}
+
+/// Where the hole ends that takes part of the page at `at`, in whole pages; `None` if none does.
+pub fn hole_end(holes: &Holes, at: u64) -> Option<u64> {
+    let first = holes.partition_point(|(start, bytes)| start.saturating_add(*bytes) <= at);
+    let (start, bytes) = holes.get(first).filter(|(start, _)| *start < at.saturating_add(PAGE_BYTES))?;
+    start.checked_add(*bytes)?.checked_next_multiple_of(PAGE_BYTES)
 }
 
 /// Bytes of a range that are holes.
@@ -52,7 +60,7 @@ pub fn gone(
     if touched(holes, offset, u64::from(header_bytes)) {
         return vec![true; count];
     }
-    if !touched(holes, payload, payload_bytes.next_multiple_of(kvarts_layout::format::PAGE_BYTES)) {
+    if !touched(holes, payload, payload_bytes.next_multiple_of(PAGE_BYTES)) {
         return Vec::new();
     }
     let layout = || {

@@ -8,7 +8,7 @@ use kvarts_layout::format::footer::{self, Footer};
 use kvarts_layout::format::recovery::{HeaderSeen, Known, SegmentSighting, TrailerSeen};
 use kvarts_layout::format::seal::claimed_position;
 use kvarts_layout::format::segment::SegmentHeader;
-use kvarts_layout::format::trailer::{self, Trailer};
+use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, Secret, Unsound};
 
 use crate::window::Window;
@@ -100,12 +100,15 @@ impl Ends {
         }
     }
 
-    /// How far a trailer or the checkpoint says that the segment had been flushed, and of which generation.
+    /// How far a trailer or the checkpoint says that the segment had been flushed, and of which generation. What recovery
+    /// sealed may have torn records among those that count.
     pub fn durable(&self, known: Option<&SegmentState>) -> (u64, u64) {
         match (&self.trailer, known) {
-            (Ok(trailer), _) => (self.trailer_position.generation, trailer.log_end),
-            (Err(_), Some(known)) => (known.generation, known.log_end),
-            (Err(_), None) => (0, 0),
+            (Ok(trailer), _) if trailer.reason == SealReason::Normal => {
+                (self.trailer_position.generation, trailer.log_end)
+            }
+            (_, Some(known)) => (known.generation, known.log_end),
+            (_, None) => (0, 0),
         }
     }
 

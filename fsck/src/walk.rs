@@ -7,7 +7,7 @@
 //! Memory: the bodies of one segment's records, which are no more than its footer would be.
 
 use kvarts_layout::format::footer::{Content, Defined, Entry};
-use kvarts_layout::format::record::{self, Body, Prefix};
+use kvarts_layout::format::record::{self, Body, Kind, Prefix};
 use kvarts_layout::format::recovery::{
     Decision, Found, Later, Proof, RecordSighting, Scan, Severity, Sight, record_row, sight,
 };
@@ -15,6 +15,7 @@ use kvarts_layout::format::seal::claimed_position;
 use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, Secret, is_zero};
 
 use crate::findings::{self, Finding, Findings, Label, Place};
+use crate::holes::{hole_end, touched};
 use crate::names::Names;
 use crate::verify::{BadChunk, Verified, verify};
 use crate::window::Window;
@@ -34,6 +35,8 @@ pub struct Target {
     pub durable_upto: u64,
     /// Where the trailer stands.
     pub end: u64,
+    /// Whether the segment was sealed: then what the file has no bytes of was evicted.
+    pub was_sealed: bool,
     /// Whether content ids are wanted.
     pub content_ids: bool,
 }
@@ -89,6 +92,8 @@ pub struct Scanned {
     pub last_sequence: u64,
     /// Everything below had been flushed.
     pub durable_upto: u64,
+    /// Whether what the file has no bytes of was evicted.
+    pub was_sealed: bool,
 }
 
 impl Scanned {
@@ -142,8 +147,8 @@ pub fn look(window: &mut Window<'_>, position: &Position, secret: &Secret) -> Si
     }
 }
 
-/// Reads the payload of a proven record of blocks, where the definitions before it say how. In a `sealed` segment holes
-/// are blocks that were evicted.
+/// Reads the payload of a proven record of blocks, where the definitions before it say how. In a segment that was `sealed`
+/// holes are blocks that were evicted.
 pub fn read_payload(
     window: &mut Window<'_>,
     (position, secret): (&Position, &Secret),
@@ -201,7 +206,7 @@ pub fn scan(window: &mut Window<'_>, target: &Target, secret: &Secret, into: &mu
         position = position.under(ahead);
         walked = walk(window, &position, target, secret);
     }
-    decide(&position, target.scan, walked, into)
+    decide(&position, target, walked, into)
 }
 
 fn walk(window: &mut Window<'_>, segment: &Position, target: &Target, secret: &Secret) -> Walk {
@@ -217,8 +222,20 @@ fn walk(window: &mut Window<'_>, segment: &Position, target: &Target, secret: &S
     let mut names = Names::default();
     let mut offset = PAGE_BYTES;
     while offset < target.end {
+        let hole = if target.was_sealed { hole_end(window.holes(), offset) } else { None };
+        if let Some(behind) = hole {
+            let behind = behind.min(target.end);
+            walk.run(Found::Hole, offset, behind);
+            offset = behind;
+            continue;
+        }
         let position = segment.at(offset);
-        let seen = look(window, &position, secret);
+        let mut seen = look(window, &position, secret);
+        if let Some(prefix) = seen.prefix.filter(|prefix| target.was_sealed && prefix.kind == Kind::Blocks)
+            && touched(window.holes(), offset, u64::from(prefix.header_bytes))
+        {
+            seen = Sight { found: Found::Hole, body: None, ..seen };
+        }
         names.note(&seen);
         if seen.found == Found::Ahead {
             let claimed = claimed_position(window.bytes(offset, PAGE));
@@ -245,14 +262,15 @@ fn walk(window: &mut Window<'_>, segment: &Position, target: &Target, secret: &S
             offset = offset.saturating_add(PAGE_BYTES);
             continue;
         }
-        if met.found != Found::Torn {
+        if !matches!(met.found, Found::Torn | Found::Hole) {
             if prefix.sequence <= walk.last_sequence {
                 met.found = Found::OutOfOrder;
             }
             walk.last_sequence = walk.last_sequence.max(prefix.sequence);
             walk.last_record = offset;
         }
-        take_in(window, (&position, secret), &mut met, &mut names, target.content_ids);
+        let how = (target.was_sealed, target.content_ids);
+        take_in(window, (&position, secret), &mut met, &mut names, how);
         walk.items.push(Item::Record(Box::new(met)));
         offset = offset.saturating_add(prefix.record_bytes());
     }
@@ -265,7 +283,7 @@ fn take_in(
     place: (&Position, &Secret),
     met: &mut Met,
     names: &mut Names,
-    content_ids: bool,
+    how: (bool, bool),
 ) {
     let Some(body) = &met.body else { return };
     match met.found {
@@ -278,7 +296,7 @@ fn take_in(
                 met.model = namespace.map(|namespace| namespace.model.clone());
                 met.namespace = namespace.map(|namespace| namespace.id.0);
             }
-            met.payload = read_payload(window, place, (&met.prefix, body), names, (false, content_ids));
+            met.payload = read_payload(window, place, (&met.prefix, body), names, how);
             if let Payload::Read(verified) = &met.payload {
                 met.found = if verified.is_whole() { Found::RecordWhole } else { Found::RecordBroken };
             }
@@ -289,6 +307,11 @@ fn take_in(
 
 impl Walk {
     fn run(&mut self, found: Found, start: u64, end: u64) {
+        let behind = |one: &Item| matches!(one, Item::Run { found: Found::Hole | Found::Remains, end, .. } if *end == start);
+        let found = match found {
+            Found::Noise | Found::Empty if self.items.last().is_some_and(behind) => Found::Remains,
+            found => found,
+        };
         match self.items.last_mut() {
             Some(Item::Run { found: before, end: upto, .. }) if *before == found && *upto == start => {
                 *upto = end
@@ -304,17 +327,18 @@ pub fn place(position: &Position, offset: u64) -> Place {
 }
 
 /// Looks up the row of everything that the walk met.
-fn decide(segment: &Position, scan: Scan, walk: Walk, into: &mut Findings) -> Scanned {
+fn decide(segment: &Position, target: &Target, walk: Walk, into: &mut Findings) -> Scanned {
     let mut scanned = Scanned {
         generation: segment.generation,
         log_end: PAGE_BYTES,
         last_sequence: walk.last_sequence,
         durable_upto: walk.durable_upto,
+        was_sealed: target.was_sealed,
         ..Scanned::default()
     };
     let sighting = |found, offset| RecordSighting {
         found,
-        scan,
+        scan: target.scan,
         proof: if offset < walk.durable_upto && !kvarts_layout::planted!("fsck-calls-damage-torn") {
             Proof::Durable
         } else {

@@ -2,14 +2,15 @@
 //!
 //! What is decided here is told to the operator and exported, so that nobody finds out at the first read that a module is
 //! missing. What is read this way the device must verify: where memory is made ready for it the device is asked to digest a
-//! page, before it is said that it can.
+//! page, before it is said that it can. Whether reads of a file system come straight is seen by the first of them, not by
+//! what is installed: cuFile goes through the processor's memory where it must, and says nothing.
 //! **No machine with a GPU has run it yet.**
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use crate::device::{Device, cuda};
+use crate::device::{Device, Route, cuda};
 use crate::device_arena::DeviceArena;
 use crate::error::DeviceError;
 
@@ -92,7 +93,7 @@ impl fmt::Display for Decision {
 
 /// Looks at the machine without using anything that may be missing.
 pub fn look(device: Result<(), String>) -> Found {
-    let module = rustix::fs::access("/proc/driver/nvidia-fs/version", rustix::fs::Access::READ_OK).is_ok();
+    let module = cuda::has_nvidia_fs();
     Found { library: cuda::has_cufile(), device, module }
 }
 
@@ -152,7 +153,8 @@ pub fn prepare(
     if decision.mode == Mode::Staging {
         return Ok((decision, None));
     }
-    match DeviceArena::new(device, bytes) {
+    let route = if decision.mode == Mode::Direct { Route::Straight } else { Route::Any };
+    match DeviceArena::with_route(device, bytes, route) {
         Ok(arena) => Ok(match (device.digests(arena.memory().memory(), &[(0, PAGE)]), wish) {
             (Ok(_), _) => (decision, Some(arena)),
             (Err(error), Wish::Auto) => {

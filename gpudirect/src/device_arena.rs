@@ -4,17 +4,22 @@
 //! handle. What an engine's pool looks like therefore does not matter to the disk: its blocks are put in their places
 //! by copies within the device, after they were compared with their digests.
 
+use std::collections::BTreeSet;
 use std::fmt;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::buddy::{ArenaUse, Buddy, PIECE_MIN, size};
-use crate::device::{Device, Files, Registered};
+use crate::device::{Device, Files, OpenFile, Registered, Route};
 use crate::error::DeviceError;
 
 struct Shared {
     files: Arc<dyn Files>,
     memory: Registered,
     free: Mutex<Buddy>,
+    route: Route,
+    /// File systems of which a read has been seen to come the straight way.
+    proven: Mutex<BTreeSet<u64>>,
 }
 
 /// The arena. Cheap to clone.
@@ -29,14 +34,20 @@ pub(crate) struct DevicePiece {
 }
 
 impl DeviceArena {
-    /// Allocates `bytes` on a device, rounded up to whole smallest pieces, and registers them. Says why not where the
-    /// device cannot read files.
+    /// Allocates `bytes` on a device, rounded up to whole smallest pieces, and registers them for reads that come straight
+    /// or are an error. Says why not where the device cannot read files.
     pub fn new(device: &Arc<dyn Device>, bytes: u64) -> Result<Self, DeviceError> {
-        let files = device.files()?;
+        Self::with_route(device, bytes, Route::Straight)
+    }
+
+    /// The same for reads that may come another way.
+    pub fn with_route(device: &Arc<dyn Device>, bytes: u64, route: Route) -> Result<Self, DeviceError> {
+        let files = device.files(route)?;
         let no = DeviceError::NoMemory(bytes);
         let bytes = bytes.max(PIECE_MIN).checked_next_multiple_of(PIECE_MIN).ok_or(no)?;
         let memory = files.register(&device.allocate(bytes)?)?;
-        Ok(Self(Arc::new(Shared { files, memory, free: Mutex::new(Buddy::new(bytes)) })))
+        let (free, proven) = (Mutex::new(Buddy::new(bytes)), Mutex::default());
+        Ok(Self(Arc::new(Shared { files, memory, free, route, proven })))
     }
 
     /// How full it is.
@@ -55,6 +66,28 @@ impl DeviceArena {
 
     pub(crate) fn memory(&self) -> &Registered {
         &self.0.memory
+    }
+
+    /// Reads a file to `at` in the memory. The first read of each file system must be seen to come the straight way, unless
+    /// it may come any.
+    pub(crate) fn read(
+        &self,
+        (file, open): (BorrowedFd<'_>, &OpenFile),
+        offset: u64,
+        at: u64,
+        len: u64,
+    ) -> Result<(), DeviceError> {
+        let Shared { files, memory, proven, .. } = &*self.0;
+        let call = "fstat of a file";
+        let failed = |error: rustix::io::Errno| DeviceError::Call { call, why: error.to_string() };
+        let system = rustix::fs::fstat(file).map_err(failed)?.st_dev;
+        let proven = || proven.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.0.route == Route::Any || proven().contains(&system) {
+            return files.read(open, offset, memory, at, len);
+        }
+        files.prove(open, offset, memory, at, len)?;
+        proven().insert(system);
+        Ok(())
     }
 
     /// The largest piece of at most `most` bytes that is free now, if one of at least `least` bytes is.

@@ -43,12 +43,12 @@ pub(crate) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     runtime.worker_threads(config.threads).thread_name("kvarts-serve").enable_all();
     let runtime = runtime.build().map_err(Failure::user)?;
-    let served = runtime.block_on(serve(&config, out));
+    let served = runtime.block_on(serve(arguments, &config, out));
     runtime.shutdown_background();
     served
 }
 
-async fn serve(config: &Config, out: &mut dyn Write) -> Result<(), Failure> {
+async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> Result<(), Failure> {
     let mut terminate = signal(SignalKind::terminate()).map_err(Failure::user)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::user)?;
     let mut hangup = signal(SignalKind::hangup()).map_err(Failure::user)?;
@@ -81,8 +81,8 @@ async fn serve(config: &Config, out: &mut dyn Write) -> Result<(), Failure> {
                 tracing::info!("interrupted");
                 break Ok(());
             }
-            // A closed terminal must not end a server that others use.
-            _ = hangup.recv() => tracing::info!("SIGHUP: the server goes on"),
+            // A closed terminal must not end a server that others use, either.
+            _ = hangup.recv() => reload(&daemon, arguments),
             ended = daemon.drained() => {
                 match &ended {
                     Ok(()) => tracing::info!("drained"),
@@ -99,13 +99,43 @@ async fn serve(config: &Config, out: &mut dyn Write) -> Result<(), Failure> {
     served.map_err(Failure::User)
 }
 
+/// Reads the configuration again and takes over what can change while the server runs.
+fn reload(daemon: &Daemon, arguments: &ServeArgs) {
+    let told = |failure: &Failure| match failure {
+        Failure::User(why) => why.clone(),
+        other => format!("{other:?}"),
+    };
+    let config = arguments.resolve().map_err(|failure| told(&failure));
+    match config.and_then(|config| daemon.reload(&config)) {
+        Ok(notes) => {
+            tracing::info!(target: "audit", "tenants and tokens were read again");
+            notes.iter().for_each(|note| tracing::info!("{note}"));
+        }
+        Err(why) => {
+            tracing::error!(target: "audit", "the configuration was not read again, all stays as it was: {why}");
+        }
+    }
+}
+
+/// Modules of others whose lines beyond `info` may tell of headers or bytes: they are never written.
+const OTHERS: [&str; 8] = ["h2", "hyper", "hyper_util", "tonic", "tower", "rustls", "tokio_util", "mio"];
+
+/// Whether a line may be written, whatever is asked for.
+fn may_be_written(line: &tracing::Metadata<'_>) -> bool {
+    let module = line.target().split("::").next().unwrap_or_default();
+    *line.level() <= tracing::Level::INFO || !OTHERS.contains(&module)
+}
+
 fn log(config: &Config) -> Result<(), Failure> {
+    use tracing_subscriber::filter::filter_fn;
+    use tracing_subscriber::prelude::*;
     let filter = EnvFilter::try_new(&config.log_level)
         .map_err(|error| Failure::User(format!("configuration: log.level: {error}")))?;
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    let set = match config.log_format {
-        LogFormat::Json => lines.json().try_init(),
-        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).try_init(),
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let lines = match config.log_format {
+        LogFormat::Json => lines.json().boxed(),
+        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).boxed(),
     };
-    set.map_err(|error| Failure::User(format!("logs cannot be written: {error}")))
+    let set = tracing_subscriber::registry().with(lines.with_filter(filter_fn(may_be_written))).with(filter);
+    set.try_init().map_err(|error| Failure::User(format!("logs cannot be written: {error}")))
 }

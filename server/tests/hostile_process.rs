@@ -6,6 +6,8 @@
 //! fewer where the process may not have so many descriptors, which is said on standard error.
 #![allow(clippy::disallowed_methods, reason = "starts processes and opens sockets, outside any simulation")]
 
+mod raw;
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -21,15 +23,12 @@ use kvarts_server::proto;
 use kvarts_server::proto::models_client::ModelsClient;
 use kvarts_server::proto::reads_client::ReadsClient;
 use kvarts_server::proto::store_client::StoreClient;
-use prost::Message;
+use raw::{PAGE, PATIENCE, Raw, Scratch, framed, key, keys, page, put_messages, registration, with_token};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::runtime::Runtime;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request};
 
-/// How long the server may take for anything that a test asks.
-const PATIENCE: Duration = Duration::from_secs(60);
-const PAGE: usize = 64 << 10;
 const BLOCKS: u64 = 64;
 /// The server's memory of requests.
 const MEMORY: usize = 64 << 20;
@@ -41,24 +40,8 @@ const DESCRIPTORS_KEPT: u64 = 2048;
 
 const RED: &str = "kvarts_red_secret_of_this_test";
 const BLUE: &str = "kvarts_blue_secret_of_this_test";
+const GREEN: &str = "kvarts_green_secret_of_this_test";
 const ENDED: &str = "kvarts_ended_secret_of_this_test";
-
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-hostile-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// A server in a process of its own, and somebody who behaves.
 struct Server {
@@ -68,6 +51,7 @@ struct Server {
     log: PathBuf,
     runtime: Runtime,
     namespace: Bytes,
+    channel: Channel,
     reads: ReadsClient<Channel>,
     store: StoreClient<Channel>,
     _scratch: Scratch,
@@ -79,53 +63,14 @@ fn configuration() -> String {
         format!("[[tokens]]\ntenant = '{tenant}'\nrights = ['read', 'write']\nhash = '{hash}'\n{more}\n")
     };
     let tenants =
-        "[[tenants]]\nname = 'red'\ncalls = 4096\n[[tenants]]\nname = 'blue'\ncalls = 4096\n".to_owned();
-    [tenants, token("red", RED, ""), token("blue", BLUE, ""), token("red", ENDED, "expires = 1")].concat()
-}
-
-fn with_token<T>(message: T, token: &str) -> Request<T> {
-    let mut request = Request::new(message);
-    request.metadata_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
-    request
-}
-
-fn key(number: u64) -> [u8; 32] {
-    *blake3::hash(&number.to_le_bytes()).as_bytes()
-}
-
-fn keys(blocks: std::ops::Range<u64>) -> Bytes {
-    blocks.flat_map(key).collect::<Vec<u8>>().into()
-}
-
-fn page(number: u64) -> Vec<u8> {
-    let mut bytes = vec![0; PAGE];
-    blake3::Hasher::new().update(&number.to_le_bytes()).finalize_xof().fill(&mut bytes);
-    bytes
-}
-
-fn registration() -> proto::RegisterModelRequest {
-    let text = |text: &str| text.to_owned();
-    let identity = proto::Identity {
-        model: text("pages"),
-        revision: text("hostile"),
-        tokenizer: text("none"),
-        adapter: text("none"),
-        kv_dtype: text("bf16"),
-        quantisation_recipe: text("none"),
-        quantisation_scales: text("none"),
-        rope: text("none"),
-        window: text("none"),
-        arrangement_engine: text("test"),
-        arrangement_layout: text("flat"),
-        arrangement_version: text("1"),
-        block_tokens: 16,
-        ..proto::Identity::default()
-    };
-    proto::RegisterModelRequest {
-        identity: Some(identity),
-        spec: Some(proto::register_model_request::Spec::OpaquePageBytes(PAGE as u64)),
-        columns: Vec::new(),
-    }
+        ["red", "blue", "green"].map(|name| format!("[[tenants]]\nname = '{name}'\ncalls = 4096\n")).concat();
+    let tokens = [
+        token("red", RED, ""),
+        token("blue", BLUE, ""),
+        token("green", GREEN, ""),
+        token("red", ENDED, "expires = 1"),
+    ];
+    tenants + &tokens.concat()
 }
 
 impl Server {
@@ -136,13 +81,7 @@ impl Server {
         let log = scratch.0.join("log");
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvarts"))
             .current_dir(&scratch.0)
-            .args([
-                "serve",
-                "--config",
-                file.to_str().unwrap(),
-                "--log-level",
-                "info,kvarts_server=debug,h2=info",
-            ])
+            .args(["serve", "--config", file.to_str().unwrap(), "--log-level", "debug"])
             .args([
                 "--listen-grpc",
                 "127.0.0.1:0",
@@ -170,27 +109,15 @@ impl Server {
         let models = ModelsClient::new(channel.clone());
         let reply = runtime.block_on(models.clone().register_model(with_token(registration(), RED)));
         let namespace = reply.unwrap().into_inner().namespace;
-        let (reads, store) = (ReadsClient::new(channel.clone()), StoreClient::new(channel));
+        let (reads, store) = (ReadsClient::new(channel.clone()), StoreClient::new(channel.clone()));
         let mut server =
-            Self { child, grpc, metrics, log, runtime, namespace, reads, store, _scratch: scratch };
+            Self { child, grpc, metrics, log, runtime, namespace, channel, reads, store, _scratch: scratch };
         server.put();
         server
     }
 
     fn put(&mut self) {
-        let header = proto::PutHeader {
-            namespace: self.namespace.clone(),
-            keys: keys(0..BLOCKS),
-            ..proto::PutHeader::default()
-        };
-        let mut parts = vec![proto::put_request::Part::Header(header)];
-        for number in 0..BLOCKS {
-            let (data, offset) = (page(number), number * PAGE as u64);
-            parts.push(proto::put_request::Part::Data(proto::PutData { offset, data: data.into() }));
-        }
-        let mut said = Said::of_put();
-        let message = |part| proto::PutRequest { crc32: said.put(&part), part: Some(part) };
-        let messages: Vec<_> = parts.into_iter().map(message).collect();
+        let messages = put_messages(&self.namespace, 0..BLOCKS);
         let request = with_token(tokio_stream::iter(messages), RED);
         let reply = self.runtime.block_on(self.store.put(request)).unwrap().into_inner();
         assert!(reply.outcomes.iter().all(|one| one.error.is_none()), "{reply:?}");
@@ -280,7 +207,8 @@ impl Server {
         assert!(log.contains("stopped, with a checkpoint"), "{log}");
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let hash = |token: &str| TokenHash::of(token).to_string();
-        let secrets = [RED.to_owned(), BLUE.to_owned(), ENDED.to_owned(), "not_a_token".to_owned()];
+        let secrets =
+            [RED.to_owned(), BLUE.to_owned(), GREEN.to_owned(), ENDED.to_owned(), "not_a_token".to_owned()];
         let more = [hash(RED), hash(BLUE), hash(ENDED), hex(&key(0)), hex(&key(1))];
         for secret in secrets.iter().chain(&more) {
             assert!(!log.contains(secret.as_str()), "{secret} stands in the log");
@@ -296,82 +224,6 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// An HTTP/2 connection that sends what it is told.
-struct Raw(TcpStream);
-
-impl Raw {
-    fn connect(server: &Server) -> Self {
-        let mut raw = Self(TcpStream::connect(&server.grpc).unwrap());
-        raw.0.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").unwrap();
-        raw.frame(4, 0, 0, &[]);
-        raw
-    }
-
-    /// A frame. A server that has hung up takes nothing any more, which is its right.
-    fn frame(&mut self, kind: u8, flags: u8, stream: u32, body: &[u8]) {
-        let length = (body.len() as u32).to_be_bytes();
-        let mut bytes = vec![length[1], length[2], length[3], kind, flags];
-        bytes.extend_from_slice(&stream.to_be_bytes());
-        bytes.extend_from_slice(body);
-        let _ = self.0.write_all(&bytes);
-    }
-
-    /// Begins a call; `id` is odd and larger than those before.
-    fn call(&mut self, id: u32, path: &str, token: Option<&str>) {
-        let mut block = Vec::new();
-        let mut field = |name: &str, value: &str| {
-            block.extend_from_slice(&[0, name.len() as u8]);
-            block.extend_from_slice(name.as_bytes());
-            block.push(value.len() as u8);
-            block.extend_from_slice(value.as_bytes());
-        };
-        for (name, value) in
-            [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "test")]
-        {
-            field(name, value);
-        }
-        field("content-type", "application/grpc");
-        field("te", "trailers");
-        if let Some(token) = token {
-            field("authorization", &format!("Bearer {token}"));
-        }
-        // The headers are whole; more of the stream follows.
-        self.frame(1, 4, id, &block);
-    }
-
-    fn data(&mut self, id: u32, bytes: &[u8], end: bool) {
-        self.frame(0, u8::from(end), id, bytes);
-    }
-
-    fn reset(&mut self, id: u32) {
-        self.frame(3, 0, id, &[0, 0, 0, 8]);
-    }
-
-    /// Reads until the server hangs up.
-    fn until_closed(mut self) {
-        self.0.set_read_timeout(Some(PATIENCE)).unwrap();
-        let mut bytes = [0; 4096];
-        loop {
-            match self.0.read(&mut bytes) {
-                Ok(0) => return,
-                Ok(_) => {}
-                Err(error) => {
-                    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset, "the server goes on");
-                    return;
-                }
-            }
-        }
-    }
-}
-
-/// A message as gRPC frames it.
-fn framed(message: &impl Message) -> Vec<u8> {
-    let mut bytes = vec![0];
-    bytes.extend_from_slice(&(message.encoded_len() as u32).to_be_bytes());
-    message.encode(&mut bytes).unwrap();
-    bytes
 }
 
 fn idle_connections() -> usize {
@@ -393,7 +245,7 @@ fn idle_connections() -> usize {
 /// Reads of somebody else's model: refused, and forgotten. On connections of their own, which may be hung up on: data of
 /// a call that was refused long ago is an error of the connection.
 fn refused(server: &Server, read: &[u8]) -> Vec<Raw> {
-    let mut all: Vec<Raw> = (0..50).map(|_| Raw::connect(server)).collect();
+    let mut all: Vec<Raw> = (0..50).map(|_| Raw::connect(&server.grpc)).collect();
     for raw in &mut all {
         for number in 0..20 {
             raw.call(number * 2 + 1, "/kvarts.v1.Reads/Get", Some(BLUE));
@@ -409,7 +261,7 @@ fn crowds_slow_readers_and_endless_uploads_cost_bounded_memory_and_leave_nothing
     server.expect_served(0);
     let (before, descriptors) = (server.resident(), server.descriptors());
     let count = idle_connections();
-    let idle: Vec<Raw> = (0..count).map(|_| Raw::connect(&server)).collect();
+    let idle: Vec<Raw> = (0..count).map(|_| Raw::connect(&server.grpc)).collect();
     let left = server.metrics()["kvarts_connections_all"];
     server.until("all idle connections are in", |metrics| {
         metrics["kvarts_connections_left"] as usize == left as usize - count - 1
@@ -418,7 +270,7 @@ fn crowds_slow_readers_and_endless_uploads_cost_bounded_memory_and_leave_nothing
     let crowd = server.resident();
     // A thousand reads of 4 MiB that nobody takes, and uploads that send a byte now and then.
     // So few on a connection that their requests fit into the window that it begins with.
-    let mut slow: Vec<Raw> = (0..50).map(|_| Raw::connect(&server)).collect();
+    let mut slow: Vec<Raw> = (0..50).map(|_| Raw::connect(&server.grpc)).collect();
     let read = framed(&server.read_request(0..BLOCKS));
     for raw in &mut slow {
         for number in 0..20 {
@@ -427,7 +279,7 @@ fn crowds_slow_readers_and_endless_uploads_cost_bounded_memory_and_leave_nothing
         }
     }
     let refused = refused(&server, &read);
-    let mut uploads: Vec<Raw> = (0..10).map(|_| Raw::connect(&server)).collect();
+    let mut uploads: Vec<Raw> = (0..10).map(|_| Raw::connect(&server.grpc)).collect();
     let header = proto::PutHeader {
         namespace: server.namespace.clone(),
         keys: keys(1000..1000 + BLOCKS),
@@ -503,18 +355,18 @@ fn garbage_resets_and_storms_disturb_nobody() {
         (9, 4, 1, &noise[..10]),          // a continuation of nothing
         (3, 0, 0, &[0, 0, 0, 8]),         // a reset of the connection
     ] {
-        let mut raw = Raw::connect(&server);
+        let mut raw = Raw::connect(&server.grpc);
         raw.frame(kind, flags, stream, body);
         raw.until_closed();
     }
-    let mut raw = Raw::connect(&server);
+    let mut raw = Raw::connect(&server.grpc);
     let _ = raw.0.write_all(&[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1]);
     raw.until_closed();
     server.expect_served(1);
     // Streams that are opened and reset, faster than anybody could serve them.
     let read = framed(&server.read_request(0..BLOCKS));
     for _ in 0..10 {
-        let mut raw = Raw::connect(&server);
+        let mut raw = Raw::connect(&server.grpc);
         for stream in 0..500 {
             raw.call(stream * 2 + 1, "/kvarts.v1.Reads/Get", Some(RED));
             raw.data(stream * 2 + 1, &read, true);
@@ -523,7 +375,7 @@ fn garbage_resets_and_storms_disturb_nobody() {
     }
     // Clients that come and go.
     for number in 0..1000 {
-        let mut raw = Raw::connect(&server);
+        let mut raw = Raw::connect(&server.grpc);
         match number % 4 {
             0 => raw.call(1, "/kvarts.v1.Store/Put", Some(RED)),
             1 => raw.call(1, "/kvarts.v1.Reads/GetLayers", Some("not_a_token")),
@@ -578,7 +430,7 @@ fn each_who_may_not_come_in_gets_the_right_status_and_a_line_in_the_log() {
     let stats = admin.stats(with_token(proto::StatsRequest {}, RED));
     assert_eq!(server.runtime.block_on(stats).unwrap_err().code(), Code::PermissionDenied);
     // A message that says it is compressed: nobody unpacks it.
-    let mut raw = Raw::connect(&server);
+    let mut raw = Raw::connect(&server.grpc);
     raw.call(1, "/kvarts.v1.Reads/Get", Some(RED));
     raw.data(1, &[1, 0, 0, 0, 4, 0x1f, 0x8b, 8, 0], true);
     // Knocking without end makes no more lines than anybody can read.
@@ -595,4 +447,86 @@ fn each_who_may_not_come_in_gets_the_right_status_and_a_line_in_the_log() {
     let tells = |words: &str| lines.iter().any(|line| line.contains("audit") && line.contains(words));
     assert!(tells("a token is needed") && tells("not valid here") && tells("right to admin"), "{log}");
     assert!(lines.len() >= 6, "{log}");
+}
+
+/// Reads of a whole prefix that nobody takes, so many on each of so many connections.
+fn slow_readers(server: &Server, token: &str, read: &[u8]) -> Vec<Raw> {
+    let mut all: Vec<Raw> = (0..20).map(|_| Raw::connect(&server.grpc)).collect();
+    for raw in &mut all {
+        for number in 0..20 {
+            raw.call(number * 2 + 1, "/kvarts.v1.Reads/Get", Some(token));
+            raw.data(number * 2 + 1, read, true);
+        }
+    }
+    all
+}
+
+/// Puts that begin a message and do not end it.
+fn slow_putters(server: &Server, token: &str, namespace: &Bytes) -> Vec<Raw> {
+    let header =
+        proto::PutHeader { namespace: namespace.clone(), keys: keys(1000..1064), ..Default::default() };
+    let part = proto::put_request::Part::Header(header);
+    let header = proto::PutRequest { crc32: Said::of_put().put(&part), part: Some(part) };
+    let mut all: Vec<Raw> = (0..10).map(|_| Raw::connect(&server.grpc)).collect();
+    for raw in &mut all {
+        for stream in 0..20 {
+            raw.call(stream * 2 + 1, "/kvarts.v1.Store/Put", Some(token));
+            raw.data(stream * 2 + 1, &framed(&header), false);
+            raw.data(stream * 2 + 1, &[0, 0, 0x10, 0, 0, 1], false);
+        }
+    }
+    all
+}
+
+#[test]
+fn what_two_tenants_hold_costs_a_third_neither_reads_nor_puts() {
+    let mut server = Server::start("three");
+    // Blue has the same model, and what red and blue read is theirs.
+    let of = |server: &Server, token| {
+        let models = ModelsClient::new(server.channel.clone());
+        let reply = server
+            .runtime
+            .block_on(async move { models.clone().register_model(with_token(registration(), token)).await });
+        reply.unwrap().into_inner().namespace
+    };
+    let (blue, green) = (of(&server, BLUE), of(&server, GREEN));
+    for (token, namespace) in [(BLUE, &blue), (GREEN, &green)] {
+        let request = with_token(tokio_stream::iter(put_messages(namespace, 0..BLOCKS)), token);
+        let reply = server.runtime.block_on(server.store.put(request)).unwrap().into_inner();
+        assert!(reply.outcomes.iter().all(|one| one.error.is_none()), "{reply:?}");
+    }
+    let read = |namespace: &Bytes| proto::ReadRequest {
+        namespace: namespace.clone(),
+        keys: keys(0..BLOCKS),
+        ..Default::default()
+    };
+    let red = framed(&read(&server.namespace));
+    let readers = [slow_readers(&server, RED, &red), slow_readers(&server, BLUE, &framed(&read(&blue)))];
+    let putters = [slow_putters(&server, RED, &server.namespace), slow_putters(&server, BLUE, &blue)];
+    server.until("they hold what they get", |metrics| {
+        metrics["kvarts_calls_now"] >= 500 && metrics["kvarts_puts_waiting"] > 100
+    });
+    // Green reads 4 MiB and puts as much, as often as it likes.
+    for round in 1..4 {
+        let mut reads = server.reads.clone();
+        let request = with_token(read(&green), GREEN);
+        let bytes = server.runtime.block_on(async {
+            let mut stream = reads.get(request).await?.into_inner();
+            let mut bytes = 0;
+            while let Some(reply) = stream.message().await? {
+                if let Some(proto::read_reply::Part::Data(data)) = reply.part {
+                    bytes += data.data.len();
+                }
+            }
+            Ok::<_, tonic::Status>(bytes)
+        });
+        assert_eq!(bytes.unwrap(), BLOCKS as usize * PAGE);
+        let messages = put_messages(&green, round * 100..round * 100 + 16);
+        let request = with_token(tokio_stream::iter(messages), GREEN);
+        let reply = server.runtime.block_on(server.store.put(request)).unwrap().into_inner();
+        assert!(reply.outcomes.iter().all(|one| one.error.is_none()), "{reply:?}");
+    }
+    drop((readers, putters));
+    server.until_free();
+    server.end();
 }

@@ -22,7 +22,7 @@ pub enum Kind {
     Deadline,
     /// Bytes on disk were not what was written: recompute them. It has been reported and counted.
     Corrupt,
-    /// The store has latched read-only after an I/O error: restart it once the disk is well.
+    /// The store takes no writes after a fault: once the cause is gone, have it resume or restart it.
     ReadOnly,
     /// A defect in Kvarts: report it.
     Bug,
@@ -44,6 +44,8 @@ pub enum Reason {
     EventGap,
     /// The executor's queue is full, or the store is closing.
     Busy(&'static str),
+    /// The machine had too little of something else than disk, or was interrupted. The disk is well.
+    Passing(String),
     /// The budget or the disk is full.
     NoSpace,
     /// A tenant's cap on pinned bytes would be passed.
@@ -121,7 +123,7 @@ pub enum Reason {
     },
     /// The device would not give the bytes.
     Media(String),
-    /// An I/O error latched the store.
+    /// A fault latched the store: it is read-only.
     Latched(String),
     /// The directory cannot be used as a store.
     Directory(String),
@@ -150,7 +152,7 @@ impl Reason {
     pub fn kind(&self) -> Kind {
         match self {
             Self::NotHere(_) | Self::Media(_) => Kind::Miss,
-            Self::InFlight | Self::Busy(_) | Self::Deleted | Self::EventGap => Kind::Retry,
+            Self::InFlight | Self::Busy(_) | Self::Passing(_) | Self::Deleted | Self::EventGap => Kind::Retry,
             Self::NoSpace
             | Self::PinCap { .. }
             | Self::Quota { .. }
@@ -191,6 +193,7 @@ impl fmt::Display for Reason {
             Self::Deleted => f.write_str("a delete met this put: put again"),
             Self::LeaseEnded => f.write_str("no such lease is in force: look the blocks up again"),
             Self::EventGap => f.write_str("events are missing: begin a new snapshot"),
+            Self::Passing(what) => write!(f, "not now, and not for the disk's sake: {what}: ask again"),
             Self::NoSpace => f.write_str("the budget, the disk or the memory of the index is full"),
             Self::PinCap { limit, wanted } => {
                 write!(f, "{wanted} bytes would be pinned, {limit} are allowed: release leases first")
@@ -231,7 +234,7 @@ impl fmt::Display for Reason {
             }
             Self::Media(what) => write!(f, "the device would not give the bytes: {what}"),
             Self::Latched(what) => {
-                write!(f, "read-only since an I/O error: {what}: restart once the disk is well")
+                write!(f, "read-only since a fault: {what}: once the cause is gone, resume or restart")
             }
             Self::Directory(what) | Self::MixedDirectories(what) | Self::Config(what) => f.write_str(what),
             Self::Locked(path) => {

@@ -95,17 +95,21 @@ impl Home {
         for directory in &options.directories {
             locks.push(lock(directory)?);
         }
-        raise_descriptor_limit();
+        let descriptors = raise_descriptor_limit();
         let mut notes = Vec::new();
         let mut store_options = options.store.clone();
         store_options.directories = u16::try_from(options.directories.len())
             .map_err(|_| Error(Reason::Config("too many directories".to_owned())))?;
         let (store, executors) = start(options, &store_options, &mut notes)?;
         let io = block_on(store.io())?;
-        for (facts, _) in io.iter().take(1) {
-            notes.push(format!("disks are reached by {}", facts.backend));
-            notes.extend(facts.warnings.iter().cloned());
+        notes.extend(io.iter().take(1).map(|(facts, _)| format!("disks are reached by {}", facts.backend)));
+        for warning in io.iter().flat_map(|(facts, _)| &facts.warnings) {
+            if !notes.contains(warning) {
+                notes.push(warning.clone());
+            }
         }
+        store.set_files_cap(descriptors.saturating_sub(DESCRIPTORS_KEPT));
+        notes.extend(shortage(store.files_max(), descriptors));
         let executors = executors.into_iter().map(Joined).collect();
         Ok(Self { store, executors, locks, notes })
     }
@@ -248,6 +252,21 @@ pub fn make(directory: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
+/// Descriptors that are not for segment files: rings, checkpoints, directories on the way to a file.
+const DESCRIPTORS_KEPT: u64 = 256;
+
+/// What an operator should know where a full store may want more files than this process may have open.
+fn shortage(files: u64, descriptors: u64) -> Option<String> {
+    let wanted = files.saturating_add(DESCRIPTORS_KEPT);
+    (wanted > descriptors).then(|| {
+        format!(
+            "open files: a full store of this budget may want {wanted}, this process may have {descriptors}: raise the \
+             limit (ulimit -n, LimitNOFILE) or make the store with larger segments; until then it empties whole \
+             segments sooner than it would"
+        )
+    })
+}
+
 /// Bytes of a segment file of the store that one of these directories holds; none if none of them holds one that can be
 /// read, which is for opening to judge.
 #[allow(clippy::disallowed_methods, reason = "asked before a store is opened: outside the seam")]
@@ -260,18 +279,30 @@ pub fn segment_bytes(directories: &[PathBuf]) -> Option<u64> {
     })
 }
 
-/// A segment file is a descriptor: takes all that this process may have.
-fn raise_descriptor_limit() {
+/// A segment file is a descriptor: takes all that this process may have, and says how many these are.
+fn raise_descriptor_limit() -> u64 {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     // Refused only where a policy forbids it: then opening segments says so.
     let _ = setrlimit(Resource::Nofile, limit);
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn too_few_descriptors_for_a_full_store_are_told_of_with_what_helps() {
+        let told = shortage(4096, 4096).expect("256 are for others");
+        assert!(
+            told.contains("want 4352") && told.contains("have 4096") && told.contains("ulimit -n"),
+            "{told}"
+        );
+        assert_eq!(shortage(4096, 4352), None);
+        assert!(shortage(u64::MAX, 1024).is_some());
+    }
 
     #[test]
     fn a_lock_is_let_go_even_while_a_child_that_has_not_begun_yet_has_it_open() {

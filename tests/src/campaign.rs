@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use kvarts_layout::NamespaceId;
 use kvarts_store::api::{
-    ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Durability, KvStore, LeaseId, LeaseTerms,
-    Order, Parent, Placed, Presence, PutReply, PutRequest, ReadEvent, ReadRequest, ReadStream, Target,
-    Verify,
+    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Durability, KvStore, LeaseId,
+    LeaseTerms, Order, Parent, Placed, Presence, PutReply, PutRequest, ReadEvent, ReadRequest, ReadStream,
+    Target, Verify,
 };
 use kvarts_store::engine::{CompactOptions, CompactReport, Executors, Options, Store};
 use kvarts_store::error::{Error, Kind, Reason};
@@ -127,6 +127,8 @@ pub struct Work {
     pub watched: bool,
     /// Between which bounds the budget is changed now and then, and what decides when.
     pub budgets: Option<Budgets>,
+    /// Whether what goes wrong ends before the store is stopped, and nothing of it may be left by then.
+    pub passes: bool,
 }
 
 /// Budgets that a workload gives a store while it is used.
@@ -143,7 +145,7 @@ pub struct Budgets {
 impl Work {
     /// So many operations, without deadlines, on a store whose budget stays as it is.
     pub fn new(ops: usize, mix: Mix) -> Self {
-        Self { ops, mix, patience: None, watched: false, budgets: None }
+        Self { ops, mix, patience: None, watched: false, budgets: None, passes: false }
     }
 }
 
@@ -552,6 +554,31 @@ pub async fn act(store: &Store, ledger: &RefCell<Ledger>, act: Act) {
     while !VecDeque::is_empty(&asked) {
         settle(store, &mut asked, ledger).await;
     }
+}
+
+/// What is left of trouble that has ended, if anything: the store must take a block in each column, unless it is full, and
+/// write a checkpoint. A namespace of its own: of another one a delete may have failed half-way.
+pub async fn aftermath(store: &Store, ledger: &RefCell<Ledger>) -> Option<String> {
+    if let Some(why) = store.health().fault() {
+        return Some(format!("it stays latched: {why}"));
+    }
+    let registered = store.register(&fixture::identity("aftermath"), &fixture::geometry());
+    let Ok(namespace) = registered else { return Some("the model is refused".to_owned()) };
+    for column in 0..fixture::columns().len() {
+        let bring = Bring { column, first: KEYS, count: 1, producer: 77, durable: true, skew: 0 };
+        match put(store, namespace, ledger, bring, None).ticket.await {
+            Ok(Ok(reply)) => match reply.outcomes.first() {
+                Some(BlockOutcome::Refused(reason)) if *reason != Reason::NoSpace => {
+                    return Some(format!("a put is refused: {reason}"));
+                }
+                _ => {}
+            },
+            Ok(Err(error)) => return Some(format!("a put is refused: {error}")),
+            Err(_) => return Some("a put is not answered".to_owned()),
+        }
+    }
+    let checkpoint = store.checkpoint().await.err().filter(|error| error.0 != Reason::NoSpace);
+    checkpoint.map(|error| format!("no checkpoint: {error}"))
 }
 
 fn put(

@@ -44,6 +44,11 @@ fn swapped_stale_foreign_and_forged_bytes_are_never_served_and_can_be_repaired()
 }
 
 #[test]
+fn what_is_not_the_disks_latches_nothing_and_leaves_nothing() {
+    run("R29", 40);
+}
+
+#[test]
 fn requests_that_are_left_half_way_leave_nothing() {
     run("R14", 60);
 }

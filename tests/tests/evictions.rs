@@ -14,7 +14,7 @@ use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::{
     Crash, CrashState, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig,
 };
-use kvarts_tests::stage::{SimStage, Stage, ask};
+use kvarts_tests::stage::{SimStage, Stage, ask, drive};
 use kvarts_tests::witness::{directories, examine, media, problems, recoverys_blocks};
 
 const SEGMENT: u64 = 128 << 10;
@@ -165,6 +165,48 @@ fn where_the_file_system_makes_no_holes_whole_segments_are_emptied() {
     assert!(counts.segments_recycled > 3 && counts.blocks_evicted > 30, "{counts:?}");
     assert!(world.disk().struck() <= 64, "it is asked for holes once: {}", world.disk().struck());
     stage.audit_all();
+}
+
+/// On xfs with large blocks, ext4 with clusters or a realtime device a hole of a page is zeros, and nothing is given back.
+#[test]
+fn where_holes_are_coarser_than_a_page_what_was_evicted_never_becomes_damage() {
+    for (case, unit) in [(0, 16 << 10), (1, 64 << 10)] {
+        let config = WorldConfig::default();
+        let media = Media::new(config.disk.dirs, config.disk.capacity).with_unit(unit);
+        let world = SimWorld::with_media(4210 + case, &config, media);
+        let options = roomy(Seed(4210 + case));
+        let stage = SimStage::open(&world, &options).unwrap();
+        let desk = Desk::new(&stage, "coarse");
+        for n in 0..100 {
+            desk.outcomes(desk.request(pages(), &desk.keys(4 * n..4 * n + 4), 1));
+            stage.advance(Duration::from_secs(20));
+            // Of each record the first block is used, so the others would go alone.
+            let first = desk.keys(4 * (n / 2)..4 * (n / 2) + 1);
+            desk.read(&desk.read_request(pages(), &first));
+            stage.audit();
+        }
+        let counts = stage.engine().stats().counts;
+        assert!(counts.segments_recycled > 3 && counts.blocks_evicted > 30, "{counts:?}");
+        assert_eq!(counts.bytes_punched, 0, "units of {unit}");
+        let facts = drive(&world, stage.engine().io()).unwrap().unwrap();
+        let told = |line: &String| line.contains("gives no single pages of 4096 bytes back");
+        assert!(facts.iter().all(|(facts, _)| facts.warnings.iter().any(told)), "{facts:?}");
+        for n in here(&desk, 0..400) {
+            desk.expect(pages(), &desk.keys(n..n + 1), 1);
+        }
+        let state = stage.cut_power();
+        for crash in [Crash::LoseAll, Crash::KeepAll] {
+            let image = state.image(crash);
+            let checked = examine(&directories(&image), Level::Deep).unwrap();
+            assert!(checked.findings.is_clean(), "units of {unit}, {crash:?}\n{}", problems(&checked));
+            let stage = SimStage::open(&SimWorld::with_media(1, &config, image), &options).unwrap();
+            let desk = Desk::new(&stage, "coarse");
+            let left = here(&desk, 0..400);
+            assert!(left.len() > 20, "{left:?}");
+            left.iter().for_each(|n| desk.expect(pages(), &desk.keys(*n..n + 1), 1));
+            assert_eq!(stage.engine().stats().counts.blocks_quarantined, 0);
+        }
+    }
 }
 
 #[test]

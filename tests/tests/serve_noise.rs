@@ -436,11 +436,11 @@ fn requests_that_never_become_whole_share_bounded_memory_and_end() {
         open.push(stream);
     }
     scene.stage.served.until("they fill what there is for them", |_| {
-        node.receiving.bytes() > limits::RECEIVING_BYTES_MAX / 2
+        node.receiving.bytes() > limits::LARGE_BYTES_MAX as u64 / 2
     });
-    assert!(node.receiving.bytes() <= limits::RECEIVING_BYTES_MAX);
+    assert!(node.receiving.bytes() <= limits::LARGE_BYTES_MAX as u64);
     scene.stage.served.until("those for whom there is no room are sent away", |_| {
-        node.calls() < 2 * CONNECTIONS as u64 && node.receiving.bytes() <= limits::RECEIVING_BYTES_MAX
+        node.calls() < 2 * CONNECTIONS as u64 && node.receiving.bytes() <= limits::LARGE_BYTES_MAX as u64
     });
     scene.expect_served();
     // Their connections stay, they do not; but for one whose bytes still come when its stream is long forgotten, which

@@ -120,10 +120,11 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
         }
         (Decision::Reuse, _) => Outcome::Free,
         (Decision::ScanTail, _) => {
-            walk_through(&mut window, subject, &ends, Scan::Tail, &mut report.findings)
+            walk_through(&mut window, (subject, &ends), (Scan::Tail, false), &mut report.findings)
         }
         (Decision::Rescan, _) => {
-            walk_through(&mut window, subject, &ends, Scan::Rescan, &mut report.findings)
+            let was_sealed = sighting.may_have_holes() && !kvarts_layout::planted!("fsck-forgets-holes");
+            walk_through(&mut window, (subject, &ends), (Scan::Rescan, was_sealed), &mut report.findings)
         }
         _ => Outcome::Quarantined,
     };
@@ -196,9 +197,8 @@ fn about_ends(
 
 fn walk_through(
     window: &mut Window<'_>,
-    subject: &Subject<'_>,
-    ends: &Ends,
-    scan: Scan,
+    (subject, ends): (&Subject<'_>, &Ends),
+    (scan, was_sealed): (Scan, bool),
     into: &mut Findings,
 ) -> Outcome {
     let (durable_generation, durable_upto) = ends.durable(subject.known);
@@ -210,6 +210,7 @@ fn walk_through(
         durable_generation,
         durable_upto,
         end: subject.keyring.trailer_at(),
+        was_sealed,
         content_ids: subject.level == Level::Deep,
     };
     let scanned = walk::scan(window, &target, &subject.keyring.secret, into);

@@ -546,7 +546,8 @@ fn listed(store: &Store, segment: &Segment, state: Option<&ShardState>) -> Resul
             let readable = |met: &Met| crate::walk::entry(met);
             let entries: Vec<Entry> = scanned.adopted.iter().filter_map(readable).collect();
             let whole = entries.len() == scanned.adopted.len();
-            (entries, whole, Vec::new())
+            let holes = if scanned.was_sealed { file.holes() } else { Vec::new() };
+            (entries, whole, holes)
         }
         _ => (Vec::new(), true, Vec::new()),
     })

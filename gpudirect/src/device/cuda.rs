@@ -27,14 +27,14 @@ use kvarts_store::io::Region;
 
 use self::sys::{Context, Digester, Kernel, RawEvent, RawMemory, RawStream};
 use super::{
-    Batch, Description, Device, Digests, Event, Files, InUse, IpcHandle, Memory, Method, Piece, Stream,
-    check, within,
+    Batch, Description, Device, Digests, Event, Files, InUse, IpcHandle, Memory, Method, Piece, Route,
+    Stream, check, within,
 };
 use crate::error::DeviceError;
 use crate::follow::keep_for_good;
 use crate::pace::{Pace, RealPace};
 
-pub use files::has_cufile;
+pub use files::{has_cufile, has_nvidia_fs};
 
 /// How long a wait sleeps between two looks at an event: longer each time, so that short copies are seen soon.
 const NAP_MIN: Duration = Duration::from_micros(10);
@@ -130,6 +130,9 @@ impl Drop for Busy {
 /// Whether the machine shows the driver of a device to this process, or why not. Nothing is loaded, and no driver is asked.
 pub fn shown() -> Result<(), String> {
     const FILES: [&str; 2] = ["/dev/nvidiactl", "/dev/dxg"];
+    if std::env::var_os("CUDA_VISIBLE_DEVICES").is_some_and(|devices| devices.is_empty()) {
+        return Err("CUDA_VISIBLE_DEVICES hides all devices".to_owned());
+    }
     let is_there = |path: &&str| rustix::fs::access(*path, rustix::fs::Access::EXISTS).is_ok();
     match FILES.iter().any(is_there) {
         true => Ok(()),
@@ -331,9 +334,9 @@ impl Device for Cuda {
         }
     }
 
-    fn files(&self) -> Result<Arc<dyn Files>, DeviceError> {
+    fn files(&self, route: Route) -> Result<Arc<dyn Files>, DeviceError> {
         self.alive()?;
-        files::open(self)
+        files::open(self, route)
     }
 
     fn record(&self, stream: &Stream) -> Result<Event, DeviceError> {

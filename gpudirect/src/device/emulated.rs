@@ -25,7 +25,7 @@ use self::memory::Shared as SharedMemory;
 use self::stream::{EventState, Op, Queue};
 use super::{
     Batch, Description, Device, Digests, Direction, Event, Files, InUse, IpcHandle, Memory, Method, Piece,
-    Stream, check, within,
+    Route, Stream, check, within,
 };
 use crate::crc;
 use crate::error::DeviceError;
@@ -443,7 +443,7 @@ impl Device for Emulated {
         self.move_pieces(stream, (Direction::ToDevice, Method::Kernel), memory_of(from)?, memories, pieces)
     }
 
-    fn files(&self) -> Result<Arc<dyn Files>, DeviceError> {
+    fn files(&self, _: Route) -> Result<Arc<dyn Files>, DeviceError> {
         files::open(&self.0)
     }
 

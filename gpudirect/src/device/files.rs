@@ -10,6 +10,15 @@ use std::sync::Arc;
 use super::Memory;
 use crate::error::DeviceError;
 
+/// Whether bytes may come another way than the straight one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Route {
+    /// The straight way only: what cannot come so is an error.
+    Straight,
+    /// Through the processor's memory where there is no straight way.
+    Any,
+}
+
 /// Reads files into memory of one device. Methods may be called from any thread.
 pub trait Files: Send + Sync + fmt::Debug {
     /// Makes memory known, so that reads into it go the straight way. It stays so while a clone of the answer lives.
@@ -28,6 +37,19 @@ pub trait Files: Send + Sync + fmt::Debug {
         at: u64,
         len: u64,
     ) -> Result<(), DeviceError>;
+
+    /// The same, and an error also where the bytes came another way than the straight one, or nobody can say which. What is
+    /// so for one read of a file system is so for the others.
+    fn prove(
+        &self,
+        file: &OpenFile,
+        offset: u64,
+        into: &Registered,
+        at: u64,
+        len: u64,
+    ) -> Result<(), DeviceError> {
+        self.read(file, offset, into, at, len)
+    }
 }
 
 /// Memory that files are read into.

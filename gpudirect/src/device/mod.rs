@@ -17,7 +17,7 @@ use kvarts_store::io::{Buf, Region};
 
 use crate::error::DeviceError;
 
-pub use files::{Files, OpenFile, Registered};
+pub use files::{Files, OpenFile, Registered, Route};
 
 /// What a device is.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -268,8 +268,8 @@ pub trait Device: Send + Sync + fmt::Debug {
         memories: &[Memory],
         pieces: &[Piece],
     ) -> Result<(), DeviceError>;
-    /// Reads of files straight into this device's memory, or why it has none.
-    fn files(&self) -> Result<Arc<dyn Files>, DeviceError>;
+    /// Reads of files into this device's memory, or why it has none.
+    fn files(&self, route: Route) -> Result<Arc<dyn Files>, DeviceError>;
     /// A point behind everything that was enqueued.
     fn record(&self, stream: &Stream) -> Result<Event, DeviceError>;
     /// What is enqueued from now on runs after the event. The caller's thread does not wait.

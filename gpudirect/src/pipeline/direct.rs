@@ -340,9 +340,11 @@ impl Trip {
     fn read(&self, layer: usize, index: usize) -> Result<(), DeviceError> {
         let stretch = self.lent.layers().get(layer).and_then(|layer| layer.stretches.get(index));
         let stretch = stretch.ok_or(DeviceError::OutOfBounds)?;
-        let file = self.opened.get(stretch.file as usize).ok_or(DeviceError::OutOfBounds)?;
+        let which = stretch.file as usize;
+        let files = self.lent.files().get(which).zip(self.opened.get(which));
+        let (file, open) = files.ok_or(DeviceError::OutOfBounds)?;
         let at = self.place(layer, index).ok_or(DeviceError::OutOfBounds)?;
-        self.arena.files().read(file, stretch.offset, self.arena.memory(), at, stretch.bytes)
+        self.arena.read((std::os::fd::AsFd::as_fd(file), open), stretch.offset, at, stretch.bytes)
     }
 }
 

@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use kvarts_gpudirect::device::cuda::Cuda;
-use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, drain};
+use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, Route, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::pipeline::Next;
 use kvarts_store::rt::blocking::block_on;
@@ -43,7 +43,7 @@ fn everything(standin: &Standin, device: &Cuda) {
     assert_eq!(device.digests(&memory, &[(0, 4096)]), Ok(vec![crc32fast::hash(&pattern(4096, 5))]));
     device.export(&memory).unwrap();
     same("digests");
-    let files = device.files().unwrap();
+    let files = device.files(Route::Straight).unwrap();
     let source = file(&pattern(4096, 6));
     let (into, open) = (files.register(&memory).unwrap(), files.open(source.as_fd()).unwrap());
     files.read(&open, 0, &into, 0, 4096).unwrap();

@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) enum Kit {
     /// All of them.
     Whole,
-    /// A driver that is older than `cuMemcpyBatchAsync`.
+    /// A driver that is older than `cuMemcpyBatchAsync`, and a cuFile that cannot be told to read straight only.
     Old,
     /// No cuFile.
     Bare,
@@ -126,7 +126,8 @@ fn build(kit: Kit, folder: &Path) {
         cudarc::get_lib_name_candidates("cufile").iter().for_each(|name| absent(name));
         absent("libcufile.so.0");
     } else {
-        compile(folder, "libcufile.so.0", &["cufile.c"], &[]);
+        let without = if kit == Kit::Old { &["-DWITHOUT_PARAMETERS"][..] } else { &[] };
+        compile(folder, "libcufile.so.0", &["cufile.c"], without);
         link("libcufile.so", "libcufile.so.0");
     }
     link("libcuda.so", "libcuda.so.1");
@@ -430,6 +431,12 @@ impl Files {
         let call: unsafe extern "C" fn(c_int, c_long, c_int) = self.symbol("standin_reads");
         // SAFETY: three numbers.
         unsafe { call(how, what, count) };
+    }
+
+    /// Files have no straight way from now on.
+    pub(crate) fn detour(&self) {
+        // SAFETY: one number.
+        unsafe { self.symbol::<unsafe extern "C" fn(c_int)>("standin_detours")(1) };
     }
 
     /// What reads must be aligned to.

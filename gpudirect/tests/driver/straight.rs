@@ -8,9 +8,9 @@ use std::time::Duration;
 use kvarts_gpudirect::DeviceArena;
 use kvarts_gpudirect::device::Method;
 use kvarts_gpudirect::device::cuda::Cuda;
-use kvarts_gpudirect::device::{Device, InUse, Piece, drain};
+use kvarts_gpudirect::device::{Device, InUse, Piece, Route, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason};
-use kvarts_gpudirect::pipeline::{LandRequest, Next};
+use kvarts_gpudirect::pipeline::{DirectUse, LandRequest, Next};
 use kvarts_store::api::Verify;
 
 use crate::copies::pattern;
@@ -34,13 +34,13 @@ fn a_file_is_registered_once_for_all_who_read_it_and_forgotten_with_the_last() {
     inside(Kit::Whole, here!(), |standin| {
         let device = Cuda::open(0).unwrap();
         {
-            let files = device.files().unwrap();
+            let files = device.files(Route::Straight).unwrap();
             let bytes = pattern(20_000, 2);
             let (one, other) = (file(&bytes), file(&bytes[5000..]));
             let memory = device.allocate(8192).unwrap();
             let into = files.register(&memory).unwrap();
             let first = files.open(one.as_fd()).unwrap();
-            let second = device.files().unwrap().open(one.as_fd()).unwrap();
+            let second = device.files(Route::Straight).unwrap().open(one.as_fd()).unwrap();
             let third = files.open(other.as_fd()).unwrap();
             assert_eq!(handles(standin), "cuFile handles: 2");
             assert_eq!(device.in_use(), InUse { memories: 1, files: 4, ..InUse::default() });
@@ -66,7 +66,7 @@ fn a_file_is_registered_once_for_all_who_read_it_and_forgotten_with_the_last() {
 fn a_read_is_whole_or_says_why_not() {
     inside(Kit::Whole, here!(), |standin| {
         let device = Cuda::open(0).unwrap();
-        let files = device.files().unwrap();
+        let files = device.files(Route::Straight).unwrap();
         let bytes = pattern(10_000, 3);
         let source = file(&bytes);
         let open = files.open(source.as_fd()).unwrap();
@@ -101,7 +101,7 @@ fn what_cannot_be_registered_is_an_error_and_leaves_nothing() {
     inside(Kit::Whole, here!(), |_| {
         let device = Cuda::open(0).unwrap();
         {
-            let files = device.files().unwrap();
+            let files = device.files(Route::Straight).unwrap();
             let memory = device.allocate(8192).unwrap();
             let into = files.register(&memory).unwrap();
             let twice = files.register(&memory).unwrap_err();
@@ -274,6 +274,56 @@ fn layers_come_straight_from_files_and_through_the_arena_where_that_fails() {
             assert_eq!((used.layers, used.staged), (before + LAYERS as u64, 1), "{used:?}");
             until("reads let go", || arena.usage().used == 0);
         }
+        close();
+    });
+}
+
+/// Layers of a machine whose files have no straight way, over cuFile, which goes another where it may.
+fn without_a_way(standin: &Standin, route: Route) -> DirectUse {
+    // Held, so that it remembers what it was told.
+    let cufile = Files::load();
+    cufile.detour();
+    let site = Site::new();
+    let shared: Arc<dyn Device> = Arc::new(site.device.clone());
+    let arena = DeviceArena::with_route(&shared, 256 << 10, route).unwrap();
+    let pipeline = site.pipeline(Method::Each).with_files(site.store().clone(), arena.clone());
+    let (pool, compute) = (Pool::new(&site), site.device.stream().unwrap());
+    let mut landing = site.land(&pipeline, 1, &pool).unwrap();
+    take_all(&mut landing, &compute);
+    drop(landing);
+    drain(&site.device, &compute).unwrap();
+    assert!(pool.holds(standin, &pool.expected(&site)), "every byte and no other");
+    until("reads let go", || arena.usage().used == 0);
+    pipeline.direct_use().unwrap()
+}
+
+#[test]
+fn layers_that_cufile_would_read_through_the_processor_are_not_called_direct() {
+    inside(Kit::Whole, here!(), |standin| {
+        let used = without_a_way(standin, Route::Straight);
+        assert_eq!((used.layers, used.staged), (0, 1), "{used:?}");
+        assert!(used.last_reason.as_ref().is_some_and(|why| why.contains("5007")), "{used:?}");
+        close();
+    });
+}
+
+#[test]
+fn a_cufile_that_cannot_be_told_the_way_is_held_to_what_is_counted() {
+    inside(Kit::Old, here!(), |standin| {
+        let used = without_a_way(standin, Route::Straight);
+        assert_eq!((used.layers, used.staged), (0, 1), "{used:?}");
+        assert!(
+            used.last_reason.as_ref().is_some_and(|why| why.contains("processor") || why.contains("can say"))
+        );
+        close();
+    });
+}
+
+#[test]
+fn who_asks_for_any_way_gets_one() {
+    inside(Kit::Whole, here!(), |standin| {
+        let used = without_a_way(standin, Route::Any);
+        assert_eq!((used.layers, used.staged), (LAYERS as u64, 0), "{used:?}");
         close();
     });
 }

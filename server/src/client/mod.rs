@@ -218,6 +218,13 @@ impl Client {
         self.remote.ask(async move { admin.checkpoint(request).await }).map(drop)
     }
 
+    /// Has a server whose store latched read-only take writes again, if it can; gives why it took none.
+    pub fn resume(&self) -> Result<String, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.request(proto::ResumeRequest {}, None);
+        self.remote.ask(async move { admin.resume(request).await }).map(|reply| reply.reason)
+    }
+
     /// Reads everything on the server in the lowest class and compares it with its digests.
     pub fn scrub(&self) -> Result<proto::ScrubReply, Error> {
         let mut admin = self.remote.admin();

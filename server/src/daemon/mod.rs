@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::engine::Options;
+use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::clock::OsEntropy;
 use tokio::net::{TcpListener, TcpSocket, UnixListener, UnixStream};
@@ -37,8 +37,8 @@ pub use opened::Opened;
 const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
 /// Connections that the kernel keeps until they are accepted: all that come at once when a network is back.
 const BACKLOG: u32 = 4096;
-/// Descriptors that are not for connections: segment files, sockets, memory of local clients.
-const DESCRIPTORS_KEPT: usize = 1024;
+/// Descriptors that are neither for connections nor for segment files: sockets, memory of local clients, rings.
+const DESCRIPTORS_KEPT: u64 = 1024;
 /// Segments that any store has room for.
 const SEGMENTS_MIN: u64 = 4;
 /// Of the room on the disk, what a store takes that was given no budget: so many hundredths.
@@ -97,7 +97,7 @@ impl Daemon {
         if config.gate.is_open() {
             notes.push("no tokens are configured: whoever reaches the server may do everything".to_owned());
         }
-        let connections = connections(config, &mut notes);
+        let connections = connections(config, home.store(), &mut notes);
         let gate = config.gate.clone();
         let (store, locals) = (home.store().clone(), Locals::new(config.shared, config.threads));
         let node =
@@ -117,6 +117,16 @@ impl Daemon {
     /// The server's insides.
     pub fn node(&self) -> &Arc<Node> {
         &self.node
+    }
+
+    /// Takes over what of a configuration can change while the server runs: tenants and tokens. Says in one line each what an
+    /// operator should know, or what is wrong; then everything stays as it was.
+    pub fn reload(&self, config: &Config) -> Result<Vec<String>, String> {
+        let changed = self.node.gate.change(&config.gate)?;
+        for tenant in &changed.new {
+            self.home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
+        }
+        Ok(changed.notes)
     }
 
     /// What opening the store found.
@@ -195,19 +205,29 @@ async fn ended<T>(task: &mut JoinHandle<T>) {
     }
 }
 
-/// How many connections there may be: as many as were asked for, if the process may have as many descriptors.
-fn connections(config: &Config, notes: &mut Vec<String>) -> usize {
-    let Some(most) = rustix::process::getrlimit(rustix::process::Resource::Nofile).current else {
+/// How many connections there may be: as many as were asked for, if the process has the descriptors. A full store's segment
+/// files come first, but leave connections half of them; then the store makes do with fewer files.
+fn connections(config: &Config, store: &Store, notes: &mut Vec<String>) -> usize {
+    let Some(all) = rustix::process::getrlimit(rustix::process::Resource::Nofile).current else {
         return config.connections;
     };
-    let most = usize::try_from(most).unwrap_or(usize::MAX).saturating_sub(DESCRIPTORS_KEPT).max(16);
+    let (most, files) = shared_out(all, store.files_max(), config.connections as u64);
+    store.set_files_cap(files);
+    let most = usize::try_from(most).unwrap_or(usize::MAX);
     if most < config.connections {
         notes.push(format!(
             "connections: {most} at most instead of {}: raise the limit on open files (ulimit -n)",
             config.connections
         ));
     }
-    config.connections.min(most)
+    most
+}
+
+/// Of so many descriptors, those for connections and those for segment files.
+fn shared_out(all: u64, files: u64, connections: u64) -> (u64, u64) {
+    let free = all.saturating_sub(DESCRIPTORS_KEPT);
+    let most = connections.min(free.saturating_sub(files).max(free / 2).max(16));
+    (most, free.saturating_sub(most).max(16))
 }
 
 fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions, String> {

@@ -67,3 +67,15 @@ async fn only_a_socket_makes_room_for_the_servers_own() {
     daemon.stop().await.unwrap();
     assert!(!path.exists());
 }
+
+#[test]
+fn segment_files_come_before_connections_and_leave_them_half() {
+    // Enough for both.
+    assert_eq!(shared_out(65_536, 4_096, 16_384), (16_384, 48_128));
+    // A store of 256 GiB under a limit of 4,096: its files come first.
+    assert_eq!(shared_out(4_096, 1_024, 16_384), (2_048, 1_024));
+    // Too few for its files alone.
+    assert_eq!(shared_out(4_096, 100_000, 16_384), (1_536, 1_536));
+    assert_eq!(shared_out(65_536, 196_608, 16_384), (16_384, 48_128));
+    assert_eq!(shared_out(1_000, 10, 100), (16, 16));
+}

@@ -4,7 +4,6 @@ use kvarts_layout::StoreId;
 
 use super::call::Call;
 use super::fault::Outcome;
-use crate::metrics::engine_counts;
 use crate::proto;
 
 /// What the server is and has done.
@@ -27,7 +26,7 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         requests_under_way: facts.under_way,
         leases: facts.leases,
     };
-    let counts = engine_counts(&stats.counts);
+    let counts = stats.counts.named();
     proto::StatsReply {
         store: store.to_vec().into(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -51,6 +50,14 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
 pub(super) async fn checkpoint(call: &Call) -> Outcome<proto::CheckpointReply> {
     call.node.engine.checkpoint().await?;
     Ok(proto::CheckpointReply {})
+}
+
+/// Has a store that latched read-only take writes again, if it can.
+pub(super) async fn resume(call: &Call) -> Outcome<proto::ResumeReply> {
+    let before = call.node.engine.health().latched;
+    call.node.engine.resume().await?;
+    tracing::info!(target: "audit", tenant = call.caller.tenant.name, after = before, "writes are taken again");
+    Ok(proto::ResumeReply { reason: before.unwrap_or_default() })
 }
 
 /// Moves live blocks together and merges small records, with the engine's usual bounds.

@@ -6,10 +6,12 @@
 use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
 use kvarts_store::rt::Class;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
@@ -17,11 +19,14 @@ use tonic::body::Body;
 use tonic::{Code, Request, Response, Status};
 use tower::{Layer, Service};
 
+use super::answer::Answer;
 use super::fault::{Fault, Outcome};
 use super::limits;
-use super::polite::Line;
+use super::line::{Anybodys, Line, OnLine};
+use super::put;
 use super::request::Arriving;
 use crate::metrics::CallName;
+use crate::node::parts::Part;
 use crate::node::{Caller, Node, Right, UnderWay};
 
 /// A method: its path in the contract, its name, the right that it needs.
@@ -46,6 +51,7 @@ const METHODS: &[Method] = &[
     ("/kvarts.v1.Admin/Watch", "watch", Right::Read),
     ("/kvarts.v1.Admin/Stats", "stats", Right::Admin),
     ("/kvarts.v1.Admin/Checkpoint", "checkpoint", Right::Admin),
+    ("/kvarts.v1.Admin/Resume", "resume", Right::Admin),
     ("/kvarts.v1.Admin/Compact", "compact", Right::Admin),
     ("/kvarts.v1.Admin/Scrub", "scrub", Right::Admin),
     ("/kvarts.v1.Admin/Drain", "drain", Right::Admin),
@@ -57,10 +63,13 @@ const METHODS: &[Method] = &[
 pub(crate) struct Call {
     pub(crate) node: Arc<Node>,
     pub(crate) caller: Caller,
-    /// When the caller stops caring; never more than an hour away.
+    /// When the caller stops caring; never more than an hour away, but where the call goes through the whole store.
     pub(crate) deadline: Instant,
     /// The connection that it came by, over gRPC.
     pub(super) line: Option<Line>,
+    on_line: Option<OnLine>,
+    /// What it takes of what is shared, until its answer is gone.
+    parts: Mutex<Vec<Part>>,
     /// Bytes of blocks that came and went.
     pub(crate) bytes_in: AtomicU64,
     pub(crate) bytes_out: AtomicU64,
@@ -93,6 +102,21 @@ impl Call {
         };
         // Said once.
         let _ = self.class.set(name);
+    }
+
+    /// Takes this of what is shared until the call and its answer are gone.
+    pub(super) fn keep(&self, part: Part) {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner).push(part);
+    }
+
+    /// Takes so many bytes of what large requests and answers have, as soon as there is room.
+    pub(super) async fn keep_large(&self, bytes: usize) -> Outcome<()> {
+        let until = self.deadline.min(Instant::now() + limits::WAIT);
+        let part = self.node.receiving.take(self.caller.tenant.number, bytes);
+        let part = tokio::time::timeout_at(until, part).await.ok().flatten();
+        let full = || Fault::busy("the server has as many large requests as fit into memory");
+        self.keep(part.ok_or_else(full)?);
+        Ok(())
     }
 
     /// Whether somebody has said how the call ended.
@@ -162,13 +186,16 @@ pub(crate) fn admit(
         Fault::busy(why)
     })?;
     let started = Instant::now();
-    let deadline = started + asked.unwrap_or(limits::DEADLINE_MAX).min(limits::DEADLINE_MAX);
+    let most = patience(name);
+    let deadline = started + asked.unwrap_or(most).min(most);
     node.metrics.call_began(name);
     Ok(Call {
         node: Arc::clone(node),
         caller,
         deadline,
         line: None,
+        on_line: None,
+        parts: Mutex::default(),
         bytes_in: AtomicU64::new(0),
         bytes_out: AtomicU64::new(0),
         class: OnceLock::new(),
@@ -179,6 +206,14 @@ pub(crate) fn admit(
         _turn: turn,
         _under_way: under_way,
     })
+}
+
+/// The longest deadline of a method: of those that go through all there is, as long as that may take.
+fn patience(name: &str) -> Duration {
+    match name {
+        "scrub" | "compact" => limits::WHOLE_STORE_MAX,
+        _ => limits::DEADLINE_MAX,
+    }
 }
 
 /// The time in a `grpc-timeout` header: up to eight digits and a unit.
@@ -268,32 +303,87 @@ where
 
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
         let line = request.extensions().get::<Line>().cloned();
-        if let Some(line) = &line {
-            line.called();
-        }
         let Some(method) = self.door.methods.get(request.uri().path()) else {
-            // Nobody asked who this is: no part of what others share, only messages that are short (see `serve`).
-            let request = request.map(|body| Body::new(Arriving::of_anybody(body)));
-            return Box::pin(self.inner.call(request));
+            return self.anybodys(line.as_ref(), request);
         };
-        let all = Arc::clone(&self.door.node.receiving);
         let headers = request.headers();
         let header = headers.get(http::header::AUTHORIZATION).map(http::HeaderValue::as_bytes);
         let asked = headers.get("grpc-timeout").and_then(|value| timeout(value.as_bytes()));
         let call = match admit(&self.door.node, "grpc", method, header, asked) {
             Ok(mut call) => {
+                call.on_line = line.as_ref().map(Line::begin);
                 call.line = line;
                 Arc::new(call)
             }
             Err(fault) => return Box::pin(async move { Ok(fault.status().into_http()) }),
         };
-        let mut request = match call.name {
-            "put" => request,
-            _ => request.map(|body| Body::new(Arriving::new(body, &all, Some(limits::STALL)))),
-        };
+        if call.name == "put" {
+            return Box::pin(async move { Ok(put::serve(call, request.into_body()).await) });
+        }
+        let is_followed = !matches!(call.name, "get" | "get_layers" | "watch");
+        let arriving = Arc::clone(&call);
+        let mut request = request.map(|body| Body::new(Arriving::new(body, Some(arriving))));
         request.extensions_mut().insert(Arc::clone(&call));
         let answer = self.inner.call(request);
-        Box::pin(async move { Ok(in_words(&call, answer.await?)) })
+        Box::pin(async move {
+            let answer = in_words(&call, answer.await?);
+            // Reads follow their answers themselves, piece by piece.
+            Ok(if is_followed { answer.map(|body| Answer::of(call, body)) } else { answer })
+        })
+    }
+}
+
+impl<S> Guarded<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>>,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+{
+    /// A call for which nobody asks who this is: no part of what others share, only messages that are short (see `serve`),
+    /// and a few of them on a connection.
+    fn anybodys(
+        &mut self,
+        line: Option<&Line>,
+        request: http::Request<Body>,
+    ) -> <Self as Service<http::Request<Body>>>::Future {
+        let place = line.map(Line::anybodys);
+        if let Some(None) = place {
+            self.door.node.metrics.refused("anybodys", "calls");
+            let fault = Fault::busy("a connection has only a few calls without a token at a time");
+            return Box::pin(async move { Ok(fault.status().into_http()) });
+        }
+        let place = place.flatten();
+        let answer = self.inner.call(request.map(|body| Body::new(Arriving::new(body, None))));
+        Box::pin(async move {
+            let answer = answer.await?;
+            Ok(answer.map(|body| Body::new(Counted { body, _place: place })))
+        })
+    }
+}
+
+/// The body of an answer to somebody who was not asked for a token, with the place that it takes.
+struct Counted {
+    body: Body,
+    _place: Option<Anybodys>,
+}
+
+impl http_body::Body for Counted {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 
@@ -314,6 +404,16 @@ fn in_words(call: &Call, response: http::Response<Body>) -> http::Response<Body>
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_call_about_the_whole_store_is_not_cut_off_where_others_are() {
+        for (_, name, _) in METHODS {
+            let long = matches!(*name, "scrub" | "compact");
+            assert_eq!(patience(name) > limits::DEADLINE_MAX, long, "{name}");
+        }
+        // Ten terabytes at two gigabytes a second take more than an hour; a slow device takes days.
+        assert!(patience("scrub") >= Duration::from_secs(10 * 24 * 3600));
+    }
 
     #[test]
     fn timeouts_are_read_as_grpc_writes_them() {

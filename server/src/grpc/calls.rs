@@ -1,6 +1,7 @@
 //! The calls about models and blocks that move no bytes: lookups, leases, pins, times, deletion.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -14,16 +15,30 @@ use prost::Message;
 
 use super::call::Call;
 use super::fault::{Fault, Outcome};
+use super::heavy::{self, heavily};
 use super::{digest, limits, wire};
 use crate::human;
-use crate::node::Model;
+use crate::node::{Model, ModelLimits};
 use crate::proto;
 
 /// Registers a model for the caller's tenant.
-pub(crate) fn register_model(
-    call: &Call,
+pub(super) async fn register_model(
+    call: Arc<Call>,
     wire: proto::RegisterModelRequest,
 ) -> Outcome<proto::RegisterModelReply> {
+    // Small requests may have large answers here.
+    if wire.columns.len() > COLUMNS_FEW {
+        call.keep_large(limits::SHAPE_PARTS_MAX * PART_BYTES / limits::LARGE_FACTOR).await?;
+    }
+    heavily(call, heavy::of_registration(&wire), move |call| registered(call, wire)).await
+}
+
+/// Columns whose shapes make no large answer.
+const COLUMNS_FEW: usize = 8;
+/// Bytes of a layer or chunk of a shape in an answer, and what it is made of.
+const PART_BYTES: usize = 64;
+
+fn registered(call: &Call, wire: proto::RegisterModelRequest) -> Outcome<proto::RegisterModelReply> {
     if wire.columns.len() > limits::COLUMNS_MAX {
         return Err(Fault::malformed(format!("columns: at most {}", limits::COLUMNS_MAX)));
     }
@@ -34,7 +49,9 @@ pub(crate) fn register_model(
     let (node, caller) = (&call.node, &call.caller);
     // What a list of the tenant's models has of it.
     let listed = wire::wire_identity(&identity).encoded_len() as u64 + LISTED_BYTES;
-    let most = (limits::MODELS_MAX, limits::MODELS_BYTES_MAX);
+    let (count, most_listed, memory) =
+        (limits::MODELS_MAX, limits::MODELS_BYTES_MAX, limits::MODELS_MEMORY_MAX);
+    let most = ModelLimits { count, listed: most_listed, memory };
     let model = node.models.register(node.store(), caller, identity, geometry, (listed, most))?;
     let shapes = shapes(&model, &wire.columns)?;
     tell_waste(call, &shapes);
@@ -95,13 +112,18 @@ fn waste(segment_bytes: u64, block_bytes: u64) -> u64 {
 }
 
 /// The models of the caller's tenant.
-pub(crate) fn list_models(call: &Call) -> proto::ListModelsReply {
+pub(super) async fn list_models(call: &Call) -> Outcome<proto::ListModelsReply> {
+    let listed = call.node.models.used(call.caller.tenant.number).listed as usize;
+    if listed > limits::SMALL_REQUEST_BYTES {
+        call.keep_large(listed).await?;
+    }
     let model = |model: std::sync::Arc<crate::node::Model>| proto::list_models_reply::Model {
         namespace: model.namespace.as_bytes().to_vec().into(),
         identity: Some(wire::wire_identity(&model.identity)),
         layers: model.geometry.layers().len() as u32,
     };
-    proto::ListModelsReply { models: call.node.models.all(&call.caller).into_iter().map(model).collect() }
+    let models = call.node.models.all(&call.caller).into_iter().map(model).collect();
+    Ok(proto::ListModelsReply { models })
 }
 
 /// Terms of a lease, if one is wanted and the tenant may have one more.

@@ -94,6 +94,18 @@ impl Fault {
         Self::new(Code::DeadlineExceeded, kind, reason, what)
     }
 
+    /// A stream that broke off: what the transport says of it, in the contract's kinds. What was refused says so itself.
+    pub(crate) fn broken(status: &Status) -> Self {
+        if let Some(error) = told(status) {
+            return Self { code: status.code(), detail: Box::new(error) };
+        }
+        match status.code() {
+            Code::Cancelled | Code::Unknown | Code::Internal => Self::busy("the connection broke off"),
+            Code::DeadlineExceeded => Self::late(status.message()),
+            _ => Self::malformed(status.message()),
+        }
+    }
+
     /// What the client gets.
     pub(crate) fn status(&self) -> Status {
         let value = Bytes::from(self.detail.encode_to_vec());
@@ -178,12 +190,13 @@ pub(crate) fn detail(reason: &Reason) -> proto::Error {
         Reason::OutOfBounds => R::OutOfBounds,
         Reason::DeadlineInPast => R::DeadlineInPast,
         Reason::DeadlinePassed => R::DeadlinePassed,
-        Reason::Digest { segment, offset, expected, found, .. } => {
-            (error.segment, error.offset) = (*segment, *offset);
+        // Where in the log a block lies would tell how much everybody else writes: that stands in the server's log alone.
+        Reason::Digest { expected, found, .. } => {
+            error.message = "the block is damaged: its bytes do not match their digest".to_owned();
             of_numbers(&mut error, u64::from(*expected), u64::from(*found), R::Digest)
         }
-        Reason::Header { segment, offset, what, .. } => {
-            (error.segment, error.offset) = (*segment, *offset);
+        Reason::Header { what, .. } => {
+            error.message = format!("the block is damaged: {what}");
             of_text(&mut error, what, R::Header)
         }
         Reason::Media(what) => of_text(&mut error, what, R::Media),
@@ -292,9 +305,10 @@ pub(crate) fn reason(error: &proto::Error) -> Reason {
 
 /// What there are too many of. Only words that this program knows: a server cannot make it keep others.
 fn counted(what: &str) -> &'static str {
-    const KNOWN: [&str; 7] = [
+    const KNOWN: [&str; 8] = [
         "blocks",
         "layers",
+        "layers of models",
         "bytes",
         "models",
         "leases",
@@ -316,11 +330,16 @@ fn of_kind(kind: proto::Kind, what: String) -> Reason {
     }
 }
 
-/// The reason behind a status: from its details if it has them, else from its code.
-pub(crate) fn reason_of(status: &Status) -> Reason {
+/// The contract's error in the details of a status.
+fn told(status: &Status) -> Option<proto::Error> {
     let details = RpcStatus::decode(status.details()).unwrap_or_default();
     let found = details.details.iter().find(|detail| detail.type_url == TYPE_URL);
-    if let Some(error) = found.and_then(|detail| proto::Error::decode(detail.value.clone()).ok()) {
+    found.and_then(|detail| proto::Error::decode(detail.value.clone()).ok())
+}
+
+/// The reason behind a status: from its details if it has them, else from its code.
+pub(crate) fn reason_of(status: &Status) -> Reason {
+    if let Some(error) = told(status) {
         return reason(&error);
     }
     let text = || format!("{}: {}", status.code(), status.message());
@@ -379,7 +398,28 @@ mod tests {
         for reason in reasons() {
             let status = Fault::from(reason.clone()).status();
             assert_eq!(status.code(), code(reason.kind()), "{reason:?}");
-            assert_eq!(reason_of(&status), reason);
+            let told = match reason {
+                Reason::Digest { expected, found, .. } => {
+                    Reason::Digest { shard: 0, segment: 0, offset: 0, expected, found }
+                }
+                Reason::Header { what, .. } => Reason::Header { shard: 0, segment: 0, offset: 0, what },
+                other => other,
+            };
+            assert_eq!(reason_of(&status), told);
+        }
+    }
+
+    #[test]
+    fn no_tenant_is_told_where_in_the_log_a_block_lies() {
+        let (segment, offset) = (77_123, 8_192_000);
+        for reason in [
+            Reason::Digest { shard: 0, segment, offset, expected: 5, found: 6 },
+            Reason::Header { shard: 0, segment, offset, what: "its header".to_owned() },
+        ] {
+            let told = detail(&reason);
+            assert_eq!((told.segment, told.offset), (0, 0));
+            let all = format!("{told:?}");
+            assert!(!all.contains("77123") && !all.contains("8192000"), "{all}");
         }
     }
 

@@ -66,6 +66,27 @@ pub(super) fn data(about: &proto::ReadData, crc32: u32, bytes: Vec<Bytes>) -> Ou
     Outgoing::Message(pieces)
 }
 
+/// An answer of one message.
+pub(super) fn one(reply: &impl Message) -> http::Response<tonic::body::Body> {
+    let mut out = BytesMut::with_capacity(reply.encoded_len() + 5);
+    prefix(&mut out, reply.encoded_len());
+    // The buffer grows as it must.
+    let _ = reply.encode(&mut out);
+    let (to, incoming) = tokio::sync::mpsc::channel(2);
+    // There is room for both.
+    let _ = to.try_send(Outgoing::Message(vec![out.freeze()]));
+    let _ = to.try_send(Outgoing::End(Ok(())));
+    response(ReadBody::new(incoming))
+}
+
+/// The response that has this body.
+pub(super) fn response(body: ReadBody) -> http::Response<tonic::body::Body> {
+    let mut response = http::Response::new(tonic::body::Body::new(body));
+    let kind = HeaderValue::from_static("application/grpc");
+    response.headers_mut().insert(http::header::CONTENT_TYPE, kind);
+    response
+}
+
 /// gRPC's own prefix: not compressed, and so long. Messages have a bound far below 4 GiB.
 fn prefix(out: &mut BytesMut, length: usize) {
     out.put_u8(0);
@@ -114,10 +135,14 @@ impl Slot {
         self.lock().given_up
     }
 
-    /// Waits for the client no longer: drops all that waits, and lets nothing more in.
+    /// Waits for the client no longer: drops all that waits, and lets nothing more in. The keeper stays until the stream
+    /// is over: the client has not let go of it.
     pub(super) fn give_up(&self) {
-        self.lock().given_up = true;
-        self.clear();
+        let mut state = self.lock();
+        state.given_up = true;
+        let dropped = (state.incoming.take(), std::mem::take(&mut state.pieces));
+        drop(state);
+        drop(dropped);
     }
 
     fn clear(&self) {
@@ -219,6 +244,7 @@ impl http_body::Body for ReadBody {
             // Perhaps in the middle of a message: the stream is reset.
             Next::Cleared => {
                 self.ended = true;
+                self.slot.clear();
                 Err(Fault::late("the client took nothing of the read for too long").status())
             }
         }))
@@ -275,12 +301,13 @@ mod tests {
         let Poll::Ready(Some(Ok(taken))) = Pin::new(&mut body).poll_frame(&mut context) else { panic!() };
         assert_eq!((slot.taken(), Arc::strong_count(&memory)), (1, 5));
         slot.give_up();
-        assert_eq!((Arc::strong_count(&memory), Arc::strong_count(&keeper)), (2, 1));
+        assert_eq!((Arc::strong_count(&memory), Arc::strong_count(&keeper)), (2, 2));
         assert!(slot.is_given_up() && to.is_closed());
         drop(taken);
         assert_eq!(Arc::strong_count(&memory), 1);
         assert!(matches!(Pin::new(&mut body).poll_frame(&mut context), Poll::Ready(Some(Err(_)))));
         assert!(matches!(Pin::new(&mut body).poll_frame(&mut context), Poll::Ready(None)));
+        assert_eq!(Arc::strong_count(&keeper), 1, "it is kept until the stream is over");
     }
 
     #[test]

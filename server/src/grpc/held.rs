@@ -3,8 +3,8 @@
 //! They wait in the body's slot, and then in the transport, which has taken them from there and may not send them before the
 //! client makes room. A client that takes nothing for as long as the server's patience loses the read and what waits in
 //! the slot. What the transport has it gives back only with its stream or its connection: a client that does not end
-//! either within another patience loses the connection. The call, and with it the tenant's turn, lasts until the memory is
-//! back.
+//! either within another patience loses the connection, whether much is left there or only the stream itself. The call, and
+//! with it the tenant's turn, lasts until everything is back: arena memory, and messages that are no data.
 
 use std::any::Any;
 use std::convert::Infallible;
@@ -14,8 +14,9 @@ use std::time::Duration;
 use kvarts_store::io::Buf;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
+use super::answer::followed;
 use super::call::Call;
-use super::frame::Slot;
+use super::frame::{Outgoing, Slot};
 
 /// Alive for as long as something of a read is held.
 struct Keeper {
@@ -39,6 +40,18 @@ impl Holding {
         let kept: Arc<dyn Any + Send + Sync> =
             Arc::new(Kept { _piece: piece.clone(), _keeper: Arc::clone(&self.0) });
         piece.kept_by(kept)
+    }
+}
+
+impl Holding {
+    /// A message as it was, which is held until the transport is done with it.
+    pub(super) fn follow(&self, outgoing: Outgoing) -> Outgoing {
+        match outgoing {
+            Outgoing::Message(pieces) => {
+                Outgoing::Message(pieces.into_iter().map(|piece| followed(piece, &self.0)).collect())
+            }
+            end => end,
+        }
     }
 }
 

@@ -12,14 +12,38 @@ pub const MESSAGE_BYTES_MAX: usize = 8 << 20;
 pub const MODEL_BYTES_MAX: usize = 2 << 20;
 /// The most repeated messages in one request, at all depths together: each is many times as large in memory.
 pub const PARTS_MAX: usize = 1 << 16;
-/// Requests of one message up to this size are received as they come; larger ones share [`RECEIVING_BYTES_MAX`].
-pub const SMALL_REQUEST_BYTES: u64 = 64 << 10;
-/// Bytes of large requests of one message that are being received at a time, in all connections together.
-pub const RECEIVING_BYTES_MAX: u64 = 64 << 20;
+/// Requests up to this size are received as they come, and their answers are not much longer; larger ones share
+/// [`LARGE_BYTES_MAX`].
+pub const SMALL_REQUEST_BYTES: usize = 64 << 10;
+/// Bytes that large requests take in memory: as they came, as what they are decoded into, and their answers.
+pub const LARGE_BYTES_MAX: usize = 128 << 20;
+/// What a large request counts for of that, for each of its bytes.
+pub const LARGE_FACTOR: usize = 4;
+/// Large requests that wait for their share of it.
+pub const LARGE_WAITING: usize = 256;
+/// Bytes a second that a client must send of a large request, once it has had a while.
+pub const LARGE_RATE: u64 = 256 << 10;
+/// That while.
+pub const LARGE_GRACE: Duration = Duration::from_secs(5);
 /// The most bytes of a message of health or reflection: nobody is asked for a token before it is received.
 pub const ANYBODYS_BYTES_MAX: usize = 4 << 10;
 /// How long a call of health or reflection may go on without a byte from its client while it expects one.
 pub const ANYBODYS_SILENCE: Duration = Duration::from_secs(60);
+/// Calls without a token that one connection may have at a time.
+pub const ANYBODYS_CALLS_MAX: usize = 4;
+/// Bytes that a connection may send before a call on it was let in: a handshake, and calls without a token for as long as
+/// it may be without one that needs a token.
+pub const STRANGERS_BYTES_MAX: usize = 256 << 10;
+/// How long a connection is safe from making room for others while no call on it was let in.
+pub const STRANGERS_GRACE: Duration = Duration::from_secs(1);
+/// Look-ups of up to so many entries (keys times coordinates) are done at once, larger ones when it is their tenant's turn.
+pub const LIGHT_ENTRIES: usize = 8192;
+/// Those that are done at a time for each tenant, and beside these for all.
+pub const HEAVY_AT_ONCE: usize = 1;
+/// Those that wait for that.
+pub const HEAVY_WAITING: usize = 1024;
+/// Watchers of events that one tenant may have: each looks at all of everybody's.
+pub const WATCHERS_MAX: usize = 16;
 /// The most keys of one request: the engine's own limit.
 pub const KEYS_MAX: usize = kvarts_store::api::MAX_REQUEST_BLOCKS;
 /// The most bytes that one put or read may be about, in all.
@@ -43,8 +67,13 @@ pub const FRAMES_WAITING: usize = 4;
 /// How long a client may take to send a request of one message or the next one of a put, or to take the next one of a
 /// read.
 pub const STALL: Duration = Duration::from_secs(20);
-/// How long a connection may be without its first request. Clients that connect before they need to do so again.
-pub const FIRST_REQUEST: Duration = Duration::from_secs(120);
+/// How long a connection may be without its first call that is let in: so many times [`STALL`]. Clients that connect before
+/// they need to do so again.
+pub const FIRST_REQUEST_STALLS: u32 = 6;
+/// How long a connection may be without a call after that: so many times [`STALL`].
+pub const IDLE_STALLS: u32 = 45;
+/// How long no connection is taken when the process or the host has no more descriptors or memory for one.
+pub const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Bytes that every connection begins with: the preface of HTTP/2, of which a silent one has sent less.
 pub const PREFACE_BYTES: usize = 24;
 /// How long a client may take to send one piece of a put: a byte now and then does not hold memory for ever.
@@ -53,17 +82,23 @@ pub const PIECE_PATIENCE: Duration = Duration::from_secs(60);
 pub const WAIT: Duration = Duration::from_secs(20);
 /// The longest deadline that a call gets, also where it asked for none.
 pub const DEADLINE_MAX: Duration = Duration::from_secs(3600);
+/// The same for a call that goes through the whole store: a scrub or a compaction.
+pub const WHOLE_STORE_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 /// The longest that a lease or pin holds.
 pub const LEASE_MAX: Duration = Duration::from_secs(24 * 3600);
 /// Models that one tenant may have registered.
 pub const MODELS_MAX: usize = 4096;
 /// Bytes of all of them in a list: an answer of one message.
 pub const MODELS_BYTES_MAX: u64 = 3 << 20;
+/// Bytes of memory of all models of one tenant.
+pub const MODELS_MEMORY_MAX: u64 = 64 << 20;
+/// What one layer of a model takes of that.
+pub const LAYER_MEMORY: u64 = 128;
 /// Layers and chunks of all shapes that one registration may ask for.
 pub const SHAPE_PARTS_MAX: usize = 1 << 17;
 /// Single blocks of which one answer tells everything that there is to tell about an error. Of those behind them it leaves
 /// out what is for people, and the key: any number of them fits into an answer that every client takes (4 MiB).
-pub const ERRORS_TOLD: usize = 4096;
+pub const ERRORS_TOLD: usize = 256;
 /// Addresses that all reads together may have reserved for layers that they do not want. No memory stands behind them.
 pub const ADDRESSES_MAX: u64 = 8 << 40;
 /// Leases that one tenant may have at a time.

@@ -9,6 +9,7 @@
 )]
 
 mod admin;
+mod answer;
 pub(crate) mod bare;
 pub(crate) mod call;
 pub(crate) mod calls;
@@ -17,8 +18,12 @@ mod course;
 pub mod digest;
 pub mod fault;
 mod frame;
+mod health;
+pub(crate) mod heavy;
 mod held;
 pub mod limits;
+mod line;
+mod messages;
 mod polite;
 pub(crate) mod put;
 pub(crate) mod read;
@@ -30,5 +35,6 @@ pub(crate) mod window;
 pub(crate) mod windows;
 pub(crate) mod wire;
 
+pub use line::Strangers;
 pub use serve::{Identity, Listeners, Tls, serve};
 pub(crate) use serve::{incoming_tcp, transport};

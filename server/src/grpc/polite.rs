@@ -4,28 +4,28 @@
 //! there are any, and everybody else on the thread would wait. Here a connection that has moved a few of them stands
 //! at the end of the queue again.
 //!
-//! A server has as many connections as it was configured for. Who comes when all are taken is turned away at once, and
-//! who has one and says nothing, or has no request for too long, loses it. So does whoever takes nothing of what the
-//! server must keep for it (`held`).
+//! A server has as many connections as it was configured for. Who comes when all are taken gets the place of the stranger
+//! who has been here for longest, and is turned away where there are only clients that have shown a token. Who has a place and
+//! says nothing, has no call for too long, or takes no answer, loses it (`line`, `held`).
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use futures_util::task::AtomicWaker;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep, sleep_until};
 use tonic::transport::server::Connected;
 
 use super::limits;
-use crate::node::Node;
+use super::line::Line;
+use crate::node::{Node, Patience};
 
 /// Bytes that a connection moves before it is somebody else's turn.
 const TURN_BYTES: usize = 1 << 20;
+/// The same while nobody has shown a token: the headers of the first call are looked at before much of its body has come.
+const STRANGERS_TURN_BYTES: usize = 16 << 10;
 
 /// A connection with turns.
 #[derive(Debug)]
@@ -35,85 +35,59 @@ pub(super) struct Polite<S> {
     moved: usize,
     /// Bytes that were ever heard.
     heard: usize,
-    since: Instant,
-    /// When somebody must have been heard, or have made a request; until then.
-    silence: Option<Pin<Box<Sleep>>>,
+    /// When something must have happened.
+    alarm: Option<Pin<Box<Sleep>>>,
+    patience: Arc<Patience>,
     line: Line,
-    _place: Option<OwnedSemaphorePermit>,
-}
-
-/// A connection as its calls know it.
-#[derive(Clone, Default, Debug)]
-pub(super) struct Line(Arc<LineState>);
-
-#[derive(Default, Debug)]
-struct LineState {
-    called: AtomicBool,
-    cut: AtomicBool,
-    /// Whoever reads from the connection.
-    reader: AtomicWaker,
-}
-
-impl Line {
-    /// A request came by it.
-    pub(super) fn called(&self) {
-        self.0.called.store(true, Ordering::Relaxed);
-    }
-
-    /// Ends the connection, with all of its streams and what is kept for them.
-    pub(super) fn cut(&self) {
-        self.0.cut.store(true, Ordering::SeqCst);
-        self.0.reader.wake();
-    }
-
-    fn is_called(&self) -> bool {
-        self.0.called.load(Ordering::Relaxed)
-    }
-
-    fn is_cut(&self) -> bool {
-        self.0.cut.load(Ordering::SeqCst)
-    }
 }
 
 /// Gives a connection that came in one of the server's places; `None` turns it away.
 pub(super) fn place<S>(node: &Arc<Node>, inner: S) -> Option<Polite<S>> {
-    let place = Arc::clone(&node.connections).try_acquire_owned().ok();
+    let free = Arc::clone(&node.connections).try_acquire_owned().ok();
+    let place = free.or_else(|| node.strangers.displace(Instant::now()));
     if place.is_none() {
         node.metrics.refused("connect", "connections");
         if node.audit.may_tell() {
             tracing::warn!(target: "audit", "connection refused: there are as many as may be");
         }
     }
-    place.map(|place| Polite::new(inner, Some(place)))
+    place.map(|place| Polite::new(inner, Line::new(&node.strangers, Some(place)), &node.patience))
 }
 
 impl<S> Polite<S> {
-    fn new(inner: S, place: Option<OwnedSemaphorePermit>) -> Self {
-        let (since, line) = (Instant::now(), Line::default());
-        Self { inner, moved: 0, heard: 0, since, silence: None, line, _place: place }
+    fn new(inner: S, line: Line, patience: &Arc<Patience>) -> Self {
+        Self { inner, moved: 0, heard: 0, alarm: None, patience: Arc::clone(patience), line }
     }
 
-    /// Whether nothing was heard for too long: no beginning of a connection, or no request.
-    fn is_silent(&mut self, context: &mut Context<'_>) -> bool {
-        if self.line.is_called() {
-            self.silence = None;
-            return false;
+    /// Whether nothing happened for too long.
+    fn is_idle(&mut self, context: &mut Context<'_>) -> bool {
+        loop {
+            let Some(until) = self.line.until(&self.patience, self.heard >= limits::PREFACE_BYTES) else {
+                // What ends meanwhile is seen when the alarm is due, or at the next ping.
+                return false;
+            };
+            if Instant::now() >= until {
+                return true;
+            }
+            let alarm = self.alarm.get_or_insert_with(|| Box::pin(sleep_until(until)));
+            // One that is due too early is put right when it is.
+            if alarm.deadline() > until {
+                alarm.as_mut().reset(until);
+            }
+            if alarm.as_mut().poll(context).is_pending() {
+                return false;
+            }
+            alarm.as_mut().reset(until);
         }
-        let begun = self.heard >= limits::PREFACE_BYTES;
-        let until = self.since + if begun { limits::FIRST_REQUEST } else { limits::STALL };
-        if Instant::now() >= until {
-            return true;
-        }
-        let silence = self.silence.get_or_insert_with(|| Box::pin(sleep_until(until)));
-        if silence.deadline() != until {
-            silence.as_mut().reset(until);
-        }
-        silence.as_mut().poll(context).is_ready()
+    }
+
+    fn turn(&self) -> usize {
+        if self.line.is_known() { TURN_BYTES } else { STRANGERS_TURN_BYTES }
     }
 
     /// Whether the turn is over. The task is woken at once, behind all who wait already.
     fn is_over(&mut self, context: &Context<'_>) -> bool {
-        let over = self.moved >= TURN_BYTES;
+        let over = self.moved >= self.turn();
         if over {
             self.moved = 0;
             context.waker().wake_by_ref();
@@ -127,13 +101,28 @@ impl<S> Polite<S> {
     }
 }
 
+impl<S: AsyncRead + Unpin> Polite<S> {
+    /// Reads; from a stranger no more than is left of its turn.
+    fn poll_bytes(&mut self, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.line.is_known() {
+            return Pin::new(&mut self.inner).poll_read(context, buffer);
+        }
+        let most = self.turn().saturating_sub(self.moved).min(buffer.remaining());
+        let mut some = ReadBuf::new(buffer.initialize_unfilled_to(most));
+        let polled = Pin::new(&mut self.inner).poll_read(context, &mut some);
+        let heard = some.filled().len();
+        buffer.advance(heard);
+        polled
+    }
+}
+
 impl<S: AsyncRead + Unpin> AsyncRead for Polite<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.line.0.reader.register(context.waker());
+        self.line.register(context.waker());
         if self.line.is_cut() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
@@ -141,12 +130,15 @@ impl<S: AsyncRead + Unpin> AsyncRead for Polite<S> {
             return Poll::Pending;
         }
         let before = buffer.filled().len();
-        let polled = Pin::new(&mut self.inner).poll_read(context, buffer);
+        let polled = self.poll_bytes(context, buffer);
         // That nothing came is no reason to forget what was sent in this turn.
         let heard = buffer.filled().len() - before;
         self.moved = self.moved.saturating_add(heard);
         self.heard = self.heard.saturating_add(heard);
-        if polled.is_pending() && self.is_silent(context) {
+        if self.heard > limits::STRANGERS_BYTES_MAX && !self.line.is_known() {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        if polled.is_pending() && self.is_idle(context) {
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
         polled
@@ -255,7 +247,8 @@ mod tests {
         let wakes = Arc::new(Wakes(AtomicUsize::new(0)));
         let waker = Arc::clone(&wakes).into();
         let mut context = Context::from_waker(&waker);
-        let mut connection = Polite::new(Endless, None);
+        let mut connection = polite(Endless);
+        let _known = connection.line.begin();
         let bytes = vec![1; 256 << 10];
         for turn in 1..4 {
             for _ in 0..4 {
@@ -295,41 +288,110 @@ mod tests {
         }
     }
 
-    #[test]
-    fn who_says_nothing_is_hung_up_on() {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    fn polite<S>(inner: S) -> Polite<S> {
+        Polite::new(inner, Line::new(&Arc::default(), None), &Arc::default())
+    }
+
+    fn poll<S: AsyncRead + Unpin>(connection: &mut Polite<S>) -> Option<io::ErrorKind> {
         let mut memory = [0; 16];
-        let mut poll = |connection: &mut Polite<Silent>| {
+        let mut buffer = ReadBuf::new(&mut memory);
+        let mut context = Context::from_waker(std::task::Waker::noop());
+        match Pin::new(connection).poll_read(&mut context, &mut buffer) {
+            Poll::Ready(Err(error)) => Some(error.kind()),
+            _ => None,
+        }
+    }
+
+    #[tokio::test]
+    async fn who_says_nothing_is_hung_up_on() {
+        let mut connection = polite(Silent);
+        assert_eq!(poll(&mut connection), None);
+        assert!(connection.alarm.is_some(), "it has so long and no longer");
+        connection.line.age(limits::STALL);
+        assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
+        // Less than every connection begins with is no better than nothing.
+        connection.heard = limits::PREFACE_BYTES - 1;
+        assert!(poll(&mut connection).is_some());
+        // Whoever has begun has longer, until its first call that is let in.
+        connection.heard = limits::PREFACE_BYTES;
+        assert_eq!(poll(&mut connection), None);
+        connection.line.age(limits::STALL * (limits::FIRST_REQUEST_STALLS - 1));
+        assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
+    }
+
+    #[tokio::test]
+    async fn calls_that_need_no_token_keep_no_connection() {
+        let mut connection = polite(Silent);
+        connection.heard = limits::PREFACE_BYTES;
+        let calls: Vec<_> = (0..1024).filter_map(|_| connection.line.anybodys()).collect();
+        assert_eq!(calls.len(), limits::ANYBODYS_CALLS_MAX);
+        assert_eq!(poll(&mut connection), None);
+        connection.line.age(limits::STALL * limits::FIRST_REQUEST_STALLS);
+        assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
+    }
+
+    #[tokio::test]
+    async fn who_has_a_token_stays_while_something_is_under_way_and_not_for_ever_without() {
+        let mut connection = polite(Silent);
+        let call = connection.line.begin();
+        connection.line.age(limits::STALL * 1000);
+        assert_eq!(poll(&mut connection), None);
+        drop(call);
+        assert_eq!(poll(&mut connection), None);
+        connection.line.age(limits::STALL * limits::IDLE_STALLS);
+        assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
+        // An answer that is not taken ends it, whatever else is under way.
+        let (_call, answer) = (connection.line.begin(), connection.line.answer());
+        let later = connection.line.answer();
+        assert_eq!(poll(&mut connection), None);
+        connection.line.age(limits::STALL * 2);
+        assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
+        drop((answer, later));
+        assert_eq!(poll(&mut connection), None);
+    }
+
+    #[tokio::test]
+    async fn a_stranger_sends_so_much_and_no_more() {
+        let mut connection = polite(Endless);
+        let mut memory = vec![0; 1 << 20];
+        let mut reads = 0;
+        loop {
             let mut buffer = ReadBuf::new(&mut memory);
-            Pin::new(connection).poll_read(&mut Context::from_waker(std::task::Waker::noop()), &mut buffer)
-        };
-        runtime.block_on(async {
-            let mut connection = Polite::new(Silent, None);
-            assert!(poll(&mut connection).is_pending());
-            assert!(connection.silence.is_some(), "it has so long and no longer");
-            connection.since -= limits::STALL;
-            let Poll::Ready(Err(error)) = poll(&mut connection) else { panic!("it goes on for ever") };
-            assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-            // Less than every connection begins with is no better than nothing.
-            (connection.heard, connection.silence) = (limits::PREFACE_BYTES - 1, None);
-            assert!(poll(&mut connection).is_ready());
-            // Whoever has begun has longer, until its first request.
-            (connection.heard, connection.silence) = (limits::PREFACE_BYTES, None);
-            assert!(poll(&mut connection).is_pending());
-            connection.since -= limits::FIRST_REQUEST;
-            assert!(poll(&mut connection).is_ready());
-            connection.line.called();
-            assert!(poll(&mut connection).is_pending() && connection.silence.is_none());
-        });
+            let mut context = Context::from_waker(std::task::Waker::noop());
+            match Pin::new(&mut connection).poll_read(&mut context, &mut buffer) {
+                Poll::Ready(Err(_)) => break,
+                Poll::Ready(Ok(())) => reads += buffer.filled().len(),
+                Poll::Pending => {}
+            }
+            assert!(buffer.filled().len() <= STRANGERS_TURN_BYTES);
+        }
+        assert!(reads <= limits::STRANGERS_BYTES_MAX, "{reads}");
     }
 
     #[test]
-    fn a_connection_that_is_cut_off_ends_and_its_reader_is_woken() {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-        let _entered = runtime.enter();
+    fn who_comes_when_all_places_are_taken_gets_that_of_the_oldest_stranger() {
+        let (strangers, places) = (Arc::default(), Arc::new(tokio::sync::Semaphore::new(3)));
+        let line = || Line::new(&strangers, Arc::clone(&places).try_acquire_owned().ok());
+        let (known, older, younger) = (line(), line(), line());
+        let _call = known.begin();
+        assert_eq!((strangers.count(), places.available_permits()), ((2, 0), 0));
+        assert!(strangers.displace(Instant::now()).is_none(), "both have just come");
+        let later = Instant::now() + limits::STRANGERS_GRACE;
+        let place = strangers.displace(later).unwrap();
+        assert!(older.is_cut() && !younger.is_cut() && !known.is_cut());
+        drop(older);
+        assert_eq!(places.available_permits(), 0, "the place went on to who came");
+        let other = strangers.displace(later).unwrap();
+        assert!(younger.is_cut() && strangers.displace(later).is_none(), "clients with a token stay");
+        drop((place, other));
+        assert_eq!((strangers.count().0, places.available_permits()), (0, 2));
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_is_cut_off_ends_and_its_reader_is_woken() {
         let wakes = Arc::new(Wakes(AtomicUsize::new(0)));
         let waker = Arc::clone(&wakes).into();
-        let mut connection = Polite::new(Silent, None);
+        let mut connection = polite(Silent);
         let (line, mut memory) = (connection.connect_info(), [0; 16]);
         let mut poll = || {
             let mut buffer = ReadBuf::new(&mut memory);

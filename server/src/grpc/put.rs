@@ -5,7 +5,6 @@
 //! out or goes on too long loses its call, and the memory comes back; what it left incomplete was never put.
 
 use std::collections::VecDeque;
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -15,13 +14,15 @@ use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::mailbox::Ticket;
-use tokio_stream::{Stream, StreamExt};
-use tonic::Status;
+use prost::Message;
+use tonic::body::Body;
 
+use super::answer::Answer;
 use super::call::Call;
 use super::digest::Said;
 use super::fault::{Fault, Outcome};
-use super::{fault, limits, wire};
+use super::messages::Messages;
+use super::{fault, frame, limits, wire};
 use crate::proto;
 
 /// A put that was checked: everything but the bytes.
@@ -160,8 +161,8 @@ fn durability(wire: i32) -> Outcome<Durability> {
 }
 
 /// The messages of one put, taken in with patience that ends.
-struct Incoming<S> {
-    stream: S,
+struct Incoming {
+    messages: Messages,
     /// Where the next message must begin.
     at: u64,
     /// What of the last message was not used yet.
@@ -170,29 +171,35 @@ struct Incoming<S> {
     said: Said,
 }
 
-impl<S> Incoming<S>
-where
-    S: Stream<Item = Result<proto::PutRequest, Status>> + Unpin,
-{
-    async fn message(&mut self) -> Outcome<Option<proto::put_request::Part>> {
-        let next = tokio::time::timeout(limits::STALL, self.stream.next()).await;
-        match next.map_err(|_| Fault::late("the next message of the put did not come in time"))? {
-            None => Ok(None),
-            Some(Ok(message)) => {
-                let part =
-                    message.part.ok_or_else(|| Fault::malformed("a message of a put without a part"))?;
-                // Before anything is done with it: a header says where all bytes belong.
-                let found = self.said.put(&part);
-                if found != message.crc32 {
-                    return Err(Fault::damaged(self.at, message.crc32, found));
-                }
-                Ok(Some(part))
-            }
-            Some(Err(status)) => Err(broken(&status)),
-        }
+impl Incoming {
+    fn new(body: Body) -> Self {
+        Self { messages: Messages::new(body), at: 0, rest: bytes::Bytes::new(), said: Said::of_put() }
     }
 
-    async fn header(&mut self) -> Outcome<proto::PutHeader> {
+    /// Bytes of the next message, once it begins to arrive; none if there is none.
+    async fn begun(&mut self) -> Outcome<Option<usize>> {
+        let begun = tokio::time::timeout(limits::STALL, self.messages.begun()).await;
+        begun.map_err(|_| Fault::late(LATE))?
+    }
+
+    async fn message(&mut self) -> Outcome<Option<proto::put_request::Part>> {
+        let Some(message) = self.messages.message_within(limits::STALL, LATE).await? else { return Ok(None) };
+        let message = proto::PutRequest::decode(message)
+            .map_err(|error| Fault::malformed(format!("not a PutRequest: {error}")))?;
+        let part = message.part.ok_or_else(|| Fault::malformed("a message of a put without a part"))?;
+        // Before anything is done with it: a header says where all bytes belong.
+        let found = self.said.put(&part);
+        if found != message.crc32 {
+            return Err(Fault::damaged(self.at, message.crc32, found));
+        }
+        Ok(Some(part))
+    }
+
+    async fn header(&mut self, call: &Call) -> Outcome<proto::PutHeader> {
+        // Its keys are kept for as long as the put goes on.
+        if let Some(length) = self.begun().await?.filter(|length| *length > limits::SMALL_REQUEST_BYTES) {
+            call.keep_large(length).await?;
+        }
         match self.message().await? {
             Some(proto::put_request::Part::Header(header)) => Ok(header),
             Some(_) => Err(Fault::malformed("a put begins with a header")),
@@ -202,6 +209,12 @@ where
 
     /// The next data message, whole and in order.
     async fn data(&mut self, call: &Call) -> Outcome<bytes::Bytes> {
+        const AROUND: usize = 64;
+        let most = limits::PUT_DATA_BYTES_MAX + AROUND;
+        let too_long = || Fault::malformed("a message of a put has at most 4 MiB of data");
+        if self.begun().await?.is_some_and(|length| length > most) {
+            return Err(too_long());
+        }
         let data = match self.message().await? {
             Some(proto::put_request::Part::Data(data)) => data,
             Some(_) => return Err(Fault::malformed("a second header in one put")),
@@ -216,7 +229,7 @@ where
             return Err(Fault::malformed(format!("data at {} where {} is next", data.offset, self.at)));
         }
         if data.data.len() > limits::PUT_DATA_BYTES_MAX {
-            return Err(Fault::malformed("a message of a put has at most 4 MiB of data"));
+            return Err(too_long());
         }
         self.at += data.data.len() as u64;
         call.bytes_in.fetch_add(data.data.len() as u64, Ordering::Relaxed);
@@ -246,15 +259,8 @@ where
     }
 }
 
-/// A stream that broke off: what the transport says of it, in the contract's kinds.
-fn broken(status: &Status) -> Fault {
-    match status.code() {
-        tonic::Code::Cancelled | tonic::Code::Unknown => Fault::busy("the connection broke off"),
-        tonic::Code::DeadlineExceeded => Fault::late(status.message()),
-        // Too large, not decodable, compressed in an unknown way.
-        _ => Fault::malformed(status.message()),
-    }
-}
+/// What a client is told whose next message does not come.
+const LATE: &str = "the next message of the put did not come in time";
 
 /// Puts that are on their way to disk, oldest first.
 #[derive(Default)]
@@ -281,23 +287,31 @@ impl Pieces {
     }
 }
 
-/// Serves one put.
-pub(super) async fn put<S>(call: Arc<Call>, stream: S) -> Outcome<proto::PutReply>
-where
-    S: Stream<Item = Result<proto::PutRequest, Status>>,
-{
-    let mut incoming =
-        Incoming { stream: pin!(stream), at: 0, rest: bytes::Bytes::new(), said: Said::of_put() };
-    let header = incoming.header().await?;
-    let upload = Upload::check(&call, header)?;
+/// Serves one put over gRPC.
+pub(super) async fn serve(call: Arc<Call>, body: Body) -> http::Response<Body> {
+    let deadline = call.deadline;
+    let reply = tokio::time::timeout_at(deadline, put(&call, body)).await;
+    let reply = reply.unwrap_or_else(|_| Err(Fault::late("the deadline passed")));
+    call.end(reply.as_ref().map_or_else(|fault| fault.code, |_| tonic::Code::Ok));
+    match reply {
+        Ok(reply) => frame::one(&reply).map(|body| Answer::of(call, body)),
+        Err(fault) => fault.status().into_http(),
+    }
+}
+
+async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
+    let mut incoming = Incoming::new(body);
+    let header = incoming.header(call).await?;
+    let upload = Upload::check(call, header)?;
     let mut pieces = Pieces::default();
     let each = upload.piece_blocks();
     let mut turn = None;
     for (number, keys) in upload.keys.chunks(each).enumerate() {
         let bytes = upload.shape.block_bytes().saturating_mul(keys.len() as u64);
-        // Memory is asked for when there is something to put into it, not for a client that only announces.
+        // A turn and memory are asked for when there is something to put into it, not for a client that only announces; and
+        // what there is stays with the transport until then.
         if incoming.rest.is_empty() {
-            incoming.rest = incoming.data(&call).await?;
+            incoming.begun().await?;
         }
         let toll = call.caller.tenant.toll(bytes);
         if !toll.is_zero() {
@@ -317,9 +331,9 @@ where
             tokio::time::timeout(limits::WAIT, call.node.take_memory(&call.caller.tenant, bytes)).await;
         let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
         let pages = pages.ok_or(Reason::TooMany("bytes"))?;
-        let filled = tokio::time::timeout(limits::PIECE_PATIENCE, incoming.fill(&call, &pages)).await;
+        let filled = tokio::time::timeout(limits::PIECE_PATIENCE, incoming.fill(call, &pages)).await;
         filled.map_err(|_| Fault::late("the bytes of the put came too slowly"))??;
-        let request = upload.request(number * each, keys, pages, &call)?;
+        let request = upload.request(number * each, keys, pages, call)?;
         pieces.tickets.push_back((keys.len(), call.node.store().put(request)));
         pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
     }

@@ -5,6 +5,7 @@
 //! are fetched, as long as there is plenty of memory. A few windows and messages of a read wait at a time, however
 //! slow its client is, and one that takes nothing for a while is dropped.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,6 +17,7 @@ use kvarts_store::error::Reason;
 use kvarts_store::io::Buf;
 use kvarts_store::rt::Class;
 use tokio::sync::mpsc::Sender;
+use tokio::time::Instant;
 use tonic::Code;
 
 use super::call::Call;
@@ -27,6 +29,7 @@ use super::window::{self, Nowhere, Window};
 use super::windows::{Stop, Through, Windows};
 use super::{limits, wire};
 use crate::node::Frozen;
+use crate::node::tenant::Paid;
 use crate::proto;
 use crate::proto::read_reply::Part;
 
@@ -116,10 +119,11 @@ impl Download {
     }
 }
 
-/// A window's memory, and the digests that its chunks were put with.
+/// A window's memory, the digests that its chunks were put with, and the bandwidth that was taken for it.
 struct Fetched {
     buf: Buf,
     digests: Digests,
+    paid: Paid,
 }
 
 /// Where the windows of a read go: to the connection.
@@ -226,24 +230,37 @@ impl Through for Sending {
 
     async fn begin(&self, window: &Window) -> Result<(Fetched, ReadStream), Stopped> {
         let bytes = window.bytes(&self.download.shape);
-        let take =
-            tokio::time::timeout(limits::WAIT, self.call.node.take_memory(&self.call.caller.tenant, bytes));
+        let (node, tenant, deadline) = (&self.call.node, &self.call.caller.tenant, self.call.deadline);
+        // Whoever waits for the tenant's own bandwidth keeps nothing from others meanwhile.
+        let (paid, toll) = tenant.pay(bytes);
+        let begins = Instant::now() + toll;
+        let until = deadline.min(begins + limits::WAIT);
+        let take = async {
+            if !toll.is_zero() {
+                tokio::time::sleep_until(begins).await;
+            }
+            node.take_memory(tenant, bytes).await
+        };
         let wait = tokio::select! {
-            wait = take => wait,
+            wait = tokio::time::timeout_at(until, take) => wait,
             // Who is gone waits for nothing.
             () = self.to.closed() => return Err(Stop::Gone),
         };
-        let memory = wait.map_err(|_| Fault::busy("the server's memory for requests is full"));
-        let memory = memory.map_err(Stop::Fault)?.ok_or(Reason::TooMany("bytes"))?;
-        self.begin_into(window, self.holding.keep(memory))
+        let memory = match wait {
+            Ok(memory) => memory.ok_or(Reason::TooMany("bytes"))?,
+            Err(_) if until == deadline => return Err(Stop::Late),
+            Err(_) => return Err(Stop::Fault(Fault::busy("the server's memory for requests is full"))),
+        };
+        self.begin_into(window, self.holding.keep(memory), paid)
     }
 
     /// Only into memory that others are not short of: whoever waited here would wait with memory in hand.
     fn begin_ahead(&self, window: &Window) -> Option<(Fetched, ReadStream)> {
         let bytes = window.bytes(&self.download.shape);
+        let paid = self.call.caller.tenant.try_pay(bytes)?;
         let memory = self.call.node.take_spare_memory(&self.call.caller.tenant, bytes)?;
         // What is wrong is told when it is this window's turn.
-        self.begin_into(window, self.holding.keep(memory)).ok()
+        self.begin_into(window, self.holding.keep(memory), paid).ok()
     }
 
     fn budget(&self, most: u64) -> u64 {
@@ -289,12 +306,12 @@ impl Through for Sending {
                 frame.push(frozen(buf), &mut chunks);
                 (at, len) = (at + some, len - some);
                 if frame.len == limits::FRAME_BYTES {
-                    self.data(&mut frame).await?;
+                    self.data(&mut frame, memory).await?;
                 }
             }
         }
         if frame.len > 0 {
-            self.data(&mut frame).await?;
+            self.data(&mut frame, memory).await?;
         }
         Ok(())
     }
@@ -310,9 +327,9 @@ impl Through for Sending {
 }
 
 impl Sending {
-    fn begin_into(&self, window: &Window, buf: Buf) -> Result<(Fetched, ReadStream), Stopped> {
+    fn begin_into(&self, window: &Window, buf: Buf, paid: Paid) -> Result<(Fetched, ReadStream), Stopped> {
         let digests = Digests::new(&self.download.shape, window.blocks.len() as u32);
-        let memory = Fetched { buf, digests };
+        let memory = Fetched { buf, digests, paid };
         let request = self.download.request(&self.call, window, &memory, &self.nowhere);
         let request = request.map_err(Stop::Fault)?;
         let stream = self.call.node.read_part(request, &self.origins, window.blocks.start);
@@ -323,13 +340,10 @@ impl Sending {
         Ok((memory, stream))
     }
 
-    async fn data(&self, frame: &mut FrameBuilder) -> Result<(), Stopped> {
+    async fn data(&self, frame: &mut FrameBuilder, memory: &Fetched) -> Result<(), Stopped> {
         let bytes = frame.len as u64;
         let outgoing = frame.take(&mut self.said());
-        tokio::select! {
-            () = self.call.caller.tenant.spend(bytes) => {}
-            () = self.to.closed() => return Err(Stop::Gone),
-        }
+        memory.paid.moved(bytes);
         self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
         self.send(outgoing).await
     }
@@ -341,7 +355,7 @@ impl Sending {
     /// Sends a message that is no data.
     async fn say(&self, part: Part) -> Result<(), Stopped> {
         let crc32 = self.said().read(&part);
-        self.send(frame::message(part, crc32)).await
+        self.send(self.holding.follow(frame::message(part, crc32))).await
     }
 
     async fn send(&self, outgoing: Outgoing) -> Result<(), Stopped> {
@@ -371,10 +385,7 @@ impl Sending {
 /// than its deadline did that.
 pub(crate) fn count(call: &Call, asked: &Download, end: &ReadEnd, early: Option<&Reason>) {
     let (delivered, missed) = tally(asked.order, asked.keys.len(), asked.layers.len(), end, early);
-    for (reason, blocks) in missed {
-        call.node.metrics.missed(reason, blocks);
-    }
-    call.node.metrics.hit(delivered);
+    call.node.metrics.read_ended(delivered, missed);
     let failures = end.failures.iter().map(|(_, reason)| reason);
     call.node.trouble.read_ended(&call.node.audit, asked.namespace, failures);
 }
@@ -387,10 +398,12 @@ fn tally(
     layers: usize,
     end: &ReadEnd,
     early: Option<&Reason>,
-) -> (u64, Vec<(&'static str, u64)>) {
-    let blocks = blocks as u64;
-    let mut missed: Vec<_> = end.failures.iter().map(|(_, reason)| (reason_name(reason), 1)).collect();
-    let left = blocks.saturating_sub(missed.len() as u64);
+) -> (u64, BTreeMap<&'static str, u64>) {
+    let mut missed = BTreeMap::new();
+    for (_, reason) in &end.failures {
+        *missed.entry(reason_name(reason)).or_default() += 1;
+    }
+    let left = (blocks as u64).saturating_sub(end.failures.len() as u64);
     if order == Order::Blocks {
         return (left, missed);
     }
@@ -399,7 +412,7 @@ fn tally(
     let why = if all_came { end.failures.first().map(|(_, reason)| reason) } else { early };
     let others = left - delivered;
     if others > 0 {
-        missed.push((reason_name(why.unwrap_or(&Reason::DeadlinePassed)), others));
+        *missed.entry(reason_name(why.unwrap_or(&Reason::DeadlinePassed))).or_default() += others;
     }
     (delivered, missed)
 }
@@ -575,18 +588,19 @@ mod tests {
             failures,
             held_bytes: 0,
         };
+        let missed = |all: &[(&'static str, u64)]| all.iter().copied().collect::<BTreeMap<_, _>>();
         let (late, busy) = ("REASON_DEADLINE_PASSED", "REASON_BUSY");
         let by_layers = |end: &ReadEnd, early: Option<&Reason>| tally(Order::Layers, 10, 4, end, early);
-        assert_eq!(by_layers(&end(10, 4, vec![]), None), (10, vec![]));
+        assert_eq!(by_layers(&end(10, 4, vec![]), None), (10, missed(&[])));
         // Late, and nobody says anything of any block.
-        assert_eq!(by_layers(&end(10, 3, vec![]), None), (0, vec![(late, 10)]));
-        assert_eq!(by_layers(&end(10, 0, vec![]), Some(&Reason::Busy("full"))), (0, vec![(busy, 10)]));
+        assert_eq!(by_layers(&end(10, 3, vec![]), None), (0, missed(&[(late, 10)])));
+        assert_eq!(by_layers(&end(10, 0, vec![]), Some(&Reason::Busy("full"))), (0, missed(&[(busy, 10)])));
         // A block failed, and those behind it were not read.
         let failed = vec![(3, Reason::InFlight)];
-        let (delivered, missed) = by_layers(&end(3, 4, failed.clone()), None);
-        assert_eq!((delivered, missed), (3, vec![("REASON_IN_FLIGHT", 1), ("REASON_IN_FLIGHT", 6)]));
+        assert_eq!(by_layers(&end(3, 4, failed.clone()), None), (3, missed(&[("REASON_IN_FLIGHT", 7)])));
         // In block order each block came or is one of the failures.
-        assert_eq!(tally(Order::Blocks, 10, 4, &end(3, 4, failed), None), (9, vec![("REASON_IN_FLIGHT", 1)]));
+        let by_blocks = tally(Order::Blocks, 10, 4, &end(3, 4, failed), None);
+        assert_eq!(by_blocks, (9, missed(&[("REASON_IN_FLIGHT", 1)])));
     }
 
     #[test]

@@ -1,14 +1,14 @@
 //! The body of a request while it arrives: in bounded time, and in bounded memory.
 //!
 //! A request that is one message is received whole before anybody looks at it, and nobody else watches over that: a
-//! message that never ends would keep its call for ever, and a crowd of them any amount of memory. So its bytes beyond
-//! the first few are a part of what all requests together may have here, and all of them come within one patience.
+//! message that never ends would keep its call for ever, and a crowd of them any amount of memory. So a message that is
+//! large takes its part of what all large requests may have, before more of it is received, and keeps it until its answer
+//! is gone. Each tenant has a part that no other can take, whoever waits holds nothing, and who has one must send.
 //! Puts are streams, whose messages have patience and turns of their own (`put.rs`). What needs no token (health,
 //! reflection) shares nothing with others here: its messages are short, and it may be silent for so long.
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -18,81 +18,130 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use tonic::Status;
 use tonic::body::Body;
 
+use super::call::Call;
 use super::fault::Fault;
 use super::limits;
+use crate::node::parts::{Part, Parts};
 
-/// Bytes of large requests that are being received, of all together.
-#[derive(Debug, Default)]
-pub struct Receiving(AtomicU64);
+/// What large requests take in memory, of all tenants together, in KiB.
+#[derive(Debug)]
+pub struct Receiving(Parts);
+
+impl Receiving {
+    /// For these tenants.
+    pub fn new(tenants: &[u32]) -> Self {
+        Self(Parts::new(limits::LARGE_BYTES_MAX >> 10, tenants, 0, limits::LARGE_WAITING))
+    }
+
+    /// Bytes that are taken now.
+    pub fn bytes(&self) -> u64 {
+        (self.0.all().saturating_sub(self.0.left().0) as u64) << 10
+    }
+
+    /// Large requests that wait.
+    pub fn waiting(&self) -> usize {
+        self.0.left().1
+    }
+
+    /// The part of a message of this length for a tenant, as soon as there is room.
+    pub(super) async fn take(&self, tenant: u32, length: usize) -> Option<Part> {
+        let counted = length.min(limits::MESSAGE_BYTES_MAX).saturating_mul(limits::LARGE_FACTOR) >> 10;
+        let counted = counted.min(self.0.most()).max(1);
+        self.0.take(tenant, u32::try_from(counted).unwrap_or(u32::MAX)).await
+    }
+}
+
+type Taking = Pin<Box<dyn Future<Output = Option<Part>> + Send>>;
 
 /// A request's body.
 pub(super) struct Arriving {
     body: Body,
-    /// What is shared with others, if something is.
-    all: Option<Arc<Receiving>>,
+    /// Whose it is. What needs no token is nobody's.
+    call: Option<Arc<Call>>,
     /// Bytes that have come.
     came: u64,
-    /// Those of them that are a part of what all may have.
-    counted: u64,
-    /// By when all of them must have come, and what wakes whoever waits for them then.
-    until: Option<Instant>,
-    /// From each that comes on, for those that need not end.
-    silence: Option<Duration>,
-    late: Option<Pin<Box<Sleep>>>,
-}
-
-impl Receiving {
-    /// Bytes now.
-    pub fn bytes(&self) -> u64 {
-        self.0.load(Ordering::SeqCst)
-    }
-
-    fn take(&self, bytes: u64) -> bool {
-        let fits = |now: u64| now.checked_add(bytes).filter(|&sum| sum <= limits::RECEIVING_BYTES_MAX);
-        self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits).is_ok()
-    }
+    /// The first bytes, which say how long the message is.
+    prefix: Vec<u8>,
+    /// What is waited for, and what came before that.
+    taking: Option<(Taking, Frame<Bytes>)>,
+    /// Since when a large message must go on coming.
+    large: Option<Instant>,
+    /// By when something must have happened.
+    until: Instant,
+    alarm: Option<Pin<Box<Sleep>>>,
 }
 
 impl Arriving {
-    /// A body that arrives from now on, within `patience` if there is a bound.
-    pub(super) fn new(body: Body, all: &Arc<Receiving>, patience: Option<Duration>) -> Self {
-        let until = patience.map(|patience| Instant::now() + patience);
-        Self { body, all: Some(Arc::clone(all)), came: 0, counted: 0, until, silence: None, late: None }
-    }
-
-    /// A body that arrives from somebody who was not asked for a token.
-    pub(super) fn of_anybody(body: Body) -> Self {
-        let silence = limits::ANYBODYS_SILENCE;
-        let until = Some(Instant::now() + silence);
-        Self { body, all: None, came: 0, counted: 0, until, silence: Some(silence), late: None }
+    /// A body that arrives from now on.
+    pub(super) fn new(body: Body, call: Option<Arc<Call>>) -> Self {
+        let patience = if call.is_some() { limits::STALL } else { limits::ANYBODYS_SILENCE };
+        let until = Instant::now() + patience;
+        let (came, prefix) = (0, Vec::new());
+        Self { body, call, came, prefix, taking: None, large: None, until, alarm: None }
     }
 
     fn is_late(&mut self, context: &mut Context<'_>) -> bool {
-        let Some(until) = self.until else { return false };
-        let late = self.late.get_or_insert_with(|| Box::pin(sleep_until(until)));
-        late.as_mut().poll(context).is_ready()
+        loop {
+            if Instant::now() >= self.until {
+                return true;
+            }
+            let until = self.until;
+            let alarm = self.alarm.get_or_insert_with(|| Box::pin(sleep_until(until)));
+            if alarm.deadline() > until {
+                alarm.as_mut().reset(until);
+            }
+            if alarm.as_mut().poll(context).is_pending() {
+                return false;
+            }
+            // Something happened since it was set.
+            alarm.as_mut().reset(until);
+        }
     }
 
-    fn count(&mut self, bytes: usize) -> Result<(), Fault> {
-        self.came = self.came.saturating_add(bytes as u64);
-        let beyond = self.came.saturating_sub(limits::SMALL_REQUEST_BYTES);
-        let more = beyond.saturating_sub(self.counted);
-        if let Some(silence) = self.silence {
-            (self.until, self.late) = (Some(Instant::now() + silence), None);
+    /// Counts what came. A message that turns out to be large waits for its part with these bytes and no others.
+    fn count(&mut self, frame: Frame<Bytes>) -> Option<Frame<Bytes>> {
+        let data = frame.data_ref().map_or(&[][..], |data| &data[..]);
+        self.came += data.len() as u64;
+        let missing = 5usize.saturating_sub(self.prefix.len());
+        self.prefix.extend(data.iter().take(missing));
+        let Some(call) = &self.call else {
+            self.until = Instant::now() + limits::ANYBODYS_SILENCE;
+            return Some(frame);
+        };
+        if let Some(since) = self.large {
+            let sent = Duration::from_millis(self.came.saturating_mul(1000) / limits::LARGE_RATE);
+            self.until = since + (limits::LARGE_GRACE + sent).min(limits::STALL);
+            return Some(frame);
         }
-        let Some(all) = &self.all else { return Ok(()) };
-        if more > 0 && !all.take(more) {
-            return Err(Fault::busy("the server receives as many large requests as fit into memory"));
+        if self.came <= limits::SMALL_REQUEST_BYTES as u64 {
+            return Some(frame);
         }
-        self.counted = beyond;
-        Ok(())
+        let announced = self.prefix.get(1..5).and_then(|bytes| <[u8; 4]>::try_from(bytes).ok());
+        let announced = announced.map_or(usize::MAX, |bytes| u32::from_be_bytes(bytes) as usize);
+        // It may be that much more comes than was announced, which is refused by whoever reads it.
+        let (length, call) = (announced.max(self.came as usize), Arc::clone(call));
+        self.until = call.deadline.min(Instant::now() + limits::WAIT);
+        let taking = async move { call.node.receiving.take(call.caller.tenant.number, length).await };
+        self.taking = Some((Box::pin(taking), frame));
+        None
     }
-}
 
-impl Drop for Arriving {
-    fn drop(&mut self) {
-        if let Some(all) = &self.all {
-            all.0.fetch_sub(self.counted, Ordering::SeqCst);
+    /// Waits for the part, if one is waited for.
+    fn poll_part(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Frame<Bytes>>, Fault>> {
+        let Some((taking, _)) = &mut self.taking else { return Poll::Ready(Ok(None)) };
+        let full = || Fault::busy("the server has as many large requests as fit into memory");
+        match taking.as_mut().poll(context) {
+            Poll::Pending if self.is_late(context) => Poll::Ready(Err(full())),
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(None) => Poll::Ready(Err(full())),
+            Poll::Ready(Some(part)) => {
+                if let Some(call) = &self.call {
+                    call.keep(part);
+                }
+                let now = Instant::now();
+                (self.large, self.until) = (Some(now), now + limits::LARGE_GRACE);
+                Poll::Ready(Ok(self.taking.take().map(|(_, frame)| frame)))
+            }
         }
     }
 }
@@ -105,24 +154,36 @@ impl http_body::Body for Arriving {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        match Pin::new(&mut self.body).poll_frame(context) {
-            Poll::Ready(Some(Ok(frame))) => {
-                let counted = self.count(frame.data_ref().map_or(0, Bytes::len));
-                Poll::Ready(Some(counted.map(|()| frame).map_err(|fault| fault.status())))
+        loop {
+            match self.poll_part(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Err(fault)) => return Poll::Ready(Some(Err(fault.status()))),
+                Poll::Ready(Ok(Some(frame))) => return Poll::Ready(Some(Ok(frame))),
+                Poll::Ready(Ok(None)) => {}
             }
-            Poll::Pending if self.is_late(context) => {
-                Poll::Ready(Some(Err(Fault::late("the request did not come in time").status())))
+            match Pin::new(&mut self.body).poll_frame(context) {
+                Poll::Ready(Some(Ok(frame))) => {
+                    if let Some(frame) = self.count(frame) {
+                        return Poll::Ready(Some(Ok(frame)));
+                    }
+                }
+                Poll::Pending if self.is_late(context) => {
+                    return Poll::Ready(Some(Err(Fault::late("the request did not come in time").status())));
+                }
+                other => return other,
             }
-            other => other,
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.taking.is_none() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        match &self.taking {
+            None => self.body.size_hint(),
+            Some(_) => SizeHint::default(),
+        }
     }
 }
 
@@ -130,6 +191,7 @@ impl http_body::Body for Arriving {
 mod tests {
     use super::*;
     use http_body::Body as _;
+    use kvarts_store::rt::blocking::block_on;
     use std::pin::pin;
     use std::task::Waker;
 
@@ -156,46 +218,46 @@ mod tests {
     }
 
     #[test]
-    fn large_requests_share_what_may_be_received_and_small_ones_have_their_own() {
-        let all = Arc::<Receiving>::default();
-        let begun = |bytes| Arriving::new(Body::new(Begun(bytes)), &all, None);
-        let small = limits::SMALL_REQUEST_BYTES as usize;
-        let (mut first, mut second, mut little) =
-            (begun(small + limits::RECEIVING_BYTES_MAX as usize), begun(small + 1), begun(small));
-        assert!(matches!(poll(&mut first), Poll::Ready(Some(Ok(_)))));
-        assert_eq!(all.bytes(), limits::RECEIVING_BYTES_MAX);
-        let Poll::Ready(Some(Err(status))) = poll(&mut second) else { panic!("there was room for it") };
-        assert_eq!(status.code(), tonic::Code::Unavailable);
-        assert!(matches!(poll(&mut little), Poll::Ready(Some(Ok(_)))));
-        drop((first, second));
-        assert_eq!(all.bytes(), 0);
+    fn whatever_some_tenants_send_each_other_one_has_its_part_of_large_requests() {
+        for count in [2, 3, 5] {
+            let tenants: Vec<u32> = (1..=count).collect();
+            let all = Receiving::new(&tenants);
+            let mut context = Context::from_waker(Waker::noop());
+            let (mut held, mut waiting) = (Vec::new(), Vec::new());
+            for tenant in 1..count {
+                loop {
+                    let mut taking = Box::pin(all.take(tenant, 1 << 20));
+                    match taking.as_mut().poll(&mut context) {
+                        Poll::Ready(Some(part)) => held.push(part),
+                        Poll::Ready(None) => break,
+                        Poll::Pending => waiting.push(taking),
+                    }
+                }
+            }
+            assert!(all.bytes() <= limits::LARGE_BYTES_MAX as u64);
+            assert!(waiting.len() <= limits::LARGE_WAITING, "whoever comes then is told so at once");
+            assert!(block_on(all.take(count, 1 << 20)).is_some(), "{count} tenants");
+            drop((held, waiting));
+            assert_eq!((all.bytes(), all.waiting()), (0, 0));
+        }
     }
 
-    #[test]
-    fn who_was_not_asked_for_a_token_takes_nothing_of_what_others_share() {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-        runtime.block_on(async {
-            let mut large = Arriving::of_anybody(Body::new(Begun(limits::RECEIVING_BYTES_MAX as usize)));
-            assert!(matches!(poll(&mut large), Poll::Ready(Some(Ok(_)))));
-            assert!(large.all.is_none() && poll(&mut large).is_pending());
-            large.until = Some(Instant::now());
-            large.late = None;
-            tokio::time::sleep(Duration::from_millis(5)).await;
-            assert!(matches!(poll(&mut large), Poll::Ready(Some(Err(_)))), "it is silent for ever");
-        });
+    #[tokio::test]
+    async fn who_was_not_asked_for_a_token_takes_nothing_of_what_others_share() {
+        let mut large = Arriving::new(Body::new(Begun(limits::LARGE_BYTES_MAX)), None);
+        assert!(matches!(poll(&mut large), Poll::Ready(Some(Ok(_)))));
+        assert!(large.taking.is_none() && poll(&mut large).is_pending());
+        large.until = Instant::now();
+        assert!(matches!(poll(&mut large), Poll::Ready(Some(Err(_)))), "it is silent for ever");
     }
 
-    #[test]
-    fn a_request_that_does_not_end_is_late() {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-        runtime.block_on(async {
-            let all = Arc::<Receiving>::default();
-            let mut endless = Arriving::new(Body::new(Begun(5)), &all, Some(Duration::ZERO));
-            assert!(matches!(poll(&mut endless), Poll::Ready(Some(Ok(_)))), "what came before is taken");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-            let Poll::Ready(Some(Err(status))) = poll(&mut endless) else { panic!("it goes on for ever") };
-            assert_eq!(status.code(), tonic::Code::DeadlineExceeded);
-            assert!(poll(&mut Arriving::new(Body::new(Begun(0)), &all, None)).is_pending());
-        });
+    #[tokio::test]
+    async fn a_request_that_does_not_end_is_late() {
+        let mut endless = Arriving::new(Body::new(Begun(5)), None);
+        assert!(matches!(poll(&mut endless), Poll::Ready(Some(Ok(_)))), "what came before is taken");
+        assert!(poll(&mut endless).is_pending());
+        endless.until = Instant::now();
+        let Poll::Ready(Some(Err(status))) = poll(&mut endless) else { panic!("it goes on for ever") };
+        assert_eq!(status.code(), tonic::Code::DeadlineExceeded);
     }
 }

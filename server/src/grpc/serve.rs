@@ -8,12 +8,13 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::transport::server::{Router, TcpIncoming};
 use tonic::transport::{Certificate, Server, ServerTlsConfig};
+use tonic_health::pb::health_server::{Health, HealthServer};
 use tower::layer::util::{Identity as NoLayer, Stack};
 
 use super::call::Door;
-use super::limits;
 use super::polite::{self, Polite};
 use super::services::{Reads, Services};
+use super::{health, limits};
 use crate::local;
 use crate::node::Node;
 use crate::proto;
@@ -73,10 +74,11 @@ pub struct Listeners {
 /// ended. When one of the listeners fails, nothing is served any more.
 pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::transport::Error> {
     let Listeners { tcp, unix, tls } = listeners;
+    let (reporter, health) = tonic_health::server::health_reporter();
     let over_tcp = async {
         let Some(listener) = tcp else { return Ok(()) };
         let incoming = placed(&node, incoming_tcp(listener));
-        let server = router(&node, tls.map_or_else(transport, |tls| tls.0));
+        let server = router(&node, tls.map_or_else(transport, |tls| tls.0), health.clone());
         server.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
     };
     let over_unix = async {
@@ -84,18 +86,36 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
         // The local path comes in by the same socket.
         let (incoming, local) = local::split(Arc::clone(&node), listener);
         let incoming = placed(&node, ReceiverStream::new(incoming));
-        let server = router(&node, transport());
+        let server = router(&node, transport(), health.clone());
         let serving = server.serve_with_incoming_shutdown(incoming, node.drain_asked());
         let (served, ()) = tokio::join!(serving, local);
         served
     };
-    tokio::try_join!(over_tcp, over_unix).map(|_| ())
+    tokio::select! {
+        served = async { tokio::try_join!(over_tcp, over_unix) } => served.map(|_| ()),
+        never = health::keep(Arc::clone(&node), reporter) => match never {},
+    }
 }
 
 /// Connections that come in over TCP, set up as the server's are: also those of the bare server that this one is
 /// measured beside.
 pub(crate) fn incoming_tcp(listener: TcpListener) -> impl Stream<Item = std::io::Result<TcpStream>> {
-    TcpIncoming::from(listener).with_nodelay(Some(true)).map(|stream| stream.inspect(unpace))
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    calmly(incoming).map(|stream| stream.inspect(unpace))
+}
+
+/// What comes in, with a rest after each that could not be taken: where there is no descriptor for it, there is none for a
+/// while, and whoever asks again at once keeps a processor busy.
+fn calmly<S>(incoming: impl Stream<Item = std::io::Result<S>>) -> impl Stream<Item = std::io::Result<S>> {
+    incoming.then(|stream| async {
+        if let Err(error) = &stream
+            && error.kind() != std::io::ErrorKind::ConnectionAborted
+        {
+            tracing::warn!(%error, "a connection could not be taken");
+            tokio::time::sleep(limits::ACCEPT_PAUSE).await;
+        }
+        stream
+    })
 }
 
 /// Lets a connection of this host send as fast as it is taken. Where the host's congestion control paces (BBR), its timers
@@ -133,10 +153,12 @@ pub(crate) fn transport() -> Server {
         .tcp_nodelay(true)
 }
 
-fn router(node: &Arc<Node>, server: Server) -> Router<Stack<Door, NoLayer>> {
+fn router(
+    node: &Arc<Node>,
+    server: Server,
+    health: HealthServer<impl Health>,
+) -> Router<Stack<Door, NoLayer>> {
     let bounded = limits::MESSAGE_BYTES_MAX;
-    let (health_reporter, health) = tonic_health::server::health_reporter();
-    drop(health_reporter);
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
@@ -166,6 +188,24 @@ fn router(node: &Arc<Node>, server: Server) -> Router<Stack<Door, NoLayer>> {
 mod tests {
     use super::*;
     use rustix::net::sockopt::tcp_congestion;
+
+    #[tokio::test]
+    async fn a_connection_that_cannot_be_taken_is_not_asked_for_again_and_again() {
+        let mut asked = 0;
+        let endless = tokio_stream::iter(std::iter::repeat_with(|| {
+            asked += 1;
+            Err::<(), _>(std::io::Error::from_raw_os_error(24))
+        }));
+        {
+            let mut calm = std::pin::pin!(calmly(endless));
+            let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+            for _ in 0..1000 {
+                assert!(calm.as_mut().poll_next(&mut context).is_pending());
+            }
+            assert!(calm.next().await.unwrap().is_err(), "it is told of after a rest");
+        }
+        assert!(asked <= 2, "{asked}");
+    }
 
     #[tokio::test]
     async fn a_connection_of_this_host_is_not_paced() {

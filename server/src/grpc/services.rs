@@ -4,23 +4,24 @@ use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use bytes::{Buf as _, Bytes, BytesMut};
-use http_body::Body as _;
+use bytes::Bytes;
 use kvarts_store::api::Order;
 use prost::Message;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::body::Body;
 use tonic::server::NamedService;
-use tonic::{Code, Request, Response, Status, Streaming};
+use tonic::{Request, Response, Status, Streaming};
 use tower::Service;
 
 use super::call::{Call, answer};
 use super::digest::Said;
 use super::fault::{Fault, Outcome};
-use super::frame::ReadBody;
+use super::frame::{self, ReadBody};
+use super::heavy::{self, heavily};
+use super::messages::Messages;
 use super::read::Download;
-use super::{admin, calls, limits, put, read, watch};
+use super::{admin, calls, limits, read, watch};
 use crate::proto;
 use crate::proto::{admin_server::Admin, models_server::Models, store_server::Store};
 use std::sync::Arc;
@@ -38,29 +39,36 @@ impl Models for Services {
         &self,
         request: Request<proto::RegisterModelRequest>,
     ) -> Answer<proto::RegisterModelReply> {
-        answer(request, |call, wire| async move { calls::register_model(&call, wire) }).await
+        answer(request, calls::register_model).await
     }
 
     async fn list_models(
         &self,
         request: Request<proto::ListModelsRequest>,
     ) -> Answer<proto::ListModelsReply> {
-        answer(request, |call, _| async move { Ok(calls::list_models(&call)) }).await
+        answer(request, |call, _| async move { calls::list_models(&call).await }).await
     }
 }
 
 #[tonic::async_trait]
 impl Store for Services {
     async fn put(&self, request: Request<Streaming<proto::PutRequest>>) -> Answer<proto::PutReply> {
-        answer(request, put::put).await
+        drop(request);
+        Err(Status::internal("puts are served at the door"))
     }
 
     async fn r#match(&self, request: Request<proto::MatchRequest>) -> Answer<proto::MatchReply> {
-        answer(request, |call, wire| async move { calls::match_prefix(&call, wire) }).await
+        answer(request, |call, wire| {
+            heavily(call, heavy::of_match(&wire), move |call| calls::match_prefix(call, wire))
+        })
+        .await
     }
 
     async fn exists(&self, request: Request<proto::ExistsRequest>) -> Answer<proto::ExistsReply> {
-        answer(request, |call, wire| async move { calls::exists(&call, wire) }).await
+        answer(request, |call, wire| {
+            heavily(call, heavy::of_keys(&wire.keys), move |call| calls::exists(call, wire))
+        })
+        .await
     }
 
     async fn unlock(&self, request: Request<proto::UnlockRequest>) -> Answer<proto::UnlockReply> {
@@ -68,7 +76,10 @@ impl Store for Services {
     }
 
     async fn pin(&self, request: Request<proto::PinRequest>) -> Answer<proto::PinReply> {
-        answer(request, |call, wire| async move { calls::pin(&call, wire) }).await
+        answer(request, |call, wire| {
+            heavily(call, heavy::of_keys(&wire.keys), move |call| calls::pin(call, wire))
+        })
+        .await
     }
 
     async fn unpin(&self, request: Request<proto::UnlockRequest>) -> Answer<proto::UnlockReply> {
@@ -76,7 +87,10 @@ impl Store for Services {
     }
 
     async fn set_ttl(&self, request: Request<proto::SetTtlRequest>) -> Answer<proto::SetTtlReply> {
-        answer(request, |call, wire| async move { calls::set_ttl(&call, wire) }).await
+        answer(request, |call, wire| {
+            heavily(call, heavy::of_keys(&wire.keys), move |call| calls::set_ttl(call, wire))
+        })
+        .await
     }
 
     async fn set_default_ttl(
@@ -100,7 +114,7 @@ impl Admin for Services {
     type WatchStream = ReceiverStream<Result<proto::Event, Status>>;
 
     async fn watch(&self, request: Request<proto::WatchRequest>) -> Answer<Self::WatchStream> {
-        answer(request, |call, wire| async move { Ok(watch::watch(call, &wire)) }).await
+        answer(request, |call, wire| async move { watch::watch(call, &wire) }).await
     }
 
     async fn stats(&self, request: Request<proto::StatsRequest>) -> Answer<proto::StatsReply> {
@@ -109,6 +123,10 @@ impl Admin for Services {
 
     async fn checkpoint(&self, request: Request<proto::CheckpointRequest>) -> Answer<proto::CheckpointReply> {
         answer(request, |call, _| async move { admin::checkpoint(&call).await }).await
+    }
+
+    async fn resume(&self, request: Request<proto::ResumeRequest>) -> Answer<proto::ResumeReply> {
+        answer(request, |call, _| async move { admin::resume(&call).await }).await
     }
 
     async fn compact(&self, request: Request<proto::CompactRequest>) -> Answer<proto::CompactReply> {
@@ -166,8 +184,7 @@ impl Service<http::Request<Body>> for Reads {
 
 /// Begins a read: what can be refused is refused before the first byte.
 async fn start(call: &Arc<Call>, order: Order, body: Body) -> Outcome<http::Response<Body>> {
-    let took = tokio::time::timeout(limits::STALL, one_message(body)).await;
-    let message = took.map_err(|_| Fault::late("the request did not come in time"))??;
+    let message = one_message(body).await?;
     let wire = proto::ReadRequest::decode(message)
         .map_err(|error| Fault::malformed(format!("not a ReadRequest: {error}")))?;
     let said = Said::of_read(order, &wire);
@@ -175,39 +192,16 @@ async fn start(call: &Arc<Call>, order: Order, body: Body) -> Outcome<http::Resp
     let (to, incoming) = mpsc::channel(limits::FRAMES_WAITING);
     let body = ReadBody::new(incoming);
     tokio::spawn(read::run(Arc::clone(call), download, said, (to, Arc::clone(body.slot()))));
-    let mut response = http::Response::new(Body::new(body));
-    let kind = http::HeaderValue::from_static("application/grpc");
-    response.headers_mut().insert(http::header::CONTENT_TYPE, kind);
-    Ok(response)
+    Ok(frame::response(body))
 }
 
-/// The one message of a request's body.
+/// The one message of a request's body. When it must have come is up to the body.
 pub(super) async fn one_message(body: Body) -> Outcome<Bytes> {
-    let mut body = std::pin::pin!(body);
-    let mut bytes = BytesMut::new();
-    while let Some(frame) = std::future::poll_fn(|context| body.as_mut().poll_frame(context)).await {
-        let frame = frame.map_err(|status| match status.code() {
-            Code::Cancelled | Code::Unknown | Code::Internal => Fault::busy("the connection broke off"),
-            Code::Unavailable => Fault::busy("the server receives as many large requests as fit into memory"),
-            Code::DeadlineExceeded => Fault::late(status.message()),
-            _ => Fault::malformed(status.message()),
-        })?;
-        let Ok(data) = frame.into_data() else { continue };
-        bytes.extend_from_slice(&data);
-        if bytes.len() > limits::MESSAGE_BYTES_MAX {
-            return Err(Fault::malformed("the request is larger than any may be"));
-        }
+    let mut messages = Messages::new(body);
+    let message = messages.message().await?;
+    let message = message.ok_or_else(|| Fault::malformed("the request ended before it was whole"))?;
+    match messages.begun().await? {
+        None => Ok(message),
+        Some(_) => Err(Fault::malformed("a request of one message came with more")),
     }
-    if bytes.len() < 5 {
-        return Err(Fault::malformed("the request ended before it was whole"));
-    }
-    let compressed = bytes.get_u8();
-    let length = bytes.get_u32();
-    if compressed != 0 {
-        return Err(Fault::malformed("compressed requests are not taken"));
-    }
-    if u32::try_from(bytes.len()) != Ok(length) {
-        return Err(Fault::malformed(format!("a request of {length} bytes came with {}", bytes.len())));
-    }
-    Ok(bytes.freeze())
 }

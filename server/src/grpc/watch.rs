@@ -13,7 +13,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::call::Call;
-use super::{limits, wire};
+use super::fault::{Fault, Outcome};
+use super::wire;
 use crate::proto;
 use crate::proto::event::What;
 
@@ -24,26 +25,42 @@ const WAITING: usize = 256;
 pub(super) fn watch(
     call: Arc<Call>,
     wire: &proto::WatchRequest,
-) -> ReceiverStream<Result<proto::Event, Status>> {
+) -> Outcome<ReceiverStream<Result<proto::Event, Status>>> {
+    let place = call.caller.tenant.watcher();
+    let place = place.ok_or_else(|| Fault::busy("the tenant has as many watchers as it may"))?;
     let from = wire.after.map(|after| known(&call, after));
     let (to, events) = mpsc::channel(WAITING);
     tokio::spawn(async move {
-        tokio::select! {
-            () = follow(&call, from, &to) => {}
-            () = to.closed() => {}
-            () = call.node.drain_asked() => {}
-            () = tokio::time::sleep_until(call.deadline) => {}
-        }
+        let _place = place;
+        let stalled = tokio::select! {
+            stalled = follow(&call, from, &to) => stalled,
+            () = to.closed() => false,
+            () = call.node.drain_asked() => false,
+            () = tokio::time::sleep_until(call.deadline) => false,
+        };
         call.end(tonic::Code::Ok);
+        // What waits for somebody who takes nothing is let go with the connection.
+        let patience = call.node.patience.get();
+        if stalled && tokio::time::timeout(patience, to.closed()).await.is_err() {
+            if let Some(line) = &call.line {
+                line.cut();
+            }
+            to.closed().await;
+        }
     });
-    ReceiverStream::new(events)
+    Ok(ReceiverStream::new(events))
 }
 
-async fn follow(call: &Call, from: Option<Sequence>, to: &mpsc::Sender<Result<proto::Event, Status>>) {
+/// Sends events on; whether it ended because nobody takes them.
+async fn follow(
+    call: &Call,
+    from: Option<Sequence>,
+    to: &mpsc::Sender<Result<proto::Event, Status>>,
+) -> bool {
     let mut subscription = call.node.store().subscribe(from);
     loop {
         let events = match subscription.next(WAITING).await {
-            None => return,
+            None => return false,
             Some(Ok(events)) => {
                 events.iter().filter(|event| is_callers(call, event)).map(|event| told(call, event)).collect()
             }
@@ -54,9 +71,10 @@ async fn follow(call: &Call, from: Option<Sequence>, to: &mpsc::Sender<Result<pr
         };
         for event in events {
             // Who takes nothing for a while is not watching any more.
-            let sent = tokio::time::timeout(limits::STALL, to.send(Ok(event))).await;
-            if !matches!(sent, Ok(Ok(()))) {
-                return;
+            match tokio::time::timeout(call.node.patience.get(), to.send(Ok(event))).await {
+                Ok(Ok(())) => {}
+                Ok(Err(_)) => return false,
+                Err(_) => return true,
             }
         }
     }

@@ -52,7 +52,10 @@ async fn answer(mut stream: TcpStream, node: &Node) -> std::io::Result<()> {
         line if line.starts_with(b"GET /metrics ") => {
             ("200 OK", "text/plain; version=0.0.4; charset=utf-8", text::render(node).await)
         }
-        line if line.starts_with(b"GET /health ") => ("200 OK", "text/plain", "ok\n".to_owned()),
+        line if line.starts_with(b"GET /health ") => match node.fault() {
+            None => ("200 OK", "text/plain", "ok\n".to_owned()),
+            Some(why) => ("503 Service Unavailable", "text/plain", format!("{why}\n")),
+        },
         _ => ("404 Not Found", "text/plain", "there are /metrics and /health\n".to_owned()),
     };
     let length = body.len();

@@ -5,7 +5,6 @@
 
 mod histogram;
 pub mod http;
-pub(crate) use text::engine_counts;
 mod text;
 
 use std::collections::BTreeMap;
@@ -90,6 +89,15 @@ impl Metrics {
     /// Blocks that were asked for and not delivered.
     pub fn missed(&self, reason: &'static str, blocks: u64) {
         *self.lock().misses.entry(reason).or_default() += blocks;
+    }
+
+    /// A read ended: so many blocks were delivered, and these were not.
+    pub fn read_ended(&self, delivered: u64, missed: BTreeMap<&'static str, u64>) {
+        let mut counted = self.lock();
+        for (reason, blocks) in missed {
+            *counted.misses.entry(reason).or_default() += blocks;
+        }
+        counted.hits += delivered;
     }
 
     /// Blocks that were delivered.

@@ -1,12 +1,15 @@
 //! Metrics as Prometheus reads them.
 
 use std::fmt::{self, Write};
+use std::sync::Arc;
 
 use kvarts_gpudirect::cufile::Decision;
+use kvarts_store::engine::Stats;
 use kvarts_store::rt::Clock;
 
 use super::{CallName, Counted, Metrics};
-use crate::node::Node;
+use crate::grpc::limits;
+use crate::node::{Node, Tenant};
 
 /// A label's value: quotes, backslashes and line ends are escaped.
 struct Value<'a>(&'a str);
@@ -32,6 +35,51 @@ fn one(out: &mut String, name: &str, kind: &str, help: &str, value: impl fmt::Di
     let _ = writeln!(out, "{name} {value}");
 }
 
+/// What executors count of their devices, and what it means.
+const DEVICE_COUNTERS: [(&str, &str); 7] = [
+    ("submissions", "Operations handed to devices, repeated ones included."),
+    ("operations", "Operations that ended."),
+    ("failed", "Operations that ended with an error."),
+    ("retried", "Submissions repeated because they were interrupted."),
+    ("short", "Submissions for the rest of a transfer."),
+    ("unknown_completions", "Completions that belong to no operation under way."),
+    ("late_completions", "Operations that ended after whoever asked was gone."),
+];
+
+/// The counters of one executor. What is counted there and not told here does not compile.
+fn device_counts(queue: &kvarts_store::io::Metrics) -> [(&'static str, u64); 7] {
+    let kvarts_store::io::Metrics {
+        submitted,
+        completed,
+        failed,
+        retried,
+        short,
+        unknown_completions,
+        late_completions,
+        // Told by direction, or as what there is now: see `queues`.
+        bytes_read: _,
+        bytes_written: _,
+        slots: _,
+        waiting_ops: _,
+        in_flight_ops: _,
+        in_flight_bytes: _,
+        stuck_ops: _,
+        stuck_bytes: _,
+        dropped_ops: _,
+        dropped_bytes: _,
+        arena_bytes: _,
+    } = *queue;
+    [
+        ("submissions", submitted),
+        ("operations", completed),
+        ("failed", failed),
+        ("retried", retried),
+        ("short", short),
+        ("unknown_completions", unknown_completions),
+        ("late_completions", late_completions),
+    ]
+}
+
 /// Everything that there is to tell of a server.
 pub(super) async fn render(node: &Node) -> String {
     let io = node.engine.io().await.unwrap_or_default();
@@ -42,6 +90,7 @@ pub(super) async fn render(node: &Node) -> String {
     queues(&mut out, &io);
     scrub(&mut out, node);
     tenants(&mut out, node);
+    models(&mut out, node);
     memory(&mut out, node);
     device_path(&mut out, &node.decided.files);
     out
@@ -104,42 +153,29 @@ fn calls(out: &mut String, counted: &Counted) {
     }
 }
 
-/// What the engine has counted since it was opened, by name.
-pub(crate) fn engine_counts(counts: &kvarts_store::engine::Counts) -> [(&'static str, u64); 13] {
-    [
-        ("blocks_stored", counts.blocks_stored),
-        ("blocks_deduplicated", counts.blocks_deduplicated),
-        ("blocks_refused", counts.blocks_refused),
-        ("blocks_not_admitted", counts.blocks_not_admitted),
-        ("payload_bytes_stored", counts.payload_bytes_stored),
-        ("record_bytes_written", counts.record_bytes_written),
-        ("blocks_read", counts.blocks_read),
-        ("device_bytes_read", counts.device_bytes_read),
-        ("bytes_shared", counts.bytes_shared),
-        ("chunks_damaged", counts.chunks_damaged),
-        ("blocks_quarantined", counts.blocks_quarantined),
-        ("segments_recycled", counts.segments_recycled),
-        ("blocks_evicted", counts.blocks_evicted),
-    ]
-}
-
 fn engine(out: &mut String, node: &Node) {
-    let stats = node.engine.stats();
-    for (name, value) in engine_counts(&stats.counts) {
+    // What the store tells and is not told here does not compile.
+    let Stats { store: _, counts, index, index_bytes_max, allocated_bytes, budget_bytes, tombstones, space } =
+        node.engine.stats();
+    for (name, value) in counts.named() {
         let name = format!("kvarts_engine_{name}_total");
         one(out, &name, "counter", "See `kvarts stat`; since the store was opened.", value);
     }
-    one(out, "kvarts_disk_budget_bytes", "gauge", "Bytes that may be on disk.", stats.budget_bytes);
-    one(out, "kvarts_disk_allocated_bytes", "gauge", "Bytes that are on disk.", stats.allocated_bytes);
-    let free = stats.budget_bytes.saturating_sub(stats.allocated_bytes);
+    health(out, &node.engine.health());
+    one(out, "kvarts_disk_budget_bytes", "gauge", "Bytes that may be on disk.", budget_bytes);
+    one(out, "kvarts_disk_allocated_bytes", "gauge", "Bytes that are on disk.", allocated_bytes);
+    let free = budget_bytes.saturating_sub(allocated_bytes);
     one(out, "kvarts_disk_free_bytes", "gauge", "Bytes of the budget that are not on disk.", free);
-    one(out, "kvarts_index_bytes", "gauge", "Memory that the index of blocks takes.", stats.index.bytes);
-    one(out, "kvarts_index_blocks", "gauge", "Blocks in the index.", stats.index.blocks);
-    if let Some(most) = stats.index_bytes_max {
+    for (what, size) in [("bytes", index.bytes), ("blocks", index.blocks), ("records", index.records)] {
+        let name = format!("kvarts_index_{what}");
+        one(out, &name, "gauge", "What the index of blocks has in memory.", size);
+    }
+    if let Some(most) = index_bytes_max {
         let help = "Memory that the index may take: near it blocks are evicted, beyond it nothing is put.";
         one(out, "kvarts_index_bytes_max", "gauge", help, most);
     }
-    let space = stats.space.total;
+    one(out, "kvarts_tombstones", "gauge", "Deletes that are remembered.", tombstones);
+    let space = space.total;
     head(
         out,
         "kvarts_disk_bytes",
@@ -151,9 +187,11 @@ fn engine(out: &mut String, node: &Node) {
     {
         let _ = writeln!(out, "kvarts_disk_bytes{{what=\"{what}\"}} {bytes}");
     }
-    let payload = stats.counts.payload_bytes_stored;
-    let amplification = stats.counts.record_bytes_written as f64 / payload.max(1) as f64;
-    let help = "Bytes written by bytes that clients put.";
+    let payload = counts.payload_bytes_stored;
+    let written = counts.record_bytes_written + counts.moved_bytes_written;
+    let amplification = written as f64 / payload.max(1) as f64;
+    let help =
+        "Bytes of records written, those that blocks were moved to included, by bytes that clients put.";
     one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
     let reports = node.engine.recovery();
     let sum =
@@ -166,13 +204,43 @@ fn engine(out: &mut String, node: &Node) {
     one(out, "kvarts_recovery_scanned_bytes", "gauge", "Bytes that the last start scanned.", scanned);
 }
 
+/// Whether the store takes writes, and who has died.
+fn health(out: &mut String, health: &kvarts_store::engine::Health) {
+    let kvarts_store::engine::Health { latched, dead_executors } = health;
+    head(out, "kvarts_read_only", "gauge", "Whether the store takes no writes, and why.");
+    let reason = latched.as_deref().unwrap_or_default();
+    let _ = writeln!(out, "kvarts_read_only{{reason=\"{}\"}} {}", Value(reason), u8::from(latched.is_some()));
+    one(out, "kvarts_dead_executors", "gauge", "Executors that have died.", dead_executors);
+}
+
 /// What waits for the devices, and what they work on.
 fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::io::Metrics)]) {
+    for (what, help) in DEVICE_COUNTERS {
+        let name = format!("kvarts_device_{what}_total");
+        head(out, &name, "counter", help);
+        for (executor, (_, queue)) in io.iter().enumerate() {
+            let count = device_counts(queue).into_iter().find(|(one, _)| *one == what).map_or(0, |(_, n)| n);
+            let _ = writeln!(out, "{name}{{executor=\"{executor}\"}} {count}");
+        }
+    }
+    head(out, "kvarts_device_held_bytes", "gauge", "Memory of each executor that is in use, by whom.");
+    for (executor, (_, queue)) in io.iter().enumerate() {
+        for (what, bytes) in
+            [("arena", queue.arena_bytes), ("stuck", queue.stuck_bytes), ("dropped", queue.dropped_bytes)]
+        {
+            let labels = format!("executor=\"{executor}\",what=\"{what}\"");
+            let _ = writeln!(out, "kvarts_device_held_bytes{{{labels}}} {bytes}");
+        }
+    }
     head(out, "kvarts_device_queue", "gauge", "Operations of each executor by where they are.");
     for (executor, (_, queue)) in io.iter().enumerate() {
-        for (place, operations) in
-            [("waiting", queue.waiting_ops), ("device", queue.in_flight_ops), ("stuck", queue.stuck_ops)]
-        {
+        for (place, operations) in [
+            ("waiting", queue.waiting_ops),
+            ("device", queue.in_flight_ops),
+            ("stuck", queue.stuck_ops),
+            ("dropped", queue.dropped_ops),
+            ("all", queue.slots),
+        ] {
             let _ = writeln!(
                 out,
                 "kvarts_device_queue{{executor=\"{executor}\",place=\"{place}\"}} {operations}"
@@ -234,6 +302,23 @@ fn tenants(out: &mut String, node: &Node) {
     }
 }
 
+/// What the models of each tenant take.
+fn models(out: &mut String, node: &Node) {
+    head(out, "kvarts_tenant_models", "gauge", "Models of each tenant.");
+    let used = |tenant: Arc<Tenant>| (node.models.used(tenant.number), tenant);
+    let used: Vec<_> = node.gate.tenants().into_iter().map(used).collect();
+    for (used, tenant) in &used {
+        let _ = writeln!(out, "kvarts_tenant_models{{tenant=\"{}\"}} {}", Value(&tenant.name), used.count);
+    }
+    head(out, "kvarts_tenant_models_bytes", "gauge", "About what they take in memory, and what they may.");
+    for (used, tenant) in &used {
+        for (what, bytes) in [("used", used.memory), ("limit", limits::MODELS_MEMORY_MAX)] {
+            let name = Value(&tenant.name);
+            let _ = writeln!(out, "kvarts_tenant_models_bytes{{tenant=\"{name}\",what=\"{what}\"}} {bytes}");
+        }
+    }
+}
+
 /// How files reach the memory of devices, and why so.
 fn device_path(out: &mut String, files: &Decision) {
     let help = "How files reach the memory of devices on this host, what it could offer, and why.";
@@ -250,6 +335,17 @@ fn memory(out: &mut String, node: &Node) {
             let _ = writeln!(out, "kvarts_request_memory_bytes{{part=\"{part}\",what=\"{what}\"}} {bytes}");
         }
     }
+    head(
+        out,
+        "kvarts_large_requests_bytes",
+        "gauge",
+        "What large requests and their answers take: used, all.",
+    );
+    for (what, bytes) in [("used", node.receiving.bytes()), ("all", limits::LARGE_BYTES_MAX as u64)] {
+        let _ = writeln!(out, "kvarts_large_requests_bytes{{what=\"{what}\"}} {bytes}");
+    }
+    let waiting = node.receiving.waiting();
+    one(out, "kvarts_large_requests_waiting", "gauge", "Large requests that wait for that.", waiting);
     one(out, "kvarts_shared_bytes", "gauge", "Memory of local clients that is mapped.", node.locals.mapped());
     let clients = node.locals.clients();
     head(out, "kvarts_local_clients", "gauge", "Clients of the local path, by tenant.");
@@ -266,6 +362,9 @@ fn memory(out: &mut String, node: &Node) {
     let places = node.connections.available_permits();
     one(out, "kvarts_connections_all", "gauge", "Connections that there may be.", node.connections_all);
     one(out, "kvarts_connections_left", "gauge", "Connections that may still come.", places);
+    let (strangers, anybodys) = node.strangers.count();
+    one(out, "kvarts_connections_unknown", "gauge", "Connections without a call that was let in.", strangers);
+    one(out, "kvarts_calls_without_token", "gauge", "Calls under way that need no token.", anybodys);
     one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", node.calls());
     let clock: &dyn Clock = &**node.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;
@@ -279,6 +378,36 @@ mod tests {
     use kvarts_gpudirect::cufile::{Found, Wish, decide};
 
     use super::*;
+
+    #[test]
+    fn every_counter_of_the_engine_and_of_its_devices_is_told() {
+        let queue = kvarts_store::io::Metrics::default();
+        let names = device_counts(&queue).map(|(name, _)| name);
+        assert_eq!(names, DEVICE_COUNTERS.map(|(name, _)| name));
+        let mut out = String::new();
+        let facts = kvarts_store::io::IoFacts { backend: "ring", features: Vec::new(), warnings: Vec::new() };
+        queues(&mut out, &[(facts, queue)]);
+        for name in names {
+            assert!(
+                out.contains(&format!("kvarts_device_{name}_total{{executor=\"0\"}} 0")),
+                "{name}: {out}"
+            );
+        }
+        let counts = kvarts_store::engine::Counts::default();
+        // Each field is a number, and each is named once.
+        assert_eq!(counts.named().len() * size_of::<u64>(), size_of_val(&counts));
+    }
+
+    #[test]
+    fn a_store_that_takes_no_writes_says_so_with_the_reason() {
+        let mut out = String::new();
+        let latched = Some("writing \"seg\": Input/output error".to_owned());
+        health(&mut out, &kvarts_store::engine::Health { latched, dead_executors: 2 });
+        let expected = "kvarts_read_only{reason=\"writing \\\"seg\\\": Input/output error\"} 1";
+        assert!(out.contains(expected) && out.contains("kvarts_dead_executors 2"), "{out}");
+        health(&mut out, &kvarts_store::engine::Health::default());
+        assert!(out.contains("kvarts_read_only{reason=\"\"} 0"), "{out}");
+    }
 
     #[test]
     fn the_way_to_devices_is_told_with_what_there_could_be_and_why() {

@@ -4,9 +4,10 @@
 //! with every token's hash, each in constant time, so that neither the time nor the answer tells how close a guess
 //! was. Tokens are never logged and never shown by `Debug`.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use super::tenant::Tenant;
 
@@ -205,6 +206,84 @@ impl Gate {
     }
 }
 
+/// A gate that can be changed while callers come in. Whoever came in before is asked again at the next call.
+#[derive(Debug)]
+pub struct Gatekeeper(RwLock<Gate>);
+
+/// What became of a changed gate.
+#[derive(Debug, Default)]
+pub struct Changed {
+    /// Tenants that were not there before.
+    pub new: Vec<Arc<Tenant>>,
+    /// What an operator should know, a sentence each.
+    pub notes: Vec<String>,
+}
+
+impl Gatekeeper {
+    /// Lets in whom this gate does.
+    pub fn new(gate: Gate) -> Self {
+        Self(RwLock::new(gate))
+    }
+
+    /// See [`Gate::caller`].
+    pub fn caller(&self, header: Option<&[u8]>, unix_seconds: u64) -> Result<Caller, Refusal> {
+        self.read().caller(header, unix_seconds)
+    }
+
+    /// See [`Gate::tenants`].
+    pub fn tenants(&self) -> Vec<Arc<Tenant>> {
+        self.read().tenants().into_iter().map(Arc::clone).collect()
+    }
+
+    /// Lets in whom another gate does from now on. Tenants of the same name stay who they are, with what they have under
+    /// way and their limits; new ones share with others what nobody has for itself. Refused is what would change who
+    /// everybody is: tokens where there were none, none where there were some, another salt.
+    pub fn change(&self, to: &Gate) -> Result<Changed, String> {
+        let mut gate = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let tokens = match (&*gate, to) {
+            (Gate::Open(_), Gate::Open(_)) => return Ok(Changed::default()),
+            (Gate::Tokens(_), Gate::Tokens(tokens)) => tokens,
+            _ => return Err("whether tokens are asked for is decided at the start".to_owned()),
+        };
+        let old: BTreeMap<String, Arc<Tenant>> =
+            gate.tenants().into_iter().map(|tenant| (tenant.name.clone(), Arc::clone(tenant))).collect();
+        let mut next = old.values().map(|tenant| tenant.number).max().unwrap_or(0);
+        let (mut all, mut changed) = (BTreeMap::new(), Changed::default());
+        for tenant in to.tenants() {
+            let name = &tenant.name;
+            let known = match old.get(name) {
+                Some(known) if known.salt != tenant.salt => {
+                    return Err(format!("tenants: {name}: another salt would be another tenant"));
+                }
+                Some(known) => {
+                    if known.limits != tenant.limits {
+                        changed.notes.push(format!("tenants: {name}: limits change with the next start"));
+                    }
+                    Arc::clone(known)
+                }
+                None => {
+                    next += 1;
+                    let tenant = Tenant::new(name, next, Some(tenant.salt.0.clone()), tenant.limits.clone());
+                    changed.new.push(Arc::clone(&tenant));
+                    tenant
+                }
+            };
+            all.insert(name.clone(), known);
+        }
+        let token = |token: &Token| {
+            let tenant = all.get(&token.tenant.name).unwrap_or(&token.tenant);
+            Token { tenant: Arc::clone(tenant), ..token.clone() }
+        };
+        *gate = Gate::Tokens(tokens.iter().map(token).collect());
+        Ok(changed)
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Gate> {
+        // A change is one step.
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -237,6 +316,39 @@ mod tests {
             assert_eq!(gate().caller(Some(header.as_bytes()), 0).unwrap_err(), Refusal::Unknown, "{header}");
         }
         assert_eq!(gate().caller(Some(&[0xff, 0xfe]), 0).unwrap_err(), Refusal::Unknown);
+    }
+
+    #[test]
+    fn a_token_that_is_taken_away_ends_at_once_and_tenants_stay_who_they_are() {
+        let keeper = Gatekeeper::new(gate());
+        let enters = |token: &str| {
+            let caller = keeper.caller(Some(format!("Bearer kvarts_{token}").as_bytes()), 0);
+            caller.ok().map(|caller| (caller.tenant.name.clone(), caller.tenant.number, caller.tenant.turn()))
+        };
+        let before = keeper.tenants();
+        // Another order, one token less, one tenant more, and numbers that are another's here.
+        let token = |name: &str, number, secret: &str| Token {
+            hash: TokenHash::of(&format!("{TOKEN_PREFIX}{secret}")),
+            tenant: Tenant::new(name, number, None, TenantLimits::default()),
+            rights: Rights { read: true, ..Rights::default() },
+            expires: None,
+        };
+        let changed =
+            keeper.change(&Gate::Tokens(vec![token("c", 1, "c"), token("b", 2, "b2"), token("a", 3, "a")]));
+        let changed = changed.unwrap();
+        assert_eq!(changed.new.iter().map(|tenant| tenant.number).collect::<Vec<_>>(), [3]);
+        assert!(enters("b").is_none(), "it was taken away");
+        assert_eq!(enters("b2").map(|caller| (caller.0, caller.1)), Some(("b".to_owned(), 2)));
+        assert_eq!(enters("c").map(|caller| (caller.0, caller.1)), Some(("c".to_owned(), 3)));
+        assert!(Arc::ptr_eq(&before[0], &keeper.tenants()[0]), "what it has under way goes on to count");
+        // What would make others of all tenants is refused, and nothing changes.
+        assert!(keeper.change(&Gate::Open(Tenant::only())).is_err());
+        let salted = Token {
+            tenant: Tenant::new("a", 1, Some(vec![1]), TenantLimits::default()),
+            ..token("a", 1, "x")
+        };
+        assert!(keeper.change(&Gate::Tokens(vec![salted])).is_err());
+        assert!(enters("a").is_some());
     }
 
     #[test]

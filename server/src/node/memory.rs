@@ -4,8 +4,8 @@
 //! ones. Who finds it full waits. A piece comes back when the last user of it is done: the device, the engine, or
 //! the connection that sends it.
 //!
-//! Where there are several tenants, none has more than half of either part, so that one tenant's slow clients leave
-//! room for the clients of others.
+//! Where there are several tenants, each has a share of both that no other can take (`parts`), so that slow clients of some
+//! tenants leave room for those of others.
 
 use std::io;
 use std::sync::Arc;
@@ -13,7 +13,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kvarts_store::io::arena::{Arena, ArenaUse};
 use kvarts_store::io::{Buf, Region};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::parts::{Part, Parts};
 
 const PAGE: usize = 4096;
 /// The part of all memory that small requests have to themselves: one in so many bytes.
@@ -78,37 +79,37 @@ impl Memory {
     }
 }
 
-/// What one tenant may have of the memory at a time: of the main part and of the small one, in pages.
+/// What tenants have of the memory: of the main part and of the small one, in pages.
 #[derive(Debug)]
-pub struct MemoryShare([Arc<Semaphore>; 2]);
+pub struct MemoryShares([Parts; 2]);
 
-/// A piece, and what it takes of its tenant's share.
+/// A piece, and what it takes of a share.
 struct OfShare {
     _piece: Buf,
-    _pages: OwnedSemaphorePermit,
+    _pages: Part,
 }
 
-impl MemoryShare {
-    /// Half of all memory.
-    pub fn half(memory: &Memory) -> Self {
-        Self(memory.usage().map(|usage| Arc::new(Semaphore::new(usage.total / PAGE / 2))))
+impl MemoryShares {
+    /// All of the memory for these tenants.
+    pub fn new(memory: &Memory, tenants: &[u32]) -> Self {
+        Self(memory.usage().map(|usage| Parts::new(usage.total / PAGE, tenants, 0, usize::MAX)))
     }
 
-    /// A piece as [`Memory::take`] gives it, as soon as the share has room for it, too.
-    pub async fn take(&self, memory: &Memory, len: u64) -> Option<Buf> {
+    /// A piece as [`Memory::take`] gives it, as soon as it is the tenant's turn.
+    pub async fn take(&self, memory: &Memory, tenant: u32, len: u64) -> Option<Buf> {
         let (part, pages) = self.part(memory, len)?;
-        let pages = Arc::clone(part).acquire_many_owned(pages).await.ok()?;
+        let pages = part.take(tenant, pages).await?;
         memory.take(len).await.map(|piece| Self::kept(piece, pages))
     }
 
     /// A piece as [`Memory::take_spare`] gives it.
-    pub fn take_spare(&self, memory: &Memory, len: u64) -> Option<Buf> {
+    pub fn take_spare(&self, memory: &Memory, tenant: u32, len: u64) -> Option<Buf> {
         let (part, pages) = self.part(memory, len)?;
-        let pages = Arc::clone(part).try_acquire_many_owned(pages).ok()?;
+        let pages = part.try_take(tenant, pages)?;
         memory.take_spare(len).map(|piece| Self::kept(piece, pages))
     }
 
-    fn part(&self, memory: &Memory, len: u64) -> Option<(&Arc<Semaphore>, u32)> {
+    fn part(&self, memory: &Memory, len: u64) -> Option<(&Parts, u32)> {
         let [main, small] = &self.0;
         if len > memory.piece_max() {
             return None;
@@ -117,7 +118,7 @@ impl MemoryShare {
         Some((if len <= memory.small_max { small } else { main }, pages))
     }
 
-    fn kept(piece: Buf, pages: OwnedSemaphorePermit) -> Buf {
+    fn kept(piece: Buf, pages: Part) -> Buf {
         piece.clone().kept_by(Arc::new(OfShare { _piece: piece, _pages: pages }))
     }
 }
@@ -179,27 +180,36 @@ mod tests {
     }
 
     #[test]
-    fn no_tenant_takes_more_than_half_of_either_part() {
-        let memory = Memory::new(1 << 20, 8192).unwrap();
-        let (one, other) = (MemoryShare::half(&memory), MemoryShare::half(&memory));
-        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-        for (at, len) in [(0, 64 << 10), (1, 8192)] {
-            let mut held = Vec::new();
-            loop {
-                let mut taking = std::pin::pin!(one.take(&memory, len));
-                match taking.as_mut().poll(&mut context) {
-                    std::task::Poll::Ready(piece) => held.push(piece.unwrap()),
-                    std::task::Poll::Pending => break,
+    fn whatever_others_hold_each_tenant_has_its_share_of_either_part() {
+        for count in [2, 3, 5] {
+            let tenants: Vec<u32> = (1..=count).collect();
+            let memory = Memory::new(8 << 20, 8192).unwrap();
+            let shares = MemoryShares::new(&memory, &tenants);
+            let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+            for (at, len) in [(0, 64 << 10), (1, 8192)] {
+                let total = memory.usage()[at].total;
+                let mut take = |tenant: u32, held: &mut Vec<Buf>| {
+                    let mut taking = std::pin::pin!(shares.take(&memory, tenant, len));
+                    match taking.as_mut().poll(&mut context) {
+                        std::task::Poll::Ready(piece) => held.push(piece.unwrap()),
+                        std::task::Poll::Pending => return false,
+                    }
+                    true
+                };
+                let (mut held, mut last) = (Vec::new(), Vec::new());
+                for tenant in 1..count {
+                    while take(tenant, &mut held) {}
                 }
+                assert!(shares.take_spare(&memory, 1, 64 << 10).is_none() || at == 1);
+                while take(count, &mut last) {}
+                let own = total / 2 / count as usize;
+                assert!((last.len() + 1) * len as usize > own, "{count} tenants: {} pieces", last.len());
+                // The first piece is of the first tenant's own share.
+                drop(held.remove(0));
+                assert!(take(1, &mut held), "what came back can be had again");
             }
-            let usage = memory.usage()[at];
-            assert!(usage.used <= usage.total / 2 && usage.used > usage.total / 4, "{usage:?}");
-            assert!(one.take_spare(&memory, 64 << 10).is_none() || at == 1);
-            let others = block_on(other.take(&memory, len)).unwrap();
-            drop((held.pop(), others));
-            assert!(block_on(one.take(&memory, len)).is_some(), "what came back can be had again");
+            assert!(memory.usage().iter().all(|usage| usage.used == 0));
         }
-        assert!(memory.usage().iter().all(|usage| usage.used == 0));
     }
 
     #[test]

@@ -12,6 +12,7 @@ pub mod auth;
 mod leases;
 mod memory;
 mod models;
+pub mod parts;
 mod patience;
 mod puts;
 mod shares;
@@ -19,7 +20,6 @@ pub mod tenant;
 mod trouble;
 mod veil;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -34,8 +34,8 @@ pub use addresses::Addresses;
 pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
 pub use leases::Leases;
-pub use memory::{Frozen, Memory, MemoryShare};
-pub use models::{Model, Models};
+pub use memory::{Frozen, Memory, MemoryShares};
+pub use models::{Model, ModelLimits, Models};
 pub use patience::Patience;
 pub use puts::Puts;
 pub(crate) use shares::Bandwidth;
@@ -43,7 +43,8 @@ pub use tenant::Tenant;
 pub use trouble::Trouble;
 pub use veil::Veil;
 
-use crate::grpc::limits::ADDRESSES_MAX;
+use crate::grpc::Strangers;
+use crate::grpc::limits::{ADDRESSES_MAX, HEAVY_AT_ONCE, HEAVY_WAITING};
 use crate::grpc::request::Receiving;
 use crate::local::Locals;
 use crate::metrics::Metrics;
@@ -55,15 +56,15 @@ pub struct Node {
     /// The engine.
     pub engine: Store,
     /// Who may do what.
-    pub gate: auth::Gate,
+    pub gate: auth::Gatekeeper,
     /// Which models are known, and whose they are.
     pub models: Models,
     /// Which leases are held, and whose they are.
     pub leases: Leases,
     /// Memory of requests.
     pub memory: Memory,
-    /// What each tenant may have of it, where there are several.
-    shares: BTreeMap<u32, MemoryShare>,
+    /// What each tenant has of it.
+    shares: MemoryShares,
     /// Addresses for what reads do not want.
     pub addresses: Arc<Addresses>,
     /// Clients on the same host, and the memory that they share.
@@ -72,12 +73,16 @@ pub struct Node {
     pub connections: Arc<Semaphore>,
     /// Places for connections in all.
     pub connections_all: usize,
+    /// Connections on which nobody has shown a token yet.
+    pub strangers: Arc<Strangers>,
     /// Large reads under way over the network.
     pub large_reads: Arc<AtomicU64>,
-    /// Large requests that are being received over gRPC.
-    pub receiving: Arc<Receiving>,
+    /// Large requests over gRPC, and their answers.
+    pub receiving: Receiving,
+    /// Turns of work that keeps a processor busy for long.
+    pub heavy: parts::Parts,
     /// How long clients that take nothing are waited for.
-    pub patience: Patience,
+    pub patience: Arc<Patience>,
     /// Turns of puts that take bytes.
     pub puts: Puts,
     /// How many lines refused calls have caused.
@@ -113,13 +118,6 @@ pub struct Decided {
 #[derive(Debug)]
 pub struct UnderWay(Arc<Node>);
 
-fn shares(gate: &auth::Gate, memory: &Memory) -> BTreeMap<u32, MemoryShare> {
-    let tenants = gate.tenants();
-    let several = tenants.len() > 1;
-    let share = |tenant: &&Arc<Tenant>| (tenant.number, MemoryShare::half(memory));
-    if several { tenants.iter().map(share).collect() } else { BTreeMap::new() }
-}
-
 impl Node {
     /// A server around an open engine, with so many connections at most.
     pub fn new(
@@ -134,21 +132,24 @@ impl Node {
         let mut secret = [0; 32];
         entropy.fill(&mut secret);
         let audit = Audit::new(Arc::clone(engine.clock()));
+        let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
         Arc::new(Self {
             engine,
             connections_all: connections.min(Semaphore::MAX_PERMITS),
             connections: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
-            shares: shares(&gate, &memory),
+            strangers: Arc::default(),
+            shares: MemoryShares::new(&memory, &tenants),
             addresses: Addresses::new(ADDRESSES_MAX),
             large_reads: Arc::default(),
-            receiving: Arc::default(),
-            patience: Patience::default(),
-            puts: Puts::new(&memory, &gate.tenants().iter().map(|tenant| tenant.number).collect::<Vec<_>>()),
+            receiving: Receiving::new(&tenants),
+            heavy: parts::Parts::new(HEAVY_AT_ONCE, &tenants, HEAVY_AT_ONCE, HEAVY_WAITING),
+            patience: Arc::default(),
+            puts: Puts::new(&memory, &tenants),
             audit,
             trouble: Trouble::default(),
             veil: Veil::new(secret),
             scrub: Scrub::default(),
-            gate,
+            gate: auth::Gatekeeper::new(gate),
             models: Models::default(),
             leases: Leases::default(),
             memory,
@@ -165,18 +166,12 @@ impl Node {
 
     /// Memory for a request of a tenant as soon as there is room; none if it is larger than any may be.
     pub async fn take_memory(&self, tenant: &Tenant, len: u64) -> Option<Buf> {
-        match self.shares.get(&tenant.number) {
-            Some(share) => share.take(&self.memory, len).await,
-            None => self.memory.take(len).await,
-        }
+        self.shares.take(&self.memory, tenant.number, len).await
     }
 
     /// The same now, if there is plenty.
     pub fn take_spare_memory(&self, tenant: &Tenant, len: u64) -> Option<Buf> {
-        match self.shares.get(&tenant.number) {
-            Some(share) => share.take_spare(&self.memory, len),
-            None => self.memory.take_spare(len),
-        }
+        self.shares.take_spare(&self.memory, tenant.number, len)
     }
 
     /// The store as its clients see it.
@@ -217,6 +212,19 @@ impl Node {
     pub fn start_drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
         self.drain.notify_waiters();
+    }
+
+    /// Whether no more calls are taken.
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Why nobody should be sent here, if so.
+    pub fn fault(&self) -> Option<String> {
+        if self.is_draining() {
+            return Some("the server is about to stop".to_owned());
+        }
+        self.engine.health().fault().map(|why| format!("the store takes no writes: {why}"))
     }
 
     /// Returns when somebody asked for a drain.

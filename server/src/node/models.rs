@@ -8,6 +8,7 @@ use kvarts_store::api::KvStore;
 use kvarts_store::error::{Error, Reason};
 
 use super::Caller;
+use crate::grpc::limits::LAYER_MEMORY;
 
 /// A model of one tenant.
 #[derive(Debug)]
@@ -20,6 +21,19 @@ pub struct Model {
     pub geometry: Geometry,
     /// Its bytes in a list of models.
     listed: u64,
+    /// About what it takes in memory, here and in the store.
+    memory: u64,
+}
+
+/// What a tenant may have of models.
+#[derive(Clone, Copy, Debug)]
+pub struct ModelLimits {
+    /// How many.
+    pub count: usize,
+    /// Their bytes in a list.
+    pub listed: u64,
+    /// What they take in memory.
+    pub memory: u64,
 }
 
 impl Model {
@@ -35,15 +49,14 @@ impl Model {
 pub struct Models(RwLock<BTreeMap<(u32, NamespaceId), Arc<Model>>>);
 
 impl Models {
-    /// Registers a model with the store, for the caller's tenant. `listed` is its bytes in a list of models; how many models
-    /// and how many such bytes a tenant may have is bounded.
+    /// Registers a model with the store, for the caller's tenant. `listed` is its bytes in a list of models.
     pub fn register(
         &self,
         store: &dyn KvStore,
         caller: &Caller,
         identity: Identity,
         geometry: Geometry,
-        (listed, (models_max, listed_max)): (u64, (usize, u64)),
+        (listed, most): (u64, ModelLimits),
     ) -> Result<Arc<Model>, Error> {
         let tenant = caller.tenant.number;
         let id = identity.namespace_id().map_err(|error| Reason::Identity(error.to_string()))?;
@@ -52,13 +65,19 @@ impl Models {
         {
             return Ok(model);
         }
+        let memory = geometry.layers().len() as u64 * LAYER_MEMORY + listed;
         let known = self.all(caller);
         let others = known.iter().filter(|model| model.namespace != id);
-        if known.len() >= models_max || others.map(|model| model.listed).sum::<u64>() + listed > listed_max {
+        let (listed_all, memory_all) =
+            others.fold((listed, memory), |(l, m), model| (l + model.listed, m + model.memory));
+        if known.len() >= most.count || listed_all > most.listed {
             return Err(Reason::TooMany("models").into());
         }
+        if memory_all > most.memory {
+            return Err(Reason::TooMany("layers of models").into());
+        }
         let namespace = store.register(&identity, &geometry)?;
-        let model = Arc::new(Model { namespace, identity, geometry, listed });
+        let model = Arc::new(Model { namespace, identity, geometry, listed, memory });
         let mut models = self.0.write().unwrap_or_else(PoisonError::into_inner);
         models.insert((tenant, namespace), Arc::clone(&model));
         Ok(model)
@@ -69,9 +88,21 @@ impl Models {
         self.find(caller, namespace).ok_or(Reason::UnknownNamespace(namespace))
     }
 
+    /// What the models of a tenant take: how many they are, their bytes in a list, and in memory.
+    pub fn used(&self, tenant: u32) -> ModelLimits {
+        let of = |(count, listed, memory), model: &Arc<Model>| {
+            (count + 1, listed + model.listed, memory + model.memory)
+        };
+        let (count, listed, memory) = self.of_tenant(tenant).iter().fold((0, 0, 0), of);
+        ModelLimits { count, listed, memory }
+    }
+
     /// All models of the caller's tenant.
     pub fn all(&self, caller: &Caller) -> Vec<Arc<Model>> {
-        let tenant = caller.tenant.number;
+        self.of_tenant(caller.tenant.number)
+    }
+
+    fn of_tenant(&self, tenant: u32) -> Vec<Arc<Model>> {
         let models = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let first = (tenant, NamespaceId([0; 32]));
         let last = (tenant, NamespaceId([0xff; 32]));

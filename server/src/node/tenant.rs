@@ -2,12 +2,14 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvarts_layout::identity::TenantSalt;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::shares::Bandwidth;
+use crate::grpc::limits::WATCHERS_MAX;
 
 /// What a tenant may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,6 +41,7 @@ pub struct Tenant {
     /// What it may use.
     pub limits: TenantLimits,
     turns: Arc<Semaphore>,
+    watchers: Arc<Semaphore>,
     bandwidth: Option<Bandwidth>,
 }
 
@@ -60,6 +63,7 @@ impl Tenant {
             number,
             salt: TenantSalt(salt.unwrap_or_else(of_name)),
             turns: Arc::new(Semaphore::new(limits.calls)),
+            watchers: Arc::new(Semaphore::new(WATCHERS_MAX)),
             bandwidth: limits.bandwidth.map(Bandwidth::new),
             limits,
         })
@@ -75,9 +79,26 @@ impl Tenant {
         Arc::clone(&self.turns).try_acquire_owned().ok()
     }
 
+    /// One of the places for those who watch events, if one is left.
+    pub fn watcher(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.watchers).try_acquire_owned().ok()
+    }
+
     /// Takes these bytes from the tenant's bandwidth; how long to wait until they are within it.
     pub fn toll(&self, bytes: u64) -> Duration {
         self.bandwidth.as_ref().map_or(Duration::ZERO, |bandwidth| bandwidth.spend(bytes))
+    }
+
+    /// Takes these bytes from the tenant's bandwidth before they are moved; what of them is not moved comes back.
+    pub fn pay(self: &Arc<Self>, bytes: u64) -> (Paid, Duration) {
+        let wait = self.toll(bytes);
+        (Paid { tenant: Arc::clone(self), left: AtomicU64::new(bytes) }, wait)
+    }
+
+    /// The same if nobody has to wait for it.
+    pub fn try_pay(self: &Arc<Self>, bytes: u64) -> Option<Paid> {
+        let pays = self.bandwidth.as_ref().is_none_or(|bandwidth| bandwidth.try_spend(bytes));
+        pays.then(|| Paid { tenant: Arc::clone(self), left: AtomicU64::new(bytes) })
     }
 
     /// Waits until these bytes are within the tenant's bandwidth.
@@ -85,6 +106,29 @@ impl Tenant {
         let wait = self.toll(bytes);
         if wait > Duration::ZERO {
             tokio::time::sleep(wait).await;
+        }
+    }
+}
+
+/// Bytes that were taken from a tenant's bandwidth and not moved yet.
+#[derive(Debug)]
+pub struct Paid {
+    tenant: Arc<Tenant>,
+    left: AtomicU64,
+}
+
+impl Paid {
+    /// So many of them were moved.
+    pub fn moved(&self, bytes: u64) {
+        let less = |left: u64| Some(left.saturating_sub(bytes));
+        let _ = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+    }
+}
+
+impl Drop for Paid {
+    fn drop(&mut self) {
+        if let Some(bandwidth) = &self.tenant.bandwidth {
+            bandwidth.give_back(*self.left.get_mut());
         }
     }
 }

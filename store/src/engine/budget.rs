@@ -41,6 +41,8 @@ pub(crate) struct Budget {
     /// Directories of the store.
     roots: AtomicU64,
     segment_bytes: u64,
+    /// Segment files that the process has descriptors for.
+    files_cap: AtomicU64,
     /// Segments are being given back because the budget is lower than what the store was filled under.
     shrinking: AtomicBool,
 }
@@ -64,6 +66,7 @@ impl Budget {
             shards: u64::from(birth.shards),
             roots: AtomicU64::new(0),
             segment_bytes: birth.segment_bytes,
+            files_cap: AtomicU64::new(u64::MAX),
             shrinking: AtomicBool::new(false),
         }
     }
@@ -117,6 +120,9 @@ impl Shared {
 
     /// Takes the bytes of a new segment, leaving room for the checkpoints of everything that is here.
     pub(crate) fn take_segment_budget(&self) -> Result<(), Reason> {
+        if self.files() >= self.budget.files_cap.load(Relaxed) {
+            return Err(Reason::NoSpace);
+        }
         self.budget.take(self.segment_bytes, self.checkpoint_room())
     }
 
@@ -214,8 +220,21 @@ impl Shared {
 
     /// Whether there are so many segment files that more holes would not help.
     pub(crate) fn has_too_many_files(&self) -> bool {
-        let files = self.index.records().ledger().segment_count() as u64;
-        files >= self.budget.files_max(self.space().1)
+        self.files() >= self.files_max().min(self.budget.files_cap.load(Relaxed))
+    }
+
+    fn files(&self) -> u64 {
+        self.index.records().ledger().segment_count() as u64
+    }
+
+    /// Segment files that a full store of this budget may have.
+    pub(crate) fn files_max(&self) -> u64 {
+        self.budget.files_max(self.space().1)
+    }
+
+    /// Has no more segment files made than this.
+    pub(crate) fn set_files_cap(&self, files: u64) {
+        self.budget.files_cap.store(files, Relaxed);
     }
 
     /// Bytes that must be given back before another segment can be made.

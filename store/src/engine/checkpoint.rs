@@ -15,7 +15,7 @@ use std::cell::Cell;
 use super::notify::Notify;
 
 pub(super) use read::{Checkpoint, read};
-pub(crate) use write::write;
+pub(crate) use write::{prove, write};
 
 /// What a log remembers of its two checkpoint files.
 #[derive(Debug, Default)]

@@ -15,6 +15,7 @@ use super::compact::relocate::{Head, Moved};
 use super::compact::{self, CompactOptions, CompactReport, Pace};
 use super::delete::{self, Answer, DeletePart};
 use super::directory::{self, Found};
+use super::health::Vigil;
 use super::lend::{self, LendPart};
 use super::log::Log;
 use super::notify::before;
@@ -66,8 +67,8 @@ pub(crate) enum Message {
     Descendants(u32, NamespaceId, Arc<BTreeSet<BlockKey>>, Reply<Result<BTreeSet<BlockKey>, Reason>>),
     /// Say what is here, from this cursor on, of so many shards.
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
-    /// Write a checkpoint of every shard.
-    Checkpoint(Reply<Result<(), Reason>>),
+    /// Write a checkpoint of every shard; to prove that it can be, also where the store takes no writes.
+    Checkpoint { prove: bool, reply: Reply<Result<(), Reason>> },
     /// Give segments back until the budget is kept.
     Shrink,
     /// Tell of what quotas took out.
@@ -160,6 +161,7 @@ struct Executor {
     io: Rc<RefCell<dyn crate::io::Io>>,
     /// Why the staging memory is not registered, if it is not.
     registered: Result<(), String>,
+    vigil: Vigil,
 }
 
 /// The first task of an executor: serves its mailbox until it is told to stop.
@@ -188,8 +190,10 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, small_reads: Small
                 limits,
                 io: Rc::clone(&seat.io),
                 registered,
+                vigil: Vigil::new(seat.index),
             };
             executor.serve(mailbox).await;
+            executor.vigil.end();
         })
     })
 }
@@ -233,7 +237,7 @@ impl Executor {
                         let _ = reply.send(page.map_err(Error));
                     });
                 }
-                Message::Checkpoint(reply) => self.checkpoint(reply),
+                Message::Checkpoint { prove, reply } => self.checkpoint(prove, reply),
                 message @ (Message::Compact(..)
                 | Message::Merge(..)
                 | Message::Survey(..)
@@ -248,6 +252,7 @@ impl Executor {
                 Message::Inspect(reply) => {
                     let mut facts = self.io.borrow().facts();
                     facts.warnings.extend(self.registered.clone().err());
+                    facts.warnings.extend(self.notes_of_holes().await);
                     let arena_bytes = self.arena.usage().used as u64;
                     let _ = reply.send((facts, Metrics { arena_bytes, ..self.driver.metrics() }));
                 }
@@ -276,6 +281,7 @@ impl Executor {
         shards: Vec<(u32, DirId)>,
     ) -> Result<Vec<RecoveryReport>, Reason> {
         let mut reports = Vec::new();
+        self.vigil.begin(shared, shards.iter().map(|(shard, _)| *shard).collect());
         for (shard, dir) in shards {
             let rt = Rc::clone(&self.rt);
             let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
@@ -287,6 +293,16 @@ impl Executor {
             self.logs.borrow_mut().insert(shard, log);
         }
         Ok(reports)
+    }
+
+    /// What an operator should know of the holes of the file systems, a line for each directory.
+    async fn notes_of_holes(&self) -> BTreeSet<String> {
+        let logs: Vec<Rc<Log>> = self.logs.borrow().values().map(Rc::clone).collect();
+        let mut notes = BTreeSet::new();
+        for log in logs {
+            notes.extend(log.note_of_holes().await);
+        }
+        notes
     }
 
     fn log(&self, shard: u32) -> Option<Rc<Log>> {
@@ -332,9 +348,11 @@ impl Executor {
                 shared.index.expire(rt.clock().now());
                 let _ = shared.epoch();
                 if log.sequence.get() != written && !stopping.get() {
-                    written = log.sequence.get();
-                    // A checkpoint that fails costs recency; the next one is tried as usual.
-                    let _ = checkpoint::write(&log).await;
+                    let sequence = log.sequence.get();
+                    // One that fails costs recency until the next, which is due whether anything is put or not.
+                    if checkpoint::write(&log).await.is_ok() {
+                        written = sequence;
+                    }
                 }
             }
         };
@@ -448,13 +466,13 @@ impl Executor {
     }
 
     /// Writes a checkpoint of every shard while the executor goes on serving.
-    fn checkpoint(&self, reply: Reply<Result<(), Reason>>) {
+    fn checkpoint(&self, prove: bool, reply: Reply<Result<(), Reason>>) {
         let logs: Vec<_> = self.logs.borrow().values().map(Rc::clone).collect();
         let (rt, patience, busy) = (Rc::clone(&self.rt), self.limits.stop_patience, Busy::new(&self.busy));
         self.rt.spawn(
             Class::Background,
             Box::pin(async move {
-                let _ = reply.send(checkpoint_all(&rt, &logs, patience).await);
+                let _ = reply.send(checkpoint_all(&rt, &logs, patience, prove).await);
                 drop(busy);
             }),
         );
@@ -509,7 +527,7 @@ impl Executor {
             for log in &logs {
                 log.finish().await;
             }
-            checkpoint_all(&self.rt, &logs, self.limits.stop_patience).await
+            checkpoint_all(&self.rt, &logs, self.limits.stop_patience, false).await
         };
         let finished = before(pin!(finish), Some(self.rt.sleep_until(give_up))).await;
         finished.unwrap_or(Err(Reason::Busy("the device did not let the store close in time")))
@@ -517,11 +535,21 @@ impl Executor {
 }
 
 /// Writes a checkpoint of each log.
-async fn checkpoint_all(rt: &Rc<dyn Runtime>, logs: &[Rc<Log>], patience: Duration) -> Result<(), Reason> {
+async fn checkpoint_all(
+    rt: &Rc<dyn Runtime>,
+    logs: &[Rc<Log>],
+    patience: Duration,
+    prove: bool,
+) -> Result<(), Reason> {
     let give_up = rt.clock().now().plus(patience);
     for log in logs {
         // One that the clock began may lack what was written since: another follows it.
-        while let Err(reason) = checkpoint::write(log).await {
+        loop {
+            let written = match prove {
+                true => checkpoint::prove(log).await,
+                false => checkpoint::write(log).await,
+            };
+            let Err(reason) = written else { break };
             let now = rt.clock().now();
             if !matches!(reason, Reason::Busy(_)) || now >= give_up {
                 return Err(reason);

@@ -12,6 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU16;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvarts_layout::arrange::RunLayout;
 use kvarts_layout::format::footer::{self, Content, Defined, Entry, Footer};
@@ -45,6 +46,10 @@ const VECTOR_MAX: usize = 1000;
 /// A payload up to this size is copied behind its header and written with it: that costs less than another
 /// operation.
 const COPY_BYTES_MAX: u64 = 64 << 10;
+/// How often a write is tried again that failed for something which passes, and how long to wait before the first of these
+/// tries; each waits four times as long as the one before: half a second in all.
+const PAUSES: u32 = 4;
+const PAUSE: Duration = Duration::from_millis(5);
 /// Bytes that a footer needs for a record at most, besides its blocks and extensions.
 const FOOTER_RECORD_BYTES: u64 = 256;
 /// Bytes that a footer needs for a block.
@@ -186,12 +191,18 @@ pub(crate) struct Log {
     pub(super) parked: RefCell<Vec<Rc<Segment>>>,
     /// Puts by layers under way, by what they wait for. Each has a segment of its own.
     pub(super) layered: RefCell<Vec<Turns>>,
+    /// In which segment a write or flush failed last, until the device was seen to take writes again.
+    pub(super) trouble: RefCell<Option<Rc<Segment>>>,
     /// A task is getting the next segment; others wait.
     pub(super) rolling: Cell<bool>,
     /// Segments are being given back.
     pub(super) shrinking: Cell<bool>,
     /// The file system makes no holes: segments are emptied as a whole.
     pub(super) no_holes: Cell<bool>,
+    /// It was seen to make holes of single pages.
+    pub(super) has_holes: Cell<bool>,
+    /// It is being asked.
+    pub(super) probing: Turn,
     /// How many segments had been recycled when hollow ones were removed last.
     pub(super) hollow_removed_at: Cell<u64>,
     /// The last blocks of thin segments are being moved.
@@ -264,9 +275,12 @@ impl Log {
             open: RefCell::default(),
             parked: RefCell::default(),
             layered: RefCell::default(),
+            trouble: RefCell::default(),
             rolling: Cell::new(false),
             shrinking: Cell::new(false),
             no_holes: Cell::new(false),
+            has_holes: Cell::new(false),
+            probing: Turn::default(),
             hollow_removed_at: Cell::new(0),
             thinning: Cell::new(false),
             closing: Cell::new(false),
@@ -301,22 +315,31 @@ impl Log {
         loop {
             let image = self.give_place(draft).await?;
             let (segment, offset) = (Rc::clone(&image.segment), image.offset);
-            let written = self.write(class, image, draft).await;
-            if let Err(error) = &written {
-                let action = decide(error, Stage::PutData);
-                segment.break_off(fault(error));
-                self.abandon(&segment);
+            let Err(error) = self.write(class, &image, draft).await else {
                 segment.wrote(offset);
-                match action {
-                    Action::LatchReadOnly => return Err(self.shared.latch(error)),
-                    Action::RefuseNoSpace => return Err(Reason::NoSpace),
-                    _ if again => again = false,
-                    _ => return Err(Reason::Media(error.to_string())),
-                }
-                continue;
-            }
+                return Ok(image.written);
+            };
+            self.give_up(&segment, &error);
             segment.wrote(offset);
-            return written.map_err(|error| Reason::Media(error.to_string()));
+            match decide(&error, Stage::PutData) {
+                Action::LatchReadOnly => return Err(self.shared.latch(&error)),
+                Action::SealSuspect if again => again = false,
+                _ => return Err(fault(&error)),
+            }
+        }
+    }
+
+    /// Nothing more is written to a segment in which something failed. What comes next looks first whether the device
+    /// takes writes.
+    pub(super) fn give_up(&self, segment: &Rc<Segment>, error: &IoError) {
+        segment.break_off(fault(error));
+        self.abandon(segment);
+        self.note_trouble(segment);
+    }
+
+    fn note_trouble(&self, segment: &Rc<Segment>) {
+        if segment.broken().is_some_and(|reason| reason != Reason::NoSpace) {
+            *self.trouble.borrow_mut() = Some(Rc::clone(segment));
         }
     }
 
@@ -325,6 +348,7 @@ impl Log {
         let flushed = written.segment.durable(&self.driver, written.end).await;
         if flushed.is_err() {
             self.abandon(&written.segment);
+            self.note_trouble(&written.segment);
         }
         flushed
     }
@@ -483,9 +507,22 @@ impl Log {
         Some(Room { bytes, footer_bytes: tail.footer_bytes })
     }
 
-    /// Writes headers and payload: the payload from the caller's memory if it is aligned and large, otherwise
-    /// through staging.
-    async fn write(&self, class: Class, image: Image, draft: &Draft<'_>) -> Result<Written, IoError> {
+    /// Writes headers and payload at their place; for as long as what hinders it passes, again after a while.
+    async fn write(&self, class: Class, image: &Image, draft: &Draft<'_>) -> Result<(), IoError> {
+        let mut pause = PAUSE;
+        for _ in 0..PAUSES {
+            match self.write_once(class, image, draft).await {
+                Err(error) if decide(&error, Stage::PutData) == Action::NotNow => {}
+                done => return done,
+            }
+            self.driver.pause(pause).await;
+            pause *= 4;
+        }
+        self.write_once(class, image, draft).await
+    }
+
+    /// The payload from the caller's memory if it is aligned and large, otherwise through staging.
+    async fn write_once(&self, class: Class, image: &Image, draft: &Draft<'_>) -> Result<(), IoError> {
         let payload = draft.payload.as_ref();
         let pieces = payload.and_then(|payload| self.vectored(payload));
         let file = image.segment.file;
@@ -518,7 +555,7 @@ impl Log {
                 self.driver.write(class, file, image.offset, staging, false).await?;
             }
         }
-        Ok(image.written)
+        Ok(())
     }
 
     pub(crate) async fn stage(&self, bytes: usize) -> Result<Buf, IoError> {
@@ -626,19 +663,23 @@ impl Log {
         let segment = self.next_segment().await?;
         // It appends, so it must not be waited for here.
         self.thin_out_in_background();
+        // Before it is begun: without memory for its header it stays as it is.
+        let staging = self.stage(PAGE).await.map_err(|error| fault(&error))?;
         segment.begin(self.sequence.get());
         segment.note_cold(self.shared.ages.steps() as i64);
         self.forget_segment(segment.number);
-        let image = self.header_image(&segment)?;
-        let staging = self.stage(image.len()).await.map_err(|error| Reason::Media(error.to_string()))?;
-        staging.copy_in(0, &image);
+        staging.copy_in(0, &self.header_image(&segment)?);
         if segment.generation.get() > 1 && !kvarts_layout::planted!("recycled-header-late") {
             let written = self.driver.write(Class::Put, segment.file, 0, staging, true).await;
             segment.wrote(0);
             return match written {
-                Ok(()) => Ok(segment),
+                Ok(()) => {
+                    segment.header_is_durable();
+                    Ok(segment)
+                }
                 Err(error) => {
-                    segment.break_off(fault(&error));
+                    segment.misses.set(segment.misses.get() + 1);
+                    self.give_up(&segment, &error);
                     match decide(&error, Stage::PutFlush) {
                         Action::LatchReadOnly => Err(self.shared.latch(&error)),
                         _ => Err(fault(&error)),
@@ -646,10 +687,10 @@ impl Log {
                 }
             };
         }
-        let (driver, file, writing) = (Rc::clone(&self.driver), segment.file, Rc::clone(&segment));
+        let (log, writing) = (Rc::clone(self), Rc::clone(&segment));
         (self.spawn)(Box::pin(async move {
-            if let Err(error) = driver.write(Class::Put, file, 0, staging, false).await {
-                writing.break_off(fault(&error));
+            if let Err(error) = log.driver.write(Class::Put, writing.file, 0, staging, false).await {
+                log.give_up(&writing, &error);
             }
             writing.wrote(0);
         }));
@@ -706,7 +747,7 @@ impl Log {
             self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(fault)?;
         }
         segment.tail.borrow_mut().entries = Vec::new();
-        segment.sealed_at(end, footer_at);
+        segment.sealed_at(end, footer_at, reason);
         segment.state.set(SegmentState::Sealed);
         Ok(())
     }

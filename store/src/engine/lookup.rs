@@ -51,6 +51,7 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
         for column in &mut columns {
             shared.drop_expired(&column.prints, |place| request.keys.get(place).copied());
             shared.index.lookup_many(&column.prints, &mut column.found);
+            shared.hide_dead(&mut column.found);
         }
         let usable = usable_prefix(request, &columns);
         let lease = match &request.lease {

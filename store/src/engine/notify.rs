@@ -1,6 +1,7 @@
 //! Waiting on an executor: for a condition that its other tasks make true, and no longer than until a deadline.
 
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Poll, Waker};
@@ -27,6 +28,47 @@ impl Notify {
     pub(crate) fn wake_all(&self) {
         let waiting = std::mem::take(&mut *self.0.borrow_mut());
         waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// Tasks that wait until something has come so far. Only those are woken that may find it so: each costs its wake and no
+/// look of the others.
+#[derive(Debug, Default)]
+pub(crate) struct Reached {
+    waiting: RefCell<BTreeMap<u64, Vec<Waker>>>,
+    /// Wakers that were woken, for tests of what they cost.
+    woken: Cell<u64>,
+}
+
+impl Reached {
+    /// Completes with what `look` finds. It is asked now, and again when what is waited for may have come to `place`.
+    pub(crate) async fn until<T>(&self, place: u64, mut look: impl FnMut() -> Option<T>) -> T {
+        poll_fn(|context| match look() {
+            Some(found) => Poll::Ready(found),
+            None => {
+                // Nothing on this executor runs between the look and this line.
+                self.waiting.borrow_mut().entry(place).or_default().push(context.waker().clone());
+                Poll::Pending
+            }
+        })
+        .await
+    }
+
+    /// Lets those look again that wait for a place up to this one.
+    pub(crate) fn wake_up_to(&self, place: u64) {
+        let mut waiting = self.waiting.borrow_mut();
+        let rest = place.checked_add(1).map_or_else(BTreeMap::new, |next| waiting.split_off(&next));
+        let reached = std::mem::replace(&mut *waiting, rest);
+        drop(waiting);
+        for waker in reached.into_values().flatten() {
+            self.woken.set(self.woken.get() + 1);
+            waker.wake();
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn woken(&self) -> u64 {
+        self.woken.get()
     }
 }
 
@@ -100,6 +142,31 @@ mod tests {
         value.set(2);
         notify.wake_all();
         assert_eq!(waiting.as_mut().poll(&mut context), Poll::Ready(2));
+    }
+
+    /// Each write of a segment comes so far: with so many durable puts under way, one look each and not one for each.
+    #[test]
+    fn whoever_waits_for_a_place_is_woken_once_however_many_wait_and_however_often_it_comes_further() {
+        let wakes = |count: u64| {
+            let (reached, at) = (Reached::default(), Cell::new(0));
+            let mut context = Context::from_waker(Waker::noop());
+            let wait = |place: u64| {
+                Box::pin(reached.until(place, {
+                    let at = &at;
+                    move || (at.get() >= place).then_some(())
+                }))
+            };
+            let mut waiting: Vec<_> = (1..=count).map(wait).collect();
+            assert!(waiting.iter_mut().all(|one| one.as_mut().poll(&mut context).is_pending()));
+            for place in 1..=count {
+                at.set(place);
+                reached.wake_up_to(place);
+            }
+            assert!(waiting.iter_mut().all(|one| one.as_mut().poll(&mut context).is_ready()));
+            reached.wake_up_to(u64::MAX);
+            reached.woken()
+        };
+        assert_eq!((wakes(10), wakes(1000)), (10, 1000));
     }
 
     #[test]

@@ -36,6 +36,7 @@ pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result
             })?
         }
     };
+    shared.hide_dead(&mut found);
     let presence = |found: &Lookup| match found {
         Lookup::Live(_) => Presence::Here,
         Lookup::Pending => Presence::Pending,

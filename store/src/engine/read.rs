@@ -276,7 +276,8 @@ pub(super) fn find(
 ) -> Result<Vec<Wanted>, Reason> {
     let mut wanted: Vec<Wanted> = Vec::new();
     for ((ordinal, key), print) in (0u32..).zip(keys).zip(prints) {
-        let Some(found) = shared.index.locate(*print) else {
+        let found = shared.index.locate(*print);
+        let Some(found) = found.filter(|found| !shared.is_dead(u32::from(found.record.shard))) else {
             failures.insert(ordinal, Reason::NotHere(*key));
             continue;
         };

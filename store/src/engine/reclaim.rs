@@ -89,14 +89,12 @@ impl Log {
     /// that stands still.
     pub(crate) fn floor(&self) -> u64 {
         let lowest = |segment: &Rc<Segment>| {
-            let tail = segment.tail.borrow();
-            match segment.state.get() {
-                // The header of the new generation may not be durable yet, or never was.
-                SegmentState::Open if tail.written_upto() == 0 => 0,
-                SegmentState::Suspect if tail.durable_upto == 0 => 0,
-                SegmentState::Open if tail.entries.is_empty() => self.sequence.get(),
+            let own = match segment.state.get() {
+                SegmentState::Open if segment.tail.borrow().entries.is_empty() => self.sequence.get(),
                 _ => segment.first_sequence.get(),
-            }
+            };
+            // Of what was there before, for as long as the header over it may not be durable.
+            segment.may_come_back().map_or(own, |before| before.min(own))
         };
         if kvarts_layout::planted!("tombstone-forgotten-early") {
             return u64::MAX;

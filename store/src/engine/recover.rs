@@ -45,9 +45,9 @@ use super::log::Log;
 use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
 use crate::io::driver::{Meta, Transfer};
-use crate::io::{Buf, IoErrorKind, MetaOp, Reply};
+use crate::io::{Buf, FileId, IoError, IoErrorKind, MetaOp, Reply};
 
-/// Footers that are read ahead of the one being taken in.
+/// Footers that are read ahead of the one being taken in, and questions for holes beside them.
 const FOOTERS_AHEAD: usize = 4;
 
 /// The recovery of one shard, under way.
@@ -89,6 +89,17 @@ impl Source {
 enum Listed {
     Scanned(Vec<Entry>),
     Footer(Box<Ends>, Trailer),
+}
+
+/// The holes that a file system tells of.
+fn found_holes(reply: Result<Option<Reply>, IoError>) -> Result<Vec<(u64, u64)>, Reason> {
+    match reply {
+        Ok(Some(Reply::Holes(holes))) => Ok(holes),
+        // Such a file system makes none.
+        Err(error) if error.kind == IoErrorKind::Unsupported => Ok(Vec::new()),
+        Err(error) => Err(Reason::Directory(error.to_string())),
+        Ok(_) => Err(Reason::Bug("holes that are none")),
+    }
 }
 
 /// Finds everything that an empty log's directory holds. Called once, before anything else uses the log.
@@ -140,10 +151,6 @@ impl Recovery<'_> {
                 continue;
             }
             self.report.take(row, file.number, 0);
-            // One that holds nothing and lacks bytes had holes: it is not written anew but goes (`evict`).
-            if row.decision != Decision::Reuse {
-                files::complete(self.log, &segment).await;
-            }
             match row.decision {
                 Decision::Reuse => {
                     let first = ends.header.as_ref().map_or(0, |header| header.first_sequence);
@@ -160,8 +167,7 @@ impl Recovery<'_> {
     }
 
     /// Notes which bytes of its records a segment does not have any more.
-    fn found_holes(&self, segment: &Segment, entries: &[Entry]) {
-        let holes = segment.holes.take();
+    fn note_holes(&self, segment: &Segment, holes: Vec<(u64, u64)>, entries: &[Entry]) {
         let punched = punched_bytes(entries, &holes);
         segment.found_holes(holes, punched, segment.book.allocated());
     }
@@ -196,7 +202,13 @@ impl Recovery<'_> {
         self.log.sequence.set(self.log.sequence.get().max(sequence.saturating_add(1)));
     }
 
-    /// Scans a segment; seals it if it holds anything, frees it if not.
+    /// What a segment has no bytes of. Without knowing it, what was evicted would look damaged.
+    async fn holes(&self, file: FileId) -> Result<Vec<(u64, u64)>, Reason> {
+        found_holes(self.log.driver.meta(MetaOp::Holes { file, upto: u64::MAX }).await)
+    }
+
+    /// Scans a segment; seals it if it holds anything, frees it if not. One that was sealed has lost what it has no bytes of
+    /// by decision, and they are not given to it again.
     async fn scan(
         &mut self,
         segment: Rc<Segment>,
@@ -204,8 +216,15 @@ impl Recovery<'_> {
         scan: Scan,
     ) -> Result<Option<Source>, Reason> {
         let (durable_generation, durable_upto) = ends.durable(&self.checkpoint);
+        let was_sealed = scan == Scan::Rescan && ends.sighting(&self.checkpoint).may_have_holes();
+        let ask = was_sealed && !kvarts_layout::planted!("rescan-forgets-holes");
+        let holes = if ask { self.holes(segment.file).await? } else { Vec::new() };
+        if !was_sealed {
+            files::complete(self.log, &segment).await;
+        }
         let target = Target {
             file: segment.file,
+            holes: &holes,
             len: ends.len,
             scan,
             position: ends
@@ -221,6 +240,9 @@ impl Recovery<'_> {
         if !scanned.is_worth_sealing() {
             // Kept, so that the next use is under a later one than anything that was written here.
             segment.generation.set(floor);
+            if !holes.is_empty() {
+                segment.set_holed();
+            }
             segment.state.set(SegmentState::Free);
             return Ok(None);
         }
@@ -229,6 +251,7 @@ impl Recovery<'_> {
         let first_sequence = entries.first().map_or(scanned.last_sequence, |entry| entry.sequence);
         segment.first_sequence.set(first_sequence);
         segment.found(scanned.log_end, &entries);
+        self.note_holes(&segment, holes, &entries);
         {
             let mut tail = segment.tail.borrow_mut();
             tail.next = scanned.log_end;
@@ -239,6 +262,9 @@ impl Recovery<'_> {
             Ok(()) => self.log.seal(&segment, SealReason::Recovery).await,
             Err(reason) => Err(reason),
         };
+        if was_sealed {
+            files::recount(self.log, &segment).await;
+        }
         match sealed {
             Ok(()) => self.report.sealed_now += 1,
             Err(reason) => {
@@ -277,7 +303,8 @@ impl Recovery<'_> {
                     let buf = memory(self.log, trailer.footer_bytes as usize)?;
                     let file = source.segment.file;
                     let read = self.log.driver.read(CLASS, file, trailer.footer_offset, buf.clone());
-                    let holes = self.log.driver.meta(MetaOp::Holes { file });
+                    // What lies behind the records is nobody's, and mostly one hole that was never written.
+                    let holes = self.log.driver.meta(MetaOp::Holes { file, upto: trailer.log_end });
                     ahead.push_back((buf, read, holes));
                 }
                 begun += 1;
@@ -292,15 +319,8 @@ impl Recovery<'_> {
                     image.resize(if read.is_ok() { buf.len() } else { 0 }, 0);
                     buf.copy_out(0, &mut image);
                     drop(buf);
-                    match holes.await {
-                        Ok(Some(Reply::Holes(holes))) => drop(source.segment.holes.replace(holes)),
-                        // Such a file system makes none.
-                        Err(error) if error.kind == IoErrorKind::Unsupported => {}
-                        // Without them, what was evicted would look damaged.
-                        Err(error) => return Err(Reason::Directory(error.to_string())),
-                        Ok(_) => return Err(Reason::Bug("holes that are none")),
-                    }
-                    self.take_in_footer(source, ends, trailer, &image).await?;
+                    let holes = found_holes(holes.await)?;
+                    self.take_in_footer(source, (ends, trailer), &image, holes).await?;
                 }
             }
         }
@@ -310,9 +330,9 @@ impl Recovery<'_> {
     async fn take_in_footer(
         &mut self,
         source: &Source,
-        ends: &Ends,
-        trailer: &Trailer,
+        (ends, trailer): (&Ends, &Trailer),
         image: &[u8],
+        holes: Vec<(u64, u64)>,
     ) -> Result<(), Reason> {
         let segment = &source.segment;
         let mut sighting = ends.sighting(&self.checkpoint);
@@ -325,8 +345,12 @@ impl Recovery<'_> {
                 segment.generation.set(position.generation);
                 segment.first_sequence.set(trailer.first_sequence);
                 segment.found(trailer.log_end, &footer.records);
-                self.found_holes(segment, &footer.records);
-                segment.sealed_at(trailer.log_end, (trailer.footer_offset, trailer.footer_bytes));
+                self.note_holes(segment, holes, &footer.records);
+                segment.sealed_at(
+                    trailer.log_end,
+                    (trailer.footer_offset, trailer.footer_bytes),
+                    trailer.reason,
+                );
                 segment.state.set(SegmentState::Sealed);
                 self.adopt(segment, &footer.records).await
             }
@@ -339,7 +363,6 @@ impl Recovery<'_> {
                 }
                 match self.scan(Rc::clone(segment), ends, Scan::Rescan).await? {
                     Some(Source { listed: Listed::Scanned(entries), .. }) => {
-                        self.found_holes(segment, &entries);
                         self.adopt(segment, &entries).await
                     }
                     _ => Ok(()),

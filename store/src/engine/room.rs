@@ -1,10 +1,11 @@
 //! Where the next segment comes from, and segments that are given back.
 //!
-//! In this order: a free segment; a new file, if budget and disk allow; one that failed for want of space, emptied; a
-//! new file in the room that eviction makes; the one that reclaim empties. While the budget is passed, segments are
+//! In this order: a free segment; a new file, if budget and disk allow; one that failed for want of something that passes,
+//! emptied, or that failed before anything in it counted; a new file in the room that eviction makes; the one that reclaim empties. While the budget is passed, segments are
 //! removed instead of used.
 //!
 //! Invariants:
+//! - after a write or flush has failed nothing is begun and nothing evicted before the device was seen to take writes;
 //! - bytes are given back to the budget only after the file's name is gone durably;
 //! - a segment number that comes again goes on with the generation after the last, so that nothing which still
 //!   names the old file (a kept header, an older checkpoint) takes the new one for it.
@@ -13,16 +14,17 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use kvarts_layout::format;
 use kvarts_layout::format::footer::Footer;
+use kvarts_layout::format::{self, PAGE_BYTES};
+use kvarts_layout::planted;
 
 use super::evict::batch::Made;
 use super::log::Log;
-use super::segment::{Segment, SegmentState};
+use super::segment::{Segment, SegmentState, fault};
 use crate::error::Reason;
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{FileId, IoError, MetaOp, OpenMode};
-use crate::rt::Runtime;
+use crate::io::{FileId, IoError, IoErrorKind, MetaOp, OpenMode};
+use crate::rt::{Class, Runtime};
 
 /// How often room is made by holes for one segment, before one is emptied for it.
 const ROUNDS_MAX: u32 = 8;
@@ -30,12 +32,15 @@ const ROUNDS_MAX: u32 = 8;
 const GRAVES_MAX: usize = 16 << 10;
 /// Segments that a store which is over its budget empties for one checkpoint.
 const REMOVED_TOGETHER: u32 = 16;
+/// How often a segment may fail at its beginning before it is left alone: its place on the device may be bad.
+const MISSES_MAX: u32 = 3;
 /// How long nothing is given back after nothing could be.
 const AGAIN: Duration = Duration::from_millis(50);
 
 impl Log {
     /// A segment that holds nothing. One task at a time calls it.
     pub(crate) async fn next_segment(&self) -> Result<Rc<Segment>, Reason> {
+        self.look_for_trouble().await?;
         while self.shared.must_shrink() {
             self.give_back_one().await?;
         }
@@ -57,6 +62,42 @@ impl Log {
             }
         }
         Err(Reason::NoSpace)
+    }
+
+    /// After a write or flush has failed: whether the device takes writes again. It is asked with a page behind the end of
+    /// the segment that failed, where nothing counts, and that says nothing of the segment: it takes no record any more,
+    /// and what was not durable in it stays so.
+    async fn look_for_trouble(&self) -> Result<(), Reason> {
+        let failed = self.trouble.borrow().as_ref().map(Rc::clone);
+        let is_here = |one: &Rc<Segment>| {
+            self.segments.borrow().get(&one.number).is_some_and(|here| Rc::ptr_eq(here, one))
+        };
+        let still = |one: &Rc<Segment>| one.state.get() == SegmentState::Suspect && is_here(one);
+        let Some(failed) = failed.filter(still) else {
+            return Ok(());
+        };
+        let at = failed.tail.borrow().next;
+        // The footer that it would have had leaves more than that.
+        let fits = at + 2 * PAGE_BYTES <= self.shared.segment_bytes;
+        if let Some(page) = self.shared.zeros(PAGE_BYTES).filter(|_| fits) {
+            let written = self.driver.write(Class::Put, failed.file, at, page, false).await;
+            let asked = match written {
+                Ok(()) => self.driver.flush(failed.file).await,
+                wrong => wrong,
+            };
+            match asked {
+                // A device that wants room is given some by what follows.
+                Err(error) if error.kind != IoErrorKind::NoSpace => {
+                    return Err(match decide(&error, Stage::PutData) {
+                        Action::LatchReadOnly => self.shared.latch(&error),
+                        _ => fault(&error),
+                    });
+                }
+                _ => {}
+            }
+        }
+        self.trouble.take();
+        Ok(())
     }
 
     /// Makes room, by holes for as many rounds as may be, then by emptying a segment.
@@ -144,16 +185,18 @@ impl Log {
         segments.values().find(free).map(Rc::clone)
     }
 
-    /// Empties a segment that takes no more records only because a write met a full disk. Nothing is wrong with it:
-    /// everything that is acknowledged in its next use is written anew.
+    /// Empties a segment that takes no more records only because something was short when it was written, or in which
+    /// nothing counts. Nothing is wrong with it: everything that is acknowledged in its next use is written anew.
     async fn take_failed(&self) -> Option<Rc<Segment>> {
-        let failed: Vec<_> =
-            self.segments.borrow().values().filter(|one| self.is_full_disk(one)).map(Rc::clone).collect();
+        let mut failed: Vec<_> =
+            self.segments.borrow().values().filter(|one| self.is_usable(one)).map(Rc::clone).collect();
+        failed.sort_by_key(|one| (one.misses.get(), !self.is_barren(one)));
         for segment in failed {
             let records = segment.tail.borrow().entries.clone();
             let footer = Footer { records };
-            if self.save_graves(&footer).await
-                && self.is_full_disk(&segment)
+            // What a barren one buries was never acknowledged.
+            if (self.is_barren(&segment) || self.save_graves(&footer).await)
+                && self.is_usable(&segment)
                 && self.evict_all(&segment, &footer)
                 && self.is_unread(&segment)
             {
@@ -189,6 +232,7 @@ impl Log {
                 let book = self.shared.index.records().ledger().open(self.shard, number);
                 book.set_allocated(allocated);
                 let segment = Rc::new(Segment::new((number, book), file, generation, SegmentState::Free));
+                segment.first_sequence.set(self.sequence.get());
                 self.segments.borrow_mut().insert(number, Rc::clone(&segment));
                 Ok(segment)
             }
@@ -213,7 +257,7 @@ impl Log {
         if came_again {
             self.driver.flush(file).await?;
         }
-        if !kvarts_layout::planted!("directory-not-flushed") {
+        if !planted!("directory-not-flushed") {
             self.driver.meta(MetaOp::SyncDir { name: self.home() }).await?;
         }
         let (_, allocated) = self.driver.stat(file).await?;
@@ -237,6 +281,7 @@ impl Log {
     fn cannot_make(&self, error: &IoError) -> Reason {
         match decide(error, Stage::Metadata) {
             Action::RefuseNoSpace => Reason::NoSpace,
+            Action::NotNow => fault(error),
             _ => self.shared.latch(error),
         }
     }
@@ -254,7 +299,7 @@ impl Log {
         self.retired.borrow_mut().insert(number, generation);
         let _ = self.driver.meta(MetaOp::Close { file: segment.file }).await;
         self.shared.index.records().ledger().close(self.shard, number);
-        if !kvarts_layout::planted!("budget-leaked") {
+        if !planted!("budget-leaked") {
             self.shared.give_budget(segment.book.allocated());
         }
         Ok(())
@@ -267,11 +312,31 @@ impl Log {
         }
     }
 
-    /// Whether a segment takes no more records for want of space alone, and nobody works on it.
-    fn is_full_disk(&self, segment: &Segment) -> bool {
+    /// Whether a segment that takes no more records may be written anew, and nobody works on it: the disk was full, nothing in
+    /// it counts, or something else was short and what it holds is the oldest, which goes first anyway.
+    fn is_usable(&self, segment: &Segment) -> bool {
+        let well = match segment.broken() {
+            Some(Reason::NoSpace) => true,
+            Some(Reason::Passing(_)) => segment.book.live() == 0 || self.is_oldest(segment),
+            _ => false,
+        };
         segment.state.get() == SegmentState::Suspect
-            && segment.broken() == Some(Reason::NoSpace)
+            && (well || self.is_barren(segment))
+            && segment.misses.get() < MISSES_MAX
             && self.is_unread(segment)
             && segment.is_quiet()
+    }
+
+    /// Whether no sealed segment is older.
+    fn is_oldest(&self, segment: &Segment) -> bool {
+        let first = segment.first_sequence.get();
+        let segments = self.segments.borrow();
+        let mut sealed = segments.values().filter(|one| one.state.get() == SegmentState::Sealed);
+        sealed.all(|one| one.first_sequence.get() > first)
+    }
+
+    /// Whether nothing in a segment that failed was ever acknowledged as durable, and nothing in it is live.
+    fn is_barren(&self, segment: &Segment) -> bool {
+        segment.broken().is_some() && segment.tail.borrow().durable_upto == 0 && segment.book.live() == 0
     }
 }

@@ -17,9 +17,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kvarts_layout::format::footer::{Content, Entry};
+use kvarts_layout::format::trailer::SealReason;
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
-use super::notify::Notify;
+use super::notify::{Notify, Reached};
 use crate::error::Reason;
 use crate::io::{Driver, FileId, IoError, IoErrorKind};
 use crate::ledger::{Book, Phase};
@@ -72,6 +73,7 @@ impl State {
 pub(crate) fn fault(error: &IoError) -> Reason {
     match error.kind {
         IoErrorKind::NoSpace => Reason::NoSpace,
+        IoErrorKind::Passing => Reason::Passing(error.to_string()),
         _ => Reason::Media(error.to_string()),
     }
 }
@@ -147,11 +149,20 @@ pub(crate) struct Segment {
     pub(crate) gap: Cell<Option<(u64, u64)>>,
     /// The generation of which a durable checkpoint says that everything in it is dead.
     said_free: Cell<u64>,
+    /// The least sequence of what the file held before this generation, until the header of this one is durable: a
+    /// crash could bring it back.
+    before: Cell<Option<u64>>,
+    /// How often it could not be begun although the device took other writes.
+    pub(crate) misses: Cell<u32>,
+    /// Of a segment sealed in order, where its records end: everything below was flushed and is listed. Else zero.
+    sealed_upto: Cell<u64>,
     holed: Cell<bool>,
     unpunchable: Cell<bool>,
     /// Short ids of namespaces on disk that mean another one in memory.
     renamed: RefCell<BTreeMap<u32, u32>>,
     changed: Notify,
+    /// Who waits for what lies below a place to be durable.
+    flushed: Reached,
 }
 
 impl Segment {
@@ -178,15 +189,23 @@ impl Segment {
             footer_at: Cell::new(None),
             gap: Cell::new(None),
             said_free: Cell::new(0),
+            before: Cell::new(None),
+            misses: Cell::new(0),
+            sealed_upto: Cell::new(0),
             holed: Cell::new(false),
             unpunchable: Cell::new(false),
             renamed: RefCell::default(),
             changed: Notify::default(),
+            flushed: Reached::default(),
         }
     }
 
     /// Begins a new generation. Its header page counts as the first bytes given out.
     pub(crate) fn begin(&self, first_sequence: u64) {
+        if self.generation.get() > 0 {
+            let held = self.first_sequence.get();
+            self.before.set(Some(self.before.get().map_or(held, |before| before.min(held))));
+        }
         let reused = kvarts_layout::planted!("generation-reused") && self.generation.get() > 0;
         self.generation.set(if reused { self.generation.get() } else { self.generation.get() + 1 });
         self.first_sequence.set(first_sequence);
@@ -200,6 +219,7 @@ impl Segment {
         self.coldest.set(i64::MAX);
         self.footer_at.set(None);
         self.gap.set(None);
+        self.sealed_upto.set(0);
         self.unpunchable.set(false);
         self.renamed.borrow_mut().clear();
     }
@@ -215,9 +235,26 @@ impl Segment {
     }
 
     /// Notes where the records of a sealed segment end and where its footer lies.
-    pub(crate) fn sealed_at(&self, log_end: u64, (footer, bytes): (u64, u32)) {
+    pub(crate) fn sealed_at(&self, log_end: u64, (footer, bytes): (u64, u32), reason: SealReason) {
         self.footer_at.set(Some((footer, bytes)));
+        self.sealed_upto.set(if reason == SealReason::Normal { log_end } else { 0 });
         self.gap.set(footer.checked_sub(log_end).filter(|len| *len > 0).map(|len| (log_end, len)));
+    }
+
+    /// The header of this generation is durable: nothing of an earlier one comes back.
+    pub(crate) fn header_is_durable(&self) {
+        self.before.set(None);
+        self.misses.set(0);
+    }
+
+    /// The least sequence of an earlier generation that a crash could bring back, if any.
+    pub(crate) fn may_come_back(&self) -> Option<u64> {
+        self.before.get()
+    }
+
+    /// Up to where nothing that cannot be explained lies in it, now that it is sealed; zero if that is not known.
+    pub(crate) fn sealed_upto(&self) -> u64 {
+        self.sealed_upto.get()
     }
 
     /// A durable checkpoint says of this generation that everything in it is dead.
@@ -281,6 +318,18 @@ impl Segment {
     pub(crate) fn wrote(&self, offset: u64) {
         self.tail.borrow_mut().in_flight.remove(&offset);
         self.changed.wake_all();
+        self.wake_written();
+    }
+
+    /// Lets those look again for whom a flush may be led now. While one is under way nobody can lead another: its end
+    /// wakes them.
+    fn wake_written(&self) {
+        let tail = self.tail.borrow();
+        let (flushing, upto) = (tail.flushing, tail.written_upto());
+        drop(tail);
+        if !flushing {
+            self.flushed.wake_up_to(upto);
+        }
     }
 
     /// A write or flush failed: ends the segment's use for good. The first reason stays.
@@ -288,6 +337,7 @@ impl Segment {
         self.tail.borrow_mut().broken.get_or_insert(reason);
         self.state.set(SegmentState::Suspect);
         self.changed.wake_all();
+        self.flushed.wake_up_to(u64::MAX);
     }
 
     /// Why the segment is broken, if it is.
@@ -335,7 +385,7 @@ impl Segment {
                 }
                 None => None,
             };
-            let Some(target) = self.changed.until(|| lead(&mut self.tail.borrow_mut())).await? else {
+            let Some(target) = self.flushed.until(end, || lead(&mut self.tail.borrow_mut())).await? else {
                 return Ok(());
             };
             let wrong =
@@ -346,7 +396,10 @@ impl Segment {
             let mut tail = self.tail.borrow_mut();
             tail.flushing = false;
             match flushed {
-                Ok(()) => tail.durable_upto = tail.durable_upto.max(target),
+                Ok(()) => {
+                    tail.durable_upto = tail.durable_upto.max(target);
+                    self.header_is_durable();
+                }
                 Err(error) => {
                     drop(tail);
                     self.break_off(fault(&error));
@@ -354,7 +407,7 @@ impl Segment {
                 }
             }
             drop(tail);
-            self.changed.wake_all();
+            self.wake_written();
         }
     }
 }

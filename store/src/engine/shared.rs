@@ -1,4 +1,4 @@
-//! What all threads of one open store share: index, names, budget, the latch, counters.
+//! What all threads of one open store share: index, names, budget, counters.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError};
@@ -13,16 +13,16 @@ use super::arrivals::Arrivals;
 use super::budget::Budget;
 use super::due::{Due, stretch_of};
 use super::evict::policy::{EvictionPolicy, Policy};
+use super::health::State;
 use super::index_room::IndexRoom;
 use super::names::Names;
 use super::naming::Waiting;
 use super::runs::RunClasses;
 use super::steps::Work;
-use crate::error::Reason;
 use crate::events::{EventLog, RING_BYTES};
 use crate::index::{Heat, Index, RecordId};
 use crate::io::mem::PAGE;
-use crate::io::{Buf, IoError, Region};
+use crate::io::{Buf, Region};
 use crate::rt::{Clock, Entropy, Nanos};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, OnceLock};
@@ -41,6 +41,13 @@ macro_rules! counters {
         /// What has happened since the store was opened.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
         pub struct Counts { $($(#[$doc])* pub $name: u64),* }
+
+        impl Counts {
+            /// All of them by name, in the order of their declaration.
+            pub fn named(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name)),*]
+            }
+        }
 
         impl Counters {
             pub(crate) fn counts(&self) -> Counts {
@@ -120,7 +127,8 @@ pub(crate) struct Shared {
     /// The most payload bytes of one record.
     pub(crate) record_bytes_max: u64,
     pub(super) budget: Budget,
-    latch: Mutex<Option<String>>,
+    /// Why nothing is written, if so, and who has died.
+    pub(super) health: State,
     zeros: OnceLock<Option<Buf>>,
     /// Tombstones and epochs that checkpoints list, of all shards.
     pub(crate) buried: AtomicU64,
@@ -188,7 +196,7 @@ impl Shared {
             opened,
             record_bytes_max: birth.record_bytes_max,
             budget,
-            latch: Mutex::default(),
+            health: State::default(),
             zeros: OnceLock::new(),
             buried: AtomicU64::new(0),
             ages: Ages::new(opened.0),
@@ -204,17 +212,6 @@ impl Shared {
             expiring: AtomicBool::new(false),
             superseded: Mutex::default(),
         }
-    }
-
-    /// Makes the store read-only for as long as it is open: an error said that the directory takes no writes.
-    pub(crate) fn latch(&self, error: &IoError) -> Reason {
-        let mut latch = self.latch.lock().unwrap_or_else(PoisonError::into_inner);
-        Reason::Latched(latch.get_or_insert_with(|| error.to_string()).clone())
-    }
-
-    /// Why nothing is written any more, if so.
-    pub(crate) fn latched(&self) -> Option<Reason> {
-        self.latch.lock().unwrap_or_else(PoisonError::into_inner).clone().map(Reason::Latched)
     }
 
     /// Zero bytes to write from; nobody writes to them.

@@ -19,6 +19,7 @@ use super::delete;
 use super::directory::Plan;
 use super::executor::{self, Message, Router};
 use super::expiry;
+use super::health::Health;
 use super::presence;
 use super::put::{self, layers};
 use super::recover::RecoveryReport;
@@ -33,7 +34,7 @@ use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
 use crate::io::{IoFacts, Metrics, Region, SmallReads};
 use crate::ledger::SpaceReport;
-use crate::rt::mailbox::{Sender, Ticket, mailbox, ticket};
+use crate::rt::mailbox::{SendError, Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
 use crate::sync::atomic::{AtomicBool, Ordering};
 
@@ -307,16 +308,37 @@ impl Store {
 
     /// Writes a checkpoint of every shard, so that the next open reads little.
     pub async fn checkpoint(&self) -> Result<(), Error> {
+        Ok(self.checkpoint_all(false).await?)
+    }
+
+    async fn checkpoint_all(&self, prove: bool) -> Result<(), Reason> {
         let mut answers = Vec::new();
         for sender in &self.0.router.executors {
             let (reply, answer) = ticket();
-            send(sender, Message::Checkpoint(reply))?;
+            send(sender, Message::Checkpoint { prove, reply })?;
             answers.push(answer);
         }
         for answer in answers {
             lost(answer.await)??;
         }
         Ok(())
+    }
+
+    /// How the store is.
+    pub fn health(&self) -> Health {
+        self.0.shared.health()
+    }
+
+    /// Has a store that latched read-only take writes again, if it can: each shard writes down, durably, all that it
+    /// knows, and only if all of them have done so the latch is lifted. Segments in which a write or flush failed stay
+    /// as they are. Where an executor has died nothing but opening the store anew helps.
+    pub async fn resume(&self) -> Result<(), Error> {
+        if let Some(reason) = self.0.shared.latched().filter(|_| self.health().dead_executors > 0) {
+            return Err(reason.into());
+        }
+        self.checkpoint_all(true).await?;
+        self.0.shared.lift_latch()?;
+        self.shrink()
     }
 
     /// Compacts now: merges chains of small records, and moves live blocks out of segments that are mostly dead. Reads
@@ -359,13 +381,15 @@ impl Store {
         if self.0.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        let mut answers = Vec::new();
+        let (mut answers, mut outcome) = (Vec::new(), Ok(()));
         for sender in &self.0.router.executors {
             let (reply, answer) = ticket();
-            send(sender, Message::Stop { clean, reply })?;
-            answers.push(answer);
+            // It stops whatever waits in its mailbox. One that has ended by itself cannot be asked.
+            match sender.send_over(Message::Stop { clean, reply }) {
+                Ok(()) => answers.push(answer),
+                Err(_) => outcome = Err(Error(Reason::Busy(ENDED))),
+            }
         }
-        let mut outcome = Ok(());
         for answer in answers {
             if let Err(reason) = lost(answer.await).flatten() {
                 outcome = Err(Error(reason));
@@ -393,8 +417,14 @@ impl fmt::Debug for Store {
 /// What a caller is told whose request finds no place in a mailbox.
 const FULL: &str = "the executor takes no more requests";
 
+/// What a caller is told whose request finds nobody.
+const ENDED: &str = "the executor has ended";
+
 fn send(sender: &Sender<Message>, message: Message) -> Result<(), Reason> {
-    sender.try_send(message).map_err(|_| Reason::Busy(FULL))
+    sender.try_send(message).map_err(|error| match error {
+        SendError::Full(_) => Reason::Busy(FULL),
+        SendError::Closed(_) => Reason::Busy(ENDED),
+    })
 }
 
 fn check(options: &Options) -> Result<(), Error> {

@@ -371,15 +371,20 @@ fn a_file_has_the_length_it_was_given(bench: &mut Bench<'_>) {
     bytes.fill(7);
     assert_eq!(bench.write(file, 0, &bytes, true), mib as i32);
     assert_eq!(bench.meta(MetaOp::PunchHole { file, offset: 0, len: mib / 2 }), 0);
-    assert_eq!(bench.reply(MetaOp::Holes { file }), Reply::Holes(vec![(0, mib / 2)]));
+    assert_eq!(bench.reply(MetaOp::Holes { file, upto: u64::MAX }), Reply::Holes(vec![(0, mib / 2)]));
     let tail = mib - 2 * PAGE as u64;
     assert_eq!(bench.meta(MetaOp::PunchHole { file, offset: tail, len: PAGE as u64 }), 0);
     let holes = vec![(0, mib / 2), (tail, PAGE as u64)];
-    assert_eq!(bench.reply(MetaOp::Holes { file }), Reply::Holes(holes), "the order of the file");
+    assert_eq!(
+        bench.reply(MetaOp::Holes { file, upto: u64::MAX }),
+        Reply::Holes(holes),
+        "the order of the file"
+    );
+    assert_eq!(bench.reply(MetaOp::Holes { file, upto: tail }), Reply::Holes(vec![(0, mib / 2)]));
     let page = memory(1);
     page.fill(7);
     assert_eq!(bench.write(file, tail, &page, true), PAGE as i32);
-    assert_eq!(bench.reply(MetaOp::Holes { file }), Reply::Holes(vec![(0, mib / 2)]));
+    assert_eq!(bench.reply(MetaOp::Holes { file, upto: u64::MAX }), Reply::Holes(vec![(0, mib / 2)]));
     let (len, after) = bench.stat(file);
     assert_eq!(len, mib);
     assert!(after <= allocated - mib / 2, "{after} of {allocated}");

@@ -18,6 +18,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use super::batch::ReadBatch;
 use super::driver_core::{Core, Outcome, Request, Work};
@@ -233,9 +234,9 @@ impl Driver {
         .await
     }
 
-    /// The holes of a file, in order: (offset, bytes).
-    pub async fn holes(&self, file: FileId) -> Result<Vec<(u64, u64)>, IoError> {
-        self.reply(MetaOp::Holes { file }, |reply| match reply {
+    /// The holes of a file that begin below `upto`, in order: (offset, bytes).
+    pub async fn holes(&self, file: FileId, upto: u64) -> Result<Vec<(u64, u64)>, IoError> {
+        self.reply(MetaOp::Holes { file, upto }, |reply| match reply {
             Reply::Holes(holes) => Some(holes),
             _ => None,
         })
@@ -255,6 +256,12 @@ impl Driver {
         let request = Request::meta(op.clone());
         let reply = self.meta(op).await?;
         reply.and_then(take).ok_or_else(|| request.error(IoErrorKind::Other(0), 0))
+    }
+
+    /// Completes after a while.
+    pub(crate) async fn pause(&self, time: Duration) {
+        let rt = &self.shared.rt;
+        rt.sleep_until(rt.clock().now().plus(time)).await;
     }
 
     /// A batch of reads that report their ends one by one.

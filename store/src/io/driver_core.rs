@@ -68,7 +68,7 @@ impl Request {
             Work::Read(file, _) | Work::ReadV(file, _) => (OpKind::Read, *file),
             Work::Write(file, ..) | Work::WriteV(file, ..) => (OpKind::Write, *file),
             Work::Flush(file) => (OpKind::Flush, *file),
-            Work::Meta(_) | Work::Nothing => (OpKind::Flush, FileId(u32::MAX)),
+            Work::Meta(_) | Work::Nothing => (OpKind::Flush, FileId(u64::MAX)),
         };
         let bufs = bufs(&work);
         let len = bufs.iter().map(|buf| buf.len() as u64).sum();

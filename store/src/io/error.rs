@@ -27,6 +27,9 @@ pub enum IoErrorKind {
     Deadline,
     /// The file system or the kernel cannot do this.
     Unsupported,
+    /// It passes and says nothing of the disk: too few descriptors or too little memory, an interruption, something in
+    /// use.
+    Passing,
     /// Anything else, by its number.
     Other(i32),
 }
@@ -57,6 +60,14 @@ impl IoErrorKind {
             | Errno::STALE
             | Errno::NOLINK => Self::Media,
             Errno::OPNOTSUPP | Errno::NOSYS => Self::Unsupported,
+            Errno::MFILE
+            | Errno::NFILE
+            | Errno::NOMEM
+            | Errno::NOBUFS
+            | Errno::INTR
+            | Errno::AGAIN
+            | Errno::BUSY
+            | Errno::CANCELED => Self::Passing,
             _ => Self::Other(errno),
         }
     }
@@ -143,14 +154,7 @@ impl IoError {
     pub(crate) fn out_of_memory(bytes: usize) -> Self {
         let errno = Errno::NOMEM.raw_os_error();
         let subject = Subject::Name(Box::new(Name { dir: super::DirId(0), path: "".into() }));
-        Self {
-            kind: IoErrorKind::Other(errno),
-            op: OpKind::Write,
-            subject,
-            offset: 0,
-            len: bytes as u64,
-            errno,
-        }
+        Self { kind: IoErrorKind::Passing, op: OpKind::Write, subject, offset: 0, len: bytes as u64, errno }
     }
 
     /// The open file it is about, if it is about one.
@@ -200,7 +204,7 @@ pub(super) fn describe(op: &MetaOp) -> (OpKind, Subject, u64, u64) {
         MetaOp::SyncDir { name: what } => (OpKind::SyncDir, name(what), 0, 0),
         MetaOp::List { name: what } => (OpKind::List, name(what), 0, 0),
         MetaOp::Stat { file } => (OpKind::Stat, Subject::File(*file), 0, 0),
-        MetaOp::Holes { file } => (OpKind::Holes, Subject::File(*file), 0, 0),
+        MetaOp::Holes { file, .. } => (OpKind::Holes, Subject::File(*file), 0, 0),
         MetaOp::Space { dir } => {
             (OpKind::Space, Subject::Name(Box::new(Name { dir: *dir, path: Box::default() })), 0, 0)
         }
@@ -246,6 +250,18 @@ mod tests {
         assert_eq!(kind(Errno::IO), IoErrorKind::Media);
         assert_eq!(kind(Errno::OPNOTSUPP), IoErrorKind::Unsupported);
         assert_eq!(kind(Errno::INVAL), IoErrorKind::Other(22));
+        let passing = [
+            Errno::MFILE,
+            Errno::NFILE,
+            Errno::NOMEM,
+            Errno::INTR,
+            Errno::AGAIN,
+            Errno::BUSY,
+            Errno::CANCELED,
+        ];
+        for errno in passing {
+            assert_eq!(kind(errno), IoErrorKind::Passing, "{errno}");
+        }
         for odd in [0, -1, 4096, i32::MIN, i32::MAX] {
             assert_eq!(IoErrorKind::of(odd), IoErrorKind::Other(odd));
         }

@@ -51,7 +51,7 @@ impl AsFd for KeptFile {
 /// Why direct I/O was asked for and not used, by the first file where that was so.
 pub(super) type Cached = Option<String>;
 
-/// The table. Ids have 32 bits: 16 for the place and 16 for its generation.
+/// The table.
 #[derive(Debug)]
 pub(super) struct Files {
     open: RwLock<Slots<Arc<OpenFile>>>,
@@ -60,10 +60,7 @@ pub(super) struct Files {
 
 impl Files {
     pub(super) fn new() -> Arc<Self> {
-        Arc::new(Self {
-            open: RwLock::new(Slots::with_generations(u32::from(u16::MAX))),
-            cached: Mutex::new(None),
-        })
+        Arc::new(Self { open: RwLock::new(Slots::new()), cached: Mutex::new(None) })
     }
 
     /// The file, if it is open.
@@ -77,17 +74,12 @@ impl Files {
         self.get(id).map(KeptFile)
     }
 
-    /// Takes a descriptor; `None` if no id is left for it.
-    pub(super) fn insert(&self, fd: OwnedFd) -> Option<FileId> {
+    /// Takes a descriptor.
+    pub(super) fn insert(&self, fd: OwnedFd) -> FileId {
         // It orders nothing: all that counts is that nobody else gets the same.
         let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
         let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
-        let key = open.insert(Arc::new(OpenFile { fd, number }));
-        let id = pack(key);
-        if id.is_none() {
-            open.remove(key);
-        }
-        id
+        pack(open.insert(Arc::new(OpenFile { fd, number })))
     }
 
     /// Forgets a file; `None` if it was not open. Its descriptor closes when the last operation on it has ended.
@@ -106,14 +98,12 @@ impl Files {
     }
 }
 
-fn pack(key: Key) -> Option<FileId> {
-    let word = key.pack();
-    let (generation, place) = (u16::try_from(word >> 32).ok()?, u16::try_from(word & 0xffff_ffff).ok()?);
-    Some(FileId((u32::from(generation) << 16) | u32::from(place)))
+fn pack(key: Key) -> FileId {
+    FileId(key.pack())
 }
 
 fn unpack(id: FileId) -> Key {
-    Key::unpack((u64::from(id.0 >> 16) << 32) | u64::from(id.0 & 0xffff))
+    Key::unpack(id.0)
 }
 
 #[cfg(test)]
@@ -128,11 +118,11 @@ mod tests {
     #[test]
     fn the_id_of_a_closed_file_names_nothing_even_after_its_place_is_reused() {
         let files = Files::new();
-        let first = files.insert(some_fd()).unwrap();
+        let first = files.insert(some_fd());
         assert!(files.get(first).is_some());
         assert!(files.remove(first).is_some());
         assert!(files.remove(first).is_none());
-        let second = files.insert(some_fd()).unwrap();
+        let second = files.insert(some_fd());
         assert_ne!(first, second);
         assert!(files.get(first).is_none() && files.get(second).is_some());
     }
@@ -140,7 +130,7 @@ mod tests {
     #[test]
     fn a_kept_file_outlives_its_close_and_no_two_files_of_any_table_have_one_number() {
         let tables = [Files::new(), Files::new()];
-        let ids = tables.each_ref().map(|files| files.insert(some_fd()).unwrap());
+        let ids = tables.each_ref().map(|files| files.insert(some_fd()));
         assert_eq!(ids[0], ids[1], "ids are of one table alone");
         let [first, other] = [0, 1].map(|at| tables[at].keep(ids[at]).unwrap());
         assert_ne!(first.number(), other.number());
@@ -148,18 +138,18 @@ mod tests {
         tables[0].remove(ids[0]).unwrap();
         assert!(tables[0].keep(ids[0]).is_none());
         assert!(rustix::io::fcntl_getfd(&first).is_ok(), "the descriptor was closed under its keeper");
-        let next = tables[0].keep(tables[0].insert(some_fd()).unwrap()).unwrap();
+        let next = tables[0].keep(tables[0].insert(some_fd())).unwrap();
         assert!(![first.number(), other.number()].contains(&next.number()));
     }
 
+    /// A full store of some TiB has more files than fit 16 bits, and every one of them has an id.
     #[test]
-    fn more_opens_than_generations_of_one_place_still_find_ids() {
-        let files = Files::new();
-        let mut seen = std::collections::BTreeSet::new();
-        for _ in 0..(1_u32 << 16) + 10 {
-            let id = files.insert(some_fd()).unwrap();
-            assert!(seen.insert(id));
-            assert!(files.remove(id).is_some());
+    fn ids_of_more_files_than_any_machine_has_descriptors_differ_and_find_their_files() {
+        let (mut open, files) = (Slots::new(), 3u32 << 16);
+        let ids: Vec<FileId> = (0..files).map(|at| pack(open.insert(at))).collect();
+        for (at, id) in (0..).zip(&ids) {
+            assert_eq!(open.get(unpack(*id)), Some(&at));
         }
+        assert_eq!(ids.into_iter().collect::<std::collections::BTreeSet<_>>().len(), files as usize);
     }
 }

@@ -1,4 +1,5 @@
-//! Executes [`MetaOp`]s, one at a time, on a thread of their own.
+//! Executes [`MetaOp`]s, one at a time, on a thread of their own. Only questions about holes are asked by several: a start
+//! asks one of each segment.
 //!
 //! Names are resolved one component at a time below a directory that was opened once, and no symbolic link is
 //! followed on the way or at its end, so that whoever can write into a store's directory cannot lead the store
@@ -18,6 +19,7 @@ use rustix::io::Errno;
 
 use super::files::Files;
 use super::mem::PAGE;
+use super::workers::{Done, Workers};
 use super::{Completion, DirEntry, DirId, EntryKind, FileId, MetaOp, Name, OpenMode, Reply, Token};
 
 /// A directory with more names than this is none of ours.
@@ -27,6 +29,8 @@ const COMPONENTS_MAX: usize = 16;
 const COMPONENT_BYTES_MAX: usize = 255;
 /// A file with more holes than this is none of ours: a segment has fewer pages.
 const HOLES_MAX: usize = 1 << 22;
+/// Threads that ask for holes: each waits for the file system alone.
+const ASKERS: usize = 4;
 
 const FILE_MODE: RawMode = 0o600;
 const DIR_MODE: RawMode = 0o700;
@@ -36,6 +40,29 @@ const DIR_MODE: RawMode = 0o700;
 pub(super) struct MetaJob {
     pub(super) token: Token,
     pub(super) op: MetaOp,
+}
+
+/// The threads of one executor for [`MetaOp`]s.
+#[derive(Debug)]
+pub(super) struct MetaThreads {
+    one: Workers<MetaJob>,
+    asking: Workers<MetaJob>,
+}
+
+impl MetaThreads {
+    pub(super) fn start(meta: &Meta, done: &Arc<Done>) -> std::io::Result<Self> {
+        let run = |meta: Meta| move |job| meta.run(job);
+        Ok(Self {
+            one: Workers::start("kvarts-meta", 1, done, run(meta.clone()))?,
+            asking: Workers::start("kvarts-holes", ASKERS, done, run(meta.clone()))?,
+        })
+    }
+
+    /// Queues an operation: in order with others, unless it changes nothing and may take long.
+    pub(super) fn push(&self, token: Token, op: MetaOp) {
+        let threads = if matches!(op, MetaOp::Holes { .. }) { &self.asking } else { &self.one };
+        threads.push(MetaJob { token, op });
+    }
 }
 
 /// What is needed to execute: the directories and the table of open files.
@@ -77,7 +104,7 @@ impl Meta {
             MetaOp::PunchHole { file, offset, len } => {
                 self.on(*file, |fd| punch(fd, *offset, *len))?;
             }
-            MetaOp::Holes { file } => return self.on(*file, holes).map(Some),
+            MetaOp::Holes { file, upto } => return self.on(*file, |fd| holes(fd, *upto)).map(Some),
             MetaOp::Truncate { file, len } => self.on(*file, |fd| ftruncate(fd, *len))?,
             MetaOp::Rename { from, to } => self.rename(from, to)?,
             MetaOp::Remove { name } => self.remove(name)?,
@@ -152,7 +179,7 @@ impl Meta {
             self.files.note_cached(why);
         }
         fcntl_setfl(&fd, kept)?;
-        self.files.insert(fd).map(Reply::Opened).ok_or(Errno::MFILE)
+        Ok(Reply::Opened(self.files.insert(fd)))
     }
 
     fn rename(&self, from: &Name, to: &Name) -> Result<(), Errno> {
@@ -248,22 +275,31 @@ pub(super) fn punch(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), Err
     fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
 }
 
-/// What is not there of a file. A file system that cannot tell says that everything is.
-fn holes(fd: BorrowedFd<'_>) -> Result<Reply, Errno> {
+/// What is not there of the first `upto` bytes of a file. A file system that cannot tell says that everything is.
+fn holes(fd: BorrowedFd<'_>, upto: u64) -> Result<Reply, Errno> {
     let end = u64::try_from(fstat(fd)?.st_size).map_err(|_| Errno::OVERFLOW)?;
+    holes_by((end, upto), |to| seek(fd, to)).map(Reply::Holes)
+}
+
+/// A file without holes below `upto` costs one question, and each that it has two more.
+fn holes_by(
+    (end, upto): (u64, u64),
+    mut seek: impl FnMut(SeekFrom) -> Result<Option<u64>, Errno>,
+) -> Result<Vec<(u64, u64)>, Errno> {
     let (mut holes, mut at) = (Vec::new(), 0);
-    while at < end {
-        let hole = seek(fd, SeekFrom::Hole(at))?.unwrap_or(end).min(end);
-        if hole == end {
+    let upto = upto.min(end);
+    while at < upto {
+        let hole = seek(SeekFrom::Hole(at))?.unwrap_or(end);
+        if hole >= upto {
             break;
         }
-        at = seek(fd, SeekFrom::Data(hole))?.unwrap_or(end).min(end);
+        at = seek(SeekFrom::Data(hole))?.unwrap_or(end).min(end);
         if at <= hole || holes.len() >= HOLES_MAX {
             return Err(Errno::OVERFLOW);
         }
         holes.push((hole, at - hole));
     }
-    Ok(Reply::Holes(holes))
+    Ok(holes)
 }
 
 /// `None`: there is no such place before the end.

@@ -104,3 +104,35 @@ fn files_are_for_their_owner_alone() {
         assert_eq!(mode & 0o077, 0, "{path}");
     }
 }
+
+/// What a start asks of a file grows with the holes below the end of its records, and with nothing else.
+#[test]
+fn a_file_without_holes_below_a_place_costs_one_question_and_each_hole_two_more() {
+    let page = PAGE as u64;
+    let end = 4096 * page;
+    for (count, upto) in [(0, end / 2), (1, end / 2), (400, end / 2), (400, 0), (400, 21 * page), (400, end)]
+    {
+        // Holes of a page at every fifth, and all of the last quarter.
+        let data = |at: u64| at < 3 * end / 4 && (!(at / page).is_multiple_of(5) || at / page / 5 >= count);
+        let mut asked = 0;
+        let found = holes_by((end, upto), |to| {
+            asked += 1;
+            let (from, wanted) = match to {
+                SeekFrom::Hole(from) => (from, false),
+                SeekFrom::Data(from) => (from, true),
+                _ => panic!("{to:?}"),
+            };
+            Ok((from..end).step_by(PAGE).find(|at| data(*at) == wanted))
+        });
+        let found = found.unwrap();
+        let expected = (0..end).step_by(PAGE).filter(|at| *at < upto && !data(*at));
+        let starts = expected.filter(|at| *at == 0 || data(*at - page)).collect::<Vec<_>>();
+        assert_eq!(
+            found.iter().map(|(at, _)| *at).collect::<Vec<_>>(),
+            starts,
+            "{count} holes, up to {upto}"
+        );
+        let last = u64::from(found.last().is_none_or(|(at, len)| at + len < upto)) * u64::from(upto > 0);
+        assert_eq!(asked, 2 * found.len() as u64 + last, "{count} holes, up to {upto}");
+    }
+}

@@ -55,7 +55,7 @@ pub struct DirId(pub u16);
 
 /// An open file of one [`Io`]. Valid until its `Close`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct FileId(pub u32);
+pub struct FileId(pub u64);
 
 /// Chosen by the submitter; comes back in the completion.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -114,8 +114,9 @@ pub enum MetaOp {
     /// Gives blocks back to the file system; reads of the range then find zeros. Several of one file may be under
     /// way at once. Durable after `Flush`. Result: 0, or -EOPNOTSUPP where the file system cannot.
     PunchHole { file: FileId, offset: u64, len: u64 },
-    /// Result: 0, and [`Reply::Holes`].
-    Holes { file: FileId },
+    /// What begins below `upto` of what is not there. Several of one file, and of many, may be under way at once: they
+    /// are asked side by side. Result: 0, and [`Reply::Holes`].
+    Holes { file: FileId, upto: u64 },
     /// Result: 0.
     Truncate { file: FileId, len: u64 },
     /// Replaces `to` if it is there; both in one directory. Durable after `SyncDir`. Result: 0.
@@ -239,6 +240,12 @@ pub trait Io {
         None
     }
 
+    /// Whether operations wait that the kernel would not take for now: nothing will say when it does. Whoever sleeps on the
+    /// eventfd sleeps shortly then, and reaps, which offers them again.
+    fn unsent(&mut self) -> bool {
+        false
+    }
+
     /// Lets completions make [`Io::event_fd`] readable; an unpark does so always, armed or not. True: nothing can
     /// be reaped now, so it is safe to sleep on the eventfd. False: there is something to reap, do that first.
     fn arm(&mut self) -> bool {
@@ -278,6 +285,9 @@ impl<T: Io + ?Sized> Io for Box<T> {
     }
     fn event_fd(&mut self) -> Option<OwnedFd> {
         (**self).event_fd()
+    }
+    fn unsent(&mut self) -> bool {
+        (**self).unsent()
     }
     fn arm(&mut self) -> bool {
         (**self).arm()

@@ -26,6 +26,9 @@ pub enum Action {
     MissAndScrub,
     /// Seal the segment as suspect, write what it had not acknowledged elsewhere, never flush it again.
     SealSuspect,
+    /// Try again after a while where the same may be done twice; if that does not help, refuse it for now. Nothing is wrong
+    /// with the disk.
+    NotNow,
     /// Refuse the put (or postpone the checkpoint) with "no space"; everything else goes on.
     RefuseNoSpace,
     /// Take no more puts until an operator had a look; reads go on.
@@ -36,11 +39,11 @@ pub enum Action {
 
 /// What the engine does about `error`, which met it in `stage`.
 pub fn decide(error: &IoError, stage: Stage) -> Action {
-    use IoErrorKind::{Deadline, NoSpace, Permission, ReadOnlyFs};
+    use IoErrorKind::{Deadline, NoSpace, Passing, Permission, ReadOnlyFs};
     match (stage, error.kind) {
-        // A cache may miss. Time that ran out says nothing about the bytes; everything else may mean that they are
+        // A cache may miss. Time or memory that ran out says nothing about the bytes; everything else may mean that they are
         // gone, which scrubbing will tell. A file that ends early is damage too: what is read was written once.
-        (Stage::Read, Deadline) => Action::Miss,
+        (Stage::Read, Deadline | Passing) => Action::Miss,
         (Stage::Read, _) => Action::MissAndScrub,
 
         // Full is not broken: nothing was written beyond what the completion said, eviction makes room, and an
@@ -50,6 +53,12 @@ pub fn decide(error: &IoError, stage: Stage) -> Action {
         (Stage::PutData, NoSpace) => Action::RefuseNoSpace,
         (Stage::PutFlush, NoSpace) => Action::SealSuspect,
         (Stage::Metadata, NoSpace) => Action::RefuseNoSpace,
+
+        // No descriptor, no memory, an interruption: the disk was not even asked. Only of a flush it is not known what it
+        // did before it was interrupted, and none is repeated: below.
+        (Stage::PutData | Stage::Metadata, Passing) if !kvarts_layout::planted!("shortage-latches") => {
+            Action::NotNow
+        }
 
         // The file system has stopped taking writes: another segment on it will not do better. Ext4 gets there
         // after a failed flush, when it aborts its journal.
@@ -78,7 +87,7 @@ mod tests {
     use crate::io::FileId;
     use crate::io::error::{OpKind, Subject};
 
-    const KINDS: [IoErrorKind; 10] = [
+    const KINDS: [IoErrorKind; 11] = [
         IoErrorKind::Eof,
         IoErrorKind::NoSpace,
         IoErrorKind::ReadOnlyFs,
@@ -88,6 +97,7 @@ mod tests {
         IoErrorKind::Media,
         IoErrorKind::Deadline,
         IoErrorKind::Unsupported,
+        IoErrorKind::Passing,
         IoErrorKind::Other(22),
     ];
 
@@ -99,7 +109,8 @@ mod tests {
     #[test]
     fn a_failed_read_is_a_miss_whatever_the_reason() {
         for kind in KINDS {
-            let expected = if kind == IoErrorKind::Deadline { Action::Miss } else { Action::MissAndScrub };
+            let passes = matches!(kind, IoErrorKind::Deadline | IoErrorKind::Passing);
+            let expected = if passes { Action::Miss } else { Action::MissAndScrub };
             assert_eq!(act(kind, Stage::Read), expected, "{kind:?}");
         }
     }
@@ -118,6 +129,14 @@ mod tests {
         assert_eq!(act(IoErrorKind::NoSpace, Stage::PutData), Action::RefuseNoSpace);
         assert_eq!(act(IoErrorKind::NoSpace, Stage::Metadata), Action::RefuseNoSpace);
         assert_eq!(act(IoErrorKind::NoSpace, Stage::Reclaim), Action::Postpone);
+    }
+
+    #[test]
+    fn what_is_not_the_disks_latches_nothing() {
+        let stages = [Stage::Read, Stage::PutData, Stage::PutFlush, Stage::Metadata, Stage::Reclaim];
+        let actions = stages.map(|stage| act(IoErrorKind::Passing, stage));
+        let expected = [Action::Miss, Action::NotNow, Action::SealSuspect, Action::NotNow, Action::Postpone];
+        assert_eq!(actions, expected);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use rustix::io::{Errno, ReadWriteFlags, preadv, pwritev, pwritev2};
 use super::features::{Feature, Features, Outcomes};
 use super::files::{Files, KeptFile, OpenFile};
 use super::mem::{Buf, IoVec, Region};
-use super::meta::{Meta, MetaJob, punch};
+use super::meta::{Meta, MetaThreads, punch};
 use super::ring::RANGES_MAX;
 use super::wake::Wake;
 use super::workers::{Done, Workers};
@@ -40,7 +40,7 @@ type DurableWrite = Arc<AtomicBool>;
 #[derive(Debug)]
 pub(super) struct Pool {
     workers: Workers<Job>,
-    meta: Workers<MetaJob>,
+    meta: MetaThreads,
     files: Arc<Files>,
     done: Arc<Done>,
     wake: Arc<Wake>,
@@ -64,7 +64,7 @@ impl Pool {
         let wake = Wake::new().map_err(|error| format!("cannot make an eventfd: {error}"))?;
         let done = Done::new(Arc::clone(&wake));
         let no_threads = |error| format!("cannot start a thread: {error}");
-        let meta = Workers::start("kvarts-meta", 1, &done, move |job| meta.run(job)).map_err(no_threads)?;
+        let meta = MetaThreads::start(&meta, &done).map_err(no_threads)?;
         let durable: DurableWrite = Arc::new(AtomicBool::new(features.allows(Feature::DurableWrite)));
         let for_threads = Arc::clone(&durable);
         let workers = Workers::start("kvarts-io", THREADS, &done, move |job| run(&job, &for_threads))
@@ -91,7 +91,7 @@ impl Io for Pool {
         let file = match op {
             // Many at once: one waits for the file system, and they come in batches.
             Op::Meta(MetaOp::PunchHole { file, .. }) => file,
-            Op::Meta(op) => return self.meta.push(MetaJob { token, op }),
+            Op::Meta(op) => return self.meta.push(token, op),
             Op::Read { file, .. }
             | Op::ReadV { file, .. }
             | Op::Write { file, .. }

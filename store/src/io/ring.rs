@@ -28,12 +28,12 @@ use rustix::io::Errno;
 use super::features::{Feature, Features, Outcomes};
 use super::files::{Files, KeptFile, OpenFile};
 use super::mem::{Buf, IoVec, Region};
-use super::meta::{Meta, MetaJob};
+use super::meta::{Meta, MetaThreads};
 use super::ring_buffers::Registered;
 use super::ring_setup::{Setup, make};
 use super::slots::{Key, Slots};
 use super::wake::Wake;
-use super::workers::{Done, Workers};
+use super::workers::Done;
 use super::{Completion, FileId, Io, IoFacts, MetaOp, Op, Token, Unpark};
 
 /// The poll of the wake-up's eventfd; no [`Key`] packs to it.
@@ -98,7 +98,7 @@ pub(super) struct Ring {
     ready: Vec<Completion>,
     /// Of worker threads.
     done: Arc<Done>,
-    meta: Workers<MetaJob>,
+    meta: MetaThreads,
     files: Arc<Files>,
     wake: Arc<Wake>,
     wake_armed: bool,
@@ -106,6 +106,9 @@ pub(super) struct Ring {
     /// Completions that no operation here waits for.
     unknown: u64,
     drop_waits: u32,
+    /// Calls that are refused without asking the kernel.
+    #[cfg(test)]
+    refusals: std::cell::Cell<u32>,
 }
 
 impl Ring {
@@ -118,7 +121,7 @@ impl Ring {
         let wake = Wake::new()
             .map_err(|error| RingError::Environment(format!("cannot make an eventfd: {error}")))?;
         let done = Done::new(Arc::clone(&wake));
-        let meta = Workers::start("kvarts-meta", 1, &done, move |job| meta.run(job))
+        let meta = MetaThreads::start(&meta, &done)
             .map_err(|error| RingError::Environment(format!("cannot start a thread: {error}")))?;
         let in_kernel_max = ring.params().cq_entries() as usize - 8;
         Ok(Self {
@@ -138,6 +141,8 @@ impl Ring {
             eventfd_registered: false,
             unknown: 0,
             drop_waits: DROP_WAITS,
+            #[cfg(test)]
+            refusals: std::cell::Cell::new(0),
         })
     }
 
@@ -251,7 +256,16 @@ impl Ring {
             }
             let events = EnterFlags::GETEVENTS.bits();
             // SAFETY: no argument is passed, and the queue has `queued` entries that are whole.
-            let entered = unsafe { self.ring.submitter().enter::<u8>(queued as u32, 0, events, None) };
+            let enter = || unsafe { self.ring.submitter().enter::<u8>(queued as u32, 0, events, None) };
+            #[cfg(test)]
+            let enter = || match self.refusals.take() {
+                0 => enter(),
+                more => {
+                    self.refusals.set(more - 1);
+                    Err(std::io::Error::from(Errno::AGAIN))
+                }
+            };
+            let entered = enter();
             // What the kernel refuses for now (no memory, a signal) it is offered again at the next reap.
             if entered.is_err() || self.overflow.is_empty() || self.in_kernel >= self.in_kernel_max {
                 return;
@@ -350,7 +364,7 @@ impl Io for Ring {
         let (file, ranges) = match op {
             // In the kernel's own threads, many at once: one waits for the file system, and they come in batches.
             Op::Meta(MetaOp::PunchHole { file, .. }) => (file, Box::default()),
-            Op::Meta(op) => return self.meta.push(MetaJob { token, op }),
+            Op::Meta(op) => return self.meta.push(token, op),
             Op::Read { file, .. } | Op::Write { file, .. } | Op::Flush { file } => (file, Box::default()),
             Op::ReadV { file, ref into, .. } => (file, into.iter().take(RANGES_MAX).map(IoVec::of).collect()),
             Op::WriteV { file, ref from, .. } => {
@@ -435,6 +449,11 @@ impl Io for Ring {
             self.eventfd_registered = true;
         }
         self.wake.as_fd().try_clone_to_owned().ok()
+    }
+
+    fn unsent(&mut self) -> bool {
+        let room = self.in_kernel < self.in_kernel_max;
+        !self.ring.submission().is_empty() || (room && !self.overflow.is_empty())
     }
 
     fn arm(&mut self) -> bool {

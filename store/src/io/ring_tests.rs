@@ -101,7 +101,7 @@ fn wait(ring: &mut Ring) -> Completion {
 
 /// A file whose reads never end by themselves.
 fn endless(ring: &Ring) -> FileId {
-    ring.files.insert(eventfd(0, EventfdFlags::CLOEXEC).unwrap()).unwrap()
+    ring.files.insert(eventfd(0, EventfdFlags::CLOEXEC).unwrap())
 }
 
 /// The per-transfer flags of an entry, which lie at byte 28 of what the kernel reads.
@@ -240,6 +240,31 @@ fn a_completion_that_nobody_waits_for_is_counted_and_harms_nothing() {
     }
     assert!(completions.is_empty());
     open(&mut ring, "file");
+}
+
+/// The executor sleeps on the eventfd, of which nothing is heard of an operation that the kernel never saw.
+#[test]
+fn what_the_kernel_would_not_take_is_known_before_the_executor_sleeps_and_offered_again() {
+    let scratch = Scratch::new();
+    let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
+    let file = open(&mut ring, "file");
+    let buf = Buf::new(&Region::anonymous(4096).unwrap(), 0, 4096).unwrap();
+    assert!(ring.event_fd().is_some() && !ring.unsent());
+    // As a kernel without memory does.
+    ring.refusals.set(1);
+    ring.submit(Token(1), Op::Write { file, offset: 0, from: buf.clone(), sync: false });
+    assert!(ring.arm(), "nothing can be reaped");
+    assert!(ring.unsent(), "it would sleep until its next timer");
+    ring.disarm();
+    assert_eq!(wait(&mut ring).result, 4096);
+    assert!(!ring.unsent());
+    // What waits because there is enough in the kernel is no reason to wake: its completions are.
+    let endless = endless(&ring);
+    for number in 0..5000 {
+        ring.submit(Token(number), Op::Read { file: endless, offset: 0, into: buf.clone() });
+    }
+    ring.reap(&mut Vec::new());
+    assert!(!ring.overflow.is_empty() && !ring.unsent());
 }
 
 #[test]

@@ -45,12 +45,7 @@ const LAST_GENERATION: u32 = u32::MAX - 1;
 
 impl<T> Slots<T> {
     pub(crate) fn new() -> Self {
-        Self::with_generations(LAST_GENERATION)
-    }
-
-    /// A table whose keys have generations up to `last` only, for those who have fewer bits for a key.
-    pub(crate) fn with_generations(last: u32) -> Self {
-        Self { places: Vec::new(), free: Vec::new(), len: 0, last_generation: last.min(LAST_GENERATION) }
+        Self { places: Vec::new(), free: Vec::new(), len: 0, last_generation: LAST_GENERATION }
     }
 
     /// How many entries there are.
@@ -161,7 +156,7 @@ mod tests {
 
     #[test]
     fn a_place_that_ran_out_of_generations_is_retired() {
-        let mut slots = Slots::with_generations(1);
+        let mut slots = Slots { last_generation: 1, ..Slots::new() };
         let first = slots.insert(1);
         slots.remove(first);
         let second = slots.insert(2);

@@ -42,6 +42,9 @@ const TURN: u32 = 16;
 /// because runners yield, and none of glommio's latency settings (they set the same timer) may be used.
 const NEVER: Duration = Duration::from_secs(3600);
 
+/// How long the executor sleeps before it offers the kernel again what that would not take.
+const OFFER_AGAIN: Duration = Duration::from_millis(1);
+
 /// How often one read of the eventfd is looked at before it is ended. Each look leaves a waker with it that goes when the
 /// read does, and glommio counts wakers in 16 bits and aborts the process beyond: an executor that nothing but its timers
 /// woke would get there.
@@ -102,8 +105,10 @@ impl GlommioLauncher {
                 pump: Cell::new(None),
                 called: Cell::new(false),
             });
+            // Tasks hold the runtime and the runtime holds tasks: also a panic must let them go, or nobody learns of it.
+            let cleared = Cleared(Rc::clone(&shared));
             executor.run(main(Rc::clone(&shared), event, index, body));
-            shared.tasks.clear();
+            drop(cleared);
         })
     }
 }
@@ -167,6 +172,15 @@ struct Shared {
     pump: Cell<Option<Waker>>,
     /// A runner asked for the pump.
     called: Cell<bool>,
+}
+
+/// Drops the tasks of an executor that has ended.
+struct Cleared(Rc<Shared>);
+
+impl Drop for Cleared {
+    fn drop(&mut self) {
+        self.0.tasks.clear();
+    }
 }
 
 impl Shared {
@@ -256,7 +270,10 @@ async fn pump(shared: Rc<Shared>, event: OwnedFd) {
         }
         if shared.io.borrow_mut().arm() {
             let clock = Handle(Rc::clone(tasks));
-            let timeout = tasks.next_timer().map(|at: Nanos| at.since(clock.clock().now()));
+            let mut timeout = tasks.next_timer().map(|at: Nanos| at.since(clock.clock().now()));
+            if shared.io.borrow_mut().unsent() {
+                timeout = Some(timeout.map_or(OFFER_AGAIN, |timeout| timeout.min(OFFER_AGAIN)));
+            }
             sleep.until_something(&shared, timeout).await;
             if sleep.looks > LOOKS {
                 // The next sleep ends at once, and the read with it.

@@ -88,12 +88,21 @@ impl<T> fmt::Debug for Sender<T> {
 impl<T> Sender<T> {
     /// Puts `message` behind all that were sent before, or gives it back. Never blocks.
     pub fn try_send(&self, message: T) -> Result<(), SendError<T>> {
+        self.send_up_to(self.0.capacity, message)
+    }
+
+    /// The same for the few messages that must not be refused for want of room.
+    pub fn send_over(&self, message: T) -> Result<(), SendError<T>> {
+        self.send_up_to(usize::MAX, message)
+    }
+
+    fn send_up_to(&self, most: usize, message: T) -> Result<(), SendError<T>> {
         let looked = planted(Race::MailboxLooksFirst).then(|| self.is_empty());
         let mut state = lock(&self.0.state);
         if state.closed {
             return Err(SendError::Closed(message));
         }
-        if state.messages.len() >= self.0.capacity {
+        if state.messages.len() >= most {
             return Err(SendError::Full(message));
         }
         let was_empty = looked.unwrap_or(state.messages.is_empty());

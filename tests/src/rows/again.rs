@@ -5,7 +5,10 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use kvarts_fsck::check::Level;
+use kvarts_fsck::disk::MemoryDisk;
 use kvarts_fsck::store::CannotRun;
+use kvarts_layout::format::seal::claimed_structure;
+use kvarts_layout::format::{PAGE, Structure};
 use kvarts_store::engine::{Limits, Options, Store};
 
 use super::buried::deletes;
@@ -16,7 +19,9 @@ use crate::campaign::{
     Driven, Found, Judge, Ledger, Mix, Opened, Work, drive, observe, read_all, reopen, work_on,
 };
 use crate::sim::{Crash, CrashState, Media, Seed, SimWorld, WorldConfig};
-use crate::witness::{checkers_rows, directories, examine, problems, recoverys_blocks, recoverys_rows};
+use crate::witness::{
+    checkers_rows, directories, examine, media, problems, recoverys_blocks, recoverys_rows,
+};
 
 /// Operations of a workload.
 const OPS: usize = 18;
@@ -239,7 +244,73 @@ pub(super) fn agree(seed: Seed, options: &Options, image: Media) -> Result<(), S
     Ok(())
 }
 
+/// A store that is always full, stopped somewhere: many records have lost some of their blocks.
+fn full(seed: Seed) -> Result<(Options, CrashState), String> {
+    let segment_bytes = 128 << 10;
+    let options = Options { segment_bytes, budget_bytes: 8 * segment_bytes, ..options(seed) };
+    let world = SimWorld::new(seed.0, &config(seed));
+    let launcher = world.launcher();
+    let ledger = RefCell::new(Ledger::default());
+    let mut rng = seed.child("work").rng();
+    let whole = async {
+        let (store, _executors) =
+            Store::open(&launcher, &options).await.map_err(|error| error.to_string())?;
+        work_on(&store, &ledger, &mut rng, Work::new(100, Mix::Plain)).await;
+        store.checkpoint().await.map_err(|error| error.to_string())
+    };
+    match drive(&world, u64::MAX, whole) {
+        Driven::Done(ended) => ended.map(|_| (options, world.cut_power())),
+        other => Err(format!("the workload ends with {other:?}")),
+    }
+}
+
+/// Checker and recovery agree on what eviction has left, also when the trailer of one of the segments is damaged: that
+/// costs no block and brings none back.
+fn evicted(seed: Seed, states: &States) -> Result<(), String> {
+    let (options, state) = full(seed)?;
+    for crash in crashes(&state, seed) {
+        let image = state.image(crash);
+        if !states.reach(image.digest()) {
+            continue;
+        }
+        let note = |why: String| format!("{crash:?}: {why}");
+        agree(seed, &options, image.clone()).map_err(note)?;
+        let blocks = |image: &Media| -> Result<u64, String> {
+            let opened = reopen(seed, &config(seed), &options, image.clone())?;
+            Ok(opened.store.recovery().iter().map(|report| report.blocks).sum())
+        };
+        let before = blocks(&image).map_err(note)?;
+        let disks = directories(&image);
+        let holed = disks.iter().flat_map(|disk| disk.files().into_iter().map(move |path| (disk, path)));
+        let sealed = |(disk, path): &(&MemoryDisk, String)| {
+            let bytes = disk.contents(path).unwrap_or_default();
+            let last = bytes.len().checked_sub(PAGE).and_then(|at| bytes.get(at..));
+            !disk.holes(path).is_empty() && last.and_then(claimed_structure) == Some(Structure::Trailer)
+        };
+        let all: Vec<_> = holed.filter(sealed).collect();
+        let mut rng = seed.child("trailer").rng();
+        let Some((disk, path)) = all.get(rng.index(all.len().max(1))) else { continue };
+        disk.tamper(path, |bytes| {
+            let at = bytes.len() - PAGE + 130;
+            bytes[at] ^= 1;
+        });
+        let checked = examine(&disks, Level::Deep).map_err(|why| note(why.to_string()))?;
+        if checked.findings.problem_count > 1 {
+            return Err(note(format!("the trailer of {path} alone was damaged: {}", problems(&checked))));
+        }
+        let after = blocks(&media(&disks)).map_err(note)?;
+        if after != before {
+            return Err(note(format!("{before} blocks, {after} when the trailer of {path} is damaged")));
+        }
+    }
+    Ok(())
+}
+
 fn witness(seed: Seed, states: &States) -> Result<(), String> {
+    // Every fourth seed is about what was evicted.
+    if seed.0 % 4 == 3 {
+        return evicted(seed, states);
+    }
     for (at, (state, _)) in (0..).zip(moments(seed)?) {
         for crash in crashes(&state, seed.nth(at)) {
             let image = state.image(crash);

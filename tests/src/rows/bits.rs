@@ -3,7 +3,7 @@
 //!
 //! A flip is one of three things: it is named by the checker with its place; or it lies where nothing that counts
 //! lies, and nothing changes; or it is one of the listed bits that mean nothing. It is never another byte than was put,
-//! and costs no more than the record that it lies in.
+//! and costs no more than the record that it lies in. Footers and trailers are repaired then, which costs nothing either.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,7 +15,8 @@ use kvarts_layout::format::PAGE;
 use kvarts_store::error::Reason;
 
 use super::pool::{States, until};
-use super::stores::{Answers, Make, Name, Prepared, Zone, look, prepared, zones};
+use super::stores::{Answers, Make, Name, Prepared, Zone, free_segments, look, prepared, zones};
+use super::swaps::repaired;
 use super::{Row, Tally};
 use crate::sim::Seed;
 use crate::sim::log::Mixer;
@@ -45,10 +46,12 @@ fn bits(parts: &[Part]) -> u64 {
 
 fn map(store: &Prepared) -> Map {
     let mut map = Map { vital: Vec::new(), rest: Vec::new() };
+    let free = free_segments(&store.disks);
     for (directory, path) in store.files() {
         let bytes = store.disks[directory].contents(&path).expect("it was listed");
         let mut record = None;
         for (range, zone) in zones(&path, &bytes) {
+            let zone = if free.contains(&path) { Zone::Unused } else { zone };
             record = match zone {
                 Zone::Header => Some(range.start),
                 Zone::Payload | Zone::Padding => record,
@@ -74,7 +77,7 @@ fn map(store: &Prepared) -> Map {
 }
 
 fn map_of(make: Make) -> &'static Map {
-    static ALL: [OnceLock<Map>; 5] = [const { OnceLock::new() }; 5];
+    static ALL: [OnceLock<Map>; 6] = [const { OnceLock::new() }; 6];
     let at = Make::ALL.iter().position(|one| *one == make).expect("one of them");
     ALL[at].get_or_init(|| map(prepared(make)))
 }
@@ -202,7 +205,10 @@ fn flip(seed: Seed, states: &States) -> Result<(), String> {
     if !changed.is_empty() && part.zone != Zone::Tail && !blames(&checked, &part.path, &near) {
         return Err(note(format!("the checker says nothing of damage, and {changed:?}")));
     }
+    let was_hole = |(start, len): &(u64, u64)| (*start..start + len).contains(&(at as u64));
     let silent = match part.zone {
+        // A bit in a block that was evicted makes it no block again: other pages of it are still not there.
+        _ if store.disks[part.directory].holes(&part.path).iter().any(was_hole) => true,
         // What is not used and what an older checkpoint says means nothing; of a tail nothing is known for certain.
         Zone::Unused | Zone::Checkpoint | Zone::Tail => true,
         // The head of a zstd frame has a bit that means nothing; the bytes were the same.
@@ -211,6 +217,9 @@ fn flip(seed: Seed, states: &States) -> Result<(), String> {
     };
     if !named && !silent {
         return Err(note("the checker says nothing".to_owned()));
+    }
+    if matches!(part.zone, Zone::Footer | Zone::Trailer) {
+        repaired(store, &disks, &found, 0).map_err(note)?;
     }
     let mut state = Mixer::new(seed.0 % makes);
     state.word(seed.0 / makes);
@@ -222,7 +231,7 @@ fn flip(seed: Seed, states: &States) -> Result<(), String> {
 pub(super) fn row() -> Row {
     Row {
         id: "R6",
-        what: "every bit of small whole stores flipped: raw, killed, spread, encoded, compacted",
+        what: "every bit of small whole stores flipped: raw, killed, spread, encoded, compacted, full",
         counts: "bits flipped, each looked at by engine and checker",
         targets: [4_000, 64_000, u64::MAX],
         run: |ask, target| -> Tally { until(ask, target.min(all_bits()), flip) },

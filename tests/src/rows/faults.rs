@@ -3,11 +3,13 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use kvarts_store::error::Reason;
+
 use super::pool::{States, until};
 use super::scene::{Ran, Stage, config, mix, options, run_work};
 use super::{Ask, Row, Tally, Tier};
 use crate::campaign::{Judge, Work, defects, verify};
-use crate::sim::media::errno::{EAGAIN, ECANCELED, EINTR, EIO, ENOSPC};
+use crate::sim::media::errno::{EAGAIN, EBUSY, ECANCELED, EINTR, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC};
 use crate::sim::{Crash, Effect, OpKind, Rule, Seed, When, Which};
 
 /// Operations of a workload.
@@ -27,6 +29,8 @@ struct Plan {
     judge: Judge,
     /// The deadline of every operation, where the disk may never answer.
     patience: Option<Duration>,
+    /// Whether it says nothing of the disk: then it latches nothing, and nothing is left of it when it is over.
+    passes: bool,
 }
 
 fn once(kind: OpKind, effect: Effect) -> Trouble {
@@ -42,7 +46,7 @@ fn lies() -> Plan {
     let mut troubles: Vec<_> = effects.map(|effect| once(OpKind::Write, effect)).into();
     troubles.push(once(OpKind::Flush, Effect::Lost));
     troubles.push(once(OpKind::Read, Effect::FlipBit));
-    Plan { troubles, judge: Judge::BytesOnly, patience: None }
+    Plan { troubles, judge: Judge::BytesOnly, patience: None, passes: false }
 }
 
 fn errors() -> Plan {
@@ -63,13 +67,28 @@ fn errors() -> Plan {
     let mut troubles: Vec<_> =
         kinds.into_iter().flat_map(|kind| both(Which::Kind(kind), Effect::Errno(EIO))).collect();
     troubles.extend(both(Which::Kind(OpKind::Write), Effect::Torn(EIO)));
-    Plan { troubles, judge: Judge::Strict, patience: None }
+    Plan { troubles, judge: Judge::Strict, patience: None, passes: false }
+}
+
+/// What kernels say that lack something else than disk, or were interrupted. The seed decides which.
+const PASSING: [i32; 6] = [EINTR, EAGAIN, ENOMEM, EBUSY, ENFILE, EMFILE];
+
+fn shortages(seed: Seed) -> Plan {
+    let errno = PASSING[seed.child("errno").rng().index(PASSING.len())];
+    let troubles =
+        OpKind::ALL.into_iter().flat_map(|kind| both(Which::Kind(kind), Effect::Errno(errno))).collect();
+    Plan { troubles, judge: Judge::Strict, patience: None, passes: true }
 }
 
 fn flushes() -> Plan {
     let flush = Which::Kind(OpKind::Flush);
     let troubles = [both(flush, Effect::DropDirty), both(flush, Effect::Errno(EIO))];
-    Plan { troubles: troubles.into_iter().flatten().collect(), judge: Judge::Strict, patience: None }
+    Plan {
+        troubles: troubles.into_iter().flatten().collect(),
+        judge: Judge::Strict,
+        patience: None,
+        passes: false,
+    }
 }
 
 fn odd() -> Plan {
@@ -91,13 +110,14 @@ fn odd() -> Plan {
         troubles: kinds.into_iter().flat_map(of).filter(sensible).collect(),
         judge: Judge::Strict,
         patience: None,
+        passes: false,
     }
 }
 
 fn full() -> Plan {
     let which = [Which::Allocating, Which::Kind(OpKind::Allocate)];
     let troubles = which.into_iter().flat_map(|which| both(which, Effect::Errno(ENOSPC))).collect();
-    Plan { troubles, judge: Judge::Strict, patience: None }
+    Plan { troubles, judge: Judge::Strict, patience: None, passes: false }
 }
 
 fn stuck() -> Plan {
@@ -108,6 +128,7 @@ fn stuck() -> Plan {
         troubles: kinds.into_iter().flat_map(of).collect(),
         judge: Judge::Strict,
         patience: Some(Duration::from_secs(20)),
+        passes: false,
     }
 }
 
@@ -122,7 +143,7 @@ fn strike(tier: Tier, seed: Seed, plan: &Plan, states: &States) -> Result<(), St
         for n in (first..).step_by(step as usize) {
             let when = if trouble.persistent { When::From(n) } else { When::Nth(n) };
             let rule = Rule::new(trouble.which, when, trouble.effect);
-            let work = Work { patience: plan.patience, ..Work::new(OPS, mix(seed)) };
+            let work = Work { patience: plan.patience, passes: plan.passes, ..Work::new(OPS, mix(seed)) };
             let ran = run_work(seed, work, &[rule], false);
             if ran.struck == 0 {
                 break;
@@ -131,6 +152,15 @@ fn strike(tier: Tier, seed: Seed, plan: &Plan, states: &States) -> Result<(), St
             ended(&ran, trouble.effect).map_err(note)?;
             if let Some(reason) = defects(&ran.last.ledger).first() {
                 return Err(note(format!("a caller was told: {reason}")));
+            }
+            let latched = |one: &&Reason| matches!(one, Reason::Latched(_));
+            if plan.passes
+                && let Some(reason) = ran.last.ledger.refusals.iter().find(latched)
+            {
+                return Err(note(format!("a caller was told: {reason}")));
+            }
+            if let Some(left) = &ran.left {
+                return Err(note(format!("when it was over: {left}")));
             }
             for crash in [Crash::LoseAll, Crash::KeepAll, Crash::Random(seed.nth(n).0)] {
                 let image = ran.last.state.image(crash);
@@ -198,6 +228,12 @@ pub(super) fn rows() -> Vec<Row> {
         row("R11", "short, empty, doubled, interrupted completions", [300, 20_000, 200_000], |a, t| {
             plan_row(a, t, &odd())
         }),
+        row(
+            "R29",
+            "what is not the disk's (no descriptor, no memory, an interruption) at every operation",
+            [300, 10_000, 200_000],
+            |a, t| until(a, t, |seed, states| strike(a.tier, seed, &shortages(seed), states)),
+        ),
         row("R12", "no space at every allocation", [200, 5_000, 100_000], |a, t| plan_row(a, t, &full())),
         row("R13", "operations that never end or take forty seconds", [200, 6_000, 100_000], |a, t| {
             plan_row(a, t, &stuck())

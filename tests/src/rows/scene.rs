@@ -11,7 +11,7 @@ use std::time::Duration;
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_store::io::DirId;
 
-use crate::campaign::{Budgets, Driven, Ledger, Mix, Work, defects, observe, work_on};
+use crate::campaign::{Budgets, Driven, Ledger, Mix, Work, aftermath, defects, observe, work_on};
 use crate::sim::{CrashState, DiskConfig, Effect, Hang, Rule, Seed, SimWorld, When, Which, WorldConfig};
 
 /// The world of a seed.
@@ -114,6 +114,8 @@ pub(super) struct Ran {
     pub(super) hang: Option<Hang>,
     /// Operations that rules of the caller struck.
     pub(super) struck: u64,
+    /// What was left of trouble that had ended, if anything.
+    pub(super) left: Option<String>,
     /// How far it came.
     pub(super) stage: Stage,
     /// Files in which a rule changed what was written, or kept it from being written.
@@ -149,6 +151,7 @@ pub(super) fn run_on(seed: Seed, options: &Options, work: Work, rules: &[Rule], 
     let opened: RefCell<Option<Store>> = RefCell::default();
     let counts = RefCell::new((0, 0));
     let stage = Cell::new(Stage::Opening);
+    let (left, early) = (RefCell::new(None), Cell::new(0));
     let mut rng = seed.child("work").rng();
     let whole = async {
         match Store::open(&launcher, options).await {
@@ -156,6 +159,11 @@ pub(super) fn run_on(seed: Seed, options: &Options, work: Work, rules: &[Rule], 
                 opened.replace(Some(store.clone()));
                 stage.set(Stage::Working);
                 work_on(&store, &ledger, &mut rng, work).await;
+                if work.passes {
+                    early.set(world.disk().struck_by(0..rules.len()));
+                    world.disk().heal();
+                    left.replace(aftermath(&store, &ledger).await);
+                }
                 ledger.borrow_mut().allow_absent(&store);
                 let done = store.stats().counts;
                 counts.replace((done.segments_recycled, done.blocks_evicted));
@@ -182,10 +190,12 @@ pub(super) fn run_on(seed: Seed, options: &Options, work: Work, rules: &[Rule], 
     };
     let driven = observe(&world, u64::MAX, &mut watch, whole);
     let hang = if let Driven::Hung(hang) = driven { Some(hang) } else { None };
-    let (struck, files) = (world.disk().struck_by(0..rules.len()), world.disk().struck_files());
+    let struck = early.get() + world.disk().struck_by(0..rules.len());
+    let files = world.disk().struck_files();
     let last = Moment { state: world.cut_power(), ledger: ledger.into_inner() };
     let (recycled, evicted) = counts.into_inner();
-    Ran { moments, last, hang, struck, stage: stage.get(), files, recycled, evicted }
+    let (left, stage) = (left.into_inner(), stage.get());
+    Ran { moments, last, hang, struck, left, stage, files, recycled, evicted }
 }
 
 /// A workload on a sound disk ends, and nobody is told of a defect.

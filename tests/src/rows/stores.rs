@@ -4,22 +4,25 @@
 //! Each is a fact: made once for a program from a fixed seed, and forked for every damage. What the engine answers for
 //! the sound one is what its answers are compared with.
 
-use std::collections::BTreeMap;
-use std::sync::OnceLock;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use kvarts_fsck::check::{Checked, Level};
-use kvarts_fsck::disk::MemoryDisk;
-use kvarts_fsck::store::CannotRun;
+use kvarts_fsck::check::{Checked, Level, Options as CheckOptions};
+use kvarts_fsck::contents as offline;
+use kvarts_fsck::disk::{Disk, MemoryDisk};
+use kvarts_fsck::findings::Findings;
+use kvarts_fsck::store::{CannotRun, survey};
+use kvarts_fsck::window::Tally;
 use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{PAGE, Secret, Structure};
 use kvarts_layout::{BlockKey, Layout, NamespaceId, StoreId};
 use kvarts_store::api::{
-    DeleteRequest, Durability, KvStore, Order, Placed, PutRequest, ReadEvent, ReadRequest, ReadStream,
-    Target, Verify,
+    ContainsRequest, DeleteRequest, Durability, KvStore, LeaseTerms, Order, Placed, PutRequest, ReadEvent,
+    ReadRequest, ReadStream, Target, Verify,
 };
-use kvarts_store::engine::{CompactOptions, Options, Store};
+use kvarts_store::engine::{CompactOptions, EvictionPolicy, Options, Store};
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Class;
 
@@ -27,7 +30,7 @@ use crate::campaign::{Driven, Opened, drive, reopen};
 use crate::conformance::Desk;
 use crate::fixture::{self, Style};
 use crate::sim::{Media, Seed, SimWorld, WorldConfig};
-use crate::stage::{self, SimStage};
+use crate::stage::{self, SimStage, Stage};
 use crate::witness::{directories, examine, media, small};
 
 /// Keys of each column.
@@ -56,12 +59,14 @@ pub(super) enum Make {
     Encoded,
     /// Chains merged, segments emptied and written anew.
     Compacted,
+    /// Full: blocks of many records were evicted, and others of the same records were not.
+    Holed,
 }
 
 impl Make {
     /// All of them.
-    pub(super) const ALL: [Self; 5] =
-        [Self::Plain, Self::Killed, Self::Spread, Self::Encoded, Self::Compacted];
+    pub(super) const ALL: [Self; 6] =
+        [Self::Plain, Self::Killed, Self::Spread, Self::Encoded, Self::Compacted, Self::Holed];
 }
 
 /// A store and what is known of it.
@@ -119,7 +124,7 @@ pub(super) fn key(n: u64) -> BlockKey {
 
 /// All stores of this kind of program.
 pub(super) fn prepared(make: Make) -> &'static Prepared {
-    static ALL: [OnceLock<Prepared>; 5] = [const { OnceLock::new() }; 5];
+    static ALL: [OnceLock<Prepared>; 6] = [const { OnceLock::new() }; 6];
     let at = Make::ALL.iter().position(|one| *one == make).expect("one of them");
     ALL[at].get_or_init(|| unplanted(|| prepare(make, 40 + at as u64)))
 }
@@ -141,8 +146,16 @@ fn unplanted<T>(make: impl FnOnce() -> T) -> T {
 
 fn options(make: Make) -> Options {
     let two = make == Make::Spread;
-    let budget_bytes = if make == Make::Compacted { 640 << 10 } else { 48 << 20 };
-    Options { directories: if two { 2 } else { 1 }, budget_bytes, ..small(if two { 2 } else { 1 }) }
+    let budget_bytes = match make {
+        Make::Compacted => 640 << 10,
+        Make::Holed => 3 << 20,
+        _ => 48 << 20,
+    };
+    let eviction = if make == Make::Holed { EvictionPolicy::Lru } else { EvictionPolicy::default() };
+    let options = small(if two { 2 } else { 1 });
+    // Records of several of the larger blocks.
+    let segment_bytes = if make == Make::Holed { 256 << 10 } else { options.segment_bytes };
+    Options { directories: if two { 2 } else { 1 }, segment_bytes, budget_bytes, eviction, ..options }
 }
 
 fn prepare(make: Make, seed: u64) -> Prepared {
@@ -225,9 +238,37 @@ fn finish(stage: &SimStage, make: Make) {
         assert!(report.blocks_moved > 4, "{report:?}");
         assert!(make != Make::Encoded || report.records_encoded > 2, "{report:?}");
     }
+    if make == Make::Holed {
+        evict_some(stage, &desk);
+    }
     put(&desk, 2, 8..9, 4, false);
     delete(&desk, 1, 0..1);
     put(&desk, 1, 12..14, 1, true);
+}
+
+/// Puts until blocks must go. Of every record the first blocks are held, so the others go alone.
+fn evict_some(stage: &SimStage, desk: &Desk<'_>) {
+    put(desk, 0, 4..8, 1, false);
+    put(desk, 0, 9..14, 1, true);
+    for (column, keys) in [(0, 4..6), (0, 9..11), (1, 0..KEYS), (2, 0..KEYS)] {
+        hold(desk, column, keys);
+    }
+    for first in (KEYS..KEYS + 240).step_by(8) {
+        put(desk, 0, first..first + 8, 1, first % 16 == 0);
+        hold(desk, 0, first..first + 1);
+        stage.advance(Duration::from_secs(20));
+    }
+    let counts = stage.engine().stats().counts;
+    assert!(counts.blocks_evicted > 20 && counts.bytes_punched > 64 << 10, "{counts:?}");
+}
+
+fn hold(desk: &Desk<'_>, column: usize, keys: std::ops::Range<u64>) {
+    let (group, coordinate) = fixture::columns()[column];
+    let terms = LeaseTerms { hold: LeaseTerms::UNLIMITED, tenant: 1, cap_bytes: 1 << 30 };
+    let keys = desk.keys(keys);
+    let request =
+        ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &keys, lease: Some(terms) };
+    desk.stage.store().contains(&request).expect("a lease that the cap allows");
 }
 
 /// Opens a store on this image and reads every block twice.
@@ -326,6 +367,16 @@ pub(super) fn files(disks: &[MemoryDisk]) -> Vec<(usize, String)> {
         disk.files().into_iter().map(move |path| (at, path)).collect::<Vec<_>>()
     };
     disks.iter().enumerate().flat_map(of).collect()
+}
+
+/// Segments in which nothing counts, by their path.
+pub(super) fn free_segments(disks: &[MemoryDisk]) -> BTreeSet<String> {
+    let disks: Vec<Arc<dyn Disk>> = disks.iter().map(|disk| Arc::new(disk.clone()) as _).collect();
+    let store = survey(&disks, &mut Findings::default()).expect("it can be looked at").expect("a store");
+    let options = CheckOptions { threads: 1, ..CheckOptions::default() };
+    let contents = offline::read(&store, &options, 0, &Tally::default(), Findings::default());
+    let free = contents.segments.iter().filter(|one| one.state == offline::State::Free);
+    free.map(|one| format!("shard-{:04}/segment-{:08}", one.shard, one.segment)).collect()
 }
 
 /// What the checker says of directories, every digest looked at.

@@ -104,8 +104,8 @@ struct OpenFile {
 
 #[derive(Default, Debug)]
 struct IoState {
-    files: BTreeMap<u32, OpenFile>,
-    next_file: u32,
+    files: BTreeMap<u64, OpenFile>,
+    next_file: u64,
     ready: Vec<Completion>,
     unparked: bool,
     dead: bool,
@@ -398,7 +398,7 @@ fn shape_or_name(pending: &Pending, media: &mut Media) -> Result<Option<(Ino, Op
         }
         MetaOp::Allocate { offset, len, .. } => media.allocate(ino, *offset, *len)?,
         MetaOp::PunchHole { offset, len, .. } => {
-            media.change_file(ino, FileChange::Punch { offset: *offset, len: *len })?;
+            media.punch(ino, *offset, *len)?;
         }
         MetaOp::Truncate { len, .. } => media.change_file(ino, FileChange::Truncate { len: *len })?,
         MetaOp::Rename { from, to } => media.rename(from.dir, &from.path, (to.dir, &to.path))?,
@@ -422,7 +422,7 @@ fn subject(op: &Op, io: &IoState) -> (Result<Option<OpenFile>, i32>, Option<DirI
         Op::Meta(op) => match op {
             MetaOp::Close { file: at } | MetaOp::Allocate { file: at, .. } => file(at),
             MetaOp::PunchHole { file: at, .. } | MetaOp::Truncate { file: at, .. } => file(at),
-            MetaOp::Stat { file: at } | MetaOp::Holes { file: at } => file(at),
+            MetaOp::Stat { file: at } | MetaOp::Holes { file: at, .. } => file(at),
             MetaOp::Open { name, .. } | MetaOp::Remove { name } | MetaOp::MakeDir { name } => named(name),
             MetaOp::SyncDir { name } | MetaOp::List { name } => named(name),
             MetaOp::Rename { from, to } => {
@@ -667,8 +667,10 @@ impl Machine {
                 let content = &self.media.file(file.ino)?.current;
                 Ok(Some(Reply::Stat { len: content.len, allocated: content.allocated() }))
             }
-            (MetaOp::Holes { .. }, Some(file)) => {
-                Ok(Some(Reply::Holes(self.media.file(file.ino)?.current.holes())))
+            (MetaOp::Holes { upto, .. }, Some(file)) => {
+                let mut holes = self.media.file(file.ino)?.current.holes();
+                holes.retain(|(at, _)| at < upto);
+                Ok(Some(Reply::Holes(holes)))
             }
             (MetaOp::Close { .. }, Some(file)) => {
                 let file = self.media.file_mut(file.ino)?;

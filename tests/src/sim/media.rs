@@ -25,11 +25,15 @@ pub mod errno {
     pub const EIO: i32 = 5;
     pub const EBADF: i32 = 9;
     pub const EAGAIN: i32 = 11;
+    pub const ENOMEM: i32 = 12;
+    pub const EBUSY: i32 = 16;
     pub const EEXIST: i32 = 17;
     pub const EXDEV: i32 = 18;
     pub const ENOTDIR: i32 = 20;
     pub const EISDIR: i32 = 21;
     pub const EINVAL: i32 = 22;
+    pub const ENFILE: i32 = 23;
+    pub const EMFILE: i32 = 24;
     pub const ENOSPC: i32 = 28;
     pub const EROFS: i32 = 30;
     pub const EDQUOT: i32 = 122;
@@ -324,6 +328,8 @@ pub struct Media {
     /// Counts changes: a flush covers what is below its own number.
     pub(super) seq: u64,
     capacity: u64,
+    /// What the file system gives back at once: parts of it that are punched become zeros.
+    unit: u64,
 }
 
 type Outcome<T> = Result<T, i32>;
@@ -333,7 +339,12 @@ impl Media {
     pub fn new(dirs: u16, capacity: u64) -> Self {
         let roots: Vec<Ino> = (0..u64::from(dirs)).collect();
         let nodes = roots.iter().map(|root| (*root, Node::Dir(Dir::default()))).collect();
-        Self { nodes, next: roots.len() as u64, roots, seq: 0, capacity }
+        Self { nodes, next: roots.len() as u64, roots, seq: 0, capacity, unit: PAGE }
+    }
+
+    /// The same on a file system with larger units than a page.
+    pub fn with_unit(self, unit: u64) -> Self {
+        Self { unit, ..self }
     }
 
     /// Lets the file system grow or shrink.
@@ -468,6 +479,31 @@ impl Media {
         let file = self.file_mut(ino)?;
         change.apply(&mut file.current, &|_| true);
         file.pending.push((seq, change));
+        Ok(())
+    }
+
+    /// Punches whole units, and writes zeros over what else of the range holds something.
+    pub(super) fn punch(&mut self, ino: Ino, offset: u64, len: u64) -> Outcome<()> {
+        let end = offset.saturating_add(len);
+        let (from, to) = (offset.next_multiple_of(self.unit), end / self.unit * self.unit);
+        if self.unit == PAGE {
+            return self.change_file(ino, FileChange::Punch { offset, len });
+        }
+        if from >= to {
+            return self.zero(ino, offset, end);
+        }
+        self.change_file(ino, FileChange::Punch { offset: from, len: to - from })?;
+        self.zero(ino, offset, from)?;
+        self.zero(ino, to, end)
+    }
+
+    fn zero(&mut self, ino: Ino, from: u64, to: u64) -> Outcome<()> {
+        let written = |content: &Content, page: u64| matches!(content.pages.get(&page), Some(Some(_)));
+        for (page, within, range) in pages(from, to.saturating_sub(from)).collect::<Vec<_>>() {
+            if written(&self.file(ino)?.current, page) {
+                self.write(ino, page * PAGE + within as u64, &vec![0; range.len()], false)?;
+            }
+        }
         Ok(())
     }
 

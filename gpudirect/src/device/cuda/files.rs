@@ -5,6 +5,9 @@
 //! they do not know into values of a closed enum. Here an error is a number, and every symbol is there before any is
 //! called.
 //!
+//! Where a file system, a disk or the machine has no straight way cuFile reads through the processor's memory and says
+//! nothing. It is told not to, before its driver is opened; one that cannot be told is held to what nvidia-fs counts.
+//!
 //! cuFile's driver is opened once for the process and stays open: closing it while another user of the same library in
 //! this process reads would fail that one's reads.
 
@@ -17,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use libloading::Library;
 
-use super::super::{Files, Memory, OpenFile, Registered};
+use super::super::{Files, Memory, OpenFile, Registered, Route};
 use super::sys::Kind;
 use super::{Core, Cuda};
 use crate::error::DeviceError;
@@ -51,9 +54,46 @@ const DESCRIPTOR: c_int = 1;
 
 type Handle = *mut c_void;
 
+/// Parameters of the library: whether it may read through the processor's memory, whether it must, and whether the kernel
+/// may move bytes between disk and device without nvidia-fs.
+const MAY_DETOUR: c_int = 1;
+const MUST_DETOUR: c_int = 2;
+const KERNEL_MOVES: c_int = 7;
+
+/// What nvidia-fs tells of itself.
+const VERSION: &str = "/proc/driver/nvidia-fs/version";
+const COUNTS: &str = "/proc/driver/nvidia-fs/stats";
+
+/// Whether the nvidia-fs module is loaded.
+pub fn has_nvidia_fs() -> bool {
+    rustix::fs::access(VERSION, rustix::fs::Access::READ_OK).is_ok()
+}
+
+/// Reads that nvidia-fs has counted, if it counts any: the text is `Reads : n=7 ok=7 ...`.
+fn reads_in(counts: &str) -> Option<u64> {
+    let line = counts.lines().find_map(|line| line.trim_start().strip_prefix("Reads"))?;
+    line.split_whitespace().find_map(|word| word.strip_prefix("n="))?.parse().ok()
+}
+
+/// What of a read is known that cuFile could not be told about, from the reads that were counted before and behind it.
+fn judge(before: Option<u64>, behind: Option<u64>) -> Result<(), DeviceError> {
+    match (before, behind) {
+        (Some(before), Some(behind)) if behind > before => Ok(()),
+        (Some(_), Some(_)) => Err(failed(
+            "it came through the processor's memory, or nvidia-fs does not count (rw_stats_enabled)".to_owned(),
+        )),
+        _ => Err(failed(
+            "nobody can say whether it came straight: cuFile is too old to be told so, and nvidia-fs counts nothing"
+                .to_owned(),
+        )),
+    }
+}
+
 /// The library's calls.
 #[derive(Debug)]
 struct Calls {
+    /// Whether it was told not to read through the processor's memory.
+    is_straight: bool,
     register_file: unsafe extern "C" fn(*mut Handle, *mut Described) -> Said,
     forget_file: unsafe extern "C" fn(Handle),
     register_memory: unsafe extern "C" fn(*const c_void, usize, c_int) -> Said,
@@ -101,14 +141,31 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     found.map(|symbol| *symbol).map_err(|_| format!("libcufile has no {name}"))
 }
 
+/// Tells the library to read straight or not at all, as long as nobody in this process has opened its driver: whether it
+/// has been told.
+fn forbid_detours(library: &Library) -> bool {
+    type Set = unsafe extern "C" fn(c_int, bool) -> Said;
+    // SAFETY: the type is that of the library's published header.
+    let Ok(set) = (unsafe { symbol::<Set>(library, "cuFileSetParameterBool") }) else { return false };
+    // SAFETY: two numbers.
+    let told = |what, is| unsafe { set(what, is) }.code == 0;
+    if !has_nvidia_fs() {
+        // Where the kernel cannot do it either, opening the driver says so.
+        told(KERNEL_MOVES, true);
+    }
+    told(MAY_DETOUR, false) && told(MUST_DETOUR, false)
+}
+
 impl Calls {
     /// Loads the library and opens its driver.
-    fn open() -> Result<Self, String> {
+    fn open(route: Route) -> Result<Self, String> {
         let library = load()?;
+        let is_straight = route == Route::Straight && forbid_detours(&library);
         // SAFETY: the types are those of the library's published header.
         let calls = unsafe {
             let open: unsafe extern "C" fn() -> Said = symbol(&library, "cuFileDriverOpen")?;
             let calls = Self {
+                is_straight,
                 register_file: symbol(&library, "cuFileHandleRegister")?,
                 forget_file: symbol(&library, "cuFileHandleDeregister")?,
                 register_memory: symbol(&library, "cuFileBufRegister")?,
@@ -124,10 +181,10 @@ impl Calls {
         Ok(calls)
     }
 
-    /// The one of this process, or why there is none: asked once.
-    fn get() -> Result<&'static Self, DeviceError> {
+    /// The one of this process, or why there is none: asked once, and told then which way it may go.
+    fn get(route: Route) -> Result<&'static Self, DeviceError> {
         static CALLS: OnceLock<Result<Calls, String>> = OnceLock::new();
-        let calls = CALLS.get_or_init(Self::open);
+        let calls = CALLS.get_or_init(|| Self::open(route));
         calls.as_ref().map_err(|why| DeviceError::Call { call: "cuFile", why: why.clone() })
     }
 }
@@ -227,9 +284,9 @@ impl Drop for Open {
     }
 }
 
-pub(super) fn open(device: &Cuda) -> Result<Arc<dyn Files>, DeviceError> {
+pub(super) fn open(device: &Cuda, route: Route) -> Result<Arc<dyn Files>, DeviceError> {
     let _inside = device.0.context.enter()?;
-    Ok(Arc::new(Straight { device: device.clone(), calls: Calls::get()? }))
+    Ok(Arc::new(Straight { device: device.clone(), calls: Calls::get(route)? }))
 }
 
 impl Files for Straight {
@@ -296,8 +353,42 @@ impl Files for Straight {
         }
         Ok(())
     }
+
+    fn prove(
+        &self,
+        file: &OpenFile,
+        offset: u64,
+        into: &Registered,
+        at: u64,
+        len: u64,
+    ) -> Result<(), DeviceError> {
+        if self.calls.is_straight {
+            return self.read(file, offset, into, at, len);
+        }
+        let counted = || std::fs::read_to_string(COUNTS).ok().and_then(|counts| reads_in(&counts));
+        let before = counted();
+        self.read(file, offset, into, at, len)?;
+        judge(before, counted())
+    }
 }
 
 fn failed(why: String) -> DeviceError {
     DeviceError::Call { call: "cuFileRead", why }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_read_that_nvidia_fs_has_not_counted_did_not_come_straight() {
+        let counts = |reads: &str| {
+            format!("GDS Version: 1.13\nNVFS statistics(ver: 4.0)\nReads : n={reads} ok=7 err=0\n")
+        };
+        assert_eq!((reads_in(&counts("7")), reads_in(&counts("x")), reads_in("")), (Some(7), None, None));
+        assert_eq!(judge(Some(7), Some(8)), Ok(()));
+        for (before, behind) in [(Some(7), Some(7)), (Some(7), Some(0)), (None, Some(1)), (None, None)] {
+            assert!(judge(before, behind).is_err(), "{before:?} {behind:?}");
+        }
+    }
 }

@@ -13,11 +13,13 @@ enum {
     OK = 0,
     DRIVER_NOT_INITIALIZED = 5001,
     CUDA_MEMORY_TYPE_INVALID = 5013,
+    IO_NOT_SUPPORTED = 5007,
     INVALID_FILE_TYPE = 5018,
     INVALID_VALUE = 5022,
     MEMORY_ALREADY_REGISTERED = 5023,
     MEMORY_NOT_REGISTERED = 5024,
     HANDLE_NOT_REGISTERED = 5027,
+    DRIVER_ALREADY_OPEN = 5026,
     HANDLE_ALREADY_REGISTERED = 5028,
 };
 
@@ -64,6 +66,8 @@ static struct file *files[4096];
 static size_t made;
 static struct buffer *buffers;
 static size_t alignment = 1;
+// Whether files have no straight way, and whether it may go another: then it does, and says nothing.
+static int detours, may_detour = 1;
 // What the next reads do: 1 gives fewer bytes, 2 fails with an errno, 3 with an error of cuFile.
 static int mode, times;
 static long argument;
@@ -131,6 +135,16 @@ struct status cuFileDriverGetProperties(struct properties *to) {
     return leave(opened ? OK : DRIVER_NOT_INITIALIZED);
 }
 
+#ifndef WITHOUT_PARAMETERS
+struct status cuFileSetParameterBool(int what, _Bool is) {
+    pthread_mutex_lock(&books);
+    if (opened) return leave(DRIVER_ALREADY_OPEN);
+    if (what < 0 || what > 11) return leave(INVALID_VALUE);
+    if (what == 1) may_detour = is;
+    return leave(OK);
+}
+#endif
+
 static struct file *file_of(void *handle) {
     for (size_t at = 0; at < made; at++)
         if (files[at] == handle && files[at]->live) return files[at];
@@ -144,6 +158,7 @@ struct status cuFileHandleRegister(void **to, struct description *of) {
     if (of->type != 1 || of->operations) return leave(INVALID_FILE_TYPE);
     for (size_t at = 0; at < made; at++)
         if (files[at]->live && files[at]->fd == of->of.fd) return leave(HANDLE_ALREADY_REGISTERED);
+    if (detours && !may_detour) return leave(IO_NOT_SUPPORTED);
     struct file *file = calloc(1, sizeof *file);
     file->fd = of->of.fd;
     file->live = 1;
@@ -267,3 +282,6 @@ void standin_reads(int how, long what, int count) {
 
 // What offsets, lengths and addresses of reads must be multiples of.
 void standin_alignment(size_t bytes) { alignment = bytes; }
+
+// Files have no straight way from now on, or have one.
+void standin_detours(int on) { detours = on; }

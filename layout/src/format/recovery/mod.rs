@@ -9,6 +9,7 @@
 //!   power cut leaves.
 //! - Nothing is appended to a tail found at start: it is sealed (by recovery) and a new segment is opened.
 //! - A damaged segment costs its own blocks only, a damaged record only its own.
+//! - What a segment that was sealed has no bytes of was evicted, also where its footer or trailer is damaged.
 //! - Nothing is recycled on the word of damaged bytes: a segment without a sound header is scanned first.
 //!
 //! A scan visits a segment page by page, or from record to record where lengths are proven, and collects
@@ -135,6 +136,10 @@ pub enum Found {
     Footer,
     /// All zero.
     Empty,
+    /// Not there, says the file system: a page, or part of a record's header, in a segment in which holes count.
+    Hole,
+    /// Zeros or bytes that prove nothing right behind a hole.
+    Remains,
     /// Anything else that proves nothing.
     Noise,
     /// A record of an earlier generation, for this place.
@@ -149,7 +154,7 @@ pub enum Found {
 
 impl Found {
     /// Everything that can be found.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 18] = [
         Self::RecordWhole,
         Self::RecordUnread,
         Self::RecordBroken,
@@ -161,6 +166,8 @@ impl Found {
         Self::Torn,
         Self::Footer,
         Self::Empty,
+        Self::Hole,
+        Self::Remains,
         Self::Noise,
         Self::Stale,
         Self::Ahead,
@@ -375,6 +382,16 @@ pub struct SegmentSighting {
     pub trailer: TrailerSeen,
     /// What the checkpoint says.
     pub known: Known,
+}
+
+impl SegmentSighting {
+    /// Whether anything says that the segment was sealed: then blocks of it may have been evicted, and what it has no bytes of
+    /// was given back. In any other a hole is what was never written.
+    pub fn may_have_holes(&self) -> bool {
+        use TrailerSeen as T;
+        let seen = matches!(self.trailer, T::Sealed | T::FooterLost | T::Damaged | T::Ahead | T::Elsewhere);
+        seen || self.known == Known::Sealed
+    }
 }
 
 /// No combination reaches it: the tests see to that.

@@ -36,7 +36,7 @@ fn every_record_sighting_matches_exactly_one_row_and_every_row_is_matched() {
     let mut unused: BTreeSet<&str> = RECORD_ROWS.iter().map(|row| row.row.label).collect();
     assert_eq!(unused.len(), RECORD_ROWS.len(), "labels repeat");
     let sightings = record_sightings();
-    assert_eq!(sightings.len(), 16 * 3 * 2 * 2);
+    assert_eq!(sightings.len(), 18 * 3 * 2 * 2);
     for sighting in sightings {
         let rows: Vec<_> = RECORD_ROWS.iter().filter(|row| row.matches(&sighting)).collect();
         assert_eq!(rows.len(), 1, "{sighting:?}: {rows:?}");
@@ -97,6 +97,36 @@ fn what_had_been_flushed_and_is_gone_is_a_problem_and_a_torn_tail_is_not() {
 }
 
 #[test]
+fn what_was_evicted_is_no_damage_and_loses_nothing_that_is_proven() {
+    for sighting in record_sightings() {
+        let row = record_row(&sighting);
+        match sighting.found {
+            Found::Hole => assert_eq!((row.severity, row.decision), (Severity::Normal, Decision::SkipPage)),
+            Found::Remains if sighting.scan != Scan::Listed => {
+                assert_ne!(row.severity, Severity::Problem, "{sighting:?}");
+            }
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn holes_count_only_where_something_says_that_the_segment_was_sealed() {
+    for sighting in segment_sightings() {
+        let row = segment_row(&sighting);
+        if row.decision == Decision::ScanTail {
+            assert!(!sighting.may_have_holes(), "{sighting:?}");
+        }
+        if ["footer-damaged-rescan", "trailer-damaged-rescan", "trailer-lost", "trailer-misdirected"]
+            .contains(&row.label)
+        {
+            assert!(sighting.may_have_holes(), "{sighting:?}");
+        }
+        assert!(row.label != "never-used" || !sighting.may_have_holes(), "{sighting:?}");
+    }
+}
+
+#[test]
 fn a_scan_never_stops_before_a_proven_record() {
     for sighting in record_sightings() {
         if sighting.later == Later::Follows {
@@ -108,7 +138,7 @@ fn a_scan_never_stops_before_a_proven_record() {
 #[test]
 fn a_listed_record_that_is_not_there_is_condemned() {
     let readable = [Found::RecordWhole, Found::RecordUnread];
-    let skipped = [Found::UnknownKind, Found::UnknownExtension, Found::Newer, Found::Ahead];
+    let skipped = [Found::UnknownKind, Found::UnknownExtension, Found::Newer, Found::Ahead, Found::Hole];
     for sighting in record_sightings().into_iter().filter(|sighting| sighting.scan == Scan::Listed) {
         if !readable.contains(&sighting.found) && !skipped.contains(&sighting.found) {
             assert_eq!(record_row(&sighting).decision, Decision::Condemn, "{sighting:?}");

@@ -12,24 +12,19 @@ use kvarts_layout::format::{EncodeError, PAGE_BYTES, Position};
 
 use super::CheckpointReport;
 use crate::engine::log::Log;
-use crate::engine::segment::{Segment, SegmentState};
+use crate::engine::segment::{Segment, SegmentState, fault};
 use crate::engine::shared::EXPIRY_STEP_MS;
 use crate::engine::steps::Section;
 use crate::error::Reason;
 use crate::index::{OwnerCursor, RecordInfo};
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{FileId, IoError, IoErrorKind, MetaOp, OpenMode};
+use crate::io::{FileId, IoError, MetaOp, OpenMode};
 use crate::rt::Class;
 
 /// Tombstones in one chunk: they are the largest items, 72 bytes.
 const TOMBSTONES_MAX: usize = 8 << 10;
-const EINTR: i32 = 4;
-const EAGAIN: i32 = 11;
-/// How often a checkpoint is begun anew because a write of it was interrupted.
+/// How often a checkpoint is begun anew because of something that passes.
 const TRIES_MAX: u32 = 3;
-/// A signal, or a device that asks for another try: nothing is broken, and nothing is known of the bytes.
-const INTERRUPTED: Reason =
-    Reason::Busy("a checkpoint was interrupted; the next one is written from scratch");
 
 /// A file being written.
 struct Output<'a> {
@@ -44,12 +39,17 @@ pub(crate) async fn write(log: &Log) -> Result<CheckpointReport, Reason> {
     if let Some(reason) = log.shared.latched() {
         return Err(reason);
     }
+    prove(log).await
+}
+
+/// The same, also where the store takes no writes: it shows whether it could.
+pub(crate) async fn prove(log: &Log) -> Result<CheckpointReport, Reason> {
     if log.checkpoints.writing.replace(true) {
         return Err(Reason::Busy("a checkpoint is being written"));
     }
     let mut written = write_next(log).await;
     for _ in 1..TRIES_MAX {
-        if !matches!(written, Err(INTERRUPTED)) {
+        if !matches!(written, Err(Reason::Passing(_))) {
             break;
         }
         written = write_next(log).await;
@@ -93,14 +93,11 @@ async fn write_next(log: &Log) -> Result<CheckpointReport, Reason> {
     Ok(report)
 }
 
-/// What is to be done about a failed write: a full disk postpones the checkpoint, an interruption has it written
-/// again as a whole (nothing is flushed twice in hope), anything else latches the store.
+/// What is to be done about a failed write: a full disk postpones the checkpoint, what passes has it written again as a
+/// whole (nothing is flushed twice in hope), anything else latches the store.
 fn failed(log: &Log, error: &IoError) -> Reason {
-    if matches!(error.kind, IoErrorKind::Other(errno) if errno == EINTR || errno == EAGAIN) {
-        return INTERRUPTED;
-    }
     match decide(error, Stage::Metadata) {
-        Action::RefuseNoSpace => Reason::NoSpace,
+        Action::RefuseNoSpace | Action::NotNow => fault(error),
         _ => log.shared.latch(error),
     }
 }
@@ -150,7 +147,7 @@ fn stated(segment: &Segment) -> Option<Stated> {
         // A file that was never used looks so.
         SegmentState::Free if generation == 0 => return None,
         SegmentState::Free => (SEGMENT_FREE, 0),
-        SegmentState::Sealed => (SEGMENT_SEALED, 0),
+        SegmentState::Sealed => (SEGMENT_SEALED, segment.sealed_upto()),
         // A new file of which nothing has been flushed, not even the header: a crash may leave it empty, and known
         // to be in use it would look as if it had been zeroed.
         SegmentState::Open | SegmentState::Sealing | SegmentState::Suspect

@@ -75,7 +75,7 @@ impl Log {
             Made::Nothing => {}
             made => return made,
         }
-        if self.no_holes.get() {
+        if !self.makes_holes().await {
             return Made::Nothing;
         }
         let segment_bytes = self.shared.segment_bytes;
@@ -463,7 +463,7 @@ impl Log {
             }
             let file = segment.file;
             let stat = self.driver.meta(MetaOp::Stat { file });
-            asked.push((punched, stat, self.driver.meta(MetaOp::Holes { file })));
+            asked.push((punched, stat, self.driver.meta(MetaOp::Holes { file, upto: u64::MAX })));
         }
         let mut made = false;
         for (Punched { segment, footer, .. }, stat, holes) in asked {

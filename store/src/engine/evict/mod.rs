@@ -2,7 +2,7 @@
 //!
 //! `policy` ranks, `coldest` says where to look, `choose` picks for as many bytes as are wanted, `batch` takes them out of the index and gives their
 //! pages back, `pages` says which pages those are, `thin` moves the last blocks out of segments of which little is
-//! left. Where the file system cannot make holes, whole segments are emptied instead (`engine/reclaim.rs`).
+//! left, `probe` asks the file system for a first hole. Where it cannot make them, whole segments are emptied instead (`engine/reclaim.rs`).
 //!
 //! Order, and why nothing is lost or comes back wrong:
 //! - a block leaves the index first, with its event: whoever looks it up from then on misses;
@@ -20,6 +20,7 @@ pub(crate) mod choose;
 pub(crate) mod coldest;
 pub(crate) mod pages;
 pub(crate) mod policy;
+pub(crate) mod probe;
 #[cfg(test)]
 mod tests;
 pub(crate) mod thin;

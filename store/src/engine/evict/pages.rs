@@ -113,6 +113,13 @@ pub(crate) fn touched(holes: &Holes, at: u64, len: u64) -> bool {
     len > 0 && holes.get(first).is_some_and(|(start, _)| *start < at + len)
 }
 
+/// Where the hole ends that takes part of the page at `at`, in whole pages; `None` if none does.
+pub(crate) fn hole_end(holes: &Holes, at: u64) -> Option<u64> {
+    let first = holes.partition_point(|(start, bytes)| start + bytes <= at);
+    let (start, bytes) = holes.get(first).filter(|(start, _)| *start < at + PAGE_BYTES)?;
+    Some((start + bytes).next_multiple_of(PAGE_BYTES))
+}
+
 /// Bytes of a range that are holes.
 pub(crate) fn inside(holes: &Holes, at: u64, len: u64) -> u64 {
     let first = holes.partition_point(|(start, bytes)| start + bytes <= at);

@@ -340,12 +340,10 @@ async fn turn(log: &Log, part: &LayersPart, segment: &Segment, step: u32) -> Res
 
 /// A write or flush failed: the segment takes nothing any more.
 fn failed(log: &Log, segment: &Rc<Segment>, error: &IoError) -> Reason {
-    segment.break_off(fault(error));
-    log.abandon(segment);
+    log.give_up(segment, error);
     match decide(error, Stage::PutData) {
         Action::LatchReadOnly => log.shared.latch(error),
-        Action::RefuseNoSpace => Reason::NoSpace,
-        _ => Reason::Media(error.to_string()),
+        _ => fault(error),
     }
 }
 

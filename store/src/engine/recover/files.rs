@@ -3,6 +3,7 @@
 use kvarts_layout::format::names::FileName;
 
 use crate::engine::directory::{lost_shard, refused};
+use crate::engine::evict::probe;
 use crate::engine::log::Log;
 use crate::engine::segment::Segment;
 use crate::error::Reason;
@@ -46,6 +47,10 @@ pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
         match (entry.kind, FileName::parse(&entry.name)) {
             (EntryKind::File, Some(FileName::Segment(number))) => numbers.push((number, entry.name)),
             (EntryKind::File, Some(FileName::Checkpoint(slot))) => files.checkpoints.push(slot),
+            (EntryKind::File, None) if *entry.name == *probe::NAME => {
+                // Nothing is lost by it, and bytes that nobody counts are given back.
+                let _ = log.driver.meta(MetaOp::Remove { name: log.file_name(probe::NAME) }).await;
+            }
             _ => files.strays += 1,
         }
     }
@@ -95,7 +100,7 @@ async fn lengthen(log: &Log, file: FileId, len: u64, allocated: u64) -> (u64, u6
     }
 }
 
-/// The same for a segment that is not sealed and lacks bytes of its length: it will get them when it is written. What a
+/// The same for a segment that was never sealed and lacks bytes of its length: it will get them when it is written. What a
 /// sealed one lacks was given back, and stays so.
 pub(super) async fn complete(log: &Log, segment: &Segment) {
     let (whole, allocated) = (log.shared.segment_bytes, segment.book.allocated());
@@ -108,5 +113,15 @@ pub(super) async fn complete(log: &Log, segment: &Segment) {
     if used.saturating_add(whole - allocated) <= limit {
         // Without it the segment's writes allocate what they need.
         let _ = log.driver.meta(MetaOp::Allocate { file: segment.file, offset: 0, len: whole }).await;
+    }
+}
+
+/// Charges what a segment's file has got by being sealed: footers may lie where there was a hole.
+pub(super) async fn recount(log: &Log, segment: &Segment) {
+    // Unknown, it is counted as before.
+    let Ok((_, allocated)) = log.driver.stat(segment.file).await else { return };
+    if let Some(more) = allocated.checked_sub(segment.book.allocated()).filter(|more| *more > 0) {
+        log.shared.charge(more);
+        segment.book.set_allocated(allocated);
     }
 }

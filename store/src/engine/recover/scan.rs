@@ -13,7 +13,7 @@ use kvarts_layout::arrange::{PartPlace, Span};
 use kvarts_layout::codec::Encoding;
 use kvarts_layout::format::body::Blocks;
 use kvarts_layout::format::footer::{Content, Entry};
-use kvarts_layout::format::record::{self, Body, Prefix};
+use kvarts_layout::format::record::{self, Body, Kind, Prefix};
 use kvarts_layout::format::recovery::{
     Decision, Found, Later, Proof, RecordSighting, Scan, Sight, record_row, sight,
 };
@@ -22,6 +22,7 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, is_zero};
 
 use super::Recovery;
 use super::pages::Pages;
+use crate::engine::evict::pages::{Holes, Lying, hole_end, touched};
 use crate::engine::log::{Log, entry};
 use crate::engine::names::Namespace;
 use crate::engine::unpack::Stored;
@@ -30,8 +31,10 @@ use crate::io::FileId;
 
 /// What is scanned, and what is known of it from elsewhere.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Target {
+pub(super) struct Target<'a> {
     pub(super) file: FileId,
+    /// What of the file was given back. Empty for a segment in which holes do not count.
+    pub(super) holes: &'a Holes,
     /// Bytes of the file: what follows is empty.
     pub(super) len: u64,
     pub(super) scan: Scan,
@@ -86,7 +89,7 @@ struct Walk {
 }
 
 /// Scans a segment, from the start again if a later generation than the one expected is proven.
-pub(super) async fn scan(recovery: &mut Recovery<'_>, target: &Target) -> Result<Scanned, Reason> {
+pub(super) async fn scan(recovery: &mut Recovery<'_>, target: &Target<'_>) -> Result<Scanned, Reason> {
     let log = recovery.log;
     let end = log.shared.segment_bytes - PAGE_BYTES;
     let mut pages = Pages::new(log, target.file, end.min(target.len));
@@ -105,7 +108,7 @@ pub(super) async fn scan(recovery: &mut Recovery<'_>, target: &Target) -> Result
         position = position.under(ahead);
         walk = self::walk(recovery, &mut pages, &position, target, end).await?;
     }
-    let scanned = decide(recovery, &mut pages, &position, target.scan, walk).await;
+    let scanned = decide(recovery, &mut pages, &position, target, walk).await;
     recovery.report.scanned_bytes += pages.bytes_read;
     recovery.report.unreadable_pages += pages.unreadable;
     scanned
@@ -115,7 +118,7 @@ async fn walk(
     recovery: &Recovery<'_>,
     pages: &mut Pages<'_>,
     segment: &Position,
-    target: &Target,
+    target: &Target<'_>,
     end: u64,
 ) -> Result<Walk, Reason> {
     let known = target.durable_generation == segment.generation;
@@ -129,11 +132,17 @@ async fn walk(
     };
     let mut offset = PAGE_BYTES;
     while offset < end {
+        if let Some(behind) = hole_end(target.holes, offset) {
+            let behind = behind.min(end);
+            walk.run(Found::Hole, offset, behind);
+            offset = behind;
+            continue;
+        }
         let position = segment.at(offset);
         let secret = &recovery.log.shared.secret;
         let bytes = pages.at(offset, PAGE).await?;
         let page = bytes.get(..PAGE).unwrap_or(bytes);
-        let seen = if page.is_empty() || is_zero(page) {
+        let mut seen = if page.is_empty() || is_zero(page) {
             Sight { found: Found::Empty, prefix: None, body: None }
         } else {
             match Prefix::open(page, &position, secret) {
@@ -144,6 +153,11 @@ async fn walk(
                 Err(_) => sight(page, &position, secret),
             }
         };
+        if let Some(prefix) = seen.prefix.filter(|prefix| prefix.kind == Kind::Blocks)
+            && touched(target.holes, offset, u64::from(prefix.header_bytes))
+        {
+            seen = Sight { found: Found::Hole, body: None, ..seen };
+        }
         if seen.found == Found::Ahead {
             let claimed = pages.at(offset, PAGE).await.map(claimed_position)?;
             walk.ahead = walk.ahead.max(claimed.map(|claimed| claimed.generation));
@@ -167,7 +181,7 @@ impl Walk {
             return PAGE_BYTES;
         }
         let mut found = seen.found;
-        if found != Found::Torn {
+        if !matches!(found, Found::Torn | Found::Hole) {
             if prefix.sequence <= self.last_sequence {
                 found = Found::OutOfOrder;
             }
@@ -179,6 +193,11 @@ impl Walk {
     }
 
     fn run(&mut self, found: Found, start: u64, end: u64) {
+        let behind = |one: &Item| matches!(one, Item::Run { found: Found::Hole | Found::Remains, end, .. } if *end == start);
+        let found = match found {
+            Found::Noise | Found::Empty if self.items.last().is_some_and(behind) => Found::Remains,
+            found => found,
+        };
         match self.items.last_mut() {
             Some(Item::Run { found: before, end: upto, .. }) if *before == found && *upto == start => {
                 *upto = end;
@@ -193,7 +212,7 @@ async fn decide(
     recovery: &mut Recovery<'_>,
     pages: &mut Pages<'_>,
     segment: &Position,
-    scan: Scan,
+    target: &Target<'_>,
     walk: Walk,
 ) -> Result<Scanned, Reason> {
     let mut scanned = Scanned {
@@ -204,7 +223,7 @@ async fn decide(
     };
     let sighting = |found, offset| RecordSighting {
         found,
-        scan,
+        scan: target.scan,
         proof: if offset < walk.durable_upto { Proof::Durable } else { Proof::Open },
         later: if offset < walk.last_record { Later::Follows } else { Later::Nothing },
     };
@@ -235,7 +254,8 @@ async fn decide(
             && let Some(Body::Blocks(blocks)) = &body
         {
             let position = segment.at(offset);
-            let Some(whole) = verify(recovery, pages, &position, &prefix, (blocks, &names)).await? else {
+            let of = (blocks, &names, target.holes);
+            let Some(whole) = verify(recovery, pages, &position, &prefix, of).await? else {
                 continue;
             };
             let found = if whole || kvarts_layout::planted!("torn-tail-adopted") {
@@ -299,14 +319,14 @@ fn define(
     }
 }
 
-/// Whether the payload matches its digests; `None` if it cannot be told, because the record says nothing that this
+/// Whether what is there of the payload matches its digests; `None` if it cannot be told, because the record says nothing that this
 /// store can read.
 async fn verify(
     recovery: &mut Recovery<'_>,
     pages: &mut Pages<'_>,
     position: &Position,
     prefix: &Prefix,
-    (blocks, names): (&Blocks, &BTreeMap<u32, Arc<Namespace>>),
+    (blocks, names, holes): (&Blocks, &BTreeMap<u32, Arc<Namespace>>, &Holes),
 ) -> Result<Option<bool>, Reason> {
     let Some(namespace) = names.get(&blocks.namespace) else {
         recovery.report.undefined += 1;
@@ -342,7 +362,20 @@ async fn verify(
     if chunks.len() != digests.len() {
         return Ok(Some(false));
     }
+    let lying = Lying {
+        offset: position.offset,
+        header_bytes: u64::from(prefix.header_bytes),
+        payload_bytes: prefix.payload_bytes,
+        layout: &layout,
+        stored: stored.as_ref().map(|stored| &stored.places),
+    };
+    let parts = layout.parts().len();
     let mut chunks: Vec<_> = chunks.into_iter().zip(digests).collect();
+    if !holes.is_empty() {
+        let blocks = 0..u16::try_from(layout.blocks()).unwrap_or(u16::MAX);
+        let mut kept = blocks.flat_map(|block| std::iter::repeat_n(!lying.is_gone(block, holes), parts));
+        chunks.retain(|_| kept.next().unwrap_or(true));
+    }
     chunks.sort_unstable_by_key(|((span, _), _)| span.offset);
     let payload = position.offset + u64::from(prefix.header_bytes);
     let encoding = stored.map(|stored| stored.encoding);

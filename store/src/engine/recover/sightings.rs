@@ -6,7 +6,7 @@ use kvarts_layout::format::checkpoint::{
 use kvarts_layout::format::recovery::{HeaderSeen, Known, SegmentSighting, TrailerSeen};
 use kvarts_layout::format::seal::claimed_position;
 use kvarts_layout::format::segment::SegmentHeader;
-use kvarts_layout::format::trailer::{self, Trailer};
+use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, Unsound};
 
 use super::Recovery;
@@ -150,9 +150,10 @@ impl Ends {
         self.proven.max(known)
     }
 
-    /// How far a trailer or the checkpoint says that the segment had been flushed, and of which generation.
+    /// How far a trailer or the checkpoint says that the segment had been flushed, and of which generation. What recovery
+    /// sealed may have torn records among those that count.
     pub(super) fn durable(&self, checkpoint: &Checkpoint) -> (u64, u64) {
-        if let Some(trailer) = self.trailer {
+        if let Some(trailer) = self.trailer.filter(|trailer| trailer.reason == SealReason::Normal) {
             return (self.trailer_position.generation, trailer.log_end);
         }
         let known = checkpoint.segments.get(&self.position.segment);

@@ -29,6 +29,18 @@ impl Store {
         self.shrink()
     }
 
+    /// Segment files that a full store of this budget may have, each with a descriptor: more than would fit whole, because
+    /// what was evicted leaves holes.
+    pub fn files_max(&self) -> u64 {
+        self.0.shared.files_max()
+    }
+
+    /// Has no more segment files made than this, for want of descriptors: whole segments are emptied and used again
+    /// instead. There may be more already, which stay.
+    pub fn set_files_cap(&self, files: u64) {
+        self.0.shared.set_files_cap(files);
+    }
+
     /// Lets every executor give segments back until the budget is kept.
     pub(super) fn shrink(&self) -> Result<(), Error> {
         if self.0.shared.is_shrinking() {

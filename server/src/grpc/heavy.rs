@@ -1,0 +1,54 @@
+//! Work that keeps a processor busy for long, where it holds up nobody else.
+//!
+//! A look-up of a million entries would have a thread to itself that all connections share. Such work is done on other
+//! threads, and by turns: each tenant has one of its own, so that what one asks for delays no other.
+
+use std::sync::Arc;
+
+use super::call::Call;
+use super::fault::{Fault, Outcome};
+use super::limits;
+use crate::proto;
+
+/// Bytes of a specification that are as much work as one entry of a look-up.
+const SPEC_BYTES_PER_ENTRY: usize = 16;
+/// A column's shape of a large model, in entries of a look-up.
+const ENTRIES_PER_COLUMN: usize = 512;
+
+/// Does work over so many entries: here if they are few, else elsewhere when it is the tenant's turn.
+pub(crate) async fn heavily<A: Send + 'static>(
+    call: Arc<Call>,
+    entries: usize,
+    work: impl FnOnce(&Call) -> Outcome<A> + Send + 'static,
+) -> Outcome<A> {
+    if entries <= limits::LIGHT_ENTRIES {
+        return work(&call);
+    }
+    let until = call.deadline.min(tokio::time::Instant::now() + limits::WAIT);
+    let turn = tokio::time::timeout_at(until, call.node.heavy.take(call.caller.tenant.number, 1)).await;
+    let turn =
+        turn.ok().flatten().ok_or_else(|| Fault::busy("the tenant has as many long look-ups as it may"))?;
+    let done = tokio::task::spawn_blocking(move || {
+        // Kept until the work is done, also where nobody waits for it any more.
+        let _turn = turn;
+        work(&call)
+    });
+    done.await.map_err(|_| Fault::busy("the server is about to stop"))?
+}
+
+/// Entries that a match looks at.
+pub(crate) fn of_match(wire: &proto::MatchRequest) -> usize {
+    let columns: usize = wire.requirements.iter().map(|one| one.coordinates.len().max(1)).sum();
+    of_keys(&wire.keys).saturating_mul(columns)
+}
+
+/// Keys of a request.
+pub(crate) fn of_keys(keys: &[u8]) -> usize {
+    keys.len() / 32
+}
+
+/// What a registration computes.
+pub(crate) fn of_registration(wire: &proto::RegisterModelRequest) -> usize {
+    use prost::Message;
+    wire.encoded_len() / SPEC_BYTES_PER_ENTRY + wire.columns.len() * ENTRIES_PER_COLUMN
+}

@@ -1,0 +1,319 @@
+//! A fault costs what it must and no more: what is not the disk's latches nothing, writes that fail evict nothing, a latch
+//! can be lifted, and a store that is not well says so.
+#![allow(clippy::disallowed_methods, reason = "one test runs executors on real threads")]
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use kvarts_store::api::{BlockOutcome, ContainsRequest, Presence};
+use kvarts_store::engine::{Limits, Options, Store};
+use kvarts_store::error::{Kind, Reason};
+use kvarts_store::io::{Features, Io, IoChoice, open_io};
+use kvarts_store::rt::blocking::block_on;
+use kvarts_store::rt::clock::{OsEntropy, SystemClock};
+use kvarts_store::rt::glommio::GlommioLauncher;
+use kvarts_store::rt::threads::{MakeIo, ThreadLauncher};
+use kvarts_store::rt::{Body, Class, Clock, Entropy, Join, Launcher};
+use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::sim::media::errno::EIO;
+use kvarts_tests::sim::{Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};
+use kvarts_tests::stage::{Scratch, SimStage, Stage, drive};
+
+/// What a kernel says when it lacks something else than disk: EINTR, EAGAIN, ENOMEM, EBUSY, ENFILE, EMFILE.
+const PASSING: [i32; 6] = [4, 11, 12, 16, 23, 24];
+const SEGMENT: u64 = 128 << 10;
+
+fn options(budget_bytes: u64) -> Options {
+    Options {
+        segment_bytes: SEGMENT,
+        budget_bytes,
+        shards_per_directory: 1,
+        limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
+        ..Options::default()
+    }
+}
+
+fn open(seed: u64, budget_bytes: u64) -> (SimWorld, SimStage) {
+    let world = SimWorld::new(seed, &WorldConfig::default());
+    let stage = SimStage::open(&world, &options(budget_bytes)).unwrap();
+    (world, stage)
+}
+
+fn fill(desk: &Desk<'_>, keys: std::ops::Range<u64>) -> Vec<BlockOutcome> {
+    keys.flat_map(|n| desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1))).collect()
+}
+
+fn from_now_on(kind: OpKind, errno: i32) -> Rule {
+    Rule::new(Which::Kind(kind), When::From(1), Effect::Errno(errno))
+}
+
+fn refused(outcomes: &[BlockOutcome]) -> Vec<Reason> {
+    let reason = |one: &BlockOutcome| match one {
+        BlockOutcome::Refused(reason) => Some(reason.clone()),
+        _ => None,
+    };
+    outcomes.iter().filter_map(reason).collect()
+}
+
+#[test]
+fn what_passes_and_is_not_the_disks_latches_nothing_and_the_same_store_takes_puts_again() {
+    let kinds = [OpKind::Open, OpKind::Allocate, OpKind::SyncDir, OpKind::Stat, OpKind::Write, OpKind::Flush];
+    for kind in kinds {
+        for errno in PASSING {
+            let (world, stage) = open(1, 8 << 20);
+            let desk = Desk::new(&stage, "passing");
+            assert_eq!(fill(&desk, 0..3), vec![BlockOutcome::Stored; 3]);
+            world.disk().inject(from_now_on(kind, errno));
+            let reasons = refused(&fill(&desk, 10..40));
+            assert!(!reasons.is_empty(), "{kind:?} {errno}: nothing met it");
+            for reason in reasons {
+                assert!(matches!(reason, Reason::Passing(_)), "{kind:?} {errno}: {reason}");
+                assert_eq!(reason.kind(), Kind::Retry);
+            }
+            let closed = drive(&world, stage.engine().checkpoint()).expect("it ends");
+            assert!(closed.is_ok() || closed.unwrap_err().kind() == Kind::Retry, "{kind:?} {errno}");
+            assert_eq!(stage.engine().health().fault(), None);
+            desk.expect(pages(), &desk.keys(0..3), 1);
+            world.disk().heal();
+            assert_eq!(fill(&desk, 50..80), vec![BlockOutcome::Stored; 30], "{kind:?} {errno}");
+            drive(&world, stage.engine().checkpoint()).expect("it ends").expect("a checkpoint");
+            stage.close().unwrap();
+        }
+    }
+}
+
+#[test]
+fn refused_puts_evict_nothing_and_after_the_disk_is_well_all_are_taken() {
+    for kind in [OpKind::Write, OpKind::Flush] {
+        for errno in [EIO, 12] {
+            let (world, stage) = open(2, 3 << 20);
+            let desk = Desk::new(&stage, "evicting");
+            assert_eq!(fill(&desk, 0..150), vec![BlockOutcome::Stored; 150]);
+            let before = stage.engine().stats();
+            assert!(before.counts.blocks_evicted > 0, "it is not full: {before:?}");
+            world.disk().inject(from_now_on(kind, errno));
+            assert_eq!(refused(&fill(&desk, 200..260)).len(), 60);
+            let after = stage.engine().stats();
+            assert_eq!(after.counts.blocks_evicted, before.counts.blocks_evicted, "{kind:?} {errno}");
+            assert_eq!(after.space.shards[0].segments, before.space.shards[0].segments);
+            world.disk().heal();
+            assert_eq!(fill(&desk, 300..400), vec![BlockOutcome::Stored; 100], "{kind:?} {errno}");
+            stage.audit_all();
+            stage.close().unwrap();
+        }
+    }
+}
+
+#[test]
+fn segments_that_failed_before_anything_counted_are_used_again() {
+    // A header that fails, and then the probe of the same segment that does not: again and again, with room to spare.
+    let (world, stage) = open(3, 4 << 20);
+    let desk = Desk::new(&stage, "barren");
+    let rule = |when| Rule::new(Which::Kind(OpKind::Write), when, Effect::Errno(EIO));
+    for round in 0..40u64 {
+        world.disk().inject(rule(When::Nth(1 + round % 3)));
+        let outcomes = fill(&desk, round * 10..round * 10 + 10);
+        assert!(refused(&outcomes).len() <= 3, "round {round}: {outcomes:?}");
+        world.disk().heal();
+    }
+    assert_eq!(fill(&desk, 1000..1100), vec![BlockOutcome::Stored; 100]);
+    stage.audit_all();
+    stage.close().unwrap();
+}
+
+#[test]
+fn a_latch_is_lifted_when_every_shard_has_shown_that_it_can_be_written_to_and_not_before() {
+    for kind in [OpKind::SyncDir, OpKind::Allocate, OpKind::Open] {
+        let (world, stage) = open(4, 8 << 20);
+        let desk = Desk::new(&stage, "lifted");
+        assert_eq!(fill(&desk, 0..3), vec![BlockOutcome::Stored; 3]);
+        world.disk().inject(from_now_on(kind, EIO));
+        let latched =
+            (10..30).find_map(|n| match stage.put(desk.request(pages(), &desk.keys(n..n + 1), 1)) {
+                Ok(reply) => refused(&reply.outcomes).pop(),
+                Err(error) => Some(error.0),
+            });
+        assert!(matches!(latched, Some(Reason::Latched(_))), "{kind:?}: {latched:?}");
+        assert!(stage.engine().health().fault().is_some());
+        if kind != OpKind::Allocate {
+            // A checkpoint meets the same.
+            drive(&world, stage.engine().resume()).expect("it ends").expect_err("nothing is well");
+            assert!(stage.engine().health().fault().is_some());
+        }
+        world.disk().heal();
+        let still = stage.put(desk.request(pages(), &desk.keys(40..41), 1)).expect_err("it is latched");
+        assert_eq!(still.kind(), Kind::ReadOnly);
+        drive(&world, stage.engine().resume()).expect("it ends").expect("the disk is well");
+        assert_eq!(stage.engine().health().fault(), None);
+        assert_eq!(fill(&desk, 50..80), vec![BlockOutcome::Stored; 30], "{kind:?}");
+        desk.expect(pages(), &desk.keys(0..3), 1);
+        stage.audit_all();
+        stage.close().unwrap();
+    }
+}
+
+#[test]
+fn a_store_with_fewer_descriptors_than_it_could_use_goes_on_with_those_that_it_has() {
+    let (_world, stage) = open(5, 8 << 20);
+    stage.engine().set_files_cap(6);
+    let desk = Desk::new(&stage, "descriptors");
+    assert_eq!(fill(&desk, 0..200), vec![BlockOutcome::Stored; 200]);
+    let segments = stage.engine().stats().space.shards[0].segments;
+    assert!(segments <= 6, "{segments} files");
+    assert!(stage.engine().files_max() > 100);
+    stage.audit_all();
+    stage.close().unwrap();
+}
+
+#[test]
+fn a_close_reaches_every_executor_also_those_that_take_no_more_requests() {
+    let world = SimWorld::new(6, &WorldConfig::default());
+    let limits = Limits { mailbox_messages: 2, ..options(0).limits };
+    let options =
+        Options { executors: 2, shards_per_directory: 2, limits, budget_bytes: 8 << 20, ..options(0) };
+    let (store, _threads) = drive(&world, Store::open(&world.launcher(), &options)).unwrap().unwrap();
+    world.settle();
+    // Nobody takes anything out of the mailboxes until the world goes on.
+    use kvarts_store::api::KvStore;
+    let stage = Bare(store.clone());
+    let desk = Desk::new(&stage, "full");
+    let puts: Vec<_> = (0..40).map(|n| store.put(desk.request(pages(), &desk.keys(n..n + 1), 1))).collect();
+    drive(&world, store.close()).expect("it ends").expect("a clean stop");
+    world.run_until(400_000, || world.executors() == 0).expect("every executor has ended");
+    let mut refused = 0;
+    for mut put in puts {
+        let reply = put.try_take().expect("answered").expect("not abandoned").expect("well formed");
+        refused += reply.outcomes.iter().filter(|one| matches!(one, BlockOutcome::Refused(_))).count();
+    }
+    assert!(refused > 0, "no mailbox was full");
+}
+
+/// Starts executors as another launcher does; each has a task beside its own that panics when it is told to.
+struct Mined<L> {
+    launcher: L,
+    fuses: Vec<Arc<AtomicBool>>,
+}
+
+impl<L: Launcher> Launcher for Mined<L> {
+    fn launch(&self, index: usize, body: Body) -> Result<Box<dyn Join + Send>, String> {
+        let fuse = Arc::clone(&self.fuses[index]);
+        let mined: Body = Box::new(move |seat| {
+            let rt = Rc::clone(&seat.rt);
+            let watching = async move {
+                while !fuse.load(Ordering::Acquire) {
+                    rt.sleep_until(rt.clock().now().plus(Duration::from_millis(1))).await;
+                }
+                panic!("as a test wants it");
+            };
+            seat.rt.spawn(Class::Background, Box::pin(watching));
+            body(seat)
+        });
+        self.launcher.launch(index, mined)
+    }
+
+    fn clock(&self) -> Arc<dyn Clock> {
+        self.launcher.clock()
+    }
+
+    fn entropy(&self) -> Arc<dyn Entropy> {
+        self.launcher.entropy()
+    }
+}
+
+/// A store on real threads, without a home.
+struct Bare(Store);
+
+impl Stage for Bare {
+    fn store(&self) -> &dyn kvarts_store::api::KvStore {
+        &self.0
+    }
+
+    fn wait(&self, done: &mut dyn FnMut() -> bool) {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < Duration::from_secs(60), "no answer");
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    fn rest(&self) {}
+
+    fn now(&self) -> kvarts_store::rt::Nanos {
+        self.0.clock().now()
+    }
+
+    fn advance(&self, _by: Duration) -> bool {
+        false
+    }
+}
+
+fn a_dead_executor(mined: Mined<impl Launcher>) {
+    let options =
+        Options { shards_per_directory: 4, executors: 2, budget_bytes: 16 << 20, ..options(16 << 20) };
+    let (store, threads) = block_on(Store::open(&mined, &options)).unwrap();
+    let stage = Bare(store.clone());
+    let desk = Desk::new(&stage, "dead");
+    let keys = desk.keys(0..40);
+    assert_eq!(fill(&desk, 0..40), vec![BlockOutcome::Stored; 40]);
+    let alive = |key: &kvarts_layout::BlockKey| store.shard_of(key).is_multiple_of(2);
+    mined.fuses[1].store(true, Ordering::Release);
+    stage.wait(&mut || store.health().dead_executors == 1);
+    assert!(store.health().fault().is_some_and(|why| why.contains("executor 1 died")));
+    // What nobody can deliver is not promised.
+    let (group, coordinate) = pages();
+    let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &keys, lease: None };
+    use kvarts_store::api::KvStore;
+    let found = store.contains(&request).unwrap().presence;
+    for (key, presence) in keys.iter().zip(found) {
+        assert_eq!(presence == Presence::Here, alive(key), "{key}");
+    }
+    for n in 0..40 {
+        let one = desk.keys(n..n + 1);
+        match alive(&one[0]) {
+            true => desk.expect(pages(), &one, 1),
+            false => {
+                let (_, end) = desk.read(&desk.read_request(pages(), &one));
+                assert!(matches!(end.failures[..], [(0, Reason::NotHere(_))]), "{end:?}");
+            }
+        }
+    }
+    let refused = stage.put(desk.request(pages(), &desk.keys(50..51), 1)).expect_err("it is latched");
+    assert_eq!(refused.kind(), Kind::ReadOnly);
+    assert_eq!(block_on(store.resume()).expect_err("nobody answers").kind(), Kind::ReadOnly);
+    block_on(store.close()).expect_err("one cannot be asked");
+    drop((stage, store));
+    let ended: Vec<_> = threads.into_iter().map(Join::join).collect();
+    assert!(ended[0].is_ok() && ended[1].as_ref().is_err_and(|why| why.contains("panicked")), "{ended:?}");
+}
+
+fn fuses() -> Vec<Arc<AtomicBool>> {
+    vec![Arc::default(), Arc::default()]
+}
+
+#[test]
+fn a_dead_executor_is_told_of_and_its_blocks_are_not_promised() {
+    let scratch = Scratch::new("dead");
+    let make = |name: &str, choice: IoChoice| -> MakeIo {
+        let directories = vec![scratch.path().join(name)];
+        kvarts_store::home::make(&directories[0]).unwrap();
+        Arc::new(move |_| {
+            let io =
+                open_io(choice, &directories, &Features::default()).map_err(|error| error.to_string())?;
+            let io: Rc<RefCell<dyn Io>> = Rc::new(RefCell::new(io));
+            Ok(io)
+        })
+    };
+    let launcher = ThreadLauncher::new(SystemClock::new(), OsEntropy::new(), make("threads", IoChoice::Pool));
+    a_dead_executor(Mined { launcher, fuses: fuses() });
+    match GlommioLauncher::probe() {
+        Ok(()) => {
+            let io = make("glommio", IoChoice::Auto);
+            let launcher = GlommioLauncher::new(SystemClock::new(), OsEntropy::new(), io);
+            a_dead_executor(Mined { launcher, fuses: fuses() });
+        }
+        Err(why) => eprintln!("NOT RUN under glommio: {why}"),
+    }
+}

@@ -1,0 +1,89 @@
+//! A server that is not well says so, to everybody who asks, with the reason; and a latch is lifted by a call.
+#![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
+
+mod served;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+
+use kvarts_store::error::Kind;
+use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::stage::Stage;
+use served::ClientStage;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+
+/// The status and body of the door for whoever restarts programs.
+fn health(served: &served::Served) -> (u16, String) {
+    let mut stream = TcpStream::connect(served.daemon().metrics().unwrap()).unwrap();
+    stream.write_all(b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+}
+
+/// What is said over gRPC of the server and of its services, if it is the same of all.
+fn serving(served: &served::Served) -> Option<ServingStatus> {
+    let endpoint = served.endpoint();
+    let names = ["", "kvarts.v1.Store", "kvarts.v1.Reads", "kvarts.v1.Models", "kvarts.v1.Admin"];
+    let said = names.map(|name| {
+        // Few calls of anybody's are let in by one connection.
+        served.runtime.block_on(async {
+            let endpoint = tonic::transport::Endpoint::from_shared(endpoint.clone()).unwrap();
+            let mut client = HealthClient::new(endpoint.connect().await.unwrap());
+            let request = HealthCheckRequest { service: name.to_owned() };
+            client.check(request).await.unwrap().into_inner().status()
+        })
+    });
+    said.iter().all(|one| *one == said[0]).then_some(said[0])
+}
+
+#[test]
+fn a_latched_store_is_told_of_wherever_somebody_asks_until_it_resumes() {
+    let stage = ClientStage::open("health");
+    let served = &stage.served;
+    let desk = Desk::new(&stage, "latched");
+    assert_eq!(health(served), (200, "ok\n".to_owned()));
+    assert_eq!(serving(served), Some(ServingStatus::Serving));
+    assert!(served.metrics().contains("kvarts_read_only{reason=\"\"} 0\n"));
+    // The directory of a shard goes: its next segment file cannot be made.
+    let shard = served.scratch.path().join(kvarts_layout::format::names::shard_name(0));
+    let away = served.scratch.path().join("away");
+    std::fs::rename(&shard, &away).unwrap();
+    let refused = (0..200).find_map(|n| {
+        let request = desk.request(pages(), &desk.keys(n..n + 1), 1);
+        stage.put(request).err().filter(|error| error.kind() == Kind::ReadOnly)
+    });
+    let refused = refused.expect("it is latched").to_string();
+    assert!(refused.contains("No such file"), "{refused}");
+    let (status, why) = health(served);
+    assert!(
+        status == 503 && why.contains("the store takes no writes") && why.contains("No such file"),
+        "{why}"
+    );
+    served.until("gRPC says so", |_| serving(served) == Some(ServingStatus::NotServing));
+    let metrics = served.metrics();
+    let line = metrics.lines().find(|line| line.starts_with("kvarts_read_only{")).unwrap();
+    assert!(line.contains("No such file") && line.ends_with("} 1"), "{line}");
+    // What is here is read all the same.
+    let first = desk.keys(0..1);
+    desk.expect(pages(), &first, 1);
+    stage.client.resume().expect_err("the directory is gone");
+    std::fs::rename(&away, &shard).unwrap();
+    assert!(stage.client.resume().unwrap().contains("No such file"));
+    assert_eq!(health(served), (200, "ok\n".to_owned()));
+    served.until("gRPC says so", |_| serving(served) == Some(ServingStatus::Serving));
+    for n in 300..340 {
+        stage.put(desk.request(pages(), &desk.keys(n..n + 1), 1)).expect("it takes writes again");
+    }
+}
+
+#[test]
+fn a_server_that_drains_says_so() {
+    let stage = ClientStage::open("draining");
+    stage.served.daemon().node().start_drain();
+    let (status, why) = health(&stage.served);
+    assert_eq!((status, why.as_str()), (503, "the server is about to stop\n"));
+}
