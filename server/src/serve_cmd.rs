@@ -82,7 +82,7 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
                 break Ok(());
             }
             // A closed terminal must not end a server that others use, either.
-            _ = hangup.recv() => reload(&daemon, arguments),
+            _ = hangup.recv() => reload(&daemon, arguments).await,
             ended = daemon.drained() => {
                 match &ended {
                     Ok(()) => tracing::info!("drained"),
@@ -100,15 +100,18 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
 }
 
 /// Reads the configuration again and takes over what can change while the server runs.
-fn reload(daemon: &Daemon, arguments: &ServeArgs) {
+async fn reload(daemon: &Daemon, arguments: &ServeArgs) {
     let told = |failure: &Failure| match failure {
         Failure::User(why) => why.clone(),
         other => format!("{other:?}"),
     };
-    let config = arguments.resolve().map_err(|failure| told(&failure));
-    match config.and_then(|config| daemon.reload(&config)) {
+    let reloaded = match arguments.resolve() {
+        Ok(config) => daemon.reload(&config).await,
+        Err(failure) => Err(told(&failure)),
+    };
+    match reloaded {
         Ok(notes) => {
-            tracing::info!(target: "audit", "tenants and tokens were read again");
+            tracing::info!(target: "audit", "tenants, tokens and certificates were read again");
             notes.iter().for_each(|note| tracing::info!("{note}"));
         }
         Err(why) => {

@@ -17,8 +17,8 @@ use kvarts_layout::{
 };
 use kvarts_store::api::{
     BlockOutcome, ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, LeaseTerms,
-    MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Order, Parent, Placed, Presence,
-    PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream, Sequence, SnapshotCursor,
+    MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Order, PIN_BYTES, Parent, Placed,
+    Presence, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream, Sequence, SnapshotCursor,
     SnapshotPage, Subscription, TtlReply, TtlRequest, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
@@ -182,7 +182,7 @@ impl Model {
         let mut sizes = BTreeMap::new();
         for &(group, coordinate) in &columns {
             let shape = state.shape(request.namespace, group, coordinate)?;
-            sizes.insert((group, coordinate), shape.block_bytes());
+            sizes.insert((group, coordinate), shape.block_bytes().max(PIN_BYTES));
         }
         let name = |block: u32, group, coordinate| {
             (request.namespace, group, coordinate, request.keys[block as usize])
@@ -215,7 +215,7 @@ impl Model {
             request.keys.iter().map(|key| if here(key) { Presence::Here } else { Presence::Absent });
         let presence = presence.collect();
         let held: Vec<Name> = request.keys.iter().filter(|key| here(key)).map(name).collect();
-        let bytes = shape.block_bytes() * held.len() as u64;
+        let bytes = shape.block_bytes().max(PIN_BYTES) * held.len() as u64;
         let lease = match &request.lease {
             Some(terms) if !held.is_empty() => Some(state.lease(terms, bytes, held, self.clock.now())?),
             _ => None,

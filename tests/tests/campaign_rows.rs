@@ -83,6 +83,11 @@ fn checker_and_recovery_are_of_one_opinion() {
     run("R26", 40);
 }
 
+#[test]
+fn work_grows_as_requests_do() {
+    run("R30", 9);
+}
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }

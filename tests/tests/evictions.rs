@@ -145,7 +145,7 @@ fn power_cuts_while_blocks_are_evicted_leave_each_here_or_gone_and_no_delete_und
     println!(
         "{images} images, {evicted} blocks evicted, {punched} bytes punched, {found} blocks found evicted"
     );
-    assert!(evicted > 100 && punched > 512 << 10 && found > 100, "{evicted} {punched} {found}");
+    assert!(evicted > 60 && punched > 512 << 10 && found > 100, "{evicted} {punched} {found}");
 }
 
 #[test]

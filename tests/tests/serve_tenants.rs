@@ -329,6 +329,35 @@ fn a_token_that_ends_ends_for_those_who_came_in_with_it_too() {
     assert!(find(&red, register(&red), &fixture::keys(5, 0..1), None).is_ok());
 }
 
+#[test]
+fn a_token_that_is_taken_away_ends_for_whoever_uses_it_and_new_ones_work_without_a_restart() {
+    let served = Served::start("tenants-reload", &configuration());
+    let (red, blue) = (served.client(Some("kvarts_red")), served.client(Some("kvarts_blue")));
+    let (of_red, of_blue) = (register(&red), register(&blue));
+    let keys = fixture::keys(5, 0..2);
+    put(&red, of_red, &keys, 1).unwrap();
+    let hash = |secret: &str| TokenHash::of(secret).to_string();
+    let green = format!(
+        "[[tenants]]\nname = 'green'\n[[tokens]]\ntenant = 'green'\nrights = ['read', 'write']\nhash = '{}'\n",
+        hash("kvarts_green")
+    );
+    let other = configuration().replace(&hash("kvarts_blue"), &hash("kvarts_blue_new"));
+    // Another order: tenants are who their names say.
+    served.reload(&(green + &other)).unwrap();
+    let error = find(&blue, of_blue, &keys, None).unwrap_err();
+    assert!(matches!(error.0, Reason::Denied(_)), "{error:?}");
+    assert_eq!(find(&red, of_red, &keys, None).unwrap().usable.longest.blocks, 2);
+    let (blue, green) = (served.client(Some("kvarts_blue_new")), served.client(Some("kvarts_green")));
+    assert_eq!(register(&blue), of_blue);
+    let of_green = register(&green);
+    assert!(of_green != of_blue && of_green != of_red);
+    assert_eq!(find(&green, of_green, &keys, None).unwrap().usable.longest.blocks, 0);
+    put(&green, of_green, &keys, 3).unwrap();
+    assert_eq!(read(&green, of_green, &keys).unwrap().0.usable_blocks, 2);
+    assert!(served.reload("").is_err(), "a server for everybody is another server");
+    assert_eq!(find(&red, of_red, &keys, None).unwrap().usable.longest.blocks, 2);
+}
+
 fn register_if_may(client: &Client) -> Result<NamespaceId, Error> {
     client.register(&fixture::identity("tenants"), &fixture::geometry())
 }

@@ -21,12 +21,16 @@ fn pem(name: &str) -> Vec<u8> {
     std::fs::read(file(name)).unwrap()
 }
 
-fn server(name: &str, clients_too: bool) -> Served {
+fn configuration(clients_too: bool) -> String {
     let line = |key: &str, name: &str| format!("{key} = '{}'\n", file(name).display());
     let authority = if clients_too { line("client_authority", "authority.pem") } else { String::new() };
     let tables =
         ["[tls]\n".to_owned(), line("certificate", "server.pem"), line("key", "server.key"), authority];
-    Served::start(name, &tables.concat())
+    tables.concat()
+}
+
+fn server(name: &str, clients_too: bool) -> Served {
+    Served::start(name, &configuration(clients_too))
 }
 
 fn options(served: &Served) -> ConnectOptions {
@@ -56,6 +60,27 @@ fn where_clients_need_certificates_one_without_gets_nothing() {
     assert!(!works(&good));
     let identity = Some((pem("client.pem"), pem("client.key")));
     assert!(works(&ConnectOptions { identity, ..good }));
+}
+
+#[test]
+fn certificates_that_are_read_again_count_for_those_who_come_then() {
+    let served = server("tls-again", false);
+    let good = options(&served);
+    let early = Client::connect(&good).unwrap();
+    let register = |client: &Client| client.register(&fixture::identity("tls"), &fixture::geometry());
+    register(&early).unwrap();
+    served.reload(&configuration(true)).unwrap();
+    // Who was there goes, and does not come again without a certificate.
+    served.until("who has none is left outside", |_| !works(&good) && register(&early).is_err());
+    let identity = Some((pem("client.pem"), pem("client.key")));
+    assert!(works(&ConnectOptions { identity, ..good.clone() }));
+    // What cannot be used changes nothing.
+    let wrong = configuration(false).replace("server.key", "client.key");
+    assert!(served.reload(&wrong).unwrap_err().starts_with("tls: "));
+    assert!(served.reload("").is_err() && !works(&good));
+    served.reload(&configuration(false)).unwrap();
+    served.until("and comes in again", |_| works(&good));
+    register(&early).unwrap();
 }
 
 #[test]

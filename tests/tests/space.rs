@@ -7,12 +7,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kvarts_fsck::check::Level;
-use kvarts_layout::{BlockKey, NamespaceId};
-use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, Presence, Target};
+use kvarts_layout::{BlockKey, Coordinate, NamespaceId};
+use kvarts_store::api::{
+    BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, Presence, PutRequest, Target,
+};
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_store::error::{Kind, Reason};
 use kvarts_store::events::{Cause, EventKind, Subject};
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::fixture::{self, Style};
 use kvarts_tests::sim::media::errno::{EDQUOT, ENOSPC};
 use kvarts_tests::sim::{Crash, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use kvarts_tests::stage::{SimStage, Stage, ask, drive};
@@ -464,7 +467,7 @@ fn an_hour_of_churn_stays_within_the_budget_at_every_step_and_takes_no_more_memo
         let settled = &memory[memory.len() / 4..];
         let (least, most) = (settled.iter().min().unwrap(), settled.iter().max().unwrap());
         assert!(most - least <= least / 8, "seed {}: index memory {settled:?}", seed.0);
-        assert!(files.iter().max() == files[files.len() / 4..].iter().max());
+        assert!(files.iter().max() == files[files.len() / 4..].iter().max(), "seed {}: {files:?}", seed.0);
         stage.close().unwrap();
     }
 }
@@ -475,6 +478,42 @@ fn keep_most(most: &mut BTreeMap<&'static str, u64>, world: &SimWorld, store: &S
         let known = most.entry(table.name).or_default();
         *known = table.size.max(*known);
     }
+}
+
+/// Deletes the namespace; where leases leave no room to write that down, when they have ended.
+fn delete_all(desk: &Desk<'_>) {
+    let request = || DeleteRequest { namespace: desk.namespace, target: Target::Namespace, deadline: None };
+    while let Err(error) = ask(desk.stage, desk.stage.store().delete(request())) {
+        assert_eq!(error.0, Reason::NoSpace);
+        desk.stage.advance(Duration::from_secs(100));
+    }
+}
+
+#[test]
+fn a_namespace_that_is_filled_and_deleted_again_and_again_leaves_nothing_in_memory() {
+    let (world, stage) = open(3, 3 << 20);
+    let desk = Desk::new(&stage, "again");
+    let mut halves = [BTreeMap::new(), BTreeMap::new()];
+    for round in 0..1000 {
+        let outcomes = fill(&desk, round..round + 1);
+        assert_eq!(outcomes, [BlockOutcome::Stored], "round {round}");
+        // What is refused is not remembered either.
+        let layers =
+            fixture::place(&fixture::shape(fixture::STATE, Coordinate::Replicated), 1, Style::Layers, 0);
+        let request = desk.request(pages(), &desk.keys(0..1), 1);
+        let refused = PutRequest { from: layers.unwrap(), ..request };
+        assert!(stage.put(refused).is_err());
+        delete_all(&desk);
+        if round % 20 == 19 {
+            keep_most(&mut halves[usize::from(round >= 500)], &world, stage.engine());
+        }
+    }
+    let [before, after] = halves;
+    for (name, size) in after {
+        let most = before[name] + before[name] / 8 + 8;
+        assert!(size <= most, "{name} grew from {} to {size}", before[name]);
+    }
+    stage.close().unwrap();
 }
 
 #[test]
@@ -497,6 +536,9 @@ fn no_table_in_memory_grows_with_use() {
                 let target = Target::Keys { column: None, keys: keys.clone() };
                 let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
                 ask(&stage, stage.store().delete(request)).unwrap();
+            }
+            if rng.below(200) == 0 {
+                delete_all(desk);
             }
             if rng.below(16) == 0 {
                 lease(desk, first..first + 2, 1, u64::MAX).unwrap();

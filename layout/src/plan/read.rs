@@ -16,6 +16,7 @@ use super::step::{Filler, PartRead, Step, WholeBlock};
 use super::{Pick, PlanError};
 use crate::arrange::{PAGE_BYTES, RunLayout};
 use crate::shape::Layout;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Longest single device read, unless the options say otherwise.
@@ -209,6 +210,17 @@ impl ReadPlan {
         let record = self.first_steps.partition_point(|&first| first <= step).checked_sub(1)?;
         let position = step.checked_sub(*self.first_steps.get(record)?)?;
         Some((u32::try_from(record).ok()?, self.records.get(record)?.blocks.get(position)?))
+    }
+
+    /// The steps that deliver something of a record: in layer order all of them, in block order those of its blocks.
+    pub fn steps_of(&self, record: u32) -> Range<u32> {
+        if self.order == Order::Layers {
+            return 0..self.steps();
+        }
+        let first = |record: Option<usize>| record.and_then(|at| self.first_steps.get(at)).copied();
+        let at = usize::try_from(record).ok();
+        let Some(begin) = first(at) else { return 0..0 };
+        begin..first(at.and_then(|at| at.checked_add(1))).unwrap_or(self.blocks)
     }
 
     /// Plans one step into `out`, replacing what was there; false, and `out` empty, if there is no such step.

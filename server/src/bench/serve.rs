@@ -256,7 +256,7 @@ fn socket(scratch: &Scratch, name: &str) -> PathBuf {
 async fn serve_bare(bare: Bare) -> std::io::Result<String> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let endpoint = format!("http://{}", listener.local_addr()?);
-    let incoming = incoming_tcp(listener);
+    let incoming = incoming_tcp(Arc::new(listener));
     tokio::spawn(async move { transport().add_service(bare).serve_with_incoming(incoming).await });
     Ok(endpoint)
 }

@@ -21,6 +21,7 @@ use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::clock::OsEntropy;
 use tokio::net::{TcpListener, TcpSocket, UnixListener, UnixStream};
+use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::config::{Config, TlsFiles};
@@ -51,6 +52,8 @@ pub struct Daemon {
     home: Home,
     opened: Opened,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
+    /// Takes another identity of the server, where it has one.
+    renew: Option<mpsc::Sender<Tls>>,
     /// Whether it was seen to have ended, and why if it failed.
     over: bool,
     fault: Option<String>,
@@ -102,7 +105,9 @@ impl Daemon {
         let (store, locals) = (home.store().clone(), Locals::new(config.shared, config.threads));
         let node =
             Node::new(store, gate, memory, locals, connections, OsEntropy::new(), Decided { notes, files });
-        let listeners = Listeners { tcp, unix, tls };
+        let (renew, renewed) = mpsc::channel(1);
+        let renew = tls.is_some().then_some(renew);
+        let listeners = Listeners { tcp, unix, tls, renewed: Some(renewed) };
         let serving = tokio::spawn(grpc::serve(Arc::clone(&node), listeners));
         let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&node)));
         let metrics_task = metrics_listener.map(serve_metrics);
@@ -111,7 +116,20 @@ impl Daemon {
         let scrub_task = config.scrub_every.map(scrub);
         let socket = config.socket.clone();
         let (over, fault) = (false, None);
-        Ok(Self { node, home, opened, serving, over, fault, metrics_task, scrub_task, grpc, metrics, socket })
+        Ok(Self {
+            node,
+            home,
+            opened,
+            serving,
+            renew,
+            over,
+            fault,
+            metrics_task,
+            scrub_task,
+            grpc,
+            metrics,
+            socket,
+        })
     }
 
     /// The server's insides.
@@ -119,12 +137,20 @@ impl Daemon {
         &self.node
     }
 
-    /// Takes over what of a configuration can change while the server runs: tenants and tokens. Says in one line each what an
-    /// operator should know, or what is wrong; then everything stays as it was.
-    pub fn reload(&self, config: &Config) -> Result<Vec<String>, String> {
+    /// Takes over what of a configuration can change while the server runs: tenants, tokens, certificates. Says in one line
+    /// each what an operator should know, or what is wrong; then everything stays as it was.
+    pub async fn reload(&self, config: &Config) -> Result<Vec<String>, String> {
+        let tls = config.tls.as_ref().map(read_tls).transpose()?;
+        if tls.is_some() != self.renew.is_some() {
+            return Err("whether there is TLS is decided at the start".to_owned());
+        }
         let changed = self.node.gate.change(&config.gate)?;
         for tenant in &changed.new {
             self.home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
+        }
+        if let Some((renew, tls)) = self.renew.as_ref().zip(tls) {
+            // Nobody takes it where nothing is served any more.
+            let _ = renew.send(tls).await;
         }
         Ok(changed.notes)
     }

@@ -4,9 +4,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::net::{TcpListener, TcpStream, UnixListener};
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
-use tonic::transport::server::{Router, TcpIncoming};
+use tonic::transport::server::Router;
 use tonic::transport::{Certificate, Server, ServerTlsConfig};
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tower::layer::util::{Identity as NoLayer, Stack};
@@ -37,7 +39,7 @@ impl std::fmt::Debug for Identity {
 }
 
 /// An identity that can be used: its certificates and its key were read, and belong together.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Tls(Server);
 
 impl Tls {
@@ -68,24 +70,26 @@ pub struct Listeners {
     pub unix: Option<UnixListener>,
     /// For the network.
     pub tls: Option<Tls>,
+    /// Other identities, as they come.
+    pub renewed: Option<mpsc::Receiver<Tls>>,
 }
 
 /// Serves until a drain is asked for, then ends what is under way. Connections are closed when their calls have
 /// ended. When one of the listeners fails, nothing is served any more.
 pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::transport::Error> {
-    let Listeners { tcp, unix, tls } = listeners;
+    let Listeners { tcp, unix, tls, renewed } = listeners;
     let (reporter, health) = tonic_health::server::health_reporter();
     let over_tcp = async {
-        let Some(listener) = tcp else { return Ok(()) };
-        let incoming = placed(&node, incoming_tcp(listener));
-        let server = router(&node, tls.map_or_else(transport, |tls| tls.0), health.clone());
-        server.serve_with_incoming_shutdown(incoming, node.drain_asked()).await
+        match tcp {
+            Some(listener) => serve_tcp(&node, listener, (tls, renewed), health.clone()).await,
+            None => Ok(()),
+        }
     };
     let over_unix = async {
         let Some(listener) = unix else { return Ok(()) };
         // The local path comes in by the same socket.
         let (incoming, local) = local::split(Arc::clone(&node), listener);
-        let incoming = placed(&node, ReceiverStream::new(incoming));
+        let incoming = placed(Arc::clone(&node), ReceiverStream::new(incoming));
         let server = router(&node, transport(), health.clone());
         let serving = server.serve_with_incoming_shutdown(incoming, node.drain_asked());
         let (served, ()) = tokio::join!(serving, local);
@@ -97,11 +101,65 @@ pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::t
     }
 }
 
+/// Serves over TCP. With another identity, connections that come in have that one from then on; those that were there before
+/// are told to go when their calls have ended, and come again.
+async fn serve_tcp(
+    node: &Arc<Node>,
+    listener: TcpListener,
+    (mut tls, mut renewed): (Option<Tls>, Option<mpsc::Receiver<Tls>>),
+    health: HealthServer<impl Health>,
+) -> Result<(), tonic::transport::Error> {
+    let listener = Arc::new(listener);
+    // Dropping them ends them.
+    let mut leaving = JoinSet::new();
+    loop {
+        let (go, gone) = oneshot::channel::<()>();
+        let draining = Arc::clone(node);
+        let over = async move {
+            tokio::select! {
+                () = draining.drain_asked() => {}
+                _ = gone => {}
+            }
+        };
+        let incoming = placed(Arc::clone(node), incoming_tcp(Arc::clone(&listener)));
+        let server = router(node, tls.take().map_or_else(transport, |tls| tls.0), health.clone());
+        let mut serving = Box::pin(server.serve_with_incoming_shutdown(incoming, over));
+        let another = async {
+            match &mut renewed {
+                Some(renewed) => renewed.recv().await,
+                None => None,
+            }
+        };
+        tokio::select! {
+            served = &mut serving => {
+                served?;
+                break;
+            }
+            Some(another) = another => {
+                tls = Some(another);
+                drop(go);
+                leaving.spawn(serving);
+            }
+        }
+    }
+    while leaving.join_next().await.is_some() {}
+    Ok(())
+}
+
 /// Connections that come in over TCP, set up as the server's are: also those of the bare server that this one is
 /// measured beside.
-pub(crate) fn incoming_tcp(listener: TcpListener) -> impl Stream<Item = std::io::Result<TcpStream>> {
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-    calmly(incoming).map(|stream| stream.inspect(unpace))
+pub(crate) fn incoming_tcp(listener: Arc<TcpListener>) -> impl Stream<Item = std::io::Result<TcpStream>> {
+    let accepted = futures_util::stream::unfold(listener, |listener| async {
+        let accepted = listener.accept().await;
+        Some((accepted.map(|(stream, _)| stream), listener))
+    });
+    calmly(accepted).map(|stream| {
+        stream.inspect(|stream| {
+            // Without it a connection is only slower.
+            let _ = stream.set_nodelay(true);
+            unpace(stream);
+        })
+    })
 }
 
 /// What comes in, with a rest after each that could not be taken: where there is no descriptor for it, there is none for a
@@ -130,10 +188,9 @@ fn unpace(stream: &TcpStream) {
 
 /// Connections that come in, as many as there are places.
 fn placed<S>(
-    node: &Arc<Node>,
+    node: Arc<Node>,
     incoming: impl Stream<Item = std::io::Result<S>>,
 ) -> impl Stream<Item = std::io::Result<Polite<S>>> {
-    let node = Arc::clone(node);
     incoming.filter_map(move |stream| match stream {
         Ok(stream) => polite::place(&node, stream).map(Ok),
         Err(error) => Some(Err(error)),
@@ -211,7 +268,7 @@ mod tests {
     async fn a_connection_of_this_host_is_not_paced() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let mut incoming = std::pin::pin!(incoming_tcp(listener));
+        let mut incoming = std::pin::pin!(incoming_tcp(Arc::new(listener)));
         let (client, accepted) = tokio::join!(TcpStream::connect(address), incoming.next());
         let accepted = accepted.unwrap().unwrap();
         assert_eq!(tcp_congestion(&accepted).unwrap(), "reno");

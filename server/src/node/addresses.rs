@@ -45,7 +45,7 @@ impl Addresses {
         let fits = |now: u64| now.checked_add(bytes).filter(|&sum| sum <= self.most);
         self.taken.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits).map_err(|_| busy())?;
         let made =
-            Region::anonymous(length).ok().and_then(|region| Some((Buf::new(&region, 0, length)?, region)));
+            Region::reserved(length).ok().and_then(|region| Some((Buf::new(&region, 0, length)?, region)));
         match made {
             Some((buf, region)) => {
                 Ok(buf.kept_by(Arc::new(Part { all: Arc::clone(self), bytes, _region: region })))
@@ -74,5 +74,14 @@ mod tests {
         drop(part);
         assert_eq!(all.taken(), 0);
         assert!(all.take(1 << 20).is_ok());
+    }
+
+    #[test]
+    fn there_may_be_more_than_the_machine_has_memory() {
+        // An ordinary mapping of so much is refused.
+        let most = 16 << 40;
+        let all = Addresses::new(most);
+        let some = all.take(most).unwrap();
+        assert_eq!(some.slice(most as usize - 8, 8).unwrap().to_vec(), [0; 8]);
     }
 }

@@ -23,7 +23,8 @@ pub(crate) struct Progress {
     pub(crate) offered: Turns,
     /// Leading layers that have been written; all numbers there are when the put has ended.
     pub(crate) written: Turns,
-    /// The digest of each chunk, block by block, each in canonical order.
+    /// The digest of each chunk, block by block, each in canonical order; empty if one has no memory, which would be a
+    /// defect: nothing is stored then.
     digests: Mutex<Vec<u32>>,
 }
 
@@ -80,7 +81,11 @@ impl PutStream {
             for (part, bytes) in new {
                 for block in 0..self.from.block_count() {
                     let chunk = self.from.chunk(part, block, bytes);
-                    let digest = chunk.map_or(0, |chunk| chunk.digest(0, chunk.len(), crc32fast::hash));
+                    let Some(chunk) = chunk else {
+                        digests.clear();
+                        continue;
+                    };
+                    let digest = chunk.digest(0, chunk.len(), crc32fast::hash);
                     if let Some(slot) = digests.get_mut((block * chunks + part) as usize) {
                         *slot = digest;
                     }

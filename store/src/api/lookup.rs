@@ -24,6 +24,10 @@ pub struct MatchRequest<'a> {
     pub lease: Option<LeaseTerms>,
 }
 
+/// What a block that is held counts at least, against its tenant's cap: however small it is, it takes a page on disk, and
+/// to remember that it is held takes memory.
+pub const PIN_BYTES: u64 = 4096;
+
 /// How long, and for whom, the result of a match is held.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LeaseTerms {

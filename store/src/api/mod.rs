@@ -23,7 +23,7 @@ pub use by_layers::PutStream;
 pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, TtlRequest};
 pub use digests::Digests;
 pub use lend::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Stretch};
-pub use lookup::{LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest};
+pub use lookup::{LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, PIN_BYTES};
 pub use origins::Origins;
 pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};

@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use kvarts_layout::BlockShape;
-use kvarts_layout::plan::{Address, MemoryId, PartTarget, Placement, PlacementError};
+use kvarts_layout::plan::{
+    Address, MemoryId, PartTarget, Placement, PlacementError, WritePiece, WriteSource,
+};
 
 use super::{Digests, Turns};
 use crate::error::Reason;
@@ -181,11 +183,20 @@ impl Placed {
         self.memory.iter().all(|memory| memory.shift == 0)
     }
 
-    /// Copies `len` bytes at an address of the plan to `at` in `to`.
-    pub(crate) fn copy_to(&self, from: Address, len: u64, to: &Buf, at: usize) {
-        if let Some(source) = self.slice(from, len) {
-            to.copy_from(at, &source, 0, source.len());
+    /// Copies a piece of a payload to `at` in `to`; `None` if it has no place there, or here.
+    pub(crate) fn fill(&self, piece: &WritePiece, to: &Buf, at: usize) -> Option<()> {
+        let to = to.slice(at, usize::try_from(piece.len).ok()?)?;
+        match piece.source {
+            WriteSource::Memory(address) => to.copy_from(0, &self.slice(address, piece.len)?, 0, to.len()),
+            WriteSource::Zeros => to.fill(0),
         }
+        Some(())
+    }
+
+    /// The same places without any memory, as no constructor makes them.
+    #[cfg(test)]
+    pub(crate) fn without_memory(self) -> Self {
+        Self { memory: Arc::from([]), ..self }
     }
 }
 

@@ -23,7 +23,7 @@ use std::task::{Poll, Waker};
 use kvarts_layout::format::body::{Epoch, Tombstone, Tombstones};
 use kvarts_layout::format::marks::Mark;
 use kvarts_layout::format::record::Body;
-use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey};
+use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey, NamespaceId};
 
 use super::log::{Draft, Log};
 use super::names::Namespace;
@@ -44,8 +44,9 @@ const TOMBSTONE_BYTES: u64 = 160;
 /// Tombstones of one record at most: more records are not worth less.
 const RECORD_TOMBSTONES_MAX: u64 = 4096;
 
-/// Tombstones that a shard remembers at most: about 200 MiB.
-const REMEMBERED_MAX: usize = 1 << 20;
+/// Tombstones that all shards remember at most: about 800 MiB; and what one shard may, however many there are.
+const REMEMBERED_ALL: usize = 1 << 23;
+const REMEMBERED_SHARD: std::ops::RangeInclusive<usize> = 1 << 18..=1 << 21;
 
 /// The answer that a delete is waiting to give.
 pub(crate) type Answer = Reply<Result<DeleteReply, Error>>;
@@ -158,7 +159,7 @@ pub(crate) fn check(shared: &Shared, request: &DeleteRequest) -> Result<Arc<Name
             return Err(Reason::TooMany("blocks"));
         }
         if let Some((group, coordinate)) = column {
-            shared.classes.shape(&namespace, *group, *coordinate)?;
+            namespace.shape(*group, *coordinate)?;
         }
     }
     Ok(namespace)
@@ -411,9 +412,9 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
             // A put of a column that nobody knew may have its place below, and its names are not claimed.
             return Err(Reason::Busy("a put brought a new group or coordinate meanwhile"));
         }
-        if log.graves.borrow().len() + keys.len() > REMEMBERED_MAX {
-            let why =
-                "too many deletes are remembered until segments are written anew: delete the namespace, or";
+        if !has_room(log, &job.namespace, keys.len()) {
+            let why = "too many deletes of the tenant are remembered until segments are written anew: \
+                       delete the namespace, or";
             return Err(Reason::Busy(why));
         }
     }
@@ -431,6 +432,23 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
         write_one(log, job, job.mark(Mark::Ended, log.sequence.get())).await?;
     }
     Ok(())
+}
+
+/// Whether a shard can remember so many more deletes of a namespace.
+fn has_room(log: &Log, namespace: &Namespace, more: usize) -> bool {
+    let graves = log.graves.borrow();
+    let is_own = |id: &NamespaceId| log.shared.names.get(*id).is_some_and(|one| one.salt == namespace.salt);
+    let own = graves.by_namespace().filter(|(id, _)| is_own(id)).map(|(_, count)| count).sum();
+    let shards = log.shared.shards.max(1) as usize;
+    let (least, most) = (*REMEMBERED_SHARD.start(), *REMEMBERED_SHARD.end());
+    fits((REMEMBERED_ALL / shards).clamp(least, most), graves.len(), own, more)
+}
+
+/// Whether a tenant that has `own` of `all` may have `more`: half of what others leave. So whatever some tenants do,
+/// there is room for the next.
+fn fits(limit: usize, all: usize, own: usize, more: usize) -> bool {
+    let others = all.saturating_sub(own);
+    own.saturating_add(more) <= limit.saturating_sub(others) / 2
 }
 
 /// Writes one record of a delete, durably.
@@ -465,13 +483,44 @@ async fn forget(shared: &Shared, namespace: &Namespace) -> u64 {
                     continue;
                 }
                 let here = shared.is_here(entry.print, &record);
-                if let Some(left) = index.remove(entry.print, at) {
-                    shared.free_if_empty(at.record, left);
-                    blocks += u64::from(here);
+                // Compaction may have moved it meanwhile.
+                let mut found = Some(at);
+                while let Some(at) = found {
+                    match index.remove(entry.print, at) {
+                        Some(left) => {
+                            shared.free_if_empty(at.record, left);
+                            blocks += u64::from(here);
+                            break;
+                        }
+                        None => found = index.locate(entry.print).map(|moved| moved.location),
+                    }
                 }
             }
             section.step(1 + entries.len() as u64).await;
         }
     }
+    shared.classes.forget(namespace);
+    shared.names.forget(namespace);
     blocks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deletes_that_are_remembered_for_one_tenant_leave_room_for_others() {
+        let (limit, request) = (*REMEMBERED_SHARD.start(), MAX_REQUEST_BLOCKS);
+        let mut all = 0;
+        for tenant in 0..3 {
+            let mut own = 0;
+            while fits(limit, all, own, request / 4) {
+                own += request / 4;
+                all += request / 4;
+            }
+            assert!(own >= request >> tenant, "tenant {tenant} has {own}");
+            assert!(!fits(limit, all, own, request / 4) && fits(limit, all, 0, 1));
+        }
+        assert!(fits(limit, 0, 0, request), "the largest request is for nobody too large");
+    }
 }

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, NamespaceId};
+use kvarts_layout::BlockKey;
 
 use super::compact::chains::{self, Peers, Survey};
 use super::compact::gather::{Gathered, Taken};
@@ -18,7 +18,7 @@ use super::directory::{self, Found};
 use super::health::Vigil;
 use super::lend::{self, LendPart};
 use super::log::Log;
-use super::notify::before;
+use super::notify::{Turn, before};
 use super::put::layers::{self, LayersPart};
 use super::put::{self, PutPart};
 use super::read::ReadPart;
@@ -27,7 +27,7 @@ use super::shared::Shared;
 use super::slice;
 use super::store::free_space;
 use super::tables::Table;
-use super::{Limits, checkpoint, expiry, naming, snapshot};
+use super::{Limits, checkpoint, descent, expiry, naming, snapshot};
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
 use crate::error::{Error, Reason};
 use crate::index::RecordId;
@@ -63,8 +63,8 @@ pub(crate) enum Message {
         router: Arc<Router>,
         reply: Answer,
     },
-    /// Say which keys of a namespace descend from these in this shard.
-    Descendants(u32, NamespaceId, Arc<BTreeSet<BlockKey>>, Reply<Result<BTreeSet<BlockKey>, Reason>>),
+    /// Say which blocks of a namespace stand behind which in this shard.
+    Links(descent::Ask, Reply<Result<descent::Links, Reason>>),
     /// Say what is here, from this cursor on, of so many shards.
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
     /// Write a checkpoint of every shard; to prove that it can be, also where the store takes no writes.
@@ -155,6 +155,8 @@ struct Executor {
     logs: RefCell<BTreeMap<u32, Rc<Log>>>,
     /// Parts of puts and reads that have not ended.
     busy: Rc<Cell<usize>>,
+    /// Whose search for descendants runs.
+    searching: Rc<Turn>,
     /// No house is kept any more.
     stopping: Rc<Cell<bool>>,
     limits: Limits,
@@ -186,6 +188,7 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, small_reads: Small
                 arena: Arena::new(region),
                 logs: RefCell::default(),
                 busy: Rc::default(),
+                searching: Rc::default(),
                 stopping: Rc::default(),
                 limits,
                 io: Rc::clone(&seat.io),
@@ -217,17 +220,18 @@ impl Executor {
                 Message::Lend(shard, part) => self.lend(shard, part),
                 Message::Delete(shard, part) => self.delete(shard, part),
                 Message::DeletePrefix { shared, request, root, router, reply } => {
-                    let rt = Rc::clone(&self.rt);
+                    let (rt, turn) = (Rc::clone(&self.rt), Rc::clone(&self.searching));
                     let deleting = async move {
-                        snapshot::delete_prefix(&shared, &router, (request, root), reply, &*rt).await;
+                        let request = (request, root);
+                        descent::delete_prefix(&shared, &router, request, reply, (&*rt, &turn)).await;
                     };
                     self.background(deleting);
                 }
-                Message::Descendants(shard, namespace, known, reply) => {
-                    let Some(log) = self.log(shard) else { continue };
-                    let rt = Rc::clone(&self.rt);
+                Message::Links(ask, reply) => {
+                    let Some(log) = self.log(ask.shard) else { continue };
                     self.background(async move {
-                        let _ = reply.send(snapshot::descendants(&log, namespace, &known, &*rt).await);
+                        let found = descent::links(&log, ask, &reply).await;
+                        let _ = reply.send(found);
                     });
                 }
                 Message::Page { cursor, shards, reply } => {

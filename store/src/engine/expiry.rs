@@ -74,7 +74,7 @@ pub(crate) fn set_ttl(shared: &Shared, request: &TtlRequest<'_>) -> Result<TtlRe
         return Err(Reason::TooMany("blocks"));
     }
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
-    shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    namespace.shape(request.group, request.coordinate)?;
     let key = shared.index.key();
     let prints: Vec<_> = request
         .keys

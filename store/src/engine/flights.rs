@@ -7,12 +7,13 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::headers::Header;
-use super::notify::Notify;
+use super::notify::{Notify, Section};
 use super::read::{ReadJob, Wanted};
 use crate::api::{Order, Verify};
 
@@ -112,14 +113,15 @@ impl Flight {
     }
 
     /// Takes every step of this run from the leader as it arrives. Gives the steps that have to be read.
-    pub(crate) async fn follow(&self, job: &ReadJob, record: u32) -> Vec<u32> {
+    pub(crate) async fn follow(&self, job: &ReadJob, record: u32, section: &mut Section) -> Vec<u32> {
         let mut missed = Vec::new();
         let (Some(mine), Some(theirs)) =
             (job.wanted.get(record as usize), self.leader.wanted.get(self.record as usize))
         else {
             return missed;
         };
-        for (step, from) in steps_of(job, record).into_iter().zip(steps_of(&self.leader, self.record)) {
+        for (step, from) in steps_of(job, record).zip(steps_of(&self.leader, self.record)) {
+            job.shared.counted.read_steps.add(1);
             let is_here = self
                 .changed
                 .until(|| {
@@ -127,47 +129,47 @@ impl Flight {
                     (here || self.ended.get()).then_some(here)
                 })
                 .await;
-            if is_here && !job.is_cancelled() && self.copy(job, step, (mine, theirs)) {
-                job.slice_done(step);
-            } else {
-                missed.push(step);
+            let copied = match is_here && !job.is_cancelled() {
+                true => self.copy(job, step, (mine, theirs)),
+                false => None,
+            };
+            match copied {
+                Some(_) => job.slice_done(step),
+                None => missed.push(step),
             }
+            section.spend(Section::of_bytes(copied.unwrap_or_default())).await;
         }
         missed
     }
 
-    /// Copies the chunks of one step and verifies the copies; false if one is not what was put.
-    fn copy(&self, job: &ReadJob, step: u32, (mine, theirs): (&Wanted, &Wanted)) -> bool {
-        let Some(header) = self.header.borrow().as_ref().map(Rc::clone) else { return false };
+    /// Copies the chunks of one step and verifies the copies; gives the bytes, or none if one is not what was put.
+    fn copy(&self, job: &ReadJob, step: u32, (mine, theirs): (&Wanted, &Wanted)) -> Option<u64> {
+        let header = self.header.borrow().as_ref().map(Rc::clone)?;
         let mut bytes = 0;
         for (block, part, len) in job.chunks_of(step, mine) {
             let index = block - u32::from(mine.location.block);
-            let source = self.leader.request.into.chunk(part, theirs.run.start + index, len);
-            let copy = job.request.into.chunk(part, mine.run.start + index, len);
-            let (Some(source), Some(copy)) = (source, copy) else { return false };
+            let source = self.leader.request.into.chunk(part, theirs.run.start + index, len)?;
+            let copy = job.request.into.chunk(part, mine.run.start + index, len)?;
             // Read by itself, it will be told that what it began with has left.
             if !job.admits(mine.run.start + index, header.origin(block)) {
-                return false;
+                return None;
             }
             copy.copy_from(0, &source, 0, source.len());
             let found = copy.digest(0, copy.len(), crc32fast::hash);
             if header.digest(block, part) != Some(found) {
-                return false;
+                return None;
             }
             bytes += len;
         }
         job.shared.counters.bytes_shared.fetch_add(bytes, Relaxed);
-        true
+        Some(bytes)
     }
 }
 
 /// The steps of a job that concern one run, in order.
-fn steps_of(job: &ReadJob, record: u32) -> Vec<u32> {
-    let all = 0..job.plan.steps();
-    match job.request.order {
-        Order::Layers => all.collect(),
-        Order::Blocks => {
-            all.filter(|&step| job.plan.block_of(step).is_some_and(|(owner, _)| owner == record)).collect()
-        }
+fn steps_of(job: &ReadJob, record: u32) -> Range<u32> {
+    if kvarts_layout::planted!("follower-walks-every-step") {
+        job.shared.counted.read_steps.add(u64::from(job.plan.steps()));
     }
+    job.plan.steps_of(record)
 }

@@ -22,8 +22,6 @@ use crate::rt::Class;
 /// A live block of a record, by its whole name.
 pub(crate) struct Named {
     pub(crate) key: BlockKey,
-    /// The key that stands before it in its prefix, if its put said so.
-    pub(crate) parent: Option<BlockKey>,
     pub(crate) print: BlockFingerprint,
     pub(crate) at: Location,
     pub(crate) record: RecordInfo,
@@ -88,7 +86,7 @@ impl Log {
         let coordinate = Coordinate::from_u64(blocks.coordinate)?;
         let (index, namespace) = (&self.shared.index, segment.local(blocks.namespace));
         let (mut named, mut class) = (Vec::new(), None);
-        for (place, name) in blocks.blocks.iter().enumerate() {
+        for name in &blocks.blocks {
             let key = BlockKey(name.key);
             let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);
             let Some(found) = index.locate(print).filter(|found| self.is_at(segment, entry, &found.record))
@@ -96,13 +94,13 @@ impl Log {
                 continue;
             };
             class = class.or_else(|| self.shared.classes.get(found.record.class));
-            let parent = parent_of(blocks, place);
-            named.push(Named { key, parent, print, at: found.location, record: found.record });
+            named.push(Named { key, print, at: found.location, record: found.record });
         }
         class.map(|class| (class, named))
     }
 
-    fn is_at(&self, segment: &Segment, entry: &Entry, record: &RecordInfo) -> bool {
+    /// Whether a record of the index is the one that this entry lists.
+    pub(super) fn is_at(&self, segment: &Segment, entry: &Entry, record: &RecordInfo) -> bool {
         u32::from(record.shard) == self.shard
             && record.segment == segment.number
             && u64::from(record.page) * PAGE_BYTES == entry.offset
@@ -110,7 +108,7 @@ impl Log {
 }
 
 /// The key that stands before a block of a record, if the put said so.
-fn parent_of(blocks: &Blocks, place: usize) -> Option<BlockKey> {
+pub(super) fn parent_of(blocks: &Blocks, place: usize) -> Option<BlockKey> {
     use kvarts_layout::format::body::Parent;
     let before = place.checked_sub(1).and_then(|before| blocks.blocks.get(before));
     match (blocks.parent, before) {

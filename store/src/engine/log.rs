@@ -313,9 +313,10 @@ impl Log {
     pub(crate) async fn append(self: &Rc<Self>, class: Class, draft: &Draft<'_>) -> Result<Written, Reason> {
         let mut again = true;
         loop {
-            let image = self.give_place(draft).await?;
+            let pieces = draft.payload.as_ref().and_then(|payload| self.vectored(payload));
+            let (image, staging) = self.give_place(draft, pieces.is_none()).await?;
             let (segment, offset) = (Rc::clone(&image.segment), image.offset);
-            let Err(error) = self.write(class, &image, draft).await else {
+            let Err(error) = self.write(class, &image, draft, (pieces, &staging)).await else {
                 segment.wrote(offset);
                 return Ok(image.written);
             };
@@ -362,22 +363,41 @@ impl Log {
     }
 
     /// Gives the record a place in the open segment, rolling to another where it does not fit, and encodes it
-    /// for that place.
-    async fn give_place(self: &Rc<Self>, draft: &Draft<'_>) -> Result<Image, Reason> {
-        let mut fresh = false;
+    /// for that place. The memory that it is written from, with its payload or without, comes first: what has a place and
+    /// waits for memory would hold back everything behind it.
+    async fn give_place(
+        self: &Rc<Self>,
+        draft: &Draft<'_>,
+        with_payload: bool,
+    ) -> Result<(Image, Buf), Reason> {
+        let payload = draft.payload.as_ref().filter(|_| with_payload).map_or(0, Payload::image_bytes);
+        let (mut fresh, mut memory) = (false, None::<Buf>);
         loop {
             if let Some(reason) = self.shared.latched() {
                 return Err(reason);
             }
             let open = self.open.borrow().as_ref().map(Rc::clone);
             if let Some(segment) = &open {
-                if let Some(image) = self.try_place(segment, draft)? {
-                    return Ok(image);
+                if let Some(sheet) = self.fitting(segment, draft)? {
+                    let bytes = sheet.headers.len() + payload as usize;
+                    let staging = match memory.take().and_then(|memory| memory.slice(0, bytes)) {
+                        Some(staging) => Some(staging),
+                        None => self.arena.try_take(bytes),
+                    };
+                    if let Some(staging) = staging {
+                        return Ok((self.take_place(segment, draft, sheet), staging));
+                    }
+                    // Whatever the segment is by then.
+                    let no_memory = |_| Reason::Busy("there is no memory to write from");
+                    (memory, fresh) = (Some(self.stage(bytes).await.map_err(no_memory)?), false);
+                    continue;
                 }
                 if fresh {
                     return Err(Reason::TooMany("bytes for one segment"));
                 }
             }
+            // What makes room needs memory, too.
+            memory = None;
             fresh = self.roll(open).await?;
         }
     }
@@ -389,6 +409,11 @@ impl Log {
         segment: &Rc<Segment>,
         draft: &Draft<'_>,
     ) -> Result<Option<Image>, Reason> {
+        Ok(self.fitting(segment, draft)?.map(|sheet| self.take_place(segment, draft, sheet)))
+    }
+
+    /// What the record would be at the end of `segment`, if it fits.
+    fn fitting(&self, segment: &Segment, draft: &Draft<'_>) -> Result<Option<Sheet>, Reason> {
         if let Some(Payload::Image { still, .. }) = &draft.payload
             && !still()
         {
@@ -396,9 +421,12 @@ impl Log {
         }
         let start = segment.tail.borrow().next;
         let sheet = self.sheet(segment, draft, start, true)?;
-        if !self.fits(segment, sheet.len, sheet.footer_bytes) {
-            return Ok(None);
-        }
+        Ok(self.fits(segment, sheet.len, sheet.footer_bytes).then_some(sheet))
+    }
+
+    /// Gives the record the place that its sheet is for. Nothing was awaited since that was made.
+    fn take_place(&self, segment: &Rc<Segment>, draft: &Draft<'_>, sheet: Sheet) -> Image {
+        let start = segment.tail.borrow().next;
         let Sheet { headers, mut entries, offset, header_bytes, payload_bytes, len, .. } = sheet;
         let mut tail = segment.tail.borrow_mut();
         tail.footer_bytes += sheet.footer_bytes;
@@ -425,7 +453,7 @@ impl Log {
         let _hold = Rc::new(Hold::new(&segment));
         let written =
             Written { segment: Rc::clone(&segment), offset, header_bytes, payload_bytes, end, _hold };
-        Ok(Some(Image { segment, offset: start, headers, written }))
+        Image { segment, offset: start, headers, written }
     }
 
     /// What the record would be at `start`. With `define`, what the segment has not defined comes before it.
@@ -507,30 +535,43 @@ impl Log {
         Some(Room { bytes, footer_bytes: tail.footer_bytes })
     }
 
+    /// Whether records of so many bytes find room in the open segment.
+    pub(super) fn takes(&self, bytes: u64) -> bool {
+        let open = self.open.borrow();
+        // A footer lists each block, each header has a page of its own: an eighth is more than either takes.
+        open.as_ref().is_some_and(|segment| self.fits(segment, bytes + bytes / 8, bytes / 8))
+    }
+
     /// Writes headers and payload at their place; for as long as what hinders it passes, again after a while.
-    async fn write(&self, class: Class, image: &Image, draft: &Draft<'_>) -> Result<(), IoError> {
+    async fn write(
+        &self,
+        class: Class,
+        image: &Image,
+        draft: &Draft<'_>,
+        (mut pieces, staging): (Option<Vec<Buf>>, &Buf),
+    ) -> Result<(), IoError> {
         let mut pause = PAUSE;
         for _ in 0..PAUSES {
-            match self.write_once(class, image, draft).await {
+            match self.write_once(class, image, draft, (pieces, staging)).await {
                 Err(error) if decide(&error, Stage::PutData) == Action::NotNow => {}
                 done => return done,
             }
             self.driver.pause(pause).await;
             pause *= 4;
+            pieces = draft.payload.as_ref().and_then(|payload| self.vectored(payload));
         }
-        self.write_once(class, image, draft).await
+        self.write_once(class, image, draft, (pieces, staging)).await
     }
 
     /// The payload from the caller's memory if it is aligned and large, otherwise through staging.
-    async fn write_once(&self, class: Class, image: &Image, draft: &Draft<'_>) -> Result<(), IoError> {
-        let payload = draft.payload.as_ref();
-        let pieces = payload.and_then(|payload| self.vectored(payload));
-        let file = image.segment.file;
-        let staged_bytes = match (&pieces, payload) {
-            (None, Some(payload)) => image.headers.len() + payload.image_bytes() as usize,
-            _ => image.headers.len(),
-        };
-        let staging = self.stage(staged_bytes).await?;
+    async fn write_once(
+        &self,
+        class: Class,
+        image: &Image,
+        draft: &Draft<'_>,
+        (pieces, staging): (Option<Vec<Buf>>, &Buf),
+    ) -> Result<(), IoError> {
+        let (payload, file, staging) = (draft.payload.as_ref(), image.segment.file, staging.clone());
         staging.copy_in(0, &image.headers);
         match (pieces, payload) {
             (Some(mut pieces), _) => {
@@ -549,8 +590,10 @@ impl Log {
                 header.and(payload)?;
             }
             (None, payload) => {
-                if let Some(payload) = payload {
-                    fill(&staging, image.headers.len(), payload);
+                let filled =
+                    payload.is_none_or(|payload| fill(&staging, image.headers.len(), payload).is_some());
+                if !filled {
+                    return Err(IoError::unplaced(staging.len()));
                 }
                 self.driver.write(class, file, image.offset, staging, false).await?;
             }
@@ -731,8 +774,8 @@ impl Log {
             segment.durable(&self.driver, end).await?;
         }
         // Listed in memory until the footer can be read.
-        let records = segment.tail.borrow().entries.clone();
-        let (footer, trailer) = self.seal_images(segment, &Footer { records }, end, reason)?;
+        let listed = Footer { records: segment.tail.borrow().entries.clone() };
+        let (footer, trailer) = self.seal_images(segment, &listed, end, reason)?;
         let footer_at = (self.shared.segment_bytes - PAGE_BYTES - footer.len() as u64, footer.len() as u32);
         // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
@@ -748,6 +791,10 @@ impl Log {
         }
         segment.tail.borrow_mut().entries = Vec::new();
         segment.sealed_at(end, footer_at, reason);
+        // One that is full lacks less than a record: it keeps that, and is written anew as it is.
+        if self.closing.get() || reason == SealReason::Recovery {
+            self.give_rest_back(segment, &listed.records).await;
+        }
         segment.state.set(SegmentState::Sealed);
         Ok(())
     }
@@ -822,25 +869,20 @@ impl std::fmt::Debug for Log {
     }
 }
 
-/// Puts the payload together behind the headers, padding included.
-fn fill(staging: &Buf, at: usize, payload: &Payload<'_>) {
+/// Puts the payload together behind the headers, padding included; `None` if not all of it has a place in memory.
+fn fill(staging: &Buf, at: usize, payload: &Payload<'_>) -> Option<()> {
     let (layout, from, ordinal) = match payload {
         Payload::Placed { layout, from, ordinal } => (layout, from, *ordinal),
-        Payload::Image { pages, .. } => return staging.copy_from(at, pages, 0, pages.len()),
-        Payload::There(_) => return,
-    };
-    let Ok(plan) = WritePlan::new(layout, from.places(), ordinal) else { return };
-    for piece in plan {
-        let to = at + piece.payload_offset as usize;
-        match piece.source {
-            WriteSource::Memory(address) => from.copy_to(address, piece.len, staging, to),
-            WriteSource::Zeros => {
-                if let Some(gap) = staging.slice(to, piece.len as usize) {
-                    gap.fill(0);
-                }
-            }
+        Payload::Image { pages, .. } => {
+            staging.copy_from(at, pages, 0, pages.len());
+            return Some(());
         }
+        Payload::There(_) => return Some(()),
+    };
+    for piece in WritePlan::new(layout, from.places(), ordinal).ok()? {
+        from.fill(&piece, staging, at + piece.payload_offset as usize)?;
     }
+    Some(())
 }
 
 /// A record as the footer will list it.

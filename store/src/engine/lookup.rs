@@ -7,7 +7,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group, UsablePrefix};
 
 use super::names::Namespace;
 use super::shared::Shared;
-use crate::api::{LeaseTerms, MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest};
+use crate::api::{LeaseTerms, MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, PIN_BYTES};
 use crate::error::Reason;
 use crate::index::{self, BlockFingerprint, LeaseError, LeaseId, Lookup};
 
@@ -41,7 +41,7 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
     for requirement in request.requirements.groups() {
         for &coordinate in &requirement.coordinates {
             // What the model does not have is a mistake, not a miss.
-            shared.classes.shape(&namespace, requirement.group, coordinate)?;
+            namespace.shape(requirement.group, coordinate)?;
             columns.push(column(shared, &namespace, request.keys, requirement, coordinate));
         }
     }
@@ -53,7 +53,7 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
             shared.index.lookup_many(&column.prints, &mut column.found);
             shared.hide_dead(&mut column.found);
         }
-        let usable = usable_prefix(request, &columns);
+        let usable = usable_prefix(shared, request, &columns);
         let lease = match &request.lease {
             None => None,
             Some(terms) => match take_lease(shared, &namespace, terms, &columns, &usable)? {
@@ -89,19 +89,24 @@ fn column(
     Column { group, coordinate, prints, found: Vec::new() }
 }
 
-fn usable_prefix(request: &MatchRequest<'_>, columns: &[Column]) -> UsablePrefix {
+fn usable_prefix(shared: &Shared, request: &MatchRequest<'_>, columns: &[Column]) -> UsablePrefix {
     let blocks = request.keys.len() as u32;
-    // Requirements ask for one column's blocks after the other: remember the last column.
-    let mut last = 0;
-    request.requirements.usable_prefix(blocks, request.recompute_tokens_max, |block, group, coordinate| {
-        let is = |column: &Column| column.group == group && column.coordinate == coordinate;
-        if !columns.get(last).is_some_and(is) {
-            last = columns.iter().position(is).unwrap_or(0);
-        }
-        columns
-            .get(last)
-            .is_some_and(|column| matches!(column.found.get(block as usize), Some(Lookup::Live(_))))
-    })
+    let (mut next, mut steps) = (0, 0);
+    let present = |block: u32, group: Group, coordinate: Coordinate| {
+        // Of each block all columns are asked for, in their order.
+        let mut from_next = (next..columns.len()).chain(0..next);
+        let found = from_next.find_map(|at| {
+            steps += 1;
+            let column = columns.get(at)?;
+            (column.group == group && column.coordinate == coordinate).then_some((at, column))
+        });
+        let Some((at, column)) = found else { return false };
+        next = (at + 1) % columns.len().max(1);
+        matches!(column.found.get(block as usize), Some(Lookup::Live(_)))
+    };
+    let usable = request.requirements.usable_prefix(blocks, request.recompute_tokens_max, present);
+    shared.counted.match_steps.add(steps);
+    usable
 }
 
 /// What became of a lease.
@@ -122,7 +127,7 @@ fn take_lease(
 ) -> Result<Held, Reason> {
     let (mut prints, mut bytes) = (Vec::new(), Vec::new());
     for column in columns {
-        let each = shared.classes.shape(namespace, column.group, column.coordinate)?.block_bytes();
+        let each = namespace.shape(column.group, column.coordinate)?.block_bytes().max(PIN_BYTES);
         let used = column.prints.iter().zip(&column.found).take(usable.longest.blocks as usize);
         let live = used.filter(|(_, found)| matches!(found, Lookup::Live(_)));
         prints.extend(live.map(|(print, _)| *print));
@@ -133,13 +138,7 @@ fn take_lease(
     let terms = index::LeaseTerms { tenant: terms.tenant, until, cap_bytes: terms.cap_bytes };
     let bytes_of = |place: usize| bytes.get(place).copied().unwrap_or(1);
     let mut found = Vec::new();
-    let lease =
-        shared.index.match_and_lease(&prints, terms, now, bytes_of, &mut found).map_err(
-            |error| match error {
-                LeaseError::Cap { limit, wanted } => Reason::PinCap { limit, wanted },
-                LeaseError::Expired => Reason::Bug("a lease that ended while it was made"),
-            },
-        )?;
+    let lease = shared.index.match_and_lease(&prints, terms, now, bytes_of, &mut found).map_err(not_given)?;
     if found.iter().all(|found| matches!(found, Lookup::Live(_))) {
         return Ok(Held::All(lease));
     }
@@ -147,4 +146,15 @@ fn take_lease(
         shared.index.unlock(lease);
     }
     Ok(Held::Changed)
+}
+
+/// Why a lease was not given.
+pub(super) fn not_given(error: LeaseError) -> Reason {
+    match error {
+        LeaseError::Cap { limit, wanted } => Reason::PinCap { limit, wanted },
+        LeaseError::Blocks => {
+            Reason::Busy("the tenant's leases and pins hold too many blocks: unlock some, or")
+        }
+        LeaseError::Expired => Reason::Bug("a lease that ended while it was made"),
+    }
 }

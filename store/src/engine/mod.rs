@@ -12,6 +12,7 @@ mod checkpoint;
 mod compact;
 mod content;
 mod delete;
+mod descent;
 mod directory;
 mod due;
 mod evict;
@@ -44,6 +45,7 @@ pub(crate) mod steps;
 mod store;
 mod tables;
 mod unpack;
+mod work;
 mod writes;
 
 use std::time::Duration;
@@ -57,6 +59,7 @@ pub use shared::Counts;
 pub use steps::WorkDone;
 pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
 pub use tables::Table;
+pub use work::Done;
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

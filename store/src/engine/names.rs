@@ -11,10 +11,13 @@ use std::time::Duration;
 use kvarts_layout::format::body::Definition;
 use kvarts_layout::identity::{TenantSalt, namespace_of};
 use kvarts_layout::spec::Geometry;
-use kvarts_layout::{Fingerprint, Identity, NamespaceId};
+use kvarts_layout::{BlockShape, Coordinate, Fingerprint, Group, Identity, NamespaceId};
 
 use crate::error::Reason;
-use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// Shapes that are kept of a namespace: a model has as many as it has groups and ranks, and may be asked for more.
+const SHAPES_MAX: usize = 256;
 
 /// What moves the bytes of a model, as the store keeps it.
 #[derive(Debug)]
@@ -33,9 +36,41 @@ pub(crate) struct Namespace {
     pub(crate) canonical: Vec<u8>,
     pub(crate) block_tokens: u32,
     pub(crate) spec: Arc<Spec>,
+    /// Namespaces of one tenant have one.
+    pub(crate) salt: TenantSalt,
+    /// The shapes of its blocks by group and coordinate: they go with it.
+    shapes: Mutex<BTreeMap<(u32, u64), Arc<BlockShape>>>,
 }
 
 impl Namespace {
+    /// As it is after a delete: under another short id.
+    fn anew(&self, local: u32) -> Self {
+        Self {
+            id: self.id,
+            local,
+            canonical: self.canonical.clone(),
+            block_tokens: self.block_tokens,
+            spec: Arc::clone(&self.spec),
+            salt: self.salt.clone(),
+            shapes: Mutex::default(),
+        }
+    }
+
+    /// The shape of a block of this group at this coordinate, or why the model has none.
+    pub(crate) fn shape(&self, group: Group, coordinate: Coordinate) -> Result<Arc<BlockShape>, Reason> {
+        let mut shapes = self.shapes.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (group.0, coordinate.to_u64());
+        if let Some(shape) = shapes.get(&key) {
+            return Ok(Arc::clone(shape));
+        }
+        let shape = self.spec.geometry.shape(group, coordinate, self.block_tokens);
+        let shape = Arc::new(shape.map_err(|error| Reason::Shape(error.to_string()))?);
+        if shapes.len() < SHAPES_MAX {
+            shapes.insert(key, Arc::clone(&shape));
+        }
+        Ok(shape)
+    }
+
     /// The definitions that a segment needs before records of this namespace, spec first.
     pub(crate) fn definitions(&self) -> [Definition; 2] {
         let definition =
@@ -50,7 +85,10 @@ impl Namespace {
 #[derive(Debug, Default)]
 struct Tables {
     namespaces: BTreeMap<NamespaceId, Arc<Namespace>>,
-    by_local: BTreeMap<u32, NamespaceId>,
+    /// Short ids that mean a namespace, or one that is being deleted.
+    locals: BTreeSet<u32>,
+    /// The last of them that was given out.
+    last_local: u32,
     specs: BTreeMap<Fingerprint, Arc<Spec>>,
     specs_by_local: BTreeMap<u32, Fingerprint>,
     /// How long blocks live whose put does not say.
@@ -88,10 +126,21 @@ impl Tables {
         }
         let block_tokens = identity.block_tokens;
         spec.geometry.check_block_tokens(block_tokens).map_err(|error| Reason::Shape(error.to_string()))?;
-        let namespace = Arc::new(Namespace { id, local, canonical: canonical.to_vec(), block_tokens, spec });
+        let (canonical, salt, shapes) = (canonical.to_vec(), identity.tenant_salt, Mutex::default());
+        let namespace = Arc::new(Namespace { id, local, canonical, block_tokens, spec, salt, shapes });
         self.namespaces.insert(id, Arc::clone(&namespace));
-        self.by_local.insert(local, id);
+        self.take_local(local);
         Ok(namespace)
+    }
+
+    /// A short id that no namespace has ever had.
+    fn next_local(&self) -> u32 {
+        self.last_local.saturating_add(1)
+    }
+
+    fn take_local(&mut self, local: u32) {
+        self.locals.insert(local);
+        self.last_local = self.last_local.max(local);
     }
 }
 
@@ -131,7 +180,7 @@ impl Names {
         let mut tables = self.write();
         let local = next_free(&tables.specs_by_local);
         let spec = tables.spec(fingerprint, local, &geometry.canonical_bytes())?;
-        let local = next_free(&tables.by_local);
+        let local = tables.next_local();
         tables.namespace(local, &canonical, spec)
     }
 
@@ -158,7 +207,9 @@ impl Names {
         let mut tables = self.write();
         let spec =
             tables.specs.get(&identity.spec_fingerprint).map(Arc::clone).ok_or(Reason::SpecMismatch)?;
-        let local = free_or_next(&tables.by_local, found.local);
+        // A segment that was damaged when others were made may give a short id that is another's by now.
+        let is_taken = tables.locals.contains(&found.local);
+        let local = if is_taken { tables.next_local() } else { found.local };
         tables.namespace(local, &found.canonical, spec)
     }
 
@@ -171,16 +222,19 @@ impl Names {
             return None;
         }
         tables.condemned.insert(id);
-        let fresh = Namespace {
-            id,
-            local: next_free(&tables.by_local),
-            canonical: retired.canonical.clone(),
-            block_tokens: retired.block_tokens,
-            spec: Arc::clone(&retired.spec),
-        };
-        tables.by_local.insert(fresh.local, id);
+        let fresh = retired.anew(tables.next_local());
+        tables.take_local(fresh.local);
         tables.namespaces.insert(id, Arc::new(fresh));
         Some(retired)
+    }
+
+    /// Nothing is here any more of what a namespace was before its delete: its short id is forgotten, and never given out
+    /// again.
+    pub(crate) fn forget(&self, retired: &Namespace) {
+        let mut tables = self.write();
+        if tables.namespaces.get(&retired.id).is_none_or(|now| now.local != retired.local) {
+            tables.locals.remove(&retired.local);
+        }
     }
 
     /// Nothing can be put in a namespace until it is deleted again.
@@ -235,16 +289,16 @@ impl Names {
     /// All namespaces whose identity has this salt.
     pub(crate) fn of_salt(&self, salt: &TenantSalt) -> Vec<NamespaceId> {
         let tables = self.read();
-        let has = |namespace: &&Arc<Namespace>| {
-            Identity::decode(&namespace.canonical).is_ok_and(|identity| identity.tenant_salt == *salt)
-        };
+        let has = |namespace: &&Arc<Namespace>| namespace.salt == *salt;
         tables.namespaces.values().filter(has).map(|namespace| namespace.id).collect()
     }
 
-    /// How many short ids were given out.
-    pub(crate) fn len(&self) -> usize {
+    /// How many short ids there are, and how many shapes are kept.
+    pub(crate) fn sizes(&self) -> (usize, usize) {
         let tables = self.read();
-        tables.by_local.len() + tables.specs_by_local.len() + tables.condemned.len()
+        let ids = tables.locals.len() + tables.specs_by_local.len() + tables.condemned.len();
+        let shapes = |one: &Arc<Namespace>| one.shapes.lock().unwrap_or_else(PoisonError::into_inner).len();
+        (ids, tables.namespaces.values().map(shapes).sum())
     }
 
     /// The namespace under this id.

@@ -111,6 +111,29 @@ pub(crate) async fn yield_now() {
     .await;
 }
 
+/// Units of work that a task does before others have their turn.
+const SECTION_UNITS: u64 = 128;
+
+/// How much a task has done since others had their turn. A unit is what takes a few microseconds.
+#[derive(Debug, Default)]
+pub(crate) struct Section(u64);
+
+impl Section {
+    /// The units that handling so many bytes costs, besides one for the step itself.
+    pub(crate) fn of_bytes(bytes: u64) -> u64 {
+        1 + bytes / (32 << 10)
+    }
+
+    /// Counts work that was done; completes after other runnable tasks had their turn, if it is time.
+    pub(crate) async fn spend(&mut self, units: u64) {
+        self.0 += units;
+        if self.0 >= SECTION_UNITS {
+            self.0 = 0;
+            yield_now().await;
+        }
+    }
+}
+
 /// What `work` gives, or `None` if the deadline comes first. A deadline that is lent serves for more work afterwards.
 pub(crate) async fn before<T>(
     mut work: Pin<&mut impl Future<Output = T>>,

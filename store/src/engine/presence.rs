@@ -2,10 +2,11 @@
 
 use kvarts_layout::BlockKey;
 
+use super::lookup::not_given;
 use super::shared::Shared;
-use crate::api::{ContainsReply, ContainsRequest, MAX_REQUEST_BLOCKS, Presence};
+use crate::api::{ContainsReply, ContainsRequest, MAX_REQUEST_BLOCKS, PIN_BYTES, Presence};
 use crate::error::Reason;
-use crate::index::{self, LeaseError, Lookup};
+use crate::index::{self, Lookup};
 
 /// Answers from the index alone. With a lease, each block that is said to be here was pinned in that moment.
 pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result<ContainsReply, Reason> {
@@ -13,7 +14,7 @@ pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result
         return Err(Reason::TooMany("blocks"));
     }
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
-    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let shape = namespace.shape(request.group, request.coordinate)?;
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
     let prints: Vec<_> = request.keys.iter().map(print).collect();
@@ -28,12 +29,9 @@ pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result
             let now = shared.clock.now();
             let until = Some(now.plus(terms.hold));
             let terms = index::LeaseTerms { tenant: terms.tenant, until, cap_bytes: terms.cap_bytes };
-            let bytes_of = |_| shape.block_bytes();
+            let bytes_of = |_| shape.block_bytes().max(PIN_BYTES);
             let lease = shared.index.match_and_lease(&prints, terms, now, bytes_of, &mut found);
-            lease.map_err(|error| match error {
-                LeaseError::Cap { limit, wanted } => Reason::PinCap { limit, wanted },
-                LeaseError::Expired => Reason::Bug("a lease that ended while it was made"),
-            })?
+            lease.map_err(not_given)?
         }
     };
     shared.hide_dead(&mut found);

@@ -16,9 +16,10 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 
-use kvarts_layout::arrange::LAYOUT_VERSION;
+use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
 use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as DiskParent, layout_code};
 use kvarts_layout::format::page_align;
+use kvarts_layout::plan::WritePlan;
 use kvarts_layout::{BlockKey, Layout, OriginId};
 
 use super::log::Log;
@@ -162,16 +163,23 @@ fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<
     if let Some(reason) = shared.names.closed(request.namespace) {
         return Err(reason);
     }
-    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let shape = namespace.shape(request.group, request.coordinate)?;
     let run = record_blocks(shared, shape.block_bytes())?.min(blocks);
     let layout = request.layout.unwrap_or_else(|| Layout::auto(&shape, run));
     let arrangement = (layout, LAYOUT_VERSION, ENCODING_RAW);
-    let class = shared.classes.intern(&namespace, (request.group, request.coordinate), arrangement)?;
-    // A placement of another shape is found here, before anything is reserved.
-    let layout = class.layout_of(blocks.min(RECORD_BLOCKS_MAX))?;
-    kvarts_layout::plan::WritePlan::new(&layout, request.from.places(), 0)
-        .map_err(|error| Reason::Shape(error.to_string()))?;
-    Ok(class)
+    let column = (request.group, request.coordinate);
+    let known = shared.classes.known(&namespace, column, arrangement);
+    let wrong = |what: String| Reason::Shape(what);
+    // A placement of another shape is found here, before anything is reserved or remembered.
+    let blocks = blocks.min(RECORD_BLOCKS_MAX);
+    let planned = match &known {
+        Some(class) => class.layout_of(blocks)?,
+        None => RunLayout::new(layout, LAYOUT_VERSION, &shape, blocks)
+            .map(Arc::new)
+            .map_err(|error| wrong(error.to_string()))?,
+    };
+    WritePlan::new(&planned, request.from.places(), 0).map_err(|error| wrong(error.to_string()))?;
+    known.map_or_else(|| shared.classes.intern(&namespace, column, arrangement), Ok)
 }
 
 /// Refuses keys that stand twice, and a parent among its own descendants.
@@ -251,28 +259,35 @@ impl PutJob {
 
     /// The part that writes a run, or `None` if the namespace's quota refuses it.
     fn write_part(self: &Arc<Self>, run: Range<u32>, shards: u32) -> Option<Routed> {
-        let promise = match self.promise(&run) {
-            Ok(promise) => promise,
-            Err(reason) => {
-                let outcome = self.give_up(&run, reason);
-                let mut state = self.lock();
-                if let Some(refused) = state.outcomes.get_mut(run.start as usize..run.end as usize) {
-                    refused.fill(outcome);
+        let (promise, digests) =
+            match self.promise(&run).and_then(|promise| Ok((promise, self.digests(&run)?))) {
+                Ok(both) => both,
+                Err(reason) => {
+                    let outcome = self.give_up(&run, reason);
+                    let mut state = self.lock();
+                    if let Some(refused) = state.outcomes.get_mut(run.start as usize..run.end as usize) {
+                        refused.fill(outcome);
+                    }
+                    return None;
                 }
-                return None;
-            }
-        };
+            };
+        let shard = self.request.keys.get(run.start as usize).map_or(0, |key| shard_of(key, shards));
+        Some((shard, PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, promise } }))
+    }
+
+    /// The digest of each chunk of a run, block by block, each in canonical order.
+    fn digests(&self, run: &Range<u32>) -> Result<Vec<u32>, Reason> {
         let chunks = self.class.shape.layers().iter().flat_map(|layer| &layer.chunks);
         let sizes: Vec<u64> = chunks.map(|chunk| chunk.bytes).collect();
         let mut digests = Vec::with_capacity(run.len() * sizes.len());
         for block in run.clone() {
             for (part, &bytes) in (0u32..).zip(&sizes) {
                 let chunk = self.request.from.chunk(part, block, bytes);
-                digests.push(chunk.map_or(0, |chunk| chunk.digest(0, chunk.len(), crc32fast::hash)));
+                let chunk = chunk.ok_or(Reason::Bug("a chunk outside the memory of its put"))?;
+                digests.push(chunk.digest(0, chunk.len(), crc32fast::hash));
             }
         }
-        let shard = self.request.keys.get(run.start as usize).map_or(0, |key| shard_of(key, shards));
-        Some((shard, PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, promise } }))
+        Ok(digests)
     }
 
     /// Takes what the record of a run will take of its namespace's quota.

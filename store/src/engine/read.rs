@@ -29,7 +29,7 @@ use crate::api::{
     MAX_REQUEST_BLOCKS, Order, Origins, ReadEnd, ReadEvent, ReadRequest, ReadSink, SMALL_READ_BYTES,
 };
 use crate::error::Reason;
-use crate::index::{BlockFingerprint, Location, Lookup};
+use crate::index::{BlockFingerprint, Location, Lookup, RecordInfo};
 use crate::rt::{Class, Nanos};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::sync::{Mutex, MutexGuard, Race, planted};
@@ -55,6 +55,12 @@ impl Wanted {
     /// Which block of its record a block of the run is.
     pub(crate) fn block_of(&self, ordinal: u32) -> u32 {
         u32::from(self.location.block) + (ordinal - self.run.start)
+    }
+
+    /// Whether a record of the index is the one that was looked up. Numbers of records come again.
+    fn is(&self, record: &RecordInfo) -> bool {
+        let page = u64::from(record.page) * PAGE_BYTES;
+        (u32::from(record.shard), record.segment, page) == (self.shard, self.segment, self.offset)
     }
 
     /// Where a block of the run was when it was looked up.
@@ -133,7 +139,7 @@ pub(crate) fn begin(
     let blocks = u32::try_from(request.keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
     check(shared, &request, blocks)?;
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
-    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let shape = namespace.shape(request.group, request.coordinate)?;
     let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
     let wanted_layers = request.layers.as_ref().map_or(shape.layers().len(), ExactSizeIterator::len) as u32;
     request.class = class_of(&request, &shape);
@@ -178,7 +184,7 @@ pub(crate) fn begin(
 /// What a read of these blocks would read now, and from which records.
 pub(crate) fn look_up(shared: &Shared, request: &ReadRequest) -> Result<(ReadPlan, Vec<Wanted>), Reason> {
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
-    let shape = shared.classes.shape(&namespace, request.group, request.coordinate)?;
+    let shape = namespace.shape(request.group, request.coordinate)?;
     let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
@@ -404,13 +410,12 @@ impl ReadJob {
     /// Ends the usefulness of a block for what was found where it was looked up; false if it is not there any more,
     /// and what was found proves nothing.
     pub(crate) fn fail_there(&self, wanted: &Wanted, ordinal: u32, reason: &Reason) -> bool {
-        let found = self.print(ordinal).map(|print| self.shared.index.lookup(print));
-        let there = match found {
-            Some(Lookup::Live(at)) => at == wanted.place_of(ordinal),
+        let index = &self.shared.index;
+        let there = self.print(ordinal).is_some_and(|print| match index.locate(print) {
+            Some(found) => found.location == wanted.place_of(ordinal) && wanted.is(&found.record),
             // Another read may have found the same.
-            Some(Lookup::Quarantined) => true,
-            Some(Lookup::Pending | Lookup::Absent) | None => false,
-        };
+            None => index.lookup(print) == Lookup::Quarantined,
+        });
         match there {
             true => self.fail(ordinal, reason),
             false => self.fail_as_gone(ordinal),
@@ -431,9 +436,13 @@ impl ReadJob {
         let Some(print) = self.prints.get(ordinal as usize) else { return };
         let at = wanted.place_of(ordinal);
         let Some(key) = self.request.keys.get(ordinal as usize) else { return };
-        if self.shared.quarantine(*print, at, (&wanted.class, *key)) {
+        let records = self.shared.index.records();
+        // Held, its number means this record until the block is out of service.
+        let Some(record) = records.hold(at.record) else { return };
+        if wanted.is(&record) && self.shared.quarantine(*print, at, (&wanted.class, *key)) {
             self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
+        records.release(at.record);
     }
 
     /// Whether every slice of the first step is in.

@@ -8,7 +8,7 @@
 //! Invariants:
 //! - Every decision is a row of `format::recovery`; the report counts each row by its label.
 //! - Nothing but footers and trailers of recovered segments is written, and the header of one whose own never
-//!   arrived; each is what the next recovery would find by the scan: a crash in the middle leaves a store that recovers to the same, and so does a second
+//!   arrived, and the rests of short segments are given back; each is what the next recovery would find by the scan: a crash in the middle leaves a store that recovers to the same, and so does a second
 //!   recovery.
 //! - A segment that cannot be told costs its own blocks only, and is not recycled.
 //! - No record header of a sealed segment is read, but one definition for each namespace and spec.
@@ -351,6 +351,10 @@ impl Recovery<'_> {
                     (trailer.footer_offset, trailer.footer_bytes),
                     trailer.reason,
                 );
+                if segment.is_short(self.log.shared.segment_bytes) {
+                    // A crash came before that was done, or an earlier program sealed it.
+                    self.log.give_rest_back(segment, &footer.records).await;
+                }
                 segment.state.set(SegmentState::Sealed);
                 self.adopt(segment, &footer.records).await
             }

@@ -1,8 +1,8 @@
 //! Run classes: what records have in common, interned, so that a record costs the index 28 bytes.
 //!
 //! A class is a namespace, group, coordinate, layout and encoding; from it and a number of blocks follows where
-//! every byte of a record lies. Classes are never removed while the store is open: there are as many as an
-//! operator has models, groups and ranks.
+//! every byte of a record lies. There are as many as an operator has models, groups and ranks. Those of a namespace that
+//! was deleted go when nobody works with them any more; their numbers are not given out again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -14,7 +14,10 @@ use kvarts_layout::{BlockShape, Coordinate, Group, Layout};
 use super::names::Namespace;
 use crate::error::Reason;
 use crate::ledger::Ledger;
-use crate::sync::{Mutex, RwLock, RwLockReadGuard};
+use crate::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// Arrangements that a class remembers.
+const LAYOUTS_MAX: usize = 32;
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 struct ClassKey {
@@ -24,6 +27,23 @@ struct ClassKey {
     layer_block: bool,
     version: u16,
     encoding: u8,
+}
+
+impl ClassKey {
+    fn of(
+        namespace: &Namespace,
+        (group, coordinate): (Group, Coordinate),
+        (layout, version, encoding): (Layout, u16, u8),
+    ) -> Self {
+        Self {
+            namespace: namespace.local,
+            group: group.0,
+            coordinate: coordinate.to_u64(),
+            layer_block: layout == Layout::LayerBlock,
+            version,
+            encoding,
+        }
+    }
 }
 
 /// What records of one kind have in common.
@@ -51,6 +71,9 @@ impl RunClass {
         let layout = RunLayout::new(self.layout, self.layout_version, &self.shape, blocks)
             .map_err(|error| Reason::Shape(error.to_string()))?;
         let layout = Arc::new(layout);
+        if layouts.len() >= LAYOUTS_MAX {
+            layouts.pop_first();
+        }
         layouts.insert(blocks, Arc::clone(&layout));
         Ok(layout)
     }
@@ -65,8 +88,11 @@ impl fmt::Debug for RunClass {
 #[derive(Debug, Default)]
 struct Tables {
     numbers: BTreeMap<ClassKey, u32>,
-    classes: Vec<Arc<RunClass>>,
-    shapes: BTreeMap<(u32, u32, u64), Arc<BlockShape>>,
+    classes: BTreeMap<u32, Arc<RunClass>>,
+    /// The next number.
+    next: u32,
+    /// Classes of deleted namespaces, until nobody works with them.
+    retired: Vec<u32>,
 }
 
 /// All run classes of a store. Usable from any thread.
@@ -82,28 +108,22 @@ impl RunClasses {
         Self { tables: RwLock::default(), ledger }
     }
 
+    fn write(&self) -> RwLockWriteGuard<'_, Tables> {
+        self.tables.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn read(&self) -> RwLockReadGuard<'_, Tables> {
         self.tables.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The shape of a block of this group at this coordinate, or why the model has none.
-    pub(crate) fn shape(
+    /// The class, if there is one.
+    pub(crate) fn known(
         &self,
-        namespace: &Arc<Namespace>,
-        group: Group,
-        coordinate: Coordinate,
-    ) -> Result<Arc<BlockShape>, Reason> {
-        let key = (namespace.local, group.0, coordinate.to_u64());
-        if let Some(shape) = self.read().shapes.get(&key) {
-            return Ok(Arc::clone(shape));
-        }
-        let shape = namespace
-            .spec
-            .geometry
-            .shape(group, coordinate, namespace.block_tokens)
-            .map_err(|error| Reason::Shape(error.to_string()))?;
-        let mut tables = self.tables.write().unwrap_or_else(PoisonError::into_inner);
-        Ok(Arc::clone(tables.shapes.entry(key).or_insert_with(|| Arc::new(shape))))
+        namespace: &Namespace,
+        column: (Group, Coordinate),
+        arrangement: (Layout, u16, u8),
+    ) -> Option<Arc<RunClass>> {
+        self.read().get(&ClassKey::of(namespace, column, arrangement))
     }
 
     /// The class, made if it is new.
@@ -113,23 +133,18 @@ impl RunClasses {
         (group, coordinate): (Group, Coordinate),
         (layout, layout_version, encoding): (Layout, u16, u8),
     ) -> Result<Arc<RunClass>, Reason> {
-        let key = ClassKey {
-            namespace: namespace.local,
-            group: group.0,
-            coordinate: coordinate.to_u64(),
-            layer_block: layout == Layout::LayerBlock,
-            version: layout_version,
-            encoding,
-        };
+        let column = (group, coordinate);
+        let key = ClassKey::of(namespace, column, (layout, layout_version, encoding));
         if let Some(class) = self.read().get(&key) {
             return Ok(class);
         }
-        let shape = self.shape(namespace, group, coordinate)?;
-        let mut tables = self.tables.write().unwrap_or_else(PoisonError::into_inner);
+        let shape = namespace.shape(group, coordinate)?;
+        let mut tables = self.write();
         if let Some(class) = tables.get(&key) {
             return Ok(class);
         }
-        let number = u32::try_from(tables.classes.len()).map_err(|_| Reason::TooMany("run classes"))?;
+        let number = tables.next;
+        tables.next = number.checked_add(1).ok_or(Reason::TooMany("run classes"))?;
         let namespace = Arc::clone(namespace);
         let layouts = Mutex::default();
         let class = Arc::new(RunClass {
@@ -145,14 +160,32 @@ impl RunClasses {
         });
         self.ledger.assign(number, class.namespace.id);
         tables.numbers.insert(key, number);
-        tables.classes.push(Arc::clone(&class));
+        tables.classes.insert(number, Arc::clone(&class));
         Ok(class)
+    }
+
+    /// Nothing is here any more of what a namespace was before its delete. Its classes go when nobody works with them:
+    /// now, or when the next namespace is forgotten.
+    pub(crate) fn forget(&self, retired: &Namespace) {
+        let mut tables = self.write();
+        let Tables { numbers, classes, retired: leaving, .. } = &mut *tables;
+        let of = |key: &ClassKey| key.namespace == retired.local;
+        leaving.extend(numbers.extract_if(.., |key, _| of(key)).map(|(_, number)| number));
+        leaving.retain(|number| {
+            // Whoever has it got it under this lock.
+            if classes.get(number).is_some_and(|class| Arc::strong_count(class) > 1) {
+                return true;
+            }
+            classes.remove(number);
+            self.ledger.forget(*number);
+            false
+        });
     }
 
     /// Every group and coordinate that blocks of a namespace have ever had.
     pub(crate) fn columns(&self, namespace: &Namespace) -> BTreeSet<(Group, Coordinate)> {
         let tables = self.read();
-        let here = tables.classes.iter().filter(|class| class.namespace.local == namespace.local);
+        let here = tables.classes.values().filter(|class| class.namespace.local == namespace.local);
         here.map(|class| (class.group, class.coordinate)).collect()
     }
 
@@ -161,17 +194,17 @@ impl RunClasses {
         let tables = self.read();
         let layouts =
             |class: &Arc<RunClass>| class.layouts.lock().unwrap_or_else(PoisonError::into_inner).len();
-        (tables.classes.len(), tables.classes.iter().map(layouts).sum())
+        (tables.classes.len(), tables.classes.values().map(layouts).sum())
     }
 
     /// The class with this number.
     pub(crate) fn get(&self, number: u32) -> Option<Arc<RunClass>> {
-        self.read().classes.get(number as usize).map(Arc::clone)
+        self.read().classes.get(&number).map(Arc::clone)
     }
 }
 
 impl Tables {
     fn get(&self, key: &ClassKey) -> Option<Arc<RunClass>> {
-        self.classes.get(*self.numbers.get(key)? as usize).map(Arc::clone)
+        self.classes.get(self.numbers.get(key)?).map(Arc::clone)
     }
 }

@@ -147,6 +147,8 @@ pub(crate) struct Segment {
     pub(crate) footer_at: Cell<Option<(u64, u32)>>,
     /// What stands empty between its records and its footer: offset and bytes.
     pub(crate) gap: Cell<Option<(u64, u64)>>,
+    /// It has been tried to give that back.
+    gap_tried: Cell<bool>,
     /// The generation of which a durable checkpoint says that everything in it is dead.
     said_free: Cell<u64>,
     /// The least sequence of what the file held before this generation, until the header of this one is durable: a
@@ -188,6 +190,7 @@ impl Segment {
             coldest: Cell::new(i64::MAX),
             footer_at: Cell::new(None),
             gap: Cell::new(None),
+            gap_tried: Cell::new(false),
             said_free: Cell::new(0),
             before: Cell::new(None),
             misses: Cell::new(0),
@@ -219,6 +222,7 @@ impl Segment {
         self.coldest.set(i64::MAX);
         self.footer_at.set(None);
         self.gap.set(None);
+        self.gap_tried.set(false);
         self.sealed_upto.set(0);
         self.unpunchable.set(false);
         self.renamed.borrow_mut().clear();
@@ -239,6 +243,36 @@ impl Segment {
         self.footer_at.set(Some((footer, bytes)));
         self.sealed_upto.set(if reason == SealReason::Normal { log_end } else { 0 });
         self.gap.set(footer.checked_sub(log_end).filter(|len| *len > 0).map(|len| (log_end, len)));
+    }
+
+    /// What a segment was sealed without and still has: all between its records and its footer, where that is at least
+    /// `bytes_min`. What was never written is a hole to whoever asks the file system, given back or not: only the books
+    /// tell.
+    pub(crate) fn rest(&self, bytes_min: u64, segment_bytes: u64) -> Option<(u64, u64)> {
+        let (at, len) = self.gap.get()?;
+        let there = self.book.accounted().saturating_add(len / 2) > segment_bytes;
+        (there && len >= bytes_min && !self.gap_tried.get()).then_some((at, len))
+    }
+
+    /// It has been tried to give the rest back.
+    pub(crate) fn tried_rest(&self) {
+        self.gap_tried.set(true);
+    }
+
+    /// Whether it was sealed with so much of it unused that three more like it would fit in.
+    pub(crate) fn is_short(&self, segment_bytes: u64) -> bool {
+        self.gap.get().is_some_and(|(_, len)| len >= segment_bytes / 4 * 3)
+    }
+
+    /// Whether what begins at `offset` has been written in this generation. While the segment is being filled, a place
+    /// that was looked up in an earlier generation may not have been.
+    pub(crate) fn has_written(&self, offset: u64) -> bool {
+        if self.state.get() != SegmentState::Open {
+            return true;
+        }
+        let tail = self.tail.borrow();
+        let before = tail.in_flight.range(..=offset).next_back();
+        offset < tail.next && before.is_none_or(|(_, end)| *end <= offset)
     }
 
     /// The header of this generation is durable: nothing of an earlier one comes back.

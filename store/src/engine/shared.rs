@@ -19,6 +19,7 @@ use super::names::Names;
 use super::naming::Waiting;
 use super::runs::RunClasses;
 use super::steps::Work;
+use super::work::Counted;
 use crate::events::{EventLog, RING_BYTES};
 use crate::index::{Heat, Index, RecordId};
 use crate::io::mem::PAGE;
@@ -109,6 +110,7 @@ pub(crate) struct Shared {
     pub(crate) store: StoreId,
     pub(crate) secret: Secret,
     pub(crate) segment_bytes: u64,
+    pub(crate) shards: u32,
     /// When the store was made: expiry is counted from here.
     pub(crate) created_ms: u64,
     pub(crate) index: Index,
@@ -117,6 +119,8 @@ pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) entropy: Arc<dyn Entropy>,
     pub(crate) counters: Counters,
+    /// Work, for tests of how it grows.
+    pub(crate) counted: Counted,
     pub(crate) events: Arc<EventLog>,
     /// What a quota took out and nobody was told of.
     pub(crate) unnamed: Waiting,
@@ -183,6 +187,7 @@ impl Shared {
             store: birth.store,
             secret: birth.secret,
             segment_bytes: birth.segment_bytes,
+            shards: birth.shards,
             created_ms: birth.created_ms,
             index,
             names: Names::default(),
@@ -190,6 +195,7 @@ impl Shared {
             clock,
             entropy,
             counters: Counters::default(),
+            counted: Counted::default(),
             unnamed: Waiting::default(),
             arrivals: Arrivals::default(),
             events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),

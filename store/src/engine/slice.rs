@@ -27,7 +27,7 @@ use kvarts_layout::plan::{Address, Extent, Landing, Step};
 use super::flights::{Flight, Role};
 use super::headers::{Header, HeaderKey};
 use super::log::Log;
-use super::notify::{before, yield_now};
+use super::notify::{Section, before};
 use super::read::{MemoryGuard, ReadJob, ReadPart, Wanted};
 use super::segment::Segment;
 use super::unpack::Stored;
@@ -42,8 +42,11 @@ use packed::Packed;
 /// queue behind the tenth, nor behind those of shards that have less of it to read.
 const AHEAD_BYTES: u64 = 512 << 10;
 
-/// Bytes that are decoded before other tasks have their turn.
-const DECODE_BYTES: u64 = 256 << 10;
+/// Decoding costs so many times as much as copying.
+const DECODE_COST: u64 = 16;
+
+/// A chunk has no place in the memory that it is to be read into: what checks requests would have refused it.
+const OUTSIDE: Reason = Reason::Bug("a chunk outside the memory of its read");
 
 /// Marks the extent of a record's header.
 const HEADER: u64 = 1 << 63;
@@ -152,8 +155,11 @@ struct Run<'a> {
     sample: u64,
     /// Encoded records whose headers have not been asked for, last first.
     unsized_records: Vec<usize>,
-    /// Bytes decoded since other tasks had their turn.
-    decoded: u64,
+    /// The deadline has passed while this waited for memory.
+    is_late: bool,
+    section: Section,
+    /// What verifying, copying and decoding has cost since that was counted.
+    delivered: u64,
 }
 
 /// Does one shard's part of a read.
@@ -162,10 +168,12 @@ struct Run<'a> {
 /// one does.
 pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64, deadline: Option<LocalTask>) {
     let ReadPart { job, records, arrival } = part;
-    let (records, holds) = open_records(log, &job, &records);
+    let mut section = Section::default();
+    let (records, holds) = open_records(log, &job, &records, &mut section).await;
     drop(arrival);
     let (mut own, mut led, mut followed) = (Vec::new(), Vec::new(), Vec::new());
     for record in records {
+        section.spend(1).await;
         let Some(wanted) = job.wanted.get(record.index as usize) else { continue };
         let generation = record.segment.generation.get();
         if record.doubted {
@@ -192,6 +200,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64, deadline: Op
         // At once: who follows must not wait for what this read follows itself.
         for (flight, generation) in led {
             log.flights.end(&flight, generation);
+            section.spend(1).await;
         }
         ending
     };
@@ -231,9 +240,9 @@ async fn follow_all(
     job: &Arc<ReadJob>,
     followed: Vec<(Record, Rc<Flight>)>,
 ) -> Option<(Vec<Record>, Agenda)> {
-    let (mut records, mut agenda) = (Vec::new(), Vec::new());
+    let (mut records, mut agenda, mut section) = (Vec::new(), Vec::new(), Section::default());
     for (record, flight) in followed {
-        let missed = flight.follow(job, record.index).await;
+        let missed = flight.follow(job, record.index, &mut section).await;
         if !missed.is_empty() {
             agenda.extend(missed.into_iter().map(|step| (step, records.len())));
             records.push(record);
@@ -269,20 +278,32 @@ async fn both<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (
     .await
 }
 
-fn open_records(log: &Rc<Log>, job: &ReadJob, indices: &[u32]) -> (Vec<Record>, Vec<Hold>) {
-    let segments = log.segments.borrow();
+async fn open_records(
+    log: &Rc<Log>,
+    job: &ReadJob,
+    indices: &[u32],
+    section: &mut Section,
+) -> (Vec<Record>, Vec<Hold>) {
     let mut records = Vec::with_capacity(indices.len());
     let mut holds = Vec::with_capacity(indices.len());
     for &index in indices {
         let Some(wanted) = job.wanted.get(index as usize) else { continue };
-        let Some(segment) = segments.get(&wanted.segment) else {
+        job.shared.counted.read_steps.add(1);
+        section.spend(1).await;
+        let found = log.segments.borrow().get(&wanted.segment).map(Rc::clone);
+        let Some(segment) = found else {
             // Evicted since, and the file with it.
             wanted.run.clone().for_each(|ordinal| job.fail_as_gone(ordinal));
             continue;
         };
-        holds.push(Hold::new(segment));
+        holds.push(Hold::new(&segment));
+        if !segment.has_written(wanted.offset) {
+            // The segment is being written anew: what is there now proves nothing about what was.
+            wanted.run.clone().for_each(|ordinal| job.fail_as_gone(ordinal));
+            continue;
+        }
         let doubted = segment.is_holed() && fail_evicted(job, wanted);
-        let (segment, header) = (Rc::clone(segment), HeaderState::Unread);
+        let header = HeaderState::Unread;
         records.push(Record { index, segment, header, early: Vec::new(), flight: None, doubted });
     }
     (records, holds)
@@ -333,7 +354,9 @@ impl<'a> Run<'a> {
             guard: MemoryGuard::new(job),
             sample: u64::from_le_bytes(seed),
             unsized_records,
-            decoded: 0,
+            is_late: false,
+            section: Section::default(),
+            delivered: 0,
         }
     }
 
@@ -352,17 +375,19 @@ impl<'a> Run<'a> {
                 return Ending::Stopped;
             }
             self.submit(window).await;
+            if self.is_late {
+                return Ending::Stopped;
+            }
             if self.under_way == 0 && self.closed.is_none() {
                 return Ending::Done;
             }
             match self.next().await {
                 Some(Next::Extent(done)) => {
                     self.under_way -= 1;
+                    self.job.shared.counted.read_steps.add(1);
                     self.take_in(done);
-                    if self.decoded >= DECODE_BYTES {
-                        self.decoded = 0;
-                        yield_now().await;
-                    }
+                    let units = 1 + std::mem::take(&mut self.delivered);
+                    self.section.spend(units).await;
                 }
                 Some(Next::Turn) => {}
                 Some(Next::Late) => return Ending::Stopped,
@@ -439,41 +464,17 @@ impl<'a> Run<'a> {
             return self.size_up(at).await;
         }
         loop {
-            if let Some(agenda) = &self.agenda {
-                match agenda.front() {
-                    Some(&next) => self.next = next,
-                    None => return false,
-                }
-            }
-            let (step, at) = self.next;
-            if step >= self.job.plan.steps() {
-                return false;
-            }
-            let Some(record) = self.records.get(at) else {
-                self.next = (step + 1, 0);
-                continue;
-            };
+            self.job.shared.counted.read_steps.add(1);
+            self.section.spend(1).await;
+            let Some((step, at)) = self.next_slice() else { return false };
+            let Some(record) = self.records.get(at) else { return false };
             if !self.job.is_open(step) {
                 self.closed = Some(step);
                 return false;
             }
             let slice = match self.job.request.order {
                 Order::Layers => record.index,
-                Order::Blocks => {
-                    let (owner, _) = self.job.plan.block_of(step).unwrap_or((u32::MAX, 0));
-                    match self.records.iter().position(|record| record.index == owner) {
-                        Some(position) if position == at => 0,
-                        // Another record's step: each step is looked at once, at its owner.
-                        Some(position) if position > at => {
-                            self.next = (step, position);
-                            continue;
-                        }
-                        _ => {
-                            self.next = (step + 1, 0);
-                            continue;
-                        }
-                    }
-                }
+                Order::Blocks => 0,
             };
             let header = match &record.header {
                 HeaderState::Bad => {
@@ -502,13 +503,33 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// The next slice of this part: its step, and the index of its record. In layer order each step has a slice of
+    /// every record, in block order each record has steps of its own.
+    fn next_slice(&mut self) -> Option<(u32, usize)> {
+        if let Some(agenda) = &self.agenda {
+            self.next = *agenda.front()?;
+            return Some(self.next);
+        }
+        let (step, at) = self.next;
+        self.next = match self.job.request.order {
+            Order::Layers if at < self.records.len() => (step, at),
+            Order::Layers => (step + 1, 0),
+            Order::Blocks => {
+                let of = |at: usize| Some(self.job.plan.steps_of(self.records.get(at)?.index));
+                let steps = of(at)?;
+                if step < steps.end { (step.max(steps.start), at) } else { (of(at + 1)?.start, at + 1) }
+            }
+        };
+        (self.next.0 < self.job.plan.steps()).then_some(self.next)
+    }
+
     fn advance(&mut self) {
         if let Some(agenda) = &mut self.agenda {
             agenda.pop_front();
             return;
         }
         let (step, at) = self.next;
-        self.next = if self.job.request.order == Order::Blocks { (step + 1, 0) } else { (step, at + 1) };
+        self.next = if self.job.request.order == Order::Blocks { (step + 1, at) } else { (step, at + 1) };
     }
 
     /// Finds memory for a slice and queues its extents, the header's first. All memory is taken in one piece, so
@@ -535,15 +556,22 @@ impl<'a> Run<'a> {
             };
             regions.push((memory, 0));
         }
-        let slot = self.free_slot();
+        let (slot, queued) = (self.free_slot(), self.queue.len());
+        (self.queue_record, self.queue_step) = (at, step);
         for extent in plan.extents() {
-            let Some((memory, left)) = regions.get_mut(extent.region as usize) else { continue };
-            let Some(buf) = self.landing(&extent, memory.as_ref()) else { continue };
+            let region = regions.get_mut(extent.region as usize);
+            let landing =
+                region.and_then(|(memory, left)| Some((self.landing(&extent, memory.as_ref())?, left)));
+            let Some((buf, left)) = landing else {
+                self.queue.truncate(queued);
+                self.free.push(slot);
+                self.fail_slice(step, at);
+                return true;
+            };
             *left += 1;
             let name = name_extent(slot, extent.region, extent.len);
             self.queue.push_back((name, extent.file_offset, u64::from(extent.len), buf));
         }
-        (self.queue_record, self.queue_step) = (at, step);
         let regions_left = regions.len() as u32;
         if let Some(slice) = self.slices.get_mut(slot) {
             *slice =
@@ -557,6 +585,15 @@ impl<'a> Run<'a> {
             self.slices.push(None);
             self.slices.len() - 1
         })
+    }
+
+    /// Ends a slice of which a part has no place in memory, before anything of it is read.
+    fn fail_slice(&self, step: u32, at: usize) {
+        let index = self.records.get(at).map(|record| record.index as usize);
+        if let Some(wanted) = index.and_then(|index| self.job.wanted.get(index)) {
+            self.job.fail_run(wanted.run.clone(), &OUTSIDE);
+        }
+        self.job.slice_done(step);
     }
 
     fn landing(&self, extent: &Extent, staging: Option<&Buf>) -> Option<Buf> {
@@ -585,7 +622,12 @@ impl<'a> Run<'a> {
                 let region = crate::io::Region::anonymous(bytes).ok()?;
                 Buf::new(&region, 0, bytes)
             }
-            None => self.log.arena.take(bytes).await,
+            None => {
+                let deadline = self.job.request.deadline.map(|at| self.log.driver.sleep_until(at));
+                let taken = before(pin!(self.log.arena.take(bytes)), deadline).await;
+                self.is_late = taken.is_none();
+                taken.flatten()
+            }
         };
         taken.map(Some)
     }
@@ -731,8 +773,12 @@ impl<'a> Run<'a> {
     ) {
         let Some(Some(slice)) = self.slices.get(slot) else { return };
         let Some(record) = self.records.get(record) else { return };
-        let HeaderState::Good(header) = &record.header else { return };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
+        let HeaderState::Good(header) = &record.header else {
+            // A bad one has failed its run already.
+            let reason = failed.unwrap_or(Reason::Bug("bytes of a record without its header"));
+            return self.job.fail_run(wanted.run.clone(), &reason);
+        };
         let into = &self.job.request.into;
         let verify = if record.doubted { Verify::Always } else { self.job.request.verify };
         let plan = match &slice.plan {
@@ -747,21 +793,31 @@ impl<'a> Run<'a> {
                     (staging, failed),
                     (verify, &mut self.sample),
                 );
-                self.decoded += decoded;
+                self.delivered += Section::of_bytes(decoded * DECODE_COST);
                 return;
             }
         };
+        self.delivered +=
+            Section::of_bytes(plan.regions().get(region as usize).map_or(0, |region| region.bytes));
         for piece in self.job.plan.pieces(plan, region) {
             if let Some(reason) = &failed {
                 self.job.fail(piece.ordinal, reason);
                 continue;
             }
             let len = piece.len as usize;
-            let (source, at) = match staging {
-                Some(buf) => (buf.slice(0, buf.len()), piece.source as usize),
-                None => (into.slice(piece.destination, piece.len), 0),
+            // What cannot be shown cannot be verified: it is not announced.
+            let Some(place) = into.slice(piece.destination, piece.len) else {
+                self.job.fail(piece.ordinal, &OUTSIDE);
+                continue;
             };
-            let Some(source) = source else { continue };
+            let (source, at) = match staging {
+                Some(buf) => (buf, piece.source as usize),
+                None => (&place, 0),
+            };
+            if at.checked_add(len).is_none_or(|end| end > source.len()) {
+                self.job.fail(piece.ordinal, &OUTSIDE);
+                continue;
+            }
             if verify.picks(&mut self.sample) {
                 let found = source.digest(at, len, crc32fast::hash);
                 let expected = header.digest(piece.block, piece.chunk);
@@ -775,10 +831,8 @@ impl<'a> Run<'a> {
             if let Some((digests, digest)) = into.digests().zip(header.digest(piece.block, piece.chunk)) {
                 digests.set(piece.chunk, piece.ordinal, digest);
             }
-            if staging.is_some()
-                && let Some(to) = into.slice(piece.destination, piece.len)
-            {
-                to.copy_from(0, &source, at, len);
+            if staging.is_some() {
+                place.copy_from(0, source, at, len);
             }
         }
     }

@@ -256,7 +256,7 @@ impl Store {
     ) -> Result<Arc<BlockShape>, Error> {
         let shared = &self.0.shared;
         let known = shared.names.get(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
-        Ok(shared.classes.shape(&known, group, coordinate)?)
+        Ok(known.shape(group, coordinate)?)
     }
 
     /// Bytes of a segment file.

@@ -55,6 +55,7 @@ impl Shared {
     pub(crate) fn tables(&self) -> Vec<Table> {
         let index = self.index.memory();
         let (classes, layouts) = self.classes.sizes();
+        let (namespaces, shapes) = self.names.sizes();
         vec![
             table("bytes of the index", index.bytes),
             table("records", index.records),
@@ -63,7 +64,8 @@ impl Shared {
             table("run classes", classes),
             table("layouts of run classes", layouts),
             table("segments noted for their times", self.due.len()),
-            table("namespaces", self.names.len()),
+            table("namespaces", namespaces),
+            table("shapes of namespaces", shapes),
             table("books", self.index.records().ledger().segment_count()),
             table("accounts", self.index.records().ledger().namespaces().len()),
         ]

@@ -24,6 +24,9 @@ use crate::sync::Mutex;
 const PAIR_BYTES: usize = 40;
 const LEASE_BYTES: usize = 160;
 
+/// Blocks that a tenant's leases and pins hold at most, each counted in every lease that holds it: about 220 MiB of memory.
+pub const PINS_MAX: usize = 1 << 22;
+
 /// Names one lease. Never given out twice while the process lives.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct LeaseId(pub u64);
@@ -50,6 +53,8 @@ pub enum LeaseError {
         /// Bytes it would pin with this lease.
         wanted: u64,
     },
+    /// The tenant would hold more than [`PINS_MAX`] blocks.
+    Blocks,
     /// No such lease is in force: it has expired or was unlocked. Match again.
     Expired,
 }
@@ -63,6 +68,7 @@ impl fmt::Display for LeaseError {
                     "{wanted} bytes would be pinned where {limit} are allowed: unlock something or match less"
                 )
             }
+            Self::Blocks => write!(f, "more than {PINS_MAX} blocks would be held: unlock some"),
             Self::Expired => write!(f, "no such lease is in force: match again"),
         }
     }
@@ -116,8 +122,8 @@ struct State {
     by_id: BTreeMap<LeaseId, Lease>,
     /// The same leases where they end by themselves, soonest first.
     ends: BTreeSet<(Nanos, LeaseId)>,
-    /// Bytes pinned by tenant; a tenant without leases is not in it.
-    pinned: BTreeMap<u32, u64>,
+    /// Bytes and blocks pinned by tenant; a tenant without leases is not in it.
+    pinned: BTreeMap<u32, (u64, usize)>,
     /// Caps that hold whatever a lease's terms say.
     caps: BTreeMap<u32, u64>,
     /// Prints in all leases.
@@ -131,9 +137,10 @@ impl State {
             self.ends.remove(&(until, id));
         }
         self.prints -= lease.prints.len();
-        if let Some(pinned) = self.pinned.get_mut(&lease.tenant) {
-            *pinned = pinned.saturating_sub(lease.bytes);
-            if *pinned == 0 {
+        if let Some((bytes, blocks)) = self.pinned.get_mut(&lease.tenant) {
+            *bytes = bytes.saturating_sub(lease.bytes);
+            *blocks = blocks.saturating_sub(lease.prints.len());
+            if *blocks == 0 {
                 self.pinned.remove(&lease.tenant);
             }
         }
@@ -167,17 +174,22 @@ impl Leases {
         bytes: u64,
     ) -> Result<(), LeaseError> {
         let mut state = lock(&self.0);
-        let wanted = state.pinned.get(&terms.tenant).copied().unwrap_or(0).saturating_add(bytes);
+        let (pinned, blocks) = state.pinned.get(&terms.tenant).copied().unwrap_or_default();
+        let (wanted, blocks) = (pinned.saturating_add(bytes), blocks + prints.len());
         let limit = state.caps.get(&terms.tenant).map_or(terms.cap_bytes, |cap| terms.cap_bytes.min(*cap));
         if wanted > limit && !kvarts_layout::planted!("pin-cap-ignored") {
             state.remove(id);
             return Err(LeaseError::Cap { limit, wanted });
         }
+        if blocks > PINS_MAX {
+            state.remove(id);
+            return Err(LeaseError::Blocks);
+        }
         let lease = state.by_id.get_mut(&id).ok_or(LeaseError::Expired)?;
         lease.bytes = bytes;
         lease.prints = prints.into();
         state.prints += prints.len();
-        state.pinned.insert(terms.tenant, wanted);
+        state.pinned.insert(terms.tenant, (wanted, blocks));
         Ok(())
     }
 
@@ -219,7 +231,7 @@ impl Leases {
     }
 
     pub(super) fn pinned_bytes(&self, tenant: u32) -> u64 {
-        lock(&self.0).pinned.get(&tenant).copied().unwrap_or(0)
+        lock(&self.0).pinned.get(&tenant).map_or(0, |(bytes, _)| *bytes)
     }
 
     pub(super) fn len(&self) -> usize {
@@ -234,4 +246,27 @@ impl Leases {
 
 fn in_force(lease: &Lease, now: Nanos) -> bool {
     lease.until.is_none_or(|until| now < until) || kvarts_layout::planted!("lease-never-ends")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tenant_holds_so_many_blocks_at_most_whatever_they_count() {
+        let leases = Leases::default();
+        let terms = LeaseTerms { until: None, tenant: 1, cap_bytes: u64::MAX };
+        let half = vec![BlockFingerprint::default(); PINS_MAX / 2];
+        let lease = |terms: LeaseTerms, prints: &[_]| {
+            let id = leases.begin(terms);
+            leases.complete(id, terms, prints, prints.len() as u64).map(|()| id)
+        };
+        let first = lease(terms, &half).unwrap();
+        lease(terms, &half).unwrap();
+        assert_eq!(lease(terms, &half[..1]), Err(LeaseError::Blocks));
+        assert!(lease(LeaseTerms { tenant: 2, ..terms }, &half).is_ok(), "another tenant's are its own");
+        assert_eq!((leases.len(), leases.pinned_bytes(1)), (3, PINS_MAX as u64));
+        leases.end(first);
+        assert!(lease(terms, &half).is_ok());
+    }
 }

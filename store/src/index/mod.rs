@@ -38,7 +38,7 @@ use std::sync::PoisonError;
 pub use changes::{Deleted, Reservation, Ticket};
 pub use fingerprint::{BlockFingerprint, FingerprintKey};
 pub use gathering::{Gathering, Recovered};
-pub use leases::{LeaseError, LeaseId, LeaseTerms};
+pub use leases::{LeaseError, LeaseId, LeaseTerms, PINS_MAX};
 pub use pinning::Eviction;
 pub use records::{OwnerCursor, RecordCursor, RecordError, RecordId, RecordInfo, Records};
 

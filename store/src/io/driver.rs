@@ -292,6 +292,11 @@ impl Driver {
         count
     }
 
+    /// Completes at this time.
+    pub(crate) fn sleep_until(&self, at: Nanos) -> LocalTask {
+        self.shared.rt.sleep_until(at)
+    }
+
     /// An open file, for somebody who reads it himself: see [`Io::keep_file`].
     pub(crate) fn keep_file(&self, file: FileId) -> Option<KeptFile> {
         self.shared.io.borrow().keep_file(file)

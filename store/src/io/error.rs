@@ -157,6 +157,12 @@ impl IoError {
         Self { kind: IoErrorKind::Passing, op: OpKind::Write, subject, offset: 0, len: bytes as u64, errno }
     }
 
+    /// Not all of the `bytes` bytes of a write have a place in memory: a defect, and nothing was written.
+    pub(crate) fn unplaced(bytes: usize) -> Self {
+        let errno = Errno::FAULT.raw_os_error();
+        Self { kind: IoErrorKind::Other(errno), errno, ..Self::out_of_memory(bytes) }
+    }
+
     /// The open file it is about, if it is about one.
     pub fn file(&self) -> Option<FileId> {
         match self.subject {

@@ -4,6 +4,7 @@
 //! unregistered, because the kernel has its pages pinned until then. A transfer uses a registered place only if
 //! it lies in one piece as a whole.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -32,7 +33,8 @@ struct Entry {
 /// The table of one ring.
 #[derive(Debug)]
 pub(super) struct Registered {
-    entries: Vec<Entry>,
+    /// By the region's id: each transfer looks here, and there may be a region for each local client.
+    entries: BTreeMap<u64, Entry>,
     free: Vec<u16>,
     piece: usize,
 }
@@ -41,12 +43,12 @@ impl Registered {
     /// Makes the table in the kernel, empty.
     pub(super) fn new(ring: &Submitter<'_>) -> std::io::Result<Self> {
         ring.register_buffers_sparse(u32::from(PLACES))?;
-        Ok(Self { entries: Vec::new(), free: (0..PLACES).rev().collect(), piece: PIECE })
+        Ok(Self { entries: BTreeMap::new(), free: (0..PLACES).rev().collect(), piece: PIECE })
     }
 
     /// Registers a region. Registering it twice is one registration.
     pub(super) fn add(&mut self, ring: &Submitter<'_>, region: &Arc<Region>) -> Result<(), String> {
-        if self.entries.iter().any(|entry| entry.region.id() == region.id()) {
+        if self.entries.contains_key(&region.id()) {
             return Ok(());
         }
         if region.is_empty() {
@@ -68,14 +70,13 @@ impl Registered {
             }
         }
         LOCKED.fetch_add(len, Ordering::Relaxed);
-        self.entries.push(entry);
+        self.entries.insert(region.id(), entry);
         Ok(())
     }
 
     /// Takes a region out of the table. Transfers under way end as they began: the kernel holds the pages.
     pub(super) fn remove(&mut self, ring: &Submitter<'_>, region: &Arc<Region>) {
-        if let Some(at) = self.entries.iter().position(|entry| entry.region.id() == region.id()) {
-            let entry = self.entries.swap_remove(at);
+        if let Some(entry) = self.entries.remove(&region.id()) {
             self.release(ring, &entry);
             LOCKED.fetch_sub(entry.region.len() as u64, Ordering::Relaxed);
         }
@@ -93,7 +94,7 @@ impl Registered {
     /// The place that holds all of `buf`, if one does.
     pub(super) fn place(&self, buf: &Buf) -> Option<u16> {
         let last = buf.len().checked_sub(1)?;
-        let entry = self.entries.iter().find(|entry| entry.region.id() == buf.region().id())?;
+        let entry = self.entries.get(&buf.region().id())?;
         let piece = buf.offset() / self.piece;
         if (buf.offset() + last) / self.piece != piece {
             return None;
@@ -118,7 +119,7 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        let bytes = self.entries.iter().map(|entry| entry.region.len() as u64).sum();
+        let bytes = self.entries.values().map(|entry| entry.region.len() as u64).sum();
         LOCKED.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
@@ -181,7 +182,8 @@ mod tests {
     fn a_buffer_across_two_pieces_or_of_another_region_has_no_place() {
         let (region, other) = (Region::anonymous(4 * 4096).unwrap(), Region::anonymous(4096).unwrap());
         let entry = Entry { region: Arc::clone(&region), places: vec![7, 3] };
-        let table = Registered { entries: vec![entry], free: Vec::new(), piece: 2 * 4096 };
+        let entries = BTreeMap::from([(region.id(), entry)]);
+        let table = Registered { entries, free: Vec::new(), piece: 2 * 4096 };
         let place = |offset, len| table.place(&Buf::new(&region, offset, len).unwrap());
         assert_eq!(place(0, 8192), Some(7));
         assert_eq!(place(8192, 8192), Some(3));

@@ -48,6 +48,12 @@ impl Book {
         lock(&self.0).allocated
     }
 
+    /// Bytes of the budget that the file has, and those of its records that were given back.
+    pub fn accounted(&self) -> u64 {
+        let book = lock(&self.0);
+        book.allocated + book.punched
+    }
+
     /// Of its records, `punched` bytes are holes; the file has so many bytes of the budget.
     pub fn set_punched(&self, allocated: u64, punched: u64) {
         let mut book = lock(&self.0);

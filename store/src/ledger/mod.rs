@@ -48,7 +48,7 @@ struct Tables {
     /// By the salt of the tenant.
     pools: BTreeMap<Vec<u8>, Arc<Pool>>,
     /// By the number of a run class.
-    classes: Vec<Option<Arc<Account>>>,
+    classes: BTreeMap<u32, Arc<Account>>,
 }
 
 /// The books of all segments and the accounts of all namespaces. Usable from any thread.
@@ -99,20 +99,18 @@ impl Ledger {
     /// Records of this run class belong to this namespace.
     pub fn assign(&self, class: u32, namespace: NamespaceId) {
         let account = self.account(namespace);
-        let mut tables = self.write();
-        let at = class as usize;
-        if tables.classes.len() <= at {
-            tables.classes.resize(at + 1, None);
-        }
-        if let Some(slot) = tables.classes.get_mut(at) {
-            *slot = Some(account);
-        }
+        self.write().classes.insert(class, account);
+    }
+
+    /// No record is of this run class any more.
+    pub fn forget(&self, class: u32) {
+        self.write().classes.remove(&class);
     }
 
     /// The number of the account that records of this run class belong to; 0 for a class of nobody.
     pub(crate) fn number_of(&self, class: u32) -> u32 {
-        match self.read().classes.get(class as usize) {
-            Some(Some(account)) => account.number(),
+        match self.read().classes.get(&class) {
+            Some(account) => account.number(),
             _ => 0,
         }
     }
@@ -126,7 +124,7 @@ impl Ledger {
         if let Some(book) = tables.books.get(&(shard, segment)) {
             book.moved(before, after);
         }
-        if let Some(Some(account)) = tables.classes.get(class as usize) {
+        if let Some(account) = tables.classes.get(&class) {
             account.moved(before, after);
         }
     }

@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use kvarts_layout::prefix::{Absence, Coverage, Need, Requirement, UNLIMITED};
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, Requirements};
-use kvarts_store::api::{LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest};
+use kvarts_store::api::{
+    ContainsRequest, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, PIN_BYTES,
+};
 use kvarts_store::error::{Error, Kind, Reason};
 
 use super::{Case, Desk, pages};
@@ -114,6 +116,18 @@ fn caps(desk: &Desk<'_>) {
     let second = find(desk, &keys[..1], &pages_only(), terms(each)).unwrap().lease.unwrap();
     assert_ne!(first, second);
     assert!(desk.stage.store().unlock(second));
+    // However small a block is, it counts as a page.
+    let small = (fixture::ODD, Coordinate::Replicated);
+    desk.store(small, &keys, 1, Layout::FullBlock);
+    let (group, coordinate) = small;
+    let hold = |cap_bytes| {
+        let (namespace, lease) = (desk.namespace, terms(cap_bytes));
+        let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease };
+        desk.stage.store().contains(&request).map(|reply| reply.lease.expect("all are here"))
+    };
+    let refused = Reason::PinCap { limit: PIN_BYTES * 4 - 1, wanted: PIN_BYTES * 4 };
+    assert_eq!(hold(PIN_BYTES * 4 - 1).unwrap_err().0, refused);
+    assert!(desk.stage.store().unlock(hold(PIN_BYTES * 4).unwrap()));
     // A lease that ended by itself counts no more.
     if desk.stage.advance(Duration::ZERO) {
         find(desk, &keys, &pages_only(), terms(each * 4)).unwrap().lease.unwrap();

@@ -11,6 +11,7 @@ mod cuts;
 mod devices;
 mod faults;
 mod goldens;
+pub mod growth;
 mod kills;
 mod leaving;
 mod noise;
@@ -156,6 +157,6 @@ pub fn all() -> Vec<Row> {
     rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
     rows.extend(again::rows());
     rows.push(devices::row());
-    rows.push(planted::row());
+    rows.extend([growth::row(), planted::row()]);
     rows
 }

@@ -117,6 +117,12 @@ pub const BUGS: &[Bug] = &[
     bug("lease-never-ends", "R17", "a lease holds past its end"),
     bug("expiry-by-the-wall-clock", "R17", "the wall clock, set back, brings expired blocks back"),
     bug("expired-served", "R17", "blocks are served past their time"),
+    bug("follower-walks-every-step", "R30", "who follows another read walks all its steps for each run"),
+    bug(
+        "footers-read-again",
+        "R30",
+        "a search for what descends from a key reads all footers again and again",
+    ),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
 ];
 

@@ -40,6 +40,17 @@ impl Served {
     }
 
     pub(crate) fn open(&mut self, grpc: SocketAddr) {
+        let config = self.config(grpc, &self.file);
+        self.daemon = Some(self.runtime.block_on(Daemon::start(&config)).unwrap());
+    }
+
+    /// Reads another file, as SIGHUP does.
+    pub(crate) fn reload(&self, file: &str) -> Result<Vec<String>, String> {
+        let config = self.config(self.daemon().grpc().unwrap(), file);
+        self.runtime.block_on(self.daemon().reload(&config))
+    }
+
+    fn config(&self, grpc: SocketAddr, file: &str) -> Config {
         let settings = Settings {
             directories: text(self.scratch.path().display()),
             budget: text("48 MiB"),
@@ -49,9 +60,7 @@ impl Served {
             metrics: text("127.0.0.1:0"),
             ..Settings::default()
         };
-        let file = Some((Path::new("test.toml"), self.file.as_str()));
-        let config = Config::resolve(file, |_| None, &settings).unwrap();
-        self.daemon = Some(self.runtime.block_on(Daemon::start(&config)).unwrap());
+        Config::resolve(Some((Path::new("test.toml"), file)), |_| None, &settings).unwrap()
     }
 
     /// Stops cleanly and starts again in the same directory, at this address.

@@ -21,16 +21,16 @@ use crate::engine::recover::tests::harness::{BLOCK_BYTES, Place, World, key};
 use crate::engine::segment::SegmentState;
 use crate::engine::slice;
 use crate::error::Reason;
-use crate::index::{BlockFingerprint, Deleted, LeaseTerms, Location, Lookup, RecordId};
+use crate::index::{BlockFingerprint, Deleted, Heat, LeaseTerms, Location, Lookup, RecordId, Recovered};
 use crate::io::{Buf, Region};
 use crate::rt::Class;
 
 /// What is raw stays raw.
 pub(in crate::engine) const KEEP: Cold = Cold { after: None, only: false };
 
-/// A place with blocks 0..6 in one record and 10..12 in another.
+/// A place with blocks 0..6 in one record and 10..12 in another, in a segment that is emptied as a whole.
 pub(in crate::engine) fn two_records() -> Place {
-    let place = Place::new();
+    let place = Place { no_holes: true, ..Place::new() };
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
         world.durable("a", 0, 6).await;
@@ -278,8 +278,17 @@ fn a_lease_follows_its_block_and_a_reader_keeps_the_old_segment() {
 
 /// A read of blocks, looked up and sent to its shard, but not begun there.
 fn sent(world: &World, numbers: std::ops::Range<u64>, verify: Verify) -> (ReadStream, ReadPart) {
+    sent_into(world, numbers, verify, |into| into)
+}
+
+fn sent_into(
+    world: &World,
+    numbers: std::ops::Range<u64>,
+    verify: Verify,
+    into: impl Fn(Placed) -> Placed,
+) -> (ReadStream, ReadPart) {
     let (count, namespace) = (numbers.end - numbers.start, world.namespace("a"));
-    let shape = world.shared.classes.shape(&namespace, Group(0), Coordinate::Replicated).unwrap();
+    let shape = namespace.shape(Group(0), Coordinate::Replicated).unwrap();
     let bytes = (count * BLOCK_BYTES) as usize;
     let memory = Buf::new(&Region::anonymous(bytes).unwrap(), 0, bytes).unwrap();
     let request = ReadRequest {
@@ -289,7 +298,7 @@ fn sent(world: &World, numbers: std::ops::Range<u64>, verify: Verify) -> (ReadSt
         keys: numbers.map(key).collect(),
         layers: None,
         order: Order::Layers,
-        into: Placed::blocks(&shape, memory, count as u32).unwrap(),
+        into: into(Placed::blocks(&shape, memory, count as u32).unwrap()),
         verify,
         class: Class::Foreground,
         deadline: None,
@@ -326,6 +335,83 @@ fn a_block_that_moves_after_it_was_looked_up_is_found_where_it_was() {
         assert_eq!((end.usable_blocks, end.failures), (6, Vec::new()));
         let Made::Segment(segment) = world.log.make_room().await else { panic!("nobody is left to read it") };
         assert_eq!(segment.number, from.0);
+    });
+}
+
+/// The first blocks leave and are put anew, before a read comes that was sent to where they were.
+async fn put_anew(world: &World) {
+    let before = record_of(world, 0);
+    let class = world.shared.index.records().get(before).unwrap().class;
+    for number in 0..6 {
+        let at = location(world, number).unwrap();
+        let left = world.shared.index.try_evict(print(world, number), at, world.shared.clock.now());
+        let crate::index::Eviction::Evicted { left } = left else { panic!("{left:?}") };
+        world.shared.free_if_empty(at.record, left);
+    }
+    let written = world.durable("a", 0, 6).await;
+    let info = written.info(0, 6, class, 0).unwrap();
+    // A number that became free comes again, sooner or later.
+    let mut numbers = (0..100).map(|_| world.shared.index.records().insert(info).unwrap());
+    let record = numbers.find(|number| *number == before).expect("it is free");
+    let mut found = world.shared.index.gathering(6);
+    for block in 0..6u16 {
+        let location = Location { record, block };
+        found.push(Recovered { print: print(world, block.into()), location, heat: Heat::default() });
+    }
+    world.shared.index.insert_live(&mut found, &mut Vec::new()).unwrap();
+}
+
+#[test]
+fn a_sound_block_under_the_number_of_a_record_that_left_stays_in_service() {
+    let place = two_records();
+    let (segment, page) = place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        world.at("a", 0).unwrap()
+    });
+    // Whoever is sent there finds no header.
+    place.damage(&place.segment(segment), u64::from(page) * 4096, &[7; 64]);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        let reading = sent(&world, 0..6, Verify::Always);
+        put_anew(&world).await;
+        let end = end_of(&world, reading).await;
+        let missed: Vec<_> = (0..6).map(|number| (number, Reason::NotHere(key(number.into())))).collect();
+        assert_eq!((end.usable_blocks, end.failures), (0, missed));
+        assert_eq!(world.shared.counters.counts().blocks_quarantined, 0);
+        let again = end_of(&world, sent(&world, 0..6, Verify::Always)).await;
+        assert_eq!((again.usable_blocks, again.failures), (6, Vec::new()));
+    });
+}
+
+/// The place is the same, the segment's generation is not, and the record there is not written yet.
+#[test]
+fn a_segment_that_is_written_anew_proves_nothing_of_what_was_in_it() {
+    let place = two_records();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let reading = sent(&world, 0..6, Verify::Always);
+        let (number, _) = world.at("a", 0).unwrap();
+        let segment = Rc::clone(&world.log.segments.borrow()[&number]);
+        segment.begin(world.log.sequence.get());
+        let end = end_of(&world, reading).await;
+        let missed: Vec<_> = (0..6).map(|number| (number, Reason::NotHere(key(number.into())))).collect();
+        assert_eq!((end.usable_blocks, end.failures), (0, missed));
+        assert_eq!(world.shared.counters.counts().blocks_quarantined, 0);
+    });
+}
+
+#[test]
+fn what_has_no_place_in_memory_is_not_announced() {
+    let place = two_records();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        for verify in [Verify::Always, Verify::Never] {
+            let (stream, part) = sent_into(&world, 0..6, verify, Placed::without_memory);
+            let end = end_of(&world, (stream, part)).await;
+            assert!(matches!(&*end.failures, [(0, Reason::Bug(_)), ..]), "{:?}", end.failures);
+            assert_eq!((end.usable_blocks, end.failures.len()), (0, 6));
+        }
+        assert_eq!(world.shared.counters.counts().blocks_quarantined, 0);
     });
 }
 

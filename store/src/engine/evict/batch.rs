@@ -30,6 +30,9 @@ const AT_ONCE: usize = 64;
 const SEGMENTS_MAX: u64 = 4;
 /// A segment is worth a flush when so many parts of it are dead.
 const DEAD_PARTS: u64 = 16;
+/// What a segment is sealed without is given back when it is so large a part of it: it costs the segment its file, which
+/// is not written anew then.
+const REST_PARTS: u64 = 4;
 /// Steps for which a block stays that has lost the blocks before it: they may be on their way.
 const ORPHAN_GRACE: u16 = 8;
 
@@ -71,7 +74,7 @@ impl Log {
     pub(crate) async fn make_room(&self) -> Made {
         // Leases whose time is over hold nothing: whoever chooses sees only whether there is one.
         self.shared.index.expire(self.shared.clock.now());
-        match self.recycle_dead().await {
+        match self.recycle_dead(false).await {
             Made::Nothing => {}
             made => return made,
         }
@@ -79,18 +82,22 @@ impl Log {
             return Made::Nothing;
         }
         let segment_bytes = self.shared.segment_bytes;
-        let wanted = self.shared.shortage().clamp(segment_bytes, SEGMENTS_MAX * segment_bytes);
+        let shortage = self.shared.shortage();
+        let wanted = shortage.clamp(segment_bytes, SEGMENTS_MAX * segment_bytes);
         let mut dead = BTreeSet::new();
         let mut had = 0;
         for segment in self.segments.borrow().values().filter(|segment| is_punchable(self, segment)) {
-            let bytes = segment.book.space().dead.saturating_sub(segment.futile.get());
+            let unused = segment.book.space().dead.saturating_sub(segment.futile.get());
+            let rest = segment.rest(segment_bytes / REST_PARTS, segment_bytes).map_or(0, |(_, len)| len);
+            let bytes = unused + rest;
             if bytes >= segment_bytes / DEAD_PARTS {
                 had += bytes;
                 dead.insert(segment.number);
             }
         }
         let (mut victims, mut footers) = (Victims::new(), Footers::new());
-        if had < wanted {
+        // Where what is unused is enough, nothing goes that is used.
+        if had < shortage.clamp(1, wanted) {
             let policy = self.shared.policy();
             // A policy that gives blocks another round finds fewer than were asked for; each has few rounds.
             for _ in 0..4 {
@@ -110,14 +117,14 @@ impl Log {
     }
 
     /// A sealed segment in which nothing is live, the oldest first, to be written anew. One with holes has next to nothing
-    /// left by then: it is set aside, and goes with others of its kind.
-    async fn recycle_dead(&self) -> Made {
+    /// left by then: it is set aside, and goes with others of its kind. `full`: also one that has much left.
+    pub(super) async fn recycle_dead(&self, full: bool) -> Made {
         let mut sealed: Vec<Rc<Segment>> = self.segments.borrow().values().map(Rc::clone).collect();
         sealed.retain(|one| {
             let dead = one.state.get() == SegmentState::Sealed && self.is_unread(one) && one.book.live() == 0;
             // Its dead pages are given back first: that takes no checkpoint.
-            let full = one.is_holed() && !one.is_unpunchable() && !self.no_holes.get();
-            dead && !(full && one.book.space().dead >= self.shared.segment_bytes / DEAD_PARTS)
+            let punched_first = self.is_hollow(one) && !one.is_unpunchable() && !self.no_holes.get() && !full;
+            dead && !(punched_first && one.book.space().dead >= self.shared.segment_bytes / DEAD_PARTS)
         });
         sealed.sort_by_key(|segment| segment.first_sequence.get());
         for segment in sealed {
@@ -141,7 +148,9 @@ impl Log {
         let buried = hollow > 0
             && !self.graves.borrow().is_empty()
             && recycled.saturating_sub(self.hollow_removed_at.get()) >= RECYCLED_BETWEEN;
-        match hollow >= self.shared.segment_bytes || self.shared.has_too_many_files() || buried {
+        // Where they are all that is missing, nothing need be evicted.
+        let enough = hollow > 0 && hollow >= self.shared.shortage().min(self.shared.segment_bytes);
+        match enough || self.shared.has_too_many_files() || buried {
             true => {
                 self.hollow_removed_at.set(recycled);
                 self.remove_hollow().await
@@ -156,7 +165,7 @@ impl Log {
         segment.is_holed() || segment.book.allocated() < self.shared.segment_bytes
     }
 
-    fn hollow(&self) -> Vec<Rc<Segment>> {
+    pub(super) fn hollow(&self) -> Vec<Rc<Segment>> {
         let segments = self.segments.borrow();
         let free = segments.values().filter(|segment| {
             segment.state.get() == SegmentState::Free && self.is_unread(segment) && self.is_hollow(segment)
@@ -217,7 +226,7 @@ impl Log {
             if let Some(leaving) = victims.get(&segment.number) {
                 self.evict_some((&segment, &footer), leaving, &mut columns, &mut section).await;
             }
-            if segment.book.live() == 0 && !segment.is_holed() {
+            if segment.book.live() == 0 && !self.is_hollow(&segment) {
                 // Recycled as a whole: that needs no flush.
                 made |= before > 0;
                 continue;
@@ -394,10 +403,9 @@ impl Log {
                 }
             }
         }
-        if let Some(gap) = segment.gap.get() {
-            ranges.push(gap);
-        }
-        without(&ranges, &segment.holes.borrow())
+        let mut ranges = without(&ranges, &segment.holes.borrow());
+        ranges.extend(segment.rest(1, self.shared.segment_bytes));
+        ranges
     }
 
     /// Which blocks of a record the index has there, and their class; `None` if there is none.
@@ -425,6 +433,21 @@ impl Log {
         };
         let live = (0u16..).zip(&blocks.blocks).map(is_live).collect();
         (live, class.and_then(|class| self.shared.classes.get(class)))
+    }
+
+    /// Gives back what a segment is sealed without, where that is much: a stop, or a crash, ends a segment early, and the
+    /// next start begins another one. Its seal is durable and nothing else gives anything of it back meanwhile.
+    pub(crate) async fn give_rest_back(&self, segment: &Rc<Segment>, records: &[Entry]) {
+        let segment_bytes = self.shared.segment_bytes;
+        if self.no_holes.get() {
+            return;
+        }
+        if let Some(rest) = segment.rest(segment_bytes / REST_PARTS, segment_bytes) {
+            let footer = Footer { records: records.to_vec() };
+            self.punch(vec![Punched { segment: Rc::clone(segment), footer, ranges: vec![rest] }]).await;
+            // Nothing of its records was given back: recovery has not even taken them in.
+            segment.futile.set(0);
+        }
     }
 
     /// Gives ranges back, durably, and then their bytes to the budget.
@@ -456,6 +479,7 @@ impl Log {
         let mut asked = Vec::with_capacity(some.len());
         for (punched, durable) in some.into_iter().zip(durable) {
             let segment = &punched.segment;
+            segment.tried_rest();
             if !durable {
                 // Never flushed again in hope: its pages count as they did, for as long as it lives.
                 segment.set_unpunchable();

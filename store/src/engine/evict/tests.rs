@@ -6,7 +6,7 @@ use super::batch::Made;
 use super::policy::EvictionPolicy;
 use crate::engine::recover::recover;
 use crate::engine::recover::tests::harness::{Contents, Place, SEGMENT_BYTES, World, key};
-use crate::index::{BlockFingerprint, LeaseTerms, Lookup};
+use crate::index::{BlockFingerprint, LeaseTerms, Location, Lookup, RecordInfo};
 
 /// One layer with parts of so many bytes.
 pub(super) fn shape_of(parts: &[u64]) -> BlockShape {
@@ -246,6 +246,39 @@ fn a_deleted_or_moved_block_is_given_back_without_evicting_any() {
         assert!(gone.iter().all(|print| world.shared.index.lookup(*print) == Lookup::Absent));
         sums(&world);
     });
+}
+
+/// Each block of a record expires at a time of its own: the index has a number for each.
+fn part_records(world: &World) {
+    let index = &world.shared.index;
+    for number in 0..world.contents().len() as u64 {
+        let Lookup::Live(at) = index.lookup(print(world, number)) else { panic!("{number}") };
+        let info = index.records().get(at.record).unwrap();
+        let later = world.shared.expiry_step(world.shared.clock.unix_millis() + 1_000_000);
+        let expires = later + u32::try_from(number % 5).unwrap();
+        let own = index.records().insert(RecordInfo { expires, live: 0, ..info }).unwrap();
+        let new = Location { record: own, ..at };
+        let left = index.replace_location(print(world, number), at, new).unwrap().unwrap();
+        world.shared.free_if_empty(at.record, left);
+    }
+}
+
+#[test]
+fn blocks_of_one_record_that_expire_at_different_times_go_in_one_round() {
+    let evicted = [false, true].map(|parted| {
+        filled().run(move |world| async move {
+            recover(&world.log).await.unwrap();
+            world.shared.set_policy(EvictionPolicy::Lru);
+            let before = world.contents().len();
+            if parted {
+                part_records(&world);
+            }
+            (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
+            assert!(matches!(world.log.make_room().await, Made::Room));
+            before - world.contents().len()
+        })
+    });
+    assert!(evicted[0] >= 15 && evicted[1] >= evicted[0] - 5, "{evicted:?}");
 }
 
 #[test]

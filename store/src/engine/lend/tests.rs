@@ -121,7 +121,7 @@ fn what_was_lent_is_neither_written_anew_nor_given_back_until_it_is_returned() {
 
 #[test]
 fn pages_of_what_was_lent_are_not_punched_until_it_is_returned() {
-    let place = two_records();
+    let place = Place { no_holes: false, ..two_records() };
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
         let (number, _) = world.at("a", 0).unwrap();

@@ -40,8 +40,8 @@ use crate::engine::segment::{Segment, SegmentState, fault};
 use crate::engine::shared::Shared;
 use crate::error::{Error, Reason};
 use crate::index::Reservation;
-use crate::io::IoError;
 use crate::io::policy::{Action, Stage, decide};
+use crate::io::{Buf, IoError};
 use crate::ledger::Promise;
 use crate::rt::mailbox::{Reply, ticket};
 use crate::rt::{Class, LocalTask, Nanos};
@@ -157,6 +157,8 @@ struct Place {
     layout: Arc<RunLayout>,
     /// Where its payload begins in the segment.
     at: u64,
+    /// Bytes of its header, and of what is defined before it.
+    header_bytes: usize,
 }
 
 /// Does the put on its shard's executor. `deadline` completes when the caller stops caring.
@@ -271,7 +273,8 @@ fn lay_out(log: &Log, part: &LayersPart, segment: &Segment) -> Result<Option<Vec
         let sheet = log.sheet(segment, &draft, at, at == start)?;
         let layout = part.job.class.layout_of(run.len() as u32)?;
         footer_bytes += sheet.footer_bytes;
-        places.push(Place { run: run.clone(), layout, at: at + sheet.headers.len() as u64 });
+        let header_bytes = sheet.headers.len();
+        places.push(Place { run: run.clone(), layout, at: at + header_bytes as u64, header_bytes });
         at += sheet.len;
     }
     Ok(log.fits(segment, at - start, footer_bytes).then_some(places))
@@ -363,10 +366,16 @@ async fn seal(
     let _write = log.writes.begin();
     // While somebody looks for the next segment, the one before it is not settled.
     log.changed.until(|| (!log.rolling.replace(true)).then_some(())).await;
-    let headers = place_headers(log, part, segment, places);
+    // Memory before places: what has one and waits for the other would hold back everything behind it.
+    let staging = log.stage(places.iter().map(|place| place.header_bytes).sum()).await;
+    let no_memory = |_| Reason::Busy("there is no memory to write from");
+    let placed = staging
+        .map_err(no_memory)
+        .and_then(|staging| Ok((place_headers(log, part, segment, places)?, staging)));
     log.rolling.set(false);
     log.changed.wake_all();
-    let records = write_headers(log, segment, headers?).await?;
+    let (headers, staging) = placed?;
+    let records = write_headers(log, segment, headers, &staging).await?;
     if durable && let Some((last, _)) = records.last() {
         log.make_durable(last).await?;
     }
@@ -408,7 +417,8 @@ fn place_headers(
     let mut drafts = Vec::new();
     for place in places {
         let of = place.run.start as usize * chunks..place.run.end as usize * chunks;
-        drafts.push(draft(&part.job, &place.run, digests.get(of).unwrap_or_default())?);
+        let digests = digests.get(of).ok_or(Reason::Bug("a chunk outside the memory of its put"))?;
+        drafts.push(draft(&part.job, &place.run, digests)?);
     }
     segment.first_sequence.set(log.sequence.get());
     log.append_to(segment);
@@ -440,20 +450,18 @@ async fn write_headers(
     log: &Rc<Log>,
     segment: &Rc<Segment>,
     headers: Headers,
+    staging: &Buf,
 ) -> Result<Vec<(Written, u32)>, Reason> {
     let Headers { images, mut outcome } = headers;
-    let mut writes = Vec::new();
-    for (image, _) in &images {
-        if outcome.is_err() {
-            break;
-        }
-        match log.stage(image.headers.len()).await {
-            Ok(staging) => {
-                staging.copy_in(0, &image.headers);
-                writes.push(log.driver.write(Class::Put, segment.file, image.offset, staging, false));
-            }
-            Err(error) => outcome = Err(failed(log, segment, &error)),
-        }
+    let (mut writes, mut used) = (Vec::new(), 0);
+    for (image, _) in images.iter().filter(|_| outcome.is_ok()) {
+        let Some(part) = staging.slice(used, image.headers.len()) else { break };
+        part.copy_in(0, &image.headers);
+        used += image.headers.len();
+        writes.push(log.driver.write(Class::Put, segment.file, image.offset, part, false));
+    }
+    if outcome.is_ok() && writes.len() < images.len() {
+        outcome = Err(Reason::Bug("a header that is longer than it was laid out"));
     }
     for write in writes {
         if let Err(error) = write.await {

@@ -151,7 +151,7 @@ async fn append(
     let draft = Draft {
         namespace: Some(&job.class.namespace),
         body: Body::Blocks(blocks),
-        digests: digests.get(own).unwrap_or_default(),
+        digests: digests.get(own).ok_or(Reason::Bug("a piece of a run without digests"))?,
         payload: Some(Payload::Placed { layout, from: &job.request.from, ordinal: piece.start }),
     };
     let written = log.append(Class::Put, &draft).await?;

@@ -14,14 +14,23 @@ use kvarts_layout::{BlockKey, NamespaceId};
 /// Which groups and coordinates of a key a tombstone is for; `None` for all.
 type Scope = (Option<u32>, Option<u64>);
 
+/// What was deleted of one namespace: keys, for which groups and coordinates, and below which sequence.
+type Keys = BTreeMap<(BlockKey, Scope), u64>;
+
 /// Deletes that recovery must not forget.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Graves {
-    blocks: BTreeMap<(NamespaceId, BlockKey), Vec<(Scope, u64)>>,
+    blocks: BTreeMap<NamespaceId, Keys>,
     namespaces: BTreeMap<NamespaceId, u64>,
     /// Tombstones in `blocks`.
     tombstones: usize,
     version: u64,
+}
+
+/// The graves of one key.
+fn of_key(keys: &Keys, key: BlockKey) -> impl Iterator<Item = (&Scope, &u64)> {
+    let all = (key, (None, None))..=(key, (Some(u32::MAX), Some(u64::MAX)));
+    keys.range(all).map(|((_, scope), below)| (scope, below))
 }
 
 impl Graves {
@@ -29,14 +38,11 @@ impl Graves {
     pub(crate) fn bury(&mut self, namespace: NamespaceId, tombstone: &Tombstone) {
         self.version += 1;
         let scope = (tombstone.group, tombstone.coordinate);
-        let graves = self.blocks.entry((namespace, BlockKey(tombstone.key))).or_default();
-        match graves.iter_mut().find(|(known, _)| *known == scope) {
-            Some((_, below)) => *below = tombstone.below.max(*below),
-            None => {
-                graves.push((scope, tombstone.below));
-                self.tombstones += 1;
-            }
-        }
+        let keys = self.blocks.entry(namespace).or_default();
+        let known = keys.len();
+        let below = keys.entry((BlockKey(tombstone.key), scope)).or_default();
+        *below = tombstone.below.max(*below);
+        self.tombstones += keys.len() - known;
     }
 
     /// Notes that records of a namespace with a sequence below `below` are dead.
@@ -59,11 +65,11 @@ impl Graves {
 
     /// Forgets what no record on disk is old enough for: none has a sequence below `floor`.
     pub(crate) fn prune(&mut self, floor: u64) {
-        self.blocks.retain(|_, graves| {
-            let before = graves.len();
-            graves.retain(|(_, below)| *below > floor);
-            self.tombstones -= before - graves.len();
-            !graves.is_empty()
+        self.blocks.retain(|_, keys| {
+            let before = keys.len();
+            keys.retain(|_, below| *below > floor);
+            self.tombstones -= before - keys.len();
+            !keys.is_empty()
         });
         self.namespaces.retain(|_, below| *below > floor);
     }
@@ -79,13 +85,16 @@ impl Graves {
 
     /// Namespaces whose delete a crash stopped between two shards, by the marks of this one.
     pub(crate) fn half_deleted(&self) -> Vec<NamespaceId> {
-        let is_half = |graves: &Vec<(Scope, u64)>| {
-            Mark::is_half(|mark| {
-                graves.iter().find(|(scope, _)| *scope == mark.scope()).map(|(_, below)| *below)
-            })
+        let is_half = |keys: &Keys| {
+            let reach = |mark: Mark| keys.get(&(BlockKey(MARK_KEY), mark.scope())).copied();
+            Mark::is_half(reach)
         };
-        let marks = self.blocks.iter().filter(|((_, key), graves)| key.0 == MARK_KEY && is_half(graves));
-        marks.map(|((namespace, _), _)| *namespace).collect()
+        self.blocks.iter().filter(|(_, keys)| is_half(keys)).map(|(namespace, _)| *namespace).collect()
+    }
+
+    /// How many tombstones there are of each namespace that has some.
+    pub(crate) fn by_namespace(&self) -> impl Iterator<Item = (NamespaceId, usize)> {
+        self.blocks.iter().map(|(namespace, keys)| (*namespace, keys.len()))
     }
 
     /// How many there are.
@@ -115,8 +124,8 @@ impl Graves {
         (group, coordinate): (u32, u64),
         sequence: u64,
     ) -> bool {
-        let Some(graves) = self.blocks.get(&(namespace, key)) else { return false };
-        graves.iter().any(|((for_group, for_coordinate), below)| {
+        let Some(keys) = self.blocks.get(&namespace) else { return false };
+        of_key(keys, key).any(|((for_group, for_coordinate), below)| {
             sequence < *below
                 && for_group.is_none_or(|one| one == group)
                 && for_coordinate.is_none_or(|one| one == coordinate)
@@ -128,13 +137,9 @@ impl Graves {
     pub(crate) fn listed(&self) -> (Vec<Defined>, Vec<Tombstone>, Vec<Epoch>) {
         let mut names = Vec::<Defined>::new();
         let mut tombstones = Vec::new();
-        for ((namespace, key), graves) in &self.blocks {
-            // Keys are sorted by namespace first, so each begins a new short id once.
-            if names.last().is_none_or(|last| last.id != namespace.0) {
-                names.push(Defined { local: names.len() as u32, id: namespace.0 });
-            }
-            let local = names.len() as u32 - 1;
-            for &((group, coordinate), below) in graves {
+        for (local, (namespace, keys)) in (0u32..).zip(&self.blocks) {
+            names.push(Defined { local, id: namespace.0 });
+            for (&(key, (group, coordinate)), &below) in keys {
                 tombstones.push(Tombstone { below, coordinate, namespace: local, group, key: key.0 });
             }
         }

@@ -10,7 +10,7 @@ use kvarts_layout::codec::{CodecError, StoredPlaces};
 use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::ENCODING_RAW;
 
-use super::{Plan, Run, Slice, damaged, name_extent};
+use super::{OUTSIDE, Plan, Run, Slice, damaged, name_extent};
 use crate::api::Verify;
 use crate::engine::headers::Header;
 use crate::engine::log::Log;
@@ -135,16 +135,19 @@ impl Run<'_> {
             return true;
         };
         let Some(staging) = self.stage(packed.staged_bytes()).await else { return false };
-        let slot = self.free_slot();
+        let (slot, queued) = (self.free_slot(), self.queue.len());
         let (mut used, mut regions) = (0, Vec::with_capacity(packed.regions.len()));
         for (index, region) in (0u32..).zip(&packed.regions) {
             let memory = staging.as_ref().and_then(|staging| staging.slice(used, region.bytes as usize));
             used += region.bytes as usize;
             let mut left = 0;
             for (from, len) in Packed::extents(region) {
-                let Some(buf) = memory.as_ref().and_then(|memory| memory.slice(from as usize, len as usize))
-                else {
-                    continue;
+                let buf = memory.as_ref().and_then(|memory| memory.slice(from as usize, len as usize));
+                let Some(buf) = buf else {
+                    self.queue.truncate(queued);
+                    self.free.push(slot);
+                    self.fail_slice(step, at);
+                    return true;
                 };
                 left += 1;
                 let name = name_extent(slot, index, len as u32);
@@ -171,7 +174,13 @@ pub(super) fn unpack(
     (staging, failed): (Option<&Buf>, Option<Reason>),
     (verify, sample): (Verify, &mut u64),
 ) -> u64 {
-    let (Some(stored), Some(staging)) = (header.stored(), staging) else { return 0 };
+    let (Some(stored), Some(staging)) = (header.stored(), staging) else {
+        job.fail_run(
+            wanted.run.clone(),
+            &failed.unwrap_or(Reason::Bug("an encoded record without its lengths")),
+        );
+        return 0;
+    };
     let mut decoded = 0;
     for piece in packed.pieces(region) {
         let ordinal = wanted.run.start + (piece.block - u32::from(wanted.location.block));
@@ -179,7 +188,10 @@ pub(super) fn unpack(
             job.fail(ordinal, reason);
             continue;
         }
-        let Some(to) = job.request.into.chunk(piece.part, ordinal, piece.len) else { continue };
+        let Some(to) = job.request.into.chunk(piece.part, ordinal, piece.len) else {
+            job.fail(ordinal, &OUTSIDE);
+            continue;
+        };
         let expected = header.digest(piece.block, piece.part);
         let checked = verify.picks(sample) && !kvarts_layout::planted!("decoded-digest-not-compared");
         let source = (staging, piece.source as usize, piece.stored as usize);

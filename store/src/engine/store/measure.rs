@@ -18,6 +18,7 @@ use crate::engine::put::shard_of;
 use crate::engine::read;
 use crate::engine::steps::WorkDone;
 use crate::engine::tables::Table;
+use crate::engine::work::Done;
 use crate::error::{Error, Reason};
 use crate::index::{BlockFingerprint, Heat, Location, RecordInfo, Recovered};
 use crate::io::Buf;
@@ -88,6 +89,11 @@ impl Store {
     /// The shard that a record goes to which begins with this key.
     pub fn shard_of(&self, first: &BlockKey) -> u32 {
         shard_of(first, self.0.router.shards())
+    }
+
+    /// The work that the store has done.
+    pub fn work(&self) -> Done {
+        self.0.shared.counted.done()
     }
 
     /// How large each table is that the store keeps in memory, all shards and executors together.

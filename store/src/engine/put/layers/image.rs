@@ -68,14 +68,7 @@ impl<'a> Image<'a> {
         staging.copy_in(0, &self.carry);
         for piece in &pieces {
             let to = (piece.payload_offset - self.done) as usize;
-            match piece.source {
-                WriteSource::Memory(address) => self.from.copy_to(address, piece.len, &staging, to),
-                WriteSource::Zeros => {
-                    if let Some(gap) = staging.slice(to, piece.len as usize) {
-                        gap.fill(0);
-                    }
-                }
-            }
+            self.from.fill(piece, &staging, to).ok_or_else(|| IoError::unplaced(bytes))?;
         }
         let whole = bytes - bytes % PAGE_BYTES as usize;
         self.carry.resize(bytes - whole, 0);

@@ -214,7 +214,7 @@ fn a_copy_of_a_segment_under_another_number_counts_nowhere() {
 #[test]
 fn a_header_whose_last_write_was_lost_does_not_hide_the_records_behind_it() {
     // Room for the checkpoint beside three segments.
-    let place = Place { budget: 3 * SEGMENT_BYTES + (64 << 10), ..Place::new() };
+    let place = Place { budget: 3 * SEGMENT_BYTES + (64 << 10), no_holes: true, ..Place::new() };
     // Generation 1 of segment 0, kept.
     let old = place.run(|world| async move {
         recover(&world.log).await.unwrap();

@@ -38,6 +38,8 @@ pub(in crate::engine) struct Place {
     pub(in crate::engine) clock: Arc<ManualClock>,
     pub(in crate::engine) store: StoreId,
     pub(in crate::engine) budget: u64,
+    /// Whether the file system is known to make no holes.
+    pub(in crate::engine) no_holes: bool,
 }
 
 /// A log over it, with the index that it fills.
@@ -57,7 +59,7 @@ impl Place {
         let scratch = Scratch::new();
         // As making a store does before anything else.
         std::fs::create_dir(scratch.path().join("shard-0000")).unwrap();
-        Self { scratch, clock: ManualClock::new(CREATED_MS), store, budget: 64 << 20 }
+        Self { scratch, clock: ManualClock::new(CREATED_MS), store, budget: 64 << 20, no_holes: false }
     }
 
     /// Runs `body` over a fresh log and index; what it leaves on disk is what a crash leaves.
@@ -88,6 +90,7 @@ impl Place {
         let arena = Arena::new(Region::anonymous(1 << 20).unwrap());
         let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
         let log = Rc::new(Log::new((0, DirId(0)), Arc::clone(&shared), (driver, arena), spawn));
+        log.no_holes.set(self.no_holes);
         let out = Rc::new(RefCell::new(None));
         let kept = Rc::clone(&out);
         let task = body(World { log, shared });

@@ -1,0 +1,288 @@
+//! How work grows with what is asked: the same request in a small form and in one eight times as large costs eight times
+//! as many steps, not sixty-four, and never so many in one go that others wait for it. Steps are counted, not timed, so
+//! the answer follows from the seed.
+
+use kvarts_layout::prefix::{Absence, Need, Requirement, UNLIMITED};
+use kvarts_layout::{Coordinate, Group, Requirements};
+use kvarts_store::api::{
+    BlockOutcome, DeleteRequest, Durability, MatchRequest, Order, Parent, PutRequest, ReadEnd, ReadEvent,
+    ReadRequest, Target,
+};
+use kvarts_store::engine::{Done, Limits, Options};
+
+use super::pool::{States, until};
+use super::{Row, Tally};
+use crate::conformance::Desk;
+use crate::fixture;
+use crate::sim::log::Mixer;
+use crate::sim::{DiskConfig, Seed, SimWorld, WorldConfig};
+use crate::stage::{SimStage, Stage};
+
+/// How many times as large the large form is.
+const TIMES: u64 = 8;
+/// Steps that one task may take before others have their turn.
+const SECTION_MAX: u64 = 512;
+/// What a request costs that does nothing: a cost that hardly grows is none that grows too fast.
+const BESIDE: u64 = 200;
+
+/// Steps of one kind.
+pub type Kind = fn(&Done) -> u64;
+
+/// What a request has cost.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Cost {
+    /// Steps in all.
+    pub steps: u64,
+    /// The most steps of one task at a time.
+    pub longest: u64,
+}
+
+/// A request whose cost is looked at.
+#[derive(Debug)]
+pub struct Scene {
+    /// What it is.
+    pub what: &'static str,
+    /// The cost of one of this size, in a new world.
+    pub cost: fn(Seed, u64) -> Result<Cost, String>,
+}
+
+/// All requests.
+pub const SCENES: &[Scene] = &[
+    Scene { what: "a read in layer order", cost: |seed, size| reads(seed, size, Order::Layers, 1) },
+    Scene { what: "a read in block order", cost: |seed, size| reads(seed, size, Order::Blocks, 1) },
+    Scene { what: "two equal reads in layer order", cost: |seed, size| reads(seed, size, Order::Layers, 2) },
+    Scene { what: "two equal reads in block order", cost: |seed, size| reads(seed, size, Order::Blocks, 2) },
+    Scene { what: "a match", cost: matches },
+    Scene { what: "a delete of a prefix", cost: delete_prefix },
+    Scene { what: "the footers that a delete of a prefix reads", cost: footers_of_delete_prefix },
+];
+
+impl Scene {
+    /// Compares the cost of two sizes.
+    pub fn compare(&self, seed: Seed, small: u64, large: u64) -> Result<(), String> {
+        let (few, many) = ((self.cost)(seed, small)?, (self.cost)(seed, large)?);
+        let times = large.div_ceil(small);
+        let most = few.steps * times + few.steps * times / 4 + BESIDE;
+        if many.steps > most {
+            let (few, many) = (few.steps, many.steps);
+            return Err(format!("{}: {few} steps of {small} blocks, {many} of {large}", self.what));
+        }
+        if many.longest > SECTION_MAX {
+            let longest = many.longest;
+            return Err(format!("{}: {longest} steps of {large} blocks in one go", self.what));
+        }
+        Ok(())
+    }
+}
+
+/// What is counted while a request runs.
+pub struct Meter<'a> {
+    stage: &'a SimStage,
+    kind: Kind,
+    begun: u64,
+    last: u64,
+    longest: u64,
+}
+
+impl std::fmt::Debug for Meter<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Meter({} steps)", self.last - self.begun)
+    }
+}
+
+impl<'a> Meter<'a> {
+    /// Counts from here on.
+    pub fn new(stage: &'a SimStage, kind: Kind) -> Self {
+        let begun = kind(&stage.engine().work());
+        Self { stage, kind, begun, last: begun, longest: 0 }
+    }
+
+    /// Lets the world go on until `done`; looks at what each of its steps has cost.
+    pub fn until(&mut self, steps_max: u64, mut done: impl FnMut() -> bool) -> Result<(), String> {
+        let ran = self.stage.world().run_until(steps_max, || {
+            let now = (self.kind)(&self.stage.engine().work());
+            self.longest = self.longest.max(now - self.last);
+            self.last = now;
+            done()
+        });
+        ran.map_err(|hang| hang.to_string())
+    }
+
+    /// The cost up to now.
+    pub fn cost(&self) -> Cost {
+        let now = (self.kind)(&self.stage.engine().work());
+        Cost { steps: now - self.begun, longest: self.longest.max(now - self.last) }
+    }
+}
+
+/// The column of small blocks.
+pub const SMALL: (Group, Coordinate) = (fixture::ODD, Coordinate::Replicated);
+
+/// A store whose records have one small block each.
+pub fn store_of_small_records(seed: Seed, shards: u32, bytes: u64) -> Result<SimStage, String> {
+    let disk = DiskConfig { capacity: bytes * 2 + (64 << 20), ..DiskConfig::default() };
+    let world = SimWorld::new(seed.0, &WorldConfig { disk, ..WorldConfig::default() });
+    let (group, coordinate) = SMALL;
+    let options = Options {
+        shards_per_directory: shards,
+        segment_bytes: 256 << 10,
+        budget_bytes: bytes * 2 + (32 << 20),
+        record_bytes_max: fixture::shape(group, coordinate).block_bytes(),
+        executors: 1,
+        limits: Limits { arena_bytes: 4 << 20, ..Limits::default() },
+        ..Options::default()
+    };
+    SimStage::open(&world, &options).map_err(|error| error.to_string())
+}
+
+/// Puts so many blocks of one chain, each a record of its own.
+pub fn fill(desk: &Desk<'_>, blocks: u64) {
+    let keys = desk.keys(0..blocks);
+    for (at, some) in keys.chunks(256).enumerate() {
+        let before = (at * 256).checked_sub(1).map(|before| keys[before]);
+        let parent = before.map_or(Parent::Root, Parent::Key);
+        let request = desk.request(SMALL, some, 1);
+        let request = PutRequest { durability: Durability::Relaxed, parent, first_block: None, ..request };
+        let stored = desk.outcomes(request).iter().all(|one| *one == BlockOutcome::Stored);
+        assert!(stored, "a store with room refuses a block");
+    }
+}
+
+/// Bytes that so many records of one small block take.
+pub const fn bytes_of(blocks: u64) -> u64 {
+    blocks * (8 << 10)
+}
+
+/// So many equal reads of all blocks at once.
+fn reads(seed: Seed, blocks: u64, order: Order, equal: usize) -> Result<Cost, String> {
+    let stage = store_of_small_records(seed, 2, bytes_of(blocks))?;
+    let desk = Desk::new(&stage, "growth");
+    fill(&desk, blocks);
+    let keys = desk.keys(0..blocks);
+    let shared = stage.engine().stats().counts.bytes_shared;
+    let mut meter = Meter::new(&stage, |done| done.read_steps);
+    let ask = || ReadRequest { order, ..desk.read_request(SMALL, &keys) };
+    let requests: Vec<_> = (0..equal).map(|_| ask()).collect();
+    let streams = requests.iter().map(|request| stage.store().read(request.clone()));
+    let streams = streams.collect::<Result<Vec<_>, _>>().map_err(|error| error.to_string())?;
+    let mut ends: Vec<Option<ReadEnd>> = vec![None; equal];
+    meter.until(blocks * 2000 + 100_000, || {
+        for (stream, end) in streams.iter().zip(&mut ends) {
+            while let Some(event) = stream.try_next() {
+                if let ReadEvent::End(ended) = event {
+                    *end = Some(ended);
+                }
+            }
+        }
+        ends.iter().all(Option::is_some)
+    })?;
+    let cost = meter.cost();
+    if let Some(end) = ends.iter().flatten().find(|end| !end.failures.is_empty()) {
+        return Err(format!("a read of what is here: {:?}", end.failures.first()));
+    }
+    for request in &requests {
+        desk.expect_bytes(request, &[0, blocks as u32 / 2, blocks as u32 - 1], 1);
+    }
+    let shared = stage.engine().stats().counts.bytes_shared - shared;
+    if equal > 1 && shared == 0 {
+        return Err("equal reads that share nothing".to_owned());
+    }
+    Ok(cost)
+}
+
+/// A match of all blocks in five columns, of which one reaches a part of the way. Each block is looked at once in each.
+fn matches(seed: Seed, blocks: u64) -> Result<Cost, String> {
+    let stage = store_of_small_records(seed, 2, bytes_of(blocks) * 2)?;
+    let desk = Desk::new(&stage, "growth");
+    fill(&desk, blocks);
+    let keys = desk.keys(0..blocks);
+    let state = (fixture::STATE, Coordinate::Replicated);
+    desk.outcomes(desk.request(state, &keys[..keys.len() / 2], 1));
+    let heads = |start, count| Coordinate::heads(start, count, 2).ok_or("heads of two");
+    let need = |group, coordinates, need, tokens| Requirement {
+        group,
+        coordinates,
+        need,
+        absence: Absence::Recompute { tokens },
+    };
+    let groups = vec![
+        need(fixture::PAGES, vec![heads(0, 1)?, heads(1, 1)?, heads(0, 2)?], Need::All, 1),
+        need(fixture::ODD, vec![Coordinate::Replicated], Need::Last { tokens: 64 }, 1),
+        need(fixture::STATE, vec![Coordinate::Replicated], Need::At, 1),
+    ];
+    let requirements = Requirements::new(fixture::BLOCK_TOKENS, groups).map_err(|error| error.to_string())?;
+    let (namespace, requirements) = (desk.namespace, &requirements);
+    let request =
+        MatchRequest { namespace, keys: &keys, requirements, recompute_tokens_max: UNLIMITED, lease: None };
+    let meter = Meter::new(&stage, |done| done.match_steps);
+    stage.store().match_prefix(&request).map_err(|error| error.to_string())?;
+    let steps = meter.cost().steps;
+    match steps <= blocks * 5 {
+        // It runs on its caller's thread, in one go.
+        true => Ok(Cost { steps, longest: 0 }),
+        false => Err(format!("{steps} steps for {blocks} blocks in five columns")),
+    }
+}
+
+/// The delete of a chain of records that lie in eight shards. What a shard lists is few steps for each of its blocks.
+fn delete_prefix(seed: Seed, blocks: u64) -> Result<Cost, String> {
+    Ok(delete_chain(seed, blocks, |done| done.search_steps)?.0)
+}
+
+/// The same; what is counted is a segment's footer that is read. Each is read once.
+fn footers_of_delete_prefix(seed: Seed, blocks: u64) -> Result<Cost, String> {
+    let (cost, segments) = delete_chain(seed, blocks, |done| done.footers_read)?;
+    if cost.steps > segments {
+        return Err(format!("{} footers of {segments} segments were read", cost.steps));
+    }
+    Ok(cost)
+}
+
+/// What the delete of a chain costs, and how many segments there are.
+fn delete_chain(seed: Seed, blocks: u64, kind: Kind) -> Result<(Cost, u64), String> {
+    let stage = store_of_small_records(seed, 8, bytes_of(blocks))?;
+    let desk = Desk::new(&stage, "growth");
+    fill(&desk, blocks);
+    stage.rest();
+    let segments = stage.engine().segments().len() as u64;
+    let target = Target::Prefix(desk.keys(0..1)[0]);
+    let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+    let mut meter = Meter::new(&stage, kind);
+    let (mut ticket, mut answer) = (stage.store().delete(request), None);
+    meter.until(blocks * 2000 + 100_000, || {
+        answer = ticket.try_take();
+        answer.is_some()
+    })?;
+    let answer = answer.ok_or("no answer")?.map_err(|_| "a delete without an answer")?;
+    match answer.map_err(|error| error.to_string())?.blocks {
+        deleted if deleted == blocks => Ok((meter.cost(), segments)),
+        deleted => Err(format!("of a chain of {blocks} blocks {deleted} were deleted")),
+    }
+}
+
+fn one(seed: Seed, states: &States) -> Result<(), String> {
+    let mut rng = seed.child("growth").rng();
+    let scene = &SCENES[seed.0 as usize % SCENES.len()];
+    let small = rng.between(20, 80);
+    scene.compare(seed, small, small * TIMES)?;
+    let mut digest = Mixer::new(0);
+    digest.text(scene.what);
+    digest.word(small);
+    digest.word(seed.0);
+    states.reach(digest.value());
+    Ok(())
+}
+
+/// Row R30.
+pub(super) fn row() -> Row {
+    fn run(ask: &super::Ask, target: u64) -> Tally {
+        until(ask, target, one)
+    }
+    Row {
+        id: "R30",
+        what: "requests of two sizes, whose work must grow as they do",
+        counts: "requests of two sizes",
+        targets: [24, 400, 4000],
+        run,
+    }
+}

@@ -1,0 +1,41 @@
+//! What a request costs grows with what is asked, not with its square, and no task keeps others waiting: with as many
+//! blocks as a request may have of a long session. Steps are counted; the small form of the same is row R30.
+
+use kvarts_tests::rows::growth::SCENES;
+use kvarts_tests::sim::Seed;
+
+fn compare(what: &str, small: u64, large: u64) {
+    let scene = SCENES.iter().find(|scene| scene.what == what).expect("there is such a scene");
+    scene.compare(Seed(1), small, large).unwrap();
+}
+
+#[test]
+fn a_read_in_layer_order_costs_steps_as_it_has_records() {
+    compare("a read in layer order", 2_048, 16_384);
+}
+
+#[test]
+fn a_read_in_block_order_costs_steps_as_it_has_records() {
+    compare("a read in block order", 2_048, 16_384);
+}
+
+#[test]
+fn two_equal_reads_in_layer_order_cost_steps_as_they_have_records() {
+    compare("two equal reads in layer order", 2_048, 16_384);
+}
+
+#[test]
+fn two_equal_reads_in_block_order_cost_steps_as_they_have_records() {
+    compare("two equal reads in block order", 2_048, 16_384);
+}
+
+#[test]
+fn a_chain_of_single_blocks_in_all_shards_is_deleted_by_one_look_at_each_footer() {
+    compare("a delete of a prefix", 500, 2_000);
+    compare("the footers that a delete of a prefix reads", 500, 2_000);
+}
+
+#[test]
+fn a_match_looks_at_each_block_once_in_each_column() {
+    compare("a match", 512, 4_096);
+}
