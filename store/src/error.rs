@@ -194,7 +194,7 @@ impl fmt::Display for Reason {
             Self::LeaseEnded => f.write_str("no such lease is in force: look the blocks up again"),
             Self::EventGap => f.write_str("events are missing: begin a new snapshot"),
             Self::Passing(what) => write!(f, "not now, and not for the disk's sake: {what}: ask again"),
-            Self::NoSpace => f.write_str("the budget or the disk is full"),
+            Self::NoSpace => f.write_str("the budget, the disk or the memory of the index is full"),
             Self::PinCap { limit, wanted } => {
                 write!(f, "{wanted} bytes would be pinned, {limit} are allowed: release leases first")
             }

@@ -176,6 +176,7 @@ pub fn small_options(executors: usize) -> Options {
         record_bytes_max: 8 << 20,
         eviction: EvictionPolicy::default(),
         endurance_bytes_per_day: None,
+        index_bytes_max: None,
         executors,
         limits: Limits { arena_bytes: 4 << 20, ..Limits::default() },
     }

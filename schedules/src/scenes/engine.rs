@@ -183,6 +183,7 @@ fn with_store(play: impl FnOnce(&Place)) {
         record_bytes_max: 32 << 10,
         eviction: EvictionPolicy::default(),
         endurance_bytes_per_day: None,
+        index_bytes_max: None,
         executors: 2,
         limits: Limits { arena_bytes: 1 << 20, ..Limits::default() },
     };

@@ -29,6 +29,7 @@ mod pairs;
 mod put;
 mod replay;
 mod report;
+mod scale;
 mod serve;
 mod setup;
 mod trace;
@@ -60,6 +61,8 @@ enum BenchCommand {
     Churn(churn::ChurnArgs),
     /// Replay a trace of requests and compare the hits with an exact LRU's
     Replay(replay::ReplayArgs),
+    /// Fill the index with up to a hundred million blocks and look what the engine's own work costs among them
+    Scale(scale::ScaleArgs),
     /// Write a made-up trace of requests for `bench replay`
     Trace(trace::TraceArgs),
     /// Read layers while puts, reclaim and compaction are at work on a nearly full store
@@ -85,6 +88,7 @@ pub(crate) fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Fail
         BenchCommand::Open(arguments) => open::run(arguments, out),
         BenchCommand::Churn(arguments) => churn::run(arguments, out),
         BenchCommand::Replay(arguments) => replay::run(arguments, out),
+        BenchCommand::Scale(arguments) => scale::run(arguments, out),
         BenchCommand::Trace(arguments) => trace::run(arguments, out),
         BenchCommand::Mixed(arguments) => mixed::run(arguments, out),
         BenchCommand::Encoded(arguments) => encoded::run(arguments, out),

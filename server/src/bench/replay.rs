@@ -50,7 +50,7 @@ pub(super) struct ReplayArgs {
     /// The trace: JSON lines with `hash_ids`
     trace: PathBuf,
     /// Blocks whose bytes are the budget of the store [default: a ninth of the trace's distinct blocks]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(512..=1 << 32))]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(32..=1 << 32))]
     capacity_blocks: Option<u64>,
     /// What is evicted first: weighted, lru or s3-fifo
     #[arg(long, default_value = "weighted", value_parser = policy)]
@@ -62,7 +62,7 @@ pub(super) struct ReplayArgs {
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     endurance_blocks: Option<u64>,
     /// KiB of a block
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(4..=1024))]
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(4..=1024))]
     block_kib: u64,
     /// Where the store is made, in a directory of its own [default: the current directory]
     #[arg(long)]

@@ -111,6 +111,8 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let config = Config {
         budget: set.budget.as_ref().map(|text| sized("store.budget", text)).transpose()?,
         segment_bytes: segment,
+        shards: set.shards.as_ref().map(|text| number("store.shards", text)).transpose()?,
+        index: set.index.as_ref().map(|text| sized("limits.index", text)).transpose()?,
         policy: EvictionPolicy::named(&policy)
             .ok_or_else(|| Complaint::new("store.policy", "weighted, lru or s3-fifo"))?,
         endurance: set.endurance.as_ref().map(|text| sized("store.endurance", text)).transpose()?,
@@ -183,6 +185,12 @@ fn tls(set: &Settings) -> Result<Option<TlsFiles>, Complaint> {
 fn bounds(config: &Config) -> Result<(), Complaint> {
     if !(1..=256).contains(&config.executors) {
         return Err(Complaint::new("store.executors", "1 to 256"));
+    }
+    if config.shards.is_some_and(|shards| !(1..=64).contains(&shards)) {
+        return Err(Complaint::new("store.shards", "1 to 64 for each directory"));
+    }
+    if config.index.is_some_and(|bytes| bytes < 16 << 20) {
+        return Err(Complaint::new("limits.index", "16 MiB at least"));
     }
     if !(1..=256).contains(&config.threads) {
         return Err(Complaint::new("limits.threads", "1 to 256"));

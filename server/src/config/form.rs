@@ -88,6 +88,8 @@ settings! {
     budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget";
     /// Size of a segment file, when the store is made [default: 256 MiB]; a store that is there keeps its own
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment";
+    /// Shards of each directory, when the store is made; each is served by one executor [default: by the budget, 2 to 16]
+    shards, "store", "shards", "KVARTS_STORE_SHARDS", "shards";
     /// What is evicted first when the budget is full: weighted, lru or s3-fifo
     policy, "store", "policy", "KVARTS_STORE_POLICY", "policy";
     /// What may be written in a day before only blocks that were asked for before are stored [default: no limit]
@@ -122,6 +124,8 @@ settings! {
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory";
     /// Memory of local clients that may be shared with the server at a time [default: a quarter of the memory, at most 64 GiB]
     shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared";
+    /// Memory that the index of blocks may take; blocks are evicted near it [default: a quarter of the memory]
+    index, "limits", "index", "KVARTS_LIMITS_INDEX", "index-memory";
     /// Connections at a time [default: 16384]
     connections, "limits", "connections", "KVARTS_LIMITS_CONNECTIONS", "connections";
     /// Threads that serve connections [default: 2, or 1 on one core]

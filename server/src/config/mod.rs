@@ -65,6 +65,10 @@ pub struct Config {
     pub budget: Option<u64>,
     /// Bytes of a segment file, used when the store is made; none: the usual size.
     pub segment_bytes: Option<u64>,
+    /// When the store is made: shards of each directory; none: by the budget, decided at the start.
+    pub shards: Option<u32>,
+    /// Memory that the index may take; none: a part of the machine's, decided at the start.
+    pub index: Option<u64>,
     /// What is evicted first when the budget is full.
     pub policy: EvictionPolicy,
     /// Bytes that may be written in a day before puts are filtered; none: no limit.

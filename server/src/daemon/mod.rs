@@ -10,6 +10,7 @@
 mod devices;
 pub mod notify;
 mod opened;
+mod sizes;
 mod socket;
 
 use std::net::SocketAddr;
@@ -17,7 +18,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::Entropy;
@@ -273,7 +273,7 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
             "store.segment: {asked} has no effect: this store was made with segments of {own}, and keeps them"
         ));
     }
-    let segment_bytes = own.or(config.segment_bytes).unwrap_or(DEFAULT_SEGMENT_BYTES);
+    let segment_bytes = own.or(config.segment_bytes).unwrap_or_else(|| sizes::segment_bytes(config.budget));
     notes.push(format!("segments of {}", human::bytes(segment_bytes)));
     let budget = match config.budget {
         Some(budget) => budget,
@@ -284,6 +284,12 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
         let (budget, least) = (human::bytes(budget), human::bytes(least));
         return Err(format!("store.budget: {budget} is too little: room for four segments is {least}"));
     }
+    let shards =
+        config.shards.unwrap_or_else(|| sizes::shards(budget, config.directories.len(), segment_bytes));
+    let index_bytes_max = config.index.or_else(sizes::index_bytes);
+    if let Some(bytes) = index_bytes_max {
+        notes.push(format!("the index may take {} of memory", human::bytes(bytes)));
+    }
     Ok(HomeOptions {
         directories: config.directories.clone(),
         io: config.io,
@@ -292,7 +298,9 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
         cores: Vec::new(),
         store: Options {
             segment_bytes,
+            shards_per_directory: shards,
             budget_bytes: budget,
+            index_bytes_max,
             eviction: config.policy,
             endurance_bytes_per_day: config.endurance,
             executors: config.executors,

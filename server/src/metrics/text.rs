@@ -155,7 +155,7 @@ fn calls(out: &mut String, counted: &Counted) {
 
 fn engine(out: &mut String, node: &Node) {
     // What the store tells and is not told here does not compile.
-    let Stats { store: _, counts, index, allocated_bytes, budget_bytes, tombstones, space } =
+    let Stats { store: _, counts, index, index_bytes_max, allocated_bytes, budget_bytes, tombstones, space } =
         node.engine.stats();
     for (name, value) in counts.named() {
         let name = format!("kvarts_engine_{name}_total");
@@ -169,6 +169,10 @@ fn engine(out: &mut String, node: &Node) {
     for (what, size) in [("bytes", index.bytes), ("blocks", index.blocks), ("records", index.records)] {
         let name = format!("kvarts_index_{what}");
         one(out, &name, "gauge", "What the index of blocks has in memory.", size);
+    }
+    if let Some(most) = index_bytes_max {
+        let help = "Memory that the index may take: near it blocks are evicted, beyond it nothing is put.";
+        one(out, "kvarts_index_bytes_max", "gauge", help, most);
     }
     one(out, "kvarts_tombstones", "gauge", "Deletes that are remembered.", tombstones);
     let space = space.total;

@@ -166,6 +166,11 @@ impl Shared {
         (self.budget.allocated.load(Relaxed), self.budget.limit.load(Relaxed))
     }
 
+    /// Shards of the store.
+    pub(crate) fn shards(&self) -> u64 {
+        self.budget.shards
+    }
+
     /// Segments that each shard may have within the budget, about.
     pub(crate) fn segments_of_a_shard(&self) -> u64 {
         self.budget.limit.load(Relaxed) / self.segment_bytes.max(1) / self.budget.shards.max(1)
@@ -188,20 +193,27 @@ impl Shared {
         Ok(())
     }
 
-    /// Whether segments must be given back: too much is allocated, or too little is left for checkpoints.
+    /// Whether segments must be given back: too much is allocated, too little is left for checkpoints, or the index is
+    /// short of memory.
     pub(crate) fn must_shrink(&self) -> bool {
         self.excess() > 0
     }
 
     /// Whether segments must be given back because the budget was lowered; remembered until none must be.
     pub(crate) fn is_shrinking(&self) -> bool {
-        let shrinking = self.must_shrink();
-        self.budget.shrinking.store(shrinking, Relaxed);
-        shrinking
+        // For the sake of the index nothing is taken beyond the budget.
+        self.budget.shrinking.store(self.disk_excess() > 0, Relaxed);
+        self.must_shrink()
     }
 
     /// Bytes that must be given back.
     pub(crate) fn excess(&self) -> u64 {
+        let excess = self.disk_excess();
+        // A segment with all that is in it, as long as the index is short of memory.
+        if self.index_is_short() { excess.max(self.segment_bytes) } else { excess }
+    }
+
+    fn disk_excess(&self) -> u64 {
         let (allocated, limit) = self.space();
         allocated.saturating_add(self.checkpoint_room()).saturating_sub(limit)
     }

@@ -35,12 +35,17 @@ impl Shared {
         wall_ms.saturating_add(u64::try_from(passed).unwrap_or(u64::MAX))
     }
 
+    /// This moment as expiry counts it, rounded down.
+    pub(crate) fn expiry_now(&self) -> u32 {
+        let steps = self.wall_ms().saturating_sub(self.created_ms) / EXPIRY_STEP_MS;
+        u32::try_from(steps).unwrap_or(u32::MAX)
+    }
+
     /// Whether the time of a record's blocks is over.
     pub(crate) fn is_expired(&self, record: &RecordInfo) -> bool {
         // Counted down where expiry was counted up: late by a step at most, never early.
-        let steps = self.wall_ms().saturating_sub(self.created_ms) / EXPIRY_STEP_MS;
         record.expires != 0
-            && u64::from(record.expires) <= steps
+            && record.expires <= self.expiry_now()
             && !kvarts_layout::planted!("expired-served")
     }
 

@@ -29,6 +29,7 @@ use super::log::{Draft, Log};
 use super::names::Namespace;
 use super::notify::before;
 use super::shared::Shared;
+use super::steps::{AT_ONCE, Section};
 use crate::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
 use crate::error::{Error, Reason};
 use crate::events::Cause;
@@ -379,7 +380,7 @@ impl Drop for DeleteJob {
 pub(crate) async fn run(log: &Rc<Log>, mut part: DeletePart, rt: &dyn Runtime) {
     let job = Arc::clone(&part.job);
     let deadline = job.deadline.map(|at| rt.sleep_until(at));
-    let mut writing = pin!(write_down(log, &job, rt));
+    let mut writing = pin!(write_down(log, &job));
     match before(writing.as_mut(), deadline).await {
         Some(result) => part.answer(&result),
         None => {
@@ -397,7 +398,7 @@ pub(crate) fn refuse(mut part: DeletePart, reason: &Reason) {
 }
 
 /// Makes it durable in this shard that everything the delete names is dead up to now.
-async fn write_down(log: &Rc<Log>, job: &DeleteJob, rt: &dyn Runtime) -> Result<(), Reason> {
+async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
     if !kvarts_layout::planted!("delete-does-not-wait") {
         log.writes.settled().await;
     }
@@ -424,7 +425,7 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob, rt: &dyn Runtime) -> Result<
         job.epoch_is_durable();
         // One shard does it for all.
         if log.shard == 0 {
-            let blocks = forget(&log.shared, &job.namespace, rt).await;
+            let blocks = forget(&log.shared, &job.namespace).await;
             job.lock().blocks = blocks;
         }
         job.epochs_are_durable().await?;
@@ -465,34 +466,38 @@ async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Rea
     Ok(())
 }
 
-/// Takes what is left of a deleted namespace out of the index, a partition at a time. Nobody can find it any more,
-/// so nobody needs to be told. Gives the number of blocks that were live.
-async fn forget(shared: &Shared, namespace: &Namespace, rt: &dyn Runtime) -> u64 {
+/// Takes what is left of a deleted namespace out of the index, a few hundred entries at a time. Nobody can find it any
+/// more, so nobody needs to be told. Gives the number of blocks that were live.
+async fn forget(shared: &Shared, namespace: &Namespace) -> u64 {
     let (index, mut entries, mut blocks) = (&shared.index, Vec::new(), 0);
+    let mut section = Section::begin(&shared.delete_work, &*shared.clock);
     for partition in 0..index.partitions() {
-        index.snapshot(partition, &mut entries);
-        for entry in &entries {
-            let Lookup::Live(at) = entry.state else { continue };
-            let Some(record) = index.records().get(at.record) else { continue };
-            let class = shared.classes.get(record.class);
-            if class.is_none_or(|class| class.namespace.local != namespace.local) {
-                continue;
-            }
-            let here = shared.is_here(entry.print, &record);
-            // Compaction may have moved it meanwhile.
-            let mut found = Some(at);
-            while let Some(at) = found {
-                match index.remove(entry.print, at) {
-                    Some(left) => {
-                        shared.free_if_empty(at.record, left);
-                        blocks += u64::from(here);
-                        break;
+        let mut next = Some(BlockFingerprint::default());
+        while let Some(from) = next {
+            next = index.snapshot_part(partition, from, AT_ONCE as usize / 2, &mut entries);
+            for entry in &entries {
+                let Lookup::Live(at) = entry.state else { continue };
+                let Some(record) = index.records().get(at.record) else { continue };
+                let class = shared.classes.get(record.class);
+                if class.is_none_or(|class| class.namespace.local != namespace.local) {
+                    continue;
+                }
+                let here = shared.is_here(entry.print, &record);
+                // Compaction may have moved it meanwhile.
+                let mut found = Some(at);
+                while let Some(at) = found {
+                    match index.remove(entry.print, at) {
+                        Some(left) => {
+                            shared.free_if_empty(at.record, left);
+                            blocks += u64::from(here);
+                            break;
+                        }
+                        None => found = index.locate(entry.print).map(|moved| moved.location),
                     }
-                    None => found = index.locate(entry.print).map(|moved| moved.location),
                 }
             }
+            section.step(1 + entries.len() as u64).await;
         }
-        rt.yield_now().await;
     }
     shared.classes.forget(namespace);
     shared.names.forget(namespace);

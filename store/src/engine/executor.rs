@@ -371,7 +371,7 @@ impl Executor {
             while !stopping.get() {
                 rt.sleep_until(rt.clock().now().plus(every)).await;
                 if !stopping.get() {
-                    expiry::sweep(&log, &*rt).await;
+                    expiry::sweep(&log).await;
                     // Whoever was to be asked for it may have been too busy to be asked.
                     naming::tell(&log).await;
                 }

@@ -6,42 +6,66 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
+use super::due::stretch_of;
 use super::log::Log;
+use super::quota;
 use super::shared::Shared;
+use super::steps::Section;
 use crate::api::{MAX_REQUEST_BLOCKS, TtlReply, TtlRequest};
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
-use crate::index::{BlockFingerprint, Located, RecordCursor, RecordId, RecordInfo};
-use crate::rt::Runtime;
+use crate::index::{BlockFingerprint, Eviction, Located, OwnerCursor, RecordId, RecordInfo};
 
-/// Takes out every block of a shard whose time is over and that no lease holds. Between two steps, one chunk of
-/// records or the blocks of one record, others have their turn.
-pub(crate) async fn sweep(log: &Log, rt: &dyn Runtime) {
+/// Takes out every block of a shard whose time is over and that no lease holds. It looks at the segments alone in which
+/// something may have expired. Between the blocks of one record and the next, others have their turn if it is time.
+pub(crate) async fn sweep(log: &Log) {
     let shared = &log.shared;
-    if !shared.has_expiring() {
-        return;
-    }
-    let (mut cursor, mut some, mut segments) = (Some(RecordCursor::default()), Vec::new(), BTreeSet::new());
-    while let Some(from) = cursor {
-        cursor = shared.index.records().snapshot(from, &mut some);
-        let over = |record: &RecordInfo| {
-            u32::from(record.shard) == log.shard && record.live > 0 && shared.is_expired(record)
-        };
-        segments.extend(some.iter().filter(|(_, record)| over(record)).map(|(_, record)| record.segment));
-        rt.yield_now().await;
+    let now = stretch_of(shared.expiry_now());
+    let taken = shared.due.take(log.shard, now);
+    let mut section = Section::begin(&shared.expiry_work, &*shared.clock);
+    let mut segments = taken.segments;
+    if taken.forgotten {
+        segments.extend(recall(log, now, &mut section).await);
     }
     for number in segments {
         let Some(segment) = log.segments.borrow().get(&number).map(Rc::clone) else { continue };
+        section.pause();
         // What cannot be listed goes when it is looked up, or with its segment.
         let Ok(entries) = log.listing(&segment).await else { continue };
+        let mut later = false;
         for entry in &entries {
             let Some((class, named)) = log.live(&segment, entry) else { continue };
-            for block in named.iter().filter(|block| shared.is_expired(&block.record)) {
-                shared.evict(block.print, block.at, (EventKind::Expired, Cause::Ttl), (&class, block.key));
+            for block in &named {
+                let why = (EventKind::Expired, Cause::Ttl);
+                let gone = shared.is_expired(&block.record)
+                    && shared.evict(block.print, block.at, why, (&class, block.key)) != Eviction::Busy;
+                // Its time comes within this stretch, or a lease holds it.
+                later |= !gone && block.record.expires != 0 && stretch_of(block.record.expires) <= now;
             }
-            rt.yield_now().await;
+            section.step(1 + named.len() as u64).await;
+        }
+        if later {
+            shared.due.note((log.shard, number), now);
         }
     }
+}
+
+/// Notes what the records of a shard say of their times, and gives the segments in which something may be over.
+async fn recall(log: &Log, now: u32, section: &mut Section<'_>) -> BTreeSet<u32> {
+    let (mut segments, mut some) = (BTreeSet::new(), Vec::new());
+    let Ok(shard) = u16::try_from(log.shard) else { return segments };
+    let mut cursor = Some(OwnerCursor::default());
+    while let Some(from) = cursor {
+        cursor = log.shared.index.records().snapshot_of((shard, None), from, &mut some);
+        for (_, record, _) in some.iter().filter(|(_, record, _)| record.expires != 0 && record.live > 0) {
+            match stretch_of(record.expires) {
+                stretch if stretch <= now => drop(segments.insert(record.segment)),
+                stretch => log.shared.due.note((log.shard, record.segment), stretch),
+            }
+        }
+        section.step(1 + some.len() as u64).await;
+    }
+    segments
 }
 
 /// Changes how long blocks may live.
@@ -59,7 +83,6 @@ pub(crate) fn set_ttl(shared: &Shared, request: &TtlRequest<'_>) -> Result<TtlRe
         .collect();
     shared.drop_expired(&prints, |place| request.keys.get(place).copied());
     let expires = request.ttl.map_or(0, |ttl| shared.expires_after(ttl).1);
-    shared.note_expiry(expires);
     // Nothing else changes the content meanwhile, so that no record's number becomes another's.
     let _change = shared.events.change();
     let mut by_record = BTreeMap::<RecordId, BTreeMap<BlockFingerprint, Located>>::new();
@@ -85,6 +108,7 @@ fn change(
 ) -> Result<(), Reason> {
     let records = shared.index.records();
     let Some(info) = records.get(record) else { return Ok(()) };
+    shared.note_expiry((u32::from(info.shard), info.segment), expires);
     if info.expires == expires || usize::from(info.live) == blocks.len() {
         records.set_expires(record, expires);
         changed.extend(blocks.keys());
@@ -100,6 +124,7 @@ fn change(
             shared.free_if_empty(record, left);
         }
     }
+    quota::note(shared, info.class, own, blocks.keys().copied());
     shared.free_if_empty(own, records.get(own).map_or(1, |own| own.live));
     Ok(())
 }

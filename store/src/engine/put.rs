@@ -141,6 +141,9 @@ fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<
     if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
         return Err(Reason::DeadlineInPast);
     }
+    if shared.index_is_full(request.keys.len() as u64) {
+        return Err(Reason::NoSpace);
+    }
     if !by_layers && request.from.turns().is_some() {
         // Memory that layers share has no bytes of all of them at once.
         return Err(Reason::Overlap);

@@ -3,25 +3,29 @@
 //!
 //! It happens on the caller's thread and in memory alone: what counts is what the index points at, so a block that
 //! leaves the index is out of the account, and its bytes are dead until their segment is reclaimed. Its name is found
-//! afterwards, to tell of it (`naming`). A walk over the
-//! index is not free; so each makes room for a share of the limit, and the next is that many bytes away.
+//! afterwards, to tell of it (`naming`). It looks at the account's own records, which are kept apart from others', and
+//! each time makes room for a share of the limit, so that the next look is that many bytes away.
+//!
+//! Which blocks a record has, the index does not say: of accounts with a limit it is kept by record from the put on. Of
+//! what recovery found, or what was put before there was a limit, it is learnt by one walk over the index.
 //!
 //! Records go as a whole, oldest use first, those of one time in log order: a chain that loses its oldest record
 //! keeps the others whole.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 
-use kvarts_layout::NamespaceId;
-
 use super::shared::Shared;
 use crate::error::Reason;
-use crate::index::{Lookup, RecordCursor, RecordId, RecordInfo};
-use crate::ledger::{Account, Pool, Promise};
+use crate::index::{BlockFingerprint, Lookup, OwnerCursor, RecordId, RecordInfo};
+use crate::ledger::{Account, Known, Pool, Promise};
+use crate::sync::{Mutex, MutexGuard};
 
-/// Each walk frees at least this part of the limit.
+/// Each time at least this part of the limit is freed.
 const SHARE: u64 = 16;
+/// Records whose blocks are known before those are looked for that are gone.
+const KNOWN_MIN: usize = 1024;
 
 /// Takes `bytes` of the account for a put, evicting what must go for it.
 pub(crate) fn promise(shared: &Shared, account: &Arc<Account>, bytes: u64) -> Result<Promise, Reason> {
@@ -61,14 +65,12 @@ impl Purse<'_> {
         }
     }
 
-    /// Whether records of a namespace count in it.
-    fn holds(self, shared: &Shared, namespace: NamespaceId) -> bool {
+    /// The accounts whose records count in it.
+    fn accounts(self, shared: &Shared) -> Vec<Arc<Account>> {
+        let ledger = shared.index.records().ledger();
         match self {
-            Self::Namespace(account) => account.namespace() == namespace,
-            Self::Tenant(pool) => {
-                let account = shared.index.records().ledger().account(namespace);
-                account.pool().is_some_and(|own| Arc::ptr_eq(own, pool))
-            }
+            Self::Namespace(account) => vec![ledger.account(account.namespace())],
+            Self::Tenant(pool) => ledger.accounts_in(pool),
         }
     }
 }
@@ -89,81 +91,107 @@ pub(crate) fn make_room_in(shared: &Shared, purse: Purse<'_>, bytes: u64) {
     if excess == 0 {
         return;
     }
-    let victims = oldest(shared, purse, excess.max(limit / SHARE));
-    let mut entries = Vec::new();
-    for partition in 0..shared.index.partitions() {
-        shared.index.snapshot(partition, &mut entries);
-        for entry in &entries {
-            if let Lookup::Live(at) = entry.state
-                && victims.contains(&at.record)
-                && shared.evict_unnamed(entry.print, at)
+    evict_oldest(shared, &purse.accounts(shared), excess.max(limit / SHARE));
+}
+
+/// Notes which blocks a record has, if its account has a limit.
+pub(crate) fn note(
+    shared: &Shared,
+    class: u32,
+    record: RecordId,
+    prints: impl Iterator<Item = BlockFingerprint>,
+) {
+    let records = shared.index.records();
+    let Some(account) = records.ledger().account_of(class).filter(|account| account.is_limited()) else {
+        return;
+    };
+    let mut known = lock(&account.known);
+    known.records.insert(record, prints.collect());
+    if known.records.len() > known.looked_through_at.max(KNOWN_MIN) {
+        let own = |id: RecordId| {
+            let info = records.get(id).filter(|info| info.live > 0);
+            info.is_some_and(|info| records.ledger().number_of(info.class) == account.number())
+        };
+        known.records.retain(|id, _| own(*id));
+        known.looked_through_at = 2 * known.records.len();
+    }
+}
+
+/// Evicts records of these accounts that are worth `bytes` together, the longest unused first. Those with a lease on any
+/// block are passed over.
+fn evict_oldest(shared: &Shared, accounts: &[Arc<Account>], bytes: u64) {
+    let mut found = Vec::new();
+    for (place, account) in accounts.iter().enumerate() {
+        records_of(shared, account, |id, info, used| {
+            found.push((used, (info.shard, info.segment, info.page), id, info.share(info.live), place));
+        });
+    }
+    found.sort_unstable();
+    let (mut sum, mut walked, now) = (0u64, false, shared.clock.now());
+    for (_, _, id, share, place) in found {
+        let Some(account) = accounts.get(place).filter(|_| sum < bytes) else { break };
+        if !walked && !lock(&account.known).records.contains_key(&id) {
+            walked = true;
+            learn(shared, accounts);
+        }
+        let Some(prints) = lock(&account.known).records.remove(&id) else { continue };
+        shared.quota_work.add(prints.len() as u64);
+        if prints.iter().any(|print| shared.index.is_leased(*print, now)) {
+            lock(&account.known).records.insert(id, prints);
+            continue;
+        }
+        for print in &prints {
+            if let Lookup::Live(at) = shared.index.lookup(*print)
+                && at.record == id
+                && shared.evict_unnamed(*print, at)
             {
                 shared.counters.blocks_evicted.fetch_add(1, Relaxed);
             }
         }
+        sum = sum.saturating_add(share);
     }
 }
 
-/// Records of the purse that are worth `bytes` together, the longest unused first. Those with a lease on any
-/// block are passed over.
-fn oldest(shared: &Shared, purse: Purse<'_>, bytes: u64) -> BTreeSet<RecordId> {
-    let ages = ages(shared);
-    let mut found = Vec::new();
+/// Shows every record of an account that has a live block, with the second of its last use.
+fn records_of(shared: &Shared, account: &Account, mut look: impl FnMut(RecordId, &RecordInfo, u32)) {
     let mut some = Vec::new();
-    let mut cursor = Some(RecordCursor::default());
-    while let Some(from) = cursor {
-        cursor = shared.index.records().snapshot(from, &mut some);
-        for (id, record) in &some {
-            let age = ages.get(id.0 as usize).copied().flatten();
-            if let Some(age) = age.filter(|_| belongs(shared, purse, record)) {
-                let place = (record.shard, record.segment, record.page);
-                found.push((std::cmp::Reverse(age), place, *id, record.share(record.live)));
-            }
+    for shard in 0..u16::try_from(shared.shards()).unwrap_or(u16::MAX) {
+        let mut cursor = Some(OwnerCursor::default());
+        while let Some(from) = cursor {
+            cursor = shared.index.records().snapshot_of((shard, Some(account.number())), from, &mut some);
+            shared.quota_work.add(some.len() as u64);
+            some.iter()
+                .filter(|(_, info, _)| info.live > 0)
+                .for_each(|(id, info, used)| look(*id, info, *used));
         }
     }
-    found.sort_unstable();
-    let mut sum = 0u64;
-    let needed = found.into_iter().take_while(|(.., share)| {
-        let wanted = sum < bytes;
-        sum = sum.saturating_add(*share);
-        wanted
-    });
-    needed.map(|(_, _, id, _)| id).collect()
 }
 
-fn belongs(shared: &Shared, purse: Purse<'_>, record: &RecordInfo) -> bool {
-    let class = shared.classes.get(record.class);
-    class.is_some_and(|class| purse.holds(shared, class.namespace.id))
-}
-
-/// How many steps ago a block of each record was last used, by the record's number; `None` for records without a
-/// live block, and for those of which a lease holds one.
-fn ages(shared: &Shared) -> Vec<Option<u16>> {
-    let now = shared.epoch();
-    let mut ages: Vec<Option<u16>> = Vec::new();
-    let mut leased = BTreeSet::new();
+/// Learns which blocks the records of these accounts have, by a walk over the index.
+fn learn(shared: &Shared, accounts: &[Arc<Account>]) {
+    let mut wanted = BTreeMap::<RecordId, (usize, Vec<BlockFingerprint>)>::new();
+    for (place, account) in accounts.iter().enumerate() {
+        records_of(shared, account, |id, _, _| drop(wanted.insert(id, (place, Vec::new()))));
+    }
     let mut entries = Vec::new();
     for partition in 0..shared.index.partitions() {
         shared.index.snapshot(partition, &mut entries);
+        shared.quota_work.add(entries.len() as u64);
         for entry in &entries {
-            let Lookup::Live(at) = entry.state else { continue };
-            let number = at.record.0 as usize;
-            if entry.leased && shared.index.is_leased(entry.print, shared.clock.now()) {
-                leased.insert(number);
-            }
-            if ages.len() <= number {
-                ages.resize(number + 1, None);
-            }
-            if let Some(slot) = ages.get_mut(number) {
-                let age = entry.heat.age(now);
-                *slot = Some(slot.map_or(age, |known| known.min(age)));
+            if let Lookup::Live(at) = entry.state
+                && let Some((_, prints)) = wanted.get_mut(&at.record)
+            {
+                prints.push(entry.print);
             }
         }
     }
-    for number in leased {
-        if let Some(slot) = ages.get_mut(number) {
-            *slot = None;
+    for (id, (place, prints)) in wanted {
+        if let Some(account) = accounts.get(place) {
+            lock(&account.known).records.insert(id, prints.into());
         }
     }
-    ages
+}
+
+fn lock(known: &Mutex<Known>) -> MutexGuard<'_, Known> {
+    known.lock().unwrap_or_else(PoisonError::into_inner)
 }

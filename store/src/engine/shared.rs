@@ -11,8 +11,10 @@ use super::admission::Admission;
 use super::ages::Ages;
 use super::arrivals::Arrivals;
 use super::budget::Budget;
+use super::due::{Due, stretch_of};
 use super::evict::policy::{EvictionPolicy, Policy};
 use super::health::State;
+use super::index_room::IndexRoom;
 use super::names::Names;
 use super::naming::Waiting;
 use super::runs::RunClasses;
@@ -140,6 +142,16 @@ pub(crate) struct Shared {
     pub(crate) eviction_work: Work,
     /// Steps of checkpoints.
     pub(crate) checkpoint_work: Work,
+    /// Steps of sweeps.
+    pub(crate) expiry_work: Work,
+    /// Steps of deletes of namespaces.
+    pub(crate) delete_work: Work,
+    /// Steps of keeping quotas.
+    pub(crate) quota_work: Work,
+    /// How much memory the index may take.
+    pub(crate) index_room: IndexRoom,
+    /// Where something will expire.
+    pub(crate) due: Due,
     /// What is let in.
     pub(crate) admission: Admission,
     /// The policy's place among all.
@@ -196,6 +208,11 @@ impl Shared {
             ages: Ages::new(opened.0),
             eviction_work: Work::default(),
             checkpoint_work: Work::default(),
+            expiry_work: Work::default(),
+            delete_work: Work::default(),
+            quota_work: Work::default(),
+            due: Due::default(),
+            index_room: IndexRoom::default(),
             admission: Admission::default(),
             eviction: AtomicU64::new(0),
             expiring: AtomicBool::new(false),
@@ -224,10 +241,11 @@ impl Shared {
         (at_ms, self.expiry_step(at_ms))
     }
 
-    /// A record expires, or not (0).
-    pub(crate) fn note_expiry(&self, expires: u32) {
+    /// A record in this segment of a shard expires, or not (0).
+    pub(crate) fn note_expiry(&self, place: (u32, u32), expires: u32) {
         if expires != 0 {
             self.expiring.store(true, Ordering::Relaxed);
+            self.due.note(place, stretch_of(expires));
         }
     }
 

@@ -63,6 +63,9 @@ pub struct Options {
     /// Bytes that may be written to the devices in a day before puts are filtered: what was not asked for before is
     /// then refused as [`Reason::NotAdmitted`]. `None` lets everything in.
     pub endurance_bytes_per_day: Option<u64>,
+    /// Memory that the index may take: near it blocks are evicted as for want of disk, beyond it nothing is put. `None`
+    /// takes what the disk's budget makes of it.
+    pub index_bytes_max: Option<u64>,
     /// Executors. Any number opens any store.
     pub executors: usize,
     /// What executors may use.
@@ -80,6 +83,7 @@ impl Default for Options {
             record_bytes_max: 8 << 20,
             eviction: EvictionPolicy::default(),
             endurance_bytes_per_day: None,
+            index_bytes_max: None,
             executors: 1,
             limits: Limits::default(),
         }
@@ -95,6 +99,8 @@ pub struct Stats {
     pub counts: Counts,
     /// Memory of the index.
     pub index: IndexMemory,
+    /// Memory that it may take.
+    pub index_bytes_max: Option<u64>,
     /// Bytes allocated on disk.
     pub allocated_bytes: u64,
     /// Bytes that it may allocate.
@@ -163,6 +169,7 @@ impl Store {
         let found = lost(answer.await)??;
         let shared = Arc::new(Shared::new(found.birth, launcher.clock(), launcher.entropy()));
         shared.set_policy(options.eviction);
+        shared.index_room.set_limit(options.index_bytes_max);
         shared.admission.set(options.endurance_bytes_per_day, shared.clock.now());
         shared.begin_budget(found.superblock_bytes)?;
         let mut owners = Vec::new();
@@ -232,6 +239,7 @@ impl Store {
             store: shared.store,
             counts: shared.counters.counts(),
             index: shared.index.memory(),
+            index_bytes_max: shared.index_room.limit(),
             allocated_bytes,
             budget_bytes,
             tombstones: shared.buried.load(Ordering::Relaxed),
@@ -452,6 +460,10 @@ impl KvStore for Store {
             }
         }
         self.name_evicted();
+        if self.0.shared.index_room.is_short() {
+            // Executors that cannot be asked now are asked with the next put.
+            let _ = self.shrink();
+        }
         answer
     }
 
@@ -464,6 +476,10 @@ impl KvStore for Store {
             part.refuse(Reason::Busy(FULL));
         }
         self.name_evicted();
+        if self.0.shared.index_room.is_short() {
+            // Executors that cannot be asked now are asked with the next put.
+            let _ = self.shrink();
+        }
         answer
     }
 

@@ -63,6 +63,7 @@ impl Shared {
             table("bytes of events", self.events.bytes()),
             table("run classes", classes),
             table("layouts of run classes", layouts),
+            table("segments noted for their times", self.due.len()),
             table("namespaces", namespaces),
             table("shapes of namespaces", shapes),
             table("books", self.index.records().ledger().segment_count()),

@@ -328,6 +328,23 @@ impl Index {
         }
     }
 
+    /// Replaces `out` by at most `most` entries of one partition, those from this fingerprint on, and gives the one with
+    /// which to go on, or `None` at the partition's end. What comes or goes meanwhile may or may not be seen.
+    pub fn snapshot_part(
+        &self,
+        partition: usize,
+        from: BlockFingerprint,
+        most: usize,
+        out: &mut Vec<Entry>,
+    ) -> Option<BlockFingerprint> {
+        out.clear();
+        let Partition(partition) = self.partitions.get(partition)?;
+        let inner = read(partition);
+        let mut slots = inner.table.iter_from(from);
+        out.extend(slots.by_ref().take(most).map(entry));
+        slots.next().map(Slot::print)
+    }
+
     /// The memory taken now. Reads every partition's size, not its entries.
     pub fn memory(&self) -> IndexMemory {
         let mut blocks = 0;

@@ -183,6 +183,12 @@ impl Table {
         self.slots.iter().filter(|slot| slot.state().is_some())
     }
 
+    /// Those from this fingerprint on. One of another partition stands for the first.
+    pub(super) fn iter_from(&self, from: BlockFingerprint) -> impl Iterator<Item = &Slot> {
+        let slots = self.slots.get(self.home(from)..).unwrap_or_default();
+        slots.iter().filter(move |slot| slot.state().is_some() && slot.print >= from)
+    }
+
     #[inline]
     fn home(&self, print: BlockFingerprint) -> usize {
         // The bits that all prints of this table share are shifted out; what is left, as a fraction of 2^64,

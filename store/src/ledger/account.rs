@@ -4,11 +4,13 @@
 //! bytes as a [`Promise`] before it writes and keeps it until they are counted as live, so that the limits hold at
 //! every moment and not only between puts.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kvarts_layout::NamespaceId;
 
 use super::lock;
+use crate::index::{BlockFingerprint, RecordId};
 use crate::sync::{Mutex, OnceLock, Race, planted};
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -118,12 +120,23 @@ pub struct Account {
     pool: OnceLock<Arc<Pool>>,
     /// Held while room is made: one thread does it, others find it made.
     pub(crate) making_room: Mutex<()>,
+    /// The blocks of its records, while it has a limit.
+    pub(crate) known: Mutex<Known>,
+}
+
+/// Blocks by the record of the index that they are in.
+#[derive(Debug, Default)]
+pub(crate) struct Known {
+    pub(crate) records: BTreeMap<RecordId, Box<[BlockFingerprint]>>,
+    /// Records at which those are forgotten that are gone.
+    pub(crate) looked_through_at: usize,
 }
 
 impl Account {
     pub(super) fn new(namespace: NamespaceId, number: u32) -> Self {
         let (figures, making_room) = (Mutex::default(), Mutex::default());
-        Self { namespace, number, figures, pool: OnceLock::new(), making_room }
+        let known = Mutex::default();
+        Self { namespace, number, figures, pool: OnceLock::new(), making_room, known }
     }
 
     /// Its number in the open store, by which records know their account; never 0.
@@ -139,6 +152,12 @@ impl Account {
     /// Sets the limit, or takes it away.
     pub fn set_limit(&self, limit: Option<u64>) {
         lock(&self.figures).limit = limit;
+    }
+
+    /// Whether it, or its pool, has a limit.
+    pub fn is_limited(&self) -> bool {
+        let pool = || self.pool.get().is_some_and(|pool| lock(&pool.figures).limit.is_some());
+        lock(&self.figures).limit.is_some() || pool()
     }
 
     /// What it has and may have.

@@ -31,6 +31,7 @@ use kvarts_layout::NamespaceId;
 
 use crate::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+pub(crate) use account::Known;
 pub use account::{Account, NamespaceSpace, OverQuota, Pool, PoolSpace, Promise};
 pub use book::{Book, Phase};
 pub use report::{SegmentView, ShardSpace, Space, SpaceReport};
@@ -126,6 +127,17 @@ impl Ledger {
         if let Some(account) = tables.classes.get(&class) {
             account.moved(before, after);
         }
+    }
+
+    /// The accounts that count in a pool.
+    pub(crate) fn accounts_in(&self, pool: &Arc<Pool>) -> Vec<Arc<Account>> {
+        let inside = |account: &&Arc<Account>| account.pool().is_some_and(|own| Arc::ptr_eq(own, pool));
+        self.read().accounts.values().filter(inside).map(Arc::clone).collect()
+    }
+
+    /// The account that records of this run class belong to.
+    pub(crate) fn account_of(&self, class: u32) -> Option<Arc<Account>> {
+        self.read().classes.get(&class).map(Arc::clone)
     }
 
     /// All segments as they are, in order.

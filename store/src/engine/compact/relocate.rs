@@ -32,6 +32,7 @@ use kvarts_layout::format::record::Body;
 use super::gather::{Gathered, Taken, gather, memory, pause};
 use super::pack::{Cold, pack};
 use crate::engine::log::{Draft, Log, Payload, Written};
+use crate::engine::quota;
 use crate::engine::runs::RunClass;
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
 use crate::error::Reason;
@@ -329,6 +330,7 @@ fn switch(log: &Log, head: &Head, blocks: &[&Taken], written: &Written) -> Resul
     let shared = &log.shared;
     let info = written.info(log.shard, blocks.len(), head.class.number, head.expires)?;
     let record = shared.index.records().insert(info).map_err(|_| Reason::NoSpace)?;
+    shared.note_expiry((log.shard, written.segment.number), head.expires);
     let mut moved = Moved { bytes_written: written.end - written.offset, ..Moved::default() };
     for (block, taken) in (0u16..).zip(blocks) {
         let new = Location { record, block };
@@ -352,6 +354,7 @@ fn switch(log: &Log, head: &Head, blocks: &[&Taken], written: &Written) -> Resul
     if moved.blocks == 0 {
         shared.free_if_empty(record, 0);
     }
+    quota::note(shared, head.class.number, record, blocks.iter().map(|taken| taken.print));
     shared.counters.blocks_moved.fetch_add(u64::from(moved.blocks), Relaxed);
     shared.counters.moved_bytes_written.fetch_add(moved.bytes_written, Relaxed);
     Ok(moved)

@@ -94,6 +94,7 @@ struct Order {
     used: Reverse<u32>,
     /// Later in the log, later in the record: what hangs on others was put after them.
     sequence: u64,
+    segment: u32,
     page: u32,
     block: u16,
 }
@@ -233,7 +234,8 @@ impl Choice<'_> {
                 continue;
             }
             sample.add(rank, share);
-            let order = Order { rank, used: Reverse(used), sequence, page: info.page, block };
+            let (used, segment) = (Reverse(used), segment.number);
+            let order = Order { rank, used, sequence, segment, page: info.page, block };
             self.bytes += share;
             let picked = Picked { of, at: found.location, print, known };
             self.picked.insert(order, picked);

@@ -38,7 +38,6 @@ fn filled() -> Place {
 /// Blocks that other shards have, in records of ten.
 fn strangers(world: &World, blocks: u64) {
     let index = &world.shared.index;
-    let class = world.shared.index.locate(print(world, 0)).unwrap().record.class;
     for record in 0..blocks / 10 {
         let info = crate::index::RecordInfo {
             shard: 7,
@@ -48,7 +47,8 @@ fn strangers(world: &World, blocks: u64) {
             payload_pages: 40,
             blocks: std::num::NonZeroU16::new(10).unwrap(),
             live: 0,
-            class,
+            // Nobody's.
+            class: u32::MAX,
             expires: 0,
         };
         let known = index.records().insert(info).unwrap();
@@ -376,4 +376,82 @@ async fn oldest_first(world: &World, all: &[(u64, u32)]) {
         assert!(all.iter().all(|(number, at)| *at != segment || !world.has("a", *number)));
         world.log.remove_segment(&emptied).await.unwrap();
     }
+}
+
+#[test]
+fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due() {
+    let place = filled();
+    let clock = std::sync::Arc::clone(&place.clock);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        let shared = &world.shared;
+        let checkpoint = || shared.checkpoint_work.done().steps;
+        assert!(world.log.say_free().await);
+        let (first, all) = (checkpoint(), segments_of(&world));
+        strangers(&world, 100_000);
+        assert!(world.log.say_free().await);
+        assert_eq!(checkpoint(), 2 * first, "a checkpoint looks at others' records");
+        let sweep = || shared.expiry_work.done().steps;
+        crate::engine::expiry::sweep(&world.log).await;
+        assert_eq!(sweep(), 0, "nothing is due");
+        // One record of five blocks.
+        let record = shared.index.locate(print(&world, 5)).unwrap();
+        let (place, expires) = ((world.log.shard, record.record.segment), shared.expiry_now() + 50);
+        assert!(shared.index.records().set_expires(record.location.record, expires));
+        shared.note_expiry(place, expires);
+        let of_segment = all.iter().filter(|(_, at)| *at == place.1).count() as u64;
+        clock.advance(std::time::Duration::from_secs(6));
+        crate::engine::expiry::sweep(&world.log).await;
+        assert!(!world.has("a", 5) && !world.has("a", 9) && world.has("a", 10));
+        let looked = sweep();
+        assert!(looked <= 2 * of_segment, "{looked} steps for a segment of {of_segment} blocks");
+        clock.advance(std::time::Duration::from_secs(60));
+        crate::engine::expiry::sweep(&world.log).await;
+        assert_eq!(sweep(), looked, "nothing is due any more");
+    });
+}
+
+#[test]
+fn a_quota_is_kept_by_a_look_at_its_own_records() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let account = world.shared.index.records().ledger().account(world.namespace("a").id);
+        let live = account.space().live;
+        let blocks = world.contents().len() as u64;
+        let steps = || world.shared.quota_work.done().steps;
+        // What recovery found is learnt by a walk, once.
+        account.set_limit(Some(live - live / 8));
+        crate::engine::quota::make_room(&world.shared, &account, 0);
+        assert_eq!(account.excess(0), 0);
+        let first = steps();
+        strangers(&world, 100_000);
+        account.set_limit(Some(live - live / 4));
+        crate::engine::quota::make_room(&world.shared, &account, 0);
+        assert_eq!(account.excess(0), 0);
+        let second = steps() - first;
+        assert!(second <= first && second <= 2 * blocks, "{second} steps after {first}, {blocks} blocks");
+        assert!((0..blocks).filter(|number| world.has("a", *number)).count() as u64 >= blocks / 2);
+    });
+}
+
+#[test]
+fn an_index_that_is_full_takes_nothing_more_and_is_short_before() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let shared = &world.shared;
+        assert!(!shared.index_is_full(1 << 20) && !shared.must_shrink(), "no limit");
+        let memory = shared.index.memory();
+        let bytes = memory.blocks as u64 * 29 + memory.records as u64 * 34;
+        shared.index_room.set_limit(Some(bytes - 1));
+        assert!(shared.must_shrink() && shared.index_room.is_short() && !shared.index_is_full(5000));
+        shared.index_room.set_limit(Some(bytes - bytes / 8));
+        assert!(shared.index_is_full(5000));
+        while shared.must_shrink() {
+            world.log.give_back_one().await.unwrap();
+        }
+        assert!(!shared.index_is_full(1) && !shared.index_room.is_short());
+        sums(&world);
+    });
 }

@@ -17,6 +17,7 @@ use kvarts_layout::format::record::Body;
 use super::{HEADER_BLOCK_BYTES, HEADER_BYTES, PutJob};
 use crate::api::{Durability, Parent};
 use crate::engine::log::{Draft, Log, Payload, Written};
+use crate::engine::quota;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, RecordId};
 use crate::ledger::Promise;
@@ -202,7 +203,7 @@ pub(super) fn publish(
     }
     let mut lost = Vec::new();
     for (piece, record) in pieces.iter().zip(known) {
-        job.shared.note_expiry(piece.expires);
+        job.shared.note_expiry((log.shard, piece.written.segment.number), piece.expires);
         publish_piece(log, job, (run, piece), record, &mut lost)?;
     }
     let counters = &job.shared.counters;
@@ -238,6 +239,7 @@ fn publish_piece(
         return Ok(());
     }
     note_continued(job, &piece.run, prints);
+    quota::note(&job.shared, job.class.number, record, prints.iter().copied());
     let (written, counters) = (&piece.written, &log.shared.counters);
     counters.payload_bytes_stored.fetch_add(written.payload_bytes, Relaxed);
     counters.record_bytes_written.fetch_add(written.end - written.offset, Relaxed);

@@ -222,7 +222,7 @@ impl Recovery<'_> {
             return Ok(());
         }
         let expires = if expires_ms == 0 { 0 } else { self.log.shared.expiry_step(expires_ms) };
-        self.log.shared.note_expiry(expires);
+        self.log.shared.note_expiry((self.log.shard, segment.number), expires);
         let Some(info) = info(self.log.shard, segment.number, entry, (blocks, class.number), expires) else {
             self.report.unusable += 1;
             return Ok(());

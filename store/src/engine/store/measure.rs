@@ -3,6 +3,7 @@
 //! Nothing here changes what is stored. It is public so that the program can put a bare loop over the very same
 //! extents beside the engine; it is not part of [`KvStore`](crate::api::KvStore), and clients have no use for it.
 
+use std::num::NonZeroU16;
 use std::ops::Range;
 
 use kvarts_layout::BlockKey;
@@ -18,7 +19,8 @@ use crate::engine::read;
 use crate::engine::steps::WorkDone;
 use crate::engine::tables::Table;
 use crate::engine::work::Done;
-use crate::error::Error;
+use crate::error::{Error, Reason};
+use crate::index::{BlockFingerprint, Heat, Location, RecordInfo, Recovered};
 use crate::io::Buf;
 use crate::rt::mailbox::ticket;
 
@@ -110,9 +112,51 @@ impl Store {
         Ok(all)
     }
 
-    /// What evictions and checkpoints have taken of the executors.
-    pub fn work_done(&self) -> (WorkDone, WorkDone) {
-        (self.0.shared.eviction_work.done(), self.0.shared.checkpoint_work.done())
+    /// What evictions, checkpoints and sweeps of what has expired have taken of the executors.
+    pub fn work_done(&self) -> [WorkDone; 3] {
+        let shared = &self.0.shared;
+        [&shared.eviction_work, &shared.checkpoint_work, &shared.expiry_work].map(|work| work.done())
+    }
+
+    /// Takes blocks that lie nowhere into the index, in records of sixteen, as recovery does: so many more than there are,
+    /// of a shard that the store does not have. For a look at what the store's own work costs among them; nobody can
+    /// find or read one, and the store must not be kept.
+    pub fn add_strangers(&self, from: u64, blocks: u64) -> Result<(), Error> {
+        const EACH: u16 = 16;
+        const AT_ONCE: u64 = 1 << 20;
+        let index = &self.0.shared.index;
+        let end = from.saturating_add(blocks);
+        let (mut at, mut conflicts) = (from, Vec::new());
+        while at < end {
+            let until = end.min(at.saturating_add(AT_ONCE));
+            let mut some = index.gathering((until - at) as usize);
+            while at < until {
+                let info = RecordInfo {
+                    shard: u16::MAX,
+                    segment: (at >> 11) as u32,
+                    page: (at as u32) << 1,
+                    header_pages: 1,
+                    payload_pages: 512,
+                    blocks: NonZeroU16::MIN.saturating_add(EACH - 1),
+                    live: 0,
+                    // Nobody's.
+                    class: u32::MAX,
+                    expires: 0,
+                };
+                let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
+                for block in 0..EACH {
+                    let number = at + u64::from(block);
+                    // Uniform, as fingerprints are.
+                    let first = (number ^ number << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                    let print = BlockFingerprint::from_parts(first ^ first >> 29, number as u32);
+                    let location = Location { record, block };
+                    some.push(Recovered { print, location, heat: Heat::default() });
+                }
+                at += u64::from(EACH);
+            }
+            index.insert_live(&mut some, &mut conflicts).map_err(|_| Reason::NoSpace)?;
+        }
+        Ok(())
     }
 
     /// Forgets what reads have kept of record headers, so that the next read is as cold as the first.

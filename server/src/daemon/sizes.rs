@@ -1,0 +1,79 @@
+//! What a server decides by the size of its disk and of its machine, where nothing was set: shards, and the memory of the
+//! index.
+
+use std::path::Path;
+
+use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
+
+/// Segments that a budget should have, and the least size to which they shrink for it.
+const SEGMENTS_WANTED: u64 = 64;
+const SEGMENT_MIN: u64 = 32 << 20;
+/// Shards of a directory that `serve` makes, at most: as many executors can serve one device.
+const SHARDS_MAX: u64 = 16;
+/// Segments that a shard should have at least, so that emptying one is a small part of it.
+const SEGMENTS_EACH: u64 = 8;
+/// The index may take so much of the memory.
+const INDEX_PART: u64 = 4;
+
+/// Shards of each directory of a store that is made: up to sixteen, fewer where the budget has few segments.
+pub(super) fn shards(budget: u64, directories: usize, segment_bytes: u64) -> u32 {
+    let segments = budget / (directories as u64).max(1) / segment_bytes.max(1);
+    let shards = (segments / SEGMENTS_EACH).clamp(2, SHARDS_MAX);
+    // A power of two: as many executors share them evenly.
+    u32::try_from(1 << shards.ilog2()).unwrap_or(2)
+}
+
+/// Bytes of a segment of a store that is made: the usual size, less where a budget has few of those.
+pub(super) fn segment_bytes(budget: Option<u64>) -> u64 {
+    let share = budget.unwrap_or(u64::MAX) / SEGMENTS_WANTED;
+    (1 << share.max(SEGMENT_MIN).ilog2()).min(DEFAULT_SEGMENT_BYTES)
+}
+
+/// Memory that the index may take: a part of what this process may have, by the machine and its control group. `None`
+/// where neither says.
+pub(super) fn index_bytes() -> Option<u64> {
+    let machine = read("/proc/meminfo").and_then(|text| total(&text));
+    let group = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
+    let group = group.iter().find_map(|path| read(path)?.trim().parse::<u64>().ok());
+    let may = machine.into_iter().chain(group).min()?;
+    Some((may / INDEX_PART).max(16 << 20))
+}
+
+fn read(path: impl AsRef<Path>) -> Option<String> {
+    std::fs::read_to_string(path).ok()
+}
+
+/// Bytes of memory that `/proc/meminfo` tells.
+fn total(text: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_disk_gets_sixteen_shards_and_a_small_one_what_its_segments_allow() {
+        let segment = 256 << 20;
+        assert_eq!([None, Some(1 << 40), Some(16 << 30)].map(segment_bytes), [segment; 3]);
+        assert_eq!(
+            [1 << 28, 1 << 30, 5 << 30].map(|bytes| segment_bytes(Some(bytes))),
+            [32 << 20, 32 << 20, 64 << 20]
+        );
+        assert_eq!(shards(1 << 30, 1, 32 << 20), 4);
+        assert_eq!(shards(1 << 30, 1, segment), 2);
+        assert_eq!(shards(16 << 30, 1, segment), 8);
+        assert_eq!(shards(64 << 30, 1, segment), 16);
+        assert_eq!(shards(4 << 40, 1, segment), 16);
+        assert_eq!(shards(64 << 30, 8, segment), 4);
+        assert_eq!(shards(16 << 20, 1, 256 << 10), 8);
+    }
+
+    #[test]
+    fn the_memory_of_a_machine_is_found_in_what_the_kernel_tells() {
+        assert_eq!(total("MemTotal:       16384 kB\nMemFree: 3 kB\n"), Some(16 << 20));
+        assert_eq!(total("nothing"), None);
+        assert!(index_bytes().is_some_and(|bytes| bytes >= 16 << 20));
+    }
+}
