@@ -109,8 +109,9 @@ fn refused_puts_evict_nothing_and_after_the_disk_is_well_all_are_taken() {
 
 #[test]
 fn segments_that_failed_before_anything_counted_are_used_again() {
-    // A header that fails, and then the probe of the same segment that does not: again and again, with room to spare.
-    let (world, stage) = open(3, 4 << 20);
+    // A write that fails, and then the probe of the same segment that does not: again and again. Segments that hold durable
+    // blocks by then are set aside until the next start, so there is room for one at each round.
+    let (world, stage) = open(3, 8 << 20);
     let desk = Desk::new(&stage, "barren");
     let rule = |when| Rule::new(Which::Kind(OpKind::Write), when, Effect::Errno(EIO));
     for round in 0..40u64 {

@@ -184,10 +184,11 @@ fn an_error_that_every_call_answers_with_is_the_devices_end_once_the_patience_is
             let compute = site.device.stream().unwrap();
             let copies = standin.latest() + 1;
             standin.stand(copies);
+            let recorded = standin.calls("cuEventRecord");
             let mut landing = site.land(&pipeline, 1, &pool).unwrap();
-            // A first event that is asked for.
-            let asked = standin.calls("cuEventQuery");
-            until("its end is asked for", || standin.calls("cuEventQuery") > asked);
+            // All is enqueued, with events behind it, before the device breaks: what it takes afterwards has no event, and is
+            // kept for good.
+            until("all is enqueued", || standin.calls("cuEventRecord") >= recorded + LAYERS as u64);
             standin.break_work(1, code);
             standin.go(copies);
             let end = loop {

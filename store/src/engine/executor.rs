@@ -253,19 +253,8 @@ impl Executor {
                 Message::FreeSpace { directories, reply } => {
                     let _ = reply.send(free_space(&self.driver, directories).await);
                 }
-                Message::Inspect(reply) => {
-                    let mut facts = self.io.borrow().facts();
-                    facts.warnings.extend(self.registered.clone().err());
-                    facts.warnings.extend(self.notes_of_holes().await);
-                    let arena_bytes = self.arena.usage().used as u64;
-                    let _ = reply.send((facts, Metrics { arena_bytes, ..self.driver.metrics() }));
-                }
-                Message::Tables(reply) => {
-                    let logs = self.logs.borrow();
-                    let of_shards = logs.values().flat_map(|log| log.tables());
-                    let all = of_shards.chain(self.driver.tables()).collect();
-                    let _ = reply.send(all);
-                }
+                Message::Inspect(reply) => drop(reply.send(self.inspect().await)),
+                Message::Tables(reply) => drop(reply.send(self.tables())),
                 Message::ForgetHeaders(reply) => self.forget_headers(reply),
                 Message::Register(region, reply) => {
                     let _ = reply.send(self.io.borrow_mut().register(&region));
@@ -277,6 +266,21 @@ impl Executor {
                 }
             }
         }
+    }
+
+    /// What the way to the disks is, and what went over it.
+    async fn inspect(&self) -> (IoFacts, Metrics) {
+        let mut facts = self.io.borrow().facts();
+        facts.warnings.extend(self.registered.clone().err());
+        facts.warnings.extend(self.notes_of_holes().await);
+        let arena_bytes = self.arena.usage().used as u64;
+        (facts, Metrics { arena_bytes, ..self.driver.metrics() })
+    }
+
+    fn tables(&self) -> Vec<Table> {
+        let logs = self.logs.borrow();
+        let of_shards = logs.values().flat_map(|log| log.tables());
+        of_shards.chain(self.driver.tables()).collect()
     }
 
     async fn adopt(

@@ -14,6 +14,7 @@ use crate::io::{FileId, IoError, IoErrorKind, MetaOp, OpenMode};
 pub(crate) const NAME: &str = "hole-probe";
 /// The page in the middle is punched.
 const PAGES: usize = 3;
+const FILE_BYTES: u64 = (PAGES * PAGE) as u64;
 
 impl Log {
     /// Whether single pages can be given back. Asked once; what the file system could not be asked now, because its disk
@@ -23,7 +24,13 @@ impl Log {
         if self.no_holes.get() || self.has_holes.get() {
             return !self.no_holes.get();
         }
-        match self.try_a_hole().await {
+        // The file is on the disk for a moment: its bytes are of the budget's room for checkpoints.
+        if self.shared.take_checkpoint_budget(FILE_BYTES).is_err() {
+            return false;
+        }
+        let asked = self.try_a_hole().await;
+        self.shared.give_checkpoint_budget(FILE_BYTES);
+        match asked {
             Ok(true) => self.has_holes.set(true),
             Ok(false) => self.no_holes.set(true),
             Err(_) => return false,
