@@ -180,15 +180,19 @@ fn an_error_that_every_call_answers_with_is_the_devices_end_once_the_patience_is
         for code in [220, 226, 806, 810, 911, 917, 999] {
             let site = Site::new();
             let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
-            let pipeline = pipeline.with_copy_patience(Duration::from_millis(20));
+            let pipeline = pipeline.with_copy_patience(Duration::from_secs(1));
             let compute = site.device.stream().unwrap();
             let copies = standin.latest() + 1;
             standin.stand(copies);
-            let recorded = standin.calls("cuEventRecord");
             let mut landing = site.land(&pipeline, 1, &pool).unwrap();
-            // All is enqueued, with events behind it, before the device breaks: what it takes afterwards has no event, and is
-            // kept for good.
-            until("all is enqueued", || standin.calls("cuEventRecord") >= recorded + LAYERS as u64);
+            // What fits is enqueued, with events behind it, before the device breaks: what it takes afterwards has no event,
+            // and is kept for good.
+            let recorded = || standin.calls("cuEventRecord");
+            until("nothing more is enqueued", || {
+                let (before, asked) = (recorded(), standin.calls("cuEventQuery"));
+                until("its end is asked for", || standin.calls("cuEventQuery") > asked + 30);
+                recorded() == before
+            });
             standin.break_work(1, code);
             standin.go(copies);
             let end = loop {
