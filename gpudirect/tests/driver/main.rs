@@ -3,7 +3,8 @@
 //! says what is shown by what.
 //!
 //! Every test runs in a process of its own and ends with the stand-in's books: nothing misused, nothing left. The
-//! libraries are C11, because a C compiler is all that building this repository asks for.
+//! libraries are C11, because a C compiler is all that building this repository asks for. `KVARTS_DRIVER=real` runs the same
+//! tests over the machine's own driver (`way.rs`).
 #![allow(
     clippy::disallowed_methods,
     reason = "starts processes and threads, and works on real files, outside the simulation"
@@ -19,3 +20,4 @@ mod pipeline;
 mod processes;
 mod standin;
 mod straight;
+mod way;
