@@ -10,12 +10,15 @@
     reason = "starts processes and threads, and works on real files, outside the simulation"
 )]
 
+mod bare;
 mod copies;
 mod digests;
 mod failures;
+mod figures;
 mod files;
 mod guests;
 mod lives;
+mod lost;
 mod pipeline;
 mod processes;
 mod standin;

@@ -86,7 +86,7 @@ pub(crate) use here;
 const DRIVER: [&str; 5] = ["state.c", "memory.c", "stream.c", "copy.c", "kernel.c"];
 
 /// Where the libraries of a kit lie, built if these sources never were: other processes may run with those that are there.
-fn folder(kit: Kit) -> PathBuf {
+pub(crate) fn folder(kit: Kit) -> PathBuf {
     let name = way::name(kit, is_real());
     if let Some(folder) = way::libraries() {
         return folder.join(name);

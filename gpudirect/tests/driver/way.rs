@@ -50,11 +50,18 @@ pub(crate) fn not_here(why: &str) -> ! {
     std::process::exit(NOT_HERE)
 }
 
+/// Ends this process, the test's own, with success: the driver's books are no longer kept.
+pub(crate) fn passed_and_nothing_to_settle() -> ! {
+    println!("\n1 passed");
+    std::process::exit(0)
+}
+
 /// Runs the process of a test, and tells how it ended, in a line for programs too where the driver is the machine's. What it
 /// said is the error.
 pub(crate) fn run(command: Command, test: &str) -> Result<(), String> {
     let (status, said) = limited(command);
-    let why = || said.lines().find_map(|line| line.strip_prefix("not here: ")).unwrap_or("it does not say why");
+    let why =
+        || said.lines().find_map(|line| line.strip_prefix("not here: ")).unwrap_or("it does not say why");
     let passed = status.is_some_and(|status| status.success()) && said.contains("1 passed");
     let skipped = status.is_some_and(|status| status.code() == Some(NOT_HERE));
     // A name that is no test's would run nothing and succeed.
@@ -99,6 +106,27 @@ fn limited(mut command: Command) -> (Option<ExitStatus>, String) {
     let late = watch.join().unwrap();
     let said = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
     ((!late).then_some(output.status), said.join("\n"))
+}
+
+/// What runs over a GPU is proven over the stand-in in its place: the watched driver changes nothing.
+#[test]
+fn the_same_tests_pass_over_a_driver_that_is_watched() {
+    if is_real() {
+        return;
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    let before = std::env::var("LD_LIBRARY_PATH").map(|path| format!(":{path}")).unwrap_or_default();
+    let machine = crate::standin::folder(Kit::Whole);
+    command.env("LD_LIBRARY_PATH", format!("{}{before}", machine.display())).env(DRIVER, "real");
+    let output = command.args(["--nocapture"]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    let results = |word: &str| {
+        let lines = said.lines().filter(|line| line.contains("driver-test\t"));
+        lines.filter(|line| line.split('\t').nth(2) == Some(word)).count()
+    };
+    let counts = ["passed", "not here", "failed"].map(results);
+    assert!(output.status.success() && counts[2] == 0, "{counts:?}\n{said}");
+    assert!(counts[0] >= 50 && counts[1] <= 16, "{counts:?}: too few can run on a GPU");
 }
 
 /// Not a test: makes the libraries of every kit, for a machine that has no compiler.
