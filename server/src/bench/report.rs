@@ -10,7 +10,7 @@ use crate::table::{Align, Table};
 
 /// Figures in the order in which they are shown.
 #[derive(Debug, Default)]
-pub(super) struct Report {
+pub(crate) struct Report {
     json: Map<String, Value>,
     lines: Vec<[String; 3]>,
     notes: Vec<String>,
@@ -18,14 +18,14 @@ pub(super) struct Report {
 
 impl Report {
     /// A report of one subcommand.
-    pub(super) fn new(bench: &str) -> Self {
+    pub(crate) fn new(bench: &str) -> Self {
         let mut report = Self::default();
         report.json.insert("bench".to_owned(), json!(bench));
         report
     }
 
     /// Something that is known before anything is measured.
-    pub(super) fn fact(&mut self, name: &str, value: impl Into<Value>) {
+    pub(crate) fn fact(&mut self, name: &str, value: impl Into<Value>) {
         let value = value.into();
         let shown = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         self.lines.push([name.to_owned(), shown, String::new()]);
@@ -33,13 +33,13 @@ impl Report {
     }
 
     /// A number that was measured once.
-    pub(super) fn number(&mut self, name: &str, value: f64) {
+    pub(crate) fn number(&mut self, name: &str, value: f64) {
         self.lines.push([name.to_owned(), digits(value), String::new()]);
         self.json.insert(name.to_owned(), json!(value));
     }
 
     /// A median under its name, and its interval under the name with `_interval`.
-    pub(super) fn median(&mut self, name: &str, value: Summary) {
+    pub(crate) fn median(&mut self, name: &str, value: Summary) {
         let interval = format!("{} to {}", digits(value.low), digits(value.high));
         self.lines.push([name.to_owned(), digits(value.median), interval]);
         self.json.insert(name.to_owned(), json!(value.median));
@@ -47,24 +47,24 @@ impl Report {
     }
 
     /// The control of what stands above it. Under this name alone it decides whether the run may be quoted.
-    pub(super) fn control(&mut self, name: &str, value: Summary) {
+    pub(crate) fn control(&mut self, name: &str, value: Summary) {
         self.median(name, value);
         let so_far = self.json.get("quotable").and_then(Value::as_bool).unwrap_or(true);
         self.json.insert("quotable".to_owned(), json!(so_far && quotable(&value)));
     }
 
     /// Rows of a table of their own, shown as they are given.
-    pub(super) fn rows(&mut self, name: &str, rows: Vec<Value>) {
+    pub(crate) fn rows(&mut self, name: &str, rows: Vec<Value>) {
         self.json.insert(name.to_owned(), Value::Array(rows));
     }
 
     /// A line for people.
-    pub(super) fn note(&mut self, line: impl Into<String>) {
+    pub(crate) fn note(&mut self, line: impl Into<String>) {
         self.notes.push(line.into());
     }
 
     /// Writes it.
-    pub(super) fn write(mut self, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
+    pub(crate) fn write(mut self, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
         if self.json.get("quotable") == Some(&Value::Bool(false)) {
             self.note("the control is off 1 by more than 5%: the machine was too restless, repeat the run");
         }
@@ -85,7 +85,7 @@ impl Report {
 }
 
 /// As many digits as a measurement deserves.
-pub(super) fn digits(value: f64) -> String {
+pub(crate) fn digits(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
         size if size >= 10.0 => format!("{value:.1}"),
