@@ -20,7 +20,7 @@ use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::{BlockKey, Layout};
 use kvarts_store::api::Verify;
 use kvarts_store::engine::Options;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use serde_json::json;
 
@@ -74,7 +74,7 @@ struct Stage<'a> {
     curve: Curve,
     into: Destination,
     /// Each layer in the host memory of the serial way.
-    hosts: Vec<Buf>,
+    hosts: Vec<SharedBuf>,
     compute: Duration,
     keys: Vec<BlockKey>,
     arena_bytes: u64,
@@ -399,7 +399,7 @@ fn pool(opened: &Opened, subject: &Subject, blocks: u32) -> Result<Destination, 
 }
 
 /// Each layer's buffer of the engine's own pass.
-fn layer_buffers(race: &Race, subject: &Subject) -> Vec<Buf> {
+fn layer_buffers(race: &Race, subject: &Subject) -> Vec<SharedBuf> {
     let (into, mut part) = (&race.request.into, 0u32);
     let mut buffers = Vec::new();
     for layer in subject.shape.layers() {

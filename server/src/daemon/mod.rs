@@ -31,7 +31,7 @@ use crate::grpc::{self, Identity, Listeners, Tls, limits};
 use crate::human;
 use crate::local::Locals;
 use crate::metrics;
-use crate::node::{Decided, Memory, Node};
+use crate::node::{Decided, Memory, Node, SetLimit};
 use crate::scrub;
 
 pub use opened::Opened;
@@ -110,8 +110,14 @@ impl Daemon {
         let tenants = gate.tenants().len();
         let locals = Locals::new(config.shared, config.threads, tenants, instance);
         let store = home.store().clone();
-        let node =
-            Node::new(store, gate, memory, locals, connections, OsEntropy::new(), Decided { notes, files });
+        let set = |name, most, bytes| SetLimit { name, most, bytes };
+        let limits = vec![
+            set("limits.threads", Some(config.threads as u64), false),
+            set("store.endurance", config.endurance, true),
+            set("scrub.pace", Some(config.scrub_pace), true),
+        ];
+        let decided = Decided { notes, files, limits };
+        let node = Node::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
         let renew = tls.is_some().then_some(renew);
         let listeners = Listeners { tcp, unix, tls, renewed: Some(renewed) };

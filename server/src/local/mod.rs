@@ -128,6 +128,8 @@ pub struct Locals {
     receiving: Arc<Pot>,
     /// Bytes of answers that are not taken.
     untaken: Arc<Pot>,
+    /// Bytes of clients' memory that may be mapped at a time.
+    mapped_max: u64,
     /// Bytes of memory that the server made for clients, ever, and the most. A client may keep it for as long as it likes.
     made: AtomicU64,
     made_max: u64,
@@ -163,6 +165,7 @@ impl Locals {
             receiving: Pot::new(limits::RECEIVING_BYTES_MAX.max(large), tenants),
             untaken: Pot::new(limits::UNTAKEN_BYTES_MAX, tenants),
             made: AtomicU64::new(0),
+            mapped_max,
             made_max: mapped_max / limits::MADE_PART,
             turn: tokio::sync::Mutex::default(),
             names: Arc::default(),
@@ -185,6 +188,11 @@ impl Locals {
     /// Bytes of clients' memory that are mapped now.
     pub fn mapped(&self) -> u64 {
         self.mapped.used()
+    }
+
+    /// The most of them.
+    pub fn mapped_max(&self) -> u64 {
+        self.mapped_max
     }
 
     /// Bytes of it that are registered with the engine's rings, as far as those took them, or about to be.

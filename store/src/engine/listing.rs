@@ -65,10 +65,9 @@ impl Log {
             let bytes = usize::from(known.header_pages) * PAGE_BYTES as usize;
             let media = |error: crate::io::IoError| Reason::Media(error.to_string());
             let buf = self.stage(bytes).await.map_err(media)?;
-            if self.driver.read(Class::Background, segment.file, offset, buf.clone()).await.is_err() {
-                // Nobody can read these blocks either.
-                continue;
-            }
+            let read = self.driver.read_into(Class::Background, segment.file, offset, buf).await;
+            // Nobody can read these blocks either.
+            let Ok(buf) = read else { continue };
             let image = buf.to_vec();
             if let Ok(opened) = record::open(&image, &self.position(segment, offset), &self.shared.secret)
                 && let Ok(body) = opened.body()

@@ -134,7 +134,7 @@ async fn names(log: &Rc<Log>, unnamed: &Unnamed) -> Option<Blocks> {
     let _reading = Hold::new(&segment);
     let offset = u64::from(info.page) * PAGE_BYTES;
     let buf = log.stage(usize::from(info.header_pages) * PAGE_BYTES as usize).await.ok()?;
-    log.driver.read(Class::Background, segment.file, offset, buf.clone()).await.ok()?;
+    let buf = log.driver.read_into(Class::Background, segment.file, offset, buf).await.ok()?;
     let image = buf.to_vec();
     let opened = record::open(&image, &log.position(&segment, offset), &log.shared.secret).ok()?;
     match opened.body().ok()? {

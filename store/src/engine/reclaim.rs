@@ -23,7 +23,7 @@ use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
 use crate::index::{Eviction, Lookup};
-use crate::io::{Buf, IoError, Region};
+use crate::io::{BufMut, IoError};
 use crate::rt::Class;
 
 impl Log {
@@ -127,15 +127,14 @@ impl Log {
         let media = |error: IoError| Reason::Media(error.to_string());
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
         let page = self.stage(PAGE).await.map_err(media)?;
-        self.driver.read(Class::Background, segment.file, trailer_at, page.clone()).await.map_err(media)?;
+        let read = self.driver.read_into(Class::Background, segment.file, trailer_at, page);
+        let page = read.await.map_err(media)?;
         let position = trailer::position(&self.position(segment, 0), self.shared.segment_bytes);
         let trailer = Trailer::decode(&page.to_vec(), &position, &self.shared.secret)
             .map_err(|unsound| damaged(unsound.to_string()))?;
         let buf = self.stage(trailer.footer_bytes as usize).await.map_err(media)?;
-        self.driver
-            .read(Class::Background, segment.file, trailer.footer_offset, buf.clone())
-            .await
-            .map_err(media)?;
+        let read = self.driver.read_into(Class::Background, segment.file, trailer.footer_offset, buf);
+        let buf = read.await.map_err(media)?;
         let position = self.position(segment, trailer.footer_offset);
         Footer::decode(&buf.to_vec(), &position, &self.shared.secret)
             .map_err(|unsound| damaged(unsound.to_string()))
@@ -146,10 +145,8 @@ impl Log {
         let mut ahead = Vec::with_capacity(segments.len());
         for segment in segments {
             let read = segment.footer_at.get().and_then(|(offset, bytes)| {
-                let region = Region::anonymous(bytes as usize).ok()?;
-                let buf = Buf::new(&region, 0, bytes as usize)?;
-                let read = self.driver.read(Class::Background, segment.file, offset, buf.clone());
-                Some((offset, buf, read))
+                let buf = BufMut::zeroed(bytes as usize).ok()?;
+                Some((offset, self.driver.read_into(Class::Background, segment.file, offset, buf)))
             });
             ahead.push(read);
         }
@@ -157,9 +154,9 @@ impl Log {
         for (segment, read) in segments.iter().zip(ahead) {
             footers.push(match read {
                 None => self.read_footer(segment).await,
-                Some((offset, buf, read)) => match read.await {
+                Some((offset, read)) => match read.await {
                     Err(error) => Err(Reason::Media(error.to_string())),
-                    Ok(()) => {
+                    Ok(buf) => {
                         let position = self.position(segment, offset);
                         let footer = Footer::decode(&buf.to_vec(), &position, &self.shared.secret);
                         footer.map_err(|unsound| Reason::Header {

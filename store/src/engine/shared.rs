@@ -22,8 +22,7 @@ use super::steps::Work;
 use super::work::Counted;
 use crate::events::{EventLog, RING_BYTES};
 use crate::index::{Heat, Index, RecordId};
-use crate::io::mem::PAGE;
-use crate::io::{Buf, Region};
+use crate::io::{Buf, BufMut};
 use crate::rt::{Clock, Entropy, Nanos};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, OnceLock};
@@ -222,9 +221,7 @@ impl Shared {
 
     /// Zero bytes to write from; nobody writes to them.
     pub(crate) fn zeros(&self, len: u64) -> Option<Buf> {
-        let zeros = self.zeros.get_or_init(|| {
-            Region::anonymous(ZERO_BYTES.max(PAGE)).ok().and_then(|region| Buf::new(&region, 0, ZERO_BYTES))
-        });
+        let zeros = self.zeros.get_or_init(|| BufMut::zeroed(ZERO_BYTES).ok().map(BufMut::freeze));
         zeros.as_ref()?.slice(0, usize::try_from(len).ok()?)
     }
 

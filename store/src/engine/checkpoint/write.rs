@@ -248,7 +248,7 @@ impl Output<'_> {
 
     async fn put(&self, at: u64, image: &[u8], sync: bool) -> Result<(), Reason> {
         let log = self.log;
-        let staging = log.stage(image.len()).await.map_err(|error| failed(log, &error))?;
+        let mut staging = log.stage(image.len()).await.map_err(|error| failed(log, &error))?;
         staging.copy_in(0, image);
         let written = log.driver.write(Class::Background, self.file, at, staging, sync).await;
         written.map_err(|error| failed(log, &error))

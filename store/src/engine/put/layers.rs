@@ -41,7 +41,7 @@ use crate::engine::shared::Shared;
 use crate::error::{Error, Reason};
 use crate::index::Reservation;
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{Buf, IoError};
+use crate::io::{BufMut, IoError};
 use crate::ledger::Promise;
 use crate::rt::mailbox::{Reply, ticket};
 use crate::rt::{Class, LocalTask, Nanos};
@@ -375,7 +375,7 @@ async fn seal(
     log.rolling.set(false);
     log.changed.wake_all();
     let (headers, staging) = placed?;
-    let records = write_headers(log, segment, headers, &staging).await?;
+    let records = write_headers(log, segment, headers, staging).await?;
     if durable && let Some((last, _)) = records.last() {
         log.make_durable(last).await?;
     }
@@ -450,14 +450,13 @@ async fn write_headers(
     log: &Rc<Log>,
     segment: &Rc<Segment>,
     headers: Headers,
-    staging: &Buf,
+    mut staging: BufMut,
 ) -> Result<Vec<(Written, u32)>, Reason> {
     let Headers { images, mut outcome } = headers;
-    let (mut writes, mut used) = (Vec::new(), 0);
+    let mut writes = Vec::new();
     for (image, _) in images.iter().filter(|_| outcome.is_ok()) {
-        let Some(part) = staging.slice(used, image.headers.len()) else { break };
+        let Some(mut part) = staging.split_to(image.headers.len()) else { break };
         part.copy_in(0, &image.headers);
-        used += image.headers.len();
         writes.push(log.driver.write(Class::Put, segment.file, image.offset, part, false));
     }
     if outcome.is_ok() && writes.len() < images.len() {

@@ -21,7 +21,7 @@ use crate::engine::tables::Table;
 use crate::engine::work::Done;
 use crate::error::{Error, Reason};
 use crate::index::{BlockFingerprint, Heat, Location, RecordInfo, Recovered};
-use crate::io::Buf;
+use crate::io::SharedBuf;
 use crate::rt::mailbox::ticket;
 
 /// One device read of a read's plan, headers not counted.
@@ -40,7 +40,7 @@ pub struct PlannedExtent {
     /// Bytes.
     pub len: u32,
     /// The caller's memory if it lands there directly, none if it is staged.
-    pub into: Option<Buf>,
+    pub into: Option<SharedBuf>,
 }
 
 impl Store {
