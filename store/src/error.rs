@@ -225,6 +225,18 @@ impl fmt::Display for Reason {
             Self::OutOfBounds => f.write_str("a source or destination lies outside the memory given"),
             Self::DeadlineInPast => f.write_str("the deadline had passed before anything was begun"),
             Self::DeadlinePassed => f.write_str("the deadline passed"),
+            // The first record of a segment lies behind its header: a client is not told where a block lies.
+            Self::Digest { offset: 0, expected, found, .. } => write!(
+                f,
+                "the block's digest is {found:08x} where {expected:08x} was written: served as a miss; the server's log says \
+                 where it lies"
+            ),
+            Self::Header { offset: 0, what, .. } => {
+                write!(
+                    f,
+                    "the block's record is damaged: {what}: served as a miss; the server's log says where it lies"
+                )
+            }
             Self::Digest { segment, offset, expected, found, .. } => write!(
                 f,
                 "segment {segment} at {offset}: digest {found:08x} where {expected:08x} was written: served as a miss"
@@ -287,6 +299,8 @@ mod tests {
     fn a_damaged_byte_is_corrupt_and_a_full_disk_is_refused() {
         let digest = Reason::Digest { shard: 0, segment: 1, offset: 4096, expected: 1, found: 2 };
         assert_eq!(Error(digest).kind(), Kind::Corrupt);
+        let unplaced = Reason::Digest { shard: 0, segment: 0, offset: 0, expected: 1, found: 2 }.to_string();
+        assert!(unplaced.contains("the server's log") && !unplaced.contains("segment"), "{unplaced}");
         assert_eq!(Error(Reason::NoSpace).kind(), Kind::Refused);
         assert_eq!(Error(Reason::Quota { limit: 1, wanted: 2 }).kind(), Kind::Refused);
         assert_eq!(Error(Reason::Media(String::new())).kind(), Kind::Miss);

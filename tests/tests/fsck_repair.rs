@@ -18,7 +18,7 @@ use kvarts_store::api::BlockOutcome;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::{Rng, Seed, SimWorld, WorldConfig};
 use kvarts_tests::stage::{SimStage, small_options};
-use kvarts_tests::witness::{directories, examine, problems, small, worked};
+use kvarts_tests::witness::{directories, examine, media, problems, small, worked};
 
 const SEGMENT: &str = "shard-0000/segment-00000000";
 
@@ -115,6 +115,36 @@ fn damage_to_any_structure_can_be_put_right() {
         let flipped = disk.fork();
         flipped.tamper(&path, |bytes| bytes[at + 200] ^= 4);
         expect_repaired(&flipped, &whole, &format!("{structure:?} flipped in {path} at {at}"));
+    }
+}
+
+#[test]
+fn a_segment_that_is_gone_is_told_of_at_each_start_until_it_is_repaired() {
+    let mut disk = store(33, 40);
+    disk.remove(SEGMENT);
+    let start = |disk: &MemoryDisk, run: u64| {
+        let world = SimWorld::with_media(7 + run, &WorldConfig::default(), media(&[disk.fork()]));
+        let stage = SimStage::open(&world, &small(2)).unwrap();
+        let places = stage.engine().recovery().iter().flat_map(|report| report.places.clone());
+        let told = places.filter(|one| one.label == "segment-missing").count();
+        let desk = Desk::new(&stage, "after");
+        for n in run * 10..run * 10 + 6 {
+            desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+        }
+        // A clean stop writes a checkpoint.
+        (told, directories(&stage.close().unwrap()).remove(0))
+    };
+    for run in 0..3 {
+        let (told, after) = start(&disk, run);
+        assert_eq!(told, 1, "start {run}");
+        assert!(after.contents(SEGMENT).is_none(), "its number was taken again");
+        disk = after;
+    }
+    assert!(!put_right(&disk, false).actions.is_empty());
+    for run in 3..5 {
+        let (told, after) = start(&disk, run);
+        assert_eq!(told, 0, "start {run}, repaired");
+        disk = after;
     }
 }
 

@@ -174,6 +174,8 @@ pub(crate) struct Log {
     pub(crate) segments: RefCell<BTreeMap<u32, Rc<Segment>>>,
     /// The last generation of each segment whose file is gone.
     pub(crate) retired: RefCell<BTreeMap<u32, u64>>,
+    /// What the last checkpoint said of each segment that was in use and whose file is gone.
+    pub(crate) lost: RefCell<BTreeMap<u32, kvarts_layout::format::checkpoint::SegmentState>>,
     /// Bytes of the budget that files have which could not be made, and not be removed.
     pub(crate) residue: Cell<u64>,
     /// Proved headers, for reads.
@@ -266,6 +268,7 @@ impl Log {
             arena,
             segments: RefCell::default(),
             retired: RefCell::default(),
+            lost: RefCell::default(),
             residue: Cell::new(0),
             headers: Headers::default(),
             flights: Flights::default(),

@@ -9,7 +9,7 @@
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use kvarts_layout::format::body::Blocks;
+use kvarts_layout::format::body::{BlockName, Blocks};
 use kvarts_layout::format::footer::{Content, Footer};
 use kvarts_layout::format::trailer::{self, Trailer};
 use kvarts_layout::format::{PAGE, PAGE_BYTES};
@@ -20,11 +20,15 @@ use super::evict::batch::Made;
 use super::log::Log;
 use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState};
+use super::steps::Section;
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
 use crate::index::{Eviction, Lookup};
 use crate::io::{BufMut, IoError};
 use crate::rt::Class;
+
+/// Blocks that go without a turn for others.
+const BLOCKS_AT_ONCE: usize = 64;
 
 impl Log {
     /// Whether no read holds a segment, and none is on its way that was sent there for a block which has moved since.
@@ -47,8 +51,10 @@ impl Log {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
             if self.save_graves(&footer).await
                 && self.is_unread(&segment)
-                && self.evict_all(&segment, &footer)
+                && self.evict_all(&segment, &footer).await
                 && self.is_unread(&segment)
+                && segment.state.get() == SegmentState::Sealed
+                && segment.book.live() == 0
             {
                 self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
                 segment.state.set(SegmentState::Free);
@@ -173,21 +179,25 @@ impl Log {
     }
 
     /// Evicts every block that the segment holds; false, and only some evicted, if one is leased.
-    pub(crate) fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
+    pub(crate) async fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
+        let mut section = Section::begin(&self.shared.eviction_work, &*self.shared.clock);
         for record in &footer.records {
-            if let Content::Blocks(blocks) = &record.content
-                && !self.evict_record(segment, record.offset, blocks)
-            {
-                return false;
+            let Content::Blocks(blocks) = &record.content else { continue };
+            for some in blocks.blocks.chunks(BLOCKS_AT_ONCE) {
+                if !self.evict_named(segment, record.offset, (blocks, some)) {
+                    return false;
+                }
+                section.step(some.len() as u64).await;
             }
         }
         true
     }
 
-    fn evict_record(&self, segment: &Segment, offset: u64, blocks: &Blocks) -> bool {
+    /// Evicts some blocks of a record.
+    fn evict_named(&self, segment: &Segment, offset: u64, (blocks, some): (&Blocks, &[BlockName])) -> bool {
         let index = &self.shared.index;
         let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return true };
-        for name in &blocks.blocks {
+        for name in some {
             let key = BlockKey(name.key);
             let namespace = segment.local(blocks.namespace);
             let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);

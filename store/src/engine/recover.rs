@@ -182,6 +182,8 @@ impl Recovery<'_> {
                 retired.insert(number, known.generation);
                 if known.state != SEGMENT_FREE {
                     self.report.miss(number);
+                    // Told at each start until somebody has repaired the store: checkpoints go on to say it.
+                    self.log.lost.borrow_mut().insert(number, *known);
                 }
             }
         }

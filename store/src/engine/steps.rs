@@ -34,11 +34,6 @@ pub struct WorkDone {
 }
 
 impl Work {
-    /// So many steps were done where nobody can have a turn.
-    pub(crate) fn add(&self, steps: u64) {
-        self.steps.fetch_add(steps, Relaxed);
-    }
-
     pub(crate) fn done(&self) -> WorkDone {
         WorkDone {
             steps: self.steps.load(Relaxed),

@@ -110,7 +110,9 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     }
     let mut report = CheckpointReport { sequence: header.position.generation, ..Default::default() };
     report.records = write_records(output, &mut writer).await?;
-    let segments: Vec<Stated> = log.segments.borrow().values().filter_map(|one| stated(one)).collect();
+    let mut segments: Vec<Stated> = log.segments.borrow().values().filter_map(|one| stated(one)).collect();
+    segments.extend(log.lost.borrow().values());
+    segments.sort_unstable_by_key(|one| one.segment);
     report.segments = segments.len() as u64;
     for some in segments.chunks(MAX_ITEMS) {
         output.chunk(&mut writer, &Items::Segments(some.to_vec())).await?;

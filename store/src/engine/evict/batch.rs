@@ -131,7 +131,9 @@ impl Log {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
             if !self.save_graves(&footer).await
                 || segment.book.live() > 0
-                || !self.evict_all(&segment, &footer)
+                || !self.evict_all(&segment, &footer).await
+                || segment.state.get() != SegmentState::Sealed
+                || segment.book.live() > 0
                 || !self.is_unread(&segment)
             {
                 continue;

@@ -18,7 +18,8 @@ use crate::engine::compact::pack::Cold;
 use crate::engine::compact::relocate::relocate;
 use crate::engine::log::Log;
 use crate::engine::segment::{Segment, SegmentState};
-use crate::index::{RecordCursor, RecordId};
+use crate::engine::steps::Section;
+use crate::index::{OwnerCursor, RecordId};
 
 /// A segment is thin when so many parts of it would hold what is live in it.
 const THIN_PARTS: u64 = 12;
@@ -143,14 +144,15 @@ impl Log {
     /// Moves what is live in a segment; false if that could not be done.
     async fn thin_out(self: &Rc<Self>, segment: u32) -> bool {
         let mut records: Vec<(u32, RecordId)> = Vec::new();
-        let (mut cursor, mut some) = (Some(RecordCursor::default()), Vec::new());
+        let (mut cursor, mut some) = (Some(OwnerCursor::default()), Vec::new());
+        let mut section = Section::begin(&self.shared.eviction_work, &*self.shared.clock);
         while let Some(from) = cursor {
-            cursor = self.shared.index.records().snapshot(from, &mut some);
-            let here = some.iter().filter(|(_, record)| {
-                u32::from(record.shard) == self.shard && record.segment == segment && record.live > 0
-            });
-            records.extend(here.map(|(id, record)| (record.page, *id)));
+            cursor = self.shared.index.records().snapshot_of((self.shard as u16, None), from, &mut some);
+            let here = some.iter().filter(|(_, record, _)| record.segment == segment && record.live > 0);
+            records.extend(here.map(|(id, record, _)| (record.page, *id)));
+            section.step(some.len().max(1) as u64).await;
         }
+        drop(section);
         // In the order in which they lie: chains stay together.
         records.sort_unstable();
         for (_, record) in records {

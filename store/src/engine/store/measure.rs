@@ -118,6 +118,11 @@ impl Store {
         [&shared.eviction_work, &shared.checkpoint_work, &shared.expiry_work].map(|work| work.done())
     }
 
+    /// What keeping quotas has taken of the executors, and of whoever set them.
+    pub fn quota_work_done(&self) -> WorkDone {
+        self.0.shared.quota_work.done()
+    }
+
     /// Takes blocks that lie nowhere into the index, in records of sixteen, as recovery does: so many more than there are,
     /// of a shard that the store does not have. For a look at what the store's own work costs among them; nobody can
     /// find or read one, and the store must not be kept.

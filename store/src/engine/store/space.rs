@@ -59,8 +59,8 @@ impl Store {
         let shared = &self.0.shared;
         let account = shared.index.records().ledger().account(namespace);
         account.set_limit(bytes);
-        quota::make_room(shared, &account, 0);
-        self.name_evicted();
+        quota::keep_limit(shared, quota::Purse::Namespace(&account));
+        self.0.router.name_evicted(shared);
     }
 
     /// Limits what the namespaces of a tenant may have on disk together, as [`Store::set_quota`] limits one: those
@@ -74,18 +74,8 @@ impl Store {
             ledger.account(namespace).join(&pool);
         }
         pool.set_limit(bytes);
-        quota::make_room_in(shared, quota::Purse::Tenant(&pool), 0);
-        self.name_evicted();
-    }
-
-    /// Has the executors tell of what a quota has taken out, if it has. One that takes no message tells with its next
-    /// sweep.
-    pub(super) fn name_evicted(&self) {
-        if !self.0.shared.unnamed.is_empty() {
-            for sender in &self.0.router.executors {
-                let _ = sender.try_send(Message::Name);
-            }
-        }
+        quota::keep_limit(shared, quota::Purse::Tenant(&pool));
+        self.0.router.name_evicted(shared);
     }
 
     /// What the namespaces of a tenant have together and may have; nothing if no quota was ever set for this salt.
