@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 /// Rooms whose sources are held to the rules.
-const ROOMS: [&str; 7] = ["layout", "store", "gpudirect", "server", "fsck", "schedules", "tests"];
+const ROOMS: [&str; 8] = ["layout", "store", "gpudirect", "server", "fsck", "planner", "schedules", "tests"];
 /// Lines of a source file, its tests included. Past it a file is several rooms.
 const FILE_LINES_MAX: usize = 1000;
 /// Lines of a function, from its `fn` to its closing brace.
@@ -21,6 +21,8 @@ const UNSAFE_FILES: &[&str] = &[
     "gpudirect/src/device/cuda/files.rs",
     // Maps descriptors that it owns: the emulated device's memory.
     "gpudirect/src/device/emulated/memory.rs",
+    // Calls the driver by name, as short as can be: what our copies are measured against.
+    "gpudirect/tests/driver/bare.rs",
     // Calls what the stand-in for NVIDIA's libraries exports.
     "gpudirect/tests/driver/standin.rs",
     // Filled memory of a request as bytes to send, which nobody writes any more.

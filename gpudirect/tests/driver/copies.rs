@@ -298,6 +298,7 @@ fn whoever_waits_for_a_device_that_is_declared_lost_is_told() {
 #[test]
 fn threads_copy_at_once_each_in_its_stream() {
     inside(Kit::Whole, here!(), |standin| {
+        standin.needs_devices(2);
         let device = Cuda::open(0).unwrap();
         let other = Cuda::open(1).unwrap();
         std::thread::scope(|scope| {

@@ -52,6 +52,7 @@ fn broken(standin: &Standin, method: Method, code: i32) -> (DeviceError, DeviceE
 #[test]
 fn an_error_of_a_copy_comes_out_at_its_event_and_says_whether_the_device_is_lost() {
     inside(Kit::Whole, here!(), |standin| {
+        standin.only("a device that breaks");
         // Each opens the device anew: with its last user the broken context goes, and all that was in it.
         for (at, (code, name)) in LOST.into_iter().enumerate() {
             let (first, second) = broken(standin, Method::ALL[at % 3], code);

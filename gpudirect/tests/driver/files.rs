@@ -22,6 +22,7 @@ pub(crate) fn file(bytes: &[u8]) -> File {
 #[test]
 fn cufile_is_found_and_reads_into_device_memory() {
     inside(Kit::Whole, here!(), |standin| {
+        standin.only("a cuFile that does as a test says");
         assert!(has_cufile());
         let device = Cuda::open(0).unwrap();
         let (files, memory) = (Files::load(), device.allocate(8192).unwrap());
@@ -51,6 +52,7 @@ fn cufile_is_found_and_reads_into_device_memory() {
 #[test]
 fn the_stand_in_sees_misuse_of_files() {
     inside(Kit::Whole, here!(), |standin| {
+        standin.only("a cuFile that does as a test says");
         let device = Cuda::open(0).unwrap();
         let (files, memory) = (Files::load(), device.allocate(8192).unwrap());
         let (base, file) = (memory.base(), file(&pattern(8192, 1)));

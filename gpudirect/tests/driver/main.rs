@@ -3,19 +3,24 @@
 //! says what is shown by what.
 //!
 //! Every test runs in a process of its own and ends with the stand-in's books: nothing misused, nothing left. The
-//! libraries are C11, because a C compiler is all that building this repository asks for.
+//! libraries are C11, because a C compiler is all that building this repository asks for. `KVARTS_DRIVER=real` runs the same
+//! tests over the machine's own driver (`way.rs`).
 #![allow(
     clippy::disallowed_methods,
     reason = "starts processes and threads, and works on real files, outside the simulation"
 )]
 
+mod bare;
 mod copies;
 mod digests;
 mod failures;
+mod figures;
 mod files;
 mod guests;
 mod lives;
+mod lost;
 mod pipeline;
 mod processes;
 mod standin;
 mod straight;
+mod way;

@@ -11,18 +11,18 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use kvarts_gpudirect::device::{Device, Route, cuda};
 use libloading::Library;
+
+use crate::way::{self, is_real, not_here};
 
 /// Where the dynamic linker looks first.
 const PATH: &str = "LD_LIBRARY_PATH";
 
 /// Set in the process that a test runs in.
 const INSIDE: &str = "KVARTS_STANDIN";
-
-/// How long anything may take that must come to be: whoever waits longer hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Which libraries there are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -39,7 +39,7 @@ pub(crate) enum Kit {
 pub(crate) fn until(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "it never is: {what}");
+        assert!(start.elapsed() < way::patience(), "it never is: {what}");
         std::thread::yield_now();
     }
 }
@@ -67,11 +67,9 @@ pub(crate) fn inside(kit: Kit, test: &str, body: impl FnOnce(&Standin)) {
         standin.settle();
         return;
     }
-    let output = again(kit, test).output().unwrap();
-    let said = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-    // A name that is no test's would run nothing and succeed.
-    let passed = output.status.success() && said[0].contains("1 passed");
-    assert!(passed, "{test} with the stand-in: {}\n{}\n{}", output.status, said[0], said[1]);
+    if let Err(said) = way::run(again(kit, test), test) {
+        panic!("{test} in a process of its own: {said}");
+    }
 }
 
 /// The name of the test that this stands in, as the test harness knows it.
@@ -88,20 +86,23 @@ pub(crate) use here;
 const DRIVER: [&str; 5] = ["state.c", "memory.c", "stream.c", "copy.c", "kernel.c"];
 
 /// Where the libraries of a kit lie, built if these sources never were: other processes may run with those that are there.
-fn folder(kit: Kit) -> PathBuf {
+pub(crate) fn folder(kit: Kit) -> PathBuf {
+    let name = way::name(kit, is_real());
+    if let Some(folder) = way::libraries() {
+        return folder.join(name);
+    }
     // Threads of one process must not draft in one place.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _one = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
     let mut all = crc32fast::Hasher::new();
-    for source in [&DRIVER[..], &["standin.h", "cufile.c"]].concat() {
+    for source in [&DRIVER[..], &["standin.h", "cufile.c", "watch.c"]].concat() {
         all.update(&std::fs::read(sources().join(source)).unwrap());
     }
-    let name = format!("stand-in-{kit:?}-{:08x}", all.finalize()).to_lowercase();
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{:08x}", all.finalize()));
     if !folder.exists() {
         let draft = folder.with_extension(std::process::id().to_string());
         std::fs::create_dir_all(&draft).unwrap();
-        build(kit, &draft);
+        build(kit, is_real(), &draft);
         // Another process may have been faster.
         if std::fs::rename(&draft, &folder).is_err() {
             std::fs::remove_dir_all(&draft).unwrap();
@@ -114,26 +115,35 @@ fn sources() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver/library")
 }
 
-fn build(kit: Kit, folder: &Path) {
+pub(crate) fn build(kit: Kit, is_real: bool, folder: &Path) {
     let without = if kit == Kit::Old { &["-DWITHOUT_BATCH"][..] } else { &[] };
-    compile(folder, "libcuda.so.1", &DRIVER, without);
     // Libraries of a machine that has them must not be found in their place: an empty file ends the search.
     let absent = |name: &str| std::fs::write(folder.join(name), "").unwrap();
-    let link = |name: &str, to: &str| std::os::unix::fs::symlink(to, folder.join(name)).unwrap();
     // Nothing here is compiled for a device but by the driver.
     cudarc::get_lib_name_candidates("nvrtc").iter().for_each(|name| absent(name));
     if kit == Kit::Bare {
         cudarc::get_lib_name_candidates("cufile").iter().for_each(|name| absent(name));
         absent("libcufile.so.0");
-    } else {
+    }
+    if is_real {
+        // Under the name that is tried first, and called otherwise: the driver's own name is the driver's.
+        compile(folder, "libcuda.so", "libkvarts-watch.so", &["watch.c"], without);
+        return;
+    }
+    let link = |name: &str, to: &str| {
+        let _ = std::fs::remove_file(folder.join(name));
+        std::fs::copy(folder.join(to), folder.join(name)).map(drop).unwrap();
+    };
+    compile(folder, "libcuda.so.1", "libcuda.so.1", &DRIVER, without);
+    if kit != Kit::Bare {
         let without = if kit == Kit::Old { &["-DWITHOUT_PARAMETERS"][..] } else { &[] };
-        compile(folder, "libcufile.so.0", &["cufile.c"], without);
+        compile(folder, "libcufile.so.0", "libcufile.so.0", &["cufile.c"], without);
         link("libcufile.so", "libcufile.so.0");
     }
     link("libcuda.so", "libcuda.so.1");
 }
 
-fn compile(folder: &Path, name: &str, from: &[&str], flags: &[&str]) {
+fn compile(folder: &Path, name: &str, called: &str, from: &[&str], flags: &[&str]) {
     let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
     let mut command = Command::new(compiler);
     command.args([
@@ -147,7 +157,7 @@ fn compile(folder: &Path, name: &str, from: &[&str], flags: &[&str]) {
         "-shared",
         "-pthread",
     ]);
-    command.args(flags).arg(format!("-Wl,-soname,{name}")).arg("-o").arg(folder.join(name));
+    command.args(flags).arg(format!("-Wl,-soname,{called}")).arg("-o").arg(folder.join(name));
     command.args(from.iter().map(|source| sources().join(source))).arg("-ldl");
     let output = command.output().expect("tests need a C compiler, as the build does");
     let said = String::from_utf8_lossy(&output.stderr);
@@ -165,11 +175,46 @@ type Report = unsafe extern "C" fn(*mut c_char, usize) -> c_int;
 impl Standin {
     fn load() -> Self {
         // SAFETY: the stand-in has no initialisers.
-        let cuda = unsafe { Library::new("libcuda.so.1") }.expect("it was built");
+        let cuda = unsafe { Library::new("libcuda.so") }.expect("it was built");
         let standin = Self { cuda };
         // The real one has no such symbol: a test that runs over it by mistake says so.
         assert_eq!(standin.calls("none"), 0);
         standin
+    }
+
+    /// What follows only the stand-in can do.
+    pub(crate) fn only(&self, why: &str) {
+        if is_real() {
+            not_here(&format!("stand-in only: {why}"));
+        }
+    }
+
+    /// What follows is about so many devices.
+    pub(crate) fn needs_devices(&self, count: u32) {
+        if is_real() && cuda::count().is_ok_and(|there| there < count) {
+            not_here(&format!("it needs {count} devices"));
+        }
+    }
+
+    /// Whether files can be read straight, or why not.
+    pub(crate) fn files(&self) -> Result<(), String> {
+        if !is_real() {
+            return Ok(());
+        }
+        let device = cuda::Cuda::open(0).map_err(|error| error.to_string())?;
+        let files = device.files(Route::Straight).map_err(|error| error.to_string())?;
+        let file = crate::files::file(&[1; 4096]);
+        let open = files.open(std::os::fd::AsFd::as_fd(&file)).map_err(|error| error.to_string())?;
+        let memory = device.allocate(4096).map_err(|error| error.to_string())?;
+        let into = files.register(&memory).map_err(|error| error.to_string())?;
+        files.prove(&open, 0, &into, 0, 4096).map_err(|error| error.to_string())
+    }
+
+    /// What follows reads files straight.
+    pub(crate) fn needs_files(&self) {
+        if let Err(why) = self.files() {
+            not_here(&format!("files cannot be read straight: {why}"));
+        }
     }
 
     /// What the stand-in exports under a name. `F` must be its type.
@@ -193,6 +238,7 @@ impl Standin {
 
     /// What was wrong so far was so on purpose.
     pub(crate) fn forgive(&self) {
+        self.only("misuse on purpose");
         // SAFETY: takes and gives nothing.
         unsafe { self.symbol::<unsafe extern "C" fn()>("standin_forgive")() };
     }
@@ -255,18 +301,21 @@ impl Standin {
 
     /// The `nth` next work that a stream begins breaks its context.
     pub(crate) fn break_work(&self, nth: u64, code: c_int) {
+        self.only("a device that breaks");
         // SAFETY: two numbers.
         unsafe { self.symbol::<unsafe extern "C" fn(u64, c_int)>("standin_break")(nth, code) };
     }
 
-    /// How many devices there are.
+    /// Makes as many devices as are wanted.
     pub(crate) fn devices(&self, count: c_int) {
+        self.only("as many devices as are wanted");
         // SAFETY: one number.
         unsafe { self.symbol::<unsafe extern "C" fn(c_int)>("standin_devices")(count) };
     }
 
     /// How much memory both devices have.
     pub(crate) fn room(&self, bytes: usize) {
+        self.only("a device with little memory");
         // SAFETY: one number.
         unsafe { self.symbol::<unsafe extern "C" fn(usize)>("standin_room")(bytes) };
     }
@@ -328,6 +377,7 @@ impl Standin {
 
     /// Memory that is allocated from now on is of pieces of so many bytes, each an allocation of its own.
     pub(crate) fn grain(&self, bytes: usize) {
+        self.only("memory of many mappings");
         // SAFETY: one number.
         unsafe { self.symbol::<unsafe extern "C" fn(usize)>("standin_grain")(bytes) };
     }
@@ -371,6 +421,13 @@ struct Describes {
     kind: c_int,
     of: *mut c_void,
     operations: *const c_void,
+}
+
+/// The machine's libcufile cannot be told what to do.
+fn only_here() {
+    if is_real() {
+        not_here("stand-in only: a cuFile that does as a test says");
+    }
 }
 
 /// The stand-in for libcufile, called as C would.
@@ -428,6 +485,7 @@ impl Files {
 
     /// The next `count` reads: 1 give `what` bytes at most, 2 fail with the errno `what`, 3 with the error `what`.
     pub(crate) fn next_reads(&self, how: c_int, what: c_long, count: c_int) {
+        only_here();
         let call: unsafe extern "C" fn(c_int, c_long, c_int) = self.symbol("standin_reads");
         // SAFETY: three numbers.
         unsafe { call(how, what, count) };
@@ -435,12 +493,14 @@ impl Files {
 
     /// Files have no straight way from now on.
     pub(crate) fn detour(&self) {
+        only_here();
         // SAFETY: one number.
         unsafe { self.symbol::<unsafe extern "C" fn(c_int)>("standin_detours")(1) };
     }
 
     /// What reads must be aligned to.
     pub(crate) fn align(&self, bytes: usize) {
+        only_here();
         // SAFETY: one number.
         unsafe { self.symbol::<unsafe extern "C" fn(usize)>("standin_alignment")(bytes) };
     }

@@ -32,6 +32,7 @@ fn handles(standin: &Standin) -> String {
 #[test]
 fn a_file_is_registered_once_for_all_who_read_it_and_forgotten_with_the_last() {
     inside(Kit::Whole, here!(), |standin| {
+        standin.only("cuFile's books");
         let device = Cuda::open(0).unwrap();
         {
             let files = device.files(Route::Straight).unwrap();
@@ -66,6 +67,7 @@ fn a_file_is_registered_once_for_all_who_read_it_and_forgotten_with_the_last() {
 fn a_read_is_whole_or_says_why_not() {
     inside(Kit::Whole, here!(), |standin| {
         let device = Cuda::open(0).unwrap();
+        standin.only("a cuFile that does as a test says");
         let files = device.files(Route::Straight).unwrap();
         let bytes = pattern(10_000, 3);
         let source = file(&bytes);
@@ -98,7 +100,8 @@ fn a_read_is_whole_or_says_why_not() {
 
 #[test]
 fn what_cannot_be_registered_is_an_error_and_leaves_nothing() {
-    inside(Kit::Whole, here!(), |_| {
+    inside(Kit::Whole, here!(), |standin| {
+        standin.needs_files();
         let device = Cuda::open(0).unwrap();
         {
             let files = device.files(Route::Straight).unwrap();
@@ -157,6 +160,7 @@ fn still(standin: &Standin, patience: Duration, deadline: Option<Duration>) -> O
 #[test]
 fn a_digest_that_stands_still_ends_its_stream_and_what_it_reads_comes_back_when_it_is_done() {
     inside(Kit::Whole, here!(), |standin| {
+        standin.needs_files();
         let stuck = DeviceError::Stuck { millis: 20 };
         assert_eq!(still(standin, Duration::from_millis(20), None), Some(EndReason::Device(stuck)));
         close();
@@ -166,6 +170,7 @@ fn a_digest_that_stands_still_ends_its_stream_and_what_it_reads_comes_back_when_
 #[test]
 fn a_deadline_that_is_nearer_than_the_patience_ends_the_wait_for_a_digest() {
     inside(Kit::Whole, here!(), |standin| {
+        standin.needs_files();
         let ended = still(standin, Duration::from_secs(600), Some(Duration::from_secs(1)));
         assert_eq!(ended, Some(EndReason::Deadline));
         close();
@@ -175,6 +180,7 @@ fn a_deadline_that_is_nearer_than_the_patience_ends_the_wait_for_a_digest() {
 #[test]
 fn a_copy_back_that_fails_sends_its_layer_through_the_arena() {
     inside(Kit::Whole, here!(), |standin| {
+        standin.needs_files();
         standin.knows_ptx(65);
         {
             let site = Site::new();
@@ -243,6 +249,7 @@ fn without_a_kernel_they_are_copied_one_by_one() {
 #[test]
 fn layers_come_straight_from_files_and_through_the_arena_where_that_fails() {
     inside(Kit::Whole, here!(), |standin| {
+        standin.needs_files();
         {
             let site = Site::new();
             let shared: Arc<dyn Device> = Arc::new(site.device.clone());
@@ -265,6 +272,7 @@ fn layers_come_straight_from_files_and_through_the_arena_where_that_fails() {
             let used = land(None);
             assert_eq!((used.layers, used.staged), (LAYERS as u64, 0), "{used:?}");
             assert_eq!(site.arena.usage().used_max, 0, "nothing came through the host");
+            standin.only("what follows: a cuFile that does as a test says");
             let used = land(Some((3, 5030)));
             assert!(used.last_reason.as_ref().is_some_and(|why| why.contains("5030")), "{used:?}");
             assert_eq!(used.staged, 1);
@@ -280,6 +288,7 @@ fn layers_come_straight_from_files_and_through_the_arena_where_that_fails() {
 
 /// Layers of a machine whose files have no straight way, over cuFile, which goes another where it may.
 fn without_a_way(standin: &Standin, route: Route) -> DirectUse {
+    standin.only("a cuFile that does as a test says");
     // Held, so that it remembers what it was told.
     let cufile = Files::load();
     cufile.detour();

@@ -104,6 +104,25 @@ result cuMemcpyDtoDAsync_v2(address to, address from, size_t len, void *stream) 
     return leave(copy(to, DEVICE, from, DEVICE, len, stream, "cuMemcpyDtoDAsync"));
 }
 
+result cuMemsetD8Async(address to, unsigned char byte, size_t len, void *handle) {
+    ENTER(1);
+    const char *call = "cuMemsetD8Async";
+    struct stream *stream = stream_of(handle, call);
+    if (!stream) return leave(INVALID_HANDLE);
+    struct work *work = new_copy(1);
+    work->parts->to = bytes_of(to, len, DEVICE, call, &work->parts->uses[0]);
+    if (!work->parts->to) {
+        drop_copy(work);
+        return leave(INVALID_VALUE);
+    }
+    work->staged = malloc(len);
+    memset(work->staged, byte, len);
+    work->parts->from = work->staged;
+    work->parts->len = len;
+    enqueue(stream, work);
+    return leave(OK);
+}
+
 // Returns when the bytes are staged: they reach the device when the default stream comes to it, and other streams do not
 // wait for that.
 result cuMemcpyHtoD_v2(address to, const void *from, size_t len) {

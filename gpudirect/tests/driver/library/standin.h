@@ -28,6 +28,7 @@ enum {
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
+    CONTEXT_IS_DESTROYED = 709,
     ILLEGAL_ADDRESS = 700,
     HOST_MEMORY_ALREADY_REGISTERED = 712,
     HOST_MEMORY_NOT_REGISTERED = 713,
@@ -35,6 +36,7 @@ enum {
     INVALID_PTX = 218,
     NO_BINARY_FOR_GPU = 209,
     STREAM_CAPTURE_UNSUPPORTED = 900,
+    STREAM_CAPTURE_INVALIDATED = 901,
     STREAM_CAPTURE_ISOLATION = 905,
     CAPTURED_EVENT = 907,
 };
@@ -98,7 +100,7 @@ struct digest {
     uint64_t count;
 };
 
-enum what { COPY, DIGEST, WAIT };
+enum what { COPY, DIGEST, WAIT, WORD };
 
 // One thing that a stream does.
 struct work {
@@ -110,6 +112,9 @@ struct work {
     struct digest digest;
     struct stream *other;
     uint64_t target;
+    // A word in host memory, and the least that is waited for.
+    const volatile uint32_t *word;
+    uint32_t least;
     int *uses[4];
 };
 
@@ -126,6 +131,8 @@ void changed(void);
 void lock_books(void);
 void unlock_books(void);
 result failure_of_next_work(void);
+// An engine's capture in global mode begins, or ends: whether nothing broke it.
+int capture_globally(int on);
 
 #define ENTER(in_context)                                \
     do {                                                 \

@@ -42,7 +42,7 @@ static _Thread_local int depth;
 // How this thread meets captures: 0 global, 1 thread-local, 2 relaxed.
 static _Thread_local int capture_mode;
 // Whether an engine's thread captures a graph, in global mode.
-static int capturing;
+static int capturing, broke_capture;
 // What is not allowed meanwhile to threads in global mode: it fails, and the capture with it.
 static const char *const unsafe_calls[] = {
     "cuEventQuery",        "cuStreamQuery", "cuStreamSynchronize", "cuMemAlloc_v2",   "cuMemFree_v2",     "cuMemAllocHost_v2",
@@ -94,6 +94,7 @@ result enter(const char *name, int in_context) {
     for (size_t at = 0; capturing && !capture_mode && at < sizeof unsafe_calls / sizeof *unsafe_calls; at++)
         if (!strcmp(name, unsafe_calls[at])) {
             misuse("%s breaks the graph that another thread captures", name);
+            broke_capture = 1;
             return leave(STREAM_CAPTURE_UNSUPPORTED);
         }
     if (!initialised && strcmp(name, "cuInit")) {
@@ -213,6 +214,15 @@ result cuDevicePrimaryCtxRelease_v2(int device) {
     return leave(OK);
 }
 
+// Everything in the context is gone, whoever still uses it.
+result cuDevicePrimaryCtxReset_v2(int device) {
+    ENTER(0);
+    if (device < 0 || device >= devices) return leave(INVALID_DEVICE);
+    contexts[device].broken = CONTEXT_IS_DESTROYED;
+    changed();
+    return leave(OK);
+}
+
 result cuCtxSetCurrent(struct context *context) {
     ENTER(0);
     if (context && (context < contexts || context >= contexts + DEVICES || !context->retained)) {
@@ -315,10 +325,17 @@ void standin_refuse_call(const char *name, result code) {
     unlock_books();
 }
 
+int capture_globally(int on) {
+    capturing = on;
+    int good = !broke_capture;
+    if (!on) broke_capture = 0;
+    return good;
+}
+
 // A thread that is none of ours begins to capture a graph, or ends that.
 void standin_capture(int on) {
     lock_books();
-    capturing = on;
+    capture_globally(on);
     unlock_books();
 }
 

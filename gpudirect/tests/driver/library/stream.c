@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 struct stream {
     struct context *context;
@@ -68,6 +69,12 @@ static void *run(void *argument) {
         if (!work) break;
         if (work->what == WAIT) {
             while (work->other->done < work->target && !context->broken) wait_for_change();
+        } else if (work->what == WORD) {
+            while (*work->word < work->least && !context->broken) {
+                unlock_books();
+                usleep(100);
+                lock_books();
+            }
         } else if (!context->broken) {
             result code = failure_of_next_work();
             if (!code) {
@@ -269,6 +276,51 @@ result cuStreamWaitEvent(void *handle, void *for_event, unsigned flags) {
     work->target = event->target;
     enqueue(stream, work);
     return leave(OK);
+}
+
+// Waits until a word is at least a value, which is what flags 0 mean.
+result cuStreamWaitValue32_v2(void *handle, address at, uint32_t least, unsigned flags) {
+    ENTER(1);
+    struct stream *stream = stream_of(handle, "cuStreamWaitValue32");
+    struct pinned *pinned = pinned_seen_at(at, 4);
+    if (!stream || !pinned || flags) return leave(stream ? INVALID_VALUE : INVALID_HANDLE);
+    struct work *work = calloc(1, sizeof *work);
+    work->what = WORD;
+    work->word = (const volatile uint32_t *)(pinned->base + (at - pinned->seen));
+    work->least = least;
+    enqueue(stream, work);
+    return leave(OK);
+}
+
+// An engine's own calls for its graph. A graph of this stand-in has no nodes: work of others is not taken into it.
+result cuStreamBeginCapture_v2(void *handle, int mode) {
+    ENTER(1);
+    struct stream *stream = stream_of(handle, "cuStreamBeginCapture");
+    if (!stream || stream->capture) return leave(INVALID_HANDLE);
+    stream->capture = CAPTURED;
+    if (mode == 0) capture_globally(1);
+    return leave(OK);
+}
+
+result cuStreamEndCapture(void *handle, void **graph) {
+    ENTER(1);
+    struct stream *stream = stream_of(handle, "cuStreamEndCapture");
+    if (!stream || !stream->capture) return leave(INVALID_HANDLE);
+    int good = capture_globally(0) && stream->capture == CAPTURED;
+    stream->capture = NOT_CAPTURED;
+    *graph = good ? stream : NULL;
+    return leave(good ? OK : STREAM_CAPTURE_INVALIDATED);
+}
+
+result cuGraphGetNodes(void *graph, void **nodes, size_t *count) {
+    (void)graph, (void)nodes;
+    *count = 0;
+    return OK;
+}
+
+result cuGraphDestroy(void *graph) {
+    (void)graph;
+    return OK;
 }
 
 void forget_streams_of(struct context *context) {
