@@ -53,7 +53,8 @@ impl Store {
 
     /// Limits what a namespace may have on disk: live bytes, headers and padding included. A put that would pass
     /// the limit first evicts what the namespace has not used for longest, and is refused with [`Reason::Quota`]
-    /// if leases forbid that or it is too large. A lower limit takes effect at once. `None` takes the limit away.
+    /// if leases forbid that or it is too large. A lower limit takes effect at once, on the
+    /// caller's thread, unless room is being made for a put: that goes on until the new one is kept. `None` takes the limit away.
     /// The namespace need not be registered yet; limits are not kept on disk, what counts against them is.
     pub fn set_quota(&self, namespace: NamespaceId, bytes: Option<u64>) {
         let shared = &self.0.shared;
