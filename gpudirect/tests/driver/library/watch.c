@@ -20,7 +20,7 @@ struct name {
     char bytes[64];
 };
 
-enum { OK = 0, NOT_READY = 600, NOT_FOUND = 500, MANY = 8192, RELAXED = 2 };
+enum { OK = 0, NOT_READY = 600, NOT_FOUND = 500, MANY = 8192, STREAMS = 1 << 20, RELAXED = 2 };
 
 static pthread_mutex_t books = PTHREAD_MUTEX_INITIALIZER;
 
@@ -49,7 +49,7 @@ static struct {
     // A word that its work waits for, while it stands still: 0 until it goes on.
     volatile uint32_t *word;
     int stands, waits;
-} streams[MANY];
+} streams[STREAMS];
 static size_t made = 1;
 
 // Host memory that is pinned.
@@ -132,7 +132,7 @@ static size_t number_of(handle stream) {
     if ((uintptr_t)stream <= 1) return 0;
     for (size_t at = made; --at > 0;)
         if (streams[at].stream == stream) return at;
-    return MANY - 1;
+    return STREAMS - 1;
 }
 
 // What waits for the word still reads it: the memory stays. The books are locked.
@@ -377,7 +377,7 @@ result cuStreamCreate(handle *to, unsigned flags) {
     if (code) return code;
     live("streams", 1);
     pthread_mutex_lock(&books);
-    if (made < MANY - 1) streams[made++].stream = *to;
+    if (made < STREAMS - 1) streams[made++].stream = *to;
     pthread_mutex_unlock(&books);
     return code;
 }
@@ -386,7 +386,7 @@ result cuStreamDestroy_v2(handle stream) {
     // Another stream may get the same handle.
     pthread_mutex_lock(&books);
     size_t at = number_of(stream);
-    if (at && at < MANY - 1) streams[at].stream = NULL;
+    if (at && at < STREAMS - 1) streams[at].stream = NULL;
     pthread_mutex_unlock(&books);
     HAND_ON((handle), (stream));
     if (!code) live("streams", -1);
@@ -512,11 +512,11 @@ size_t standin_streams(void) {
     return latest;
 }
 
-uint64_t standin_stream(size_t number) { return (uint64_t)streams[number % MANY].stream; }
+uint64_t standin_stream(size_t number) { return (uint64_t)streams[number % STREAMS].stream; }
 
 void standin_stand(size_t number, int still) {
     pthread_mutex_lock(&books);
-    size_t at = number % MANY;
+    size_t at = number % STREAMS;
     streams[at].stands = still;
     if (!still) let_go(at);
     pthread_mutex_unlock(&books);
@@ -598,7 +598,7 @@ void standin_capture(int on) {
 
 int standin_capture_of(size_t number, int on) {
     if (!inside()) return 0;
-    handle stream = streams[number % MANY].stream;
+    handle stream = streams[number % STREAMS].stream;
     int good = on ? !BESIDE("cuStreamBeginCapture_v2", handle, int)(stream, 0) : end_capture(stream, "a stream's capture");
     outside();
     return good;
