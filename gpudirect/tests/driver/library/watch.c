@@ -42,6 +42,14 @@ static uint64_t pageable;
 static _Thread_local int depth, mode;
 static int retained[16];
 static handle context_of[16];
+// Words in pinned memory for streams that stand still, made with the context: while one stands still a driver may let wait
+// whoever asks it for such memory. Each is used once.
+enum { WORDS = 1 << 16 };
+static struct {
+    volatile uint32_t *host;
+    address seen;
+    size_t used;
+} words[16];
 
 // From 1 in the order in which they were made; 0 are the default streams.
 static struct {
@@ -151,22 +159,23 @@ static void before_work(handle stream) {
     pthread_mutex_unlock(&books);
     if (!hold) return;
     int was = relax();
-    void *word = NULL;
-    address seen = 0;
-    result code = BESIDE("cuMemAllocHost_v2", void **, size_t)(&word, 4096);
-    if (!code) {
-        memset(word, 0, 4096);
-        code = BESIDE("cuMemHostGetDevicePointer_v2", address *, void *, unsigned)(&seen, word, 0);
-        // Until the word is at least 1.
-        if (!code) code = BESIDE("cuStreamWaitValue32_v2", handle, address, uint32_t, unsigned)(stream, seen, 1, 0);
-    }
-    if (code) {
-        fprintf(stderr, "a stream cannot be made to stand still: %d\n", code);
+    handle context = NULL;
+    result code = BESIDE("cuCtxGetCurrent", handle *)(&context);
+    int device = 0;
+    while (device < 15 && context_of[device] != context) device++;
+    pthread_mutex_lock(&books);
+    size_t word = words[device].used++;
+    pthread_mutex_unlock(&books);
+    address seen = words[device].seen + word * sizeof(uint32_t);
+    // Until the word is at least 1.
+    if (!code && word < WORDS) code = BESIDE("cuStreamWaitValue32_v2", handle, address, uint32_t, unsigned)(stream, seen, 1, 0);
+    if (code || word >= WORDS) {
+        fprintf(stderr, "a stream cannot be made to stand still: %d, word %zu\n", code, word);
         exit(1);
     }
     restore(was);
     pthread_mutex_lock(&books);
-    streams[at].word = word;
+    streams[at].word = &words[device].host[word];
     // It was let go meanwhile.
     if (!streams[at].stands) let_go(at);
     pthread_mutex_unlock(&books);
@@ -253,18 +262,33 @@ result cuGetErrorName(result of, const char **to) {
 
 result cuDevicePrimaryCtxRetain(handle *to, int device) {
     HAND_ON((handle *, int), (to, device));
-    if (!code) {
-        live("contexts retained", 1);
-        retained[device % 16]++;
-        context_of[device % 16] = *to;
+    if (code) return code;
+    live("contexts retained", 1);
+    int at = device % 16;
+    context_of[at] = *to;
+    if (retained[at]++) return code;
+    handle left;
+    void *host = NULL;
+    int was = relax();
+    BESIDE("cuCtxPushCurrent_v2", handle)(*to);
+    words[at].used = WORDS;
+    if (!BESIDE("cuMemAllocHost_v2", void **, size_t)(&host, WORDS * sizeof(uint32_t))) {
+        memset(host, 0, WORDS * sizeof(uint32_t));
+        words[at].host = host;
+        words[at].used = BESIDE("cuMemHostGetDevicePointer_v2", address *, void *, unsigned)(&words[at].seen, host, 0) ? WORDS : 0;
     }
+    BESIDE("cuCtxPopCurrent_v2", handle *)(&left);
+    restore(was);
     return code;
 }
 
 result cuDevicePrimaryCtxRelease_v2(int device) {
     // With its last user the context goes, and the points in it.
     pthread_mutex_lock(&books);
-    if (--retained[device % 16] == 0)
+    // What stands still goes with it as well, and its memory.
+    int last = --retained[device % 16] == 0;
+    for (size_t at = 0; last && at < made; at++) streams[at].word = NULL;
+    if (last)
         for (size_t at = 0; at < MANY; at++)
             if (works[at].context == context_of[device % 16]) works[at].event = NULL;
     pthread_mutex_unlock(&books);
