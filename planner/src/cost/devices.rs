@@ -1,0 +1,104 @@
+//! What devices can do by their data sheets, and what models compute for a token.
+//!
+//! Figures of devices are dense bf16 arithmetic and memory bandwidth as published; a device's parts of them are what
+//! engines are usually seen to reach. Figures of models follow from their configurations: parameters used for a
+//! token, operations for each pair of a token and one before it, bytes kept for a token.
+
+use serde::{Deserialize, Serialize};
+
+/// One accelerator.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Device {
+    /// 1e12 operations a second.
+    pub tflops: f64,
+    /// 1e9 bytes a second of device memory.
+    pub hbm_gb_per_s: f64,
+    /// 1e9 bytes of device memory.
+    pub hbm_gb: f64,
+    /// The part of its arithmetic that a prefill reaches.
+    pub prefill_part: f64,
+    /// The part of its bandwidth that decoding reaches.
+    pub memory_part: f64,
+    /// What every step takes besides.
+    pub step_ms: f64,
+}
+
+/// What a model computes and reads.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Compute {
+    /// All parameters.
+    pub params: f64,
+    /// Those used for a token.
+    pub active_params: f64,
+    /// Bytes of a parameter.
+    pub weight_bytes: f64,
+    /// Operations for each pair of a token and one that it attends to, over all layers.
+    pub attention_flops: f64,
+    /// Bytes that are read of each token before, over all layers.
+    pub kv_bytes: f64,
+}
+
+const fn device_of(tflops: f64, hbm_gb_per_s: f64, hbm_gb: f64) -> Device {
+    Device { tflops, hbm_gb_per_s, hbm_gb, prefill_part: 0.5, memory_part: 0.7, step_ms: 2.0 }
+}
+
+/// Devices by name.
+pub const DEVICES: [(&str, Device); 6] = [
+    ("a100", device_of(312.0, 2039.0, 80.0)),
+    ("h100", device_of(989.0, 3350.0, 80.0)),
+    ("h200", device_of(989.0, 4800.0, 141.0)),
+    ("h20", device_of(148.0, 4000.0, 96.0)),
+    ("b200", device_of(2250.0, 8000.0, 180.0)),
+    ("l40s", device_of(362.0, 864.0, 48.0)),
+];
+
+/// Of grouped-query attention: 4 operations for each of a query head's dimensions, keys and values together.
+const fn dense(params: f64, active: f64, layers: f64, query_dims: f64, kv_bytes: f64) -> Compute {
+    Compute {
+        params: params * 1e9,
+        active_params: active * 1e9,
+        weight_bytes: 2.0,
+        attention_flops: 4.0 * layers * query_dims,
+        kv_bytes,
+    }
+}
+
+/// Shipped models by name. Of models with latent attention the pair costs what absorbed heads compute (128 heads of
+/// 576 and 512 dimensions); where an indexer chooses what is attended to, it is the indexer that looks at every pair.
+pub const MODELS: [(&str, Compute); 10] = [
+    ("llama-3.1-8b", dense(8.03, 8.03, 32.0, 4096.0, 131_072.0)),
+    ("llama-3.1-70b", dense(70.6, 70.6, 80.0, 8192.0, 327_680.0)),
+    ("mistral-small-24b", dense(23.6, 23.6, 40.0, 4096.0, 163_840.0)),
+    ("qwen3-32b", dense(32.8, 32.8, 64.0, 8192.0, 262_144.0)),
+    ("qwen3-coder-30b-a3b", dense(30.5, 3.3, 48.0, 4096.0, 98_304.0)),
+    ("glm-4.5", dense(355.0, 32.0, 92.0, 12_288.0, 376_832.0)),
+    ("minimax-m2", dense(230.0, 10.0, 62.0, 6144.0, 253_952.0)),
+    ("kimi-k2", latent(1040.0, 32.0, 61.0, 64.0, 70_272.0)),
+    ("deepseek-v3", latent(671.0, 37.0, 61.0, 128.0, 70_272.0)),
+    ("deepseek-v3.2", indexed(671.0, 37.0, 61.0, 64.0, 48_068.0)),
+];
+
+const fn latent(params: f64, active: f64, layers: f64, heads: f64, kv_bytes: f64) -> Compute {
+    let attention_flops = 2.0 * layers * heads * (576.0 + 512.0);
+    let (params, active_params) = (params * 1e9, active * 1e9);
+    Compute { params, active_params, weight_bytes: 1.0, attention_flops, kv_bytes }
+}
+
+/// 64 indexer heads of 128 dimensions look at each pair.
+const fn indexed(params: f64, active: f64, layers: f64, heads: f64, kv_bytes: f64) -> Compute {
+    let attention_flops = 2.0 * layers * heads * 128.0;
+    let (params, active_params) = (params * 1e9, active * 1e9);
+    Compute { params, active_params, weight_bytes: 1.0, attention_flops, kv_bytes }
+}
+
+/// A device by its name.
+pub fn device(name: &str) -> Option<Device> {
+    DEVICES.iter().find(|(known, _)| *known == name).map(|(_, device)| *device)
+}
+
+/// What a shipped model computes, by its name.
+pub fn model(name: &str) -> Option<Compute> {
+    MODELS.iter().find(|(known, _)| *known == name).map(|(_, model)| *model)
+}

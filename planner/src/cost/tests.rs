@@ -1,0 +1,110 @@
+//! Tables repeat what they were made from, fall where they must, say their errors, and refuse what is no sample.
+use super::*;
+use proptest::prelude::*;
+
+fn llama() -> Roofline {
+    Roofline::new(model("llama-3.1-8b").unwrap(), device("h100").unwrap(), 1)
+}
+
+fn sample(cached: u64, new: u64, ms: f64) -> Sample {
+    Sample { cached, new, ms }
+}
+
+#[test]
+fn a_roofline_is_arithmetic_for_long_prompts_and_bytes_for_short_ones() {
+    let roofline = llama();
+    // 2 x 8.03e9 x 8192 operations and 4 x 32 x 4096 for each of 8192^2 / 2 pairs, at half of 989e12 a second.
+    let flops = 2.0 * 8.03e9 * 8192.0 + 4.0 * 32.0 * 4096.0 * 8192.0 * 4096.0;
+    let expected = 2.0 + flops / (989e9 * 0.5);
+    assert!((roofline.prefill_ms(0, 8192) - expected).abs() < 1e-9 * expected);
+    // One token reads all weights: 16.06e9 bytes at 0.7 of 3350e9 a second.
+    let expected = 2.0 + 8.03e9 * 2.0 / (3350e6 * 0.7);
+    assert!((roofline.prefill_ms(0, 1) - expected).abs() < 1e-9 * expected);
+    assert_eq!((roofline.prefill_ms(100, 0), roofline.decode_ms(0, 0)), (0.0, 0.0));
+    assert!(roofline.decode_ms(64, 64 * 8192) > roofline.decode_ms(64, 64));
+    let shared = Roofline::new(model("llama-3.1-8b").unwrap(), device("h100").unwrap(), 2);
+    assert!(shared.prefill_ms(0, 8192) < roofline.prefill_ms(0, 8192));
+    assert_eq!(roofline.told().to_string(), "roofline, without a measured time: its error is not known");
+}
+
+#[test]
+fn a_scaled_roofline_has_the_factor_and_the_error_of_its_samples() {
+    let roofline = llama();
+    let times = |factor: f64| {
+        [(0, 512), (4096, 512), (0, 8192)]
+            .map(|(cached, new)| sample(cached, new, factor * roofline.prefill_ms(cached, new)))
+    };
+    let scaled = Scaled::new(roofline, &times(1.3)).unwrap();
+    assert!((scaled.factor() - 1.3).abs() < 1e-9);
+    assert!(scaled.told().error.unwrap() < 1e-9);
+    let mut uneven = times(1.3);
+    uneven[0].ms *= 1.2;
+    let scaled = Scaled::new(roofline, &uneven).unwrap();
+    let told = scaled.told();
+    assert!((0.02..0.15).contains(&told.error.unwrap()) && told.error_max > told.error, "{told:?}");
+    assert!(told.to_string().starts_with("scaled roofline of 3 samples, "), "{told}");
+    assert_eq!(Scaled::new(roofline, &[]), Err(SampleError::None));
+}
+
+#[test]
+fn samples_that_say_nothing_are_refused_by_their_place() {
+    let refused = |samples: &[Sample]| Interpolated::new(samples).unwrap_err().to_string();
+    assert_eq!(refused(&[]), "there are no samples");
+    for ms in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        let told = refused(&[sample(0, 1, 1.0), sample(0, 2, ms)]);
+        assert_eq!(told, "sample 2: `ms` must be above 0 and `new` at least 1");
+    }
+    assert!(refused(&[sample(5, 0, 1.0)]).starts_with("sample 1: "));
+    let twice = refused(&[sample(1, 2, 3.0), sample(2, 2, 3.0), sample(1, 2, 4.0)]);
+    assert_eq!(twice, "samples 1 and 3 have the same tokens: give their median once");
+}
+
+#[test]
+fn an_interpolated_table_says_how_far_each_sample_is_off_what_the_others_say() {
+    let roofline = llama();
+    let mut samples = Vec::new();
+    for cached in [0, 2048, 8192, 32_768] {
+        for new in [64, 256, 1024, 4096] {
+            samples.push(sample(cached, new, roofline.prefill_ms(cached, new)));
+        }
+    }
+    let table = Interpolated::new(&samples).unwrap();
+    let told = table.told();
+    assert!(told.error.unwrap() < 0.3, "{told}");
+    // In between it is near the truth.
+    for (cached, new) in [(4096, 512), (1024, 2048), (16_384, 128)] {
+        let (said, truth) = (table.prefill_ms(cached, new), roofline.prefill_ms(cached, new));
+        assert!((said / truth - 1.0).abs() < 0.2, "{cached} {new}: {said} for {truth}");
+    }
+    assert_eq!(Interpolated::new(&samples[..1]).unwrap().told().error, None);
+}
+
+proptest! {
+    #[test]
+    fn on_a_sample_an_interpolated_table_is_the_sample(
+        raw in prop::collection::btree_map((0u64..100_000, 1u64..50_000), 0.1f64..1e5, 1..12)
+    ) {
+        let samples: Vec<Sample> = raw.iter().map(|((cached, new), ms)| sample(*cached, *new, *ms)).collect();
+        let table = Interpolated::new(&samples).unwrap();
+        for one in &samples {
+            let said = table.prefill_ms(one.cached, one.new);
+            prop_assert!((said / one.ms - 1.0).abs() < 1e-6, "{one:?}: {said}");
+        }
+    }
+
+    /// What the search passes over by.
+    #[test]
+    fn no_prefill_is_below_the_least(
+        raw in prop::collection::btree_map((0u64..10_000, 1u64..5000), 0.1f64..1e4, 1..10),
+        prompt in 1u64..20_000, least in 0u64..20_000, most in 0u64..20_000,
+    ) {
+        let samples: Vec<Sample> = raw.iter().map(|((cached, new), ms)| sample(*cached, *new, *ms)).collect();
+        let interpolated = Interpolated::new(&samples).unwrap();
+        let scaled = Scaled::new(llama(), &samples).unwrap();
+        let (cached, most) = (least.min(most).min(prompt - 1), least.max(most).min(prompt - 1));
+        for table in [&interpolated as &dyn Prefill, &scaled, &llama()] {
+            let (bound, said) = (table.least_ms(prompt, most), table.prefill_ms(cached, prompt - cached));
+            prop_assert!(bound <= said, "{table:?}: {said} below {bound}");
+        }
+    }
+}

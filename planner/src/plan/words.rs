@@ -1,0 +1,69 @@
+//! The reason of a plan, in words.
+
+use std::fmt;
+
+use kvarts_layout::Group;
+use serde::{Serialize, Serializer};
+
+/// Why a plan goes on from its boundary and from no other.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Reason {
+    /// No block is there.
+    Nothing,
+    /// Blocks are there, but no boundary has what it needs.
+    Unusable(Group, u32),
+    /// All that can be used is used, up to the last block before the end of the prompt.
+    All,
+    /// All that can be used is used; behind it this group lacks a block.
+    Missing(Group, u32),
+    /// More could be used, and to bring it would take longer than to compute it: the times to the first token with the
+    /// longest boundary, and with this one.
+    Shorter {
+        /// Tokens before the longest boundary.
+        longest_tokens: u64,
+        /// To the first token from there.
+        longest_ms: f64,
+        /// To the first token by this plan.
+        ms: f64,
+    },
+    /// To bring anything would take longer than to compute it.
+    Slower {
+        /// Tokens before the longest boundary.
+        longest_tokens: u64,
+        /// To the first token from there.
+        longest_ms: f64,
+        /// To the first token with nothing restored.
+        ms: f64,
+    },
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nothing => write!(f, "nothing of the prompt is here"),
+            Self::Unusable(group, block) => {
+                write!(f, "no boundary can be used: group {group} lacks block {block}")
+            }
+            Self::All => write!(f, "everything that is here is worth restoring"),
+            Self::Missing(group, block) => {
+                write!(f, "everything that can be used is restored; group {group} lacks block {block}")
+            }
+            Self::Shorter { longest_tokens, longest_ms, ms } => write!(
+                f,
+                "a load up to token {longest_tokens} would be slower than computing its end: \
+                 {longest_ms:.1} ms to the first token instead of {ms:.1} ms"
+            ),
+            Self::Slower { longest_tokens, longest_ms, ms } => write!(
+                f,
+                "a load is slower than recomputing: {longest_ms:.1} ms to the first token with \
+                 {longest_tokens} tokens restored, {ms:.1} ms with none"
+            ),
+        }
+    }
+}
+
+impl Serialize for Reason {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
