@@ -225,24 +225,12 @@ impl fmt::Display for Reason {
             Self::OutOfBounds => f.write_str("a source or destination lies outside the memory given"),
             Self::DeadlineInPast => f.write_str("the deadline had passed before anything was begun"),
             Self::DeadlinePassed => f.write_str("the deadline passed"),
-            // The first record of a segment lies behind its header: a client is not told where a block lies.
-            Self::Digest { offset: 0, expected, found, .. } => write!(
-                f,
-                "the block's digest is {found:08x} where {expected:08x} was written: served as a miss; the server's log says \
-                 where it lies"
-            ),
-            Self::Header { offset: 0, what, .. } => {
-                write!(
-                    f,
-                    "the block's record is damaged: {what}: served as a miss; the server's log says where it lies"
-                )
+            Self::Digest { segment, offset, expected, found, .. } => {
+                let place = place(*segment, *offset);
+                write!(f, "{place}: digest {found:08x} where {expected:08x} was written: served as a miss")
             }
-            Self::Digest { segment, offset, expected, found, .. } => write!(
-                f,
-                "segment {segment} at {offset}: digest {found:08x} where {expected:08x} was written: served as a miss"
-            ),
             Self::Header { segment, offset, what, .. } => {
-                write!(f, "segment {segment} at {offset}: {what}: served as a miss")
+                write!(f, "{}: {what}: served as a miss", place(*segment, *offset))
             }
             Self::Media(what) => write!(f, "the device would not give the bytes: {what}"),
             Self::Latched(what) => {
@@ -290,6 +278,14 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+/// Where a record lies. No record lies where the header of its segment does: a client is not told where.
+fn place(segment: u32, offset: u64) -> String {
+    match offset {
+        0 => "a block (the server's log says where it lies)".to_owned(),
+        offset => format!("segment {segment} at {offset}"),
+    }
+}
 
 #[cfg(test)]
 mod tests {

@@ -110,13 +110,7 @@ impl Daemon {
         let tenants = gate.tenants().len();
         let locals = Locals::new(config.shared, config.threads, tenants, instance);
         let store = home.store().clone();
-        let set = |name, most, bytes| SetLimit { name, most, bytes };
-        let limits = vec![
-            set("limits.threads", Some(config.threads as u64), false),
-            set("store.endurance", config.endurance, true),
-            set("scrub.pace", Some(config.scrub_pace), true),
-        ];
-        let decided = Decided { notes, files, limits };
+        let decided = Decided { notes, files, limits: uncounted(config) };
         let node = Node::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
         let renew = tls.is_some().then_some(renew);
@@ -313,6 +307,16 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
             ..Options::default()
         },
     })
+}
+
+/// Limits of which nobody counts how much is used.
+fn uncounted(config: &Config) -> Vec<SetLimit> {
+    let set = |name, most, bytes| SetLimit { name, most, bytes };
+    vec![
+        set("limits.threads", Some(config.threads as u64), false),
+        set("store.endurance", config.endurance, true),
+        set("scrub.pace", Some(config.scrub_pace), true),
+    ]
 }
 
 /// A budget that fits: most of what is free, and what the store has already.
