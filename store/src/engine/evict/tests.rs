@@ -286,7 +286,7 @@ fn what_room_costs_is_that_of_a_few_segments_and_not_of_all_blocks_and_others_ha
     let place = filled();
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
-        let work = &world.shared.eviction_work;
+        let work = &world.shared.work.evictions;
         assert!(matches!(world.log.make_room().await, Made::Room));
         let first = work.done().steps;
         strangers(&world, 200_000);
@@ -318,9 +318,9 @@ fn a_shard_of_many_segments_looks_at_few_of_them() {
             if let Made::Segment(emptied) = world.log.make_room().await {
                 world.log.remove_segment(&emptied).await.unwrap();
             }
-            let before = world.shared.eviction_work.done().steps;
+            let before = world.shared.work.evictions.done().steps;
             assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
-            steps.push(world.shared.eviction_work.done().steps - before);
+            steps.push(world.shared.work.evictions.done().steps - before);
         }
         // A look at each segment's book, but not at its blocks.
         assert!(steps[1] <= steps[0] + 200, "{steps:?}");
@@ -385,13 +385,13 @@ fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due(
     place.run(move |world| async move {
         recover(&world.log).await.unwrap();
         let shared = &world.shared;
-        let checkpoint = || shared.checkpoint_work.done().steps;
+        let checkpoint = || shared.work.checkpoints.done().steps;
         assert!(world.log.say_free().await);
         let (first, all) = (checkpoint(), segments_of(&world));
         strangers(&world, 100_000);
         assert!(world.log.say_free().await);
         assert_eq!(checkpoint(), 2 * first, "a checkpoint looks at others' records");
-        let sweep = || shared.expiry_work.done().steps;
+        let sweep = || shared.work.sweeps.done().steps;
         crate::engine::expiry::sweep(&world.log).await;
         assert_eq!(sweep(), 0, "nothing is due");
         // One record of five blocks.
@@ -411,6 +411,82 @@ fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due(
     });
 }
 
+/// How old a segment is says what recovery found in it, wherever it lies in the log. Few of many are looked at.
+#[test]
+fn of_many_segments_the_coldest_goes_first_wherever_it_lies() {
+    let place = Place::new();
+    let (clock, later) = (std::sync::Arc::clone(&place.clock), std::sync::Arc::clone(&place.clock));
+    let day = std::time::Duration::from_secs(24 * 60 * 60);
+    let cold = 100..104;
+    let warm = cold.clone();
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        let mut first = 0;
+        while world.log.segments.borrow().len() < 120 {
+            world.durable("a", first, 5).await;
+            first += 5;
+        }
+        world.log.finish().await;
+        clock.advance(4 * day);
+        let all = segments_of(&world);
+        let used = all.iter().filter(|(_, segment)| !warm.contains(segment));
+        let prints: Vec<_> = used.map(|(number, _)| print(&world, *number)).collect();
+        world.shared.index.touch_with(&prints, Some(world.shared.epoch()), Some(world.shared.second()));
+        assert!(world.log.say_free().await);
+    });
+    later.set_unix_millis(1_700_000_000_000 + 5 * 24 * 60 * 60 * 1000);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        world.shared.set_policy(EvictionPolicy::Lru);
+        let all = segments_of(&world);
+        give_back(&world, SEGMENT_BYTES).await;
+        let gone = all.iter().filter(|(number, _)| !world.has("a", *number));
+        let gone: std::collections::BTreeSet<u32> = gone.map(|(_, segment)| *segment).collect();
+        assert!(!gone.is_empty() && gone.iter().all(|segment| cold.contains(segment)), "{gone:?}");
+    });
+}
+
+#[test]
+fn what_is_put_makes_what_is_here_older() {
+    Place::new().run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let before = world.shared.ages.steps();
+        for first in (0..200).step_by(5) {
+            world.durable("a", first, 5).await;
+        }
+        // A megabyte of 64, in steps of a 256th of them.
+        let passed = world.shared.ages.steps() - before;
+        assert!((4..10).contains(&passed), "{passed} steps");
+    });
+}
+
+#[test]
+fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_time() {
+    let place = filled();
+    let clock = std::sync::Arc::clone(&place.clock);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        let shared = &world.shared;
+        for (number, forgotten) in [(5, false), (15, true)] {
+            let into = u64::from(shared.expiry_now() % 100);
+            clock.advance(std::time::Duration::from_millis((100 - into) * 100));
+            let found = shared.index.locate(print(&world, number)).unwrap();
+            let expires = shared.expiry_now() + 50;
+            assert!(shared.index.records().set_expires(found.location.record, expires));
+            shared.note_expiry((world.log.shard, found.record.segment), expires);
+            if forgotten {
+                (0..=1 << 16).for_each(|segment| shared.due.note((7, segment), 9));
+            }
+            let here = || shared.index.locate(print(&world, number)).is_some();
+            crate::engine::expiry::sweep(&world.log).await;
+            assert!(here(), "its time has not come");
+            clock.advance(std::time::Duration::from_secs(6));
+            crate::engine::expiry::sweep(&world.log).await;
+            assert!(!here() && world.has("a", number + 5), "forgotten: {forgotten}");
+        }
+    });
+}
+
 #[test]
 fn a_quota_is_kept_by_a_look_at_its_own_records() {
     let place = filled();
@@ -419,7 +495,7 @@ fn a_quota_is_kept_by_a_look_at_its_own_records() {
         let account = world.shared.index.records().ledger().account(world.namespace("a").id);
         let live = account.space().live;
         let blocks = world.contents().len() as u64;
-        let steps = || world.shared.quota_work.done().steps;
+        let steps = || world.shared.work.quotas.done().steps;
         // What recovery found is learnt by a walk, once.
         account.set_limit(Some(live - live / 8));
         crate::engine::quota::make_room(&world.shared, &account, 0);
