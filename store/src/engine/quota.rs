@@ -135,7 +135,7 @@ fn evict_oldest(shared: &Shared, accounts: &[Arc<Account>], bytes: u64) {
             learn(shared, accounts);
         }
         let Some(prints) = lock(&account.known).records.remove(&id) else { continue };
-        shared.quota_work.add(prints.len() as u64);
+        shared.work.quotas.add(prints.len() as u64);
         if prints.iter().any(|print| shared.index.is_leased(*print, now)) {
             lock(&account.known).records.insert(id, prints);
             continue;
@@ -159,7 +159,7 @@ fn records_of(shared: &Shared, account: &Account, mut look: impl FnMut(RecordId,
         let mut cursor = Some(OwnerCursor::default());
         while let Some(from) = cursor {
             cursor = shared.index.records().snapshot_of((shard, Some(account.number())), from, &mut some);
-            shared.quota_work.add(some.len() as u64);
+            shared.work.quotas.add(some.len() as u64);
             some.iter()
                 .filter(|(_, info, _)| info.live > 0)
                 .for_each(|(id, info, used)| look(*id, info, *used));
@@ -176,7 +176,7 @@ fn learn(shared: &Shared, accounts: &[Arc<Account>]) {
     let mut entries = Vec::new();
     for partition in 0..shared.index.partitions() {
         shared.index.snapshot(partition, &mut entries);
-        shared.quota_work.add(entries.len() as u64);
+        shared.work.quotas.add(entries.len() as u64);
         for entry in &entries {
             if let Lookup::Live(at) = entry.state
                 && let Some((_, prints)) = wanted.get_mut(&at.record)

@@ -121,7 +121,7 @@ impl Log {
 
     /// The footer of a sealed segment, from disk.
     pub(crate) async fn read_footer(&self, segment: &Segment) -> Result<Footer, Reason> {
-        self.shared.counted.footers_read.add(1);
+        self.shared.work.footers.add(1);
         let shard = self.shard;
         let damaged = |what: String| Reason::Header { shard, segment: segment.number, offset: 0, what };
         let media = |error: IoError| Reason::Media(error.to_string());
