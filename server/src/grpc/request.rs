@@ -46,7 +46,7 @@ impl Receiving {
     /// The part of a message of this length for a tenant, as soon as there is room.
     pub(super) async fn take(&self, tenant: u32, length: usize) -> Option<Part> {
         let counted = length.min(limits::MESSAGE_BYTES_MAX).saturating_mul(limits::LARGE_FACTOR) >> 10;
-        self.0.take(tenant, (counted as u64).min(self.0.most()).max(1)).await
+        self.0.take(tenant, (counted as u64).min(self.0.most(tenant)).max(1)).await
     }
 }
 

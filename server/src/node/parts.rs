@@ -94,7 +94,7 @@ impl Parts {
     }
 
     fn wait(&self, tenant: u32, one: Waiting) -> Option<Place<'_>> {
-        if one.amount > self.0.own(tenant) + self.0.rest {
+        if one.amount > self.most(tenant) {
             return None;
         }
         let mut state = self.lock();
@@ -129,8 +129,8 @@ impl Parts {
     }
 
     /// The most that a tenant gets at once.
-    pub fn most(&self) -> u64 {
-        self.0.rest + self.0.each
+    pub fn most(&self, tenant: u32) -> u64 {
+        self.0.rest + self.0.own(tenant)
     }
 
     /// What is left of it for anybody or somebody, and how many wait.
@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn more_than_anybody_gets_is_refused_at_once() {
         let parts = Parts::new(10, &[1, 2], 0, 4);
-        assert_eq!((parts.most(), parts.all()), (8, 10));
+        assert_eq!((parts.most(1), parts.all()), (8, 10));
         assert!(block_on(parts.take(1, 9)).is_none() && block_on(parts.take(1, u64::MAX)).is_none());
         assert!(block_on(parts.take(3, 7)).is_none(), "nothing is set aside for it");
         assert_eq!(parts.left(), (10, 0));
