@@ -166,10 +166,20 @@ pub(super) fn model(name: &str) -> Result<ModelSpec, Failure> {
 impl Subject {
     /// Makes a model's first group known to the store, whole (not shared out among ranks).
     pub(super) fn new(store: &Store, spec: &ModelSpec, block_tokens: Option<u32>) -> Result<Self, Failure> {
+        Self::of_rank(store, spec, block_tokens, 1)
+    }
+
+    /// The same, what the first of so many tensor-parallel ranks holds.
+    pub(super) fn of_rank(
+        store: &Store,
+        spec: &ModelSpec,
+        block_tokens: Option<u32>,
+        ranks: u16,
+    ) -> Result<Self, Failure> {
         let block_tokens = block_tokens.unwrap_or(spec.default_block_tokens());
         let geometry = spec.geometry();
         let group = geometry.groups().first().map_or(Group(0), |group| group.group);
-        let coordinate = geometry.coordinate(group, 1, 0).map_err(Failure::user)?;
+        let coordinate = geometry.coordinate(group, ranks, 0).map_err(Failure::user)?;
         let shape = geometry.shape(group, coordinate, block_tokens).map_err(Failure::user)?;
         let identity = identity(spec.name(), block_tokens, geometry);
         let namespace = store.register(&identity, geometry).map_err(Failure::user)?;
