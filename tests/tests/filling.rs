@@ -92,7 +92,7 @@ fn a_put_that_meets_its_quota_costs_its_caller_no_look_at_what_is_there() {
     let space = stage.engine().stats().space;
     let live = space.namespaces.iter().find(|one| one.namespace == desk.namespace).unwrap().live;
     stage.engine().set_quota(desk.namespace, Some(live));
-    let steps = || stage.engine().quota_work_done().steps;
+    let steps = || stage.engine().work_done().quotas.steps;
     let before = steps();
     let request = desk.request(pages(), &desk.keys(6 * RUN..7 * RUN), 1);
     let answer = stage.engine().put(request);

@@ -213,6 +213,31 @@ fn a_damaged_block_with_pages_of_its_own_costs_no_other_one() {
     }
 }
 
+/// The chunk of a block, of a record with blocks of which each has pages of its own, is damaged.
+#[test]
+fn a_punch_that_made_no_hole_is_not_called_a_repair() {
+    let disk = store(32, 30);
+    let damaged = structures(&disk).into_iter().filter(|one| one.2 == Structure::Record).find_map(|one| {
+        let (path, at, _) = one;
+        let bytes = disk.contents(&path).unwrap();
+        let payload = u64::from_le_bytes(bytes[at + 96..at + 104].try_into().unwrap()) as usize;
+        let header = u32::from_le_bytes(bytes[at + 72..at + 76].try_into().unwrap()) as usize;
+        let damaged = disk.fork();
+        damaged.tamper(&path, |bytes| bytes[at + header + payload / 2] ^= 1);
+        let planned = put_right(&damaged, true).actions;
+        planned.iter().any(|action| action.what.contains("are taken out")).then_some(damaged)
+    });
+    let damaged = damaged.expect("some record has blocks with pages of their own");
+    let before = good_blocks(&damaged);
+    damaged.make_no_holes();
+    let done = put_right(&damaged, false).actions;
+    let taken = done.iter().find(|action| action.what.contains("are taken out")).unwrap();
+    assert!(taken.failed.as_ref().is_some_and(|why| why.contains("no single pages")), "{taken}");
+    assert_eq!(good_blocks(&damaged), before, "a sound block was lost");
+    let checked = examine(std::slice::from_ref(&damaged), Level::Full).unwrap();
+    assert!(!checked.findings.is_clean(), "what is damaged is still said to be so");
+}
+
 #[test]
 fn a_lost_superblock_is_made_again_from_segments_and_folders() {
     for rest in [0usize, 4096] {

@@ -107,8 +107,8 @@ impl Daemon {
         let gate = config.gate.clone();
         let mut instance = [0; 16];
         OsEntropy::new().fill(&mut instance);
-        let tenants = gate.tenants().len();
-        let locals = Locals::new(config.shared, config.threads, tenants, instance);
+        let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
+        let locals = Locals::new(config.shared, config.threads, &tenants, instance);
         let store = home.store().clone();
         let decided = Decided { notes, files, limits: uncounted(config) };
         let node = Node::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);

@@ -86,7 +86,7 @@ pub struct MemoryShares([Parts; 2]);
 impl MemoryShares {
     /// All of the memory for these tenants.
     pub fn new(memory: &Memory, tenants: &[u32]) -> Self {
-        Self(memory.usage().map(|usage| Parts::new(usage.total / PAGE, tenants, 0, usize::MAX)))
+        Self(memory.usage().map(|usage| Parts::new((usage.total / PAGE) as u64, tenants, 0, usize::MAX)))
     }
 
     /// A piece as [`Memory::take`] gives it, as soon as it is the tenant's turn.
@@ -103,12 +103,12 @@ impl MemoryShares {
         memory.take_spare(len).map(|piece| Self::kept(piece, pages))
     }
 
-    fn part(&self, memory: &Memory, len: u64) -> Option<(&Parts, u32)> {
+    fn part(&self, memory: &Memory, len: u64) -> Option<(&Parts, u64)> {
         let [main, small] = &self.0;
         if len > memory.piece_max() {
             return None;
         }
-        let pages = u32::try_from(len.div_ceil(PAGE as u64).max(1)).ok()?;
+        let pages = len.div_ceil(PAGE as u64).max(1);
         Some((if len <= memory.small_max { small } else { main }, pages))
     }
 

@@ -54,7 +54,7 @@ impl Log {
     /// The records of a segment that the index knows, by their headers.
     async fn live_headers(&self, segment: &Segment) -> Result<Vec<Entry>, Reason> {
         let (mut cursor, mut some, mut here) = (Some(OwnerCursor::default()), Vec::new(), Vec::new());
-        let mut section = Section::begin(&self.shared.eviction_work, &*self.shared.clock);
+        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
         while let Some(from) = cursor {
             cursor = self.shared.index.records().snapshot_of((self.shard as u16, None), from, &mut some);
             let records = some.iter().map(|(_, record, _)| record);

@@ -701,13 +701,13 @@ impl Log {
     /// footer in force over records that are overwritten. One task at a time calls it.
     pub(super) async fn begin_segment(self: &Rc<Self>) -> Result<Rc<Segment>, Reason> {
         let segment = self.next_segment().await?;
-        // It appends, so it must not be waited for here.
-        self.thin_out_in_background();
         // Before it is begun: without memory for its header it stays as it is.
         let mut staging = self.stage(PAGE).await.map_err(|error| fault(&error))?;
         segment.begin(self.sequence.get());
         segment.note_cold(self.shared.ages.steps() as i64);
         self.forget_segment(segment.number);
+        // Begun, it is no spare one any more. What is moved is appended, so it must not be waited for here.
+        self.thin_out_in_background();
         staging.copy_in(0, &self.header_image(&segment)?);
         if segment.generation.get() > 1 && !kvarts_layout::planted!("recycled-header-late") {
             let written = self.driver.write(Class::Put, segment.file, 0, staging, true).await;

@@ -188,7 +188,7 @@ pub(crate) fn note(
 /// Evicts records of these accounts that are worth `bytes` together, the longest unused first; gives what went. Those
 /// with a lease on any block are passed over.
 async fn evict_oldest(shared: &Shared, accounts: &[Arc<Account>], bytes: u64) -> u64 {
-    let mut section = Section::begin(&shared.quota_work, &*shared.clock);
+    let mut section = Section::begin(&shared.work.quotas, &*shared.clock);
     let mut found = BTreeSet::new();
     for (place, account) in accounts.iter().enumerate() {
         let look = |id: RecordId, info: &RecordInfo, used: u32| {

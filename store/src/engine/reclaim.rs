@@ -127,7 +127,7 @@ impl Log {
 
     /// The footer of a sealed segment, from disk.
     pub(crate) async fn read_footer(&self, segment: &Segment) -> Result<Footer, Reason> {
-        self.shared.counted.footers_read.add(1);
+        self.shared.work.footers.add(1);
         let shard = self.shard;
         let damaged = |what: String| Reason::Header { shard, segment: segment.number, offset: 0, what };
         let media = |error: IoError| Reason::Media(error.to_string());
@@ -180,7 +180,7 @@ impl Log {
 
     /// Evicts every block that the segment holds; false, and only some evicted, if one is leased.
     pub(crate) async fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
-        let mut section = Section::begin(&self.shared.eviction_work, &*self.shared.clock);
+        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
         for record in &footer.records {
             let Content::Blocks(blocks) = &record.content else { continue };
             for some in blocks.blocks.chunks(BLOCKS_AT_ONCE) {

@@ -219,14 +219,12 @@ impl Recovery<'_> {
     ) -> Result<Option<Source>, Reason> {
         let (durable_generation, durable_upto) = ends.durable(&self.checkpoint);
         let was_sealed = scan == Scan::Rescan && ends.sighting(&self.checkpoint).may_have_holes();
-        let ask = was_sealed && !kvarts_layout::planted!("rescan-forgets-holes");
-        let holes = if ask { self.holes(segment.file).await? } else { Vec::new() };
-        if !was_sealed {
-            files::complete(self.log, &segment).await;
-        }
+        let ask = (was_sealed || scan == Scan::Tail) && !kvarts_layout::planted!("rescan-forgets-holes");
+        let mut holes = if ask { self.holes(segment.file).await? } else { Vec::new() };
         let target = Target {
             file: segment.file,
-            holes: &holes,
+            holes: if was_sealed { &holes } else { &[] },
+            if_sealed: if was_sealed { &[] } else { &holes },
             len: ends.len,
             scan,
             position: ends
@@ -237,6 +235,11 @@ impl Recovery<'_> {
             durable_generation,
         };
         let scanned = scan::scan(self, &target).await?;
+        let was_sealed = was_sealed || scanned.was_sealed;
+        if !was_sealed {
+            holes.clear();
+            files::complete(self.log, &segment).await;
+        }
         self.saw(scanned.last_sequence);
         let floor = segment.generation.get().max(scanned.generation);
         if !scanned.is_worth_sealing() {

@@ -288,7 +288,7 @@ async fn open_records(
     let mut holds = Vec::with_capacity(indices.len());
     for &index in indices {
         let Some(wanted) = job.wanted.get(index as usize) else { continue };
-        job.shared.counted.read_steps.add(1);
+        job.shared.work.reads.add(1);
         section.spend(1).await;
         let found = log.segments.borrow().get(&wanted.segment).map(Rc::clone);
         let Some(segment) = found else {
@@ -384,7 +384,7 @@ impl<'a> Run<'a> {
             match self.next().await {
                 Some(Next::Extent(done)) => {
                     self.under_way -= 1;
-                    self.job.shared.counted.read_steps.add(1);
+                    self.job.shared.work.reads.add(1);
                     self.take_in(done);
                     let units = 1 + std::mem::take(&mut self.delivered);
                     self.section.spend(units).await;
@@ -464,7 +464,7 @@ impl<'a> Run<'a> {
             return self.size_up(at).await;
         }
         loop {
-            self.job.shared.counted.read_steps.add(1);
+            self.job.shared.work.reads.add(1);
             self.section.spend(1).await;
             let Some((step, at)) = self.next_slice() else { return false };
             let Some(record) = self.records.get(at) else { return false };

@@ -178,7 +178,7 @@ fn stated(segment: &Segment) -> Option<Stated> {
 async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -> Result<u64, Reason> {
     let log = output.log;
     let shard = u16::try_from(log.shard).map_err(|_| Reason::Bug("a shard past the limits of the index"))?;
-    let mut section = Section::begin(&log.shared.checkpoint_work, &*log.shared.clock);
+    let mut section = Section::begin(&log.shared.work.checkpoints, &*log.shared.clock);
     let mut written = 0;
     let mut items = Vec::with_capacity(MAX_ITEMS);
     let mut some = Vec::new();
@@ -186,6 +186,9 @@ async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -
     while let Some(from) = cursor {
         cursor = log.shared.index.records().snapshot_of((shard, None), from, &mut some);
         section.step(1 + some.len() as u64).await;
+        if kvarts_layout::planted!("checkpoint-looks-at-all") {
+            section.step(log.shared.index.memory().records as u64).await;
+        }
         items.extend(some.iter().filter_map(|(_, record, used)| record_state(log, record, *used)));
         if items.len() + 512 > MAX_ITEMS || (cursor.is_none() && !items.is_empty()) {
             section.pause();

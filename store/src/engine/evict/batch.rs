@@ -211,7 +211,7 @@ impl Log {
             numbers.iter().filter_map(|number| all.get(number)).map(Rc::clone).collect()
         };
         let footers = self.footers(&segments, known).await;
-        let mut section = Section::begin(&self.shared.eviction_work, &*self.shared.clock);
+        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
         let mut made = false;
         let mut punched = Vec::new();
         let mut columns = BTreeMap::new();
