@@ -9,7 +9,7 @@ use std::path::Path;
 use cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
 
 /// Each kernel: its file, its entry, source and PTX.
-const KERNELS: [(&str, &str, &str, &str); 2] = [
+const KERNELS: [(&str, &str, &str, &str); 3] = [
     (
         "crc32",
         "kvarts_crc32",
@@ -22,6 +22,7 @@ const KERNELS: [(&str, &str, &str, &str); 2] = [
         include_str!("../src/kernels/gather.cu"),
         include_str!("../src/kernels/gather.ptx"),
     ),
+    ("wait", "kvarts_wait", include_str!("../src/kernels/wait.cu"), include_str!("../src/kernels/wait.ptx")),
 ];
 
 /// That of CUDA 11.0.

@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::emulated::{Emulated, Model};
-use kvarts_gpudirect::device::{Device, Stream, drain};
+use kvarts_gpudirect::device::{Device, Stream};
 use kvarts_gpudirect::error::DeviceError;
-use kvarts_gpudirect::pace::{Pace, RealPace};
 
 /// `emulated` or `cuda:N`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -63,18 +62,12 @@ impl Opened {
         }
     }
 
-    /// Stands for an engine's kernels of `time` on a stream. The emulated device sleeps in the stream. For a real one
-    /// this thread waits for the stream and then sleeps: nothing of the engine overlaps with that, so figures are
-    /// pessimistic.
+    /// Stands for an engine's kernels of `time` on a stream. The emulated device sleeps in the stream, a real one keeps a
+    /// thread of its own busy.
     pub(crate) fn compute(&self, stream: &Stream, time: Duration) -> Result<(), DeviceError> {
         match self {
             Self::Emulated(device) => device.compute(stream, time),
-            Self::Cuda(device) => {
-                drain(device, stream)?;
-                let pace = RealPace::new();
-                pace.sleep_until(pace.now().plus(time));
-                Ok(())
-            }
+            Self::Cuda(device) => device.compute(stream, time),
         }
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvarts_store::engine::{EvictionPolicy, Store};
 use kvarts_store::io::scratch::Scratch;
 use kvarts_store::io::{
-    Buf, Completion, Features, Io, IoChoice, IoFacts, Op, Region, Reply, Token, Unpark, open_io,
+    Completion, Features, Io, IoChoice, IoFacts, Op, Region, Reply, SharedBuf, Token, Unpark, open_io,
 };
 
 use kvarts_simulator::disk::{Figures, Happened, Lockstep, Machine, MemoryIo, Replay, Settings};
@@ -62,13 +62,13 @@ impl<T: Io> Io for Recorded<T> {
         let text = match &op {
             Op::Read { file, offset, into } => format!("read {file:?} {offset} {}", into.len()),
             Op::ReadV { file, offset, into } => {
-                format!("readv {file:?} {offset} {}", into.iter().map(Buf::len).sum::<usize>())
+                format!("readv {file:?} {offset} {}", into.iter().map(SharedBuf::len).sum::<usize>())
             }
             Op::Write { file, offset, from, sync } => {
                 format!("write {file:?} {offset} {} {sync}", from.len())
             }
             Op::WriteV { file, offset, from, sync } => {
-                format!("writev {file:?} {offset} {} {sync}", from.iter().map(Buf::len).sum::<usize>())
+                format!("writev {file:?} {offset} {} {sync}", from.iter().map(SharedBuf::len).sum::<usize>())
             }
             other => format!("{other:?}"),
         };

@@ -47,6 +47,9 @@ const GATHER: &CStr = ptx(concat!(include_str!("../kernels/gather.ptx"), "\0"));
 /// The kernel that digests, compiled.
 const DIGESTS: &CStr = ptx(concat!(include_str!("../kernels/crc32.ptx"), "\0"));
 
+/// The kernel that stands for an engine's work, compiled.
+const WAIT: &CStr = ptx(concat!(include_str!("../kernels/wait.ptx"), "\0"));
+
 /// A text that ends in zero, as the driver takes it.
 const fn ptx(text: &'static str) -> &'static CStr {
     match CStr::from_bytes_with_nul(text.as_bytes()) {
@@ -62,6 +65,8 @@ struct Core {
     kernel: Option<Kernel>,
     /// Digests chunks where they lie.
     digests: Option<Kernel>,
+    /// Stands for an engine's work, once that was asked for.
+    work: OnceLock<Result<Kernel, String>>,
     methods: Vec<Method>,
     notes: Vec<String>,
     /// How often each region is pinned for this device. Who pinned it is known in `pins`.
@@ -181,6 +186,7 @@ impl Cuda {
             context,
             kernel,
             digests,
+            work: OnceLock::new(),
             methods,
             notes,
             pins: Mutex::new(BTreeMap::new()),
@@ -191,6 +197,16 @@ impl Cuda {
             files: AtomicU64::new(0),
             lost: OnceLock::new(),
         })))
+    }
+
+    /// Keeps the device busy for so long in a stream, as an engine's kernels would: for measurements.
+    pub fn compute(&self, stream: &Stream, time: Duration) -> Result<(), DeviceError> {
+        self.alive()?;
+        let load = || Kernel::load(&self.0.context, WAIT, c"kvarts_wait");
+        match self.0.work.get_or_init(load) {
+            Ok(kernel) => self.0.context.launch_wait(kernel, raw(stream)?, time),
+            Err(why) => Err(DeviceError::Call { call: "cuModuleLoadData", why: why.clone() }),
+        }
     }
 
     fn alive(&self) -> Result<(), DeviceError> {

@@ -12,6 +12,7 @@
 
 mod bare;
 mod copies;
+mod devices;
 mod digests;
 mod failures;
 mod figures;

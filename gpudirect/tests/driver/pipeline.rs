@@ -20,7 +20,7 @@ use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity,
 use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest, Verify};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 
@@ -79,6 +79,11 @@ pub(crate) struct Site {
 
 impl Site {
     pub(crate) fn new() -> Self {
+        Self::with(true)
+    }
+
+    /// The same, with an arena that is pinned or is not.
+    pub(crate) fn with(pinned: bool) -> Self {
         let path = std::env::temp_dir().join(format!("kvarts-driver-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
         let store = Options {
@@ -93,12 +98,14 @@ impl Site {
         let device = Cuda::open(0).unwrap();
         let arena = Arena::new(192 << 10).unwrap();
         let shared: Arc<dyn Device> = Arc::new(device.clone());
-        arena.pin(&shared).unwrap();
+        if pinned {
+            arena.pin(&shared).unwrap();
+        }
         let shape = Arc::new(geometry().shape(GROUP, ALL, 16).unwrap());
         let site = Self { home: Some(home), path, device, arena, namespace, shape };
         let bytes = site.shape.block_bytes() * u64::from(BLOCKS);
         let region = Region::anonymous(bytes as usize).unwrap();
-        let from = Buf::new(&region, 0, bytes as usize).unwrap();
+        let from = SharedBuf::new(&region, 0, bytes as usize).unwrap();
         from.copy_in(0, &site.blocks().concat());
         let put = site.store().put(PutRequest {
             namespace,
@@ -224,6 +231,20 @@ impl Pool {
             }
         }
         expected
+    }
+
+    /// Whether every byte of a layer is that of the chain.
+    pub(crate) fn has_layer(&self, standin: &Standin, site: &Site, layer: usize) -> bool {
+        let mut blocks = self.places.iter().zip(site.blocks());
+        blocks.all(|(places, bytes)| {
+            let mut from = 0;
+            places.iter().enumerate().all(|(at, &(memory, to, len))| {
+                let chunk = &bytes[from..from + len as usize];
+                from += len as usize;
+                // Two parts a layer.
+                at / 2 != layer || standin.peek(self.memories[memory].base() + to, len) == chunk
+            })
+        })
     }
 
     pub(crate) fn holds(&self, standin: &Standin, expected: &[Vec<u8>; 2]) -> bool {

@@ -34,6 +34,11 @@ pub(crate) fn patience() -> Duration {
     Duration::from_secs(if is_real() { 20 } else { 60 })
 }
 
+/// For how long failures are brought about, beyond one round of each kind.
+pub(crate) fn soak_seconds() -> u64 {
+    std::env::var("KVARTS_SOAK_S").map_or(0, |seconds| seconds.parse().expect("a number of seconds"))
+}
+
 /// Libraries that were built elsewhere.
 pub(crate) fn libraries() -> Option<PathBuf> {
     std::env::var_os(LIBRARIES).map(PathBuf::from)
@@ -65,6 +70,8 @@ pub(crate) fn run(command: Command, test: &str) -> Result<(), String> {
     let passed = status.is_some_and(|status| status.success()) && said.contains("1 passed");
     let skipped = status.is_some_and(|status| status.code() == Some(NOT_HERE));
     // A name that is no test's would run nothing and succeed.
+    let figures = said.lines().filter_map(|line| line.split_once("figure\t"));
+    figures.for_each(|(_, figure)| println!("figure\t{figure}"));
     let result = match (passed, skipped, status) {
         (true, ..) => Ok(()),
         (_, true, _) if is_real() => {
@@ -92,7 +99,8 @@ pub(crate) fn run(command: Command, test: &str) -> Result<(), String> {
 fn limited(mut command: Command) -> (Option<ExitStatus>, String) {
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).spawn().unwrap();
     let group = rustix::process::Pid::from_child(&child);
-    let limit = if is_real() { LIMIT } else { Duration::from_secs(600) };
+    let limit =
+        if is_real() { LIMIT } else { Duration::from_secs(600) } + Duration::from_secs(soak_seconds());
     let (done, ends) = mpsc::channel::<()>();
     let watch = std::thread::spawn(move || {
         let late = ends.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout);

@@ -5,22 +5,25 @@
 //! time measured. The longest of reads (by the bare loop), copies and compute cannot be hidden; neither can what one
 //! layer needs in the parts before it, at the beginning, and in the parts behind it, at the end ([`least`]).
 
+mod bytes;
+
 use std::io::Write;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use kvarts_gpudirect::cufile::{self, Decision, Found, Mode, Wish};
-use kvarts_gpudirect::device::{Batch, Direction, Method, Piece, Stream, cuda, drain};
+use kvarts_gpudirect::device::{Batch, Direction, Memory, Method, Piece, Stream, cuda, drain};
 use kvarts_gpudirect::gather::{Curve, copy_split};
 use kvarts_gpudirect::pace::RealPace;
 use kvarts_gpudirect::pipeline::Next;
 use kvarts_gpudirect::{Arena, Destination, LandRequest, Pipeline};
 use kvarts_layout::plan::{MemoryId, PartTarget};
-use kvarts_layout::{BlockKey, Layout};
+use kvarts_layout::{BlockKey, BlockShape, Layout};
 use kvarts_store::api::Verify;
 use kvarts_store::engine::Options;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use serde_json::json;
 
@@ -47,6 +50,9 @@ pub(super) struct GpuArgs {
     /// A shipped model [default: llama-3.1-8b, then deepseek-v4-pro]
     #[arg(long)]
     model: Option<String>,
+    /// Tensor-parallel ranks that share the model: what the first of them holds is moved
+    #[arg(long, default_value_t = 1)]
+    tp: u16,
     /// Tokens of the prefix [default: as many as make about 384 MiB]
     #[arg(long)]
     tokens: Option<u64>,
@@ -72,9 +78,10 @@ struct Stage<'a> {
     bare: &'a Bare,
     store: &'a kvarts_store::engine::Store,
     curve: Curve,
+    pool: EnginePool,
     into: Destination,
     /// Each layer in the host memory of the serial way.
-    hosts: Vec<Buf>,
+    hosts: Vec<SharedBuf>,
     compute: Duration,
     keys: Vec<BlockKey>,
     arena_bytes: u64,
@@ -154,7 +161,7 @@ fn one_model(
     // Far more than is stored: how much the disk has left does not matter.
     let options = Options { budget_bytes: 64 << 30, budget_beyond_disk: true, ..Options::default() };
     let home = setup::open(common, scratch.path(), options)?;
-    let subject = Subject::new(home.store(), &spec, None)?;
+    let subject = Subject::of_rank(home.store(), &spec, None, arguments.tp)?;
     let block_tokens = u64::from(subject.block_tokens);
     let blocks = match arguments.tokens {
         Some(tokens) => tokens.div_ceil(block_tokens).max(1),
@@ -181,6 +188,12 @@ fn one_model(
     }
     let rounds = take_turns(arguments.pairs, stage.contestants())?;
     let found = stage.tell(model, blocks * block_tokens, &rounds, report, rows);
+    let bytes = stage.bytes()?;
+    if let Some(row) = rows.last_mut() {
+        row["tp"] = json!(arguments.tp);
+        bytes.as_object().into_iter().flatten().for_each(|(name, value)| row[name] = value.clone());
+    }
+    report.note(format!("{model}, {} ranks, bytes and the way back: {bytes}", arguments.tp));
     if let Some(used) = stage.pipeline.direct_use() {
         let why = used.last_reason.map(|why| format!(", the last because {why}")).unwrap_or_default();
         let bytes = used.bytes;
@@ -214,12 +227,13 @@ impl<'a> Stage<'a> {
         let _ = (arena.register(store), arena.pin(&device));
         let (_region, host) = Curve::scratch(8 << 20).map_err(Failure::user)?;
         let curve = Curve::measure(&*device, &*RealPace::new(), &host, 8 << 20, 2).map_err(Failure::user)?;
-        let into = pool(opened, subject, keys.len() as u32)?;
+        let pool = EnginePool::new(opened, subject, keys.len() as u32)?;
+        let into = pool.of(0..keys.len())?;
         let hosts = layer_buffers(&race, subject);
         let pipeline = Pipeline::new(Arc::new(store.clone()), Arc::clone(&device), arena, curve.clone());
         let compute = Duration::from_micros(arguments.compute_us_per_layer.unwrap_or_default());
         let arena_bytes = arguments.arena_mib << 20;
-        Ok(Self { opened, pipeline, race, bare, store, curve, into, hosts, compute, keys, arena_bytes })
+        Ok(Self { opened, pipeline, race, bare, store, curve, pool, into, hosts, compute, keys, arena_bytes })
     }
 
     fn layers(&self) -> u32 {
@@ -239,6 +253,11 @@ impl<'a> Stage<'a> {
     }
 
     fn pipelined(&self) -> Result<Sample, Failure> {
+        self.lands(&self.keys)
+    }
+
+    /// Lands blocks in the pool, under an engine that computes.
+    fn lands(&self, keys: &[BlockKey]) -> Result<Sample, Failure> {
         kvarts_store::rt::blocking::block_on(self.store.forget_headers()).map_err(Failure::user)?;
         let stream = self.opened.device().stream().map_err(Failure::user)?;
         let read = &self.race.request;
@@ -246,7 +265,7 @@ impl<'a> Stage<'a> {
             namespace: read.namespace,
             group: read.group,
             coordinate: read.coordinate,
-            keys: self.keys.clone(),
+            keys: keys.to_vec(),
             layers: None,
             into: self.into.clone(),
             after: None,
@@ -385,21 +404,38 @@ fn least([read, copy, compute]: [f64; 3], first: f64, layers: u32) -> f64 {
 
 /// An engine's paged pool: each part of each layer in a stretch of its own, and no two blocks in slots
 /// that are neighbours.
-fn pool(opened: &Opened, subject: &Subject, blocks: u32) -> Result<Destination, Failure> {
-    let slots = u64::from(blocks) * 2;
-    let (mut targets, mut next) = (Vec::new(), 0u64);
-    for chunk in subject.shape.layers().iter().flat_map(|layer| &layer.chunks) {
-        targets.push(PartTarget { memory: MemoryId(0), base: next, stride: chunk.bytes });
-        next = (next + chunk.bytes * slots).next_multiple_of(256);
+struct EnginePool {
+    shape: Arc<BlockShape>,
+    memory: Memory,
+    targets: Vec<PartTarget>,
+    /// The slot of each block.
+    slots: Vec<u32>,
+}
+
+impl EnginePool {
+    fn new(opened: &Opened, subject: &Subject, blocks: u32) -> Result<Self, Failure> {
+        let slots = u64::from(blocks) * 2;
+        let (mut targets, mut next) = (Vec::new(), 0u64);
+        for chunk in subject.shape.layers().iter().flat_map(|layer| &layer.chunks) {
+            targets.push(PartTarget { memory: MemoryId(0), base: next, stride: chunk.bytes });
+            next = (next + chunk.bytes * slots).next_multiple_of(256);
+        }
+        let memory = opened.device().allocate(next).map_err(Failure::user)?;
+        // Every second slot, from the last to the first.
+        let slots = (0..blocks).rev().map(|block| block * 2).collect();
+        Ok(Self { shape: Arc::clone(&subject.shape), memory, targets, slots })
     }
-    let memory = opened.device().allocate(next).map_err(Failure::user)?;
-    // Every second slot, from the last to the first.
-    let places = (0..blocks).rev().map(|block| block * 2).collect();
-    Destination::paged(&subject.shape, vec![memory], &targets, places).map_err(Failure::user)
+
+    /// Where some of the blocks lie.
+    fn of(&self, blocks: Range<usize>) -> Result<Destination, Failure> {
+        let slots = self.slots.get(blocks).unwrap_or_default().to_vec();
+        Destination::paged(&self.shape, vec![self.memory.clone()], &self.targets, slots)
+            .map_err(Failure::user)
+    }
 }
 
 /// Each layer's buffer of the engine's own pass.
-fn layer_buffers(race: &Race, subject: &Subject) -> Vec<Buf> {
+fn layer_buffers(race: &Race, subject: &Subject) -> Vec<SharedBuf> {
     let (into, mut part) = (&race.request.into, 0u32);
     let mut buffers = Vec::new();
     for layer in subject.shape.layers() {

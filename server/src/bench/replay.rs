@@ -19,7 +19,7 @@ use std::time::Instant;
 use clap::Args;
 use kvarts_simulator::disk::{Distinct, Lockstep, Machine, Replay};
 use kvarts_store::engine::Store;
-use kvarts_store::io::{Buf, Features, Io, IoChoice, open_io};
+use kvarts_store::io::{Features, Io, IoChoice, SharedBuf, open_io};
 use kvarts_store::rt::blocking::block_on;
 use serde::Deserialize;
 
@@ -125,7 +125,7 @@ fn replay<'a>(
     machine: Option<&'a Machine>,
 ) -> Result<Beside<'a>, Failure> {
     let settings = arguments.store.settings(distinct.blocks());
-    let fill = |memory: &Buf| setup::noise_into(memory);
+    let fill = |memory: &SharedBuf| setup::noise_into(memory);
     let replay = Replay::new(machine, store, &settings, fill).map_err(Failure::User)?;
     let mut beside = Beside::new(replay, settings, distinct);
     let begin = Instant::now();

@@ -14,7 +14,7 @@ use kvarts_layout::{
 use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::{Buf, Features, IoChoice, Region};
+use kvarts_store::io::{Features, IoChoice, Region, SharedBuf};
 use kvarts_store::rt::blocking::block_on;
 
 use super::report::Report;
@@ -166,10 +166,20 @@ pub(super) fn model(name: &str) -> Result<ModelSpec, Failure> {
 impl Subject {
     /// Makes a model's first group known to the store, whole (not shared out among ranks).
     pub(super) fn new(store: &Store, spec: &ModelSpec, block_tokens: Option<u32>) -> Result<Self, Failure> {
+        Self::of_rank(store, spec, block_tokens, 1)
+    }
+
+    /// The same, what the first of so many tensor-parallel ranks holds.
+    pub(super) fn of_rank(
+        store: &Store,
+        spec: &ModelSpec,
+        block_tokens: Option<u32>,
+        ranks: u16,
+    ) -> Result<Self, Failure> {
         let block_tokens = block_tokens.unwrap_or(spec.default_block_tokens());
         let geometry = spec.geometry();
         let group = geometry.groups().first().map_or(Group(0), |group| group.group);
-        let coordinate = geometry.coordinate(group, 1, 0).map_err(Failure::user)?;
+        let coordinate = geometry.coordinate(group, ranks, 0).map_err(Failure::user)?;
         let shape = geometry.shape(group, coordinate, block_tokens).map_err(Failure::user)?;
         let identity = identity(spec.name(), block_tokens, geometry);
         let namespace = store.register(&identity, geometry).map_err(Failure::user)?;
@@ -182,7 +192,7 @@ impl Subject {
         &self,
         keys: Vec<BlockKey>,
         parent: Parent,
-        memory: Buf,
+        memory: SharedBuf,
         layout: Option<Layout>,
     ) -> Result<PutRequest, Failure> {
         let blocks = keys.len() as u32;
@@ -262,21 +272,21 @@ pub(super) fn mix(state: &mut u64) -> u64 {
 }
 
 /// Memory of this many bytes, or why there is none.
-pub(super) fn memory(len: usize) -> Result<Buf, Failure> {
+pub(super) fn memory(len: usize) -> Result<SharedBuf, Failure> {
     let region = Region::anonymous(len)
         .map_err(|error| Failure::User(format!("{} MiB of memory: {error}", len >> 20)))?;
-    Buf::new(&region, 0, len).ok_or_else(|| Failure::user("no memory"))
+    SharedBuf::new(&region, 0, len).ok_or_else(|| Failure::user("no memory"))
 }
 
 /// Memory full of bytes that nothing compresses.
-pub(super) fn noise(len: usize) -> Result<Buf, Failure> {
+pub(super) fn noise(len: usize) -> Result<SharedBuf, Failure> {
     let buf = memory(len)?;
     noise_into(&buf);
     Ok(buf)
 }
 
 /// Fills memory with it.
-pub(super) fn noise_into(buf: &Buf) {
+pub(super) fn noise_into(buf: &SharedBuf) {
     let (len, mut state, mut page) = (buf.len(), 1, vec![0u8; 1 << 16]);
     for at in (0..len).step_by(page.len()) {
         let here = page.len().min(len - at);

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_store::io::{
-    Buf, Completion, FileId, Io, IoFacts, MetaOp, Name, Op, Region, Reply, Token, Unpark,
+    Completion, FileId, Io, IoFacts, MetaOp, Name, Op, Region, Reply, SharedBuf, Token, Unpark,
 };
 
 use super::pages::Pages;
@@ -50,7 +50,7 @@ impl Books {
     }
 
     fn submitted(&mut self, token: Token, op: &Op) {
-        let all = |bufs: &[Buf]| bufs.iter().map(|buf| buf.len() as u64).sum::<u64>();
+        let all = |bufs: &[SharedBuf]| bufs.iter().map(|buf| buf.len() as u64).sum::<u64>();
         match op {
             Op::Write { file, offset, from, .. } => {
                 self.change(*file, |pages| pages.add(*offset, from.len() as u64));

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_store::io::{
-    Buf, Completion, DirEntry, EntryKind, FileId, Io, IoFacts, MetaOp, Name, Op, Region, Reply, Token, Unpark,
+    Completion, DirEntry, EntryKind, FileId, Io, IoFacts, MetaOp, Name, Op, Region, Reply, SharedBuf, Token,
+    Unpark,
 };
 
 use super::pages::{PAGE_BYTES, Pages};
@@ -35,7 +36,7 @@ struct File {
 }
 
 impl File {
-    fn read(&self, mut offset: u64, into: &Buf) -> usize {
+    fn read(&self, mut offset: u64, into: &SharedBuf) -> usize {
         let here = self.len.saturating_sub(offset).min(into.len() as u64) as usize;
         let Some(into) = into.slice(0, here).filter(|into| !into.is_empty()) else { return 0 };
         into.fill(0);
@@ -50,7 +51,7 @@ impl File {
         here
     }
 
-    fn write(&mut self, offset: u64, from: &Buf) {
+    fn write(&mut self, offset: u64, from: &SharedBuf) {
         let end = offset + from.len() as u64;
         self.allocated.add(offset, from.len() as u64);
         self.written.add(offset, from.len() as u64);

@@ -13,7 +13,7 @@ use kvarts_store::api::{
 use kvarts_store::engine::{Compaction, EvictionPolicy, Limits, Options, Store};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::events::Subject;
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 
 use super::events::{Happened, Kind, Tally, block_of, key_of};
@@ -117,8 +117,8 @@ pub struct Replay<'a> {
     coordinate: Coordinate,
     group: Group,
     batch: usize,
-    source: Buf,
-    into: Buf,
+    source: SharedBuf,
+    into: SharedBuf,
     events: Subscription,
     tally: Tally,
     kept_out: BTreeSet<u64>,
@@ -126,10 +126,10 @@ pub struct Replay<'a> {
     happened: Vec<Happened>,
 }
 
-fn memory(bytes: u64) -> Result<Buf, String> {
+fn memory(bytes: u64) -> Result<SharedBuf, String> {
     let len = usize::try_from(bytes).map_err(|_| "a block is too large".to_owned())?;
     let region = Region::anonymous(len).map_err(|error| format!("{} MiB of memory: {error}", len >> 20))?;
-    Buf::new(&region, 0, len).ok_or_else(|| "no memory".to_owned())
+    SharedBuf::new(&region, 0, len).ok_or_else(|| "no memory".to_owned())
 }
 
 fn identity(spec: &ModelSpec) -> Identity {
@@ -158,7 +158,7 @@ impl<'a> Replay<'a> {
         machine: Option<&'a Machine>,
         store: &'a Store,
         settings: &Settings,
-        fill: impl FnOnce(&Buf),
+        fill: impl FnOnce(&SharedBuf),
     ) -> Result<Self, String> {
         let text = |error: &dyn std::fmt::Display| error.to_string();
         let spec = ModelSpec::opaque("replay-pages", settings.block_bytes).map_err(|error| text(&error))?;

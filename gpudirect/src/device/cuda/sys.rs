@@ -9,6 +9,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::marker::PhantomData;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cudarc::driver::sys as cu;
 use cudarc::driver::sys::CUpointer_attribute as Ask;
@@ -800,6 +801,23 @@ impl Context {
 }
 
 impl Context {
+    /// Enqueues one thread that is busy for so long.
+    pub(super) fn launch_wait(
+        &self,
+        kernel: &Kernel,
+        stream: &RawStream,
+        time: Duration,
+    ) -> Result<(), DeviceError> {
+        let _inside = self.enter()?;
+        self.outside_graphs(stream)?;
+        let mut nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let (mut parameters, none) = ([(&raw mut nanoseconds).cast::<c_void>()], std::ptr::null_mut());
+        let (function, raw, parameters) = (kernel.function, stream.raw, parameters.as_mut_ptr());
+        // SAFETY: one parameter of eight bytes as the kernel's source names it, copied during the call.
+        let code = unsafe { (self.calls().launch)(function, 1, 1, 1, 1, 1, 1, 0, raw, parameters, none) };
+        check("cuLaunchKernel", code)
+    }
+
     /// What digests of so many chunks work with.
     pub(super) fn digester(&self, count: usize) -> Result<Digester, DeviceError> {
         let room = count.next_power_of_two();

@@ -15,7 +15,7 @@ struct module {
 
 struct function {
     struct module *module;
-    enum { GATHER, CRC32 } kernel;
+    enum { GATHER, CRC32, BUSY_FOR } kernel;
     // What the PTX says of it: entries of its table, threads of a block.
     unsigned long size;
 };
@@ -90,12 +90,14 @@ result cuModuleGetFunction(struct function **to, void *handle, const char *name)
     char head[128];
     snprintf(head, sizeof head, ".visible .entry %s(", name);
     int gather = !strcmp(name, "kvarts_gather"), crc = !strcmp(name, "kvarts_crc32");
-    if (!strstr(module->source, head) || !(gather || crc)) return leave(NOT_FOUND);
+    int busy = !strcmp(name, "kvarts_wait");
+    if (!strstr(module->source, head) || !(gather || crc || busy)) return leave(NOT_FOUND);
     struct function *function = calloc(1, sizeof *function);
     function->module = module;
-    function->kernel = gather ? GATHER : CRC32;
+    function->kernel = gather ? GATHER : crc ? CRC32 : BUSY_FOR;
     // Behind a number of eight bytes each entry of the gather kernel's table has three of them.
-    if (gather) function->size = (number_behind(module->source, "kvarts_gather_param_0[") - 8) / 24;
+    if (busy) function->size = 1;
+    else if (gather) function->size = (number_behind(module->source, "kvarts_gather_param_0[") - 8) / 24;
     else function->size = number_behind(module->source, ".maxntid ");
     if (!function->size) return leave(NOT_FOUND);
     *to = functions[functions_made++] = function;
@@ -161,6 +163,16 @@ static result crc32_of(struct function *function, struct stream *stream, void **
     return OK;
 }
 
+static result busy(struct function *function, struct stream *stream, void **parameters) {
+    struct work *work = calloc(1, sizeof *work);
+    work->what = BUSY;
+    memcpy(&work->target, parameters[0], 8);
+    work->uses[0] = &function->module->launches;
+    ++*work->uses[0];
+    enqueue(stream, work);
+    return OK;
+}
+
 result cuLaunchKernel(void *handle, unsigned blocks, unsigned blocks_y, unsigned blocks_z, unsigned threads,
                       unsigned threads_y, unsigned threads_z, unsigned shared, void *in, void **parameters, void **extra) {
     ENTER(1);
@@ -179,6 +191,7 @@ result cuLaunchKernel(void *handle, unsigned blocks, unsigned blocks_y, unsigned
         return leave(INVALID_VALUE);
     }
     if (function->kernel == GATHER) return leave(gather(function, stream, parameters));
+    if (function->kernel == BUSY_FOR) return leave(busy(function, stream, parameters));
     if (threads != function->size) misuse("%u threads, the kernel is written for %lu", threads, function->size);
     return leave(crc32_of(function, stream, parameters));
 }

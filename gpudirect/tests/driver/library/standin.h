@@ -100,7 +100,7 @@ struct digest {
     uint64_t count;
 };
 
-enum what { COPY, DIGEST, WAIT, WORD };
+enum what { COPY, DIGEST, WAIT, WORD, BUSY };
 
 // One thing that a stream does.
 struct work {

@@ -20,7 +20,7 @@ struct name {
     char bytes[64];
 };
 
-enum { OK = 0, NOT_READY = 600, NOT_FOUND = 500, MANY = 8192, RELAXED = 2 };
+enum { OK = 0, NOT_READY = 600, NOT_FOUND = 500, MANY = 8192, STREAMS = 1 << 20, RELAXED = 2 };
 
 static pthread_mutex_t books = PTHREAD_MUTEX_INITIALIZER;
 
@@ -42,6 +42,14 @@ static uint64_t pageable;
 static _Thread_local int depth, mode;
 static int retained[16];
 static handle context_of[16];
+// Words in pinned memory for streams that stand still, made with the context: while one stands still a driver may let wait
+// whoever asks it for such memory. Each is used once.
+enum { WORDS = 1 << 16 };
+static struct {
+    volatile uint32_t *host;
+    address seen;
+    size_t used;
+} words[16];
 
 // From 1 in the order in which they were made; 0 are the default streams.
 static struct {
@@ -49,7 +57,7 @@ static struct {
     // A word that its work waits for, while it stands still: 0 until it goes on.
     volatile uint32_t *word;
     int stands, waits;
-} streams[MANY];
+} streams[STREAMS];
 static size_t made = 1;
 
 // Host memory that is pinned.
@@ -132,7 +140,7 @@ static size_t number_of(handle stream) {
     if ((uintptr_t)stream <= 1) return 0;
     for (size_t at = made; --at > 0;)
         if (streams[at].stream == stream) return at;
-    return MANY - 1;
+    return STREAMS - 1;
 }
 
 // What waits for the word still reads it: the memory stays. The books are locked.
@@ -151,22 +159,23 @@ static void before_work(handle stream) {
     pthread_mutex_unlock(&books);
     if (!hold) return;
     int was = relax();
-    void *word = NULL;
-    address seen = 0;
-    result code = BESIDE("cuMemAllocHost_v2", void **, size_t)(&word, 4096);
-    if (!code) {
-        memset(word, 0, 4096);
-        code = BESIDE("cuMemHostGetDevicePointer_v2", address *, void *, unsigned)(&seen, word, 0);
-        // Until the word is at least 1.
-        if (!code) code = BESIDE("cuStreamWaitValue32_v2", handle, address, uint32_t, unsigned)(stream, seen, 1, 0);
-    }
-    if (code) {
-        fprintf(stderr, "a stream cannot be made to stand still: %d\n", code);
+    handle context = NULL;
+    result code = BESIDE("cuCtxGetCurrent", handle *)(&context);
+    int device = 0;
+    while (device < 15 && context_of[device] != context) device++;
+    pthread_mutex_lock(&books);
+    size_t word = words[device].used++;
+    pthread_mutex_unlock(&books);
+    address seen = words[device].seen + word * sizeof(uint32_t);
+    // Until the word is at least 1.
+    if (!code && word < WORDS) code = BESIDE("cuStreamWaitValue32_v2", handle, address, uint32_t, unsigned)(stream, seen, 1, 0);
+    if (code || word >= WORDS) {
+        fprintf(stderr, "a stream cannot be made to stand still: %d, word %zu\n", code, word);
         exit(1);
     }
     restore(was);
     pthread_mutex_lock(&books);
-    streams[at].word = word;
+    streams[at].word = &words[device].host[word];
     // It was let go meanwhile.
     if (!streams[at].stands) let_go(at);
     pthread_mutex_unlock(&books);
@@ -253,18 +262,33 @@ result cuGetErrorName(result of, const char **to) {
 
 result cuDevicePrimaryCtxRetain(handle *to, int device) {
     HAND_ON((handle *, int), (to, device));
-    if (!code) {
-        live("contexts retained", 1);
-        retained[device % 16]++;
-        context_of[device % 16] = *to;
+    if (code) return code;
+    live("contexts retained", 1);
+    int at = device % 16;
+    context_of[at] = *to;
+    if (retained[at]++) return code;
+    handle left;
+    void *host = NULL;
+    int was = relax();
+    BESIDE("cuCtxPushCurrent_v2", handle)(*to);
+    words[at].used = WORDS;
+    if (!BESIDE("cuMemAllocHost_v2", void **, size_t)(&host, WORDS * sizeof(uint32_t))) {
+        memset(host, 0, WORDS * sizeof(uint32_t));
+        words[at].host = host;
+        words[at].used = BESIDE("cuMemHostGetDevicePointer_v2", address *, void *, unsigned)(&words[at].seen, host, 0) ? WORDS : 0;
     }
+    BESIDE("cuCtxPopCurrent_v2", handle *)(&left);
+    restore(was);
     return code;
 }
 
 result cuDevicePrimaryCtxRelease_v2(int device) {
     // With its last user the context goes, and the points in it.
     pthread_mutex_lock(&books);
-    if (--retained[device % 16] == 0)
+    // What stands still goes with it as well, and its memory.
+    int last = --retained[device % 16] == 0;
+    for (size_t at = 0; last && at < made; at++) streams[at].word = NULL;
+    if (last)
         for (size_t at = 0; at < MANY; at++)
             if (works[at].context == context_of[device % 16]) works[at].event = NULL;
     pthread_mutex_unlock(&books);
@@ -377,7 +401,7 @@ result cuStreamCreate(handle *to, unsigned flags) {
     if (code) return code;
     live("streams", 1);
     pthread_mutex_lock(&books);
-    if (made < MANY - 1) streams[made++].stream = *to;
+    if (made < STREAMS - 1) streams[made++].stream = *to;
     pthread_mutex_unlock(&books);
     return code;
 }
@@ -386,7 +410,7 @@ result cuStreamDestroy_v2(handle stream) {
     // Another stream may get the same handle.
     pthread_mutex_lock(&books);
     size_t at = number_of(stream);
-    if (at && at < MANY - 1) streams[at].stream = NULL;
+    if (at && at < STREAMS - 1) streams[at].stream = NULL;
     pthread_mutex_unlock(&books);
     HAND_ON((handle), (stream));
     if (!code) live("streams", -1);
@@ -512,11 +536,11 @@ size_t standin_streams(void) {
     return latest;
 }
 
-uint64_t standin_stream(size_t number) { return (uint64_t)streams[number % MANY].stream; }
+uint64_t standin_stream(size_t number) { return (uint64_t)streams[number % STREAMS].stream; }
 
 void standin_stand(size_t number, int still) {
     pthread_mutex_lock(&books);
-    size_t at = number % MANY;
+    size_t at = number % STREAMS;
     streams[at].stands = still;
     if (!still) let_go(at);
     pthread_mutex_unlock(&books);
@@ -598,7 +622,7 @@ void standin_capture(int on) {
 
 int standin_capture_of(size_t number, int on) {
     if (!inside()) return 0;
-    handle stream = streams[number % MANY].stream;
+    handle stream = streams[number % STREAMS].stream;
     int good = on ? !BESIDE("cuStreamBeginCapture_v2", handle, int)(stream, 0) : end_capture(stream, "a stream's capture");
     outside();
     return good;
