@@ -39,7 +39,7 @@ impl Report {
     }
 
     /// A median under its name, and its interval under the name with `_interval`.
-    pub(crate) fn median(&mut self, name: &str, value: Summary) {
+    pub(super) fn median(&mut self, name: &str, value: Summary) {
         let interval = format!("{} to {}", digits(value.low), digits(value.high));
         self.lines.push([name.to_owned(), digits(value.median), interval]);
         self.json.insert(name.to_owned(), json!(value.median));
@@ -47,7 +47,7 @@ impl Report {
     }
 
     /// The control of what stands above it. Under this name alone it decides whether the run may be quoted.
-    pub(crate) fn control(&mut self, name: &str, value: Summary) {
+    pub(super) fn control(&mut self, name: &str, value: Summary) {
         self.median(name, value);
         let so_far = self.json.get("quotable").and_then(Value::as_bool).unwrap_or(true);
         self.json.insert("quotable".to_owned(), json!(so_far && quotable(&value)));
