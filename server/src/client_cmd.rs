@@ -26,10 +26,10 @@ use kvarts_store::rt::blocking::block_on;
 use serde_json::json;
 
 use crate::cli::Failure;
-use crate::client::{Client, Via};
 use crate::human::{bytes, grouped};
-use crate::proto;
 pub(crate) use get::{GetArgs, get};
+use kvarts_client::{Client, Via};
+use kvarts_wire::proto;
 pub(crate) use put::{PutArgs, put};
 use subject::Subject;
 pub(crate) use subject::{KeyArgs, ModelArgs, ServerArgs};

@@ -5,7 +5,6 @@
 
 mod bench;
 mod cli;
-pub mod client;
 mod client_cmd;
 mod compact_cmd;
 pub mod config;
@@ -23,7 +22,6 @@ pub mod metrics;
 mod model_cmd;
 pub mod node;
 mod offline;
-pub mod proto;
 pub mod scrub;
 mod serve_cmd;
 mod table;

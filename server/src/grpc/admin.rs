@@ -4,7 +4,7 @@ use kvarts_layout::StoreId;
 
 use super::call::Call;
 use super::fault::Outcome;
-use crate::proto;
+use kvarts_wire::proto;
 
 /// What the server is and has done.
 pub(super) fn stats(call: &Call) -> proto::StatsReply {

@@ -22,8 +22,8 @@ use super::call::Call;
 use super::digest::Said;
 use super::fault::{Fault, Outcome};
 use super::messages::Messages;
-use super::{fault, frame, limits, wire};
-use crate::proto;
+use super::{convert, fault, frame, limits};
+use kvarts_wire::proto;
 
 /// A put that was checked: everything but the bytes.
 pub(crate) struct Upload {
@@ -43,20 +43,20 @@ pub(crate) struct Upload {
 impl Upload {
     pub(crate) fn check(call: &Call, header: proto::PutHeader) -> Outcome<Self> {
         call.is_for(Class::Put);
-        let keys = wire::keys(&header.keys)?;
+        let keys = convert::keys(&header.keys)?;
         if keys.is_empty() {
             return Err(Reason::Empty.into());
         }
         let parent = parent(header.parent.as_ref())?;
         check_keys(&keys, parent)?;
-        let origins = wire::origins(&header.origins)?;
+        let origins = convert::origins(&header.origins)?;
         if let Some(origins) = origins.as_ref().filter(|origins| origins.len() != keys.len()) {
             let (expected, found) = (keys.len() as u64, origins.len() as u64);
             return Err(Reason::Length { expected, found }.into());
         }
-        let namespace = wire::namespace(&header.namespace)?;
+        let namespace = convert::namespace(&header.namespace)?;
         let model = call.node.models.get(&call.caller, namespace)?;
-        let (group, coordinate) = wire::column(header.column.as_ref())?;
+        let (group, coordinate) = convert::column(header.column.as_ref())?;
         let shape = model.shape(group, coordinate)?;
         let total = shape.block_bytes().saturating_mul(keys.len() as u64);
         if shape.block_bytes() > call.node.memory.piece_max() || total > limits::REQUEST_BYTES_MAX {

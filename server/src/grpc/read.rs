@@ -27,11 +27,11 @@ use super::frame::{self, Outgoing, Slot};
 use super::held::{Held, Holding};
 use super::window::{self, Nowhere, Window};
 use super::windows::{Stop, Through, Windows};
-use super::{limits, wire};
+use super::{convert, limits};
 use crate::node::Frozen;
 use crate::node::tenant::Paid;
-use crate::proto;
-use crate::proto::read_reply::Part;
+use kvarts_wire::proto;
+use kvarts_wire::proto::read_reply::Part;
 
 /// A read that was checked.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl Download {
 
     /// A read, wherever its bytes go.
     pub(crate) fn asked(call: &Call, order: Order, wire: proto::ReadRequest) -> Outcome<Self> {
-        let keys = wire::keys(&wire.keys)?;
+        let keys = convert::keys(&wire.keys)?;
         if keys.is_empty() {
             return Err(Reason::Empty.into());
         }
@@ -73,9 +73,9 @@ impl Download {
         if let Some([key, _]) = sorted.array_windows().find(|[a, b]| a == b) {
             return Err(Reason::Duplicate(**key).into());
         }
-        let namespace = wire::namespace(&wire.namespace)?;
+        let namespace = convert::namespace(&wire.namespace)?;
         let model = call.node.models.get(&call.caller, namespace)?;
-        let (group, coordinate) = wire::column(wire.column.as_ref())?;
+        let (group, coordinate) = convert::column(wire.column.as_ref())?;
         let shape = model.shape(group, coordinate)?;
         let count = u32::try_from(shape.layers().len()).map_err(|_| Reason::TooMany("layers"))?;
         let layers = wire.layers.map_or(0..count, |range| range.start..range.end);

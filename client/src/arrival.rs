@@ -11,10 +11,10 @@ use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use kvarts_store::error::Reason;
 
-use crate::grpc::digest::Said;
-use crate::grpc::fault;
-use crate::proto;
-use crate::proto::read_reply::Part;
+use kvarts_wire::digest::Said;
+use kvarts_wire::fault;
+use kvarts_wire::proto;
+use kvarts_wire::proto::read_reply::Part;
 
 /// What has arrived of one read.
 pub(super) struct Arrival<'a> {
