@@ -299,6 +299,36 @@ pub fn boundary(wire: Option<proto::Boundary>) -> Boundary {
     }
 }
 
+/// The end of a read on the wire.
+pub fn wire_end(end: &ReadEnd) -> proto::ReadEnd {
+    let mut told = fault::Told::default();
+    let failure = |(block, reason): &(u32, Reason)| proto::read_end::Failure {
+        block: *block,
+        error: Some(told.detail(reason)),
+    };
+    proto::ReadEnd {
+        usable_blocks: end.usable_blocks,
+        usable_layers: end.usable_layers,
+        failures: end.failures.iter().map(failure).collect(),
+    }
+}
+
+/// What became of the blocks of a put, on the wire.
+pub fn wire_outcomes(outcomes: &[BlockOutcome]) -> Vec<proto::PutOutcome> {
+    use proto::put_outcome::What;
+    let mut told = fault::Told::default();
+    let one = |outcome: &BlockOutcome| {
+        let (what, error) = match outcome {
+            BlockOutcome::Stored => (What::Stored, None),
+            BlockOutcome::AlreadyThere => (What::AlreadyThere, None),
+            BlockOutcome::InFlight => (What::InFlight, None),
+            BlockOutcome::Refused(reason) => (What::Refused, Some(told.detail(reason))),
+        };
+        proto::PutOutcome { what: what.into(), error }
+    };
+    outcomes.iter().map(one).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

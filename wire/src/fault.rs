@@ -427,11 +427,11 @@ mod tests {
 
     #[test]
     fn errors_about_any_number_of_blocks_fit_into_an_answer_and_keep_their_kind() {
-        let all = super::super::limits::KEYS_MAX as u32;
+        let all = crate::limits::KEYS_MAX as u32;
         let key = |block: u32| BlockKey([block as u8; 32]);
         let failures = (0..all).map(|block| (block, Reason::NotHere(key(block)))).collect();
         let end = kvarts_store::api::ReadEnd { usable_blocks: 0, usable_layers: 1, failures, held_bytes: 0 };
-        let wire = super::super::read::wire_end(&end);
+        let wire = crate::convert::wire_end(&end);
         assert!(wire.encoded_len() <= 4 << 20, "{}", wire.encoded_len());
         for (failure, (block, reason)) in wire.failures.iter().zip(&end.failures) {
             let told = failure.error.as_ref().unwrap();
@@ -446,7 +446,7 @@ mod tests {
         };
         let outcomes =
             (0..all).map(|at| kvarts_store::api::BlockOutcome::Refused(refused(at))).collect::<Vec<_>>();
-        let outcomes = super::super::put::outcomes(&outcomes);
+        let outcomes = crate::convert::wire_outcomes(&outcomes);
         let reply = proto::PutReply { outcomes, crc32: 0 };
         assert!(reply.encoded_len() <= 4 << 20, "{}", reply.encoded_len());
         for (at, outcome) in (0..).zip(&reply.outcomes) {

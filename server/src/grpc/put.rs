@@ -344,19 +344,3 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
     reply.crc32 = incoming.said.put_reply(&reply);
     Ok(reply)
 }
-
-/// What became of the blocks of a put, on the wire.
-pub(crate) fn outcomes(outcomes: &[BlockOutcome]) -> Vec<proto::PutOutcome> {
-    use proto::put_outcome::What;
-    let mut told = fault::Told::default();
-    let one = |outcome: &BlockOutcome| {
-        let (what, error) = match outcome {
-            BlockOutcome::Stored => (What::Stored, None),
-            BlockOutcome::AlreadyThere => (What::AlreadyThere, None),
-            BlockOutcome::InFlight => (What::InFlight, None),
-            BlockOutcome::Refused(reason) => (What::Refused, Some(told.detail(reason))),
-        };
-        proto::PutOutcome { what: what.into(), error }
-    };
-    outcomes.iter().map(one).collect()
-}

@@ -417,20 +417,6 @@ fn tally(
     (delivered, missed)
 }
 
-/// The end of a read on the wire.
-pub(crate) fn wire_end(end: &ReadEnd) -> proto::ReadEnd {
-    let mut told = fault::Told::default();
-    let failure = |(block, reason): &(u32, Reason)| proto::read_end::Failure {
-        block: *block,
-        error: Some(told.detail(reason)),
-    };
-    proto::ReadEnd {
-        usable_blocks: end.usable_blocks,
-        usable_layers: end.usable_layers,
-        failures: end.failures.iter().map(failure).collect(),
-    }
-}
-
 /// The name of a reason in metrics.
 pub(super) fn reason_name(reason: &Reason) -> &'static str {
     proto::Reason::try_from(fault::detail(reason).reason).unwrap_or_default().as_str_name()
