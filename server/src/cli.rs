@@ -71,10 +71,12 @@ enum Command {
     Pin(client_cmd::PinArgs),
     /// Put blocks from a file into a running server
     Put(client_cmd::PutArgs),
+    /// Have a running server take writes again after a fault made it read-only, once the cause is gone
+    Resume(client_cmd::AdminArgs),
     /// Run the daemon
     Serve(Box<serve_cmd::ServeArgs>),
     /// Show what a running server is and has done
-    Stat(client_cmd::StatArgs),
+    Stat(client_cmd::AdminArgs),
     /// Follow what happens to blocks of a running server
     Watch(client_cmd::WatchArgs),
 }
@@ -216,6 +218,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Model(arguments) => model_cmd::run(&arguments, out),
         Command::Pin(arguments) => client_cmd::pin(&arguments, out),
         Command::Put(arguments) => client_cmd::put(&arguments, out),
+        Command::Resume(arguments) => client_cmd::resume(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),
         Command::Stat(arguments) => client_cmd::stat(&arguments, out),
         Command::Watch(arguments) => client_cmd::watch(&arguments, out),

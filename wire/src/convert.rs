@@ -13,9 +13,10 @@ use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Fingerprint, Geometry, Group, Identity, ModelSpec, NamespaceId,
     OriginId, Requirements,
 };
+use kvarts_store::api::{BlockOutcome, ReadEnd};
 use kvarts_store::error::Reason;
 
-use super::fault::{Fault, Outcome};
+use super::fault::{self, Fault, Outcome};
 use super::limits;
 use crate::proto;
 

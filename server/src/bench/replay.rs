@@ -20,7 +20,7 @@ use kvarts_store::api::{
 };
 use kvarts_store::engine::{Compaction, EvictionPolicy, Limits, Options, Stats, Store};
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use serde::Deserialize;
@@ -255,8 +255,8 @@ struct Replay<'a> {
     subject: Subject,
     known: bool,
     batch: usize,
-    source: Buf,
-    into: Buf,
+    source: SharedBuf,
+    into: SharedBuf,
     hits: u64,
     refused: u64,
     /// What was not admitted when it was put last, and how often such a block was asked for again.

@@ -11,13 +11,14 @@ use std::sync::atomic::Ordering;
 
 use kvarts_store::api::{BlockOutcome, Placed};
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
+use kvarts_store::io::BufMut;
 
 use super::limits::COPY_BYTES;
 use super::memory::Memory;
 use super::places;
 use crate::grpc::call::Call;
-use crate::grpc::put::{Pieces, Upload, outcomes};
+use crate::grpc::put::{Pieces, Upload};
+use kvarts_wire::convert::wire_outcomes;
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::limits;
 use kvarts_wire::proto;
@@ -81,8 +82,9 @@ impl Putting {
             }
             let wait = tokio::time::timeout(limits::WAIT, call.node.take_memory(tenant, bytes)).await;
             let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
-            let pages = pages.ok_or(Reason::TooMany("bytes"))?;
-            copy(&upload, &from, first, keys.len(), &pages).await?;
+            let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
+            copy(&upload, &from, first, keys.len(), &mut pages).await?;
+            let pages = pages.share();
             call.bytes_in.fetch_add(bytes, Ordering::Relaxed);
             let block_bytes = upload.shape.block_bytes() as usize;
             let same = |block: usize| {
@@ -110,12 +112,18 @@ impl Putting {
         }
         pieces.take_until(0).await?;
         call.node.trouble.put_ended(&pieces.outcomes);
-        Ok(proto::PutReply { outcomes: outcomes(&pieces.outcomes), crc32: 0 })
+        Ok(proto::PutReply { outcomes: wire_outcomes(&pieces.outcomes), crc32: 0 })
     }
 }
 
 /// Copies blocks in canonical order.
-async fn copy(upload: &Upload, from: &Placed, first: usize, blocks: usize, pages: &Buf) -> Outcome<()> {
+async fn copy(
+    upload: &Upload,
+    from: &Placed,
+    first: usize,
+    blocks: usize,
+    pages: &mut BufMut,
+) -> Outcome<()> {
     let sizes: Vec<u64> =
         upload.shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
     let (mut at, mut turn) = (0, 0);

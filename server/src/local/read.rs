@@ -23,6 +23,7 @@ use super::outbox::Outbox;
 use super::places;
 use crate::grpc::call::Call;
 use crate::grpc::read::{self, Download};
+use kvarts_wire::convert::wire_end;
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::local::parts;
 use kvarts_wire::proto;
@@ -212,7 +213,7 @@ impl Reading {
         let origin = |origin: Option<OriginId>| origin.map_or_else(Bytes::new, |id| id.0.to_vec().into());
         let met = self.origins.iter().flat_map(|origins| origins.met());
         let wire = proto::LocalEnd {
-            end: Some(read::wire_end(&end)),
+            end: Some(wire_end(&end)),
             held_bytes: end.held_bytes,
             origins: met.map(origin).collect(),
         };
@@ -255,6 +256,7 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
         let taking = call.node.take_memory(&call.caller.tenant, bytes);
         let wait = tokio::time::timeout(limits::WAIT, taking).await;
         let Ok(Some(memory)) = wait else { continue };
+        let memory = memory.share();
         let nowhere = window::Nowhere::among(&call.node.addresses);
         let into = window::place(Order::Blocks, &asked.shape, &window, &memory, &nowhere);
         let Ok(into) = into else { continue };

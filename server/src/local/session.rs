@@ -33,13 +33,13 @@ use super::limits::{HELLO, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX, STALL,
 use super::memory::Memory;
 use super::named::Named;
 use super::outbox::Outbox;
-use super::pot::Part;
 use super::put::Putting;
 use super::read::Doubts;
 use super::{ClientFacts, Entry, Mode, Peer, read};
 use crate::grpc::call::{self, Call, Method};
 use crate::grpc::calls;
 use crate::grpc::heavy::{self, heavily};
+use crate::node::parts::Part;
 use crate::node::{Node, Right};
 use kvarts_wire::codec::decode;
 use kvarts_wire::fault::{Fault, Outcome};
@@ -212,7 +212,7 @@ impl Session {
             leases: 0,
         };
         let tenant = caller.tenant.number;
-        let place = node.locals.sessions.take(tenant, 1);
+        let place = node.locals.sessions.try_take(tenant, 1);
         let place = place.ok_or_else(|| Fault::busy("there are as many local sessions as may be"))?;
         let named = node.locals.names.begin(&hello.session);
         let named = named.ok_or_else(|| Fault::malformed("session: 16 bytes that no other session has"))?;

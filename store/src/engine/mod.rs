@@ -45,7 +45,6 @@ pub(crate) mod steps;
 mod store;
 mod tables;
 mod unpack;
-mod work;
 mod writes;
 
 use std::time::Duration;
@@ -56,10 +55,9 @@ pub use evict::policy::EvictionPolicy;
 pub use health::Health;
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
-pub use steps::WorkDone;
+pub use steps::{Done, WorkDone};
 pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
 pub use tables::Table;
-pub use work::Done;
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]
