@@ -2,7 +2,7 @@
 //! and what is complete is announced.
 //!
 //! Nothing is announced on the server's word alone. A digest that goes on from message to message shows what a wire
-//! changed, swallowed or brought from elsewhere (`grpc/digest.rs`); and what is announced must have come before, in
+//! changed, swallowed or brought from elsewhere (`kvarts_wire::digest`); and what is announced must have come before, in
 //! the order of the request and to its last byte, which is counted here.
 
 use std::ops::Range;
