@@ -18,7 +18,10 @@ use clap::{Parser, Subcommand};
 use kvarts_fsck::store::CannotRun;
 
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
-use crate::{bench, client_cmd, compact_cmd, config_cmd, demo, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
+use crate::sim_cmd;
+use crate::{
+    bench, client_cmd, compact_cmd, config_cmd, demo, fsck_cmd, gpu_cmd, model_cmd, plan_cmd, serve_cmd,
+};
 
 /// What the end of the program says; part of the help.
 pub(crate) const EXIT_CODES: &str = "\
@@ -75,6 +78,10 @@ enum Command {
     Resume(client_cmd::AdminArgs),
     /// Run the daemon
     Serve(Box<serve_cmd::ServeArgs>),
+    /// Say what restoring a prefix is worth, and where a request should go
+    Plan(Box<plan_cmd::PlanArgs>),
+    /// Run a trace against tiers in virtual time
+    Sim(Box<sim_cmd::SimArgs>),
     /// Show what a running server is and has done
     Stat(client_cmd::AdminArgs),
     /// Follow what happens to blocks of a running server
@@ -220,6 +227,8 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Put(arguments) => client_cmd::put(&arguments, out),
         Command::Resume(arguments) => client_cmd::resume(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),
+        Command::Plan(arguments) => plan_cmd::run(&arguments, out),
+        Command::Sim(arguments) => sim_cmd::run(&arguments, out),
         Command::Stat(arguments) => client_cmd::stat(&arguments, out),
         Command::Watch(arguments) => client_cmd::watch(&arguments, out),
     }

@@ -281,7 +281,13 @@ pub(super) fn memory(len: usize) -> Result<SharedBuf, Failure> {
 /// Memory full of bytes that nothing compresses.
 pub(super) fn noise(len: usize) -> Result<SharedBuf, Failure> {
     let buf = memory(len)?;
-    let (mut state, mut page) = (1, vec![0u8; 1 << 16]);
+    noise_into(&buf);
+    Ok(buf)
+}
+
+/// Fills memory with it.
+pub(super) fn noise_into(buf: &SharedBuf) {
+    let (len, mut state, mut page) = (buf.len(), 1, vec![0u8; 1 << 16]);
     for at in (0..len).step_by(page.len()) {
         let here = page.len().min(len - at);
         for word in page.chunks_exact_mut(8) {
@@ -289,11 +295,10 @@ pub(super) fn noise(len: usize) -> Result<SharedBuf, Failure> {
         }
         buf.copy_in(at, &page[..here]);
     }
-    Ok(buf)
 }
 
 /// Says on a terminal what is being done; nothing where output is not looked at.
-pub(super) fn progress(what: &str) {
+pub(crate) fn progress(what: &str) {
     let mut err = std::io::stderr();
     if err.is_terminal() {
         // A terminal that is gone misses nothing.

@@ -49,9 +49,10 @@ mod writes;
 
 use std::time::Duration;
 
+pub use ages::STEPS_PER_BUDGET;
 pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
-pub use evict::policy::EvictionPolicy;
+pub use evict::policy::{Candidate, Chosen, EvictionPolicy};
 pub use health::Health;
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
