@@ -25,7 +25,7 @@ use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::{BlockKey, Group, Layout};
 
 use super::batch::{Footers, is_boundary};
-use super::coldest::{LOOKED_AT, Sample, coldest, footers};
+use super::coldest::{LOOKED_AT, OLDEST_PARTS, Sample, coldest, footers};
 use super::policy::{Candidate, Chosen, Policy};
 use crate::engine::log::Log;
 use crate::engine::runs::RunClass;
@@ -404,7 +404,7 @@ impl Choice<'_> {
     /// Notes of each listed segment when its oldest part was used that stays.
     fn note_coldest(&mut self, least: u32, spared: &BTreeSet<u32>) {
         let now = self.log.shared.ages.steps() as i64;
-        let part = self.wanted / LOOKED_AT as u64;
+        let part = self.wanted / OLDEST_PARTS;
         for (segment, mut sample) in std::mem::take(&mut self.samples) {
             let most = if spared.contains(&segment.number) { u32::MAX } else { least };
             let rank = sample.rank_of(part, most);
