@@ -182,6 +182,10 @@ struct Walk {
     items: Vec<Item>,
     durable_upto: u64,
     last_record: u64,
+    /// Where the last proven record ends.
+    records_end: u64,
+    /// A proven footer.
+    footer: bool,
     last_sequence: u64,
     /// The highest later generation that a record proves.
     ahead: Option<u64>,
@@ -206,6 +210,15 @@ pub fn scan(window: &mut Window<'_>, target: &Target, secret: &Secret, into: &mu
         position = position.under(ahead);
         walked = walk(window, &position, target, secret);
     }
+    // What a footer lists was all on the device before it was written, so what is not there was evicted: the trailer stood
+    // behind it, and was zeroed.
+    let holed =
+        |walked: &Walk, window: &Window<'_>| window.holes().iter().any(|(at, _)| *at < walked.records_end);
+    if target.scan == Scan::Tail && walked.footer && holed(&walked, window) {
+        let target = Target { was_sealed: true, scan: Scan::Rescan, ..*target };
+        walked = walk(window, &position, &target, secret);
+        return decide(&position, &target, walked, into);
+    }
     decide(&position, target, walked, into)
 }
 
@@ -216,6 +229,8 @@ fn walk(window: &mut Window<'_>, segment: &Position, target: &Target, secret: &S
         items: Vec::new(),
         durable_upto: if known { target.durable_upto } else { 0 },
         last_record: 0,
+        records_end: 0,
+        footer: false,
         last_sequence: if same { target.first_sequence.saturating_sub(1) } else { 0 },
         ahead: None,
     };
@@ -237,6 +252,7 @@ fn walk(window: &mut Window<'_>, segment: &Position, target: &Target, secret: &S
             seen = Sight { found: Found::Hole, body: None, ..seen };
         }
         names.note(&seen);
+        walk.footer |= seen.found == Found::Footer;
         if seen.found == Found::Ahead {
             let claimed = claimed_position(window.bytes(offset, PAGE));
             walk.ahead = walk.ahead.max(claimed.map(|claimed| claimed.generation));
@@ -268,6 +284,7 @@ fn walk(window: &mut Window<'_>, segment: &Position, target: &Target, secret: &S
             }
             walk.last_sequence = walk.last_sequence.max(prefix.sequence);
             walk.last_record = offset;
+            walk.records_end = offset.saturating_add(prefix.record_bytes());
         }
         let how = (target.was_sealed, target.content_ids);
         take_in(window, (&position, secret), &mut met, &mut names, how);

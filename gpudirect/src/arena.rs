@@ -5,14 +5,14 @@
 //! once. Pieces are powers of two that split and join again with their twin (`buddy.rs`). A stream takes one piece when it begins, of the largest
 //! size that it may have, and uses all of it; nothing is taken while layers move.
 //!
-//! A piece comes back when the last [`Buf`] of it is gone, and an operation under way holds its buffers: so memory
+//! A piece comes back when the last [`SharedBuf`] of it is gone, and an operation under way holds its buffers: so memory
 //! that a disk or a device may still write is never handed out again.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvarts_store::engine::Store;
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::blocking::block_on;
 
 pub use crate::buddy::{ArenaUse, PIECE_MIN};
@@ -85,10 +85,10 @@ impl Arena {
     }
 
     /// The largest piece of at most `most` bytes that is free now, if one of at least `least` bytes is.
-    pub fn take(&self, least: u64, most: u64) -> Option<Buf> {
+    pub fn take(&self, least: u64, most: u64) -> Option<SharedBuf> {
         let (offset, order) = self.0.lock().take(least, most)?;
         let piece = Arc::new(Piece { arena: Arc::clone(&self.0), offset, order });
-        Buf::new(&self.0.region, offset as usize, size(order) as usize).map(|buf| buf.kept_by(piece))
+        SharedBuf::new(&self.0.region, offset as usize, size(order) as usize).map(|buf| buf.kept_by(piece))
     }
 
     /// How full it is.
@@ -187,7 +187,7 @@ mod tests {
         ) {
             let arena = Arena::new(total * PIECE_MIN).unwrap();
             let whole = arena.usage();
-            let mut held: Vec<Buf> = Vec::new();
+            let mut held: Vec<SharedBuf> = Vec::new();
             for (pick, bytes) in steps {
                 if pick < held.len() {
                     held.swap_remove(pick);

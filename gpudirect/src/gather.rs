@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 
 use crate::device::{Batch, Device, Direction, Method, Piece, Stream, drain};
 use crate::error::DeviceError;
@@ -43,7 +43,7 @@ impl Curve {
     pub fn measure(
         device: &dyn Device,
         pace: &dyn Pace,
-        host: &Buf,
+        host: &SharedBuf,
         bytes: u64,
         rounds: u32,
     ) -> Result<Self, DeviceError> {
@@ -86,10 +86,10 @@ impl Curve {
     }
 
     /// Memory to measure with, where there is no arena yet.
-    pub fn scratch(bytes: u64) -> std::io::Result<(Arc<Region>, Buf)> {
+    pub fn scratch(bytes: u64) -> std::io::Result<(Arc<Region>, SharedBuf)> {
         let len = usize::try_from(bytes).map_err(|_| std::io::ErrorKind::OutOfMemory)?;
         let region = Region::anonymous(len)?;
-        let buf = Buf::new(&region, 0, len).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        let buf = SharedBuf::new(&region, 0, len).ok_or(std::io::ErrorKind::OutOfMemory)?;
         buf.fill(1);
         Ok((region, buf))
     }

@@ -17,7 +17,7 @@ use std::time::Duration;
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, NamespaceId};
 use kvarts_store::api::{Durability, Parent, Placed, PutReply, PutRequest, PutStream, Turns};
 use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Nanos;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_store::rt::mailbox::Ticket;
@@ -104,7 +104,7 @@ pub struct LayerSink {
     pipeline: Pipeline,
     request: StoreRequest,
     copies: Stream,
-    ring: Buf,
+    ring: SharedBuf,
     seats: Vec<Seat>,
     pieces: Vec<Piece>,
     /// Layers that were taken.
@@ -122,7 +122,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 
 /// A piece of the arena, cut for layers.
 struct Cut {
-    ring: Buf,
+    ring: SharedBuf,
     seats: Vec<Seat>,
 }
 
@@ -205,7 +205,7 @@ impl Pipeline {
 }
 
 /// The memory of each layer.
-fn buffers(cut: &Cut) -> Option<Vec<Buf>> {
+fn buffers(cut: &Cut) -> Option<Vec<SharedBuf>> {
     cut.seats.iter().map(|seat| cut.ring.slice(seat.offset as usize, seat.bytes as usize)).collect()
 }
 

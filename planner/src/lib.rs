@@ -6,6 +6,7 @@
 //!
 //! - [`cost`]: how long prefill and decode take: from samples, from a device's data sheet, or from both;
 //! - [`plan`]: for one request, what is loaded from where, what is computed again, and what that gains;
+//! - [`route`]: on which node, with which action, a request costs least.
 //!
 //! Times are `f64` milliseconds, sizes `u64` bytes.
 #![forbid(unsafe_code)]
@@ -16,3 +17,4 @@
 
 pub mod cost;
 pub mod plan;
+pub mod route;

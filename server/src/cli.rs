@@ -18,7 +18,10 @@ use clap::{Parser, Subcommand};
 use kvarts_fsck::store::CannotRun;
 
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
-use crate::{bench, client_cmd, compact_cmd, config_cmd, demo, fsck_cmd, gpu_cmd, model_cmd, serve_cmd};
+use crate::sim_cmd;
+use crate::{
+    bench, client_cmd, compact_cmd, config_cmd, demo, fsck_cmd, gpu_cmd, model_cmd, plan_cmd, serve_cmd,
+};
 
 /// What the end of the program says; part of the help.
 pub(crate) const EXIT_CODES: &str = "\
@@ -71,10 +74,16 @@ enum Command {
     Pin(client_cmd::PinArgs),
     /// Put blocks from a file into a running server
     Put(client_cmd::PutArgs),
+    /// Have a running server take writes again after a fault made it read-only, once the cause is gone
+    Resume(client_cmd::AdminArgs),
     /// Run the daemon
     Serve(Box<serve_cmd::ServeArgs>),
+    /// Say what restoring a prefix is worth, and where a request should go
+    Plan(Box<plan_cmd::PlanArgs>),
+    /// Run a trace against tiers in virtual time
+    Sim(Box<sim_cmd::SimArgs>),
     /// Show what a running server is and has done
-    Stat(client_cmd::StatArgs),
+    Stat(client_cmd::AdminArgs),
     /// Follow what happens to blocks of a running server
     Watch(client_cmd::WatchArgs),
 }
@@ -216,7 +225,10 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Model(arguments) => model_cmd::run(&arguments, out),
         Command::Pin(arguments) => client_cmd::pin(&arguments, out),
         Command::Put(arguments) => client_cmd::put(&arguments, out),
+        Command::Resume(arguments) => client_cmd::resume(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),
+        Command::Plan(arguments) => plan_cmd::run(&arguments, out),
+        Command::Sim(arguments) => sim_cmd::run(&arguments, out),
         Command::Stat(arguments) => client_cmd::stat(&arguments, out),
         Command::Watch(arguments) => client_cmd::watch(&arguments, out),
     }

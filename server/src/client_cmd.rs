@@ -1,4 +1,4 @@
-//! `kvarts put`, `get`, `match`, `ls`, `stat`, `delete`, `pin`, `watch`: a running server from the command line.
+//! `kvarts put`, `get`, `match`, `ls`, `stat`, `resume`, `delete`, `pin`, `watch`: a running server from the command line.
 //!
 //! A server is named by `--server`, by `$KVARTS_SERVER`, or is the one that `kvarts serve` runs here. Blocks are named by
 //! the model that they are of and either the tokens of a prompt or keys; their bytes stand in files one block after the
@@ -9,6 +9,7 @@
 
 mod get;
 mod put;
+mod stat;
 mod subject;
 
 use std::io::Write;
@@ -20,17 +21,18 @@ use kvarts_store::api::{
     DeleteOutcome, DeleteRequest, KvStore, LeaseId, MatchRequest, Order, Placed, ReadEnd, ReadRequest,
     Target, Verify,
 };
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use serde_json::json;
 
 use crate::cli::Failure;
 use crate::client::{Client, Via};
-use crate::human::{bytes, grouped};
+use crate::human::grouped;
 use crate::proto;
 pub(crate) use get::{GetArgs, get};
 pub(crate) use put::{PutArgs, put};
+pub(crate) use stat::{AdminArgs, resume, stat};
 use subject::Subject;
 pub(crate) use subject::{KeyArgs, ModelArgs, ServerArgs};
 
@@ -44,13 +46,6 @@ pub(crate) struct MatchArgs {
     model: ModelArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    #[command(flatten)]
-    server: ServerArgs,
-}
-
-/// The arguments of `stat`.
-#[derive(Args, Debug)]
-pub(crate) struct StatArgs {
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -102,23 +97,28 @@ fn print(out: &mut dyn Write, value: &serde_json::Value) -> Result<(), Failure> 
 }
 
 /// Memory for a batch of blocks, and how many go into it.
-fn memory(client: &Client, subject: &Subject) -> Result<(Buf, usize), Failure> {
+fn memory(client: &Client, subject: &Subject) -> Result<(SharedBuf, usize), Failure> {
     let each = subject.shape.block_bytes();
     let blocks = (BATCH_BYTES / each).clamp(1, subject.keys.len().max(1) as u64);
     let len = usize::try_from(blocks * each).map_err(Failure::user)?;
     let region = client.pool(len).map_err(Failure::user)?;
-    let buf = Buf::new(&region, 0, len).ok_or_else(|| Failure::user("no memory"))?;
+    let buf = SharedBuf::new(&region, 0, len).ok_or_else(|| Failure::user("no memory"))?;
     Ok((buf, blocks as usize))
 }
 
-fn placed(subject: &Subject, memory: &Buf, blocks: usize) -> Result<Placed, Failure> {
+fn placed(subject: &Subject, memory: &SharedBuf, blocks: usize) -> Result<Placed, Failure> {
     let pages = memory.slice(0, subject.shape.block_bytes() as usize * blocks);
     let pages = pages.ok_or_else(|| Failure::user("no memory"))?;
     Placed::blocks(&subject.shape, pages, blocks as u32).map_err(Failure::user)
 }
 
 /// Reads blocks into memory.
-fn read(client: &Client, subject: &Subject, keys: &[BlockKey], memory: &Buf) -> Result<ReadEnd, Failure> {
+fn read(
+    client: &Client,
+    subject: &Subject,
+    keys: &[BlockKey],
+    memory: &SharedBuf,
+) -> Result<ReadEnd, Failure> {
     let request = ReadRequest {
         namespace: subject.namespace,
         group: subject.group,
@@ -198,73 +198,6 @@ pub(crate) fn list(server: &ServerArgs, out: &mut dyn Write) -> Result<(), Failu
             identity.revision,
             model.layers,
             identity.block_tokens
-        )?;
-    }
-    Ok(())
-}
-
-/// Runs `stat`.
-pub(crate) fn stat(arguments: &StatArgs, out: &mut dyn Write) -> Result<(), Failure> {
-    let client = arguments.server.connect(Via::Grpc)?;
-    let stats = client.stats().map_err(Failure::user)?;
-    let store: String = stats.store.iter().map(|byte| format!("{byte:02x}")).collect();
-    if arguments.server.json {
-        let local = |one: &proto::stats_reply::LocalClient| {
-            json!({
-                "tenant": one.tenant, "pid": one.pid, "uid": one.uid, "modes": one.modes,
-                "shared_bytes": one.shared_bytes, "requests_under_way": one.requests_under_way,
-                "leases": one.leases,
-            })
-        };
-        let recovery = |one: &proto::stats_reply::Recovery| {
-            json!({
-                "records": one.records, "blocks": one.blocks, "problems": one.problems,
-                "scanned_bytes": one.scanned_bytes,
-            })
-        };
-        let report = json!({
-            "store": store, "version": stats.version, "budget_bytes": stats.budget_bytes,
-            "allocated_bytes": stats.allocated_bytes, "index_bytes": stats.index_bytes,
-            "space": stats.space.map(|space| json!({
-                "live_bytes": space.live_bytes, "dead_bytes": space.dead_bytes,
-                "free_bytes": space.free_bytes, "overhead_bytes": space.overhead_bytes,
-            })),
-            "counts": stats.counts, "notes": stats.notes,
-            "recovery": stats.recovery.iter().map(recovery).collect::<Vec<_>>(),
-            "local_clients": stats.local_clients.iter().map(local).collect::<Vec<_>>(),
-        });
-        return print(out, &report);
-    }
-    writeln!(out, "store {store}, kvarts {}", stats.version)?;
-    writeln!(out, "  on disk   {} of {}", bytes(stats.allocated_bytes), bytes(stats.budget_bytes))?;
-    if let Some(space) = stats.space {
-        let parts = [space.live_bytes, space.dead_bytes, space.free_bytes, space.overhead_bytes].map(bytes);
-        let [live, dead, free, overhead] = parts;
-        writeln!(out, "            {live} live, {dead} dead, {free} free, {overhead} overhead")?;
-    }
-    writeln!(out, "  index     {}", bytes(stats.index_bytes))?;
-    let sum = |field: fn(&proto::stats_reply::Recovery) -> u64| stats.recovery.iter().map(field).sum::<u64>();
-    let (blocks, problems) = (sum(|one| one.blocks), sum(|one| one.problems));
-    writeln!(
-        out,
-        "  recovery  {} blocks, {} problems at the last start",
-        grouped(blocks),
-        grouped(problems)
-    )?;
-    for (name, count) in &stats.counts {
-        writeln!(out, "  {:<24} {:>20}", name.replace('_', " "), grouped(*count))?;
-    }
-    for one in &stats.local_clients {
-        let modes = if one.modes.is_empty() { "no memory".to_owned() } else { one.modes.join(", ") };
-        writeln!(
-            out,
-            "  local client {} (uid {}, tenant {}): {modes}, {} shared, {} requests, {} leases",
-            one.pid,
-            one.uid,
-            one.tenant,
-            bytes(one.shared_bytes),
-            one.requests_under_way,
-            one.leases
         )?;
     }
     Ok(())

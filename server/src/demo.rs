@@ -21,7 +21,7 @@ use kvarts_store::api::{
     BlockOutcome, KvStore, MatchRequest, Order, Parent, PutRequest, ReadEnd, ReadEvent, ReadRequest, Verify,
 };
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use serde::Serialize;
@@ -353,7 +353,7 @@ impl Prefix<'_> {
         Ok(self.client.match_prefix(&request).map_err(Failure::user)?.usable.longest.blocks)
     }
 
-    fn pool(&self) -> &Buf {
+    fn pool(&self) -> &SharedBuf {
         &self.pool
     }
 }

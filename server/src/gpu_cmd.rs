@@ -9,7 +9,7 @@ use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, cuda, dr
 use kvarts_gpudirect::error::DeviceError;
 use kvarts_gpudirect::gather::{Curve, Point};
 use kvarts_gpudirect::pace::RealPace;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use serde_json::{Value, json};
 
 use crate::cli::Failure;
@@ -81,7 +81,7 @@ fn probe(arguments: &ProbeArgs, out: &mut dyn Write) -> Result<(), Failure> {
 }
 
 /// Whether the device's digests of chunks of many lengths and alignments are those of the processor.
-fn try_digests(device: &dyn Device, host: &Buf) -> Result<bool, DeviceError> {
+fn try_digests(device: &dyn Device, host: &SharedBuf) -> Result<bool, DeviceError> {
     let bytes = (host.len() as u64).min(1 << 20);
     let memories = [device.allocate(bytes)?];
     let stream = device.stream()?;

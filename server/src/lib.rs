@@ -23,9 +23,11 @@ pub mod metrics;
 mod model_cmd;
 pub mod node;
 mod offline;
+mod plan_cmd;
 pub mod proto;
 pub mod scrub;
 mod serve_cmd;
+mod sim_cmd;
 mod table;
 pub mod traces;
 

@@ -13,7 +13,7 @@ use kvarts_layout::{BlockKey, BlockShape, IndexKey};
 use kvarts_store::api::{KvStore, Order, ReadEnd, ReadRequest, Verify};
 use kvarts_store::engine::Store;
 use kvarts_store::error::{Kind, Reason};
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 use tokio::time::sleep;
 
@@ -237,7 +237,7 @@ impl Run<'_> {
         Ok(if late { all_failed(Reason::DeadlinePassed) } else { end })
     }
 
-    fn memory(&mut self, bytes: u64) -> Result<Buf, Reason> {
+    fn memory(&mut self, bytes: u64) -> Result<SharedBuf, Reason> {
         let bytes = usize::try_from(bytes).map_err(|_| Reason::TooMany("bytes"))?;
         let region = match self.memory.take().filter(|region| region.len() >= bytes) {
             Some(region) => region,
@@ -246,7 +246,7 @@ impl Run<'_> {
                 Region::anonymous(wanted).map_err(|_| Reason::TooMany("bytes"))?
             }
         };
-        let buf = Buf::new(&region, 0, bytes).ok_or(Reason::OutOfBounds)?;
+        let buf = SharedBuf::new(&region, 0, bytes).ok_or(Reason::OutOfBounds)?;
         self.memory = Some(region);
         Ok(buf)
     }

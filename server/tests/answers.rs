@@ -100,6 +100,31 @@ async fn an_answer_that_nobody_takes_counts_until_it_is_gone_and_its_connection_
     daemon.stop().await.unwrap();
 }
 
+/// The transport has all of such an answer as soon as the client takes a byte of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_answer_in_one_piece_counts_until_it_is_taken_or_its_connection_is_cut() {
+    const CLIENTS: u64 = 4;
+    let scene = Scene::open("answers-one-piece", "").await;
+    let node = scene.daemon.node();
+    node.patience.set(Duration::from_secs(4));
+    let (ask, address) = (framed(&scene.exists(1500)), scene.daemon.grpc().unwrap().to_string());
+    let mut slow: Vec<Raw> = (0..CLIENTS).map(|_| Raw::with_window(&address, 1)).collect();
+    for raw in &mut slow {
+        raw.call(1, "/kvarts.v1.Store/Exists", Some(TOKEN));
+        raw.data(1, &ask, true);
+    }
+    scene.until("their calls are under way", || node.calls() == CLIENTS).await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(node.calls(), CLIENTS, "what was answered and not taken is forgotten");
+    let kept = || node.connections_all - node.connections.available_permits();
+    scene.until("their connections are cut", || kept() <= 1).await;
+    scene.until("and nothing counts any more", || node.calls() == 0).await;
+    drop(slow);
+    let Scene { daemon, channel, .. } = scene;
+    drop(channel);
+    daemon.stop().await.unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_long_look_up_takes_turns_and_a_short_one_does_not_wait_for_it() {
     let scene = Scene::open("answers-turns", "").await;

@@ -175,6 +175,8 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
     let scratch = Scratch::new("anybody-places");
     let daemon = start(&scratch, PLACES, &tokens()).await;
     let (node, address) = (daemon.node(), daemon.grpc().unwrap());
+    // Nobody goes by itself while the test looks.
+    node.patience.set(PATIENCE * 10);
     let silent = |count: usize| -> Vec<TcpStream> {
         (0..count).map(|_| TcpStream::connect(address).unwrap()).collect()
     };

@@ -149,7 +149,19 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     let (code, out, _) = ground.kvarts(&["stat", "--json"]);
     let stat: Value = serde_json::from_str(&out).unwrap();
     assert_eq!((code, &stat["counts"]["blocks_stored"]), (0, &Value::from(10)));
-    assert!(ground.kvarts(&["stat"]).1.contains("blocks stored"));
+    let limit =
+        |name: &str| stat["limits"].as_array().unwrap().iter().find(|one| one["name"] == name).cloned();
+    let index = limit("limits.index").unwrap();
+    assert!(
+        index["used"].as_u64() < index["most"].as_u64() && stat["index_bytes"] == index["used"],
+        "{index}"
+    );
+    for name in ["store.budget", "limits.memory", "limits.shared", "limits.connections", "limits.threads"] {
+        assert!(limit(name).is_some_and(|one| one["most"].as_u64().is_some()), "{name}: {out}");
+    }
+    let text = ground.kvarts(&["stat"]).1;
+    assert!(text.contains("blocks stored") && text.contains("limits.connections"), "{text}");
+    assert!(text.lines().any(|line| line.contains("limits.index") && line.contains(" of ")), "{text}");
     let mut lines = BufReader::new(watching.stdout.take().unwrap()).lines();
     let keys = text_keys(&(0..160).collect::<Vec<u32>>(), 16);
     let mut seen: Vec<String> = (0..10)
@@ -264,8 +276,43 @@ fn mistakes_are_told_on_one_line() {
     assert!(fault(&with(&["match", "--tokens", "words"])).contains("\"one\""));
     assert!(fault(&with(&["match", "--keys", "words"])).contains("line 1"));
     assert!(fault(&["stat", "--server", "./no.sock"]).contains("./no.sock"));
+    assert!(fault(&["resume", "--server", "./no.sock"]).contains("./no.sock"));
     assert!(fault(&["ls", "kvarts-data", "--server", "x"]).contains("a directory or a server"));
     assert!(fault(&with(&["pin", "--tokens", "tokens", "--hold", "5y"])).contains("no unit"));
+}
+
+#[test]
+fn a_latched_store_is_shown_and_takes_writes_again_when_it_is_told_to() {
+    let ground = Ground::new("resume", "");
+    let (code, out, _) = ground.kvarts(&["resume"]);
+    assert_eq!((code, out.as_str()), (0, "the store took writes already\n"));
+    // The directory of a shard goes: its next segment file cannot be made.
+    let shard = |name: &str| ground.path.join("kvarts-data").join(name);
+    let names = (0..64).map(kvarts_layout::format::names::shard_name);
+    let shards: Vec<String> = names.filter(|name| shard(name).exists()).collect();
+    assert!(!shards.is_empty());
+    let away = |name: &String| shard(&format!("{name}-away"));
+    shards.iter().for_each(|name| std::fs::rename(shard(name), away(name)).unwrap());
+    let large: Vec<u32> = (0..16 * 2000).collect();
+    std::fs::write(ground.path.join("many"), serde_json::to_string(&large).unwrap()).unwrap();
+    std::fs::write(ground.path.join("much"), vec![7; 2000 * PAGE]).unwrap();
+    let put = || ground.of(&["put", "much"], &["--tokens", "many"]);
+    assert_ne!(put().0, 0, "there is no place for it");
+    let (_, out, _) = ground.kvarts(&["stat"]);
+    assert!(out.contains("writes    refused: ") && out.contains("kvarts resume"), "{out}");
+    let (code, out, err) = ground.kvarts(&["resume"]);
+    assert_eq!((code, out.as_str(), err.lines().count()), (2, "", 1), "{err}");
+    assert!(err.contains("still takes no writes") && err.contains("No such file"), "{err}");
+    shards.iter().for_each(|name| std::fs::rename(away(name), shard(name)).unwrap());
+    let (code, out, err) = ground.kvarts(&["resume", "--json"]);
+    assert_eq!(code, 0, "{err}");
+    let resumed: Value = serde_json::from_str(&out).unwrap();
+    assert!(
+        resumed["resumed"] == true && resumed["before"].as_str().unwrap().contains("No such file"),
+        "{out}"
+    );
+    assert_eq!(put().0, 0, "it takes writes again");
+    assert!(!ground.kvarts(&["stat"]).1.contains("refused: "));
 }
 
 #[test]

@@ -12,7 +12,7 @@ use kvarts_server::client::{Client, ConnectOptions};
 use kvarts_store::api::{
     BlockOutcome, Durability, KvStore, Order, Parent, Placed, PutRequest, ReadRequest, Verify,
 };
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 
@@ -125,8 +125,8 @@ fn register(client: &Client) -> NamespaceId {
     client.register(&identity(), &Geometry::opaque(PAGE).unwrap()).unwrap()
 }
 
-fn memory(byte: u8) -> (Buf, Placed) {
-    let buf = Buf::new(&Region::anonymous(PAGE as usize).unwrap(), 0, PAGE as usize).unwrap();
+fn memory(byte: u8) -> (SharedBuf, Placed) {
+    let buf = SharedBuf::new(&Region::anonymous(PAGE as usize).unwrap(), 0, PAGE as usize).unwrap();
     buf.fill(byte);
     let placed = Placed::blocks(&BlockShape::opaque(PAGE).unwrap(), buf.clone(), 1).unwrap();
     (buf, placed)

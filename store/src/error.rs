@@ -225,12 +225,12 @@ impl fmt::Display for Reason {
             Self::OutOfBounds => f.write_str("a source or destination lies outside the memory given"),
             Self::DeadlineInPast => f.write_str("the deadline had passed before anything was begun"),
             Self::DeadlinePassed => f.write_str("the deadline passed"),
-            Self::Digest { segment, offset, expected, found, .. } => write!(
-                f,
-                "segment {segment} at {offset}: digest {found:08x} where {expected:08x} was written: served as a miss"
-            ),
+            Self::Digest { segment, offset, expected, found, .. } => {
+                let place = place(*segment, *offset);
+                write!(f, "{place}: digest {found:08x} where {expected:08x} was written: served as a miss")
+            }
             Self::Header { segment, offset, what, .. } => {
-                write!(f, "segment {segment} at {offset}: {what}: served as a miss")
+                write!(f, "{}: {what}: served as a miss", place(*segment, *offset))
             }
             Self::Media(what) => write!(f, "the device would not give the bytes: {what}"),
             Self::Latched(what) => {
@@ -279,6 +279,14 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
+/// Where a record lies. No record lies where the header of its segment does: a client is not told where.
+fn place(segment: u32, offset: u64) -> String {
+    match offset {
+        0 => "a block (the server's log says where it lies)".to_owned(),
+        offset => format!("segment {segment} at {offset}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -287,6 +295,8 @@ mod tests {
     fn a_damaged_byte_is_corrupt_and_a_full_disk_is_refused() {
         let digest = Reason::Digest { shard: 0, segment: 1, offset: 4096, expected: 1, found: 2 };
         assert_eq!(Error(digest).kind(), Kind::Corrupt);
+        let unplaced = Reason::Digest { shard: 0, segment: 0, offset: 0, expected: 1, found: 2 }.to_string();
+        assert!(unplaced.contains("the server's log") && !unplaced.contains("segment"), "{unplaced}");
         assert_eq!(Error(Reason::NoSpace).kind(), Kind::Refused);
         assert_eq!(Error(Reason::Quota { limit: 1, wanted: 2 }).kind(), Kind::Refused);
         assert_eq!(Error(Reason::Media(String::new())).kind(), Kind::Miss);

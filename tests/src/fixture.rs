@@ -12,7 +12,7 @@ use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity};
 use kvarts_store::api::Placed;
 use kvarts_store::error::Reason;
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 
 use crate::sim::rng::Seed;
 
@@ -121,7 +121,7 @@ pub fn content(
     (0..).zip(chunks).map(fill).collect()
 }
 
-type Maker = Box<dyn Fn(usize) -> Buf>;
+type Maker = Box<dyn Fn(usize) -> SharedBuf>;
 
 thread_local! {
     /// What makes the memory of this thread's placements, if not the usual.
@@ -129,7 +129,7 @@ thread_local! {
 }
 
 /// Does `work`; what it places on this thread lies in memory that `make` gives, of a length that it is told.
-pub fn with_memory<T>(make: impl Fn(usize) -> Buf + 'static, work: impl FnOnce() -> T) -> T {
+pub fn with_memory<T>(make: impl Fn(usize) -> SharedBuf + 'static, work: impl FnOnce() -> T) -> T {
     MAKER.with_borrow_mut(|maker| *maker = Some(Box::new(make)));
     let done = work();
     MAKER.with_borrow_mut(Option::take);
@@ -137,14 +137,14 @@ pub fn with_memory<T>(make: impl Fn(usize) -> Buf + 'static, work: impl FnOnce()
 }
 
 /// Zeroed memory that begins `skew` bytes after a page boundary.
-pub fn memory(len: u64, skew: u64) -> Buf {
+pub fn memory(len: u64, skew: u64) -> SharedBuf {
     let made = MAKER.with_borrow(|maker| maker.as_ref().map(|make| make((len + skew).max(1) as usize)));
     if let Some(made) = made {
         made.fill(0);
         return made.slice(skew as usize, len as usize).expect("as long as was asked");
     }
     let region = Region::anonymous((len + skew).max(1) as usize).expect("memory");
-    Buf::new(&region, skew as usize, len as usize).expect("within the region")
+    SharedBuf::new(&region, skew as usize, len as usize).expect("within the region")
 }
 
 /// How blocks are placed in memory.

@@ -20,7 +20,7 @@ use kvarts_store::engine::Options;
 use kvarts_store::error::{Error, Kind, Reason};
 use kvarts_store::events::EventLog;
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::{Buf, IoChoice, Region};
+use kvarts_store::io::{IoChoice, Region, SharedBuf};
 use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -37,11 +37,11 @@ fn key(n: u32) -> BlockKey {
     BlockKey(key)
 }
 
-fn memory(pages: usize) -> Buf {
-    Buf::new(&Region::anonymous(pages * PAGE).unwrap(), 0, pages * PAGE).unwrap()
+fn memory(pages: usize) -> SharedBuf {
+    SharedBuf::new(&Region::anonymous(pages * PAGE).unwrap(), 0, pages * PAGE).unwrap()
 }
 
-fn placed(memory: &Buf) -> Placed {
+fn placed(memory: &SharedBuf) -> Placed {
     let blocks = (memory.len() / PAGE) as u32;
     Placed::blocks(&BlockShape::opaque(PAGE as u64).unwrap(), memory.clone(), blocks).unwrap()
 }
@@ -56,7 +56,7 @@ fn page(n: u32) -> Vec<u8> {
     (0..PAGE).map(step).collect()
 }
 
-fn pages_of(names: &[u32]) -> Buf {
+fn pages_of(names: &[u32]) -> SharedBuf {
     let memory = memory(names.len());
     for (place, n) in names.iter().enumerate() {
         memory.copy_in(place * PAGE, &page(*n));
@@ -64,7 +64,7 @@ fn pages_of(names: &[u32]) -> Buf {
     memory
 }
 
-fn page_at(memory: &Buf, place: usize) -> Vec<u8> {
+fn page_at(memory: &SharedBuf, place: usize) -> Vec<u8> {
     memory.slice(place * PAGE, PAGE).unwrap().to_vec()
 }
 
@@ -442,7 +442,7 @@ fn put(pages: &Pages, names: &[u32]) -> Completion {
     wait(pages, 1).remove(&id).unwrap()
 }
 
-fn get(pages: &Pages, names: &[u32]) -> (Completion, Buf) {
+fn get(pages: &Pages, names: &[u32]) -> (Completion, SharedBuf) {
     let keys: Vec<_> = names.iter().map(|n| key(*n)).collect();
     let into = memory(names.len());
     let id = pages.submit_get(&keys, &placed(&into)).unwrap();

@@ -107,22 +107,85 @@ fn refused_puts_evict_nothing_and_after_the_disk_is_well_all_are_taken() {
     }
 }
 
+fn here(desk: &Desk<'_>, keys: std::ops::Range<u64>) -> usize {
+    let (group, coordinate) = pages();
+    let names = desk.keys(keys);
+    let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &names, lease: None };
+    let found = desk.stage.store().contains(&request).unwrap().presence;
+    found.into_iter().filter(|one| *one == Presence::Here).count()
+}
+
+fn failing(errno: i32, nth: &[u64]) -> impl Iterator<Item = Rule> {
+    nth.iter().map(move |nth| Rule::new(Which::Kind(OpKind::Write), When::Nth(*nth), Effect::Errno(errno)))
+}
+
+/// The device takes the page that it is asked with, and not the first write to the segment that is begun then.
 #[test]
 fn segments_that_failed_before_anything_counted_are_used_again() {
-    // A write that fails, and then the probe of the same segment that does not: again and again. Segments that hold durable
-    // blocks by then are set aside until the next start, so there is room for one at each round.
-    let (world, stage) = open(3, 8 << 20);
-    let desk = Desk::new(&stage, "barren");
-    let rule = |when| Rule::new(Which::Kind(OpKind::Write), when, Effect::Errno(EIO));
-    for round in 0..40u64 {
-        world.disk().inject(rule(When::Nth(1 + round % 3)));
-        let outcomes = fill(&desk, round * 10..round * 10 + 10);
-        assert!(refused(&outcomes).len() <= 3, "round {round}: {outcomes:?}");
+    for nth in [&[2, 5][..], &[3, 6], &[2, 4]] {
+        let (world, stage) = open(3, 8 << 20);
+        let desk = Desk::new(&stage, "barren");
+        assert_eq!(fill(&desk, 0..100), vec![BlockOutcome::Stored; 100]);
+        let (evicted, segments) =
+            (|| stage.engine().stats().counts.blocks_evicted, || stage.engine().segments());
+        let (before, had) = (segments().len(), (8 << 20) / SEGMENT as usize);
+        assert!(evicted() == 0 && before < had - 8, "{before} of {had} segments");
+        failing(EIO, &[1]).for_each(|rule| world.disk().inject(rule));
+        fill(&desk, 100..101);
+        let mut refused_in_all = 0;
+        for round in 0..40u64 {
+            world.disk().heal();
+            failing(EIO, nth).for_each(|rule| world.disk().inject(rule));
+            refused_in_all += refused(&fill(&desk, 200 + round..201 + round)).len();
+        }
         world.disk().heal();
+        println!("{nth:?}: {refused_in_all} refused, {before} segments, then {}", segments().len());
+        assert_eq!(evicted(), 0, "{nth:?}: {} segments", segments().len());
+        assert_eq!(here(&desk, 0..100), 100);
+        assert_eq!(fill(&desk, 1000..1100), vec![BlockOutcome::Stored; 100], "{nth:?}");
+        stage.audit_all();
+        stage.close().unwrap();
     }
-    assert_eq!(fill(&desk, 1000..1100), vec![BlockOutcome::Stored; 100]);
-    stage.audit_all();
-    stage.close().unwrap();
+}
+
+#[test]
+fn a_segment_that_cannot_be_begun_is_left_alone_after_a_few_tries() {
+    let (world, stage) = open(7, 3 << 20);
+    world.disk().inject(from_now_on(OpKind::Punch, 95));
+    let desk = Desk::new(&stage, "bad place");
+    assert_eq!(fill(&desk, 0..150), vec![BlockOutcome::Stored; 150]);
+    let recycled = || stage.engine().stats().counts.segments_recycled;
+    let before = recycled();
+    assert!(before > 0, "it is not full");
+    let (mut rounds, mut number) = (0, 200);
+    while recycled() < before + 4 && rounds < 200 {
+        world.disk().heal();
+        world.disk().inject(from_now_on(OpKind::Punch, 95));
+        // The header of the next segment, behind the page with which the device is asked.
+        let nth = if rounds == 0 { 1 } else { 2 };
+        failing(EIO, &[nth]).for_each(|rule| world.disk().inject(rule));
+        fill(&desk, number..number + 1);
+        (rounds, number) = (rounds + 1, number + 1);
+    }
+    println!("{rounds} rounds, {} recycled", recycled() - before);
+    assert!(rounds < 60, "one segment is tried again and again");
+    world.disk().heal();
+    assert_eq!(fill(&desk, 1000..1040), vec![BlockOutcome::Stored; 40]);
+}
+
+#[test]
+fn what_was_put_last_stays_when_something_passing_breaks_its_segment_off() {
+    for errno in [12, 11] {
+        let (world, stage) = open(8, 3 << 20);
+        let desk = Desk::new(&stage, "passing");
+        assert_eq!(fill(&desk, 0..145), vec![BlockOutcome::Stored; 145]);
+        assert!(stage.engine().stats().counts.blocks_evicted > 0, "it is not full");
+        world.disk().inject(from_now_on(OpKind::Write, errno));
+        assert_eq!(refused(&fill(&desk, 200..203)).len(), 3);
+        world.disk().heal();
+        assert_eq!(fill(&desk, 300..306), vec![BlockOutcome::Stored; 6]);
+        assert_eq!(here(&desk, 100..145), 45, "{errno}: the newest went, and older ones stayed");
+    }
 }
 
 #[test]

@@ -1,13 +1,13 @@
 //! Segments are filled to their end: a run of blocks that does not fit is written as two records, and is there as a
 //! whole or not at all like any other.
 
-use kvarts_store::api::{BlockOutcome, Durability};
+use kvarts_store::api::{BlockOutcome, Durability, KvStore};
 use kvarts_store::engine::{Limits, Options};
 use kvarts_store::ledger::Phase;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::media::errno::EIO;
 use kvarts_tests::sim::{Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};
-use kvarts_tests::stage::{SimStage, Stage};
+use kvarts_tests::stage::{SimStage, Stage, drive};
 
 const SEGMENT: u64 = 1 << 20;
 /// Blocks of a put: nearly a quarter of a segment, so three of them leave nearly another one free.
@@ -80,6 +80,28 @@ fn the_header_of_a_second_piece_is_paid_by_the_quota_or_the_run_is_not_cut() {
             stage.audit();
         }
     }
+}
+
+#[test]
+fn a_put_that_meets_its_quota_costs_its_caller_no_look_at_what_is_there() {
+    let (world, stage) = open(5);
+    let desk = Desk::new(&stage, "quota");
+    for run in 0..6 {
+        assert_eq!(put(&desk, run, Durability::Relaxed), vec![BlockOutcome::Stored; RUN as usize]);
+    }
+    let space = stage.engine().stats().space;
+    let live = space.namespaces.iter().find(|one| one.namespace == desk.namespace).unwrap().live;
+    stage.engine().set_quota(desk.namespace, Some(live));
+    let steps = || stage.engine().work_done().quotas.steps;
+    let before = steps();
+    let request = desk.request(pages(), &desk.keys(6 * RUN..7 * RUN), 1);
+    let answer = stage.engine().put(request);
+    assert_eq!(steps(), before, "the caller looked");
+    let reply = drive(&world, answer).expect("it ends").expect("answered").expect("well formed");
+    assert_eq!(reply.outcomes, vec![BlockOutcome::Stored; RUN as usize]);
+    assert!(steps() > before);
+    let now = stage.engine().stats().space.namespaces;
+    assert!(now.iter().all(|one| one.live <= live), "{now:?}");
 }
 
 #[test]

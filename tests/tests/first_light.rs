@@ -12,7 +12,7 @@ use kvarts_store::api::{
 };
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::{Buf, IoChoice, Region};
+use kvarts_store::io::{IoChoice, Region, SharedBuf};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 
@@ -59,7 +59,7 @@ fn keys(count: u32) -> Vec<BlockKey> {
         .collect()
 }
 
-fn pattern(buf: &Buf, seed: u64) {
+fn pattern(buf: &SharedBuf, seed: u64) {
     let mut state = seed | 1;
     let bytes: Vec<u8> = (0..buf.len())
         .map(|_| {
@@ -70,8 +70,8 @@ fn pattern(buf: &Buf, seed: u64) {
     buf.copy_in(0, &bytes);
 }
 
-fn memory(len: u64) -> Buf {
-    Buf::new(&Region::anonymous(len as usize).unwrap(), 0, len as usize).unwrap()
+fn memory(len: u64) -> SharedBuf {
+    SharedBuf::new(&Region::anonymous(len as usize).unwrap(), 0, len as usize).unwrap()
 }
 
 fn round_trip(
@@ -111,7 +111,7 @@ fn check(
     namespace: NamespaceId,
     coordinate: Coordinate,
     shape: &BlockShape,
-    source: &Buf,
+    source: &SharedBuf,
     blocks: u32,
 ) {
     for order in [Order::Layers, Order::Blocks] {
@@ -204,7 +204,7 @@ fn reads_of_one_prefix_at_the_same_time_share_one_load() {
     let before = home.store().stats().counts;
     let source = memory(shape.block_bytes() * 5);
     pattern(&source, 42);
-    let start = |into: &Buf| {
+    let start = |into: &SharedBuf| {
         home.store().read(ReadRequest {
             namespace,
             group: Group(0),
@@ -218,7 +218,7 @@ fn reads_of_one_prefix_at_the_same_time_share_one_load() {
             deadline: None,
         })
     };
-    let destinations: Vec<Buf> = (0..4).map(|_| memory(shape.block_bytes() * 5)).collect();
+    let destinations: Vec<SharedBuf> = (0..4).map(|_| memory(shape.block_bytes() * 5)).collect();
     let streams: Vec<_> = destinations.iter().map(|into| start(into).unwrap()).collect();
     for (stream, into) in streams.iter().zip(&destinations) {
         let end = stream.wait_blocking();

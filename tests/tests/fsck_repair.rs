@@ -18,7 +18,7 @@ use kvarts_store::api::BlockOutcome;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::{Rng, Seed, SimWorld, WorldConfig};
 use kvarts_tests::stage::{SimStage, small_options};
-use kvarts_tests::witness::{directories, examine, problems, small, worked};
+use kvarts_tests::witness::{directories, examine, media, problems, small, worked};
 
 const SEGMENT: &str = "shard-0000/segment-00000000";
 
@@ -119,6 +119,36 @@ fn damage_to_any_structure_can_be_put_right() {
 }
 
 #[test]
+fn a_segment_that_is_gone_is_told_of_at_each_start_until_it_is_repaired() {
+    let mut disk = store(33, 40);
+    disk.remove(SEGMENT);
+    let start = |disk: &MemoryDisk, run: u64| {
+        let world = SimWorld::with_media(7 + run, &WorldConfig::default(), media(&[disk.fork()]));
+        let stage = SimStage::open(&world, &small(2)).unwrap();
+        let places = stage.engine().recovery().iter().flat_map(|report| report.places.clone());
+        let told = places.filter(|one| one.label == "segment-missing").count();
+        let desk = Desk::new(&stage, "after");
+        for n in run * 10..run * 10 + 6 {
+            desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+        }
+        // A clean stop writes a checkpoint.
+        (told, directories(&stage.close().unwrap()).remove(0))
+    };
+    for run in 0..3 {
+        let (told, after) = start(&disk, run);
+        assert_eq!(told, 1, "start {run}");
+        assert!(after.contents(SEGMENT).is_none(), "its number was taken again");
+        disk = after;
+    }
+    assert!(!put_right(&disk, false).actions.is_empty());
+    for run in 3..5 {
+        let (told, after) = start(&disk, run);
+        assert_eq!(told, 0, "start {run}, repaired");
+        disk = after;
+    }
+}
+
+#[test]
 fn damage_to_payloads_costs_their_blocks_and_dirty_padding_nothing() {
     let disk = store(32, 30);
     let whole = good_blocks(&disk);
@@ -181,6 +211,31 @@ fn a_damaged_block_with_pages_of_its_own_costs_no_other_one() {
             "{lost} blocks of {bytes} bytes"
         );
     }
+}
+
+/// The chunk of a block, of a record with blocks of which each has pages of its own, is damaged.
+#[test]
+fn a_punch_that_made_no_hole_is_not_called_a_repair() {
+    let disk = store(32, 30);
+    let damaged = structures(&disk).into_iter().filter(|one| one.2 == Structure::Record).find_map(|one| {
+        let (path, at, _) = one;
+        let bytes = disk.contents(&path).unwrap();
+        let payload = u64::from_le_bytes(bytes[at + 96..at + 104].try_into().unwrap()) as usize;
+        let header = u32::from_le_bytes(bytes[at + 72..at + 76].try_into().unwrap()) as usize;
+        let damaged = disk.fork();
+        damaged.tamper(&path, |bytes| bytes[at + header + payload / 2] ^= 1);
+        let planned = put_right(&damaged, true).actions;
+        planned.iter().any(|action| action.what.contains("are taken out")).then_some(damaged)
+    });
+    let damaged = damaged.expect("some record has blocks with pages of their own");
+    let before = good_blocks(&damaged);
+    damaged.make_no_holes();
+    let done = put_right(&damaged, false).actions;
+    let taken = done.iter().find(|action| action.what.contains("are taken out")).unwrap();
+    assert!(taken.failed.as_ref().is_some_and(|why| why.contains("no single pages")), "{taken}");
+    assert_eq!(good_blocks(&damaged), before, "a sound block was lost");
+    let checked = examine(std::slice::from_ref(&damaged), Level::Full).unwrap();
+    assert!(!checked.findings.is_clean(), "what is damaged is still said to be so");
 }
 
 #[test]

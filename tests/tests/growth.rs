@@ -36,6 +36,23 @@ fn a_chain_of_single_blocks_in_all_shards_is_deleted_by_one_look_at_each_footer(
 }
 
 #[test]
+fn room_in_a_full_store_costs_what_a_few_segments_hold() {
+    compare("room for a few blocks in a full store", 40, 320);
+}
+
+#[test]
+fn a_checkpoint_looks_at_the_records_of_its_shard() {
+    compare("a checkpoint of records", 500, 4_000);
+    compare("a checkpoint beside records of others", 100, 3_000);
+}
+
+#[test]
+fn a_sweep_looks_at_what_is_due() {
+    compare("a sweep of what has expired", 250, 2_000);
+    compare("a sweep beside what lasts", 40, 320);
+}
+
+#[test]
 fn a_match_looks_at_each_block_once_in_each_column() {
     compare("a match", 512, 4_096);
 }

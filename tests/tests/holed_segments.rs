@@ -20,6 +20,7 @@ use kvarts_store::api::{
 };
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
 use kvarts_store::rt::Class;
+use kvarts_tests::audit;
 use kvarts_tests::campaign::{Driven, drive, reopen};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, Style};
@@ -112,6 +113,7 @@ fn start(image: Media) -> (Found, u64, u64, Media) {
         Driven::Done(found) => found,
         other => panic!("{other:?}"),
     };
+    audit::bound(&opened.store.stats().space, &opened.world.disk().media()).unwrap();
     let allocated = opened.store.stats().allocated_bytes;
     let problems = opened.store.recovery().iter().map(|report| report.problems).sum();
     (found, allocated, problems, opened.world.kill())
@@ -229,6 +231,32 @@ fn a_damaged_footer_or_trailer_costs_no_block_and_brings_none_back() {
                 expect_no_cost(&sound, &damaged, some.len() as u64, &note);
             }
         }
+    }
+}
+
+/// What a footer lists was durable before it: without a trailer, and without a checkpoint that knows of the seal, it still
+/// says that what is not there was evicted.
+#[test]
+fn a_trailer_that_is_zeroed_before_a_checkpoint_knows_of_it_costs_no_block() {
+    for durability in [Durability::Durable, Durability::Relaxed] {
+        let sound = directories(&holed(durability)).remove(0);
+        for path in sound.files().into_iter().filter(|path| path.contains("checkpoint")) {
+            sound.remove(&path);
+        }
+        let (before, ..) = start(media(std::slice::from_ref(&sound)));
+        assert!(before.here == before.served && before.here.len() > 60, "{before:?}");
+        let damaged = sound.fork();
+        let places = places(&sound, Structure::Trailer);
+        assert!(places.len() > 4, "{places:?}");
+        for (path, at) in &places {
+            damaged.tamper(path, |bytes| bytes[*at..at + PAGE].fill(0));
+        }
+        assert_eq!(live(&damaged), live(&sound), "{durability:?}: what the offline reader finds");
+        let (after, _, problems_met, left) = start(media(std::slice::from_ref(&damaged)));
+        assert_eq!((after, problems_met), (before.clone(), 0), "{durability:?}: a start");
+        let checked = examine(&directories(&left), Level::Deep).unwrap();
+        assert!(checked.findings.is_clean(), "{durability:?}: after a start\n{}", problems(&checked));
+        assert_eq!(start(left).0, before, "{durability:?}: a second start");
     }
 }
 

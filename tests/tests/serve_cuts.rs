@@ -35,7 +35,7 @@ struct Scene {
     beside: Beside,
     panics: usize,
     holding: Holding,
-    turns: (usize, usize),
+    turns: (u64, usize),
 }
 
 /// The blocks of who is beside.

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use kvarts_server::client::{Client, ConnectOptions, Via};
 use kvarts_store::api::{BlockOutcome, ContainsRequest, KvStore, MatchRequest, Order, Presence, ReadRequest};
 use kvarts_store::error::Reason;
-use kvarts_store::io::{Arena, Buf};
+use kvarts_store::io::{Arena, SharedBuf};
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
 use rustix::fs::MemfdFlags;
@@ -47,8 +47,8 @@ fn engine_memory(bytes: u64) -> std::os::fd::OwnedFd {
     file
 }
 
-fn within(arena: Arena) -> impl Fn(usize) -> Buf {
-    move |bytes| arena.try_take(bytes).expect("room in the pool")
+fn within(arena: Arena) -> impl Fn(usize) -> SharedBuf {
+    move |bytes| arena.try_take(bytes).expect("room in the pool").share()
 }
 
 fn modes(stage: &ClientStage) -> Vec<&'static str> {

@@ -21,7 +21,7 @@ use kvarts_store::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, KvStore, LeaseTerms, Presence, ReadRequest, Target,
 };
 use kvarts_store::error::Reason;
-use kvarts_store::io::{Arena, Buf, Region, shared};
+use kvarts_store::io::{Arena, Region, SharedBuf, shared};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::{Stage, ask};
@@ -424,7 +424,7 @@ fn a_client_that_dies_while_it_puts_leaves_blocks_whole_or_absent() {
             let shape = fixture::shape(pages().0, pages().1);
             let block = fixture::content(key, pages().0, pages().1, 1, &shape).concat();
             digests.push(crc32fast::hash(&block));
-            Buf::new(&pool, at * BLOCK as usize, BLOCK as usize).unwrap().copy_in(0, &block);
+            SharedBuf::new(&pool, at * BLOCK as usize, BLOCK as usize).unwrap().copy_in(0, &block);
         }
         raw.say(Kind::Put, 1, &local_put(desk.namespace, &keys, 1, digests));
         if round % 2 == 0 {
@@ -446,7 +446,7 @@ fn a_client_that_dies_while_it_puts_leaves_blocks_whole_or_absent() {
 
 /// Writes to memory until told to stop.
 fn scribbler(region: &Arc<Region>, stop: &Arc<AtomicBool>) -> std::thread::JoinHandle<()> {
-    let (memory, stop) = (Buf::new(region, 0, region.len()).unwrap(), Arc::clone(stop));
+    let (memory, stop) = (SharedBuf::new(region, 0, region.len()).unwrap(), Arc::clone(stop));
     std::thread::spawn(move || {
         let mut byte = 0u8;
         while !stop.load(Ordering::Relaxed) {
@@ -469,7 +469,7 @@ fn a_client_that_rewrites_its_memory_during_a_put_stores_only_what_it_digested()
     let (mut stored, mut refused) = (0, 0);
     for round in 0..40u64 {
         let keys = desk.keys(round * 20..round * 20 + 20);
-        let view = |at: usize| Buf::new(&pool, at * BLOCK as usize, BLOCK as usize).unwrap();
+        let view = |at: usize| SharedBuf::new(&pool, at * BLOCK as usize, BLOCK as usize).unwrap();
         let digests: Vec<u32> = (0..20).map(|at| crc32fast::hash(&view(at).to_vec())).collect();
         raw.say(Kind::Put, round, &local_put(desk.namespace, &keys, 1, digests.clone()));
         let reply = raw.answer::<proto::PutReply>().unwrap();

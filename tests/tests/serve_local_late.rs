@@ -24,7 +24,7 @@ use kvarts_store::api::{
     BlockOutcome, ContainsRequest, KvStore, Placed, Presence, ReadEvent, ReadRequest, ReadStream,
 };
 use kvarts_store::error::Reason;
-use kvarts_store::io::{Buf, Region, shared};
+use kvarts_store::io::{Region, SharedBuf, shared};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use rustix::net::{
@@ -216,12 +216,16 @@ fn stored(stage: &ClientStage, name: &str) -> (Vec<BlockKey>, ReadRequest) {
 }
 
 /// A read of the blocks into the memory, which nobody answers.
-fn reading((stage, client): (&ClientStage, &Client), name: &str, region: &Arc<Region>) -> (ReadStream, Buf) {
+fn reading(
+    (stage, client): (&ClientStage, &Client),
+    name: &str,
+    region: &Arc<Region>,
+) -> (ReadStream, SharedBuf) {
     let (_, request) = stored(stage, name);
     client.register(&fixture::identity(name), &fixture::geometry()).unwrap();
     let shape = fixture::shape(pages().0, pages().1);
     let bytes = shape.block_bytes() as usize * 4;
-    let memory = Buf::new(region, 8192, bytes).unwrap();
+    let memory = SharedBuf::new(region, 8192, bytes).unwrap();
     let into = Placed::blocks(&shape, memory.clone(), 4).unwrap();
     (client.read(ReadRequest { into, ..request }).unwrap(), memory)
 }
@@ -239,7 +243,7 @@ fn memory_of_a_broken_connection_is_not_written_to_once_it_is_released() {
     let between = Between::start(&stage.served);
     let client = between.client();
     let region = client.pool(1 << 20).unwrap();
-    let kept = Buf::new(&region, 0, 8192).unwrap();
+    let kept = SharedBuf::new(&region, 0, 8192).unwrap();
     kept.fill(5);
     let (stream, memory) = reading((&stage, &client), "late", &region);
     let read = between.read();
@@ -305,7 +309,7 @@ fn bytes_that_were_announced_before_the_end_stay() {
     client.register(&fixture::identity("announced"), &fixture::geometry()).unwrap();
     let region = client.pool(1 << 20).unwrap();
     let shape = fixture::shape(pages().0, pages().1);
-    let memory = Buf::new(&region, 0, shape.block_bytes() as usize * 4).unwrap();
+    let memory = SharedBuf::new(&region, 0, shape.block_bytes() as usize * 4).unwrap();
     let into = Placed::blocks(&shape, memory, 4).unwrap();
     let request = ReadRequest { into, ..request };
     let stream = client.read(request.clone()).unwrap();

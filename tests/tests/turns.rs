@@ -12,7 +12,7 @@ use kvarts_store::api::{
 use kvarts_store::engine::Options;
 use kvarts_store::error::Reason;
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::io::{Buf, IoChoice};
+use kvarts_store::io::{IoChoice, SharedBuf};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture::{self, PAGES, all_heads};
@@ -103,12 +103,12 @@ impl Bench {
     }
 
     /// Buffers of all layers, of which each second one is the same memory.
-    fn shared(&self) -> [Buf; 2] {
+    fn shared(&self) -> [SharedBuf; 2] {
         let most = self.shape.layers().iter().map(|layer| layer.bytes()).max().unwrap();
         [(); 2].map(|()| fixture::memory(most * u64::from(BLOCKS), 0))
     }
 
-    fn in_turns(&self, shared: &[Buf; 2], turns: &Turns) -> Placed {
+    fn in_turns(&self, shared: &[SharedBuf; 2], turns: &Turns) -> Placed {
         let buffers = (self.shape.layers().iter().enumerate())
             .map(|(at, layer)| shared[at % 2].slice(0, (layer.bytes() * u64::from(BLOCKS)) as usize).unwrap())
             .collect();

@@ -44,6 +44,8 @@ struct Tree {
     bad: BTreeSet<(String, u64)>,
     /// Pages that are holes: file and page number. They read as zeros.
     holes: BTreeSet<(String, u64)>,
+    /// A page that is punched becomes zeros and no hole.
+    solid: bool,
     /// Files that may not be opened, folders that may not be listed.
     refused: BTreeSet<String>,
     steps: Vec<Step>,
@@ -109,6 +111,11 @@ impl MemoryDisk {
             }
         }
         holes
+    }
+
+    /// From now on whoever asks for a hole gets zeros, as on a file system whose units are larger than a page.
+    pub fn make_no_holes(&self) {
+        self.tree().solid = true;
     }
 
     /// Makes a folder without a trace.
@@ -211,7 +218,9 @@ impl MemoryDisk {
                     let rest = file.get_mut(from..).unwrap_or_default();
                     rest.iter_mut().take(super::ALIGN).for_each(|byte| *byte = 0);
                 }
-                tree.holes.extend(kept.into_iter().map(|number| (path.clone(), number)));
+                if !tree.solid {
+                    tree.holes.extend(kept.into_iter().map(|number| (path.clone(), number)));
+                }
             }
             Step::SetLen(path, len) if keep() => {
                 let len = usize::try_from(*len).unwrap_or(usize::MAX);

@@ -13,7 +13,9 @@ use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 
 use super::{Action, Knowledge, Site, defined, quarantine};
 use crate::check::{Level, Outcome, SegmentReport, Subject, check_segment};
+use crate::disk::{Aligned, DiskWriter};
 use crate::findings;
+use crate::holes::inside;
 use crate::store::{Shard, Store};
 use crate::walk::{Met, Payload, entry};
 use crate::window::Tally;
@@ -159,10 +161,28 @@ impl Case<'_> {
             let what =
                 format!("{damaged} damaged blocks of the record at {} are taken out{with}", met.offset);
             self.site.act(log, (&path, what), |writer| {
-                verified.apart.iter().try_for_each(|(at, len)| writer.punch(&path, *at, *len))?;
+                verified.apart.iter().try_for_each(|(at, len)| self.punch(writer, *at, *len))?;
                 writer.sync(&path)
             });
         }
+    }
+
+    /// Makes a hole, or leaves the bytes as they were: a file system whose units are larger than a page writes zeros where a
+    /// hole is asked for and calls it done, and sound blocks may share these pages.
+    fn punch(&self, writer: &dyn DiskWriter, at: u64, len: u64) -> io::Result<()> {
+        let path = self.path();
+        let mut before = Aligned::new(usize::try_from(len).map_err(io::Error::other)?);
+        if self.site.disk.open(&path)?.read_at(before.bytes_mut(), at)? < before.bytes().len() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        writer.punch(&path, at, len)?;
+        if inside(&self.site.disk.open(&path)?.holes(), at, len) == len {
+            return Ok(());
+        }
+        writer.write_at(&path, at, before.bytes())?;
+        writer.sync(&path)?;
+        let why = "the file system gives no single pages back: the damaged blocks stay, and every read of them is a miss";
+        Err(io::Error::other(why))
     }
 
     /// Writes header, footer and trailer where they do not say what counts; true if the file was moved away.

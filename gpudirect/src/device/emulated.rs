@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Nanos;
 
 use self::memory::Shared as SharedMemory;
@@ -262,7 +262,7 @@ impl Emulated {
         &self,
         stream: &Stream,
         (direction, method): (Direction, Method),
-        near: Buf,
+        near: SharedBuf,
         memories: &[Memory],
         pieces: &[Piece],
     ) -> Result<(), DeviceError> {
@@ -340,7 +340,7 @@ impl Core {
 }
 
 /// The host memory that stands for device memory.
-fn memory_of(memory: &Memory) -> Result<Buf, DeviceError> {
+fn memory_of(memory: &Memory) -> Result<SharedBuf, DeviceError> {
     let shared =
         memory.raw.downcast_ref::<Adopted>().ok_or(DeviceError::Foreign("memory of another device"))?;
     let at = memory.base.checked_sub(shared.0.base()).and_then(|at| usize::try_from(at).ok());

@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 
 use crate::error::DeviceError;
 
@@ -142,7 +142,7 @@ pub struct Batch<'a> {
     /// How.
     pub method: Method,
     /// The host's side.
-    pub host: &'a Buf,
+    pub host: &'a SharedBuf,
     /// The device's side.
     pub memories: &'a [Memory],
     /// What goes where.

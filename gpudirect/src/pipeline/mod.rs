@@ -24,7 +24,7 @@ use std::time::Duration;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 use kvarts_store::api::{KvStore, Order, Origins, Placed, ReadRequest, ReadStream, Turns, Verify};
 use kvarts_store::engine::Store;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::{Class, Nanos};
 
 use direct::Straight;
@@ -107,10 +107,10 @@ type Begun = (Store, Arc<Origins>);
 
 /// A piece of the arena, cut for the layers of one request.
 struct Seating {
-    ring: Buf,
+    ring: SharedBuf,
     seats: Vec<Seat>,
     /// A buffer for each layer of the shape.
-    buffers: Vec<Buf>,
+    buffers: Vec<SharedBuf>,
 }
 
 impl Pipeline {

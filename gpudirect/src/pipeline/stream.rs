@@ -9,7 +9,7 @@ use std::task::{Poll, Waker};
 
 use kvarts_store::api::{ReadEnd, ReadEvent, ReadStream, Turns};
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::blocking::block_on;
 
 use crate::destination::Destination;
@@ -63,7 +63,7 @@ pub(super) struct Landing {
     /// The first of them.
     pub(super) first: u32,
     pub(super) seats: Vec<Seat>,
-    pub(super) ring: Buf,
+    pub(super) ring: SharedBuf,
     pub(super) turns: Turns,
     pub(super) has_deadline: bool,
 }

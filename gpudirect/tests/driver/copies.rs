@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::{Batch, Device, Direction, Memory, Method, Piece, Stream, drain};
 use kvarts_gpudirect::error::DeviceError;
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 
 use crate::standin::{Kit, Standin, here, inside, until};
 
@@ -16,9 +16,9 @@ pub(crate) fn pattern(len: u64, seed: u64) -> Vec<u8> {
 }
 
 /// Zeroed host memory.
-pub(crate) fn host(len: u64) -> (Arc<Region>, Buf) {
+pub(crate) fn host(len: u64) -> (Arc<Region>, SharedBuf) {
     let region = Region::anonymous(len as usize).unwrap();
-    let buf = Buf::new(&region, 0, len as usize).unwrap();
+    let buf = SharedBuf::new(&region, 0, len as usize).unwrap();
     (region, buf)
 }
 
@@ -41,7 +41,7 @@ pub(crate) fn copy(
     stream: &Stream,
     direction: Direction,
     method: Method,
-    (host, memories, pieces): (&Buf, &[Memory], &[Piece]),
+    (host, memories, pieces): (&SharedBuf, &[Memory], &[Piece]),
 ) -> Result<(), DeviceError> {
     device.copy(stream, &Batch { direction, method, host, memories, pieces })?;
     drain(device, stream)

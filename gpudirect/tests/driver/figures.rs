@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, drain};
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 
 use crate::bare::Bare;
 use crate::standin::{Kit, again};
@@ -55,7 +55,7 @@ fn copies_by_size_of_pieces() {
     println!("figure\t{{\"figure\":\"device\",\"name\":{:?}}}", device.describe().name);
     let bare = Bare::new(bytes);
     let region = Region::anonymous(bytes as usize).unwrap();
-    let host = Buf::new(&region, 0, bytes as usize).unwrap();
+    let host = SharedBuf::new(&region, 0, bytes as usize).unwrap();
     host.fill(1);
     let pinned = timed(|| device.pin(&region).unwrap());
     tell("pin", &format!("\"bytes\":{bytes},\"seconds\":{pinned:.6}"));
@@ -97,7 +97,7 @@ fn digests_beside_the_copy() {
         return;
     }
     let region = Region::anonymous(bytes as usize).unwrap();
-    let host = Buf::new(&region, 0, bytes as usize).unwrap();
+    let host = SharedBuf::new(&region, 0, bytes as usize).unwrap();
     host.copy_in(0, &crate::copies::pattern(bytes, 3));
     device.pin(&region).unwrap();
     let (stream, memories) = (device.stream().unwrap(), [device.allocate(bytes).unwrap()]);

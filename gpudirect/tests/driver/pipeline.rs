@@ -20,7 +20,7 @@ use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity,
 use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest, Verify};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 
@@ -105,7 +105,7 @@ impl Site {
         let site = Self { home: Some(home), path, device, arena, namespace, shape };
         let bytes = site.shape.block_bytes() * u64::from(BLOCKS);
         let region = Region::anonymous(bytes as usize).unwrap();
-        let from = Buf::new(&region, 0, bytes as usize).unwrap();
+        let from = SharedBuf::new(&region, 0, bytes as usize).unwrap();
         from.copy_in(0, &site.blocks().concat());
         let put = site.store().put(PutRequest {
             namespace,

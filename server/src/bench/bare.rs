@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use kvarts_store::engine::PlannedExtent;
 use kvarts_store::io::{
-    Buf, Completion, DirId, FileId, Io, MetaOp, Name, Op, OpenMode, Region, Reply, Token, open_io,
+    Completion, DirId, FileId, Io, MetaOp, Name, Op, OpenMode, Region, Reply, SharedBuf, Token, open_io,
 };
 use rustix::thread::{CpuSet, sched_setaffinity};
 
@@ -25,7 +25,7 @@ use crate::cli::Failure;
 pub(super) struct Extent {
     pub(super) path: Arc<str>,
     pub(super) offset: u64,
-    pub(super) memory: Buf,
+    pub(super) memory: SharedBuf,
 }
 
 /// When a lane began and ended.
@@ -156,7 +156,7 @@ impl Plan {
         planned: &[PlannedExtent],
         lanes: usize,
         steps: u32,
-        scratch: &Buf,
+        scratch: &SharedBuf,
     ) -> Result<Self, Failure> {
         let mut by_lane = vec![Vec::new(); lanes];
         let (mut at, mut bytes) = (0, 0);

@@ -18,7 +18,7 @@ use kvarts_store::api::{
 };
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::events::{RING_BYTES, ring_events};
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use serde_json::json;
@@ -76,8 +76,8 @@ struct Sample {
 struct Churn<'a> {
     store: &'a Store,
     subject: Subject,
-    source: Buf,
-    into: Buf,
+    source: SharedBuf,
+    into: SharedBuf,
     puts: u64,
     refused: u64,
 }

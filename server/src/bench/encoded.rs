@@ -13,7 +13,7 @@ use kvarts_store::api::{
     ContainsRequest, KvStore, LeaseTerms, Order, Placed, ReadEvent, ReadRequest, Verify,
 };
 use kvarts_store::engine::{CompactOptions, Options, Store};
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 
@@ -111,7 +111,12 @@ pub(super) fn run(arguments: &EncodedArgs, out: &mut dyn Write) -> Result<(), Fa
     report.write(common.json, out)
 }
 
-fn fill(store: &Store, subject: &Subject, keys: &[BlockKey], memory: Option<&Buf>) -> Result<(), Failure> {
+fn fill(
+    store: &Store,
+    subject: &Subject,
+    keys: &[BlockKey],
+    memory: Option<&SharedBuf>,
+) -> Result<(), Failure> {
     let Some(memory) = memory else { return subject.fill(store, keys, 8, None) };
     for keys in keys.chunks(8) {
         let len = subject.shape.block_bytes() as usize * keys.len();
@@ -174,7 +179,7 @@ fn read(store: &Store, request: &ReadRequest) -> Result<Sample, Failure> {
 }
 
 /// Normal numbers in bf16, each channel with a scale of its own.
-fn state(len: usize) -> Result<Buf, Failure> {
+fn state(len: usize) -> Result<SharedBuf, Failure> {
     let buf = setup::memory(len)?;
     let (mut seed, mut page) = (7, vec![0u8; 1 << 16]);
     let mut uniform = || (mix(&mut seed) >> 40) as f32 / (1u32 << 24) as f32;

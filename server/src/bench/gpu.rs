@@ -23,7 +23,7 @@ use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::{BlockKey, BlockShape, Layout};
 use kvarts_store::api::Verify;
 use kvarts_store::engine::Options;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use serde_json::json;
 
@@ -81,7 +81,7 @@ struct Stage<'a> {
     pool: EnginePool,
     into: Destination,
     /// Each layer in the host memory of the serial way.
-    hosts: Vec<Buf>,
+    hosts: Vec<SharedBuf>,
     compute: Duration,
     keys: Vec<BlockKey>,
     arena_bytes: u64,
@@ -440,7 +440,7 @@ impl EnginePool {
 }
 
 /// Each layer's buffer of the engine's own pass.
-fn layer_buffers(race: &Race, subject: &Subject) -> Vec<Buf> {
+fn layer_buffers(race: &Race, subject: &Subject) -> Vec<SharedBuf> {
     let (into, mut part) = (&race.request.into, 0u32);
     let mut buffers = Vec::new();
     for layer in subject.shape.layers() {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, NamespaceId, Requirements};
 use kvarts_store::api::{KvStore, MatchRequest, Order, Placed, ReadRequest, Verify};
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use rustix::event::EventfdFlags;
@@ -68,7 +68,7 @@ impl Subject {
 
     fn read(&self, region: &std::sync::Arc<Region>, keys: usize) -> Result<ReadRequest, Failure> {
         let bytes = self.shape.block_bytes() as usize * keys;
-        let buf = Buf::new(region, 0, bytes).ok_or_else(|| Failure::user("no memory"))?;
+        let buf = SharedBuf::new(region, 0, bytes).ok_or_else(|| Failure::user("no memory"))?;
         Ok(ReadRequest {
             namespace: self.namespace,
             group: self.group,

@@ -18,7 +18,7 @@ use kvarts_store::api::{
 };
 use kvarts_store::engine::{CompactOptions, CompactReport, Counts, Options, Store};
 use kvarts_store::error::Error;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_store::rt::mailbox::Ticket;
@@ -211,7 +211,7 @@ fn compact(store: &Store, load: &Load, bytes_per_second: u64) -> Result<CompactR
 struct Hot {
     subject: Subject,
     prefixes: u64,
-    into: Buf,
+    into: SharedBuf,
     layer_bytes: u64,
 }
 
@@ -283,7 +283,7 @@ impl Hot {
 struct Writer<'a> {
     store: &'a Store,
     subject: Subject,
-    source: Buf,
+    source: SharedBuf,
     next: AtomicU64,
 }
 

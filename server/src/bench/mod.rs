@@ -28,10 +28,10 @@ mod open;
 mod pairs;
 mod put;
 mod replay;
-mod report;
+pub(crate) mod report;
 mod scale;
 mod serve;
-mod setup;
+pub(crate) mod setup;
 mod trace;
 
 use std::io::Write;

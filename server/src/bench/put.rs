@@ -17,7 +17,7 @@ use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 use kvarts_store::api::{KvStore, Parent, PutReply};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::error::Error;
-use kvarts_store::io::{Buf, MetaOp};
+use kvarts_store::io::{MetaOp, SharedBuf};
 use kvarts_store::rt::blocking::block_on;
 use kvarts_store::rt::mailbox::Ticket;
 use serde_json::json;
@@ -173,7 +173,7 @@ fn tell(report: &mut Report, name: &str, shape: &Shape, rounds: &Rounds, control
 struct Bench<'a> {
     common: &'a Common,
     store: &'a Store,
-    source: &'a Buf,
+    source: &'a SharedBuf,
     files: &'a Files,
     /// Keys given out.
     number: &'a mut u64,
@@ -222,7 +222,7 @@ impl Bench<'_> {
 /// One round of the engine: `under_way` groups at once.
 fn put(
     store: &Store,
-    source: &Buf,
+    source: &SharedBuf,
     shape: &Shape,
     under_way: usize,
     number: &mut u64,
@@ -256,8 +256,8 @@ fn put(
 /// The bare loop's files: one after the other, preallocated.
 struct Files {
     bare: Bare,
-    source: Buf,
-    header: Buf,
+    source: SharedBuf,
+    header: SharedBuf,
     /// Files made, and the next place in the row of them all.
     state: std::cell::RefCell<State>,
 }
@@ -275,7 +275,7 @@ type Group = (Arc<str>, Vec<Extent>);
 const FILE_BYTES: u64 = kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 
 impl Files {
-    fn new(common: &Common, directory: &std::path::Path, source: &Buf) -> Result<Self, Failure> {
+    fn new(common: &Common, directory: &std::path::Path, source: &SharedBuf) -> Result<Self, Failure> {
         let bare = Bare::start(common, directory, 1)?;
         let header = setup::noise(HEADER_BYTES as usize)?;
         bare.register(source.region())?;

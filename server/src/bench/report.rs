@@ -10,7 +10,7 @@ use crate::table::{Align, Table};
 
 /// Figures in the order in which they are shown.
 #[derive(Debug, Default)]
-pub(super) struct Report {
+pub(crate) struct Report {
     json: Map<String, Value>,
     lines: Vec<[String; 3]>,
     notes: Vec<String>,
@@ -18,14 +18,14 @@ pub(super) struct Report {
 
 impl Report {
     /// A report of one subcommand.
-    pub(super) fn new(bench: &str) -> Self {
+    pub(crate) fn new(bench: &str) -> Self {
         let mut report = Self::default();
         report.json.insert("bench".to_owned(), json!(bench));
         report
     }
 
     /// Something that is known before anything is measured.
-    pub(super) fn fact(&mut self, name: &str, value: impl Into<Value>) {
+    pub(crate) fn fact(&mut self, name: &str, value: impl Into<Value>) {
         let value = value.into();
         let shown = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         self.lines.push([name.to_owned(), shown, String::new()]);
@@ -33,7 +33,7 @@ impl Report {
     }
 
     /// A number that was measured once.
-    pub(super) fn number(&mut self, name: &str, value: f64) {
+    pub(crate) fn number(&mut self, name: &str, value: f64) {
         self.lines.push([name.to_owned(), digits(value), String::new()]);
         self.json.insert(name.to_owned(), json!(value));
     }
@@ -54,17 +54,17 @@ impl Report {
     }
 
     /// Rows of a table of their own, shown as they are given.
-    pub(super) fn rows(&mut self, name: &str, rows: Vec<Value>) {
+    pub(crate) fn rows(&mut self, name: &str, rows: Vec<Value>) {
         self.json.insert(name.to_owned(), Value::Array(rows));
     }
 
     /// A line for people.
-    pub(super) fn note(&mut self, line: impl Into<String>) {
+    pub(crate) fn note(&mut self, line: impl Into<String>) {
         self.notes.push(line.into());
     }
 
     /// Writes it.
-    pub(super) fn write(mut self, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
+    pub(crate) fn write(mut self, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
         if self.json.get("quotable") == Some(&Value::Bool(false)) {
             self.note("the control is off 1 by more than 5%: the machine was too restless, repeat the run");
         }
@@ -85,7 +85,7 @@ impl Report {
 }
 
 /// As many digits as a measurement deserves.
-pub(super) fn digits(value: f64) -> String {
+pub(crate) fn digits(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
         size if size >= 10.0 => format!("{value:.1}"),

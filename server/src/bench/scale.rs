@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use kvarts_layout::{BlockKey, ModelSpec};
 use kvarts_store::api::{KvStore, TtlRequest};
-use kvarts_store::engine::{Compaction, Limits, Options, Store, WorkDone};
+use kvarts_store::engine::{Compaction, Done, Limits, Options, Store, WorkDone};
 use kvarts_store::rt::blocking::block_on;
 use serde_json::{Value, json};
 
@@ -151,15 +151,15 @@ impl Bench<'_> {
         // Checkpoints of the records that lie nowhere are not to cost the store its room.
         let kept = self.strangers / RECORD_BLOCKS * CHECKPOINT_ITEM_BYTES;
         self.store.set_budget(self.budget + kept).map_err(Failure::user)?;
-        let [before, ..] = self.store.work_done();
+        let before = self.store.work_done().evictions;
         let evicted = self.store.stats().counts.blocks_evicted;
         self.put(EVICTED_BYTES)?;
-        let [after, ..] = self.store.work_done();
+        let after = self.store.work_done().evictions;
         let freed = (self.store.stats().counts.blocks_evicted - evicted) * self.block_bytes;
         let evictions = less(after, before);
-        let [_, before, _] = self.store.work_done();
+        let before = self.store.work_done().checkpoints;
         block_on(self.store.checkpoint()).map_err(Failure::user)?;
-        let [longest, after, _] = self.store.work_done();
+        let Done { evictions: longest, checkpoints: after, .. } = self.store.work_done();
         let sweep = self.sweep()?;
         let index = self.store.stats().index;
         Ok(Row {
@@ -178,7 +178,7 @@ impl Bench<'_> {
     /// The newest blocks expire; what the sweep takes that finds them.
     fn sweep(&self) -> Result<WorkDone, Failure> {
         let keys: Vec<BlockKey> = (self.put - 64..self.put).map(|number| key(3, number)).collect();
-        let [.., before] = self.store.work_done();
+        let before = self.store.work_done().sweeps;
         let request = TtlRequest {
             namespace: self.subject.namespace,
             group: self.subject.group,
@@ -194,7 +194,7 @@ impl Bench<'_> {
                 break;
             }
         }
-        let [.., after] = self.store.work_done();
+        let after = self.store.work_done().sweeps;
         Ok(less(after, before))
     }
 }

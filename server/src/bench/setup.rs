@@ -14,7 +14,7 @@ use kvarts_layout::{
 use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::{Buf, Features, IoChoice, Region};
+use kvarts_store::io::{Features, IoChoice, Region, SharedBuf};
 use kvarts_store::rt::blocking::block_on;
 
 use super::report::Report;
@@ -192,7 +192,7 @@ impl Subject {
         &self,
         keys: Vec<BlockKey>,
         parent: Parent,
-        memory: Buf,
+        memory: SharedBuf,
         layout: Option<Layout>,
     ) -> Result<PutRequest, Failure> {
         let blocks = keys.len() as u32;
@@ -272,16 +272,22 @@ pub(super) fn mix(state: &mut u64) -> u64 {
 }
 
 /// Memory of this many bytes, or why there is none.
-pub(super) fn memory(len: usize) -> Result<Buf, Failure> {
+pub(super) fn memory(len: usize) -> Result<SharedBuf, Failure> {
     let region = Region::anonymous(len)
         .map_err(|error| Failure::User(format!("{} MiB of memory: {error}", len >> 20)))?;
-    Buf::new(&region, 0, len).ok_or_else(|| Failure::user("no memory"))
+    SharedBuf::new(&region, 0, len).ok_or_else(|| Failure::user("no memory"))
 }
 
 /// Memory full of bytes that nothing compresses.
-pub(super) fn noise(len: usize) -> Result<Buf, Failure> {
+pub(super) fn noise(len: usize) -> Result<SharedBuf, Failure> {
     let buf = memory(len)?;
-    let (mut state, mut page) = (1, vec![0u8; 1 << 16]);
+    noise_into(&buf);
+    Ok(buf)
+}
+
+/// Fills memory with it.
+pub(super) fn noise_into(buf: &SharedBuf) {
+    let (len, mut state, mut page) = (buf.len(), 1, vec![0u8; 1 << 16]);
     for at in (0..len).step_by(page.len()) {
         let here = page.len().min(len - at);
         for word in page.chunks_exact_mut(8) {
@@ -289,11 +295,10 @@ pub(super) fn noise(len: usize) -> Result<Buf, Failure> {
         }
         buf.copy_in(at, &page[..here]);
     }
-    Ok(buf)
 }
 
 /// Says on a terminal what is being done; nothing where output is not looked at.
-pub(super) fn progress(what: &str) {
+pub(crate) fn progress(what: &str) {
     let mut err = std::io::stderr();
     if err.is_terminal() {
         // A terminal that is gone misses nothing.

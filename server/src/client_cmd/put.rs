@@ -11,7 +11,7 @@ use std::time::Duration;
 use clap::Args;
 use kvarts_layout::BlockKey;
 use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, PutRequest};
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::blocking::block_on;
 use serde_json::json;
 
@@ -75,7 +75,7 @@ fn request(
     subject: &Subject,
     first: usize,
     keys: &[BlockKey],
-    memory: &Buf,
+    memory: &SharedBuf,
 ) -> Result<PutRequest, Failure> {
     let parent = match first.checked_sub(1).and_then(|before| subject.keys.get(before)) {
         _ if !subject.chained => Parent::Unknown,
@@ -140,7 +140,7 @@ fn spool(source: impl Read, expected: u64) -> io::Result<(File, u64)> {
     Ok((file, found))
 }
 
-fn fill(source: &mut File, memory: &Buf, each: usize, blocks: usize) -> io::Result<()> {
+fn fill(source: &mut File, memory: &SharedBuf, each: usize, blocks: usize) -> io::Result<()> {
     let mut block = vec![0; each];
     for at in 0..blocks {
         source.read_exact(&mut block)?;
@@ -154,7 +154,7 @@ fn differ(
     client: &Client,
     subject: &Subject,
     (first, keys): (usize, &[BlockKey]),
-    memory: &Buf,
+    memory: &SharedBuf,
     there: impl Iterator<Item = usize>,
 ) -> Result<Vec<usize>, Failure> {
     let each = subject.shape.block_bytes() as usize;

@@ -31,7 +31,7 @@ use crate::grpc::{self, Identity, Listeners, Tls, limits};
 use crate::human;
 use crate::local::Locals;
 use crate::metrics;
-use crate::node::{Decided, Memory, Node};
+use crate::node::{Decided, Memory, Node, SetLimit};
 use crate::scrub;
 
 pub use opened::Opened;
@@ -107,11 +107,11 @@ impl Daemon {
         let gate = config.gate.clone();
         let mut instance = [0; 16];
         OsEntropy::new().fill(&mut instance);
-        let tenants = gate.tenants().len();
-        let locals = Locals::new(config.shared, config.threads, tenants, instance);
+        let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
+        let locals = Locals::new(config.shared, config.threads, &tenants, instance);
         let store = home.store().clone();
-        let node =
-            Node::new(store, gate, memory, locals, connections, OsEntropy::new(), Decided { notes, files });
+        let decided = Decided { notes, files, limits: uncounted(config) };
+        let node = Node::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
         let renew = tls.is_some().then_some(renew);
         let listeners = Listeners { tcp, unix, tls, renewed: Some(renewed) };
@@ -307,6 +307,16 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
             ..Options::default()
         },
     })
+}
+
+/// Limits of which nobody counts how much is used.
+fn uncounted(config: &Config) -> Vec<SetLimit> {
+    let set = |name, most, bytes| SetLimit { name, most, bytes };
+    vec![
+        set("limits.threads", Some(config.threads as u64), false),
+        set("store.endurance", config.endurance, true),
+        set("scrub.pace", Some(config.scrub_pace), true),
+    ]
 }
 
 /// A budget that fits: most of what is free, and what the store has already.

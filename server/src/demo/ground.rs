@@ -15,7 +15,7 @@ use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, KeyChain, NamespaceId, Requirements,
 };
 use kvarts_store::api::{KvStore, Placed};
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 
 use crate::cli::Failure;
 use crate::client::{Client, ConnectOptions, Via};
@@ -287,7 +287,7 @@ pub(super) struct Prefix<'a> {
     pub(super) client: Client,
     pub(super) namespace: NamespaceId,
     /// Shared with the server.
-    pub(super) pool: Buf,
+    pub(super) pool: SharedBuf,
 }
 
 impl<'a> Prefix<'a> {
@@ -297,7 +297,7 @@ impl<'a> Prefix<'a> {
         let namespace = client.register(&ground.identity, &ground.geometry).map_err(Failure::user)?;
         let bytes = usize::try_from(ground.bytes()).map_err(Failure::user)?;
         let region = client.pool(bytes).map_err(Failure::user)?;
-        let pool = Buf::new(&region, 0, bytes).ok_or_else(|| Failure::user("no memory"))?;
+        let pool = SharedBuf::new(&region, 0, bytes).ok_or_else(|| Failure::user("no memory"))?;
         Ok(Self { ground, client, namespace, pool })
     }
 
@@ -314,7 +314,7 @@ impl<'a> Prefix<'a> {
     }
 
     /// Every chunk with its part, block and place.
-    fn chunks(&self, placed: &Placed, blocks: usize, layer: Option<u32>) -> Vec<(u32, u32, Buf)> {
+    fn chunks(&self, placed: &Placed, blocks: usize, layer: Option<u32>) -> Vec<(u32, u32, SharedBuf)> {
         let of_layer = (0u32..).zip(self.ground.shape.layers());
         let chunks = of_layer.flat_map(|(at, layer)| layer.chunks.iter().map(move |chunk| (at, chunk.bytes)));
         let mut all = Vec::new();

@@ -1,9 +1,11 @@
 //! Watching and running a server.
 
 use kvarts_layout::StoreId;
+use kvarts_store::engine::Stats;
 
 use super::call::Call;
 use super::fault::Outcome;
+use crate::node::Node;
 use crate::proto;
 
 /// What the server is and has done.
@@ -43,7 +45,32 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
             overhead_bytes: stats.space.total.overhead,
         }),
         local_clients: node.locals.clients().into_iter().map(client).collect(),
+        limits: limits(node, &stats),
+        latched: node.engine.health().latched,
     }
+}
+
+/// What the operator has set, and how much of it is used.
+fn limits(node: &Node, stats: &Stats) -> Vec<proto::stats_reply::Limit> {
+    let limit = |name: &str, used: Option<u64>, most: Option<u64>, bytes: bool| proto::stats_reply::Limit {
+        name: name.to_owned(),
+        used,
+        most,
+        bytes,
+    };
+    let memory = node.memory.usage();
+    let used: u64 = memory.iter().map(|part| part.used as u64).sum();
+    let connections = node.connections_all as u64;
+    let taken = connections.saturating_sub(node.connections.available_permits() as u64);
+    let mut limits = vec![
+        limit("store.budget", Some(stats.allocated_bytes), Some(stats.budget_bytes), true),
+        limit("limits.index", Some(stats.index.bytes as u64), stats.index_bytes_max, true),
+        limit("limits.memory", Some(used), Some(memory.iter().map(|part| part.total as u64).sum()), true),
+        limit("limits.shared", Some(node.locals.mapped()), Some(node.locals.mapped_max()), true),
+        limit("limits.connections", Some(taken), Some(connections), false),
+    ];
+    limits.extend(node.decided.limits.iter().map(|one| limit(one.name, None, one.most, one.bytes)));
+    limits
 }
 
 /// Writes a checkpoint.

@@ -11,7 +11,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use super::answer::followed;
@@ -26,7 +26,7 @@ struct Keeper {
 
 /// A piece of memory, and who waits for its return.
 struct Kept {
-    _piece: Buf,
+    _piece: SharedBuf,
     _keeper: Arc<Keeper>,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct Holding(Arc<Keeper>);
 
 impl Holding {
     /// The same memory, which is held until the last of its users is done.
-    pub(super) fn keep(&self, piece: Buf) -> Buf {
+    pub(super) fn keep(&self, piece: SharedBuf) -> SharedBuf {
         let kept: Arc<dyn Any + Send + Sync> =
             Arc::new(Kept { _piece: piece.clone(), _keeper: Arc::clone(&self.0) });
         piece.kept_by(kept)

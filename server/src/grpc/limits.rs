@@ -39,7 +39,7 @@ pub const STRANGERS_GRACE: Duration = Duration::from_secs(1);
 /// Look-ups of up to so many entries (keys times coordinates) are done at once, larger ones when it is their tenant's turn.
 pub const LIGHT_ENTRIES: usize = 8192;
 /// Those that are done at a time for each tenant, and beside these for all.
-pub const HEAVY_AT_ONCE: usize = 1;
+pub const HEAVY_AT_ONCE: u64 = 1;
 /// Those that wait for that.
 pub const HEAVY_WAITING: usize = 1024;
 /// Watchers of events that one tenant may have: each looks at all of everybody's.

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId, OriginId};
 use kvarts_store::api::{BlockOutcome, Durability, Parent, Placed, PutReply, PutRequest};
 use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::Buf;
+use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::mailbox::Ticket;
 use prost::Message;
@@ -88,7 +88,7 @@ impl Upload {
         &self,
         first: usize,
         keys: &[BlockKey],
-        pages: Buf,
+        pages: SharedBuf,
         call: &Call,
     ) -> Outcome<PutRequest> {
         let before = first.checked_sub(1).and_then(|at| self.keys.get(at));
@@ -237,7 +237,7 @@ impl Incoming {
     }
 
     /// Fills memory from the messages.
-    async fn fill(&mut self, call: &Call, pages: &Buf) -> Outcome<()> {
+    async fn fill(&mut self, call: &Call, pages: &mut BufMut) -> Outcome<()> {
         let mut filled = 0;
         while filled < pages.len() {
             if self.rest.is_empty() {
@@ -330,10 +330,10 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
         let wait =
             tokio::time::timeout(limits::WAIT, call.node.take_memory(&call.caller.tenant, bytes)).await;
         let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
-        let pages = pages.ok_or(Reason::TooMany("bytes"))?;
-        let filled = tokio::time::timeout(limits::PIECE_PATIENCE, incoming.fill(call, &pages)).await;
+        let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
+        let filled = tokio::time::timeout(limits::PIECE_PATIENCE, incoming.fill(call, &mut pages)).await;
         filled.map_err(|_| Fault::late("the bytes of the put came too slowly"))??;
-        let request = upload.request(number * each, keys, pages, call)?;
+        let request = upload.request(number * each, keys, pages.share(), call)?;
         pieces.tickets.push_back((keys.len(), call.node.store().put(request)));
         pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
     }

@@ -14,7 +14,7 @@ use bytes::Bytes;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_store::api::{Digests, Order, Origins, ReadEnd, ReadRequest, ReadStream, Verify};
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
@@ -121,7 +121,7 @@ impl Download {
 
 /// A window's memory, the digests that its chunks were put with, and the bandwidth that was taken for it.
 struct Fetched {
-    buf: Buf,
+    buf: SharedBuf,
     digests: Digests,
     paid: Paid,
 }
@@ -251,7 +251,7 @@ impl Through for Sending {
             Err(_) if until == deadline => return Err(Stop::Late),
             Err(_) => return Err(Stop::Fault(Fault::busy("the server's memory for requests is full"))),
         };
-        self.begin_into(window, self.holding.keep(memory), paid)
+        self.begin_into(window, self.holding.keep(memory.share()), paid)
     }
 
     /// Only into memory that others are not short of: whoever waited here would wait with memory in hand.
@@ -260,7 +260,7 @@ impl Through for Sending {
         let paid = self.call.caller.tenant.try_pay(bytes)?;
         let memory = self.call.node.take_spare_memory(&self.call.caller.tenant, bytes)?;
         // What is wrong is told when it is this window's turn.
-        self.begin_into(window, self.holding.keep(memory), paid).ok()
+        self.begin_into(window, self.holding.keep(memory.share()), paid).ok()
     }
 
     fn budget(&self, most: u64) -> u64 {
@@ -327,7 +327,12 @@ impl Through for Sending {
 }
 
 impl Sending {
-    fn begin_into(&self, window: &Window, buf: Buf, paid: Paid) -> Result<(Fetched, ReadStream), Stopped> {
+    fn begin_into(
+        &self,
+        window: &Window,
+        buf: SharedBuf,
+        paid: Paid,
+    ) -> Result<(Fetched, ReadStream), Stopped> {
         let digests = Digests::new(&self.download.shape, window.blocks.len() as u32);
         let memory = Fetched { buf, digests, paid };
         let request = self.download.request(&self.call, window, &memory, &self.nowhere);
@@ -437,11 +442,11 @@ pub(super) fn reason_name(reason: &Reason) -> &'static str {
 }
 
 /// Bytes of a window that the engine has announced, to be sent as they are.
-fn frozen(buf: Buf) -> Bytes {
+fn frozen(buf: SharedBuf) -> Bytes {
     // SAFETY: the engine announced these bytes as complete, and what was announced stays as it is; the memory was
     // taken from the arena for this window alone and goes back when the last of its buffers is dropped, so nobody
     // else writes to it before the connection is done with it.
-    unsafe { Frozen::bytes(buf) }
+    unsafe { Frozen::bytes(buf.into()) }
 }
 
 /// Chunks from this size on have their digests put together instead of being digested a second time.

@@ -30,12 +30,12 @@ pub struct Receiving(Parts);
 impl Receiving {
     /// For these tenants.
     pub fn new(tenants: &[u32]) -> Self {
-        Self(Parts::new(limits::LARGE_BYTES_MAX >> 10, tenants, 0, limits::LARGE_WAITING))
+        Self(Parts::new(limits::LARGE_BYTES_MAX as u64 >> 10, tenants, 0, limits::LARGE_WAITING))
     }
 
     /// Bytes that are taken now.
     pub fn bytes(&self) -> u64 {
-        (self.0.all().saturating_sub(self.0.left().0) as u64) << 10
+        self.0.used() << 10
     }
 
     /// Large requests that wait.
@@ -46,8 +46,7 @@ impl Receiving {
     /// The part of a message of this length for a tenant, as soon as there is room.
     pub(super) async fn take(&self, tenant: u32, length: usize) -> Option<Part> {
         let counted = length.min(limits::MESSAGE_BYTES_MAX).saturating_mul(limits::LARGE_FACTOR) >> 10;
-        let counted = counted.min(self.0.most()).max(1);
-        self.0.take(tenant, u32::try_from(counted).unwrap_or(u32::MAX)).await
+        self.0.take(tenant, (counted as u64).min(self.0.most(tenant)).max(1)).await
     }
 }
 

@@ -11,7 +11,7 @@ use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::{BlockShape, ChunkShape};
 use kvarts_store::api::{Order, Placed};
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 
 use super::limits::ADDRESSES_MAX;
 use crate::node::Addresses;
@@ -66,7 +66,7 @@ fn chunks(shape: &BlockShape) -> impl Iterator<Item = (u32, &ChunkShape)> {
 /// each they would cost the executor that gives them back a fiftieth of its work.
 #[derive(Debug)]
 pub(crate) struct Nowhere {
-    kept: Mutex<Option<Buf>>,
+    kept: Mutex<Option<SharedBuf>>,
     all: Arc<Addresses>,
 }
 
@@ -84,7 +84,7 @@ impl Nowhere {
     }
 
     /// So many bytes of them.
-    fn addresses(&self, bytes: u64) -> Result<Buf, Reason> {
+    fn addresses(&self, bytes: u64) -> Result<SharedBuf, Reason> {
         let length = usize::try_from(bytes).map_err(|_| Reason::TooMany("bytes"))?;
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(some) = kept.as_ref().and_then(|kept| kept.slice(0, length)) {
@@ -102,7 +102,7 @@ pub(crate) fn place(
     order: Order,
     shape: &BlockShape,
     window: &Window,
-    memory: &Buf,
+    memory: &SharedBuf,
     nowhere: &Nowhere,
 ) -> Result<Placed, Reason> {
     let blocks = window.blocks.len() as u64;
@@ -200,7 +200,7 @@ mod tests {
     #[test]
     fn the_windows_of_a_read_share_the_addresses_that_nobody_reads_into() {
         let (shape, nowhere) = (shape(), Nowhere::default());
-        let memory = Buf::new(&Region::anonymous(1 << 20).unwrap(), 0, 1 << 20).unwrap();
+        let memory = SharedBuf::new(&Region::anonymous(1 << 20).unwrap(), 0, 1 << 20).unwrap();
         let unread = |blocks, layers| {
             let window = Window { blocks, layers };
             let placed = place(Order::Layers, &shape, &window, &memory, &nowhere).unwrap();
@@ -223,7 +223,7 @@ mod tests {
             (Order::Layers, Window { blocks: 4..7, layers: 2..3 }),
         ] {
             let memory =
-                Buf::new(&Region::anonymous(4096).unwrap(), 0, window.bytes(&shape) as usize).unwrap();
+                SharedBuf::new(&Region::anonymous(4096).unwrap(), 0, window.bytes(&shape) as usize).unwrap();
             let placed = place(order, &shape, &window, &memory, &nowhere).unwrap();
             let mut expected = Vec::new();
             for layer in window.layers.clone() {

@@ -277,7 +277,7 @@ mod tests {
     use super::*;
     use kvarts_layout::{ChunkShape, LayerShape};
     use kvarts_store::api::read_channel;
-    use kvarts_store::io::{Buf, Region};
+    use kvarts_store::io::{Region, SharedBuf};
     use kvarts_store::rt::blocking::block_on;
     use std::collections::BTreeSet;
     use std::sync::Mutex;
@@ -303,7 +303,7 @@ mod tests {
     }
 
     impl Lacking {
-        fn begin(&self, window: &Window) -> (Buf, ReadStream) {
+        fn begin(&self, window: &Window) -> (SharedBuf, ReadStream) {
             let (sink, stream) = read_channel();
             let blocks = window.blocks.len() as u32;
             let is_missing = |block: &u32| self.missing.contains(&(window.blocks.start + block));
@@ -323,7 +323,7 @@ mod tests {
             }
             let usable_layers = window.layers.len() as u32;
             sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, failures, held_bytes: 0 }));
-            (Buf::new(&Region::anonymous(4096).unwrap(), 0, 1).unwrap(), stream)
+            (SharedBuf::new(&Region::anonymous(4096).unwrap(), 0, 1).unwrap(), stream)
         }
 
         fn tell(&self, told: Told) -> Result<(), Stop<Reason>> {
@@ -334,9 +334,9 @@ mod tests {
 
     impl Through for Lacking {
         type Fault = Reason;
-        type Memory = Buf;
+        type Memory = SharedBuf;
 
-        async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stop<Reason>> {
+        async fn begin(&self, window: &Window) -> Result<(SharedBuf, ReadStream), Stop<Reason>> {
             *self.begun.lock().unwrap() += 1;
             if *self.begun.lock().unwrap() > self.until {
                 return Err(Stop::Late);
@@ -348,7 +348,7 @@ mod tests {
             self.ahead
         }
 
-        fn begin_ahead(&self, window: &Window) -> Option<(Buf, ReadStream)> {
+        fn begin_ahead(&self, window: &Window) -> Option<(SharedBuf, ReadStream)> {
             *self.begun_ahead.lock().unwrap() += 1;
             Some(Self::begin(self, window))
         }
@@ -356,7 +356,7 @@ mod tests {
         async fn range(
             &self,
             window: &Window,
-            _memory: &Buf,
+            _memory: &SharedBuf,
             layer: u32,
             blocks: Range<u32>,
             offset: u64,

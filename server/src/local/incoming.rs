@@ -17,8 +17,8 @@ use super::limits::{
     BODY_BYTES_MAX, HEAD_BYTES, HELLO_BYTES_MAX, RECEIVE_BYTES, RECEIVING_RATE, RECEIVING_STEP_BYTES, SLOW,
     SMALL_BODY_BYTES, STALL,
 };
-use super::pot::Part;
 use super::{Locals, socket};
+use crate::node::parts::Part;
 
 /// Why a connection ends.
 #[derive(Debug)]

@@ -39,7 +39,7 @@ impl Memory {
         if file.is_none() && mode == Mode::Adopted {
             return Err(malformed("adopted memory is the client's: a descriptor comes with it"));
         }
-        let part = locals.mapped.take(tenant, wire.bytes).ok_or(Reason::TooMany("bytes"))?;
+        let part = locals.mapped.try_take(tenant, wire.bytes).ok_or(Reason::TooMany("bytes"))?;
         let made = file.is_none();
         let file = match file {
             Some(file) => {

@@ -28,7 +28,6 @@ mod named;
 mod outbox;
 mod pinned;
 mod places;
-mod pot;
 mod put;
 mod read;
 mod reaper;
@@ -43,9 +42,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) use listen::split;
 pub(crate) use read::parts;
 
+use crate::node::parts::Parts;
 use crate::proto;
 use named::Names;
-use pot::Pot;
 use reaper::Reaper;
 
 /// How bytes get into a client's memory.
@@ -119,15 +118,17 @@ pub struct Locals {
     clients: Mutex<BTreeMap<u64, ClientFacts>>,
     next: AtomicU64,
     /// Sessions.
-    sessions: Arc<Pot>,
+    sessions: Parts,
     /// Bytes of clients' memory that are mapped.
-    mapped: Arc<Pot>,
+    mapped: Parts,
     /// Bytes of it that are registered with the engine's rings, or about to be.
-    pinned: Arc<Pot>,
+    pinned: Parts,
     /// Bytes of requests that are being received.
-    receiving: Arc<Pot>,
+    receiving: Parts,
     /// Bytes of answers that are not taken.
-    untaken: Arc<Pot>,
+    untaken: Parts,
+    /// Bytes of clients' memory that may be mapped at a time.
+    mapped_max: u64,
     /// Bytes of memory that the server made for clients, ever, and the most. A client may keep it for as long as it likes.
     made: AtomicU64,
     made_max: u64,
@@ -144,25 +145,28 @@ pub struct Locals {
 
 impl Default for Locals {
     fn default() -> Self {
-        Self::new(0, 1, 1, [0; 16])
+        Self::new(0, 1, &[], [0; 16])
     }
 }
 
 impl Locals {
-    /// Nobody yet; at most this much of clients' memory at a time, so many threads for them, and so many tenants whom they
+    /// Nobody yet; at most this much of clients' memory at a time, so many threads for them, and the tenants whom they
     /// may belong to.
-    pub fn new(mapped_max: u64, threads: usize, tenants: usize, instance: [u8; 16]) -> Self {
-        let large = 2 * tenants.max(1) as u64 * limits::BODY_BYTES_MAX as u64;
+    pub fn new(mapped_max: u64, threads: usize, tenants: &[u32], instance: [u8; 16]) -> Self {
+        let large = 2 * tenants.len().max(1) as u64 * limits::BODY_BYTES_MAX as u64;
+        // Nobody waits here: who finds too little is refused.
+        let shared = |all: u64| Parts::new(all, tenants, 0, 0);
         Self {
             clients: Mutex::default(),
             next: AtomicU64::new(0),
-            sessions: Pot::new(limits::SESSIONS_MAX as u64, tenants),
-            mapped: Pot::new(mapped_max, tenants),
-            pinned: Pot::new(limits::PINNED_BYTES_MAX, tenants),
+            sessions: shared(limits::SESSIONS_MAX as u64),
+            mapped: shared(mapped_max),
+            pinned: shared(limits::PINNED_BYTES_MAX),
             // Enough that each tenant can have one request of any length received at any time.
-            receiving: Pot::new(limits::RECEIVING_BYTES_MAX.max(large), tenants),
-            untaken: Pot::new(limits::UNTAKEN_BYTES_MAX, tenants),
+            receiving: shared(limits::RECEIVING_BYTES_MAX.max(large)),
+            untaken: shared(limits::UNTAKEN_BYTES_MAX),
             made: AtomicU64::new(0),
+            mapped_max,
             made_max: mapped_max / limits::MADE_PART,
             turn: tokio::sync::Mutex::default(),
             names: Arc::default(),
@@ -185,6 +189,11 @@ impl Locals {
     /// Bytes of clients' memory that are mapped now.
     pub fn mapped(&self) -> u64 {
         self.mapped.used()
+    }
+
+    /// The most of them.
+    pub fn mapped_max(&self) -> u64 {
+        self.mapped_max
     }
 
     /// Bytes of it that are registered with the engine's rings, as far as those took them, or about to be.

@@ -10,8 +10,8 @@ use tokio::net::UnixStream;
 use tokio::sync::Notify;
 
 use super::limits::{OUTBOX_BYTES, OUTBOX_BYTES_MAX, UNTAKEN_STEP_BYTES};
-use super::pot::Part;
 use super::socket;
+use crate::node::parts::Part;
 
 /// Frames that go in one system call.
 const TOGETHER: usize = 16;

@@ -49,7 +49,7 @@ impl Pinned {
         (region, file): (&Arc<Region>, Option<OwnedFd>),
         elsewhere: &Handle,
     ) -> Option<(Self, Ready)> {
-        let part = locals.pinned.take(tenant, region.len() as u64)?;
+        let part = locals.pinned.try_take(tenant, region.len() as u64)?;
         let (held, released) = oneshot::channel();
         let (working, ready) = oneshot::channel();
         let (store, region, locals) = (store.clone(), Arc::clone(region), Arc::clone(locals));

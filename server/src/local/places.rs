@@ -9,7 +9,7 @@ use kvarts_layout::BlockShape;
 use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_store::api::Placed;
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 
 use super::Mode;
 use super::memory::Memory;
@@ -62,7 +62,8 @@ pub(super) fn place(
                     Fault::malformed(format!("places: memory {} is not shared", target.memory))
                 })?;
                 adopted |= memory.mode == Mode::Adopted;
-                let whole = Buf::new(&memory.region, 0, memory.region.len()).ok_or(Reason::OutOfBounds)?;
+                let whole =
+                    SharedBuf::new(&memory.region, 0, memory.region.len()).ok_or(Reason::OutOfBounds)?;
                 let number = used.len() as u32;
                 used.push(whole.kept_by(Arc::clone(holder)));
                 numbers.insert(target.memory, number);

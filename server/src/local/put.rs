@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use kvarts_store::api::{BlockOutcome, Placed};
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
+use kvarts_store::io::BufMut;
 
 use super::limits::COPY_BYTES;
 use super::memory::Memory;
@@ -81,8 +81,9 @@ impl Putting {
             }
             let wait = tokio::time::timeout(limits::WAIT, call.node.take_memory(tenant, bytes)).await;
             let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
-            let pages = pages.ok_or(Reason::TooMany("bytes"))?;
-            copy(&upload, &from, first, keys.len(), &pages).await?;
+            let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
+            copy(&upload, &from, first, keys.len(), &mut pages).await?;
+            let pages = pages.share();
             call.bytes_in.fetch_add(bytes, Ordering::Relaxed);
             let block_bytes = upload.shape.block_bytes() as usize;
             let same = |block: usize| {
@@ -115,7 +116,13 @@ impl Putting {
 }
 
 /// Copies blocks in canonical order.
-async fn copy(upload: &Upload, from: &Placed, first: usize, blocks: usize, pages: &Buf) -> Outcome<()> {
+async fn copy(
+    upload: &Upload,
+    from: &Placed,
+    first: usize,
+    blocks: usize,
+    pages: &mut BufMut,
+) -> Outcome<()> {
     let sizes: Vec<u64> =
         upload.shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
     let (mut at, mut turn) = (0, 0);

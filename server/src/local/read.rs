@@ -264,6 +264,7 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
         let taking = call.node.take_memory(&call.caller.tenant, bytes);
         let wait = tokio::time::timeout(limits::WAIT, taking).await;
         let Ok(Some(memory)) = wait else { continue };
+        let memory = memory.share();
         let nowhere = window::Nowhere::among(&call.node.addresses);
         let into = window::place(Order::Blocks, &asked.shape, &window, &memory, &nowhere);
         let Ok(into) = into else { continue };

@@ -33,7 +33,6 @@ use super::limits::{HELLO, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX, STALL,
 use super::memory::Memory;
 use super::named::Named;
 use super::outbox::Outbox;
-use super::pot::Part;
 use super::put::Putting;
 use super::read::Doubts;
 use super::{ClientFacts, Entry, Mode, Peer, read};
@@ -43,6 +42,7 @@ use crate::grpc::codec::decode;
 use crate::grpc::fault::{Fault, Outcome};
 use crate::grpc::heavy::{self, heavily};
 use crate::grpc::limits::LIGHT_ENTRIES;
+use crate::node::parts::Part;
 use crate::node::{Node, Right};
 use crate::proto;
 
@@ -212,7 +212,7 @@ impl Session {
             leases: 0,
         };
         let tenant = caller.tenant.number;
-        let place = node.locals.sessions.take(tenant, 1);
+        let place = node.locals.sessions.try_take(tenant, 1);
         let place = place.ok_or_else(|| Fault::busy("there are as many local sessions as may be"))?;
         let named = node.locals.names.begin(&hello.session);
         let named = named.ok_or_else(|| Fault::malformed("session: 16 bytes that no other session has"))?;

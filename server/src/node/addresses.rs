@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvarts_store::error::Reason;
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 
 /// What all reads together have of them.
 #[derive(Debug)]
@@ -39,13 +39,14 @@ impl Addresses {
     }
 
     /// So many, until the last user of the answer is done. Nobody may touch what is there.
-    pub fn take(self: &Arc<Self>, bytes: u64) -> Result<Buf, Reason> {
+    pub fn take(self: &Arc<Self>, bytes: u64) -> Result<SharedBuf, Reason> {
         let length = usize::try_from(bytes).map_err(|_| Reason::TooMany("bytes"))?;
         let busy = || Reason::Busy("reads under way leave too few addresses for those that they do not want");
         let fits = |now: u64| now.checked_add(bytes).filter(|&sum| sum <= self.most);
         self.taken.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits).map_err(|_| busy())?;
-        let made =
-            Region::reserved(length).ok().and_then(|region| Some((Buf::new(&region, 0, length)?, region)));
+        let made = Region::reserved(length)
+            .ok()
+            .and_then(|region| Some((SharedBuf::new(&region, 0, length)?, region)));
         match made {
             Some((buf, region)) => {
                 Ok(buf.kept_by(Arc::new(Part { all: Arc::clone(self), bytes, _region: region })))

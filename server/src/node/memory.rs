@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kvarts_store::io::arena::{Arena, ArenaUse};
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Buf, BufMut, Region};
 
 use super::parts::{Part, Parts};
 
@@ -48,7 +48,7 @@ impl Memory {
     }
 
     /// A piece of exactly `len` bytes as soon as there is room; none if it is larger than any may be.
-    pub async fn take(&self, len: u64) -> Option<Buf> {
+    pub async fn take(&self, len: u64) -> Option<BufMut> {
         let bytes = usize::try_from(len).ok()?;
         if len <= self.small_max {
             return self.small.take(bytes).await;
@@ -60,7 +60,7 @@ impl Memory {
     }
 
     /// A piece now, if after it half of the memory is still free; not for small requests.
-    pub fn take_spare(&self, len: u64) -> Option<Buf> {
+    pub fn take_spare(&self, len: u64) -> Option<BufMut> {
         let bytes = usize::try_from(len).ok().filter(|_| len > self.small_max)?;
         let usage = self.main.usage();
         let spare = usage.used.saturating_add(bytes) <= usage.total / 2;
@@ -83,43 +83,38 @@ impl Memory {
 #[derive(Debug)]
 pub struct MemoryShares([Parts; 2]);
 
-/// A piece, and what it takes of a share.
-struct OfShare {
-    _piece: Buf,
-    _pages: Part,
-}
-
 impl MemoryShares {
     /// All of the memory for these tenants.
     pub fn new(memory: &Memory, tenants: &[u32]) -> Self {
-        Self(memory.usage().map(|usage| Parts::new(usage.total / PAGE, tenants, 0, usize::MAX)))
+        Self(memory.usage().map(|usage| Parts::new((usage.total / PAGE) as u64, tenants, 0, usize::MAX)))
     }
 
     /// A piece as [`Memory::take`] gives it, as soon as it is the tenant's turn.
-    pub async fn take(&self, memory: &Memory, tenant: u32, len: u64) -> Option<Buf> {
+    pub async fn take(&self, memory: &Memory, tenant: u32, len: u64) -> Option<BufMut> {
         let (part, pages) = self.part(memory, len)?;
         let pages = part.take(tenant, pages).await?;
         memory.take(len).await.map(|piece| Self::kept(piece, pages))
     }
 
     /// A piece as [`Memory::take_spare`] gives it.
-    pub fn take_spare(&self, memory: &Memory, tenant: u32, len: u64) -> Option<Buf> {
+    pub fn take_spare(&self, memory: &Memory, tenant: u32, len: u64) -> Option<BufMut> {
         let (part, pages) = self.part(memory, len)?;
         let pages = part.try_take(tenant, pages)?;
         memory.take_spare(len).map(|piece| Self::kept(piece, pages))
     }
 
-    fn part(&self, memory: &Memory, len: u64) -> Option<(&Parts, u32)> {
+    fn part(&self, memory: &Memory, len: u64) -> Option<(&Parts, u64)> {
         let [main, small] = &self.0;
         if len > memory.piece_max() {
             return None;
         }
-        let pages = u32::try_from(len.div_ceil(PAGE as u64).max(1)).ok()?;
+        let pages = len.div_ceil(PAGE as u64).max(1);
         Some((if len <= memory.small_max { small } else { main }, pages))
     }
 
-    fn kept(piece: Buf, pages: Part) -> Buf {
-        piece.clone().kept_by(Arc::new(OfShare { _piece: piece, _pages: pages }))
+    /// The piece goes back before what it takes of a share.
+    fn kept(piece: BufMut, pages: Part) -> BufMut {
+        piece.kept_by(Arc::new(pages))
     }
 }
 
@@ -155,10 +150,10 @@ mod tests {
     #[test]
     fn frozen_bytes_keep_their_piece_and_give_it_back_at_the_end() {
         let memory = Memory::new(1 << 20, 4096).unwrap();
-        let buf = block_on(memory.take(8192)).unwrap();
+        let mut buf = block_on(memory.take(8192)).unwrap();
         buf.fill(7);
         // SAFETY: nobody else has the piece.
-        let bytes = unsafe { Frozen::bytes(buf) };
+        let bytes = unsafe { Frozen::bytes(buf.freeze()) };
         let part = bytes.slice(100..200);
         drop(bytes);
         assert_eq!((&part[..], memory.usage()[0].used), (&[7u8; 100][..], 8192));
@@ -188,7 +183,7 @@ mod tests {
             let mut context = std::task::Context::from_waker(std::task::Waker::noop());
             for (at, len) in [(0, 64 << 10), (1, 8192)] {
                 let total = memory.usage()[at].total;
-                let mut take = |tenant: u32, held: &mut Vec<Buf>| {
+                let mut take = |tenant: u32, held: &mut Vec<BufMut>| {
                     let mut taking = std::pin::pin!(shares.take(&memory, tenant, len));
                     match taking.as_mut().poll(&mut context) {
                         std::task::Poll::Ready(piece) => held.push(piece.unwrap()),

@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use kvarts_store::api::{KvStore, Origins, ReadRequest, ReadStream};
 use kvarts_store::engine::Store;
 use kvarts_store::error::Error;
-use kvarts_store::io::Buf;
+use kvarts_store::io::BufMut;
 use kvarts_store::rt::{Clock, Entropy};
 use tokio::sync::{Notify, Semaphore};
 
@@ -112,6 +112,19 @@ pub struct Decided {
     pub notes: Vec<String>,
     /// How files reach the memory of devices on this host.
     pub files: kvarts_gpudirect::cufile::Decision,
+    /// Limits of which nobody counts how much is used.
+    pub limits: Vec<SetLimit>,
+}
+
+/// A limit that the operator sets.
+#[derive(Clone, Copy, Debug)]
+pub struct SetLimit {
+    /// Its name in the file.
+    pub name: &'static str,
+    /// None: there is none.
+    pub most: Option<u64>,
+    /// Of bytes; else a number.
+    pub bytes: bool,
 }
 
 /// A call that is under way, for as long as it lives.
@@ -165,12 +178,12 @@ impl Node {
     }
 
     /// Memory for a request of a tenant as soon as there is room; none if it is larger than any may be.
-    pub async fn take_memory(&self, tenant: &Tenant, len: u64) -> Option<Buf> {
+    pub async fn take_memory(&self, tenant: &Tenant, len: u64) -> Option<BufMut> {
         self.shares.take(&self.memory, tenant.number, len).await
     }
 
     /// The same now, if there is plenty.
-    pub fn take_spare_memory(&self, tenant: &Tenant, len: u64) -> Option<Buf> {
+    pub fn take_spare_memory(&self, tenant: &Tenant, len: u64) -> Option<BufMut> {
         self.shares.take_spare(&self.memory, tenant.number, len)
     }
 

@@ -1,130 +1,226 @@
 //! A quantity that tenants share: each has a part of it that nobody else can take, and the rest is whose turn it is.
 //!
-//! Half of it is cut into as many equal parts as there are tenants; with one tenant all of it is the rest. Who finds both
-//! used up waits, first come first served, and with those of its own tenant alone for that tenant's part.
+//! Half of it is set aside in as many equal parts as there are tenants; with one tenant that is the same as all of it. What a
+//! tenant has counts as its own up to that, and beyond as of the rest. Who finds too little waits, first come first served:
+//! for the rest among all, and with those of its own tenant alone for what is set aside for that one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::oneshot;
 
 /// The quantity, in whatever it is counted in.
+#[derive(Clone, Debug)]
+pub struct Parts(Arc<Shared>);
+
 #[derive(Debug)]
-pub struct Parts {
-    own: BTreeMap<u32, Arc<Semaphore>>,
-    each: usize,
-    rest: Arc<Semaphore>,
-    rest_all: usize,
-    waiting: Waiting,
+struct Shared {
+    tenants: BTreeSet<u32>,
+    /// What each of them can have whatever the others do.
+    each: u64,
+    rest: u64,
     waiting_max: usize,
+    state: Mutex<State>,
 }
 
-/// Those who wait, by tenant.
-#[derive(Clone, Default, Debug)]
-struct Waiting(Arc<Mutex<BTreeMap<u32, usize>>>);
+#[derive(Debug, Default)]
+struct State {
+    used: BTreeMap<u32, u64>,
+    /// Of the rest.
+    common: u64,
+    /// Those who wait, by tenant and in the order in which they came.
+    waiting: BTreeMap<u32, BTreeMap<u64, Waiting>>,
+    next: u64,
+}
 
-/// Some of it, until it is dropped.
+#[derive(Debug)]
+struct Waiting {
+    amount: u64,
+    granted: oneshot::Sender<Part>,
+}
+
+/// What a tenant has of it, until it is dropped.
 #[derive(Debug)]
 pub struct Part {
-    _taken: OwnedSemaphorePermit,
+    parts: Parts,
+    tenant: u32,
+    amount: u64,
 }
 
 /// One that waits, for as long as it lives.
-struct Place(Waiting, u32);
-
-impl Waiting {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, usize>> {
-        // Each change is one step.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut waiting = self.0.lock();
-        if let Some(count) = waiting.get_mut(&self.1) {
-            *count -= 1;
-            if *count == 0 {
-                waiting.remove(&self.1);
-            }
-        }
-    }
-}
+struct Place<'a>(&'a Parts, u32, u64);
 
 impl Parts {
     /// `all` of it for these tenants: at least `least` for each, and at least as much for all others together. Those who
     /// wait share `waiting_max` places evenly.
-    pub fn new(all: usize, tenants: &[u32], least: usize, waiting_max: usize) -> Self {
-        let count = tenants.len();
-        let all = all.max(least * (count + 1)).min(Semaphore::MAX_PERMITS);
+    pub fn new(all: u64, tenants: &[u32], least: u64, waiting_max: usize) -> Self {
+        let count = tenants.len() as u64;
+        let all = all.max(least * (count + 1));
         let each = if count > 1 { (all / 2 / count).max(least) } else { 0 };
-        let own = tenants.iter().filter(|_| each > 0).map(|tenant| (*tenant, Arc::new(Semaphore::new(each))));
-        let own = own.collect::<BTreeMap<_, _>>();
-        let rest_all = all - each * own.len();
-        let waiting_max = (waiting_max / count.max(1)).max(1);
-        let rest = Arc::new(Semaphore::new(rest_all));
-        Self { own, each, rest, rest_all, waiting: Waiting::default(), waiting_max }
+        Self(Arc::new(Shared {
+            tenants: tenants.iter().copied().collect(),
+            each,
+            rest: all - each * count,
+            waiting_max: (waiting_max / tenants.len().max(1)).max(1),
+            state: Mutex::default(),
+        }))
     }
 
-    /// The most that anybody gets at once.
-    pub fn most(&self) -> usize {
-        self.rest_all.max(self.each)
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change is one step.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nothing yet, for a tenant.
+    pub fn part(&self, tenant: u32) -> Part {
+        Part { parts: self.clone(), tenant, amount: 0 }
     }
 
     /// So much for a tenant, as soon as it is there; none if it is more than anybody gets, or too many of the tenant wait.
-    pub async fn take(&self, tenant: u32, count: u32) -> Option<Part> {
-        if let Some(part) = self.try_take(tenant, count) {
+    pub async fn take(&self, tenant: u32, amount: u64) -> Option<Part> {
+        if let Some(part) = self.try_take(tenant, amount) {
             return Some(part);
         }
-        if count as usize > self.most() {
-            return None;
-        }
-        let _place = self.place(tenant)?;
-        let own = self.own.get(&tenant).filter(|_| count as usize <= self.each);
-        let rest = async {
-            if count as usize > self.rest_all {
-                std::future::pending::<()>().await;
-            }
-            Arc::clone(&self.rest).acquire_many_owned(count).await
-        };
-        let taken = match own {
-            None => rest.await,
-            Some(own) => tokio::select! {
-                biased;
-                taken = Arc::clone(own).acquire_many_owned(count) => taken,
-                taken = rest => taken,
-            },
-        };
-        taken.ok().map(|taken| Part { _taken: taken })
+        let (granted, mut part) = oneshot::channel();
+        // Dropped before the receiver is.
+        let _place = self.wait(tenant, Waiting { amount, granted })?;
+        (&mut part).await.ok()
     }
 
     /// So much for a tenant, if it is there now and nobody waits for it.
-    pub fn try_take(&self, tenant: u32, count: u32) -> Option<Part> {
-        let own = self.own.get(&tenant);
-        let of_own = own.and_then(|own| Arc::clone(own).try_acquire_many_owned(count).ok());
-        let taken = of_own.or_else(|| Arc::clone(&self.rest).try_acquire_many_owned(count).ok());
-        taken.map(|taken| Part { _taken: taken })
+    pub fn try_take(&self, tenant: u32, amount: u64) -> Option<Part> {
+        let mut part = self.part(tenant);
+        part.set(amount).then_some(part)
     }
 
-    fn place(&self, tenant: u32) -> Option<Place> {
-        let mut waiting = self.waiting.lock();
-        let count = waiting.entry(tenant).or_default();
-        if *count >= self.waiting_max {
+    fn wait(&self, tenant: u32, one: Waiting) -> Option<Place<'_>> {
+        if one.amount > self.most(tenant) {
             return None;
         }
-        *count += 1;
-        Some(Place(self.waiting.clone(), tenant))
+        let mut state = self.lock();
+        let number = state.next;
+        state.next += 1;
+        let waiting = state.waiting.entry(tenant).or_default();
+        if waiting.len() >= self.0.waiting_max {
+            return None;
+        }
+        waiting.insert(number, one);
+        // It may have come back since it was looked for.
+        self.grant(&mut state);
+        Some(Place(self, tenant, number))
+    }
+
+    /// Gives those who wait what there is for them. While one waits for the rest, nobody who came later has any of it.
+    fn grant(&self, state: &mut State) {
+        let mut stay = BTreeSet::new();
+        loop {
+            let first = |(tenant, waiting): (&u32, &BTreeMap<u64, Waiting>)| {
+                let (number, one) = waiting.first_key_value()?;
+                (!stay.contains(tenant)).then_some((*number, *tenant, one.amount))
+            };
+            let Some((number, tenant, amount)) = state.waiting.iter().filter_map(first).min() else { return };
+            if !self.0.change(state, tenant, (0, amount), stay.is_empty()) {
+                stay.insert(tenant);
+            } else if let Some(one) = state.forget(tenant, number) {
+                // A place is given up before its receiver is: it is always there.
+                let _ = one.granted.send(Part { parts: self.clone(), tenant, amount });
+            }
+        }
+    }
+
+    /// The most that a tenant gets at once.
+    pub fn most(&self, tenant: u32) -> u64 {
+        self.0.rest + self.0.own(tenant)
     }
 
     /// What is left of it for anybody or somebody, and how many wait.
-    pub fn left(&self) -> (usize, usize) {
-        let own: usize = self.own.values().map(|own| own.available_permits()).sum();
-        (own + self.rest.available_permits(), self.waiting.lock().values().sum())
+    pub fn left(&self) -> (u64, usize) {
+        (self.all() - self.used(), self.lock().waiting.values().map(BTreeMap::len).sum())
+    }
+
+    /// What all together have.
+    pub fn used(&self) -> u64 {
+        self.lock().used.values().sum()
     }
 
     /// All of it.
-    pub fn all(&self) -> usize {
-        self.rest_all + self.each * self.own.len()
+    pub fn all(&self) -> u64 {
+        self.0.rest + self.0.each * self.0.tenants.len() as u64
+    }
+}
+
+impl Shared {
+    fn own(&self, tenant: u32) -> u64 {
+        if self.tenants.contains(&tenant) { self.each } else { 0 }
+    }
+
+    /// Changes what a tenant has, if there is so much: of the rest only where it may have more of that. Less is always
+    /// granted.
+    fn change(&self, state: &mut State, tenant: u32, (from, to): (u64, u64), of_rest: bool) -> bool {
+        let before = state.used.get(&tenant).copied().unwrap_or_default();
+        let Some(after) = before.saturating_sub(from).checked_add(to) else { return false };
+        let beyond = |used: u64| used.saturating_sub(self.own(tenant));
+        let common = state.common.saturating_sub(beyond(before)).saturating_add(beyond(after));
+        if common > state.common && (!of_rest || common > self.rest) {
+            return false;
+        }
+        state.common = common;
+        match after {
+            0 => state.used.remove(&tenant),
+            _ => state.used.insert(tenant, after),
+        };
+        true
+    }
+}
+
+impl State {
+    fn forget(&mut self, tenant: u32, number: u64) -> Option<Waiting> {
+        let waiting = self.waiting.get_mut(&tenant)?;
+        let one = waiting.remove(&number);
+        if waiting.is_empty() {
+            self.waiting.remove(&tenant);
+        }
+        one
+    }
+}
+
+impl Part {
+    /// How much it is.
+    pub fn amount(&self) -> u64 {
+        self.amount
+    }
+
+    /// Makes it so much; false, and as before, if there is not so much now or somebody waits for it.
+    pub fn set(&mut self, amount: u64) -> bool {
+        let mut state = self.parts.lock();
+        let (first, change) = (state.waiting.is_empty(), (self.amount, amount));
+        let done = amount <= self.amount || !state.waiting.contains_key(&self.tenant);
+        let done = done && self.parts.0.change(&mut state, self.tenant, change, first);
+        if done && amount < self.amount && !first {
+            self.parts.grant(&mut state);
+        }
+        drop(state);
+        if done {
+            self.amount = amount;
+        }
+        done
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        // Less is always granted.
+        self.set(0);
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        if state.forget(self.1, self.2).is_some() {
+            // What came after it has its turn.
+            self.0.grant(&mut state);
+        }
     }
 }
 
@@ -152,9 +248,10 @@ mod tests {
             while let Some(part) = (1..last).find_map(|tenant| parts.try_take(tenant, 7)) {
                 held.push(part);
             }
-            let own = 600 / 2 / count as usize;
+            let own = 600 / 2 / u64::from(count);
             let mut got = 0;
-            while parts.try_take(last, 7).map(std::mem::forget).is_some() {
+            while let Some(part) = parts.try_take(last, 7) {
+                held.push(part);
                 got += 7;
             }
             assert!(got + 7 > own, "{count} tenants: {got} of {own}");
@@ -200,8 +297,10 @@ mod tests {
     #[test]
     fn more_than_anybody_gets_is_refused_at_once() {
         let parts = Parts::new(10, &[1, 2], 0, 4);
-        assert_eq!((parts.most(), parts.all()), (6, 10));
-        assert!(block_on(parts.take(1, 7)).is_none());
+        assert_eq!((parts.most(1), parts.all()), (8, 10));
+        assert!(block_on(parts.take(1, 9)).is_none() && block_on(parts.take(1, u64::MAX)).is_none());
+        assert!(block_on(parts.take(3, 7)).is_none(), "nothing is set aside for it");
+        assert_eq!(parts.left(), (10, 0));
     }
 
     #[test]
@@ -210,5 +309,33 @@ mod tests {
         let all: Vec<_> = (1..=3).map(|tenant| parts.try_take(tenant, 1).unwrap()).collect();
         assert!(parts.try_take(1, 1).is_some(), "and one for whoever comes first");
         assert_eq!((parts.all(), all.len()), (4, 3));
+    }
+
+    #[test]
+    fn a_third_tenant_finds_its_part_though_two_take_all_they_can() {
+        let parts = Parts::new(600, &[1, 2, 3], 0, 1);
+        let mut all: Vec<Part> = Vec::new();
+        for tenant in [1, 2, 1, 2] {
+            let mut part = parts.part(tenant);
+            while part.set(part.amount() + 10) {}
+            all.push(part);
+        }
+        assert_eq!(parts.used(), 500, "two have their own and what is common");
+        assert!(parts.try_take(1, 1).is_none() && parts.try_take(2, 1).is_none());
+        let third = parts.try_take(3, 100).expect("what is set aside for it");
+        assert!(parts.try_take(3, 1).is_none());
+        drop((all, third));
+        assert_eq!(parts.used(), 0);
+        assert!(parts.try_take(3, 400).is_some() && parts.try_take(3, 401).is_none());
+    }
+
+    #[test]
+    fn a_single_tenant_has_all_of_it_and_numbers_do_not_overflow() {
+        let parts = Parts::new(7, &[0], 0, 1);
+        assert!(parts.try_take(0, 8).is_none() && parts.try_take(0, u64::MAX).is_none());
+        let all = parts.try_take(0, 7).unwrap();
+        assert!(parts.try_take(0, 1).is_none() && parts.try_take(0, u64::MAX).is_none());
+        drop(all);
+        assert_eq!(parts.used(), 0);
     }
 }

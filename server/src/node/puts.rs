@@ -13,7 +13,7 @@ impl Puts {
     /// that no other can take.
     pub fn new(memory: &Memory, tenants: &[u32]) -> Self {
         let total: usize = memory.usage().iter().map(|usage| usage.total).sum();
-        let turns = usize::try_from(total as u64 / MEMORY_PER_PUT).unwrap_or(usize::MAX).max(2);
+        let turns = (total as u64 / MEMORY_PER_PUT).max(2);
         Self(Parts::new(turns, tenants, 1, PUTS_WAITING))
     }
 
@@ -23,7 +23,7 @@ impl Puts {
     }
 
     /// Turns that are left, and puts that wait for one.
-    pub fn left(&self) -> (usize, usize) {
+    pub fn left(&self) -> (u64, usize) {
         self.0.left()
     }
 }

@@ -17,7 +17,7 @@ use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::{Buf, IoChoice, Region};
+use kvarts_store::io::{IoChoice, Region, SharedBuf};
 use kvarts_store::rt::blocking::block_on;
 use serde::Serialize;
 
@@ -151,7 +151,7 @@ impl Read for Counted<'_> {
 }
 
 /// What is done with a run that was verified.
-type Each<'a> = &'a mut dyn FnMut(&Reading, &Run, Buf) -> Result<(), Failure>;
+type Each<'a> = &'a mut dyn FnMut(&Reading, &Run, SharedBuf) -> Result<(), Failure>;
 
 /// Reads and verifies a file from front to back; what it holds, and the value that names it.
 fn pass(path: &Path, far: &AtomicU64, each: Each<'_>) -> Result<(Totals, [u8; 32]), Failure> {
@@ -196,7 +196,7 @@ fn payload(
     reading: &Reading,
     run: &Run,
     (fault, cut): Faults<'_>,
-) -> Result<Buf, Failure> {
+) -> Result<SharedBuf, Failure> {
     let namespace = reading.namespace(run.namespace).ok_or_else(|| fault(&"an unknown namespace"))?;
     let shape = run.shape(namespace).map_err(|error| fault(&error))?;
     if run.block_bytes > BLOCK_BYTES_MAX {
@@ -204,7 +204,7 @@ fn payload(
     }
     let whole = run.payload_bytes().and_then(|bytes| usize::try_from(bytes).ok());
     let whole = whole.ok_or_else(|| fault(&"a run too large for this machine"))?;
-    let memory = Region::anonymous(whole.max(1)).ok().and_then(|region| Buf::new(&region, 0, whole));
+    let memory = Region::anonymous(whole.max(1)).ok().and_then(|region| SharedBuf::new(&region, 0, whole));
     let memory = memory.ok_or_else(|| fault(&"no memory for a run of blocks"))?;
     let mut block = vec![0; usize::try_from(run.block_bytes).unwrap_or(0)];
     for at in 0..run.blocks.len() {
@@ -269,7 +269,13 @@ fn each_file(directory: &Path, each: &mut dyn FnMut(u64)) {
 }
 
 /// Hands one run to the engine.
-fn put(home: &Home, reading: &Reading, run: &Run, payload: &Buf, report: &mut Report) -> Result<(), Failure> {
+fn put(
+    home: &Home,
+    reading: &Reading,
+    run: &Run,
+    payload: &SharedBuf,
+    report: &mut Report,
+) -> Result<(), Failure> {
     let now = now_ms();
     if run.expires_ms != 0 && run.expires_ms <= now {
         report.expired = report.expired.saturating_add(run.blocks.len() as u64);

@@ -12,8 +12,8 @@ use kvarts_layout::plan::{
 
 use super::{Digests, Turns};
 use crate::error::Reason;
-use crate::io::Buf;
 use crate::io::mem::PAGE;
+use crate::io::{BufMut, SharedBuf};
 
 /// Blocks of one shape and their places in memory. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -30,7 +30,7 @@ pub struct Placed {
 /// that what looks aligned to them is.
 #[derive(Clone, Debug)]
 struct Memory {
-    buf: Buf,
+    buf: SharedBuf,
     /// Bytes from that boundary to the first byte.
     shift: u64,
 }
@@ -41,7 +41,7 @@ impl Placed {
     /// V may be apart or fused, pages may lie anywhere in the memories.
     pub fn paged(
         shape: &BlockShape,
-        memory: Vec<Buf>,
+        memory: Vec<SharedBuf>,
         targets: &[PartTarget],
         slots: Vec<u32>,
     ) -> Result<Self, Reason> {
@@ -58,7 +58,8 @@ impl Placed {
     }
 
     /// Whole blocks, one after the other in `pages`, each with its chunks in canonical order without padding.
-    pub fn blocks(shape: &BlockShape, pages: Buf, blocks: u32) -> Result<Self, Reason> {
+    pub fn blocks(shape: &BlockShape, pages: impl Into<SharedBuf>, blocks: u32) -> Result<Self, Reason> {
+        let pages = pages.into();
         let wanted = shape.block_bytes().saturating_mul(u64::from(blocks));
         expect_len(&pages, wanted)?;
         let memory = shifted(vec![pages])?;
@@ -68,7 +69,7 @@ impl Placed {
     }
 
     /// One buffer for each layer of the shape: `[part][block]` inside, without padding.
-    pub fn layers(shape: &BlockShape, layers: Vec<Buf>, blocks: u32) -> Result<Self, Reason> {
+    pub fn layers(shape: &BlockShape, layers: Vec<SharedBuf>, blocks: u32) -> Result<Self, Reason> {
         Self::layer_buffers(shape, shifted(layers)?, blocks)
     }
 
@@ -78,7 +79,7 @@ impl Placed {
     /// reads from, so a caller that takes its time gives it a deadline.
     pub fn layers_in_turns(
         shape: &BlockShape,
-        layers: Vec<Buf>,
+        layers: Vec<SharedBuf>,
         blocks: u32,
         turns: Turns,
     ) -> Result<Self, Reason> {
@@ -135,7 +136,7 @@ impl Placed {
     }
 
     /// The memories, in the order in which they were given.
-    pub fn memories(&self) -> impl ExactSizeIterator<Item = &Buf> {
+    pub fn memories(&self) -> impl ExactSizeIterator<Item = &SharedBuf> {
         self.memory.iter().map(|memory| &memory.buf)
     }
 
@@ -167,14 +168,14 @@ impl Placed {
     }
 
     /// The memory at an address of the plan.
-    pub fn slice(&self, at: Address, len: u64) -> Option<Buf> {
+    pub fn slice(&self, at: Address, len: u64) -> Option<SharedBuf> {
         let memory = self.memory.get(at.memory.0 as usize)?;
         let offset = usize::try_from(at.offset.checked_sub(memory.shift)?).ok()?;
         memory.buf.slice(offset, usize::try_from(len).ok()?)
     }
 
     /// The chunk `part` (canonical index in the block) of the block with ordinal `block`.
-    pub fn chunk(&self, part: u32, block: u32, bytes: u64) -> Option<Buf> {
+    pub fn chunk(&self, part: u32, block: u32, bytes: u64) -> Option<SharedBuf> {
         self.slice(self.places.address(part, block)?, bytes)
     }
 
@@ -184,11 +185,14 @@ impl Placed {
     }
 
     /// Copies a piece of a payload to `at` in `to`; `None` if it has no place there, or here.
-    pub(crate) fn fill(&self, piece: &WritePiece, to: &Buf, at: usize) -> Option<()> {
-        let to = to.slice(at, usize::try_from(piece.len).ok()?)?;
+    pub(crate) fn fill(&self, piece: &WritePiece, to: &mut BufMut, at: usize) -> Option<()> {
+        let len = usize::try_from(piece.len).ok()?;
+        if at.checked_add(len)? > to.len() {
+            return None;
+        }
         match piece.source {
-            WriteSource::Memory(address) => to.copy_from(0, &self.slice(address, piece.len)?, 0, to.len()),
-            WriteSource::Zeros => to.fill(0),
+            WriteSource::Memory(address) => to.copy_from(at, &self.slice(address, piece.len)?, 0, len),
+            WriteSource::Zeros => to.fill_part(at, len, 0),
         }
         Some(())
     }
@@ -213,7 +217,7 @@ fn reason(error: PlacementError) -> Reason {
 }
 
 /// Memories with their shifts; refused if two of them share a byte.
-fn shifted(memory: Vec<Buf>) -> Result<Vec<Memory>, Reason> {
+fn shifted(memory: Vec<SharedBuf>) -> Result<Vec<Memory>, Reason> {
     let mut ranges: Vec<_> = memory.iter().map(|buf| (buf.as_ptr().addr(), buf.len())).collect();
     ranges.sort_unstable();
     let apart = ranges.windows(2).all(|pair| match pair {
@@ -227,11 +231,11 @@ fn shifted(memory: Vec<Buf>) -> Result<Vec<Memory>, Reason> {
 }
 
 /// Memories with their shifts, which may share bytes.
-fn unchecked(memory: Vec<Buf>) -> Vec<Memory> {
+fn unchecked(memory: Vec<SharedBuf>) -> Vec<Memory> {
     memory.into_iter().map(|buf| Memory { shift: (buf.as_ptr().addr() % PAGE) as u64, buf }).collect()
 }
 
-fn expect_len(buf: &Buf, expected: u64) -> Result<(), Reason> {
+fn expect_len(buf: &SharedBuf, expected: u64) -> Result<(), Reason> {
     let found = buf.len() as u64;
     if found == expected { Ok(()) } else { Err(Reason::Length { expected, found }) }
 }
@@ -251,8 +255,8 @@ mod tests {
         .unwrap()
     }
 
-    fn buf(len: usize) -> Buf {
-        Buf::new(&Region::anonymous(len.max(1)).unwrap(), 0, len).unwrap()
+    fn buf(len: usize) -> SharedBuf {
+        SharedBuf::new(&Region::anonymous(len.max(1)).unwrap(), 0, len).unwrap()
     }
 
     fn target(memory: u32, base: u64, stride: u64) -> PartTarget {

@@ -21,7 +21,7 @@ pub(crate) const EPOCH_S: u64 = 64;
 /// Of records whose last use is so many steps ago, blocks have the record's age.
 pub(crate) const AGE_MAX: u16 = EPOCHS - 128;
 /// Parts of the budget that must have been written for a step to pass.
-pub(crate) const STEPS_PER_BUDGET: u64 = 256;
+pub const STEPS_PER_BUDGET: u64 = 256;
 /// Steps that pass at once, at most.
 const STEPS_AT_ONCE: u64 = 32;
 /// Parts of the time since opening that a step may last.

@@ -470,7 +470,7 @@ async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Rea
 /// more, so nobody needs to be told. Gives the number of blocks that were live.
 async fn forget(shared: &Shared, namespace: &Namespace) -> u64 {
     let (index, mut entries, mut blocks) = (&shared.index, Vec::new(), 0);
-    let mut section = Section::begin(&shared.delete_work, &*shared.clock);
+    let mut section = Section::begin(&shared.work.deletes, &*shared.clock);
     for partition in 0..index.partitions() {
         let mut next = Some(BlockFingerprint::default());
         while let Some(from) = next {

@@ -81,7 +81,7 @@ pub(crate) async fn links(
             let Content::Blocks(blocks) = &entry.content else { continue };
             if segment.local(blocks.namespace) == namespace.local {
                 settled &= links_of(log, (&segment, &entry, blocks), &mut links);
-                log.shared.counted.search_steps.add(1 + blocks.blocks.len() as u64);
+                log.shared.work.searches.add(1 + blocks.blocks.len() as u64);
                 section.spend(1 + blocks.blocks.len() as u64 / 8).await;
             }
         }
@@ -212,7 +212,7 @@ impl Search {
             next = found.next;
             for link in found.links {
                 self.links.insert(link);
-                shared.counted.search_steps.add(1);
+                shared.work.searches.add(1);
                 self.section.spend(1).await;
             }
             if self.links.len() >= LINKS_MAX {
@@ -234,7 +234,7 @@ impl Search {
                 }
                 self.section.spend(1).await;
             }
-            shared.counted.search_steps.add(1);
+            shared.work.searches.add(1);
             self.section.spend(1).await;
         }
     }

@@ -94,9 +94,9 @@ async fn read(driver: &Rc<Driver>, arena: &Arena, dir: DirId) -> Result<Option<C
         Err(error) => return Err(refused(&error)),
     };
     let buf = arena.take(FILE_BYTES).await.ok_or(Reason::Bug("an arena smaller than a superblock"))?;
-    let whole = driver.read(Class::Background, file, 0, buf.clone()).await;
+    let whole = driver.read_into(Class::Background, file, 0, buf).await;
     let bytes = match whole {
-        Ok(()) => buf.to_vec(),
+        Ok(buf) => buf.to_vec(),
         // A crash while the store was made may have left less: nothing was acknowledged then.
         Err(error) if error.kind == IoErrorKind::Eof => return unmade(driver, dir).await,
         Err(error) => return Err(refused(&error)),

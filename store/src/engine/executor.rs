@@ -140,6 +140,16 @@ impl Router {
         }
     }
 
+    /// Has the executors tell of what a quota has taken out, if it has. One that takes no message tells with its next
+    /// sweep.
+    pub(crate) fn name_evicted(&self, shared: &Shared) {
+        if !shared.unnamed.is_empty() {
+            for sender in &self.executors {
+                let _ = sender.try_send(Message::Name);
+            }
+        }
+    }
+
     /// Sends a part of a delete, or refuses it.
     pub(crate) fn delete(&self, shard: u32, part: DeletePart) {
         if let Some(Message::Delete(_, part)) = self.offer(shard, Message::Delete(shard, part)) {

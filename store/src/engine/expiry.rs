@@ -22,10 +22,13 @@ pub(crate) async fn sweep(log: &Log) {
     let shared = &log.shared;
     let now = stretch_of(shared.expiry_now());
     let taken = shared.due.take(log.shard, now);
-    let mut section = Section::begin(&shared.expiry_work, &*shared.clock);
+    let mut section = Section::begin(&shared.work.sweeps, &*shared.clock);
     let mut segments = taken.segments;
     if taken.forgotten {
         segments.extend(recall(log, now, &mut section).await);
+    }
+    if kvarts_layout::planted!("sweep-looks-at-all") {
+        segments.extend(log.segments.borrow().keys());
     }
     for number in segments {
         let Some(segment) = log.segments.borrow().get(&number).map(Rc::clone) else { continue };

@@ -121,7 +121,7 @@ impl Flight {
             return missed;
         };
         for (step, from) in steps_of(job, record).zip(steps_of(&self.leader, self.record)) {
-            job.shared.counted.read_steps.add(1);
+            job.shared.work.reads.add(1);
             let is_here = self
                 .changed
                 .until(|| {
@@ -169,7 +169,7 @@ impl Flight {
 /// The steps of a job that concern one run, in order.
 fn steps_of(job: &ReadJob, record: u32) -> Range<u32> {
     if kvarts_layout::planted!("follower-walks-every-step") {
-        job.shared.counted.read_steps.add(u64::from(job.plan.steps()));
+        job.shared.work.reads.add(u64::from(job.plan.steps()));
     }
     job.plan.steps_of(record)
 }

@@ -26,7 +26,7 @@ use super::slice::{Hold, header_key, open_header};
 use crate::api::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Order, Origins, Stretch};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
-use crate::io::{Buf, ExtentDone, ReadBatch};
+use crate::io::{ExtentDone, ReadBatch, SharedBuf};
 use crate::rt::mailbox::{Reply, Ticket, ticket};
 use crate::rt::{Class, LocalTask, Nanos};
 
@@ -233,14 +233,14 @@ impl LendJob {
     /// Proves the headers of these runs: those that are known, and the others as they come from the device.
     async fn prove(&self, log: &Rc<Log>, opened: &[Opened]) -> Result<Vec<ProvenRun>, NotLent> {
         let mut batch = log.driver.batch(self.request.class);
-        let mut reading: BTreeMap<u64, Buf> = BTreeMap::new();
+        let mut reading: BTreeMap<u64, SharedBuf> = BTreeMap::new();
         let (mut next, mut runs) = (0u64, Vec::with_capacity(opened.len()));
         loop {
             while let Some(one) = opened.get(next as usize) {
                 if let Some(run) = self.prove_known(log, one)? {
                     runs.push(run);
                 } else {
-                    let under_way = reading.values().map(Buf::len).sum();
+                    let under_way = reading.values().map(SharedBuf::len).sum();
                     let Some(buf) = self.submit(log, &mut batch, (next, one), under_way).await? else {
                         break;
                     };
@@ -274,7 +274,7 @@ impl LendJob {
         batch: &mut ReadBatch,
         (name, one): (u64, &Opened),
         under_way: usize,
-    ) -> Result<Option<Buf>, NotLent> {
+    ) -> Result<Option<SharedBuf>, NotLent> {
         let wanted = self.wanted(one.index)?;
         let bytes = wanted.header_bytes as usize;
         let buf = match under_way {
@@ -285,11 +285,12 @@ impl LendJob {
             },
             _ => return Ok(None),
         };
+        let buf = buf.share();
         batch.push(name, one.hold.segment().file, wanted.offset, buf.clone());
         Ok(Some(buf))
     }
 
-    fn prove_read(&self, log: &Log, one: &Opened, buf: &Buf) -> Result<ProvenRun, NotLent> {
+    fn prove_read(&self, log: &Log, one: &Opened, buf: &SharedBuf) -> Result<ProvenRun, NotLent> {
         let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
         let position = log.position(segment, wanted.offset);
         let header = open_header(&buf.to_vec(), &position, &self.shared.secret, (segment, wanted))?;

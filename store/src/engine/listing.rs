@@ -15,8 +15,9 @@ use kvarts_layout::{BlockKey, Coordinate, Group};
 use super::log::{Log, entry};
 use super::runs::RunClass;
 use super::segment::{Segment, SegmentState};
+use super::steps::Section;
 use crate::error::Reason;
-use crate::index::{BlockFingerprint, Location, RecordCursor, RecordInfo};
+use crate::index::{BlockFingerprint, Location, OwnerCursor, RecordInfo};
 use crate::rt::Class;
 
 /// A live block of a record, by its whole name.
@@ -52,23 +53,24 @@ impl Log {
 
     /// The records of a segment that the index knows, by their headers.
     async fn live_headers(&self, segment: &Segment) -> Result<Vec<Entry>, Reason> {
-        let (mut cursor, mut some, mut here) = (Some(RecordCursor::default()), Vec::new(), Vec::new());
+        let (mut cursor, mut some, mut here) = (Some(OwnerCursor::default()), Vec::new(), Vec::new());
+        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
         while let Some(from) = cursor {
-            cursor = self.shared.index.records().snapshot(from, &mut some);
-            let ours = |record: &RecordInfo| u32::from(record.shard) == self.shard && record.live > 0;
-            let records = some.iter().map(|(_, record)| record);
-            here.extend(records.filter(|record| ours(record) && record.segment == segment.number).copied());
+            cursor = self.shared.index.records().snapshot_of((self.shard as u16, None), from, &mut some);
+            let records = some.iter().map(|(_, record, _)| record);
+            here.extend(records.filter(|one| one.live > 0 && one.segment == segment.number).copied());
+            section.step(some.len().max(1) as u64).await;
         }
+        drop(section);
         let mut entries = Vec::new();
         for known in here {
             let offset = u64::from(known.page) * PAGE_BYTES;
             let bytes = usize::from(known.header_pages) * PAGE_BYTES as usize;
             let media = |error: crate::io::IoError| Reason::Media(error.to_string());
             let buf = self.stage(bytes).await.map_err(media)?;
-            if self.driver.read(Class::Background, segment.file, offset, buf.clone()).await.is_err() {
-                // Nobody can read these blocks either.
-                continue;
-            }
+            let read = self.driver.read_into(Class::Background, segment.file, offset, buf).await;
+            // Nobody can read these blocks either.
+            let Ok(buf) = read else { continue };
             let image = buf.to_vec();
             if let Ok(opened) = record::open(&image, &self.position(segment, offset), &self.shared.secret)
                 && let Ok(body) = opened.body()

@@ -38,7 +38,7 @@ use crate::api::{Placed, Turns};
 use crate::error::Reason;
 use crate::index::RecordInfo;
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{Arena, Buf, DirId, Driver, IoError, Name};
+use crate::io::{Arena, Buf, BufMut, DirId, Driver, IoError, Name};
 use crate::rt::{Class, Nanos};
 
 /// The most buffers of one vectored write: what the kernel takes at once.
@@ -174,6 +174,8 @@ pub(crate) struct Log {
     pub(crate) segments: RefCell<BTreeMap<u32, Rc<Segment>>>,
     /// The last generation of each segment whose file is gone.
     pub(crate) retired: RefCell<BTreeMap<u32, u64>>,
+    /// What the last checkpoint said of each segment that was in use and whose file is gone.
+    pub(crate) lost: RefCell<BTreeMap<u32, kvarts_layout::format::checkpoint::SegmentState>>,
     /// Bytes of the budget that files have which could not be made, and not be removed.
     pub(crate) residue: Cell<u64>,
     /// Proved headers, for reads.
@@ -266,6 +268,7 @@ impl Log {
             arena,
             segments: RefCell::default(),
             retired: RefCell::default(),
+            lost: RefCell::default(),
             residue: Cell::new(0),
             headers: Headers::default(),
             flights: Flights::default(),
@@ -316,7 +319,7 @@ impl Log {
             let pieces = draft.payload.as_ref().and_then(|payload| self.vectored(payload));
             let (image, staging) = self.give_place(draft, pieces.is_none()).await?;
             let (segment, offset) = (Rc::clone(&image.segment), image.offset);
-            let Err(error) = self.write(class, &image, draft, (pieces, &staging)).await else {
+            let Err(error) = self.write(class, &image, draft, (pieces, staging)).await else {
                 segment.wrote(offset);
                 return Ok(image.written);
             };
@@ -369,9 +372,9 @@ impl Log {
         self: &Rc<Self>,
         draft: &Draft<'_>,
         with_payload: bool,
-    ) -> Result<(Image, Buf), Reason> {
+    ) -> Result<(Image, BufMut), Reason> {
         let payload = draft.payload.as_ref().filter(|_| with_payload).map_or(0, Payload::image_bytes);
-        let (mut fresh, mut memory) = (false, None::<Buf>);
+        let (mut fresh, mut memory) = (false, None::<BufMut>);
         loop {
             if let Some(reason) = self.shared.latched() {
                 return Err(reason);
@@ -380,7 +383,7 @@ impl Log {
             if let Some(segment) = &open {
                 if let Some(sheet) = self.fitting(segment, draft)? {
                     let bytes = sheet.headers.len() + payload as usize;
-                    let staging = match memory.take().and_then(|memory| memory.slice(0, bytes)) {
+                    let staging = match memory.take().and_then(|memory| memory.first(bytes)) {
                         Some(staging) => Some(staging),
                         None => self.arena.try_take(bytes),
                     };
@@ -548,33 +551,36 @@ impl Log {
         class: Class,
         image: &Image,
         draft: &Draft<'_>,
-        (mut pieces, staging): (Option<Vec<Buf>>, &Buf),
+        (mut pieces, staging): (Option<Vec<Buf>>, BufMut),
     ) -> Result<(), IoError> {
+        let lies = pieces.is_some();
+        let staging = filled(image, draft.payload.as_ref().filter(|_| !lies), staging)?;
         let mut pause = PAUSE;
         for _ in 0..PAUSES {
-            match self.write_once(class, image, draft, (pieces, staging)).await {
+            match self.write_once(class, image, (pieces, staging.clone())).await {
                 Err(error) if decide(&error, Stage::PutData) == Action::NotNow => {}
                 done => return done,
             }
             self.driver.pause(pause).await;
             pause *= 4;
-            pieces = draft.payload.as_ref().and_then(|payload| self.vectored(payload));
+            pieces = draft.payload.as_ref().filter(|_| lies).and_then(|payload| self.vectored(payload));
+            if lies && pieces.is_none() {
+                return Err(IoError::unplaced(staging.len()));
+            }
         }
-        self.write_once(class, image, draft, (pieces, staging)).await
+        self.write_once(class, image, (pieces, staging)).await
     }
 
-    /// The payload from the caller's memory if it is aligned and large, otherwise through staging.
+    /// The payload from the caller's memory if it is aligned and large, otherwise it is in what is staged.
     async fn write_once(
         &self,
         class: Class,
         image: &Image,
-        draft: &Draft<'_>,
-        (pieces, staging): (Option<Vec<Buf>>, &Buf),
+        (pieces, staging): (Option<Vec<Buf>>, Buf),
     ) -> Result<(), IoError> {
-        let (payload, file, staging) = (draft.payload.as_ref(), image.segment.file, staging.clone());
-        staging.copy_in(0, &image.headers);
-        match (pieces, payload) {
-            (Some(mut pieces), _) => {
+        let file = image.segment.file;
+        match pieces {
+            Some(mut pieces) => {
                 // Two operations, because one over both memories could not use what is registered of either.
                 let at = image.offset + image.headers.len() as u64;
                 let header = self.driver.write(class, file, image.offset, staging, false);
@@ -582,33 +588,24 @@ impl Log {
                     (1, Some(only)) => self.driver.write(class, file, at, only, false),
                     (_, last) => {
                         pieces.extend(last);
-                        self.driver.write_v(class, file, at, pieces.into(), false)
+                        self.driver.write_v(class, file, at, pieces, false)
                     }
                 };
                 // Both must have ended before the place may be called written, or given up.
                 let (header, payload) = (header.await, payload.await);
                 header.and(payload)?;
             }
-            (None, payload) => {
-                let filled =
-                    payload.is_none_or(|payload| fill(&staging, image.headers.len(), payload).is_some());
-                if !filled {
-                    return Err(IoError::unplaced(staging.len()));
-                }
-                self.driver.write(class, file, image.offset, staging, false).await?;
-            }
+            None => self.driver.write(class, file, image.offset, staging, false).await?,
         }
         Ok(())
     }
 
-    pub(crate) async fn stage(&self, bytes: usize) -> Result<Buf, IoError> {
+    /// Memory to read into or to write from, as soon as there is some.
+    pub(crate) async fn stage(&self, bytes: usize) -> Result<BufMut, IoError> {
         match self.arena.take(bytes).await {
             Some(buf) => Ok(buf),
             // Larger than the arena: rare enough for memory of its own.
-            None => crate::io::Region::anonymous(bytes)
-                .ok()
-                .and_then(|region| Buf::new(&region, 0, bytes))
-                .ok_or_else(|| IoError::out_of_memory(bytes)),
+            None => BufMut::zeroed(bytes).map_err(|_| IoError::out_of_memory(bytes)),
         }
     }
 
@@ -628,7 +625,7 @@ impl Log {
             return None;
         }
         plan.map(|piece| match piece.source {
-            WriteSource::Memory(address) => from.slice(address, piece.len),
+            WriteSource::Memory(address) => from.slice(address, piece.len).map(Buf::from),
             WriteSource::Zeros => self.shared.zeros(piece.len),
         })
         .collect()
@@ -704,13 +701,13 @@ impl Log {
     /// footer in force over records that are overwritten. One task at a time calls it.
     pub(super) async fn begin_segment(self: &Rc<Self>) -> Result<Rc<Segment>, Reason> {
         let segment = self.next_segment().await?;
-        // It appends, so it must not be waited for here.
-        self.thin_out_in_background();
         // Before it is begun: without memory for its header it stays as it is.
-        let staging = self.stage(PAGE).await.map_err(|error| fault(&error))?;
+        let mut staging = self.stage(PAGE).await.map_err(|error| fault(&error))?;
         segment.begin(self.sequence.get());
         segment.note_cold(self.shared.ages.steps() as i64);
         self.forget_segment(segment.number);
+        // Begun, it is no spare one any more. What is moved is appended, so it must not be waited for here.
+        self.thin_out_in_background();
         staging.copy_in(0, &self.header_image(&segment)?);
         if segment.generation.get() > 1 && !kvarts_layout::planted!("recycled-header-late") {
             let written = self.driver.write(Class::Put, segment.file, 0, staging, true).await;
@@ -785,7 +782,7 @@ impl Log {
         }
         for (at, image) in images {
             let fault = |error: IoError| fault(&error);
-            let staging = self.stage(image.len()).await.map_err(fault)?;
+            let mut staging = self.stage(image.len()).await.map_err(fault)?;
             staging.copy_in(0, &image);
             self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(fault)?;
         }
@@ -869,8 +866,15 @@ impl std::fmt::Debug for Log {
     }
 }
 
+/// The headers, and behind them the payload if it is given, as they are to be written.
+fn filled(image: &Image, payload: Option<&Payload<'_>>, mut staging: BufMut) -> Result<Buf, IoError> {
+    staging.copy_in(0, &image.headers);
+    let filled = payload.is_none_or(|payload| fill(&mut staging, image.headers.len(), payload).is_some());
+    if filled { Ok(staging.freeze()) } else { Err(IoError::unplaced(staging.len())) }
+}
+
 /// Puts the payload together behind the headers, padding included; `None` if not all of it has a place in memory.
-fn fill(staging: &Buf, at: usize, payload: &Payload<'_>) -> Option<()> {
+fn fill(staging: &mut BufMut, at: usize, payload: &Payload<'_>) -> Option<()> {
     let (layout, from, ordinal) = match payload {
         Payload::Placed { layout, from, ordinal } => (layout, from, *ordinal),
         Payload::Image { pages, .. } => {

@@ -105,7 +105,7 @@ fn usable_prefix(shared: &Shared, request: &MatchRequest<'_>, columns: &[Column]
         matches!(column.found.get(block as usize), Some(Lookup::Live(_)))
     };
     let usable = request.requirements.usable_prefix(blocks, request.recompute_tokens_max, present);
-    shared.counted.match_steps.add(steps);
+    shared.work.matches.add(steps);
     usable
 }
 

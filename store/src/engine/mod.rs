@@ -45,21 +45,20 @@ pub(crate) mod steps;
 mod store;
 mod tables;
 mod unpack;
-mod work;
 mod writes;
 
 use std::time::Duration;
 
+pub use ages::STEPS_PER_BUDGET;
 pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
-pub use evict::policy::EvictionPolicy;
+pub use evict::policy::{Candidate, Chosen, EvictionPolicy};
 pub use health::Health;
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
-pub use steps::WorkDone;
+pub use steps::{Done, WorkDone};
 pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
 pub use tables::Table;
-pub use work::Done;
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,6 @@
 //! Tells of blocks that a quota took out: the index knows fingerprints only, and events carry whole names.
 //!
-//! A quota makes room in memory, on the thread of whoever puts. What it takes out is noted here by record, and the
+//! A quota makes room in memory, on the executor of the put that meets it. What it takes out is noted here by record, and the
 //! executors that own the records read their headers for the names and tell. So these events alone come a moment after
 //! the change; a block that is here again by then is not told of, because what was told of its coming is true.
 //! Where a name cannot be had any more (the segment was written anew, the header cannot be read), or too much waits,
@@ -134,7 +134,7 @@ async fn names(log: &Rc<Log>, unnamed: &Unnamed) -> Option<Blocks> {
     let _reading = Hold::new(&segment);
     let offset = u64::from(info.page) * PAGE_BYTES;
     let buf = log.stage(usize::from(info.header_pages) * PAGE_BYTES as usize).await.ok()?;
-    log.driver.read(Class::Background, segment.file, offset, buf.clone()).await.ok()?;
+    let buf = log.driver.read_into(Class::Background, segment.file, offset, buf).await.ok()?;
     let image = buf.to_vec();
     let opened = record::open(&image, &log.position(&segment, offset), &log.shared.secret).ok()?;
     match opened.body().ok()? {

@@ -2,7 +2,7 @@
 //!
 //! On the caller's thread the request is checked, its missing blocks are reserved in the index (so that of two
 //! puts of one block only one writes), cut into records and digested. Each record goes to the executor of the
-//! shard that its first key names; there it is appended, made durable if asked, and only then made live. The
+//! shard that its first key names; there room is made within its quota if that is used up, it is appended, made durable if asked, and only then made live. The
 //! last record to end gives the answer.
 //!
 //! Whatever happens to a put, its reservations end: a job that is dropped half-way abandons what it had reserved.
@@ -22,15 +22,15 @@ use kvarts_layout::format::page_align;
 use kvarts_layout::plan::WritePlan;
 use kvarts_layout::{BlockKey, Layout, OriginId};
 
+use super::executor::Router;
 use super::log::Log;
 use super::notify::before;
-use super::quota;
+use super::quota::{self, Share};
 use super::runs::RunClass;
 use super::shared::Shared;
 use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 use crate::error::{Error, Reason};
 use crate::index::{BlockFingerprint, RecordInfo, Reservation, Ticket as Claim};
-use crate::ledger::Promise;
 use crate::rt::mailbox::Reply;
 use crate::rt::{LocalTask, Nanos};
 use crate::sync::{Mutex, MutexGuard};
@@ -63,12 +63,14 @@ struct PutState {
 pub(crate) struct PutPart {
     pub(crate) job: Arc<PutJob>,
     pub(crate) work: PutWork,
+    /// Whom to tell of what goes for it, if something must.
+    pub(crate) tell: Option<Arc<Router>>,
 }
 
 /// The kinds of work.
 pub(crate) enum PutWork {
     /// Write these blocks of the request as one record.
-    Write { run: Range<u32>, digests: Vec<u32>, promise: Promise },
+    Write { run: Range<u32>, digests: Vec<u32>, share: Share },
     /// These blocks are here already: make sure that their record is as durable as was asked.
     Settle { places: Vec<u32>, segment: u32, end: u64 },
 }
@@ -259,20 +261,22 @@ impl PutJob {
 
     /// The part that writes a run, or `None` if the namespace's quota refuses it.
     fn write_part(self: &Arc<Self>, run: Range<u32>, shards: u32) -> Option<Routed> {
-        let (promise, digests) =
-            match self.promise(&run).and_then(|promise| Ok((promise, self.digests(&run)?))) {
-                Ok(both) => both,
-                Err(reason) => {
-                    let outcome = self.give_up(&run, reason);
-                    let mut state = self.lock();
-                    if let Some(refused) = state.outcomes.get_mut(run.start as usize..run.end as usize) {
-                        refused.fill(outcome);
-                    }
-                    return None;
+        let (share, digests) = match self.share(&run).and_then(|share| Ok((share, self.digests(&run)?))) {
+            Ok(both) => both,
+            Err(reason) => {
+                let outcome = self.give_up(&run, reason);
+                let mut state = self.lock();
+                if let Some(refused) = state.outcomes.get_mut(run.start as usize..run.end as usize) {
+                    refused.fill(outcome);
                 }
-            };
+                return None;
+            }
+        };
         let shard = self.request.keys.get(run.start as usize).map_or(0, |key| shard_of(key, shards));
-        Some((shard, PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, promise } }))
+        Some((
+            shard,
+            PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, share }, tell: None },
+        ))
     }
 
     /// The digest of each chunk of a run, block by block, each in canonical order.
@@ -290,15 +294,15 @@ impl PutJob {
         Ok(digests)
     }
 
-    /// Takes what the record of a run will take of its namespace's quota.
-    fn promise(&self, run: &Range<u32>) -> Result<Promise, Reason> {
+    /// Takes what the record of a run will take of its namespace's quota, or says what is to be had first.
+    fn share(&self, run: &Range<u32>) -> Result<Share, Reason> {
         let shape = &self.class.shape;
         let chunks: usize = shape.layers().iter().map(|layer| layer.chunks.len()).sum();
         let (blocks, chunks) = (run.len() as u64, chunks as u64);
         let header = HEADER_BYTES + blocks * (HEADER_BLOCK_BYTES + 4 * chunks);
         let payload = self.class.layout_of(run.len() as u32)?.image_bytes();
         let account = self.shared.index.records().ledger().account(self.class.namespace.id);
-        quota::promise(&self.shared, &account, page_align(header).unwrap_or(header) + payload)
+        quota::promise(&account, page_align(header).unwrap_or(header) + payload)
     }
 
     /// One part for each segment that blocks which are here already must be durable in.
@@ -317,7 +321,7 @@ impl PutJob {
         }
         let part = |((shard, segment), (end, places))| {
             let work = PutWork::Settle { places, segment, end };
-            (u32::from(shard), PutPart { job: Arc::clone(self), work })
+            (u32::from(shard), PutPart { job: Arc::clone(self), work, tell: None })
         };
         ends.into_iter().map(part).collect()
     }
@@ -437,6 +441,11 @@ pub(crate) fn record_range(record: &RecordInfo) -> (u64, u64) {
 }
 
 impl PutPart {
+    /// Whether others' blocks may have to go for it.
+    pub(crate) fn makes_room(&self) -> bool {
+        matches!(&self.work, PutWork::Write { share, .. } if share.is_owed())
+    }
+
     /// When the caller stops caring.
     pub(crate) fn deadline(&self) -> Option<Nanos> {
         self.job.request.deadline
@@ -444,8 +453,8 @@ impl PutPart {
 }
 
 /// Does one part on its shard's executor. `deadline` completes when the caller stops caring.
-pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask>) {
-    let PutPart { job, work } = part;
+pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<LocalTask>) {
+    let PutPart { job, work, tell } = part;
     match work {
         PutWork::Settle { places, segment, end } => {
             let found = log.segments.borrow().get(&segment).map(Rc::clone);
@@ -467,7 +476,21 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, deadline: Option<LocalTask
                 let _ = settling.await;
             }
         }
-        PutWork::Write { run, digests, promise } => {
+        PutWork::Write { run, digests, share } => {
+            let paid = match job.stopped().filter(|_| share.is_owed()) {
+                None => before(pin!(share.paid(&log.shared)), deadline.as_mut()).await,
+                stopped => stopped.map(Err),
+            };
+            if let Some(router) = tell {
+                router.name_evicted(&log.shared);
+            }
+            let promise = match paid.unwrap_or(Err(Reason::DeadlinePassed)) {
+                Ok(promise) => promise,
+                Err(reason) => {
+                    let outcome = job.give_up(&run, reason);
+                    return job.finish(run.map(|place| (place, outcome.clone())));
+                }
+            };
             let mut writing = pin!(write::write(log, &job, &run, &digests));
             let ended = before(writing.as_mut(), deadline).await;
             let late = ended.is_none();

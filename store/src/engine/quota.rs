@@ -1,10 +1,11 @@
 //! Keeping a namespace within its quota, and a tenant's together within theirs: what has not been used for longest goes
 //! first.
 //!
-//! It happens on the caller's thread and in memory alone: what counts is what the index points at, so a block that
-//! leaves the index is out of the account, and its bytes are dead until their segment is reclaimed. Its name is found
-//! afterwards, to tell of it (`naming`). It looks at the account's own records, which are kept apart from others', and
-//! each time makes room for a share of the limit, so that the next look is that many bytes away.
+//! It happens on the executor of the shard that the put goes to, in short sections (`steps`), and in memory alone: what
+//! counts is what the index points at, so a block that leaves the index is out of the account, and its bytes are dead
+//! until their segment is reclaimed. Its name is found afterwards, to tell of it (`naming`). It looks at the account's own
+//! records, which are kept apart from others', and each time makes room for a share of the limit, so that the next look is
+//! that many bytes away. One task at a time does it for an account; others wait in the order in which they came.
 //!
 //! Which blocks a record has, the index does not say: of accounts with a limit it is kept by record from the put on. Of
 //! what recovery found, or what was put before there was a limit, it is learnt by one walk over the index.
@@ -12,34 +13,80 @@
 //! Records go as a whole, oldest use first, those of one time in log order: a chain that loses its oldest record
 //! keeps the others whole.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 
 use super::shared::Shared;
+use super::steps::{AT_ONCE, Section};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup, OwnerCursor, RecordId, RecordInfo};
-use crate::ledger::{Account, Known, Pool, Promise};
+use crate::ledger::{Account, Known, MakingRoom, OverQuota, Pool, Promise};
+use crate::rt::blocking::block_on;
 use crate::sync::{Mutex, MutexGuard};
 
 /// Each time at least this part of the limit is freed.
 const SHARE: u64 = 16;
-/// Records whose blocks are known before those are looked for that are gone.
-const KNOWN_MIN: usize = 1024;
+/// Blocks of one record that go without a turn for others.
+const BLOCKS_AT_ONCE: usize = 64;
+/// Records that are looked at for each that is noted, whether they are there still.
+const LOOKED_AT: usize = 2;
 
-/// Takes `bytes` of the account for a put, evicting what must go for it.
-pub(crate) fn promise(shared: &Shared, account: &Arc<Account>, bytes: u64) -> Result<Promise, Reason> {
-    account.promise(bytes).or_else(|_| {
-        make_room(shared, account, bytes);
-        account.promise(bytes).map_err(|over| Reason::Quota { limit: over.limit, wanted: over.wanted })
-    })
+/// What a put has of its account's limit.
+#[derive(Debug)]
+pub(crate) enum Share {
+    /// Its bytes.
+    Promised(Promise),
+    /// So many bytes are to be had first.
+    Owed(Arc<Account>, u64),
 }
 
-/// Evicts records until `bytes` more fit into the account and its pool, if that can be had.
-pub(crate) fn make_room(shared: &Shared, account: &Account, bytes: u64) {
-    make_room_in(shared, Purse::Namespace(account), bytes);
-    if let Some(pool) = account.pool() {
-        make_room_in(shared, Purse::Tenant(pool), bytes);
+/// Takes `bytes` of the account for a put, if they are there: else room is to be made for them. What can never fit is
+/// refused.
+pub(crate) fn promise(account: &Arc<Account>, bytes: u64) -> Result<Share, Reason> {
+    match account.promise(bytes) {
+        Ok(promise) => Ok(Share::Promised(promise)),
+        Err(over) if bytes > over.limit => Err(refused(over)),
+        Err(_) => Ok(Share::Owed(Arc::clone(account), bytes)),
+    }
+}
+
+fn refused(over: OverQuota) -> Reason {
+    Reason::Quota { limit: over.limit, wanted: over.wanted }
+}
+
+impl Share {
+    /// Makes room for what is owed, and takes it.
+    pub(crate) async fn paid(self, shared: &Shared) -> Result<Promise, Reason> {
+        match self {
+            Self::Promised(promise) => Ok(promise),
+            Self::Owed(account, bytes) => {
+                loop {
+                    let evicted = make_room(shared, &account, bytes).await;
+                    match account.promise(bytes) {
+                        Ok(promise) => return Ok(promise),
+                        // Others took what was freed: there may be more.
+                        Err(_) if evicted => {}
+                        Err(over) => return Err(refused(over)),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether others' blocks may go for it.
+    pub(crate) fn is_owed(&self) -> bool {
+        matches!(self, Self::Owed(..))
+    }
+}
+
+/// Evicts records until `bytes` more fit into the account and its pool, if that can be had; says whether any went.
+pub(crate) async fn make_room(shared: &Shared, account: &Account, bytes: u64) -> bool {
+    let of_namespace = make_room_in(shared, Purse::Namespace(account), bytes).await;
+    match account.pool() {
+        Some(pool) => make_room_in(shared, Purse::Tenant(pool), bytes).await || of_namespace,
+        None => of_namespace,
     }
 }
 
@@ -50,7 +97,15 @@ pub(crate) enum Purse<'a> {
     Tenant(&'a Arc<Pool>),
 }
 
-impl Purse<'_> {
+impl<'a> Purse<'a> {
+    /// Whose turn it is to make room.
+    fn turn(self) -> &'a MakingRoom {
+        match self {
+            Self::Namespace(account) => &account.making_room,
+            Self::Tenant(pool) => &pool.making_room,
+        }
+    }
+
     fn limit(self) -> Option<u64> {
         match self {
             Self::Namespace(account) => account.space().limit,
@@ -75,23 +130,34 @@ impl Purse<'_> {
     }
 }
 
-/// Evicts records of the purse until `bytes` more fit, if that can be had.
-pub(crate) fn make_room_in(shared: &Shared, purse: Purse<'_>, bytes: u64) {
-    let limit = match purse.limit() {
-        // What can never fit makes nothing go.
-        Some(limit) if bytes <= limit => limit,
-        _ => return,
-    };
-    let one = match purse {
-        Purse::Namespace(account) => &account.making_room,
-        Purse::Tenant(pool) => &pool.making_room,
-    };
-    let _one = one.lock().unwrap_or_else(PoisonError::into_inner);
-    let excess = purse.excess(bytes);
-    if excess == 0 {
-        return;
+/// Evicts records of the purse until `bytes` more fit, if that can be had; says whether any went.
+async fn make_room_in(shared: &Shared, purse: Purse<'_>, bytes: u64) -> bool {
+    let (mut bytes, mut evicted) = (bytes, false);
+    // What can never fit makes nothing go.
+    while let Some(limit) = purse.limit().filter(|limit| bytes <= *limit) {
+        let turn = purse.turn().take().await;
+        let excess = purse.excess(bytes);
+        if excess > 0 {
+            evicted |= evict_oldest(shared, &purse.accounts(shared), excess.max(limit / SHARE)).await > 0;
+        }
+        drop(turn);
+        if purse.limit() == Some(limit) {
+            break;
+        }
+        // Whoever changed it meanwhile found the turn taken.
+        bytes = 0;
     }
-    evict_oldest(shared, &purse.accounts(shared), excess.max(limit / SHARE));
+    evicted
+}
+
+/// As [`make_room_in`] for a limit that was set just now, on the thread of whoever set it. If somebody makes room already,
+/// it is that one who keeps the new limit.
+pub(crate) fn keep_limit(shared: &Shared, purse: Purse<'_>) {
+    let Some(_turn) = purse.turn().try_take() else { return };
+    let excess = purse.excess(0);
+    if let Some(limit) = purse.limit().filter(|_| excess > 0) {
+        block_on(evict_oldest(shared, &purse.accounts(shared), excess.max(limit / SHARE)));
+    }
 }
 
 /// Notes which blocks a record has, if its account has a limit.
@@ -107,88 +173,114 @@ pub(crate) fn note(
     };
     let mut known = lock(&account.known);
     known.records.insert(record, prints.collect());
-    if known.records.len() > known.looked_through_at.max(KNOWN_MIN) {
-        let own = |id: RecordId| {
-            let info = records.get(id).filter(|info| info.live > 0);
-            info.is_some_and(|info| records.ledger().number_of(info.class) == account.number())
-        };
-        known.records.retain(|id, _| own(*id));
-        known.looked_through_at = 2 * known.records.len();
-    }
+    // A few of the others each time: what is gone is forgotten before as much comes again.
+    let own = |id: RecordId| {
+        let info = records.get(id).filter(|info| info.live > 0);
+        info.is_some_and(|info| records.ledger().number_of(info.class) == account.number())
+    };
+    let from = known.looked_at.map_or(Unbounded, Excluded);
+    let next: Vec<RecordId> =
+        known.records.range((from, Unbounded)).map(|(id, _)| *id).take(LOOKED_AT).collect();
+    known.looked_at = next.get(LOOKED_AT - 1).copied();
+    next.iter().filter(|id| **id != record && !own(**id)).for_each(|id| drop(known.records.remove(id)));
 }
 
-/// Evicts records of these accounts that are worth `bytes` together, the longest unused first. Those with a lease on any
-/// block are passed over.
-fn evict_oldest(shared: &Shared, accounts: &[Arc<Account>], bytes: u64) {
-    let mut found = Vec::new();
+/// Evicts records of these accounts that are worth `bytes` together, the longest unused first; gives what went. Those
+/// with a lease on any block are passed over.
+async fn evict_oldest(shared: &Shared, accounts: &[Arc<Account>], bytes: u64) -> u64 {
+    let mut section = Section::begin(&shared.work.quotas, &*shared.clock);
+    let mut found = BTreeSet::new();
     for (place, account) in accounts.iter().enumerate() {
-        records_of(shared, account, |id, info, used| {
-            found.push((used, (info.shard, info.segment, info.page), id, info.share(info.live), place));
-        });
+        let look = |id: RecordId, info: &RecordInfo, used: u32| {
+            found.insert((used, (info.shard, info.segment, info.page), id, info.share(info.live), place));
+        };
+        records_of(shared, account, &mut section, look).await;
     }
-    found.sort_unstable();
     let (mut sum, mut walked, now) = (0u64, false, shared.clock.now());
-    for (_, _, id, share, place) in found {
-        let Some(account) = accounts.get(place).filter(|_| sum < bytes) else { break };
+    while sum < bytes
+        && let Some((_, _, id, share, place)) = found.pop_first()
+    {
+        let Some(account) = accounts.get(place) else { break };
         if !walked && !lock(&account.known).records.contains_key(&id) {
             walked = true;
-            learn(shared, accounts);
+            learn(shared, accounts, &mut section).await;
         }
         let Some(prints) = lock(&account.known).records.remove(&id) else { continue };
-        shared.quota_work.add(prints.len() as u64);
-        if prints.iter().any(|print| shared.index.is_leased(*print, now)) {
+        let mut leased = false;
+        for some in prints.chunks(BLOCKS_AT_ONCE) {
+            leased |= some.iter().any(|print| shared.index.is_leased(*print, now));
+            section.step(some.len() as u64).await;
+        }
+        if leased {
             lock(&account.known).records.insert(id, prints);
             continue;
         }
-        for print in &prints {
-            if let Lookup::Live(at) = shared.index.lookup(*print)
-                && at.record == id
-                && shared.evict_unnamed(*print, at)
-            {
-                shared.counters.blocks_evicted.fetch_add(1, Relaxed);
-            }
+        for some in prints.chunks(BLOCKS_AT_ONCE) {
+            some.iter().for_each(|print| evict(shared, id, *print));
+            section.step(some.len() as u64).await;
         }
         sum = sum.saturating_add(share);
+    }
+    sum
+}
+
+/// Takes a block out if it is in this record still.
+fn evict(shared: &Shared, record: RecordId, print: BlockFingerprint) {
+    if let Lookup::Live(at) = shared.index.lookup(print)
+        && at.record == record
+        && shared.evict_unnamed(print, at)
+    {
+        shared.counters.blocks_evicted.fetch_add(1, Relaxed);
     }
 }
 
 /// Shows every record of an account that has a live block, with the second of its last use.
-fn records_of(shared: &Shared, account: &Account, mut look: impl FnMut(RecordId, &RecordInfo, u32)) {
+async fn records_of(
+    shared: &Shared,
+    account: &Account,
+    section: &mut Section<'_>,
+    mut look: impl FnMut(RecordId, &RecordInfo, u32),
+) {
     let mut some = Vec::new();
     for shard in 0..u16::try_from(shared.shards()).unwrap_or(u16::MAX) {
         let mut cursor = Some(OwnerCursor::default());
         while let Some(from) = cursor {
             cursor = shared.index.records().snapshot_of((shard, Some(account.number())), from, &mut some);
-            shared.quota_work.add(some.len() as u64);
             some.iter()
                 .filter(|(_, info, _)| info.live > 0)
                 .for_each(|(id, info, used)| look(*id, info, *used));
+            section.step(some.len().max(1) as u64).await;
         }
     }
 }
 
 /// Learns which blocks the records of these accounts have, by a walk over the index.
-fn learn(shared: &Shared, accounts: &[Arc<Account>]) {
+async fn learn(shared: &Shared, accounts: &[Arc<Account>], section: &mut Section<'_>) {
     let mut wanted = BTreeMap::<RecordId, (usize, Vec<BlockFingerprint>)>::new();
     for (place, account) in accounts.iter().enumerate() {
-        records_of(shared, account, |id, _, _| drop(wanted.insert(id, (place, Vec::new()))));
+        let look = |id, _: &RecordInfo, _| drop(wanted.insert(id, (place, Vec::new())));
+        records_of(shared, account, section, look).await;
     }
     let mut entries = Vec::new();
     for partition in 0..shared.index.partitions() {
-        shared.index.snapshot(partition, &mut entries);
-        shared.quota_work.add(entries.len() as u64);
-        for entry in &entries {
-            if let Lookup::Live(at) = entry.state
-                && let Some((_, prints)) = wanted.get_mut(&at.record)
-            {
-                prints.push(entry.print);
+        let mut next = Some(BlockFingerprint::default());
+        while let Some(from) = next {
+            next = shared.index.snapshot_part(partition, from, AT_ONCE as usize / 2, &mut entries);
+            for entry in &entries {
+                if let Lookup::Live(at) = entry.state
+                    && let Some((_, prints)) = wanted.get_mut(&at.record)
+                {
+                    prints.push(entry.print);
+                }
             }
+            section.step(entries.len() as u64).await;
         }
     }
     for (id, (place, prints)) in wanted {
         if let Some(account) = accounts.get(place) {
             lock(&account.known).records.insert(id, prints.into());
         }
+        section.step(1).await;
     }
 }
 

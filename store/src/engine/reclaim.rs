@@ -9,7 +9,7 @@
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use kvarts_layout::format::body::Blocks;
+use kvarts_layout::format::body::{BlockName, Blocks};
 use kvarts_layout::format::footer::{Content, Footer};
 use kvarts_layout::format::trailer::{self, Trailer};
 use kvarts_layout::format::{PAGE, PAGE_BYTES};
@@ -20,11 +20,15 @@ use super::evict::batch::Made;
 use super::log::Log;
 use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState};
+use super::steps::Section;
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
 use crate::index::{Eviction, Lookup};
-use crate::io::{Buf, IoError, Region};
+use crate::io::{BufMut, IoError};
 use crate::rt::Class;
+
+/// Blocks that go without a turn for others.
+const BLOCKS_AT_ONCE: usize = 64;
 
 impl Log {
     /// Whether no read holds a segment, and none is on its way that was sent there for a block which has moved since.
@@ -47,8 +51,10 @@ impl Log {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
             if self.save_graves(&footer).await
                 && self.is_unread(&segment)
-                && self.evict_all(&segment, &footer)
+                && self.evict_all(&segment, &footer).await
                 && self.is_unread(&segment)
+                && segment.state.get() == SegmentState::Sealed
+                && segment.book.live() == 0
             {
                 self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
                 segment.state.set(SegmentState::Free);
@@ -121,21 +127,20 @@ impl Log {
 
     /// The footer of a sealed segment, from disk.
     pub(crate) async fn read_footer(&self, segment: &Segment) -> Result<Footer, Reason> {
-        self.shared.counted.footers_read.add(1);
+        self.shared.work.footers.add(1);
         let shard = self.shard;
         let damaged = |what: String| Reason::Header { shard, segment: segment.number, offset: 0, what };
         let media = |error: IoError| Reason::Media(error.to_string());
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
         let page = self.stage(PAGE).await.map_err(media)?;
-        self.driver.read(Class::Background, segment.file, trailer_at, page.clone()).await.map_err(media)?;
+        let read = self.driver.read_into(Class::Background, segment.file, trailer_at, page);
+        let page = read.await.map_err(media)?;
         let position = trailer::position(&self.position(segment, 0), self.shared.segment_bytes);
         let trailer = Trailer::decode(&page.to_vec(), &position, &self.shared.secret)
             .map_err(|unsound| damaged(unsound.to_string()))?;
         let buf = self.stage(trailer.footer_bytes as usize).await.map_err(media)?;
-        self.driver
-            .read(Class::Background, segment.file, trailer.footer_offset, buf.clone())
-            .await
-            .map_err(media)?;
+        let read = self.driver.read_into(Class::Background, segment.file, trailer.footer_offset, buf);
+        let buf = read.await.map_err(media)?;
         let position = self.position(segment, trailer.footer_offset);
         Footer::decode(&buf.to_vec(), &position, &self.shared.secret)
             .map_err(|unsound| damaged(unsound.to_string()))
@@ -146,10 +151,8 @@ impl Log {
         let mut ahead = Vec::with_capacity(segments.len());
         for segment in segments {
             let read = segment.footer_at.get().and_then(|(offset, bytes)| {
-                let region = Region::anonymous(bytes as usize).ok()?;
-                let buf = Buf::new(&region, 0, bytes as usize)?;
-                let read = self.driver.read(Class::Background, segment.file, offset, buf.clone());
-                Some((offset, buf, read))
+                let buf = BufMut::zeroed(bytes as usize).ok()?;
+                Some((offset, self.driver.read_into(Class::Background, segment.file, offset, buf)))
             });
             ahead.push(read);
         }
@@ -157,9 +160,9 @@ impl Log {
         for (segment, read) in segments.iter().zip(ahead) {
             footers.push(match read {
                 None => self.read_footer(segment).await,
-                Some((offset, buf, read)) => match read.await {
+                Some((offset, read)) => match read.await {
                     Err(error) => Err(Reason::Media(error.to_string())),
-                    Ok(()) => {
+                    Ok(buf) => {
                         let position = self.position(segment, offset);
                         let footer = Footer::decode(&buf.to_vec(), &position, &self.shared.secret);
                         footer.map_err(|unsound| Reason::Header {
@@ -176,21 +179,25 @@ impl Log {
     }
 
     /// Evicts every block that the segment holds; false, and only some evicted, if one is leased.
-    pub(crate) fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
+    pub(crate) async fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
+        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
         for record in &footer.records {
-            if let Content::Blocks(blocks) = &record.content
-                && !self.evict_record(segment, record.offset, blocks)
-            {
-                return false;
+            let Content::Blocks(blocks) = &record.content else { continue };
+            for some in blocks.blocks.chunks(BLOCKS_AT_ONCE) {
+                if !self.evict_named(segment, record.offset, (blocks, some)) {
+                    return false;
+                }
+                section.step(some.len() as u64).await;
             }
         }
         true
     }
 
-    fn evict_record(&self, segment: &Segment, offset: u64, blocks: &Blocks) -> bool {
+    /// Evicts some blocks of a record.
+    fn evict_named(&self, segment: &Segment, offset: u64, (blocks, some): (&Blocks, &[BlockName])) -> bool {
         let index = &self.shared.index;
         let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return true };
-        for name in &blocks.blocks {
+        for name in some {
             let key = BlockKey(name.key);
             let namespace = segment.local(blocks.namespace);
             let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);

@@ -44,8 +44,8 @@ use super::evict::batch::punched_bytes;
 use super::log::Log;
 use super::segment::{Segment, SegmentState};
 use crate::error::Reason;
-use crate::io::driver::{Meta, Transfer};
-use crate::io::{Buf, FileId, IoError, IoErrorKind, MetaOp, Reply};
+use crate::io::driver::{Meta, ReadInto};
+use crate::io::{FileId, IoError, IoErrorKind, MetaOp, Reply};
 
 /// Footers that are read ahead of the one being taken in, and questions for holes beside them.
 const FOOTERS_AHEAD: usize = 4;
@@ -182,6 +182,8 @@ impl Recovery<'_> {
                 retired.insert(number, known.generation);
                 if known.state != SEGMENT_FREE {
                     self.report.miss(number);
+                    // Told at each start until somebody has repaired the store: checkpoints go on to say it.
+                    self.log.lost.borrow_mut().insert(number, *known);
                 }
             }
         }
@@ -217,14 +219,12 @@ impl Recovery<'_> {
     ) -> Result<Option<Source>, Reason> {
         let (durable_generation, durable_upto) = ends.durable(&self.checkpoint);
         let was_sealed = scan == Scan::Rescan && ends.sighting(&self.checkpoint).may_have_holes();
-        let ask = was_sealed && !kvarts_layout::planted!("rescan-forgets-holes");
-        let holes = if ask { self.holes(segment.file).await? } else { Vec::new() };
-        if !was_sealed {
-            files::complete(self.log, &segment).await;
-        }
+        let ask = (was_sealed || scan == Scan::Tail) && !kvarts_layout::planted!("rescan-forgets-holes");
+        let mut holes = if ask { self.holes(segment.file).await? } else { Vec::new() };
         let target = Target {
             file: segment.file,
-            holes: &holes,
+            holes: if was_sealed { &holes } else { &[] },
+            if_sealed: if was_sealed { &[] } else { &holes },
             len: ends.len,
             scan,
             position: ends
@@ -235,6 +235,11 @@ impl Recovery<'_> {
             durable_generation,
         };
         let scanned = scan::scan(self, &target).await?;
+        let was_sealed = was_sealed || scanned.was_sealed;
+        if !was_sealed {
+            holes.clear();
+            files::complete(self.log, &segment).await;
+        }
         self.saw(scanned.last_sequence);
         let floor = segment.generation.get().max(scanned.generation);
         if !scanned.is_worth_sealing() {
@@ -283,7 +288,7 @@ impl Recovery<'_> {
             return Ok(());
         }
         let image = self.log.header_image(segment)?;
-        let page = memory(self.log, image.len())?;
+        let mut page = memory(self.log, image.len())?;
         page.copy_in(0, &image);
         let written = self.log.driver.write(CLASS, segment.file, 0, page, true).await;
         written.map_err(|error| Reason::Media(error.to_string()))
@@ -295,17 +300,17 @@ impl Recovery<'_> {
         self.batch = Batch::new(&self.log.shared.index, blocks);
         // One for all footers: memory that is new each time costs more than reading it.
         let mut image = Vec::new();
-        let mut ahead = VecDeque::<(Buf, Transfer, Meta)>::new();
+        let mut ahead = VecDeque::<(ReadInto, Meta)>::new();
         let (mut next, mut begun) = (0, 0);
         while let Some(source) = sources.get(next) {
             while let Some(source) = sources.get(begun).filter(|_| begun < next + FOOTERS_AHEAD) {
                 if let Listed::Footer(_, trailer) = &source.listed {
                     let buf = memory(self.log, trailer.footer_bytes as usize)?;
                     let file = source.segment.file;
-                    let read = self.log.driver.read(CLASS, file, trailer.footer_offset, buf.clone());
+                    let read = self.log.driver.read_into(CLASS, file, trailer.footer_offset, buf);
                     // What lies behind the records is nobody's, and mostly one hole that was never written.
                     let holes = self.log.driver.meta(MetaOp::Holes { file, upto: trailer.log_end });
-                    ahead.push_back((buf, read, holes));
+                    ahead.push_back((read, holes));
                 }
                 begun += 1;
             }
@@ -313,12 +318,13 @@ impl Recovery<'_> {
             match &source.listed {
                 Listed::Scanned(entries) => self.adopt(&source.segment, entries).await?,
                 Listed::Footer(ends, trailer) => {
-                    let Some((buf, read, holes)) = ahead.pop_front() else { continue };
-                    self.report.metadata_bytes += buf.len() as u64;
-                    let read = read.await;
-                    image.resize(if read.is_ok() { buf.len() } else { 0 }, 0);
-                    buf.copy_out(0, &mut image);
-                    drop(buf);
+                    let Some((read, holes)) = ahead.pop_front() else { continue };
+                    self.report.metadata_bytes += u64::from(trailer.footer_bytes);
+                    image.clear();
+                    if let Ok(buf) = read.await {
+                        image.resize(buf.len(), 0);
+                        buf.copy_out(0, &mut image);
+                    }
                     let holes = found_holes(holes.await)?;
                     self.take_in_footer(source, (ends, trailer), &image, holes).await?;
                 }

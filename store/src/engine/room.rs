@@ -197,7 +197,8 @@ impl Log {
             // What a barren one buries was never acknowledged.
             if (self.is_barren(&segment) || self.save_graves(&footer).await)
                 && self.is_usable(&segment)
-                && self.evict_all(&segment, &footer)
+                && self.evict_all(&segment, &footer).await
+                && self.is_usable(&segment)
                 && self.is_unread(&segment)
             {
                 segment.state.set(SegmentState::Free);
@@ -244,9 +245,12 @@ impl Log {
     }
 
     fn next_number(&self) -> u32 {
-        let retired = self.retired.borrow().first_key_value().map(|(&number, _)| number);
-        let last = || self.segments.borrow().last_key_value().map_or(0, |(&last, _)| last.saturating_add(1));
-        retired.unwrap_or_else(last)
+        // The number of a lost one stays free: in use again, nobody would be told any more.
+        let lost = self.lost.borrow();
+        let retired = self.retired.borrow().keys().copied().find(|number| !lost.contains_key(number));
+        let behind = |last: Option<u32>| last.map_or(0, |last| last.saturating_add(1));
+        let last = || behind(self.segments.borrow().last_key_value().map(|(&last, _)| last));
+        retired.unwrap_or_else(|| last().max(behind(lost.last_key_value().map(|(&last, _)| last))))
     }
 
     /// The length of a file whose number `came_again` is durable before anything is written to it: its header will be of

@@ -18,12 +18,10 @@ use super::index_room::IndexRoom;
 use super::names::Names;
 use super::naming::Waiting;
 use super::runs::RunClasses;
-use super::steps::Work;
-use super::work::Counted;
+use super::steps::Works;
 use crate::events::{EventLog, RING_BYTES};
 use crate::index::{Heat, Index, RecordId};
-use crate::io::mem::PAGE;
-use crate::io::{Buf, Region};
+use crate::io::{Buf, BufMut};
 use crate::rt::{Clock, Entropy, Nanos};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, OnceLock};
@@ -119,8 +117,6 @@ pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) entropy: Arc<dyn Entropy>,
     pub(crate) counters: Counters,
-    /// Work, for tests of how it grows.
-    pub(crate) counted: Counted,
     pub(crate) events: Arc<EventLog>,
     /// What a quota took out and nobody was told of.
     pub(crate) unnamed: Waiting,
@@ -138,16 +134,8 @@ pub(crate) struct Shared {
     pub(crate) buried: AtomicU64,
     /// The coarse time by which blocks age.
     pub(crate) ages: Ages,
-    /// Steps of choosing what goes, and of taking it out.
-    pub(crate) eviction_work: Work,
-    /// Steps of checkpoints.
-    pub(crate) checkpoint_work: Work,
-    /// Steps of sweeps.
-    pub(crate) expiry_work: Work,
-    /// Steps of deletes of namespaces.
-    pub(crate) delete_work: Work,
-    /// Steps of keeping quotas.
-    pub(crate) quota_work: Work,
+    /// What work has taken.
+    pub(crate) work: Works,
     /// How much memory the index may take.
     pub(crate) index_room: IndexRoom,
     /// Where something will expire.
@@ -195,7 +183,6 @@ impl Shared {
             clock,
             entropy,
             counters: Counters::default(),
-            counted: Counted::default(),
             unnamed: Waiting::default(),
             arrivals: Arrivals::default(),
             events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),
@@ -206,11 +193,7 @@ impl Shared {
             zeros: OnceLock::new(),
             buried: AtomicU64::new(0),
             ages: Ages::new(opened.0),
-            eviction_work: Work::default(),
-            checkpoint_work: Work::default(),
-            expiry_work: Work::default(),
-            delete_work: Work::default(),
-            quota_work: Work::default(),
+            work: Works::default(),
             due: Due::default(),
             index_room: IndexRoom::default(),
             admission: Admission::default(),
@@ -222,9 +205,7 @@ impl Shared {
 
     /// Zero bytes to write from; nobody writes to them.
     pub(crate) fn zeros(&self, len: u64) -> Option<Buf> {
-        let zeros = self.zeros.get_or_init(|| {
-            Region::anonymous(ZERO_BYTES.max(PAGE)).ok().and_then(|region| Buf::new(&region, 0, ZERO_BYTES))
-        });
+        let zeros = self.zeros.get_or_init(|| BufMut::zeroed(ZERO_BYTES).ok().map(BufMut::freeze));
         zeros.as_ref()?.slice(0, usize::try_from(len).ok()?)
     }
 

@@ -34,7 +34,7 @@ use super::unpack::Stored;
 use crate::api::{Order, Verify};
 use crate::error::Reason;
 use crate::index::Lookup;
-use crate::io::{Buf, ExtentDone, IoError, ReadBatch};
+use crate::io::{BufMut, ExtentDone, IoError, ReadBatch, SharedBuf};
 use crate::rt::LocalTask;
 use packed::Packed;
 
@@ -67,7 +67,7 @@ struct Record {
 
 enum HeaderState {
     Unread,
-    Reading(Buf),
+    Reading(SharedBuf),
     Good(Rc<Header>),
     /// The run has failed; its bytes are thrown away.
     Bad,
@@ -95,7 +95,7 @@ struct Slice {
     record: usize,
     plan: Plan,
     /// For each region: its staging (none if it lands directly) and the extents that have not ended.
-    regions: Vec<(Option<Buf>, u32)>,
+    regions: Vec<(Option<SharedBuf>, u32)>,
     regions_left: u32,
     /// Why the regions that failed did.
     failed: Option<Reason>,
@@ -140,7 +140,7 @@ struct Run<'a> {
     /// What is to be submitted next: step, and index into `records`.
     next: (u32, usize),
     /// Extents of the last planned slice that have not been submitted: (name, extent, segment's record).
-    queue: VecDeque<(u64, u64, u64, Buf)>,
+    queue: VecDeque<(u64, u64, u64, SharedBuf)>,
     queue_record: usize,
     queue_step: u32,
     /// The slices to read, if not all of all records.
@@ -288,7 +288,7 @@ async fn open_records(
     let mut holds = Vec::with_capacity(indices.len());
     for &index in indices {
         let Some(wanted) = job.wanted.get(index as usize) else { continue };
-        job.shared.counted.read_steps.add(1);
+        job.shared.work.reads.add(1);
         section.spend(1).await;
         let found = log.segments.borrow().get(&wanted.segment).map(Rc::clone);
         let Some(segment) = found else {
@@ -384,7 +384,7 @@ impl<'a> Run<'a> {
             match self.next().await {
                 Some(Next::Extent(done)) => {
                     self.under_way -= 1;
-                    self.job.shared.counted.read_steps.add(1);
+                    self.job.shared.work.reads.add(1);
                     self.take_in(done);
                     let units = 1 + std::mem::take(&mut self.delivered);
                     self.section.spend(units).await;
@@ -464,7 +464,7 @@ impl<'a> Run<'a> {
             return self.size_up(at).await;
         }
         loop {
-            self.job.shared.counted.read_steps.add(1);
+            self.job.shared.work.reads.add(1);
             self.section.spend(1).await;
             let Some((step, at)) = self.next_slice() else { return false };
             let Some(record) = self.records.get(at) else { return false };
@@ -596,7 +596,7 @@ impl<'a> Run<'a> {
         self.job.slice_done(step);
     }
 
-    fn landing(&self, extent: &Extent, staging: Option<&Buf>) -> Option<Buf> {
+    fn landing(&self, extent: &Extent, staging: Option<&SharedBuf>) -> Option<SharedBuf> {
         match extent.landing {
             Landing::Direct { memory, offset } => {
                 let into = self.job.request.into.slice(Address { memory, offset }, u64::from(extent.len))?;
@@ -609,18 +609,18 @@ impl<'a> Run<'a> {
 
     /// Staging memory, `Some(None)` if none is needed. While something of this part is under way, a full arena is
     /// answered by taking that in first; otherwise other tasks hold it and will return it.
-    async fn stage(&mut self, bytes: u64) -> Option<Option<Buf>> {
+    async fn stage(&mut self, bytes: u64) -> Option<Option<SharedBuf>> {
         let bytes = bytes as usize;
         if bytes == 0 {
             return Some(None);
         }
+        // Extents fill it in parts, and what has come in is delivered while others are read: it is shared.
         let taken = match self.log.arena.try_take(bytes) {
             Some(buf) => Some(buf),
             None if self.under_way > 0 => None,
             None if bytes > self.log.arena.usage().total => {
                 // Larger than the arena: rare enough for memory of its own.
-                let region = crate::io::Region::anonymous(bytes).ok()?;
-                Buf::new(&region, 0, bytes)
+                BufMut::zeroed(bytes).ok()
             }
             None => {
                 let deadline = self.job.request.deadline.map(|at| self.log.driver.sleep_until(at));
@@ -629,7 +629,7 @@ impl<'a> Run<'a> {
                 taken.flatten()
             }
         };
-        taken.map(Some)
+        taken.map(|buf| Some(buf.share()))
     }
 
     /// Bytes of the record's header if it has to be read first; zero if it is here or on its way.
@@ -648,7 +648,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn enqueue_header(&mut self, at: usize, staging: Option<&Buf>, bytes: u64) {
+    fn enqueue_header(&mut self, at: usize, staging: Option<&SharedBuf>, bytes: u64) {
         let Some(buf) = staging.and_then(|staging| staging.slice(0, bytes as usize)) else { return };
         let Some(record) = self.records.get_mut(at) else { return };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
@@ -767,7 +767,7 @@ impl<'a> Run<'a> {
         &mut self,
         slot: usize,
         region: u32,
-        staging: Option<&Buf>,
+        staging: Option<&SharedBuf>,
         failed: Option<Reason>,
         record: usize,
     ) {

@@ -1,8 +1,9 @@
-//! Long work on an executor in short sections, each counted in steps.
+//! Work that is counted in steps, and long work on an executor in short sections.
 //!
 //! A step is a look at one block, record or segment: less than a microsecond. Whoever has many to look at counts them
 //! here, and others have their turn after every [`AT_ONCE`], so that nobody waits for the executor for a millisecond.
-//! The counts are kept: a test asserts by them how work grows and that no section is longer.
+//! The counts are kept: a test asserts by them how work grows with what is asked, and that no section is longer. They
+//! follow from the seed, however busy the machine is.
 
 use super::notify::yield_now;
 use crate::rt::{Clock, Nanos};
@@ -47,6 +48,45 @@ impl Work {
             longest_nanos: self.longest_nanos.load(Relaxed),
         }
     }
+}
+
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// The work of one open store, by kind.
+        #[derive(Debug, Default)]
+        pub(crate) struct Works { $(pub(crate) $name: Work),* }
+
+        /// What the work of one open store has taken, by kind.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        pub struct Done { $($(#[$doc])* pub $name: WorkDone),* }
+
+        impl Works {
+            pub(crate) fn done(&self) -> Done {
+                Done { $($name: self.$name.done()),* }
+            }
+        }
+    };
+}
+
+kinds! {
+    /// Choosing what is evicted, and taking it out.
+    evictions,
+    /// Checkpoints.
+    checkpoints,
+    /// Sweeps of what has expired.
+    sweeps,
+    /// Deletes of namespaces.
+    deletes,
+    /// Keeping quotas.
+    quotas,
+    /// Reads: runs taken up, slices looked at, planned, followed and taken in.
+    reads,
+    /// Matches: blocks looked at in each column, and columns looked for.
+    matches,
+    /// Searches for what descends from a key: blocks listed, links taken in and followed.
+    searches,
+    /// Footers of segments that were read while the store is open.
+    footers,
 }
 
 /// One piece of long work.

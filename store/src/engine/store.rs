@@ -451,7 +451,8 @@ impl KvStore for Store {
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
         let (reply, answer) = ticket();
         let shards = self.0.router.shards();
-        for (shard, part) in put::begin(&self.0.shared, shards, request, reply) {
+        for (shard, mut part) in put::begin(&self.0.shared, shards, request, reply) {
+            part.tell = part.makes_room().then(|| Arc::clone(&self.0.router));
             let Some(sender) = self.0.router.to(shard) else { continue };
             if let Err(error) = sender.try_send(Message::Put(shard, part))
                 && let Message::Put(_, part) = error.into_inner()
@@ -459,7 +460,6 @@ impl KvStore for Store {
                 put::refuse(part, &Reason::Busy(FULL));
             }
         }
-        self.name_evicted();
         if self.0.shared.index_room.is_short() {
             // Executors that cannot be asked now are asked with the next put.
             let _ = self.shrink();
@@ -469,13 +469,15 @@ impl KvStore for Store {
 
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<PutStream, Error>> {
         let (reply, answer) = ticket();
-        if let Some((shard, part)) = layers::begin(&self.0.shared, self.0.router.shards(), request, reply)
-            && let Some(Message::PutLayers(_, part)) =
-                self.0.router.offer(shard, Message::PutLayers(shard, part))
+        if let Some((shard, mut part)) = layers::begin(&self.0.shared, self.0.router.shards(), request, reply)
         {
-            part.refuse(Reason::Busy(FULL));
+            part.tell = Some(Arc::clone(&self.0.router));
+            if let Some(Message::PutLayers(_, part)) =
+                self.0.router.offer(shard, Message::PutLayers(shard, part))
+            {
+                part.refuse(Reason::Busy(FULL));
+            }
         }
-        self.name_evicted();
         if self.0.shared.index_room.is_short() {
             // Executors that cannot be asked now are asked with the next put.
             let _ = self.shrink();

@@ -33,6 +33,7 @@ impl Log {
             table("renamed namespaces", of_segments(super::segment::Segment::renamed)),
             table("readers of segments", of_segments(|one| one.readers.get() as usize)),
             table("retired segments", self.retired.borrow().len()),
+            table("lost segments", self.lost.borrow().len()),
             table("headers", self.headers.places()),
             table("records that do not pay", self.unpaying.borrow().len()),
             table("segments looked at", self.looked_at.borrow().len()),

@@ -10,7 +10,7 @@ use kvarts_layout::arrange::RunLayout;
 use kvarts_layout::codec::{Codec, CodecError, Encoding, StoredPlaces};
 use kvarts_layout::format::body::{Blocks, ENCODING_RAW};
 
-use crate::io::Buf;
+use crate::io::SharedBuf;
 
 /// Scratch memory that is kept between chunks: a longer chunk's is given back.
 const KEPT_BYTES_MAX: usize = 4 << 20;
@@ -63,7 +63,7 @@ impl Unpacker {
     pub(crate) fn show<T>(
         &self,
         encoding: Encoding,
-        (from, at, stored): (&Buf, usize, usize),
+        (from, at, stored): (&SharedBuf, usize, usize),
         len: usize,
         look: impl FnOnce(&[u8]) -> T,
     ) -> Result<T, CodecError> {

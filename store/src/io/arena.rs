@@ -1,6 +1,6 @@
 //! Staging memory: one region, handed out in page-aligned pieces.
 //!
-//! A piece returns to the arena when the last [`Buf`] of it is dropped, and an operation under way holds its
+//! A piece returns to the arena when the last range of it is dropped, and an operation under way holds its
 //! buffers: so memory that the kernel may still write is never handed out again, whatever became of the task
 //! that asked for it. The arena never grows: its size is a hard limit, and whoever finds it full waits.
 //!
@@ -15,7 +15,8 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use std::task::{Poll, Waker};
 
-use super::mem::{Buf, PAGE, Region};
+use super::buf::BufMut;
+use super::mem::{PAGE, Region};
 use crate::sync::{Mutex, MutexGuard};
 
 /// How full an arena is.
@@ -199,9 +200,10 @@ impl Drop for Place<'_> {
 }
 
 impl Arena {
-    /// An arena over a whole region.
+    /// An arena over a whole region, of which nobody else has a range.
     pub fn new(region: Arc<Region>) -> Self {
         let total = region.len() / PAGE * PAGE;
+        region.set_owned();
         let free = Free {
             total,
             ranges: BTreeMap::from([(0, total)]),
@@ -220,7 +222,7 @@ impl Arena {
     }
 
     /// A buffer of exactly `len` bytes that begins on a page, or `None` if no free range is long enough now.
-    pub fn try_take(&self, len: usize) -> Option<Buf> {
+    pub fn try_take(&self, len: usize) -> Option<BufMut> {
         let pages = len.max(1).checked_next_multiple_of(PAGE)?;
         let offset = {
             let mut free = self.0.lock();
@@ -232,7 +234,7 @@ impl Arena {
     }
 
     /// A buffer of exactly `len` bytes as soon as there is room, or `None` if the whole arena is smaller.
-    pub async fn take(&self, len: usize) -> Option<Buf> {
+    pub async fn take(&self, len: usize) -> Option<BufMut> {
         let pages = len.max(1).checked_next_multiple_of(PAGE)?;
         if pages > self.0.lock().total {
             return None;
@@ -266,9 +268,9 @@ impl Arena {
         Err(Place { arena: &self.0, number, len })
     }
 
-    fn piece(&self, offset: usize, pages: usize, len: usize) -> Option<Buf> {
+    fn piece(&self, offset: usize, pages: usize, len: usize) -> Option<BufMut> {
         let piece = Arc::new(Piece { arena: Arc::clone(&self.0), offset, len: pages });
-        Buf::new(&self.0.region, offset, len).map(|buf| buf.kept_by(piece))
+        BufMut::of(&self.0.region, offset, len).map(|buf| buf.kept_by(piece))
     }
 
     /// How full the arena is.
@@ -307,7 +309,7 @@ mod tests {
     #[test]
     fn a_piece_returns_when_its_last_buffer_is_dropped() {
         let arena = arena(4);
-        let buf = arena.try_take(3 * PAGE).unwrap();
+        let buf = arena.try_take(3 * PAGE).unwrap().share();
         let slice = buf.slice(PAGE, 10).unwrap();
         drop(buf);
         assert!(arena.try_take(2 * PAGE).is_none(), "a slice still holds the piece");
@@ -345,14 +347,14 @@ mod tests {
         }
     }
 
-    type Taking<'a> = std::pin::Pin<Box<dyn Future<Output = Option<Buf>> + 'a>>;
+    type Taking<'a> = std::pin::Pin<Box<dyn Future<Output = Option<BufMut>> + 'a>>;
 
     /// Somebody who asks for so many pages, and who counts his wakes.
     fn ask(arena: &Arena, pages: usize) -> (Taking<'_>, Arc<Woken>) {
         (Box::pin(arena.take(pages * PAGE)), Arc::default())
     }
 
-    fn poll((taking, woken): &mut (Taking<'_>, Arc<Woken>)) -> Option<Buf> {
+    fn poll((taking, woken): &mut (Taking<'_>, Arc<Woken>)) -> Option<BufMut> {
         let waker = Waker::from(Arc::clone(woken));
         match taking.as_mut().poll(&mut std::task::Context::from_waker(&waker)) {
             Poll::Ready(buf) => Some(buf.expect("the arena is larger")),
@@ -367,7 +369,7 @@ mod tests {
     #[test]
     fn who_asked_first_is_served_first_and_a_returned_piece_wakes_only_who_can_go_on() {
         let arena = arena(4);
-        let mut held: Vec<Buf> = (0..4).map(|_| arena.try_take(PAGE).unwrap()).collect();
+        let mut held: Vec<BufMut> = (0..4).map(|_| arena.try_take(PAGE).unwrap()).collect();
         let mut all: Vec<_> = (0..100).map(|_| ask(&arena, 1)).collect();
         assert!(all.iter_mut().all(|one| poll(one).is_none()));
         for served in 0..100 {
@@ -383,7 +385,7 @@ mod tests {
     #[test]
     fn a_large_piece_is_not_starved_by_small_ones_that_keep_coming() {
         let arena = arena(16);
-        let mut held: std::collections::VecDeque<Buf> =
+        let mut held: std::collections::VecDeque<BufMut> =
             (0..16).map(|_| arena.try_take(PAGE).unwrap()).collect();
         held.rotate_left(8);
         let mut large = ask(&arena, 8);
@@ -445,7 +447,7 @@ mod tests {
             steps in prop::collection::vec((1usize..=16, 0usize..4), 1..200),
         ) {
             let arena = arena(16);
-            let (mut held, mut waiting): (Vec<Buf>, Vec<_>) = (Vec::new(), Vec::new());
+            let (mut held, mut waiting): (Vec<BufMut>, Vec<_>) = (Vec::new(), Vec::new());
             for (pages, what) in steps {
                 match what {
                     0 if !held.is_empty() => drop(held.swap_remove(pages % held.len())),
@@ -456,7 +458,7 @@ mod tests {
                 let mut ranges: Vec<_> = held.iter().map(|buf| (buf.offset(), buf.len())).collect();
                 ranges.sort_unstable();
                 prop_assert!(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));
-                prop_assert_eq!(arena.usage().used, held.iter().map(Buf::len).sum::<usize>());
+                prop_assert_eq!(arena.usage().used, held.iter().map(BufMut::len).sum::<usize>());
             }
             while !waiting.is_empty() {
                 prop_assert!(!held.is_empty(), "who waits for what is free waits for ever");
@@ -470,7 +472,7 @@ mod tests {
         #[test]
         fn pieces_never_share_a_page_and_all_come_back(steps in prop::collection::vec((0usize..9, any::<bool>()), 1..200)) {
             let arena = arena(16);
-            let mut held: Vec<Buf> = Vec::new();
+            let mut held: Vec<BufMut> = Vec::new();
             for (pages, give_back) in steps {
                 if give_back && !held.is_empty() {
                     held.swap_remove(pages % held.len());

@@ -9,10 +9,10 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use super::FileId;
+use super::buf::SharedBuf;
 use super::driver::Shared;
 use super::driver_core::{Request, Work};
 use super::error::IoError;
-use super::mem::Buf;
 use super::slots::Key;
 use crate::rt::{Class, LocalTask, Nanos};
 
@@ -42,7 +42,7 @@ impl ReadBatch {
 
     /// Adds a read. Extents of one batch go to the device in the order in which they are pushed, as far as the
     /// limits allow; call [`ReadBatch::submit`] after the last one.
-    pub fn push(&mut self, extent: u64, file: FileId, offset: u64, into: Buf) {
+    pub fn push(&mut self, extent: u64, file: FileId, offset: u64, into: SharedBuf) {
         let request = Request::transfer(self.class, offset, Work::Read(file, into));
         self.shared.core.borrow_mut().push(self.key, extent, request);
     }

@@ -14,7 +14,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::mem::{Buf, PAGE, Region};
+use super::buf::SharedBuf;
+use super::mem::{PAGE, Region};
 use super::{Completion, DirEntry, DirId, EntryKind, FileId, Io, MetaOp, Name, Op, OpenMode, Reply, Token};
 
 const ENOENT: i32 = 2;
@@ -139,11 +140,11 @@ impl<'a> Bench<'a> {
         }
     }
 
-    fn write(&mut self, file: FileId, offset: u64, from: &Buf, sync: bool) -> i32 {
+    fn write(&mut self, file: FileId, offset: u64, from: &SharedBuf, sync: bool) -> i32 {
         self.run(Op::Write { file, offset, from: from.clone(), sync }).result
     }
 
-    fn read(&mut self, file: FileId, offset: u64, into: &Buf) -> i32 {
+    fn read(&mut self, file: FileId, offset: u64, into: &SharedBuf) -> i32 {
         self.run(Op::Read { file, offset, into: into.clone() }).result
     }
 
@@ -168,12 +169,12 @@ impl<'a> Bench<'a> {
     }
 }
 
-fn memory(pages: usize) -> Buf {
-    Buf::new(&Region::anonymous(pages * PAGE).unwrap(), 0, pages * PAGE).unwrap()
+fn memory(pages: usize) -> SharedBuf {
+    SharedBuf::new(&Region::anonymous(pages * PAGE).unwrap(), 0, pages * PAGE).unwrap()
 }
 
 /// Bytes that differ from page to page and from seed to seed.
-fn pattern(buf: &Buf, seed: u8) {
+fn pattern(buf: &SharedBuf, seed: u8) {
     let bytes: Vec<u8> =
         (0..buf.len()).map(|at| (at as u8).wrapping_mul(31) ^ (at / PAGE) as u8 ^ seed).collect();
     buf.copy_in(0, &bytes);
@@ -203,11 +204,11 @@ fn vectored_transfers_keep_order(bench: &mut Bench<'_>) {
         let file = bench.open(&format!("file-{direct}-{sync}"), direct);
         let whole = memory(8);
         pattern(&whole, 3);
-        let parts = |buf: &Buf, order: &[(usize, usize)]| -> Box<[Buf]> {
+        let parts = |buf: &SharedBuf, order: &[(usize, usize)]| -> Box<[SharedBuf]> {
             order.iter().map(|&(at, pages)| buf.slice(at * PAGE, pages * PAGE).unwrap()).collect()
         };
         let from = parts(&whole, &[(5, 3), (0, 1), (1, 4)]);
-        let expected: Vec<u8> = from.iter().flat_map(Buf::to_vec).collect();
+        let expected: Vec<u8> = from.iter().flat_map(SharedBuf::to_vec).collect();
         assert_eq!(bench.run(Op::WriteV { file, offset: 0, from, sync }).result, 8 * PAGE as i32);
         let back = memory(8);
         assert_eq!(bench.read(file, 0, &back), 8 * PAGE as i32);
@@ -271,7 +272,7 @@ fn registered_memory_gives_equal_results(bench: &mut Bench<'_>) {
     assert_eq!(bench.write(file, 0, &out, false), 16 * PAGE as i32);
     assert_eq!(bench.read(file, 0, &back), 16 * PAGE as i32);
     assert_eq!(back.to_vec(), out.to_vec());
-    let halves = |buf: &Buf| -> Box<[Buf]> {
+    let halves = |buf: &SharedBuf| -> Box<[SharedBuf]> {
         [8, 0].iter().map(|&at| buf.slice(at * PAGE, 8 * PAGE).unwrap()).collect()
     };
     for sync in [false, true] {
@@ -285,7 +286,7 @@ fn registered_memory_gives_equal_results(bench: &mut Bench<'_>) {
     }
     // Half registered, half not.
     let other = memory(8);
-    let mixed: Box<[Buf]> = [other.clone(), back.slice(0, 8 * PAGE).unwrap()].into();
+    let mixed: Box<[SharedBuf]> = [other.clone(), back.slice(0, 8 * PAGE).unwrap()].into();
     assert_eq!(bench.run(Op::ReadV { file, offset: 0, into: mixed }).result, 16 * PAGE as i32);
     assert_eq!(other.to_vec(), out.to_vec()[8 * PAGE..]);
     bench.io.unregister(out.region());
@@ -432,7 +433,7 @@ fn more_operations_than_any_queue(bench: &mut Bench<'_>) {
     pattern(&out, 2);
     bench.write(file, 0, &out, false);
     let first = bench.next;
-    let bufs: Vec<Buf> = (0..OPS).map(|_| memory(1).slice(0, 64).unwrap()).collect();
+    let bufs: Vec<SharedBuf> = (0..OPS).map(|_| memory(1).slice(0, 64).unwrap()).collect();
     for (number, buf) in bufs.iter().enumerate() {
         bench.submit(Op::Read { file, offset: (number % 1000) as u64, into: buf.clone() });
     }
@@ -539,7 +540,7 @@ fn dropped_with_operations_under_way(make: Make<'_>) {
     let mut bench = Bench::new(&mut *io, "dropped");
     let file = bench.open("file", true);
     assert_eq!(bench.write(file, 0, &out, true), out.len() as i32);
-    let into: Vec<Buf> = (0..64).map(|_| memory(256)).collect();
+    let into: Vec<SharedBuf> = (0..64).map(|_| memory(256)).collect();
     for buf in &into {
         bench.submit(Op::Read { file, offset: 0, into: buf.clone() });
         bench.submit(Op::ReadV { file, offset: 0, into: [buf.slice(0, PAGE).unwrap()].into() });

@@ -14,6 +14,7 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::future::Future;
+use std::ops::Range;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -21,9 +22,9 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use super::batch::ReadBatch;
+use super::buf::{Buf, BufMut, SharedBuf};
 use super::driver_core::{Core, Outcome, Request, Work};
 use super::error::{IoError, IoErrorKind};
-use super::mem::Buf;
 use super::slots::Key;
 use super::{Completion, DirEntry, DirId, FileId, Io, KeptFile, MetaOp, Name, OpenMode, Reply};
 use crate::rt::{Class, LocalTask, Nanos, Runtime};
@@ -177,23 +178,54 @@ impl Driver {
     }
 
     /// Fills `into` from `offset` on, wholly or not at all as far as the caller may rely on it.
-    pub fn read(&self, class: Class, file: FileId, offset: u64, into: Buf) -> Transfer {
+    pub fn read(&self, class: Class, file: FileId, offset: u64, into: SharedBuf) -> Transfer {
         self.transfer(class, offset, Work::Read(file, into))
     }
 
+    /// Fills memory from `offset` on and gives it back full. If the read fails, or is given up, the memory is gone.
+    pub fn read_into(&self, class: Class, file: FileId, offset: u64, into: BufMut) -> ReadInto {
+        let len = into.len();
+        self.read_part(class, file, offset, into, 0..len)
+    }
+
+    /// As [`Driver::read_into`], of a part of the memory.
+    ///
+    /// # Panics
+    /// If the memory ends before.
+    pub fn read_part(
+        &self,
+        class: Class,
+        file: FileId,
+        offset: u64,
+        into: BufMut,
+        part: Range<usize>,
+    ) -> ReadInto {
+        let read = self.read(class, file, offset, into.lent(part.start, part.len()));
+        ReadInto(Some(into), read)
+    }
+
     /// Fills several buffers in turn from consecutive bytes.
-    pub fn read_v(&self, class: Class, file: FileId, offset: u64, into: Box<[Buf]>) -> Transfer {
+    pub fn read_v(&self, class: Class, file: FileId, offset: u64, into: Box<[SharedBuf]>) -> Transfer {
         self.transfer(class, offset, Work::ReadV(file, into))
     }
 
     /// Writes `from` at `offset`; with `sync`, durably. An error says nothing about how much of it was written.
-    pub fn write(&self, class: Class, file: FileId, offset: u64, from: Buf, sync: bool) -> Transfer {
-        self.transfer(class, offset, Work::Write(file, from, sync))
+    pub fn write(
+        &self,
+        class: Class,
+        file: FileId,
+        offset: u64,
+        from: impl Into<Buf>,
+        sync: bool,
+    ) -> Transfer {
+        self.transfer(class, offset, Work::Write(file, from.into().lent(), sync))
     }
 
     /// Writes several buffers in turn.
-    pub fn write_v(&self, class: Class, file: FileId, offset: u64, from: Box<[Buf]>, sync: bool) -> Transfer {
-        self.transfer(class, offset, Work::WriteV(file, from, sync))
+    pub fn write_v(&self, class: Class, file: FileId, offset: u64, from: Vec<Buf>, sync: bool) -> Transfer {
+        // In place: a buffer is the same bytes under either name.
+        let from: Vec<SharedBuf> = from.into_iter().map(Buf::lent).collect();
+        self.transfer(class, offset, Work::WriteV(file, from.into(), sync))
     }
 
     /// Makes every write that completed before this call durable. A failed one must not be repeated: see
@@ -435,6 +467,26 @@ impl Future for Transfer {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         self.0.poll(cx).map(|outcome| outcome.map(drop))
+    }
+}
+
+/// A read into memory that the device has until its end. Dropping it gives the operation up, not the memory.
+#[must_use = "the operation is under way, but nobody looks at its end"]
+pub struct ReadInto(Option<BufMut>, Transfer);
+
+impl Future for ReadInto {
+    type Output = Result<BufMut, IoError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let ended = std::task::ready!(Pin::new(&mut self.1).poll(cx));
+        let into = self.0.take();
+        Poll::Ready(ended.and_then(|()| into.ok_or_else(|| IoError::unplaced(0))))
+    }
+}
+
+impl fmt::Debug for ReadInto {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReadInto").finish_non_exhaustive()
     }
 }
 

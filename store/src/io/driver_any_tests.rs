@@ -104,7 +104,7 @@ proptest! {
                     held.push(Held::One(bench.driver.read(Class::ALL[class], FILE, 0, buf)));
                 }
                 Move::Write { pages, sync } => {
-                    let parts = (0..pages).map(|at| memory.slice(at * PAGE, PAGE).unwrap()).collect();
+                    let parts = (0..pages).map(|at| memory.slice(at * PAGE, PAGE).unwrap().into()).collect();
                     held.push(Held::One(bench.driver.write_v(Class::Put, FILE, 0, parts, sync)));
                 }
                 Move::Batch { extents } => {

@@ -15,9 +15,10 @@
 use std::collections::VecDeque;
 use std::task::Waker;
 
+use super::buf::SharedBuf;
 use super::driver::{Limits, Metrics, SmallReads};
 use super::error::{IoError, IoErrorKind, OpKind, Subject, describe};
-use super::mem::{Buf, PAGE};
+use super::mem::PAGE;
 use super::ring::{MOVED_MAX, RANGES_MAX};
 use super::schedule::Schedule;
 use super::slots::{Key, Slots};
@@ -39,10 +40,10 @@ pub(super) const OPS_MAX: usize = 1 << 20;
 /// What an operation does.
 #[derive(Debug)]
 pub(super) enum Work {
-    Read(FileId, Buf),
-    ReadV(FileId, Box<[Buf]>),
-    Write(FileId, Buf, bool),
-    WriteV(FileId, Box<[Buf]>, bool),
+    Read(FileId, SharedBuf),
+    ReadV(FileId, Box<[SharedBuf]>),
+    Write(FileId, SharedBuf, bool),
+    WriteV(FileId, Box<[SharedBuf]>, bool),
     Flush(FileId),
     /// Taken when it is submitted.
     Meta(Option<MetaOp>),
@@ -72,7 +73,7 @@ impl Request {
         };
         let bufs = bufs(&work);
         let len = bufs.iter().map(|buf| buf.len() as u64).sum();
-        let aligned = offset.is_multiple_of(PAGE as u64) && bufs.iter().all(Buf::is_aligned);
+        let aligned = offset.is_multiple_of(PAGE as u64) && bufs.iter().all(SharedBuf::is_aligned);
         Self { class, kind, subject: Subject::File(file), offset, len, work, aligned }
     }
 
@@ -99,7 +100,7 @@ impl Request {
     }
 }
 
-fn bufs(work: &Work) -> &[Buf] {
+fn bufs(work: &Work) -> &[SharedBuf] {
     match work {
         Work::Read(_, buf) | Work::Write(_, buf, _) => std::slice::from_ref(buf),
         Work::ReadV(_, bufs) | Work::WriteV(_, bufs, _) => bufs,
@@ -570,8 +571,8 @@ impl Slot {
         let unit = if self.request.aligned { PAGE as u64 } else { 1 };
         self.from = self.moved - self.moved % unit;
         let offset = self.request.offset.checked_add(self.from)?;
-        let part = |bufs: &[Buf]| part(bufs, self.from, piece);
-        let one = |buf: &Buf| {
+        let part = |bufs: &[SharedBuf]| part(bufs, self.from, piece);
+        let one = |buf: &SharedBuf| {
             let len = (buf.len() as u64).checked_sub(self.from)?.min(piece);
             buf.slice(usize::try_from(self.from).ok()?, usize::try_from(len).ok()?)
         };
@@ -650,7 +651,7 @@ impl Slot {
 }
 
 /// What is left of `bufs` after the first `from` bytes, as far as one submission takes: `piece` bytes.
-fn part(bufs: &[Buf], from: u64, piece: u64) -> Box<[Buf]> {
+fn part(bufs: &[SharedBuf], from: u64, piece: u64) -> Box<[SharedBuf]> {
     let (mut gone, mut room) = (from, piece);
     let rest = bufs.iter().filter_map(|buf| {
         let len = buf.len() as u64;

@@ -16,7 +16,7 @@ fn limits() -> Limits {
     }
 }
 
-fn small(bench: &Bench, buf: &Buf) -> Transfer {
+fn small(bench: &Bench, buf: &SharedBuf) -> Transfer {
     bench.driver.read(Class::Small, FILE, 0, buf.clone())
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::io::mem::{PAGE, Region};
-use crate::io::{ExtentDone, IoFacts, Op, Token, Unpark};
+use crate::io::{Arena, ExtentDone, IoFacts, Op, Token, Unpark};
 use crate::rt::{Clock, Entropy};
 
 /// A device whose completions the test makes up.
@@ -41,7 +41,7 @@ fn range(op: &Op) -> (u64, usize) {
     match op {
         Op::Read { offset, into: buf, .. } | Op::Write { offset, from: buf, .. } => (*offset, buf.len()),
         Op::ReadV { offset, into: bufs, .. } | Op::WriteV { offset, from: bufs, .. } => {
-            (*offset, bufs.iter().map(Buf::len).sum())
+            (*offset, bufs.iter().map(SharedBuf::len).sum())
         }
         Op::Flush { .. } | Op::Meta(_) => (0, 0),
     }
@@ -169,7 +169,7 @@ impl Bench {
         self.woken.0.swap(0, Ordering::Relaxed)
     }
 
-    fn read(&self, offset: u64, buf: &Buf) -> Transfer {
+    fn read(&self, offset: u64, buf: &SharedBuf) -> Transfer {
         self.driver.read(Class::Foreground, FILE, offset, buf.clone())
     }
 
@@ -190,7 +190,7 @@ impl Bench {
     }
 
     /// Nothing is left behind: no slot, no byte, no memory.
-    fn assert_idle(&self, bufs: &[&Buf]) {
+    fn assert_idle(&self, bufs: &[&SharedBuf]) {
         let metrics = self.driver.metrics();
         assert_eq!((metrics.slots, metrics.waiting_ops, metrics.in_flight_ops), (0, 0, 0), "{metrics:?}");
         assert_eq!(
@@ -210,8 +210,8 @@ const EINTR: i32 = 4;
 const EIO: i32 = 5;
 const EAGAIN: i32 = 11;
 
-fn memory(pages: usize) -> Buf {
-    Buf::new(&Region::anonymous(pages * PAGE).unwrap(), 0, pages * PAGE).unwrap()
+fn memory(pages: usize) -> SharedBuf {
+    SharedBuf::new(&Region::anonymous(pages * PAGE).unwrap(), 0, pages * PAGE).unwrap()
 }
 
 fn kind<T: fmt::Debug>(polled: Poll<Result<T, IoError>>) -> IoErrorKind {
@@ -257,7 +257,7 @@ fn the_rest_of_a_short_transfer_is_asked_for_from_whole_pages_on() {
 fn a_short_vectored_transfer_goes_on_in_the_middle_of_a_buffer() {
     let bench = Bench::new(Limits::default());
     let buf = memory(1);
-    let parts: Box<[Buf]> =
+    let parts: Box<[SharedBuf]> =
         [(0, 10), (100, 20), (200, 30)].map(|(at, len)| buf.slice(at, len).unwrap()).into();
     let mut read = bench.driver.read_v(Class::Put, FILE, 5, parts);
     bench.end(15);
@@ -277,7 +277,7 @@ fn a_short_vectored_transfer_goes_on_in_the_middle_of_a_buffer() {
 fn more_ranges_than_one_operation_takes_are_several_operations() {
     let bench = Bench::new(Limits::default());
     let buf = memory(1);
-    let parts: Box<[Buf]> = (0..2500).map(|at| buf.slice(at, 1).unwrap()).collect();
+    let parts: Vec<Buf> = (0..2500).map(|at| buf.slice(at, 1).unwrap().into()).collect();
     let mut write = bench.driver.write_v(Class::Put, FILE, 0, parts, true);
     for (offset, len) in [(0, 1024), (1024, 1024), (2048, 452)] {
         assert!(bench.poll(&mut write).is_pending());
@@ -409,7 +409,7 @@ fn doubled_and_unknown_completions_are_counted_and_touch_nothing() {
 #[test]
 fn completions_out_of_order_reach_their_own_futures() {
     let bench = Bench::new(Limits::default());
-    let bufs: Vec<Buf> = (1..=4).map(memory).collect();
+    let bufs: Vec<SharedBuf> = (1..=4).map(memory).collect();
     let mut reads: Vec<Transfer> = bufs.iter().map(|buf| bench.read(0, buf)).collect();
     let tokens: Vec<Token> = bench.disk.borrow().under_way.iter().map(|(token, _)| *token).collect();
     for number in [2, 0, 3, 1] {
@@ -610,7 +610,7 @@ fn nothing_to_move_succeeds_without_the_device() {
     let bench = Bench::new(Limits::default());
     let buf = memory(1);
     let mut read = bench.read(0, &buf.slice(0, 0).unwrap());
-    let mut write = bench.driver.write_v(Class::Put, FILE, 0, Box::default(), true);
+    let mut write = bench.driver.write_v(Class::Put, FILE, 0, Vec::new(), true);
     assert_eq!(bench.poll(&mut read), Poll::Ready(Ok(())));
     assert_eq!(bench.poll(&mut write), Poll::Ready(Ok(())));
     assert_eq!(bench.driver.metrics().submitted, 0);
@@ -639,7 +639,7 @@ fn a_reply_reaches_its_future_and_a_wrong_one_is_an_error() {
 #[test]
 fn a_batch_reports_its_extents_in_the_order_in_which_they_end() {
     let bench = Bench::new(Limits::default());
-    let bufs: Vec<Buf> = (1..=4).map(memory).collect();
+    let bufs: Vec<SharedBuf> = (1..=4).map(memory).collect();
     let mut batch = bench.driver.batch(Class::Foreground);
     for (extent, buf) in (10..).zip(&bufs) {
         batch.push(extent, FILE, 0, buf.clone());
@@ -714,7 +714,7 @@ fn a_dropped_batch_gives_up_what_waits_and_leaves_memory_with_the_device() {
     let limits =
         Limits { max_ops: 3, max_bytes_in_flight: PAGE as u64, foreground_reserve: 0, ..Limits::default() };
     let bench = Bench::new(limits);
-    let bufs: Vec<Buf> = (0..5).map(|_| memory(1)).collect();
+    let bufs: Vec<SharedBuf> = (0..5).map(|_| memory(1)).collect();
     let mut batch = bench.driver.batch(Class::Foreground);
     for buf in &bufs {
         batch.push(0, FILE, 0, buf.clone());
@@ -831,3 +831,25 @@ mod small;
 
 #[path = "driver_any_tests.rs"]
 mod any_script;
+
+#[test]
+fn memory_that_is_read_into_comes_back_full_or_stays_with_the_device() {
+    let bench = Bench::new(Limits::default());
+    let arena = Arena::new(Region::anonymous(PAGE).unwrap());
+    let read = |bytes| bench.driver.read_into(Class::Foreground, FILE, 0, arena.try_take(bytes).unwrap());
+    let mut full = read(PAGE);
+    assert!(bench.poll(&mut full).is_pending());
+    bench.end(PAGE as i32);
+    let Poll::Ready(Ok(buf)) = bench.poll(&mut full) else { panic!("it has ended") };
+    assert_eq!((buf.len(), arena.usage().used), (PAGE, PAGE));
+    drop(buf);
+    // Given up: nobody gets the memory before the device is done with it.
+    drop(read(PAGE));
+    assert!(arena.try_take(1).is_none(), "memory that a device may write was handed out");
+    bench.end(PAGE as i32);
+    assert_eq!(arena.usage().used, 0);
+    let mut failed = read(PAGE);
+    bench.end(-EIO);
+    assert!(matches!(bench.poll(&mut failed), Poll::Ready(Err(_))));
+    assert_eq!(arena.usage().used, 0);
+}

@@ -1,9 +1,8 @@
-//! Memory that a device may read and write: regions, and refcounted ranges of them.
+//! Memory that a device may read and write: regions, of which `buf` makes ranges.
 //!
 //! A device writes behind the compiler's back, and an engine may hand in memory that other processes write, so
-//! the bytes of a region are never seen through a Rust reference: every access copies in or out, or digests,
-//! through raw pointers in this module. Who may touch which range when is the caller's protocol (an operation
-//! owns its buffers until its completion); a broken protocol gives garbled bytes, which digests catch.
+//! no Rust reference to the bytes of a region is kept: every access copies in or out, or digests, through raw pointers
+//! in `buf`, whose types say who may touch which range.
 
 use std::any::Any;
 use std::fmt;
@@ -13,15 +12,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use memmap2::{Advice, MmapMut};
 
+use super::buf::SharedBuf;
 use super::shared::Foreign;
 
 /// The alignment of a region's base, and what direct I/O asks of offsets, lengths and memory.
 pub const PAGE: usize = 4096;
-/// Bytes that are copied at once out of another process's file where they are only looked at: they stay in the
-/// processor's nearest caches.
-const COPY_BYTES: usize = 32 << 10;
 
-/// A stretch of memory at a fixed address that lives until its last [`Buf`] is dropped.
+/// A stretch of memory at a fixed address that lives until its last range is dropped.
 pub struct Region {
     base: *mut u8,
     len: usize,
@@ -29,6 +26,8 @@ pub struct Region {
     id: u64,
     /// Other processes may write to it at any time.
     shared: bool,
+    /// Each of its ranges has one holder who may write to it: nobody makes another of the same bytes.
+    owned: AtomicBool,
     /// A driver knows its pages by their place in memory: they must stay the ones they are.
     fixed: AtomicBool,
     /// How its bytes are reached where another process may take its pages away. Let go before the keeper.
@@ -38,7 +37,7 @@ pub struct Region {
 }
 
 // SAFETY: `base` points at memory that `_keeper` (itself Send + Sync) keeps mapped at that address until drop.
-// All access is by raw copies inside this module, so no Rust reference can be invalidated by another thread.
+// All access is by raw copies in `buf`, so no Rust reference can be invalidated by another thread.
 unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
@@ -106,8 +105,8 @@ impl Region {
     /// `base .. base + len` must be mapped readable and writable for as long as `keeper` is not dropped.
     pub unsafe fn adopt(base: *mut u8, len: usize, keeper: Box<dyn Any + Send + Sync>) -> Arc<Self> {
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let (fixed, foreign) = (AtomicBool::new(false), None);
-        Arc::new(Self { base, len, id, shared: false, fixed, foreign, _keeper: keeper })
+        let (owned, fixed, foreign) = (AtomicBool::new(false), AtomicBool::new(false), None);
+        Arc::new(Self { base, len, id, shared: false, owned, fixed, foreign, _keeper: keeper })
     }
 
     /// As [`Region::adopt`], of memory that other processes may write to at any time: what is found in it proves
@@ -117,8 +116,8 @@ impl Region {
     /// As of [`Region::adopt`].
     pub unsafe fn adopt_shared(base: *mut u8, len: usize, keeper: Box<dyn Any + Send + Sync>) -> Arc<Self> {
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let (fixed, foreign) = (AtomicBool::new(false), None);
-        Arc::new(Self { base, len, id, shared: true, fixed, foreign, _keeper: keeper })
+        let (owned, fixed, foreign) = (AtomicBool::new(false), AtomicBool::new(false), None);
+        Arc::new(Self { base, len, id, shared: true, owned, fixed, foreign, _keeper: keeper })
     }
 
     /// As [`Region::adopt_shared`], of a file whose pages another process may take away at any time: bytes are reached
@@ -132,13 +131,28 @@ impl Region {
         keeper: Box<dyn Any + Send + Sync>,
     ) -> Arc<Self> {
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let (fixed, foreign) = (AtomicBool::new(false), Some(foreign));
-        Arc::new(Self { base, len, id, shared: true, fixed, foreign, _keeper: keeper })
+        let (owned, fixed, foreign) = (AtomicBool::new(false), AtomicBool::new(false), Some(foreign));
+        Arc::new(Self { base, len, id, shared: true, owned, fixed, foreign, _keeper: keeper })
     }
 
     /// Whether other processes may write to it.
     pub fn is_shared(&self) -> bool {
         self.shared
+    }
+
+    /// Whether each of its ranges has one holder.
+    pub(super) fn is_owned(&self) -> bool {
+        self.owned.load(Ordering::Relaxed)
+    }
+
+    /// From here on its ranges are handed out one by one, each to one holder.
+    pub(super) fn set_owned(&self) {
+        self.owned.store(true, Ordering::Relaxed);
+    }
+
+    /// The way to its bytes where another process may take its pages away.
+    pub(super) fn foreign(&self) -> Option<&Foreign> {
+        self.foreign.as_deref()
     }
 
     /// Whether its pages must stay the ones they are: see [`Region::keep_pages`].
@@ -184,7 +198,7 @@ impl Region {
         self.id
     }
 
-    /// Where the region begins. For the kernel and for device drivers; this module does every other access.
+    /// Where the region begins. For the kernel and for device drivers; `buf` does every other access.
     pub fn base(&self) -> *mut u8 {
         self.base
     }
@@ -209,196 +223,9 @@ impl fmt::Debug for Region {
     }
 }
 
-/// A range of a [`Region`], which it keeps alive. Cloning shares the memory, it copies nothing.
-#[derive(Clone)]
-pub struct Buf {
-    region: Arc<Region>,
-    /// Invariant: `offset + len <= region.len`.
-    offset: usize,
-    len: usize,
-    /// What must outlive this range besides the region: the piece of an arena that it belongs to.
-    _keeper: Option<Arc<dyn Any + Send + Sync>>,
-}
-
-impl Buf {
-    /// The range `offset .. offset + len`, or `None` if the region ends before it.
-    pub fn new(region: &Arc<Region>, offset: usize, len: usize) -> Option<Self> {
-        let end = offset.checked_add(len)?;
-        (end <= region.len).then(|| Self { region: Arc::clone(region), offset, len, _keeper: None })
-    }
-
-    /// A part of this range.
-    pub fn slice(&self, at: usize, len: usize) -> Option<Self> {
-        let end = at.checked_add(len)?;
-        let offset = self.offset.checked_add(at)?;
-        (end <= self.len).then(|| Self { offset, len, ..self.clone() })
-    }
-
-    /// The same range, which keeps `keeper` alive as well: so do its clones and slices, an operation under way
-    /// among them.
-    #[must_use]
-    pub fn kept_by(self, keeper: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { _keeper: Some(keeper), ..self }
-    }
-
-    /// Bytes.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether there are no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// The region.
-    pub fn region(&self) -> &Arc<Region> {
-        &self.region
-    }
-
-    /// Where in the region the range begins.
-    pub fn offset(&self) -> usize {
-        self.offset
-    }
-
-    /// Where the range begins. For the kernel; every access by this process is a method of this type.
-    pub fn as_ptr(&self) -> *mut u8 {
-        // SAFETY: `offset <= region.len` (field invariant), so the result is inside or one past the allocation.
-        unsafe { self.region.base.add(self.offset) }
-    }
-
-    /// Whether address and length suit direct I/O.
-    pub fn is_aligned(&self) -> bool {
-        self.as_ptr().addr().is_multiple_of(PAGE) && self.len.is_multiple_of(PAGE)
-    }
-
-    fn check(&self, at: usize, len: usize) {
-        assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "range past the end of a buffer");
-    }
-
-    /// Copies `bytes.len()` bytes out, from `at`.
-    ///
-    /// # Panics
-    /// If the range ends before.
-    pub fn copy_out(&self, at: usize, bytes: &mut [u8]) {
-        self.check(at, bytes.len());
-        if let Some(foreign) = &self.region.foreign {
-            return foreign.read(self.place(at), bytes);
-        }
-        // SAFETY: checked above; `bytes` is a live exclusive slice, so it cannot overlap a region (module doc).
-        unsafe { std::ptr::copy_nonoverlapping(self.as_ptr().add(at), bytes.as_mut_ptr(), bytes.len()) }
-    }
-
-    /// Copies `bytes` in, to `at`.
-    ///
-    /// # Panics
-    /// If the range ends before.
-    pub fn copy_in(&self, at: usize, bytes: &[u8]) {
-        self.check(at, bytes.len());
-        if let Some(foreign) = &self.region.foreign {
-            return foreign.write(self.place(at), bytes);
-        }
-        // SAFETY: as in `copy_out`.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr().add(at), bytes.len()) }
-    }
-
-    /// Copies `len` bytes from `source` at `from` to `at`; the ranges may overlap.
-    ///
-    /// # Panics
-    /// If either range ends before.
-    pub fn copy_from(&self, at: usize, source: &Self, from: usize, len: usize) {
-        self.check(at, len);
-        source.check(from, len);
-        match (&self.region.foreign, &source.region.foreign) {
-            // SAFETY: both ranges are checked above; `copy` allows overlap.
-            (None, None) => unsafe { std::ptr::copy(source.as_ptr().add(from), self.as_ptr().add(at), len) },
-            // SAFETY: the destination is checked above, and mapped for as long as its region lives.
-            (None, Some(foreign)) => unsafe {
-                foreign.read_raw(source.place(from), self.as_ptr().add(at), len);
-            },
-            // SAFETY: the source is checked above, and mapped for as long as its region lives.
-            (Some(foreign), None) => unsafe {
-                foreign.write_raw(self.place(at), source.as_ptr().add(from), len);
-            },
-            (Some(_), Some(_)) => source.pieces(from, len, |done, piece| self.copy_in(at + done, piece)),
-        }
-    }
-
-    /// Where in the region `at` is.
-    fn place(&self, at: usize) -> u64 {
-        (self.offset + at) as u64
-    }
-
-    /// Shows copies of the bytes, piece by piece, each with how many were before it.
-    fn pieces(&self, at: usize, len: usize, mut look: impl FnMut(usize, &[u8])) {
-        let (mut scratch, mut done) = ([0; COPY_BYTES], 0);
-        while done < len {
-            let some = &mut scratch[..COPY_BYTES.min(len - done)];
-            self.copy_out(at + done, some);
-            look(done, some);
-            done += some.len();
-        }
-    }
-
-    /// The CRC-32 of `len` bytes from `at`. Of another process's file it is of a copy, which cannot change.
-    ///
-    /// # Panics
-    /// If the range ends before.
-    pub fn crc32(&self, at: usize, len: usize) -> u32 {
-        if self.region.foreign.is_none() {
-            return self.digest(at, len, crc32fast::hash);
-        }
-        let mut hasher = crc32fast::Hasher::new();
-        self.pieces(at, len, |_, piece| hasher.update(piece));
-        hasher.finalize()
-    }
-
-    /// Sets every byte.
-    pub fn fill(&self, byte: u8) {
-        if self.region.foreign.is_some() {
-            let some = [byte; COPY_BYTES];
-            for at in (0..self.len).step_by(COPY_BYTES) {
-                self.copy_in(at, &some[..COPY_BYTES.min(self.len - at)]);
-            }
-            return;
-        }
-        // SAFETY: the range is inside the region (field invariant).
-        unsafe { std::ptr::write_bytes(self.as_ptr(), byte, self.len) }
-    }
-
-    /// A copy of the bytes.
-    pub fn to_vec(&self) -> Vec<u8> {
-        let mut bytes = vec![0; self.len];
-        self.copy_out(0, &mut bytes);
-        bytes
-    }
-
-    /// Shows the bytes to `look`, which must not write to the region.
-    ///
-    /// This is the only place where region memory is seen through a reference: digests need a slice, and a copy
-    /// would cost what the digest costs. If somebody writes at the same time the digest is of garbled bytes and
-    /// will not match; nothing but a digest may be computed from the slice.
-    pub fn digest<T>(&self, at: usize, len: usize, look: impl FnOnce(&[u8]) -> T) -> T {
-        self.check(at, len);
-        if self.region.foreign.is_some() {
-            let mut copy = vec![0; len];
-            self.copy_out(at, &mut copy);
-            return look(&copy);
-        }
-        // SAFETY: in range (checked above) and mapped (Region); see the doc for concurrent writers.
-        look(unsafe { std::slice::from_raw_parts(self.as_ptr().add(at), len) })
-    }
-}
-
-impl fmt::Debug for Buf {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buf({}+{} of {:?})", self.offset, self.len, self.region)
-    }
-}
-
 /// One element of a vectored transfer, laid out as the kernel's `struct iovec`.
 ///
-/// It borrows nothing: whoever makes one keeps the [`Buf`] for as long as the kernel may use it.
+/// It borrows nothing: whoever makes one keeps the [`SharedBuf`] for as long as the kernel may use it.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct IoVec {
@@ -408,7 +235,7 @@ pub(crate) struct IoVec {
 
 impl IoVec {
     /// The range of a buffer.
-    pub(crate) fn of(buf: &Buf) -> Self {
+    pub(crate) fn of(buf: &SharedBuf) -> Self {
         Self { base: buf.as_ptr(), len: buf.len() }
     }
 
@@ -431,42 +258,12 @@ mod tests {
     #[test]
     fn large_pages_hold_the_same_bytes() {
         let region = Region::anonymous(5 << 20).unwrap();
-        let buf = Buf::new(&region, 0, region.len()).unwrap();
+        let buf = SharedBuf::new(&region, 0, region.len()).unwrap();
         let bytes: Vec<u8> = (0..region.len()).map(|at| (at / 7) as u8).collect();
         buf.copy_in(0, &bytes);
         // What the kernel can do of it is its own affair.
         let _ = region.collapse();
         assert!(buf.to_vec() == bytes);
         assert!(!Region::anonymous(PAGE).unwrap().collapse(), "no room for a large page");
-    }
-
-    #[test]
-    fn a_range_never_leaves_its_region() {
-        let region = Region::anonymous(100).unwrap();
-        assert_eq!(region.len(), PAGE);
-        assert!(Buf::new(&region, PAGE, 1).is_none());
-        assert!(Buf::new(&region, usize::MAX, 2).is_none());
-        let buf = Buf::new(&region, 10, 20).unwrap();
-        assert!(buf.slice(10, 11).is_none());
-        assert!(buf.slice(usize::MAX, 1).is_none());
-        assert_eq!(buf.slice(5, 15).map(|part| (part.offset(), part.len())), Some((15, 15)));
-    }
-
-    #[test]
-    fn bytes_go_in_and_come_out() {
-        let buf = Buf::new(&Region::anonymous(PAGE).unwrap(), 8, 16).unwrap();
-        buf.copy_in(4, b"abcd");
-        buf.copy_from(8, &buf.clone(), 4, 4);
-        let mut out = [0; 4];
-        buf.copy_out(8, &mut out);
-        assert_eq!(&out, b"abcd");
-        assert_eq!(buf.digest(4, 4, <[u8]>::to_vec), b"abcd");
-    }
-
-    #[test]
-    fn memory_outlives_the_region_handle() {
-        let buf = Buf::new(&Region::anonymous(PAGE).unwrap(), 0, PAGE).unwrap();
-        buf.fill(7);
-        assert_eq!(buf.to_vec(), vec![7; PAGE]);
     }
 }

@@ -7,11 +7,12 @@
 //!
 //! Invariants that every implementation keeps:
 //! - each submitted operation completes at most once, with the token it was submitted under;
-//! - the memory of an operation is held (through its [`Buf`]s) until its completion has been reaped;
+//! - the memory of an operation is held (through its [`SharedBuf`]s) until its completion has been reaped;
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
 pub mod arena;
 mod batch;
+pub mod buf;
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
 pub mod driver;
@@ -41,11 +42,12 @@ use std::time::Duration;
 
 pub use arena::{Arena, ArenaUse};
 pub use batch::{ExtentDone, ReadBatch};
+pub use buf::{Buf, BufMut, SharedBuf};
 pub use driver::{Driver, Limits, Metrics, SmallReads};
 pub use error::{IoError, IoErrorKind};
 pub use features::{Feature, Features, UnknownFeature};
 pub use files::KeptFile;
-pub use mem::{Buf, Region};
+pub use mem::Region;
 pub use probe::{IoChoice, OpenError, open_io};
 pub use ring::leaked;
 
@@ -87,14 +89,14 @@ pub struct OpenMode {
 #[allow(missing_docs, reason = "the variant's doc names its fields")]
 pub enum Op {
     /// Reads `into.len()` bytes at `offset`. Result: bytes read.
-    Read { file: FileId, offset: u64, into: Buf },
+    Read { file: FileId, offset: u64, into: SharedBuf },
     /// Reads consecutive bytes at `offset` into several buffers in turn. Result: bytes read in all.
-    ReadV { file: FileId, offset: u64, into: Box<[Buf]> },
+    ReadV { file: FileId, offset: u64, into: Box<[SharedBuf]> },
     /// Writes `from` at `offset`; with `sync`, also durably (data and what is needed to read it back).
     /// Result: bytes written.
-    Write { file: FileId, offset: u64, from: Buf, sync: bool },
+    Write { file: FileId, offset: u64, from: SharedBuf, sync: bool },
     /// Writes several buffers in turn at `offset`. Result: bytes written in all.
-    WriteV { file: FileId, offset: u64, from: Box<[Buf]>, sync: bool },
+    WriteV { file: FileId, offset: u64, from: Box<[SharedBuf]>, sync: bool },
     /// Makes every write that completed before this submission durable (fdatasync). Result: 0.
     Flush { file: FileId },
     /// Whatever is not on a hot path.
@@ -220,7 +222,7 @@ pub trait Io {
     /// An error says why the region is used unregistered; it is never fatal.
     fn register(&mut self, region: &Arc<Region>) -> Result<(), String>;
 
-    /// Forgets a registered region. The region itself lives on until its last `Buf` is dropped.
+    /// Forgets a registered region. The region itself lives on until its last range is dropped.
     fn unregister(&mut self, region: &Arc<Region>);
 
     /// What was found out about the machine.

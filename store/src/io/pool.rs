@@ -13,9 +13,10 @@ use std::time::Duration;
 use rustix::fs::fdatasync;
 use rustix::io::{Errno, ReadWriteFlags, preadv, pwritev, pwritev2};
 
+use super::buf::SharedBuf;
 use super::features::{Feature, Features, Outcomes};
 use super::files::{Files, KeptFile, OpenFile};
-use super::mem::{Buf, IoVec, Region};
+use super::mem::{IoVec, Region};
 use super::meta::{Meta, MetaThreads, punch};
 use super::ring::RANGES_MAX;
 use super::wake::Wake;
@@ -181,11 +182,11 @@ fn run(job: &Job, durable: &AtomicBool) -> Completion {
     Completion { token: job.token, result, reply: None }
 }
 
-fn ranges(bufs: &[Buf]) -> Vec<IoVec> {
+fn ranges(bufs: &[SharedBuf]) -> Vec<IoVec> {
     bufs.iter().take(RANGES_MAX).map(IoVec::of).collect()
 }
 
-fn read(fd: BorrowedFd<'_>, offset: u64, into: &[Buf]) -> Result<usize, Errno> {
+fn read(fd: BorrowedFd<'_>, offset: u64, into: &[SharedBuf]) -> Result<usize, Errno> {
     let mut ranges = ranges(into);
     // SAFETY: `IoSliceMut` and `IoVec` both have the layout of the kernel's `iovec`. No slice is ever made of the
     // memory on this side: the vector goes to the kernel as it is, and the job's buffers hold the memory.
@@ -197,7 +198,7 @@ fn read(fd: BorrowedFd<'_>, offset: u64, into: &[Buf]) -> Result<usize, Errno> {
 fn write(
     fd: BorrowedFd<'_>,
     offset: u64,
-    from: &[Buf],
+    from: &[SharedBuf],
     sync: bool,
     durable: &AtomicBool,
 ) -> Result<usize, Errno> {
@@ -244,7 +245,7 @@ mod tests {
         let scratch = Scratch::new();
         let path = scratch.path().join("file");
         let file = std::fs::OpenOptions::new().write(true).create_new(true).open(&path).unwrap();
-        let buf = Buf::new(&Region::anonymous(16).unwrap(), 0, 16).unwrap();
+        let buf = SharedBuf::new(&Region::anonymous(16).unwrap(), 0, 16).unwrap();
         let durable = AtomicBool::new(false);
         assert_eq!(write(file.as_fd(), 0, std::slice::from_ref(&buf), true, &durable), Ok(16));
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 16);

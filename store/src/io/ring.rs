@@ -25,9 +25,10 @@ use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{EnterFlags, IoUring, opcode, squeue};
 use rustix::io::Errno;
 
+use super::buf::SharedBuf;
 use super::features::{Feature, Features, Outcomes};
 use super::files::{Files, KeptFile, OpenFile};
-use super::mem::{Buf, IoVec, Region};
+use super::mem::{IoVec, Region};
 use super::meta::{Meta, MetaThreads};
 use super::ring_buffers::Registered;
 use super::ring_setup::{Setup, make};
@@ -146,11 +147,11 @@ impl Ring {
         })
     }
 
-    fn place(&self, buf: &Buf) -> Option<u16> {
+    fn place(&self, buf: &SharedBuf) -> Option<u16> {
         self.registered.as_ref()?.place(buf)
     }
 
-    fn common_place(&self, bufs: &[Buf]) -> Option<u16> {
+    fn common_place(&self, bufs: &[SharedBuf]) -> Option<u16> {
         if !self.outcomes.uses(Feature::VectoredFixed) {
             return None;
         }
@@ -355,7 +356,7 @@ impl Ring {
 }
 
 /// How many bytes of `buf` one operation moves.
-fn len(buf: &Buf) -> u32 {
+fn len(buf: &SharedBuf) -> u32 {
     u32::try_from(buf.len()).unwrap_or(u32::MAX).min(MOVED_MAX)
 }
 

@@ -12,7 +12,8 @@ use io_uring::Submitter;
 use rustix::process::{Resource, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 
-use super::mem::{Buf, IoVec, Region};
+use super::buf::SharedBuf;
+use super::mem::{IoVec, Region};
 use super::ring_setup::view;
 
 /// The most that the kernel registers in one place of the table.
@@ -92,7 +93,7 @@ impl Registered {
     }
 
     /// The place that holds all of `buf`, if one does.
-    pub(super) fn place(&self, buf: &Buf) -> Option<u16> {
+    pub(super) fn place(&self, buf: &SharedBuf) -> Option<u16> {
         let last = buf.len().checked_sub(1)?;
         let entry = self.entries.get(&buf.region().id())?;
         let piece = buf.offset() / self.piece;
@@ -103,7 +104,7 @@ impl Registered {
     }
 
     /// The place that holds all of all buffers, if one does.
-    pub(super) fn common_place(&self, bufs: &[Buf]) -> Option<u16> {
+    pub(super) fn common_place(&self, bufs: &[SharedBuf]) -> Option<u16> {
         let (first, rest) = bufs.split_first()?;
         let place = self.place(first)?;
         rest.iter().all(|buf| self.place(buf) == Some(place)).then_some(place)
@@ -184,14 +185,14 @@ mod tests {
         let entry = Entry { region: Arc::clone(&region), places: vec![7, 3] };
         let entries = BTreeMap::from([(region.id(), entry)]);
         let table = Registered { entries, free: Vec::new(), piece: 2 * 4096 };
-        let place = |offset, len| table.place(&Buf::new(&region, offset, len).unwrap());
+        let place = |offset, len| table.place(&SharedBuf::new(&region, offset, len).unwrap());
         assert_eq!(place(0, 8192), Some(7));
         assert_eq!(place(8192, 8192), Some(3));
         assert_eq!(place(4096, 8192), None);
         assert_eq!(place(8191, 1), Some(7));
         assert_eq!(place(0, 0), None);
-        assert_eq!(table.place(&Buf::new(&other, 0, 1).unwrap()), None);
-        let bufs = |ranges: [usize; 2]| ranges.map(|at| Buf::new(&region, at, 16).unwrap());
+        assert_eq!(table.place(&SharedBuf::new(&other, 0, 1).unwrap()), None);
+        let bufs = |ranges: [usize; 2]| ranges.map(|at| SharedBuf::new(&region, at, 16).unwrap());
         assert_eq!(table.common_place(&bufs([0, 4096])), Some(7));
         assert_eq!(table.common_place(&bufs([0, 8192])), None);
         assert_eq!(table.common_place(&[]), None);

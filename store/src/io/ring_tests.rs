@@ -118,7 +118,7 @@ fn a_durable_write_carries_the_flag_for_it_registered_or_not_vectored_or_not() {
         [(Features::default(), 2), (Features { disable: [Feature::DurableWrite].into() }, 0)]
     {
         let Some(mut ring) = ring(&scratch, &features) else { return };
-        let buf = Buf::new(&Region::anonymous(4096).unwrap(), 0, 4096).unwrap();
+        let buf = SharedBuf::new(&Region::anonymous(4096).unwrap(), 0, 4096).unwrap();
         let file = endless(&ring);
         for _ in 0..2 {
             for sync in [false, true] {
@@ -146,7 +146,7 @@ fn a_durable_write_that_is_two_operations_fails_if_its_flush_does() {
     };
     // An eventfd takes the write and knows no flush.
     let file = endless(&ring);
-    let buf = Buf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
+    let buf = SharedBuf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
     for (sync, result) in [(false, 8), (true, -22)] {
         ring.submit(Token(5), Op::Write { file, offset: 0, from: buf.clone(), sync });
         let completion = wait(&mut ring);
@@ -166,13 +166,13 @@ fn a_transfer_across_two_registered_pieces_is_as_good_as_any() {
         return;
     }
     let file = open(&mut ring, "file");
-    let all = Buf::new(&region, 0, 5 * 4096).unwrap();
+    let all = SharedBuf::new(&region, 0, 5 * 4096).unwrap();
     all.copy_in(0, &(0..5 * 4096).map(|at| (at / 512) as u8).collect::<Vec<_>>());
     let expected = all.to_vec();
     ring.submit(Token(1), Op::Write { file, offset: 0, from: all.clone(), sync: false });
     assert_eq!(wait(&mut ring).result, 5 * 4096);
     for (at, len) in [(0, 2), (1, 2), (2, 2), (4, 1), (0, 5)] {
-        let part = Buf::new(&region, at * 4096, len * 4096).unwrap();
+        let part = SharedBuf::new(&region, at * 4096, len * 4096).unwrap();
         part.fill(0xff);
         ring.submit(Token(2), Op::Read { file, offset: at as u64 * 4096, into: part.clone() });
         assert_eq!(wait(&mut ring).result, len as i32 * 4096);
@@ -184,7 +184,7 @@ fn a_transfer_across_two_registered_pieces_is_as_good_as_any() {
 fn an_operation_that_would_never_end_is_cancelled_when_the_ring_is_dropped() {
     let scratch = Scratch::new();
     let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
-    let buf = Buf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
+    let buf = SharedBuf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
     let file = endless(&ring);
     ring.submit(Token(1), Op::Read { file, offset: 0, into: buf.clone() });
     ring.reap(&mut Vec::new());
@@ -197,7 +197,7 @@ fn an_operation_that_would_never_end_is_cancelled_when_the_ring_is_dropped() {
 fn no_more_operations_are_in_the_kernel_than_the_completion_queue_holds() {
     let scratch = Scratch::new();
     let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
-    let buf = Buf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
+    let buf = SharedBuf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
     let file = endless(&ring);
     for number in 0..5000 {
         ring.submit(Token(number), Op::Read { file, offset: 0, into: buf.clone() });
@@ -214,7 +214,7 @@ fn no_more_operations_are_in_the_kernel_than_the_completion_queue_holds() {
 fn memory_that_the_kernel_has_not_given_back_when_the_ring_is_dropped_is_leaked_and_counted() {
     let scratch = Scratch::new();
     let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
-    let buf = Buf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
+    let buf = SharedBuf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
     let file = endless(&ring);
     ring.submit(Token(1), Op::Read { file, offset: 0, into: buf.clone() });
     ring.reap(&mut Vec::new());
@@ -248,7 +248,7 @@ fn what_the_kernel_would_not_take_is_known_before_the_executor_sleeps_and_offere
     let scratch = Scratch::new();
     let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
     let file = open(&mut ring, "file");
-    let buf = Buf::new(&Region::anonymous(4096).unwrap(), 0, 4096).unwrap();
+    let buf = SharedBuf::new(&Region::anonymous(4096).unwrap(), 0, 4096).unwrap();
     assert!(ring.event_fd().is_some() && !ring.unsent());
     // As a kernel without memory does.
     ring.refusals.set(1);

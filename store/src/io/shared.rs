@@ -233,7 +233,7 @@ pub fn replace(file: impl AsFd, range: Range<u64>) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::io::Buf;
+    use crate::io::SharedBuf;
 
     #[test]
     fn what_is_handed_out_is_seen_by_both_and_cannot_be_shortened() {
@@ -243,8 +243,8 @@ mod tests {
         let (here, there) =
             (map(&file, 8192, Box::new(())).unwrap(), map(&file, 4096, Box::new(())).unwrap());
         assert!(here.is_shared());
-        Buf::new(&here, 100, 4).unwrap().copy_in(0, b"seen");
-        assert_eq!(Buf::new(&there, 100, 4).unwrap().to_vec(), b"seen");
+        SharedBuf::new(&here, 100, 4).unwrap().copy_in(0, b"seen");
+        assert_eq!(SharedBuf::new(&there, 100, 4).unwrap().to_vec(), b"seen");
     }
 
     #[test]
@@ -279,7 +279,7 @@ mod tests {
         let file = sealed(4096).unwrap();
         let kept = Arc::new(());
         let region = map(&file, 4096, Box::new(Arc::clone(&kept))).unwrap();
-        let buf = Buf::new(&region, 0, 16).unwrap();
+        let buf = SharedBuf::new(&region, 0, 16).unwrap();
         drop(region);
         assert_eq!(Arc::strong_count(&kept), 2);
         drop(buf);
@@ -300,8 +300,8 @@ mod tests {
     #[test]
     fn what_is_read_out_of_a_hole_is_zeros_and_takes_no_page() {
         let (region, theirs) = foreign(1 << 20);
-        let buf = Buf::new(&region, 0, 1 << 20).unwrap();
-        let own = Buf::new(&Region::anonymous(1 << 20).unwrap(), 0, 1 << 20).unwrap();
+        let buf = SharedBuf::new(&region, 0, 1 << 20).unwrap();
+        let own = SharedBuf::new(&Region::anonymous(1 << 20).unwrap(), 0, 1 << 20).unwrap();
         own.fill(9);
         own.copy_from(0, &buf, 0, 1 << 20);
         assert!(own.to_vec() == vec![0; 1 << 20] && buf.to_vec() == vec![0; 1 << 20]);
@@ -314,13 +314,14 @@ mod tests {
     #[test]
     fn copies_reach_another_processs_file_in_every_direction() {
         let ((one, file), (other, _)) = (foreign(1 << 20), foreign(1 << 20));
-        let own = Buf::new(&Region::anonymous(1 << 20).unwrap(), 0, 1 << 20).unwrap();
+        let own = SharedBuf::new(&Region::anonymous(1 << 20).unwrap(), 0, 1 << 20).unwrap();
         let bytes: Vec<u8> = (0..1usize << 20).map(|at| (at / 5) as u8).collect();
         own.copy_in(0, &bytes);
-        let (one, other) = (Buf::new(&one, 0, 1 << 20).unwrap(), Buf::new(&other, 0, 1 << 20).unwrap());
+        let (one, other) =
+            (SharedBuf::new(&one, 0, 1 << 20).unwrap(), SharedBuf::new(&other, 0, 1 << 20).unwrap());
         one.copy_from(0, &own, 0, 1 << 20);
         let theirs = map(&file, 1 << 20, Box::new(())).unwrap();
-        assert!(Buf::new(&theirs, 0, 1 << 20).unwrap().to_vec() == bytes);
+        assert!(SharedBuf::new(&theirs, 0, 1 << 20).unwrap().to_vec() == bytes);
         other.slice(7, 500_000).unwrap().copy_from(0, &one, 100, 500_000);
         assert!(other.slice(7, 500_000).unwrap().to_vec() == bytes[100..500_100]);
         assert_eq!(other.crc32(7, 500_000), crc32fast::hash(&bytes[100..500_100]));
@@ -340,7 +341,7 @@ mod tests {
         let reaper: Reaper = Arc::new(drop);
         let region = map_foreign(file, 8192, Box::new(()), &reaper).unwrap();
         rustix::fs::fcntl_add_seals(&theirs, SealFlags::FUTURE_WRITE).unwrap();
-        let buf = Buf::new(&region, 0, 8192).unwrap();
+        let buf = SharedBuf::new(&region, 0, 8192).unwrap();
         assert!(!region.has_failed());
         buf.copy_in(10, b"refused");
         assert!(region.has_failed());
@@ -350,7 +351,7 @@ mod tests {
     #[test]
     fn after_a_cut_no_copy_and_no_new_operation_reaches_the_file() {
         let (region, theirs) = foreign(1 << 20);
-        let buf = Buf::new(&region, 0, 1 << 20).unwrap();
+        let buf = SharedBuf::new(&region, 0, 1 << 20).unwrap();
         buf.copy_in(0, b"before");
         region.cut_off().unwrap();
         buf.copy_in(0, b"behind");
@@ -362,7 +363,7 @@ mod tests {
         let got = unsafe { libc::read(read.as_raw_fd(), region.base().cast(), 6) };
         assert_eq!(got, 6);
         let view = map(&theirs, 1 << 20, Box::new(())).unwrap();
-        assert_eq!(&Buf::new(&view, 0, 6).unwrap().to_vec(), b"before");
+        assert_eq!(&SharedBuf::new(&view, 0, 6).unwrap().to_vec(), b"before");
     }
 
     #[test]
@@ -372,7 +373,7 @@ mod tests {
         let to = Arc::clone(&given);
         let reaper: Reaper = Arc::new(move |what| to.lock().unwrap().push(what));
         let region = map_foreign(file, 4096, Box::new(Arc::clone(&kept)), &reaper).unwrap();
-        drop(Buf::new(&region, 0, 16).unwrap());
+        drop(SharedBuf::new(&region, 0, 16).unwrap());
         drop(region);
         assert_eq!((given.lock().unwrap().len(), Arc::strong_count(&kept)), (1, 2));
         given.lock().unwrap().clear();
@@ -385,7 +386,7 @@ mod tests {
         let region = map(&file, 8 << 20, Box::new(())).unwrap();
         region.populate().unwrap();
         assert!(is_populated(&file, 8 << 20));
-        let all = Buf::new(&region, 0, 8 << 20).unwrap();
+        let all = SharedBuf::new(&region, 0, 8 << 20).unwrap();
         all.fill(7);
         assert!(replace(&file, 4096..12288).unwrap());
         assert!(!is_populated(&file, 8 << 20));
@@ -430,7 +431,7 @@ mod tests {
     fn what_is_written_late_to_replaced_pages_is_seen_by_nobody() {
         let file = sealed(1 << 20).unwrap();
         let region = map(&file, 1 << 20, Box::new(())).unwrap();
-        let all = Buf::new(&region, 0, 1 << 20).unwrap();
+        let all = SharedBuf::new(&region, 0, 1 << 20).unwrap();
         all.fill(1);
         let (Some(first), Some(second)) = (Late::begin(&region, 0, 4096), Late::begin(&region, 8192, 4096))
         else {
@@ -450,7 +451,7 @@ mod tests {
         const LARGE: usize = 2 << 20;
         let file = sealed(2 * LARGE as u64).unwrap();
         let region = map(&file, 2 * LARGE as u64, Box::new(())).unwrap();
-        let all = Buf::new(&region, 0, 2 * LARGE).unwrap();
+        let all = SharedBuf::new(&region, 0, 2 * LARGE).unwrap();
         all.fill(1);
         if !region.collapse() {
             return;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use kvarts_layout::NamespaceId;
 
-use super::lock;
+use super::{MakingRoom, lock};
 use crate::index::{BlockFingerprint, RecordId};
 use crate::sync::{Mutex, OnceLock, Race, planted};
 
@@ -78,7 +78,7 @@ pub struct NamespaceSpace {
 pub struct Pool {
     figures: Mutex<Figures>,
     /// As in [`Account`].
-    pub(crate) making_room: Mutex<()>,
+    pub(crate) making_room: MakingRoom,
 }
 
 /// What a pool has, and may have.
@@ -118,8 +118,8 @@ pub struct Account {
     /// Locked before the pool's.
     figures: Mutex<Figures>,
     pool: OnceLock<Arc<Pool>>,
-    /// Held while room is made: one thread does it, others find it made.
-    pub(crate) making_room: Mutex<()>,
+    /// One task at a time makes room, others find it made.
+    pub(crate) making_room: MakingRoom,
     /// The blocks of its records, while it has a limit.
     pub(crate) known: Mutex<Known>,
 }
@@ -128,15 +128,14 @@ pub struct Account {
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     pub(crate) records: BTreeMap<RecordId, Box<[BlockFingerprint]>>,
-    /// Records at which those are forgotten that are gone.
-    pub(crate) looked_through_at: usize,
+    /// Up to where it was looked which of them are gone; none: from the first on.
+    pub(crate) looked_at: Option<RecordId>,
 }
 
 impl Account {
     pub(super) fn new(namespace: NamespaceId, number: u32) -> Self {
-        let (figures, making_room) = (Mutex::default(), Mutex::default());
-        let known = Mutex::default();
-        Self { namespace, number, figures, pool: OnceLock::new(), making_room, known }
+        let (figures, known) = (Mutex::default(), Mutex::default());
+        Self { namespace, number, figures, pool: OnceLock::new(), making_room: MakingRoom::default(), known }
     }
 
     /// Its number in the open store, by which records know their account; never 0.

@@ -22,6 +22,7 @@
 
 mod account;
 mod book;
+mod making_room;
 mod report;
 
 use std::collections::BTreeMap;
@@ -34,6 +35,7 @@ use crate::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 pub(crate) use account::Known;
 pub use account::{Account, NamespaceSpace, OverQuota, Pool, PoolSpace, Promise};
 pub use book::{Book, Phase};
+pub(crate) use making_room::MakingRoom;
 pub use report::{SegmentView, ShardSpace, Space, SpaceReport};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -6,7 +6,7 @@ use kvarts_layout::BlockShape;
 use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest, PutStream, Turns};
 use kvarts_store::engine::Store;
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Nanos;
 
 use super::{Bring, Ledger, Name, Put, content, key, register};
@@ -24,7 +24,7 @@ pub struct Layered {
 }
 
 /// Buffers for the layers of so many blocks: those with even numbers share one memory, the others another.
-fn in_turns(shape: &BlockShape, blocks: u64, skew: u64) -> Vec<Buf> {
+fn in_turns(shape: &BlockShape, blocks: u64, skew: u64) -> Vec<SharedBuf> {
     let bytes = |layer: usize| shape.layers()[layer].bytes() * blocks;
     let largest = (0..shape.layers().len()).map(bytes).max().unwrap_or(0);
     let seats = [fixture::memory(largest, skew), fixture::memory(largest, 0)];

@@ -1,6 +1,9 @@
-//! How work grows with what is asked: the same request in a small form and in one eight times as large costs eight times
-//! as many steps, not sixty-four, and never so many in one go that others wait for it. Steps are counted, not timed, so
-//! the answer follows from the seed.
+//! How work grows: the same request in a small form and in one eight times as large costs eight times as many steps, not
+//! sixty-four, and never so many in one go that others wait for it. What the store does by itself (room for one more
+//! segment, a checkpoint, a sweep of what has expired) costs hardly more beside eight times as many blocks that it is not
+//! about. Steps are counted, not timed, so the answer follows from the seed.
+
+use std::time::Duration;
 
 use kvarts_layout::prefix::{Absence, Need, Requirement, UNLIMITED};
 use kvarts_layout::{Coordinate, Group, Requirements};
@@ -8,7 +11,7 @@ use kvarts_store::api::{
     BlockOutcome, DeleteRequest, Durability, MatchRequest, Order, Parent, PutRequest, ReadEnd, ReadEvent,
     ReadRequest, Target,
 };
-use kvarts_store::engine::{Done, Limits, Options};
+use kvarts_store::engine::{Done, EvictionPolicy, Limits, Options, WorkDone};
 
 use super::pool::{States, until};
 use super::{Row, Tally};
@@ -16,7 +19,7 @@ use crate::conformance::Desk;
 use crate::fixture;
 use crate::sim::log::Mixer;
 use crate::sim::{DiskConfig, Seed, SimWorld, WorldConfig};
-use crate::stage::{SimStage, Stage};
+use crate::stage::{SimStage, Stage, drive};
 
 /// How many times as large the large form is.
 const TIMES: u64 = 8;
@@ -26,7 +29,7 @@ const SECTION_MAX: u64 = 512;
 const BESIDE: u64 = 200;
 
 /// Steps of one kind.
-pub type Kind = fn(&Done) -> u64;
+pub type Kind = fn(&Done) -> WorkDone;
 
 /// What a request has cost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -37,24 +40,76 @@ pub struct Cost {
     pub longest: u64,
 }
 
+/// How a cost may grow.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Grows {
+    /// As what is asked.
+    AsAsked,
+    /// By no more than half of it, however many blocks it is not about.
+    Hardly,
+}
+
 /// A request whose cost is looked at.
 #[derive(Debug)]
 pub struct Scene {
     /// What it is.
     pub what: &'static str,
+    /// How its cost may grow with its size.
+    pub grows: Grows,
     /// The cost of one of this size, in a new world.
     pub cost: fn(Seed, u64) -> Result<Cost, String>,
 }
 
 /// All requests.
 pub const SCENES: &[Scene] = &[
-    Scene { what: "a read in layer order", cost: |seed, size| reads(seed, size, Order::Layers, 1) },
-    Scene { what: "a read in block order", cost: |seed, size| reads(seed, size, Order::Blocks, 1) },
-    Scene { what: "two equal reads in layer order", cost: |seed, size| reads(seed, size, Order::Layers, 2) },
-    Scene { what: "two equal reads in block order", cost: |seed, size| reads(seed, size, Order::Blocks, 2) },
-    Scene { what: "a match", cost: matches },
-    Scene { what: "a delete of a prefix", cost: delete_prefix },
-    Scene { what: "the footers that a delete of a prefix reads", cost: footers_of_delete_prefix },
+    Scene {
+        what: "a read in layer order",
+        grows: Grows::AsAsked,
+        cost: |seed, size| reads(seed, size, Order::Layers, 1),
+    },
+    Scene {
+        what: "a read in block order",
+        grows: Grows::AsAsked,
+        cost: |seed, size| reads(seed, size, Order::Blocks, 1),
+    },
+    Scene {
+        what: "two equal reads in layer order",
+        grows: Grows::AsAsked,
+        cost: |seed, size| reads(seed, size, Order::Layers, 2),
+    },
+    Scene {
+        what: "two equal reads in block order",
+        grows: Grows::AsAsked,
+        cost: |seed, size| reads(seed, size, Order::Blocks, 2),
+    },
+    Scene { what: "a match", grows: Grows::AsAsked, cost: matches },
+    Scene { what: "a delete of a prefix", grows: Grows::AsAsked, cost: delete_prefix },
+    Scene {
+        what: "the footers that a delete of a prefix reads",
+        grows: Grows::AsAsked,
+        cost: footers_of_delete_prefix,
+    },
+    Scene { what: "room for a few blocks in a full store", grows: Grows::Hardly, cost: evictions },
+    Scene {
+        what: "a checkpoint of records",
+        grows: Grows::AsAsked,
+        cost: |seed, size| checkpoint(seed, size, 0),
+    },
+    Scene {
+        what: "a checkpoint beside records of others",
+        grows: Grows::Hardly,
+        cost: |seed, size| checkpoint(seed, 40, size),
+    },
+    Scene {
+        what: "a sweep of what has expired",
+        grows: Grows::AsAsked,
+        cost: |seed, size| sweep(seed, size, 0),
+    },
+    Scene {
+        what: "a sweep beside what lasts",
+        grows: Grows::Hardly,
+        cost: |seed, size| sweep(seed, 40, size * 16),
+    },
 ];
 
 impl Scene {
@@ -62,8 +117,11 @@ impl Scene {
     pub fn compare(&self, seed: Seed, small: u64, large: u64) -> Result<(), String> {
         let (few, many) = ((self.cost)(seed, small)?, (self.cost)(seed, large)?);
         let times = large.div_ceil(small);
-        let most = few.steps * times + few.steps * times / 4 + BESIDE;
-        if many.steps > most {
+        let most = match self.grows {
+            Grows::AsAsked => few.steps * times + few.steps * times / 4,
+            Grows::Hardly => few.steps + few.steps / 2,
+        };
+        if many.steps > most + BESIDE {
             let (few, many) = (few.steps, many.steps);
             return Err(format!("{}: {few} steps of {small} blocks, {many} of {large}", self.what));
         }
@@ -93,14 +151,14 @@ impl std::fmt::Debug for Meter<'_> {
 impl<'a> Meter<'a> {
     /// Counts from here on.
     pub fn new(stage: &'a SimStage, kind: Kind) -> Self {
-        let begun = kind(&stage.engine().work());
+        let begun = kind(&stage.engine().work_done()).steps;
         Self { stage, kind, begun, last: begun, longest: 0 }
     }
 
     /// Lets the world go on until `done`; looks at what each of its steps has cost.
     pub fn until(&mut self, steps_max: u64, mut done: impl FnMut() -> bool) -> Result<(), String> {
         let ran = self.stage.world().run_until(steps_max, || {
-            let now = (self.kind)(&self.stage.engine().work());
+            let now = (self.kind)(&self.stage.engine().work_done()).steps;
             self.longest = self.longest.max(now - self.last);
             self.last = now;
             done()
@@ -110,7 +168,7 @@ impl<'a> Meter<'a> {
 
     /// The cost up to now.
     pub fn cost(&self) -> Cost {
-        let now = (self.kind)(&self.stage.engine().work());
+        let now = (self.kind)(&self.stage.engine().work_done()).steps;
         Cost { steps: now - self.begun, longest: self.longest.max(now - self.last) }
     }
 }
@@ -118,15 +176,21 @@ impl<'a> Meter<'a> {
 /// The column of small blocks.
 pub const SMALL: (Group, Coordinate) = (fixture::ODD, Coordinate::Replicated);
 
-/// A store whose records have one small block each.
+/// A store whose records have one small block each, with room for twice as many bytes.
 pub fn store_of_small_records(seed: Seed, shards: u32, bytes: u64) -> Result<SimStage, String> {
-    let disk = DiskConfig { capacity: bytes * 2 + (64 << 20), ..DiskConfig::default() };
+    small_records_within(seed, shards, bytes * 2 + (32 << 20))
+}
+
+/// The same within a budget.
+fn small_records_within(seed: Seed, shards: u32, budget_bytes: u64) -> Result<SimStage, String> {
+    let disk = DiskConfig { capacity: budget_bytes + (32 << 20), ..DiskConfig::default() };
     let world = SimWorld::new(seed.0, &WorldConfig { disk, ..WorldConfig::default() });
     let (group, coordinate) = SMALL;
     let options = Options {
         shards_per_directory: shards,
         segment_bytes: 256 << 10,
-        budget_bytes: bytes * 2 + (32 << 20),
+        budget_bytes,
+        eviction: EvictionPolicy::Lru,
         record_bytes_max: fixture::shape(group, coordinate).block_bytes(),
         executors: 1,
         limits: Limits { arena_bytes: 4 << 20, ..Limits::default() },
@@ -137,12 +201,22 @@ pub fn store_of_small_records(seed: Seed, shards: u32, bytes: u64) -> Result<Sim
 
 /// Puts so many blocks of one chain, each a record of its own.
 pub fn fill(desk: &Desk<'_>, blocks: u64) {
-    let keys = desk.keys(0..blocks);
+    put(desk, 0..blocks, None);
+}
+
+fn put(desk: &Desk<'_>, numbers: std::ops::Range<u64>, expires_after: Option<Duration>) {
+    let keys = desk.keys(numbers);
     for (at, some) in keys.chunks(256).enumerate() {
         let before = (at * 256).checked_sub(1).map(|before| keys[before]);
         let parent = before.map_or(Parent::Root, Parent::Key);
         let request = desk.request(SMALL, some, 1);
-        let request = PutRequest { durability: Durability::Relaxed, parent, first_block: None, ..request };
+        let request = PutRequest {
+            durability: Durability::Relaxed,
+            parent,
+            first_block: None,
+            expires_after,
+            ..request
+        };
         let stored = desk.outcomes(request).iter().all(|one| *one == BlockOutcome::Stored);
         assert!(stored, "a store with room refuses a block");
     }
@@ -160,7 +234,7 @@ fn reads(seed: Seed, blocks: u64, order: Order, equal: usize) -> Result<Cost, St
     fill(&desk, blocks);
     let keys = desk.keys(0..blocks);
     let shared = stage.engine().stats().counts.bytes_shared;
-    let mut meter = Meter::new(&stage, |done| done.read_steps);
+    let mut meter = Meter::new(&stage, |done| done.reads);
     let ask = || ReadRequest { order, ..desk.read_request(SMALL, &keys) };
     let requests: Vec<_> = (0..equal).map(|_| ask()).collect();
     let streams = requests.iter().map(|request| stage.store().read(request.clone()));
@@ -214,7 +288,7 @@ fn matches(seed: Seed, blocks: u64) -> Result<Cost, String> {
     let (namespace, requirements) = (desk.namespace, &requirements);
     let request =
         MatchRequest { namespace, keys: &keys, requirements, recompute_tokens_max: UNLIMITED, lease: None };
-    let meter = Meter::new(&stage, |done| done.match_steps);
+    let meter = Meter::new(&stage, |done| done.matches);
     stage.store().match_prefix(&request).map_err(|error| error.to_string())?;
     let steps = meter.cost().steps;
     match steps <= blocks * 5 {
@@ -226,12 +300,12 @@ fn matches(seed: Seed, blocks: u64) -> Result<Cost, String> {
 
 /// The delete of a chain of records that lie in eight shards. What a shard lists is few steps for each of its blocks.
 fn delete_prefix(seed: Seed, blocks: u64) -> Result<Cost, String> {
-    Ok(delete_chain(seed, blocks, |done| done.search_steps)?.0)
+    Ok(delete_chain(seed, blocks, |done| done.searches)?.0)
 }
 
 /// The same; what is counted is a segment's footer that is read. Each is read once.
 fn footers_of_delete_prefix(seed: Seed, blocks: u64) -> Result<Cost, String> {
-    let (cost, segments) = delete_chain(seed, blocks, |done| done.footers_read)?;
+    let (cost, segments) = delete_chain(seed, blocks, |done| done.footers)?;
     if cost.steps > segments {
         return Err(format!("{} footers of {segments} segments were read", cost.steps));
     }
@@ -257,6 +331,63 @@ fn delete_chain(seed: Seed, blocks: u64, kind: Kind) -> Result<(Cost, u64), Stri
     match answer.map_err(|error| error.to_string())?.blocks {
         deleted if deleted == blocks => Ok((meter.cost(), segments)),
         deleted => Err(format!("of a chain of {blocks} blocks {deleted} were deleted")),
+    }
+}
+
+/// The cost of work that knows its own sections: each ends with the step by which it has enough.
+fn in_sections(stage: &SimStage, cost: Cost, kind: Kind) -> Result<Cost, String> {
+    const STEP_MAX: u64 = 256;
+    let longest = kind(&stage.engine().work_done()).longest_steps.saturating_sub(STEP_MAX);
+    if cost.steps == 0 { Err("nothing was counted".to_owned()) } else { Ok(Cost { longest, ..cost }) }
+}
+
+/// Blocks that a full store of so many takes for a few more: what that costs depends on the few, and on one look at the
+/// books of each segment.
+fn evictions(seed: Seed, size: u64) -> Result<Cost, String> {
+    const MORE: u64 = 120;
+    let blocks = size * 16 + 600;
+    let stage = small_records_within(seed, 1, bytes_of(blocks))?;
+    let desk = Desk::new(&stage, "growth");
+    put(&desk, 0..blocks + MORE, None);
+    stage.rest();
+    let evicted = || stage.engine().stats().counts.blocks_evicted;
+    let before = evicted();
+    let mut meter = Meter::new(&stage, |done| done.evictions);
+    put(&desk, blocks + MORE..blocks + 2 * MORE, None);
+    meter.until(100_000, || evicted() > before)?;
+    let cost = meter.cost();
+    match evicted() - before {
+        0 => Err(format!("nothing was evicted of {blocks} blocks")),
+        _ => in_sections(&stage, cost, |done| done.evictions),
+    }
+}
+
+/// A checkpoint of so many records, beside so many of a shard that is not its own.
+fn checkpoint(seed: Seed, blocks: u64, others: u64) -> Result<Cost, String> {
+    let stage = store_of_small_records(seed, 1, bytes_of(blocks))?;
+    let desk = Desk::new(&stage, "growth");
+    fill(&desk, blocks);
+    stage.rest();
+    stage.engine().add_strangers(0, others * 160).map_err(|error| error.to_string())?;
+    let meter = Meter::new(&stage, |done| done.checkpoints);
+    let written = drive(stage.world(), stage.engine().checkpoint()).map_err(|hang| hang.to_string())?;
+    written.map_err(|error| error.to_string())?;
+    in_sections(&stage, meter.cost(), |done| done.checkpoints)
+}
+
+/// A sweep of so many blocks whose time is over, beside so many that last.
+fn sweep(seed: Seed, blocks: u64, others: u64) -> Result<Cost, String> {
+    let stage = store_of_small_records(seed, 1, bytes_of(blocks + others))?;
+    let desk = Desk::new(&stage, "growth");
+    put(&desk, 0..others, Some(Duration::from_secs(1_000_000)));
+    put(&desk, others..others + blocks, Some(Duration::from_secs(3600)));
+    stage.rest();
+    let expired = || stage.engine().stats().counts.blocks_expired;
+    let mut meter = Meter::new(&stage, |done| done.sweeps);
+    meter.until(10_000_000, || expired() >= blocks)?;
+    match expired() {
+        gone if gone == blocks => in_sections(&stage, meter.cost(), |done| done.sweeps),
+        gone => Err(format!("of {blocks} blocks whose time is over {gone} have gone")),
     }
 }
 

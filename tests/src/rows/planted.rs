@@ -123,6 +123,9 @@ pub const BUGS: &[Bug] = &[
         "R30",
         "a search for what descends from a key reads all footers again and again",
     ),
+    bug("eviction-lists-all", "R30", "every segment is listed for each choice of what is evicted"),
+    bug("checkpoint-looks-at-all", "R30", "a checkpoint looks at the records of all shards"),
+    bug("sweep-looks-at-all", "R30", "a sweep looks at segments in which nothing has expired"),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
 ];
 

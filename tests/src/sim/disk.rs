@@ -14,7 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvarts_store::io::{
-    Buf, Completion, DirId, FileId, Io, IoFacts, MetaOp, Op, OpenMode, Region, Reply, Token, Unpark, mem,
+    Completion, DirId, FileId, Io, IoFacts, MetaOp, Op, OpenMode, Region, Reply, SharedBuf, Token, Unpark,
+    mem,
 };
 use kvarts_store::rt::{Clock, Nanos};
 
@@ -310,7 +311,7 @@ impl SimDisk {
 
 impl Pending {
     fn range(&self) -> (u64, u64) {
-        let sum = |bufs: &[Buf]| bufs.iter().map(|buf| buf.len() as u64).sum();
+        let sum = |bufs: &[SharedBuf]| bufs.iter().map(|buf| buf.len() as u64).sum();
         match &self.op {
             Op::Read { offset, into, .. } => (*offset, into.len() as u64),
             Op::ReadV { offset, into, .. } => (*offset, sum(into)),
@@ -327,7 +328,7 @@ impl Pending {
         }
     }
 
-    fn buffers(&self) -> &[Buf] {
+    fn buffers(&self) -> &[SharedBuf] {
         match &self.op {
             Op::Read { into: one, .. } | Op::Write { from: one, .. } => std::slice::from_ref(one),
             Op::ReadV { into: all, .. } | Op::WriteV { from: all, .. } => all,
@@ -377,7 +378,7 @@ impl Pending {
             return Some(EINVAL);
         }
         let file = target?;
-        let aligned = |buf: &Buf| buf.is_aligned();
+        let aligned = |buf: &SharedBuf| buf.is_aligned();
         let writes = matches!(self.kind, OpKind::Write | OpKind::Allocate | OpKind::Punch | OpKind::Truncate);
         if writes && !file.mode.write {
             return Some(EBADF);

@@ -24,11 +24,11 @@ fn name(path: &str) -> Name {
     Name { dir: ROOT, path: path.into() }
 }
 
-fn buf(len: usize) -> Buf {
-    Buf::new(&Region::anonymous(len).unwrap(), 0, len).unwrap()
+fn buf(len: usize) -> SharedBuf {
+    SharedBuf::new(&Region::anonymous(len).unwrap(), 0, len).unwrap()
 }
 
-fn holding(bytes: &[u8]) -> Buf {
+fn holding(bytes: &[u8]) -> SharedBuf {
     let buf = buf(bytes.len());
     buf.copy_in(0, bytes);
     buf
@@ -560,7 +560,7 @@ fn direct_io_that_is_not_aligned_is_refused() {
     assert_eq!(bench.write(file, 512, &vec![1; page]), -EINVAL);
     assert_eq!(bench.write(file, 0, &[1; 512]), -EINVAL);
     let region = Region::anonymous(2 * page).unwrap();
-    let into = Buf::new(&region, 512, page).unwrap();
+    let into = SharedBuf::new(&region, 512, page).unwrap();
     assert_eq!(bench.run(Op::Read { file, offset: 0, into }).result, -EINVAL);
 }
 

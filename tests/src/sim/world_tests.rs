@@ -1,6 +1,6 @@
 //! The simulated world: executors, time and hangs.
 
-use kvarts_store::io::{Buf, Completion, DirId, Io, MetaOp, Name, Op, OpenMode, Region, Reply, Token};
+use kvarts_store::io::{Completion, DirId, Io, MetaOp, Name, Op, OpenMode, Region, Reply, SharedBuf, Token};
 use kvarts_store::rt::mailbox::{Mailbox, mailbox, ticket};
 use kvarts_store::rt::{Class, Seat};
 
@@ -81,7 +81,7 @@ fn scribe(index: usize, mailbox: Mailbox<(u8, kvarts_store::rt::mailbox::Reply<i
                     class,
                     Box::pin(async move {
                         rt.sleep_until(rt.clock().now().plus(Duration::from_micros(50))).await;
-                        let from = Buf::new(&Region::anonymous(512).unwrap(), 0, 512).unwrap();
+                        let from = SharedBuf::new(&Region::anonymous(512).unwrap(), 0, 512).unwrap();
                         from.fill(number);
                         let offset = u64::from(number) * 512;
                         let wrote = driver.run(Op::Write { file, offset, from, sync: false }).await.result;

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 use memmap2::MmapOptions;
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 
@@ -18,7 +18,7 @@ use crate::error::DeviceError;
 pub(super) struct Shared {
     core: Arc<Core>,
     region: Arc<Region>,
-    buf: Buf,
+    buf: SharedBuf,
     len: u64,
     file: OwnedFd,
     /// Whether another process made it.
@@ -56,13 +56,13 @@ impl Shared {
     fn map(core: &Arc<Core>, file: OwnedFd, bytes: u64, opened: bool) -> Result<Self, DeviceError> {
         let len = usize::try_from(bytes.max(1)).map_err(|_| DeviceError::NoMemory(bytes))?;
         // SAFETY: the descriptor is a memfd at least this long (made so, or checked); both ends are this program's
-        // tests and benches, which never shrink one. No reference to the bytes is ever made: `Buf` copies in and out.
+        // tests and benches, which never shrink one. No reference to the bytes is ever made: `SharedBuf` copies in and out.
         let mut map = unsafe { MmapOptions::new().len(len).map_mut(&file) }
             .map_err(|_| DeviceError::NoMemory(bytes))?;
         let base = map.as_mut_ptr();
         // SAFETY: the map owns `len` bytes at `base`, and moving it does not move them.
         let region = unsafe { Region::adopt(base, len, Box::new(map)) };
-        let buf = Buf::new(&region, 0, len).ok_or(DeviceError::NoMemory(bytes))?;
+        let buf = SharedBuf::new(&region, 0, len).ok_or(DeviceError::NoMemory(bytes))?;
         Ok(Self { core: Arc::clone(core), region, buf, len: bytes, file, opened })
     }
 
@@ -74,7 +74,7 @@ impl Shared {
         self.len
     }
 
-    pub(super) fn buf(&self) -> &Buf {
+    pub(super) fn buf(&self) -> &SharedBuf {
         &self.buf
     }
 

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 
 use super::super::{Direction, Piece};
 use super::{Core, lock};
@@ -18,8 +18,8 @@ pub(super) enum Op {
         number: u64,
         direction: Direction,
         time: Duration,
-        host: Buf,
-        memories: Vec<Buf>,
+        host: SharedBuf,
+        memories: Vec<SharedBuf>,
         pieces: Vec<Piece>,
     },
     Record(Arc<EventState>),
@@ -152,8 +152,8 @@ fn copy(
     number: u64,
     direction: Direction,
     time: Duration,
-    host: &Buf,
-    memories: &[Buf],
+    host: &SharedBuf,
+    memories: &[SharedBuf],
     pieces: &[Piece],
 ) -> Result<(), DeviceError> {
     let until = {
@@ -184,7 +184,13 @@ fn copy(
 }
 
 /// Moves at most `allowed` bytes; gives how many it moved.
-fn transfer(direction: Direction, host: &Buf, memories: &[Buf], pieces: &[Piece], allowed: u64) -> u64 {
+fn transfer(
+    direction: Direction,
+    host: &SharedBuf,
+    memories: &[SharedBuf],
+    pieces: &[Piece],
+    allowed: u64,
+) -> u64 {
     let mut left = allowed;
     for piece in pieces {
         let len = piece.len.min(left) as usize;

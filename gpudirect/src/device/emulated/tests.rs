@@ -10,13 +10,13 @@ fn device(faults: Faults) -> (Emulated, Arc<ModelPace>) {
     (Emulated::with(model, faults, Arc::<ModelPace>::clone(&pace)), pace)
 }
 
-fn host(bytes: &[u8]) -> Buf {
-    let buf = Buf::new(&Region::anonymous(bytes.len()).unwrap(), 0, bytes.len()).unwrap();
+fn host(bytes: &[u8]) -> SharedBuf {
+    let buf = SharedBuf::new(&Region::anonymous(bytes.len()).unwrap(), 0, bytes.len()).unwrap();
     buf.copy_in(0, bytes);
     buf
 }
 
-fn batch<'a>(host: &'a Buf, memories: &'a [Memory], pieces: &'a [Piece]) -> Batch<'a> {
+fn batch<'a>(host: &'a SharedBuf, memories: &'a [Memory], pieces: &'a [Piece]) -> Batch<'a> {
     Batch { direction: Direction::ToDevice, method: Method::Each, host, memories, pieces }
 }
 

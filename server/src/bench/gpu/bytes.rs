@@ -8,7 +8,7 @@ use kvarts_gpudirect::gather::copy_split;
 use kvarts_gpudirect::store_layers::StoreRequest;
 use kvarts_layout::BlockKey;
 use kvarts_store::api::{Durability, Parent};
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::blocking::block_on;
 use serde_json::{Value, json};
 
@@ -27,7 +27,7 @@ impl Stage<'_> {
     pub(super) fn bytes(&self) -> Result<Value, Failure> {
         // The host's memory has the blocks as the engine reads them.
         self.race.engine(self.store)?;
-        let longest = self.hosts.iter().map(Buf::len).max().unwrap_or_default();
+        let longest = self.hosts.iter().map(SharedBuf::len).max().unwrap_or_default();
         let scratch = setup::memory(longest)?;
         let device = self.opened.device();
         // It works without, only slower.
@@ -39,7 +39,7 @@ impl Stage<'_> {
         found
     }
 
-    fn bytes_by(&self, scratch: &Buf) -> Result<Value, Failure> {
+    fn bytes_by(&self, scratch: &SharedBuf) -> Result<Value, Failure> {
         self.wipe(scratch)?;
         self.lands(&self.keys)?;
         let right = self.is_right(scratch)?;
@@ -67,7 +67,7 @@ impl Stage<'_> {
     }
 
     /// Moves all pieces of a layer, between the pool and memory that is laid out as the engine's own.
-    fn move_layer(&self, layer: u32, direction: Direction, host: &Buf) -> Result<(), Failure> {
+    fn move_layer(&self, layer: u32, direction: Direction, host: &SharedBuf) -> Result<(), Failure> {
         let (device, mut pieces) = (self.opened.device(), Vec::<Piece>::new());
         self.into.pieces(layer, self.into.blocks(), &mut pieces);
         let stream = device.stream().map_err(Failure::user)?;
@@ -78,12 +78,12 @@ impl Stage<'_> {
     }
 
     /// Nothing of what was there may look like what comes.
-    fn wipe(&self, scratch: &Buf) -> Result<(), Failure> {
+    fn wipe(&self, scratch: &SharedBuf) -> Result<(), Failure> {
         scratch.fill(0xee);
         (0..self.layers()).try_for_each(|layer| self.move_layer(layer, Direction::ToDevice, scratch))
     }
 
-    fn is_right(&self, scratch: &Buf) -> Result<bool, Failure> {
+    fn is_right(&self, scratch: &SharedBuf) -> Result<bool, Failure> {
         for (layer, host) in (0u32..).zip(&self.hosts) {
             scratch.fill(0);
             self.move_layer(layer, Direction::ToHost, scratch)?;

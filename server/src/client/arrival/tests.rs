@@ -4,7 +4,7 @@ use super::*;
 use bytes::Bytes;
 use kvarts_layout::{BlockKey, ChunkShape, Coordinate, Group, LayerShape, NamespaceId};
 use kvarts_store::api::{Placed, Verify, read_channel};
-use kvarts_store::io::{Buf, Region};
+use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 
 /// Bytes of a block's layers: two chunks in the first, one in the second.
@@ -19,7 +19,7 @@ fn shape() -> BlockShape {
 }
 
 fn request(order: Order) -> ReadRequest {
-    let memory = Buf::new(&Region::anonymous(4096).unwrap(), 0, 24 * BLOCKS as usize).unwrap();
+    let memory = SharedBuf::new(&Region::anonymous(4096).unwrap(), 0, 24 * BLOCKS as usize).unwrap();
     ReadRequest {
         namespace: NamespaceId([1; 32]),
         group: Group(0),

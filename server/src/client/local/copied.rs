@@ -10,7 +10,7 @@ use kvarts_store::api::{
     ReadSink, ReadStream, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
 
 use super::Inner;
@@ -88,16 +88,16 @@ fn broken(end: ReadEnd, copying: &Copying, reason: &Reason) -> ReadEnd {
 
 impl Through for Copying {
     type Fault = Reason;
-    type Memory = Buf;
+    type Memory = SharedBuf;
 
-    async fn begin(&self, window: &Window) -> Result<(Buf, ReadStream), Stop<Reason>> {
+    async fn begin(&self, window: &Window) -> Result<(SharedBuf, ReadStream), Stop<Reason>> {
         if self.sink.is_cancelled() {
             return Err(Stop::Gone);
         }
         let link = &self.link;
         let windows = link.windows.get().cloned().ok_or(Reason::Busy("there are no windows"))?;
         let bytes = usize::try_from(window.bytes(&self.shape)).map_err(|_| Reason::TooMany("bytes"))?;
-        let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?;
+        let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?.share();
         let into = window::place(self.request.order, &self.shape, window, &memory, &Nowhere::default())?;
         *self.placed.lock().unwrap_or_else(PoisonError::into_inner) = Some(into.clone());
         let late = self.request.deadline.is_some_and(|deadline| deadline <= self.inner.remote.clock.now());
@@ -123,7 +123,7 @@ impl Through for Copying {
     async fn range(
         &self,
         window: &Window,
-        _memory: &Buf,
+        _memory: &SharedBuf,
         layer: u32,
         blocks: Range<u32>,
         _offset: u64,
@@ -186,7 +186,7 @@ async fn pieces(
         }
         let windows = link.windows.get().cloned().ok_or(Reason::Busy("there are no windows"))?;
         let bytes = usize::try_from(shape.block_bytes()).unwrap_or(usize::MAX).saturating_mul(keys.len());
-        let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?;
+        let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?.share();
         let from = Placed::blocks(shape, memory, keys.len() as u32)?;
         let sizes = shape.layers().iter().flat_map(|layer| &layer.chunks);
         for (part, chunk) in (0u32..).zip(sizes) {

@@ -28,7 +28,7 @@ use kvarts_store::api::{
     Subscription, TtlReply, TtlRequest, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::{Arena, Buf, Region, shared};
+use kvarts_store::io::{Arena, Region, SharedBuf, shared};
 use kvarts_store::rt::Nanos;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_store::rt::mailbox::{Ticket, ticket};
@@ -224,7 +224,7 @@ impl Inner {
         let mut files = Files::new();
         let known: Vec<Option<(u32, Mode, u64)>> = {
             let memories = self.memories();
-            let mut of = |buf: &Buf| {
+            let mut of = |buf: &SharedBuf| {
                 let id = buf.region().id();
                 let known = memories.get(&id)?;
                 files.push((id, known.mode, Arc::clone(&known.file)));
@@ -297,8 +297,8 @@ impl Owner for Inner {
         let keys: Vec<_> = blocks.iter().filter_map(key).collect();
         let bytes = usize::try_from(shape.block_bytes()).unwrap_or(usize::MAX).saturating_mul(keys.len());
         let Ok(region) = Region::anonymous(bytes) else { return };
-        let into =
-            Buf::new(&region, 0, bytes).and_then(|buf| Placed::blocks(&shape, buf, keys.len() as u32).ok());
+        let into = SharedBuf::new(&region, 0, bytes)
+            .and_then(|buf| Placed::blocks(&shape, buf, keys.len() as u32).ok());
         let Some(into) = into else { return };
         let again = ReadRequest { keys, into, order: Order::Blocks, ..request };
         let (sink, stream) = read_channel();

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use kvarts_layout::{BlockShape, OriginId};
 use kvarts_store::api::{Order, Origins, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use kvarts_store::error::Reason;
-use kvarts_store::io::Buf;
+use kvarts_store::io::SharedBuf;
 
 use crate::grpc::fault;
 use crate::local::{Mode, parts};
@@ -76,7 +76,7 @@ impl Reading {
     }
 
     /// The chunks that were not announced: what may still be written to.
-    pub(super) fn unannounced(&self) -> Vec<Buf> {
+    pub(super) fn unannounced(&self) -> Vec<SharedBuf> {
         let (mut left, blocks) = (Vec::new(), self.request.keys.len() as u32);
         for (at, layer) in (0u32..).zip(self.layers.clone()) {
             let sizes = self.shape.layers().get(layer as usize).into_iter().flat_map(|layer| &layer.chunks);
@@ -223,14 +223,14 @@ mod tests {
     use super::*;
     use kvarts_layout::{BlockKey, ChunkShape, Coordinate, Group, LayerShape, NamespaceId};
     use kvarts_store::api::{Placed, Verify, read_channel};
-    use kvarts_store::io::{Buf, Region};
+    use kvarts_store::io::{Region, SharedBuf};
     use kvarts_store::rt::Class;
 
     #[test]
     fn what_one_part_has_met_is_what_the_next_one_asks_for() {
         let chunks = vec![ChunkShape { bytes: 64, align: 1 }];
         let shape = BlockShape::new(vec![LayerShape { layer: 0, chunks }]).unwrap();
-        let memory = Buf::new(&Region::anonymous(4096).unwrap(), 0, 128).unwrap();
+        let memory = SharedBuf::new(&Region::anonymous(4096).unwrap(), 0, 128).unwrap();
         let request = ReadRequest {
             namespace: NamespaceId([1; 32]),
             group: Group(0),

@@ -110,7 +110,9 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     }
     let mut report = CheckpointReport { sequence: header.position.generation, ..Default::default() };
     report.records = write_records(output, &mut writer).await?;
-    let segments: Vec<Stated> = log.segments.borrow().values().filter_map(|one| stated(one)).collect();
+    let mut segments: Vec<Stated> = log.segments.borrow().values().filter_map(|one| stated(one)).collect();
+    segments.extend(log.lost.borrow().values());
+    segments.sort_unstable_by_key(|one| one.segment);
     report.segments = segments.len() as u64;
     for some in segments.chunks(MAX_ITEMS) {
         output.chunk(&mut writer, &Items::Segments(some.to_vec())).await?;
@@ -176,7 +178,7 @@ fn stated(segment: &Segment) -> Option<Stated> {
 async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -> Result<u64, Reason> {
     let log = output.log;
     let shard = u16::try_from(log.shard).map_err(|_| Reason::Bug("a shard past the limits of the index"))?;
-    let mut section = Section::begin(&log.shared.checkpoint_work, &*log.shared.clock);
+    let mut section = Section::begin(&log.shared.work.checkpoints, &*log.shared.clock);
     let mut written = 0;
     let mut items = Vec::with_capacity(MAX_ITEMS);
     let mut some = Vec::new();
@@ -184,6 +186,9 @@ async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -
     while let Some(from) = cursor {
         cursor = log.shared.index.records().snapshot_of((shard, None), from, &mut some);
         section.step(1 + some.len() as u64).await;
+        if kvarts_layout::planted!("checkpoint-looks-at-all") {
+            section.step(log.shared.index.memory().records as u64).await;
+        }
         items.extend(some.iter().filter_map(|(_, record, used)| record_state(log, record, *used)));
         if items.len() + 512 > MAX_ITEMS || (cursor.is_none() && !items.is_empty()) {
             section.pause();
@@ -248,7 +253,7 @@ impl Output<'_> {
 
     async fn put(&self, at: u64, image: &[u8], sync: bool) -> Result<(), Reason> {
         let log = self.log;
-        let staging = log.stage(image.len()).await.map_err(|error| failed(log, &error))?;
+        let mut staging = log.stage(image.len()).await.map_err(|error| failed(log, &error))?;
         staging.copy_in(0, image);
         let written = log.driver.write(Class::Background, self.file, at, staging, sync).await;
         written.map_err(|error| failed(log, &error))

@@ -27,7 +27,7 @@ use crate::engine::slice::Hold;
 use crate::engine::unpack::{Stored, payload_bytes};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location, Lookup, RecordId, RecordInfo};
-use crate::io::{Buf, FileId, IoError, Region};
+use crate::io::{Buf, BufMut, FileId, IoError};
 use crate::rt::Class;
 
 /// Bytes of one device read: a foreground read that comes meanwhile waits for no more than this.
@@ -174,25 +174,24 @@ fn live(
 }
 
 /// Memory of a move's own: the arena's pieces may be waited for by those who wait for this move.
-pub(crate) fn memory(bytes: u64) -> Result<Buf, Reason> {
+pub(crate) fn memory(bytes: u64) -> Result<BufMut, Reason> {
     let out_of_memory = || Reason::Media(IoError::out_of_memory(bytes as usize).to_string());
     let len = usize::try_from(bytes).map_err(|_| out_of_memory())?;
-    let region = Region::anonymous(len).map_err(|_| out_of_memory())?;
-    Buf::new(&region, 0, len).ok_or_else(out_of_memory)
+    BufMut::zeroed(len).map_err(|_| out_of_memory())
 }
 
 /// Whole pages of a file, a piece at a time.
 async fn read(log: &Log, file: FileId, offset: u64, bytes: u64) -> Result<Buf, Reason> {
-    let buf = memory(bytes)?;
+    let mut buf = memory(bytes)?;
     let mut done = 0;
     while done < bytes {
         let len = (bytes - done).min(EXTENT_BYTES);
-        let piece = buf.slice(done as usize, len as usize).ok_or(Reason::Bug("a read past its memory"))?;
-        let ended = log.driver.read(Class::Background, file, offset + done, piece).await;
-        ended.map_err(|error| Reason::Media(error.to_string()))?;
+        let piece = done as usize..(done + len) as usize;
+        let read = log.driver.read_part(Class::Background, file, offset + done, buf, piece);
+        buf = read.await.map_err(|error| Reason::Media(error.to_string()))?;
         done += len;
     }
-    Ok(buf)
+    Ok(buf.freeze())
 }
 
 /// Where the chunks of a block lie in the payload, in canonical order.

@@ -270,7 +270,7 @@ async fn compose(head: &Head, blocks: &[&Taken]) -> Result<Image, Reason> {
         _ => Some(StoredPlaces::new(&layout, &stored_lengths).ok_or(other_shape.clone())?),
     };
     let bytes = stored.as_ref().map_or(layout.payload_bytes(), StoredPlaces::payload_bytes);
-    let pages = memory(page_align(bytes).ok_or(Reason::TooMany("bytes in one record"))?)?;
+    let mut pages = memory(page_align(bytes).ok_or(Reason::TooMany("bytes in one record"))?)?;
     let (mut since, mut digests) = (0, Vec::with_capacity(blocks.len() * layout.parts().len()));
     for (block, taken) in (0u32..).zip(blocks) {
         let mut chunks = taken.chunks(&layout);
@@ -302,7 +302,7 @@ async fn compose(head: &Head, blocks: &[&Taken]) -> Result<Image, Reason> {
         encoding: class.encoding,
         parent: head.parent,
     };
-    Ok(Image { body, digests, bytes, pages })
+    Ok(Image { body, digests, bytes, pages: pages.freeze() })
 }
 
 /// Appends and flushes; a flush that failed has the record written once more elsewhere.

@@ -22,7 +22,7 @@ use crate::engine::segment::SegmentState;
 use crate::engine::slice;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Deleted, Heat, LeaseTerms, Location, Lookup, RecordId, Recovered};
-use crate::io::{Buf, Region};
+use crate::io::{Region, SharedBuf};
 use crate::rt::Class;
 
 /// What is raw stays raw.
@@ -290,7 +290,7 @@ fn sent_into(
     let (count, namespace) = (numbers.end - numbers.start, world.namespace("a"));
     let shape = namespace.shape(Group(0), Coordinate::Replicated).unwrap();
     let bytes = (count * BLOCK_BYTES) as usize;
-    let memory = Buf::new(&Region::anonymous(bytes).unwrap(), 0, bytes).unwrap();
+    let memory = SharedBuf::new(&Region::anonymous(bytes).unwrap(), 0, bytes).unwrap();
     let request = ReadRequest {
         namespace: namespace.id,
         group: Group(0),

@@ -15,7 +15,7 @@ use kvarts_layout::format::{PAGE, Secret, VERSION};
 use super::{Found, Plan, Top, read, refused, superblock_name};
 use crate::engine::shared::Birth;
 use crate::error::Reason;
-use crate::io::{Arena, Buf, DirId, Driver, IoError, MetaOp, Name, OpenMode};
+use crate::io::{Arena, DirId, Driver, IoError, MetaOp, Name, OpenMode};
 use crate::rt::{Class, Clock, Entropy};
 
 /// Makes a store where there is none.
@@ -158,7 +158,7 @@ async fn write_new(
     driver.meta(MetaOp::Allocate { file, offset: 0, len: FILE_BYTES as u64 }).await.map_err(refuse)?;
     for slot in 0..2u32 {
         let image = encoded(superblock, slot)?;
-        let buf: Buf = arena.take(PAGE).await.ok_or(Reason::Bug("an arena smaller than a page"))?;
+        let mut buf = arena.take(PAGE).await.ok_or(Reason::Bug("an arena smaller than a page"))?;
         buf.copy_in(0, &image);
         let at = u64::from(slot) * PAGE as u64;
         driver.write(Class::Put, file, at, buf, true).await.map_err(refuse)?;

@@ -131,7 +131,9 @@ impl Log {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
             if !self.save_graves(&footer).await
                 || segment.book.live() > 0
-                || !self.evict_all(&segment, &footer)
+                || !self.evict_all(&segment, &footer).await
+                || segment.state.get() != SegmentState::Sealed
+                || segment.book.live() > 0
                 || !self.is_unread(&segment)
             {
                 continue;
@@ -209,7 +211,7 @@ impl Log {
             numbers.iter().filter_map(|number| all.get(number)).map(Rc::clone).collect()
         };
         let footers = self.footers(&segments, known).await;
-        let mut section = Section::begin(&self.shared.eviction_work, &*self.shared.clock);
+        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
         let mut made = false;
         let mut punched = Vec::new();
         let mut columns = BTreeMap::new();

@@ -142,7 +142,7 @@ pub(crate) async fn choose(
     of: &dyn Fn(&RunClass) -> bool,
     wanted: u64,
 ) -> (Victims, Footers) {
-    let mut section = Section::begin(&log.shared.eviction_work, &*log.shared.clock);
+    let mut section = Section::begin(&log.shared.work.evictions, &*log.shared.clock);
     let mut choice = Choice {
         log,
         policy,
@@ -184,7 +184,8 @@ impl Choice<'_> {
         let least = self.picked.first_key_value().map(|(order, _)| order.rank);
         let since = least.map(|rank| now - i64::from(self.policy.age_of(rank)));
         let full = self.bytes >= self.wanted;
-        full && (self.blocks >= BLOCKS_MAX || since.is_some_and(|since| since <= next.coldest.get()))
+        full && !kvarts_layout::planted!("eviction-lists-all")
+            && (self.blocks >= BLOCKS_MAX || since.is_some_and(|since| since <= next.coldest.get()))
     }
 
     fn facts(&mut self, class: u32) -> Option<Facts> {

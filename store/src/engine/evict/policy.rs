@@ -11,27 +11,27 @@ use super::super::ages::STEPS_PER_BUDGET;
 
 /// What a policy knows of a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Candidate {
+pub struct Candidate {
     /// Steps since its last use, or since it entered its queue if the policy does not renew: a
     /// [`STEPS_PER_BUDGET`]th of the budget each.
-    pub(crate) age: u32,
+    pub age: u32,
     /// Uses since it was put, up to 3.
-    pub(crate) frequency: u8,
+    pub frequency: u8,
     /// Whether it has been let into the main queue.
-    pub(crate) main: bool,
+    pub main: bool,
     /// The last block of its record, as far as is known with nothing behind it: where prompts turn off.
-    pub(crate) tip: bool,
+    pub tip: bool,
     /// Not used since it was put, though blocks before it in its record were: who came back went another way.
-    pub(crate) passed: bool,
+    pub passed: bool,
     /// State that is good for one boundary only, not for what follows.
-    pub(crate) boundary: bool,
+    pub boundary: bool,
     /// How much a byte of it costs to compute anew, as a power of two against the usual: above 0 for more.
-    pub(crate) cost: i8,
+    pub cost: i8,
 }
 
 /// What happens to a block that is chosen.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Chosen {
+pub enum Chosen {
     /// It goes.
     Goes,
     /// It stays and begins anew, in the main queue, with this frequency.
@@ -88,6 +88,21 @@ impl EvictionPolicy {
     /// The policy of this name.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|policy| policy.name() == name)
+    }
+
+    /// How early a block goes by this policy, for those who decide as a store does: the higher, the earlier.
+    pub fn rank(self, block: &Candidate) -> u32 {
+        self.policy().rank(block)
+    }
+
+    /// What happens to a block whose rank is the highest.
+    pub fn choose(self, block: &Candidate) -> Chosen {
+        self.policy().choose(block)
+    }
+
+    /// Whether a use makes a block young.
+    pub fn renews(self) -> bool {
+        self.policy().renews()
     }
 
     pub(crate) fn policy(self) -> &'static dyn Policy {

@@ -65,7 +65,7 @@ impl Log {
     }
 
     async fn punch_a_page(&self, file: FileId) -> Result<bool, IoError> {
-        let Ok(bytes) = memory(self, PAGES * PAGE) else { return Ok(false) };
+        let Ok(mut bytes) = memory(self, PAGES * PAGE) else { return Ok(false) };
         bytes.copy_in(0, &[0x5a; PAGES * PAGE]);
         self.driver.write(CLASS, file, 0, bytes, true).await?;
         let (_, before) = self.driver.stat(file).await?;

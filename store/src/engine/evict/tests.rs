@@ -1,6 +1,6 @@
 //! Blocks leave one by one, their pages are given back, and whoever opens the store next agrees.
 
-use kvarts_layout::{BlockShape, ChunkShape, LayerShape};
+use kvarts_layout::{BlockShape, ChunkShape, LayerShape, NamespaceId};
 
 use super::batch::Made;
 use super::policy::EvictionPolicy;
@@ -37,6 +37,12 @@ fn filled() -> Place {
 
 /// Blocks that other shards have, in records of ten.
 fn strangers(world: &World, blocks: u64) {
+    // Nobody's.
+    records(world, u32::MAX, blocks);
+}
+
+/// As many blocks of a class, in records of ten.
+fn records(world: &World, class: u32, blocks: u64) {
     let index = &world.shared.index;
     for record in 0..blocks / 10 {
         let info = crate::index::RecordInfo {
@@ -47,8 +53,7 @@ fn strangers(world: &World, blocks: u64) {
             payload_pages: 40,
             blocks: std::num::NonZeroU16::new(10).unwrap(),
             live: 0,
-            // Nobody's.
-            class: u32::MAX,
+            class,
             expires: 0,
         };
         let known = index.records().insert(info).unwrap();
@@ -286,7 +291,7 @@ fn what_room_costs_is_that_of_a_few_segments_and_not_of_all_blocks_and_others_ha
     let place = filled();
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
-        let work = &world.shared.eviction_work;
+        let work = &world.shared.work.evictions;
         assert!(matches!(world.log.make_room().await, Made::Room));
         let first = work.done().steps;
         strangers(&world, 200_000);
@@ -318,9 +323,9 @@ fn a_shard_of_many_segments_looks_at_few_of_them() {
             if let Made::Segment(emptied) = world.log.make_room().await {
                 world.log.remove_segment(&emptied).await.unwrap();
             }
-            let before = world.shared.eviction_work.done().steps;
+            let before = world.shared.work.evictions.done().steps;
             assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
-            steps.push(world.shared.eviction_work.done().steps - before);
+            steps.push(world.shared.work.evictions.done().steps - before);
         }
         // A look at each segment's book, but not at its blocks.
         assert!(steps[1] <= steps[0] + 200, "{steps:?}");
@@ -385,13 +390,13 @@ fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due(
     place.run(move |world| async move {
         recover(&world.log).await.unwrap();
         let shared = &world.shared;
-        let checkpoint = || shared.checkpoint_work.done().steps;
+        let checkpoint = || shared.work.checkpoints.done().steps;
         assert!(world.log.say_free().await);
         let (first, all) = (checkpoint(), segments_of(&world));
         strangers(&world, 100_000);
         assert!(world.log.say_free().await);
         assert_eq!(checkpoint(), 2 * first, "a checkpoint looks at others' records");
-        let sweep = || shared.expiry_work.done().steps;
+        let sweep = || shared.work.sweeps.done().steps;
         crate::engine::expiry::sweep(&world.log).await;
         assert_eq!(sweep(), 0, "nothing is due");
         // One record of five blocks.
@@ -412,6 +417,47 @@ fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due(
 }
 
 #[test]
+fn what_is_put_makes_what_is_here_older() {
+    Place::new().run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let before = world.shared.ages.steps();
+        for first in (0..200).step_by(5) {
+            world.durable("a", first, 5).await;
+        }
+        // A megabyte of 64, in steps of a 256th of them.
+        let passed = world.shared.ages.steps() - before;
+        assert!((4..10).contains(&passed), "{passed} steps");
+    });
+}
+
+#[test]
+fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_time() {
+    let place = filled();
+    let clock = std::sync::Arc::clone(&place.clock);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        let shared = &world.shared;
+        for (number, forgotten) in [(5, false), (15, true)] {
+            let into = u64::from(shared.expiry_now() % 100);
+            clock.advance(std::time::Duration::from_millis((100 - into) * 100));
+            let found = shared.index.locate(print(&world, number)).unwrap();
+            let expires = shared.expiry_now() + 50;
+            assert!(shared.index.records().set_expires(found.location.record, expires));
+            shared.note_expiry((world.log.shard, found.record.segment), expires);
+            if forgotten {
+                (0..=1 << 16).for_each(|segment| shared.due.note((7, segment), 9));
+            }
+            let here = || shared.index.locate(print(&world, number)).is_some();
+            crate::engine::expiry::sweep(&world.log).await;
+            assert!(here(), "its time has not come");
+            clock.advance(std::time::Duration::from_secs(6));
+            crate::engine::expiry::sweep(&world.log).await;
+            assert!(!here() && world.has("a", number + 5), "forgotten: {forgotten}");
+        }
+    });
+}
+
+#[test]
 fn a_quota_is_kept_by_a_look_at_its_own_records() {
     let place = filled();
     place.run(|world| async move {
@@ -419,19 +465,91 @@ fn a_quota_is_kept_by_a_look_at_its_own_records() {
         let account = world.shared.index.records().ledger().account(world.namespace("a").id);
         let live = account.space().live;
         let blocks = world.contents().len() as u64;
-        let steps = || world.shared.quota_work.done().steps;
+        let steps = || world.shared.work.quotas.done().steps;
         // What recovery found is learnt by a walk, once.
         account.set_limit(Some(live - live / 8));
-        crate::engine::quota::make_room(&world.shared, &account, 0);
+        crate::engine::quota::make_room(&world.shared, &account, 0).await;
         assert_eq!(account.excess(0), 0);
         let first = steps();
         strangers(&world, 100_000);
         account.set_limit(Some(live - live / 4));
-        crate::engine::quota::make_room(&world.shared, &account, 0);
+        crate::engine::quota::make_room(&world.shared, &account, 0).await;
         assert_eq!(account.excess(0), 0);
         let second = steps() - first;
         assert!(second <= first && second <= 2 * blocks, "{second} steps after {first}, {blocks} blocks");
         assert!((0..blocks).filter(|number| world.has("a", *number)).count() as u64 >= blocks / 2);
+    });
+}
+
+#[test]
+fn room_in_a_quota_is_made_in_short_sections_and_others_take_bytes_meanwhile() {
+    use crate::engine::steps::AT_ONCE;
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let ledger = world.shared.index.records().ledger();
+        let (account, other) =
+            (ledger.account(world.namespace("a").id), ledger.account(NamespaceId([9; 32])));
+        other.set_limit(Some(1 << 30));
+        let class = world.shared.index.locate(print(&world, 0)).unwrap().record.class;
+        records(&world, class, 100_000);
+        account.set_limit(Some(account.space().live / 2));
+        let mut making = std::pin::pin!(crate::engine::quota::make_room(&world.shared, &account, 0));
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        let mut turns = 0u64;
+        while making.as_mut().poll(&mut context).is_pending() {
+            turns += 1;
+            assert!(other.promise(4096).is_ok(), "another tenant waits");
+        }
+        let done = world.shared.work.quotas.done();
+        // Those of a shard that is not here are looked for and not found.
+        assert!(done.steps > 100_000, "{done:?}");
+        assert!(done.longest_steps <= 2 * AT_ONCE && turns >= done.steps / (2 * AT_ONCE), "{done:?} {turns}");
+    });
+}
+
+#[test]
+fn a_segment_of_many_blocks_is_emptied_in_short_sections() {
+    use crate::engine::steps::AT_ONCE;
+    use kvarts_layout::format::footer::{Content, Footer};
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let number = segments_of(&world)[0].1;
+        let segment = world.log.segments.borrow()[&number].clone();
+        let mut footer = Footer { records: world.log.listing(&segment).await.unwrap() };
+        for record in &mut footer.records {
+            let Content::Blocks(blocks) = &mut record.content else { continue };
+            // As many as a large segment has of small blocks.
+            blocks.blocks = blocks.blocks.iter().cycle().take(20_000).copied().collect();
+        }
+        let before = world.shared.work.evictions.done();
+        assert!(world.log.evict_all(&segment, &footer).await);
+        let done = world.shared.work.evictions.done();
+        assert!(done.steps - before.steps >= 20_000 && segment.book.live() == 0, "{done:?}");
+        assert!(done.longest_steps <= 2 * AT_ONCE, "{done:?}");
+    });
+}
+
+#[test]
+fn what_a_quota_knows_of_its_records_does_not_grow_with_those_that_have_gone() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let account = world.shared.index.records().ledger().account(world.namespace("a").id);
+        account.set_limit(Some(u64::MAX / 2));
+        let class = world.shared.index.locate(print(&world, 0)).unwrap().record.class;
+        let mut most = 0;
+        for n in 0..20_000u64 {
+            // Of a record that is gone before the next one is noted.
+            let info = world.shared.index.locate(print(&world, 0)).unwrap().record;
+            let record = world.shared.index.records().insert(RecordInfo { live: 0, ..info }).unwrap();
+            let print = BlockFingerprint::from_parts(n, 77);
+            crate::engine::quota::note(&world.shared, class, record, [print].into_iter());
+            world.shared.index.records().free(record).unwrap();
+            most = most.max(account.known.lock().unwrap().records.len());
+        }
+        assert!(most < 200, "{most} records are remembered");
     });
 }
 

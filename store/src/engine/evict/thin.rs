@@ -7,7 +7,7 @@
 //!   few, the smallest become one. Those that have grown so are not the smallest next time, so a block is moved as often
 //!   as the logarithm of the number of starts, and no more once its segment is not short.
 //! - Where a segment can only be given back as a whole (no holes): if there is no room for another one, and what is
-//!   moved is little beside what that frees. Without it live blocks would be evicted.
+//!   moved is no more than what that frees. Without it live blocks would be evicted.
 //!
 //! What is moved goes into the segment that has just been begun: it never takes another one for that.
 
@@ -18,7 +18,8 @@ use crate::engine::compact::pack::Cold;
 use crate::engine::compact::relocate::relocate;
 use crate::engine::log::Log;
 use crate::engine::segment::{Segment, SegmentState};
-use crate::index::{RecordCursor, RecordId};
+use crate::engine::steps::Section;
+use crate::index::{OwnerCursor, RecordId};
 
 /// A segment is thin when so many parts of it would hold what is live in it.
 const THIN_PARTS: u64 = 12;
@@ -26,6 +27,8 @@ const THIN_PARTS: u64 = 12;
 const SHARE_THOUSANDTHS: u64 = 25;
 /// What is moved to give a whole segment back, or to make one of short ones: so small a part of a segment.
 const SHORT_PARTS: u64 = 4;
+/// What is moved to give a whole segment back where there are no holes: half of one frees as much as it writes.
+const WHOLE_PARTS: u64 = 2;
 /// Short segments that a shard may keep; half as many where the budget has room for few segments.
 const SHORT_MAX: usize = 8;
 
@@ -34,7 +37,10 @@ impl Log {
     pub(crate) fn thin_out_in_background(self: &Rc<Self>) {
         let needed = || {
             let fragments = !self.short_ones().is_empty() || self.hollow().len() > self.short_max();
-            fragments || self.thinnest().is_some() || self.emptiest_whole().is_some()
+            fragments
+                || self.thinnest().is_some()
+                || self.emptiest_whole().is_some()
+                || self.must_ask_for_holes()
         };
         if self.thinning.get() || self.closing.get() || !needed() {
             return;
@@ -60,6 +66,9 @@ impl Log {
             if self.closing.get() || !self.takes(live) || !self.thin_out(segment).await {
                 break;
             }
+        }
+        if self.must_ask_for_holes() {
+            self.makes_holes().await;
         }
         while let Some((live, segment)) = self.emptiest_whole() {
             if self.closing.get() || !self.takes(live) || !self.thin_out(segment).await {
@@ -117,7 +126,12 @@ impl Log {
             return None;
         }
         let whole = |one: &Segment| (self.no_holes.get() || one.is_unpunchable()) && !self.is_hollow(one);
-        self.sealed_up_to(self.shared.segment_bytes / SHORT_PARTS, whole).next()
+        self.sealed_up_to(self.shared.segment_bytes / WHOLE_PARTS, whole).next()
+    }
+
+    /// Whether it must be known whether the file system makes holes, and is not.
+    fn must_ask_for_holes(&self) -> bool {
+        self.shared.shortage() > 0 && !self.no_holes.get() && !self.has_holes.get()
     }
 
     /// Segments with less than their bytes that hold nothing.
@@ -143,14 +157,15 @@ impl Log {
     /// Moves what is live in a segment; false if that could not be done.
     async fn thin_out(self: &Rc<Self>, segment: u32) -> bool {
         let mut records: Vec<(u32, RecordId)> = Vec::new();
-        let (mut cursor, mut some) = (Some(RecordCursor::default()), Vec::new());
+        let (mut cursor, mut some) = (Some(OwnerCursor::default()), Vec::new());
+        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
         while let Some(from) = cursor {
-            cursor = self.shared.index.records().snapshot(from, &mut some);
-            let here = some.iter().filter(|(_, record)| {
-                u32::from(record.shard) == self.shard && record.segment == segment && record.live > 0
-            });
-            records.extend(here.map(|(id, record)| (record.page, *id)));
+            cursor = self.shared.index.records().snapshot_of((self.shard as u16, None), from, &mut some);
+            let here = some.iter().filter(|(_, record, _)| record.segment == segment && record.live > 0);
+            records.extend(here.map(|(id, record, _)| (record.page, *id)));
+            section.step(some.len().max(1) as u64).await;
         }
+        drop(section);
         // In the order in which they lie: chains stay together.
         records.sort_unstable();
         for (_, record) in records {

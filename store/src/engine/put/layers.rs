@@ -35,13 +35,15 @@ use super::write::{Piece, publish};
 use super::{PutJob, before, check, record_blocks, reserve, shard_of};
 use crate::api::by_layers::Progress;
 use crate::api::{BlockOutcome, Durability, PutRequest, PutStream, Turns};
+use crate::engine::executor::Router;
 use crate::engine::log::{self, Draft, Log, Payload, Written};
+use crate::engine::quota::Share;
 use crate::engine::segment::{Segment, SegmentState, fault};
 use crate::engine::shared::Shared;
 use crate::error::{Error, Reason};
 use crate::index::Reservation;
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{Buf, IoError};
+use crate::io::{BufMut, IoError};
 use crate::ledger::Promise;
 use crate::rt::mailbox::{Reply, ticket};
 use crate::rt::{Class, LocalTask, Nanos};
@@ -58,7 +60,9 @@ pub(crate) struct LayersPart {
     job: Arc<PutJob>,
     /// The blocks of each record.
     runs: Vec<Range<u32>>,
-    promises: Vec<Promise>,
+    shares: Vec<Share>,
+    /// Whom to tell of what goes for it, if something must.
+    pub(crate) tell: Option<Arc<Router>>,
     progress: Arc<Progress>,
     /// Until it is known whether there is room for it.
     begun: Option<(Reply<Result<PutStream, Error>>, PutStream)>,
@@ -140,15 +144,15 @@ fn try_begin(
     if reservations.iter().any(|one| *one != Reservation::Reserved) {
         return Err(Reason::Busy("some of the blocks are here, or on their way"));
     }
-    let (mut runs, mut promises) = (Vec::new(), Vec::new());
+    let (mut runs, mut shares) = (Vec::new(), Vec::new());
     for start in (0..blocks).step_by(limit.max(1) as usize) {
         let run = start..start.saturating_add(limit).min(blocks);
-        promises.push(job.promise(&run)?);
+        shares.push(job.share(&run)?);
         runs.push(run);
     }
     job.lock().parts_left = 1;
     let (stream, progress) = PutStream::new(from, shape, turns, answer);
-    Ok((shard, LayersPart { job, runs, promises, progress, begun: None }, stream))
+    Ok((shard, LayersPart { job, runs, shares, tell: None, progress, begun: None }, stream))
 }
 
 /// A record that is written layer by layer.
@@ -175,6 +179,9 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
         log.layered.borrow_mut().retain(|turns| !turns.is(&left));
         log.changed.wake_all();
     };
+    let Some((part, promises)) = pay(log, part, deadline.as_mut()).await else {
+        return ended();
+    };
     let Some((mut part, segment, places)) = find(log, part, deadline.as_mut()).await else {
         return ended();
     };
@@ -182,7 +189,6 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
         // If nobody waits for it, it is dropped, and the put stops.
         let _ = reply.send(Ok(stream));
     }
-    let promises = std::mem::take(&mut part.promises);
     {
         let mut writing = pin!(write(log, &part, &segment, &places));
         let ended = before(writing.as_mut(), deadline).await;
@@ -214,6 +220,34 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
     }
     put_away(log, segment).await;
     ended();
+}
+
+/// Takes what the records will take of their namespace's quota; `None` if it cannot be had, or not in time: that has been
+/// answered.
+async fn pay(
+    log: &Log,
+    mut part: LayersPart,
+    deadline: Option<&mut LocalTask>,
+) -> Option<(LayersPart, Vec<Promise>)> {
+    let (shares, tell) = (std::mem::take(&mut part.shares), part.tell.take());
+    let paying = pin!(async {
+        let mut promises = Vec::with_capacity(shares.len());
+        for share in shares {
+            promises.push(share.paid(&log.shared).await?);
+        }
+        Ok(promises)
+    });
+    let paid = before(paying, deadline).await;
+    if let Some(router) = tell {
+        router.name_evicted(&log.shared);
+    }
+    match paid.unwrap_or(Err(Reason::DeadlinePassed)) {
+        Ok(promises) => Some((part, promises)),
+        Err(reason) => {
+            part.refuse(reason);
+            None
+        }
+    }
 }
 
 /// Finds a segment with room for all records, and says where they go. `None` if there is none, or none in time: that has
@@ -375,7 +409,7 @@ async fn seal(
     log.rolling.set(false);
     log.changed.wake_all();
     let (headers, staging) = placed?;
-    let records = write_headers(log, segment, headers, &staging).await?;
+    let records = write_headers(log, segment, headers, staging).await?;
     if durable && let Some((last, _)) = records.last() {
         log.make_durable(last).await?;
     }
@@ -450,14 +484,13 @@ async fn write_headers(
     log: &Rc<Log>,
     segment: &Rc<Segment>,
     headers: Headers,
-    staging: &Buf,
+    mut staging: BufMut,
 ) -> Result<Vec<(Written, u32)>, Reason> {
     let Headers { images, mut outcome } = headers;
-    let (mut writes, mut used) = (Vec::new(), 0);
+    let mut writes = Vec::new();
     for (image, _) in images.iter().filter(|_| outcome.is_ok()) {
-        let Some(part) = staging.slice(used, image.headers.len()) else { break };
+        let Some(mut part) = staging.split_to(image.headers.len()) else { break };
         part.copy_in(0, &image.headers);
-        used += image.headers.len();
         writes.push(log.driver.write(Class::Put, segment.file, image.offset, part, false));
     }
     if outcome.is_ok() && writes.len() < images.len() {

@@ -160,9 +160,8 @@ impl Recovery<'_> {
     ) -> Result<Option<Definition>, Reason> {
         let bytes = memory(self.log, entry.header_bytes as usize)?;
         self.report.metadata_bytes += u64::from(entry.header_bytes);
-        if self.log.driver.read(CLASS, segment.file, entry.offset, bytes.clone()).await.is_err() {
-            return Ok(None);
-        }
+        let read = self.log.driver.read_into(CLASS, segment.file, entry.offset, bytes).await;
+        let Ok(bytes) = read else { return Ok(None) };
         let position = self.log.position(segment, entry.offset);
         let body = record::open(&bytes.to_vec(), &position, &self.log.shared.secret)
             .and_then(|record| record.body());

@@ -7,9 +7,9 @@ use std::collections::VecDeque;
 
 use crate::engine::log::Log;
 use crate::error::Reason;
-use crate::io::driver::Transfer;
+use crate::io::driver::ReadInto;
 use crate::io::mem::PAGE;
-use crate::io::{Buf, FileId, IoError, Region};
+use crate::io::{BufMut, FileId, IoError};
 use crate::rt::Class;
 
 /// Bytes of one read.
@@ -23,8 +23,8 @@ pub(crate) const CLASS: Class = Class::Foreground;
 
 /// Memory for one transfer. It never waits for the arena, because the pieces it would wait for may be the caller's
 /// own.
-pub(crate) fn memory(log: &Log, bytes: usize) -> Result<Buf, Reason> {
-    let own = || Region::anonymous(bytes).ok().and_then(|region| Buf::new(&region, 0, bytes));
+pub(crate) fn memory(log: &Log, bytes: usize) -> Result<BufMut, Reason> {
+    let own = || BufMut::zeroed(bytes).ok();
     let out_of_memory = || Reason::Media(IoError::out_of_memory(bytes).to_string());
     log.arena.try_take(bytes).or_else(own).ok_or_else(out_of_memory)
 }
@@ -37,8 +37,8 @@ pub(crate) struct Pages<'a> {
     len: u64,
     start: u64,
     bytes: Vec<u8>,
-    /// Reads of what follows the window, in order: where, into what.
-    ahead: VecDeque<(u64, Buf, Transfer)>,
+    /// Reads of what follows the window, in order: where, and how many bytes.
+    ahead: VecDeque<(u64, usize, ReadInto)>,
     /// How many of them: more the longer nothing is skipped.
     eager: usize,
     pub(crate) bytes_read: u64,
@@ -97,11 +97,11 @@ impl<'a> Pages<'a> {
         let wanted = (wanted as u64).min(self.len.saturating_sub(start)) as usize;
         while self.bytes.len() < wanted {
             self.read_ahead(self.eager)?;
-            let Some((at, memory, read)) = self.ahead.pop_front() else { return Ok(()) };
+            let Some((at, len, read)) = self.ahead.pop_front() else { return Ok(()) };
             let old = self.bytes.len();
-            self.bytes.resize(old + memory.len(), 0);
+            self.bytes.resize(old + len, 0);
             match read.await {
-                Ok(()) => memory.copy_out(0, &mut self.bytes[old..]),
+                Ok(memory) => memory.copy_out(0, &mut self.bytes[old..]),
                 Err(_) => self.fill_by_page(at, old).await?,
             }
         }
@@ -112,7 +112,7 @@ impl<'a> Pages<'a> {
     /// Begins the reads of what follows.
     fn read_ahead(&mut self, windows: usize) -> Result<(), Reason> {
         while self.ahead.len() < windows {
-            let behind = self.ahead.back().map(|(at, memory, _)| at + memory.len() as u64);
+            let behind = self.ahead.back().map(|(at, len, _)| at + *len as u64);
             let at = behind.unwrap_or(self.start + self.bytes.len() as u64);
             let len = (self.len.saturating_sub(at)).min(WINDOW_BYTES as u64) as usize;
             if len == 0 {
@@ -120,8 +120,8 @@ impl<'a> Pages<'a> {
             }
             let memory = memory(self.log, len)?;
             self.bytes_read += len as u64;
-            let read = self.log.driver.read(CLASS, self.file, at, memory.clone());
-            self.ahead.push_back((at, memory, read));
+            let read = self.log.driver.read_into(CLASS, self.file, at, memory);
+            self.ahead.push_back((at, len, read));
         }
         Ok(())
     }
@@ -131,8 +131,8 @@ impl<'a> Pages<'a> {
         let mut offset = at;
         for page in self.bytes[old..].chunks_mut(PAGE) {
             let memory = memory(self.log, page.len())?;
-            match self.log.driver.read(CLASS, self.file, offset, memory.clone()).await {
-                Ok(()) => memory.copy_out(0, page),
+            match self.log.driver.read_into(CLASS, self.file, offset, memory).await {
+                Ok(memory) => memory.copy_out(0, page),
                 Err(_) => {
                     self.unreadable += 1;
                     page.fill(UNREADABLE);

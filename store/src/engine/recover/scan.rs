@@ -35,6 +35,8 @@ pub(super) struct Target<'a> {
     pub(super) file: FileId,
     /// What of the file was given back. Empty for a segment in which holes do not count.
     pub(super) holes: &'a Holes,
+    /// What of it is not there, which counts if its own footer proves that it was sealed.
+    pub(super) if_sealed: &'a Holes,
     /// Bytes of the file: what follows is empty.
     pub(super) len: u64,
     pub(super) scan: Scan,
@@ -61,6 +63,8 @@ pub(super) struct Scanned {
     pub(super) log_end: u64,
     /// The highest sequence of any proven record.
     pub(super) last_sequence: u64,
+    /// A footer without a trailer proves that it was sealed and has lost blocks since.
+    pub(super) was_sealed: bool,
 }
 
 /// One thing that the walk met.
@@ -83,6 +87,10 @@ struct Walk {
     items: Vec<Item>,
     durable_upto: u64,
     last_record: u64,
+    /// Where the last proven record ends.
+    records_end: u64,
+    /// A proven footer.
+    footer: bool,
     last_sequence: u64,
     /// The highest later generation that a record proves.
     ahead: Option<u64>,
@@ -108,7 +116,18 @@ pub(super) async fn scan(recovery: &mut Recovery<'_>, target: &Target<'_>) -> Re
         position = position.under(ahead);
         walk = self::walk(recovery, &mut pages, &position, target, end).await?;
     }
+    // What a footer lists was all on the device before it was written, so what is not there was evicted: the trailer stood
+    // behind it, and was zeroed.
+    let was_sealed = walk.footer && target.if_sealed.iter().any(|(at, _)| *at < walk.records_end);
+    let target = &match was_sealed {
+        true => Target { holes: target.if_sealed, scan: Scan::Rescan, ..*target },
+        false => *target,
+    };
+    if was_sealed {
+        walk = self::walk(recovery, &mut pages, &position, target, end).await?;
+    }
     let scanned = decide(recovery, &mut pages, &position, target, walk).await;
+    let scanned = scanned.map(|scanned| Scanned { was_sealed, ..scanned });
     recovery.report.scanned_bytes += pages.bytes_read;
     recovery.report.unreadable_pages += pages.unreadable;
     scanned
@@ -127,6 +146,8 @@ async fn walk(
         items: Vec::new(),
         durable_upto: if known { target.durable_upto } else { 0 },
         last_record: 0,
+        records_end: 0,
+        footer: false,
         last_sequence: if same { target.first_sequence.saturating_sub(1) } else { 0 },
         ahead: None,
     };
@@ -162,6 +183,7 @@ async fn walk(
             let claimed = pages.at(offset, PAGE).await.map(claimed_position)?;
             walk.ahead = walk.ahead.max(claimed.map(|claimed| claimed.generation));
         }
+        walk.footer |= seen.found == Found::Footer;
         offset += walk.take(seen, offset, end);
     }
     Ok(walk)
@@ -187,6 +209,7 @@ impl Walk {
             }
             self.last_sequence = self.last_sequence.max(prefix.sequence);
             self.last_record = offset;
+            self.records_end = offset + prefix.record_bytes();
         }
         self.items.push(Item::Record { offset, found, prefix, body: seen.body });
         prefix.record_bytes()

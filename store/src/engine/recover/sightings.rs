@@ -49,7 +49,8 @@ pub(super) async fn ends(recovery: &mut Recovery<'_>, files: &[SegmentFile]) -> 
     for some in files.chunks(AT_ONCE) {
         let mut reads = Vec::with_capacity(some.len());
         for file in some {
-            let pages = memory(log, 2 * PAGE)?;
+            // One piece for both: whichever the device gives, the other is looked at.
+            let pages = memory(log, 2 * PAGE)?.share();
             let page = |at| pages.slice(at, PAGE).ok_or(Reason::Bug("a page outside its buffer"));
             let first = log.driver.read(CLASS, file.file, 0, page(0)?);
             let last = log.driver.read(CLASS, file.file, last, page(PAGE)?);

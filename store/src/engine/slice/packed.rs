@@ -16,7 +16,7 @@ use crate::engine::headers::Header;
 use crate::engine::log::Log;
 use crate::engine::read::{ReadJob, Wanted};
 use crate::error::Reason;
-use crate::io::Buf;
+use crate::io::SharedBuf;
 
 /// Bytes of a region, unless one stored chunk is longer.
 const REGION_BYTES: u64 = 256 << 10;
@@ -171,7 +171,7 @@ pub(super) fn unpack(
     job: &ReadJob,
     (wanted, header): (&Wanted, &Header),
     (packed, region): (&Packed, u32),
-    (staging, failed): (Option<&Buf>, Option<Reason>),
+    (staging, failed): (Option<&SharedBuf>, Option<Reason>),
     (verify, sample): (Verify, &mut u64),
 ) -> u64 {
     let (Some(stored), Some(staging)) = (header.stored(), staging) else {

@@ -16,12 +16,11 @@ use crate::api::ReadRequest;
 use crate::engine::executor::Message;
 use crate::engine::put::shard_of;
 use crate::engine::read;
-use crate::engine::steps::WorkDone;
+use crate::engine::steps::Done;
 use crate::engine::tables::Table;
-use crate::engine::work::Done;
 use crate::error::{Error, Reason};
 use crate::index::{BlockFingerprint, Heat, Location, RecordInfo, Recovered};
-use crate::io::Buf;
+use crate::io::SharedBuf;
 use crate::rt::mailbox::ticket;
 
 /// One device read of a read's plan, headers not counted.
@@ -40,7 +39,7 @@ pub struct PlannedExtent {
     /// Bytes.
     pub len: u32,
     /// The caller's memory if it lands there directly, none if it is staged.
-    pub into: Option<Buf>,
+    pub into: Option<SharedBuf>,
 }
 
 impl Store {
@@ -91,11 +90,6 @@ impl Store {
         shard_of(first, self.0.router.shards())
     }
 
-    /// The work that the store has done.
-    pub fn work(&self) -> Done {
-        self.0.shared.counted.done()
-    }
-
     /// How large each table is that the store keeps in memory, all shards and executors together.
     pub async fn tables(&self) -> Result<Vec<Table>, Error> {
         let mut all = self.0.shared.tables();
@@ -112,10 +106,9 @@ impl Store {
         Ok(all)
     }
 
-    /// What evictions, checkpoints and sweeps of what has expired have taken of the executors.
-    pub fn work_done(&self) -> [WorkDone; 3] {
-        let shared = &self.0.shared;
-        [&shared.eviction_work, &shared.checkpoint_work, &shared.expiry_work].map(|work| work.done())
+    /// What work has taken since the store was opened, by kind.
+    pub fn work_done(&self) -> Done {
+        self.0.shared.work.done()
     }
 
     /// Takes blocks that lie nowhere into the index, in records of sixteen, as recovery does: so many more than there are,

@@ -53,14 +53,15 @@ impl Store {
 
     /// Limits what a namespace may have on disk: live bytes, headers and padding included. A put that would pass
     /// the limit first evicts what the namespace has not used for longest, and is refused with [`Reason::Quota`]
-    /// if leases forbid that or it is too large. A lower limit takes effect at once. `None` takes the limit away.
+    /// if leases forbid that or it is too large. A lower limit takes effect at once, on the
+    /// caller's thread, unless room is being made for a put: that goes on until the new one is kept. `None` takes the limit away.
     /// The namespace need not be registered yet; limits are not kept on disk, what counts against them is.
     pub fn set_quota(&self, namespace: NamespaceId, bytes: Option<u64>) {
         let shared = &self.0.shared;
         let account = shared.index.records().ledger().account(namespace);
         account.set_limit(bytes);
-        quota::make_room(shared, &account, 0);
-        self.name_evicted();
+        quota::keep_limit(shared, quota::Purse::Namespace(&account));
+        self.0.router.name_evicted(shared);
     }
 
     /// Limits what the namespaces of a tenant may have on disk together, as [`Store::set_quota`] limits one: those
@@ -74,18 +75,8 @@ impl Store {
             ledger.account(namespace).join(&pool);
         }
         pool.set_limit(bytes);
-        quota::make_room_in(shared, quota::Purse::Tenant(&pool), 0);
-        self.name_evicted();
-    }
-
-    /// Has the executors tell of what a quota has taken out, if it has. One that takes no message tells with its next
-    /// sweep.
-    pub(super) fn name_evicted(&self) {
-        if !self.0.shared.unnamed.is_empty() {
-            for sender in &self.0.router.executors {
-                let _ = sender.try_send(Message::Name);
-            }
-        }
+        quota::keep_limit(shared, quota::Purse::Tenant(&pool));
+        self.0.router.name_evicted(shared);
     }
 
     /// What the namespaces of a tenant have together and may have; nothing if no quota was ever set for this salt.

@@ -60,21 +60,21 @@ impl<'a> Image<'a> {
         let at = self.place.at + self.done;
         if let Some(buffers) = self.as_they_lie(log, &pieces, end) {
             self.done = end;
-            writes.push(log.driver.write_v(Class::Put, segment.file, at, buffers.into(), false));
+            writes.push(log.driver.write_v(Class::Put, segment.file, at, buffers, false));
             return Ok(());
         }
         let bytes = (end - self.done) as usize;
-        let staging = log.stage(bytes).await?;
+        let mut staging = log.stage(bytes).await?;
         staging.copy_in(0, &self.carry);
         for piece in &pieces {
             let to = (piece.payload_offset - self.done) as usize;
-            self.from.fill(piece, &staging, to).ok_or_else(|| IoError::unplaced(bytes))?;
+            self.from.fill(piece, &mut staging, to).ok_or_else(|| IoError::unplaced(bytes))?;
         }
         let whole = bytes - bytes % PAGE_BYTES as usize;
         self.carry.resize(bytes - whole, 0);
         staging.copy_out(whole, &mut self.carry);
         self.done += whole as u64;
-        if let Some(pages) = staging.slice(0, whole).filter(|pages| !pages.is_empty()) {
+        if let Some(pages) = staging.first(whole).filter(|pages| !pages.is_empty()) {
             writes.push(log.driver.write(Class::Put, segment.file, at, pages, false));
         }
         Ok(())
@@ -88,7 +88,9 @@ impl<'a> Image<'a> {
         }
         let buffer = |piece: &WritePiece| match piece.source {
             _ if !piece.len.is_multiple_of(PAGE_BYTES) => None,
-            WriteSource::Memory(at) if at.offset.is_multiple_of(PAGE_BYTES) => self.from.slice(at, piece.len),
+            WriteSource::Memory(at) if at.offset.is_multiple_of(PAGE_BYTES) => {
+                self.from.slice(at, piece.len).map(Buf::from)
+            }
             WriteSource::Memory(_) => None,
             WriteSource::Zeros => log.shared.zeros(piece.len),
         };

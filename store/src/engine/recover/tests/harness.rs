@@ -23,7 +23,7 @@ use crate::engine::recover::{RecoveryReport, recover};
 use crate::engine::shared::{Birth, Shared};
 use crate::index::{Lookup, RecordCursor};
 use crate::io::scratch::Scratch;
-use crate::io::{Arena, Buf, DirId, Driver, Features, IoChoice, Region, open_io};
+use crate::io::{Arena, DirId, Driver, Features, IoChoice, Region, SharedBuf, open_io};
 use crate::rt::clock::{ManualClock, SeededEntropy};
 use crate::rt::local::LocalExecutor;
 use crate::rt::{Class, Clock, Entropy};
@@ -178,7 +178,7 @@ impl World {
     ) -> Written {
         let namespace = self.namespace(model);
         let bytes = (count * BLOCK_BYTES) as usize;
-        let memory = Buf::new(&Region::anonymous(bytes).unwrap(), 0, bytes).unwrap();
+        let memory = SharedBuf::new(&Region::anonymous(bytes).unwrap(), 0, bytes).unwrap();
         for (block, number) in (first..first + count).enumerate() {
             let block = memory.slice(block * BLOCK_BYTES as usize, BLOCK_BYTES as usize).unwrap();
             block.fill((number % 251) as u8 + 1);

@@ -1,0 +1,394 @@
+//! Where a request goes: the cost of every action on every node, and the least of them.
+//!
+//! `C(a) = T_queue + T_compute + T_network + T_restore + lambda M_HBM + mu I_decode`: how long the request waits, computes,
+//! has its state brought over the network and restored beyond what computing hides, what device memory its state takes
+//! beside copies that are there already, and how long those who decode beside it are held up.
+//!
+//! The same question has the same answer: of equal costs the first action of the first node is taken.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::cost::Prefill;
+
+/// What a request is, for those who look at a route: what it asks of a cluster differs.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Class {
+    /// Much to compute behind little that is there.
+    NewLongPrefix,
+    /// A turn that adds little.
+    SmallTurn,
+    /// A turn that adds much, as tools do.
+    LongToolOutput,
+    /// Nearly all of it is in memory: the session goes on.
+    Continuation,
+    /// A branch of a prompt that others go on from at the same time.
+    ForkedRollout,
+    /// All that is there is on disks or in the cold tier.
+    ColdResume,
+}
+
+/// New tokens from which a prompt is long.
+const LONG_TOKENS: u64 = 4096;
+/// New tokens up to which a session simply goes on.
+const SMALL_TOKENS: u64 = 512;
+
+impl Class {
+    /// The class of a request with so many tokens in memory somewhere, on disks, and new.
+    pub fn of(in_memory: u64, on_disk: u64, new: u64, forked: bool) -> Self {
+        match () {
+            () if forked => Self::ForkedRollout,
+            () if in_memory == 0 && on_disk > new => Self::ColdResume,
+            () if in_memory + on_disk > new && new >= LONG_TOKENS => Self::LongToolOutput,
+            () if new >= LONG_TOKENS => Self::NewLongPrefix,
+            () if new <= SMALL_TOKENS && in_memory > 8 * new => Self::Continuation,
+            () => Self::SmallTurn,
+        }
+    }
+}
+
+/// What is done with a request.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Action {
+    /// Prefill where it is decoded, from what that node has in memory.
+    Colocated,
+    /// Prefill on a node of its own, whose state then goes to the decoding one.
+    RemotePrefill,
+    /// Prefill elsewhere with the owner's state, which stays where it is too.
+    FetchFromOwner,
+    /// Prefill with what is on the node's disks.
+    FromDisk,
+    /// The owner's state moves, and with it all that follows.
+    Migrate,
+    /// Nothing is restored.
+    Recompute,
+}
+
+impl Action {
+    /// As it is shown.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Colocated => "colocated",
+            Self::RemotePrefill => "remote prefill",
+            Self::FetchFromOwner => "fetch from owner",
+            Self::FromDisk => "from disk",
+            Self::Migrate => "migrate",
+            Self::Recompute => "recompute",
+        }
+    }
+}
+
+/// A node, as it is now.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NodeView {
+    /// Its number.
+    pub node: u32,
+    /// Whether it decodes as well: no state has to leave it.
+    pub decodes: bool,
+    /// How long what came before keeps it busy.
+    pub queue_ms: f64,
+    /// Sequences that decode on it.
+    pub decoding: u64,
+    /// Leading tokens of the prompt in its memory.
+    pub memory_tokens: u64,
+    /// Leading tokens of the prompt in its memory or on its disks.
+    pub disk_tokens: u64,
+    /// What its disks bring in a millisecond, and how long their queue is.
+    pub disk_bytes_per_ms: f64,
+    /// See above.
+    pub disk_queue_ms: f64,
+    /// What the network brings it in a millisecond, and how long its queue is; 0 for none.
+    pub network_bytes_per_ms: f64,
+    /// See above.
+    pub network_queue_ms: f64,
+}
+
+/// What the terms that are no times are worth.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Weights {
+    /// Milliseconds for 1e9 bytes of device memory that hold a further copy.
+    pub lambda_ms_per_gb: f64,
+    /// Milliseconds for each millisecond by which a decoding sequence is held up.
+    pub mu: f64,
+}
+
+impl Default for Weights {
+    fn default() -> Self {
+        Self { lambda_ms_per_gb: 2.0, mu: 0.05 }
+    }
+}
+
+/// What is to be routed.
+#[derive(Clone, Copy, Debug)]
+pub struct Question<'a> {
+    /// Tokens of the prompt.
+    pub prompt_tokens: u64,
+    /// Bytes of state of a token.
+    pub token_bytes: f64,
+    /// Layers of the model.
+    pub layers: u32,
+    /// Leading tokens that the owner has, and who it is.
+    pub owner: Option<(u32, u64)>,
+    /// Whether others go on from the same prompt at the same time.
+    pub forked: bool,
+    /// The nodes that can take it.
+    pub nodes: &'a [NodeView],
+    /// See [`Weights`].
+    pub weights: Weights,
+}
+
+/// One action on one node, term by term.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct Candidate {
+    /// The node.
+    pub node: u32,
+    /// What is done there.
+    pub action: Action,
+    /// Tokens of the prompt that need not be computed.
+    pub cached_tokens: u64,
+    /// The wait.
+    pub queue_ms: f64,
+    /// The prefill.
+    pub compute_ms: f64,
+    /// State over the network.
+    pub network_ms: f64,
+    /// State from memory and disks, beyond what computing hides.
+    pub restore_ms: f64,
+    /// `lambda M_HBM`.
+    pub hbm_ms: f64,
+    /// `mu I_decode`.
+    pub decode_ms: f64,
+    /// The sum.
+    pub cost_ms: f64,
+}
+
+/// The answer.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Route {
+    /// What the request is.
+    pub class: Class,
+    /// All candidates, the least cost first: the first is taken.
+    pub candidates: Vec<Candidate>,
+}
+
+impl Route {
+    /// What is to be done; `None` if there is no node.
+    pub fn best(&self) -> Option<&Candidate> {
+        self.candidates.first()
+    }
+}
+
+impl fmt::Display for Route {
+    /// Every candidate's terms, a line each.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:>6}  {:<16} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}",
+            "NODE", "ACTION", "CACHED", "QUEUE", "COMPUTE", "NETWORK", "RESTORE", "HBM", "DECODE", "COST"
+        )?;
+        for one in &self.candidates {
+            writeln!(
+                f,
+                "{:>6}  {:<16} {:>9} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1}",
+                one.node,
+                one.action.name(),
+                one.cached_tokens,
+                one.queue_ms,
+                one.compute_ms,
+                one.network_ms,
+                one.restore_ms,
+                one.hbm_ms,
+                one.decode_ms,
+                one.cost_ms
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl Question<'_> {
+    /// Counts every action of every node.
+    pub fn route(&self, prefill: &dyn Prefill) -> Route {
+        let mut candidates: Vec<Candidate> = self
+            .nodes
+            .iter()
+            .flat_map(|node| self.actions(node).map(|action| self.count(node, action, prefill)))
+            .collect();
+        candidates.sort_by(|one, other| {
+            one.cost_ms
+                .total_cmp(&other.cost_ms)
+                .then((one.node, one.action).cmp(&(other.node, other.action)))
+        });
+        let most = |of: fn(&NodeView) -> u64| self.nodes.iter().map(of).max().unwrap_or(0);
+        let (in_memory, there) = (most(|node| node.memory_tokens), most(|node| node.disk_tokens));
+        let owned = self.owner.map_or(0, |(_, tokens)| tokens);
+        let new = self.prompt_tokens.saturating_sub(there.max(in_memory).max(owned));
+        let class = Class::of(in_memory.max(owned), there.saturating_sub(in_memory), new, self.forked);
+        Route { class, candidates }
+    }
+
+    fn actions<'a>(&'a self, node: &'a NodeView) -> impl Iterator<Item = Action> + 'a {
+        let elsewhere = self.owner.is_some_and(|(owner, tokens)| {
+            owner != node.node && tokens > node.memory_tokens && node.network_bytes_per_ms > 0.0
+        });
+        let all = [
+            (Action::Colocated, node.decodes && node.memory_tokens > 0),
+            (Action::RemotePrefill, !node.decodes && node.network_bytes_per_ms > 0.0),
+            (Action::FetchFromOwner, elsewhere),
+            (Action::FromDisk, node.disk_tokens > node.memory_tokens),
+            (Action::Migrate, elsewhere && node.decodes),
+            (Action::Recompute, true),
+        ];
+        all.into_iter().filter(|(_, possible)| *possible).map(|(action, _)| action)
+    }
+
+    fn count(&self, node: &NodeView, action: Action, prefill: &dyn Prefill) -> Candidate {
+        let most = self.prompt_tokens.saturating_sub(1);
+        let owned = self.owner.map_or(0, |(_, tokens)| tokens);
+        let cached_tokens = match action {
+            Action::Colocated => node.memory_tokens,
+            Action::RemotePrefill | Action::FromDisk => node.disk_tokens.max(node.memory_tokens),
+            Action::FetchFromOwner | Action::Migrate => owned,
+            Action::Recompute => 0,
+        }
+        .min(most);
+        let compute_ms = prefill.prefill_ms(cached_tokens, self.prompt_tokens - cached_tokens);
+        let bytes = |tokens: u64| tokens as f64 * self.token_bytes;
+        // What layers in the pipeline hide costs nothing.
+        let beyond =
+            |load_ms: f64| (load_ms + compute_ms / f64::from(self.layers.max(1)) - compute_ms).max(0.0);
+        let from_disk = match action {
+            Action::FromDisk | Action::RemotePrefill => cached_tokens.saturating_sub(node.memory_tokens),
+            _ => 0,
+        };
+        let restore_ms = match from_disk {
+            0 => 0.0,
+            tokens => beyond(node.disk_queue_ms + bytes(tokens) / node.disk_bytes_per_ms.max(1e-9)),
+        };
+        let over = |tokens: u64| node.network_queue_ms + bytes(tokens) / node.network_bytes_per_ms.max(1e-9);
+        let network_ms = match action {
+            Action::FetchFromOwner | Action::Migrate => {
+                beyond(over(cached_tokens.saturating_sub(node.memory_tokens)))
+            }
+            // The last layer's share goes when it is computed.
+            Action::RemotePrefill => over(self.prompt_tokens) / f64::from(self.layers.max(1)),
+            _ => 0.0,
+        };
+        let copied = match action {
+            Action::FetchFromOwner | Action::FromDisk => cached_tokens.saturating_sub(node.memory_tokens),
+            Action::Recompute | Action::RemotePrefill => owned.min(self.prompt_tokens),
+            Action::Colocated | Action::Migrate => 0,
+        };
+        let new = self.prompt_tokens - cached_tokens;
+        let hbm_ms = self.weights.lambda_ms_per_gb * bytes(copied + new) / 1e9;
+        let held_up = if node.decodes { compute_ms * node.decoding as f64 } else { 0.0 };
+        let decode_ms = self.weights.mu * held_up;
+        let cost_ms = node.queue_ms + compute_ms + network_ms + restore_ms + hbm_ms + decode_ms;
+        let (node, queue_ms) = (node.node, node.queue_ms);
+        Candidate {
+            node,
+            action,
+            cached_tokens,
+            queue_ms,
+            compute_ms,
+            network_ms,
+            restore_ms,
+            hbm_ms,
+            decode_ms,
+            cost_ms,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cost::{Roofline, device, model};
+
+    fn node(node: u32) -> NodeView {
+        NodeView {
+            node,
+            decodes: true,
+            queue_ms: 0.0,
+            decoding: 0,
+            memory_tokens: 0,
+            disk_tokens: 0,
+            disk_bytes_per_ms: 12e6,
+            disk_queue_ms: 0.0,
+            network_bytes_per_ms: 50e6,
+            network_queue_ms: 0.0,
+        }
+    }
+
+    fn route(nodes: &[NodeView], owner: Option<(u32, u64)>) -> Route {
+        let prefill = Roofline::new(model("llama-3.1-8b").unwrap(), device("h100").unwrap(), 1);
+        let question = Question {
+            prompt_tokens: 16_384,
+            token_bytes: 131_072.0,
+            layers: 32,
+            owner,
+            forked: false,
+            nodes,
+            weights: Weights::default(),
+        };
+        question.route(&prefill)
+    }
+
+    fn taken(nodes: &[NodeView], owner: Option<(u32, u64)>) -> (u32, Action) {
+        let best = *route(nodes, owner).best().unwrap();
+        (best.node, best.action)
+    }
+
+    #[test]
+    fn a_request_goes_to_its_owner_unless_others_are_sooner_with_the_owner_s_state_or_without() {
+        let owner = NodeView { memory_tokens: 16_000, disk_tokens: 16_000, ..node(3) };
+        let other = node(1);
+        let held = Some((3, 16_000));
+        assert_eq!(taken(&[other, owner], held), (3, Action::Colocated));
+        let late = NodeView { queue_ms: 60.0, ..owner };
+        assert_eq!(taken(&[other, late], held), (1, Action::Migrate));
+        let cut_off = NodeView { network_bytes_per_ms: 0.0, ..other };
+        assert_eq!(taken(&[cut_off, late], held), (3, Action::Colocated));
+        let very_late = NodeView { queue_ms: 60_000.0, ..owner };
+        assert_eq!(taken(&[cut_off, very_late], held), (1, Action::Recompute));
+        let on_disk = NodeView { disk_tokens: 12_000, network_bytes_per_ms: 0.0, ..other };
+        assert_eq!(taken(&[on_disk, very_late], held), (1, Action::FromDisk));
+        let prefiller = NodeView { decodes: false, ..node(0) };
+        assert_eq!(taken(&[prefiller], None), (0, Action::Recompute));
+        assert_eq!(route(&[], None).best(), None);
+    }
+
+    #[test]
+    fn the_terms_add_up_and_every_candidate_is_explained() {
+        let nodes = [
+            NodeView { memory_tokens: 100, disk_tokens: 9000, decoding: 7, queue_ms: 3.0, ..node(3) },
+            node(1),
+        ];
+        let route = route(&nodes, Some((3, 9000)));
+        for one in &route.candidates {
+            let sum =
+                one.queue_ms + one.compute_ms + one.network_ms + one.restore_ms + one.hbm_ms + one.decode_ms;
+            assert!((one.cost_ms - sum).abs() < 1e-9);
+        }
+        assert!(route.candidates.is_sorted_by(|one, other| one.cost_ms <= other.cost_ms));
+        let explained = route.to_string();
+        assert_eq!(explained.lines().count(), 1 + route.candidates.len());
+        assert!(explained.contains("from disk") && explained.contains("migrate"), "{explained}");
+        assert_eq!(route, super::tests::route(&nodes, Some((3, 9000))));
+    }
+
+    #[test]
+    fn requests_are_of_a_class_by_what_is_there_and_what_is_new() {
+        assert_eq!(Class::of(0, 0, 9000, false), Class::NewLongPrefix);
+        assert_eq!(Class::of(1000, 0, 900, false), Class::SmallTurn);
+        assert_eq!(Class::of(30_000, 0, 9000, false), Class::LongToolOutput);
+        assert_eq!(Class::of(30_000, 0, 200, false), Class::Continuation);
+        assert_eq!(Class::of(30_000, 0, 200, true), Class::ForkedRollout);
+        assert_eq!(Class::of(0, 30_000, 200, false), Class::ColdResume);
+    }
+}

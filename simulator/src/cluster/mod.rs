@@ -1,0 +1,32 @@
+//! A cluster under a workload: discrete events on one virtual clock.
+//!
+//! - [`Cluster`]: what there is, from a file;
+//! - [`work`]: a trace, or sessions made from a seed;
+//! - [`Simulation`]: what happens;
+//! - [`Counted`]: what it is worth, as JSON; [`page`] for people.
+//!
+//! One seed and one input give the same bytes of output. Memory grows with what tiers hold and with the requests that are
+//! open, not with the length of the trace.
+
+#![allow(
+    clippy::indexing_slicing,
+    reason = "places in these tables are given out by them: a wrong one is a bug of the simulation"
+)]
+
+mod figures;
+mod node;
+mod page;
+mod router;
+mod run;
+pub mod search;
+mod spec;
+mod tiers;
+pub mod work;
+
+pub use figures::{Counted, Histogram, Hits, Slice};
+pub use page::page;
+pub use run::{RunError, Simulation};
+pub use spec::{
+    Cluster, Cold, Disk, Engine, FILE_BYTES_MAX, Facts, Memory, NODES_MAX, Nodes, Policy, Prefetch, Price,
+    RouterKind, SpecError, Way,
+};

@@ -1,0 +1,150 @@
+//! One node: its tiers, its queues, and the steps of its engine.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+
+use super::spec::{Cluster, Facts};
+use super::tiers::{Cache, Disk, Line};
+use crate::ids::IdMap;
+
+/// A number of an open request.
+pub(super) type Open = u32;
+
+/// What a node does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Role {
+    Mixed,
+    Prefill,
+    Decode,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Node {
+    pub(super) role: Role,
+    pub(super) hbm: Cache,
+    pub(super) dram: Option<Cache>,
+    pub(super) disk: Option<Disk>,
+    pub(super) to_dram: Line,
+    pub(super) reads: Line,
+    pub(super) writes: Line,
+    pub(super) network: Line,
+    pub(super) cold: Line,
+    /// When blocks that are being loaded are there: who wants them too waits and does not load them again.
+    pub(super) loading: IdMap<f64>,
+    /// Not begun: first come, first served among those whose time has come.
+    pub(super) waiting: VecDeque<Open>,
+    /// Prefills under way.
+    pub(super) prefilling: VecDeque<Open>,
+    /// Sequences that decode, by the step in which they end.
+    pub(super) decoding: BinaryHeap<Reverse<(u64, Open)>>,
+    pub(super) context: u64,
+    pub(super) steps: u64,
+    /// What is prefilled in the step that runs.
+    pub(super) chunks: Vec<(Open, u64)>,
+    pub(super) busy: bool,
+    /// The earliest wake-up that was asked for.
+    pub(super) wakes_at: f64,
+    /// Tokens that are to be computed by what waits and runs here.
+    pub(super) tokens_due: u64,
+}
+
+impl Node {
+    pub(super) fn new(role: Role, cluster: &Cluster, facts: &Facts) -> Self {
+        let blocks = |gb: f64| (gb * 1e9 / facts.block_bytes.max(1) as f64) as u64;
+        let line = |way: Option<(f64, f64)>| {
+            let (gb_per_s, latency_ms) = way.unwrap_or((1e-6, 0.0));
+            Line::new(gb_per_s, latency_ms)
+        };
+        Self {
+            role,
+            hbm: Cache::new(blocks(cluster.hbm.gb)),
+            dram: cluster.dram.map(|dram| Cache::new(blocks(dram.gb))),
+            disk: cluster.disk.map(|disk| Disk::new(blocks(disk.gb), disk.policy.engine())),
+            to_dram: line(cluster.dram.map(|dram| (dram.gb_per_s, dram.latency_ms))),
+            reads: line(cluster.disk.map(|disk| (disk.gb_per_s, disk.latency_ms))),
+            writes: line(cluster.disk.map(|disk| (disk.write_gb_per_s, disk.latency_ms))),
+            network: line(cluster.network.map(|way| (way.gb_per_s, way.latency_ms))),
+            cold: line(cluster.cold.map(|cold| (cold.gb_per_s, cold.latency_ms))),
+            loading: IdMap::default(),
+            waiting: VecDeque::new(),
+            prefilling: VecDeque::new(),
+            decoding: BinaryHeap::new(),
+            context: 0,
+            steps: 0,
+            chunks: Vec::new(),
+            busy: false,
+            wakes_at: f64::INFINITY,
+            tokens_due: 0,
+        }
+    }
+
+    /// Requests that wait or run here.
+    pub(super) fn load(&self) -> u64 {
+        (self.waiting.len() + self.prefilling.len() + self.decoding.len()) as u64
+    }
+
+    /// Whether a block is in memory or on a disk here.
+    pub(super) fn holds(&self, block: u64) -> bool {
+        self.hbm.has(block)
+            || self.dram.as_ref().is_some_and(|dram| dram.has(block))
+            || self.disk.as_ref().is_some_and(|disk| disk.has(block))
+    }
+}
+
+/// Which nodes hold a block outside of device memory, as far as peers may know.
+#[derive(Debug, Default)]
+pub(super) struct Directory {
+    holders: IdMap<Vec<u16>>,
+}
+
+/// Holders of one block that are remembered.
+const HOLDERS_MAX: usize = 8;
+
+impl Directory {
+    pub(super) fn add(&mut self, block: u64, node: u16) {
+        let holders = self.holders.entry(block).or_default();
+        if holders.len() < HOLDERS_MAX && !holders.contains(&node) {
+            holders.push(node);
+        }
+    }
+
+    pub(super) fn remove(&mut self, block: u64, node: u16) {
+        if let Some(holders) = self.holders.get_mut(&block) {
+            holders.retain(|other| *other != node);
+            if holders.is_empty() {
+                self.holders.remove(&block);
+            }
+        }
+    }
+
+    pub(super) fn of(&self, block: u64) -> &[u16] {
+        self.holders.get(&block).map_or(&[], Vec::as_slice)
+    }
+
+    /// Nodes that hold leading blocks, and how many each.
+    pub(super) fn leading(&self, blocks: &[u64]) -> BTreeMap<u16, u32> {
+        let mut leading = BTreeMap::new();
+        let Some(first) = blocks.first() else { return leading };
+        for node in self.of(*first) {
+            leading.insert(*node, 1u32);
+        }
+        let mut alive: Vec<u16> = self.of(*first).to_vec();
+        for (at, block) in blocks.iter().enumerate().skip(1) {
+            let here = self.of(*block);
+            alive.retain(|node| here.contains(node));
+            if alive.is_empty() {
+                break;
+            }
+            for node in &alive {
+                leading.insert(*node, at as u32 + 1);
+            }
+        }
+        leading
+    }
+
+    /// Different blocks, and all copies.
+    pub(super) fn copies(&self) -> (u64, u64) {
+        (self.holders.len() as u64, self.holders.values().map(|holders| holders.len() as u64).sum())
+    }
+}

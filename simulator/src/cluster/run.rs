@@ -1,0 +1,711 @@
+//! The run: one clock, one queue of events, and what each of them does.
+//!
+//! A request arrives, is routed, and its plan (`kvarts_planner::plan`) says what is loaded for it from where; ways serve
+//! one after the other, so each load makes the next one wait. It waits at its node until its layers will come no later
+//! than they are computed (or as the prefetch policy says), then runs in the node's steps: new tokens of prefills up to
+//! the chunk, one token of every sequence that decodes. Where prefill and decode are apart its state goes to the other
+//! node behind its prefill. What was computed is written to memory and disk, and stays until something else needs room.
+//!
+//! Memory is bounded by what tiers hold and by the requests that are open.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+
+use kvarts_layout::Group;
+use kvarts_layout::prefix::{Absence, Need};
+use kvarts_planner::cost::{Decode, Prefill};
+use kvarts_planner::plan::{Does, Links, Part, Plan, Question, Run, Source, Sources};
+
+use super::figures::Counted;
+use super::node::{Directory, Node, Open, Role};
+use super::router::{Chosen, Router};
+use super::spec::{Cluster, Facts, Prefetch, SpecError};
+use super::tiers::Cache;
+use super::work::{Arrival, Work};
+use crate::trace::TraceError;
+
+/// Requests of a queue that are looked at for one whose time has come.
+const LOOKED_AT: usize = 64;
+/// Writes that are further behind are left out: a cache need not keep everything.
+const BEHIND_MS: f64 = 5000.0;
+
+/// What happens.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum What {
+    /// The next request that waits for nobody.
+    Next,
+    /// A session goes on, with the request in this place.
+    Turn(u32),
+    /// A node's step has ended.
+    Step(u16),
+    /// A node looks again whose time has come.
+    Wake(u16),
+    /// A request's state has reached the node that decodes it.
+    Moved(u16, Open),
+}
+
+/// A request that is open.
+#[derive(Debug)]
+struct Running {
+    arrival: Arrival,
+    node: u16,
+    decoder: u16,
+    /// Tokens whose state is there or computed.
+    at_token: u64,
+    /// Tokens that were there at the beginning, whatever is loaded.
+    near_tokens: u64,
+    /// Tokens that the plan loads up to.
+    planned_tokens: u64,
+    asked_at: f64,
+    loaded_at: f64,
+    starts_at: f64,
+    first_token_at: f64,
+    /// Blocks of the prompt that are pinned, and room without names.
+    pinned: usize,
+    taken: u64,
+}
+
+/// A simulation under way.
+#[derive(Debug)]
+pub struct Simulation<'a, W> {
+    pub(super) cluster: &'a Cluster,
+    pub(super) facts: Facts,
+    pub(super) nodes: Vec<Node>,
+    pub(super) directory: Directory,
+    cold: Option<Cache>,
+    work: W,
+    upcoming: Option<Arrival>,
+    events: BinaryHeap<Reverse<(u64, u64, What)>>,
+    sequence: u64,
+    pub(super) now: f64,
+    turns: Vec<Option<Arrival>>,
+    turns_free: Vec<u32>,
+    open: Vec<Option<Running>>,
+    open_free: Vec<Open>,
+    began: BTreeMap<u32, f64>,
+    router: Router,
+    layer_bytes: Vec<u64>,
+    counted: Counted,
+}
+
+/// Why a run ended early.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum RunError {
+    /// The cluster is not possible.
+    Spec(SpecError),
+    /// The trace is not one.
+    Trace(TraceError),
+}
+
+impl std::fmt::Display for RunError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Spec(error) => error.fmt(f),
+            Self::Trace(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for RunError {}
+
+/// What a prompt finds at a node.
+pub(super) struct Found {
+    pub(super) plan: Plan,
+    runs: Vec<Run>,
+    /// When what others load already is there.
+    ready_at: f64,
+}
+
+impl<'a, W: Work> Simulation<'a, W> {
+    /// Everything empty.
+    pub fn new(cluster: &'a Cluster, work: W, seed: u64) -> Result<Self, RunError> {
+        let facts = cluster.facts().map_err(RunError::Spec)?;
+        let of = &cluster.nodes;
+        let roles = [(Role::Mixed, of.mixed), (Role::Prefill, of.prefill), (Role::Decode, of.decode)];
+        let nodes = roles.into_iter().flat_map(|(role, count)| (0..count).map(move |_| role));
+        let nodes: Vec<Node> = nodes.map(|role| Node::new(role, cluster, &facts)).collect();
+        let layers = u64::from(facts.layers.max(1));
+        let (each, rest) = (facts.block_bytes / layers, facts.block_bytes % layers);
+        let layer_bytes = (0..layers).map(|layer| each + u64::from(layer < rest)).collect();
+        let cold =
+            cluster.cold.map(|cold| Cache::new((cold.gb * 1e9 / facts.block_bytes.max(1) as f64) as u64));
+        let router = Router::new(cluster.router, &nodes, seed);
+        Ok(Self {
+            cluster,
+            facts,
+            nodes,
+            directory: Directory::default(),
+            cold,
+            work,
+            upcoming: None,
+            events: BinaryHeap::new(),
+            sequence: 0,
+            now: 0.0,
+            turns: Vec::new(),
+            turns_free: Vec::new(),
+            open: Vec::new(),
+            open_free: Vec::new(),
+            began: BTreeMap::new(),
+            router,
+            layer_bytes,
+            counted: Counted::default(),
+        })
+    }
+
+    /// Runs to the end; `tell` is told of time and requests now and then.
+    pub fn run(mut self, mut tell: impl FnMut(f64, u64)) -> Result<Counted, RunError> {
+        self.fetch_next()?;
+        while let Some(Reverse((at, _, what))) = self.events.pop() {
+            self.now = f64::from_bits(at);
+            self.counted.events += 1;
+            if self.counted.events.is_multiple_of(1 << 16) {
+                tell(self.now, self.counted.requests);
+            }
+            match what {
+                What::Next => {
+                    if let Some(arrival) = self.upcoming.take() {
+                        self.arrive(arrival);
+                    }
+                    self.fetch_next()?;
+                }
+                What::Turn(place) => {
+                    let arrival = self.turns.get_mut(place as usize).and_then(Option::take);
+                    self.turns_free.push(place);
+                    arrival.into_iter().for_each(|arrival| self.arrive(arrival));
+                }
+                What::Step(node) => self.step_ended(node),
+                What::Wake(node) => {
+                    if self.nodes[usize::from(node)].wakes_at <= self.now {
+                        self.nodes[usize::from(node)].wakes_at = f64::INFINITY;
+                    }
+                    self.kick(node);
+                }
+                What::Moved(node, open) => {
+                    self.decode(node, open);
+                    self.kick(node);
+                }
+            }
+        }
+        self.counted.distinct = [self.hbm_copies(), self.directory.copies()];
+        Ok(self.counted)
+    }
+
+    fn hbm_copies(&self) -> (u64, u64) {
+        let mut seen = crate::ids::IdMap::<()>::default();
+        let mut all = 0;
+        for node in &self.nodes {
+            all += node.hbm.len();
+            seen.extend(node.hbm.blocks().map(|block| (block, ())));
+        }
+        (seen.len() as u64, all)
+    }
+
+    fn at(&mut self, at: f64, what: What) {
+        self.sequence += 1;
+        self.events.push(Reverse((at.max(self.now).to_bits(), self.sequence, what)));
+    }
+
+    fn fetch_next(&mut self) -> Result<(), RunError> {
+        self.upcoming = self.work.next().map_err(RunError::Trace)?;
+        if let Some(at) = self.upcoming.as_ref().map(|arrival| arrival.at_ms) {
+            self.at(at, What::Next);
+        }
+        Ok(())
+    }
+
+    fn full_blocks(&self, tokens: u64) -> u64 {
+        tokens / u64::from(self.cluster.block_tokens)
+    }
+
+    /// What of a prompt is where, as a node sees it, and what would be done with it. `via` is whose way to the cold tier
+    /// is used.
+    pub(super) fn look(&self, at: u16, via: u16, arrival: &Arrival) -> Option<Found> {
+        let (node, other) = (&self.nodes[usize::from(at)], &self.nodes[usize::from(via)]);
+        let full = self.full_blocks(arrival.input_tokens.saturating_sub(1)) as usize;
+        let (mut runs, mut ready_at) = (Vec::<Run>::new(), 0.0f64);
+        for (block, place) in arrival.blocks.iter().take(full).zip(0u32..) {
+            let source = match node.loading.get(block).filter(|at| **at > self.now) {
+                Some(at) => {
+                    ready_at = ready_at.max(*at);
+                    Source::Dram
+                }
+                None if node.hbm.has(*block) => Source::Hbm,
+                None if node.dram.as_ref().is_some_and(|dram| dram.has(*block)) => Source::Dram,
+                None if node.disk.as_ref().is_some_and(|disk| disk.has(*block)) => Source::Disk,
+                None if self.is_at_a_peer(at, *block) => Source::Peer,
+                None if self.cold.as_ref().is_some_and(|cold| cold.has(*block)) => Source::Cold,
+                None => break,
+            };
+            match runs.last_mut() {
+                Some(run) if run.sources == Sources::of(source) => run.to = place + 1,
+                _ => runs.push(Run { from: place, to: place + 1, sources: Sources::of(source) }),
+            }
+        }
+        let links = Links::NONE
+            .with(Source::Dram, node.to_dram.link(self.now))
+            .with(Source::Disk, node.reads.link(self.now))
+            .with(Source::Peer, node.network.link(self.now))
+            .with(Source::Cold, other.cold.link(self.now));
+        let (need, absence) = (Need::All, Absence::Required);
+        let parts = [Part { group: Group(0), need, absence, layer_bytes: &self.layer_bytes, runs: &runs }];
+        let block_tokens = self.cluster.block_tokens;
+        let question =
+            Question { block_tokens, prompt_tokens: arrival.input_tokens, parts: &parts, links: &links };
+        let plan = question.plan(&self.facts.times).ok()?;
+        Some(Found { plan, runs, ready_at })
+    }
+
+    fn is_at_a_peer(&self, at: u16, block: u64) -> bool {
+        self.cluster.network.is_some()
+            && self.directory.of(block).iter().any(|holder| {
+                let node = &self.nodes[usize::from(*holder)];
+                *holder != at
+                    && (node.dram.as_ref().is_some_and(|dram| dram.has(block))
+                        || node.disk.as_ref().is_some_and(|disk| disk.has(block)))
+            })
+    }
+
+    /// Milliseconds of computing that wait at a node.
+    pub(super) fn queue_ms(&self, node: u16) -> f64 {
+        let each = self.facts.times.prefill_ms(0, 8192) / 8192.0;
+        self.nodes[usize::from(node)].tokens_due as f64 * each
+    }
+
+    fn arrive(&mut self, arrival: Arrival) {
+        let needed =
+            (arrival.input_tokens + arrival.output_tokens).div_ceil(u64::from(self.cluster.block_tokens));
+        if let Some((session, _)) = arrival.session {
+            self.began.entry(session).or_insert(self.now);
+        }
+        if self.nodes.iter().all(|node| node.hbm.capacity() < needed) {
+            // It fits nowhere, ever.
+            self.counted.refused += 1;
+            if let Some((session, _)) = arrival.session {
+                self.began.remove(&session);
+            }
+            return;
+        }
+        let mut router = std::mem::take(&mut self.router);
+        let chosen = router.choose(self, &arrival);
+        self.router = router;
+        let Chosen { node, decoder, via } = chosen;
+        let Some(found) = self.look(node, via, &arrival) else { return };
+        self.count_owner(node, &arrival);
+        let open = self.begin(arrival, (node, decoder, via), &found);
+        self.nodes[usize::from(node)].waiting.push_back(open);
+        self.counted.open_max = self.counted.open_max.max((self.open.len() - self.open_free.len()) as u64);
+        self.kick(node);
+    }
+
+    fn count_owner(&mut self, node: u16, arrival: &Arrival) {
+        let leading = self.directory.leading(&arrival.blocks);
+        let Some(most) = leading.values().max() else { return };
+        self.counted.with_owner += 1;
+        self.counted.to_owner += u64::from(leading.get(&node) == Some(most));
+    }
+
+    /// Asks the ways for what the plan loads, and notes when the request may begin.
+    fn begin(&mut self, arrival: Arrival, (at, decoder, via): (u16, u16, u16), found: &Found) -> Open {
+        let (plan, now) = (&found.plan, self.now);
+        let blocks = plan.boundary_blocks as usize;
+        let mut loaded_at = now;
+        let mut near = 0u64;
+        for action in &plan.actions {
+            let Does::Load(source) = action.does else {
+                near = near.max(u64::from(action.to));
+                continue;
+            };
+            let node = &mut self.nodes[usize::from(at)];
+            let end = match source {
+                Source::Disk => node.reads.ask(now, action.bytes),
+                Source::Peer => {
+                    self.counted.network_bytes += action.bytes;
+                    node.network.ask(now, action.bytes)
+                }
+                Source::Cold => {
+                    self.counted.cold_reads += 1;
+                    self.counted.by_other_path += u64::from(via != at);
+                    self.nodes[usize::from(via)].cold.ask(now, action.bytes)
+                }
+                Source::Dram | Source::Hbm => node.to_dram.ask(now, action.bytes),
+            };
+            loaded_at = loaded_at.max(end);
+        }
+        self.note_hits(&arrival, found);
+        self.keep_loaded(at, &arrival, found, loaded_at);
+        let loaded_at = loaded_at.max(found.ready_at);
+        let overlapped = now + plan.load_ms + plan.stall_ms;
+        let engine = &self.cluster.engine;
+        let starts_at = match engine.prefetch {
+            Prefetch::Overlap => overlapped.max(found.ready_at),
+            Prefetch::WaitComplete => loaded_at,
+            Prefetch::BestEffort => now,
+            Prefetch::Timeout => loaded_at.min(now + engine.timeout_ms),
+        };
+        let block_tokens = u64::from(self.cluster.block_tokens);
+        let planned = blocks as u64 * block_tokens;
+        self.nodes[usize::from(at)].tokens_due += arrival.input_tokens - planned;
+        let running = Running {
+            near_tokens: near.min(blocks as u64) * block_tokens,
+            arrival,
+            node: at,
+            decoder,
+            at_token: planned,
+            planned_tokens: planned,
+            asked_at: now,
+            loaded_at,
+            starts_at,
+            first_token_at: 0.0,
+            pinned: 0,
+            taken: 0,
+        };
+        match self.open_free.pop() {
+            Some(place) => {
+                self.open[place as usize] = Some(running);
+                place
+            }
+            None => {
+                self.open.push(Some(running));
+                self.open.len() as Open - 1
+            }
+        }
+    }
+
+    fn note_hits(&mut self, arrival: &Arrival, found: &Found) {
+        let boundary = found.plan.boundary_blocks;
+        let hits = &mut self.counted.hits;
+        for run in found.runs.iter().filter(|run| run.from < boundary) {
+            let count = u64::from(run.to.min(boundary) - run.from);
+            match run.sources.iter().next() {
+                Some(Source::Hbm) => hits.hbm += count,
+                Some(Source::Dram) => hits.dram += count,
+                Some(Source::Disk) => hits.disk += count,
+                Some(Source::Peer) => hits.peer += count,
+                Some(Source::Cold) => hits.cold += count,
+                None => {}
+            }
+        }
+        let all = (arrival.input_tokens.div_ceil(u64::from(self.cluster.block_tokens)))
+            .min(arrival.blocks.len() as u64);
+        hits.miss += all.saturating_sub(u64::from(boundary));
+        self.counted.computed_tokens += arrival.input_tokens - found.plan.boundary_tokens;
+        self.counted.input_tokens += arrival.input_tokens;
+        if let Some(slice) = self.counted.slice(self.now) {
+            slice.hits += u64::from(boundary);
+            slice.blocks += all;
+        }
+    }
+
+    /// What is loaded is in memory from then on, and who asks for it before waits for the same load.
+    fn keep_loaded(&mut self, at: u16, arrival: &Arrival, found: &Found, loaded_at: f64) {
+        let (boundary, now) = (found.plan.boundary_blocks, self.now);
+        let mut gone = Vec::new();
+        let node = &mut self.nodes[usize::from(at)];
+        if node.loading.len() > 1 << 16 {
+            node.loading.retain(|_, at| *at > now);
+        }
+        for run in found.runs.iter().filter(|run| run.from < boundary) {
+            let some =
+                arrival.blocks.get(run.from as usize..run.to.min(boundary) as usize).unwrap_or_default();
+            match run.sources.iter().next() {
+                Some(Source::Hbm) => some.iter().for_each(|block| node.hbm.touch(*block)),
+                Some(Source::Dram) => {
+                    some.iter().for_each(|block| node.dram.iter_mut().for_each(|dram| dram.touch(*block)));
+                }
+                source => {
+                    if let (Some(Source::Disk), Some(disk)) = (source, &mut node.disk) {
+                        disk.used(some);
+                    }
+                    for block in some {
+                        node.loading.insert(*block, loaded_at);
+                        if let Some(dram) = &mut node.dram {
+                            dram.put(*block, false, |block| gone.push(block));
+                            self.directory.add(*block, at);
+                        }
+                    }
+                }
+            }
+        }
+        self.forget(at, &gone);
+    }
+
+    /// What has left a tier of a node is not there any more, unless another tier has it.
+    fn forget(&mut self, at: u16, gone: &[u64]) {
+        for block in gone {
+            if !self.nodes[usize::from(at)].holds(*block) {
+                self.directory.remove(*block, at);
+            }
+        }
+    }
+
+    /// Begins a step, if there is something to do and none runs.
+    fn kick(&mut self, at: u16) {
+        if self.nodes[usize::from(at)].busy {
+            return;
+        }
+        self.admit(at);
+        let node = &mut self.nodes[usize::from(at)];
+        let mut budget = u64::from(self.cluster.engine.chunk_tokens);
+        let (mut chunks, mut ms) = (std::mem::take(&mut node.chunks), 0.0);
+        chunks.clear();
+        for open in &node.prefilling {
+            if budget == 0 {
+                break;
+            }
+            let Some(running) = self.open.get(*open as usize).and_then(Option::as_ref) else { continue };
+            let chunk = (running.arrival.input_tokens - running.at_token).min(budget);
+            budget -= chunk;
+            ms += self.facts.times.prefill_ms(running.at_token, chunk) - self.facts.step_ms;
+            chunks.push((*open, chunk));
+        }
+        let batch = node.decoding.len() as u64;
+        node.chunks = chunks;
+        if batch > 0 {
+            self.counted.interference_ms += ms;
+            ms += self.facts.times.decode_ms(batch, node.context) - self.facts.step_ms;
+            self.counted.decoding_ms += ms;
+        }
+        if node.chunks.is_empty() && batch == 0 {
+            return self.wake_later(at);
+        }
+        node.busy = true;
+        let end = self.now + ms + self.facts.step_ms;
+        self.at(end, What::Step(at));
+    }
+
+    fn wake_later(&mut self, at: u16) {
+        let starts = self.nodes[usize::from(at)].waiting.iter().take(LOOKED_AT);
+        let starts =
+            starts.filter_map(|open| self.open.get(*open as usize)?.as_ref()).map(|one| one.starts_at);
+        let first = starts.filter(|start| *start > self.now).fold(f64::INFINITY, f64::min);
+        if first < self.nodes[usize::from(at)].wakes_at {
+            self.nodes[usize::from(at)].wakes_at = first;
+            self.at(first, What::Wake(at));
+        }
+    }
+
+    /// Lets in who waits, as long as there is room for its state.
+    fn admit(&mut self, at: u16) {
+        let mut looked = 0;
+        while looked < LOOKED_AT {
+            let node = &self.nodes[usize::from(at)];
+            let full = (node.prefilling.len() + node.decoding.len()) as u64
+                >= u64::from(self.cluster.engine.batch_max);
+            let Some(open) = node.waiting.get(looked).copied().filter(|_| !full) else { return };
+            let Some(running) = self.open.get(open as usize).and_then(Option::as_ref) else { return };
+            if running.starts_at > self.now {
+                looked += 1;
+                continue;
+            }
+            let tokens = running.arrival.input_tokens
+                + if node.role == Role::Mixed { running.arrival.output_tokens } else { 0 };
+            let needed = tokens.div_ceil(u64::from(self.cluster.block_tokens));
+            if !node.hbm.fits(needed) {
+                // First come, first served: nobody passes who waits for room.
+                return;
+            }
+            self.nodes[usize::from(at)].waiting.remove(looked);
+            self.let_in(at, open, needed);
+        }
+    }
+
+    fn let_in(&mut self, at: u16, open: Open, needed: u64) {
+        let now = self.now;
+        let full = self
+            .open
+            .get(open as usize)
+            .and_then(Option::as_ref)
+            .map_or(0, |one| self.full_blocks(one.arrival.input_tokens));
+        let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
+        if running.loaded_at > now
+            && matches!(self.cluster.engine.prefetch, Prefetch::BestEffort | Prefetch::Timeout)
+        {
+            // What has not come by now is computed.
+            let part = (now - running.asked_at) / (running.loaded_at - running.asked_at).max(1e-9);
+            let far = running.planned_tokens - running.near_tokens;
+            let block = u64::from(self.cluster.block_tokens);
+            running.at_token = running.near_tokens + (far as f64 * part) as u64 / block * block;
+            let late = running.planned_tokens - running.at_token;
+            self.counted.computed_tokens += late;
+            self.nodes[usize::from(at)].tokens_due += late;
+        }
+        running.pinned = running.arrival.blocks.len().min(full as usize);
+        running.taken = needed - running.pinned as u64;
+        let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
+        for block in running.arrival.blocks.iter().take(running.pinned) {
+            node.hbm.put(*block, true, |block| gone.push(block));
+        }
+        node.hbm.take(running.taken, |block| gone.push(block));
+        node.prefilling.push_back(open);
+        self.forget(at, &gone);
+    }
+
+    fn step_ended(&mut self, at: u16) {
+        let node = &mut self.nodes[usize::from(at)];
+        node.busy = false;
+        node.steps += 1;
+        let batch = node.decoding.len() as u64;
+        node.context += batch;
+        let mut ended = Vec::new();
+        while node.decoding.peek().is_some_and(|Reverse((step, _))| *step <= node.steps) {
+            ended.extend(node.decoding.pop().map(|Reverse((_, open))| open));
+        }
+        let chunks = std::mem::take(&mut node.chunks);
+        for (open, chunk) in &chunks {
+            self.nodes[usize::from(at)].tokens_due -= chunk;
+            let Some(running) = self.open.get_mut(*open as usize).and_then(Option::as_mut) else { continue };
+            running.at_token += chunk;
+            if running.at_token >= running.arrival.input_tokens {
+                self.nodes[usize::from(at)].prefilling.retain(|other| other != open);
+                self.prefilled(at, *open);
+            }
+        }
+        self.nodes[usize::from(at)].chunks = chunks;
+        ended.into_iter().for_each(|open| self.finish(at, open));
+        self.kick(at);
+    }
+
+    /// The first token is there.
+    fn prefilled(&mut self, at: u16, open: Open) {
+        let now = self.now;
+        let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
+        running.first_token_at = now;
+        let ttft = now - running.arrival.at_ms;
+        self.counted.ttft.add(ttft);
+        let (decoder, tokens) = (running.decoder, running.arrival.input_tokens);
+        let blocks: Vec<u64> = running.arrival.blocks.iter().take(running.pinned).copied().collect();
+        if let Some(slice) = self.counted.slice(now) {
+            slice.ended += 1;
+            slice.ttft_ms += ttft;
+        }
+        self.write(at, &blocks);
+        if decoder == at {
+            return self.decode(at, open);
+        }
+        self.let_go(at, open);
+        let bytes =
+            (tokens as f64 / f64::from(self.cluster.block_tokens) * self.facts.block_bytes as f64) as u64;
+        self.counted.network_bytes += bytes;
+        // Layers went as they were computed: the last one's share is left, and whoever else is on the way.
+        let layers = u64::from(self.facts.layers.max(1));
+        let line = &mut self.nodes[usize::from(decoder)].network;
+        line.bytes += bytes - bytes / layers;
+        let end = line.ask(now, bytes / layers);
+        self.at(end, What::Moved(decoder, open));
+    }
+
+    /// Writes what was computed behind what is there already: to memory, to disk, to the cold tier.
+    fn write(&mut self, at: u16, blocks: &[u64]) {
+        let now = self.now;
+        let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
+        for block in blocks {
+            if let Some(dram) = &mut node.dram {
+                dram.put(*block, false, |block| gone.push(block));
+            }
+            if let Some(cold) = &mut self.cold {
+                cold.put(*block, false, |_| ());
+            }
+            self.directory.add(*block, at);
+        }
+        if let Some(disk) = node.disk.as_mut().filter(|_| node.writes.queue_ms(now) < BEHIND_MS) {
+            let new = disk.put(blocks, |block| gone.push(block));
+            let bytes = new * self.facts.block_bytes;
+            node.writes.ask(now, bytes);
+            self.counted.disk_bytes_written += bytes;
+        }
+        self.forget(at, &gone);
+    }
+
+    /// Begins to decode, as soon as there is room.
+    fn decode(&mut self, at: u16, open: Open) {
+        let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
+        let (input, output) = (running.arrival.input_tokens, running.arrival.output_tokens);
+        if running.node != at {
+            let needed = (input + output).div_ceil(u64::from(self.cluster.block_tokens));
+            let node = &mut self.nodes[usize::from(at)];
+            if !node.hbm.fits(needed) && !node.decoding.is_empty() {
+                // It stays in the host's memory until some sequence ends.
+                let again = self.now + 10.0 * self.facts.times.decode_ms(1, node.context);
+                return self.at(again, What::Moved(at, open));
+            }
+            running.node = at;
+            running.taken = needed;
+            let mut gone = Vec::new();
+            node.hbm.take(needed, |block| gone.push(block));
+            self.forget(at, &gone);
+        }
+        if output <= 1 {
+            return self.finish_without_decoding(at, open);
+        }
+        let node = &mut self.nodes[usize::from(at)];
+        // The step that runs does not know of it yet.
+        let first = node.steps + u64::from(node.busy);
+        node.decoding.push(Reverse((first + output - 1, open)));
+        node.context += input;
+    }
+
+    fn finish_without_decoding(&mut self, at: u16, open: Open) {
+        if let Some(running) = self.open.get(open as usize).and_then(Option::as_ref) {
+            self.nodes[usize::from(at)].context += running.arrival.input_tokens;
+        }
+        self.finish(at, open);
+    }
+
+    /// Its room is given back; its blocks stay as long as nobody needs it.
+    fn let_go(&mut self, at: u16, open: Open) {
+        let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
+        let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
+        for block in running.arrival.blocks.iter().take(running.pinned) {
+            node.hbm.unpin(*block, |block| gone.push(block));
+        }
+        node.hbm.give(running.taken);
+        (running.pinned, running.taken) = (0, 0);
+        self.forget(at, &gone);
+    }
+
+    fn finish(&mut self, at: u16, open: Open) {
+        let prompt = self.open.get(open as usize).and_then(Option::as_ref).map_or(0, |one| one.pinned);
+        self.let_go(at, open);
+        let Some(running) = self.open.get_mut(open as usize).and_then(Option::take) else { return };
+        self.open_free.push(open);
+        let (arrival, now) = (running.arrival, self.now);
+        let decoded = arrival.output_tokens.saturating_sub(1);
+        let node = &mut self.nodes[usize::from(at)];
+        node.context = node.context.saturating_sub(arrival.input_tokens + decoded);
+        self.counted.requests += 1;
+        self.counted.output_tokens += arrival.output_tokens;
+        self.counted.end_ms = now;
+        self.counted.step.add(now - arrival.at_ms);
+        if decoded > 0 {
+            self.counted.tpot.add((now - running.first_token_at) / decoded as f64);
+        }
+        // What the answer filled, where it is known by name.
+        let filled = self.full_blocks(arrival.input_tokens + arrival.output_tokens) as usize;
+        let from = if prompt > 0 { prompt } else { self.full_blocks(arrival.input_tokens) as usize };
+        if let Some(blocks) = arrival.blocks.get(from..filled.min(arrival.blocks.len()).max(from)) {
+            let mut gone = Vec::new();
+            for block in blocks {
+                self.nodes[usize::from(at)].hbm.put(*block, false, |block| gone.push(block));
+            }
+            self.write(at, blocks);
+            self.forget(at, &gone);
+        }
+        let Some((session, last)) = arrival.session else { return };
+        if last {
+            let began = self.began.remove(&session).unwrap_or(now);
+            self.counted.task.add(now - began);
+            self.counted.sessions += 1;
+        } else if let Some(next) = self.work.ended(session, now) {
+            let at = next.at_ms;
+            let place = match self.turns_free.pop() {
+                Some(place) => place,
+                None => {
+                    self.turns.push(None);
+                    self.turns.len() as u32 - 1
+                }
+            };
+            self.turns[place as usize] = Some(next);
+            self.at(at, What::Turn(place));
+        }
+    }
+}

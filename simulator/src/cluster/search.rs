@@ -1,0 +1,209 @@
+//! What to buy, and how to set it: configurations that keep what was promised, and those of them that nothing beats.
+//!
+//! Three stages, each from the best of the one before: the engine's limits by bisection, the routers, then tiers and
+//! nodes. What nothing beats in latency, throughput and cost at once is the answer.
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::figures::{Counted, round};
+use super::spec::{Cluster, RouterKind};
+
+/// What was promised.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct Promise {
+    /// The 99th percentile of the time to the first token.
+    pub ttft_ms: f64,
+    /// The 99th percentile of the time for each further token.
+    pub tpot_ms: f64,
+}
+
+/// Which configurations may be tried.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Bounds {
+    /// Runs, at most.
+    pub runs: u32,
+    /// Nodes, at most and at least, as parts of those in the file.
+    pub nodes: (f64, f64),
+}
+
+/// One configuration that was tried.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Tried {
+    /// What it is.
+    #[serde(skip)]
+    pub cluster: Cluster,
+    /// 99th percentiles.
+    pub ttft_ms: f64,
+    /// See above.
+    pub tpot_ms: f64,
+    /// Tokens of answers a second.
+    pub tokens_per_s: f64,
+    /// For a million of them.
+    pub cost_per_million: f64,
+    /// Whether it keeps the promise.
+    pub keeps: bool,
+    /// In which stage it was tried.
+    pub stage: u8,
+}
+
+impl Tried {
+    /// How far it is from the promise: 0 if it keeps it.
+    fn excess(&self, promise: &Promise) -> f64 {
+        (self.ttft_ms / promise.ttft_ms - 1.0).max(0.0) + (self.tpot_ms / promise.tpot_ms - 1.0).max(0.0)
+    }
+
+    /// Better in nothing than the other, and worse in something.
+    fn is_beaten_by(&self, other: &Self) -> bool {
+        let mine = [self.ttft_ms, -self.tokens_per_s, self.cost_per_million];
+        let theirs = [other.ttft_ms, -other.tokens_per_s, other.cost_per_million];
+        let no_worse = theirs.iter().zip(mine).all(|(theirs, mine)| *theirs <= mine);
+        no_worse && theirs.iter().zip(mine).any(|(theirs, mine)| *theirs < mine)
+    }
+}
+
+/// What was found.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Searched {
+    /// What nothing beats, the fastest first: of those that keep the promise, or of all if none does.
+    pub front: Vec<Tried>,
+    /// The cheapest of them.
+    pub best: Option<Tried>,
+    /// Runs that it took.
+    pub runs: u32,
+}
+
+struct Search<'a, E> {
+    run: &'a mut dyn FnMut(&Cluster) -> Result<Counted, E>,
+    promise: Promise,
+    bounds: Bounds,
+    tried: Vec<Tried>,
+}
+
+/// Searches; `run` runs the workload on a configuration.
+pub fn search<E>(
+    from: &Cluster,
+    promise: Promise,
+    bounds: Bounds,
+    run: &mut dyn FnMut(&Cluster) -> Result<Counted, E>,
+) -> Result<Searched, E> {
+    let mut search = Search { run, promise, bounds, tried: Vec::new() };
+    let limited = search.limits(from)?;
+    let routed = search.routers(&limited)?;
+    search.tiers(&routed)?;
+    let runs = search.tried.len() as u32;
+    let kept: Vec<Tried> = search.tried.iter().filter(|one| one.keeps).cloned().collect();
+    let some = if kept.is_empty() { search.tried } else { kept };
+    let mut front: Vec<Tried> =
+        some.iter().filter(|one| !some.iter().any(|other| one.is_beaten_by(other))).cloned().collect();
+    front.sort_by(|one, other| one.ttft_ms.total_cmp(&other.ttft_ms));
+    front.dedup_by(|one, other| {
+        one.ttft_ms == other.ttft_ms
+            && one.tokens_per_s == other.tokens_per_s
+            && one.cost_per_million == other.cost_per_million
+    });
+    let cheaper = |one: &&Tried, other: &&Tried| {
+        let excess = one.excess(&promise).total_cmp(&other.excess(&promise));
+        excess.then(one.cost_per_million.total_cmp(&other.cost_per_million))
+    };
+    let best = front.iter().min_by(cheaper).cloned();
+    Ok(Searched { front, best, runs })
+}
+
+impl<E> Search<'_, E> {
+    fn left(&self) -> bool {
+        (self.tried.len() as u32) < self.bounds.runs
+    }
+
+    fn look(&mut self, cluster: &Cluster, stage: u8) -> Result<Tried, E> {
+        if let Some(known) = self.tried.iter().find(|one| one.cluster == *cluster) {
+            return Ok(known.clone());
+        }
+        let counted = (self.run)(cluster)?;
+        let figure =
+            |name: &str| counted.json(cluster).get(name).and_then(Value::as_f64).unwrap_or(f64::INFINITY);
+        let (ttft_ms, tpot_ms) = (counted.ttft.percentile(0.99), counted.tpot.percentile(0.99));
+        let tried = Tried {
+            cluster: cluster.clone(),
+            ttft_ms: round(ttft_ms),
+            tpot_ms: round(tpot_ms),
+            tokens_per_s: figure("output_tokens_per_s"),
+            cost_per_million: figure("cost_per_million_output_tokens"),
+            keeps: counted.refused == 0 && ttft_ms <= self.promise.ttft_ms && tpot_ms <= self.promise.tpot_ms,
+            stage,
+        };
+        self.tried.push(tried.clone());
+        Ok(tried)
+    }
+
+    /// The largest chunk, and then the largest batch, with which further tokens still come in time.
+    fn limits(&mut self, from: &Cluster) -> Result<Cluster, E> {
+        let mut best = from.clone();
+        self.look(&best, 1)?;
+        for (low, high, chunk) in [(8u32, 15u32, true), (3, 10, false)] {
+            let set = |cluster: &mut Cluster, power: u32| match chunk {
+                true => cluster.engine.chunk_tokens = 1 << power,
+                false => cluster.engine.batch_max = 1 << power,
+            };
+            let (mut low, mut high) = (low, high);
+            while low < high && self.left() {
+                let middle = (low + high).div_ceil(2);
+                let mut cluster = best.clone();
+                set(&mut cluster, middle);
+                let tried = self.look(&cluster, 1)?;
+                if tried.tpot_ms <= self.promise.tpot_ms { low = middle } else { high = middle - 1 }
+            }
+            let mut cluster = best.clone();
+            set(&mut cluster, low);
+            let (old, new) = (self.look(&best, 1)?, self.look(&cluster, 1)?);
+            if new.excess(&self.promise) < old.excess(&self.promise)
+                || (new.excess(&self.promise) == old.excess(&self.promise) && new.ttft_ms <= old.ttft_ms)
+            {
+                best = cluster;
+            }
+        }
+        Ok(best)
+    }
+
+    fn routers(&mut self, from: &Cluster) -> Result<Cluster, E> {
+        let mut best = self.look(from, 1)?;
+        // The oracle is what could be, not what can be had.
+        for router in RouterKind::ALL.into_iter().filter(|router| *router != RouterKind::Oracle) {
+            if !self.left() {
+                break;
+            }
+            let tried = self.look(&Cluster { router, ..from.clone() }, 2)?;
+            if (tried.excess(&self.promise), tried.ttft_ms) < (best.excess(&self.promise), best.ttft_ms) {
+                best = tried;
+            }
+        }
+        Ok(best.cluster)
+    }
+
+    fn tiers(&mut self, from: &Cluster) -> Result<(), E> {
+        const PARTS: [f64; 4] = [0.25, 0.5, 1.0, 2.0];
+        let scaled = |count: u32, part: f64| (f64::from(count) * part).round() as u32;
+        for nodes in [0.5, 0.75, 1.0, 1.5, 2.0] {
+            if nodes < self.bounds.nodes.0 || nodes > self.bounds.nodes.1 {
+                continue;
+            }
+            for dram in PARTS {
+                for disk in [0.0, 0.25, 0.5, 1.0, 2.0] {
+                    if !self.left() {
+                        return Ok(());
+                    }
+                    let mut cluster = from.clone();
+                    let old = &from.nodes;
+                    cluster.nodes.mixed = scaled(old.mixed, nodes).max(old.mixed.min(1));
+                    cluster.nodes.prefill = scaled(old.prefill, nodes).max(old.prefill.min(1));
+                    cluster.nodes.decode = scaled(old.decode, nodes).max(old.decode.min(1));
+                    cluster.dram.iter_mut().for_each(|tier| tier.gb *= dram);
+                    cluster.disk.iter_mut().for_each(|tier| tier.gb *= disk);
+                    cluster.disk = cluster.disk.filter(|tier| tier.gb > 0.0);
+                    self.look(&cluster, 3)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

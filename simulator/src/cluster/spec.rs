@@ -1,0 +1,417 @@
+//! A cluster as it is written down: nodes, tiers, engine, router. Figures that no hardware has are refused by name.
+
+use std::fmt;
+
+use kvarts_layout::spec::shipped;
+use kvarts_planner::cost::{self, Compute, Device, Roofline};
+use kvarts_store::engine::EvictionPolicy;
+use serde::{Deserialize, Serialize};
+
+/// A cluster file is no longer.
+pub const FILE_BYTES_MAX: usize = 1 << 20;
+/// The most nodes.
+pub const NODES_MAX: u32 = 1 << 14;
+
+/// The file.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cluster {
+    /// A shipped model: its geometry, and what it computes.
+    pub model: String,
+    /// Tokens of a block, as the trace has them.
+    pub block_tokens: u32,
+    /// The nodes.
+    pub nodes: Nodes,
+    /// Device memory for state.
+    pub hbm: Memory,
+    /// Host memory for state.
+    pub dram: Option<Memory>,
+    /// Disks of a node, together.
+    pub disk: Option<Disk>,
+    /// Between nodes: each node's share.
+    pub network: Option<Way>,
+    /// The cold tier, shared by all: each node's way to it.
+    pub cold: Option<Cold>,
+    /// What engines do.
+    #[serde(default)]
+    pub engine: Engine,
+    /// Who decides where requests go.
+    #[serde(default)]
+    pub router: RouterKind,
+    /// Reads of the cold tier may go by another node's way.
+    #[serde(default)]
+    pub dual_path: bool,
+    /// What it costs.
+    #[serde(default)]
+    pub price: Price,
+}
+
+/// How many nodes of which kind.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Nodes {
+    /// Nodes that do both.
+    #[serde(default)]
+    pub mixed: u32,
+    /// Nodes that prefill only.
+    #[serde(default)]
+    pub prefill: u32,
+    /// Nodes that decode only.
+    #[serde(default)]
+    pub decode: u32,
+    /// A device by its name.
+    pub device: String,
+    /// Devices of an engine, which share its work.
+    pub devices: u32,
+}
+
+/// A tier in memory.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Memory {
+    /// 1e9 bytes for state.
+    pub gb: f64,
+    /// To the devices. Of device memory it is of no use.
+    #[serde(default = "fast")]
+    pub gb_per_s: f64,
+    /// To the first byte.
+    #[serde(default)]
+    pub latency_ms: f64,
+}
+
+fn fast() -> f64 {
+    50.0
+}
+
+/// The disks of a node.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// 1e9 bytes.
+    pub gb: f64,
+    /// Reads.
+    pub gb_per_s: f64,
+    /// Writes.
+    pub write_gb_per_s: f64,
+    /// To the first byte.
+    #[serde(default)]
+    pub latency_ms: f64,
+    /// What leaves first: `weighted`, `lru` or `s3-fifo`.
+    #[serde(default)]
+    pub policy: Policy,
+    /// Whole writes a day that the drives are made for.
+    #[serde(default = "one")]
+    pub dwpd: f64,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+/// The engine's policies by their names.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Policy {
+    /// See [`EvictionPolicy::Weighted`].
+    #[default]
+    Weighted,
+    /// See [`EvictionPolicy::Lru`].
+    Lru,
+    /// See [`EvictionPolicy::S3Fifo`].
+    #[serde(rename = "s3-fifo")]
+    S3Fifo,
+}
+
+impl Policy {
+    /// The engine's.
+    pub fn engine(self) -> EvictionPolicy {
+        match self {
+            Self::Weighted => EvictionPolicy::Weighted,
+            Self::Lru => EvictionPolicy::Lru,
+            Self::S3Fifo => EvictionPolicy::S3Fifo,
+        }
+    }
+}
+
+/// A way between nodes.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Way {
+    /// 1e9 bytes a second.
+    pub gb_per_s: f64,
+    /// To the first byte.
+    #[serde(default)]
+    pub latency_ms: f64,
+}
+
+/// The cold tier.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cold {
+    /// 1e9 bytes in all.
+    pub gb: f64,
+    /// Of each node's way to it.
+    pub gb_per_s: f64,
+    /// To the first byte.
+    #[serde(default)]
+    pub latency_ms: f64,
+}
+
+/// When a request whose state is loaded begins.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Prefetch {
+    /// When its layers will arrive no later than they are computed.
+    #[default]
+    Overlap,
+    /// When all of it is there.
+    WaitComplete,
+    /// At its turn, with what is there; the rest is computed.
+    BestEffort,
+    /// When all is there or its patience is over, with what is there.
+    Timeout,
+}
+
+/// What an engine does.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Engine {
+    /// Sequences that run at once.
+    pub batch_max: u32,
+    /// New tokens of a step.
+    pub chunk_tokens: u32,
+    /// See [`Prefetch`].
+    pub prefetch: Prefetch,
+    /// The patience of `timeout`.
+    pub timeout_ms: f64,
+}
+
+impl Default for Engine {
+    fn default() -> Self {
+        Self { batch_max: 256, chunk_tokens: 8192, prefetch: Prefetch::Overlap, timeout_ms: 100.0 }
+    }
+}
+
+/// Who decides where a request goes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RouterKind {
+    /// Anywhere.
+    Random,
+    /// In turn.
+    RoundRobin,
+    /// Where most of the prompt is, unless that node is far behind the others.
+    #[default]
+    CacheAware,
+    /// The less busy of two that are drawn.
+    PowerOfTwo,
+    /// Short prompts to some nodes, long ones to the others.
+    Bucket,
+    /// By the cost of every action (`kvarts_planner::route`).
+    OwnerServe,
+    /// The fewest tokens among those with short read queues.
+    DualPath,
+    /// Where the first token comes soonest, with every plan counted out.
+    Oracle,
+}
+
+impl RouterKind {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::Random,
+        Self::RoundRobin,
+        Self::CacheAware,
+        Self::PowerOfTwo,
+        Self::Bucket,
+        Self::OwnerServe,
+        Self::DualPath,
+        Self::Oracle,
+    ];
+
+    /// As it is written.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Random => "random",
+            Self::RoundRobin => "round_robin",
+            Self::CacheAware => "cache_aware",
+            Self::PowerOfTwo => "power_of_two",
+            Self::Bucket => "bucket",
+            Self::OwnerServe => "owner_serve",
+            Self::DualPath => "dual_path",
+            Self::Oracle => "oracle",
+        }
+    }
+
+    /// The router of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|router| router.name() == name)
+    }
+}
+
+/// What a cluster costs, in units of the user's own.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Price {
+    /// A device for an hour.
+    pub device_hour: f64,
+    /// 1e9 bytes of host memory for an hour.
+    pub dram_gb_hour: f64,
+    /// 1e9 bytes of disk for an hour.
+    pub disk_gb_hour: f64,
+}
+
+impl Default for Price {
+    fn default() -> Self {
+        Self { device_hour: 2.5, dram_gb_hour: 0.003, disk_gb_hour: 0.000_02 }
+    }
+}
+
+/// What is wrong with a cluster file, with the place.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SpecError(pub String);
+
+impl fmt::Display for SpecError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for SpecError {}
+
+/// A model's state and a device's times.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Facts {
+    /// Bytes of a block of all layers.
+    pub block_bytes: u64,
+    /// Layers.
+    pub layers: u32,
+    /// How long an engine takes.
+    pub times: Roofline,
+    /// What every step takes besides.
+    pub step_ms: f64,
+}
+
+impl Cluster {
+    /// Reads a file, and checks what is in it.
+    pub fn parse(text: &str) -> Result<Self, SpecError> {
+        if text.len() > FILE_BYTES_MAX {
+            return Err(SpecError(format!("longer than {FILE_BYTES_MAX} bytes")));
+        }
+        let cluster: Self = toml::from_str(text).map_err(|error| {
+            let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
+            let line = before.matches('\n').count() + 1;
+            SpecError(format!("line {line}: {}", error.message().replace('\n', " ")))
+        })?;
+        cluster.check()?;
+        Ok(cluster)
+    }
+
+    /// Nodes of all kinds.
+    pub fn node_count(&self) -> u32 {
+        self.nodes.mixed.saturating_add(self.nodes.prefill).saturating_add(self.nodes.decode)
+    }
+
+    fn check(&self) -> Result<(), SpecError> {
+        let refuse = |what: String| Err(SpecError(what));
+        let nodes = &self.nodes;
+        if self.node_count() == 0 || self.node_count() > NODES_MAX {
+            return refuse(format!(
+                "nodes: {} in all; between 1 and {NODES_MAX} are possible",
+                self.node_count()
+            ));
+        }
+        if (nodes.prefill == 0) != (nodes.decode == 0) && nodes.mixed == 0 {
+            return refuse(
+                "nodes: prefill without decode, or decode without prefill: add the other, or mixed".into(),
+            );
+        }
+        if nodes.mixed > 0 && nodes.prefill + nodes.decode > 0 && nodes.prefill == 0 {
+            return refuse("nodes: decode beside mixed needs prefill as well".into());
+        }
+        if nodes.devices == 0 || nodes.devices > 1024 {
+            return refuse(format!("nodes.devices: {}; between 1 and 1024 are possible", nodes.devices));
+        }
+        if self.block_tokens == 0 || self.block_tokens > 1 << 16 {
+            return refuse(format!("block_tokens: {}; between 1 and 65536 are possible", self.block_tokens));
+        }
+        self.check_tiers()?;
+        if self.engine.batch_max == 0 || self.engine.chunk_tokens == 0 {
+            return refuse("engine: batch_max and chunk_tokens are at least 1".into());
+        }
+        positive("engine.timeout_ms", self.engine.timeout_ms, 0.0, 1e9)?;
+        for (name, price) in [
+            ("price.device_hour", self.price.device_hour),
+            ("price.dram_gb_hour", self.price.dram_gb_hour),
+            ("price.disk_gb_hour", self.price.disk_gb_hour),
+        ] {
+            positive(name, price, 0.0, 1e9)?;
+        }
+        self.facts().map(drop)
+    }
+
+    fn check_tiers(&self) -> Result<(), SpecError> {
+        positive("hbm.gb", self.hbm.gb, 1e-6, 1e6)?;
+        if let Some(dram) = self.dram {
+            positive("dram.gb", dram.gb, 0.0, 1e7)?;
+            positive("dram.gb_per_s", dram.gb_per_s, 1e-6, 1e5)?;
+            positive("dram.latency_ms", dram.latency_ms, 0.0, 1e6)?;
+        }
+        if let Some(disk) = self.disk {
+            positive("disk.gb", disk.gb, 0.0, 1e9)?;
+            positive("disk.gb_per_s", disk.gb_per_s, 1e-6, 1e4)?;
+            positive("disk.write_gb_per_s", disk.write_gb_per_s, 1e-6, 1e4)?;
+            positive("disk.latency_ms", disk.latency_ms, 0.0, 1e6)?;
+            positive("disk.dwpd", disk.dwpd, 1e-6, 1e3)?;
+        }
+        if let Some(way) = self.network {
+            positive("network.gb_per_s", way.gb_per_s, 1e-6, 1e5)?;
+            positive("network.latency_ms", way.latency_ms, 0.0, 1e6)?;
+        }
+        if let Some(cold) = self.cold {
+            positive("cold.gb", cold.gb, 0.0, 1e12)?;
+            positive("cold.gb_per_s", cold.gb_per_s, 1e-6, 1e5)?;
+            positive("cold.latency_ms", cold.latency_ms, 0.0, 1e7)?;
+        }
+        Ok(())
+    }
+
+    /// The model's geometry and the device's times.
+    pub fn facts(&self) -> Result<Facts, SpecError> {
+        let unknown = |what: &str, name: &str, known: Vec<&str>| {
+            SpecError(format!("{what}: no {what} is called `{name}`; there are {}", known.join(", ")))
+        };
+        let spec = shipped::load(&self.model).ok_or_else(|| {
+            unknown("model", &self.model, cost::MODELS.iter().map(|(name, _)| *name).collect())
+        })?;
+        let compute: Compute = cost::model(&self.model).ok_or_else(|| {
+            unknown("model", &self.model, cost::MODELS.iter().map(|(name, _)| *name).collect())
+        })?;
+        let device: Device = cost::device(&self.nodes.device).ok_or_else(|| {
+            unknown("device", &self.nodes.device, cost::DEVICES.iter().map(|(name, _)| *name).collect())
+        })?;
+        let geometry = spec.geometry();
+        geometry
+            .check_block_tokens(self.block_tokens)
+            .map_err(|error| SpecError(format!("block_tokens: {error}")))?;
+        let prefix = geometry.bytes_for_tokens(u64::from(self.block_tokens), self.block_tokens);
+        let prefix = prefix.map_err(|error| SpecError(format!("block_tokens: {error}")))?;
+        let block_bytes = prefix.stream_bytes;
+        let times = Roofline::new(compute, device, self.nodes.devices);
+        let layers = u32::try_from(geometry.layers().len()).unwrap_or(u32::MAX);
+        let state_gb = device.hbm_gb * f64::from(self.nodes.devices);
+        if self.hbm.gb > state_gb {
+            return Err(SpecError(format!(
+                "hbm.gb: {} for state of {state_gb} that {} x {} have in all",
+                self.hbm.gb, self.nodes.devices, self.nodes.device
+            )));
+        }
+        Ok(Facts { block_bytes, layers, times, step_ms: device.step_ms })
+    }
+}
+
+fn positive(name: &str, value: f64, least: f64, most: f64) -> Result<(), SpecError> {
+    if value.is_finite() && (least..=most).contains(&value) {
+        return Ok(());
+    }
+    Err(SpecError(format!("{name}: {value} is not possible; between {least} and {most} is")))
+}

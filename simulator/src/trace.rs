@@ -1,0 +1,185 @@
+//! Requests of a trace, one JSON object a line, streamed: `{"timestamp": ms, "input_length": tokens, "output_length":
+//! tokens, "hash_ids": [..]}`, the ids of its blocks in order, equal where prefixes are (the Mooncake traces' format).
+//!
+//! What the published variants of the format carry besides (`chat_id`, `parent_chat_id`, `type`, `turn`) is passed over;
+//! any other field is a fault, as are times that are negative or go back: each names its line.
+
+use std::fmt;
+use std::io::{BufRead, Read};
+
+use serde::Deserialize;
+
+/// The longest line.
+pub const LINE_BYTES_MAX: u64 = 64 << 20;
+/// The most blocks of a request.
+pub const BLOCKS_MAX: usize = 1 << 20;
+
+/// One request.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Request {
+    /// When it arrives, in milliseconds since the trace's zero.
+    pub at_ms: f64,
+    /// Tokens of the prompt.
+    pub input_tokens: u64,
+    /// Tokens of the answer.
+    pub output_tokens: u64,
+    /// Its blocks, in order.
+    pub blocks: Vec<u64>,
+}
+
+#[derive(Deserialize, Debug)]
+#[serde(deny_unknown_fields)]
+struct Line {
+    timestamp: f64,
+    input_length: u64,
+    output_length: u64,
+    hash_ids: Vec<u64>,
+    #[serde(default, rename = "chat_id")]
+    _chat: serde::de::IgnoredAny,
+    #[serde(default, rename = "parent_chat_id")]
+    _parent: serde::de::IgnoredAny,
+    #[serde(default, rename = "type")]
+    _type: serde::de::IgnoredAny,
+    #[serde(default, rename = "turn")]
+    _turn: serde::de::IgnoredAny,
+}
+
+/// What is wrong with a trace, and where.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TraceError {
+    /// The line, from 1; 0 for the whole.
+    pub line: u64,
+    /// What is wrong.
+    pub what: String,
+}
+
+impl fmt::Display for TraceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.line {
+            0 => f.write_str(&self.what),
+            line => write!(f, "line {line}: {}", self.what),
+        }
+    }
+}
+
+impl std::error::Error for TraceError {}
+
+/// Reads requests as they are asked for; ends with the first fault.
+#[derive(Debug)]
+pub struct Trace<R> {
+    from: R,
+    bytes: Vec<u8>,
+    line: u64,
+    last_ms: f64,
+    ended: bool,
+}
+
+impl<R: BufRead> Trace<R> {
+    /// A trace from its beginning.
+    pub fn new(from: R) -> Self {
+        Self { from, bytes: Vec::new(), line: 0, last_ms: 0.0, ended: false }
+    }
+
+    fn fault(&mut self, what: impl fmt::Display) -> TraceError {
+        self.ended = true;
+        TraceError { line: self.line, what: what.to_string() }
+    }
+
+    fn read(&mut self) -> Result<Option<Request>, TraceError> {
+        loop {
+            self.bytes.clear();
+            self.line += 1;
+            let read = self.from.by_ref().take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut self.bytes);
+            let read = read.map_err(|error| self.fault(error))?;
+            if read == 0 {
+                self.ended = true;
+                return Ok(None);
+            }
+            if read as u64 > LINE_BYTES_MAX {
+                return Err(self.fault(format!("longer than {} MiB", LINE_BYTES_MAX >> 20)));
+            }
+            if !self.bytes.trim_ascii().is_empty() {
+                return self.parse().map(Some);
+            }
+        }
+    }
+
+    fn parse(&mut self) -> Result<Request, TraceError> {
+        let parsed: Line = match serde_json::from_slice(&self.bytes) {
+            Ok(parsed) => parsed,
+            Err(error) => {
+                // The parser counts lines of what it was given: one.
+                let text = error.to_string();
+                let text = text.split(" at line ").next().unwrap_or(&text).to_owned();
+                return Err(self.fault(format!("{text} (column {})", error.column())));
+            }
+        };
+        if !parsed.timestamp.is_finite() || parsed.timestamp < 0.0 {
+            return Err(self.fault(format!("timestamp {} is below zero", parsed.timestamp)));
+        }
+        if parsed.timestamp < self.last_ms {
+            return Err(self.fault(format!(
+                "timestamp {} is before {} of the line above: sort the trace by time",
+                parsed.timestamp, self.last_ms
+            )));
+        }
+        if parsed.hash_ids.len() > BLOCKS_MAX {
+            return Err(self.fault(format!("more than {BLOCKS_MAX} blocks")));
+        }
+        self.last_ms = parsed.timestamp;
+        Ok(Request {
+            at_ms: parsed.timestamp,
+            input_tokens: parsed.input_length,
+            output_tokens: parsed.output_length,
+            blocks: parsed.hash_ids,
+        })
+    }
+}
+
+impl<R: BufRead> Iterator for Trace<R> {
+    type Item = Result<Request, TraceError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.ended { None } else { self.read().transpose() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Vec<Result<Request, TraceError>> {
+        Trace::new(text.as_bytes()).collect()
+    }
+
+    fn fault(text: &str) -> String {
+        read(text).pop().unwrap().unwrap_err().to_string()
+    }
+
+    const GOOD: &str = r#"{"timestamp": 5, "input_length": 3, "output_length": 2, "hash_ids": [1, 2]}"#;
+
+    #[test]
+    fn a_request_is_a_line_and_empty_lines_are_none() {
+        let requests = read(&format!("{GOOD}\n\n{GOOD}\r\n"));
+        let expected = Request { at_ms: 5.0, input_tokens: 3, output_tokens: 2, blocks: vec![1, 2] };
+        assert_eq!(requests, [Ok(expected.clone()), Ok(expected)]);
+        let more = GOOD.replace('{', r#"{"chat_id": 7, "parent_chat_id": -1, "turn": 2, "type": "text", "#);
+        assert!(read(&more).pop().unwrap().is_ok());
+        assert!(read("").is_empty());
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_with_its_line_and_ends_the_trace() {
+        assert_eq!(
+            fault(&format!("{GOOD}\n{}", GOOD.replace("5", "-5"))),
+            "line 2: timestamp -5 is below zero"
+        );
+        let back = format!("{GOOD}\n\n{}\n{GOOD}", GOOD.replace("5", "4"));
+        assert_eq!(read(&back).len(), 2);
+        assert_eq!(fault(&back), "line 3: timestamp 4 is before 5 of the line above: sort the trace by time");
+        assert!(fault(&GOOD.replace("hash_ids", "ids")).starts_with("line 1: unknown field `ids`, expected"));
+        assert!(fault(r#"{"timestamp": 5}"#).starts_with("line 1: missing field `input_length`"));
+        assert!(fault(&GOOD[..30]).starts_with("line 1: EOF while parsing"));
+        assert!(fault(&GOOD.replace("[1, 2]", "[1, -2]")).starts_with("line 1: invalid value"));
+    }
+}

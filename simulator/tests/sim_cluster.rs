@@ -1,0 +1,183 @@
+//! Small clusters whose figures can be counted by hand, the same bytes from the same seed, and clear words for what is
+//! no cluster.
+use kvarts_simulator::cluster::work::{SessionWork, Sessions, TraceWork};
+use kvarts_simulator::cluster::*;
+use kvarts_simulator::trace::{Request, TraceError};
+
+const FILE: &str = r#"
+model = "llama-3.1-8b"
+block_tokens = 512
+[nodes]
+mixed = 2
+device = "h100"
+devices = 1
+[hbm]
+gb = 40.0
+[dram]
+gb = 200.0
+gb_per_s = 50.0
+[disk]
+gb = 2000.0
+gb_per_s = 12.0
+write_gb_per_s = 6.0
+latency_ms = 0.1
+[network]
+gb_per_s = 25.0
+"#;
+
+fn cluster(change: impl FnOnce(&mut Cluster)) -> Cluster {
+    let mut cluster = Cluster::parse(FILE).unwrap();
+    change(&mut cluster);
+    cluster
+}
+
+fn request(at_ms: f64, blocks: &[u64], output_tokens: u64) -> Result<Request, TraceError> {
+    Ok(Request { at_ms, input_tokens: blocks.len() as u64 * 512, output_tokens, blocks: blocks.to_vec() })
+}
+
+fn run(cluster: &Cluster, requests: Vec<Result<Request, TraceError>>) -> Counted {
+    let work = TraceWork::new(requests.into_iter(), 1.0);
+    Simulation::new(cluster, work, 1).unwrap().run(|_, _| ()).unwrap()
+}
+
+fn sessions(cluster: &Cluster, sessions: Sessions) -> Counted {
+    let work = SessionWork::new(sessions, cluster.block_tokens);
+    Simulation::new(cluster, work, sessions.seed).unwrap().run(|_, _| ()).unwrap()
+}
+
+#[test]
+fn one_request_takes_its_prefill_and_its_tokens_and_the_next_one_finds_its_blocks() {
+    use kvarts_planner::cost::{Decode, Prefill};
+    let cluster = cluster(|cluster| cluster.nodes.mixed = 1);
+    let blocks: Vec<u64> = (0..8).collect();
+    let counted = run(&cluster, vec![request(0.0, &blocks, 1), request(60_000.0, &blocks, 11)]);
+    let times = cluster.facts().unwrap().times;
+    assert_eq!((counted.requests, counted.hits.hbm, counted.hits.miss), (2, 7, 9));
+    // The last token is always computed, and with it its block.
+    assert!((counted.ttft.percentile(1.0) / times.prefill_ms(0, 4096) - 1.0).abs() < 0.02);
+    assert!((counted.ttft.percentile(0.5) / times.prefill_ms(3584, 512) - 1.0).abs() < 0.02);
+    assert!((counted.tpot.mean() / times.decode_ms(1, 4101) - 1.0).abs() < 0.01);
+    // Eight blocks of 64 MiB, once.
+    assert_eq!(counted.disk_bytes_written, 8 * (64 << 20));
+    assert_eq!(counted.computed_tokens, 4096 + 512);
+}
+
+#[test]
+fn what_left_device_memory_comes_from_memory_then_from_disk_then_from_a_peer() {
+    let many: Vec<_> = (0..40u64)
+        .map(|n| request(n as f64 * 5000.0, &(n * 16..n * 16 + 16).collect::<Vec<_>>(), 1))
+        .collect();
+    let again = |router| {
+        let cluster = cluster(|cluster| {
+            cluster.nodes.mixed = 1 + u32::from(router == RouterKind::RoundRobin);
+            cluster.router = router;
+            cluster.hbm.gb = 2.5;
+            cluster.dram.as_mut().unwrap().gb = 5.0;
+        });
+        let mut requests = many.clone();
+        for old in [0u64, 34] {
+            requests.push(request(
+                300_000.0 + old as f64 * 5000.0,
+                &(old * 16..old * 16 + 16).collect::<Vec<_>>(),
+                1,
+            ));
+        }
+        run(&cluster, requests).hits
+    };
+    let one = again(RouterKind::CacheAware);
+    assert!(one.disk >= 15 && one.dram + one.disk >= 25, "{one:?}");
+    let two = again(RouterKind::RoundRobin);
+    assert!(two.peer + two.disk >= 15, "{two:?}");
+}
+
+#[test]
+fn the_same_seed_gives_the_same_bytes_for_every_router_and_another_seed_gives_others() {
+    let of = Sessions { count: 60, turns: 4.0, ..Sessions::named("chat").unwrap() };
+    for router in RouterKind::ALL {
+        let cluster = cluster(|cluster| {
+            cluster.router = router;
+            cluster.nodes.mixed = 4;
+        });
+        let text = |seed| {
+            let counted = sessions(&cluster, Sessions { seed, ..of });
+            assert_eq!((counted.sessions, counted.refused), (60, 0), "{}", router.name());
+            let figures = counted.json(&cluster);
+            page("run", &figures, &counted) + &serde_json::to_string(&figures).unwrap()
+        };
+        assert_eq!(text(1), text(1), "{}", router.name());
+        assert_ne!(text(1), text(2), "{}", router.name());
+    }
+}
+
+#[test]
+fn every_request_ends_under_every_prefetch_policy_and_with_prefill_and_decode_apart() {
+    let of = Sessions { count: 50, per_second: 5.0, think_ms: 100.0, ..Sessions::named("coding").unwrap() };
+    for prefetch in [Prefetch::Overlap, Prefetch::WaitComplete, Prefetch::BestEffort, Prefetch::Timeout] {
+        for (mixed, prefill, decode) in [(3, 0, 0), (0, 2, 1), (1, 1, 1)] {
+            let cluster = cluster(|cluster| {
+                cluster.engine.prefetch = prefetch;
+                (cluster.nodes.mixed, cluster.nodes.prefill, cluster.nodes.decode) = (mixed, prefill, decode);
+                cluster.hbm.gb = 25.0;
+                cluster.dram.as_mut().unwrap().gb = 30.0;
+                cluster.cold = Some(Cold { gb: 1e5, gb_per_s: 5.0, latency_ms: 5.0 });
+                cluster.dual_path = true;
+            });
+            let counted = sessions(&cluster, of);
+            assert_eq!(counted.sessions, 50, "{prefetch:?} {mixed} {prefill} {decode}");
+            assert_eq!(counted.ttft.count(), counted.requests);
+            assert!(counted.hit_rate() > 0.5, "{prefetch:?}: {}", counted.hit_rate());
+            assert!(counted.computed_tokens <= counted.input_tokens);
+        }
+    }
+}
+
+#[test]
+fn the_work_grows_with_requests_and_open_requests_do_not() {
+    let cluster = cluster(|cluster| cluster.nodes.mixed = 4);
+    let run =
+        |count| sessions(&cluster, Sessions { count, per_second: 2.0, ..Sessions::named("chat").unwrap() });
+    let (small, large) = (run(100), run(400));
+    assert!(large.events < 6 * small.events, "{} and {}", small.events, large.events);
+    assert!(large.open_max < 3 * small.open_max + 20, "{} and {}", small.open_max, large.open_max);
+}
+
+#[test]
+fn a_request_that_fits_nowhere_is_refused_and_counted() {
+    let cluster = cluster(|cluster| cluster.hbm.gb = 1.0);
+    let counted =
+        run(&cluster, vec![request(0.0, &(0..100).collect::<Vec<_>>(), 5), request(1.0, &[1, 2], 5)]);
+    assert_eq!((counted.refused, counted.requests), (1, 1));
+}
+
+#[test]
+fn what_is_no_cluster_is_told_with_its_place() {
+    let told = |from: &str, to: &str| {
+        assert!(FILE.contains(from), "{from}");
+        Cluster::parse(&FILE.replace(from, to)).unwrap_err().to_string()
+    };
+    assert!(
+        told("mixed = 2", "mixd = 2").starts_with("line 5: unknown field `mixd`"),
+        "{}",
+        told("mixed = 2", "mixd = 2")
+    );
+    assert!(told("mixed = 2", "mixed = 0").starts_with("nodes: 0 in all"));
+    assert!(told("mixed = 2", "prefill = 2").starts_with("nodes: prefill without decode"));
+    assert_eq!(told("gb = 40.0", "gb = 400.0"), "hbm.gb: 400 for state of 80 that 1 x h100 have in all");
+    assert!(told("gb_per_s = 12.0", "gb_per_s = -1.0").starts_with("disk.gb_per_s: -1 is not possible"));
+    assert!(told("gb_per_s = 25.0", "gb_per_s = nan").starts_with("network.gb_per_s: NaN is not possible"));
+    assert!(told("h100", "h1000").starts_with("device: no device is called `h1000`; there are a100"));
+    assert!(told("llama-3.1-8b", "lama").starts_with("model: no model is called `lama`"));
+    assert!(told("[disk]", "[disk").starts_with("line 13: "), "{}", told("[disk]", "[disk"));
+}
+
+#[test]
+fn a_session_s_next_turn_waits_for_the_answer() {
+    let cluster = cluster(|_| ());
+    let work = SessionWork::new(
+        Sessions { count: 1, turns: 3.0, spread: 0.0, think_ms: 0.0, ..Sessions::default() },
+        512,
+    );
+    let counted = Simulation::new(&cluster, work, 1).unwrap().run(|_, _| ()).unwrap();
+    assert_eq!((counted.requests, counted.sessions), (3, 1));
+    assert!((counted.task.mean() - 3.0 * counted.step.mean()).abs() < 1.0);
+}

@@ -1,0 +1,94 @@
+//! Whose turn it is to make room: one task at a time, of whatever executor, the others in the order in which they came.
+
+use std::collections::BTreeMap;
+use std::future::poll_fn;
+use std::task::{Poll, Waker};
+
+use super::lock;
+use crate::sync::Mutex;
+
+/// The turn. Whoever gives up waiting leaves no trace.
+#[derive(Debug, Default)]
+pub(crate) struct MakingRoom(Mutex<Queue>);
+
+#[derive(Debug, Default)]
+struct Queue {
+    next: u64,
+    /// The first has the turn.
+    places: BTreeMap<u64, Option<Waker>>,
+}
+
+/// A place in the queue, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Place<'a> {
+    queue: &'a Mutex<Queue>,
+    number: u64,
+}
+
+impl MakingRoom {
+    fn place(&self, queue: &mut Queue) -> Place<'_> {
+        let number = queue.next;
+        queue.next += 1;
+        queue.places.insert(number, None);
+        Place { queue: &self.0, number }
+    }
+
+    /// Completes when it is this task's turn, which ends when the answer is dropped.
+    pub(crate) async fn take(&self) -> Place<'_> {
+        let place = self.place(&mut lock(&self.0));
+        poll_fn(|context| {
+            let mut queue = lock(&self.0);
+            if queue.places.first_key_value().is_some_and(|(first, _)| *first == place.number) {
+                return Poll::Ready(());
+            }
+            queue.places.insert(place.number, Some(context.waker().clone()));
+            Poll::Pending
+        })
+        .await;
+        place
+    }
+
+    /// The turn, if nobody has it.
+    pub(crate) fn try_take(&self) -> Option<Place<'_>> {
+        let mut queue = lock(&self.0);
+        queue.places.is_empty().then(|| self.place(&mut queue))
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut queue = lock(self.queue);
+        queue.places.remove(&self.number);
+        let first = queue.places.first_entry().and_then(|mut first| first.get_mut().take());
+        drop(queue);
+        if let Some(waker) = first {
+            waker.wake();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::pin::pin;
+    use std::task::Context;
+
+    #[test]
+    fn the_turn_goes_on_in_order_past_those_who_gave_up() {
+        let turn = MakingRoom::default();
+        let mut context = Context::from_waker(Waker::noop());
+        let first = turn.try_take().unwrap();
+        assert!(turn.try_take().is_none());
+        let mut gone = Box::pin(turn.take());
+        let mut second = pin!(turn.take());
+        assert!(gone.as_mut().poll(&mut context).is_pending());
+        assert!(second.as_mut().poll(&mut context).is_pending());
+        drop(first);
+        assert!(second.as_mut().poll(&mut context).is_pending(), "somebody came before");
+        drop(gone);
+        let Poll::Ready(second) = second.as_mut().poll(&mut context) else { panic!("nobody is before") };
+        assert!(turn.try_take().is_none());
+        drop(second);
+        assert!(turn.try_take().is_some());
+    }
+}
