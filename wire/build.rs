@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     tonic_prost_build::configure()
         .bytes(".")
         .btree_map(".")
-        .codec_path("crate::grpc::codec::Bounded")
+        .codec_path("crate::codec::Bounded")
         .compile_fds(descriptors)?;
     Ok(())
 }

@@ -15,7 +15,8 @@ use super::course::{Course, Place};
 use super::window::{self, Window};
 
 /// Why a read stops before its last window.
-pub(crate) enum Stop<F> {
+#[derive(Debug)]
+pub enum Stop<F> {
     /// The client went away, or took nothing for too long.
     Gone,
     /// Nothing can be said of the blocks.
@@ -31,7 +32,7 @@ impl<F: From<Reason>> From<Reason> for Stop<F> {
 }
 
 /// What a window's bytes go through.
-pub(crate) trait Through: Send {
+pub trait Through: Send {
     /// What can be wrong with all of it.
     type Fault: Send;
     /// What a window is read into.
@@ -90,8 +91,10 @@ struct Fetch<M> {
 }
 
 /// A read in windows.
-pub(crate) struct Windows<T> {
-    pub(crate) through: T,
+#[derive(Debug)]
+pub struct Windows<T> {
+    /// Where its windows go.
+    pub through: T,
     shape: BlockShape,
     order: Order,
     layers: Range<u32>,
@@ -108,7 +111,8 @@ pub(crate) struct Windows<T> {
 }
 
 impl<T: Through> Windows<T> {
-    pub(crate) fn new(
+    /// A read of the leading `blocks` of a shape, `budget` bytes at once.
+    pub fn new(
         through: T,
         shape: BlockShape,
         order: Order,
@@ -122,7 +126,7 @@ impl<T: Through> Windows<T> {
     }
 
     /// Reads all windows. An error says why there were no more.
-    pub(crate) async fn run(&mut self) -> Result<(), Stop<T::Fault>> {
+    pub async fn run(&mut self) -> Result<(), Stop<T::Fault>> {
         let mut at = Place { block: 0, layer: self.layers.start };
         let mut fetched = VecDeque::new();
         loop {
@@ -162,7 +166,7 @@ impl<T: Through> Windows<T> {
     }
 
     /// What is to be said at the end, and why it is one before all windows were read.
-    pub(crate) fn end(&self, early: Option<&Reason>) -> ReadEnd {
+    pub fn end(&self, early: Option<&Reason>) -> ReadEnd {
         let all = early.is_none() || self.order == Order::Blocks;
         let mut failures = self.failures.clone();
         if let Some(reason) = early.filter(|_| self.order == Order::Blocks) {

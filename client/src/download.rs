@@ -12,8 +12,8 @@ use tonic::{Code, Status, Streaming};
 
 use super::arrival::Arrival;
 use super::remote::{AGAIN, Remote, while_lost};
-use crate::grpc::{fault, wire};
-use crate::proto;
+use kvarts_wire::proto;
+use kvarts_wire::{convert, fault};
 
 /// How long after its deadline a server may take to say how a read ended.
 pub(super) const GRACE: Duration = Duration::from_millis(500);
@@ -58,8 +58,8 @@ pub(super) fn message(request: &ReadRequest) -> proto::ReadRequest {
         |layers: &Range<u32>| proto::read_request::LayerRange { start: layers.start, end: layers.end };
     proto::ReadRequest {
         namespace: request.namespace.as_bytes().to_vec().into(),
-        column: Some(wire::wire_column(request.group, request.coordinate)),
-        keys: wire::key_bytes(&request.keys),
+        column: Some(convert::wire_column(request.group, request.coordinate)),
+        keys: convert::key_bytes(&request.keys),
         layers: request.layers.as_ref().map(range),
         class: class.into(),
     }

@@ -78,7 +78,7 @@ impl Said {
     }
 
     /// The digest with one more message of data, whose `len` bytes were digested before.
-    pub(super) fn read_data(&mut self, about: &proto::ReadData, data: &Hasher, len: usize) -> u32 {
+    pub fn read_data(&mut self, about: &proto::ReadData, data: &Hasher, len: usize) -> u32 {
         self.about(about, len);
         self.0.combine(data);
         self.digest()

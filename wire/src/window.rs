@@ -14,37 +14,37 @@ use kvarts_store::error::Reason;
 use kvarts_store::io::SharedBuf;
 
 use super::limits::ADDRESSES_MAX;
-use crate::node::Addresses;
+use crate::addresses::Addresses;
 
 /// What is read at a time.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Window {
+pub struct Window {
     /// Ordinals of the request.
-    pub(crate) blocks: Range<u32>,
+    pub blocks: Range<u32>,
     /// Layers of the shape.
-    pub(crate) layers: Range<u32>,
+    pub layers: Range<u32>,
 }
 
 impl Window {
     /// Bytes of memory that it takes.
-    pub(crate) fn bytes(&self, shape: &BlockShape) -> u64 {
+    pub fn bytes(&self, shape: &BlockShape) -> u64 {
         layers_bytes(shape, &self.layers).saturating_mul(self.blocks.len() as u64)
     }
 }
 
 /// Bytes of some layers of one block.
-pub(crate) fn layers_bytes(shape: &BlockShape, layers: &Range<u32>) -> u64 {
+pub fn layers_bytes(shape: &BlockShape, layers: &Range<u32>) -> u64 {
     let layers = shape.layers().get(layers.start as usize..layers.end as usize).unwrap_or_default();
     layers.iter().fold(0, |sum, layer| sum.saturating_add(layer.bytes()))
 }
 
 /// How many things of `each` bytes fit into `bytes`: at least one.
-pub(crate) fn fitting(bytes: u64, each: u64) -> u32 {
+pub fn fitting(bytes: u64, each: u64) -> u32 {
     u32::try_from(bytes / each.max(1)).unwrap_or(u32::MAX).max(1)
 }
 
 /// The leading ones of `layers` of which this many blocks fit into `bytes`: at least one.
-pub(crate) fn fitting_layers(shape: &BlockShape, layers: &Range<u32>, blocks: u32, bytes: u64) -> Range<u32> {
+pub fn fitting_layers(shape: &BlockShape, layers: &Range<u32>, blocks: u32, bytes: u64) -> Range<u32> {
     let (mut end, mut sum) = (layers.start, 0u64);
     for layer in layers.clone() {
         let more = layers_bytes(shape, &(layer..layer + 1)).saturating_mul(u64::from(blocks));
@@ -65,7 +65,7 @@ fn chunks(shape: &BlockShape) -> impl Iterator<Item = (u32, &ChunkShape)> {
 /// Addresses for the layers that the windows of a read do not read. Taken from the kernel once for all windows: for
 /// each they would cost the executor that gives them back a fiftieth of its work.
 #[derive(Debug)]
-pub(crate) struct Nowhere {
+pub struct Nowhere {
     kept: Mutex<Option<SharedBuf>>,
     all: Arc<Addresses>,
 }
@@ -79,7 +79,7 @@ impl Default for Nowhere {
 
 impl Nowhere {
     /// A part of what all have.
-    pub(crate) fn among(all: &Arc<Addresses>) -> Self {
+    pub fn among(all: &Arc<Addresses>) -> Self {
         Self { kept: Mutex::default(), all: Arc::clone(all) }
     }
 
@@ -98,7 +98,7 @@ impl Nowhere {
 
 /// Gives every chunk of a window its place in `memory`: in block order `[block][layer][part]`, in layer order
 /// `[layer][part][block]`.
-pub(crate) fn place(
+pub fn place(
     order: Order,
     shape: &BlockShape,
     window: &Window,
@@ -133,7 +133,7 @@ pub(crate) fn place(
 
 /// Where in the window's memory the blocks `blocks` (counted within the window) of what is delivered together lie,
 /// range by range in the order in which they are sent. `layer` is the one in layer order.
-pub(crate) fn ranges(
+pub fn ranges(
     order: Order,
     shape: &BlockShape,
     window: &Window,
@@ -156,7 +156,7 @@ pub(crate) fn ranges(
 
 /// The chunks of what [`ranges`] gives, in the same order: bytes, part (canonical index) and block (counted within the
 /// window).
-pub(crate) fn chunks_of(
+pub fn chunks_of(
     order: Order,
     shape: &BlockShape,
     window: &Window,

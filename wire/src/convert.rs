@@ -13,20 +13,21 @@ use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Fingerprint, Geometry, Group, Identity, ModelSpec, NamespaceId,
     OriginId, Requirements,
 };
+use kvarts_store::api::{BlockOutcome, ReadEnd};
 use kvarts_store::error::Reason;
 
-use super::fault::{Fault, Outcome};
+use super::fault::{self, Fault, Outcome};
 use super::limits;
 use crate::proto;
 
 /// A namespace id.
-pub(crate) fn namespace(bytes: &[u8]) -> Outcome<NamespaceId> {
+pub fn namespace(bytes: &[u8]) -> Outcome<NamespaceId> {
     let id = <[u8; 32]>::try_from(bytes);
     id.map(NamespaceId).map_err(|_| Fault::malformed(format!("namespace: {} bytes, it has 32", bytes.len())))
 }
 
 /// Keys that stand one after the other.
-pub(crate) fn keys(bytes: &[u8]) -> Outcome<Vec<BlockKey>> {
+pub fn keys(bytes: &[u8]) -> Outcome<Vec<BlockKey>> {
     let (keys, rest) = bytes.as_chunks::<32>();
     if !rest.is_empty() {
         return Err(Fault::malformed(format!("keys: {} bytes, not a multiple of 32", bytes.len())));
@@ -38,12 +39,12 @@ pub(crate) fn keys(bytes: &[u8]) -> Outcome<Vec<BlockKey>> {
 }
 
 /// Keys, one after the other.
-pub(crate) fn key_bytes(keys: &[BlockKey]) -> Bytes {
+pub fn key_bytes(keys: &[BlockKey]) -> Bytes {
     keys.iter().flat_map(|key| key.0).collect::<Vec<u8>>().into()
 }
 
 /// Origins that stand one after the other; none if there are no bytes.
-pub(crate) fn origins(bytes: &[u8]) -> Outcome<Option<Vec<OriginId>>> {
+pub fn origins(bytes: &[u8]) -> Outcome<Option<Vec<OriginId>>> {
     let (origins, rest) = bytes.as_chunks::<16>();
     if !rest.is_empty() {
         return Err(Fault::malformed(format!("origins: {} bytes, not a multiple of 16", bytes.len())));
@@ -52,7 +53,7 @@ pub(crate) fn origins(bytes: &[u8]) -> Outcome<Option<Vec<OriginId>>> {
 }
 
 /// A coordinate; absent or zero is replicated.
-pub(crate) fn coordinate(wire: Option<&proto::Coordinate>) -> Outcome<Coordinate> {
+pub fn coordinate(wire: Option<&proto::Coordinate>) -> Outcome<Coordinate> {
     let Some(&proto::Coordinate { start, count, of }) = wire else { return Ok(Coordinate::Replicated) };
     if (start, count, of) == (0, 0, 0) {
         return Ok(Coordinate::Replicated);
@@ -63,7 +64,7 @@ pub(crate) fn coordinate(wire: Option<&proto::Coordinate>) -> Outcome<Coordinate
 }
 
 /// A coordinate on the wire.
-pub(crate) fn wire_coordinate(coordinate: Coordinate) -> proto::Coordinate {
+pub fn wire_coordinate(coordinate: Coordinate) -> proto::Coordinate {
     match coordinate {
         Coordinate::Replicated => proto::Coordinate::default(),
         Coordinate::Heads { start, count, of } => {
@@ -73,18 +74,18 @@ pub(crate) fn wire_coordinate(coordinate: Coordinate) -> proto::Coordinate {
 }
 
 /// Group and coordinate; absent is group 0, replicated.
-pub(crate) fn column(wire: Option<&proto::Column>) -> Outcome<(Group, Coordinate)> {
+pub fn column(wire: Option<&proto::Column>) -> Outcome<(Group, Coordinate)> {
     let group = wire.map_or(0, |column| column.group);
     Ok((Group(group), coordinate(wire.and_then(|column| column.coordinate.as_ref()))?))
 }
 
 /// Group and coordinate on the wire.
-pub(crate) fn wire_column(group: Group, coordinate: Coordinate) -> proto::Column {
+pub fn wire_column(group: Group, coordinate: Coordinate) -> proto::Column {
     proto::Column { group: group.0, coordinate: Some(wire_coordinate(coordinate)) }
 }
 
 /// A shape on the wire.
-pub(crate) fn wire_shape(group: Group, coordinate: Coordinate, shape: &BlockShape) -> proto::Shape {
+pub fn wire_shape(group: Group, coordinate: Coordinate, shape: &BlockShape) -> proto::Shape {
     let layer = |layer: &kvarts_layout::LayerShape| proto::shape::Layer {
         layer: layer.layer,
         chunk_bytes: layer.chunks.iter().map(|chunk| chunk.bytes).collect(),
@@ -97,16 +98,12 @@ pub(crate) fn wire_shape(group: Group, coordinate: Coordinate, shape: &BlockShap
 }
 
 /// A time that may be left out as 0, bounded.
-pub(crate) fn hold(milliseconds: u64) -> Option<Duration> {
+pub fn hold(milliseconds: u64) -> Option<Duration> {
     (milliseconds > 0).then(|| Duration::from_millis(milliseconds).min(limits::LEASE_MAX))
 }
 
 /// An identity, whose salt is the server's to give. `fingerprint` stands in for one that was left out.
-pub(crate) fn identity(
-    wire: proto::Identity,
-    salt: TenantSalt,
-    fingerprint: Fingerprint,
-) -> Outcome<Identity> {
+pub fn identity(wire: proto::Identity, salt: TenantSalt, fingerprint: Fingerprint) -> Outcome<Identity> {
     let spec_fingerprint = match &wire.spec_fingerprint[..] {
         [] => fingerprint,
         bytes => Fingerprint(
@@ -136,7 +133,7 @@ pub(crate) fn identity(
 }
 
 /// An identity on the wire, without its salt.
-pub(crate) fn wire_identity(identity: &Identity) -> proto::Identity {
+pub fn wire_identity(identity: &Identity) -> proto::Identity {
     let extras: BTreeMap<_, _> = identity.extras.clone();
     proto::Identity {
         model: identity.model.clone(),
@@ -158,7 +155,7 @@ pub(crate) fn wire_identity(identity: &Identity) -> proto::Identity {
 }
 
 /// What a registration says of the model's bytes.
-pub(crate) fn geometry(spec: Option<proto::register_model_request::Spec>) -> Outcome<Geometry> {
+pub fn geometry(spec: Option<proto::register_model_request::Spec>) -> Outcome<Geometry> {
     use proto::register_model_request::Spec;
     let fault = |error: &dyn std::fmt::Display| Fault::malformed(format!("spec: {error}"));
     match spec.ok_or_else(|| Fault::malformed("spec: give a geometry, a spec as TOML, or the name of one"))? {
@@ -209,7 +206,7 @@ fn part(wire: &proto::Part) -> Outcome<PartGeometry> {
 }
 
 /// A geometry on the wire.
-pub(crate) fn wire_geometry(geometry: &Geometry) -> proto::Geometry {
+pub fn wire_geometry(geometry: &Geometry) -> proto::Geometry {
     use proto::part::Role as Wire;
     let part = |part: &PartGeometry| proto::Part {
         kind: part.kind.to_string(),
@@ -235,7 +232,7 @@ pub(crate) fn wire_geometry(geometry: &Geometry) -> proto::Geometry {
 }
 
 /// What a prefix needs to be usable.
-pub(crate) fn requirements(block_tokens: u32, wire: &[proto::Requirement]) -> Outcome<Requirements> {
+pub fn requirements(block_tokens: u32, wire: &[proto::Requirement]) -> Outcome<Requirements> {
     use proto::requirement::Need as Wire;
     let one = |wire: &proto::Requirement| -> Outcome<Requirement> {
         let coordinates = match &wire.coordinates[..] {
@@ -256,7 +253,7 @@ pub(crate) fn requirements(block_tokens: u32, wire: &[proto::Requirement]) -> Ou
 }
 
 /// Requirements on the wire.
-pub(crate) fn wire_requirements(requirements: &Requirements) -> Vec<proto::Requirement> {
+pub fn wire_requirements(requirements: &Requirements) -> Vec<proto::Requirement> {
     use proto::requirement::Need as Wire;
     let one = |one: &Requirement| proto::Requirement {
         group: one.group.0,
@@ -275,7 +272,7 @@ pub(crate) fn wire_requirements(requirements: &Requirements) -> Vec<proto::Requi
 }
 
 /// A boundary on the wire.
-pub(crate) fn wire_boundary(boundary: &Boundary) -> proto::Boundary {
+pub fn wire_boundary(boundary: &Boundary) -> proto::Boundary {
     let recompute = |one: &kvarts_layout::prefix::Recompute| proto::boundary::Recompute {
         group: one.group.0,
         tokens: one.tokens,
@@ -289,7 +286,7 @@ pub(crate) fn wire_boundary(boundary: &Boundary) -> proto::Boundary {
 }
 
 /// A boundary from the wire.
-pub(crate) fn boundary(wire: Option<proto::Boundary>) -> Boundary {
+pub fn boundary(wire: Option<proto::Boundary>) -> Boundary {
     let wire = wire.unwrap_or_default();
     let recompute = |one: &proto::boundary::Recompute| kvarts_layout::prefix::Recompute {
         group: Group(one.group),
@@ -301,6 +298,36 @@ pub(crate) fn boundary(wire: Option<proto::Boundary>) -> Boundary {
         recompute: wire.recompute.iter().map(recompute).collect(),
         recompute_tokens: wire.recompute_tokens,
     }
+}
+
+/// The end of a read on the wire.
+pub fn wire_end(end: &ReadEnd) -> proto::ReadEnd {
+    let mut told = fault::Told::default();
+    let failure = |(block, reason): &(u32, Reason)| proto::read_end::Failure {
+        block: *block,
+        error: Some(told.detail(reason)),
+    };
+    proto::ReadEnd {
+        usable_blocks: end.usable_blocks,
+        usable_layers: end.usable_layers,
+        failures: end.failures.iter().map(failure).collect(),
+    }
+}
+
+/// What became of the blocks of a put, on the wire.
+pub fn wire_outcomes(outcomes: &[BlockOutcome]) -> Vec<proto::PutOutcome> {
+    use proto::put_outcome::What;
+    let mut told = fault::Told::default();
+    let one = |outcome: &BlockOutcome| {
+        let (what, error) = match outcome {
+            BlockOutcome::Stored => (What::Stored, None),
+            BlockOutcome::AlreadyThere => (What::AlreadyThere, None),
+            BlockOutcome::InFlight => (What::InFlight, None),
+            BlockOutcome::Refused(reason) => (What::Refused, Some(told.detail(reason))),
+        };
+        proto::PutOutcome { what: what.into(), error }
+    };
+    outcomes.iter().map(one).collect()
 }
 
 #[cfg(test)]

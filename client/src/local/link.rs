@@ -27,10 +27,10 @@ use rustix::net::RecvFlags;
 use super::held;
 use super::reading::{Files, Part, Reading, met};
 use super::wire::{self, Calls, GONE, Inbox, Whom};
-use crate::client::upload;
-use crate::local::Mode;
-use crate::local::frame::{Head, Kind, bare, frame};
-use crate::proto;
+use crate::upload;
+use kvarts_wire::local::Mode;
+use kvarts_wire::local::frame::{Head, Kind, bare, frame};
+use kvarts_wire::proto;
 
 /// Who is told about reads that went wrong: the path that this link belongs to.
 pub(super) trait Owner: Send + Sync {
@@ -343,7 +343,7 @@ impl Link {
         sink: ReadSink,
     ) -> Result<(), Reason> {
         let message = proto::LocalRead {
-            read: Some(crate::client::download::message(&request)),
+            read: Some(crate::download::message(&request)),
             by_blocks: request.order == Order::Blocks,
             into: Some(places),
             timeout_us,

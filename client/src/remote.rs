@@ -20,8 +20,8 @@ use tonic::{Code, Request, Response, Status};
 
 use super::ConnectOptions;
 use super::download::{GRACE, LONGEST};
-use crate::grpc::{digest, fault, limits, wire};
-use crate::proto;
+use kvarts_wire::proto;
+use kvarts_wire::{convert, digest, fault, limits};
 use proto::admin_client::AdminClient;
 use proto::models_client::ModelsClient;
 use proto::reads_client::ReadsClient;
@@ -242,7 +242,7 @@ impl Remote {
         identity: &Identity,
         geometry: &Geometry,
     ) -> Result<NamespaceId, Reason> {
-        if digest::of_model(&wire::wire_identity(identity), &reply.namespace) != reply.crc32 {
+        if digest::of_model(&convert::wire_identity(identity), &reply.namespace) != reply.crc32 {
             return Err(Reason::Media("a registration was damaged on its way".to_owned()));
         }
         let namespace = <[u8; 32]>::try_from(&reply.namespace[..]);
@@ -314,14 +314,14 @@ impl Drop for Remote {
 
 fn registration(identity: &Identity, geometry: &Geometry) -> proto::RegisterModelRequest {
     proto::RegisterModelRequest {
-        identity: Some(wire::wire_identity(identity)),
-        spec: Some(proto::register_model_request::Spec::Geometry(wire::wire_geometry(geometry))),
+        identity: Some(convert::wire_identity(identity)),
+        spec: Some(proto::register_model_request::Spec::Geometry(convert::wire_geometry(geometry))),
         columns: Vec::new(),
     }
 }
 
 /// The transport's settings for an endpoint.
-pub(crate) fn endpoint(options: &ConnectOptions) -> Result<Endpoint, Error> {
+pub fn endpoint(options: &ConnectOptions) -> Result<Endpoint, Error> {
     let endpoint = Endpoint::from_shared(options.endpoint.clone());
     let mut endpoint = endpoint
         .map_err(|error| config(format!("{}: {error}", options.endpoint)))?

@@ -14,7 +14,7 @@ use super::limits::{DESCRIPTORS_MAX, DESCRIPTORS_WAITING_MAX};
 
 /// Takes what there is into `bytes` and `descriptors`; 0 when the other end is gone. More descriptors than may wait, or
 /// than may come at once, are an error.
-pub(crate) fn receive(
+pub fn receive(
     socket: impl AsFd,
     bytes: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
@@ -42,11 +42,7 @@ pub(crate) fn receive(
 }
 
 /// Sends as much of `parts` as there is room for, and with it a descriptor.
-pub(crate) fn send(
-    socket: impl AsFd,
-    parts: &[IoSlice<'_>],
-    descriptor: Option<&OwnedFd>,
-) -> Result<usize, Errno> {
+pub fn send(socket: impl AsFd, parts: &[IoSlice<'_>], descriptor: Option<&OwnedFd>) -> Result<usize, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let descriptors = descriptor.map(|descriptor| [descriptor.as_fd()]);

@@ -18,7 +18,7 @@ use kvarts_store::io::mem::PAGE;
 use kvarts_store::io::shared;
 
 use super::reading::Reading;
-use crate::local::Mode;
+use kvarts_wire::local::Mode;
 
 /// How soon it is tried again, first and later.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));

@@ -8,8 +8,8 @@ use kvarts_store::api::{ContainsReply, ContainsRequest, LeaseTerms, MatchReply, 
 use kvarts_store::error::Reason;
 
 use super::remote::lease;
-use crate::grpc::wire;
-use crate::proto;
+use kvarts_wire::convert;
+use kvarts_wire::proto;
 
 /// Whole milliseconds, at least one: zero has other meanings.
 pub(super) fn millis(time: Duration) -> u64 {
@@ -24,9 +24,9 @@ fn lease_ms(terms: Option<&LeaseTerms>) -> u64 {
 pub(super) fn matching(request: &MatchRequest<'_>) -> proto::MatchRequest {
     proto::MatchRequest {
         namespace: request.namespace.as_bytes().to_vec().into(),
-        keys: wire::key_bytes(request.keys),
+        keys: convert::key_bytes(request.keys),
         block_tokens: request.requirements.block_tokens(),
-        requirements: wire::wire_requirements(request.requirements),
+        requirements: convert::wire_requirements(request.requirements),
         recompute_tokens_max: Some(request.recompute_tokens_max),
         lease_ms: lease_ms(request.lease.as_ref()),
         lease_cap_bytes: request.lease.map(|terms| terms.cap_bytes),
@@ -36,14 +36,14 @@ pub(super) fn matching(request: &MatchRequest<'_>) -> proto::MatchRequest {
 /// What was found of a prefix.
 pub(super) fn matched(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
     let coverage = |one: &proto::match_reply::Coverage| {
-        let column = wire::column(one.column.as_ref());
+        let column = convert::column(one.column.as_ref());
         let (group, coordinate) = column.map_err(|_| Reason::Bug("an answer with a column that is none"))?;
         Ok(Coverage { group, coordinate, blocks: one.blocks })
     };
     let usable = UsablePrefix {
         coverage: found.coverage.iter().map(coverage).collect::<Result<_, Reason>>()?,
-        longest: wire::boundary(found.longest.clone()),
-        cheapest: wire::boundary(found.cheapest.clone()),
+        longest: convert::boundary(found.longest.clone()),
+        cheapest: convert::boundary(found.cheapest.clone()),
     };
     Ok(MatchReply { usable, pending: found.pending, lease: lease(found.lease) })
 }
@@ -52,8 +52,8 @@ pub(super) fn matched(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
 pub(super) fn asking(request: &ContainsRequest<'_>) -> proto::ExistsRequest {
     proto::ExistsRequest {
         namespace: request.namespace.as_bytes().to_vec().into(),
-        column: Some(wire::wire_column(request.group, request.coordinate)),
-        keys: wire::key_bytes(request.keys),
+        column: Some(convert::wire_column(request.group, request.coordinate)),
+        keys: convert::key_bytes(request.keys),
         lease_ms: lease_ms(request.lease.as_ref()),
         lease_cap_bytes: request.lease.map(|terms| terms.cap_bytes),
     }

@@ -59,7 +59,7 @@ impl<T: Message + 'static, U: Message + Default + 'static> Decoder for Bounded<T
 }
 
 /// A message, if it is one and has no more parts than any may.
-pub(crate) fn decode<M: Message + Default + 'static>(bytes: Bytes) -> Outcome<M> {
+pub fn decode<M: Message + Default + 'static>(bytes: Bytes) -> Outcome<M> {
     check::<M>(&bytes)?;
     M::decode(bytes).map_err(|error| Fault::malformed(error.to_string()))
 }

@@ -2,7 +2,7 @@
 //! and what is complete is announced.
 //!
 //! Nothing is announced on the server's word alone. A digest that goes on from message to message shows what a wire
-//! changed, swallowed or brought from elsewhere (`grpc/digest.rs`); and what is announced must have come before, in
+//! changed, swallowed or brought from elsewhere (`kvarts_wire::digest`); and what is announced must have come before, in
 //! the order of the request and to its last byte, which is counted here.
 
 use std::ops::Range;
@@ -11,10 +11,10 @@ use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
 use kvarts_store::error::Reason;
 
-use crate::grpc::digest::Said;
-use crate::grpc::fault;
-use crate::proto;
-use crate::proto::read_reply::Part;
+use kvarts_wire::digest::Said;
+use kvarts_wire::fault;
+use kvarts_wire::proto;
+use kvarts_wire::proto::read_reply::Part;
 
 /// What has arrived of one read.
 pub(super) struct Arrival<'a> {

@@ -12,9 +12,9 @@ use kvarts_store::api::{Order, Origins, ReadEnd, ReadEvent, ReadRequest, ReadSin
 use kvarts_store::error::Reason;
 use kvarts_store::io::SharedBuf;
 
-use crate::grpc::fault;
-use crate::local::{Mode, parts};
-use crate::proto;
+use kvarts_wire::fault;
+use kvarts_wire::local::{Mode, parts};
+use kvarts_wire::proto;
 
 /// What reads share that together are one, and where the blocks of this one begin there.
 pub(super) type Part = (Arc<Origins>, u32);

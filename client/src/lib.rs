@@ -37,11 +37,11 @@ use kvarts_store::io::{Region, shared};
 use kvarts_store::rt::Clock;
 use kvarts_store::rt::mailbox::Ticket;
 
-use crate::proto;
 use grpc_path::GrpcPath;
+use kvarts_wire::proto;
 use local::LocalPath;
 use remote::Remote;
-pub(crate) use remote::endpoint;
+pub use remote::endpoint;
 use tonic::Streaming;
 
 /// A way for blocks between this process and a store. Each is a whole store in itself.

@@ -12,28 +12,28 @@ use super::window::{self, Window};
 
 /// Where in a read the next window begins.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Place {
+pub(crate) struct Place {
     /// Ordinal of the request.
-    pub(super) block: u32,
+    pub(crate) block: u32,
     /// Layer of the shape.
-    pub(super) layer: u32,
+    pub(crate) layer: u32,
 }
 
 /// What is asked for, as far as it is still of use.
 #[derive(Clone, Debug)]
-pub(super) struct Course<'a> {
-    pub(super) order: Order,
-    pub(super) shape: &'a BlockShape,
-    pub(super) layers: Range<u32>,
+pub(crate) struct Course<'a> {
+    pub(crate) order: Order,
+    pub(crate) shape: &'a BlockShape,
+    pub(crate) layers: Range<u32>,
     /// Leading blocks that are wanted.
-    pub(super) blocks: u32,
+    pub(crate) blocks: u32,
     /// Bytes of one window, if a layer of a block is not more.
-    pub(super) budget: u64,
+    pub(crate) budget: u64,
 }
 
 impl Course<'_> {
     /// The window at a place, and where the one after it begins; none at the end.
-    pub(super) fn window(&self, at: Place) -> Option<(Window, Place)> {
+    pub(crate) fn window(&self, at: Place) -> Option<(Window, Place)> {
         match self.order {
             Order::Blocks => self.by_blocks(at),
             Order::Layers => self.by_layers(at),

@@ -14,11 +14,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
-use crate::grpc::fault;
-use crate::local::frame::{Head, Kind, frame};
-use crate::local::limits::{HEAD_BYTES, MAGIC, RECEIVE_BYTES, VERSION};
-use crate::local::socket;
-use crate::proto;
+use kvarts_wire::fault;
+use kvarts_wire::local::frame::{Head, Kind, frame};
+use kvarts_wire::local::limits::{HEAD_BYTES, MAGIC, RECEIVE_BYTES, VERSION};
+use kvarts_wire::local::socket;
+use kvarts_wire::proto;
 
 /// What is said when the other end is gone.
 pub(super) const GONE: Reason = Reason::Busy("the connection broke off");

@@ -15,11 +15,11 @@ use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
 
 use super::Inner;
 use super::link::Link;
-use crate::grpc::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
-use crate::grpc::window::{self, Nowhere, Window};
-use crate::grpc::windows::{Stop, Through, Windows};
-use crate::local::limits::WINDOW_BYTES;
-use crate::local::parts;
+use kvarts_wire::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
+use kvarts_wire::local::limits::WINDOW_BYTES;
+use kvarts_wire::local::parts;
+use kvarts_wire::window::{self, Nowhere, Window};
+use kvarts_wire::windows::{Stop, Through, Windows};
 
 /// Whether whatever is read or put at once of such blocks fits into a window.
 pub(super) fn fits(shape: &BlockShape) -> bool {

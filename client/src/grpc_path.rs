@@ -16,8 +16,8 @@ use kvarts_store::rt::mailbox::{Ticket, ticket};
 use super::messages::{self, millis};
 use super::remote::{Remote, in_time};
 use super::{Path, download, upload};
-use crate::grpc::{fault, wire};
-use crate::proto;
+use kvarts_wire::proto;
+use kvarts_wire::{convert, fault};
 
 /// gRPC over a network or a local socket. The tenant of a lease is the token's, whatever its terms say; its cap is the
 /// smaller one of the terms' and the tenant's.
@@ -34,8 +34,8 @@ fn delete_message(request: &DeleteRequest) -> proto::DeleteRequest {
     use proto::delete_request::{Keys, Target as Wire};
     let target = match &request.target {
         Target::Keys { column, keys } => {
-            let column = column.map(|(group, coordinate)| wire::wire_column(group, coordinate));
-            Wire::OfKeys(Keys { column, keys: wire::key_bytes(keys) })
+            let column = column.map(|(group, coordinate)| convert::wire_column(group, coordinate));
+            Wire::OfKeys(Keys { column, keys: convert::key_bytes(keys) })
         }
         Target::Prefix(key) => Wire::Prefix(key.as_bytes().to_vec().into()),
         Target::Namespace => Wire::Everything(true),
@@ -155,8 +155,8 @@ impl KvStore for GrpcPath {
     fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error> {
         let message = proto::SetTtlRequest {
             namespace: request.namespace.as_bytes().to_vec().into(),
-            column: Some(wire::wire_column(request.group, request.coordinate)),
-            keys: wire::key_bytes(request.keys),
+            column: Some(convert::wire_column(request.group, request.coordinate)),
+            keys: convert::key_bytes(request.keys),
             expires_after_ms: request.ttl.map(millis),
         };
         let reply = self.0.ask_again(|| {

@@ -12,10 +12,10 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::download::{GRACE, LONGEST};
 use super::remote::Remote;
-use crate::grpc::digest::Said;
-use crate::grpc::{fault, limits, wire};
-use crate::proto;
-use crate::proto::put_request::Part;
+use kvarts_wire::digest::Said;
+use kvarts_wire::proto;
+use kvarts_wire::proto::put_request::Part;
+use kvarts_wire::{convert, fault, limits};
 
 /// What can be said of a put before it is sent; the shape of its blocks.
 pub(super) fn check(remote: &Remote, request: &PutRequest) -> Result<BlockShape, Reason> {
@@ -108,10 +108,10 @@ pub(super) fn header(request: &PutRequest) -> proto::PutHeader {
     let origins = request.origins.iter().flatten().flat_map(|origin| origin.0);
     proto::PutHeader {
         namespace: request.namespace.as_bytes().to_vec().into(),
-        column: Some(wire::wire_column(request.group, request.coordinate)),
+        column: Some(convert::wire_column(request.group, request.coordinate)),
         parent: Some(proto::Parent { parent }),
         first_block: request.first_block,
-        keys: wire::key_bytes(&request.keys),
+        keys: convert::key_bytes(&request.keys),
         layout: layout.into(),
         durability: durability.into(),
         expires_after_ms: request.expires_after.map_or(0, whole),

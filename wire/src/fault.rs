@@ -38,12 +38,14 @@ struct AnyDetail {
 /// Why a call did not succeed, as it goes to the client.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    pub(crate) code: Code,
-    pub(crate) detail: Box<proto::Error>,
+    /// The code of gRPC.
+    pub code: Code,
+    /// What the contract adds to it.
+    pub detail: Box<proto::Error>,
 }
 
 /// What a call of this server gives.
-pub(crate) type Outcome<T> = Result<T, Fault>;
+pub type Outcome<T> = Result<T, Fault>;
 
 impl Fault {
     fn new(code: Code, kind: proto::Kind, reason: proto::Reason, message: impl Into<String>) -> Self {
@@ -57,13 +59,13 @@ impl Fault {
     }
 
     /// A message, or a field of one, that is not what the contract says.
-    pub(crate) fn malformed(what: impl Into<String>) -> Self {
+    pub fn malformed(what: impl Into<String>) -> Self {
         let (kind, reason) = (proto::Kind::Invalid, proto::Reason::Malformed);
         Self::new(Code::InvalidArgument, kind, reason, what)
     }
 
     /// Bytes that were damaged on their way here.
-    pub(crate) fn damaged(offset: u64, expected: u32, found: u32) -> Self {
+    pub fn damaged(offset: u64, expected: u32, found: u32) -> Self {
         let text = format!("bytes at {offset} were damaged on their way: send them again");
         let fault =
             Self::new(Code::InvalidArgument, proto::Kind::Invalid, proto::Reason::DamagedOnTheWay, text);
@@ -72,30 +74,30 @@ impl Fault {
     }
 
     /// Nobody knows who is calling.
-    pub(crate) fn unauthenticated(what: impl Into<String>) -> Self {
+    pub fn unauthenticated(what: impl Into<String>) -> Self {
         let (kind, reason) = (proto::Kind::Refused, proto::Reason::Denied);
         Self::new(Code::Unauthenticated, kind, reason, what)
     }
 
     /// The caller may not do that.
-    pub(crate) fn forbidden(what: impl Into<String>) -> Self {
+    pub fn forbidden(what: impl Into<String>) -> Self {
         let (kind, reason) = (proto::Kind::Refused, proto::Reason::Denied);
         Self::new(Code::PermissionDenied, kind, reason, what)
     }
 
     /// Not now.
-    pub(crate) fn busy(what: &'static str) -> Self {
+    pub fn busy(what: &'static str) -> Self {
         Reason::Busy(what).into()
     }
 
     /// The deadline, or the patience with a slow client, is over.
-    pub(crate) fn late(what: impl Into<String>) -> Self {
+    pub fn late(what: impl Into<String>) -> Self {
         let (kind, reason) = (proto::Kind::Deadline, proto::Reason::DeadlinePassed);
         Self::new(Code::DeadlineExceeded, kind, reason, what)
     }
 
     /// A stream that broke off: what the transport says of it, in the contract's kinds. What was refused says so itself.
-    pub(crate) fn broken(status: &Status) -> Self {
+    pub fn broken(status: &Status) -> Self {
         if let Some(error) = told(status) {
             return Self { code: status.code(), detail: Box::new(error) };
         }
@@ -107,7 +109,7 @@ impl Fault {
     }
 
     /// What the client gets.
-    pub(crate) fn status(&self) -> Status {
+    pub fn status(&self) -> Status {
         let value = Bytes::from(self.detail.encode_to_vec());
         let detail = AnyDetail { type_url: TYPE_URL.to_owned(), value };
         let message = self.detail.message.clone();
@@ -129,7 +131,7 @@ impl From<Error> for Fault {
 }
 
 /// The code of a kind.
-pub(crate) fn code(kind: Kind) -> Code {
+pub fn code(kind: Kind) -> Code {
     match kind {
         Kind::Miss => Code::NotFound,
         Kind::Retry => Code::Unavailable,
@@ -156,7 +158,7 @@ fn kind_of(kind: Kind) -> proto::Kind {
 }
 
 /// A reason in the contract's words.
-pub(crate) fn detail(reason: &Reason) -> proto::Error {
+pub fn detail(reason: &Reason) -> proto::Error {
     use proto::Reason as R;
     let mut error = proto::Error {
         kind: kind_of(reason.kind()).into(),
@@ -215,12 +217,12 @@ pub(crate) fn detail(reason: &Reason) -> proto::Error {
 
 /// The errors of one answer about many blocks: the first of them in full, the others without what would make the answer
 /// longer than a client takes.
-#[derive(Default)]
-pub(crate) struct Told(usize);
+#[derive(Debug, Default)]
+pub struct Told(usize);
 
 impl Told {
     /// A reason in the contract's words, and in fewer of them where many were told already.
-    pub(crate) fn detail(&mut self, reason: &Reason) -> proto::Error {
+    pub fn detail(&mut self, reason: &Reason) -> proto::Error {
         self.0 += 1;
         let error = detail(reason);
         if self.0 <= ERRORS_TOLD {
@@ -232,7 +234,7 @@ impl Told {
 }
 
 /// The reason that a server told of a block, which it names or not.
-pub(crate) fn reason_of_block(error: &proto::Error, block: Option<&BlockKey>) -> Reason {
+pub fn reason_of_block(error: &proto::Error, block: Option<&BlockKey>) -> Reason {
     match reason(error) {
         Reason::NotHere(_) if error.key.is_empty() => Reason::NotHere(block.copied().unwrap_or_default()),
         reason => reason,
@@ -256,7 +258,7 @@ fn of_numbers(error: &mut proto::Error, expected: u64, found: u64, name: proto::
 
 /// The reason that a server told, as the engine would have told it. Whatever the server says, the result has a
 /// kind that is no better than what the contract's kind allows.
-pub(crate) fn reason(error: &proto::Error) -> Reason {
+pub fn reason(error: &proto::Error) -> Reason {
     use proto::Reason as R;
     let what = || if error.what.is_empty() { error.message.clone() } else { error.what.clone() };
     let key = || <[u8; 32]>::try_from(&error.key[..]).map(BlockKey).unwrap_or_default();
@@ -338,7 +340,7 @@ fn told(status: &Status) -> Option<proto::Error> {
 }
 
 /// The reason behind a status: from its details if it has them, else from its code.
-pub(crate) fn reason_of(status: &Status) -> Reason {
+pub fn reason_of(status: &Status) -> Reason {
     if let Some(error) = told(status) {
         return reason(&error);
     }
@@ -425,11 +427,11 @@ mod tests {
 
     #[test]
     fn errors_about_any_number_of_blocks_fit_into_an_answer_and_keep_their_kind() {
-        let all = super::super::limits::KEYS_MAX as u32;
+        let all = crate::limits::KEYS_MAX as u32;
         let key = |block: u32| BlockKey([block as u8; 32]);
         let failures = (0..all).map(|block| (block, Reason::NotHere(key(block)))).collect();
         let end = kvarts_store::api::ReadEnd { usable_blocks: 0, usable_layers: 1, failures, held_bytes: 0 };
-        let wire = super::super::read::wire_end(&end);
+        let wire = crate::convert::wire_end(&end);
         assert!(wire.encoded_len() <= 4 << 20, "{}", wire.encoded_len());
         for (failure, (block, reason)) in wire.failures.iter().zip(&end.failures) {
             let told = failure.error.as_ref().unwrap();
@@ -444,7 +446,7 @@ mod tests {
         };
         let outcomes =
             (0..all).map(|at| kvarts_store::api::BlockOutcome::Refused(refused(at))).collect::<Vec<_>>();
-        let outcomes = super::super::put::outcomes(&outcomes);
+        let outcomes = crate::convert::wire_outcomes(&outcomes);
         let reply = proto::PutReply { outcomes, crc32: 0 };
         assert!(reply.encoded_len() <= 4 << 20, "{}", reply.encoded_len());
         for (at, outcome) in (0..).zip(&reply.outcomes) {
