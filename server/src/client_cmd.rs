@@ -27,10 +27,10 @@ use kvarts_store::rt::blocking::block_on;
 use serde_json::json;
 
 use crate::cli::Failure;
-use crate::client::{Client, Via};
 use crate::human::grouped;
-use crate::proto;
 pub(crate) use get::{GetArgs, get};
+use kvarts_client::{Client, Via};
+use kvarts_wire::proto;
 pub(crate) use put::{PutArgs, put};
 pub(crate) use stat::{AdminArgs, resume, stat};
 use subject::Subject;

@@ -5,7 +5,6 @@
 
 mod bench;
 mod cli;
-pub mod client;
 mod client_cmd;
 mod compact_cmd;
 pub mod config;
@@ -24,7 +23,6 @@ mod model_cmd;
 pub mod node;
 mod offline;
 mod plan_cmd;
-pub mod proto;
 pub mod scrub;
 mod serve_cmd;
 mod sim_cmd;

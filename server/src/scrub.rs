@@ -17,8 +17,8 @@ use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 use tokio::time::sleep;
 
-use crate::grpc::window::{self, Nowhere, Window};
 use crate::node::{Bandwidth, Node};
+use kvarts_wire::window::{self, Nowhere, Window};
 
 /// Bytes that are read at once; more only where a single layer of a block is more.
 const PIECE_BYTES: u64 = 1 << 20;

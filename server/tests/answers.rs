@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
-use kvarts_server::grpc::limits;
 use kvarts_server::node::auth::TokenHash;
-use kvarts_server::proto;
-use kvarts_server::proto::models_client::ModelsClient;
-use kvarts_server::proto::reads_client::ReadsClient;
-use kvarts_server::proto::store_client::StoreClient;
+use kvarts_wire::limits;
+use kvarts_wire::proto;
+use kvarts_wire::proto::models_client::ModelsClient;
+use kvarts_wire::proto::reads_client::ReadsClient;
+use kvarts_wire::proto::store_client::StoreClient;
 use raw::{PATIENCE, Raw, Scratch, framed, keys, put_messages, registration, with_token};
 use tonic::transport::{Channel, Endpoint};
 
@@ -231,7 +231,7 @@ async fn models_of_many_layers_take_bounded_memory_and_are_refused_beyond() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn uploads_that_claim_many_keys_and_send_nothing_take_bounded_memory() {
-    use kvarts_server::grpc::digest::Said;
+    use kvarts_wire::digest::Said;
     let scene = Scene::open("answers-claims", "calls = 4096").await;
     let node = scene.daemon.node();
     let (to, _keep) = tokio::sync::broadcast::channel::<()>(1);

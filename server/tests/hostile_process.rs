@@ -17,12 +17,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kvarts_server::grpc::digest::Said;
 use kvarts_server::node::auth::TokenHash;
-use kvarts_server::proto;
-use kvarts_server::proto::models_client::ModelsClient;
-use kvarts_server::proto::reads_client::ReadsClient;
-use kvarts_server::proto::store_client::StoreClient;
+use kvarts_wire::digest::Said;
+use kvarts_wire::proto;
+use kvarts_wire::proto::models_client::ModelsClient;
+use kvarts_wire::proto::reads_client::ReadsClient;
+use kvarts_wire::proto::store_client::StoreClient;
 use raw::{PAGE, PATIENCE, Raw, Scratch, framed, key, keys, page, put_messages, registration, with_token};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::runtime::Runtime;

@@ -6,9 +6,9 @@ use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
+use kvarts_client::{Client, ConnectOptions};
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_server::client::{Client, ConnectOptions};
 use kvarts_store::api::{
     BlockOutcome, Durability, KvStore, Order, Parent, Placed, PutRequest, ReadRequest, Verify,
 };

@@ -264,6 +264,27 @@ fn a_store_that_is_full_for_long_keeps_its_books_its_files_and_its_memory() {
     }
 }
 
+/// A hole ends a segment's file; one that is emptied as a whole is written anew. A disk that is fast writes its budget in
+/// a few seconds, so that the blocks of several segments are equally old.
+#[test]
+fn a_store_that_is_written_round_and_round_empties_whole_segments_and_makes_no_holes() {
+    for policy in EvictionPolicy::ALL {
+        let world = SimWorld::new(4450, &WorldConfig::default());
+        let options = Options { eviction: policy, budget_bytes: 24 << 20, ..roomy(Seed(4450)) };
+        let stage = SimStage::open(&world, &options).unwrap();
+        let desk = Desk::new(&stage, "round");
+        for n in 0..3000 {
+            let outcomes = desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+            assert_eq!(outcomes, [BlockOutcome::Stored], "{n}");
+            stage.advance(Duration::from_millis(1));
+        }
+        let counts = stage.engine().stats().counts;
+        assert!(counts.segments_recycled > 8, "{}: {counts:?}", policy.name());
+        assert_eq!(counts.bytes_punched, 0, "{}: {counts:?}", policy.name());
+        stage.audit_all();
+    }
+}
+
 /// `fallocate` fails now and then, or from some time on, with each error that it may give. Nothing is lost by it, books
 /// and budget stay right, and when it works again room is made as before.
 #[test]

@@ -8,8 +8,8 @@ mod served;
 
 use std::collections::BTreeMap;
 
+use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_layout::BlockKey;
-use kvarts_server::client::{Client, ConnectOptions, Via};
 use kvarts_store::api::{BlockOutcome, KvStore, Order, PutReply, ReadEnd, ReadRequest};
 use kvarts_store::engine::Holding;
 use kvarts_store::error::{Error, Kind, Reason};

@@ -11,8 +11,8 @@ mod served;
 use std::ops::Range;
 use std::time::Duration;
 
+use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_layout::{BlockKey, Coordinate, Group};
-use kvarts_server::client::{Client, ConnectOptions, Via};
 use kvarts_store::api::{BlockOutcome, KvStore, Order, PutRequest, ReadEnd, ReadEvent, ReadRequest};
 use kvarts_store::error::{Kind, Reason};
 use kvarts_tests::audit;

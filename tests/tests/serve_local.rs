@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use kvarts_server::client::{Client, ConnectOptions, Via};
+use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_store::api::{BlockOutcome, ContainsRequest, KvStore, MatchRequest, Order, Presence, ReadRequest};
 use kvarts_store::error::Reason;
 use kvarts_store::io::{Arena, SharedBuf};

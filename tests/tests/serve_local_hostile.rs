@@ -11,12 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use kvarts_client::Client;
 use kvarts_layout::{BlockKey, Layout, NamespaceId};
-use kvarts_server::client::Client;
-use kvarts_server::grpc::limits::KEYS_MAX;
-use kvarts_server::local::frame::{Head, Kind, bare, frame};
-use kvarts_server::local::limits::{BODY_BYTES_MAX, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX};
-use kvarts_server::proto;
 use kvarts_store::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, KvStore, LeaseTerms, Presence, ReadRequest, Target,
 };
@@ -25,6 +21,10 @@ use kvarts_store::io::{Arena, Region, SharedBuf, shared};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::{Stage, ask};
+use kvarts_wire::limits::KEYS_MAX;
+use kvarts_wire::local::frame::{Head, Kind, bare, frame};
+use kvarts_wire::local::limits::{BODY_BYTES_MAX, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX};
+use kvarts_wire::proto;
 use prost::Message;
 use raw::{BLOCK, Raw, column, expect_nothing_left, expect_served, key_bytes, local_put, local_read, places};
 use rustix::fs::{FallocateFlags, MemfdFlags};

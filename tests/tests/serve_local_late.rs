@@ -16,10 +16,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_layout::BlockKey;
-use kvarts_server::client::{Client, ConnectOptions, Via};
-use kvarts_server::local::frame::{Head, Kind};
-use kvarts_server::local::limits::MAGIC;
 use kvarts_store::api::{
     BlockOutcome, ContainsRequest, KvStore, Placed, Presence, ReadEvent, ReadRequest, ReadStream,
 };
@@ -27,6 +25,8 @@ use kvarts_store::error::Reason;
 use kvarts_store::io::{Region, SharedBuf, shared};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
+use kvarts_wire::local::frame::{Head, Kind};
+use kvarts_wire::local::limits::MAGIC;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,

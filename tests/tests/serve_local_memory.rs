@@ -10,11 +10,11 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 use kvarts_layout::BlockKey;
-use kvarts_server::local::frame::Kind;
-use kvarts_server::proto;
 use kvarts_store::api::{BlockOutcome, ReadRequest};
 use kvarts_store::io::shared;
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_wire::local::frame::Kind;
+use kvarts_wire::proto;
 use prost::Message;
 use raw::{BLOCK, Raw, column, expect_nothing_left, expect_served, key_bytes, local_put, local_read, places};
 use rustix::fs::MemfdFlags;
@@ -138,7 +138,7 @@ fn memory_that_the_server_made_counts_for_as_long_as_a_client_may_keep_it() {
 fn connections_that_say_nothing_wait_outside_and_others_come_in_after_them() {
     let stage = stage("local-silent");
     let before = std::fs::read_dir("/proc/self/fd").unwrap().count();
-    let most = kvarts_server::local::limits::UNKNOWN_MAX;
+    let most = kvarts_wire::local::limits::UNKNOWN_MAX;
     let silent: Vec<UnixStream> = (0..most * 2)
         .map_while(|_| {
             let socket = rustix::net::socket_with(

@@ -16,15 +16,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kvarts_server::client::{Client, ConnectOptions, Via};
-use kvarts_server::grpc::limits;
-use kvarts_server::proto;
+use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, KvStore, Order, ReadRequest, Target};
 use kvarts_store::error::Reason;
 use kvarts_tests::audit;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::rng::{Rng, Seed};
 use kvarts_tests::stage::ask;
+use kvarts_wire::limits;
+use kvarts_wire::proto;
 use plain::{METHODS, answer};
 use prost::Message;
 use proxied::{Proxy, panics};

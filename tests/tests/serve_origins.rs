@@ -4,13 +4,13 @@
 mod served;
 
 use kvarts_layout::Layout;
-use kvarts_server::proto::read_reply::Part;
-use kvarts_server::proto::reads_client::ReadsClient;
-use kvarts_server::proto::{self};
 use kvarts_store::api::{DeleteRequest, KvStore, Target};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::ask;
+use kvarts_wire::proto::read_reply::Part;
+use kvarts_wire::proto::reads_client::ReadsClient;
+use kvarts_wire::proto::{self};
 use served::ClientStage;
 
 /// More than the server has under way at once, and than a connection of the smallest windows takes unread.

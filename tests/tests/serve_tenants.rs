@@ -5,11 +5,10 @@ mod served;
 
 use std::time::Duration;
 
+use kvarts_client::Client;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, NamespaceId, Requirements};
-use kvarts_server::client::Client;
 use kvarts_server::node::auth::TokenHash;
-use kvarts_server::proto;
 use kvarts_store::api::{
     BlockOutcome, Durability, KvStore, LeaseId, LeaseTerms, MatchReply, MatchRequest, Order, Parent,
     PutRequest, ReadEnd, ReadRequest, Verify,
@@ -18,6 +17,7 @@ use kvarts_store::error::{Error, Kind, Reason};
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture::{self, Style};
+use kvarts_wire::proto;
 use served::Served;
 use tonic::transport::Endpoint;
 use tonic::{Code, Request};

@@ -4,7 +4,7 @@ mod served;
 
 use std::path::{Path, PathBuf};
 
-use kvarts_server::client::{Client, ConnectOptions};
+use kvarts_client::{Client, ConnectOptions};
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
 use kvarts_store::api::KvStore;

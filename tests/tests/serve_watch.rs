@@ -4,14 +4,14 @@ mod served;
 
 use std::time::Duration;
 
+use kvarts_client::Client;
 use kvarts_layout::Layout;
-use kvarts_server::client::Client;
 use kvarts_server::node::auth::TokenHash;
-use kvarts_server::proto;
-use kvarts_server::proto::event::What;
 use kvarts_store::api::{DeleteRequest, KvStore, Target};
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_wire::proto;
+use kvarts_wire::proto::event::What;
 use served::{Beside, ClientStage, Served};
 
 /// The next events, as many as are wanted.

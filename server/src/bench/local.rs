@@ -17,9 +17,9 @@ use super::pairs::{Contestant, Sample, cpu_seconds, take_turns_within};
 use super::report::Report;
 use super::setup;
 use crate::cli::Failure;
-use crate::client::{Client, ConnectOptions, Via};
 use crate::daemon::Daemon;
-use crate::proto;
+use kvarts_client::{Client, ConnectOptions, Via};
+use kvarts_wire::proto;
 
 /// Keys of the lookup that is measured warm.
 pub(super) const MATCH_KEYS: u64 = 1024;

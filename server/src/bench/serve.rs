@@ -22,14 +22,15 @@ use super::pairs::{Contestant, Sample, cpu_seconds, take_turns_within};
 use super::report::Report;
 use super::setup::{self, Common, Scratch, key};
 use crate::cli::Failure;
-use crate::client::{Client, ConnectOptions, endpoint};
 use crate::config::{Config, Settings};
 use crate::daemon::Daemon;
 use crate::grpc::bare::Bare;
-use crate::grpc::digest::Said;
-use crate::grpc::{incoming_tcp, limits, transport, wire};
-use crate::proto;
-use crate::proto::reads_client::ReadsClient;
+use crate::grpc::{incoming_tcp, transport};
+use kvarts_client::{Client, ConnectOptions, endpoint};
+use kvarts_wire::digest::Said;
+use kvarts_wire::proto;
+use kvarts_wire::proto::reads_client::ReadsClient;
+use kvarts_wire::{convert, limits};
 
 const GIB: f64 = (1u64 << 30) as f64;
 const MIB: f64 = (1u64 << 20) as f64;
@@ -300,8 +301,8 @@ fn fill(
     }
     let request = proto::ReadRequest {
         namespace: namespace.as_bytes().to_vec().into(),
-        column: Some(wire::wire_column(group, coordinate)),
-        keys: wire::key_bytes(&keys),
+        column: Some(convert::wire_column(group, coordinate)),
+        keys: convert::key_bytes(&keys),
         ..proto::ReadRequest::default()
     };
     Ok((request, blocks * shape.block_bytes()))

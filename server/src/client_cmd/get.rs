@@ -12,9 +12,9 @@ use serde_json::json;
 use super::subject::Subject;
 use super::{KeyArgs, ModelArgs, ServerArgs, memory, print, read};
 use crate::cli::Failure;
-use crate::client::Via;
 use crate::files::{Partial, refuse_existing};
 use crate::human::bytes;
+use kvarts_client::Via;
 
 /// The arguments of `get`.
 #[derive(Args, Debug)]

@@ -18,8 +18,8 @@ use serde_json::json;
 use super::subject::{self, Subject};
 use super::{KeyArgs, ModelArgs, ServerArgs, memory, placed, print, read};
 use crate::cli::Failure;
-use crate::client::{Client, Via};
 use crate::human::grouped;
+use kvarts_client::{Client, Via};
 
 /// Refusals that are shown one by one.
 const SHOWN: usize = 10;

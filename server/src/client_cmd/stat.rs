@@ -7,9 +7,9 @@ use serde_json::{Value, json};
 
 use super::{ServerArgs, print};
 use crate::cli::Failure;
-use crate::client::Via;
 use crate::human::{bytes, grouped};
-use crate::proto;
+use kvarts_client::Via;
+use kvarts_wire::proto;
 
 /// The arguments of `stat` and of `resume`.
 #[derive(Args, Debug)]

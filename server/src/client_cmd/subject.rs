@@ -13,9 +13,9 @@ use kvarts_store::api::KvStore;
 
 use super::keys_of;
 use crate::cli::Failure;
-use crate::client::{Client, ConnectOptions, Via};
 use crate::config::{Config, GRPC_PORT};
 use crate::{files, model_cmd};
+use kvarts_client::{Client, ConnectOptions, Via};
 
 /// The most bytes of a file of tokens or keys.
 const NAMES_BYTES_MAX: usize = 64 << 20;

@@ -27,12 +27,13 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::config::{Config, TlsFiles};
-use crate::grpc::{self, Identity, Listeners, Tls, limits};
+use crate::grpc::{self, Identity, Listeners, Tls};
 use crate::human;
 use crate::local::Locals;
 use crate::metrics;
 use crate::node::{Decided, Memory, Node, SetLimit};
 use crate::scrub;
+use kvarts_wire::limits;
 
 pub use opened::Opened;
 

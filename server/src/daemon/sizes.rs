@@ -10,12 +10,13 @@ const SEGMENTS_WANTED: u64 = 64;
 const SEGMENT_MIN: u64 = 32 << 20;
 /// Shards of a directory that `serve` makes, at most: as many executors can serve one device.
 const SHARDS_MAX: u64 = 16;
-/// Segments that a shard should have at least, so that emptying one is a small part of it.
-const SEGMENTS_EACH: u64 = 8;
+/// Segments that a shard should have at least: emptying one is a small part of it, and so is the one that each start
+/// of the server begins in each shard.
+const SEGMENTS_EACH: u64 = 32;
 /// The index may take so much of the memory.
 const INDEX_PART: u64 = 4;
 
-/// Shards of each directory of a store that is made: up to sixteen, fewer where the budget has few segments.
+/// Shards of each directory of a store that is made: up to sixteen, fewer where the budget has few segments (less than 32 for each).
 pub(super) fn shards(budget: u64, directories: usize, segment_bytes: u64) -> u32 {
     let segments = budget / (directories as u64).max(1) / segment_bytes.max(1);
     let shards = (segments / SEGMENTS_EACH).clamp(2, SHARDS_MAX);
@@ -61,13 +62,15 @@ mod tests {
             [1 << 28, 1 << 30, 5 << 30].map(|bytes| segment_bytes(Some(bytes))),
             [32 << 20, 32 << 20, 64 << 20]
         );
-        assert_eq!(shards(1 << 30, 1, 32 << 20), 4);
+        assert_eq!(shards(1 << 30, 1, 32 << 20), 2);
         assert_eq!(shards(1 << 30, 1, segment), 2);
-        assert_eq!(shards(16 << 30, 1, segment), 8);
-        assert_eq!(shards(64 << 30, 1, segment), 16);
+        assert_eq!(shards(16 << 30, 1, segment), 2);
+        assert_eq!(shards(64 << 30, 1, segment), 8);
+        assert_eq!(shards(128 << 30, 1, segment), 16);
         assert_eq!(shards(4 << 40, 1, segment), 16);
-        assert_eq!(shards(64 << 30, 8, segment), 4);
-        assert_eq!(shards(16 << 20, 1, 256 << 10), 8);
+        assert_eq!(shards(512 << 30, 8, segment), 8);
+        assert_eq!(shards(32 << 20, 2, 256 << 10), 2);
+        assert_eq!(shards(32 << 20, 1, 256 << 10), 4);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use kvarts_store::api::{KvStore, Placed};
 use kvarts_store::io::SharedBuf;
 
 use crate::cli::Failure;
-use crate::client::{Client, ConnectOptions, Via};
+use kvarts_client::{Client, ConnectOptions, Via};
 
 /// Tokens of a block.
 const BLOCK_TOKENS: u32 = 64;

@@ -6,7 +6,7 @@ use kvarts_store::engine::Stats;
 use super::call::Call;
 use super::fault::Outcome;
 use crate::node::Node;
-use crate::proto;
+use kvarts_wire::proto;
 
 /// What the server is and has done.
 pub(super) fn stats(call: &Call) -> proto::StatsReply {

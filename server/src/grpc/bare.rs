@@ -20,7 +20,7 @@ use tower::Service;
 use super::digest::Said;
 use super::frame::{self, Outgoing, ReadBody};
 use super::{limits, services};
-use crate::proto;
+use kvarts_wire::proto;
 
 /// Answers every read with so many messages of bytes that it has. Of the request it takes what digests begin with, and
 /// nothing else.

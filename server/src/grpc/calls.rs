@@ -16,10 +16,10 @@ use prost::Message;
 use super::call::Call;
 use super::fault::{Fault, Outcome};
 use super::heavy::{self, heavily};
-use super::{digest, limits, wire};
+use super::{convert, digest, limits};
 use crate::human;
 use crate::node::{Model, ModelLimits};
-use crate::proto;
+use kvarts_wire::proto;
 
 /// Registers a model for the caller's tenant.
 pub(super) async fn register_model(
@@ -43,12 +43,12 @@ fn registered(call: &Call, wire: proto::RegisterModelRequest) -> Outcome<proto::
         return Err(Fault::malformed(format!("columns: at most {}", limits::COLUMNS_MAX)));
     }
     let identity = wire.identity.ok_or_else(|| Fault::malformed("identity: it is missing"))?;
-    let geometry = wire::geometry(wire.spec)?;
+    let geometry = convert::geometry(wire.spec)?;
     let salt = call.caller.tenant.salt.clone();
-    let identity = wire::identity(identity, salt, geometry.fingerprint())?;
+    let identity = convert::identity(identity, salt, geometry.fingerprint())?;
     let (node, caller) = (&call.node, &call.caller);
     // What a list of the tenant's models has of it.
-    let listed = wire::wire_identity(&identity).encoded_len() as u64 + LISTED_BYTES;
+    let listed = convert::wire_identity(&identity).encoded_len() as u64 + LISTED_BYTES;
     let (count, most_listed, memory) =
         (limits::MODELS_MAX, limits::MODELS_BYTES_MAX, limits::MODELS_MEMORY_MAX);
     let most = ModelLimits { count, listed: most_listed, memory };
@@ -57,7 +57,7 @@ fn registered(call: &Call, wire: proto::RegisterModelRequest) -> Outcome<proto::
     tell_waste(call, &shapes);
     let namespace = Bytes::copy_from_slice(model.namespace.as_bytes());
     Ok(proto::RegisterModelReply {
-        crc32: digest::of_model(&wire::wire_identity(&model.identity), &namespace),
+        crc32: digest::of_model(&convert::wire_identity(&model.identity), &namespace),
         namespace,
         spec_fingerprint: model.identity.spec_fingerprint.as_bytes().to_vec().into(),
         shapes,
@@ -71,7 +71,7 @@ const LISTED_BYTES: u64 = 64;
 fn shapes(model: &Model, columns: &[proto::Column]) -> Outcome<Vec<proto::Shape>> {
     let (mut seen, mut chunks, mut shapes) = (BTreeSet::new(), 0, Vec::with_capacity(columns.len()));
     for (at, column) in columns.iter().enumerate() {
-        let (group, coordinate) = wire::column(Some(column))?;
+        let (group, coordinate) = convert::column(Some(column))?;
         if !seen.insert((group, coordinate)) {
             return Err(Fault::malformed(format!("columns: {at} stands there twice")));
         }
@@ -81,7 +81,7 @@ fn shapes(model: &Model, columns: &[proto::Column]) -> Outcome<Vec<proto::Shape>
             let most = limits::SHAPE_PARTS_MAX;
             return Err(Fault::malformed(format!("columns: more than {most} layers and chunks in all")));
         }
-        shapes.push(wire::wire_shape(group, coordinate, &shape));
+        shapes.push(convert::wire_shape(group, coordinate, &shape));
     }
     Ok(shapes)
 }
@@ -119,7 +119,7 @@ pub(super) async fn list_models(call: &Call) -> Outcome<proto::ListModelsReply> 
     }
     let model = |model: std::sync::Arc<crate::node::Model>| proto::list_models_reply::Model {
         namespace: model.namespace.as_bytes().to_vec().into(),
-        identity: Some(wire::wire_identity(&model.identity)),
+        identity: Some(convert::wire_identity(&model.identity)),
         layers: model.geometry.layers().len() as u32,
     };
     let models = call.node.models.all(&call.caller).into_iter().map(model).collect();
@@ -146,10 +146,10 @@ fn named(call: &Call, lease: Option<LeaseId>, terms: Option<LeaseTerms>) -> u64 
 
 /// Finds the usable prefix.
 pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<proto::MatchReply> {
-    let keys = wire::keys(&wire.keys)?;
-    let namespace = wire::namespace(&wire.namespace)?;
+    let keys = convert::keys(&wire.keys)?;
+    let namespace = convert::namespace(&wire.namespace)?;
     call.node.models.get(&call.caller, namespace)?;
-    let requirements = wire::requirements(wire.block_tokens, &wire.requirements)?;
+    let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
     let columns: usize = requirements.groups().iter().map(|group| group.coordinates.len()).sum();
     let entries = keys.len().saturating_mul(columns);
     if entries > MAX_MATCH_ENTRIES {
@@ -158,7 +158,7 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
             "{keys} keys times {columns} coordinates are {entries}, at most {most} are looked up at once"
         )));
     }
-    let lease = terms(call, wire::hold(wire.lease_ms), wire.lease_cap_bytes)?;
+    let lease = terms(call, convert::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let request = MatchRequest {
         namespace,
         keys: &keys,
@@ -172,12 +172,12 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
     call.node.metrics.missed("MATCH_PENDING", pending);
     call.node.metrics.missed("MATCH_ABSENT", short - pending);
     let coverage = |one: &kvarts_layout::prefix::Coverage| proto::match_reply::Coverage {
-        column: Some(wire::wire_column(one.group, one.coordinate)),
+        column: Some(convert::wire_column(one.group, one.coordinate)),
         blocks: one.blocks,
     };
     Ok(proto::MatchReply {
-        longest: Some(wire::wire_boundary(&found.usable.longest)),
-        cheapest: Some(wire::wire_boundary(&found.usable.cheapest)),
+        longest: Some(convert::wire_boundary(&found.usable.longest)),
+        cheapest: Some(convert::wire_boundary(&found.usable.cheapest)),
         coverage: found.usable.coverage.iter().map(coverage).collect(),
         pending: found.pending,
         lease: named(call, found.lease, lease),
@@ -187,11 +187,11 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
 /// Says of each block whether it is here.
 pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::ExistsReply> {
     use proto::exists_reply::Presence as Wire;
-    let keys = wire::keys(&wire.keys)?;
-    let namespace = wire::namespace(&wire.namespace)?;
+    let keys = convert::keys(&wire.keys)?;
+    let namespace = convert::namespace(&wire.namespace)?;
     call.node.models.get(&call.caller, namespace)?;
-    let (group, coordinate) = wire::column(wire.column.as_ref())?;
-    let lease = terms(call, wire::hold(wire.lease_ms), wire.lease_cap_bytes)?;
+    let (group, coordinate) = convert::column(wire.column.as_ref())?;
+    let lease = terms(call, convert::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease };
     let found = call.node.store().contains(&request)?;
     let count = |wanted| found.presence.iter().filter(|one| **one == wanted).count() as u64;
@@ -230,7 +230,7 @@ pub(crate) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinRep
 
 /// Changes when a lease of the caller's tenant ends.
 pub(crate) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::RenewReply> {
-    let hold = wire::hold(wire.hold_ms).ok_or_else(|| Fault::malformed("hold_ms: say for how long"))?;
+    let hold = convert::hold(wire.hold_ms).ok_or_else(|| Fault::malformed("hold_ms: say for how long"))?;
     let ends = call.node.clock().now().plus(hold);
     let lease = call.node.leases.renew(call.caller.tenant.number, wire.lease, ends);
     call.node.store().renew(lease.ok_or(Reason::LeaseEnded)?, hold)?;
@@ -239,10 +239,10 @@ pub(crate) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::R
 
 /// Changes how long blocks may live.
 pub(crate) fn set_ttl(call: &Call, wire: proto::SetTtlRequest) -> Outcome<proto::SetTtlReply> {
-    let keys = wire::keys(&wire.keys)?;
-    let namespace = wire::namespace(&wire.namespace)?;
+    let keys = convert::keys(&wire.keys)?;
+    let namespace = convert::namespace(&wire.namespace)?;
     call.node.models.get(&call.caller, namespace)?;
-    let (group, coordinate) = wire::column(wire.column.as_ref())?;
+    let (group, coordinate) = convert::column(wire.column.as_ref())?;
     let ttl = wire.expires_after_ms.map(Duration::from_millis);
     let changed =
         call.node.store().set_ttl(&TtlRequest { namespace, group, coordinate, keys: &keys, ttl })?;
@@ -254,7 +254,7 @@ pub(crate) fn set_default_ttl(
     call: &Call,
     wire: &proto::SetDefaultTtlRequest,
 ) -> Outcome<proto::SetDefaultTtlReply> {
-    let namespace = wire::namespace(&wire.namespace)?;
+    let namespace = convert::namespace(&wire.namespace)?;
     call.node.models.get(&call.caller, namespace)?;
     call.node.store().set_default_ttl(namespace, wire.expires_after_ms.map(Duration::from_millis))?;
     Ok(proto::SetDefaultTtlReply {})
@@ -264,8 +264,8 @@ fn target(wire: Option<proto::delete_request::Target>) -> Outcome<Target> {
     use proto::delete_request::Target as Wire;
     match wire {
         Some(Wire::OfKeys(of)) => {
-            let column = of.column.as_ref().map(|column| wire::column(Some(column))).transpose()?;
-            Ok(Target::Keys { column, keys: wire::keys(&of.keys)? })
+            let column = of.column.as_ref().map(|column| convert::column(Some(column))).transpose()?;
+            Ok(Target::Keys { column, keys: convert::keys(&of.keys)? })
         }
         Some(Wire::Prefix(key)) => {
             let key =
@@ -284,7 +284,7 @@ pub(crate) async fn delete(
 ) -> Outcome<proto::DeleteReply> {
     use proto::delete_reply::What;
     let target = target(wire.target)?;
-    let namespace = wire::namespace(&wire.namespace)?;
+    let namespace = convert::namespace(&wire.namespace)?;
     call.node.models.get(&call.caller, namespace)?;
     let tenant = call.caller.tenant.name.as_str();
     tracing::info!(target: "audit", tenant, %namespace, all = target == Target::Namespace, "delete");

@@ -17,7 +17,7 @@ use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint, f
 use tokio::sync::mpsc::Receiver;
 
 use super::fault::Fault;
-use crate::proto;
+use kvarts_wire::proto;
 
 /// The fields of `data` and `crc32` in `ReadReply`, and of `data` in `ReadData`.
 const REPLY_DATA: u32 = 1;

@@ -8,7 +8,7 @@ use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use crate::node::Node;
-use crate::proto;
+use kvarts_wire::proto;
 
 /// How often it is looked whether the store is well.
 const EVERY: Duration = Duration::from_secs(1);

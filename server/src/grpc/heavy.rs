@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::call::Call;
 use super::fault::{Fault, Outcome};
 use super::limits;
-use crate::proto;
+use kvarts_wire::proto;
 
 /// Bytes of a specification that are as much work as one entry of a look-up.
 const SPEC_BYTES_PER_ENTRY: usize = 16;

@@ -13,15 +13,10 @@ mod answer;
 pub(crate) mod bare;
 pub(crate) mod call;
 pub(crate) mod calls;
-pub mod codec;
-mod course;
-pub mod digest;
-pub mod fault;
 mod frame;
 mod health;
 pub(crate) mod heavy;
 mod held;
-pub mod limits;
 mod line;
 mod messages;
 mod polite;
@@ -31,9 +26,8 @@ pub mod request;
 mod serve;
 mod services;
 mod watch;
-pub(crate) mod window;
-pub(crate) mod windows;
-pub(crate) mod wire;
+
+use kvarts_wire::{convert, digest, fault, limits, window, windows};
 
 pub use line::Strangers;
 pub use serve::{Identity, Listeners, Tls, serve};

@@ -22,8 +22,8 @@ use super::call::Call;
 use super::digest::Said;
 use super::fault::{Fault, Outcome};
 use super::messages::Messages;
-use super::{fault, frame, limits, wire};
-use crate::proto;
+use super::{convert, frame, limits};
+use kvarts_wire::proto;
 
 /// A put that was checked: everything but the bytes.
 pub(crate) struct Upload {
@@ -43,20 +43,20 @@ pub(crate) struct Upload {
 impl Upload {
     pub(crate) fn check(call: &Call, header: proto::PutHeader) -> Outcome<Self> {
         call.is_for(Class::Put);
-        let keys = wire::keys(&header.keys)?;
+        let keys = convert::keys(&header.keys)?;
         if keys.is_empty() {
             return Err(Reason::Empty.into());
         }
         let parent = parent(header.parent.as_ref())?;
         check_keys(&keys, parent)?;
-        let origins = wire::origins(&header.origins)?;
+        let origins = convert::origins(&header.origins)?;
         if let Some(origins) = origins.as_ref().filter(|origins| origins.len() != keys.len()) {
             let (expected, found) = (keys.len() as u64, origins.len() as u64);
             return Err(Reason::Length { expected, found }.into());
         }
-        let namespace = wire::namespace(&header.namespace)?;
+        let namespace = convert::namespace(&header.namespace)?;
         let model = call.node.models.get(&call.caller, namespace)?;
-        let (group, coordinate) = wire::column(header.column.as_ref())?;
+        let (group, coordinate) = convert::column(header.column.as_ref())?;
         let shape = model.shape(group, coordinate)?;
         let total = shape.block_bytes().saturating_mul(keys.len() as u64);
         if shape.block_bytes() > call.node.memory.piece_max() || total > limits::REQUEST_BYTES_MAX {
@@ -340,23 +340,7 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
     incoming.end().await?;
     pieces.take_until(0).await?;
     call.node.trouble.put_ended(&pieces.outcomes);
-    let mut reply = proto::PutReply { outcomes: outcomes(&pieces.outcomes), crc32: 0 };
+    let mut reply = proto::PutReply { outcomes: convert::wire_outcomes(&pieces.outcomes), crc32: 0 };
     reply.crc32 = incoming.said.put_reply(&reply);
     Ok(reply)
-}
-
-/// What became of the blocks of a put, on the wire.
-pub(crate) fn outcomes(outcomes: &[BlockOutcome]) -> Vec<proto::PutOutcome> {
-    use proto::put_outcome::What;
-    let mut told = fault::Told::default();
-    let one = |outcome: &BlockOutcome| {
-        let (what, error) = match outcome {
-            BlockOutcome::Stored => (What::Stored, None),
-            BlockOutcome::AlreadyThere => (What::AlreadyThere, None),
-            BlockOutcome::InFlight => (What::InFlight, None),
-            BlockOutcome::Refused(reason) => (What::Refused, Some(told.detail(reason))),
-        };
-        proto::PutOutcome { what: what.into(), error }
-    };
-    outcomes.iter().map(one).collect()
 }

@@ -27,11 +27,11 @@ use super::frame::{self, Outgoing, Slot};
 use super::held::{Held, Holding};
 use super::window::{self, Nowhere, Window};
 use super::windows::{Stop, Through, Windows};
-use super::{limits, wire};
+use super::{convert, limits};
 use crate::node::Frozen;
 use crate::node::tenant::Paid;
-use crate::proto;
-use crate::proto::read_reply::Part;
+use kvarts_wire::proto;
+use kvarts_wire::proto::read_reply::Part;
 
 /// A read that was checked.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl Download {
 
     /// A read, wherever its bytes go.
     pub(crate) fn asked(call: &Call, order: Order, wire: proto::ReadRequest) -> Outcome<Self> {
-        let keys = wire::keys(&wire.keys)?;
+        let keys = convert::keys(&wire.keys)?;
         if keys.is_empty() {
             return Err(Reason::Empty.into());
         }
@@ -73,9 +73,9 @@ impl Download {
         if let Some([key, _]) = sorted.array_windows().find(|[a, b]| a == b) {
             return Err(Reason::Duplicate(**key).into());
         }
-        let namespace = wire::namespace(&wire.namespace)?;
+        let namespace = convert::namespace(&wire.namespace)?;
         let model = call.node.models.get(&call.caller, namespace)?;
-        let (group, coordinate) = wire::column(wire.column.as_ref())?;
+        let (group, coordinate) = convert::column(wire.column.as_ref())?;
         let shape = model.shape(group, coordinate)?;
         let count = u32::try_from(shape.layers().len()).map_err(|_| Reason::TooMany("layers"))?;
         let layers = wire.layers.map_or(0..count, |range| range.start..range.end);
@@ -378,7 +378,7 @@ impl Sending {
     async fn finish(&self, ended: Outcome<()>, end: &ReadEnd, early: Option<&Reason>) {
         self.call.end(ended.as_ref().map_or_else(|fault| fault.code, |()| Code::Ok));
         count(&self.call, &self.download, end, early);
-        if ended.is_ok() && self.say(Part::End(wire_end(end))).await.is_err() {
+        if ended.is_ok() && self.say(Part::End(convert::wire_end(end))).await.is_err() {
             return;
         }
         // A client that is gone needs no status.
@@ -420,20 +420,6 @@ fn tally(
         *missed.entry(reason_name(why.unwrap_or(&Reason::DeadlinePassed))).or_default() += others;
     }
     (delivered, missed)
-}
-
-/// The end of a read on the wire.
-pub(crate) fn wire_end(end: &ReadEnd) -> proto::ReadEnd {
-    let mut told = fault::Told::default();
-    let failure = |(block, reason): &(u32, Reason)| proto::read_end::Failure {
-        block: *block,
-        error: Some(told.detail(reason)),
-    };
-    proto::ReadEnd {
-        usable_blocks: end.usable_blocks,
-        usable_layers: end.usable_layers,
-        failures: end.failures.iter().map(failure).collect(),
-    }
 }
 
 /// The name of a reason in metrics.

@@ -19,7 +19,7 @@ use super::services::{Reads, Services};
 use super::{health, limits};
 use crate::local;
 use crate::node::Node;
-use crate::proto;
+use kvarts_wire::proto;
 
 /// Who the server is, and whom it trusts.
 #[derive(Clone)]

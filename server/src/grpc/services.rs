@@ -22,8 +22,8 @@ use super::heavy::{self, heavily};
 use super::messages::Messages;
 use super::read::Download;
 use super::{admin, calls, limits, read, watch};
-use crate::proto;
-use crate::proto::{admin_server::Admin, models_server::Models, store_server::Store};
+use kvarts_wire::proto;
+use kvarts_wire::proto::{admin_server::Admin, models_server::Models, store_server::Store};
 use std::sync::Arc;
 
 /// What a method gives.

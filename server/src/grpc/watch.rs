@@ -13,10 +13,10 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::call::Call;
+use super::convert;
 use super::fault::{Fault, Outcome};
-use super::wire;
-use crate::proto;
-use crate::proto::event::What;
+use kvarts_wire::proto;
+use kvarts_wire::proto::event::What;
 
 /// Events that wait for a watcher's connection.
 const WAITING: usize = 256;
@@ -131,7 +131,7 @@ fn told(call: &Call, event: &Event) -> proto::Event {
     };
     let (key, column) = match &event.subject {
         Subject::Block(block) => {
-            let column = wire::wire_column(block.group, block.coordinate);
+            let column = convert::wire_column(block.group, block.coordinate);
             (Bytes::copy_from_slice(block.key.as_bytes()), Some(column))
         }
         Subject::Namespace(_) => (Bytes::new(), None),

@@ -11,8 +11,8 @@ use tokio::runtime::Handle;
 
 use super::pinned::{Pinned, Ready};
 use super::{Locals, Mode};
-use crate::grpc::fault::{Fault, Outcome};
-use crate::proto;
+use kvarts_wire::fault::{Fault, Outcome};
+use kvarts_wire::proto;
 
 /// A memory, mapped for as long as anybody uses it.
 #[derive(Clone, Debug)]

@@ -19,9 +19,7 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
 
-pub mod frame;
 mod incoming;
-pub mod limits;
 mod listen;
 mod memory;
 mod named;
@@ -32,7 +30,6 @@ mod put;
 mod read;
 mod reaper;
 mod session;
-pub(crate) mod socket;
 mod threads;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -40,51 +37,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub(crate) use listen::split;
-pub(crate) use read::parts;
 
 use crate::node::parts::Parts;
-use crate::proto;
+use kvarts_wire::local::{Mode, frame, limits, socket};
+
 use named::Names;
 use reaper::Reaper;
-
-/// How bytes get into a client's memory.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Mode {
-    /// Into its own pool, verified by the server.
-    Direct,
-    /// Into memory that it had already, verified by the client.
-    Adopted,
-    /// Into a window from which the client copies.
-    Copied,
-}
-
-impl Mode {
-    /// Its name, in metrics and statistics.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Direct => "direct",
-            Self::Adopted => "adopted",
-            Self::Copied => "copied",
-        }
-    }
-
-    pub(crate) fn from_wire(mode: i32) -> Option<Self> {
-        match proto::LocalMode::try_from(mode) {
-            Ok(proto::LocalMode::LocalDirect) => Some(Self::Direct),
-            Ok(proto::LocalMode::LocalAdopted) => Some(Self::Adopted),
-            Ok(proto::LocalMode::LocalCopied) => Some(Self::Copied),
-            _ => None,
-        }
-    }
-
-    pub(crate) fn to_wire(self) -> i32 {
-        match self {
-            Self::Direct => proto::LocalMode::LocalDirect.into(),
-            Self::Adopted => proto::LocalMode::LocalAdopted.into(),
-            Self::Copied => proto::LocalMode::LocalCopied.into(),
-        }
-    }
-}
 
 /// The process at the other end of a connection, as the kernel says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

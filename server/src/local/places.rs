@@ -13,10 +13,10 @@ use kvarts_store::io::SharedBuf;
 
 use super::Mode;
 use super::memory::Memory;
-use crate::grpc::fault::{Fault, Outcome};
-use crate::grpc::limits::REQUEST_BYTES_MAX;
-use crate::node::Addresses;
-use crate::proto;
+use kvarts_wire::addresses::Addresses;
+use kvarts_wire::fault::{Fault, Outcome};
+use kvarts_wire::limits::REQUEST_BYTES_MAX;
+use kvarts_wire::proto;
 
 /// The places of a request, and whether some are in memory that the server does not look at. `layers` are those whose
 /// chunks must have one; `holder` lives until nobody uses the memory any more.

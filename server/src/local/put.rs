@@ -17,10 +17,11 @@ use super::limits::COPY_BYTES;
 use super::memory::Memory;
 use super::places;
 use crate::grpc::call::Call;
-use crate::grpc::fault::{Fault, Outcome};
-use crate::grpc::limits;
-use crate::grpc::put::{Pieces, Upload, outcomes};
-use crate::proto;
+use crate::grpc::put::{Pieces, Upload};
+use kvarts_wire::convert::wire_outcomes;
+use kvarts_wire::fault::{Fault, Outcome};
+use kvarts_wire::limits;
+use kvarts_wire::proto;
 
 /// What a block is refused with that was changed on the way.
 const CHANGED: &str = "the memory of the put changed while it was read: leave it alone and put it again";
@@ -111,7 +112,7 @@ impl Putting {
         }
         pieces.take_until(0).await?;
         call.node.trouble.put_ended(&pieces.outcomes);
-        Ok(proto::PutReply { outcomes: outcomes(&pieces.outcomes), crc32: 0 })
+        Ok(proto::PutReply { outcomes: wire_outcomes(&pieces.outcomes), crc32: 0 })
     }
 }
 

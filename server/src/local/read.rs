@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
-use kvarts_layout::{BlockShape, OriginId};
+use kvarts_layout::OriginId;
 use kvarts_store::api::{
     Digests, Order, Origins, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, Verify,
 };
@@ -22,10 +22,12 @@ use super::memory::Memory;
 use super::outbox::Outbox;
 use super::places;
 use crate::grpc::call::Call;
-use crate::grpc::fault::{Fault, Outcome};
 use crate::grpc::read::{self, Download};
-use crate::grpc::{limits, window};
-use crate::proto;
+use kvarts_wire::convert::wire_end;
+use kvarts_wire::fault::{Fault, Outcome};
+use kvarts_wire::local::parts;
+use kvarts_wire::proto;
+use kvarts_wire::{limits, window};
 
 /// Says that nobody writes to the memory of a read any more, when nobody does.
 struct LetGo {
@@ -211,7 +213,7 @@ impl Reading {
         let origin = |origin: Option<OriginId>| origin.map_or_else(Bytes::new, |id| id.0.to_vec().into());
         let met = self.origins.iter().flat_map(|origins| origins.met());
         let wire = proto::LocalEnd {
-            end: Some(read::wire_end(&end)),
+            end: Some(wire_end(&end)),
             held_bytes: end.held_bytes,
             origins: met.map(origin).collect(),
         };
@@ -242,16 +244,6 @@ impl Reading {
 fn unwritten(asked: &Download) -> ReadEnd {
     let failure = |block| (block, Reason::Busy(UNWRITTEN));
     ReadEnd { failures: (0..asked.keys.len() as u32).map(failure).collect(), ..ReadEnd::default() }
-}
-
-/// The canonical indices of the chunks of some layers.
-pub(crate) fn parts(shape: &BlockShape, layers: &Range<u32>) -> Range<u32> {
-    let count = |layers: Range<u32>| {
-        let some = shape.layers().get(layers.start as usize..layers.end as usize).unwrap_or_default();
-        some.iter().map(|layer| layer.chunks.len() as u32).sum::<u32>()
-    };
-    let first = count(0..layers.start);
-    first..first + count(layers.clone())
 }
 
 /// Reads blocks that did not match in a client's memory into memory of the server's own: the engine takes those out of

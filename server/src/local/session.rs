@@ -38,13 +38,13 @@ use super::read::Doubts;
 use super::{ClientFacts, Entry, Mode, Peer, read};
 use crate::grpc::call::{self, Call, Method};
 use crate::grpc::calls;
-use crate::grpc::codec::decode;
-use crate::grpc::fault::{Fault, Outcome};
 use crate::grpc::heavy::{self, heavily};
-use crate::grpc::limits::LIGHT_ENTRIES;
 use crate::node::parts::Part;
 use crate::node::{Node, Right};
-use crate::proto;
+use kvarts_wire::codec::decode;
+use kvarts_wire::fault::{Fault, Outcome};
+use kvarts_wire::limits::LIGHT_ENTRIES;
+use kvarts_wire::proto;
 
 /// How often a session that waits for its turn to receive a large frame asks again.
 const ASK_AGAIN: Duration = Duration::from_millis(10);

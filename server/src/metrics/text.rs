@@ -8,8 +8,8 @@ use kvarts_store::engine::Stats;
 use kvarts_store::rt::Clock;
 
 use super::{CallName, Counted, Metrics};
-use crate::grpc::limits;
 use crate::node::{Node, Tenant};
+use kvarts_wire::limits;
 
 /// A label's value: quotes, backslashes and line ends are escaped.
 struct Value<'a>(&'a str);

@@ -6,7 +6,6 @@
 //! tenant that registered it, whatever a request claims. What belongs to somebody else is answered exactly as what
 //! does not exist.
 
-mod addresses;
 mod audit;
 pub mod auth;
 mod leases;
@@ -30,7 +29,6 @@ use kvarts_store::io::BufMut;
 use kvarts_store::rt::{Clock, Entropy};
 use tokio::sync::{Notify, Semaphore};
 
-pub use addresses::Addresses;
 pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
 pub use leases::Leases;
@@ -44,11 +42,12 @@ pub use trouble::Trouble;
 pub use veil::Veil;
 
 use crate::grpc::Strangers;
-use crate::grpc::limits::{ADDRESSES_MAX, HEAVY_AT_ONCE, HEAVY_WAITING};
 use crate::grpc::request::Receiving;
 use crate::local::Locals;
 use crate::metrics::Metrics;
 use crate::scrub::Scrub;
+use kvarts_wire::addresses::Addresses;
+use kvarts_wire::limits::{ADDRESSES_MAX, HEAVY_AT_ONCE, HEAVY_WAITING};
 
 /// A running server's insides.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use kvarts_store::api::KvStore;
 use kvarts_store::error::{Error, Reason};
 
 use super::Caller;
-use crate::grpc::limits::LAYER_MEMORY;
+use kvarts_wire::limits::LAYER_MEMORY;
 
 /// A model of one tenant.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::grpc::limits::{FIRST_REQUEST_STALLS, IDLE_STALLS, STALL};
+use kvarts_wire::limits::{FIRST_REQUEST_STALLS, IDLE_STALLS, STALL};
 
 /// How long a client may take nothing of an answer before it loses it: [`STALL`], if nobody says otherwise.
 #[derive(Debug)]

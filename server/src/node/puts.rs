@@ -2,7 +2,7 @@
 
 use super::Memory;
 use super::parts::{Part, Parts};
-use crate::grpc::limits::{MEMORY_PER_PUT, PUTS_WAITING};
+use kvarts_wire::limits::{MEMORY_PER_PUT, PUTS_WAITING};
 
 /// The turns.
 #[derive(Debug)]

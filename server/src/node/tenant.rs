@@ -9,7 +9,7 @@ use kvarts_layout::identity::TenantSalt;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::shares::Bandwidth;
-use crate::grpc::limits::WATCHERS_MAX;
+use kvarts_wire::limits::WATCHERS_MAX;
 
 /// What a tenant may use.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvarts_server::grpc::digest::Said;
-use kvarts_server::proto;
+use kvarts_wire::digest::Said;
+use kvarts_wire::proto;
 use prost::Message;
 use tonic::Request;
 

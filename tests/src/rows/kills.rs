@@ -13,8 +13,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use kvarts_client::{Client, ConnectOptions};
 use kvarts_layout::NamespaceId;
-use kvarts_server::client::{Client, ConnectOptions};
 use kvarts_store::api::{
     BlockOutcome, DeleteOutcome, DeleteRequest, Durability, KvStore, Order, Parent, PutRequest, ReadRequest,
     Target, Verify,

@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_layout::{BlockKey, NamespaceId};
-use kvarts_server::local::frame::{Head, Kind, frame};
-use kvarts_server::local::limits::{HEAD_BYTES, MAGIC};
-use kvarts_server::proto;
 use kvarts_store::api::BlockOutcome;
 use kvarts_store::io::{Region, shared};
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_wire::local::frame::{Head, Kind, frame};
+use kvarts_wire::local::limits::{HEAD_BYTES, MAGIC};
+use kvarts_wire::proto;
 use prost::Message;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,

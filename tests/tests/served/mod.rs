@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use kvarts_server::client::{Client, ConnectOptions, Via};
+use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
 use kvarts_store::api::KvStore;

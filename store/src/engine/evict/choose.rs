@@ -10,11 +10,12 @@
 //! What holds for every policy:
 //! - a block under a lease stays, and so do those before it in its record;
 //! - a block does not go before those behind it in its record: children before parents;
-//! - of equal rank the one goes whose record was unused for longest, and of those the later in the log;
+//! - of equal rank those go that empty a segment, then those whose record was unused for longest, then the later in the
+//!   log;
 //! - where single blocks cannot be given back (layer-block layout, encoded records) a record goes as a whole, when the
 //!   last of its blocks may.
 
-use std::cmp::Reverse;
+use std::cmp::{Ordering, Reverse};
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
@@ -25,7 +26,7 @@ use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::{BlockKey, Group, Layout};
 
 use super::batch::{Footers, is_boundary};
-use super::coldest::{LOOKED_AT, Sample, coldest, footers};
+use super::coldest::{LOOKED_AT, OLDEST_PARTS, Sample, coldest, footers};
 use super::policy::{Candidate, Chosen, Policy};
 use crate::engine::log::Log;
 use crate::engine::runs::RunClass;
@@ -126,7 +127,9 @@ struct Choice<'a> {
     classes: BTreeMap<u32, Option<Facts>>,
     listed: Vec<Listed>,
     picked: BTreeMap<Order, Picked>,
-    /// Bytes of what is picked.
+    /// Bytes of what is picked, by rank.
+    levels: BTreeMap<u32, u64>,
+    /// Their sum.
     bytes: u64,
     blocks: u64,
     /// Segments of which some block stays.
@@ -151,6 +154,7 @@ pub(crate) async fn choose(
         classes: BTreeMap::new(),
         listed: Vec::new(),
         picked: BTreeMap::new(),
+        levels: BTreeMap::new(),
         bytes: 0,
         blocks: 0,
         in_use: BTreeSet::new(),
@@ -181,11 +185,22 @@ impl Choice<'_> {
     /// Whether nothing in the segment that comes next is likely to go before what is picked.
     fn is_enough(&self, next: &Segment) -> bool {
         let now = self.log.shared.ages.steps() as i64;
-        let least = self.picked.first_key_value().map(|(order, _)| order.rank);
-        let since = least.map(|rank| now - i64::from(self.policy.age_of(rank)));
-        let full = self.bytes >= self.wanted;
-        full && !kvarts_layout::planted!("eviction-lists-all")
-            && (self.blocks >= BLOCKS_MAX || since.is_some_and(|since| since <= next.coldest.get()))
+        let Some((boundary, _)) = self.boundary() else { return false };
+        let since = now - i64::from(self.policy.age_of(boundary));
+        !kvarts_layout::planted!("eviction-lists-all")
+            && (self.blocks >= BLOCKS_MAX || since <= next.coldest.get())
+    }
+
+    /// The rank at which what is picked becomes enough, and the bytes that rank above it; `None` if all is not enough.
+    fn boundary(&self) -> Option<(u32, u64)> {
+        let mut above = 0;
+        for (rank, bytes) in self.levels.iter().rev() {
+            if above + bytes >= self.wanted {
+                return Some((*rank, above));
+            }
+            above += bytes;
+        }
+        None
     }
 
     fn facts(&mut self, class: u32) -> Option<Facts> {
@@ -238,23 +253,32 @@ impl Choice<'_> {
             let (used, segment) = (Reverse(used), segment.number);
             let order = Order { rank, used, sequence, segment, page: info.page, block };
             self.bytes += share;
+            *self.levels.entry(rank).or_default() += share;
             let picked = Picked { of, at: found.location, print, known };
             self.picked.insert(order, picked);
             self.drop_least();
         }
     }
 
-    /// What is not needed any more for the bytes that are wanted stays.
+    /// Ranks that are not needed any more for the bytes that are wanted stay: two blocks for each that is picked, so that
+    /// nobody waits for a rank of many.
     fn drop_least(&mut self) {
-        while let Some((order, least)) = self.picked.first_key_value() {
-            let Some(share) = self.listed.get(least.of).map(|record| record.share) else { return };
-            if self.bytes - share < self.wanted {
+        for _ in 0..2 {
+            let Some((rank, bytes)) = self.levels.first_key_value().map(|(rank, bytes)| (*rank, *bytes))
+            else {
+                return;
+            };
+            if self.bytes - bytes < self.wanted {
                 return;
             }
-            let (of, block) = (least.of, order.block);
+            let Some((order, least)) = self.picked.pop_first() else { return };
+            let share = self.listed.get(least.of).map_or(0, |record| record.share);
             self.bytes -= share;
-            self.picked.pop_first();
-            self.stays(of, block);
+            match bytes.saturating_sub(share) {
+                0 => self.levels.remove(&rank),
+                left => self.levels.insert(rank, left),
+            };
+            self.stays(least.of, order.block);
         }
     }
 
@@ -336,11 +360,10 @@ impl Choice<'_> {
 
     /// What goes of what is picked.
     async fn end(mut self, section: &mut Section<'_>) -> Victims {
-        let full = self.bytes >= self.wanted;
-        let least = self.picked.first_key_value().map_or(0, |(order, _)| order.rank);
+        let full = self.boundary();
         let now = self.log.shared.epoch();
         let mut picked = Vec::with_capacity(self.picked.len());
-        for (order, block) in std::mem::take(&mut self.picked) {
+        for (order, block) in self.enough(section).await {
             section.step(1).await;
             match self.policy.choose(&block.known) {
                 Chosen::Goes => picked.push((order, block)),
@@ -360,8 +383,49 @@ impl Choice<'_> {
                 leaving.blocks.push((block.at, block.print));
             }
         }
-        self.note_coldest(if full { least } else { 0 }, &spared);
+        self.note_coldest(full.map_or(0, |(boundary, _)| boundary), &spared);
         victims
+    }
+
+    /// Of what is picked as much as is wanted: all above the last rank that is needed, and of that rank segment by
+    /// segment, those first that are emptied by it. A segment that is left in pieces costs its file.
+    async fn enough(&mut self, section: &mut Section<'_>) -> Vec<(Order, Picked)> {
+        let (boundary, above) = self.boundary().unwrap_or_default();
+        let mut going = Vec::with_capacity(self.picked.len());
+        let mut bytes_above = BTreeMap::<u32, u64>::new();
+        let mut level = BTreeMap::<u32, Vec<(Order, Picked)>>::new();
+        for (order, block) in std::mem::take(&mut self.picked).into_iter().rev() {
+            section.step(1).await;
+            match order.rank.cmp(&boundary) {
+                Ordering::Greater => {
+                    let share = self.listed.get(block.of).map_or(0, |record| record.share);
+                    *bytes_above.entry(order.segment).or_default() += share;
+                    going.push((order, block));
+                }
+                Ordering::Equal => level.entry(order.segment).or_default().push((order, block)),
+                Ordering::Less => self.stays(block.of, order.block),
+            }
+        }
+        let mut level: Vec<_> = level.into_iter().collect();
+        level.sort_by_cached_key(|(segment, blocks)| {
+            let first = blocks.first().map(|(order, _)| Reverse((order.used, order.sequence)));
+            let above = bytes_above.get(segment).copied().unwrap_or(0);
+            (self.in_use.contains(segment), Reverse(above), first)
+        });
+        let mut left = self.wanted.saturating_sub(above);
+        for (order, block) in level.into_iter().flat_map(|(_, blocks)| blocks) {
+            section.step(1).await;
+            let record = self.listed.get(block.of).map(|record| (record.share, record.whole));
+            match record {
+                // A record that goes as a whole is not left in the middle.
+                Some((share, whole)) if left > 0 || whole => {
+                    left = left.saturating_sub(share);
+                    going.push((order, block));
+                }
+                _ => self.stays(block.of, order.block),
+            }
+        }
+        going
     }
 
     /// If enough segments are emptied as a whole, what ranks no higher than all that was in them stays elsewhere until
@@ -405,7 +469,7 @@ impl Choice<'_> {
     /// Notes of each listed segment when its oldest part was used that stays.
     fn note_coldest(&mut self, least: u32, spared: &BTreeSet<u32>) {
         let now = self.log.shared.ages.steps() as i64;
-        let part = self.wanted / LOOKED_AT as u64;
+        let part = self.wanted / OLDEST_PARTS;
         for (segment, mut sample) in std::mem::take(&mut self.samples) {
             let most = if spared.contains(&segment.number) { u32::MAX } else { least };
             let rank = sample.rank_of(part, most);

@@ -14,10 +14,13 @@ use crate::engine::log::Log;
 use crate::engine::segment::Segment;
 use crate::engine::steps::{AT_ONCE, Section};
 
-/// Segments whose blocks are listed before it is asked whether that is enough.
-pub(crate) const LOOKED_AT: usize = 16;
+/// Segments whose blocks are listed before it is asked whether that is enough. A put that waits for room waits for their
+/// footers, behind other puts' writes: in a store that is written round and round the first one is enough.
+pub(crate) const LOOKED_AT: usize = 2;
+/// The age of a segment is that of such a part of it: less would give it a turn for a few old blocks.
+pub(crate) const OLDEST_PARTS: u64 = 16;
 /// Segments whose blocks are listed for one choice, at most.
-const LISTED_MAX: usize = 4 * LOOKED_AT;
+const LISTED_MAX: usize = 64;
 
 /// The segments from which blocks may go, those first of which the oldest part is the oldest; of one age in log order.
 pub(crate) async fn coldest(log: &Log, section: &mut Section<'_>) -> Vec<Rc<Segment>> {

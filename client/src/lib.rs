@@ -1,0 +1,322 @@
+//! The client: a store that is somewhere else.
+//!
+//! [`Client`] is a [`KvStore`]: it promises what the embedded engine promises, and passes the same conformance
+//! suite. Which way the bytes go is a [`Path`]: shared memory on the server's own host, else gRPC. Whatever has
+//! travelled is compared with a digest before anything is announced.
+//!
+//! Calls of the trait that answer at once (`register`, `match_prefix`, `contains`, `unlock`) wait for the server, with
+//! a bound. They may be called from any thread but the client's own. Batches of opaque pages with an eventfd are
+//! [`kvarts_store::batch::Pages`] over a client, as over any store.
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
+)]
+
+mod arrival;
+mod download;
+mod grpc_path;
+mod local;
+mod messages;
+mod peer;
+mod remote;
+mod upload;
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvarts_layout::{BlockKey, Coordinate, Geometry, Group, Identity, NamespaceId};
+use kvarts_store::api::{
+    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, LeaseTerms, MatchReply,
+    MatchRequest, Presence, PutReply, PutRequest, ReadEnd, ReadRequest, ReadStream, Sequence, SnapshotCursor,
+    SnapshotPage, Subscription, TtlReply, TtlRequest,
+};
+use kvarts_store::error::{Error, Reason};
+use kvarts_store::io::{Region, shared};
+use kvarts_store::rt::Clock;
+use kvarts_store::rt::mailbox::Ticket;
+
+use grpc_path::GrpcPath;
+use kvarts_wire::proto;
+use local::LocalPath;
+use remote::Remote;
+pub use remote::endpoint;
+use tonic::Streaming;
+
+/// A way for blocks between this process and a store. Each is a whole store in itself.
+pub trait Path: KvStore + fmt::Debug {
+    /// Its name, in logs and metrics.
+    fn name(&self) -> &'static str;
+
+    /// Memory for a pool of blocks, at least so many bytes of it. Where there is a way to, the server's disks write
+    /// straight into it, and it is verified there before it is announced.
+    fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
+        Region::anonymous(bytes).map_err(|error| Error(Reason::Config(format!("memory: {error}"))))
+    }
+
+    /// Bytes of shared memory that cannot be used again for now, or for good: a connection ended while disks were writing
+    /// to them, and nobody can say yet that they do not any more. Reads of them have not been released.
+    fn held_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Memory that an engine has already: whole pages of a file in memory (`memfd_create`), which is sealed against
+    /// shrinking. Where there is a way to, the server's disks write straight into it, and this process verifies.
+    fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
+        let region = shared::map(&file, bytes, Box::new(()));
+        region.map_err(|error| Error(Reason::Config(format!("shared memory: {error}"))))
+    }
+}
+
+/// Which way blocks may take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Via {
+    /// The local path where there is one, else gRPC.
+    #[default]
+    Best,
+    /// The local path, or none.
+    Local,
+    /// gRPC.
+    Grpc,
+}
+
+/// How to reach a server.
+#[derive(Clone)]
+pub struct ConnectOptions {
+    /// `http://HOST:PORT`, `https://HOST:PORT`, or `unix:PATH`.
+    pub endpoint: String,
+    /// The token, if the server asks for one.
+    pub token: Option<String>,
+    /// For https: the authority that signed the server's certificate, PEM.
+    pub authority: Option<Vec<u8>>,
+    /// For https: the client's own certificate and key, PEM.
+    pub identity: Option<(Vec<u8>, Vec<u8>)>,
+    /// For https: the name in the server's certificate, where it is not the endpoint's host.
+    pub server_name: Option<String>,
+    /// How long a call without a deadline may take, and connecting.
+    pub patience: Duration,
+    /// Which way blocks may take.
+    pub via: Via,
+    /// For `unix:`, where there is a token: the user whose process the server is. The administrator and this process's own
+    /// user are trusted anyhow, and nobody else is told the token.
+    pub server_uid: Option<u32>,
+}
+
+impl ConnectOptions {
+    /// An endpoint and nothing else.
+    pub fn to(endpoint: impl Into<String>) -> Self {
+        Self {
+            endpoint: endpoint.into(),
+            token: None,
+            authority: None,
+            identity: None,
+            server_name: None,
+            patience: Duration::from_secs(60),
+            via: Via::Best,
+            server_uid: None,
+        }
+    }
+}
+
+impl fmt::Debug for ConnectOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ConnectOptions").field("endpoint", &self.endpoint).finish_non_exhaustive()
+    }
+}
+
+/// A connection to a server. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Client {
+    remote: Arc<Remote>,
+    path: Arc<dyn Path>,
+}
+
+impl Client {
+    /// Connects to a server by the best path there is.
+    pub fn connect(options: &ConnectOptions) -> Result<Self, Error> {
+        let remote = Arc::new(Remote::connect(options)?);
+        let local = match options.via {
+            Via::Grpc => None,
+            Via::Local => Some(LocalPath::connect(options, &remote)?),
+            Via::Best if options.endpoint.starts_with("unix:") => LocalPath::connect(options, &remote)
+                .inspect_err(|why| tracing::info!(%why, "no local path: blocks go over gRPC"))
+                .ok(),
+            Via::Best => None,
+        };
+        let path: Arc<dyn Path> = match local {
+            Some(local) => Arc::new(local),
+            None => Arc::new(GrpcPath(Arc::clone(&remote))),
+        };
+        Ok(Self { remote, path })
+    }
+
+    /// Bytes of shared memory that are kept from being used: see [`Path::held_bytes`].
+    pub fn held_bytes(&self) -> u64 {
+        self.path.held_bytes()
+    }
+
+    /// Memory for a pool of blocks: see [`Path::pool`]. Whoever makes its pages known to a driver (`cudaHostRegister`) says so
+    /// by [`Region::keep_pages`]: after a connection that broke, pages of reads under way are replaced by new ones otherwise.
+    pub fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
+        self.path.pool(bytes)
+    }
+
+    /// Memory that an engine has already: see [`Path::adopt`]. It is sealed against shrinking here, which its file must
+    /// have been made to allow (`MFD_ALLOW_SEALING`).
+    pub fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
+        shared::seal(&file).map_err(|error| {
+            Error(Reason::Config(format!("the memory cannot be sealed against shrinking: {error}")))
+        })?;
+        self.path.adopt(file, bytes)
+    }
+
+    /// The way that blocks take.
+    pub fn path(&self) -> &dyn Path {
+        &*self.path
+    }
+
+    /// The store as code sees it that does not care where it is: for `Pages`, for example.
+    pub fn store(&self) -> Arc<dyn Path> {
+        Arc::clone(&self.path)
+    }
+
+    /// The clock of deadlines.
+    pub fn clock(&self) -> &Arc<dyn Clock> {
+        &self.remote.clock
+    }
+
+    /// Reads into memory and waits for the end.
+    pub async fn get_into(&self, request: ReadRequest) -> Result<ReadEnd, Error> {
+        let stream = self.read(request)?;
+        let ended = std::future::poll_fn(|context| stream.poll_end(context)).await;
+        ended.map_err(|_| Error(Reason::Busy("the connection broke off")))
+    }
+
+    /// Reads into memory; each layer is announced when it is there.
+    pub fn layers(&self, request: ReadRequest) -> Result<ReadStream, Error> {
+        self.read(ReadRequest { order: kvarts_store::api::Order::Layers, ..request })
+    }
+
+    /// Holds blocks against eviction; the lease, and how many are held. Over the local path a lease ends with the
+    /// connection at the latest, over gRPC it may outlive it.
+    pub fn pin(
+        &self,
+        namespace: NamespaceId,
+        (group, coordinate): (Group, Coordinate),
+        keys: &[BlockKey],
+        hold: Duration,
+    ) -> Result<(Option<LeaseId>, u32), Error> {
+        let terms = LeaseTerms { hold, tenant: 0, cap_bytes: u64::MAX };
+        let request = ContainsRequest { namespace, group, coordinate, keys, lease: Some(terms) };
+        let reply = self.path.contains(&request)?;
+        let held = reply.presence.iter().filter(|presence| **presence == Presence::Here).count() as u32;
+        Ok((reply.lease, held))
+    }
+
+    /// Follows what happens to the blocks of the caller's tenant.
+    pub fn watch(&self, after: Option<proto::Sequence>) -> Result<Streaming<proto::Event>, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.endless(proto::WatchRequest { after });
+        self.remote.ask_endless(async move { admin.watch(request).await })
+    }
+
+    /// What the server is and has done.
+    pub fn stats(&self) -> Result<proto::StatsReply, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.request(proto::StatsRequest {}, None);
+        self.remote.ask(async move { admin.stats(request).await })
+    }
+
+    /// Writes a checkpoint on the server.
+    pub fn checkpoint(&self) -> Result<(), Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.request(proto::CheckpointRequest {}, None);
+        self.remote.ask(async move { admin.checkpoint(request).await }).map(drop)
+    }
+
+    /// Has a server whose store latched read-only take writes again, if it can; gives why it took none.
+    pub fn resume(&self) -> Result<String, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.request(proto::ResumeRequest {}, None);
+        self.remote.ask(async move { admin.resume(request).await }).map(|reply| reply.reason)
+    }
+
+    /// Reads everything on the server in the lowest class and compares it with its digests.
+    pub fn scrub(&self) -> Result<proto::ScrubReply, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.endless(proto::ScrubRequest {});
+        self.remote.ask_endless(async move { admin.scrub(request).await })
+    }
+
+    /// Changes the server's budget; answers with what it is now and how much is allocated.
+    pub fn set_budget(&self, budget_bytes: u64) -> Result<proto::SetBudgetReply, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.request(proto::SetBudgetRequest { budget_bytes }, None);
+        self.remote.ask(async move { admin.set_budget(request).await })
+    }
+
+    /// Asks the server to finish and stop.
+    pub fn drain(&self) -> Result<(), Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.request(proto::DrainRequest {}, None);
+        self.remote.ask(async move { admin.drain(request).await }).map(drop)
+    }
+
+    /// The models of the caller's tenant.
+    pub fn models(&self) -> Result<proto::ListModelsReply, Error> {
+        let mut models = self.remote.models();
+        let request = self.remote.request(proto::ListModelsRequest {}, None);
+        self.remote.ask(async move { models.list_models(request).await })
+    }
+}
+
+impl KvStore for Client {
+    fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
+        self.path.register(identity, geometry)
+    }
+
+    fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
+        self.path.put(request)
+    }
+
+    fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
+        self.path.match_prefix(request)
+    }
+
+    fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
+        self.path.contains(request)
+    }
+
+    fn unlock(&self, lease: LeaseId) -> bool {
+        self.path.unlock(lease)
+    }
+
+    fn renew(&self, lease: LeaseId, hold: Duration) -> Result<(), Error> {
+        self.path.renew(lease, hold)
+    }
+
+    fn delete(&self, request: DeleteRequest) -> Ticket<Result<DeleteReply, Error>> {
+        self.path.delete(request)
+    }
+
+    fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error> {
+        self.path.set_ttl(request)
+    }
+
+    fn set_default_ttl(&self, namespace: NamespaceId, ttl: Option<Duration>) -> Result<(), Error> {
+        self.path.set_default_ttl(namespace, ttl)
+    }
+
+    fn subscribe(&self, from: Option<Sequence>) -> Subscription {
+        self.path.subscribe(from)
+    }
+
+    fn snapshot(&self, cursor: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>> {
+        self.path.snapshot(cursor)
+    }
+
+    fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
+        self.path.read(request)
+    }
+}

@@ -1,0 +1,535 @@
+//! A pair of connections to a server: one for calls that are answered at once, one for reads and puts.
+//!
+//! Their answers are taken in by one thread at a time: by a caller that blocks on its own answer, so that it needs nobody
+//! to wake it, or by a thread of the link's where somebody waits who cannot, a future or a queue. Whoever leaves while
+//! requests are under way calls that thread; when none are, it sleeps, and looks now and then.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvarts_layout::BlockShape;
+use kvarts_store::api::{Bring, Order, Placed, PutReply, ReadRequest, ReadSink};
+use kvarts_store::error::{Error, Reason};
+use kvarts_store::io::Arena;
+use kvarts_store::rt::Entropy;
+use kvarts_store::rt::clock::OsEntropy;
+use kvarts_store::rt::mailbox::Reply;
+use prost::Message;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::net::RecvFlags;
+
+use super::held;
+use super::reading::{Files, Part, Reading, met};
+use super::wire::{self, Calls, GONE, Inbox, Whom};
+use crate::upload;
+use kvarts_wire::local::Mode;
+use kvarts_wire::local::frame::{Head, Kind, bare, frame};
+use kvarts_wire::proto;
+
+/// Who is told about reads that went wrong: the path that this link belongs to.
+pub(super) trait Owner: Send + Sync {
+    /// Blocks of a read did not match in the client's memory: the server should look at them.
+    fn suspect(&self, request: ReadRequest, shape: BlockShape, blocks: Vec<u32>);
+
+    /// Does something that may wait for the socket.
+    fn later(&self, work: Box<dyn FnOnce() + Send>);
+
+    /// Whether the server says that nobody writes to memory of this session any more; nothing if it is another server than
+    /// the one of this name, or none that could tell.
+    fn is_settled(&self, session: &[u8], instance: &[u8]) -> Option<bool>;
+}
+
+/// A message, with the descriptor that may come with it.
+type Answer = Result<(Bytes, Option<OwnedFd>), Reason>;
+
+/// The answer to a call that travels with the reads.
+#[derive(Default)]
+struct Slot {
+    answer: Mutex<Option<Answer>>,
+    came: Condvar,
+}
+
+/// A request under way.
+enum Pending {
+    Read(Box<Reading>),
+    /// A put of so many blocks, whose memory is kept from being used again until it is answered.
+    Put(Reply<Result<PutReply, Error>>, usize, Placed),
+    /// One whose answer brings a descriptor, or not.
+    Call(Arc<Slot>, bool),
+}
+
+/// How often the link's thread looks at a connection that nobody waits for.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Whose turn it is to take in what arrives.
+#[derive(Default)]
+struct Turn {
+    /// Somebody does.
+    taken: bool,
+    /// The link's thread is wanted.
+    called: bool,
+}
+
+/// What all who send and take in share.
+struct Shared {
+    stream: UnixStream,
+    sending: Mutex<()>,
+    pending: Mutex<BTreeMap<u64, Pending>>,
+    broken: AtomicBool,
+    /// Asked for before `pending`, never after it.
+    turn: Mutex<Turn>,
+    called: Condvar,
+    /// Only for whoever has the turn.
+    inbox: Mutex<Inbox>,
+    /// Wakes whoever takes in, for good.
+    wake: Arc<OwnedFd>,
+    /// This session's name, and the server's.
+    session: [u8; 16],
+    instance: Bytes,
+    /// Bytes of memory that is kept because of ended connections.
+    held: Arc<AtomicU64>,
+    owner: Weak<dyn Owner>,
+    me: Weak<Self>,
+}
+
+/// Both connections.
+pub(super) struct Link {
+    shared: Arc<Shared>,
+    calls: Calls,
+    next: AtomicU64,
+    patience: Duration,
+    /// Where bytes stop on their way to memory that is not shared.
+    pub(super) windows: std::sync::OnceLock<Arena>,
+}
+
+impl std::fmt::Debug for Link {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Link")
+    }
+}
+
+impl Shared {
+    fn pending(&self) -> MutexGuard<'_, BTreeMap<u64, Pending>> {
+        // Each change is one step.
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send(&self, bytes: &[u8], descriptor: Option<&OwnedFd>) -> Result<(), Reason> {
+        let _turn = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        wire::send(&self.stream, bytes, descriptor).map_err(|error| self.broke(&error))
+    }
+
+    /// Ends the connection: half a frame may have been sent.
+    fn broke(&self, error: &io::Error) -> Reason {
+        tracing::debug!(%error, "the local connection broke");
+        self.end();
+        GONE
+    }
+
+    /// Ends this side of the connection. The other one is still listened to: that it ends as well says that the server has
+    /// ended what it did for this session.
+    fn end(&self) {
+        self.broken.store(true, Ordering::SeqCst);
+        // Whoever takes in is woken; if nobody does, the link's thread clears up.
+        let _ = rustix::io::write(&self.wake, &[1; 8]);
+        let _ = self.stream.shutdown(std::net::Shutdown::Write);
+        self.call();
+    }
+
+    fn turn(&self) -> MutexGuard<'_, Turn> {
+        // Each change is one step.
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the turn if nobody has it. Whoever has it calls the link's thread when he leaves, if he must.
+    fn try_turn(&self) -> bool {
+        let mut turn = self.turn();
+        let free = !turn.taken;
+        if free {
+            *turn = Turn { taken: true, called: false };
+        }
+        free
+    }
+
+    /// Whether anybody waits for something. The last word about a read that has ended and lets go of its memory can
+    /// wait: it is taken in with the next answer, or when the link's thread looks.
+    fn is_waited_for(&self) -> bool {
+        self.pending().values().any(|pending| !matches!(pending, Pending::Read(read) if read.has_ended()))
+    }
+
+    /// Gives the turn back; to the link's thread, if anybody still waits for something.
+    fn leave(&self) {
+        let mut turn = self.turn();
+        turn.taken = false;
+        turn.called |= self.is_broken() || self.is_waited_for();
+        if turn.called {
+            self.called.notify_one();
+        }
+    }
+
+    /// Calls the link's thread, unless somebody takes in already, who calls it when he leaves.
+    fn call(&self) {
+        let mut turn = self.turn();
+        if !turn.taken {
+            turn.called = true;
+            self.called.notify_one();
+        }
+    }
+
+    fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::SeqCst)
+    }
+
+    /// Takes in on this thread until `done`, and what is here then. The turn is the caller's.
+    fn take_in(&self, done: &mut dyn FnMut() -> bool) -> io::Result<()> {
+        let mut inbox = self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        while !done() {
+            let (head, body) = inbox.next(&self.stream)?;
+            self.take(head, body, &mut inbox)?;
+        }
+        while let Some((head, body)) = inbox.try_next(&self.stream)? {
+            self.take(head, body, &mut inbox)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the connection ended while nobody looked. Where something else came, it is taken in first.
+    fn look(&self) {
+        let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        match rustix::net::recv(&self.stream, &mut [0; 1], peek) {
+            Err(rustix::io::Errno::AGAIN) => {}
+            _ if self.try_turn() => {
+                if let Err(error) = self.take_in(&mut || true) {
+                    self.broke(&error);
+                }
+                self.leave();
+            }
+            // Whoever takes in sees it.
+            _ => {}
+        }
+    }
+}
+
+impl Bring for Shared {
+    fn fetch(&self, done: &mut dyn FnMut() -> bool) {
+        if !self.try_turn() {
+            return;
+        }
+        if let Err(error) = self.take_in(done) {
+            self.broke(&error);
+        }
+        self.leave();
+    }
+
+    fn attend(&self) {
+        self.call();
+    }
+}
+
+impl Link {
+    /// Connects twice.
+    pub(super) fn open(
+        whom: &Whom,
+        held: &Arc<AtomicU64>,
+        owner: Weak<dyn Owner>,
+    ) -> Result<Arc<Self>, Reason> {
+        let calls = Calls::new(whom)?;
+        let mut session = [0; 16];
+        OsEntropy::new().fill(&mut session);
+        let wire::Line { stream, mut inbox, welcome } = wire::connect(whom, &session)?;
+        let fault = |error: io::Error| Reason::Config(format!("{}: {error}", whom.socket.display()));
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let wake = Arc::new(eventfd(0, flags).map_err(|error| fault(error.into()))?);
+        // Reads and puts take as long as they take; their deadlines are the server's to keep.
+        inbox.wait_until(Arc::clone(&wake));
+        let shared = Arc::new_cyclic(|me| Shared {
+            stream,
+            sending: Mutex::new(()),
+            pending: Mutex::new(BTreeMap::new()),
+            broken: AtomicBool::new(false),
+            turn: Mutex::default(),
+            called: Condvar::new(),
+            inbox: Mutex::new(inbox),
+            wake,
+            session,
+            instance: welcome.instance,
+            held: Arc::clone(held),
+            owner,
+            me: Weak::clone(me),
+        });
+        let receiver = Arc::clone(&shared);
+        std::thread::Builder::new()
+            .name("kvarts-local".to_owned())
+            .spawn(move || attend(&receiver))
+            .map_err(fault)?;
+        let (next, windows) = (AtomicU64::new(1), std::sync::OnceLock::new());
+        Ok(Arc::new(Self { shared, calls, next, patience: whom.patience, windows }))
+    }
+
+    /// Whether the connection has ended, as far as can be seen now.
+    pub(super) fn is_broken(&self) -> bool {
+        self.shared.look();
+        self.shared.is_broken()
+    }
+
+    /// Whether it is known already that the connection has ended.
+    pub(super) fn is_known_broken(&self) -> bool {
+        self.shared.is_broken()
+    }
+
+    /// Who fetches what arrives.
+    pub(super) fn bring(&self) -> Arc<dyn Bring> {
+        Arc::clone(&self.shared) as _
+    }
+
+    /// Asks what is answered at once. What is not answered in time disturbs nothing else.
+    pub(super) fn ask<M: Message + Default>(&self, kind: Kind, message: &impl Message) -> Result<M, Reason> {
+        self.calls.ask(kind, message)
+    }
+
+    /// Whether the server says that nobody writes to memory of a session any more: see [`Owner::is_settled`].
+    pub(super) fn is_settled(&self, session: &[u8], instance: &[u8]) -> Option<bool> {
+        if instance.is_empty() || self.shared.instance != instance {
+            return None;
+        }
+        let message = proto::SettledRequest { session: session.to_vec().into() };
+        let asked = self.ask::<proto::SettledReply>(Kind::Settled, &message);
+        Some(asked.is_ok_and(|reply| !reply.under_way))
+    }
+
+    fn id(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Makes memory known; gives the descriptor if the server made it.
+    pub(super) fn share(
+        &self,
+        memory: u32,
+        mode: Mode,
+        bytes: u64,
+        file: Option<&OwnedFd>,
+    ) -> Result<Option<OwnedFd>, Reason> {
+        let message = proto::ShareRequest { memory, mode: mode.to_wire(), bytes };
+        let (id, slot) = (self.id(), Arc::new(Slot::default()));
+        self.begin(id, Pending::Call(Arc::clone(&slot), file.is_none()))?;
+        self.shared.send(&frame(Kind::Share, id, &message), file)?;
+        self.shared.call();
+        let answer = slot.answer.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = slot.came.wait_timeout_while(answer, self.patience, |answer| answer.is_none());
+        let (mut answer, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let (_, file) = answer.take().unwrap_or(Err(GONE))?;
+        Ok(file)
+    }
+
+    /// Forgets memory. Its answer is of no interest.
+    pub(super) fn unshare(&self, memory: u32) {
+        let message = proto::UnshareRequest { memory };
+        // A server that is gone has forgotten it.
+        let _ = self.shared.send(&frame(Kind::Unshare, self.id(), &message), None);
+    }
+
+    /// Begins to read into shared memory. Somebody has to fetch what arrives: see [`Link::bring`].
+    pub(super) fn read(
+        &self,
+        (request, shape, part): (ReadRequest, BlockShape, Option<Part>),
+        (places, verifies, files): (proto::LocalPlaces, bool, Files),
+        timeout_us: u64,
+        sink: ReadSink,
+    ) -> Result<(), Reason> {
+        let message = proto::LocalRead {
+            read: Some(crate::download::message(&request)),
+            by_blocks: request.order == Order::Blocks,
+            into: Some(places),
+            timeout_us,
+            part: part.is_some(),
+            origins: part.as_ref().map_or_else(Vec::new, |part| met(part, request.keys.len())),
+        };
+        let id = self.id();
+        let reading = Reading::new((request, shape, part), sink, (verifies, files));
+        self.begin(id, Pending::Read(Box::new(reading)))?;
+        self.shared.send(&frame(Kind::Read, id, &message), None)
+    }
+
+    /// Begins to put from shared memory.
+    pub(super) fn put(
+        &self,
+        message: &proto::LocalPut,
+        from: Placed,
+        reply: Reply<Result<PutReply, Error>>,
+    ) -> Result<(), Reason> {
+        let id = self.id();
+        let blocks = from.block_count() as usize;
+        self.begin(id, Pending::Put(reply, blocks, from))?;
+        self.shared.send(&frame(Kind::Put, id, message), None)?;
+        self.shared.call();
+        Ok(())
+    }
+
+    /// Notes a request before it is sent. Of a connection that broke before, it is answered at once.
+    fn begin(&self, id: u64, pending: Pending) -> Result<(), Reason> {
+        let mut all = self.shared.pending();
+        if self.shared.is_broken() {
+            drop(all);
+            failed(pending, &GONE);
+            return Err(GONE);
+        }
+        all.insert(id, pending);
+        Ok(())
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // The link's thread ends, and the server lets go of everything.
+        self.shared.end();
+    }
+}
+
+/// Answers a request that was refused, or never sent.
+fn failed(pending: Pending, reason: &Reason) {
+    match pending {
+        Pending::Read(mut reading) => reading.broken(reason, false),
+        // A caller that is gone needs no answer.
+        Pending::Put(reply, ..) => drop(reply.send(Err(Error(reason.clone())))),
+        Pending::Call(slot, _) => answer(&slot, Err(reason.clone())),
+    }
+}
+
+fn answer(slot: &Slot, answer: Result<(Bytes, Option<OwnedFd>), Reason>) {
+    *slot.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+    slot.came.notify_all();
+}
+
+/// What the link's thread does: takes in where it is called, and clears up when the connection has ended.
+fn attend(shared: &Shared) {
+    loop {
+        let mut turn = shared.turn();
+        while !turn.called || turn.taken {
+            let waited = shared.called.wait_timeout(turn, LOOK);
+            let (woken, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+            turn = woken;
+            // Who began something and never asked for it, and a server that went: both are seen now and then.
+            turn.called |= waited.timed_out();
+        }
+        *turn = Turn { taken: true, called: false };
+        drop(turn);
+        let taken = shared.take_in(&mut || !shared.is_waited_for());
+        if let Err(error) = taken {
+            shared.broke(&error);
+            // With the turn: nobody takes anything in any more.
+            return ended(shared);
+        }
+        shared.leave();
+    }
+}
+
+/// Answers what was under way when the connection ended.
+fn ended(shared: &Shared) {
+    let left = std::mem::take(&mut *shared.pending());
+    let mut held = Vec::new();
+    for (_, pending) in left {
+        match pending {
+            Pending::Read(reading) if reading.has_ended() => reading.released(),
+            Pending::Read(mut reading) => {
+                reading.broken(&GONE, true);
+                held.push(*reading);
+            }
+            other => failed(other, &GONE),
+        }
+    }
+    if held.is_empty() {
+        return;
+    }
+    // What the server had begun may still be written.
+    wire::wait_closed(&shared.stream);
+    let told = std::cell::Cell::new(0);
+    let count = |bytes: u64| {
+        shared.held.fetch_add(bytes, Ordering::SeqCst);
+        shared.held.fetch_sub(told.replace(bytes), Ordering::SeqCst);
+    };
+    let settled =
+        || shared.owner.upgrade().and_then(|owner| owner.is_settled(&shared.session, &shared.instance));
+    held::keep(held, !shared.instance.is_empty(), count, settled);
+}
+
+fn decode<M: Message + Default>(body: Bytes) -> io::Result<M> {
+    M::decode(body).map_err(io::Error::other)
+}
+
+impl Shared {
+    /// Takes one frame in. An error ends the connection.
+    fn take(&self, head: Head, body: Bytes, inbox: &mut Inbox) -> io::Result<()> {
+        let mut all = self.pending();
+        match head.kind {
+            Kind::Arrived => {
+                let arrived = decode(body)?;
+                // Taken out meanwhile: verifying takes time.
+                let Some(Pending::Read(mut reading)) = all.remove(&head.id) else { return Ok(()) };
+                drop(all);
+                reading.arrived(&arrived);
+                if reading.is_cancelled()
+                    && let (Some(owner), Some(shared)) = (self.owner.upgrade(), self.me.upgrade())
+                {
+                    // Not from here: the server may wait for this thread to take something.
+                    owner.later(Box::new(move || drop(shared.send(&bare(Kind::Cancel, head.id), None))));
+                }
+                self.pending().insert(head.id, Pending::Read(reading));
+            }
+            Kind::End => {
+                let end = decode(body)?;
+                let Some(Pending::Read(reading)) = all.get_mut(&head.id) else { return Ok(()) };
+                reading.end(&end);
+                let damaged: Vec<u32> = reading.damaged().collect();
+                if !damaged.is_empty()
+                    && let Some(owner) = self.owner.upgrade()
+                {
+                    let (request, shape) = (reading.request.clone(), reading.shape.clone());
+                    drop(all);
+                    owner.suspect(request, shape, damaged);
+                }
+            }
+            Kind::Released => {
+                let done = all.remove(&head.id);
+                drop(all);
+                if let Some(Pending::Read(reading)) = done {
+                    reading.released();
+                }
+            }
+            Kind::Done => match all.remove(&head.id) {
+                Some(Pending::Put(reply, blocks, from)) => {
+                    drop(from);
+                    drop(all);
+                    let found: proto::PutReply = decode(body)?;
+                    let outcomes: Vec<_> = found.outcomes.iter().map(upload::outcome).collect();
+                    let whole = outcomes.len() == blocks;
+                    let wrong = Reason::Bug("an answer for another number of blocks");
+                    // A caller that is gone needs no answer.
+                    let _ = reply.send(if whole { Ok(PutReply { outcomes }) } else { Err(Error(wrong)) });
+                }
+                Some(Pending::Call(slot, brings)) => {
+                    // What came with a later frame may have come already: it is not this one's.
+                    let brings = brings && !inbox.descriptors.is_empty();
+                    let file = brings.then(|| inbox.descriptors.remove(0));
+                    answer(&slot, Ok((body, file)));
+                }
+                // Of something that nobody waits for.
+                _ => {}
+            },
+            Kind::Failed => {
+                let pending = all.remove(&head.id);
+                drop(all);
+                if let Some(pending) = pending {
+                    failed(pending, &wire::reason(body));
+                }
+            }
+            _ => return Err(io::Error::other("a frame that is not a server's to send")),
+        }
+        Ok(())
+    }
+}

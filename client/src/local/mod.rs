@@ -1,0 +1,486 @@
+//! The local path: blocks go through memory that this process shares with the server on the same host.
+//!
+//! Where the caller's memory is shared, disks write into it. Where it is not, bytes go through windows that are, and are
+//! copied by this process. Lookups and leases go over the same socket; whatever is rare goes over gRPC, on it too.
+//!
+//! A connection that broke is made anew by the next call, as after a restart of the server: models are registered and
+//! memories shared again. Leases ended with it. Memory of reads that were under way is kept until nobody can write to it.
+
+mod copied;
+mod held;
+mod link;
+mod reading;
+mod wire;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use kvarts_layout::{BlockShape, Geometry, Identity, NamespaceId};
+use kvarts_store::api::{
+    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
+    Order, Placed, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
+    Subscription, TtlReply, TtlRequest, read_channel,
+};
+use kvarts_store::error::{Error, Reason};
+use kvarts_store::io::{Arena, Region, SharedBuf, shared};
+use kvarts_store::rt::Nanos;
+use kvarts_store::rt::blocking::block_on;
+use kvarts_store::rt::mailbox::{Ticket, ticket};
+
+use super::grpc_path::GrpcPath;
+use super::remote::Remote;
+use super::{ConnectOptions, Path, download, messages, upload};
+use kvarts_wire::local::Mode;
+use kvarts_wire::local::frame::Kind;
+use kvarts_wire::local::limits::{PINNED_BYTES_MAX, WINDOWS_BYTES};
+use kvarts_wire::proto;
+use link::{Link, Owner};
+use reading::Files;
+use wire::Whom;
+
+/// A memory that is shared for as long as somebody has it.
+struct Known {
+    number: u32,
+    mode: Mode,
+    bytes: u64,
+    file: Arc<OwnedFd>,
+    region: Weak<Region>,
+}
+
+/// The connection.
+enum Slot {
+    /// There never was one.
+    None,
+    /// This one, which may have broken.
+    Some(Arc<Link>),
+    /// Somebody makes one.
+    Making,
+    /// The last one broke.
+    Lost,
+}
+
+/// What the path's parts share.
+struct Inner {
+    remote: Arc<Remote>,
+    whom: Whom,
+    link: Mutex<Slot>,
+    /// Whoever made a connection is done.
+    made: Condvar,
+    /// Bytes of memory that is kept because of ended connections.
+    held: Arc<AtomicU64>,
+    /// By the number of the region in this process.
+    memories: Mutex<BTreeMap<u64, Known>>,
+    next: AtomicU32,
+    me: Weak<Self>,
+}
+
+/// Forgets a memory when its last user is gone.
+struct Forget {
+    inner: Weak<Inner>,
+    number: u32,
+}
+
+impl Drop for Forget {
+    fn drop(&mut self) {
+        let Some(inner) = self.inner.upgrade() else { return };
+        inner.memories().retain(|_, known| known.number != self.number);
+        let (number, remote) = (self.number, Arc::clone(&inner.remote));
+        remote.spawn(async move {
+            // Where a connection is being made at the moment, only what is still in use is shared over it.
+            if let Some(link) = inner.here() {
+                link.unshare(number);
+            }
+        });
+    }
+}
+
+impl Inner {
+    fn memories(&self) -> MutexGuard<'_, BTreeMap<u64, Known>> {
+        self.memories.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn slot(&self) -> MutexGuard<'_, Slot> {
+        // Each change is one step.
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The connection as it is.
+    fn here(&self) -> Option<Arc<Link>> {
+        match &*self.slot() {
+            Slot::Some(link) => Some(Arc::clone(link)),
+            _ => None,
+        }
+    }
+
+    /// The connection, made anew if it broke. One makes it, without a lock; others wait for that, but not for ever.
+    fn link(&self) -> Result<Arc<Link>, Reason> {
+        let here = self.here().filter(|link| !link.is_broken());
+        if let Some(link) = here {
+            return Ok(link);
+        }
+        let slot = self.slot();
+        let waited =
+            self.made.wait_timeout_while(slot, self.whom.patience, |slot| matches!(slot, Slot::Making));
+        let (mut slot, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let again = match std::mem::replace(&mut *slot, Slot::Making) {
+            Slot::None => false,
+            Slot::Lost => true,
+            // Somebody else made it, or nobody knows yet that it broke.
+            Slot::Some(link) => {
+                if !link.is_known_broken() {
+                    *slot = Slot::Some(Arc::clone(&link));
+                    return Ok(link);
+                }
+                true
+            }
+            Slot::Making => return Err(wire::GONE),
+        };
+        drop(slot);
+        let made = self.make(again);
+        *self.slot() = match &made {
+            Ok(link) => Slot::Some(Arc::clone(link)),
+            Err(_) if again => Slot::Lost,
+            Err(_) => Slot::None,
+        };
+        self.made.notify_all();
+        made
+    }
+
+    fn make(&self, again: bool) -> Result<Arc<Link>, Reason> {
+        let owner: Weak<dyn Owner> = self.me.clone() as _;
+        let gone = |reason| if again { wire::GONE } else { reason };
+        let link = Link::open(&self.whom, &self.held, owner).map_err(gone)?;
+        if again {
+            self.remote.register_all()?;
+        }
+        let share = |known: &Known| (known.number, known.mode, known.bytes, Arc::clone(&known.file));
+        let is_used = |known: &&Known| known.region.strong_count() > 0;
+        let known: Vec<_> = self.memories().values().filter(is_used).map(share).collect();
+        for (number, mode, bytes, file) in known {
+            link.share(number, mode, bytes, Some(&file))?;
+        }
+        Ok(link)
+    }
+
+    /// The connection, with windows.
+    fn link_with_windows(&self) -> Result<Arc<Link>, Reason> {
+        let link = self.link()?;
+        if link.windows.get().is_none() {
+            // Two that ask at once make two; one of them is dropped, and forgotten.
+            let region = self.share(&link, Mode::Copied, WINDOWS_BYTES, None)?;
+            let _ = link.windows.set(Arena::new(region));
+        }
+        Ok(link)
+    }
+
+    /// Shares a file in memory, or one that is made for that: by this process, whose memory it is, in large pages and all
+    /// there.
+    fn share(
+        &self,
+        link: &Link,
+        mode: Mode,
+        bytes: u64,
+        file: Option<OwnedFd>,
+    ) -> Result<Arc<Region>, Reason> {
+        let fault = |error: std::io::Error| Reason::Config(format!("shared memory: {error}"));
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let made = file.is_none();
+        let file = match file {
+            Some(file) => file,
+            None => shared::sealed(bytes).map_err(fault)?,
+        };
+        let forget = Forget { inner: self.me.clone(), number };
+        let region = shared::map(&file, bytes, Box::new(forget)).map_err(fault)?;
+        if made {
+            region.populate().map_err(fault)?;
+            if bytes <= PINNED_BYTES_MAX && !region.collapse() {
+                tracing::debug!(bytes, "shared memory is not all in large pages");
+            }
+        }
+        // Of an engine's own pages nobody here knows who else relies on them.
+        region.keep_pages(mode == Mode::Adopted);
+        let file = Arc::new(file);
+        link.share(number, mode, bytes, Some(&file))?;
+        // Windows belong to one connection: what a broken one may still write is never used again.
+        let kept = if mode == Mode::Copied { Weak::new() } else { Arc::downgrade(&region) };
+        self.memories().insert(region.id(), Known { number, mode, bytes, file, region: kept });
+        Ok(region)
+    }
+
+    /// The places of blocks as the server knows them, whether it is this side that verifies, and the files that they lie in;
+    /// nothing if a chunk of `layers` lies in memory that is not shared.
+    fn places(
+        &self,
+        placed: &Placed,
+        shape: &BlockShape,
+        layers: &Range<u32>,
+    ) -> Option<(proto::LocalPlaces, bool, Files)> {
+        let mut files = Files::new();
+        let known: Vec<Option<(u32, Mode, u64)>> = {
+            let memories = self.memories();
+            let mut of = |buf: &SharedBuf| {
+                let id = buf.region().id();
+                let known = memories.get(&id)?;
+                files.push((id, known.mode, Arc::clone(&known.file)));
+                Some((known.number, known.mode, buf.offset() as u64))
+            };
+            placed.memories().map(&mut of).collect()
+        };
+        let mut verifies = false;
+        let mut targets = Vec::with_capacity(shape.chunk_count() as usize);
+        let of_layer = (0u32..).zip(shape.layers());
+        let of_chunk = of_layer.flat_map(|(at, layer)| layer.chunks.iter().map(move |_| at));
+        for (part, layer) in (0u32..).zip(of_chunk) {
+            let target = placed.target(part)?;
+            match known.get(target.memory.0 as usize)? {
+                Some((number, mode, offset)) => {
+                    verifies |= *mode == Mode::Adopted && layers.contains(&layer);
+                    targets.push(proto::local_places::Target {
+                        memory: *number,
+                        base: offset.checked_add(target.base)?,
+                        stride: target.stride,
+                    });
+                }
+                None if layers.contains(&layer) => return None,
+                None => targets.push(proto::local_places::Target::default()),
+            }
+        }
+        // The server looks at no memory of a request of which some is adopted.
+        verifies |= known.iter().flatten().any(|(_, mode, _)| *mode == Mode::Adopted);
+        Some((proto::LocalPlaces { targets, slots: placed.slots().collect() }, verifies, files))
+    }
+
+    /// How long is left; 0 for as long as the server allows.
+    fn timeout_us(&self, deadline: Option<Nanos>) -> u64 {
+        let left = deadline.map(|deadline| deadline.since(self.remote.clock.now()));
+        left.map_or(0, |left| u64::try_from(left.as_micros()).unwrap_or(u64::MAX).max(1))
+    }
+
+    /// A put with the digest of each block as it is now.
+    fn put_message(
+        &self,
+        request: &PutRequest,
+        shape: &BlockShape,
+        places: proto::LocalPlaces,
+    ) -> proto::LocalPut {
+        let sizes: Vec<u64> =
+            shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
+        let digest = |block: u32| {
+            let mut hasher = crc32fast::Hasher::new();
+            for (part, &bytes) in (0u32..).zip(&sizes) {
+                if let Some(chunk) = request.from.chunk(part, block, bytes) {
+                    chunk.digest(0, chunk.len(), |bytes| hasher.update(bytes));
+                }
+            }
+            hasher.finalize()
+        };
+        proto::LocalPut {
+            header: Some(upload::header(request)),
+            from: Some(places),
+            crc32: (0..request.keys.len() as u32).map(digest).collect(),
+            timeout_us: self.timeout_us(request.deadline),
+        }
+    }
+}
+
+impl Owner for Inner {
+    /// The server reads them itself, into a window, and takes those out of service that do not match there either.
+    fn suspect(&self, request: ReadRequest, shape: BlockShape, blocks: Vec<u32>) {
+        let Some(me) = self.me.upgrade() else { return };
+        let key = |block: &u32| request.keys.get(*block as usize).copied();
+        let keys: Vec<_> = blocks.iter().filter_map(key).collect();
+        let bytes = usize::try_from(shape.block_bytes()).unwrap_or(usize::MAX).saturating_mul(keys.len());
+        let Ok(region) = Region::anonymous(bytes) else { return };
+        let into = SharedBuf::new(&region, 0, bytes)
+            .and_then(|buf| Placed::blocks(&shape, buf, keys.len() as u32).ok());
+        let Some(into) = into else { return };
+        let again = ReadRequest { keys, into, order: Order::Blocks, ..request };
+        let (sink, stream) = read_channel();
+        let look = move || {
+            if let (Ok(link), true) = (me.link_with_windows(), copied::fits(&shape)) {
+                block_on(copied::read((me, link), again, shape, sink));
+            }
+            drop(stream);
+        };
+        // Rare, and it may wait: not on a thread that others need. Without one nobody looks now.
+        let _ = std::thread::Builder::new().name("kvarts-suspect".to_owned()).spawn(look);
+    }
+
+    fn later(&self, work: Box<dyn FnOnce() + Send>) {
+        self.remote.spawn(async move { work() });
+    }
+
+    fn is_settled(&self, session: &[u8], instance: &[u8]) -> Option<bool> {
+        // Without a server nobody knows yet.
+        self.link().map_or(Some(false), |link| link.is_settled(session, instance))
+    }
+}
+
+/// The path.
+pub(super) struct LocalPath {
+    inner: Arc<Inner>,
+    grpc: GrpcPath,
+}
+
+impl fmt::Debug for LocalPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LocalPath({})", self.inner.whom.socket.display())
+    }
+}
+
+impl LocalPath {
+    /// Connects, or says why there is no local path.
+    pub(super) fn connect(options: &ConnectOptions, remote: &Arc<Remote>) -> Result<Self, Reason> {
+        let socket = options.endpoint.strip_prefix("unix:");
+        let socket = socket
+            .ok_or_else(|| Reason::Config(format!("{}: the local path needs unix:PATH", options.endpoint)))?;
+        let inner = Arc::new_cyclic(|me| Inner {
+            remote: Arc::clone(remote),
+            whom: Whom {
+                socket: PathBuf::from(socket.strip_prefix("//").unwrap_or(socket)),
+                token: options.token.clone(),
+                server_uid: options.server_uid,
+                patience: options.patience,
+            },
+            link: Mutex::new(Slot::None),
+            made: Condvar::new(),
+            held: Arc::default(),
+            memories: Mutex::new(BTreeMap::new()),
+            next: AtomicU32::new(1),
+            me: me.clone(),
+        });
+        inner.link()?;
+        Ok(Self { inner, grpc: GrpcPath(Arc::clone(remote)) })
+    }
+}
+
+impl Path for LocalPath {
+    fn name(&self) -> &'static str {
+        "local"
+    }
+
+    fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
+        let page = kvarts_store::io::mem::PAGE;
+        let bytes = bytes.max(1).checked_next_multiple_of(page).ok_or(Reason::TooMany("bytes"))?;
+        let link = self.inner.link()?;
+        Ok(self.inner.share(&link, Mode::Direct, bytes as u64, None)?)
+    }
+
+    fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
+        let link = self.inner.link()?;
+        Ok(self.inner.share(&link, Mode::Adopted, bytes, Some(file))?)
+    }
+
+    fn held_bytes(&self) -> u64 {
+        self.inner.held.load(Ordering::SeqCst)
+    }
+}
+
+impl KvStore for LocalPath {
+    fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
+        self.grpc.register(identity, geometry)
+    }
+
+    fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
+        let (reply, answer) = ticket();
+        let checked = upload::check(&self.inner.remote, &request);
+        let ready = checked.and_then(|shape| Ok((self.inner.link()?, shape)));
+        let (link, shape) = match ready {
+            Ok(ready) => ready,
+            Err(reason) => {
+                // The asking end is still here.
+                let _ = reply.send(Err(Error(reason)));
+                return answer;
+            }
+        };
+        let layers = 0..shape.layers().len() as u32;
+        if let Some((places, ..)) = self.inner.places(&request.from, &shape, &layers) {
+            let message = self.inner.put_message(&request, &shape, places);
+            // What cannot be sent is answered with why.
+            let _ = link.put(&message, request.from, reply);
+            return answer;
+        }
+        if !copied::fits(&shape) {
+            return self.grpc.put(request);
+        }
+        match self.inner.link_with_windows() {
+            Ok(link) => {
+                let through = (Arc::clone(&self.inner), link);
+                self.inner.remote.spawn(copied::put(through, request, shape, reply));
+            }
+            // The asking end is still here.
+            Err(reason) => drop(reply.send(Err(Error(reason)))),
+        }
+        answer
+    }
+
+    fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
+        let message = messages::matching(request);
+        let found: proto::MatchReply = self.inner.link()?.ask(Kind::Match, &message)?;
+        Ok(messages::matched(&found)?)
+    }
+
+    fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
+        let message = messages::asking(request);
+        let found: proto::ExistsReply = self.inner.link()?.ask(Kind::Exists, &message)?;
+        Ok(messages::found(&found, request.keys.len())?)
+    }
+
+    fn unlock(&self, lease: LeaseId) -> bool {
+        let message = proto::UnlockRequest { lease: lease.0 };
+        let asked = self.inner.link().and_then(|link| link.ask::<proto::UnlockReply>(Kind::Unlock, &message));
+        // A server that cannot be asked has ended it with the connection.
+        asked.is_ok_and(|reply| reply.ended_now)
+    }
+
+    fn renew(&self, lease: LeaseId, hold: Duration) -> Result<(), Error> {
+        let message = proto::RenewRequest { lease: lease.0, hold_ms: messages::millis(hold) };
+        self.inner.link()?.ask::<proto::RenewReply>(Kind::Renew, &message)?;
+        Ok(())
+    }
+
+    fn delete(&self, request: DeleteRequest) -> Ticket<Result<DeleteReply, Error>> {
+        self.grpc.delete(request)
+    }
+
+    fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error> {
+        self.grpc.set_ttl(request)
+    }
+
+    fn set_default_ttl(&self, namespace: NamespaceId, ttl: Option<Duration>) -> Result<(), Error> {
+        self.grpc.set_default_ttl(namespace, ttl)
+    }
+
+    /// As over gRPC: events come by [`Client::watch`](super::Client::watch).
+    fn subscribe(&self, from: Option<Sequence>) -> Subscription {
+        self.grpc.subscribe(from)
+    }
+
+    fn snapshot(&self, cursor: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>> {
+        self.grpc.snapshot(cursor)
+    }
+
+    fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
+        let shape = download::check(&self.inner.remote, &request)?;
+        let link = self.inner.link()?;
+        let (sink, stream) = read_channel();
+        let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
+        if let Some(places) = self.inner.places(&request.into, &shape, &layers) {
+            let timeout = self.inner.timeout_us(request.deadline);
+            link.read((request, shape, None), places, timeout, sink)?;
+            return Ok(stream.brought_by(link.bring()));
+        }
+        if !copied::fits(&shape) {
+            return self.grpc.read(request);
+        }
+        let through = (Arc::clone(&self.inner), self.inner.link_with_windows()?);
+        self.inner.remote.spawn(copied::read(through, request, shape, sink));
+        Ok(stream)
+    }
+}

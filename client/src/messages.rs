@@ -1,0 +1,77 @@
+//! Lookups as messages of the contract, and their replies as answers: the same on every path.
+
+use std::time::Duration;
+
+use kvarts_layout::UsablePrefix;
+use kvarts_layout::prefix::Coverage;
+use kvarts_store::api::{ContainsReply, ContainsRequest, LeaseTerms, MatchReply, MatchRequest, Presence};
+use kvarts_store::error::Reason;
+
+use super::remote::lease;
+use kvarts_wire::convert;
+use kvarts_wire::proto;
+
+/// Whole milliseconds, at least one: zero has other meanings.
+pub(super) fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX).max(1)
+}
+
+fn lease_ms(terms: Option<&LeaseTerms>) -> u64 {
+    terms.map_or(0, |terms| millis(terms.hold))
+}
+
+/// What a prefix is looked up with.
+pub(super) fn matching(request: &MatchRequest<'_>) -> proto::MatchRequest {
+    proto::MatchRequest {
+        namespace: request.namespace.as_bytes().to_vec().into(),
+        keys: convert::key_bytes(request.keys),
+        block_tokens: request.requirements.block_tokens(),
+        requirements: convert::wire_requirements(request.requirements),
+        recompute_tokens_max: Some(request.recompute_tokens_max),
+        lease_ms: lease_ms(request.lease.as_ref()),
+        lease_cap_bytes: request.lease.map(|terms| terms.cap_bytes),
+    }
+}
+
+/// What was found of a prefix.
+pub(super) fn matched(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
+    let coverage = |one: &proto::match_reply::Coverage| {
+        let column = convert::column(one.column.as_ref());
+        let (group, coordinate) = column.map_err(|_| Reason::Bug("an answer with a column that is none"))?;
+        Ok(Coverage { group, coordinate, blocks: one.blocks })
+    };
+    let usable = UsablePrefix {
+        coverage: found.coverage.iter().map(coverage).collect::<Result<_, Reason>>()?,
+        longest: convert::boundary(found.longest.clone()),
+        cheapest: convert::boundary(found.cheapest.clone()),
+    };
+    Ok(MatchReply { usable, pending: found.pending, lease: lease(found.lease) })
+}
+
+/// What single blocks are looked up with.
+pub(super) fn asking(request: &ContainsRequest<'_>) -> proto::ExistsRequest {
+    proto::ExistsRequest {
+        namespace: request.namespace.as_bytes().to_vec().into(),
+        column: Some(convert::wire_column(request.group, request.coordinate)),
+        keys: convert::key_bytes(request.keys),
+        lease_ms: lease_ms(request.lease.as_ref()),
+        lease_cap_bytes: request.lease.map(|terms| terms.cap_bytes),
+    }
+}
+
+/// What was found of so many blocks.
+pub(super) fn found(reply: &proto::ExistsReply, keys: usize) -> Result<ContainsReply, Reason> {
+    use proto::exists_reply::Presence as Wire;
+    let presence: Vec<_> = reply
+        .presence()
+        .map(|one| match one {
+            Wire::Here => Presence::Here,
+            Wire::Pending => Presence::Pending,
+            Wire::Absent => Presence::Absent,
+        })
+        .collect();
+    if presence.len() != keys {
+        return Err(Reason::Bug("an answer for another number of keys"));
+    }
+    Ok(ContainsReply { presence, lease: lease(reply.lease) })
+}

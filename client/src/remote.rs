@@ -1,0 +1,358 @@
+//! The connection: its channel, its own runtime, and what it knows of the models it registered.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
+use kvarts_layout::plan::WritePlan;
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, NamespaceId};
+use kvarts_store::api::{LeaseId, MAX_REQUEST_BLOCKS, Placed};
+use kvarts_store::error::{Error, Reason};
+use kvarts_store::rt::blocking::block_on;
+use kvarts_store::rt::clock::SystemClock;
+use kvarts_store::rt::{Clock, Nanos};
+use tokio::runtime::{Handle, Runtime};
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
+use tonic::{Code, Request, Response, Status};
+
+use super::ConnectOptions;
+use super::download::{GRACE, LONGEST};
+use kvarts_wire::proto;
+use kvarts_wire::{convert, digest, fault, limits};
+use proto::admin_client::AdminClient;
+use proto::models_client::ModelsClient;
+use proto::reads_client::ReadsClient;
+use proto::store_client::StoreClient;
+
+/// Threads of a client that move bytes.
+const THREADS: usize = 2;
+
+/// How long after a call whose connection was lost it is made again; a connection that is over is known to be soon.
+pub(super) const AGAIN: [Duration; 4] =
+    [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(50)];
+
+/// A model that was registered through this connection.
+#[derive(Clone, Debug)]
+pub(super) struct Known {
+    identity: Identity,
+    geometry: Geometry,
+}
+
+/// One connection.
+pub(super) struct Remote {
+    /// Taken when the connection goes.
+    runtime: Option<Runtime>,
+    channel: Channel,
+    token: Option<MetadataValue<Ascii>>,
+    patience: Duration,
+    pub(super) clock: Arc<dyn Clock>,
+    known: RwLock<BTreeMap<NamespaceId, Known>>,
+}
+
+impl fmt::Debug for Remote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Remote")
+    }
+}
+
+fn config(what: impl fmt::Display) -> Error {
+    Error(Reason::Config(what.to_string()))
+}
+
+/// Makes a call that may be made twice, and again while it is given to connections that are over and not yet known to be.
+/// A server that is not there is not waited for.
+pub(super) async fn while_lost<T>(
+    calls: [impl Future<Output = Result<T, Status>>; AGAIN.len()],
+) -> Result<T, Status> {
+    let mut answer = Err(Status::unknown("no call was made"));
+    for (pause, call) in AGAIN.into_iter().zip(calls) {
+        tokio::time::sleep(pause).await;
+        answer = call.await;
+        let is_lost = |status: &Status| {
+            // What a server says has no cause on this side.
+            matches!(status.code(), Code::Unknown | Code::Cancelled)
+                && std::error::Error::source(status).is_some()
+        };
+        if !answer.as_ref().is_err_and(is_lost) {
+            break;
+        }
+    }
+    answer
+}
+
+/// A call, all of its answer included, which is to come within `left`. The server keeps that time, and so does the transport
+/// until the answer begins; what a network that stands still has begun to bring, nobody else ends for a minute.
+pub(super) async fn in_time<T>(
+    left: Duration,
+    call: impl Future<Output = Result<T, Status>>,
+) -> Result<T, Status> {
+    let left = left.min(LONGEST).saturating_add(GRACE);
+    let late = |_| Err(Status::deadline_exceeded("the answer did not come in time"));
+    tokio::time::timeout(left, call).await.unwrap_or_else(late)
+}
+
+/// A lease by its name on the wire; 0 is none.
+pub(super) fn lease(name: u64) -> Option<LeaseId> {
+    (name != 0).then_some(LeaseId(name))
+}
+
+impl Remote {
+    pub(super) fn connect(options: &ConnectOptions) -> Result<Self, Error> {
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        let runtime = runtime.worker_threads(THREADS).thread_name("kvarts-client").enable_all().build();
+        let runtime = runtime.map_err(config)?;
+        let endpoint = endpoint(options)?;
+        if let (Some(path), true) = (options.endpoint.strip_prefix("unix:"), options.token.is_some()) {
+            let path = path.strip_prefix("//").unwrap_or(path);
+            let known = std::os::unix::net::UnixStream::connect(path);
+            let known = known.and_then(|socket| super::peer::check(socket, options.server_uid));
+            known.map_err(|error| config(format!("{path}: {error}")))?;
+        }
+        let channel = block_on(runtime.spawn(async move { endpoint.connect().await }));
+        let channel = channel.map_err(config)?.map_err(|error| {
+            tracing::debug!(?error, "connecting failed");
+            config(format!("{} cannot be reached: {}", options.endpoint, deepest(&error)))
+        })?;
+        let token = options.token.as_ref().map(|token| format!("Bearer {token}").parse());
+        let token = token.transpose().map_err(|_| config("the token has characters that no token has"))?;
+        let known = RwLock::new(BTreeMap::new());
+        let clock = SystemClock::new();
+        Ok(Self { runtime: Some(runtime), channel, token, patience: options.patience, clock, known })
+    }
+
+    pub(super) fn store(&self) -> StoreClient<Channel> {
+        StoreClient::new(self.channel.clone()).max_decoding_message_size(limits::MESSAGE_BYTES_MAX)
+    }
+
+    pub(super) fn reads(&self) -> ReadsClient<Channel> {
+        ReadsClient::new(self.channel.clone()).max_decoding_message_size(limits::MESSAGE_BYTES_MAX)
+    }
+
+    pub(super) fn models(&self) -> ModelsClient<Channel> {
+        ModelsClient::new(self.channel.clone())
+    }
+
+    pub(super) fn admin(&self) -> AdminClient<Channel> {
+        AdminClient::new(self.channel.clone())
+    }
+
+    /// A request with the token and the time that is left for it.
+    pub(super) fn request<T>(&self, message: T, deadline: Option<Nanos>) -> Request<T> {
+        let mut request = Request::new(message);
+        if let Some(token) = &self.token {
+            request.metadata_mut().insert("authorization", token.clone());
+        }
+        request.set_timeout(self.left(deadline));
+        request
+    }
+
+    /// How long a call may take.
+    pub(super) fn left(&self, deadline: Option<Nanos>) -> Duration {
+        deadline.map_or(self.patience, |deadline| deadline.since(self.clock.now()))
+    }
+
+    /// A request that may take as long as the server allows.
+    pub(super) fn endless<T>(&self, message: T) -> Request<T> {
+        let mut request = self.request(message, None);
+        request.metadata_mut().remove("grpc-timeout");
+        request
+    }
+
+    /// Runs on the client's own threads.
+    pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
+        if let Some(runtime) = &self.runtime {
+            runtime.spawn(work);
+        }
+    }
+
+    /// Waits for an answer on this thread, for as long as the client has patience.
+    pub(super) fn ask<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<Response<T>, Status>> + Send + 'static,
+    ) -> Result<T, Error> {
+        self.ask_endless(in_time(self.patience, work))
+    }
+
+    /// The same for as long as it takes.
+    pub(super) fn ask_endless<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<Response<T>, Status>> + Send + 'static,
+    ) -> Result<T, Error> {
+        let handle: &Handle =
+            self.runtime.as_ref().map(Runtime::handle).ok_or(Reason::Busy("the connection is closed"))?;
+        let answer = block_on(handle.spawn(work)).map_err(|_| Reason::Busy("the connection is closed"))?;
+        answer.map(Response::into_inner).map_err(|status| Error(fault::reason_of(&status)))
+    }
+
+    /// The same, for what may be asked twice: once more if the connection is lost, or if the server does not know a model
+    /// that it was told of: it has been restarted.
+    pub(super) fn ask_again<T: Send + 'static, F>(&self, work: impl Fn() -> F) -> Result<T, Error>
+    where
+        F: Future<Output = Result<Response<T>, Status>> + Send + 'static,
+    {
+        let twice = || while_lost(AGAIN.map(|_| work()));
+        match self.ask(twice()) {
+            Err(Error(Reason::UnknownNamespace(namespace))) if self.known(namespace).is_some() => {
+                if let Some(known) = self.known(namespace) {
+                    self.register(&known.identity, &known.geometry)?;
+                }
+                self.ask(twice())
+            }
+            answer => answer,
+        }
+    }
+
+    pub(super) fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
+        if !identity.tenant_salt.is_empty() {
+            let what = "tenant_salt: the server gives it, leave it out".to_owned();
+            return Err(Error(Reason::Identity(what)));
+        }
+        let mut models = self.models();
+        let request = self.request(registration(identity, geometry), None);
+        let reply = self.ask(async move { models.register_model(request).await })?;
+        Ok(self.learn(&reply, identity, geometry)?)
+    }
+
+    /// Registers all models again: the server has been restarted.
+    pub(super) fn register_all(&self) -> Result<(), Reason> {
+        let known: Vec<Known> =
+            self.known.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        for Known { identity, geometry } in known {
+            self.register(&identity, &geometry).map_err(|error| error.0)?;
+        }
+        Ok(())
+    }
+
+    /// Registers a model again that the server has forgotten.
+    pub(super) async fn register_again(&self, namespace: NamespaceId) -> Result<(), Reason> {
+        let known = self.known(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
+        let request = self.request(registration(&known.identity, &known.geometry), None);
+        let mut models = self.models();
+        let reply = in_time(self.patience, models.register_model(request)).await;
+        let reply = reply.map_err(|status| fault::reason_of(&status))?.into_inner();
+        self.learn(&reply, &known.identity, &known.geometry).map(drop)
+    }
+
+    fn learn(
+        &self,
+        reply: &proto::RegisterModelReply,
+        identity: &Identity,
+        geometry: &Geometry,
+    ) -> Result<NamespaceId, Reason> {
+        if digest::of_model(&convert::wire_identity(identity), &reply.namespace) != reply.crc32 {
+            return Err(Reason::Media("a registration was damaged on its way".to_owned()));
+        }
+        let namespace = <[u8; 32]>::try_from(&reply.namespace[..]);
+        let namespace = namespace.map(NamespaceId).map_err(|_| Reason::Bug("a namespace that is none"))?;
+        let known = Known { identity: identity.clone(), geometry: geometry.clone() };
+        self.known.write().unwrap_or_else(PoisonError::into_inner).insert(namespace, known);
+        Ok(namespace)
+    }
+
+    pub(super) fn known(&self, namespace: NamespaceId) -> Option<Known> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner).get(&namespace).cloned()
+    }
+
+    /// The shape of blocks that lie in `places`; refused if the places are for another one.
+    pub(super) fn shape(
+        &self,
+        namespace: NamespaceId,
+        (group, coordinate): (Group, Coordinate),
+        places: &Placed,
+    ) -> Result<BlockShape, Reason> {
+        let known = self.known(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
+        let shape = known.geometry.shape(group, coordinate, known.identity.block_tokens);
+        let shape = shape.map_err(|error| Reason::Shape(error.to_string()))?;
+        let wrong = |error: &dyn fmt::Display| Reason::Shape(error.to_string());
+        let layout = RunLayout::new(Layout::FullBlock, LAYOUT_VERSION, &shape, places.block_count());
+        let layout = layout.map_err(|error| wrong(&error))?;
+        WritePlan::new(&layout, places.places(), 0).map_err(|error| wrong(&error))?;
+        Ok(shape)
+    }
+
+    /// What can be said of any request's keys, places and deadline before it is sent.
+    pub(super) fn check(
+        &self,
+        keys: &[BlockKey],
+        places: &Placed,
+        deadline: Option<Nanos>,
+    ) -> Result<(), Reason> {
+        if keys.is_empty() {
+            return Err(Reason::Empty);
+        }
+        if keys.len() > MAX_REQUEST_BLOCKS {
+            return Err(Reason::TooMany("blocks"));
+        }
+        if deadline.is_some_and(|deadline| deadline <= self.clock.now()) {
+            return Err(Reason::DeadlineInPast);
+        }
+        let mut sorted: Vec<&BlockKey> = keys.iter().collect();
+        sorted.sort_unstable();
+        if let Some([key, _]) = sorted.array_windows().find(|[a, b]| a == b) {
+            return Err(Reason::Duplicate(**key));
+        }
+        let (expected, found) = (keys.len() as u64, u64::from(places.block_count()));
+        if places.turns().is_some() {
+            // Nobody waits for turns at the other end: layers that share memory would overwrite each other.
+            return Err(Reason::Overlap);
+        }
+        if expected == found { Ok(()) } else { Err(Reason::Length { expected, found }) }
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            // Also from within another runtime, where waiting is forbidden.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+fn registration(identity: &Identity, geometry: &Geometry) -> proto::RegisterModelRequest {
+    proto::RegisterModelRequest {
+        identity: Some(convert::wire_identity(identity)),
+        spec: Some(proto::register_model_request::Spec::Geometry(convert::wire_geometry(geometry))),
+        columns: Vec::new(),
+    }
+}
+
+/// The transport's settings for an endpoint.
+pub fn endpoint(options: &ConnectOptions) -> Result<Endpoint, Error> {
+    let endpoint = Endpoint::from_shared(options.endpoint.clone());
+    let mut endpoint = endpoint
+        .map_err(|error| config(format!("{}: {error}", options.endpoint)))?
+        .connect_timeout(options.patience)
+        .initial_stream_window_size(limits::STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(limits::CONNECTION_WINDOW_BYTES)
+        .max_frame_size(limits::HTTP_FRAME_BYTES)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(limits::KEEPALIVE)
+        .keep_alive_timeout(limits::KEEPALIVE);
+    if options.endpoint.starts_with("https:") {
+        let mut tls = ClientTlsConfig::new();
+        if let Some(authority) = &options.authority {
+            tls = tls.ca_certificate(Certificate::from_pem(authority));
+        }
+        if let Some((certificate, key)) = &options.identity {
+            tls = tls.identity(tonic::transport::Identity::from_pem(certificate, key));
+        }
+        if let Some(name) = &options.server_name {
+            tls = tls.domain_name(name.clone());
+        }
+        endpoint = endpoint.tls_config(tls).map_err(|error| config(deepest(&error)))?;
+    }
+    Ok(endpoint)
+}
+
+/// The cause that says most.
+fn deepest(error: &dyn std::error::Error) -> String {
+    let mut error = error;
+    while let Some(cause) = error.source() {
+        error = cause;
+    }
+    error.to_string()
+}
