@@ -18,6 +18,7 @@ use kvarts_store::rt::glommio::GlommioLauncher;
 use kvarts_store::rt::threads::{MakeIo, ThreadLauncher};
 use kvarts_store::rt::{Body, Class, Clock, Entropy, Join, Launcher};
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::sim::crash::Crash;
 use kvarts_tests::sim::media::errno::EIO;
 use kvarts_tests::sim::{Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};
 use kvarts_tests::stage::{Scratch, SimStage, Stage, drive};
@@ -171,6 +172,97 @@ fn a_segment_that_cannot_be_begun_is_left_alone_after_a_few_tries() {
     assert!(rounds < 60, "one segment is tried again and again");
     world.disk().heal();
     assert_eq!(fill(&desk, 1000..1040), vec![BlockOutcome::Stored; 40]);
+}
+
+/// One region of the device is bad for good: here all that the file of the next segment has.
+#[test]
+fn puts_go_on_beside_a_place_that_fails_for_good_and_nobody_is_told() {
+    for kind in [OpKind::Write, OpKind::Flush] {
+        let (world, stage) = open(9, 8 << 20);
+        let desk = Desk::new(&stage, "bad region");
+        assert_eq!(fill(&desk, 0..3), vec![BlockOutcome::Stored; 3]);
+        world.disk().inject(from_now_on(kind, EIO).named("segment-00000001"));
+        let reasons = refused(&fill(&desk, 10..100));
+        assert!(world.disk().struck() > 0, "{kind:?}: nothing met it");
+        assert_eq!(reasons, [], "{kind:?}");
+        assert_eq!(stage.engine().health(), kvarts_store::engine::Health::default());
+        desk.expect(pages(), &desk.keys(0..3), 1);
+        stage.close().unwrap();
+    }
+}
+
+/// Each segment fails where a new file does not: what is here stays, but for a few segments, and the store comes back at once.
+#[test]
+fn a_device_that_fails_every_segment_and_no_other_file_loses_few_of_them() {
+    let (world, stage) = open(10, 3 << 20);
+    let desk = Desk::new(&stage, "bad segments");
+    assert_eq!(fill(&desk, 0..150), vec![BlockOutcome::Stored; 150]);
+    let evicted = || stage.engine().stats().counts.blocks_evicted;
+    let before = evicted();
+    for number in 0..100 {
+        let end: &'static str = format!("segment-{number:08}").leak();
+        world.disk().inject(from_now_on(OpKind::Write, EIO).named(end));
+    }
+    assert_eq!(refused(&fill(&desk, 200..260)).len(), 60);
+    assert!(evicted() - before <= 60, "{} blocks went for puts that failed", evicted() - before);
+    assert_eq!(stage.engine().health().failing.len(), 1);
+    world.disk().heal();
+    assert_eq!(fill(&desk, 300..400), vec![BlockOutcome::Stored; 100]);
+    assert!(stage.engine().health().failing.is_empty());
+    stage.audit_all();
+    stage.close().unwrap();
+}
+
+#[test]
+fn a_device_that_fails_writes_everywhere_is_told_of_until_it_takes_them_again() {
+    let (world, stage) = open(11, 8 << 20);
+    let desk = Desk::new(&stage, "bad device");
+    assert_eq!(fill(&desk, 0..3), vec![BlockOutcome::Stored; 3]);
+    world.disk().inject(from_now_on(OpKind::Write, EIO));
+    assert_eq!(refused(&fill(&desk, 10..20)).len(), 10);
+    let failing = stage.engine().health().failing;
+    assert!(failing.get(&0).is_some_and(|why| why.contains("error")), "{failing:?}");
+    assert_eq!(stage.engine().health().fault(), None, "it is no latch");
+    world.disk().heal();
+    assert_eq!(fill(&desk, 30..60), vec![BlockOutcome::Stored; 30]);
+    assert!(stage.engine().health().failing.is_empty());
+    stage.close().unwrap();
+}
+
+/// The header of a recycled segment fails once. What its footer lists may count after a crash, so nothing may be written
+/// over that.
+#[test]
+fn asking_a_device_whether_it_takes_writes_again_overwrites_nothing_that_may_come_back() {
+    let (world, stage) = open(12, 3 << 20);
+    // Without holes, segments are emptied as a whole and written anew.
+    world.disk().inject(from_now_on(OpKind::Punch, 95));
+    let desk = Desk::new(&stage, "coming back");
+    assert_eq!(fill(&desk, 0..150), vec![BlockOutcome::Stored; 150]);
+    let recycled = || stage.engine().stats().counts.segments_recycled;
+    let (before, mut number) = (recycled(), 200);
+    let mut met = 0;
+    while met == 0 && number < 300 {
+        let was = recycled();
+        world.disk().heal();
+        world.disk().inject(from_now_on(OpKind::Punch, 95));
+        failing(EIO, &[1]).for_each(|rule| world.disk().inject(rule));
+        // The first write after a roll is the header's.
+        met += usize::from(!refused(&fill(&desk, number..number + 1)).is_empty() && recycled() > was);
+        number += 1;
+    }
+    assert!(met > 0 && recycled() > before, "no header failed");
+    world.disk().heal();
+    world.disk().inject(from_now_on(OpKind::Punch, 95));
+    // Only the page with which the device is asked is written: what is begun then fails.
+    world.disk().inject(Rule::new(Which::Kind(OpKind::Write), When::From(2), Effect::Errno(EIO)));
+    assert_eq!(refused(&fill(&desk, 400..401)).len(), 1);
+    let media = stage.cut_power().image(Crash::LoseAll);
+    let world = SimWorld::with_media(13, &WorldConfig::default(), media);
+    let stage = SimStage::open(&world, &options(3 << 20)).unwrap();
+    let problems: u64 = stage.engine().recovery().iter().map(|report| report.problems).sum();
+    assert_eq!(problems, 0);
+    stage.audit_all();
+    stage.close().unwrap();
 }
 
 #[test]

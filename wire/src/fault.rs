@@ -307,8 +307,9 @@ pub fn reason(error: &proto::Error) -> Reason {
 
 /// What there are too many of. Only words that this program knows: a server cannot make it keep others.
 fn counted(what: &str) -> &'static str {
-    const KNOWN: [&str; 8] = [
+    const KNOWN: [&str; 9] = [
         "blocks",
+        "blocks that descend from the key",
         "layers",
         "layers of models",
         "bytes",

@@ -339,7 +339,7 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
     }
     incoming.end().await?;
     pieces.take_until(0).await?;
-    call.node.trouble.put_ended(&pieces.outcomes);
+    call.node.trouble.put_ended(&pieces.outcomes, || call.node.engine.health());
     let mut reply = proto::PutReply { outcomes: convert::wire_outcomes(&pieces.outcomes), crc32: 0 };
     reply.crc32 = incoming.said.put_reply(&reply);
     Ok(reply)

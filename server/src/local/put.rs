@@ -111,7 +111,7 @@ impl Putting {
             }
         }
         pieces.take_until(0).await?;
-        call.node.trouble.put_ended(&pieces.outcomes);
+        call.node.trouble.put_ended(&pieces.outcomes, || call.node.engine.health());
         Ok(proto::PutReply { outcomes: wire_outcomes(&pieces.outcomes), crc32: 0 })
     }
 }

@@ -206,11 +206,13 @@ fn engine(out: &mut String, node: &Node) {
 
 /// Whether the store takes writes, and who has died.
 fn health(out: &mut String, health: &kvarts_store::engine::Health) {
-    let kvarts_store::engine::Health { latched, dead_executors } = health;
+    let kvarts_store::engine::Health { latched, dead_executors, failing } = health;
     head(out, "kvarts_read_only", "gauge", "Whether the store takes no writes, and why.");
     let reason = latched.as_deref().unwrap_or_default();
     let _ = writeln!(out, "kvarts_read_only{{reason=\"{}\"}} {}", Value(reason), u8::from(latched.is_some()));
     one(out, "kvarts_dead_executors", "gauge", "Executors that have died.", dead_executors);
+    let help = "Shards that refuse puts because their device fails writes wherever it was asked.";
+    one(out, "kvarts_failing_shards", "gauge", help, failing.len());
 }
 
 /// What waits for the devices, and what they work on.
@@ -402,7 +404,7 @@ mod tests {
     fn a_store_that_takes_no_writes_says_so_with_the_reason() {
         let mut out = String::new();
         let latched = Some("writing \"seg\": Input/output error".to_owned());
-        health(&mut out, &kvarts_store::engine::Health { latched, dead_executors: 2 });
+        health(&mut out, &kvarts_store::engine::Health { latched, dead_executors: 2, ..Default::default() });
         let expected = "kvarts_read_only{reason=\"writing \\\"seg\\\": Input/output error\"} 1";
         assert!(out.contains(expected) && out.contains("kvarts_dead_executors 2"), "{out}");
         health(&mut out, &kvarts_store::engine::Health::default());

@@ -1,10 +1,12 @@
-//! What an operator must hear of at once: damage that a read met, and a disk that takes no more. Few lines, whatever
-//! clients do: damage is limited by the second, a full disk is told when it begins and when it ends.
+//! What an operator must hear of at once: damage that a read met, a disk that takes no more, and one that fails writes.
+//! Few lines, whatever clients do: damage is limited by the second, the others are told when they begin and when they end.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use kvarts_layout::NamespaceId;
 use kvarts_store::api::BlockOutcome;
+use kvarts_store::engine::Health;
 use kvarts_store::error::{Kind, Reason};
 
 use super::Audit;
@@ -14,6 +16,8 @@ use super::Audit;
 pub struct Trouble {
     /// Blocks that were refused since the disk was found full; none while it is not.
     refused: Mutex<Option<u64>>,
+    /// It was told that shards fail writes, and not yet that none does any more.
+    failing: AtomicBool,
 }
 
 /// What a put said of the disk.
@@ -51,8 +55,9 @@ impl Trouble {
         }
     }
 
-    /// What became of the blocks of a put.
-    pub fn put_ended(&self, outcomes: &[BlockOutcome]) {
+    /// What became of the blocks of a put, and how the store is.
+    pub fn put_ended(&self, outcomes: &[BlockOutcome], health: impl FnOnce() -> Health) {
+        self.failing(outcomes, health);
         match self.hear(outcomes) {
             Heard::Begins => tracing::warn!(
                 "the budget or the disk is full and nothing may be evicted: puts are refused, reads go on; \
@@ -60,6 +65,28 @@ impl Trouble {
             ),
             Heard::Ends(refused) => tracing::info!(refused, "puts are stored again: there is room"),
             Heard::Nothing => {}
+        }
+    }
+
+    fn failing(&self, outcomes: &[BlockOutcome], health: impl FnOnce() -> Health) {
+        let told = self.failing.load(Ordering::Relaxed);
+        let met = |one: &BlockOutcome| matches!(one, BlockOutcome::Refused(Reason::Media(_)));
+        if !told && !outcomes.iter().any(met) {
+            return;
+        }
+        let failing = health().failing;
+        let ended = failing.is_empty();
+        if told != ended || self.failing.swap(!ended, Ordering::Relaxed) != ended {
+            return;
+        }
+        match failing.first_key_value() {
+            Some((shard, why)) => tracing::warn!(
+                shard,
+                shards = failing.len(),
+                "the device fails writes wherever it was asked: puts to these shards are refused, reads go on, and each \
+                 put asks again; look at the device: {why}"
+            ),
+            None => tracing::info!("the device takes writes again: puts are stored in all shards"),
         }
     }
 

@@ -439,9 +439,18 @@ fn has_room(log: &Log, namespace: &Namespace, more: usize) -> bool {
     let graves = log.graves.borrow();
     let is_own = |id: &NamespaceId| log.shared.names.get(*id).is_some_and(|one| one.salt == namespace.salt);
     let own = graves.by_namespace().filter(|(id, _)| is_own(id)).map(|(_, count)| count).sum();
-    let shards = log.shared.shards.max(1) as usize;
+    fits(remembered(log.shared.shards), graves.len(), own, more)
+}
+
+/// Tombstones that a shard of so many remembers.
+fn remembered(shards: u32) -> usize {
     let (least, most) = (*REMEMBERED_SHARD.start(), *REMEMBERED_SHARD.end());
-    fits((REMEMBERED_ALL / shards).clamp(least, most), graves.len(), own, more)
+    (REMEMBERED_ALL / shards.max(1) as usize).clamp(least, most)
+}
+
+/// Keys of one delete beyond which it never fits.
+pub(super) fn keys_max(shards: u32) -> usize {
+    remembered(shards) / 2
 }
 
 /// Whether a tenant that has `own` of `all` may have `more`: half of what others leave. So whatever some tenants do,

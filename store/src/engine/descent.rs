@@ -3,7 +3,8 @@
 //! Every shard is asked once for the links of the namespace, from child to parent, that its segments list; the search
 //! then walks them in memory. A chain of records that lies in all shards so costs one look at each footer, however long
 //! it is. Memory is bounded: where there are more links than a search may keep, it walks what it has, lets go of it and
-//! goes on with the rest, until a look at everything finds nothing more.
+//! goes on with the rest, until a look at everything finds nothing more; and where more descends from the key than a
+//! shard could ever remember to be deleted, it ends with that.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
@@ -124,7 +125,7 @@ pub(crate) async fn delete_prefix(
     let mut finding = pin!(async {
         let namespace = delete::check(shared, &request)?;
         let _turn = turn.take().await;
-        let mut search = Search::new(root, router.shards());
+        let mut search = Search::new(root, router.shards(), delete::keys_max(shared.shards));
         search.run(shared, router, &namespace).await?;
         Ok::<_, Reason>((namespace, search.keys))
     });
@@ -145,6 +146,7 @@ pub(crate) async fn delete_prefix(
 struct Search {
     /// The key, and what was found to descend from it.
     keys: BTreeSet<BlockKey>,
+    keys_max: usize,
     links: BTreeSet<Link>,
     /// Some links have been let go of since everything was looked at.
     let_go: bool,
@@ -154,9 +156,10 @@ struct Search {
 }
 
 impl Search {
-    fn new(root: BlockKey, shards: u32) -> Self {
+    fn new(root: BlockKey, shards: u32, keys_max: usize) -> Self {
         Self {
             keys: BTreeSet::from([root]),
+            keys_max,
             links: BTreeSet::new(),
             let_go: false,
             listed: vec![Listed::new(); shards as usize],
@@ -177,7 +180,7 @@ impl Search {
             for shard in 0..router.shards() {
                 self.look_at(shard, (shared, router), namespace).await?;
             }
-            self.walk(shared).await;
+            self.walk(shared).await?;
             let again = self.let_go || kvarts_layout::planted!("footers-read-again");
             if again && self.keys.len() > known {
                 // What was let go of may lead on from what was found since.
@@ -216,7 +219,7 @@ impl Search {
                 self.section.spend(1).await;
             }
             if self.links.len() >= LINKS_MAX {
-                self.walk(shared).await;
+                self.walk(shared).await?;
                 self.links.clear();
                 self.let_go = true;
             }
@@ -225,7 +228,7 @@ impl Search {
     }
 
     /// Adds what descends from the keys by the links that are here.
-    async fn walk(&mut self, shared: &Shared) {
+    async fn walk(&mut self, shared: &Shared) -> Result<(), Reason> {
         let mut parents: Vec<BlockKey> = self.keys.iter().copied().collect();
         while let Some(parent) = parents.pop() {
             for (_, child) in self.links.range((parent, BlockKey([0; 32]))..=(parent, BlockKey([0xff; 32]))) {
@@ -233,9 +236,34 @@ impl Search {
                     parents.push(*child);
                 }
                 self.section.spend(1).await;
+                if self.keys.len() > self.keys_max {
+                    return Err(Reason::TooMany("blocks that descend from the key"));
+                }
             }
             shared.work.searches.add(1);
             self.section.spend(1).await;
         }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::recover::tests::harness::{Place, key};
+
+    #[test]
+    fn a_search_that_finds_more_than_can_be_deleted_ends_there() {
+        Place::new().run(|world| async move {
+            for (keys_max, children, ends) in [(100, 100, false), (100, 101, true), (100, 5000, true)] {
+                let mut search = Search::new(key(0), 1, keys_max + 1);
+                // Half of them one under the other, half under the key.
+                let child = |n: u64| (key(if n.is_multiple_of(2) { n - n.min(2) } else { 0 }), key(n));
+                search.links.extend((1..=children).map(child));
+                let walked = search.walk(&world.shared).await;
+                assert_eq!(walked.is_err(), ends, "{children}");
+                assert!(search.keys.len() <= keys_max + 2, "{} are kept", search.keys.len());
+            }
+        });
     }
 }

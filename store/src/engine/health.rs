@@ -4,7 +4,7 @@
 //! resume ([`Store::resume`](super::Store::resume)), which proves it first.
 
 use std::cell::RefCell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 
 use super::shared::Shared;
@@ -21,6 +21,9 @@ pub struct Health {
     pub latched: Option<String>,
     /// Executors that have died. What lies in their shards is not here until the store is opened again.
     pub dead_executors: u64,
+    /// Shards that refuse puts because their device fails writes wherever it was asked, and what it said last. Reads
+    /// go on, and each put asks again.
+    pub failing: BTreeMap<u32, String>,
 }
 
 impl Health {
@@ -37,6 +40,8 @@ pub(crate) struct State {
     dead: Mutex<Dead>,
     /// Whether any executor died: asked at each look at the index.
     any_dead: AtomicBool,
+    failing: Mutex<BTreeMap<u32, String>>,
+    any_failing: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -79,7 +84,21 @@ impl Shared {
     pub(crate) fn health(&self) -> Health {
         let dead_executors = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner).executors;
         let latched = self.health.latch.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        Health { latched, dead_executors }
+        let failing = self.health.failing.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Health { latched, dead_executors, failing }
+    }
+
+    /// Whether the device of a shard fails writes wherever it was asked.
+    pub(crate) fn set_failing(&self, shard: u32, error: Option<&IoError>) {
+        if error.is_none() && !self.health.any_failing.load(Ordering::Acquire) {
+            return;
+        }
+        let mut failing = self.health.failing.lock().unwrap_or_else(PoisonError::into_inner);
+        match error {
+            Some(error) => drop(failing.insert(shard, error.to_string())),
+            None => drop(failing.remove(&shard)),
+        }
+        self.health.any_failing.store(!failing.is_empty(), Ordering::Release);
     }
 
     /// Nobody answers for these shards any more.

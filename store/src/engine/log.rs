@@ -32,6 +32,7 @@ use super::recover::graves::Graves;
 use super::segment::{Segment, SegmentState, fault, record_bytes};
 use super::shared::Shared;
 use super::slice::Hold;
+use super::trouble::Detours;
 use super::unpack::Unpacker;
 use super::writes::Writes;
 use crate::api::{Placed, Turns};
@@ -195,6 +196,8 @@ pub(crate) struct Log {
     pub(super) layered: RefCell<Vec<Turns>>,
     /// In which segment a write or flush failed last, until the device was seen to take writes again.
     pub(super) trouble: RefCell<Option<Rc<Segment>>>,
+    /// How often it was not, and writes went elsewhere.
+    pub(super) detours: Cell<Detours>,
     /// A task is getting the next segment; others wait.
     pub(super) rolling: Cell<bool>,
     /// Segments are being given back.
@@ -279,6 +282,7 @@ impl Log {
             parked: RefCell::default(),
             layered: RefCell::default(),
             trouble: RefCell::default(),
+            detours: Cell::default(),
             rolling: Cell::new(false),
             shrinking: Cell::new(false),
             no_holes: Cell::new(false),
@@ -353,6 +357,8 @@ impl Log {
         if flushed.is_err() {
             self.abandon(&written.segment);
             self.note_trouble(&written.segment);
+        } else {
+            self.wrote_well();
         }
         flushed
     }

@@ -44,6 +44,7 @@ mod snapshot;
 pub(crate) mod steps;
 mod store;
 mod tables;
+mod trouble;
 mod unpack;
 mod writes;
 

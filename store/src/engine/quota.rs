@@ -14,7 +14,6 @@
 //! keeps the others whole.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 
@@ -32,6 +31,8 @@ const SHARE: u64 = 16;
 const BLOCKS_AT_ONCE: usize = 64;
 /// Records that are looked at for each that is noted, whether they are there still.
 const LOOKED_AT: usize = 2;
+/// The same where the index lacks room.
+const LOOKED_AT_ONCE: usize = 256;
 
 /// What a put has of its account's limit.
 #[derive(Debug)]
@@ -172,17 +173,29 @@ pub(crate) fn note(
         return;
     };
     let mut known = lock(&account.known);
-    known.records.insert(record, prints.collect());
+    known.insert(record, prints.collect());
     // A few of the others each time: what is gone is forgotten before as much comes again.
-    let own = |id: RecordId| {
-        let info = records.get(id).filter(|info| info.live > 0);
-        info.is_some_and(|info| records.ledger().number_of(info.class) == account.number())
-    };
-    let from = known.looked_at.map_or(Unbounded, Excluded);
-    let next: Vec<RecordId> =
-        known.records.range((from, Unbounded)).map(|(id, _)| *id).take(LOOKED_AT).collect();
-    known.looked_at = next.get(LOOKED_AT - 1).copied();
-    next.iter().filter(|id| **id != record && !own(**id)).for_each(|id| drop(known.records.remove(id)));
+    forget_gone(shared, &account, &mut known, LOOKED_AT);
+}
+
+/// Looks at so many records of an account, where it was looked last, and forgets the blocks of those that are gone.
+fn forget_gone(shared: &Shared, account: &Account, known: &mut Known, most: usize) {
+    let records = shared.index.records();
+    let own = |info: RecordInfo| records.ledger().number_of(info.class) == account.number();
+    known.look(most, |id| records.get(id).is_some_and(own));
+}
+
+/// The same for one of all accounts, each in its turn: what is gone must not count for long as room that the index lacks.
+pub(crate) fn forget_some(shared: &Shared, turn: u64) {
+    let accounts = shared.index.records().ledger().accounts();
+    let from = turn.checked_rem(accounts.len() as u64).unwrap_or(0) as usize;
+    let in_turn = accounts.iter().cycle().skip(from).take(accounts.len().min(LOOKED_AT_ONCE));
+    for account in in_turn {
+        let mut known = lock(&account.known);
+        if known.len() > 0 {
+            return forget_gone(shared, account, &mut known, LOOKED_AT_ONCE);
+        }
+    }
 }
 
 /// Evicts records of these accounts that are worth `bytes` together, the longest unused first; gives what went. Those
@@ -201,18 +214,18 @@ async fn evict_oldest(shared: &Shared, accounts: &[Arc<Account>], bytes: u64) ->
         && let Some((_, _, id, share, place)) = found.pop_first()
     {
         let Some(account) = accounts.get(place) else { break };
-        if !walked && !lock(&account.known).records.contains_key(&id) {
+        if !walked && !lock(&account.known).has(id) {
             walked = true;
             learn(shared, accounts, &mut section).await;
         }
-        let Some(prints) = lock(&account.known).records.remove(&id) else { continue };
+        let Some(prints) = lock(&account.known).remove(id) else { continue };
         let mut leased = false;
         for some in prints.chunks(BLOCKS_AT_ONCE) {
             leased |= some.iter().any(|print| shared.index.is_leased(*print, now));
             section.step(some.len() as u64).await;
         }
         if leased {
-            lock(&account.known).records.insert(id, prints);
+            lock(&account.known).insert(id, prints);
             continue;
         }
         for some in prints.chunks(BLOCKS_AT_ONCE) {
@@ -278,7 +291,7 @@ async fn learn(shared: &Shared, accounts: &[Arc<Account>], section: &mut Section
     }
     for (id, (place, prints)) in wanted {
         if let Some(account) = accounts.get(place) {
-            lock(&account.known).records.insert(id, prints.into());
+            lock(&account.known).insert(id, prints.into());
         }
         section.step(1).await;
     }

@@ -5,7 +5,8 @@
 //! removed instead of used.
 //!
 //! Invariants:
-//! - after a write or flush has failed nothing is begun and nothing evicted before the device was seen to take writes;
+//! - after a write or flush has failed nothing is begun and nothing evicted before the device was seen to take writes
+//!   (`trouble`);
 //! - bytes are given back to the budget only after the file's name is gone durably;
 //! - a segment number that comes again goes on with the generation after the last, so that nothing which still
 //!   names the old file (a kept header, an older checkpoint) takes the new one for it.
@@ -14,8 +15,8 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
+use kvarts_layout::format;
 use kvarts_layout::format::footer::Footer;
-use kvarts_layout::format::{self, PAGE_BYTES};
 use kvarts_layout::planted;
 
 use super::evict::batch::Made;
@@ -23,8 +24,8 @@ use super::log::Log;
 use super::segment::{Segment, SegmentState, fault};
 use crate::error::Reason;
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{FileId, IoError, IoErrorKind, MetaOp, OpenMode};
-use crate::rt::{Class, Runtime};
+use crate::io::{FileId, IoError, MetaOp, OpenMode};
+use crate::rt::Runtime;
 
 /// How often room is made by holes for one segment, before one is emptied for it.
 const ROUNDS_MAX: u32 = 8;
@@ -62,42 +63,6 @@ impl Log {
             }
         }
         Err(Reason::NoSpace)
-    }
-
-    /// After a write or flush has failed: whether the device takes writes again. It is asked with a page behind the end of
-    /// the segment that failed, where nothing counts, and that says nothing of the segment: it takes no record any more,
-    /// and what was not durable in it stays so.
-    async fn look_for_trouble(&self) -> Result<(), Reason> {
-        let failed = self.trouble.borrow().as_ref().map(Rc::clone);
-        let is_here = |one: &Rc<Segment>| {
-            self.segments.borrow().get(&one.number).is_some_and(|here| Rc::ptr_eq(here, one))
-        };
-        let still = |one: &Rc<Segment>| one.state.get() == SegmentState::Suspect && is_here(one);
-        let Some(failed) = failed.filter(still) else {
-            return Ok(());
-        };
-        let at = failed.tail.borrow().next;
-        // The footer that it would have had leaves more than that.
-        let fits = at + 2 * PAGE_BYTES <= self.shared.segment_bytes;
-        if let Some(page) = self.shared.zeros(PAGE_BYTES).filter(|_| fits) {
-            let written = self.driver.write(Class::Put, failed.file, at, page, false).await;
-            let asked = match written {
-                Ok(()) => self.driver.flush(failed.file).await,
-                wrong => wrong,
-            };
-            match asked {
-                // A device that wants room is given some by what follows.
-                Err(error) if error.kind != IoErrorKind::NoSpace => {
-                    return Err(match decide(&error, Stage::PutData) {
-                        Action::LatchReadOnly => self.shared.latch(&error),
-                        _ => fault(&error),
-                    });
-                }
-                _ => {}
-            }
-        }
-        self.trouble.take();
-        Ok(())
     }
 
     /// Makes room, by holes for as many rounds as may be, then by emptying a segment.

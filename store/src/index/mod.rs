@@ -135,6 +135,8 @@ pub struct IndexMemory {
     pub blocks: usize,
     /// Records.
     pub records: usize,
+    /// Bytes of what records have, without memory that is kept for the next.
+    pub record_bytes: usize,
     /// Bytes by blocks; zero when there is no block.
     pub bytes_per_block: f64,
 }
@@ -356,7 +358,8 @@ impl Index {
         }
         bytes += self.records.bytes() + self.leases.bytes();
         let bytes_per_block = if blocks == 0 { 0.0 } else { bytes as f64 / blocks as f64 };
-        IndexMemory { bytes, blocks, records: self.records.len(), bytes_per_block }
+        let (records, record_bytes) = (self.records.len(), self.records.held());
+        IndexMemory { bytes, blocks, records, record_bytes, bytes_per_block }
     }
 }
 

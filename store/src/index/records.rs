@@ -3,17 +3,17 @@
 //! Invariants:
 //! - a record's number is given out again only after [`Records::free`], which refuses while blocks are live;
 //! - `live` never counts too few: it goes up before an entry points at the record and down after;
-//! - memory is taken in chunks of 64 records and kept: there is no doubling, nothing moves, nothing shrinks;
+//! - memory is taken in chunks of 64 records, the first ones of an owner smaller: there is no doubling, nothing moves. A
+//!   chunk without a record is given back, but for a few that the next owner finds;
 //! - all records of a chunk have one owner, which is a shard on disk and an account: so the records of either are
-//!   walked without a look at the others. Chunks of an owner that has no record left are given to the next that needs
-//!   one.
+//!   walked without a look at the others.
 //!
 //! Records are spread over 16 locks by number. Under them only the ledger's are taken, which learn of every change
 //! of a live count; so these may be taken under a partition's lock, never the other way round.
 //!
 //! Of each record the second of its last use is kept as well. It changes under a lock for reading.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::num::NonZeroU16;
 use std::sync::Arc;
@@ -29,6 +29,13 @@ use crate::sync::{PLAIN, Race, RwLock, planted};
 const SHARDS: u32 = 16;
 /// Records a chunk holds.
 const CHUNK: usize = 64;
+/// Records that the first chunks of an owner hold: most namespaces are small, and each has records in many shards.
+const FIRST_CHUNKS: [usize; 2] = [4, 16];
+/// Chunks that nobody has and whose memory is kept, of each lock.
+const SPARE_MAX: usize = 8;
+/// Bytes of an owner without its chunks, and of what lists a chunk, about.
+const OWNER_BYTES: usize = 192;
+const LISTED_BYTES: usize = 16;
 /// Ends the list of free slots.
 const NONE: u32 = u32::MAX;
 /// Locks over which the records of one owner are spread.
@@ -97,23 +104,24 @@ type Owner = (u16, u32);
 struct Chunk {
     owner: Owner,
     slots: Box<[Slot]>,
-}
-
-/// The chunks of one owner.
-struct Owned {
-    chunks: Vec<u32>,
-    /// The first free slot that was used before, or `NONE`.
+    /// The first free slot, or `NONE`.
     free: u32,
-    /// The next slot of the last chunk that was not, and how many there are.
-    fresh: u32,
-    left: u32,
     used: u32,
 }
 
-impl Default for Owned {
-    fn default() -> Self {
-        Self { chunks: Vec::new(), free: NONE, fresh: 0, left: 0, used: 0 }
+impl Chunk {
+    fn new(owner: Owner, len: usize) -> Self {
+        let next = |at: usize| if at < len { at as u32 } else { NONE };
+        let slots = (1..=len).map(|at| Slot::Free { next: next(at) }).collect();
+        Self { owner, slots, free: next(0), used: 0 }
     }
+}
+
+/// The chunks of one owner, and those of them that have free slots.
+#[derive(Default)]
+struct Owned {
+    chunks: BTreeSet<u32>,
+    open: BTreeSet<u32>,
 }
 
 /// Why an operation on a record was refused.
@@ -156,9 +164,12 @@ impl std::error::Error for RecordError {}
 struct Shard {
     chunks: Vec<Chunk>,
     owners: BTreeMap<Owner, Owned>,
-    /// Chunks that nobody has.
+    /// Chunks that nobody has: those with memory, and those without.
     spare: Vec<u32>,
+    bare: Vec<u32>,
     used: usize,
+    /// Slots of the chunks that somebody has.
+    slots: usize,
     /// Records that are held (few at a time): how often, and whether one was to be freed meanwhile.
     held: BTreeMap<u32, (u32, bool)>,
 }
@@ -179,46 +190,56 @@ impl Shard {
         }
     }
 
-    /// A chunk for this owner: one that nobody has, or a new one.
-    fn chunk(&mut self, owner: Owner) -> Option<u32> {
-        if let Some(spare) = self.spare.pop() {
-            self.chunks.get_mut(spare as usize)?.owner = owner;
-            return Some(spare);
-        }
-        let number = u32::try_from(self.chunks.len()).ok()?;
-        if number >= u32::MAX / SHARDS / CHUNK as u32 {
-            return None;
-        }
-        let slots = (0..CHUNK).map(|_| Slot::Free { next: NONE }).collect();
-        self.chunks.push(Chunk { owner, slots });
+    /// A chunk of so many slots for this owner.
+    fn chunk(&mut self, owner: Owner, len: usize) -> Option<u32> {
+        let number = match (len == CHUNK).then(|| self.spare.pop()).flatten() {
+            Some(spare) => {
+                self.chunks.get_mut(spare as usize)?.owner = owner;
+                spare
+            }
+            None => match self.bare.pop() {
+                Some(bare) => {
+                    *self.chunks.get_mut(bare as usize)? = Chunk::new(owner, len);
+                    bare
+                }
+                None => {
+                    let number = u32::try_from(self.chunks.len()).ok()?;
+                    if number >= u32::MAX / SHARDS / CHUNK as u32 {
+                        return None;
+                    }
+                    self.chunks.push(Chunk::new(owner, len));
+                    number
+                }
+            },
+        };
+        self.slots += len;
+        let owned = self.owners.entry(owner).or_default();
+        owned.chunks.insert(number);
+        owned.open.insert(number);
         Some(number)
     }
 
     fn insert(&mut self, owner: Owner, info: RecordInfo) -> Option<u32> {
-        let known = self.owners.get(&owner).map(|owned| (owned.free, owned.left));
-        let local = match known {
-            Some((free, _)) if free != NONE => {
-                let Some(Slot::Free { next }) = self.slot(free) else { return None };
-                let next = *next;
-                self.owners.get_mut(&owner)?.free = next;
-                free
-            }
-            _ => {
-                if known.is_none_or(|(_, left)| left == 0) {
-                    let chunk = self.chunk(owner)?;
-                    let owned = self.owners.entry(owner).or_default();
-                    owned.chunks.push(chunk);
-                    (owned.fresh, owned.left) = (chunk * CHUNK as u32, CHUNK as u32);
-                }
-                let owned = self.owners.get_mut(&owner)?;
-                (owned.fresh, owned.left) = (owned.fresh + 1, owned.left - 1);
-                owned.fresh - 1
+        let owned = self.owners.get(&owner);
+        let number = match owned.and_then(|owned| owned.open.first().copied()) {
+            Some(open) => open,
+            None => {
+                let chunks = owned.map_or(0, |owned| owned.chunks.len());
+                self.chunk(owner, FIRST_CHUNKS.get(chunks).copied().unwrap_or(CHUNK))?
             }
         };
-        *self.slot_mut(local)? = Slot::Used(info, AtomicU32::new(0));
-        self.owners.get_mut(&owner)?.used += 1;
+        let chunk = self.chunks.get_mut(number as usize)?;
+        let place = chunk.free;
+        let slot = chunk.slots.get_mut(place as usize)?;
+        let Slot::Free { next } = *slot else { return None };
+        *slot = Slot::Used(info, AtomicU32::new(0));
+        chunk.free = next;
+        chunk.used += 1;
         self.used += 1;
-        Some(local)
+        if next == NONE {
+            self.owners.get_mut(&owner)?.open.remove(&number);
+        }
+        Some(number * CHUNK as u32 + place)
     }
 
     fn free(&mut self, local: u32, id: RecordId) -> Result<RecordInfo, RecordError> {
@@ -234,18 +255,32 @@ impl Shard {
             }
             Some(Slot::Used(info, _)) => *info,
         };
-        let owner = self.chunks.get(local as usize / CHUNK).map(|chunk| chunk.owner).ok_or(unknown)?;
-        let owned = self.owners.get_mut(&owner).ok_or(unknown)?;
-        let next = std::mem::replace(&mut owned.free, local);
-        owned.used -= 1;
-        self.used -= 1;
-        if owned.used == 0
-            && let Some(owned) = self.owners.remove(&owner)
-        {
-            self.spare.extend(owned.chunks);
-        }
-        if let Some(slot) = self.slot_mut(local) {
+        let number = local / CHUNK as u32;
+        let chunk = self.chunks.get_mut(number as usize).ok_or(unknown)?;
+        let place = local % CHUNK as u32;
+        let next = std::mem::replace(&mut chunk.free, place);
+        if let Some(slot) = chunk.slots.get_mut(place as usize) {
             *slot = Slot::Free { next };
+        }
+        chunk.used -= 1;
+        self.used -= 1;
+        let (owner, empty) = (chunk.owner, chunk.used == 0);
+        let owned = self.owners.get_mut(&owner).ok_or(unknown)?;
+        if !empty {
+            owned.open.insert(number);
+            return Ok(info);
+        }
+        owned.open.remove(&number);
+        owned.chunks.remove(&number);
+        if owned.chunks.is_empty() {
+            self.owners.remove(&owner);
+        }
+        self.slots -= chunk.slots.len();
+        if chunk.slots.len() == CHUNK && self.spare.len() < SPARE_MAX {
+            self.spare.push(number);
+        } else {
+            *chunk = Chunk::new(owner, 0);
+            self.bare.push(number);
         }
         Ok(info)
     }
@@ -261,12 +296,20 @@ impl Shard {
         }
     }
 
+    /// Bytes of what somebody has.
+    fn held(&self) -> usize {
+        let chunks = self.chunks.len() - self.spare.len() - self.bare.len();
+        self.slots * size_of::<Slot>()
+            + chunks * (size_of::<Chunk>() + LISTED_BYTES)
+            + self.owners.len() * OWNER_BYTES
+    }
+
     fn bytes(&self) -> usize {
-        let lists: usize = self.owners.values().map(|owned| owned.chunks.capacity() * 4 + 64).sum();
-        self.chunks.len() * CHUNK * size_of::<Slot>()
-            + self.chunks.capacity() * size_of::<Chunk>()
-            + self.spare.capacity() * 4
-            + lists
+        let without = (self.chunks.capacity() - self.chunks.len()) + self.spare.len() + self.bare.len();
+        self.held()
+            + without * size_of::<Chunk>()
+            + self.spare.len() * CHUNK * size_of::<Slot>()
+            + (self.spare.capacity() + self.bare.capacity()) * 4
     }
 }
 
@@ -275,8 +318,8 @@ impl Shard {
 pub struct OwnerCursor {
     lock: u32,
     owner: Owner,
-    /// Of the owner's chunks.
-    chunk: usize,
+    /// The first of the owner's chunks that was not looked at.
+    chunk: u32,
 }
 
 /// Where a walk over all records stands. Start with the default.
@@ -473,13 +516,18 @@ impl Records {
             return Some(OwnerCursor { lock: from.lock + 1, ..OwnerCursor::default() });
         };
         let at = if *owner == from.owner { from.chunk } else { 0 };
-        let Some(chunk) = owned.chunks.get(at) else {
+        let Some(&chunk) = owned.chunks.range(at..).next() else {
             // Behind the last account of a shard there is the next shard.
             let next = owner.1.checked_add(1).map_or((owner.0.saturating_add(1), 0), |next| (owner.0, next));
             return Some(OwnerCursor { owner: next, chunk: 0, ..from });
         };
-        locked.list(*chunk as usize, from.lock, out);
-        Some(OwnerCursor { lock: from.lock, owner: *owner, chunk: at + 1 })
+        locked.list(chunk as usize, from.lock, out);
+        Some(OwnerCursor { lock: from.lock, owner: *owner, chunk: chunk + 1 })
+    }
+
+    /// Bytes of what records and their owners have, without memory that is kept for the next.
+    pub(super) fn held(&self) -> usize {
+        self.shards.iter().map(|shard| read(shard).held()).sum()
     }
 
     /// Bytes of memory taken, beyond `self`.
@@ -583,6 +631,35 @@ mod tests {
         old.iter().for_each(|(id, _)| assert!(records.free(*id).is_ok()));
         (0..20_000).for_each(|n| assert!(records.insert(RecordInfo { shard: 40, ..info(n) }).is_ok()));
         assert!(records.bytes() <= bytes * 2, "{} after {bytes}", records.bytes());
+    }
+
+    #[test]
+    fn what_many_small_owners_have_is_little_and_goes_with_their_records() {
+        let records = Records::new();
+        for account in 0..512 {
+            records.ledger().assign(
+                account,
+                kvarts_layout::NamespaceId([account as u8; 32].map(|one| one ^ (account >> 8) as u8)),
+            );
+        }
+        let one = |class: u32, shard: u16| RecordInfo { class, shard, ..info(1) };
+        let each = |class: u32, shards: u16| (0..shards).map(move |shard| one(class, shard));
+        let small = |class| each(class, 4).flat_map(|info| [info; 4]);
+        (0..512).flat_map(small).for_each(|info| assert!(records.insert(info).is_ok()));
+        let count = records.len();
+        assert!(records.held() <= count * 512, "{} bytes for {count} records", records.held());
+        // One that was large and is small gives back what it does not need any more.
+        let before = records.held();
+        let ids: Vec<_> = (0..50_000).map(|_| records.insert(one(7, 9)).unwrap()).collect();
+        assert!(records.held() - before > 50_000 * 32);
+        for (n, id) in ids.into_iter().enumerate() {
+            if n % 10_000 != 0 {
+                records.free(id).unwrap();
+            }
+        }
+        assert!(records.held() - before < 5 * 4096, "{} for 5 records", records.held() - before);
+        assert_eq!(records.len(), count + 5);
+        assert!(records.bytes() < records.held() + (1 << 20));
     }
 
     fn of(records: &Records, owner: (u16, Option<u32>)) -> (Vec<(RecordId, RecordInfo, u32)>, usize) {

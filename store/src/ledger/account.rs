@@ -5,12 +5,14 @@
 //! every moment and not only between puts.
 
 use std::collections::BTreeMap;
+use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::Arc;
 
 use kvarts_layout::NamespaceId;
 
 use super::{MakingRoom, lock};
 use crate::index::{BlockFingerprint, RecordId};
+use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use crate::sync::{Mutex, OnceLock, Race, planted};
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -127,15 +129,56 @@ pub struct Account {
 /// Blocks by the record of the index that they are in.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
-    pub(crate) records: BTreeMap<RecordId, Box<[BlockFingerprint]>>,
+    records: BTreeMap<RecordId, Box<[BlockFingerprint]>>,
     /// Up to where it was looked which of them are gone; none: from the first on.
-    pub(crate) looked_at: Option<RecordId>,
+    looked_at: Option<RecordId>,
+    /// Bytes that this takes for all accounts.
+    bytes: Arc<AtomicU64>,
+}
+
+impl Known {
+    /// Bytes of a record with so many blocks, about.
+    fn bytes_of(blocks: usize) -> u64 {
+        (48 + blocks * size_of::<BlockFingerprint>()) as u64
+    }
+
+    pub(crate) fn has(&self, record: RecordId) -> bool {
+        self.records.contains_key(&record)
+    }
+
+    /// Records that are known.
+    pub(crate) fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    pub(crate) fn insert(&mut self, record: RecordId, prints: Box<[BlockFingerprint]>) {
+        self.bytes.fetch_add(Self::bytes_of(prints.len()), Relaxed);
+        if let Some(before) = self.records.insert(record, prints) {
+            self.bytes.fetch_sub(Self::bytes_of(before.len()), Relaxed);
+        }
+    }
+
+    pub(crate) fn remove(&mut self, record: RecordId) -> Option<Box<[BlockFingerprint]>> {
+        let prints = self.records.remove(&record)?;
+        self.bytes.fetch_sub(Self::bytes_of(prints.len()), Relaxed);
+        Some(prints)
+    }
+
+    /// Looks at so many records behind those that were looked at last, and forgets those that are gone.
+    pub(crate) fn look(&mut self, most: usize, is_there: impl Fn(RecordId) -> bool) {
+        let from = self.looked_at.map_or(Unbounded, Excluded);
+        let next: Vec<RecordId> =
+            self.records.range((from, Unbounded)).map(|(id, _)| *id).take(most).collect();
+        self.looked_at = next.get(most.saturating_sub(1)).copied();
+        next.into_iter().filter(|id| !is_there(*id)).for_each(|id| drop(self.remove(id)));
+    }
 }
 
 impl Account {
-    pub(super) fn new(namespace: NamespaceId, number: u32) -> Self {
-        let (figures, known) = (Mutex::default(), Mutex::default());
-        Self { namespace, number, figures, pool: OnceLock::new(), making_room: MakingRoom::default(), known }
+    pub(super) fn new(namespace: NamespaceId, number: u32, known_bytes: &Arc<AtomicU64>) -> Self {
+        let (figures, making_room) = (Mutex::default(), MakingRoom::default());
+        let known = Mutex::new(Known { bytes: Arc::clone(known_bytes), ..Known::default() });
+        Self { namespace, number, figures, pool: OnceLock::new(), making_room, known }
     }
 
     /// Its number in the open store, by which records know their account; never 0.
@@ -240,7 +283,7 @@ mod tests {
 
     #[test]
     fn promises_count_until_they_are_dropped() {
-        let account = Arc::new(Account::new(NamespaceId([1; 32]), 1));
+        let account = Arc::new(Account::new(NamespaceId([1; 32]), 1, &Arc::default()));
         let unlimited = account.promise(u64::MAX);
         assert!(unlimited.is_ok());
         drop(unlimited);
@@ -258,7 +301,7 @@ mod tests {
     #[test]
     fn a_pool_is_the_sum_of_its_accounts_whenever_they_joined() {
         let pool = Arc::new(Pool::default());
-        let account = |number| Arc::new(Account::new(NamespaceId([number; 32]), 1));
+        let account = |number| Arc::new(Account::new(NamespaceId([number; 32]), 1, &Arc::default()));
         let (first, second, stranger) = (account(1), account(2), account(3));
         first.moved(0, 30);
         let before = first.promise(5).unwrap();

@@ -30,6 +30,7 @@ use std::sync::{Arc, PoisonError};
 
 use kvarts_layout::NamespaceId;
 
+use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use crate::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 pub(crate) use account::Known;
@@ -51,6 +52,8 @@ struct Tables {
     pools: BTreeMap<Vec<u8>, Arc<Pool>>,
     /// By the number of a run class.
     classes: BTreeMap<u32, Arc<Account>>,
+    /// Bytes of memory for the blocks of accounts with a limit.
+    known_bytes: Arc<AtomicU64>,
 }
 
 /// The books of all segments and the accounts of all namespaces. Usable from any thread.
@@ -84,8 +87,19 @@ impl Ledger {
         let mut tables = self.write();
         // Numbers below u32::MAX: accounts are kept, and each takes memory.
         let number = u32::try_from(tables.accounts.len()).unwrap_or(u32::MAX - 1) + 1;
-        let begin = || Arc::new(Account::new(namespace, number));
+        let known_bytes = Arc::clone(&tables.known_bytes);
+        let begin = || Arc::new(Account::new(namespace, number, &known_bytes));
         Arc::clone(tables.accounts.entry(namespace).or_insert_with(begin))
+    }
+
+    /// All accounts.
+    pub(crate) fn accounts(&self) -> Vec<Arc<Account>> {
+        self.read().accounts.values().map(Arc::clone).collect()
+    }
+
+    /// Bytes of memory that the blocks of accounts with a limit take beside the index.
+    pub(crate) fn known_bytes(&self) -> u64 {
+        self.read().known_bytes.load(Relaxed)
     }
 
     /// What the namespaces of the tenant with this salt have together, if it was ever asked for.

@@ -468,7 +468,7 @@ impl Machine {
             && matches!(&pending.target, Ok(Some(file))
                 if self.media.file(file.ino).is_ok_and(|file| file.current.missing(offset, len) > 0));
         let mut due = self.clock.now().plus(self.latency.draw(&pending.op, &mut self.latencies));
-        pending.effect = self.strike(kind, dir, allocating);
+        pending.effect = self.strike(kind, (dir, &pending.name), allocating);
         match pending.effect {
             Some(Effect::Stuck) => {
                 self.note(&pending, "stuck", 0);
@@ -482,10 +482,10 @@ impl Machine {
     }
 
     /// Lets every rule count the operation; the first that strikes decides.
-    fn strike(&mut self, kind: OpKind, dir: Option<DirId>, allocating: bool) -> Option<Effect> {
+    fn strike(&mut self, kind: OpKind, place: (Option<DirId>, &str), allocating: bool) -> Option<Effect> {
         let mut struck = None;
         for (rule, seen, hits) in &mut self.rules {
-            if !rule.applies(kind, dir, allocating) {
+            if !rule.applies(kind, place, allocating) {
                 continue;
             }
             *seen += 1;

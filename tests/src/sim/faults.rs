@@ -176,6 +176,8 @@ pub struct Rule {
     pub which: Which,
     /// Of one directory (device) only.
     pub dir: Option<DirId>,
+    /// Of files only whose names, as they were opened, end so.
+    pub name: Option<&'static str>,
     /// When.
     pub when: When,
     /// What happens.
@@ -185,7 +187,7 @@ pub struct Rule {
 impl Rule {
     /// A fault on any device.
     pub const fn new(which: Which, when: When, effect: Effect) -> Self {
-        Self { which, dir: None, when, effect }
+        Self { which, dir: None, name: None, when, effect }
     }
 
     /// The same fault on one device only.
@@ -195,7 +197,14 @@ impl Rule {
         self
     }
 
-    pub(super) fn applies(&self, kind: OpKind, dir: Option<DirId>, allocating: bool) -> bool {
+    /// The same fault only on files whose names, as they were opened, end so.
+    #[must_use]
+    pub const fn named(mut self, end: &'static str) -> Self {
+        self.name = Some(end);
+        self
+    }
+
+    pub(super) fn applies(&self, kind: OpKind, (dir, name): (Option<DirId>, &str), allocating: bool) -> bool {
         let which = match self.which {
             Which::Any => true,
             Which::Kind(wanted) => kind == wanted,
@@ -205,6 +214,7 @@ impl Rule {
             }
             Which::Allocating => allocating,
         };
-        which && (self.dir.is_none() || self.dir == dir)
+        let named = self.name.is_none_or(|end| name.ends_with(end));
+        which && named && (self.dir.is_none() || self.dir == dir)
     }
 }

@@ -51,17 +51,28 @@ impl Log {
     }
 
     async fn try_a_hole(&self) -> Result<bool, IoError> {
+        let file = self.open_probe().await?;
+        let made = self.punch_a_page(file).await;
+        self.close_probe(file).await;
+        match made {
+            Err(error) if error.kind == IoErrorKind::Unsupported => Ok(false),
+            made => made,
+        }
+    }
+
+    /// A new file in which nothing counts, whoever has the turn.
+    pub(crate) async fn open_probe(&self) -> Result<FileId, IoError> {
         let name = self.file_name(NAME);
         let mode = OpenMode { write: true, create: true, direct: true };
         let file = self.driver.open(name.clone(), mode).await?;
         // From here on it is the process's own.
         let _ = self.driver.meta(MetaOp::Remove { name }).await;
-        let made = self.punch_a_page(file).await;
+        Ok(file)
+    }
+
+    /// Its bytes go with it.
+    pub(crate) async fn close_probe(&self, file: FileId) {
         let _ = self.driver.meta(MetaOp::Close { file }).await;
-        match made {
-            Err(error) if error.kind == IoErrorKind::Unsupported => Ok(false),
-            made => made,
-        }
     }
 
     async fn punch_a_page(&self, file: FileId) -> Result<bool, IoError> {

@@ -547,7 +547,7 @@ fn what_a_quota_knows_of_its_records_does_not_grow_with_those_that_have_gone() {
             let print = BlockFingerprint::from_parts(n, 77);
             crate::engine::quota::note(&world.shared, class, record, [print].into_iter());
             world.shared.index.records().free(record).unwrap();
-            most = most.max(account.known.lock().unwrap().records.len());
+            most = most.max(account.known.lock().unwrap().len());
         }
         assert!(most < 200, "{most} records are remembered");
     });
@@ -561,7 +561,7 @@ fn an_index_that_is_full_takes_nothing_more_and_is_short_before() {
         let shared = &world.shared;
         assert!(!shared.index_is_full(1 << 20) && !shared.must_shrink(), "no limit");
         let memory = shared.index.memory();
-        let bytes = memory.blocks as u64 * 29 + memory.records as u64 * 34;
+        let bytes = memory.blocks as u64 * 29 + memory.record_bytes as u64;
         shared.index_room.set_limit(Some(bytes - 1));
         assert!(shared.must_shrink() && shared.index_room.is_short() && !shared.index_is_full(5000));
         shared.index_room.set_limit(Some(bytes - bytes / 8));
