@@ -195,12 +195,10 @@ mod tests {
         let _ = std::fs::remove_dir_all(&folder);
         std::fs::create_dir_all(&folder).unwrap();
         let target = folder.join("model");
+        let has_nameless = without_name(&folder, OFlags::WRONLY).is_ok();
         std::mem::forget(Partial::new(&target).map_err(drop).unwrap());
-        assert_eq!(
-            std::fs::read_dir(&folder).unwrap().count(),
-            0,
-            "nothing is left where there is O_TMPFILE"
-        );
+        let left = std::fs::read_dir(&folder).unwrap().count();
+        assert_eq!(left, usize::from(!has_nameless));
         std::fs::write(folder.join("model.partial"), "of an older program").unwrap();
         std::mem::forget(Partial::named(&target).map_err(drop).unwrap());
         for (text, replace) in [("one", false), ("two", true)] {
@@ -217,7 +215,7 @@ mod tests {
         partial.file().write_all(b"four").unwrap();
         assert!(partial.finish(true).is_ok());
         assert_eq!(std::fs::read_to_string(&target).unwrap(), "four");
-        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 3);
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), left + 3);
         let before = std::fs::read_dir(&folder).unwrap().count();
         let mut file = removed(&folder).unwrap();
         assert!(file.write_all(b"bytes").is_ok());
