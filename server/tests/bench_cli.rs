@@ -236,6 +236,8 @@ fn gpu() {
     let models = json["models"].as_array().unwrap();
     assert_eq!((models.len(), &models[0]["tokens"]), (1, &1024.into()));
     assert!(number(&models[0], "bytes") > 0.0 && number(&models[0], "layers") > 0.0);
+    let right = ["bytes_right", "back_right"].map(|what| models[0][what].as_bool());
+    assert_eq!(right, [Some(true); 2], "what landed, and what left and landed again: {json:#}");
 }
 
 #[test]

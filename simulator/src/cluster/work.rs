@@ -117,7 +117,7 @@ impl Default for Sessions {
     }
 }
 
-/// Kinds of sessions by name. The agents' figures are those of DualPath's three sets (arXiv 2602.21548): longest
+/// Kinds of sessions by name. The agents' are made in the manner of DualPath's three sets (arXiv 2602.21548): longest
 /// session, turns, tokens that a turn adds and tokens of an answer.
 pub const KINDS: [(&str, Sessions); 7] = [
     ("chat", CHAT),

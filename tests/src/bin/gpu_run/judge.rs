@@ -271,3 +271,61 @@ fn write_layers(page: &mut String, all: &[Outcome]) -> std::fmt::Result {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(name: &str, figures: Vec<Value>) -> Outcome {
+        let name = name.to_owned();
+        Outcome { name, seconds: 1.0, failed: None, not_run: None, figures, tests: Vec::new() }
+    }
+
+    fn copy(way: &str, piece: u64, rate: f64) -> Value {
+        json!({ "figure": "copy", "way": way, "direction": "to device", "piece_bytes": piece, "bytes_per_second": rate })
+    }
+
+    fn judged(musts: &[Value], what: &str) -> String {
+        let must = musts.iter().find(|must| text(&must["must"]).contains(what));
+        must.map(|must| text(&must["judged"])).unwrap_or_default()
+    }
+
+    #[test]
+    fn a_must_is_judged_by_the_best_way_beside_the_bare_loop_and_is_not_known_without_a_step() {
+        let mut figures = vec![copy("bare", MIB, 50e9), copy("each", MIB, 40e9), copy("kernel", MIB, 46e9)];
+        for piece in SMALL {
+            figures.extend([copy("bare", piece, 5e9), copy("kernel", piece, 20e9)]);
+        }
+        let all = [outcome("copies by size of pieces", figures)];
+        let found = musts(&all, false);
+        assert_eq!(judged(&found, "pieces of 1 MiB"), "holds");
+        assert_eq!(
+            judged(&found, "pieces of 8 KiB"),
+            "DOES NOT HOLD",
+            "four times the loop, and 0.4 of the link"
+        );
+        assert_eq!(judged(&found, "device tests that fail"), "not known");
+        assert_eq!(judged(&found, "pipeline_ratio"), "not known");
+        assert_eq!(judged(&musts(&all, true), "pieces of 1 MiB"), "not known", "nothing was moved");
+    }
+
+    #[test]
+    fn layers_are_judged_by_their_ratio_their_first_and_their_bytes() {
+        let row = json!({
+            "pipeline_ratio": 0.96, "first_layer_ms": 3.0, "first_ms": 2.0, "copy_ms": 32.0, "layers": 32,
+            "bytes_right": true, "back_right": false,
+        });
+        let name = format!("layers {} tp{}", SHAPES[0].0, SHAPES[0].1);
+        let all = [outcome(&name, vec![json!({ "models": [row] })])];
+        let found = musts(&all, false);
+        let judged = |what: &str| judged(&found, &format!("{name}: {what}"));
+        assert_eq!(
+            (judged("pipeline_ratio"), judged("first layer")),
+            ("holds".to_owned(), "holds".to_owned())
+        );
+        assert_eq!(
+            (judged("every byte"), judged("what left")),
+            ("holds".to_owned(), "DOES NOT HOLD".to_owned())
+        );
+    }
+}

@@ -16,7 +16,7 @@ const SPARE: Duration = Duration::from_secs(5);
 /// Less is not worth a start.
 const LEAST: Duration = Duration::from_secs(3);
 /// Bytes of one step's output that are kept: of more, the end.
-const LOG_BYTES_MAX: usize = 1 << 20;
+const LOG_BYTES_MAX: usize = 512 << 10;
 /// Where a machine may keep NVIDIA's libraries without telling the loader.
 const LIBRARIES: [&str; 5] = [
     "/usr/local/nvidia/lib64",
