@@ -196,11 +196,11 @@ mod tests {
         std::fs::create_dir_all(&folder).unwrap();
         let target = folder.join("model");
         let has_nameless = without_name(&folder, OFlags::WRONLY).is_ok();
-        std::mem::forget(Partial::new(&target).map_err(drop).unwrap());
+        let _killed = std::mem::ManuallyDrop::new(Partial::new(&target).map_err(drop).unwrap());
         let left = std::fs::read_dir(&folder).unwrap().count();
         assert_eq!(left, usize::from(!has_nameless));
         std::fs::write(folder.join("model.partial"), "of an older program").unwrap();
-        std::mem::forget(Partial::named(&target).map_err(drop).unwrap());
+        let _killed = std::mem::ManuallyDrop::new(Partial::named(&target).map_err(drop).unwrap());
         for (text, replace) in [("one", false), ("two", true)] {
             assert!(write_text(&target, text, replace).is_ok());
             assert_eq!(std::fs::read_to_string(&target).unwrap(), text);
