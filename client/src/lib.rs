@@ -156,8 +156,9 @@ impl Client {
         self.path.held_bytes()
     }
 
-    /// Memory for a pool of blocks: see [`Path::pool`]. Whoever makes its pages known to a driver (`cudaHostRegister`) says so
-    /// by [`Region::keep_pages`]: after a connection that broke, pages of reads under way are replaced by new ones otherwise.
+    /// Memory for a pool of blocks: see [`Path::pool`]. Its pages stay the ones they are, because a driver may know them
+    /// (`cudaHostRegister`). Whoever knows that none does may say so by [`Region::keep_pages`] (false): after a connection
+    /// that broke, pages of reads under way are then replaced by new ones, and their memory is released without the server.
     pub fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
         self.path.pool(bytes)
     }

@@ -243,6 +243,7 @@ fn memory_of_a_broken_connection_is_not_written_to_once_it_is_released() {
     let between = Between::start(&stage.served);
     let client = between.client();
     let region = client.pool(1 << 20).unwrap();
+    region.keep_pages(false);
     let kept = SharedBuf::new(&region, 0, 8192).unwrap();
     kept.fill(5);
     let (stream, memory) = reading((&stage, &client), "late", &region);
@@ -260,13 +261,22 @@ fn memory_of_a_broken_connection_is_not_written_to_once_it_is_released() {
 }
 
 #[test]
-fn memory_whose_pages_must_stay_is_held_until_the_server_says_that_nobody_writes() {
-    let stage = ClientStage::open("late-adopted");
+fn adopted_memory_is_held_until_the_server_says_that_nobody_writes() {
+    expect_pages_stay("adopted", |client| client.adopt(shared::sealed(1 << 20).unwrap(), 1 << 20).unwrap());
+}
+
+/// A driver may know them: torch registers what it is given, and says so to nobody.
+#[test]
+fn a_pool_of_which_nothing_was_said_keeps_its_pages_when_the_connection_breaks() {
+    expect_pages_stay("said-nothing", |client| client.pool(1 << 20).unwrap());
+}
+
+fn expect_pages_stay(name: &str, memory: impl FnOnce(&Client) -> Arc<Region>) {
+    let stage = ClientStage::open(&format!("late-{name}"));
     let between = Between::start(&stage.served);
     let client = between.client();
-    let file = shared::sealed(1 << 20).unwrap();
-    let region = client.adopt(file, 1 << 20).unwrap();
-    let (stream, memory) = reading((&stage, &client), "adopted", &region);
+    let region = memory(&client);
+    let (stream, memory) = reading((&stage, &client), name, &region);
     let read = between.read();
     memory.fill(5);
     let disk = SlowDisk::begin(&between.seen.files.lock().unwrap()[0], 8192);
@@ -290,6 +300,7 @@ fn a_client_that_goes_while_disks_write_gives_its_memory_back_as_safely() {
     let between = Between::start(&stage.served);
     let client = between.client();
     let region = client.pool(1 << 20).unwrap();
+    region.keep_pages(false);
     let (stream, memory) = reading((&stage, &client), "gone", &region);
     let _read = between.read();
     let disk = SlowDisk::begin(&between.seen.files.lock().unwrap()[0], 8192);

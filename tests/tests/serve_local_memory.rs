@@ -109,6 +109,36 @@ fn memory_that_takes_no_bytes_any_more_is_an_error_of_its_client_alone() {
     assert_eq!(stage.served.daemon().node().engine.stats().counts.blocks_quarantined, 0);
 }
 
+/// Half of the blocks lie on pages, which the disk writes to by itself, and half are copied, which fails: the failure says
+/// nothing about what the disk still writes.
+#[test]
+fn memory_that_takes_no_bytes_is_held_until_the_last_word_about_its_read() {
+    let stage = stage("local-held");
+    let desk = Desk::new(&stage, "held");
+    let keys = desk.keys(0..8);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 8]);
+    let mut raw = Raw::open(&stage.served);
+    let file = rustix::fs::memfd_create("held", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&file, 17 * BLOCK).unwrap();
+    shared::seal(&file).unwrap();
+    raw.share(proto::LocalMode::LocalDirect, 17 * BLOCK, &file).unwrap();
+    rustix::fs::fcntl_add_seals(&file, rustix::fs::SealFlags::FUTURE_WRITE).unwrap();
+    let mut into = places(77, 8);
+    into.targets.iter_mut().skip(3).for_each(|target| target.base += 8 * BLOCK + 64);
+    raw.say(Kind::Read, 5, &local_read(desk.namespace, &keys, into));
+    let end = loop {
+        let (head, body) = raw.hear().expect("the connection stays");
+        match head.kind {
+            Kind::End => break proto::LocalEnd::decode(&body[..]).unwrap(),
+            kind => assert_eq!(kind, Kind::Arrived),
+        }
+    };
+    assert_eq!((end.end.unwrap().usable_blocks, end.held_bytes), (0, 17 * BLOCK));
+    assert!(matches!(raw.hear(), Some((head, _)) if head.kind == Kind::Released));
+    drop((raw, file));
+    expect_nothing_left(&stage.served);
+}
+
 #[test]
 fn memory_that_the_server_made_counts_for_as_long_as_a_client_may_keep_it() {
     let served = Served::start("local-kept", "[limits]\nshared = \"8 MiB\"\n");
@@ -193,4 +223,31 @@ fn a_long_look_up_is_answered_while_the_session_goes_on() {
     drop(raw);
     expect_nothing_left(&stage.served);
     assert_eq!(stage.served.daemon().node().engine.holding().leases, 0);
+}
+
+#[test]
+fn the_lease_of_a_long_look_up_ends_with_the_session_that_asked_for_it() {
+    let stage = stage("local-lost-lease");
+    let desk = Desk::new(&stage, "lost");
+    let keys = desk.keys(0..4);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 4]);
+    let exists = proto::ExistsRequest {
+        namespace: desk.namespace.as_bytes().to_vec().into(),
+        column: column(),
+        keys: key_bytes(&[keys, desk.keys(4..60_000)].concat()),
+        lease_ms: 3_600_000,
+        ..proto::ExistsRequest::default()
+    };
+    let node = std::sync::Arc::clone(stage.served.daemon().node());
+    for _ in 0..8 {
+        let mut raw = Raw::open(&stage.served);
+        raw.say(Kind::Exists, 1, &exists);
+        // It leaves while it is looked up, as nearly as can be seen from outside.
+        stage
+            .served
+            .until("the look-up is under way", |_| node.heavy.used() > 0 || node.engine.holding().leases > 0);
+        drop(raw);
+        expect_nothing_left(&stage.served);
+        assert_eq!(node.engine.holding().leases, 0);
+    }
 }

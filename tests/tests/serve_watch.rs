@@ -92,3 +92,29 @@ fn what_others_do_shows_in_no_number_and_a_point_is_its_tenants_alone() {
     assert_eq!(again.iter().map(|event| event.sequence.unwrap()).collect::<Vec<_>>(), points[4..]);
     assert_eq!(take(&stage, &mut watch(&blue, Some(points[3])), 1)[0].what(), What::Gap);
 }
+
+#[test]
+fn who_watches_by_a_token_that_is_taken_away_is_told_nothing_from_then_on() {
+    let file = |tokens: &[&str]| {
+        let token = |secret: &&str| {
+            let hash = TokenHash::of(secret);
+            format!("[[tokens]]\ntenant = 'red'\nrights = ['read', 'write']\nhash = '{hash}'\n")
+        };
+        "[[tenants]]\nname = 'red'\n".to_owned() + &tokens.iter().map(token).collect::<String>()
+    };
+    let served = Served::start("watch-taken", &file(&["kvarts_one", "kvarts_two"]));
+    let (one, two) = (served.client(Some("kvarts_one")), served.client(Some("kvarts_two")));
+    let stage = ClientStage { client: two.clone(), served };
+    let desk = Desk::new(&stage, "watched");
+    let (mut of_one, mut of_two) = (watch(&one, None), watch(&two, None));
+    desk.store(pages(), &desk.keys(0..1), 1, Layout::FullBlock);
+    assert_eq!((take(&stage, &mut of_one, 1).len(), take(&stage, &mut of_two, 1).len()), (1, 1));
+    stage.served.reload(&file(&["kvarts_two"])).unwrap();
+    let ended = stage
+        .served
+        .runtime
+        .block_on(async { tokio::time::timeout(std::time::Duration::from_secs(60), of_one.message()).await });
+    assert!(matches!(ended, Ok(Ok(None))), "{ended:?}");
+    desk.store(pages(), &desk.keys(1..2), 1, Layout::FullBlock);
+    assert_eq!(take(&stage, &mut of_two, 1).len(), 1, "the other one goes on");
+}

@@ -203,8 +203,8 @@ impl Inner {
                 tracing::debug!(bytes, "shared memory is not all in large pages");
             }
         }
-        // Of an engine's own pages nobody here knows who else relies on them.
-        region.keep_pages(mode == Mode::Adopted);
+        // Nobody here knows who else relies on these very pages: a driver, an engine.
+        region.keep_pages(true);
         let file = Arc::new(file);
         link.share(number, mode, bytes, Some(&file))?;
         // Windows belong to one connection: what a broken one may still write is never used again.

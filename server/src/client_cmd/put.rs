@@ -18,6 +18,7 @@ use serde_json::json;
 use super::subject::{self, Subject};
 use super::{KeyArgs, ModelArgs, ServerArgs, memory, placed, print, read};
 use crate::cli::Failure;
+use crate::files;
 use crate::human::grouped;
 use kvarts_client::{Client, Via};
 
@@ -114,8 +115,8 @@ fn source(path: &Path, subject: &Subject) -> Result<File, Failure> {
             let len = file.metadata().map_err(fault)?.len();
             (file, len)
         }
-        Some(file) => spool(file, expected).map_err(fault)?,
-        None => spool(io::stdin().lock(), expected).map_err(fault)?,
+        Some(file) => spool(file, files::temporary()?, expected).map_err(fault)?,
+        None => spool(io::stdin().lock(), files::temporary()?, expected).map_err(fault)?,
     };
     if found == expected {
         return Ok(file);
@@ -129,12 +130,8 @@ fn source(path: &Path, subject: &Subject) -> Result<File, Failure> {
     )))
 }
 
-/// What comes from a pipe, in a file without a name: at most one byte more than is expected, which tells that it is longer.
-fn spool(source: impl Read, expected: u64) -> io::Result<(File, u64)> {
-    let folder = std::env::temp_dir();
-    let flags = rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
-    let mut file =
-        File::from(rustix::fs::open(&folder, flags, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?);
+/// What comes from a pipe, in `file`: at most one byte more than is expected, which tells that it is longer.
+fn spool(source: impl Read, mut file: File, expected: u64) -> io::Result<(File, u64)> {
     let found = io::copy(&mut source.take(expected.saturating_add(1)), &mut file)?;
     file.seek(SeekFrom::Start(0))?;
     Ok((file, found))

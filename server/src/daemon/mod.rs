@@ -34,6 +34,7 @@ use crate::metrics;
 use crate::node::{Decided, Memory, Node, SetLimit};
 use crate::scrub;
 use kvarts_wire::limits;
+use kvarts_wire::local::limits::{MEMORY_FILES_MAX, SESSIONS_MAX, UNKNOWN_MAX};
 
 pub use opened::Opened;
 
@@ -41,8 +42,9 @@ pub use opened::Opened;
 const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
 /// Connections that the kernel keeps until they are accepted: all that come at once when a network is back.
 const BACKLOG: u32 = 4096;
-/// Descriptors that are neither for connections nor for segment files: sockets, memory of local clients, rings.
-const DESCRIPTORS_KEPT: u64 = 1024;
+/// Descriptors that are neither for connections, segment files nor memories of local clients: sockets of local clients, known
+/// and not yet known, rings, and what else there is.
+const DESCRIPTORS_KEPT: u64 = (SESSIONS_MAX + UNKNOWN_MAX) as u64 + 256;
 /// Segments that any store has room for.
 const SEGMENTS_MIN: u64 = 4;
 /// Of the room on the disk, what a store takes that was given no budget: so many hundredths.
@@ -104,12 +106,12 @@ impl Daemon {
         if config.gate.is_open() {
             notes.push("no tokens are configured: whoever reaches the server may do everything".to_owned());
         }
-        let connections = connections(config, home.store(), &mut notes);
+        let (connections, memories) = connections(config, home.store(), &mut notes);
         let gate = config.gate.clone();
         let mut instance = [0; 16];
         OsEntropy::new().fill(&mut instance);
         let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
-        let locals = Locals::new(config.shared, config.threads, &tenants, instance);
+        let locals = Locals::new((config.shared, memories), config.threads, &tenants, instance);
         let store = home.store().clone();
         let decided = Decided { notes, files, limits: uncounted(config) };
         let node = Node::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
@@ -239,13 +241,14 @@ async fn ended<T>(task: &mut JoinHandle<T>) {
     }
 }
 
-/// How many connections there may be: as many as were asked for, if the process has the descriptors. A full store's segment
-/// files come first, but leave connections half of them; then the store makes do with fewer files.
-fn connections(config: &Config, store: &Store, notes: &mut Vec<String>) -> usize {
+/// How many connections there may be, and files of local clients' memories: as many as were asked for, if the process has
+/// the descriptors. A full store's segment files come first, but leave connections half of them; then the store makes do
+/// with fewer files.
+fn connections(config: &Config, store: &Store, notes: &mut Vec<String>) -> (usize, u64) {
     let Some(all) = rustix::process::getrlimit(rustix::process::Resource::Nofile).current else {
-        return config.connections;
+        return (config.connections, MEMORY_FILES_MAX);
     };
-    let (most, files) = shared_out(all, store.files_max(), config.connections as u64);
+    let (most, files, memories) = shared_out(all, store.files_max(), config.connections as u64);
     store.set_files_cap(files);
     let most = usize::try_from(most).unwrap_or(usize::MAX);
     if most < config.connections {
@@ -254,14 +257,15 @@ fn connections(config: &Config, store: &Store, notes: &mut Vec<String>) -> usize
             config.connections
         ));
     }
-    most
+    (most, memories)
 }
 
-/// Of so many descriptors, those for connections and those for segment files.
-fn shared_out(all: u64, files: u64, connections: u64) -> (u64, u64) {
-    let free = all.saturating_sub(DESCRIPTORS_KEPT);
+/// Of so many descriptors, those for connections, those for segment files, and those for memories of local clients.
+fn shared_out(all: u64, files: u64, connections: u64) -> (u64, u64, u64) {
+    let memories = MEMORY_FILES_MAX.min(all / 8);
+    let free = all.saturating_sub(DESCRIPTORS_KEPT).saturating_sub(memories);
     let most = connections.min(free.saturating_sub(files).max(free / 2).max(16));
-    (most, free.saturating_sub(most).max(16))
+    (most, free.saturating_sub(most).max(16), memories)
 }
 
 fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions, String> {

@@ -70,12 +70,19 @@ async fn only_a_socket_makes_room_for_the_servers_own() {
 
 #[test]
 fn segment_files_come_before_connections_and_leave_them_half() {
-    // Enough for both.
-    assert_eq!(shared_out(65_536, 4_096, 16_384), (16_384, 48_128));
+    // Enough for all.
+    assert_eq!(shared_out(65_536, 4_096, 16_384), (16_384, 43_520, 4_096));
     // A store of 256 GiB under a limit of 4,096: its files come first.
-    assert_eq!(shared_out(4_096, 1_024, 16_384), (2_048, 1_024));
+    assert_eq!(shared_out(4_096, 1_024, 16_384), (1_024, 1_024, 512));
     // Too few for its files alone.
-    assert_eq!(shared_out(4_096, 100_000, 16_384), (1_536, 1_536));
-    assert_eq!(shared_out(65_536, 196_608, 16_384), (16_384, 48_128));
-    assert_eq!(shared_out(1_000, 10, 100), (16, 16));
+    assert_eq!(shared_out(4_096, 100_000, 16_384), (1_024, 1_024, 512));
+    assert_eq!(shared_out(65_536, 196_608, 16_384), (16_384, 43_520, 4_096));
+    assert_eq!(shared_out(1_000, 10, 100), (16, 16, 125));
+    // Whatever clients share and connect, segment files have theirs.
+    for all in (2_048..200_000).step_by(777) {
+        let (connections, files, memories) = shared_out(all, 196_608, 16_384);
+        assert!(
+            connections + files + memories + DESCRIPTORS_KEPT <= all.max(DESCRIPTORS_KEPT + 32 + all / 8)
+        );
+    }
 }

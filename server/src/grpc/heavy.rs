@@ -1,13 +1,16 @@
 //! Work that keeps a processor busy for long, where it holds up nobody else.
 //!
 //! A look-up of a million entries would have a thread to itself that all connections share. Such work is done on other
-//! threads, and by turns: each tenant has one of its own, so that what one asks for delays no other.
+//! threads, and by turns: each tenant has one of its own, so that what one asks for delays no other. It ends also where
+//! nobody waits for its answer any more: then the lease that it took is ended, whose name nobody was told.
 
 use std::sync::Arc;
 
 use super::call::Call;
+use super::calls;
 use super::fault::{Fault, Outcome};
 use super::limits;
+use kvarts_store::error::Reason;
 use kvarts_wire::proto;
 
 /// Bytes of a specification that are as much work as one entry of a look-up.
@@ -15,8 +18,49 @@ const SPEC_BYTES_PER_ENTRY: usize = 16;
 /// A column's shape of a large model, in entries of a look-up.
 const ENTRIES_PER_COLUMN: usize = 512;
 
+/// An answer to a look-up.
+pub(crate) trait Answer: Send + 'static {
+    /// The name of the lease that was taken; 0 for none.
+    fn lease(&self) -> u64 {
+        0
+    }
+}
+
+impl Answer for proto::MatchReply {
+    fn lease(&self) -> u64 {
+        self.lease
+    }
+}
+
+impl Answer for proto::ExistsReply {
+    fn lease(&self) -> u64 {
+        self.lease
+    }
+}
+
+impl Answer for proto::PinReply {
+    fn lease(&self) -> u64 {
+        self.lease
+    }
+}
+
+impl Answer for proto::SetTtlReply {}
+impl Answer for proto::RegisterModelReply {}
+
+/// An answer on its way to whoever asked.
+struct Told<A: Answer>(Arc<Call>, Option<A>);
+
+impl<A: Answer> Drop for Told<A> {
+    fn drop(&mut self) {
+        // Nobody took it.
+        if let Some(lease) = self.1.as_ref().map(A::lease).filter(|lease| *lease != 0) {
+            calls::unlock(&self.0, &proto::UnlockRequest { lease });
+        }
+    }
+}
+
 /// Does work over so many entries: here if they are few, else elsewhere when it is the tenant's turn.
-pub(crate) async fn heavily<A: Send + 'static>(
+pub(crate) async fn heavily<A: Answer>(
     call: Arc<Call>,
     entries: usize,
     work: impl FnOnce(&Call) -> Outcome<A> + Send + 'static,
@@ -31,9 +75,11 @@ pub(crate) async fn heavily<A: Send + 'static>(
     let done = tokio::task::spawn_blocking(move || {
         // Kept until the work is done, also where nobody waits for it any more.
         let _turn = turn;
-        work(&call)
+        let answer = work(&call)?;
+        Outcome::Ok(Told(call, Some(answer)))
     });
-    done.await.map_err(|_| Fault::busy("the server is about to stop"))?
+    let mut told = done.await.map_err(|_| Fault::busy("the server is about to stop"))??;
+    told.1.take().ok_or_else(|| Reason::Bug("an answer was taken twice").into())
 }
 
 /// Entries that a match looks at.

@@ -79,8 +79,9 @@ impl Upload {
     }
 
     /// Blocks of one piece.
-    pub(crate) fn piece_blocks(&self) -> usize {
-        usize::try_from(limits::PUT_PIECE_BYTES / self.shape.block_bytes()).unwrap_or(1).max(1)
+    pub(crate) fn piece_blocks(&self, call: &Call) -> usize {
+        let bytes = call.node.at_once(&call.caller.tenant, limits::PUT_PIECE_BYTES);
+        usize::try_from(bytes / self.shape.block_bytes()).unwrap_or(1).max(1)
     }
 
     /// The engine's request for the blocks `first ..` whose bytes are in `pages`.
@@ -304,7 +305,7 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
     let header = incoming.header(call).await?;
     let upload = Upload::check(call, header)?;
     let mut pieces = Pieces::default();
-    let each = upload.piece_blocks();
+    let each = upload.piece_blocks(call);
     let mut turn = None;
     for (number, keys) in upload.keys.chunks(each).enumerate() {
         let bytes = upload.shape.block_bytes().saturating_mul(keys.len() as u64);

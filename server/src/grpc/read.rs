@@ -203,7 +203,8 @@ async fn work(
     holding: Holding,
 ) {
     let blocks = download.keys.len() as u32;
-    let budget = limits::WINDOW_BYTES.min(call.node.memory.piece_max());
+    let budget =
+        call.node.at_once(&call.caller.tenant, limits::WINDOW_BYTES).min(call.node.memory.piece_max());
     let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
     let large = LargeReads::enter(&call.node.large_reads, download.bytes());
     let said = Mutex::new(said);

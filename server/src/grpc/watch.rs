@@ -15,6 +15,7 @@ use tonic::Status;
 use super::call::Call;
 use super::convert;
 use super::fault::{Fault, Outcome};
+use crate::node::Right;
 use kvarts_wire::proto;
 use kvarts_wire::proto::event::What;
 
@@ -36,6 +37,7 @@ pub(super) fn watch(
             stalled = follow(&call, from, &to) => stalled,
             () = to.closed() => false,
             () = call.node.drain_asked() => false,
+            () = call.node.gate.taken_away(&call.caller, Right::Read) => false,
             () = tokio::time::sleep_until(call.deadline) => false,
         };
         call.end(tonic::Code::Ok);

@@ -50,10 +50,21 @@ pub(super) struct Incoming {
     scratch: Box<[u8]>,
     /// Whose it is, and the longest body that is taken: a short one, until somebody has said who he is.
     tenant: Option<u32>,
-    /// The part of what may be received that the large body under way has: somewhat more than has arrived of it.
-    large: Option<Part>,
+    large: Option<Large>,
     /// Since when a frame is incomplete. While it has nothing of what others wait for, its client stalls nothing.
     since: Option<Instant>,
+    /// Since when the server takes no more of it, because others have received so much: its client cannot help that.
+    waits: Option<Instant>,
+}
+
+/// What the large body under way has of what may be received: somewhat more than has arrived of it.
+struct Large {
+    part: Part,
+    /// Its tenant's turn to receive all of a body, whatever others have received: so one of those that wait for each other
+    /// always ends.
+    turn: Option<Part>,
+    /// Bytes that may have arrived.
+    amount: u64,
 }
 
 /// The next frame, or why there is none.
@@ -69,8 +80,8 @@ impl Incoming {
     pub(super) fn new(locals: &Arc<Locals>) -> Self {
         let scratch = vec![0; RECEIVE_BYTES].into_boxed_slice();
         let (bytes, descriptors) = (Vec::new(), Vec::new());
-        let (tenant, large, since) = (None, None, None);
-        Self { locals: Arc::clone(locals), bytes, at: 0, descriptors, scratch, tenant, large, since }
+        let (tenant, large, since, waits) = (None, None, None, None);
+        Self { locals: Arc::clone(locals), bytes, at: 0, descriptors, scratch, tenant, large, since, waits }
     }
 
     /// Somebody has said who he is: from now on his bodies may be long.
@@ -79,11 +90,11 @@ impl Incoming {
     }
 
     /// When the rest of a frame comes too late, if one is under way: all of it after [`STALL`], and of a large one as much as
-    /// [`RECEIVING_RATE`] says.
+    /// [`RECEIVING_RATE`] says. The time does not count in which the server takes nothing.
     pub(super) fn late(&self) -> Option<Instant> {
-        let since = self.since?;
+        let since = self.since.filter(|_| self.waits.is_none())?;
         let Some(large) = &self.large else { return Some(since + STALL) };
-        let steps = large.amount() / RECEIVING_STEP_BYTES * (RECEIVING_STEP_BYTES / RECEIVING_RATE);
+        let steps = large.amount / RECEIVING_STEP_BYTES * (RECEIVING_STEP_BYTES / RECEIVING_RATE);
         Some(since + STALL.min(SLOW + Duration::from_secs(steps)))
     }
 
@@ -130,7 +141,11 @@ impl Incoming {
         let Some(body) = rest.get(HEAD_BYTES..HEAD_BYTES + head.length) else {
             let arrived = rest.len();
             if head.length > SMALL_BODY_BYTES && !self.counts(head.length as u64, arrived as u64) {
+                self.waits.get_or_insert_with(Instant::now);
                 return Ok(Next::Wait);
+            }
+            if let (Some(waits), Some(since)) = (self.waits.take(), &mut self.since) {
+                *since += waits.elapsed();
             }
             self.since.get_or_insert_with(Instant::now);
             return Ok(Next::More);
@@ -150,12 +165,22 @@ impl Incoming {
     fn counts(&mut self, length: u64, arrived: u64) -> bool {
         let next = (arrived + RECEIVE_BYTES as u64).next_multiple_of(RECEIVING_STEP_BYTES).min(length);
         let tenant = self.tenant.unwrap_or_default();
-        let large = self.large.get_or_insert_with(|| self.locals.receiving.part(tenant));
-        if large.amount() < next && !large.set(next) {
-            if large.amount() == 0 {
-                (self.large, self.since) = (None, None);
+        let large = self.large.get_or_insert_with(|| Large {
+            part: self.locals.receiving.part(tenant),
+            turn: None,
+            amount: 0,
+        });
+        if large.amount < next {
+            if large.turn.is_none() && !large.part.set(next) {
+                large.turn = self.locals.whole.try_take(tenant, 1);
+                if large.turn.is_none() {
+                    if large.amount == 0 {
+                        (self.large, self.since) = (None, None);
+                    }
+                    return false;
+                }
             }
-            return false;
+            large.amount = next;
         }
         self.bytes.drain(..self.at);
         self.at = 0;

@@ -40,6 +40,11 @@ impl Memory {
             return Err(malformed("adopted memory is the client's: a descriptor comes with it"));
         }
         let part = locals.mapped.try_take(tenant, wire.bytes).ok_or(Reason::TooMany("bytes"))?;
+        // What is to be registered has a second one until it is.
+        let files = if mode == Mode::Direct { 2 } else { 1 };
+        let files = locals.files.try_take(tenant, files);
+        let files = files
+            .ok_or_else(|| Fault::busy("as many memories are shared as the server has open files for"))?;
         let made = file.is_none();
         let file = match file {
             Some(file) => {
@@ -61,7 +66,7 @@ impl Memory {
         // The descriptor that stays is for the client, or to look at.
         let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
         let second = second.map_err(|_| Fault::busy("the server has no descriptor left"))?;
-        let mapped = shared::map_foreign(file, wire.bytes, Box::new(part), &locals.reaper.0);
+        let mapped = shared::map_foreign(file, wire.bytes, Box::new((part, files)), &locals.reaper.0);
         let region =
             mapped.map_err(|error| malformed(&format!("it cannot be mapped for writing: {error}")))?;
         let (mine, theirs) = if made { (None, Some(second)) } else { (Some(second), None) };

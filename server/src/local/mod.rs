@@ -79,10 +79,14 @@ pub struct Locals {
     sessions: Parts,
     /// Bytes of clients' memory that are mapped.
     mapped: Parts,
+    /// Descriptors of that memory.
+    files: Parts,
     /// Bytes of it that are registered with the engine's rings, or about to be.
     pinned: Parts,
     /// Bytes of requests that are being received.
     receiving: Parts,
+    /// Turns to receive a whole body beside that: one for each tenant.
+    whole: Parts,
     /// Bytes of answers that are not taken.
     untaken: Parts,
     /// Bytes of clients' memory that may be mapped at a time.
@@ -103,14 +107,19 @@ pub struct Locals {
 
 impl Default for Locals {
     fn default() -> Self {
-        Self::new(0, 1, &[], [0; 16])
+        Self::new((0, limits::MEMORY_FILES_MAX), 1, &[], [0; 16])
     }
 }
 
 impl Locals {
-    /// Nobody yet; at most this much of clients' memory at a time, so many threads for them, and the tenants whom they
-    /// may belong to.
-    pub fn new(mapped_max: u64, threads: usize, tenants: &[u32], instance: [u8; 16]) -> Self {
+    /// Nobody yet; at most this much of clients' memory at a time in so many open files, so many threads for them, and the
+    /// tenants whom they may belong to.
+    pub fn new(
+        (mapped_max, files_max): (u64, u64),
+        threads: usize,
+        tenants: &[u32],
+        instance: [u8; 16],
+    ) -> Self {
         let large = 2 * tenants.len().max(1) as u64 * limits::BODY_BYTES_MAX as u64;
         // Nobody waits here: who finds too little is refused.
         let shared = |all: u64| Parts::new(all, tenants, 0, 0);
@@ -119,9 +128,11 @@ impl Locals {
             next: AtomicU64::new(0),
             sessions: shared(limits::SESSIONS_MAX as u64),
             mapped: shared(mapped_max),
+            files: shared(files_max),
             pinned: shared(limits::PINNED_BYTES_MAX),
             // Enough that each tenant can have one request of any length received at any time.
             receiving: shared(limits::RECEIVING_BYTES_MAX.max(large)),
+            whole: Parts::new(0, tenants, 1, 0),
             untaken: shared(limits::UNTAKEN_BYTES_MAX),
             made: AtomicU64::new(0),
             mapped_max,

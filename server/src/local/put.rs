@@ -62,7 +62,7 @@ impl Putting {
     pub(super) async fn run(self) -> Outcome<proto::PutReply> {
         let Self { call, upload, from, digests } = self;
         let mut pieces = Pieces::default();
-        let each = upload.piece_blocks();
+        let each = upload.piece_blocks(&call);
         let mut turn = None;
         for (number, keys) in upload.keys.chunks(each).enumerate() {
             let (first, bytes) = (number * each, upload.shape.block_bytes() * keys.len() as u64);

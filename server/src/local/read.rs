@@ -192,10 +192,12 @@ impl Reading {
             };
             if self.into.memories().any(|memory| memory.region().has_failed()) {
                 // Noted before anything was announced that it concerns.
-                break unwritten(&self.asked);
+                break self.unwritten();
             }
             if !arrived.parts.is_empty() {
-                self.call.caller.tenant.spend(bytes).await;
+                // At its deadline it ends by itself; what it owes, the tenant's next requests wait for.
+                let spent = self.call.caller.tenant.spend(bytes);
+                let _ = tokio::time::timeout_at(self.call.deadline, spent).await;
                 self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
                 self.outbox.room().await;
                 self.outbox.push(frame(Kind::Arrived, self.id, &arrived));
@@ -226,6 +228,15 @@ impl Reading {
         confirm(&call, &asked, some).await;
     }
 
+    /// How it ends when bytes did not get into the client's memory. Devices may still write to other parts of it: all of it
+    /// is held until the last word.
+    fn unwritten(&self) -> ReadEnd {
+        let failure = |block| (block, Reason::Busy(UNWRITTEN));
+        let failures = (0..self.asked.keys.len() as u32).map(failure).collect();
+        let held_bytes = self.into.memories().map(|memory| memory.len() as u64).sum();
+        ReadEnd { failures, held_bytes, ..ReadEnd::default() }
+    }
+
     /// The digests of some layers of some blocks, chunk by chunk; nothing where the server verifies itself.
     fn digests(&self, layers: Range<u32>, blocks: Range<u32>) -> Vec<u8> {
         let Some(digests) = self.into.digests() else { return Vec::new() };
@@ -238,12 +249,6 @@ impl Reading {
         }
         bytes
     }
-}
-
-/// How a read ends of which bytes did not get into the client's memory.
-fn unwritten(asked: &Download) -> ReadEnd {
-    let failure = |block| (block, Reason::Busy(UNWRITTEN));
-    ReadEnd { failures: (0..asked.keys.len() as u32).map(failure).collect(), ..ReadEnd::default() }
 }
 
 /// Reads blocks that did not match in a client's memory into memory of the server's own: the engine takes those out of

@@ -64,8 +64,6 @@ struct LookUp<Q, A> {
     /// The time of the lease that it asks for.
     hold: fn(&Q) -> u64,
     work: fn(&Call, Q) -> Outcome<A>,
-    /// The lease that was given.
-    lease: fn(&A) -> u64,
 }
 
 /// The answer to a look-up, and the lease that it took, if it did.
@@ -405,7 +403,6 @@ impl Session {
                     entries: heavy::of_match,
                     hold: |wire: &proto::MatchRequest| wire.lease_ms,
                     work: calls::match_prefix,
-                    lease: |reply: &proto::MatchReply| reply.lease,
                 };
                 self.look_up("/kvarts.v1.Store/Match", (id, body), how);
             }
@@ -414,7 +411,6 @@ impl Session {
                     entries: |wire: &proto::ExistsRequest| heavy::of_keys(&wire.keys),
                     hold: |wire: &proto::ExistsRequest| wire.lease_ms,
                     work: calls::exists,
-                    lease: |reply: &proto::ExistsReply| reply.lease,
                 };
                 self.look_up("/kvarts.v1.Store/Exists", (id, body), how);
             }
@@ -441,11 +437,11 @@ impl Session {
 
     /// Looks something up: here if it is little, and otherwise elsewhere in its tenant's turn, while this thread works for
     /// others.
-    fn look_up<Q: Message + Default + 'static, A: Message + 'static>(
+    fn look_up<Q: Message + Default + 'static, A: Message + heavy::Answer>(
         &mut self,
         path: &str,
         (id, body): (u64, Bytes),
-        LookUp { entries, hold, work, lease }: LookUp<Q, A>,
+        LookUp { entries, hold, work }: LookUp<Q, A>,
     ) {
         let method: Outcome<_> =
             call::method(path).ok_or_else(|| Reason::Bug("a method that the table lacks").into());
@@ -461,7 +457,7 @@ impl Session {
         let (many, hold) = (entries(&wire), hold(&wire));
         let told = move |call: &Call, answer: Outcome<A>| {
             call.end(answer.as_ref().map_or_else(|fault| fault.code, |_| Code::Ok));
-            let name = answer.as_ref().map_or(0, lease);
+            let name = answer.as_ref().map_or(0, A::lease);
             let bytes = match answer {
                 Ok(reply) => frame(Kind::Done, id, &reply),
                 Err(fault) => frame(Kind::Failed, id, &*fault.detail),

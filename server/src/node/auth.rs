@@ -9,6 +9,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
+use tokio::sync::Notify;
+
 use super::tenant::Tenant;
 
 /// What every token begins with, so that people and scanners know one when they see it.
@@ -134,6 +136,8 @@ pub struct Caller {
     pub tenant: Arc<Tenant>,
     /// What it may do.
     pub rights: Rights,
+    /// By what it was let in; none where nobody is asked.
+    token: Option<TokenHash>,
 }
 
 /// Why somebody is not let in.
@@ -168,7 +172,9 @@ impl Gate {
     /// The caller behind an `authorization` header, at a time in seconds since 1970.
     pub fn caller(&self, header: Option<&[u8]>, unix_seconds: u64) -> Result<Caller, Refusal> {
         let tokens = match self {
-            Self::Open(tenant) => return Ok(Caller { tenant: Arc::clone(tenant), rights: Rights::ALL }),
+            Self::Open(tenant) => {
+                return Ok(Caller { tenant: Arc::clone(tenant), rights: Rights::ALL, token: None });
+            }
             Self::Tokens(tokens) => tokens,
         };
         let text = std::str::from_utf8(header.ok_or(Refusal::Missing)?).map_err(|_| Refusal::Unknown)?;
@@ -186,7 +192,18 @@ impl Gate {
         }
         let found = found.filter(|token| token.expires.is_none_or(|end| unix_seconds < end));
         let found = found.ok_or(Refusal::Unknown)?;
-        Ok(Caller { tenant: Arc::clone(&found.tenant), rights: found.rights })
+        Ok(Caller { tenant: Arc::clone(&found.tenant), rights: found.rights, token: Some(found.hash) })
+    }
+
+    /// Whether it would still let this caller in, with the right.
+    fn knows(&self, caller: &Caller, right: Right) -> bool {
+        match (self, caller.token) {
+            (Self::Open(_), _) => true,
+            (Self::Tokens(_), None) => false,
+            (Self::Tokens(tokens), Some(hash)) => {
+                tokens.iter().any(|known| known.hash == hash && known.rights.has(right))
+            }
+        }
     }
 
     /// Everyone for whom it lets callers in, each once.
@@ -208,7 +225,10 @@ impl Gate {
 
 /// A gate that can be changed while callers come in. Whoever came in before is asked again at the next call.
 #[derive(Debug)]
-pub struct Gatekeeper(RwLock<Gate>);
+pub struct Gatekeeper {
+    gate: RwLock<Gate>,
+    changed: Notify,
+}
 
 /// What became of a changed gate.
 #[derive(Debug, Default)]
@@ -222,7 +242,7 @@ pub struct Changed {
 impl Gatekeeper {
     /// Lets in whom this gate does.
     pub fn new(gate: Gate) -> Self {
-        Self(RwLock::new(gate))
+        Self { gate: RwLock::new(gate), changed: Notify::new() }
     }
 
     /// See [`Gate::caller`].
@@ -239,7 +259,7 @@ impl Gatekeeper {
     /// way and their limits; new ones share with others what nobody has for itself. Refused is what would change who
     /// everybody is: tokens where there were none, none where there were some, another salt.
     pub fn change(&self, to: &Gate) -> Result<Changed, String> {
-        let mut gate = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut gate = self.gate.write().unwrap_or_else(PoisonError::into_inner);
         let tokens = match (&*gate, to) {
             (Gate::Open(_), Gate::Open(_)) => return Ok(Changed::default()),
             (Gate::Tokens(_), Gate::Tokens(tokens)) => tokens,
@@ -275,12 +295,26 @@ impl Gatekeeper {
             Token { tenant: Arc::clone(tenant), ..token.clone() }
         };
         *gate = Gate::Tokens(tokens.iter().map(token).collect());
+        drop(gate);
+        self.changed.notify_waiters();
         Ok(changed)
+    }
+
+    /// Returns when a caller that was let in would not be let in any more: its token, or this right of it, was taken away.
+    pub async fn taken_away(&self, caller: &Caller, right: Right) {
+        loop {
+            // Made before the look, so that a change in between is heard.
+            let changed = self.changed.notified();
+            if !self.read().knows(caller, right) {
+                return;
+            }
+            changed.await;
+        }
     }
 
     fn read(&self) -> RwLockReadGuard<'_, Gate> {
         // A change is one step.
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
+        self.gate.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

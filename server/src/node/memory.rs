@@ -103,6 +103,14 @@ impl MemoryShares {
         memory.take_spare(len).map(|piece| Self::kept(piece, pages))
     }
 
+    /// What a tenant should take at once of the main part, if it may want up to `most`: as much as is set aside for it, so
+    /// that it waits for nobody but itself, and never less than `least`.
+    pub fn at_once(&self, tenant: u32, least: u64, most: u64) -> u64 {
+        let [main, _] = &self.0;
+        let own = main.own(tenant).map_or(most, |pages| pages * PAGE as u64);
+        own.min(most).max(least)
+    }
+
     fn part(&self, memory: &Memory, len: u64) -> Option<(&Parts, u64)> {
         let [main, small] = &self.0;
         if len > memory.piece_max() {
@@ -146,6 +154,7 @@ impl AsRef<[u8]> for Frozen {
 mod tests {
     use super::*;
     use kvarts_store::rt::blocking::block_on;
+    use kvarts_wire::limits;
 
     #[test]
     fn frozen_bytes_keep_their_piece_and_give_it_back_at_the_end() {
@@ -205,6 +214,36 @@ mod tests {
             }
             assert!(memory.usage().iter().all(|usage| usage.used == 0));
         }
+    }
+
+    #[test]
+    fn of_many_tenants_each_has_a_piece_of_a_put_and_a_window_of_a_read_whatever_others_hold() {
+        let tenants: Vec<u32> = (1..=30).collect();
+        let memory = Memory::new(256 << 20, limits::SMALL_READ_BYTES).unwrap();
+        let shares = MemoryShares::new(&memory, &tenants);
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        let mut take = |tenant: u32, len: u64| match std::pin::pin!(shares.take(&memory, tenant, len))
+            .poll(&mut context)
+        {
+            std::task::Poll::Ready(piece) => Some(piece.unwrap()),
+            std::task::Poll::Pending => None,
+        };
+        let mut held = Vec::new();
+        for tenant in 1..30 {
+            for len in [limits::PUT_PIECE_BYTES, limits::SMALL_WINDOW_BYTES] {
+                held.extend(std::iter::from_fn(|| take(tenant, len)));
+            }
+        }
+        assert!(take(30, limits::PUT_PIECE_BYTES).is_none(), "more than is set aside waits for others");
+        for most in [limits::PUT_PIECE_BYTES, limits::WINDOW_BYTES] {
+            let len = shares.at_once(30, limits::SMALL_WINDOW_BYTES, most);
+            assert!(len > 2 << 20 && take(30, len).is_some(), "{len}");
+        }
+        // Somebody who came later takes what he finds.
+        assert_eq!(
+            shares.at_once(31, limits::SMALL_WINDOW_BYTES, limits::PUT_PIECE_BYTES),
+            limits::PUT_PIECE_BYTES
+        );
     }
 
     #[test]

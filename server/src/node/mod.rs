@@ -47,7 +47,7 @@ use crate::local::Locals;
 use crate::metrics::Metrics;
 use crate::scrub::Scrub;
 use kvarts_wire::addresses::Addresses;
-use kvarts_wire::limits::{ADDRESSES_MAX, HEAVY_AT_ONCE, HEAVY_WAITING};
+use kvarts_wire::limits::{ADDRESSES_MAX, HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_WINDOW_BYTES};
 
 /// A running server's insides.
 #[derive(Debug)]
@@ -184,6 +184,11 @@ impl Node {
     /// The same now, if there is plenty.
     pub fn take_spare_memory(&self, tenant: &Tenant, len: u64) -> Option<BufMut> {
         self.shares.take_spare(&self.memory, tenant.number, len)
+    }
+
+    /// How much of that a tenant should take at once, of `most`.
+    pub fn at_once(&self, tenant: &Tenant, most: u64) -> u64 {
+        self.shares.at_once(tenant.number, SMALL_WINDOW_BYTES, most)
     }
 
     /// The store as its clients see it.

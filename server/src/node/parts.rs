@@ -3,6 +3,9 @@
 //! Half of it is set aside in as many equal parts as there are tenants; with one tenant that is the same as all of it. What a
 //! tenant has counts as its own up to that, and beyond as of the rest. Who finds too little waits, first come first served:
 //! for the rest among all, and with those of its own tenant alone for what is set aside for that one.
+//!
+//! What is guaranteed to a tenant is what is set aside for it, and no more: one that asks for more than that at once waits
+//! for its turn of the rest. Whoever can asks for less ([`Parts::own`]). Tenants that came later have nothing set aside.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -131,6 +134,11 @@ impl Parts {
     /// The most that a tenant gets at once.
     pub fn most(&self, tenant: u32) -> u64 {
         self.0.rest + self.0.own(tenant)
+    }
+
+    /// What is set aside for a tenant; none if it has the whole to itself, or nothing of its own.
+    pub fn own(&self, tenant: u32) -> Option<u64> {
+        Some(self.0.own(tenant)).filter(|own| *own > 0)
     }
 
     /// What is left of it for anybody or somebody, and how many wait.

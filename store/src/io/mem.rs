@@ -160,8 +160,8 @@ impl Region {
         self.fixed.load(Ordering::SeqCst)
     }
 
-    /// Says whether a driver knows the pages by their place in memory, as after `cudaHostRegister`: what replaces pages
-    /// of a file in memory by new ones leaves these alone.
+    /// Says whether somebody may know the pages by their place in memory, as a driver does after `cudaHostRegister`: what
+    /// replaces pages of a file in memory by new ones leaves these alone.
     pub fn keep_pages(&self, keep: bool) {
         self.fixed.store(keep, Ordering::SeqCst);
     }

@@ -30,6 +30,8 @@ pub const REQUESTS_MAX: usize = 256;
 pub const UNKNOWN_MAX: usize = 256;
 /// Memories that one session may share at a time.
 pub const MEMORIES_MAX: usize = 256;
+/// Files of memories that the server has open, in all sessions together, where the process may have enough of them.
+pub const MEMORY_FILES_MAX: u64 = 4096;
 /// Bytes of memories that are registered with the engine's rings, in all sessions together. More is used as it is. Each
 /// ring looks up every page of them while it does nothing else.
 pub const PINNED_BYTES_MAX: u64 = 1 << 30;

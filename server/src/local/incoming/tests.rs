@@ -42,7 +42,7 @@ fn take<'a>(locals: &Arc<Locals>, pieces: impl Iterator<Item = &'a [u8]>) -> Tak
                 Err(other) => panic!("{other:?}"),
             }
         }
-        let waited_for = incoming.large.as_ref().map_or(0, Part::amount);
+        let waited_for = incoming.large.as_ref().map_or(0, |large| large.amount);
         assert!(waited_for <= arrived as u64 + RECEIVING_STEP_BYTES + RECEIVE_BYTES as u64);
     }
     taken
@@ -113,15 +113,17 @@ fn a_long_body_has_room_for_what_arrived_of_it_and_gives_it_back() {
     assert!(matches!(first.next(), Ok(Next::More)));
     assert_eq!(locals.receiving.used(), RECEIVING_STEP_BYTES, "what was announced is not what arrived");
     let others = locals.receiving.try_take(1, RECEIVING_BYTES_MAX - RECEIVING_STEP_BYTES).unwrap();
+    let turn = locals.whole.try_take(1, 1).unwrap();
     let mut second = known(&locals);
     second.bytes.extend_from_slice(&head);
     assert!(matches!(second.next(), Ok(Next::Wait)), "there is no room for a second one");
     assert!(second.late().is_none(), "whoever waits for others and has nothing stalls nobody");
     first.bytes.extend_from_slice(&vec![0; RECEIVING_STEP_BYTES as usize]);
     assert!(matches!(first.next(), Ok(Next::Wait)), "there is no room for more of the first one");
-    assert!(first.late().is_some(), "whoever waits and has something may be cut off");
+    assert!(first.late().is_none(), "the server takes nothing: its client is not to blame");
     drop(others);
     assert!(matches!(first.next(), Ok(Next::More)));
+    assert!(first.late().is_some(), "now its client is waited for");
     first.bytes.extend_from_slice(&vec![0; BODY_BYTES_MAX - RECEIVING_STEP_BYTES as usize]);
     first.bytes.extend_from_slice(&bare(Kind::Cancel, 1));
     assert!(matches!(first.next(), Ok(Next::Frame(_, body)) if body.len() == BODY_BYTES_MAX));
@@ -129,13 +131,49 @@ fn a_long_body_has_room_for_what_arrived_of_it_and_gives_it_back() {
     assert!(second.late().is_some(), "now its client is waited for");
     assert!(matches!(first.next(), Ok(Next::Frame(Head { kind: Kind::Cancel, .. }, _))));
     assert!(first.bytes.capacity() <= SMALL_BODY_BYTES * 4, "{}", first.bytes.capacity());
-    drop(second);
+    drop((second, turn));
     assert!(all(&locals).is_some());
+}
+
+/// Two megabytes and somewhat, of which the server takes one step at a time.
+#[test]
+fn however_many_bodies_begin_at_once_all_of_them_are_received_in_the_end() {
+    let locals = Arc::new(Locals::default());
+    let (length, step) = ((2 << 20) - HEAD_BYTES, RECEIVING_STEP_BYTES as usize);
+    let head = Head { length, kind: Kind::Read, id: 1 }.bytes();
+    let mut all: Vec<(Incoming, usize)> = (0..100)
+        .map(|_| {
+            let mut incoming = known(&locals);
+            incoming.bytes.extend_from_slice(&head);
+            (incoming, length)
+        })
+        .collect();
+    let mut taken = 0;
+    for _ in 0..400 {
+        for (incoming, left) in &mut all {
+            match incoming.next() {
+                Ok(Next::Frame(..)) => taken += 1,
+                // The server reads only then; and not more than was granted.
+                Ok(Next::More) => {
+                    let some = step.min(*left);
+                    *left -= some;
+                    incoming.bytes.extend_from_slice(&vec![0; some]);
+                }
+                Ok(Next::Wait) => {
+                    assert!(incoming.late().is_none(), "whoever waits for the server is not late")
+                }
+                Err(error) => panic!("{error:?}"),
+            }
+        }
+        assert!(locals.receiving.used() <= locals.receiving.all());
+    }
+    assert_eq!(taken, all.len());
+    assert_eq!((locals.receiving.used(), locals.whole.used()), (0, 0));
 }
 
 #[test]
 fn slow_senders_of_one_tenant_leave_room_for_a_request_of_another() {
-    let locals = Arc::new(Locals::new(0, 1, &[1, 2], [0; 16]));
+    let locals = Arc::new(Locals::new((0, 0), 1, &[1, 2], [0; 16]));
     let head = Head { length: BODY_BYTES_MAX, kind: Kind::Read, id: 1 }.bytes();
     let slow: Vec<Incoming> = (0..40)
         .map(|_| {
@@ -185,7 +223,7 @@ fn who_has_not_said_who_he_is_gets_nothing_of_what_others_share() {
 
 #[tokio::test]
 async fn a_client_that_closes_before_it_has_read_everything_left_and_did_nothing_wrong() {
-    let locals = Arc::new(Locals::new(1 << 20, 1, &[1], [0; 16]));
+    let locals = Arc::new(Locals::new((1 << 20, 16), 1, &[1], [0; 16]));
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.try_write(b"an answer that nobody reads").unwrap();
     drop(theirs);
