@@ -467,7 +467,9 @@ fn an_hour_of_churn_stays_within_the_budget_at_every_step_and_takes_no_more_memo
         let settled = &memory[memory.len() / 4..];
         let (least, most) = (settled.iter().min().unwrap(), settled.iter().max().unwrap());
         assert!(most - least <= least / 8, "seed {}: index memory {settled:?}", seed.0);
-        assert!(files.iter().max() == files[files.len() / 4..].iter().max(), "seed {}: {files:?}", seed.0);
+        let (before, after) = files.split_at(files.len() / 2);
+        let most = before.iter().max().unwrap() + 2;
+        assert!(after.iter().all(|files| *files <= most), "seed {}: {before:?}, then {after:?}", seed.0);
         stage.close().unwrap();
     }
 }
@@ -553,8 +555,9 @@ fn no_table_in_memory_grows_with_use() {
         let [before, after] = halves;
         assert!(before.len() > 20, "{before:?}");
         for (name, size) in after {
-            // What is drawn at random is drawn a little higher now and then.
-            let most = before[name] + before[name] / 8 + 8;
+            // What is drawn at random is drawn a little higher now and then: the two open segments have room for some 40
+            // entries.
+            let most = before[name] + before[name] / 8 + 16;
             assert!(size <= most, "seed {}: {name} grew from {} to {size}", seed.0, before[name]);
         }
         stage.close().unwrap();

@@ -61,6 +61,8 @@ pub(crate) struct LayersPart {
     /// The blocks of each record.
     runs: Vec<Range<u32>>,
     shares: Vec<Share>,
+    /// What was paid of them.
+    promises: Vec<Promise>,
     /// Whom to tell of what goes for it, if something must.
     pub(crate) tell: Option<Arc<Router>>,
     progress: Arc<Progress>,
@@ -152,7 +154,8 @@ fn try_begin(
     }
     job.lock().parts_left = 1;
     let (stream, progress) = PutStream::new(from, shape, turns, answer);
-    Ok((shard, LayersPart { job, runs, shares, tell: None, progress, begun: None }, stream))
+    let part = LayersPart { job, runs, shares, promises: Vec::new(), tell: None, progress, begun: None };
+    Ok((shard, part, stream))
 }
 
 /// A record that is written layer by layer.
@@ -179,7 +182,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
         log.layered.borrow_mut().retain(|turns| !turns.is(&left));
         log.changed.wake_all();
     };
-    let Some((part, promises)) = pay(log, part, deadline.as_mut()).await else {
+    let Some(part) = pay(log, part, deadline.as_mut()).await else {
         return ended();
     };
     let Some((mut part, segment, places)) = find(log, part, deadline.as_mut()).await else {
@@ -189,6 +192,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
         // If nobody waits for it, it is dropped, and the put stops.
         let _ = reply.send(Ok(stream));
     }
+    let promises = std::mem::take(&mut part.promises);
     {
         let mut writing = pin!(write(log, &part, &segment, &places));
         let ended = before(writing.as_mut(), deadline).await;
@@ -224,11 +228,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
 
 /// Takes what the records will take of their namespace's quota; `None` if it cannot be had, or not in time: that has been
 /// answered.
-async fn pay(
-    log: &Log,
-    mut part: LayersPart,
-    deadline: Option<&mut LocalTask>,
-) -> Option<(LayersPart, Vec<Promise>)> {
+async fn pay(log: &Log, mut part: LayersPart, deadline: Option<&mut LocalTask>) -> Option<LayersPart> {
     let (shares, tell) = (std::mem::take(&mut part.shares), part.tell.take());
     let paying = pin!(async {
         let mut promises = Vec::with_capacity(shares.len());
@@ -242,7 +242,10 @@ async fn pay(
         router.name_evicted(&log.shared);
     }
     match paid.unwrap_or(Err(Reason::DeadlinePassed)) {
-        Ok(promises) => Some((part, promises)),
+        Ok(promises) => {
+            part.promises = promises;
+            Some(part)
+        }
         Err(reason) => {
             part.refuse(reason);
             None
