@@ -1,7 +1,7 @@
 //! What the `kvarts` program is made of: the daemon, its gRPC face, its clients, and the command line.
 //!
 //! The program itself is [`main`]. The rest is public so that tests and other programs can run a server inside
-//! their own process ([`daemon::Daemon`]) and talk to one ([`client::Client`]).
+//! their own process ([`daemon::Daemon`]) and talk to one ([`kvarts_client::Client`]).
 
 mod bench;
 mod cli;
