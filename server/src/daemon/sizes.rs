@@ -16,7 +16,8 @@ const SEGMENTS_EACH: u64 = 32;
 /// The index may take so much of the memory.
 const INDEX_PART: u64 = 4;
 
-/// Shards of each directory of a store that is made: up to sixteen, fewer where the budget has few segments (less than 32 for each).
+/// Shards of each directory of a store that is made: up to sixteen, fewer where the budget has less than 32 segments for
+/// each.
 pub(super) fn shards(budget: u64, directories: usize, segment_bytes: u64) -> u32 {
     let segments = budget / (directories as u64).max(1) / segment_bytes.max(1);
     let shards = (segments / SEGMENTS_EACH).clamp(2, SHARDS_MAX);

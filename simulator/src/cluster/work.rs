@@ -98,22 +98,7 @@ pub struct Sessions {
 
 impl Default for Sessions {
     fn default() -> Self {
-        Self {
-            count: 1000,
-            per_second: 1.0,
-            shared: 4,
-            shared_tokens: 2000.0,
-            turns: 5.0,
-            append_tokens: 300.0,
-            output_tokens: 200.0,
-            tokens_max: 131_072.0,
-            think_ms: 10_000.0,
-            spread: 0.5,
-            idle_per_1000: 0,
-            idle_ms: 0.0,
-            fork: 1,
-            seed: 1,
-        }
+        CHAT
     }
 }
 

@@ -2,7 +2,8 @@
 //! more of them than the memory: near the limit blocks are evicted as for want of disk, beyond it nothing is put.
 //!
 //! What counts is what its entries take at the most that tables grow to, what records and their owners have, and what is
-//! known beside them of the blocks of namespaces with a limit; memory that is kept from a larger time does not. It is looked at after every few thousand blocks that are put, and at each segment.
+//! known beside them of the blocks of namespaces with a limit; memory that is kept from a larger time does not. It is
+//! looked at after every few thousand blocks that are put, and at each segment.
 
 use super::quota;
 use super::shared::Shared;
