@@ -14,6 +14,7 @@ mod deep;
 mod listed;
 #[cfg(test)]
 mod live_tests;
+mod newest;
 mod one;
 
 use std::collections::BTreeMap;
@@ -31,6 +32,7 @@ use crate::store::{Shard, Store};
 use crate::window::{Tally, Window};
 
 pub use deep::DeepError;
+use newest::{Newest, Said};
 pub use one::{Outcome, SegmentReport, Subject, check_segment};
 
 /// How much is looked at.
@@ -225,21 +227,23 @@ fn walk_segments(
 ) {
     let mut work = Vec::new();
     for ((at, shard), (known, _)) in store.shards.iter().enumerate().zip(known) {
-        let listed = |number: &u32| known.listed.get(number).copied().unwrap_or(0);
-        work.extend(
-            shard
-                .segments
-                .iter()
-                .map(|&number| (at, shard, (known.segments.get(&number), listed(&number)), number)),
-        );
+        work.extend(shard.segments.iter().map(|&number| (at, shard, known, number)));
     }
+    let newest = Newest::new(store, tally);
     // Shards in turn, so that every device has something to do from the first moment on.
     work.sort_by_key(|(_, shard, _, number)| (*number, shard.number));
     on_threads(options.threads, work.len(), |next| {
-        let Some(&(at, shard, (known, listed), segment)) = work.get(next) else { return };
-        let (keyring, level) = (&store.keyring, options.level);
-        let subject = Subject { keyring, shard: shard.number, segment, known, listed, level };
-        if let Some(report) = one_segment(store, shard, &subject, options, tally) {
+        let Some(&(at, shard, known, segment)) = work.get(next) else { return };
+        let subject = Subject {
+            keyring: &store.keyring,
+            shard: shard.number,
+            segment,
+            known: known.segments.get(&segment),
+            listed: known.listed.get(&segment).copied().unwrap_or(0),
+            level: options.level,
+        };
+        let said = Said::by(known, segment);
+        if let Some(report) = one_segment(store, shard, &subject, options, (tally, &newest, at, said)) {
             each(&subject, at, report);
         }
     });
@@ -378,11 +382,11 @@ fn one_segment(
     shard: &Shard,
     subject: &Subject<'_>,
     options: &Options,
-    tally: &Tally,
+    (tally, newest, at, mut said): (&Tally, &Newest<'_>, usize, Said),
 ) -> Option<SegmentReport> {
     let path = format!("{}/{}", shard_name(shard.number), segment_name(subject.segment));
     let directory = store.directories.get(shard.directory)?;
-    let check = || match directory.disk.open(&path) {
+    let check = |subject: &Subject<'_>| match directory.disk.open(&path) {
         Ok(file) => check_segment(&*file, subject, tally),
         Err(error) if options.live && error.kind() == std::io::ErrorKind::NotFound => {
             // It was there when the folder was listed: the store has given its space back.
@@ -399,9 +403,17 @@ fn one_segment(
             report
         }
     };
-    let mut report = check();
-    if options.live {
-        one::forgive(&mut report, subject, check);
+    let mut report = check(subject);
+    if !options.live {
+        return Some(report);
     }
+    // A file that was given back and made again.
+    while one::is_blank(&report) && said.is_used() {
+        let Some(newer) = newest.after(at, subject.segment, &said) else { break };
+        said = newer;
+        report = check(&Subject { known: said.known.as_ref(), listed: said.listed, ..*subject });
+    }
+    let subject = Subject { known: said.known.as_ref(), listed: said.listed, ..*subject };
+    one::forgive(&mut report, &subject, || check(&subject));
     Some(report)
 }

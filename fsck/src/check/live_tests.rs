@@ -1,10 +1,15 @@
 //! A store in use: what leaves it between two looks is no problem, what is damaged stays one.
 
+use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvarts_layout::format::checkpoint::{CheckpointWriter, Items, SEGMENT_FREE};
 
 use super::{Checked, Options, check};
+use crate::checkpoint::{self, path, read_slot};
 use crate::contents::{self, Fate};
-use crate::disk::{Disk, MemoryDisk};
+use crate::disk::{Disk, DiskFile, MemoryDisk, Node};
 use crate::export::{Selection, export};
 use crate::findings::Findings;
 use crate::repair::tests::killed;
@@ -67,4 +72,87 @@ fn an_export_beside_a_store_in_use_tells_what_left_from_what_is_damaged() {
     let damage = || disk.tamper(SEGMENT, |bytes| bytes[20_000..60_000].fill(0x5a));
     let (_, left_out, gone) = wrote(&disk, true, &damage);
     assert!(left_out > 0 && gone == 0, "{left_out} {gone}");
+}
+
+/// A disk on which something happens when [`SEGMENT`] is opened for the first time.
+#[derive(Debug)]
+struct Busy {
+    disk: MemoryDisk,
+    change: fn(&MemoryDisk),
+    happened: AtomicBool,
+}
+
+impl Disk for Busy {
+    fn name(&self) -> String {
+        self.disk.name()
+    }
+
+    fn visit(&self, folder: &str, each: &mut dyn FnMut(Node)) -> io::Result<()> {
+        self.disk.visit(folder, each)
+    }
+
+    fn open(&self, path: &str) -> io::Result<Box<dyn DiskFile>> {
+        if path == SEGMENT && !self.happened.swap(true, Ordering::Relaxed) {
+            (self.change)(&self.disk);
+        }
+        self.disk.open(path)
+    }
+}
+
+/// What a check says of a store in which something changes after its checkpoints were read.
+fn look_while(change: fn(&MemoryDisk)) -> Findings {
+    let disks: [Arc<dyn Disk>; 1] =
+        [Arc::new(Busy { disk: killed(), change, happened: AtomicBool::new(false) })];
+    let store = survey(&disks, &mut Findings::default()).unwrap().unwrap();
+    look(&store, true).findings
+}
+
+/// Writes the next checkpoint, which says that the first segment is free, or the same as the last.
+fn write_checkpoint(disk: &MemoryDisk, is_free: bool) {
+    let store = surveyed(disk);
+    let newest =
+        checkpoint::read(disk, &store.keyring, 0, (&Tally::default(), false), &mut Findings::default());
+    let before = newest.header.unwrap();
+    let mut header = before;
+    header.position.segment = 1 - before.position.segment;
+    header.position.generation += 1;
+    let mut writer = CheckpointWriter::new(&header, &store.keyring.secret);
+    let mut image = writer.header().unwrap();
+    read_slot(disk, &store.keyring, (0, before.position.segment), &Tally::default(), &mut |mut items| {
+        match &mut items {
+            Items::Segments(states) if is_free => {
+                let first = states.iter_mut().find(|state| state.segment == 0).unwrap();
+                first.state = SEGMENT_FREE;
+            }
+            Items::Records(records) if is_free => records.retain(|record| record.segment != 0),
+            _ => {}
+        }
+        if matches!(&items, Items::Records(records) if records.is_empty()) {
+            return;
+        }
+        image.extend(writer.chunk(&items).unwrap());
+    });
+    image.extend(writer.end().unwrap());
+    disk.plant(&path(0, header.position.segment), image);
+}
+
+#[test]
+fn a_segment_that_is_made_again_while_it_is_checked_is_no_problem_if_a_newer_checkpoint_calls_it_free() {
+    let found = look_while(|disk| {
+        write_checkpoint(disk, true);
+        disk.tamper(SEGMENT, |bytes| bytes.fill(0));
+    });
+    assert!(found.is_clean(), "{:?}", found.problems);
+    // Without its length, as it is for a moment.
+    let found = look_while(|disk| {
+        write_checkpoint(disk, true);
+        disk.tamper(SEGMENT, Vec::clear);
+    });
+    assert!(found.is_clean(), "{:?}", found.problems);
+    // One that calls it used tells nothing new.
+    let found = look_while(|disk| {
+        write_checkpoint(disk, false);
+        disk.tamper(SEGMENT, |bytes| bytes.fill(0));
+    });
+    assert!(!found.is_clean());
 }

@@ -254,17 +254,19 @@ fn account(file: &dyn DiskFile, report: &mut SegmentReport) {
     (report.accounting, report.records, report.blocks) = (sum, records, blocks);
 }
 
+/// Whether nothing was ever written here, as far as can be seen.
+pub(super) fn is_blank(report: &SegmentReport) -> bool {
+    let blank = |ends: &Ends| ends.header_seen == HeaderSeen::Empty && ends.trailer == Err(Unsound::Empty);
+    report.ends.as_ref().is_some_and(blank) && report.records == 0
+}
+
 /// Of a store in use: what the end of an unsealed segment looks like means nothing, what is found in a segment that was
 /// recycled meanwhile does not count, and neither does what a second look does not find again: the first one met blocks
 /// that were being evicted.
 pub(super) fn forgive(report: &mut SegmentReport, subject: &Subject<'_>, again: impl Fn() -> SegmentReport) {
     // A file that was given back and made again: its header is on its way. What a checkpoint calls used is not that.
     let may_be_new = subject.known.is_none_or(|known| known.state == SEGMENT_FREE);
-    let is_just_made = |report: &SegmentReport| {
-        let blank =
-            |ends: &Ends| ends.header_seen == HeaderSeen::Empty && ends.trailer == Err(Unsound::Empty);
-        may_be_new && report.ends.as_ref().is_some_and(blank) && report.records == 0
-    };
+    let is_just_made = |report: &SegmentReport| may_be_new && is_blank(report);
     let is_tail = |report: &SegmentReport| matches!(report.outcome, Outcome::Walked { scan: Scan::Tail, .. });
     if report.findings.is_clean() && !is_tail(report) {
         return;
