@@ -18,7 +18,7 @@ use kvarts_store::rt::Class;
 use tokio::time::sleep;
 
 use crate::node::{Bandwidth, Node};
-use kvarts_wire::window::{self, Nowhere, Window};
+use kvarts_wire::window::{self, Window};
 
 /// Bytes that are read at once; more only where a single layer of a block is more.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -214,7 +214,7 @@ impl Run<'_> {
             keys: keys.to_vec(),
             layers: Some(window.layers.clone()),
             order: Order::Blocks,
-            into: window::place(Order::Blocks, shape, &window, &self.memory(bytes)?, &Nowhere::default())?,
+            into: window::place(Order::Blocks, shape, &window, &self.memory(bytes)?)?,
             verify: Verify::Always,
             class: Class::Background,
             deadline: Some(self.store.clock().now().plus(PATIENCE)),

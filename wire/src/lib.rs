@@ -8,7 +8,6 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
 
-pub mod addresses;
 pub mod codec;
 pub mod convert;
 mod course;

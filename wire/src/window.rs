@@ -1,20 +1,14 @@
 //! A long read in windows that fit into memory: which blocks and layers at a time, and where they lie.
 //!
 //! The windows of a read, one after the other, are its blocks and layers in the order in which they are delivered.
-//! The engine wants a place for every layer, also for those that a window does not read: these get addresses in
-//! memory that is reserved and never touched, so that it costs nothing.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::{BlockShape, ChunkShape};
 use kvarts_store::api::{Order, Placed};
 use kvarts_store::error::Reason;
 use kvarts_store::io::SharedBuf;
-
-use super::limits::ADDRESSES_MAX;
-use crate::addresses::Addresses;
 
 /// What is read at a time.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -62,40 +56,6 @@ fn chunks(shape: &BlockShape) -> impl Iterator<Item = (u32, &ChunkShape)> {
     (0u32..).zip(shape.layers()).flat_map(|(at, layer)| layer.chunks.iter().map(move |chunk| (at, chunk)))
 }
 
-/// Addresses for the layers that the windows of a read do not read. Taken from the kernel once for all windows: for
-/// each they would cost the executor that gives them back a fiftieth of its work.
-#[derive(Debug)]
-pub struct Nowhere {
-    kept: Mutex<Option<SharedBuf>>,
-    all: Arc<Addresses>,
-}
-
-impl Default for Nowhere {
-    /// For one who reads by himself.
-    fn default() -> Self {
-        Self::among(&Addresses::new(ADDRESSES_MAX))
-    }
-}
-
-impl Nowhere {
-    /// A part of what all have.
-    pub fn among(all: &Arc<Addresses>) -> Self {
-        Self { kept: Mutex::default(), all: Arc::clone(all) }
-    }
-
-    /// So many bytes of them.
-    fn addresses(&self, bytes: u64) -> Result<SharedBuf, Reason> {
-        let length = usize::try_from(bytes).map_err(|_| Reason::TooMany("bytes"))?;
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(some) = kept.as_ref().and_then(|kept| kept.slice(0, length)) {
-            return Ok(some);
-        }
-        // Those that were too few go first.
-        *kept = None;
-        Ok(kept.insert(self.all.take(bytes)?).clone())
-    }
-}
-
 /// Gives every chunk of a window its place in `memory`: in block order `[block][layer][part]`, in layer order
 /// `[layer][part][block]`.
 pub fn place(
@@ -103,32 +63,26 @@ pub fn place(
     shape: &BlockShape,
     window: &Window,
     memory: &SharedBuf,
-    nowhere: &Nowhere,
 ) -> Result<Placed, Reason> {
     let blocks = window.blocks.len() as u64;
     let stride = layers_bytes(shape, &window.layers);
-    let (mut at, mut aside) = (0u64, 0u64);
+    let mut at = 0u64;
     let mut targets = Vec::with_capacity(shape.chunk_count() as usize);
     for (layer, chunk) in chunks(shape) {
         if !window.layers.contains(&layer) {
-            targets.push(PartTarget { memory: MemoryId(1), base: aside, stride: chunk.bytes });
-            aside = aside.saturating_add(chunk.bytes.saturating_mul(blocks));
+            targets.push(None);
             continue;
         }
         let stride = if order == Order::Blocks { stride } else { chunk.bytes };
-        targets.push(PartTarget { memory: MemoryId(0), base: at, stride });
+        targets.push(Some(PartTarget { memory: MemoryId(0), base: at, stride }));
         at = at.saturating_add(if order == Order::Blocks {
             chunk.bytes
         } else {
             chunk.bytes.saturating_mul(blocks)
         });
     }
-    let mut memories = vec![memory.clone()];
-    if aside > 0 {
-        memories.push(nowhere.addresses(aside)?);
-    }
     let slots = (0..window.blocks.len() as u32).collect();
-    Placed::paged(shape, memories, &targets, slots)
+    Placed::paged(shape, vec![memory.clone()], &targets, slots)
 }
 
 /// Where in the window's memory the blocks `blocks` (counted within the window) of what is delivered together lie,
@@ -198,25 +152,8 @@ mod tests {
     }
 
     #[test]
-    fn the_windows_of_a_read_share_the_addresses_that_nobody_reads_into() {
-        let (shape, nowhere) = (shape(), Nowhere::default());
-        let memory = SharedBuf::new(&Region::anonymous(1 << 20).unwrap(), 0, 1 << 20).unwrap();
-        let unread = |blocks, layers| {
-            let window = Window { blocks, layers };
-            let placed = place(Order::Layers, &shape, &window, &memory, &nowhere).unwrap();
-            // The first part is of layer 0, which none of these windows reads.
-            placed.chunk(0, 0, 10).unwrap().region().id()
-        };
-        let of_three = unread(0..3, 1..2);
-        assert_eq!((unread(0..3, 2..3), unread(0..1, 1..3)), (of_three, of_three));
-        assert_ne!(of_three, memory.region().id());
-        // A larger window gets more of them.
-        assert_ne!(unread(0..3000, 1..2), of_three);
-    }
-
-    #[test]
     fn every_wanted_chunk_lies_where_its_range_says() {
-        let (shape, nowhere) = (shape(), Nowhere::default());
+        let shape = shape();
         for (order, window) in [
             (Order::Blocks, Window { blocks: 4..7, layers: 1..3 }),
             (Order::Layers, Window { blocks: 4..7, layers: 0..2 }),
@@ -224,7 +161,7 @@ mod tests {
         ] {
             let memory =
                 SharedBuf::new(&Region::anonymous(4096).unwrap(), 0, window.bytes(&shape) as usize).unwrap();
-            let placed = place(order, &shape, &window, &memory, &nowhere).unwrap();
+            let placed = place(order, &shape, &window, &memory).unwrap();
             let mut expected = Vec::new();
             for layer in window.layers.clone() {
                 let sizes = chunks(&shape).enumerate().filter(|(_, (at, _))| *at == layer);

@@ -18,7 +18,7 @@ use super::link::Link;
 use kvarts_wire::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
 use kvarts_wire::local::limits::WINDOW_BYTES;
 use kvarts_wire::local::parts;
-use kvarts_wire::window::{self, Nowhere, Window};
+use kvarts_wire::window::{self, Window};
 use kvarts_wire::windows::{Stop, Through, Windows};
 
 /// Whether whatever is read or put at once of such blocks fits into a window.
@@ -98,7 +98,7 @@ impl Through for Copying {
         let windows = link.windows.get().cloned().ok_or(Reason::Busy("there are no windows"))?;
         let bytes = usize::try_from(window.bytes(&self.shape)).map_err(|_| Reason::TooMany("bytes"))?;
         let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?.share();
-        let into = window::place(self.request.order, &self.shape, window, &memory, &Nowhere::default())?;
+        let into = window::place(self.request.order, &self.shape, window, &memory)?;
         *self.placed.lock().unwrap_or_else(PoisonError::into_inner) = Some(into.clone());
         let late = self.request.deadline.is_some_and(|deadline| deadline <= self.inner.remote.clock.now());
         if late {

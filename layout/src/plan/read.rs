@@ -150,11 +150,15 @@ impl ReadPlan {
         if next_ordinal > placement.blocks() {
             return Err(PlanError::Placement { needed: next_ordinal, available: placement.blocks() });
         }
-        let widest = (0..layers.count())
-            .filter_map(|position| first.layout.layer_parts(layers.get(position)?))
-            .map(|(_, parts)| parts.len())
-            .max()
-            .unwrap_or(0);
+        let mut widest = 0;
+        for position in 0..layers.count() {
+            let layer = layers.get(position).and_then(|layer| first.layout.layer_parts(layer));
+            let (first_part, parts) = layer.ok_or(PlanError::Shape)?;
+            if let Some(part) = placement.unplaced(first_part, parts.len()) {
+                return Err(PlanError::Unplaced { part });
+            }
+            widest = widest.max(parts.len());
+        }
         let pieces = u64::try_from(widest).unwrap_or(u64::MAX).saturating_mul(u64::from(blocks));
         if order == Order::Layers && pieces > MAX_STEP_PIECES {
             return Err(PlanError::TooLarge);
@@ -333,8 +337,7 @@ impl RecordRead {
 /// All records and the placement are of one shape. Layouts that are one and the same are compared once.
 fn check_shape(records: &[RecordRead], placement: &Placement) -> Result<(), PlanError> {
     let Some(first) = records.first() else { return Err(PlanError::Nothing) };
-    let sizes = first.layout.parts().iter().map(|part| part.bytes);
-    if !sizes.eq(placement.parts().iter().map(|part| part.bytes)) {
+    if !placement.is_for(first.layout.parts().iter().map(|part| part.bytes)) {
         return Err(PlanError::Shape);
     }
     let mut seen = &first.layout;

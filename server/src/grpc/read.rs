@@ -25,7 +25,7 @@ use super::digest::Said;
 use super::fault::{self, Fault, Outcome};
 use super::frame::{self, Outgoing, Slot};
 use super::held::{Held, Holding};
-use super::window::{self, Nowhere, Window};
+use super::window::{self, Window};
 use super::windows::{Stop, Through, Windows};
 use super::{convert, limits};
 use crate::node::Frozen;
@@ -95,13 +95,7 @@ impl Download {
         Ok(Self { namespace, group, coordinate, shape, keys, layers, order, class })
     }
 
-    fn request(
-        &self,
-        call: &Call,
-        window: &Window,
-        memory: &Fetched,
-        nowhere: &Nowhere,
-    ) -> Outcome<ReadRequest> {
+    fn request(&self, call: &Call, window: &Window, memory: &Fetched) -> Outcome<ReadRequest> {
         let keys = self.keys.get(window.blocks.start as usize..window.blocks.end as usize);
         Ok(ReadRequest {
             namespace: self.namespace,
@@ -110,7 +104,7 @@ impl Download {
             keys: keys.unwrap_or_default().to_vec(),
             layers: Some(window.layers.clone()),
             order: self.order,
-            into: window::place(self.order, &self.shape, window, &memory.buf, nowhere)?
+            into: window::place(self.order, &self.shape, window, &memory.buf)?
                 .with_digests(memory.digests.clone()),
             verify: Verify::Always,
             class: self.class,
@@ -137,7 +131,6 @@ struct Sending {
     /// What was said to it so far. One task says it: nobody waits here.
     said: Mutex<Said>,
     large: LargeReads,
-    nowhere: Nowhere,
     /// What its windows have met of each block.
     origins: Arc<Origins>,
 }
@@ -208,9 +201,8 @@ async fn work(
     let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
     let large = LargeReads::enter(&call.node.large_reads, download.bytes());
     let said = Mutex::new(said);
-    let nowhere = Nowhere::among(&call.node.addresses);
     let origins = Origins::any(download.keys.len());
-    let sending = Sending { call, download, to, slot, holding, said, large, nowhere, origins };
+    let sending = Sending { call, download, to, slot, holding, said, large, origins };
     let mut windows = Windows::new(sending, shape, order, layers, blocks, budget);
     let (ended, early) = match windows.run().await {
         Ok(()) => (Ok(()), None),
@@ -336,7 +328,7 @@ impl Sending {
     ) -> Result<(Fetched, ReadStream), Stopped> {
         let digests = Digests::new(&self.download.shape, window.blocks.len() as u32);
         let memory = Fetched { buf, digests, paid };
-        let request = self.download.request(&self.call, window, &memory, &self.nowhere);
+        let request = self.download.request(&self.call, window, &memory);
         let request = request.map_err(Stop::Fault)?;
         let stream = self.call.node.read_part(request, &self.origins, window.blocks.start);
         let stream = stream.map_err(|error| match error.0 {

@@ -102,14 +102,8 @@ pub(super) fn begin(
     // Not `LetGo` before the engine has taken the request: one that is refused has no last word.
     let late = Arc::new(std::sync::OnceLock::<LetGo>::new());
     let holder: Arc<dyn Any + Send + Sync> = Arc::clone(&late) as _;
-    let (into, adopted) = places::place(
-        (memories, &call.node.addresses),
-        &asked.shape,
-        &asked.layers,
-        wire.into,
-        asked.keys.len(),
-        &holder,
-    )?;
+    let (into, adopted) =
+        places::place(memories, &asked.shape, &asked.layers, wire.into, asked.keys.len(), &holder)?;
     let (into, verify) = if adopted {
         (into.with_digests(Digests::new(&asked.shape, asked.keys.len() as u32)), Verify::Never)
     } else {
@@ -262,8 +256,7 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
         let wait = tokio::time::timeout(limits::WAIT, taking).await;
         let Ok(Some(memory)) = wait else { continue };
         let memory = memory.share();
-        let nowhere = window::Nowhere::among(&call.node.addresses);
-        let into = window::place(Order::Blocks, &asked.shape, &window, &memory, &nowhere);
+        let into = window::place(Order::Blocks, &asked.shape, &window, &memory);
         let Ok(into) = into else { continue };
         let Some(key) = asked.keys.get(block as usize) else { continue };
         let request = ReadRequest {

@@ -46,8 +46,7 @@ use crate::grpc::request::Receiving;
 use crate::local::Locals;
 use crate::metrics::Metrics;
 use crate::scrub::Scrub;
-use kvarts_wire::addresses::Addresses;
-use kvarts_wire::limits::{ADDRESSES_MAX, HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_WINDOW_BYTES};
+use kvarts_wire::limits::{HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_WINDOW_BYTES};
 
 /// A running server's insides.
 #[derive(Debug)]
@@ -64,8 +63,6 @@ pub struct Node {
     pub memory: Memory,
     /// What each tenant has of it.
     shares: MemoryShares,
-    /// Addresses for what reads do not want.
-    pub addresses: Arc<Addresses>,
     /// Clients on the same host, and the memory that they share.
     pub locals: Arc<Locals>,
     /// Places for connections that are not taken.
@@ -151,7 +148,6 @@ impl Node {
             connections: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
             strangers: Arc::default(),
             shares: MemoryShares::new(&memory, &tenants),
-            addresses: Addresses::new(ADDRESSES_MAX),
             large_reads: Arc::default(),
             receiving: Receiving::new(&tenants),
             heavy: parts::Parts::new(HEAVY_AT_ONCE, &tenants, HEAVY_AT_ONCE, HEAVY_WAITING),

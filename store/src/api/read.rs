@@ -71,7 +71,7 @@ pub struct ReadRequest {
     pub layers: Option<Range<u32>>,
     /// In which order they are delivered.
     pub order: Order,
-    /// Where they are wanted. The placement describes all layers of the shape, also when fewer are read.
+    /// Where they are wanted. Layers that are not read need no place.
     pub into: Placed,
     /// How much is compared with digests.
     pub verify: Verify,

@@ -14,12 +14,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 use std::task::Waker;
 
-use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
 use kvarts_layout::format::PAGE_BYTES;
-use kvarts_layout::plan::{
-    Order as PlanOrder, Pick, Placement, ReadOptions, ReadPlan, RecordRead, WritePlan,
-};
-use kvarts_layout::{BlockKey, BlockShape, Layout, OriginId};
+use kvarts_layout::plan::{Order as PlanOrder, Pick, Placement, ReadOptions, ReadPlan, RecordRead};
+use kvarts_layout::{BlockKey, BlockShape, OriginId};
 
 use super::arrivals::Arrival;
 use super::put::record_range;
@@ -141,7 +138,8 @@ pub(crate) fn begin(
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = namespace.shape(request.group, request.coordinate)?;
     let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
-    let wanted_layers = request.layers.as_ref().map_or(shape.layers().len(), ExactSizeIterator::len) as u32;
+    let wanted_range = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
+    let wanted_layers = wanted_range.len() as u32;
     request.class = class_of(&request, &shape);
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
@@ -154,7 +152,8 @@ pub(crate) fn begin(
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
         // The plan would have found memory for another shape: it is a mistake whatever is here.
-        check_places(&request, &shape)?;
+        let places = request.into.places().check(&shape, wanted_range);
+        places.map_err(|error| Reason::Shape(error.to_string()))?;
         let usable_layers = wanted_layers;
         sink.send(ReadEvent::End(ReadEnd { failures, usable_layers, ..ReadEnd::default() }));
         return Ok(Vec::new());
@@ -252,13 +251,6 @@ fn class_of(request: &ReadRequest, shape: &BlockShape) -> Class {
         Class::Small => Class::Foreground,
         other => other,
     }
-}
-
-fn check_places(request: &ReadRequest, shape: &BlockShape) -> Result<(), Reason> {
-    let wrong = |what: String| Reason::Shape(what);
-    let layout = RunLayout::new(Layout::FullBlock, LAYOUT_VERSION, shape, request.into.block_count())
-        .map_err(|error| wrong(error.to_string()))?;
-    WritePlan::new(&layout, request.into.places(), 0).map(drop).map_err(|error| wrong(error.to_string()))
 }
 
 pub(super) fn pick_layers(wanted: Option<&Range<u32>>, layers: usize) -> Result<Pick, Reason> {
