@@ -32,11 +32,12 @@ const MAX_LIMIT: u32 = 1 << 30;
 const MAX_STEP_PIECES: u64 = 1 << 26;
 
 /// In which order the bytes are wanted.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Order {
-    /// Layer by layer, each over all blocks: what a layerwise restore wants.
+    /// Layer by layer, in execution order, each over all blocks: what a layerwise restore wants.
+    #[default]
     Layers,
-    /// Block by block, each with all layers: what flat pages and peers want.
+    /// Block by block, in the order of the request, each with all layers: what flat pages and peers want.
     Blocks,
 }
 
