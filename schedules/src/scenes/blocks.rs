@@ -7,7 +7,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 use shuttle::thread;
 
 use super::Scene;
-use crate::engine::arrivals::Arrivals;
+use crate::engine::shared::grace::ReaderEpochs;
 use crate::index::{
     BlockFingerprint, Deleted, Eviction, Index, LeaseTerms, Location, Lookup, RecordId, RecordInfo,
     Reservation,
@@ -116,7 +116,7 @@ fn leases() {
 /// Reads look up where a block is and use that place; one executor moves the block, and another, whose place it leaves,
 /// empties that when it sees that the block has gone.
 fn arrivals() {
-    let arrivals = Arrivals::default();
+    let arrivals = ReaderEpochs::default();
     let (place, emptied) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
     let mut threads = Vec::new();
     for _ in 0..2 {

@@ -1,65 +1,35 @@
 //! The engine: one store over its shards.
 //!
-//! How a request travels: `put` and `read` check it on the caller's thread, against what all threads share
-//! (`shared`: index, names, budget); its parts go through mailboxes to the executors that own the shards
-//! (`shard`), where `log` appends records to segments and `slice` reads them back; `recover` finds it all again.
+//! Its rooms, each of which stands on those before it: `tasks` (how tasks wait), `shared` (what all threads share),
+//! `volume` (what a shard has on disk), `read`, `space` (segments, eviction), `write` (the log, puts, deletes),
+//! `compact`, `recover`, and `front`: the store that callers see, and its executors.
+//!
+//! `front` checks a put or a read on the caller's thread, against what all threads share; its parts go through
+//! mailboxes to the executors that own the shards, where `write` appends records to segments and `read` reads them
+//! back; `recover` finds it all again.
 
-mod admission;
-mod ages;
-pub(crate) mod arrivals;
-mod budget;
-mod checkpoint;
 mod compact;
-mod content;
-mod delete;
-mod descent;
-mod directory;
-mod due;
-mod evict;
-mod executor;
-mod expiry;
-mod flights;
-mod headers;
-mod health;
-mod index_room;
-mod lend;
-mod listing;
-mod log;
-mod lookup;
-mod names;
-mod naming;
-mod notify;
-mod presence;
-mod put;
-mod quota;
+mod front;
 mod read;
-mod reclaim;
 mod recover;
-mod room;
-mod runs;
-mod segment;
-mod shared;
-mod slice;
-mod snapshot;
-pub(crate) mod steps;
-mod store;
-mod tables;
-mod trouble;
-mod unpack;
-mod writes;
+pub(crate) mod shared;
+mod space;
+pub(crate) mod tasks;
+mod volume;
+mod write;
 
 use std::time::Duration;
 
-pub use ages::STEPS_PER_BUDGET;
 pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
-pub use evict::policy::{Candidate, Chosen, EvictionPolicy};
-pub use health::Health;
+pub use front::memory_audit::Table;
+pub use front::store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
-pub use steps::{Done, WorkDone};
-pub use store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
-pub use tables::Table;
+pub use shared::health::Health;
+pub use shared::policy::{Candidate, Chosen, EvictionPolicy};
+pub use shared::recency::STEPS_PER_BUDGET;
+pub use tasks::steps::{Done, WorkDone};
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]

@@ -50,7 +50,7 @@ struct Tables {
     accounts: BTreeMap<NamespaceId, Arc<Account>>,
     /// By the salt of the tenant.
     pools: BTreeMap<Vec<u8>, Arc<Pool>>,
-    /// By the number of a run class.
+    /// By the number of a record class.
     classes: BTreeMap<u32, Arc<Account>>,
     /// Bytes of memory for the blocks of accounts with a limit.
     known_bytes: Arc<AtomicU64>,
@@ -112,18 +112,18 @@ impl Ledger {
         Arc::clone(self.write().pools.entry(salt.to_vec()).or_default())
     }
 
-    /// Records of this run class belong to this namespace.
+    /// Records of this record class belong to this namespace.
     pub fn assign(&self, class: u32, namespace: NamespaceId) {
         let account = self.account(namespace);
         self.write().classes.insert(class, account);
     }
 
-    /// No record is of this run class any more.
+    /// No record is of this record class any more.
     pub fn forget(&self, class: u32) {
         self.write().classes.remove(&class);
     }
 
-    /// The number of the account that records of this run class belong to; 0 for a class of nobody.
+    /// The number of the account that records of this record class belong to; 0 for a class of nobody.
     pub(crate) fn number_of(&self, class: u32) -> u32 {
         match self.read().classes.get(&class) {
             Some(account) => account.number(),
@@ -151,7 +151,7 @@ impl Ledger {
         self.read().accounts.values().filter(inside).map(Arc::clone).collect()
     }
 
-    /// The account that records of this run class belong to.
+    /// The account that records of this record class belong to.
     pub(crate) fn account_of(&self, class: u32) -> Option<Arc<Account>> {
         self.read().classes.get(&class).map(Arc::clone)
     }

@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use super::chains::{Peers, merge};
 use super::{CompactOptions, Pace, segments};
-use crate::engine::log::Log;
 use crate::engine::shared::Shared;
+use crate::engine::write::log::Log;
 use crate::rt::Runtime;
 
 /// When a store compacts by itself, and how fast.

@@ -23,12 +23,12 @@ use super::gather::{Gathered, Taken, gather};
 use super::relocate::{Head, Moved, expires_ms, write};
 use super::segments::{live_by_segment, room};
 use super::{CompactOptions, CompactReport, Pace};
-use crate::engine::executor::Message;
-use crate::engine::log::Log;
-use crate::engine::put::shard_of;
-use crate::engine::runs::RunClass;
-use crate::engine::segment::{Segment, SegmentState};
+use crate::engine::front::executor::Message;
 use crate::engine::shared::Shared;
+use crate::engine::shared::record_class::RecordClass;
+use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::write::log::Log;
+use crate::engine::write::put::shard_of;
 use crate::error::Reason;
 use crate::index::{Lookup, RecordId};
 use crate::rt::mailbox::{Sender, Ticket, ticket};
@@ -41,7 +41,7 @@ const SURVEY_MAX: usize = 64 << 10;
 pub(crate) struct Small {
     record: RecordId,
     shard: u32,
-    class: Arc<RunClass>,
+    class: Arc<RecordClass>,
     parent: Parent,
     first: [u8; 32],
     last: [u8; 32],
@@ -132,7 +132,7 @@ fn live_record(
     segment: &Segment,
     entry: &Entry,
     blocks: &Blocks,
-) -> Option<(RecordId, Arc<RunClass>, u32)> {
+) -> Option<(RecordId, Arc<RecordClass>, u32)> {
     let coordinate = kvarts_layout::Coordinate::from_u64(blocks.coordinate)?;
     let namespace = segment.local(blocks.namespace);
     let key = BlockKey(blocks.blocks.first()?.key);

@@ -12,12 +12,12 @@ use kvarts_layout::format::body::{Blocks, ENCODING_RAW};
 use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
-use super::pack::Cold;
+use super::encode::Cold;
 use super::relocate::relocate;
 use super::segments::{live_by_segment, room};
 use super::{CompactOptions, CompactReport, Pace};
-use crate::engine::log::Log;
-use crate::engine::segment::{Segment, SegmentState};
+use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::index::RecordId;
 use crate::rt::Nanos;

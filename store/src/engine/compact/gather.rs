@@ -18,13 +18,13 @@ use kvarts_layout::format::body::{BlockName, Blocks, layout_code};
 use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
-use crate::engine::log::Log;
-use crate::engine::notify::yield_now;
-use crate::engine::put::record_range;
-use crate::engine::runs::RunClass;
+use crate::engine::read::decode::{Stored, payload_bytes};
+use crate::engine::read::shard_read::Hold;
 use crate::engine::shared::Shared;
-use crate::engine::slice::Hold;
-use crate::engine::unpack::{Stored, payload_bytes};
+use crate::engine::shared::record_class::RecordClass;
+use crate::engine::tasks::notify::yield_now;
+use crate::engine::write::log::Log;
+use crate::engine::write::put::record_range;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location, Lookup, RecordId, RecordInfo};
 use crate::io::{Buf, BufMut, FileId, IoError};
@@ -85,7 +85,7 @@ impl Taken {
 /// What was taken out of a record.
 #[derive(Debug)]
 pub(crate) struct Gathered {
-    pub(crate) class: Arc<RunClass>,
+    pub(crate) class: Arc<RecordClass>,
     /// The record's body.
     pub(crate) body: Blocks,
     pub(crate) sequence: u64,
@@ -110,7 +110,7 @@ pub(crate) async fn gather(
         return Ok(None);
     }
     let Some(segment) = log.segments.borrow().get(&info.segment).map(Rc::clone) else { return Ok(None) };
-    let class = log.shared.classes.get(info.class).ok_or(Reason::Bug("an unknown run class"))?;
+    let class = log.shared.classes.get(info.class).ok_or(Reason::Bug("an unknown record class"))?;
     let _reading = Hold::new(&segment);
     let (offset, _) = record_range(&info);
     let position = log.position(&segment, offset);
@@ -155,7 +155,7 @@ pub(crate) async fn gather(
 /// The wanted blocks that the index has in this record.
 fn live(
     log: &Log,
-    class: &RunClass,
+    class: &RecordClass,
     body: &Blocks,
     source: RecordId,
     wanted: &dyn Fn(u16) -> bool,
@@ -259,7 +259,7 @@ pub(crate) async fn pause(since: &mut usize, done: usize) {
 /// Quarantines the blocks of which a chunk is not what was put, and leaves the others.
 async fn verify(
     log: &Log,
-    class: &RunClass,
+    class: &RecordClass,
     arrangement: (&RunLayout, Option<&Stored>),
     blocks: &mut Vec<Taken>,
 ) -> Result<(), Reason> {

@@ -1,20 +1,21 @@
 //! Compaction: live blocks are moved in the background class, so that what is dead around them can be given back.
 //!
 //! `relocate` moves blocks of one record; `segments` chooses what to move, `chains` what to merge, `cold` what to
-//! encode where it lies, `background` when; `gather` reads and verifies, `pack` encodes. Everything runs under a budget of device bytes a second ([`Pace`]) and one move at a time in each shard, which bounds memory
+//! encode where it lies, `background` when; `gather` reads and verifies, `encode` encodes. Everything runs under a budget of device bytes a second ([`Pace`]) and one move at a time in each shard, which bounds memory
 //! to a few records.
 
 pub(crate) mod background;
 pub(crate) mod chains;
 pub(crate) mod cold;
-pub(crate) mod gather;
-pub(crate) mod pack;
+pub(crate) mod encode;
 #[cfg(test)]
-mod pack_tests;
+mod encode_tests;
+pub(crate) mod gather;
 pub(crate) mod relocate;
 pub(crate) mod segments;
 #[cfg(test)]
 pub(super) mod tests;
+pub(crate) mod thin;
 
 use std::cell::Cell;
 use std::rc::Rc;

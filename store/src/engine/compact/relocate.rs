@@ -2,12 +2,12 @@
 //!
 //! What a move keeps: keys, origin ids, digests, parent, group, coordinate, expiry, creation time and extensions; in
 //! memory also heat and leases. Chunks of an encoded record are copied as they are stored; a raw record whose blocks
-//! are cold may become an encoded one (`pack`). It is in this order: read and verify; append; flush; switch the index block by block,
+//! are cold may become an encoded one (`encode`). It is in this order: read and verify; append; flush; switch the index block by block,
 //! each only if it still is where it was read. So:
 //!
 //! - a block that was deleted, evicted, quarantined or put anew meanwhile stays as that left it;
 //! - what the index points at is durable, and the old record may be recycled when the switch is done and those reads
-//!   that were sent to it before hold its segment (`arrivals`);
+//!   that were sent to it before hold its segment (`grace`);
 //! - a crash leaves the old record, or both. Both hold the same bytes under the same origin ids, and recovery takes
 //!   the newer.
 //!
@@ -29,12 +29,12 @@ use kvarts_layout::format::body::{Blocks, ENCODING_RAW, Extension, Parent, layou
 use kvarts_layout::format::page_align;
 use kvarts_layout::format::record::Body;
 
+use super::encode::{Cold, pack};
 use super::gather::{Gathered, Taken, gather, memory, pause};
-use super::pack::{Cold, pack};
-use crate::engine::log::{Draft, Log, Payload, Written};
-use crate::engine::quota;
-use crate::engine::runs::RunClass;
+use crate::engine::shared::quota;
+use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
+use crate::engine::write::log::{Draft, Log, Payload, Written};
 use crate::error::Reason;
 use crate::index::{Location, Lookup, RecordId};
 use crate::io::Buf;
@@ -78,7 +78,7 @@ impl Moved {
 /// What the new record says beside its blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct Head {
-    pub(crate) class: Arc<RunClass>,
+    pub(crate) class: Arc<RecordClass>,
     pub(crate) created_ms: u64,
     /// In the steps of the index; 0 for never.
     pub(crate) expires: u32,

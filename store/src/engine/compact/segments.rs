@@ -10,11 +10,11 @@ use std::rc::Rc;
 use kvarts_layout::format::footer::{Content, Entry};
 
 use super::cold;
-use super::pack::Cold;
+use super::encode::Cold;
 use super::relocate::relocate;
 use super::{CompactOptions, CompactReport, Pace};
-use crate::engine::log::Log;
-use crate::engine::segment::{Segment, SegmentState};
+use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::index::{RecordCursor, RecordId, RecordInfo};
 

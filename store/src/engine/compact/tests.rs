@@ -9,17 +9,17 @@ use kvarts_layout::format::body::{Tombstone, Tombstones};
 use kvarts_layout::format::record::Body;
 use kvarts_layout::{Coordinate, Group};
 
+use super::encode::Cold;
 use super::gather::{Gathered, gather};
-use super::pack::Cold;
+use super::relocate::head_of;
 use super::relocate::{Moved, relocate, write};
 use crate::api::{Order, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, Verify, read_channel};
-use crate::engine::compact::relocate::head_of;
-use crate::engine::evict::batch::Made;
-use crate::engine::read::{self, ReadPart};
+use crate::engine::read::job::{self, ReadPart};
+use crate::engine::read::shard_read;
 use crate::engine::recover::recover;
 use crate::engine::recover::tests::harness::{BLOCK_BYTES, Place, World, key};
-use crate::engine::segment::SegmentState;
-use crate::engine::slice;
+use crate::engine::space::evict::batch::Made;
+use crate::engine::volume::segment::SegmentState;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Deleted, Heat, LeaseTerms, Location, Lookup, RecordId, Recovered};
 use crate::io::{Region, SharedBuf};
@@ -266,7 +266,7 @@ fn a_lease_follows_its_block_and_a_reader_keeps_the_old_segment() {
         index.match_and_lease(&[print(&world, 4)], terms, now, |_| 1, &mut found).unwrap();
         let from = world.at("a", 4).unwrap();
         let segment = Rc::clone(&world.log.segments.borrow()[&from.0]);
-        let reading = crate::engine::slice::Hold::new(&segment);
+        let reading = crate::engine::read::shard_read::Hold::new(&segment);
         relocate(&world.log, source, &|_| true, &KEEP).await.unwrap();
         assert_ne!(world.at("a", 4), Some(from));
         let evicted = index.try_evict(print(&world, 4), location(&world, 4).unwrap(), now);
@@ -304,12 +304,12 @@ fn sent_into(
         deadline: None,
     };
     let (sink, stream) = read_channel();
-    let mut parts = read::begin(&world.shared, request, None, sink).unwrap();
+    let mut parts = job::begin(&world.shared, request, None, sink).unwrap();
     (stream, parts.pop().expect("all of it is in one shard").1)
 }
 
 async fn end_of(world: &World, (stream, part): (ReadStream, ReadPart)) -> ReadEnd {
-    slice::run(&world.log, part, 1 << 20, None).await;
+    shard_read::run(&world.log, part, 1 << 20, None).await;
     loop {
         if let ReadEvent::End(end) = stream.next_blocking() {
             return end;

@@ -17,15 +17,15 @@ use kvarts_layout::format::{PAGE_BYTES, page_align};
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
 use super::Recovery;
-use super::pages::{CLASS, memory};
-use crate::engine::ages::{AGE_MAX, EPOCH_S};
-use crate::engine::evict::batch::range_of;
-use crate::engine::evict::pages::{Holes, Lying, touched};
-use crate::engine::names::Namespace;
-use crate::engine::runs::RunClass;
-use crate::engine::segment::Segment;
+use crate::engine::read::decode::{self, Stored};
 use crate::engine::shared::Shared;
-use crate::engine::unpack::{self, Stored};
+use crate::engine::shared::names::Namespace;
+use crate::engine::shared::recency::{AGE_MAX, EPOCH_S};
+use crate::engine::shared::record_class::RecordClass;
+use crate::engine::space::evict::batch::range_of;
+use crate::engine::space::evict::pages::{Holes, Lying, touched};
+use crate::engine::volume::pages::{CLASS, memory};
+use crate::engine::volume::segment::Segment;
 use crate::error::Reason;
 use crate::index::{
     EPOCHS, Entry as Indexed, Gathering, Heat, Index, Location, Lookup, RecordId, RecordInfo, Recovered,
@@ -57,7 +57,7 @@ impl Batch {
 /// The class of the raw record before: neighbours are mostly of one.
 struct LastClass {
     key: (u32, u32, u64, u8, u16, usize),
-    class: Arc<RunClass>,
+    class: Arc<RecordClass>,
     payload_bytes: u64,
 }
 
@@ -66,14 +66,14 @@ pub(super) fn class_of(
     shared: &Shared,
     namespace: &Arc<Namespace>,
     blocks: &Blocks,
-) -> Option<(Arc<RunClass>, Arc<RunLayout>)> {
+) -> Option<(Arc<RecordClass>, Arc<RunLayout>)> {
     let coordinate = Coordinate::from_u64(blocks.coordinate)?;
     let layout = layout_from_code(blocks.layout)?;
     let arrangement = (layout, blocks.layout_version, blocks.encoding);
     let class = shared.classes.intern(namespace, (Group(blocks.group), coordinate), arrangement).ok()?;
     let count = u32::try_from(blocks.blocks.len()).ok()?;
     let layout = class.layout_of(count).ok()?;
-    unpack::payload_bytes(blocks, &layout)?;
+    decode::payload_bytes(blocks, &layout)?;
     Some((class, layout))
 }
 
@@ -256,12 +256,17 @@ impl Recovery<'_> {
         if self.batch.found.len() >= BATCH_BLOCKS { self.flush() } else { Ok(()) }
     }
 
-    fn class(&mut self, entry: &Entry, blocks: &Blocks, namespace: &Arc<Namespace>) -> Option<Arc<RunClass>> {
+    fn class(
+        &mut self,
+        entry: &Entry,
+        blocks: &Blocks,
+        namespace: &Arc<Namespace>,
+    ) -> Option<Arc<RecordClass>> {
         let count = blocks.blocks.len();
         if blocks.encoding != ENCODING_RAW {
             // The length is each record's own.
             let (class, layout) = class_of(&self.log.shared, namespace, blocks)?;
-            return (unpack::payload_bytes(blocks, &layout)? == entry.payload_bytes).then_some(class);
+            return (decode::payload_bytes(blocks, &layout)? == entry.payload_bytes).then_some(class);
         }
         let key =
             (namespace.local, blocks.group, blocks.coordinate, blocks.layout, blocks.layout_version, count);
@@ -280,7 +285,7 @@ impl Recovery<'_> {
         &self,
         segment: &Segment,
         entry: &Entry,
-        (blocks, class): (&Blocks, &RunClass),
+        (blocks, class): (&Blocks, &RecordClass),
     ) -> Option<Vec<bool>> {
         let holes = segment.holes.borrow();
         let holes: &Holes = &holes;

@@ -2,10 +2,10 @@
 
 use kvarts_layout::format::names::FileName;
 
-use crate::engine::directory::{lost_shard, refused};
-use crate::engine::evict::probe;
-use crate::engine::log::Log;
-use crate::engine::segment::Segment;
+use crate::engine::space::evict::probe;
+use crate::engine::volume::directory::{lost_shard, refused};
+use crate::engine::volume::segment::Segment;
+use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::driver::Meta;
 use crate::io::{EntryKind, FileId, IoError, IoErrorKind, MetaOp, OpenMode, Reply};

@@ -21,11 +21,11 @@ use kvarts_layout::format::seal::claimed_position;
 use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, is_zero};
 
 use super::Recovery;
-use super::pages::Pages;
-use crate::engine::evict::pages::{Holes, Lying, hole_end, touched};
-use crate::engine::log::{Log, entry};
-use crate::engine::names::Namespace;
-use crate::engine::unpack::Stored;
+use crate::engine::read::decode::Stored;
+use crate::engine::shared::names::Namespace;
+use crate::engine::space::evict::pages::{Holes, Lying, hole_end, touched};
+use crate::engine::volume::pages::Pages;
+use crate::engine::write::log::{Log, entry};
 use crate::error::Reason;
 use crate::io::FileId;
 

@@ -3,9 +3,9 @@
 use kvarts_layout::StoreId;
 
 use super::harness::{Place, SEGMENT_BYTES, contents_of};
-use crate::engine::checkpoint;
 use crate::engine::recover::recover;
-use crate::engine::segment::SegmentState;
+use crate::engine::volume::checkpoint;
+use crate::engine::volume::segment::SegmentState;
 
 /// Sealed segments and a tail; gives which blocks lie in each segment, by the index.
 fn filled() -> (Place, Vec<u64>) {

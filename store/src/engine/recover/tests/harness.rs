@@ -17,10 +17,10 @@ use kvarts_layout::spec::Geometry;
 use kvarts_layout::{BlockKey, Coordinate, Group, Identity, Layout, StoreId};
 
 use crate::api::Placed;
-use crate::engine::log::{Draft, Log, Payload, Written};
-use crate::engine::names::Namespace;
 use crate::engine::recover::{RecoveryReport, recover};
+use crate::engine::shared::names::Namespace;
 use crate::engine::shared::{Birth, Shared};
+use crate::engine::write::log::{Draft, Log, Payload, Written};
 use crate::index::{Lookup, RecordCursor};
 use crate::io::scratch::Scratch;
 use crate::io::{Arena, DirId, Driver, Features, IoChoice, Region, SharedBuf, open_io};

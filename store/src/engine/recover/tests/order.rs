@@ -5,8 +5,8 @@ use kvarts_layout::format::body::{Epoch, Tombstone, Tombstones};
 use kvarts_layout::format::record::Body;
 
 use super::harness::{Place, key, remove};
-use crate::engine::checkpoint;
 use crate::engine::recover::recover;
+use crate::engine::volume::checkpoint;
 
 fn tombstone(namespace: u32, number: u64, below: u64) -> Body {
     let entry = Tombstone { below, coordinate: None, namespace, group: Some(0), key: key(number).0 };

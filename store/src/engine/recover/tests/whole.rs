@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::harness::{Place, SEGMENT_BYTES, World, contents_of, remove};
-use crate::engine::checkpoint;
 use crate::engine::recover::recover;
-use crate::engine::segment::SegmentState;
+use crate::engine::volume::checkpoint;
+use crate::engine::volume::segment::SegmentState;
 use crate::error::Reason;
 
 /// Forty records of two blocks: some sealed segments and an open one.

@@ -1,0 +1,133 @@
+//! Blocks whose time is over go without being looked up: a sweep by the clock, and changes of that time.
+//!
+//! Expiry is kept for each record of the index. Blocks of one record whose times come to differ are pointed at
+//! through records of their own, which say the same of the bytes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+
+use crate::api::{MAX_REQUEST_BLOCKS, TtlReply, TtlRequest};
+use crate::engine::shared::Shared;
+use crate::engine::shared::due::stretch_of;
+use crate::engine::shared::quota;
+use crate::engine::tasks::steps::Section;
+use crate::engine::write::log::Log;
+use crate::error::Reason;
+use crate::events::{Cause, EventKind};
+use crate::index::{BlockFingerprint, Eviction, Located, OwnerCursor, RecordId, RecordInfo};
+
+/// Takes out every block of a shard whose time is over and that no lease holds. It looks at the segments alone in which
+/// something may have expired. Between the blocks of one record and the next, others have their turn if it is time.
+pub(crate) async fn sweep(log: &Log) {
+    let shared = &log.shared;
+    let now = stretch_of(shared.expiry_now());
+    let taken = shared.due.take(log.shard, now);
+    let mut section = Section::begin(&shared.work.sweeps, &*shared.clock);
+    let mut segments = taken.segments;
+    if taken.forgotten {
+        segments.extend(recall(log, now, &mut section).await);
+    }
+    if kvarts_layout::planted!("sweep-looks-at-all") {
+        segments.extend(log.segments.borrow().keys());
+    }
+    for number in segments {
+        let Some(segment) = log.segments.borrow().get(&number).map(Rc::clone) else { continue };
+        section.pause();
+        // What cannot be listed goes when it is looked up, or with its segment.
+        let Ok(entries) = log.listing(&segment).await else { continue };
+        let mut later = false;
+        for entry in &entries {
+            let Some((class, named)) = log.live(&segment, entry) else { continue };
+            for block in &named {
+                let why = (EventKind::Expired, Cause::Ttl);
+                let gone = shared.is_expired(&block.record)
+                    && shared.evict(block.print, block.at, why, (&class, block.key)) != Eviction::Busy;
+                // Its time comes within this stretch, or a lease holds it.
+                later |= !gone && block.record.expires != 0 && stretch_of(block.record.expires) <= now;
+            }
+            section.step(1 + named.len() as u64).await;
+        }
+        if later {
+            shared.due.note((log.shard, number), now);
+        }
+    }
+}
+
+/// Notes what the records of a shard say of their times, and gives the segments in which something may be over.
+async fn recall(log: &Log, now: u32, section: &mut Section<'_>) -> BTreeSet<u32> {
+    let (mut segments, mut some) = (BTreeSet::new(), Vec::new());
+    let Ok(shard) = u16::try_from(log.shard) else { return segments };
+    let mut cursor = Some(OwnerCursor::default());
+    while let Some(from) = cursor {
+        cursor = log.shared.index.records().snapshot_of((shard, None), from, &mut some);
+        for (_, record, _) in some.iter().filter(|(_, record, _)| record.expires != 0 && record.live > 0) {
+            match stretch_of(record.expires) {
+                stretch if stretch <= now => drop(segments.insert(record.segment)),
+                stretch => log.shared.due.note((log.shard, record.segment), stretch),
+            }
+        }
+        section.step(1 + some.len() as u64).await;
+    }
+    segments
+}
+
+/// Changes how long blocks may live.
+pub(crate) fn set_ttl(shared: &Shared, request: &TtlRequest<'_>) -> Result<TtlReply, Reason> {
+    if request.keys.len() > MAX_REQUEST_BLOCKS {
+        return Err(Reason::TooMany("blocks"));
+    }
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    namespace.shape(request.group, request.coordinate)?;
+    let key = shared.index.key();
+    let prints: Vec<_> = request
+        .keys
+        .iter()
+        .map(|name| key.of(namespace.local, name, request.group, request.coordinate))
+        .collect();
+    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
+    let expires = request.ttl.map_or(0, |ttl| shared.expires_after(ttl).1);
+    // Nothing else changes the content meanwhile, so that no record's number becomes another's.
+    let _change = shared.events.change();
+    let mut by_record = BTreeMap::<RecordId, BTreeMap<BlockFingerprint, Located>>::new();
+    for print in &prints {
+        if let Some(found) = shared.index.locate(*print) {
+            by_record.entry(found.location.record).or_default().insert(*print, found);
+        }
+    }
+    let mut changed = BTreeSet::new();
+    for (record, blocks) in by_record {
+        change(shared, record, &blocks, expires, &mut changed)?;
+    }
+    Ok(TtlReply { changed: prints.iter().map(|print| changed.contains(print)).collect() })
+}
+
+/// Changes the time of some blocks of one record.
+fn change(
+    shared: &Shared,
+    record: RecordId,
+    blocks: &BTreeMap<BlockFingerprint, Located>,
+    expires: u32,
+    changed: &mut BTreeSet<BlockFingerprint>,
+) -> Result<(), Reason> {
+    let records = shared.index.records();
+    let Some(info) = records.get(record) else { return Ok(()) };
+    shared.note_expiry((u32::from(info.shard), info.segment), expires);
+    if info.expires == expires || usize::from(info.live) == blocks.len() {
+        records.set_expires(record, expires);
+        changed.extend(blocks.keys());
+        return Ok(());
+    }
+    let own = records.insert(RecordInfo { expires, ..info }).map_err(|_| Reason::NoSpace)?;
+    records.note_use(own, records.used(record));
+    for (print, found) in blocks {
+        let new = crate::index::Location { record: own, ..found.location };
+        // One that left meanwhile is not here any more: its time does not matter.
+        if let Ok(Some(left)) = shared.index.replace_location(*print, found.location, new) {
+            changed.insert(*print);
+            shared.free_if_empty(record, left);
+        }
+    }
+    quota::note(shared, info.class, own, blocks.keys().copied());
+    shared.free_if_empty(own, records.get(own).map_or(1, |own| own.live));
+    Ok(())
+}

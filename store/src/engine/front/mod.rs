@@ -1,0 +1,10 @@
+//! The front of the engine: the store as callers see it, and the executors that do its work.
+
+pub(crate) mod descent;
+pub(crate) mod executor;
+pub(crate) mod expiry;
+pub(crate) mod lookup;
+pub(crate) mod memory_audit;
+pub(crate) mod presence;
+pub(crate) mod snapshot;
+pub(crate) mod store;

@@ -1,0 +1,566 @@
+//! The store that callers hold: opening, routing requests to executors, closing.
+
+mod holding;
+mod lending;
+mod measure;
+mod reading;
+mod space;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, StoreId};
+
+use super::executor::{self, Message, Router};
+use super::expiry;
+use super::lookup;
+use super::presence;
+use crate::api::{
+    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
+    PutReply, PutRequest, PutStream, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
+    Subscription, Target, TtlReply, TtlRequest,
+};
+use crate::engine::compact::chains::Peers;
+use crate::engine::compact::{CompactOptions, CompactReport};
+use crate::engine::recover::RecoveryReport;
+use crate::engine::shared::health::Health;
+use crate::engine::shared::{Counts, Shared};
+use crate::engine::volume::directory::Plan;
+use crate::engine::write::delete;
+use crate::engine::write::put::{self, layers};
+use crate::engine::{EvictionPolicy, Limits};
+use crate::error::{Error, Reason};
+use crate::index::IndexMemory;
+use crate::io::{IoFacts, Metrics, Region, SmallReads};
+use crate::ledger::SpaceReport;
+use crate::rt::mailbox::{SendError, Sender, Ticket, mailbox, ticket};
+use crate::rt::{Clock, Join, Launcher};
+use crate::sync::atomic::{AtomicBool, Ordering};
+
+pub use holding::Holding;
+pub use measure::PlannedExtent;
+pub(crate) use space::free_space;
+
+/// How a store is opened. What concerns the shape on disk counts only when the store is made.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Directories that the launcher's I/O was given.
+    pub directories: u16,
+    /// When made: shards in each directory. More than executors, so that more executors can be used later.
+    pub shards_per_directory: u32,
+    /// When made: bytes of a segment file.
+    pub segment_bytes: u64,
+    /// Bytes that the store may have on disk.
+    pub budget_bytes: u64,
+    /// Whether that may be more than what the store has and what its disks have free. If not, opening says so;
+    /// if so, puts are refused once the disk is full.
+    pub budget_beyond_disk: bool,
+    /// The most payload bytes of one record.
+    pub record_bytes_max: u64,
+    /// What is evicted first when there is no room.
+    pub eviction: EvictionPolicy,
+    /// Bytes that may be written to the devices in a day before puts are filtered: what was not asked for before is
+    /// then refused as [`Reason::NotAdmitted`]. `None` lets everything in.
+    pub endurance_bytes_per_day: Option<u64>,
+    /// Memory that the index may take: near it blocks are evicted as for want of disk, beyond it nothing is put. `None`
+    /// takes what the disk's budget makes of it.
+    pub index_bytes_max: Option<u64>,
+    /// Executors. Any number opens any store.
+    pub executors: usize,
+    /// What executors may use.
+    pub limits: Limits,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            directories: 1,
+            shards_per_directory: 2,
+            segment_bytes: kvarts_layout::format::DEFAULT_SEGMENT_BYTES,
+            budget_bytes: 16 << 30,
+            budget_beyond_disk: false,
+            record_bytes_max: 8 << 20,
+            eviction: EvictionPolicy::default(),
+            endurance_bytes_per_day: None,
+            index_bytes_max: None,
+            executors: 1,
+            limits: Limits::default(),
+        }
+    }
+}
+
+/// What a store is and has done.
+#[derive(Clone, Debug)]
+pub struct Stats {
+    /// The store's id.
+    pub store: StoreId,
+    /// Events since it was opened.
+    pub counts: Counts,
+    /// Memory of the index.
+    pub index: IndexMemory,
+    /// Memory that it may take.
+    pub index_bytes_max: Option<u64>,
+    /// Bytes allocated on disk.
+    pub allocated_bytes: u64,
+    /// Bytes that it may allocate.
+    pub budget_bytes: u64,
+    /// Deletes that are remembered, because a record that they kill may lie on disk: those of each shard.
+    pub tombstones: u64,
+    /// What the allocated bytes are.
+    pub space: SpaceReport,
+}
+
+/// An open store. Cheap to clone; the last clone to go stops the executors without a checkpoint, as a crash
+/// would: call [`Store::close`] for a clean stop.
+#[derive(Clone)]
+pub struct Store(Arc<Inner>);
+
+struct Inner {
+    shared: Arc<Shared>,
+    router: Arc<Router>,
+    reports: Vec<RecoveryReport>,
+    closed: AtomicBool,
+}
+
+/// The executors of a store, to be joined after it was closed.
+pub type Executors = Vec<Box<dyn Join + Send>>;
+
+fn lost<T>(answer: Result<T, crate::rt::mailbox::Abandoned>) -> Result<T, Reason> {
+    answer.map_err(|_| Reason::Busy("the store is closing"))
+}
+
+impl Store {
+    /// Opens the store in the launcher's directories, or makes one where they are empty. Returns when every block
+    /// that survived can be read.
+    pub async fn open(launcher: &dyn Launcher, options: &Options) -> Result<(Self, Executors), Error> {
+        check(options)?;
+        let mut senders = Vec::new();
+        let mut threads = Vec::new();
+        let small_reads = SmallReads::default();
+        for index in 0..options.executors {
+            let (sender, inbox) = mailbox(options.limits.mailbox_messages);
+            let body = executor::body(inbox, options.limits, small_reads.clone());
+            threads.push(launcher.launch(index, body).map_err(|why| Error(Reason::Config(why)))?);
+            senders.push(sender);
+        }
+        let opened = Self::recover(launcher, options, senders.clone()).await;
+        if opened.is_err() {
+            senders.iter().for_each(Sender::close);
+        }
+        Ok((opened?, threads))
+    }
+
+    async fn recover(
+        launcher: &dyn Launcher,
+        options: &Options,
+        executors: Vec<Sender<Message>>,
+    ) -> Result<Self, Error> {
+        let plan = Plan {
+            directories: options.directories,
+            shards_per_directory: options.shards_per_directory,
+            segment_bytes: options.segment_bytes,
+            budget: options.budget_bytes,
+            record_bytes_max: options.record_bytes_max,
+        };
+        let first = executors.first().ok_or(Reason::Config("a store needs an executor".to_owned()))?;
+        let (reply, answer) = ticket();
+        send(first, Message::OpenDirectories { plan, reply })?;
+        let found = lost(answer.await)??;
+        let shared = Arc::new(Shared::new(found.birth, launcher.clock(), launcher.entropy()));
+        shared.set_policy(options.eviction);
+        shared.index_room.set_limit(options.index_bytes_max);
+        shared.admission.set(options.endurance_bytes_per_day, shared.clock.now());
+        shared.begin_budget(found.superblock_bytes)?;
+        let mut owners = Vec::new();
+        let mut answers = Vec::new();
+        for index in 0..executors.len() {
+            let mine = |shard: &u32| *shard as usize % executors.len() == index;
+            let shards: Vec<_> = found.shards.iter().filter(|(shard, _)| mine(shard)).copied().collect();
+            let (reply, answer) = ticket();
+            let sender = executors.get(index).ok_or(Reason::Bug("an executor that is not there"))?;
+            send(sender, Message::Adopt { shared: Arc::clone(&shared), shards, reply })?;
+            answers.push(answer);
+        }
+        for (shard, _) in &found.shards {
+            owners.push(*shard as usize % executors.len());
+        }
+        let mut reports = Vec::new();
+        for answer in answers {
+            reports.extend(lost(answer.await)??);
+        }
+        shared.forget_superseded();
+        let closed = AtomicBool::new(false);
+        let router = Arc::new(Router { executors, owners });
+        let store = Self(Arc::new(Inner { shared, router, reports, closed }));
+        store.finish_deletes().await;
+        if !options.budget_beyond_disk {
+            store.check_disk(options.directories).await?;
+        }
+        store.shrink()?;
+        store.keep_compact(options)?;
+        Ok(store)
+    }
+
+    /// Finishes deletes of namespaces that a crash stopped between two shards. Where that cannot be done now, nothing
+    /// of the namespace is found, and nothing can be put in it before it is deleted again.
+    async fn finish_deletes(&self) {
+        let half: BTreeSet<NamespaceId> =
+            self.0.reports.iter().flat_map(|report| report.half_deleted.iter().copied()).collect();
+        for namespace in half {
+            self.0.shared.names.condemn(namespace);
+            let request = DeleteRequest { namespace, target: Target::Namespace, deadline: None };
+            // An error leaves it condemned. A namespace that nothing defines any more has no blocks.
+            let _ = self.delete(request).await;
+        }
+    }
+
+    /// Lets every executor compact by need; the first one merges for all.
+    fn keep_compact(&self, options: &Options) -> Result<(), Reason> {
+        if options.limits.compaction.every.is_none() {
+            return Ok(());
+        }
+        let executors = &self.0.router.executors;
+        let peers = Peers { executors: executors.clone(), owners: self.0.router.owners.clone() };
+        let mut merging = Some((Arc::clone(&self.0.shared), peers));
+        executors.iter().try_for_each(|executor| send(executor, Message::KeepCompact(merging.take())))
+    }
+
+    /// What recovery found, shard by shard.
+    pub fn recovery(&self) -> &[RecoveryReport] {
+        &self.0.reports
+    }
+
+    /// What the store is and has done.
+    pub fn stats(&self) -> Stats {
+        let shared = &self.0.shared;
+        let (allocated_bytes, budget_bytes) = shared.space();
+        Stats {
+            store: shared.store,
+            counts: shared.counters.counts(),
+            index: shared.index.memory(),
+            index_bytes_max: shared.index_room.limit(),
+            allocated_bytes,
+            budget_bytes,
+            tombstones: shared.buried.load(Ordering::Relaxed),
+            space: shared.space_report(),
+        }
+    }
+
+    /// The bytes of a block of a column, also of a namespace that recovery found and nobody has registered since.
+    pub fn shape(
+        &self,
+        namespace: NamespaceId,
+        group: Group,
+        coordinate: Coordinate,
+    ) -> Result<Arc<BlockShape>, Error> {
+        let shared = &self.0.shared;
+        let known = shared.names.get(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
+        Ok(known.shape(group, coordinate)?)
+    }
+
+    /// Bytes of a segment file.
+    pub fn segment_bytes(&self) -> u64 {
+        self.0.shared.segment_bytes
+    }
+
+    /// The clock that deadlines are measured by.
+    pub fn clock(&self) -> &Arc<dyn Clock> {
+        &self.0.shared.clock
+    }
+
+    /// What the way to the disks is, and what went over it, for each executor.
+    pub async fn io(&self) -> Result<Vec<(IoFacts, Metrics)>, Error> {
+        let mut all = Vec::new();
+        for sender in &self.0.router.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Inspect(reply))?;
+            all.push(lost(answer.await)?);
+        }
+        Ok(all)
+    }
+
+    /// Registers memory with every executor's ring, so that reads into it and puts from it cost less. An error
+    /// says why it is used unregistered: that works the same, only slower.
+    pub async fn register_memory(&self, region: &Arc<Region>) -> Result<(), String> {
+        let mut answers = Vec::new();
+        for sender in &self.0.router.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Register(Arc::clone(region), reply))
+                .map_err(|reason| reason.to_string())?;
+            answers.push(answer);
+        }
+        let mut outcome = Ok(());
+        for answer in answers {
+            outcome = outcome.and(lost(answer.await).map_err(|reason| reason.to_string()).flatten());
+        }
+        outcome
+    }
+
+    /// Forgets registered memory. Operations under way end as they are. False if an executor takes no message now:
+    /// until it is asked again the memory stays, unless the store is closing, which forgets it anyway.
+    pub fn unregister_memory(&self, region: &Arc<Region>) -> bool {
+        let forget =
+            |sender: &Sender<Message>| sender.try_send(Message::Unregister(Arc::clone(region))).is_ok();
+        // All are asked, whatever the first says.
+        self.0.router.executors.iter().map(forget).fold(true, |all, one| all & one)
+    }
+
+    /// Writes a checkpoint of every shard, so that the next open reads little.
+    pub async fn checkpoint(&self) -> Result<(), Error> {
+        Ok(self.checkpoint_all(false).await?)
+    }
+
+    async fn checkpoint_all(&self, prove: bool) -> Result<(), Reason> {
+        let mut answers = Vec::new();
+        for sender in &self.0.router.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Checkpoint { prove, reply })?;
+            answers.push(answer);
+        }
+        for answer in answers {
+            lost(answer.await)??;
+        }
+        Ok(())
+    }
+
+    /// How the store is.
+    pub fn health(&self) -> Health {
+        self.0.shared.health()
+    }
+
+    /// Has a store that latched read-only take writes again, if it can: each shard writes down, durably, all that it
+    /// knows, and only if all of them have done so the latch is lifted. Segments in which a write or flush failed stay
+    /// as they are. Where an executor has died nothing but opening the store anew helps.
+    pub async fn resume(&self) -> Result<(), Error> {
+        if let Some(reason) = self.0.shared.latched().filter(|_| self.health().dead_executors > 0) {
+            return Err(reason.into());
+        }
+        self.checkpoint_all(true).await?;
+        self.0.shared.lift_latch()?;
+        self.shrink()
+    }
+
+    /// Compacts now: merges chains of small records, and moves live blocks out of segments that are mostly dead. Reads
+    /// and puts go on meanwhile; nothing that was acknowledged is lost by a crash in the middle.
+    pub async fn compact(&self, options: CompactOptions) -> Result<CompactReport, Error> {
+        let mut report = CompactReport::default();
+        if options.merge_records_min > 0 {
+            let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without executors"))?;
+            let peers =
+                Peers { executors: self.0.router.executors.clone(), owners: self.0.router.owners.clone() };
+            let (reply, answer) = ticket();
+            send(first, Message::Merge(Arc::clone(&self.0.shared), peers, options, reply))?;
+            report.add(lost(answer.await)??);
+        }
+        let mut answers = Vec::new();
+        for sender in &self.0.router.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Compact(options, reply))?;
+            answers.push(answer);
+        }
+        for answer in answers {
+            report.add(lost(answer.await)??);
+        }
+        Ok(report)
+    }
+
+    /// Finishes what is under way, writes a checkpoint and stops the executors. Requests that come later are
+    /// refused.
+    pub async fn close(&self) -> Result<(), Error> {
+        self.stop(true).await
+    }
+
+    /// Stops the executors without a checkpoint, as the end of the process would: for tests of recovery.
+    pub async fn halt(&self) {
+        // There is nobody to tell: the store is as good as crashed.
+        let _ = self.stop(false).await;
+    }
+
+    async fn stop(&self, clean: bool) -> Result<(), Error> {
+        if self.0.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let (mut answers, mut outcome) = (Vec::new(), Ok(()));
+        for sender in &self.0.router.executors {
+            let (reply, answer) = ticket();
+            // It stops whatever waits in its mailbox. One that has ended by itself cannot be asked.
+            match sender.send_over(Message::Stop { clean, reply }) {
+                Ok(()) => answers.push(answer),
+                Err(_) => outcome = Err(Error(Reason::Busy(ENDED))),
+            }
+        }
+        for answer in answers {
+            if let Err(reason) = lost(answer.await).flatten() {
+                outcome = Err(Error(reason));
+            }
+        }
+        self.0.router.executors.iter().for_each(Sender::close);
+        self.0.shared.events.close();
+        outcome
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.shared.events.close();
+        self.router.executors.iter().for_each(Sender::close);
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Store").field("id", &self.0.shared.store).finish_non_exhaustive()
+    }
+}
+
+/// What a caller is told whose request finds no place in a mailbox.
+const FULL: &str = "the executor takes no more requests";
+
+/// What a caller is told whose request finds nobody.
+const ENDED: &str = "the executor has ended";
+
+fn send(sender: &Sender<Message>, message: Message) -> Result<(), Reason> {
+    sender.try_send(message).map_err(|error| match error {
+        SendError::Full(_) => Reason::Busy(FULL),
+        SendError::Closed(_) => Reason::Busy(ENDED),
+    })
+}
+
+fn check(options: &Options) -> Result<(), Error> {
+    let config = |what: &str| Err(Error(Reason::Config(what.to_owned())));
+    if options.directories == 0 || options.executors == 0 || options.shards_per_directory == 0 {
+        return config("a store needs a directory, an executor and a shard at least");
+    }
+    if !kvarts_layout::format::is_segment_size(options.segment_bytes) {
+        return config("the segment size must be whole pages, from 64 KiB to 16 GiB");
+    }
+    if options.limits.arena_bytes < 1 << 20 {
+        return config("an executor needs an arena of 1 MiB at least");
+    }
+    Ok(())
+}
+
+impl KvStore for Store {
+    fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
+        let namespace = self.0.shared.names.register(identity, geometry)?.id;
+        self.join_tenant(namespace, &identity.tenant_salt);
+        Ok(namespace)
+    }
+
+    fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
+        let (reply, answer) = ticket();
+        let shards = self.0.router.shards();
+        for (shard, mut part) in put::begin(&self.0.shared, shards, request, reply) {
+            part.tell = part.makes_room().then(|| Arc::clone(&self.0.router));
+            let Some(sender) = self.0.router.to(shard) else { continue };
+            if let Err(error) = sender.try_send(Message::Put(shard, part))
+                && let Message::Put(_, part) = error.into_inner()
+            {
+                put::refuse(part, &Reason::Busy(FULL));
+            }
+        }
+        if self.0.shared.index_room.is_short() {
+            // Executors that cannot be asked now are asked with the next put.
+            let _ = self.shrink();
+        }
+        answer
+    }
+
+    fn put_layers(&self, request: PutRequest) -> Ticket<Result<PutStream, Error>> {
+        let (reply, answer) = ticket();
+        if let Some((shard, mut part)) = layers::begin(&self.0.shared, self.0.router.shards(), request, reply)
+        {
+            part.tell = Some(Arc::clone(&self.0.router));
+            if let Some(Message::PutLayers(_, part)) =
+                self.0.router.offer(shard, Message::PutLayers(shard, part))
+            {
+                part.refuse(Reason::Busy(FULL));
+            }
+        }
+        if self.0.shared.index_room.is_short() {
+            // Executors that cannot be asked now are asked with the next put.
+            let _ = self.shrink();
+        }
+        answer
+    }
+
+    fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
+        Ok(lookup::match_prefix(&self.0.shared, request)?)
+    }
+
+    fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
+        Ok(presence::contains(&self.0.shared, request)?)
+    }
+
+    fn unlock(&self, lease: LeaseId) -> bool {
+        // What has ended by itself cannot be ended early.
+        let shared = &self.0.shared;
+        shared.index.expire(shared.clock.now());
+        shared.index.unlock(lease)
+    }
+
+    fn renew(&self, lease: LeaseId, hold: Duration) -> Result<(), Error> {
+        let shared = &self.0.shared;
+        let now = shared.clock.now();
+        shared.index.renew(lease, now.plus(hold), now).map_err(|_| Error(Reason::LeaseEnded))
+    }
+
+    fn delete(&self, request: DeleteRequest) -> Ticket<Result<DeleteReply, Error>> {
+        let (reply, answer) = ticket();
+        let (shared, router) = (&self.0.shared, &self.0.router);
+        if let Target::Prefix(root) = request.target {
+            let (shared, router) = (Arc::clone(shared), Arc::clone(router));
+            let message = Message::DeletePrefix { shared, request, root, router, reply };
+            if let Some(Message::DeletePrefix { reply, .. }) = self.0.router.offer(0, message) {
+                // The ticket is still here: nobody can have dropped it.
+                let _ = reply.send(Err(Reason::Busy(FULL).into()));
+            }
+            return answer;
+        }
+        for (shard, part) in delete::begin(shared, router.shards(), request, reply) {
+            router.delete(shard, part);
+        }
+        answer
+    }
+
+    fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error> {
+        Ok(expiry::set_ttl(&self.0.shared, request)?)
+    }
+
+    fn set_default_ttl(&self, namespace: NamespaceId, ttl: Option<Duration>) -> Result<(), Error> {
+        let known = self.0.shared.names.set_default_ttl(namespace, ttl);
+        known.then_some(()).ok_or(Error(Reason::UnknownNamespace(namespace)))
+    }
+
+    fn subscribe(&self, from: Option<Sequence>) -> Subscription {
+        self.0.shared.events.subscribe(from)
+    }
+
+    fn snapshot(&self, cursor: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>> {
+        let (reply, answer) = ticket();
+        let sequence = self.0.shared.events.sequence();
+        let first = SnapshotCursor { sequence, shard: 0, segment: 0, record: 0 };
+        let cursor = cursor.unwrap_or(first);
+        let shards = self.0.router.shards();
+        let stale = cursor.sequence.stream != sequence.stream || cursor.shard >= shards;
+        let refused = if stale {
+            Some((reply, Reason::EventGap))
+        } else {
+            match self.0.router.offer(cursor.shard, Message::Page { cursor, shards, reply }) {
+                Some(Message::Page { reply, .. }) => Some((reply, Reason::Busy(FULL))),
+                _ => None,
+            }
+        };
+        if let Some((reply, reason)) = refused {
+            // The ticket is still here: nobody can have dropped it.
+            let _ = reply.send(Err(reason.into()));
+        }
+        answer
+    }
+
+    fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
+        self.begin_read(request, None)
+    }
+}

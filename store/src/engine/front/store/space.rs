@@ -1,0 +1,155 @@
+//! Space as operators see it: what every byte is, budgets, quotas and caps, all changed while the store is in use.
+
+use std::collections::BTreeMap;
+
+use kvarts_layout::NamespaceId;
+use kvarts_layout::identity::TenantSalt;
+
+use super::{Store, lost, send};
+use crate::engine::front::executor::Message;
+use crate::engine::shared::quota;
+use crate::error::{Error, Reason};
+use crate::index::{Lookup, RecordId};
+use crate::io::DirId;
+use crate::ledger::{PoolSpace, SegmentView};
+use crate::rt::mailbox::ticket;
+
+impl Store {
+    /// Every segment file with what its bytes are, by shard and number.
+    pub fn segments(&self) -> Vec<SegmentView> {
+        self.0.shared.index.records().ledger().segments()
+    }
+
+    /// Changes the budget. From now on nothing is allocated beyond it. If more is allocated already, segments are
+    /// emptied and removed until it is kept; puts that need a new segment meanwhile wait for that or are refused
+    /// with [`Reason::NoSpace`], and [`Stats`](super::Stats) tells how far it is. What leases hold stays, so it may
+    /// take until they end. Refused if the store's shards could not have a segment each.
+    pub fn set_budget(&self, bytes: u64) -> Result<(), Error> {
+        self.0.shared.set_budget(bytes)?;
+        self.shrink()
+    }
+
+    /// Segment files that a full store of this budget may have, each with a descriptor: more than would fit whole, because
+    /// what was evicted leaves holes.
+    pub fn files_max(&self) -> u64 {
+        self.0.shared.files_max()
+    }
+
+    /// Has no more segment files made than this, for want of descriptors: whole segments are emptied and used again
+    /// instead. There may be more already, which stay.
+    pub fn set_files_cap(&self, files: u64) {
+        self.0.shared.set_files_cap(files);
+    }
+
+    /// Lets every executor give segments back until the budget is kept.
+    pub(super) fn shrink(&self) -> Result<(), Error> {
+        if self.0.shared.is_shrinking() {
+            for sender in &self.0.router.executors {
+                send(sender, Message::Shrink)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Limits what a namespace may have on disk: live bytes, headers and padding included. A put that would pass
+    /// the limit first evicts what the namespace has not used for longest, and is refused with [`Reason::Quota`]
+    /// if leases forbid that or it is too large. A lower limit takes effect at once, on the
+    /// caller's thread, unless room is being made for a put: that goes on until the new one is kept. `None` takes the limit away.
+    /// The namespace need not be registered yet; limits are not kept on disk, what counts against them is.
+    pub fn set_quota(&self, namespace: NamespaceId, bytes: Option<u64>) {
+        let shared = &self.0.shared;
+        let account = shared.index.records().ledger().account(namespace);
+        account.set_limit(bytes);
+        quota::keep_limit(shared, quota::QuotaScope::Namespace(&account));
+        self.0.router.name_evicted(shared);
+    }
+
+    /// Limits what the namespaces of a tenant may have on disk together, as [`Store::set_quota`] limits one: those
+    /// whose identity has this salt, registered or recovered, now or later. Both limits hold where both are set.
+    pub fn set_tenant_quota(&self, salt: &TenantSalt, bytes: Option<u64>) {
+        let shared = &self.0.shared;
+        let ledger = shared.index.records().ledger();
+        // Made before the look at what there is: what is registered meanwhile joins by itself.
+        let pool = ledger.open_pool(&salt.0);
+        for namespace in shared.names.of_salt(salt) {
+            ledger.account(namespace).join(&pool);
+        }
+        pool.set_limit(bytes);
+        quota::keep_limit(shared, quota::QuotaScope::Tenant(&pool));
+        self.0.router.name_evicted(shared);
+    }
+
+    /// What the namespaces of a tenant have together and may have; nothing if no quota was ever set for this salt.
+    pub fn tenant_space(&self, salt: &TenantSalt) -> Option<PoolSpace> {
+        let pool = self.0.shared.index.records().ledger().pool(&salt.0);
+        pool.map(|pool| pool.space())
+    }
+
+    /// Counts a namespace in its tenant's pool, if there is one.
+    pub(super) fn join_tenant(&self, namespace: NamespaceId, salt: &TenantSalt) {
+        let ledger = self.0.shared.index.records().ledger();
+        if let Some(pool) = ledger.pool(&salt.0) {
+            ledger.account(namespace).join(&pool);
+        }
+    }
+
+    /// Limits the bytes that a tenant's leases and pins may hold, whatever their terms say. `None` takes the limit
+    /// away. What is held already stays until it ends.
+    pub fn set_pin_cap(&self, tenant: u32, bytes: Option<u64>) {
+        self.0.shared.index.set_pin_cap(tenant, bytes);
+    }
+
+    /// Live bytes of each segment (shard, number), counted anew from every entry of the index: for tests of the
+    /// books, which are kept without counting. Takes as long as the index is large.
+    pub fn count_live(&self) -> BTreeMap<(u32, u32), u64> {
+        let index = &self.0.shared.index;
+        let mut blocks = BTreeMap::<RecordId, u16>::new();
+        let mut entries = Vec::new();
+        for partition in 0..index.partitions() {
+            index.snapshot(partition, &mut entries);
+            for entry in &entries {
+                if let Lookup::Live(at) = entry.state {
+                    let count = blocks.entry(at.record).or_default();
+                    *count = count.saturating_add(1);
+                }
+            }
+        }
+        let mut live = BTreeMap::<_, u64>::new();
+        for (record, count) in blocks {
+            if let Some(info) = index.records().get(record) {
+                *live.entry((u32::from(info.shard), info.segment)).or_default() += info.share(count);
+            }
+        }
+        live
+    }
+
+    /// Refuses a budget that the disks cannot keep: more than they have free and the store has already.
+    pub(super) async fn check_disk(&self, directories: u16) -> Result<(), Error> {
+        let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
+        let (reply, answer) = ticket();
+        send(first, Message::FreeSpace { directories, reply })?;
+        let free = lost(answer.await)??;
+        let report = self.0.shared.space_report();
+        // Directories are counted by a bound: what they have not taken is not there to be had.
+        let allocated = report.total.allocated.saturating_sub(report.directories);
+        let (budget, most) = (report.budget, free.saturating_add(allocated));
+        if budget > most {
+            return Err(Error(Reason::Config(format!(
+                "the budget of {budget} bytes is more than the disk can hold: {free} bytes are free and the store \
+                 has {allocated}; lower the budget to {most} at most, or allow a budget beyond the disk"
+            ))));
+        }
+        Ok(())
+    }
+}
+
+/// Free bytes of the file systems that hold so many directories, each counted once.
+pub(crate) async fn free_space(driver: &crate::io::Driver, directories: u16) -> Result<u64, Reason> {
+    let mut devices = BTreeMap::new();
+    for dir in (0..directories).map(DirId) {
+        let space = driver.space(dir).await;
+        let (free, _, device) = space.map_err(|error| Reason::Directory(error.to_string()))?;
+        devices.insert(device, free);
+    }
+    Ok(devices.values().fold(0, |sum: u64, free| sum.saturating_add(*free)))
+}

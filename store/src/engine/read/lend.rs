@@ -1,0 +1,397 @@
+//! Lending: says where blocks lie in segment files, and holds the segments while somebody reads them himself.
+//!
+//! Blocks are looked up and planned on the caller's thread as a read's are. Executors take hold of the segments, then
+//! prove the headers, which give the digests; no payload is read. It is all or nothing. Whatever is wrong with a header
+//! is only told: the ordinary read that follows will meet it, and takes out of service what must go.
+//!
+//! After its answer an executor's part does nothing but hold. A stop does not wait for it: it goes with the executor.
+
+use std::collections::BTreeMap;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use kvarts_layout::format::body::ENCODING_RAW;
+use kvarts_layout::plan::{Address, DEFAULT_MAX_REGION, MemoryId, Placement, ReadPlan, Step};
+
+use super::header_cache::Header;
+use super::job::{
+    self, Wanted, check_count, check_in_time, check_unequal, count_use, find, make_plan, pick_layers,
+};
+use super::shard_read::{Hold, header_key, open_header};
+use crate::api::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Order, Origins, Stretch};
+use crate::engine::shared::Shared;
+use crate::engine::shared::grace::Arrival;
+use crate::engine::tasks::notify::before;
+use crate::engine::write::log::Log;
+use crate::error::Reason;
+use crate::index::{BlockFingerprint, Lookup};
+use crate::io::{ExtentDone, ReadBatch, SharedBuf};
+use crate::rt::mailbox::{Reply, Ticket, ticket};
+use crate::rt::{Class, LocalTask, Nanos};
+
+/// Bytes of headers that one part has under way.
+const HEADER_BYTES: usize = 1 << 20;
+
+/// What the executors of one loan share.
+pub(crate) struct LendJob {
+    shared: Arc<Shared>,
+    request: LendRequest,
+    prints: Vec<BlockFingerprint>,
+    wanted: Vec<Wanted>,
+    plan: ReadPlan,
+    /// Chunks of a block.
+    parts: u32,
+    origins: Arc<Origins>,
+}
+
+/// One shard's share: indices of `wanted`.
+pub(crate) struct LendPart {
+    job: Arc<LendJob>,
+    records: Vec<u32>,
+    /// Until the segments are held.
+    arrival: Arrival,
+    reply: Reply<Result<Proven, NotLent>>,
+}
+
+/// What one shard lends.
+#[derive(Debug)]
+pub(crate) struct Proven {
+    runs: Vec<ProvenRun>,
+    /// The shard holds its segments until this is given or dropped.
+    held: Reply<()>,
+}
+
+/// A run of blocks whose header has been proved.
+#[derive(Debug)]
+struct ProvenRun {
+    /// Index in `wanted`.
+    index: u32,
+    file: LentFile,
+    /// Of each block of the run, those of all its chunks.
+    digests: Vec<u32>,
+}
+
+/// The answer of one shard, to come.
+pub(crate) type Answer = Ticket<Result<Proven, NotLent>>;
+
+/// A loan that was looked up: what each shard has to prove.
+pub(crate) struct Begun {
+    pub(crate) job: Arc<LendJob>,
+    pub(crate) parts: Vec<(u32, LendPart)>,
+    pub(crate) answers: Vec<Answer>,
+}
+
+/// Segments that are held for somebody, until he gives them back.
+#[derive(Debug)]
+pub(crate) struct Held {
+    /// Until this is dropped.
+    _holds: Vec<Hold>,
+    given_back: Ticket<()>,
+}
+
+impl Held {
+    /// Completes when they have been given back, and lets go.
+    pub(crate) async fn until_given_back(self) {
+        // Given or dropped is the same.
+        let _ = self.given_back.await;
+    }
+}
+
+/// A run whose segment is held.
+struct Opened {
+    index: u32,
+    hold: Hold,
+}
+
+impl LendPart {
+    /// What it is for.
+    pub(crate) fn class(&self) -> Class {
+        self.job.request.class
+    }
+
+    /// When the caller stops waiting.
+    pub(crate) fn deadline(&self) -> Option<Nanos> {
+        self.job.request.deadline
+    }
+
+    /// Ends a part that no executor took.
+    pub(crate) fn refuse(self, reason: Reason) {
+        // A caller that is gone needs no answer, here and below.
+        let _ = self.reply.send(Err(reason.into()));
+    }
+}
+
+/// Checks the request, looks its blocks up and makes the plan: a part for each shard that has some of them.
+pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun, NotLent> {
+    check_count(&request.keys)?;
+    check_in_time(shared, request.deadline)?;
+    check_unequal(&request.keys)?;
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    let shape = namespace.shape(request.group, request.coordinate)?;
+    let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
+    let key = shared.index.key();
+    let prints: Vec<_> = (request.keys.iter())
+        .map(|name| key.of(namespace.local, name, request.group, request.coordinate))
+        .collect();
+    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
+    let arrival = shared.arrivals.begin();
+    let mut missing = BTreeMap::new();
+    let wanted = find(shared, &request.keys, &prints, &mut missing)?;
+    if let Some((_, reason)) = missing.pop_first() {
+        return Err(reason.into());
+    }
+    if wanted.iter().any(|one| one.class.encoding != ENCODING_RAW) {
+        return Err(NotLent::Encoded);
+    }
+    let start = |layer| Address { memory: MemoryId(layer), offset: 0 };
+    let places = Placement::layer_buffers(&shape, request.keys.len() as u32, start)
+        .map_err(|error| Reason::Shape(error.to_string()))?;
+    let plan = make_plan((Order::Layers, &Arc::new(places)), layers, &wanted)?;
+    let by_shard = job::by_shard(&wanted);
+    let (shared, parts, origins) =
+        (Arc::clone(shared), shape.chunk_count(), Origins::any(request.keys.len()));
+    let job = Arc::new(LendJob { shared, request, prints, wanted, plan, parts, origins });
+    let (mut parts, mut answers) = (Vec::new(), Vec::new());
+    for (shard, records) in by_shard {
+        let (reply, answer) = ticket();
+        answers.push(answer);
+        let (job, arrival) = (Arc::clone(&job), arrival.clone());
+        parts.push((shard, LendPart { job, records, arrival, reply }));
+    }
+    Ok(Begun { job, parts, answers })
+}
+
+/// Does one shard's part of a loan, and answers. What it gives is to be kept until it is given back; nothing if
+/// nothing is lent. `deadline` completes when the caller stops waiting.
+pub(crate) async fn prove(log: &Rc<Log>, part: LendPart, deadline: Option<LocalTask>) -> Option<Held> {
+    let LendPart { job, records, arrival, reply } = part;
+    let opened = job.open(log, &records);
+    drop(arrival);
+    let proven = match opened {
+        Ok(opened) => {
+            let proving = before(pin!(job.prove(log, &opened)), deadline).await;
+            proving.unwrap_or(Err(Reason::DeadlinePassed.into())).map(|runs| (runs, opened))
+        }
+        Err(why) => Err(why),
+    };
+    match proven {
+        Ok((runs, opened)) => {
+            let (held, given_back) = ticket();
+            // Where nobody waits for the answer it is dropped, and with it what was held.
+            let _ = reply.send(Ok(Proven { runs, held }));
+            Some(Held { _holds: opened.into_iter().map(|one| one.hold).collect(), given_back })
+        }
+        Err(why) => {
+            let _ = reply.send(Err(why));
+            None
+        }
+    }
+}
+
+impl LendJob {
+    fn gone(&self, ordinal: u32) -> NotLent {
+        let key = self.request.keys.get(ordinal as usize);
+        key.map_or(Reason::Bug("a block that nobody asked for"), |key| Reason::NotHere(*key)).into()
+    }
+
+    fn wanted(&self, index: u32) -> Result<&Wanted, NotLent> {
+        let wanted = self.wanted.get(index as usize);
+        wanted.ok_or(NotLent::Reason(Reason::Bug("a run that nobody asked for")))
+    }
+
+    /// Takes hold of the segments of these runs.
+    fn open(&self, log: &Log, indices: &[u32]) -> Result<Vec<Opened>, NotLent> {
+        let segments = log.segments.borrow();
+        let mut opened = Vec::with_capacity(indices.len());
+        for &index in indices {
+            let wanted = self.wanted(index)?;
+            // Evicted since it was looked up, and the file with it.
+            let segment = segments.get(&wanted.segment).ok_or_else(|| self.gone(wanted.run.start))?;
+            opened.push(Opened { index, hold: Hold::new(segment) });
+            if segment.is_holed() {
+                self.are_in_place(wanted)?;
+            }
+        }
+        Ok(opened)
+    }
+
+    /// Refuses a run of which a block has left since it was looked up: where it was may be a hole by now. What is still
+    /// here stays so while the segment is held.
+    fn are_in_place(&self, wanted: &Wanted) -> Result<(), NotLent> {
+        for ordinal in wanted.run.clone() {
+            let print = self.prints.get(ordinal as usize);
+            match print.map(|print| self.shared.index.lookup(*print)) {
+                Some(Lookup::Live(at)) if at == wanted.place_of(ordinal) => {}
+                Some(Lookup::Live(_)) => return Err(Reason::Busy("a block is being moved").into()),
+                _ => return Err(self.gone(ordinal)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Proves the headers of these runs: those that are known, and the others as they come from the device.
+    async fn prove(&self, log: &Rc<Log>, opened: &[Opened]) -> Result<Vec<ProvenRun>, NotLent> {
+        let mut batch = log.driver.batch(self.request.class);
+        let mut reading: BTreeMap<u64, SharedBuf> = BTreeMap::new();
+        let (mut next, mut runs) = (0u64, Vec::with_capacity(opened.len()));
+        loop {
+            while let Some(one) = opened.get(next as usize) {
+                if let Some(run) = self.prove_known(log, one)? {
+                    runs.push(run);
+                } else {
+                    let under_way = reading.values().map(SharedBuf::len).sum();
+                    let Some(buf) = self.submit(log, &mut batch, (next, one), under_way).await? else {
+                        break;
+                    };
+                    reading.insert(next, buf);
+                }
+                next += 1;
+            }
+            let Some(ExtentDone { extent, result }) = batch.next().await else { break };
+            result.map_err(|error| Reason::Media(error.to_string()))?;
+            let one = opened.get(extent as usize);
+            let (Some(one), Some(buf)) = (one, reading.remove(&extent)) else { continue };
+            runs.push(self.prove_read(log, one, &buf)?);
+        }
+        match runs.len() == opened.len() {
+            true => Ok(runs),
+            false => Err(Reason::Bug("a header that was not read").into()),
+        }
+    }
+
+    fn prove_known(&self, log: &Log, one: &Opened) -> Result<Option<ProvenRun>, NotLent> {
+        let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
+        let known = log.headers.get(header_key(segment, wanted.offset));
+        known.map(|header| self.prove_run(log, one, &header)).transpose()
+    }
+
+    /// Asks the device for a header; `None` if there is enough under way, or memory only when some of that has come in.
+    /// Whoever has nothing under way waits for memory, so that nobody holds what another waits for.
+    async fn submit(
+        &self,
+        log: &Log,
+        batch: &mut ReadBatch,
+        (name, one): (u64, &Opened),
+        under_way: usize,
+    ) -> Result<Option<SharedBuf>, NotLent> {
+        let wanted = self.wanted(one.index)?;
+        let bytes = wanted.header_bytes as usize;
+        let buf = match under_way {
+            0 => log.stage(bytes).await.map_err(|error| Reason::Media(error.to_string()))?,
+            1..HEADER_BYTES => match log.arena.try_take(bytes) {
+                Some(buf) => buf,
+                None => return Ok(None),
+            },
+            _ => return Ok(None),
+        };
+        let buf = buf.share();
+        batch.push(name, one.hold.segment().file, wanted.offset, buf.clone());
+        Ok(Some(buf))
+    }
+
+    fn prove_read(&self, log: &Log, one: &Opened, buf: &SharedBuf) -> Result<ProvenRun, NotLent> {
+        let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
+        let position = log.position(segment, wanted.offset);
+        let header = open_header(&buf.to_vec(), &position, &self.shared.secret, (segment, wanted))?;
+        let header = Rc::new(header);
+        log.headers.insert(header_key(segment, wanted.offset), &header);
+        self.prove_run(log, one, &header)
+    }
+
+    /// Compares a header with what was asked for. Another record at this place means that the blocks have left since
+    /// they were looked up.
+    fn prove_run(&self, log: &Log, one: &Opened, header: &Header) -> Result<ProvenRun, NotLent> {
+        let wanted = self.wanted(one.index)?;
+        if !header.is_arranged_as(&wanted.class, wanted.record_blocks) {
+            return Err(self.gone(wanted.run.start));
+        }
+        let mut digests = Vec::with_capacity(wanted.run.len() * self.parts as usize);
+        for ordinal in wanted.run.clone() {
+            let (block, key) = (wanted.block_of(ordinal), self.request.keys.get(ordinal as usize));
+            if !key.is_some_and(|key| header.is_block(block, key, &wanted.class)) {
+                return Err(self.gone(ordinal));
+            }
+            // Each block is asked for once: this is the first production of it that is met.
+            let _ = header.origin(block).map(|origin| self.origins.admit(ordinal as usize, origin));
+            for part in 0..self.parts {
+                let digest = header.digest(block, part);
+                digests.push(digest.ok_or(Reason::Bug("a chunk without a digest"))?);
+            }
+        }
+        let file = log.driver.keep_file(one.hold.segment().file).ok_or(NotLent::NotAFile)?;
+        Ok(ProvenRun { index: one.index, file: LentFile::new(file), digests })
+    }
+
+    /// Puts together what all shards lend.
+    pub(crate) fn lend(&self, proven: Vec<Proven>) -> Result<Lent, NotLent> {
+        let mut files = Files::default();
+        let mut runs: Vec<Option<(u32, Vec<u32>)>> = self.wanted.iter().map(|_| None).collect();
+        let mut held = Vec::with_capacity(proven.len());
+        for part in proven {
+            for run in part.runs {
+                if let Some(place) = runs.get_mut(run.index as usize) {
+                    *place = Some((files.place(run.file), run.digests));
+                }
+            }
+            held.push(part.held);
+        }
+        let runs: Option<Vec<_>> = runs.into_iter().collect();
+        let runs = runs.ok_or(Reason::Bug("a run that no shard lends"))?;
+        let mut step = Step::default();
+        let layers = (0..self.plan.steps()).map(|number| self.lay_out(number, &runs, &mut step));
+        let layers = layers.collect::<Result<_, NotLent>>()?;
+        count_use(&self.shared, self.request.class, &self.prints);
+        Ok(Lent::new(files.files, layers, Arc::clone(&self.origins), held))
+    }
+
+    /// The stretches and chunks of one layer.
+    fn lay_out(&self, number: u32, runs: &[(u32, Vec<u32>)], step: &mut Step) -> Result<LentLayer, NotLent> {
+        let wrong = || NotLent::Reason(Reason::Bug("a layer that was not planned"));
+        let layer = self.plan.layer_of(number).filter(|_| self.plan.plan_step(number, step));
+        let layer = layer.ok_or_else(wrong)?;
+        let (mut stretches, mut chunks) = (Vec::with_capacity(step.regions().len()), Vec::new());
+        for (stretch, region) in (0u32..).zip(step.regions()) {
+            if region.bytes > u64::from(DEFAULT_MAX_REGION) {
+                return Err(Reason::TooMany("bytes of a chunk").into());
+            }
+            let (file, digests) = runs.get(region.record as usize).ok_or_else(wrong)?;
+            let first = u32::from(self.wanted(region.record)?.location.block);
+            stretches.push(Stretch { file: *file, offset: region.file_offset, bytes: region.bytes });
+            for piece in self.plan.pieces(step, stretch) {
+                let block = piece.block.checked_sub(first).ok_or_else(wrong)?;
+                let digest = digests.get(block as usize * self.parts as usize + piece.chunk as usize);
+                chunks.push(LentChunk {
+                    stretch,
+                    ordinal: piece.ordinal,
+                    at: piece.source,
+                    bytes: piece.len,
+                    to: piece.destination.offset,
+                    digest: *digest.ok_or_else(wrong)?,
+                });
+            }
+        }
+        Ok(LentLayer { layer, stretches, chunks })
+    }
+}
+
+/// Files, each once.
+#[derive(Default)]
+struct Files {
+    files: Vec<LentFile>,
+    places: BTreeMap<u64, u32>,
+}
+
+impl Files {
+    fn place(&mut self, file: LentFile) -> u32 {
+        let next = self.files.len() as u32;
+        let place = *self.places.entry(file.id()).or_insert(next);
+        if place == next {
+            self.files.push(file);
+        }
+        place
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,122 @@
+//! What the segments of a shard hold, with whole names: the index knows fingerprints only.
+//!
+//! A segment's records are listed by its footer once it is sealed, and in memory before. Where the footer cannot be
+//! read, the headers of the records that the index still knows are.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::format::body::Blocks;
+use kvarts_layout::format::footer::{Content, Entry};
+use kvarts_layout::format::record;
+use kvarts_layout::{BlockKey, Coordinate, Group};
+
+use crate::engine::shared::record_class::RecordClass;
+use crate::engine::tasks::steps::Section;
+use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::write::log::{Log, entry};
+use crate::error::Reason;
+use crate::index::{BlockFingerprint, Location, OwnerCursor, RecordInfo};
+use crate::rt::Class;
+
+/// A live block of a record, by its whole name.
+pub(crate) struct Named {
+    pub(crate) key: BlockKey,
+    pub(crate) print: BlockFingerprint,
+    pub(crate) at: Location,
+    pub(crate) record: RecordInfo,
+}
+
+impl Log {
+    /// The segments of the shard in the order of their numbers, from this one on.
+    pub(crate) fn segments_from(&self, number: u32) -> Vec<Rc<Segment>> {
+        self.segments.borrow().range(number..).map(|(_, segment)| Rc::clone(segment)).collect()
+    }
+
+    /// The records that a segment lists. What is written to it meanwhile may be missing.
+    pub(crate) async fn listing(&self, segment: &Rc<Segment>) -> Result<Vec<Entry>, Reason> {
+        {
+            let tail = segment.tail.borrow();
+            if !tail.entries.is_empty() || segment.state.get() == SegmentState::Free {
+                return Ok(tail.entries.clone());
+            }
+        }
+        let generation = segment.generation.get();
+        let listed = match self.read_footer(segment).await {
+            Ok(footer) => Ok(footer.records),
+            Err(_) => self.live_headers(segment).await,
+        };
+        // Written anew meanwhile: what it held is gone.
+        if segment.generation.get() == generation { listed } else { Ok(Vec::new()) }
+    }
+
+    /// The records of a segment that the index knows, by their headers.
+    async fn live_headers(&self, segment: &Segment) -> Result<Vec<Entry>, Reason> {
+        let (mut cursor, mut some, mut here) = (Some(OwnerCursor::default()), Vec::new(), Vec::new());
+        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
+        while let Some(from) = cursor {
+            cursor = self.shared.index.records().snapshot_of((self.shard as u16, None), from, &mut some);
+            let records = some.iter().map(|(_, record, _)| record);
+            here.extend(records.filter(|one| one.live > 0 && one.segment == segment.number).copied());
+            section.step(some.len().max(1) as u64).await;
+        }
+        drop(section);
+        let mut entries = Vec::new();
+        for known in here {
+            let offset = u64::from(known.page) * PAGE_BYTES;
+            let bytes = usize::from(known.header_pages) * PAGE_BYTES as usize;
+            let media = |error: crate::io::IoError| Reason::Media(error.to_string());
+            let buf = self.stage(bytes).await.map_err(media)?;
+            let read = self.driver.read_into(Class::Background, segment.file, offset, buf).await;
+            // Nobody can read these blocks either.
+            let Ok(buf) = read else { continue };
+            let image = buf.to_vec();
+            if let Ok(opened) = record::open(&image, &self.position(segment, offset), &self.shared.secret)
+                && let Ok(body) = opened.body()
+            {
+                let payload_bytes = u64::from(known.payload_pages) * PAGE_BYTES;
+                entries.push(entry(offset, 0, image.len(), payload_bytes, &body));
+            }
+        }
+        Ok(entries)
+    }
+
+    /// The blocks of a listed record that are live there now, and what they have in common.
+    pub(crate) fn live(&self, segment: &Segment, entry: &Entry) -> Option<(Arc<RecordClass>, Vec<Named>)> {
+        let Content::Blocks(blocks) = &entry.content else { return None };
+        let coordinate = Coordinate::from_u64(blocks.coordinate)?;
+        let (index, namespace) = (&self.shared.index, segment.local(blocks.namespace));
+        let (mut named, mut class) = (Vec::new(), None);
+        for name in &blocks.blocks {
+            let key = BlockKey(name.key);
+            let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);
+            let Some(found) = index.locate(print).filter(|found| self.is_at(segment, entry, &found.record))
+            else {
+                continue;
+            };
+            class = class.or_else(|| self.shared.classes.get(found.record.class));
+            named.push(Named { key, print, at: found.location, record: found.record });
+        }
+        class.map(|class| (class, named))
+    }
+
+    /// Whether a record of the index is the one that this entry lists.
+    pub(crate) fn is_at(&self, segment: &Segment, entry: &Entry, record: &RecordInfo) -> bool {
+        u32::from(record.shard) == self.shard
+            && record.segment == segment.number
+            && u64::from(record.page) * PAGE_BYTES == entry.offset
+    }
+}
+
+/// The key that stands before a block of a record, if the put said so.
+pub(crate) fn parent_of(blocks: &Blocks, place: usize) -> Option<BlockKey> {
+    use kvarts_layout::format::body::Parent;
+    let before = place.checked_sub(1).and_then(|before| blocks.blocks.get(before));
+    match (blocks.parent, before) {
+        (Parent::Unknown, _) => None,
+        (_, Some(before)) => Some(BlockKey(before.key)),
+        (Parent::Key(key), None) => Some(BlockKey(key)),
+        (Parent::Root, None) => None,
+    }
+}

@@ -1,0 +1,381 @@
+//! Recovery of one shard: from its files to the index, by the recovery table of the format.
+//!
+//! 1. The directory is listed and every segment file opened; the newest whole checkpoint is read.
+//! 2. The first and last page of each segment say what it is. Unsealed and damaged ones are scanned at once, and
+//!    sealed with what counts in them, or freed. Nothing is ever appended to them.
+//! 3. Segments are taken into the index newest first, from their footers.
+//!
+//! Invariants:
+//! - Every decision is a row of `format::recovery`; the report counts each row by its label.
+//! - Nothing but footers and trailers of recovered segments is written, and the header of one whose own never
+//!   arrived, and the rests of short segments are given back; each is what the next recovery would find by the scan: a crash in the middle leaves a store that recovers to the same, and so does a second
+//!   recovery.
+//! - A segment that cannot be told costs its own blocks only, and is not recycled.
+//! - No record header of a sealed segment is read, but one definition for each namespace and spec.
+
+mod adopt;
+mod files;
+mod observe;
+mod report;
+mod scan;
+#[cfg(test)]
+pub(super) mod tests;
+
+use std::collections::{BTreeSet, VecDeque};
+use std::rc::Rc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use kvarts_layout::format::checkpoint::SEGMENT_FREE;
+use kvarts_layout::format::footer::{self, Content, Entry, Footer};
+use kvarts_layout::format::recovery::{Decision, HeaderSeen, Scan, TrailerSeen, segment_row};
+use kvarts_layout::format::trailer::{SealReason, Trailer};
+
+pub use report::{Problem, RecoveryReport};
+
+use self::adopt::Batch;
+use self::files::SegmentFile;
+use self::scan::Target;
+use crate::engine::space::evict::batch::punched_bytes;
+use crate::engine::volume::checkpoint::{self, Checkpoint};
+use crate::engine::volume::pages::{CLASS, memory};
+use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::write::log::Log;
+use crate::error::Reason;
+use crate::io::driver::{Meta, ReadInto};
+use crate::io::{FileId, IoError, IoErrorKind, MetaOp, Reply};
+use observe::Ends;
+
+/// Footers that are read ahead of the one being taken in, and questions for holes beside them.
+const FOOTERS_AHEAD: usize = 4;
+
+/// The recovery of one shard, under way.
+struct Recovery<'a> {
+    log: &'a Rc<Log>,
+    report: RecoveryReport,
+    checkpoint: Checkpoint,
+    batch: Batch,
+    now_ms: u64,
+}
+
+/// Bytes of a footer for a block at least: its key and its origin.
+const NAME_BYTES: usize = 48;
+
+/// A segment whose records count, and where they are listed.
+struct Source {
+    segment: Rc<Segment>,
+    first_sequence: u64,
+    listed: Listed,
+}
+
+impl Source {
+    /// About how many blocks it lists: a little more than there can be, so that the index finds gaps near.
+    fn blocks_about(&self) -> usize {
+        match &self.listed {
+            Listed::Footer(_, trailer) => trailer.footer_bytes as usize / NAME_BYTES,
+            Listed::Scanned(entries) => {
+                let blocks = |entry: &Entry| match &entry.content {
+                    Content::Blocks(blocks) => blocks.blocks.len(),
+                    _ => 0,
+                };
+                entries.iter().map(blocks).sum::<usize>() * 9 / 8
+            }
+        }
+    }
+}
+
+#[allow(clippy::large_enum_variant, reason = "one for each segment, for the time of a recovery")]
+enum Listed {
+    Scanned(Vec<Entry>),
+    Footer(Box<Ends>, Trailer),
+}
+
+/// The holes that a file system tells of.
+fn found_holes(reply: Result<Option<Reply>, IoError>) -> Result<Vec<(u64, u64)>, Reason> {
+    match reply {
+        Ok(Some(Reply::Holes(holes))) => Ok(holes),
+        // Such a file system makes none.
+        Err(error) if error.kind == IoErrorKind::Unsupported => Ok(Vec::new()),
+        Err(error) => Err(Reason::Directory(error.to_string())),
+        Ok(_) => Err(Reason::Bug("holes that are none")),
+    }
+}
+
+/// Finds everything that an empty log's directory holds. Called once, before anything else uses the log.
+pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
+    let found = files::open(log).await?;
+    let checkpoint = checkpoint::read(log, &found.checkpoints).await?;
+    let report = RecoveryReport {
+        strays: found.strays,
+        segments: found.segments.len() as u64,
+        checkpoint: checkpoint.sequence,
+        metadata_bytes: checkpoint.bytes_read,
+        ..RecoveryReport::default()
+    };
+    log.sequence.set(log.sequence.get().max(checkpoint.next_sequence));
+    log.graves.replace(checkpoint.graves.clone());
+    let now_ms = log.shared.clock.unix_millis();
+    let mut recovery = Recovery { log, report, checkpoint, batch: Batch::new(&log.shared.index, 0), now_ms };
+    recovery.retire(&found.segments);
+    let mut sources = recovery.classify(&found.segments).await?;
+    // Newest first: see `adopt`.
+    sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
+    recovery.take_in(sources).await?;
+    recovery.flush()?;
+    log.shared.buried.fetch_add(log.graves.borrow().len() as u64, Relaxed);
+    let half_deleted = log.graves.borrow().half_deleted();
+    Ok(RecoveryReport { half_deleted, ..recovery.report })
+}
+
+impl Recovery<'_> {
+    /// Says of each segment what it is, and gives those whose records count.
+    async fn classify(&mut self, files: &[SegmentFile]) -> Result<Vec<Source>, Reason> {
+        let mut sources = Vec::new();
+        for (file, ends) in files.iter().zip(observe::ends(self, files).await?) {
+            let sighting = ends.sighting(&self.checkpoint);
+            let row = segment_row(&sighting);
+            let segment = self.segment(file, ends.floor(&self.checkpoint));
+            if let Some(header) = &ends.header {
+                self.saw(header.first_sequence.saturating_sub(1));
+            }
+            if let (Decision::UseFooter, Some(trailer)) = (row.decision, ends.trailer) {
+                // The row is taken when the footer has been read: it may be lost.
+                let first_sequence = trailer.first_sequence;
+                self.saw(trailer.last_sequence);
+                sources.push(Source {
+                    segment,
+                    first_sequence,
+                    listed: Listed::Footer(Box::new(ends), trailer),
+                });
+                continue;
+            }
+            self.report.take(row, file.number, 0);
+            match row.decision {
+                Decision::Reuse => {
+                    let first = ends.header.as_ref().map_or(0, |header| header.first_sequence);
+                    segment.first_sequence.set(first);
+                    segment.state.set(SegmentState::Free);
+                }
+                Decision::ScanTail => sources.extend(self.scan(segment, &ends, Scan::Tail).await?),
+                Decision::Rescan => sources.extend(self.scan(segment, &ends, Scan::Rescan).await?),
+                // Neither read nor recycled.
+                _ => {}
+            }
+        }
+        Ok(sources)
+    }
+
+    /// Notes which bytes of its records a segment does not have any more.
+    fn note_holes(&self, segment: &Segment, holes: Vec<(u64, u64)>, entries: &[Entry]) {
+        let punched = punched_bytes(entries, &holes);
+        segment.found_holes(holes, punched, segment.book.allocated());
+    }
+
+    /// Notes the generations of segments whose files are gone, so that their numbers go on where they were; one that was in use
+    /// is lost.
+    fn retire(&mut self, files: &[SegmentFile]) {
+        let mut retired = self.log.retired.borrow_mut();
+        let there: BTreeSet<u32> = files.iter().map(|file| file.number).collect();
+        for (&number, known) in &self.checkpoint.segments {
+            if !there.contains(&number) {
+                retired.insert(number, known.generation);
+                if known.state != SEGMENT_FREE {
+                    self.report.miss(number);
+                    // Told at each start until somebody has repaired the store: checkpoints go on to say it.
+                    self.log.lost.borrow_mut().insert(number, *known);
+                }
+            }
+        }
+    }
+
+    /// A segment of which nothing is known yet.
+    fn segment(&self, file: &SegmentFile, generation: u64) -> Rc<Segment> {
+        let book = self.log.shared.index.records().ledger().open(self.log.shard, file.number);
+        book.set_allocated(file.allocated);
+        let segment =
+            Rc::new(Segment::new((file.number, book), file.file, generation, SegmentState::Suspect));
+        self.log.segments.borrow_mut().insert(file.number, Rc::clone(&segment));
+        segment
+    }
+
+    fn saw(&self, sequence: u64) {
+        let sequence = if kvarts_layout::planted!("sequence-not-restored") { 0 } else { sequence };
+        self.log.sequence.set(self.log.sequence.get().max(sequence.saturating_add(1)));
+    }
+
+    /// What a segment has no bytes of. Without knowing it, what was evicted would look damaged.
+    async fn holes(&self, file: FileId) -> Result<Vec<(u64, u64)>, Reason> {
+        found_holes(self.log.driver.meta(MetaOp::Holes { file, upto: u64::MAX }).await)
+    }
+
+    /// Scans a segment; seals it if it holds anything, frees it if not. One that was sealed has lost what it has no bytes of
+    /// by decision, and they are not given to it again.
+    async fn scan(
+        &mut self,
+        segment: Rc<Segment>,
+        ends: &Ends,
+        scan: Scan,
+    ) -> Result<Option<Source>, Reason> {
+        let (durable_generation, durable_upto) = ends.durable(&self.checkpoint);
+        let was_sealed = scan == Scan::Rescan && ends.sighting(&self.checkpoint).may_have_holes();
+        let ask = (was_sealed || scan == Scan::Tail) && !kvarts_layout::planted!("rescan-forgets-holes");
+        let mut holes = if ask { self.holes(segment.file).await? } else { Vec::new() };
+        let target = Target {
+            file: segment.file,
+            holes: if was_sealed { &holes } else { &[] },
+            if_sealed: if was_sealed { &[] } else { &holes },
+            len: ends.len,
+            scan,
+            position: ends
+                .position
+                .under(ends.header.as_ref().map_or(0, |header| header.position.generation)),
+            first_sequence: ends.header.as_ref().map_or(0, |header| header.first_sequence),
+            durable_upto,
+            durable_generation,
+        };
+        let scanned = scan::scan(self, &target).await?;
+        let was_sealed = was_sealed || scanned.was_sealed;
+        if !was_sealed {
+            holes.clear();
+            files::complete(self.log, &segment).await;
+        }
+        self.saw(scanned.last_sequence);
+        let floor = segment.generation.get().max(scanned.generation);
+        if !scanned.is_worth_sealing() {
+            // Kept, so that the next use is under a later one than anything that was written here.
+            segment.generation.set(floor);
+            if !holes.is_empty() {
+                segment.set_holed();
+            }
+            segment.state.set(SegmentState::Free);
+            return Ok(None);
+        }
+        segment.generation.set(scanned.generation);
+        let entries = scanned.entries;
+        let first_sequence = entries.first().map_or(scanned.last_sequence, |entry| entry.sequence);
+        segment.first_sequence.set(first_sequence);
+        segment.found(scanned.log_end, &entries);
+        self.note_holes(&segment, holes, &entries);
+        {
+            let mut tail = segment.tail.borrow_mut();
+            tail.next = scanned.log_end;
+            tail.entries.clone_from(&entries);
+        }
+        segment.state.set(SegmentState::Sealing);
+        let sealed = match self.replace_header(&segment, ends).await {
+            Ok(()) => self.log.seal(&segment, SealReason::Recovery).await,
+            Err(reason) => Err(reason),
+        };
+        if was_sealed {
+            files::recount(self.log, &segment).await;
+        }
+        match sealed {
+            Ok(()) => self.report.sealed_now += 1,
+            Err(reason) => {
+                // What the records say holds all the same; the next recovery scans it again.
+                segment.break_off(reason);
+                self.report.unsealed += 1;
+            }
+        }
+        Ok(Some(Source { segment, first_sequence, listed: Listed::Scanned(entries) }))
+    }
+
+    /// Writes the header of a new file whose records arrived before it did: sealed without one, the segment would
+    /// look damaged from then on.
+    async fn replace_header(&self, segment: &Segment, ends: &Ends) -> Result<(), Reason> {
+        if ends.header_seen != HeaderSeen::Empty || kvarts_layout::planted!("lost-header-not-written") {
+            return Ok(());
+        }
+        let image = self.log.header_image(segment)?;
+        let mut page = memory(self.log, image.len())?;
+        page.copy_in(0, &image);
+        let written = self.log.driver.write(CLASS, segment.file, 0, page, true).await;
+        written.map_err(|error| Reason::Media(error.to_string()))
+    }
+
+    /// Takes segments into the index, in this order, reading footers ahead.
+    async fn take_in(&mut self, sources: Vec<Source>) -> Result<(), Reason> {
+        let blocks = sources.iter().map(Source::blocks_about).sum();
+        self.batch = Batch::new(&self.log.shared.index, blocks);
+        // One for all footers: memory that is new each time costs more than reading it.
+        let mut image = Vec::new();
+        let mut ahead = VecDeque::<(ReadInto, Meta)>::new();
+        let (mut next, mut begun) = (0, 0);
+        while let Some(source) = sources.get(next) {
+            while let Some(source) = sources.get(begun).filter(|_| begun < next + FOOTERS_AHEAD) {
+                if let Listed::Footer(_, trailer) = &source.listed {
+                    let buf = memory(self.log, trailer.footer_bytes as usize)?;
+                    let file = source.segment.file;
+                    let read = self.log.driver.read_into(CLASS, file, trailer.footer_offset, buf);
+                    // What lies behind the records is nobody's, and mostly one hole that was never written.
+                    let holes = self.log.driver.meta(MetaOp::Holes { file, upto: trailer.log_end });
+                    ahead.push_back((read, holes));
+                }
+                begun += 1;
+            }
+            next += 1;
+            match &source.listed {
+                Listed::Scanned(entries) => self.adopt(&source.segment, entries).await?,
+                Listed::Footer(ends, trailer) => {
+                    let Some((read, holes)) = ahead.pop_front() else { continue };
+                    self.report.metadata_bytes += u64::from(trailer.footer_bytes);
+                    image.clear();
+                    if let Ok(buf) = read.await {
+                        image.resize(buf.len(), 0);
+                        buf.copy_out(0, &mut image);
+                    }
+                    let holes = found_holes(holes.await)?;
+                    self.take_in_footer(source, (ends, trailer), &image, holes).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn take_in_footer(
+        &mut self,
+        source: &Source,
+        (ends, trailer): (&Ends, &Trailer),
+        image: &[u8],
+        holes: Vec<(u64, u64)>,
+    ) -> Result<(), Reason> {
+        let segment = &source.segment;
+        let mut sighting = ends.sighting(&self.checkpoint);
+        let position = ends.trailer_position.at(trailer.footer_offset);
+        let footer = Footer::decode(image, &position, &self.log.shared.secret);
+        let named = footer::tag_of(image) == Some(trailer.footer_tag);
+        match footer {
+            Ok(footer) if named => {
+                self.report.take(segment_row(&sighting), segment.number, 0);
+                segment.generation.set(position.generation);
+                segment.first_sequence.set(trailer.first_sequence);
+                segment.found(trailer.log_end, &footer.records);
+                self.note_holes(segment, holes, &footer.records);
+                segment.sealed_at(
+                    trailer.log_end,
+                    (trailer.footer_offset, trailer.footer_bytes),
+                    trailer.reason,
+                );
+                if segment.is_short(self.log.shared.segment_bytes) {
+                    // A crash came before that was done, or an earlier program sealed it.
+                    self.log.give_rest_back(segment, &footer.records).await;
+                }
+                segment.state.set(SegmentState::Sealed);
+                self.adopt(segment, &footer.records).await
+            }
+            _ => {
+                sighting.trailer = TrailerSeen::FooterLost;
+                let row = segment_row(&sighting);
+                self.report.take(row, segment.number, trailer.footer_offset);
+                if row.decision != Decision::Rescan {
+                    return Ok(());
+                }
+                match self.scan(Rc::clone(segment), ends, Scan::Rescan).await? {
+                    Some(Source { listed: Listed::Scanned(entries), .. }) => {
+                        self.adopt(segment, &entries).await
+                    }
+                    _ => Ok(()),
+                }
+            }
+        }
+    }
+}

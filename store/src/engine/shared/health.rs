@@ -1,0 +1,165 @@
+//! How the store is: why it takes no writes, if so, and what cannot be reached because an executor died.
+//!
+//! A fault of what the store lives on latches it: no write is begun any more. Who knows that the cause is gone has it
+//! resume ([`Store::resume`](crate::engine::Store::resume)), which proves it first.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, PoisonError};
+
+use super::Shared;
+use crate::error::Reason;
+use crate::index::Lookup;
+use crate::io::IoError;
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicBool, Ordering};
+
+/// How an open store is.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Health {
+    /// Why it takes no writes, if so.
+    pub latched: Option<String>,
+    /// Executors that have died. What lies in their shards is not here until the store is opened again.
+    pub dead_executors: u64,
+    /// Shards that refuse puts because their device fails writes wherever it was asked, and what it said last. Reads
+    /// go on, and each put asks again.
+    pub failing: BTreeMap<u32, String>,
+}
+
+impl Health {
+    /// What is wrong, in a line; `None` of a store that is well.
+    pub fn fault(&self) -> Option<&str> {
+        self.latched.as_deref()
+    }
+}
+
+/// What [`Health`] is told from.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    latch: Mutex<Option<String>>,
+    dead: Mutex<Dead>,
+    /// Whether any executor died: asked at each look at the index.
+    any_dead: AtomicBool,
+    failing: Mutex<BTreeMap<u32, String>>,
+    any_failing: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Dead {
+    executors: u64,
+    shards: BTreeSet<u32>,
+}
+
+impl Shared {
+    /// Makes the store read-only: an error said that the directory takes no writes.
+    pub(crate) fn latch(&self, error: &IoError) -> Reason {
+        self.latch_for(error.to_string())
+    }
+
+    fn latch_for(&self, why: String) -> Reason {
+        let mut latch = self.health.latch.lock().unwrap_or_else(PoisonError::into_inner);
+        // The first cause is what operators see; who asked is told what he met.
+        latch.get_or_insert_with(|| why.clone());
+        Reason::Latched(why)
+    }
+
+    /// Why nothing is written any more, if so.
+    pub(crate) fn latched(&self) -> Option<Reason> {
+        self.health.latch.lock().unwrap_or_else(PoisonError::into_inner).clone().map(Reason::Latched)
+    }
+
+    /// Takes writes again, unless an executor is dead.
+    pub(crate) fn lift_latch(&self) -> Result<(), Reason> {
+        let dead = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut latch = self.health.latch.lock().unwrap_or_else(PoisonError::into_inner);
+        if dead.executors > 0
+            && let Some(why) = &*latch
+        {
+            return Err(Reason::Latched(why.clone()));
+        }
+        *latch = None;
+        Ok(())
+    }
+
+    pub(crate) fn health(&self) -> Health {
+        let dead_executors = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner).executors;
+        let latched = self.health.latch.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let failing = self.health.failing.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Health { latched, dead_executors, failing }
+    }
+
+    /// Whether the device of a shard fails writes wherever it was asked.
+    pub(crate) fn set_failing(&self, shard: u32, error: Option<&IoError>) {
+        if error.is_none() && !self.health.any_failing.load(Ordering::Acquire) {
+            return;
+        }
+        let mut failing = self.health.failing.lock().unwrap_or_else(PoisonError::into_inner);
+        match error {
+            Some(error) => drop(failing.insert(shard, error.to_string())),
+            None => drop(failing.remove(&shard)),
+        }
+        self.health.any_failing.store(!failing.is_empty(), Ordering::Release);
+    }
+
+    /// Nobody answers for these shards any more.
+    fn executor_died(&self, executor: usize, shards: &[u32]) {
+        let mut dead = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner);
+        dead.executors += 1;
+        dead.shards.extend(shards);
+        drop(dead);
+        self.health.any_dead.store(true, Ordering::Release);
+        self.latch_for(format!("executor {executor} died, and what its shards hold cannot be reached"));
+    }
+
+    /// What was found in a shard that nobody answers for is not here.
+    pub(crate) fn hide_dead(&self, found: &mut [Lookup]) {
+        if !self.health.any_dead.load(Ordering::Acquire) {
+            return;
+        }
+        let records = self.index.records();
+        for one in found {
+            if let Lookup::Live(at) = one
+                && records.get(at.record).is_some_and(|record| self.is_dead(u32::from(record.shard)))
+            {
+                *one = Lookup::Absent;
+            }
+        }
+    }
+
+    /// Whether nobody answers for a shard.
+    pub(crate) fn is_dead(&self, shard: u32) -> bool {
+        self.health.any_dead.load(Ordering::Acquire)
+            && self.health.dead.lock().unwrap_or_else(PoisonError::into_inner).shards.contains(&shard)
+    }
+}
+
+/// Tells the others of the store when an executor's tasks go without its having been stopped: by a panic.
+#[derive(Debug)]
+pub(crate) struct Vigil {
+    executor: usize,
+    over: RefCell<Option<(Arc<Shared>, Vec<u32>)>>,
+}
+
+impl Vigil {
+    pub(crate) fn new(executor: usize) -> Self {
+        Self { executor, over: RefCell::default() }
+    }
+
+    /// The executor answers for these shards from now on.
+    pub(crate) fn begin(&self, shared: &Arc<Shared>, shards: Vec<u32>) {
+        self.over.replace(Some((Arc::clone(shared), shards)));
+    }
+
+    /// It ends as it should.
+    pub(crate) fn end(&self) {
+        self.over.take();
+    }
+}
+
+impl Drop for Vigil {
+    fn drop(&mut self) {
+        if let Some((shared, shards)) = self.over.take() {
+            shared.executor_died(self.executor, &shards);
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! What all threads of one open store share: index, names, budget, counters.
+
+pub(crate) mod admission;
+pub(crate) mod budget;
+pub(crate) mod due;
+pub(crate) mod grace;
+pub(crate) mod health;
+pub(crate) mod index_budget;
+pub(crate) mod names;
+pub(crate) mod policy;
+pub(crate) mod quota;
+pub(crate) mod quota_events;
+pub(crate) mod recency;
+pub(crate) mod record_class;
+pub(crate) mod visibility;
+
+use std::fmt;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use kvarts_layout::StoreId;
+use kvarts_layout::format::Secret;
+
+use crate::engine::tasks::steps::Works;
+use crate::events::{EventLog, RING_BYTES};
+use crate::index::{Heat, Index, RecordId};
+use crate::io::{Buf, BufMut};
+use crate::rt::{Clock, Entropy, Nanos};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Mutex, OnceLock};
+use admission::Admission;
+use budget::Budget;
+use due::{Due, stretch_of};
+use grace::ReaderEpochs;
+use health::State;
+use index_budget::IndexBudget;
+use names::Names;
+use policy::{EvictionPolicy, Policy};
+use quota_events::QuotaEvents;
+use recency::RecencyClock;
+use record_class::RecordClasses;
+
+/// Expiry is kept in steps of a tenth of a second: 32 bits of them last thirteen years.
+pub(super) const EXPIRY_STEP_MS: u64 = 100;
+/// Zero bytes that gaps between chunks are written from.
+const ZERO_BYTES: usize = 64 << 10;
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// What has happened since the store was opened. Each only grows.
+        #[derive(Debug, Default)]
+        pub(crate) struct Counters { $(pub(crate) $name: AtomicU64),* }
+
+        /// What has happened since the store was opened.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        pub struct Counts { $($(#[$doc])* pub $name: u64),* }
+
+        impl Counts {
+            /// All of them by name, in the order of their declaration.
+            pub fn named(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name)),*]
+            }
+        }
+
+        impl Counters {
+            pub(crate) fn counts(&self) -> Counts {
+                Counts { $($name: self.$name.load(Ordering::Relaxed)),* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Blocks written.
+    blocks_stored,
+    /// Blocks that a put found here already.
+    blocks_deduplicated,
+    /// Blocks that were refused.
+    blocks_refused,
+    /// Blocks of these that the endurance budget kept out.
+    blocks_not_admitted,
+    /// Payload bytes of the blocks written.
+    payload_bytes_stored,
+    /// Bytes of the records written, headers and padding included.
+    record_bytes_written,
+    /// Small records of known prefixes that were put: candidates for merging.
+    small_records_stored,
+    /// Blocks moved to another record.
+    blocks_moved,
+    /// Bytes of the records that moves wrote, headers and padding included.
+    moved_bytes_written,
+    /// Raw records that were encoded.
+    records_encoded,
+    /// Payload bytes that they had.
+    encoded_bytes_before,
+    /// Payload bytes that they have.
+    encoded_bytes_after,
+    /// Blocks delivered whole and verified.
+    blocks_read,
+    /// Bytes read from devices for reads.
+    device_bytes_read,
+    /// Bytes of reads that came from another read of the same blocks.
+    bytes_shared,
+    /// Chunks whose digest did not match.
+    chunks_damaged,
+    /// Blocks taken out of service because of damage.
+    blocks_quarantined,
+    /// Segments recycled, with all they held.
+    segments_recycled,
+    /// Bytes given back to the file system as holes.
+    bytes_punched,
+    /// Blocks evicted to make room.
+    blocks_evicted,
+    /// Blocks deleted.
+    blocks_deleted,
+    /// Blocks whose time was over.
+    blocks_expired,
+}
+
+/// What all threads share.
+pub(crate) struct Shared {
+    pub(crate) store: StoreId,
+    pub(crate) secret: Secret,
+    pub(crate) segment_bytes: u64,
+    pub(crate) shards: u32,
+    /// When the store was made: expiry is counted from here.
+    pub(crate) created_ms: u64,
+    pub(crate) index: Index,
+    pub(crate) names: Names,
+    pub(crate) classes: RecordClasses,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) entropy: Arc<dyn Entropy>,
+    pub(crate) counters: Counters,
+    pub(crate) events: Arc<EventLog>,
+    /// What a quota took out and nobody was told of.
+    pub(crate) unnamed: QuotaEvents,
+    /// Reads that do not hold their segments yet.
+    pub(crate) arrivals: ReaderEpochs,
+    /// The clocks at opening.
+    pub(super) opened: (Nanos, u64),
+    /// The most payload bytes of one record.
+    pub(crate) record_bytes_max: u64,
+    pub(super) budget: Budget,
+    /// Why nothing is written, if so, and who has died.
+    pub(super) health: State,
+    zeros: OnceLock<Option<Buf>>,
+    /// Tombstones and epochs that checkpoints list, of all shards.
+    pub(crate) buried: AtomicU64,
+    /// The coarse time by which blocks age.
+    pub(crate) ages: RecencyClock,
+    /// What work has taken.
+    pub(crate) work: Works,
+    /// How much memory the index may take.
+    pub(crate) index_room: IndexBudget,
+    /// Where something will expire.
+    pub(crate) due: Due,
+    /// What is let in.
+    pub(crate) admission: Admission,
+    /// The policy's place among all.
+    eviction: AtomicU64,
+    /// Some record has an expiry: before the first one, nobody looks for expired blocks.
+    expiring: AtomicBool,
+    /// Records whose blocks another shard's recovery has taken over; held until all shards are recovered.
+    superseded: Mutex<Vec<RecordId>>,
+}
+
+/// What a store begins with.
+pub(crate) struct Birth {
+    pub(crate) store: StoreId,
+    pub(crate) secret: Secret,
+    pub(crate) segment_bytes: u64,
+    pub(crate) created_ms: u64,
+    pub(crate) budget: u64,
+    pub(crate) record_bytes_max: u64,
+    pub(crate) shards: u32,
+}
+
+impl Shared {
+    pub(crate) fn new(birth: Birth, clock: Arc<dyn Clock>, entropy: Arc<dyn Entropy>) -> Self {
+        let mut seed = [0; 32];
+        entropy.fill(&mut seed);
+        let mut stream = [0; 8];
+        entropy.fill(&mut stream);
+        let opened = (clock.now(), clock.unix_millis());
+        let budget = Budget::new(&birth);
+        let index = Index::new(&seed, 0);
+        let classes = RecordClasses::new(Arc::clone(index.records().ledger()));
+        Self {
+            store: birth.store,
+            secret: birth.secret,
+            segment_bytes: birth.segment_bytes,
+            shards: birth.shards,
+            created_ms: birth.created_ms,
+            index,
+            names: Names::default(),
+            classes,
+            clock,
+            entropy,
+            counters: Counters::default(),
+            unnamed: QuotaEvents::default(),
+            arrivals: ReaderEpochs::default(),
+            events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),
+            opened,
+            record_bytes_max: birth.record_bytes_max,
+            budget,
+            health: State::default(),
+            zeros: OnceLock::new(),
+            buried: AtomicU64::new(0),
+            ages: RecencyClock::new(opened.0),
+            work: Works::default(),
+            due: Due::default(),
+            index_room: IndexBudget::default(),
+            admission: Admission::default(),
+            eviction: AtomicU64::new(0),
+            expiring: AtomicBool::new(false),
+            superseded: Mutex::default(),
+        }
+    }
+
+    /// Zero bytes to write from; nobody writes to them.
+    pub(crate) fn zeros(&self, len: u64) -> Option<Buf> {
+        let zeros = self.zeros.get_or_init(|| BufMut::zeroed(ZERO_BYTES).ok().map(BufMut::freeze));
+        zeros.as_ref()?.slice(0, usize::try_from(len).ok()?)
+    }
+
+    /// A time as expiry counts it: tenths of a second since the store was made; never zero, which means never.
+    pub(crate) fn expiry_step(&self, at_ms: u64) -> u32 {
+        let seconds = at_ms.saturating_sub(self.created_ms).div_ceil(EXPIRY_STEP_MS).max(1);
+        u32::try_from(seconds).unwrap_or(u32::MAX)
+    }
+
+    /// When something ends that may live so long from now: in milliseconds since 1970, and as the index counts it.
+    pub(crate) fn expires_after(&self, ttl: Duration) -> (u64, u32) {
+        let passing = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
+        let at_ms = self.wall_ms().saturating_add(passing).max(1);
+        (at_ms, self.expiry_step(at_ms))
+    }
+
+    /// A record in this segment of a shard expires, or not (0).
+    pub(crate) fn note_expiry(&self, place: (u32, u32), expires: u32) {
+        if expires != 0 {
+            self.expiring.store(true, Ordering::Relaxed);
+            self.due.note(place, stretch_of(expires));
+        }
+    }
+
+    /// Whether any record may expire.
+    pub(crate) fn has_expiring(&self) -> bool {
+        self.expiring.load(Ordering::Relaxed)
+    }
+
+    /// Gives up the index's number of a record that has no live block left. Whoever still knows it finds another
+    /// record's header, or none, and answers a miss.
+    pub(crate) fn free_if_empty(&self, record: RecordId, left: u16) {
+        if left == 0 {
+            // Refused if a block of it became live meanwhile: then it is not empty.
+            let _ = self.index.records().free(record);
+        }
+    }
+
+    /// A held record has lost a block to another shard's copy while shards are recovered.
+    pub(crate) fn supersede(&self, record: RecordId) {
+        self.superseded.lock().unwrap_or_else(PoisonError::into_inner).push(record);
+    }
+
+    /// All shards are recovered: records that have lost their last block to another shard's copy are forgotten.
+    pub(crate) fn forget_superseded(&self) {
+        let superseded = std::mem::take(&mut *self.superseded.lock().unwrap_or_else(PoisonError::into_inner));
+        for record in superseded {
+            let records = self.index.records();
+            let left = records.get(record).map_or(0, |info| info.live);
+            self.free_if_empty(record, left);
+            records.release(record);
+        }
+    }
+
+    /// The coarse time that the index keeps of a block's last use.
+    pub(crate) fn epoch(&self) -> u16 {
+        self.ages.epoch(self.clock.now())
+    }
+
+    /// Bytes of blocks are written: what is here grows older.
+    pub(crate) fn wrote(&self, bytes: u64) {
+        self.ages.wrote(bytes, self.space().1, self.clock.now());
+    }
+
+    /// The second of this moment, as records know their last use.
+    pub(crate) fn second(&self) -> u32 {
+        u32::try_from(self.wall_ms() / 1000).unwrap_or(u32::MAX)
+    }
+
+    /// How many steps ago a record was used last whose last use was in this second: never too many.
+    pub(crate) fn age_of(&self, second: u32) -> u32 {
+        let ended_ms = u64::from(second) * 1000 + 999;
+        self.ages.steps_in(Duration::from_millis(self.wall_ms().saturating_sub(ended_ms)), self.clock.now())
+    }
+
+    /// The same as a step since opening.
+    pub(crate) fn step_of(&self, second: u32) -> i64 {
+        self.ages.steps() as i64 - i64::from(self.age_of(second))
+    }
+
+    /// How long a block has not been used, at least, whose record was used last in this second. Where a policy leaves the
+    /// time of the last use alone, a block that was used counts as used now.
+    pub(crate) fn unused(&self, heat: &Heat, second: u32) -> Duration {
+        if heat.frequency > 0 && !self.policy().renews() {
+            return Duration::ZERO;
+        }
+        let now = self.clock.now();
+        let record = self.wall_ms().saturating_sub(u64::from(second) * 1000 + 999);
+        self.ages.since(heat.age(self.ages.epoch(now)), now).max(Duration::from_millis(record))
+    }
+
+    /// What chooses the blocks that go.
+    pub(crate) fn policy(&self) -> &'static dyn Policy {
+        let chosen = EvictionPolicy::ALL.get(self.eviction.load(Ordering::Relaxed) as usize);
+        chosen.copied().unwrap_or_default().policy()
+    }
+
+    /// Has blocks chosen by this policy from now on.
+    pub(crate) fn set_policy(&self, policy: EvictionPolicy) {
+        let at = EvictionPolicy::ALL.iter().position(|one| *one == policy).unwrap_or(0);
+        self.eviction.store(at as u64, Ordering::Relaxed);
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Shared({})", self.store)
+    }
+}

@@ -1,0 +1,189 @@
+//! What changes the content, each change in one step with its event.
+//!
+//! Whoever makes a block live, takes one out or ends its usefulness does it here, under the lock of the event
+//! stream: so the events of a block come in the order of its changes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use kvarts_layout::{BlockKey, IndexKey};
+
+use super::names::Namespace;
+use super::record_class::RecordClass;
+use super::{EXPIRY_STEP_MS, Shared};
+use crate::events::{Cause, EventKind, Subject};
+use crate::index::{
+    BlockFingerprint, Deleted, Eviction, Location, RecordError, RecordId, RecordInfo, Ticket,
+};
+
+impl RecordClass {
+    /// The whole name of a block of this class.
+    pub(crate) fn name(&self, key: BlockKey) -> IndexKey {
+        IndexKey { namespace: self.namespace.id, key, group: self.group, coordinate: self.coordinate }
+    }
+}
+
+impl Shared {
+    /// Milliseconds since 1970 by the wall clock as it stood at opening, and what has passed since: jumps of the
+    /// wall clock change nothing while the store is open.
+    pub(crate) fn wall_ms(&self) -> u64 {
+        if kvarts_layout::planted!("expiry-by-the-wall-clock") {
+            return self.clock.unix_millis();
+        }
+        let (now, wall_ms) = self.opened;
+        let passed = self.clock.now().since(now).as_millis();
+        wall_ms.saturating_add(u64::try_from(passed).unwrap_or(u64::MAX))
+    }
+
+    /// This moment as expiry counts it, rounded down.
+    pub(crate) fn expiry_now(&self) -> u32 {
+        let steps = self.wall_ms().saturating_sub(self.created_ms) / EXPIRY_STEP_MS;
+        u32::try_from(steps).unwrap_or(u32::MAX)
+    }
+
+    /// Whether the time of a record's blocks is over.
+    pub(crate) fn is_expired(&self, record: &RecordInfo) -> bool {
+        // Counted down where expiry was counted up: late by a step at most, never early.
+        record.expires != 0
+            && record.expires <= self.expiry_now()
+            && !kvarts_layout::planted!("expired-served")
+    }
+
+    /// Whether a live block can be found: its time is not over, or a lease holds it.
+    pub(crate) fn is_here(&self, print: BlockFingerprint, record: &RecordInfo) -> bool {
+        !self.is_expired(record) || self.index.is_leased(print, self.clock.now())
+    }
+
+    /// Makes blocks of a written record live, and gives the places of those that a delete has met.
+    pub(crate) fn commit(
+        &self,
+        (class, keys): (&RecordClass, &[BlockKey]),
+        (claim, prints): (Ticket, &[BlockFingerprint]),
+        record: RecordId,
+    ) -> Result<Vec<u16>, RecordError> {
+        let mut change = self.events.change();
+        if !self.names.is_current(&class.namespace) {
+            return Ok((0..prints.len()).filter_map(|place| u16::try_from(place).ok()).collect());
+        }
+        let lost = self.index.commit(claim, record, prints, self.epoch())?;
+        let at_ms = self.wall_ms();
+        for (place, key) in (0u16..).zip(keys) {
+            if lost.binary_search(&place).is_err() {
+                change.tell(at_ms, EventKind::Stored, Cause::Put, Subject::Block(class.name(*key)));
+            }
+        }
+        Ok(lost)
+    }
+
+    /// Takes a live block out if it is at `at` and no lease holds it.
+    pub(crate) fn evict(
+        &self,
+        print: BlockFingerprint,
+        at: Location,
+        (kind, cause): (EventKind, Cause),
+        (class, key): (&RecordClass, BlockKey),
+    ) -> Eviction {
+        let mut change = self.events.change();
+        let evicted = self.index.try_evict(print, at, self.clock.now());
+        if let Eviction::Evicted { left } = evicted {
+            // What is left of a deleted namespace has its event already, and its name may be another block's by now.
+            if self.names.is_current(&class.namespace) {
+                change.tell(self.wall_ms(), kind, cause, Subject::Block(class.name(key)));
+            }
+            let counter = match kind {
+                EventKind::Expired => &self.counters.blocks_expired,
+                _ => &self.counters.blocks_evicted,
+            };
+            counter.fetch_add(1, Relaxed);
+            self.free_if_empty(at.record, left);
+        }
+        evicted
+    }
+
+    /// Ends a damaged block's usefulness if it is at `at`; true if it was.
+    pub(crate) fn quarantine(
+        &self,
+        print: BlockFingerprint,
+        at: Location,
+        (class, key): (&RecordClass, BlockKey),
+    ) -> bool {
+        let mut change = self.events.change();
+        let Some(left) = self.index.quarantine(print, at) else { return false };
+        if self.names.is_current(&class.namespace) {
+            let subject = Subject::Block(class.name(key));
+            change.tell(self.wall_ms(), EventKind::Quarantined, Cause::Damage, subject);
+        }
+        self.free_if_empty(at.record, left);
+        true
+    }
+
+    /// Points the index at the copy of a live block if it is still at `old`, and gives the number of live blocks left
+    /// in the old record. A snapshot under way may have passed the copy's segment: so it is told.
+    pub(crate) fn relocate(
+        &self,
+        print: BlockFingerprint,
+        (old, new): (Location, Location),
+        (class, key): (&RecordClass, BlockKey),
+    ) -> Result<Option<u16>, RecordError> {
+        let mut change = self.events.change();
+        let left = self.index.replace_location(print, old, new)?;
+        if left.is_some() && self.names.is_current(&class.namespace) {
+            change.tell(self.wall_ms(), EventKind::Stored, Cause::Moved, Subject::Block(class.name(key)));
+        }
+        Ok(left)
+    }
+
+    /// Takes blocks out, leased or not, and keeps puts of them from beginning until the ticket is given back
+    /// ([`crate::index::Index::abandon`]). Says of each whether it was live.
+    pub(crate) fn condemn(
+        &self,
+        prints: &[BlockFingerprint],
+        cause: Cause,
+        name_of: impl Fn(usize) -> IndexKey,
+    ) -> (Ticket, Vec<bool>) {
+        let mut change = self.events.change();
+        let (claim, were) = self.index.condemn(prints);
+        let at_ms = self.wall_ms();
+        let live = |(place, was): (usize, Deleted)| {
+            let Deleted::Live { location, left } = was else { return false };
+            if kvarts_layout::planted!("event-lost") {
+                return true;
+            }
+            change.tell(at_ms, EventKind::Deleted, cause, Subject::Block(name_of(place)));
+            self.free_if_empty(location.record, left);
+            true
+        };
+        (claim, were.into_iter().enumerate().map(live).collect())
+    }
+
+    /// Cuts a namespace off from all it holds. Gives what it was; `None` if that is being done already.
+    pub(crate) fn retire(&self, namespace: &Arc<Namespace>) -> Option<Arc<Namespace>> {
+        let mut change = self.events.change();
+        let retired = self.names.retire(namespace.id)?;
+        let subject = Subject::Namespace(retired.id);
+        change.tell(self.wall_ms(), EventKind::Deleted, Cause::Namespace, subject);
+        Some(retired)
+    }
+
+    /// Takes those of these blocks out whose time is over, unless a lease holds them. Whoever looks blocks up calls
+    /// it first, so that an expired block is never found.
+    pub(crate) fn drop_expired(
+        &self,
+        prints: &[BlockFingerprint],
+        key_of: impl Fn(usize) -> Option<BlockKey>,
+    ) {
+        if !self.has_expiring() {
+            return;
+        }
+        for (place, print) in prints.iter().enumerate() {
+            if let Some(found) = self.index.locate(*print)
+                && self.is_expired(&found.record)
+                && let Some(class) = self.classes.get(found.record.class)
+                && let Some(key) = key_of(place)
+            {
+                let why = (EventKind::Expired, Cause::Ttl);
+                self.evict(*print, found.location, why, (&class, key));
+            }
+        }
+    }
+}

@@ -1,0 +1,488 @@
+//! Which blocks of a shard go: those that the policy ranks highest in the segments that are coldest, for as many bytes
+//! as are wanted.
+//!
+//! The footers of a few segments (`coldest`) name their blocks; the index says of each whether it is here and how warm.
+//! Of these the highest ranks are kept, as many as have the bytes. More segments are listed while one of the next may
+//! hold something older than what was found. So the work is that of a few segments' blocks for each segment's worth of
+//! room, and not of the store's; a use of a block costs nothing beyond its heat; and in a store of few segments the
+//! choice is exact.
+//!
+//! What holds for every policy:
+//! - a block under a lease stays, and so do those before it in its record;
+//! - a block does not go before those behind it in its record: children before parents;
+//! - of equal rank those go that empty a segment, then those whose record was unused for longest, then the later in the
+//!   log;
+//! - where single blocks cannot be given back (layer-block layout, encoded records) a record goes as a whole, when the
+//!   last of its blocks may.
+
+use std::cmp::{Ordering, Reverse};
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+
+use kvarts_layout::Coordinate;
+use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::format::body::{Blocks, ENCODING_RAW};
+use kvarts_layout::format::footer::{Content, Entry, Footer};
+use kvarts_layout::{BlockKey, Group, Layout};
+
+use super::batch::{Footers, is_boundary};
+use super::coldest::{LOOKED_AT, OLDEST_PARTS, Sample, coldest, footers};
+use crate::engine::shared::policy::{Candidate, Chosen, Policy};
+use crate::engine::shared::record_class::RecordClass;
+use crate::engine::tasks::steps::Section;
+use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::write::log::Log;
+use crate::index::{BlockFingerprint, Heat, Located, Location, RecordInfo};
+
+/// Bytes a token that cost as much as usual to compute anew.
+const USUAL_BYTES_A_TOKEN: u64 = 64 << 10;
+/// Blocks that are listed for one choice beyond the first segment's, about.
+const BLOCKS_MAX: u64 = 64 << 10;
+
+/// Blocks of one record on disk that go.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Leaving {
+    /// By their place in the index: where their times differ, each has a record of its own.
+    pub(crate) blocks: Vec<(Location, BlockFingerprint)>,
+}
+
+/// What goes, by segment and by the page at which the record begins.
+pub(crate) type Victims = BTreeMap<u32, BTreeMap<u32, Leaving>>;
+
+/// Whether blocks of a segment may go and be given back at this moment.
+pub(crate) fn is_punchable(log: &Log, segment: &Segment) -> bool {
+    segment.state.get() == SegmentState::Sealed && log.is_unread(segment) && !segment.is_unpunchable()
+}
+
+/// What the blocks of a class have in common.
+#[derive(Clone, Copy, Debug)]
+struct Facts {
+    whole: bool,
+    boundary: bool,
+    cost: i8,
+}
+
+impl Facts {
+    fn of(class: &RecordClass) -> Self {
+        let bytes = class.layout_of(1).map_or(0, |layout| layout.content_bytes());
+        let tokens = u64::from(class.namespace.block_tokens).max(1);
+        let each = (bytes / tokens).max(1);
+        Self {
+            whole: class.encoding != ENCODING_RAW || class.layout == Layout::LayerBlock,
+            boundary: is_boundary(class),
+            // Fewer bytes for a token: each of them is worth more.
+            cost: USUAL_BYTES_A_TOKEN.ilog2() as i8 - each.ilog2() as i8,
+        }
+    }
+}
+
+/// A record of a segment that was listed.
+#[derive(Debug)]
+struct Listed {
+    segment: u32,
+    page: u32,
+    /// Bytes that a block gives back.
+    share: u64,
+    whole: bool,
+    /// One behind the last block that stays.
+    keep: u16,
+}
+
+/// In which order blocks go: the greatest first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Order {
+    rank: u32,
+    used: Reverse<u32>,
+    /// Later in the log, later in the record: what hangs on others was put after them.
+    sequence: u64,
+    segment: u32,
+    page: u32,
+    block: u16,
+}
+
+/// A block that is to go.
+#[derive(Debug)]
+struct Picked {
+    /// Its record among those listed.
+    of: usize,
+    at: Location,
+    print: BlockFingerprint,
+    known: Candidate,
+}
+
+/// A live block of a record that is being listed.
+struct Seen {
+    block: u16,
+    found: Located,
+    print: BlockFingerprint,
+    rank: u32,
+    known: Candidate,
+}
+
+struct Choice<'a> {
+    log: &'a Log,
+    policy: &'a dyn Policy,
+    of: &'a dyn Fn(&RecordClass) -> bool,
+    wanted: u64,
+    classes: BTreeMap<u32, Option<Facts>>,
+    listed: Vec<Listed>,
+    picked: BTreeMap<Order, Picked>,
+    /// Bytes of what is picked, by rank.
+    levels: BTreeMap<u32, u64>,
+    /// Their sum.
+    bytes: u64,
+    blocks: u64,
+    /// Segments of which some block stays.
+    in_use: BTreeSet<u32>,
+    samples: Vec<(Rc<Segment>, Sample)>,
+}
+
+/// Blocks that together have about `wanted` bytes, those of the highest rank, and the footers that were read for it.
+/// Whom the policy spares begins anew, and others are taken for it.
+pub(crate) async fn choose(
+    log: &Log,
+    policy: &dyn Policy,
+    of: &dyn Fn(&RecordClass) -> bool,
+    wanted: u64,
+) -> (Victims, Footers) {
+    let mut section = Section::begin(&log.shared.work.evictions, &*log.shared.clock);
+    let mut choice = Choice {
+        log,
+        policy,
+        of,
+        wanted,
+        classes: BTreeMap::new(),
+        listed: Vec::new(),
+        picked: BTreeMap::new(),
+        levels: BTreeMap::new(),
+        bytes: 0,
+        blocks: 0,
+        in_use: BTreeSet::new(),
+        samples: Vec::new(),
+    };
+    let mut kept = Footers::new();
+    for some in coldest(log, &mut section).await.chunks(LOOKED_AT) {
+        if some.first().is_none_or(|next| choice.is_enough(next)) {
+            break;
+        }
+        section.pause();
+        footers(log, some, &mut kept).await;
+        for segment in some {
+            match kept.get(&segment.number).filter(|_| is_punchable(log, segment)) {
+                Some((_, footer)) if choice.blocks < BLOCKS_MAX || choice.bytes < wanted => {
+                    choice.list(segment, footer, &mut section).await;
+                }
+                // Unreadable, or in use: its turn comes again.
+                None => segment.coldest.set(log.shared.ages.steps() as i64),
+                Some(_) => {}
+            }
+        }
+    }
+    (choice.end(&mut section).await, kept)
+}
+
+impl Choice<'_> {
+    /// Whether nothing in the segment that comes next is likely to go before what is picked.
+    fn is_enough(&self, next: &Segment) -> bool {
+        let now = self.log.shared.ages.steps() as i64;
+        let Some((boundary, _)) = self.boundary() else { return false };
+        let since = now - i64::from(self.policy.age_of(boundary));
+        !kvarts_layout::planted!("eviction-lists-all")
+            && (self.blocks >= BLOCKS_MAX || since <= next.coldest.get())
+    }
+
+    /// The rank at which what is picked becomes enough, and the bytes that rank above it; `None` if all is not enough.
+    fn boundary(&self) -> Option<(u32, u64)> {
+        let mut above = 0;
+        for (rank, bytes) in self.levels.iter().rev() {
+            if above + bytes >= self.wanted {
+                return Some((*rank, above));
+            }
+            above += bytes;
+        }
+        None
+    }
+
+    fn facts(&mut self, class: u32) -> Option<Facts> {
+        *self.classes.entry(class).or_insert_with(|| {
+            let class = self.log.shared.classes.get(class).filter(|class| (self.of)(class));
+            class.map(|class| Facts::of(&class))
+        })
+    }
+
+    /// Looks at every live block of a segment.
+    async fn list(&mut self, segment: &Rc<Segment>, footer: &Footer, section: &mut Section<'_>) {
+        let blocks = footer.records.iter().map(|entry| match &entry.content {
+            Content::Blocks(blocks) => blocks.blocks.len() as u64,
+            _ => 0,
+        });
+        let mut sample = Sample::of(blocks.sum());
+        for entry in &footer.records {
+            let Content::Blocks(blocks) = &entry.content else { continue };
+            self.record(segment, entry, blocks, &mut sample);
+            self.blocks += blocks.blocks.len() as u64;
+            section.step(blocks.blocks.len() as u64).await;
+        }
+        self.samples.push((Rc::clone(segment), sample));
+    }
+
+    /// Ranks the live blocks of one record, and picks those that are among the highest so far.
+    fn record(&mut self, segment: &Segment, entry: &Entry, blocks: &Blocks, sample: &mut Sample) {
+        let mut seen = self.seen(segment, entry, blocks);
+        let Some(first) = seen.first() else { return };
+        let (info, used) = (first.found.record, self.used(&seen));
+        let Some(facts) = self.facts(info.class) else { return };
+        self.rank(&mut seen, facts, used);
+        let lives = u16::try_from(seen.len()).unwrap_or(u16::MAX);
+        let of = self.listed.len();
+        let share = share_of(&info, lives, facts.whole);
+        self.listed.push(Listed {
+            segment: segment.number,
+            page: info.page,
+            share,
+            whole: facts.whole,
+            keep: 0,
+        });
+        let sequence = segment.first_sequence.get();
+        for Seen { block, found, print, rank, known } in seen {
+            if rank == 0 {
+                self.stays(of, block);
+                continue;
+            }
+            sample.add(rank, share);
+            let (used, segment) = (Reverse(used), segment.number);
+            let order = Order { rank, used, sequence, segment, page: info.page, block };
+            self.bytes += share;
+            *self.levels.entry(rank).or_default() += share;
+            let picked = Picked { of, at: found.location, print, known };
+            self.picked.insert(order, picked);
+            self.drop_least();
+        }
+    }
+
+    /// Ranks that are not needed any more for the bytes that are wanted stay: two blocks for each that is picked, so that
+    /// nobody waits for a rank of many.
+    fn drop_least(&mut self) {
+        for _ in 0..2 {
+            let Some((rank, bytes)) = self.levels.first_key_value().map(|(rank, bytes)| (*rank, *bytes))
+            else {
+                return;
+            };
+            if self.bytes - bytes < self.wanted {
+                return;
+            }
+            let Some((order, least)) = self.picked.pop_first() else { return };
+            let share = self.listed.get(least.of).map_or(0, |record| record.share);
+            self.bytes -= share;
+            match bytes.saturating_sub(share) {
+                0 => self.levels.remove(&rank),
+                left => self.levels.insert(rank, left),
+            };
+            self.stays(least.of, order.block);
+        }
+    }
+
+    /// The live blocks of a record, in order.
+    fn seen(&self, segment: &Segment, entry: &Entry, blocks: &Blocks) -> Vec<Seen> {
+        let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return Vec::new() };
+        let index = &self.log.shared.index;
+        let (namespace, group) = (segment.local(blocks.namespace), Group(blocks.group));
+        let mut seen = Vec::new();
+        for (block, name) in (0u16..).zip(&blocks.blocks) {
+            let print = index.key().of(namespace, &BlockKey(name.key), group, coordinate);
+            let Some(found) = index.locate(print) else { continue };
+            let here = u32::from(found.record.shard) == self.log.shard
+                && found.record.segment == segment.number
+                && u64::from(found.record.page) * PAGE_BYTES == entry.offset
+                && found.location.block == block;
+            if here {
+                seen.push(Seen { block, found, print, rank: 0, known: Candidate::default() });
+            }
+        }
+        seen
+    }
+
+    /// The second of the last use of any of these blocks.
+    fn used(&self, seen: &[Seen]) -> u32 {
+        let records = self.log.shared.index.records();
+        let mut last = None;
+        let mut used = 0;
+        for one in seen {
+            if last.replace(one.found.location.record) != Some(one.found.location.record) {
+                used = used.max(records.used(one.found.location.record));
+            }
+        }
+        used
+    }
+
+    /// No rank is higher than those of the blocks behind; zero for what stays.
+    fn rank(&self, seen: &mut [Seen], facts: Facts, used: u32) {
+        let shared = &self.log.shared;
+        let (epoch, record_age) = (shared.epoch(), shared.age_of(used));
+        let first_used = seen.iter().find(|one| one.found.heat.frequency > 0).map(|one| one.block);
+        let mut least = u32::MAX;
+        for one in seen.iter_mut().rev() {
+            let heat = one.found.heat;
+            one.known = Candidate {
+                age: crate::engine::shared::recency::RecencyClock::age(heat.age(epoch), record_age),
+                frequency: heat.frequency,
+                main: heat.main,
+                tip: !facts.whole && one.block + 1 == one.found.record.blocks.get() && !heat.main,
+                passed: !facts.whole
+                    && heat.frequency == 0
+                    && first_used.is_some_and(|first| one.block > first),
+                boundary: facts.boundary,
+                cost: facts.cost,
+            };
+            let own = if one.found.leased { 0 } else { self.policy.rank(&one.known).max(1) };
+            least = least.min(own);
+            one.rank = least;
+        }
+        if facts.whole {
+            seen.iter_mut().for_each(|one| one.rank = least);
+        }
+    }
+
+    /// The block stays, and so do those before it in its record.
+    fn stays(&mut self, of: usize, block: u16) {
+        let Some(record) = self.listed.get_mut(of) else { return };
+        record.keep = record.keep.max(block.saturating_add(1));
+        self.in_use.insert(record.segment);
+    }
+
+    fn goes(&self, of: usize, block: u16) -> bool {
+        self.listed.get(of).is_some_and(|one| block >= one.keep && !(one.whole && one.keep > 0))
+    }
+
+    fn segment_of(&self, picked: &Picked) -> Option<u32> {
+        self.listed.get(picked.of).map(|record| record.segment)
+    }
+
+    /// What goes of what is picked.
+    async fn end(mut self, section: &mut Section<'_>) -> Victims {
+        let full = self.boundary();
+        let now = self.log.shared.epoch();
+        let mut picked = Vec::with_capacity(self.picked.len());
+        for (order, block) in self.enough(section).await {
+            section.step(1).await;
+            match self.policy.choose(&block.known) {
+                Chosen::Goes => picked.push((order, block)),
+                Chosen::Stays(frequency) => {
+                    let heat = Heat { frequency, main: true, epoch: now };
+                    self.log.shared.index.set_heat(block.print, block.at, heat);
+                    self.stays(block.of, order.block);
+                }
+            }
+        }
+        let spared = self.spare_others(&picked, section).await;
+        let mut victims = Victims::new();
+        for (order, block) in &picked {
+            section.step(1).await;
+            if let Some(record) = self.listed.get(block.of).filter(|_| self.goes(block.of, order.block)) {
+                let leaving = victims.entry(record.segment).or_default().entry(record.page).or_default();
+                leaving.blocks.push((block.at, block.print));
+            }
+        }
+        self.note_coldest(full.map_or(0, |(boundary, _)| boundary), &spared);
+        victims
+    }
+
+    /// Of what is picked as much as is wanted: all above the last rank that is needed, and of that rank segment by
+    /// segment, those first that are emptied by it. A segment that is left in pieces costs its file.
+    async fn enough(&mut self, section: &mut Section<'_>) -> Vec<(Order, Picked)> {
+        let (boundary, above) = self.boundary().unwrap_or_default();
+        let mut going = Vec::with_capacity(self.picked.len());
+        let mut bytes_above = BTreeMap::<u32, u64>::new();
+        let mut level = BTreeMap::<u32, Vec<(Order, Picked)>>::new();
+        for (order, block) in std::mem::take(&mut self.picked).into_iter().rev() {
+            section.step(1).await;
+            match order.rank.cmp(&boundary) {
+                Ordering::Greater => {
+                    let share = self.listed.get(block.of).map_or(0, |record| record.share);
+                    *bytes_above.entry(order.segment).or_default() += share;
+                    going.push((order, block));
+                }
+                Ordering::Equal => level.entry(order.segment).or_default().push((order, block)),
+                Ordering::Less => self.stays(block.of, order.block),
+            }
+        }
+        let mut level: Vec<_> = level.into_iter().collect();
+        level.sort_by_cached_key(|(segment, blocks)| {
+            let first = blocks.first().map(|(order, _)| Reverse((order.used, order.sequence)));
+            let above = bytes_above.get(segment).copied().unwrap_or(0);
+            (self.in_use.contains(segment), Reverse(above), first)
+        });
+        let mut left = self.wanted.saturating_sub(above);
+        for (order, block) in level.into_iter().flat_map(|(_, blocks)| blocks) {
+            section.step(1).await;
+            let record = self.listed.get(block.of).map(|record| (record.share, record.whole));
+            match record {
+                // A record that goes as a whole is not left in the middle.
+                Some((share, whole)) if left > 0 || whole => {
+                    left = left.saturating_sub(share);
+                    going.push((order, block));
+                }
+                _ => self.stays(block.of, order.block),
+            }
+        }
+        going
+    }
+
+    /// If enough segments are emptied as a whole, what ranks no higher than all that was in them stays elsewhere until
+    /// the next time. A segment is more than what lives in it, so emptying one as a rule leaves a little to be had of
+    /// the next: a hole there would be the end of that one's file, whose blocks the file system takes back, finds again
+    /// for another one, and writes for the first time. Gives the segments in which something stays for this.
+    async fn spare_others(&mut self, picked: &[(Order, Picked)], section: &mut Section<'_>) -> BTreeSet<u32> {
+        let (mut least, mut spared) = (BTreeMap::new(), BTreeSet::new());
+        for (order, block) in picked {
+            section.step(1).await;
+            let Some(segment) = self.segment_of(block) else { continue };
+            if self.goes(block.of, order.block) {
+                let rank = least.entry(segment).or_insert(order.rank);
+                *rank = order.rank.min(*rank);
+            } else {
+                self.in_use.insert(segment);
+            }
+        }
+        let mut ranks: Vec<u32> = {
+            let segments = self.log.segments.borrow();
+            let hollow = |number| segments.get(number).is_none_or(|segment| self.log.is_hollow(segment));
+            let emptied = least.iter().filter(|(number, _)| !self.in_use.contains(number) && !hollow(number));
+            emptied.map(|(_, rank)| *rank).collect()
+        };
+        ranks.sort_unstable();
+        let enough =
+            usize::try_from(self.wanted.div_ceil(self.log.shared.segment_bytes)).unwrap_or(usize::MAX);
+        let Some(rank) = ranks.len().checked_sub(enough.max(1)).and_then(|at| ranks.get(at).copied()) else {
+            return spared;
+        };
+        for (order, block) in picked.iter().filter(|(order, _)| order.rank <= rank) {
+            section.step(1).await;
+            if let Some(segment) = self.segment_of(block).filter(|segment| self.in_use.contains(segment)) {
+                self.stays(block.of, order.block);
+                spared.insert(segment);
+            }
+        }
+        spared
+    }
+
+    /// Notes of each listed segment when its oldest part was used that stays.
+    fn note_coldest(&mut self, least: u32, spared: &BTreeSet<u32>) {
+        let now = self.log.shared.ages.steps() as i64;
+        let part = self.wanted / OLDEST_PARTS;
+        for (segment, mut sample) in std::mem::take(&mut self.samples) {
+            let most = if spared.contains(&segment.number) { u32::MAX } else { least };
+            let rank = sample.rank_of(part, most);
+            segment.coldest.set(now - rank.map_or(0, |rank| i64::from(self.policy.age_of(rank))));
+        }
+    }
+}
+
+/// Bytes that go with a block: of a record that goes as a whole its header as well.
+fn share_of(record: &RecordInfo, lives: u16, whole: bool) -> u64 {
+    let bytes = match whole {
+        true => record.share(lives) / u64::from(lives.max(1)),
+        false => u64::from(record.payload_pages) * PAGE_BYTES / u64::from(record.blocks.get()),
+    };
+    bytes.max(1)
+}

@@ -1,0 +1,311 @@
+//! Where the next segment comes from, and segments that are given back.
+//!
+//! In this order: a free segment; a new file, if budget and disk allow; one that failed for want of something that passes,
+//! emptied, or that failed before anything in it counted; a new file in the room that eviction makes; the one that reclaim empties. While the budget is passed, segments are
+//! removed instead of used.
+//!
+//! Invariants:
+//! - after a write or flush has failed nothing is begun and nothing evicted before the device was seen to take writes
+//!   (`trouble`);
+//! - bytes are given back to the budget only after the file's name is gone durably;
+//! - a segment number that comes again goes on with the generation after the last, so that nothing which still
+//!   names the old file (a kept header, an older checkpoint) takes the new one for it.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use kvarts_layout::format;
+use kvarts_layout::format::footer::Footer;
+use kvarts_layout::planted;
+
+use super::evict::batch::Made;
+use crate::engine::volume::segment::{Segment, SegmentState, fault};
+use crate::engine::write::log::Log;
+use crate::error::Reason;
+use crate::io::policy::{Action, Stage, decide};
+use crate::io::{FileId, IoError, MetaOp, OpenMode};
+use crate::rt::Runtime;
+
+/// How often room is made by holes for one segment, before one is emptied for it.
+const ROUNDS_MAX: u32 = 8;
+/// Tombstones of a shard beyond which whole segments are emptied, the oldest first.
+const GRAVES_MAX: usize = 16 << 10;
+/// Segments that a store which is over its budget empties for one checkpoint.
+const REMOVED_TOGETHER: u32 = 16;
+/// How often a segment may fail at its beginning before it is left alone: its place on the device may be bad.
+const MISSES_MAX: u32 = 3;
+/// How long nothing is given back after nothing could be.
+const AGAIN: Duration = Duration::from_millis(50);
+
+impl Log {
+    /// A segment that holds nothing. One task at a time calls it.
+    pub(crate) async fn next_segment(&self) -> Result<Rc<Segment>, Reason> {
+        self.look_for_trouble().await?;
+        while self.shared.must_shrink() {
+            self.give_back_one().await?;
+        }
+        for round in 0.. {
+            if let Some(segment) = self.take_free() {
+                return Ok(segment);
+            }
+            match self.create_segment().await {
+                Err(Reason::NoSpace) => {}
+                made => return made,
+            }
+            if let Some(segment) = self.take_failed().await {
+                return Ok(segment);
+            }
+            match self.evict(round).await? {
+                Made::Segment(segment) => return Ok(segment),
+                // Others may take what was given back.
+                Made::Room | Made::Nothing => {}
+            }
+        }
+        Err(Reason::NoSpace)
+    }
+
+    /// Makes room, by holes for as many rounds as may be, then by emptying a segment.
+    async fn evict(&self, round: u32) -> Result<Made, Reason> {
+        // What is buried is remembered for as long as there are segments that are older, and each file has an entry in
+        // its directory: too much of either, and the oldest go.
+        let holes_help = self.graves.borrow().len() < GRAVES_MAX && !self.shared.has_too_many_files();
+        if round < ROUNDS_MAX && holes_help {
+            match self.make_room().await {
+                Made::Nothing => {}
+                made => return Ok(made),
+            }
+        }
+        if round > 2 * ROUNDS_MAX {
+            return Err(Reason::NoSpace);
+        }
+        self.reclaim().await
+    }
+
+    /// Gives segments back until the budget is kept, or `stopping`. What cannot go now is tried again.
+    pub(crate) async fn shrink(&self, rt: &Rc<dyn Runtime>, stopping: &Cell<bool>) {
+        if self.shrinking.replace(true) {
+            return;
+        }
+        while self.shared.is_shrinking() && !stopping.get() && self.shared.latched().is_none() {
+            self.changed.until(|| (!self.rolling.replace(true)).then_some(())).await;
+            // Somebody else may have given enough back meanwhile.
+            let given = if self.shared.is_shrinking() { self.give_back_one().await } else { Ok(()) };
+            self.rolling.set(false);
+            self.changed.wake_all();
+            if given.is_err() {
+                rt.sleep_until(rt.clock().now().plus(AGAIN)).await;
+            }
+        }
+        self.shrinking.set(false);
+    }
+
+    /// Removes one segment of this shard, emptied if need be.
+    pub(crate) async fn give_back_one(&self) -> Result<(), Reason> {
+        let segment = match self.take_free() {
+            Some(segment) => segment,
+            None => match self.take_failed().await {
+                Some(segment) => segment,
+                None => match self.evict(0).await? {
+                    Made::Segment(segment) => segment,
+                    Made::Room | Made::Nothing => return Ok(()),
+                },
+            },
+        };
+        if !segment.may_be_missing() {
+            self.empty_more().await;
+            // Where a checkpoint has no room at all it goes all the same: no other way leads back to the budget. Should
+            // power be cut before the next one, a check says that a segment is missing, whose blocks nobody misses.
+            self.say_free().await;
+            if let Some(reason) = self.shared.latched() {
+                return Err(reason);
+            }
+            // Whatever was emptied beside it may have taken it along.
+            let here =
+                self.segments.borrow().get(&segment.number).is_some_and(|one| Rc::ptr_eq(one, &segment));
+            if !here || segment.state.get() != SegmentState::Free {
+                return Ok(());
+            }
+        }
+        self.remove_segment(&segment).await
+    }
+
+    /// Empties a few more of the segments that must go, so that one checkpoint says it of all of them.
+    async fn empty_more(&self) {
+        for _ in 1..REMOVED_TOGETHER {
+            let free = |one: &&Rc<Segment>| one.state.get() == SegmentState::Free;
+            let emptied: u64 =
+                self.segments.borrow().values().filter(free).map(|one| one.book.allocated()).sum();
+            if emptied >= self.shared.excess() || self.evict(0).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn take_free(&self) -> Option<Rc<Segment>> {
+        let segments = self.segments.borrow();
+        let free = |segment: &&Rc<Segment>| {
+            segment.state.get() == SegmentState::Free && self.is_unread(segment) && !self.is_hollow(segment)
+        };
+        segments.values().find(free).map(Rc::clone)
+    }
+
+    /// Empties a segment that takes no more records only because something was short when it was written, or in which
+    /// nothing counts. Nothing is wrong with it: everything that is acknowledged in its next use is written anew.
+    async fn take_failed(&self) -> Option<Rc<Segment>> {
+        let mut failed: Vec<_> =
+            self.segments.borrow().values().filter(|one| self.is_usable(one)).map(Rc::clone).collect();
+        failed.sort_by_key(|one| (one.misses.get(), !self.is_barren(one)));
+        for segment in failed {
+            let records = segment.tail.borrow().entries.clone();
+            let footer = Footer { records };
+            // What a barren one buries was never acknowledged.
+            if (self.is_barren(&segment) || self.save_graves(&footer).await)
+                && self.is_usable(&segment)
+                && self.evict_all(&segment, &footer).await
+                && self.is_usable(&segment)
+                && self.is_unread(&segment)
+            {
+                segment.state.set(SegmentState::Free);
+                return Some(segment);
+            }
+        }
+        None
+    }
+
+    /// Makes a segment file: reserved on disk and durable by name before anything is acknowledged in it.
+    async fn create_segment(&self) -> Result<Rc<Segment>, Reason> {
+        // What an attempt left behind that could not be undone is this one's to use.
+        let bytes = self.shared.segment_bytes;
+        self.shared.give_budget(self.residue.take());
+        self.shared.take_segment_budget()?;
+        let number = self.next_number();
+        let mode = OpenMode { write: true, create: true, direct: true };
+        let name = self.file_name(&format::names::segment_name(number));
+        let file = match self.driver.open(name, mode).await {
+            Ok(file) => file,
+            Err(error) => {
+                self.shared.give_budget(bytes);
+                return Err(self.cannot_make(&error));
+            }
+        };
+        let generation = self.retired.borrow().get(&number).copied().unwrap_or(0);
+        match self.reserve(file, generation > 0).await {
+            Ok(allocated) => {
+                // More than was asked for where the file system needs blocks of its own to map so many pieces.
+                self.shared.charge(allocated - bytes);
+                self.retired.borrow_mut().remove(&number);
+                let book = self.shared.index.records().ledger().open(self.shard, number);
+                book.set_allocated(allocated);
+                let segment = Rc::new(Segment::new((number, book), file, generation, SegmentState::Free));
+                segment.first_sequence.set(self.sequence.get());
+                self.segments.borrow_mut().insert(number, Rc::clone(&segment));
+                Ok(segment)
+            }
+            Err(error) => {
+                self.undo(file, number).await;
+                Err(self.cannot_make(&error))
+            }
+        }
+    }
+
+    fn next_number(&self) -> u32 {
+        // The number of a lost one stays free: in use again, nobody would be told any more.
+        let lost = self.lost.borrow();
+        let retired = self.retired.borrow().keys().copied().find(|number| !lost.contains_key(number));
+        let behind = |last: Option<u32>| last.map_or(0, |last| last.saturating_add(1));
+        let last = || behind(self.segments.borrow().last_key_value().map(|(&last, _)| last));
+        retired.unwrap_or_else(|| last().max(behind(lost.last_key_value().map(|(&last, _)| last))))
+    }
+
+    /// The length of a file whose number `came_again` is durable before anything is written to it: its header will be of
+    /// a later generation than the first, and a file that was shorter under such a header would look cut off.
+    async fn reserve(&self, file: FileId, came_again: bool) -> Result<u64, IoError> {
+        let bytes = self.shared.segment_bytes;
+        self.driver.meta(MetaOp::Allocate { file, offset: 0, len: bytes }).await?;
+        if came_again {
+            self.driver.flush(file).await?;
+        }
+        if !planted!("directory-not-flushed") {
+            self.driver.meta(MetaOp::SyncDir { name: self.home() }).await?;
+        }
+        let (_, allocated) = self.driver.stat(file).await?;
+        Ok(allocated.max(bytes))
+    }
+
+    /// Removes what was made of a file: an allocation that failed may have got some of its bytes, and neither they
+    /// nor the descriptor may stay behind with every attempt on a full disk.
+    async fn undo(&self, file: FileId, number: u32) {
+        let emptied = self.driver.meta(MetaOp::Truncate { file, len: 0 }).await;
+        let _ = self.driver.meta(MetaOp::Close { file }).await;
+        let name = self.file_name(&format::names::segment_name(number));
+        let removed = self.driver.meta(MetaOp::Remove { name }).await;
+        if emptied.is_ok() || removed.is_ok() {
+            self.shared.give_budget(self.shared.segment_bytes);
+        } else {
+            self.residue.set(self.residue.get() + self.shared.segment_bytes);
+        }
+    }
+
+    fn cannot_make(&self, error: &IoError) -> Reason {
+        match decide(error, Stage::Metadata) {
+            Action::RefuseNoSpace => Reason::NoSpace,
+            Action::NotNow => fault(error),
+            _ => self.shared.latch(error),
+        }
+    }
+
+    /// Removes a segment that holds nothing. Where that fails, it stays as it is, and counted.
+    pub(crate) async fn remove_segment(&self, segment: &Rc<Segment>) -> Result<(), Reason> {
+        let (number, generation) = (segment.number, segment.generation.get());
+        let name = self.file_name(&format::names::segment_name(number));
+        self.driver.meta(MetaOp::Remove { name }).await.map_err(|error| self.cannot_remove(&error))?;
+        // Nobody uses it any more. Until its name is gone durably it counts, and so does what it may bring back.
+        segment.state.set(SegmentState::Suspect);
+        let synced = self.driver.meta(MetaOp::SyncDir { name: self.home() }).await;
+        synced.map_err(|error| self.cannot_remove(&error))?;
+        self.segments.borrow_mut().remove(&number);
+        self.retired.borrow_mut().insert(number, generation);
+        let _ = self.driver.meta(MetaOp::Close { file: segment.file }).await;
+        self.shared.index.records().ledger().close(self.shard, number);
+        if !planted!("budget-leaked") {
+            self.shared.give_budget(segment.book.allocated());
+        }
+        Ok(())
+    }
+
+    fn cannot_remove(&self, error: &IoError) -> Reason {
+        match decide(error, Stage::Reclaim) {
+            Action::LatchReadOnly => self.shared.latch(error),
+            _ => Reason::NoSpace,
+        }
+    }
+
+    /// Whether a segment that takes no more records may be written anew, and nobody works on it: the disk was full, nothing in
+    /// it counts, or something else was short and what it holds is the oldest, which goes first anyway.
+    fn is_usable(&self, segment: &Segment) -> bool {
+        let well = match segment.broken() {
+            Some(Reason::NoSpace) => true,
+            Some(Reason::Passing(_)) => segment.book.live() == 0 || self.is_oldest(segment),
+            _ => false,
+        };
+        segment.state.get() == SegmentState::Suspect
+            && (well || self.is_barren(segment))
+            && segment.misses.get() < MISSES_MAX
+            && self.is_unread(segment)
+            && segment.is_quiet()
+    }
+
+    /// Whether no sealed segment is older.
+    fn is_oldest(&self, segment: &Segment) -> bool {
+        let first = segment.first_sequence.get();
+        let segments = self.segments.borrow();
+        let mut sealed = segments.values().filter(|one| one.state.get() == SegmentState::Sealed);
+        sealed.all(|one| one.first_sequence.get() > first)
+    }
+
+    /// Whether nothing in a segment that failed was ever acknowledged as durable, and nothing in it is live.
+    fn is_barren(&self, segment: &Segment) -> bool {
+        segment.broken().is_some() && segment.tail.borrow().durable_upto == 0 && segment.book.live() == 0
+    }
+}

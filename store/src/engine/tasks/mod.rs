@@ -1,0 +1,5 @@
+//! How the tasks of an executor wait for one another and give others their turn.
+
+pub(crate) mod notify;
+pub(crate) mod steps;
+pub(crate) mod write_barrier;

@@ -1,0 +1,163 @@
+//! Reads the newest whole checkpoint.
+
+use std::collections::BTreeMap;
+
+use kvarts_layout::NamespaceId;
+use kvarts_layout::format::checkpoint::{
+    CheckpointHeader, CheckpointReader, Chunk, Items, RecordState, SegmentState,
+};
+use kvarts_layout::format::names::checkpoint_name;
+use kvarts_layout::format::{PAGE, PAGE_BYTES, Position};
+
+use crate::engine::volume::pages::Pages;
+use crate::engine::volume::tombstones::TombstoneSet;
+use crate::engine::write::log::Log;
+use crate::error::Reason;
+use crate::io::{FileId, IoError, MetaOp, OpenMode};
+
+/// What a checkpoint says of a record.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Recency {
+    page: u32,
+    pub(crate) last_access_s: u32,
+    pub(crate) expires_ms: u64,
+}
+
+/// The newest whole checkpoint, or nothing.
+#[derive(Debug, Default)]
+pub(crate) struct Checkpoint {
+    pub(crate) sequence: Option<u64>,
+    pub(crate) next_sequence: u64,
+    pub(crate) segments: BTreeMap<u32, SegmentState>,
+    pub(crate) graves: TombstoneSet,
+    /// By segment and generation, each sorted by page.
+    records: BTreeMap<(u32, u64), Vec<Recency>>,
+    pub(crate) bytes_read: u64,
+}
+
+impl Checkpoint {
+    /// What it says of the record at (segment, generation, offset).
+    pub(crate) fn recency(&self, (segment, generation, offset): (u32, u64, u64)) -> Option<Recency> {
+        let records = self.records.get(&(segment, generation))?;
+        let page = u32::try_from(offset / PAGE_BYTES).ok()?;
+        let place = records.binary_search_by_key(&page, |record| record.page).ok()?;
+        records.get(place).copied()
+    }
+
+    fn take(&mut self, items: Items, names: &mut BTreeMap<u32, NamespaceId>) {
+        match items {
+            Items::Segments(segments) => {
+                self.segments.extend(segments.into_iter().map(|segment| (segment.segment, segment)));
+            }
+            Items::Namespaces(defined) => {
+                names.extend(defined.into_iter().map(|one| (one.local, NamespaceId(one.id))));
+            }
+            Items::Records(records) => records.iter().for_each(|record| self.record(record)),
+            Items::Tombstones(tombstones) => {
+                for tombstone in &tombstones {
+                    if let Some(namespace) = names.get(&tombstone.namespace) {
+                        self.graves.bury(*namespace, tombstone);
+                    }
+                }
+            }
+            Items::Epochs(epochs) => epochs.iter().for_each(|epoch| self.graves.bury_all(epoch)),
+        }
+    }
+
+    fn record(&mut self, record: &RecordState) {
+        let Ok(page) = u32::try_from(record.offset / PAGE_BYTES) else { return };
+        let recency = Recency { page, last_access_s: record.last_access_s, expires_ms: record.expires_ms };
+        self.records.entry((record.segment, record.generation)).or_default().push(recency);
+    }
+}
+
+/// Reads the newest whole checkpoint of a log, and notes in the log what its files hold and take.
+pub(crate) async fn read(log: &Log, slots: &[u32]) -> Result<Checkpoint, Reason> {
+    let mut found = Vec::new();
+    let mut bytes_read = 0;
+    for &slot in slots {
+        let Ok((file, len)) = open(log, slot).await else { continue };
+        let mut pages = Pages::new(log, file, len);
+        let place =
+            Position { store: log.shared.store, shard: log.shard, segment: slot, generation: 0, offset: 0 };
+        let page = pages.at(0, PAGE).await?;
+        let page = page.get(..PAGE).unwrap_or(page);
+        if let Ok(header) = CheckpointHeader::decode(page, &place, &log.shared.secret) {
+            let sequence = header.position.generation;
+            log.checkpoints.sequence.set(log.checkpoints.sequence.get().max(sequence));
+            found.push((sequence, header, pages));
+        } else {
+            bytes_read += pages.bytes_read;
+        }
+        // The file stays open until all have been looked at.
+        log.checkpoints.charged(slot).set(charged(log, file).await);
+    }
+    found.sort_by_key(|(sequence, ..)| std::cmp::Reverse(*sequence));
+    let mut newest = Checkpoint::default();
+    for (_, header, pages) in &mut found {
+        if newest.sequence.is_none()
+            && let Some(whole) = read_whole(log, header, pages).await?
+        {
+            log.checkpoints.newest.set(Some(header.position.segment));
+            newest = whole;
+        }
+        bytes_read += pages.bytes_read;
+    }
+    for (_, _, pages) in found {
+        // Nothing depends on it.
+        let _ = log.driver.meta(MetaOp::Close { file: pages.file() }).await;
+    }
+    newest.bytes_read = bytes_read;
+    Ok(newest)
+}
+
+async fn open(log: &Log, slot: u32) -> Result<(FileId, u64), IoError> {
+    let mode = OpenMode { write: false, create: false, direct: true };
+    let file = log.driver.open(log.file_name(&checkpoint_name(slot)), mode).await?;
+    let (len, _) = log.driver.stat(file).await?;
+    Ok((file, len))
+}
+
+async fn charged(log: &Log, file: FileId) -> u64 {
+    let allocated = log.driver.stat(file).await.map_or(0, |(_, allocated)| allocated);
+    log.shared.charge_checkpoint(allocated);
+    allocated
+}
+
+/// The checkpoint, or `None` if it does not count.
+async fn read_whole(
+    log: &Log,
+    header: &CheckpointHeader,
+    pages: &mut Pages<'_>,
+) -> Result<Option<Checkpoint>, Reason> {
+    let mut reader = CheckpointReader::new(header, &log.shared.secret);
+    let mut names = BTreeMap::new();
+    let mut checkpoint = Checkpoint {
+        sequence: Some(header.position.generation),
+        next_sequence: header.next_sequence,
+        ..Checkpoint::default()
+    };
+    loop {
+        let offset = reader.offset();
+        let Ok(bytes) = reader.chunk_bytes(pages.at(offset, PAGE).await?) else { return Ok(None) };
+        match reader.chunk(pages.at(offset, bytes).await?) {
+            Ok(Chunk::Items(items)) => checkpoint.take(items, &mut names),
+            Ok(Chunk::End(_)) => break,
+            Err(_) => return Ok(None),
+        }
+    }
+    for records in checkpoint.records.values_mut() {
+        records.sort_unstable_by_key(|record| record.page);
+        // Blocks of one record may have had different times: it is kept as long as any of them.
+        records.dedup_by(|later, first| {
+            let same = later.page == first.page;
+            if same {
+                first.last_access_s = first.last_access_s.max(later.last_access_s);
+                let never = first.expires_ms == 0 || later.expires_ms == 0;
+                first.expires_ms = if never { 0 } else { first.expires_ms.max(later.expires_ms) };
+            }
+            same
+        });
+    }
+    Ok(Some(checkpoint))
+}

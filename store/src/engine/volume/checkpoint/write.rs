@@ -1,0 +1,275 @@
+//! Writes a checkpoint while the store is in use.
+//!
+//! The index changes meanwhile. What is written holds all the same: each record is looked up at one moment together
+//! with its segment's generation, and of a later generation nothing is said.
+
+use kvarts_layout::format::checkpoint::{
+    CheckpointHeader, CheckpointWriter, Items, MAX_ITEMS, RecordState, SEGMENT_FREE, SEGMENT_OPEN,
+    SEGMENT_SEALED, SegmentState as Stated,
+};
+use kvarts_layout::format::names::checkpoint_name;
+use kvarts_layout::format::{EncodeError, PAGE_BYTES, Position};
+
+use super::CheckpointReport;
+use crate::engine::shared::EXPIRY_STEP_MS;
+use crate::engine::tasks::steps::Section;
+use crate::engine::volume::segment::{Segment, SegmentState, fault};
+use crate::engine::write::log::Log;
+use crate::error::Reason;
+use crate::index::{OwnerCursor, RecordInfo};
+use crate::io::policy::{Action, Stage, decide};
+use crate::io::{FileId, IoError, MetaOp, OpenMode};
+use crate::rt::Class;
+
+/// Tombstones in one chunk: they are the largest items, 72 bytes.
+const TOMBSTONES_MAX: usize = 8 << 10;
+/// How often a checkpoint is begun anew because of something that passes.
+const TRIES_MAX: u32 = 3;
+
+/// A file being written.
+struct Output<'a> {
+    log: &'a Log,
+    file: FileId,
+    slot: u32,
+    at: u64,
+}
+
+/// Writes a checkpoint. On an error the one before still counts.
+pub(crate) async fn write(log: &Log) -> Result<CheckpointReport, Reason> {
+    if let Some(reason) = log.shared.latched() {
+        return Err(reason);
+    }
+    prove(log).await
+}
+
+/// The same, also where the store takes no writes: it shows whether it could.
+pub(crate) async fn prove(log: &Log) -> Result<CheckpointReport, Reason> {
+    if log.checkpoints.writing.replace(true) {
+        return Err(Reason::Busy("a checkpoint is being written"));
+    }
+    let mut written = write_next(log).await;
+    for _ in 1..TRIES_MAX {
+        if !matches!(written, Err(Reason::Passing(_))) {
+            break;
+        }
+        written = write_next(log).await;
+    }
+    log.checkpoints.writing.set(false);
+    log.checkpoints.ended.wake_all();
+    written
+}
+
+async fn write_next(log: &Log) -> Result<CheckpointReport, Reason> {
+    let slots = &log.checkpoints;
+    let slot = slots.next();
+    let sequence = slots.sequence.get() + 1;
+    // Taken even if this fails: the header of a failed attempt may be on disk, and the next one writes over its
+    // chunks, which must not be taken for chunks of that header.
+    slots.sequence.set(sequence);
+    let header = CheckpointHeader {
+        position: Position {
+            store: log.shared.store,
+            shard: log.shard,
+            segment: slot,
+            generation: sequence,
+            offset: 0,
+        },
+        created_ms: log.shared.clock.unix_millis(),
+        next_sequence: log.sequence.get(),
+    };
+    let name = log.file_name(&checkpoint_name(slot));
+    let mode = OpenMode { write: true, create: true, direct: true };
+    let file = log.driver.open(name, mode).await.map_err(|error| failed(log, &error))?;
+    let mut output = Output { log, file, slot, at: PAGE_BYTES };
+    let written = write_into(&mut output, &header).await;
+    if written.is_err() {
+        output.recount().await;
+    }
+    let closed = log.driver.meta(MetaOp::Close { file }).await;
+    let report = written?;
+    closed.map_err(|error| failed(log, &error))?;
+    slots.newest.set(Some(slot));
+    slots.buried.set(report.buried);
+    Ok(report)
+}
+
+/// What is to be done about a failed write: a full disk postpones the checkpoint, what passes has it written again as a
+/// whole (nothing is flushed twice in hope), anything else latches the store.
+fn failed(log: &Log, error: &IoError) -> Reason {
+    match decide(error, Stage::Metadata) {
+        Action::RefuseNoSpace | Action::NotNow => fault(error),
+        _ => log.shared.latch(error),
+    }
+}
+
+async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Result<CheckpointReport, Reason> {
+    let log = output.log;
+    let mut writer = CheckpointWriter::new(header, &log.shared.secret);
+    if kvarts_layout::planted!("checkpoint-header-first") {
+        output.put(0, &writer.header().map_err(unencodable)?, true).await?;
+    }
+    let mut report = CheckpointReport { sequence: header.position.generation, ..Default::default() };
+    report.records = write_records(output, &mut writer).await?;
+    let mut segments: Vec<Stated> = log.segments.borrow().values().filter_map(|one| stated(one)).collect();
+    segments.extend(log.lost.borrow().values());
+    segments.sort_unstable_by_key(|one| one.segment);
+    report.segments = segments.len() as u64;
+    for some in segments.chunks(MAX_ITEMS) {
+        output.chunk(&mut writer, &Items::Segments(some.to_vec())).await?;
+    }
+    log.prune_graves();
+    report.buried = log.graves.borrow().version();
+    let (names, tombstones, epochs) = log.graves.borrow().listed();
+    for some in names.chunks(MAX_ITEMS) {
+        output.chunk(&mut writer, &Items::Namespaces(some.to_vec())).await?;
+    }
+    for some in tombstones.chunks(TOMBSTONES_MAX) {
+        output.chunk(&mut writer, &Items::Tombstones(some.to_vec())).await?;
+    }
+    for some in epochs.chunks(MAX_ITEMS) {
+        output.chunk(&mut writer, &Items::Epochs(some.to_vec())).await?;
+    }
+    let first = writer.header().map_err(unencodable)?;
+    output.append(&writer.end().map_err(unencodable)?).await?;
+    report.bytes = output.finish(&first).await?;
+    let known = log.segments.borrow();
+    for free in segments.iter().filter(|one| one.state == SEGMENT_FREE) {
+        if let Some(segment) = known.get(&free.segment) {
+            segment.say_free(free.generation);
+        }
+    }
+    Ok(report)
+}
+
+/// What is said of a segment; `None` if nothing is.
+fn stated(segment: &Segment) -> Option<Stated> {
+    let generation = segment.generation.get();
+    let durable_upto = segment.tail.borrow().durable_upto;
+    let (state, log_end) = match segment.state.get() {
+        // A file that was never used looks so.
+        SegmentState::Free if generation == 0 => return None,
+        SegmentState::Free => (SEGMENT_FREE, 0),
+        SegmentState::Sealed => (SEGMENT_SEALED, segment.sealed_upto()),
+        // A new file of which nothing has been flushed, not even the header: a crash may leave it empty, and known
+        // to be in use it would look as if it had been zeroed.
+        SegmentState::Open | SegmentState::Sealing | SegmentState::Suspect
+            if generation == 1 && durable_upto == 0 =>
+        {
+            return None;
+        }
+        SegmentState::Open | SegmentState::Sealing => (SEGMENT_OPEN, durable_upto),
+        // Broken off here: what is on disk of it is what an open one has.
+        SegmentState::Suspect if segment.broken().is_some() => (SEGMENT_OPEN, durable_upto),
+        // Set aside by recovery, which will see again why.
+        SegmentState::Suspect => return None,
+    };
+    let first_sequence = segment.first_sequence.get();
+    Some(Stated {
+        generation,
+        first_sequence,
+        last_sequence: first_sequence,
+        log_end,
+        segment: segment.number,
+        state,
+    })
+}
+
+/// Writes all live records of the shard and says how many there are. Those of other shards are not looked at.
+async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -> Result<u64, Reason> {
+    let log = output.log;
+    let shard = u16::try_from(log.shard).map_err(|_| Reason::Bug("a shard past the limits of the index"))?;
+    let mut section = Section::begin(&log.shared.work.checkpoints, &*log.shared.clock);
+    let mut written = 0;
+    let mut items = Vec::with_capacity(MAX_ITEMS);
+    let mut some = Vec::new();
+    let mut cursor = Some(OwnerCursor::default());
+    while let Some(from) = cursor {
+        cursor = log.shared.index.records().snapshot_of((shard, None), from, &mut some);
+        section.step(1 + some.len() as u64).await;
+        if kvarts_layout::planted!("checkpoint-looks-at-all") {
+            section.step(log.shared.index.memory().records as u64).await;
+        }
+        items.extend(some.iter().filter_map(|(_, record, used)| record_state(log, record, *used)));
+        if items.len() + 512 > MAX_ITEMS || (cursor.is_none() && !items.is_empty()) {
+            section.pause();
+            written += items.len() as u64;
+            let chunk = Items::Records(std::mem::take(&mut items));
+            output.chunk(writer, &chunk).await?;
+        }
+    }
+    Ok(written)
+}
+
+fn record_state(log: &Log, record: &RecordInfo, used: u32) -> Option<RecordState> {
+    if record.live == 0 {
+        return None;
+    }
+    let generation = log.segments.borrow().get(&record.segment)?.generation.get();
+    let expires_ms = match record.expires {
+        0 => 0,
+        steps => log.shared.created_ms.saturating_add(u64::from(steps) * EXPIRY_STEP_MS),
+    };
+    Some(RecordState {
+        generation,
+        offset: u64::from(record.page) * PAGE_BYTES,
+        expires_ms,
+        segment: record.segment,
+        last_access_s: used,
+    })
+}
+
+fn unencodable(_: EncodeError) -> Reason {
+    Reason::Bug("a checkpoint that cannot be encoded")
+}
+
+impl Output<'_> {
+    async fn chunk(&mut self, writer: &mut CheckpointWriter, items: &Items) -> Result<(), Reason> {
+        let image = writer.chunk(items).map_err(unencodable)?;
+        self.append(&image).await
+    }
+
+    async fn append(&mut self, image: &[u8]) -> Result<(), Reason> {
+        let charged = self.log.checkpoints.charged(self.slot);
+        let end = self.at + image.len() as u64;
+        if let Some(more) = end.checked_sub(charged.get()).filter(|&more| more > 0) {
+            self.log.shared.take_checkpoint_budget(more)?;
+            charged.set(end);
+        }
+        self.put(self.at, image, false).await?;
+        self.at = end;
+        Ok(())
+    }
+
+    /// Gives back what an attempt took that the file did not get.
+    async fn recount(&self) {
+        let charged = self.log.checkpoints.charged(self.slot);
+        // Unknown, it stays as it is: never too little.
+        if let Ok((_, allocated)) = self.log.driver.stat(self.file).await {
+            let less = charged.get().saturating_sub(allocated);
+            self.log.shared.give_checkpoint_budget(less);
+            charged.set(charged.get() - less);
+        }
+    }
+
+    async fn put(&self, at: u64, image: &[u8], sync: bool) -> Result<(), Reason> {
+        let log = self.log;
+        let mut staging = log.stage(image.len()).await.map_err(|error| failed(log, &error))?;
+        staging.copy_in(0, image);
+        let written = log.driver.write(Class::Background, self.file, at, staging, sync).await;
+        written.map_err(|error| failed(log, &error))
+    }
+
+    /// Makes everything durable and then the header; gives the bytes of the file.
+    async fn finish(&self, header: &[u8]) -> Result<u64, Reason> {
+        let log = self.log;
+        let failed = |error: IoError| failed(log, &error);
+        log.driver.meta(MetaOp::Truncate { file: self.file, len: self.at }).await.map_err(failed)?;
+        log.driver.flush(self.file).await.map_err(failed)?;
+        self.put(0, header, true).await?;
+        log.driver.meta(MetaOp::SyncDir { name: log.home() }).await.map_err(failed)?;
+        let charged = log.checkpoints.charged(self.slot);
+        log.shared.give_checkpoint_budget(charged.get().saturating_sub(self.at));
+        charged.set(self.at);
+        Ok(self.at)
+    }
+}

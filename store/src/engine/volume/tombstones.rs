@@ -1,0 +1,222 @@
+//! What was deleted: tombstones and namespace epochs of one shard, kept in memory for as long as a record that they
+//! kill may lie on disk.
+//!
+//! Invariant: of two graves over the same blocks the one that reaches higher stays.
+
+use std::collections::BTreeMap;
+
+use kvarts_layout::format::body::{Epoch, Tombstone};
+use kvarts_layout::format::footer::{Content, Defined, Entry};
+use kvarts_layout::format::marks::{MARK_KEY, Mark};
+use kvarts_layout::format::record::Body;
+use kvarts_layout::{BlockKey, NamespaceId};
+
+/// Which groups and coordinates of a key a tombstone is for; `None` for all.
+type Scope = (Option<u32>, Option<u64>);
+
+/// What was deleted of one namespace: keys, for which groups and coordinates, and below which sequence.
+type Keys = BTreeMap<(BlockKey, Scope), u64>;
+
+/// Deletes that recovery must not forget.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct TombstoneSet {
+    blocks: BTreeMap<NamespaceId, Keys>,
+    namespaces: BTreeMap<NamespaceId, u64>,
+    /// Tombstones in `blocks`.
+    tombstones: usize,
+    version: u64,
+}
+
+/// The graves of one key.
+fn of_key(keys: &Keys, key: BlockKey) -> impl Iterator<Item = (&Scope, &u64)> {
+    let all = (key, (None, None))..=(key, (Some(u32::MAX), Some(u64::MAX)));
+    keys.range(all).map(|((_, scope), below)| (scope, below))
+}
+
+impl TombstoneSet {
+    /// Notes that records of a block with a sequence below `below` are dead.
+    pub(crate) fn bury(&mut self, namespace: NamespaceId, tombstone: &Tombstone) {
+        self.version += 1;
+        let scope = (tombstone.group, tombstone.coordinate);
+        let keys = self.blocks.entry(namespace).or_default();
+        let known = keys.len();
+        let below = keys.entry((BlockKey(tombstone.key), scope)).or_default();
+        *below = tombstone.below.max(*below);
+        self.tombstones += keys.len() - known;
+    }
+
+    /// Notes that records of a namespace with a sequence below `below` are dead.
+    pub(crate) fn bury_all(&mut self, epoch: &Epoch) {
+        self.version += 1;
+        let below = self.namespaces.entry(NamespaceId(epoch.namespace)).or_default();
+        *below = epoch.below.max(*below);
+    }
+
+    /// Notes what a record of this namespace says.
+    pub(crate) fn bury_body(&mut self, namespace: NamespaceId, body: &Body) {
+        match body {
+            Body::Tombstones(tombstones) => {
+                tombstones.entries.iter().for_each(|tombstone| self.bury(namespace, tombstone));
+            }
+            Body::Epoch(epoch) => self.bury_all(epoch),
+            _ => {}
+        }
+    }
+
+    /// Forgets what no record on disk is old enough for: none has a sequence below `floor`.
+    pub(crate) fn prune(&mut self, floor: u64) {
+        self.blocks.retain(|_, keys| {
+            let before = keys.len();
+            keys.retain(|_, below| *below > floor);
+            self.tombstones -= before - keys.len();
+            !keys.is_empty()
+        });
+        self.namespaces.retain(|_, below| *below > floor);
+    }
+
+    /// Whether records of a segment bury anything that may lie on disk, where none has a sequence below `floor`.
+    pub(crate) fn are_in(entries: &[Entry], floor: u64) -> bool {
+        entries.iter().any(|entry| match &entry.content {
+            Content::Tombstones(tombstones) => tombstones.entries.iter().any(|one| one.below > floor),
+            Content::Epoch(epoch) => epoch.below > floor,
+            _ => false,
+        })
+    }
+
+    /// Namespaces whose delete a crash stopped between two shards, by the marks of this one.
+    pub(crate) fn half_deleted(&self) -> Vec<NamespaceId> {
+        let is_half = |keys: &Keys| {
+            let reach = |mark: Mark| keys.get(&(BlockKey(MARK_KEY), mark.scope())).copied();
+            Mark::is_half(reach)
+        };
+        self.blocks.iter().filter(|(_, keys)| is_half(keys)).map(|(namespace, _)| *namespace).collect()
+    }
+
+    /// How many tombstones there are of each namespace that has some.
+    pub(crate) fn by_namespace(&self) -> impl Iterator<Item = (NamespaceId, usize)> {
+        self.blocks.iter().map(|(namespace, keys)| (*namespace, keys.len()))
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.tombstones + self.namespaces.len()
+    }
+
+    /// A number that changes with everything that is buried.
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Whether nothing is dead.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.blocks.is_empty() && self.namespaces.is_empty()
+    }
+
+    /// Whether a record of this namespace is dead as a whole.
+    pub(crate) fn covers(&self, namespace: NamespaceId, sequence: u64) -> bool {
+        self.namespaces.get(&namespace).is_some_and(|&below| sequence < below)
+    }
+
+    /// Whether this block of a record is dead.
+    pub(crate) fn covers_block(
+        &self,
+        (namespace, key): (NamespaceId, BlockKey),
+        (group, coordinate): (u32, u64),
+        sequence: u64,
+    ) -> bool {
+        let Some(keys) = self.blocks.get(&namespace) else { return false };
+        of_key(keys, key).any(|((for_group, for_coordinate), below)| {
+            sequence < *below
+                && for_group.is_none_or(|one| one == group)
+                && for_coordinate.is_none_or(|one| one == coordinate)
+        })
+    }
+
+    /// Everything, as a checkpoint has it: the namespaces of the tombstones under short ids, the tombstones, the
+    /// epochs.
+    pub(crate) fn listed(&self) -> (Vec<Defined>, Vec<Tombstone>, Vec<Epoch>) {
+        let mut names = Vec::<Defined>::new();
+        let mut tombstones = Vec::new();
+        for (local, (namespace, keys)) in (0u32..).zip(&self.blocks) {
+            names.push(Defined { local, id: namespace.0 });
+            for (&(key, (group, coordinate)), &below) in keys {
+                tombstones.push(Tombstone { below, coordinate, namespace: local, group, key: key.0 });
+            }
+        }
+        let epoch = |(namespace, &below): (&NamespaceId, &u64)| Epoch { below, namespace: namespace.0 };
+        (names, tombstones, self.namespaces.iter().map(epoch).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HERE: NamespaceId = NamespaceId([1; 32]);
+
+    fn tombstone(key: u8, scope: Scope, below: u64) -> Tombstone {
+        Tombstone { below, coordinate: scope.1, namespace: 0, group: scope.0, key: [key; 32] }
+    }
+
+    fn covered(graves: &TombstoneSet, key: u8, place: (u32, u64), sequence: u64) -> bool {
+        graves.covers_block((HERE, BlockKey([key; 32])), place, sequence)
+    }
+
+    #[test]
+    fn a_tombstone_kills_what_is_older_within_its_scope() {
+        let mut graves = TombstoneSet::default();
+        graves.bury(HERE, &tombstone(1, (None, None), 10));
+        graves.bury(HERE, &tombstone(2, (Some(3), None), 10));
+        assert!(covered(&graves, 1, (7, 0), 9) && !covered(&graves, 1, (7, 0), 10));
+        assert!(covered(&graves, 2, (3, 0), 9) && !covered(&graves, 2, (4, 0), 9));
+        assert!(!covered(&graves, 3, (3, 0), 9));
+        assert!(!graves.covers_block((NamespaceId([2; 32]), BlockKey([1; 32])), (0, 0), 1));
+    }
+
+    #[test]
+    fn of_two_graves_over_the_same_blocks_the_higher_stays() {
+        let mut graves = TombstoneSet::default();
+        for below in [10, 20, 15] {
+            graves.bury(HERE, &tombstone(1, (None, None), below));
+            graves.bury_all(&Epoch { below, namespace: HERE.0 });
+        }
+        assert!(covered(&graves, 1, (0, 0), 19) && !covered(&graves, 1, (0, 0), 20));
+        assert!(graves.covers(HERE, 19) && !graves.covers(HERE, 20));
+    }
+
+    #[test]
+    fn a_delete_that_did_not_end_is_told_until_one_did() {
+        let mut graves = TombstoneSet::default();
+        let mut note = |mark: Mark, below, expected: &[NamespaceId]| {
+            graves.bury(HERE, &mark.tombstone(0, below));
+            assert_eq!(graves.half_deleted(), expected);
+            let mut again = TombstoneSet::default();
+            graves.listed().1.iter().for_each(|tombstone| again.bury(HERE, tombstone));
+            assert_eq!(again.half_deleted(), expected, "a checkpoint says it too");
+        };
+        note(Mark::Begun, 10, &[HERE]);
+        note(Mark::Ended, 12, &[]);
+        note(Mark::Begun, 20, &[HERE]);
+        note(Mark::Ended, 21, &[]);
+        // Forgotten together, or the begin first.
+        graves.prune(20);
+        assert_eq!((graves.half_deleted(), graves.len()), (vec![], 1));
+    }
+
+    #[test]
+    fn what_is_listed_buries_the_same_again() {
+        let mut graves = TombstoneSet::default();
+        let other = NamespaceId([2; 32]);
+        graves.bury(other, &tombstone(1, (None, Some(0)), 10));
+        graves.bury(HERE, &tombstone(1, (None, None), 11));
+        graves.bury(HERE, &tombstone(2, (Some(1), None), 12));
+        graves.bury_all(&Epoch { below: 5, namespace: other.0 });
+        let (names, tombstones, epochs) = graves.listed();
+        let mut again = TombstoneSet::default();
+        for tombstone in &tombstones {
+            again.bury(NamespaceId(names[tombstone.namespace as usize].id), tombstone);
+        }
+        epochs.iter().for_each(|epoch| again.bury_all(epoch));
+        assert_eq!((again.blocks, again.namespaces), (graves.blocks, graves.namespaces));
+    }
+}

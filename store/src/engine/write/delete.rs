@@ -1,0 +1,535 @@
+//! Deleting blocks for good.
+//!
+//! On the caller's thread the blocks are taken out of the index and their names claimed, so that no put of them
+//! begins; a namespace is given another short id, which cuts it off from all it holds. Then every shard writes down
+//! what is dead in it, because a record of a block may lie in any of them: the block's own shard is where the first
+//! key of its run belongs. A shard first waits for the writes that had begun, so that what they wrote is below the
+//! sequence that the delete names; those that begin later find their claim gone and write nothing. When the records
+//! of all shards are durable, the claims end and the delete is acknowledged.
+//!
+//! What a crash before that may leave: some of the shards have written it down and some have not. A block is then
+//! deleted or here, as if the delete had named fewer blocks. A namespace goes whole or not at all: every shard marks
+//! that the delete has begun before it writes its epoch, and that it has ended when the epochs of all are durable and
+//! before anybody is told; a delete that some shard knows to have begun and not to have ended is finished when the store
+//! is opened (`format::marks`).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::future::poll_fn;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::{Arc, PoisonError};
+use std::task::{Poll, Waker};
+
+use kvarts_layout::format::body::{Epoch, Tombstone, Tombstones};
+use kvarts_layout::format::marks::Mark;
+use kvarts_layout::format::record::Body;
+use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey, NamespaceId};
+
+use super::log::{Draft, Log};
+use crate::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
+use crate::engine::shared::Shared;
+use crate::engine::shared::names::Namespace;
+use crate::engine::tasks::notify::before;
+use crate::engine::tasks::steps::{AT_ONCE, Section};
+use crate::error::{Error, Reason};
+use crate::events::Cause;
+use crate::index::{BlockFingerprint, Lookup, Ticket as Claim};
+use crate::rt::mailbox::Reply;
+use crate::rt::{Class, Nanos, Runtime};
+use crate::sync::atomic::Ordering;
+use crate::sync::{Mutex, MutexGuard};
+
+/// Bytes that a tombstone takes in its record and its segment's footer together, and a few to spare.
+const TOMBSTONE_BYTES: u64 = 160;
+/// Tombstones of one record at most: more records are not worth less.
+const RECORD_TOMBSTONES_MAX: u64 = 4096;
+
+/// Tombstones that all shards remember at most: about 800 MiB; and what one shard may, however many there are.
+const REMEMBERED_ALL: usize = 1 << 23;
+const REMEMBERED_SHARD: std::ops::RangeInclusive<usize> = 1 << 18..=1 << 21;
+
+/// The answer that a delete is waiting to give.
+pub(crate) type Answer = Reply<Result<DeleteReply, Error>>;
+
+/// Which groups and coordinates.
+enum Columns {
+    One(Group, Coordinate),
+    /// All, and these were known when their names were claimed.
+    All(BTreeSet<(Group, Coordinate)>),
+}
+
+/// What dies.
+enum Dead {
+    /// These blocks, under these keys, in these columns.
+    Blocks { keys: Vec<BlockKey>, columns: Columns, claim: Claim },
+    /// Everything of the namespace.
+    Namespace,
+}
+
+/// What the parts of one delete share.
+pub(crate) struct DeleteJob {
+    shared: Arc<Shared>,
+    /// As it was before.
+    namespace: Arc<Namespace>,
+    dead: Dead,
+    prints: Vec<BlockFingerprint>,
+    deadline: Option<Nanos>,
+    /// For each key of the request, its place in `Dead::Blocks::keys`; empty for a prefix.
+    places: Vec<usize>,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// For each key, whether a block was under it.
+    were: Vec<bool>,
+    blocks: u64,
+    parts_left: usize,
+    refused: Option<Reason>,
+    /// A part gave up waiting: the delete goes on, ends unacknowledged, and its claims end with it.
+    late: bool,
+    /// Its claims have ended.
+    released: bool,
+    /// Shards whose epoch is not durable yet, and who waits for them.
+    epochs_left: usize,
+    waiting: Vec<Waker>,
+    reply: Option<Answer>,
+}
+
+/// One shard's part of a delete. One that is dropped before it has answered is refused, so that nobody waits for it.
+pub(crate) struct DeletePart {
+    job: Arc<DeleteJob>,
+    answered: bool,
+}
+
+impl DeletePart {
+    fn answer(&mut self, result: &Result<(), Reason>) {
+        if !std::mem::replace(&mut self.answered, true) {
+            self.job.answered(result);
+        }
+    }
+}
+
+impl Drop for DeletePart {
+    fn drop(&mut self) {
+        self.answer(&Err(Reason::Busy("the store is closing")));
+    }
+}
+
+/// Checks a request for keys or a namespace and takes its blocks out of the index: one part for every shard. If
+/// there is nothing to do, the answer has been given.
+pub(crate) fn begin(
+    shared: &Arc<Shared>,
+    shards: u32,
+    request: DeleteRequest,
+    reply: Answer,
+) -> Vec<(u32, DeletePart)> {
+    let job = match try_begin(shared, request) {
+        Ok(job) => job,
+        Err(reason) => {
+            // A caller that is gone needs no answer.
+            let _ = reply.send(Err(reason.into()));
+            return Vec::new();
+        }
+    };
+    start(job, shards, reply)
+}
+
+fn start(mut job: DeleteJob, shards: u32, reply: Answer) -> Vec<(u32, DeletePart)> {
+    let state = job.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+    (state.parts_left, state.epochs_left, state.reply) = (shards as usize, shards as usize, Some(reply));
+    let job = Arc::new(job);
+    let part = |shard| (shard, DeletePart { job: Arc::clone(&job), answered: false });
+    (0..shards).map(part).collect()
+}
+
+/// Everything about a request that can be said before anything is begun.
+pub(crate) fn check(shared: &Shared, request: &DeleteRequest) -> Result<Arc<Namespace>, Reason> {
+    if let Some(reason) = shared.latched() {
+        return Err(reason);
+    }
+    if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
+        return Err(Reason::DeadlineInPast);
+    }
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    if let Target::Keys { column, keys } = &request.target {
+        if keys.is_empty() {
+            return Err(Reason::Empty);
+        }
+        if keys.len() > MAX_REQUEST_BLOCKS {
+            return Err(Reason::TooMany("blocks"));
+        }
+        if let Some((group, coordinate)) = column {
+            namespace.shape(*group, *coordinate)?;
+        }
+    }
+    Ok(namespace)
+}
+
+fn try_begin(shared: &Arc<Shared>, request: DeleteRequest) -> Result<DeleteJob, Reason> {
+    let namespace = check(shared, &request)?;
+    let deadline = request.deadline;
+    match request.target {
+        Target::Keys { column, keys } => {
+            let all = || Columns::All(shared.classes.columns(&namespace));
+            let columns = column.map_or_else(all, |(group, coordinate)| Columns::One(group, coordinate));
+            Ok(blocks(shared, namespace, (keys, columns, Cause::Key), deadline))
+        }
+        Target::Namespace => {
+            let retired =
+                shared.retire(&namespace).ok_or(Reason::Busy("the namespace is being deleted already"))?;
+            Ok(job(shared, retired, Dead::Namespace, (Vec::new(), Vec::new()), deadline))
+        }
+        Target::Prefix(_) => Err(Reason::Bug("a prefix whose blocks were not looked for")),
+    }
+}
+
+fn job(
+    shared: &Arc<Shared>,
+    namespace: Arc<Namespace>,
+    dead: Dead,
+    (prints, places): (Vec<BlockFingerprint>, Vec<usize>),
+    deadline: Option<Nanos>,
+) -> DeleteJob {
+    let state = Mutex::new(State {
+        were: Vec::new(),
+        blocks: 0,
+        parts_left: 0,
+        refused: None,
+        late: false,
+        released: false,
+        epochs_left: 0,
+        waiting: Vec::new(),
+        reply: None,
+    });
+    DeleteJob { shared: Arc::clone(shared), namespace, dead, prints, deadline, places, state }
+}
+
+/// Takes blocks out of the index.
+fn blocks(
+    shared: &Arc<Shared>,
+    namespace: Arc<Namespace>,
+    (asked, columns, cause): (Vec<BlockKey>, Columns, Cause),
+    deadline: Option<Nanos>,
+) -> DeleteJob {
+    let distinct: BTreeMap<BlockKey, usize> =
+        asked.iter().copied().collect::<BTreeSet<_>>().into_iter().zip(0..).collect();
+    let places = asked.iter().filter_map(|key| distinct.get(key).copied()).collect();
+    let keys: Vec<BlockKey> = distinct.into_keys().collect();
+    let index_key = shared.index.key();
+    let listed = match &columns {
+        Columns::One(group, coordinate) => vec![(*group, *coordinate)],
+        Columns::All(columns) => columns.iter().copied().collect(),
+    };
+    let names: Vec<IndexKey> = listed
+        .iter()
+        .flat_map(|&(group, coordinate)| {
+            let namespace = namespace.id;
+            keys.iter().map(move |&key| IndexKey { namespace, key, group, coordinate })
+        })
+        .collect();
+    let prints: Vec<_> =
+        names.iter().map(|one| index_key.of(namespace.local, &one.key, one.group, one.coordinate)).collect();
+    // What has expired was not here.
+    shared.drop_expired(&prints, |place| names.get(place).map(|name| name.key));
+    let (claim, live) = shared.condemn(&prints, cause, |place| names.get(place).copied().unwrap_or_default());
+    let mut were = vec![false; keys.len()];
+    for place in live.iter().zip(0..).filter(|(live, _)| **live).map(|(_, place)| place) {
+        if let Some(was) = were.get_mut(place % keys.len().max(1)) {
+            *was = true;
+        }
+    }
+    let count = live.iter().filter(|live| **live).count() as u64;
+    let mut job = job(shared, namespace, Dead::Blocks { keys, columns, claim }, (prints, places), deadline);
+    let state = job.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+    (state.were, state.blocks) = (were, count);
+    job
+}
+
+/// The same for everything that was found to descend from a key, in all columns.
+pub(crate) fn begin_found(
+    shared: &Arc<Shared>,
+    shards: u32,
+    (namespace, keys): (Arc<Namespace>, BTreeSet<BlockKey>),
+    deadline: Option<Nanos>,
+    reply: Answer,
+) -> Vec<(u32, DeletePart)> {
+    let columns = Columns::All(shared.classes.columns(&namespace));
+    let keys = keys.into_iter().collect();
+    let mut job = blocks(shared, namespace, (keys, columns, Cause::Prefix), deadline);
+    job.places = Vec::new();
+    start(job, shards, reply)
+}
+
+impl DeleteJob {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The part has nothing more to say to the caller: because it is done, or because it is late.
+    fn answered(&self, result: &Result<(), Reason>) {
+        let mut state = self.lock();
+        let mut waiting = Vec::new();
+        if let Err(reason) = result {
+            state.refused.get_or_insert_with(|| reason.clone());
+            waiting = std::mem::take(&mut state.waiting);
+        }
+        state.parts_left = state.parts_left.saturating_sub(1);
+        let ended = state.parts_left == 0;
+        drop(state);
+        waiting.into_iter().for_each(Waker::wake);
+        if ended {
+            self.answer();
+        }
+    }
+
+    /// One shard's epoch is durable.
+    fn epoch_is_durable(&self) {
+        let mut state = self.lock();
+        state.epochs_left = state.epochs_left.saturating_sub(1);
+        let waiting = if state.epochs_left == 0 { std::mem::take(&mut state.waiting) } else { Vec::new() };
+        drop(state);
+        waiting.into_iter().for_each(Waker::wake);
+    }
+
+    /// Completes when the epochs of all shards are durable, or with why one of them may never be.
+    async fn epochs_are_durable(&self) -> Result<(), Reason> {
+        poll_fn(|context| {
+            let mut state = self.lock();
+            match &state.refused {
+                Some(reason) => Poll::Ready(Err(reason.clone())),
+                None if state.epochs_left == 0 => Poll::Ready(Ok(())),
+                None => {
+                    if !state.waiting.iter().any(|waiting| waiting.will_wake(context.waker())) {
+                        state.waiting.push(context.waker().clone());
+                    }
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
+
+    fn answer(&self) {
+        let mut state = self.lock();
+        let (refused, were) = (state.refused.clone(), std::mem::take(&mut state.were));
+        let (late, blocks, reply) = (state.late, state.blocks, state.reply.take());
+        drop(state);
+        if !late {
+            // Before the answer: a put that begins after it must not meet the claim.
+            self.release(refused.is_none());
+        }
+        let outcome = |place: &usize| match (&refused, were.get(*place)) {
+            (Some(reason), _) => DeleteOutcome::Refused(reason.clone()),
+            (None, Some(true)) => DeleteOutcome::Deleted,
+            (None, _) => DeleteOutcome::NotHere,
+        };
+        let outcomes: Vec<_> = self.places.iter().map(outcome).collect();
+        let answer = match refused {
+            // Nowhere else to say it.
+            Some(reason) if outcomes.is_empty() => Err(reason.into()),
+            _ => Ok(DeleteReply { outcomes, blocks }),
+        };
+        self.shared.counters.blocks_deleted.fetch_add(blocks, Ordering::Relaxed);
+        // A caller that is gone needs no answer.
+        let _ = reply.map(|reply| reply.send(answer));
+    }
+
+    /// Lets puts of the names begin again.
+    fn release(&self, acknowledged: bool) {
+        if std::mem::replace(&mut self.lock().released, true) {
+            return;
+        }
+        match &self.dead {
+            Dead::Blocks { claim, .. } => self.shared.index.abandon(*claim, &self.prints),
+            Dead::Namespace => self.shared.names.restore(self.namespace.id, acknowledged),
+        }
+    }
+
+    /// A mark of how far the delete of the namespace has come.
+    fn mark(&self, mark: Mark, below: u64) -> Body {
+        Body::Tombstones(Tombstones { entries: vec![mark.tombstone(self.namespace.local, below)] })
+    }
+
+    /// What a shard writes down: bodies of records, for everything below this sequence.
+    fn bodies(&self, below: u64) -> Vec<Body> {
+        let Dead::Blocks { keys, columns, .. } = &self.dead else {
+            let epoch = Body::Epoch(Epoch { below, namespace: self.namespace.id.0 });
+            return vec![self.mark(Mark::Begun, below), epoch];
+        };
+        let (group, coordinate) = match columns {
+            Columns::One(group, coordinate) => (Some(group.0), Some(coordinate.to_u64())),
+            Columns::All(_) => (None, None),
+        };
+        let namespace = self.namespace.local;
+        let tombstone = |key: &BlockKey| Tombstone { below, coordinate, namespace, group, key: key.0 };
+        let all: Vec<_> = keys.iter().map(tombstone).collect();
+        let each = (self.shared.segment_bytes / 4 / TOMBSTONE_BYTES).clamp(1, RECORD_TOMBSTONES_MAX);
+        let record = |some: &[Tombstone]| Body::Tombstones(Tombstones { entries: some.to_vec() });
+        all.chunks(each as usize).map(record).collect()
+    }
+}
+
+impl Drop for DeleteJob {
+    fn drop(&mut self) {
+        // Whatever stopped it, its claims end.
+        self.release(false);
+    }
+}
+
+/// Does one shard's part on its executor.
+pub(crate) async fn run(log: &Rc<Log>, mut part: DeletePart, rt: &dyn Runtime) {
+    let job = Arc::clone(&part.job);
+    let deadline = job.deadline.map(|at| rt.sleep_until(at));
+    let mut writing = pin!(write_down(log, &job));
+    match before(writing.as_mut(), deadline).await {
+        Some(result) => part.answer(&result),
+        None => {
+            job.lock().late = true;
+            part.answer(&Err(Reason::DeadlinePassed));
+            // What it ends with, nobody is told; the claims end with the last part.
+            let _ = writing.await;
+        }
+    }
+}
+
+/// Refuses a part that no executor took.
+pub(crate) fn refuse(mut part: DeletePart, reason: &Reason) {
+    part.answer(&Err(reason.clone()));
+}
+
+/// Makes it durable in this shard that everything the delete names is dead up to now.
+async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
+    if !kvarts_layout::planted!("delete-does-not-wait") {
+        log.writes.settled().await;
+    }
+    let whole = matches!(job.dead, Dead::Namespace);
+    if !whole && !log.shared.names.is_current(&job.namespace) {
+        // What is put in it afterwards would be below this delete's sequence, and must not be.
+        return Err(Reason::Busy("the namespace was deleted meanwhile"));
+    }
+    if let Dead::Blocks { keys, columns, .. } = &job.dead {
+        if matches!(columns, Columns::All(known) if log.shared.classes.columns(&job.namespace) != *known) {
+            // A put of a column that nobody knew may have its place below, and its names are not claimed.
+            return Err(Reason::Busy("a put brought a new group or coordinate meanwhile"));
+        }
+        if !has_room(log, &job.namespace, keys.len()) {
+            let why = "too many deletes of the tenant are remembered until segments are written anew: \
+                       delete the namespace, or";
+            return Err(Reason::Busy(why));
+        }
+    }
+    for body in job.bodies(log.sequence.get()) {
+        write_one(log, job, body).await?;
+    }
+    if whole {
+        job.epoch_is_durable();
+        // One shard does it for all.
+        if log.shard == 0 {
+            let blocks = forget(&log.shared, &job.namespace).await;
+            job.lock().blocks = blocks;
+        }
+        job.epochs_are_durable().await?;
+        write_one(log, job, job.mark(Mark::Ended, log.sequence.get())).await?;
+    }
+    Ok(())
+}
+
+/// Whether a shard can remember so many more deletes of a namespace.
+fn has_room(log: &Log, namespace: &Namespace, more: usize) -> bool {
+    let graves = log.graves.borrow();
+    let is_own = |id: &NamespaceId| log.shared.names.get(*id).is_some_and(|one| one.salt == namespace.salt);
+    let own = graves.by_namespace().filter(|(id, _)| is_own(id)).map(|(_, count)| count).sum();
+    fits(remembered(log.shared.shards), graves.len(), own, more)
+}
+
+/// Tombstones that a shard of so many remembers.
+fn remembered(shards: u32) -> usize {
+    let (least, most) = (*REMEMBERED_SHARD.start(), *REMEMBERED_SHARD.end());
+    (REMEMBERED_ALL / shards.max(1) as usize).clamp(least, most)
+}
+
+/// Keys of one delete beyond which it never fits.
+pub(crate) fn keys_max(shards: u32) -> usize {
+    remembered(shards) / 2
+}
+
+/// Whether a tenant that has `own` of `all` may have `more`: half of what others leave. So whatever some tenants do,
+/// there is room for the next.
+fn fits(limit: usize, all: usize, own: usize, more: usize) -> bool {
+    let others = all.saturating_sub(own);
+    own.saturating_add(more) <= limit.saturating_sub(others) / 2
+}
+
+/// Writes one record of a delete, durably.
+async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Reason> {
+    // From here on also checkpoints say it. Of a delete that fails nobody has been told anything.
+    log.change_graves(|graves| graves.bury_body(job.namespace.id, &body));
+    let namespace = (!matches!(body, Body::Epoch(_))).then_some(&*job.namespace);
+    let draft = Draft { namespace, body, digests: &[], payload: None };
+    let written = log.append(Class::Put, &draft).await?;
+    if !kvarts_layout::planted!("delete-not-durable") && log.make_durable(&written).await.is_err() {
+        // The flush failed: it goes elsewhere, the segment is never flushed again.
+        let again = log.append(Class::Put, &draft).await?;
+        log.make_durable(&again).await?;
+    }
+    Ok(())
+}
+
+/// Takes what is left of a deleted namespace out of the index, a few hundred entries at a time. Nobody can find it any
+/// more, so nobody needs to be told. Gives the number of blocks that were live.
+async fn forget(shared: &Shared, namespace: &Namespace) -> u64 {
+    let (index, mut entries, mut blocks) = (&shared.index, Vec::new(), 0);
+    let mut section = Section::begin(&shared.work.deletes, &*shared.clock);
+    for partition in 0..index.partitions() {
+        let mut next = Some(BlockFingerprint::default());
+        while let Some(from) = next {
+            next = index.snapshot_part(partition, from, AT_ONCE as usize / 2, &mut entries);
+            for entry in &entries {
+                let Lookup::Live(at) = entry.state else { continue };
+                let Some(record) = index.records().get(at.record) else { continue };
+                let class = shared.classes.get(record.class);
+                if class.is_none_or(|class| class.namespace.local != namespace.local) {
+                    continue;
+                }
+                let here = shared.is_here(entry.print, &record);
+                // Compaction may have moved it meanwhile.
+                let mut found = Some(at);
+                while let Some(at) = found {
+                    match index.remove(entry.print, at) {
+                        Some(left) => {
+                            shared.free_if_empty(at.record, left);
+                            blocks += u64::from(here);
+                            break;
+                        }
+                        None => found = index.locate(entry.print).map(|moved| moved.location),
+                    }
+                }
+            }
+            section.step(1 + entries.len() as u64).await;
+        }
+    }
+    shared.classes.forget(namespace);
+    shared.names.forget(namespace);
+    blocks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deletes_that_are_remembered_for_one_tenant_leave_room_for_others() {
+        let (limit, request) = (*REMEMBERED_SHARD.start(), MAX_REQUEST_BLOCKS);
+        let mut all = 0;
+        for tenant in 0..3 {
+            let mut own = 0;
+            while fits(limit, all, own, request / 4) {
+                own += request / 4;
+                all += request / 4;
+            }
+            assert!(own >= request >> tenant, "tenant {tenant} has {own}");
+            assert!(!fits(limit, all, own, request / 4) && fits(limit, all, 0, 1));
+        }
+        assert!(fits(limit, 0, 0, request), "the largest request is for nobody too large");
+    }
+}

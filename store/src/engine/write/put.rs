@@ -1,0 +1,536 @@
+//! Putting blocks: what a put does on the caller's thread, and what the executors do for it.
+//!
+//! On the caller's thread the request is checked, its missing blocks are reserved in the index (so that of two
+//! puts of one block only one writes), cut into records and digested. Each record goes to the executor of the
+//! shard that its first key names; there room is made within its quota if that is used up, it is appended, made durable if asked, and only then made live. The
+//! last record to end gives the answer.
+//!
+//! Whatever happens to a put, its reservations end: a job that is dropped half-way abandons what it had reserved.
+
+pub(crate) mod layers;
+mod write;
+
+use std::ops::Range;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, PoisonError};
+
+use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
+use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as DiskParent, layout_code};
+use kvarts_layout::format::page_align;
+use kvarts_layout::plan::WritePlan;
+use kvarts_layout::{BlockKey, Layout, OriginId};
+
+use super::log::Log;
+use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
+use crate::engine::front::executor::Router;
+use crate::engine::shared::Shared;
+use crate::engine::shared::quota::{self, Share};
+use crate::engine::shared::record_class::RecordClass;
+use crate::engine::tasks::notify::before;
+use crate::error::{Error, Reason};
+use crate::index::{BlockFingerprint, RecordInfo, Reservation, Ticket as Claim};
+use crate::rt::mailbox::Reply;
+use crate::rt::{LocalTask, Nanos};
+use crate::sync::{Mutex, MutexGuard};
+
+/// Blocks of one record at most, whatever their size: the index counts them in sixteen bits.
+const RECORD_BLOCKS_MAX: u32 = 4096;
+
+/// What a record's header has at most beside its blocks and digests.
+const HEADER_BYTES: u64 = 640;
+/// What it has for a block.
+const HEADER_BLOCK_BYTES: u64 = 48;
+
+/// What the parts of one put share.
+pub(crate) struct PutJob {
+    shared: Arc<Shared>,
+    request: PutRequest,
+    class: Arc<RecordClass>,
+    prints: Vec<BlockFingerprint>,
+    claim: Claim,
+    state: Mutex<PutState>,
+}
+
+struct PutState {
+    outcomes: Vec<BlockOutcome>,
+    parts_left: usize,
+    reply: Option<Reply<Result<PutReply, Error>>>,
+}
+
+/// What one executor does for a put.
+pub(crate) struct PutPart {
+    pub(crate) job: Arc<PutJob>,
+    pub(crate) work: PutWork,
+    /// Whom to tell of what goes for it, if something must.
+    pub(crate) tell: Option<Arc<Router>>,
+}
+
+/// The kinds of work.
+pub(crate) enum PutWork {
+    /// Write these blocks of the request as one record.
+    Write { run: Range<u32>, digests: Vec<u32>, share: Share },
+    /// These blocks are here already: make sure that their record is as durable as was asked.
+    Settle { places: Vec<u32>, segment: u32, end: u64 },
+}
+
+/// A part and the shard that it is for.
+pub(crate) type Routed = (u32, PutPart);
+
+/// Checks the request, reserves what is missing and cuts it into parts. If nothing is left to do, the answer has
+/// been given.
+pub(crate) fn begin(
+    shared: &Arc<Shared>,
+    shards: u32,
+    request: PutRequest,
+    reply: Reply<Result<PutReply, Error>>,
+) -> Vec<Routed> {
+    let class = match check(shared, &request, false) {
+        Ok(class) => class,
+        Err(reason) => {
+            // A caller that is gone needs no answer.
+            let _ = reply.send(Err(reason.into()));
+            return Vec::new();
+        }
+    };
+    let (job, reservations) = reserve(shared, request, class, reply);
+    let mut parts = job.writes(&reservations, shards);
+    parts.extend(job.settles(&reservations));
+    job.lock().parts_left = parts.len();
+    if parts.is_empty() {
+        job.answer();
+    }
+    parts
+}
+
+/// Reserves what is missing.
+fn reserve(
+    shared: &Arc<Shared>,
+    request: PutRequest,
+    class: Arc<RecordClass>,
+    reply: Reply<Result<PutReply, Error>>,
+) -> (Arc<PutJob>, Vec<Reservation>) {
+    let key = shared.index.key();
+    let print = |name: &BlockKey| key.of(class.namespace.local, name, request.group, request.coordinate);
+    let prints: Vec<_> = request.keys.iter().map(print).collect();
+    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
+    let mut reservations = Vec::new();
+    let claim = shared.index.reserve(&prints, &mut reservations);
+    let outcome = |reservation: &Reservation| match reservation {
+        Reservation::Live(_) => BlockOutcome::AlreadyThere,
+        Reservation::InFlight => BlockOutcome::InFlight,
+        Reservation::Reserved => BlockOutcome::Refused(Reason::Bug("a reserved block that no part took")),
+    };
+    let state =
+        PutState { outcomes: reservations.iter().map(outcome).collect(), parts_left: 0, reply: Some(reply) };
+    let job = PutJob { shared: Arc::clone(shared), request, class, prints, claim, state: Mutex::new(state) };
+    (Arc::new(job), reservations)
+}
+
+/// Everything about a request that can be said before anything is begun. Only a put by layers may have memory that
+/// layers share.
+fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<Arc<RecordClass>, Reason> {
+    if let Some(reason) = shared.latched() {
+        return Err(reason);
+    }
+    if request.keys.is_empty() {
+        return Err(Reason::Empty);
+    }
+    if request.keys.len() > MAX_REQUEST_BLOCKS {
+        return Err(Reason::TooMany("blocks"));
+    }
+    if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
+        return Err(Reason::DeadlineInPast);
+    }
+    if shared.index_is_full(request.keys.len() as u64) {
+        return Err(Reason::NoSpace);
+    }
+    if !by_layers && request.from.turns().is_some() {
+        // Memory that layers share has no bytes of all of them at once.
+        return Err(Reason::Overlap);
+    }
+    let blocks = request.keys.len() as u32;
+    check_keys(&request.keys, request.parent)?;
+    if let Some(origins) = &request.origins
+        && origins.len() != request.keys.len()
+    {
+        return Err(Reason::Length { expected: u64::from(blocks), found: origins.len() as u64 });
+    }
+    if request.from.block_count() != blocks {
+        let found = u64::from(request.from.block_count());
+        return Err(Reason::Length { expected: u64::from(blocks), found });
+    }
+    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
+    if let Some(reason) = shared.names.closed(request.namespace) {
+        return Err(reason);
+    }
+    let shape = namespace.shape(request.group, request.coordinate)?;
+    let run = record_blocks(shared, shape.block_bytes())?.min(blocks);
+    let layout = request.layout.unwrap_or_else(|| Layout::auto(&shape, run));
+    let arrangement = (layout, LAYOUT_VERSION, ENCODING_RAW);
+    let column = (request.group, request.coordinate);
+    let known = shared.classes.known(&namespace, column, arrangement);
+    let wrong = |what: String| Reason::Shape(what);
+    // A placement of another shape is found here, before anything is reserved or remembered.
+    let blocks = blocks.min(RECORD_BLOCKS_MAX);
+    let planned = match &known {
+        Some(class) => class.layout_of(blocks)?,
+        None => RunLayout::new(layout, LAYOUT_VERSION, &shape, blocks)
+            .map(Arc::new)
+            .map_err(|error| wrong(error.to_string()))?,
+    };
+    WritePlan::new(&planned, request.from.places(), 0).map_err(|error| wrong(error.to_string()))?;
+    known.map_or_else(|| shared.classes.intern(&namespace, column, arrangement), Ok)
+}
+
+/// Refuses keys that stand twice, and a parent among its own descendants.
+fn check_keys(keys: &[BlockKey], parent: Parent) -> Result<(), Reason> {
+    let mut sorted: Vec<&BlockKey> = keys.iter().collect();
+    sorted.sort_unstable();
+    for pair in sorted.windows(2) {
+        if let [a, b] = pair
+            && a == b
+        {
+            return Err(Reason::Duplicate(**a));
+        }
+    }
+    match parent {
+        Parent::Key(parent) if sorted.binary_search(&&parent).is_ok() => Err(Reason::OutOfOrder(parent)),
+        _ => Ok(()),
+    }
+}
+
+/// How many blocks of this size go into one record.
+fn record_blocks(shared: &Shared, block_bytes: u64) -> Result<u32, Reason> {
+    if block_bytes > shared.segment_bytes / 2 {
+        return Err(Reason::TooMany("bytes in one block for this store's segments"));
+    }
+    let blocks = (shared.record_bytes_max / block_bytes.max(1)).max(1);
+    Ok(u32::try_from(blocks).unwrap_or(u32::MAX).min(RECORD_BLOCKS_MAX))
+}
+
+/// The shard that a record goes to, by its first key: so one long prefix spreads over all of them.
+pub(crate) fn shard_of(key: &BlockKey, shards: u32) -> u32 {
+    // Over the whole key: opaque keys may begin alike.
+    crc32fast::hash(key.as_bytes()) % shards.max(1)
+}
+
+impl PutJob {
+    fn lock(&self) -> MutexGuard<'_, PutState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Which blocks are to be written: those that are reserved, less what is not let in, which is refused here.
+    fn admit(&self, reservations: &[Reservation]) -> Vec<bool> {
+        let is_reserved = |reservation: &Reservation| *reservation == Reservation::Reserved;
+        let mut reserved: Vec<bool> = reservations.iter().map(is_reserved).collect();
+        let wanted = self.prints.iter().zip(&reserved).filter(|(_, reserved)| **reserved);
+        let now = self.shared.clock.now();
+        let admitted = self.shared.admission.admit(wanted.map(|(print, _)| *print), now);
+        let places = (0u32..).zip(&mut reserved).filter(|(_, reserved)| **reserved);
+        for (place, reserved) in places.skip(admitted) {
+            *reserved = false;
+            let outcome = self.give_up(&(place..place + 1), Reason::NotAdmitted);
+            self.shared.counters.blocks_not_admitted.fetch_add(1, Relaxed);
+            if let Some(slot) = self.lock().outcomes.get_mut(place as usize) {
+                *slot = outcome;
+            }
+        }
+        reserved
+    }
+
+    /// One part for each run of reserved blocks, no longer than a record may be.
+    fn writes(self: &Arc<Self>, reservations: &[Reservation], shards: u32) -> Vec<Routed> {
+        let limit = record_blocks(&self.shared, self.class.shape.block_bytes()).unwrap_or(1);
+        let reservations = self.admit(reservations);
+        let mut parts = Vec::new();
+        let mut start = None;
+        for (ordinal, reserved) in (0u32..).zip(reservations.into_iter().chain([false])) {
+            match start {
+                None if reserved => start = Some(ordinal),
+                Some(first) if !reserved || ordinal - first == limit => {
+                    parts.extend(self.write_part(first..ordinal, shards));
+                    start = reserved.then_some(ordinal);
+                }
+                _ => {}
+            }
+        }
+        parts
+    }
+
+    /// The part that writes a run, or `None` if the namespace's quota refuses it.
+    fn write_part(self: &Arc<Self>, run: Range<u32>, shards: u32) -> Option<Routed> {
+        let (share, digests) = match self.share(&run).and_then(|share| Ok((share, self.digests(&run)?))) {
+            Ok(both) => both,
+            Err(reason) => {
+                let outcome = self.give_up(&run, reason);
+                let mut state = self.lock();
+                if let Some(refused) = state.outcomes.get_mut(run.start as usize..run.end as usize) {
+                    refused.fill(outcome);
+                }
+                return None;
+            }
+        };
+        let shard = self.request.keys.get(run.start as usize).map_or(0, |key| shard_of(key, shards));
+        Some((
+            shard,
+            PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, share }, tell: None },
+        ))
+    }
+
+    /// The digest of each chunk of a run, block by block, each in canonical order.
+    fn digests(&self, run: &Range<u32>) -> Result<Vec<u32>, Reason> {
+        let chunks = self.class.shape.layers().iter().flat_map(|layer| &layer.chunks);
+        let sizes: Vec<u64> = chunks.map(|chunk| chunk.bytes).collect();
+        let mut digests = Vec::with_capacity(run.len() * sizes.len());
+        for block in run.clone() {
+            for (part, &bytes) in (0u32..).zip(&sizes) {
+                let chunk = self.request.from.chunk(part, block, bytes);
+                let chunk = chunk.ok_or(Reason::Bug("a chunk outside the memory of its put"))?;
+                digests.push(chunk.digest(0, chunk.len(), crc32fast::hash));
+            }
+        }
+        Ok(digests)
+    }
+
+    /// Takes what the record of a run will take of its namespace's quota, or says what is to be had first.
+    fn share(&self, run: &Range<u32>) -> Result<Share, Reason> {
+        let shape = &self.class.shape;
+        let chunks: usize = shape.layers().iter().map(|layer| layer.chunks.len()).sum();
+        let (blocks, chunks) = (run.len() as u64, chunks as u64);
+        let header = HEADER_BYTES + blocks * (HEADER_BLOCK_BYTES + 4 * chunks);
+        let payload = self.class.layout_of(run.len() as u32)?.image_bytes();
+        let account = self.shared.index.records().ledger().account(self.class.namespace.id);
+        quota::promise(&account, page_align(header).unwrap_or(header) + payload)
+    }
+
+    /// One part for each segment that blocks which are here already must be durable in.
+    fn settles(self: &Arc<Self>, reservations: &[Reservation]) -> Vec<Routed> {
+        let mut ends = std::collections::BTreeMap::<(u16, u32), (u64, Vec<u32>)>::new();
+        if self.request.durability == Durability::Relaxed {
+            return Vec::new();
+        }
+        for (place, reservation) in (0u32..).zip(reservations) {
+            let Reservation::Live(location) = reservation else { continue };
+            let Some(record) = self.shared.index.records().get(location.record) else { continue };
+            let (_, end) = record_range(&record);
+            let entry = ends.entry((record.shard, record.segment)).or_default();
+            entry.0 = entry.0.max(end);
+            entry.1.push(place);
+        }
+        let part = |((shard, segment), (end, places))| {
+            let work = PutWork::Settle { places, segment, end };
+            (u32::from(shard), PutPart { job: Arc::clone(self), work, tell: None })
+        };
+        ends.into_iter().map(part).collect()
+    }
+
+    /// The answer, if this was the last part.
+    fn finish(&self, outcomes: impl IntoIterator<Item = (u32, BlockOutcome)>) {
+        let mut state = self.lock();
+        for (place, outcome) in outcomes {
+            if let Some(slot) = state.outcomes.get_mut(place as usize) {
+                *slot = outcome;
+            }
+        }
+        state.parts_left = state.parts_left.saturating_sub(1);
+        let last = state.parts_left == 0;
+        drop(state);
+        if last {
+            self.answer();
+        }
+    }
+
+    fn answer(&self) {
+        let mut state = self.lock();
+        let outcomes = std::mem::take(&mut state.outcomes);
+        let Some(reply) = state.reply.take() else { return };
+        drop(state);
+        let count = |kind: fn(&BlockOutcome) -> bool| outcomes.iter().filter(|one| kind(one)).count() as u64;
+        let counters = &self.shared.counters;
+        counters.blocks_stored.fetch_add(count(|one| *one == BlockOutcome::Stored), Relaxed);
+        counters.blocks_deduplicated.fetch_add(count(|one| *one == BlockOutcome::AlreadyThere), Relaxed);
+        counters.blocks_refused.fetch_add(count(|one| matches!(one, BlockOutcome::Refused(_))), Relaxed);
+        // A caller that is gone needs no answer.
+        let _ = reply.send(Ok(PutReply { outcomes }));
+    }
+
+    /// Why the part should not be begun, if so.
+    fn stopped(&self) -> Option<Reason> {
+        let state = self.lock();
+        if state.reply.as_ref().is_none_or(Reply::is_cancelled) {
+            return Some(Reason::Busy("the put was cancelled"));
+        }
+        let late = self.request.deadline.is_some_and(|deadline| deadline <= self.shared.clock.now());
+        late.then_some(Reason::DeadlinePassed)
+    }
+
+    /// Ends the reservation of a run: nothing of it will be visible.
+    fn give_up(&self, run: &Range<u32>, reason: Reason) -> BlockOutcome {
+        let prints = self.prints.get(run.start as usize..run.end as usize);
+        self.shared.index.abandon(self.claim, prints.unwrap_or_default());
+        BlockOutcome::Refused(reason)
+    }
+
+    /// Whether no delete has met the run since it was reserved.
+    fn is_claimed(&self, run: &Range<u32>) -> bool {
+        let prints = self.prints.get(run.start as usize..run.end as usize).unwrap_or_default();
+        self.shared.names.is_current(&self.class.namespace) && self.shared.index.holds(self.claim, prints)
+    }
+
+    fn origins(&self, run: &Range<u32>) -> Vec<OriginId> {
+        let given =
+            self.request.origins.as_ref().and_then(|origins| {
+                origins.get(run.start as usize..run.end as usize).map(<[OriginId]>::to_vec)
+            });
+        given.unwrap_or_else(|| {
+            // One call for all of them: each goes to the kernel.
+            let mut bytes = vec![0; run.len() * size_of::<OriginId>()];
+            self.shared.entropy.fill(&mut bytes);
+            bytes.as_chunks().0.iter().map(|origin| OriginId(*origin)).collect()
+        })
+    }
+
+    fn body(&self, run: &Range<u32>) -> (Blocks, u32) {
+        let request = &self.request;
+        let keys = request.keys.get(run.start as usize..run.end as usize).unwrap_or_default();
+        let name = |(key, origin): (&BlockKey, OriginId)| BlockName { key: key.0, origin: origin.0 };
+        let before = (run.start as usize).checked_sub(1).and_then(|at| request.keys.get(at));
+        let parent = match (request.parent, before) {
+            (Parent::Unknown, _) => DiskParent::Unknown,
+            (_, Some(before)) => DiskParent::Key(before.0),
+            (Parent::Root, None) => DiskParent::Root,
+            (Parent::Key(key), None) => DiskParent::Key(key.0),
+        };
+        let created_ms = self.shared.wall_ms();
+        let ttl = request.expires_after.or_else(|| self.shared.names.default_ttl(request.namespace));
+        let (expires_ms, expires) = ttl.map_or((0, 0), |ttl| self.shared.expires_after(ttl));
+        let blocks = Blocks {
+            coordinate: request.coordinate.to_u64(),
+            created_ms,
+            expires_ms,
+            namespace: self.class.namespace.local,
+            spec: self.class.namespace.spec.local,
+            group: request.group.0,
+            blocks: keys.iter().zip(self.origins(run)).map(name).collect(),
+            stored_lengths: Vec::new(),
+            extensions: Vec::new(),
+            first_block: request.first_block.and_then(|first| first.checked_add(run.start)),
+            layout_version: self.class.layout_version,
+            layout: layout_code(self.class.layout),
+            encoding: ENCODING_RAW,
+            parent,
+        };
+        (blocks, expires)
+    }
+}
+
+impl Drop for PutJob {
+    fn drop(&mut self) {
+        // What was made live is not pending any more and stays.
+        self.shared.index.abandon(self.claim, &self.prints);
+    }
+}
+
+/// Where a record begins and ends in its segment.
+pub(crate) fn record_range(record: &RecordInfo) -> (u64, u64) {
+    let page = kvarts_layout::format::PAGE_BYTES;
+    let start = u64::from(record.page) * page;
+    (start, start + (u64::from(record.header_pages) + u64::from(record.payload_pages)) * page)
+}
+
+impl PutPart {
+    /// Whether others' blocks may have to go for it.
+    pub(crate) fn makes_room(&self) -> bool {
+        matches!(&self.work, PutWork::Write { share, .. } if share.is_owed())
+    }
+
+    /// When the caller stops caring.
+    pub(crate) fn deadline(&self) -> Option<Nanos> {
+        self.job.request.deadline
+    }
+}
+
+/// Does one part on its shard's executor. `deadline` completes when the caller stops caring.
+pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<LocalTask>) {
+    let PutPart { job, work, tell } = part;
+    match work {
+        PutWork::Settle { places, segment, end } => {
+            let found = log.segments.borrow().get(&segment).map(Rc::clone);
+            let mut settling = pin!(async {
+                match found {
+                    Some(segment) => segment.settle(&log.driver, end).await,
+                    None => Ok(()),
+                }
+            });
+            let settled = before(settling.as_mut(), deadline).await;
+            let outcome = match &settled {
+                Some(Ok(())) => BlockOutcome::AlreadyThere,
+                Some(Err(reason)) => BlockOutcome::Refused(reason.clone()),
+                None => BlockOutcome::Refused(Reason::DeadlinePassed),
+            };
+            job.finish(places.into_iter().map(|place| (place, outcome.clone())));
+            if settled.is_none() {
+                // It may lead a flush that others wait for.
+                let _ = settling.await;
+            }
+        }
+        PutWork::Write { run, digests, share } => {
+            let paid = match job.stopped().filter(|_| share.is_owed()) {
+                None => before(pin!(share.paid(&log.shared)), deadline.as_mut()).await,
+                stopped => stopped.map(Err),
+            };
+            if let Some(router) = tell {
+                router.name_evicted(&log.shared);
+            }
+            let promise = match paid.unwrap_or(Err(Reason::DeadlinePassed)) {
+                Ok(promise) => promise,
+                Err(reason) => {
+                    let outcome = job.give_up(&run, reason);
+                    return job.finish(run.map(|place| (place, outcome.clone())));
+                }
+            };
+            let mut writing = pin!(write::write(log, &job, &run, &digests));
+            let ended = before(writing.as_mut(), deadline).await;
+            let late = ended.is_none();
+            let mut deleted = Vec::new();
+            let outcome = match ended {
+                Some(Ok(lost)) => {
+                    deleted = lost;
+                    BlockOutcome::Stored
+                }
+                Some(Err(reason)) => job.give_up(&run, reason),
+                None if kvarts_layout::planted!("late-put-visible") => {
+                    BlockOutcome::Refused(Reason::DeadlinePassed)
+                }
+                None => job.give_up(&run, Reason::DeadlinePassed),
+            };
+            let outcome = |place: u32| match deleted.iter().any(|lost| run.start + u32::from(*lost) == place)
+            {
+                true => BlockOutcome::Refused(Reason::Deleted),
+                false => outcome.clone(),
+            };
+            // What is live by now is counted as live.
+            drop(promise);
+            job.finish(run.clone().map(|place| (place, outcome(place))));
+            if late {
+                // What is under way holds the caller's memory until the device is done with it. What it wrote
+                // stays invisible: its blocks are not reserved any more.
+                let _ = writing.await;
+            }
+        }
+    }
+}
+
+/// Refuses parts that no executor took.
+pub(crate) fn refuse(part: PutPart, reason: &Reason) {
+    let places: Vec<u32> = match part.work {
+        PutWork::Write { run, .. } => {
+            part.job.give_up(&run, reason.clone());
+            run.collect()
+        }
+        PutWork::Settle { places, .. } => places,
+    };
+    part.job.finish(places.into_iter().map(|place| (place, BlockOutcome::Refused(reason.clone()))));
+}
