@@ -246,7 +246,7 @@ impl Pipeline {
             deadline: request.deadline,
         };
         let read = match begun {
-            Some((lender, origins)) => lender.read_part(read, origins, 0),
+            Some((lender, origins)) => lender.read_part(read, origins),
             None => self.store.read(read),
         };
         let read = read.map_err(|error| LandError::Store(error.0))?;

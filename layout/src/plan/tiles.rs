@@ -104,7 +104,8 @@ impl Tiles {
 
     /// Goes on behind a tile.
     pub fn pass(&mut self, tile: &Tile) {
-        let (next_block, next_layer) = ((tile.blocks.end, self.layers.start), (tile.blocks.start, tile.layers.end));
+        let (next_block, next_layer) =
+            ((tile.blocks.end, self.layers.start), (tile.blocks.start, tile.layers.end));
         (self.block, self.layer) = match self.order {
             Order::Blocks if tile.layers.end >= self.layers.end => next_block,
             Order::Blocks => next_layer,
@@ -206,7 +207,8 @@ impl Tile {
 
     /// The chunks of what [`Tile::ranges`] gives, in the same order.
     pub fn chunks(&self, order: Order, shape: &BlockShape, layer: u32, blocks: Range<u32>) -> Vec<TileChunk> {
-        let layers = if order == Order::Blocks { self.layers.clone() } else { layer..layer.saturating_add(1) };
+        let layers =
+            if order == Order::Blocks { self.layers.clone() } else { layer..layer.saturating_add(1) };
         let parts = (0u32..).zip(chunks(shape)).filter(|(_, (of, _))| layers.contains(of));
         let parts: Vec<(u32, u64)> = parts.map(|(part, (_, chunk))| (part, chunk.bytes)).collect();
         let of = |&(part, bytes): &(u32, u64), block| TileChunk { part, block, bytes };
@@ -237,8 +239,12 @@ mod tests {
 
     fn cells(order: Order, layers: Range<u32>, blocks: Range<u32>) -> Vec<(u32, u32)> {
         match order {
-            Order::Blocks => blocks.flat_map(|block| layers.clone().map(move |layer| (block, layer))).collect(),
-            Order::Layers => layers.flat_map(|layer| blocks.clone().map(move |block| (block, layer))).collect(),
+            Order::Blocks => {
+                blocks.flat_map(|block| layers.clone().map(move |layer| (block, layer))).collect()
+            }
+            Order::Layers => {
+                layers.flat_map(|layer| blocks.clone().map(move |block| (block, layer))).collect()
+            }
         }
     }
 

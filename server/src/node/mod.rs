@@ -22,9 +22,8 @@ mod veil;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use kvarts_store::api::{KvStore, Origins, ReadRequest, ReadStream};
+use kvarts_store::api::KvStore;
 use kvarts_store::engine::Store;
-use kvarts_store::error::Error;
 use kvarts_store::io::BufMut;
 use kvarts_store::rt::{Clock, Entropy};
 use tokio::sync::{Notify, Semaphore};
@@ -190,16 +189,6 @@ impl Node {
     /// The store as its clients see it.
     pub fn store(&self) -> &dyn KvStore {
         &self.engine
-    }
-
-    /// Begins one of several reads that together are one, and never a mix ([`Store::read_part`]).
-    pub fn read_part(
-        &self,
-        request: ReadRequest,
-        origins: &Arc<Origins>,
-        first: u32,
-    ) -> Result<ReadStream, Error> {
-        self.engine.read_part(request, origins, first)
     }
 
     /// The clock of deadlines and leases.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kvarts_layout::BlockShape;
 use kvarts_layout::plan::{
-    Address, MemoryId, PartTarget, Placement, PlacementError, WritePiece, WriteSource,
+    Address, MemoryId, Order, PartTarget, Placement, PlacementError, Tile, WritePiece, WriteSource,
 };
 
 use super::{Digests, Turns};
@@ -68,6 +68,20 @@ impl Placed {
         let offset = memory.first().map_or(0, |memory| memory.shift);
         let start = Address { memory: MemoryId(0), offset };
         Self::checked(memory, Placement::canonical_blocks(shape, blocks, start))
+    }
+
+    /// A tile of a read, in memory that has its bytes. Blocks count from zero.
+    pub fn tile(
+        order: Order,
+        shape: &BlockShape,
+        tile: &Tile,
+        memory: impl Into<SharedBuf>,
+    ) -> Result<Self, Reason> {
+        let memory = memory.into();
+        expect_len(&memory, tile.bytes(shape))?;
+        let start = Address { memory: MemoryId(0), offset: shift_of(&memory) };
+        let targets = tile.targets(order, shape, start);
+        Self::checked(unchecked(vec![memory]), Placement::strided(shape, &targets, tile.block_count()))
     }
 
     /// One buffer for each layer of the shape that has one: `[part][block]` inside, without padding.
