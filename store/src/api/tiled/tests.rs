@@ -1,3 +1,5 @@
+//! A read of tiles over a source from which blocks are missing: what is told, in which order, and how it ends.
+
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::rc::Rc;
