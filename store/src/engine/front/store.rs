@@ -565,4 +565,8 @@ impl KvStore for Store {
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
         self.begin_read(request, None)
     }
+
+    fn tiles(&self, request: TiledRequest) -> Result<Box<dyn TileSource>, Error> {
+        Ok(Box::new(self.tiles_of(request, None)?))
+    }
 }

@@ -13,7 +13,7 @@ use kvarts_layout::format::body::ENCODING_RAW;
 use super::{OUTSIDE, Plan, Run, Slice, damaged, name_extent};
 use crate::api::Verify;
 use crate::engine::read::header_cache::Header;
-use crate::engine::read::job::{ReadJob, Wanted};
+use crate::engine::read::job::{ReadJob, Wanted, WantedChunk};
 use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::SharedBuf;
@@ -55,14 +55,13 @@ pub(super) struct Packed {
 }
 
 impl Packed {
-    /// The regions of these chunks (block, part, bytes) of a payload that begins at `payload_at`, on a page.
-    pub(super) fn new(places: &StoredPlaces, payload_at: u64, chunks: &[(u32, u32, u64)]) -> Option<Self> {
-        let find =
-            |&(block, part, len): &(u32, u32, u64)| Some((places.chunk(block, part)?, block, part, len));
+    /// The regions of these chunks of a payload that begins at `payload_at`, on a page.
+    pub(super) fn new(places: &StoredPlaces, payload_at: u64, chunks: &[WantedChunk]) -> Option<Self> {
+        let find = |chunk: &WantedChunk| Some((places.chunk(chunk.block, chunk.part)?, *chunk));
         let mut found = chunks.iter().map(find).collect::<Option<Vec<_>>>()?;
-        found.sort_unstable_by_key(|(span, ..)| span.offset);
+        found.sort_unstable_by_key(|(span, _)| span.offset);
         let mut packed = Self::default();
-        for (span, block, part, len) in found {
+        for (span, WantedChunk { block, part, bytes: len }) in found {
             let (start, end) = (payload_at + span.offset, payload_at + span.end());
             let (floor, ceiling) = (start - start % PAGE_BYTES, end.next_multiple_of(PAGE_BYTES));
             let joins = packed.regions.last().is_some_and(|last| {
@@ -127,7 +126,9 @@ impl Run<'_> {
         };
         let chunks = self.job.chunks_of(step, wanted);
         let payload_at = wanted.offset + wanted.header_bytes;
-        let packed = header.stored().and_then(|stored| Packed::new(&stored.places, payload_at, &chunks));
+        let stored = header.stored().zip(chunks);
+        let packed =
+            stored.and_then(|(stored, chunks)| Packed::new(&stored.places, payload_at, &chunks));
         let Some(packed) = packed.filter(|packed| !packed.regions.is_empty()) else {
             // The header was compared with the class, so this is another record than the index says.
             self.job.fail_run(wanted.run.clone(), &Reason::Bug("a record without the chunks of its class"));
@@ -165,15 +166,27 @@ impl Run<'_> {
     }
 }
 
+/// A region that is in, and what its chunks are compared with.
+pub(super) struct RegionIn<'a> {
+    pub(super) wanted: &'a Wanted,
+    pub(super) header: &'a Header,
+    pub(super) packed: &'a Packed,
+    pub(super) region: u32,
+    /// Where it was read to.
+    pub(super) staging: Option<&'a SharedBuf>,
+    /// Why it was not read, if so.
+    pub(super) failed: Option<Reason>,
+    pub(super) verify: Verify,
+}
+
 /// Decodes the chunks of a region, verifies them and copies them to where they belong; gives the bytes decoded.
 pub(super) fn unpack(
     log: &Log,
     job: &ReadJob,
-    (wanted, header): (&Wanted, &Header),
-    (packed, region): (&Packed, u32),
-    (staging, failed): (Option<&SharedBuf>, Option<Reason>),
-    (verify, sample): (Verify, &mut u64),
+    region: RegionIn<'_>,
+    sample: &mut u64,
 ) -> u64 {
+    let RegionIn { wanted, header, packed, region, staging, failed, verify } = region;
     let (Some(stored), Some(staging)) = (header.stored(), staging) else {
         job.fail_run(
             wanted.run.clone(),
@@ -238,7 +251,8 @@ mod tests {
             let layout = if layer_block { Layout::LayerBlock } else { Layout::FullBlock };
             let run = RunLayout::new(layout, LAYOUT_VERSION, &shape, 4).unwrap();
             let places = StoredPlaces::new(&run, &lengths).unwrap();
-            let all = (0..4u32).flat_map(|block| (0..6u32).map(move |part| (block, part, 9)));
+            let chunk = |block| move |part| WantedChunk { block, part, bytes: 9 };
+            let all = (0..4u32).flat_map(|block| (0..6u32).map(chunk(block)));
             let chunks: Vec<_> = all.zip(&wanted).filter(|(_, wanted)| **wanted).map(|(one, _)| one).collect();
             let packed = Packed::new(&places, 8192, &chunks).unwrap();
             let mut seen = Vec::new();
@@ -251,10 +265,10 @@ mod tests {
                     let span = places.chunk(piece.block, piece.part).unwrap();
                     prop_assert_eq!(region.file_offset + piece.source, 8192 + span.offset);
                     prop_assert!(piece.source + piece.stored <= region.bytes);
-                    seen.push((piece.block, piece.part, piece.len));
+                    seen.push(WantedChunk { block: piece.block, part: piece.part, bytes: piece.len });
                 }
             }
-            seen.sort_unstable();
+            seen.sort_unstable_by_key(|chunk| (chunk.block, chunk.part));
             prop_assert_eq!(seen, chunks);
         }
     }
