@@ -8,7 +8,7 @@ use super::{FULL, Store};
 use crate::api::{
     Origins, Placed, ReadRequest, ReadStream, TileSource, TiledRead, TiledRequest, read_channel,
 };
-use crate::engine::front::executor::Message;
+use crate::engine::front::router::Message;
 use crate::engine::read::job::{self, Expected, ReadPart, Subject, Wish};
 use crate::error::{Error, Reason};
 
