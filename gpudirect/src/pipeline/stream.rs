@@ -431,7 +431,9 @@ impl<'a> Feeder<'a> {
                 Came::Room => self.make_room(),
                 // Told before its layer is.
                 Came::Arrived(Some(Arrived::Bytes(_) | Arrived::Block(_))) => Ok(()),
-                Came::Arrived(Some(Arrived::Layer { layer, blocks })) if blocks == self.landing.into.blocks() => {
+                Came::Arrived(Some(Arrived::Layer { layer, blocks }))
+                    if blocks == self.landing.into.blocks() =>
+                {
                     self.copy(layer, blocks).map_err(EndReason::Device)
                 }
                 Came::Arrived(_) if self.landing.read.good() < self.landing.into.blocks() => {
@@ -439,9 +441,9 @@ impl<'a> Feeder<'a> {
                     let failure = self.landing.read.first_failure().map(|(_, reason)| reason);
                     Err(match failure {
                         Some(Reason::DeadlinePassed) => EndReason::Deadline,
-                        failure => EndReason::Store(
-                            failure.unwrap_or(Reason::Bug("fewer blocks without a reason")),
-                        ),
+                        failure => {
+                            EndReason::Store(failure.unwrap_or(Reason::Bug("fewer blocks without a reason")))
+                        }
                     })
                 }
                 Came::Arrived(_) => Ok(()),

@@ -136,5 +136,4 @@ pub trait KvStore: Send + Sync {
         let _ = request;
         Err(Error(Reason::Overlap))
     }
-
 }

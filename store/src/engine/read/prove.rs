@@ -10,8 +10,8 @@ use kvarts_layout::{BlockKey, OriginId};
 use super::decode::Stored;
 use super::header_cache::{Header, HeaderKey};
 use super::job::Wanted;
+use crate::engine::read::Reads;
 use crate::engine::volume::segment::Segment;
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::SharedBuf;
 
@@ -21,21 +21,21 @@ fn header_key(segment: &Segment, offset: u64) -> HeaderKey {
 }
 
 /// The header of a record, if it was opened before.
-pub(crate) fn known(log: &Log, segment: &Segment, wanted: &Wanted) -> Option<Rc<Header>> {
-    log.headers.get(header_key(segment, wanted.offset))
+pub(crate) fn known(reads: &Reads, segment: &Segment, wanted: &Wanted) -> Option<Rc<Header>> {
+    reads.headers.get(header_key(segment, wanted.offset))
 }
 
 /// Opens the header of a record as it was read, and keeps it.
 pub(crate) fn open(
-    log: &Log,
+    reads: &Reads,
     segment: &Segment,
     wanted: &Wanted,
     bytes: &SharedBuf,
 ) -> Result<Rc<Header>, Reason> {
-    let position = log.position(segment, wanted.offset);
-    let header = open_header(&bytes.to_vec(), &position, &log.shared.secret, (segment, wanted))?;
+    let position = reads.position(segment, wanted.offset);
+    let header = open_header(&bytes.to_vec(), &position, &reads.shared.secret, (segment, wanted))?;
     let header = Rc::new(header);
-    log.headers.insert(header_key(segment, wanted.offset), &header);
+    reads.headers.insert(header_key(segment, wanted.offset), &header);
     Ok(header)
 }
 

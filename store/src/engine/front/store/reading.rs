@@ -8,7 +8,7 @@ use super::{FULL, Store};
 use crate::api::{
     Origins, Placed, ReadRequest, ReadStream, TileSource, TiledRead, TiledRequest, read_channel,
 };
-use crate::engine::front::executor::Message;
+use crate::engine::front::router::Message;
 use crate::engine::read::job::{self, Expected, ReadPart, Subject, Wish};
 use crate::error::{Error, Reason};
 
@@ -23,7 +23,11 @@ impl Store {
     }
 
     /// Where the tiles of a read come from; `origins` if some of its blocks were met already.
-    pub fn tiles_of(&self, request: TiledRequest, origins: Option<Arc<Origins>>) -> Result<StoreTiles, Error> {
+    pub fn tiles_of(
+        &self,
+        request: TiledRequest,
+        origins: Option<Arc<Origins>>,
+    ) -> Result<StoreTiles, Error> {
         let shared = &self.0.shared;
         job::check_keys(shared, &request.keys, request.deadline)?;
         let TiledRequest { namespace, group, coordinate, class, .. } = request;

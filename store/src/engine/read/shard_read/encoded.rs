@@ -12,9 +12,9 @@ use kvarts_layout::format::body::ENCODING_RAW;
 
 use super::{OUTSIDE, Plan, Run, Slice, damaged, name_extent};
 use crate::api::Verify;
+use crate::engine::read::Reads;
 use crate::engine::read::header_cache::Header;
 use crate::engine::read::job::{ReadJob, Wanted, WantedChunk};
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::SharedBuf;
 
@@ -127,8 +127,7 @@ impl Run<'_> {
         let chunks = self.job.chunks_of(step, wanted);
         let payload_at = wanted.offset + wanted.header_bytes;
         let stored = header.stored().zip(chunks);
-        let packed =
-            stored.and_then(|(stored, chunks)| Packed::new(&stored.places, payload_at, &chunks));
+        let packed = stored.and_then(|(stored, chunks)| Packed::new(&stored.places, payload_at, &chunks));
         let Some(packed) = packed.filter(|packed| !packed.regions.is_empty()) else {
             // The header was compared with the class, so this is another record than the index says.
             self.job.fail_run(wanted.run.clone(), &Reason::Bug("a record without the chunks of its class"));
@@ -180,12 +179,7 @@ pub(super) struct RegionIn<'a> {
 }
 
 /// Decodes the chunks of a region, verifies them and copies them to where they belong; gives the bytes decoded.
-pub(super) fn unpack(
-    log: &Log,
-    job: &ReadJob,
-    region: RegionIn<'_>,
-    sample: &mut u64,
-) -> u64 {
+pub(super) fn unpack(log: &Reads, job: &ReadJob, region: RegionIn<'_>, sample: &mut u64) -> u64 {
     let RegionIn { wanted, header, packed, region, staging, failed, verify } = region;
     let (Some(stored), Some(staging)) = (header.stored(), staging) else {
         job.fail_run(
@@ -216,7 +210,7 @@ pub(super) fn unpack(
             found
         };
         decoded += piece.len;
-        match log.unpacker.show(stored.encoding, source, piece.len as usize, copy) {
+        match log.decoder.show(stored.encoding, source, piece.len as usize, copy) {
             Ok(found) if expected == Some(found) => {
                 if let Some((digests, digest)) = job.request.into.digests().zip(expected) {
                     digests.set(piece.part, ordinal, digest);
