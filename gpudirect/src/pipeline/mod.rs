@@ -79,8 +79,7 @@ pub struct LandRequest {
     pub verify: Verify,
     /// What the read is for.
     pub class: Class,
-    /// When the caller stops waiting, by the store's clock. Without one a caller that stops asking holds what it
-    /// reads from.
+    /// When the caller stops waiting, by the store's clock.
     pub deadline: Option<Nanos>,
 }
 
