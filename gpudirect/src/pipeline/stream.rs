@@ -419,7 +419,9 @@ impl<'a> Feeder<'a> {
     pub(super) fn new(landing: Landing, bringer: &'a Bringer) -> Self {
         let left = Arc::new(AtomicU32::new(0));
         let leaving = Arc::clone(&left);
-        let leave = Box::new(move |layers| drop(leaving.fetch_max(layers, Ordering::AcqRel)));
+        let leave = Box::new(move |layers| {
+            leaving.fetch_max(layers, Ordering::AcqRel);
+        });
         bringer.shared.add_door(bringer.count(), leave);
         Self { landing, bringer, pieces: Vec::new(), left, given: 0 }
     }

@@ -24,7 +24,7 @@ use super::router::{Message, Router};
 use crate::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
     PutReply, PutRequest, PutStream, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
-    Subscription, Target, TtlReply, TtlRequest,
+    Subscription, Target, TileSource, TiledRequest, TtlReply, TtlRequest,
 };
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::recover::RecoveryReport;

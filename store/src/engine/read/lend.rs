@@ -305,7 +305,8 @@ impl LendJob {
             origin.is_some_and(|origin| self.origins.admit(ordinal as usize, origin))
         };
         let mut left = None;
-        prove::run(header, wanted, &self.request.keys, admits, |ordinal| drop(left.get_or_insert(ordinal)));
+        let gone = |ordinal| left = left.or(Some(ordinal));
+        prove::run(header, wanted, &self.request.keys, admits, gone);
         if let Some(ordinal) = left {
             return Err(self.gone(ordinal));
         }
