@@ -21,7 +21,7 @@ use std::task::Poll;
 
 use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::ENCODING_RAW;
-use kvarts_layout::plan::{Address, Extent, Landing, Step};
+use kvarts_layout::plan::{Address, Extent, Landing, Pieces, Step};
 
 use super::header_cache::Header;
 use super::job::{MemoryGuard, ReadJob, ReadPart, Wanted};
@@ -35,7 +35,7 @@ use crate::error::Reason;
 use crate::index::Lookup;
 use crate::io::{BufMut, ExtentDone, IoError, ReadBatch, SharedBuf};
 use crate::rt::LocalTask;
-use encoded::{Packed, RegionIn};
+use encoded::StoredPieces;
 
 /// Bytes of later steps' extents that a part has under way until the first step is in: the first layer should not
 /// queue behind the tenth, nor behind those of shards that have less of it to read.
@@ -72,27 +72,14 @@ enum HeaderState {
     Bad,
 }
 
-/// What a slice reads.
-enum Plan {
-    Raw(Step),
-    Encoded(Packed),
-}
-
-impl Plan {
-    /// Bytes that a region reads.
-    fn region_bytes(&self, region: u32) -> Option<u64> {
-        match self {
-            Self::Raw(step) => step.regions().get(region as usize).map(|region| region.bytes),
-            Self::Encoded(packed) => packed.regions.get(region as usize).map(|region| region.bytes),
-        }
-    }
-}
-
 /// A slice under way.
 struct Slice {
     step: u32,
     record: usize,
-    plan: Plan,
+    /// What it reads.
+    plan: Step,
+    /// Of an encoded record: the stored chunks in what is read.
+    stored: Option<StoredPieces>,
     /// For each region: its staging (none if it lands directly) and the extents that have not ended.
     regions: Vec<(Option<SharedBuf>, u32)>,
     regions_left: u32,
@@ -434,7 +421,7 @@ impl<'a> Run<'a> {
                 _ => {
                     let mut plan = self.spare.pop().unwrap_or_default();
                     self.job.plan.plan_slice(step, slice, &mut plan);
-                    self.enqueue(step, at, plan).await
+                    self.enqueue(step, at, plan, None).await
                 }
             };
             if planned {
@@ -475,7 +462,7 @@ impl<'a> Run<'a> {
 
     /// Finds memory for a slice and queues its extents, the header's first. All memory is taken in one piece, so
     /// that two reads never hold half of what each needs.
-    async fn enqueue(&mut self, step: u32, at: usize, plan: Step) -> bool {
+    async fn enqueue(&mut self, step: u32, at: usize, plan: Step, stored: Option<StoredPieces>) -> bool {
         let header_bytes = self.missing_header(at);
         let staged_bytes = plan.staged_bytes();
         let Some(staging) = self.stage(header_bytes + staged_bytes).await else {
@@ -515,8 +502,7 @@ impl<'a> Run<'a> {
         }
         let regions_left = regions.len() as u32;
         if let Some(slice) = self.slices.get_mut(slot) {
-            *slice =
-                Some(Slice { step, record: at, plan: Plan::Raw(plan), regions, regions_left, failed: None });
+            *slice = Some(Slice { step, record: at, plan, stored, regions, regions_left, failed: None });
         }
         true
     }
@@ -531,9 +517,10 @@ impl<'a> Run<'a> {
     /// Ends a slice of which a part has no place in memory, before anything of it is read.
     fn fail_slice(&self, step: u32, at: usize) {
         let index = self.records.get(at).map(|record| record.index as usize);
-        if let Some(wanted) = index.and_then(|index| self.job.wanted.get(index)) {
-            self.job.fail_run(wanted.run.clone(), &OUTSIDE);
-        }
+        let wanted = index.and_then(|index| self.job.wanted.get(index));
+        // Where nobody knows of which blocks it is, none may be announced.
+        let run = wanted.map_or(0..self.job.request.keys.len() as u32, |wanted| wanted.run.clone());
+        self.job.fail_run(run, &OUTSIDE);
         self.job.slice_done(step);
     }
 
@@ -606,7 +593,9 @@ impl<'a> Run<'a> {
         let (slot, region, len) = extent_named(extent);
         self.in_flight = self.in_flight.saturating_sub(len);
         let Some(Some(slice)) = self.slices.get_mut(slot) else { return };
-        let Some(bytes) = slice.plan.region_bytes(region) else { return };
+        let Some(bytes) = slice.plan.regions().get(region as usize).map(|region| region.bytes) else {
+            return;
+        };
         if let Err(error) = &result {
             slice.failed = Some(Reason::Media(error.to_string()));
         }
@@ -672,9 +661,7 @@ impl<'a> Run<'a> {
         let last = slice.regions_left == 0;
         self.deliver(slot, region, staging.as_ref(), failed, record);
         if last && let Some(Some(slice)) = self.slices.get_mut(slot).map(Option::take) {
-            if let Plan::Raw(step) = slice.plan {
-                self.spare.push(step);
-            }
+            self.spare.push(slice.plan);
             self.free.push(slot);
             if let Some(Record { flight: Some(flight), header: HeaderState::Good(header), .. }) =
                 self.records.get(record)
@@ -706,60 +693,73 @@ impl<'a> Run<'a> {
             let reason = failed.unwrap_or(Reason::Bug("bytes of a record without its header"));
             return self.job.fail_run(wanted.run.clone(), &reason);
         };
-        let into = &self.job.request.into;
         let verify = if record.doubted { Verify::Always } else { self.job.request.verify };
-        let plan = match &slice.plan {
-            Plan::Raw(plan) => plan,
-            Plan::Encoded(packed) => {
-                let region = RegionIn { wanted, header, packed, region, staging, failed, verify };
-                let decoded = encoded::unpack(self.log, self.job, region, &mut self.sample);
-                self.delivered += Section::of_bytes(decoded * DECODE_COST);
-                return;
-            }
+        let bytes = slice.plan.regions().get(region as usize).map_or(0, |region| region.bytes);
+        let arrived = RegionIn { wanted, header, staging, failed, verify };
+        if let Some(pieces) = &slice.stored {
+            let decoded = encoded::unpack(self.log, self.job, &arrived, pieces.of(region), &mut self.sample);
+            self.delivered += Section::of_bytes(decoded * DECODE_COST);
+        } else {
+            copy_out(self.job, &arrived, self.job.plan.pieces(&slice.plan, region), &mut self.sample);
+            self.delivered += Section::of_bytes(bytes);
+        }
+    }
+}
+
+/// A region that is in, and what its chunks are compared with.
+struct RegionIn<'a> {
+    wanted: &'a Wanted,
+    header: &'a Header,
+    /// Where it was read to; none if it landed in its place.
+    staging: Option<&'a SharedBuf>,
+    /// Why it was not read, if so.
+    failed: Option<Reason>,
+    verify: Verify,
+}
+
+/// Verifies the chunks of a region and copies what was staged.
+fn copy_out(job: &ReadJob, region: &RegionIn<'_>, mut pieces: Pieces<'_>, sample: &mut u64) {
+    let RegionIn { wanted, header, staging, failed, verify } = region;
+    let into = &job.request.into;
+    for piece in pieces.by_ref() {
+        if let Some(reason) = failed {
+            job.fail(piece.ordinal, reason);
+            continue;
+        }
+        let len = piece.len as usize;
+        // What cannot be shown cannot be verified: it is not announced.
+        let Some(place) = into.slice(piece.destination, piece.len) else {
+            job.fail(piece.ordinal, &OUTSIDE);
+            continue;
         };
-        self.delivered +=
-            Section::of_bytes(plan.regions().get(region as usize).map_or(0, |region| region.bytes));
-        let mut pieces = self.job.plan.pieces(plan, region);
-        for piece in pieces.by_ref() {
-            if let Some(reason) = &failed {
-                self.job.fail(piece.ordinal, reason);
+        let (source, at) = match staging {
+            Some(buf) => (*buf, piece.source as usize),
+            None => (&place, 0),
+        };
+        if at.checked_add(len).is_none_or(|end| end > source.len()) {
+            job.fail(piece.ordinal, &OUTSIDE);
+            continue;
+        }
+        let expected = header.digest(piece.block, piece.chunk);
+        if verify.picks(sample) {
+            let found = source.crc32(at, len);
+            if expected != Some(found) && !kvarts_layout::planted!("digest-not-compared") {
+                // What another process may write to proves nothing about the disk.
+                let certain = staging.is_some() || !source.region().is_shared();
+                damaged(job, wanted, piece.ordinal, (expected, found), certain);
                 continue;
-            }
-            let len = piece.len as usize;
-            // What cannot be shown cannot be verified: it is not announced.
-            let Some(place) = into.slice(piece.destination, piece.len) else {
-                self.job.fail(piece.ordinal, &OUTSIDE);
-                continue;
-            };
-            let (source, at) = match staging {
-                Some(buf) => (buf, piece.source as usize),
-                None => (&place, 0),
-            };
-            if at.checked_add(len).is_none_or(|end| end > source.len()) {
-                self.job.fail(piece.ordinal, &OUTSIDE);
-                continue;
-            }
-            if verify.picks(&mut self.sample) {
-                let found = source.crc32(at, len);
-                let expected = header.digest(piece.block, piece.chunk);
-                if expected != Some(found) && !kvarts_layout::planted!("digest-not-compared") {
-                    // What another process may write to proves nothing about the disk.
-                    let certain = staging.is_some() || !source.region().is_shared();
-                    damaged(self.job, wanted, piece.ordinal, (expected, found), certain);
-                    continue;
-                }
-            }
-            if let Some((digests, digest)) = into.digests().zip(header.digest(piece.block, piece.chunk)) {
-                digests.set(piece.chunk, piece.ordinal, digest);
-            }
-            if staging.is_some() {
-                place.copy_from(0, source, at, len);
             }
         }
-        if !pieces.is_done() {
-            // What was passed over was neither compared nor copied.
-            self.job.fail_run(wanted.run.clone(), &OUTSIDE);
+        if let Some((digests, digest)) = into.digests().zip(expected) {
+            digests.set(piece.chunk, piece.ordinal, digest);
         }
+        if staging.is_some() {
+            place.copy_from(0, source, at, len);
+        }
+    }
+    if !pieces.is_done() {
+        // What was passed over was neither compared nor copied.
+        job.fail_run(wanted.run.clone(), &OUTSIDE);
     }
 }
 
