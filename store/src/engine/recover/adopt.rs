@@ -20,7 +20,7 @@ use super::Recovery;
 use crate::engine::read::decode::{self, Stored};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
-use crate::engine::shared::recency::{AGE_MAX, EPOCH_S};
+use crate::engine::shared::recency::{AGE_MAX, EPOCH_S, steps_before};
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::space::evict::batch::range_of;
 use crate::engine::space::evict::pages::{Holes, Lying, touched};
@@ -234,7 +234,6 @@ impl Recovery<'_> {
         let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
         let second = u32::try_from(last_s.min(self.now_ms / 1000)).unwrap_or(u32::MAX);
         index.records().note_use(record, second);
-        self.log.shared.ages.found((self.now_ms / 1000).saturating_sub(last_s));
         segment.note_cold(self.log.shared.step_of(second));
         self.batch.records.push(record);
         for (block, name) in (0u16..).zip(&blocks.blocks) {
@@ -309,7 +308,7 @@ impl Recovery<'_> {
 
     /// The coarse time of the index for a moment in the past.
     fn epoch_of(&self, last_s: u64) -> u16 {
-        let age = (self.now_ms / 1000).saturating_sub(last_s) / EPOCH_S;
+        let age = steps_before((self.now_ms / 1000).saturating_sub(last_s));
         self.log.shared.epoch().wrapping_sub(age.min(u64::from(AGE_MAX)) as u16) % EPOCHS
     }
 

@@ -573,3 +573,41 @@ fn an_index_that_is_full_takes_nothing_more_and_is_short_before() {
         sums(&world);
     });
 }
+
+/// How old a segment is says what recovery found in it, wherever it lies in the log. Few of many are looked at.
+#[test]
+fn of_many_segments_the_coldest_goes_first_wherever_it_lies() {
+    let place = Place::new();
+    let clock = std::sync::Arc::clone(&place.clock);
+    let day = std::time::Duration::from_secs(24 * 60 * 60);
+    let cold = 100..104;
+    let warm = cold.clone();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let mut first = 0;
+        while world.log.segments.borrow().len() < 120 {
+            world.durable("a", first, 5).await;
+            first += 5;
+        }
+        world.log.finish().await;
+    });
+    clock.advance(4 * day);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        let all = segments_of(&world);
+        let used = all.iter().filter(|(_, segment)| !warm.contains(segment));
+        let prints: Vec<_> = used.map(|(number, _)| print(&world, *number)).collect();
+        world.shared.index.touch_with(&prints, Some(world.shared.epoch()), Some(world.shared.second()));
+        assert!(world.log.say_free().await);
+    });
+    clock.advance(day);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        world.shared.set_policy(EvictionPolicy::Lru);
+        let all = segments_of(&world);
+        give_back(&world, SEGMENT_BYTES).await;
+        let gone = all.iter().filter(|(number, _)| !world.has("a", *number));
+        let gone: std::collections::BTreeSet<u32> = gone.map(|(_, segment)| *segment).collect();
+        assert!(!gone.is_empty() && gone.iter().all(|segment| cold.contains(segment)), "{gone:?}");
+    });
+}
