@@ -32,8 +32,12 @@ pub mod index;
 pub mod io;
 #[path = "../../store/src/ledger/mod.rs"]
 pub mod ledger;
+#[path = "../../store/src/memory_ids.rs"]
+mod memory_ids;
 #[path = "../../store/src/rt/mod.rs"]
 pub mod rt;
+#[path = "../../store/src/task.rs"]
+mod task;
 
 #[path = "../../tests/src/fixture.rs"]
 mod fixture;

@@ -13,5 +13,7 @@ pub mod home;
 pub mod index;
 pub mod io;
 pub mod ledger;
+mod memory_ids;
 pub mod rt;
 mod sync;
+mod task;

@@ -1,6 +1,6 @@
 //! A batch of fingerprints, grouped by partition, so that each partition's lock is taken once.
 
-use super::fingerprint::BlockFingerprint;
+use crate::memory_ids::BlockFingerprint;
 
 /// Which partition a fingerprint belongs to when there are `2^bits`.
 #[inline]

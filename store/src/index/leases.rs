@@ -15,8 +15,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use super::fingerprint::BlockFingerprint;
 use super::lock;
+use crate::memory_ids::BlockFingerprint;
 use crate::rt::Nanos;
 use crate::sync::Mutex;
 

@@ -22,7 +22,6 @@
 //! Lock order: partition, then its pins, then leases; partition, then a shard of records, then the ledger.
 
 mod changes;
-mod fingerprint;
 mod gathering;
 mod groups;
 mod leases;
@@ -35,12 +34,12 @@ mod tests;
 use std::fmt;
 use std::sync::PoisonError;
 
+pub use crate::memory_ids::{BlockFingerprint, FingerprintKey, RecordId};
 pub use changes::{Deleted, Reservation, Ticket};
-pub use fingerprint::{BlockFingerprint, FingerprintKey};
 pub use gathering::{Gathering, Recovered};
 pub use leases::{LeaseError, LeaseId, LeaseTerms, PINS_MAX};
 pub use pinning::Eviction;
-pub use records::{OwnerCursor, RecordCursor, RecordError, RecordId, RecordInfo, Records};
+pub use records::{OwnerCursor, RecordCursor, RecordError, RecordInfo, Records};
 
 use groups::{Groups, partition_of};
 use leases::{Leases, Pins};

@@ -22,6 +22,7 @@ use kvarts_layout::format::PAGE_BYTES;
 
 use super::{read, write};
 use crate::ledger::Ledger;
+use crate::memory_ids::RecordId;
 use crate::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use crate::sync::{PLAIN, Race, RwLock, planted};
 
@@ -40,16 +41,6 @@ const LISTED_BYTES: usize = 16;
 const NONE: u32 = u32::MAX;
 /// Locks over which the records of one owner are spread.
 const LOCKS_EACH: u32 = 4;
-
-/// A record's number in memory. It means nothing on disk or after a restart.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
-pub struct RecordId(pub u32);
-
-impl fmt::Display for RecordId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
-    }
-}
 
 /// What the index knows of one record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

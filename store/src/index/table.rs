@@ -13,8 +13,8 @@
 
 mod merge;
 
-use super::fingerprint::BlockFingerprint;
 use super::{EPOCHS, Heat, Location, Lookup, RecordId};
+use crate::memory_ids::BlockFingerprint;
 use crate::sync::PLAIN;
 use crate::sync::atomic::{AtomicU16, Ordering::Relaxed};
 

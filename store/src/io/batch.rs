@@ -14,7 +14,7 @@ use super::driver::Shared;
 use super::driver_core::{Request, Work};
 use super::error::IoError;
 use super::slots::Key;
-use crate::rt::{Class, LocalTask, Nanos};
+use crate::task::{Class, LocalTask, Nanos};
 
 /// The end of one extent of a [`ReadBatch`].
 #[derive(Clone, PartialEq, Eq, Debug)]

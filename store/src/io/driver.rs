@@ -27,8 +27,8 @@ use super::driver_core::{Core, Outcome, Request, Work};
 use super::error::{IoError, IoErrorKind};
 use super::slots::Key;
 use super::{Completion, DirEntry, DirId, FileId, Io, KeptFile, MetaOp, Name, OpenMode, Reply};
-use crate::rt::{Class, LocalTask, Nanos, Runtime};
 use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::task::{Class, LocalTask, Nanos, Runtime};
 
 /// How much may be under way at once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -23,7 +23,7 @@ use super::ring::{MOVED_MAX, RANGES_MAX};
 use super::schedule::Schedule;
 use super::slots::{Key, Slots};
 use super::{Completion, FileId, Io, MetaOp, Op, Reply, Token};
-use crate::rt::Class;
+use crate::task::Class;
 
 /// How often an interrupted transfer is tried again.
 const TRIES_MAX: u16 = 16;

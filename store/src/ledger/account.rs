@@ -11,7 +11,7 @@ use std::sync::Arc;
 use kvarts_layout::NamespaceId;
 
 use super::{MakingRoom, lock};
-use crate::index::{BlockFingerprint, RecordId};
+use crate::memory_ids::{BlockFingerprint, RecordId};
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use crate::sync::{Mutex, OnceLock, Race, planted};
 

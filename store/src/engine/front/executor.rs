@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use kvarts_layout::BlockKey;
 
+use super::limits::Limits;
 use super::memory_audit::Table;
 use super::store::free_space;
 use super::{descent, expiry, snapshot};
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
-use crate::engine::Limits;
 use crate::engine::compact::chains::{self, Peers, Survey};
 use crate::engine::compact::gather::{Gathered, Taken};
 use crate::engine::compact::relocate::{Head, Moved};

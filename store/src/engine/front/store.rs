@@ -15,6 +15,7 @@ use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, Namespace
 
 use super::executor::{self, Message, Router};
 use super::expiry;
+use super::limits::Limits;
 use super::lookup;
 use super::presence;
 use crate::api::{
@@ -26,11 +27,11 @@ use crate::engine::compact::chains::Peers;
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::recover::RecoveryReport;
 use crate::engine::shared::health::Health;
+use crate::engine::shared::policy::EvictionPolicy;
 use crate::engine::shared::{Counts, Shared};
 use crate::engine::volume::directory::Plan;
 use crate::engine::write::delete;
 use crate::engine::write::put::{self, layers};
-use crate::engine::{EvictionPolicy, Limits};
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
 use crate::io::{IoFacts, Metrics, Region, SmallReads};

@@ -1,4 +1,6 @@
-//! What stands for an index key in memory: 96 bits of a keyed hash of (namespace, block key, group, coordinate).
+//! What blocks and records are called in memory: fingerprints and numbers.
+//!
+//! A fingerprint stands for an index key: 96 bits of a keyed hash of (namespace, block key, group, coordinate).
 //!
 //! Correctness never rests on a fingerprint alone. It says where a block *should* be; the reader compares the
 //! whole key with the one in the record's header, and a difference is a miss. So a collision costs a block its
@@ -17,6 +19,16 @@ use kvarts_layout::{BlockKey, Coordinate, Group};
 
 /// Separates the hash's secrets from everything else that may be derived from the same seed.
 const DERIVATION: &str = "kvarts store index fingerprint 2025-11";
+
+/// A record's number in memory. It means nothing on disk or after a restart.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct RecordId(pub u32);
+
+impl fmt::Display for RecordId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
 
 /// 96 bits that stand for one index key of one store.
 ///
