@@ -8,4 +8,5 @@ pub(crate) mod lookup;
 pub(crate) mod memory_audit;
 pub(crate) mod presence;
 pub(crate) mod snapshot;
+mod staging;
 pub(crate) mod store;
