@@ -12,6 +12,7 @@ mod compact;
 mod front;
 mod read;
 mod recover;
+mod shard;
 pub(crate) mod shared;
 mod space;
 pub(crate) mod tasks;

@@ -14,10 +14,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::chains::{Peers, merge};
+use super::chains::{Shards, merge};
 use super::{CompactOptions, Pace, segments};
+use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
-use crate::engine::write::log::Log;
 use crate::rt::Runtime;
 
 /// When a store compacts by itself, and how fast.
@@ -102,10 +102,10 @@ impl Compaction {
 pub(crate) async fn keep(
     rt: Rc<dyn Runtime>,
     stopping: Rc<std::cell::Cell<bool>>,
-    (logs, compaction): (Vec<Rc<Log>>, Compaction),
-    merging: Option<(Arc<Shared>, Peers)>,
+    (own, compaction): (Vec<Rc<Shard>>, Compaction),
+    merging: Option<(Arc<Shared>, Arc<dyn Shards>)>,
 ) {
-    let (Some(every), Some(shared)) = (compaction.every, logs.first().map(|log| Arc::clone(&log.shared)))
+    let (Some(every), Some(shared)) = (compaction.every, own.first().map(|shard| Arc::clone(&shard.shared)))
     else {
         return;
     };
@@ -121,12 +121,12 @@ pub(crate) async fn keep(
         let options = compaction.options(need, every);
         pace.renew(options.bytes_max);
         // What went wrong is tried again when the need is looked at again; an error that latches ends the need.
-        if let Some((shared, peers)) = merging.as_ref().filter(|_| need.merge) {
+        if let Some((shared, shards)) = merging.as_ref().filter(|_| need.merge) {
             merged_at = shared.counters.counts().small_records_stored;
-            let _ = merge(shared, peers, &options, &mut pace).await;
+            let _ = merge(shared, &**shards, &options, &mut pace).await;
         }
         if need.empty || need.encode {
-            let _ = segments::empty_all(&logs, &options, &mut pace).await;
+            let _ = segments::empty_all(&own, &options, &mut pace).await;
         }
     }
 }

@@ -23,15 +23,14 @@ use super::gather::{Gathered, Taken, gather};
 use super::relocate::{Head, Moved, expires_ms, write};
 use super::segments::{live_by_segment, room};
 use super::{CompactOptions, CompactReport, Pace};
-use crate::engine::front::executor::Message;
+use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::engine::write::log::Log;
 use crate::engine::write::put::shard_of;
 use crate::error::Reason;
 use crate::index::{Lookup, RecordId};
-use crate::rt::mailbox::{Sender, Ticket, ticket};
+use crate::rt::mailbox::{Reply, ticket};
 
 /// Small records that one survey of a shard lists at most.
 const SURVEY_MAX: usize = 64 << 10;
@@ -60,20 +59,26 @@ pub(crate) struct Survey {
     small: Vec<Small>,
 }
 
-/// Every executor's mailbox, and the executor of each shard.
-#[derive(Clone)]
-pub(crate) struct Peers {
-    pub(crate) executors: Vec<Sender<Message>>,
-    pub(crate) owners: Vec<usize>,
-}
-
-impl Peers {
-    fn ask<T>(&self, shard: u32, message: Message, answer: Ticket<T>) -> Result<Ticket<T>, Reason> {
-        let owner = self.owners.get(shard as usize).copied().unwrap_or(0);
-        let executor = self.executors.get(owner).ok_or(Reason::Bug("a shard without an executor"))?;
-        executor.try_send(message).map_err(|_| Reason::Busy("the executor takes no more requests"))?;
-        Ok(answer)
-    }
+/// The shards of a store, on whichever executors they are.
+pub(crate) trait Shards {
+    /// How many there are.
+    fn count(&self) -> u32;
+    /// Asks for the small records of a shard.
+    fn survey(&self, shard: u32, reply: Reply<Survey>) -> Result<(), Reason>;
+    /// Asks for these records of a shard.
+    fn gather(
+        &self,
+        shard: u32,
+        records: Vec<RecordId>,
+        reply: Reply<Result<Vec<Gathered>, Reason>>,
+    ) -> Result<(), Reason>;
+    /// Has blocks written as a record of a shard.
+    fn rewrite(
+        &self,
+        shard: u32,
+        record: Box<(Head, Vec<Taken>)>,
+        reply: Reply<Result<Moved, Reason>>,
+    ) -> Result<(), Reason>;
 }
 
 fn gone<T, E>(answer: Result<T, E>) -> Result<T, Reason> {
@@ -81,15 +86,15 @@ fn gone<T, E>(answer: Result<T, E>) -> Result<T, Reason> {
 }
 
 /// Lists the small records of a shard.
-pub(crate) async fn survey(log: &Rc<Log>) -> Survey {
-    let (sequence, live) = (log.sequence.get(), live_by_segment(log));
-    let mut survey = Survey { shard: log.shard, sequence, room: room(log, &live), small: Vec::new() };
-    let segments: Vec<_> = log.segments.borrow().values().map(Rc::clone).collect();
+pub(crate) async fn survey(shard: &Rc<Shard>) -> Survey {
+    let (sequence, live) = (shard.sequence.get(), live_by_segment(shard));
+    let mut survey = Survey { shard: shard.shard, sequence, room: room(shard, &live), small: Vec::new() };
+    let segments: Vec<_> = shard.segments.borrow().values().map(Rc::clone).collect();
     for segment in segments.iter().filter(|segment| live.get(&segment.number).is_some_and(|live| *live > 0)) {
         let entries = match segment.state.get() {
             // As the footer will list them.
             SegmentState::Open => segment.tail.borrow().entries.clone(),
-            SegmentState::Sealed => match log.read_footer(segment).await {
+            SegmentState::Sealed => match shard.read_footer(segment).await {
                 Ok(footer) => footer.records,
                 // What cannot be read is not merged.
                 Err(_) => continue,
@@ -100,22 +105,22 @@ pub(crate) async fn survey(log: &Rc<Log>) -> Survey {
             if survey.small.len() == SURVEY_MAX {
                 return survey;
             }
-            survey.small.extend(small(log, segment, entry));
+            survey.small.extend(small(shard, segment, entry));
         }
     }
     survey
 }
 
-fn small(log: &Log, segment: &Segment, entry: &Entry) -> Option<Small> {
+fn small(shard: &Shard, segment: &Segment, entry: &Entry) -> Option<Small> {
     let Content::Blocks(blocks) = &entry.content else { return None };
-    let shared = &log.shared;
+    let shared = &shard.shared;
     if blocks.parent == Parent::Unknown || entry.payload_bytes > shared.record_bytes_max / 2 {
         return None;
     }
-    let (record, class, expires) = live_record(shared, log.shard, segment, entry, blocks)?;
+    let (record, class, expires) = live_record(shared, shard.shard, segment, entry, blocks)?;
     Some(Small {
         record,
-        shard: log.shard,
+        shard: shard.shard,
         class,
         parent: blocks.parent,
         first: blocks.blocks.first()?.key,
@@ -199,25 +204,26 @@ fn chains(small: Vec<Small>, shared: &Shared, least: u32) -> Vec<Chain> {
 /// Finds and merges what there is. Stops without an error where there is no room.
 pub(crate) async fn merge(
     shared: &Arc<Shared>,
-    peers: &Peers,
+    shards: &dyn Shards,
     options: &CompactOptions,
     pace: &mut Pace,
 ) -> Result<CompactReport, Reason> {
     let mut report = CompactReport::default();
-    let (mut small, mut shards) = (Vec::new(), BTreeMap::new());
-    for shard in 0..peers.owners.len() as u32 {
+    let (mut small, mut room_of) = (Vec::new(), BTreeMap::new());
+    for shard in 0..shards.count() {
         let (reply, answer) = ticket();
-        let survey = gone(peers.ask(shard, Message::Survey(shard, reply), answer)?.await)?;
+        shards.survey(shard, reply)?;
+        let survey = gone(answer.await)?;
         small.extend(survey.small);
-        shards.insert(survey.shard, (survey.sequence, survey.room));
+        room_of.insert(survey.shard, (survey.sequence, survey.room));
     }
     for chain in chains(small, shared, options.merge_records_min) {
         if !pace.ready().await {
             break;
         }
         let Some(first) = chain.first() else { continue };
-        let shard = shard_of(&BlockKey(first.first), peers.owners.len() as u32);
-        let Some((sequence, room)) = shards.get_mut(&shard) else { continue };
+        let shard = shard_of(&BlockKey(first.first), shards.count());
+        let Some((sequence, room)) = room_of.get_mut(&shard) else { continue };
         let blocks: u32 = chain.iter().map(|one| one.blocks).sum();
         let bytes = first.class.shape.block_bytes().saturating_mul(u64::from(blocks));
         let bytes = page_align(bytes).unwrap_or(u64::MAX).saturating_add(16 * PAGE_BYTES);
@@ -225,7 +231,7 @@ pub(crate) async fn merge(
             continue;
         }
         *room -= bytes;
-        let merged = merge_one(peers, &chain, (shard, *sequence), shared).await;
+        let merged = merge_one(shards, &chain, (shard, *sequence), shared).await;
         match merged {
             Ok(Some(moved)) => {
                 report.records_merged += chain.len() as u64;
@@ -242,7 +248,7 @@ pub(crate) async fn merge(
 
 /// Gathers the records of a chain from their shards and writes them as one.
 async fn merge_one(
-    peers: &Peers,
+    shards: &dyn Shards,
     chain: &Chain,
     (shard, sequence): (u32, u64),
     shared: &Arc<Shared>,
@@ -254,7 +260,8 @@ async fn merge_one(
     let mut found = BTreeMap::<RecordId, Gathered>::new();
     for (shard, records) in by_shard {
         let (reply, answer) = ticket();
-        let gathered = gone(peers.ask(shard, Message::Gather(shard, records, reply), answer)?.await)??;
+        shards.gather(shard, records, reply)?;
+        let gathered = gone(answer.await)??;
         found.extend(gathered.into_iter().map(|one| (one.source, one)));
     }
     let mut moved = Moved::default();
@@ -264,8 +271,8 @@ async fn merge_one(
     }
     let Some((head, blocks)) = join(chain, &mut found, sequence, shared)? else { return Ok(None) };
     let (reply, answer) = ticket();
-    let written = peers.ask(shard, Message::Rewrite(shard, Box::new((head, blocks)), reply), answer)?;
-    moved.add(gone(written.await)??);
+    shards.rewrite(shard, Box::new((head, blocks)), reply)?;
+    moved.add(gone(answer.await)??);
     // Until here the old records' numbers were held.
     drop(found);
     Ok(Some(moved))
@@ -317,17 +324,17 @@ fn join(
 }
 
 /// Takes these records out of a shard.
-pub(crate) async fn take(log: &Rc<Log>, records: Vec<RecordId>) -> Result<Vec<Gathered>, Reason> {
-    let _turn = log.moving.take().await;
+pub(crate) async fn take(shard: &Rc<Shard>, records: Vec<RecordId>) -> Result<Vec<Gathered>, Reason> {
+    let _turn = shard.moves.moving.take().await;
     let mut all = Vec::with_capacity(records.len());
     for record in records {
-        all.extend(gather(log, record, &|_| true).await?);
+        all.extend(gather(shard, record, &|_| true).await?);
     }
     Ok(all)
 }
 
 /// Writes what was taken out of several shards into this one.
-pub(crate) async fn rewrite(log: &Rc<Log>, head: &Head, blocks: &[Taken]) -> Result<Moved, Reason> {
-    let _turn = log.moving.take().await;
-    write(log, head, &blocks.iter().collect::<Vec<_>>()).await
+pub(crate) async fn rewrite(shard: &Rc<Shard>, head: &Head, blocks: &[Taken]) -> Result<Moved, Reason> {
+    let _turn = shard.moves.moving.take().await;
+    write(shard, head, &blocks.iter().collect::<Vec<_>>()).await
 }

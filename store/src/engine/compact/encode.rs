@@ -16,7 +16,7 @@ use kvarts_layout::format::page_align;
 
 use super::gather::{Taken, pause};
 use super::relocate::Head;
-use crate::engine::write::log::Log;
+use crate::engine::shard::Shard;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
 
@@ -35,11 +35,11 @@ pub(crate) struct Cold {
 
 impl Cold {
     /// Whether a block has lain unused for long enough.
-    pub(super) fn is_cold(&self, log: &Log, print: BlockFingerprint) -> bool {
+    pub(super) fn is_cold(&self, shard: &Shard, print: BlockFingerprint) -> bool {
         let Some(after) = self.after else { return false };
-        let Some(entry) = log.shared.index.get(print) else { return false };
+        let Some(entry) = shard.shared.index.get(print) else { return false };
         let Lookup::Live(at) = entry.state else { return false };
-        let unused = log.shared.unused(&entry.heat, log.shared.index.records().used(at.record));
+        let unused = shard.shared.unused(&entry.heat, shard.shared.index.records().used(at.record));
         !entry.leased && unused >= after
     }
 }
@@ -53,7 +53,7 @@ pub(super) struct Gain {
 
 /// Encodes the blocks of a record that is to be written, if they are raw and cold and it pays.
 pub(super) async fn pack(
-    log: &Rc<Log>,
+    shard: &Rc<Shard>,
     cold: &Cold,
     head: &mut Head,
     blocks: &mut [Taken],
@@ -61,7 +61,7 @@ pub(super) async fn pack(
     let class = &head.class;
     if class.encoding != ENCODING_RAW
         || blocks.is_empty()
-        || !blocks.iter().all(|taken| cold.is_cold(log, taken.print))
+        || !blocks.iter().all(|taken| cold.is_cold(shard, taken.print))
     {
         return Ok(None);
     }
@@ -70,13 +70,13 @@ pub(super) async fn pack(
     if !may_be_encoded(&layout) {
         return Ok(None);
     }
-    let Some(encoding) = choose(log, blocks, &layout) else { return Ok(None) };
+    let Some(encoding) = choose(shard, blocks, &layout) else { return Ok(None) };
     let (mut since, mut all) = (0, Vec::with_capacity(blocks.len()));
     let mut stored = 0u64;
     for taken in &*blocks {
         let (mut bytes, mut lengths) = (Vec::new(), Vec::with_capacity(taken.digests.len()));
         for chunk in taken.chunks(&layout) {
-            let len = match log.unpacker.encode(encoding, chunk, &mut bytes) {
+            let len = match shard.reads.decoder.encode(encoding, chunk, &mut bytes) {
                 Ok(len) => len,
                 // It stays as it is.
                 Err(_) => return Ok(None),
@@ -101,7 +101,7 @@ pub(super) async fn pack(
     }
     let arrangement = (class.layout, class.layout_version, encoding.code());
     let place = (class.group, class.coordinate);
-    head.class = log.shared.classes.intern(&class.namespace, place, arrangement)?;
+    head.class = shard.shared.classes.intern(&class.namespace, place, arrangement)?;
     for (taken, (bytes, lengths)) in blocks.iter_mut().zip(all) {
         (taken.bytes, taken.lengths) = (bytes, lengths);
     }
@@ -109,9 +109,9 @@ pub(super) async fn pack(
 }
 
 /// A look at a few chunks spares the encoding of what will not pay.
-fn choose(log: &Log, blocks: &[Taken], layout: &kvarts_layout::RunLayout) -> Option<Encoding> {
+fn choose(shard: &Shard, blocks: &[Taken], layout: &kvarts_layout::RunLayout) -> Option<Encoding> {
     let middle = blocks.get(blocks.len() / 2)?;
     let step = layout.parts().len().div_ceil(SAMPLES).max(1);
     let samples = middle.chunks(layout).step_by(step);
-    log.unpacker.choose(samples.map(|chunk| chunk.get(..SAMPLE_BYTES).unwrap_or(chunk)))
+    shard.reads.decoder.choose(samples.map(|chunk| chunk.get(..SAMPLE_BYTES).unwrap_or(chunk)))
 }

@@ -98,7 +98,7 @@ fn a_flipped_bit_of_a_stored_chunk_is_never_moved_and_never_adopted() {
         let (place, segment, at) = encoded();
         place.run(move |world| async move {
             recover(&world.log).await.unwrap();
-            world.log.headers.forget();
+            world.log.reads.headers.forget();
         });
         let file = place.segment(segment);
         place.damage(&file, at + byte, &[was ^ 0x10]);

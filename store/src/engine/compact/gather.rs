@@ -19,12 +19,12 @@ use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
 use crate::engine::read::decode::{Stored, payload_bytes};
-use crate::engine::read::shard_read::Hold;
+use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::tasks::notify::yield_now;
-use crate::engine::write::log::Log;
-use crate::engine::write::put::record_range;
+use crate::engine::volume::segment::Hold;
+use crate::engine::volume::segment::record_range;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location, Lookup, RecordId, RecordInfo};
 use crate::io::{Buf, BufMut, FileId, IoError};
@@ -100,25 +100,25 @@ pub(crate) struct Gathered {
 /// Takes the live ones among the wanted blocks of a record out of it; `None` if there is no such record in this
 /// shard (any more).
 pub(crate) async fn gather(
-    log: &Rc<Log>,
+    shard: &Rc<Shard>,
     source: RecordId,
     wanted: &dyn Fn(u16) -> bool,
 ) -> Result<Option<Gathered>, Reason> {
-    let Some((held, info)) = HeldRecord::new(&log.shared, source) else { return Ok(None) };
+    let Some((held, info)) = HeldRecord::new(&shard.shared, source) else { return Ok(None) };
     // Without a live block its segment may have been written anew.
-    if u32::from(info.shard) != log.shard || info.live == 0 {
+    if u32::from(info.shard) != shard.shard || info.live == 0 {
         return Ok(None);
     }
-    let Some(segment) = log.segments.borrow().get(&info.segment).map(Rc::clone) else { return Ok(None) };
-    let class = log.shared.classes.get(info.class).ok_or(Reason::Bug("an unknown record class"))?;
+    let Some(segment) = shard.segments.borrow().get(&info.segment).map(Rc::clone) else { return Ok(None) };
+    let class = shard.shared.classes.get(info.class).ok_or(Reason::Bug("an unknown record class"))?;
     let _reading = Hold::new(&segment);
     let (offset, _) = record_range(&info);
-    let position = log.position(&segment, offset);
-    let (shard, number) = (log.shard, segment.number);
-    let wrong = |what: String| Reason::Header { shard, segment: number, offset, what };
-    let header = read(log, segment.file, offset, u64::from(info.header_pages) * PAGE_BYTES).await?.to_vec();
+    let position = shard.position(&segment, offset);
+    let (own, number) = (shard.shard, segment.number);
+    let wrong = |what: String| Reason::Header { shard: own, segment: number, offset, what };
+    let header = read(shard, segment.file, offset, u64::from(info.header_pages) * PAGE_BYTES).await?.to_vec();
     let record =
-        record::open(&header, &position, &log.shared.secret).map_err(|error| wrong(error.to_string()))?;
+        record::open(&header, &position, &shard.shared.secret).map_err(|error| wrong(error.to_string()))?;
     let Body::Blocks(mut body) = record.body().map_err(|error| wrong(error.to_string()))? else {
         return Err(wrong("a record of another kind".to_owned()));
     };
@@ -137,15 +137,15 @@ pub(crate) async fn gather(
     if payload_bytes(&body, &layout) != Some(record.prefix.payload_bytes) {
         return Err(wrong("a payload of another length than its chunks have".to_owned()));
     }
-    let mut blocks = live(log, &class, &body, source, wanted);
+    let mut blocks = live(shard, &class, &body, source, wanted);
     for taken in &mut blocks {
         let first = usize::from(taken.old.block) * chunks;
         taken.digests = record.digests().skip(first).take(chunks).collect();
     }
     let payload_at = offset + u64::from(record.prefix.header_bytes);
-    let bytes_read = fill(log, segment.file, payload_at, (&layout, stored.as_ref()), &mut blocks).await?;
+    let bytes_read = fill(shard, segment.file, payload_at, (&layout, stored.as_ref()), &mut blocks).await?;
     let before = blocks.len();
-    verify(log, &class, (&layout, stored.as_ref()), &mut blocks).await?;
+    verify(shard, &class, (&layout, stored.as_ref()), &mut blocks).await?;
     let damaged = (before - blocks.len()) as u32;
     let bytes_read = bytes_read + header.len() as u64;
     let sequence = record.prefix.sequence;
@@ -154,13 +154,13 @@ pub(crate) async fn gather(
 
 /// The wanted blocks that the index has in this record.
 fn live(
-    log: &Log,
+    shard: &Shard,
     class: &RecordClass,
     body: &Blocks,
     source: RecordId,
     wanted: &dyn Fn(u16) -> bool,
 ) -> Vec<Taken> {
-    let index = &log.shared.index;
+    let index = &shard.shared.index;
     let mut found = Vec::new();
     for (block, name) in (0u16..).zip(&body.blocks) {
         let old = Location { record: source, block };
@@ -181,13 +181,13 @@ pub(crate) fn memory(bytes: u64) -> Result<BufMut, Reason> {
 }
 
 /// Whole pages of a file, a piece at a time.
-async fn read(log: &Log, file: FileId, offset: u64, bytes: u64) -> Result<Buf, Reason> {
+async fn read(shard: &Shard, file: FileId, offset: u64, bytes: u64) -> Result<Buf, Reason> {
     let mut buf = memory(bytes)?;
     let mut done = 0;
     while done < bytes {
         let len = (bytes - done).min(EXTENT_BYTES);
         let piece = done as usize..(done + len) as usize;
-        let read = log.driver.read_part(Class::Background, file, offset + done, buf, piece);
+        let read = shard.driver.read_part(Class::Background, file, offset + done, buf, piece);
         buf = read.await.map_err(|error| Reason::Media(error.to_string()))?;
         done += len;
     }
@@ -206,7 +206,7 @@ fn spans_of((layout, stored): (&RunLayout, Option<&Stored>), block: u16) -> Opti
 
 /// Reads the span that the blocks lie in and copies their chunks as they are stored; gives the bytes read.
 async fn fill(
-    log: &Log,
+    shard: &Shard,
     file: FileId,
     payload_at: u64,
     arrangement: (&RunLayout, Option<&Stored>),
@@ -227,7 +227,7 @@ async fn fill(
     }
     let start = start - start % PAGE_BYTES;
     let len = page_align(end - start).ok_or(Reason::TooMany("bytes in one record"))?;
-    let image = read(log, file, payload_at + start, len).await?;
+    let image = read(shard, file, payload_at + start, len).await?;
     let mut since = 0;
     for (taken, spans) in blocks.iter_mut().zip(spans) {
         let bytes: u64 = spans.iter().map(|span| span.len).sum();
@@ -258,18 +258,18 @@ pub(crate) async fn pause(since: &mut usize, done: usize) {
 
 /// Quarantines the blocks of which a chunk is not what was put, and leaves the others.
 async fn verify(
-    log: &Log,
+    shard: &Shard,
     class: &RecordClass,
     arrangement: (&RunLayout, Option<&Stored>),
     blocks: &mut Vec<Taken>,
 ) -> Result<(), Reason> {
     let (mut since, mut sound) = (0, Vec::with_capacity(blocks.len()));
     for taken in std::mem::take(blocks) {
-        if is_sound(log, &taken, arrangement, &mut since).await? {
+        if is_sound(shard, &taken, arrangement, &mut since).await? {
             sound.push(taken);
             continue;
         }
-        let shared = &log.shared;
+        let shared = &shard.shared;
         shared.counters.chunks_damaged.fetch_add(1, Relaxed);
         if shared.quarantine(taken.print, taken.old, (class, BlockKey(taken.name.key))) {
             shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
@@ -280,7 +280,7 @@ async fn verify(
 }
 
 async fn is_sound(
-    log: &Log,
+    shard: &Shard,
     taken: &Taken,
     (layout, stored): (&RunLayout, Option<&Stored>),
     since: &mut usize,
@@ -289,7 +289,7 @@ async fn is_sound(
     for (chunk, place) in taken.chunks(layout).zip(layout.parts()) {
         let found = match stored {
             None => Ok(crc32fast::hash(chunk)),
-            Some(stored) => log.unpacker.digest(stored.encoding, chunk, place.bytes as usize),
+            Some(stored) => shard.reads.decoder.digest(stored.encoding, chunk, place.bytes as usize),
         };
         match (found, digests.next()) {
             (Ok(found), Some(expected)) if found == *expected => {}

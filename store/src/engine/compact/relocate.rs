@@ -31,10 +31,11 @@ use kvarts_layout::format::record::Body;
 
 use super::encode::{Cold, pack};
 use super::gather::{Gathered, Taken, gather, memory, pause};
+use crate::engine::shard::Shard;
 use crate::engine::shared::quota;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
-use crate::engine::write::log::{Draft, Log, Payload, Written};
+use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::error::Reason;
 use crate::index::{Location, Lookup, RecordId};
 use crate::io::Buf;
@@ -95,27 +96,27 @@ pub(crate) struct Head {
 ///
 /// An error leaves the blocks that were not moved where they are.
 pub(crate) async fn relocate(
-    log: &Rc<Log>,
+    shard: &Rc<Shard>,
     source: RecordId,
     wanted: &dyn Fn(u16) -> bool,
     cold: &Cold,
 ) -> Result<Moved, Reason> {
-    let _turn = log.moving.take().await;
-    let Some(mut gathered) = gather(log, source, wanted).await? else { return Ok(Moved::default()) };
+    let _turn = shard.moves.moving.take().await;
+    let Some(mut gathered) = gather(shard, source, wanted).await? else { return Ok(Moved::default()) };
     let (damaged, bytes_read) = (gathered.damaged, gathered.bytes_read);
     let mut moved = Moved { damaged, bytes_read, ..Moved::default() };
     let runs = runs(&gathered.body, &gathered.blocks).into_iter();
-    let runs: Vec<_> = runs.map(|run| (head_of(log, &gathered, &run), run)).collect();
+    let runs: Vec<_> = runs.map(|run| (head_of(shard, &gathered, &run), run)).collect();
     for (mut head, run) in runs {
         let blocks = gathered.blocks.get_mut(run).unwrap_or_default();
-        let packed = pack(log, cold, &mut head, blocks).await?;
+        let packed = pack(shard, cold, &mut head, blocks).await?;
         if packed.is_none() && cold.only {
             continue;
         }
-        let written = write(log, &head, &blocks.iter().collect::<Vec<_>>()).await?;
+        let written = write(shard, &head, &blocks.iter().collect::<Vec<_>>()).await?;
         moved.add(written);
         if let Some(packed) = packed.filter(|_| written.blocks > 0) {
-            let counters = &log.shared.counters;
+            let counters = &shard.shared.counters;
             counters.records_encoded.fetch_add(1, Relaxed);
             counters.encoded_bytes_before.fetch_add(packed.raw, Relaxed);
             counters.encoded_bytes_after.fetch_add(packed.stored, Relaxed);
@@ -150,7 +151,7 @@ fn runs(body: &Blocks, blocks: &[Taken]) -> Vec<Range<usize>> {
     runs
 }
 
-pub(super) fn head_of(log: &Log, gathered: &Gathered, run: &Range<usize>) -> Head {
+pub(super) fn head_of(shard: &Shard, gathered: &Gathered, run: &Range<usize>) -> Head {
     let body = &gathered.body;
     let first = gathered.blocks.get(run.start).map_or(0, |taken| taken.old.block);
     let before = usize::from(first).checked_sub(1).and_then(|at| body.blocks.get(at));
@@ -159,12 +160,12 @@ pub(super) fn head_of(log: &Log, gathered: &Gathered, run: &Range<usize>) -> Hea
         (parent, None) => parent,
         (_, Some(before)) => Parent::Key(before.key),
     };
-    let expires = log.shared.index.records().get(gathered.source).map_or(0, |info| info.expires);
+    let expires = shard.shared.index.records().get(gathered.source).map_or(0, |info| info.expires);
     Head {
         class: Arc::clone(&gathered.class),
         created_ms: body.created_ms,
         expires,
-        expires_ms: expires_ms(&log.shared, body.expires_ms, expires),
+        expires_ms: expires_ms(&shard.shared, body.expires_ms, expires),
         extensions: body.extensions.clone(),
         first_block: body.first_block.and_then(|number| number.checked_add(u32::from(first))),
         parent,
@@ -183,7 +184,7 @@ pub(crate) fn expires_ms(shared: &Shared, written: u64, expires: u32) -> u64 {
 
 /// Writes blocks as one record, durably, and switches the index to it. Blocks that leave before the record gets its
 /// place are left out; where that makes a hole in a chain, what is behind it becomes a record of its own.
-pub(crate) async fn write(log: &Rc<Log>, head: &Head, blocks: &[&Taken]) -> Result<Moved, Reason> {
+pub(crate) async fn write(shard: &Rc<Shard>, head: &Head, blocks: &[&Taken]) -> Result<Moved, Reason> {
     let mut moved = Moved::default();
     let mut todo = vec![(head.clone(), blocks.to_vec())];
     while let Some((head, blocks)) = todo.pop() {
@@ -191,10 +192,10 @@ pub(crate) async fn write(log: &Rc<Log>, head: &Head, blocks: &[&Taken]) -> Resu
             continue;
         }
         let image = compose(&head, &blocks).await?;
-        match append(log, &head, &blocks, &image).await {
-            Ok(written) => moved.add(switch(log, &head, &blocks, &written)?),
+        match append(shard, &head, &blocks, &image).await {
+            Ok(written) => moved.add(switch(shard, &head, &blocks, &written)?),
             Err(reason) => {
-                let still: Vec<bool> = blocks.iter().map(|taken| is_there(log, &head, taken)).collect();
+                let still: Vec<bool> = blocks.iter().map(|taken| is_there(shard, &head, taken)).collect();
                 if still.iter().all(|there| *there) {
                     return Err(reason);
                 }
@@ -235,9 +236,9 @@ fn split<'a>(head: &Head, blocks: &[&'a Taken], still: &[bool]) -> Vec<(Head, Ve
 }
 
 /// Whether a block is still where it was read, and neither it nor its namespace deleted.
-fn is_there(log: &Log, head: &Head, taken: &Taken) -> bool {
+fn is_there(shard: &Shard, head: &Head, taken: &Taken) -> bool {
     let class = &head.class;
-    let graves = log.graves.borrow();
+    let graves = shard.graves.borrow();
     let buried = !graves.is_empty()
         && (graves.covers(class.namespace.id, head.sequence)
             || graves.covers_block(
@@ -248,8 +249,8 @@ fn is_there(log: &Log, head: &Head, taken: &Taken) -> bool {
     // A namespace that was deleted has another short id by now, long before its blocks have left the index; an epoch
     // of another shard would not cover a copy that is made here.
     !buried
-        && log.shared.names.is_current(&class.namespace)
-        && log.shared.index.lookup(taken.print) == Lookup::Live(taken.old)
+        && shard.shared.names.is_current(&class.namespace)
+        && shard.shared.index.lookup(taken.print) == Lookup::Live(taken.old)
 }
 
 /// The payload of a record, as it will lie on disk.
@@ -306,8 +307,8 @@ async fn compose(head: &Head, blocks: &[&Taken]) -> Result<Image, Reason> {
 }
 
 /// Appends and flushes; a flush that failed has the record written once more elsewhere.
-async fn append(log: &Rc<Log>, head: &Head, blocks: &[&Taken], image: &Image) -> Result<Written, Reason> {
-    let still = || blocks.iter().all(|taken| is_there(log, head, taken));
+async fn append(shard: &Rc<Shard>, head: &Head, blocks: &[&Taken], image: &Image) -> Result<Written, Reason> {
+    let still = || blocks.iter().all(|taken| is_there(shard, head, taken));
     let draft = Draft {
         namespace: Some(&head.class.namespace),
         body: Body::Blocks(image.body.clone()),
@@ -316,8 +317,8 @@ async fn append(log: &Rc<Log>, head: &Head, blocks: &[&Taken], image: &Image) ->
     };
     let mut again = true;
     loop {
-        let written = log.append(Class::Background, &draft).await?;
-        match log.make_durable(&written).await {
+        let written = shard.append(Class::Background, &draft).await?;
+        match shard.make_durable(&written).await {
             Ok(()) => return Ok(written),
             Err(_) if again => again = false,
             Err(reason) => return Err(reason),
@@ -326,11 +327,11 @@ async fn append(log: &Rc<Log>, head: &Head, blocks: &[&Taken], image: &Image) ->
 }
 
 /// Points the index at the new record, block by block.
-fn switch(log: &Log, head: &Head, blocks: &[&Taken], written: &Written) -> Result<Moved, Reason> {
-    let shared = &log.shared;
-    let info = written.info(log.shard, blocks.len(), head.class.number, head.expires)?;
+fn switch(shard: &Shard, head: &Head, blocks: &[&Taken], written: &Written) -> Result<Moved, Reason> {
+    let shared = &shard.shared;
+    let info = written.info(shard.shard, blocks.len(), head.class.number, head.expires)?;
     let record = shared.index.records().insert(info).map_err(|_| Reason::NoSpace)?;
-    shared.note_expiry((log.shard, written.segment.number), head.expires);
+    shared.note_expiry((shard.shard, written.segment.number), head.expires);
     let mut moved = Moved { bytes_written: written.end - written.offset, ..Moved::default() };
     for (block, taken) in (0u16..).zip(blocks) {
         let new = Location { record, block };

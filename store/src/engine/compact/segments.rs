@@ -13,31 +13,31 @@ use super::cold;
 use super::encode::Cold;
 use super::relocate::relocate;
 use super::{CompactOptions, CompactReport, Pace};
+use crate::engine::shard::Shard;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::index::{RecordCursor, RecordId, RecordInfo};
 
 /// Live bytes of each segment of a shard that has some, by its book.
-pub(crate) fn live_by_segment(log: &Log) -> BTreeMap<u32, u64> {
-    let segments = log.segments.borrow();
+pub(crate) fn live_by_segment(shard: &Shard) -> BTreeMap<u32, u64> {
+    let segments = shard.segments.borrow();
     let live = segments.iter().map(|(number, segment)| (*number, segment.book.live()));
     live.filter(|(_, bytes)| *bytes > 0).collect()
 }
 
 /// The records of a segment that have live blocks, in the order in which they lie: chains stay together. The footer
 /// names them; where it cannot be read, all records of the index are looked through.
-async fn live_records(log: &Log, number: u32) -> Vec<RecordId> {
-    let segment = log.segments.borrow().get(&number).map(Rc::clone);
+async fn live_records(shard: &Shard, number: u32) -> Vec<RecordId> {
+    let segment = shard.segments.borrow().get(&number).map(Rc::clone);
     if let Some(segment) = segment
-        && let Ok(footer) = log.read_footer(&segment).await
+        && let Ok(footer) = shard.read_footer(&segment).await
     {
-        return footer.records.iter().filter_map(|entry| record_of(log, &segment, entry)).collect();
+        return footer.records.iter().filter_map(|entry| record_of(shard, &segment, entry)).collect();
     }
     let (mut cursor, mut some, mut found) = (Some(RecordCursor::default()), Vec::new(), Vec::new());
     while let Some(from) = cursor {
-        cursor = log.shared.index.records().snapshot(from, &mut some);
-        let here = |record: &RecordInfo| u32::from(record.shard) == log.shard && record.segment == number;
+        cursor = shard.shared.index.records().snapshot(from, &mut some);
+        let here = |record: &RecordInfo| u32::from(record.shard) == shard.shard && record.segment == number;
         let live = some.iter().filter(|(_, record)| here(record) && record.live > 0);
         found.extend(live.map(|(id, record)| (record.page, *id)));
     }
@@ -46,18 +46,18 @@ async fn live_records(log: &Log, number: u32) -> Vec<RecordId> {
 }
 
 /// The index's record for an entry of a footer, if a block of it is live.
-fn record_of(log: &Log, segment: &Segment, entry: &Entry) -> Option<RecordId> {
+fn record_of(shard: &Shard, segment: &Segment, entry: &Entry) -> Option<RecordId> {
     let Content::Blocks(blocks) = &entry.content else { return None };
-    cold::prints(log, segment, blocks)?.find_map(|print| cold::live_here(log, segment, entry, print))
+    cold::prints(shard, segment, blocks)?.find_map(|print| cold::live_here(shard, segment, entry, print))
 }
 
 /// Bytes that can be appended before reclaim would have to evict live blocks for it. Segments that are mostly dead
 /// count with what is dead in them: they are the next to be written anew.
-pub(crate) fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
-    let segment_bytes = log.shared.segment_bytes;
-    let (allocated, budget) = log.shared.space();
+pub(crate) fn room(shard: &Shard, live: &BTreeMap<u32, u64>) -> u64 {
+    let segment_bytes = shard.shared.segment_bytes;
+    let (allocated, budget) = shard.shared.space();
     let (mut free, mut open) = (0, 0);
-    for (number, segment) in &*log.segments.borrow() {
+    for (number, segment) in &*shard.segments.borrow() {
         match segment.state.get() {
             SegmentState::Open => open = segment_bytes.saturating_sub(segment.tail.borrow().next),
             SegmentState::Sealed => {
@@ -65,7 +65,7 @@ pub(crate) fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
                 let dead = allocated.saturating_sub(live.get(number).copied().unwrap_or(0));
                 free += if dead >= segment_bytes / 2 { dead } else { 0 };
             }
-            SegmentState::Free if !log.is_hollow(segment) => free += segment_bytes,
+            SegmentState::Free if !shard.is_hollow(segment) => free += segment_bytes,
             _ => {}
         }
     }
@@ -74,34 +74,38 @@ pub(crate) fn room(log: &Log, live: &BTreeMap<u32, u64>) -> u64 {
 
 /// Empties what is worth it in each of these shards.
 pub(crate) async fn empty_all(
-    logs: &[Rc<Log>],
+    shards: &[Rc<Shard>],
     options: &CompactOptions,
     pace: &mut Pace,
 ) -> Result<CompactReport, Reason> {
     let mut report = CompactReport::default();
-    for log in logs {
-        report.add(empty(log, options, pace).await?);
+    for shard in shards {
+        report.add(empty(shard, options, pace).await?);
         if options.encode_in_place {
-            report.add(cold::encode(log, options, pace).await?);
+            report.add(cold::encode(shard, options, pace).await?);
         }
     }
     Ok(report)
 }
 
 /// Empties the segments of a shard that are worth it, the emptiest first.
-async fn empty(log: &Rc<Log>, options: &CompactOptions, pace: &mut Pace) -> Result<CompactReport, Reason> {
+async fn empty(
+    shard: &Rc<Shard>,
+    options: &CompactOptions,
+    pace: &mut Pace,
+) -> Result<CompactReport, Reason> {
     let mut report = CompactReport::default();
     // Segments that this compaction fills itself are not for it to empty.
-    let begun = log.sequence.get();
+    let begun = shard.sequence.get();
     let mut tried = Vec::new();
     while pace.ready().await {
-        if let Some(reason) = log.shared.latched() {
+        if let Some(reason) = shard.shared.latched() {
             return Err(reason);
         }
-        let live = live_by_segment(log);
-        let Some(segment) = choose(log, options, &live, (begun, &tried)) else { break };
+        let live = live_by_segment(shard);
+        let Some(segment) = choose(shard, options, &live, (begun, &tried)) else { break };
         tried.push(segment);
-        if empty_one(log, segment, (options, &mut *pace), &mut report).await? {
+        if empty_one(shard, segment, (options, &mut *pace), &mut report).await? {
             report.segments_emptied += 1;
         }
     }
@@ -110,16 +114,16 @@ async fn empty(log: &Rc<Log>, options: &CompactOptions, pace: &mut Pace) -> Resu
 
 /// The sealed segment with the fewest live bytes, if enough of it is dead and there is room for the rest.
 fn choose(
-    log: &Log,
+    shard: &Shard,
     options: &CompactOptions,
     live: &BTreeMap<u32, u64>,
     (begun, tried): (u64, &[u32]),
 ) -> Option<u32> {
-    let segment_bytes = log.shared.segment_bytes;
+    let segment_bytes = shard.shared.segment_bytes;
     let keep = 1000u64.saturating_sub(u64::from(options.dead_thousandths));
     let most = segment_bytes.saturating_mul(keep) / 1000;
-    let room = room(log, live);
-    let segments = log.segments.borrow();
+    let room = room(shard, live);
+    let segments = shard.segments.borrow();
     let worth = |(number, bytes): &(&u32, &u64)| {
         let sealed = segments
             .get(*number)
@@ -131,17 +135,17 @@ fn choose(
 
 /// Moves what is live in a segment; true if nothing is left in it.
 async fn empty_one(
-    log: &Rc<Log>,
+    shard: &Rc<Shard>,
     segment: u32,
     (options, pace): (&CompactOptions, &mut Pace),
     report: &mut CompactReport,
 ) -> Result<bool, Reason> {
     let cold = Cold { after: options.encode_cold_after, only: false };
-    for record in live_records(log, segment).await {
+    for record in live_records(shard, segment).await {
         if !pace.ready().await {
             return Ok(false);
         }
-        match relocate(log, record, &|_| true, &cold).await {
+        match relocate(shard, record, &|_| true, &cold).await {
             Ok(moved) => {
                 pace.spend(moved.bytes_read + moved.bytes_written);
                 report.take(moved);
@@ -150,5 +154,5 @@ async fn empty_one(
             Err(_) => report.records_failed += 1,
         }
     }
-    Ok(live_by_segment(log).get(&segment).is_none_or(|live| *live == 0))
+    Ok(live_by_segment(shard).get(&segment).is_none_or(|live| *live == 0))
 }

@@ -266,7 +266,7 @@ fn a_lease_follows_its_block_and_a_reader_keeps_the_old_segment() {
         index.match_and_lease(&[print(&world, 4)], terms, now, |_| 1, &mut found).unwrap();
         let from = world.at("a", 4).unwrap();
         let segment = Rc::clone(&world.log.segments.borrow()[&from.0]);
-        let reading = crate::engine::read::shard_read::Hold::new(&segment);
+        let reading = crate::engine::volume::segment::Hold::new(&segment);
         relocate(&world.log, source, &|_| true, &KEEP).await.unwrap();
         assert_ne!(world.at("a", 4), Some(from));
         let evicted = index.try_evict(print(&world, 4), location(&world, 4).unwrap(), now);
@@ -309,7 +309,7 @@ fn sent_into(
 }
 
 async fn end_of(world: &World, (stream, part): (ReadStream, ReadPart)) -> ReadEnd {
-    shard_read::run(&world.log, part, 1 << 20, None).await;
+    shard_read::run(&world.log.reads, part, 1 << 20, None).await;
     loop {
         if let ReadEvent::End(end) = stream.next_blocking() {
             return end;

@@ -15,15 +15,15 @@ use kvarts_layout::format::body::Blocks;
 use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
-use super::executor::{Message, Router};
+use super::router::{Message, Router};
 use crate::api::DeleteRequest;
+use crate::engine::read::Reads;
 use crate::engine::read::listing::parent_of;
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::engine::tasks::notify::{Section, Turn, before};
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::delete::{self, Answer};
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::rt::Runtime;
 use crate::rt::mailbox::{Reply, ticket};
@@ -60,13 +60,13 @@ pub(crate) struct Links {
 
 /// The links of live blocks of a namespace that this shard lists.
 pub(crate) async fn links(
-    log: &Log,
+    reads: &Reads,
     ask: Ask,
     reply: &Reply<Result<Links, Reason>>,
 ) -> Result<Links, Reason> {
     let Ask { namespace, mut listed, from, .. } = ask;
     let (mut links, mut section) = (Vec::new(), Section::default());
-    for segment in log.segments_from(from) {
+    for segment in reads.segments_from(from) {
         let generation = segment.generation.get();
         if listed.get(&segment.number) == Some(&generation) {
             continue;
@@ -78,11 +78,11 @@ pub(crate) async fn links(
             break;
         }
         let mut settled = segment.state.get() == SegmentState::Sealed;
-        for entry in log.listing(&segment).await? {
+        for entry in reads.listing(&segment).await? {
             let Content::Blocks(blocks) = &entry.content else { continue };
             if segment.local(blocks.namespace) == namespace.local {
-                settled &= links_of(log, (&segment, &entry, blocks), &mut links);
-                log.shared.work.searches.add(1 + blocks.blocks.len() as u64);
+                settled &= links_of(reads, (&segment, &entry, blocks), &mut links);
+                reads.shared.work.searches.add(1 + blocks.blocks.len() as u64);
                 section.spend(1 + blocks.blocks.len() as u64 / 8).await;
             }
         }
@@ -94,18 +94,22 @@ pub(crate) async fn links(
 }
 
 /// The links of the blocks of a record that are live there. False if one is elsewhere: it may be on its way here.
-fn links_of(log: &Log, (segment, entry, blocks): (&Segment, &Entry, &Blocks), links: &mut Vec<Link>) -> bool {
+fn links_of(
+    reads: &Reads,
+    (segment, entry, blocks): (&Segment, &Entry, &Blocks),
+    links: &mut Vec<Link>,
+) -> bool {
     let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return true };
-    let (index, namespace) = (&log.shared.index, segment.local(blocks.namespace));
+    let (index, namespace) = (&reads.shared.index, segment.local(blocks.namespace));
     let mut settled = true;
     for (place, name) in blocks.blocks.iter().enumerate() {
         let key = BlockKey(name.key);
         let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);
         let Some(found) = index.locate(print) else { continue };
-        if !log.is_at(segment, entry, &found.record) {
+        if !reads.is_at(segment, entry, &found.record) {
             settled = false;
         } else if let Some(parent) = parent_of(blocks, place)
-            && log.shared.is_here(print, &found.record)
+            && reads.shared.is_here(print, &found.record)
         {
             links.push((parent, key));
         }

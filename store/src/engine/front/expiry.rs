@@ -7,37 +7,37 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use crate::api::{MAX_REQUEST_BLOCKS, TtlReply, TtlRequest};
+use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::due::stretch_of;
 use crate::engine::shared::quota;
 use crate::engine::tasks::steps::Section;
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
 use crate::index::{BlockFingerprint, Eviction, Located, OwnerCursor, RecordId, RecordInfo};
 
 /// Takes out every block of a shard whose time is over and that no lease holds. It looks at the segments alone in which
 /// something may have expired. Between the blocks of one record and the next, others have their turn if it is time.
-pub(crate) async fn sweep(log: &Log) {
-    let shared = &log.shared;
+pub(crate) async fn sweep(reads: &Reads) {
+    let shared = &reads.shared;
     let now = stretch_of(shared.expiry_now());
-    let taken = shared.due.take(log.shard, now);
+    let taken = shared.due.take(reads.shard, now);
     let mut section = Section::begin(&shared.work.sweeps, &*shared.clock);
     let mut segments = taken.segments;
     if taken.forgotten {
-        segments.extend(recall(log, now, &mut section).await);
+        segments.extend(recall(reads, now, &mut section).await);
     }
     if kvarts_layout::planted!("sweep-looks-at-all") {
-        segments.extend(log.segments.borrow().keys());
+        segments.extend(reads.segments.borrow().keys());
     }
     for number in segments {
-        let Some(segment) = log.segments.borrow().get(&number).map(Rc::clone) else { continue };
+        let Some(segment) = reads.segments.borrow().get(&number).map(Rc::clone) else { continue };
         section.pause();
         // What cannot be listed goes when it is looked up, or with its segment.
-        let Ok(entries) = log.listing(&segment).await else { continue };
+        let Ok(entries) = reads.listing(&segment).await else { continue };
         let mut later = false;
         for entry in &entries {
-            let Some((class, named)) = log.live(&segment, entry) else { continue };
+            let Some((class, named)) = reads.live(&segment, entry) else { continue };
             for block in &named {
                 let why = (EventKind::Expired, Cause::Ttl);
                 let gone = shared.is_expired(&block.record)
@@ -48,22 +48,22 @@ pub(crate) async fn sweep(log: &Log) {
             section.step(1 + named.len() as u64).await;
         }
         if later {
-            shared.due.note((log.shard, number), now);
+            shared.due.note((reads.shard, number), now);
         }
     }
 }
 
 /// Notes what the records of a shard say of their times, and gives the segments in which something may be over.
-async fn recall(log: &Log, now: u32, section: &mut Section<'_>) -> BTreeSet<u32> {
+async fn recall(reads: &Reads, now: u32, section: &mut Section<'_>) -> BTreeSet<u32> {
     let (mut segments, mut some) = (BTreeSet::new(), Vec::new());
-    let Ok(shard) = u16::try_from(log.shard) else { return segments };
+    let Ok(shard) = u16::try_from(reads.shard) else { return segments };
     let mut cursor = Some(OwnerCursor::default());
     while let Some(from) = cursor {
-        cursor = log.shared.index.records().snapshot_of((shard, None), from, &mut some);
+        cursor = reads.shared.index.records().snapshot_of((shard, None), from, &mut some);
         for (_, record, _) in some.iter().filter(|(_, record, _)| record.expires != 0 && record.live > 0) {
             match stretch_of(record.expires) {
                 stretch if stretch <= now => drop(segments.insert(record.segment)),
-                stretch => log.shared.due.note((log.shard, record.segment), stretch),
+                stretch => reads.shared.due.note((reads.shard, record.segment), stretch),
             }
         }
         section.step(1 + some.len() as u64).await;

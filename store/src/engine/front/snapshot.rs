@@ -2,16 +2,16 @@
 //! them, and the index says what of it is live.
 
 use crate::api::{SnapshotCursor, SnapshotPage};
-use crate::engine::write::log::Log;
+use crate::engine::read::Reads;
 use crate::error::Reason;
 use crate::events::PAGE_BLOCKS;
 
 /// The page at a cursor: blocks of one segment of the cursor's shard, and where the next begins.
-pub(crate) async fn page(log: &Log, shards: u32, cursor: SnapshotCursor) -> Result<SnapshotPage, Reason> {
+pub(crate) async fn page(reads: &Reads, shards: u32, cursor: SnapshotCursor) -> Result<SnapshotPage, Reason> {
     let mut page = SnapshotPage { sequence: cursor.sequence, blocks: Vec::new(), next: None };
     let mut first = cursor.record as usize;
-    for segment in log.segments_from(cursor.segment) {
-        let entries = log.listing(&segment).await?;
+    for segment in reads.segments_from(cursor.segment) {
+        let entries = reads.listing(&segment).await?;
         let passed = if segment.number == cursor.segment { first } else { 0 };
         for (place, entry) in entries.iter().enumerate().skip(passed) {
             if page.blocks.len() >= PAGE_BLOCKS {
@@ -19,8 +19,8 @@ pub(crate) async fn page(log: &Log, shards: u32, cursor: SnapshotCursor) -> Resu
                 page.next = Some(SnapshotCursor { segment: segment.number, record, ..cursor });
                 return Ok(page);
             }
-            let Some((class, named)) = log.live(&segment, entry) else { continue };
-            if log.shared.names.is_current(&class.namespace) {
+            let Some((class, named)) = reads.live(&segment, entry) else { continue };
+            if reads.shared.names.is_current(&class.namespace) {
                 page.blocks.extend(named.iter().map(|block| class.name(block.key)));
             }
         }

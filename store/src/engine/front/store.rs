@@ -13,21 +13,22 @@ use std::time::Duration;
 
 use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, StoreId};
 
-use super::executor::{self, Message, Router};
+use super::executor;
 use super::expiry;
 use super::limits::Limits;
 use super::lookup;
 use super::presence;
+use super::router::{Message, Router};
 use crate::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
     PutReply, PutRequest, PutStream, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
     Subscription, Target, TtlReply, TtlRequest,
 };
-use crate::engine::compact::chains::Peers;
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::recover::RecoveryReport;
 use crate::engine::shared::health::Health;
 use crate::engine::shared::policy::EvictionPolicy;
+use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::shared::{Counts, Shared};
 use crate::engine::volume::directory::Plan;
 use crate::engine::write::delete;
@@ -123,6 +124,13 @@ struct Inner {
     router: Arc<Router>,
     reports: Vec<RecoveryReport>,
     closed: AtomicBool,
+}
+
+impl Inner {
+    /// The way to have executors tell of what a quota takes out.
+    fn evictions(&self) -> Arc<dyn TellEvicted> {
+        Arc::clone(&self.router) as _
+    }
 }
 
 /// The executors of a store, to be joined after it was closed.
@@ -223,8 +231,7 @@ impl Store {
             return Ok(());
         }
         let executors = &self.0.router.executors;
-        let peers = Peers { executors: executors.clone(), owners: self.0.router.owners.clone() };
-        let mut merging = Some((Arc::clone(&self.0.shared), peers));
+        let mut merging = Some((Arc::clone(&self.0.shared), Arc::clone(&self.0.router)));
         executors.iter().try_for_each(|executor| send(executor, Message::KeepCompact(merging.take())))
     }
 
@@ -349,10 +356,11 @@ impl Store {
         let mut report = CompactReport::default();
         if options.merge_records_min > 0 {
             let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without executors"))?;
-            let peers =
-                Peers { executors: self.0.router.executors.clone(), owners: self.0.router.owners.clone() };
             let (reply, answer) = ticket();
-            send(first, Message::Merge(Arc::clone(&self.0.shared), peers, options, reply))?;
+            send(
+                first,
+                Message::Merge(Arc::clone(&self.0.shared), Arc::clone(&self.0.router), options, reply),
+            )?;
             report.add(lost(answer.await)??);
         }
         let mut answers = Vec::new();
@@ -454,7 +462,7 @@ impl KvStore for Store {
         let (reply, answer) = ticket();
         let shards = self.0.router.shards();
         for (shard, mut part) in put::begin(&self.0.shared, shards, request, reply) {
-            part.tell = part.makes_room().then(|| Arc::clone(&self.0.router));
+            part.tell = part.makes_room().then(|| self.0.evictions());
             let Some(sender) = self.0.router.to(shard) else { continue };
             if let Err(error) = sender.try_send(Message::Put(shard, part))
                 && let Message::Put(_, part) = error.into_inner()
@@ -473,7 +481,7 @@ impl KvStore for Store {
         let (reply, answer) = ticket();
         if let Some((shard, mut part)) = layers::begin(&self.0.shared, self.0.router.shards(), request, reply)
         {
-            part.tell = Some(Arc::clone(&self.0.router));
+            part.tell = Some(self.0.evictions());
             if let Some(Message::PutLayers(_, part)) =
                 self.0.router.offer(shard, Message::PutLayers(shard, part))
             {

@@ -27,7 +27,7 @@ use crate::api::{
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
 use crate::engine::shared::record_class::RecordClass;
-use crate::engine::write::put::record_range;
+use crate::engine::volume::segment::record_range;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location, Lookup, RecordInfo};
 use crate::rt::{Class, Nanos};

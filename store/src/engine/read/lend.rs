@@ -18,12 +18,13 @@ use super::header_cache::Header;
 use super::job::{
     self, Wanted, check_count, check_in_time, check_unequal, count_use, find, make_plan, pick_layers,
 };
-use super::shard_read::{Hold, header_key, open_header};
+use super::shard_read::{header_key, open_header};
 use crate::api::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Order, Origins, Stretch};
+use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
 use crate::engine::tasks::notify::before;
-use crate::engine::write::log::Log;
+use crate::engine::volume::segment::Hold;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
 use crate::io::{ExtentDone, ReadBatch, SharedBuf};
@@ -164,7 +165,7 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
 
 /// Does one shard's part of a loan, and answers. What it gives is to be kept until it is given back; nothing if
 /// nothing is lent. `deadline` completes when the caller stops waiting.
-pub(crate) async fn prove(log: &Rc<Log>, part: LendPart, deadline: Option<LocalTask>) -> Option<Held> {
+pub(crate) async fn prove(log: &Rc<Reads>, part: LendPart, deadline: Option<LocalTask>) -> Option<Held> {
     let LendPart { job, records, arrival, reply } = part;
     let opened = job.open(log, &records);
     drop(arrival);
@@ -201,7 +202,7 @@ impl LendJob {
     }
 
     /// Takes hold of the segments of these runs.
-    fn open(&self, log: &Log, indices: &[u32]) -> Result<Vec<Opened>, NotLent> {
+    fn open(&self, log: &Reads, indices: &[u32]) -> Result<Vec<Opened>, NotLent> {
         let segments = log.segments.borrow();
         let mut opened = Vec::with_capacity(indices.len());
         for &index in indices {
@@ -231,7 +232,7 @@ impl LendJob {
     }
 
     /// Proves the headers of these runs: those that are known, and the others as they come from the device.
-    async fn prove(&self, log: &Rc<Log>, opened: &[Opened]) -> Result<Vec<ProvenRun>, NotLent> {
+    async fn prove(&self, log: &Rc<Reads>, opened: &[Opened]) -> Result<Vec<ProvenRun>, NotLent> {
         let mut batch = log.driver.batch(self.request.class);
         let mut reading: BTreeMap<u64, SharedBuf> = BTreeMap::new();
         let (mut next, mut runs) = (0u64, Vec::with_capacity(opened.len()));
@@ -260,7 +261,7 @@ impl LendJob {
         }
     }
 
-    fn prove_known(&self, log: &Log, one: &Opened) -> Result<Option<ProvenRun>, NotLent> {
+    fn prove_known(&self, log: &Reads, one: &Opened) -> Result<Option<ProvenRun>, NotLent> {
         let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
         let known = log.headers.get(header_key(segment, wanted.offset));
         known.map(|header| self.prove_run(log, one, &header)).transpose()
@@ -270,7 +271,7 @@ impl LendJob {
     /// Whoever has nothing under way waits for memory, so that nobody holds what another waits for.
     async fn submit(
         &self,
-        log: &Log,
+        log: &Reads,
         batch: &mut ReadBatch,
         (name, one): (u64, &Opened),
         under_way: usize,
@@ -290,7 +291,7 @@ impl LendJob {
         Ok(Some(buf))
     }
 
-    fn prove_read(&self, log: &Log, one: &Opened, buf: &SharedBuf) -> Result<ProvenRun, NotLent> {
+    fn prove_read(&self, log: &Reads, one: &Opened, buf: &SharedBuf) -> Result<ProvenRun, NotLent> {
         let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
         let position = log.position(segment, wanted.offset);
         let header = open_header(&buf.to_vec(), &position, &self.shared.secret, (segment, wanted))?;
@@ -301,7 +302,7 @@ impl LendJob {
 
     /// Compares a header with what was asked for. Another record at this place means that the blocks have left since
     /// they were looked up.
-    fn prove_run(&self, log: &Log, one: &Opened, header: &Header) -> Result<ProvenRun, NotLent> {
+    fn prove_run(&self, log: &Reads, one: &Opened, header: &Header) -> Result<ProvenRun, NotLent> {
         let wanted = self.wanted(one.index)?;
         if !header.is_arranged_as(&wanted.class, wanted.record_blocks) {
             return Err(self.gone(wanted.run.start));

@@ -12,10 +12,10 @@ use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::format::record;
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
+use super::Reads;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::tasks::steps::Section;
-use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::engine::write::log::{Log, entry};
+use crate::engine::volume::segment::{Segment, SegmentState, entry};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location, OwnerCursor, RecordInfo};
 use crate::rt::Class;
@@ -28,7 +28,7 @@ pub(crate) struct Named {
     pub(crate) record: RecordInfo,
 }
 
-impl Log {
+impl Reads {
     /// The segments of the shard in the order of their numbers, from this one on.
     pub(crate) fn segments_from(&self, number: u32) -> Vec<Rc<Segment>> {
         self.segments.borrow().range(number..).map(|(_, segment)| Rc::clone(segment)).collect()

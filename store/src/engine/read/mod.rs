@@ -1,9 +1,48 @@
 //! Reads: what is looked up on the caller's thread, and what each shard then reads, proves and announces.
 
 pub(crate) mod decode;
+pub(crate) mod evicted_names;
 pub(crate) mod header_cache;
 pub(crate) mod job;
 pub(crate) mod lend;
 pub(crate) mod listing;
 pub(crate) mod shard_read;
 pub(crate) mod single_flight;
+
+use std::ops::Deref;
+use std::rc::Rc;
+
+use self::decode::Decoder;
+use self::header_cache::HeaderCache;
+use self::single_flight::SingleFlight;
+use super::volume::Volume;
+
+/// What the reads of one shard share.
+pub(crate) struct Reads {
+    volume: Rc<Volume>,
+    /// Proven headers.
+    pub(crate) headers: HeaderCache,
+    /// Reads that others may share.
+    pub(crate) flights: SingleFlight,
+    /// Encodes and decodes chunks.
+    pub(crate) decoder: Decoder,
+}
+
+impl Reads {
+    pub(crate) fn new(volume: Rc<Volume>) -> Self {
+        Self {
+            volume,
+            headers: HeaderCache::default(),
+            flights: SingleFlight::default(),
+            decoder: Decoder::default(),
+        }
+    }
+}
+
+impl Deref for Reads {
+    type Target = Rc<Volume>;
+
+    fn deref(&self) -> &Rc<Volume> {
+        &self.volume
+    }
+}

@@ -29,9 +29,9 @@ use super::header_cache::{Header, HeaderKey};
 use super::job::{MemoryGuard, ReadJob, ReadPart, Wanted};
 use super::single_flight::{Flight, Role};
 use crate::api::{Order, Verify};
+use crate::engine::read::Reads;
 use crate::engine::tasks::notify::{Section, before};
-use crate::engine::volume::segment::Segment;
-use crate::engine::write::log::Log;
+use crate::engine::volume::segment::{Hold, Segment};
 use crate::error::Reason;
 use crate::index::Lookup;
 use crate::io::{BufMut, ExtentDone, IoError, ReadBatch, SharedBuf};
@@ -101,30 +101,8 @@ struct Slice {
     failed: Option<Reason>,
 }
 
-/// Returns what a segment's readers hold when dropped.
-#[derive(Debug)]
-pub(crate) struct Hold(Rc<Segment>);
-
-impl Hold {
-    pub(crate) fn new(segment: &Rc<Segment>) -> Self {
-        segment.readers.set(segment.readers.get() + 1);
-        Self(Rc::clone(segment))
-    }
-
-    /// What is held.
-    pub(crate) fn segment(&self) -> &Rc<Segment> {
-        &self.0
-    }
-}
-
-impl Drop for Hold {
-    fn drop(&mut self) {
-        self.0.readers.set(self.0.readers.get() - 1);
-    }
-}
-
 struct Run<'a> {
-    log: &'a Rc<Log>,
+    log: &'a Rc<Reads>,
     job: &'a Arc<ReadJob>,
     records: Vec<Record>,
     batch: ReadBatch,
@@ -166,7 +144,7 @@ struct Run<'a> {
 ///
 /// `deadline` completes when the caller stops waiting: whoever follows another read must not wait as long as that
 /// one does.
-pub(crate) async fn run(log: &Rc<Log>, part: ReadPart, window: u64, deadline: Option<LocalTask>) {
+pub(crate) async fn run(log: &Rc<Reads>, part: ReadPart, window: u64, deadline: Option<LocalTask>) {
     let ReadPart { job, records, arrival } = part;
     let mut section = Section::default();
     let (records, holds) = open_records(log, &job, &records, &mut section).await;
@@ -279,7 +257,7 @@ async fn both<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (
 }
 
 async fn open_records(
-    log: &Rc<Log>,
+    log: &Rc<Reads>,
     job: &ReadJob,
     indices: &[u32],
     section: &mut Section,
@@ -324,7 +302,7 @@ fn fail_evicted(job: &ReadJob, wanted: &Wanted) -> bool {
 }
 
 impl<'a> Run<'a> {
-    fn new(log: &'a Rc<Log>, job: &'a Arc<ReadJob>, records: Vec<Record>) -> Self {
+    fn new(log: &'a Rc<Reads>, job: &'a Arc<ReadJob>, records: Vec<Record>) -> Self {
         let mut seed = [0; 8];
         if matches!(job.request.verify, Verify::Sample(_)) {
             job.shared.entropy.fill(&mut seed);

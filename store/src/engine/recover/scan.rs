@@ -25,7 +25,8 @@ use crate::engine::read::decode::Stored;
 use crate::engine::shared::names::Namespace;
 use crate::engine::space::evict::pages::{Holes, Lying, hole_end, touched};
 use crate::engine::volume::pages::Pages;
-use crate::engine::write::log::{Log, entry};
+use crate::engine::volume::segment::entry;
+use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::FileId;
 
@@ -433,7 +434,7 @@ async fn decoded_digest(
     if !each_piece(pages, span, |bytes| stored.extend_from_slice(bytes)).await? {
         return Ok(None);
     }
-    Ok(log.unpacker.digest(encoding, &stored, len as usize).ok())
+    Ok(log.reads.decoder.digest(encoding, &stored, len as usize).ok())
 }
 
 /// Shows bytes of a file in order; false if the file ends before.

@@ -1,27 +1,17 @@
 //! Tells of blocks that a quota took out: the index knows fingerprints only, and events carry whole names.
 //!
 //! A quota makes room in memory, on the executor of the put that meets it. What it takes out is noted here by record, and the
-//! executors that own the records read their headers for the names and tell. So these events alone come a moment after
+//! executors that own the records read their headers for the names and tell (`read::evicted_names`). So these events alone come a moment after
 //! the change; a block that is here again by then is not told of, because what was told of its coming is true.
 //! Where a name cannot be had any more (the segment was written anew, the header cannot be read), or too much waits,
 //! the stream is broken instead: every reader is told of a gap and takes a snapshot.
 
 use std::collections::BTreeMap;
-use std::rc::Rc;
 use std::sync::{Arc, PoisonError};
-
-use kvarts_layout::BlockKey;
-use kvarts_layout::format::PAGE_BYTES;
-use kvarts_layout::format::body::Blocks;
-use kvarts_layout::format::record::{self, Body};
 
 use super::Shared;
 use super::record_class::RecordClass;
-use crate::engine::read::shard_read::Hold;
-use crate::engine::write::log::Log;
-use crate::events::{Cause, EventKind, Subject};
-use crate::index::{BlockFingerprint, Eviction, Location, Lookup, RecordInfo};
-use crate::rt::Class;
+use crate::index::{BlockFingerprint, Eviction, Location, RecordInfo};
 use crate::sync::{Mutex, MutexGuard};
 
 /// Blocks that may wait to be told of.
@@ -29,10 +19,10 @@ const WAITING_MAX: usize = 1 << 16;
 
 /// Blocks of one record that were taken out.
 #[derive(Debug)]
-struct Unnamed {
-    info: RecordInfo,
-    class: Arc<RecordClass>,
-    blocks: Vec<(u16, BlockFingerprint)>,
+pub(crate) struct Unnamed {
+    pub(crate) info: RecordInfo,
+    pub(crate) class: Arc<RecordClass>,
+    pub(crate) blocks: Vec<(u16, BlockFingerprint)>,
 }
 
 /// What was taken out and not told of.
@@ -66,7 +56,8 @@ impl QuotaEvents {
         true
     }
 
-    fn take(&self, shard: u32) -> Vec<Unnamed> {
+    /// What was taken out of this shard.
+    pub(crate) fn take(&self, shard: u32) -> Vec<Unnamed> {
         let mut records = self.lock();
         let of_shard = records.by_place.extract_if(.., |place, _| u32::from(place.0) == shard);
         let taken: Vec<_> = of_shard.map(|(_, unnamed)| unnamed).collect();
@@ -78,6 +69,11 @@ impl QuotaEvents {
     pub(crate) fn is_empty(&self) -> bool {
         self.lock().by_place.is_empty()
     }
+}
+
+/// Has the executors tell of what waits, if anything does.
+pub(crate) trait TellEvicted: Send + Sync {
+    fn tell_evicted(&self, shared: &Shared);
 }
 
 impl Shared {
@@ -94,51 +90,5 @@ impl Shared {
         }
         self.free_if_empty(at.record, left);
         true
-    }
-}
-
-/// Tells of what waits for this shard.
-pub(crate) async fn tell(log: &Rc<Log>) {
-    for unnamed in log.shared.unnamed.take(log.shard) {
-        match names(log, &unnamed).await {
-            Some(body) => tell_of(&log.shared, &unnamed, &body),
-            None => log.shared.events.change().lose(),
-        }
-    }
-}
-
-fn tell_of(shared: &Shared, unnamed: &Unnamed, body: &Blocks) {
-    let class = &unnamed.class;
-    let mut change = shared.events.change();
-    if !shared.names.is_current(&class.namespace) {
-        // One event told of all of it.
-        return;
-    }
-    let at_ms = shared.wall_ms();
-    for &(block, print) in &unnamed.blocks {
-        let Some(name) = body.blocks.get(usize::from(block)) else { return change.lose() };
-        let key = BlockKey(name.key);
-        if shared.index.key().of(class.namespace.local, &key, class.group, class.coordinate) != print {
-            return change.lose();
-        }
-        if !matches!(shared.index.lookup(print), Lookup::Live(_)) {
-            change.tell(at_ms, EventKind::Evicted, Cause::Quota, Subject::Block(class.name(key)));
-        }
-    }
-}
-
-/// The names of a record's blocks, from its header.
-async fn names(log: &Rc<Log>, unnamed: &Unnamed) -> Option<Blocks> {
-    let info = &unnamed.info;
-    let segment = log.segments.borrow().get(&info.segment).map(Rc::clone)?;
-    let _reading = Hold::new(&segment);
-    let offset = u64::from(info.page) * PAGE_BYTES;
-    let buf = log.stage(usize::from(info.header_pages) * PAGE_BYTES as usize).await.ok()?;
-    let buf = log.driver.read_into(Class::Background, segment.file, offset, buf).await.ok()?;
-    let image = buf.to_vec();
-    let opened = record::open(&image, &log.position(&segment, offset), &log.shared.secret).ok()?;
-    match opened.body().ok()? {
-        Body::Blocks(blocks) => Some(blocks),
-        _ => None,
     }
 }

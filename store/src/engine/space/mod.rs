@@ -4,3 +4,64 @@ pub(crate) mod evict;
 pub(crate) mod reclaim;
 pub(crate) mod segment_alloc;
 pub(crate) mod trouble;
+
+use std::cell::{Cell, RefCell};
+use std::ops::Deref;
+use std::rc::Rc;
+
+use self::trouble::Detours;
+use super::read::Reads;
+use super::tasks::notify::Turn;
+use super::volume::Volume;
+use super::volume::segment::Segment;
+
+/// What is known of the space of one shard, and who is at work on it.
+pub(crate) struct Space {
+    volume: Rc<Volume>,
+    /// They forget what leaves.
+    pub(crate) reads: Rc<Reads>,
+    /// Bytes of the budget that files have which could not be made, and not be removed.
+    pub(crate) residue: Cell<u64>,
+    /// In which segment a write or flush failed last, until the device was seen to take writes again.
+    pub(crate) trouble: RefCell<Option<Rc<Segment>>>,
+    /// How often it was not, and writes went elsewhere.
+    pub(crate) detours: Cell<Detours>,
+    /// A task is getting the next segment; others wait.
+    pub(crate) rolling: Cell<bool>,
+    /// Segments are being given back.
+    pub(crate) shrinking: Cell<bool>,
+    /// The file system makes no holes: segments are emptied as a whole.
+    pub(crate) no_holes: Cell<bool>,
+    /// It was seen to make holes of single pages.
+    pub(crate) has_holes: Cell<bool>,
+    /// It is being asked.
+    pub(crate) probing: Turn,
+    /// How many segments had been recycled when hollow ones were removed last.
+    pub(crate) hollow_removed_at: Cell<u64>,
+}
+
+impl Space {
+    pub(crate) fn new(volume: Rc<Volume>, reads: Rc<Reads>) -> Self {
+        Self {
+            volume,
+            reads,
+            residue: Cell::new(0),
+            trouble: RefCell::default(),
+            detours: Cell::default(),
+            rolling: Cell::new(false),
+            shrinking: Cell::new(false),
+            no_holes: Cell::new(false),
+            has_holes: Cell::new(false),
+            probing: Turn::default(),
+            hollow_removed_at: Cell::new(0),
+        }
+    }
+}
+
+impl Deref for Space {
+    type Target = Rc<Volume>;
+
+    fn deref(&self) -> &Rc<Volume> {
+        &self.volume
+    }
+}

@@ -20,8 +20,8 @@ use kvarts_layout::format::footer::Footer;
 use kvarts_layout::planted;
 
 use super::evict::batch::Made;
+use crate::engine::space::Space;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::policy::{Action, Stage, decide};
 use crate::io::{FileId, IoError, MetaOp, OpenMode};
@@ -38,7 +38,7 @@ const MISSES_MAX: u32 = 3;
 /// How long nothing is given back after nothing could be.
 const AGAIN: Duration = Duration::from_millis(50);
 
-impl Log {
+impl Space {
     /// A segment that holds nothing. One task at a time calls it.
     pub(crate) async fn next_segment(&self) -> Result<Rc<Segment>, Reason> {
         self.look_for_trouble().await?;

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use kvarts_layout::format::{PAGE, PAGE_BYTES};
 
+use crate::engine::space::Space;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::policy::{Action, Stage, decide};
 use crate::io::{FileId, IoError, IoErrorKind};
@@ -38,7 +38,7 @@ impl Detours {
     }
 }
 
-impl Log {
+impl Space {
     /// Returns when nothing is known to be wrong with the device, or with why nothing may be begun.
     pub(crate) async fn look_for_trouble(&self) -> Result<(), Reason> {
         let failed = self.trouble.borrow().as_ref().map(Rc::clone);
@@ -62,6 +62,13 @@ impl Log {
         self.trouble.take();
         self.shared.set_failing(self.shard, None);
         Ok(())
+    }
+
+    /// Notes where a write or flush failed, unless only the disk was full.
+    pub(crate) fn note_trouble(&self, segment: &Rc<Segment>) {
+        if segment.broken().is_some_and(|reason| reason != Reason::NoSpace) {
+            *self.trouble.borrow_mut() = Some(Rc::clone(segment));
+        }
     }
 
     /// Something became durable.

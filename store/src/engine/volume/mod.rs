@@ -2,6 +2,174 @@
 
 pub(crate) mod checkpoint;
 pub(crate) mod directory;
+mod footers;
 pub(crate) mod pages;
 pub(crate) mod segment;
 pub(crate) mod tombstones;
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use kvarts_layout::format::segment::SegmentHeader;
+use kvarts_layout::format::{self, Position, checkpoint as on_disk};
+
+use self::checkpoint::Slots;
+use self::segment::{Segment, SegmentState};
+use self::tombstones::TombstoneSet;
+use super::shared::Shared;
+use super::tasks::notify::Notify;
+use crate::error::Reason;
+use crate::io::{Arena, BufMut, DirId, Driver, IoError, Name};
+use crate::rt::LocalTask;
+
+/// Runs a task of a shard beside what else its executor does.
+pub(crate) type Spawn = Box<dyn Fn(LocalTask)>;
+
+/// The files of one shard, and the way to them. What reads, makes room and writes stands on it, and reaches it as if it
+/// were its own.
+pub(crate) struct Volume {
+    pub(crate) shard: u32,
+    pub(crate) dir: DirId,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) driver: Rc<Driver>,
+    pub(crate) arena: Arena,
+    pub(crate) segments: RefCell<BTreeMap<u32, Rc<Segment>>>,
+    /// The last generation of each segment whose file is gone.
+    pub(crate) retired: RefCell<BTreeMap<u32, u64>>,
+    /// What the last checkpoint said of each segment that was in use and whose file is gone.
+    pub(crate) lost: RefCell<BTreeMap<u32, on_disk::SegmentState>>,
+    /// The sequence of the next record.
+    pub(crate) sequence: Cell<u64>,
+    /// What was deleted, for as long as its records may lie on disk.
+    pub(crate) graves: RefCell<TombstoneSet>,
+    pub(crate) checkpoints: Slots,
+    /// Wakes those who wait for something of the shard to be over.
+    pub(crate) changed: Notify,
+    spawn: Spawn,
+}
+
+impl Volume {
+    /// A shard without segments: recovery finds them.
+    pub(crate) fn new(
+        (shard, dir): (u32, DirId),
+        shared: Arc<Shared>,
+        (driver, arena): (Rc<Driver>, Arena),
+        spawn: Spawn,
+    ) -> Self {
+        Self {
+            shard,
+            dir,
+            shared,
+            driver,
+            arena,
+            segments: RefCell::default(),
+            retired: RefCell::default(),
+            lost: RefCell::default(),
+            sequence: Cell::new(1),
+            graves: RefCell::default(),
+            checkpoints: Slots::default(),
+            changed: Notify::default(),
+            spawn,
+        }
+    }
+
+    /// The position of an offset in a segment.
+    pub(crate) fn position(&self, segment: &Segment, offset: u64) -> Position {
+        Position {
+            store: self.shared.store,
+            shard: self.shard,
+            segment: segment.number,
+            generation: segment.generation.get(),
+            offset,
+        }
+    }
+
+    /// Memory to read into or to write from, as soon as there is some.
+    pub(crate) async fn stage(&self, bytes: usize) -> Result<BufMut, IoError> {
+        match self.arena.take(bytes).await {
+            Some(buf) => Ok(buf),
+            // Larger than the arena: rare enough for memory of its own.
+            None => BufMut::zeroed(bytes).map_err(|_| IoError::out_of_memory(bytes)),
+        }
+    }
+
+    /// The directory of the shard's files.
+    pub(crate) fn home(&self) -> Name {
+        Name { dir: self.dir, path: format::names::shard_name(self.shard).into() }
+    }
+
+    /// A file of the shard.
+    pub(crate) fn file_name(&self, name: &str) -> Name {
+        let home = format::names::shard_name(self.shard);
+        Name { dir: self.dir, path: format!("{home}/{name}").into() }
+    }
+
+    /// The header of a segment as it is now.
+    pub(crate) fn header_image(&self, segment: &Segment) -> Result<Vec<u8>, Reason> {
+        let header = SegmentHeader {
+            position: self.position(segment, 0),
+            secret: self.shared.secret.clone(),
+            created_ms: self.shared.clock.unix_millis(),
+            segment_bytes: self.shared.segment_bytes,
+            first_sequence: segment.first_sequence.get(),
+        };
+        header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))
+    }
+
+    /// Runs a task beside what else is done.
+    pub(crate) fn spawn(&self, task: crate::rt::LocalTask) {
+        (self.spawn)(task);
+    }
+
+    /// Whether no read holds a segment, and none is on its way that was sent there for a block which has moved since.
+    /// Other executors move blocks too: ask after the look at what is live there.
+    pub(crate) fn is_unread(&self, segment: &Segment) -> bool {
+        segment.readers.get() == 0 && !self.shared.arrivals.are_awaited((self.shard, segment.number))
+    }
+
+    /// No record that a crash could bring back has a lower sequence: not in a segment that is in use, nor in one that
+    /// was emptied and not yet written anew, because its footer still stands. One that was begun and holds no record yet
+    /// does not count: what comes into it gets sequences of then. So nothing that is buried waits for a put by layers
+    /// that stands still.
+    pub(crate) fn floor(&self) -> u64 {
+        let lowest = |segment: &Rc<Segment>| {
+            let own = match segment.state.get() {
+                SegmentState::Open if segment.tail.borrow().entries.is_empty() => self.sequence.get(),
+                _ => segment.first_sequence.get(),
+            };
+            // Of what was there before, for as long as the header over it may not be durable.
+            segment.may_come_back().map_or(own, |before| before.min(own))
+        };
+        if kvarts_layout::planted!("tombstone-forgotten-early") {
+            return u64::MAX;
+        }
+        let segments = self.segments.borrow();
+        let used = segments.values().filter(|segment| segment.generation.get() > 0);
+        used.map(lowest).min().unwrap_or(u64::MAX)
+    }
+
+    /// Forgets what was buried and can lie nowhere any more.
+    pub(crate) fn prune_graves(&self) {
+        let floor = self.floor();
+        self.change_graves(|graves| graves.prune(floor));
+    }
+
+    /// Changes what is buried; the store leaves room for the checkpoint that says it.
+    pub(crate) fn change_graves(&self, change: impl FnOnce(&mut TombstoneSet)) {
+        let mut graves = self.graves.borrow_mut();
+        let before = graves.len() as u64;
+        change(&mut graves);
+        let after = graves.len() as u64;
+        self.shared.buried.fetch_add(after.wrapping_sub(before), Relaxed);
+    }
+}
+
+impl fmt::Debug for Volume {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Volume(shard {}, {} segments)", self.shard, self.segments.borrow().len())
+    }
+}

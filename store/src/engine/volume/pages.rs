@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use crate::engine::write::log::Log;
+use crate::engine::volume::Volume;
 use crate::error::Reason;
 use crate::io::driver::ReadInto;
 use crate::io::mem::PAGE;
@@ -23,15 +23,15 @@ pub(crate) const CLASS: Class = Class::Foreground;
 
 /// Memory for one transfer. It never waits for the arena, because the pieces it would wait for may be the caller's
 /// own.
-pub(crate) fn memory(log: &Log, bytes: usize) -> Result<BufMut, Reason> {
+pub(crate) fn memory(volume: &Volume, bytes: usize) -> Result<BufMut, Reason> {
     let own = || BufMut::zeroed(bytes).ok();
     let out_of_memory = || Reason::Media(IoError::out_of_memory(bytes).to_string());
-    log.arena.try_take(bytes).or_else(own).ok_or_else(out_of_memory)
+    volume.arena.try_take(bytes).or_else(own).ok_or_else(out_of_memory)
 }
 
 /// A file and the window into it.
 pub(crate) struct Pages<'a> {
-    log: &'a Log,
+    volume: &'a Volume,
     file: FileId,
     /// Whole pages of the file that may be looked at.
     len: u64,
@@ -47,10 +47,10 @@ pub(crate) struct Pages<'a> {
 
 impl<'a> Pages<'a> {
     /// The first `len` bytes of a file, as far as they fill whole pages.
-    pub(crate) fn new(log: &'a Log, file: FileId, len: u64) -> Self {
+    pub(crate) fn new(volume: &'a Volume, file: FileId, len: u64) -> Self {
         let len = len - len % PAGE as u64;
         Self {
-            log,
+            volume,
             file,
             len,
             start: 0,
@@ -118,9 +118,9 @@ impl<'a> Pages<'a> {
             if len == 0 {
                 break;
             }
-            let memory = memory(self.log, len)?;
+            let memory = memory(self.volume, len)?;
             self.bytes_read += len as u64;
-            let read = self.log.driver.read_into(CLASS, self.file, at, memory);
+            let read = self.volume.driver.read_into(CLASS, self.file, at, memory);
             self.ahead.push_back((at, len, read));
         }
         Ok(())
@@ -130,8 +130,8 @@ impl<'a> Pages<'a> {
     async fn fill_by_page(&mut self, at: u64, old: usize) -> Result<(), Reason> {
         let mut offset = at;
         for page in self.bytes[old..].chunks_mut(PAGE) {
-            let memory = memory(self.log, page.len())?;
-            match self.log.driver.read_into(CLASS, self.file, offset, memory).await {
+            let memory = memory(self.volume, page.len())?;
+            match self.volume.driver.read_into(CLASS, self.file, offset, memory).await {
                 Ok(memory) => memory.copy_out(0, page),
                 Err(_) => {
                     self.unreadable += 1;

@@ -14,14 +14,17 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 use std::sync::Arc;
 
-use kvarts_layout::format::footer::{Content, Entry};
+use kvarts_layout::format::footer::{Content, Defined, Entry};
+use kvarts_layout::format::record::Body;
 use kvarts_layout::format::trailer::SealReason;
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
 use crate::engine::tasks::notify::{Notify, Reached};
 use crate::error::Reason;
+use crate::index::RecordInfo;
 use crate::io::{Driver, FileId, IoError, IoErrorKind};
 use crate::ledger::{Book, Phase};
 
@@ -87,6 +90,34 @@ pub(crate) fn record_bytes(entries: &[Entry]) -> u64 {
         _ => 0,
     };
     entries.iter().map(bytes).sum()
+}
+
+/// Where a record begins and ends in its segment.
+pub(crate) fn record_range(record: &RecordInfo) -> (u64, u64) {
+    let page = kvarts_layout::format::PAGE_BYTES;
+    let start = u64::from(record.page) * page;
+    (start, start + (u64::from(record.header_pages) + u64::from(record.payload_pages)) * page)
+}
+
+/// A record as the footer will list it.
+pub(crate) fn entry(
+    offset: u64,
+    sequence: u64,
+    header_bytes: usize,
+    payload_bytes: u64,
+    body: &Body,
+) -> Entry {
+    let content = match body {
+        Body::Blocks(blocks) => Content::Blocks(blocks.clone()),
+        Body::Identity(definition) => {
+            Content::Identity(Defined { local: definition.local, id: definition.id })
+        }
+        Body::Spec(definition) => Content::Spec(Defined { local: definition.local, id: definition.id }),
+        Body::Tombstones(tombstones) => Content::Tombstones(tombstones.clone()),
+        Body::Epoch(epoch) => Content::Epoch(*epoch),
+        Body::Unknown(code) => Content::Unknown(*code),
+    };
+    Entry { offset, sequence, payload_bytes, header_bytes: header_bytes as u32, content }
 }
 
 /// The growing end of a segment.
@@ -443,5 +474,27 @@ impl Segment {
             drop(tail);
             self.wake_written();
         }
+    }
+}
+
+/// Returns what a segment's readers hold when dropped.
+#[derive(Debug)]
+pub(crate) struct Hold(Rc<Segment>);
+
+impl Hold {
+    pub(crate) fn new(segment: &Rc<Segment>) -> Self {
+        segment.readers.set(segment.readers.get() + 1);
+        Self(Rc::clone(segment))
+    }
+
+    /// What is held.
+    pub(crate) fn segment(&self) -> &Rc<Segment> {
+        &self.0
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.0.readers.set(self.0.readers.get() - 1);
     }
 }

@@ -25,7 +25,8 @@ use kvarts_layout::format::marks::Mark;
 use kvarts_layout::format::record::Body;
 use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey, NamespaceId};
 
-use super::log::{Draft, Log};
+use super::draft::Draft;
+use super::log::Log;
 use crate::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;

@@ -1,5 +1,8 @@
 //! Writes: puts, deletes, and the log that their records are appended to.
 
 pub(crate) mod delete;
+pub(crate) mod draft;
 pub(crate) mod log;
+pub(crate) mod place;
 pub(crate) mod put;
+mod seal;

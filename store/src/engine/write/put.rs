@@ -24,13 +24,14 @@ use kvarts_layout::{BlockKey, Layout, OriginId};
 
 use super::log::Log;
 use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
-use crate::engine::front::executor::Router;
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::{self, Share};
+use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::tasks::notify::before;
+use crate::engine::volume::segment::record_range;
 use crate::error::{Error, Reason};
-use crate::index::{BlockFingerprint, RecordInfo, Reservation, Ticket as Claim};
+use crate::index::{BlockFingerprint, Reservation, Ticket as Claim};
 use crate::rt::mailbox::Reply;
 use crate::rt::{LocalTask, Nanos};
 use crate::sync::{Mutex, MutexGuard};
@@ -64,7 +65,7 @@ pub(crate) struct PutPart {
     pub(crate) job: Arc<PutJob>,
     pub(crate) work: PutWork,
     /// Whom to tell of what goes for it, if something must.
-    pub(crate) tell: Option<Arc<Router>>,
+    pub(crate) tell: Option<Arc<dyn TellEvicted>>,
 }
 
 /// The kinds of work.
@@ -433,13 +434,6 @@ impl Drop for PutJob {
     }
 }
 
-/// Where a record begins and ends in its segment.
-pub(crate) fn record_range(record: &RecordInfo) -> (u64, u64) {
-    let page = kvarts_layout::format::PAGE_BYTES;
-    let start = u64::from(record.page) * page;
-    (start, start + (u64::from(record.header_pages) + u64::from(record.payload_pages)) * page)
-}
-
 impl PutPart {
     /// Whether others' blocks may have to go for it.
     pub(crate) fn makes_room(&self) -> bool {
@@ -482,7 +476,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<Local
                 stopped => stopped.map(Err),
             };
             if let Some(router) = tell {
-                router.name_evicted(&log.shared);
+                router.tell_evicted(&log.shared);
             }
             let promise = match paid.unwrap_or(Err(Reason::DeadlinePassed)) {
                 Ok(promise) => promise,

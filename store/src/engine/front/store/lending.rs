@@ -2,7 +2,7 @@
 
 use super::{FULL, Store, lost};
 use crate::api::{LendRequest, Lent, NotLent};
-use crate::engine::front::executor::Message;
+use crate::engine::front::router::Message;
 use crate::engine::read::lend;
 use crate::error::Reason;
 

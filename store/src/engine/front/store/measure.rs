@@ -13,8 +13,8 @@ use kvarts_layout::plan::{Address, Landing, Step};
 
 use super::{Store, lost, send};
 use crate::api::ReadRequest;
-use crate::engine::front::executor::Message;
-use crate::engine::front::memory_audit::Table;
+use crate::engine::front::memory_audit::{self, Table};
+use crate::engine::front::router::Message;
 use crate::engine::read::job;
 use crate::engine::tasks::steps::Done;
 use crate::engine::write::put::shard_of;
@@ -92,7 +92,7 @@ impl Store {
 
     /// How large each table is that the store keeps in memory, all shards and executors together.
     pub async fn tables(&self) -> Result<Vec<Table>, Error> {
-        let mut all = self.0.shared.tables();
+        let mut all = memory_audit::of_all(&self.0.shared);
         for sender in &self.0.router.executors {
             let (reply, answer) = ticket();
             send(sender, Message::Tables(reply))?;

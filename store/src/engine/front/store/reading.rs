@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{FULL, Store};
 use crate::api::{Origins, ReadRequest, ReadStream, read_channel};
-use crate::engine::front::executor::Message;
+use crate::engine::front::router::Message;
 use crate::engine::read::job;
 use crate::error::{Error, Reason};
 

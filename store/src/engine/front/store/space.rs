@@ -6,8 +6,9 @@ use kvarts_layout::NamespaceId;
 use kvarts_layout::identity::TenantSalt;
 
 use super::{Store, lost, send};
-use crate::engine::front::executor::Message;
+use crate::engine::front::router::Message;
 use crate::engine::shared::quota;
+use crate::engine::shared::quota_events::TellEvicted;
 use crate::error::{Error, Reason};
 use crate::index::{Lookup, RecordId};
 use crate::io::DirId;
@@ -61,7 +62,7 @@ impl Store {
         let account = shared.index.records().ledger().account(namespace);
         account.set_limit(bytes);
         quota::keep_limit(shared, quota::QuotaScope::Namespace(&account));
-        self.0.router.name_evicted(shared);
+        self.0.router.tell_evicted(shared);
     }
 
     /// Limits what the namespaces of a tenant may have on disk together, as [`Store::set_quota`] limits one: those
@@ -76,7 +77,7 @@ impl Store {
         }
         pool.set_limit(bytes);
         quota::keep_limit(shared, quota::QuotaScope::Tenant(&pool));
-        self.0.router.name_evicted(shared);
+        self.0.router.tell_evicted(shared);
     }
 
     /// What the namespaces of a tenant have together and may have; nothing if no quota was ever set for this salt.

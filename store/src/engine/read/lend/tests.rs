@@ -51,7 +51,7 @@ fn send(world: &World, request: LendRequest) -> Sent {
 
 async fn proved(world: &World, sent: Sent) -> Result<(Lent, Held), NotLent> {
     let Sent { job, part, mut answer } = sent;
-    let held = prove(&world.log, part, None).await;
+    let held = prove(&world.log.reads, part, None).await;
     let proven = answer.try_take().expect("an answer").expect("it was not abandoned")?;
     Ok((job.lend(vec![proven])?, held.expect("what is lent is held")))
 }
@@ -149,11 +149,11 @@ fn an_answer_that_nobody_takes_holds_nothing() {
         recover(&world.log).await.unwrap();
         let Sent { part, answer, .. } = sent(&world, 0..6);
         drop(answer);
-        let held = prove(&world.log, part, None).await;
+        let held = prove(&world.log.reads, part, None).await;
         held.expect("it was proven").until_given_back().await;
         // And one that was answered before its asker left.
         let Sent { part, answer, .. } = sent(&world, 0..6);
-        let held = prove(&world.log, part, None).await.expect("it was proven");
+        let held = prove(&world.log.reads, part, None).await.expect("it was proven");
         drop(answer);
         held.until_given_back().await;
         assert!(world.log.segments.borrow().values().all(|segment| segment.readers.get() == 0));
@@ -285,7 +285,7 @@ fn a_deadline_that_passes_while_headers_are_read_ends_it_and_nothing_is_held() {
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
         let Sent { part, mut answer, .. } = sent(&world, 0..6);
-        assert!(prove(&world.log, part, Some(Box::pin(async {}))).await.is_none());
+        assert!(prove(&world.log.reads, part, Some(Box::pin(async {}))).await.is_none());
         let answer = answer.try_take().expect("an answer").expect("it was not abandoned");
         assert_eq!(answer.unwrap_err(), NotLent::Reason(Reason::DeadlinePassed));
         assert!(world.log.segments.borrow().values().all(|segment| segment.readers.get() == 0));
@@ -304,7 +304,7 @@ fn what_is_lent_counts_as_used_once_and_what_is_refused_does_not() {
         more.keys.push(key(99));
         assert!(begin(&world.shared, more).is_err());
         let late = sent(&world, 0..6);
-        prove(&world.log, late.part, Some(Box::pin(async {}))).await;
+        prove(&world.log.reads, late.part, Some(Box::pin(async {}))).await;
         assert_eq!(uses(), 0);
         drop(lent(&world, 0..6).await);
         assert_eq!((uses(), uses()), (1, 0));

@@ -12,9 +12,9 @@ use kvarts_layout::format::body::ENCODING_RAW;
 
 use super::{OUTSIDE, Plan, Run, Slice, damaged, name_extent};
 use crate::api::Verify;
+use crate::engine::read::Reads;
 use crate::engine::read::header_cache::Header;
 use crate::engine::read::job::{ReadJob, Wanted};
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::SharedBuf;
 
@@ -167,7 +167,7 @@ impl Run<'_> {
 
 /// Decodes the chunks of a region, verifies them and copies them to where they belong; gives the bytes decoded.
 pub(super) fn unpack(
-    log: &Log,
+    log: &Reads,
     job: &ReadJob,
     (wanted, header): (&Wanted, &Header),
     (packed, region): (&Packed, u32),
@@ -203,7 +203,7 @@ pub(super) fn unpack(
             found
         };
         decoded += piece.len;
-        match log.unpacker.show(stored.encoding, source, piece.len as usize, copy) {
+        match log.decoder.show(stored.encoding, source, piece.len as usize, copy) {
             Ok(found) if expected == Some(found) => {
                 if let Some((digests, digest)) = job.request.into.digests().zip(expected) {
                     digests.set(piece.part, ordinal, digest);

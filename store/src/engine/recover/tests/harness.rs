@@ -17,10 +17,12 @@ use kvarts_layout::spec::Geometry;
 use kvarts_layout::{BlockKey, Coordinate, Group, Identity, Layout, StoreId};
 
 use crate::api::Placed;
+use crate::engine::compact::thin;
 use crate::engine::recover::{RecoveryReport, recover};
+use crate::engine::shard::Shard;
 use crate::engine::shared::names::Namespace;
 use crate::engine::shared::{Birth, Shared};
-use crate::engine::write::log::{Draft, Log, Payload, Written};
+use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::index::{Lookup, RecordCursor};
 use crate::io::scratch::Scratch;
 use crate::io::{Arena, DirId, Driver, Features, IoChoice, Region, SharedBuf, open_io};
@@ -45,7 +47,7 @@ pub(in crate::engine) struct Place {
 /// A log over it, with the index that it fills.
 #[derive(Clone)]
 pub(in crate::engine) struct World {
-    pub(in crate::engine) log: Rc<Log>,
+    pub(in crate::engine) log: Rc<Shard>,
     pub(in crate::engine) shared: Arc<Shared>,
 }
 
@@ -89,7 +91,8 @@ impl Place {
         let shared = Arc::new(Shared::new(birth, clock, entropy));
         let arena = Arena::new(Region::anonymous(1 << 20).unwrap());
         let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
-        let log = Rc::new(Log::new((0, DirId(0)), Arc::clone(&shared), (driver, arena), spawn));
+        let begun = thin::in_background;
+        let log = Shard::new((0, DirId(0)), Arc::clone(&shared), (driver, arena), spawn, begun);
         log.no_holes.set(self.no_holes);
         let out = Rc::new(RefCell::new(None));
         let kept = Rc::clone(&out);

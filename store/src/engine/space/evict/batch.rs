@@ -12,10 +12,10 @@ use kvarts_layout::{BlockKey, Coordinate, Group};
 use super::choose::{self, Leaving, Victims, is_punchable};
 use super::pages::{Holes, Lying, inside, without};
 use crate::engine::shared::record_class::RecordClass;
+use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
 use crate::index::{BlockFingerprint, Eviction, Location, Lookup};
@@ -69,7 +69,7 @@ pub(crate) fn punched_bytes(entries: &[Entry], holes: &Holes) -> u64 {
     blocks.map(range_of).map(|(at, len)| inside(holes, at, len)).sum()
 }
 
-impl Log {
+impl Space {
     /// Makes room for a segment: what is dead goes first, then what the policy chooses. One task at a time calls it.
     pub(crate) async fn make_room(&self) -> Made {
         // Leases whose time is over hold nothing: whoever chooses sees only whether there is one.
@@ -241,7 +241,7 @@ impl Log {
             if !ranges.is_empty() {
                 // Nothing was awaited since the readers were counted: from here on they see that blocks are gone.
                 segment.set_holed();
-                self.headers.forget_punched((segment.number, segment.generation.get()), &ranges);
+                self.reads.headers.forget_punched((segment.number, segment.generation.get()), &ranges);
                 punched.push(Punched { segment, footer, ranges });
             } else {
                 segment.futile.set(segment.book.space().dead);

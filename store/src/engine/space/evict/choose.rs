@@ -29,9 +29,9 @@ use super::batch::{Footers, is_boundary};
 use super::coldest::{LOOKED_AT, OLDEST_PARTS, Sample, coldest, footers};
 use crate::engine::shared::policy::{Candidate, Chosen, Policy};
 use crate::engine::shared::record_class::RecordClass;
+use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::engine::write::log::Log;
 use crate::index::{BlockFingerprint, Heat, Located, Location, RecordInfo};
 
 /// Bytes a token that cost as much as usual to compute anew.
@@ -50,7 +50,7 @@ pub(crate) struct Leaving {
 pub(crate) type Victims = BTreeMap<u32, BTreeMap<u32, Leaving>>;
 
 /// Whether blocks of a segment may go and be given back at this moment.
-pub(crate) fn is_punchable(log: &Log, segment: &Segment) -> bool {
+pub(crate) fn is_punchable(log: &Space, segment: &Segment) -> bool {
     segment.state.get() == SegmentState::Sealed && log.is_unread(segment) && !segment.is_unpunchable()
 }
 
@@ -120,7 +120,7 @@ struct Seen {
 }
 
 struct Choice<'a> {
-    log: &'a Log,
+    log: &'a Space,
     policy: &'a dyn Policy,
     of: &'a dyn Fn(&RecordClass) -> bool,
     wanted: u64,
@@ -140,7 +140,7 @@ struct Choice<'a> {
 /// Blocks that together have about `wanted` bytes, those of the highest rank, and the footers that were read for it.
 /// Whom the policy spares begins anew, and others are taken for it.
 pub(crate) async fn choose(
-    log: &Log,
+    log: &Space,
     policy: &dyn Policy,
     of: &dyn Fn(&RecordClass) -> bool,
     wanted: u64,

@@ -10,9 +10,9 @@ use std::rc::Rc;
 
 use super::batch::Footers;
 use super::choose::is_punchable;
+use crate::engine::space::Space;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::engine::volume::segment::Segment;
-use crate::engine::write::log::Log;
 
 /// Segments whose blocks are listed before it is asked whether that is enough. A put that waits for room waits for their
 /// footers, behind other puts' writes: in a store that is written round and round the first one is enough.
@@ -23,7 +23,7 @@ pub(crate) const OLDEST_PARTS: u64 = 16;
 const LISTED_MAX: usize = 64;
 
 /// The segments from which blocks may go, those first of which the oldest part is the oldest; of one age in log order.
-pub(crate) async fn coldest(log: &Log, section: &mut Section<'_>) -> Vec<Rc<Segment>> {
+pub(crate) async fn coldest(log: &Space, section: &mut Section<'_>) -> Vec<Rc<Segment>> {
     let mut all: Vec<(i64, u64, Rc<Segment>)> = Vec::new();
     let mut next = Some(0);
     while let Some(from) = next.take() {
@@ -92,7 +92,7 @@ impl Sample {
 }
 
 /// Footers that were read for a choice, for whoever gives back what was chosen.
-pub(crate) async fn footers(log: &Log, some: &[Rc<Segment>], footers: &mut Footers) {
+pub(crate) async fn footers(log: &Space, some: &[Rc<Segment>], footers: &mut Footers) {
     for (segment, footer) in some.iter().zip(log.read_footers(some).await) {
         if let Ok(footer) = footer {
             footers.insert(segment.number, (segment.generation.get(), footer));

@@ -6,8 +6,8 @@
 
 use kvarts_layout::format::{PAGE, PAGE_BYTES};
 
+use crate::engine::space::Space;
 use crate::engine::volume::pages::{CLASS, memory};
-use crate::engine::write::log::Log;
 use crate::io::{FileId, IoError, IoErrorKind, MetaOp, OpenMode};
 
 /// The name that the file has until it is open. One that a power cut leaves is removed by the next start.
@@ -16,7 +16,7 @@ pub(crate) const NAME: &str = "hole-probe";
 const PAGES: usize = 3;
 const FILE_BYTES: u64 = (PAGES * PAGE) as u64;
 
-impl Log {
+impl Space {
     /// Whether single pages can be given back. Asked once; what the file system could not be asked now, because its disk
     /// is full or fails, it is asked again, and until then segments are emptied as a whole.
     pub(crate) async fn makes_holes(&self) -> bool {

@@ -192,7 +192,7 @@ fn what_a_lease_holds_stays_and_so_does_a_segment_under_a_read() {
         world.shared.index.match_and_lease(&prints, terms, now, |_| 1, &mut found).unwrap();
         let read = world.at("a", 1).unwrap().0;
         let segment = std::rc::Rc::clone(&world.log.segments.borrow()[&read]);
-        let hold = crate::engine::read::shard_read::Hold::new(&segment);
+        let hold = crate::engine::volume::segment::Hold::new(&segment);
         let allocated = segment.book.allocated();
         give_back(&world, 3 * SEGMENT_BYTES).await;
         assert!(held.iter().all(|number| world.has("a", *number)));
@@ -397,7 +397,7 @@ fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due(
         assert!(world.log.say_free().await);
         assert_eq!(checkpoint(), 2 * first, "a checkpoint looks at others' records");
         let sweep = || shared.work.sweeps.done().steps;
-        crate::engine::front::expiry::sweep(&world.log).await;
+        crate::engine::front::expiry::sweep(&world.log.reads).await;
         assert_eq!(sweep(), 0, "nothing is due");
         // One record of five blocks.
         let record = shared.index.locate(print(&world, 5)).unwrap();
@@ -406,12 +406,12 @@ fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due(
         shared.note_expiry(place, expires);
         let of_segment = all.iter().filter(|(_, at)| *at == place.1).count() as u64;
         clock.advance(std::time::Duration::from_secs(6));
-        crate::engine::front::expiry::sweep(&world.log).await;
+        crate::engine::front::expiry::sweep(&world.log.reads).await;
         assert!(!world.has("a", 5) && !world.has("a", 9) && world.has("a", 10));
         let looked = sweep();
         assert!(looked <= 2 * of_segment, "{looked} steps for a segment of {of_segment} blocks");
         clock.advance(std::time::Duration::from_secs(60));
-        crate::engine::front::expiry::sweep(&world.log).await;
+        crate::engine::front::expiry::sweep(&world.log.reads).await;
         assert_eq!(sweep(), looked, "nothing is due any more");
     });
 }
@@ -448,10 +448,10 @@ fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_ti
                 (0..=1 << 16).for_each(|segment| shared.due.note((7, segment), 9));
             }
             let here = || shared.index.locate(print(&world, number)).is_some();
-            crate::engine::front::expiry::sweep(&world.log).await;
+            crate::engine::front::expiry::sweep(&world.log.reads).await;
             assert!(here(), "its time has not come");
             clock.advance(std::time::Duration::from_secs(6));
-            crate::engine::front::expiry::sweep(&world.log).await;
+            crate::engine::front::expiry::sweep(&world.log.reads).await;
             assert!(!here() && world.has("a", number + 5), "forgotten: {forgotten}");
         }
     });
@@ -517,7 +517,7 @@ fn a_segment_of_many_blocks_is_emptied_in_short_sections() {
         recover(&world.log).await.unwrap();
         let number = segments_of(&world)[0].1;
         let segment = world.log.segments.borrow()[&number].clone();
-        let mut footer = Footer { records: world.log.listing(&segment).await.unwrap() };
+        let mut footer = Footer { records: world.log.reads.listing(&segment).await.unwrap() };
         for record in &mut footer.records {
             let Content::Blocks(blocks) = &mut record.content else { continue };
             // As many as a large segment has of small blocks.

@@ -9,9 +9,9 @@ use kvarts_layout::format::checkpoint::{
 use kvarts_layout::format::names::checkpoint_name;
 use kvarts_layout::format::{PAGE, PAGE_BYTES, Position};
 
+use crate::engine::volume::Volume;
 use crate::engine::volume::pages::Pages;
 use crate::engine::volume::tombstones::TombstoneSet;
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::{FileId, IoError, MetaOp, OpenMode};
 
@@ -72,65 +72,70 @@ impl Checkpoint {
 }
 
 /// Reads the newest whole checkpoint of a log, and notes in the log what its files hold and take.
-pub(crate) async fn read(log: &Log, slots: &[u32]) -> Result<Checkpoint, Reason> {
+pub(crate) async fn read(volume: &Volume, slots: &[u32]) -> Result<Checkpoint, Reason> {
     let mut found = Vec::new();
     let mut bytes_read = 0;
     for &slot in slots {
-        let Ok((file, len)) = open(log, slot).await else { continue };
-        let mut pages = Pages::new(log, file, len);
-        let place =
-            Position { store: log.shared.store, shard: log.shard, segment: slot, generation: 0, offset: 0 };
+        let Ok((file, len)) = open(volume, slot).await else { continue };
+        let mut pages = Pages::new(volume, file, len);
+        let place = Position {
+            store: volume.shared.store,
+            shard: volume.shard,
+            segment: slot,
+            generation: 0,
+            offset: 0,
+        };
         let page = pages.at(0, PAGE).await?;
         let page = page.get(..PAGE).unwrap_or(page);
-        if let Ok(header) = CheckpointHeader::decode(page, &place, &log.shared.secret) {
+        if let Ok(header) = CheckpointHeader::decode(page, &place, &volume.shared.secret) {
             let sequence = header.position.generation;
-            log.checkpoints.sequence.set(log.checkpoints.sequence.get().max(sequence));
+            volume.checkpoints.sequence.set(volume.checkpoints.sequence.get().max(sequence));
             found.push((sequence, header, pages));
         } else {
             bytes_read += pages.bytes_read;
         }
         // The file stays open until all have been looked at.
-        log.checkpoints.charged(slot).set(charged(log, file).await);
+        volume.checkpoints.charged(slot).set(charged(volume, file).await);
     }
     found.sort_by_key(|(sequence, ..)| std::cmp::Reverse(*sequence));
     let mut newest = Checkpoint::default();
     for (_, header, pages) in &mut found {
         if newest.sequence.is_none()
-            && let Some(whole) = read_whole(log, header, pages).await?
+            && let Some(whole) = read_whole(volume, header, pages).await?
         {
-            log.checkpoints.newest.set(Some(header.position.segment));
+            volume.checkpoints.newest.set(Some(header.position.segment));
             newest = whole;
         }
         bytes_read += pages.bytes_read;
     }
     for (_, _, pages) in found {
         // Nothing depends on it.
-        let _ = log.driver.meta(MetaOp::Close { file: pages.file() }).await;
+        let _ = volume.driver.meta(MetaOp::Close { file: pages.file() }).await;
     }
     newest.bytes_read = bytes_read;
     Ok(newest)
 }
 
-async fn open(log: &Log, slot: u32) -> Result<(FileId, u64), IoError> {
+async fn open(volume: &Volume, slot: u32) -> Result<(FileId, u64), IoError> {
     let mode = OpenMode { write: false, create: false, direct: true };
-    let file = log.driver.open(log.file_name(&checkpoint_name(slot)), mode).await?;
-    let (len, _) = log.driver.stat(file).await?;
+    let file = volume.driver.open(volume.file_name(&checkpoint_name(slot)), mode).await?;
+    let (len, _) = volume.driver.stat(file).await?;
     Ok((file, len))
 }
 
-async fn charged(log: &Log, file: FileId) -> u64 {
-    let allocated = log.driver.stat(file).await.map_or(0, |(_, allocated)| allocated);
-    log.shared.charge_checkpoint(allocated);
+async fn charged(volume: &Volume, file: FileId) -> u64 {
+    let allocated = volume.driver.stat(file).await.map_or(0, |(_, allocated)| allocated);
+    volume.shared.charge_checkpoint(allocated);
     allocated
 }
 
 /// The checkpoint, or `None` if it does not count.
 async fn read_whole(
-    log: &Log,
+    volume: &Volume,
     header: &CheckpointHeader,
     pages: &mut Pages<'_>,
 ) -> Result<Option<Checkpoint>, Reason> {
-    let mut reader = CheckpointReader::new(header, &log.shared.secret);
+    let mut reader = CheckpointReader::new(header, &volume.shared.secret);
     let mut names = BTreeMap::new();
     let mut checkpoint = Checkpoint {
         sequence: Some(header.position.generation),

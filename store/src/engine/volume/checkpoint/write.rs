@@ -13,8 +13,8 @@ use kvarts_layout::format::{EncodeError, PAGE_BYTES, Position};
 use super::CheckpointReport;
 use crate::engine::shared::EXPIRY_STEP_MS;
 use crate::engine::tasks::steps::Section;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::index::{OwnerCursor, RecordInfo};
 use crate::io::policy::{Action, Stage, decide};
@@ -28,39 +28,39 @@ const TRIES_MAX: u32 = 3;
 
 /// A file being written.
 struct Output<'a> {
-    log: &'a Log,
+    volume: &'a Volume,
     file: FileId,
     slot: u32,
     at: u64,
 }
 
 /// Writes a checkpoint. On an error the one before still counts.
-pub(crate) async fn write(log: &Log) -> Result<CheckpointReport, Reason> {
-    if let Some(reason) = log.shared.latched() {
+pub(crate) async fn write(volume: &Volume) -> Result<CheckpointReport, Reason> {
+    if let Some(reason) = volume.shared.latched() {
         return Err(reason);
     }
-    prove(log).await
+    prove(volume).await
 }
 
 /// The same, also where the store takes no writes: it shows whether it could.
-pub(crate) async fn prove(log: &Log) -> Result<CheckpointReport, Reason> {
-    if log.checkpoints.writing.replace(true) {
+pub(crate) async fn prove(volume: &Volume) -> Result<CheckpointReport, Reason> {
+    if volume.checkpoints.writing.replace(true) {
         return Err(Reason::Busy("a checkpoint is being written"));
     }
-    let mut written = write_next(log).await;
+    let mut written = write_next(volume).await;
     for _ in 1..TRIES_MAX {
         if !matches!(written, Err(Reason::Passing(_))) {
             break;
         }
-        written = write_next(log).await;
+        written = write_next(volume).await;
     }
-    log.checkpoints.writing.set(false);
-    log.checkpoints.ended.wake_all();
+    volume.checkpoints.writing.set(false);
+    volume.checkpoints.ended.wake_all();
     written
 }
 
-async fn write_next(log: &Log) -> Result<CheckpointReport, Reason> {
-    let slots = &log.checkpoints;
+async fn write_next(volume: &Volume) -> Result<CheckpointReport, Reason> {
+    let slots = &volume.checkpoints;
     let slot = slots.next();
     let sequence = slots.sequence.get() + 1;
     // Taken even if this fails: the header of a failed attempt may be on disk, and the next one writes over its
@@ -68,26 +68,26 @@ async fn write_next(log: &Log) -> Result<CheckpointReport, Reason> {
     slots.sequence.set(sequence);
     let header = CheckpointHeader {
         position: Position {
-            store: log.shared.store,
-            shard: log.shard,
+            store: volume.shared.store,
+            shard: volume.shard,
             segment: slot,
             generation: sequence,
             offset: 0,
         },
-        created_ms: log.shared.clock.unix_millis(),
-        next_sequence: log.sequence.get(),
+        created_ms: volume.shared.clock.unix_millis(),
+        next_sequence: volume.sequence.get(),
     };
-    let name = log.file_name(&checkpoint_name(slot));
+    let name = volume.file_name(&checkpoint_name(slot));
     let mode = OpenMode { write: true, create: true, direct: true };
-    let file = log.driver.open(name, mode).await.map_err(|error| failed(log, &error))?;
-    let mut output = Output { log, file, slot, at: PAGE_BYTES };
+    let file = volume.driver.open(name, mode).await.map_err(|error| failed(volume, &error))?;
+    let mut output = Output { volume, file, slot, at: PAGE_BYTES };
     let written = write_into(&mut output, &header).await;
     if written.is_err() {
         output.recount().await;
     }
-    let closed = log.driver.meta(MetaOp::Close { file }).await;
+    let closed = volume.driver.meta(MetaOp::Close { file }).await;
     let report = written?;
-    closed.map_err(|error| failed(log, &error))?;
+    closed.map_err(|error| failed(volume, &error))?;
     slots.newest.set(Some(slot));
     slots.buried.set(report.buried);
     Ok(report)
@@ -95,31 +95,31 @@ async fn write_next(log: &Log) -> Result<CheckpointReport, Reason> {
 
 /// What is to be done about a failed write: a full disk postpones the checkpoint, what passes has it written again as a
 /// whole (nothing is flushed twice in hope), anything else latches the store.
-fn failed(log: &Log, error: &IoError) -> Reason {
+fn failed(volume: &Volume, error: &IoError) -> Reason {
     match decide(error, Stage::Metadata) {
         Action::RefuseNoSpace | Action::NotNow => fault(error),
-        _ => log.shared.latch(error),
+        _ => volume.shared.latch(error),
     }
 }
 
 async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Result<CheckpointReport, Reason> {
-    let log = output.log;
-    let mut writer = CheckpointWriter::new(header, &log.shared.secret);
+    let volume = output.volume;
+    let mut writer = CheckpointWriter::new(header, &volume.shared.secret);
     if kvarts_layout::planted!("checkpoint-header-first") {
         output.put(0, &writer.header().map_err(unencodable)?, true).await?;
     }
     let mut report = CheckpointReport { sequence: header.position.generation, ..Default::default() };
     report.records = write_records(output, &mut writer).await?;
-    let mut segments: Vec<Stated> = log.segments.borrow().values().filter_map(|one| stated(one)).collect();
-    segments.extend(log.lost.borrow().values());
+    let mut segments: Vec<Stated> = volume.segments.borrow().values().filter_map(|one| stated(one)).collect();
+    segments.extend(volume.lost.borrow().values());
     segments.sort_unstable_by_key(|one| one.segment);
     report.segments = segments.len() as u64;
     for some in segments.chunks(MAX_ITEMS) {
         output.chunk(&mut writer, &Items::Segments(some.to_vec())).await?;
     }
-    log.prune_graves();
-    report.buried = log.graves.borrow().version();
-    let (names, tombstones, epochs) = log.graves.borrow().listed();
+    volume.prune_graves();
+    report.buried = volume.graves.borrow().version();
+    let (names, tombstones, epochs) = volume.graves.borrow().listed();
     for some in names.chunks(MAX_ITEMS) {
         output.chunk(&mut writer, &Items::Namespaces(some.to_vec())).await?;
     }
@@ -132,7 +132,7 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     let first = writer.header().map_err(unencodable)?;
     output.append(&writer.end().map_err(unencodable)?).await?;
     report.bytes = output.finish(&first).await?;
-    let known = log.segments.borrow();
+    let known = volume.segments.borrow();
     for free in segments.iter().filter(|one| one.state == SEGMENT_FREE) {
         if let Some(segment) = known.get(&free.segment) {
             segment.say_free(free.generation);
@@ -176,20 +176,21 @@ fn stated(segment: &Segment) -> Option<Stated> {
 
 /// Writes all live records of the shard and says how many there are. Those of other shards are not looked at.
 async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -> Result<u64, Reason> {
-    let log = output.log;
-    let shard = u16::try_from(log.shard).map_err(|_| Reason::Bug("a shard past the limits of the index"))?;
-    let mut section = Section::begin(&log.shared.work.checkpoints, &*log.shared.clock);
+    let volume = output.volume;
+    let shard =
+        u16::try_from(volume.shard).map_err(|_| Reason::Bug("a shard past the limits of the index"))?;
+    let mut section = Section::begin(&volume.shared.work.checkpoints, &*volume.shared.clock);
     let mut written = 0;
     let mut items = Vec::with_capacity(MAX_ITEMS);
     let mut some = Vec::new();
     let mut cursor = Some(OwnerCursor::default());
     while let Some(from) = cursor {
-        cursor = log.shared.index.records().snapshot_of((shard, None), from, &mut some);
+        cursor = volume.shared.index.records().snapshot_of((shard, None), from, &mut some);
         section.step(1 + some.len() as u64).await;
         if kvarts_layout::planted!("checkpoint-looks-at-all") {
-            section.step(log.shared.index.memory().records as u64).await;
+            section.step(volume.shared.index.memory().records as u64).await;
         }
-        items.extend(some.iter().filter_map(|(_, record, used)| record_state(log, record, *used)));
+        items.extend(some.iter().filter_map(|(_, record, used)| record_state(volume, record, *used)));
         if items.len() + 512 > MAX_ITEMS || (cursor.is_none() && !items.is_empty()) {
             section.pause();
             written += items.len() as u64;
@@ -200,14 +201,14 @@ async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -
     Ok(written)
 }
 
-fn record_state(log: &Log, record: &RecordInfo, used: u32) -> Option<RecordState> {
+fn record_state(volume: &Volume, record: &RecordInfo, used: u32) -> Option<RecordState> {
     if record.live == 0 {
         return None;
     }
-    let generation = log.segments.borrow().get(&record.segment)?.generation.get();
+    let generation = volume.segments.borrow().get(&record.segment)?.generation.get();
     let expires_ms = match record.expires {
         0 => 0,
-        steps => log.shared.created_ms.saturating_add(u64::from(steps) * EXPIRY_STEP_MS),
+        steps => volume.shared.created_ms.saturating_add(u64::from(steps) * EXPIRY_STEP_MS),
     };
     Some(RecordState {
         generation,
@@ -229,10 +230,10 @@ impl Output<'_> {
     }
 
     async fn append(&mut self, image: &[u8]) -> Result<(), Reason> {
-        let charged = self.log.checkpoints.charged(self.slot);
+        let charged = self.volume.checkpoints.charged(self.slot);
         let end = self.at + image.len() as u64;
         if let Some(more) = end.checked_sub(charged.get()).filter(|&more| more > 0) {
-            self.log.shared.take_checkpoint_budget(more)?;
+            self.volume.shared.take_checkpoint_budget(more)?;
             charged.set(end);
         }
         self.put(self.at, image, false).await?;
@@ -242,33 +243,33 @@ impl Output<'_> {
 
     /// Gives back what an attempt took that the file did not get.
     async fn recount(&self) {
-        let charged = self.log.checkpoints.charged(self.slot);
+        let charged = self.volume.checkpoints.charged(self.slot);
         // Unknown, it stays as it is: never too little.
-        if let Ok((_, allocated)) = self.log.driver.stat(self.file).await {
+        if let Ok((_, allocated)) = self.volume.driver.stat(self.file).await {
             let less = charged.get().saturating_sub(allocated);
-            self.log.shared.give_checkpoint_budget(less);
+            self.volume.shared.give_checkpoint_budget(less);
             charged.set(charged.get() - less);
         }
     }
 
     async fn put(&self, at: u64, image: &[u8], sync: bool) -> Result<(), Reason> {
-        let log = self.log;
-        let mut staging = log.stage(image.len()).await.map_err(|error| failed(log, &error))?;
+        let volume = self.volume;
+        let mut staging = volume.stage(image.len()).await.map_err(|error| failed(volume, &error))?;
         staging.copy_in(0, image);
-        let written = log.driver.write(Class::Background, self.file, at, staging, sync).await;
-        written.map_err(|error| failed(log, &error))
+        let written = volume.driver.write(Class::Background, self.file, at, staging, sync).await;
+        written.map_err(|error| failed(volume, &error))
     }
 
     /// Makes everything durable and then the header; gives the bytes of the file.
     async fn finish(&self, header: &[u8]) -> Result<u64, Reason> {
-        let log = self.log;
-        let failed = |error: IoError| failed(log, &error);
-        log.driver.meta(MetaOp::Truncate { file: self.file, len: self.at }).await.map_err(failed)?;
-        log.driver.flush(self.file).await.map_err(failed)?;
+        let volume = self.volume;
+        let failed = |error: IoError| failed(volume, &error);
+        volume.driver.meta(MetaOp::Truncate { file: self.file, len: self.at }).await.map_err(failed)?;
+        volume.driver.flush(self.file).await.map_err(failed)?;
         self.put(0, header, true).await?;
-        log.driver.meta(MetaOp::SyncDir { name: log.home() }).await.map_err(failed)?;
-        let charged = log.checkpoints.charged(self.slot);
-        log.shared.give_checkpoint_budget(charged.get().saturating_sub(self.at));
+        volume.driver.meta(MetaOp::SyncDir { name: volume.home() }).await.map_err(failed)?;
+        let charged = volume.checkpoints.charged(self.slot);
+        volume.shared.give_checkpoint_budget(charged.get().saturating_sub(self.at));
         charged.set(self.at);
         Ok(self.at)
     }

@@ -35,11 +35,13 @@ use super::write::{Piece, publish};
 use super::{PutJob, before, check, record_blocks, reserve, shard_of};
 use crate::api::by_layers::Progress;
 use crate::api::{BlockOutcome, Durability, PutRequest, PutStream, Turns};
-use crate::engine::front::executor::Router;
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::Share;
+use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
-use crate::engine::write::log::{self, Draft, Log, Payload, Written};
+use crate::engine::write::draft::{Draft, Payload, Written};
+use crate::engine::write::log::Log;
+use crate::engine::write::place;
 use crate::error::{Error, Reason};
 use crate::index::Reservation;
 use crate::io::policy::{Action, Stage, decide};
@@ -64,7 +66,7 @@ pub(crate) struct LayersPart {
     /// What was paid of them.
     promises: Vec<Promise>,
     /// Whom to tell of what goes for it, if something must.
-    pub(crate) tell: Option<Arc<Router>>,
+    pub(crate) tell: Option<Arc<dyn TellEvicted>>,
     progress: Arc<Progress>,
     /// Until it is known whether there is room for it.
     begun: Option<(Reply<Result<PutStream, Error>>, PutStream)>,
@@ -239,7 +241,7 @@ async fn pay(log: &Log, mut part: LayersPart, deadline: Option<&mut LocalTask>) 
     });
     let paid = before(paying, deadline).await;
     if let Some(router) = tell {
-        router.name_evicted(&log.shared);
+        router.tell_evicted(&log.shared);
     }
     match paid.unwrap_or(Err(Reason::DeadlinePassed)) {
         Ok(promises) => {
@@ -430,7 +432,7 @@ async fn seal(
 
 /// Headers that have their places, and when each record expires.
 struct Headers {
-    images: Vec<(log::Image, u32)>,
+    images: Vec<(place::Image, u32)>,
     outcome: Result<(), Reason>,
 }
 

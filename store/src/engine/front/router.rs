@@ -1,0 +1,178 @@
+//! What executors are asked, and the way to the one that owns a shard.
+
+use std::sync::Arc;
+
+use kvarts_layout::BlockKey;
+
+use super::descent;
+use super::memory_audit::Table;
+use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
+use crate::engine::compact::chains::{Shards, Survey};
+use crate::engine::compact::gather::{Gathered, Taken};
+use crate::engine::compact::relocate::{Head, Moved};
+use crate::engine::compact::{CompactOptions, CompactReport};
+use crate::engine::read::job::ReadPart;
+use crate::engine::read::lend::LendPart;
+use crate::engine::recover::RecoveryReport;
+use crate::engine::shared::Shared;
+use crate::engine::shared::quota_events::TellEvicted;
+use crate::engine::volume::directory::{self, Found};
+use crate::engine::write::delete::{self, Answer, DeletePart};
+use crate::engine::write::put::PutPart;
+use crate::engine::write::put::layers::LayersPart;
+use crate::error::{Error, Reason};
+use crate::index::RecordId;
+use crate::io::{DirId, IoFacts, Metrics, Region};
+use crate::rt::mailbox::{Reply, SendError, Sender};
+
+/// What other threads ask of an executor.
+pub(crate) enum Message {
+    /// Read the superblocks, or make the store.
+    OpenDirectories { plan: directory::Plan, reply: Reply<Result<Found, Reason>> },
+    /// Take over shards and recover them.
+    Adopt {
+        shared: Arc<Shared>,
+        shards: Vec<(u32, DirId)>,
+        reply: Reply<Result<Vec<RecoveryReport>, Reason>>,
+    },
+    /// Do a part of a put.
+    Put(u32, PutPart),
+    /// Write layers as they come.
+    PutLayers(u32, LayersPart),
+    /// Do a part of a read.
+    Read(u32, ReadPart),
+    /// Prove where blocks lie, and hold them for somebody who reads them himself.
+    Lend(u32, LendPart),
+    /// Do a part of a delete.
+    Delete(u32, DeletePart),
+    /// Find what descends from a key, in all shards, and delete it.
+    DeletePrefix {
+        shared: Arc<Shared>,
+        request: DeleteRequest,
+        root: BlockKey,
+        router: Arc<Router>,
+        reply: Answer,
+    },
+    /// Say which blocks of a namespace stand behind which in this shard.
+    Links(descent::Ask, Reply<Result<descent::Links, Reason>>),
+    /// Say what is here, from this cursor on, of so many shards.
+    Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
+    /// Write a checkpoint of every shard; to prove that it can be, also where the store takes no writes.
+    Checkpoint { prove: bool, reply: Reply<Result<(), Reason>> },
+    /// Give segments back until the budget is kept.
+    Shrink,
+    /// Tell of what quotas took out.
+    Name,
+    /// Say how many bytes the file systems of the directories have free.
+    FreeSpace { directories: u16, reply: Reply<Result<u64, Reason>> },
+    /// Empty segments of every shard that are mostly dead.
+    Compact(CompactOptions, Reply<Result<CompactReport, Reason>>),
+    /// Coordinate the merging of chains over all executors.
+    Merge(Arc<Shared>, Arc<Router>, CompactOptions, Reply<Result<CompactReport, Reason>>),
+    /// Compact without being asked from now on; with the way to all executors, also merge for them.
+    KeepCompact(Option<(Arc<Shared>, Arc<Router>)>),
+    /// List the small records of a shard.
+    Survey(u32, Reply<Survey>),
+    /// Read these records of a shard.
+    Gather(u32, Vec<RecordId>, Reply<Result<Vec<Gathered>, Reason>>),
+    /// Write blocks as a record of a shard.
+    Rewrite(u32, Box<(Head, Vec<Taken>)>, Reply<Result<Moved, Reason>>),
+    /// Say what the device path is and has done.
+    Inspect(Reply<(IoFacts, Metrics)>),
+    /// Say how large the tables of its shards are.
+    Tables(Reply<Vec<Table>>),
+    /// Forget the headers that reads have kept.
+    ForgetHeaders(Reply<()>),
+    /// Register memory of the caller with the ring, or say why it is used as it is.
+    Register(Arc<Region>, Reply<Result<(), String>>),
+    /// Forget it again.
+    Unregister(Arc<Region>),
+    /// End: finish what is under way, seal nothing, write a checkpoint if `clean`.
+    Stop { clean: bool, reply: Reply<Result<(), Reason>> },
+}
+
+/// Which executor owns which shard, and the way to it.
+pub(crate) struct Router {
+    pub(crate) executors: Vec<Sender<Message>>,
+    /// The executor of each shard.
+    pub(crate) owners: Vec<usize>,
+}
+
+impl Router {
+    /// The number of shards.
+    pub(crate) fn shards(&self) -> u32 {
+        self.owners.len() as u32
+    }
+
+    /// The executor of a shard.
+    pub(crate) fn owner(&self, shard: u32) -> usize {
+        self.owners.get(shard as usize).copied().unwrap_or(0)
+    }
+
+    /// The way to it.
+    pub(crate) fn to(&self, shard: u32) -> Option<&Sender<Message>> {
+        self.executors.get(self.owner(shard))
+    }
+
+    /// Sends a message to the executor of a shard.
+    pub(crate) fn send(&self, shard: u32, message: Message) -> Result<(), Reason> {
+        match self.offer(shard, message) {
+            None => Ok(()),
+            Some(_) => Err(Reason::Busy("the executor takes no more requests")),
+        }
+    }
+
+    /// Sends a message to the executor of a shard, and gives it back if that takes no more.
+    pub(crate) fn offer(&self, shard: u32, message: Message) -> Option<Message> {
+        match self.to(shard) {
+            Some(sender) => sender.try_send(message).err().map(SendError::into_inner),
+            None => Some(message),
+        }
+    }
+
+    /// Sends a part of a delete, or refuses it.
+    pub(crate) fn delete(&self, shard: u32, part: DeletePart) {
+        if let Some(Message::Delete(_, part)) = self.offer(shard, Message::Delete(shard, part)) {
+            delete::refuse(part, &Reason::Busy("the executor takes no more requests"));
+        }
+    }
+}
+
+impl Shards for Router {
+    fn count(&self) -> u32 {
+        self.shards()
+    }
+
+    fn survey(&self, shard: u32, reply: Reply<Survey>) -> Result<(), Reason> {
+        self.send(shard, Message::Survey(shard, reply))
+    }
+
+    fn gather(
+        &self,
+        shard: u32,
+        records: Vec<RecordId>,
+        reply: Reply<Result<Vec<Gathered>, Reason>>,
+    ) -> Result<(), Reason> {
+        self.send(shard, Message::Gather(shard, records, reply))
+    }
+
+    fn rewrite(
+        &self,
+        shard: u32,
+        record: Box<(Head, Vec<Taken>)>,
+        reply: Reply<Result<Moved, Reason>>,
+    ) -> Result<(), Reason> {
+        self.send(shard, Message::Rewrite(shard, record, reply))
+    }
+}
+
+impl TellEvicted for Router {
+    /// An executor that takes no message tells with its next sweep.
+    fn tell_evicted(&self, shared: &Shared) {
+        if !shared.unnamed.is_empty() {
+            for sender in &self.executors {
+                let _ = sender.try_send(Message::Name);
+            }
+        }
+    }
+}

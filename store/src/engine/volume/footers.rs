@@ -1,0 +1,68 @@
+//! Footers of sealed segments, read back.
+
+use std::rc::Rc;
+
+use kvarts_layout::format::footer::Footer;
+use kvarts_layout::format::trailer::{self, Trailer};
+use kvarts_layout::format::{PAGE, PAGE_BYTES};
+
+use super::Volume;
+use super::segment::Segment;
+use crate::error::Reason;
+use crate::io::{BufMut, IoError};
+use crate::rt::Class;
+
+impl Volume {
+    /// The footer of a sealed segment, from disk.
+    pub(crate) async fn read_footer(&self, segment: &Segment) -> Result<Footer, Reason> {
+        self.shared.work.footers.add(1);
+        let shard = self.shard;
+        let damaged = |what: String| Reason::Header { shard, segment: segment.number, offset: 0, what };
+        let media = |error: IoError| Reason::Media(error.to_string());
+        let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
+        let page = self.stage(PAGE).await.map_err(media)?;
+        let read = self.driver.read_into(Class::Background, segment.file, trailer_at, page);
+        let page = read.await.map_err(media)?;
+        let position = trailer::position(&self.position(segment, 0), self.shared.segment_bytes);
+        let trailer = Trailer::decode(&page.to_vec(), &position, &self.shared.secret)
+            .map_err(|unsound| damaged(unsound.to_string()))?;
+        let buf = self.stage(trailer.footer_bytes as usize).await.map_err(media)?;
+        let read = self.driver.read_into(Class::Background, segment.file, trailer.footer_offset, buf);
+        let buf = read.await.map_err(media)?;
+        let position = self.position(segment, trailer.footer_offset);
+        Footer::decode(&buf.to_vec(), &position, &self.shared.secret)
+            .map_err(|unsound| damaged(unsound.to_string()))
+    }
+
+    /// The footers of sealed segments, read beside each other where it is known where they lie.
+    pub(crate) async fn read_footers(&self, segments: &[Rc<Segment>]) -> Vec<Result<Footer, Reason>> {
+        let mut ahead = Vec::with_capacity(segments.len());
+        for segment in segments {
+            let read = segment.footer_at.get().and_then(|(offset, bytes)| {
+                let buf = BufMut::zeroed(bytes as usize).ok()?;
+                Some((offset, self.driver.read_into(Class::Background, segment.file, offset, buf)))
+            });
+            ahead.push(read);
+        }
+        let mut footers = Vec::with_capacity(segments.len());
+        for (segment, read) in segments.iter().zip(ahead) {
+            footers.push(match read {
+                None => self.read_footer(segment).await,
+                Some((offset, read)) => match read.await {
+                    Err(error) => Err(Reason::Media(error.to_string())),
+                    Ok(buf) => {
+                        let position = self.position(segment, offset);
+                        let footer = Footer::decode(&buf.to_vec(), &position, &self.shared.secret);
+                        footer.map_err(|unsound| Reason::Header {
+                            shard: self.shard,
+                            segment: segment.number,
+                            offset,
+                            what: unsound.to_string(),
+                        })
+                    }
+                },
+            });
+        }
+        footers
+    }
+}
