@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use kvarts_layout::{BlockKey, BlockShape};
-use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
+use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
 use kvarts_store::error::Reason;
 
 use kvarts_wire::digest::Said;
@@ -19,7 +19,7 @@ use kvarts_wire::proto::read_reply::Part;
 /// What has arrived of one read.
 pub(super) struct Arrival<'a> {
     request: &'a ReadRequest,
-    layers: Range<u32>,
+    progress: ReadProgress,
     /// The wanted chunks of a block: layer, canonical index, bytes.
     parts: Vec<(u32, u32, u64)>,
     /// What was said so far, from the request on.
@@ -28,10 +28,6 @@ pub(super) struct Arrival<'a> {
     range: Option<InRange>,
     /// In layer order: leading blocks of which the next layer is here.
     here: u32,
-    /// In layer order: layers that were announced, and how many leading blocks the last one had.
-    done: (u32, u32),
-    /// In block order: blocks that were announced.
-    ready: Vec<u32>,
 }
 
 /// Where in a range the next byte belongs.
@@ -68,9 +64,9 @@ impl<'a> Arrival<'a> {
         let chunks = chunks.flat_map(|(at, layer)| layer.chunks.iter().map(move |chunk| (at, chunk.bytes)));
         let parts = (0u32..).zip(chunks).map(|(part, (layer, bytes))| (layer, part, bytes));
         let parts = parts.filter(|(layer, ..)| layers.contains(layer)).collect();
-        let done = (0, request.keys.len() as u32);
         let said = Said::of_read(request.order, asked);
-        Self { request, layers, parts, said, range: None, here: 0, done, ready: Vec::new() }
+        let progress = ReadProgress::new(request.order, request.keys.len() as u32, layers);
+        Self { request, progress, parts, said, range: None, here: 0 }
     }
 
     /// Takes one message in; gives how the read ended if it was the last.
@@ -148,7 +144,8 @@ impl<'a> Arrival<'a> {
     }
 
     fn is_next_layer(&self, layer: u32) -> bool {
-        self.layers.contains(&layer) && layer - self.layers.start == self.done.0
+        let layers = self.progress.layers();
+        layers.contains(&layer) && layer - layers.start == self.progress.layers_done()
     }
 
     /// Puts what belongs into the next chunk there; gives the rest.
@@ -185,11 +182,13 @@ impl<'a> Arrival<'a> {
     /// A layer is said to be complete: it is the next one, and all of it has come.
     fn layer(&mut self, ready: &proto::LayerReady) -> Result<(), Reason> {
         let whole = self.range.as_ref().is_none_or(InRange::is_whole);
-        let came = self.is_next_layer(ready.layer) && whole && ready.blocks <= self.here.min(self.done.1);
+        let came =
+            self.is_next_layer(ready.layer) && whole && ready.blocks <= self.here.min(self.progress.good());
         if self.request.order != Order::Layers || !came {
             return Err(Reason::Bug(UNTRUE));
         }
-        self.done = (self.done.0 + 1, ready.blocks);
+        self.progress.keep_leading(ready.blocks);
+        self.progress.layer_done();
         self.here = 0;
         Ok(())
     }
@@ -198,14 +197,8 @@ impl<'a> Arrival<'a> {
     fn block(&mut self, block: u32) -> Result<(), Reason> {
         let of = |range: &&InRange| range.is_whole() && (range.first_block..range.end()).contains(&block);
         let came = self.range.as_ref().filter(of).is_some();
-        if self.request.order != Order::Blocks
-            || !came
-            || self.ready.last().is_some_and(|last| *last >= block)
-        {
-            return Err(Reason::Bug(UNTRUE));
-        }
-        self.ready.push(block);
-        Ok(())
+        let good = self.request.order == Order::Blocks && came && self.progress.block_done(block);
+        if good { Ok(()) } else { Err(Reason::Bug(UNTRUE)) }
     }
 
     /// Whether an end calls nothing good that was not announced.
@@ -216,32 +209,23 @@ impl<'a> Arrival<'a> {
             failed.array_windows().all(|[a, b]| a < b) && failed.last().is_none_or(|last| *last < all);
         let announced = match self.request.order {
             Order::Layers if end.usable_blocks == 0 => true,
-            Order::Layers => end.usable_layers <= self.done.0 && end.usable_blocks <= self.done.1,
+            Order::Layers => {
+                end.usable_layers <= self.progress.layers_done() && end.usable_blocks <= self.progress.good()
+            }
             Order::Blocks => {
-                let is_ready = |block: &u32| self.ready.binary_search(block).is_ok();
+                let is_ready = |block: &u32| self.progress.is_block_done(*block);
                 let is_good = |block: &u32| failed.binary_search(block).is_err();
                 (0..end.usable_blocks).all(|block| is_ready(&block))
                     && (0..all).filter(is_good).all(|block| is_ready(&block))
             }
         };
-        let within = end.usable_blocks <= all && end.usable_layers as usize <= self.layers.len();
+        let within = end.usable_blocks <= all && end.usable_layers as usize <= self.progress.layers().len();
         sorted && within && announced
     }
 
     /// How a read ended that was broken off: what was announced is good.
     pub(super) fn broken(&self, reason: &Reason) -> ReadEnd {
-        let all = self.request.keys.len() as u32;
-        let (usable_blocks, usable_layers, good): (u32, u32, &[u32]) = match self.request.order {
-            Order::Layers if self.done.0 == 0 => (0, 0, &[]),
-            Order::Layers => (self.done.1, self.done.0, &[]),
-            Order::Blocks => {
-                let leading = (0u32..).zip(&self.ready).take_while(|(at, block)| at == *block).count();
-                (leading as u32, self.layers.len() as u32, &self.ready)
-            }
-        };
-        let failed = |block: &u32| good.binary_search(block).is_err();
-        let failures = (0..all).filter(failed).map(|block| (block, reason.clone())).collect();
-        ReadEnd { usable_blocks, usable_layers, failures, held_bytes: 0 }
+        self.progress.broken(reason)
     }
 }
 

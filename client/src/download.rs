@@ -24,7 +24,8 @@ pub(super) const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// What can be said of a read before it is sent; the shape of its blocks.
 pub(super) fn check(remote: &Remote, request: &ReadRequest) -> Result<BlockShape, Reason> {
     remote.check(&request.keys, &request.into, request.deadline)?;
-    let shape = remote.shape(request.namespace, (request.group, request.coordinate), &request.into)?;
+    let (column, layers) = ((request.group, request.coordinate), request.layers.as_ref());
+    let shape = remote.shape(request.namespace, column, &request.into, layers)?;
     let layers = shape.layers().len();
     match &request.layers {
         Some(range) if range.is_empty() => Err(Reason::Empty),

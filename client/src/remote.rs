@@ -2,12 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
-use kvarts_layout::plan::WritePlan;
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, NamespaceId};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_store::api::{LeaseId, MAX_REQUEST_BLOCKS, Placed};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::rt::blocking::block_on;
@@ -262,14 +261,13 @@ impl Remote {
         namespace: NamespaceId,
         (group, coordinate): (Group, Coordinate),
         places: &Placed,
+        layers: Option<&Range<u32>>,
     ) -> Result<BlockShape, Reason> {
         let known = self.known(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
         let shape = known.geometry.shape(group, coordinate, known.identity.block_tokens);
         let shape = shape.map_err(|error| Reason::Shape(error.to_string()))?;
-        let wrong = |error: &dyn fmt::Display| Reason::Shape(error.to_string());
-        let layout = RunLayout::new(Layout::FullBlock, LAYOUT_VERSION, &shape, places.block_count());
-        let layout = layout.map_err(|error| wrong(&error))?;
-        WritePlan::new(&layout, places.places(), 0).map_err(|error| wrong(&error))?;
+        let layers = layers.cloned().unwrap_or(0..shape.layers().len() as u32);
+        places.places().check(&shape, layers).map_err(|error| Reason::Shape(error.to_string()))?;
         Ok(shape)
     }
 

@@ -30,7 +30,7 @@ pub(super) fn check(remote: &Remote, request: &PutRequest) -> Result<BlockShape,
     {
         return Err(Reason::OutOfOrder(parent));
     }
-    remote.shape(request.namespace, (request.group, request.coordinate), &request.from)
+    remote.shape(request.namespace, (request.group, request.coordinate), &request.from, None)
 }
 
 /// Sends a put and answers for it.

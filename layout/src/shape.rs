@@ -5,6 +5,7 @@
 //! arithmetic over a shape cannot overflow: `MAX_RUN_BLOCKS` blocks of `MAX_BLOCK_BYTES` fit in 63 bits.
 
 use std::fmt;
+use std::ops::Range;
 
 /// The most tokens a block may have.
 pub const MAX_BLOCK_TOKENS: u32 = 1 << 20;
@@ -147,6 +148,13 @@ impl BlockShape {
     /// Bytes of one block in canonical (layer, part) order, without padding.
     pub fn block_bytes(&self) -> u64 {
         self.block_bytes
+    }
+
+    /// Bytes of some layers of one block; those that there are not have none.
+    pub fn layers_bytes(&self, layers: &Range<u32>) -> u64 {
+        let index = |at: u32| usize::try_from(at).unwrap_or(usize::MAX).min(self.layers.len());
+        let some = self.layers.get(index(layers.start)..index(layers.end)).unwrap_or_default();
+        some.iter().fold(0u64, |sum, layer| sum.saturating_add(layer.bytes()))
     }
 
     /// Chunks in one block.

@@ -5,12 +5,12 @@
 //! stays as cold as it was. A run has memory of its own, and pauses so that it keeps to its pace.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvarts_layout::plan::{Tile, Tiles};
 use kvarts_layout::{BlockKey, BlockShape, IndexKey};
-use kvarts_store::api::{KvStore, Order, ReadEnd, ReadRequest, Verify};
+use kvarts_store::api::{KvStore, Order, Placed, ReadEnd, ReadRequest, Verify};
 use kvarts_store::engine::Store;
 use kvarts_store::error::{Kind, Reason};
 use kvarts_store::io::{Region, SharedBuf};
@@ -18,7 +18,6 @@ use kvarts_store::rt::Class;
 use tokio::time::sleep;
 
 use crate::node::{Bandwidth, Node};
-use kvarts_wire::window::{self, Nowhere, Window};
 
 /// Bytes that are read at once; more only where a single layer of a block is more.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -178,16 +177,13 @@ impl Run<'_> {
             // A block that moves may be listed twice.
             let mut seen = BTreeSet::new();
             keys.retain(|key| seen.insert(*key));
-            let mut left = all.clone();
+            let mut tiles = Tiles::new(Order::Blocks, all.clone(), keys.len() as u32);
             let mut failures = BTreeMap::new();
-            while !left.is_empty() {
-                let blocks = keys.len() as u32;
-                let layers = match shape.block_bytes() <= PIECE_BYTES {
-                    true => left.clone(),
-                    false => window::fitting_layers(&shape, &left, blocks, PIECE_BYTES),
-                };
-                left.start = layers.end;
-                failures.extend(self.piece(first, &shape, &keys, layers).await?.failures);
+            while let Some(tile) = tiles.next(&shape, PIECE_BYTES) {
+                tiles.pass(&tile);
+                let failed = self.piece(first, &shape, &keys, &tile).await?.failures;
+                failures
+                    .extend(failed.into_iter().map(|(block, reason)| (tile.blocks.start + block, reason)));
             }
             self.count(&shape, keys.len() as u64, failures.into_values());
         }
@@ -200,10 +196,10 @@ impl Run<'_> {
         of: &IndexKey,
         shape: &BlockShape,
         keys: &[BlockKey],
-        layers: Range<u32>,
+        tile: &Tile,
     ) -> Result<ReadEnd, Reason> {
-        let window = Window { blocks: 0..keys.len() as u32, layers };
-        let bytes = window.bytes(shape);
+        let bytes = tile.bytes(shape);
+        let keys = keys.get(tile.blocks.start as usize..tile.blocks.end as usize).unwrap_or_default();
         if let Some(pace) = &self.pace {
             sleep(pace.spend(bytes)).await;
         }
@@ -212,9 +208,9 @@ impl Run<'_> {
             group: of.group,
             coordinate: of.coordinate,
             keys: keys.to_vec(),
-            layers: Some(window.layers.clone()),
+            layers: Some(tile.layers.clone()),
             order: Order::Blocks,
-            into: window::place(Order::Blocks, shape, &window, &self.memory(bytes)?, &Nowhere::default())?,
+            into: Placed::tile(Order::Blocks, shape, tile, self.memory(bytes)?)?,
             verify: Verify::Always,
             class: Class::Background,
             deadline: Some(self.store.clock().now().plus(PATIENCE)),
@@ -233,7 +229,7 @@ impl Run<'_> {
             // A device may still write there.
             self.memory = None;
         }
-        let late = end.failures.is_empty() && end.usable_layers < window.layers.len() as u32;
+        let late = end.failures.is_empty() && end.usable_layers < tile.layer_count();
         Ok(if late { all_failed(Reason::DeadlinePassed) } else { end })
     }
 

@@ -99,8 +99,6 @@ pub const SHAPE_PARTS_MAX: usize = 1 << 17;
 /// Single blocks of which one answer tells everything that there is to tell about an error. Of those behind them it leaves
 /// out what is for people, and the key: any number of them fits into an answer that every client takes (4 MiB).
 pub const ERRORS_TOLD: usize = 256;
-/// Addresses that all reads together may have reserved for layers that they do not want. No memory stands behind them.
-pub const ADDRESSES_MAX: u64 = 8 << 40;
 /// Leases that one tenant may have at a time.
 pub const LEASES_MAX: usize = 1 << 16;
 /// Columns whose shapes one registration may ask for.

@@ -1,48 +1,93 @@
 //! Reads and puts of memory that is not shared: through windows that are, and a copy by this process.
 
 use std::collections::VecDeque;
-use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use kvarts_layout::plan::{Tile, TileChunk};
 use kvarts_layout::{BlockShape, OriginId};
 use kvarts_store::api::{
-    BlockOutcome, Order, Origins, Parent, Placed, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest,
-    ReadSink, ReadStream, read_channel,
+    Arrived, BlockOutcome, Late, Order, Origins, Parent, Placed, PutReply, PutRequest, ReadEvent,
+    ReadRequest, ReadSink, ReadStream, TileBytes, TileSource, TiledRead, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
 
 use super::Inner;
 use super::link::Link;
+use super::reading::Part;
 use kvarts_wire::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
 use kvarts_wire::local::limits::WINDOW_BYTES;
-use kvarts_wire::local::parts;
-use kvarts_wire::window::{self, Nowhere, Window};
-use kvarts_wire::windows::{Stop, Through, Windows};
 
 /// Whether whatever is read or put at once of such blocks fits into a window.
 pub(super) fn fits(shape: &BlockShape) -> bool {
     shape.block_bytes() <= WINDOW_BYTES
 }
 
-/// A read whose windows are copied.
-struct Copying {
+/// A server's reads into windows as where tiles come from.
+struct LinkTiles {
     inner: Arc<Inner>,
     /// Not asked for anew on the way: making a connection waits, and may need the thread that this runs on.
     link: Arc<Link>,
     request: ReadRequest,
-    shape: BlockShape,
-    sink: ReadSink,
-    /// Where the chunks of the window lie that is being read.
-    placed: Mutex<Option<Placed>>,
-    /// In block order: blocks that were announced.
-    ready: Mutex<Vec<u32>>,
-    /// What its windows have met of each block.
+    shape: Arc<BlockShape>,
+    /// What the tiles have met of each block.
     origins: Arc<Origins>,
 }
 
-/// Reads in windows until the end.
+impl TileSource for LinkTiles {
+    fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason> {
+        let Self { inner, link, request, shape, origins } = self;
+        if request.deadline.is_some_and(|deadline| deadline <= inner.remote.clock.now()) {
+            return Err(Reason::DeadlineInPast);
+        }
+        let keys = request.keys.get(tile.blocks.start as usize..tile.blocks.end as usize);
+        let request = ReadRequest {
+            namespace: request.namespace,
+            group: request.group,
+            coordinate: request.coordinate,
+            keys: keys.ok_or(Reason::OutOfBounds)?.to_vec(),
+            layers: Some(tile.layers.clone()),
+            order: request.order,
+            into,
+            verify: request.verify,
+            class: request.class,
+            deadline: request.deadline,
+        };
+        let places = inner.places(&request.into, shape, &tile.layers);
+        let places = places.ok_or(Reason::Bug("a window that is not shared"))?;
+        let timeout = inner.timeout_us(request.deadline);
+        let part = Part { origins: Arc::clone(origins), first: tile.blocks.start };
+        let (sink, stream) = read_channel();
+        link.read((request, BlockShape::clone(shape), Some(part)), places, timeout, sink)?;
+        Ok(stream.brought_by(link.bring()))
+    }
+}
+
+/// Why a read stops before its last tile.
+enum Stop {
+    /// Nobody waits for it any more.
+    Gone,
+    /// The deadline passed: what was announced is what there is.
+    Late,
+    Broken(Reason),
+}
+
+impl From<Reason> for Stop {
+    fn from(reason: Reason) -> Self {
+        match reason {
+            Reason::DeadlineInPast => Self::Late,
+            reason => Self::Broken(reason),
+        }
+    }
+}
+
+impl From<Late> for Stop {
+    fn from(_: Late) -> Self {
+        Self::Late
+    }
+}
+
+/// Reads tile by tile until the end.
 pub(super) async fn read(
     (inner, link): (Arc<Inner>, Arc<Link>),
     request: ReadRequest,
@@ -50,112 +95,61 @@ pub(super) async fn read(
     sink: ReadSink,
 ) {
     let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
-    let (order, blocks) = (request.order, request.keys.len() as u32);
-    let (placed, ready) = Default::default();
-    let origins = Origins::any(request.keys.len());
-    let copying = Copying { inner, link, request, shape: shape.clone(), sink, placed, ready, origins };
-    let mut windows = Windows::new(copying, shape, order, layers, blocks, WINDOW_BYTES);
-    let ended = windows.run().await;
-    let end = match ended {
-        Ok(()) => windows.end(None),
-        Err(Stop::Late) => windows.end(Some(&Reason::DeadlinePassed)),
-        Err(Stop::Fault(reason)) => broken(windows.end(Some(&reason)), &windows.through, &reason),
+    let (order, blocks, into) = (request.order, request.keys.len() as u32, request.into.clone());
+    let (shape, origins) = (Arc::new(shape), Origins::any(request.keys.len()));
+    let source = LinkTiles { inner, link: Arc::clone(&link), request, shape: Arc::clone(&shape), origins };
+    let mut read = TiledRead::new(source, shape, order, layers, blocks);
+    let end = match copy_all(&mut read, &link, (order, &into), &sink).await {
+        Ok(()) => read.end(None),
+        Err(Stop::Late) => read.end(Some(&Reason::DeadlinePassed)),
+        Err(Stop::Broken(reason)) => read.broken(&reason),
         Err(Stop::Gone) => return,
     };
-    windows.through.sink.send(ReadEvent::End(end));
+    sink.send(ReadEvent::End(end));
 }
 
-/// How a read ends that was broken off: what was announced is good.
-fn broken(end: ReadEnd, copying: &Copying, reason: &Reason) -> ReadEnd {
-    let ready = copying.ready.lock().unwrap_or_else(PoisonError::into_inner);
-    let blocks = copying.request.order == Order::Blocks;
-    let leading = (0u32..).zip(ready.iter()).take_while(|(at, block)| at == *block).count() as u32;
-    let none = end.usable_layers == 0;
-    let failed = |block: &u32| !blocks || ready.binary_search(block).is_err();
-    let all = 0..copying.request.keys.len() as u32;
-    ReadEnd {
-        usable_blocks: if blocks {
-            leading
-        } else if none {
-            0
-        } else {
-            end.usable_blocks
-        },
-        failures: all.filter(failed).map(|block| (block, reason.clone())).collect(),
-        ..end
-    }
-}
-
-impl Through for Copying {
-    type Fault = Reason;
-    type Memory = SharedBuf;
-
-    async fn begin(&self, window: &Window) -> Result<(SharedBuf, ReadStream), Stop<Reason>> {
-        if self.sink.is_cancelled() {
+/// Copies all tiles. An error says why there were no more.
+async fn copy_all(
+    read: &mut TiledRead<LinkTiles>,
+    link: &Link,
+    (order, into): (Order, &Placed),
+    sink: &ReadSink,
+) -> Result<(), Stop> {
+    while let Some(tile) = read.next_tile(WINDOW_BYTES) {
+        if sink.is_cancelled() {
             return Err(Stop::Gone);
         }
-        let link = &self.link;
         let windows = link.windows.get().cloned().ok_or(Reason::Busy("there are no windows"))?;
-        let bytes = usize::try_from(window.bytes(&self.shape)).map_err(|_| Reason::TooMany("bytes"))?;
+        let bytes = usize::try_from(tile.bytes(read.shape())).map_err(|_| Reason::TooMany("bytes"))?;
         let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?.share();
-        let into = window::place(self.request.order, &self.shape, window, &memory, &Nowhere::default())?;
-        *self.placed.lock().unwrap_or_else(PoisonError::into_inner) = Some(into.clone());
-        let late = self.request.deadline.is_some_and(|deadline| deadline <= self.inner.remote.clock.now());
-        if late {
-            return Err(Stop::Late);
-        }
-        let keys = self.request.keys.get(window.blocks.start as usize..window.blocks.end as usize);
-        let request = ReadRequest {
-            keys: keys.unwrap_or_default().to_vec(),
-            layers: Some(window.layers.clone()),
-            into,
-            ..self.request.clone()
-        };
-        let (sink, stream) = read_channel();
-        let places = self.inner.places(&request.into, &self.shape, &window.layers);
-        let places = places.ok_or(Reason::Bug("a window that is not shared"))?;
-        let timeout = self.inner.timeout_us(request.deadline);
-        let part = Some((Arc::clone(&self.origins), window.blocks.start));
-        link.read((request, self.shape.clone(), part), places, timeout, sink)?;
-        Ok((memory, stream.brought_by(link.bring())))
-    }
-
-    async fn range(
-        &self,
-        window: &Window,
-        _memory: &SharedBuf,
-        layer: u32,
-        blocks: Range<u32>,
-        _offset: u64,
-    ) -> Result<(), Stop<Reason>> {
-        let placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let from = placed.ok_or(Reason::Bug("a window without places"))?;
-        let layers = match self.request.order {
-            Order::Layers => layer..layer + 1,
-            Order::Blocks => window.layers.clone(),
-        };
-        let chunks = self.shape.layers().iter().flat_map(|layer| &layer.chunks);
-        let wanted = parts(&self.shape, &layers);
-        for (part, chunk) in (0u32..).zip(chunks).filter(|(part, _)| wanted.contains(part)) {
-            for block in blocks.clone() {
-                let source = from.chunk(part, block, chunk.bytes).ok_or(Reason::OutOfBounds)?;
-                let to = self.request.into.chunk(part, window.blocks.start + block, chunk.bytes);
-                to.ok_or(Reason::OutOfBounds)?.copy_from(0, &source, 0, source.len());
+        read.grant(tile, memory, ())?;
+        while let Some(arrived) = read.next().await? {
+            let event = match arrived {
+                Arrived::Bytes(bytes) => {
+                    copy(&bytes, order, read.shape(), into)?;
+                    continue;
+                }
+                Arrived::Layer { layer, blocks } => ReadEvent::Layer { layer, blocks },
+                Arrived::Block(block) => ReadEvent::Block(block),
+            };
+            sink.send(event);
+            if sink.is_cancelled() {
+                return Err(Stop::Gone);
             }
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    async fn layer_ready(&self, layer: u32, good: u32) -> Result<(), Stop<Reason>> {
-        self.sink.send(ReadEvent::Layer { layer, blocks: good });
-        if self.sink.is_cancelled() { Err(Stop::Gone) } else { Ok(()) }
+/// Copies what arrived to where it is wanted.
+fn copy(bytes: &TileBytes<()>, order: Order, shape: &BlockShape, into: &Placed) -> Result<(), Reason> {
+    let TileBytes { memory, layer, blocks, .. } = bytes;
+    for TileChunk { part, block, bytes } in memory.tile.chunks(order, shape, *layer, blocks.clone()) {
+        let source = memory.placed.chunk(part, block, bytes).ok_or(Reason::OutOfBounds)?;
+        let to = into.chunk(part, memory.tile.blocks.start + block, bytes).ok_or(Reason::OutOfBounds)?;
+        to.copy_from(0, &source, 0, source.len());
     }
-
-    async fn block_ready(&self, block: u32) -> Result<(), Stop<Reason>> {
-        self.ready.lock().unwrap_or_else(PoisonError::into_inner).push(block);
-        self.sink.send(ReadEvent::Block(block));
-        if self.sink.is_cancelled() { Err(Stop::Gone) } else { Ok(()) }
-    }
+    Ok(())
 }
 
 /// Puts piece by piece and answers for all of it.

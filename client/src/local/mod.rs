@@ -237,12 +237,13 @@ impl Inner {
         let of_layer = (0u32..).zip(shape.layers());
         let of_chunk = of_layer.flat_map(|(at, layer)| layer.chunks.iter().map(move |_| at));
         for (part, layer) in (0u32..).zip(of_chunk) {
-            let target = placed.target(part)?;
-            match known.get(target.memory.0 as usize)? {
-                Some((number, mode, offset)) => {
-                    verifies |= *mode == Mode::Adopted && layers.contains(&layer);
+            let target = placed.target(part);
+            let memory = target.and_then(|target| *known.get(target.memory.0 as usize)?);
+            match target.zip(memory) {
+                Some((target, (number, mode, offset))) => {
+                    verifies |= mode == Mode::Adopted && layers.contains(&layer);
                     targets.push(proto::local_places::Target {
-                        memory: *number,
+                        memory: number,
                         base: offset.checked_add(target.base)?,
                         stride: target.stride,
                     });

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kvarts_layout::{BlockShape, OriginId};
-use kvarts_store::api::{Order, Origins, ReadEnd, ReadEvent, ReadRequest, ReadSink};
+use kvarts_store::api::{Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
 use kvarts_store::error::Reason;
 use kvarts_store::io::SharedBuf;
 
@@ -16,16 +16,22 @@ use kvarts_wire::fault;
 use kvarts_wire::local::{Mode, parts};
 use kvarts_wire::proto;
 
-/// What reads share that together are one, and where the blocks of this one begin there.
-pub(super) type Part = (Arc<Origins>, u32);
+/// What a read shares with the others that it is one with.
+#[derive(Clone)]
+pub(super) struct Part {
+    /// What they have met of each block.
+    pub(super) origins: Arc<Origins>,
+    /// Where the blocks of this one begin there.
+    pub(super) first: u32,
+}
 
 /// The files that a request's memory lies in, by the numbers of their regions.
 pub(super) type Files = Vec<(u64, Mode, Arc<OwnedFd>)>;
 
 /// What parts before this one have met of its blocks, as the server is told.
-pub(super) fn met((origins, first): &Part, blocks: usize) -> Vec<Bytes> {
-    let all = origins.met();
-    let some = all.get(*first as usize..).unwrap_or_default().iter().take(blocks);
+pub(super) fn met(part: &Part, blocks: usize) -> Vec<Bytes> {
+    let all = part.origins.met();
+    let some = all.get(part.first as usize..).unwrap_or_default().iter().take(blocks);
     some.map(|id| id.map_or_else(Bytes::new, |id| id.0.to_vec().into())).collect()
 }
 
@@ -36,14 +42,10 @@ pub(super) struct Reading {
     /// The files that it reads into.
     pub(super) files: Files,
     sink: ReadSink,
-    layers: Range<u32>,
     /// The server does not look at the memory: its digests are compared here.
     verifies: bool,
-    /// Leading blocks that are good so far, and layers that were announced.
-    good: u32,
-    layers_done: u32,
-    /// In block order: blocks that were announced.
-    ready: Vec<u32>,
+    /// What was announced.
+    progress: ReadProgress,
     /// Blocks whose bytes here are not what was put.
     damaged: BTreeMap<u32, Reason>,
     /// What it shares with the other reads that it is one of.
@@ -59,10 +61,9 @@ impl Reading {
         (verifies, files): (bool, Files),
     ) -> Self {
         let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
-        let good = request.keys.len() as u32;
-        let (ready, damaged) = Default::default();
-        let (layers_done, ended) = (0, None);
-        Self { request, shape, files, sink, layers, verifies, good, layers_done, ready, damaged, part, ended }
+        let progress = ReadProgress::new(request.order, request.keys.len() as u32, layers);
+        let (damaged, ended) = (BTreeMap::new(), None);
+        Self { request, shape, files, sink, verifies, progress, damaged, part, ended }
     }
 
     /// Whether nobody waits for it any more.
@@ -78,14 +79,10 @@ impl Reading {
     /// The chunks that were not announced: what may still be written to.
     pub(super) fn unannounced(&self) -> Vec<SharedBuf> {
         let (mut left, blocks) = (Vec::new(), self.request.keys.len() as u32);
-        for (at, layer) in (0u32..).zip(self.layers.clone()) {
+        for (at, layer) in (0u32..).zip(self.progress.layers().clone()) {
             let sizes = self.shape.layers().get(layer as usize).into_iter().flat_map(|layer| &layer.chunks);
             for (part, chunk) in parts(&self.shape, &(layer..layer + 1)).zip(sizes) {
-                let open = |block: &u32| match self.request.order {
-                    Order::Blocks => self.ready.binary_search(block).is_err(),
-                    Order::Layers => at >= self.layers_done || *block >= self.good,
-                };
-                let chunks = (0..blocks).filter(open);
+                let chunks = (0..blocks).filter(|block| !self.progress.is_announced(at, *block));
                 left.extend(chunks.filter_map(|block| self.request.into.chunk(part, block, chunk.bytes)));
             }
         }
@@ -110,20 +107,19 @@ impl Reading {
     }
 
     fn layer(&mut self, layer: u32, blocks: u32, digests: &[u8]) {
-        self.good = self.good.min(blocks);
+        self.progress.keep_leading(blocks);
         if self.verifies {
             self.verify(layer..layer + 1, 0..blocks, digests);
         }
-        self.layers_done += 1;
-        self.sink.send(ReadEvent::Layer { layer, blocks: self.good });
+        self.progress.layer_done();
+        self.sink.send(ReadEvent::Layer { layer, blocks: self.progress.good() });
     }
 
     fn block(&mut self, block: u32, digests: &[u8]) {
         if self.verifies {
-            self.verify(self.layers.clone(), block..block + 1, digests);
+            self.verify(self.progress.layers().clone(), block..block + 1, digests);
         }
-        if !self.damaged.contains_key(&block) {
-            self.ready.push(block);
+        if !self.damaged.contains_key(&block) && self.progress.block_done(block) {
             self.sink.send(ReadEvent::Block(block));
         }
     }
@@ -147,7 +143,7 @@ impl Reading {
                 let reason = Reason::Digest { shard: 0, segment: 0, offset: 0, expected, found };
                 self.damaged.entry(block).or_insert(reason);
                 if self.request.order == Order::Layers {
-                    self.good = self.good.min(block);
+                    self.progress.keep_leading(block);
                 }
             }
         }
@@ -156,7 +152,7 @@ impl Reading {
     /// The server's end of it.
     pub(super) fn end(&mut self, wire: &proto::LocalEnd) {
         let end = wire.end.clone().unwrap_or_default();
-        if let Some((origins, first)) = &self.part {
+        if let Some(Part { origins, first }) = &self.part {
             for (block, id) in (*first as usize..).zip(&wire.origins) {
                 // The server compares; what it met first is what the next part asks for.
                 let _ = <[u8; 16]>::try_from(&id[..]).map(|id| origins.admit(block, OriginId(id)));
@@ -186,22 +182,9 @@ impl Reading {
         if self.ended.is_some() {
             return;
         }
-        let all = self.request.keys.len() as u32;
-        let blocks = self.request.order == Order::Blocks;
-        let leading = (0u32..).zip(&self.ready).take_while(|(at, block)| at == *block).count() as u32;
-        let (usable_blocks, usable_layers) = match (blocks, self.layers_done) {
-            (true, _) => (leading, self.layers.len() as u32),
-            (false, 0) => (0, 0),
-            (false, done) => (self.good, done),
-        };
-        let failed = |block: &u32| !blocks || self.ready.binary_search(block).is_err();
         let bytes = self.request.into.memories().map(|memory| memory.len() as u64).sum();
-        self.finish(ReadEnd {
-            usable_blocks,
-            usable_layers,
-            failures: (0..all).filter(failed).map(|block| (block, reason.clone())).collect(),
-            held_bytes: if held { bytes } else { 0 },
-        });
+        let held_bytes = if held { bytes } else { 0 };
+        self.finish(ReadEnd { held_bytes, ..self.progress.broken(reason) });
     }
 
     fn finish(&mut self, end: ReadEnd) {
@@ -244,12 +227,12 @@ mod tests {
             deadline: None,
         };
         let (sink, _stream) = read_channel();
-        let part = (Origins::any(4), 1);
+        let part = Part { origins: Origins::any(4), first: 1 };
         assert_eq!(met(&part, 2), [Bytes::new(), Bytes::new()]);
         let mut reading = Reading::new((request, shape, Some(part.clone())), sink, (false, Vec::new()));
         let origins = vec![Bytes::new(), Bytes::from_static(&[7; 16])];
         reading.end(&proto::LocalEnd { origins: origins.clone(), ..proto::LocalEnd::default() });
         assert_eq!(met(&part, 2), origins);
-        assert_eq!(part.0.met(), [None, None, Some(OriginId([7; 16])), None]);
+        assert_eq!(part.origins.met(), [None, None, Some(OriginId([7; 16])), None]);
     }
 }

@@ -109,8 +109,8 @@ type Begun = (Store, Arc<Origins>);
 struct Seating {
     ring: SharedBuf,
     seats: Vec<Seat>,
-    /// A buffer for each layer of the shape.
-    buffers: Vec<SharedBuf>,
+    /// A buffer for each layer of the shape that is read.
+    buffers: Vec<Option<SharedBuf>>,
 }
 
 impl Pipeline {
@@ -228,7 +228,7 @@ impl Pipeline {
     ) -> Result<(Landing, ReadStream), LandError> {
         let (wanted, all) = Self::wanted(&request)?;
         let sizes = all.get(wanted.start as usize..wanted.end as usize).unwrap_or_default();
-        let seating = self.seat(&all, sizes, wanted.start, request.depth_bytes)?;
+        let seating = self.seat(all.len(), sizes, wanted.start, request.depth_bytes)?;
         let turns = Turns::new(open_after(&seating.seats, 0));
         let shape = Arc::clone(request.into.shape());
         let placed = Placed::layers_in_turns(&shape, seating.buffers, request.into.blocks(), turns.clone())
@@ -246,7 +246,7 @@ impl Pipeline {
             deadline: request.deadline,
         };
         let read = match begun {
-            Some((lender, origins)) => lender.read_part(read, origins, 0),
+            Some((lender, origins)) => lender.read_part(read, origins),
             None => self.store.read(read),
         };
         let read = read.map_err(|error| LandError::Store(error.0))?;
@@ -265,10 +265,8 @@ impl Pipeline {
     }
 
     /// Takes a piece of the arena and cuts it.
-    fn seat(&self, all: &[u64], wanted: &[u64], first: u32, depth: u64) -> Result<Seating, LandError> {
-        let largest = all.iter().copied().max().unwrap_or(0);
-        // The store is told a place for each layer, also for those that are not read.
-        let least = bytes_needed(wanted, LAYERS_AHEAD).max(largest);
+    fn seat(&self, layers: usize, wanted: &[u64], first: u32, depth: u64) -> Result<Seating, LandError> {
+        let least = bytes_needed(wanted, LAYERS_AHEAD);
         let total = self.arena.piece_max();
         if least > total {
             return Err(LandError::ArenaTooSmall { wanted: least, total });
@@ -280,11 +278,11 @@ impl Pipeline {
         let ring = self.arena.take(least, most).ok_or_else(full)?;
         let bug = || LandError::Request("layers that do not fit where they were said to".to_owned());
         let seats = seats(wanted, ring.len() as u64).ok_or_else(bug)?;
-        let place = |(layer, &bytes): (usize, &u64)| {
-            let seat = layer.checked_sub(first as usize).and_then(|at| seats.get(at));
-            ring.slice(seat.map_or(0, |seat| seat.offset) as usize, bytes as usize)
+        let place = |layer: usize| {
+            let seat = layer.checked_sub(first as usize).and_then(|at| seats.get(at))?;
+            Some(ring.slice(seat.offset as usize, seat.bytes as usize).ok_or_else(bug))
         };
-        let buffers = all.iter().enumerate().map(place).collect::<Option<Vec<_>>>().ok_or_else(bug)?;
+        let buffers = (0..layers).map(|layer| place(layer).transpose()).collect::<Result<_, _>>()?;
         Ok(Seating { ring, seats, buffers })
     }
 }

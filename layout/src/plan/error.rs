@@ -26,6 +26,11 @@ pub enum PlanError {
         /// Blocks that have a place.
         available: u32,
     },
+    /// A wanted part has no place.
+    Unplaced {
+        /// Canonical index of the part.
+        part: u32,
+    },
     /// A payload does not start at a page boundary of its file.
     PayloadOffset {
         /// Where it is said to start.
@@ -57,6 +62,7 @@ impl fmt::Display for PlanError {
             Self::Placement { needed, available } => {
                 write!(f, "places for {needed} blocks are needed, the placement has {available}")
             }
+            Self::Unplaced { part } => write!(f, "part {part} is wanted but has no place"),
             Self::PayloadOffset { offset } => {
                 write!(f, "a payload starts at a multiple of 4096, not at {offset}")
             }

@@ -11,6 +11,7 @@ mod pieces;
 mod placement;
 mod read;
 mod step;
+mod tiles;
 mod write;
 
 #[cfg(test)]
@@ -24,4 +25,5 @@ pub use read::{
     DEFAULT_MAX_EXTENT, DEFAULT_MAX_GAP, DEFAULT_MAX_REGION, Order, ReadOptions, ReadPlan, RecordRead,
 };
 pub use step::{Extent, Landing, Region, Step};
+pub use tiles::{Tile, TileChunk, TileRange, Tiles};
 pub use write::{WritePiece, WritePlan, WriteSource, WriteSummary};

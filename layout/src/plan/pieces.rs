@@ -38,7 +38,7 @@ struct Current<'a> {
     run: &'a Run,
     index: u32,
     place: &'a PartPlace,
-    placed: &'a Placed,
+    placed: Placed,
 }
 
 impl<'a> Pieces<'a> {
@@ -49,7 +49,7 @@ impl<'a> Pieces<'a> {
     fn next_run(&mut self) -> Option<Current<'a>> {
         let run = self.runs.next()?;
         let at = usize::from(run.chunk);
-        let (place, placed) = (self.parts.get(at)?, self.placement.parts().get(at)?);
+        let (place, placed) = (self.parts.get(at)?, self.placement.part(u32::from(run.chunk))?);
         Some(Current { run, index: 0, place, placed })
     }
 }

@@ -6,11 +6,14 @@
 //! only in bases, strides and whether there is a slot list. A memory is a number that the caller gives a meaning;
 //! its address zero must be aligned as strictly as the reads that land in it.
 //!
+//! A part may be without a place: a plan that wants it is refused.
+//!
 //! No two chunks of a placement overlap: it is checked when it is made, so that no plan has to.
 
-use super::PlacementError;
+use super::{PlacementError, PlanError};
 use crate::arrange::RunLayout;
 use crate::shape::BlockShape;
+use std::ops::Range;
 
 /// The most blocks one placement may be for.
 pub const MAX_PLACED_BLOCKS: u32 = 1 << 24;
@@ -50,6 +53,13 @@ pub struct MemorySpan {
     pub end: u64,
 }
 
+/// A part of the shape: the bytes of its chunks, and where they lie if they have a place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct PlacedPart {
+    pub(super) bytes: u64,
+    target: Option<PartTarget>,
+}
+
 /// A part's target with the bytes of its chunks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Placed {
@@ -61,7 +71,7 @@ pub(super) struct Placed {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Placement {
     /// In canonical (layer, part) order.
-    parts: Vec<Placed>,
+    parts: Vec<PlacedPart>,
     /// The slot of each ordinal; without it an ordinal is its own slot.
     slots: Option<Vec<u32>>,
     blocks: u32,
@@ -69,37 +79,43 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// A paged pool: one target for each part of a block in canonical order, one slot for each block. Separate K
-    /// and V pools are two parts with two bases; a fused pool is one.
-    pub fn paged(
+    /// A paged pool: one target for each part of a block in canonical order (or none, where nobody reads or writes
+    /// the part), one slot for each block. Separate K and V pools are two parts with two bases; a fused pool is one.
+    pub fn paged<T: Copy + Into<Option<PartTarget>>>(
         shape: &BlockShape,
-        targets: &[PartTarget],
+        targets: &[T],
         slots: Vec<u32>,
     ) -> Result<Self, PlacementError> {
         Self::with_targets(shape, targets, Some(slots), 0)
     }
 
     /// The block with ordinal `i` in slot `i` of every target.
-    pub fn strided(shape: &BlockShape, targets: &[PartTarget], blocks: u32) -> Result<Self, PlacementError> {
+    pub fn strided<T: Copy + Into<Option<PartTarget>>>(
+        shape: &BlockShape,
+        targets: &[T],
+        blocks: u32,
+    ) -> Result<Self, PlacementError> {
         Self::with_targets(shape, targets, None, blocks)
     }
 
     /// One contiguous buffer for each layer, `[part][block]` inside without padding. `buffer` says where the
-    /// buffer of a layer starts; it is asked once for each layer index, in order.
-    pub fn layer_buffers(
+    /// buffer of a layer starts, if it has one; it is asked once for each layer index, in order.
+    pub fn layer_buffers<A: Into<Option<Address>>>(
         shape: &BlockShape,
         blocks: u32,
-        mut buffer: impl FnMut(u32) -> Address,
+        mut buffer: impl FnMut(u32) -> A,
     ) -> Result<Self, PlacementError> {
         let mut parts = Vec::new();
         for (index, layer) in (0u32..).zip(shape.layers()) {
-            let Address { memory, offset } = buffer(index);
+            let Some(Address { memory, offset }) = buffer(index).into() else {
+                parts
+                    .extend(layer.chunks.iter().map(|chunk| PlacedPart { bytes: chunk.bytes, target: None }));
+                continue;
+            };
             let mut base = offset;
             for chunk in &layer.chunks {
-                parts.push(Placed {
-                    target: PartTarget { memory, base, stride: chunk.bytes },
-                    bytes: chunk.bytes,
-                });
+                let target = PartTarget { memory, base, stride: chunk.bytes };
+                parts.push(PlacedPart { bytes: chunk.bytes, target: Some(target) });
                 let bytes = chunk.bytes.checked_mul(u64::from(blocks)).ok_or(PlacementError::Overflow)?;
                 base = base.checked_add(bytes).ok_or(PlacementError::Overflow)?;
             }
@@ -113,7 +129,7 @@ impl Placement {
         let mut base = at.offset;
         for chunk in shape.layers().iter().flat_map(|layer| &layer.chunks) {
             let target = PartTarget { memory: at.memory, base, stride: shape.block_bytes() };
-            parts.push(Placed { target, bytes: chunk.bytes });
+            parts.push(PlacedPart { bytes: chunk.bytes, target: Some(target) });
             base = base.checked_add(chunk.bytes).ok_or(PlacementError::Overflow)?;
         }
         Self::build(parts, None, blocks)
@@ -124,7 +140,7 @@ impl Placement {
         let place = |part: &crate::arrange::PartPlace| {
             let base = at.offset.checked_add(part.offset).ok_or(PlacementError::Overflow)?;
             let target = PartTarget { memory: at.memory, base, stride: part.step };
-            Ok(Placed { target, bytes: part.bytes })
+            Ok(PlacedPart { bytes: part.bytes, target: Some(target) })
         };
         let parts = layout.parts().iter().map(place).collect::<Result<_, _>>()?;
         Self::build(parts, None, layout.blocks())
@@ -138,22 +154,28 @@ impl Placement {
         Self::build(self.parts.clone(), Some(slots), 0)
     }
 
-    fn with_targets(
+    fn with_targets<T: Copy + Into<Option<PartTarget>>>(
         shape: &BlockShape,
-        targets: &[PartTarget],
+        targets: &[T],
         slots: Option<Vec<u32>>,
         blocks: u32,
     ) -> Result<Self, PlacementError> {
         let chunks = shape.layers().iter().flat_map(|layer| &layer.chunks);
-        let parts: Vec<_> =
-            chunks.zip(targets).map(|(chunk, &target)| Placed { target, bytes: chunk.bytes }).collect();
+        let parts = chunks
+            .zip(targets)
+            .map(|(chunk, &target)| PlacedPart { bytes: chunk.bytes, target: target.into() });
+        let parts = parts.collect();
         if u32::try_from(targets.len()) != Ok(shape.chunk_count()) {
             return Err(PlacementError::Parts { found: targets.len(), expected: shape.chunk_count() });
         }
         Self::build(parts, slots, blocks)
     }
 
-    fn build(mut parts: Vec<Placed>, slots: Option<Vec<u32>>, blocks: u32) -> Result<Self, PlacementError> {
+    fn build(
+        mut parts: Vec<PlacedPart>,
+        slots: Option<Vec<u32>>,
+        blocks: u32,
+    ) -> Result<Self, PlacementError> {
         let blocks = match &slots {
             Some(slots) => u32::try_from(slots.len()).unwrap_or(u32::MAX),
             None => blocks,
@@ -172,7 +194,7 @@ impl Placement {
         };
         if high == 0 {
             // One slot has no next one: its stride must not decide whether reads land directly.
-            parts.iter_mut().for_each(|part| part.target.stride = 0);
+            parts.iter_mut().filter_map(|part| part.target.as_mut()).for_each(|target| target.stride = 0);
         }
         let spans = check_disjoint(&parts, low, high)?;
         Ok(Self { parts, slots, blocks, spans })
@@ -194,9 +216,34 @@ impl Placement {
         Some(placed.address(self.slot(ordinal)?))
     }
 
-    /// Where the chunks of a part lie. The stride says nothing where only slot zero is used.
+    /// Where the chunks of a part lie, if they have a place. The stride says nothing where only slot zero is used.
     pub fn target(&self, part: u32) -> Option<PartTarget> {
         Some(self.part(part)?.target)
+    }
+
+    /// Whether blocks of these sizes, part by part in canonical order, are of the shape that this placement is for.
+    pub(super) fn is_for(&self, sizes: impl Iterator<Item = u64>) -> bool {
+        sizes.eq(self.parts.iter().map(|part| part.bytes))
+    }
+
+    /// Whether blocks of a shape can be read into these places, or written from them: as many parts of the same sizes,
+    /// and a place for each part of the wanted layers.
+    pub fn check(&self, shape: &BlockShape, layers: Range<u32>) -> Result<(), PlanError> {
+        let chunks = (0u32..).zip(shape.layers());
+        let chunks = chunks.flat_map(|(at, layer)| layer.chunks.iter().map(move |chunk| (at, chunk.bytes)));
+        if !self.is_for(chunks.clone().map(|(_, bytes)| bytes)) {
+            return Err(PlanError::Shape);
+        }
+        let unplaced = (0u32..)
+            .zip(chunks)
+            .zip(&self.parts)
+            .find(|((_, (layer, _)), part)| layers.contains(layer) && part.target.is_none());
+        unplaced.map_or(Ok(()), |((part, _), _)| Err(PlanError::Unplaced { part }))
+    }
+
+    /// The first of `count` parts from `first` on that has no place.
+    pub(super) fn unplaced(&self, first: u32, count: usize) -> Option<u32> {
+        (first..).take(count).find(|&part| self.part(part).is_none())
     }
 
     /// The slot of a block.
@@ -204,12 +251,13 @@ impl Placement {
         self.slot(ordinal)
     }
 
-    pub(super) fn part(&self, part: u32) -> Option<&Placed> {
-        self.parts.get(usize::try_from(part).ok()?)
+    #[inline]
+    pub(super) fn part(&self, part: u32) -> Option<Placed> {
+        self.parts.get(usize::try_from(part).ok()?)?.placed()
     }
 
-    pub(super) fn parts(&self) -> &[Placed] {
-        &self.parts
+    pub(super) fn part_count(&self) -> usize {
+        self.parts.len()
     }
 
     #[inline]
@@ -218,6 +266,13 @@ impl Placement {
             Some(slots) => slots.get(usize::try_from(ordinal).ok()?).copied(),
             None => (ordinal < self.blocks).then_some(ordinal),
         }
+    }
+}
+
+impl PlacedPart {
+    #[inline]
+    fn placed(&self) -> Option<Placed> {
+        Some(Placed { target: self.target?, bytes: self.bytes })
     }
 }
 
@@ -274,9 +329,10 @@ fn refuse_duplicates(slots: &[u32], high: u32) -> Result<(), PlacementError> {
 /// Parts whose reaches are apart are disjoint. Parts whose reaches cross must have one stride and be apart within
 /// it: then they interleave slot by slot and never meet. Anything else is refused without asking which slots are
 /// in use, so the check costs a sort of the parts and not a look at every chunk.
-fn check_disjoint(parts: &[Placed], low: u32, high: u32) -> Result<Vec<MemorySpan>, PlacementError> {
+fn check_disjoint(parts: &[PlacedPart], low: u32, high: u32) -> Result<Vec<MemorySpan>, PlacementError> {
     let mut reaches = Vec::with_capacity(parts.len());
     for (index, part) in (0u32..).zip(parts) {
+        let Some(part) = part.placed() else { continue };
         let PartTarget { stride, .. } = part.target;
         if high > 0 && stride < part.bytes {
             return Err(PlacementError::Stride { part: index, stride, bytes: part.bytes });
@@ -286,7 +342,7 @@ fn check_disjoint(parts: &[Placed], low: u32, high: u32) -> Result<Vec<MemorySpa
     }
     reaches.sort_unstable_by_key(|&(memory, start, ..)| (memory, start));
     let mut spans: Vec<MemorySpan> = Vec::new();
-    let mut crossing: Vec<&Placed> = Vec::new();
+    let mut crossing: Vec<Placed> = Vec::new();
     let mut crossing_end = 0u64;
     for (memory, start, end, part) in reaches {
         let same_memory = spans.last().is_some_and(|span| span.memory == memory);
@@ -306,7 +362,7 @@ fn check_disjoint(parts: &[Placed], low: u32, high: u32) -> Result<Vec<MemorySpa
 }
 
 /// Refuses parts that are not of one stride and apart within it; leaves the list empty.
-fn check_interleaved(parts: &mut Vec<&Placed>) -> Result<(), PlacementError> {
+fn check_interleaved(parts: &mut Vec<Placed>) -> Result<(), PlacementError> {
     if let [first, _, ..] = parts.as_slice() {
         let PartTarget { memory, stride, .. } = first.target;
         let overlap = PlacementError::Overlap { memory };
@@ -353,6 +409,20 @@ mod tests {
 
     fn at(memory: u32, offset: u64) -> Address {
         Address { memory: MemoryId(memory), offset }
+    }
+
+    #[test]
+    fn what_nobody_wants_needs_no_place_and_what_is_wanted_does() {
+        let shape = shape(&[&[10, 6], &[16]]);
+        let targets = [None, None, Some(target(0, 0, 16))];
+        let placement = Placement::paged(&shape, &targets, vec![2, 0]).unwrap();
+        assert_eq!((placement.address(0, 0), placement.target(1)), (None, None));
+        assert_eq!(placement.address(2, 0), Some(Address { memory: MemoryId(0), offset: 32 }));
+        assert_eq!(placement.spans(), [MemorySpan { memory: MemoryId(0), start: 0, end: 48 }]);
+        assert_eq!(placement.check(&shape, 1..2), Ok(()));
+        assert_eq!(placement.check(&shape, 0..2), Err(PlanError::Unplaced { part: 0 }));
+        let start = |layer| (layer == 1).then_some(Address { memory: MemoryId(0), offset: 0 });
+        assert_eq!(Placement::layer_buffers(&shape, 2, start).unwrap().target(2), Some(target(0, 0, 16)));
     }
 
     #[test]

@@ -32,11 +32,12 @@ const MAX_LIMIT: u32 = 1 << 30;
 const MAX_STEP_PIECES: u64 = 1 << 26;
 
 /// In which order the bytes are wanted.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Order {
-    /// Layer by layer, each over all blocks: what a layerwise restore wants.
+    /// Layer by layer, in execution order, each over all blocks: what a layerwise restore wants.
+    #[default]
     Layers,
-    /// Block by block, each with all layers: what flat pages and peers want.
+    /// Block by block, in the order of the request, each with all layers: what flat pages and peers want.
     Blocks,
 }
 
@@ -150,11 +151,15 @@ impl ReadPlan {
         if next_ordinal > placement.blocks() {
             return Err(PlanError::Placement { needed: next_ordinal, available: placement.blocks() });
         }
-        let widest = (0..layers.count())
-            .filter_map(|position| first.layout.layer_parts(layers.get(position)?))
-            .map(|(_, parts)| parts.len())
-            .max()
-            .unwrap_or(0);
+        let mut widest = 0;
+        for position in 0..layers.count() {
+            let layer = layers.get(position).and_then(|layer| first.layout.layer_parts(layer));
+            let (first_part, parts) = layer.ok_or(PlanError::Shape)?;
+            if let Some(part) = placement.unplaced(first_part, parts.len()) {
+                return Err(PlanError::Unplaced { part });
+            }
+            widest = widest.max(parts.len());
+        }
         let pieces = u64::try_from(widest).unwrap_or(u64::MAX).saturating_mul(u64::from(blocks));
         if order == Order::Layers && pieces > MAX_STEP_PIECES {
             return Err(PlanError::TooLarge);
@@ -333,8 +338,7 @@ impl RecordRead {
 /// All records and the placement are of one shape. Layouts that are one and the same are compared once.
 fn check_shape(records: &[RecordRead], placement: &Placement) -> Result<(), PlanError> {
     let Some(first) = records.first() else { return Err(PlanError::Nothing) };
-    let sizes = first.layout.parts().iter().map(|part| part.bytes);
-    if !sizes.eq(placement.parts().iter().map(|part| part.bytes)) {
+    if !placement.is_for(first.layout.parts().iter().map(|part| part.bytes)) {
         return Err(PlanError::Shape);
     }
     let mut seen = &first.layout;

@@ -192,7 +192,7 @@ impl Region {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PartRead<'a> {
     pub(super) place: &'a PartPlace,
-    pub(super) placed: &'a Placed,
+    pub(super) placed: Placed,
     pub(super) chunk: u16,
     /// Every chunk of this part can land directly: disk and memory offsets and sizes are all aligned.
     pub(super) direct: bool,

@@ -596,6 +596,13 @@ fn a_request_that_makes_no_sense_is_refused_with_its_reason() {
     let doubled = RecordRead { blocks: Pick::List(vec![1, 1]), ..good() };
     assert_eq!(plan(vec![doubled], two.clone(), default), Err(PlanError::Order));
     assert_eq!(plan(vec![good(), good()], two.clone(), default), Err(PlanError::Order), "same ordinals");
+    let start = |layer| (layer == 1).then_some(at);
+    let second_only = Arc::new(Placement::layer_buffers(&shape, 4, start).unwrap());
+    let of = |layers| ReadPlan::new(vec![good()], layers, Order::Blocks, Arc::clone(&second_only), default);
+    assert_eq!(of(Pick::Range { first: 1, count: 1 }).map(|_| ()), Ok(()));
+    assert_eq!(of(two.clone()).map(|_| ()), Err(PlanError::Unplaced { part: 0 }));
+    let written = WritePlan::new(&layout, &second_only, 0).map(|_| ());
+    assert_eq!(written, Err(PlanError::Unplaced { part: 0 }), "a put needs all");
     let far = RecordRead { ordinal: 3, ..good() };
     assert_eq!(plan(vec![far], two.clone(), default), Err(PlanError::Placement { needed: 5, available: 4 }));
     let odd = RecordRead { payload_offset: 512, ..good() };

@@ -60,8 +60,11 @@ impl<'a> WritePlan<'a> {
     /// A plan that takes the run's blocks from `sources`, where the first of them has `ordinal`.
     pub fn new(layout: &'a RunLayout, sources: &'a Placement, ordinal: u32) -> Result<Self, PlanError> {
         let sizes = layout.parts().iter().map(|part| part.bytes);
-        if !sizes.eq(sources.parts().iter().map(|part| part.bytes)) {
+        if !sources.is_for(sizes) {
             return Err(PlanError::Shape);
+        }
+        if let Some(part) = sources.unplaced(0, sources.part_count()) {
+            return Err(PlanError::Unplaced { part });
         }
         let needed = ordinal.checked_add(layout.blocks()).ok_or(PlanError::TooLarge)?;
         if needed > sources.blocks() {

@@ -27,7 +27,7 @@ mod serve;
 mod services;
 mod watch;
 
-use kvarts_wire::{convert, digest, fault, limits, window, windows};
+use kvarts_wire::{convert, digest, fault, limits};
 
 pub use line::Strangers;
 pub use serve::{Identity, Listeners, Tls, serve};

@@ -1,8 +1,8 @@
-//! `Get` and `GetLayers`: the engine's reads as streams, window by window, without copying.
+//! `Get` and `GetLayers`: the engine's reads as streams, tile by tile, without copying.
 //!
-//! One task works for each read. It takes memory for a window, lets the engine fill it, and hands what the engine
-//! announces to the connection; memory comes back when the connection has sent it. While one window is sent the next
-//! are fetched, as long as there is plenty of memory. A few windows and messages of a read wait at a time, however
+//! One task works for each read. It takes memory for a tile, lets the engine fill it, and hands what the engine
+//! announces to the connection; memory comes back when the connection has sent it. While one tile is sent the next
+//! are read, as long as there is plenty of memory. A few tiles and messages of a read wait at a time, however
 //! slow its client is, and one that takes nothing for a while is dropped.
 
 use std::collections::BTreeMap;
@@ -11,8 +11,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
+use kvarts_layout::plan::{Tile, TileChunk, TileRange};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{Digests, Order, Origins, ReadEnd, ReadRequest, ReadStream, Verify};
+use kvarts_store::api::{
+    Arrived, Digests, Late, Order, ReadEnd, ReadProgress, TileBytes, TiledRead, TiledRequest, Verify,
+};
+use kvarts_store::engine::StoreTiles;
 use kvarts_store::error::Reason;
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
@@ -25,8 +29,6 @@ use super::digest::Said;
 use super::fault::{self, Fault, Outcome};
 use super::frame::{self, Outgoing, Slot};
 use super::held::{Held, Holding};
-use super::window::{self, Nowhere, Window};
-use super::windows::{Stop, Through, Windows};
 use super::{convert, limits};
 use crate::node::Frozen;
 use crate::node::tenant::Paid;
@@ -59,7 +61,7 @@ impl Download {
 
     /// Bytes of all that is wanted.
     pub(crate) fn bytes(&self) -> u64 {
-        window::layers_bytes(&self.shape, &self.layers).saturating_mul(self.keys.len() as u64)
+        self.shape.layers_bytes(&self.layers).saturating_mul(self.keys.len() as u64)
     }
 
     /// A read, wherever its bytes go.
@@ -95,38 +97,25 @@ impl Download {
         Ok(Self { namespace, group, coordinate, shape, keys, layers, order, class })
     }
 
-    fn request(
-        &self,
-        call: &Call,
-        window: &Window,
-        memory: &Fetched,
-        nowhere: &Nowhere,
-    ) -> Outcome<ReadRequest> {
-        let keys = self.keys.get(window.blocks.start as usize..window.blocks.end as usize);
-        Ok(ReadRequest {
+    fn request(&self, call: &Call) -> TiledRequest {
+        TiledRequest {
             namespace: self.namespace,
             group: self.group,
             coordinate: self.coordinate,
-            keys: keys.unwrap_or_default().to_vec(),
-            layers: Some(window.layers.clone()),
+            keys: self.keys.clone(),
+            layers: self.layers.clone(),
             order: self.order,
-            into: window::place(self.order, &self.shape, window, &memory.buf, nowhere)?
-                .with_digests(memory.digests.clone()),
             verify: Verify::Always,
             class: self.class,
             deadline: Some(call.engine_deadline()),
-        })
+        }
     }
 }
 
-/// A window's memory, the digests that its chunks were put with, and the bandwidth that was taken for it.
-struct Fetched {
-    buf: SharedBuf,
-    digests: Digests,
-    paid: Paid,
-}
+/// A read whose tiles go to the connection, each with the bandwidth that was taken for it.
+type Reading = TiledRead<StoreTiles, Paid>;
 
-/// Where the windows of a read go: to the connection.
+/// Where the tiles of a read go: to the connection.
 struct Sending {
     call: Arc<Call>,
     download: Download,
@@ -137,9 +126,8 @@ struct Sending {
     /// What was said to it so far. One task says it: nobody waits here.
     said: Mutex<Said>,
     large: LargeReads,
-    nowhere: Nowhere,
-    /// What its windows have met of each block.
-    origins: Arc<Origins>,
+    /// The most bytes of a tile.
+    most: u64,
 }
 
 /// How many large reads there are; counts one if it is large itself.
@@ -170,7 +158,30 @@ impl Drop for LargeReads {
     }
 }
 
-type Stopped = Stop<Fault>;
+/// Why a read stops before its last tile.
+enum Stop {
+    /// The client went away, or took nothing for too long.
+    Gone,
+    /// Nothing can be said of the blocks.
+    Fault(Fault),
+    /// The deadline passed: what was delivered is what there is.
+    Late,
+}
+
+impl From<Reason> for Stop {
+    fn from(reason: Reason) -> Self {
+        match reason {
+            Reason::DeadlineInPast => Self::Late,
+            reason => Self::Fault(reason.into()),
+        }
+    }
+}
+
+impl From<Late> for Stop {
+    fn from(_: Late) -> Self {
+        Self::Late
+    }
+}
 
 /// Works for one read until it has ended, or its client is gone, and nothing is held for it. `said` is what it was asked
 /// for, and what it sends waits in `slot`.
@@ -202,17 +213,15 @@ async fn work(
     (to, slot): (Sender<Outgoing>, Arc<Slot>),
     holding: Holding,
 ) {
-    let blocks = download.keys.len() as u32;
-    let budget =
-        call.node.at_once(&call.caller.tenant, limits::WINDOW_BYTES).min(call.node.memory.piece_max());
-    let (shape, order, layers) = (download.shape.clone(), download.order, download.layers.clone());
+    let most = call.node.at_once(&call.caller.tenant, limits::WINDOW_BYTES).min(call.node.memory.piece_max());
     let large = LargeReads::enter(&call.node.large_reads, download.bytes());
-    let said = Mutex::new(said);
-    let nowhere = Nowhere::among(&call.node.addresses);
-    let origins = Origins::any(download.keys.len());
-    let sending = Sending { call, download, to, slot, holding, said, large, nowhere, origins };
-    let mut windows = Windows::new(sending, shape, order, layers, blocks, budget);
-    let (ended, early) = match windows.run().await {
+    let read = call.node.engine.read_tiles(download.request(&call));
+    let sending = Sending { call, download, to, slot, holding, said: Mutex::new(said), large, most };
+    let mut read = match read {
+        Ok(read) => read.with_digests(),
+        Err(error) => return sending.refused(error.0).await,
+    };
+    let (ended, early) = match sending.all(&mut read).await {
         Ok(()) => (Ok(()), None),
         Err(Stop::Late) => (Ok(()), Some(Reason::DeadlinePassed)),
         Err(Stop::Fault(fault)) => {
@@ -221,16 +230,41 @@ async fn work(
         }
         Err(Stop::Gone) => return,
     };
-    let end = windows.end(early.as_ref());
-    windows.through.finish(ended, &end, early.as_ref()).await;
+    sending.finish(ended, &read.end(early.as_ref()), early.as_ref()).await;
 }
 
-impl Through for Sending {
-    type Fault = Fault;
-    type Memory = Fetched;
+impl Sending {
+    /// Sends all tiles. An error says why there were no more.
+    async fn all(&self, read: &mut Reading) -> Result<(), Stop> {
+        loop {
+            if read.under_way() == 0 {
+                let Some(tile) = read.next_tile(self.tile_bytes()) else { return Ok(()) };
+                let (memory, paid) = self.memory(&tile).await?;
+                read.grant(tile, memory, paid)?;
+            }
+            while read.under_way() <= self.ahead() {
+                let Some(tile) = read.next_tile(self.tile_bytes()) else { break };
+                let Some((memory, paid)) = self.spare_memory(&tile) else { break };
+                // What is wrong is told when it is this tile's turn.
+                if read.grant(tile, memory, paid).is_err() {
+                    break;
+                }
+            }
+            while let Some(arrived) = read.next().await? {
+                match arrived {
+                    Arrived::Bytes(bytes) => self.bytes(&bytes).await?,
+                    Arrived::Layer { layer, blocks } => {
+                        self.say(Part::Layer(proto::LayerReady { layer, blocks })).await?;
+                    }
+                    Arrived::Block(block) => self.say(Part::Block(proto::BlockReady { block })).await?,
+                }
+            }
+        }
+    }
 
-    async fn begin(&self, window: &Window) -> Result<(Fetched, ReadStream), Stopped> {
-        let bytes = window.bytes(&self.download.shape);
+    /// Memory for a tile, as soon as the tenant may have it.
+    async fn memory(&self, tile: &Tile) -> Result<(SharedBuf, Paid), Stop> {
+        let bytes = tile.bytes(&self.download.shape);
         let (node, tenant, deadline) = (&self.call.node, &self.call.caller.tenant, self.call.deadline);
         // Whoever waits for the tenant's own bandwidth keeps nothing from others meanwhile.
         let (paid, toll) = tenant.pay(bytes);
@@ -252,24 +286,26 @@ impl Through for Sending {
             Err(_) if until == deadline => return Err(Stop::Late),
             Err(_) => return Err(Stop::Fault(Fault::busy("the server's memory for requests is full"))),
         };
-        self.begin_into(window, self.holding.keep(memory.share()), paid)
+        Ok((self.holding.keep(memory.share()), paid))
     }
 
-    /// Only into memory that others are not short of: whoever waited here would wait with memory in hand.
-    fn begin_ahead(&self, window: &Window) -> Option<(Fetched, ReadStream)> {
-        let bytes = window.bytes(&self.download.shape);
+    /// Memory for a tile before its turn: only such that others are not short of, for whoever waited here would wait with
+    /// memory in hand.
+    fn spare_memory(&self, tile: &Tile) -> Option<(SharedBuf, Paid)> {
+        let bytes = tile.bytes(&self.download.shape);
         let paid = self.call.caller.tenant.try_pay(bytes)?;
         let memory = self.call.node.take_spare_memory(&self.call.caller.tenant, bytes)?;
-        // What is wrong is told when it is this window's turn.
-        self.begin_into(window, self.holding.keep(memory.share()), paid).ok()
+        Some((self.holding.keep(memory.share()), paid))
     }
 
-    fn budget(&self, most: u64) -> u64 {
+    /// Bytes of the next tile, as things are now.
+    fn tile_bytes(&self) -> u64 {
         let share = limits::UNDER_WAY_BYTES / 2 / self.large.count().max(1);
         let crowded = self.call.node.memory.is_crowded();
-        most.min(if crowded { 0 } else { share }.max(limits::SMALL_WINDOW_BYTES))
+        self.most.min(if crowded { 0 } else { share }.max(limits::SMALL_WINDOW_BYTES))
     }
 
+    /// How many tiles may be under way before their turn, as things are now.
     fn ahead(&self) -> usize {
         let share = limits::UNDER_WAY_BYTES / limits::SMALL_WINDOW_BYTES / self.large.count().max(1);
         match self.large.count() {
@@ -278,78 +314,44 @@ impl Through for Sending {
         }
     }
 
-    async fn range(
-        &self,
-        window: &Window,
-        memory: &Fetched,
-        layer: u32,
-        blocks: Range<u32>,
-        offset: u64,
-    ) -> Result<(), Stopped> {
+    /// Sends bytes of a tile as they lie in its memory.
+    async fn bytes(&self, bytes: &TileBytes<Paid>) -> Result<(), Stop> {
         let (order, shape) = (self.download.order, &self.download.shape);
+        let TileBytes { memory, layer, blocks, offset } = bytes;
         let about = proto::ReadData {
-            layer,
-            first_block: window.blocks.start + blocks.start,
+            layer: *layer,
+            first_block: memory.tile.blocks.start + blocks.start,
             blocks: blocks.len() as u32,
-            offset,
+            offset: *offset,
             ..proto::ReadData::default()
         };
-        let mut chunks = Chunks {
-            left: window::chunks_of(order, shape, window, layer, blocks.clone()).into_iter(),
-            digests: &memory.digests,
-            now: None,
-        };
+        let digests = memory.placed.digests().ok_or(Reason::Bug("a tile without digests"))?;
+        let left = memory.tile.chunks(order, shape, *layer, blocks.clone()).into_iter();
+        let mut chunks = Chunks { left, digests, now: None };
         let mut frame = FrameBuilder::new(about);
-        for (mut at, mut len) in window::ranges(order, shape, window, layer, blocks.clone()) {
+        for TileRange { offset: mut at, bytes: mut len } in
+            memory.tile.ranges(order, shape, *layer, blocks.clone())
+        {
             while len > 0 {
                 let some = len.min((limits::FRAME_BYTES - frame.len) as u64);
                 let buf = memory.buf.slice(at as usize, some as usize).ok_or(Reason::OutOfBounds)?;
                 frame.push(frozen(buf), &mut chunks);
                 (at, len) = (at + some, len - some);
                 if frame.len == limits::FRAME_BYTES {
-                    self.data(&mut frame, memory).await?;
+                    self.data(&mut frame, &memory.with).await?;
                 }
             }
         }
         if frame.len > 0 {
-            self.data(&mut frame, memory).await?;
+            self.data(&mut frame, &memory.with).await?;
         }
         Ok(())
     }
 
-    async fn layer_ready(&self, layer: u32, good: u32) -> Result<(), Stopped> {
-        let ready = proto::LayerReady { layer, blocks: good };
-        self.say(Part::Layer(ready)).await
-    }
-
-    async fn block_ready(&self, block: u32) -> Result<(), Stopped> {
-        self.say(Part::Block(proto::BlockReady { block })).await
-    }
-}
-
-impl Sending {
-    fn begin_into(
-        &self,
-        window: &Window,
-        buf: SharedBuf,
-        paid: Paid,
-    ) -> Result<(Fetched, ReadStream), Stopped> {
-        let digests = Digests::new(&self.download.shape, window.blocks.len() as u32);
-        let memory = Fetched { buf, digests, paid };
-        let request = self.download.request(&self.call, window, &memory, &self.nowhere);
-        let request = request.map_err(Stop::Fault)?;
-        let stream = self.call.node.read_part(request, &self.origins, window.blocks.start);
-        let stream = stream.map_err(|error| match error.0 {
-            Reason::DeadlineInPast => Stop::Late,
-            reason => reason.into(),
-        })?;
-        Ok((memory, stream))
-    }
-
-    async fn data(&self, frame: &mut FrameBuilder, memory: &Fetched) -> Result<(), Stopped> {
+    async fn data(&self, frame: &mut FrameBuilder, paid: &Paid) -> Result<(), Stop> {
         let bytes = frame.len as u64;
         let outgoing = frame.take(&mut self.said());
-        memory.paid.moved(bytes);
+        paid.moved(bytes);
         self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
         self.send(outgoing).await
     }
@@ -359,12 +361,12 @@ impl Sending {
     }
 
     /// Sends a message that is no data.
-    async fn say(&self, part: Part) -> Result<(), Stopped> {
+    async fn say(&self, part: Part) -> Result<(), Stop> {
         let crc32 = self.said().read(&part);
         self.send(self.holding.follow(frame::message(part, crc32))).await
     }
 
-    async fn send(&self, outgoing: Outgoing) -> Result<(), Stopped> {
+    async fn send(&self, outgoing: Outgoing) -> Result<(), Stop> {
         match tokio::time::timeout(self.call.node.patience.get(), self.to.send(outgoing)).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(_)) => Err(Stop::Gone),
@@ -374,6 +376,17 @@ impl Sending {
                 Err(Stop::Gone)
             }
         }
+    }
+
+    /// Ends a read of which nothing was begun.
+    async fn refused(&self, reason: Reason) {
+        let Download { order, layers, keys, .. } = &self.download;
+        let nothing = ReadProgress::new(*order, keys.len() as u32, layers.clone());
+        let (ended, early) = match reason {
+            Reason::DeadlineInPast => (Ok(()), Reason::DeadlinePassed),
+            reason => (Err(reason.clone().into()), reason),
+        };
+        self.finish(ended, &nothing.end(Some(&early)), Some(&early)).await;
     }
 
     async fn finish(&self, ended: Outcome<()>, end: &ReadEnd, early: Option<&Reason>) {
@@ -428,10 +441,10 @@ pub(super) fn reason_name(reason: &Reason) -> &'static str {
     proto::Reason::try_from(fault::detail(reason).reason).unwrap_or_default().as_str_name()
 }
 
-/// Bytes of a window that the engine has announced, to be sent as they are.
+/// Bytes of a tile that the engine has announced, to be sent as they are.
 fn frozen(buf: SharedBuf) -> Bytes {
     // SAFETY: the engine announced these bytes as complete, and what was announced stays as it is; the memory was
-    // taken from the arena for this window alone and goes back when the last of its buffers is dropped, so nobody
+    // taken from the arena for this tile alone and goes back when the last of its buffers is dropped, so nobody
     // else writes to it before the connection is done with it.
     unsafe { Frozen::bytes(buf.into()) }
 }
@@ -441,7 +454,7 @@ const KNOWN_BYTES: usize = 4096;
 
 /// The chunks of a range in the order in which they are sent, each with what was put for it.
 struct Chunks<'a> {
-    left: std::vec::IntoIter<(u64, u32, u32)>,
+    left: std::vec::IntoIter<TileChunk>,
     digests: &'a Digests,
     /// The chunk under way: all of its bytes, those left of them, and its digest.
     now: Option<(usize, usize, Option<u32>)>,
@@ -452,8 +465,8 @@ impl Chunks<'_> {
     /// it and it is known.
     fn take(&mut self, most: usize) -> (usize, Option<u32>) {
         if self.now.is_none_or(|(_, left, _)| left == 0) {
-            let next = self.left.find(|(bytes, ..)| *bytes > 0);
-            self.now = next.map(|(bytes, part, block)| {
+            let next = self.left.find(|chunk| chunk.bytes > 0);
+            self.now = next.map(|TileChunk { part, block, bytes }| {
                 let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
                 (bytes, bytes, self.digests.get(part, block))
             });
@@ -516,7 +529,7 @@ mod tests {
     use kvarts_layout::{ChunkShape, LayerShape};
     use proptest::prelude::*;
 
-    /// Messages of at most `most` bytes of a window of blocks, with the bytes that they carry.
+    /// Messages of at most `most` bytes of a tile of blocks, with the bytes that they carry.
     fn messages(
         order: Order,
         sizes: &[u64],
@@ -529,12 +542,12 @@ mod tests {
             chunks: sizes.iter().map(|&bytes| ChunkShape { bytes, align: 1 }).collect(),
         };
         let shape = BlockShape::new(vec![layer]).unwrap();
-        let window = Window { blocks: 0..blocks, layers: 0..1 };
-        let all: Vec<u8> = (0..window.bytes(&shape)).map(|at| (at * at % 251) as u8).collect();
+        let tile = Tile { blocks: 0..blocks, layers: 0..1 };
+        let all: Vec<u8> = (0..tile.bytes(&shape)).map(|at| (at * at % 251) as u8).collect();
         let digests = Digests::new(&shape, blocks);
         let mut at = 0;
-        let chunks = window::chunks_of(order, &shape, &window, 0, 0..blocks);
-        for ((bytes, part, block), known) in chunks.iter().zip(known.iter().cycle()) {
+        let chunks = tile.chunks(order, &shape, 0, 0..blocks);
+        for (TileChunk { part, block, bytes }, known) in chunks.iter().zip(known.iter().cycle()) {
             if *known {
                 digests.set(*part, *block, crc32fast::hash(&all[at..at + *bytes as usize]));
             }
@@ -604,7 +617,11 @@ mod tests {
         .unwrap();
         let digests = Digests::new(&shape, 1);
         digests.set(0, 0, crc32fast::hash(&[7; 8192]));
-        let mut chunks = Chunks { left: vec![(8192, 0, 0)].into_iter(), digests: &digests, now: None };
+        let mut chunks = Chunks {
+            left: vec![TileChunk { part: 0, block: 0, bytes: 8192 }].into_iter(),
+            digests: &digests,
+            now: None,
+        };
         let mut frame = FrameBuilder::new(proto::ReadData::default());
         let mut bytes = vec![7; 8192];
         bytes[5000] ^= 1;

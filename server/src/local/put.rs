@@ -47,14 +47,8 @@ impl Putting {
         }
         let holder: Arc<dyn Any + Send + Sync> = Arc::new(());
         let layers = 0..upload.shape.layers().len() as u32;
-        let (from, _) = places::place(
-            (memories, &call.node.addresses),
-            &upload.shape,
-            &layers,
-            wire.from,
-            upload.keys.len(),
-            &holder,
-        )?;
+        let (from, _) =
+            places::place(memories, &upload.shape, &layers, wire.from, upload.keys.len(), &holder)?;
         Ok(Self { call: Arc::clone(call), upload, from, digests: wire.crc32 })
     }
 

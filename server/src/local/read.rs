@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use kvarts_layout::OriginId;
+use kvarts_layout::plan::Tile;
 use kvarts_store::api::{
     Digests, Order, Origins, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, Verify,
 };
@@ -25,9 +26,9 @@ use crate::grpc::call::Call;
 use crate::grpc::read::{self, Download};
 use kvarts_wire::convert::wire_end;
 use kvarts_wire::fault::{Fault, Outcome};
+use kvarts_wire::limits;
 use kvarts_wire::local::parts;
 use kvarts_wire::proto;
-use kvarts_wire::{limits, window};
 
 /// Says that nobody writes to the memory of a read any more, when nobody does.
 struct LetGo {
@@ -102,14 +103,8 @@ pub(super) fn begin(
     // Not `LetGo` before the engine has taken the request: one that is refused has no last word.
     let late = Arc::new(std::sync::OnceLock::<LetGo>::new());
     let holder: Arc<dyn Any + Send + Sync> = Arc::clone(&late) as _;
-    let (into, adopted) = places::place(
-        (memories, &call.node.addresses),
-        &asked.shape,
-        &asked.layers,
-        wire.into,
-        asked.keys.len(),
-        &holder,
-    )?;
+    let (into, adopted) =
+        places::place(memories, &asked.shape, &asked.layers, wire.into, asked.keys.len(), &holder)?;
     let (into, verify) = if adopted {
         (into.with_digests(Digests::new(&asked.shape, asked.keys.len() as u32)), Verify::Never)
     } else {
@@ -121,7 +116,7 @@ pub(super) fn begin(
     };
     let request = request(call, &asked, into.clone(), verify);
     let stream = match &origins {
-        Some(origins) => call.node.read_part(request, origins, 0)?,
+        Some(origins) => call.node.engine.read_part(request, origins)?,
         None => call.node.store().read(request)?,
     };
     // Nobody else sets it.
@@ -172,8 +167,7 @@ impl Reading {
                     Some(ReadEvent::End(end)) => break Some(end),
                     Some(ReadEvent::Layer { layer, blocks }) => {
                         let digests = self.digests(layer..layer + 1, 0..blocks);
-                        bytes +=
-                            window::layers_bytes(&self.asked.shape, &(layer..layer + 1)) * u64::from(blocks);
+                        bytes += self.asked.shape.layers_bytes(&(layer..layer + 1)) * u64::from(blocks);
                         let layer = Some(proto::LayerReady { layer, blocks });
                         size += digests.len() + 16;
                         let digests = digests.into();
@@ -181,7 +175,7 @@ impl Reading {
                     }
                     Some(ReadEvent::Block(block)) => {
                         let digests = self.digests(self.asked.layers.clone(), block..block + 1);
-                        bytes += window::layers_bytes(&self.asked.shape, &self.asked.layers);
+                        bytes += self.asked.shape.layers_bytes(&self.asked.layers);
                         size += digests.len() + 16;
                         let (block, digests) = (Some(proto::BlockReady { block }), digests.into());
                         arrived.parts.push(proto::local_arrived::Part { layer: None, digests, block });
@@ -256,15 +250,12 @@ impl Reading {
 async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Item = u32>) {
     for block in suspects {
         let layers = asked.layers.clone();
-        let window = window::Window { blocks: block..block + 1, layers };
-        let bytes = window.bytes(&asked.shape);
+        let tile = Tile { blocks: block..block + 1, layers };
+        let bytes = tile.bytes(&asked.shape);
         let taking = call.node.take_memory(&call.caller.tenant, bytes);
         let wait = tokio::time::timeout(limits::WAIT, taking).await;
         let Ok(Some(memory)) = wait else { continue };
-        let memory = memory.share();
-        let nowhere = window::Nowhere::among(&call.node.addresses);
-        let into = window::place(Order::Blocks, &asked.shape, &window, &memory, &nowhere);
-        let Ok(into) = into else { continue };
+        let Ok(into) = Placed::tile(Order::Blocks, &asked.shape, &tile, memory.share()) else { continue };
         let Some(key) = asked.keys.get(block as usize) else { continue };
         let request = ReadRequest {
             keys: vec![*key],

@@ -22,9 +22,8 @@ mod veil;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use kvarts_store::api::{KvStore, Origins, ReadRequest, ReadStream};
+use kvarts_store::api::KvStore;
 use kvarts_store::engine::Store;
-use kvarts_store::error::Error;
 use kvarts_store::io::BufMut;
 use kvarts_store::rt::{Clock, Entropy};
 use tokio::sync::{Notify, Semaphore};
@@ -46,8 +45,7 @@ use crate::grpc::request::Receiving;
 use crate::local::Locals;
 use crate::metrics::Metrics;
 use crate::scrub::Scrub;
-use kvarts_wire::addresses::Addresses;
-use kvarts_wire::limits::{ADDRESSES_MAX, HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_WINDOW_BYTES};
+use kvarts_wire::limits::{HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_WINDOW_BYTES};
 
 /// A running server's insides.
 #[derive(Debug)]
@@ -64,8 +62,6 @@ pub struct Node {
     pub memory: Memory,
     /// What each tenant has of it.
     shares: MemoryShares,
-    /// Addresses for what reads do not want.
-    pub addresses: Arc<Addresses>,
     /// Clients on the same host, and the memory that they share.
     pub locals: Arc<Locals>,
     /// Places for connections that are not taken.
@@ -151,7 +147,6 @@ impl Node {
             connections: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
             strangers: Arc::default(),
             shares: MemoryShares::new(&memory, &tenants),
-            addresses: Addresses::new(ADDRESSES_MAX),
             large_reads: Arc::default(),
             receiving: Receiving::new(&tenants),
             heavy: parts::Parts::new(HEAVY_AT_ONCE, &tenants, HEAVY_AT_ONCE, HEAVY_WAITING),
@@ -194,16 +189,6 @@ impl Node {
     /// The store as its clients see it.
     pub fn store(&self) -> &dyn KvStore {
         &self.engine
-    }
-
-    /// Begins one of several reads that together are one, and never a mix ([`Store::read_part`]).
-    pub fn read_part(
-        &self,
-        request: ReadRequest,
-        origins: &Arc<Origins>,
-        first: u32,
-    ) -> Result<ReadStream, Error> {
-        self.engine.read_part(request, origins, first)
     }
 
     /// The clock of deadlines and leases.

@@ -11,8 +11,10 @@ pub mod lookup;
 pub mod origins;
 pub mod placement;
 pub mod presence;
+pub mod progress;
 pub mod put;
 pub mod read;
+pub mod tiled;
 pub mod turns;
 
 use std::time::Duration;
@@ -27,11 +29,13 @@ pub use lookup::{LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchReques
 pub use origins::Origins;
 pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};
+pub use progress::ReadProgress;
 pub use put::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 pub use read::{
     Bring, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, SMALL_READ_BYTES, Verify,
     read_channel,
 };
+pub use tiled::{Arrived, Late, TileBytes, TileMemory, TileSource, TiledRead, TiledRequest};
 pub use turns::Turns;
 
 use crate::error::{Error, Reason};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kvarts_layout::BlockShape;
 use kvarts_layout::plan::{
-    Address, MemoryId, PartTarget, Placement, PlacementError, WritePiece, WriteSource,
+    Address, MemoryId, Order, PartTarget, Placement, PlacementError, Tile, WritePiece, WriteSource,
 };
 
 use super::{Digests, Turns};
@@ -38,20 +38,22 @@ struct Memory {
 impl Placed {
     /// A paged pool, as engines have them: for each chunk of the shape in canonical (layer, part) order, the
     /// memory it is in, the offset of slot zero and the distance between slots; and a slot for each block. K and
-    /// V may be apart or fused, pages may lie anywhere in the memories.
-    pub fn paged(
+    /// V may be apart or fused, pages may lie anywhere in the memories. A read needs a target for the chunks of the
+    /// layers that it wants, a put for all.
+    pub fn paged<T: Copy + Into<Option<PartTarget>>>(
         shape: &BlockShape,
         memory: Vec<SharedBuf>,
-        targets: &[PartTarget],
+        targets: &[T],
         slots: Vec<u32>,
     ) -> Result<Self, Reason> {
         let memory = shifted(memory)?;
         let targets = targets
             .iter()
-            .map(|target| {
+            .map(|&target| {
+                let Some(target) = target.into() else { return Ok(None) };
                 let shift = memory.get(target.memory.0 as usize).ok_or(Reason::OutOfBounds)?.shift;
                 let base = target.base.checked_add(shift).ok_or(Reason::OutOfBounds)?;
-                Ok(PartTarget { base, ..*target })
+                Ok(Some(PartTarget { base, ..target }))
             })
             .collect::<Result<Vec<_>, Reason>>()?;
         Self::checked(memory, Placement::paged(shape, &targets, slots))
@@ -68,38 +70,66 @@ impl Placed {
         Self::checked(memory, Placement::canonical_blocks(shape, blocks, start))
     }
 
-    /// One buffer for each layer of the shape: `[part][block]` inside, without padding.
-    pub fn layers(shape: &BlockShape, layers: Vec<SharedBuf>, blocks: u32) -> Result<Self, Reason> {
-        Self::layer_buffers(shape, shifted(layers)?, blocks)
+    /// A tile of a read, in memory that has its bytes. Blocks count from zero.
+    pub fn tile(
+        order: Order,
+        shape: &BlockShape,
+        tile: &Tile,
+        memory: impl Into<SharedBuf>,
+    ) -> Result<Self, Reason> {
+        let memory = memory.into();
+        expect_len(&memory, tile.bytes(shape))?;
+        let start = Address { memory: MemoryId(0), offset: shift_of(&memory) };
+        let targets = tile.targets(order, shape, start);
+        Self::checked(unchecked(vec![memory]), Placement::strided(shape, &targets, tile.block_count()))
+    }
+
+    /// One buffer for each layer of the shape that has one: `[part][block]` inside, without padding.
+    pub fn layers<B: Into<Option<SharedBuf>>>(
+        shape: &BlockShape,
+        layers: Vec<B>,
+        blocks: u32,
+    ) -> Result<Self, Reason> {
+        Self::layer_buffers(shape, layers, blocks, shifted)
     }
 
     /// As [`Placed::layers`], but the buffers of different layers may share bytes. For reads in layer order alone:
     /// no byte of a step is written before `turns` opens it, and after a step was announced its memory is the
     /// caller's again. Such a read shares its load with no other one. Until it ends it holds the segments that it
     /// reads from, so a caller that takes its time gives it a deadline.
-    pub fn layers_in_turns(
+    pub fn layers_in_turns<B: Into<Option<SharedBuf>>>(
         shape: &BlockShape,
-        layers: Vec<SharedBuf>,
+        layers: Vec<B>,
         blocks: u32,
         turns: Turns,
     ) -> Result<Self, Reason> {
-        let placed = Self::layer_buffers(shape, unchecked(layers), blocks)?;
+        let placed = Self::layer_buffers(shape, layers, blocks, |layers| Ok(unchecked(layers)))?;
         Ok(Self { turns: Some(turns), ..placed })
     }
 
-    fn layer_buffers(shape: &BlockShape, layers: Vec<Memory>, blocks: u32) -> Result<Self, Reason> {
+    fn layer_buffers<B: Into<Option<SharedBuf>>>(
+        shape: &BlockShape,
+        layers: Vec<B>,
+        blocks: u32,
+        memories: impl FnOnce(Vec<SharedBuf>) -> Result<Vec<Memory>, Reason>,
+    ) -> Result<Self, Reason> {
         if layers.len() != shape.layers().len() {
             return Err(Reason::Length { expected: shape.layers().len() as u64, found: layers.len() as u64 });
         }
-        for (layer, memory) in shape.layers().iter().zip(&layers) {
-            expect_len(&memory.buf, layer.bytes().saturating_mul(u64::from(blocks)))?;
+        let (mut starts, mut buffers) = (Vec::with_capacity(layers.len()), Vec::new());
+        for (layer, buf) in shape.layers().iter().zip(layers) {
+            let Some(buf) = buf.into() else {
+                starts.push(None);
+                continue;
+            };
+            expect_len(&buf, layer.bytes().saturating_mul(u64::from(blocks)))?;
+            let memory = MemoryId(buffers.len() as u32);
+            starts.push(Some(Address { memory, offset: shift_of(&buf) }));
+            buffers.push(buf);
         }
-        let start = |layer: u32| {
-            let offset = layers.get(layer as usize).map_or(0, |memory| memory.shift);
-            Address { memory: MemoryId(layer), offset }
-        };
+        let start = |layer: u32| starts.get(layer as usize).copied().flatten();
         let places = Placement::layer_buffers(shape, blocks, start);
-        Self::checked(layers, places)
+        Self::checked(memories(buffers)?, places)
     }
 
     fn checked(memory: Vec<Memory>, places: Result<Placement, PlacementError>) -> Result<Self, Reason> {
@@ -232,7 +262,12 @@ fn shifted(memory: Vec<SharedBuf>) -> Result<Vec<Memory>, Reason> {
 
 /// Memories with their shifts, which may share bytes.
 fn unchecked(memory: Vec<SharedBuf>) -> Vec<Memory> {
-    memory.into_iter().map(|buf| Memory { shift: (buf.as_ptr().addr() % PAGE) as u64, buf }).collect()
+    memory.into_iter().map(|buf| Memory { shift: shift_of(&buf), buf }).collect()
+}
+
+/// Bytes from the page boundary before a memory to its first byte.
+fn shift_of(buf: &SharedBuf) -> u64 {
+    (buf.as_ptr().addr() % PAGE) as u64
 }
 
 fn expect_len(buf: &SharedBuf, expected: u64) -> Result<(), Reason> {
@@ -292,6 +327,14 @@ mod tests {
         assert_eq!(wrong, Reason::Length { expected: 32, found: 31 });
         let few = Placed::layers(&shape(), vec![buf(16)], 1).unwrap_err();
         assert_eq!(few, Reason::Length { expected: 2, found: 1 });
+    }
+
+    #[test]
+    fn a_layer_without_a_buffer_has_no_place_and_takes_no_memory() {
+        let placed = Placed::layers(&shape(), vec![None, Some(buf(48))], 3).unwrap();
+        assert_eq!((placed.memories().len(), placed.target(0)), (1, None));
+        assert_eq!(placed.chunk(2, 2, 16).map(|chunk| chunk.offset()), Some(32));
+        assert!(placed.chunk(0, 0, 10).is_none() && placed.select(&[1]).unwrap().chunk(1, 0, 6).is_none());
     }
 
     #[test]

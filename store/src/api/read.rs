@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Waker};
 
+pub use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
 use super::Placed;
@@ -45,16 +46,6 @@ impl Verify {
     }
 }
 
-/// In which order a read delivers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Order {
-    /// Layer by layer, in execution order: each layer of all blocks.
-    #[default]
-    Layers,
-    /// Block by block, in the order of the request: each block with all its layers.
-    Blocks,
-}
-
 /// Blocks to be read into the caller's memory.
 #[derive(Clone, Debug)]
 pub struct ReadRequest {
@@ -66,12 +57,12 @@ pub struct ReadRequest {
     pub coordinate: Coordinate,
     /// The blocks wanted.
     pub keys: Vec<BlockKey>,
-    /// Which layers of the shape, counted among the layers that this group has; `None` for all. Whoever reads the layers of
-    /// blocks by several reads wants [`Origins`](super::Origins): what was put anew between two would be mixed.
+    /// Which layers of the shape, counted among the layers that this group has; `None` for all. To read the layers of
+    /// blocks one after the other use a [`TiledRead`](super::TiledRead): between two reads blocks may be put anew.
     pub layers: Option<Range<u32>>,
     /// In which order they are delivered.
     pub order: Order,
-    /// Where they are wanted. The placement describes all layers of the shape, also when fewer are read.
+    /// Where they are wanted. Layers that are not read need no place.
     pub into: Placed,
     /// How much is compared with digests.
     pub verify: Verify,

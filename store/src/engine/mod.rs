@@ -23,7 +23,7 @@ pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
 pub use front::limits::Limits;
 pub use front::memory_audit::Table;
-pub use front::store::{Executors, Holding, Options, PlannedExtent, Stats, Store};
+pub use front::store::{Executors, Holding, Options, PlannedExtent, Stats, Store, StoreTiles};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use shared::health::Health;

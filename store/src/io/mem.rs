@@ -66,22 +66,6 @@ impl Region {
         Ok((unsafe { Self::adopt(base, len, Box::new(map)) }, huge))
     }
 
-    /// Addresses without memory: what is read there is zero, nothing can be written. The kernel need not have as much
-    /// memory, whatever it promises to others.
-    pub fn reserved(len: usize) -> io::Result<Arc<Self>> {
-        let len = len.max(1).checked_next_multiple_of(PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: the kernel chooses the place, so nothing that is mapped is replaced.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, -1, 0) };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let reserved = Reserved { base: base as usize, len };
-        // SAFETY: mapped until `reserved` is dropped. It is not writable: who asks for it promises to write nothing, and
-        // a device that was told to gets an error.
-        Ok(unsafe { Self::adopt(base.cast(), len, Box::new(reserved)) })
-    }
-
     /// Has the kernel put the region into huge pages as far as it can, and says whether it did so everywhere. What is in it
     /// stays, and nobody who uses it notices but by the speed: a device is told of long stretches instead of single
     /// pages. It takes a processor for up to some milliseconds for each MiB.
@@ -207,19 +191,6 @@ impl Region {
     /// Where the region begins. For the kernel and for device drivers; `buf` does every other access.
     pub fn base(&self) -> *mut u8 {
         self.base
-    }
-}
-
-/// Gives reserved addresses back when dropped.
-struct Reserved {
-    base: usize,
-    len: usize,
-}
-
-impl Drop for Reserved {
-    fn drop(&mut self) {
-        // SAFETY: this is what was mapped, and the region that it belonged to is gone.
-        let _ = unsafe { libc::munmap(self.base as *mut libc::c_void, self.len) };
     }
 }
 

@@ -6,6 +6,8 @@ mod measure;
 mod reading;
 mod space;
 
+pub use reading::StoreTiles;
+
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;

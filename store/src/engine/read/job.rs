@@ -14,12 +14,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 use std::task::Waker;
 
-use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout};
 use kvarts_layout::format::PAGE_BYTES;
-use kvarts_layout::plan::{
-    Order as PlanOrder, Pick, Placement, ReadOptions, ReadPlan, RecordRead, WritePlan,
-};
-use kvarts_layout::{BlockKey, BlockShape, Layout, OriginId};
+use kvarts_layout::plan::{Pick, Placement, ReadOptions, ReadPlan, RecordRead};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId, OriginId};
 
 use crate::api::{
     MAX_REQUEST_BLOCKS, Order, Origins, ReadEnd, ReadEvent, ReadRequest, ReadSink, SMALL_READ_BYTES,
@@ -83,8 +80,8 @@ pub(crate) struct ReadJob {
     parts_left: AtomicU32,
     state: Mutex<ReadState>,
     sink: ReadSink,
-    /// Which production of each block is wanted, and where this read's blocks begin there.
-    origins: Option<(Arc<Origins>, u32)>,
+    /// Which production of each block is wanted, if the read is a part of another.
+    expected: Option<Expected>,
 }
 
 struct ReadState {
@@ -129,37 +126,95 @@ impl ReadPart {
     }
 }
 
+/// What is found out of a read once, whatever part of it is read then.
+#[derive(Clone, Debug)]
+pub(crate) struct Subject {
+    pub(crate) shape: Arc<BlockShape>,
+    /// The wanted layers.
+    pub(crate) layers: Range<u32>,
+    /// The fingerprint of each block.
+    pub(crate) prints: Vec<BlockFingerprint>,
+    /// What the read is for: a small one of the foreground is a class of its own.
+    pub(crate) class: Class,
+}
+
+/// Which blocks are asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wish<'a> {
+    pub(crate) namespace: NamespaceId,
+    pub(crate) group: Group,
+    pub(crate) coordinate: Coordinate,
+    pub(crate) keys: &'a [BlockKey],
+    pub(crate) layers: Option<&'a Range<u32>>,
+    pub(crate) class: Class,
+}
+
+impl<'a> From<&'a ReadRequest> for Wish<'a> {
+    fn from(request: &'a ReadRequest) -> Self {
+        let ReadRequest { namespace, group, coordinate, class, .. } = *request;
+        Self { namespace, group, coordinate, keys: &request.keys, layers: request.layers.as_ref(), class }
+    }
+}
+
+/// Checks which blocks are asked for and names them as the index does. It counts as a use of them.
+pub(crate) fn name(shared: &Shared, wish: Wish<'_>) -> Result<Subject, Reason> {
+    let namespace = shared.names.get(wish.namespace).ok_or(Reason::UnknownNamespace(wish.namespace))?;
+    let shape = namespace.shape(wish.group, wish.coordinate)?;
+    let count = shape.layers().len();
+    pick_layers(wish.layers, count)?;
+    let layers = wish.layers.cloned().unwrap_or(0..count as u32);
+    let key = shared.index.key();
+    let print = |name: &BlockKey| key.of(namespace.local, name, wish.group, wish.coordinate);
+    let prints: Vec<_> = wish.keys.iter().map(print).collect();
+    count_use(shared, wish.class, &prints);
+    let bytes = shape.layers_bytes(&layers).saturating_mul(wish.keys.len() as u64);
+    Ok(Subject { class: class_of(wish.class, bytes), shape, layers, prints })
+}
+
+/// Which production of each block is wanted: `first` is where the blocks of a read begin among those of the whole.
+#[derive(Clone, Debug)]
+pub(crate) struct Expected {
+    pub(crate) origins: Arc<Origins>,
+    pub(crate) first: u32,
+}
+
 /// Checks the request, looks its blocks up and makes the plan: a part for each shard that has some of them.
 pub(crate) fn begin(
     shared: &Arc<Shared>,
-    mut request: ReadRequest,
-    origins: Option<(Arc<Origins>, u32)>,
+    request: ReadRequest,
+    expected: Option<Expected>,
     sink: ReadSink,
 ) -> Result<Vec<(u32, ReadPart)>, Reason> {
-    let blocks = u32::try_from(request.keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
-    check(shared, &request, blocks)?;
-    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
-    let shape = namespace.shape(request.group, request.coordinate)?;
-    let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
-    let wanted_layers = request.layers.as_ref().map_or(shape.layers().len(), ExactSizeIterator::len) as u32;
-    request.class = class_of(&request, &shape);
-    let key = shared.index.key();
-    let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
-    let prints: Vec<_> = request.keys.iter().map(print).collect();
+    check(shared, &request)?;
+    let subject = name(shared, (&request).into())?;
+    let places = request.into.places().check(&subject.shape, subject.layers.clone());
+    places.map_err(|error| Reason::Shape(error.to_string()))?;
+    let request = ReadRequest { class: subject.class, layers: Some(subject.layers), ..request };
+    start(shared, request, subject.prints, expected, sink)
+}
+
+/// Looks the blocks of a request up that was checked, and makes the plan. Its layers are named.
+pub(crate) fn start(
+    shared: &Arc<Shared>,
+    request: ReadRequest,
+    prints: Vec<BlockFingerprint>,
+    expected: Option<Expected>,
+    sink: ReadSink,
+) -> Result<Vec<(u32, ReadPart)>, Reason> {
+    let layers = request.layers.clone().unwrap_or_default();
+    let wanted_layers = layers.len() as u32;
     let mut failures = BTreeMap::new();
     shared.drop_expired(&prints, |place| request.keys.get(place).copied());
     let arrival = shared.arrivals.begin();
     let wanted = find(shared, &request.keys, &prints, &mut failures)?;
-    count_use(shared, request.class, &prints);
     if wanted.is_empty() {
         let failures = failures.into_iter().collect();
-        // The plan would have found memory for another shape: it is a mistake whatever is here.
-        check_places(&request, &shape)?;
         let usable_layers = wanted_layers;
         sink.send(ReadEvent::End(ReadEnd { failures, usable_layers, ..ReadEnd::default() }));
         return Ok(Vec::new());
     }
-    let plan = make_plan((request.order, request.into.places()), layers, &wanted)?;
+    let layers = Pick::Range { first: layers.start, count: wanted_layers };
+    let plan = make_plan(request.order, request.into.places(), layers, &wanted)?;
     let by_shard = by_shard(&wanted);
     let slices = if request.order == Order::Layers { wanted.len() as u32 } else { 1 };
     let open_slices = (0..plan.steps()).map(|_| AtomicU32::new(slices)).collect();
@@ -174,7 +229,7 @@ pub(crate) fn begin(
         parts_left: AtomicU32::new(by_shard.len() as u32),
         state: Mutex::new(ReadState { failures, next_step: 0, ended: false, held_bytes: 0, holding: 0 }),
         sink,
-        origins,
+        expected,
     });
     let part =
         |(shard, records)| (shard, ReadPart { job: Arc::clone(&job), records, arrival: arrival.clone() });
@@ -183,32 +238,33 @@ pub(crate) fn begin(
 
 /// What a read of these blocks would read now, and from which records.
 pub(crate) fn look_up(shared: &Shared, request: &ReadRequest) -> Result<(ReadPlan, Vec<Wanted>), Reason> {
-    let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
-    let shape = namespace.shape(request.group, request.coordinate)?;
-    let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
-    let key = shared.index.key();
-    let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
-    let prints: Vec<_> = request.keys.iter().map(print).collect();
+    let Subject { layers, prints, .. } = name(shared, request.into())?;
     let wanted = find(shared, &request.keys, &prints, &mut BTreeMap::new())?;
-    count_use(shared, request.class, &prints);
     if wanted.is_empty() {
         return Err(Reason::Empty);
     }
-    Ok((make_plan((request.order, request.into.places()), layers, &wanted)?, wanted))
+    let layers = Pick::Range { first: layers.start, count: layers.len() as u32 };
+    Ok((make_plan(request.order, request.into.places(), layers, &wanted)?, wanted))
 }
 
-fn check(shared: &Shared, request: &ReadRequest, blocks: u32) -> Result<(), Reason> {
+fn check(shared: &Shared, request: &ReadRequest) -> Result<(), Reason> {
     check_count(&request.keys)?;
-    if request.into.block_count() != blocks {
-        let found = u64::from(request.into.block_count());
-        return Err(Reason::Length { expected: u64::from(blocks), found });
+    let (expected, found) = (request.keys.len() as u64, u64::from(request.into.block_count()));
+    if expected != found {
+        return Err(Reason::Length { expected, found });
     }
     if request.into.turns().is_some() && request.order == Order::Blocks {
         // Whole blocks need all their layers at once.
         return Err(Reason::Overlap);
     }
-    check_in_time(shared, request.deadline)?;
-    check_unequal(&request.keys)
+    check_keys(shared, &request.keys, request.deadline)
+}
+
+/// Refuses what can be refused of any read by its keys and its deadline.
+pub(crate) fn check_keys(shared: &Shared, keys: &[BlockKey], deadline: Option<Nanos>) -> Result<(), Reason> {
+    check_count(keys)?;
+    check_in_time(shared, deadline)?;
+    check_unequal(keys)
 }
 
 /// Refuses a request for no blocks or for too many.
@@ -238,27 +294,13 @@ pub(crate) fn check_unequal(keys: &[BlockKey]) -> Result<(), Reason> {
     }
 }
 
-/// What the read is for: small ones of the foreground are a class of their own, and no other is.
-fn class_of(request: &ReadRequest, shape: &BlockShape) -> Class {
-    let all = shape.layers();
-    let layers = request
-        .layers
-        .clone()
-        .map_or(all, |some| all.get(some.start as usize..some.end as usize).unwrap_or_default());
-    let each = layers.iter().fold(0u64, |sum, layer| sum.saturating_add(layer.bytes()));
-    let small = each.saturating_mul(request.keys.len() as u64) <= SMALL_READ_BYTES;
-    match request.class {
-        Class::Small | Class::Foreground if small => Class::Small,
+/// What a read of so many bytes is for: small ones of the foreground are a class of their own, and no other is.
+fn class_of(class: Class, bytes: u64) -> Class {
+    match class {
+        Class::Small | Class::Foreground if bytes <= SMALL_READ_BYTES => Class::Small,
         Class::Small => Class::Foreground,
         other => other,
     }
-}
-
-fn check_places(request: &ReadRequest, shape: &BlockShape) -> Result<(), Reason> {
-    let wrong = |what: String| Reason::Shape(what);
-    let layout = RunLayout::new(Layout::FullBlock, LAYOUT_VERSION, shape, request.into.block_count())
-        .map_err(|error| wrong(error.to_string()))?;
-    WritePlan::new(&layout, request.into.places(), 0).map(drop).map_err(|error| wrong(error.to_string()))
 }
 
 pub(crate) fn pick_layers(wanted: Option<&Range<u32>>, layers: usize) -> Result<Pick, Reason> {
@@ -334,7 +376,8 @@ pub(crate) fn by_shard(wanted: &[Wanted]) -> BTreeMap<u32, Vec<u32>> {
 }
 
 pub(crate) fn make_plan(
-    (order, places): (Order, &Arc<Placement>),
+    order: Order,
+    places: &Arc<Placement>,
     layers: Pick,
     wanted: &[Wanted],
 ) -> Result<ReadPlan, Reason> {
@@ -350,10 +393,6 @@ pub(crate) fn make_plan(
         })
     };
     let records = wanted.iter().map(record).collect::<Result<Vec<_>, Reason>>()?;
-    let order = match order {
-        Order::Layers => PlanOrder::Layers,
-        Order::Blocks => PlanOrder::Blocks,
-    };
     ReadPlan::new(records, layers, order, Arc::clone(places), ReadOptions::default())
         .map_err(|error| Reason::Shape(error.to_string()))
 }
@@ -403,7 +442,7 @@ impl ReadJob {
 
     /// Whether this is the production of the block that is wanted, or the first that is met.
     pub(crate) fn admits(&self, ordinal: u32, origin: Option<OriginId>) -> bool {
-        let Some((origins, first)) = &self.origins else { return true };
+        let Some(Expected { origins, first }) = &self.expected else { return true };
         origin.is_some_and(|origin| origins.admit((*first as usize).saturating_add(ordinal as usize), origin))
     }
 
@@ -528,7 +567,7 @@ impl ReadJob {
     /// Blocks that nothing was delivered of before: a block whose layers come by several reads is one block.
     fn first_delivered(&self, failures: &[(u32, Reason)]) -> u64 {
         let blocks = self.request.keys.len();
-        let Some((origins, first)) = &self.origins else {
+        let Some(Expected { origins, first }) = &self.expected else {
             return blocks.saturating_sub(failures.len()) as u64;
         };
         let failed =

@@ -148,7 +148,7 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
     let start = |layer| Address { memory: MemoryId(layer), offset: 0 };
     let places = Placement::layer_buffers(&shape, request.keys.len() as u32, start)
         .map_err(|error| Reason::Shape(error.to_string()))?;
-    let plan = make_plan((Order::Layers, &Arc::new(places)), layers, &wanted)?;
+    let plan = make_plan(Order::Layers, &Arc::new(places), layers, &wanted)?;
     let by_shard = job::by_shard(&wanted);
     let (shared, parts, origins) =
         (Arc::clone(shared), shape.chunk_count(), Origins::any(request.keys.len()));

@@ -1,33 +1,52 @@
-//! Reads, and several that are one.
+//! Reads: of all blocks at once, and tile by tile.
 
 use std::sync::Arc;
 
+use kvarts_layout::plan::Tile;
+
 use super::{FULL, Store};
-use crate::api::{Origins, ReadRequest, ReadStream, read_channel};
+use crate::api::{
+    Origins, Placed, ReadRequest, ReadStream, TileSource, TiledRead, TiledRequest, read_channel,
+};
 use crate::engine::front::router::Message;
-use crate::engine::read::job;
+use crate::engine::read::job::{self, Expected, ReadPart, Subject, Wish};
 use crate::error::{Error, Reason};
 
 impl Store {
+    /// Reads tile by tile, as the caller has memory. It is one read: of each block all tiles are of one production, and a
+    /// block that was put anew meanwhile is not here. The blocks of a tile are looked up when it is begun.
+    pub fn read_tiles<M>(&self, request: TiledRequest) -> Result<TiledRead<StoreTiles, M>, Error> {
+        let shared = &self.0.shared;
+        job::check_keys(shared, &request.keys, request.deadline)?;
+        let TiledRequest { namespace, group, coordinate, class, order, .. } = request;
+        let (keys, layers) = (&request.keys, Some(&request.layers));
+        let subject = job::name(shared, Wish { namespace, group, coordinate, keys, layers, class })?;
+        let (shape, layers) = (Arc::clone(&subject.shape), subject.layers.clone());
+        let (blocks, origins) = (request.keys.len() as u32, Origins::any(request.keys.len()));
+        let source = StoreTiles { store: self.clone(), request, subject, origins };
+        Ok(TiledRead::new(source, shape, order, layers, blocks))
+    }
+
     /// Reads as [`KvStore::read`](crate::api::KvStore::read) does, and of each block only the production that `origins`
-    /// has for it, or the first that any of the reads meets that share it: a block that was put anew meanwhile is not
-    /// here. `first` is where this read's blocks begin there. For whoever reads parts of blocks one after the other.
-    pub fn read_part(
-        &self,
-        request: ReadRequest,
-        origins: &Arc<Origins>,
-        first: u32,
-    ) -> Result<ReadStream, Error> {
-        self.begin_read(request, Some((Arc::clone(origins), first)))
+    /// has for it, or the first that is met: a block that was put anew meanwhile is not here. For the rest of a read whose
+    /// beginning came another way.
+    pub fn read_part(&self, request: ReadRequest, origins: &Arc<Origins>) -> Result<ReadStream, Error> {
+        self.begin_read(request, Some(Expected { origins: Arc::clone(origins), first: 0 }))
     }
 
     pub(super) fn begin_read(
         &self,
         request: ReadRequest,
-        origins: Option<(Arc<Origins>, u32)>,
+        expected: Option<Expected>,
     ) -> Result<ReadStream, Error> {
         let (sink, stream) = read_channel();
-        for (shard, part) in job::begin(&self.0.shared, request, origins, sink)? {
+        self.deal(job::begin(&self.0.shared, request, expected, sink)?);
+        Ok(stream)
+    }
+
+    /// Hands the parts of a read to their executors.
+    fn deal(&self, parts: Vec<(u32, ReadPart)>) {
+        for (shard, part) in parts {
             let Some(sender) = self.0.router.to(shard) else { continue };
             if let Err(error) = sender.try_send(Message::Read(shard, part))
                 && let Message::Read(_, part) = error.into_inner()
@@ -35,6 +54,41 @@ impl Store {
                 part.refuse(&Reason::Busy(FULL));
             }
         }
+    }
+}
+
+/// The disks of a store as where tiles come from.
+#[derive(Debug)]
+pub struct StoreTiles {
+    store: Store,
+    request: TiledRequest,
+    subject: Subject,
+    /// What the tiles have met of each block.
+    origins: Arc<Origins>,
+}
+
+impl TileSource for StoreTiles {
+    fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason> {
+        let Self { store, request, subject, origins } = self;
+        job::check_in_time(&store.0.shared, request.deadline)?;
+        let blocks = tile.blocks.start as usize..tile.blocks.end as usize;
+        let (keys, prints) = (request.keys.get(blocks.clone()), subject.prints.get(blocks));
+        let (keys, prints) = keys.zip(prints).ok_or(Reason::OutOfBounds)?;
+        let request = ReadRequest {
+            namespace: request.namespace,
+            group: request.group,
+            coordinate: request.coordinate,
+            keys: keys.to_vec(),
+            layers: Some(tile.layers.clone()),
+            order: request.order,
+            into,
+            verify: request.verify,
+            class: subject.class,
+            deadline: request.deadline,
+        };
+        let expected = Expected { origins: Arc::clone(origins), first: tile.blocks.start };
+        let (sink, stream) = read_channel();
+        store.deal(job::start(&store.0.shared, request, prints.to_vec(), Some(expected), sink)?);
         Ok(stream)
     }
 }

@@ -1,0 +1,296 @@
+//! A read that has memory for a piece of it at a time.
+//!
+//! Its reader gives memory for the next tile ([`TiledRead::grant`]) when it has some; that is the only thing that lets the
+//! read go on. A tile is dealt to a **source** ([`TileSource`]): the disks of a store, or a server at the other end of a
+//! connection. It is begun when its memory is there and runs to its end without its reader, so a reader that is slow
+//! holds memory of its own and nothing else: no segment, and nothing in a source. Each tile looks its blocks up anew; the
+//! source sees to it that all tiles give bytes of one production of a block, or a miss.
+//!
+//! Tiles that were granted before their turn are under way beside the first one; what arrives is told in order all the
+//! same. Where a block fails, those that were cut for it are dropped and cut anew.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvarts_layout::plan::{Tile, Tiles};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
+
+use super::{Digests, Order, Placed, ReadEnd, ReadEvent, ReadProgress, ReadStream, Verify};
+use crate::error::Reason;
+use crate::io::SharedBuf;
+use crate::rt::{Class, Nanos};
+
+/// Blocks to be read tile by tile.
+#[derive(Clone, Debug)]
+pub struct TiledRequest {
+    /// A registered namespace.
+    pub namespace: NamespaceId,
+    /// The group of all blocks.
+    pub group: Group,
+    /// The coordinate of all blocks.
+    pub coordinate: Coordinate,
+    /// The blocks wanted.
+    pub keys: Vec<BlockKey>,
+    /// Which layers of the shape.
+    pub layers: Range<u32>,
+    /// In which order they are delivered.
+    pub order: Order,
+    /// How much is compared with digests.
+    pub verify: Verify,
+    /// What the read is for.
+    pub class: Class,
+    /// When the caller stops waiting.
+    pub deadline: Option<Nanos>,
+}
+
+/// Where the bytes of tiles come from.
+pub trait TileSource: Send + Sync {
+    /// Begins to read a tile. Events count its blocks from zero. Of each block all tiles give bytes of one production.
+    fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason>;
+}
+
+/// A tile in memory, and what the reader keeps with it.
+#[derive(Debug)]
+pub struct TileMemory<M> {
+    /// Which blocks and layers.
+    pub tile: Tile,
+    /// Its memory: as many bytes as the tile has.
+    pub buf: SharedBuf,
+    /// The places of its chunks there; blocks count from zero.
+    pub placed: Placed,
+    /// The reader's own.
+    pub with: M,
+}
+
+/// Bytes of a tile that are complete.
+#[derive(Debug)]
+pub struct TileBytes<M> {
+    /// The tile.
+    pub memory: Arc<TileMemory<M>>,
+    /// In layer order: which layer.
+    pub layer: u32,
+    /// Which blocks, counted within the tile.
+    pub blocks: Range<u32>,
+    /// Bytes of each of these blocks that came with earlier tiles.
+    pub offset: u64,
+}
+
+/// Something that arrived.
+#[derive(Debug)]
+pub enum Arrived<M> {
+    /// Bytes that nobody writes to any more.
+    Bytes(TileBytes<M>),
+    /// All bytes of this layer of the leading `blocks` blocks were told.
+    Layer {
+        /// Which layer of the shape.
+        layer: u32,
+        /// How many leading blocks of the request are good so far.
+        blocks: u32,
+    },
+    /// All bytes of this block of the request were told.
+    Block(u32),
+}
+
+/// The deadline passed: what was told is what there is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Late;
+
+struct UnderWay<M> {
+    memory: Arc<TileMemory<M>>,
+    stream: ReadStream,
+    /// In layer order: it has all the blocks that were wanted.
+    has_all_blocks: bool,
+    /// Blocks of it that were told.
+    taken: u32,
+    /// An event that was looked at before its turn.
+    next: Option<ReadEvent>,
+}
+
+/// A read that goes on as its reader gives it memory. Dropping it cancels what is under way.
+pub struct TiledRead<S, M = ()> {
+    source: S,
+    shape: Arc<BlockShape>,
+    /// Whether the digests of chunks are wanted beside their bytes.
+    with_digests: bool,
+    tiles: Tiles,
+    progress: ReadProgress,
+    under_way: VecDeque<UnderWay<M>>,
+    /// What is to be told; a tile ends where there is nothing.
+    told: VecDeque<Option<Arrived<M>>>,
+}
+
+impl<S: TileSource, M> TiledRead<S, M> {
+    /// A read of the leading `blocks` blocks of a shape.
+    pub fn new(source: S, shape: Arc<BlockShape>, order: Order, layers: Range<u32>, blocks: u32) -> Self {
+        let (under_way, told) = (VecDeque::new(), VecDeque::new());
+        let tiles = Tiles::new(order, layers.clone(), blocks);
+        let progress = ReadProgress::new(order, blocks, layers);
+        Self { source, shape, with_digests: false, tiles, progress, under_way, told }
+    }
+
+    /// The same, with the digest of each chunk in the places of each tile ([`Placed::digests`]).
+    #[must_use]
+    pub fn with_digests(self) -> Self {
+        Self { with_digests: true, ..self }
+    }
+
+    /// The shape of its blocks.
+    pub fn shape(&self) -> &Arc<BlockShape> {
+        &self.shape
+    }
+
+    /// Tiles under way. Nothing arrives while there is none.
+    pub fn under_way(&self) -> usize {
+        self.under_way.len()
+    }
+
+    /// The next tile that wants memory, of at most `bytes` unless one layer of one block is more; none at the end.
+    pub fn next_tile(&self, bytes: u64) -> Option<Tile> {
+        self.tiles.next(&self.shape, bytes)
+    }
+
+    /// Begins the next tile: in `buf`, which has its bytes and is the source's until they are told.
+    pub fn grant(&mut self, tile: Tile, buf: SharedBuf, with: M) -> Result<(), Reason> {
+        let placed = Placed::tile(self.progress.order(), &self.shape, &tile, buf.clone())?;
+        let placed = match self.with_digests {
+            true => placed.with_digests(Digests::new(&self.shape, tile.block_count())),
+            false => placed,
+        };
+        let stream = self.source.begin(&tile, placed.clone())?;
+        let has_all_blocks = tile.blocks == (0..self.tiles.blocks());
+        self.tiles.pass(&tile);
+        let memory = Arc::new(TileMemory { tile, buf, placed, with });
+        self.under_way.push_back(UnderWay { memory, stream, has_all_blocks, taken: 0, next: None });
+        Ok(())
+    }
+
+    /// What arrives next of the first tile under way; nothing at its end.
+    pub async fn next(&mut self) -> Result<Option<Arrived<M>>, Late> {
+        loop {
+            if let Some(told) = self.told.pop_front() {
+                return Ok(told);
+            }
+            let Some(now) = self.under_way.front_mut() else { return Ok(None) };
+            let event = match now.next.take() {
+                Some(event) => event,
+                None => now.stream.next().await,
+            };
+            match event {
+                ReadEvent::Layer { layer, blocks } => self.layer(layer, blocks),
+                ReadEvent::Block(block) => self.blocks(block),
+                ReadEvent::End(end) => self.ended(end)?,
+                ReadEvent::Released => {}
+            }
+        }
+    }
+
+    /// How the read ended. `early` is why, if it did before its last tile.
+    pub fn end(&self, early: Option<&Reason>) -> ReadEnd {
+        self.progress.end(early)
+    }
+
+    /// How the read ended that was broken off.
+    pub fn broken(&self, reason: &Reason) -> ReadEnd {
+        self.progress.broken(reason)
+    }
+
+    /// A layer of the first `blocks` blocks of the first tile is complete.
+    fn layer(&mut self, layer: u32, blocks: u32) {
+        let Some(now) = self.under_way.front() else { return };
+        let (memory, has_all_blocks) = (Arc::clone(&now.memory), now.has_all_blocks);
+        if blocks < memory.tile.block_count() {
+            self.progress.keep_leading(memory.tile.blocks.start.saturating_add(blocks));
+        }
+        if blocks > 0 {
+            self.told.push_back(Some(Arrived::Bytes(TileBytes {
+                memory,
+                layer,
+                blocks: 0..blocks,
+                offset: 0,
+            })));
+        }
+        if has_all_blocks {
+            self.layer_done(layer);
+        }
+    }
+
+    fn layer_done(&mut self, layer: u32) {
+        self.progress.layer_done();
+        self.told.push_back(Some(Arrived::Layer { layer, blocks: self.progress.good() }));
+    }
+
+    /// A block of the first tile is complete. Those that follow and are there already go together.
+    fn blocks(&mut self, first: u32) {
+        let Some(now) = self.under_way.front_mut() else { return };
+        let mut end = first.saturating_add(1);
+        now.next = now.stream.try_next();
+        while now.next == Some(ReadEvent::Block(end)) {
+            end = end.saturating_add(1);
+            now.next = now.stream.try_next();
+        }
+        now.taken = now.taken.saturating_add(end.saturating_sub(first));
+        let memory = Arc::clone(&now.memory);
+        let (start, layers) = (memory.tile.blocks.start, memory.tile.layers.clone());
+        let all = self.progress.layers().clone();
+        let offset = self.shape.layers_bytes(&(all.start..layers.start));
+        self.told.push_back(Some(Arrived::Bytes(TileBytes { memory, layer: 0, blocks: first..end, offset })));
+        if layers.end == all.end {
+            for block in (first..end).map(|block| start.saturating_add(block)) {
+                if self.progress.block_done(block) {
+                    self.told.push_back(Some(Arrived::Block(block)));
+                }
+            }
+        }
+    }
+
+    /// The first tile has ended.
+    fn ended(&mut self, end: ReadEnd) -> Result<(), Late> {
+        let Some(now) = self.under_way.pop_front() else { return Ok(()) };
+        let tile = &now.memory.tile;
+        if end.usable_blocks < tile.block_count() {
+            self.progress.keep_leading(tile.blocks.start.saturating_add(end.usable_blocks));
+        }
+        for (block, reason) in end.failures {
+            self.progress.fail(tile.blocks.start.saturating_add(block), reason);
+        }
+        if end.usable_layers != tile.layer_count() {
+            return Err(Late);
+        }
+        let good = self.progress.good();
+        match self.progress.order() {
+            // A block of which some layers are missing is not worth its other layers.
+            Order::Blocks if now.taken == 0 && tile.layers.end < self.progress.layers().end => {
+                self.under_way.clear();
+                self.tiles.pass_blocks(tile);
+            }
+            Order::Blocks => {}
+            Order::Layers => {
+                if !now.has_all_blocks && tile.blocks.end >= good {
+                    self.layer_done(tile.layers.start);
+                }
+                if good < self.tiles.blocks() {
+                    // Nobody needs more of the blocks behind the first that failed.
+                    self.under_way.clear();
+                    self.tiles.keep_leading(good);
+                    self.tiles.pass(tile);
+                }
+            }
+        }
+        self.told.push_back(None);
+        Ok(())
+    }
+}
+
+impl<S, M> fmt::Debug for TiledRead<S, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TiledRead")
+            .field("under_way", &self.under_way.len())
+            .field("progress", &self.progress)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests;
