@@ -155,11 +155,7 @@ pub(super) fn head_of(shard: &Shard, gathered: &Gathered, run: &Range<usize>) ->
     let body = &gathered.body;
     let first = gathered.blocks.get(run.start).map_or(0, |taken| taken.old.block);
     let before = usize::from(first).checked_sub(1).and_then(|at| body.blocks.get(at));
-    let parent = match (body.parent, before) {
-        (Parent::Unknown, _) => Parent::Unknown,
-        (parent, None) => parent,
-        (_, Some(before)) => Parent::Key(before.key),
-    };
+    let parent = body.parent.behind(before);
     let expires = shard.shared.index.records().get(gathered.source).map_or(0, |info| info.expires);
     Head {
         class: Arc::clone(&gathered.class),
@@ -219,11 +215,7 @@ fn split<'a>(head: &Head, blocks: &[&'a Taken], still: &[bool]) -> Vec<(Head, Ve
         }
         if !open {
             let before = (at as usize).checked_sub(1).and_then(|at| blocks.get(at));
-            let parent = match (head.parent, before) {
-                (Parent::Unknown, _) => Parent::Unknown,
-                (parent, None) => parent,
-                (_, Some(before)) => Parent::Key(before.name.key),
-            };
+            let parent = head.parent.behind(before.map(|taken| &taken.name));
             let first_block = head.first_block.and_then(|number| number.checked_add(at));
             parts.push((Head { parent, first_block, ..head.clone() }, Vec::new()));
             open = true;

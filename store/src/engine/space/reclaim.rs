@@ -9,7 +9,6 @@
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::{BlockName, Blocks};
 use kvarts_layout::format::footer::{Content, Footer};
 use kvarts_layout::{BlockKey, Coordinate, Group};
@@ -115,11 +114,7 @@ impl Space {
                 Lookup::Absent | Lookup::Pending => continue,
             };
             let Some(record) = index.records().get(at.record) else { continue };
-            let here = {
-                u32::from(record.shard) == self.shard
-                    && record.segment == segment.number
-                    && u64::from(record.page) * PAGE_BYTES == offset
-            };
+            let here = self.is_at(segment, offset, &record);
             let Some(class) = self.shared.classes.get(record.class).filter(|_| here) else { continue };
             let why = (EventKind::Evicted, Cause::Room);
             if self.shared.evict(print, at, why, (&class, key)) == Eviction::Busy {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::format::segment::SegmentHeader;
-use kvarts_layout::format::{self, Position, checkpoint as on_disk};
+use kvarts_layout::format::{self, PAGE_BYTES, Position, checkpoint as on_disk};
 
 use self::checkpoint::Slots;
 use self::segment::{Segment, SegmentState};
@@ -23,6 +23,7 @@ use self::tombstones::TombstoneSet;
 use super::shared::Shared;
 use super::tasks::notify::Notify;
 use crate::error::Reason;
+use crate::index::RecordInfo;
 use crate::io::{Arena, BufMut, DirId, Driver, IoError, Name};
 use crate::rt::LocalTask;
 
@@ -123,6 +124,13 @@ impl Volume {
     /// Runs a task beside what else is done.
     pub(crate) fn spawn(&self, task: crate::rt::LocalTask) {
         (self.spawn)(task);
+    }
+
+    /// Whether the index means by a record what begins at this offset of a segment.
+    pub(crate) fn is_at(&self, segment: &Segment, offset: u64, record: &RecordInfo) -> bool {
+        u32::from(record.shard) == self.shard
+            && record.segment == segment.number
+            && u64::from(record.page) * PAGE_BYTES == offset
     }
 
     /// Whether no read holds a segment, and none is on its way that was sent there for a block which has moved since.

@@ -351,11 +351,7 @@ impl Space {
         let mut live = Vec::new();
         for (block, name) in (0u16..).zip(&blocks.blocks) {
             let Some(found) = index.locate(print(name.key)) else { continue };
-            let here = found.record.segment == segment.number
-                && u32::from(found.record.shard) == self.shard
-                && u64::from(found.record.page) * PAGE_BYTES == entry.offset
-                && found.location.block == block;
-            if here {
+            if self.is_at(segment, entry.offset, &found.record) && found.location.block == block {
                 live.push((found, BlockKey(name.key)));
             }
         }
@@ -424,10 +420,7 @@ impl Space {
         let is_live = |(block, name): (u16, &kvarts_layout::format::body::BlockName)| {
             let print = index.key().of(namespace, &BlockKey(name.key), group, coordinate);
             let Some(found) = index.locate(print) else { return false };
-            let here = u32::from(found.record.shard) == self.shard
-                && found.record.segment == segment.number
-                && u64::from(found.record.page) * PAGE_BYTES == entry.offset
-                && found.location.block == block;
+            let here = self.is_at(segment, entry.offset, &found.record) && found.location.block == block;
             if here {
                 class = Some(found.record.class);
             }

@@ -291,11 +291,7 @@ impl Choice<'_> {
         for (block, name) in (0u16..).zip(&blocks.blocks) {
             let print = index.key().of(namespace, &BlockKey(name.key), group, coordinate);
             let Some(found) = index.locate(print) else { continue };
-            let here = u32::from(found.record.shard) == self.log.shard
-                && found.record.segment == segment.number
-                && u64::from(found.record.page) * PAGE_BYTES == entry.offset
-                && found.location.block == block;
-            if here {
+            if self.log.is_at(segment, entry.offset, &found.record) && found.location.block == block {
                 seen.push(Seen { block, found, print, rank: 0, known: Candidate::default() });
             }
         }
