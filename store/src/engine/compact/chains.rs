@@ -7,7 +7,7 @@
 //! have them, and written by the one that gets them. Memory is bounded by the survey's limit and one record.
 //!
 //! Deletes: a tombstone is written in every shard, so what `relocate` says of one shard holds here too. Of blocks that
-//! come from another shard, graves of the new shard are compared with its sequence at the survey.
+//! come from another shard, tombstones of the new shard are compared with its sequence at the survey.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;

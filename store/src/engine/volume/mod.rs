@@ -46,7 +46,7 @@ pub(crate) struct Volume {
     /// The sequence of the next record.
     pub(crate) sequence: Cell<u64>,
     /// What was deleted, for as long as its records may lie on disk.
-    pub(crate) graves: RefCell<TombstoneSet>,
+    pub(crate) tombstones: RefCell<TombstoneSet>,
     pub(crate) checkpoints: Slots,
     /// Wakes those who wait for something of the shard to be over.
     pub(crate) changed: Notify,
@@ -71,7 +71,7 @@ impl Volume {
             retired: RefCell::default(),
             lost: RefCell::default(),
             sequence: Cell::new(1),
-            graves: RefCell::default(),
+            tombstones: RefCell::default(),
             checkpoints: Slots::default(),
             changed: Notify::default(),
             spawn,
@@ -161,17 +161,17 @@ impl Volume {
     }
 
     /// Forgets what was buried and can lie nowhere any more.
-    pub(crate) fn prune_graves(&self) {
+    pub(crate) fn prune_tombstones(&self) {
         let floor = self.floor();
-        self.change_graves(|graves| graves.prune(floor));
+        self.change_tombstones(|dead| dead.prune(floor));
     }
 
     /// Changes what is buried; the store leaves room for the checkpoint that says it.
-    pub(crate) fn change_graves(&self, change: impl FnOnce(&mut TombstoneSet)) {
-        let mut graves = self.graves.borrow_mut();
-        let before = graves.len() as u64;
-        change(&mut graves);
-        let after = graves.len() as u64;
+    pub(crate) fn change_tombstones(&self, change: impl FnOnce(&mut TombstoneSet)) {
+        let mut dead = self.tombstones.borrow_mut();
+        let before = dead.len() as u64;
+        change(&mut dead);
+        let after = dead.len() as u64;
         self.shared.buried.fetch_add(after.wrapping_sub(before), Relaxed);
     }
 }

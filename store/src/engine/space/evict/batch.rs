@@ -129,7 +129,7 @@ impl Space {
         sealed.sort_by_key(|segment| segment.first_sequence.get());
         for segment in sealed {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
-            if !self.save_graves(&footer).await
+            if !self.save_tombstones(&footer).await
                 || segment.book.live() > 0
                 || !self.evict_all(&segment, &footer).await
                 || segment.state.get() != SegmentState::Sealed
@@ -148,7 +148,7 @@ impl Space {
         // What was buried is kept while they stand. A checkpoint for every few segments is the price of forgetting it.
         let recycled = self.shared.counters.segments_recycled.load(Relaxed);
         let buried = hollow > 0
-            && !self.graves.borrow().is_empty()
+            && !self.tombstones.borrow().is_empty()
             && recycled.saturating_sub(self.hollow_removed_at.get()) >= RECYCLED_BETWEEN;
         // Where they are all that is missing, nothing need be evicted.
         let enough = hollow > 0 && hollow >= self.shared.shortage().min(self.shared.segment_bytes);
