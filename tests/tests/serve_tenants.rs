@@ -354,6 +354,14 @@ fn a_token_that_is_taken_away_ends_for_whoever_uses_it_and_new_ones_work_without
     assert_eq!(find(&green, of_green, &keys, None).unwrap().usable.longest.blocks, 0);
     put(&green, of_green, &keys, 3).unwrap();
     assert_eq!(read(&green, of_green, &keys).unwrap().0.usable_blocks, 2);
+    let node = served.daemon().node();
+    for tenant in node.gate.tenants() {
+        assert!(
+            node.heavy.own(tenant.number).is_some(),
+            "{}: the new one has its own part, too",
+            tenant.name
+        );
+    }
     assert!(served.reload("").is_err(), "a server for everybody is another server");
     assert_eq!(find(&red, of_red, &keys, None).unwrap().usable.longest.blocks, 2);
 }

@@ -154,7 +154,7 @@ impl Daemon {
         if tls.is_some() != self.renew.is_some() {
             return Err("whether there is TLS is decided at the start".to_owned());
         }
-        let changed = self.node.gate.change(&config.gate)?;
+        let changed = self.node.change_gate(&config.gate)?;
         for tenant in &changed.new {
             self.home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
         }

@@ -33,6 +33,11 @@ impl Receiving {
         Self(Parts::new(limits::LARGE_BYTES_MAX as u64 >> 10, tenants, 0, limits::LARGE_WAITING))
     }
 
+    /// Divides it among these tenants.
+    pub fn divide(&self, tenants: &[u32]) {
+        self.0.divide(tenants);
+    }
+
     /// Bytes that are taken now.
     pub fn bytes(&self) -> u64 {
         self.0.used() << 10

@@ -37,7 +37,7 @@ pub(super) fn watch(
             stalled = follow(&call, from, &to) => stalled,
             () = to.closed() => false,
             () = call.node.drain_asked() => false,
-            () = call.node.gate.taken_away(&call.caller, Right::Read) => false,
+            () = call.node.gate.taken_away(&call.caller, Right::Read, &**call.node.clock()) => false,
             () = tokio::time::sleep_until(call.deadline) => false,
         };
         call.end(tonic::Code::Ok);

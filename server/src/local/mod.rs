@@ -145,6 +145,14 @@ impl Locals {
         }
     }
 
+    /// Divides what sessions share among these tenants.
+    pub fn divide(&self, tenants: &[u32]) {
+        let Self { sessions, mapped, files, pinned, receiving, whole, untaken, .. } = self;
+        for parts in [sessions, mapped, files, pinned, receiving, whole, untaken] {
+            parts.divide(tenants);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, ClientFacts>> {
         // Each change is one step.
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)

@@ -171,3 +171,41 @@ impl Outbox {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::node::parts::Parts;
+
+    fn fill(outbox: &Outbox, bytes: usize) -> usize {
+        let mut put_in = 0;
+        while put_in < bytes && !outbox.is_closed() {
+            outbox.push(vec![0; 64 << 10]);
+            put_in += 64 << 10;
+        }
+        put_in
+    }
+
+    #[test]
+    fn a_client_that_takes_nothing_is_closed_once_too_much_waits_for_it() {
+        let outbox = Outbox::default();
+        let most = fill(&outbox, 2 * OUTBOX_BYTES_MAX);
+        assert!(outbox.is_closed() && most <= OUTBOX_BYTES_MAX + (64 << 10), "{most}");
+        assert_eq!(outbox.lock().bytes, 0, "nothing is kept for it");
+    }
+
+    #[test]
+    fn what_waits_in_all_sessions_of_a_tenant_is_bounded() {
+        let all = OUTBOX_BYTES_MAX as u64 / 2;
+        let untaken = Parts::new(all, &[1], 0, 0);
+        let sessions = [Outbox::default(), Outbox::default()];
+        for session in &sessions {
+            session.counts_as(untaken.part(1));
+        }
+        assert!(fill(&sessions[0], OUTBOX_BYTES_MAX / 2) > 0 && !sessions[0].is_closed());
+        fill(&sessions[1], OUTBOX_BYTES_MAX);
+        assert!(sessions[1].is_closed() && !sessions[0].is_closed());
+        sessions[0].close();
+        assert_eq!(untaken.used(), 0);
+    }
+}

@@ -8,7 +8,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::time::Duration;
 
+use kvarts_store::rt::Clock;
 use tokio::sync::Notify;
 
 use super::tenant::Tenant;
@@ -17,6 +19,9 @@ use super::tenant::Tenant;
 pub const TOKEN_PREFIX: &str = "kvarts_";
 /// The most bytes of a token that are looked at.
 const TOKEN_BYTES_MAX: usize = 512;
+
+/// Seconds after which it is looked whether a token has ended, if nothing says so before.
+const LOOKED_AFTER_S: u64 = 60;
 
 /// Something that a caller may or may not do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -195,13 +200,15 @@ impl Gate {
         Ok(Caller { tenant: Arc::clone(&found.tenant), rights: found.rights, token: Some(found.hash) })
     }
 
-    /// Whether it would still let this caller in, with the right.
-    fn knows(&self, caller: &Caller, right: Right) -> bool {
+    /// For how many seconds it would still let this caller in, with the right.
+    fn lets_in_for(&self, caller: &Caller, right: Right, unix_seconds: u64) -> u64 {
         match (self, caller.token) {
-            (Self::Open(_), _) => true,
-            (Self::Tokens(_), None) => false,
+            (Self::Open(_), _) => u64::MAX,
+            (Self::Tokens(_), None) => 0,
             (Self::Tokens(tokens), Some(hash)) => {
-                tokens.iter().any(|known| known.hash == hash && known.rights.has(right))
+                let known = tokens.iter().find(|known| known.hash == hash && known.rights.has(right));
+                let end = known.map_or(0, |known| known.expires.unwrap_or(u64::MAX));
+                end.saturating_sub(unix_seconds)
             }
         }
     }
@@ -256,8 +263,7 @@ impl Gatekeeper {
     }
 
     /// Lets in whom another gate does from now on. Tenants of the same name stay who they are, with what they have under
-    /// way and their limits; new ones share with others what nobody has for itself. Refused is what would change who
-    /// everybody is: tokens where there were none, none where there were some, another salt.
+    /// way and their limits. Refused is what would change who everybody is: tokens where there were none, none where there were some, another salt.
     pub fn change(&self, to: &Gate) -> Result<Changed, String> {
         let mut gate = self.gate.write().unwrap_or_else(PoisonError::into_inner);
         let tokens = match (&*gate, to) {
@@ -300,15 +306,18 @@ impl Gatekeeper {
         Ok(changed)
     }
 
-    /// Returns when a caller that was let in would not be let in any more: its token, or this right of it, was taken away.
-    pub async fn taken_away(&self, caller: &Caller, right: Right) {
+    /// Returns when a caller that was let in would not be let in any more: its token has ended, or it or this right of it
+    /// was taken away.
+    pub async fn taken_away(&self, caller: &Caller, right: Right, clock: &dyn Clock) {
         loop {
             // Made before the look, so that a change in between is heard.
             let changed = self.changed.notified();
-            if !self.read().knows(caller, right) {
+            let left = self.read().lets_in_for(caller, right, clock.unix_millis() / 1000);
+            if left == 0 {
                 return;
             }
-            changed.await;
+            // A wall clock may be set meanwhile.
+            let _ = tokio::time::timeout(Duration::from_secs(left.min(LOOKED_AFTER_S)), changed).await;
         }
     }
 
@@ -322,6 +331,7 @@ impl Gatekeeper {
 mod tests {
     use super::*;
     use crate::node::tenant::TenantLimits;
+    use kvarts_store::rt::clock::ManualClock;
 
     fn gate() -> Gate {
         let token = |name: &str, number, expires| Token {
@@ -339,6 +349,19 @@ mod tests {
         assert_eq!((caller.tenant.name.as_str(), caller.rights.has(Right::Write)), ("b", false));
         assert_eq!(gate().caller(Some(b"Bearer kvarts_b"), 1000).unwrap_err(), Refusal::Unknown);
         assert_eq!(gate().caller(Some(b"bearer kvarts_a"), 5000).unwrap().tenant.name, "a");
+    }
+
+    #[test]
+    fn whoever_was_let_in_stays_until_the_token_ends() {
+        let keeper = Gatekeeper::new(gate());
+        let caller = keeper.caller(Some(b"Bearer kvarts_b"), 990).unwrap();
+        let left = |right, now| keeper.read().lets_in_for(&caller, right, now);
+        assert_eq!((left(Right::Read, 990), left(Right::Read, 999), left(Right::Read, 1000)), (10, 1, 0));
+        assert_eq!(left(Right::Write, 990), 0, "a right that it never had");
+        let forever = keeper.caller(Some(b"Bearer kvarts_a"), 990).unwrap();
+        assert!(keeper.read().lets_in_for(&forever, Right::Read, u64::MAX - 1) > 0);
+        let ended = ManualClock::new(1_000_000);
+        kvarts_store::rt::blocking::block_on(keeper.taken_away(&caller, Right::Read, &*ended));
     }
 
     #[test]

@@ -89,6 +89,11 @@ impl MemoryShares {
         Self(memory.usage().map(|usage| Parts::new((usage.total / PAGE) as u64, tenants, 0, usize::MAX)))
     }
 
+    /// Divides it among these tenants.
+    pub fn divide(&self, tenants: &[u32]) {
+        self.0.iter().for_each(|parts| parts.divide(tenants));
+    }
+
     /// A piece as [`Memory::take`] gives it, as soon as it is the tenant's turn.
     pub async fn take(&self, memory: &Memory, tenant: u32, len: u64) -> Option<BufMut> {
         let (part, pages) = self.part(memory, len)?;

@@ -171,6 +171,18 @@ impl Node {
         })
     }
 
+    /// Lets in whom another gate does from now on, and divides what tenants share among those.
+    pub fn change_gate(&self, to: &auth::Gate) -> Result<auth::Changed, String> {
+        let changed = self.gate.change(to)?;
+        let tenants: Vec<u32> = self.gate.tenants().iter().map(|tenant| tenant.number).collect();
+        self.shares.divide(&tenants);
+        self.receiving.divide(&tenants);
+        self.heavy.divide(&tenants);
+        self.puts.divide(&tenants);
+        self.locals.divide(&tenants);
+        Ok(changed)
+    }
+
     /// Memory for a request of a tenant as soon as there is room; none if it is larger than any may be.
     pub async fn take_memory(&self, tenant: &Tenant, len: u64) -> Option<BufMut> {
         self.shares.take(&self.memory, tenant.number, len).await

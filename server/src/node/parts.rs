@@ -5,7 +5,8 @@
 //! for the rest among all, and with those of its own tenant alone for what is set aside for that one.
 //!
 //! What is guaranteed to a tenant is what is set aside for it, and no more: one that asks for more than that at once waits
-//! for its turn of the rest. Whoever can asks for less ([`Parts::own`]). Tenants that came later have nothing set aside.
+//! for its turn of the rest. Whoever can asks for less ([`Parts::own`]). When the tenants change, it is divided anew
+//! ([`Parts::divide`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,16 +19,26 @@ pub struct Parts(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
+    /// What there is, however many tenants there are, and the least for each of them.
+    all: u64,
+    least: u64,
+    waiting_max: usize,
+    state: Mutex<State>,
+}
+
+/// What is set aside for whom.
+#[derive(Debug)]
+struct Division {
     tenants: BTreeSet<u32>,
     /// What each of them can have whatever the others do.
     each: u64,
     rest: u64,
     waiting_max: usize,
-    state: Mutex<State>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
+    division: Division,
     used: BTreeMap<u32, u64>,
     /// Of the rest.
     common: u64,
@@ -57,16 +68,24 @@ impl Parts {
     /// `all` of it for these tenants: at least `least` for each, and at least as much for all others together. Those who
     /// wait share `waiting_max` places evenly.
     pub fn new(all: u64, tenants: &[u32], least: u64, waiting_max: usize) -> Self {
-        let count = tenants.len() as u64;
-        let all = all.max(least * (count + 1));
-        let each = if count > 1 { (all / 2 / count).max(least) } else { 0 };
-        Self(Arc::new(Shared {
-            tenants: tenants.iter().copied().collect(),
-            each,
-            rest: all - each * count,
-            waiting_max: (waiting_max / tenants.len().max(1)).max(1),
-            state: Mutex::default(),
-        }))
+        let division = Division::of((all, least), tenants, waiting_max);
+        let state = State { division, used: BTreeMap::new(), common: 0, waiting: BTreeMap::new(), next: 0 };
+        Self(Arc::new(Shared { all, least, waiting_max, state: Mutex::new(state) }))
+    }
+
+    /// Divides it anew, for these tenants. What each has stays its own; who waits for more than it can get now gets none.
+    pub fn divide(&self, tenants: &[u32]) {
+        let mut state = self.lock();
+        let state = &mut *state;
+        state.division = Division::of((self.0.all, self.0.least), tenants, self.0.waiting_max);
+        let beyond = |(tenant, used): (&u32, &u64)| used.saturating_sub(state.division.own(*tenant));
+        state.common = state.used.iter().map(beyond).sum();
+        for (tenant, waiting) in &mut state.waiting {
+            let most = state.division.most(*tenant);
+            waiting.retain(|_, one| one.amount <= most);
+        }
+        state.waiting.retain(|_, waiting| !waiting.is_empty());
+        self.grant(state);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -101,10 +120,10 @@ impl Parts {
             return None;
         }
         let mut state = self.lock();
-        let number = state.next;
+        let (number, waiting_max) = (state.next, state.division.waiting_max);
         state.next += 1;
         let waiting = state.waiting.entry(tenant).or_default();
-        if waiting.len() >= self.0.waiting_max {
+        if waiting.len() >= waiting_max {
             return None;
         }
         waiting.insert(number, one);
@@ -122,7 +141,7 @@ impl Parts {
                 (!stay.contains(tenant)).then_some((*number, *tenant, one.amount))
             };
             let Some((number, tenant, amount)) = state.waiting.iter().filter_map(first).min() else { return };
-            if !self.0.change(state, tenant, (0, amount), stay.is_empty()) {
+            if !state.change(tenant, (0, amount), stay.is_empty()) {
                 stay.insert(tenant);
             } else if let Some(one) = state.forget(tenant, number) {
                 // A place is given up before its receiver is: it is always there.
@@ -133,12 +152,12 @@ impl Parts {
 
     /// The most that a tenant gets at once.
     pub fn most(&self, tenant: u32) -> u64 {
-        self.0.rest + self.0.own(tenant)
+        self.lock().division.most(tenant)
     }
 
     /// What is set aside for a tenant; none if it has the whole to itself, or nothing of its own.
     pub fn own(&self, tenant: u32) -> Option<u64> {
-        Some(self.0.own(tenant)).filter(|own| *own > 0)
+        Some(self.lock().division.own(tenant)).filter(|own| *own > 0)
     }
 
     /// What is left of it for anybody or somebody, and how many wait.
@@ -153,35 +172,52 @@ impl Parts {
 
     /// All of it.
     pub fn all(&self) -> u64 {
-        self.0.rest + self.0.each * self.0.tenants.len() as u64
+        let division = &self.lock().division;
+        division.rest + division.each * division.tenants.len() as u64
     }
 }
 
-impl Shared {
+impl Division {
+    fn of((all, least): (u64, u64), tenants: &[u32], waiting_max: usize) -> Self {
+        let count = tenants.len() as u64;
+        let all = all.max(least * (count + 1));
+        let each = if count > 1 { (all / 2 / count).max(least) } else { 0 };
+        Self {
+            tenants: tenants.iter().copied().collect(),
+            each,
+            rest: all - each * count,
+            waiting_max: (waiting_max / tenants.len().max(1)).max(1),
+        }
+    }
+
     fn own(&self, tenant: u32) -> u64 {
         if self.tenants.contains(&tenant) { self.each } else { 0 }
     }
 
-    /// Changes what a tenant has, if there is so much: of the rest only where it may have more of that. Less is always
-    /// granted.
-    fn change(&self, state: &mut State, tenant: u32, (from, to): (u64, u64), of_rest: bool) -> bool {
-        let before = state.used.get(&tenant).copied().unwrap_or_default();
-        let Some(after) = before.saturating_sub(from).checked_add(to) else { return false };
-        let beyond = |used: u64| used.saturating_sub(self.own(tenant));
-        let common = state.common.saturating_sub(beyond(before)).saturating_add(beyond(after));
-        if common > state.common && (!of_rest || common > self.rest) {
-            return false;
-        }
-        state.common = common;
-        match after {
-            0 => state.used.remove(&tenant),
-            _ => state.used.insert(tenant, after),
-        };
-        true
+    fn most(&self, tenant: u32) -> u64 {
+        self.rest + self.own(tenant)
     }
 }
 
 impl State {
+    /// Changes what a tenant has, if there is so much: of the rest only where it may have more of that. Less is always
+    /// granted.
+    fn change(&mut self, tenant: u32, (from, to): (u64, u64), of_rest: bool) -> bool {
+        let before = self.used.get(&tenant).copied().unwrap_or_default();
+        let Some(after) = before.saturating_sub(from).checked_add(to) else { return false };
+        let beyond = |used: u64| used.saturating_sub(self.division.own(tenant));
+        let common = self.common.saturating_sub(beyond(before)).saturating_add(beyond(after));
+        if common > self.common && (!of_rest || common > self.division.rest) {
+            return false;
+        }
+        self.common = common;
+        match after {
+            0 => self.used.remove(&tenant),
+            _ => self.used.insert(tenant, after),
+        };
+        true
+    }
+
     fn forget(&mut self, tenant: u32, number: u64) -> Option<Waiting> {
         let waiting = self.waiting.get_mut(&tenant)?;
         let one = waiting.remove(&number);
@@ -203,7 +239,7 @@ impl Part {
         let mut state = self.parts.lock();
         let (first, change) = (state.waiting.is_empty(), (self.amount, amount));
         let done = amount <= self.amount || !state.waiting.contains_key(&self.tenant);
-        let done = done && self.parts.0.change(&mut state, self.tenant, change, first);
+        let done = done && state.change(self.tenant, change, first);
         if done && amount < self.amount && !first {
             self.parts.grant(&mut state);
         }
@@ -300,6 +336,28 @@ mod tests {
         assert!(matches!(poll(&mut other), Poll::Ready(Some(_))));
         drop(other);
         assert_eq!(parts.left(), (10, 0));
+    }
+
+    #[test]
+    fn a_tenant_that_comes_later_has_its_part_like_the_others() {
+        let parts = Parts::new(600, &[1, 2], 0, 4);
+        let held = [parts.try_take(1, 450).unwrap(), parts.try_take(2, 100).unwrap()];
+        let mut waiting: Taking<'_> = Box::pin(parts.take(2, 440));
+        assert!(poll(&mut waiting).is_pending());
+        parts.divide(&[1, 2, 3]);
+        assert_eq!((parts.all(), parts.used(), parts.own(3)), (600, 550, Some(100)));
+        assert!(matches!(poll(&mut waiting), Poll::Ready(None)), "nobody gets so much any more");
+        // The first has more than it would get now: nobody but the third has any of it meanwhile.
+        assert!(parts.try_take(1, 1).is_none() && parts.try_take(2, 1).is_none());
+        let third = parts.try_take(3, 100).unwrap();
+        assert!(parts.try_take(3, 1).is_none());
+        drop(held);
+        assert!(parts.try_take(3, 300).is_some());
+        drop((third, waiting));
+        assert_eq!(parts.left(), (600, 0));
+        // One that left has what is nobody's.
+        parts.divide(&[1, 2]);
+        assert_eq!((parts.own(3), parts.most(3), parts.own(1)), (None, 300, Some(150)));
     }
 
     #[test]

@@ -17,6 +17,11 @@ impl Puts {
         Self(Parts::new(turns, tenants, 1, PUTS_WAITING))
     }
 
+    /// Divides them among these tenants.
+    pub fn divide(&self, tenants: &[u32]) {
+        self.0.divide(tenants);
+    }
+
     /// A turn for a tenant as soon as there is one; none if too many wait already.
     pub async fn turn(&self, tenant: u32) -> Option<Part> {
         self.0.take(tenant, 1).await

@@ -131,11 +131,7 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = namespace.shape(request.group, request.coordinate)?;
     let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
-    let key = shared.index.key();
-    let prints: Vec<_> = (request.keys.iter())
-        .map(|name| key.of(namespace.local, name, request.group, request.coordinate))
-        .collect();
-    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
+    let prints = shared.prints_of(&namespace, &request.keys, (request.group, request.coordinate));
     let arrival = shared.arrivals.begin();
     let mut missing = BTreeMap::new();
     let wanted = find(shared, &request.keys, &prints, &mut missing)?;

@@ -20,7 +20,7 @@ use super::Recovery;
 use crate::engine::read::decode::{self, Stored};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
-use crate::engine::shared::recency::{AGE_MAX, EPOCH_S};
+use crate::engine::shared::recency::{AGE_MAX, EPOCH_S, steps_before};
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::space::evict::batch::range_of;
 use crate::engine::space::evict::pages::{Holes, Lying, touched};
@@ -174,13 +174,13 @@ impl Recovery<'_> {
     }
 
     fn bury(&mut self, entry: &Entry, namespaces: &Names) {
-        let mut graves = self.log.graves.borrow_mut();
+        let mut dead = self.log.tombstones.borrow_mut();
         match &entry.content {
-            Content::Epoch(epoch) => graves.bury_all(epoch),
+            Content::Epoch(epoch) => dead.bury_all(epoch),
             Content::Tombstones(tombstones) => {
                 for (tombstone, namespace) in tombstones.entries.iter().zip(namespaces.iter()) {
                     match namespace {
-                        Some(namespace) => graves.bury(namespace.id, tombstone),
+                        Some(namespace) => dead.bury(namespace.id, tombstone),
                         None => self.report.undefined += 1,
                     }
                 }
@@ -215,8 +215,8 @@ impl Recovery<'_> {
             self.report.expired += 1;
             return Ok(());
         }
-        let graves = self.log.graves.borrow();
-        if graves.covers(namespace.id, entry.sequence) {
+        let dead = self.log.tombstones.borrow();
+        if dead.covers(namespace.id, entry.sequence) {
             self.report.deleted += blocks.blocks.len() as u64;
             return Ok(());
         }
@@ -234,7 +234,6 @@ impl Recovery<'_> {
         let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
         let second = u32::try_from(last_s.min(self.now_ms / 1000)).unwrap_or(u32::MAX);
         index.records().note_use(record, second);
-        self.log.shared.ages.found((self.now_ms / 1000).saturating_sub(last_s));
         segment.note_cold(self.log.shared.step_of(second));
         self.batch.records.push(record);
         for (block, name) in (0u16..).zip(&blocks.blocks) {
@@ -243,8 +242,8 @@ impl Recovery<'_> {
                 continue;
             }
             let key = BlockKey(name.key);
-            if !graves.is_empty()
-                && graves.covers_block((namespace.id, key), (blocks.group, blocks.coordinate), entry.sequence)
+            if !dead.is_empty()
+                && dead.covers_block((namespace.id, key), (blocks.group, blocks.coordinate), entry.sequence)
             {
                 self.report.deleted += 1;
                 continue;
@@ -252,7 +251,7 @@ impl Recovery<'_> {
             let print = index.key().of(namespace.local, &key, class.group, class.coordinate);
             self.batch.found.push(Recovered { print, location: Location { record, block }, heat });
         }
-        drop(graves);
+        drop(dead);
         if self.batch.found.len() >= BATCH_BLOCKS { self.flush() } else { Ok(()) }
     }
 
@@ -309,7 +308,7 @@ impl Recovery<'_> {
 
     /// The coarse time of the index for a moment in the past.
     fn epoch_of(&self, last_s: u64) -> u16 {
-        let age = (self.now_ms / 1000).saturating_sub(last_s) / EPOCH_S;
+        let age = steps_before((self.now_ms / 1000).saturating_sub(last_s));
         self.log.shared.epoch().wrapping_sub(age.min(u64::from(AGE_MAX)) as u16) % EPOCHS
     }
 

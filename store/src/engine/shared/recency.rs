@@ -15,9 +15,10 @@ use crate::index::EPOCHS;
 use crate::rt::Nanos;
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A step lasts no longer, in seconds, in a store that was opened not long ago. Blocks found by recovery are as many
-/// such steps old as their age says, unless that is too old.
+/// A step lasts no longer, in seconds, in a store that was opened not long ago.
 pub(crate) const EPOCH_S: u64 = 64;
+/// Steps of [`EPOCH_S`] before the opening; as many that are twice as long lie before those, and so on.
+const STEPS_ALIKE: u64 = 512;
 /// Of records whose last use is so many steps ago, blocks have the record's age.
 pub(crate) const AGE_MAX: u16 = EPOCHS - 128;
 /// Parts of the budget that must have been written for a step to pass.
@@ -41,8 +42,6 @@ pub(crate) struct RecencyClock {
     written: AtomicU64,
     /// When each step began, by its number modulo `EPOCHS`.
     times: Box<[AtomicU64]>,
-    /// Seconds of a step before opening.
-    before_s: AtomicU64,
 }
 
 impl RecencyClock {
@@ -53,14 +52,7 @@ impl RecencyClock {
             began: AtomicU64::new(now.0),
             written: AtomicU64::new(0),
             times: (0..EPOCHS).map(|_| AtomicU64::new(now.0)).collect(),
-            before_s: AtomicU64::new(EPOCH_S),
         }
-    }
-
-    /// Something that recovery found was used last so many seconds ago: a full store has written its budget since the
-    /// oldest.
-    pub(crate) fn found(&self, age_s: u64) {
-        self.before_s.fetch_max(age_s / STEPS_PER_BUDGET, Relaxed);
     }
 
     /// Steps since opening.
@@ -117,7 +109,7 @@ impl RecencyClock {
             // Before the store was opened: as recovery counted it.
             _ => {
                 let before = after.saturating_sub(steps) + 1;
-                now.since(self.opened) + Duration::from_secs(before * self.before_s.load(Relaxed))
+                now.since(self.opened) + Duration::from_secs(seconds_before(before))
             }
         }
     }
@@ -127,7 +119,7 @@ impl RecencyClock {
     pub(crate) fn steps_in(&self, unused: Duration, now: Nanos) -> u32 {
         let (steps, open) = (self.steps(), now.since(self.opened));
         if let Some(before) = unused.checked_sub(open).filter(|before| !before.is_zero()) {
-            let more = before.as_secs() / self.before_s.load(Relaxed).max(1);
+            let more = steps_before(before.as_secs());
             return u32::try_from(steps.saturating_add(more)).unwrap_or(u32::MAX);
         }
         // The last age that ended before it: a binary search, since the older the longer ago.
@@ -154,6 +146,30 @@ impl RecencyClock {
             false => record.max(u32::from(steps)),
         }
     }
+}
+
+/// How many steps before the opening a time was that lies so many seconds before it. The scale is the same for whatever
+/// recovery finds, and finds first: minutes are told apart within hours, days within months.
+pub(crate) fn steps_before(seconds: u64) -> u64 {
+    let alike = seconds / EPOCH_S;
+    match (alike / STEPS_ALIKE).checked_ilog2() {
+        None => alike,
+        // Between one power of two and the next lie as many steps as before the first, less those of that.
+        Some(power) => {
+            STEPS_ALIKE * (u64::from(power) + 2) / 2 + ((alike - (STEPS_ALIKE << power)) >> (power + 1))
+        }
+    }
+}
+
+/// How many seconds before the opening a step ended that was so many before it.
+fn seconds_before(steps: u64) -> u64 {
+    if steps <= STEPS_ALIKE {
+        return steps * EPOCH_S;
+    }
+    let beyond = steps - STEPS_ALIKE;
+    let power = (beyond / (STEPS_ALIKE / 2)).min(32);
+    let part = beyond - power * (STEPS_ALIKE / 2);
+    ((STEPS_ALIKE << power) + (part << (power + 1))) * EPOCH_S
 }
 
 #[cfg(test)]
@@ -235,9 +251,25 @@ mod tests {
         let steps: Vec<_> =
             (0..5000).map(|age| ages.steps_in(Duration::from_millis(age * 100), now)).collect();
         assert!(steps.is_sorted());
-        // Before opening a step is as long as the oldest has it.
-        ages.found(256 * 3600);
-        assert_eq!(ages.steps_in(Duration::from_secs(200 + 10 * 3600), now), ages.steps() as u32 + 10);
+        assert_eq!(ages.steps_in(Duration::from_secs(200 + 640), now), ages.steps() as u32 + 10);
+    }
+
+    #[test]
+    fn the_time_before_opening_is_told_apart_for_years_and_in_one_order() {
+        let mut before = 0;
+        for minutes in 0..2 * 365 * 24 * 60 {
+            let steps = steps_before(minutes * 60);
+            assert!(steps == before || steps == before + 1, "{minutes} minutes");
+            before = steps;
+        }
+        for steps in 1..before {
+            let ended = seconds_before(steps);
+            assert_eq!((steps_before(ended), steps_before(ended - 1)), (steps, steps - 1));
+        }
+        let (day, days) = (steps_before(24 * 60 * 60), steps_before(5 * 24 * 60 * 60));
+        assert!(day < u64::from(AGE_MAX) && u64::from(AGE_MAX) < days, "{day} {days}");
+        let hugest = (steps_before(u64::MAX), seconds_before(u64::from(u16::MAX)));
+        assert!(hugest.0 < 20_000 && hugest.1 > 0, "{hugest:?}");
     }
 
     #[test]

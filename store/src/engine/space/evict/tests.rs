@@ -573,3 +573,95 @@ fn an_index_that_is_full_takes_nothing_more_and_is_short_before() {
         sums(&world);
     });
 }
+
+/// How old a segment is says what recovery found in it, wherever it lies in the log. Few of many are looked at.
+#[test]
+fn of_many_segments_the_coldest_goes_first_wherever_it_lies() {
+    let place = Place::new();
+    let clock = std::sync::Arc::clone(&place.clock);
+    let day = std::time::Duration::from_secs(24 * 60 * 60);
+    let cold = 100..104;
+    let warm = cold.clone();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let mut first = 0;
+        while world.log.segments.borrow().len() < 120 {
+            world.durable("a", first, 5).await;
+            first += 5;
+        }
+        world.log.finish().await;
+    });
+    clock.advance(4 * day);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        let all = segments_of(&world);
+        let used = all.iter().filter(|(_, segment)| !warm.contains(segment));
+        let prints: Vec<_> = used.map(|(number, _)| print(&world, *number)).collect();
+        world.shared.index.touch_with(&prints, Some(world.shared.epoch()), Some(world.shared.second()));
+        assert!(world.log.say_free().await);
+    });
+    clock.advance(day);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        world.shared.set_policy(EvictionPolicy::Lru);
+        let all = segments_of(&world);
+        give_back(&world, SEGMENT_BYTES).await;
+        let gone = all.iter().filter(|(number, _)| !world.has("a", *number));
+        let gone: std::collections::BTreeSet<u32> = gone.map(|(_, segment)| *segment).collect();
+        assert!(!gone.is_empty() && gone.iter().all(|segment| cold.contains(segment)), "{gone:?}");
+    });
+}
+
+/// A use makes a segment young, and nobody is told: whoever lists it for a choice notes what it found.
+#[test]
+fn segments_that_were_listed_and_found_young_are_not_listed_again() {
+    let place = Place::new();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let mut first = 0;
+        while world.log.segments.borrow().len() < 60 {
+            world.durable("a", first, 5).await;
+            first += 5;
+        }
+        world.log.finish().await;
+    });
+    let clock = std::sync::Arc::clone(&place.clock);
+    place.run(move |world| async move {
+        recover(&world.log).await.unwrap();
+        world.shared.set_policy(EvictionPolicy::Lru);
+        clock.advance(std::time::Duration::from_secs(60 * 60));
+        let all = segments_of(&world);
+        let used = all.iter().filter(|(_, segment)| *segment < 40);
+        let prints: Vec<_> = used.map(|(number, _)| print(&world, *number)).collect();
+        world.shared.index.touch_with(&prints, Some(world.shared.epoch()), Some(world.shared.second()));
+        let mut steps = Vec::new();
+        for _ in 0..4 {
+            let before = world.shared.work.evictions.done().steps;
+            give_back(&world, SEGMENT_BYTES).await;
+            steps.push(world.shared.work.evictions.done().steps - before);
+        }
+        // The first time those are looked at whose records are the oldest.
+        assert!(steps[1..].iter().all(|later| *later < steps[0] / 2), "{steps:?}");
+    });
+}
+
+/// Each file has an entry in its directory, and holes leave files behind.
+#[test]
+fn with_too_many_files_one_segment_is_emptied_instead_of_holes_in_many() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let all = segments_of(&world);
+        // Of each record the first blocks are used: by holes the others would go, in every segment.
+        for first in (0..all.len() as u64).step_by(5) {
+            let used: Vec<_> = (first..first + 2).map(|number| print(&world, number)).collect();
+            world.shared.index.touch(&used, world.shared.epoch());
+        }
+        (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
+        world.shared.set_files_cap(world.log.segments.borrow().len() as u64);
+        let made = world.log.next_segment().await.unwrap();
+        let gone = all.iter().filter(|(number, _)| !world.has("a", *number));
+        let gone: std::collections::BTreeSet<u32> = gone.map(|(_, segment)| *segment).collect();
+        assert_eq!(gone.into_iter().collect::<Vec<_>>(), [made.number]);
+    });
+}
