@@ -8,7 +8,6 @@ use std::fmt;
 use std::io::{self, Write};
 
 use kvarts_layout::export::{ExportError, ExportedBlock, Run as ExportedRun, Totals, Writing};
-use kvarts_layout::format::body::Parent;
 use kvarts_layout::format::names::{segment_name, shard_name};
 use kvarts_layout::{BlockKey, Fingerprint, NamespaceId};
 use kvarts_layout::{ContentId, Coordinate, Group, OriginId};
@@ -301,11 +300,7 @@ fn exported_run(run: &Run, artifact: &Artifact, (from, to): (u32, u32), bytes: &
             digests: artifact.digests(at).to_vec(),
         });
     let before = (from as usize).checked_sub(1).and_then(|before| blocks.blocks.get(before));
-    let parent = match (&blocks.parent, before) {
-        (Parent::Unknown, _) => Parent::Unknown,
-        (_, Some(before)) => Parent::Key(before.key),
-        (parent, None) => *parent,
-    };
+    let parent = blocks.parent.behind(before);
     ExportedRun {
         namespace: run.namespace.id,
         coordinate: Coordinate::from_u64(blocks.coordinate).unwrap_or(Coordinate::Replicated),

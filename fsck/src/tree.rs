@@ -88,12 +88,7 @@ fn links(run: &Run) -> impl Iterator<Item = (u32, Key, Parent)> {
     let live = (0u32..).zip(names.iter().zip(&run.fates)).filter(|(_, (_, fate))| **fate == Fate::Live);
     live.map(move |(at, (name, _))| {
         let before = (at as usize).checked_sub(1).and_then(|before| names.get(before));
-        let parent = match (&run.blocks.parent, before) {
-            (Parent::Unknown, _) => Parent::Unknown,
-            (_, Some(before)) => Parent::Key(before.key),
-            (parent, None) => *parent,
-        };
-        (at, name.key, parent)
+        (at, name.key, run.blocks.parent.behind(before))
     })
 }
 

@@ -25,7 +25,6 @@ type Undo = Box<dyn FnOnce(&Arc<Region>) + Send>;
 
 struct Shared {
     region: Arc<Region>,
-    huge: bool,
     free: Mutex<Buddy>,
     /// What holds the memory registered or pinned.
     holds: Mutex<Vec<Undo>>,
@@ -46,19 +45,14 @@ impl Arena {
     pub fn new(bytes: u64) -> std::io::Result<Self> {
         let no = || std::io::Error::from(std::io::ErrorKind::OutOfMemory);
         let total = bytes.max(PIECE_MIN).checked_next_multiple_of(PIECE_MIN).ok_or_else(no)?;
-        let (region, huge) = Region::anonymous_huge(usize::try_from(total).map_err(|_| no())?)?;
+        let (region, _) = Region::anonymous_huge(usize::try_from(total).map_err(|_| no())?)?;
         let free = Mutex::new(Buddy::new(total));
-        Ok(Self(Arc::new(Shared { region, huge, free, holds: Mutex::default() })))
+        Ok(Self(Arc::new(Shared { region, free, holds: Mutex::default() })))
     }
 
     /// The memory.
     pub fn region(&self) -> &Arc<Region> {
         &self.0.region
-    }
-
-    /// Whether the kernel agreed to try huge pages.
-    pub fn is_huge(&self) -> bool {
-        self.0.huge
     }
 
     /// Registers the memory with every ring of a store. An error says why it works unregistered, only slower.

@@ -61,9 +61,6 @@ impl<T: Io> Io for Recorded<T> {
     fn submit(&mut self, token: Token, op: Op) {
         let text = match &op {
             Op::Read { file, offset, into } => format!("read {file:?} {offset} {}", into.len()),
-            Op::ReadV { file, offset, into } => {
-                format!("readv {file:?} {offset} {}", into.iter().map(SharedBuf::len).sum::<usize>())
-            }
             Op::Write { file, offset, from, sync } => {
                 format!("write {file:?} {offset} {} {sync}", from.len())
             }

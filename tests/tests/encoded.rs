@@ -6,8 +6,9 @@ use std::time::Duration;
 use kvarts_layout::Layout;
 use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::{PAGE, Structure};
+use kvarts_layout::plan::Tile;
 use kvarts_store::api::{
-    ContainsRequest, KvStore, LeaseTerms, Order, Placed, ReadEvent, ReadRequest, Turns, Verify,
+    Arrived, ContainsRequest, KvStore, LeaseTerms, Order, ReadEvent, ReadRequest, TiledRequest, Verify,
 };
 use kvarts_store::engine::{CompactOptions, CompactReport, Limits, Options};
 use kvarts_store::error::{Kind, Reason};
@@ -166,28 +167,46 @@ fn layers_of_an_encoded_record_take_turns() {
     let desk = Desk::new(&stage, "encoded");
     let (group, coordinate) = fixture::columns()[0];
     let shape = fixture::shape(group, coordinate);
+    let layers = shape.layers().len() as u32;
     let most = shape.layers().iter().map(|layer| layer.bytes()).max().unwrap() * BLOCKS;
     let shared = fixture::memory(most, 0);
-    let buffers =
-        shape.layers().iter().map(|layer| shared.slice(0, (layer.bytes() * BLOCKS) as usize).unwrap());
-    let turns = Turns::new(0);
-    let into = Placed::layers_in_turns(&shape, buffers.collect(), BLOCKS as u32, turns.clone()).unwrap();
-    let request = ReadRequest { into, ..desk.read_request((group, coordinate), &desk.keys(0..BLOCKS)) };
-    let stream = stage.store().read(request.clone()).unwrap();
-    for layer in 0..shape.layers().len() as u32 {
-        stage.rest();
-        assert_eq!(stream.try_next(), None, "layer {layer} before its turn");
-        turns.open(layer + 1);
-        let mut event = None;
-        stage.wait(&mut || {
-            event = stream.try_next();
-            event.is_some()
-        });
-        assert_eq!(event, Some(ReadEvent::Layer { layer, blocks: BLOCKS as u32 }));
-        let only = ReadRequest { layers: Some(layer..layer + 1), ..request.clone() };
-        desk.expect_bytes(&only, &soft(), SOFT);
+    let ReadRequest { namespace, keys, order, verify, class, deadline, .. } =
+        desk.read_request((group, coordinate), &desk.keys(0..BLOCKS));
+    let content: Vec<_> =
+        keys.iter().map(|key| fixture::content(key, group, coordinate, SOFT, &shape)).collect();
+    let request = TiledRequest {
+        namespace,
+        group,
+        coordinate,
+        keys,
+        layers: 0..layers,
+        order,
+        verify,
+        class,
+        deadline,
+    };
+    let mut read = stage.engine().read_tiles(request).unwrap();
+    for layer in 0..layers {
+        let tile = Tile { blocks: 0..BLOCKS as u32, layers: layer..layer + 1 };
+        let memory = shared.slice(0, tile.bytes(&shape) as usize).unwrap();
+        read.grant(tile, memory, ()).unwrap();
+        let mut told = None;
+        while let Some(arrived) = drive(stage.world(), read.next()).unwrap().unwrap() {
+            match arrived {
+                Arrived::Bytes(bytes) => {
+                    for chunk in bytes.memory.tile.chunks(order, &shape, layer, bytes.blocks) {
+                        let found = bytes.memory.placed.chunk(chunk.part, chunk.block, chunk.bytes).unwrap();
+                        let expected = &content[chunk.block as usize][chunk.part as usize];
+                        assert!(found.to_vec() == *expected, "{chunk:?} of layer {layer}");
+                    }
+                }
+                Arrived::Layer { layer, blocks } => told = Some((layer, blocks)),
+                Arrived::Block(_) => {}
+            }
+        }
+        assert_eq!(told, Some((layer, BLOCKS as u32)));
     }
-    let (_, end) = stage.events(&stream);
+    let end = read.end(None);
     assert_eq!((end.usable_blocks, end.failures), (BLOCKS as u32, Vec::new()));
 }
 

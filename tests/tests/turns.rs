@@ -1,20 +1,21 @@
-//! Reads whose layers use memory in turns: what is announced is right, and what is not open is left alone.
+//! Reads whose layers use memory in turns, a tile a layer: what is told is right, and what was taken is left alone.
 #![allow(clippy::disallowed_methods, reason = "works on real directories, outside the simulation")]
 
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvarts_layout::plan::Tile;
 use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
 use kvarts_store::api::{
-    BlockOutcome, Durability, KvStore, Order, Parent, Placed, PutRequest, ReadEvent, ReadRequest, Turns,
-    Verify,
+    Arrived, BlockOutcome, Durability, KvStore, Late, Order, Parent, Placed, PutRequest, ReadRequest,
+    TiledRead, TiledRequest, Turns, Verify,
 };
-use kvarts_store::engine::Options;
+use kvarts_store::engine::{Options, StoreTiles};
 use kvarts_store::error::Reason;
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::io::{IoChoice, SharedBuf};
-use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
+use kvarts_store::rt::{Class, Nanos};
 use kvarts_tests::fixture::{self, PAGES, all_heads};
 
 const BLOCKS: u32 = 6;
@@ -87,32 +88,33 @@ impl Bench {
         }
     }
 
-    fn read(&self, into: Placed) -> ReadRequest {
-        ReadRequest {
+    fn read(&self, deadline: Option<Nanos>) -> TiledRead<StoreTiles> {
+        let request = TiledRequest {
             namespace: self.namespace,
             group: PAGES,
             coordinate: all_heads(),
             keys: self.keys.clone(),
-            layers: None,
+            layers: 0..self.shape.layers().len() as u32,
             order: Order::Layers,
-            into,
             verify: Verify::Always,
             class: Class::Foreground,
-            deadline: None,
-        }
+            deadline,
+        };
+        self.store().read_tiles(request).unwrap()
     }
 
-    /// Buffers of all layers, of which each second one is the same memory.
+    /// Two buffers, each with room for any layer.
     fn shared(&self) -> [SharedBuf; 2] {
         let most = self.shape.layers().iter().map(|layer| layer.bytes()).max().unwrap();
         [(); 2].map(|()| fixture::memory(most * u64::from(BLOCKS), 0))
     }
 
-    fn in_turns(&self, shared: &[SharedBuf; 2], turns: &Turns) -> Placed {
-        let buffers = (self.shape.layers().iter().enumerate())
-            .map(|(at, layer)| shared[at % 2].slice(0, (layer.bytes() * u64::from(BLOCKS)) as usize).unwrap())
-            .collect();
-        Placed::layers_in_turns(&self.shape, buffers, BLOCKS, turns.clone()).unwrap()
+    /// Gives a read memory for its next layer.
+    fn grant(&self, read: &mut TiledRead<StoreTiles>, buf: &SharedBuf) -> Result<(), Reason> {
+        let tile = read.next_tile(buf.len() as u64).unwrap();
+        let tile = Tile { layers: tile.layers.start..tile.layers.start + 1, ..tile };
+        let memory = buf.slice(0, tile.bytes(&self.shape) as usize).unwrap();
+        read.grant(tile, memory, ())
     }
 
     /// What a layer's buffer holds when the layer is there: `[part][block]`.
@@ -125,35 +127,57 @@ impl Bench {
     }
 }
 
+/// Waits for the next layer to be told.
+fn next_layer(read: &mut TiledRead<StoreTiles>) -> Result<Option<(u32, u32)>, Late> {
+    let mut found = None;
+    while let Some(arrived) = block_on(read.next())? {
+        if let Arrived::Layer { layer, blocks } = arrived {
+            found = Some((layer, blocks));
+        }
+    }
+    Ok(found)
+}
+
 #[test]
 fn layers_that_take_turns_in_two_buffers_arrive_whole() {
     for (name, io) in [("auto", IoChoice::Auto), ("pool", IoChoice::Pool)] {
         let bench = Bench::new(name, io);
-        let (shared, turns) = (bench.shared(), Turns::new(0));
-        let stream = bench.store().read(bench.read(bench.in_turns(&shared, &turns))).unwrap();
+        let (shared, mut read) = (bench.shared(), bench.read(None));
         let layers = bench.shape.layers().len();
         assert!(layers > 2, "the shape must reuse a buffer");
+        bench.grant(&mut read, &shared[0]).unwrap();
         for layer in 0..layers {
-            turns.open(layer as u32 + 1);
-            let there = ReadEvent::Layer { layer: layer as u32, blocks: BLOCKS };
-            assert_eq!(stream.next_blocking(), there);
+            if layer + 1 < layers {
+                bench.grant(&mut read, &shared[(layer + 1) % 2]).unwrap();
+            }
+            assert_eq!(next_layer(&mut read), Ok(Some((layer as u32, BLOCKS))));
             let expected = bench.expected(layer);
             assert!(
                 shared[layer % 2].slice(0, expected.len()).unwrap().to_vec() == expected,
                 "layer {layer}"
             );
         }
-        assert_eq!(stream.wait_blocking().usable_layers, layers as u32);
+        assert!(read.is_idle() && read.next_tile(1).is_none());
+        assert_eq!(read.end(None).usable_layers, layers as u32);
     }
 }
 
 #[test]
-fn memory_whose_turn_never_comes_is_left_alone_and_the_deadline_ends_the_wait() {
+fn memory_that_was_taken_is_left_alone_and_nothing_is_begun_behind_the_deadline() {
     let bench = Bench::new("late", IoChoice::Auto);
-    let (shared, turns) = (bench.shared(), Turns::new(2));
-    let mut request = bench.read(bench.in_turns(&shared, &turns));
-    request.deadline = Some(bench.store().clock().now().plus(Duration::from_millis(400)));
-    let end = bench.store().read(request).unwrap().wait_blocking();
+    let clock = std::sync::Arc::clone(bench.store().clock());
+    let deadline = clock.now().plus(Duration::from_millis(400));
+    let (shared, mut read) = (bench.shared(), bench.read(Some(deadline)));
+    shared.iter().for_each(|buf| bench.grant(&mut read, buf).unwrap());
+    for layer in 0..2 {
+        assert_eq!(next_layer(&mut read), Ok(Some((layer, BLOCKS))));
+    }
+    while clock.now() < deadline {
+        std::thread::yield_now();
+    }
+    assert!(read.is_idle(), "nothing is under way for a reader that takes its time");
+    assert_eq!(bench.grant(&mut read, &shared[0]), Err(Reason::DeadlineInPast));
+    let end = read.end(Some(&Reason::DeadlinePassed));
     assert_eq!((end.usable_layers, end.usable_blocks, end.held_bytes), (2, BLOCKS, 0), "{end:?}");
     for (layer, buf) in shared.iter().enumerate() {
         let expected = bench.expected(layer);
@@ -162,26 +186,45 @@ fn memory_whose_turn_never_comes_is_left_alone_and_the_deadline_ends_the_wait() 
 }
 
 #[test]
-fn a_caller_that_leaves_while_the_store_waits_for_a_turn_is_noticed() {
+fn a_caller_that_leaves_between_two_tiles_gets_its_memory_back() {
     let bench = Bench::new("left", IoChoice::Auto);
-    let (shared, turns) = (bench.shared(), Turns::new(1));
-    let stream = bench.store().read(bench.read(bench.in_turns(&shared, &turns))).unwrap();
-    assert!(matches!(stream.next_blocking(), ReadEvent::Layer { layer: 0, .. }));
-    let held = shared[0].region().clone();
-    drop((stream, turns, shared));
-    // The read has let go when nothing but this handle holds the memory. A read that waits for ever never does.
-    while std::sync::Arc::strong_count(&held) > 1 {
-        std::thread::yield_now();
+    let (shared, mut read) = (bench.shared(), bench.read(None));
+    bench.grant(&mut read, &shared[0]).unwrap();
+    assert_eq!(next_layer(&mut read), Ok(Some((0, BLOCKS))));
+    bench.grant(&mut read, &shared[1]).unwrap();
+    let held = shared.each_ref().map(|buf| buf.region().clone());
+    drop((read, shared));
+    // The read has let go when nothing but these handles holds the memory.
+    for region in held {
+        while std::sync::Arc::strong_count(&region) > 1 {
+            std::thread::yield_now();
+        }
     }
 }
 
 #[test]
 fn shared_memory_is_refused_where_all_layers_are_needed_at_once() {
     let bench = Bench::new("refused", IoChoice::Auto);
-    let (shared, turns) = (bench.shared(), Turns::new(99));
-    let placed = bench.in_turns(&shared, &turns);
+    let shared = bench.shared();
+    let buffers = (bench.shape.layers().iter().enumerate())
+        .map(|(at, layer)| shared[at % 2].slice(0, (layer.bytes() * u64::from(BLOCKS)) as usize).unwrap())
+        .collect::<Vec<_>>();
+    let placed = Placed::layers_in_turns(&bench.shape, buffers, BLOCKS, Turns::new(99)).unwrap();
     let put = block_on(bench.store().put(bench.put(placed.clone()))).unwrap();
     assert_eq!(put.unwrap_err().0, Reason::Overlap);
-    let request = ReadRequest { order: Order::Blocks, ..bench.read(placed) };
-    assert_eq!(bench.store().read(request).unwrap_err().0, Reason::Overlap);
+    for order in [Order::Layers, Order::Blocks] {
+        let request = ReadRequest {
+            namespace: bench.namespace,
+            group: PAGES,
+            coordinate: all_heads(),
+            keys: bench.keys.clone(),
+            layers: None,
+            order,
+            into: placed.clone(),
+            verify: Verify::Always,
+            class: Class::Foreground,
+            deadline: None,
+        };
+        assert_eq!(bench.store().read(request).unwrap_err().0, Reason::Overlap);
+    }
 }

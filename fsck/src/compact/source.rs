@@ -10,7 +10,7 @@ use kvarts_layout::Layout;
 use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout, Span};
 use kvarts_layout::codec::{Codec, Encoding, StoredPlaces, pays};
 use kvarts_layout::format::body::{
-    BlockName, Blocks, ENCODING_RAW, EXTENSION_ENCRYPTION, Parent, layout_code, layout_from_code,
+    BlockName, Blocks, ENCODING_RAW, EXTENSION_ENCRYPTION, layout_code, layout_from_code,
 };
 use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::format::{PAGE, PAGE_BYTES};
@@ -351,13 +351,8 @@ impl<'a> Reader<'a> {
 /// What a record that begins with this piece says beside its blocks.
 fn heading(head: &Blocks, first: &Piece, held: &Held) -> Blocks {
     let before = (first.from as usize).checked_sub(1).and_then(|at| head.blocks.get(at));
-    let parent = match (head.parent, before) {
-        (Parent::Unknown, _) => Parent::Unknown,
-        (parent, None) => parent,
-        (_, Some(before)) => Parent::Key(before.key),
-    };
     Blocks {
-        parent,
+        parent: head.parent.behind(before),
         first_block: head.first_block.and_then(|number| number.checked_add(first.from)),
         expires_ms: held.expires_ms,
         encoding: ENCODING_RAW,

@@ -28,7 +28,7 @@ use crate::device::{Batch, Direction, Event, Method, OpenFile, Piece, Stream};
 use crate::device_arena::{DeviceArena, DevicePiece};
 use crate::error::{DeviceError, EndReason, LandError};
 use crate::pace::Worker;
-use crate::ring::{Seat, bytes_needed, seats};
+use crate::ring::{Seat, bytes_needed, open_after, seats};
 
 /// Streams in a row that had to go on through the arena before no more are tried.
 pub const FAILURES_MAX: u32 = 3;
@@ -442,12 +442,12 @@ impl Course<'_> {
         let trip = Arc::clone(&self.trip);
         // Weak, both: the files go back with the last layer, however long the stream is kept.
         let door = Arc::downgrade(&trip);
-        let open = Box::new(move |layers| {
+        let open = Box::new(move |left| {
             if let Some(trip) = door.upgrade() {
-                trip.change(|progress| progress.open = layers);
+                trip.change(|progress| progress.open = open_after(&trip.seats, left));
             }
         });
-        self.bringer.shared.add_door(0, trip.seats.clone(), open);
+        self.bringer.shared.add_door(0, open);
         let bell = Waker::from(Arc::new(Bell(Arc::downgrade(&trip))));
         (0..trip.seats.len()).find_map(|at| {
             let judged = self.wait(at, &bell).and_then(|()| self.judge(at));
@@ -624,9 +624,9 @@ impl Course<'_> {
         let begun = (straight.lender.clone(), Arc::clone(trip.lent.origins()));
         drop(trip);
         match pipeline.stage(rest, copies, Some(&begun)) {
-            Ok((landing, read)) => {
+            Ok(landing) => {
                 bringer.keep(Box::new(landing.ring.clone()));
-                Feeder::new(landing, bringer).run(read);
+                Feeder::new(landing, bringer).run();
             }
             Err(error) => bringer.shared.fail(match error {
                 LandError::Store(Reason::DeadlineInPast | Reason::DeadlinePassed) => EndReason::Deadline,

@@ -1,6 +1,6 @@
 //! The layer pipeline: disk to arena to device, layer by layer, in the order in which layers are computed.
 //!
-//! One read of the store lands in a ring of arena memory that its layers use in turns. Two threads belong to a stream
+//! One read of the store lands tile by tile, a tile a layer, in a ring of arena memory. Two threads belong to a stream
 //! (and four that read, where files are read straight): one follows the store's announcements and enqueues each verified layer's copies, with an event behind them; the
 //! other waits for the events and opens the ring for the layers that come into the freed memory. The caller's thread
 //! waits at most until a layer's copies are enqueued; its device stream waits for the event.
@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{KvStore, Order, Origins, Placed, ReadRequest, ReadStream, Turns, Verify};
+use kvarts_store::api::{KvStore, Order, Origins, TileSource, TiledRead, TiledRequest, Verify};
 use kvarts_store::engine::Store;
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::{Class, Nanos};
@@ -39,7 +39,7 @@ use crate::device_arena::DeviceArena;
 use crate::error::LandError;
 use crate::follow::Followed;
 use crate::gather::Curve;
-use crate::ring::{Seat, bytes_needed, open_after, seats};
+use crate::ring::{Seat, bytes_needed, seats};
 
 /// How many layers are on their way before the first is asked for: one that is copied and one that is read.
 pub const LAYERS_AHEAD: u32 = 2;
@@ -79,8 +79,7 @@ pub struct LandRequest {
     pub verify: Verify,
     /// What the read is for.
     pub class: Class,
-    /// When the caller stops waiting, by the store's clock. Without one a caller that stops asking holds what it
-    /// reads from.
+    /// When the caller stops waiting, by the store's clock.
     pub deadline: Option<Nanos>,
 }
 
@@ -109,8 +108,6 @@ type Begun = (Store, Arc<Origins>);
 struct Seating {
     ring: SharedBuf,
     seats: Vec<Seat>,
-    /// A buffer for each layer of the shape that is read.
-    buffers: Vec<Option<SharedBuf>>,
 }
 
 impl Pipeline {
@@ -181,12 +178,12 @@ impl Pipeline {
             return Ok(stream);
         }
         let copies = self.copies(&request)?;
-        let (landing, read) = self.stage(request, copies, None)?;
+        let landing = self.stage(request, copies, None)?;
         let counts = (landing.seats.len() as u32, landing.into.blocks());
         // The stream of the copies too, which may wait for its work when it goes.
         let keeps = (landing.ring.clone(), landing.into.clone(), landing.copies.clone());
         LayerStream::start(self.followed(), counts, Box::new(keeps), move |bringer| {
-            Feeder::new(landing, bringer).run(read);
+            Feeder::new(landing, bringer).run();
         })
     }
 
@@ -225,47 +222,49 @@ impl Pipeline {
         request: LandRequest,
         copies: Stream,
         begun: Option<&Begun>,
-    ) -> Result<(Landing, ReadStream), LandError> {
+    ) -> Result<Landing, LandError> {
         let (wanted, all) = Self::wanted(&request)?;
         let sizes = all.get(wanted.start as usize..wanted.end as usize).unwrap_or_default();
-        let seating = self.seat(all.len(), sizes, wanted.start, request.depth_bytes)?;
-        let turns = Turns::new(open_after(&seating.seats, 0));
-        let shape = Arc::clone(request.into.shape());
-        let placed = Placed::layers_in_turns(&shape, seating.buffers, request.into.blocks(), turns.clone())
-            .map_err(LandError::Store)?;
-        let read = ReadRequest {
+        let Seating { ring, seats } = self.seat(sizes, request.depth_bytes)?;
+        let tiled = TiledRequest {
             namespace: request.namespace,
             group: request.group,
             coordinate: request.coordinate,
             keys: request.keys,
-            layers: request.layers,
+            layers: wanted.clone(),
             order: Order::Layers,
-            into: placed,
             verify: request.verify,
             class: request.class,
             deadline: request.deadline,
         };
-        let read = match begun {
-            Some((lender, origins)) => lender.read_part(read, origins),
-            None => self.store.read(read),
+        let source = match begun {
+            Some((lender, origins)) => {
+                let tiles = lender.tiles_of(tiled, Some(Arc::clone(origins)));
+                tiles.map(|tiles| Box::new(tiles) as Box<dyn TileSource>)
+            }
+            None => self.store.tiles(tiled),
         };
-        let read = read.map_err(|error| LandError::Store(error.0))?;
-        let landing = Landing {
+        let source = source.map_err(|error| LandError::Store(error.0))?;
+        let (shape, first) = (Arc::clone(request.into.shape()), wanted.start);
+        let read = TiledRead::new(source, shape, Order::Layers, wanted, request.into.blocks());
+        let mut landing = Landing {
             device: Arc::clone(&self.device),
             curve: Arc::clone(&self.curve),
             copies,
             into: request.into,
-            first: wanted.start,
-            seats: seating.seats,
-            ring: seating.ring,
-            turns,
+            first,
+            seats,
+            ring,
+            read,
+            granted: 0,
             has_deadline: request.deadline.is_some(),
         };
-        Ok((landing, read))
+        landing.grant(0).map_err(LandError::Store)?;
+        Ok(landing)
     }
 
     /// Takes a piece of the arena and cuts it.
-    fn seat(&self, layers: usize, wanted: &[u64], first: u32, depth: u64) -> Result<Seating, LandError> {
+    fn seat(&self, wanted: &[u64], depth: u64) -> Result<Seating, LandError> {
         let least = bytes_needed(wanted, LAYERS_AHEAD);
         let total = self.arena.piece_max();
         if least > total {
@@ -278,11 +277,6 @@ impl Pipeline {
         let ring = self.arena.take(least, most).ok_or_else(full)?;
         let bug = || LandError::Request("layers that do not fit where they were said to".to_owned());
         let seats = seats(wanted, ring.len() as u64).ok_or_else(bug)?;
-        let place = |layer: usize| {
-            let seat = layer.checked_sub(first as usize).and_then(|at| seats.get(at))?;
-            Some(ring.slice(seat.offset as usize, seat.bytes as usize).ok_or_else(bug))
-        };
-        let buffers = (0..layers).map(|layer| place(layer).transpose()).collect::<Result<_, _>>()?;
-        Ok(Seating { ring, seats, buffers })
+        Ok(Seating { ring, seats })
     }
 }

@@ -3,11 +3,12 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-use kvarts_store::api::{ReadEnd, ReadEvent, ReadStream, Turns};
+use kvarts_store::api::{Arrived, Late, TileSource, TiledRead};
 use kvarts_store::error::Reason;
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::blocking::block_on;
@@ -64,15 +65,31 @@ pub(super) struct Landing {
     pub(super) first: u32,
     pub(super) seats: Vec<Seat>,
     pub(super) ring: SharedBuf,
-    pub(super) turns: Turns,
+    pub(super) read: TiledRead<Box<dyn TileSource>>,
+    /// Layers that have got memory.
+    pub(super) granted: u32,
     pub(super) has_deadline: bool,
+}
+
+impl Landing {
+    /// Gives the read memory for every layer that has a place in the ring when `left` have left it.
+    pub(super) fn grant(&mut self, left: u32) -> Result<(), Reason> {
+        let open = open_after(&self.seats, left);
+        while self.granted < open {
+            let Some(seat) = self.seats.get(self.granted as usize) else { break };
+            let Some(tile) = self.read.next_tile(seat.bytes) else { break };
+            let memory = self.ring.slice(seat.offset as usize, seat.bytes as usize);
+            self.read.grant(tile, memory.ok_or(Reason::OutOfBounds)?, ())?;
+            self.granted += 1;
+        }
+        Ok(())
+    }
 }
 
 /// A ring that is opened as layers leave it.
 struct Door {
     /// Layers that landed before the first of this ring.
     before: u32,
-    seats: Vec<Seat>,
     open: Box<dyn Fn(u32) + Send>,
 }
 
@@ -170,10 +187,10 @@ impl Shared {
         over
     }
 
-    /// Opens a ring for layers behind the first `before`, and has it opened further as its layers land.
-    pub(super) fn add_door(&self, before: u32, seats: Vec<Seat>, open: Box<dyn Fn(u32) + Send>) {
+    /// Has a ring told how many layers have left it, of those behind the first `before`.
+    pub(super) fn add_door(&self, before: u32, open: Box<dyn Fn(u32) + Send>) {
         let mut doors = self.doors.lock().unwrap_or_else(PoisonError::into_inner);
-        doors.push(Door { before, seats, open });
+        doors.push(Door { before, open });
         // Under the lock, or what landed meanwhile would open less than this.
         let landed = self.lock().landed;
         doors.iter().for_each(|door| door.hear(landed));
@@ -187,7 +204,7 @@ impl Shared {
 
     /// Lets the thread that brings layers look at what has changed.
     fn wake_feeder(&self) {
-        let waker = self.lock().feeder.take();
+        let waker = self.lock().feeder.clone();
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -196,7 +213,7 @@ impl Shared {
 
 impl Door {
     fn hear(&self, landed: u32) {
-        (self.open)(open_after(&self.seats, landed.saturating_sub(self.before)));
+        (self.open)(landed.saturating_sub(self.before));
     }
 }
 
@@ -318,6 +335,7 @@ impl Waiter {
             Ok(()) => {
                 self.0.change(|state| state.landed += 1);
                 self.0.open_doors();
+                self.0.wake_feeder();
             }
             Err(error) => {
                 self.0.fail(EndReason::Device(error));
@@ -376,42 +394,68 @@ impl Bringer {
     }
 }
 
-/// Follows the store: enqueues the copies of each layer that is verified.
+/// Follows the store: gives the read the memory that layers leave, and enqueues the copies of each layer that is verified.
 pub(super) struct Feeder<'a> {
     landing: Landing,
     bringer: &'a Bringer,
     pieces: Vec<Piece>,
+    /// Layers of this ring that have left it.
+    left: Arc<AtomicU32>,
+    /// How many of them the read has got memory for.
+    given: u32,
+}
+
+/// What a feeder waits for.
+enum Came {
+    /// Layers have left the ring.
+    Room,
+    /// Something of the read; nothing at the end of a layer.
+    Arrived(Option<Arrived<()>>),
+    Late,
 }
 
 impl<'a> Feeder<'a> {
     /// Layers behind those that have been enqueued.
     pub(super) fn new(landing: Landing, bringer: &'a Bringer) -> Self {
-        let turns = landing.turns.clone();
-        let open = Box::new(move |layers| turns.open(layers));
-        bringer.shared.add_door(bringer.count(), landing.seats.clone(), open);
-        Self { landing, bringer, pieces: Vec::new() }
+        let left = Arc::new(AtomicU32::new(0));
+        let leaving = Arc::clone(&left);
+        let leave = Box::new(move |layers| {
+            leaving.fetch_max(layers, Ordering::AcqRel);
+        });
+        bringer.shared.add_door(bringer.count(), leave);
+        Self { landing, bringer, pieces: Vec::new(), left, given: 0 }
     }
 
-    pub(super) fn run(mut self, read: ReadStream) {
+    pub(super) fn run(mut self) {
         let shared = &self.bringer.shared;
-        while let Some(event) = self.next(&read) {
-            let outcome = match event {
-                ReadEvent::Layer { layer, blocks } if blocks == self.landing.into.blocks() => {
+        while let Some(came) = self.next() {
+            let outcome = match came {
+                Came::Room => self.make_room(),
+                // Told before its layer is.
+                Came::Arrived(Some(Arrived::Bytes(_) | Arrived::Block(_))) => Ok(()),
+                Came::Arrived(Some(Arrived::Layer { layer, blocks }))
+                    if blocks == self.landing.into.blocks() =>
+                {
                     self.copy(layer, blocks).map_err(EndReason::Device)
                 }
-                ReadEvent::Layer { blocks, .. } => {
-                    shared.change(|state| state.blocks = blocks);
-                    let failure = read.first_failure().map(|(_, reason)| reason);
-                    Err(EndReason::Store(failure.unwrap_or(Reason::Bug("fewer blocks without a reason"))))
+                Came::Arrived(_) if self.landing.read.good() < self.landing.into.blocks() => {
+                    shared.change(|state| state.blocks = self.landing.read.good());
+                    let failure = self.landing.read.first_failure().map(|(_, reason)| reason);
+                    Err(match failure {
+                        Some(Reason::DeadlinePassed) => EndReason::Deadline,
+                        failure => {
+                            EndReason::Store(failure.unwrap_or(Reason::Bug("fewer blocks without a reason")))
+                        }
+                    })
                 }
-                ReadEvent::End(end) => {
-                    shared.change(|state| state.blocks = end.usable_blocks);
-                    if end.failures.is_empty() && end.usable_layers == self.landing.seats.len() as u32 {
-                        break;
-                    }
-                    Err(why(&end, self.landing.has_deadline))
+                Came::Arrived(_) => Ok(()),
+                Came::Late => {
+                    shared.change(|state| state.blocks = self.landing.read.good());
+                    Err(match self.landing.has_deadline {
+                        true => EndReason::Deadline,
+                        false => EndReason::Store(Reason::Busy("the store is closing")),
+                    })
                 }
-                ReadEvent::Block(_) | ReadEvent::Released => continue,
             };
             if let Err(reason) = outcome {
                 shared.fail(reason);
@@ -420,13 +464,36 @@ impl<'a> Feeder<'a> {
         }
     }
 
-    /// The next event, or `None` if there is no use in going on.
-    fn next(&self, read: &ReadStream) -> Option<ReadEvent> {
+    /// Gives the read the memory that layers have left.
+    fn make_room(&mut self) -> Result<(), EndReason> {
+        self.given = self.left.load(Ordering::Acquire);
+        self.landing.grant(self.given).map_err(|reason| match reason {
+            Reason::DeadlineInPast | Reason::DeadlinePassed => EndReason::Deadline,
+            reason => EndReason::Store(reason),
+        })
+    }
+
+    /// The next thing to do, or `None` if all layers have come or there is no use in going on.
+    fn next(&mut self) -> Option<Came> {
         block_on(poll_fn(|context| {
+            // Registered before the looks, so that what changes in between wakes.
             if self.bringer.shared.is_over_or_wake(context.waker()) {
                 return Poll::Ready(None);
             }
-            read.poll_next(context).map(Some)
+            if self.given < self.left.load(Ordering::Acquire) {
+                return Poll::Ready(Some(Came::Room));
+            }
+            let Landing { read, granted, seats, .. } = &mut self.landing;
+            if read.is_idle() {
+                let whole = *granted as usize == seats.len();
+                return if whole { Poll::Ready(None) } else { Poll::Pending };
+            }
+            read.poll_next(context).map(|came| {
+                Some(match came {
+                    Ok(arrived) => Came::Arrived(arrived),
+                    Err(Late) => Came::Late,
+                })
+            })
         }))
     }
 
@@ -442,16 +509,6 @@ impl<'a> Feeder<'a> {
         let device = &*landing.device;
         let copied = copy_split(device, &landing.copies, &landing.curve, &batch, &mut self.pieces);
         self.bringer.enqueued(device, &landing.copies, Layer { layer, blocks }, copied)
-    }
-}
-
-/// Why a read ended early.
-fn why(end: &ReadEnd, has_deadline: bool) -> EndReason {
-    match end.failures.first() {
-        Some((_, Reason::DeadlinePassed)) => EndReason::Deadline,
-        Some((_, reason)) => EndReason::Store(reason.clone()),
-        None if has_deadline => EndReason::Deadline,
-        None => EndReason::Store(Reason::Busy("the store is closing")),
     }
 }
 

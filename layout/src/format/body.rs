@@ -71,6 +71,18 @@ pub enum Parent {
     Unknown,
 }
 
+impl Parent {
+    /// What comes before a part of a run that has this parent, if this block of the run stands before the part.
+    #[must_use]
+    pub fn behind(self, before: Option<&BlockName>) -> Self {
+        match (self, before) {
+            (Self::Unknown, _) => Self::Unknown,
+            (_, Some(before)) => Self::Key(before.key),
+            (parent, None) => parent,
+        }
+    }
+}
+
 /// One block of a record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Archive, Serialize, Deserialize)]
 #[rkyv(derive(Debug))]

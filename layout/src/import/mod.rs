@@ -198,11 +198,6 @@ const ARCHITECTURES: &[Architecture] = &[
     known("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", linear::gated_delta),
 ];
 
-/// The model types that can be imported.
-pub fn model_types() -> impl Iterator<Item = &'static str> {
-    ARCHITECTURES.iter().map(|known| known.model_type)
-}
-
 /// The spec of the model that a `config.json` describes, or which fact stands in the way.
 pub fn import_hf_config(json: &str, options: &ImportOptions) -> Result<ModelSpec, ImportError> {
     if json.len() > MAX_CONFIG_BYTES {

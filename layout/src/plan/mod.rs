@@ -24,6 +24,6 @@ pub use placement::{Address, MAX_PLACED_BLOCKS, MemoryId, MemorySpan, PartTarget
 pub use read::{
     DEFAULT_MAX_EXTENT, DEFAULT_MAX_GAP, DEFAULT_MAX_REGION, Order, ReadOptions, ReadPlan, RecordRead,
 };
-pub use step::{Extent, Landing, Region, Step};
+pub use step::{Extent, Landing, RangePlace, ReadRange, Region, Step};
 pub use tiles::{Tile, TileChunk, TileRange, Tiles};
 pub use write::{WritePiece, WritePlan, WriteSource, WriteSummary};

@@ -30,6 +30,8 @@ pub struct Pieces<'a> {
     parts: &'a [PartPlace],
     runs: std::slice::Iter<'a, Run>,
     current: Option<Current<'a>>,
+    /// A piece has no place.
+    lost: bool,
 }
 
 /// The run that is being expanded, and its first part.
@@ -43,13 +45,26 @@ struct Current<'a> {
 
 impl<'a> Pieces<'a> {
     pub(super) fn new(placement: &'a Placement, parts: &'a [PartPlace], runs: &'a [Run]) -> Self {
-        Self { placement, parts, runs: runs.iter(), current: None }
+        Self { placement, parts, runs: runs.iter(), current: None, lost: false }
+    }
+
+    /// Whether every piece was given: one that has no place would end them before.
+    pub fn is_done(&self) -> bool {
+        let expanded = self.current.is_none_or(|current| current.index >= current.run.count);
+        expanded && self.runs.len() == 0 && !self.lost
+    }
+
+    /// Notes what is not there: then a piece is lost.
+    fn found<T>(&mut self, found: Option<T>) -> Option<T> {
+        self.lost |= found.is_none();
+        found
     }
 
     fn next_run(&mut self) -> Option<Current<'a>> {
         let run = self.runs.next()?;
         let at = usize::from(run.chunk);
-        let (place, placed) = (self.parts.get(at)?, self.placement.part(u32::from(run.chunk))?);
+        let found = self.parts.get(at).zip(self.placement.part(u32::from(run.chunk)));
+        let (place, placed) = self.found(found)?;
         Some(Current { run, index: 0, place, placed })
     }
 }
@@ -69,25 +84,28 @@ impl Iterator for Pieces<'_> {
         match run.along {
             Along::Blocks => {
                 let ordinal = run.ordinal.saturating_add(index);
+                let slot = self.found(self.placement.slot(ordinal))?;
                 Some(Piece {
                     block: run.block.saturating_add(index),
                     ordinal,
                     chunk,
                     source: run.source.saturating_add(first.step.saturating_mul(u64::from(index))),
                     len: first.bytes,
-                    destination: placed.address(self.placement.slot(ordinal)?),
+                    destination: placed.address(slot),
                 })
             }
             Along::Parts => {
                 let chunk = chunk.saturating_add(index);
-                let place = self.parts.get(usize::try_from(chunk).ok()?)?;
+                let place = usize::try_from(chunk).ok().and_then(|at| self.parts.get(at));
+                let found = place.zip(self.placement.address(chunk, run.ordinal));
+                let (place, destination) = self.found(found)?;
                 Some(Piece {
                     block: run.block,
                     ordinal: run.ordinal,
                     chunk,
                     source: run.source.saturating_add(place.offset.saturating_sub(first.offset)),
                     len: place.bytes,
-                    destination: self.placement.address(chunk, run.ordinal)?,
+                    destination,
                 })
             }
         }

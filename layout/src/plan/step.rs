@@ -93,6 +93,24 @@ impl Landing {
     }
 }
 
+/// A range of a file that is wanted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ReadRange {
+    /// First byte in the file.
+    pub start: u64,
+    /// How many bytes.
+    pub bytes: u64,
+}
+
+/// Where such a range lies in a step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RangePlace {
+    /// Index of its region in the step.
+    pub region: u32,
+    /// Bytes from the region's start.
+    pub source: u64,
+}
+
 /// One read of the device: offset, length and landing place are all aligned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Extent {
@@ -112,6 +130,29 @@ impl Step {
     /// An empty step, without memory until it is filled.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Plans staged reads of ranges of one record's file, which are in the order of the file, replacing what was there; gives
+    /// where each of them lies. For chunks whose places no layout tells: the step has regions and extents and no pieces.
+    pub fn read_ranges(
+        &mut self,
+        record: u32,
+        options: &ReadOptions,
+        ranges: impl IntoIterator<Item = ReadRange>,
+    ) -> Vec<RangePlace> {
+        self.clear(options.max_extent);
+        let mut filler =
+            Filler { step: self, options, placement: None, record, payload_offset: 0, open: None };
+        let mut places = Vec::new();
+        for ReadRange { start, bytes } in ranges {
+            filler.step.wanted_bytes = filler.step.wanted_bytes.saturating_add(bytes);
+            let source = filler.reach_staged(start, bytes);
+            // The open region comes behind those that are closed.
+            let region = u32::try_from(filler.step.regions.len()).unwrap_or(u32::MAX);
+            places.push(RangePlace { region, source });
+        }
+        filler.close();
+        places
     }
 
     /// The regions, by record and offset. Two of one record overlap only where one was cut at the region limit
@@ -263,7 +304,8 @@ impl WholeBlock {
 pub(super) struct Filler<'a> {
     step: &'a mut Step,
     options: &'a ReadOptions,
-    placement: &'a Placement,
+    /// None where everything is staged.
+    placement: Option<&'a Placement>,
     record: u32,
     payload_offset: u64,
     open: Option<Region>,
@@ -277,6 +319,7 @@ impl<'a> Filler<'a> {
         record: u32,
         payload_offset: u64,
     ) -> Self {
+        let placement = Some(placement);
         Self { step, options, placement, record, payload_offset, open: None }
     }
 
@@ -297,7 +340,7 @@ impl<'a> Filler<'a> {
         for index in 0..count {
             let (block, ordinal) = (block.saturating_add(index), ordinal.saturating_add(index));
             // The plan has checked that the placement covers every ordinal.
-            let Some(slot) = self.placement.slot(ordinal) else { return };
+            let Some(slot) = self.placement.and_then(|places| places.slot(ordinal)) else { return };
             let start = self.payload_offset.saturating_add(part.place.start(block));
             let PartTarget { memory, .. } = part.placed.target;
             let landing = Landing::Direct { memory, offset: part.placed.offset(slot) };
@@ -323,17 +366,8 @@ impl<'a> Filler<'a> {
         let bridged = step.saturating_sub(bytes) <= mask.max(u64::from(self.options.max_gap));
         while count > 0 {
             let start = self.payload_offset.saturating_add(part.place.start(block));
-            let floor = start & !mask;
+            let source = self.reach_staged(start, bytes);
             let limit = u64::from(self.options.max_region);
-            let joins = self.open.as_ref().is_some_and(|open| {
-                let reach = open.file_offset.saturating_add(open.bytes);
-                !open.landing.is_direct()
-                    && floor <= reach.saturating_add(u64::from(self.options.max_gap))
-                    && start.saturating_add(bytes) <= open.file_offset.saturating_add(limit)
-            });
-            if !joins {
-                self.open_region(floor, 0, Landing::Staged { offset: 0 });
-            }
             let Some(open) = &mut self.open else { return };
             // The region limit is a multiple of the alignment, so what ends below it ends below it rounded up.
             let room = open.file_offset.saturating_add(limit).saturating_sub(start.saturating_add(bytes));
@@ -349,12 +383,32 @@ impl<'a> Filler<'a> {
             let last = start.saturating_add(step.saturating_mul(u64::from(taken.saturating_sub(1))));
             let end = last.saturating_add(bytes).saturating_add(mask) & !mask;
             open.bytes = end.saturating_sub(open.file_offset);
-            let source = start.saturating_sub(open.file_offset);
             self.push_run(source, part, block, ordinal, taken);
             block = block.saturating_add(taken);
             ordinal = ordinal.saturating_add(taken);
             count = count.saturating_sub(taken);
         }
+    }
+
+    /// Has a staged region reach to the end of a range: the open one, or a new one where that is too far away or too long
+    /// already. Gives where the range begins in it.
+    fn reach_staged(&mut self, start: u64, bytes: u64) -> u64 {
+        let mask = self.options.mask();
+        let (floor, end) = (start & !mask, start.saturating_add(bytes));
+        let limit = u64::from(self.options.max_region);
+        let joins = self.open.as_ref().is_some_and(|open| {
+            let reach = open.file_offset.saturating_add(open.bytes);
+            !open.landing.is_direct()
+                && floor <= reach.saturating_add(u64::from(self.options.max_gap))
+                && end <= open.file_offset.saturating_add(limit)
+        });
+        if !joins {
+            self.open_region(floor, 0, Landing::Staged { offset: 0 });
+        }
+        let Some(open) = &mut self.open else { return 0 };
+        let reached = (end.saturating_add(mask) & !mask).saturating_sub(open.file_offset);
+        open.bytes = open.bytes.max(reached);
+        start.saturating_sub(open.file_offset)
     }
 
     /// Adds consecutive parts of one block that the plan has found to make up one staged region.

@@ -93,11 +93,7 @@ impl Upload {
         call: &Call,
     ) -> Outcome<PutRequest> {
         let before = first.checked_sub(1).and_then(|at| self.keys.get(at));
-        let parent = match (self.parent, before) {
-            (Parent::Unknown, _) => Parent::Unknown,
-            (_, Some(before)) => Parent::Key(*before),
-            (parent, None) => parent,
-        };
+        let parent = self.parent.behind(before);
         let skipped = u32::try_from(first).ok();
         let origins = self.origins.as_ref().and_then(|all| all.get(first..first + keys.len()));
         let blocks = u32::try_from(keys.len()).map_err(|_| Reason::TooMany("blocks"))?;

@@ -79,7 +79,7 @@ impl Books {
                 let own = self.names.remove(from);
                 self.names.extend(own.map(|own| (to.clone(), own)));
             }
-            Op::Read { .. } | Op::ReadV { .. } | Op::Flush { .. } | Op::Meta(_) => {}
+            Op::Read { .. } | Op::Flush { .. } | Op::Meta(_) => {}
         }
     }
 

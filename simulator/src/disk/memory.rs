@@ -149,17 +149,6 @@ impl Media {
         let moved = |bytes: usize| (i32::try_from(bytes).unwrap_or(i32::MAX), None);
         match op {
             Op::Read { file, offset, into } => self.on(file, |file| moved(file.read(offset, &into))),
-            Op::ReadV { file, offset, into } => self.on(file, |file| {
-                let mut done = 0;
-                for some in &into {
-                    let read = file.read(offset + done as u64, some);
-                    done += read;
-                    if read < some.len() {
-                        break;
-                    }
-                }
-                moved(done)
-            }),
             Op::Write { file, offset, from, .. } => self.on(file, |file| {
                 file.write(offset, &from);
                 moved(from.len())

@@ -130,4 +130,10 @@ pub trait KvStore: Send + Sync {
     /// Reads blocks into the caller's memory. What is announced is complete and verified, and it stays so; the
     /// destinations must be left alone until the stream has ended.
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error>;
+
+    /// Where the tiles of a [`TiledRead`] of these blocks come from. A store that has none refuses.
+    fn tiles(&self, request: TiledRequest) -> Result<Box<dyn TileSource>, Error> {
+        let _ = request;
+        Err(Error(Reason::Overlap))
+    }
 }

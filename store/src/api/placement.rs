@@ -93,10 +93,8 @@ impl Placed {
         Self::layer_buffers(shape, layers, blocks, shifted)
     }
 
-    /// As [`Placed::layers`], but the buffers of different layers may share bytes. For reads in layer order alone:
-    /// no byte of a step is written before `turns` opens it, and after a step was announced its memory is the
-    /// caller's again. Such a read shares its load with no other one. Until it ends it holds the segments that it
-    /// reads from, so a caller that takes its time gives it a deadline.
+    /// As [`Placed::layers`], but the buffers of different layers may share bytes. For puts by layers alone
+    /// ([`KvStore::put_layers`](super::KvStore::put_layers)): a layer is read when it is offered.
     pub fn layers_in_turns<B: Into<Option<SharedBuf>>>(
         shape: &BlockShape,
         layers: Vec<B>,

@@ -26,8 +26,9 @@ pub struct ReadProgress {
 impl ReadProgress {
     /// Nothing yet of a read of `blocks` blocks.
     pub fn new(order: Order, blocks: u32, layers: Range<u32>) -> Self {
-        let (layers_done, blocks_done, failures) = Default::default();
-        Self { order, blocks, layers, good: blocks, layers_done, blocks_done, failures }
+        let most = if order == Order::Blocks { blocks as usize } else { 0 };
+        let (blocks_done, failures) = (Vec::with_capacity(most), BTreeMap::new());
+        Self { order, blocks, layers, good: blocks, layers_done: 0, blocks_done, failures }
     }
 
     /// In which order it is delivered.
@@ -83,8 +84,19 @@ impl ReadProgress {
         follows
     }
 
-    /// A block failed. The first reason stays.
+    /// The first block that failed so far, and why.
+    pub fn first_failure(&self) -> Option<(u32, Reason)> {
+        self.failures.first_key_value().map(|(block, reason)| (*block, reason.clone()))
+    }
+
+    /// Whether a block failed.
+    pub fn has_failed(&self, block: u32) -> bool {
+        self.failures.contains_key(&block)
+    }
+
+    /// A block failed, and with it those behind it are no leading ones. The first reason stays.
     pub fn fail(&mut self, block: u32, reason: Reason) {
+        self.keep_leading(block);
         self.failures.entry(block).or_insert(reason);
     }
 

@@ -22,6 +22,18 @@ pub enum Parent {
     Unknown,
 }
 
+impl Parent {
+    /// What stands before a part of a run that has this parent, if the block with this key stands before the part.
+    #[must_use]
+    pub fn behind(self, before: Option<&BlockKey>) -> Self {
+        match (self, before) {
+            (Self::Unknown, _) => Self::Unknown,
+            (_, Some(before)) => Self::Key(*before),
+            (parent, None) => parent,
+        }
+    }
+}
+
 /// When a put is acknowledged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Durability {

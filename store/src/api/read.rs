@@ -123,8 +123,6 @@ struct Shared {
     ended: bool,
     /// The store has dropped its end: no device has the caller's memory any more.
     gone: bool,
-    /// Who wants to know when the caller leaves.
-    leaving: Vec<Waker>,
     /// The first block that failed so far, and why.
     failure: Option<(u32, Reason)>,
 }
@@ -222,15 +220,6 @@ impl ReadSink {
     /// Whether the caller has dropped its end.
     pub fn is_cancelled(&self) -> bool {
         self.0.lock().dropped
-    }
-
-    /// Whether the caller has dropped its end; if not, `waker` is woken when it does.
-    pub(crate) fn is_cancelled_or_wake(&self, waker: &Waker) -> bool {
-        let mut shared = self.0.lock();
-        if !shared.dropped && !shared.leaving.iter().any(|known| known.will_wake(waker)) {
-            shared.leaving.push(waker.clone());
-        }
-        shared.dropped
     }
 }
 
@@ -362,12 +351,11 @@ impl Drop for ReadSink {
 
 impl Drop for ReadStream {
     fn drop(&mut self) {
-        let (leaving, ended) = {
+        let ended = {
             let mut shared = self.channel.lock();
             shared.dropped = true;
-            (std::mem::take(&mut shared.leaving), shared.ended)
+            shared.ended
         };
-        leaving.into_iter().for_each(Waker::wake);
         if !ended {
             // Whoever fetches sees that nobody wants it any more.
             self.attend();

@@ -13,6 +13,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 
 use kvarts_layout::plan::{Tile, Tiles};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
@@ -49,6 +50,12 @@ pub struct TiledRequest {
 pub trait TileSource: Send + Sync {
     /// Begins to read a tile. Events count its blocks from zero. Of each block all tiles give bytes of one production.
     fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason>;
+}
+
+impl<S: TileSource + ?Sized> TileSource for Box<S> {
+    fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason> {
+        (**self).begin(tile, into)
+    }
 }
 
 /// A tile in memory, and what the reader keeps with it.
@@ -141,9 +148,29 @@ impl<S: TileSource, M> TiledRead<S, M> {
         &self.shape
     }
 
-    /// Tiles under way. Nothing arrives while there is none.
+    /// Tiles under way.
     pub fn under_way(&self) -> usize {
         self.under_way.len()
+    }
+
+    /// Whether nothing arrives before there is memory for another tile.
+    pub fn is_idle(&self) -> bool {
+        self.under_way.is_empty() && self.told.is_empty()
+    }
+
+    /// Leading blocks that are good so far.
+    pub fn good(&self) -> u32 {
+        self.progress.good()
+    }
+
+    /// The first block that is known to have failed, and why.
+    pub fn first_failure(&self) -> Option<(u32, Reason)> {
+        let of_tile = |now: &UnderWay<M>| {
+            let (block, reason) = now.stream.first_failure()?;
+            Some((now.memory.tile.blocks.start.saturating_add(block), reason))
+        };
+        let said = self.progress.first_failure();
+        said.or_else(|| self.under_way.front().and_then(of_tile))
     }
 
     /// The next tile that wants memory, of at most `bytes` unless one layer of one block is more; none at the end.
@@ -168,19 +195,28 @@ impl<S: TileSource, M> TiledRead<S, M> {
 
     /// What arrives next of the first tile under way; nothing at its end.
     pub async fn next(&mut self) -> Result<Option<Arrived<M>>, Late> {
+        std::future::poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// The same; until it arrives the waker is woken by it.
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Arrived<M>>, Late>> {
         loop {
             if let Some(told) = self.told.pop_front() {
-                return Ok(told);
+                return Poll::Ready(Ok(told));
             }
-            let Some(now) = self.under_way.front_mut() else { return Ok(None) };
+            let Some(now) = self.under_way.front_mut() else { return Poll::Ready(Ok(None)) };
             let event = match now.next.take() {
                 Some(event) => event,
-                None => now.stream.next().await,
+                None => ready!(now.stream.poll_next(context)),
             };
             match event {
                 ReadEvent::Layer { layer, blocks } => self.layer(layer, blocks),
                 ReadEvent::Block(block) => self.blocks(block),
-                ReadEvent::End(end) => self.ended(end)?,
+                ReadEvent::End(end) => {
+                    if let Err(late) = self.ended(end) {
+                        return Poll::Ready(Err(late));
+                    }
+                }
                 ReadEvent::Released => {}
             }
         }

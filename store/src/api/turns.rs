@@ -1,9 +1,7 @@
-//! Memory that the layers of a read use in turns.
+//! Memory that the layers of a put use in turns.
 //!
-//! A read of many layers may have less memory than the layers have bytes: a layer then lands where an earlier one
-//! lay, as soon as the caller has taken that one away. Turns say how far the read may go; the store neither reads
-//! nor writes a step before it is opened. It is still one read: one look into the index, one plan, so that all
-//! layers of a block come from one record.
+//! A put of many layers may have less memory than the layers have bytes: a layer then lies where an earlier one
+//! lay that was written. Turns say how far the put may go; the store does not read a layer before it is opened.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError};
@@ -12,7 +10,7 @@ use std::task::Waker;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::sync::{Mutex, MutexGuard, Race, planted};
 
-/// How many leading steps of a read have memory. Cheap to clone; clones are the same turns.
+/// How many leading steps have memory. Cheap to clone; clones are the same turns.
 #[derive(Clone)]
 pub struct Turns(Arc<Inner>);
 

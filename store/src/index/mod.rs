@@ -289,15 +289,6 @@ impl Index {
         }
     }
 
-    /// Takes one use from a block's frequency and gives its heat before that; `None` if it is absent.
-    pub fn cool(&self, print: BlockFingerprint) -> Option<Heat> {
-        let inner = read(self.partition(print));
-        let slot = inner.table.get(print)?;
-        let heat = slot.heat();
-        slot.update_heat(|heat| Heat { frequency: heat.frequency.saturating_sub(1), ..heat });
-        Some(heat)
-    }
-
     /// Gives a live block that is at `at` another heat; says whether it was there.
     pub fn set_heat(&self, print: BlockFingerprint, at: Location, heat: Heat) -> bool {
         let inner = read(self.partition(print));

@@ -204,11 +204,6 @@ impl Driver {
         ReadInto(Some(into), read)
     }
 
-    /// Fills several buffers in turn from consecutive bytes.
-    pub fn read_v(&self, class: Class, file: FileId, offset: u64, into: Box<[SharedBuf]>) -> Transfer {
-        self.transfer(class, offset, Work::ReadV(file, into))
-    }
-
     /// Writes `from` at `offset`; with `sync`, durably. An error says nothing about how much of it was written.
     pub fn write(
         &self,

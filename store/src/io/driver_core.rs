@@ -41,7 +41,6 @@ pub(super) const OPS_MAX: usize = 1 << 20;
 #[derive(Debug)]
 pub(super) enum Work {
     Read(FileId, SharedBuf),
-    ReadV(FileId, Box<[SharedBuf]>),
     Write(FileId, SharedBuf, bool),
     WriteV(FileId, Box<[SharedBuf]>, bool),
     Flush(FileId),
@@ -66,7 +65,7 @@ pub(super) struct Request {
 impl Request {
     pub(super) fn transfer(class: Class, offset: u64, work: Work) -> Self {
         let (kind, file) = match &work {
-            Work::Read(file, _) | Work::ReadV(file, _) => (OpKind::Read, *file),
+            Work::Read(file, _) => (OpKind::Read, *file),
             Work::Write(file, ..) | Work::WriteV(file, ..) => (OpKind::Write, *file),
             Work::Flush(file) => (OpKind::Flush, *file),
             Work::Meta(_) | Work::Nothing => (OpKind::Flush, FileId(u64::MAX)),
@@ -103,7 +102,7 @@ impl Request {
 fn bufs(work: &Work) -> &[SharedBuf] {
     match work {
         Work::Read(_, buf) | Work::Write(_, buf, _) => std::slice::from_ref(buf),
-        Work::ReadV(_, bufs) | Work::WriteV(_, bufs, _) => bufs,
+        Work::WriteV(_, bufs, _) => bufs,
         Work::Flush(_) | Work::Meta(_) | Work::Nothing => &[],
     }
 }
@@ -579,7 +578,6 @@ impl Slot {
         let op = match &mut self.request.work {
             Work::Read(file, into) => Op::Read { file: *file, offset, into: one(into)? },
             Work::Write(file, from, sync) => Op::Write { file: *file, offset, from: one(from)?, sync: *sync },
-            Work::ReadV(file, into) => Op::ReadV { file: *file, offset, into: part(into) },
             Work::WriteV(file, from, sync) => {
                 Op::WriteV { file: *file, offset, from: part(from), sync: *sync }
             }
@@ -589,9 +587,7 @@ impl Slot {
         };
         self.asked = match &op {
             Op::Read { into: buf, .. } | Op::Write { from: buf, .. } => buf.len() as u64,
-            Op::ReadV { into: bufs, .. } | Op::WriteV { from: bufs, .. } => {
-                bufs.iter().map(|buf| buf.len() as u64).sum()
-            }
+            Op::WriteV { from: bufs, .. } => bufs.iter().map(|buf| buf.len() as u64).sum(),
             Op::Flush { .. } | Op::Meta(_) => 0,
         };
         Some(op)
@@ -638,7 +634,7 @@ impl Slot {
         // A flush is never repeated, nor a write that is one: what failed may have been the flush, and the kernel
         // would report success for bytes that it has dropped. Operations on names may have been done.
         let repeatable = match &self.request.work {
-            Work::Read(..) | Work::ReadV(..) => true,
+            Work::Read(..) => true,
             Work::Write(_, _, sync) | Work::WriteV(_, _, sync) => !*sync,
             Work::Flush(_) | Work::Meta(_) | Work::Nothing => false,
         };

@@ -40,9 +40,7 @@ impl Script {
 fn range(op: &Op) -> (u64, usize) {
     match op {
         Op::Read { offset, into: buf, .. } | Op::Write { offset, from: buf, .. } => (*offset, buf.len()),
-        Op::ReadV { offset, into: bufs, .. } | Op::WriteV { offset, from: bufs, .. } => {
-            (*offset, bufs.iter().map(SharedBuf::len).sum())
-        }
+        Op::WriteV { offset, from: bufs, .. } => (*offset, bufs.iter().map(SharedBuf::len).sum()),
         Op::Flush { .. } | Op::Meta(_) => (0, 0),
     }
 }
@@ -257,19 +255,19 @@ fn the_rest_of_a_short_transfer_is_asked_for_from_whole_pages_on() {
 fn a_short_vectored_transfer_goes_on_in_the_middle_of_a_buffer() {
     let bench = Bench::new(Limits::default());
     let buf = memory(1);
-    let parts: Box<[SharedBuf]> =
-        [(0, 10), (100, 20), (200, 30)].map(|(at, len)| buf.slice(at, len).unwrap()).into();
-    let mut read = bench.driver.read_v(Class::Put, FILE, 5, parts);
+    let parts: Vec<Buf> =
+        [(0, 10), (100, 20), (200, 30)].map(|(at, len)| buf.slice(at, len).unwrap().into()).into();
+    let mut write = bench.driver.write_v(Class::Put, FILE, 5, parts, false);
     bench.end(15);
     {
         let disk = bench.disk.borrow();
-        let Op::ReadV { offset, into, .. } = &disk.under_way.front().unwrap().1 else { panic!() };
+        let Op::WriteV { offset, from, .. } = &disk.under_way.front().unwrap().1 else { panic!() };
         assert_eq!(*offset, 20);
-        let ranges: Vec<_> = into.iter().map(|part| (part.offset(), part.len())).collect();
+        let ranges: Vec<_> = from.iter().map(|part| (part.offset(), part.len())).collect();
         assert_eq!(ranges, [(105, 15), (200, 30)]);
     }
     bench.end(45);
-    assert_eq!(bench.poll(&mut read), Poll::Ready(Ok(())));
+    assert_eq!(bench.poll(&mut write), Poll::Ready(Ok(())));
     bench.assert_idle(&[&buf]);
 }
 

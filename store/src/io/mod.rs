@@ -90,8 +90,6 @@ pub struct OpenMode {
 pub enum Op {
     /// Reads `into.len()` bytes at `offset`. Result: bytes read.
     Read { file: FileId, offset: u64, into: SharedBuf },
-    /// Reads consecutive bytes at `offset` into several buffers in turn. Result: bytes read in all.
-    ReadV { file: FileId, offset: u64, into: Box<[SharedBuf]> },
     /// Writes `from` at `offset`; with `sync`, also durably (data and what is needed to read it back).
     /// Result: bytes written.
     Write { file: FileId, offset: u64, from: SharedBuf, sync: bool },

@@ -93,11 +93,9 @@ impl Io for Pool {
             // Many at once: one waits for the file system, and they come in batches.
             Op::Meta(MetaOp::PunchHole { file, .. }) => file,
             Op::Meta(op) => return self.meta.push(token, op),
-            Op::Read { file, .. }
-            | Op::ReadV { file, .. }
-            | Op::Write { file, .. }
-            | Op::WriteV { file, .. }
-            | Op::Flush { file } => file,
+            Op::Read { file, .. } | Op::Write { file, .. } | Op::WriteV { file, .. } | Op::Flush { file } => {
+                file
+            }
         };
         match self.files.get(file) {
             Some(file) => self.workers.push(Job { token, op, file }),
@@ -166,7 +164,6 @@ fn run(job: &Job, durable: &AtomicBool) -> Completion {
     let fd = job.file.as_fd();
     let moved = match &job.op {
         Op::Read { offset, into, .. } => read(fd, *offset, std::slice::from_ref(into)),
-        Op::ReadV { offset, into, .. } => read(fd, *offset, into),
         Op::Write { offset, from, sync, .. } => {
             write(fd, *offset, std::slice::from_ref(from), *sync, durable)
         }

@@ -176,10 +176,6 @@ impl Ring {
                 }
                 None => opcode::Read::new(fd, into.as_ptr(), len(into)).offset(*offset).build(),
             },
-            Op::ReadV { offset, into, .. } => match self.common_place(into) {
-                Some(place) => opcode::ReadvFixed::new(fd, ranges, count, place).offset(*offset).build(),
-                None => opcode::Readv::new(fd, ranges, count).offset(*offset).build(),
-            },
             Op::Write { offset, from, sync, .. } => {
                 let flags = self.sync_flags(*sync);
                 match self.place(from) {
@@ -367,7 +363,6 @@ impl Io for Ring {
             Op::Meta(MetaOp::PunchHole { file, .. }) => (file, Box::default()),
             Op::Meta(op) => return self.meta.push(token, op),
             Op::Read { file, .. } | Op::Write { file, .. } | Op::Flush { file } => (file, Box::default()),
-            Op::ReadV { file, ref into, .. } => (file, into.iter().take(RANGES_MAX).map(IoVec::of).collect()),
             Op::WriteV { file, ref from, .. } => {
                 (file, from.iter().take(RANGES_MAX).map(IoVec::of).collect())
             }
@@ -511,9 +506,7 @@ impl Drop for Ring {
 fn bytes(op: &Op) -> u64 {
     match op {
         Op::Read { into: buf, .. } | Op::Write { from: buf, .. } => buf.len() as u64,
-        Op::ReadV { into: bufs, .. } | Op::WriteV { from: bufs, .. } => {
-            bufs.iter().map(|buf| buf.len() as u64).sum()
-        }
+        Op::WriteV { from: bufs, .. } => bufs.iter().map(|buf| buf.len() as u64).sum(),
         Op::Flush { .. } | Op::Meta(_) => 0,
     }
 }

@@ -1,6 +1,6 @@
 //! Makes a ring with the best flags that the kernel takes, and says why it cannot where it is forbidden.
 
-use io_uring::opcode::{ReadvFixed, WritevFixed};
+use io_uring::opcode::WritevFixed;
 use io_uring::{Builder, IoUring, Probe, cqueue, squeue};
 use rustix::io::Errno;
 use rustix::thread::{CpuSet, sched_getaffinity};
@@ -122,11 +122,7 @@ fn probe_vectored(ring: &IoUring, registered: bool) -> Result<(), String> {
     }
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe).map_err(|error| unsupported(&error))?;
-    if probe.is_supported(ReadvFixed::CODE) && probe.is_supported(WritevFixed::CODE) {
-        Ok(())
-    } else {
-        Err("the kernel does not have it".to_owned())
-    }
+    if probe.is_supported(WritevFixed::CODE) { Ok(()) } else { Err("the kernel does not have it".to_owned()) }
 }
 
 /// Where this thread is pinned to one core, keeps the kernel's helper threads off it: they would inherit the pin,

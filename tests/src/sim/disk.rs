@@ -52,7 +52,7 @@ impl Latency {
         let mut between =
             |(low, high): (u64, u64)| Duration::from_nanos(rng.between(low * 1000, high * 1000));
         match op {
-            Op::Read { .. } | Op::ReadV { .. } => between(self.read),
+            Op::Read { .. } => between(self.read),
             Op::Write { sync: true, .. } | Op::WriteV { sync: true, .. } => {
                 between(self.write) + between(self.flush)
             }
@@ -314,7 +314,6 @@ impl Pending {
         let sum = |bufs: &[SharedBuf]| bufs.iter().map(|buf| buf.len() as u64).sum();
         match &self.op {
             Op::Read { offset, into, .. } => (*offset, into.len() as u64),
-            Op::ReadV { offset, into, .. } => (*offset, sum(into)),
             Op::Write { offset, from, .. } => (*offset, from.len() as u64),
             Op::WriteV { offset, from, .. } => (*offset, sum(from)),
             Op::Flush { .. } => (0, 0),
@@ -331,7 +330,7 @@ impl Pending {
     fn buffers(&self) -> &[SharedBuf] {
         match &self.op {
             Op::Read { into: one, .. } | Op::Write { from: one, .. } => std::slice::from_ref(one),
-            Op::ReadV { into: all, .. } | Op::WriteV { from: all, .. } => all,
+            Op::WriteV { from: all, .. } => all,
             Op::Flush { .. } | Op::Meta(_) => &[],
         }
     }
@@ -418,7 +417,7 @@ fn subject(op: &Op, io: &IoState) -> (Result<Option<OpenFile>, i32>, Option<DirI
         None => (Err(EBADF), None, "?".into()),
     };
     match op {
-        Op::Read { file: at, .. } | Op::ReadV { file: at, .. } | Op::Flush { file: at } => file(at),
+        Op::Read { file: at, .. } | Op::Flush { file: at } => file(at),
         Op::Write { file: at, .. } | Op::WriteV { file: at, .. } => file(at),
         Op::Meta(op) => match op {
             MetaOp::Close { file: at } | MetaOp::Allocate { file: at, .. } => file(at),

@@ -53,7 +53,7 @@ impl OpKind {
     /// The kind of an operation.
     pub fn of(op: &Op) -> Self {
         match op {
-            Op::Read { .. } | Op::ReadV { .. } => Self::Read,
+            Op::Read { .. } => Self::Read,
             Op::Write { .. } | Op::WriteV { .. } => Self::Write,
             Op::Flush { .. } => Self::Flush,
             Op::Meta(op) => match op {

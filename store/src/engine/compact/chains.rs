@@ -7,7 +7,7 @@
 //! have them, and written by the one that gets them. Memory is bounded by the survey's limit and one record.
 //!
 //! Deletes: a tombstone is written in every shard, so what `relocate` says of one shard holds here too. Of blocks that
-//! come from another shard, graves of the new shard are compared with its sequence at the survey.
+//! come from another shard, tombstones of the new shard are compared with its sequence at the survey.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -117,7 +117,7 @@ fn small(shard: &Shard, segment: &Segment, entry: &Entry) -> Option<Small> {
     if blocks.parent == Parent::Unknown || entry.payload_bytes > shared.record_bytes_max / 2 {
         return None;
     }
-    let (record, class, expires) = live_record(shared, shard.shard, segment, entry, blocks)?;
+    let (record, class, expires) = live_record(shard, segment, entry, blocks)?;
     Some(Small {
         record,
         shard: shard.shard,
@@ -132,21 +132,19 @@ fn small(shard: &Shard, segment: &Segment, entry: &Entry) -> Option<Small> {
 
 /// The index's record for an entry of a footer, if all of its blocks are live.
 fn live_record(
-    shared: &Shared,
-    shard: u32,
+    shard: &Shard,
     segment: &Segment,
     entry: &Entry,
     blocks: &Blocks,
 ) -> Option<(RecordId, Arc<RecordClass>, u32)> {
+    let shared = &shard.shared;
     let coordinate = kvarts_layout::Coordinate::from_u64(blocks.coordinate)?;
     let namespace = segment.local(blocks.namespace);
     let key = BlockKey(blocks.blocks.first()?.key);
     let print = shared.index.key().of(namespace, &key, kvarts_layout::Group(blocks.group), coordinate);
     let Lookup::Live(at) = shared.index.lookup(print) else { return None };
     let info = shared.index.records().get(at.record)?;
-    let here = u32::from(info.shard) == shard
-        && info.segment == segment.number
-        && u64::from(info.page) * PAGE_BYTES == entry.offset
+    let here = shard.is_at(segment, entry.offset, &info)
         && info.live == info.blocks.get()
         && usize::from(info.live) == blocks.blocks.len();
     let class = shared.classes.get(info.class)?;

@@ -7,7 +7,6 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::{Blocks, ENCODING_RAW};
 use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::{BlockKey, Coordinate, Group};
@@ -120,10 +119,7 @@ pub(super) fn live_here(
     print: crate::index::BlockFingerprint,
 ) -> Option<RecordId> {
     let found = shard.shared.index.locate(print)?;
-    let here = u32::from(found.record.shard) == shard.shard
-        && found.record.segment == segment.number
-        && u64::from(found.record.page) * PAGE_BYTES == entry.offset;
-    here.then_some(found.location.record)
+    shard.is_at(segment, entry.offset, &found.record).then_some(found.location.record)
 }
 
 /// The fingerprints of a footer entry's blocks.

@@ -13,7 +13,7 @@
 //!
 //! Deletes: at the moment at which the new record gets its sequence, every block of it is still live where it was read
 //! and not buried in this shard; otherwise it is left out. So a delete must take the block out of the index, or bury
-//! it in the shard's graves, before it chooses the sequence below which records are dead: then either the move leaves
+//! it in the shard's tombstones, before it chooses the sequence below which records are dead: then either the move leaves
 //! the block out, or the tombstone covers the new record as well.
 //!
 //! A move appends, so it may wait for a segment: never call it from what makes room for one.
@@ -87,7 +87,7 @@ pub(crate) struct Head {
     pub(crate) extensions: Vec<Extension>,
     pub(crate) first_block: Option<u32>,
     pub(crate) parent: Parent,
-    /// The sequence that graves are compared with.
+    /// The sequence that tombstones are compared with.
     pub(crate) sequence: u64,
 }
 
@@ -155,11 +155,7 @@ pub(super) fn head_of(shard: &Shard, gathered: &Gathered, run: &Range<usize>) ->
     let body = &gathered.body;
     let first = gathered.blocks.get(run.start).map_or(0, |taken| taken.old.block);
     let before = usize::from(first).checked_sub(1).and_then(|at| body.blocks.get(at));
-    let parent = match (body.parent, before) {
-        (Parent::Unknown, _) => Parent::Unknown,
-        (parent, None) => parent,
-        (_, Some(before)) => Parent::Key(before.key),
-    };
+    let parent = body.parent.behind(before);
     let expires = shard.shared.index.records().get(gathered.source).map_or(0, |info| info.expires);
     Head {
         class: Arc::clone(&gathered.class),
@@ -219,11 +215,7 @@ fn split<'a>(head: &Head, blocks: &[&'a Taken], still: &[bool]) -> Vec<(Head, Ve
         }
         if !open {
             let before = (at as usize).checked_sub(1).and_then(|at| blocks.get(at));
-            let parent = match (head.parent, before) {
-                (Parent::Unknown, _) => Parent::Unknown,
-                (parent, None) => parent,
-                (_, Some(before)) => Parent::Key(before.name.key),
-            };
+            let parent = head.parent.behind(before.map(|taken| &taken.name));
             let first_block = head.first_block.and_then(|number| number.checked_add(at));
             parts.push((Head { parent, first_block, ..head.clone() }, Vec::new()));
             open = true;
@@ -238,10 +230,10 @@ fn split<'a>(head: &Head, blocks: &[&'a Taken], still: &[bool]) -> Vec<(Head, Ve
 /// Whether a block is still where it was read, and neither it nor its namespace deleted.
 fn is_there(shard: &Shard, head: &Head, taken: &Taken) -> bool {
     let class = &head.class;
-    let graves = shard.graves.borrow();
-    let buried = !graves.is_empty()
-        && (graves.covers(class.namespace.id, head.sequence)
-            || graves.covers_block(
+    let dead = shard.tombstones.borrow();
+    let buried = !dead.is_empty()
+        && (dead.covers(class.namespace.id, head.sequence)
+            || dead.covers_block(
                 (class.namespace.id, BlockKey(taken.name.key)),
                 (class.group.0, class.coordinate.to_u64()),
                 head.sequence,

@@ -66,7 +66,7 @@ async fn delete(world: &World, number: u64) {
     let below = world.log.sequence.get();
     let entry =
         Tombstone { below, coordinate: None, namespace: namespace.local, group: None, key: key(number).0 };
-    world.log.graves.borrow_mut().bury(namespace.id, &entry);
+    world.log.tombstones.borrow_mut().bury(namespace.id, &entry);
     world.say("a", Body::Tombstones(Tombstones { entries: vec![entry] })).await;
 }
 
@@ -177,7 +177,7 @@ fn a_block_that_is_only_buried_is_not_moved() {
             key: key(2).0,
         };
         // As a delete does that has chosen its sequence and not yet reached the index.
-        world.log.graves.borrow_mut().bury(world.namespace("a").id, &entry);
+        world.log.tombstones.borrow_mut().bury(world.namespace("a").id, &entry);
         let moved = write(&world.log, &head, &taken.blocks.iter().collect::<Vec<_>>()).await.unwrap();
         assert_eq!((moved.blocks, moved.gone), (5, 1));
     });

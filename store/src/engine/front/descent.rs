@@ -106,7 +106,7 @@ fn links_of(
         let key = BlockKey(name.key);
         let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);
         let Some(found) = index.locate(print) else { continue };
-        if !reads.is_at(segment, entry, &found.record) {
+        if !reads.is_at(segment, entry.offset, &found.record) {
             settled = false;
         } else if let Some(parent) = parent_of(blocks, place)
             && reads.shared.is_here(print, &found.record)

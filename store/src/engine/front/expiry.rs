@@ -78,13 +78,7 @@ pub(crate) fn set_ttl(shared: &Shared, request: &TtlRequest<'_>) -> Result<TtlRe
     }
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     namespace.shape(request.group, request.coordinate)?;
-    let key = shared.index.key();
-    let prints: Vec<_> = request
-        .keys
-        .iter()
-        .map(|name| key.of(namespace.local, name, request.group, request.coordinate))
-        .collect();
-    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
+    let prints = shared.prints_of(&namespace, request.keys, (request.group, request.coordinate));
     let expires = request.ttl.map_or(0, |ttl| shared.expires_after(ttl).1);
     // Nothing else changes the content meanwhile, so that no record's number becomes another's.
     let _change = shared.events.change();

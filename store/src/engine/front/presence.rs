@@ -1,7 +1,5 @@
 //! Which of many blocks are here, each by itself, and a lease on those that are.
 
-use kvarts_layout::BlockKey;
-
 use super::lookup::not_given;
 use crate::api::{ContainsReply, ContainsRequest, MAX_REQUEST_BLOCKS, PIN_BYTES, Presence};
 use crate::engine::shared::Shared;
@@ -15,10 +13,7 @@ pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result
     }
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = namespace.shape(request.group, request.coordinate)?;
-    let key = shared.index.key();
-    let print = |name: &BlockKey| key.of(namespace.local, name, request.group, request.coordinate);
-    let prints: Vec<_> = request.keys.iter().map(print).collect();
-    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
+    let prints = shared.prints_of(&namespace, request.keys, (request.group, request.coordinate));
     let mut found = Vec::new();
     let lease = match &request.lease {
         None => {

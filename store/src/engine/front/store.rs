@@ -24,7 +24,7 @@ use super::router::{Message, Router};
 use crate::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
     PutReply, PutRequest, PutStream, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
-    Subscription, Target, TtlReply, TtlRequest,
+    Subscription, Target, TileSource, TiledRequest, TtlReply, TtlRequest,
 };
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::recover::RecoveryReport;
@@ -573,5 +573,9 @@ impl KvStore for Store {
 
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
         self.begin_read(request, None)
+    }
+
+    fn tiles(&self, request: TiledRequest) -> Result<Box<dyn TileSource>, Error> {
+        Ok(Box::new(self.tiles_of(request, None)?))
     }
 }

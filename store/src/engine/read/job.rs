@@ -12,14 +12,14 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
-use std::task::Waker;
 
 use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::plan::{Pick, Placement, ReadOptions, ReadPlan, RecordRead};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId, OriginId};
 
 use crate::api::{
-    MAX_REQUEST_BLOCKS, Order, Origins, ReadEnd, ReadEvent, ReadRequest, ReadSink, SMALL_READ_BYTES,
+    MAX_REQUEST_BLOCKS, Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink,
+    SMALL_READ_BYTES,
 };
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
@@ -66,6 +66,16 @@ impl Wanted {
     }
 }
 
+/// A chunk that a step delivers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct WantedChunk {
+    /// Block within the record.
+    pub(crate) block: u32,
+    /// Canonical index of the part.
+    pub(crate) part: u32,
+    pub(crate) bytes: u64,
+}
+
 /// What the executors of one read share.
 pub(crate) struct ReadJob {
     pub(crate) shared: Arc<Shared>,
@@ -73,7 +83,6 @@ pub(crate) struct ReadJob {
     pub(crate) prints: Vec<BlockFingerprint>,
     pub(crate) plan: ReadPlan,
     pub(crate) wanted: Vec<Wanted>,
-    wanted_layers: u32,
     /// For each step, how many slices have not ended.
     open_slices: Vec<AtomicU32>,
     /// Parts that have not ended.
@@ -85,8 +94,7 @@ pub(crate) struct ReadJob {
 }
 
 struct ReadState {
-    /// The reason of each block that failed.
-    failures: BTreeMap<u32, Reason>,
+    progress: ReadProgress,
     /// The next step to be announced.
     next_step: u32,
     ended: bool,
@@ -202,18 +210,17 @@ pub(crate) fn start(
     sink: ReadSink,
 ) -> Result<Vec<(u32, ReadPart)>, Reason> {
     let layers = request.layers.clone().unwrap_or_default();
-    let wanted_layers = layers.len() as u32;
     let mut failures = BTreeMap::new();
     shared.drop_expired(&prints, |place| request.keys.get(place).copied());
     let arrival = shared.arrivals.begin();
     let wanted = find(shared, &request.keys, &prints, &mut failures)?;
+    let mut progress = ReadProgress::new(request.order, request.keys.len() as u32, layers.clone());
+    failures.into_iter().for_each(|(block, reason)| progress.fail(block, reason));
     if wanted.is_empty() {
-        let failures = failures.into_iter().collect();
-        let usable_layers = wanted_layers;
-        sink.send(ReadEvent::End(ReadEnd { failures, usable_layers, ..ReadEnd::default() }));
+        sink.send(ReadEvent::End(progress.end(None)));
         return Ok(Vec::new());
     }
-    let layers = Pick::Range { first: layers.start, count: wanted_layers };
+    let layers = Pick::Range { first: layers.start, count: layers.len() as u32 };
     let plan = make_plan(request.order, request.into.places(), layers, &wanted)?;
     let by_shard = by_shard(&wanted);
     let slices = if request.order == Order::Layers { wanted.len() as u32 } else { 1 };
@@ -224,10 +231,9 @@ pub(crate) fn start(
         prints,
         plan,
         wanted,
-        wanted_layers,
         open_slices,
         parts_left: AtomicU32::new(by_shard.len() as u32),
-        state: Mutex::new(ReadState { failures, next_step: 0, ended: false, held_bytes: 0, holding: 0 }),
+        state: Mutex::new(ReadState { progress, next_step: 0, ended: false, held_bytes: 0, holding: 0 }),
         sink,
         expected,
     });
@@ -253,8 +259,8 @@ fn check(shared: &Shared, request: &ReadRequest) -> Result<(), Reason> {
     if expected != found {
         return Err(Reason::Length { expected, found });
     }
-    if request.into.turns().is_some() && request.order == Order::Blocks {
-        // Whole blocks need all their layers at once.
+    if request.into.turns().is_some() {
+        // All layers are read at once.
         return Err(Reason::Overlap);
     }
     check_keys(shared, &request.keys, request.deadline)
@@ -407,17 +413,6 @@ impl ReadJob {
         self.sink.is_cancelled()
     }
 
-    /// Whether a step that had no memory has some now, or nobody waits for it any more; if not, `waker` is woken.
-    pub(crate) fn may_go_on(&self, step: u32, waker: &Waker) -> bool {
-        let open = self.request.into.turns().is_none_or(|turns| turns.is_open_or_wake(step, waker));
-        open || self.sink.is_cancelled_or_wake(waker)
-    }
-
-    /// Whether the memory of a step may be written.
-    pub(crate) fn is_open(&self, step: u32) -> bool {
-        self.request.into.turns().is_none_or(|turns| turns.is_open(step))
-    }
-
     /// The fingerprint of a block that was asked for.
     pub(crate) fn print(&self, ordinal: u32) -> Option<BlockFingerprint> {
         self.prints.get(ordinal as usize).copied()
@@ -425,12 +420,12 @@ impl ReadJob {
 
     /// Whether a block's usefulness has ended.
     pub(crate) fn has_failed(&self, ordinal: u32) -> bool {
-        self.lock().failures.contains_key(&ordinal)
+        self.lock().progress.has_failed(ordinal)
     }
 
     /// Ends a block's usefulness. The first reason stays.
     pub(crate) fn fail(&self, ordinal: u32, reason: &Reason) {
-        self.lock().failures.entry(ordinal).or_insert_with(|| reason.clone());
+        self.lock().progress.fail(ordinal, reason.clone());
     }
 
     /// Ends the usefulness of a block that is not here any more.
@@ -466,7 +461,7 @@ impl ReadJob {
     pub(crate) fn fail_run(&self, run: Range<u32>, reason: &Reason) {
         let mut state = self.lock();
         for ordinal in run {
-            state.failures.entry(ordinal).or_insert_with(|| reason.clone());
+            state.progress.fail(ordinal, reason.clone());
         }
     }
 
@@ -506,19 +501,23 @@ impl ReadJob {
                 drop(state);
                 state = self.lock();
             }
-            self.announce(&state, step);
+            self.announce(&mut state.progress, step);
         }
     }
 
-    fn announce(&self, state: &ReadState, step: u32) {
-        if let Some((&ordinal, reason)) = state.failures.first_key_value() {
-            self.sink.note_failure(ordinal, reason);
+    fn announce(&self, progress: &mut ReadProgress, step: u32) {
+        if let Some((ordinal, reason)) = progress.first_failure() {
+            self.sink.note_failure(ordinal, &reason);
         }
         match self.plan.layer_of(step) {
-            Some(layer) => self.sink.send(ReadEvent::Layer { layer, blocks: self.usable(state) }),
+            Some(layer) => {
+                progress.layer_done();
+                self.sink.send(ReadEvent::Layer { layer, blocks: progress.good() });
+            }
             None => {
                 if let Some(ordinal) = self.ordinal_of(step)
-                    && !state.failures.contains_key(&ordinal)
+                    && !progress.has_failed(ordinal)
+                    && progress.block_done(ordinal)
                 {
                     self.sink.send(ReadEvent::Block(ordinal));
                 }
@@ -533,10 +532,6 @@ impl ReadJob {
         Some(wanted.run.start + (block - u32::from(wanted.location.block)))
     }
 
-    fn usable(&self, state: &ReadState) -> u32 {
-        state.failures.first_key_value().map_or(self.request.keys.len() as u32, |(&first, _)| first)
-    }
-
     /// One part has ended. The last one gives the end; what was not delivered by then was not
     /// delivered in time.
     pub(crate) fn part_done(&self) {
@@ -545,23 +540,15 @@ impl ReadJob {
         }
         let mut state = self.lock();
         state.ended = true;
-        let steps = self.plan.steps();
-        if state.next_step < steps {
-            self.name_undelivered(&mut state);
-        }
-        let whole = state.next_step == steps;
-        let usable_blocks = self.usable(&state);
-        let usable_layers = match self.request.order {
-            Order::Layers => state.next_step,
-            Order::Blocks => self.wanted_layers,
-        };
-        let failures: Vec<_> = std::mem::take(&mut state.failures).into_iter().collect();
+        let whole = state.next_step == self.plan.steps();
+        let early = (!whole).then(|| self.why_early(&mut state.progress));
+        let end = state.progress.end(early.as_ref());
         // Sent under the lock: a release that comes now must come after it.
         let held_bytes = if state.holding > 0 { state.held_bytes } else { 0 };
         if whole {
-            self.shared.counters.blocks_read.fetch_add(self.first_delivered(&failures), Relaxed);
+            self.shared.counters.blocks_read.fetch_add(self.first_delivered(&end.failures), Relaxed);
         }
-        self.sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, failures, held_bytes }));
+        self.sink.send(ReadEvent::End(ReadEnd { held_bytes, ..end }));
     }
 
     /// Blocks that nothing was delivered of before: a block whose layers come by several reads is one block.
@@ -575,43 +562,39 @@ impl ReadJob {
         origins.delivered((0..blocks).filter(|block| !failed(block)).map(|block| *first as usize + block))
     }
 
-    /// A read that ends early ends so for its deadline or because its caller is gone; anything else is a defect,
-    /// and must not look like a short answer.
-    fn name_undelivered(&self, state: &mut ReadState) {
-        let stopped = self.request.deadline.is_some() || self.is_cancelled();
-        let reason = if stopped {
-            Reason::DeadlinePassed
-        } else {
-            Reason::Bug("a read that ended before it was whole")
-        };
-        if self.request.order == Order::Blocks {
-            for ordinal in (state.next_step..self.plan.steps()).filter_map(|step| self.ordinal_of(step)) {
-                state.failures.entry(ordinal).or_insert_with(|| reason.clone());
-            }
-        } else if !stopped {
-            state.failures.entry(0).or_insert(reason);
+    /// Why a read ended early: for its deadline or because its caller is gone; anything else is a defect, and must not
+    /// look like a short answer.
+    fn why_early(&self, progress: &mut ReadProgress) -> Reason {
+        if self.request.deadline.is_some() || self.is_cancelled() {
+            return Reason::DeadlinePassed;
         }
+        let defect = Reason::Bug("a read that ended before it was whole");
+        if self.request.order == Order::Layers {
+            progress.fail(0, defect.clone());
+        }
+        defect
     }
 
-    /// The chunks that a step delivers of a run: block within the record, canonical part, bytes.
-    pub(crate) fn chunks_of(&self, step: u32, wanted: &Wanted) -> Vec<(u32, u32, u64)> {
-        let Ok(layout) = wanted.class.layout_of(u32::from(wanted.record_blocks)) else { return Vec::new() };
+    /// The chunks that a step delivers of a run; `None` if they cannot be told, which must not look like none.
+    pub(crate) fn chunks_of(&self, step: u32, wanted: &Wanted) -> Option<Vec<WantedChunk>> {
+        let layout = wanted.class.layout_of(u32::from(wanted.record_blocks)).ok()?;
         let first = u32::from(wanted.location.block);
         let (blocks, layers) = match self.plan.layer_of(step) {
             Some(layer) => (first..first + (wanted.run.end - wanted.run.start), layer..layer + 1),
             None => {
-                let block = self.plan.block_of(step).map_or(first, |(_, block)| block);
+                let (_, block) = self.plan.block_of(step)?;
                 (block..block + 1, self.request.layers.clone().unwrap_or(0..layout.layer_count()))
             }
         };
         let mut chunks = Vec::new();
         for layer in layers {
-            let Some((first_part, places)) = layout.layer_parts(layer) else { continue };
+            let (first_part, places) = layout.layer_parts(layer)?;
             for (part, place) in (first_part..).zip(places) {
-                chunks.extend(blocks.clone().map(|block| (block, part, place.bytes)));
+                let chunk = |block| WantedChunk { block, part, bytes: place.bytes };
+                chunks.extend(blocks.clone().map(chunk));
             }
         }
-        chunks
+        Some(chunks)
     }
 }
 

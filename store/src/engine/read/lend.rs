@@ -18,7 +18,7 @@ use super::header_cache::Header;
 use super::job::{
     self, Wanted, check_count, check_in_time, check_unequal, count_use, find, make_plan, pick_layers,
 };
-use super::shard_read::{header_key, open_header};
+use super::prove;
 use crate::api::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Order, Origins, Stretch};
 use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
@@ -131,11 +131,7 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = namespace.shape(request.group, request.coordinate)?;
     let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
-    let key = shared.index.key();
-    let prints: Vec<_> = (request.keys.iter())
-        .map(|name| key.of(namespace.local, name, request.group, request.coordinate))
-        .collect();
-    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
+    let prints = shared.prints_of(&namespace, &request.keys, (request.group, request.coordinate));
     let arrival = shared.arrivals.begin();
     let mut missing = BTreeMap::new();
     let wanted = find(shared, &request.keys, &prints, &mut missing)?;
@@ -263,7 +259,7 @@ impl LendJob {
 
     fn prove_known(&self, log: &Reads, one: &Opened) -> Result<Option<ProvenRun>, NotLent> {
         let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
-        let known = log.headers.get(header_key(segment, wanted.offset));
+        let known = prove::known(log, segment, wanted);
         known.map(|header| self.prove_run(log, one, &header)).transpose()
     }
 
@@ -293,28 +289,26 @@ impl LendJob {
 
     fn prove_read(&self, log: &Reads, one: &Opened, buf: &SharedBuf) -> Result<ProvenRun, NotLent> {
         let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
-        let position = log.position(segment, wanted.offset);
-        let header = open_header(&buf.to_vec(), &position, &self.shared.secret, (segment, wanted))?;
-        let header = Rc::new(header);
-        log.headers.insert(header_key(segment, wanted.offset), &header);
+        let header = prove::open(log, segment, wanted, buf)?;
         self.prove_run(log, one, &header)
     }
 
-    /// Compares a header with what was asked for. Another record at this place means that the blocks have left since
-    /// they were looked up.
+    /// What a header proves of the blocks of its run: all of it, or nothing is lent.
     fn prove_run(&self, log: &Reads, one: &Opened, header: &Header) -> Result<ProvenRun, NotLent> {
         let wanted = self.wanted(one.index)?;
-        if !header.is_arranged_as(&wanted.class, wanted.record_blocks) {
-            return Err(self.gone(wanted.run.start));
+        // Each block is asked for once: this is the first production of it that is met.
+        let admits = |ordinal, origin: Option<_>| {
+            origin.is_some_and(|origin| self.origins.admit(ordinal as usize, origin))
+        };
+        let mut left = None;
+        let gone = |ordinal| left = left.or(Some(ordinal));
+        prove::run(header, wanted, &self.request.keys, admits, gone);
+        if let Some(ordinal) = left {
+            return Err(self.gone(ordinal));
         }
         let mut digests = Vec::with_capacity(wanted.run.len() * self.parts as usize);
         for ordinal in wanted.run.clone() {
-            let (block, key) = (wanted.block_of(ordinal), self.request.keys.get(ordinal as usize));
-            if !key.is_some_and(|key| header.is_block(block, key, &wanted.class)) {
-                return Err(self.gone(ordinal));
-            }
-            // Each block is asked for once: this is the first production of it that is met.
-            let _ = header.origin(block).map(|origin| self.origins.admit(ordinal as usize, origin));
+            let block = wanted.block_of(ordinal);
             for part in 0..self.parts {
                 let digest = header.digest(block, part);
                 digests.push(digest.ok_or(Reason::Bug("a chunk without a digest"))?);

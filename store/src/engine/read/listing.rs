@@ -91,7 +91,8 @@ impl Reads {
         for name in &blocks.blocks {
             let key = BlockKey(name.key);
             let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);
-            let Some(found) = index.locate(print).filter(|found| self.is_at(segment, entry, &found.record))
+            let Some(found) =
+                index.locate(print).filter(|found| self.is_at(segment, entry.offset, &found.record))
             else {
                 continue;
             };
@@ -100,23 +101,14 @@ impl Reads {
         }
         class.map(|class| (class, named))
     }
-
-    /// Whether a record of the index is the one that this entry lists.
-    pub(crate) fn is_at(&self, segment: &Segment, entry: &Entry, record: &RecordInfo) -> bool {
-        u32::from(record.shard) == self.shard
-            && record.segment == segment.number
-            && u64::from(record.page) * PAGE_BYTES == entry.offset
-    }
 }
 
 /// The key that stands before a block of a record, if the put said so.
 pub(crate) fn parent_of(blocks: &Blocks, place: usize) -> Option<BlockKey> {
     use kvarts_layout::format::body::Parent;
     let before = place.checked_sub(1).and_then(|before| blocks.blocks.get(before));
-    match (blocks.parent, before) {
-        (Parent::Unknown, _) => None,
-        (_, Some(before)) => Some(BlockKey(before.key)),
-        (Parent::Key(key), None) => Some(BlockKey(key)),
-        (Parent::Root, None) => None,
+    match blocks.parent.behind(before) {
+        Parent::Key(key) => Some(BlockKey(key)),
+        Parent::Unknown | Parent::Root => None,
     }
 }

@@ -6,6 +6,7 @@ pub(crate) mod header_cache;
 pub(crate) mod job;
 pub(crate) mod lend;
 pub(crate) mod listing;
+pub(crate) mod prove;
 pub(crate) mod shard_read;
 pub(crate) mod single_flight;
 

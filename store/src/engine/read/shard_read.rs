@@ -20,13 +20,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
 
 use kvarts_layout::format::PAGE_BYTES;
-use kvarts_layout::format::body::{ENCODING_RAW, layout_code};
-use kvarts_layout::format::record::{self, Body};
-use kvarts_layout::plan::{Address, Extent, Landing, Step};
+use kvarts_layout::format::body::ENCODING_RAW;
+use kvarts_layout::plan::{Address, Extent, Landing, Pieces, Step};
 
-use super::decode::Stored;
-use super::header_cache::{Header, HeaderKey};
+use super::header_cache::Header;
 use super::job::{MemoryGuard, ReadJob, ReadPart, Wanted};
+use super::prove;
 use super::single_flight::{Flight, Role};
 use crate::api::{Order, Verify};
 use crate::engine::read::Reads;
@@ -36,7 +35,7 @@ use crate::error::Reason;
 use crate::index::Lookup;
 use crate::io::{BufMut, ExtentDone, IoError, ReadBatch, SharedBuf};
 use crate::rt::LocalTask;
-use encoded::Packed;
+use encoded::StoredPieces;
 
 /// Bytes of later steps' extents that a part has under way until the first step is in: the first layer should not
 /// queue behind the tenth, nor behind those of shards that have less of it to read.
@@ -73,27 +72,14 @@ enum HeaderState {
     Bad,
 }
 
-/// What a slice reads.
-enum Plan {
-    Raw(Step),
-    Encoded(Packed),
-}
-
-impl Plan {
-    /// Bytes that a region reads.
-    fn region_bytes(&self, region: u32) -> Option<u64> {
-        match self {
-            Self::Raw(step) => step.regions().get(region as usize).map(|region| region.bytes),
-            Self::Encoded(packed) => packed.regions.get(region as usize).map(|region| region.bytes),
-        }
-    }
-}
-
 /// A slice under way.
 struct Slice {
     step: u32,
     record: usize,
-    plan: Plan,
+    /// What it reads.
+    plan: Step,
+    /// Of an encoded record: the stored chunks in what is read.
+    stored: Option<StoredPieces>,
     /// For each region: its staging (none if it lands directly) and the extents that have not ended.
     regions: Vec<(Option<SharedBuf>, u32)>,
     regions_left: u32,
@@ -123,10 +109,6 @@ struct Run<'a> {
     queue_step: u32,
     /// The slices to read, if not all of all records.
     agenda: Option<Agenda>,
-    /// The step that cannot be planned because its memory is not this read's yet.
-    closed: Option<u32>,
-    /// Completes at the deadline; looked at only while nothing is under way.
-    late: Option<LocalTask>,
     /// Held by every device read into the caller's memory.
     guard: Arc<MemoryGuard>,
     /// State of the sampling of digests.
@@ -168,11 +150,6 @@ pub(crate) async fn run(log: &Rc<Reads>, part: ReadPart, window: u64, deadline: 
         }
     }
     let mut run = Run::new(log, &job, own);
-    let mut deadline = deadline;
-    if job.request.into.turns().is_some() {
-        // Nothing is followed, and the wait for a turn must end as well.
-        run.late = deadline.take();
-    }
     let lead = async {
         let ending = run.all(window).await;
         // At once: who follows must not wait for what this read follows itself.
@@ -206,7 +183,6 @@ enum Ending {
 /// What a run waited for.
 enum Next {
     Extent(ExtentDone),
-    Turn,
     Late,
 }
 
@@ -327,8 +303,6 @@ impl<'a> Run<'a> {
             queue_record: 0,
             queue_step: 0,
             agenda: None,
-            closed: None,
-            late: None,
             guard: MemoryGuard::new(job),
             sample: u64::from_le_bytes(seed),
             unsized_records,
@@ -356,7 +330,7 @@ impl<'a> Run<'a> {
             if self.is_late {
                 return Ending::Stopped;
             }
-            if self.under_way == 0 && self.closed.is_none() {
+            if self.under_way == 0 {
                 return Ending::Done;
             }
             match self.next().await {
@@ -367,40 +341,21 @@ impl<'a> Run<'a> {
                     let units = 1 + std::mem::take(&mut self.delivered);
                     self.section.spend(units).await;
                 }
-                Some(Next::Turn) => {}
                 Some(Next::Late) => return Ending::Stopped,
                 None => return Ending::Done,
             }
         }
     }
 
-    /// The next thing to happen: an extent ends, a step that had no memory may go on, or the deadline passes.
+    /// The next thing to happen: an extent ends, or the deadline passes.
     async fn next(&mut self) -> Option<Next> {
-        let Self { batch, late, job, closed, under_way, .. } = self;
-        let (idle, closed) = (*under_way == 0, *closed);
-        let mut extent = pin!(async {
-            match job.request.deadline {
-                _ if idle => std::future::pending().await,
-                None => batch.next().await.map(Next::Extent),
-                Some(at) => match batch.next_by(at).await {
-                    Ok(done) => done.map(Next::Extent),
-                    Err(_) => Some(Next::Late),
-                },
-            }
-        });
-        std::future::poll_fn(|context| {
-            if let Poll::Ready(next) = extent.as_mut().poll(context) {
-                return Poll::Ready(next);
-            }
-            if closed.is_some_and(|step| job.may_go_on(step, context.waker())) {
-                return Poll::Ready(Some(Next::Turn));
-            }
-            match late {
-                Some(late) if idle => late.as_mut().poll(context).map(|()| Some(Next::Late)),
-                _ => Poll::Pending,
-            }
-        })
-        .await
+        match self.job.request.deadline {
+            None => self.batch.next().await.map(Next::Extent),
+            Some(at) => match self.batch.next_by(at).await {
+                Ok(done) => done.map(Next::Extent),
+                Err(_) => Some(Next::Late),
+            },
+        }
     }
 
     /// Waits for what is under way, so that the caller's memory is its own again.
@@ -411,7 +366,6 @@ impl<'a> Run<'a> {
 
     /// Submits extents while the window has room.
     async fn submit(&mut self, window: u64) {
-        self.closed = None;
         loop {
             let step = if self.queue.is_empty() { self.next.0 } else { self.queue_step };
             if self.in_flight >= self.room(step, window) {
@@ -434,8 +388,8 @@ impl<'a> Run<'a> {
         if step == 0 || self.job.first_step_is_in() { window } else { window.min(AHEAD_BYTES) }
     }
 
-    /// Plans the next slice of this part into the queue; false if there is none left, if its memory is not open
-    /// yet, or if there is no staging memory while something is under way that will return some.
+    /// Plans the next slice of this part into the queue; false if there is none left, or if there is no staging memory
+    /// while something is under way that will return some.
     async fn plan_next(&mut self) -> bool {
         if let Some(&at) = self.unsized_records.last() {
             // What it cannot have memory for now it asks for again when something has returned.
@@ -446,10 +400,6 @@ impl<'a> Run<'a> {
             self.section.spend(1).await;
             let Some((step, at)) = self.next_slice() else { return false };
             let Some(record) = self.records.get(at) else { return false };
-            if !self.job.is_open(step) {
-                self.closed = Some(step);
-                return false;
-            }
             let slice = match self.job.request.order {
                 Order::Layers => record.index,
                 Order::Blocks => 0,
@@ -471,7 +421,7 @@ impl<'a> Run<'a> {
                 _ => {
                     let mut plan = self.spare.pop().unwrap_or_default();
                     self.job.plan.plan_slice(step, slice, &mut plan);
-                    self.enqueue(step, at, plan).await
+                    self.enqueue(step, at, plan, None).await
                 }
             };
             if planned {
@@ -512,7 +462,7 @@ impl<'a> Run<'a> {
 
     /// Finds memory for a slice and queues its extents, the header's first. All memory is taken in one piece, so
     /// that two reads never hold half of what each needs.
-    async fn enqueue(&mut self, step: u32, at: usize, plan: Step) -> bool {
+    async fn enqueue(&mut self, step: u32, at: usize, plan: Step, stored: Option<StoredPieces>) -> bool {
         let header_bytes = self.missing_header(at);
         let staged_bytes = plan.staged_bytes();
         let Some(staging) = self.stage(header_bytes + staged_bytes).await else {
@@ -552,8 +502,7 @@ impl<'a> Run<'a> {
         }
         let regions_left = regions.len() as u32;
         if let Some(slice) = self.slices.get_mut(slot) {
-            *slice =
-                Some(Slice { step, record: at, plan: Plan::Raw(plan), regions, regions_left, failed: None });
+            *slice = Some(Slice { step, record: at, plan, stored, regions, regions_left, failed: None });
         }
         true
     }
@@ -568,9 +517,10 @@ impl<'a> Run<'a> {
     /// Ends a slice of which a part has no place in memory, before anything of it is read.
     fn fail_slice(&self, step: u32, at: usize) {
         let index = self.records.get(at).map(|record| record.index as usize);
-        if let Some(wanted) = index.and_then(|index| self.job.wanted.get(index)) {
-            self.job.fail_run(wanted.run.clone(), &OUTSIDE);
-        }
+        let wanted = index.and_then(|index| self.job.wanted.get(index));
+        // Where nobody knows of which blocks it is, none may be announced.
+        let run = wanted.map_or(0..self.job.request.keys.len() as u32, |wanted| wanted.run.clone());
+        self.job.fail_run(run, &OUTSIDE);
         self.job.slice_done(step);
     }
 
@@ -617,7 +567,7 @@ impl<'a> Run<'a> {
             return 0;
         }
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return 0 };
-        match self.log.headers.get(header_key(&record.segment, wanted.offset)) {
+        match prove::known(self.log, &record.segment, wanted) {
             Some(header) => {
                 self.header_found(at, header);
                 0
@@ -643,7 +593,9 @@ impl<'a> Run<'a> {
         let (slot, region, len) = extent_named(extent);
         self.in_flight = self.in_flight.saturating_sub(len);
         let Some(Some(slice)) = self.slices.get_mut(slot) else { return };
-        let Some(bytes) = slice.plan.region_bytes(region) else { return };
+        let Some(bytes) = slice.plan.regions().get(region as usize).map(|region| region.bytes) else {
+            return;
+        };
         if let Err(error) = &result {
             slice.failed = Some(Reason::Media(error.to_string()));
         }
@@ -670,16 +622,9 @@ impl<'a> Run<'a> {
         };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
         self.in_flight = self.in_flight.saturating_sub(wanted.header_bytes);
-        let position = self.log.position(&record.segment, wanted.offset);
-        let opened = result.map_err(|error| Reason::Media(error.to_string())).and_then(|()| {
-            open_header(&buf.to_vec(), &position, &self.job.shared.secret, (&record.segment, wanted))
-        });
-        match opened {
-            Ok(header) => {
-                let header = Rc::new(header);
-                self.log.headers.insert(header_key(&record.segment, wanted.offset), &header);
-                self.header_found(at, header);
-            }
+        let opened = result.map_err(|error| Reason::Media(error.to_string()));
+        match opened.and_then(|()| prove::open(self.log, &record.segment, wanted, &buf)) {
+            Ok(header) => self.header_found(at, header),
             Err(reason) => {
                 for ordinal in wanted.run.clone() {
                     self.job.fail_there(wanted, ordinal, &reason);
@@ -695,28 +640,16 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Compares the keys of a header with those that were asked for. Another record at this place means that
-    /// the block has left since it was looked up.
+    /// Takes a header in that was opened, and what it proves of the blocks of its run.
     fn header_found(&mut self, at: usize, header: Rc<Header>) {
         let Some(record) = self.records.get_mut(at) else { return };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
-        if !header.is_arranged_as(&wanted.class, wanted.record_blocks) {
-            // Another record at this place, perhaps of the same blocks.
-            wanted.run.clone().for_each(|ordinal| self.job.fail_as_gone(ordinal));
-            record.header = HeaderState::Bad;
-            return;
-        }
-        for ordinal in wanted.run.clone() {
-            let Some(key) = self.job.request.keys.get(ordinal as usize) else { continue };
-            let block = wanted.block_of(ordinal);
-            if !header.is_block(block, key, &wanted.class) && !kvarts_layout::planted!("key-not-compared") {
-                self.job.fail_as_gone(ordinal);
-            } else if !self.job.admits(ordinal, header.origin(block)) {
-                // What this read is a part of has begun with another production, which has left.
-                self.job.fail_as_gone(ordinal);
-            }
-        }
-        record.header = HeaderState::Good(header);
+        let job = self.job;
+        // What this read is a part of may have begun with another production, which has left.
+        let admits = |ordinal, origin| job.admits(ordinal, origin);
+        let proved =
+            prove::run(&header, wanted, &job.request.keys, admits, |ordinal| job.fail_as_gone(ordinal));
+        record.header = if proved { HeaderState::Good(header) } else { HeaderState::Bad };
     }
 
     /// Verifies a region that is in and copies what was staged.
@@ -728,9 +661,7 @@ impl<'a> Run<'a> {
         let last = slice.regions_left == 0;
         self.deliver(slot, region, staging.as_ref(), failed, record);
         if last && let Some(Some(slice)) = self.slices.get_mut(slot).map(Option::take) {
-            if let Plan::Raw(step) = slice.plan {
-                self.spare.push(step);
-            }
+            self.spare.push(slice.plan);
             self.free.push(slot);
             if let Some(Record { flight: Some(flight), header: HeaderState::Good(header), .. }) =
                 self.records.get(record)
@@ -749,70 +680,86 @@ impl<'a> Run<'a> {
         failed: Option<Reason>,
         record: usize,
     ) {
-        let Some(Some(slice)) = self.slices.get(slot) else { return };
-        let Some(record) = self.records.get(record) else { return };
-        let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
+        let slice = self.slices.get(slot).and_then(Option::as_ref);
+        let record = self.records.get(record);
+        let wanted = record.and_then(|record| self.job.wanted.get(record.index as usize));
+        let (Some(slice), Some(record), Some(wanted)) = (slice, record, wanted) else {
+            // Nobody knows of which blocks these bytes are: none may be announced.
+            let all = 0..self.job.request.keys.len() as u32;
+            return self.job.fail_run(all, &Reason::Bug("bytes of a slice that nobody planned"));
+        };
         let HeaderState::Good(header) = &record.header else {
             // A bad one has failed its run already.
             let reason = failed.unwrap_or(Reason::Bug("bytes of a record without its header"));
             return self.job.fail_run(wanted.run.clone(), &reason);
         };
-        let into = &self.job.request.into;
         let verify = if record.doubted { Verify::Always } else { self.job.request.verify };
-        let plan = match &slice.plan {
-            Plan::Raw(plan) => plan,
-            Plan::Encoded(packed) => {
-                let packed = (packed, region);
-                let decoded = encoded::unpack(
-                    self.log,
-                    self.job,
-                    (wanted, header),
-                    packed,
-                    (staging, failed),
-                    (verify, &mut self.sample),
-                );
-                self.delivered += Section::of_bytes(decoded * DECODE_COST);
-                return;
-            }
+        let bytes = slice.plan.regions().get(region as usize).map_or(0, |region| region.bytes);
+        let arrived = RegionIn { wanted, header, staging, failed, verify };
+        if let Some(pieces) = &slice.stored {
+            let decoded = encoded::unpack(self.log, self.job, &arrived, pieces.of(region), &mut self.sample);
+            self.delivered += Section::of_bytes(decoded * DECODE_COST);
+        } else {
+            copy_out(self.job, &arrived, self.job.plan.pieces(&slice.plan, region), &mut self.sample);
+            self.delivered += Section::of_bytes(bytes);
+        }
+    }
+}
+
+/// A region that is in, and what its chunks are compared with.
+struct RegionIn<'a> {
+    wanted: &'a Wanted,
+    header: &'a Header,
+    /// Where it was read to; none if it landed in its place.
+    staging: Option<&'a SharedBuf>,
+    /// Why it was not read, if so.
+    failed: Option<Reason>,
+    verify: Verify,
+}
+
+/// Verifies the chunks of a region and copies what was staged.
+fn copy_out(job: &ReadJob, region: &RegionIn<'_>, mut pieces: Pieces<'_>, sample: &mut u64) {
+    let RegionIn { wanted, header, staging, failed, verify } = region;
+    let into = &job.request.into;
+    for piece in pieces.by_ref() {
+        if let Some(reason) = failed {
+            job.fail(piece.ordinal, reason);
+            continue;
+        }
+        let len = piece.len as usize;
+        // What cannot be shown cannot be verified: it is not announced.
+        let Some(place) = into.slice(piece.destination, piece.len) else {
+            job.fail(piece.ordinal, &OUTSIDE);
+            continue;
         };
-        self.delivered +=
-            Section::of_bytes(plan.regions().get(region as usize).map_or(0, |region| region.bytes));
-        for piece in self.job.plan.pieces(plan, region) {
-            if let Some(reason) = &failed {
-                self.job.fail(piece.ordinal, reason);
+        let (source, at) = match staging {
+            Some(buf) => (*buf, piece.source as usize),
+            None => (&place, 0),
+        };
+        if at.checked_add(len).is_none_or(|end| end > source.len()) {
+            job.fail(piece.ordinal, &OUTSIDE);
+            continue;
+        }
+        let expected = header.digest(piece.block, piece.chunk);
+        if verify.picks(sample) {
+            let found = source.crc32(at, len);
+            if expected != Some(found) && !kvarts_layout::planted!("digest-not-compared") {
+                // What another process may write to proves nothing about the disk.
+                let certain = staging.is_some() || !source.region().is_shared();
+                damaged(job, wanted, piece.ordinal, (expected, found), certain);
                 continue;
-            }
-            let len = piece.len as usize;
-            // What cannot be shown cannot be verified: it is not announced.
-            let Some(place) = into.slice(piece.destination, piece.len) else {
-                self.job.fail(piece.ordinal, &OUTSIDE);
-                continue;
-            };
-            let (source, at) = match staging {
-                Some(buf) => (buf, piece.source as usize),
-                None => (&place, 0),
-            };
-            if at.checked_add(len).is_none_or(|end| end > source.len()) {
-                self.job.fail(piece.ordinal, &OUTSIDE);
-                continue;
-            }
-            if verify.picks(&mut self.sample) {
-                let found = source.crc32(at, len);
-                let expected = header.digest(piece.block, piece.chunk);
-                if expected != Some(found) && !kvarts_layout::planted!("digest-not-compared") {
-                    // What another process may write to proves nothing about the disk.
-                    let certain = staging.is_some() || !source.region().is_shared();
-                    damaged(self.job, wanted, piece.ordinal, (expected, found), certain);
-                    continue;
-                }
-            }
-            if let Some((digests, digest)) = into.digests().zip(header.digest(piece.block, piece.chunk)) {
-                digests.set(piece.chunk, piece.ordinal, digest);
-            }
-            if staging.is_some() {
-                place.copy_from(0, source, at, len);
             }
         }
+        if let Some((digests, digest)) = into.digests().zip(expected) {
+            digests.set(piece.chunk, piece.ordinal, digest);
+        }
+        if staging.is_some() {
+            place.copy_from(0, source, at, len);
+        }
+    }
+    if !pieces.is_done() {
+        // What was passed over was neither compared nor copied.
+        job.fail_run(wanted.run.clone(), &OUTSIDE);
     }
 }
 
@@ -853,41 +800,4 @@ fn extent_named(name: u64) -> (usize, u32, u64) {
     let pages = name & ((1 << LEN_BITS) - 1);
     let region = (name >> LEN_BITS) & ((1 << REGION_BITS) - 1);
     ((name >> (LEN_BITS + REGION_BITS)) as usize, region as u32, pages * PAGE_BYTES)
-}
-
-/// Under what a record's header is kept.
-pub(crate) fn header_key(segment: &Segment, offset: u64) -> HeaderKey {
-    (segment.number, segment.generation.get(), offset)
-}
-
-/// What a record's header says, if it is the one of this place and holds together.
-pub(crate) fn open_header(
-    bytes: &[u8],
-    position: &kvarts_layout::format::Position,
-    secret: &kvarts_layout::format::Secret,
-    (segment, wanted): (&Segment, &Wanted),
-) -> Result<Header, Reason> {
-    let (shard, number, offset) = (position.shard, position.segment, position.offset);
-    let wrong = |what: String| Reason::Header { shard, segment: number, offset, what };
-    let record = record::open(bytes, position, secret).map_err(|unsound| wrong(unsound.to_string()))?;
-    match record.body().map_err(|unsound| wrong(unsound.to_string()))? {
-        Body::Blocks(mut blocks) => {
-            blocks.namespace = segment.local(blocks.namespace);
-            let layout = wanted.class.layout_of(u32::from(wanted.record_blocks))?;
-            // Of another record the comparison with the class tells.
-            let same = blocks.encoding == wanted.class.encoding
-                && blocks.layout == layout_code(wanted.class.layout)
-                && blocks.blocks.len() == usize::from(wanted.record_blocks);
-            let stored = match same {
-                true => Stored::of(&blocks, &layout).map_err(|what| wrong(what.to_owned()))?,
-                false => None,
-            };
-            let expected = stored.as_ref().map_or(layout.payload_bytes(), |one| one.places.payload_bytes());
-            if same && expected != record.prefix.payload_bytes {
-                return Err(wrong("a payload of another length than its chunks have".to_owned()));
-            }
-            Ok(Header::new(blocks, record.digests().collect(), stored))
-        }
-        _ => Err(wrong("a record of another kind".to_owned())),
-    }
 }

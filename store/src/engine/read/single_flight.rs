@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::header_cache::Header;
-use super::job::{ReadJob, Wanted};
+use super::job::{ReadJob, Wanted, WantedChunk};
 use crate::api::{Order, Verify};
 use crate::engine::tasks::notify::{Notify, Section};
 
@@ -50,8 +50,7 @@ pub(crate) enum Role {
 
 impl SingleFlight {
     /// Joins the load of this run, or begins one. A read that does not verify everything neither leads nor
-    /// follows: what it got proves nothing. Nor does one whose layers use memory in turns: it goes at its caller's
-    /// pace, and what it had is overwritten.
+    /// follows: what it got proves nothing.
     pub(crate) fn join(
         &self,
         job: &Arc<ReadJob>,
@@ -59,7 +58,7 @@ impl SingleFlight {
         wanted: &Wanted,
         generation: u64,
     ) -> Option<Role> {
-        if job.request.verify != Verify::Always || job.request.into.turns().is_some() {
+        if job.request.verify != Verify::Always {
             return None;
         }
         let key = key(job, wanted, generation);
@@ -146,7 +145,7 @@ impl Flight {
     fn copy(&self, job: &ReadJob, step: u32, (mine, theirs): (&Wanted, &Wanted)) -> Option<u64> {
         let header = self.header.borrow().as_ref().map(Rc::clone)?;
         let mut bytes = 0;
-        for (block, part, len) in job.chunks_of(step, mine) {
+        for WantedChunk { block, part, bytes: len } in job.chunks_of(step, mine)? {
             let index = block - u32::from(mine.location.block);
             let source = self.leader.request.into.chunk(part, theirs.run.start + index, len)?;
             let copy = job.request.into.chunk(part, mine.run.start + index, len)?;

@@ -174,13 +174,13 @@ impl Recovery<'_> {
     }
 
     fn bury(&mut self, entry: &Entry, namespaces: &Names) {
-        let mut graves = self.log.graves.borrow_mut();
+        let mut dead = self.log.tombstones.borrow_mut();
         match &entry.content {
-            Content::Epoch(epoch) => graves.bury_all(epoch),
+            Content::Epoch(epoch) => dead.bury_all(epoch),
             Content::Tombstones(tombstones) => {
                 for (tombstone, namespace) in tombstones.entries.iter().zip(namespaces.iter()) {
                     match namespace {
-                        Some(namespace) => graves.bury(namespace.id, tombstone),
+                        Some(namespace) => dead.bury(namespace.id, tombstone),
                         None => self.report.undefined += 1,
                     }
                 }
@@ -215,8 +215,8 @@ impl Recovery<'_> {
             self.report.expired += 1;
             return Ok(());
         }
-        let graves = self.log.graves.borrow();
-        if graves.covers(namespace.id, entry.sequence) {
+        let dead = self.log.tombstones.borrow();
+        if dead.covers(namespace.id, entry.sequence) {
             self.report.deleted += blocks.blocks.len() as u64;
             return Ok(());
         }
@@ -242,8 +242,8 @@ impl Recovery<'_> {
                 continue;
             }
             let key = BlockKey(name.key);
-            if !graves.is_empty()
-                && graves.covers_block((namespace.id, key), (blocks.group, blocks.coordinate), entry.sequence)
+            if !dead.is_empty()
+                && dead.covers_block((namespace.id, key), (blocks.group, blocks.coordinate), entry.sequence)
             {
                 self.report.deleted += 1;
                 continue;
@@ -251,7 +251,7 @@ impl Recovery<'_> {
             let print = index.key().of(namespace.local, &key, class.group, class.coordinate);
             self.batch.found.push(Recovered { print, location: Location { record, block }, heat });
         }
-        drop(graves);
+        drop(dead);
         if self.batch.found.len() >= BATCH_BLOCKS { self.flush() } else { Ok(()) }
     }
 

@@ -112,7 +112,7 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
         ..RecoveryReport::default()
     };
     log.sequence.set(log.sequence.get().max(checkpoint.next_sequence));
-    log.graves.replace(checkpoint.graves.clone());
+    log.tombstones.replace(checkpoint.tombstones.clone());
     let now_ms = log.shared.clock.unix_millis();
     let mut recovery = Recovery { log, report, checkpoint, batch: Batch::new(&log.shared.index, 0), now_ms };
     recovery.retire(&found.segments);
@@ -121,8 +121,8 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
     recovery.take_in(sources).await?;
     recovery.flush()?;
-    log.shared.buried.fetch_add(log.graves.borrow().len() as u64, Relaxed);
-    let half_deleted = log.graves.borrow().half_deleted();
+    log.shared.buried.fetch_add(log.tombstones.borrow().len() as u64, Relaxed);
+    let half_deleted = log.tombstones.borrow().half_deleted();
     Ok(RecoveryReport { half_deleted, ..recovery.report })
 }
 

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use kvarts_layout::{BlockKey, IndexKey};
+use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey};
 
 use super::names::Namespace;
 use super::record_class::RecordClass;
@@ -163,6 +163,20 @@ impl Shared {
         let subject = Subject::Namespace(retired.id);
         change.tell(self.wall_ms(), EventKind::Deleted, Cause::Namespace, subject);
         Some(retired)
+    }
+
+    /// The fingerprints of these blocks; those of them whose time is over are taken out first.
+    pub(crate) fn prints_of(
+        &self,
+        namespace: &Namespace,
+        keys: &[BlockKey],
+        (group, coordinate): (Group, Coordinate),
+    ) -> Vec<BlockFingerprint> {
+        let key = self.index.key();
+        let prints: Vec<_> =
+            keys.iter().map(|name| key.of(namespace.local, name, group, coordinate)).collect();
+        self.drop_expired(&prints, |place| keys.get(place).copied());
+        prints
     }
 
     /// Takes those of these blocks out whose time is over, unless a lease holds them. Whoever looks blocks up calls

@@ -9,7 +9,6 @@
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::{BlockName, Blocks};
 use kvarts_layout::format::footer::{Content, Footer};
 use kvarts_layout::{BlockKey, Coordinate, Group};
@@ -40,7 +39,7 @@ impl Space {
         sealed.sort_by_cached_key(|segment| (segment.book.live() > 0, segment.first_sequence.get()));
         for segment in sealed {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
-            if self.save_graves(&footer).await
+            if self.save_tombstones(&footer).await
                 && self.is_unread(&segment)
                 && self.evict_all(&segment, &footer).await
                 && self.is_unread(&segment)
@@ -63,13 +62,13 @@ impl Space {
 
     /// Makes sure that what a segment buries stands elsewhere on disk before the segment is written anew: a record
     /// that it kills may lie in another, and would come back. False if it could not be done.
-    pub(crate) async fn save_graves(&self, footer: &Footer) -> bool {
+    pub(crate) async fn save_tombstones(&self, footer: &Footer) -> bool {
         if !TombstoneSet::are_in(&footer.records, self.floor())
             || kvarts_layout::planted!("tombstones-recycled")
         {
             return true;
         }
-        let version = self.graves.borrow().version();
+        let version = self.tombstones.borrow().version();
         loop {
             self.checkpoints.settled().await;
             if self.checkpoints.cover(version) {
@@ -115,11 +114,7 @@ impl Space {
                 Lookup::Absent | Lookup::Pending => continue,
             };
             let Some(record) = index.records().get(at.record) else { continue };
-            let here = {
-                u32::from(record.shard) == self.shard
-                    && record.segment == segment.number
-                    && u64::from(record.page) * PAGE_BYTES == offset
-            };
+            let here = self.is_at(segment, offset, &record);
             let Some(class) = self.shared.classes.get(record.class).filter(|_| here) else { continue };
             let why = (EventKind::Evicted, Cause::Room);
             if self.shared.evict(print, at, why, (&class, key)) == Eviction::Busy {

@@ -30,7 +30,7 @@ use crate::rt::Runtime;
 /// How often room is made by holes for one segment, before one is emptied for it.
 const ROUNDS_MAX: u32 = 8;
 /// Tombstones of a shard beyond which whole segments are emptied, the oldest first.
-const GRAVES_MAX: usize = 16 << 10;
+const TOMBSTONES_MAX: usize = 16 << 10;
 /// Segments that a store which is over its budget empties for one checkpoint.
 const REMOVED_TOGETHER: u32 = 16;
 /// How often a segment may fail at its beginning before it is left alone: its place on the device may be bad.
@@ -69,7 +69,7 @@ impl Space {
     async fn evict(&self, round: u32) -> Result<Made, Reason> {
         // What is buried is remembered for as long as there are segments that are older, and each file has an entry in
         // its directory: too much of either, and the oldest go.
-        let holes_help = self.graves.borrow().len() < GRAVES_MAX && !self.shared.has_too_many_files();
+        let holes_help = self.tombstones.borrow().len() < TOMBSTONES_MAX && !self.shared.has_too_many_files();
         if round < ROUNDS_MAX && holes_help {
             match self.make_room().await {
                 Made::Nothing => {}
@@ -160,7 +160,7 @@ impl Space {
             let records = segment.tail.borrow().entries.clone();
             let footer = Footer { records };
             // What a barren one buries was never acknowledged.
-            if (self.is_barren(&segment) || self.save_graves(&footer).await)
+            if (self.is_barren(&segment) || self.save_tombstones(&footer).await)
                 && self.is_usable(&segment)
                 && self.evict_all(&segment, &footer).await
                 && self.is_usable(&segment)

@@ -34,7 +34,7 @@ pub(crate) struct Slots {
 }
 
 impl Slots {
-    /// Whether the newest checkpoint says everything that was buried up to this version of the graves.
+    /// Whether the newest checkpoint says everything that was buried up to this version of the tombstones.
     pub(crate) fn cover(&self, version: u64) -> bool {
         self.buried.get() >= version
     }
@@ -63,6 +63,6 @@ pub(crate) struct CheckpointReport {
     pub(crate) bytes: u64,
     pub(crate) segments: u64,
     pub(crate) records: u64,
-    /// The version of the graves that it lists.
+    /// The version of the tombstones that it lists.
     pub(crate) buried: u64,
 }

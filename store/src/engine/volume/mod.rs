@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::format::segment::SegmentHeader;
-use kvarts_layout::format::{self, Position, checkpoint as on_disk};
+use kvarts_layout::format::{self, PAGE_BYTES, Position, checkpoint as on_disk};
 
 use self::checkpoint::Slots;
 use self::segment::{Segment, SegmentState};
@@ -23,6 +23,7 @@ use self::tombstones::TombstoneSet;
 use super::shared::Shared;
 use super::tasks::notify::Notify;
 use crate::error::Reason;
+use crate::index::RecordInfo;
 use crate::io::{Arena, BufMut, DirId, Driver, IoError, Name};
 use crate::rt::LocalTask;
 
@@ -45,7 +46,7 @@ pub(crate) struct Volume {
     /// The sequence of the next record.
     pub(crate) sequence: Cell<u64>,
     /// What was deleted, for as long as its records may lie on disk.
-    pub(crate) graves: RefCell<TombstoneSet>,
+    pub(crate) tombstones: RefCell<TombstoneSet>,
     pub(crate) checkpoints: Slots,
     /// Wakes those who wait for something of the shard to be over.
     pub(crate) changed: Notify,
@@ -70,7 +71,7 @@ impl Volume {
             retired: RefCell::default(),
             lost: RefCell::default(),
             sequence: Cell::new(1),
-            graves: RefCell::default(),
+            tombstones: RefCell::default(),
             checkpoints: Slots::default(),
             changed: Notify::default(),
             spawn,
@@ -125,6 +126,13 @@ impl Volume {
         (self.spawn)(task);
     }
 
+    /// Whether the index means by a record what begins at this offset of a segment.
+    pub(crate) fn is_at(&self, segment: &Segment, offset: u64, record: &RecordInfo) -> bool {
+        u32::from(record.shard) == self.shard
+            && record.segment == segment.number
+            && u64::from(record.page) * PAGE_BYTES == offset
+    }
+
     /// Whether no read holds a segment, and none is on its way that was sent there for a block which has moved since.
     /// Other executors move blocks too: ask after the look at what is live there.
     pub(crate) fn is_unread(&self, segment: &Segment) -> bool {
@@ -153,17 +161,17 @@ impl Volume {
     }
 
     /// Forgets what was buried and can lie nowhere any more.
-    pub(crate) fn prune_graves(&self) {
+    pub(crate) fn prune_tombstones(&self) {
         let floor = self.floor();
-        self.change_graves(|graves| graves.prune(floor));
+        self.change_tombstones(|dead| dead.prune(floor));
     }
 
     /// Changes what is buried; the store leaves room for the checkpoint that says it.
-    pub(crate) fn change_graves(&self, change: impl FnOnce(&mut TombstoneSet)) {
-        let mut graves = self.graves.borrow_mut();
-        let before = graves.len() as u64;
-        change(&mut graves);
-        let after = graves.len() as u64;
+    pub(crate) fn change_tombstones(&self, change: impl FnOnce(&mut TombstoneSet)) {
+        let mut dead = self.tombstones.borrow_mut();
+        let before = dead.len() as u64;
+        change(&mut dead);
+        let after = dead.len() as u64;
         self.shared.buried.fetch_add(after.wrapping_sub(before), Relaxed);
     }
 }

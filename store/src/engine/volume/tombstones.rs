@@ -1,7 +1,7 @@
 //! What was deleted: tombstones and namespace epochs of one shard, kept in memory for as long as a record that they
 //! kill may lie on disk.
 //!
-//! Invariant: of two graves over the same blocks the one that reaches higher stays.
+//! Invariant: of two tombstones over the same blocks the one that reaches higher stays.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub(crate) struct TombstoneSet {
     version: u64,
 }
 
-/// The graves of one key.
+/// The tombstones of one key.
 fn of_key(keys: &Keys, key: BlockKey) -> impl Iterator<Item = (&Scope, &u64)> {
     let all = (key, (None, None))..=(key, (Some(u32::MAX), Some(u64::MAX)));
     keys.range(all).map(|((_, scope), below)| (scope, below))
@@ -158,40 +158,40 @@ mod tests {
         Tombstone { below, coordinate: scope.1, namespace: 0, group: scope.0, key: [key; 32] }
     }
 
-    fn covered(graves: &TombstoneSet, key: u8, place: (u32, u64), sequence: u64) -> bool {
-        graves.covers_block((HERE, BlockKey([key; 32])), place, sequence)
+    fn covered(dead: &TombstoneSet, key: u8, place: (u32, u64), sequence: u64) -> bool {
+        dead.covers_block((HERE, BlockKey([key; 32])), place, sequence)
     }
 
     #[test]
     fn a_tombstone_kills_what_is_older_within_its_scope() {
-        let mut graves = TombstoneSet::default();
-        graves.bury(HERE, &tombstone(1, (None, None), 10));
-        graves.bury(HERE, &tombstone(2, (Some(3), None), 10));
-        assert!(covered(&graves, 1, (7, 0), 9) && !covered(&graves, 1, (7, 0), 10));
-        assert!(covered(&graves, 2, (3, 0), 9) && !covered(&graves, 2, (4, 0), 9));
-        assert!(!covered(&graves, 3, (3, 0), 9));
-        assert!(!graves.covers_block((NamespaceId([2; 32]), BlockKey([1; 32])), (0, 0), 1));
+        let mut dead = TombstoneSet::default();
+        dead.bury(HERE, &tombstone(1, (None, None), 10));
+        dead.bury(HERE, &tombstone(2, (Some(3), None), 10));
+        assert!(covered(&dead, 1, (7, 0), 9) && !covered(&dead, 1, (7, 0), 10));
+        assert!(covered(&dead, 2, (3, 0), 9) && !covered(&dead, 2, (4, 0), 9));
+        assert!(!covered(&dead, 3, (3, 0), 9));
+        assert!(!dead.covers_block((NamespaceId([2; 32]), BlockKey([1; 32])), (0, 0), 1));
     }
 
     #[test]
-    fn of_two_graves_over_the_same_blocks_the_higher_stays() {
-        let mut graves = TombstoneSet::default();
+    fn of_two_tombstones_over_the_same_blocks_the_higher_stays() {
+        let mut dead = TombstoneSet::default();
         for below in [10, 20, 15] {
-            graves.bury(HERE, &tombstone(1, (None, None), below));
-            graves.bury_all(&Epoch { below, namespace: HERE.0 });
+            dead.bury(HERE, &tombstone(1, (None, None), below));
+            dead.bury_all(&Epoch { below, namespace: HERE.0 });
         }
-        assert!(covered(&graves, 1, (0, 0), 19) && !covered(&graves, 1, (0, 0), 20));
-        assert!(graves.covers(HERE, 19) && !graves.covers(HERE, 20));
+        assert!(covered(&dead, 1, (0, 0), 19) && !covered(&dead, 1, (0, 0), 20));
+        assert!(dead.covers(HERE, 19) && !dead.covers(HERE, 20));
     }
 
     #[test]
     fn a_delete_that_did_not_end_is_told_until_one_did() {
-        let mut graves = TombstoneSet::default();
+        let mut dead = TombstoneSet::default();
         let mut note = |mark: Mark, below, expected: &[NamespaceId]| {
-            graves.bury(HERE, &mark.tombstone(0, below));
-            assert_eq!(graves.half_deleted(), expected);
+            dead.bury(HERE, &mark.tombstone(0, below));
+            assert_eq!(dead.half_deleted(), expected);
             let mut again = TombstoneSet::default();
-            graves.listed().1.iter().for_each(|tombstone| again.bury(HERE, tombstone));
+            dead.listed().1.iter().for_each(|tombstone| again.bury(HERE, tombstone));
             assert_eq!(again.half_deleted(), expected, "a checkpoint says it too");
         };
         note(Mark::Begun, 10, &[HERE]);
@@ -199,24 +199,24 @@ mod tests {
         note(Mark::Begun, 20, &[HERE]);
         note(Mark::Ended, 21, &[]);
         // Forgotten together, or the begin first.
-        graves.prune(20);
-        assert_eq!((graves.half_deleted(), graves.len()), (vec![], 1));
+        dead.prune(20);
+        assert_eq!((dead.half_deleted(), dead.len()), (vec![], 1));
     }
 
     #[test]
     fn what_is_listed_buries_the_same_again() {
-        let mut graves = TombstoneSet::default();
+        let mut dead = TombstoneSet::default();
         let other = NamespaceId([2; 32]);
-        graves.bury(other, &tombstone(1, (None, Some(0)), 10));
-        graves.bury(HERE, &tombstone(1, (None, None), 11));
-        graves.bury(HERE, &tombstone(2, (Some(1), None), 12));
-        graves.bury_all(&Epoch { below: 5, namespace: other.0 });
-        let (names, tombstones, epochs) = graves.listed();
+        dead.bury(other, &tombstone(1, (None, Some(0)), 10));
+        dead.bury(HERE, &tombstone(1, (None, None), 11));
+        dead.bury(HERE, &tombstone(2, (Some(1), None), 12));
+        dead.bury_all(&Epoch { below: 5, namespace: other.0 });
+        let (names, tombstones, epochs) = dead.listed();
         let mut again = TombstoneSet::default();
         for tombstone in &tombstones {
             again.bury(NamespaceId(names[tombstone.namespace as usize].id), tombstone);
         }
         epochs.iter().for_each(|epoch| again.bury_all(epoch));
-        assert_eq!((again.blocks, again.namespaces), (graves.blocks, graves.namespaces));
+        assert_eq!((again.blocks, again.namespaces), (dead.blocks, dead.namespaces));
     }
 }

@@ -437,10 +437,10 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
 
 /// Whether a shard can remember so many more deletes of a namespace.
 fn has_room(log: &Log, namespace: &Namespace, more: usize) -> bool {
-    let graves = log.graves.borrow();
+    let dead = log.tombstones.borrow();
     let is_own = |id: &NamespaceId| log.shared.names.get(*id).is_some_and(|one| one.salt == namespace.salt);
-    let own = graves.by_namespace().filter(|(id, _)| is_own(id)).map(|(_, count)| count).sum();
-    fits(remembered(log.shared.shards), graves.len(), own, more)
+    let own = dead.by_namespace().filter(|(id, _)| is_own(id)).map(|(_, count)| count).sum();
+    fits(remembered(log.shared.shards), dead.len(), own, more)
 }
 
 /// Tombstones that a shard of so many remembers.
@@ -464,7 +464,7 @@ fn fits(limit: usize, all: usize, own: usize, more: usize) -> bool {
 /// Writes one record of a delete, durably.
 async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Reason> {
     // From here on also checkpoints say it. Of a delete that fails nobody has been told anything.
-    log.change_graves(|graves| graves.bury_body(job.namespace.id, &body));
+    log.change_tombstones(|dead| dead.bury_body(job.namespace.id, &body));
     let namespace = (!matches!(body, Body::Epoch(_))).then_some(&*job.namespace);
     let draft = Draft { namespace, body, digests: &[], payload: None };
     let written = log.append(Class::Put, &draft).await?;

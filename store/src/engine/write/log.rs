@@ -49,7 +49,7 @@ pub(crate) struct Log {
     pub(crate) thinning: Cell<bool>,
     /// Nothing is begun in the background any more.
     pub(crate) closing: Cell<bool>,
-    /// Bytes of records that were put here, and that were moved out of thin segments.
+    /// Bytes of records that were put here.
     pub(crate) put_bytes: Cell<u64>,
     /// Segments whose seal has not ended.
     pub(crate) sealing: Cell<u32>,

@@ -112,10 +112,7 @@ fn reserve(
     class: Arc<RecordClass>,
     reply: Reply<Result<PutReply, Error>>,
 ) -> (Arc<PutJob>, Vec<Reservation>) {
-    let key = shared.index.key();
-    let print = |name: &BlockKey| key.of(class.namespace.local, name, request.group, request.coordinate);
-    let prints: Vec<_> = request.keys.iter().map(print).collect();
-    shared.drop_expired(&prints, |place| request.keys.get(place).copied());
+    let prints = shared.prints_of(&class.namespace, &request.keys, (request.group, request.coordinate));
     let mut reservations = Vec::new();
     let claim = shared.index.reserve(&prints, &mut reservations);
     let outcome = |reservation: &Reservation| match reservation {
@@ -398,11 +395,10 @@ impl PutJob {
         let keys = request.keys.get(run.start as usize..run.end as usize).unwrap_or_default();
         let name = |(key, origin): (&BlockKey, OriginId)| BlockName { key: key.0, origin: origin.0 };
         let before = (run.start as usize).checked_sub(1).and_then(|at| request.keys.get(at));
-        let parent = match (request.parent, before) {
-            (Parent::Unknown, _) => DiskParent::Unknown,
-            (_, Some(before)) => DiskParent::Key(before.0),
-            (Parent::Root, None) => DiskParent::Root,
-            (Parent::Key(key), None) => DiskParent::Key(key.0),
+        let parent = match request.parent.behind(before) {
+            Parent::Unknown => DiskParent::Unknown,
+            Parent::Root => DiskParent::Root,
+            Parent::Key(key) => DiskParent::Key(key.0),
         };
         let created_ms = self.shared.wall_ms();
         let ttl = request.expires_after.or_else(|| self.shared.names.default_ttl(request.namespace));

@@ -33,7 +33,6 @@ enum Step {
     Expire,
     Wait(u64),
     Touch(Vec<usize>, u16),
-    Cool(usize),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -59,7 +58,6 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Step::Expire),
         2 => (1..15u64).prop_map(Step::Wait),
         1 => (keys(), 0..crate::index::EPOCHS).prop_map(|(keys, epoch)| Step::Touch(keys, epoch)),
-        1 => key().prop_map(Step::Cool),
     ]
 }
 
@@ -220,13 +218,6 @@ impl World {
                         known.heat =
                             Heat { frequency: (known.heat.frequency + 1).min(3), epoch, ..known.heat };
                     }
-                }
-            }
-            Step::Cool(key) => {
-                let known = self.known.get_mut(&key);
-                assert_eq!(self.index.cool(self.prints[key]), known.as_ref().map(|known| known.heat));
-                if let Some(known) = known {
-                    known.heat.frequency = known.heat.frequency.saturating_sub(1);
                 }
             }
             Step::Commit(..) | Step::Abandon(_) | Step::Unlock(_) | Step::Renew(..) => {}

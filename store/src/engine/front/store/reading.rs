@@ -16,15 +16,25 @@ impl Store {
     /// Reads tile by tile, as the caller has memory. It is one read: of each block all tiles are of one production, and a
     /// block that was put anew meanwhile is not here. The blocks of a tile are looked up when it is begun.
     pub fn read_tiles<M>(&self, request: TiledRequest) -> Result<TiledRead<StoreTiles, M>, Error> {
+        let (order, blocks) = (request.order, request.keys.len() as u32);
+        let source = self.tiles_of(request, None)?;
+        let (shape, layers) = (Arc::clone(&source.subject.shape), source.subject.layers.clone());
+        Ok(TiledRead::new(source, shape, order, layers, blocks))
+    }
+
+    /// Where the tiles of a read come from; `origins` if some of its blocks were met already.
+    pub fn tiles_of(
+        &self,
+        request: TiledRequest,
+        origins: Option<Arc<Origins>>,
+    ) -> Result<StoreTiles, Error> {
         let shared = &self.0.shared;
         job::check_keys(shared, &request.keys, request.deadline)?;
-        let TiledRequest { namespace, group, coordinate, class, order, .. } = request;
+        let TiledRequest { namespace, group, coordinate, class, .. } = request;
         let (keys, layers) = (&request.keys, Some(&request.layers));
         let subject = job::name(shared, Wish { namespace, group, coordinate, keys, layers, class })?;
-        let (shape, layers) = (Arc::clone(&subject.shape), subject.layers.clone());
-        let (blocks, origins) = (request.keys.len() as u32, Origins::any(request.keys.len()));
-        let source = StoreTiles { store: self.clone(), request, subject, origins };
-        Ok(TiledRead::new(source, shape, order, layers, blocks))
+        let origins = origins.unwrap_or_else(|| Origins::any(request.keys.len()));
+        Ok(StoreTiles { store: self.clone(), request, subject, origins })
     }
 
     /// Reads as [`KvStore::read`](crate::api::KvStore::read) does, and of each block only the production that `origins`
@@ -74,6 +84,8 @@ impl TileSource for StoreTiles {
         let blocks = tile.blocks.start as usize..tile.blocks.end as usize;
         let (keys, prints) = (request.keys.get(blocks.clone()), subject.prints.get(blocks));
         let (keys, prints) = keys.zip(prints).ok_or(Reason::OutOfBounds)?;
+        let places = into.places().check(&subject.shape, tile.layers.clone());
+        places.map_err(|error| Reason::Shape(error.to_string()))?;
         let request = ReadRequest {
             namespace: request.namespace,
             group: request.group,

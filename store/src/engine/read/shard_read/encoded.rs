@@ -4,99 +4,58 @@
 //! As in a plan of raw chunks, a region is a range of whole pages that is read into one staging range, and a chunk
 //! never straddles two. Regions are small: one is decoded at a time, between the turns of other tasks.
 
-use std::ops::Range;
-
+use kvarts_layout::arrange::Span;
 use kvarts_layout::codec::{CodecError, StoredPlaces};
 use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::ENCODING_RAW;
+use kvarts_layout::plan::{RangePlace, ReadOptions, ReadRange, Step};
 
-use super::{OUTSIDE, Plan, Run, Slice, damaged, name_extent};
-use crate::api::Verify;
+use super::{OUTSIDE, RegionIn, Run, damaged};
 use crate::engine::read::Reads;
 use crate::engine::read::header_cache::Header;
-use crate::engine::read::job::{ReadJob, Wanted};
+use crate::engine::read::job::{ReadJob, WantedChunk};
 use crate::error::Reason;
-use crate::io::SharedBuf;
 
-/// Bytes of a region, unless one stored chunk is longer.
-const REGION_BYTES: u64 = 256 << 10;
-/// Longest device read.
-const EXTENT_BYTES: u64 = 1 << 20;
-/// Unwanted pages between two wanted chunks that are read along.
-const GAP_BYTES: u64 = 16 << 10;
+/// How its extents are formed. Regions are small, unless one stored chunk is longer.
+const OPTIONS: ReadOptions =
+    ReadOptions { align: PAGE_BYTES as u32, max_extent: 1 << 20, max_region: 256 << 10, max_gap: 16 << 10 };
 
 /// A wanted chunk in its region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct PackedPiece {
-    /// Block within the record.
-    pub(super) block: u32,
-    /// Canonical index of the part.
-    pub(super) part: u32,
-    /// Bytes from the region's start.
-    pub(super) source: u64,
-    pub(super) stored: u64,
-    /// Bytes of the chunk.
-    pub(super) len: u64,
+pub(super) struct StoredPiece {
+    /// Where it lies in the slice.
+    place: RangePlace,
+    /// Bytes as it is stored.
+    stored: u64,
+    chunk: WantedChunk,
 }
 
-/// A range of whole pages.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct PackedRegion {
-    pub(super) file_offset: u64,
-    pub(super) bytes: u64,
-    pieces: Range<usize>,
-}
-
-/// What a slice reads.
+/// The wanted chunks of a slice, region by region.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub(super) struct Packed {
-    pub(super) regions: Vec<PackedRegion>,
-    pieces: Vec<PackedPiece>,
-}
+pub(super) struct StoredPieces(Vec<StoredPiece>);
 
-impl Packed {
-    /// The regions of these chunks (block, part, bytes) of a payload that begins at `payload_at`, on a page.
-    pub(super) fn new(places: &StoredPlaces, payload_at: u64, chunks: &[(u32, u32, u64)]) -> Option<Self> {
-        let find =
-            |&(block, part, len): &(u32, u32, u64)| Some((places.chunk(block, part)?, block, part, len));
+impl StoredPieces {
+    /// Plans the slice of these chunks of a payload that begins at `payload_at`, on a page.
+    fn plan(places: &StoredPlaces, payload_at: u64, chunks: &[WantedChunk], step: &mut Step) -> Option<Self> {
+        let find = |chunk: &WantedChunk| Some((places.chunk(chunk.block, chunk.part)?, *chunk));
         let mut found = chunks.iter().map(find).collect::<Option<Vec<_>>>()?;
-        found.sort_unstable_by_key(|(span, ..)| span.offset);
-        let mut packed = Self::default();
-        for (span, block, part, len) in found {
-            let (start, end) = (payload_at + span.offset, payload_at + span.end());
-            let (floor, ceiling) = (start - start % PAGE_BYTES, end.next_multiple_of(PAGE_BYTES));
-            let joins = packed.regions.last().is_some_and(|last| {
-                floor <= last.file_offset + last.bytes + GAP_BYTES
-                    && ceiling <= last.file_offset + REGION_BYTES
-            });
-            let at = packed.pieces.len();
-            if !joins {
-                packed.regions.push(PackedRegion { file_offset: floor, bytes: 0, pieces: at..at });
-            }
-            let last = packed.regions.last_mut()?;
-            last.bytes = last.bytes.max(ceiling - last.file_offset);
-            last.pieces.end = at + 1;
-            let source = start - last.file_offset;
-            packed.pieces.push(PackedPiece { block, part, source, stored: span.len, len });
-        }
-        Some(packed)
-    }
-
-    /// Staging that it needs.
-    pub(super) fn staged_bytes(&self) -> u64 {
-        self.regions.iter().map(|region| region.bytes).sum()
-    }
-
-    /// The device reads of a region: offset in the region, bytes.
-    pub(super) fn extents(region: &PackedRegion) -> impl Iterator<Item = (u64, u64)> + use<> {
-        let bytes = region.bytes;
-        (0..bytes).step_by(EXTENT_BYTES as usize).map(move |at| (at, (bytes - at).min(EXTENT_BYTES)))
+        found.sort_unstable_by_key(|(span, _)| span.offset);
+        let spans =
+            found.iter().map(|(span, _)| ReadRange { start: payload_at + span.offset, bytes: span.len });
+        let placed = step.read_ranges(0, &OPTIONS, spans);
+        let piece = |(place, (span, chunk)): (RangePlace, &(Span, WantedChunk))| StoredPiece {
+            place,
+            stored: span.len,
+            chunk: *chunk,
+        };
+        Some(Self(placed.into_iter().zip(&found).map(piece).collect()))
     }
 
     /// The chunks of a region.
-    pub(super) fn pieces(&self, region: u32) -> &[PackedPiece] {
-        let range = self.regions.get(region as usize).map(|region| region.pieces.clone());
-        range.and_then(|range| self.pieces.get(range)).unwrap_or_default()
+    pub(super) fn of(&self, region: u32) -> &[StoredPiece] {
+        let begin = self.0.partition_point(|piece| piece.place.region < region);
+        let end = self.0.partition_point(|piece| piece.place.region <= region);
+        self.0.get(begin..end).unwrap_or_default()
     }
 }
 
@@ -127,41 +86,17 @@ impl Run<'_> {
         };
         let chunks = self.job.chunks_of(step, wanted);
         let payload_at = wanted.offset + wanted.header_bytes;
-        let packed = header.stored().and_then(|stored| Packed::new(&stored.places, payload_at, &chunks));
-        let Some(packed) = packed.filter(|packed| !packed.regions.is_empty()) else {
+        let stored = header.stored().zip(chunks);
+        let mut plan = self.spare.pop().unwrap_or_default();
+        let pieces = stored
+            .and_then(|(stored, chunks)| StoredPieces::plan(&stored.places, payload_at, &chunks, &mut plan));
+        let Some(pieces) = pieces.filter(|pieces| !pieces.0.is_empty()) else {
             // The header was compared with the class, so this is another record than the index says.
             self.job.fail_run(wanted.run.clone(), &Reason::Bug("a record without the chunks of its class"));
             self.job.slice_done(step);
             return true;
         };
-        let Some(staging) = self.stage(packed.staged_bytes()).await else { return false };
-        let (slot, queued) = (self.free_slot(), self.queue.len());
-        let (mut used, mut regions) = (0, Vec::with_capacity(packed.regions.len()));
-        for (index, region) in (0u32..).zip(&packed.regions) {
-            let memory = staging.as_ref().and_then(|staging| staging.slice(used, region.bytes as usize));
-            used += region.bytes as usize;
-            let mut left = 0;
-            for (from, len) in Packed::extents(region) {
-                let buf = memory.as_ref().and_then(|memory| memory.slice(from as usize, len as usize));
-                let Some(buf) = buf else {
-                    self.queue.truncate(queued);
-                    self.free.push(slot);
-                    self.fail_slice(step, at);
-                    return true;
-                };
-                left += 1;
-                let name = name_extent(slot, index, len as u32);
-                self.queue.push_back((name, region.file_offset + from, len, buf));
-            }
-            regions.push((memory, left));
-        }
-        (self.queue_record, self.queue_step) = (at, step);
-        let regions_left = regions.len() as u32;
-        if let Some(slice) = self.slices.get_mut(slot) {
-            let plan = Plan::Encoded(packed);
-            *slice = Some(Slice { step, record: at, plan, regions, regions_left, failed: None });
-        }
-        true
+        self.enqueue(step, at, plan, Some(pieces)).await
     }
 }
 
@@ -169,32 +104,31 @@ impl Run<'_> {
 pub(super) fn unpack(
     log: &Reads,
     job: &ReadJob,
-    (wanted, header): (&Wanted, &Header),
-    (packed, region): (&Packed, u32),
-    (staging, failed): (Option<&SharedBuf>, Option<Reason>),
-    (verify, sample): (Verify, &mut u64),
+    region: &RegionIn<'_>,
+    pieces: &[StoredPiece],
+    sample: &mut u64,
 ) -> u64 {
-    let (Some(stored), Some(staging)) = (header.stored(), staging) else {
-        job.fail_run(
-            wanted.run.clone(),
-            &failed.unwrap_or(Reason::Bug("an encoded record without its lengths")),
-        );
+    let RegionIn { wanted, header, staging, failed, verify } = region;
+    let (Some(stored), Some(staging)) = (header.stored(), *staging) else {
+        let unsaid = Reason::Bug("an encoded record without its lengths");
+        job.fail_run(wanted.run.clone(), failed.as_ref().unwrap_or(&unsaid));
         return 0;
     };
     let mut decoded = 0;
-    for piece in packed.pieces(region) {
-        let ordinal = wanted.run.start + (piece.block - u32::from(wanted.location.block));
-        if let Some(reason) = &failed {
+    for StoredPiece { place, stored: bytes, chunk } in pieces {
+        let WantedChunk { block, part, bytes: len } = *chunk;
+        let ordinal = wanted.run.start + (block - u32::from(wanted.location.block));
+        if let Some(reason) = failed {
             job.fail(ordinal, reason);
             continue;
         }
-        let Some(to) = job.request.into.chunk(piece.part, ordinal, piece.len) else {
+        let Some(to) = job.request.into.chunk(part, ordinal, len) else {
             job.fail(ordinal, &OUTSIDE);
             continue;
         };
-        let expected = header.digest(piece.block, piece.part);
+        let expected = header.digest(block, part);
         let checked = verify.picks(sample) && !kvarts_layout::planted!("decoded-digest-not-compared");
-        let source = (staging, piece.source as usize, piece.stored as usize);
+        let source = (staging, place.source as usize, *bytes as usize);
         let copy = |chunk: &[u8]| {
             let found = if checked { crc32fast::hash(chunk) } else { expected.unwrap_or_default() };
             if expected == Some(found) {
@@ -202,11 +136,11 @@ pub(super) fn unpack(
             }
             found
         };
-        decoded += piece.len;
-        match log.decoder.show(stored.encoding, source, piece.len as usize, copy) {
+        decoded += len;
+        match log.decoder.show(stored.encoding, source, len as usize, copy) {
             Ok(found) if expected == Some(found) => {
                 if let Some((digests, digest)) = job.request.into.digests().zip(expected) {
-                    digests.set(piece.part, ordinal, digest);
+                    digests.set(part, ordinal, digest);
                 }
             }
             Ok(found) => damaged(job, wanted, ordinal, (expected, found), true),
@@ -238,23 +172,26 @@ mod tests {
             let layout = if layer_block { Layout::LayerBlock } else { Layout::FullBlock };
             let run = RunLayout::new(layout, LAYOUT_VERSION, &shape, 4).unwrap();
             let places = StoredPlaces::new(&run, &lengths).unwrap();
-            let all = (0..4u32).flat_map(|block| (0..6u32).map(move |part| (block, part, 9)));
+            let chunk = |block| move |part| WantedChunk { block, part, bytes: 9 };
+            let all = (0..4u32).flat_map(|block| (0..6u32).map(chunk(block)));
             let chunks: Vec<_> = all.zip(&wanted).filter(|(_, wanted)| **wanted).map(|(one, _)| one).collect();
-            let packed = Packed::new(&places, 8192, &chunks).unwrap();
+            let mut step = Step::new();
+            let pieces = StoredPieces::plan(&places, 8192, &chunks, &mut step).unwrap();
             let mut seen = Vec::new();
-            for (at, region) in (0..).zip(&packed.regions) {
+            for (at, region) in (0..).zip(step.regions()) {
                 prop_assert!(region.file_offset % PAGE_BYTES == 0 && region.bytes % PAGE_BYTES == 0);
-                prop_assert!(region.bytes <= REGION_BYTES || packed.pieces(at).len() == 1);
-                let read: u64 = Packed::extents(region).map(|(_, len)| len).sum();
+                prop_assert!(region.bytes <= u64::from(OPTIONS.max_region) || pieces.of(at).len() == 1);
+                let extents = step.extents().filter(|extent| extent.region == at);
+                let read: u64 = extents.map(|extent| u64::from(extent.len)).sum();
                 prop_assert_eq!(read, region.bytes);
-                for piece in packed.pieces(at) {
-                    let span = places.chunk(piece.block, piece.part).unwrap();
-                    prop_assert_eq!(region.file_offset + piece.source, 8192 + span.offset);
-                    prop_assert!(piece.source + piece.stored <= region.bytes);
-                    seen.push((piece.block, piece.part, piece.len));
+                for StoredPiece { place, stored, chunk } in pieces.of(at) {
+                    let span = places.chunk(chunk.block, chunk.part).unwrap();
+                    prop_assert_eq!(region.file_offset + place.source, 8192 + span.offset);
+                    prop_assert!(*stored == span.len && place.source + stored <= region.bytes);
+                    seen.push(*chunk);
                 }
             }
-            seen.sort_unstable();
+            seen.sort_unstable_by_key(|chunk| (chunk.block, chunk.part));
             prop_assert_eq!(seen, chunks);
         }
     }

@@ -70,14 +70,14 @@ fn what_was_deleted_stays_deleted_and_what_was_put_after_stays() {
             assert!(!world.has("a", 0) && world.has("a", 1) && world.has("a", 7), "{round}");
             assert_eq!(report.deleted, 1);
             world.contents();
-            // The second round has the graves from the checkpoint too.
+            // The second round has the tombstones from the checkpoint too.
             checkpoint::write(&world.log).await.unwrap();
         });
     }
 }
 
 #[test]
-fn graves_outlive_the_segment_that_held_them_by_the_checkpoint() {
+fn tombstones_outlive_the_segment_that_held_them_by_the_checkpoint() {
     let place = Place::new();
     let number = place.run(|world| async move {
         recover(&world.log).await.unwrap();
@@ -104,7 +104,7 @@ fn graves_outlive_the_segment_that_held_them_by_the_checkpoint() {
     place.run(|world| async move {
         recover(&world.log).await.unwrap();
         assert!(!world.has("a", 0) && world.has("a", 2));
-        assert!(world.log.graves.borrow().covers(NamespaceId([9; 32]), 2));
+        assert!(world.log.tombstones.borrow().covers(NamespaceId([9; 32]), 2));
     });
 }
 

@@ -129,7 +129,7 @@ impl Space {
         sealed.sort_by_key(|segment| segment.first_sequence.get());
         for segment in sealed {
             let Ok(footer) = self.read_footer(&segment).await else { continue };
-            if !self.save_graves(&footer).await
+            if !self.save_tombstones(&footer).await
                 || segment.book.live() > 0
                 || !self.evict_all(&segment, &footer).await
                 || segment.state.get() != SegmentState::Sealed
@@ -148,7 +148,7 @@ impl Space {
         // What was buried is kept while they stand. A checkpoint for every few segments is the price of forgetting it.
         let recycled = self.shared.counters.segments_recycled.load(Relaxed);
         let buried = hollow > 0
-            && !self.graves.borrow().is_empty()
+            && !self.tombstones.borrow().is_empty()
             && recycled.saturating_sub(self.hollow_removed_at.get()) >= RECYCLED_BETWEEN;
         // Where they are all that is missing, nothing need be evicted.
         let enough = hollow > 0 && hollow >= self.shared.shortage().min(self.shared.segment_bytes);
@@ -351,11 +351,7 @@ impl Space {
         let mut live = Vec::new();
         for (block, name) in (0u16..).zip(&blocks.blocks) {
             let Some(found) = index.locate(print(name.key)) else { continue };
-            let here = found.record.segment == segment.number
-                && u32::from(found.record.shard) == self.shard
-                && u64::from(found.record.page) * PAGE_BYTES == entry.offset
-                && found.location.block == block;
-            if here {
+            if self.is_at(segment, entry.offset, &found.record) && found.location.block == block {
                 live.push((found, BlockKey(name.key)));
             }
         }
@@ -424,10 +420,7 @@ impl Space {
         let is_live = |(block, name): (u16, &kvarts_layout::format::body::BlockName)| {
             let print = index.key().of(namespace, &BlockKey(name.key), group, coordinate);
             let Some(found) = index.locate(print) else { return false };
-            let here = u32::from(found.record.shard) == self.shard
-                && found.record.segment == segment.number
-                && u64::from(found.record.page) * PAGE_BYTES == entry.offset
-                && found.location.block == block;
+            let here = self.is_at(segment, entry.offset, &found.record) && found.location.block == block;
             if here {
                 class = Some(found.record.class);
             }

@@ -50,8 +50,8 @@ pub(crate) struct Leaving {
 pub(crate) type Victims = BTreeMap<u32, BTreeMap<u32, Leaving>>;
 
 /// Whether blocks of a segment may go and be given back at this moment.
-pub(crate) fn is_punchable(log: &Space, segment: &Segment) -> bool {
-    segment.state.get() == SegmentState::Sealed && log.is_unread(segment) && !segment.is_unpunchable()
+pub(crate) fn is_punchable(space: &Space, segment: &Segment) -> bool {
+    segment.state.get() == SegmentState::Sealed && space.is_unread(segment) && !segment.is_unpunchable()
 }
 
 /// What the blocks of a class have in common.
@@ -120,7 +120,7 @@ struct Seen {
 }
 
 struct Choice<'a> {
-    log: &'a Space,
+    space: &'a Space,
     policy: &'a dyn Policy,
     of: &'a dyn Fn(&RecordClass) -> bool,
     wanted: u64,
@@ -140,14 +140,14 @@ struct Choice<'a> {
 /// Blocks that together have about `wanted` bytes, those of the highest rank, and the footers that were read for it.
 /// Whom the policy spares begins anew, and others are taken for it.
 pub(crate) async fn choose(
-    log: &Space,
+    space: &Space,
     policy: &dyn Policy,
     of: &dyn Fn(&RecordClass) -> bool,
     wanted: u64,
 ) -> (Victims, Footers) {
-    let mut section = Section::begin(&log.shared.work.evictions, &*log.shared.clock);
+    let mut section = Section::begin(&space.shared.work.evictions, &*space.shared.clock);
     let mut choice = Choice {
-        log,
+        space,
         policy,
         of,
         wanted,
@@ -161,19 +161,19 @@ pub(crate) async fn choose(
         samples: Vec::new(),
     };
     let mut kept = Footers::new();
-    for some in coldest(log, &mut section).await.chunks(LOOKED_AT) {
+    for some in coldest(space, &mut section).await.chunks(LOOKED_AT) {
         if some.first().is_none_or(|next| choice.is_enough(next)) {
             break;
         }
         section.pause();
-        footers(log, some, &mut kept).await;
+        footers(space, some, &mut kept).await;
         for segment in some {
-            match kept.get(&segment.number).filter(|_| is_punchable(log, segment)) {
+            match kept.get(&segment.number).filter(|_| is_punchable(space, segment)) {
                 Some((_, footer)) if choice.blocks < BLOCKS_MAX || choice.bytes < wanted => {
                     choice.list(segment, footer, &mut section).await;
                 }
                 // Unreadable, or in use: its turn comes again.
-                None => segment.coldest.set(log.shared.ages.steps() as i64),
+                None => segment.coldest.set(space.shared.ages.steps() as i64),
                 Some(_) => {}
             }
         }
@@ -184,7 +184,7 @@ pub(crate) async fn choose(
 impl Choice<'_> {
     /// Whether nothing in the segment that comes next is likely to go before what is picked.
     fn is_enough(&self, next: &Segment) -> bool {
-        let now = self.log.shared.ages.steps() as i64;
+        let now = self.space.shared.ages.steps() as i64;
         let Some((boundary, _)) = self.boundary() else { return false };
         let since = now - i64::from(self.policy.age_of(boundary));
         !kvarts_layout::planted!("eviction-lists-all")
@@ -205,7 +205,7 @@ impl Choice<'_> {
 
     fn facts(&mut self, class: u32) -> Option<Facts> {
         *self.classes.entry(class).or_insert_with(|| {
-            let class = self.log.shared.classes.get(class).filter(|class| (self.of)(class));
+            let class = self.space.shared.classes.get(class).filter(|class| (self.of)(class));
             class.map(|class| Facts::of(&class))
         })
     }
@@ -285,17 +285,13 @@ impl Choice<'_> {
     /// The live blocks of a record, in order.
     fn seen(&self, segment: &Segment, entry: &Entry, blocks: &Blocks) -> Vec<Seen> {
         let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return Vec::new() };
-        let index = &self.log.shared.index;
+        let index = &self.space.shared.index;
         let (namespace, group) = (segment.local(blocks.namespace), Group(blocks.group));
         let mut seen = Vec::new();
         for (block, name) in (0u16..).zip(&blocks.blocks) {
             let print = index.key().of(namespace, &BlockKey(name.key), group, coordinate);
             let Some(found) = index.locate(print) else { continue };
-            let here = u32::from(found.record.shard) == self.log.shard
-                && found.record.segment == segment.number
-                && u64::from(found.record.page) * PAGE_BYTES == entry.offset
-                && found.location.block == block;
-            if here {
+            if self.space.is_at(segment, entry.offset, &found.record) && found.location.block == block {
                 seen.push(Seen { block, found, print, rank: 0, known: Candidate::default() });
             }
         }
@@ -304,7 +300,7 @@ impl Choice<'_> {
 
     /// The second of the last use of any of these blocks.
     fn used(&self, seen: &[Seen]) -> u32 {
-        let records = self.log.shared.index.records();
+        let records = self.space.shared.index.records();
         let mut last = None;
         let mut used = 0;
         for one in seen {
@@ -317,7 +313,7 @@ impl Choice<'_> {
 
     /// No rank is higher than those of the blocks behind; zero for what stays.
     fn rank(&self, seen: &mut [Seen], facts: Facts, used: u32) {
-        let shared = &self.log.shared;
+        let shared = &self.space.shared;
         let (epoch, record_age) = (shared.epoch(), shared.age_of(used));
         let first_used = seen.iter().find(|one| one.found.heat.frequency > 0).map(|one| one.block);
         let mut least = u32::MAX;
@@ -361,7 +357,7 @@ impl Choice<'_> {
     /// What goes of what is picked.
     async fn end(mut self, section: &mut Section<'_>) -> Victims {
         let full = self.boundary();
-        let now = self.log.shared.epoch();
+        let now = self.space.shared.epoch();
         let mut picked = Vec::with_capacity(self.picked.len());
         for (order, block) in self.enough(section).await {
             section.step(1).await;
@@ -369,7 +365,7 @@ impl Choice<'_> {
                 Chosen::Goes => picked.push((order, block)),
                 Chosen::Stays(frequency) => {
                     let heat = Heat { frequency, main: true, epoch: now };
-                    self.log.shared.index.set_heat(block.print, block.at, heat);
+                    self.space.shared.index.set_heat(block.print, block.at, heat);
                     self.stays(block.of, order.block);
                 }
             }
@@ -445,14 +441,14 @@ impl Choice<'_> {
             }
         }
         let mut ranks: Vec<u32> = {
-            let segments = self.log.segments.borrow();
-            let hollow = |number| segments.get(number).is_none_or(|segment| self.log.is_hollow(segment));
+            let segments = self.space.segments.borrow();
+            let hollow = |number| segments.get(number).is_none_or(|segment| self.space.is_hollow(segment));
             let emptied = least.iter().filter(|(number, _)| !self.in_use.contains(number) && !hollow(number));
             emptied.map(|(_, rank)| *rank).collect()
         };
         ranks.sort_unstable();
         let enough =
-            usize::try_from(self.wanted.div_ceil(self.log.shared.segment_bytes)).unwrap_or(usize::MAX);
+            usize::try_from(self.wanted.div_ceil(self.space.shared.segment_bytes)).unwrap_or(usize::MAX);
         let Some(rank) = ranks.len().checked_sub(enough.max(1)).and_then(|at| ranks.get(at).copied()) else {
             return spared;
         };
@@ -468,7 +464,7 @@ impl Choice<'_> {
 
     /// Notes of each listed segment when its oldest part was used that stays.
     fn note_coldest(&mut self, least: u32, spared: &BTreeSet<u32>) {
-        let now = self.log.shared.ages.steps() as i64;
+        let now = self.space.shared.ages.steps() as i64;
         let part = self.wanted / OLDEST_PARTS;
         for (segment, mut sample) in std::mem::take(&mut self.samples) {
             let most = if spared.contains(&segment.number) { u32::MAX } else { least };

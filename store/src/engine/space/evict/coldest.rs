@@ -23,15 +23,15 @@ pub(crate) const OLDEST_PARTS: u64 = 16;
 const LISTED_MAX: usize = 64;
 
 /// The segments from which blocks may go, those first of which the oldest part is the oldest; of one age in log order.
-pub(crate) async fn coldest(log: &Space, section: &mut Section<'_>) -> Vec<Rc<Segment>> {
+pub(crate) async fn coldest(space: &Space, section: &mut Section<'_>) -> Vec<Rc<Segment>> {
     let mut all: Vec<(i64, u64, Rc<Segment>)> = Vec::new();
     let mut next = Some(0);
     while let Some(from) = next.take() {
         let mut looked = 0;
-        for (number, segment) in log.segments.borrow().range(from..).take(AT_ONCE as usize) {
+        for (number, segment) in space.segments.borrow().range(from..).take(AT_ONCE as usize) {
             next = number.checked_add(1);
             looked += 1;
-            if is_punchable(log, segment) && segment.book.live() > 0 {
+            if is_punchable(space, segment) && segment.book.live() > 0 {
                 all.push((segment.coldest.get(), segment.first_sequence.get(), Rc::clone(segment)));
             }
         }
@@ -92,8 +92,8 @@ impl Sample {
 }
 
 /// Footers that were read for a choice, for whoever gives back what was chosen.
-pub(crate) async fn footers(log: &Space, some: &[Rc<Segment>], footers: &mut Footers) {
-    for (segment, footer) in some.iter().zip(log.read_footers(some).await) {
+pub(crate) async fn footers(space: &Space, some: &[Rc<Segment>], footers: &mut Footers) {
+    for (segment, footer) in some.iter().zip(space.read_footers(some).await) {
         if let Ok(footer) = footer {
             footers.insert(segment.number, (segment.generation.get(), footer));
         }

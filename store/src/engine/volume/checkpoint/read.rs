@@ -29,7 +29,7 @@ pub(crate) struct Checkpoint {
     pub(crate) sequence: Option<u64>,
     pub(crate) next_sequence: u64,
     pub(crate) segments: BTreeMap<u32, SegmentState>,
-    pub(crate) graves: TombstoneSet,
+    pub(crate) tombstones: TombstoneSet,
     /// By segment and generation, each sorted by page.
     records: BTreeMap<(u32, u64), Vec<Recency>>,
     pub(crate) bytes_read: u64,
@@ -56,11 +56,11 @@ impl Checkpoint {
             Items::Tombstones(tombstones) => {
                 for tombstone in &tombstones {
                     if let Some(namespace) = names.get(&tombstone.namespace) {
-                        self.graves.bury(*namespace, tombstone);
+                        self.tombstones.bury(*namespace, tombstone);
                     }
                 }
             }
-            Items::Epochs(epochs) => epochs.iter().for_each(|epoch| self.graves.bury_all(epoch)),
+            Items::Epochs(epochs) => epochs.iter().for_each(|epoch| self.tombstones.bury_all(epoch)),
         }
     }
 

@@ -117,9 +117,9 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     for some in segments.chunks(MAX_ITEMS) {
         output.chunk(&mut writer, &Items::Segments(some.to_vec())).await?;
     }
-    volume.prune_graves();
-    report.buried = volume.graves.borrow().version();
-    let (names, tombstones, epochs) = volume.graves.borrow().listed();
+    volume.prune_tombstones();
+    report.buried = volume.tombstones.borrow().version();
+    let (names, tombstones, epochs) = volume.tombstones.borrow().listed();
     for some in names.chunks(MAX_ITEMS) {
         output.chunk(&mut writer, &Items::Namespaces(some.to_vec())).await?;
     }
