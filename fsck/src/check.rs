@@ -187,6 +187,11 @@ fn dead(store: &Store, options: &Options, tally: &Tally) -> BTreeMap<u32, Graves
     graves.into_iter().filter_map(by_number).collect()
 }
 
+/// Two for each core: while one waits for the device, the other computes digests.
+pub fn default_threads() -> usize {
+    std::thread::available_parallelism().map_or(2, |cores| cores.get().saturating_mul(2)).min(64)
+}
+
 /// What the checkpoints of a store say.
 #[derive(Clone, Debug, Default)]
 pub struct Stated {

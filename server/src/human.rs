@@ -1,7 +1,7 @@
 //! Numbers as people read them.
 
 /// A whole number with its digits in threes: `1,048,576`.
-pub(crate) fn grouped(number: u64) -> String {
+pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut out = String::with_capacity(digits.len() * 4 / 3 + 1);
     for (index, digit) in digits.chars().enumerate() {
@@ -14,7 +14,7 @@ pub(crate) fn grouped(number: u64) -> String {
 }
 
 /// Bytes in the largest binary unit that leaves a number of at least one, with up to two decimals: `4.35 MiB`.
-pub(crate) fn bytes(bytes: u64) -> String {
+pub fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let mut value = bytes as f64;
     let mut unit = "B";
@@ -30,7 +30,7 @@ pub(crate) fn bytes(bytes: u64) -> String {
 }
 
 /// Bytes as people read them, with the exact number where the short one hides it.
-pub(crate) fn exact_bytes(count: u64) -> String {
+pub fn exact_bytes(count: u64) -> String {
     if count < 1024 { bytes(count) } else { format!("{} ({} B)", bytes(count), grouped(count)) }
 }
 

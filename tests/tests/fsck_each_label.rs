@@ -373,7 +373,7 @@ fn every_label_of_the_checkers_own_has_a_test_that_names_it_and_a_row_in_the_doc
         "../fsck/src/check",
         "../fsck/src/check/deep",
         "../fsck/src/repair",
-        "../server/tests",
+        "../kvarts/tests",
     ];
     for folder in folders.map(|folder| here.join(folder)) {
         for entry in std::fs::read_dir(folder).unwrap() {

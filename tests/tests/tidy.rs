@@ -4,13 +4,16 @@
 use std::path::{Path, PathBuf};
 
 /// Rooms whose sources are held to the rules.
-const ROOMS: [&str; 11] = [
+const ROOMS: [&str; 14] = [
     "layout",
     "store",
     "gpudirect",
     "wire",
     "client",
     "server",
+    "terminal",
+    "bench",
+    "kvarts",
     "fsck",
     "planner",
     "simulator",

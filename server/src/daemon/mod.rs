@@ -367,7 +367,7 @@ fn bytes_below(directory: &Path) -> u64 {
 }
 
 /// Who the server is, read and checked. Says in one line what is wrong.
-pub(crate) fn read_tls(files: &TlsFiles) -> Result<Tls, String> {
+pub fn read_tls(files: &TlsFiles) -> Result<Tls, String> {
     let read = |path: &PathBuf| std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
     Tls::new(&Identity {
         certificate: read(&files.certificate)?,

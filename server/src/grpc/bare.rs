@@ -25,7 +25,7 @@ use kvarts_wire::proto;
 /// Answers every read with so many messages of bytes that it has. Of the request it takes what digests begin with, and
 /// nothing else.
 #[derive(Clone, Debug)]
-pub(crate) struct Bare {
+pub struct Bare {
     source: Source,
     /// How many messages.
     messages: u64,
@@ -88,14 +88,14 @@ impl Stored {
 
 impl Bare {
     /// So many messages of these bytes.
-    pub(crate) fn of_memory(bytes: &Bytes, messages: u64) -> Self {
+    pub fn of_memory(bytes: &Bytes, messages: u64) -> Self {
         let mut digested = Hasher::new();
         digested.update(bytes);
         Self { source: Source::Memory(bytes.clone(), digested), messages }
     }
 
     /// So many messages of `each` bytes of a file whose content is `bytes`, from its beginning again and again.
-    pub(crate) fn of_file(file: File, bytes: &[u8], each: usize, messages: u64) -> Self {
+    pub fn of_file(file: File, bytes: &[u8], each: usize, messages: u64) -> Self {
         let digests = bytes.chunks_exact(each).map(crc32fast::hash).collect();
         let stored = Stored { file, each, digests, spare: Mutex::default() };
         Self { source: Source::File(Arc::new(stored)), messages }

@@ -10,7 +10,7 @@
 
 mod admin;
 mod answer;
-pub(crate) mod bare;
+pub mod bare;
 pub(crate) mod call;
 pub(crate) mod calls;
 mod frame;
@@ -30,5 +30,4 @@ mod watch;
 use kvarts_wire::{convert, digest, fault, limits};
 
 pub use line::Strangers;
-pub use serve::{Identity, Listeners, Tls, serve};
-pub(crate) use serve::{incoming_tcp, transport};
+pub use serve::{Identity, Listeners, Tls, incoming_tcp, serve, transport};

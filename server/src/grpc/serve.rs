@@ -148,7 +148,7 @@ async fn serve_tcp(
 
 /// Connections that come in over TCP, set up as the server's are: also those of the bare server that this one is
 /// measured beside.
-pub(crate) fn incoming_tcp(listener: Arc<TcpListener>) -> impl Stream<Item = std::io::Result<TcpStream>> {
+pub fn incoming_tcp(listener: Arc<TcpListener>) -> impl Stream<Item = std::io::Result<TcpStream>> {
     let accepted = futures_util::stream::unfold(listener, |listener| async {
         let accepted = listener.accept().await;
         Some((accepted.map(|(stream, _)| stream), listener))
@@ -198,7 +198,7 @@ fn placed<S>(
 }
 
 /// The transport's settings: also those of the bare server that this one is measured beside.
-pub(crate) fn transport() -> Server {
+pub fn transport() -> Server {
     Server::builder()
         .initial_stream_window_size(limits::UPLOAD_STREAM_WINDOW_BYTES)
         .initial_connection_window_size(limits::UPLOAD_CONNECTION_WINDOW_BYTES)

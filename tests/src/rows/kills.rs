@@ -63,7 +63,7 @@ pub(super) fn program() -> Result<PathBuf, String> {
     let beside = own.ancestors().skip(1).take(2).map(|folder| folder.join("kvarts"));
     let found = beside.into_iter().find(|path| path.is_file());
     found.ok_or_else(|| {
-        "the program is not built beside the campaign: cargo build -p kvarts-server, with --release if it is"
+        "the program is not built beside the campaign: cargo build -p kvarts, with --release if it is"
             .to_owned()
     })
 }

@@ -1,0 +1,103 @@
+//! `kvarts bench`: the engine measured beside a bare loop, in one run.
+//!
+//! No figure here stands alone. Each is a ratio of two contestants that took turns on the same files, with the same
+//! number of threads, ring flags, registered memory, request sizes and bytes in flight; beside it stands the same
+//! ratio of the bare loop to itself (the control). Where the control strays from one, the machine was too restless,
+//! and the report says that it is not to be quoted.
+//!
+//! This is the one place of the program that looks at the wall clock to time things, and that touches files beside
+//! the store's own seam: it measures a real machine, so nothing of it runs in the simulation.
+#![allow(
+    clippy::disallowed_methods,
+    reason = "measures a real machine: wall clock, threads and scratch files"
+)]
+#![allow(clippy::disallowed_types, reason = "a plain hash map is what a lookup is compared with")]
+
+mod bare;
+mod churn;
+mod crossover;
+pub mod devices;
+mod encoded;
+mod fio;
+mod fsck;
+mod gpu;
+mod layers;
+mod local;
+mod lookup;
+mod mixed;
+mod open;
+mod pairs;
+mod put;
+mod replay;
+mod report;
+mod scale;
+mod serve;
+mod setup;
+pub mod sim;
+mod trace;
+mod traces;
+
+use std::io::Write;
+
+use clap::{Args, Subcommand};
+
+use kvarts_terminal::Failure;
+
+/// Which part of the engine is measured.
+#[derive(Args, Debug)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    command: BenchCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum BenchCommand {
+    /// Read a long prefix layer by layer, cold, with every digest checked
+    Layers(layers::LayersArgs),
+    /// Put records durably, alone and in groups, into fresh and recycled files
+    Put(put::PutArgs),
+    /// Look up the keys of a prompt among a million blocks
+    Match(lookup::MatchArgs),
+    /// Open a store of a million blocks after a crash and after a clean stop
+    Open(open::OpenArgs),
+    /// Keep a full store in use and watch disk, memory, descriptors and write amplification
+    Churn(churn::ChurnArgs),
+    /// Replay a trace of requests and compare the hits with an exact LRU's
+    Replay(replay::ReplayArgs),
+    /// Fill the index with up to a hundred million blocks and look what the engine's own work costs among them
+    Scale(scale::ScaleArgs),
+    /// Write a made-up trace of requests for `bench replay`
+    Trace(trace::TraceArgs),
+    /// Read layers while puts, reclaim and compaction are at work on a nearly full store
+    Mixed(mixed::MixedArgs),
+    /// Read a prefix that compaction has encoded beside one of the same bytes that is raw
+    Encoded(encoded::EncodedArgs),
+    /// Check a store with all digests, beside a bare sequential read of its files
+    Fsck(fsck::FsckArgs),
+    /// Read over gRPC on loopback, beside a bare server that streams from memory
+    Serve(serve::ServeArgs),
+    /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
+    Crossover(crossover::CrossoverArgs),
+    /// Bring layers from disk to a device under an engine that computes
+    Gpu(gpu::GpuArgs),
+}
+
+/// Runs one of the subcommands.
+pub fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    match &arguments.command {
+        BenchCommand::Layers(arguments) => layers::run(arguments, out),
+        BenchCommand::Put(arguments) => put::run(arguments, out),
+        BenchCommand::Match(arguments) => lookup::run(arguments, out),
+        BenchCommand::Open(arguments) => open::run(arguments, out),
+        BenchCommand::Churn(arguments) => churn::run(arguments, out),
+        BenchCommand::Replay(arguments) => replay::run(arguments, out),
+        BenchCommand::Scale(arguments) => scale::run(arguments, out),
+        BenchCommand::Trace(arguments) => trace::run(arguments, out),
+        BenchCommand::Mixed(arguments) => mixed::run(arguments, out),
+        BenchCommand::Encoded(arguments) => encoded::run(arguments, out),
+        BenchCommand::Fsck(arguments) => fsck::run(arguments, out),
+        BenchCommand::Serve(arguments) => serve::run(arguments, out),
+        BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
+        BenchCommand::Gpu(arguments) => gpu::run(arguments, out),
+    }
+}

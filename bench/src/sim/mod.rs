@@ -1,0 +1,38 @@
+//! `kvarts sim`: traces against tiers, in virtual time.
+#![allow(clippy::disallowed_methods, reason = "reads traces and clusters, and says how long it took")]
+
+mod cluster;
+pub(crate) mod disk;
+
+use std::io::Write;
+
+use clap::{Args, Subcommand};
+
+use kvarts_terminal::Failure;
+
+/// Arguments of `kvarts sim`.
+#[derive(Args, Debug)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct SimArgs {
+    #[command(subcommand)]
+    command: Option<SimCommand>,
+    #[command(flatten)]
+    run: cluster::RunArgs,
+}
+
+#[derive(Subcommand, Debug)]
+enum SimCommand {
+    /// A trace against the disk tier alone: the engine itself over a disk in memory, as `bench replay` over a real one
+    Disk(disk::DiskArgs),
+    /// Find the configurations that keep a promise and that nothing beats in latency, throughput and cost
+    Search(Box<cluster::SearchArgs>),
+}
+
+/// Runs one of the subcommands, or a cluster.
+pub fn run(arguments: &SimArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    match &arguments.command {
+        None => cluster::run(&arguments.run, out),
+        Some(SimCommand::Disk(arguments)) => disk::run(arguments, out),
+        Some(SimCommand::Search(arguments)) => cluster::search_for(arguments, out),
+    }
+}

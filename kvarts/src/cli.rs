@@ -1,0 +1,238 @@
+//! The command line: which subcommands there are, and how each ends.
+//!
+//! A subcommand is one variant of [`Command`] and one module with its arguments and a `run`. It writes what it has
+//! to say to the writer it is given and reports everything else as a [`Failure`]; this module alone decides about
+//! exit codes and what stands on standard error:
+//! - 0 for success: what was asked for was done, found nothing wrong, and was told in full;
+//! - 1 for problems that were found and reported;
+//! - 2 for whatever else keeps a command from its work or its answer from being written, with exactly one line that says
+//!   what; with `--json` one object with `error` stands on standard output besides;
+//! - 141, and not a word, where whoever read our output went away before its end: what a shell says of a program that a
+//!   closed pipe ended. It never means that a store is clean. Problems that were found by then stay 1.
+
+use std::ffi::OsString;
+use std::io::{self, BufWriter, Write};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use kvarts_terminal::{Failure, Refusal};
+
+use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
+use crate::{client_cmd, compact_cmd, config_cmd, demo, fsck_cmd, gpu_cmd, model_cmd, plan_cmd, serve_cmd};
+
+/// What the end of the program says; part of the help.
+pub(crate) const EXIT_CODES: &str = "\
+Exit codes: 0 done, nothing wrong was found; 1 problems were found; 2 it could not be done, or its answer could not be \
+written, one line on standard error says why (with --json an object with \"error\" on standard output too); 141 whoever \
+read the output went away before its end.";
+
+/// Of a program that a closed pipe ended, as a shell says it.
+const CUT_OFF: u8 = 141;
+
+/// A storage engine for the KV-cache artifacts of language models.
+#[derive(Parser, Debug)]
+#[command(name = "kvarts", version, after_help = EXIT_CODES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Measure the engine beside a bare loop over the same files
+    Bench(Box<kvarts_bench::BenchArgs>),
+    /// Write what is live in a store together, offline, in place or as a new store
+    Compact(compact_cmd::CompactArgs),
+    /// Check and show a server's configuration, make tokens
+    Config(config_cmd::ConfigArgs),
+    /// Delete blocks of a running server
+    Delete(client_cmd::DeleteArgs),
+    /// Show what this is for, on a server in a temporary directory, in under a minute
+    Demo(demo::DemoArgs),
+    /// Write artifacts of a store into a portable file
+    Export(export_cmd::ExportArgs),
+    /// Check a store offline, and repair it when asked
+    Fsck(fsck_cmd::FsckArgs),
+    /// Read blocks of a running server into a file
+    Get(client_cmd::GetArgs),
+    /// Describe devices and measure how memory reaches them
+    Gpu(gpu_cmd::GpuArgs),
+    /// Put the artifacts of an exported file into a store
+    Import(import_cmd::ImportArgs),
+    /// Show what lies where in a store
+    Inspect(inspect_cmd::InspectArgs),
+    /// List what is there: with a directory the artifacts in its files, without one the models of a running server
+    Ls(ls_cmd::LsArgs),
+    /// Ask a running server how much of a prompt can be restored
+    Match(client_cmd::MatchArgs),
+    /// Show, import and check model specs
+    Model(model_cmd::ModelArgs),
+    /// Hold blocks of a running server against eviction
+    Pin(client_cmd::PinArgs),
+    /// Put blocks from a file into a running server
+    Put(client_cmd::PutArgs),
+    /// Have a running server take writes again after a fault made it read-only, once the cause is gone
+    Resume(client_cmd::AdminArgs),
+    /// Run the daemon
+    Serve(Box<serve_cmd::ServeArgs>),
+    /// Say what restoring a prefix is worth, and where a request should go
+    Plan(Box<plan_cmd::PlanArgs>),
+    /// Run a trace against tiers in virtual time
+    Sim(Box<kvarts_bench::sim::SimArgs>),
+    /// Show what a running server is and has done
+    Stat(client_cmd::AdminArgs),
+    /// Follow what happens to blocks of a running server
+    Watch(client_cmd::WatchArgs),
+}
+
+/// Runs the program with the process's arguments and standard streams.
+pub(crate) fn main() -> ExitCode {
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    let json = answers_in_json(&arguments);
+    let mut out = BufWriter::new(io::stdout().lock());
+    let result = run(arguments, &mut out);
+    ExitCode::from(end(result, json, &mut out))
+}
+
+/// Whether standard output is for a program: a refusal then goes there too. What `get` writes there are blocks.
+fn answers_in_json(arguments: &[OsString]) -> bool {
+    let mut words = arguments.iter().skip(1).take_while(|word| *word != "--");
+    words.next().is_some_and(|command| command != "get") && words.any(|word| word == "--json")
+}
+
+/// The last words of a command, and its exit code.
+fn end(result: Result<(), Failure>, json: bool, out: &mut dyn Write) -> u8 {
+    let refusal = match result {
+        Ok(()) => return told(out.flush(), 0),
+        // What was found by then is true, also where nobody reads it to the end.
+        Err(Failure::Problems) => match told(out.flush(), 1) {
+            CUT_OFF => return 1,
+            code => return code,
+        },
+        Err(Failure::Output(error)) => return told(Err(error), 2),
+        Err(Failure::User(message)) => Refusal::new("invalid", message, ""),
+        Err(Failure::Refused(refusal)) => refusal,
+    };
+    complain(&refusal.line());
+    if json {
+        let told = serde_json::json!({ "error": refusal });
+        // The line and the code have said it already.
+        let _ = writeln!(out, "{told:#}");
+    }
+    let _ = out.flush();
+    2
+}
+
+/// The exit code of a command that wrote its answer, or did not.
+fn told(written: io::Result<()>, code: u8) -> u8 {
+    match written {
+        Ok(()) => code,
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => CUT_OFF,
+        Err(error) => {
+            complain(&format!("cannot write the output: {error}"));
+            2
+        }
+    }
+}
+
+fn complain(message: &str) {
+    // If standard error is gone, the exit code is all there is left to say.
+    let _ = writeln!(io::stderr(), "kvarts: {}", one_line(message));
+}
+
+fn one_line(message: &str) -> String {
+    message.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
+fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Result<(), Failure> {
+    let cli = match Cli::try_parse_from(arguments) {
+        Ok(cli) => cli,
+        // Help and the version are answers, not faults.
+        Err(error) if !error.use_stderr() => return Ok(write!(out, "{}", error.render())?),
+        Err(error) => return Err(Failure::User(usage_fault(&error))),
+    };
+    match cli.command {
+        Command::Bench(arguments) => kvarts_bench::run(&arguments, out),
+        Command::Compact(arguments) => compact_cmd::run(&arguments, out),
+        Command::Config(arguments) => config_cmd::run(&arguments, out),
+        Command::Delete(arguments) => client_cmd::delete(&arguments, out),
+        Command::Demo(arguments) => demo::run(&arguments, out),
+        Command::Export(arguments) => export_cmd::run(&arguments, out),
+        Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
+        Command::Get(arguments) => client_cmd::get(&arguments, out),
+        Command::Gpu(arguments) => gpu_cmd::run(&arguments, out),
+        Command::Import(arguments) => import_cmd::run(&arguments, out),
+        Command::Inspect(arguments) => inspect_cmd::run(&arguments, out),
+        Command::Ls(arguments) => ls_cmd::run(&arguments, out),
+        Command::Match(arguments) => client_cmd::matching(&arguments, out),
+        Command::Model(arguments) => model_cmd::run(&arguments, out),
+        Command::Pin(arguments) => client_cmd::pin(&arguments, out),
+        Command::Put(arguments) => client_cmd::put(&arguments, out),
+        Command::Resume(arguments) => client_cmd::resume(&arguments, out),
+        Command::Serve(arguments) => serve_cmd::run(&arguments, out),
+        Command::Plan(arguments) => plan_cmd::run(&arguments, out),
+        Command::Sim(arguments) => kvarts_bench::sim::run(&arguments, out),
+        Command::Stat(arguments) => client_cmd::stat(&arguments, out),
+        Command::Watch(arguments) => client_cmd::watch(&arguments, out),
+    }
+}
+
+/// What is wrong with the arguments, on one line: the parser's message without its usage text.
+fn usage_fault(error: &clap::Error) -> String {
+    use clap::error::ErrorKind;
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return "which subcommand? `--help` lists them".to_owned();
+    }
+    let text = error.render().to_string();
+    let message = text.split("\nUsage:").next().unwrap_or(&text);
+    let message = message.split("\nFor more information").next().unwrap_or(message);
+    let words: Vec<&str> = message.split_whitespace().collect();
+    let message = words.join(" ");
+    message.strip_prefix("error: ").unwrap_or(&message).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fault(arguments: &[&str]) -> String {
+        let arguments = arguments.iter().map(OsString::from);
+        match run(arguments, &mut Vec::new()) {
+            Err(Failure::User(message)) => message,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn faulty_arguments_are_told_on_one_line() {
+        assert_eq!(fault(&["kvarts"]), "which subcommand? `--help` lists them");
+        let unknown = fault(&["kvarts", "modle"]);
+        assert_eq!(
+            unknown,
+            "unrecognized subcommand 'modle' tip: some similar subcommands exist: 'delete', 'model'"
+        );
+        let missing = fault(&["kvarts", "model", "show"]);
+        assert_eq!(missing, "the following required arguments were not provided: <NAME|FILE>");
+        assert!(fault(&["kvarts", "model", "show", "x", "--tp", "-1"]).contains("'-1'"));
+    }
+
+    #[test]
+    fn a_refusal_is_an_object_where_a_program_reads_and_never_among_the_blocks_of_a_get() {
+        let json = |words: &[&str]| answers_in_json(&words.iter().map(OsString::from).collect::<Vec<_>>());
+        assert!(json(&["kvarts", "fsck", "--json", "dir"]) && json(&["kvarts", "ls", "--json"]));
+        assert!(!json(&["kvarts", "fsck", "dir"]) && !json(&["kvarts", "fsck", "--", "--json"]));
+        assert!(!json(&["kvarts", "get", "--json", "--to", "-"]) && !json(&["kvarts", "--json"]));
+        let mut out = Vec::new();
+        assert_eq!(end(Err(Failure::User("no".to_owned())), true, &mut out), 2);
+        let said: serde_json::Value = serde_json::from_slice(&out).unwrap();
+        assert_eq!((&said["error"]["kind"], &said["error"]["message"]), (&"invalid".into(), &"no".into()));
+        let mut out = Vec::new();
+        assert_eq!((end(Err(Failure::User("no".to_owned())), false, &mut out), out.len()), (2, 0));
+    }
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+}

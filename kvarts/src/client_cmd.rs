@@ -1,0 +1,294 @@
+//! `kvarts put`, `get`, `match`, `ls`, `stat`, `resume`, `delete`, `pin`, `watch`: a running server from the command line.
+//!
+//! A server is named by `--server`, by `$KVARTS_SERVER`, or is the one that `kvarts serve` runs here. Blocks are named by
+//! the model that they are of and either the tokens of a prompt or keys; their bytes stand in files one block after the
+//! other, each in canonical form: `[layer][part]`.
+//!
+//! Exit code 1 means that the server answered and something that was asked for is not there, or was not done.
+#![allow(clippy::disallowed_methods, reason = "commands of a person: files of the person's")]
+
+mod get;
+mod put;
+mod stat;
+mod subject;
+
+use std::io::Write;
+use std::time::Duration;
+
+use clap::Args;
+use kvarts_layout::{BlockKey, NamespaceId};
+use kvarts_store::api::{
+    DeleteOutcome, DeleteRequest, KvStore, LeaseId, MatchRequest, Order, Placed, ReadEnd, ReadRequest,
+    Target, Verify,
+};
+use kvarts_store::io::SharedBuf;
+use kvarts_store::rt::Class;
+use kvarts_store::rt::blocking::block_on;
+use serde_json::json;
+
+pub(crate) use get::{GetArgs, get};
+use kvarts_client::{Client, Via};
+use kvarts_server::human::grouped;
+use kvarts_terminal::Failure;
+use kvarts_wire::proto;
+pub(crate) use put::{PutArgs, put};
+pub(crate) use stat::{AdminArgs, resume, stat};
+use subject::Subject;
+pub(crate) use subject::{KeyArgs, ModelArgs, ServerArgs};
+
+/// Bytes of blocks that are put or read at once.
+const BATCH_BYTES: u64 = 64 << 20;
+
+/// The arguments of `match`.
+#[derive(Args, Debug)]
+pub(crate) struct MatchArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The arguments of `delete`.
+#[derive(Args, Debug)]
+pub(crate) struct DeleteArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
+    /// Everything of the model
+    #[arg(long, conflicts_with_all = ["tokens", "keys"])]
+    all: bool,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The arguments of `pin`.
+#[derive(Args, Debug)]
+pub(crate) struct PinArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
+    /// For how long, such as 90s, 30m, 12h; a day at most
+    #[arg(long, default_value = "1h", value_parser = subject::duration)]
+    hold: Duration,
+    /// End this pin instead
+    #[arg(long, value_name = "PIN", conflicts_with_all = ["tokens", "keys"])]
+    release: Option<u64>,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The arguments of `watch`.
+#[derive(Args, Debug)]
+pub(crate) struct WatchArgs {
+    /// End after so many events [default: never]
+    #[arg(long)]
+    count: Option<u64>,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+fn print(out: &mut dyn Write, value: &serde_json::Value) -> Result<(), Failure> {
+    serde_json::to_writer_pretty(&mut *out, value).map_err(std::io::Error::from)?;
+    Ok(writeln!(out)?)
+}
+
+/// Memory for a batch of blocks, and how many go into it.
+fn memory(client: &Client, subject: &Subject) -> Result<(SharedBuf, usize), Failure> {
+    let each = subject.shape.block_bytes();
+    let blocks = (BATCH_BYTES / each).clamp(1, subject.keys.len().max(1) as u64);
+    let len = usize::try_from(blocks * each).map_err(Failure::user)?;
+    let region = client.pool(len).map_err(Failure::user)?;
+    let buf = SharedBuf::new(&region, 0, len).ok_or_else(|| Failure::user("no memory"))?;
+    Ok((buf, blocks as usize))
+}
+
+fn placed(subject: &Subject, memory: &SharedBuf, blocks: usize) -> Result<Placed, Failure> {
+    let pages = memory.slice(0, subject.shape.block_bytes() as usize * blocks);
+    let pages = pages.ok_or_else(|| Failure::user("no memory"))?;
+    Placed::blocks(&subject.shape, pages, blocks as u32).map_err(Failure::user)
+}
+
+/// Reads blocks into memory.
+fn read(
+    client: &Client,
+    subject: &Subject,
+    keys: &[BlockKey],
+    memory: &SharedBuf,
+) -> Result<ReadEnd, Failure> {
+    let request = ReadRequest {
+        namespace: subject.namespace,
+        group: subject.group,
+        coordinate: subject.coordinate,
+        keys: keys.to_vec(),
+        layers: None,
+        order: Order::Blocks,
+        into: placed(subject, memory, keys.len())?,
+        verify: Verify::Always,
+        class: Class::Foreground,
+        deadline: None,
+    };
+    block_on(client.get_into(request)).map_err(Failure::user)
+}
+
+/// Runs `match`.
+pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Best)?;
+    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
+    let request = MatchRequest {
+        namespace: subject.namespace,
+        keys: &subject.keys,
+        requirements: &subject.requirements,
+        recompute_tokens_max: u64::MAX,
+        lease: None,
+    };
+    let found = client.match_prefix(&request).map_err(Failure::user)?;
+    let (longest, cheapest) = (&found.usable.longest, &found.usable.cheapest);
+    if arguments.server.json {
+        let boundary = |one: &kvarts_layout::prefix::Boundary| json!({"blocks": one.blocks, "tokens": one.tokens, "recompute_tokens": one.recompute_tokens});
+        let report = json!({
+            "namespace": subject.namespace.to_string(), "asked_blocks": subject.keys.len(),
+            "longest": boundary(longest), "cheapest": boundary(cheapest), "pending": found.pending,
+        });
+        return print(out, &report);
+    }
+    let pending =
+        if found.pending > 0 { format!(", {} more under way", found.pending) } else { String::new() };
+    let (blocks, asked) = (longest.blocks, subject.keys.len());
+    writeln!(
+        out,
+        "{blocks} of {asked} blocks ({} tokens) can be restored{pending}",
+        grouped(longest.tokens)
+    )?;
+    if longest.recompute_tokens > 0 {
+        writeln!(out, "  {} tokens of it have to be run again", grouped(longest.recompute_tokens))?;
+    }
+    Ok(())
+}
+
+/// Runs `ls` of a server.
+pub(crate) fn list(server: &ServerArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = server.connect(Via::Grpc)?;
+    let models = client.models().map_err(Failure::user)?.models;
+    let name = |bytes: &[u8]| <[u8; 32]>::try_from(bytes).map(|id| NamespaceId(id).to_string());
+    if server.json {
+        let model = |model: &proto::list_models_reply::Model| {
+            let identity = model.identity.clone().unwrap_or_default();
+            json!({
+                "namespace": name(&model.namespace).unwrap_or_default(), "model": identity.model,
+                "revision": identity.revision, "kv_dtype": identity.kv_dtype,
+                "block_tokens": identity.block_tokens, "layers": model.layers,
+            })
+        };
+        return print(out, &json!({"models": models.iter().map(model).collect::<Vec<_>>()}));
+    }
+    if models.is_empty() {
+        writeln!(out, "No model was registered since the server started.")?;
+    }
+    for model in models {
+        let identity = model.identity.unwrap_or_default();
+        writeln!(
+            out,
+            "{}  {} {}, {} layers, blocks of {} tokens",
+            name(&model.namespace).unwrap_or_default(),
+            identity.model,
+            identity.revision,
+            model.layers,
+            identity.block_tokens
+        )?;
+    }
+    Ok(())
+}
+
+/// Runs `delete`.
+pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    let subject = match arguments.all {
+        true => Subject::without_keys(&client, &arguments.model)?,
+        false => Subject::new(&client, &arguments.model, &arguments.keys)?,
+    };
+    let target = match arguments.all {
+        true => Target::Namespace,
+        false => {
+            let column = Some((subject.group, subject.coordinate));
+            Target::Keys { column, keys: subject.keys.clone() }
+        }
+    };
+    let request = DeleteRequest { namespace: subject.namespace, target, deadline: None };
+    let reply = block_on(client.delete(request)).map_err(Failure::user)?.map_err(Failure::user)?;
+    let refused = reply.outcomes.iter().filter(|one| matches!(one, DeleteOutcome::Refused(_))).count();
+    if arguments.server.json {
+        let report = json!({
+            "namespace": subject.namespace.to_string(), "deleted_blocks": reply.blocks, "refused": refused,
+        });
+        print(out, &report)?;
+    } else {
+        writeln!(out, "{} blocks deleted", grouped(reply.blocks))?;
+    }
+    if refused == 0 { Ok(()) } else { Err(Failure::Problems) }
+}
+
+/// Runs `pin`.
+pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    // A pin of the local path would end with this program.
+    let client = arguments.server.connect(Via::Grpc)?;
+    if let Some(pin) = arguments.release {
+        let ended = client.unpin(LeaseId(pin));
+        if arguments.server.json {
+            print(out, &json!({"pin": pin, "ended_now": ended}))?;
+        } else {
+            writeln!(out, "{}", if ended { "the pin has ended" } else { "there was no such pin" })?;
+        }
+        return if ended { Ok(()) } else { Err(Failure::Problems) };
+    }
+    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
+    let column = (subject.group, subject.coordinate);
+    let held = client.pin(subject.namespace, column, &subject.keys, arguments.hold);
+    let (lease, held) = held.map_err(Failure::user)?;
+    let pin = lease.map(|lease| lease.0);
+    if arguments.server.json {
+        print(out, &json!({"pin": pin, "held_blocks": held, "asked_blocks": subject.keys.len()}))?;
+    } else if let Some(pin) = pin {
+        let all = subject.keys.len();
+        writeln!(out, "{held} of {all} blocks are held; `kvarts pin --release {pin}` ends it sooner")?;
+    } else {
+        writeln!(out, "none of the blocks is there: nothing is held")?;
+    }
+    if held as usize == subject.keys.len() { Ok(()) } else { Err(Failure::Problems) }
+}
+
+/// Runs `watch`.
+pub(crate) fn watch(arguments: &WatchArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    let mut events = client.watch(None).map_err(Failure::user)?;
+    let hex = |bytes: &[u8]| -> String { bytes.iter().map(|byte| format!("{byte:02x}")).collect() };
+    let mut left = arguments.count.unwrap_or(u64::MAX);
+    while left > 0 {
+        let Some(event) = block_on(events.message()).map_err(Failure::user)? else { break };
+        left -= 1;
+        let what = event.what().as_str_name().to_lowercase();
+        let (key, namespace) = (hex(&event.key), hex(&event.namespace));
+        if arguments.server.json {
+            let line = json!({
+                "what": what, "key": key, "namespace": namespace, "unix_ms": event.unix_ms,
+                "cause": event.cause, "group": event.column.as_ref().map_or(0, |column| column.group),
+            });
+            writeln!(out, "{line}")?;
+        } else {
+            writeln!(out, "{what:<12} {key} {}", event.cause)?;
+        }
+        out.flush()?;
+    }
+    Ok(())
+}
+
+/// Keys as text, one a line, for `--keys`.
+pub(crate) fn keys_of(text: &str) -> Result<Vec<BlockKey>, String> {
+    let line = |(at, line): (usize, &str)| {
+        line.trim().parse::<BlockKey>().map_err(|error| format!("line {}: {error}", at + 1))
+    };
+    text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(line).collect()
+}

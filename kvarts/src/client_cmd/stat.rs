@@ -1,0 +1,124 @@
+//! `kvarts stat` and `kvarts resume`: what a running server is and has done, and writes taken again after a fault.
+
+use std::io::Write;
+
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::{ServerArgs, print};
+use kvarts_client::Via;
+use kvarts_server::human::{bytes, grouped};
+use kvarts_terminal::Failure;
+use kvarts_wire::proto;
+
+/// The arguments of `stat` and of `resume`.
+#[derive(Args, Debug)]
+pub(crate) struct AdminArgs {
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Runs `stat`.
+pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    let stats = client.stats().map_err(Failure::user)?;
+    let store: String = stats.store.iter().map(|byte| format!("{byte:02x}")).collect();
+    if arguments.server.json {
+        return print(out, &report(&store, &stats));
+    }
+    writeln!(out, "store {store}, kvarts {}", stats.version)?;
+    writeln!(out, "  on disk   {} of {}", bytes(stats.allocated_bytes), bytes(stats.budget_bytes))?;
+    if let Some(space) = stats.space {
+        let parts = [space.live_bytes, space.dead_bytes, space.free_bytes, space.overhead_bytes].map(bytes);
+        let [live, dead, free, overhead] = parts;
+        writeln!(out, "            {live} live, {dead} dead, {free} free, {overhead} overhead")?;
+    }
+    if let Some(why) = &stats.latched {
+        writeln!(out, "  writes    refused: {why}")?;
+        writeln!(out, "            `kvarts resume` has them taken again once the cause is gone")?;
+    }
+    show_limits(&stats.limits, out)?;
+    let sum = |field: fn(&proto::stats_reply::Recovery) -> u64| stats.recovery.iter().map(field).sum::<u64>();
+    let (blocks, problems) = (sum(|one| one.blocks), sum(|one| one.problems));
+    writeln!(
+        out,
+        "  recovery  {} blocks, {} problems at the last start",
+        grouped(blocks),
+        grouped(problems)
+    )?;
+    for (name, count) in &stats.counts {
+        writeln!(out, "  {:<24} {:>20}", name.replace('_', " "), grouped(*count))?;
+    }
+    for one in &stats.local_clients {
+        let modes = if one.modes.is_empty() { "no memory".to_owned() } else { one.modes.join(", ") };
+        writeln!(
+            out,
+            "  local client {} (uid {}, tenant {}): {modes}, {} shared, {} requests, {} leases",
+            one.pid,
+            one.uid,
+            one.tenant,
+            bytes(one.shared_bytes),
+            one.requests_under_way,
+            one.leases
+        )?;
+    }
+    Ok(())
+}
+
+/// A line for each limit: what is used of it, as far as that is counted. The budget has its own line.
+fn show_limits(limits: &[proto::stats_reply::Limit], out: &mut dyn Write) -> Result<(), Failure> {
+    for limit in limits.iter().filter(|limit| limit.name != "store.budget") {
+        let number = |value: u64| if limit.bytes { bytes(value) } else { grouped(value) };
+        let most = limit.most.map_or_else(|| "no limit".to_owned(), number);
+        match limit.used {
+            Some(used) => writeln!(out, "  {:<24} {} of {most}", limit.name, number(used))?,
+            None => writeln!(out, "  {:<24} {most}", limit.name)?,
+        }
+    }
+    Ok(())
+}
+
+fn report(store: &str, stats: &proto::StatsReply) -> Value {
+    let limit = |one: &proto::stats_reply::Limit| json!({"name": one.name, "used": one.used, "most": one.most, "bytes": one.bytes});
+    let local = |one: &proto::stats_reply::LocalClient| {
+        json!({
+            "tenant": one.tenant, "pid": one.pid, "uid": one.uid, "modes": one.modes,
+            "shared_bytes": one.shared_bytes, "requests_under_way": one.requests_under_way,
+            "leases": one.leases,
+        })
+    };
+    let recovery = |one: &proto::stats_reply::Recovery| {
+        json!({
+            "records": one.records, "blocks": one.blocks, "problems": one.problems,
+            "scanned_bytes": one.scanned_bytes,
+        })
+    };
+    json!({
+        "store": store, "version": stats.version, "budget_bytes": stats.budget_bytes,
+        "allocated_bytes": stats.allocated_bytes, "index_bytes": stats.index_bytes,
+        "latched": stats.latched, "limits": stats.limits.iter().map(limit).collect::<Vec<_>>(),
+        "space": stats.space.map(|space| json!({
+            "live_bytes": space.live_bytes, "dead_bytes": space.dead_bytes,
+            "free_bytes": space.free_bytes, "overhead_bytes": space.overhead_bytes,
+        })),
+        "counts": stats.counts, "notes": stats.notes,
+        "recovery": stats.recovery.iter().map(recovery).collect::<Vec<_>>(),
+        "local_clients": stats.local_clients.iter().map(local).collect::<Vec<_>>(),
+    })
+}
+
+/// Runs `resume`.
+pub(crate) fn resume(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    let why = |error: &kvarts_store::error::Error| format!("the store still takes no writes: {error}");
+    let before = client.resume().map_err(|error| Failure::user(why(&error)))?;
+    if arguments.server.json {
+        let before = Some(before).filter(|before| !before.is_empty());
+        return print(out, &json!({"resumed": before.is_some(), "before": before}));
+    }
+    match before.as_str() {
+        "" => writeln!(out, "the store took writes already")?,
+        before => writeln!(out, "the store takes writes again; what had stopped them: {before}")?,
+    }
+    Ok(())
+}

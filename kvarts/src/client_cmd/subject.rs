@@ -1,0 +1,276 @@
+//! What client commands are about: which server, which model, which blocks.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use kvarts_layout::key::text_keys;
+use kvarts_layout::prefix::{Absence, Need, Requirement, WindowPolicy};
+use kvarts_layout::{
+    BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, ModelSpec, NamespaceId, Requirements,
+};
+use kvarts_store::api::KvStore;
+
+use super::keys_of;
+use crate::{files, model_cmd};
+use kvarts_client::{Client, ConnectOptions, Via};
+use kvarts_server::config::{Config, GRPC_PORT};
+use kvarts_terminal::Failure;
+
+/// The most bytes of a file of tokens or keys.
+const NAMES_BYTES_MAX: usize = 64 << 20;
+/// The most bytes of a token's file, and of a certificate's.
+const SECRET_BYTES_MAX: usize = 1 << 20;
+
+/// Which server.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ServerArgs {
+    /// The server: a socket's path, HOST:PORT, or http(s)://HOST:PORT [default: $KVARTS_SERVER, or the one here]
+    #[arg(long, value_name = "ADDR|SOCKET")]
+    pub(crate) server: Option<String>,
+    /// A file that holds the token [default: $KVARTS_TOKEN_FILE]
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// For https: the authority that signed the server's certificate, a PEM file
+    #[arg(long, value_name = "FILE")]
+    authority: Option<PathBuf>,
+    /// For a socket, where there is a token: the number of the server's user, if it is not yours or root
+    /// [default: $KVARTS_SERVER_UID]
+    #[arg(long, value_name = "UID")]
+    server_uid: Option<u32>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// An endpoint from what a person writes.
+fn endpoint(text: &str) -> String {
+    let is_url = ["http://", "https://", "unix:"].iter().any(|scheme| text.starts_with(scheme));
+    if is_url {
+        text.to_owned()
+    } else if text.contains('/') || Path::new(text).exists() {
+        format!("unix:{text}")
+    } else {
+        format!("http://{text}")
+    }
+}
+
+impl ServerArgs {
+    fn endpoint(&self) -> Result<String, Failure> {
+        if let Some(server) = self.server.clone().or_else(|| std::env::var("KVARTS_SERVER").ok()) {
+            return Ok(endpoint(&server));
+        }
+        let config = Config::standard().map_err(Failure::user)?;
+        let socket = config.socket.filter(|socket| socket.exists());
+        Ok(match socket {
+            Some(socket) => format!("unix:{}", socket.display()),
+            None => format!("http://127.0.0.1:{GRPC_PORT}"),
+        })
+    }
+
+    /// Connects.
+    pub(crate) fn connect(&self, via: Via) -> Result<Client, Failure> {
+        let file =
+            self.token_file.clone().or_else(|| std::env::var_os("KVARTS_TOKEN_FILE").map(PathBuf::from));
+        let read = |path: &PathBuf, what| files::read_text(path, SECRET_BYTES_MAX, what);
+        let token = file.as_ref().map(|path| read(path, "a token")).transpose()?;
+        let authority = self.authority.as_ref().map(|path| read(path, "a certificate")).transpose()?;
+        let options = ConnectOptions {
+            token: token.map(|token| token.trim().to_owned()),
+            authority: authority.map(String::into_bytes),
+            via,
+            server_uid: self.server_uid.or_else(|| std::env::var("KVARTS_SERVER_UID").ok()?.parse().ok()),
+            ..ConnectOptions::to(self.endpoint()?)
+        };
+        Client::connect(&options).map_err(Failure::user)
+    }
+}
+
+/// Which model.
+#[derive(Args, Debug)]
+pub(crate) struct ModelArgs {
+    /// What decides the bytes: an identity in TOML or JSON
+    #[arg(long, value_name = "FILE")]
+    identity: Option<PathBuf>,
+    /// Its state: a shipped model's name, or a spec
+    #[arg(long, value_name = "NAME|FILE")]
+    model: Option<PathBuf>,
+    /// Instead of a model: flat pages of so many bytes
+    #[arg(long, value_name = "BYTES", conflicts_with = "model")]
+    page_bytes: Option<u64>,
+    /// The group of the blocks [default: the model's first]
+    #[arg(long)]
+    group: Option<u32>,
+    /// Ranks that share the state
+    #[arg(long, default_value_t = 1)]
+    tp: u16,
+    /// Which of them has these blocks [default: 0; match: all of them]
+    #[arg(long)]
+    rank: Option<u16>,
+}
+
+/// Which blocks.
+#[derive(Args, Debug)]
+pub(crate) struct KeyArgs {
+    /// The tokens of the prompt as numbers, or `-` for standard input: each full block of them is a block
+    #[arg(long, value_name = "FILE", conflicts_with = "keys")]
+    tokens: Option<PathBuf>,
+    /// Keys, 64 hexadecimal digits a line: flat pages that need not follow each other
+    #[arg(long, value_name = "FILE")]
+    keys: Option<PathBuf>,
+}
+
+/// Blocks of a model that is registered with a server.
+#[derive(Clone)]
+pub(super) struct Subject {
+    pub(super) namespace: NamespaceId,
+    pub(super) group: Group,
+    pub(super) coordinate: Coordinate,
+    pub(super) shape: BlockShape,
+    pub(super) requirements: Requirements,
+    pub(super) keys: Vec<BlockKey>,
+    /// Whether the keys follow each other.
+    pub(super) chained: bool,
+}
+
+impl Subject {
+    pub(super) fn new(client: &Client, model: &ModelArgs, keys: &KeyArgs) -> Result<Self, Failure> {
+        let mut subject = Self::without_keys(client, model)?;
+        let block_tokens = subject.requirements.block_tokens();
+        (subject.keys, subject.chained) = match (&keys.tokens, &keys.keys) {
+            (Some(file), None) => {
+                let text = files::read_text(file, NAMES_BYTES_MAX, "a list of tokens")?;
+                let tokens =
+                    tokens(&text).map_err(|what| Failure::User(format!("{}: {what}", file.display())))?;
+                (text_keys(&tokens, block_tokens), true)
+            }
+            (None, Some(file)) => {
+                let text = files::read_text(file, NAMES_BYTES_MAX, "a list of keys")?;
+                (keys_of(&text).map_err(|what| Failure::User(format!("{}: {what}", file.display())))?, false)
+            }
+            _ => return Err(Failure::user("which blocks? --tokens FILE or --keys FILE says")),
+        };
+        if subject.keys.is_empty() {
+            return Err(Failure::User(format!("no full block of {block_tokens} tokens is named")));
+        }
+        Ok(subject)
+    }
+
+    pub(super) fn without_keys(client: &Client, model: &ModelArgs) -> Result<Self, Failure> {
+        let file = model.identity.as_ref();
+        let file = file.ok_or_else(|| Failure::user("whose bytes? --identity FILE says"))?;
+        let mut identity = identity(file)?;
+        let (geometry, spec) = match (&model.model, model.page_bytes) {
+            (Some(name), _) => {
+                let spec = model_cmd::find(name)?;
+                (spec.geometry().clone(), Some(spec))
+            }
+            (None, Some(bytes)) => (Geometry::opaque(bytes).map_err(Failure::user)?, None),
+            (None, None) => {
+                return Err(Failure::user("of which shape? --model NAME or --page-bytes BYTES says"));
+            }
+        };
+        // The server gives the salt.
+        identity.tenant_salt.0.clear();
+        let block_tokens = identity.block_tokens;
+        let first = geometry.groups().first().map_or(Group(0), |group| group.group);
+        let group = model.group.map_or(first, Group);
+        let rank = model.rank.unwrap_or(0);
+        let coordinate = geometry.coordinate(group, model.tp, rank).map_err(Failure::user)?;
+        let shape = geometry.shape(group, coordinate, block_tokens).map_err(Failure::user)?;
+        let mut requirements = requirements(spec.as_ref(), &geometry, block_tokens, model.tp)?;
+        if let Some(rank) = model.rank {
+            requirements = of_rank(&requirements, &geometry, model.tp, rank)?;
+        }
+        let namespace = client.register(&identity, &geometry).map_err(Failure::user)?;
+        let (keys, chained) = (Vec::new(), false);
+        Ok(Self { namespace, group, coordinate, shape, requirements, keys, chained })
+    }
+}
+
+fn requirements(
+    spec: Option<&ModelSpec>,
+    geometry: &Geometry,
+    block_tokens: u32,
+    ranks: u16,
+) -> Result<Requirements, Failure> {
+    if let Some(spec) = spec {
+        return spec.requirements(block_tokens, WindowPolicy::Full, ranks).map_err(Failure::user);
+    }
+    let group = |group: &kvarts_layout::spec::GroupGeometry| -> Result<Requirement, Failure> {
+        let coordinates = geometry.coordinates(group.group, ranks).map_err(Failure::user)?;
+        Ok(Requirement { group: group.group, coordinates, need: Need::All, absence: Absence::Required })
+    };
+    let groups = geometry.groups().iter().map(group).collect::<Result<Vec<_>, _>>()?;
+    Requirements::new(block_tokens, groups).map_err(Failure::user)
+}
+
+/// What one rank needs of what all of them need.
+fn of_rank(all: &Requirements, geometry: &Geometry, ranks: u16, rank: u16) -> Result<Requirements, Failure> {
+    let one = |requirement: &Requirement| -> Result<Requirement, Failure> {
+        let coordinate = geometry.coordinate(requirement.group, ranks, rank).map_err(Failure::user)?;
+        Ok(Requirement { coordinates: vec![coordinate], ..requirement.clone() })
+    };
+    let groups = all.groups().iter().map(one).collect::<Result<Vec<_>, _>>()?;
+    Requirements::new(all.block_tokens(), groups).map_err(Failure::user)
+}
+
+fn identity(file: &Path) -> Result<Identity, Failure> {
+    let text = files::read_text(file, kvarts_layout::identity::MAX_IDENTITY_FILE_BYTES, "an identity")?;
+    let read = match text.trim_start().starts_with('{') {
+        true => Identity::from_json(&text),
+        false => Identity::from_toml(&text),
+    };
+    read.map_err(|error| Failure::User(format!("{}: {error}", file.display())))
+}
+
+/// Numbers with anything between them that is no letter: JSON, or a list.
+fn tokens(text: &str) -> Result<Vec<u32>, String> {
+    let separator = |c: char| c.is_whitespace() || [',', '[', ']', ';'].contains(&c);
+    let words = text.split(separator).filter(|word| !word.is_empty());
+    words.map(|word| word.parse().map_err(|_| format!("{word:?} is no token's number"))).collect()
+}
+
+/// A time such as 90s, 30m, 12h, 7d.
+pub(super) fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let each = match text.get(digits.len()..).unwrap_or_default() {
+        "s" | "" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 24 * 3600,
+        other => return Err(format!("{other:?} is no unit: s, m, h or d")),
+    };
+    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is no time such as 90s or 12h"))?;
+    let seconds = number.checked_mul(each).filter(|&seconds| seconds > 0);
+    seconds.map(Duration::from_secs).ok_or_else(|| format!("{text:?} is no time that can be"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_are_named_by_paths_addresses_and_urls() {
+        assert_eq!(endpoint("/run/kvarts.sock"), "unix:/run/kvarts.sock");
+        assert_eq!(endpoint("./kvarts.sock"), "unix:./kvarts.sock");
+        assert_eq!(endpoint("node-7:7440"), "http://node-7:7440");
+        assert_eq!(endpoint("https://node-7:7440"), "https://node-7:7440");
+        assert_eq!(endpoint("unix:x"), "unix:x");
+    }
+
+    #[test]
+    fn tokens_are_numbers_in_json_or_in_a_list() {
+        assert_eq!(tokens("[1, 2,3]\n4 5").unwrap(), [1, 2, 3, 4, 5]);
+        assert!(tokens("1 two").unwrap_err().contains("two") && tokens("-1").is_err());
+    }
+
+    #[test]
+    fn times_have_units_and_are_longer_than_nothing() {
+        assert_eq!(duration("90s"), Ok(Duration::from_secs(90)));
+        assert_eq!(duration("2h"), Ok(Duration::from_secs(7200)));
+        for wrong in ["", "0s", "h", "5 m", "5y", "-1s", "99999999999999999999d", "9999999999999999d"] {
+            assert!(duration(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! `kvarts config`: what a server would do with a configuration, without starting one; and new tokens.
+
+use std::io::Write;
+
+use clap::{Args, Subcommand};
+use kvarts_store::rt::Entropy;
+use kvarts_store::rt::clock::OsEntropy;
+use serde_json::json;
+
+use crate::serve_cmd::ServeArgs;
+use kvarts_server::config::Config;
+use kvarts_server::daemon::read_tls;
+use kvarts_server::node::auth::{Gate, TOKEN_PREFIX, TokenHash};
+use kvarts_terminal::Failure;
+use kvarts_terminal::{Align, Table};
+
+/// Which question about a configuration.
+#[derive(Args, Debug)]
+pub(crate) struct ConfigArgs {
+    #[command(subcommand)]
+    command: ConfigCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum ConfigCommand {
+    /// Say whether a configuration can be used, and what is wrong where
+    Check(Box<ServeArgs>),
+    /// Show every setting, what it is and where that comes from
+    Show(Box<ShowArgs>),
+    /// Make a token: the secret for a client, its hash for the configuration
+    Token(TokenArgs),
+}
+
+#[derive(Args, Debug)]
+struct ShowArgs {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    serve: ServeArgs,
+}
+
+#[derive(Args, Debug)]
+struct TokenArgs {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs one of the subcommands.
+pub(crate) fn run(arguments: &ConfigArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    match &arguments.command {
+        ConfigCommand::Check(serve) => {
+            let config = serve.resolve()?;
+            if let Some(files) = &config.tls {
+                read_tls(files).map_err(Failure::User)?;
+            }
+            Ok(writeln!(out, "good: {} settings, {}", config.origins.len(), doors(&config))?)
+        }
+        ConfigCommand::Show(show) => show_settings(show, out),
+        ConfigCommand::Token(token) => new_token(token.json, out),
+    }
+}
+
+fn doors(config: &Config) -> String {
+    match &config.gate {
+        Gate::Open(_) => "open to whoever reaches it".to_owned(),
+        Gate::Tokens(tokens) => format!("{} tokens", tokens.len()),
+    }
+}
+
+fn show_settings(arguments: &ShowArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let mut config = arguments.serve.resolve()?;
+    config.origins.sort_by_key(|setting| setting.name);
+    if arguments.json {
+        let shown = json!({ "settings": config.origins, "access": doors(&config) });
+        serde_json::to_writer_pretty(&mut *out, &shown).map_err(std::io::Error::from)?;
+        return Ok(writeln!(out)?);
+    }
+    let mut table = Table::new(&[("SETTING", Align::Left), ("VALUE", Align::Left), ("FROM", Align::Left)]);
+    for setting in &config.origins {
+        table.row([setting.name.to_owned(), setting.value.clone(), setting.from.to_owned()]);
+    }
+    write!(out, "{table}")?;
+    Ok(writeln!(out, "access: {}", doors(&config))?)
+}
+
+fn new_token(as_json: bool, out: &mut dyn Write) -> Result<(), Failure> {
+    let mut secret = [0; 32];
+    OsEntropy::new().fill(&mut secret);
+    let hex: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
+    let token = format!("{TOKEN_PREFIX}{hex}");
+    let hash = TokenHash::of(&token).to_string();
+    if as_json {
+        return Ok(writeln!(out, "{}", json!({ "token": token, "hash": hash }))?);
+    }
+    writeln!(out, "token (for the client, shown once): {token}")?;
+    Ok(writeln!(out, "hash (for [[tokens]] in the configuration): {hash}")?)
+}

@@ -1,0 +1,18 @@
+//! The `kvarts` program: one binary, every subcommand.
+
+mod cli;
+mod client_cmd;
+mod compact_cmd;
+mod config_cmd;
+mod demo;
+mod files;
+mod fsck_cmd;
+mod gpu_cmd;
+mod model_cmd;
+mod offline;
+mod plan_cmd;
+mod serve_cmd;
+
+fn main() -> std::process::ExitCode {
+    cli::main()
+}

@@ -1,0 +1,95 @@
+//! Commands that read a store's files without its engine: `inspect`, `ls`, `export`; and `import`, which opens it.
+#![allow(clippy::disallowed_methods, reason = "offline commands on real files and the real clock")]
+
+pub(crate) mod export_cmd;
+pub(crate) mod import_cmd;
+pub(crate) mod inspect_cmd;
+pub(crate) mod ls_cmd;
+mod map;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use clap::Args;
+use kvarts_fsck::check::Options;
+use kvarts_fsck::contents::{self, Contents};
+use kvarts_fsck::findings::Findings;
+use kvarts_fsck::remedy::missing_directories;
+use kvarts_fsck::store::{Store, survey};
+use kvarts_fsck::window::Tally;
+
+use crate::fsck_cmd;
+use kvarts_terminal::Failure;
+
+/// Which store, and whether it may be in use.
+#[derive(Args, Debug)]
+pub(crate) struct Place {
+    /// A directory of the store
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+    /// Further directories of the store
+    #[arg(long = "dir", value_name = "DIR")]
+    more: Vec<PathBuf>,
+    /// Read a store that is in use: what it writes meanwhile may be missing
+    #[arg(long)]
+    live: bool,
+}
+
+impl Place {
+    fn directories(&self) -> Vec<PathBuf> {
+        let mut all = vec![self.directory.clone()];
+        all.extend(self.more.iter().cloned());
+        all
+    }
+
+    /// Finds out what the store has, from its metadata.
+    fn read(&self, tally: &Tally) -> Result<(Store, Contents), Failure> {
+        let disks = fsck_cmd::open(&self.directories(), self.live)?;
+        let mut found = Findings::default();
+        let shown = self.directory.display();
+        let Some(store) = survey(&disks, &mut found)? else {
+            return Err(Failure::User(format!(
+                "{shown} holds a store that was never finished: nothing is in it"
+            )));
+        };
+        let options =
+            Options { threads: kvarts_fsck::check::default_threads(), live: self.live, ..Options::default() };
+        let contents = contents::read(&store, &options, now_ms(), tally, found);
+        Ok((store, contents))
+    }
+}
+
+/// Milliseconds since 1970.
+fn now_ms() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| u64::try_from(now.as_millis()).unwrap_or(u64::MAX))
+}
+
+fn write_json(value: &impl serde::Serialize, out: &mut dyn Write) -> Result<(), Failure> {
+    serde_json::to_writer_pretty(&mut *out, value).map_err(std::io::Error::from)?;
+    Ok(writeln!(out)?)
+}
+
+/// What a reader of metadata says where it met problems: it shows what is sound, and a check says the rest.
+fn warn_of_problems(contents: &Contents, out: &mut dyn Write) -> Result<(), Failure> {
+    let problems = contents.findings.problem_count;
+    if problems > 0 {
+        writeln!(out, "{problems} problems met; what they hide is not shown. Run kvarts fsck.")?;
+    }
+    if let Some(what) = missing_directories(&contents.findings) {
+        writeln!(out, "Not all of it is here: {what} (--dir).")?;
+    }
+    if contents.may_have_forgotten_deletes() {
+        writeln!(out, "A checkpoint cannot be read: what was deleted may be shown as if it were there.")?;
+    }
+    if contents.undefined > 0 {
+        writeln!(out, "{} records name a namespace that nothing defines.", contents.undefined)?;
+    }
+    Ok(())
+}
+
+/// Text from disk without what would move a terminal's cursor.
+fn shown(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}

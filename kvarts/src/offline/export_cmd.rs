@@ -1,0 +1,161 @@
+//! `kvarts export`: artifacts of a store into one portable file.
+//!
+//! The file appears under its name when it is whole and durable; until then it stands beside it under another one.
+
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use kvarts_fsck::contents::Contents;
+use kvarts_fsck::export::{Exported, LeftOut, Selection, export, planned_bytes};
+use kvarts_fsck::tree::lineage;
+use kvarts_fsck::window::Tally;
+use kvarts_layout::{BlockKey, NamespaceId};
+use serde::Serialize;
+
+use super::{Place, now_ms, shown, write_json};
+use crate::files;
+use crate::fsck_cmd::watched;
+use kvarts_server::human::{bytes, grouped};
+use kvarts_terminal::Failure;
+
+/// The arguments of `export`.
+#[derive(Args, Debug)]
+pub(crate) struct ExportArgs {
+    #[command(flatten)]
+    place: Place,
+    /// The file; refused if there is one
+    #[arg(long, value_name = "FILE")]
+    to: PathBuf,
+    /// Only this namespace
+    #[arg(long, value_name = "ID", conflicts_with_all = ["prefix", "all"])]
+    namespace: Option<NamespaceId>,
+    /// Only the prefix that ends with this key, and everything that descends from it
+    #[arg(long, value_name = "KEY", conflicts_with = "all")]
+    prefix: Option<BlockKey>,
+    /// Everything
+    #[arg(long)]
+    all: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    file: String,
+    complete: bool,
+    namespaces: u64,
+    artifacts: u64,
+    blocks: u64,
+    payload_bytes: u64,
+    blocks_left_out: u64,
+    blocks_gone: u64,
+    extensions_left_out: u64,
+    store_problems: u64,
+    /// A checkpoint cannot be read: what was deleted may be in the file.
+    deletes_may_be_missing: bool,
+    left_out: Vec<LeftOut>,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    if !arguments.all && arguments.namespace.is_none() && arguments.prefix.is_none() {
+        return Err(Failure::user("say what to export: --all, --namespace ID or --prefix KEY"));
+    }
+    files::refuse_existing(&arguments.to)?;
+    let tally = Tally::default();
+    let (store, contents) = arguments.place.read(&tally)?;
+    let wanted = match (arguments.namespace, arguments.prefix) {
+        (Some(namespace), _) => Selection::Namespace(namespace),
+        (None, Some(key)) => Selection::Blocks(lineage(&contents, key)),
+        (None, None) => Selection::All,
+    };
+    let partial = files::Partial::new(&arguments.to)?;
+    let mut writer = BufWriter::with_capacity(1 << 20, partial.file());
+    let (before, planned) = (tally.bytes(), planned_bytes(&contents, &wanted));
+    let exported = watched(&|| (tally.bytes() - before, planned), || {
+        export(&store, &contents, &wanted, (now_ms(), &tally), &mut writer)
+    });
+    let exported = exported.map_err(Failure::user)?;
+    writer.flush().map_err(|error| cannot(&arguments.to, &error))?;
+    drop(writer);
+    if exported.totals.blocks == 0 && exported.blocks_left_out == 0 && !arguments.all {
+        return Err(Failure::user("nothing in the store is what was asked for"));
+    }
+    partial.finish(false)?;
+    let report = report(arguments, exported, &contents);
+    if arguments.json {
+        write_json(&report, out)?;
+    } else {
+        write_text(&report, out)?;
+    }
+    if report.complete { Ok(()) } else { Err(Failure::Problems) }
+}
+
+fn cannot(path: &Path, error: &dyn std::fmt::Display) -> Failure {
+    Failure::User(format!("{}: {error}", path.display()))
+}
+
+fn report(arguments: &ExportArgs, exported: Exported, contents: &Contents) -> Report {
+    let store_problems = contents.findings.problem_count;
+    let deletes_may_be_missing = contents.may_have_forgotten_deletes();
+    let Exported { totals, left_out, blocks_left_out, blocks_gone, extensions_left_out } = exported;
+    Report {
+        file: arguments.to.display().to_string(),
+        complete: blocks_left_out == 0 && store_problems == 0 && !deletes_may_be_missing,
+        namespaces: totals.identities,
+        artifacts: totals.runs,
+        blocks: totals.blocks,
+        payload_bytes: totals.payload_bytes,
+        blocks_left_out,
+        blocks_gone,
+        extensions_left_out,
+        store_problems,
+        deletes_may_be_missing,
+        left_out,
+    }
+}
+
+fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
+    writeln!(
+        out,
+        "{}: {} blocks in {} artifacts of {} namespaces, {}, every digest verified",
+        report.file,
+        grouped(report.blocks),
+        grouped(report.artifacts),
+        grouped(report.namespaces),
+        bytes(report.payload_bytes)
+    )?;
+    for one in &report.left_out {
+        writeln!(
+            out,
+            "left out: {} blocks at shard {} segment {} offset {}: {}",
+            one.blocks,
+            one.shard,
+            one.segment,
+            one.offset,
+            shown(&one.why)
+        )?;
+    }
+    if report.blocks_left_out > 0 {
+        writeln!(out, "{} blocks are not in the file.", grouped(report.blocks_left_out))?;
+    }
+    if report.blocks_gone > 0 {
+        writeln!(out, "{} blocks left the store while it was read.", grouped(report.blocks_gone))?;
+    }
+    if report.extensions_left_out > 0 {
+        writeln!(out, "{} extensions of records are not in the file.", grouped(report.extensions_left_out))?;
+    }
+    if report.store_problems > 0 {
+        writeln!(
+            out,
+            "The store has {} problems; what they hide is not in the file. Run kvarts fsck.",
+            grouped(report.store_problems)
+        )?;
+    }
+    if report.deletes_may_be_missing {
+        writeln!(out, "A checkpoint cannot be read: what was deleted may be in the file.")?;
+    }
+    Ok(())
+}

@@ -1,0 +1,144 @@
+//! `kvarts serve`: runs the daemon until SIGTERM, SIGINT or a drain.
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+
+use clap::Args;
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
+
+use crate::files;
+use kvarts_server::config::{Config, LogFormat, Settings};
+use kvarts_server::daemon::{Daemon, notify};
+use kvarts_terminal::Failure;
+
+/// The most bytes of a configuration file.
+const CONFIG_BYTES_MAX: usize = 1 << 20;
+
+/// Arguments of `kvarts serve`, and of whatever needs its configuration.
+#[derive(Args, Debug)]
+pub(crate) struct ServeArgs {
+    /// The configuration, a TOML file [default: $KVARTS_CONFIG, or none]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) settings: Settings,
+}
+
+impl ServeArgs {
+    /// The configuration that these arguments, the environment and the file give together.
+    pub(crate) fn resolve(&self) -> Result<Config, Failure> {
+        let path = self.config.clone().or_else(|| std::env::var_os("KVARTS_CONFIG").map(PathBuf::from));
+        let text = path.as_ref().map(|path| files::read_text(path, CONFIG_BYTES_MAX, "a configuration"));
+        let text = text.transpose()?;
+        let file = path.as_deref().zip(text.as_deref());
+        Config::resolve(file, |name| std::env::var(name).ok(), &self.settings).map_err(Failure::user)
+    }
+}
+
+/// Serves until it is told to stop.
+pub(crate) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let config = arguments.resolve()?;
+    log(&config)?;
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    runtime.worker_threads(config.threads).thread_name("kvarts-serve").enable_all();
+    let runtime = runtime.build().map_err(Failure::user)?;
+    let served = runtime.block_on(serve(arguments, &config, out));
+    runtime.shutdown_background();
+    served
+}
+
+async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> Result<(), Failure> {
+    let mut terminate = signal(SignalKind::terminate()).map_err(Failure::user)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::user)?;
+    let mut hangup = signal(SignalKind::hangup()).map_err(Failure::user)?;
+    let mut daemon = Daemon::start(config).await.map_err(Failure::User)?;
+    for setting in &config.origins {
+        tracing::info!("{} = {} ({})", setting.name, setting.value, setting.from);
+    }
+    for note in &daemon.node().decided.notes {
+        tracing::info!("{note}");
+    }
+    tracing::info!("{}", daemon.opened());
+    if let Some(warning) = daemon.opened().warning(&config.directories) {
+        tracing::warn!("{warning}");
+    }
+    let shown = |place: Option<String>| place.unwrap_or_else(|| "none".to_owned());
+    let socket = shown(daemon.socket().map(|path| path.display().to_string()));
+    let grpc = shown(daemon.grpc().map(|address| address.to_string()));
+    let metrics = shown(daemon.metrics().map(|address| address.to_string()));
+    // One line that programs can wait for and read.
+    writeln!(out, "serving grpc={grpc} metrics={metrics} socket={socket}")?;
+    out.flush()?;
+    notify::tell("READY=1");
+    let served = loop {
+        tokio::select! {
+            _ = terminate.recv() => {
+                tracing::info!("told to stop");
+                break Ok(());
+            }
+            _ = interrupt.recv() => {
+                tracing::info!("interrupted");
+                break Ok(());
+            }
+            // A closed terminal must not end a server that others use, either.
+            _ = hangup.recv() => reload(&daemon, arguments).await,
+            ended = daemon.drained() => {
+                match &ended {
+                    Ok(()) => tracing::info!("drained"),
+                    Err(why) => tracing::error!("{why}"),
+                }
+                break ended;
+            }
+        }
+    };
+    notify::tell("STOPPING=1");
+    daemon.stop().await.map_err(Failure::User)?;
+    tracing::info!("stopped, with a checkpoint");
+    // What was acknowledged is safe; that nobody was served any more is a failure all the same.
+    served.map_err(Failure::User)
+}
+
+/// Reads the configuration again and takes over what can change while the server runs.
+async fn reload(daemon: &Daemon, arguments: &ServeArgs) {
+    let told = |failure: &Failure| match failure {
+        Failure::User(why) => why.clone(),
+        other => format!("{other:?}"),
+    };
+    let reloaded = match arguments.resolve() {
+        Ok(config) => daemon.reload(&config).await,
+        Err(failure) => Err(told(&failure)),
+    };
+    match reloaded {
+        Ok(notes) => {
+            tracing::info!(target: "audit", "tenants, tokens and certificates were read again");
+            notes.iter().for_each(|note| tracing::info!("{note}"));
+        }
+        Err(why) => {
+            tracing::error!(target: "audit", "the configuration was not read again, all stays as it was: {why}");
+        }
+    }
+}
+
+/// Modules of others whose lines beyond `info` may tell of headers or bytes: they are never written.
+const OTHERS: [&str; 8] = ["h2", "hyper", "hyper_util", "tonic", "tower", "rustls", "tokio_util", "mio"];
+
+/// Whether a line may be written, whatever is asked for.
+fn may_be_written(line: &tracing::Metadata<'_>) -> bool {
+    let module = line.target().split("::").next().unwrap_or_default();
+    *line.level() <= tracing::Level::INFO || !OTHERS.contains(&module)
+}
+
+fn log(config: &Config) -> Result<(), Failure> {
+    use tracing_subscriber::filter::filter_fn;
+    use tracing_subscriber::prelude::*;
+    let filter = EnvFilter::try_new(&config.log_level)
+        .map_err(|error| Failure::User(format!("configuration: log.level: {error}")))?;
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let lines = match config.log_format {
+        LogFormat::Json => lines.json().boxed(),
+        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).boxed(),
+    };
+    let set = tracing_subscriber::registry().with(lines.with_filter(filter_fn(may_be_written))).with(filter);
+    set.try_init().map_err(|error| Failure::User(format!("logs cannot be written: {error}")))
+}
