@@ -40,13 +40,11 @@ struct LinkTiles {
     origins: Arc<Origins>,
 }
 
-impl LinkTiles {
-    /// Whether a tile may be under way beside others: the server says at a tile's end which production of a block it met,
-    /// so one that is about the same blocks must be told that.
-    fn is_apart(&self, tile: &Tile) -> bool {
-        let is_whole = self.request.order == Order::Blocks && tile.layers == self.layers;
-        is_whole || self.origins.knows(tile.blocks.start as usize..tile.blocks.end as usize)
-    }
+/// Whether a tile of a read of these layers may be under way beside others: the server says at a tile's end which production
+/// of a block it met, so one that is about the same blocks must be told that.
+fn is_apart(tile: &Tile, order: Order, layers: &Range<u32>, origins: &Origins) -> bool {
+    let is_whole = order == Order::Blocks && tile.layers == *layers;
+    is_whole || origins.knows(tile.blocks.start as usize..tile.blocks.end as usize)
 }
 
 impl TileSource for LinkTiles {
@@ -152,7 +150,9 @@ async fn copy_all(
             read.grant(tile, memory.share(), ())?;
         }
         while read.under_way() <= TILES_AHEAD {
-            let next = read.next_tile(WINDOW_BYTES).filter(|tile| read.source().is_apart(tile));
+            let LinkTiles { layers, origins, .. } = read.source();
+            let next = read.next_tile(WINDOW_BYTES);
+            let next = next.filter(|tile| is_apart(tile, order, layers, origins));
             let Some(tile) = next else { break };
             // Only what nobody else waits for.
             let Some(memory) = windows.try_take(bytes_of(&tile, read.shape())?) else { break };
@@ -280,4 +280,23 @@ async fn take(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tile_goes_beside_others_only_where_none_can_be_of_another_production_of_its_blocks() {
+        let (origins, all) = (Origins::any(4), 0..2);
+        let tile = |blocks, layers| Tile { blocks, layers };
+        let apart = |tile: Tile, order| is_apart(&tile, order, &all, &origins);
+        assert!(apart(tile(0..2, 0..2), Order::Blocks), "no other tile has these blocks");
+        assert!(!apart(tile(0..1, 0..1), Order::Blocks), "its other layers are another tile's");
+        assert!(!apart(tile(0..2, 0..2), Order::Layers) && !apart(tile(0..2, 1..2), Order::Layers));
+        assert!(origins.admit(0, OriginId([1; 16])));
+        assert!(!apart(tile(0..2, 1..2), Order::Layers), "of one it is not known");
+        assert!(origins.admit(1, OriginId([2; 16])));
+        assert!(apart(tile(0..2, 1..2), Order::Layers));
+    }
 }
