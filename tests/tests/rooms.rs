@@ -245,6 +245,17 @@ fn methods_elsewhere(files: &[(String, String)], rooms: &BTreeSet<String>) -> Ve
     stray.collect()
 }
 
+/// How many lines of code each room has.
+fn lines_of(files: &[(String, String)]) -> BTreeMap<String, usize> {
+    let rooms = rooms(files);
+    let mut lines: BTreeMap<String, usize> = BTreeMap::new();
+    for (file, code) in files {
+        let room = room_of(&module_of(file), &rooms).unwrap_or_default();
+        *lines.entry(room).or_default() += code.lines().count();
+    }
+    lines
+}
+
 /// The product code of the store's files.
 fn files() -> Vec<(String, String)> {
     let root: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("../store/src");
@@ -297,16 +308,28 @@ fn methods_stand_in_the_room_of_their_type() {
 
 #[test]
 fn no_room_is_several_rooms() {
-    let files = files();
-    let rooms = rooms(&files);
-    let mut lines: BTreeMap<String, usize> = BTreeMap::new();
-    for (file, code) in &files {
-        let room = room_of(&module_of(file), &rooms).unwrap_or_default();
-        *lines.entry(room).or_default() += code.lines().count();
-    }
+    let lines = lines_of(&files());
     println!("{lines:#?}");
     let large = lines.iter().filter(|(_, lines)| **lines > ROOM_LINES_MAX);
     expect_none(&large.map(|(room, lines)| format!("{room}: {lines} lines of code")).collect::<Vec<_>>());
+}
+
+#[test]
+fn the_lines_of_a_room_are_those_of_all_its_files() {
+    let lines = lines_of(&made_up(&[
+        ("engine/log/mod.rs", "//! What it is.\n\nuse std::fs;\n"),
+        (
+            "engine/log/deep/er.rs",
+            "fn a() {\n    // Nothing.\n}\n#[cfg(test)]\nmod tests {\n    use super::*;\n}\n",
+        ),
+        ("engine/mod.rs", "mod log;\n"),
+        ("io.rs", ""),
+    ]));
+    let line = |room: &str, lines| (room.to_owned(), lines);
+    assert_eq!(
+        lines.into_iter().collect::<Vec<_>>(),
+        [line("engine", 1), line("engine/log", 3), line("io", 0)]
+    );
 }
 
 /// A made-up store.

@@ -1,6 +1,7 @@
 //! Reads and puts of memory that is not shared: through windows that are, and a copy by this process.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvarts_layout::plan::{Tile, TileChunk};
@@ -18,6 +19,9 @@ use super::reading::Part;
 use kvarts_wire::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
 use kvarts_wire::local::limits::WINDOW_BYTES;
 
+/// Tiles of a read that are under way while one is copied.
+const TILES_AHEAD: usize = 1;
+
 /// Whether whatever is read or put at once of such blocks fits into a window.
 pub(super) fn fits(shape: &BlockShape) -> bool {
     shape.block_bytes() <= WINDOW_BYTES
@@ -30,13 +34,24 @@ struct LinkTiles {
     link: Arc<Link>,
     request: ReadRequest,
     shape: Arc<BlockShape>,
+    /// The wanted layers.
+    layers: Range<u32>,
     /// What the tiles have met of each block.
     origins: Arc<Origins>,
 }
 
+impl LinkTiles {
+    /// Whether a tile may be under way beside others: the server says at a tile's end which production of a block it met,
+    /// so one that is about the same blocks must be told that.
+    fn is_apart(&self, tile: &Tile) -> bool {
+        let is_whole = self.request.order == Order::Blocks && tile.layers == self.layers;
+        is_whole || self.origins.knows(tile.blocks.start as usize..tile.blocks.end as usize)
+    }
+}
+
 impl TileSource for LinkTiles {
     fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason> {
-        let Self { inner, link, request, shape, origins } = self;
+        let Self { inner, link, request, shape, origins, .. } = self;
         if request.deadline.is_some_and(|deadline| deadline <= inner.remote.clock.now()) {
             return Err(Reason::DeadlineInPast);
         }
@@ -97,7 +112,14 @@ pub(super) async fn read(
     let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
     let (order, blocks, into) = (request.order, request.keys.len() as u32, request.into.clone());
     let (shape, origins) = (Arc::new(shape), Origins::any(request.keys.len()));
-    let source = LinkTiles { inner, link: Arc::clone(&link), request, shape: Arc::clone(&shape), origins };
+    let source = LinkTiles {
+        inner,
+        link: Arc::clone(&link),
+        request,
+        shape: Arc::clone(&shape),
+        layers: layers.clone(),
+        origins,
+    };
     let mut read = TiledRead::new(source, shape, order, layers, blocks);
     let end = match copy_all(&mut read, &link, (order, &into), &sink).await {
         Ok(()) => read.end(None),
@@ -115,14 +137,30 @@ async fn copy_all(
     (order, into): (Order, &Placed),
     sink: &ReadSink,
 ) -> Result<(), Stop> {
-    while let Some(tile) = read.next_tile(WINDOW_BYTES) {
+    let windows = link.windows.get().cloned().ok_or(Reason::Busy("there are no windows"))?;
+    let bytes_of = |tile: &Tile, shape: &BlockShape| {
+        usize::try_from(tile.bytes(shape)).map_err(|_| Reason::TooMany("bytes"))
+    };
+    loop {
         if sink.is_cancelled() {
             return Err(Stop::Gone);
         }
-        let windows = link.windows.get().cloned().ok_or(Reason::Busy("there are no windows"))?;
-        let bytes = usize::try_from(tile.bytes(read.shape())).map_err(|_| Reason::TooMany("bytes"))?;
-        let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?.share();
-        read.grant(tile, memory, ())?;
+        if read.is_idle() {
+            let Some(tile) = read.next_tile(WINDOW_BYTES) else { return Ok(()) };
+            let memory =
+                windows.take(bytes_of(&tile, read.shape())?).await.ok_or(Reason::TooMany("bytes"))?;
+            read.grant(tile, memory.share(), ())?;
+        }
+        while read.under_way() <= TILES_AHEAD {
+            let next = read.next_tile(WINDOW_BYTES).filter(|tile| read.source().is_apart(tile));
+            let Some(tile) = next else { break };
+            // Only what nobody else waits for.
+            let Some(memory) = windows.try_take(bytes_of(&tile, read.shape())?) else { break };
+            // What is wrong is told when it is this tile's turn.
+            if read.grant(tile, memory.share(), ()).is_err() {
+                break;
+            }
+        }
         while let Some(arrived) = read.next().await? {
             let event = match arrived {
                 Arrived::Bytes(bytes) => {
@@ -138,7 +176,6 @@ async fn copy_all(
             }
         }
     }
-    Ok(())
 }
 
 /// Copies what arrived to where it is wanted.

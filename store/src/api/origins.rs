@@ -1,5 +1,6 @@
 //! Which production of each block several reads of it are about.
 
+use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
 use kvarts_layout::OriginId;
@@ -37,6 +38,12 @@ impl Origins {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|met| met.origin).collect()
     }
 
+    /// Whether it is known of all these blocks which production is wanted.
+    pub fn knows(&self, mut blocks: Range<usize>) -> bool {
+        let met = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        blocks.all(|block| met.get(block).is_some_and(|met| met.origin.is_some()))
+    }
+
     /// Whether bytes of this production of a block may be given: notes it if it is the first. No bytes of a block that
     /// there is not.
     pub fn admit(&self, block: usize, origin: OriginId) -> bool {
@@ -68,6 +75,7 @@ mod tests {
         assert!(origins.admit(1, one) && origins.admit(1, one) && !origins.admit(1, other));
         assert!(!origins.admit(2, one), "there is no such block");
         assert_eq!(origins.met(), [None, Some(one)]);
+        assert!(origins.knows(1..2) && !origins.knows(0..2) && !origins.knows(1..3));
         assert!(!Origins::of(origins.met()).admit(1, other) && origins.admit(0, other));
     }
 

@@ -143,6 +143,11 @@ impl<S: TileSource, M> TiledRead<S, M> {
         Self { with_digests: true, ..self }
     }
 
+    /// Where its tiles come from.
+    pub fn source(&self) -> &S {
+        &self.source
+    }
+
     /// The shape of its blocks.
     pub fn shape(&self) -> &Arc<BlockShape> {
         &self.shape

@@ -144,11 +144,9 @@ fn emptied(shard: &Shard) -> usize {
 
 /// Removes the files of segments that hold nothing and cannot be written anew. Nobody takes a segment meanwhile.
 async fn remove_emptied(shard: &Shard) {
-    shard.changed.until(|| (!shard.rolling.replace(true)).then_some(())).await;
+    let _turn = shard.roll_turn().await;
     while let Made::Segment(_) = shard.recycle_dead(true).await {}
     shard.remove_hollow().await;
-    shard.rolling.set(false);
-    shard.changed.wake_all();
 }
 
 /// Moves what is live in a segment; false if that could not be done.

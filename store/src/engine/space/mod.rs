@@ -22,6 +22,8 @@ pub(crate) struct Space {
     pub(crate) reads: Rc<Reads>,
     /// Bytes of the budget that files have which could not be made, and not be removed.
     pub(crate) residue: Cell<u64>,
+    /// Open segments without a record that puts by layers have left: the next of them, or the next roll, takes one.
+    pub(crate) parked: RefCell<Vec<Rc<Segment>>>,
     /// In which segment a write or flush failed last, until the device was seen to take writes again.
     pub(crate) trouble: RefCell<Option<Rc<Segment>>>,
     /// How often it was not, and writes went elsewhere.
@@ -46,6 +48,7 @@ impl Space {
             volume,
             reads,
             residue: Cell::new(0),
+            parked: RefCell::default(),
             trouble: RefCell::default(),
             detours: Cell::default(),
             rolling: Cell::new(false),
@@ -55,6 +58,24 @@ impl Space {
             probing: Turn::default(),
             hollow_removed_at: Cell::new(0),
         }
+    }
+}
+
+impl Space {
+    /// Waits until nobody is getting the next segment. Until what it gives is dropped, nobody else does.
+    pub(crate) async fn roll_turn(&self) -> RollTurn<'_> {
+        self.changed.until(|| (!self.rolling.replace(true)).then_some(())).await;
+        RollTurn(self)
+    }
+}
+
+/// See [`Space::roll_turn`].
+pub(crate) struct RollTurn<'a>(&'a Space);
+
+impl Drop for RollTurn<'_> {
+    fn drop(&mut self) {
+        self.0.rolling.set(false);
+        self.0.changed.wake_all();
     }
 }
 

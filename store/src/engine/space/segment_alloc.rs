@@ -88,11 +88,10 @@ impl Space {
             return;
         }
         while self.shared.is_shrinking() && !stopping.get() && self.shared.latched().is_none() {
-            self.changed.until(|| (!self.rolling.replace(true)).then_some(())).await;
+            let turn = self.roll_turn().await;
             // Somebody else may have given enough back meanwhile.
             let given = if self.shared.is_shrinking() { self.give_back_one().await } else { Ok(()) };
-            self.rolling.set(false);
-            self.changed.wake_all();
+            drop(turn);
             if given.is_err() {
                 rt.sleep_until(rt.clock().now().plus(AGAIN)).await;
             }

@@ -41,8 +41,6 @@ pub(crate) struct Log {
     /// Where its segments come from.
     pub(crate) space: Rc<Space>,
     pub(crate) open: RefCell<Option<Rc<Segment>>>,
-    /// Open segments without a record that puts by layers have left: the next of them, or the next roll, takes one.
-    pub(crate) parked: RefCell<Vec<Rc<Segment>>>,
     /// Puts by layers under way, by what they wait for. Each has a segment of its own.
     pub(crate) layered: RefCell<Vec<Turns>>,
     /// The last blocks of thin segments are being moved.
@@ -65,7 +63,6 @@ impl Log {
         Self {
             space,
             open: RefCell::default(),
-            parked: RefCell::default(),
             layered: RefCell::default(),
             thinning: Cell::new(false),
             closing: Cell::new(false),

@@ -294,11 +294,8 @@ async fn take_segment(log: &Rc<Log>) -> Result<Rc<Segment>, Reason> {
     if let Some(segment) = parked {
         return Ok(segment);
     }
-    log.changed.until(|| (!log.rolling.replace(true)).then_some(())).await;
-    let begun = log.begin_segment().await;
-    log.rolling.set(false);
-    log.changed.wake_all();
-    begun
+    let _turn = log.roll_turn().await;
+    log.begin_segment().await
 }
 
 /// Where the records would lie in the segment, or `None` if they do not fit.
@@ -404,16 +401,12 @@ async fn seal(
     // A delete waits from here on, and what it has met by now is not written.
     let _write = log.writes.begin();
     // While somebody looks for the next segment, the one before it is not settled.
-    log.changed.until(|| (!log.rolling.replace(true)).then_some(())).await;
+    let turn = log.roll_turn().await;
     // Memory before places: what has one and waits for the other would hold back everything behind it.
     let staging = log.stage(places.iter().map(|place| place.header_bytes).sum()).await;
-    let no_memory = |_| Reason::Busy("there is no memory to write from");
-    let placed = staging
-        .map_err(no_memory)
-        .and_then(|staging| Ok((place_headers(log, part, segment, places)?, staging)));
-    log.rolling.set(false);
-    log.changed.wake_all();
-    let (headers, staging) = placed?;
+    let staging = staging.map_err(|_| Reason::Busy("there is no memory to write from"))?;
+    let headers = place_headers(log, part, segment, places)?;
+    drop(turn);
     let records = write_headers(log, segment, headers, staging).await?;
     if durable && let Some((last, _)) = records.last() {
         log.make_durable(last).await?;
