@@ -217,7 +217,42 @@ impl fmt::Display for IdentityError {
 
 impl std::error::Error for IdentityError {}
 
+impl Arrangement {
+    /// How this version of an engine arranges the bytes of a page.
+    pub fn new(engine: &str, layout: &str, version: &str) -> Self {
+        Self { engine: engine.to_owned(), layout: layout.to_owned(), version: version.to_owned() }
+    }
+}
+
 impl Identity {
+    /// What every identity must name. All else is `none` until it is set: tokenizer, adapter, quantisation, rotary embedding
+    /// and window decide bytes where an engine has them.
+    pub fn new(
+        model: &str,
+        revision: &str,
+        kv_dtype: &str,
+        arrangement: Arrangement,
+        geometry: &crate::Geometry,
+        block_tokens: u32,
+    ) -> Self {
+        let none = || "none".to_owned();
+        Self {
+            model: model.to_owned(),
+            revision: revision.to_owned(),
+            tokenizer: none(),
+            adapter: none(),
+            kv_dtype: kv_dtype.to_owned(),
+            quantisation: Quantisation { recipe: none(), scales: none() },
+            rope: none(),
+            window: none(),
+            arrangement,
+            block_tokens,
+            spec_fingerprint: geometry.fingerprint(),
+            tenant_salt: TenantSalt(Vec::new()),
+            extras: BTreeMap::new(),
+        }
+    }
+
     /// The namespace this identity names: BLAKE3 of its canonical encoding. Refuses what
     /// [`validate`](Self::validate) refuses.
     pub fn namespace_id(&self) -> Result<NamespaceId, IdentityError> {

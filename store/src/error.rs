@@ -277,6 +277,8 @@ impl fmt::Display for Error {
     }
 }
 
+impl std::error::Error for Reason {}
+
 impl std::error::Error for Error {}
 
 /// Where a record lies. No record lies where the header of its segment does: a client is not told where.

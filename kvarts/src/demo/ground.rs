@@ -1,13 +1,12 @@
 //! What the demonstration stands on: a directory, a server in another process, and the prefix that is stored in it.
 
-use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
+use kvarts_layout::identity::Arrangement;
 use kvarts_layout::key::text_keys;
 use kvarts_layout::prefix::WindowPolicy;
 use kvarts_layout::spec::shipped;
@@ -48,22 +47,8 @@ impl Drop for Ground {
 }
 
 fn identity(model: &str, geometry: &Geometry) -> Identity {
-    let text = |text: &str| text.to_owned();
-    Identity {
-        model: text(model),
-        revision: text("demo"),
-        tokenizer: text("demo"),
-        adapter: text("none"),
-        kv_dtype: text("bf16"),
-        quantisation: Quantisation { recipe: text("none"), scales: text("none") },
-        rope: text("none"),
-        window: text("none"),
-        arrangement: Arrangement { engine: text("demo"), layout: text("canonical"), version: text("1") },
-        block_tokens: BLOCK_TOKENS,
-        spec_fingerprint: geometry.fingerprint(),
-        tenant_salt: TenantSalt(Vec::new()),
-        extras: BTreeMap::new(),
-    }
+    let arrangement = Arrangement::new("demo", "canonical", "1");
+    Identity::new(model, "demo", "bf16", arrangement, geometry, BLOCK_TOKENS)
 }
 
 impl Ground {

@@ -74,6 +74,32 @@ pub struct PutRequest {
     pub deadline: Option<Nanos>,
 }
 
+impl PutRequest {
+    /// A durable put of blocks of which nothing is said but their keys and bytes; change what else is known.
+    pub fn new(
+        namespace: NamespaceId,
+        group: Group,
+        coordinate: Coordinate,
+        keys: Vec<BlockKey>,
+        from: Placed,
+    ) -> Self {
+        Self {
+            namespace,
+            group,
+            coordinate,
+            parent: Parent::Unknown,
+            first_block: None,
+            keys,
+            from,
+            layout: None,
+            durability: Durability::default(),
+            expires_after: None,
+            origins: None,
+            deadline: None,
+        }
+    }
+}
+
 /// What became of one block.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum BlockOutcome {

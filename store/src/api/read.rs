@@ -73,6 +73,30 @@ pub struct ReadRequest {
     pub deadline: Option<Nanos>,
 }
 
+impl ReadRequest {
+    /// A read of all layers of these blocks, in the order of the layers, with every byte verified; change what else is wanted.
+    pub fn new(
+        namespace: NamespaceId,
+        group: Group,
+        coordinate: Coordinate,
+        keys: Vec<BlockKey>,
+        into: Placed,
+    ) -> Self {
+        Self {
+            namespace,
+            group,
+            coordinate,
+            keys,
+            layers: None,
+            order: Order::default(),
+            into,
+            verify: Verify::default(),
+            class: Class::Foreground,
+            deadline: None,
+        }
+    }
+}
+
 /// Something that arrived.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum ReadEvent {

@@ -29,8 +29,8 @@ use std::time::Duration;
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, NamespaceId};
 
 use crate::api::{
-    ContainsRequest, Durability, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS, Order, Parent, Placed,
-    Presence, PutRequest, ReadRequest, Verify,
+    ContainsRequest, Durability, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS, Order, Placed, Presence,
+    PutRequest, ReadRequest, Verify,
 };
 use crate::error::{Error, Reason};
 use crate::rt::Class;
@@ -214,19 +214,12 @@ impl Pages {
         let count = keys.len();
         let seat = self.desk.reserve()?;
         let options = &self.options;
+        let request = PutRequest::new(options.namespace, options.group, options.coordinate, keys, from);
         let ticket = self.store.put(PutRequest {
-            namespace: options.namespace,
-            group: options.group,
-            coordinate: options.coordinate,
-            parent: Parent::Unknown,
-            first_block: None,
-            keys,
-            from,
             layout: options.layout,
             durability: options.durability,
             expires_after: options.expires_after,
-            origins: None,
-            deadline: None,
+            ..request
         });
         Ok(seat.watch(BatchKind::Put, split, count, Asked::Put(ticket))?)
     }
@@ -239,18 +232,9 @@ impl Pages {
         let count = keys.len();
         let seat = self.desk.reserve()?;
         let options = &self.options;
-        let stream = self.store.read(ReadRequest {
-            namespace: options.namespace,
-            group: options.group,
-            coordinate: options.coordinate,
-            keys,
-            layers: None,
-            order: Order::Blocks,
-            into,
-            verify: options.verify,
-            class: options.class,
-            deadline: None,
-        })?;
+        let request = ReadRequest::new(options.namespace, options.group, options.coordinate, keys, into);
+        let (verify, class) = (options.verify, options.class);
+        let stream = self.store.read(ReadRequest { order: Order::Blocks, verify, class, ..request })?;
         Ok(seat.watch(BatchKind::Get, split, count, Asked::Get(stream))?)
     }
 

@@ -1,0 +1,76 @@
+//! The examples of the libraries do what their pages say. They are built with the tests of their packages.
+#![allow(clippy::disallowed_methods, reason = "starts real programs")]
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+struct Server {
+    process: Child,
+    directory: PathBuf,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+fn scratch(name: &str) -> PathBuf {
+    let directory = std::env::temp_dir().join(format!("kvarts-example-{name}-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&directory);
+    std::fs::create_dir_all(&directory).unwrap();
+    directory
+}
+
+fn example(name: &str, argument: &str) -> Vec<String> {
+    let folder = Path::new(env!("CARGO_BIN_EXE_kvarts")).parent().unwrap().join("examples");
+    let program = folder.join(name);
+    assert!(program.exists(), "{} is not built: `cargo build --workspace --examples`", program.display());
+    let output = Command::new(program).arg(argument).output().unwrap();
+    assert!(output.status.success(), "{name}: {output:?}");
+    String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn a_store_inside_a_process_gives_back_what_was_put() {
+    let directory = scratch("embed");
+    let said = example("embed", directory.to_str().unwrap());
+    std::fs::remove_dir_all(&directory).unwrap();
+    assert!(said[0].matches("Stored").count() == 8, "{said:?}");
+    assert_eq!(said[1..], ["match: 8 of 12 blocks", "read: 32 layers of 8 blocks, 0 failures"]);
+}
+
+#[test]
+fn clients_of_a_server_read_what_they_put_as_blocks_and_as_pages() {
+    let directory = scratch("served");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+    command.current_dir(&directory).args([
+        "serve",
+        "--listen-grpc",
+        "127.0.0.1:0",
+        "--listen-metrics",
+        "none",
+    ]);
+    command.args(["--budget", "128 MiB", "--segment", "16 MiB", "--memory", "64 MiB"]);
+    let mut process = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut ready = String::new();
+    BufReader::new(process.stdout.as_mut().unwrap()).read_line(&mut ready).unwrap();
+    let server = Server { process, directory };
+    let address = ready.split_whitespace().find_map(|word| word.strip_prefix("grpc=")).unwrap();
+    let endpoint = format!("http://{address}");
+    let said = example("client", &endpoint);
+    assert_eq!(said[1].matches("Stored").count(), 4, "{said:?}");
+    assert_eq!(said[2], "read: 4 blocks, 0 failures");
+    assert_eq!(
+        example("pages", &endpoint),
+        [
+            "put: 16 pages written",
+            "exists: the first 16 are here",
+            "get: the first 16 are complete and verified"
+        ]
+    );
+    drop(server);
+}
