@@ -77,15 +77,9 @@ impl Region {
 
     /// Has the kernel make every page that is not there, or says why it cannot: later touches find them.
     pub fn populate(&self) -> io::Result<()> {
-        self.populate_part(0, self.len)
-    }
-
-    /// The same for at most `len` bytes from `at`, a multiple of the page size.
-    pub fn populate_part(&self, at: usize, len: usize) -> io::Result<()> {
-        let len = len.min(self.len.checked_sub(at).ok_or(io::ErrorKind::InvalidInput)?);
         // SAFETY: the range is mapped for as long as the region lives (contract of `adopt`), and this advice adds pages of
         // zeros where there are none; it changes no bytes.
-        let done = unsafe { libc::madvise(self.base.add(at).cast(), len, libc::MADV_POPULATE_WRITE) };
+        let done = unsafe { libc::madvise(self.base.cast(), self.len, libc::MADV_POPULATE_WRITE) };
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 

@@ -10,7 +10,6 @@ use std::time::Duration;
 use super::limits::Limits;
 use super::memory_audit::{self, Table};
 use super::router::{Message, Router};
-use super::staging::Registration;
 use super::store::free_space;
 use super::{descent, expiry, snapshot};
 use crate::engine::compact::chains::{self, Shards};
@@ -46,7 +45,8 @@ struct Executor {
     stopping: Rc<Cell<bool>>,
     limits: Limits,
     io: Rc<RefCell<dyn crate::io::Io>>,
-    registration: Rc<Registration>,
+    /// Why the staging memory is not registered, if it is not.
+    registered: Result<(), String>,
     vigil: Vigil,
 }
 
@@ -61,6 +61,11 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, small_reads: Small
             mailbox.attach(Arc::clone(&seat.unparker));
             // In large pages where there are some: a device that is told of each small one reads at half its speed.
             let Ok((region, _)) = Region::anonymous_huge(limits.arena_bytes) else { return };
+            // Unregistered memory works the same; `Inspect` tells why it is not registered.
+            let registered = match limits.register {
+                true => seat.io.borrow_mut().register(&region),
+                false => Ok(()),
+            };
             let executor = Executor {
                 rt: Rc::clone(&seat.rt),
                 driver,
@@ -71,7 +76,7 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, small_reads: Small
                 stopping: Rc::default(),
                 limits,
                 io: Rc::clone(&seat.io),
-                registration: Rc::default(),
+                registered,
                 vigil: Vigil::new(seat.index),
             };
             executor.serve(mailbox).await;
@@ -92,7 +97,6 @@ impl Executor {
                 }
                 Message::Adopt { shared, shards, reply } => {
                     let _ = reply.send(self.adopt(&shared, shards).await);
-                    self.register_staging();
                 }
                 Message::Put(shard, part) => self.put(shard, part),
                 Message::PutLayers(shard, part) => self.put_layers(shard, part),
@@ -151,7 +155,7 @@ impl Executor {
     /// What the way to the disks is, and what went over it.
     async fn inspect(&self) -> (IoFacts, Metrics) {
         let mut facts = self.io.borrow().facts();
-        facts.warnings.extend(self.registration.failure().await);
+        facts.warnings.extend(self.registered.clone().err());
         facts.warnings.extend(self.notes_of_holes().await);
         let arena_bytes = self.arena.usage().used as u64;
         (facts, Metrics { arena_bytes, ..self.driver.metrics() })
@@ -182,15 +186,6 @@ impl Executor {
             self.shards.borrow_mut().insert(shard, adopted);
         }
         Ok(reports)
-    }
-
-    /// Unregistered memory works the same; `Inspect` tells why it is not registered.
-    fn register_staging(&self) {
-        if self.limits.register {
-            let registration = Rc::clone(&self.registration);
-            let (arena, io, rt) = (self.arena.clone(), Rc::clone(&self.io), Rc::clone(&self.rt));
-            self.background(async move { registration.make(&arena, &io, &*rt).await });
-        }
     }
 
     /// What an operator should know of the holes of the file systems, a line for each directory.

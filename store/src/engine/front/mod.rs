@@ -9,5 +9,4 @@ pub(crate) mod memory_audit;
 pub(crate) mod presence;
 pub(crate) mod router;
 pub(crate) mod snapshot;
-mod staging;
 pub(crate) mod store;
