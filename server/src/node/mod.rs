@@ -16,6 +16,7 @@ mod patience;
 mod puts;
 mod shares;
 pub mod tenant;
+mod tile_cache;
 mod trouble;
 mod veil;
 
@@ -37,6 +38,7 @@ pub use patience::Patience;
 pub use puts::Puts;
 pub(crate) use shares::Bandwidth;
 pub use tenant::Tenant;
+pub use tile_cache::{CachedTile, TileCache, TileStart};
 pub use trouble::Trouble;
 pub use veil::Veil;
 
@@ -188,9 +190,14 @@ impl Node {
         self.shares.take(&self.memory, tenant.number, len).await
     }
 
-    /// The same now, if there is plenty.
-    pub fn take_spare_memory(&self, tenant: &Tenant, len: u64) -> Option<BufMut> {
-        self.shares.take_spare(&self.memory, tenant.number, len)
+    /// What so many bytes of memory take of a tenant's share, as soon as it may have them.
+    pub async fn charge(&self, tenant: &Tenant, len: u64) -> Option<parts::Part> {
+        self.shares.charge(&self.memory, tenant.number, len).await
+    }
+
+    /// The same now, if nobody waits for it.
+    pub fn try_charge(&self, tenant: &Tenant, len: u64) -> Option<parts::Part> {
+        self.shares.try_charge(&self.memory, tenant.number, len)
     }
 
     /// How much of that a tenant should take at once, of `most`.
