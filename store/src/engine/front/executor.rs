@@ -28,7 +28,7 @@ use crate::engine::write::delete::{self, DeletePart};
 use crate::engine::write::put::layers::{self, LayersPart};
 use crate::engine::write::put::{self, PutPart};
 use crate::error::{Error, Reason};
-use crate::io::{Arena, DirId, Driver, IoFacts, Metrics, Region, SmallReads};
+use crate::io::{Arena, DirId, Driver, IoFacts, Metrics, Region, UrgentReads};
 use crate::rt::mailbox::{Mailbox, Reply};
 use crate::rt::{Body, Class, LocalTask, Nanos, Runtime, Seat};
 
@@ -51,11 +51,11 @@ struct Executor {
 }
 
 /// The first task of an executor: serves its mailbox until it is told to stop.
-pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, small_reads: SmallReads) -> Body {
+pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, urgent_reads: UrgentReads) -> Body {
     Box::new(move |seat: Seat| {
         Box::pin(async move {
             let (rt, io) = (Rc::clone(&seat.rt), Rc::clone(&seat.io));
-            let driver = Rc::new(Driver::beside(rt, io, limits.io, small_reads));
+            let driver = Rc::new(Driver::beside(rt, io, limits.io, urgent_reads));
             let pump = Rc::clone(&driver);
             seat.rt.set_reaper(Box::new(move || pump.pump()));
             mailbox.attach(Arc::clone(&seat.unparker));
