@@ -16,7 +16,7 @@ use kvarts_layout::plan::{Address, DEFAULT_MAX_REGION, MemoryId, Placement, Read
 
 use super::header_cache::Header;
 use super::job::{
-    self, Wanted, check_count, check_in_time, check_unequal, count_use, find, make_plan, pick_layers,
+    self, Wanted, check_count, check_in_time, check_unequal, count_use, find, make_plan, wanted_layers,
 };
 use super::prove;
 use crate::api::{
@@ -132,7 +132,7 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
     check_unequal(&request.keys)?;
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = namespace.shape(request.group, request.coordinate)?;
-    let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
+    let layers = wanted_layers(request.layers.as_ref(), shape.layers().len())?;
     let prints = shared.prints_of(&namespace, &request.keys, (request.group, request.coordinate));
     let arrival = shared.arrivals.begin();
     let mut missing = BTreeMap::new();
