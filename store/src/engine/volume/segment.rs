@@ -432,7 +432,7 @@ impl Segment {
         self.durable(driver, end).await
     }
 
-    /// Completes when everything below `end` is durable, or with why it never will be.
+    /// Group commit: completes when everything below `end` is durable, or with why it never will be.
     ///
     /// Whoever finds no flush under way leads one for everybody whose record has been written by then, so
     /// concurrent puts share flushes and the writes of the next group overlap the flush of this one.
