@@ -84,6 +84,11 @@ fn checker_and_recovery_are_of_one_opinion() {
 }
 
 #[test]
+fn reads_in_tiles_have_one_production_of_each_block_also_from_memory() {
+    run("R31", 240);
+}
+
+#[test]
 fn work_grows_as_requests_do() {
     run("R30", 9);
 }

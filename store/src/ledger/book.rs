@@ -1,8 +1,11 @@
 //! What the bytes of one segment file are.
 
+use std::sync::Arc;
+
 use super::lock;
 use super::report::{SegmentView, Space};
 use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// What a segment is to its book.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -31,13 +34,27 @@ struct Figures {
     punched: u64,
     /// Live bytes of these.
     live: u64,
+    /// Which of all uses of all segments this is.
+    incarnation: u64,
 }
 
 /// The book of one segment.
 #[derive(Debug, Default)]
-pub struct Book(Mutex<Figures>);
+pub struct Book(Mutex<Figures>, Arc<AtomicU64>);
 
 impl Book {
+    /// An empty book. Uses of segments are numbered by what all books of a store share.
+    pub(super) fn new(uses: &Arc<AtomicU64>) -> Self {
+        let incarnation = uses.fetch_add(1, Relaxed);
+        Self(Mutex::new(Figures { incarnation, ..Figures::default() }), Arc::clone(uses))
+    }
+
+    /// Which of all uses of all segments of a store this is, since it was opened: what was read of a segment in one use
+    /// is what lies there as long as this stays the same.
+    pub fn incarnation(&self) -> u64 {
+        lock(&self.0).incarnation
+    }
+
     /// The file has so many bytes of the budget.
     pub fn set_allocated(&self, bytes: u64) {
         lock(&self.0).allocated = bytes;
@@ -65,6 +82,7 @@ impl Book {
     pub fn begin(&self, header_bytes: u64) {
         let mut book = lock(&self.0);
         book.phase = Phase::Open;
+        book.incarnation = self.1.fetch_add(1, Relaxed);
         book.log_end = header_bytes;
         book.records = 0;
         book.punched = 0;
@@ -119,7 +137,7 @@ impl Book {
 
 impl Figures {
     fn space(&self) -> Space {
-        let Self { phase, allocated, log_end, records, punched, live } = *self;
+        let Self { phase, allocated, log_end, records, punched, live, .. } = *self;
         let records = records.saturating_sub(punched);
         let log_end = log_end.saturating_sub(punched);
         let inside = log_end.saturating_sub(records);

@@ -126,6 +126,21 @@ pub const BUGS: &[Bug] = &[
     bug("eviction-lists-all", "R30", "every segment is listed for each choice of what is evicted"),
     bug("checkpoint-looks-at-all", "R30", "a checkpoint looks at the records of all shards"),
     bug("sweep-looks-at-all", "R30", "a sweep looks at segments in which nothing has expired"),
+    bug(
+        "tile-with-its-own-origins",
+        "R31",
+        "each tile of a read has the production of a block that it meets",
+    ),
+    bug(
+        "kept-tile-not-looked-up",
+        "R31",
+        "a tile that is kept is given without asking the index for its blocks",
+    ),
+    bug(
+        "kept-tile-of-a-reused-segment",
+        "R31",
+        "a tile that is kept is given of a segment that was written anew",
+    ),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
 ];
 
