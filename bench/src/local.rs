@@ -123,20 +123,29 @@ pub(super) fn run(
             let (start, cpu) = (Instant::now(), cpu_seconds());
             match store {
                 "local" => whole(client, subject.read(pool, subject.keys.len())?)?,
+                // Memory that is not shared: through windows, and a copy out of them.
+                "copied" => whole(client, subject.read(own, subject.keys.len())?)?,
                 _ => whole(engine, subject.read(own, subject.keys.len())?)?,
             }
             Ok(Sample { seconds: start.elapsed().as_secs_f64(), cpu: cpu_seconds() - cpu, first: 0.0 })
         };
         (name, Box::new(read))
     };
-    let contestants =
-        vec![reader("local", "local"), reader("embedded", "embedded"), reader("again", "embedded")];
+    let contestants = vec![
+        reader("local", "local"),
+        reader("embedded", "embedded"),
+        reader("again", "embedded"),
+        reader("copied", "copied"),
+    ];
     // A cold read is long enough for half as many rounds.
     let rounds = take_turns_within(TIME, pairs.div_ceil(2), contestants)?;
     report.fact("local_pairs", rounds.count());
     let gib = subject.bytes() as f64 / (1u64 << 30) as f64;
     report.median("local_ratio", rounds.speed("local", "embedded"));
     report.control("local_control", rounds.speed("again", "embedded"));
+    report.median("local_copied_ratio", rounds.speed("copied", "local"));
+    report.median("local_copied_mib_s", rounds.figure("copied", |one| gib * 1024.0 / one.seconds));
+    report.median("local_copied_cpu_s_per_gib", rounds.figure("copied", |one| one.cpu / gib));
     report.median("local_mib_s", rounds.figure("local", |one| gib * 1024.0 / one.seconds));
     report.median("embedded_mib_s", rounds.figure("embedded", |one| gib * 1024.0 / one.seconds));
     report.median("local_cpu_s_per_gib", rounds.figure("local", |one| one.cpu / gib));

@@ -1,6 +1,6 @@
 //! `bench serve`: reads over gRPC on loopback beside a bare server that streams the same messages from memory, warm (the
-//! store's files in the page cache) and cold (from the device), and what a small reader feels while others saturate the
-//! server.
+//! store's files in the page cache), cold (from the device) and hot (tiles that the server keeps), and what a small reader
+//! feels while others saturate the server.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -97,11 +97,13 @@ struct Ground {
 /// Runs the benchmark.
 pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let common = Common::quiet(arguments.dir.clone(), arguments.json, arguments.pairs);
-    let scratch = Scratch::new(&common, 2 * ((arguments.mib << 20) * 2 + (512 << 20)))?;
+    let scratch = Scratch::new(&common, 3 * ((arguments.mib << 20) * 2 + (512 << 20)))?;
     let runtime = Runtime::new().map_err(Failure::user)?;
     // Warm: what is read lies in memory, as the bare server's does. Cold: it comes from the device.
-    let warm = prepare(arguments, &scratch, &runtime, "warm", Some("direct-io"))?;
-    let cold = prepare(arguments, &scratch, &runtime, "cold", None)?;
+    let warm = prepare(arguments, &scratch, &runtime, "warm", (Some("direct-io"), false))?;
+    let cold = prepare(arguments, &scratch, &runtime, "cold", (None, false))?;
+    // Hot: what is read again lies in the memory of requests.
+    let hot = prepare(arguments, &scratch, &runtime, "hot", (None, true))?;
     let messages = warm.bytes / limits::FRAME_BYTES as u64;
     let bare = Bare::of_memory(&Bytes::from(vec![7; limits::FRAME_BYTES]), messages);
     let (bare_at, bare) = prepare_bare(&runtime, bare)?;
@@ -110,7 +112,11 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
     let wanted = |part| arguments.part.is_none_or(|only| only == part);
     if wanted(Part::Grpc) {
         let (_, least) = prepare_bare(&runtime, bare_file(&scratch, messages)?)?;
-        large_reads(arguments.pairs, &runtime, (&warm, &cold), (&bare, &least), &mut report)?;
+        let grounds = [&warm, &cold, &hot];
+        large_reads(arguments.pairs, &runtime, grounds, (&bare, &least), &mut report)?;
+        let (kept, read) = hot.daemon.node().memory.tiles().counts();
+        report.fact("hot_tiles_kept", kept);
+        report.fact("hot_tiles_read", read);
     }
     if wanted(Part::Local) {
         let spec = setup::model(&arguments.model)?;
@@ -128,10 +134,16 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
         )?;
     }
     if wanted(Part::Small) {
-        let endpoint = endpoint_of(&cold.daemon)?;
-        let served =
-            Beside { small: (endpoint.clone(), cold.small.clone()), large: (endpoint, cold.request.clone()) };
-        let ours = small_reader("small_reader", "noise", &served, arguments.small, &mut report)?;
+        let beside = |of: &Ground| {
+            let at = endpoint_of(&of.daemon)?;
+            Ok::<_, Failure>(Beside {
+                small: (at.clone(), of.small.clone()),
+                large: (at, of.request.clone()),
+            })
+        };
+        let ours = small_reader("small_reader", "noise", &beside(&cold)?, arguments.small, &mut report)?;
+        let kept =
+            small_reader("small_reader_hot", "noise_hot", &beside(&hot)?, arguments.small, &mut report)?;
         // The same load on the same transport, with nothing behind it: what the processors make of it.
         let page = Bytes::from(vec![7; PAGE_BYTES as usize]);
         let page = Bare::of_memory(&page, 1);
@@ -139,9 +151,10 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
         let bare = Beside { small: (page, cold.small.clone()), large: (bare_at, cold.request.clone()) };
         let bare = small_reader("small_reader_bare", "noise_bare", &bare, arguments.small, &mut report)?;
         report.number("small_reader_noisy_p99_to_bare", ours / bare);
+        report.number("small_reader_hot_noisy_p99_to_bare", kept / bare);
     }
     report.note("both sides' work is in the CPU figures: clients and servers share this process");
-    for Ground { daemon, served, .. } in [warm, cold] {
+    for Ground { daemon, served, .. } in [warm, cold, hot] {
         drop(served);
         runtime.block_on(daemon.stop()).map_err(Failure::User)?;
     }
@@ -153,7 +166,7 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
 fn large_reads(
     pairs: u32,
     runtime: &Runtime,
-    (warm, cold): (&Ground, &Ground),
+    [warm, cold, hot]: [&Ground; 3],
     (bare, least): (&ReadsClient<Channel>, &ReadsClient<Channel>),
     report: &mut Report,
 ) -> Result<(), Failure> {
@@ -168,6 +181,7 @@ fn large_reads(
         reader("again", bare, warm),
         reader("cold", &cold.served, cold),
         reader("least", least, warm),
+        reader("hot", &hot.served, hot),
     ];
     let rounds = take_turns_within(GRPC_TIME, pairs, contestants)?;
     report.fact("grpc_pairs", rounds.count());
@@ -176,8 +190,11 @@ fn large_reads(
     report.median("grpc_least_ratio", rounds.speed("serve", "least"));
     report.median("least_ratio", rounds.speed("least", "bare"));
     report.median("grpc_cold_ratio", rounds.speed("cold", "bare"));
+    report.median("grpc_hot_ratio", rounds.speed("hot", "bare"));
     report.control("control", rounds.speed("again", "bare"));
-    for (name, who) in [("grpc", "serve"), ("grpc_cold", "cold"), ("bare", "bare"), ("least", "least")] {
+    let names =
+        [("grpc", "serve"), ("grpc_cold", "cold"), ("grpc_hot", "hot"), ("bare", "bare"), ("least", "least")];
+    for (name, who) in names {
         report.median(&format!("{name}_mib_s"), rounds.figure(who, |one| gib * 1024.0 / one.seconds));
         report.median(&format!("{name}_cpu_s_per_gib"), rounds.figure(who, |one| one.cpu / gib));
     }
@@ -189,7 +206,7 @@ fn prepare(
     scratch: &Scratch,
     runtime: &Runtime,
     name: &str,
-    io_disable: Option<&str>,
+    (io_disable, hot): (Option<&str>, bool),
 ) -> Result<Ground, Failure> {
     let text = |value: &dyn std::fmt::Display| Some(value.to_string());
     let settings = Settings {
@@ -197,6 +214,8 @@ fn prepare(
         budget: text(&format!("{} MiB", arguments.mib * 2 + 512)),
         segment: text(&"32 MiB"),
         io_disable: io_disable.map(str::to_owned),
+        memory: text(&format!("{} MiB", if hot { arguments.mib * 2 } else { 256 }.max(256))),
+        cache: if hot { None } else { text(&0) },
         grpc: text(&"127.0.0.1:0"),
         metrics: text(&"none"),
         socket: text(&socket(scratch, name).display()),

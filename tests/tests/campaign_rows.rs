@@ -84,13 +84,18 @@ fn checker_and_recovery_are_of_one_opinion() {
 }
 
 #[test]
+fn reads_in_tiles_have_one_production_of_each_block_also_from_memory() {
+    run("R31", 240);
+}
+
+#[test]
 fn work_grows_as_requests_do() {
     run("R30", 9);
 }
 
 #[test]
 fn a_fault_a_start_and_a_neighbour_cost_what_they_must() {
-    run("R31", 14);
+    run("R32", 14);
 }
 
 fn root() -> PathBuf {

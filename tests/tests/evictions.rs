@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use kvarts_fsck::check::Level;
-use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, Presence, Target};
+use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, Presence, Target};
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, observe, reopen, verify, work};
 use kvarts_tests::conformance::{Desk, pages};
@@ -206,6 +206,48 @@ fn where_holes_are_coarser_than_a_page_what_was_evicted_never_becomes_damage() {
             left.iter().for_each(|n| desk.expect(pages(), &desk.keys(*n..n + 1), 1));
             assert_eq!(stage.engine().stats().counts.blocks_quarantined, 0);
         }
+    }
+}
+
+/// A file system that discards what it frees has the device do it at once: four holes at a time, of a segment each, keep
+/// reads waiting for as long as all of them take.
+#[test]
+fn a_device_makes_one_hole_at_a_time_and_none_of_more_than_a_megabyte() {
+    const TAKES_US: u64 = 1000;
+    let mut config = WorldConfig::default();
+    config.disk.latency.meta = (TAKES_US, TAKES_US);
+    let world = SimWorld::new(4250, &config);
+    let (segment_bytes, budget_bytes) = (4 << 20, 16 << 20);
+    let options =
+        Options { executors: 1, shards_per_directory: 1, segment_bytes, budget_bytes, ..roomy(Seed(4250)) };
+    let stage = SimStage::open(&world, &options).unwrap();
+    let desk = Desk::new(&stage, "pieces");
+    let (mut holes, mut longest) = (std::collections::BTreeMap::new(), 0);
+    let (group, coordinate) = pages();
+    for n in 0.. {
+        let keys = desk.keys(16 * n..16 * (n + 1));
+        desk.outcomes(desk.request(pages(), &keys, 1));
+        // Of every five neighbours one stays, so no segment goes as a whole.
+        if n < 40 && n % 5 == 0 {
+            let terms = LeaseTerms { hold: Duration::from_secs(3600), tenant: 1, cap_bytes: u64::MAX };
+            let lease = Some(terms);
+            let request =
+                ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &keys, lease };
+            stage.store().contains(&request).unwrap();
+        }
+        let log = world.disk().log();
+        for event in log.tail().filter(|event| event.op == "punch") {
+            assert!(event.len <= 1 << 20, "{event}");
+            longest = longest.max(event.len);
+            holes.insert(event.step, event.time);
+        }
+        if holes.len() >= 12 && longest == 1 << 20 {
+            break;
+        }
+        assert!(n < 200, "{} holes, the longest of {longest} bytes", holes.len());
+    }
+    for (before, after) in holes.values().zip(holes.values().skip(1)) {
+        assert!(after.since(*before) >= Duration::from_micros(TAKES_US), "two holes at once: {holes:?}");
     }
 }
 

@@ -53,6 +53,16 @@ fn looking_into_memory_that_is_all_holes_takes_no_page_and_kills_nobody() {
 }
 
 #[test]
+fn windows_for_memory_that_is_not_shared_are_registered_with_the_rings() {
+    let stage = ClientStage::local("local-windows");
+    let desk = Desk::new(&stage, "windows");
+    let keys = desk.keys(0..4);
+    desk.store(pages(), &keys, 1, kvarts_layout::Layout::LayerBlock);
+    desk.expect(pages(), &keys, 1);
+    assert_eq!(stage.served.daemon().node().locals.pinned(), kvarts_wire::local::limits::WINDOWS_BYTES);
+}
+
+#[test]
 fn of_a_put_only_the_blocks_that_changed_are_refused() {
     let stage = stage("local-some-changed");
     let desk = Desk::new(&stage, "some changed");

@@ -19,8 +19,10 @@ use super::reading::Part;
 use kvarts_wire::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
 use kvarts_wire::local::limits::WINDOW_BYTES;
 
-/// Tiles of a read that are under way while one is copied.
-const TILES_AHEAD: usize = 1;
+/// Bytes of a tile. With the tiles beside it, it takes half of the windows.
+const TILE_BYTES: u64 = 4 << 20;
+/// Tiles of a read that are under way while one is copied: a disk that has one alone stands still between its layers.
+const TILES_AHEAD: usize = 3;
 
 /// Whether whatever is read or put at once of such blocks fits into a window.
 pub(super) fn fits(shape: &BlockShape) -> bool {
@@ -144,14 +146,14 @@ async fn copy_all(
             return Err(Stop::Gone);
         }
         if read.is_idle() {
-            let Some(tile) = read.next_tile(WINDOW_BYTES) else { return Ok(()) };
+            let Some(tile) = read.next_tile(TILE_BYTES) else { return Ok(()) };
             let memory =
                 windows.take(bytes_of(&tile, read.shape())?).await.ok_or(Reason::TooMany("bytes"))?;
             read.grant(tile, memory.share(), ())?;
         }
         while read.under_way() <= TILES_AHEAD {
             let LinkTiles { layers, origins, .. } = read.source();
-            let next = read.next_tile(WINDOW_BYTES);
+            let next = read.next_tile(TILE_BYTES);
             let next = next.filter(|tile| is_apart(tile, order, layers, origins));
             let Some(tile) = next else { break };
             // Only what nobody else waits for.

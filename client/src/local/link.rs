@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{Bring, Order, Placed, PutReply, ReadRequest, ReadSink};
+use kvarts_store::api::{Order, Placed, Poller, PutReply, ReadRequest, ReadSink};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Arena;
 use kvarts_store::rt::Entropy;
@@ -216,7 +216,7 @@ impl Shared {
     }
 }
 
-impl Bring for Shared {
+impl Poller for Shared {
     fn fetch(&self, done: &mut dyn FnMut() -> bool) {
         if !self.try_turn() {
             return;
@@ -284,7 +284,7 @@ impl Link {
     }
 
     /// Who fetches what arrives.
-    pub(super) fn bring(&self) -> Arc<dyn Bring> {
+    pub(super) fn bring(&self) -> Arc<dyn Poller> {
         Arc::clone(&self.shared) as _
     }
 

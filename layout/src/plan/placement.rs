@@ -11,7 +11,6 @@
 //! No two chunks of a placement overlap: it is checked when it is made, so that no plan has to.
 
 use super::{PlacementError, PlanError};
-use crate::arrange::RunLayout;
 use crate::shape::BlockShape;
 use std::ops::Range;
 
@@ -133,17 +132,6 @@ impl Placement {
             base = base.checked_add(chunk.bytes).ok_or(PlacementError::Overflow)?;
         }
         Self::build(parts, None, blocks)
-    }
-
-    /// A copy of a record's payload, byte for byte: every chunk at its own payload offset after `at`.
-    pub fn payload_image(layout: &RunLayout, at: Address) -> Result<Self, PlacementError> {
-        let place = |part: &crate::arrange::PartPlace| {
-            let base = at.offset.checked_add(part.offset).ok_or(PlacementError::Overflow)?;
-            let target = PartTarget { memory: at.memory, base, stride: part.step };
-            Ok(PlacedPart { bytes: part.bytes, target: Some(target) })
-        };
-        let parts = layout.parts().iter().map(place).collect::<Result<_, _>>()?;
-        Self::build(parts, None, layout.blocks())
     }
 
     /// The places of some of the blocks: ordinal `i` of the result lies where `ordinals[i]` lies here. An ordinal

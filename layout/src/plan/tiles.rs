@@ -102,6 +102,22 @@ impl Tiles {
         Tile { blocks: self.block..self.block.saturating_add(some).min(self.blocks), layers }
     }
 
+    /// Whether a tile can be the next one, however long it is.
+    pub fn accepts(&self, tile: &Tile) -> bool {
+        let begins = tile.layers.start == self.layer && tile.blocks.start == self.block;
+        let inside = tile.layers.end <= self.layers.end && tile.blocks.end <= self.blocks;
+        let whole = match self.order {
+            Order::Blocks => tile.layers == self.layers || tile.block_count() == 1,
+            Order::Layers => tile.blocks == (0..self.blocks) || tile.layer_count() == 1,
+        };
+        begins && inside && whole && !tile.blocks.is_empty() && !tile.layers.is_empty()
+    }
+
+    /// Where the next tile begins: block and layer.
+    pub fn place(&self) -> (u32, u32) {
+        (self.block, self.layer)
+    }
+
     /// Goes on behind a tile.
     pub fn pass(&mut self, tile: &Tile) {
         let (next_block, next_layer) =
@@ -274,6 +290,7 @@ mod tests {
             let (mut found, mut budgets) = (Vec::new(), budgets.iter().cycle());
             while let Some(tile) = tiles.next(&shape, *budgets.next().unwrap()) {
                 prop_assert!(!tile.blocks.is_empty() && !tile.layers.is_empty());
+                prop_assert!(tiles.accepts(&tile));
                 found.extend(cells(order, tile.layers.clone(), tile.blocks.clone()));
                 tiles.pass(&tile);
             }
@@ -292,6 +309,29 @@ mod tests {
                 prop_assert!(tile.bytes(&shape) <= *budget || single, "{:?} of {}", tile, budget);
                 tiles.pass(&tile);
             }
+        }
+
+        #[test]
+        fn tiles_that_are_accepted_are_all_of_a_read_once_in_delivery_order(
+            (shape, layers, blocks, _) in cases(),
+            order in orders(),
+            ends in prop::collection::vec((0u32..12, 0u32..8), 1..40),
+        ) {
+            let mut tiles = Tiles::new(order, layers.clone(), blocks);
+            let (mut found, mut ends) = (Vec::new(), ends.iter().cycle());
+            while let Some(least) = tiles.next(&shape, 0) {
+                // What is refused is passed over for the smallest.
+                let (more_blocks, more_layers) = *ends.next().unwrap();
+                let Tile { blocks, layers } = least.clone();
+                let wish = Tile {
+                    blocks: blocks.start..blocks.end + more_blocks,
+                    layers: layers.start..layers.end + more_layers,
+                };
+                let tile = if tiles.accepts(&wish) { wish } else { least };
+                found.extend(cells(order, tile.layers.clone(), tile.blocks.clone()));
+                tiles.pass(&tile);
+            }
+            prop_assert_eq!(found, cells(order, layers, 0..blocks));
         }
 
         #[test]

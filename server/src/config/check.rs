@@ -98,6 +98,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let threads = decided.or("limits.threads", set.threads.as_ref(), few);
     let connections = decided.or("limits.connections", set.connections.as_ref(), 16_384);
     let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");
+    let cache = decided.or("limits.cache", set.cache.as_ref(), &memory);
     let policy = decided.or("store.policy", set.policy.as_ref(), EvictionPolicy::default().name());
     let shared = decided.or("limits.shared", set.shared.as_ref(), memory::share(&memory::of_this_machine()));
     let io = decided.or("store.io", set.io.as_ref(), "auto");
@@ -126,6 +127,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         metrics: address("listen.metrics", &metrics)?,
         tls: tls(set)?,
         memory: sized("limits.memory", &memory)?,
+        cache: sized("limits.cache", &cache)?.min(sized("limits.memory", &memory)?),
         shared: sized("limits.shared", &shared)?,
         connections: number("limits.connections", &connections)?,
         threads: number("limits.threads", &threads)?,

@@ -122,6 +122,8 @@ settings! {
     client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority";
     /// Memory that requests share [default: 256 MiB]
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory";
+    /// What of that may keep tiles that were read, while no request needs it [default: all of it]; 0 for nothing
+    cache, "limits", "cache", "KVARTS_LIMITS_CACHE", "cache";
     /// Memory of local clients that may be shared with the server at a time [default: a quarter of the memory, at most 64 GiB]
     shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared";
     /// Memory that the index of blocks may take; blocks are evicted near it [default: a quarter of the memory]

@@ -93,6 +93,8 @@ pub struct Config {
     pub tls: Option<TlsFiles>,
     /// Memory that requests share.
     pub memory: u64,
+    /// What of that may keep tiles that were read.
+    pub cache: u64,
     /// Memory of local clients that may be mapped.
     pub shared: u64,
     /// Connections at a time.

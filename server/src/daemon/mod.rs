@@ -82,7 +82,7 @@ impl Daemon {
         let opened = Opened::of(home.store(), begun.elapsed());
         notes.extend(home.notes().iter().cloned());
         let bytes = usize::try_from(config.memory).map_err(|_| "limits.memory: too much".to_owned())?;
-        let memory = Memory::new(bytes, limits::SMALL_READ_BYTES).map_err(|error| {
+        let memory = Memory::new(bytes, limits::SMALL_READ_BYTES, config.cache).map_err(|error| {
             format!("limits.memory: {} cannot be had: {error}", human::bytes(config.memory))
         })?;
         for region in memory.regions() {

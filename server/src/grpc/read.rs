@@ -14,11 +14,12 @@ use bytes::Bytes;
 use kvarts_layout::plan::{Tile, TileChunk, TileRange};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_store::api::{
-    Arrived, Digests, Late, Order, ReadEnd, ReadProgress, TileBytes, TiledRead, TiledRequest, Verify,
+    Arrived, Digests, Late, Order, Placed, ReadEnd, ReadProgress, TileBytes, TileMemory, TileSource,
+    TiledRead, TiledRequest, Verify,
 };
-use kvarts_store::engine::StoreTiles;
+use kvarts_store::engine::{StoreTiles, TileRuns};
 use kvarts_store::error::Reason;
-use kvarts_store::io::SharedBuf;
+use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_store::rt::Class;
 use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
@@ -30,8 +31,9 @@ use super::fault::{self, Fault, Outcome};
 use super::frame::{self, Outgoing, Slot};
 use super::held::{Held, Holding};
 use super::{convert, limits};
-use crate::node::Frozen;
+use crate::node::parts::Part as Charge;
 use crate::node::tenant::Paid;
+use crate::node::{CachedTile, Frozen, TileStart};
 use kvarts_wire::proto;
 use kvarts_wire::proto::read_reply::Part;
 
@@ -112,8 +114,25 @@ impl Download {
     }
 }
 
-/// A read whose tiles go to the connection, each with the bandwidth that was taken for it.
-type Reading = TiledRead<StoreTiles, Paid>;
+/// A read whose tiles go to the connection.
+type Reading = TiledRead<StoreTiles, WithTile>;
+
+/// What goes with a tile.
+#[derive(Debug)]
+struct WithTile {
+    /// The bandwidth that was taken for it.
+    paid: Paid,
+    /// Of one that is to be kept when it has come: where it begins, its memory without what this read has to do with it,
+    /// and where its blocks lie.
+    keep: Option<(TileStart, SharedBuf, TileRuns)>,
+}
+
+/// The next tile of a read, and its bytes if they are kept.
+struct Next {
+    tile: Tile,
+    start: TileStart,
+    cached: Option<Arc<CachedTile>>,
+}
 
 /// Where the tiles of a read go: to the connection.
 struct Sending {
@@ -213,7 +232,7 @@ async fn work(
     (to, slot): (Sender<Outgoing>, Arc<Slot>),
     holding: Holding,
 ) {
-    let most = call.node.at_once(&call.caller.tenant, limits::WINDOW_BYTES).min(call.node.memory.piece_max());
+    let most = call.node.at_once(&call.caller.tenant, limits::TILE_BYTES).min(call.node.memory.piece_max());
     let large = LargeReads::enter(&call.node.large_reads, download.bytes());
     let read = call.node.engine.read_tiles(download.request(&call));
     let sending = Sending { call, download, to, slot, holding, said: Mutex::new(said), large, most };
@@ -237,16 +256,17 @@ impl Sending {
     /// Sends all tiles. An error says why there were no more.
     async fn all(&self, read: &mut Reading) -> Result<(), Stop> {
         loop {
-            if read.under_way() == 0 {
-                let Some(tile) = read.next_tile(self.tile_bytes()) else { return Ok(()) };
-                let (memory, paid) = self.memory(&tile).await?;
-                read.grant(tile, memory, paid)?;
+            while read.under_way() == 0 {
+                let Some(next) = self.next_tile(read) else { return Ok(()) };
+                let (piece, charge) = self.memory(&next).await?;
+                self.begin(read, next, piece, charge)?;
             }
             while read.under_way() <= self.ahead() {
-                let Some(tile) = read.next_tile(self.tile_bytes()) else { break };
-                let Some((memory, paid)) = self.spare_memory(&tile) else { break };
-                // What is wrong is told when it is this tile's turn.
-                if read.grant(tile, memory, paid).is_err() {
+                // What is wrong is told when it is this tile's turn. What is here needs no time before it.
+                let next = self.next_tile(read).filter(|next| next.cached.is_none());
+                let Some(next) = next else { break };
+                let Some((piece, charge)) = self.spare_memory(&next) else { break };
+                if self.begin(read, next, Some(piece), charge).is_err() {
                     break;
                 }
             }
@@ -259,12 +279,90 @@ impl Sending {
                     Arrived::Block(block) => self.say(Part::Block(proto::BlockReady { block })).await?,
                 }
             }
+            self.keep(read);
         }
     }
 
-    /// Memory for a tile, as soon as the tenant may have it.
-    async fn memory(&self, tile: &Tile) -> Result<(SharedBuf, Paid), Stop> {
-        let bytes = tile.bytes(&self.download.shape);
+    /// The next tile: as it is kept, or of as many bytes as may be now.
+    fn next_tile(&self, read: &Reading) -> Option<Next> {
+        let Download { namespace, group, coordinate, order, ref layers, ref keys, .. } = self.download;
+        let (block, layer) = read.place();
+        let (blocks, layers_end) = match order {
+            Order::Layers => (Some(read.wanted_blocks()), None),
+            Order::Blocks => (None, Some(layers.end)),
+        };
+        let key = *keys.get(block as usize)?;
+        let start = TileStart { namespace, group, coordinate, key, layer, blocks, layers_end };
+        let fits = |cached: Arc<CachedTile>| {
+            let blocks = block..block.saturating_add(cached.tile.block_count());
+            let tile = Tile { blocks, layers: cached.tile.layers.clone() };
+            let is_least = tile.block_count() == 1 && tile.layer_count() == 1;
+            let fits = is_least || tile.bytes(&self.download.shape) <= self.most;
+            (fits && read.accepts(&tile)).then_some((tile, cached))
+        };
+        Some(match self.call.node.memory.tiles().find(&start).and_then(fits) {
+            Some((tile, cached)) => Next { tile, start, cached: Some(cached) },
+            None => Next { tile: read.next_tile(self.tile_bytes())?, start, cached: None },
+        })
+    }
+
+    /// Begins the next tile: gives what is kept, if it still is what would be read, or reads. A tile that was kept and is
+    /// not what would be read is forgotten, and nothing is begun.
+    fn begin(
+        &self,
+        read: &mut Reading,
+        next: Next,
+        piece: Option<BufMut>,
+        (charge, paid): (Charge, Paid),
+    ) -> Result<(), Reason> {
+        let (tiles, Next { tile, start, cached }) = (self.call.node.memory.tiles(), next);
+        if let Some(cached) = cached {
+            let Some(stream) = read.source().recall(&tile, &cached.identity)? else {
+                tiles.forget(&start, &cached);
+                return Ok(());
+            };
+            let (buf, placed) = (self.charged(&cached.buf, charge), cached.placed.clone());
+            tiles.count(true);
+            read.give(TileMemory { tile, buf, placed, with: WithTile { paid, keep: None } }, stream);
+            return Ok(());
+        }
+        let piece = piece.ok_or(Reason::Bug("a tile without memory"))?.share();
+        let buf = self.charged(&piece, charge);
+        tiles.count(false);
+        read.grant_by(tile, buf, |source, tile, placed| {
+            if !tiles.is_wanted(&start) {
+                return Ok((source.begin(tile, placed)?, WithTile { paid, keep: None }));
+            }
+            let (stream, runs) = source.begin_known(tile, placed)?;
+            Ok((stream, WithTile { paid, keep: runs.map(|runs| (start, piece, runs)) }))
+        })
+    }
+
+    /// Memory as this read has it: it counts as the tenant's until the client has taken it.
+    fn charged(&self, piece: &SharedBuf, charge: Charge) -> SharedBuf {
+        // The piece goes back before what it takes of a share.
+        self.holding.keep(piece.clone().kept_by(Arc::new((piece.clone(), charge))))
+    }
+
+    /// Keeps the tile that has just ended, if all of it came and it was read before.
+    fn keep(&self, read: &mut Reading) {
+        let Some(whole) = read.take_whole() else { return };
+        let Some((start, piece, runs)) = &whole.with.keep else { return };
+        let (tile, order, shape) = (&whole.tile, self.download.order, &self.download.shape);
+        let placed = Placed::tile(order, shape, tile, piece.clone()).ok();
+        let placed = placed.zip(whole.placed.digests()).map(|(placed, all)| placed.with_digests(all.clone()));
+        let identity = read.source().identity(tile, runs.clone());
+        let Some((placed, identity)) = placed.zip(identity) else { return };
+        let (memory, tenant) = (&self.call.node.memory, self.call.caller.tenant.number);
+        let bytes = tile.bytes(shape);
+        let tile = Tile { blocks: 0..tile.block_count(), layers: tile.layers.clone() };
+        let cached = CachedTile { tile, buf: piece.clone(), placed, identity };
+        memory.keep(start.clone(), tenant, bytes, cached);
+    }
+
+    /// Memory for a tile, as soon as the tenant may have it; of one that is kept, what it takes of the tenant's share.
+    async fn memory(&self, next: &Next) -> Result<(Option<BufMut>, (Charge, Paid)), Stop> {
+        let bytes = next.tile.bytes(&self.download.shape);
         let (node, tenant, deadline) = (&self.call.node, &self.call.caller.tenant, self.call.deadline);
         // Whoever waits for the tenant's own bandwidth keeps nothing from others meanwhile.
         let (paid, toll) = tenant.pay(bytes);
@@ -274,48 +372,55 @@ impl Sending {
             if !toll.is_zero() {
                 tokio::time::sleep_until(begins).await;
             }
-            node.take_memory(tenant, bytes).await
+            let charge = node.charge(tenant, bytes).await?;
+            Some(match next.cached {
+                Some(_) => (None, charge),
+                None => (Some(node.memory.take(bytes).await?), charge),
+            })
         };
         let wait = tokio::select! {
             wait = tokio::time::timeout_at(until, take) => wait,
             // Who is gone waits for nothing.
             () = self.to.closed() => return Err(Stop::Gone),
         };
-        let memory = match wait {
-            Ok(memory) => memory.ok_or(Reason::TooMany("bytes"))?,
-            Err(_) if until == deadline => return Err(Stop::Late),
-            Err(_) => return Err(Stop::Fault(Fault::busy("the server's memory for requests is full"))),
-        };
-        Ok((self.holding.keep(memory.share()), paid))
+        match wait {
+            Ok(taken) => {
+                let (piece, charge) = taken.ok_or(Reason::TooMany("bytes"))?;
+                Ok((piece, (charge, paid)))
+            }
+            Err(_) if until == deadline => Err(Stop::Late),
+            Err(_) => Err(Stop::Fault(Fault::busy("the server's memory for requests is full"))),
+        }
     }
 
     /// Memory for a tile before its turn: only such that others are not short of, for whoever waited here would wait with
     /// memory in hand.
-    fn spare_memory(&self, tile: &Tile) -> Option<(SharedBuf, Paid)> {
-        let bytes = tile.bytes(&self.download.shape);
-        let paid = self.call.caller.tenant.try_pay(bytes)?;
-        let memory = self.call.node.take_spare_memory(&self.call.caller.tenant, bytes)?;
-        Some((self.holding.keep(memory.share()), paid))
+    fn spare_memory(&self, next: &Next) -> Option<(BufMut, (Charge, Paid))> {
+        let (node, tenant) = (&self.call.node, &self.call.caller.tenant);
+        let bytes = next.tile.bytes(&self.download.shape);
+        let paid = tenant.try_pay(bytes)?;
+        let charge = node.try_charge(tenant, bytes)?;
+        Some((node.memory.take_spare(bytes)?, (charge, paid)))
     }
 
     /// Bytes of the next tile, as things are now.
     fn tile_bytes(&self) -> u64 {
         let share = limits::UNDER_WAY_BYTES / 2 / self.large.count().max(1);
         let crowded = self.call.node.memory.is_crowded();
-        self.most.min(if crowded { 0 } else { share }.max(limits::SMALL_WINDOW_BYTES))
+        self.most.min(if crowded { 0 } else { share }.max(limits::SMALL_TILE_BYTES))
     }
 
     /// How many tiles may be under way before their turn, as things are now.
     fn ahead(&self) -> usize {
-        let share = limits::UNDER_WAY_BYTES / limits::SMALL_WINDOW_BYTES / self.large.count().max(1);
+        let share = limits::UNDER_WAY_BYTES / limits::SMALL_TILE_BYTES / self.large.count().max(1);
         match self.large.count() {
-            0 | 1 => limits::WINDOWS_AHEAD,
+            0 | 1 => limits::TILES_AHEAD,
             _ => usize::from(share > 1),
         }
     }
 
     /// Sends bytes of a tile as they lie in its memory.
-    async fn bytes(&self, bytes: &TileBytes<Paid>) -> Result<(), Stop> {
+    async fn bytes(&self, bytes: &TileBytes<WithTile>) -> Result<(), Stop> {
         let (order, shape) = (self.download.order, &self.download.shape);
         let TileBytes { memory, layer, blocks, offset } = bytes;
         let about = proto::ReadData {
@@ -338,12 +443,12 @@ impl Sending {
                 frame.push(frozen(buf), &mut chunks);
                 (at, len) = (at + some, len - some);
                 if frame.len == limits::FRAME_BYTES {
-                    self.data(&mut frame, &memory.with).await?;
+                    self.data(&mut frame, &memory.with.paid).await?;
                 }
             }
         }
         if frame.len > 0 {
-            self.data(&mut frame, &memory.with).await?;
+            self.data(&mut frame, &memory.with.paid).await?;
         }
         Ok(())
     }

@@ -40,8 +40,10 @@ impl Memory {
             return Err(malformed("adopted memory is the client's: a descriptor comes with it"));
         }
         let part = locals.mapped.try_take(tenant, wire.bytes).ok_or(Reason::TooMany("bytes"))?;
+        // Adopted memory is whatever the client has: what is read into it is verified by the client alone.
+        let is_pinned = mode != Mode::Adopted;
         // What is to be registered has a second one until it is.
-        let files = if mode == Mode::Direct { 2 } else { 1 };
+        let files = if is_pinned { 2 } else { 1 };
         let files = locals.files.try_take(tenant, files);
         let files = files
             .ok_or_else(|| Fault::busy("as many memories are shared as the server has open files for"))?;
@@ -70,8 +72,7 @@ impl Memory {
         let region =
             mapped.map_err(|error| malformed(&format!("it cannot be mapped for writing: {error}")))?;
         let (mine, theirs) = if made { (None, Some(second)) } else { (Some(second), None) };
-        let pinned = (mode == Mode::Direct)
-            .then(|| Pinned::begin((locals, tenant), store, (&region, mine), elsewhere));
+        let pinned = is_pinned.then(|| Pinned::begin((locals, tenant), store, (&region, mine), elsewhere));
         let (pinned, ready) = pinned.flatten().unzip();
         let memory = Self { region, mode, _pinned: pinned.map(Arc::new) };
         Ok((memory, theirs, ready))

@@ -1,6 +1,6 @@
 //! Memory of a session that the rings know, so that the device's writes to it need not find its pages each time.
 //!
-//! Only memory for direct reads is registered, and only if its pages are there before the rings are told of it, so that an
+//! Memory for direct and for copied reads is registered, and only if its pages are there before the rings are told of it, so that an
 //! executor is held up by no more than looking them up. A client that gives pages of it back reads others than the device
 //! writes, and its reads fail their digests, as without this. One memory is prepared at a time, whoever shares how many.
 //!

@@ -339,6 +339,26 @@ fn memory(out: &mut String, node: &Node) {
     }
     head(
         out,
+        "kvarts_kept_tiles_bytes",
+        "gauge",
+        "Free memory of requests in which tiles are kept, by part.",
+    );
+    for (number, part) in ["large", "small"].into_iter().enumerate() {
+        let bytes = node.memory.tiles().bytes(number);
+        let _ = writeln!(out, "kvarts_kept_tiles_bytes{{part=\"{part}\"}} {bytes}");
+    }
+    head(
+        out,
+        "kvarts_tiles_total",
+        "counter",
+        "Tiles of reads over gRPC: kept from an earlier read, or read.",
+    );
+    let (kept, read) = node.memory.tiles().counts();
+    for (from, tiles) in [("kept", kept), ("read", read)] {
+        let _ = writeln!(out, "kvarts_tiles_total{{from=\"{from}\"}} {tiles}");
+    }
+    head(
+        out,
         "kvarts_large_requests_bytes",
         "gauge",
         "What large requests and their answers take: used, all.",

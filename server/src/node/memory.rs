@@ -1,8 +1,12 @@
-//! The memory that requests share: one arena, made at the start, never grown.
+//! Backpressure: the memory that requests share, one arena, made at the start, never grown. All bounds: docs/SERVER.md, "What
+//! bounds memory".
 //!
 //! Reads up to a certain size have a part of it to themselves, so that a small one does not wait behind large
 //! ones. Who finds it full waits. A piece comes back when the last user of it is done: the device, the engine, or
 //! the connection that sends it.
+//!
+//! What no request has may keep tiles that were read ([`TileCache`]). That memory counts as free: it is given back before a
+//! request waits.
 //!
 //! Where there are several tenants, each has a share of both that no other can take (`parts`), so that slow clients of some
 //! tenants leave room for those of others.
@@ -15,10 +19,15 @@ use kvarts_store::io::arena::{Arena, ArenaUse};
 use kvarts_store::io::{Buf, BufMut, Region};
 
 use super::parts::{Part, Parts};
+use super::tile_cache::{CachedTile, TileCache, TileStart};
 
 const PAGE: usize = 4096;
 /// The part of all memory that small requests have to themselves: one in so many bytes.
 const SMALL_PART: usize = 8;
+
+/// The main part, and the one of small requests, where a part is told by its number.
+const MAIN: usize = 0;
+const SMALL: usize = 1;
 
 /// The arenas.
 #[derive(Clone, Debug)]
@@ -26,15 +35,47 @@ pub struct Memory {
     main: Arena,
     small: Arena,
     small_max: u64,
+    tiles: Arc<TileCache>,
 }
 
 impl Memory {
-    /// Takes the memory now; `small_max` is the largest request that counts as small.
-    pub fn new(bytes: usize, small_max: u64) -> io::Result<Self> {
+    /// Takes the memory now; `small_max` is the largest request that counts as small. Of all of it tiles that were read may
+    /// have `cache` bytes while no request needs them.
+    pub fn new(bytes: usize, small_max: u64, cache: u64) -> io::Result<Self> {
         let small = bytes / SMALL_PART;
         // In large pages where there are some: a device that is told of each small one reads at half its speed.
         let arena = |bytes| Region::anonymous_huge(bytes).map(|(region, _)| Arena::new(region));
-        Ok(Self { main: arena(bytes - small)?, small: arena(small)?, small_max })
+        let cache_small = cache / SMALL_PART as u64;
+        let tiles = Arc::new(TileCache::new([cache - cache_small, cache_small]));
+        Ok(Self { main: arena(bytes - small)?, small: arena(small)?, small_max, tiles })
+    }
+
+    /// Tiles that were read, kept in what no request has.
+    pub fn tiles(&self) -> &TileCache {
+        &self.tiles
+    }
+
+    /// Keeps a tile of so many bytes, which lies in a piece of its own.
+    pub fn keep(&self, start: TileStart, tenant: u32, len: u64, tile: CachedTile) {
+        // As the arena counts.
+        let bytes = len.max(1).next_multiple_of(PAGE as u64);
+        self.tiles.keep(start, (self.part_of(len), tenant), bytes, tile);
+    }
+
+    /// Which part a piece of so many bytes is of.
+    fn part_of(&self, len: u64) -> usize {
+        if len <= self.small_max { SMALL } else { MAIN }
+    }
+
+    /// A piece now, if there is room or can be made by forgetting tiles.
+    fn take_now(&self, part: usize, bytes: usize) -> Option<BufMut> {
+        let arena = if part == SMALL { &self.small } else { &self.main };
+        loop {
+            let piece = arena.try_take(bytes);
+            if piece.is_some() || !self.tiles.give_back_one(part) {
+                return piece;
+            }
+        }
     }
 
     /// The regions, for registering them with the engine.
@@ -49,33 +90,42 @@ impl Memory {
 
     /// A piece of exactly `len` bytes as soon as there is room; none if it is larger than any may be.
     pub async fn take(&self, len: u64) -> Option<BufMut> {
-        let bytes = usize::try_from(len).ok()?;
-        if len <= self.small_max {
-            return self.small.take(bytes).await;
-        }
-        if len > self.piece_max() {
+        let (bytes, part) = (usize::try_from(len).ok()?, self.part_of(len));
+        if part == MAIN && len > self.piece_max() {
             return None;
         }
-        self.main.take(bytes).await
+        if let Some(piece) = self.take_now(part, bytes) {
+            return Some(piece);
+        }
+        let _waiting = self.tiles.wait(part);
+        if part == SMALL { self.small.take(bytes).await } else { self.main.take(bytes).await }
     }
 
     /// A piece now, if after it half of the memory is still free; not for small requests.
     pub fn take_spare(&self, len: u64) -> Option<BufMut> {
         let bytes = usize::try_from(len).ok().filter(|_| len > self.small_max)?;
-        let usage = self.main.usage();
-        let spare = usage.used.saturating_add(bytes) <= usage.total / 2;
-        if spare { self.main.try_take(bytes) } else { None }
+        if self.is_spare(len) { self.take_now(MAIN, bytes) } else { None }
+    }
+
+    /// Whether half of the memory is still free when a request has so many more bytes.
+    pub fn is_spare(&self, len: u64) -> bool {
+        let [usage, _] = self.usage();
+        (usage.used as u64).saturating_add(len) <= usage.total as u64 / 2
     }
 
     /// Whether more than half of the memory is used: then everybody takes less at a time.
     pub fn is_crowded(&self) -> bool {
-        let usage = self.main.usage();
+        let [usage, _] = self.usage();
         usage.used > usage.total / 2
     }
 
-    /// How full they are: the main one and the small one.
+    /// How full they are of what requests have: the main one and the small one.
     pub fn usage(&self) -> [ArenaUse; 2] {
-        [self.main.usage(), self.small.usage()]
+        let of = |(arena, part): (&Arena, usize)| {
+            let usage = arena.usage();
+            ArenaUse { used: usage.used.saturating_sub(self.tiles.bytes(part) as usize), ..usage }
+        };
+        [(&self.main, MAIN), (&self.small, SMALL)].map(of)
     }
 }
 
@@ -96,16 +146,20 @@ impl MemoryShares {
 
     /// A piece as [`Memory::take`] gives it, as soon as it is the tenant's turn.
     pub async fn take(&self, memory: &Memory, tenant: u32, len: u64) -> Option<BufMut> {
-        let (part, pages) = self.part(memory, len)?;
-        let pages = part.take(tenant, pages).await?;
+        let pages = self.charge(memory, tenant, len).await?;
         memory.take(len).await.map(|piece| Self::kept(piece, pages))
     }
 
-    /// A piece as [`Memory::take_spare`] gives it.
-    pub fn take_spare(&self, memory: &Memory, tenant: u32, len: u64) -> Option<BufMut> {
+    /// What a piece of so many bytes takes of a tenant's share, as soon as it is the tenant's turn.
+    pub async fn charge(&self, memory: &Memory, tenant: u32, len: u64) -> Option<Part> {
         let (part, pages) = self.part(memory, len)?;
-        let pages = part.try_take(tenant, pages)?;
-        memory.take_spare(len).map(|piece| Self::kept(piece, pages))
+        part.take(tenant, pages).await
+    }
+
+    /// The same now, if nobody waits for it.
+    pub fn try_charge(&self, memory: &Memory, tenant: u32, len: u64) -> Option<Part> {
+        let (part, pages) = self.part(memory, len)?;
+        part.try_take(tenant, pages)
     }
 
     /// What a tenant should take at once of the main part, if it may want up to `most`: as much as is set aside for it, so
@@ -163,7 +217,7 @@ mod tests {
 
     #[test]
     fn frozen_bytes_keep_their_piece_and_give_it_back_at_the_end() {
-        let memory = Memory::new(1 << 20, 4096).unwrap();
+        let memory = Memory::new(1 << 20, 4096, 0).unwrap();
         let mut buf = block_on(memory.take(8192)).unwrap();
         buf.fill(7);
         // SAFETY: nobody else has the piece.
@@ -177,7 +231,7 @@ mod tests {
 
     #[test]
     fn spare_memory_is_what_others_are_not_short_of() {
-        let memory = Memory::new(1 << 20, 4096).unwrap();
+        let memory = Memory::new(1 << 20, 4096, 0).unwrap();
         let half = memory.usage()[0].total as u64 / 2;
         assert!(memory.take_spare(4096).is_none(), "small requests are never ahead of their turn");
         let kept = memory.take_spare(half).unwrap();
@@ -192,7 +246,7 @@ mod tests {
     fn whatever_others_hold_each_tenant_has_its_share_of_either_part() {
         for count in [2, 3, 5] {
             let tenants: Vec<u32> = (1..=count).collect();
-            let memory = Memory::new(8 << 20, 8192).unwrap();
+            let memory = Memory::new(8 << 20, 8192, 0).unwrap();
             let shares = MemoryShares::new(&memory, &tenants);
             let mut context = std::task::Context::from_waker(std::task::Waker::noop());
             for (at, len) in [(0, 64 << 10), (1, 8192)] {
@@ -209,7 +263,7 @@ mod tests {
                 for tenant in 1..count {
                     while take(tenant, &mut held) {}
                 }
-                assert!(shares.take_spare(&memory, 1, 64 << 10).is_none() || at == 1);
+                assert!(shares.try_charge(&memory, 1, len).is_none());
                 while take(count, &mut last) {}
                 let own = total / 2 / count as usize;
                 assert!((last.len() + 1) * len as usize > own, "{count} tenants: {} pieces", last.len());
@@ -224,7 +278,7 @@ mod tests {
     #[test]
     fn of_many_tenants_each_has_a_piece_of_a_put_and_a_window_of_a_read_whatever_others_hold() {
         let tenants: Vec<u32> = (1..=30).collect();
-        let memory = Memory::new(256 << 20, limits::SMALL_READ_BYTES).unwrap();
+        let memory = Memory::new(256 << 20, limits::SMALL_READ_BYTES, 0).unwrap();
         let shares = MemoryShares::new(&memory, &tenants);
         let mut context = std::task::Context::from_waker(std::task::Waker::noop());
         let mut take = |tenant: u32, len: u64| match std::pin::pin!(shares.take(&memory, tenant, len))
@@ -235,25 +289,25 @@ mod tests {
         };
         let mut held = Vec::new();
         for tenant in 1..30 {
-            for len in [limits::PUT_PIECE_BYTES, limits::SMALL_WINDOW_BYTES] {
+            for len in [limits::PUT_PIECE_BYTES, limits::SMALL_TILE_BYTES] {
                 held.extend(std::iter::from_fn(|| take(tenant, len)));
             }
         }
         assert!(take(30, limits::PUT_PIECE_BYTES).is_none(), "more than is set aside waits for others");
-        for most in [limits::PUT_PIECE_BYTES, limits::WINDOW_BYTES] {
-            let len = shares.at_once(30, limits::SMALL_WINDOW_BYTES, most);
+        for most in [limits::PUT_PIECE_BYTES, limits::TILE_BYTES] {
+            let len = shares.at_once(30, limits::SMALL_TILE_BYTES, most);
             assert!(len > 2 << 20 && take(30, len).is_some(), "{len}");
         }
         // Somebody who came later takes what he finds.
         assert_eq!(
-            shares.at_once(31, limits::SMALL_WINDOW_BYTES, limits::PUT_PIECE_BYTES),
+            shares.at_once(31, limits::SMALL_TILE_BYTES, limits::PUT_PIECE_BYTES),
             limits::PUT_PIECE_BYTES
         );
     }
 
     #[test]
     fn small_requests_have_their_own_and_none_may_take_all() {
-        let memory = Memory::new(1 << 20, 4096).unwrap();
+        let memory = Memory::new(1 << 20, 4096, 0).unwrap();
         let _small = block_on(memory.take(4096)).unwrap();
         assert_eq!(memory.usage().map(|usage| usage.used), [0, 4096]);
         assert!(block_on(memory.take(memory.piece_max() + 1)).is_none());

@@ -16,6 +16,7 @@ mod patience;
 mod puts;
 mod shares;
 pub mod tenant;
+mod tile_cache;
 mod trouble;
 mod veil;
 
@@ -37,6 +38,7 @@ pub use patience::Patience;
 pub use puts::Puts;
 pub(crate) use shares::Bandwidth;
 pub use tenant::Tenant;
+pub use tile_cache::{CachedTile, TileCache, TileStart};
 pub use trouble::Trouble;
 pub use veil::Veil;
 
@@ -45,7 +47,7 @@ use crate::grpc::request::Receiving;
 use crate::local::Locals;
 use crate::metrics::Metrics;
 use crate::scrub::Scrub;
-use kvarts_wire::limits::{HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_WINDOW_BYTES};
+use kvarts_wire::limits::{HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_TILE_BYTES};
 
 /// A running server's insides.
 #[derive(Debug)]
@@ -188,14 +190,19 @@ impl Node {
         self.shares.take(&self.memory, tenant.number, len).await
     }
 
-    /// The same now, if there is plenty.
-    pub fn take_spare_memory(&self, tenant: &Tenant, len: u64) -> Option<BufMut> {
-        self.shares.take_spare(&self.memory, tenant.number, len)
+    /// What so many bytes of memory take of a tenant's share, as soon as it may have them.
+    pub async fn charge(&self, tenant: &Tenant, len: u64) -> Option<parts::Part> {
+        self.shares.charge(&self.memory, tenant.number, len).await
+    }
+
+    /// The same now, if nobody waits for it.
+    pub fn try_charge(&self, tenant: &Tenant, len: u64) -> Option<parts::Part> {
+        self.shares.try_charge(&self.memory, tenant.number, len)
     }
 
     /// How much of that a tenant should take at once, of `most`.
     pub fn at_once(&self, tenant: &Tenant, most: u64) -> u64 {
-        self.shares.at_once(tenant.number, SMALL_WINDOW_BYTES, most)
+        self.shares.at_once(tenant.number, SMALL_TILE_BYTES, most)
     }
 
     /// The store as its clients see it.

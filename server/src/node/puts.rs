@@ -58,7 +58,7 @@ mod tests {
 
     #[test]
     fn there_are_as_many_turns_as_fit_and_a_bounded_queue() {
-        let puts = Puts::new(&Memory::new(16 << 20, 4096).unwrap(), &[0]);
+        let puts = Puts::new(&Memory::new(16 << 20, 4096, 0).unwrap(), &[0]);
         let turns: Vec<_> = (0..4).map(|_| block_on(puts.turn(0)).unwrap()).collect();
         let mut waiting: Vec<_> = (0..PUTS_WAITING).map(|_| Box::pin(puts.turn(0))).collect();
         let mut context = Context::from_waker(Waker::noop());
@@ -98,7 +98,7 @@ mod tests {
     fn whatever_others_upload_each_tenant_has_turns_and_places() {
         for count in [2, 3, 5] {
             let tenants: Vec<u32> = (1..=count).collect();
-            let puts = Puts::new(&Memory::new(64 << 20, 4096).unwrap(), &tenants);
+            let puts = Puts::new(&Memory::new(64 << 20, 4096, 0).unwrap(), &tenants);
             let mut context = Context::from_waker(Waker::noop());
             let mut turns = Vec::new();
             let mut waiting = Vec::new();

@@ -126,6 +126,8 @@ pub struct TiledRead<S, M = ()> {
     under_way: VecDeque<UnderWay<M>>,
     /// What is to be told; a tile ends where there is nothing.
     told: VecDeque<Option<Arrived<M>>>,
+    /// The tile that ended last, if all of it came.
+    whole: Option<Arc<TileMemory<M>>>,
 }
 
 impl<S: TileSource, M> TiledRead<S, M> {
@@ -134,7 +136,7 @@ impl<S: TileSource, M> TiledRead<S, M> {
         let (under_way, told) = (VecDeque::new(), VecDeque::new());
         let tiles = Tiles::new(order, layers.clone(), blocks);
         let progress = ReadProgress::new(order, blocks, layers);
-        Self { source, shape, with_digests: false, tiles, progress, under_way, told }
+        Self { source, shape, with_digests: false, tiles, progress, under_way, told, whole: None }
     }
 
     /// The same, with the digest of each chunk in the places of each tile ([`Placed::digests`]).
@@ -183,19 +185,54 @@ impl<S: TileSource, M> TiledRead<S, M> {
         self.tiles.next(&self.shape, bytes)
     }
 
+    /// Whether a tile can be the next one, however long it is.
+    pub fn accepts(&self, tile: &Tile) -> bool {
+        self.tiles.accepts(tile)
+    }
+
+    /// Where the next tile begins: block and layer.
+    pub fn place(&self) -> (u32, u32) {
+        self.tiles.place()
+    }
+
+    /// Leading blocks that are wanted.
+    pub fn wanted_blocks(&self) -> u32 {
+        self.tiles.blocks()
+    }
+
+    /// The tile that ended last, if all of it came: told once.
+    pub fn take_whole(&mut self) -> Option<Arc<TileMemory<M>>> {
+        self.whole.take()
+    }
+
     /// Begins the next tile: in `buf`, which has its bytes and is the source's until they are told.
     pub fn grant(&mut self, tile: Tile, buf: SharedBuf, with: M) -> Result<(), Reason> {
+        self.grant_by(tile, buf, |source, tile, placed| Ok((source.begin(tile, placed)?, with)))
+    }
+
+    /// The same, where `begin` has the source begin it, and makes what the reader keeps with it.
+    pub fn grant_by(
+        &mut self,
+        tile: Tile,
+        buf: SharedBuf,
+        begin: impl FnOnce(&S, &Tile, Placed) -> Result<(ReadStream, M), Reason>,
+    ) -> Result<(), Reason> {
         let placed = Placed::tile(self.progress.order(), &self.shape, &tile, buf.clone())?;
         let placed = match self.with_digests {
             true => placed.with_digests(Digests::new(&self.shape, tile.block_count())),
             false => placed,
         };
-        let stream = self.source.begin(&tile, placed.clone())?;
-        let has_all_blocks = tile.blocks == (0..self.tiles.blocks());
-        self.tiles.pass(&tile);
-        let memory = Arc::new(TileMemory { tile, buf, placed, with });
-        self.under_way.push_back(UnderWay { memory, stream, has_all_blocks, taken: 0, next: None });
+        let (stream, with) = begin(&self.source, &tile, placed.clone())?;
+        self.give(TileMemory { tile, buf, placed, with }, stream);
         Ok(())
+    }
+
+    /// Takes the next tile from somewhere else than its source: `stream` says what of its memory is complete.
+    pub fn give(&mut self, memory: TileMemory<M>, stream: ReadStream) {
+        let has_all_blocks = memory.tile.blocks == (0..self.tiles.blocks());
+        self.tiles.pass(&memory.tile);
+        let memory = Arc::new(memory);
+        self.under_way.push_back(UnderWay { memory, stream, has_all_blocks, taken: 0, next: None });
     }
 
     /// What arrives next of the first tile under way; nothing at its end.
@@ -299,6 +336,8 @@ impl<S: TileSource, M> TiledRead<S, M> {
         if end.usable_layers != tile.layer_count() {
             return Err(Late);
         }
+        let is_whole = end.usable_blocks == tile.block_count() && end.held_bytes == 0;
+        self.whole = is_whole.then(|| Arc::clone(&now.memory));
         let good = self.progress.good();
         match self.progress.order() {
             // A block of which some layers are missing is not worth its other layers.

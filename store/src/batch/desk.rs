@@ -58,7 +58,7 @@ struct Ended {
 #[derive(Default)]
 struct State {
     next: u64,
-    /// Batches that have a seat: reserved, under way, or ended and not drained.
+    /// Batches that have a reserved: reserved, under way, or ended and not drained.
     open: usize,
     under_way: BTreeMap<BatchId, UnderWay>,
     /// By lane.
@@ -74,7 +74,7 @@ pub(super) struct Desk {
 }
 
 /// A batch's place, given back when dropped before anything was asked under it.
-pub(super) struct Seat<'a> {
+pub(super) struct Reserved<'a> {
     desk: &'a Arc<Desk>,
     id: BatchId,
     taken: bool,
@@ -134,7 +134,7 @@ impl Desk {
     }
 
     /// A place for one more batch.
-    pub(super) fn reserve(self: &Arc<Self>) -> Result<Seat<'_>, Reason> {
+    pub(super) fn reserve(self: &Arc<Self>) -> Result<Reserved<'_>, Reason> {
         let mut state = self.lock();
         if state.closed {
             return Err(CLOSED);
@@ -144,7 +144,7 @@ impl Desk {
         }
         state.open += 1;
         state.next += 1;
-        Ok(Seat { desk: self, id: BatchId(state.next), taken: false })
+        Ok(Reserved { desk: self, id: BatchId(state.next), taken: false })
     }
 
     /// Lists a batch that ended and rings. Under the lock: see the module's documentation.
@@ -213,12 +213,12 @@ impl Desk {
     }
 }
 
-impl Seat<'_> {
+impl Reserved<'_> {
     pub(super) fn id(&self) -> BatchId {
         self.id
     }
 
-    /// Takes the seat for something that was asked. What the store refused at once is refused here, too.
+    /// Takes the reserved for something that was asked. What the store refused at once is refused here, too.
     pub(super) fn watch(
         mut self,
         kind: BatchKind,
@@ -251,7 +251,7 @@ impl Seat<'_> {
         Ok(self.id)
     }
 
-    /// Takes the seat for something that is answered already.
+    /// Takes the reserved for something that is answered already.
     pub(super) fn answer(mut self, kind: BatchKind, answer: Answer) -> Result<BatchId, Reason> {
         let mut state = self.desk.lock();
         if state.closed {
@@ -265,7 +265,7 @@ impl Seat<'_> {
     }
 }
 
-impl Drop for Seat<'_> {
+impl Drop for Reserved<'_> {
     fn drop(&mut self) {
         if !self.taken {
             self.desk.lock().open -= 1;

@@ -212,7 +212,7 @@ impl Pages {
         let split = Split::of(keys);
         let (keys, from) = split.distinct(keys, from)?;
         let count = keys.len();
-        let seat = self.desk.reserve()?;
+        let reserved = self.desk.reserve()?;
         let options = &self.options;
         let request = PutRequest::new(options.namespace, options.group, options.coordinate, keys, from);
         let ticket = self.store.put(PutRequest {
@@ -221,7 +221,7 @@ impl Pages {
             expires_after: options.expires_after,
             ..request
         });
-        Ok(seat.watch(BatchKind::Put, split, count, Asked::Put(ticket))?)
+        Ok(reserved.watch(BatchKind::Put, split, count, Asked::Put(ticket))?)
     }
 
     /// Reads the page of each key to its place. The memory must be left alone before the completion.
@@ -230,36 +230,36 @@ impl Pages {
         let split = Split::of(keys);
         let (keys, into) = split.distinct(keys, into)?;
         let count = keys.len();
-        let seat = self.desk.reserve()?;
+        let reserved = self.desk.reserve()?;
         let options = &self.options;
         let request = ReadRequest::new(options.namespace, options.group, options.coordinate, keys, into);
         let (verify, class) = (options.verify, options.class);
         let stream = self.store.read(ReadRequest { order: Order::Blocks, verify, class, ..request })?;
-        Ok(seat.watch(BatchKind::Get, split, count, Asked::Get(stream))?)
+        Ok(reserved.watch(BatchKind::Get, split, count, Asked::Get(stream))?)
     }
 
     /// Asks which pages are here. It is answered before this returns, and completes like any other batch.
     pub fn submit_exists(&self, keys: &[BlockKey]) -> Result<BatchId, Error> {
         check(keys, None)?;
-        let seat = self.desk.reserve()?;
+        let reserved = self.desk.reserve()?;
         let (results, _) = self.look(keys, None)?;
-        Ok(seat.answer(BatchKind::Exists, Answer::Looked { results, lease: None })?)
+        Ok(reserved.answer(BatchKind::Exists, Answer::Looked { results, lease: None })?)
     }
 
     /// The same, and holds the pages that are here against eviction for as long as `hold`, or until they are
     /// unlocked. [`Reason::PinCap`] if the tenant's cap forbids it: then nothing is held.
     pub fn submit_lookup_and_lock(&self, keys: &[BlockKey], hold: Duration) -> Result<BatchId, Error> {
         check(keys, None)?;
-        let seat = self.desk.reserve()?;
+        let reserved = self.desk.reserve()?;
         let options = &self.options;
         let terms = LeaseTerms { hold, tenant: options.tenant, cap_bytes: options.pin_cap_bytes };
         let (results, lease) = self.look(keys, Some(terms))?;
-        let id = seat.id();
+        let id = reserved.id();
         if let Some(lease) = lease {
             let here = keys.iter().zip(&results).filter(|(_, result)| result.is_ok()).map(|(key, _)| *key);
             self.locks.insert(id, lease, here.collect());
         }
-        let answered = seat.answer(BatchKind::Lock, Answer::Looked { results, lease });
+        let answered = reserved.answer(BatchKind::Lock, Answer::Looked { results, lease });
         if answered.is_err() {
             // The handle was closed meanwhile, perhaps before it knew of this lease.
             self.unlock(id);

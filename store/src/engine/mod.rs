@@ -24,6 +24,7 @@ pub use compact::{CompactOptions, CompactReport};
 pub use front::limits::Limits;
 pub use front::memory_audit::Table;
 pub use front::store::{Executors, Holding, Options, PlannedExtent, Stats, Store, StoreTiles};
+pub use read::tile_identity::{TileIdentity, TileRuns};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use shared::health::Health;

@@ -30,6 +30,9 @@ use super::{Completion, DirEntry, DirId, FileId, Io, KeptFile, MetaOp, Name, Ope
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::task::{Class, LocalTask, Nanos, Runtime};
 
+/// The classes of reads that an engine waits for: the first of [`Class::ALL`].
+pub(super) const URGENT: [Class; 2] = [Class::Small, Class::Foreground];
+
 /// How much may be under way at once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
@@ -40,11 +43,11 @@ pub struct Limits {
     /// The part of it that only [`Class::Foreground`] and [`Class::Small`] may use, so that a read which an engine
     /// waits for does not queue behind a full device.
     pub foreground_reserve: u64,
-    /// Bytes of transfers of other classes at the device while there are small reads: what a small one finds in front
-    /// of it. Where small ones have more than this there themselves, others may have as much as they.
-    pub beside_small: u64,
-    /// For how many bytes of other transfers a small read is remembered.
-    pub small_remembered: u64,
+    /// Bytes that less urgent transfers may have at the device while there are urgent reads, small or foreground: what
+    /// such a read finds in front of it. Where urgent ones have more than this there themselves, others may have as much.
+    pub beside_urgent: u64,
+    /// For how many bytes of less urgent transfers an urgent read is remembered: most come one after the other.
+    pub urgent_remembered: u64,
     /// Bytes of operations past their deadline that no longer count as in flight, so that a device that hangs does
     /// not stop the others.
     pub max_stuck_bytes: u64,
@@ -56,8 +59,8 @@ impl Default for Limits {
             max_ops: 4096,
             max_bytes_in_flight: 16 << 20,
             foreground_reserve: 4 << 20,
-            beside_small: 1 << 20,
-            small_remembered: 64 << 20,
+            beside_urgent: 1 << 20,
+            urgent_remembered: 64 << 20,
             max_stuck_bytes: 64 << 20,
         }
     }
@@ -104,18 +107,20 @@ pub struct Metrics {
     pub arena_bytes: u64,
 }
 
-/// How many small reads there were, on all executors that have it: they mostly share their disks, so what one has at
-/// the device is in front of the others' small reads, too.
+/// How many urgent reads of each class there were, on all executors that have it: they mostly share their disks, so what
+/// one has at the device is in front of the others' urgent reads, too.
 #[derive(Clone, Debug, Default)]
-pub struct SmallReads(Arc<AtomicU64>);
+pub struct UrgentReads(Arc<[AtomicU64; URGENT.len()]>);
 
-impl SmallReads {
-    pub(super) fn note(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
+impl UrgentReads {
+    pub(super) fn note(&self, class: Class) {
+        if let Some(count) = self.0.get(class as usize) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
-    pub(super) fn count(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
+    pub(super) fn count(&self, class: Class) -> u64 {
+        self.0.get(class as usize).map_or(0, |count| count.load(Ordering::Relaxed))
     }
 }
 
@@ -163,7 +168,7 @@ impl fmt::Debug for Driver {
 impl Driver {
     /// A driver over an executor's `Io`, which nobody else may submit to.
     pub fn new(rt: Rc<dyn Runtime>, io: Rc<RefCell<dyn Io>>, limits: Limits) -> Self {
-        Self::beside(rt, io, limits, SmallReads::default())
+        Self::beside(rt, io, limits, UrgentReads::default())
     }
 
     /// The same, of an executor beside others.
@@ -171,9 +176,9 @@ impl Driver {
         rt: Rc<dyn Runtime>,
         io: Rc<RefCell<dyn Io>>,
         limits: Limits,
-        small_reads: SmallReads,
+        urgent_reads: UrgentReads,
     ) -> Self {
-        let shared = Shared { core: RefCell::new(Core::new(limits, small_reads)), rt, io };
+        let shared = Shared { core: RefCell::new(Core::new(limits, urgent_reads)), rt, io };
         Self { shared: Rc::new(shared), completions: Rc::default() }
     }
 

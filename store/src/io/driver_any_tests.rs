@@ -90,8 +90,8 @@ proptest! {
             max_bytes_in_flight: limit,
             foreground_reserve: 2 * PAGE as u64,
             max_stuck_bytes: 0,
-            beside_small: 2 * PAGE as u64,
-            small_remembered: 20 * PAGE as u64,
+            beside_urgent: 2 * PAGE as u64,
+            urgent_remembered: 20 * PAGE as u64,
         };
         let bench = Bench::new(limits);
         let memory = memory(12);

@@ -4,10 +4,12 @@
 //! - a slot in state `InFlight` keeps its buffers whatever its owner does; nothing but its completion frees it;
 //! - each submission has a tag of its own in its token, so a second completion, or one of an earlier submission of
 //!   the same slot, matches nothing;
-//! - `in_flight_bytes` is the sum of `charged` over all slots, `small_bytes` of those of small reads.
+//! - `at_device` is the sum of `charged` over the slots of each class, `in_flight_bytes` of all.
 //!
-//! A small read may not find more than a bounded number of bytes in front of it at the device ([`Limits`]): others
-//! go few at a time, and in small pieces, for so many of their bytes after the last small read was asked for.
+//! An urgent read, small or foreground, may not find more than a bounded number of bytes of less urgent transfers in
+//! front of it at the device ([`Limits`]): they go few at a time, and in small pieces, for so many of their bytes after
+//! the last urgent read was asked for. So it holds for a reader that asks for one thing after the other, too: between
+//! its reads the device would otherwise fill up with puts.
 //!
 //! Nothing here wakes or submits by itself while the state is borrowed: wakers are collected in `to_wake` and woken
 //! by the caller, since a waker may run code that comes back.
@@ -16,7 +18,7 @@ use std::collections::VecDeque;
 use std::task::Waker;
 
 use super::buf::SharedBuf;
-use super::driver::{Limits, Metrics, SmallReads};
+use super::driver::{Limits, Metrics, URGENT, UrgentReads};
 use super::error::{IoError, IoErrorKind, OpKind, Subject, describe};
 use super::mem::PAGE;
 use super::ring::{MOVED_MAX, RANGES_MAX};
@@ -37,6 +39,24 @@ const TAG_MASK: u64 = (1 << (64 - INDEX_BITS)) - 1;
 /// Slots at most, whatever the limits say: an index must fit its bits.
 pub(super) const OPS_MAX: usize = 1 << 20;
 
+/// What transfers may have at the device that are less urgent than some reads.
+#[derive(Clone, Copy, Debug)]
+struct Beside {
+    urgent: Class,
+    /// Bytes that they may have there, have there, and may ask for in one submission.
+    most: u64,
+    others: u64,
+    piece: u64,
+}
+
+impl Beside {
+    fn lets(&self, class: Class, cost: u64) -> bool {
+        class <= self.urgent
+            || self.others == 0
+            || self.others.saturating_add(cost.min(self.piece)) <= self.most
+    }
+}
+
 /// What an operation does.
 #[derive(Debug)]
 pub(super) enum Work {
@@ -48,6 +68,13 @@ pub(super) enum Work {
     Meta(Option<MetaOp>),
     /// Ended: it holds no memory any more.
     Nothing,
+}
+
+impl Work {
+    /// Whether its bytes are durable when it ends.
+    fn is_durable(&self) -> bool {
+        matches!(self, Self::Write(_, _, true) | Self::WriteV(_, _, true))
+    }
 }
 
 /// One operation that is asked for.
@@ -179,17 +206,24 @@ pub(super) struct Core {
     pub(super) to_wake: Vec<Waker>,
     next_tag: u64,
     metrics: Metrics,
-    small_reads: SmallReads,
-    /// Of them, when somebody last looked.
-    small_seen: u64,
-    /// Bytes of other transfers for which the last small read is still remembered.
-    small_remembered: u64,
-    /// Bytes of small reads at the device.
-    small_bytes: u64,
+    urgent_reads: UrgentReads,
+    /// What is remembered of the urgent reads of each class.
+    remembered: [Remembered; URGENT.len()],
+    /// Bytes of each class at the device.
+    at_device: [u64; Class::ALL.len()],
+}
+
+/// The urgent reads of one class, as the last dispatch saw them.
+#[derive(Clone, Copy, Debug)]
+struct Remembered {
+    /// How many there had been.
+    count: u64,
+    /// Bytes of less urgent transfers for which the last of them is still remembered.
+    bytes: u64,
 }
 
 impl Core {
-    pub(super) fn new(limits: Limits, small_reads: SmallReads) -> Self {
+    pub(super) fn new(limits: Limits, urgent_reads: UrgentReads) -> Self {
         let room = limits.max_bytes_in_flight.saturating_sub(limits.foreground_reserve);
         let piece = room.min(u64::from(MOVED_MAX)).max(PAGE as u64);
         Self {
@@ -205,10 +239,9 @@ impl Core {
             to_wake: Vec::new(),
             next_tag: 1,
             metrics: Metrics::default(),
-            small_seen: small_reads.count(),
-            small_reads,
-            small_remembered: 0,
-            small_bytes: 0,
+            remembered: URGENT.map(|class| Remembered { count: urgent_reads.count(class), bytes: 0 }),
+            urgent_reads,
+            at_device: [0; Class::ALL.len()],
         }
     }
 
@@ -234,7 +267,7 @@ impl Core {
     }
 
     fn place(&mut self, request: Request, owner: Owner) -> Key {
-        let (class, len, transfer) = (request.class, request.len, request.kind.is_transfer());
+        let (class, len, kind) = (request.class, request.len, request.kind);
         let slot = Slot {
             request,
             state: State::Waiting,
@@ -249,11 +282,11 @@ impl Core {
             outcome: None,
         };
         let key = self.slots.insert(slot);
-        if class == Class::Small {
-            self.small_reads.note();
+        if kind == OpKind::Read {
+            self.urgent_reads.note(class);
         }
         // Flushes and the like move no bytes of ours, and an acknowledgement waits for them: they do not queue.
-        if transfer {
+        if kind.is_transfer() {
             self.schedule.push(key.index, class, len.min(self.piece));
         } else {
             self.unsent.push_back(key.index);
@@ -275,52 +308,57 @@ impl Core {
             self.send(io, index);
         }
         loop {
-            let beside_small = self.beside_small();
+            let beside = self.beside_urgent();
             let (limits, in_flight) = (&self.limits, self.metrics.in_flight_bytes);
-            let others = in_flight - self.small_bytes;
             let fits = |class: Class, cost: u64| {
-                let urgent = matches!(class, Class::Small | Class::Foreground);
-                let reserved = if urgent { 0 } else { limits.foreground_reserve };
+                let reserved = if URGENT.contains(&class) { 0 } else { limits.foreground_reserve };
                 let room = limits.max_bytes_in_flight.saturating_sub(reserved);
-                let few = beside_small.filter(|_| class != Class::Small);
                 // Limits that leave no room at all still let one go at a time.
-                few.is_none_or(|(most, piece)| others == 0 || others.saturating_add(cost.min(piece)) <= most)
+                beside.iter().flatten().all(|beside| beside.lets(class, cost))
                     && (in_flight == 0 || in_flight.saturating_add(cost) <= room)
             };
             let Some(index) = self.schedule.next(fits) else { return };
             if let Some(slot) = self.slots.at(index) {
-                let (class, kind, len) = (slot.request.class, slot.request.kind, slot.request.len);
-                // Not so writes: each piece of a durable one is made durable.
-                let few = beside_small.filter(|_| class != Class::Small && kind == OpKind::Read);
-                slot.charged = len.min(few.map_or(self.piece, |(_, piece)| piece));
+                let (class, len) = (slot.request.class, slot.request.len);
+                let few = beside.iter().flatten().find(|beside| beside.urgent < class);
+                // Not so durable writes: each piece of one is made durable.
+                let few = few.filter(|_| !slot.request.work.is_durable());
+                slot.charged = len.min(few.map_or(self.piece, |beside| beside.piece));
                 self.metrics.in_flight_bytes += slot.charged;
-                match class {
-                    Class::Small => self.small_bytes += slot.charged,
-                    _ => self.small_remembered = self.small_remembered.saturating_sub(len),
+                self.at_device[class as usize] += slot.charged;
+                for (urgent, remembered) in URGENT.into_iter().zip(&mut self.remembered) {
+                    if urgent < class {
+                        remembered.bytes = remembered.bytes.saturating_sub(len);
+                    }
                 }
             }
             self.send(io, index);
         }
     }
 
-    /// While small reads are remembered: the bytes that other transfers may have at the device, and those of one
-    /// submission of a read.
-    fn beside_small(&mut self) -> Option<(u64, u64)> {
-        let count = self.small_reads.count();
-        if count != self.small_seen {
-            (self.small_seen, self.small_remembered) = (count, self.limits.small_remembered);
-        }
+    /// What less urgent transfers may have at the device beside each class of urgent reads that is remembered.
+    fn beside_urgent(&mut self) -> [Option<Beside>; URGENT.len()] {
         let page = PAGE as u64;
-        let piece = (self.limits.beside_small / 4 / page * page).clamp(page, self.piece.max(page));
-        (self.small_remembered > 0).then(|| (self.limits.beside_small.max(self.small_bytes), piece))
+        let piece = (self.limits.beside_urgent / 4 / page * page).clamp(page, self.piece.max(page));
+        let mut beside = [None; URGENT.len()];
+        for ((urgent, remembered), beside) in URGENT.into_iter().zip(&mut self.remembered).zip(&mut beside) {
+            let count = self.urgent_reads.count(urgent);
+            if count != remembered.count {
+                *remembered = Remembered { count, bytes: self.limits.urgent_remembered };
+            }
+            if remembered.bytes > 0 {
+                let (urgent_bytes, others) = self.at_device.split_at(urgent as usize + 1);
+                let most = self.limits.beside_urgent.max(urgent_bytes.iter().sum());
+                *beside = Some(Beside { urgent, most, others: others.iter().sum(), piece });
+            }
+        }
+        beside
     }
 
     /// Takes back what a transfer was charged.
     fn uncharge(&mut self, class: Class, charged: u64) {
         self.metrics.in_flight_bytes -= charged;
-        if class == Class::Small {
-            self.small_bytes -= charged;
-        }
+        self.at_device[class as usize] -= charged;
     }
 
     fn send(&mut self, io: &mut dyn Io, index: u32) {

@@ -145,16 +145,16 @@ struct Bench {
 
 impl Bench {
     fn new(limits: Limits) -> Self {
-        Self::beside(limits, SmallReads::default())
+        Self::beside(limits, UrgentReads::default())
     }
 
-    fn beside(limits: Limits, small_reads: SmallReads) -> Self {
+    fn beside(limits: Limits, urgent_reads: UrgentReads) -> Self {
         let hands = Arc::new(Hands::default());
         let clock = Arc::clone(&hands) as Arc<dyn Clock>;
         let world = Rc::new(World { clock, hands, entropy: Arc::new(Zeros), timers: Cell::new(0) });
         let disk = Rc::new(RefCell::new(Script::default()));
         let io = Rc::clone(&disk) as Rc<RefCell<dyn Io>>;
-        let driver = Driver::beside(Rc::clone(&world) as Rc<dyn Runtime>, io, limits, small_reads);
+        let driver = Driver::beside(Rc::clone(&world) as Rc<dyn Runtime>, io, limits, urgent_reads);
         Self { driver, disk, world, woken: Arc::default() }
     }
 
@@ -824,8 +824,8 @@ async fn round_trip(driver: Driver) {
     assert!(error.to_string().contains("missing"), "{error}");
 }
 
-#[path = "driver_small_tests.rs"]
-mod small;
+#[path = "driver_urgent_tests.rs"]
+mod urgent;
 
 #[path = "driver_any_tests.rs"]
 mod any_script;

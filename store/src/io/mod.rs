@@ -43,7 +43,7 @@ use std::time::Duration;
 pub use arena::{Arena, ArenaUse};
 pub use batch::{ExtentDone, ReadBatch};
 pub use buf::{Buf, BufMut, SharedBuf};
-pub use driver::{Driver, Limits, Metrics, SmallReads};
+pub use driver::{Driver, Limits, Metrics, UrgentReads};
 pub use error::{IoError, IoErrorKind};
 pub use features::{Feature, Features, UnknownFeature};
 pub use files::KeptFile;

@@ -34,19 +34,32 @@ struct Figures {
     punched: u64,
     /// Live bytes of these.
     live: u64,
+    /// Which of all uses of all segments this is.
+    incarnation: u64,
 }
 
 /// The book of one segment.
 #[derive(Debug, Default)]
 pub struct Book {
     figures: Mutex<Figures>,
+    /// What all books of a store number the uses of segments by.
+    uses: Arc<AtomicU64>,
     /// Bytes of segments of its shard that hold nothing.
     spare: Arc<AtomicU64>,
 }
 
 impl Book {
-    pub(super) fn of(spare: &Arc<AtomicU64>) -> Self {
-        Self { figures: Mutex::default(), spare: Arc::clone(spare) }
+    /// An empty book. Uses of segments are numbered by what all books of a store share.
+    pub(super) fn new(uses: &Arc<AtomicU64>, spare: &Arc<AtomicU64>) -> Self {
+        let incarnation = uses.fetch_add(1, Relaxed);
+        let figures = Mutex::new(Figures { incarnation, ..Figures::default() });
+        Self { figures, uses: Arc::clone(uses), spare: Arc::clone(spare) }
+    }
+
+    /// Which of all uses of all segments of a store this is, since it was opened: what was read of a segment in one use
+    /// is what lies there as long as this stays the same.
+    pub fn incarnation(&self) -> u64 {
+        lock(&self.figures).incarnation
     }
 
     fn change(&self, change: impl FnOnce(&mut Figures)) {
@@ -88,6 +101,7 @@ impl Book {
     pub fn begin(&self, header_bytes: u64) {
         self.change(|book| {
             book.phase = Phase::Open;
+            book.incarnation = self.uses.fetch_add(1, Relaxed);
             book.log_end = header_bytes;
             book.records = 0;
             book.punched = 0;
@@ -157,7 +171,7 @@ impl Figures {
     }
 
     fn space(&self) -> Space {
-        let Self { phase, allocated, log_end, records, punched, live } = *self;
+        let Self { phase, allocated, log_end, records, punched, live, .. } = *self;
         let records = records.saturating_sub(punched);
         let log_end = log_end.saturating_sub(punched);
         let inside = log_end.saturating_sub(records);

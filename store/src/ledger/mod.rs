@@ -56,6 +56,8 @@ struct Tables {
     classes: BTreeMap<u32, Arc<Account>>,
     /// Bytes of memory for the blocks of accounts with a limit.
     known_bytes: Arc<AtomicU64>,
+    /// Uses of segments that were begun.
+    uses: Arc<AtomicU64>,
 }
 
 /// The books of all segments and the accounts of all namespaces. Usable from any thread.
@@ -74,8 +76,15 @@ impl Ledger {
     /// The book of a segment, begun empty if there is none.
     pub fn open(&self, shard: u32, segment: u32) -> Arc<Book> {
         let mut tables = self.write();
+        let tables = &mut *tables;
         let spare = Arc::clone(tables.spare.entry(shard).or_default());
-        Arc::clone(tables.books.entry((shard, segment)).or_insert_with(|| Arc::new(Book::of(&spare))))
+        let begin = || Arc::new(Book::new(&tables.uses, &spare));
+        Arc::clone(tables.books.entry((shard, segment)).or_insert_with(begin))
+    }
+
+    /// Which of all uses of all segments a segment is in; none if there is no such segment.
+    pub(crate) fn incarnation(&self, shard: u32, segment: u32) -> Option<u64> {
+        self.read().books.get(&(shard, segment)).map(|book| book.incarnation())
     }
 
     /// Forgets the book of a segment whose file is gone.
@@ -215,5 +224,24 @@ mod tests {
         assert_eq!(ledger.namespaces()[0].live, 5000);
         ledger.close(3, 7);
         assert_eq!(ledger.segments(), []);
+    }
+
+    #[test]
+    fn no_two_uses_of_segments_have_one_number_also_where_a_segment_was_removed_and_made_anew() {
+        let ledger = Ledger::default();
+        let mut seen = std::collections::BTreeSet::new();
+        for _ in 0..3 {
+            for segment in 0..2 {
+                assert_eq!(ledger.incarnation(1, segment), None);
+                let book = ledger.open(1, segment);
+                for _ in 0..2 {
+                    book.begin(4096);
+                    book.append(4096, 4096);
+                    book.turn(Phase::Full);
+                    assert!(seen.insert(ledger.incarnation(1, segment)), "{segment}");
+                }
+            }
+            (0..2).for_each(|segment| ledger.close(1, segment));
+        }
     }
 }

@@ -456,13 +456,13 @@ fn one(seed: Seed, states: &States) -> Result<(), String> {
     Ok(())
 }
 
-/// Row R31.
+/// Row R32.
 pub(super) fn row() -> Row {
     fn run(ask: &super::Ask, target: u64) -> Tally {
         until(ask, target, one)
     }
     Row {
-        id: "R31",
+        id: "R32",
         what: "what a fault, a start or a neighbour may cost",
         counts: "faults, starts and neighbours",
         targets: [SCENES.len() as u64 * 2, SCENES.len() as u64 * 40, SCENES.len() as u64 * 400],

@@ -26,6 +26,7 @@ pub mod scripts;
 mod small;
 mod stores;
 mod swaps;
+mod tiles;
 
 use std::fmt;
 use std::ops::Range;
@@ -159,6 +160,6 @@ pub fn all() -> Vec<Row> {
     rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
     rows.extend(again::rows());
     rows.push(devices::row());
-    rows.extend([growth::row(), costs::row(), planted::row()]);
+    rows.extend([growth::row(), tiles::row(), costs::row(), planted::row()]);
     rows
 }

@@ -22,8 +22,8 @@ use super::lookup;
 use super::presence;
 use super::router::{Message, Router};
 use crate::api::{
-    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
-    PutReply, PutRequest, PutStream, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
+    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LayeredPut, LeaseId, MatchReply,
+    MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
     Subscription, Target, TileSource, TiledRequest, TtlReply, TtlRequest,
 };
 use crate::engine::compact::{CompactOptions, CompactReport};
@@ -37,7 +37,7 @@ use crate::engine::write::delete;
 use crate::engine::write::put::{self, layers};
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
-use crate::io::{IoFacts, Metrics, Region, SmallReads};
+use crate::io::{IoFacts, Metrics, Region, UrgentReads};
 use crate::ledger::SpaceReport;
 use crate::rt::mailbox::{SendError, Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
@@ -149,10 +149,10 @@ impl Store {
         check(options)?;
         let mut senders = Vec::new();
         let mut threads = Vec::new();
-        let small_reads = SmallReads::default();
+        let urgent_reads = UrgentReads::default();
         for index in 0..options.executors {
             let (sender, inbox) = mailbox(options.limits.mailbox_messages);
-            let body = executor::body(inbox, options.limits, small_reads.clone());
+            let body = executor::body(inbox, options.limits, urgent_reads.clone());
             threads.push(launcher.launch(index, body).map_err(|why| Error(Reason::Config(why)))?);
             senders.push(sender);
         }
@@ -482,7 +482,7 @@ impl KvStore for Store {
         answer
     }
 
-    fn put_layers(&self, request: PutRequest) -> Ticket<Result<PutStream, Error>> {
+    fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         let (reply, answer) = ticket();
         if let Some((shard, mut part)) = layers::begin(&self.0.shared, self.0.router.shards(), request, reply)
         {

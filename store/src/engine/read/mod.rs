@@ -9,6 +9,7 @@ pub(crate) mod listing;
 pub(crate) mod prove;
 pub(crate) mod shard_read;
 pub(crate) mod single_flight;
+pub(crate) mod tile_identity;
 
 use std::ops::Deref;
 use std::rc::Rc;

@@ -158,6 +158,9 @@ impl Flight {
             if header.digest(block, part) != Some(found) {
                 return None;
             }
+            if let Some(digests) = job.request.into.digests() {
+                digests.set(part, mine.run.start + index, found);
+            }
             bytes += len;
         }
         job.shared.counters.bytes_shared.fetch_add(bytes, Relaxed);

@@ -10,6 +10,7 @@ use crate::api::{
 };
 use crate::engine::front::router::Message;
 use crate::engine::read::job::{self, Expected, ReadPart, Subject, Wish};
+use crate::engine::read::tile_identity::{TileIdentity, TileOf, TileRuns};
 use crate::error::{Error, Reason};
 
 impl Store {
@@ -77,8 +78,39 @@ pub struct StoreTiles {
     origins: Arc<Origins>,
 }
 
-impl TileSource for StoreTiles {
-    fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason> {
+impl StoreTiles {
+    /// Begins to read a tile as [`TileSource::begin`] does, and tells where its blocks lie: of a tile that then comes whole,
+    /// it is what [`StoreTiles::identity`] takes. Nothing if some blocks are not here.
+    pub fn begin_known(&self, tile: &Tile, into: Placed) -> Result<(ReadStream, Option<TileRuns>), Reason> {
+        let (parts, stream) = self.look_up(tile, into)?;
+        // While the parts are here, what they looked up stays where it is.
+        let runs = parts.first().and_then(|(_, part)| TileRuns::of(&part.job));
+        self.store.deal(parts);
+        Ok((stream, runs))
+    }
+
+    /// What a tile of this read is that came whole and was verified, so that it can be given again
+    /// ([`StoreTiles::recall`]).
+    pub fn identity(&self, tile: &Tile, runs: TileRuns) -> Option<TileIdentity> {
+        self.tile(tile).identity(runs)
+    }
+
+    /// Gives a tile that is in memory instead of reading it: its events, if it is what would be read now; nothing if it has
+    /// to be read.
+    pub fn recall(&self, tile: &Tile, known: &TileIdentity) -> Result<Option<ReadStream>, Reason> {
+        let shared = &self.store.0.shared;
+        job::check_in_time(shared, self.request.deadline)?;
+        let tile = self.tile(tile);
+        Ok(if tile.is(known, shared) { tile.give(known, shared) } else { None })
+    }
+
+    fn tile<'a>(&'a self, tile: &'a Tile) -> TileOf<'a> {
+        let Self { request, subject, origins, .. } = self;
+        TileOf { request, prints: &subject.prints, origins, tile }
+    }
+
+    /// Looks the blocks of a tile up: what its executors have to do.
+    fn look_up(&self, tile: &Tile, into: Placed) -> Result<(Vec<(u32, ReadPart)>, ReadStream), Reason> {
         let Self { store, request, subject, origins } = self;
         job::check_in_time(&store.0.shared, request.deadline)?;
         let blocks = tile.blocks.start as usize..tile.blocks.end as usize;
@@ -98,9 +130,19 @@ impl TileSource for StoreTiles {
             class: subject.class,
             deadline: request.deadline,
         };
-        let expected = Expected { origins: Arc::clone(origins), first: tile.blocks.start };
+        let expected = match kvarts_layout::planted!("tile-with-its-own-origins") {
+            true => Expected { origins: Origins::any(keys.len()), first: 0 },
+            false => Expected { origins: Arc::clone(origins), first: tile.blocks.start },
+        };
         let (sink, stream) = read_channel();
-        store.deal(job::start(&store.0.shared, request, prints.to_vec(), Some(expected), sink)?);
+        Ok((job::start(&store.0.shared, request, prints.to_vec(), Some(expected), sink)?, stream))
+    }
+}
+
+impl TileSource for StoreTiles {
+    fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason> {
+        let (parts, stream) = self.look_up(tile, into)?;
+        self.store.deal(parts);
         Ok(stream)
     }
 }

@@ -19,7 +19,7 @@ use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::error::Reason;
 use crate::events::{Cause, EventKind};
 use crate::index::{BlockFingerprint, Eviction, Location, Lookup};
-use crate::io::{IoErrorKind, MetaOp, Reply};
+use crate::io::{FileId, IoErrorKind, MetaOp, Reply};
 use crate::sync::atomic::Ordering::Relaxed;
 
 /// Segments that are recycled before hollow ones go for the sake of what is buried.
@@ -33,6 +33,8 @@ const DEAD_PARTS: u64 = 16;
 /// What a segment is sealed without is given back when it is so large a part of it: it costs the segment its file, which
 /// is not written anew then.
 const REST_PARTS: u64 = 4;
+/// Bytes that are given back in one go.
+const PUNCH_BYTES: u64 = 1 << 20;
 /// Steps for which a block stays that has lost the blocks before it: they may be on their way.
 const ORPHAN_GRACE: u16 = 8;
 
@@ -87,7 +89,7 @@ impl Space {
         let mut dead = BTreeSet::new();
         let mut had = 0;
         for segment in self.segments.borrow().values().filter(|segment| is_punchable(self, segment)) {
-            let unused = segment.book.space().dead.saturating_sub(segment.futile.get());
+            let unused = segment.book.space().dead.saturating_sub(segment.unpunchable_bytes.get());
             let rest = segment.rest(segment_bytes / REST_PARTS, segment_bytes).map_or(0, |(_, len)| len);
             let bytes = unused + if kvarts_layout::planted!("rest-is-no-room") { 0 } else { rest };
             if bytes >= segment_bytes / DEAD_PARTS {
@@ -244,7 +246,7 @@ impl Space {
                 self.reads.headers.forget_punched((segment.number, segment.generation.get()), &ranges);
                 punched.push(Punched { segment, footer, ranges });
             } else {
-                segment.futile.set(segment.book.space().dead);
+                segment.unpunchable_bytes.set(segment.book.space().dead);
             }
         }
         drop(section);
@@ -441,29 +443,29 @@ impl Space {
             let footer = Footer { records: records.to_vec() };
             self.punch(vec![Punched { segment: Rc::clone(segment), footer, ranges: vec![rest] }]).await;
             // Nothing of its records was given back: recovery has not even taken them in.
-            segment.futile.set(0);
+            segment.unpunchable_bytes.set(0);
+        }
+    }
+
+    /// Gives a range back, a piece at a time: a file system that discards what it frees makes the device do it at once, and
+    /// reads wait behind that.
+    async fn punch_range(&self, file: FileId, (offset, len): (u64, u64)) {
+        for begin in (0..len).step_by(PUNCH_BYTES as usize) {
+            let piece = MetaOp::PunchHole { file, offset: offset + begin, len: PUNCH_BYTES.min(len - begin) };
+            match self.driver.meta(piece).await {
+                Ok(_) => {}
+                Err(error) if error.kind == IoErrorKind::Unsupported => self.no_holes.set(true),
+                // What it left behind is seen by the caller. It is tried again with the next batch.
+                Err(_) => {}
+            }
         }
     }
 
     /// Gives ranges back, durably, and then their bytes to the budget.
     async fn punch(&self, some: Vec<Punched>) -> bool {
-        let mut under_way = Vec::with_capacity(some.len());
         for punched in &some {
-            let file = punched.segment.file;
-            let ops = punched
-                .ranges
-                .iter()
-                .map(|&(offset, len)| self.driver.meta(MetaOp::PunchHole { file, offset, len }));
-            under_way.push(ops.collect::<Vec<_>>());
-        }
-        for ops in under_way {
-            for op in ops {
-                match op.await {
-                    Ok(_) => {}
-                    Err(error) if error.kind == IoErrorKind::Unsupported => self.no_holes.set(true),
-                    // What it left behind is seen below. It is tried again with the next batch.
-                    Err(_) => {}
-                }
+            for &range in &punched.ranges {
+                self.punch_range(punched.segment.file, range).await;
             }
         }
         let flushes: Vec<_> = some.iter().map(|punched| self.driver.flush(punched.segment.file)).collect();
@@ -499,7 +501,7 @@ impl Space {
             }
             segment.book.set_punched(allocated, punched_bytes(&footer.records, &holes));
             segment.holes.replace(holes);
-            segment.futile.set(segment.book.space().dead);
+            segment.unpunchable_bytes.set(segment.book.space().dead);
             let less = before.saturating_sub(allocated);
             self.shared.counters.bytes_punched.fetch_add(less, Relaxed);
             self.shared.give_budget(less);
