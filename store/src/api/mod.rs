@@ -40,6 +40,7 @@ pub use turns::Turns;
 
 use crate::error::{Error, Reason};
 pub use crate::events::{Cause, Event, EventKind, Gap, Sequence, SnapshotCursor, SnapshotPage, Subscription};
+use crate::rt::Nanos;
 use crate::rt::mailbox::{Ticket, ticket};
 
 /// A store of KV-cache blocks.
@@ -76,6 +77,20 @@ pub trait KvStore: Send + Sync {
     /// Says of each block whether it can be read now, from memory alone. With a lease, none of those that are here
     /// is evicted before the lease ends.
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error>;
+
+    /// As [`KvStore::contains`], for callers that cannot wait for a store that is elsewhere. Dropping the ticket leaves a lease
+    /// to end by itself.
+    fn look_up(
+        &self,
+        request: &ContainsRequest<'_>,
+        deadline: Option<Nanos>,
+    ) -> Ticket<Result<ContainsReply, Error>> {
+        let _ = deadline;
+        let (reply, answer) = ticket();
+        // The asking end is still here.
+        let _ = reply.send(self.contains(request));
+        answer
+    }
 
     /// Ends a lease early; false if it had ended.
     fn unlock(&self, lease: LeaseId) -> bool;
