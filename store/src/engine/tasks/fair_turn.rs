@@ -103,39 +103,41 @@ mod tests {
 
     type Taking<'a> = Pin<Box<dyn Future<Output = Place<'a, &'static str>> + 'a>>;
 
+    fn poll<'a>(taking: &mut Taking<'a>) -> Poll<Place<'a, &'static str>> {
+        taking.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+    }
+
     fn enter<'a>(
         turn: &'a FairTurn<&'static str>,
         owners: &[&'static str],
     ) -> Vec<(&'static str, Taking<'a>)> {
-        let mut context = Context::from_waker(Waker::noop());
-        let mut all = Vec::new();
+        let take = |owner: &'static str| async move { turn.take(&owner).await };
+        let mut all: Vec<(_, Taking<'a>)> = Vec::new();
         for &owner in owners {
-            let mut taking: Taking<'a> = Box::pin(async move { turn.take(&owner).await });
-            assert!(taking.as_mut().poll(&mut context).is_pending(), "{owner}");
-            all.push((owner, taking));
+            all.push((owner, Box::pin(take(owner))));
+        }
+        for (owner, taking) in &mut all {
+            assert!(poll(taking).is_pending(), "{owner}");
         }
         all
     }
 
     /// Who has the turns, one after the other.
     fn order(mut waiting: Vec<(&'static str, Taking<'_>)>) -> String {
-        let mut context = Context::from_waker(Waker::noop());
         let mut order = String::new();
         while !waiting.is_empty() {
-            let ready = |one: &mut (&'static str, Taking<'_>)| one.1.as_mut().poll(&mut context);
-            let mut all = waiting.iter_mut().enumerate();
-            let found = all.find_map(|(at, one)| match ready(one) {
-                Poll::Ready(place) => Some((at, place)),
-                Poll::Pending => None,
-            });
-            let (at, place) = found.expect("nobody has the turn");
-            order += waiting[at].0;
-            let others = waiting.iter_mut().enumerate().filter(|(other, _)| *other != at);
-            for (_, (owner, taking)) in others {
-                assert!(taking.as_mut().poll(&mut context).is_pending(), "{owner} has it too");
+            let mut found = Vec::new();
+            for (at, (_, taking)) in waiting.iter_mut().enumerate() {
+                if let Poll::Ready(place) = poll(taking) {
+                    found.push((at, place));
+                }
             }
-            drop(place);
-            drop(waiting.remove(at));
+            assert_eq!(found.len(), 1, "one has the turn");
+            for (at, place) in found {
+                order += waiting[at].0;
+                drop(place);
+                drop(waiting.remove(at));
+            }
         }
         order
     }
@@ -143,9 +145,8 @@ mod tests {
     #[test]
     fn each_owner_has_its_turn_however_many_tasks_of_others_came_before() {
         let turn = FairTurn::default();
-        let mut context = Context::from_waker(Waker::noop());
-        let mut first = Box::pin(turn.take(&"a"));
-        let Poll::Ready(held) = first.as_mut().poll(&mut context) else { panic!("nobody has it") };
+        let mut first: Taking<'_> = Box::pin(turn.take(&"a"));
+        let Poll::Ready(held) = poll(&mut first) else { panic!("nobody has it") };
         let waiting = enter(&turn, &["a", "a", "a", "a", "b", "c", "b"]);
         drop(held);
         assert_eq!(order(waiting), "abcabaa");
@@ -155,9 +156,8 @@ mod tests {
     #[test]
     fn who_leaves_keeps_nobody_waiting() {
         let turn = FairTurn::default();
-        let mut context = Context::from_waker(Waker::noop());
-        let mut first = Box::pin(turn.take(&"a"));
-        let Poll::Ready(held) = first.as_mut().poll(&mut context) else { panic!("nobody has it") };
+        let mut first: Taking<'_> = Box::pin(turn.take(&"a"));
+        let Poll::Ready(held) = poll(&mut first) else { panic!("nobody has it") };
         let mut waiting = enter(&turn, &["a", "b", "c", "a"]);
         drop(waiting.remove(1));
         drop(waiting.remove(0));
