@@ -77,7 +77,7 @@ mod tests {
     fn a_put_that_waits_for_its_tenants_bandwidth_keeps_no_turn_from_others() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         let _inside = runtime.enter();
-        let puts = Puts::new(&Memory::new(16 << 20, 4096).unwrap(), &[0]);
+        let puts = Puts::new(&Memory::new(16 << 20, 4096, 0).unwrap(), &[0]);
         let limits = TenantLimits { bandwidth: Some(1), ..TenantLimits::default() };
         let (throttled, free) = (Tenant::new("slow", 0, None, limits), Tenant::only());
         let mut turn = Some(block_on(puts.turn(0)).unwrap());
