@@ -236,7 +236,7 @@ async fn a_client_that_closes_before_it_has_read_everything_left_and_did_nothing
 fn descriptors_that_wait_for_their_frames_count_among_the_files_of_memories() {
     // Room for three files, all of one tenant.
     let locals = Arc::new(Locals::new((0, 3), 1, &[1], [0; 16]));
-    let file = || OwnedFd::from(rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    let file = || rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let mut all: Vec<Incoming> = (0..3).map(|_| known(&locals)).collect();
     for (incoming, count) in all.iter_mut().zip([1, 3, 2]) {
         for _ in 0..count {
