@@ -11,10 +11,11 @@ use kvarts_store::api::{
 };
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::events::EventLog;
+use kvarts_store::rt::Nanos;
 use kvarts_store::rt::mailbox::{Ticket, ticket};
 
 use super::messages::{self, millis};
-use super::remote::{Remote, in_time};
+use super::remote::{AGAIN, Remote, in_time, while_lost};
 use super::{Path, download, upload};
 use kvarts_wire::proto;
 use kvarts_wire::{convert, fault};
@@ -83,6 +84,26 @@ async fn delete(remote: &Remote, request: &DeleteRequest) -> Result<DeleteReply,
     Ok(DeleteReply { outcomes, blocks: reply.blocks })
 }
 
+async fn look_up(
+    remote: &Remote,
+    message: &proto::ExistsRequest,
+    (namespace, deadline): (NamespaceId, Option<Nanos>),
+) -> Result<proto::ExistsReply, Reason> {
+    let call = || async {
+        let ask = || {
+            let (mut store, message) = (remote.store(), remote.request(message.clone(), deadline));
+            async move { store.exists(message).await }
+        };
+        in_time(remote.left(deadline), while_lost(AGAIN.map(|_| ask()))).await
+    };
+    let mut answer = call().await;
+    if let Err(Reason::UnknownNamespace(_)) = answer.as_ref().map(drop).map_err(fault::reason_of) {
+        remote.register_again(namespace).await?;
+        answer = call().await;
+    }
+    Ok(answer.map_err(|status| fault::reason_of(&status))?.into_inner())
+}
+
 impl KvStore for GrpcPath {
     fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
         self.0.register(identity, geometry)
@@ -119,6 +140,22 @@ impl KvStore for GrpcPath {
             async move { store.exists(request).await }
         })?;
         Ok(messages::found(&found, request.keys.len())?)
+    }
+
+    fn look_up(
+        &self,
+        request: &ContainsRequest<'_>,
+        deadline: Option<Nanos>,
+    ) -> Ticket<Result<ContainsReply, Error>> {
+        let (reply, answer) = ticket();
+        let (message, keys, remote) = (messages::asking(request), request.keys.len(), Arc::clone(&self.0));
+        let namespace = request.namespace;
+        self.0.spawn(async move {
+            let found = look_up(&remote, &message, (namespace, deadline)).await;
+            // A caller that is gone needs no answer.
+            let _ = reply.send(found.and_then(|found| messages::found(&found, keys)).map_err(Error));
+        });
+        answer
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {

@@ -34,8 +34,8 @@ use kvarts_store::api::{
 };
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::{Region, shared};
-use kvarts_store::rt::Clock;
 use kvarts_store::rt::mailbox::Ticket;
+use kvarts_store::rt::{Clock, Nanos};
 
 use grpc_path::GrpcPath;
 use kvarts_wire::proto;
@@ -53,6 +53,12 @@ pub trait Path: KvStore + fmt::Debug {
     /// straight into it, and it is verified there before it is announced.
     fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
         Region::anonymous(bytes).map_err(|error| Error(Reason::Config(format!("memory: {error}"))))
+    }
+
+    /// The file that shared memory lies in, for whoever maps it a second time in this process. None where it lies in no file.
+    fn file_of(&self, region: &Region) -> Option<OwnedFd> {
+        let _ = region;
+        None
     }
 
     /// Bytes of shared memory that cannot be used again for now, or for good: a connection ended while disks were writing
@@ -161,6 +167,11 @@ impl Client {
     /// that broke, pages of reads under way are then replaced by new ones, and their memory is released without the server.
     pub fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
         self.path.pool(bytes)
+    }
+
+    /// The file that memory of [`Client::pool`] or [`Client::adopt`] lies in: see [`Path::file_of`].
+    pub fn file_of(&self, region: &Region) -> Option<OwnedFd> {
+        self.path.file_of(region)
     }
 
     /// Memory that an engine has already: see [`Path::adopt`]. It is sealed against shrinking here, which its file must
@@ -287,6 +298,14 @@ impl KvStore for Client {
 
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
         self.path.contains(request)
+    }
+
+    fn look_up(
+        &self,
+        request: &ContainsRequest<'_>,
+        deadline: Option<Nanos>,
+    ) -> Ticket<Result<ContainsReply, Error>> {
+        self.path.look_up(request, deadline)
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {

@@ -74,6 +74,7 @@ pub(super) async fn while_lost<T>(
             // What a server says has no cause on this side.
             matches!(status.code(), Code::Unknown | Code::Cancelled)
                 && std::error::Error::source(status).is_some()
+                && !fault::is_late(status)
         };
         if !answer.as_ref().is_err_and(is_lost) {
             break;
@@ -164,6 +165,20 @@ impl Remote {
     pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         if let Some(runtime) = &self.runtime {
             runtime.spawn(work);
+        }
+    }
+
+    /// Runs something that waits, on a thread for that.
+    pub(super) fn spawn_waiting(&self, work: impl FnOnce() + Send + 'static) {
+        if let Some(runtime) = &self.runtime {
+            runtime.spawn_blocking(work);
+        }
+    }
+
+    /// Runs something to its end on this thread, which is none of the client's own.
+    pub(super) fn wait_for(&self, work: impl Future<Output = ()>) {
+        if let Some(runtime) = &self.runtime {
+            runtime.handle().block_on(work);
         }
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use kvarts_layout::codec::{Encoding, StoredPlaces};
 use kvarts_layout::format::body::{Blocks, Definition, ENCODING_RAW, EXTENSION_ENCRYPTION, layout_from_code};
 use kvarts_layout::format::record::{Body, DIGEST_CRC32, Kind, Prefix};
-use kvarts_layout::format::recovery::{Found, Sight};
+use kvarts_layout::format::recovery::{Found, Observed};
 use kvarts_layout::identity::namespace_of;
 use kvarts_layout::spec::Geometry;
 use kvarts_layout::{Coordinate, Fingerprint, Group, Identity, NamespaceId, RunLayout};
@@ -59,7 +59,7 @@ const LAYOUTS_MAX: usize = 256;
 
 impl Names {
     /// Notes a record that only a newer program understands: what it defines is not undefined.
-    pub fn note(&mut self, seen: &Sight) {
+    pub fn note(&mut self, seen: &Observed) {
         let is_newer = matches!(seen.found, Found::Newer | Found::UnknownExtension | Found::UnknownKind);
         let may_define =
             |prefix: &Prefix| matches!(prefix.kind, Kind::Identity | Kind::Spec | Kind::Unknown(_));

@@ -9,7 +9,7 @@
 use kvarts_layout::format::footer::{Content, Defined, Entry};
 use kvarts_layout::format::record::{self, Body, Kind, Prefix};
 use kvarts_layout::format::recovery::{
-    Decision, Found, Later, Proof, RecordSighting, Scan, Severity, Sight, record_row, sight,
+    Decision, Found, Later, Observed, Proof, RecordSighting, Scan, Severity, observe, record_row,
 };
 use kvarts_layout::format::seal::claimed_position;
 use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, Secret, is_zero};
@@ -133,17 +133,17 @@ pub fn entry(met: &Met) -> Option<Entry> {
 }
 
 /// What stands at one page: everything but its payload.
-pub fn look(window: &mut Window<'_>, position: &Position, secret: &Secret) -> Sight {
+pub fn look(window: &mut Window<'_>, position: &Position, secret: &Secret) -> Observed {
     let page = window.bytes(position.offset, PAGE);
     if page.is_empty() || is_zero(page) {
-        return Sight { found: Found::Empty, prefix: None, body: None };
+        return Observed { found: Found::Empty, prefix: None, body: None };
     }
     match Prefix::open(page, position, secret) {
         Ok(prefix) => {
             let len = usize::try_from(prefix.header_bytes).unwrap_or(usize::MAX);
-            sight(window.bytes(position.offset, len), position, secret)
+            observe(window.bytes(position.offset, len), position, secret)
         }
-        Err(_) => sight(page, position, secret),
+        Err(_) => observe(page, position, secret),
     }
 }
 
@@ -249,7 +249,7 @@ fn walk(window: &mut Window<'_>, segment: &Position, target: &Target, secret: &S
         if let Some(prefix) = seen.prefix.filter(|prefix| target.was_sealed && prefix.kind == Kind::Blocks)
             && touched(window.holes(), offset, u64::from(prefix.header_bytes))
         {
-            seen = Sight { found: Found::Hole, body: None, ..seen };
+            seen = Observed { found: Found::Hole, body: None, ..seen };
         }
         names.note(&seen);
         walk.footer |= seen.found == Found::Footer;

@@ -9,7 +9,7 @@ pub const ALIGN: u64 = 4096;
 
 /// The place of one layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Seat {
+pub struct RingPlace {
     /// Where it begins in the ring.
     pub offset: u64,
     /// Bytes.
@@ -19,8 +19,8 @@ pub struct Seat {
 }
 
 /// The places of all layers in a ring of `capacity` bytes; `None` if one does not fit at all.
-pub fn seats(layers: &[u64], capacity: u64) -> Option<Vec<Seat>> {
-    let mut seats: Vec<Seat> = Vec::with_capacity(layers.len());
+pub fn places(layers: &[u64], capacity: u64) -> Option<Vec<RingPlace>> {
+    let mut places: Vec<RingPlace> = Vec::with_capacity(layers.len());
     let mut next = 0u64;
     for &bytes in layers {
         let room = bytes.checked_next_multiple_of(ALIGN)?.max(ALIGN);
@@ -32,27 +32,27 @@ pub fn seats(layers: &[u64], capacity: u64) -> Option<Vec<Seat>> {
         }
         let (offset, end) = (next, next + room);
         // The latest layer that lies in the way; all before it must have left too, since they leave in order.
-        let in_the_way = seats.iter().rposition(|seat| {
-            seat.offset < end && offset < seat.offset + seat.bytes.next_multiple_of(ALIGN).max(ALIGN)
+        let in_the_way = places.iter().rposition(|place| {
+            place.offset < end && offset < place.offset + place.bytes.next_multiple_of(ALIGN).max(ALIGN)
         });
         let after = in_the_way.map_or(0, |at| at as u32 + 1);
-        let after = after.max(seats.last().map_or(0, |seat| seat.after));
-        seats.push(Seat { offset, bytes, after });
+        let after = after.max(places.last().map_or(0, |place| place.after));
+        places.push(RingPlace { offset, bytes, after });
         next = end;
     }
-    Some(seats)
+    Some(places)
 }
 
-/// How many layers may come when `left` have left. `seats` as [`seats`] made them.
-pub fn open_after(seats: &[Seat], left: u32) -> u32 {
-    seats.partition_point(|seat| seat.after <= left) as u32
+/// How many layers may come when `left` have left. `places` as [`places`] made them.
+pub fn open_after(places: &[RingPlace], left: u32) -> u32 {
+    places.partition_point(|place| place.after <= left) as u32
 }
 
 /// How far ahead this ring always is: the least number of layers that have a place besides those that have left,
 /// until the last.
-pub fn layers_ahead(seats: &[Seat]) -> u32 {
-    let count = seats.len() as u32;
-    (0..count).map(|left| open_after(seats, left) - left).zip((1..=count).rev()).fold(
+pub fn layers_ahead(places: &[RingPlace]) -> u32 {
+    let count = places.len() as u32;
+    (0..count).map(|left| open_after(places, left) - left).zip((1..=count).rev()).fold(
         u32::MAX,
         // Near the end there are fewer layers than places.
         |least, (ahead, remain)| if ahead < remain { least.min(ahead) } else { least },
@@ -69,7 +69,7 @@ pub fn bytes_needed(layers: &[u64], ahead: u32) -> u64 {
     let least = window.unwrap_or(total).min(total);
     let most = least.saturating_add(largest).min(total);
     let fits =
-        |capacity: u64| seats(layers, capacity).is_some_and(|seats| layers_ahead(&seats) >= ahead.max(1));
+        |capacity: u64| places(layers, capacity).is_some_and(|places| layers_ahead(&places) >= ahead.max(1));
     (0..=8u64)
         .map(|eighth| (least + (most - least) / 8 * eighth).next_multiple_of(ALIGN))
         .find(|&capacity| fits(capacity))
@@ -83,12 +83,12 @@ mod tests {
 
     #[test]
     fn equal_layers_alternate() {
-        let seats = seats(&[8192; 5], 16384).unwrap();
-        let found: Vec<_> = seats.iter().map(|seat| (seat.offset, seat.after)).collect();
+        let places = places(&[8192; 5], 16384).unwrap();
+        let found: Vec<_> = places.iter().map(|place| (place.offset, place.after)).collect();
         assert_eq!(found, [(0, 0), (8192, 0), (0, 1), (8192, 2), (0, 3)]);
-        assert_eq!([0, 1, 2, 5].map(|left| open_after(&seats, left)), [2, 3, 4, 5]);
-        assert_eq!(layers_ahead(&seats), 2);
-        assert!(super::seats(&[8193], 8192).is_none());
+        assert_eq!([0, 1, 2, 5].map(|left| open_after(&places, left)), [2, 3, 4, 5]);
+        assert_eq!(layers_ahead(&places), 2);
+        assert!(super::places(&[8193], 8192).is_none());
     }
 
     #[test]
@@ -104,22 +104,22 @@ mod tests {
             layers in prop::collection::vec(1u64..60_000, 1..40),
             capacity in 60_000u64..300_000,
         ) {
-            let seats = seats(&layers, capacity.next_multiple_of(ALIGN)).unwrap();
-            let end = |seat: &Seat| seat.offset + seat.bytes;
+            let places = places(&layers, capacity.next_multiple_of(ALIGN)).unwrap();
+            let end = |place: &RingPlace| place.offset + place.bytes;
             for left in 0..=layers.len() {
-                let open = open_after(&seats, left as u32) as usize;
+                let open = open_after(&places, left as u32) as usize;
                 prop_assert!(open >= left.min(layers.len()));
-                let there = &seats[left.min(open)..open];
-                for (at, seat) in there.iter().enumerate() {
-                    prop_assert!(end(seat) <= capacity.next_multiple_of(ALIGN));
+                let there = &places[left.min(open)..open];
+                for (at, place) in there.iter().enumerate() {
+                    prop_assert!(end(place) <= capacity.next_multiple_of(ALIGN));
                     for other in &there[at + 1..] {
-                        prop_assert!(end(seat) <= other.offset || end(other) <= seat.offset);
+                        prop_assert!(end(place) <= other.offset || end(other) <= place.offset);
                     }
                 }
             }
             // Whoever waits for the last to leave always goes on.
             for left in 0..layers.len() {
-                prop_assert!(open_after(&seats, left as u32) as usize > left);
+                prop_assert!(open_after(&places, left as u32) as usize > left);
             }
         }
 
@@ -128,8 +128,8 @@ mod tests {
             layers in prop::collection::vec(1u64..60_000, 1..40),
             ahead in 1u32..4,
         ) {
-            let seats = seats(&layers, bytes_needed(&layers, ahead)).unwrap();
-            prop_assert!(layers_ahead(&seats) >= ahead.min(layers.len() as u32));
+            let places = places(&layers, bytes_needed(&layers, ahead)).unwrap();
+            prop_assert!(layers_ahead(&places) >= ahead.min(layers.len() as u32));
         }
     }
 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, NamespaceId};
-use kvarts_store::api::{Durability, Parent, Placed, PutReply, PutRequest, PutStream, Turns};
+use kvarts_store::api::{Durability, LayeredPut, Parent, Placed, PutReply, PutRequest, Turns};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Nanos;
@@ -28,7 +28,7 @@ use crate::error::{DeviceError, LandError};
 use crate::follow::{Asked, Follower, keep_for_good};
 use crate::gather::copy_split;
 use crate::pipeline::{LAYERS_AHEAD, Pipeline};
-use crate::ring::{ALIGN, Seat, bytes_needed, seats};
+use crate::ring::{ALIGN, RingPlace, bytes_needed, places};
 
 /// How long a seal waits for copies before it looks whether the put has ended meanwhile.
 const LOOK: Duration = Duration::from_millis(5);
@@ -60,7 +60,7 @@ pub struct StoreRequest {
 #[derive(Debug)]
 struct State {
     /// The put, where the store takes layers one by one. Taken when it is sealed or given up.
-    put: Option<PutStream>,
+    put: Option<LayeredPut>,
     /// Layers that have left the device.
     left: u32,
     /// Leading layers that were seen to be written.
@@ -78,7 +78,7 @@ impl State {
     }
 
     /// The put, if there is one, unless it is over.
-    fn going(&mut self) -> Result<Option<&PutStream>, LandError> {
+    fn going(&mut self) -> Result<Option<&LayeredPut>, LandError> {
         self.look();
         self.failed.clone().map_or(Ok(self.put.as_ref()), Err)
     }
@@ -105,7 +105,7 @@ pub struct LayerSink {
     request: StoreRequest,
     copies: Stream,
     ring: SharedBuf,
-    seats: Vec<Seat>,
+    places: Vec<RingPlace>,
     pieces: Vec<Piece>,
     /// Layers that were taken.
     taken: u32,
@@ -123,7 +123,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 /// A piece of the arena, cut for layers.
 struct Cut {
     ring: SharedBuf,
-    seats: Vec<Seat>,
+    places: Vec<RingPlace>,
 }
 
 impl Pipeline {
@@ -147,7 +147,7 @@ impl Pipeline {
             }
             Err(_) => {
                 // What is wrong with the request is said when it is put whole.
-                if cut.seats.iter().any(|seat| seat.after > 0) {
+                if cut.places.iter().any(|place| place.after > 0) {
                     drop(cut);
                     cut = self.cut(&sizes, all, all)?;
                 }
@@ -161,14 +161,14 @@ impl Pipeline {
         let hear = move |ended| hear(&theirs, ended);
         let followed = Follower::start("layers-out", self.followed(), Box::new(keeps), hear);
         let (follower, events) = followed.map_err(LandError::Request)?;
-        let (pipeline, Cut { ring, seats }) = (self.clone(), cut);
+        let (pipeline, Cut { ring, places }) = (self.clone(), cut);
         let (pieces, events) = (Vec::new(), Some(events));
         Ok(LayerSink {
             pipeline,
             request,
             copies,
             ring,
-            seats,
+            places,
             pieces,
             taken: 0,
             state,
@@ -178,7 +178,7 @@ impl Pipeline {
         })
     }
 
-    /// A piece of the arena with seats for these layers: of all the bytes that they have if that can be had, and of
+    /// A piece of the arena with places for these layers: of all the bytes that they have if that can be had, and of
     /// `least` at least.
     fn cut(&self, sizes: &[u64], least: u64, all: u64) -> Result<Cut, LandError> {
         let total = self.arena().piece_max();
@@ -188,14 +188,14 @@ impl Pipeline {
         let full = || LandError::ArenaFull { wanted: least, free: self.arena().usage().largest_free };
         let ring = self.arena().take(least, all.max(least).next_power_of_two()).ok_or_else(full)?;
         let bug = || LandError::Request("layers that do not fit where they were said to".to_owned());
-        let seats = seats(sizes, ring.len() as u64).ok_or_else(bug)?;
-        if least == all && seats.iter().any(|seat| seat.after > 0) {
+        let places = places(sizes, ring.len() as u64).ok_or_else(bug)?;
+        if least == all && places.iter().any(|place| place.after > 0) {
             return Err(bug());
         }
-        Ok(Cut { ring, seats })
+        Ok(Cut { ring, places })
     }
 
-    fn begin_put(&self, request: &StoreRequest, cut: &Cut) -> Result<PutStream, Reason> {
+    fn begin_put(&self, request: &StoreRequest, cut: &Cut) -> Result<LayeredPut, Reason> {
         let buffers = buffers(cut).ok_or(Reason::OutOfBounds)?;
         let shape = request.from.shape();
         let from = Placed::layers_in_turns(shape, buffers, request.from.blocks(), Turns::new(0))?;
@@ -206,7 +206,7 @@ impl Pipeline {
 
 /// The memory of each layer.
 fn buffers(cut: &Cut) -> Option<Vec<SharedBuf>> {
-    cut.seats.iter().map(|seat| cut.ring.slice(seat.offset as usize, seat.bytes as usize)).collect()
+    cut.places.iter().map(|place| cut.ring.slice(place.offset as usize, place.bytes as usize)).collect()
 }
 
 fn put_request(request: &StoreRequest, from: Placed) -> PutRequest {
@@ -263,10 +263,10 @@ impl LayerSink {
         if layer != self.taken {
             return Err(LandError::Request(format!("layer {} is next, not layer {layer}", self.taken)));
         }
-        let seat = self.seats.get(layer as usize).copied();
-        let seat = seat.ok_or_else(|| LandError::Request(format!("the shape has no layer {layer}")))?;
-        self.wait_for(seat.after)?;
-        let host = self.ring.slice(seat.offset as usize, seat.bytes as usize);
+        let place = self.places.get(layer as usize).copied();
+        let place = place.ok_or_else(|| LandError::Request(format!("the shape has no layer {layer}")))?;
+        self.wait_for(place.after)?;
+        let host = self.ring.slice(place.offset as usize, place.bytes as usize);
         let host = host.ok_or(LandError::Device(DeviceError::OutOfBounds))?;
         let device = Arc::clone(self.pipeline.device());
         device.wait(&self.copies, &device.record(computed)?)?;
@@ -296,7 +296,7 @@ impl LayerSink {
 
     /// Waits until so many leading layers have been written.
     fn wait_for(&self, layers: u32) -> Result<(), LandError> {
-        let written = lock(&self.state).going()?.map(PutStream::written_so_far);
+        let written = lock(&self.state).going()?.map(LayeredPut::written_so_far);
         if let Some(written) = written.filter(|_| layers > 0) {
             block_on(written.until(layers));
             lock(&self.state).going()?;
@@ -308,7 +308,7 @@ impl LayerSink {
     /// failed, makes this an error, and nothing is stored. A put that ends meanwhile, by its deadline or a failed write,
     /// makes it one at once: what copies under way use is kept until they are done.
     pub fn seal(mut self) -> Result<Ticket<Result<PutReply, Error>>, LandError> {
-        let layers = self.seats.len() as u32;
+        let layers = self.places.len() as u32;
         if self.taken < layers {
             return Err(LandError::Request(format!("layer {} was not taken", self.taken)));
         }
@@ -328,7 +328,7 @@ impl LayerSink {
         if let Some(put) = put {
             return Ok(put.seal());
         }
-        let cut = Cut { ring: self.ring.clone(), seats: self.seats.clone() };
+        let cut = Cut { ring: self.ring.clone(), places: self.places.clone() };
         let buffers = buffers(&cut).ok_or(LandError::Device(DeviceError::OutOfBounds))?;
         let from = Placed::layers(self.request.from.shape(), buffers, self.request.from.blocks());
         let request = put_request(&self.request, from.map_err(LandError::Store)?);

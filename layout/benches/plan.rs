@@ -6,7 +6,7 @@
 
 use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout, record_header_bytes};
 use kvarts_layout::plan::{
-    Address, MemoryId, Order, PartTarget, Pick, Placement, ReadOptions, ReadPlan, RecordRead, Step, WritePlan,
+    Address, MemoryId, Order, PartTarget, Placement, ReadOptions, ReadPlan, RecordRead, Step, WritePlan,
 };
 use kvarts_layout::{BlockShape, ChunkShape, LayerShape, Layout};
 use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
@@ -92,14 +92,14 @@ fn records(layout: &Arc<RunLayout>) -> Vec<RecordRead> {
         .map(|record| RecordRead {
             layout: Arc::clone(layout),
             payload_offset: u64::from(record) * bytes + header,
-            blocks: Pick::first(RECORD_BLOCKS),
+            blocks: 0..RECORD_BLOCKS,
             ordinal: record * RECORD_BLOCKS,
         })
         .collect()
 }
 
 fn plan(records: Vec<RecordRead>, shape: &BlockShape, placement: &Arc<Placement>, order: Order) -> ReadPlan {
-    let layers = Pick::first(shape.layers().len() as u32);
+    let layers = 0..shape.layers().len() as u32;
     ReadPlan::new(records, layers, order, Arc::clone(placement), ReadOptions::default())
         .expect("a valid request")
 }

@@ -175,7 +175,7 @@ pub async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, wor
         ledger.borrow_mut().begun += 1;
         match work.mix.draw(rng) {
             0..9 => {
-                let bring = Bring::draw(rng);
+                let bring = Poller::draw(rng);
                 puts.push_back(Asked::Put(put(store, namespace, ledger, bring, deadline)));
             }
             9..12 => {
@@ -466,7 +466,7 @@ fn delete(
 
 /// Blocks that are put together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Bring {
+pub struct Poller {
     /// In which of the fixture's columns.
     pub column: usize,
     /// The first one's key, by number.
@@ -481,7 +481,7 @@ pub struct Bring {
     pub skew: u64,
 }
 
-impl Bring {
+impl Poller {
     fn draw(rng: &mut Rng) -> Self {
         let column = rng.index(3);
         let first = rng.below(KEYS - 3);
@@ -518,9 +518,9 @@ impl Aim {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Act {
     /// A put.
-    Put(Bring),
+    Put(Poller),
     /// Two puts at once.
-    Pair(Bring, Bring),
+    Pair(Poller, Poller),
     /// A delete.
     Delete(Aim),
     /// A checkpoint.
@@ -565,7 +565,7 @@ pub async fn aftermath(store: &Store, ledger: &RefCell<Ledger>) -> Option<String
     let registered = store.register(&fixture::identity("aftermath"), &fixture::geometry());
     let Ok(namespace) = registered else { return Some("the model is refused".to_owned()) };
     for column in 0..fixture::columns().len() {
-        let bring = Bring { column, first: KEYS, count: 1, producer: 77, durable: true, skew: 0 };
+        let bring = Poller { column, first: KEYS, count: 1, producer: 77, durable: true, skew: 0 };
         match put(store, namespace, ledger, bring, None).ticket.await {
             Ok(Ok(reply)) => match reply.outcomes.first() {
                 Some(BlockOutcome::Refused(reason)) if *reason != Reason::NoSpace => {
@@ -585,10 +585,10 @@ fn put(
     store: &Store,
     namespace: NamespaceId,
     ledger: &RefCell<Ledger>,
-    bring: Bring,
+    bring: Poller,
     deadline: Option<Nanos>,
 ) -> Put {
-    let Bring { column, first, count, producer, durable, skew } = bring;
+    let Poller { column, first, count, producer, durable, skew } = bring;
     let (group, coordinate) = fixture::columns()[column];
     let shape = fixture::shape(group, coordinate);
     let names: Vec<Name> = (first..first + count).map(|n| (column, n)).collect();

@@ -8,19 +8,22 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
-use kvarts_layout::{BlockKey, BlockShape, Geometry, Identity, NamespaceId};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_store::api::{
     BlockOutcome, ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId,
     MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Placed, Presence, PutReply, PutRequest, ReadEnd, ReadEvent,
     ReadRequest, ReadSink, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription, TtlReply,
     TtlRequest, read_channel,
 };
-use kvarts_store::batch::{BatchId, BatchKind, Completion, EventFds, Lane, Pages, PagesOptions};
+use kvarts_store::batch::{
+    BatchId, BatchKind, Block, CANCELLED, Completion, EventFds, Lane, Memory, Pages, PagesOptions, Terms,
+};
 use kvarts_store::engine::Options;
 use kvarts_store::error::{Error, Kind, Reason};
 use kvarts_store::events::EventLog;
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 use kvarts_store::io::{IoChoice, Region, SharedBuf};
+use kvarts_store::rt::Nanos;
 use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -259,6 +262,10 @@ fn what_can_be_refused_at_once_is_and_takes_no_seat() {
     *store.refuse.lock().unwrap() = Some(Reason::NoSpace);
     assert_eq!(reason(pages.submit_put(&[key(1), key(2)], &two)), Reason::NoSpace);
     assert_eq!(reason(pages.submit_get(&[key(1), key(2)], &two)), Reason::NoSpace);
+    *store.refuse.lock().unwrap() = Some(CANCELLED);
+    pages.submit_put(&[key(1), key(2)], &two).unwrap();
+    pages.submit_get(&[key(1), key(2)], &two).unwrap();
+    assert!(drained(&pages).iter().all(|told| told.results == [Err(CANCELLED), Err(CANCELLED)]));
     *store.refuse.lock().unwrap() = None;
     assert_eq!((pages.under_way(), drained(&pages)), (0, vec![]));
     pages.submit_put(&[key(1), key(2)], &two).unwrap();
@@ -318,6 +325,102 @@ fn a_closed_handle_is_silent_and_refuses() {
     assert_eq!((drained(&pages), pages.under_way()), (vec![], 0));
     assert_eq!(pages.submit_exists(&[key(1)]).unwrap_err().kind(), Kind::Retry);
     assert_eq!(pages.under_way(), 0);
+}
+
+#[test]
+fn a_cancelled_batch_is_answered_once_and_when_nobody_has_its_memory_any_more() {
+    let (store, pages) = scripted(|_| ());
+    let keys = [key(1), key(2)];
+    let get = pages.submit_get(&keys, &placed(&memory(2))).unwrap();
+    let put = pages.submit_put(&keys, &placed(&memory(2))).unwrap();
+    assert!(pages.cancel(get) && pages.cancel(put));
+    // The store has the memory, a device writes to it perhaps.
+    assert!(!readable(pages.event_fd(Lane::Load), 0) && pages.under_way() == 2 && !pages.is_free());
+    assert!(
+        store.reads.lock().unwrap()[0].1.is_cancelled() && store.puts.lock().unwrap()[0].1.is_cancelled()
+    );
+    store.reads.lock().unwrap().clear();
+    let told = drained(&pages);
+    assert_eq!((told.len(), told[0].id, &told[0].results), (1, get, &vec![Err(CANCELLED); 2]));
+    store.puts.lock().unwrap().clear();
+    assert_eq!(drained(&pages)[0].id, put);
+    assert!(!pages.cancel(get) && pages.is_free() && pages.under_way() == 0);
+}
+
+#[test]
+fn a_closed_handle_is_free_when_nobody_has_memory_of_its_batches() {
+    let (store, pages) = scripted(|_| ());
+    pages.submit_get(&[key(1)], &placed(&memory(1))).unwrap();
+    pages.close();
+    assert!(!pages.is_free());
+    store.reads.lock().unwrap().clear();
+    assert!(pages.is_free());
+}
+
+#[test]
+fn where_it_was_asked_for_a_batch_is_answered_when_its_memory_is_nobodys() {
+    let (store, pages) = scripted(|options| options.until_free = true);
+    pages.submit_get(&[key(1)], &placed(&memory(1))).unwrap();
+    store.reads.lock().unwrap()[0].1.send(ReadEvent::End(ReadEnd { usable_blocks: 1, ..ReadEnd::default() }));
+    assert!(!readable(pages.event_fd(Lane::Load), 0));
+    store.reads.lock().unwrap().clear();
+    assert!(drained(&pages)[0].is_ok());
+}
+
+#[test]
+fn blocks_of_several_columns_that_lie_anywhere_are_one_batch() {
+    let (store, pages) = scripted(|_| ());
+    let (shape, small) = (BlockShape::opaque(PAGE as u64).unwrap(), BlockShape::opaque(100).unwrap());
+    let heads = Coordinate::heads(1, 1, 2).unwrap();
+    let block = |group, coordinate, n| Block { group: Group(group), coordinate, key: key(n) };
+    let plain = Coordinate::Replicated;
+    let blocks =
+        [block(0, plain, 1), block(7, heads, 1), block(0, plain, 2), block(0, plain, 1), block(7, heads, 3)];
+    let all = memory(8);
+    let page = |at: usize, len| all.slice(at, len).unwrap();
+    let places = [page(5000, PAGE), page(0, 100), page(13_000, PAGE), page(17_200, 4096), page(333, 100)];
+    let shapes = [(Group(0), plain, shape), (Group(7), heads, small)];
+    let memory = Memory::Anywhere(&places, &shapes);
+    let deadline = Some(Nanos::default().plus(Duration::from_secs(9)));
+    let terms = Terms { deadline, ..Terms::default() };
+    let id = pages.submit(BatchKind::Get, &blocks, &memory, &terms).unwrap();
+    let mut reads = std::mem::take(&mut *store.reads.lock().unwrap());
+    assert_eq!(reads.len(), 2);
+    for (request, _) in &reads {
+        assert_eq!(request.deadline, deadline);
+        let bytes = if request.group == Group(7) { 100 } else { PAGE as u64 };
+        for (block, key) in (0..).zip(&request.keys) {
+            let asked = Block { group: request.group, coordinate: request.coordinate, key: *key };
+            let place = blocks.iter().position(|block| *block == asked).unwrap();
+            assert_eq!(request.into.chunk(0, block, bytes).unwrap().offset(), places[place].offset());
+        }
+    }
+    let failed = |reads: &mut Vec<(ReadRequest, ReadSink)>, group, n, reason: Reason| {
+        let at = reads.iter().position(|(request, _)| request.group == Group(group)).unwrap();
+        let (request, sink) = reads.remove(at);
+        let place = request.keys.iter().position(|known| *known == key(n)).unwrap() as u32;
+        sink.send(ReadEvent::End(ReadEnd { failures: vec![(place, reason)], ..ReadEnd::default() }));
+    };
+    failed(&mut reads, 7, 3, Reason::NotHere(key(3)));
+    assert!(!readable(pages.event_fd(Lane::Load), 0), "a part of it is not answered");
+    failed(&mut reads, 0, 2, Reason::NotHere(key(2)));
+    let [told] = <[Completion; 1]>::try_from(drained(&pages)).unwrap();
+    assert_eq!(told.id, id);
+    assert_eq!(told.results, [Ok(()), Ok(()), not_here(2), Err(Reason::Duplicate(key(1))), not_here(3)]);
+    // Destinations that meet, of whatever columns; a column that is none of the handle's; too few places.
+    let meet = [page(0, PAGE), page(4000, 100)];
+    let get = |blocks: &[Block], places: &[SharedBuf]| {
+        pages.submit(BatchKind::Get, blocks, &Memory::Anywhere(places, &shapes), &terms).unwrap_err().0
+    };
+    assert_eq!(get(&blocks[..2], &meet), Reason::Overlap);
+    assert_eq!(get(&[block(1, plain, 1)], &meet[..1]).kind(), Kind::Invalid);
+    assert_eq!(get(&blocks[..1], &meet).kind(), Kind::Invalid);
+    assert_eq!(pages.under_way(), 0);
+    // The same source twice is two requests.
+    let twice = [page(0, PAGE), page(0, PAGE)];
+    let both = [block(0, plain, 1), block(0, plain, 2)];
+    pages.submit(BatchKind::Put, &both, &Memory::Anywhere(&twice, &shapes), &terms).unwrap();
+    assert_eq!(store.puts.lock().unwrap().len(), 2);
 }
 
 /// Answers come from two threads at any moment of submitting and draining: each batch completes once, and a

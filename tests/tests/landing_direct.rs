@@ -158,13 +158,13 @@ fn what_is_damaged_on_the_disk_ends_the_stream_as_an_ordinary_read_does() {
     let lent = lent.unwrap();
     let layer = &lent.layers()[2];
     let chunk = layer.chunks.iter().find(|chunk| chunk.ordinal == 4).unwrap();
-    let stretch = &layer.stretches[chunk.stretch as usize];
+    let range = &layer.ranges[chunk.range as usize];
     let path = std::fs::read_link(format!("/proc/self/fd/{}", {
         use std::os::fd::{AsFd, AsRawFd};
-        lent.files()[stretch.file as usize].as_fd().as_raw_fd()
+        lent.files()[range.file as usize].as_fd().as_raw_fd()
     }));
     let file = std::fs::File::options().read(true).write(true).open(path.unwrap()).unwrap();
-    let (at, mut byte) = (stretch.offset + chunk.at, [0]);
+    let (at, mut byte) = (range.offset + chunk.at, [0]);
     file.read_exact_at(&mut byte, at).unwrap();
     file.write_all_at(&[byte[0] ^ 4], at).unwrap();
     drop(lent);

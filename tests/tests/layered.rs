@@ -15,7 +15,7 @@ use kvarts_store::io::DirId;
 use kvarts_store::rt::Clock;
 use kvarts_tests::campaign::layered::Layered;
 use kvarts_tests::campaign::{
-    Act, Aim, Bring, Driven, Judge, Ledger, act, defects, drive, read_all, reopen, verify,
+    Act, Aim, Driven, Judge, Ledger, Poller, act, defects, drive, read_all, reopen, verify,
 };
 use kvarts_tests::fixture;
 use kvarts_tests::sim::media::errno::EIO;
@@ -39,15 +39,15 @@ fn options() -> Options {
     }
 }
 
-fn bring(column: usize, first: u64, count: u64, producer: u64, durable: bool) -> Bring {
-    Bring { column, first, count, producer, durable, skew: if producer.is_multiple_of(3) { 512 } else { 0 } }
+fn bring(column: usize, first: u64, count: u64, producer: u64, durable: bool) -> Poller {
+    Poller { column, first, count, producer, durable, skew: if producer.is_multiple_of(3) { 512 } else { 0 } }
 }
 
 /// A put by layers that ends before its `stop`th layer, or is sealed. Between its layers, what `between` does.
 async fn by_layers(
     store: &Store,
     ledger: &RefCell<Ledger>,
-    bring: Bring,
+    bring: Poller,
     stop: Option<u32>,
     between: &mut dyn AsyncBetween,
 ) {

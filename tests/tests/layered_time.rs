@@ -10,7 +10,7 @@ use kvarts_fsck::check::Level;
 use kvarts_store::engine::{Limits, Options};
 use kvarts_store::error::Reason;
 use kvarts_tests::campaign::layered::Layered;
-use kvarts_tests::campaign::{Act, Aim, Bring, Driven, Judge, Ledger, act, drive, read_all};
+use kvarts_tests::campaign::{Act, Aim, Driven, Judge, Ledger, Poller, act, drive, read_all};
 use kvarts_tests::sim::{Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};
 use kvarts_tests::stage::{SimStage, Stage};
 use kvarts_tests::witness::{directories, examine, problems};
@@ -37,8 +37,8 @@ fn open(seed: u64, options: &Options) -> SimStage {
     SimStage::open(&SimWorld::new(seed, &WorldConfig::default()), options).unwrap()
 }
 
-fn bring(first: u64, count: u64, producer: u64) -> Bring {
-    Bring { column: 0, first, count, producer, durable: true, skew: 0 }
+fn bring(first: u64, count: u64, producer: u64) -> Poller {
+    Poller { column: 0, first, count, producer, durable: true, skew: 0 }
 }
 
 /// Waits in a stage.
@@ -59,7 +59,7 @@ fn finish(stage: &SimStage, mut put: Layered, ledger: &RefCell<Ledger>) {
 }
 
 /// Begins one with a deadline, while what it needs comes only later; gives when it was answered, counted from then.
-fn begin_late(stage: &SimStage, bring: Bring) -> Duration {
+fn begin_late(stage: &SimStage, bring: Poller) -> Duration {
     let begun = stage.now();
     let answer = wait(stage, Layered::begin_by(stage.engine(), bring, Some(begun.plus(PATIENCE))));
     assert!(matches!(answer, Err(Reason::DeadlinePassed)), "{answer:?}");

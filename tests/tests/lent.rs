@@ -1,4 +1,4 @@
-//! Blocks that are lent as they lie in files: who reads the stretches himself has what a read would have given him, and
+//! Blocks that are lent as they lie in files: who reads the ranges himself has what a read would have given him, and
 //! it stays there until he gives it back.
 #![allow(clippy::disallowed_methods, reason = "reads the files of a store on a real directory")]
 
@@ -12,8 +12,8 @@ use std::time::Duration;
 use kvarts_layout::plan::DEFAULT_MAX_REGION;
 use kvarts_layout::{BlockKey, Coordinate, Geometry, Group, Identity, Layout, NamespaceId};
 use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, LendRequest, Lent, LentLayer, NotLent,
-    Parent, Placed, Presence, PutRequest, ReadRequest, Target,
+    BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, LendRequest, NotLent, Parent,
+    PinnedExtents, PinnedLayer, Placed, Presence, PutRequest, ReadRequest, Target,
 };
 use kvarts_store::engine::{CompactOptions, Compaction, Limits, Options, Store};
 use kvarts_store::error::Reason;
@@ -67,7 +67,7 @@ fn request(namespace: NamespaceId, (group, coordinate): Column, keys: &[BlockKey
     LendRequest { namespace, group, coordinate, keys: keys.to_vec(), layers, class, deadline }
 }
 
-fn lend(store: &Store, request: LendRequest) -> Lent {
+fn lend(store: &Store, request: LendRequest) -> PinnedExtents {
     block_on(store.lend(request)).unwrap_or_else(|why| panic!("{why}"))
 }
 
@@ -75,29 +75,29 @@ fn refusal(store: &Store, request: LendRequest) -> NotLent {
     block_on(store.lend(request)).map(drop).unwrap_err()
 }
 
-/// The bytes of each stretch of a layer, through its descriptor.
-fn stretches(lent: &Lent, layer: &LentLayer) -> Vec<Vec<u8>> {
-    let read = |stretch: &kvarts_store::api::Stretch| {
-        assert!(stretch.offset.is_multiple_of(4096) && stretch.bytes.is_multiple_of(4096), "{stretch:?}");
-        assert!(stretch.bytes > 0 && stretch.bytes <= u64::from(DEFAULT_MAX_REGION), "{stretch:?}");
+/// The bytes of each range of a layer, through its descriptor.
+fn ranges(lent: &PinnedExtents, layer: &PinnedLayer) -> Vec<Vec<u8>> {
+    let read = |range: &kvarts_store::api::FileRange| {
+        assert!(range.offset.is_multiple_of(4096) && range.bytes.is_multiple_of(4096), "{range:?}");
+        assert!(range.bytes > 0 && range.bytes <= u64::from(DEFAULT_MAX_REGION), "{range:?}");
         // Aligned memory, as for any direct read.
-        let mut memory = vec![0; stretch.bytes as usize + 4096];
+        let mut memory = vec![0; range.bytes as usize + 4096];
         let skew = memory.as_ptr().align_offset(4096);
-        let bytes = &mut memory[skew..skew + stretch.bytes as usize];
-        let file = &lent.files()[stretch.file as usize];
-        assert_eq!(rustix::io::pread(file, &mut *bytes, stretch.offset), Ok(bytes.len()));
+        let bytes = &mut memory[skew..skew + range.bytes as usize];
+        let file = &lent.files()[range.file as usize];
+        assert_eq!(rustix::io::pread(file, &mut *bytes, range.offset), Ok(bytes.len()));
         bytes.to_vec()
     };
-    layer.stretches.iter().map(read).collect()
+    layer.ranges.iter().map(read).collect()
 }
 
 /// A layer's bytes, put together; every chunk has its digest, and every byte comes once.
-fn assembled(lent: &Lent, layer: &LentLayer, bytes: usize) -> Vec<u8> {
-    let read = stretches(lent, layer);
+fn assembled(lent: &PinnedExtents, layer: &PinnedLayer, bytes: usize) -> Vec<u8> {
+    let read = ranges(lent, layer);
     let mut whole: Vec<Option<u8>> = vec![None; bytes];
     for chunk in &layer.chunks {
-        let stretch = &read[chunk.stretch as usize];
-        let found = &stretch[chunk.at as usize..(chunk.at + chunk.bytes) as usize];
+        let range = &read[chunk.range as usize];
+        let found = &range[chunk.at as usize..(chunk.at + chunk.bytes) as usize];
         assert_eq!(crc32fast::hash(found), chunk.digest, "{chunk:?}");
         for (place, byte) in whole[chunk.to as usize..].iter_mut().zip(found) {
             assert_eq!(place.replace(*byte), None, "{chunk:?} lies over another");
@@ -107,7 +107,13 @@ fn assembled(lent: &Lent, layer: &LentLayer, bytes: usize) -> Vec<u8> {
 }
 
 /// Compares what is lent with an ordinary read of the same.
-fn compare(desk: &Desk<'_>, lent: &Lent, column: Column, keys: &[BlockKey], layers: &Option<Range<u32>>) {
+fn compare(
+    desk: &Desk<'_>,
+    lent: &PinnedExtents,
+    column: Column,
+    keys: &[BlockKey],
+    layers: &Option<Range<u32>>,
+) {
     let shape = fixture::shape(column.0, column.1);
     let into = fixture::place(&shape, keys.len() as u32, Style::Layers, 0).unwrap();
     let read = ReadRequest { layers: layers.clone(), into, ..desk.read_request(column, keys) };
@@ -175,12 +181,12 @@ fn chunks_of_whole_pages_lie_in_their_stretch_as_in_the_layer() {
         fill(&desk, pages(), layout);
         let lent = lend(engine(&stage), request(desk.namespace, pages(), &desk.keys(0..BLOCKS)));
         for layer in lent.layers() {
-            let bytes = layer.stretches.iter().map(|stretch| stretch.bytes).sum::<u64>();
+            let bytes = layer.ranges.iter().map(|range| range.bytes).sum::<u64>();
             assert_eq!(bytes, 2 * 4096 * BLOCKS, "nothing but chunks");
-            for (at, stretch) in (0..).zip(&layer.stretches) {
-                let inside: Vec<_> = layer.chunks.iter().filter(|chunk| chunk.stretch == at).collect();
+            for (at, range) in (0..).zip(&layer.ranges) {
+                let inside: Vec<_> = layer.chunks.iter().filter(|chunk| chunk.range == at).collect();
                 let to = inside[0].to;
-                assert!(inside.iter().all(|chunk| chunk.to - chunk.at == to), "{stretch:?}: {inside:?}");
+                assert!(inside.iter().all(|chunk| chunk.to - chunk.at == to), "{range:?}: {inside:?}");
             }
         }
     }
@@ -264,9 +270,9 @@ fn a_simulated_disk_has_nothing_to_lend() {
 }
 
 /// Flips a bit in the header of the record that a block lies in.
-fn damage(folder: &Path, lent: &Lent) {
-    let stretch = lent.layers()[0].stretches[0];
-    let id = rustix::fs::fstat(&lent.files()[stretch.file as usize]).unwrap().st_ino;
+fn damage(folder: &Path, lent: &PinnedExtents) {
+    let range = lent.layers()[0].ranges[0];
+    let id = rustix::fs::fstat(&lent.files()[range.file as usize]).unwrap().st_ino;
     let mut found: Option<PathBuf> = None;
     for shard in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
         for file in std::fs::read_dir(&shard).into_iter().flatten().map(|entry| entry.unwrap().path()) {
@@ -277,7 +283,7 @@ fn damage(folder: &Path, lent: &Lent) {
     }
     let file = std::fs::OpenOptions::new().read(true).write(true).open(found.unwrap()).unwrap();
     // The first layer's first chunk lies at the beginning of the payload, which is behind one page of header.
-    let (mut byte, at) = ([0], stretch.offset - 4096 + 200);
+    let (mut byte, at) = ([0], range.offset - 4096 + 200);
     file.read_exact_at(&mut byte, at).unwrap();
     file.write_all_at(&[byte[0] ^ 1], at).unwrap();
     file.sync_all().unwrap();
@@ -314,7 +320,7 @@ fn what_was_lent_stays_while_everything_around_it_is_written_anew() {
     fill(&desk, pages(), Layout::LayerBlock);
     let keys = desk.keys(0..6);
     let lent = lend(store, request(desk.namespace, pages(), &keys));
-    let before: Vec<_> = lent.layers().iter().map(|layer| stretches(&lent, layer)).collect();
+    let before: Vec<_> = lent.layers().iter().map(|layer| ranges(&lent, layer)).collect();
     let target = Target::Keys { column: None, keys: desk.keys(0..BLOCKS) };
     let delete = DeleteRequest { namespace: desk.namespace, target, deadline: None };
     ask(&stage, store.delete(delete)).unwrap();
@@ -330,7 +336,7 @@ fn what_was_lent_stays_while_everything_around_it_is_written_anew() {
     // Three times what the whole store has room for.
     churn(100);
     for (layer, before) in lent.layers().iter().zip(before) {
-        assert!(stretches(&lent, layer) == before, "layer {} was given away", layer.layer);
+        assert!(ranges(&lent, layer) == before, "layer {} was given away", layer.layer);
     }
     let held = lent.files().len() as u64;
     assert!(readers(store) >= held);
@@ -392,7 +398,7 @@ fn a_store_closes_while_it_has_lent_something_and_can_be_opened_again() {
     let desk = Desk::new(&stage, "closed");
     let again = lend(engine(&stage), request(namespace, pages(), &keys));
     compare(&desk, &again, pages(), &keys, &None);
-    let ids = |lent: &Lent| lent.files().iter().map(|file| file.id()).collect::<BTreeSet<_>>();
+    let ids = |lent: &PinnedExtents| lent.files().iter().map(|file| file.id()).collect::<BTreeSet<_>>();
     assert!(ids(&lent).is_disjoint(&ids(&again)), "the same files, opened anew");
     drop((lent, again));
     wait_for_no_readers(engine(&stage));
@@ -408,7 +414,7 @@ fn a_file_has_one_id_while_it_is_open_and_no_other_file_has_it() {
         fill(&desk, pages(), Layout::LayerBlock);
         fill(&desk, (ODD, Coordinate::Replicated), Layout::FullBlock);
         let whole = || lend(store, request(desk.namespace, pages(), &desk.keys(0..BLOCKS)));
-        let of = |lent: &Lent| -> BTreeSet<(u64, u64)> {
+        let of = |lent: &PinnedExtents| -> BTreeSet<(u64, u64)> {
             let inode = |file| rustix::fs::fstat(file).unwrap().st_ino;
             lent.files().iter().map(|file| (file.id(), inode(file))).collect()
         };
@@ -509,10 +515,10 @@ fn long_layers_are_cut_into_stretches_and_a_chunk_that_is_longer_is_not_lent() {
         let expected = put_opaque(store, namespace, &keys, bytes);
         let lent = lend(store, request(namespace, column, &keys));
         let layer = &lent.layers()[0];
-        assert!(layer.stretches.len() >= 3, "{:?}", layer.stretches);
+        assert!(layer.ranges.len() >= 3, "{:?}", layer.ranges);
         assert!(assembled(&lent, layer, expected.len()) == expected);
     }
-    // With the pages at its ends it is longer than a stretch may be.
+    // With the pages at its ends it is longer than a range may be.
     let bytes = u64::from(DEFAULT_MAX_REGION) + 1;
     let namespace = opaque(store, bytes);
     put_opaque(store, namespace, &keys[..1], bytes);

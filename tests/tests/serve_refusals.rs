@@ -484,7 +484,7 @@ fn a_reader_that_takes_nothing_holds_a_bounded_part_of_memory_and_disturbs_nobod
         .collect();
     std::thread::sleep(Duration::from_millis(200));
     let used = desk.served.daemon().node().memory.usage()[0].used;
-    assert!(used as u64 <= 8 * limits::WINDOW_BYTES, "{used} bytes are held for clients that take nothing");
+    assert!(used as u64 <= 8 * limits::TILE_BYTES, "{used} bytes are held for clients that take nothing");
     // On a connection of its own: what one connection has on its way is shared by its streams.
     let endpoint = tonic::transport::Endpoint::from_shared(desk.served.endpoint()).unwrap();
     let other = ReadsClient::new(desk.served.runtime.block_on(endpoint.connect()).unwrap());

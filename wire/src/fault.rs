@@ -345,6 +345,9 @@ pub fn reason_of(status: &Status) -> Reason {
     if let Some(error) = told(status) {
         return reason(&error);
     }
+    if is_late(status) {
+        return Reason::DeadlinePassed;
+    }
     let text = || format!("{}: {}", status.code(), status.message());
     match status.code() {
         Code::NotFound => Reason::Media(text()),
@@ -355,6 +358,12 @@ pub fn reason_of(status: &Status) -> Reason {
         Code::DataLoss => Reason::Media(text()),
         _ => Reason::Busy("the server cannot be reached"),
     }
+}
+
+/// Whether a call ended because its time was over, as this side saw it: the transport calls that a cancellation.
+pub fn is_late(status: &Status) -> bool {
+    let first = std::error::Error::source(status);
+    std::iter::successors(first, |error| error.source()).any(|error| error.is::<tonic::TimeoutExpired>())
 }
 
 #[cfg(test)]

@@ -53,11 +53,11 @@ pub const PUT_PIECE_BYTES: u64 = 8 << 20;
 /// Pieces of one put that may be on their way to disk while the next is received.
 pub const PUT_PIECES_UNDER_WAY: usize = 2;
 /// Bytes of a read that are fetched at once, by one that is alone.
-pub const WINDOW_BYTES: u64 = 4 << 20;
+pub const TILE_BYTES: u64 = 4 << 20;
 /// The same where memory is scarce or many read: whoever takes less leaves more for others.
-pub const SMALL_WINDOW_BYTES: u64 = 1 << 20;
-/// Windows that a read which is alone has under way while one is sent.
-pub const WINDOWS_AHEAD: usize = 2;
+pub const SMALL_TILE_BYTES: u64 = 1 << 20;
+/// Tiles that a read which is alone has under way while one is sent.
+pub const TILES_AHEAD: usize = 2;
 /// Bytes that large reads together have under way if they can help it: a small one finds that much in front of it.
 pub const UNDER_WAY_BYTES: u64 = 8 << 20;
 /// Reads up to this size have memory of their own, which large ones cannot take.

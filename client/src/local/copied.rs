@@ -70,7 +70,8 @@ impl TileSource for LinkTiles {
         };
         let places = inner.places(&request.into, shape, &tile.layers);
         let places = places.ok_or(Reason::Bug("a window that is not shared"))?;
-        let timeout = inner.timeout_us(request.deadline);
+        // Whoever reads tile by tile looks at the time himself.
+        let timeout = (inner.timeout_us(request.deadline), None);
         let part = Part { origins: Arc::clone(origins), first: tile.blocks.start };
         let (sink, stream) = read_channel();
         link.read((request, BlockShape::clone(shape), Some(part)), places, timeout, sink)?;
@@ -120,8 +121,16 @@ pub(super) async fn read(
         layers: layers.clone(),
         origins,
     };
+    let deadline = source.request.deadline;
+    let clock = Arc::clone(&source.inner.remote.clock);
     let mut read = TiledRead::new(source, shape, order, layers, blocks);
-    let end = match copy_all(&mut read, &link, (order, &into), &sink).await {
+    // Whoever does not wait any more is not written to any more: a copy is never cut short.
+    let copied = tokio::select! {
+        copied = copy_all(&mut read, &link, (order, &into), &sink) => copied,
+        () = super::passed(&*clock, deadline) => Err(Stop::Late),
+        () = super::given_up(|| sink.is_cancelled()) => Err(Stop::Gone),
+    };
+    let end = match copied {
         Ok(()) => read.end(None),
         Err(Stop::Late) => read.end(Some(&Reason::DeadlinePassed)),
         Err(Stop::Broken(reason)) => read.broken(&reason),
@@ -198,7 +207,12 @@ pub(super) async fn put(
     shape: BlockShape,
     reply: Reply<Result<PutReply, Error>>,
 ) {
-    let answer = pieces((&inner, &link), &request, &shape, &reply).await;
+    let answer = tokio::select! {
+        answer = pieces((&inner, &link), &request, &shape, &reply) => answer,
+        () = super::passed(&*inner.remote.clock, request.deadline) => Err(Reason::DeadlinePassed),
+        () = super::given_up(|| reply.is_cancelled()) => return,
+    };
+    drop(request);
     // A caller that is gone needs no answer.
     let _ = reply.send(answer.map(|outcomes| PutReply { outcomes }).map_err(Error));
 }
@@ -236,8 +250,8 @@ async fn pieces(
         let places = inner.places(&piece.from, shape, &(0..shape.layers().len() as u32));
         let (places, ..) = places.ok_or(Reason::Bug("a window that is not shared"))?;
         // What cannot be sent is answered with why.
-        let message = inner.put_message(&piece, shape, places);
-        let _ = link.put(&message, piece.from, reply);
+        let message = inner.put_message(&piece, shape, places).await;
+        let _ = link.put(&message, piece.from, None, reply);
         under_way.push_back((keys.len(), answer));
         take(&mut under_way, PUT_PIECES_UNDER_WAY - 1, &mut outcomes).await?;
     }

@@ -14,20 +14,21 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{Bring, Order, Placed, PutReply, ReadRequest, ReadSink};
+use kvarts_store::api::{ContainsReply, Order, Placed, Poller, PutReply, ReadRequest, ReadSink};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::Arena;
-use kvarts_store::rt::Entropy;
 use kvarts_store::rt::clock::OsEntropy;
 use kvarts_store::rt::mailbox::Reply;
+use kvarts_store::rt::{Entropy, Nanos};
 use prost::Message;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::RecvFlags;
 
 use super::held;
+use super::outbox::{Outbox, Sent};
 use super::reading::{Files, Part, Reading, met};
 use super::wire::{self, Calls, GONE, Inbox, Whom};
-use crate::upload;
+use crate::{messages, upload};
 use kvarts_wire::local::Mode;
 use kvarts_wire::local::frame::{Head, Kind, bare, frame};
 use kvarts_wire::proto;
@@ -58,8 +59,11 @@ struct Slot {
 /// A request under way.
 enum Pending {
     Read(Box<Reading>),
-    /// A put of so many blocks, whose memory is kept from being used again until it is answered.
-    Put(Reply<Result<PutReply, Error>>, usize, Placed),
+    /// A put of so many blocks, whose memory is kept from being used again until it is answered. Nobody waits for it any more
+    /// once its deadline has passed.
+    Put(Option<Reply<Result<PutReply, Error>>>, usize, Placed),
+    /// A look-up of so many keys.
+    Look(Reply<Result<ContainsReply, Error>>, usize),
     /// One whose answer brings a descriptor, or not.
     Call(Arc<Slot>, bool),
 }
@@ -79,8 +83,11 @@ struct Turn {
 /// What all who send and take in share.
 struct Shared {
     stream: UnixStream,
-    sending: Mutex<()>,
+    outbox: Outbox,
     pending: Mutex<BTreeMap<u64, Pending>>,
+    /// When those are to be answered at the latest that are under way and have a deadline.
+    deadlines: Mutex<BTreeMap<u64, Nanos>>,
+    patience: Duration,
     broken: AtomicBool,
     /// Asked for before `pending`, never after it.
     turn: Mutex<Turn>,
@@ -120,9 +127,57 @@ impl Shared {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn send(&self, bytes: &[u8], descriptor: Option<&OwnedFd>) -> Result<(), Reason> {
-        let _turn = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-        wire::send(&self.stream, bytes, descriptor).map_err(|error| self.broke(&error))
+    /// Sends a frame, now or soon: nobody waits for room in the socket.
+    fn send(&self, bytes: Vec<u8>, descriptor: Option<&OwnedFd>) -> Result<(), Reason> {
+        let sent = self.outbox.send(&self.stream, bytes, descriptor);
+        let sent = sent.map_err(|error| self.broke(&error))??;
+        if let (Sent::NeedsThread, Some(me)) = (sent, self.me.upgrade()) {
+            let run = move || {
+                let done = me.outbox.run(&me.stream, me.patience, || me.is_broken());
+                if let Err(error) = done {
+                    me.broke(&error);
+                }
+            };
+            let spawned = std::thread::Builder::new().name("kvarts-send".to_owned()).spawn(run);
+            spawned.map_err(|error| self.broke(&error))?;
+        }
+        Ok(())
+    }
+
+    fn deadlines(&self) -> MutexGuard<'_, BTreeMap<u64, Nanos>> {
+        // Each change is one step.
+        self.deadlines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Answers what should have been answered before `now`. What its memory is used for goes on: a put's is read, and a read's
+    /// is not released.
+    fn late(&self, now: Nanos) {
+        let mut over = Vec::new();
+        self.deadlines().retain(|id, deadline| {
+            let is_over = *deadline < now;
+            if is_over {
+                over.push(*id);
+            }
+            !is_over
+        });
+        for id in over {
+            let mut all = self.pending();
+            match all.get_mut(&id) {
+                Some(Pending::Read(reading)) => reading.broken(&Reason::DeadlinePassed, true),
+                Some(Pending::Put(reply, ..)) => {
+                    let reply = reply.take();
+                    drop(all);
+                    // A caller that is gone needs no answer.
+                    let _ = reply.map(|reply| reply.send(Err(Error(Reason::DeadlinePassed))));
+                }
+                Some(Pending::Look(..)) => {
+                    let late = all.remove(&id);
+                    drop(all);
+                    late.into_iter().for_each(|late| failed(late, &Reason::DeadlinePassed));
+                }
+                Some(Pending::Call(..)) | None => {}
+            }
+        }
     }
 
     /// Ends the connection: half a frame may have been sent.
@@ -216,7 +271,7 @@ impl Shared {
     }
 }
 
-impl Bring for Shared {
+impl Poller for Shared {
     fn fetch(&self, done: &mut dyn FnMut() -> bool) {
         if !self.try_turn() {
             return;
@@ -250,8 +305,10 @@ impl Link {
         inbox.wait_until(Arc::clone(&wake));
         let shared = Arc::new_cyclic(|me| Shared {
             stream,
-            sending: Mutex::new(()),
+            outbox: Outbox::default(),
             pending: Mutex::new(BTreeMap::new()),
+            deadlines: Mutex::default(),
+            patience: whom.patience,
             broken: AtomicBool::new(false),
             turn: Mutex::default(),
             called: Condvar::new(),
@@ -284,7 +341,7 @@ impl Link {
     }
 
     /// Who fetches what arrives.
-    pub(super) fn bring(&self) -> Arc<dyn Bring> {
+    pub(super) fn bring(&self) -> Arc<dyn Poller> {
         Arc::clone(&self.shared) as _
     }
 
@@ -318,7 +375,7 @@ impl Link {
         let message = proto::ShareRequest { memory, mode: mode.to_wire(), bytes };
         let (id, slot) = (self.id(), Arc::new(Slot::default()));
         self.begin(id, Pending::Call(Arc::clone(&slot), file.is_none()))?;
-        self.shared.send(&frame(Kind::Share, id, &message), file)?;
+        self.shared.send(frame(Kind::Share, id, &message), file)?;
         self.shared.call();
         let answer = slot.answer.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = slot.came.wait_timeout_while(answer, self.patience, |answer| answer.is_none());
@@ -331,7 +388,7 @@ impl Link {
     pub(super) fn unshare(&self, memory: u32) {
         let message = proto::UnshareRequest { memory };
         // A server that is gone has forgotten it.
-        let _ = self.shared.send(&frame(Kind::Unshare, self.id(), &message), None);
+        let _ = self.shared.send(frame(Kind::Unshare, self.id(), &message), None);
     }
 
     /// Begins to read into shared memory. Somebody has to fetch what arrives: see [`Link::bring`].
@@ -339,7 +396,7 @@ impl Link {
         &self,
         (request, shape, part): (ReadRequest, BlockShape, Option<Part>),
         (places, verifies, files): (proto::LocalPlaces, bool, Files),
-        timeout_us: u64,
+        (timeout_us, late): (u64, Option<Nanos>),
         sink: ReadSink,
     ) -> Result<(), Reason> {
         let message = proto::LocalRead {
@@ -352,8 +409,38 @@ impl Link {
         };
         let id = self.id();
         let reading = Reading::new((request, shape, part), sink, (verifies, files));
-        self.begin(id, Pending::Read(Box::new(reading)))?;
-        self.shared.send(&frame(Kind::Read, id, &message), None)
+        self.begin_until(id, Pending::Read(Box::new(reading)), late)?;
+        self.sent(id, frame(Kind::Read, id, &message))
+    }
+
+    /// Sends a request that was noted; one that is refused here is answered with why.
+    fn sent(&self, id: u64, frame: Vec<u8>) -> Result<(), Reason> {
+        self.shared.send(frame, None).inspect_err(|reason| {
+            let pending = self.shared.pending().remove(&id);
+            // That of a connection that broke is answered by whoever clears up.
+            pending.into_iter().for_each(|pending| failed(pending, reason));
+        })
+    }
+
+    /// Answers what should have been answered before `now`; whether there is more that has a deadline.
+    pub(super) fn late(&self, now: Nanos) -> bool {
+        self.shared.late(now);
+        !self.shared.deadlines().is_empty()
+    }
+
+    /// Asks which of so many blocks are here; the answer comes between those to reads.
+    pub(super) fn look(
+        &self,
+        message: &proto::ExistsRequest,
+        keys: usize,
+        late: Option<Nanos>,
+        reply: Reply<Result<ContainsReply, Error>>,
+    ) -> Result<(), Reason> {
+        let id = self.id();
+        self.begin_until(id, Pending::Look(reply, keys), late)?;
+        self.sent(id, frame(Kind::Exists, id, message))?;
+        self.shared.call();
+        Ok(())
     }
 
     /// Begins to put from shared memory.
@@ -361,14 +448,23 @@ impl Link {
         &self,
         message: &proto::LocalPut,
         from: Placed,
+        late: Option<Nanos>,
         reply: Reply<Result<PutReply, Error>>,
     ) -> Result<(), Reason> {
         let id = self.id();
         let blocks = from.block_count() as usize;
-        self.begin(id, Pending::Put(reply, blocks, from))?;
-        self.shared.send(&frame(Kind::Put, id, message), None)?;
+        self.begin_until(id, Pending::Put(Some(reply), blocks, from), late)?;
+        self.sent(id, frame(Kind::Put, id, message))?;
         self.shared.call();
         Ok(())
+    }
+
+    /// Notes a request that is to be answered by `late`.
+    fn begin_until(&self, id: u64, pending: Pending, late: Option<Nanos>) -> Result<(), Reason> {
+        if let Some(late) = late {
+            self.shared.deadlines().insert(id, late);
+        }
+        self.begin(id, pending)
     }
 
     /// Notes a request before it is sent. Of a connection that broke before, it is answered at once.
@@ -396,9 +492,40 @@ fn failed(pending: Pending, reason: &Reason) {
     match pending {
         Pending::Read(mut reading) => reading.broken(reason, false),
         // A caller that is gone needs no answer.
-        Pending::Put(reply, ..) => drop(reply.send(Err(Error(reason.clone())))),
+        Pending::Put(reply, ..) => drop(reply.map(|reply| reply.send(Err(Error(reason.clone()))))),
+        Pending::Look(reply, ..) => drop(reply.send(Err(Error(reason.clone())))),
         Pending::Call(slot, _) => answer(&slot, Err(reason.clone())),
     }
+}
+
+/// Takes in the answer to a request. An error ends the connection.
+fn answered(pending: Pending, body: Bytes, inbox: &mut Inbox) -> io::Result<()> {
+    match pending {
+        Pending::Look(reply, keys) => {
+            let found: proto::ExistsReply = decode(body)?;
+            // A caller that is gone needs no answer.
+            let _ = reply.send(messages::found(&found, keys).map_err(Error));
+        }
+        Pending::Put(reply, blocks, from) => {
+            drop(from);
+            let found: proto::PutReply = decode(body)?;
+            let outcomes: Vec<_> = found.outcomes.iter().map(upload::outcome).collect();
+            let whole = outcomes.len() == blocks;
+            let wrong = Reason::Bug("an answer for another number of blocks");
+            let told = if whole { Ok(PutReply { outcomes }) } else { Err(Error(wrong)) };
+            // A caller that is gone, or was told that it is late, needs no answer.
+            let _ = reply.map(|reply| reply.send(told));
+        }
+        Pending::Call(slot, brings) => {
+            // What came with a later frame may have come already: it is not this one's.
+            let brings = brings && !inbox.descriptors.is_empty();
+            let file = brings.then(|| inbox.descriptors.remove(0));
+            answer(&slot, Ok((body, file)));
+        }
+        // Of something that nobody waits for.
+        Pending::Read(_) => {}
+    }
+    Ok(())
 }
 
 fn answer(slot: &Slot, answer: Result<(Bytes, Option<OwnedFd>), Reason>) {
@@ -477,7 +604,7 @@ impl Shared {
                     && let (Some(owner), Some(shared)) = (self.owner.upgrade(), self.me.upgrade())
                 {
                     // Not from here: the server may wait for this thread to take something.
-                    owner.later(Box::new(move || drop(shared.send(&bare(Kind::Cancel, head.id), None))));
+                    owner.later(Box::new(move || drop(shared.send(bare(Kind::Cancel, head.id), None))));
                 }
                 self.pending().insert(head.id, Pending::Read(reading));
             }
@@ -497,33 +624,21 @@ impl Shared {
             Kind::Released => {
                 let done = all.remove(&head.id);
                 drop(all);
+                self.deadlines().remove(&head.id);
                 if let Some(Pending::Read(reading)) = done {
                     reading.released();
                 }
             }
-            Kind::Done => match all.remove(&head.id) {
-                Some(Pending::Put(reply, blocks, from)) => {
-                    drop(from);
-                    drop(all);
-                    let found: proto::PutReply = decode(body)?;
-                    let outcomes: Vec<_> = found.outcomes.iter().map(upload::outcome).collect();
-                    let whole = outcomes.len() == blocks;
-                    let wrong = Reason::Bug("an answer for another number of blocks");
-                    // A caller that is gone needs no answer.
-                    let _ = reply.send(if whole { Ok(PutReply { outcomes }) } else { Err(Error(wrong)) });
-                }
-                Some(Pending::Call(slot, brings)) => {
-                    // What came with a later frame may have come already: it is not this one's.
-                    let brings = brings && !inbox.descriptors.is_empty();
-                    let file = brings.then(|| inbox.descriptors.remove(0));
-                    answer(&slot, Ok((body, file)));
-                }
-                // Of something that nobody waits for.
-                _ => {}
-            },
+            Kind::Done => {
+                let done = all.remove(&head.id);
+                drop(all);
+                self.deadlines().remove(&head.id);
+                done.map_or(Ok(()), |done| answered(done, body, inbox))?;
+            }
             Kind::Failed => {
                 let pending = all.remove(&head.id);
                 drop(all);
+                self.deadlines().remove(&head.id);
                 if let Some(pending) = pending {
                     failed(pending, &wire::reason(body));
                 }

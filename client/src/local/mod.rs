@@ -9,6 +9,8 @@
 mod copied;
 mod held;
 mod link;
+mod looks;
+mod outbox;
 mod reading;
 mod wire;
 
@@ -17,7 +19,7 @@ use std::fmt;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -30,7 +32,6 @@ use kvarts_store::api::{
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::{Arena, Region, SharedBuf, shared};
 use kvarts_store::rt::Nanos;
-use kvarts_store::rt::blocking::block_on;
 use kvarts_store::rt::mailbox::{Ticket, ticket};
 
 use super::grpc_path::GrpcPath;
@@ -41,7 +42,9 @@ use kvarts_wire::local::frame::Kind;
 use kvarts_wire::local::limits::{PINNED_BYTES_MAX, WINDOWS_BYTES};
 use kvarts_wire::proto;
 use link::{Link, Owner};
+use looks::{Soon, given_up, passed};
 use reading::Files;
+
 use wire::Whom;
 
 /// A memory that is shared for as long as somebody has it.
@@ -77,6 +80,10 @@ struct Inner {
     /// By the number of the region in this process.
     memories: Mutex<BTreeMap<u64, Known>>,
     next: AtomicU32,
+    /// The connection that is being made for those who cannot wait; and with windows.
+    soon: Mutex<[Soon; 2]>,
+    /// Somebody looks for deadlines that have passed.
+    looks: AtomicBool,
     me: Weak<Self>,
 }
 
@@ -263,8 +270,8 @@ impl Inner {
         left.map_or(0, |left| u64::try_from(left.as_micros()).unwrap_or(u64::MAX).max(1))
     }
 
-    /// A put with the digest of each block as it is now.
-    fn put_message(
+    /// A put with the digest of each block as it is now. Others go on between two blocks.
+    async fn put_message(
         &self,
         request: &PutRequest,
         shape: &BlockShape,
@@ -281,10 +288,15 @@ impl Inner {
             }
             hasher.finalize()
         };
+        let mut crc32 = Vec::with_capacity(request.keys.len());
+        for block in 0..request.keys.len() as u32 {
+            crc32.push(digest(block));
+            tokio::task::consume_budget().await;
+        }
         proto::LocalPut {
             header: Some(upload::header(request)),
             from: Some(places),
-            crc32: (0..request.keys.len() as u32).map(digest).collect(),
+            crc32,
             timeout_us: self.timeout_us(request.deadline),
         }
     }
@@ -305,7 +317,8 @@ impl Owner for Inner {
         let (sink, stream) = read_channel();
         let look = move || {
             if let (Ok(link), true) = (me.link_with_windows(), copied::fits(&shape)) {
-                block_on(copied::read((me, link), again, shape, sink));
+                let remote = Arc::clone(&me.remote);
+                remote.wait_for(copied::read((me, link), again, shape, sink));
             }
             drop(stream);
         };
@@ -354,6 +367,8 @@ impl LocalPath {
             held: Arc::default(),
             memories: Mutex::new(BTreeMap::new()),
             next: AtomicU32::new(1),
+            soon: Mutex::default(),
+            looks: AtomicBool::new(false),
             me: me.clone(),
         });
         inner.link()?;
@@ -378,6 +393,11 @@ impl Path for LocalPath {
         Ok(self.inner.share(&link, Mode::Adopted, bytes, Some(file))?)
     }
 
+    fn file_of(&self, region: &Region) -> Option<OwnedFd> {
+        let file = Arc::clone(&self.inner.memories().get(&region.id())?.file);
+        file.try_clone().ok()
+    }
+
     fn held_bytes(&self) -> u64 {
         self.inner.held.load(Ordering::SeqCst)
     }
@@ -390,31 +410,9 @@ impl KvStore for LocalPath {
 
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
         let (reply, answer) = ticket();
-        let checked = upload::check(&self.inner.remote, &request);
-        let ready = checked.and_then(|shape| Ok((self.inner.link()?, shape)));
-        let (link, shape) = match ready {
-            Ok(ready) => ready,
-            Err(reason) => {
-                // The asking end is still here.
-                let _ = reply.send(Err(Error(reason)));
-                return answer;
-            }
-        };
-        let layers = 0..shape.layers().len() as u32;
-        if let Some((places, ..)) = self.inner.places(&request.from, &shape, &layers) {
-            let message = self.inner.put_message(&request, &shape, places);
-            // What cannot be sent is answered with why.
-            let _ = link.put(&message, request.from, reply);
-            return answer;
-        }
-        if !copied::fits(&shape) {
-            return self.grpc.put(request);
-        }
-        match self.inner.link_with_windows() {
-            Ok(link) => {
-                let through = (Arc::clone(&self.inner), link);
-                self.inner.remote.spawn(copied::put(through, request, shape, reply));
-            }
+        match upload::check(&self.inner.remote, &request) {
+            // Digests take time, and so may a connection: not the caller's.
+            Ok(shape) => self.inner.remote.spawn(looks::put(Arc::clone(&self.inner), request, shape, reply)),
             // The asking end is still here.
             Err(reason) => drop(reply.send(Err(Error(reason)))),
         }
@@ -431,6 +429,29 @@ impl KvStore for LocalPath {
         let message = messages::asking(request);
         let found: proto::ExistsReply = self.inner.link()?.ask(Kind::Exists, &message)?;
         Ok(messages::found(&found, request.keys.len())?)
+    }
+
+    fn look_up(
+        &self,
+        request: &ContainsRequest<'_>,
+        deadline: Option<Nanos>,
+    ) -> Ticket<Result<ContainsReply, Error>> {
+        let (reply, answer) = ticket();
+        let (message, keys) = (messages::asking(request), request.keys.len());
+        match self.inner.ready() {
+            Some(link) => {
+                // What cannot be sent is answered with why.
+                let _ = link.look(&message, keys, looks::late(deadline), reply);
+                self.inner.look(deadline);
+            }
+            None => self.inner.remote.spawn(looks::look(
+                Arc::clone(&self.inner),
+                message,
+                (keys, deadline),
+                reply,
+            )),
+        }
+        answer
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {
@@ -469,19 +490,24 @@ impl KvStore for LocalPath {
 
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
         let shape = download::check(&self.inner.remote, &request)?;
-        let link = self.inner.link()?;
         let (sink, stream) = read_channel();
         let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
-        if let Some(places) = self.inner.places(&request.into, &shape, &layers) {
-            let timeout = self.inner.timeout_us(request.deadline);
-            link.read((request, shape, None), places, timeout, sink)?;
-            return Ok(stream.brought_by(link.bring()));
-        }
-        if !copied::fits(&shape) {
+        let places = self.inner.places(&request.into, &shape, &layers);
+        if places.is_none() && !copied::fits(&shape) {
             return self.grpc.read(request);
         }
-        let through = (Arc::clone(&self.inner), self.inner.link_with_windows()?);
-        self.inner.remote.spawn(copied::read(through, request, shape, sink));
-        Ok(stream)
+        match (places, self.inner.ready()) {
+            (Some(places), Some(link)) => {
+                let deadline = request.deadline;
+                let timeouts = (self.inner.timeout_us(deadline), looks::late(deadline));
+                link.read((request, shape, None), places, timeouts, sink)?;
+                self.inner.look(deadline);
+                Ok(stream.brought_by(link.bring()))
+            }
+            (places, _) => {
+                self.inner.remote.spawn(looks::read(Arc::clone(&self.inner), request, shape, places, sink));
+                Ok(stream)
+            }
+        }
     }
 }

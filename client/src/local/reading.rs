@@ -96,6 +96,9 @@ impl Reading {
 
     /// Takes in what has arrived.
     pub(super) fn arrived(&mut self, wire: &proto::LocalArrived) {
+        if self.ended.is_some() {
+            return;
+        }
         for part in &wire.parts {
             if let Some(ready) = &part.layer {
                 self.layer(ready.layer, ready.blocks.min(self.request.keys.len() as u32), &part.digests);
@@ -151,6 +154,9 @@ impl Reading {
 
     /// The server's end of it.
     pub(super) fn end(&mut self, wire: &proto::LocalEnd) {
+        if self.ended.is_some() {
+            return;
+        }
         let end = wire.end.clone().unwrap_or_default();
         if let Some(Part { origins, first }) = &self.part {
             for (block, id) in (*first as usize..).zip(&wire.origins) {

@@ -29,7 +29,7 @@ use crate::walk::Met;
 use crate::window::{Tally, Window};
 
 /// Names a block, or a place in a chain, among all of a store.
-pub(super) type Print = [u8; 16];
+pub(super) type BlockHash = [u8; 16];
 
 /// A namespace, as its definitions say it.
 #[derive(Debug)]
@@ -100,8 +100,8 @@ pub(super) struct Held {
     pub(super) last_access_s: Option<u32>,
     pub(super) first_block: Option<u32>,
     /// What comes before it; `None` where nothing is known.
-    pub(super) parent: Option<Print>,
-    pub(super) extensions: Print,
+    pub(super) parent: Option<BlockHash>,
+    pub(super) extensions: BlockHash,
     pub(super) layout: u8,
     pub(super) encoding: u8,
     /// Whether its blocks follow each other.
@@ -126,7 +126,7 @@ pub(super) struct Inventory {
     pub(super) records: Vec<Held>,
     pub(super) shards: Vec<ShardState>,
     /// For each block of each record, what it is.
-    pub(super) prints: Vec<Print>,
+    pub(super) prints: Vec<BlockHash>,
     live: Vec<u64>,
     pub(super) live_blocks: u64,
     pub(super) expired_blocks: u64,
@@ -139,25 +139,25 @@ pub(super) fn path(store: &Store, segment: &Segment) -> String {
     format!("{}/{}", shard_name(number), segment_name(segment.number))
 }
 
-fn half(hasher: &blake3::Hasher) -> Print {
+fn truncate16(hasher: &blake3::Hasher) -> BlockHash {
     let hash = hasher.finalize();
     hash.as_bytes().first_chunk::<16>().copied().unwrap_or_default()
 }
 
 /// What a block is, wherever it lies.
-fn print(space: &[u8; 32], blocks: &Blocks, key: &[u8; 32]) -> Print {
+fn print(space: &[u8; 32], blocks: &Blocks, key: &[u8; 32]) -> BlockHash {
     let mut hasher = blake3::Hasher::new();
     hasher.update(space).update(key);
     hasher.update(&blocks.group.to_le_bytes()).update(&blocks.coordinate.to_le_bytes());
-    half(&hasher)
+    truncate16(&hasher)
 }
 
 /// The place before the first block of a prefix.
-fn root_print(space: &[u8; 32], blocks: &Blocks) -> Print {
+fn root_print(space: &[u8; 32], blocks: &Blocks) -> BlockHash {
     let mut hasher = blake3::Hasher::new();
     hasher.update(b"root").update(space);
     hasher.update(&blocks.group.to_le_bytes()).update(&blocks.coordinate.to_le_bytes());
-    half(&hasher)
+    truncate16(&hasher)
 }
 
 impl Inventory {
@@ -368,7 +368,7 @@ impl Inventory {
             last_access_s: recency.map(|known| known.1),
             first_block: blocks.first_block,
             parent,
-            extensions: half(&hasher),
+            extensions: truncate16(&hasher),
             layout: blocks.layout,
             encoding: blocks.encoding,
             chained: parent.is_some() || blocks.first_block.is_some(),
@@ -471,7 +471,7 @@ impl Held {
 /// A block that may be live.
 #[derive(Clone, Copy, Debug)]
 struct Offer {
-    print: Print,
+    print: BlockHash,
     record: u32,
     block: u32,
 }

@@ -11,7 +11,7 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::{ENCODING_RAW, layout_code};
 
 use super::Options;
-use super::inventory::{Held, Inventory, Print, Role, Segment};
+use super::inventory::{BlockHash, Held, Inventory, Role, Segment};
 
 /// Blocks of a record at most: as many as the engine puts into one.
 pub(super) const RECORD_BLOCKS_MAX: u32 = 4096;
@@ -197,7 +197,7 @@ fn pieces_of(inventory: &Inventory, record: u32, held: &Held, into: &mut Vec<Pie
 }
 
 /// What two neighbours in one record must have in common.
-type Class = (u32, u32, u64, u64, Print, (bool, bool));
+type Class = (u32, u32, u64, u64, BlockHash, (bool, bool));
 
 /// For each small piece the one that follows it, by place in the list.
 fn links(inventory: &Inventory, options: &Options, pieces: &[Piece], limit: u64) -> BTreeMap<u32, u32> {
@@ -215,7 +215,7 @@ fn links(inventory: &Inventory, options: &Options, pieces: &[Piece], limit: u64)
         let held = inventory.records.get(piece.record as usize)?;
         (held.parent.is_some() && piece.content <= limit / 2).then_some(held)
     };
-    let mut ends = BTreeMap::<(Print, Class), u32>::new();
+    let mut ends = BTreeMap::<(BlockHash, Class), u32>::new();
     for (at, piece) in (0u32..).zip(pieces) {
         let Some(held) = small(piece) else { continue };
         if let Some(last) = print(held, piece.to.saturating_sub(1)) {

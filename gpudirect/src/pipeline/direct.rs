@@ -1,7 +1,7 @@
 //! Layers that come straight from files: read into device memory, verified there, and put in their places by copies
 //! within the device. The processor sees none of their bytes.
 //!
-//! The store lends the files ([`Lent`]): where every chunk lies, and with which digest. Threads read the stretches of
+//! The store lends the files ([`PinnedExtents`]): where every chunk lies, and with which digest. Threads read the ranges of
 //! layers into a ring of device memory, as far ahead as it has room; the stream's own thread has each layer digested by
 //! the device, compares, and enqueues the copies.
 //!
@@ -16,19 +16,19 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Wake, Waker};
 use std::time::Duration;
 
-use kvarts_store::api::{LendRequest, Lent, LentChunk, Verify};
+use kvarts_store::api::{LendRequest, PinnedChunk, PinnedExtents, Verify};
 use kvarts_store::engine::Store;
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 use kvarts_store::rt::blocking::block_on;
 
-use super::stream::{Bringer, Feeder, Layer, LayerStream};
+use super::stream::{CopyQueue, Layer, LayerStream, StagedReader};
 use super::{LAYERS_AHEAD, LandRequest, Pipeline};
 use crate::device::{Batch, Direction, Event, Method, OpenFile, Piece, Stream};
 use crate::device_arena::{DeviceArena, DevicePiece};
 use crate::error::{DeviceError, EndReason, LandError};
 use crate::pace::Worker;
-use crate::ring::{Seat, bytes_needed, open_after, seats};
+use crate::ring::{RingPlace, bytes_needed, open_after, places};
 
 /// Streams in a row that had to go on through the arena before no more are tried.
 pub const FAILURES_MAX: u32 = 3;
@@ -52,7 +52,7 @@ pub struct DirectUse {
 }
 
 /// What the direct streams of a pipeline share.
-pub(super) struct Straight {
+pub(super) struct DirectPath {
     lender: Store,
     arena: DeviceArena,
     layers: AtomicU64,
@@ -61,10 +61,10 @@ pub(super) struct Straight {
     failures: AtomicU32,
     last_reason: Mutex<Option<String>>,
     /// What streams read that were left, while a reader has it, and when the read that was waited for began.
-    left_behind: Mutex<Vec<(Weak<Trip>, Nanos)>>,
+    left_behind: Mutex<Vec<(Weak<DirectRead>, Nanos)>>,
 }
 
-impl Straight {
+impl DirectPath {
     pub(super) fn new(lender: Store, arena: DeviceArena) -> Self {
         let (layers, bytes, staged) = Default::default();
         let (failures, last_reason, left_behind) = Default::default();
@@ -96,22 +96,22 @@ impl Straight {
     }
 
     /// Remembers a stream that was left while it waited for a read since then. With its last reader it is forgotten.
-    fn leave_behind(&self, trip: &Arc<Trip>, since: Nanos) {
+    fn leave_behind(&self, read: &Arc<DirectRead>, since: Nanos) {
         let mut left = self.left_behind.lock().unwrap_or_else(PoisonError::into_inner);
-        left.push((Arc::downgrade(trip), since));
+        left.push((Arc::downgrade(read), since));
     }
 
     /// Counts those of them whose read has not ended by now.
     fn count_left_behind(&self, patience: Duration) {
         let now = self.lender.clock().now();
         let mut left = self.left_behind.lock().unwrap_or_else(PoisonError::into_inner);
-        left.retain(|(trip, since)| {
-            let late = trip.strong_count() > 0 && now.since(*since) >= patience;
+        left.retain(|(read, since)| {
+            let late = read.strong_count() > 0 && now.since(*since) >= patience;
             if late {
                 self.count_failure();
                 self.note(late_read(patience));
             }
-            trip.strong_count() > 0 && !late
+            read.strong_count() > 0 && !late
         });
     }
 
@@ -126,7 +126,7 @@ fn late_read(patience: Duration) -> String {
 
 /// Who compares chunks with their digests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Judge {
+enum Verifier {
     Device,
     /// The device has no kernel, and the caller wants samples only: they are copied back.
     Processor,
@@ -134,14 +134,14 @@ enum Judge {
 }
 
 /// What the threads of one stream share.
-struct Trip {
+struct DirectRead {
     // Before what it was opened from.
     opened: Vec<OpenFile>,
-    lent: Lent,
+    lent: PinnedExtents,
     arena: DeviceArena,
     piece: Arc<DevicePiece>,
-    seats: Vec<Seat>,
-    /// Where each stretch of each layer begins in the layer's seat.
+    places: Vec<RingPlace>,
+    /// Where each range of each layer begins in the layer's place.
     bases: Vec<Vec<u64>>,
     state: Mutex<Progress>,
     changed: Condvar,
@@ -149,7 +149,7 @@ struct Trip {
 
 #[derive(Debug)]
 struct Progress {
-    /// The next to be read: layer and stretch.
+    /// The next to be read: layer and range.
     next: (usize, usize),
     /// How many layers have memory.
     open: u32,
@@ -185,64 +185,64 @@ impl Halt {
 /// Begins to read files; `None` if the request must come through the arena.
 pub(super) fn land(
     pipeline: &Pipeline,
-    straight: &Arc<Straight>,
+    path: &Arc<DirectPath>,
     request: &LandRequest,
 ) -> Result<Option<LayerStream>, LandError> {
-    straight.count_left_behind(pipeline.read_patience);
-    if straight.is_off() {
+    path.count_left_behind(pipeline.read_patience);
+    if path.is_off() {
         return Ok(None);
     }
-    let judge = match (request.verify, pipeline.device.can_digest()) {
-        (Verify::Never, _) => Judge::Nobody,
-        (_, Ok(())) => Judge::Device,
-        (Verify::Sample(_), Err(DeviceError::Foreign(_))) => Judge::Processor,
+    let verifier = match (request.verify, pipeline.device.can_digest()) {
+        (Verify::Never, _) => Verifier::Nobody,
+        (_, Ok(())) => Verifier::Device,
+        (Verify::Sample(_), Err(DeviceError::Foreign(_))) => Verifier::Processor,
         (_, Err(why)) => {
-            straight.note_staged(why.to_string());
+            path.note_staged(why.to_string());
             return Ok(None);
         }
     };
-    let trip = match Trip::plan(straight, request) {
-        Ok(trip) => Arc::new(trip),
+    let read = match DirectRead::plan(path, request) {
+        Ok(read) => Arc::new(read),
         Err(why) => {
-            straight.note_staged(why);
+            path.note_staged(why);
             return Ok(None);
         }
     };
     let copies = pipeline.copies(request)?;
-    let counts = (trip.seats.len() as u32, request.into.blocks());
-    let keeps = (Arc::clone(&trip.piece), request.into.clone(), copies.clone());
-    let seed = straight.lender.clock().now().0;
+    let counts = (read.places.len() as u32, request.into.blocks());
+    let keeps = (Arc::clone(&read.piece), request.into.clone(), copies.clone());
+    let seed = path.lender.clock().now().0;
     let followed = pipeline.followed();
-    let (pipeline, straight, request) = (pipeline.clone(), Arc::clone(straight), request.clone());
-    let course = move |bringer: &Bringer| {
+    let (pipeline, path, request) = (pipeline.clone(), Arc::clone(path), request.clone());
+    let stream = move |queue: &CopyQueue| {
         let (since, samples, chunks, pieces) = Default::default();
-        let course = Course {
+        let stream = DirectStream {
             pipeline,
-            straight,
+            path,
             request,
-            judge,
-            trip,
+            verifier,
+            read,
             copies,
             samples,
-            bringer,
+            queue,
             since,
             chunks,
             pieces,
             seed,
         };
-        course.run();
+        stream.run();
     };
-    LayerStream::start(followed, counts, Box::new(keeps), course).map(Some)
+    LayerStream::start(followed, counts, Box::new(keeps), stream).map(Some)
 }
 
-impl Trip {
+impl DirectRead {
     /// Borrows the blocks and finds room for them; the error is why not.
-    fn plan(straight: &Straight, request: &LandRequest) -> Result<Self, String> {
-        let shape = straight.lender.shape(request.namespace, request.group, request.coordinate);
+    fn plan(path: &DirectPath, request: &LandRequest) -> Result<Self, String> {
+        let shape = path.lender.shape(request.namespace, request.group, request.coordinate);
         if shape.map_err(|error| error.to_string())? != *request.into.shape() {
             return Err("the destination is for blocks of another shape".to_owned());
         }
-        let lent = block_on(straight.lender.lend(LendRequest {
+        let lent = block_on(path.lender.lend(LendRequest {
             namespace: request.namespace,
             group: request.group,
             coordinate: request.coordinate,
@@ -260,29 +260,29 @@ impl Trip {
                 end += bytes;
                 begin
             };
-            bases.push(layer.stretches.iter().map(|stretch| stretch.bytes).map(base).collect());
+            bases.push(layer.ranges.iter().map(|range| range.bytes).map(base).collect());
             rooms.push(end);
         }
         let least = bytes_needed(&rooms, LAYERS_AHEAD);
         let sum = rooms.iter().sum::<u64>();
         let most = request.depth_bytes.max(least).min(sum.max(least).next_power_of_two());
-        let piece = straight.arena.take(least, most);
+        let piece = path.arena.take(least, most);
         let piece = piece.ok_or_else(|| format!("no {least} bytes of device memory are free for reads"))?;
-        let seats = seats(&rooms, piece.len()).ok_or("layers that do not fit where they were said to")?;
-        let files = straight.arena.files();
+        let places = places(&rooms, piece.len()).ok_or("layers that do not fit where they were said to")?;
+        let files = path.arena.files();
         let opened = lent.files().iter().map(|file| files.open(std::os::fd::AsFd::as_fd(file)));
         let opened = opened.collect::<Result<Vec<_>, _>>().map_err(|error| {
-            straight.count_failure();
+            path.count_failure();
             error.to_string()
         })?;
-        let left = lent.layers().iter().map(|layer| layer.stretches.len()).collect();
+        let left = lent.layers().iter().map(|layer| layer.ranges.len()).collect();
         let progress = Progress { next: (0, 0), open: 0, left, failed: None, stopped: false };
         Ok(Self {
             opened,
             lent,
-            arena: straight.arena.clone(),
+            arena: path.arena.clone(),
             piece: Arc::new(piece),
-            seats,
+            places,
             bases,
             state: Mutex::new(progress),
             changed: Condvar::new(),
@@ -299,27 +299,27 @@ impl Trip {
         self.changed.notify_all();
     }
 
-    /// Where a stretch of a layer lies in the arena's memory.
-    fn place(&self, layer: usize, stretch: usize) -> Option<u64> {
-        let base = self.bases.get(layer)?.get(stretch)?;
-        Some(self.piece.offset() + self.seats.get(layer)?.offset + base)
+    /// Where a range of a layer lies in the arena's memory.
+    fn place(&self, layer: usize, range: usize) -> Option<u64> {
+        let base = self.bases.get(layer)?.get(range)?;
+        Some(self.piece.offset() + self.places.get(layer)?.offset + base)
     }
 
-    /// The next stretch to read, once its layer has memory; `None` if there is none any more.
+    /// The next range to read, once its layer has memory; `None` if there is none any more.
     fn next(&self) -> Option<(usize, usize)> {
         let mut progress = self.lock();
         loop {
-            let (layer, stretch) = progress.next;
+            let (layer, range) = progress.next;
             if progress.stopped || progress.failed.is_some() || layer >= self.lent.layers().len() {
                 return None;
             }
-            if stretch >= self.lent.layers().get(layer)?.stretches.len() {
+            if range >= self.lent.layers().get(layer)?.ranges.len() {
                 progress.next = (layer + 1, 0);
                 continue;
             }
             if layer < progress.open as usize {
-                progress.next = (layer, stretch + 1);
-                return Some((layer, stretch));
+                progress.next = (layer, range + 1);
+                return Some((layer, range));
             }
             progress = self.changed.wait(progress).unwrap_or_else(PoisonError::into_inner);
         }
@@ -328,8 +328,8 @@ impl Trip {
     /// What one thread does.
     fn read_along(&self) {
         let _reader = Reader(self);
-        while let Some((layer, stretch)) = self.next() {
-            let ended = self.read(layer, stretch);
+        while let Some((layer, range)) = self.next() {
+            let ended = self.read(layer, range);
             self.change(|progress| match ended {
                 Ok(()) => progress.left.iter_mut().skip(layer).take(1).for_each(|left| *left -= 1),
                 Err(error) => drop(progress.failed.get_or_insert(error)),
@@ -338,18 +338,18 @@ impl Trip {
     }
 
     fn read(&self, layer: usize, index: usize) -> Result<(), DeviceError> {
-        let stretch = self.lent.layers().get(layer).and_then(|layer| layer.stretches.get(index));
-        let stretch = stretch.ok_or(DeviceError::OutOfBounds)?;
-        let which = stretch.file as usize;
+        let range = self.lent.layers().get(layer).and_then(|layer| layer.ranges.get(index));
+        let range = range.ok_or(DeviceError::OutOfBounds)?;
+        let which = range.file as usize;
         let files = self.lent.files().get(which).zip(self.opened.get(which));
         let (file, open) = files.ok_or(DeviceError::OutOfBounds)?;
         let at = self.place(layer, index).ok_or(DeviceError::OutOfBounds)?;
-        self.arena.read((std::os::fd::AsFd::as_fd(file), open), stretch.offset, at, stretch.bytes)
+        self.arena.read((std::os::fd::AsFd::as_fd(file), open), range.offset, at, range.bytes)
     }
 }
 
 /// A thread that reads. Nobody waits for what one has begun that panicked.
-struct Reader<'a>(&'a Trip);
+struct Reader<'a>(&'a DirectRead);
 
 impl Drop for Reader<'_> {
     fn drop(&mut self) {
@@ -364,29 +364,29 @@ impl Drop for Reader<'_> {
 }
 
 /// Wakes the stream's own thread, which waits for the same condition as the others.
-struct Bell(Weak<Trip>);
+struct Notifier(Weak<DirectRead>);
 
-impl Wake for Bell {
+impl Wake for Notifier {
     fn wake(self: Arc<Self>) {
         // Whoever looks between a change and this holds the lock, so nobody misses it.
-        if let Some(trip) = self.0.upgrade() {
-            trip.change(|_| ());
+        if let Some(read) = self.0.upgrade() {
+            read.change(|_| ());
         }
     }
 }
 
 /// The stream's own thread: verifies layers and has them copied.
-struct Course<'a> {
+struct DirectStream<'a> {
     pipeline: Pipeline,
-    straight: Arc<Straight>,
+    path: Arc<DirectPath>,
     request: LandRequest,
-    judge: Judge,
-    trip: Arc<Trip>,
+    verifier: Verifier,
+    read: Arc<DirectRead>,
     /// The device stream of the copies.
     copies: Stream,
     /// That of what is copied back, if anything is: it does not wait for what the copies wait for.
     samples: Option<Stream>,
-    bringer: &'a Bringer,
+    queue: &'a CopyQueue,
     /// Since when a read of the layer that is waited for has not ended.
     since: Nanos,
     /// Chunks that are compared: places in the arena's memory, and digests.
@@ -396,13 +396,13 @@ struct Course<'a> {
     seed: u64,
 }
 
-impl Course<'_> {
+impl DirectStream<'_> {
     fn run(mut self) {
         let mut readers = Vec::new();
         for _ in 0..READERS {
-            let trip = Arc::clone(&self.trip);
+            let read = Arc::clone(&self.read);
             // With fewer it is slower; with none the first wait would not end.
-            if let Ok(reader) = Worker::start("direct-reads", move || trip.read_along()) {
+            if let Ok(reader) = Worker::start("direct-reads", move || read.read_along()) {
                 readers.push(reader);
             }
         }
@@ -410,28 +410,28 @@ impl Course<'_> {
             true => Some((0, Halt::Aside("no threads".to_owned()))),
             false => self.bring_all(),
         };
-        self.trip.change(|progress| progress.stopped = true);
+        self.read.change(|progress| progress.stopped = true);
         // A read that stands still keeps what it uses until it ends, and nobody waits for it.
         readers.iter_mut().for_each(Worker::let_go);
         if matches!(halt, Some((_, Halt::Over | Halt::Deadline))) {
-            self.straight.leave_behind(&self.trip, self.since);
+            self.path.leave_behind(&self.read, self.since);
         }
         match halt {
-            None => self.straight.failures.store(0, Ordering::Release),
+            None => self.path.failures.store(0, Ordering::Release),
             Some((_, Halt::Over)) => {}
-            Some((_, Halt::Deadline)) => self.bringer.shared.fail(EndReason::Deadline),
-            Some((_, Halt::Device(error))) => self.bringer.shared.fail(EndReason::Device(error)),
+            Some((_, Halt::Deadline)) => self.queue.shared.fail(EndReason::Deadline),
+            Some((_, Halt::Device(error))) => self.queue.shared.fail(EndReason::Device(error)),
             Some((at, Halt::Aside(why))) => {
-                self.straight.note_staged(why);
+                self.path.note_staged(why);
                 self.detour(at);
             }
             Some((at, Halt::Failed(why))) => {
-                self.straight.note_staged(why);
-                let (straight, bringer) = (Arc::clone(&self.straight), self.bringer);
+                self.path.note_staged(why);
+                let (path, queue) = (Arc::clone(&self.path), self.queue);
                 self.detour(at);
                 // Where the ordinary read has found the same, straight reads are not to blame.
-                if !bringer.shared.is_the_stores_fault() {
-                    straight.count_failure();
+                if !queue.shared.is_the_stores_fault() {
+                    path.count_failure();
                 }
             }
         }
@@ -439,19 +439,19 @@ impl Course<'_> {
 
     /// Brings every layer; the first that does not come, and why.
     fn bring_all(&mut self) -> Option<(u32, Halt)> {
-        let trip = Arc::clone(&self.trip);
+        let read = Arc::clone(&self.read);
         // Weak, both: the files go back with the last layer, however long the stream is kept.
-        let door = Arc::downgrade(&trip);
+        let weak = Arc::downgrade(&read);
         let open = Box::new(move |left| {
-            if let Some(trip) = door.upgrade() {
-                trip.change(|progress| progress.open = open_after(&trip.seats, left));
+            if let Some(read) = weak.upgrade() {
+                read.change(|progress| progress.open = open_after(&read.places, left));
             }
         });
-        self.bringer.shared.add_door(0, open);
-        let bell = Waker::from(Arc::new(Bell(Arc::downgrade(&trip))));
-        (0..trip.seats.len()).find_map(|at| {
-            let judged = self.wait(at, &bell).and_then(|()| self.judge(at));
-            let copied = judged.and_then(|()| match self.bringer.shared.is_over_or_wake(&bell) {
+        self.queue.shared.add_door(0, open);
+        let notifier = Waker::from(Arc::new(Notifier(Arc::downgrade(&read))));
+        (0..read.places.len()).find_map(|at| {
+            let judged = self.wait(at, &notifier).and_then(|()| self.verify(at));
+            let copied = judged.and_then(|()| match self.queue.shared.is_over_or_wake(&notifier) {
                 true => Err(Halt::Over),
                 false => self.copy(at),
             });
@@ -461,17 +461,17 @@ impl Course<'_> {
 
     /// How long there is until the deadline, if there is one.
     fn time_left(&self) -> Option<Duration> {
-        self.request.deadline.map(|deadline| deadline.since(self.straight.lender.clock().now()))
+        self.request.deadline.map(|deadline| deadline.since(self.path.lender.clock().now()))
     }
 
     /// Waits until a layer has been read, or no read of it has ended for as long as the patience.
-    fn wait(&mut self, at: usize, bell: &Waker) -> Result<(), Halt> {
-        let (trip, clock) = (Arc::clone(&self.trip), Arc::clone(self.straight.lender.clock()));
+    fn wait(&mut self, at: usize, notifier: &Waker) -> Result<(), Halt> {
+        let (read, clock) = (Arc::clone(&self.read), Arc::clone(self.path.lender.clock()));
         let patience = self.pipeline.read_patience;
         let mut left_before = None;
-        let mut progress = trip.lock();
+        let mut progress = read.lock();
         loop {
-            if self.bringer.shared.is_over_or_wake(bell) {
+            if self.queue.shared.is_over_or_wake(notifier) {
                 return Err(Halt::Over);
             }
             let left = progress.left.get(at).copied();
@@ -493,7 +493,7 @@ impl Course<'_> {
                 return Err(Halt::Failed(late_read(patience)));
             }
             let most = to_deadline.map_or(patient, |left| left.min(patient));
-            progress = trip.changed.wait_timeout(progress, most).unwrap_or_else(PoisonError::into_inner).0;
+            progress = read.changed.wait_timeout(progress, most).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -510,29 +510,29 @@ impl Course<'_> {
     }
 
     /// Compares a layer with its digests.
-    fn judge(&mut self, at: usize) -> Result<(), Halt> {
-        let trip = Arc::clone(&self.trip);
-        let Some(layer) = trip.lent.layers().get(at) else { return Ok(()) };
+    fn verify(&mut self, at: usize) -> Result<(), Halt> {
+        let read = Arc::clone(&self.read);
+        let Some(layer) = read.lent.layers().get(at) else { return Ok(()) };
         let blocks = self.request.into.blocks() as usize;
         let parts = self.request.into.shape().layers().get(layer.layer as usize);
         if parts.map(|layer| layer.chunks.len() * blocks) != Some(layer.chunks.len()) {
             return Err(Halt::Failed("other chunks were lent than are wanted".to_owned()));
         }
-        if self.request.verify != Verify::Always && !trip.lent.is_held() {
+        if self.request.verify != Verify::Always && !read.lent.is_held() {
             // What is not compared may be whatever has been written there since.
             return Err(Halt::Aside("the store has closed".to_owned()));
         }
-        let mut picked: Vec<&LentChunk> = Vec::with_capacity(layer.chunks.len());
+        let mut picked: Vec<&PinnedChunk> = Vec::with_capacity(layer.chunks.len());
         picked.extend(layer.chunks.iter().filter(|_| self.request.verify.picks(&mut self.seed)));
         self.chunks.clear();
         for chunk in &picked {
-            let place = trip.place(at, chunk.stretch as usize);
+            let place = read.place(at, chunk.range as usize);
             let place = place.ok_or(Halt::Device(DeviceError::OutOfBounds))?;
             self.chunks.push((place + chunk.at, chunk.bytes));
         }
-        let found = match self.judge {
+        let found = match self.verifier {
             _ if picked.is_empty() => return Ok(()),
-            Judge::Device => self.digests_there()?,
+            Verifier::Device => self.digests_there()?,
             _ => self.digests_of_copies()?,
         };
         let wrong = picked.iter().zip(&found).find(|(chunk, found)| chunk.digest != **found);
@@ -548,7 +548,7 @@ impl Course<'_> {
 
     /// The digests of chunks, by the device.
     fn digests_there(&self) -> Result<Vec<u32>, Halt> {
-        let (device, memory) = (&self.pipeline.device, self.trip.arena.memory().memory());
+        let (device, memory) = (&self.pipeline.device, self.read.arena.memory().memory());
         let asked = device.begin_digests(memory, &self.chunks).map_err(Halt::of)?;
         let waited = self.wait_for(asked.event());
         match waited {
@@ -556,8 +556,8 @@ impl Course<'_> {
             Err(halt) => {
                 // The kernel may come to read the piece yet, which is kept until it has.
                 let event = asked.event().clone();
-                self.bringer.keep(Box::new(asked));
-                self.bringer.follow(Ok(event), false);
+                self.queue.keep(Box::new(asked));
+                self.queue.follow(Ok(event), false);
                 Err(halt)
             }
         }
@@ -573,7 +573,7 @@ impl Course<'_> {
         let most = self.chunks.iter().map(|chunk| chunk.1).max().unwrap_or(0);
         let none = || Halt::of(DeviceError::NoMemory(most));
         let host = self.pipeline.arena.take(most, most).ok_or_else(none)?;
-        let memories = std::slice::from_ref(self.trip.arena.memory().memory());
+        let memories = std::slice::from_ref(self.read.arena.memory().memory());
         let copied = |&(at, len): &(u64, u64)| {
             let pieces = [Piece { memory: 0, at, host: 0, len }];
             let (direction, method) = (Direction::ToHost, Method::Each);
@@ -585,8 +585,8 @@ impl Course<'_> {
             match copied.and(ended.and_then(|event| self.wait_for(event))) {
                 Ok(()) => Ok(host.digest(0, len as usize, crc32fast::hash)),
                 Err(halt) => {
-                    self.bringer.keep(Box::new((host.clone(), stream.clone())));
-                    self.bringer.follow(event, false);
+                    self.queue.keep(Box::new((host.clone(), stream.clone())));
+                    self.queue.follow(event, false);
                     Err(halt)
                 }
             }
@@ -596,39 +596,39 @@ impl Course<'_> {
 
     /// Enqueues the copies of a layer to where it is wanted.
     fn copy(&mut self, at: usize) -> Result<(), Halt> {
-        let (trip, device, into) = (&self.trip, &self.pipeline.device, &self.request.into);
-        let Some(layer) = trip.lent.layers().get(at) else { return Ok(()) };
+        let (read, device, into) = (&self.read, &self.pipeline.device, &self.request.into);
+        let Some(layer) = read.lent.layers().get(at) else { return Ok(()) };
         self.pieces.clear();
         for chunk in &layer.chunks {
-            let from = trip.place(at, chunk.stretch as usize).map(|place| place + chunk.at);
+            let from = read.place(at, chunk.range as usize).map(|place| place + chunk.at);
             let (which, what) = ((layer.layer, chunk.ordinal), (chunk.to, chunk.bytes));
             let put = from.and_then(|from| into.add_piece(which, what, from, &mut self.pieces));
             put.ok_or(Halt::Device(DeviceError::OutOfBounds))?;
         }
-        let from = trip.arena.memory().memory();
+        let from = read.arena.memory().memory();
         let copied = device.spread(&self.copies, from, into.memories(), &self.pieces);
         let what = Layer { layer: layer.layer, blocks: into.blocks() };
-        self.bringer.enqueued(&**device, &self.copies, what, copied).map_err(Halt::Device)?;
-        self.straight.layers.fetch_add(1, Ordering::AcqRel);
-        let bytes = layer.stretches.iter().map(|stretch| stretch.bytes).sum();
-        self.straight.bytes.fetch_add(bytes, Ordering::AcqRel);
+        self.queue.enqueued(&**device, &self.copies, what, copied).map_err(Halt::Device)?;
+        self.path.layers.fetch_add(1, Ordering::AcqRel);
+        let bytes = layer.ranges.iter().map(|range| range.bytes).sum();
+        self.path.bytes.fetch_add(bytes, Ordering::AcqRel);
         Ok(())
     }
 
     /// Brings the layers from this one on through the arena.
     fn detour(self, at: u32) {
-        let Self { pipeline, straight, request, trip, copies, bringer, .. } = self;
+        let Self { pipeline, path, request, read, copies, queue, .. } = self;
         let wanted = request.layers.clone().unwrap_or(0..request.into.shape().layers().len() as u32);
         let rest = LandRequest { layers: Some(wanted.start + at..wanted.end), ..request };
         // Unless a read is still under way, the files go back before the store is asked for the same blocks.
-        let begun = (straight.lender.clone(), Arc::clone(trip.lent.origins()));
-        drop(trip);
+        let begun = (path.lender.clone(), Arc::clone(read.lent.origins()));
+        drop(read);
         match pipeline.stage(rest, copies, Some(&begun)) {
             Ok(landing) => {
-                bringer.keep(Box::new(landing.ring.clone()));
-                Feeder::new(landing, bringer).run();
+                queue.keep(Box::new(landing.ring.clone()));
+                StagedReader::new(landing, queue).run();
             }
-            Err(error) => bringer.shared.fail(match error {
+            Err(error) => queue.shared.fail(match error {
                 LandError::Store(Reason::DeadlineInPast | Reason::DeadlinePassed) => EndReason::Deadline,
                 LandError::Store(reason) => EndReason::Store(reason),
                 LandError::Device(error) => EndReason::Device(error),

@@ -27,9 +27,9 @@ use kvarts_store::engine::Store;
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::{Class, Nanos};
 
-use direct::Straight;
+use direct::DirectPath;
 pub use direct::{DirectUse, FAILURES_MAX};
-use stream::{Feeder, Landing};
+use stream::{Landing, StagedReader};
 pub use stream::{Layer, LayerEnd, LayerStream, Next};
 
 use crate::arena::Arena;
@@ -39,7 +39,7 @@ use crate::device_arena::DeviceArena;
 use crate::error::LandError;
 use crate::follow::Followed;
 use crate::gather::Curve;
-use crate::ring::{Seat, bytes_needed, seats};
+use crate::ring::{RingPlace, bytes_needed, places};
 
 /// How many layers are on their way before the first is asked for: one that is copied and one that is read.
 pub const LAYERS_AHEAD: u32 = 2;
@@ -92,7 +92,7 @@ pub struct Pipeline {
     curve: Arc<Curve>,
     copy_patience: Duration,
     read_patience: Duration,
-    straight: Option<Arc<Straight>>,
+    direct: Option<Arc<DirectPath>>,
 }
 
 impl fmt::Debug for Pipeline {
@@ -107,7 +107,7 @@ type Begun = (Store, Arc<Origins>);
 /// A piece of the arena, cut for the layers of one request.
 struct Seating {
     ring: SharedBuf,
-    seats: Vec<Seat>,
+    places: Vec<RingPlace>,
 }
 
 impl Pipeline {
@@ -115,7 +115,7 @@ impl Pipeline {
     pub fn new(store: Arc<dyn KvStore>, device: Arc<dyn Device>, arena: Arena, curve: Curve) -> Self {
         let curve = Arc::new(curve);
         let (copy_patience, read_patience) = (COPY_PATIENCE, READ_PATIENCE);
-        Self { store, device, arena, curve, copy_patience, read_patience, straight: None }
+        Self { store, device, arena, curve, copy_patience, read_patience, direct: None }
     }
 
     /// The same with another bound on how long one layer's copy may take. What takes longer ends its stream with
@@ -159,12 +159,12 @@ impl Pipeline {
     /// what the request wants verified; the rest comes through the host's arena as before. `lender` must be the store.
     #[must_use]
     pub fn with_files(self, lender: Store, arena: DeviceArena) -> Self {
-        Self { straight: Some(Arc::new(Straight::new(lender, arena))), ..self }
+        Self { direct: Some(Arc::new(DirectPath::new(lender, arena))), ..self }
     }
 
     /// What has been read straight into device memory so far; `None` without [`Pipeline::with_files`].
     pub fn direct_use(&self) -> Option<DirectUse> {
-        self.straight.as_ref().map(|straight| straight.usage())
+        self.direct.as_ref().map(|direct| direct.usage())
     }
 
     /// Begins to read. With [`Pipeline::with_files`] it returns when the store has said where the blocks lie, for which
@@ -172,18 +172,18 @@ impl Pipeline {
     /// the arena and `depth_bytes` allow.
     pub fn land(&self, request: LandRequest) -> Result<LayerStream, LandError> {
         self.check(&request)?;
-        if let Some(straight) = &self.straight
-            && let Some(stream) = direct::land(self, straight, &request)?
+        if let Some(path) = &self.direct
+            && let Some(stream) = direct::land(self, path, &request)?
         {
             return Ok(stream);
         }
         let copies = self.copies(&request)?;
         let landing = self.stage(request, copies, None)?;
-        let counts = (landing.seats.len() as u32, landing.into.blocks());
+        let counts = (landing.places.len() as u32, landing.into.blocks());
         // The stream of the copies too, which may wait for its work when it goes.
         let keeps = (landing.ring.clone(), landing.into.clone(), landing.copies.clone());
-        LayerStream::start(self.followed(), counts, Box::new(keeps), move |bringer| {
-            Feeder::new(landing, bringer).run();
+        LayerStream::start(self.followed(), counts, Box::new(keeps), move |queue| {
+            StagedReader::new(landing, queue).run();
         })
     }
 
@@ -225,7 +225,7 @@ impl Pipeline {
     ) -> Result<Landing, LandError> {
         let (wanted, all) = Self::wanted(&request)?;
         let sizes = all.get(wanted.start as usize..wanted.end as usize).unwrap_or_default();
-        let Seating { ring, seats } = self.seat(sizes, request.depth_bytes)?;
+        let Seating { ring, places } = self.place(sizes, request.depth_bytes)?;
         let tiled = TiledRequest {
             namespace: request.namespace,
             group: request.group,
@@ -253,7 +253,7 @@ impl Pipeline {
             copies,
             into: request.into,
             first,
-            seats,
+            places,
             ring,
             read,
             granted: 0,
@@ -264,7 +264,7 @@ impl Pipeline {
     }
 
     /// Takes a piece of the arena and cuts it.
-    fn seat(&self, wanted: &[u64], depth: u64) -> Result<Seating, LandError> {
+    fn place(&self, wanted: &[u64], depth: u64) -> Result<Seating, LandError> {
         let least = bytes_needed(wanted, LAYERS_AHEAD);
         let total = self.arena.piece_max();
         if least > total {
@@ -276,7 +276,7 @@ impl Pipeline {
         let full = || LandError::ArenaFull { wanted: least, free: self.arena.usage().largest_free };
         let ring = self.arena.take(least, most).ok_or_else(full)?;
         let bug = || LandError::Request("layers that do not fit where they were said to".to_owned());
-        let seats = seats(wanted, ring.len() as u64).ok_or_else(bug)?;
-        Ok(Seating { ring, seats })
+        let places = places(wanted, ring.len() as u64).ok_or_else(bug)?;
+        Ok(Seating { ring, places })
     }
 }

@@ -19,7 +19,7 @@ use crate::error::{DeviceError, EndReason, LandError};
 use crate::follow::{Asked, Followed, Follower, keep_for_good};
 use crate::gather::{Curve, copy_split};
 use crate::pace::Worker;
-use crate::ring::{Seat, open_after};
+use crate::ring::{RingPlace, open_after};
 
 /// A layer that may be used on the stream that was given.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -63,7 +63,7 @@ pub(super) struct Landing {
     pub(super) into: Destination,
     /// The first of them.
     pub(super) first: u32,
-    pub(super) seats: Vec<Seat>,
+    pub(super) places: Vec<RingPlace>,
     pub(super) ring: SharedBuf,
     pub(super) read: TiledRead<Box<dyn TileSource>>,
     /// Layers that have got memory.
@@ -74,11 +74,11 @@ pub(super) struct Landing {
 impl Landing {
     /// Gives the read memory for every layer that has a place in the ring when `left` have left it.
     pub(super) fn grant(&mut self, left: u32) -> Result<(), Reason> {
-        let open = open_after(&self.seats, left);
+        let open = open_after(&self.places, left);
         while self.granted < open {
-            let Some(seat) = self.seats.get(self.granted as usize) else { break };
-            let Some(tile) = self.read.next_tile(seat.bytes) else { break };
-            let memory = self.ring.slice(seat.offset as usize, seat.bytes as usize);
+            let Some(place) = self.places.get(self.granted as usize) else { break };
+            let Some(tile) = self.read.next_tile(place.bytes) else { break };
+            let memory = self.ring.slice(place.offset as usize, place.bytes as usize);
             self.read.grant(tile, memory.ok_or(Reason::OutOfBounds)?, ())?;
             self.granted += 1;
         }
@@ -87,7 +87,7 @@ impl Landing {
 }
 
 /// A ring that is opened as layers leave it.
-struct Door {
+struct RingCredit {
     /// Layers that landed before the first of this ring.
     before: u32,
     open: Box<dyn Fn(u32) + Send>,
@@ -97,7 +97,7 @@ struct Door {
 pub(super) type Keeps = Mutex<Vec<Box<dyn Any + Send>>>;
 
 /// What brings layers works with.
-pub(super) struct Bringer {
+pub(super) struct CopyQueue {
     pub(super) shared: Arc<Shared>,
     pub(super) keeps: Arc<Keeps>,
     // Last, so that what is kept is the follower's alone when it hears of no more.
@@ -153,7 +153,7 @@ impl State {
 pub(super) struct Shared {
     state: Mutex<State>,
     changed: Condvar,
-    doors: Mutex<Vec<Door>>,
+    credits: Mutex<Vec<RingCredit>>,
 }
 
 impl Shared {
@@ -189,17 +189,17 @@ impl Shared {
 
     /// Has a ring told how many layers have left it, of those behind the first `before`.
     pub(super) fn add_door(&self, before: u32, open: Box<dyn Fn(u32) + Send>) {
-        let mut doors = self.doors.lock().unwrap_or_else(PoisonError::into_inner);
-        doors.push(Door { before, open });
+        let mut credits = self.credits.lock().unwrap_or_else(PoisonError::into_inner);
+        credits.push(RingCredit { before, open });
         // Under the lock, or what landed meanwhile would open less than this.
         let landed = self.lock().landed;
-        doors.iter().for_each(|door| door.hear(landed));
+        credits.iter().for_each(|credit| credit.hear(landed));
     }
 
     fn open_doors(&self) {
-        let doors = self.doors.lock().unwrap_or_else(PoisonError::into_inner);
+        let credits = self.credits.lock().unwrap_or_else(PoisonError::into_inner);
         let landed = self.lock().landed;
-        doors.iter().for_each(|door| door.hear(landed));
+        credits.iter().for_each(|credit| credit.hear(landed));
     }
 
     /// Lets the thread that brings layers look at what has changed.
@@ -211,7 +211,7 @@ impl Shared {
     }
 }
 
-impl Door {
+impl RingCredit {
     fn hear(&self, landed: u32) {
         (self.open)(landed.saturating_sub(self.before));
     }
@@ -242,11 +242,11 @@ impl LayerStream {
         followed: Followed,
         (wanted, blocks): (u32, u32),
         keeps: Box<dyn Any + Send>,
-        bring: impl FnOnce(&Bringer) + Send + 'static,
+        bring: impl FnOnce(&CopyQueue) + Send + 'static,
     ) -> Result<Self, LandError> {
         let state = State { blocks, ..State::default() };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        let shared = Arc::new(Shared { state, changed, doors: Mutex::default() });
+        let shared = Arc::new(Shared { state, changed, credits: Mutex::default() });
         let device = Arc::clone(&followed.device);
         let thread = |why| LandError::Request(why);
         let keeps = Arc::new(Mutex::new(vec![keeps]));
@@ -256,10 +256,10 @@ impl LayerStream {
                 waiter.hear(ended)
             })
             .map_err(thread)?;
-        let bringer = Bringer { shared: Arc::clone(&shared), keeps, events };
+        let queue = CopyQueue { shared: Arc::clone(&shared), keeps, events };
         let feeder = Worker::start("layer-reads", move || {
-            let _bringing = Bringing(&bringer.shared);
-            bring(&bringer);
+            let _bringing = Bringing(&queue.shared);
+            bring(&queue);
         });
         Ok(Self { shared, device, wanted, feeder: feeder.map_err(thread)?, follower })
     }
@@ -345,7 +345,7 @@ impl Waiter {
     }
 }
 
-impl Bringer {
+impl CopyQueue {
     /// Says that a layer's copies are enqueued, or how far they came.
     pub(super) fn enqueued(
         &self,
@@ -395,9 +395,9 @@ impl Bringer {
 }
 
 /// Follows the store: gives the read the memory that layers leave, and enqueues the copies of each layer that is verified.
-pub(super) struct Feeder<'a> {
+pub(super) struct StagedReader<'a> {
     landing: Landing,
-    bringer: &'a Bringer,
+    queue: &'a CopyQueue,
     pieces: Vec<Piece>,
     /// Layers of this ring that have left it.
     left: Arc<AtomicU32>,
@@ -414,20 +414,20 @@ enum Came {
     Late,
 }
 
-impl<'a> Feeder<'a> {
+impl<'a> StagedReader<'a> {
     /// Layers behind those that have been enqueued.
-    pub(super) fn new(landing: Landing, bringer: &'a Bringer) -> Self {
+    pub(super) fn new(landing: Landing, queue: &'a CopyQueue) -> Self {
         let left = Arc::new(AtomicU32::new(0));
         let leaving = Arc::clone(&left);
         let leave = Box::new(move |layers| {
             leaving.fetch_max(layers, Ordering::AcqRel);
         });
-        bringer.shared.add_door(bringer.count(), leave);
-        Self { landing, bringer, pieces: Vec::new(), left, given: 0 }
+        queue.shared.add_door(queue.count(), leave);
+        Self { landing, queue, pieces: Vec::new(), left, given: 0 }
     }
 
     pub(super) fn run(mut self) {
-        let shared = &self.bringer.shared;
+        let shared = &self.queue.shared;
         while let Some(came) = self.next() {
             let outcome = match came {
                 Came::Room => self.make_room(),
@@ -477,15 +477,15 @@ impl<'a> Feeder<'a> {
     fn next(&mut self) -> Option<Came> {
         block_on(poll_fn(|context| {
             // Registered before the looks, so that what changes in between wakes.
-            if self.bringer.shared.is_over_or_wake(context.waker()) {
+            if self.queue.shared.is_over_or_wake(context.waker()) {
                 return Poll::Ready(None);
             }
             if self.given < self.left.load(Ordering::Acquire) {
                 return Poll::Ready(Some(Came::Room));
             }
-            let Landing { read, granted, seats, .. } = &mut self.landing;
+            let Landing { read, granted, places, .. } = &mut self.landing;
             if read.is_idle() {
-                let whole = *granted as usize == seats.len();
+                let whole = *granted as usize == places.len();
                 return if whole { Poll::Ready(None) } else { Poll::Pending };
             }
             read.poll_next(context).map(|came| {
@@ -500,15 +500,15 @@ impl<'a> Feeder<'a> {
     fn copy(&mut self, layer: u32, blocks: u32) -> Result<(), DeviceError> {
         let landing = &self.landing;
         let at = layer.saturating_sub(landing.first) as usize;
-        let seat = landing.seats.get(at).ok_or(DeviceError::OutOfBounds)?;
-        let host = landing.ring.slice(seat.offset as usize, seat.bytes as usize);
+        let place = landing.places.get(at).ok_or(DeviceError::OutOfBounds)?;
+        let host = landing.ring.slice(place.offset as usize, place.bytes as usize);
         let host = host.ok_or(DeviceError::OutOfBounds)?;
         landing.into.pieces(layer, blocks, &mut self.pieces);
         let (direction, memories) = (Direction::ToDevice, landing.into.memories());
         let batch = Batch { direction, method: Method::Each, host: &host, memories, pieces: &[] };
         let device = &*landing.device;
         let copied = copy_split(device, &landing.copies, &landing.curve, &batch, &mut self.pieces);
-        self.bringer.enqueued(device, &landing.copies, Layer { layer, blocks }, copied)
+        self.queue.enqueued(device, &landing.copies, Layer { layer, blocks }, copied)
     }
 }
 
@@ -524,7 +524,7 @@ mod tests {
         let device: Arc<dyn Device> = Arc::new(Emulated::new(Model::default()));
         let stream = device.stream().unwrap();
         let followed = Followed { device, patience: Duration::from_secs(60) };
-        let bring = |_: &Bringer| panic!("on purpose");
+        let bring = |_: &CopyQueue| panic!("on purpose");
         let mut layers = LayerStream::start(followed, (2, 1), Box::new(()), bring).unwrap();
         let reason = Some(EndReason::Store(Reason::Bug("the thread that brings layers panicked")));
         let end = LayerEnd { usable_layers: 0, usable_blocks: 1, reason };

@@ -303,7 +303,7 @@ fn layers_land_on_a_machine_without_nvrtc() {
     there_back_and_there_again(Kit::Bare, here!());
 }
 
-/// The caller's stream waits for a layer's copies, and so does the arena: nothing is read into a seat that is not copied.
+/// The caller's stream waits for a layer's copies, and so does the arena: nothing is read into a place that is not copied.
 #[test]
 fn a_layer_is_used_after_its_copies_and_its_seat_too() {
     inside(Kit::Whole, here!(), |standin| {

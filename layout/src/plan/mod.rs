@@ -6,7 +6,6 @@
 //! pieces of a payload in file order. Neither holds data, and neither does work for a step before it is asked.
 
 mod error;
-mod pick;
 mod pieces;
 mod placement;
 mod read;
@@ -18,7 +17,6 @@ mod write;
 mod tests;
 
 pub use error::{PlacementError, PlanError};
-pub use pick::Pick;
 pub use pieces::{Piece, Pieces};
 pub use placement::{Address, MAX_PLACED_BLOCKS, MemoryId, MemorySpan, PartTarget, Placement};
 pub use read::{

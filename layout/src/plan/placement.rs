@@ -11,12 +11,14 @@
 //! No two chunks of a placement overlap: it is checked when it is made, so that no plan has to.
 
 use super::{PlacementError, PlanError};
-use crate::arrange::RunLayout;
 use crate::shape::BlockShape;
 use std::ops::Range;
 
 /// The most blocks one placement may be for.
 pub const MAX_PLACED_BLOCKS: u32 = 1 << 24;
+
+/// The most chunks whose places are compared one by one, where slots lie closer than a chunk is long.
+const MAX_SCATTERED_CHUNKS: usize = 1 << 17;
 
 /// A memory of the caller: a registered arena, a pool, a device allocation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -81,6 +83,8 @@ pub struct Placement {
 impl Placement {
     /// A paged pool: one target for each part of a block in canonical order (or none, where nobody reads or writes
     /// the part), one slot for each block. Separate K and V pools are two parts with two bases; a fused pool is one.
+    /// Blocks that lie anywhere are in slots of a stride that divides all distances, one byte at worst: it may be less than
+    /// a chunk where no two chunks of the slots in use meet.
     pub fn paged<T: Copy + Into<Option<PartTarget>>>(
         shape: &BlockShape,
         targets: &[T],
@@ -135,17 +139,6 @@ impl Placement {
         Self::build(parts, None, blocks)
     }
 
-    /// A copy of a record's payload, byte for byte: every chunk at its own payload offset after `at`.
-    pub fn payload_image(layout: &RunLayout, at: Address) -> Result<Self, PlacementError> {
-        let place = |part: &crate::arrange::PartPlace| {
-            let base = at.offset.checked_add(part.offset).ok_or(PlacementError::Overflow)?;
-            let target = PartTarget { memory: at.memory, base, stride: part.step };
-            Ok(PlacedPart { bytes: part.bytes, target: Some(target) })
-        };
-        let parts = layout.parts().iter().map(place).collect::<Result<_, _>>()?;
-        Self::build(parts, None, layout.blocks())
-    }
-
     /// The places of some of the blocks: ordinal `i` of the result lies where `ordinals[i]` lies here. An ordinal
     /// that has no place, or stands twice, is refused.
     pub fn select(&self, ordinals: &[u32]) -> Result<Self, PlacementError> {
@@ -196,7 +189,12 @@ impl Placement {
             // One slot has no next one: its stride must not decide whether reads land directly.
             parts.iter_mut().filter_map(|part| part.target.as_mut()).for_each(|target| target.stride = 0);
         }
-        let spans = check_disjoint(&parts, low, high)?;
+        let is_close = |part: &PlacedPart| part.target.is_some_and(|target| target.stride < part.bytes);
+        let close = if high > 0 { parts.iter().position(is_close) } else { None };
+        let spans = match (&slots, close) {
+            (Some(slots), Some(part)) => check_scattered(&parts, part, slots)?,
+            _ => check_disjoint(&parts, low, high)?,
+        };
         Ok(Self { parts, slots, blocks, spans })
     }
 
@@ -361,6 +359,42 @@ fn check_disjoint(parts: &[PlacedPart], low: u32, high: u32) -> Result<Vec<Memor
     Ok(spans)
 }
 
+/// Refuses chunks that overlap, one by one: for slots that are closer to each other than some chunk is long, as those of `close`
+/// are.
+fn check_scattered(
+    parts: &[PlacedPart],
+    close: usize,
+    slots: &[u32],
+) -> Result<Vec<MemorySpan>, PlacementError> {
+    let too_close = || match parts.get(close).and_then(PlacedPart::placed) {
+        Some(Placed { target, bytes }) => {
+            let part = u32::try_from(close).unwrap_or(u32::MAX);
+            PlacementError::Stride { part, stride: target.stride, bytes }
+        }
+        None => PlacementError::Overflow,
+    };
+    if parts.len().saturating_mul(slots.len()) > MAX_SCATTERED_CHUNKS {
+        return Err(too_close());
+    }
+    let mut chunks = Vec::with_capacity(parts.len().saturating_mul(slots.len()));
+    for part in parts.iter().filter_map(PlacedPart::placed) {
+        for &slot in slots {
+            let (start, end) = part.reach(slot, slot).ok_or(PlacementError::Overflow)?;
+            chunks.push((part.target.memory, start, end));
+        }
+    }
+    chunks.sort_unstable();
+    let mut spans: Vec<MemorySpan> = Vec::new();
+    for (memory, start, end) in chunks {
+        match spans.last_mut().filter(|span| span.memory == memory) {
+            Some(span) if start < span.end => return Err(too_close()),
+            Some(span) => span.end = end,
+            None => spans.push(MemorySpan { memory, start, end }),
+        }
+    }
+    Ok(spans)
+}
+
 /// Refuses parts that are not of one stride and apart within it; leaves the list empty.
 fn check_interleaved(parts: &mut Vec<Placed>) -> Result<(), PlacementError> {
     if let [first, _, ..] = parts.as_slice() {
@@ -495,6 +529,27 @@ mod tests {
         assert_eq!(paged(&far, &[0]), Err(PlacementError::Overflow));
         let wide = [target(0, 0, u64::MAX / 2), target(1, 0, 3)];
         assert_eq!(paged(&wide, &[3]), Err(PlacementError::Overflow));
+    }
+
+    #[test]
+    fn blocks_may_lie_anywhere_as_long_as_no_two_meet() {
+        let shape = shape(&[&[10, 3]]);
+        let paged = |targets: &[PartTarget], slots: &[u32]| Placement::paged(&shape, targets, slots.to_vec());
+        let targets = [target(0, 5, 1), target(0, 15, 1)];
+        let anywhere = paged(&targets, &[100, 0, 13]).unwrap();
+        assert_eq!(anywhere.address(1, 0), Some(at(0, 115)));
+        assert_eq!(anywhere.address(0, 2), Some(at(0, 18)));
+        assert_eq!(anywhere.spans(), [MemorySpan { memory: MemoryId(0), start: 5, end: 118 }]);
+        let close = Err(PlacementError::Stride { part: 0, stride: 1, bytes: 10 });
+        assert_eq!(paged(&targets, &[100, 0, 12]), close);
+        let twice = Err(PlacementError::DuplicateSlot { slot: 4 });
+        assert_eq!(paged(&targets, &[4, 4]), twice);
+        let far = [target(0, i64::MAX as u64 - 20, 1), target(1, 0, 1)];
+        assert_eq!(paged(&far, &[100, 0]), Err(PlacementError::Overflow));
+        let some = anywhere.select(&[2, 0]).unwrap();
+        assert_eq!((some.address(0, 0), some.address(0, 1)), (Some(at(0, 18)), Some(at(0, 105))));
+        let many: Vec<u32> = (0..=MAX_SCATTERED_CHUNKS as u32 / 2).map(|slot| slot * 13).collect();
+        assert_eq!(paged(&targets, &many), close, "too many to be compared");
     }
 
     proptest! {

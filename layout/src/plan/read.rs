@@ -10,10 +10,10 @@
 //! staged one into a staging range of the region's size; when all extents of a region are in, check the digest of
 //! every piece and copy the staged ones to their destinations; when all regions are done, announce the step.
 
+use super::PlanError;
 use super::pieces::Pieces;
 use super::placement::Placement;
 use super::step::{Filler, PartRead, Step, WholeBlock};
-use super::{Pick, PlanError};
 use crate::arrange::{PAGE_BYTES, RunLayout};
 use crate::shape::Layout;
 use std::ops::Range;
@@ -101,7 +101,7 @@ pub struct RecordRead {
     /// Where the payload starts in its file: a multiple of 4096.
     pub payload_offset: u64,
     /// Blocks wanted, counted within the record.
-    pub blocks: Pick,
+    pub blocks: Range<u32>,
     /// Ordinal of the first wanted block in the placement; the others follow.
     pub ordinal: u32,
 }
@@ -110,7 +110,7 @@ pub struct RecordRead {
 #[derive(Clone, Debug)]
 pub struct ReadPlan {
     records: Vec<RecordRead>,
-    layers: Pick,
+    layers: Range<u32>,
     order: Order,
     placement: Arc<Placement>,
     options: ReadOptions,
@@ -122,19 +122,19 @@ pub struct ReadPlan {
 }
 
 impl ReadPlan {
-    /// Checks the request and plans nothing yet: O(records), plus the length of explicit lists.
+    /// Checks the request and plans nothing yet: O(records).
     ///
     /// Records must be in the order of their ordinals. `layers` counts the layers of the shape.
     pub fn new(
         records: Vec<RecordRead>,
-        layers: Pick,
+        layers: Range<u32>,
         order: Order,
         placement: Arc<Placement>,
         options: ReadOptions,
     ) -> Result<Self, PlanError> {
         options.check()?;
         let first = records.first().ok_or(PlanError::Nothing)?;
-        layers.check(first.layout.layer_count())?;
+        check_range(&layers, first.layout.layer_count())?;
         check_shape(&records, &placement)?;
         let mut first_steps = Vec::with_capacity(records.len());
         let (mut blocks, mut next_ordinal) = (0u32, 0u32);
@@ -143,7 +143,7 @@ impl ReadPlan {
             if record.ordinal < next_ordinal {
                 return Err(PlanError::Order);
             }
-            let count = record.blocks.count();
+            let count = count(&record.blocks);
             next_ordinal = record.ordinal.checked_add(count).ok_or(PlanError::TooLarge)?;
             first_steps.push(blocks);
             blocks = blocks.checked_add(count).ok_or(PlanError::TooLarge)?;
@@ -152,9 +152,8 @@ impl ReadPlan {
             return Err(PlanError::Placement { needed: next_ordinal, available: placement.blocks() });
         }
         let mut widest = 0;
-        for position in 0..layers.count() {
-            let layer = layers.get(position).and_then(|layer| first.layout.layer_parts(layer));
-            let (first_part, parts) = layer.ok_or(PlanError::Shape)?;
+        for layer in layers.clone() {
+            let (first_part, parts) = first.layout.layer_parts(layer).ok_or(PlanError::Shape)?;
             if let Some(part) = placement.unplaced(first_part, parts.len()) {
                 return Err(PlanError::Unplaced { part });
             }
@@ -174,7 +173,7 @@ impl ReadPlan {
     /// Number of steps: wanted layers in layer order, wanted blocks in block order.
     pub fn steps(&self) -> u32 {
         match self.order {
-            Order::Layers => self.layers.count(),
+            Order::Layers => count(&self.layers),
             Order::Blocks => self.blocks,
         }
     }
@@ -204,7 +203,7 @@ impl ReadPlan {
 
     /// The layer index that a step of a plan in layer order delivers.
     pub fn layer_of(&self, step: u32) -> Option<u32> {
-        (self.order == Order::Layers).then(|| self.layers.get(step)).flatten()
+        (self.order == Order::Layers).then(|| nth(&self.layers, step)).flatten()
     }
 
     /// The record and the block within it that a step of a plan in block order delivers.
@@ -214,7 +213,7 @@ impl ReadPlan {
         }
         let record = self.first_steps.partition_point(|&first| first <= step).checked_sub(1)?;
         let position = step.checked_sub(*self.first_steps.get(record)?)?;
-        Some((u32::try_from(record).ok()?, self.records.get(record)?.blocks.get(position)?))
+        Some((u32::try_from(record).ok()?, nth(&self.records.get(record)?.blocks, position)?))
     }
 
     /// The steps that deliver something of a record: in layer order all of them, in block order those of its blocks.
@@ -234,7 +233,7 @@ impl ReadPlan {
         out.clear(self.options.max_extent);
         match self.order {
             Order::Layers => {
-                let Some(layer) = self.layers.get(step) else { return false };
+                let Some(layer) = nth(&self.layers, step) else { return false };
                 for (index, record) in (0u32..).zip(&self.records) {
                     self.fill_layer(layer, index, record, out);
                 }
@@ -251,7 +250,7 @@ impl ReadPlan {
         match self.order {
             Order::Layers => {
                 let record = usize::try_from(slice).ok().and_then(|at| self.records.get(at));
-                let (Some(layer), Some(record)) = (self.layers.get(step), record) else { return false };
+                let (Some(layer), Some(record)) = (nth(&self.layers, step), record) else { return false };
                 self.fill_layer(layer, slice, record, out);
                 true
             }
@@ -267,14 +266,11 @@ impl ReadPlan {
         match record.layout.layout() {
             Layout::LayerBlock => {
                 for part in parts() {
-                    record.blocks.for_each_run(|block, position, count| {
-                        filler.add(&part, block, record.ordinal.saturating_add(position), count);
-                    });
+                    filler.add(&part, record.blocks.start, record.ordinal, count(&record.blocks));
                 }
             }
             Layout::FullBlock => {
-                for position in 0..record.blocks.count() {
-                    let Some(block) = record.blocks.get(position) else { break };
+                for (block, position) in record.blocks.clone().zip(0u32..) {
                     for part in parts() {
                         filler.add(&part, block, record.ordinal.saturating_add(position), 1);
                     }
@@ -299,8 +295,7 @@ impl ReadPlan {
             filler.close();
             return true;
         }
-        for position in 0..self.layers.count() {
-            let Some(layer) = self.layers.get(position) else { break };
+        for layer in self.layers.clone() {
             let Some((first_chunk, places)) = record.layout.layer_parts(layer) else { break };
             for (chunk, place) in (first_chunk..).zip(places) {
                 if let Some(part) = PartRead::new(place, &self.placement, chunk, &self.options) {
@@ -331,7 +326,28 @@ impl RecordRead {
         if end.is_none_or(|end| i64::try_from(end).is_err()) {
             return Err(PlanError::TooLarge);
         }
-        self.blocks.check(self.layout.blocks())
+        check_range(&self.blocks, self.layout.blocks())
+    }
+}
+
+/// How many a range has.
+fn count(range: &Range<u32>) -> u32 {
+    range.end.saturating_sub(range.start)
+}
+
+/// The number at a position of a range, counted from zero.
+fn nth(range: &Range<u32>, position: u32) -> Option<u32> {
+    range.start.checked_add(position).filter(|number| range.contains(number))
+}
+
+/// Refuses an empty range and one that reaches beyond `available`.
+fn check_range(range: &Range<u32>, available: u32) -> Result<(), PlanError> {
+    match range.end.checked_sub(1) {
+        Some(last) if !range.is_empty() && last >= available => {
+            Err(PlanError::OutOfRange { wanted: last, available })
+        }
+        Some(_) if !range.is_empty() => Ok(()),
+        _ => Err(PlanError::Nothing),
     }
 }
 
@@ -356,7 +372,7 @@ fn check_shape(records: &[RecordRead], placement: &Placement) -> Result<(), Plan
 /// For each record whether a block is one region. Looks at a layout that several records share once.
 fn whole_blocks<'a>(
     records: &'a [RecordRead],
-    layers: &Pick,
+    layers: &Range<u32>,
     placement: &Placement,
     options: &ReadOptions,
 ) -> Vec<Option<WholeBlock>> {
@@ -374,16 +390,12 @@ fn whole_blocks<'a>(
 
 fn whole_block(
     layout: &RunLayout,
-    layers: &Pick,
+    layers: &Range<u32>,
     placement: &Placement,
     options: &ReadOptions,
 ) -> Option<WholeBlock> {
-    let last = layers.get(layers.count().checked_sub(1)?)?;
-    let (first, _) = layout.layer_parts(layers.get(0)?)?;
-    let (last_first, last_parts) = layout.layer_parts(last)?;
-    if last.checked_sub(layers.get(0)?)? != layers.count().checked_sub(1)? {
-        return None;
-    }
+    let (first, _) = layout.layer_parts(layers.start)?;
+    let (last_first, last_parts) = layout.layer_parts(layers.end.checked_sub(1)?)?;
     let end = usize::try_from(last_first).ok()?.checked_add(last_parts.len())?;
     let places = layout.parts().get(usize::try_from(first).ok()?..end)?;
     WholeBlock::new(places, first, placement, options)

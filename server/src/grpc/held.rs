@@ -1,4 +1,5 @@
-//! What a read still holds when all of its work is done: bytes that its client has not taken.
+//! Slow readers: what a read still holds when all of its work is done, bytes that its client has not taken, and when it is cut
+//! off.
 //!
 //! They wait in the body's slot, and then in the transport, which has taken them from there and may not send them before the
 //! client makes room. A client that takes nothing for as long as the server's patience loses the read and what waits in

@@ -232,7 +232,7 @@ async fn work(
     (to, slot): (Sender<Outgoing>, Arc<Slot>),
     holding: Holding,
 ) {
-    let most = call.node.at_once(&call.caller.tenant, limits::WINDOW_BYTES).min(call.node.memory.piece_max());
+    let most = call.node.at_once(&call.caller.tenant, limits::TILE_BYTES).min(call.node.memory.piece_max());
     let large = LargeReads::enter(&call.node.large_reads, download.bytes());
     let read = call.node.engine.read_tiles(download.request(&call));
     let sending = Sending { call, download, to, slot, holding, said: Mutex::new(said), large, most };
@@ -407,14 +407,14 @@ impl Sending {
     fn tile_bytes(&self) -> u64 {
         let share = limits::UNDER_WAY_BYTES / 2 / self.large.count().max(1);
         let crowded = self.call.node.memory.is_crowded();
-        self.most.min(if crowded { 0 } else { share }.max(limits::SMALL_WINDOW_BYTES))
+        self.most.min(if crowded { 0 } else { share }.max(limits::SMALL_TILE_BYTES))
     }
 
     /// How many tiles may be under way before their turn, as things are now.
     fn ahead(&self) -> usize {
-        let share = limits::UNDER_WAY_BYTES / limits::SMALL_WINDOW_BYTES / self.large.count().max(1);
+        let share = limits::UNDER_WAY_BYTES / limits::SMALL_TILE_BYTES / self.large.count().max(1);
         match self.large.count() {
-            0 | 1 => limits::WINDOWS_AHEAD,
+            0 | 1 => limits::TILES_AHEAD,
             _ => usize::from(share > 1),
         }
     }

@@ -1,4 +1,5 @@
-//! The memory that requests share: one arena, made at the start, never grown.
+//! Backpressure: the memory that requests share, one arena, made at the start, never grown. All bounds: docs/SERVER.md, "What
+//! bounds memory".
 //!
 //! Reads up to a certain size have a part of it to themselves, so that a small one does not wait behind large
 //! ones. Who finds it full waits. A piece comes back when the last user of it is done: the device, the engine, or
@@ -288,18 +289,18 @@ mod tests {
         };
         let mut held = Vec::new();
         for tenant in 1..30 {
-            for len in [limits::PUT_PIECE_BYTES, limits::SMALL_WINDOW_BYTES] {
+            for len in [limits::PUT_PIECE_BYTES, limits::SMALL_TILE_BYTES] {
                 held.extend(std::iter::from_fn(|| take(tenant, len)));
             }
         }
         assert!(take(30, limits::PUT_PIECE_BYTES).is_none(), "more than is set aside waits for others");
-        for most in [limits::PUT_PIECE_BYTES, limits::WINDOW_BYTES] {
-            let len = shares.at_once(30, limits::SMALL_WINDOW_BYTES, most);
+        for most in [limits::PUT_PIECE_BYTES, limits::TILE_BYTES] {
+            let len = shares.at_once(30, limits::SMALL_TILE_BYTES, most);
             assert!(len > 2 << 20 && take(30, len).is_some(), "{len}");
         }
         // Somebody who came later takes what he finds.
         assert_eq!(
-            shares.at_once(31, limits::SMALL_WINDOW_BYTES, limits::PUT_PIECE_BYTES),
+            shares.at_once(31, limits::SMALL_TILE_BYTES, limits::PUT_PIECE_BYTES),
             limits::PUT_PIECE_BYTES
         );
     }

@@ -47,7 +47,7 @@ use crate::grpc::request::Receiving;
 use crate::local::Locals;
 use crate::metrics::Metrics;
 use crate::scrub::Scrub;
-use kvarts_wire::limits::{HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_WINDOW_BYTES};
+use kvarts_wire::limits::{HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_TILE_BYTES};
 
 /// A running server's insides.
 #[derive(Debug)]
@@ -202,7 +202,7 @@ impl Node {
 
     /// How much of that a tenant should take at once, of `most`.
     pub fn at_once(&self, tenant: &Tenant, most: u64) -> u64 {
-        self.shares.at_once(tenant.number, SMALL_WINDOW_BYTES, most)
+        self.shares.at_once(tenant.number, SMALL_TILE_BYTES, most)
     }
 
     /// The store as its clients see it.

@@ -41,8 +41,8 @@ impl Progress {
 }
 
 /// A put whose layers come one after the other. Dropping it unsealed leaves nothing of it; memory that was offered is
-/// the store's until [`PutStream::written`] says otherwise, or the last buffer of it is dropped.
-pub struct PutStream {
+/// the store's until [`LayeredPut::written`] says otherwise, or the last buffer of it is dropped.
+pub struct LayeredPut {
     from: Placed,
     shape: Arc<BlockShape>,
     offered: u32,
@@ -50,7 +50,7 @@ pub struct PutStream {
     answer: Option<Ticket<Result<PutReply, Error>>>,
 }
 
-impl PutStream {
+impl LayeredPut {
     /// The caller's end, and what the store has of it.
     pub(crate) fn new(
         from: Placed,
@@ -148,7 +148,7 @@ impl Written {
     }
 }
 
-impl Drop for PutStream {
+impl Drop for LayeredPut {
     fn drop(&mut self) {
         // A ticket that is gone stops the put; whoever waits for the next layer must look.
         self.answer = None;
@@ -156,8 +156,8 @@ impl Drop for PutStream {
     }
 }
 
-impl fmt::Debug for PutStream {
+impl fmt::Debug for LayeredPut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "PutStream({} of {} layers offered)", self.offered, self.shape.layers().len())
+        write!(f, "LayeredPut({} of {} layers offered)", self.offered, self.shape.layers().len())
     }
 }

@@ -36,30 +36,30 @@ pub struct LendRequest {
     pub deadline: Option<Nanos>,
 }
 
-/// Blocks as they lie in files, held: while this lives, the bytes of its stretches are not written anew nor given back
+/// Blocks as they lie in files, held: while this lives, the bytes of its ranges are not written anew nor given back
 /// to the file system. Blocks that are deleted, evicted or moved meanwhile are still there.
 ///
 /// The store's closing ends the hold: it does not wait for who borrowed. Descriptors stay good, but what is read
 /// afterwards may be anything that the next to open the store has written there. So every chunk is compared with its
 /// digest, whenever it was read.
 ///
-/// What is held is held up: the segments that the stretches lie in, as by a read that stands still. Their space does
+/// What is held is held up: the segments that the ranges lie in, as by a read that stands still. Their space does
 /// not come back, so puts may be refused for want of room, a lowered budget is not reached, and what was buried before
 /// them is remembered. Nobody waits for it for ever, and nothing else of the store stands still. No time ends it: give
-/// it back when the last stretch is in. To drop it, on any thread, is to give it back.
+/// it back when the last range is in. To drop it, on any thread, is to give it back.
 #[derive(Debug)]
-pub struct Lent {
-    files: Vec<LentFile>,
-    layers: Vec<LentLayer>,
+pub struct PinnedExtents {
+    files: Vec<PinnedFile>,
+    layers: Vec<PinnedLayer>,
     origins: Arc<Origins>,
     /// What each executor holds ends when its answer is given, or dropped.
     held: Vec<Reply<()>>,
 }
 
-impl Lent {
+impl PinnedExtents {
     pub(crate) fn new(
-        files: Vec<LentFile>,
-        layers: Vec<LentLayer>,
+        files: Vec<PinnedFile>,
+        layers: Vec<PinnedLayer>,
         origins: Arc<Origins>,
         held: Vec<Reply<()>>,
     ) -> Self {
@@ -67,7 +67,7 @@ impl Lent {
     }
 
     /// The segment files: each once.
-    pub fn files(&self) -> &[LentFile] {
+    pub fn files(&self) -> &[PinnedFile] {
         &self.files
     }
 
@@ -83,7 +83,7 @@ impl Lent {
     }
 
     /// The layers that were asked for, in execution order.
-    pub fn layers(&self) -> &[LentLayer] {
+    pub fn layers(&self) -> &[PinnedLayer] {
         &self.layers
     }
 }
@@ -92,11 +92,11 @@ impl Lent {
 /// reads at offsets, and does nothing else with it.
 ///
 /// It keeps the descriptor open, also when the store has removed the file; the file system has its space back only
-/// when all of these are gone. It is no hold: only [`Lent`] is.
+/// when all of these are gone. It is no hold: only [`PinnedExtents`] is.
 #[derive(Clone, Debug)]
-pub struct LentFile(KeptFile);
+pub struct PinnedFile(KeptFile);
 
-impl LentFile {
+impl PinnedFile {
     pub(crate) fn new(file: KeptFile) -> Self {
         Self(file)
     }
@@ -108,7 +108,7 @@ impl LentFile {
     }
 }
 
-impl AsFd for LentFile {
+impl AsFd for PinnedFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -116,23 +116,23 @@ impl AsFd for LentFile {
 
 /// A layer of all blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct LentLayer {
+pub struct PinnedLayer {
     /// Which layer of the shape.
     pub layer: u32,
     /// What is to be read of it, by block and, within a file's record, by offset.
-    pub stretches: Vec<Stretch>,
-    /// What of that are its chunks, stretch by stretch: each chunk of each block once.
-    pub chunks: Vec<LentChunk>,
+    pub ranges: Vec<FileRange>,
+    /// What of that are its chunks, range by range: each chunk of each block once.
+    pub chunks: Vec<PinnedChunk>,
 }
 
-/// Whole pages of a file: offset and bytes are multiples of 4096, and no stretch is longer than
+/// Whole pages of a file: offset and bytes are multiples of 4096, and no range is longer than
 /// [`DEFAULT_MAX_REGION`](kvarts_layout::plan::DEFAULT_MAX_REGION). Two may share a page, where one was cut at that length.
 ///
-/// Where the chunks of a part are whole pages, on the disk and in the layer's bytes, a stretch is nothing but chunks
+/// Where the chunks of a part are whole pages, on the disk and in the layer's bytes, a range is nothing but chunks
 /// that follow each other in both: it can be read to where its first chunk goes, and everything is in its place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Stretch {
-    /// Which of [`Lent::files`].
+pub struct FileRange {
+    /// Which of [`PinnedExtents::files`].
     pub file: u32,
     /// Where it begins in the file.
     pub offset: u64,
@@ -142,12 +142,12 @@ pub struct Stretch {
 
 /// A chunk of a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct LentChunk {
-    /// Which of the layer's stretches it lies in, wholly.
-    pub stretch: u32,
+pub struct PinnedChunk {
+    /// Which of the layer's ranges it lies in, wholly.
+    pub range: u32,
     /// Which block of the request.
     pub ordinal: u32,
-    /// Where it begins in its stretch.
+    /// Where it begins in its range.
     pub at: u64,
     /// Its length.
     pub bytes: u64,
@@ -194,8 +194,8 @@ mod tests {
     #[test]
     fn what_is_lent_goes_to_any_thread() {
         fn goes_anywhere<T: Send + Sync + 'static>() {}
-        goes_anywhere::<Lent>();
-        goes_anywhere::<LentFile>();
+        goes_anywhere::<PinnedExtents>();
+        goes_anywhere::<PinnedFile>();
     }
 
     #[test]

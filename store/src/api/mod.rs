@@ -21,10 +21,10 @@ use std::time::Duration;
 
 use kvarts_layout::{Geometry, Identity, NamespaceId};
 
-pub use by_layers::PutStream;
+pub use by_layers::LayeredPut;
 pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, TtlRequest};
 pub use digests::Digests;
-pub use lend::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Stretch};
+pub use lend::{FileRange, LendRequest, NotLent, PinnedChunk, PinnedExtents, PinnedFile, PinnedLayer};
 pub use lookup::{LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, PIN_BYTES};
 pub use origins::Origins;
 pub use placement::Placed;
@@ -32,7 +32,7 @@ pub use presence::{ContainsReply, ContainsRequest, Presence};
 pub use progress::ReadProgress;
 pub use put::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 pub use read::{
-    Bring, Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, SMALL_READ_BYTES, Verify,
+    Order, Poller, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, SMALL_READ_BYTES, Verify,
     read_channel,
 };
 pub use tiled::{Arrived, Late, TileBytes, TileMemory, TileSource, TiledRead, TiledRequest};
@@ -40,6 +40,7 @@ pub use turns::Turns;
 
 use crate::error::{Error, Reason};
 pub use crate::events::{Cause, Event, EventKind, Gap, Sequence, SnapshotCursor, SnapshotPage, Subscription};
+use crate::rt::Nanos;
 use crate::rt::mailbox::{Ticket, ticket};
 
 /// A store of KV-cache blocks.
@@ -62,7 +63,7 @@ pub trait KvStore: Send + Sync {
     /// the put is sealed, as [`KvStore::put`] says. A refusal says that the blocks must be put whole instead: some are
     /// here already, there are too many such puts, or they do not fit into one segment. One that gets no segment by its
     /// deadline is refused with that.
-    fn put_layers(&self, request: PutRequest) -> Ticket<Result<PutStream, Error>> {
+    fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         drop(request);
         let (reply, answer) = ticket();
         let _ = reply.send(Err(Reason::Shape("this store takes blocks whole".to_owned()).into()));
@@ -76,6 +77,20 @@ pub trait KvStore: Send + Sync {
     /// Says of each block whether it can be read now, from memory alone. With a lease, none of those that are here
     /// is evicted before the lease ends.
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error>;
+
+    /// As [`KvStore::contains`], for callers that cannot wait for a store that is elsewhere. Dropping the ticket leaves a lease
+    /// to end by itself.
+    fn look_up(
+        &self,
+        request: &ContainsRequest<'_>,
+        deadline: Option<Nanos>,
+    ) -> Ticket<Result<ContainsReply, Error>> {
+        let _ = deadline;
+        let (reply, answer) = ticket();
+        // The asking end is still here.
+        let _ = reply.send(self.contains(request));
+        answer
+    }
 
     /// Ends a lease early; false if it had ended.
     fn unlock(&self, lease: LeaseId) -> bool;

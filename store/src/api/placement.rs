@@ -3,6 +3,7 @@
 //! The same description serves as a source of puts and as a destination of reads. It is checked once, when it is
 //! made: afterwards every chunk has its place inside the memory given, and no two chunks share a byte.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use kvarts_layout::BlockShape;
@@ -68,6 +69,91 @@ impl Placed {
         let offset = memory.first().map_or(0, |memory| memory.shift);
         let start = Address { memory: MemoryId(0), offset };
         Self::checked(memory, Placement::canonical_blocks(shape, blocks, start))
+    }
+
+    /// Whole blocks, each in a memory of its own of exactly its size, with its chunks in canonical order without padding; the
+    /// memories lie anywhere. One placement is for memories of one region that share no byte, and for as much of it as slot
+    /// numbers reach: gives several where it must, each with the places in `pages` of its blocks.
+    pub fn scattered(shape: &BlockShape, pages: &[SharedBuf]) -> Result<Vec<(Vec<u32>, Self)>, Reason> {
+        for page in pages {
+            expect_len(page, shape.block_bytes())?;
+        }
+        let mut order: Vec<u32> = (0..pages.len() as u32).collect();
+        let place = |at: &u32| pages.get(*at as usize).map(|page| (page.region().id(), page.offset()));
+        order.sort_unstable_by_key(place);
+        let mut found = Vec::new();
+        for of_region in order.chunk_by(|a, b| place(a).map(|(id, _)| id) == place(b).map(|(id, _)| id)) {
+            let mut left = of_region.to_vec();
+            while !left.is_empty() {
+                // One behind the other; what meets one of these comes with the next.
+                let (mut apart, mut others, mut end) = (Vec::new(), Vec::new(), 0);
+                for at in left {
+                    let Some(page) = pages.get(at as usize) else { continue };
+                    if page.offset() < end {
+                        others.push(at);
+                    } else {
+                        end = page.offset() + page.len();
+                        apart.push(at);
+                    }
+                }
+                let mut rest = apart.as_slice();
+                while let Some((placed, count)) = Self::scattered_some(shape, pages, rest)? {
+                    let (some, later) = rest.split_at(count);
+                    found.push((some.to_vec(), placed));
+                    rest = later;
+                }
+                left = others;
+            }
+        }
+        Ok(found)
+    }
+
+    /// The first of `order`, which are of one region and go upwards, as many as one placement can be for.
+    fn scattered_some(
+        shape: &BlockShape,
+        pages: &[SharedBuf],
+        order: &[u32],
+    ) -> Result<Option<(Self, usize)>, Reason> {
+        let page = |at: &u32| pages.get(*at as usize);
+        let Some(first) = order.first().and_then(page) else { return Ok(None) };
+        let (bytes, mut step) = (shape.block_bytes(), 0);
+        let mut reach = (1, first.len());
+        for (count, at) in (1..).zip(order) {
+            let Some(found) = page(at) else { return Err(Reason::OutOfBounds) };
+            let distance = found.offset() - first.offset();
+            let common = greatest_divisor(step, distance as u64);
+            if common > 0 && distance as u64 / common > u64::from(u32::MAX) {
+                break;
+            }
+            (step, reach) = (common, (count, distance + found.len()));
+        }
+        let (count, bytes_all) = reach;
+        let whole = SharedBuf::new(first.region(), first.offset(), bytes_all).ok_or(Reason::OutOfBounds)?;
+        let stride = if step == 0 { bytes } else { step };
+        let slot = |at: &u32| {
+            let distance = page(at).map_or(0, |page| (page.offset() - first.offset()) as u64);
+            (distance / stride) as u32
+        };
+        let slots = order.iter().take(count).map(slot).collect();
+        let mut base = 0;
+        let targets = shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| {
+            let target = PartTarget { memory: MemoryId(0), base, stride };
+            base += chunk.bytes;
+            target
+        });
+        let targets: Vec<_> = targets.collect();
+        Ok(Some((Self::paged(shape, vec![whole], &targets, slots)?, count)))
+    }
+
+    /// The same places, whose memory keeps `keeper` alive until the last user of it is gone, an operation under way among
+    /// them. What keeps it already goes first.
+    #[must_use]
+    pub fn kept_by(self, keeper: &Arc<dyn Any + Send + Sync>) -> Self {
+        let keep = |Memory { buf, shift }: &Memory| Memory {
+            buf: buf.clone().also_kept_by(Arc::clone(keeper)),
+            shift: *shift,
+        };
+        Self { memory: self.memory.iter().map(keep).collect(), ..self }
     }
 
     /// A tile of a read, in memory that has its bytes. Blocks count from zero.
@@ -263,6 +349,15 @@ fn unchecked(memory: Vec<SharedBuf>) -> Vec<Memory> {
     memory.into_iter().map(|buf| Memory { shift: shift_of(&buf), buf }).collect()
 }
 
+/// The greatest number that divides both; of zero and a number, the number.
+fn greatest_divisor(a: u64, b: u64) -> u64 {
+    let (mut a, mut b) = (a, b);
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
 /// Bytes from the page boundary before a memory to its first byte.
 fn shift_of(buf: &SharedBuf) -> u64 {
     (buf.as_ptr().addr() % PAGE) as u64
@@ -333,6 +428,49 @@ mod tests {
         assert_eq!((placed.memories().len(), placed.target(0)), (1, None));
         assert_eq!(placed.chunk(2, 2, 16).map(|chunk| chunk.offset()), Some(32));
         assert!(placed.chunk(0, 0, 10).is_none() && placed.select(&[1]).unwrap().chunk(1, 0, 6).is_none());
+    }
+
+    #[test]
+    fn scattered_blocks_lie_where_their_memories_do() {
+        let (one, other) = (buf(1 << 20), buf(4096));
+        let pages: Vec<_> = [(&one, 5000), (&other, 64), (&one, 100), (&one, 132), (&other, 0)]
+            .iter()
+            .map(|(buf, at)| buf.slice(*at, 32).unwrap())
+            .collect();
+        let found = Placed::scattered(&shape(), &pages).unwrap();
+        assert_eq!(
+            found.iter().map(|(which, _)| which.as_slice()).collect::<Vec<_>>(),
+            [&[2, 3, 0][..], &[4, 1]]
+        );
+        for (which, placed) in &found {
+            for (block, page) in (0u32..).zip(which) {
+                let page = &pages[*page as usize];
+                let chunk = placed.chunk(2, block, 16).unwrap();
+                assert_eq!((chunk.region().id(), chunk.offset()), (page.region().id(), page.offset() + 16));
+            }
+        }
+        let slice = |at| one.slice(at, 32).unwrap();
+        let meeting = [slice(31), slice(0), slice(0), slice(64)];
+        let found = Placed::scattered(&shape(), &meeting).unwrap();
+        let which: Vec<_> = found.iter().map(|(which, _)| which.as_slice()).collect();
+        assert_eq!(which, [&[1, 3][..], &[2, 0][..1], &[0]]);
+        let short = Placed::scattered(&shape(), &[one.slice(0, 31).unwrap()]).unwrap_err();
+        assert_eq!(short, Reason::Length { expected: 32, found: 31 });
+        assert_eq!(Placed::scattered(&shape(), &pages[..1]).unwrap()[0].1.block_count(), 1);
+    }
+
+    #[test]
+    fn a_keeper_lives_as_long_as_anybody_has_memory_of_a_placement() {
+        let (first, second) = (Arc::new(()), Arc::new(()));
+        let pages = buf(64).kept_by(Arc::clone(&first) as _);
+        let keeper: Arc<dyn Any + Send + Sync> = Arc::clone(&second) as _;
+        let placed = Placed::blocks(&shape(), pages, 2).unwrap().kept_by(&keeper);
+        drop(keeper);
+        let chunk = placed.chunk(0, 1, 10).unwrap();
+        drop(placed);
+        assert_eq!((Arc::strong_count(&first), Arc::strong_count(&second)), (2, 2));
+        drop(chunk);
+        assert_eq!((Arc::strong_count(&first), Arc::strong_count(&second)), (1, 1));
     }
 
     #[test]

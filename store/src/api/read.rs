@@ -190,7 +190,7 @@ impl Channel {
 }
 
 /// Whoever brings the events of a read into this process, where somebody has to fetch them: a connection.
-pub trait Bring: Send + Sync {
+pub trait Poller: Send + Sync {
     /// Fetches on this thread, which may sleep, until `done`. Returns before if another thread fetches already, or if
     /// nothing more will come.
     fn fetch(&self, done: &mut dyn FnMut() -> bool);
@@ -203,7 +203,7 @@ pub trait Bring: Send + Sync {
 /// device has let go of the caller's memory.
 pub struct ReadStream {
     channel: Arc<Channel>,
-    bring: Option<Arc<dyn Bring>>,
+    bring: Option<Arc<dyn Poller>>,
 }
 
 /// The store's end of a [`ReadStream`]. Dropping it without an end ends the stream: with nothing usable.
@@ -250,7 +250,7 @@ impl ReadSink {
 impl ReadStream {
     /// The same stream, whose events somebody has to fetch: who blocks on it fetches them himself.
     #[must_use]
-    pub fn brought_by(mut self, bring: Arc<dyn Bring>) -> Self {
+    pub fn brought_by(mut self, bring: Arc<dyn Poller>) -> Self {
         self.bring = Some(bring);
         self
     }

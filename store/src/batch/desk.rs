@@ -8,57 +8,57 @@
 //! those held, but possibly with locks of the store; so nothing here calls the store under the lock, and what is
 //! cancelled is dropped outside of it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::pin::Pin;
 use std::sync::{Arc, PoisonError, Weak};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Poll, Wake, Waker};
 
+use kvarts_layout::BlockKey;
 use rustix::event::{EventfdFlags, eventfd};
 
+use super::asked::{Answer, Asked, CANCELLED, CLOSED, Piece, tell};
 use super::split::Split;
+use super::touched::Touched;
 use super::{BatchId, BatchKind, Completion, EventFds, Lane};
-use crate::api::{BlockOutcome, LeaseId, PutReply, ReadEnd, ReadStream};
-use crate::error::{Error, Reason};
-use crate::rt::mailbox::{Abandoned, Ticket};
+use crate::api::LeaseId;
+use crate::error::{Error, Kind, Reason};
 use crate::sync::{Mutex, MutexGuard};
 
-const CLOSED: Reason = Reason::Busy("the handle is closed");
-const STOPPED: Reason = Reason::Busy("the store is closing");
-
-/// What a batch waits for.
-pub(super) enum Asked {
-    Put(Ticket<Result<PutReply, Error>>),
-    Get(ReadStream),
+/// One piece of a batch that was asked for.
+struct Part {
+    piece: Piece,
+    /// Until it is answered.
+    asked: Option<Asked>,
+    answer: Option<Answer>,
 }
 
-/// How a batch ended, before it is told key by key.
-pub(super) enum Answer {
-    Put(Result<Result<PutReply, Error>, Abandoned>),
-    Get(Result<ReadEnd, Abandoned>),
-    Looked { results: Vec<Result<(), Reason>>, lease: Option<LeaseId> },
+/// A batch that was submitted.
+pub(super) struct Batch {
+    pub(super) kind: BatchKind,
+    pub(super) split: Split,
+    /// Blocks that the store was asked for, over all pieces.
+    pub(super) blocks: usize,
+    /// It has ended when nobody uses its memory any more.
+    pub(super) until_free: bool,
 }
 
 struct UnderWay {
-    kind: BatchKind,
-    split: Split,
-    /// Keys that the store was asked for.
-    keys: usize,
-    asked: Asked,
+    batch: Batch,
+    parts: Vec<Part>,
+    /// Who still uses its memory.
+    touched: Touched,
 }
 
 struct Ended {
     id: BatchId,
-    kind: BatchKind,
-    split: Split,
-    keys: usize,
-    answer: Answer,
+    batch: Batch,
+    answers: Vec<(Piece, Answer)>,
 }
 
 #[derive(Default)]
 struct State {
     next: u64,
-    /// Batches that have a seat: reserved, under way, or ended and not drained.
+    /// Batches that have a place: reserved, under way, or ended and not drained.
     open: usize,
     under_way: BTreeMap<BatchId, UnderWay>,
     /// By lane.
@@ -73,8 +73,15 @@ pub(super) struct Desk {
     batches_max: usize,
 }
 
+/// What a batch that ended holds.
+#[derive(Default)]
+pub(super) struct Held {
+    pub(super) leases: Vec<LeaseId>,
+    pub(super) keys: BTreeSet<BlockKey>,
+}
+
 /// A batch's place, given back when dropped before anything was asked under it.
-pub(super) struct Seat<'a> {
+pub(super) struct Reserved<'a> {
     desk: &'a Arc<Desk>,
     id: BatchId,
     taken: bool,
@@ -94,13 +101,28 @@ impl Wake for Notice {
     }
 }
 
-impl Asked {
-    fn poll(&mut self, waker: &Waker) -> Poll<Answer> {
-        let mut context = Context::from_waker(waker);
-        match self {
-            Self::Put(ticket) => Pin::new(ticket).poll(&mut context).map(Answer::Put),
-            Self::Get(stream) => stream.poll_end(&mut context).map(Answer::Get),
+impl UnderWay {
+    /// Asks every piece that has not been answered how it is. Ready if the batch has ended; what is not needed any more comes
+    /// back, to be dropped without the lock.
+    fn poll(&mut self, waker: &Waker, used: &mut Vec<Asked>) -> Poll<()> {
+        let mut ready = true;
+        for part in &mut self.parts {
+            let Some(asked) = &mut part.asked else { continue };
+            match asked.poll(waker) {
+                Poll::Pending => ready = false,
+                Poll::Ready(answer) => {
+                    part.answer = Some(answer);
+                    used.extend(part.asked.take());
+                }
+            }
         }
+        let ready = ready && (!self.batch.until_free || self.touched.is_over(waker));
+        if ready { Poll::Ready(()) } else { Poll::Pending }
+    }
+
+    fn end(self, id: BatchId) -> Ended {
+        let answers = self.parts.into_iter().filter_map(|part| Some((part.piece, part.answer?)));
+        Ended { id, batch: self.batch, answers: answers.collect() }
     }
 }
 
@@ -134,7 +156,7 @@ impl Desk {
     }
 
     /// A place for one more batch.
-    pub(super) fn reserve(self: &Arc<Self>) -> Result<Seat<'_>, Reason> {
+    pub(super) fn reserve(self: &Arc<Self>) -> Result<Reserved<'_>, Reason> {
         let mut state = self.lock();
         if state.closed {
             return Err(CLOSED);
@@ -144,12 +166,12 @@ impl Desk {
         }
         state.open += 1;
         state.next += 1;
-        Ok(Seat { desk: self, id: BatchId(state.next), taken: false })
+        Ok(Reserved { desk: self, id: BatchId(state.next), taken: false })
     }
 
     /// Lists a batch that ended and rings. Under the lock: see the module's documentation.
     fn list(&self, state: &mut State, ended: Ended) {
-        let lane = ended.kind.lane();
+        let lane = ended.batch.kind.lane();
         state.ended[lane.index()].push(ended);
         // Each one rings, although one would do: a caller that reads the eventfd at the wrong moment is rung for
         // again. The write can fail only at a count of 2^64 - 2, where the eventfd is readable anyway.
@@ -172,22 +194,36 @@ impl Desk {
 
     /// A batch was woken: lists it if it has ended.
     fn look(&self, id: BatchId, waker: &Waker) {
+        let mut used = Vec::new();
         let mut state = self.lock();
-        let Some(mut batch) = state.under_way.remove(&id) else { return };
-        match batch.asked.poll(waker) {
+        let Some(mut under_way) = state.under_way.remove(&id) else { return };
+        match under_way.poll(waker, &mut used) {
             Poll::Pending => {
-                state.under_way.insert(id, batch);
+                state.under_way.insert(id, under_way);
             }
-            Poll::Ready(answer) => {
-                let UnderWay { kind, split, keys, asked } = batch;
-                self.list(&mut state, Ended { id, kind, split, keys, answer });
-                drop(state);
-                drop(asked);
-            }
+            Poll::Ready(()) => self.list(&mut state, under_way.end(id)),
         }
+        drop(state);
+        drop(used);
     }
 
-    pub(super) fn drain(&self, lanes: &[Lane], out: &mut Vec<Completion>) -> usize {
+    /// Ends a batch early; false if it has ended.
+    pub(super) fn cancel(self: &Arc<Self>, id: BatchId) -> bool {
+        let mut state = self.lock();
+        let Some(under_way) = state.under_way.get_mut(&id) else { return false };
+        under_way.batch.until_free = true;
+        let mut dropped = Vec::new();
+        for part in under_way.parts.iter_mut().filter(|part| part.asked.is_some()) {
+            part.answer = Some(Answer::Failed(CANCELLED));
+            dropped.extend(part.asked.take());
+        }
+        drop(state);
+        drop(dropped);
+        self.look(id, &Waker::from(Arc::new(Notice { desk: Arc::downgrade(self), id })));
+        true
+    }
+
+    pub(super) fn drain(&self, lanes: &[Lane]) -> Vec<(Completion, Held)> {
         let mut ended = Vec::new();
         let mut state = self.lock();
         for lane in lanes {
@@ -196,12 +232,11 @@ impl Desk {
         state.open -= ended.len();
         self.hush(&state);
         drop(state);
-        let drained = ended.len();
-        out.extend(ended.into_iter().map(Ended::tell));
-        drained
+        ended.into_iter().map(Ended::tell).collect()
     }
 
-    pub(super) fn close(&self) {
+    /// Ends everything; gives the leases that nobody was told of.
+    pub(super) fn close(&self) -> Vec<LeaseId> {
         let mut state = self.lock();
         state.closed = true;
         let cancelled = std::mem::take(&mut state.under_way);
@@ -209,63 +244,62 @@ impl Desk {
         state.open -= cancelled.len() + discarded.iter().map(Vec::len).sum::<usize>();
         self.hush(&state);
         drop(state);
-        drop((cancelled, discarded));
+        drop(cancelled);
+        discarded.into_iter().flatten().flat_map(|ended| ended.tell().1.leases).collect()
     }
 }
 
-impl Seat<'_> {
-    pub(super) fn id(&self) -> BatchId {
-        self.id
-    }
-
-    /// Takes the seat for something that was asked. What the store refused at once is refused here, too.
+impl Reserved<'_> {
+    /// Takes the place for something that was asked. What the store refused at once, all of it, and will not take later either,
+    /// is refused here, too.
     pub(super) fn watch(
         mut self,
-        kind: BatchKind,
-        split: Split,
-        keys: usize,
-        mut asked: Asked,
+        batch: Batch,
+        pieces: Vec<(Piece, Asked)>,
+        touched: Touched,
     ) -> Result<BatchId, Reason> {
         let notice = Notice { desk: Arc::downgrade(self.desk), id: self.id };
         let waker = Waker::from(Arc::new(notice));
+        let part = |(piece, asked)| Part { piece, asked: Some(asked), answer: None };
+        let parts = pieces.into_iter().map(part).collect();
+        let mut under_way = UnderWay { batch, parts, touched };
+        let mut used = Vec::new();
         let mut state = self.desk.lock();
         if state.closed {
             drop(state);
             return Err(CLOSED);
         }
         // Polled under the lock: a wake that comes now waits for it, and then finds the batch.
-        match asked.poll(&waker) {
+        match under_way.poll(&waker, &mut used) {
             Poll::Pending => {
-                state.under_way.insert(self.id, UnderWay { kind, split, keys, asked });
+                state.under_way.insert(self.id, under_way);
             }
-            Poll::Ready(Answer::Put(Ok(Err(Error(reason))))) => {
-                drop(state);
-                return Err(reason);
-            }
-            Poll::Ready(answer) => {
-                self.desk.list(&mut state, Ended { id: self.id, kind, split, keys, answer })
+            Poll::Ready(()) => {
+                let mut refusals = under_way.parts.iter().map(|part| match &part.answer {
+                    Some(Answer::Put(Ok(Err(Error(reason)))) | Answer::Failed(reason)) => {
+                        Some(reason.clone())
+                    }
+                    Some(Answer::Looked(Ok(Err(Error(reason))))) => Some(reason.clone()),
+                    _ => None,
+                });
+                if let Some(Some(reason)) = refusals.next()
+                    && refusals.all(|reason| reason.is_some())
+                    && !matches!(reason.kind(), Kind::Retry | Kind::Deadline)
+                {
+                    drop(state);
+                    return Err(reason);
+                }
+                self.desk.list(&mut state, under_way.end(self.id));
             }
         }
         drop(state);
-        self.taken = true;
-        Ok(self.id)
-    }
-
-    /// Takes the seat for something that is answered already.
-    pub(super) fn answer(mut self, kind: BatchKind, answer: Answer) -> Result<BatchId, Reason> {
-        let mut state = self.desk.lock();
-        if state.closed {
-            drop(state);
-            return Err(CLOSED);
-        }
-        self.desk.list(&mut state, Ended { id: self.id, kind, split: Split::default(), keys: 0, answer });
-        drop(state);
+        drop(used);
         self.taken = true;
         Ok(self.id)
     }
 }
 
-impl Drop for Seat<'_> {
+impl Drop for Reserved<'_> {
     fn drop(&mut self) {
         if !self.taken {
             self.desk.lock().open -= 1;
@@ -274,41 +308,28 @@ impl Drop for Seat<'_> {
 }
 
 impl Ended {
-    /// Says for each key how it went.
-    fn tell(self) -> Completion {
-        let Self { id, kind, split, keys, answer } = self;
-        let all = |reason: Reason| vec![Err(reason); keys];
-        let (mut written, mut held) = (0, None);
-        let results = match answer {
-            Answer::Put(Ok(Ok(reply))) => {
-                written = reply.outcomes.iter().filter(|one| **one == BlockOutcome::Stored).count() as u32;
-                reply.outcomes.into_iter().map(stored).collect()
+    /// Says for each key how it went; and what it holds.
+    fn tell(self) -> (Completion, Held) {
+        let Self { id, batch: Batch { kind, split, blocks, .. }, answers } = self;
+        let unsaid = || Err(Reason::Bug("a block that no piece of its batch answered for"));
+        let mut results: Vec<_> = std::iter::repeat_with(unsaid).take(blocks).collect();
+        let (mut written, mut held) = (0, Held::default());
+        for (piece, answer) in answers {
+            let told = tell(&piece.keys, answer);
+            written += told.written;
+            if let Some(lease) = told.lease {
+                held.leases.push(lease);
+                let here = piece.keys.iter().zip(&told.results).filter(|(_, result)| result.is_ok());
+                held.keys.extend(here.map(|(key, _)| *key));
             }
-            Answer::Put(Ok(Err(Error(reason)))) => all(reason),
-            Answer::Put(Err(Abandoned)) | Answer::Get(Err(Abandoned)) => all(STOPPED),
-            Answer::Get(Ok(end)) => {
-                let mut results = vec![Ok(()); keys];
-                for (place, reason) in end.failures {
-                    if let Some(result) = results.get_mut(place as usize) {
-                        *result = Err(reason);
-                    }
+            for (at, result) in piece.at.iter().zip(told.results) {
+                if let Some(place) = results.get_mut(*at as usize) {
+                    *place = result;
                 }
-                results
             }
-            Answer::Looked { results, lease } => {
-                held = lease;
-                results
-            }
-        };
-        Completion { id, kind, results: split.expand(kind, results), written, lease: held }
-    }
-}
-
-fn stored(outcome: BlockOutcome) -> Result<(), Reason> {
-    match outcome {
-        BlockOutcome::Stored | BlockOutcome::AlreadyThere => Ok(()),
-        BlockOutcome::InFlight => Err(Reason::InFlight),
-        BlockOutcome::Refused(reason) => Err(reason),
+        }
+        let lease = held.leases.first().copied();
+        (Completion { id, kind, results: split.expand(kind, results), written, lease }, held)
     }
 }
 

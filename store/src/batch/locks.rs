@@ -18,7 +18,8 @@ const KEYS_MAX: usize = 1 << 20;
 
 #[derive(Debug)]
 struct Locked {
-    lease: LeaseId,
+    /// One for each column that it asked for.
+    leases: Vec<LeaseId>,
     /// Keys that were not unlocked yet.
     keys: BTreeSet<BlockKey>,
 }
@@ -37,23 +38,23 @@ impl Locks {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn insert(&self, batch: BatchId, lease: LeaseId, keys: BTreeSet<BlockKey>) {
-        self.lock().insert(batch, Locked { lease, keys }, KEYS_MAX);
+    pub(super) fn insert(&self, batch: BatchId, leases: Vec<LeaseId>, keys: BTreeSet<BlockKey>) {
+        self.lock().insert(batch, Locked { leases, keys }, KEYS_MAX);
     }
 
-    pub(super) fn remove(&self, batch: BatchId) -> Option<LeaseId> {
+    pub(super) fn remove(&self, batch: BatchId) -> Vec<LeaseId> {
         self.lock().remove(batch)
     }
 
     /// Takes one lock off each key; gives the leases that have no key left.
     pub(super) fn remove_keys(&self, keys: &[BlockKey]) -> Vec<LeaseId> {
         let mut state = self.lock();
-        keys.iter().filter_map(|key| state.remove_key(key)).collect()
+        keys.iter().flat_map(|key| state.remove_key(key)).collect()
     }
 
     pub(super) fn clear(&self) -> Vec<LeaseId> {
         let state = std::mem::take(&mut *self.lock());
-        state.batches.into_values().map(|locked| locked.lease).collect()
+        state.batches.into_values().flat_map(|locked| locked.leases).collect()
     }
 }
 
@@ -67,21 +68,21 @@ impl State {
         self.batches.insert(batch, locked);
     }
 
-    fn remove(&mut self, batch: BatchId) -> Option<LeaseId> {
-        let locked = self.batches.remove(&batch)?;
+    fn remove(&mut self, batch: BatchId) -> Vec<LeaseId> {
+        let Some(locked) = self.batches.remove(&batch) else { return Vec::new() };
         for key in locked.keys {
             self.by_key.remove(&(key, batch));
         }
-        Some(locked.lease)
+        locked.leases
     }
 
-    fn remove_key(&mut self, key: &BlockKey) -> Option<LeaseId> {
+    fn remove_key(&mut self, key: &BlockKey) -> Vec<LeaseId> {
         let range = (*key, BatchId(0))..=(*key, BatchId(u64::MAX));
-        let (_, batch) = self.by_key.range(range).next().copied()?;
+        let Some((_, batch)) = self.by_key.range(range).next().copied() else { return Vec::new() };
         self.by_key.remove(&(*key, batch));
-        let locked = self.batches.get_mut(&batch)?;
+        let Some(locked) = self.batches.get_mut(&batch) else { return Vec::new() };
         locked.keys.remove(key);
-        if locked.keys.is_empty() { self.remove(batch) } else { None }
+        if locked.keys.is_empty() { self.remove(batch) } else { Vec::new() }
     }
 }
 
@@ -94,7 +95,7 @@ mod tests {
     }
 
     fn locked(lease: u64, names: &[u8]) -> Locked {
-        Locked { lease: LeaseId(lease), keys: names.iter().map(|name| key(*name)).collect() }
+        Locked { leases: vec![LeaseId(lease)], keys: names.iter().map(|name| key(*name)).collect() }
     }
 
     #[test]
@@ -116,9 +117,9 @@ mod tests {
             state.insert(BatchId(batch), locked(lease, &[1, 2]), 5);
         }
         assert_eq!(state.by_key.len(), 4);
-        assert_eq!(state.remove(BatchId(1)), None);
-        assert_eq!(state.remove(BatchId(2)), Some(LeaseId(20)));
-        assert_eq!(state.remove(BatchId(3)), Some(LeaseId(30)));
+        assert_eq!(state.remove(BatchId(1)), []);
+        assert_eq!(state.remove(BatchId(2)), [LeaseId(20)]);
+        assert_eq!(state.remove(BatchId(3)), [LeaseId(30)]);
         assert!(state.by_key.is_empty());
     }
 }

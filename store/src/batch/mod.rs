@@ -1,8 +1,8 @@
 //! Many keys at once, without waiting: the shape in which engines ask for pages.
 //!
-//! [`Pages`] is a handle on the blocks of one namespace, group and coordinate in any store. A batch is submitted
-//! from any thread and answered later, exactly once, with one result for each of its keys, in the order in which
-//! the keys were given; an eventfd is readable while answers wait.
+//! [`Pages`] is a handle on the blocks of one namespace in any store. A batch is submitted from any thread and answered
+//! later, exactly once, with one result for each of its keys, in the order in which the keys were given; an eventfd is
+//! readable while answers wait. Its blocks may be of any groups and coordinates, and lie in memory anywhere.
 //!
 //! Invariants:
 //! - A batch that was given an id is answered by one [`Completion`], unless the handle is closed first; one that
@@ -11,32 +11,40 @@
 //!   one lock, on the thread that ends the batch: there is no thread in this module, and no polling.
 //! - A batch counts as under way until it is drained, so a caller that does not drain is told `Busy` and memory
 //!   stays bounded.
-//! - Once a get is answered, no device writes to its memory any more.
+//! - Once a get is answered, no device writes to its memory any more. Once a batch that was cancelled is answered, nobody
+//!   has its memory any more. Nor has anybody when a closed handle says so ([`Pages::is_free`]).
 //!
 //! How an end is noticed: tickets and read streams take wakers, and a batch's waker moves the raw answer to the
 //! list of those that ended and writes the eventfd. That is all that runs on an executor; the answer becomes
 //! results on the thread that drains.
 
+mod asked;
 mod desk;
 mod locks;
 mod split;
+mod touched;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, Coordinate, Group, Layout, NamespaceId};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId};
 
 use crate::api::{
-    ContainsRequest, Durability, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS, Order, Placed, Presence,
-    PutRequest, ReadRequest, Verify,
+    ContainsRequest, DeleteRequest, Durability, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS, Order,
+    Parent, Placed, PutRequest, ReadRequest, Target, Verify,
 };
 use crate::error::{Error, Reason};
-use crate::rt::Class;
-use desk::{Answer, Asked, Desk};
+use crate::io::SharedBuf;
+use crate::rt::{Class, Nanos};
+use asked::{Asked, Piece};
+pub use asked::{CANCELLED, CLOSED};
+use desk::{Batch, Desk};
 use locks::Locks;
 use split::Split;
+use touched::{InUse, Touched};
 
 /// Names one batch of a handle. Never given out twice by it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -53,12 +61,14 @@ pub enum BatchKind {
     Exists,
     /// Asks which pages are here and holds those.
     Lock,
+    /// Deletes pages.
+    Delete,
 }
 
 /// Which completions an eventfd stands for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Lane {
-    /// Those of puts.
+    /// Those of puts and deletes.
     Store,
     /// Those of `exists` and of lookups that lock.
     Lookup,
@@ -83,7 +93,7 @@ impl BatchKind {
     /// The lane in which batches of this kind complete.
     pub fn lane(self) -> Lane {
         match self {
-            Self::Put => Lane::Store,
+            Self::Put | Self::Delete => Lane::Store,
             Self::Get => Lane::Load,
             Self::Exists | Self::Lock => Lane::Lookup,
         }
@@ -115,10 +125,13 @@ pub struct Completion {
     ///   [`Reason::Duplicate`] there, and that memory is untouched.
     /// - A lookup: the page is here. [`Reason::InFlight`] if a put of it has not finished,
     ///   [`Reason::NotHere`] if there is none.
+    /// - A delete: the page was here and does not come back. [`Reason::NotHere`] if there was none.
+    /// - What was not done when the batch was cancelled is [`CANCELLED`].
     pub results: Vec<Result<(), Reason>>,
     /// Pages that a put wrote; those that were here already are not counted.
     pub written: u32,
-    /// The lease on the pages that a lock found here; its time or [`Pages::unlock`] ends it.
+    /// The lease on the pages that a lock found here, the first one if they are of several columns; its time or
+    /// [`Pages::unlock`] ends all of them.
     pub lease: Option<LeaseId>,
 }
 
@@ -144,9 +157,9 @@ impl Completion {
 pub struct PagesOptions {
     /// A registered namespace.
     pub namespace: NamespaceId,
-    /// The group of all blocks.
+    /// The group of blocks of which nothing else is said.
     pub group: Group,
-    /// The coordinate of all blocks.
+    /// The coordinate of blocks of which nothing else is said.
     pub coordinate: Coordinate,
     /// When a put is acknowledged.
     pub durability: Durability,
@@ -166,6 +179,9 @@ pub struct PagesOptions {
     pub batches_max: usize,
     /// How many eventfds there are.
     pub event_fds: EventFds,
+    /// Whether a batch is answered only when nobody has its memory any more, and not as soon as nobody writes to it: for
+    /// callers whose memory may go away then.
+    pub until_free: bool,
 }
 
 impl PagesOptions {
@@ -184,7 +200,49 @@ impl PagesOptions {
             pin_cap_bytes: u64::MAX,
             batches_max: 256,
             event_fds: EventFds::default(),
+            until_free: false,
         }
+    }
+}
+
+/// A block of a batch.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Block {
+    /// Its group.
+    pub group: Group,
+    /// Its coordinate.
+    pub coordinate: Coordinate,
+    /// Its key.
+    pub key: BlockKey,
+}
+
+/// Where the blocks of a batch lie.
+#[derive(Clone, Debug)]
+pub enum Memory<'a> {
+    /// Nowhere: they are only asked for.
+    Nowhere,
+    /// All of one group and coordinate, as a placement says.
+    Placed(&'a Placed),
+    /// Each whole, in a memory of its own of exactly its size; these lie anywhere. Only blocks of the groups and coordinates
+    /// of these shapes may be in the batch.
+    Anywhere(&'a [SharedBuf], &'a [(Group, Coordinate, BlockShape)]),
+}
+
+/// What else is said of a batch.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// What stands before the first block of a put whose blocks follow each other. It is used where they are all of one
+    /// group, coordinate and placement.
+    pub parent: Parent,
+    /// How long a lock holds.
+    pub hold: Duration,
+    /// When the caller stops waiting.
+    pub deadline: Option<Nanos>,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        Self { parent: Parent::Unknown, hold: Duration::ZERO, deadline: None }
     }
 }
 
@@ -195,6 +253,7 @@ pub struct Pages {
     options: PagesOptions,
     desk: Arc<Desk>,
     locks: Locks,
+    in_use: Arc<InUse>,
 }
 
 impl Pages {
@@ -202,74 +261,132 @@ impl Pages {
     pub fn new(store: Arc<dyn KvStore>, options: PagesOptions) -> Result<Self, Error> {
         let desk = Desk::new(options.event_fds, options.batches_max)
             .map_err(|error| Reason::Config(format!("no eventfd, raise the descriptor limit: {error}")))?;
-        Ok(Self { store, options, desk, locks: Locks::default() })
+        Ok(Self { store, options, desk, locks: Locks::default(), in_use: Arc::default() })
     }
 
     /// Stores a page under each key; `from` has a place for each. The memory must not change before the
     /// completion.
     pub fn submit_put(&self, keys: &[BlockKey], from: &Placed) -> Result<BatchId, Error> {
-        check(keys, Some(from))?;
-        let split = Split::of(keys);
-        let (keys, from) = split.distinct(keys, from)?;
-        let count = keys.len();
-        let seat = self.desk.reserve()?;
-        let options = &self.options;
-        let request = PutRequest::new(options.namespace, options.group, options.coordinate, keys, from);
-        let ticket = self.store.put(PutRequest {
-            layout: options.layout,
-            durability: options.durability,
-            expires_after: options.expires_after,
-            ..request
-        });
-        Ok(seat.watch(BatchKind::Put, split, count, Asked::Put(ticket))?)
+        self.submit(BatchKind::Put, &self.blocks(keys), &Memory::Placed(from), &Terms::default())
     }
 
     /// Reads the page of each key to its place. The memory must be left alone before the completion.
     pub fn submit_get(&self, keys: &[BlockKey], into: &Placed) -> Result<BatchId, Error> {
-        check(keys, Some(into))?;
-        let split = Split::of(keys);
-        let (keys, into) = split.distinct(keys, into)?;
-        let count = keys.len();
-        let seat = self.desk.reserve()?;
-        let options = &self.options;
-        let request = ReadRequest::new(options.namespace, options.group, options.coordinate, keys, into);
-        let (verify, class) = (options.verify, options.class);
-        let stream = self.store.read(ReadRequest { order: Order::Blocks, verify, class, ..request })?;
-        Ok(seat.watch(BatchKind::Get, split, count, Asked::Get(stream))?)
+        self.submit(BatchKind::Get, &self.blocks(keys), &Memory::Placed(into), &Terms::default())
     }
 
-    /// Asks which pages are here. It is answered before this returns, and completes like any other batch.
+    /// Asks which pages are here.
     pub fn submit_exists(&self, keys: &[BlockKey]) -> Result<BatchId, Error> {
-        check(keys, None)?;
-        let seat = self.desk.reserve()?;
-        let (results, _) = self.look(keys, None)?;
-        Ok(seat.answer(BatchKind::Exists, Answer::Looked { results, lease: None })?)
+        self.submit(BatchKind::Exists, &self.blocks(keys), &Memory::Nowhere, &Terms::default())
     }
 
     /// The same, and holds the pages that are here against eviction for as long as `hold`, or until they are
     /// unlocked. [`Reason::PinCap`] if the tenant's cap forbids it: then nothing is held.
     pub fn submit_lookup_and_lock(&self, keys: &[BlockKey], hold: Duration) -> Result<BatchId, Error> {
-        check(keys, None)?;
-        let seat = self.desk.reserve()?;
-        let options = &self.options;
-        let terms = LeaseTerms { hold, tenant: options.tenant, cap_bytes: options.pin_cap_bytes };
-        let (results, lease) = self.look(keys, Some(terms))?;
-        let id = seat.id();
-        if let Some(lease) = lease {
-            let here = keys.iter().zip(&results).filter(|(_, result)| result.is_ok()).map(|(key, _)| *key);
-            self.locks.insert(id, lease, here.collect());
-        }
-        let answered = seat.answer(BatchKind::Lock, Answer::Looked { results, lease });
-        if answered.is_err() {
-            // The handle was closed meanwhile, perhaps before it knew of this lease.
-            self.unlock(id);
-        }
-        Ok(answered?)
+        let terms = Terms { hold, ..Terms::default() };
+        self.submit(BatchKind::Lock, &self.blocks(keys), &Memory::Nowhere, &terms)
     }
 
-    /// Ends what a lock holds; false if it had ended, or held nothing.
+    fn blocks(&self, keys: &[BlockKey]) -> Vec<Block> {
+        let PagesOptions { group, coordinate, .. } = self.options;
+        keys.iter().map(|key| Block { group, coordinate, key: *key }).collect()
+    }
+
+    /// Submits a batch of any kind. Of one whose blocks are of several groups and coordinates, or lie too far from each other
+    /// for one request, some may be refused at once: it is answered then like any other. What is refused as a whole is an
+    /// error here, unless it may go well later: that is an answer, however soon it is known.
+    pub fn submit(
+        &self,
+        kind: BatchKind,
+        blocks: &[Block],
+        memory: &Memory<'_>,
+        terms: &Terms,
+    ) -> Result<BatchId, Error> {
+        check(kind, blocks, memory)?;
+        let split = Split::of(blocks);
+        let distinct = split.distinct(blocks.len());
+        let pieces = pieces(blocks, &distinct, memory)?;
+        let reserved = self.desk.reserve()?;
+        let (token, touched) = match memory {
+            Memory::Nowhere => (None, Touched::nothing()),
+            _ => {
+                let (token, touched) = Touched::token(&self.in_use);
+                (Some(token), touched)
+            }
+        };
+        let parent = if pieces.len() == 1 { terms.parent } else { Parent::Unknown };
+        let terms = Terms { parent, ..*terms };
+        let ask = |(block, piece, placed): (Block, Piece, Option<Placed>)| {
+            let placed = match (&placed, &token) {
+                (Some(placed), Some(token)) => Some(placed.clone().kept_by(token)),
+                _ => placed,
+            };
+            let asked = self.ask(kind, (block.group, block.coordinate), &piece.keys, placed, &terms);
+            (piece, asked.unwrap_or_else(|Error(reason)| Asked::Failed(reason)))
+        };
+        let asked = pieces.into_iter().map(ask).collect();
+        drop(token);
+        let batch = Batch { kind, split, blocks: distinct.len(), until_free: self.options.until_free };
+        Ok(reserved.watch(batch, asked, touched)?)
+    }
+
+    fn ask(
+        &self,
+        kind: BatchKind,
+        (group, coordinate): (Group, Coordinate),
+        keys: &[BlockKey],
+        placed: Option<Placed>,
+        terms: &Terms,
+    ) -> Result<Asked, Error> {
+        let (options, deadline) = (&self.options, terms.deadline);
+        let namespace = options.namespace;
+        let placed = || placed.ok_or(Error(Reason::Bug("a batch that has no memory")));
+        Ok(match kind {
+            BatchKind::Put => Asked::Put(self.store.put(PutRequest {
+                parent: terms.parent,
+                layout: options.layout,
+                durability: options.durability,
+                expires_after: options.expires_after,
+                deadline,
+                ..PutRequest::new(namespace, group, coordinate, keys.to_vec(), placed()?)
+            })),
+            BatchKind::Get => Asked::Get(self.store.read(ReadRequest {
+                order: Order::Blocks,
+                verify: options.verify,
+                class: options.class,
+                deadline,
+                ..ReadRequest::new(namespace, group, coordinate, keys.to_vec(), placed()?)
+            })?),
+            BatchKind::Exists | BatchKind::Lock => {
+                let (tenant, cap_bytes) = (options.tenant, options.pin_cap_bytes);
+                let lease = LeaseTerms { hold: terms.hold, tenant, cap_bytes };
+                let lease = (kind == BatchKind::Lock).then_some(lease);
+                let request = ContainsRequest { namespace, group, coordinate, keys, lease };
+                Asked::Look(self.store.look_up(&request, deadline))
+            }
+            BatchKind::Delete => {
+                let target = Target::Keys { column: Some((group, coordinate)), keys: keys.to_vec() };
+                Asked::Delete(self.store.delete(DeleteRequest { namespace, target, deadline }))
+            }
+        })
+    }
+
+    /// Ends a batch early: what was not done is answered with [`CANCELLED`], as soon as nobody has its memory any more. False
+    /// if it was answered already.
+    pub fn cancel(&self, batch: BatchId) -> bool {
+        self.desk.cancel(batch)
+    }
+
+    /// Whether nobody has memory of any batch: of a closed handle it stays so.
+    pub fn is_free(&self) -> bool {
+        self.in_use.is_none()
+    }
+
+    /// Ends what a lock holds, if it was drained; false if that had ended, or was nothing.
     pub fn unlock(&self, batch: BatchId) -> bool {
-        self.locks.remove(batch).is_some_and(|lease| self.store.unlock(lease))
+        let leases = self.locks.remove(batch);
+        // Each of them, whatever became of the others.
+        leases.into_iter().filter(|lease| self.store.unlock(*lease)).count() > 0
     }
 
     /// Takes one lock off each key, the oldest of this handle that is on it. What a lock holds is let go
@@ -283,12 +400,24 @@ impl Pages {
 
     /// Appends the completions that wait to `out` and gives their number. Each is handed out once.
     pub fn drain(&self, out: &mut Vec<Completion>) -> usize {
-        self.desk.drain(&Lane::ALL, out)
+        self.drain_lanes(&Lane::ALL, out)
     }
 
     /// The same for one lane.
     pub fn drain_lane(&self, lane: Lane, out: &mut Vec<Completion>) -> usize {
-        self.desk.drain(&[lane], out)
+        self.drain_lanes(&[lane], out)
+    }
+
+    fn drain_lanes(&self, lanes: &[Lane], out: &mut Vec<Completion>) -> usize {
+        let drained = self.desk.drain(lanes);
+        let count = drained.len();
+        out.extend(drained.into_iter().map(|(completion, held)| {
+            if !held.leases.is_empty() {
+                self.locks.insert(completion.id, held.leases, held.keys);
+            }
+            completion
+        }));
+        count
     }
 
     /// Readable exactly while completions of this lane (of any, if there is one eventfd) wait to be drained.
@@ -304,34 +433,12 @@ impl Pages {
     }
 
     /// Cancels what is under way, discards what was not drained and ends the leases taken; later batches are
-    /// refused. The memory of a get that is cancelled stays allocated until the device has let go of it.
+    /// refused. The memory of a get that is cancelled stays allocated until the device has let go of it:
+    /// [`Pages::is_free`] says when that is so for all.
     pub fn close(&self) {
-        self.desk.close();
-        for lease in self.locks.clear() {
+        for lease in self.desk.close().into_iter().chain(self.locks.clear()) {
             self.store.unlock(lease);
         }
-    }
-
-    #[allow(clippy::type_complexity, reason = "used twice, right here")]
-    fn look(
-        &self,
-        keys: &[BlockKey],
-        lease: Option<LeaseTerms>,
-    ) -> Result<(Vec<Result<(), Reason>>, Option<LeaseId>), Error> {
-        let options = &self.options;
-        let reply = self.store.contains(&ContainsRequest {
-            namespace: options.namespace,
-            group: options.group,
-            coordinate: options.coordinate,
-            keys,
-            lease,
-        })?;
-        let result = |(key, presence): (&BlockKey, &Presence)| match presence {
-            Presence::Here => Ok(()),
-            Presence::Pending => Err(Reason::InFlight),
-            Presence::Absent => Err(Reason::NotHere(*key)),
-        };
-        Ok((keys.iter().zip(&reply.presence).map(result).collect(), reply.lease))
     }
 }
 
@@ -350,16 +457,83 @@ impl fmt::Debug for Pages {
     }
 }
 
-fn check(keys: &[BlockKey], places: Option<&Placed>) -> Result<(), Reason> {
-    if keys.is_empty() {
+fn check(kind: BatchKind, blocks: &[Block], memory: &Memory<'_>) -> Result<(), Reason> {
+    if blocks.is_empty() {
         return Err(Reason::Empty);
     }
-    if keys.len() > MAX_REQUEST_BLOCKS {
+    if blocks.len() > MAX_REQUEST_BLOCKS {
         return Err(Reason::TooMany("blocks"));
     }
-    let (expected, found) = (keys.len() as u64, places.map(|places| u64::from(places.block_count())));
-    match found {
-        Some(found) if found != expected => Err(Reason::Length { expected, found }),
+    let found = match memory {
+        Memory::Nowhere => blocks.len(),
+        Memory::Placed(placed) => placed.block_count() as usize,
+        Memory::Anywhere(pages, _) => pages.len(),
+    };
+    let (expected, found) = (blocks.len() as u64, found as u64);
+    if expected != found {
+        return Err(Reason::Length { expected, found });
+    }
+    match memory {
+        // Sources may be the same, destinations not; of several requests nobody else would see it.
+        Memory::Anywhere(pages, _) if kind == BatchKind::Get => apart(pages),
         _ => Ok(()),
     }
+}
+
+/// Refuses memories that share a byte.
+fn apart(pages: &[SharedBuf]) -> Result<(), Reason> {
+    let mut ranges: Vec<_> =
+        pages.iter().map(|page| (page.region().id(), page.offset(), page.len())).collect();
+    ranges.sort_unstable();
+    let is_apart =
+        |&[(region, start, len), (other, next, _)]: &[_; 2]| region != other || start + len <= next;
+    if ranges.array_windows().all(is_apart) { Ok(()) } else { Err(Reason::Overlap) }
+}
+
+/// The requests that a batch is: one for each group and coordinate, and for each placement that its memory needs.
+fn pieces(
+    blocks: &[Block],
+    distinct: &[u32],
+    memory: &Memory<'_>,
+) -> Result<Vec<(Block, Piece, Option<Placed>)>, Reason> {
+    let block = |at: &u32| blocks.get(*at as usize).copied();
+    let mut columns: BTreeMap<(Group, Coordinate), Vec<u32>> = BTreeMap::new();
+    for (at, block) in (0..).zip(distinct.iter().filter_map(block)) {
+        columns.entry((block.group, block.coordinate)).or_default().push(at);
+    }
+    let place = |at: &u32| distinct.get(*at as usize).copied();
+    let key = |at: &u32| Some(block(&place(at)?)?.key);
+    let mut found = Vec::new();
+    let mut piece = |at: Vec<u32>, placed| {
+        let first = at.first().and_then(place).and_then(|at| block(&at)).ok_or(Reason::Empty)?;
+        found.push((first, Piece { keys: at.iter().filter_map(key).collect(), at }, placed));
+        Ok::<(), Reason>(())
+    };
+    let single = columns.len() == 1;
+    for ((group, coordinate), at) in columns {
+        match memory {
+            Memory::Nowhere => piece(at, None)?,
+            Memory::Placed(placed) if distinct.len() == blocks.len() && single => {
+                piece(at, Some(Placed::clone(placed)))?;
+            }
+            Memory::Placed(placed) => {
+                let some = placed.select(&at.iter().filter_map(place).collect::<Vec<_>>())?;
+                piece(at, Some(some))?;
+            }
+            Memory::Anywhere(pages, shapes) => {
+                let shape = shapes.iter().find(|(g, c, _)| (*g, *c) == (group, coordinate));
+                let shape = shape.map(|(_, _, shape)| shape);
+                let shape = shape.ok_or_else(|| Reason::Shape(format!("group {}, {coordinate}", group.0)))?;
+                let page = |at: &u32| pages.get(place(at)? as usize).cloned();
+                let pages: Vec<SharedBuf> = at.iter().filter_map(page).collect();
+                for (which, placed) in Placed::scattered(shape, &pages)? {
+                    piece(
+                        which.iter().filter_map(|which| at.get(*which as usize).copied()).collect(),
+                        Some(placed),
+                    )?;
+                }
+            }
+        }
+    }
+    Ok(found)
 }

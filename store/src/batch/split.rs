@@ -3,8 +3,7 @@
 
 use kvarts_layout::BlockKey;
 
-use super::BatchKind;
-use crate::api::Placed;
+use super::{BatchKind, Block};
 use crate::error::Reason;
 
 /// A key that stood before in its batch.
@@ -24,36 +23,22 @@ pub(super) struct Split {
 }
 
 impl Split {
-    pub(super) fn of(keys: &[BlockKey]) -> Self {
-        let mut sorted: Vec<(&BlockKey, u32)> = keys.iter().zip(0u32..).collect();
+    pub(super) fn of(blocks: &[Block]) -> Self {
+        let mut sorted: Vec<(&Block, u32)> = blocks.iter().zip(0u32..).collect();
         sorted.sort_unstable();
         let mut repeats = Vec::new();
         for run in sorted.chunk_by(|(a, _), (b, _)| a == b) {
-            let Some((&(key, first), again)) = run.split_first() else { continue };
-            repeats.extend(again.iter().map(|&(_, place)| Repeat { place, first, key: *key }));
+            let Some((&(block, first), again)) = run.split_first() else { continue };
+            repeats.extend(again.iter().map(|&(_, place)| Repeat { place, first, key: block.key }));
         }
         repeats.sort_unstable_by_key(|repeat| repeat.place);
         Self { repeats }
     }
 
-    /// The keys that stand for the first time, and their places.
-    pub(super) fn distinct(
-        &self,
-        keys: &[BlockKey],
-        places: &Placed,
-    ) -> Result<(Vec<BlockKey>, Placed), Reason> {
-        if self.repeats.is_empty() {
-            return Ok((keys.to_vec(), places.clone()));
-        }
+    /// The places of those of `count` blocks that stand for the first time.
+    pub(super) fn distinct(&self, count: usize) -> Vec<u32> {
         let mut repeats = self.repeats.iter().peekable();
-        let (mut kept, mut ordinals) = (Vec::new(), Vec::new());
-        for (place, key) in (0u32..).zip(keys) {
-            if repeats.next_if(|repeat| repeat.place == place).is_none() {
-                kept.push(*key);
-                ordinals.push(place);
-            }
-        }
-        Ok((kept, places.select(&ordinals)?))
+        (0..count as u32).filter(|place| repeats.next_if(|repeat| repeat.place == *place).is_none()).collect()
     }
 
     /// Puts the results of repeated keys where they stand.
@@ -88,17 +73,27 @@ impl Split {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvarts_layout::{Coordinate, Group};
 
-    fn keys(names: &[u8]) -> Vec<BlockKey> {
-        names.iter().map(|name| BlockKey([*name; 32])).collect()
+    fn blocks(names: &[u8]) -> Vec<Block> {
+        let block = |name: &u8| Block {
+            group: Group(0),
+            coordinate: Coordinate::Replicated,
+            key: BlockKey([*name; 32]),
+        };
+        names.iter().map(block).collect()
     }
 
     #[test]
     fn repeats_are_left_out_and_come_back_where_they_stood() {
         let names = [5, 9, 5, 1, 9, 9, 2];
-        let split = Split::of(&keys(&names));
+        let split = Split::of(&blocks(&names));
         let places: Vec<_> = split.repeats.iter().map(|repeat| (repeat.place, repeat.first)).collect();
         assert_eq!(places, [(2, 0), (4, 1), (5, 1)]);
+        assert_eq!(split.distinct(7), [0, 1, 3, 6]);
+        let mut columns = blocks(&[5, 5]);
+        columns[1].group = Group(1);
+        assert_eq!(Split::of(&columns).distinct(2), [0, 1], "blocks of two groups");
         let asked = vec![Ok(()), Err(Reason::InFlight), Ok(()), Err(Reason::NoSpace)];
         let put = split.expand(BatchKind::Put, asked.clone());
         let wait = || Err(Reason::InFlight);
@@ -110,7 +105,7 @@ mod tests {
 
     #[test]
     fn a_batch_without_repeats_is_left_as_it_is() {
-        let split = Split::of(&keys(&[3, 1, 2]));
+        let split = Split::of(&blocks(&[3, 1, 2]));
         let results = vec![Ok(()), Err(Reason::InFlight), Ok(())];
         assert_eq!(split.expand(BatchKind::Get, results.clone()), results);
     }

@@ -44,6 +44,14 @@ impl Span {
         (end <= self.len).then(|| Self { offset, len, ..self.clone() })
     }
 
+    fn also_kept_by(self, keeper: Arc<dyn Any + Send + Sync>) -> Self {
+        let all = match &self._keeper {
+            Some(first) => Arc::new((Arc::clone(first), keeper)),
+            None => keeper,
+        };
+        Self { _keeper: Some(all), ..self }
+    }
+
     fn as_ptr(&self) -> *mut u8 {
         // SAFETY: `offset <= region.len` (field invariant), so the result is inside or one past the allocation.
         unsafe { self.region.base().add(self.offset) }
@@ -257,11 +265,7 @@ impl BufMut {
     /// What keeps it already goes first.
     #[must_use]
     pub fn kept_by(self, keeper: Arc<dyn Any + Send + Sync>) -> Self {
-        let all = match &self.0._keeper {
-            Some(first) => Arc::new((Arc::clone(first), keeper)),
-            None => keeper,
-        };
-        Self(Span { _keeper: Some(all), ..self.0 })
+        Self(self.0.also_kept_by(keeper))
     }
 
     /// Copies `bytes` in, to `at`.
@@ -390,6 +394,12 @@ impl SharedBuf {
     #[must_use]
     pub fn kept_by(self, keeper: Arc<dyn Any + Send + Sync>) -> Self {
         Self(Span { _keeper: Some(keeper), ..self.0 })
+    }
+
+    /// The same range, which keeps `keeper` alive as well. What keeps it already goes first.
+    #[must_use]
+    pub fn also_kept_by(self, keeper: Arc<dyn Any + Send + Sync>) -> Self {
+        Self(self.0.also_kept_by(keeper))
     }
 
     /// Copies `bytes` in, to `at`.

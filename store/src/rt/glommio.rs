@@ -26,7 +26,7 @@ use rustix::fs::{OFlags, fcntl_getfl};
 
 use super::tasks::{Handle, Tasks};
 use super::threads::{MakeIo, start_thread};
-use super::{Body, Class, Clock, Entropy, Join, Launcher, Nanos, Runtime, Seat};
+use super::{Body, Class, Clock, Entropy, ExecutorContext, Join, Launcher, Nanos, Runtime};
 use crate::io::Io;
 
 /// What glommio registers with the kernel for its own I/O, of which there is next to none: its least. An executor
@@ -196,7 +196,7 @@ impl Shared {
 async fn main(shared: Rc<Shared>, event: OwnedFd, index: usize, body: Body) {
     let handle = Rc::new(Handle(Rc::clone(&shared.tasks)));
     let (io, unparker) = (Rc::clone(&shared.io), shared.tasks.unparker());
-    let root = body(Seat { index, rt: handle, io, unparker });
+    let root = body(ExecutorContext { index, rt: handle, io, unparker });
     let ending = Rc::clone(&shared);
     shared.tasks.spawn(
         Class::Foreground,

@@ -29,7 +29,7 @@ fn alone() -> Option<MutexGuard<'static, ()>> {
 }
 
 /// Runs a body to its end; false where glommio cannot run.
-fn run(body: impl FnOnce(Seat) -> LocalTask + Send + 'static) -> bool {
+fn run(body: impl FnOnce(ExecutorContext) -> LocalTask + Send + 'static) -> bool {
     let Some(_alone) = alone() else { return false };
     in_time(|| launcher().launch(0, Box::new(body)).unwrap().join().unwrap());
     true
@@ -39,11 +39,11 @@ fn run(body: impl FnOnce(Seat) -> LocalTask + Send + 'static) -> bool {
 fn tasks_of_all_classes_run_and_the_executor_ends_with_its_first_task() {
     let ran = Arc::new(Mutex::new(Vec::new()));
     let seen = Arc::clone(&ran);
-    let could = run(move |seat| {
+    let could = run(move |context| {
         Box::pin(async move {
             let left = Rc::new(Cell::new(Class::ALL.len()));
             for class in Class::ALL {
-                let (rt, left, seen) = (Rc::clone(&seat.rt), Rc::clone(&left), Arc::clone(&seen));
+                let (rt, left, seen) = (Rc::clone(&context.rt), Rc::clone(&left), Arc::clone(&seen));
                 let task = async move {
                     for _ in 0..100 {
                         rt.yield_now().await;
@@ -51,11 +51,11 @@ fn tasks_of_all_classes_run_and_the_executor_ends_with_its_first_task() {
                     seen.lock().unwrap().push(class);
                     left.set(left.get() - 1);
                 };
-                seat.rt.spawn(class, Box::pin(task));
+                context.rt.spawn(class, Box::pin(task));
             }
             // One that never ends does not keep the executor.
-            let rt = Rc::clone(&seat.rt);
-            seat.rt.spawn(
+            let rt = Rc::clone(&context.rt);
+            context.rt.spawn(
                 Class::Background,
                 Box::pin(async move {
                     loop {
@@ -64,7 +64,7 @@ fn tasks_of_all_classes_run_and_the_executor_ends_with_its_first_task() {
                 }),
             );
             while left.get() > 0 {
-                seat.rt.yield_now().await;
+                context.rt.yield_now().await;
             }
         })
     });
@@ -75,15 +75,15 @@ fn tasks_of_all_classes_run_and_the_executor_ends_with_its_first_task() {
 
 #[test]
 fn tasks_of_one_class_run_in_the_order_in_which_they_were_spawned() {
-    run(|seat| {
+    run(|context| {
         Box::pin(async move {
             let order = Rc::new(RefCell::new(Vec::new()));
             for n in 0..100 {
                 let order = Rc::clone(&order);
-                seat.rt.spawn(Class::Put, Box::pin(async move { order.borrow_mut().push(n) }));
+                context.rt.spawn(Class::Put, Box::pin(async move { order.borrow_mut().push(n) }));
             }
             while order.borrow().len() < 100 {
-                seat.rt.yield_now().await;
+                context.rt.yield_now().await;
             }
             assert!(order.borrow().is_sorted());
         })
@@ -92,9 +92,9 @@ fn tasks_of_one_class_run_in_the_order_in_which_they_were_spawned() {
 
 #[test]
 fn timers_fire_in_order_and_not_early_also_while_nothing_else_happens() {
-    run(|seat| {
+    run(|context| {
         Box::pin(async move {
-            let rt = &seat.rt;
+            let rt = &context.rt;
             let begin = rt.clock().now();
             let order = Rc::new(RefCell::new(Vec::new()));
             for (note, millis) in [(2, 30), (0, 10), (1, 20)] {
@@ -117,10 +117,10 @@ fn timers_fire_in_order_and_not_early_also_while_nothing_else_happens() {
 #[allow(clippy::disallowed_methods, reason = "the other thread is what is tested")]
 fn an_unpark_from_another_thread_is_never_lost() {
     const ROUNDS: usize = 2000;
-    run(|seat| {
+    run(|context| {
         let sent = Arc::new(AtomicUsize::new(0));
         let other = std::thread::spawn({
-            let (sent, unparker) = (Arc::clone(&sent), Arc::clone(&seat.unparker));
+            let (sent, unparker) = (Arc::clone(&sent), Arc::clone(&context.unparker));
             move || {
                 for round in 0..ROUNDS {
                     sent.fetch_add(1, Ordering::SeqCst);
@@ -133,7 +133,7 @@ fn an_unpark_from_another_thread_is_never_lost() {
         });
         Box::pin(async move {
             while sent.load(Ordering::SeqCst) < ROUNDS {
-                seat.rt.unparked().await;
+                context.rt.unparked().await;
             }
             other.join().unwrap();
         })
@@ -145,10 +145,10 @@ fn questions_from_another_thread_are_answered_one_by_one() {
     let Some(_alone) = alone() else { return };
     let (sender, mailbox) = mailbox(4);
     let launcher = launcher();
-    let body: Body = Box::new(move |seat| {
-        mailbox.attach(seat.unparker);
+    let body: Body = Box::new(move |context| {
+        mailbox.attach(context.unparker);
         Box::pin(async move {
-            while let Some((asked, reply)) = mailbox.recv(&*seat.rt).await {
+            while let Some((asked, reply)) = mailbox.recv(&*context.rt).await {
                 let reply: super::super::mailbox::Reply<u32> = reply;
                 let _ = reply.send(asked + 1);
             }
@@ -168,11 +168,11 @@ fn questions_from_another_thread_are_answered_one_by_one() {
 
 #[test]
 fn submissions_are_reaped_without_anybody_asking() {
-    run(|seat| {
+    run(|context| {
         let done = Rc::new(Cell::new(0));
         let waiting: Rc<Cell<Option<Waker>>> = Rc::default();
-        seat.rt.set_reaper(Box::new({
-            let (io, done, waiting) = (Rc::clone(&seat.io), Rc::clone(&done), Rc::clone(&waiting));
+        context.rt.set_reaper(Box::new({
+            let (io, done, waiting) = (Rc::clone(&context.io), Rc::clone(&done), Rc::clone(&waiting));
             move || {
                 let mut completions = Vec::new();
                 io.borrow_mut().reap(&mut completions);
@@ -184,7 +184,7 @@ fn submissions_are_reaped_without_anybody_asking() {
         Box::pin(async move {
             for round in 1..200 {
                 let name = Name { dir: DirId(0), path: "".into() };
-                seat.io.borrow_mut().submit(Token(1), Op::Meta(MetaOp::List { name }));
+                context.io.borrow_mut().submit(Token(1), Op::Meta(MetaOp::List { name }));
                 std::future::poll_fn(|cx| {
                     if done.get() == round {
                         return Poll::Ready(());
@@ -201,9 +201,9 @@ fn submissions_are_reaped_without_anybody_asking() {
 #[test]
 fn a_panic_in_a_task_is_what_join_returns() {
     let Some(_alone) = alone() else { return };
-    let body: Body = Box::new(|seat| {
+    let body: Body = Box::new(|context| {
         Box::pin(async move {
-            seat.rt.yield_now().await;
+            context.rt.yield_now().await;
             panic!("as planned");
         })
     });
@@ -241,18 +241,18 @@ fn ending_drops_the_tasks_that_still_wait_and_closes_the_copy_of_the_eventfd() {
     let (dropped, drops) = channel();
     let event = Arc::new(Mutex::new(None));
     let kept = Arc::clone(&event);
-    let could = run(move |seat| {
+    let could = run(move |context| {
         // The test's own copy, so that the kernel gives the number to no other eventfd meanwhile.
-        *kept.lock().unwrap() = Some(event_of(&mut *seat.io.borrow_mut()).unwrap());
-        let (rt, noting) = (Rc::clone(&seat.rt), Noting(dropped));
+        *kept.lock().unwrap() = Some(event_of(&mut *context.io.borrow_mut()).unwrap());
+        let (rt, noting) = (Rc::clone(&context.rt), Noting(dropped));
         let task = async move {
             let _held = noting;
             rt.sleep_until(Nanos(u64::MAX)).await;
         };
-        seat.rt.spawn(Class::Background, Box::pin(task));
+        context.rt.spawn(Class::Background, Box::pin(task));
         Box::pin(async move {
-            let later = seat.rt.clock().now().plus(Duration::from_millis(1));
-            seat.rt.sleep_until(later).await;
+            let later = context.rt.clock().now().plus(Duration::from_millis(1));
+            context.rt.sleep_until(later).await;
         })
     });
     if could {
@@ -278,11 +278,11 @@ fn a_core_that_does_not_exist_is_an_error_of_launch() {
 fn an_executor_that_only_its_timers_wake_sleeps_as_often_as_it_likes() {
     let slept = Arc::new(AtomicUsize::new(0));
     let seen = Arc::clone(&slept);
-    let could = run(move |seat| {
+    let could = run(move |context| {
         Box::pin(async move {
             for _ in 0..34_000 {
-                let now = seat.rt.clock().now();
-                seat.rt.sleep_until(Nanos(now.0 + 20_000)).await;
+                let now = context.rt.clock().now();
+                context.rt.sleep_until(Nanos(now.0 + 20_000)).await;
                 seen.fetch_add(1, Ordering::Relaxed);
             }
         })

@@ -15,7 +15,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::tasks::{Handle, Tasks};
-use super::{Body, Class, Clock, Entropy, LocalTask, Nanos, Reaper, Runtime, Seat};
+use super::{Body, Class, Clock, Entropy, ExecutorContext, LocalTask, Nanos, Reaper, Runtime};
 use crate::io::{Io, Unpark};
 
 /// How many tasks run between two looks at the device.
@@ -112,8 +112,13 @@ impl LocalExecutor {
     }
 
     /// What the executor's first task is given.
-    pub fn seat(&self) -> Seat {
-        Seat { index: self.index, rt: self.runtime(), io: Rc::clone(&self.io), unparker: self.unparker() }
+    pub fn context(&self) -> ExecutorContext {
+        ExecutorContext {
+            index: self.index,
+            rt: self.runtime(),
+            io: Rc::clone(&self.io),
+            unparker: self.unparker(),
+        }
     }
 
     /// As [`Runtime::set_reaper`].
@@ -128,7 +133,7 @@ impl LocalExecutor {
 
     /// Starts the task whose completion ends the executor.
     pub fn start(&self, body: Body) {
-        self.spawn_root(body(self.seat()));
+        self.spawn_root(body(self.context()));
     }
 
     fn spawn_root(&self, root: LocalTask) {

@@ -476,10 +476,10 @@ mod tests {
     }
 
     fn echo(mailbox: Mailbox<(u64, Reply<u64>)>) -> Body {
-        Box::new(move |seat| {
-            mailbox.attach(seat.unparker);
+        Box::new(move |context| {
+            mailbox.attach(context.unparker);
             Box::pin(async move {
-                while let Some((asked, reply)) = mailbox.recv(&*seat.rt).await {
+                while let Some((asked, reply)) = mailbox.recv(&*context.rt).await {
                     let _ = reply.send(asked + 1);
                 }
             })

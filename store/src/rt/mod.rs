@@ -27,7 +27,7 @@ pub use crate::task::{Class, Clock, Entropy, LocalTask, Nanos, Reaper, Runtime};
 use crate::io::{Io, Unpark};
 
 /// What an executor's first task is given.
-pub struct Seat {
+pub struct ExecutorContext {
     /// Which executor this is, from zero.
     pub index: usize,
     /// Its runtime.
@@ -38,14 +38,14 @@ pub struct Seat {
     pub unparker: Arc<dyn Unpark>,
 }
 
-impl fmt::Debug for Seat {
+impl fmt::Debug for ExecutorContext {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Seat").field("index", &self.index).finish_non_exhaustive()
+        f.debug_struct("ExecutorContext").field("index", &self.index).finish_non_exhaustive()
     }
 }
 
 /// An executor's first task. The executor ends when it completes.
-pub type Body = Box<dyn FnOnce(Seat) -> LocalTask + Send>;
+pub type Body = Box<dyn FnOnce(ExecutorContext) -> LocalTask + Send>;
 
 /// Starts executors: threads, or their simulation.
 pub trait Launcher {

@@ -147,10 +147,10 @@ mod tests {
         let threads: Vec<_> = (0..3)
             .map(|index| {
                 let seen = Arc::clone(&seen);
-                let body: Body = Box::new(move |seat| {
+                let body: Body = Box::new(move |context| {
                     Box::pin(async move {
-                        seat.rt.sleep_until(seat.rt.clock().now().plus(Duration::from_millis(1))).await;
-                        seen.lock().unwrap().push(seat.index);
+                        context.rt.sleep_until(context.rt.clock().now().plus(Duration::from_millis(1))).await;
+                        seen.lock().unwrap().push(context.index);
                     })
                 });
                 launcher.launch(index, body).unwrap()
@@ -165,9 +165,9 @@ mod tests {
 
     #[test]
     fn a_panic_in_a_task_is_what_join_returns() {
-        let body: Body = Box::new(|seat| {
+        let body: Body = Box::new(|context| {
             Box::pin(async move {
-                seat.rt.yield_now().await;
+                context.rt.yield_now().await;
                 panic!("as planned");
             })
         });
@@ -210,9 +210,9 @@ mod tests {
     #[test]
     fn an_executor_that_sleeps_is_woken_by_its_unparker() {
         let (send, receive) = std::sync::mpsc::channel();
-        let body: Body = Box::new(move |seat| {
-            send.send(Arc::clone(&seat.unparker)).unwrap();
-            Box::pin(async move { seat.rt.unparked().await })
+        let body: Body = Box::new(move |context| {
+            send.send(Arc::clone(&context.unparker)).unwrap();
+            Box::pin(async move { context.rt.unparked().await })
         });
         let thread = launcher().launch(0, body).unwrap();
         receive.recv().unwrap().unpark();

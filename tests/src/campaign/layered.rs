@@ -3,23 +3,23 @@
 use std::cell::RefCell;
 
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest, PutStream, Turns};
+use kvarts_store::api::{BlockOutcome, Durability, KvStore, LayeredPut, Parent, Placed, PutRequest, Turns};
 use kvarts_store::engine::Store;
 use kvarts_store::error::Reason;
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Nanos;
 
-use super::{Bring, Ledger, Name, Put, content, key, register};
+use super::{Ledger, Name, Poller, Put, content, key, register};
 use crate::fixture;
 
 /// A put by layers that is under way, from memory that two layers use in turns.
 #[derive(Debug)]
 pub struct Layered {
     names: Vec<Name>,
-    bring: Bring,
+    bring: Poller,
     from: Placed,
     shape: BlockShape,
-    stream: PutStream,
+    stream: LayeredPut,
     offered: u32,
 }
 
@@ -34,14 +34,14 @@ fn in_turns(shape: &BlockShape, blocks: u64, skew: u64) -> Vec<SharedBuf> {
 
 impl Layered {
     /// Begins; a refusal says why the blocks must be put whole.
-    pub async fn begin(store: &Store, bring: Bring) -> Result<Self, Reason> {
+    pub async fn begin(store: &Store, bring: Poller) -> Result<Self, Reason> {
         Self::begin_by(store, bring, None).await
     }
 
     /// Begins, with a deadline.
-    pub async fn begin_by(store: &Store, bring: Bring, deadline: Option<Nanos>) -> Result<Self, Reason> {
+    pub async fn begin_by(store: &Store, bring: Poller, deadline: Option<Nanos>) -> Result<Self, Reason> {
         let Ok(namespace) = register(store) else { panic!("the small model is accepted") };
-        let Bring { column, first, count, durable, skew, .. } = bring;
+        let Poller { column, first, count, durable, skew, .. } = bring;
         let (group, coordinate) = fixture::columns()[column];
         let shape = fixture::shape(group, coordinate);
         let names: Vec<Name> = (first..first + count).map(|n| (column, n)).collect();

@@ -297,7 +297,8 @@ fn shut_down(system: FileSystem, seed: Seed, states: &States) -> Result<(), Stri
 /// Whether a durable put of something new is refused.
 fn refused_for_good(store: &Store, ledger: &RefCell<Ledger>) -> Result<bool, String> {
     let before = ledger.borrow().acknowledged;
-    let put = crate::campaign::Bring { column: 0, first: 11, count: 1, producer: 99, durable: true, skew: 0 };
+    let put =
+        crate::campaign::Poller { column: 0, first: 11, count: 1, producer: 99, durable: true, skew: 0 };
     // A block that is there already is acknowledged without writing: it is deleted first, or tried to be.
     let delete = crate::campaign::Act::Delete(crate::campaign::Aim::Key(11));
     poll_until_done(crate::campaign::act(store, ledger, delete), &mut |_| ())?;

@@ -17,7 +17,7 @@ use kvarts_store::error::Error;
 
 use super::pool::{States, until};
 use super::{Ask, Row, Tally, Tier, Violation};
-use crate::campaign::{Act, Aim, Bring, Driven, Judge, Ledger, act, defects, drive, observe, verify};
+use crate::campaign::{Act, Aim, Driven, Judge, Ledger, Poller, act, defects, drive, observe, verify};
 use crate::sim::log::Mixer;
 use crate::sim::{CrashState, Media, Seed, SimWorld, WorldConfig};
 
@@ -38,8 +38,8 @@ enum Shape {
     Restart,
 }
 
-const fn put(column: usize, first: u64, count: u64, producer: u64, durable: bool) -> Bring {
-    Bring { column, first, count, producer, durable, skew: 0 }
+const fn put(column: usize, first: u64, count: u64, producer: u64, durable: bool) -> Poller {
+    Poller { column, first, count, producer, durable, skew: 0 }
 }
 
 /// All steps that scripts are made of.

@@ -2,7 +2,7 @@
 
 use kvarts_store::io::{Completion, DirId, Io, MetaOp, Name, Op, OpenMode, Region, Reply, SharedBuf, Token};
 use kvarts_store::rt::mailbox::{Mailbox, mailbox, ticket};
-use kvarts_store::rt::{Class, Seat};
+use kvarts_store::rt::{Class, ExecutorContext};
 
 use super::super::crash::Crash;
 use super::super::faults::{Effect, OpKind, Rule, When, Which};
@@ -24,10 +24,10 @@ struct Waiting {
 }
 
 impl Driver {
-    fn new(seat: &Seat) -> Self {
-        let driver = Self { io: Rc::clone(&seat.io), waiting: Rc::default() };
+    fn new(context: &ExecutorContext) -> Self {
+        let driver = Self { io: Rc::clone(&context.io), waiting: Rc::default() };
         let (io, waiting) = (Rc::clone(&driver.io), Rc::clone(&driver.waiting));
-        seat.rt.set_reaper(Box::new(move || {
+        context.rt.set_reaper(Box::new(move || {
             let mut done = Vec::new();
             io.borrow_mut().reap(&mut done);
             let reaped = done.len();
@@ -65,19 +65,19 @@ impl Driver {
 
 /// Executor `index` answers each number by writing it to its file, flushed, after a nap.
 fn scribe(index: usize, mailbox: Mailbox<(u8, kvarts_store::rt::mailbox::Reply<i32>)>) -> Body {
-    Box::new(move |seat| {
-        mailbox.attach(Arc::clone(&seat.unparker));
+    Box::new(move |context| {
+        mailbox.attach(Arc::clone(&context.unparker));
         Box::pin(async move {
-            let driver = Driver::new(&seat);
+            let driver = Driver::new(&context);
             let name = |path: String| Name { dir: DirId(0), path: path.into() };
             let mode = OpenMode { write: true, create: true, direct: false };
             let open = MetaOp::Open { name: name(format!("file-{index}")), mode };
             let Some(Reply::Opened(file)) = driver.run(Op::Meta(open)).await.reply else { panic!("no file") };
             driver.run(Op::Meta(MetaOp::SyncDir { name: name(String::new()) })).await;
-            while let Some((number, reply)) = mailbox.recv(&*seat.rt).await {
-                let (driver, rt) = (driver.clone(), Rc::clone(&seat.rt));
+            while let Some((number, reply)) = mailbox.recv(&*context.rt).await {
+                let (driver, rt) = (driver.clone(), Rc::clone(&context.rt));
                 let class = Class::ALL[usize::from(number % 4)];
-                seat.rt.spawn(
+                context.rt.spawn(
                     class,
                     Box::pin(async move {
                         rt.sleep_until(rt.clock().now().plus(Duration::from_micros(50))).await;
@@ -225,11 +225,11 @@ fn what_destructors_do_after_a_kill_reaches_the_disk_no_more() {
         }
     }
     let world = SimWorld::new(1, &WorldConfig::default());
-    let body: Body = Box::new(|seat| {
-        let parting = Parting(Rc::clone(&seat.io));
+    let body: Body = Box::new(|context| {
+        let parting = Parting(Rc::clone(&context.io));
         Box::pin(async move {
             let _parting = parting;
-            seat.rt.unparked().await;
+            context.rt.unparked().await;
         })
     });
     drop(world.launcher().launch(0, body).unwrap());
@@ -254,10 +254,10 @@ fn a_hang_is_an_error_that_shows_the_last_operations() {
 #[test]
 fn a_task_that_never_rests_meets_the_step_limit() {
     let world = SimWorld::new(1, &WorldConfig::default());
-    let body: Body = Box::new(|seat| {
+    let body: Body = Box::new(|context| {
         Box::pin(async move {
             loop {
-                seat.rt.yield_now().await;
+                context.rt.yield_now().await;
             }
         })
     });
@@ -272,8 +272,8 @@ fn time_jumps_to_whatever_is_next_and_no_further() {
     let times = Rc::new(RefCell::new(Vec::new()));
     for (index, seconds) in [(0, 30), (1, 10), (2, 20)] {
         let sleep = Duration::from_secs(seconds);
-        let body: Body = Box::new(move |seat| {
-            Box::pin(async move { seat.rt.sleep_until(seat.rt.clock().now().plus(sleep)).await })
+        let body: Body = Box::new(move |context| {
+            Box::pin(async move { context.rt.sleep_until(context.rt.clock().now().plus(sleep)).await })
         });
         drop(world.launcher().launch(index, body).unwrap());
     }

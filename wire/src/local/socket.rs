@@ -43,6 +43,24 @@ pub fn receive(
 
 /// Sends as much of `parts` as there is room for, and with it a descriptor.
 pub fn send(socket: impl AsFd, parts: &[IoSlice<'_>], descriptor: Option<&OwnedFd>) -> Result<usize, Errno> {
+    send_with(socket, parts, descriptor, SendFlags::NOSIGNAL)
+}
+
+/// The same, without waiting for room.
+pub fn try_send(
+    socket: impl AsFd,
+    parts: &[IoSlice<'_>],
+    descriptor: Option<&OwnedFd>,
+) -> Result<usize, Errno> {
+    send_with(socket, parts, descriptor, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+}
+
+fn send_with(
+    socket: impl AsFd,
+    parts: &[IoSlice<'_>],
+    descriptor: Option<&OwnedFd>,
+    flags: SendFlags,
+) -> Result<usize, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let descriptors = descriptor.map(|descriptor| [descriptor.as_fd()]);
@@ -50,5 +68,5 @@ pub fn send(socket: impl AsFd, parts: &[IoSlice<'_>], descriptor: Option<&OwnedF
         // There is room for one.
         let _ = control.push(SendAncillaryMessage::ScmRights(descriptors));
     }
-    rustix::net::sendmsg(socket, parts, &mut control, SendFlags::NOSIGNAL)
+    rustix::net::sendmsg(socket, parts, &mut control, flags)
 }

@@ -16,13 +16,13 @@
 //! sightings; [`Proof`] and [`Later`] are known only when it has reached the end, so rows are looked up then.
 //! Every combination matches exactly one row.
 
+mod observe;
 mod record_rows;
 mod segment_rows;
-mod sight;
 
+pub use observe::{Observed, observe};
 pub use record_rows::{RECORD_ROWS, RecordRow};
 pub use segment_rows::{SEGMENT_ROWS, SegmentRow};
-pub use sight::{Sight, sight};
 
 use super::unsound::Unsound;
 

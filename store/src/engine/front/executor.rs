@@ -30,7 +30,7 @@ use crate::engine::write::put::{self, PutPart};
 use crate::error::{Error, Reason};
 use crate::io::{Arena, DirId, Driver, IoFacts, Metrics, Region, UrgentReads};
 use crate::rt::mailbox::{Mailbox, Reply};
-use crate::rt::{Body, Class, LocalTask, Nanos, Runtime, Seat};
+use crate::rt::{Body, Class, ExecutorContext, LocalTask, Nanos, Runtime};
 
 struct Executor {
     rt: Rc<dyn Runtime>,
@@ -52,22 +52,22 @@ struct Executor {
 
 /// The first task of an executor: serves its mailbox until it is told to stop.
 pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, urgent_reads: UrgentReads) -> Body {
-    Box::new(move |seat: Seat| {
+    Box::new(move |context: ExecutorContext| {
         Box::pin(async move {
-            let (rt, io) = (Rc::clone(&seat.rt), Rc::clone(&seat.io));
+            let (rt, io) = (Rc::clone(&context.rt), Rc::clone(&context.io));
             let driver = Rc::new(Driver::beside(rt, io, limits.io, urgent_reads));
             let pump = Rc::clone(&driver);
-            seat.rt.set_reaper(Box::new(move || pump.pump()));
-            mailbox.attach(Arc::clone(&seat.unparker));
+            context.rt.set_reaper(Box::new(move || pump.pump()));
+            mailbox.attach(Arc::clone(&context.unparker));
             // In large pages where there are some: a device that is told of each small one reads at half its speed.
             let Ok((region, _)) = Region::anonymous_huge(limits.arena_bytes) else { return };
             // Unregistered memory works the same; `Inspect` tells why it is not registered.
             let registered = match limits.register {
-                true => seat.io.borrow_mut().register(&region),
+                true => context.io.borrow_mut().register(&region),
                 false => Ok(()),
             };
             let executor = Executor {
-                rt: Rc::clone(&seat.rt),
+                rt: Rc::clone(&context.rt),
                 driver,
                 arena: Arena::new(region),
                 shards: RefCell::default(),
@@ -75,9 +75,9 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, urgent_reads: Urge
                 searching: Rc::default(),
                 stopping: Rc::default(),
                 limits,
-                io: Rc::clone(&seat.io),
+                io: Rc::clone(&context.io),
                 registered,
-                vigil: Vigil::new(seat.index),
+                vigil: Vigil::new(context.index),
             };
             executor.serve(mailbox).await;
             executor.vigil.end();
@@ -181,8 +181,8 @@ impl Executor {
             let begun = compact::thin::in_background;
             let adopted = Shard::new((shard, dir), Arc::clone(shared), path, spawn, begun);
             reports.push(recover::recover(&adopted).await?);
-            self.keep_house(&adopted);
-            self.keep_time(&adopted);
+            self.checkpoint_periodically(&adopted);
+            self.sweep_expired(&adopted);
             self.shards.borrow_mut().insert(shard, adopted);
         }
         Ok(reports)
@@ -230,7 +230,7 @@ impl Executor {
 
     /// What a shard does by the clock: checkpoints where something was written, and sweeping up leases that
     /// ended.
-    fn keep_house(&self, shard: &Rc<Shard>) {
+    fn checkpoint_periodically(&self, shard: &Rc<Shard>) {
         let (shard, rt, stopping) = (Rc::clone(shard), Rc::clone(&self.rt), Rc::clone(&self.stopping));
         let every = self.limits.checkpoint_every;
         let keeping = async move {
@@ -253,7 +253,7 @@ impl Executor {
     }
 
     /// Takes out what has expired, by the clock.
-    fn keep_time(&self, shard: &Rc<Shard>) {
+    fn sweep_expired(&self, shard: &Rc<Shard>) {
         let (shard, rt, stopping) = (Rc::clone(shard), Rc::clone(&self.rt), Rc::clone(&self.stopping));
         let every = self.limits.expiry_sweep_every;
         let keeping = async move {

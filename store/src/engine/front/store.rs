@@ -22,8 +22,8 @@ use super::lookup;
 use super::presence;
 use super::router::{Message, Router};
 use crate::api::{
-    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
-    PutReply, PutRequest, PutStream, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
+    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LayeredPut, LeaseId, MatchReply,
+    MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
     Subscription, Target, TileSource, TiledRequest, TtlReply, TtlRequest,
 };
 use crate::engine::compact::{CompactOptions, CompactReport};
@@ -479,7 +479,7 @@ impl KvStore for Store {
         answer
     }
 
-    fn put_layers(&self, request: PutRequest) -> Ticket<Result<PutStream, Error>> {
+    fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         let (reply, answer) = ticket();
         if let Some((shard, mut part)) = layers::begin(&self.0.shared, self.0.router.shards(), request, reply)
         {

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 
 use kvarts_layout::format::PAGE_BYTES;
-use kvarts_layout::plan::{Pick, Placement, ReadOptions, ReadPlan, RecordRead};
+use kvarts_layout::plan::{Placement, ReadOptions, ReadPlan, RecordRead};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId, OriginId};
 
 use crate::api::{
@@ -169,7 +169,7 @@ pub(crate) fn name(shared: &Shared, wish: Wish<'_>) -> Result<Subject, Reason> {
     let namespace = shared.names.get(wish.namespace).ok_or(Reason::UnknownNamespace(wish.namespace))?;
     let shape = namespace.shape(wish.group, wish.coordinate)?;
     let count = shape.layers().len();
-    pick_layers(wish.layers, count)?;
+    wanted_layers(wish.layers, count)?;
     let layers = wish.layers.cloned().unwrap_or(0..count as u32);
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, wish.group, wish.coordinate);
@@ -220,7 +220,6 @@ pub(crate) fn start(
         sink.send(ReadEvent::End(progress.end(None)));
         return Ok(Vec::new());
     }
-    let layers = Pick::Range { first: layers.start, count: layers.len() as u32 };
     let plan = make_plan(request.order, request.into.places(), layers, &wanted)?;
     let by_shard = by_shard(&wanted);
     let slices = if request.order == Order::Layers { wanted.len() as u32 } else { 1 };
@@ -249,7 +248,6 @@ pub(crate) fn look_up(shared: &Shared, request: &ReadRequest) -> Result<(ReadPla
     if wanted.is_empty() {
         return Err(Reason::Empty);
     }
-    let layers = Pick::Range { first: layers.start, count: layers.len() as u32 };
     Ok((make_plan(request.order, request.into.places(), layers, &wanted)?, wanted))
 }
 
@@ -309,15 +307,15 @@ fn class_of(class: Class, bytes: u64) -> Class {
     }
 }
 
-pub(crate) fn pick_layers(wanted: Option<&Range<u32>>, layers: usize) -> Result<Pick, Reason> {
+pub(crate) fn wanted_layers(wanted: Option<&Range<u32>>, layers: usize) -> Result<Range<u32>, Reason> {
     let layers = u32::try_from(layers).unwrap_or(u32::MAX);
     match wanted {
-        None => Ok(Pick::first(layers)),
+        None => Ok(0..layers),
         Some(range) if range.is_empty() => Err(Reason::Empty),
         Some(range) if range.end > layers => {
             Err(Reason::Shape(format!("layers up to {}, the group has {layers}", range.end)))
         }
-        Some(range) => Ok(Pick::Range { first: range.start, count: range.end - range.start }),
+        Some(range) => Ok(range.clone()),
     }
 }
 
@@ -384,17 +382,15 @@ pub(crate) fn by_shard(wanted: &[Wanted]) -> BTreeMap<u32, Vec<u32>> {
 pub(crate) fn make_plan(
     order: Order,
     places: &Arc<Placement>,
-    layers: Pick,
+    layers: Range<u32>,
     wanted: &[Wanted],
 ) -> Result<ReadPlan, Reason> {
     let record = |wanted: &Wanted| {
+        let block = u32::from(wanted.location.block);
         Ok(RecordRead {
             layout: wanted.class.layout_of(u32::from(wanted.record_blocks))?,
             payload_offset: wanted.offset + wanted.header_bytes,
-            blocks: Pick::Range {
-                first: u32::from(wanted.location.block),
-                count: wanted.run.end - wanted.run.start,
-            },
+            blocks: block..block + (wanted.run.end - wanted.run.start),
             ordinal: wanted.run.start,
         })
     };

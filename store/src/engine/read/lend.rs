@@ -16,10 +16,12 @@ use kvarts_layout::plan::{Address, DEFAULT_MAX_REGION, MemoryId, Placement, Read
 
 use super::header_cache::Header;
 use super::job::{
-    self, Wanted, check_count, check_in_time, check_unequal, count_use, find, make_plan, pick_layers,
+    self, Wanted, check_count, check_in_time, check_unequal, count_use, find, make_plan, wanted_layers,
 };
 use super::prove;
-use crate::api::{LendRequest, Lent, LentChunk, LentFile, LentLayer, NotLent, Order, Origins, Stretch};
+use crate::api::{
+    FileRange, LendRequest, NotLent, Order, Origins, PinnedChunk, PinnedExtents, PinnedFile, PinnedLayer,
+};
 use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
@@ -68,7 +70,7 @@ pub(crate) struct Proven {
 struct ProvenRun {
     /// Index in `wanted`.
     index: u32,
-    file: LentFile,
+    file: PinnedFile,
     /// Of each block of the run, those of all its chunks.
     digests: Vec<u32>,
 }
@@ -130,7 +132,7 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
     check_unequal(&request.keys)?;
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = namespace.shape(request.group, request.coordinate)?;
-    let layers = pick_layers(request.layers.as_ref(), shape.layers().len())?;
+    let layers = wanted_layers(request.layers.as_ref(), shape.layers().len())?;
     let prints = shared.prints_of(&namespace, &request.keys, (request.group, request.coordinate));
     let arrival = shared.arrivals.begin();
     let mut missing = BTreeMap::new();
@@ -315,11 +317,11 @@ impl LendJob {
             }
         }
         let file = log.driver.keep_file(one.hold.segment().file).ok_or(NotLent::NotAFile)?;
-        Ok(ProvenRun { index: one.index, file: LentFile::new(file), digests })
+        Ok(ProvenRun { index: one.index, file: PinnedFile::new(file), digests })
     }
 
     /// Puts together what all shards lend.
-    pub(crate) fn lend(&self, proven: Vec<Proven>) -> Result<Lent, NotLent> {
+    pub(crate) fn lend(&self, proven: Vec<Proven>) -> Result<PinnedExtents, NotLent> {
         let mut files = Files::default();
         let mut runs: Vec<Option<(u32, Vec<u32>)>> = self.wanted.iter().map(|_| None).collect();
         let mut held = Vec::with_capacity(proven.len());
@@ -337,27 +339,32 @@ impl LendJob {
         let layers = (0..self.plan.steps()).map(|number| self.lay_out(number, &runs, &mut step));
         let layers = layers.collect::<Result<_, NotLent>>()?;
         count_use(&self.shared, self.request.class, &self.prints);
-        Ok(Lent::new(files.files, layers, Arc::clone(&self.origins), held))
+        Ok(PinnedExtents::new(files.files, layers, Arc::clone(&self.origins), held))
     }
 
-    /// The stretches and chunks of one layer.
-    fn lay_out(&self, number: u32, runs: &[(u32, Vec<u32>)], step: &mut Step) -> Result<LentLayer, NotLent> {
+    /// The ranges and chunks of one layer.
+    fn lay_out(
+        &self,
+        number: u32,
+        runs: &[(u32, Vec<u32>)],
+        step: &mut Step,
+    ) -> Result<PinnedLayer, NotLent> {
         let wrong = || NotLent::Reason(Reason::Bug("a layer that was not planned"));
         let layer = self.plan.layer_of(number).filter(|_| self.plan.plan_step(number, step));
         let layer = layer.ok_or_else(wrong)?;
-        let (mut stretches, mut chunks) = (Vec::with_capacity(step.regions().len()), Vec::new());
-        for (stretch, region) in (0u32..).zip(step.regions()) {
+        let (mut ranges, mut chunks) = (Vec::with_capacity(step.regions().len()), Vec::new());
+        for (range, region) in (0u32..).zip(step.regions()) {
             if region.bytes > u64::from(DEFAULT_MAX_REGION) {
                 return Err(Reason::TooMany("bytes of a chunk").into());
             }
             let (file, digests) = runs.get(region.record as usize).ok_or_else(wrong)?;
             let first = u32::from(self.wanted(region.record)?.location.block);
-            stretches.push(Stretch { file: *file, offset: region.file_offset, bytes: region.bytes });
-            for piece in self.plan.pieces(step, stretch) {
+            ranges.push(FileRange { file: *file, offset: region.file_offset, bytes: region.bytes });
+            for piece in self.plan.pieces(step, range) {
                 let block = piece.block.checked_sub(first).ok_or_else(wrong)?;
                 let digest = digests.get(block as usize * self.parts as usize + piece.chunk as usize);
-                chunks.push(LentChunk {
-                    stretch,
+                chunks.push(PinnedChunk {
+                    range,
                     ordinal: piece.ordinal,
                     at: piece.source,
                     bytes: piece.len,
@@ -366,19 +373,19 @@ impl LendJob {
                 });
             }
         }
-        Ok(LentLayer { layer, stretches, chunks })
+        Ok(PinnedLayer { layer, ranges, chunks })
     }
 }
 
 /// Files, each once.
 #[derive(Default)]
 struct Files {
-    files: Vec<LentFile>,
+    files: Vec<PinnedFile>,
     places: BTreeMap<u64, u32>,
 }
 
 impl Files {
-    fn place(&mut self, file: LentFile) -> u32 {
+    fn place(&mut self, file: PinnedFile) -> u32 {
         let next = self.files.len() as u32;
         let place = *self.places.entry(file.id()).or_insert(next);
         if place == next {

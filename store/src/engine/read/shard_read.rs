@@ -672,6 +672,8 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// Hands a region that is in to what compares its chunks with their digests: [`copy_out`], or [`encoded`] for records
+    /// that are.
     fn deliver(
         &mut self,
         slot: usize,

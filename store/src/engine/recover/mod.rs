@@ -42,7 +42,7 @@ use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::driver::{Meta, ReadInto};
-use crate::io::{FileId, IoError, IoErrorKind, MetaOp, Reply};
+use crate::io::{BufMut, FileId, IoError, IoErrorKind, MetaOp, Reply};
 use observe::Ends;
 
 /// Footers that are read ahead of the one being taken in, and questions for holes beside them.
@@ -296,8 +296,6 @@ impl Recovery<'_> {
     async fn take_in(&mut self, sources: Vec<Source>) -> Result<(), Reason> {
         let blocks = sources.iter().map(Source::blocks_about).sum();
         self.batch = Batch::new(&self.log.shared.index, blocks);
-        // One for all footers: memory that is new each time costs more than reading it.
-        let mut image = Vec::new();
         let mut ahead = VecDeque::<(ReadInto, Meta)>::new();
         let (mut next, mut begun) = (0, 0);
         while let Some(source) = sources.get(next) {
@@ -318,13 +316,9 @@ impl Recovery<'_> {
                 Listed::Footer(ends, trailer) => {
                     let Some((read, holes)) = ahead.pop_front() else { continue };
                     self.report.metadata_bytes += u64::from(trailer.footer_bytes);
-                    image.clear();
-                    if let Ok(buf) = read.await {
-                        image.resize(buf.len(), 0);
-                        buf.copy_out(0, &mut image);
-                    }
+                    let image = read.await.ok();
                     let holes = found_holes(holes.await)?;
-                    self.take_in_footer(source, (ends, trailer), &image, holes).await?;
+                    self.take_in_footer(source, (ends, trailer), image, holes).await?;
                 }
             }
         }
@@ -335,16 +329,19 @@ impl Recovery<'_> {
         &mut self,
         source: &Source,
         (ends, trailer): (&Ends, &Trailer),
-        image: &[u8],
+        image: Option<BufMut>,
         holes: Vec<(u64, u64)>,
     ) -> Result<(), Reason> {
         let segment = &source.segment;
         let mut sighting = ends.sighting(&self.checkpoint);
         let position = ends.trailer_position.at(trailer.footer_offset);
-        let footer = Footer::decode(image, &position, &self.log.shared.secret);
-        let named = footer::tag_of(image) == Some(trailer.footer_tag);
-        match footer {
-            Ok(footer) if named => {
+        // Decoded where it lies: there are tens of megabytes of footers for a million blocks.
+        let decode = |image: &[u8]| {
+            let named = footer::tag_of(image) == Some(trailer.footer_tag);
+            Footer::decode(image, &position, &self.log.shared.secret).ok().filter(|_| named)
+        };
+        match image.and_then(|image| image.digest(0, image.len(), decode)) {
+            Some(footer) => {
                 self.report.take(segment_row(&sighting), segment.number, 0);
                 segment.generation.set(position.generation);
                 segment.first_sequence.set(trailer.first_sequence);
@@ -362,7 +359,7 @@ impl Recovery<'_> {
                 segment.state.set(SegmentState::Sealed);
                 self.adopt(segment, &footer.records).await
             }
-            _ => {
+            None => {
                 sighting.trailer = TrailerSeen::FooterLost;
                 let row = segment_row(&sighting);
                 self.report.take(row, segment.number, trailer.footer_offset);

@@ -15,7 +15,7 @@ use kvarts_layout::format::body::Blocks;
 use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::format::record::{self, Body, Kind, Prefix};
 use kvarts_layout::format::recovery::{
-    Decision, Found, Later, Proof, RecordSighting, Scan, Sight, record_row, sight,
+    Decision, Found, Later, Observed, Proof, RecordSighting, Scan, observe, record_row,
 };
 use kvarts_layout::format::seal::claimed_position;
 use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, is_zero};
@@ -165,20 +165,20 @@ async fn walk(
         let bytes = pages.at(offset, PAGE).await?;
         let page = bytes.get(..PAGE).unwrap_or(bytes);
         let mut seen = if page.is_empty() || is_zero(page) {
-            Sight { found: Found::Empty, prefix: None, body: None }
+            Observed { found: Found::Empty, prefix: None, body: None }
         } else {
             match Prefix::open(page, &position, secret) {
                 Ok(prefix) => {
                     let bytes = pages.at(offset, prefix.header_bytes as usize).await?;
-                    sight(bytes, &position, secret)
+                    observe(bytes, &position, secret)
                 }
-                Err(_) => sight(page, &position, secret),
+                Err(_) => observe(page, &position, secret),
             }
         };
         if let Some(prefix) = seen.prefix.filter(|prefix| prefix.kind == Kind::Blocks)
             && touched(target.holes, offset, u64::from(prefix.header_bytes))
         {
-            seen = Sight { found: Found::Hole, body: None, ..seen };
+            seen = Observed { found: Found::Hole, body: None, ..seen };
         }
         if seen.found == Found::Ahead {
             let claimed = pages.at(offset, PAGE).await.map(claimed_position)?;
@@ -192,7 +192,7 @@ async fn walk(
 
 impl Walk {
     /// Notes what was met and says how far to go on.
-    fn take(&mut self, seen: Sight, offset: u64, end: u64) -> u64 {
+    fn take(&mut self, seen: Observed, offset: u64, end: u64) -> u64 {
         let fits = |prefix: &Prefix| prefix.record_bytes() <= end - offset;
         let Some(prefix) = seen.prefix else {
             self.run(seen.found, offset, offset + PAGE_BYTES);

@@ -131,18 +131,18 @@ impl<'a> QuotaScope<'a> {
     }
 }
 
-/// Evicts records of the purse until `bytes` more fit, if that can be had; says whether any went.
-async fn make_room_in(shared: &Shared, purse: QuotaScope<'_>, bytes: u64) -> bool {
+/// Evicts records of the scope until `bytes` more fit, if that can be had; says whether any went.
+async fn make_room_in(shared: &Shared, scope: QuotaScope<'_>, bytes: u64) -> bool {
     let (mut bytes, mut evicted) = (bytes, false);
     // What can never fit makes nothing go.
-    while let Some(limit) = purse.limit().filter(|limit| bytes <= *limit) {
-        let turn = purse.turn().take().await;
-        let excess = purse.excess(bytes);
+    while let Some(limit) = scope.limit().filter(|limit| bytes <= *limit) {
+        let turn = scope.turn().take().await;
+        let excess = scope.excess(bytes);
         if excess > 0 {
-            evicted |= evict_oldest(shared, &purse.accounts(shared), excess.max(limit / SHARE)).await > 0;
+            evicted |= evict_oldest(shared, &scope.accounts(shared), excess.max(limit / SHARE)).await > 0;
         }
         drop(turn);
-        if purse.limit() == Some(limit) {
+        if scope.limit() == Some(limit) {
             break;
         }
         // Whoever changed it meanwhile found the turn taken.
@@ -153,11 +153,11 @@ async fn make_room_in(shared: &Shared, purse: QuotaScope<'_>, bytes: u64) -> boo
 
 /// As [`make_room_in`] for a limit that was set just now, on the thread of whoever set it. If somebody makes room already,
 /// it is that one who keeps the new limit.
-pub(crate) fn keep_limit(shared: &Shared, purse: QuotaScope<'_>) {
-    let Some(_turn) = purse.turn().try_take() else { return };
-    let excess = purse.excess(0);
-    if let Some(limit) = purse.limit().filter(|_| excess > 0) {
-        block_on(evict_oldest(shared, &purse.accounts(shared), excess.max(limit / SHARE)));
+pub(crate) fn keep_limit(shared: &Shared, scope: QuotaScope<'_>) {
+    let Some(_turn) = scope.turn().try_take() else { return };
+    let excess = scope.excess(0);
+    if let Some(limit) = scope.limit().filter(|_| excess > 0) {
+        block_on(evict_oldest(shared, &scope.accounts(shared), excess.max(limit / SHARE)));
     }
 }
 

@@ -56,7 +56,7 @@ impl Space {
             if let Some(segment) = self.take_failed().await {
                 return Ok(segment);
             }
-            match self.evict(round).await? {
+            match self.make_room_in_round(round).await? {
                 Made::Segment(segment) => return Ok(segment),
                 // Others may take what was given back.
                 Made::Room | Made::Nothing => {}
@@ -66,7 +66,7 @@ impl Space {
     }
 
     /// Makes room, by holes for as many rounds as may be, then by emptying a segment.
-    async fn evict(&self, round: u32) -> Result<Made, Reason> {
+    async fn make_room_in_round(&self, round: u32) -> Result<Made, Reason> {
         // What is buried is remembered for as long as there are segments that are older, and each file has an entry in
         // its directory: too much of either, and the oldest go.
         let holes_help = self.tombstones.borrow().len() < TOMBSTONES_MAX && !self.shared.has_too_many_files();
@@ -105,7 +105,7 @@ impl Space {
             Some(segment) => segment,
             None => match self.take_failed().await {
                 Some(segment) => segment,
-                None => match self.evict(0).await? {
+                None => match self.make_room_in_round(0).await? {
                     Made::Segment(segment) => segment,
                     Made::Room | Made::Nothing => return Ok(()),
                 },
@@ -135,7 +135,7 @@ impl Space {
             let free = |one: &&Rc<Segment>| one.state.get() == SegmentState::Free;
             let emptied: u64 =
                 self.segments.borrow().values().filter(free).map(|one| one.book.allocated()).sum();
-            if emptied >= self.shared.excess() || self.evict(0).await.is_err() {
+            if emptied >= self.shared.excess() || self.make_room_in_round(0).await.is_err() {
                 return;
             }
         }

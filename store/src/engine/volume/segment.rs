@@ -171,7 +171,7 @@ pub(crate) struct Segment {
     /// What of its file is not there, as the file system told last.
     pub(crate) holes: RefCell<Vec<(u64, u64)>>,
     /// Dead bytes that could not be given back when that was tried last.
-    pub(crate) futile: Cell<u64>,
+    pub(crate) unpunchable_bytes: Cell<u64>,
     /// The coarse time of the last use of the oldest of what it holds, in steps since opening: not after the truth.
     pub(crate) coldest: Cell<i64>,
     /// Where its footer lies, if that is known: offset and bytes.
@@ -181,7 +181,7 @@ pub(crate) struct Segment {
     /// It has been tried to give that back.
     gap_tried: Cell<bool>,
     /// The generation of which a durable checkpoint says that everything in it is dead.
-    said_free: Cell<u64>,
+    freed_generation: Cell<u64>,
     /// The least sequence of what the file held before this generation, until the header of this one is durable: a
     /// crash could bring it back.
     before: Cell<Option<u64>>,
@@ -217,12 +217,12 @@ impl Segment {
             tail: RefCell::default(),
             readers: Cell::new(0),
             holes: RefCell::default(),
-            futile: Cell::new(0),
+            unpunchable_bytes: Cell::new(0),
             coldest: Cell::new(i64::MAX),
             footer_at: Cell::new(None),
             gap: Cell::new(None),
             gap_tried: Cell::new(false),
-            said_free: Cell::new(0),
+            freed_generation: Cell::new(0),
             before: Cell::new(None),
             misses: Cell::new(0),
             sealed_upto: Cell::new(0),
@@ -249,7 +249,7 @@ impl Segment {
         tail.give_out(PAGE_BYTES);
         self.tail.replace(tail);
         self.holes.replace(Vec::new());
-        self.futile.set(0);
+        self.unpunchable_bytes.set(0);
         self.coldest.set(i64::MAX);
         self.footer_at.set(None);
         self.gap.set(None);
@@ -324,12 +324,12 @@ impl Segment {
 
     /// A durable checkpoint says of this generation that everything in it is dead.
     pub(crate) fn say_free(&self, generation: u64) {
-        self.said_free.set(generation);
+        self.freed_generation.set(generation);
     }
 
     /// Whether its file may go without looking lost: it never had a record, or a checkpoint says that all are dead.
     pub(crate) fn may_be_missing(&self) -> bool {
-        self.said_free.get() == self.generation.get()
+        self.freed_generation.get() == self.generation.get()
     }
 
     /// Pages of records have been given back, or are about to be.
@@ -432,7 +432,7 @@ impl Segment {
         self.durable(driver, end).await
     }
 
-    /// Completes when everything below `end` is durable, or with why it never will be.
+    /// Group commit: completes when everything below `end` is durable, or with why it never will be.
     ///
     /// Whoever finds no flush under way leads one for everybody whose record has been written by then, so
     /// concurrent puts share flushes and the writes of the next group overlap the flush of this one.

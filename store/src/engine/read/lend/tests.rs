@@ -49,14 +49,14 @@ fn send(world: &World, request: LendRequest) -> Sent {
     Sent { job: begun.job, part, answer }
 }
 
-async fn proved(world: &World, sent: Sent) -> Result<(Lent, Held), NotLent> {
+async fn proved(world: &World, sent: Sent) -> Result<(PinnedExtents, Held), NotLent> {
     let Sent { job, part, mut answer } = sent;
     let held = prove(&world.log.reads, part, None).await;
     let proven = answer.try_take().expect("an answer").expect("it was not abandoned")?;
     Ok((job.lend(vec![proven])?, held.expect("what is lent is held")))
 }
 
-async fn lent(world: &World, numbers: Range<u64>) -> (Lent, Held) {
+async fn lent(world: &World, numbers: Range<u64>) -> (PinnedExtents, Held) {
     let sent = sent(world, numbers);
     proved(world, sent).await.unwrap_or_else(|why| panic!("{why}"))
 }
@@ -69,16 +69,16 @@ fn evict(world: &World, numbers: &[u64]) {
 }
 
 /// The chunks of what is lent, read through its descriptors: by block.
-fn chunks_of(lent: &Lent) -> BTreeMap<u32, Vec<u8>> {
+fn chunks_of(lent: &PinnedExtents) -> BTreeMap<u32, Vec<u8>> {
     let mut chunks = BTreeMap::new();
     for layer in lent.layers() {
         for chunk in &layer.chunks {
-            let stretch = layer.stretches[chunk.stretch as usize];
-            let mut memory = vec![0; stretch.bytes as usize + 4096];
+            let range = layer.ranges[chunk.range as usize];
+            let mut memory = vec![0; range.bytes as usize + 4096];
             let skew = memory.as_ptr().align_offset(4096);
-            let bytes = &mut memory[skew..skew + stretch.bytes as usize];
-            let file = &lent.files()[stretch.file as usize];
-            assert_eq!(rustix::io::pread(file, &mut *bytes, stretch.offset), Ok(bytes.len()));
+            let bytes = &mut memory[skew..skew + range.bytes as usize];
+            let file = &lent.files()[range.file as usize];
+            assert_eq!(rustix::io::pread(file, &mut *bytes, range.offset), Ok(bytes.len()));
             let chunk_bytes = bytes[chunk.at as usize..(chunk.at + chunk.bytes) as usize].to_vec();
             assert_eq!(crc32fast::hash(&chunk_bytes), chunk.digest, "block {}", chunk.ordinal);
             chunks.insert(chunk.ordinal, chunk_bytes);
@@ -329,7 +329,7 @@ fn many_headers_come_in_with_little_memory() {
         let _taken = world.log.arena.try_take(usage.total - usage.used - 4096).expect("it is free");
         let (lent, held) = lent(&world, 0..20).await;
         assert_eq!(chunks_of(&lent), expected(0..20));
-        assert_eq!(lent.layers()[0].stretches.len(), 20, "a record each");
+        assert_eq!(lent.layers()[0].ranges.len(), 20, "a record each");
         assert!(lent.files().len() < 5, "each file once: {}", lent.files().len());
         drop(lent);
         held.until_given_back().await;

@@ -89,7 +89,7 @@ impl Space {
         let mut dead = BTreeSet::new();
         let mut had = 0;
         for segment in self.segments.borrow().values().filter(|segment| is_punchable(self, segment)) {
-            let unused = segment.book.space().dead.saturating_sub(segment.futile.get());
+            let unused = segment.book.space().dead.saturating_sub(segment.unpunchable_bytes.get());
             let rest = segment.rest(segment_bytes / REST_PARTS, segment_bytes).map_or(0, |(_, len)| len);
             let bytes = unused + rest;
             if bytes >= segment_bytes / DEAD_PARTS {
@@ -246,7 +246,7 @@ impl Space {
                 self.reads.headers.forget_punched((segment.number, segment.generation.get()), &ranges);
                 punched.push(Punched { segment, footer, ranges });
             } else {
-                segment.futile.set(segment.book.space().dead);
+                segment.unpunchable_bytes.set(segment.book.space().dead);
             }
         }
         drop(section);
@@ -443,7 +443,7 @@ impl Space {
             let footer = Footer { records: records.to_vec() };
             self.punch(vec![Punched { segment: Rc::clone(segment), footer, ranges: vec![rest] }]).await;
             // Nothing of its records was given back: recovery has not even taken them in.
-            segment.futile.set(0);
+            segment.unpunchable_bytes.set(0);
         }
     }
 
@@ -501,7 +501,7 @@ impl Space {
             }
             segment.book.set_punched(allocated, punched_bytes(&footer.records, &holes));
             segment.holes.replace(holes);
-            segment.futile.set(segment.book.space().dead);
+            segment.unpunchable_bytes.set(segment.book.space().dead);
             let less = before.saturating_sub(allocated);
             self.shared.counters.bytes_punched.fetch_add(less, Relaxed);
             self.shared.give_budget(less);

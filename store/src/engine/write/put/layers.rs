@@ -34,7 +34,7 @@ use self::image::Image;
 use super::write::{Piece, publish};
 use super::{PutJob, before, check, record_blocks, reserve, shard_of};
 use crate::api::by_layers::Progress;
-use crate::api::{BlockOutcome, Durability, PutRequest, PutStream, Turns};
+use crate::api::{BlockOutcome, Durability, LayeredPut, PutRequest, Turns};
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::Share;
 use crate::engine::shared::quota_events::TellEvicted;
@@ -69,7 +69,7 @@ pub(crate) struct LayersPart {
     pub(crate) tell: Option<Arc<dyn TellEvicted>>,
     progress: Arc<Progress>,
     /// Until it is known whether there is room for it.
-    begun: Option<(Reply<Result<PutStream, Error>>, PutStream)>,
+    begun: Option<(Reply<Result<LayeredPut, Error>>, LayeredPut)>,
 }
 
 impl Drop for LayersPart {
@@ -107,7 +107,7 @@ pub(crate) fn begin(
     shared: &Arc<Shared>,
     shards: u32,
     request: PutRequest,
-    begun: Reply<Result<PutStream, Error>>,
+    begun: Reply<Result<LayeredPut, Error>>,
 ) -> Option<(u32, LayersPart)> {
     match try_begin(shared, shards, request) {
         Ok((shard, mut part, stream)) => {
@@ -126,7 +126,7 @@ fn try_begin(
     shared: &Arc<Shared>,
     shards: u32,
     mut request: PutRequest,
-) -> Result<(u32, LayersPart, PutStream), Reason> {
+) -> Result<(u32, LayersPart, LayeredPut), Reason> {
     let turns = request.from.turns().cloned();
     let turns = turns.filter(|turns| turns.opened() == 0 && request.layout != Some(Layout::FullBlock));
     let wrong = || Reason::Shape("a put by layers needs memory in turns and a layout by layers".to_owned());
@@ -155,7 +155,7 @@ fn try_begin(
         runs.push(run);
     }
     job.lock().parts_left = 1;
-    let (stream, progress) = PutStream::new(from, shape, turns, answer);
+    let (stream, progress) = LayeredPut::new(from, shape, turns, answer);
     let part = LayersPart { job, runs, shares, promises: Vec::new(), tell: None, progress, begun: None };
     Ok((shard, part, stream))
 }

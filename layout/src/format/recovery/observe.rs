@@ -6,7 +6,7 @@ use super::Found;
 
 /// What was found at a page of a segment.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Sight {
+pub struct Observed {
     /// The bytes, in the words of the recovery table. A record with a payload is [`Found::RecordUnread`]: the
     /// caller verifies the payload, and compares sequences.
     pub found: Found,
@@ -18,8 +18,8 @@ pub struct Sight {
 
 /// Looks at the page of a segment that stands at `expected`. `bytes` begins there and reaches to the end of the
 /// header that [`Prefix::open`] proves, or to the end of the file if that comes first.
-pub fn sight(bytes: &[u8], expected: &Position, secret: &Secret) -> Sight {
-    let only = |found| Sight { found, prefix: None, body: None };
+pub fn observe(bytes: &[u8], expected: &Position, secret: &Secret) -> Observed {
+    let only = |found| Observed { found, prefix: None, body: None };
     if claimed_structure(bytes) == Some(Structure::Footer) {
         let proven = prove_fixed(Structure::Footer, bytes, expected, secret).and_then(require_readable);
         return only(proven.map_or_else(|unsound| Found::of_prefix(&unsound), |()| Found::Footer));
@@ -35,7 +35,7 @@ pub fn sight(bytes: &[u8], expected: &Position, secret: &Secret) -> Sight {
         Ok(body) if prefix.payload_bytes == 0 => (Found::RecordWhole, Some(body)),
         Ok(body) => (Found::RecordUnread, Some(body)),
     };
-    Sight { found, prefix: Some(prefix), body }
+    Observed { found, prefix: Some(prefix), body }
 }
 
 #[cfg(test)]
@@ -46,8 +46,8 @@ mod tests {
     use super::*;
 
     fn found(bytes: &[u8], expected: &Position) -> (Found, bool, bool) {
-        let sight = sight(bytes, expected, &samples::secret());
-        (sight.found, sight.prefix.is_some(), sight.body.is_some())
+        let observe = observe(bytes, expected, &samples::secret());
+        (observe.found, observe.prefix.is_some(), observe.body.is_some())
     }
 
     #[test]

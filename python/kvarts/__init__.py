@@ -1,0 +1,106 @@
+"""KV-cache blocks on disk, shared between processes and kept across restarts.
+
+A read gives exactly the bytes that one producer put under that key and identity, or it is an error or a miss. The stub beside
+this file (`__init__.pyi`) says what each call promises.
+"""
+
+import atexit as _atexit
+import os as _os
+import weakref as _weakref
+
+from . import _kvarts
+from ._kvarts import (
+    Client,
+    Completion,
+    Event,
+    Layer,
+    Layers,
+    Lease,
+    Match,
+    Memory,
+    Paged,
+    Pages,
+    __version__,
+    chain,
+    key,
+)
+from .errors import Bug, Corrupt, Deadline, Error, Invalid, Miss, ReadOnly, Refused, Retry
+
+__all__ = [
+    "Bug", "Client", "Completion", "Corrupt", "Deadline", "Error", "Event", "Invalid", "Layer", "Layers", "Lease", "Match", "Memory",
+    "Miss", "Paged", "Pages", "ReadOnly", "Refused", "Retry", "chain", "connect", "key", "open", "__version__",
+]
+
+#: Seconds that the interpreter's exit waits for what is under way.
+_EXIT = 2.0
+_clients = _weakref.WeakSet()
+
+
+def _kept(client):
+    _clients.add(client)
+    return client
+
+
+@_atexit.register
+def _end():
+    for client in list(_clients):
+        try:
+            client.close(timeout=_EXIT)
+        except Error:
+            pass  # of another process, or memory that a disk still writes to: it is not freed
+
+
+def _endpoint(server):
+    if server.startswith(("http://", "https://", "unix:")):
+        return server
+    if "/" in server or _os.path.exists(server):
+        return "unix:" + server
+    return "http://" + server
+
+
+def connect(
+    server=None,
+    token=None,
+    *,
+    via="best",
+    timeout=60.0,
+    authority=None,
+    certificate=None,
+    private_key=None,
+    server_name=None,
+    server_uid=None,
+):
+    """A client of a server (`kvarts serve`), named by its socket's path, `HOST:PORT` or a URL; else `$KVARTS_SERVER`, else
+    127.0.0.1:7440. A server on this host is reached through shared memory: name its socket."""
+    if server is None:
+        server = _os.environ.get("KVARTS_SERVER") or "127.0.0.1:7440"
+    server = _os.fspath(server)
+    if token is None and "KVARTS_TOKEN_FILE" in _os.environ:
+        with _builtin_open(_os.environ["KVARTS_TOKEN_FILE"], encoding="utf-8") as file:
+            token = file.read(1 << 16).strip()
+    if server_uid is None and "KVARTS_SERVER_UID" in _os.environ:
+        server_uid = int(_os.environ["KVARTS_SERVER_UID"])
+    return _kept(
+        _kvarts.connect(
+            _endpoint(server),
+            token,
+            via=via,
+            timeout=timeout,
+            authority=authority,
+            certificate=certificate,
+            private_key=private_key,
+            server_name=server_name,
+            server_uid=server_uid,
+        )
+    )
+
+
+_builtin_open = open
+
+
+def open(dirs, budget, *, executors=None):  # noqa: A001, as the stub says
+    """A store inside this process, in these directories, which never has more than `budget` bytes on disk."""
+    if isinstance(dirs, (str, bytes, _os.PathLike)):
+        dirs = [dirs]
+    dirs = [_os.fsdecode(one) for one in dirs]
+    return _kept(_kvarts.open(dirs, budget, executors=executors))

@@ -1,0 +1,499 @@
+"""KV-cache blocks on disk, shared between processes and kept across restarts.
+
+What holds everywhere:
+
+- A read gives exactly the bytes that one producer put under that key and identity, or it is an error or a miss: never other
+  bytes, never a mix of two producers' bytes, never another tenant's.
+- Memory that was handed over is held by this module until no disk and no thread touches it any more, also if the caller drops
+  it, closes the handle, or exits. It must not be used between the submission and the completion of its batch.
+- The interpreter's lock is released around everything that waits or digests, and there is no thread for each request.
+- Wrong arguments raise an exception that names the argument. Nothing that is passed in can crash the process, addresses
+  (`int`) outside registered memory included.
+- After `os.fork` a client belongs to the parent: in the child each call raises `Invalid` (reason `Forked`), and dropping the
+  objects does nothing. Connect again in the child.
+- At interpreter exit what is under way is cancelled and waited for, for at most two seconds; memory that a disk still writes
+  to then is leaked, not freed.
+
+All methods may be called from any thread.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeAlias
+
+__version__: str
+
+class Error(Exception):
+    """What a caller is told when something did not work. Each error is of one of the subclasses below, by what the caller must
+    do. `reason` says why, in one word that does not change (`NotHere`, `Quota`, `Digest`, ...); the text is for people."""
+
+    reason: str
+    kind: Literal["miss", "retry", "refused", "invalid", "deadline", "corrupt", "read_only", "bug"]
+
+class Miss(Error):
+    """The bytes are not here: recompute them."""
+
+class Retry(Error):
+    """Not now: ask again. A server that is away gives this, too: the connection comes back by itself with a later call."""
+
+class Refused(Error):
+    """Not allowed: a quota, the budget, a right."""
+
+class Invalid(Error, ValueError):
+    """The request can never succeed as it is: fix it."""
+
+class Deadline(Error, TimeoutError):
+    """The time that was given passed first."""
+
+class Corrupt(Error):
+    """Bytes on disk were not what was written: recompute them. It has been reported and counted."""
+
+class ReadOnly(Error):
+    """The store takes no writes after a fault; reads go on."""
+
+class Bug(Error):
+    """A defect in Kvarts: report it."""
+
+class _SupportsDLPack(Protocol):
+    def __dlpack__(self, *, stream: Any = ...) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+#: Anything with the buffer protocol (memoryview, numpy, mmap, bytearray), a DLPack tensor on the CPU (torch, bfloat16
+#: included), or an address: an `int` inside memory that came from `Client.memory` or was given to `Client.adopt`. It is
+#: contiguous, and writable if it is read into. It may begin at any address.
+Buffer: TypeAlias = Any | _SupportsDLPack | int
+
+#: 32 bytes as `key` or `chain` give them. Anything else (`str`, or `bytes` of another length, up to 4096) is taken as
+#: `key(it)` would.
+Key: TypeAlias = bytes | str
+
+def key(*parts: bytes | str | int) -> bytes:
+    """The 32 bytes that name a block, from what an engine calls it. Equal parts give equal keys on every machine, and other
+    parts other keys: `key("a", "b")` is not `key("ab")`. One single part of exactly 32 bytes is kept as it is. What has a field
+    of its own (model, revision, dtype, group, rank) does not belong into the key."""
+
+def chain(
+    tokens: Sequence[int] | Buffer, block_tokens: int, *, parent: bytes | None = None, extra: bytes = b""
+) -> list[bytes]:
+    """The keys of all full blocks of a text: each names its block and everything before it. `tokens` is a sequence of numbers
+    below 2**32, or a buffer of uint32. `parent` is the key of the block before, `extra` what else decides every block (an
+    adapter, a salt, an image)."""
+
+def connect(
+    server: str | None = None,
+    token: str | None = None,
+    *,
+    via: Literal["best", "local", "grpc"] = "best",
+    timeout: float = 60.0,
+    authority: bytes | None = None,
+    certificate: bytes | None = None,
+    private_key: bytes | None = None,
+    server_name: str | None = None,
+    server_uid: int | None = None,
+) -> Client:
+    """A client of a server (`kvarts serve`).
+
+    `server`: the path of its socket, `HOST:PORT`, or `http(s)://HOST:PORT`; else `$KVARTS_SERVER`, else `127.0.0.1:7440`. A
+    server on this host is reached through shared memory: name its socket. `token`: else the content of the file
+    `$KVARTS_TOKEN_FILE`. `timeout` bounds connecting and every call that does not give its own. TLS: `authority`,
+    `certificate` and `private_key` are PEM.
+
+    It connects again by itself after the server was away. Raises an `Error` if it is away now."""
+
+def open(
+    dirs: str | PathLike[str] | Sequence[str | PathLike[str]],
+    budget: int,
+    *,
+    executors: int | None = None,
+) -> Client:
+    """A store inside this process: no server, and nobody else has its directories meanwhile (`Refused`, reason `Locked`).
+
+    `dirs`: one directory for each device, made if absent. `budget`: bytes on disk, never exceeded. It is closed by `close`, by
+    `with`, and at interpreter exit; a process that dies loses nothing that was acknowledged."""
+
+class Client:
+    """A store: somewhere else (`connect`), or in this process (`open`). The interface is the same."""
+
+    @property
+    def path(self) -> Literal["local", "grpc", "embedded"]:
+        """The way that blocks take."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of shared memory that are kept from being used, because a connection ended while disks were writing to them."""
+
+    def pages(
+        self,
+        page_bytes: int | Mapping[int, int] | None = None,
+        *,
+        model: str,
+        revision: str,
+        dtype: str,
+        engine: str,
+        layout: str,
+        layout_version: str = "1",
+        block_tokens: int = 1,
+        tokenizer: str = "none",
+        adapter: str = "none",
+        quantisation: str = "none",
+        scales: str = "none",
+        rope: str = "none",
+        window: str = "none",
+        extras: Mapping[str, str] | None = None,
+        spec: str | None = None,
+        tp_size: int = 1,
+        tp_rank: int = 0,
+        durable: bool = False,
+        ttl: float | None = None,
+        lanes: bool = False,
+        batches_max: int = 1024,
+        timeout: float | None = None,
+    ) -> Pages:
+        """A handle on the blocks of one identity. Everything from `model` to `extras` decides bytes: handles that differ in any
+        of it, in the page sizes or in `tp_size`, never see each other's blocks. What an engine does not have is "none".
+
+        `page_bytes`: one size, or one for each group (`{0: 65536, 1: 4096}`) where an engine has several groups of KV caches.
+        Each block is then one opaque page. Or `spec`: the name of a shipped model or the text of a spec (TOML), whose blocks
+        have layers and parts. `tp_rank` of `tp_size`: which part of the state this process has; ranks never see each other's
+        pages, unless `rank` is given with a batch.
+
+        `durable`: puts are acknowledged after a flush; else when they are written. `ttl`: seconds that a block lives at most.
+        `lanes`: three eventfds (store, lookup, load) instead of one. `timeout`: of batches that give none; `None` is the
+        client's. It registers the model: a call to the server."""
+
+    def memory(self, nbytes: int) -> Memory:
+        """Memory into which the server's disks write directly: verified there, without a copy on the host. Where there is no
+        such way (gRPC), memory like any other. It stays until nobody uses it any more, views of it included."""
+
+    def adopt(self, buffer: Buffer, *, fd: int | None = None, offset: int = 0, nbytes: int | None = None) -> Memory:
+        """Makes memory of an engine's known, once, so that its pages can be named by buffers or addresses in it from then on
+        without being pinned and looked at one by one.
+
+        `fd`: the file in memory (`memfd_create` with `MFD_ALLOW_SEALING`) that `buffer` maps from `offset` on, both whole
+        pages of 4 KiB. It is sealed against shrinking; the server's disks then write into it directly, and this process
+        verifies. Without `fd`, bytes are copied once on their way (embedded: not at all). `nbytes` is needed where `buffer`
+        is an address: then the caller promises that it stays mapped until `Memory.close` has returned."""
+
+    def watch(self, *, after: tuple[int, int] | None = None) -> Iterator[Event]:
+        """What happens to the blocks of the caller's tenant, without a gap between two events; raises `Retry` (reason
+        `EventGap`) where events were missed. It waits for the next one."""
+
+    def stats(self) -> dict[str, Any]:
+        """What the store is and has done."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Closes all handles (see `Pages.close`) and ends the connection or the store."""
+
+    def __enter__(self) -> Client: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+class Memory:
+    """Memory that the store knows: `memoryview(memory.view)`, `numpy.frombuffer(memory.view, ...)`, or addresses in it."""
+
+    @property
+    def mode(self) -> Literal["direct", "adopted", "copied", "embedded"]:
+        """How bytes get into it: written by disks and verified by the server; written by disks and verified here; through one
+        copy; or by the store in this process."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def view(self) -> memoryview:
+        """The bytes. A view keeps the memory."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Forgets it: returns when no batch uses it any more (raises `Deadline` if that takes longer). Its pages are named by
+        buffers like any other memory afterwards."""
+
+class Completion:
+    """The answer to one batch."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def kind(self) -> Literal["put", "get", "exists", "lock", "delete"]: ...
+    @property
+    def ok(self) -> bool:
+        """Whether every key went well."""
+
+    @property
+    def results(self) -> list[bool]:
+        """One for each key, in the order of the request. A put: the page is stored, now or already. A get: it is complete and
+        verified in its buffer; other buffers may have been written to. Exists and lock: it can be read now. Delete: it was
+        here and is not any more."""
+
+    @property
+    def errors(self) -> dict[int, Error]:
+        """Why, for each key that did not go well. Of exists and delete, what is merely absent is a `Miss`."""
+
+    @property
+    def error(self) -> Error | None:
+        """The first of them."""
+
+    @property
+    def prefix(self) -> int:
+        """How many leading keys went well."""
+
+    @property
+    def written(self) -> int:
+        """Pages that a put wrote; those that were here already are not counted."""
+
+class Paged:
+    """Blocks in the slots of a pool: part `p` of block `i` lies at `parts[p][0]`, `parts[p][1] + slots[i] * parts[p][2]` bytes
+    after its beginning. A part is (buffer, offset, stride); there is one for each part of a block, in the order of the spec
+    (for pages: one). `None` for parts of layers that are not read."""
+
+    def __init__(self, parts: Sequence[tuple[Buffer, int, int] | None], slots: Sequence[int]) -> None: ...
+
+#: Where blocks lie: a buffer for each key, exactly as long as a block (a longer one is refused, too); one buffer with all
+#: blocks one after the other; or `Paged`.
+Places: TypeAlias = Sequence[Buffer] | Buffer | Paged
+
+class Pages:
+    """Batches of blocks: submitted from any thread without waiting, answered later, each exactly once, with one result for each
+    key in the order of the keys. Beside them the same as calls that wait.
+
+    - A batch that was refused (an exception) has no id and nothing of it was begun.
+    - Once a batch is answered, nothing touches its buffers any more.
+    - An eventfd is readable exactly while completions wait to be drained. `drain` empties it; who reads it does so before
+      draining.
+    - A key that stands again in one batch has the result of its first place; in a get it is `Invalid` (reason `Duplicate`)
+      there and that buffer is left alone.
+    - `timeout` (seconds): when it has passed, keys that are not there yet are answered with `Deadline`. That is soon after, also
+      if the server has stopped; only a get straight into memory of mode direct or adopted waits until the disk has let go.
+    - `group` (default 0) and `rank` (default: this process's): one for all keys, or a sequence with one for each.
+    """
+
+    @property
+    def namespace(self) -> bytes:
+        """32 bytes: the name of the identity."""
+
+    @property
+    def under_way(self) -> int:
+        """Batches that were submitted and not drained."""
+
+    def block_bytes(self, group: int = 0) -> int: ...
+    def parts(self, group: int = 0) -> list[tuple[int, int]]:
+        """(layer, bytes) of each part of a block, in the order of the spec."""
+
+    def submit_put(
+        self,
+        keys: Sequence[Key],
+        buffers: Places,
+        *,
+        group: int | Sequence[int] = 0,
+        rank: int | Sequence[int] | None = None,
+        parent: bytes | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Stores a page under each key: once answered, the first that was put under a key is what every get gives. `parent`:
+        the keys are consecutive blocks of one text, and this is the key before them (`b""`: none is before them)."""
+
+    def submit_get(
+        self,
+        keys: Sequence[Key],
+        buffers: Places,
+        *,
+        group: int | Sequence[int] = 0,
+        rank: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Reads the page of each key into its buffer."""
+
+    def submit_exists(
+        self,
+        keys: Sequence[Key],
+        *,
+        group: int | Sequence[int] = 0,
+        rank: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Asks which pages can be read now."""
+
+    def submit_lock(
+        self,
+        keys: Sequence[Key],
+        *,
+        hold: float = 60.0,
+        group: int | Sequence[int] = 0,
+        rank: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """The same, and holds those that are here against eviction for `hold` seconds, or until `unlock`."""
+
+    def unlock(self, what: int | Sequence[Key]) -> None:
+        """Ends what the batch of this id holds, or takes one lock off each key. It does not wait."""
+
+    def submit_delete(
+        self,
+        keys: Sequence[Key],
+        *,
+        group: int | Sequence[int] = 0,
+        rank: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Deletes blocks: once answered, nothing brings them back."""
+
+    def cancel(self, id: int) -> bool:
+        """Ends a batch early: it is answered soon, once, with `Retry` (reason `Cancelled`) for keys that were not done. False
+        if it was answered already."""
+
+    def drain(self, lane: Literal["store", "lookup", "load"] | None = None) -> list[Completion]:
+        """Takes the completions that wait, of all lanes or of one. It does not wait."""
+
+    def wait(self, timeout: float | None = None) -> list[Completion]:
+        """Drains; if nothing waits, waits for the first. An empty list after `timeout` seconds, and where nothing is under
+        way."""
+
+    def fileno(self) -> int:
+        """The eventfd (`lanes=False`), for select, poll and asyncio. It belongs to this handle: do not close it."""
+
+    def event_fd(self, lane: Literal["store", "lookup", "load"]) -> int:
+        """The eventfd of a lane: three different ones with `lanes=True`, else one and the same."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Cancels what is under way, discards what was not drained, ends the locks. When it returns, nothing touches any
+        buffer that was given to this handle. Raises `Deadline` if that takes longer than `timeout` (default: the client's): then
+        the module goes on holding those buffers, and `close` may be called again. Later submissions raise `Retry` (reason
+        `Closed`)."""
+
+    # The same as calls that wait. They raise what concerns the whole call; what concerns single keys is in the answer.
+
+    def put(
+        self,
+        keys: Sequence[Key],
+        buffers: Places,
+        *,
+        group: int | Sequence[int] = 0,
+        rank: int | Sequence[int] | None = None,
+        parent: bytes | None = None,
+        timeout: float | None = None,
+    ) -> Completion: ...
+    def get(
+        self,
+        keys: Sequence[Key],
+        buffers: Places,
+        *,
+        group: int | Sequence[int] = 0,
+        rank: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> Completion: ...
+    def exists(
+        self,
+        keys: Sequence[Key],
+        *,
+        group: int | Sequence[int] = 0,
+        rank: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[bool]: ...
+    def delete(
+        self,
+        keys: Sequence[Key],
+        *,
+        group: int | Sequence[int] = 0,
+        rank: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> Completion: ...
+    def delete_all(self) -> int:
+        """Deletes every block of this identity, of all groups and ranks; how many were here."""
+
+    def match(self, keys: Sequence[Key], *, hold: float | None = None) -> Match:
+        """How long a prefix of these consecutive blocks can be restored now: up to the last block boundary at which every
+        required part of every group and rank is here. With `hold`, what it needs is not evicted for so many seconds."""
+
+    def layers(
+        self,
+        keys: Sequence[Key],
+        buffers: Places | None = None,
+        *,
+        layer_buffers: Sequence[Buffer | None] | None = None,
+        layers: range | None = None,
+        group: int = 0,
+        rank: int | None = None,
+        timeout: float | None = None,
+    ) -> Layers:
+        """Reads blocks layer by layer: an iterator that gives each layer when it is usable. Where to: either `buffers`, or
+        `layer_buffers`, one for each layer of the blocks (`[part][block]` inside; `None` for layers that are not read). `layers`:
+        of the model, consecutive; all if none are named."""
+
+    def pin(
+        self, keys: Sequence[Key], *, hold: float, group: int = 0, rank: int | None = None, timeout: float | None = None
+    ) -> Lease:
+        """Holds the blocks that are here against eviction for `hold` seconds."""
+
+    def __enter__(self) -> Pages: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+class Match:
+    """What a look-up found."""
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks that can be restored now."""
+
+    @property
+    def pending(self) -> int:
+        """Leading blocks of which puts under way, too, have the last parts."""
+
+    @property
+    def lease(self) -> Lease | None: ...
+
+class Lease:
+    """Blocks that are held against eviction until its time is over, or `end`. Not ended by garbage collection."""
+
+    @property
+    def blocks(self) -> int:
+        """How many of the keys it holds."""
+
+    def renew(self, hold: float) -> None: ...
+    def end(self) -> bool:
+        """False if it had ended by itself."""
+
+class Layer:
+    """A layer that is usable now."""
+
+    @property
+    def layer(self) -> int:
+        """Counted in the execution order of the model."""
+
+    @property
+    def blocks(self) -> int:
+        """How many leading blocks of the request are complete and verified, in this and all layers before."""
+
+class Layers(Iterator[Layer]):
+    """Layers of a read, in order. When the iteration is over (or `close` has returned), nothing touches the buffers any more.
+    It stops early where no block is usable any more, and at the deadline; `errors` says why."""
+
+    def __iter__(self) -> Layers: ...
+    def __next__(self) -> Layer: ...
+    @property
+    def usable_blocks(self) -> int: ...
+    @property
+    def usable_layers(self) -> int: ...
+    @property
+    def errors(self) -> dict[int, Error]: ...
+    def close(self) -> None: ...
+
+class Event:
+    """Something that happened to a block."""
+
+    @property
+    def what(self) -> Literal["stored", "evicted", "expired", "deleted", "damaged"]: ...
+    @property
+    def namespace(self) -> bytes: ...
+    @property
+    def key(self) -> bytes | None:
+        """None: every block of the namespace."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def sequence(self) -> tuple[int, int]:
+        """For `Client.watch(after=...)`."""

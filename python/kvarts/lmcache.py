@@ -1,0 +1,295 @@
+"""Kvarts as the second level of LMCache (multi-process mode): the object of a `native_plugin` adapter.
+
+    --l2-adapter '{"type": "native_plugin", "module_path": "kvarts.lmcache", "class_name": "Kvarts", "adapter_params":
+        {"server": "/run/kvarts/kvarts.sock", "revision": "0e9e39f", "dtype": "bf16"}}'
+
+What holds:
+
+- A load gives the bytes that were stored under that key by the same model, revision, dtype and version of LMCache, or it is a
+  miss. LMCache's keys name the model, but neither its revision nor the type of its cache: that is why both must be given.
+- No call waits. Each batch is answered within `timeout` seconds (half a second later at most), also if the server has stopped;
+  while it is away, look-ups and loads are misses and stores are dropped. It comes back by itself.
+
+An object is one page, and pages of one handle have one size, so there is one handle for each size. A look-up does not say the
+size: which ones a model has is written down in pages of their own (`_Sizes`), which are read once.
+"""
+
+import importlib.metadata
+import itertools
+import os
+import select
+import threading
+import time
+
+import kvarts
+
+from .link import Link, logger, token_of
+
+#: Sizes of objects that one group of a model may have.
+_SIZES = 16
+_RECORD = 4096
+#: Seconds after which sizes are read again, because another process may have stored objects of a new one.
+_FRESH = 5.0
+
+
+class _Unready(Exception):
+    """A handle or a list of sizes is not there yet: the thread of the link gets it."""
+
+
+class _Task:
+    """A batch of LMCache's, which may be several here."""
+
+    def __init__(self, future, kind, keys, buffers):
+        self.future = future
+        self.kind = kind
+        self.keys = keys
+        self.buffers = buffers
+        self.results = [False] * len(keys)
+        self.errors = {}
+        self.open = 0
+
+    def answer(self):
+        """(future, ok, error, result for each key), as LMCache takes it."""
+        if self.kind == "exists":
+            return self.future, True, "", self.results
+        # What is merely not there is no error of a delete.
+        bad = next((error for error in self.errors.values() if self.kind != "delete" or not isinstance(error, kvarts.Miss)), None)
+        ok = all(self.results) if self.kind != "delete" else bad is None
+        return self.future, ok, "" if bad is None else str(bad), self.results
+
+
+class _Sizes:
+    """Which sizes the objects of a model's group have, as records that all processes share: record n has the n-th size."""
+
+    def __init__(self, pages, group):
+        self._pages = pages
+        self._keys = [kvarts.key("sizes", group, n) for n in range(_SIZES)]
+        self.known = []
+        self.read_at = 0.0
+
+    def read(self):
+        memory = bytearray(_SIZES * _RECORD)
+        done = self._pages.get(self._keys, memory)
+        if done.error is not None and not isinstance(done.error, (kvarts.Miss, kvarts.Corrupt)):
+            raise done.error
+        self.known = [int(bytes(memory[n * _RECORD : n * _RECORD + 20])) for n, here in enumerate(done.results) if here]
+        self.read_at = time.monotonic()
+        return done.results
+
+    def add(self, size):
+        """Writes a size down: the first free record, or the next one if another process had the same thought."""
+        for _ in range(_SIZES):
+            free = [n for n, here in enumerate(self.read()) if not here]
+            if size in self.known:
+                return
+            if not free:
+                break
+            done = self._pages.put([self._keys[free[0]]], [b"%020d" % size + bytes(_RECORD - 20)])
+            if not done.ok:
+                raise done.error
+        raise kvarts.Refused(f"objects of more than {_SIZES} sizes in one group of a model")
+
+
+class Kvarts:
+    """What LMCache calls a native connector.
+
+    `server`, `token_file`: as for `kvarts.connect`. `revision`: of the model, or `{model: revision}`. `dtype`: of the KV cache.
+    `identity`: whatever else decides bytes (`{"quantisation": "fp8-v2"}`). `timeout`: seconds for each batch. `pause`: seconds
+    for which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush."""
+
+    def __init__(
+        self,
+        server=None,
+        revision=None,
+        dtype=None,
+        token_file=None,
+        identity=None,
+        timeout=2.0,
+        pause=1.0,
+        durable=False,
+    ):
+        if not isinstance(revision, dict) and not revision:
+            raise ValueError("revision: name the model's revision, or one for each model")
+        if not dtype:
+            raise ValueError("dtype: name the type of the KV cache's elements")
+        self._revision = revision
+        self._dtype = str(dtype)
+        self._identity = {str(name): str(value) for name, value in (identity or {}).items()}
+        self._timeout = float(timeout)
+        self._durable = bool(durable)
+        try:
+            self._version = importlib.metadata.version("lmcache")
+        except importlib.metadata.PackageNotFoundError:
+            self._version = "0"
+        self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout), pause)
+        self._lock = threading.Lock()
+        self._futures = itertools.count(1)
+        self._handles = {}  # (model, size of objects) -> pages
+        self._sizes = {}  # (model, group) -> _Sizes
+        self._parts = {}  # (handle, batch) -> (task, positions)
+        self._done = []  # answers that no handle has
+        self._closed = False
+        # One descriptor that is readable while any handle, or `_own`, is.
+        self._own = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.epoll()
+        self._poll.register(self._own, select.EPOLLIN)
+
+    # What LMCache calls.
+
+    def event_fd(self):
+        return self._poll.fileno()
+
+    def submit_batch_set(self, keys, memoryviews):
+        return self._submit("put", keys, memoryviews)
+
+    def submit_batch_get(self, keys, memoryviews):
+        return self._submit("get", keys, memoryviews)
+
+    def submit_batch_exists(self, keys):
+        return self._submit("exists", keys, None)
+
+    def submit_batch_delete(self, keys):
+        return self._submit("delete", keys, None)
+
+    def drain_completions(self):
+        with self._lock:
+            for pages in list(self._handles.values()):
+                for done in pages.drain():
+                    self._part_done(pages, done)
+            answers, self._done = self._done, []
+            if answers:
+                os.eventfd_read(self._own)
+        return answers
+
+    def close(self):
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._link.close()  # closes the handles, too: when it returns, nothing touches LMCache's memory
+        self._poll.close()
+        os.close(self._own)
+
+    # How it works.
+
+    def _submit(self, kind, keys, buffers):
+        task = _Task(next(self._futures), kind, list(keys), None if buffers is None else list(buffers))
+        if buffers is not None and len(task.buffers) != len(task.keys):
+            raise ValueError("memoryviews: one for each key")
+        if self._closed or self._link.away:
+            self._answer(task, kvarts.Retry("the server is away"))
+            return task.future
+        try:
+            self._begin(task, None)
+        except _Unready:
+            self._link.do(lambda client: self._begin(task, client), lambda error: self._answer(task, error))
+        return task.future
+
+    def _begin(self, task, client):
+        """Splits a batch by handles and submits it. Without a client it is `_Unready` where a handle is missing."""
+        places = {}
+        for at, key in enumerate(task.keys):
+            model, _, group = key.split("@")[:3]
+            if task.buffers is not None:
+                sizes = [memoryview(task.buffers[at]).nbytes]
+            else:
+                sizes = self._known_sizes(model, group, client)
+            for size in sizes:
+                places.setdefault((model, group, size), []).append(at)
+        parts = [(self._handle(*place, client, task.kind == "put"), positions) for place, positions in places.items()]
+        with self._lock:
+            task.open = 1
+            for pages, positions in parts:
+                self._begin_part(task, pages, positions)
+            self._end_part(task)
+
+    def _begin_part(self, task, pages, positions):
+        keys = [kvarts.key("lmcache", task.keys[at]) for at in positions]
+        submit = getattr(pages, "submit_" + task.kind)
+        try:
+            if task.buffers is None:
+                batch = submit(keys, timeout=self._timeout)
+            else:
+                batch = submit(keys, [task.buffers[at] for at in positions], timeout=self._timeout)
+        except kvarts.Error as error:
+            self._link.failed(error)
+            task.errors.update(dict.fromkeys(positions, error))
+            return
+        task.open += 1
+        self._parts[pages, batch] = task, positions
+
+    def _part_done(self, pages, done):
+        task, positions = self._parts.pop((pages, done.id))
+        if any(done.results) or not done.errors:
+            self._link.answered()
+        for at, good in zip(positions, done.results):
+            task.results[at] = task.results[at] or good
+        for n, error in done.errors.items():
+            task.errors[positions[n]] = error
+            self._link.failed(error)
+        self._end_part(task)
+
+    def _end_part(self, task):
+        task.open -= 1
+        if task.open == 0:
+            self._done.append(task.answer())
+            os.eventfd_write(self._own, 1)
+
+    def _answer(self, task, error):
+        """Answers a batch that did not begin."""
+        if not isinstance(error, (kvarts.Retry, kvarts.Deadline)):  # those are the link's to tell
+            logger.warning("kvarts: %s of %d objects was not begun: %s", task.kind, len(task.keys), error)
+        task.errors = dict.fromkeys(range(len(task.keys)), error)
+        with self._lock:
+            if not self._closed:
+                self._done.append(task.answer())
+                os.eventfd_write(self._own, 1)
+
+    def _handle(self, model, group, size, client, writes):
+        pages = self._handles.get((model, size))
+        sizes = self._sizes.get((model, group))
+        noted = not writes or (sizes is not None and size in sizes.known)
+        if pages is not None and noted:
+            return pages
+        if client is None:
+            raise _Unready
+        if not noted:
+            self._read_sizes(model, group, client).add(size)
+        if pages is None:
+            pages = client.pages(size, layout="lmcache-object", durable=self._durable, **self._identity_of(model))
+            with self._lock:
+                self._handles[model, size] = pages
+                self._poll.register(pages.fileno(), select.EPOLLIN)
+        return pages
+
+    def _known_sizes(self, model, group, client):
+        sizes = self._sizes.get((model, group))
+        if sizes is None or time.monotonic() - sizes.read_at > _FRESH:
+            if client is None:
+                raise _Unready
+            sizes = self._read_sizes(model, group, client)
+        for size in sizes.known:
+            if (model, size) not in self._handles and client is None:
+                raise _Unready
+        return sizes.known
+
+    def _read_sizes(self, model, group, client):
+        sizes = self._sizes.get((model, group))
+        if sizes is None:
+            sizes = _Sizes(client.pages(_RECORD, layout="lmcache-sizes", **self._identity_of(model)), group)
+        sizes.read()
+        self._sizes[model, group] = sizes
+        return sizes
+
+    def _identity_of(self, model):
+        revision = self._revision.get(model) if isinstance(self._revision, dict) else self._revision
+        if not revision:
+            raise kvarts.Invalid(f"revision: none is named for {model!r}")
+        return dict(
+            model=model,
+            revision=str(revision),
+            dtype=self._dtype,
+            engine="lmcache",
+            layout_version=self._version,
+            extras=self._identity,
+        )

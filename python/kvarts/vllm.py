@@ -1,0 +1,346 @@
+"""Kvarts as the disk behind vLLM's offloading of KV caches.
+
+    --kv-transfer-config '{"kv_connector": "Kvarts", "kv_connector_module_path": "kvarts.vllm", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 8000000000, "server": "/run/kvarts/kvarts.sock"}}'
+
+`Kvarts` is vLLM's own `OffloadingConnector` with one secondary tier, `KvartsTier`: KV blocks go from the device to host memory
+and from there to disk, and come back the same way. What holds:
+
+- A block comes back with the bytes that were stored under its hash and group by an engine of the same identity (`identity_of`),
+  or it is recomputed. A promotion of which some blocks failed says which ones are good.
+- The scheduler never waits here: it submits, and looks later. A look-up and the load after it are answered within `timeout`
+  seconds together (a second later at most), also if the server has stopped. While it is away, every block is a miss and stores
+  are dropped; it comes back by itself. The engine starts without a server, too.
+"""
+
+import json
+import time
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.version import __version__ as vllm_version
+
+import kvarts
+
+from .link import Link, logger, revision_of, token_of
+
+#: What the connector takes from its configuration and hands to the tier.
+_FOR_THE_TIER = ("server", "token_file", "timeout", "pause", "durable", "identity")
+_BLOCKS = "vllm:kv_offload_kvarts_failed_blocks"
+
+
+def identity_of(vllm_config, revision=None):
+    """What decides the bytes of a KV block, apart from what the offloading configuration says of groups, types and workers."""
+    model = vllm_config.model_config
+    return {
+        "revision": revision_of(model.model, revision or model.revision),
+        "weights": str(model.dtype),
+        "quantisation": str(model.quantization),
+        "overrides": json.dumps(model.hf_overrides, sort_keys=True, default=str),
+        "load": str(vllm_config.load_config.load_format),
+    }
+
+
+class Kvarts(OffloadingConnector):
+    """vLLM's offloading connector with Kvarts behind it. `kv_connector_extra_config` takes what `OffloadingConnector` takes
+    (`cpu_bytes_to_use` at least), and `server`, `token_file`, `timeout`, `pause`, `durable` of `KvartsTier`, `revision` where
+    the model's name does not say it, and `identity` for whatever else decides bytes."""
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        _complete(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config, *args, **kwargs):
+        _complete(vllm_config)
+        return super().build_prom_metrics(vllm_config, *args, **kwargs)
+
+
+def _complete(vllm_config):
+    """Writes the tier into the configuration, once in each process."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra.setdefault("spec_name", "TieringOffloadingSpec")
+    tiers = extra.setdefault("secondary_tiers", [])
+    if any(tier.get("module_path") == __name__ for tier in tiers):
+        return
+    tier = {name: extra[name] for name in _FOR_THE_TIER if name in extra}
+    tier["identity"] = {**identity_of(vllm_config, extra.get("revision")), **tier.get("identity", {})}
+    tiers.append({"type": "KvartsTier", "module_path": __name__, **tier})
+
+
+class _Job:
+    """A load or a store that is under way."""
+
+    def __init__(self, job, page_bytes):
+        self.id = job.job_id
+        self.keys = list(job.keys)
+        self.is_load = job.is_promotion
+        self.began = time.monotonic()
+        self.page_bytes = page_bytes
+
+    def result(self, results):
+        """What vLLM is told: of a load also which blocks are good, because the others are recomputed."""
+        good = [key for key, here in zip(self.keys, results) if here]
+        return JobResult(
+            job_id=self.id,
+            success=len(good) == len(self.keys),
+            successful_keys=tuple(good) if self.is_load and good else None,
+            transfer_time=time.monotonic() - self.began,
+            transfer_bytes=len(good) * self.page_bytes,
+        )
+
+
+class _Lookups:
+    """What is known of the keys that requests ask for, until the last of these requests is over."""
+
+    def __init__(self):
+        self.found = {}  # key -> True, False, or None: asked
+        self.to_ask = []
+        self._requests = {}  # request -> its keys
+        self._askers = {}  # key -> how many requests
+
+    def of(self, key, request):
+        keys = self._requests.setdefault(request, set())
+        if key not in keys:
+            keys.add(key)
+            self._askers[key] = self._askers.get(key, 0) + 1
+        if key not in self.found:
+            self.found[key] = None
+            self.to_ask.append(key)
+        return self.found[key]
+
+    def learn(self, key, here):
+        if key in self.found:
+            self.found[key] = here
+
+    def forget(self, request):
+        for key in self._requests.pop(request, ()):
+            self._askers[key] -= 1
+            if not self._askers[key]:
+                del self._askers[key], self.found[key]
+
+
+class KvartsTier(SecondaryTierManager):
+    """A secondary tier of `TieringOffloadingSpec`, for those who configure tiers themselves:
+    `{"type": "KvartsTier", "module_path": "kvarts.vllm", "server": ..., "identity": {"revision": ...}}`.
+
+    `server`, `token_file`: as for `kvarts.connect`. `identity`: what decides bytes beside the offloading configuration; a
+    `revision` of the model must be in it, unless the model is a directory. `timeout`: seconds for a look-up and a load together.
+    `pause`: seconds for which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush."""
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec,
+        primary_kv_view,
+        tier_type,
+        backpressure_detector=None,
+        server=None,
+        token_file=None,
+        timeout=2.0,
+        pause=1.0,
+        durable=False,
+        identity=None,
+    ):
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._timeout = float(timeout)
+        self._durable = bool(durable)
+        self._named = self._naming(offloading_spec.config, dict(identity or {}))
+        self._host = primary_kv_view.cast("B")
+        self._memory = self._pages = None
+        self._opening = False
+        self._jobs = {}  # batch -> _Job
+        self._asked = {}  # batch -> keys
+        self._finished = []
+        self._lookups = _Lookups()
+        self._failures = {}  # reason -> blocks, since the last `get_stats`
+        self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout), float(pause))
+        self._open()
+        deadline = time.monotonic() + self._timeout
+        while self._opening and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def _naming(self, config, identity):
+        """The identity of the blocks. Engines that differ in any of it share nothing."""
+        revision = identity.pop("revision", None) or revision_of(config.model.name)
+        # Where blocks are the same bytes whatever the number of workers, vLLM says so.
+        alone = config.parallel.is_parallelism_agnostic or config.replicated_layout
+        parallel = [1] * 4 if alone else [getattr(config.parallel, part + "_size") for part in ("tp", "pp", "pcp", "dcp")]
+        groups = [[group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups]
+        facts = {
+            "groups": json.dumps(groups),
+            "hash": str(config.cache.tokens_per_hash),
+            "chunk": str(config.cache.blocks_per_chunk),
+            "workers": json.dumps([*parallel, bool(config.replicated_layout)]),
+        }
+        return dict(
+            page_bytes={n: self.block_size_bytes for n in range(1 + max(group.group_id for group in config.groups))},
+            model=config.model.name,
+            revision=revision,
+            dtype=str(config.model.dtype),
+            engine="vllm",
+            layout=f"{config.kv_cache_layout}{'-canonical' if config.canonical_layout else ''}",
+            layout_version=vllm_version,
+            extras={**identity, **facts},
+        )
+
+    def _open(self):
+        """Gets the handle, in the thread of the link."""
+        self._opening = True
+        self._link.do(self._opened, self._not_opened)
+
+    def _opened(self, client):
+        pages = client.pages(durable=self._durable, timeout=self._timeout, **self._named)
+        # Pages can then be named by their addresses. Nothing is copied that would not be copied anyway.
+        self._memory = client.adopt(self._host)
+        self._pages, self._opening = pages, False
+
+    def _not_opened(self, error):
+        logger.warning("kvarts: no store: %s", error)
+        self._opening = False
+
+    def _usable(self):
+        """Whether requests may be submitted now."""
+        if self._link.away:
+            return False
+        if self._pages is None and not self._opening:
+            self._open()
+        return self._pages is not None
+
+    # Look-ups: asked once a step for all keys that the step named.
+
+    def lookup(self, key, req_context):
+        found = self._lookups.of(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context):
+        keys, self._lookups.to_ask = self._lookups.to_ask, []
+        keys = [key for key in keys if key in self._lookups.found]
+        if not keys:
+            return
+        batch = self._submit("exists", keys, self._timeout / 2)
+        if batch is None:
+            for key in keys:
+                self._lookups.learn(key, False)
+        else:
+            self._asked[batch] = keys
+
+    def on_new_request(self, req_context):
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context):
+        self._lookups.forget(req_context.req_id)
+
+    # Transfers.
+
+    def submit_store(self, job_metadata):
+        self._transfer("put", job_metadata, self._timeout)
+
+    def submit_load(self, job_metadata):
+        self._transfer("get", job_metadata, self._timeout / 2)
+
+    def _transfer(self, kind, job_metadata, timeout):
+        job = _Job(job_metadata, self.block_size_bytes)
+        batch = self._submit(kind, job.keys, timeout, job_metadata.chunk_ids)
+        if batch is None:
+            self._end(job, [False] * len(job.keys))
+        else:
+            self._jobs[batch] = job
+
+    def _submit(self, kind, keys, timeout, chunks=None):
+        """The batch's number, or `None` where nothing can be asked now."""
+        if not self._usable():
+            self._count("away", len(keys))
+            return None
+        places = () if chunks is None else ([self._memory.address + int(n) * self.block_size_bytes for n in chunks],)
+        try:
+            return getattr(self._pages, "submit_" + kind)(
+                [get_offload_block_hash(key) for key in keys],
+                *places,
+                group=[get_offload_group_idx(key) for key in keys],
+                timeout=timeout,
+            )
+        except kvarts.Error as error:
+            self._link.failed(error)
+            self._count(error.reason, len(keys))
+            logger.warning("kvarts: %s of %d blocks was not begun: %s", kind, len(keys), error)
+            return None
+
+    def _end(self, job, results):
+        if job.is_load:
+            # Asked again, they would be found again: this request does without.
+            for key, good in zip(job.keys, results):
+                if not good:
+                    self._lookups.learn(key, False)
+        self._finished.append(job.result(results))
+
+    def _take(self, wait=None):
+        """Takes the answers that are there; with `wait`, after so many seconds at most."""
+        if self._pages is None:
+            return
+        for done in self._pages.drain() if wait is None else self._pages.wait(wait):
+            for error in done.errors.values():
+                self._link.failed(error)
+                if not isinstance(error, kvarts.Miss):
+                    self._count(error.reason, 1)
+            if any(done.results) or not done.errors:
+                self._link.answered()
+            if (keys := self._asked.pop(done.id, None)) is not None:
+                for key, here in zip(keys, done.results):
+                    self._lookups.learn(key, here)
+            else:
+                self._end(self._jobs.pop(done.id), done.results)
+
+    def get_finished_jobs(self):
+        self._take()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def has_pending_work(self):
+        return bool(self._asked or self._jobs)
+
+    def drain_jobs(self):
+        while self._jobs:
+            self._take(wait=1.0)
+
+    def shutdown(self):
+        self._link.stop()
+        if self._pages is not None:
+            self._pages.close()
+        if self._memory is not None:
+            self._memory.close()
+        # Nothing touches the host memory any more, and nothing must keep it from being unmapped.
+        self._pages = self._memory = None
+        self._link.close()
+        self._host.release()
+
+    # What Prometheus shows.
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config):
+        text = "Blocks that Kvarts did not store, find or load for another reason than that they are not there."
+        return {_BLOCKS: OffloadingCounterMetadata(documentation=text, labelnames=("reason",))}
+
+    def _count(self, reason, blocks):
+        self._failures[reason] = self._failures.get(reason, 0) + blocks
+
+    def get_stats(self):
+        if not self._failures:
+            return None
+        failures, self._failures = self._failures, {}
+        stats = OffloadingConnectorStats()
+        for reason, blocks in failures.items():
+            stats.increase_counter(_BLOCKS, blocks, (reason,))
+        return stats

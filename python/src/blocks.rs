@@ -1,0 +1,82 @@
+//! The blocks of a request: keys, and of each its group and rank.
+
+use kvarts_layout::{BlockShape, Coordinate, Group};
+use kvarts_store::batch::Block;
+use pyo3::prelude::*;
+
+use crate::error::invalid;
+use crate::identity::Cut;
+use crate::keys;
+
+/// Blocks with their shapes.
+pub(crate) struct Asked<'a> {
+    pub(crate) blocks: Vec<Block>,
+    pub(crate) shapes: Vec<&'a BlockShape>,
+}
+
+/// One number for all keys, or one for each.
+enum Each<T> {
+    All(T),
+    One(Vec<T>),
+}
+
+impl<T: Copy> Each<T> {
+    fn get(&self, at: usize) -> Option<T> {
+        match self {
+            Self::All(all) => Some(*all),
+            Self::One(each) => each.get(at).copied(),
+        }
+    }
+}
+
+fn each<'py, T: for<'a> FromPyObject<'a, 'py>>(
+    argument: &str,
+    given: &Bound<'py, PyAny>,
+    keys: usize,
+) -> PyResult<Each<T>> {
+    if let Ok(all) = given.extract::<T>() {
+        return Ok(Each::All(all));
+    }
+    let py = given.py();
+    let numbers = given.extract::<Vec<T>>();
+    let numbers = numbers.map_err(|_| invalid(py, argument, "a small number, or one for each key"))?;
+    if numbers.len() != keys {
+        return Err(invalid(py, argument, format!("{} for {keys} keys", numbers.len())));
+    }
+    Ok(Each::One(numbers))
+}
+
+/// What is asked for.
+pub(crate) fn asked<'a>(
+    cut: &'a Cut,
+    keys: &Bound<'_, PyAny>,
+    group: Option<&Bound<'_, PyAny>>,
+    rank: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Asked<'a>> {
+    let py = keys.py();
+    let keys = keys::keys(keys)?;
+    let groups = match group {
+        Some(group) => each::<u32>("group", group, keys.len())?,
+        None => Each::All(0),
+    };
+    let ranks = match rank {
+        Some(rank) => each::<u16>("rank", rank, keys.len())?,
+        None => Each::All(cut.tp_rank),
+    };
+    let (mut blocks, mut shapes) = (Vec::with_capacity(keys.len()), Vec::with_capacity(keys.len()));
+    let mut last: Option<(u32, u16, Group, Coordinate, &BlockShape)> = None;
+    for (at, key) in keys.into_iter().enumerate() {
+        let (group, rank) = (groups.get(at).unwrap_or_default(), ranks.get(at).unwrap_or_default());
+        let (group, coordinate, shape) = match last {
+            Some((g, r, found, coordinate, shape)) if (g, r) == (group, rank) => (found, coordinate, shape),
+            _ => {
+                let (found, coordinate, shape) = cut.column(py, group, Some(rank))?;
+                last = Some((group, rank, found, coordinate, shape));
+                (found, coordinate, shape)
+            }
+        };
+        blocks.push(Block { group, coordinate, key });
+        shapes.push(shape);
+    }
+    Ok(Asked { blocks, shapes })
+}

@@ -1,0 +1,124 @@
+//! Look-ups of prefixes, and what they hold.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvarts_store::api::{ContainsRequest, LeaseId, LeaseTerms, MatchRequest, Presence};
+use kvarts_store::error::Reason;
+use pyo3::prelude::*;
+
+use crate::error::OrRaise;
+use crate::guarded::Guarded;
+use crate::pages::Handle;
+use crate::{keys, waiting};
+
+/// What a look-up found: see the stub.
+#[pyclass(frozen, module = "kvarts")]
+pub(crate) struct Match {
+    blocks: u32,
+    pending: u32,
+    lease: Option<Py<Lease>>,
+}
+
+#[pymethods]
+impl Match {
+    #[getter]
+    fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    #[getter]
+    fn pending(&self) -> u32 {
+        self.pending
+    }
+
+    #[getter]
+    fn lease(&self, py: Python<'_>) -> Option<Py<Lease>> {
+        self.lease.as_ref().map(|lease| lease.clone_ref(py))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<kvarts.Match {} blocks>", self.blocks)
+    }
+}
+
+/// Blocks that are held: see the stub.
+#[pyclass(frozen, module = "kvarts")]
+pub(crate) struct Lease {
+    handle: Guarded<Arc<Handle>>,
+    lease: Option<LeaseId>,
+    blocks: u32,
+}
+
+#[pymethods]
+impl Lease {
+    #[getter]
+    fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    fn renew(&self, py: Python<'_>, hold: f64) -> PyResult<()> {
+        let handle = self.handle.get()?;
+        handle.core.alive(py)?;
+        let hold = waiting::duration(py, "hold", hold)?;
+        let Some(lease) = self.lease else { return Ok(()) };
+        py.detach(|| handle.core.store.renew(lease, hold)).or_raise(py)
+    }
+
+    fn end(&self, py: Python<'_>) -> PyResult<bool> {
+        let handle = self.handle.get()?;
+        handle.core.alive(py)?;
+        let Some(lease) = self.lease else { return Ok(false) };
+        Ok(py.detach(|| handle.core.store.unlock(lease)))
+    }
+}
+
+fn terms(hold: Duration) -> LeaseTerms {
+    LeaseTerms { hold, tenant: 0, cap_bytes: u64::MAX }
+}
+
+/// How long a prefix can be restored now.
+pub(crate) fn find(handle: &Arc<Handle>, keys: &Bound<'_, PyAny>, hold: Option<f64>) -> PyResult<Match> {
+    let py = keys.py();
+    let keys = keys::keys(keys)?;
+    let lease = hold.map(|seconds| waiting::duration(py, "hold", seconds)).transpose()?.map(terms);
+    let requirements = &handle.cut.requirements;
+    let found = py.detach(|| {
+        handle.core.store.match_prefix(&MatchRequest {
+            namespace: handle.namespace,
+            keys: &keys,
+            requirements,
+            recompute_tokens_max: 0,
+            lease,
+        })
+    });
+    let found = found.or_raise(py)?;
+    let blocks = found.usable.longest.blocks;
+    let held = found.lease.map(|lease| {
+        let handle = Guarded::new(Arc::clone(handle));
+        Py::new(py, Lease { handle, lease: Some(lease), blocks })
+    });
+    Ok(Match { blocks, pending: found.pending, lease: held.transpose()? })
+}
+
+/// Holds the blocks that are here.
+pub(crate) fn pin(
+    handle: &Arc<Handle>,
+    keys: &Bound<'_, PyAny>,
+    hold: f64,
+    (group, rank): (u32, Option<u16>),
+    timeout: Option<f64>,
+) -> PyResult<Lease> {
+    let py = keys.py();
+    let keys = keys::keys(keys)?;
+    let (group, coordinate, _) = handle.cut.column(py, group, rank)?;
+    let deadline = handle.terms(py, timeout)?.deadline;
+    let lease = Some(terms(waiting::duration(py, "hold", hold)?));
+    let request = ContainsRequest { namespace: handle.namespace, group, coordinate, keys: &keys, lease };
+    let asked = py.detach(|| handle.core.store.look_up(&request, deadline));
+    let answer = waiting::run(py, asked)?;
+    let gone = |_| Reason::Busy("the store is closing");
+    let found = answer.map_err(gone).or_raise(py)?.or_raise(py)?;
+    let blocks = found.presence.iter().filter(|one| **one == Presence::Here).count() as u32;
+    Ok(Lease { handle: Guarded::new(Arc::clone(handle)), lease: found.lease, blocks })
+}

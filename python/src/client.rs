@@ -1,0 +1,408 @@
+//! A store: a server's, or one in this process.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use kvarts_client::{Client as Remote, ConnectOptions, Via};
+use kvarts_store::api::KvStore;
+use kvarts_store::batch::CLOSED;
+use kvarts_store::home::Home;
+use kvarts_store::rt::{Clock, Nanos};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::buffer;
+use crate::error::{OrRaise, invalid, late};
+use crate::guarded::Guarded;
+use crate::identity::{Cut, Wanted};
+use crate::memory::{Adopted, Memory, Registry};
+use crate::pages::{Handle, HandleOptions, Pages};
+use crate::waiting;
+use crate::watching::{self, Events};
+
+/// What a client and its handles share.
+pub(crate) struct Core {
+    pub(crate) store: Arc<dyn KvStore>,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) registry: Registry,
+    patience: Duration,
+    path: &'static str,
+    pub(crate) remote: Option<Remote>,
+    home: Mutex<Option<Home>>,
+    handles: Mutex<Vec<Weak<Handle>>>,
+    closed: AtomicBool,
+}
+
+impl Core {
+    pub(crate) fn of_server(remote: Remote, patience: Duration) -> Arc<Self> {
+        let path = remote.path().name();
+        Arc::new(Self {
+            store: Arc::new(remote.clone()),
+            clock: Arc::clone(remote.clock()),
+            registry: Registry::default(),
+            patience,
+            path,
+            remote: Some(remote),
+            home: Mutex::new(None),
+            handles: Mutex::default(),
+            closed: AtomicBool::new(false),
+        })
+    }
+
+    pub(crate) fn of_home(home: Home, patience: Duration) -> Arc<Self> {
+        Arc::new(Self {
+            store: Arc::new(home.store().clone()),
+            clock: Arc::clone(home.store().clock()),
+            registry: Registry::default(),
+            patience,
+            path: "embedded",
+            remote: None,
+            home: Mutex::new(Some(home)),
+            handles: Mutex::default(),
+            closed: AtomicBool::new(false),
+        })
+    }
+
+    /// When a call has to have ended that may take so many seconds: those of the client where it does not say.
+    pub(crate) fn deadline(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Nanos>> {
+        let left = match timeout {
+            Some(seconds) => waiting::duration(py, "timeout", seconds)?,
+            None => self.patience,
+        };
+        Ok(Some(self.clock.now().plus(left)))
+    }
+
+    /// Refuses what is asked of a client that was closed.
+    pub(crate) fn alive(&self, py: Python<'_>) -> PyResult<()> {
+        let closed = self.closed.load(Ordering::SeqCst);
+        if closed { Err(CLOSED).or_raise(py) } else { Ok(()) }
+    }
+
+    fn keep(&self, handle: &Arc<Handle>) {
+        let mut handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner);
+        handles.retain(|handle| handle.strong_count() > 0);
+        handles.push(Arc::downgrade(handle));
+    }
+
+    fn handles(&self) -> Vec<Arc<Handle>> {
+        let handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner);
+        handles.iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+/// A store: see the stub.
+#[pyclass(frozen, weakref, module = "kvarts")]
+pub(crate) struct Client {
+    pub(crate) core: Guarded<Arc<Core>>,
+}
+
+/// Connects to a server.
+#[pyfunction]
+#[pyo3(signature = (
+    endpoint, token=None, *, via="best", timeout=60.0, authority=None, certificate=None, private_key=None, server_name=None,
+    server_uid=None,
+))]
+#[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+pub(crate) fn connect(
+    py: Python<'_>,
+    endpoint: String,
+    token: Option<String>,
+    via: &str,
+    timeout: f64,
+    authority: Option<Vec<u8>>,
+    certificate: Option<Vec<u8>>,
+    private_key: Option<Vec<u8>>,
+    server_name: Option<String>,
+    server_uid: Option<u32>,
+) -> PyResult<Client> {
+    let via = match via {
+        "best" => Via::Best,
+        "local" => Via::Local,
+        "grpc" => Via::Grpc,
+        _ => return Err(invalid(py, "via", "best, local or grpc")),
+    };
+    let identity = match (certificate, private_key) {
+        (Some(certificate), Some(key)) => Some((certificate, key)),
+        (None, None) => None,
+        _ => return Err(invalid(py, "certificate", "certificate and private_key belong together")),
+    };
+    let patience = waiting::duration(py, "timeout", timeout)?;
+    let options = ConnectOptions {
+        token,
+        authority,
+        identity,
+        server_name,
+        patience,
+        via,
+        server_uid,
+        ..ConnectOptions::to(endpoint)
+    };
+    let remote = py.detach(|| Remote::connect(&options)).or_raise(py)?;
+    Ok(Client { core: Guarded::new(Core::of_server(remote, patience)) })
+}
+
+#[pymethods]
+impl Client {
+    #[getter]
+    fn path(&self) -> PyResult<&'static str> {
+        Ok(self.core.get()?.path)
+    }
+
+    #[getter]
+    fn held_bytes(&self) -> PyResult<u64> {
+        Ok(self.core.get()?.remote.as_ref().map_or(0, Remote::held_bytes))
+    }
+
+    #[pyo3(signature = (
+        page_bytes=None, *, model, revision, dtype, engine, layout, layout_version="1".to_owned(), block_tokens=1,
+        tokenizer="none".to_owned(), adapter="none".to_owned(), quantisation="none".to_owned(), scales="none".to_owned(),
+        rope="none".to_owned(), window="none".to_owned(), extras=None, spec=None, tp_size=1, tp_rank=0, durable=false, ttl=None,
+        lanes=false, batches_max=1024, timeout=None,
+    ))]
+    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    fn pages(
+        &self,
+        py: Python<'_>,
+        page_bytes: Option<&Bound<'_, PyAny>>,
+        model: String,
+        revision: String,
+        dtype: String,
+        engine: String,
+        layout: String,
+        layout_version: String,
+        block_tokens: u32,
+        tokenizer: String,
+        adapter: String,
+        quantisation: String,
+        scales: String,
+        rope: String,
+        window: String,
+        extras: Option<BTreeMap<String, String>>,
+        spec: Option<&str>,
+        tp_size: u16,
+        tp_rank: u16,
+        durable: bool,
+        ttl: Option<f64>,
+        lanes: bool,
+        batches_max: usize,
+        timeout: Option<f64>,
+    ) -> PyResult<Pages> {
+        let core = self.core.get()?;
+        core.alive(py)?;
+        let extras = extras.unwrap_or_default();
+        let wanted = Wanted {
+            model,
+            revision,
+            dtype,
+            engine,
+            layout,
+            layout_version,
+            block_tokens,
+            tokenizer,
+            adapter,
+            quantisation,
+            scales,
+            rope,
+            window,
+            extras,
+            tp_size,
+            tp_rank,
+        };
+        let cut = Cut::new(py, page_bytes.map(sizes).transpose()?, spec, wanted)?;
+        let ttl = ttl.map(|seconds| waiting::duration(py, "ttl", seconds)).transpose()?;
+        let timeout = timeout.map(|seconds| waiting::duration(py, "timeout", seconds)).transpose()?;
+        if batches_max == 0 {
+            return Err(invalid(py, "batches_max", "at least 1"));
+        }
+        let options =
+            HandleOptions { durable, ttl, lanes, batches_max, timeout: timeout.unwrap_or(core.patience) };
+        let handle = py.detach(|| Handle::new(core, cut, &options)).or_raise(py)?;
+        core.keep(&handle);
+        Ok(Pages { handle: Guarded::new(handle) })
+    }
+
+    fn memory(&self, py: Python<'_>, nbytes: usize) -> PyResult<Memory> {
+        let core = self.core.get()?;
+        core.alive(py)?;
+        buffer::settle(py);
+        if nbytes == 0 {
+            return Err(invalid(py, "nbytes", "at least 1"));
+        }
+        let mmap = py.import("mmap")?;
+        let shared = match &core.remote {
+            Some(remote) if core.path == "local" => {
+                let region = py.detach(|| remote.pool(nbytes)).or_raise(py)?;
+                remote.file_of(&region).map(|file| (region, file))
+            }
+            _ => None,
+        };
+        let owner = match &shared {
+            Some((region, file)) => mmap.getattr("mmap")?.call1((file.as_raw_fd(), region.len()))?,
+            None => mmap.getattr("mmap")?.call1((-1, nbytes))?,
+        };
+        let given = buffer::given("nbytes", &owner, true)?;
+        let mode = match (&shared, core.path) {
+            (Some(_), _) => "direct",
+            (None, "embedded") => "embedded",
+            (None, _) => "copied",
+        };
+        let adopted = Adopted {
+            address: given.address,
+            nbytes: given.len,
+            held: Some(given.held),
+            owner: Some(owner.unbind()),
+            mode,
+            region: shared.map(|(region, _)| (region, 0)),
+        };
+        Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is known already"))
+    }
+
+    #[pyo3(signature = (buffer, *, fd=None, offset=0, nbytes=None))]
+    fn adopt(
+        &self,
+        py: Python<'_>,
+        buffer: &Bound<'_, PyAny>,
+        fd: Option<i32>,
+        offset: u64,
+        nbytes: Option<usize>,
+    ) -> PyResult<Memory> {
+        let core = self.core.get()?;
+        core.alive(py)?;
+        buffer::settle(py);
+        let (address, len, held, owner) = match (buffer.extract::<usize>(), nbytes) {
+            (Ok(address), Some(len)) => (address, len, None, None),
+            (Ok(_), None) => return Err(invalid(py, "nbytes", "needed where buffer is an address")),
+            (Err(_), _) => {
+                let given = buffer::given("buffer", buffer, true)?;
+                let len = nbytes.unwrap_or(given.len);
+                if len > given.len {
+                    return Err(invalid(py, "nbytes", format!("{len}, and the buffer has {}", given.len)));
+                }
+                (given.address, len, Some(given.held), Some(buffer.clone().unbind()))
+            }
+        };
+        if len == 0 || address == 0 || address.checked_add(len).is_none() {
+            return Err(invalid(py, "buffer", "no bytes"));
+        }
+        let shared = match (&core.remote, fd) {
+            (Some(remote), Some(fd)) if core.path == "local" => Some(shared(py, remote, fd, offset, len)?),
+            _ => None,
+        };
+        let mode = match (&shared, core.path) {
+            (Some(_), _) => "adopted",
+            (None, "embedded") => "embedded",
+            (None, _) => "copied",
+        };
+        let adopted = Adopted { address, nbytes: len, held, owner, mode, region: shared };
+        let known = Memory::new(core, adopted);
+        known.ok_or_else(|| invalid(py, "buffer", "some of it is known already: close that Memory first"))
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let core = self.core.get()?;
+        core.alive(py)?;
+        let found = PyDict::new(py);
+        found.set_item("path", core.path)?;
+        if let Some(remote) = &core.remote {
+            let stats = py.detach(|| remote.stats()).or_raise(py)?;
+            found.set_item("version", stats.version)?;
+            found.set_item("budget_bytes", stats.budget_bytes)?;
+            found.set_item("allocated_bytes", stats.allocated_bytes)?;
+            found.set_item("index_bytes", stats.index_bytes)?;
+            found.set_item("notes", stats.notes)?;
+            let counts: BTreeMap<String, u64> = stats.counts.into_iter().collect();
+            found.set_item("counts", counts)?;
+        }
+        if let Some(home) = &*core.home.lock().unwrap_or_else(PoisonError::into_inner) {
+            let stats = home.store().stats();
+            found.set_item("version", env!("CARGO_PKG_VERSION"))?;
+            found.set_item("budget_bytes", stats.budget_bytes)?;
+            found.set_item("allocated_bytes", stats.allocated_bytes)?;
+            found.set_item("index_bytes", stats.index.bytes)?;
+            found.set_item("notes", home.notes())?;
+            let counts: BTreeMap<&str, u64> = stats.counts.named().into_iter().collect();
+            found.set_item("counts", counts)?;
+        }
+        Ok(found)
+    }
+
+    #[pyo3(signature = (*, after=None))]
+    fn watch(&self, py: Python<'_>, after: Option<(u64, u64)>) -> PyResult<Events> {
+        let core = self.core.get()?;
+        core.alive(py)?;
+        watching::watch(py, core, after)
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let core = self.core.get()?;
+        core.closed.store(true, Ordering::SeqCst);
+        let deadline = core.deadline(py, timeout)?;
+        let handles = core.handles();
+        py.detach(|| handles.iter().for_each(|handle| handle.pages.close()));
+        let is_free = || handles.iter().all(|handle| handle.is_free());
+        let free = waiting::until(py, &*core.clock, deadline, is_free)?;
+        buffer::settle(py);
+        if !free {
+            return Err(late(py, "a disk or a thread still uses buffers of a batch"));
+        }
+        let home = core.home.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match home {
+            Some(home) => py.detach(|| home.close()).or_raise(py),
+            None => Ok(()),
+        }
+    }
+
+    fn __enter__(this: Py<Self>) -> Py<Self> {
+        this
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py, None)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<kvarts.Client {}>", self.core.get().map_or("of another process", |core| core.path))
+    }
+}
+
+/// Page sizes: one, or one for each group.
+fn sizes(given: &Bound<'_, PyAny>) -> PyResult<BTreeMap<u32, u64>> {
+    if let Ok(one) = given.extract::<u64>() {
+        return Ok(BTreeMap::from([(0, one)]));
+    }
+    let several = given.extract::<BTreeMap<u32, u64>>();
+    several.map_err(|_| invalid(given.py(), "page_bytes", "a number of bytes, or one for each group"))
+}
+
+/// Shares an engine's file in memory; where its bytes begin in the region.
+fn shared(
+    py: Python<'_>,
+    remote: &Remote,
+    fd: i32,
+    offset: u64,
+    len: usize,
+) -> PyResult<(Arc<kvarts_store::io::Region>, usize)> {
+    let page = kvarts_store::io::mem::PAGE as u64;
+    let all =
+        offset.checked_add(len as u64).filter(|all| all.is_multiple_of(page) && offset.is_multiple_of(page));
+    let all = all.ok_or_else(|| invalid(py, "offset", "offset and length are whole pages of 4096 bytes"))?;
+    if fd < 0 {
+        return Err(invalid(py, "fd", "no descriptor"));
+    }
+    // By the interpreter: a number that is no descriptor is an error there.
+    let own: i32 = py.import("os")?.call_method1("dup", (fd,))?.extract()?;
+    let file = owned(own);
+    let region = py.detach(|| remote.adopt(file, all)).or_raise(py)?;
+    Ok((region, usize::try_from(offset).unwrap_or(usize::MAX)))
+}
+
+/// A descriptor that was just made for us.
+fn owned(fd: i32) -> OwnedFd {
+    // SAFETY: it was duplicated right above, and nobody else knows its number.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}

@@ -1,0 +1,76 @@
+//! The answer to a batch.
+
+use kvarts_store::batch::{BatchKind, Completion as Told};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::error::exception;
+
+/// The answer to one batch: see the stub.
+#[pyclass(frozen, module = "kvarts")]
+pub(crate) struct Completion(pub(crate) Told);
+
+#[pymethods]
+impl Completion {
+    #[getter]
+    fn id(&self) -> u64 {
+        self.0.id.0
+    }
+
+    #[getter]
+    fn kind(&self) -> &'static str {
+        match self.0.kind {
+            BatchKind::Put => "put",
+            BatchKind::Get => "get",
+            BatchKind::Exists => "exists",
+            BatchKind::Lock => "lock",
+            BatchKind::Delete => "delete",
+        }
+    }
+
+    #[getter]
+    fn ok(&self) -> bool {
+        self.0.is_ok()
+    }
+
+    #[getter]
+    pub(crate) fn results(&self) -> Vec<bool> {
+        self.0.results.iter().map(Result::is_ok).collect()
+    }
+
+    #[getter]
+    fn errors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let found = PyDict::new(py);
+        for (at, result) in self.0.results.iter().enumerate() {
+            if let Err(reason) = result {
+                found.set_item(at, exception(py, reason).into_value(py))?;
+            }
+        }
+        Ok(found)
+    }
+
+    #[getter]
+    fn error(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        self.0.error().map(|reason| exception(py, reason).into_value(py).into_any())
+    }
+
+    #[getter]
+    fn prefix(&self) -> u32 {
+        self.0.usable_prefix()
+    }
+
+    #[getter]
+    fn written(&self) -> u32 {
+        self.0.written
+    }
+
+    fn __repr__(&self) -> String {
+        let good = self.0.results.iter().filter(|result| result.is_ok()).count();
+        format!(
+            "<kvarts.Completion {} {}: {good} of {} good>",
+            self.kind(),
+            self.0.id.0,
+            self.0.results.len()
+        )
+    }
+}

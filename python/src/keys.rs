@@ -1,0 +1,142 @@
+//! The names of blocks: 32 bytes, or what an engine calls them.
+
+use kvarts_layout::BlockKey;
+use kvarts_layout::key::{KeyChain, MAX_FOREIGN_KEY_BYTES};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
+
+use crate::buffer;
+use crate::error::invalid;
+
+/// What the hashed form of several parts begins with.
+const PARTS: [u8; 8] = *b"parts.v1";
+
+/// One key.
+fn named(py: Python<'_>, argument: &str, bytes: &[u8]) -> PyResult<BlockKey> {
+    BlockKey::from_foreign(bytes).map_err(|error| invalid(py, argument, error))
+}
+
+fn one(argument: &str, given: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
+    let py = given.py();
+    if let Ok(bytes) = given.cast::<PyBytes>() {
+        return named(py, argument, bytes.as_bytes());
+    }
+    if let Ok(text) = given.cast::<PyString>() {
+        return named(py, argument, &text.to_cow()?.into_owned().into_bytes());
+    }
+    Err(invalid(py, argument, format!("bytes or str, not {}", given.get_type().name()?)))
+}
+
+/// The keys of a request.
+pub(crate) fn keys(given: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
+    let py = given.py();
+    if given.is_instance_of::<PyBytes>() || given.is_instance_of::<PyString>() {
+        return Err(invalid(py, "keys", "a sequence of keys, not one key"));
+    }
+    let mut found = Vec::new();
+    for (at, item) in given.try_iter().map_err(|_| invalid(py, "keys", "a sequence of keys"))?.enumerate() {
+        if found.len() >= kvarts_store::api::MAX_REQUEST_BLOCKS {
+            let most = kvarts_store::api::MAX_REQUEST_BLOCKS;
+            return Err(invalid(py, "keys", format!("more than {most}: use several batches")));
+        }
+        found.push(match item?.cast_into::<PyBytes>() {
+            // The common case, without a name for each.
+            Ok(bytes) if bytes.as_bytes().len() == 32 => named(py, "keys", bytes.as_bytes())?,
+            Ok(bytes) => one(&format!("keys[{at}]"), &bytes)?,
+            Err(other) => one(&format!("keys[{at}]"), &other.into_inner())?,
+        });
+    }
+    if found.is_empty() {
+        return Err(invalid(py, "keys", "none"));
+    }
+    Ok(found)
+}
+
+/// The 32 bytes that name a block, from what an engine calls it.
+#[pyfunction]
+#[pyo3(signature = (*parts))]
+pub(crate) fn key<'py>(parts: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyBytes>> {
+    let py = parts.py();
+    if parts.is_empty() {
+        return Err(invalid(py, "parts", "none"));
+    }
+    let key = if parts.len() == 1 && !parts.get_item(0)?.is_instance_of::<PyInt>() {
+        one("parts[0]", &parts.get_item(0)?)?
+    } else {
+        let mut bytes = PARTS.to_vec();
+        for (at, part) in parts.iter().enumerate() {
+            let (tag, part) = part_bytes(at, &part)?;
+            bytes.push(tag);
+            // Bounded right below.
+            bytes.extend_from_slice(&(part.len() as u32).to_le_bytes());
+            bytes.extend_from_slice(&part);
+            if bytes.len() > MAX_FOREIGN_KEY_BYTES {
+                return Err(invalid(
+                    py,
+                    "parts",
+                    format!("longer than {MAX_FOREIGN_KEY_BYTES} bytes in all"),
+                ));
+            }
+        }
+        if bytes.len() == 32 {
+            // Thirty-two bytes would be taken as they are; no parts end so.
+            bytes.push(0);
+        }
+        named(py, "parts", &bytes)?
+    };
+    Ok(PyBytes::new(py, key.as_bytes()))
+}
+
+fn part_bytes(at: usize, part: &Bound<'_, PyAny>) -> PyResult<(u8, Vec<u8>)> {
+    let argument = format!("parts[{at}]");
+    let py = part.py();
+    if let Ok(bytes) = part.cast::<PyBytes>() {
+        let bytes = bytes.as_bytes();
+        let some = bytes.get(..MAX_FOREIGN_KEY_BYTES.saturating_add(1)).unwrap_or(bytes);
+        return Ok((b'b', some.to_vec()));
+    }
+    if let Ok(text) = part.cast::<PyString>() {
+        return Ok((b's', text.to_cow()?.into_owned().into_bytes()));
+    }
+    if part.is_instance_of::<PyInt>() {
+        let number: i128 =
+            part.extract().map_err(|_| invalid(py, &argument, "a number of up to 128 bits"))?;
+        return Ok((b'i', number.to_le_bytes().to_vec()));
+    }
+    Err(invalid(py, &argument, format!("bytes, str or int, not {}", part.get_type().name()?)))
+}
+
+/// The key of the block before, if one is named.
+pub(crate) fn parent(py: Python<'_>, bytes: &[u8]) -> PyResult<BlockKey> {
+    let key = <[u8; 32]>::try_from(bytes).map_err(|_| invalid(py, "parent", "32 bytes"))?;
+    Ok(BlockKey(key))
+}
+
+/// The keys of all full blocks of a text.
+#[pyfunction]
+#[pyo3(signature = (tokens, block_tokens, *, parent=None, extra=None))]
+pub(crate) fn chain<'py>(
+    tokens: &Bound<'py, PyAny>,
+    block_tokens: u32,
+    parent: Option<&[u8]>,
+    extra: Option<&[u8]>,
+) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    let py = tokens.py();
+    if block_tokens == 0 {
+        return Err(invalid(py, "block_tokens", "at least 1"));
+    }
+    let numbers: Vec<u32> = match buffer::words(tokens)? {
+        Some(words) => words,
+        None => tokens
+            .extract()
+            .map_err(|_| invalid(py, "tokens", "a sequence of numbers below 2**32, or a buffer of uint32"))?,
+    };
+    let mut chain = match parent {
+        Some(bytes) => KeyChain::after(self::parent(py, bytes)?),
+        None => KeyChain::new(),
+    };
+    let mut keys = Vec::new();
+    let extra = extra.unwrap_or_default();
+    chain.push_all(&numbers, block_tokens, |_| extra, |key| keys.push(key));
+    Ok(keys.iter().map(|key| PyBytes::new(py, key.as_bytes())).collect())
+}

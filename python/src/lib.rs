@@ -1,0 +1,52 @@
+//! The Python module `kvarts._kvarts`: what `kvarts/__init__.pyi` promises, over `kvarts-client` and `kvarts-store`.
+//!
+//! Invariants:
+//! - Memory of Python objects is kept by whatever has a range of it, an operation under way among them; it is given back to
+//!   the interpreter by a thread that has the interpreter's lock (`buffer`).
+//! - The interpreter's lock is not held while anything waits or digests.
+//! - In a process that was forked nothing is called and nothing is dropped: locks may be held there for ever (`guarded`).
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
+)]
+
+mod blocks;
+mod buffer;
+mod calls;
+mod client;
+mod completion;
+mod dlpack;
+mod error;
+mod guarded;
+mod identity;
+mod keys;
+mod memory;
+mod open;
+mod pages;
+mod places;
+mod reading;
+mod waiting;
+mod watching;
+
+use pyo3::prelude::*;
+
+/// The module's classes and functions.
+#[pymodule]
+fn _kvarts(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_function(wrap_pyfunction!(client::connect, module)?)?;
+    module.add_function(wrap_pyfunction!(open::open, module)?)?;
+    module.add_function(wrap_pyfunction!(keys::key, module)?)?;
+    module.add_function(wrap_pyfunction!(keys::chain, module)?)?;
+    module.add_class::<client::Client>()?;
+    module.add_class::<pages::Pages>()?;
+    module.add_class::<memory::Memory>()?;
+    module.add_class::<completion::Completion>()?;
+    module.add_class::<places::Paged>()?;
+    module.add_class::<calls::Match>()?;
+    module.add_class::<calls::Lease>()?;
+    module.add_class::<reading::Layers>()?;
+    module.add_class::<reading::Layer>()?;
+    module.add_class::<watching::Event>()?;
+    Ok(())
+}

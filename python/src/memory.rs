@@ -1,0 +1,168 @@
+//! Memory that is known by its address: pools that disks write into, and memory that an engine made known once.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use kvarts_store::io::{Region, SharedBuf};
+use pyo3::prelude::*;
+use pyo3::types::PyMemoryView;
+
+use crate::buffer::{self, Held};
+use crate::client::Core;
+use crate::error::late;
+use crate::guarded::Guarded;
+use crate::waiting;
+
+/// A stretch of this process's memory that the store knows.
+pub(crate) struct Known {
+    start: usize,
+    len: usize,
+    region: Arc<Region>,
+    /// Where in the region the stretch begins.
+    origin: usize,
+    /// What keeps the stretch where it is, if the region does not.
+    _held: Option<Held>,
+}
+
+/// All of them, by address. None overlaps another.
+#[derive(Default)]
+pub(crate) struct Registry(RwLock<BTreeMap<usize, Arc<Known>>>);
+
+impl Registry {
+    /// The bytes at an address, if they are known.
+    pub(crate) fn find(&self, address: usize, len: usize) -> Option<SharedBuf> {
+        let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let (_, known) = all.range(..=address).next_back()?;
+        let at = address - known.start;
+        if at.checked_add(len)? > known.len {
+            return None;
+        }
+        SharedBuf::new(&known.region, known.origin.checked_add(at)?, len)
+    }
+
+    /// Bytes that are known from an address on.
+    pub(crate) fn room(&self, address: usize) -> usize {
+        let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let known = all.range(..=address).next_back();
+        known.map_or(0, |(_, known)| known.len.saturating_sub(address - known.start))
+    }
+
+    /// Makes a stretch known; nothing if it meets another.
+    fn insert(&self, known: Known) -> Option<Arc<Known>> {
+        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let end = known.start.checked_add(known.len)?;
+        if all.range(..end).next_back().is_some_and(|(start, other)| start + other.len > known.start) {
+            return None;
+        }
+        let known = Arc::new(known);
+        all.insert(known.start, Arc::clone(&known));
+        Some(known)
+    }
+
+    fn remove(&self, known: &Arc<Known>) {
+        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        if all.get(&known.start).is_some_and(|here| Arc::ptr_eq(here, known)) {
+            all.remove(&known.start);
+        }
+    }
+}
+
+/// Forgets a stretch.
+struct Registered {
+    core: Arc<Core>,
+    known: Arc<Known>,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.core.registry.remove(&self.known);
+    }
+}
+
+/// Memory that the store knows: see the stub.
+#[pyclass(frozen, weakref, module = "kvarts")]
+pub(crate) struct Memory {
+    registered: Guarded<Registered>,
+    mode: &'static str,
+    /// The object whose memory it is, unless it was given as an address.
+    owner: Option<Py<PyAny>>,
+    address: usize,
+    nbytes: usize,
+}
+
+/// What is made known.
+pub(crate) struct Adopted {
+    pub(crate) address: usize,
+    pub(crate) nbytes: usize,
+    pub(crate) held: Option<Held>,
+    pub(crate) owner: Option<Py<PyAny>>,
+    pub(crate) mode: &'static str,
+    /// A region that has these bytes, and where they begin there.
+    pub(crate) region: Option<(Arc<Region>, usize)>,
+}
+
+impl Memory {
+    pub(crate) fn new(core: &Arc<Core>, adopted: Adopted) -> Option<Self> {
+        let Adopted { address, nbytes, held, owner, mode, region } = adopted;
+        let (region, origin, held) = match region {
+            Some((region, origin)) => (region, origin, held),
+            None => {
+                let (region, origin) = buffer::region(address, nbytes, held.into_iter().collect());
+                (region, origin, None)
+            }
+        };
+        let known =
+            core.registry.insert(Known { start: address, len: nbytes, region, origin, _held: held })?;
+        let registered = Guarded::new(Registered { core: Arc::clone(core), known });
+        Some(Self { registered, mode, owner, address, nbytes })
+    }
+}
+
+#[pymethods]
+impl Memory {
+    #[getter]
+    fn mode(&self) -> &'static str {
+        self.mode
+    }
+
+    #[getter]
+    fn address(&self) -> usize {
+        self.address
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.nbytes
+    }
+
+    #[getter]
+    fn view<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let owner = self.owner.as_ref().ok_or_else(|| {
+            crate::error::invalid(
+                py,
+                "view",
+                "this memory was given as an address: whoever gave it has its bytes",
+            )
+        })?;
+        let view = PyMemoryView::from(owner.bind(py))?;
+        Ok(view.call_method1("cast", ("B",)).unwrap_or_else(|_| view.into_any()))
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        buffer::settle(py);
+        let Registered { core, known } = self.registered.get()?;
+        core.registry.remove(known);
+        let deadline = core.deadline(py, timeout)?;
+        // This one's, and nobody's else.
+        let is_free = || Arc::strong_count(&known.region) == 1;
+        if waiting::until(py, &*core.clock, deadline, is_free)? {
+            return Ok(());
+        }
+        Err(late(py, "a batch still uses this memory"))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<kvarts.Memory {} bytes, {}>", self.nbytes, self.mode)
+    }
+}

@@ -1,0 +1,502 @@
+//! Handles on blocks: batches that are answered later, and the same as calls that wait.
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
+use kvarts_store::api::{DeleteRequest, Durability, Parent, Target};
+use kvarts_store::batch::{
+    BatchId, BatchKind, Completion as Told, EventFds, Lane, Memory, Pages as Batches, PagesOptions, Terms,
+};
+use kvarts_store::error::{Error, Reason};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::blocks::{self, Asked};
+use crate::buffer;
+use crate::calls::{self, Lease, Match};
+use crate::client::Core;
+use crate::completion::Completion;
+use crate::error::{OrRaise, invalid, late};
+use crate::guarded::Guarded;
+use crate::identity::Cut;
+use crate::places::{self, Laid};
+use crate::reading::{self, ByLayers, Layers};
+use crate::{keys, waiting};
+
+/// How often a thread that waits looks for signals.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+
+/// What is said of a handle beside the identity.
+pub(crate) struct HandleOptions {
+    pub(crate) durable: bool,
+    pub(crate) ttl: Option<Duration>,
+    pub(crate) lanes: bool,
+    pub(crate) batches_max: usize,
+    pub(crate) timeout: Duration,
+}
+
+/// What a handle is, for the calls on it and for what they give.
+pub(crate) struct Handle {
+    pub(crate) core: Arc<Core>,
+    pub(crate) cut: Cut,
+    pub(crate) namespace: NamespaceId,
+    pub(crate) pages: Batches,
+    options: PagesOptions,
+    timeout: Duration,
+    shapes: Vec<(Group, Coordinate, BlockShape)>,
+    /// Reads and calls that wait: how many have memory now.
+    pub(crate) calls: Arc<AtomicU64>,
+}
+
+impl Handle {
+    pub(crate) fn new(core: &Arc<Core>, cut: Cut, options: &HandleOptions) -> Result<Arc<Self>, Error> {
+        let namespace = core.store.register(&cut.identity, &cut.geometry)?;
+        let batches = PagesOptions {
+            durability: if options.durable { Durability::Durable } else { Durability::Relaxed },
+            expires_after: options.ttl,
+            batches_max: options.batches_max,
+            until_free: true,
+            event_fds: if options.lanes { EventFds::PerLane } else { EventFds::One },
+            ..PagesOptions::new(namespace)
+        };
+        let pages = Batches::new(Arc::clone(&core.store), batches.clone())?;
+        let mut shapes: Vec<(Group, Coordinate, BlockShape)> = Vec::new();
+        for (group, _, coordinate, shape) in &cut.columns {
+            if !shapes.iter().any(|(known, other, _)| (known, other) == (group, coordinate)) {
+                shapes.push((*group, *coordinate, shape.clone()));
+            }
+        }
+        let (core, timeout) = (Arc::clone(core), options.timeout);
+        Ok(Arc::new(Self {
+            core,
+            cut,
+            namespace,
+            pages,
+            options: batches,
+            timeout,
+            shapes,
+            calls: Arc::default(),
+        }))
+    }
+
+    /// Whether nobody has memory of any batch or call.
+    pub(crate) fn is_free(&self) -> bool {
+        self.pages.is_free() && self.calls.load(Ordering::SeqCst) == 0
+    }
+
+    pub(crate) fn terms(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Terms> {
+        let left = match timeout {
+            Some(seconds) => waiting::duration(py, "timeout", seconds)?,
+            None => self.timeout,
+        };
+        Ok(Terms { deadline: Some(self.core.clock.now().plus(left)), ..Terms::default() })
+    }
+
+    /// Asks and waits for the answer.
+    fn call(
+        &self,
+        py: Python<'_>,
+        kind: BatchKind,
+        asked: &Asked<'_>,
+        laid: Option<&Laid>,
+        terms: &Terms,
+    ) -> PyResult<Told> {
+        let options = PagesOptions { event_fds: EventFds::One, batches_max: 1, ..self.options.clone() };
+        let batches = Batches::new(Arc::clone(&self.core.store), options).or_raise(py)?;
+        let memory = laid.map_or(Memory::Nowhere, |laid| laid.memory(&self.shapes));
+        py.detach(|| batches.submit(kind, &asked.blocks, &memory, terms)).or_raise(py)?;
+        let told = wait(py, &batches, None);
+        if told.is_err() {
+            // Ctrl-C: the exception does not leave before the memory is nobody's.
+            batches.close();
+            waiting::until_free(py, || batches.is_free());
+        }
+        told?.into_iter().next().ok_or(Reason::Bug("a batch without an answer")).or_raise(py)
+    }
+}
+
+/// Waits for completions, at most as long as is said; none if nothing is under way.
+fn wait(py: Python<'_>, batches: &Batches, seconds: Option<Duration>) -> PyResult<Vec<Told>> {
+    let mut left = seconds;
+    loop {
+        let mut told = Vec::new();
+        py.detach(|| batches.drain(&mut told));
+        if !told.is_empty() || batches.under_way() == 0 {
+            return Ok(told);
+        }
+        let look = Duration::new(LOOK.tv_sec.unsigned_abs(), LOOK.tv_nsec as u32);
+        let some = left.map_or(look, |left| left.min(look));
+        if some.is_zero() {
+            return Ok(told);
+        }
+        let pause = Timespec { tv_sec: 0, tv_nsec: i64::from(some.subsec_nanos()) };
+        let rung = py.detach(|| {
+            let mut readable: Vec<PollFd<'_>> = Vec::new();
+            for lane in Lane::ALL {
+                let bell = batches.event_fd(lane);
+                if !readable.iter().any(|known| known.as_fd().as_raw_fd() == bell.as_raw_fd()) {
+                    readable.push(PollFd::from_borrowed_fd(bell, PollFlags::IN));
+                }
+            }
+            // Interrupted by a signal: that is looked at right below.
+            poll(&mut readable, Some(&pause)).unwrap_or(0)
+        });
+        if rung == 0 {
+            left = left.map(|left| left.saturating_sub(some));
+        }
+        py.check_signals()?;
+    }
+}
+
+fn lane(py: Python<'_>, name: &str) -> PyResult<Lane> {
+    match name {
+        "store" => Ok(Lane::Store),
+        "lookup" => Ok(Lane::Lookup),
+        "load" => Ok(Lane::Load),
+        _ => Err(invalid(py, "lane", "store, lookup or load")),
+    }
+}
+
+/// A handle: see the stub.
+#[pyclass(frozen, weakref, module = "kvarts")]
+pub(crate) struct Pages {
+    pub(crate) handle: Guarded<Arc<Handle>>,
+}
+
+/// What all calls on keys take.
+type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+impl Pages {
+    fn handle(&self, py: Python<'_>) -> PyResult<&Arc<Handle>> {
+        let handle = self.handle.get()?;
+        handle.core.alive(py)?;
+        buffer::settle(py);
+        Ok(handle)
+    }
+
+    fn submit(
+        &self,
+        kind: BatchKind,
+        keys: &Bound<'_, PyAny>,
+        buffers: Given<'_, '_>,
+        (group, rank): (Given<'_, '_>, Given<'_, '_>),
+        change: impl FnOnce(&mut Terms) -> PyResult<()>,
+        timeout: Option<f64>,
+    ) -> PyResult<u64> {
+        let py = keys.py();
+        let handle = self.handle(py)?;
+        let (asked, laid, terms) = prepare(handle, kind, keys, buffers, (group, rank), change, timeout)?;
+        let memory = laid.as_ref().map_or(Memory::Nowhere, |laid| laid.memory(&handle.shapes));
+        let submitted = py.detach(|| handle.pages.submit(kind, &asked.blocks, &memory, &terms));
+        Ok(submitted.or_raise(py)?.0)
+    }
+
+    fn call(
+        &self,
+        kind: BatchKind,
+        keys: &Bound<'_, PyAny>,
+        buffers: Given<'_, '_>,
+        (group, rank): (Given<'_, '_>, Given<'_, '_>),
+        change: impl FnOnce(&mut Terms) -> PyResult<()>,
+        timeout: Option<f64>,
+    ) -> PyResult<Completion> {
+        let py = keys.py();
+        let handle = self.handle(py)?;
+        let (asked, laid, terms) = prepare(handle, kind, keys, buffers, (group, rank), change, timeout)?;
+        let told = handle.call(py, kind, &asked, laid.as_ref(), &terms);
+        drop(laid);
+        buffer::settle(py);
+        told.map(Completion)
+    }
+}
+
+fn prepare<'a>(
+    handle: &'a Handle,
+    kind: BatchKind,
+    keys: &Bound<'_, PyAny>,
+    buffers: Given<'_, '_>,
+    (group, rank): (Given<'_, '_>, Given<'_, '_>),
+    change: impl FnOnce(&mut Terms) -> PyResult<()>,
+    timeout: Option<f64>,
+) -> PyResult<(Asked<'a>, Option<Laid>, Terms)> {
+    let asked = blocks::asked(&handle.cut, keys, group, rank)?;
+    let registry = &handle.core.registry;
+    let laid =
+        buffers.map(|given| places::laid(registry, given, &asked, kind == BatchKind::Get)).transpose()?;
+    let mut terms = handle.terms(keys.py(), timeout)?;
+    change(&mut terms)?;
+    Ok((asked, laid, terms))
+}
+
+fn unchanged(_: &mut Terms) -> PyResult<()> {
+    Ok(())
+}
+
+/// Says that the blocks follow each other.
+fn behind<'a>(py: Python<'a>, parent: Option<&'a [u8]>) -> impl FnOnce(&mut Terms) -> PyResult<()> + 'a {
+    move |terms| {
+        terms.parent = match parent {
+            None => Parent::Unknown,
+            Some([]) => Parent::Root,
+            Some(bytes) => Parent::Key(keys::parent(py, bytes)?),
+        };
+        Ok(())
+    }
+}
+
+#[pymethods]
+impl Pages {
+    #[getter]
+    fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, self.handle.get()?.namespace.as_bytes()))
+    }
+
+    #[getter]
+    fn under_way(&self) -> PyResult<usize> {
+        Ok(self.handle.get()?.pages.under_way())
+    }
+
+    #[pyo3(signature = (group=0))]
+    fn block_bytes(&self, py: Python<'_>, group: u32) -> PyResult<u64> {
+        Ok(self.handle.get()?.cut.column(py, group, None)?.2.block_bytes())
+    }
+
+    #[pyo3(signature = (group=0))]
+    fn parts(&self, py: Python<'_>, group: u32) -> PyResult<Vec<(u32, u64)>> {
+        let (_, _, shape) = self.handle.get()?.cut.column(py, group, None)?;
+        let parts = shape.layers().iter();
+        Ok(parts.flat_map(|layer| layer.chunks.iter().map(|chunk| (layer.layer, chunk.bytes))).collect())
+    }
+
+    #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, timeout=None))]
+    fn submit_put(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        buffers: &Bound<'_, PyAny>,
+        group: Given<'_, '_>,
+        rank: Given<'_, '_>,
+        parent: Option<&[u8]>,
+        timeout: Option<f64>,
+    ) -> PyResult<u64> {
+        let change = behind(keys.py(), parent);
+        self.submit(BatchKind::Put, keys, Some(buffers), (group, rank), change, timeout)
+    }
+
+    #[pyo3(signature = (keys, buffers, *, group=None, rank=None, timeout=None))]
+    fn submit_get(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        buffers: &Bound<'_, PyAny>,
+        group: Given<'_, '_>,
+        rank: Given<'_, '_>,
+        timeout: Option<f64>,
+    ) -> PyResult<u64> {
+        self.submit(BatchKind::Get, keys, Some(buffers), (group, rank), unchanged, timeout)
+    }
+
+    #[pyo3(signature = (keys, *, group=None, rank=None, timeout=None))]
+    fn submit_exists(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        group: Given<'_, '_>,
+        rank: Given<'_, '_>,
+        timeout: Option<f64>,
+    ) -> PyResult<u64> {
+        self.submit(BatchKind::Exists, keys, None, (group, rank), unchanged, timeout)
+    }
+
+    #[pyo3(signature = (keys, *, hold=60.0, group=None, rank=None, timeout=None))]
+    fn submit_lock(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        hold: f64,
+        group: Given<'_, '_>,
+        rank: Given<'_, '_>,
+        timeout: Option<f64>,
+    ) -> PyResult<u64> {
+        let hold = waiting::duration(keys.py(), "hold", hold)?;
+        let change = |terms: &mut Terms| {
+            terms.hold = hold;
+            Ok(())
+        };
+        self.submit(BatchKind::Lock, keys, None, (group, rank), change, timeout)
+    }
+
+    #[pyo3(signature = (keys, *, group=None, rank=None, timeout=None))]
+    fn submit_delete(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        group: Given<'_, '_>,
+        rank: Given<'_, '_>,
+        timeout: Option<f64>,
+    ) -> PyResult<u64> {
+        self.submit(BatchKind::Delete, keys, None, (group, rank), unchanged, timeout)
+    }
+
+    fn unlock(&self, what: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = what.py();
+        let handle = self.handle(py)?;
+        if let Ok(id) = what.extract::<u64>() {
+            py.detach(|| handle.pages.unlock(BatchId(id)));
+            return Ok(());
+        }
+        let keys = keys::keys(what)?;
+        py.detach(|| handle.pages.unlock_keys(&keys));
+        Ok(())
+    }
+
+    fn cancel(&self, py: Python<'_>, id: u64) -> PyResult<bool> {
+        let handle = self.handle(py)?;
+        Ok(py.detach(|| handle.pages.cancel(BatchId(id))))
+    }
+
+    #[pyo3(signature = (lane=None))]
+    fn drain(&self, py: Python<'_>, lane: Option<&str>) -> PyResult<Vec<Completion>> {
+        let handle = self.handle(py)?;
+        let lane = lane.map(|name| self::lane(py, name)).transpose()?;
+        let mut told = Vec::new();
+        py.detach(|| match lane {
+            Some(lane) => handle.pages.drain_lane(lane, &mut told),
+            None => handle.pages.drain(&mut told),
+        });
+        buffer::settle(py);
+        Ok(told.into_iter().map(Completion).collect())
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Vec<Completion>> {
+        let handle = self.handle(py)?;
+        let left = timeout.map(|seconds| waiting::duration(py, "timeout", seconds)).transpose()?;
+        let told = self::wait(py, &handle.pages, left)?;
+        buffer::settle(py);
+        Ok(told.into_iter().map(Completion).collect())
+    }
+
+    fn fileno(&self) -> PyResult<i32> {
+        Ok(self.handle.get()?.pages.event_fd(Lane::Load).as_raw_fd())
+    }
+
+    fn event_fd(&self, py: Python<'_>, lane: &str) -> PyResult<i32> {
+        Ok(self.handle.get()?.pages.event_fd(self::lane(py, lane)?).as_raw_fd())
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let handle = self.handle.get()?;
+        let deadline = handle.core.deadline(py, timeout)?;
+        py.detach(|| handle.pages.close());
+        let free = waiting::until(py, &*handle.core.clock, deadline, || handle.is_free())?;
+        buffer::settle(py);
+        if free { Ok(()) } else { Err(late(py, "a disk or a thread still uses buffers of a batch")) }
+    }
+
+    #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, timeout=None))]
+    fn put(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        buffers: &Bound<'_, PyAny>,
+        group: Given<'_, '_>,
+        rank: Given<'_, '_>,
+        parent: Option<&[u8]>,
+        timeout: Option<f64>,
+    ) -> PyResult<Completion> {
+        let change = behind(keys.py(), parent);
+        self.call(BatchKind::Put, keys, Some(buffers), (group, rank), change, timeout)
+    }
+
+    #[pyo3(signature = (keys, buffers, *, group=None, rank=None, timeout=None))]
+    fn get(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        buffers: &Bound<'_, PyAny>,
+        group: Given<'_, '_>,
+        rank: Given<'_, '_>,
+        timeout: Option<f64>,
+    ) -> PyResult<Completion> {
+        self.call(BatchKind::Get, keys, Some(buffers), (group, rank), unchanged, timeout)
+    }
+
+    #[pyo3(signature = (keys, *, group=None, rank=None, timeout=None))]
+    fn exists(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        group: Given<'_, '_>,
+        rank: Given<'_, '_>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<bool>> {
+        let told = self.call(BatchKind::Exists, keys, None, (group, rank), unchanged, timeout)?;
+        // What is absent, or not there yet, is an answer; anything else is not.
+        let wrong = told.0.results.iter().find_map(|result| match result {
+            Ok(()) | Err(Reason::NotHere(_) | Reason::InFlight) => None,
+            Err(reason) => Some(reason.clone()),
+        });
+        wrong.map_or(Ok(()), Err).or_raise(keys.py())?;
+        Ok(told.results())
+    }
+
+    #[pyo3(signature = (keys, *, group=None, rank=None, timeout=None))]
+    fn delete(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        group: Given<'_, '_>,
+        rank: Given<'_, '_>,
+        timeout: Option<f64>,
+    ) -> PyResult<Completion> {
+        self.call(BatchKind::Delete, keys, None, (group, rank), unchanged, timeout)
+    }
+
+    #[pyo3(signature = (keys, *, hold=None))]
+    fn r#match(&self, keys: &Bound<'_, PyAny>, hold: Option<f64>) -> PyResult<Match> {
+        calls::find(self.handle(keys.py())?, keys, hold)
+    }
+
+    #[pyo3(signature = (keys, *, hold, group=0, rank=None, timeout=None))]
+    fn pin(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        hold: f64,
+        group: u32,
+        rank: Option<u16>,
+        timeout: Option<f64>,
+    ) -> PyResult<Lease> {
+        calls::pin(self.handle(keys.py())?, keys, hold, (group, rank), timeout)
+    }
+
+    #[pyo3(signature = (keys, buffers=None, *, layer_buffers=None, layers=None, group=0, rank=None, timeout=None))]
+    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    fn layers(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        buffers: Option<&Bound<'_, PyAny>>,
+        layer_buffers: Option<Vec<Option<Bound<'_, PyAny>>>>,
+        layers: Option<&Bound<'_, PyAny>>,
+        group: u32,
+        rank: Option<u16>,
+        timeout: Option<f64>,
+    ) -> PyResult<Layers> {
+        let wanted = ByLayers { keys, buffers, layer_buffers, layers, group, rank, timeout };
+        reading::begin(self.handle(keys.py())?, wanted)
+    }
+
+    fn delete_all(&self, py: Python<'_>) -> PyResult<u64> {
+        let handle = self.handle(py)?;
+        let deadline = handle.terms(py, None)?.deadline;
+        let request = DeleteRequest { namespace: handle.namespace, target: Target::Namespace, deadline };
+        let answer = waiting::run(py, handle.core.store.delete(request))?;
+        let gone = |_| Reason::Busy("the store is closing");
+        Ok(answer.map_err(gone).or_raise(py)?.or_raise(py)?.blocks)
+    }
+
+    fn __enter__(this: Py<Self>) -> Py<Self> {
+        this
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py, None)
+    }
+}

@@ -1,0 +1,236 @@
+//! Reads layer by layer.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadStream};
+use kvarts_store::error::Reason;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::error::{OrRaise, exception, invalid, late};
+use crate::guarded::Guarded;
+use crate::pages::Handle;
+use crate::places::{self, Laid};
+use crate::{blocks, buffer, waiting};
+
+/// A layer that is usable now: see the stub.
+#[pyclass(frozen, module = "kvarts")]
+pub(crate) struct Layer {
+    layer: u32,
+    blocks: u32,
+}
+
+#[pymethods]
+impl Layer {
+    #[getter]
+    fn layer(&self) -> u32 {
+        self.layer
+    }
+
+    #[getter]
+    fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<kvarts.Layer {}: {} blocks>", self.layer, self.blocks)
+    }
+}
+
+/// Counts a read for as long as somebody has its memory.
+struct Counted(Arc<AtomicU64>);
+
+impl Counted {
+    fn new(all: &Arc<AtomicU64>) -> Arc<Self> {
+        all.fetch_add(1, Ordering::SeqCst);
+        Arc::new(Self(Arc::clone(all)))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+struct Reading {
+    handle: Arc<Handle>,
+    /// Taken by whoever waits for the next event, and when it is over.
+    stream: Mutex<Option<ReadStream>>,
+    end: Mutex<Option<ReadEnd>>,
+    /// Alive while somebody has the memory.
+    memory: std::sync::Weak<Counted>,
+    /// The model's number of each layer of the blocks.
+    numbers: BTreeMap<u32, u32>,
+}
+
+/// Layers of a read: see the stub.
+#[pyclass(frozen, module = "kvarts")]
+pub(crate) struct Layers {
+    reading: Guarded<Reading>,
+}
+
+impl Reading {
+    fn ended(&self) -> ReadEnd {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
+    }
+
+    fn stream(&self) -> Option<ReadStream> {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+#[pymethods]
+impl Layers {
+    fn __iter__(this: Py<Self>) -> Py<Self> {
+        this
+    }
+
+    fn __next__(&self, py: Python<'_>) -> PyResult<Option<Layer>> {
+        let reading = self.reading.get()?;
+        let Some(stream) = reading.stream() else { return Ok(None) };
+        loop {
+            // Ctrl-C drops the stream, which cancels the read.
+            match waiting::run(py, stream.next())? {
+                ReadEvent::Layer { blocks: 0, .. } | ReadEvent::Block(_) => {}
+                ReadEvent::Layer { layer, blocks } => {
+                    *reading.stream.lock().unwrap_or_else(PoisonError::into_inner) = Some(stream);
+                    let layer = reading.numbers.get(&layer).copied().unwrap_or(layer);
+                    return Ok(Some(Layer { layer, blocks }));
+                }
+                ReadEvent::End(end) => {
+                    let held = end.held_bytes > 0;
+                    *reading.end.lock().unwrap_or_else(PoisonError::into_inner) = Some(end);
+                    if !held {
+                        break;
+                    }
+                }
+                ReadEvent::Released => break,
+            }
+        }
+        py.detach(|| drop(stream));
+        buffer::settle(py);
+        Ok(None)
+    }
+
+    #[getter]
+    fn usable_blocks(&self) -> PyResult<u32> {
+        Ok(self.reading.get()?.ended().usable_blocks)
+    }
+
+    #[getter]
+    fn usable_layers(&self) -> PyResult<u32> {
+        Ok(self.reading.get()?.ended().usable_layers)
+    }
+
+    #[getter]
+    fn errors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let found = PyDict::new(py);
+        for (at, reason) in &self.reading.get()?.ended().failures {
+            found.set_item(at, exception(py, reason).into_value(py))?;
+        }
+        Ok(found)
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let reading = self.reading.get()?;
+        let stream = reading.stream();
+        py.detach(|| drop(stream));
+        let core = &reading.handle.core;
+        let deadline = core.deadline(py, None)?;
+        let free = waiting::until(py, &*core.clock, deadline, || reading.memory.strong_count() == 0)?;
+        buffer::settle(py);
+        if free { Ok(()) } else { Err(late(py, "a disk still writes to buffers of this read")) }
+    }
+}
+
+/// The wanted layers of blocks, counted among those that they have.
+fn wanted(
+    py: Python<'_>,
+    numbers: &BTreeMap<u32, u32>,
+    layers: Option<(u32, u32)>,
+) -> PyResult<Option<Range<u32>>> {
+    let Some((start, stop)) = layers else { return Ok(None) };
+    let mut some = numbers.iter().filter(|(_, number)| (start..stop).contains(number)).map(|(at, _)| *at);
+    let first = some.next().ok_or_else(|| invalid(py, "layers", "none of these blocks"))?;
+    Ok(Some(first..some.next_back().unwrap_or(first) + 1))
+}
+
+/// What a read by layers is asked for.
+pub(crate) struct ByLayers<'a, 'py> {
+    pub(crate) keys: &'a Bound<'py, PyAny>,
+    pub(crate) buffers: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) layer_buffers: Option<Vec<Option<Bound<'py, PyAny>>>>,
+    pub(crate) layers: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) group: u32,
+    pub(crate) rank: Option<u16>,
+    pub(crate) timeout: Option<f64>,
+}
+
+/// Begins a read by layers.
+pub(crate) fn begin(handle: &Arc<Handle>, wanted: ByLayers<'_, '_>) -> PyResult<Layers> {
+    let ByLayers { keys, buffers, layer_buffers, layers, group, rank, timeout } = wanted;
+    let py = keys.py();
+    let (group_id, coordinate, shape) = handle.cut.column(py, group, rank)?;
+    let group = group.into_pyobject(py)?.into_any();
+    let rank = rank.unwrap_or(handle.cut.tp_rank).into_pyobject(py)?.into_any();
+    let asked = blocks::asked(&handle.cut, keys, Some(&group), Some(&rank))?;
+    let registry = &handle.core.registry;
+    let placed = match (buffers, layer_buffers) {
+        (Some(buffers), None) => match places::laid(registry, buffers, &asked, true)? {
+            Laid::Placed(placed) => placed,
+            Laid::Anywhere(pages) => one(py, shape, &pages)?,
+        },
+        (None, Some(each)) => places::by_layer(registry, &each, shape, asked.blocks.len() as u32, py)?,
+        _ => return Err(invalid(py, "buffers", "give either buffers or layer_buffers")),
+    };
+    let numbers: BTreeMap<u32, u32> = (0..).zip(shape.layers().iter().map(|layer| layer.layer)).collect();
+    let range = match layers {
+        Some(range) => Some((range.getattr("start")?.extract()?, range.getattr("stop")?.extract()?)),
+        None => None,
+    };
+    let range = self::wanted(py, &numbers, range)?;
+    let counted = Counted::new(&handle.calls);
+    let memory = Arc::downgrade(&counted);
+    let keys = asked.blocks.iter().map(|block| block.key).collect();
+    let keeper: Arc<dyn Any + Send + Sync> = counted;
+    let into = placed.kept_by(&keeper);
+    let request = ReadRequest {
+        layers: range,
+        order: Order::Layers,
+        deadline: handle.terms(py, timeout)?.deadline,
+        ..ReadRequest::new(handle.namespace, group_id, coordinate, keys, into)
+    };
+    drop(keeper);
+    let stream = py.detach(|| handle.core.store.read(request)).or_raise(py)?;
+    let (stream, end) = (Mutex::new(Some(stream)), Mutex::new(None));
+    let reading = Reading { handle: Arc::clone(handle), stream, end, memory, numbers };
+    Ok(Layers { reading: Guarded::new(reading) })
+}
+
+/// Blocks that lie anywhere, as one placement.
+fn one(
+    py: Python<'_>,
+    shape: &kvarts_layout::BlockShape,
+    pages: &[kvarts_store::io::SharedBuf],
+) -> PyResult<kvarts_store::api::Placed> {
+    let mut all = kvarts_store::api::Placed::scattered(shape, pages).or_raise(py)?;
+    match (all.pop(), all.is_empty()) {
+        (Some((which, placed)), true) => {
+            // In the order of the keys again.
+            let mut back = vec![0; which.len()];
+            for (at, place) in (0u32..).zip(which) {
+                if let Some(back) = back.get_mut(place as usize) {
+                    *back = at;
+                }
+            }
+            placed.select(&back).or_raise(py)
+        }
+        _ => Err(Reason::OutOfBounds).or_raise(py),
+    }
+}

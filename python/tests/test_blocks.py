@@ -1,0 +1,105 @@
+"""Prefixes of layered models: look-ups, layer by layer, leases."""
+
+import unittest
+
+import numpy
+
+import kvarts
+from served import Served, keys
+
+SPEC = "llama-3.1-8b"
+
+
+class Blocks(Served):
+    def handle(self, **kwargs):
+        kwargs = dict(spec=SPEC, block_tokens=16, **kwargs)
+        return self.pages(page=None, **kwargs)
+
+    def test_a_prefix_is_found_read_layer_by_layer_and_pinned(self):
+        pages = self.handle()
+        size, parts = pages.block_bytes(), pages.parts()
+        layers = 1 + max(layer for layer, _ in parts)
+        rng = numpy.random.default_rng(1)
+        source = rng.integers(0, 256, size=(3, size), dtype=numpy.uint8)
+        tokens = list(range(64))
+        names = kvarts.chain(tokens, 16)
+        self.assertTrue(pages.put(names[:3], [row for row in source], parent=b"").ok)
+        found = pages.match(names, hold=30)
+        self.assertEqual((found.blocks, found.lease.blocks), (3, 3))
+        found.lease.renew(10)
+        self.assertTrue(found.lease.end())
+        self.assertFalse(found.lease.end())
+        self.assertIsNone(pages.match(names).lease)
+        per_layer = [sum(n for at, n in parts if at == layer) for layer in range(layers)]
+        into = [bytearray(3 * n) for n in per_layer]
+        reading = pages.layers(names[:3], layer_buffers=into)
+        got = []
+        for layer in reading:
+            got.append((layer.layer, layer.blocks))
+        self.assertEqual(got, [(layer, 3) for layer in range(layers)])
+        self.assertEqual((reading.usable_blocks, reading.usable_layers, reading.errors), (3, layers, {}))
+        # `[part][block]` inside a layer.
+        at = 0
+        for layer in range(layers):
+            inside = 0
+            for part in [n for where, n in parts if where == layer]:
+                for block in range(3):
+                    self.assertEqual(bytes(into[layer][inside : inside + part]), source[block, at : at + part].tobytes())
+                    inside += part
+                at += part
+        some = pages.layers(names[:3], layer_buffers=into, layers=range(4, 6))
+        self.assertEqual([layer.layer for layer in some], [4, 5])
+        whole = numpy.zeros((3, size), dtype=numpy.uint8)
+        self.assertEqual(sum(1 for _ in pages.layers(names[:3], [row for row in whole][::1])), layers)
+        self.assertTrue((whole == source).all())
+        lease = pages.pin(names, hold=20)
+        self.assertEqual(lease.blocks, 3)
+        self.assertTrue(lease.end())
+
+    def test_a_read_that_is_given_up_lets_go_of_its_buffers(self):
+        pages = self.handle()
+        size = pages.block_bytes()
+        names = keys(4)
+        pages.put(names, bytes(size) * 4)
+        into = bytearray(4 * size)
+        reading = pages.layers(names, into)
+        next(reading)
+        reading.close()
+        into.append(0)
+        self.assertEqual(list(reading), [])
+
+    def test_what_is_not_here_ends_a_read_early_and_says_why(self):
+        pages = self.handle()
+        size = pages.block_bytes()
+        names = keys(3)
+        pages.put(names[:1] + names[2:], bytes(size) * 2)
+        reading = pages.layers(names, bytearray(3 * size))
+        self.assertEqual({layer.blocks for layer in reading}, {1})
+        self.assertIsInstance(reading.errors[1], kvarts.Miss)
+        self.assertEqual(reading.usable_blocks, 1)
+
+    def test_wrong_identities_are_refused_by_name(self):
+        client = self.connect()
+        for change, what in [
+            (dict(spec="no such model"), "spec"),
+            (dict(page=None), "page_bytes"),
+            (dict(page=0), "page_bytes"),
+            (dict(page={}), "page_bytes"),
+            (dict(page="x"), "page_bytes"),
+            (dict(page=2**63), "page_bytes"),
+            (dict(model=""), "model"),
+            (dict(revision="none"), "revision"),
+            (dict(model="x" * 5000), "model"),
+            (dict(block_tokens=0), "block_tokens"),
+            (dict(tp_size=0), "tp_size"),
+            (dict(tp_size=2, tp_rank=2), "tp_rank"),
+            (dict(ttl=-1.0), "ttl"),
+            (dict(batches_max=0), "batches_max"),
+        ]:
+            with self.assertRaisesRegex(kvarts.Invalid, what, msg=str(change)):
+                change = {"page": 4096 if "spec" not in change else None, **change}
+                self.pages(client, **change)
+
+
+if __name__ == "__main__":
+    unittest.main()

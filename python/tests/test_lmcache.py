@@ -1,0 +1,199 @@
+"""What LMCache calls: batches of objects, one descriptor, an answer for each key; also after restarts, and without a server."""
+
+import select
+import time
+import unittest
+
+import kvarts
+from kvarts.lmcache import Kvarts
+from served import Served, Server
+
+#: Far more than anything takes here.
+SOON = 30
+PARAMETERS = dict(revision="1", dtype="bf16", timeout=SOON, pause=0.1)
+
+
+def names(count, first=0, model="test/model", group=0):
+    return [f"{model}@00000001@{group:x}@{n:064x}" for n in range(first, first + count)]
+
+
+def objects(keys, size=4096):
+    return [memoryview((key.encode() * (size // len(key) + 1))[:size]) for key in keys]
+
+
+class Adapter:
+    """What LMCache's adapter does with the object: one thread polls the descriptor and drains."""
+
+    def __init__(self, **kwargs):
+        self.plugin = Kvarts(**{**PARAMETERS, **kwargs})
+        self.poll = select.poll()
+        self.poll.register(self.plugin.event_fd(), select.POLLIN)
+        self.answers = {}
+
+    def answer(self, future):
+        deadline = time.monotonic() + SOON
+        while future not in self.answers:
+            assert time.monotonic() < deadline, "no answer"
+            if self.poll.poll(500):
+                for id, *answer in self.plugin.drain_completions():
+                    assert id not in self.answers, "answered twice"
+                    self.answers[id] = tuple(answer)
+        return self.answers.pop(future)
+
+    def set(self, keys, size=4096):
+        return self.answer(self.plugin.submit_batch_set(keys, objects(keys, size)))
+
+    def get(self, keys, size=4096):
+        into = [bytearray(size) for _ in keys]
+        ok, error, results = self.answer(self.plugin.submit_batch_get(keys, [memoryview(one) for one in into]))
+        for key, here, one in zip(keys, results, into):
+            assert not here or bytes(one) == bytes(objects([key], size)[0]), "wrong bytes"
+        return ok, error, results
+
+    def exists(self, keys):
+        return self.answer(self.plugin.submit_batch_exists(keys))[2]
+
+    def delete(self, keys):
+        return self.answer(self.plugin.submit_batch_delete(keys))
+
+
+class Lmcache(Served):
+    def adapter(self, **kwargs):
+        adapter = Adapter(server=self.server.socket, **{"revision": self.id(), **kwargs})
+        self.addCleanup(adapter.plugin.close)
+        return adapter
+
+    def test_objects_are_found_and_come_back_and_each_batch_is_answered_once(self):
+        adapter = self.adapter()
+        keys = names(8)
+        self.assertEqual(adapter.exists(keys), [False] * 8)
+        self.assertEqual(adapter.set(keys[:6]), (True, "", [True] * 6))
+        self.assertEqual(adapter.exists(keys), [True] * 6 + [False] * 2)
+        ok, error, results = adapter.get(keys)
+        self.assertEqual((ok, results), (False, [True] * 6 + [False] * 2))
+        self.assertTrue(error)
+        self.assertEqual(adapter.delete(keys)[2], [True] * 6 + [False] * 2)
+        self.assertEqual(adapter.exists(keys), [False] * 8)
+        self.assertEqual(adapter.poll.poll(0), [])
+
+    def test_many_batches_under_way_are_answered_each(self):
+        adapter = self.adapter()
+        keys = names(64)
+        futures = [adapter.plugin.submit_batch_set([key], objects([key])) for key in keys]
+        self.assertEqual([adapter.answer(future)[0] for future in futures], [True] * 64)
+        self.assertEqual(adapter.exists(keys), [True] * 64)
+
+    def test_a_look_up_after_a_restart_finds_objects_of_every_size(self):
+        first = self.adapter()
+        small, large = names(3), names(3, 10)
+        other = names(2, group=1)
+        for keys, size in ((small, 4096), (large, 12345), (other, 777)):
+            self.assertTrue(first.set(keys, size)[0])
+        first.plugin.close()
+        second = self.adapter()
+        self.assertEqual(second.exists(small + large + other + names(1, 99)), [True] * 8 + [False])
+        self.assertEqual(second.get(large, 12345)[2], [True] * 3)
+        self.assertEqual(second.get(other, 777)[2], [True] * 2)
+        # Asked for with another size, it is not that object.
+        self.assertEqual(second.get(small, 8192)[2], [False] * 3)
+
+    def test_models_revisions_and_types_never_share_a_byte(self):
+        keys = names(2)
+        self.adapter(revision="one").set(keys)
+        for kwargs in ({"revision": "two"}, {"revision": "one", "dtype": "fp8"}, {"revision": "one", "identity": {"scales": "a"}}):
+            with self.subTest(kwargs):
+                other = self.adapter(**kwargs)
+                self.assertEqual(other.exists(keys), [False, False])
+                self.assertEqual(other.get(keys)[2], [False, False])
+        several = self.adapter(revision={"test/model": "one"})
+        self.assertEqual(several.exists(keys), [True, True])
+        ok, error, _ = several.set(names(1, model="another"))
+        self.assertFalse(ok)
+        self.assertIn("revision", error)
+
+    def test_what_is_missing_in_its_parameters_is_named(self):
+        with self.assertRaisesRegex(ValueError, "revision"):
+            Kvarts(dtype="bf16")
+        with self.assertRaisesRegex(ValueError, "dtype"):
+            Kvarts(revision="1")
+
+    def test_bad_arguments_are_errors_of_their_batch(self):
+        adapter = self.adapter()
+        with self.assertRaisesRegex(ValueError, "memoryviews"):
+            adapter.plugin.submit_batch_set(names(2), objects(names(1)))
+        keys = names(1)
+        self.assertTrue(adapter.set(keys)[0])
+        read_only = memoryview(bytes(4096))
+        ok, error, results = adapter.answer(adapter.plugin.submit_batch_get(keys, [read_only]))
+        self.assertEqual((ok, results), (False, [False]))
+        self.assertTrue(error)
+        self.assertEqual(adapter.answer(adapter.plugin.submit_batch_exists([])), (True, "", []))
+
+
+class LmcacheAway(unittest.TestCase):
+    def test_without_a_server_everything_is_a_miss_and_it_comes_back(self):
+        server = Server()
+        self.addCleanup(server.stop)
+        adapter = Adapter(server=server.socket)
+        self.addCleanup(adapter.plugin.close)
+        keys = names(4)
+        self.assertTrue(adapter.set(keys)[0])
+        server.kill()
+        for _ in range(3):
+            self.assertEqual(adapter.exists(keys), [False] * 4)
+            self.assertEqual(adapter.get(keys)[2], [False] * 4)
+            self.assertFalse(adapter.set(names(2, 50))[0])
+        server.start()
+        deadline = time.monotonic() + SOON
+        while adapter.exists(keys) != [True] * 4:
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.05)
+        self.assertTrue(adapter.get(keys)[0])
+
+    def test_it_starts_without_a_server(self):
+        server = Server()
+        self.addCleanup(server.stop)
+        server.kill()
+        adapter = Adapter(server=server.socket)
+        self.addCleanup(adapter.plugin.close)
+        self.assertEqual(adapter.exists(names(2)), [False, False])
+        server.start()
+        deadline = time.monotonic() + SOON
+        while not adapter.set(names(2))[0]:
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.05)
+        self.assertEqual(adapter.get(names(2))[2], [True, True])
+
+
+class Revisions(unittest.TestCase):
+    def test_the_revision_of_a_directory_is_what_is_in_it(self):
+        import os
+        import tempfile
+
+        from kvarts.link import revision_of
+
+        with tempfile.TemporaryDirectory() as place:
+            weights = os.path.join(place, "model.safetensors")
+            for name, text in (("config.json", "{}"), ("model.safetensors", "weights")):
+                with open(os.path.join(place, name), "w", encoding="utf-8") as file:
+                    file.write(text)
+            first = revision_of(place)
+            self.assertEqual(revision_of(place), first)
+            os.utime(weights, ns=(1, 2))
+            self.assertNotEqual(revision_of(place), first)
+            second = revision_of(place)
+            self.assertNotEqual(revision_of(place, "named"), second)
+            with open(os.path.join(place, "config.json"), "w", encoding="utf-8") as file:
+                file.write("[]")
+            self.assertNotEqual(revision_of(place), second)
+
+    def test_a_model_of_which_nothing_says_the_revision_is_refused(self):
+        from kvarts.link import revision_of
+
+        with self.assertRaisesRegex(ValueError, "revision"):
+            revision_of("nobody/knows-this")
+        self.assertEqual(revision_of("nobody/knows-this", "0e9e39f"), "0e9e39f")
+
+
+if __name__ == "__main__":
+    unittest.main()

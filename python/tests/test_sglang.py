@@ -1,0 +1,144 @@
+"""The storage of SGLang without an engine: made by SGLang's own factory, on a pool of the host. Skipped without SGLang."""
+
+import time
+import unittest
+
+try:
+    import torch
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+except ImportError:
+    StorageBackendFactory = None
+
+from served import Server
+
+SOON = 30
+PAGE, LAYERS, HEADS, WIDTH = 16, 3, 2, 8
+
+
+class Pool:
+    """What the storage asks of a `HostKVCache`: pages of one layout, as flat tensors."""
+
+    layout = "page_first"
+    page_size = PAGE
+
+    def __init__(self, pages=8, dtype="bfloat16"):
+        self.dtype = getattr(torch, dtype)
+        self.kv_buffer = torch.zeros(2, pages * PAGE, LAYERS, HEADS, WIDTH, dtype=self.dtype)
+
+    def get_dummy_flat_data_page(self):
+        return torch.zeros(2 * PAGE * LAYERS * HEADS * WIDTH, dtype=self.dtype)
+
+    def get_data_page(self, index, flat=True):
+        return self.kv_buffer[:, index : index + PAGE].flatten()
+
+    def set_from_flat_data_page(self, index, data_page):
+        self.kv_buffer[:, index : index + PAGE] = data_page.reshape(2, PAGE, LAYERS, HEADS, WIDTH)
+
+
+def keys(count, first=0):
+    return [f"{n:064x}" for n in range(first, first + count)]
+
+
+def indices(*pages):
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+@unittest.skipIf(StorageBackendFactory is None, "SGLang is not installed")
+class Sglang(unittest.TestCase):
+    def setUp(self):
+        self.server = Server()
+        self.addCleanup(self.server.stop)
+
+    def storage(self, pool=None, tp_rank=0, tp_size=1, model="test/model", mla=False, **extra):
+        given = {"backend_name": "kvarts", "module_path": "kvarts.sglang", "class_name": "Kvarts", "interface_v1": 1}
+        given.update(server=self.server.socket, revision="1", timeout=SOON, pause=0.1)
+        given.update(extra)
+        config = HiCacheStorageConfig(
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=mla,
+            enable_storage_metrics=False,
+            is_page_first_layout=True,
+            model_name=model,
+            extra_config=given,
+        )
+        pool = pool or Pool()
+        storage = StorageBackendFactory.create_backend("dynamic", config, pool)
+        storage.register_mem_pool_host(pool)
+        self.addCleanup(storage.close)
+        return storage, pool
+
+    def test_pages_come_back_into_other_places_of_another_pool(self):
+        first, pool = self.storage()
+        pool.kv_buffer.copy_(torch.randn_like(pool.kv_buffer))
+        self.assertEqual(first.batch_exists(keys(3)), 0)
+        self.assertEqual(first.batch_set_v1(keys(3), indices(0, 1, 2)), [True] * 3)
+        second, other = self.storage()
+        self.assertEqual(second.batch_exists(keys(5)), 3)
+        self.assertEqual(second.batch_get_v1(keys(4), indices(7, 5, 3, 1)), [True] * 3 + [False])
+        for here, there in ((0, 7), (1, 5), (2, 3)):
+            self.assertTrue(torch.equal(pool.get_data_page(here * PAGE), other.get_data_page(there * PAGE)))
+        self.assertFalse(other.get_data_page(PAGE).any())
+        self.assertTrue(second.set(keys(1, 50)[0], pool.get_data_page(0)))
+        self.assertTrue(torch.equal(second.get(keys(1, 50)[0]), pool.get_data_page(0)))
+        second.clear()
+        self.assertEqual(first.batch_exists(keys(3)), 0)
+
+    def test_ranks_revisions_models_and_types_share_nothing(self):
+        first, _ = self.storage(tp_size=2)
+        self.assertEqual(first.batch_set_v1(keys(1), indices(0)), [True])
+        self.assertEqual(self.storage(tp_size=2)[0].batch_exists(keys(1)), 1)
+        others = [
+            {"tp_size": 2, "tp_rank": 1},
+            {"tp_size": 1},
+            {"tp_size": 2, "revision": "2"},
+            {"tp_size": 2, "model": "another"},
+            {"tp_size": 2, "pool": Pool(dtype="float16")},
+        ]
+        for kwargs in others:
+            with self.subTest(kwargs):
+                self.assertEqual(self.storage(**kwargs)[0].batch_exists(keys(1)), 0)
+
+    def test_without_a_server_everything_is_a_miss_and_it_comes_back(self):
+        storage, _ = self.storage()
+        self.assertEqual(storage.batch_set_v1(keys(2), indices(0, 1)), [True] * 2)
+        self.server.kill()
+        self.assertEqual(storage.batch_exists(keys(2)), 0)
+        self.assertEqual(storage.batch_get_v1(keys(2), indices(2, 3)), [False] * 2)
+        self.assertEqual(storage.batch_set_v1(keys(2, 9), indices(2, 3)), [False] * 2)
+        self.server.start()
+        deadline = time.monotonic() + SOON
+        while storage.batch_exists(keys(2)) != 2 or storage.batch_get_v1(keys(2), indices(2, 3)) != [True] * 2:
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.05)
+
+    def test_it_starts_without_a_server(self):
+        self.server.kill()
+        storage, _ = self.storage(timeout=1.0)
+        self.assertEqual(storage.batch_exists(keys(2)), 0)
+        self.server.start()
+        deadline = time.monotonic() + SOON
+        while storage.batch_set_v1(keys(2), indices(0, 1)) != [True] * 2:
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.05)
+
+    def test_a_model_without_a_revision_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "revision"):
+            self.storage(revision=None)
+
+    def test_a_cache_of_eight_bits_without_a_type_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "dtype"):
+            self.storage(pool=Pool(dtype="uint8"))
+        first, _ = self.storage(pool=Pool(dtype="uint8"), dtype="fp8_e4m3")
+        self.assertEqual(first.batch_set_v1(keys(1), indices(0)), [True])
+        self.assertEqual(first.batch_exists(keys(1)), 1)
+        self.assertEqual(self.storage(pool=Pool(dtype="uint8"), dtype="fp8_e5m2")[0].batch_exists(keys(1)), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,81 @@
+"""An engine of vLLM that takes commands, one JSON document a line, and answers each with one. Run by scripts/engines."""
+
+import json
+import os
+import sys
+import time
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the engine prints goes to the log
+settings = json.loads(sys.argv[1])
+
+from vllm import LLM, SamplingParams  # noqa: E402
+
+connector = {}
+if settings.get("kvarts"):
+    connector["kv_transfer_config"] = {
+        "kv_connector": "Kvarts",
+        "kv_connector_module_path": "kvarts.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": 64 << 20,
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "vllm_cpu",
+            **settings["kvarts"],
+        },
+    }
+engine = LLM(
+    model=settings["model"],
+    skip_tokenizer_init=True,
+    enforce_eager=True,
+    max_model_len=1024,
+    max_num_seqs=4,
+    disable_log_stats=False,
+    seed=0,
+    **settings.get("engine", {}),
+    **connector,
+)
+
+
+def counters():
+    """What vLLM counts: prompt tokens by where their KV came from, and what the tiers did."""
+    found = {}
+    for metric in engine.get_metrics():
+        if metric.name.startswith(("vllm:prompt_tokens_cached_by_source", "vllm:kv_offload_tiering", "vllm:kv_offload_kvarts")):
+            if hasattr(metric, "value"):
+                labels = {name: value for name, value in metric.labels.items() if name in ("source", "tier", "reason")}
+                found[" ".join([metric.name, *labels.values()])] = metric.value
+    return found
+
+
+def generate(prompts, tokens):
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    began = time.monotonic()
+    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": time.monotonic() - began}
+
+
+def reset():
+    """Forgets what the engine has in memory, its host tier included."""
+    return {"reset": engine.llm_engine.reset_prefix_cache(reset_connector=True)}
+
+
+def answer(document):
+    print(json.dumps(document), file=answers, flush=True)
+
+
+answer({"ready": True})
+for line in sys.stdin:
+    command = json.loads(line)
+    if command["do"] == "generate":
+        answer(generate(command["prompts"], command["tokens"]))
+    elif command["do"] == "reset":
+        answer(reset())
+    elif command["do"] == "counters":
+        answer(counters())
+    else:
+        break
+engine.llm_engine.engine_core.shutdown()
