@@ -49,6 +49,17 @@ class Server:
 
     def signal(self, number):
         self.process.send_signal(number)
+        # A process stops thread by thread, after the call has returned.
+        while number == signal.SIGSTOP and not self.stands_still():
+            time.sleep(0.01)
+
+    def stands_still(self):
+        tasks = f"/proc/{self.process.pid}/task"
+        states = []
+        for task in os.listdir(tasks):
+            with open(f"{tasks}/{task}/stat") as file:
+                states.append(file.read().rpartition(")")[2].split()[0])
+        return set(states) == {"T"}
 
     def kill(self):
         self.process.kill()

