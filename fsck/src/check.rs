@@ -247,8 +247,8 @@ fn walk_segments(
             listed: known.listed.get(&segment).copied().unwrap_or(0),
             level: options.level,
         };
-        let said = Said::by(known, segment);
-        if let Some(report) = one_segment(store, shard, &subject, options, (tally, &newest, at, said)) {
+        let look = Look { store, shard, at, options, tally, newest: &newest };
+        if let Some(report) = look.at_segment(&subject, Said::by(known, segment)) {
             each(&subject, at, report);
         }
     });
@@ -382,43 +382,52 @@ fn about_missing(
     }
 }
 
-fn one_segment(
-    store: &Store,
-    shard: &Shard,
-    subject: &Subject<'_>,
-    options: &Options,
-    (tally, newest, at, mut said): (&Tally, &Newest<'_>, usize, Said),
-) -> Option<SegmentReport> {
-    let path = format!("{}/{}", shard_name(shard.number), segment_name(subject.segment));
-    let directory = store.directories.get(shard.directory)?;
-    let check = |subject: &Subject<'_>| match directory.disk.open(&path) {
-        Ok(file) => check_segment(&*file, subject, tally),
-        Err(error) if options.live && error.kind() == std::io::ErrorKind::NotFound => {
-            // It was there when the folder was listed: the store has given its space back.
-            let mut report = SegmentReport::default();
-            report.findings.take(Finding::at(findings::LIVE_CHANGED, subject.place(None)));
-            report
+/// How segments of one shard are looked at.
+struct Look<'a> {
+    store: &'a Store,
+    shard: &'a Shard,
+    /// Which of the store's shards it is.
+    at: usize,
+    options: &'a Options,
+    tally: &'a Tally,
+    newest: &'a Newest<'a>,
+}
+
+impl Look<'_> {
+    /// Looks at a segment of which a checkpoint `said` this; none if its directory is not there.
+    fn at_segment(&self, subject: &Subject<'_>, mut said: Said) -> Option<SegmentReport> {
+        let (shard, options) = (self.shard, self.options);
+        let path = format!("{}/{}", shard_name(shard.number), segment_name(subject.segment));
+        let directory = self.store.directories.get(shard.directory)?;
+        let check = |subject: &Subject<'_>| match directory.disk.open(&path) {
+            Ok(file) => check_segment(&*file, subject, self.tally),
+            Err(error) if options.live && error.kind() == std::io::ErrorKind::NotFound => {
+                // It was there when the folder was listed: the store has given its space back.
+                let mut report = SegmentReport::default();
+                report.findings.take(Finding::at(findings::LIVE_CHANGED, subject.place(None)));
+                report
+            }
+            Err(error) => {
+                let finding = Finding::at(findings::FILE_UNREADABLE, subject.place(None));
+                let path = format!("{}/{path}", directory.disk.name());
+                let mut report = SegmentReport::default();
+                let uncounted = Some(subject.listed);
+                report.findings.take(Finding { file: Some(path), uncounted, ..finding.found(error) });
+                report
+            }
+        };
+        let mut report = check(subject);
+        if !options.live {
+            return Some(report);
         }
-        Err(error) => {
-            let finding = Finding::at(findings::FILE_UNREADABLE, subject.place(None));
-            let path = format!("{}/{path}", directory.disk.name());
-            let mut report = SegmentReport::default();
-            let uncounted = Some(subject.listed);
-            report.findings.take(Finding { file: Some(path), uncounted, ..finding.found(error) });
-            report
+        // A file that was given back and made again.
+        while one::is_blank(&report) && said.is_used() {
+            let Some(newer) = self.newest.after(self.at, subject.segment, &said) else { break };
+            said = newer;
+            report = check(&Subject { known: said.known.as_ref(), listed: said.listed, ..*subject });
         }
-    };
-    let mut report = check(subject);
-    if !options.live {
-        return Some(report);
+        let subject = Subject { known: said.known.as_ref(), listed: said.listed, ..*subject };
+        one::forgive(&mut report, &subject, || check(&subject));
+        Some(report)
     }
-    // A file that was given back and made again.
-    while one::is_blank(&report) && said.is_used() {
-        let Some(newer) = newest.after(at, subject.segment, &said) else { break };
-        said = newer;
-        report = check(&Subject { known: said.known.as_ref(), listed: said.listed, ..*subject });
-    }
-    let subject = Subject { known: said.known.as_ref(), listed: said.listed, ..*subject };
-    one::forgive(&mut report, &subject, || check(&subject));
-    Some(report)
 }

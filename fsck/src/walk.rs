@@ -214,7 +214,8 @@ pub fn scan(window: &mut Window<'_>, target: &Target, secret: &Secret, into: &mu
     // behind it, and was zeroed.
     let holed =
         |walked: &Walk, window: &Window<'_>| window.holes().iter().any(|(at, _)| *at < walked.records_end);
-    if target.scan == Scan::Tail && walked.footer && holed(&walked, window) {
+    let proves = walked.footer && !kvarts_layout::planted!("fsck-footer-proves-nothing");
+    if target.scan == Scan::Tail && proves && holed(&walked, window) {
         let target = Target { was_sealed: true, scan: Scan::Rescan, ..*target };
         walked = walk(window, &position, &target, secret);
         return decide(&position, &target, walked, into);

@@ -1,10 +1,14 @@
 """What LMCache calls: batches of objects, one descriptor, an answer for each key; also after restarts, and without a server."""
 
+import os
+import queue
 import select
+import tempfile
 import time
 import unittest
 
 import kvarts
+from kvarts.link import Link, revision_of
 from kvarts.lmcache import Kvarts
 from served import Served, Server
 
@@ -165,13 +169,26 @@ class LmcacheAway(unittest.TestCase):
         self.assertEqual(adapter.get(names(2))[2], [True, True])
 
 
+class Links(unittest.TestCase):
+    def test_a_server_that_cannot_be_reached_is_left_alone_for_the_pause(self):
+        answers = queue.SimpleQueue()
+        tries = []
+
+        def connect():
+            tries.append(1)
+            raise kvarts.Invalid("cannot be reached", "Config")
+
+        link = Link(connect, pause=3600)
+        self.addCleanup(link.close)
+        for _ in range(3):
+            link.do(lambda client: self.fail("there is no client"), answers.put)
+            self.assertIsInstance(answers.get(timeout=SOON), kvarts.Retry)
+        self.assertTrue(link.away)
+        self.assertEqual(len(tries), 1)
+
+
 class Revisions(unittest.TestCase):
     def test_the_revision_of_a_directory_is_what_is_in_it(self):
-        import os
-        import tempfile
-
-        from kvarts.link import revision_of
-
         with tempfile.TemporaryDirectory() as place:
             weights = os.path.join(place, "model.safetensors")
             for name, text in (("config.json", "{}"), ("model.safetensors", "weights")):
@@ -188,8 +205,6 @@ class Revisions(unittest.TestCase):
             self.assertNotEqual(revision_of(place), second)
 
     def test_a_model_of_which_nothing_says_the_revision_is_refused(self):
-        from kvarts.link import revision_of
-
         with self.assertRaisesRegex(ValueError, "revision"):
             revision_of("nobody/knows-this")
         self.assertEqual(revision_of("nobody/knows-this", "0e9e39f"), "0e9e39f")

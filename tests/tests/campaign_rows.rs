@@ -93,6 +93,11 @@ fn work_grows_as_requests_do() {
     run("R30", 9);
 }
 
+#[test]
+fn a_fault_a_start_and_a_neighbour_cost_what_they_must() {
+    run("R32", 14);
+}
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }

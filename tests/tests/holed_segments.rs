@@ -7,16 +7,17 @@ use std::time::Duration;
 
 use kvarts_fsck::check::{Level, Options as CheckOptions};
 use kvarts_fsck::contents::{Contents, Fate, State, read};
-use kvarts_fsck::disk::{Disk, MemoryDisk};
+use kvarts_fsck::disk::{Disk, DiskWriter, MemoryDisk};
 use kvarts_fsck::findings::Findings;
 use kvarts_fsck::repair::{Site, repair};
 use kvarts_fsck::store::survey;
 use kvarts_fsck::window::Tally;
 use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::{PAGE, Structure};
-use kvarts_layout::{BlockKey, Layout, NamespaceId};
+use kvarts_layout::{BlockKey, Coordinate, Layout, NamespaceId};
 use kvarts_store::api::{
-    ContainsRequest, Durability, KvStore, Order, Presence, PutRequest, ReadEvent, ReadRequest, Verify,
+    BlockOutcome, ContainsRequest, Durability, KvStore, Order, Presence, PutRequest, ReadEvent, ReadRequest,
+    Verify,
 };
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
 use kvarts_store::rt::Class;
@@ -283,4 +284,49 @@ fn what_is_left_of_an_eviction_that_power_cut_short_is_not_called_damage() {
         damaged.tamper(path, |bytes| bytes[at + 200] ^= 4);
     }
     expect_no_cost(&whole, &damaged, places.len() as u64, "half evicted");
+}
+
+/// Power was cut while a whole record was being evicted: of its long header a page is a hole, and the first is not.
+#[test]
+fn a_record_whose_header_is_partly_a_hole_is_gone_whatever_became_of_the_trailer() {
+    let world = SimWorld::new(73, &WorldConfig::default());
+    let stage = SimStage::open(&world, &options()).unwrap();
+    let desk = Desk::new(&stage, NAME);
+    let small = (fixture::ODD, Coordinate::Replicated);
+    for first in (0..600).step_by(200) {
+        let outcomes = desk.outcomes(desk.request(small, &desk.keys(first..first + 200), 1));
+        assert_eq!(outcomes, vec![BlockOutcome::Stored; 200]);
+    }
+    let sound = directories(&stage.close().unwrap()).remove(0);
+    let holed = sound.fork();
+    let (path, at) = long_header(&holed).expect("a header of several pages");
+    DiskWriter::punch(&holed, &path, (at + PAGE) as u64, PAGE as u64).unwrap();
+    let damaged = holed.fork();
+    damaged.tamper(&path, |bytes| {
+        let trailer =
+            bytes.chunks(PAGE).rposition(|page| claimed_structure(page) == Some(Structure::Trailer));
+        bytes[trailer.unwrap() * PAGE + 200] ^= 4;
+    });
+    assert!(live(&holed).len() < live(&sound).len(), "nothing went with the hole");
+    assert_eq!(live(&damaged), live(&holed), "the offline reader");
+    let checked = examine(std::slice::from_ref(&damaged), Level::Deep).unwrap();
+    assert_eq!(checked.findings.problem_count, 1, "{}", problems(&checked));
+    for (disk, damage) in [(&holed, 0), (&damaged, 1)] {
+        let opened = reopen(Seed(1), &WorldConfig::default(), &options(), media(&[disk.fork()])).unwrap();
+        let met: u64 = opened.store.recovery().iter().map(|report| report.problems).sum();
+        assert_eq!(met, damage);
+        let left = directories(&opened.world.kill()).remove(0);
+        assert_eq!(live(&left), live(&holed), "{damage}: after a start");
+    }
+}
+
+/// A record's header of more than a page: file and place.
+fn long_header(disk: &MemoryDisk) -> Option<(String, usize)> {
+    let word = |page: &[u8]| u32::from_le_bytes(page[72..76].try_into().unwrap()) as usize;
+    disk.files().into_iter().filter(|path| path.contains("segment-")).find_map(|path| {
+        let bytes = disk.contents(&path)?;
+        let long = |page: &[u8]| claimed_structure(page) == Some(Structure::Record) && word(page) > PAGE;
+        let at = bytes.chunks(PAGE).position(long)?;
+        Some((path, at * PAGE))
+    })
 }

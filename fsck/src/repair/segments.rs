@@ -320,10 +320,12 @@ impl Case<'_> {
     fn write(&self, log: &mut Vec<Action>, what: String, images: &[(u64, Vec<u8>)]) -> bool {
         let path = self.path();
         self.site.act(log, (&path, what), |writer| {
+            let together = kvarts_layout::planted!("repair-syncs-last");
             images.iter().try_for_each(|(at, image)| -> io::Result<()> {
                 writer.write_at(&path, *at, image)?;
-                writer.sync(&path)
-            })
+                if together { Ok(()) } else { writer.sync(&path) }
+            })?;
+            if together { writer.sync(&path) } else { Ok(()) }
         })
     }
 }

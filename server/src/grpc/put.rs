@@ -310,19 +310,8 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
         if incoming.rest.is_empty() {
             incoming.begun().await?;
         }
-        let toll = call.caller.tenant.toll(bytes);
-        if !toll.is_zero() {
-            // Whoever waits for the tenant's own bandwidth keeps nothing from others meanwhile.
-            turn = None;
-            tokio::time::sleep(toll).await;
-        }
-        if turn.is_none() {
-            let tenant = call.caller.tenant.number;
-            let wait = tokio::time::timeout(limits::WAIT, call.node.puts.turn(tenant)).await;
-            turn = wait.ok().flatten();
-            if turn.is_none() {
-                return Err(Fault::busy("as many puts are under way as fit into memory"));
-            }
+        if !call.node.puts.go_on(&call.caller.tenant, bytes, &mut turn).await {
+            return Err(Fault::busy("as many puts are under way as fit into memory"));
         }
         let wait =
             tokio::time::timeout(limits::WAIT, call.node.take_memory(&call.caller.tenant, bytes)).await;

@@ -46,7 +46,9 @@ pub(super) struct Incoming {
     locals: Arc<Locals>,
     pub(super) bytes: Vec<u8>,
     at: usize,
-    pub(super) descriptors: Vec<OwnedFd>,
+    descriptors: Vec<OwnedFd>,
+    /// Those beyond the first, among the files of shared memories.
+    files: Option<Part>,
     scratch: Box<[u8]>,
     /// Whose it is, and the longest body that is taken: a short one, until somebody has said who he is.
     tenant: Option<u32>,
@@ -81,7 +83,8 @@ impl Incoming {
         let scratch = vec![0; RECEIVE_BYTES].into_boxed_slice();
         let (bytes, descriptors) = (Vec::new(), Vec::new());
         let (tenant, large, since, waits) = (None, None, None, None);
-        Self { locals: Arc::clone(locals), bytes, at: 0, descriptors, scratch, tenant, large, since, waits }
+        let (locals, files) = (Arc::clone(locals), None);
+        Self { locals, bytes, at: 0, descriptors, files, scratch, tenant, large, since, waits }
     }
 
     /// Somebody has said who he is: from now on his bodies may be long.
@@ -108,7 +111,7 @@ impl Incoming {
             Ok(0) => Err(Ended::Left),
             Ok(count) => {
                 bytes.extend_from_slice(scratch.get(..count).unwrap_or_default());
-                Ok(())
+                self.count_descriptors()
             }
             Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {
                 Ok(())
@@ -116,6 +119,30 @@ impl Incoming {
             // A client that closes before it has read everything: no fault of its own.
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Err(Ended::Left),
             Err(error) => Err(broken(error)),
+        }
+    }
+
+    /// The descriptor that came first, of those that wait for their frames.
+    pub(super) fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        let first = (!self.descriptors.is_empty()).then(|| self.descriptors.remove(0));
+        // Fewer are always counted.
+        let _ = self.count_descriptors();
+        first
+    }
+
+    /// Each connection may have one that waits; more of them count among the files of shared memories.
+    fn count_descriptors(&mut self) -> Result<(), Ended> {
+        let more = self.descriptors.len().saturating_sub(1) as u64;
+        if more == 0 {
+            self.files = None;
+            return Ok(());
+        }
+        let tenant = self.tenant.unwrap_or_default();
+        let files = self.files.get_or_insert_with(|| self.locals.files.part(tenant));
+        if files.set(more) {
+            Ok(())
+        } else {
+            Err(broken("more descriptors than the server has open files for"))
         }
     }
 

@@ -73,6 +73,16 @@ impl Named {
     }
 }
 
+/// Ends every way into these memories but that of devices that write already; false if one could not be cut off.
+pub(super) fn cut_off(some: &[Arc<Region>]) -> bool {
+    let cut = |region: &Arc<Region>| {
+        let cut = region.cut_off();
+        cut.inspect_err(|error| tracing::error!(%error, "a client's memory cannot be cut off")).is_ok()
+    };
+    // All of them, also behind one that could not be.
+    some.iter().filter(|region| !cut(region)).count() == 0
+}
+
 impl Drop for Named {
     fn drop(&mut self) {
         let Some(name) = self.name else { return };
@@ -89,6 +99,7 @@ impl Drop for Named {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvarts_store::io::{SharedBuf, shared};
 
     #[test]
     fn a_session_is_under_way_until_nobody_uses_its_memory() {
@@ -103,5 +114,24 @@ mod tests {
         assert!(!names.is_under_way(&[7; 16]));
         assert!(names.begin(&[7; 16]).is_some() && names.begin(&[]).unwrap().name.is_none());
         assert!(names.lock().is_empty());
+    }
+
+    /// What a session leaves in use when it ends is a client's, who may have other bytes there by then.
+    #[test]
+    fn what_is_cut_off_is_not_written_to_any_more_by_whoever_still_has_it() {
+        let names = Arc::new(Names::default());
+        let mut named = names.begin(&[7; 16]).unwrap();
+        let reaper: shared::Reaper = Arc::new(drop);
+        let file = shared::sealed(8192).unwrap();
+        let theirs = shared::map(&file, 8192, Box::new(())).unwrap();
+        let theirs = SharedBuf::new(&theirs, 0, 8192).unwrap();
+        let region = shared::map_foreign(file, 8192, Box::new(()), &reaper).unwrap();
+        named.shares(&region);
+        let used = SharedBuf::new(&region, 0, 8192).unwrap();
+        used.copy_in(0, b"before");
+        assert!(cut_off(&named.in_use()));
+        used.copy_in(0, b"behind");
+        assert_eq!(&theirs.to_vec()[..6], b"before");
+        assert!(cut_off(&named.in_use()), "it may be done twice");
     }
 }

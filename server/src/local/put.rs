@@ -61,18 +61,8 @@ impl Putting {
         for (number, keys) in upload.keys.chunks(each).enumerate() {
             let (first, bytes) = (number * each, upload.shape.block_bytes() * keys.len() as u64);
             let tenant = &call.caller.tenant;
-            let toll = tenant.toll(bytes);
-            if !toll.is_zero() {
-                // Whoever waits for the tenant's own bandwidth keeps nothing from others meanwhile.
-                turn = None;
-                tokio::time::sleep(toll).await;
-            }
-            if turn.is_none() {
-                let wait = tokio::time::timeout(limits::WAIT, call.node.puts.turn(tenant.number)).await;
-                turn = wait.ok().flatten();
-                if turn.is_none() {
-                    return Err(Fault::busy("as many puts are under way as fit into memory"));
-                }
+            if !call.node.puts.go_on(tenant, bytes, &mut turn).await {
+                return Err(Fault::busy("as many puts are under way as fit into memory"));
             }
             let wait = tokio::time::timeout(limits::WAIT, call.node.take_memory(tenant, bytes)).await;
             let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;

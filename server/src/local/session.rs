@@ -17,7 +17,6 @@ use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
 use kvarts_store::api::Order;
 use kvarts_store::error::Reason;
-use kvarts_store::io::Region;
 use kvarts_store::rt::Nanos;
 use prost::Message;
 use tokio::net::UnixStream;
@@ -31,7 +30,7 @@ use super::frame::{Head, Kind, frame};
 use super::incoming::{Ended, Incoming, Next, broken};
 use super::limits::{HELLO, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX, STALL, VERSION};
 use super::memory::Memory;
-use super::named::Named;
+use super::named::{self, Named};
 use super::outbox::Outbox;
 use super::put::Putting;
 use super::read::Doubts;
@@ -339,7 +338,7 @@ impl Session {
         let id = head.id;
         match head.kind {
             Kind::Share => {
-                let file = (!incoming.descriptors.is_empty()).then(|| incoming.descriptors.remove(0));
+                let file = incoming.take_descriptor();
                 if let Err(fault) = self.share(id, body, file) {
                     self.failed(id, &fault);
                 }
@@ -627,9 +626,8 @@ impl Session {
             return;
         }
         // Elsewhere: it may be gigabytes, and there are others on this thread.
-        let cut =
-            self.elsewhere.spawn_blocking(move || left.iter().filter(|region| !cut_off(region)).count());
-        if cut.await.is_ok_and(|failed| failed == 0) {
+        let cut = self.elsewhere.spawn_blocking(move || named::cut_off(&left));
+        if cut.await.unwrap_or(false) {
             return;
         }
         // As good, and later: nobody uses it any more.
@@ -648,19 +646,11 @@ impl Session {
     }
 }
 
-/// Whether it could be done.
-fn cut_off(region: &Arc<Region>) -> bool {
-    let cut = region.cut_off();
-    cut.inspect_err(|error| tracing::error!(%error, "a client's memory cannot be cut off")).is_ok()
-}
-
 impl Drop for Session {
     fn drop(&mut self) {
         self.give_up();
         // Whoever is dropped before its end was not closed; otherwise it was done.
-        for region in self.named.in_use() {
-            cut_off(&region);
-        }
+        named::cut_off(&self.named.in_use());
         for name in self.leases.keys() {
             if let Some(lease) = self.node.leases.take(self.tenant, *name) {
                 self.node.store().unlock(lease);

@@ -361,6 +361,19 @@ mod tests {
     }
 
     #[test]
+    fn what_tenants_have_beyond_their_new_parts_is_of_the_rest_from_then_on() {
+        let parts = Parts::new(600, &[1, 2], 0, 4);
+        let held = [parts.try_take(1, 150).unwrap(), parts.try_take(2, 150).unwrap()];
+        parts.divide(&[1, 2, 3]);
+        // A third of a half is each one's own now, so of the two 50 each are of the rest.
+        assert!(parts.try_take(3, 301).is_none(), "more than there is");
+        let third = parts.try_take(3, 300).unwrap();
+        assert_eq!(parts.used(), 600);
+        drop((held, third));
+        assert!(parts.try_take(3, 400).is_some() && parts.left() == (600, 0));
+    }
+
+    #[test]
     fn more_than_anybody_gets_is_refused_at_once() {
         let parts = Parts::new(10, &[1, 2], 0, 4);
         assert_eq!((parts.most(1), parts.all()), (8, 10));

@@ -1,8 +1,9 @@
 //! Turns of puts: what clients upload at once fits into memory, however many they are.
 
 use super::Memory;
+use super::Tenant;
 use super::parts::{Part, Parts};
-use kvarts_wire::limits::{MEMORY_PER_PUT, PUTS_WAITING};
+use kvarts_wire::limits::{MEMORY_PER_PUT, PUTS_WAITING, WAIT};
 
 /// The turns.
 #[derive(Debug)]
@@ -27,6 +28,20 @@ impl Puts {
         self.0.take(tenant, 1).await
     }
 
+    /// Has a put go on with so many bytes more: when they are within its tenant's own bandwidth, and with a turn. False
+    /// if it gets none. Whoever waits for its tenant's bandwidth keeps no turn from others meanwhile.
+    pub async fn go_on(&self, tenant: &Tenant, bytes: u64, turn: &mut Option<Part>) -> bool {
+        let toll = tenant.toll(bytes);
+        if !toll.is_zero() {
+            *turn = None;
+            tokio::time::sleep(toll).await;
+        }
+        if turn.is_none() {
+            *turn = tokio::time::timeout(WAIT, self.turn(tenant.number)).await.ok().flatten();
+        }
+        turn.is_some()
+    }
+
     /// Turns that are left, and puts that wait for one.
     pub fn left(&self) -> (u64, usize) {
         self.0.left()
@@ -36,6 +51,7 @@ impl Puts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::node::tenant::TenantLimits;
     use kvarts_store::rt::blocking::block_on;
     use std::pin::pin;
     use std::task::{Context, Poll, Waker};
@@ -55,6 +71,27 @@ mod tests {
         drop(turns);
         drop(waiting);
         assert_eq!(puts.left(), (4, 0));
+    }
+
+    #[test]
+    fn a_put_that_waits_for_its_tenants_bandwidth_keeps_no_turn_from_others() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let _inside = runtime.enter();
+        let puts = Puts::new(&Memory::new(16 << 20, 4096, 0).unwrap(), &[0]);
+        let limits = TenantLimits { bandwidth: Some(1), ..TenantLimits::default() };
+        let (throttled, free) = (Tenant::new("slow", 0, None, limits), Tenant::only());
+        let mut turn = Some(block_on(puts.turn(0)).unwrap());
+        assert_eq!(puts.left(), (3, 0));
+        let mut context = Context::from_waker(Waker::noop());
+        let mut waiting = Box::pin(puts.go_on(&throttled, 1 << 40, &mut turn));
+        assert!(waiting.as_mut().poll(&mut context).is_pending(), "it is within its bandwidth");
+        assert_eq!(puts.left(), (4, 0), "it keeps its turn while it waits");
+        drop(waiting);
+        // Whoever need not wait keeps the turn that it has.
+        let mut own = None;
+        for _ in 0..2 {
+            assert!(block_on(puts.go_on(&free, 1 << 40, &mut own)) && puts.left() == (3, 0));
+        }
     }
 
     #[test]

@@ -40,102 +40,136 @@ struct Figures {
 
 /// The book of one segment.
 #[derive(Debug, Default)]
-pub struct Book(Mutex<Figures>, Arc<AtomicU64>);
+pub struct Book {
+    figures: Mutex<Figures>,
+    /// What all books of a store number the uses of segments by.
+    uses: Arc<AtomicU64>,
+    /// Bytes of segments of its shard that hold nothing.
+    spare: Arc<AtomicU64>,
+}
 
 impl Book {
     /// An empty book. Uses of segments are numbered by what all books of a store share.
-    pub(super) fn new(uses: &Arc<AtomicU64>) -> Self {
+    pub(super) fn new(uses: &Arc<AtomicU64>, spare: &Arc<AtomicU64>) -> Self {
         let incarnation = uses.fetch_add(1, Relaxed);
-        Self(Mutex::new(Figures { incarnation, ..Figures::default() }), Arc::clone(uses))
+        let figures = Mutex::new(Figures { incarnation, ..Figures::default() });
+        Self { figures, uses: Arc::clone(uses), spare: Arc::clone(spare) }
     }
 
     /// Which of all uses of all segments of a store this is, since it was opened: what was read of a segment in one use
     /// is what lies there as long as this stays the same.
     pub fn incarnation(&self) -> u64 {
-        lock(&self.0).incarnation
+        lock(&self.figures).incarnation
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Figures)) {
+        let mut book = lock(&self.figures);
+        let before = book.spare();
+        change(&mut book);
+        let after = book.spare();
+        if before != after {
+            self.spare.fetch_add(after, Relaxed);
+            self.spare.fetch_sub(before, Relaxed);
+        }
     }
 
     /// The file has so many bytes of the budget.
     pub fn set_allocated(&self, bytes: u64) {
-        lock(&self.0).allocated = bytes;
+        self.change(|book| book.allocated = bytes);
     }
 
     /// Bytes of the budget that the file has.
     pub fn allocated(&self) -> u64 {
-        lock(&self.0).allocated
+        lock(&self.figures).allocated
     }
 
     /// Bytes of the budget that the file has, and those of its records that were given back.
     pub fn accounted(&self) -> u64 {
-        let book = lock(&self.0);
+        let book = lock(&self.figures);
         book.allocated + book.punched
     }
 
     /// Of its records, `punched` bytes are holes; the file has so many bytes of the budget.
     pub fn set_punched(&self, allocated: u64, punched: u64) {
-        let mut book = lock(&self.0);
-        book.allocated = allocated;
-        book.punched = punched;
+        self.change(|book| {
+            book.allocated = allocated;
+            book.punched = punched;
+        });
     }
 
     /// A new use begins with so many bytes of header.
     pub fn begin(&self, header_bytes: u64) {
-        let mut book = lock(&self.0);
-        book.phase = Phase::Open;
-        book.incarnation = self.1.fetch_add(1, Relaxed);
-        book.log_end = header_bytes;
-        book.records = 0;
-        book.punched = 0;
+        self.change(|book| {
+            book.phase = Phase::Open;
+            book.incarnation = self.uses.fetch_add(1, Relaxed);
+            book.log_end = header_bytes;
+            book.records = 0;
+            book.punched = 0;
+        });
     }
 
     /// `bytes` were given out, of which `records` to records of blocks.
     pub fn append(&self, bytes: u64, records: u64) {
-        let mut book = lock(&self.0);
+        let mut book = lock(&self.figures);
         book.log_end += bytes;
         book.records += records;
     }
 
     /// Recovery found so much in the file.
     pub fn restore(&self, log_end: u64, records: u64) {
-        let mut book = lock(&self.0);
+        let mut book = lock(&self.figures);
         book.log_end = log_end;
         book.records = records;
     }
 
     /// The segment is something else from now on. A free one holds nothing.
     pub fn turn(&self, phase: Phase) {
-        let mut book = lock(&self.0);
-        book.phase = phase;
-        if phase == Phase::Free {
-            book.log_end = 0;
-            book.records = 0;
-            book.punched = 0;
-        }
+        self.change(|book| {
+            book.phase = phase;
+            if phase == Phase::Free {
+                book.log_end = 0;
+                book.records = 0;
+                book.punched = 0;
+            }
+        });
+    }
+
+    /// Its file is gone: what it had is nobody's spare room.
+    pub(super) fn close(&self) {
+        self.change(|book| book.phase = Phase::Lost);
     }
 
     pub(super) fn moved(&self, before: u64, after: u64) {
-        let mut book = lock(&self.0);
-        book.live = (book.live + after).saturating_sub(before);
+        self.change(|book| book.live = (book.live + after).saturating_sub(before));
     }
 
     /// Live bytes, for whoever chooses among segments.
     pub fn live(&self) -> u64 {
-        lock(&self.0).live
+        lock(&self.figures).live
     }
 
     /// What the bytes are, as of one moment.
     pub fn space(&self) -> Space {
-        lock(&self.0).space()
+        lock(&self.figures).space()
     }
 
     pub(super) fn view(&self, shard: u32, segment: u32) -> SegmentView {
-        let book = *lock(&self.0);
+        let book = *lock(&self.figures);
         let Figures { phase, log_end, records, punched, .. } = book;
         SegmentView { shard, segment, phase, log_end, records, punched, space: book.space() }
     }
 }
 
 impl Figures {
+    /// Bytes of it that nobody uses: a segment that holds nothing, or nothing live any more.
+    fn spare(&self) -> u64 {
+        match self.phase {
+            Phase::Free => self.allocated,
+            Phase::Full if self.live == 0 => self.allocated,
+            _ => 0,
+        }
+    }
+
     fn space(&self) -> Space {
         let Self { phase, allocated, log_end, records, punched, live, .. } = *self;
         let records = records.saturating_sub(punched);

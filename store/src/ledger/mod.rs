@@ -47,6 +47,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct Tables {
     /// By shard and number.
     books: BTreeMap<(u32, u32), Arc<Book>>,
+    /// Bytes of segments that hold nothing, by shard.
+    spare: BTreeMap<u32, Arc<AtomicU64>>,
     accounts: BTreeMap<NamespaceId, Arc<Account>>,
     /// By the salt of the tenant.
     pools: BTreeMap<Vec<u8>, Arc<Pool>>,
@@ -75,7 +77,8 @@ impl Ledger {
     pub fn open(&self, shard: u32, segment: u32) -> Arc<Book> {
         let mut tables = self.write();
         let tables = &mut *tables;
-        let begin = || Arc::new(Book::new(&tables.uses));
+        let spare = Arc::clone(tables.spare.entry(shard).or_default());
+        let begin = || Arc::new(Book::new(&tables.uses, &spare));
         Arc::clone(tables.books.entry((shard, segment)).or_insert_with(begin))
     }
 
@@ -86,7 +89,21 @@ impl Ledger {
 
     /// Forgets the book of a segment whose file is gone.
     pub fn close(&self, shard: u32, segment: u32) {
-        self.write().books.remove(&(shard, segment));
+        if let Some(book) = self.write().books.remove(&(shard, segment)) {
+            book.close();
+        }
+    }
+
+    /// Bytes of a shard's segments that hold nothing.
+    pub(crate) fn spare_of(&self, shard: u32) -> u64 {
+        self.read().spare.get(&shard).map_or(0, |spare| spare.load(Relaxed))
+    }
+
+    /// Of all other shards the one that has most of them, and how many.
+    pub(crate) fn most_spare_beside(&self, shard: u32) -> Option<(u32, u64)> {
+        let tables = self.read();
+        let others = tables.spare.iter().filter(|(other, _)| **other != shard);
+        others.map(|(other, spare)| (*other, spare.load(Relaxed))).max_by_key(|(_, spare)| *spare)
     }
 
     /// The account of a namespace, begun without a limit if there is none.

@@ -7,8 +7,10 @@ mod again;
 mod bits;
 mod buried;
 mod clocks;
+mod costs;
 mod cuts;
 mod devices;
+mod ends;
 mod faults;
 mod goldens;
 pub mod growth;
@@ -158,6 +160,6 @@ pub fn all() -> Vec<Row> {
     rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
     rows.extend(again::rows());
     rows.push(devices::row());
-    rows.extend([growth::row(), tiles::row(), planted::row()]);
+    rows.extend([growth::row(), tiles::row(), costs::row(), planted::row()]);
     rows
 }

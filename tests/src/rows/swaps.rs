@@ -6,15 +6,16 @@
 //! checker. A repair leaves a store that is clean, drops nothing that was good, serves nothing half, and has nothing
 //! left to do.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvarts_fsck::check::{Checked, Options as CheckOptions};
-use kvarts_fsck::disk::MemoryDisk;
+use kvarts_fsck::disk::{MemoryDisk, Step};
 use kvarts_fsck::repair::{Site, repair};
 use kvarts_fsck::window::Tally as Bytes;
 use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::format::record::{self, Body, Fields};
-use kvarts_layout::format::seal::claimed_position;
+use kvarts_layout::format::seal::{claimed_position, claimed_structure};
 use kvarts_layout::format::{PAGE, Position, Secret, Structure};
 use kvarts_store::error::Reason;
 
@@ -272,9 +273,29 @@ pub(super) fn put_right(disks: &[MemoryDisk]) -> Result<(), String> {
     let sites: Vec<Site> = disks.iter().map(site).collect();
     let options = CheckOptions { threads: 1, ..CheckOptions::default() };
     repair(&sites, &options, &Bytes::default()).map_err(|why| why.to_string())?;
+    disks.iter().try_for_each(in_order)?;
     let again = repair(&sites, &options, &Bytes::default()).map_err(|why| why.to_string())?;
     let open: Vec<_> = again.actions.iter().filter(|action| action.failed.is_none()).collect();
     if open.is_empty() { Ok(()) } else { Err(format!("repaired twice: {open:?}")) }
+}
+
+/// What a trailer names is durable before it.
+fn in_order(disk: &MemoryDisk) -> Result<(), String> {
+    let mut unsynced = BTreeSet::new();
+    for step in disk.steps() {
+        match step {
+            Step::Write(path, at, bytes) => {
+                let trailer = claimed_structure(&bytes) == Some(Structure::Trailer);
+                if trailer && unsynced.contains(&path) {
+                    return Err(format!("{path}: what the trailer at {at} names is not durable before it"));
+                }
+                unsynced.insert(path);
+            }
+            Step::Sync(path) => drop(unsynced.remove(&path)),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 fn strike(seed: Seed, states: &States) -> Result<(), String> {

@@ -199,8 +199,9 @@ impl Scene<'_> {
             && let Some(runs) = whole.with.clone()
         {
             let (tile, buf, placed) = (whole.tile.clone(), whole.buf.clone(), whole.placed.clone());
-            let identity = read.source().identity(&tile, runs).ok_or("a tile that came whole is nothing")?;
-            self.kept.push(Kept { tile, order, buf, placed, identity });
+            if let Some(identity) = read.source().identity(&tile, runs) {
+                self.kept.push(Kept { tile, order, buf, placed, identity });
+            }
         }
         Ok(())
     }

@@ -231,3 +231,24 @@ async fn a_client_that_closes_before_it_has_read_everything_left_and_did_nothing
     let ended = Incoming::new(&locals).receive(&ours);
     assert!(matches!(ended, Err(Ended::Left)), "{ended:?}");
 }
+
+#[test]
+fn descriptors_that_wait_for_their_frames_count_among_the_files_of_memories() {
+    // Room for three files, all of one tenant.
+    let locals = Arc::new(Locals::new((0, 3), 1, &[1], [0; 16]));
+    let file = || rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let mut all: Vec<Incoming> = (0..3).map(|_| known(&locals)).collect();
+    for (incoming, count) in all.iter_mut().zip([1, 3, 2]) {
+        for _ in 0..count {
+            incoming.descriptors.push(file());
+            assert!(incoming.count_descriptors().is_ok());
+        }
+    }
+    assert_eq!(locals.files.used(), 3, "one of each connection is its own");
+    all[0].descriptors.push(file());
+    assert!(all[0].count_descriptors().is_err(), "there is no room for another one");
+    assert!(all[1].take_descriptor().is_some());
+    assert_eq!(locals.files.used(), 2);
+    drop(all);
+    assert_eq!(locals.files.used(), 0);
+}

@@ -107,7 +107,11 @@ fn short_ones(shard: &Shard) -> Vec<(u64, u32)> {
     let most = segment_bytes / SHORT_PARTS;
     let mut short: Vec<_> = sealed_up_to(shard, most, |one| one.is_short(segment_bytes)).collect();
     let many = short.len() > short_max(shard);
-    short.truncate(if many { short.len() - short_max(shard) / 2 } else { 0 });
+    short.truncate(if many && !kvarts_layout::planted!("short-segments-stay") {
+        short.len() - short_max(shard) / 2
+    } else {
+        0
+    });
     short
 }
 

@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::format::body::Blocks;
 use kvarts_layout::format::footer::{Content, Entry};
+use kvarts_layout::identity::TenantSalt;
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
 use super::router::{Message, Router};
@@ -21,14 +22,15 @@ use crate::engine::read::Reads;
 use crate::engine::read::listing::parent_of;
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
-use crate::engine::tasks::notify::{Section, Turn, before};
+use crate::engine::tasks::fair_turn::FairTurn;
+use crate::engine::tasks::notify::{Section, before};
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::delete::{self, Answer};
 use crate::error::Reason;
 use crate::rt::Runtime;
 use crate::rt::mailbox::{Reply, ticket};
 
-/// Links that a search keeps at most: about 100 MiB. One search runs at a time.
+/// Links that a search keeps at most: about 100 MiB. One search runs at a time, of each tenant in its turn.
 const LINKS_MAX: usize = 1 << 20;
 /// Links after which a shard answers.
 const ANSWER_LINKS: usize = 1 << 16;
@@ -124,11 +126,11 @@ pub(crate) async fn delete_prefix(
     router: &Router,
     (request, root): (DeleteRequest, BlockKey),
     reply: Answer,
-    (rt, turn): (&dyn Runtime, &Turn),
+    (rt, turn): (&dyn Runtime, &FairTurn<TenantSalt>),
 ) {
     let mut finding = pin!(async {
         let namespace = delete::check(shared, &request)?;
-        let _turn = turn.take().await;
+        let _turn = turn.take(&namespace.salt).await;
         let mut search = Search::new(root, router.shards(), delete::keys_max(shared.shards));
         search.run(shared, router, &namespace).await?;
         Ok::<_, Reason>((namespace, search.keys))

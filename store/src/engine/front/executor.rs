@@ -7,6 +7,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_layout::identity::TenantSalt;
+
 use super::limits::Limits;
 use super::memory_audit::{self, Table};
 use super::router::{Message, Router};
@@ -21,7 +23,8 @@ use crate::engine::recover::{self, RecoveryReport};
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::health::Vigil;
-use crate::engine::tasks::notify::{Turn, before};
+use crate::engine::tasks::fair_turn::FairTurn;
+use crate::engine::tasks::notify::before;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::directory;
 use crate::engine::write::delete::{self, DeletePart};
@@ -40,7 +43,7 @@ struct Executor {
     /// Parts of puts and reads that have not ended.
     busy: Rc<Cell<usize>>,
     /// Whose search for descendants runs.
-    searching: Rc<Turn>,
+    searching: Rc<FairTurn<TenantSalt>>,
     /// No house is kept any more.
     stopping: Rc<Cell<bool>>,
     limits: Limits,
@@ -133,6 +136,7 @@ impl Executor {
                 | Message::Rewrite(..)) => self.compact(message),
                 Message::KeepCompact(merging) => self.keep_compact(merging),
                 Message::Shrink => self.shrink(),
+                Message::GiveSpare { shard, bytes, reply } => self.give_spare(shard, bytes, reply),
                 Message::Name => self.name_evicted(),
                 Message::FreeSpace { directories, reply } => {
                     let _ = reply.send(free_space(&self.driver, directories).await);
@@ -285,6 +289,14 @@ impl Executor {
             let (rt, stopping) = (Rc::clone(&self.rt), Rc::clone(&self.stopping));
             self.rt.spawn(Class::Background, Box::pin(async move { shard.shrink(&rt, &stopping).await }));
         }
+    }
+
+    fn give_spare(&self, shard: u32, bytes: u64, reply: Reply<bool>) {
+        let Some(shard) = self.own(shard) else { return };
+        self.background(async move {
+            let given = shard.give_spare(bytes).await;
+            let _ = reply.send(given);
+        });
     }
 
     fn forget_headers(&self, reply: Reply<()>) {

@@ -16,6 +16,7 @@ use crate::engine::read::lend::LendPart;
 use crate::engine::recover::RecoveryReport;
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota_events::TellEvicted;
+use crate::engine::shared::spare_room::OtherShards;
 use crate::engine::volume::directory::{self, Found};
 use crate::engine::write::delete::{self, Answer, DeletePart};
 use crate::engine::write::put::PutPart;
@@ -23,7 +24,7 @@ use crate::engine::write::put::layers::LayersPart;
 use crate::error::{Error, Reason};
 use crate::index::RecordId;
 use crate::io::{DirId, IoFacts, Metrics, Region};
-use crate::rt::mailbox::{Reply, SendError, Sender};
+use crate::rt::mailbox::{Reply, SendError, Sender, Ticket, ticket};
 
 /// What other threads ask of an executor.
 pub(crate) enum Message {
@@ -61,6 +62,8 @@ pub(crate) enum Message {
     Checkpoint { prove: bool, reply: Reply<Result<(), Reason>> },
     /// Give segments back until the budget is kept.
     Shrink,
+    /// Give segments of a shard that hold nothing back, for another one.
+    GiveSpare { shard: u32, bytes: u64, reply: Reply<bool> },
     /// Tell of what quotas took out.
     Name,
     /// Say how many bytes the file systems of the directories have free.
@@ -174,5 +177,12 @@ impl TellEvicted for Router {
                 let _ = sender.try_send(Message::Name);
             }
         }
+    }
+}
+
+impl OtherShards for Router {
+    fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>> {
+        let (reply, answer) = ticket();
+        self.offer(shard, Message::GiveSpare { shard, bytes, reply }).is_none().then_some(answer)
     }
 }

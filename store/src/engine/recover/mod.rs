@@ -234,7 +234,7 @@ impl Recovery<'_> {
         };
         let scanned = scan::scan(self, &target).await?;
         let was_sealed = was_sealed || scanned.was_sealed;
-        if !was_sealed {
+        if !was_sealed || kvarts_layout::planted!("holes-filled-again") {
             holes.clear();
             files::complete(self.log, &segment).await;
         }

@@ -120,7 +120,9 @@ impl Shared {
 
     /// Takes the bytes of a new segment, leaving room for the checkpoints of everything that is here.
     pub(crate) fn take_segment_budget(&self) -> Result<(), Reason> {
-        if self.files() >= self.budget.files_cap.load(Relaxed) {
+        if self.files() >= self.budget.files_cap.load(Relaxed)
+            && !kvarts_layout::planted!("descriptors-not-counted")
+        {
             return Err(Reason::NoSpace);
         }
         self.budget.take(self.segment_bytes, self.checkpoint_room())

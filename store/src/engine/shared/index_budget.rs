@@ -68,7 +68,7 @@ impl Shared {
         self.index_room.put.store(0, Relaxed);
         self.index_room.short.store(bytes > limit, Relaxed);
         self.index_room.full.store(bytes > limit.saturating_add(limit / BEYOND), Relaxed);
-        bytes > limit
+        bytes > limit && !kvarts_layout::planted!("index-limit-ignored")
     }
 
     /// Whether the index takes no more blocks. So many are to be put.
@@ -81,6 +81,6 @@ impl Shared {
         if put >= LOOK_AFTER || room.full.load(Relaxed) {
             self.index_is_short();
         }
-        room.full.load(Relaxed)
+        room.full.load(Relaxed) && !kvarts_layout::planted!("index-limit-ignored")
     }
 }

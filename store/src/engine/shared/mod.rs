@@ -12,6 +12,7 @@ pub(crate) mod quota;
 pub(crate) mod quota_events;
 pub(crate) mod recency;
 pub(crate) mod record_class;
+pub(crate) mod spare_room;
 pub(crate) mod visibility;
 
 use std::fmt;
@@ -39,6 +40,7 @@ use policy::{EvictionPolicy, Policy};
 use quota_events::QuotaEvents;
 use recency::RecencyClock;
 use record_class::RecordClasses;
+use spare_room::SpareRoom;
 
 /// Expiry is kept in steps of a tenth of a second: 32 bits of them last thirteen years.
 pub(super) const EXPIRY_STEP_MS: u64 = 100;
@@ -134,6 +136,8 @@ pub(crate) struct Shared {
     pub(crate) events: Arc<EventLog>,
     /// What a quota took out and nobody was told of.
     pub(crate) unnamed: QuotaEvents,
+    /// The way to what other shards do not use.
+    spare_room: SpareRoom,
     /// Reads that do not hold their segments yet.
     pub(crate) arrivals: ReaderEpochs,
     /// The clocks at opening.
@@ -198,6 +202,7 @@ impl Shared {
             entropy,
             counters: Counters::default(),
             unnamed: QuotaEvents::default(),
+            spare_room: SpareRoom::default(),
             arrivals: ReaderEpochs::default(),
             events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),
             opened,

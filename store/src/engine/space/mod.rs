@@ -67,6 +67,11 @@ impl Space {
         self.changed.until(|| (!self.rolling.replace(true)).then_some(())).await;
         RollTurn(self)
     }
+
+    /// The same if nobody is getting it.
+    pub(crate) fn try_roll_turn(&self) -> Option<RollTurn<'_>> {
+        (!self.rolling.replace(true)).then(|| RollTurn(self))
+    }
 }
 
 /// See [`Space::roll_turn`].

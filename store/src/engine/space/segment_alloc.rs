@@ -1,8 +1,8 @@
 //! Where the next segment comes from, and segments that are given back.
 //!
 //! In this order: a free segment; a new file, if budget and disk allow; one that failed for want of something that passes,
-//! emptied, or that failed before anything in it counted; a new file in the room that eviction makes; the one that reclaim empties. While the budget is passed, segments are
-//! removed instead of used.
+//! emptied, or that failed before anything in it counted; a new file in the room that other shards do not use, or that
+//! eviction makes; the one that reclaim empties. While the budget is passed, segments are removed instead of used.
 //!
 //! Invariants:
 //! - after a write or flush has failed nothing is begun and nothing evicted before the device was seen to take writes
@@ -45,7 +45,8 @@ impl Space {
         while self.shared.must_shrink() {
             self.give_back_one().await?;
         }
-        for round in 0.. {
+        let mut round = 0;
+        loop {
             if let Some(segment) = self.take_free() {
                 return Ok(segment);
             }
@@ -56,13 +57,15 @@ impl Space {
             if let Some(segment) = self.take_failed().await {
                 return Ok(segment);
             }
+            if self.shared.spare_of_others(self.shard).await {
+                continue;
+            }
             match self.make_room_in_round(round).await? {
                 Made::Segment(segment) => return Ok(segment),
                 // Others may take what was given back.
-                Made::Room | Made::Nothing => {}
+                Made::Room | Made::Nothing => round += 1,
             }
         }
-        Err(Reason::NoSpace)
     }
 
     /// Makes room, by holes for as many rounds as may be, then by emptying a segment.
@@ -105,6 +108,7 @@ impl Space {
             Some(segment) => segment,
             None => match self.take_failed().await {
                 Some(segment) => segment,
+                None if self.shared.spare_of_others(self.shard).await => return Ok(()),
                 None => match self.make_room_in_round(0).await? {
                     Made::Segment(segment) => segment,
                     Made::Room | Made::Nothing => return Ok(()),
@@ -139,6 +143,31 @@ impl Space {
                 return;
             }
         }
+    }
+
+    /// Gives segments that hold nothing back until the budget has so many bytes more, for a shard that is short of room.
+    /// False if there are none, or somebody is getting the next segment here.
+    pub(crate) async fn give_spare(&self, wanted: u64) -> bool {
+        let Some(_turn) = self.try_roll_turn().filter(|_| !planted!("spare-room-kept")) else { return false };
+        let mut given = 0;
+        while given < wanted {
+            let segment = match self.take_free() {
+                Some(segment) => segment,
+                None => match self.recycle_dead(true).await {
+                    Made::Segment(segment) => segment,
+                    Made::Room => return true,
+                    Made::Nothing => break,
+                },
+            };
+            let said = segment.may_be_missing() || self.say_free().await;
+            let here = segment.state.get() == SegmentState::Free && self.is_unread(&segment);
+            let bytes = segment.book.allocated();
+            if !said || !here || self.remove_segment(&segment).await.is_err() {
+                break;
+            }
+            given += bytes;
+        }
+        given > 0
     }
 
     fn take_free(&self) -> Option<Rc<Segment>> {
@@ -289,7 +318,7 @@ impl Space {
             _ => false,
         };
         segment.state.get() == SegmentState::Suspect
-            && (well || self.is_barren(segment))
+            && (well || (self.is_barren(segment) && !planted!("barren-segments-stay")))
             && segment.misses.get() < MISSES_MAX
             && self.is_unread(segment)
             && segment.is_quiet()

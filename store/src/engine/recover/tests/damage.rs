@@ -272,3 +272,24 @@ fn a_new_file_whose_header_never_arrived_gets_one_when_it_is_sealed() {
     let (again, contents) = place.recovered();
     assert_eq!((again.rows.get("sealed"), again.problems, contents.len()), (Some(&1), 0, 1), "{again:?}");
 }
+
+/// No checkpoint knows of the seal, and nothing but the seal says that the records had been flushed.
+#[test]
+fn blocks_of_a_relaxed_record_that_were_evicted_are_no_damage_without_the_trailer_either() {
+    let place = Place::new();
+    let payload = place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        world.append("a", 0, 5).await;
+        world.append("a", 5, 5).await;
+        let last = world.append("a", 10, 5).await;
+        world.log.finish().await;
+        last.offset + u64::from(last.header_bytes)
+    });
+    place.punch(&place.segment(0), payload, 4096);
+    let (report, before) = place.recovered();
+    assert_eq!((report.problems, report.evicted, before.len()), (0, 1, 14), "{report:?}");
+    place.damage(&place.segment(0), SEGMENT_BYTES - 4096 + 200, &[0x55; 4]);
+    let (report, after) = place.recovered();
+    assert_eq!((report.problems, report.evicted), (1, 1), "{report:?}");
+    assert_eq!(after, before);
+}

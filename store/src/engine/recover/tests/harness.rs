@@ -15,6 +15,7 @@ use kvarts_layout::format::record::Body;
 use kvarts_layout::identity::{Arrangement, NONE, Quantisation, TenantSalt};
 use kvarts_layout::spec::Geometry;
 use kvarts_layout::{BlockKey, Coordinate, Group, Identity, Layout, StoreId};
+use rustix::fs::FallocateFlags;
 
 use crate::api::Placed;
 use crate::engine::compact::thin;
@@ -118,6 +119,13 @@ impl Place {
 
     pub(in crate::engine) fn segment(&self, number: u32) -> PathBuf {
         self.file(&format!("segment-{number:08}"))
+    }
+
+    /// Gives pages of a file back, as an eviction does.
+    pub(in crate::engine) fn punch(&self, file: &Path, offset: u64, bytes: u64) {
+        let file = std::fs::OpenOptions::new().write(true).open(file).unwrap();
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&file, hole, offset, bytes).unwrap();
     }
 
     /// Overwrites bytes of a file.

@@ -91,7 +91,7 @@ impl Space {
         for segment in self.segments.borrow().values().filter(|segment| is_punchable(self, segment)) {
             let unused = segment.book.space().dead.saturating_sub(segment.unpunchable_bytes.get());
             let rest = segment.rest(segment_bytes / REST_PARTS, segment_bytes).map_or(0, |(_, len)| len);
-            let bytes = unused + rest;
+            let bytes = unused + if kvarts_layout::planted!("rest-is-no-room") { 0 } else { rest };
             if bytes >= segment_bytes / DEAD_PARTS {
                 had += bytes;
                 dead.insert(segment.number);
@@ -477,7 +477,7 @@ impl Space {
         for (punched, durable) in some.into_iter().zip(durable) {
             let segment = &punched.segment;
             segment.tried_rest();
-            if !durable {
+            if !durable && !kvarts_layout::planted!("given-back-unflushed") {
                 // Never flushed again in hope: its pages count as they did, for as long as it lives.
                 segment.set_unpunchable();
                 continue;

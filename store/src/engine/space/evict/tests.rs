@@ -665,3 +665,36 @@ fn with_too_many_files_one_segment_is_emptied_instead_of_holes_in_many() {
         assert_eq!(gone.into_iter().collect::<Vec<_>>(), [made.number]);
     });
 }
+
+#[test]
+fn what_a_quota_knows_of_its_blocks_counts_as_memory_of_the_index_and_goes_with_them() {
+    let place = filled();
+    place.run(|world| async move {
+        recover(&world.log).await.unwrap();
+        let shared = &world.shared;
+        let account = shared.index.records().ledger().account(world.namespace("a").id);
+        account.set_limit(Some(u64::MAX / 2));
+        let class = world.shared.index.locate(print(&world, 0)).unwrap().record.class;
+        let info = world.shared.index.locate(print(&world, 0)).unwrap().record;
+        let memory = || {
+            let memory = shared.index.memory();
+            memory.blocks as u64 * 29 + memory.record_bytes as u64
+        };
+        let all: Vec<_> = (0..400)
+            .map(|_| shared.index.records().insert(RecordInfo { live: 0, ..info }).unwrap())
+            .collect();
+        shared.index_room.set_limit(Some(memory()));
+        assert!(!shared.must_shrink(), "the index alone fits");
+        for (n, record) in (0u64..).zip(&all) {
+            let prints = (0..10).map(|block| BlockFingerprint::from_parts(n * 10 + block, 3));
+            crate::engine::shared::quota::note(shared, class, *record, prints);
+        }
+        assert!(shared.must_shrink(), "what is known beside it counts as nothing");
+        for record in all {
+            shared.index.records().free(record).unwrap();
+        }
+        // A look forgets a bounded number of those that are gone.
+        let looks = (0..100).take_while(|_| shared.must_shrink()).count();
+        assert!(looks < 100, "it is remembered still");
+    });
+}
