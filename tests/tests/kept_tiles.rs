@@ -40,7 +40,7 @@ fn begin(stage: &SimStage, desk: &Desk<'_>, order: Order, verify: Verify) -> Rea
         desk.read_request(pages(), &desk.keys(0..BLOCKS));
     let layers = 0..fixture::shape(group, coordinate).layers().len() as u32;
     let request = TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
-    stage.engine().read_tiles(request).unwrap()
+    stage.engine().read_tiles(request).unwrap().with_whole_tiles()
 }
 
 /// A tile of all blocks, in memory.

@@ -46,7 +46,8 @@ fn undisturbed(desk: &Desk<'_>) -> Vec<BlockKey> {
 impl Scene {
     fn open(name: &str) -> Self {
         let panics = panics();
-        let served = Served::start(name, "");
+        // A tile that is kept goes out in one piece, of which a cut leaves nothing: what is asked here is about pieces.
+        let served = Served::start(name, "[limits]\ncache = \"0\"\n");
         let proxy = Proxy::start(served.daemon().grpc().unwrap());
         let options = ConnectOptions { via: Via::Grpc, ..ConnectOptions::to(proxy.endpoint()) };
         let through = Beside(Client::connect(&options).unwrap());

@@ -237,7 +237,7 @@ async fn work(
     let read = call.node.engine.read_tiles(download.request(&call));
     let sending = Sending { call, download, to, slot, holding, said: Mutex::new(said), large, most };
     let mut read = match read {
-        Ok(read) => read.with_digests(),
+        Ok(read) => read.with_digests().with_whole_tiles(),
         Err(error) => return sending.refused(error.0).await,
     };
     let (ended, early) = match sending.all(&mut read).await {

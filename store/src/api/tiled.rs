@@ -126,6 +126,8 @@ pub struct TiledRead<S, M = ()> {
     under_way: VecDeque<UnderWay<M>>,
     /// What is to be told; a tile ends where there is nothing.
     told: VecDeque<Option<Arrived<M>>>,
+    /// Whether [`TiledRead::take_whole`] is called after each tile.
+    tells_whole: bool,
     /// The tile that ended last, if all of it came.
     whole: Option<Arc<TileMemory<M>>>,
 }
@@ -136,7 +138,17 @@ impl<S: TileSource, M> TiledRead<S, M> {
         let (under_way, told) = (VecDeque::new(), VecDeque::new());
         let tiles = Tiles::new(order, layers.clone(), blocks);
         let progress = ReadProgress::new(order, blocks, layers);
-        Self { source, shape, with_digests: false, tiles, progress, under_way, told, whole: None }
+        Self {
+            source,
+            shape,
+            with_digests: false,
+            tiles,
+            progress,
+            under_way,
+            told,
+            tells_whole: false,
+            whole: None,
+        }
     }
 
     /// The same, with the digest of each chunk in the places of each tile ([`Placed::digests`]).
@@ -198,6 +210,13 @@ impl<S: TileSource, M> TiledRead<S, M> {
     /// Leading blocks that are wanted.
     pub fn wanted_blocks(&self) -> u32 {
         self.tiles.blocks()
+    }
+
+    /// The same for a reader that asks after each tile whether it came whole ([`TiledRead::take_whole`]): until then its memory
+    /// stays.
+    #[must_use]
+    pub fn with_whole_tiles(self) -> Self {
+        Self { tells_whole: true, ..self }
     }
 
     /// The tile that ended last, if all of it came: told once.
@@ -336,7 +355,7 @@ impl<S: TileSource, M> TiledRead<S, M> {
         if end.usable_layers != tile.layer_count() {
             return Err(Late);
         }
-        let is_whole = end.usable_blocks == tile.block_count() && end.held_bytes == 0;
+        let is_whole = self.tells_whole && end.usable_blocks == tile.block_count() && end.held_bytes == 0;
         self.whole = is_whole.then(|| Arc::clone(&now.memory));
         let good = self.progress.good();
         match self.progress.order() {

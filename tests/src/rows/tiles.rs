@@ -135,7 +135,8 @@ impl Scene<'_> {
         let layers = 0..fixture::shape(group, coordinate).layers().len() as u32;
         let request =
             TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
-        let mut read: Reading = self.stage.engine().read_tiles(request).map_err(|error| error.to_string())?;
+        let read: Reading = self.stage.engine().read_tiles(request).map_err(|error| error.to_string())?;
+        let mut read = read.with_whole_tiles();
         let before = self.puts.clone();
         let (mut arrived, changes) = (BTreeMap::new(), rng.coin());
         let bytes = [1, 0, 40_000, 1 << 30][rng.index(4)] * read.shape().layers()[0].bytes().min(1 << 20);
