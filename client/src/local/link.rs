@@ -213,9 +213,9 @@ impl Shared {
     }
 
     /// Whether anybody waits for something. The last word about a read that has ended and lets go of its memory can
-    /// wait: it is taken in with the next answer, or when the link's thread looks.
+    /// wait if its caller fetched the end himself: it is taken in with the next answer, or when the link's thread looks.
     fn is_waited_for(&self) -> bool {
-        self.pending().values().any(|pending| !matches!(pending, Pending::Read(read) if read.has_ended()))
+        self.pending().values().any(|pending| !matches!(pending, Pending::Read(read) if read.is_over()))
     }
 
     /// Gives the turn back; to the link's thread, if anybody still waits for something.
@@ -648,3 +648,6 @@ impl Shared {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;
