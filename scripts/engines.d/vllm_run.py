@@ -15,17 +15,18 @@ settings = json.loads(sys.argv[1])
 from vllm import LLM, SamplingParams  # noqa: E402
 
 connector = {}
-if settings.get("kvarts"):
+if settings.get("connector"):
+    given = dict(settings["connector"])
+    name = given.pop("class")
+    if name == "Kvarts":
+        given.update(cpu_bytes_to_use=64 << 20, spec_name="CpuTieringSpec", spec_module_path="vllm_cpu")
+    else:
+        connector["async_scheduling"] = False
     connector["kv_transfer_config"] = {
-        "kv_connector": "Kvarts",
-        "kv_connector_module_path": "kvarts.vllm",
+        "kv_connector": name,
+        "kv_connector_module_path": {"Kvarts": "kvarts.vllm", "KvartsLayers": "kvarts.vllm_layers"}[name],
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": 64 << 20,
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "vllm_cpu",
-            **settings["kvarts"],
-        },
+        "kv_connector_extra_config": given,
     }
 engine = LLM(
     model=settings["model"],
@@ -35,8 +36,7 @@ engine = LLM(
     max_num_seqs=4,
     disable_log_stats=False,
     seed=0,
-    **settings.get("engine", {}),
-    **connector,
+    **{**connector, **settings.get("engine", {})},
 )
 
 
@@ -44,7 +44,7 @@ def counters():
     """What vLLM counts: prompt tokens by where their KV came from, and what the tiers did."""
     found = {}
     for metric in engine.get_metrics():
-        if metric.name.startswith(("vllm:prompt_tokens_cached_by_source", "vllm:kv_offload_tiering", "vllm:kv_offload_kvarts")):
+        if metric.name.startswith(("vllm:prompt_tokens_cached_by_source", "vllm:kv_offload_tiering", "vllm:kv_offload_kvarts", "vllm:kvarts")):
             if hasattr(metric, "value"):
                 labels = {name: value for name, value in metric.labels.items() if name in ("source", "tier", "reason")}
                 found[" ".join([metric.name, *labels.values()])] = metric.value
