@@ -114,7 +114,7 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
         let (_, least) = prepare_bare(&runtime, bare_file(&scratch, messages)?)?;
         let grounds = [&warm, &cold, &hot];
         large_reads(arguments.pairs, &runtime, grounds, (&bare, &least), &mut report)?;
-        let (kept, read) = hot.daemon.node().memory.tiles().counts();
+        let (kept, read) = hot.daemon.state().memory.tiles().counts();
         report.fact("hot_tiles_kept", kept);
         report.fact("hot_tiles_read", read);
     }

@@ -13,7 +13,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use http_body::Frame;
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
-use kvarts_server::node::auth::TokenHash;
+use kvarts_server::state::auth::TokenHash;
 use raw::{PATIENCE, Raw, Scratch, with_token};
 use tonic::Status;
 use tonic::body::Body;
@@ -115,7 +115,7 @@ async fn messages_that_nobody_was_asked_a_token_for_are_refused_by_their_length(
             assert!(refused.is_none_or(|status| status.code() == tonic::Code::OutOfRange), "{path}");
         }
     }
-    assert_eq!(daemon.node().receiving.bytes(), 0);
+    assert_eq!(daemon.state().receiving.bytes(), 0);
     drop(channel);
     daemon.stop().await.unwrap();
 }
@@ -139,12 +139,12 @@ async fn whoever_shows_no_token_has_a_few_calls_on_a_connection_however_many_it_
     let scratch = Scratch::new("anybody-watch");
     let daemon = start(&scratch, 1024, &tokens()).await;
     let all = crowd(&daemon, CONNECTIONS, 100);
-    let node = daemon.node();
-    until("each has what it may", || node.strangers.count() == (CONNECTIONS, CONNECTIONS * 4)).await;
+    let state = daemon.state();
+    until("each has what it may", || state.strangers.count() == (CONNECTIONS, CONNECTIONS * 4)).await;
     list(channel(&daemon).await.unwrap()).await.unwrap();
-    assert_eq!(node.strangers.count(), (CONNECTIONS, CONNECTIONS * 4));
+    assert_eq!(state.strangers.count(), (CONNECTIONS, CONNECTIONS * 4));
     drop(all);
-    until("nothing is kept of them", || node.strangers.count() == (0, 0)).await;
+    until("nothing is kept of them", || state.strangers.count() == (0, 0)).await;
     daemon.stop().await.unwrap();
 }
 
@@ -153,8 +153,8 @@ async fn connections_on_which_nobody_shows_a_token_end_whatever_else_they_do() {
     const CONNECTIONS: usize = 200;
     let scratch = Scratch::new("anybody-idle");
     let daemon = start(&scratch, 1024, &tokens()).await;
-    let node = daemon.node();
-    node.patience.set(Duration::from_millis(100));
+    let state = daemon.state();
+    state.patience.set(Duration::from_millis(100));
     let all = crowd(&daemon, CONNECTIONS, 3);
     // Refused calls make nobody known.
     let mut refused = crowd(&daemon, 20, 0);
@@ -162,9 +162,9 @@ async fn connections_on_which_nobody_shows_a_token_end_whatever_else_they_do() {
         raw.call(1, "/kvarts.v1.Store/Exists", Some("kvarts_not_this_one"));
         raw.data(1, &[0; 5], true);
     }
-    until("all of them are in, or gone again", || node.calls() == 0).await;
-    until("their places come back", || node.connections.available_permits() == node.connections_all).await;
-    assert_eq!(node.strangers.count(), (0, 0));
+    until("all of them are in, or gone again", || state.calls() == 0).await;
+    until("their places come back", || state.connections.available_permits() == state.connections_all).await;
+    assert_eq!(state.strangers.count(), (0, 0));
     drop((all, refused));
     daemon.stop().await.unwrap();
 }
@@ -174,14 +174,14 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
     const PLACES: usize = 64;
     let scratch = Scratch::new("anybody-places");
     let daemon = start(&scratch, PLACES, &tokens()).await;
-    let (node, address) = (daemon.node(), daemon.grpc().unwrap());
+    let (state, address) = (daemon.state(), daemon.grpc().unwrap());
     // Nobody goes by itself while the test looks.
-    node.patience.set(PATIENCE * 10);
+    state.patience.set(PATIENCE * 10);
     let silent = |count: usize| -> Vec<TcpStream> {
         (0..count).map(|_| TcpStream::connect(address).unwrap()).collect()
     };
     let first = silent(PLACES);
-    until("all places are taken", || node.connections.available_permits() == 0).await;
+    until("all places are taken", || state.connections.available_permits() == 0).await;
     let start = Instant::now();
     let known = loop {
         if let Ok(channel) = channel(&daemon).await
@@ -198,6 +198,6 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
     let others = silent(PLACES);
     list(known.clone()).await.unwrap();
     drop((first, more, others, known));
-    until("all go", || node.connections.available_permits() == PLACES).await;
+    until("all go", || state.connections.available_permits() == PLACES).await;
     daemon.stop().await.unwrap();
 }

@@ -17,7 +17,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kvarts_server::node::auth::TokenHash;
+use kvarts_server::state::auth::TokenHash;
 use kvarts_wire::digest::Said;
 use kvarts_wire::proto;
 use kvarts_wire::proto::models_client::ModelsClient;

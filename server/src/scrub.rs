@@ -17,7 +17,7 @@ use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 use tokio::time::sleep;
 
-use crate::node::{Bandwidth, Node};
+use crate::state::{Bandwidth, ServerState};
 
 /// Bytes that are read at once; more only where a single layer of a block is more.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -132,12 +132,12 @@ impl Scrub {
 }
 
 /// Runs again and again, so long after each other, until the future is dropped.
-pub async fn keep(node: Arc<Node>, every: Duration, pace: u64) {
+pub async fn keep(state: Arc<ServerState>, every: Duration, pace: u64) {
     let mut wait = every.min(FIRST);
     loop {
         sleep(wait).await;
         wait = every;
-        match node.scrub.run(&node.engine, Some(pace)).await {
+        match state.scrub.run(&state.engine, Some(pace)).await {
             Ok(report) => tracing::info!(
                 blocks = report.blocks_checked,
                 bytes = report.bytes_checked,

@@ -55,8 +55,8 @@ impl Scene {
         let desk = Desk::new(&beside, "undisturbed");
         let stored = desk.outcomes(desk.request(pages(), &undisturbed(&desk), 1));
         assert_eq!(stored, vec![BlockOutcome::Stored; 4]);
-        let node = served.daemon().node();
-        let (holding, turns) = (node.engine.holding(), node.puts.left());
+        let state = served.daemon().state();
+        let (holding, turns) = (state.engine.holding(), state.puts.left());
         Self { served, proxy, through, beside, panics, holding, turns }
     }
 
@@ -98,13 +98,13 @@ impl Scene {
         let desk = Desk::new(&self.beside, "undisturbed");
         desk.expect(pages(), &undisturbed(&desk), 1);
         self.served.until("everything comes back", |daemon| {
-            let node = daemon.node();
-            node.memory.usage().iter().all(|usage| usage.used == 0)
-                && node.calls() == 0
-                && node.puts.left() == self.turns
-                && node.engine.holding() == self.holding
+            let state = daemon.state();
+            state.memory.usage().iter().all(|usage| usage.used == 0)
+                && state.calls() == 0
+                && state.puts.left() == self.turns
+                && state.engine.holding() == self.holding
                 // Both clients have one connection, or are about to have one again.
-                && node.connections_all - node.connections.available_permits() <= 2
+                && state.connections_all - state.connections.available_permits() <= 2
         });
     }
 
@@ -112,9 +112,9 @@ impl Scene {
     fn end(mut self) {
         let desk = Desk::new(&self.beside, "undisturbed");
         desk.expect(pages(), &undisturbed(&desk), 1);
-        let node = self.served.daemon().node();
-        audit::books(&node.engine).unwrap();
-        let stats = node.engine.stats();
+        let state = self.served.daemon().state();
+        audit::books(&state.engine).unwrap();
+        let stats = state.engine.stats();
         assert_eq!((stats.counts.chunks_damaged, stats.counts.blocks_quarantined), (0, 0));
         let metrics = self.served.metrics();
         let defects = |line: &&str| line.starts_with("kvarts_calls_total") && line.contains("Internal");
@@ -307,11 +307,11 @@ fn a_put_whose_answer_is_lost_is_there_and_can_be_asked_for_again() {
         let keys = desk.keys(round * BLOCKS..(round + 1) * BLOCKS);
         let cut = Cut::turn(round as usize);
         // Nothing of the answer comes, or its beginning.
-        let before = scene.served.daemon().node().engine.stats().counts.blocks_stored;
+        let before = scene.served.daemon().state().engine.stats().counts.blocks_stored;
         let ticket = scene.through.0.put(desk.request(pages(), &keys, 1));
         scene.served.until("the put arrives", |daemon| {
-            let node = daemon.node();
-            node.engine.stats().counts.blocks_stored > before || node.calls() > 0
+            let state = daemon.state();
+            state.engine.stats().counts.blocks_stored > before || state.calls() > 0
         });
         scene.proxy.cut_after(Way::Down, round as usize * 3, cut);
         let answer = scene.through.answer(ticket);

@@ -93,9 +93,9 @@ impl Scene {
     }
 
     fn end(mut self) {
-        let node = self.served.daemon().node();
-        audit::books(&node.engine).unwrap();
-        let stats = node.engine.stats();
+        let state = self.served.daemon().state();
+        audit::books(&state.engine).unwrap();
+        let stats = state.engine.stats();
         assert_eq!((stats.counts.chunks_damaged, stats.counts.blocks_quarantined), (0, 0));
         self.served.stop();
         assert_eq!(panics(), self.panics, "something panicked");
@@ -271,7 +271,7 @@ fn a_put_with_any_byte_changed_stores_what_was_put_or_nothing() {
         round += 1;
         let deadline = Some(through.now().plus(PATIENCE));
         let request = PutRequest { deadline, ..desk.request(columns()[1], &keys, 1) };
-        let stored = || scene.served.daemon().node().engine.stats().counts.blocks_stored;
+        let stored = || scene.served.daemon().state().engine.stats().counts.blocks_stored;
         let before = stored();
         scene.proxy.carried();
         if let Some((at, bits)) = flip {
@@ -281,8 +281,8 @@ fn a_put_with_any_byte_changed_stores_what_was_put_or_nothing() {
         let was_flipped = scene.proxy.was_flipped();
         drop(through);
         scene.served.until("nothing is under way", |daemon| {
-            let holding = daemon.node().engine.holding();
-            daemon.node().calls() == 0 && (holding.claims, holding.promised, holding.reserved) == (0, 0, 0)
+            let holding = daemon.state().engine.holding();
+            daemon.state().calls() == 0 && (holding.claims, holding.promised, holding.reserved) == (0, 0, 0)
         });
         // What is there under its keys is what was put, and nothing is there under others.
         let there = expect_there(&other, &keys);

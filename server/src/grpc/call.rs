@@ -26,8 +26,8 @@ use super::line::{Anybodys, Line, OnLine};
 use super::put;
 use super::request::Arriving;
 use crate::metrics::CallName;
-use crate::node::parts::Part;
-use crate::node::{Caller, Node, Right, UnderWay};
+use crate::state::parts::Part;
+use crate::state::{Caller, Right, ServerState, UnderWay};
 
 /// A method: its path in the contract, its name, the right that it needs.
 pub(crate) type Method = (&'static str, &'static str, Right);
@@ -61,7 +61,7 @@ const METHODS: &[Method] = &[
 /// A call that was let in. When the last clone of its `Arc` goes, the call has ended.
 #[derive(Debug)]
 pub(crate) struct Call {
-    pub(crate) node: Arc<Node>,
+    pub(crate) state: Arc<ServerState>,
     pub(crate) caller: Caller,
     /// When the caller stops caring; never more than an hour away, but where the call goes through the whole store.
     pub(crate) deadline: Instant,
@@ -88,7 +88,7 @@ impl Call {
     /// The deadline by the engine's clock.
     pub(crate) fn engine_deadline(&self) -> kvarts_store::rt::Nanos {
         let left = self.deadline.saturating_duration_since(Instant::now());
-        self.node.clock().now().plus(left)
+        self.state.clock().now().plus(left)
     }
 
     /// What the call turned out to be for, for the metrics.
@@ -112,7 +112,7 @@ impl Call {
     /// Takes so many bytes of what large requests and answers have, as soon as there is room.
     pub(super) async fn keep_large(&self, bytes: usize) -> Outcome<()> {
         let until = self.deadline.min(Instant::now() + limits::WAIT);
-        let part = self.node.receiving.take(self.caller.tenant.number, bytes);
+        let part = self.state.receiving.take(self.caller.tenant.number, bytes);
         let part = tokio::time::timeout_at(until, part).await.ok().flatten();
         let full = || Fault::busy("the server has as many large requests as fit into memory");
         self.keep(part.ok_or_else(full)?);
@@ -138,7 +138,7 @@ impl Drop for Call {
         let code = Code::from(self.code.load(Ordering::Relaxed));
         let took = self.started.elapsed();
         let bytes = (self.bytes_in.load(Ordering::Relaxed), self.bytes_out.load(Ordering::Relaxed));
-        self.node.metrics.call_ended(&name, code.description(), took, bytes);
+        self.state.metrics.call_ended(&name, code.description(), took, bytes);
         tracing::debug!(method = self.name, tenant = name.tenant, ?code, ?took, "call ended");
     }
 }
@@ -151,7 +151,7 @@ pub(crate) fn method(path: &str) -> Option<&'static Method> {
 /// Lets a call in that came this way, or says why not. `header` is what the caller gives to be known by, `asked` how
 /// long it wants to wait.
 pub(crate) fn admit(
-    node: &Arc<Node>,
+    state: &Arc<ServerState>,
     path: &'static str,
     method: &Method,
     header: Option<&[u8]>,
@@ -159,13 +159,13 @@ pub(crate) fn admit(
 ) -> Outcome<Call> {
     let &(_, name, right) = method;
     let refused = |want: &'static str, tenant: &str, why: &str| {
-        node.metrics.refused(name, want);
+        state.metrics.refused(name, want);
         // Who knocks without end does not fill the disk with lines about it: what is left out is counted above.
-        if node.audit.may_tell() {
+        if state.audit.may_tell() {
             tracing::warn!(target: "audit", method = name, path, tenant, why, "call refused");
         }
     };
-    let caller = node.gate.caller(header, node.clock().unix_millis() / 1000).map_err(|refusal| {
+    let caller = state.gate.caller(header, state.clock().unix_millis() / 1000).map_err(|refusal| {
         refused("token", "", refusal.text());
         Fault::unauthenticated(refusal.text())
     })?;
@@ -180,7 +180,7 @@ pub(crate) fn admit(
         refused("calls", tenant, why);
         Fault::busy(why)
     })?;
-    let under_way = node.begin().ok_or_else(|| {
+    let under_way = state.begin().ok_or_else(|| {
         let why = "the server is about to stop";
         refused("drain", tenant, why);
         Fault::busy(why)
@@ -188,9 +188,9 @@ pub(crate) fn admit(
     let started = Instant::now();
     let most = patience(name);
     let deadline = started + asked.unwrap_or(most).min(most);
-    node.metrics.call_began(name);
+    state.metrics.call_began(name);
     Ok(Call {
-        node: Arc::clone(node),
+        state: Arc::clone(state),
         caller,
         deadline,
         line: None,
@@ -261,14 +261,14 @@ where
 /// Puts the door around services.
 #[derive(Clone, Debug)]
 pub(crate) struct Door {
-    node: Arc<Node>,
+    state: Arc<ServerState>,
     methods: Arc<BTreeMap<&'static str, &'static Method>>,
 }
 
 impl Door {
-    pub(crate) fn new(node: Arc<Node>) -> Self {
+    pub(crate) fn new(state: Arc<ServerState>) -> Self {
         let methods = METHODS.iter().map(|method| (method.0, method)).collect();
-        Self { node, methods: Arc::new(methods) }
+        Self { state, methods: Arc::new(methods) }
     }
 }
 
@@ -309,7 +309,7 @@ where
         let headers = request.headers();
         let header = headers.get(http::header::AUTHORIZATION).map(http::HeaderValue::as_bytes);
         let asked = headers.get("grpc-timeout").and_then(|value| timeout(value.as_bytes()));
-        let call = match admit(&self.door.node, "grpc", method, header, asked) {
+        let call = match admit(&self.door.state, "grpc", method, header, asked) {
             Ok(mut call) => {
                 call.on_line = line.as_ref().map(Line::begin);
                 call.line = line;
@@ -348,7 +348,7 @@ where
     ) -> <Self as Service<http::Request<Body>>>::Future {
         let place = line.map(Line::anybodys);
         if let Some(None) = place {
-            self.door.node.metrics.refused("anybodys", "calls");
+            self.door.state.metrics.refused("anybodys", "calls");
             let fault = Fault::busy("a connection has only a few calls without a token at a time");
             return Box::pin(async move { Ok(fault.status().into_http()) });
         }

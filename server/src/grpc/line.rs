@@ -14,7 +14,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::limits;
-use crate::node::Patience;
+use crate::state::Patience;
 
 /// Connections on which nobody has shown a token yet, oldest first.
 #[derive(Default, Debug)]

@@ -20,7 +20,7 @@ use tonic::transport::server::Connected;
 
 use super::limits;
 use super::line::Line;
-use crate::node::{Node, Patience};
+use crate::state::{Patience, ServerState};
 
 /// Bytes that a connection moves before it is somebody else's turn.
 const TURN_BYTES: usize = 1 << 20;
@@ -42,16 +42,16 @@ pub(super) struct Polite<S> {
 }
 
 /// Gives a connection that came in one of the server's places; `None` turns it away.
-pub(super) fn place<S>(node: &Arc<Node>, inner: S) -> Option<Polite<S>> {
-    let free = Arc::clone(&node.connections).try_acquire_owned().ok();
-    let place = free.or_else(|| node.strangers.displace(Instant::now()));
+pub(super) fn place<S>(state: &Arc<ServerState>, inner: S) -> Option<Polite<S>> {
+    let free = Arc::clone(&state.connections).try_acquire_owned().ok();
+    let place = free.or_else(|| state.strangers.displace(Instant::now()));
     if place.is_none() {
-        node.metrics.refused("connect", "connections");
-        if node.audit.may_tell() {
+        state.metrics.refused("connect", "connections");
+        if state.audit.may_tell() {
             tracing::warn!(target: "audit", "connection refused: there are as many as may be");
         }
     }
-    place.map(|place| Polite::new(inner, Line::new(&node.strangers, Some(place)), &node.patience))
+    place.map(|place| Polite::new(inner, Line::new(&state.strangers, Some(place)), &state.patience))
 }
 
 impl<S> Polite<S> {

@@ -31,9 +31,9 @@ use super::fault::{self, Fault, Outcome};
 use super::frame::{self, Outgoing, Slot};
 use super::held::{Held, Holding};
 use super::{convert, limits};
-use crate::node::parts::Part as Charge;
-use crate::node::tenant::Paid;
-use crate::node::{CachedTile, Frozen, TileStart};
+use crate::state::parts::Part as Charge;
+use crate::state::tenant::Paid;
+use crate::state::{CachedTile, Frozen, TileStart};
 use kvarts_wire::proto;
 use kvarts_wire::proto::read_reply::Part;
 
@@ -55,7 +55,7 @@ impl Download {
     pub(super) fn check(call: &Call, order: Order, wire: proto::ReadRequest) -> Outcome<Self> {
         let asked = Self::asked(call, order, wire)?;
         let largest = asked.shape.layers().iter().map(kvarts_layout::LayerShape::bytes).max().unwrap_or(0);
-        if largest > call.node.memory.piece_max() || asked.bytes() > limits::REQUEST_BYTES_MAX {
+        if largest > call.state.memory.piece_max() || asked.bytes() > limits::REQUEST_BYTES_MAX {
             return Err(Reason::TooMany("bytes").into());
         }
         Ok(asked)
@@ -78,7 +78,7 @@ impl Download {
             return Err(Reason::Duplicate(**key).into());
         }
         let namespace = convert::namespace(&wire.namespace)?;
-        let model = call.node.models.get(&call.caller, namespace)?;
+        let model = call.state.models.get(&call.caller, namespace)?;
         let (group, coordinate) = convert::column(wire.column.as_ref())?;
         let shape = model.shape(group, coordinate)?;
         let count = u32::try_from(shape.layers().len()).map_err(|_| Reason::TooMany("layers"))?;
@@ -214,14 +214,14 @@ pub(super) async fn run(
     work(Arc::clone(&call), download, said, (to, slot), holding).await;
     let cut = || {
         let tenant = call.caller.tenant.name.as_str();
-        if call.node.audit.may_tell() {
+        if call.state.audit.may_tell() {
             tracing::warn!(target: "audit", tenant, "a connection was cut off: its client takes nothing of a read");
         }
         if let Some(line) = &call.line {
             line.cut();
         }
     };
-    let patience = call.node.patience.get();
+    let patience = call.state.patience.get();
     held.until_gone(patience, cut).await;
 }
 
@@ -232,9 +232,9 @@ async fn work(
     (to, slot): (Sender<Outgoing>, Arc<Slot>),
     holding: Holding,
 ) {
-    let most = call.node.at_once(&call.caller.tenant, limits::TILE_BYTES).min(call.node.memory.piece_max());
-    let large = LargeReads::enter(&call.node.large_reads, download.bytes());
-    let read = call.node.engine.read_tiles(download.request(&call));
+    let most = call.state.at_once(&call.caller.tenant, limits::TILE_BYTES).min(call.state.memory.piece_max());
+    let large = LargeReads::enter(&call.state.large_reads, download.bytes());
+    let read = call.state.engine.read_tiles(download.request(&call));
     let sending = Sending { call, download, to, slot, holding, said: Mutex::new(said), large, most };
     let mut read = match read {
         Ok(read) => read.with_digests().with_whole_tiles(),
@@ -300,7 +300,7 @@ impl Sending {
             let fits = is_least || tile.bytes(&self.download.shape) <= self.most;
             (fits && read.accepts(&tile)).then_some((tile, cached))
         };
-        Some(match self.call.node.memory.tiles().find(&start).and_then(fits) {
+        Some(match self.call.state.memory.tiles().find(&start).and_then(fits) {
             Some((tile, cached)) => Next { tile, start, cached: Some(cached) },
             None => Next { tile: read.next_tile(self.tile_bytes())?, start, cached: None },
         })
@@ -315,7 +315,7 @@ impl Sending {
         piece: Option<BufMut>,
         (charge, paid): (Charge, Paid),
     ) -> Result<(), Reason> {
-        let (tiles, Next { tile, start, cached }) = (self.call.node.memory.tiles(), next);
+        let (tiles, Next { tile, start, cached }) = (self.call.state.memory.tiles(), next);
         if let Some(cached) = cached {
             let Some(stream) = read.source().recall(&tile, &cached.identity)? else {
                 tiles.forget(&start, &cached);
@@ -353,7 +353,7 @@ impl Sending {
         let placed = placed.zip(whole.placed.digests()).map(|(placed, all)| placed.with_digests(all.clone()));
         let identity = read.source().identity(tile, runs.clone());
         let Some((placed, identity)) = placed.zip(identity) else { return };
-        let (memory, tenant) = (&self.call.node.memory, self.call.caller.tenant.number);
+        let (memory, tenant) = (&self.call.state.memory, self.call.caller.tenant.number);
         let bytes = tile.bytes(shape);
         let tile = Tile { blocks: 0..tile.block_count(), layers: tile.layers.clone() };
         let cached = CachedTile { tile, buf: piece.clone(), placed, identity };
@@ -363,7 +363,7 @@ impl Sending {
     /// Memory for a tile, as soon as the tenant may have it; of one that is kept, what it takes of the tenant's share.
     async fn memory(&self, next: &Next) -> Result<(Option<BufMut>, (Charge, Paid)), Stop> {
         let bytes = next.tile.bytes(&self.download.shape);
-        let (node, tenant, deadline) = (&self.call.node, &self.call.caller.tenant, self.call.deadline);
+        let (state, tenant, deadline) = (&self.call.state, &self.call.caller.tenant, self.call.deadline);
         // Whoever waits for the tenant's own bandwidth keeps nothing from others meanwhile.
         let (paid, toll) = tenant.pay(bytes);
         let begins = Instant::now() + toll;
@@ -372,10 +372,10 @@ impl Sending {
             if !toll.is_zero() {
                 tokio::time::sleep_until(begins).await;
             }
-            let charge = node.charge(tenant, bytes).await?;
+            let charge = state.charge(tenant, bytes).await?;
             Some(match next.cached {
                 Some(_) => (None, charge),
-                None => (Some(node.memory.take(bytes).await?), charge),
+                None => (Some(state.memory.take(bytes).await?), charge),
             })
         };
         let wait = tokio::select! {
@@ -396,17 +396,17 @@ impl Sending {
     /// Memory for a tile before its turn: only such that others are not short of, for whoever waited here would wait with
     /// memory in hand.
     fn spare_memory(&self, next: &Next) -> Option<(BufMut, (Charge, Paid))> {
-        let (node, tenant) = (&self.call.node, &self.call.caller.tenant);
+        let (state, tenant) = (&self.call.state, &self.call.caller.tenant);
         let bytes = next.tile.bytes(&self.download.shape);
         let paid = tenant.try_pay(bytes)?;
-        let charge = node.try_charge(tenant, bytes)?;
-        Some((node.memory.take_spare(bytes)?, (charge, paid)))
+        let charge = state.try_charge(tenant, bytes)?;
+        Some((state.memory.take_spare(bytes)?, (charge, paid)))
     }
 
     /// Bytes of the next tile, as things are now.
     fn tile_bytes(&self) -> u64 {
         let share = limits::UNDER_WAY_BYTES / 2 / self.large.count().max(1);
-        let crowded = self.call.node.memory.is_crowded();
+        let crowded = self.call.state.memory.is_crowded();
         self.most.min(if crowded { 0 } else { share }.max(limits::SMALL_TILE_BYTES))
     }
 
@@ -472,7 +472,7 @@ impl Sending {
     }
 
     async fn send(&self, outgoing: Outgoing) -> Result<(), Stop> {
-        match tokio::time::timeout(self.call.node.patience.get(), self.to.send(outgoing)).await {
+        match tokio::time::timeout(self.call.state.patience.get(), self.to.send(outgoing)).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(_)) => Err(Stop::Gone),
             Err(_) => {
@@ -509,9 +509,9 @@ impl Sending {
 /// than its deadline did that.
 pub(crate) fn count(call: &Call, asked: &Download, end: &ReadEnd, early: Option<&Reason>) {
     let (delivered, missed) = tally(asked.order, asked.keys.len(), asked.layers.len(), end, early);
-    call.node.metrics.read_ended(delivered, missed);
+    call.state.metrics.read_ended(delivered, missed);
     let failures = end.failures.iter().map(|(_, reason)| reason);
-    call.node.trouble.read_ended(&call.node.audit, asked.namespace, failures);
+    call.state.trouble.read_ended(&call.state.audit, asked.namespace, failures);
 }
 
 /// Blocks of which everything came, and the others by the reason of their failure. In layer order nobody has a whole block

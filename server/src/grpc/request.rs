@@ -21,7 +21,7 @@ use tonic::body::Body;
 use super::call::Call;
 use super::fault::Fault;
 use super::limits;
-use crate::node::parts::{Part, Parts};
+use crate::state::parts::{Part, Parts};
 
 /// What large requests take in memory, of all tenants together, in KiB.
 #[derive(Debug)]
@@ -125,7 +125,7 @@ impl Arriving {
         // It may be that much more comes than was announced, which is refused by whoever reads it.
         let (length, call) = (announced.max(self.came as usize), Arc::clone(call));
         self.until = call.deadline.min(Instant::now() + limits::WAIT);
-        let taking = async move { call.node.receiving.take(call.caller.tenant.number, length).await };
+        let taking = async move { call.state.receiving.take(call.caller.tenant.number, length).await };
         self.taking = Some((Box::pin(taking), frame));
         None
     }

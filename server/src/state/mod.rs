@@ -51,7 +51,7 @@ use kvarts_wire::limits::{HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_TILE_BYTES};
 
 /// A running server's insides.
 #[derive(Debug)]
-pub struct Node {
+pub struct ServerState {
     /// The engine.
     pub engine: Store,
     /// Who may do what.
@@ -126,9 +126,9 @@ pub struct SetLimit {
 
 /// A call that is under way, for as long as it lives.
 #[derive(Debug)]
-pub struct UnderWay(Arc<Node>);
+pub struct UnderWay(Arc<ServerState>);
 
-impl Node {
+impl ServerState {
     /// A server around an open engine, with so many connections at most.
     pub fn new(
         engine: Store,
