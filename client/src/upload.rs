@@ -60,8 +60,8 @@ async fn send(
     let mut store = remote.store();
     let call = remote.request(ReceiverStream::new(messages), request.deadline);
     // The server keeps the deadline; a network that stands still brings no word of it.
-    let patience = remote.left(request.deadline).min(LONGEST) + GRACE;
-    let answer = async move { tokio::time::timeout(patience, store.put(call)).await };
+    let call_timeout = remote.left(request.deadline).min(LONGEST) + GRACE;
+    let answer = async move { tokio::time::timeout(call_timeout, store.put(call)).await };
     let mut said = Said::of_put();
     let (answer, ()) = tokio::join!(answer, messages_of(request, shape, (&mut said, to), reply));
     let answer = answer.map_err(|_| Reason::DeadlinePassed)?;

@@ -15,7 +15,7 @@ use kvarts_wire::proto;
 use kvarts_wire::proto::models_client::ModelsClient;
 use kvarts_wire::proto::reads_client::ReadsClient;
 use kvarts_wire::proto::store_client::StoreClient;
-use raw::{PATIENCE, Raw, Scratch, framed, keys, put_messages, registration, with_token};
+use raw::{Raw, Scratch, TIMEOUT, framed, keys, put_messages, registration, with_token};
 use tonic::transport::{Channel, Endpoint};
 
 const TOKEN: &str = "kvarts_of_this_test";
@@ -58,7 +58,7 @@ impl Scene {
     async fn until(&self, what: &str, done: impl Fn() -> bool) {
         let start = Instant::now();
         while !done() {
-            assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+            assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -78,7 +78,7 @@ async fn an_answer_that_nobody_takes_counts_until_it_is_gone_and_its_connection_
     const CALLS: u32 = 50;
     let scene = Scene::open("answers-untaken", "").await;
     let state = scene.daemon.state();
-    state.patience.set(Duration::from_millis(500));
+    state.stall_timeout.set(Duration::from_millis(500));
     let read = framed(&scene.read(0..1500));
     // Neither the first byte nor any other of an answer is taken; one of them takes a few.
     let address = scene.daemon.grpc().unwrap().to_string();
@@ -106,7 +106,7 @@ async fn an_answer_in_one_piece_counts_until_it_is_taken_or_its_connection_is_cu
     const CLIENTS: u64 = 4;
     let scene = Scene::open("answers-one-piece", "").await;
     let state = scene.daemon.state();
-    state.patience.set(Duration::from_secs(4));
+    state.stall_timeout.set(Duration::from_secs(4));
     let (ask, address) = (framed(&scene.exists(1500)), scene.daemon.grpc().unwrap().to_string());
     let mut slow: Vec<Raw> = (0..CLIENTS).map(|_| Raw::with_window(&address, 1)).collect();
     for raw in &mut slow {

@@ -14,7 +14,7 @@ use http_body::Frame;
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
 use kvarts_server::state::auth::TokenHash;
-use raw::{PATIENCE, Raw, Scratch, with_token};
+use raw::{Raw, Scratch, TIMEOUT, with_token};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::transport::{Channel, Endpoint};
@@ -94,7 +94,7 @@ async fn list(channel: Channel) -> Result<(), Status> {
 async fn until(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+        assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
@@ -109,7 +109,7 @@ async fn messages_that_nobody_was_asked_a_token_for_are_refused_by_their_length(
     for path in [HEALTH, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"] {
         for _ in 0..3 {
             let asked = call(&channel, path, almost((4 << 20) - 1));
-            let response = tokio::time::timeout(PATIENCE, asked).await.expect("it waits for all of it");
+            let response = tokio::time::timeout(TIMEOUT, asked).await.expect("it waits for all of it");
             // Reflection answers in a stream, whose end says it.
             let refused = Status::from_header_map(response.headers());
             assert!(refused.is_none_or(|status| status.code() == tonic::Code::OutOfRange), "{path}");
@@ -154,7 +154,7 @@ async fn connections_on_which_nobody_shows_a_token_end_whatever_else_they_do() {
     let scratch = Scratch::new("anybody-idle");
     let daemon = start(&scratch, 1024, &tokens()).await;
     let state = daemon.state();
-    state.patience.set(Duration::from_millis(100));
+    state.stall_timeout.set(Duration::from_millis(100));
     let all = crowd(&daemon, CONNECTIONS, 3);
     // Refused calls make nobody known.
     let mut refused = crowd(&daemon, 20, 0);
@@ -176,7 +176,7 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
     let daemon = start(&scratch, PLACES, &tokens()).await;
     let (state, address) = (daemon.state(), daemon.grpc().unwrap());
     // Nobody goes by itself while the test looks.
-    state.patience.set(PATIENCE * 10);
+    state.stall_timeout.set(TIMEOUT * 10);
     let silent = |count: usize| -> Vec<TcpStream> {
         (0..count).map(|_| TcpStream::connect(address).unwrap()).collect()
     };
@@ -189,7 +189,7 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
         {
             break channel;
         }
-        assert!(start.elapsed() < PATIENCE, "strangers keep everybody out");
+        assert!(start.elapsed() < TIMEOUT, "strangers keep everybody out");
         tokio::time::sleep(Duration::from_millis(50)).await;
     };
     // However many come then, they take each other's places.

@@ -23,7 +23,7 @@ use kvarts_wire::proto;
 use kvarts_wire::proto::models_client::ModelsClient;
 use kvarts_wire::proto::reads_client::ReadsClient;
 use kvarts_wire::proto::store_client::StoreClient;
-use raw::{PAGE, PATIENCE, Raw, Scratch, framed, key, keys, page, put_messages, registration, with_token};
+use raw::{PAGE, Raw, Scratch, TIMEOUT, framed, key, keys, page, put_messages, registration, with_token};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::runtime::Runtime;
 use tonic::transport::{Channel, Endpoint};
@@ -163,7 +163,7 @@ impl Server {
             if wanted(&metrics) {
                 return;
             }
-            assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}: {metrics:#?}");
+            assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}: {metrics:#?}");
             std::thread::sleep(Duration::from_millis(20));
         }
     }

@@ -10,4 +10,3 @@ pub mod local;
 pub mod metrics;
 pub mod scrub;
 pub mod state;
-

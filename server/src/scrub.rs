@@ -24,7 +24,7 @@ const PIECE_BYTES: u64 = 1 << 20;
 /// Blocks that are read at once.
 const PIECE_BLOCKS: usize = 256;
 /// How long one piece may take, pauses not counted.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a server waits before its first run, if runs are not more often than that.
 const FIRST: Duration = Duration::from_secs(3600);
 
@@ -213,7 +213,7 @@ impl Run<'_> {
             into: Placed::tile(Order::Blocks, shape, tile, self.memory(bytes)?)?,
             verify: Verify::Always,
             class: Class::Background,
-            deadline: Some(self.store.clock().now().plus(PATIENCE)),
+            deadline: Some(self.store.clock().now().plus(TIMEOUT)),
         };
         let all_failed = |reason: Reason| {
             let failures = (0..keys.len() as u32).map(|block| (block, reason.clone())).collect();

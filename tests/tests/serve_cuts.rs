@@ -370,16 +370,16 @@ fn bytes_that_a_wire_changes_are_neither_stored_nor_called_good() {
 }
 
 #[test]
-fn an_answer_that_stands_still_in_its_middle_ends_by_the_callers_patience() {
+fn an_answer_that_stands_still_in_its_middle_ends_by_the_callers_timeout() {
     let scene = Scene::open("cut-still");
     let other = Desk::new(&scene.beside, "cut");
     let keys = other.keys(0..BLOCKS);
     assert_eq!(other.outcomes(other.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; BLOCKS as usize]);
     // Of an answer comes nothing, the head, and a part of the message.
     for third in 0..3 {
-        let patience = std::time::Duration::from_secs(2);
+        let call_timeout = std::time::Duration::from_secs(2);
         let options =
-            ConnectOptions { via: Via::Grpc, patience, ..ConnectOptions::to(scene.proxy.endpoint()) };
+            ConnectOptions { via: Via::Grpc, call_timeout, ..ConnectOptions::to(scene.proxy.endpoint()) };
         let client = Beside(Client::connect(&options).unwrap());
         let desk = Desk::new(&client, "cut");
         let all = (0..BLOCKS as u32).collect::<Vec<_>>();

@@ -495,7 +495,7 @@ fn a_reader_that_takes_nothing_holds_a_bounded_part_of_memory_and_disturbs_nobod
 }
 
 #[test]
-fn what_a_client_never_takes_comes_back_when_patience_ends() {
+fn what_a_client_never_takes_comes_back_after_the_stall_timeout() {
     let mut desk = Desk::open("refusals-never");
     let pages: Vec<u8> = (0..1024u32).flat_map(|n| page(n as u8)).collect();
     let mut parts = vec![Part::Header(desk.header(1024))];
@@ -512,9 +512,9 @@ fn what_a_client_never_takes_comes_back_when_patience_ends() {
     let state = std::sync::Arc::clone(desk.served.daemon().state());
     let held = || state.memory.usage().map(|usage| usage.used);
     assert!(held().iter().all(|used| *used > 0), "nothing is held: {:?}", held());
-    state.patience.set(Duration::from_millis(100));
+    state.stall_timeout.set(Duration::from_millis(100));
     desk.served.until("those who take nothing hold nothing", |_| held() == [0, 0] && state.calls() == 0);
-    state.patience.set(limits::STALL);
+    state.stall_timeout.set(limits::STALL);
     let other = tonic::transport::Endpoint::from_shared(desk.served.endpoint()).unwrap();
     desk.reads = ReadsClient::new(desk.served.runtime.block_on(other.connect()).unwrap());
     assert_eq!(desk.read(desk.read_request(1)).unwrap().len(), 3);

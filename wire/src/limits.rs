@@ -77,7 +77,7 @@ pub const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Bytes that every connection begins with: the preface of HTTP/2, of which a silent one has sent less.
 pub const PREFACE_BYTES: usize = 24;
 /// How long a client may take to send one piece of a put: a byte now and then does not hold memory for ever.
-pub const PIECE_PATIENCE: Duration = Duration::from_secs(60);
+pub const PIECE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a call may wait for memory or its tenant's turn.
 pub const WAIT: Duration = Duration::from_secs(20);
 /// The longest deadline that a call gets, also where it asked for none.

@@ -14,7 +14,7 @@ use prost::Message;
 use tonic::Request;
 
 /// How long a server may take for anything that a test asks.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes of a page.
 pub(crate) const PAGE: usize = 64 << 10;
 
@@ -154,7 +154,7 @@ impl Raw {
 
     /// Reads until the server hangs up.
     pub(crate) fn until_closed(mut self) {
-        self.0.set_read_timeout(Some(PATIENCE)).unwrap();
+        self.0.set_read_timeout(Some(TIMEOUT)).unwrap();
         let mut bytes = [0; 4096];
         loop {
             match self.0.read(&mut bytes) {

@@ -39,7 +39,7 @@ use kvarts_wire::local::limits::{MEMORY_FILES_MAX, SESSIONS_MAX, UNKNOWN_MAX};
 pub use opened::Opened;
 
 /// How long calls under way may take to end once a stop was asked for.
-const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 /// Connections that the kernel keeps until they are accepted: all that come at once when a network is back.
 const BACKLOG: u32 = 4096;
 /// Descriptors that are neither for connections, segment files nor memories of local clients: sockets of local clients, known
@@ -192,7 +192,7 @@ impl Daemon {
         if let Some(task) = scrub_task {
             task.abort();
         }
-        let ended = tokio::time::timeout(DRAIN_PATIENCE, async {
+        let ended = tokio::time::timeout(DRAIN_TIMEOUT, async {
             state.idle().await;
             // Connections without a call close at once.
             let _ = tokio::time::timeout(Duration::from_secs(2), ended(&mut serving)).await;

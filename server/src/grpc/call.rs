@@ -186,7 +186,7 @@ pub(crate) fn admit(
         Fault::busy(why)
     })?;
     let started = Instant::now();
-    let most = patience(name);
+    let most = longest(name);
     let deadline = started + asked.unwrap_or(most).min(most);
     state.metrics.call_began(name);
     Ok(Call {
@@ -209,7 +209,7 @@ pub(crate) fn admit(
 }
 
 /// The longest deadline of a method: of those that go through all there is, as long as that may take.
-fn patience(name: &str) -> Duration {
+fn longest(name: &str) -> Duration {
     match name {
         "scrub" | "compact" => limits::WHOLE_STORE_MAX,
         _ => limits::DEADLINE_MAX,
@@ -409,10 +409,10 @@ mod tests {
     fn a_call_about_the_whole_store_is_not_cut_off_where_others_are() {
         for (_, name, _) in METHODS {
             let long = matches!(*name, "scrub" | "compact");
-            assert_eq!(patience(name) > limits::DEADLINE_MAX, long, "{name}");
+            assert_eq!(longest(name) > limits::DEADLINE_MAX, long, "{name}");
         }
         // Ten terabytes at two gigabytes a second take more than an hour; a slow device takes days.
-        assert!(patience("scrub") >= Duration::from_secs(10 * 24 * 3600));
+        assert!(longest("scrub") >= Duration::from_secs(10 * 24 * 3600));
     }
 
     #[test]

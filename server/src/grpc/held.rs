@@ -2,9 +2,9 @@
 //! off.
 //!
 //! They wait in the body's slot, and then in the transport, which has taken them from there and may not send them before the
-//! client makes room. A client that takes nothing for as long as the server's patience loses the read and what waits in
+//! client makes room. A client that takes nothing for as long as the server's timeout loses the read and what waits in
 //! the slot. What the transport has it gives back only with its stream or its connection: a client that does not end
-//! either within another patience loses the connection, whether much is left there or only the stream itself. The call, and
+//! either within another timeout loses the connection, whether much is left there or only the stream itself. The call, and
 //! with it the tenant's turn, lasts until everything is back: arena memory, and messages that are no data.
 
 use std::any::Any;
@@ -72,20 +72,20 @@ impl Held {
     }
 
     /// Whether nothing was held any more within this time.
-    async fn is_gone(&mut self, patience: Duration) -> bool {
-        tokio::time::timeout(patience, self.gone.recv()).await.is_ok()
+    async fn is_gone(&mut self, timeout: Duration) -> bool {
+        tokio::time::timeout(timeout, self.gone.recv()).await.is_ok()
     }
 
     /// Returns when nothing is held. A client that takes nothing for so long loses the read, and for twice as long `cut`
     /// is done to it.
-    pub(super) async fn until_gone(mut self, patience: Duration, cut: impl FnOnce()) {
+    pub(super) async fn until_gone(mut self, timeout: Duration, cut: impl FnOnce()) {
         loop {
             let taken = self.slot.taken();
-            // Whoever was given up already has had this patience.
+            // Whoever was given up already has had this timeout.
             if self.slot.is_given_up() {
                 break;
             }
-            if self.is_gone(patience).await {
+            if self.is_gone(timeout).await {
                 return;
             }
             if self.slot.taken() == taken {
@@ -93,7 +93,7 @@ impl Held {
             }
         }
         self.slot.give_up();
-        if !self.is_gone(patience).await {
+        if !self.is_gone(timeout).await {
             cut();
             let _ = self.gone.recv().await;
         }

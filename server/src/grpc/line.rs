@@ -14,7 +14,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::limits;
-use crate::state::Patience;
+use crate::state::StallTimeout;
 
 /// Connections on which nobody has shown a token yet, oldest first.
 #[derive(Default, Debug)]
@@ -166,15 +166,15 @@ impl Line {
 
     /// By when something must happen on the connection; none while something is under way. `begun` is whether its first
     /// bytes came.
-    pub(super) fn until(&self, patience: &Patience, begun: bool) -> Option<Instant> {
+    pub(super) fn until(&self, stall_timeout: &StallTimeout, begun: bool) -> Option<Instant> {
         if !self.is_known() {
-            let patience = if begun { patience.first_request() } else { patience.get() };
-            return Some(lock(&self.0.work).since + patience);
+            let stall_timeout = if begun { stall_timeout.first_request() } else { stall_timeout.get() };
+            return Some(lock(&self.0.work).since + stall_timeout);
         }
         let work = lock(&self.0.work);
-        let taken = |at: &Instant| *at + 2 * patience.get();
+        let taken = |at: &Instant| *at + 2 * stall_timeout.get();
         let idle = work.calls == 0 && self.0.anybodys.load(Ordering::Relaxed) == 0;
-        let idle = idle.then(|| work.rested + patience.idle());
+        let idle = idle.then(|| work.rested + stall_timeout.idle());
         let answers = work.answers.first_key_value().map(|(_, at)| taken(at));
         answers.into_iter().chain(idle).min()
     }

@@ -20,7 +20,7 @@ use tonic::transport::server::Connected;
 
 use super::limits;
 use super::line::Line;
-use crate::state::{Patience, ServerState};
+use crate::state::{ServerState, StallTimeout};
 
 /// Bytes that a connection moves before it is somebody else's turn.
 const TURN_BYTES: usize = 1 << 20;
@@ -37,7 +37,7 @@ pub(super) struct Polite<S> {
     heard: usize,
     /// When something must have happened.
     alarm: Option<Pin<Box<Sleep>>>,
-    patience: Arc<Patience>,
+    stall_timeout: Arc<StallTimeout>,
     line: Line,
 }
 
@@ -51,18 +51,19 @@ pub(super) fn place<S>(state: &Arc<ServerState>, inner: S) -> Option<Polite<S>> 
             tracing::warn!(target: "audit", "connection refused: there are as many as may be");
         }
     }
-    place.map(|place| Polite::new(inner, Line::new(&state.strangers, Some(place)), &state.patience))
+    place.map(|place| Polite::new(inner, Line::new(&state.strangers, Some(place)), &state.stall_timeout))
 }
 
 impl<S> Polite<S> {
-    fn new(inner: S, line: Line, patience: &Arc<Patience>) -> Self {
-        Self { inner, moved: 0, heard: 0, alarm: None, patience: Arc::clone(patience), line }
+    fn new(inner: S, line: Line, stall_timeout: &Arc<StallTimeout>) -> Self {
+        Self { inner, moved: 0, heard: 0, alarm: None, stall_timeout: Arc::clone(stall_timeout), line }
     }
 
     /// Whether nothing happened for too long.
     fn is_idle(&mut self, context: &mut Context<'_>) -> bool {
         loop {
-            let Some(until) = self.line.until(&self.patience, self.heard >= limits::PREFACE_BYTES) else {
+            let Some(until) = self.line.until(&self.stall_timeout, self.heard >= limits::PREFACE_BYTES)
+            else {
                 // What ends meanwhile is seen when the alarm is due, or at the next ping.
                 return false;
             };

@@ -157,7 +157,7 @@ fn durability(wire: i32) -> Outcome<Durability> {
     }
 }
 
-/// The messages of one put, taken in with patience that ends.
+/// The messages of one put, each of which must come in time.
 struct Incoming {
     messages: Messages,
     /// Where the next message must begin.
@@ -317,7 +317,7 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
             tokio::time::timeout(limits::WAIT, call.state.take_memory(&call.caller.tenant, bytes)).await;
         let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
         let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
-        let filled = tokio::time::timeout(limits::PIECE_PATIENCE, incoming.fill(call, &mut pages)).await;
+        let filled = tokio::time::timeout(limits::PIECE_TIMEOUT, incoming.fill(call, &mut pages)).await;
         filled.map_err(|_| Fault::late("the bytes of the put came too slowly"))??;
         let request = upload.request(number * each, keys, pages.share(), call)?;
         pieces.tickets.push_back((keys.len(), call.state.store().put(request)));

@@ -221,8 +221,8 @@ pub(super) async fn run(
             line.cut();
         }
     };
-    let patience = call.state.patience.get();
-    held.until_gone(patience, cut).await;
+    let stall_timeout = call.state.stall_timeout.get();
+    held.until_gone(stall_timeout, cut).await;
 }
 
 async fn work(
@@ -472,7 +472,7 @@ impl Sending {
     }
 
     async fn send(&self, outgoing: Outgoing) -> Result<(), Stop> {
-        match tokio::time::timeout(self.call.state.patience.get(), self.to.send(outgoing)).await {
+        match tokio::time::timeout(self.call.state.stall_timeout.get(), self.to.send(outgoing)).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(_)) => Err(Stop::Gone),
             Err(_) => {

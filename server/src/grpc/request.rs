@@ -4,7 +4,7 @@
 //! message that never ends would keep its call for ever, and a crowd of them any amount of memory. So a message that is
 //! large takes its part of what all large requests may have, before more of it is received, and keeps it until its answer
 //! is gone. Each tenant has a part that no other can take, whoever waits holds nothing, and who has one must send.
-//! Puts are streams, whose messages have patience and turns of their own (`put.rs`). What needs no token (health,
+//! Puts are streams, whose messages have timeout and turns of their own (`put.rs`). What needs no token (health,
 //! reflection) shares nothing with others here: its messages are short, and it may be silent for so long.
 
 use std::pin::Pin;
@@ -78,8 +78,8 @@ pub(super) struct Arriving {
 impl Arriving {
     /// A body that arrives from now on.
     pub(super) fn new(body: Body, call: Option<Arc<Call>>) -> Self {
-        let patience = if call.is_some() { limits::STALL } else { limits::ANYBODYS_SILENCE };
-        let until = Instant::now() + patience;
+        let timeout = if call.is_some() { limits::STALL } else { limits::ANYBODYS_SILENCE };
+        let until = Instant::now() + timeout;
         let (came, prefix) = (0, Vec::new());
         Self { body, call, came, prefix, taking: None, large: None, until, alarm: None }
     }

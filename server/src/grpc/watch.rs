@@ -42,8 +42,8 @@ pub(super) fn watch(
         };
         call.end(tonic::Code::Ok);
         // What waits for somebody who takes nothing is let go with the connection.
-        let patience = call.state.patience.get();
-        if stalled && tokio::time::timeout(patience, to.closed()).await.is_err() {
+        let stall_timeout = call.state.stall_timeout.get();
+        if stalled && tokio::time::timeout(stall_timeout, to.closed()).await.is_err() {
             if let Some(line) = &call.line {
                 line.cut();
             }
@@ -73,7 +73,7 @@ async fn follow(
         };
         for event in events {
             // Who takes nothing for a while is not watching any more.
-            match tokio::time::timeout(call.state.patience.get(), to.send(Ok(event))).await {
+            match tokio::time::timeout(call.state.stall_timeout.get(), to.send(Ok(event))).await {
                 Ok(Ok(())) => {}
                 Ok(Err(_)) => return false,
                 Err(_) => return true,

@@ -276,7 +276,7 @@ impl Session {
                 return Err(Ended::Drained);
             }
             let late = [untaken.map(|since| since + STALL), incoming.late()].into_iter().flatten().min();
-            let patience = tokio::time::sleep_until(late.unwrap_or_else(Instant::now));
+            let stalled = tokio::time::sleep_until(late.unwrap_or_else(Instant::now));
             tokio::select! {
                 ready = stream.readable(), if all && !waits => {
                     ready?;
@@ -292,7 +292,7 @@ impl Session {
                 }
                 () = &mut drained, if !draining => draining = true,
                 () = tokio::time::sleep(ASK_AGAIN), if waits => {}
-                () = patience, if late.is_some() => return Err(broken("the client stalls")),
+                () = stalled, if late.is_some() => return Err(broken("the client stalls")),
             }
         }
     }

@@ -13,7 +13,7 @@ use crate::state::ServerState;
 /// The most bytes of a request that are read.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 /// How long a client may take.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// Clients at a time.
 const CLIENTS_MAX: usize = 32;
 
@@ -27,7 +27,7 @@ pub async fn serve(listener: TcpListener, state: Arc<ServerState>) {
                 let state = Arc::clone(&state);
                 tokio::spawn(async move {
                     // A client that is slow or gone gets nothing, and nobody needs to know.
-                    let _ = tokio::time::timeout(PATIENCE, answer(stream, &state)).await;
+                    let _ = tokio::time::timeout(TIMEOUT, answer(stream, &state)).await;
                     drop(turn);
                 });
             }

@@ -12,9 +12,9 @@ mod leases;
 mod memory;
 mod models;
 pub mod parts;
-mod patience;
 mod puts;
 mod shares;
+mod stall_timeout;
 pub mod tenant;
 mod tile_cache;
 mod trouble;
@@ -34,9 +34,9 @@ pub use auth::{Caller, Right, Rights};
 pub use leases::Leases;
 pub use memory::{Frozen, Memory, MemoryShares};
 pub use models::{Model, ModelLimits, Models};
-pub use patience::Patience;
 pub use puts::Puts;
 pub(crate) use shares::Bandwidth;
+pub use stall_timeout::StallTimeout;
 pub use tenant::Tenant;
 pub use tile_cache::{CachedTile, TileCache, TileStart};
 pub use trouble::Trouble;
@@ -79,7 +79,7 @@ pub struct ServerState {
     /// Turns of work that keeps a processor busy for long.
     pub heavy: parts::Parts,
     /// How long clients that take nothing are waited for.
-    pub patience: Arc<Patience>,
+    pub stall_timeout: Arc<StallTimeout>,
     /// Turns of puts that take bytes.
     pub puts: Puts,
     /// How many lines refused calls have caused.
@@ -152,7 +152,7 @@ impl ServerState {
             large_reads: Arc::default(),
             receiving: Receiving::new(&tenants),
             heavy: parts::Parts::new(HEAVY_AT_ONCE, &tenants, HEAVY_AT_ONCE, HEAVY_WAITING),
-            patience: Arc::default(),
+            stall_timeout: Arc::default(),
             puts: Puts::new(&memory, &tenants),
             audit,
             trouble: Trouble::default(),
