@@ -95,7 +95,7 @@ fn is_callers(call: &Call, event: &Event) -> bool {
 
 /// A point as the caller may know it: the engine's number would tell what others do.
 fn point(call: &Call, sequence: Sequence) -> proto::Sequence {
-    let Sequence { stream, number } = call.state.veil.hide(call.caller.tenant.number, sequence);
+    let Sequence { stream, number } = call.state.event_mask.hide(call.caller.tenant.number, sequence);
     proto::Sequence { stream, number }
 }
 
@@ -103,8 +103,8 @@ fn point(call: &Call, sequence: Sequence) -> proto::Sequence {
 fn known(call: &Call, after: proto::Sequence) -> Sequence {
     let (state, tenant) = (&call.state, call.caller.tenant.number);
     let now = state.store().subscribe(None).sequence().stream;
-    let stream = if after.stream == state.veil.stream(tenant, now) { now } else { !now };
-    Sequence { stream, number: state.veil.number(tenant, after.number) }
+    let stream = if after.stream == state.event_mask.stream(tenant, now) { now } else { !now };
+    Sequence { stream, number: state.event_mask.number(tenant, after.number) }
 }
 
 fn missing(call: &Call, gap: Gap) -> proto::Event {

@@ -8,17 +8,17 @@
 
 mod audit;
 pub mod auth;
+mod bandwidth;
+mod event_mask;
 mod leases;
 mod memory;
 mod models;
 pub mod parts;
 mod puts;
-mod shares;
 mod stall_timeout;
 pub mod tenant;
 mod tile_cache;
 mod trouble;
-mod veil;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,16 +31,16 @@ use tokio::sync::{Notify, Semaphore};
 
 pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
+pub(crate) use bandwidth::Bandwidth;
+pub use event_mask::EventMask;
 pub use leases::Leases;
 pub use memory::{Frozen, Memory, MemoryShares};
 pub use models::{Model, ModelLimits, Models};
 pub use puts::Puts;
-pub(crate) use shares::Bandwidth;
 pub use stall_timeout::StallTimeout;
 pub use tenant::Tenant;
 pub use tile_cache::{CachedTile, TileCache, TileStart};
 pub use trouble::Trouble;
-pub use veil::Veil;
 
 use crate::grpc::Strangers;
 use crate::grpc::request::Receiving;
@@ -87,7 +87,7 @@ pub struct ServerState {
     /// What an operator must hear of.
     pub trouble: Trouble,
     /// How points in the stream of events are shown to tenants.
-    pub veil: Veil,
+    pub event_mask: EventMask,
     /// The scrubber, and what it found.
     pub scrub: Scrub,
     /// What is counted.
@@ -156,7 +156,7 @@ impl ServerState {
             puts: Puts::new(&memory, &tenants),
             audit,
             trouble: Trouble::default(),
-            veil: Veil::new(secret),
+            event_mask: EventMask::new(secret),
             scrub: Scrub::default(),
             gate: auth::Gatekeeper::new(gate),
             models: Models::default(),
