@@ -231,14 +231,14 @@ async fn models_of_many_layers_take_bounded_memory_and_are_refused_beyond() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn uploads_that_claim_many_keys_and_send_nothing_take_bounded_memory() {
-    use kvarts_wire::digest::Said;
+    use kvarts_wire::digest::StreamDigest;
     let scene = Scene::open("answers-claims", "calls = 4096").await;
     let state = scene.daemon.state();
     let (to, _keep) = tokio::sync::broadcast::channel::<()>(1);
     let header =
         proto::PutHeader { namespace: scene.namespace.clone(), keys: keys(0..60_000), ..Default::default() };
     let part = proto::put_request::Part::Header(header);
-    let header = proto::PutRequest { crc32: Said::of_put().put(&part), part: Some(part) };
+    let header = proto::PutRequest { crc32: StreamDigest::of_put().put(&part), part: Some(part) };
     let put = || {
         let (header, mut stop) = (header.clone(), to.subscribe());
         let messages = async_messages(header, async move { drop(stop.recv().await) });

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kvarts_server::state::auth::TokenHash;
-use kvarts_wire::digest::Said;
+use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::proto;
 use kvarts_wire::proto::models_client::ModelsClient;
 use kvarts_wire::proto::reads_client::ReadsClient;
@@ -286,7 +286,7 @@ fn crowds_slow_readers_and_endless_uploads_cost_bounded_memory_and_leave_nothing
         ..Default::default()
     };
     let part = proto::put_request::Part::Header(header);
-    let header = proto::PutRequest { crc32: Said::of_put().put(&part), part: Some(part) };
+    let header = proto::PutRequest { crc32: StreamDigest::of_put().put(&part), part: Some(part) };
     for raw in &mut uploads {
         for stream in 0..20 {
             raw.call(stream * 2 + 1, "/kvarts.v1.Store/Put", Some(RED));
@@ -466,7 +466,7 @@ fn slow_putters(server: &Server, token: &str, namespace: &Bytes) -> Vec<Raw> {
     let header =
         proto::PutHeader { namespace: namespace.clone(), keys: keys(1000..1064), ..Default::default() };
     let part = proto::put_request::Part::Header(header);
-    let header = proto::PutRequest { crc32: Said::of_put().put(&part), part: Some(part) };
+    let header = proto::PutRequest { crc32: StreamDigest::of_put().put(&part), part: Some(part) };
     let mut all: Vec<Raw> = (0..10).map(|_| Raw::connect(&server.grpc)).collect();
     for raw in &mut all {
         for stream in 0..20 {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvarts_layout::BlockKey;
 use kvarts_tests::fixture;
-use kvarts_wire::digest::Said;
+use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::limits;
 use kvarts_wire::proto;
 use kvarts_wire::proto::models_client::ModelsClient;
@@ -173,9 +173,9 @@ fn data(offset: u64, bytes: &[u8]) -> Part {
 
 /// The messages of a put, each with its digest.
 fn messages(parts: Vec<Part>) -> Vec<proto::PutRequest> {
-    let mut said = Said::of_put();
+    let mut digest = StreamDigest::of_put();
     let message = |part: Part| {
-        let crc32 = said.put(&part);
+        let crc32 = digest.put(&part);
         proto::PutRequest { part: Some(part), crc32 }
     };
     parts.into_iter().map(message).collect()

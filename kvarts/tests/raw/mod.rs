@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvarts_wire::digest::Said;
+use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::proto;
 use prost::Message;
 use tonic::Request;
@@ -90,8 +90,8 @@ pub(crate) fn put_messages(namespace: &Bytes, blocks: std::ops::Range<u64>) -> V
         let (data, offset) = (page(number), at * PAGE as u64);
         parts.push(proto::put_request::Part::Data(proto::PutData { offset, data: data.into() }));
     }
-    let mut said = Said::of_put();
-    let message = |part| proto::PutRequest { crc32: said.put(&part), part: Some(part) };
+    let mut digest = StreamDigest::of_put();
+    let message = |part| proto::PutRequest { crc32: digest.put(&part), part: Some(part) };
     parts.into_iter().map(message).collect()
 }
 

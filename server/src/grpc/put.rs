@@ -19,7 +19,7 @@ use tonic::body::Body;
 
 use super::answer::Answer;
 use super::call::Call;
-use super::digest::Said;
+use super::digest::StreamDigest;
 use super::fault::{Fault, Outcome};
 use super::messages::Messages;
 use super::{convert, frame, limits};
@@ -164,13 +164,18 @@ struct Incoming {
     at: u64,
     /// What of the last message was not used yet.
     rest: bytes::Bytes,
-    /// What was said so far.
-    said: Said,
+    /// Of the messages that have come so far.
+    digest: StreamDigest,
 }
 
 impl Incoming {
     fn new(body: Body) -> Self {
-        Self { messages: Messages::new(body), at: 0, rest: bytes::Bytes::new(), said: Said::of_put() }
+        Self {
+            messages: Messages::new(body),
+            at: 0,
+            rest: bytes::Bytes::new(),
+            digest: StreamDigest::of_put(),
+        }
     }
 
     /// Bytes of the next message, once it begins to arrive; none if there is none.
@@ -185,7 +190,7 @@ impl Incoming {
             .map_err(|error| Fault::malformed(format!("not a PutRequest: {error}")))?;
         let part = message.part.ok_or_else(|| Fault::malformed("a message of a put without a part"))?;
         // Before anything is done with it: a header says where all bytes belong.
-        let found = self.said.put(&part);
+        let found = self.digest.put(&part);
         if found != message.crc32 {
             return Err(Fault::damaged(self.at, message.crc32, found));
         }
@@ -327,6 +332,6 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
     pieces.take_until(0).await?;
     call.state.trouble.put_ended(&pieces.outcomes, || call.state.engine.health());
     let mut reply = proto::PutReply { outcomes: convert::wire_outcomes(&pieces.outcomes), crc32: 0 };
-    reply.crc32 = incoming.said.put_reply(&reply);
+    reply.crc32 = incoming.digest.put_reply(&reply);
     Ok(reply)
 }

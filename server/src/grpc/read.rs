@@ -26,7 +26,7 @@ use tokio::time::Instant;
 use tonic::Code;
 
 use super::call::Call;
-use super::digest::Said;
+use super::digest::StreamDigest;
 use super::fault::{self, Fault, Outcome};
 use super::frame::{self, Outgoing, Slot};
 use super::held::{Held, Holding};
@@ -142,8 +142,8 @@ struct Sending {
     slot: Arc<Slot>,
     /// What its memory belongs to until the client has taken it.
     holding: Holding,
-    /// What was said to it so far. One task says it: nobody waits here.
-    said: Mutex<Said>,
+    /// Of the messages sent so far. One task sends them, so this lock is never contended.
+    digest: Mutex<StreamDigest>,
     large: LargeReads,
     /// The most bytes of a tile.
     most: u64,
@@ -202,16 +202,16 @@ impl From<Late> for Stop {
     }
 }
 
-/// Works for one read until it has ended, or its client is gone, and nothing is held for it. `said` is what it was asked
+/// Works for one read until it has ended, or its client is gone, and nothing is held for it. `digest` is that of what it was asked
 /// for, and what it sends waits in `slot`.
 pub(super) async fn run(
     call: Arc<Call>,
     download: Download,
-    said: Said,
+    digest: StreamDigest,
     (to, slot): (Sender<Outgoing>, Arc<Slot>),
 ) {
     let (held, holding) = Held::begin(&call, &slot);
-    work(Arc::clone(&call), download, said, (to, slot), holding).await;
+    work(Arc::clone(&call), download, digest, (to, slot), holding).await;
     let cut = || {
         let tenant = call.caller.tenant.name.as_str();
         if call.state.audit.may_tell() {
@@ -228,14 +228,14 @@ pub(super) async fn run(
 async fn work(
     call: Arc<Call>,
     download: Download,
-    said: Said,
+    digest: StreamDigest,
     (to, slot): (Sender<Outgoing>, Arc<Slot>),
     holding: Holding,
 ) {
     let most = call.state.at_once(&call.caller.tenant, limits::TILE_BYTES).min(call.state.memory.piece_max());
     let large = LargeReads::enter(&call.state.large_reads, download.bytes());
     let read = call.state.engine.read_tiles(download.request(&call));
-    let sending = Sending { call, download, to, slot, holding, said: Mutex::new(said), large, most };
+    let sending = Sending { call, download, to, slot, holding, digest: Mutex::new(digest), large, most };
     let mut read = match read {
         Ok(read) => read.with_digests().with_whole_tiles(),
         Err(error) => return sending.refused(error.0).await,
@@ -455,19 +455,19 @@ impl Sending {
 
     async fn data(&self, frame: &mut FrameBuilder, paid: &Paid) -> Result<(), Stop> {
         let bytes = frame.len as u64;
-        let outgoing = frame.take(&mut self.said());
+        let outgoing = frame.take(&mut self.digest());
         paid.moved(bytes);
         self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
         self.send(outgoing).await
     }
 
-    fn said(&self) -> MutexGuard<'_, Said> {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner)
+    fn digest(&self) -> MutexGuard<'_, StreamDigest> {
+        self.digest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sends a message that is no data.
     async fn say(&self, part: Part) -> Result<(), Stop> {
-        let crc32 = self.said().read(&part);
+        let crc32 = self.digest().read(&part);
         self.send(self.holding.follow(frame::message(part, crc32))).await
     }
 
@@ -620,8 +620,8 @@ impl FrameBuilder {
     }
 
     /// The message; what follows it in the range begins behind it.
-    fn take(&mut self, said: &mut Said) -> Outgoing {
-        let crc32 = said.read_data(&self.about, &std::mem::take(&mut self.crc), self.len);
+    fn take(&mut self, digest: &mut StreamDigest) -> Outgoing {
+        let crc32 = digest.read_data(&self.about, &std::mem::take(&mut self.crc), self.len);
         let outgoing = frame::data(&self.about, crc32, std::mem::take(&mut self.bytes));
         self.about.offset += std::mem::take(&mut self.len) as u64;
         outgoing
@@ -669,7 +669,7 @@ mod tests {
                 frame.push(Bytes::copy_from_slice(part), &mut chunks);
             }
             found.push((frame.crc.clone().finalize(), piece.to_vec()));
-            let _ = frame.take(&mut Said::default());
+            let _ = frame.take(&mut StreamDigest::default());
         }
         found
     }
