@@ -16,7 +16,6 @@ pub(crate) mod calls;
 mod frame;
 mod health;
 pub(crate) mod heavy;
-mod held;
 mod line;
 mod messages;
 mod polite;
@@ -25,6 +24,7 @@ pub(crate) mod read;
 pub mod request;
 mod serve;
 mod services;
+mod unsent;
 mod watch;
 
 use kvarts_wire::{convert, digest, fault, limits};

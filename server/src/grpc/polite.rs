@@ -6,7 +6,7 @@
 //!
 //! A server has as many connections as it was configured for. Who comes when all are taken gets the place of the stranger
 //! who has been here for longest, and is turned away where there are only clients that have shown a token. Who has a place and
-//! says nothing, has no call for too long, or takes no answer, loses it (`line`, `held`).
+//! says nothing, has no call for too long, or takes no answer, loses it (`line`, `unsent`).
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;

@@ -29,7 +29,7 @@ use super::call::Call;
 use super::digest::StreamDigest;
 use super::fault::{self, Fault, Outcome};
 use super::frame::{self, Outgoing, Slot};
-use super::held::{Held, Holding};
+use super::unsent::{Unsent, UnsentGuard};
 use super::{convert, limits};
 use crate::state::parts::Part as Charge;
 use crate::state::tenant::Paid;
@@ -141,7 +141,7 @@ struct Sending {
     to: Sender<Outgoing>,
     slot: Arc<Slot>,
     /// What its memory belongs to until the client has taken it.
-    holding: Holding,
+    guard: UnsentGuard,
     /// Of the messages sent so far. One task sends them, so this lock is never contended.
     digest: Mutex<StreamDigest>,
     large: LargeReads,
@@ -210,8 +210,8 @@ pub(super) async fn run(
     digest: StreamDigest,
     (to, slot): (Sender<Outgoing>, Arc<Slot>),
 ) {
-    let (held, holding) = Held::begin(&call, &slot);
-    work(Arc::clone(&call), download, digest, (to, slot), holding).await;
+    let (unsent, guard) = Unsent::begin(&call, &slot);
+    work(Arc::clone(&call), download, digest, (to, slot), guard).await;
     let cut = || {
         let tenant = call.caller.tenant.name.as_str();
         if call.state.audit.may_tell() {
@@ -222,7 +222,7 @@ pub(super) async fn run(
         }
     };
     let stall_timeout = call.state.stall_timeout.get();
-    held.until_gone(stall_timeout, cut).await;
+    unsent.until_gone(stall_timeout, cut).await;
 }
 
 async fn work(
@@ -230,12 +230,12 @@ async fn work(
     download: Download,
     digest: StreamDigest,
     (to, slot): (Sender<Outgoing>, Arc<Slot>),
-    holding: Holding,
+    guard: UnsentGuard,
 ) {
     let most = call.state.at_once(&call.caller.tenant, limits::TILE_BYTES).min(call.state.memory.piece_max());
     let large = LargeReads::enter(&call.state.large_reads, download.bytes());
     let read = call.state.engine.read_tiles(download.request(&call));
-    let sending = Sending { call, download, to, slot, holding, digest: Mutex::new(digest), large, most };
+    let sending = Sending { call, download, to, slot, guard, digest: Mutex::new(digest), large, most };
     let mut read = match read {
         Ok(read) => read.with_digests().with_whole_tiles(),
         Err(error) => return sending.refused(error.0).await,
@@ -341,7 +341,7 @@ impl Sending {
     /// Memory as this read has it: it counts as the tenant's until the client has taken it.
     fn charged(&self, piece: &SharedBuf, charge: Charge) -> SharedBuf {
         // The piece goes back before what it takes of a share.
-        self.holding.keep(piece.clone().kept_by(Arc::new((piece.clone(), charge))))
+        self.guard.keep(piece.clone().kept_by(Arc::new((piece.clone(), charge))))
     }
 
     /// Keeps the tile that has just ended, if all of it came and it was read before.
@@ -468,7 +468,7 @@ impl Sending {
     /// Sends a message that is no data.
     async fn say(&self, part: Part) -> Result<(), Stop> {
         let crc32 = self.digest().read(&part);
-        self.send(self.holding.follow(frame::message(part, crc32))).await
+        self.send(self.guard.follow(frame::message(part, crc32))).await
     }
 
     async fn send(&self, outgoing: Outgoing) -> Result<(), Stop> {
