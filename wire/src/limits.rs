@@ -26,11 +26,11 @@ pub const LARGE_RATE: u64 = 256 << 10;
 /// That while.
 pub const LARGE_GRACE: Duration = Duration::from_secs(5);
 /// The most bytes of a message of health or reflection: nobody is asked for a token before it is received.
-pub const ANYBODYS_BYTES_MAX: usize = 4 << 10;
+pub const OPEN_CALL_BYTES_MAX: usize = 4 << 10;
 /// How long a call of health or reflection may go on without a byte from its client while it expects one.
-pub const ANYBODYS_SILENCE: Duration = Duration::from_secs(60);
+pub const OPEN_CALL_SILENCE: Duration = Duration::from_secs(60);
 /// Calls without a token that one connection may have at a time.
-pub const ANYBODYS_CALLS_MAX: usize = 4;
+pub const OPEN_CALLS_MAX: usize = 4;
 /// Bytes that a connection may send before a call on it was let in: a handshake, and calls without a token for as long as
 /// it may be without one that needs a token.
 pub const STRANGERS_BYTES_MAX: usize = 256 << 10;

@@ -1,7 +1,7 @@
-//! One call, from the door to its end: who calls, whether they may, by when, and what is counted.
+//! One call, from its admission to its end: who calls, whether the token allows it, by when, and what is counted.
 //!
-//! The door is a layer around every service: it knows each method's right from one table, so that no handler can
-//! forget to ask. A path that is not in the table (health, reflection) carries no data and needs no right.
+//! The authentication layer stands around every service: it knows each method's right from one table, so that no handler
+//! can forget to ask. A path that is not in the table (health, reflection) carries no data and needs no right.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -20,9 +20,9 @@ use tonic::{Code, Request, Response, Status};
 use tower::{Layer, Service};
 
 use super::answer::Answer;
+use super::connection::{ConnectionCall, ConnectionHandle, OpenCall};
 use super::fault::{Fault, Outcome};
 use super::limits;
-use super::line::{Anybodys, Line, OnLine};
 use super::put;
 use super::request::Arriving;
 use crate::metrics::CallName;
@@ -66,8 +66,8 @@ pub(crate) struct Call {
     /// When the caller stops caring; never more than an hour away, but where the call goes through the whole store.
     pub(crate) deadline: Instant,
     /// The connection that it came by, over gRPC.
-    pub(super) line: Option<Line>,
-    on_line: Option<OnLine>,
+    pub(super) connection: Option<ConnectionHandle>,
+    connection_call: Option<ConnectionCall>,
     /// What it takes of what is shared, until its answer is gone.
     parts: Mutex<Vec<Part>>,
     /// Bytes of blocks that came and went.
@@ -193,8 +193,8 @@ pub(crate) fn admit(
         state: Arc::clone(state),
         caller,
         deadline,
-        line: None,
-        on_line: None,
+        connection: None,
+        connection_call: None,
         parts: Mutex::default(),
         bytes_in: AtomicU64::new(0),
         bytes_out: AtomicU64::new(0),
@@ -258,36 +258,36 @@ where
     }
 }
 
-/// Puts the door around services.
+/// The layer that admits calls: token, right, deadline and the tenant's turn.
 #[derive(Clone, Debug)]
-pub(crate) struct Door {
+pub(crate) struct AuthLayer {
     state: Arc<ServerState>,
     methods: Arc<BTreeMap<&'static str, &'static Method>>,
 }
 
-impl Door {
+impl AuthLayer {
     pub(crate) fn new(state: Arc<ServerState>) -> Self {
         let methods = METHODS.iter().map(|method| (method.0, method)).collect();
         Self { state, methods: Arc::new(methods) }
     }
 }
 
-impl<S> Layer<S> for Door {
-    type Service = Guarded<S>;
+impl<S> Layer<S> for AuthLayer {
+    type Service = AuthService<S>;
 
-    fn layer(&self, inner: S) -> Guarded<S> {
-        Guarded { door: self.clone(), inner }
+    fn layer(&self, inner: S) -> AuthService<S> {
+        AuthService { layer: self.clone(), inner }
     }
 }
 
-/// Services behind the door.
+/// Services behind that layer.
 #[derive(Clone, Debug)]
-pub(crate) struct Guarded<S> {
-    door: Door,
+pub(crate) struct AuthService<S> {
+    layer: AuthLayer,
     inner: S,
 }
 
-impl<S> Service<http::Request<Body>> for Guarded<S>
+impl<S> Service<http::Request<Body>> for AuthService<S>
 where
     S: Service<http::Request<Body>, Response = http::Response<Body>>,
     S::Future: Send + 'static,
@@ -302,17 +302,17 @@ where
     }
 
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        let line = request.extensions().get::<Line>().cloned();
-        let Some(method) = self.door.methods.get(request.uri().path()) else {
-            return self.anybodys(line.as_ref(), request);
+        let connection = request.extensions().get::<ConnectionHandle>().cloned();
+        let Some(method) = self.layer.methods.get(request.uri().path()) else {
+            return self.open_call(connection.as_ref(), request);
         };
         let headers = request.headers();
         let header = headers.get(http::header::AUTHORIZATION).map(http::HeaderValue::as_bytes);
         let asked = headers.get("grpc-timeout").and_then(|value| timeout(value.as_bytes()));
-        let call = match admit(&self.door.state, "grpc", method, header, asked) {
+        let call = match admit(&self.layer.state, "grpc", method, header, asked) {
             Ok(mut call) => {
-                call.on_line = line.as_ref().map(Line::begin);
-                call.line = line;
+                call.connection_call = connection.as_ref().map(ConnectionHandle::begin);
+                call.connection = connection;
                 Arc::new(call)
             }
             Err(fault) => return Box::pin(async move { Ok(fault.status().into_http()) }),
@@ -333,22 +333,22 @@ where
     }
 }
 
-impl<S> Guarded<S>
+impl<S> AuthService<S>
 where
     S: Service<http::Request<Body>, Response = http::Response<Body>>,
     S::Future: Send + 'static,
     S::Error: Send + 'static,
 {
-    /// A call for which nobody asks who this is: no part of what others share, only messages that are short (see `serve`),
-    /// and a few of them on a connection.
-    fn anybodys(
+    /// A call that needs no token (health, reflection): it takes no part of what tenants share, its messages are short (see
+    /// `serve`), and a connection has only a few at a time.
+    fn open_call(
         &mut self,
-        line: Option<&Line>,
+        connection: Option<&ConnectionHandle>,
         request: http::Request<Body>,
     ) -> <Self as Service<http::Request<Body>>>::Future {
-        let place = line.map(Line::anybodys);
+        let place = connection.map(ConnectionHandle::open_call);
         if let Some(None) = place {
-            self.door.state.metrics.refused("anybodys", "calls");
+            self.layer.state.metrics.refused("anybodys", "calls");
             let fault = Fault::busy("a connection has only a few calls without a token at a time");
             return Box::pin(async move { Ok(fault.status().into_http()) });
         }
@@ -361,10 +361,10 @@ where
     }
 }
 
-/// The body of an answer to somebody who was not asked for a token, with the place that it takes.
+/// The body of an answer to a call that needs no token, with the place that it takes.
 struct Counted {
     body: Body,
-    _place: Option<Anybodys>,
+    _place: Option<OpenCall>,
 }
 
 impl http_body::Body for Counted {

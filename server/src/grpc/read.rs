@@ -217,8 +217,8 @@ pub(super) async fn run(
         if call.state.audit.may_tell() {
             tracing::warn!(target: "audit", tenant, "a connection was cut off: its client takes nothing of a read");
         }
-        if let Some(line) = &call.line {
-            line.cut();
+        if let Some(connection) = &call.connection {
+            connection.cut();
         }
     };
     let stall_timeout = call.state.stall_timeout.get();

@@ -78,7 +78,7 @@ pub(super) struct Arriving {
 impl Arriving {
     /// A body that arrives from now on.
     pub(super) fn new(body: Body, call: Option<Arc<Call>>) -> Self {
-        let timeout = if call.is_some() { limits::STALL } else { limits::ANYBODYS_SILENCE };
+        let timeout = if call.is_some() { limits::STALL } else { limits::OPEN_CALL_SILENCE };
         let until = Instant::now() + timeout;
         let (came, prefix) = (0, Vec::new());
         Self { body, call, came, prefix, taking: None, large: None, until, alarm: None }
@@ -109,7 +109,7 @@ impl Arriving {
         let missing = 5usize.saturating_sub(self.prefix.len());
         self.prefix.extend(data.iter().take(missing));
         let Some(call) = &self.call else {
-            self.until = Instant::now() + limits::ANYBODYS_SILENCE;
+            self.until = Instant::now() + limits::OPEN_CALL_SILENCE;
             return Some(frame);
         };
         if let Some(since) = self.large {

@@ -13,8 +13,8 @@ use tonic::transport::{Certificate, Server, ServerTlsConfig};
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tower::layer::util::{Identity as NoLayer, Stack};
 
-use super::call::Door;
-use super::polite::{self, Polite};
+use super::call::AuthLayer;
+use super::fair_connection::{self, FairConnection};
 use super::services::{Reads, Services};
 use super::{health, limits};
 use crate::local;
@@ -190,9 +190,9 @@ fn unpace(stream: &TcpStream) {
 fn placed<S>(
     state: Arc<ServerState>,
     incoming: impl Stream<Item = std::io::Result<S>>,
-) -> impl Stream<Item = std::io::Result<Polite<S>>> {
+) -> impl Stream<Item = std::io::Result<FairConnection<S>>> {
     incoming.filter_map(move |stream| match stream {
-        Ok(stream) => polite::place(&state, stream).map(Ok),
+        Ok(stream) => fair_connection::place(&state, stream).map(Ok),
         Err(error) => Some(Err(error)),
     })
 }
@@ -214,15 +214,15 @@ fn router(
     state: &Arc<ServerState>,
     server: Server,
     health: HealthServer<impl Health>,
-) -> Router<Stack<Door, NoLayer>> {
+) -> Router<Stack<AuthLayer, NoLayer>> {
     let bounded = limits::MESSAGE_BYTES_MAX;
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1();
     let router = server
-        .layer(Door::new(Arc::clone(state)))
-        .add_service(health.max_decoding_message_size(limits::ANYBODYS_BYTES_MAX))
+        .layer(AuthLayer::new(Arc::clone(state)))
+        .add_service(health.max_decoding_message_size(limits::OPEN_CALL_BYTES_MAX))
         .add_service(Reads)
         .add_service(
             proto::models_server::ModelsServer::new(Services)
@@ -232,7 +232,7 @@ fn router(
         .add_service(proto::admin_server::AdminServer::new(Services).max_decoding_message_size(bounded));
     match reflection {
         Ok(reflection) => {
-            router.add_service(reflection.max_decoding_message_size(limits::ANYBODYS_BYTES_MAX))
+            router.add_service(reflection.max_decoding_message_size(limits::OPEN_CALL_BYTES_MAX))
         }
         Err(error) => {
             tracing::warn!(%error, "the contract cannot be reflected");

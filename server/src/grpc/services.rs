@@ -54,7 +54,7 @@ impl Models for Services {
 impl Store for Services {
     async fn put(&self, request: Request<Streaming<proto::PutRequest>>) -> Answer<proto::PutReply> {
         drop(request);
-        Err(Status::internal("puts are served at the door"))
+        Err(Status::internal("puts are served by the authentication layer"))
     }
 
     async fn r#match(&self, request: Request<proto::MatchRequest>) -> Answer<proto::MatchReply> {

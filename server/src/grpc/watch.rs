@@ -44,8 +44,8 @@ pub(super) fn watch(
         // What waits for somebody who takes nothing is let go with the connection.
         let stall_timeout = call.state.stall_timeout.get();
         if stalled && tokio::time::timeout(stall_timeout, to.closed()).await.is_err() {
-            if let Some(line) = &call.line {
-                line.cut();
+            if let Some(connection) = &call.connection {
+                connection.cut();
             }
             to.closed().await;
         }

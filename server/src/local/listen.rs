@@ -1,4 +1,4 @@
-//! The door of the local socket: gRPC and the local path share it, and a connection's first byte says which it is.
+//! The local socket: gRPC and the local path share it, and a connection's first byte says which it is.
 
 use std::io;
 use std::sync::Arc;

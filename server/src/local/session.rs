@@ -494,7 +494,7 @@ impl Session {
         self.outbox.push(frame(Kind::Failed, id, &*fault.detail));
     }
 
-    /// The door: the same that calls over gRPC come through.
+    /// Admits a call as calls over gRPC are admitted.
     fn admit(&self, method: &Method, timeout: Option<Duration>) -> Outcome<Arc<Call>> {
         call::admit(&self.state, "local", method, self.authorization.as_deref(), timeout).map(Arc::new)
     }

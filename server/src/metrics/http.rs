@@ -1,4 +1,4 @@
-//! A door for Prometheus: `GET /metrics`, and `GET /health` for whoever restarts programs. Nothing else is served.
+//! Plain HTTP: `GET /metrics` for Prometheus, and `GET /health` for a supervisor. Nothing else is served.
 
 use std::sync::Arc;
 use std::time::Duration;

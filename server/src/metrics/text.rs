@@ -390,9 +390,9 @@ fn memory(out: &mut String, state: &ServerState) {
     let places = state.connections.available_permits();
     one(out, "kvarts_connections_all", "gauge", "Connections that there may be.", state.connections_all);
     one(out, "kvarts_connections_left", "gauge", "Connections that may still come.", places);
-    let (strangers, anybodys) = state.strangers.count();
+    let (strangers, open_calls) = state.strangers.count();
     one(out, "kvarts_connections_unknown", "gauge", "Connections without a call that was let in.", strangers);
-    one(out, "kvarts_calls_without_token", "gauge", "Calls under way that need no token.", anybodys);
+    one(out, "kvarts_calls_without_token", "gauge", "Calls under way that need no token.", open_calls);
     one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", state.calls());
     let clock: &dyn Clock = &**state.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;
