@@ -308,7 +308,7 @@ impl Remote {
             return Err(Reason::Duplicate(**key));
         }
         let (expected, found) = (keys.len() as u64, u64::from(places.block_count()));
-        if places.turns().is_some() {
+        if places.gate().is_some() {
             // Nobody waits for turns at the other end: layers that share memory would overwrite each other.
             return Err(Reason::Overlap);
         }

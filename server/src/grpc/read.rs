@@ -33,7 +33,7 @@ use super::unsent::{Unsent, UnsentGuard};
 use super::{convert, limits};
 use crate::state::parts::Part as Charge;
 use crate::state::tenant::Paid;
-use crate::state::{CachedTile, Frozen, TileStart};
+use crate::state::{CachedTile, SharedBytes, TileStart};
 use kvarts_wire::proto;
 use kvarts_wire::proto::read_reply::Part;
 
@@ -440,7 +440,7 @@ impl Sending {
             while len > 0 {
                 let some = len.min((limits::FRAME_BYTES - frame.len) as u64);
                 let buf = memory.buf.slice(at as usize, some as usize).ok_or(Reason::OutOfBounds)?;
-                frame.push(frozen(buf), &mut chunks);
+                frame.push(shared_bytes(buf), &mut chunks);
                 (at, len) = (at + some, len - some);
                 if frame.len == limits::FRAME_BYTES {
                     self.data(&mut frame, &memory.with.paid).await?;
@@ -547,11 +547,11 @@ pub(super) fn reason_name(reason: &Reason) -> &'static str {
 }
 
 /// Bytes of a tile that the engine has announced, to be sent as they are.
-fn frozen(buf: SharedBuf) -> Bytes {
+fn shared_bytes(buf: SharedBuf) -> Bytes {
     // SAFETY: the engine announced these bytes as complete, and what was announced stays as it is; the memory was
     // taken from the arena for this tile alone and goes back when the last of its buffers is dropped, so nobody
     // else writes to it before the connection is done with it.
-    unsafe { Frozen::bytes(buf.into()) }
+    unsafe { SharedBytes::bytes(buf.into()) }
 }
 
 /// Chunks from this size on have their digests put together instead of being digested a second time.

@@ -34,7 +34,7 @@ pub use auth::{Caller, Right, Rights};
 pub(crate) use bandwidth::Bandwidth;
 pub use event_mask::EventMask;
 pub use leases::Leases;
-pub use memory::{Frozen, Memory, MemoryShares};
+pub use memory::{Memory, MemoryShares, SharedBytes};
 pub use models::{Model, ModelLimits, Models};
 pub use puts::Puts;
 pub use stall_timeout::StallTimeout;
