@@ -72,6 +72,8 @@ class _Pool:
         }
         if name != PoolName.KV:
             self.extras["pool"] = str(name)
+        if hasattr(host, "temporal_dtype"):  # recurrent states have parts of several types
+            self.extras["states"] = f"{host.temporal_dtype} {host.temporal_state_shape} {host.conv_state_shapes}"
         self.replicated = replicated
         self.pages = self.staging = None
 

@@ -5,15 +5,53 @@ import os
 import re
 import signal
 import subprocess
+import time
+import urllib.error
+import urllib.request
 
-from common import DEADLINE, PATIENCE, RUNNERS, Server, environment, expect, python_of
+from common import BLOCK, DEADLINE, PATIENCE, PLACE, RUNNERS, Server, environment, expect, free_port, model_of, python_of
+from vllm_checks import PROMPTS, Engine, right_of
+
+
+class CacheServer:
+    """LMCache's server, as its command line starts it, with Kvarts as its second level."""
+
+    def __init__(self, python, server):
+        self.port, page = free_port(), free_port()
+        parameters = {"server": server.socket, "revision": "1", "dtype": "bf16"}
+        adapter = {"type": "native_plugin", "module_path": "kvarts.lmcache", "class_name": "Kvarts", "adapter_params": parameters}
+        command = ["nice", os.path.join(os.path.dirname(python), "lmcache"), "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--http-host", "127.0.0.1", "--http-port", str(page), "--disable-metrics", "--chunk-size", str(BLOCK)]
+        command += ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven"]
+        command += ["--l2-adapter", json.dumps(adapter)]
+        quiet = dict(environment(), LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1")
+        with open(os.path.join(PLACE, "lmcache-server.log"), "wb") as log:
+            self.process = subprocess.Popen(command, env=quiet, stdout=log, stderr=log)
+        deadline = time.monotonic() + PATIENCE
+        while not self.answers(page):
+            expect(self.process.poll() is None and time.monotonic() < deadline, f"it did not start: {PLACE}/lmcache-server.log")
+            time.sleep(0.2)
+
+    @staticmethod
+    def answers(port):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthcheck", timeout=10):
+                return True
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
 
 
 class Lmcache:
     """LMCache's own check of an adapter, and the same objects after a restart of everything."""
 
     PREFIX = ""
-    CHECKS = ("basic", "restart")
+    CHECKS = ("basic", "restart", "engine")
 
     def __init__(self):
         self.python = python_of("lmcache")
@@ -64,6 +102,37 @@ class Lmcache:
         finally:
             server.stop()
         return f"after SIGKILL 16 of 16 right, another revision 0 found, server stopped: misses after {still['seconds']:.1f} s"
+
+    def check_engine(self):
+        """vLLM with LMCache's server, whose memory is empty when the second engine asks: what comes back, comes from Kvarts."""
+        model = model_of(self.python, "llama")
+        right = right_of(model, self.python)["prompts"]
+        full = sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS["prompts"])
+        server = Server("lmcache", "lmcache-engine")
+        try:
+            for turn in ("first", "second"):
+                cache = CacheServer(self.python, server)
+                try:
+                    connector = {"class": "LMCacheMPConnector", "lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": cache.port}
+                    engine = Engine(f"lmcache-{turn}", model, connector, self.python)
+                    found, _, _ = engine.generate(PROMPTS["prompts"])
+                    expect(found == right, f"other tokens than without a cache, {turn} engine")
+                    tokens = engine.cached("external_unspecified")
+                    if turn == "first":
+                        self.wait_until_stored(server, full // BLOCK)
+                    engine.end()
+                finally:
+                    cache.kill()
+        finally:
+            server.stop()
+        expect(tokens == full, f"{tokens:.0f} of {full} prompt tokens came from LMCache")
+        return f"a second engine and a second cache server: {tokens:.0f} of {full} prompt tokens, the same output"
+
+    def wait_until_stored(self, server, blocks):
+        deadline = time.monotonic() + PATIENCE
+        while (stored := server.metric("kvarts_engine_blocks_stored_total")) < blocks:
+            expect(time.monotonic() < deadline, f"{stored:.0f} of {blocks} blocks stored")
+            time.sleep(0.1)
 
     def close(self):
         pass

@@ -13,10 +13,10 @@ from common import BLOCK, DEADLINE, PATIENCE, PLACE, RUNNERS, Server, environmen
 class Engine:
     """A process of vLLM that takes commands (scripts/engines.d/vllm_run.py)."""
 
-    def __init__(self, name, model, connector=None, **engine):
+    def __init__(self, name, model, connector=None, python=None, **engine):
         self.log = os.path.join(PLACE, f"{name}.log")
         settings = {"model": model, "connector": connector, "engine": {"block_size": BLOCK, **engine}}
-        command = ["nice", python_of("vllm"), os.path.join(RUNNERS, "vllm_run.py"), json.dumps(settings)]
+        command = ["nice", python or python_of("vllm"), os.path.join(RUNNERS, "vllm_run.py"), json.dumps(settings)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
@@ -48,7 +48,10 @@ class Engine:
         return self.ask(do="counters")
 
     def from_disk(self):
-        return self.counters().get("vllm:prompt_tokens_cached_by_source disk", 0)
+        return self.cached("disk")
+
+    def cached(self, source):
+        return self.counters().get(f"vllm:prompt_tokens_cached_by_source {source}", 0)
 
     def reset(self):
         self.ask(do="reset")
@@ -69,9 +72,9 @@ PROMPTS = {"prompts": prompts_of(4, 1), "more": prompts_of(24, 2), "churned": pr
 
 
 @functools.cache
-def right_of(model):
+def right_of(model, python=None):
     """What comes out without a cache."""
-    plain = Engine("vllm-plain", model)
+    plain = Engine("vllm-plain", model, python=python)
     right = {name: plain.generate(prompts)[0] for name, prompts in PROMPTS.items()}
     plain.end()
     return right

@@ -14,20 +14,35 @@ settings = json.loads(sys.argv[1])
 
 from vllm import LLM, SamplingParams  # noqa: E402
 
+
+
+def without_dict():
+    """vLLM looks into the `__dict__` of everything in every module, and a library that LMCache brings answers with a function."""
+    from llvmlite.binding import ffi
+
+    found = type(ffi.lib).__getattr__
+
+    def attribute(self, name):
+        if name == "__dict__":
+            raise AttributeError(name)
+        return found(self, name)
+
+    type(ffi.lib).__getattr__ = attribute
+
+
 connector = {}
 if settings.get("connector"):
     given = dict(settings["connector"])
     name = given.pop("class")
+    transfer = connector["kv_transfer_config"] = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": given}
     if name == "Kvarts":
         given.update(cpu_bytes_to_use=64 << 20, spec_name="CpuTieringSpec", spec_module_path="vllm_cpu")
-    else:
+        transfer["kv_connector_module_path"] = "kvarts.vllm"
+    elif name == "KvartsLayers":
         connector["async_scheduling"] = False
-    connector["kv_transfer_config"] = {
-        "kv_connector": name,
-        "kv_connector_module_path": {"Kvarts": "kvarts.vllm", "KvartsLayers": "kvarts.vllm_layers"}[name],
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": given,
-    }
+        transfer["kv_connector_module_path"] = "kvarts.vllm_layers"
+    else:
+        without_dict()
 engine = LLM(
     model=settings["model"],
     skip_tokenizer_init=True,
