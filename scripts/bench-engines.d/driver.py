@@ -8,6 +8,7 @@ import subprocess
 import time
 
 import pages
+from common import PLACE, Server
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MIB = 1 << 20
@@ -138,9 +139,9 @@ class Worker:
 class Store:
     """A contestant with its place and, if it has one, its server: what outlives its processes."""
 
-    def __init__(self, entry, engines, place, mib):
+    def __init__(self, entry, place, mib):
         self.entry = entry
-        self.python = os.path.join(engines.PLACE, entry.engine, "bin", "python")
+        self.python = os.path.join(PLACE, entry.engine, "bin", "python")
         if not os.path.exists(self.python):
             raise Missing(f"no environment: scripts/bench-engines setup {entry.engine}")
         for needed in {entry.needs, "kvarts" if entry.ours else entry.needs}:
@@ -150,7 +151,7 @@ class Store:
         name = entry.name.replace(" ", "-")
         self.server = self.socket = None
         if entry.server:
-            self.server = engines.Server("kvarts", f"bench-{name}", "--budget", f"{2 * mib + 4096} MiB")
+            self.server = Server("kvarts", f"bench-{name}", "--budget", f"{2 * mib + 4096} MiB")
             self.place, self.socket = self.server.directory, self.server.socket
         else:
             self.place = os.path.join(place, name)

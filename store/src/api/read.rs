@@ -348,7 +348,12 @@ impl ReadStream {
 
     /// What a future is told. Somebody else fetches from the first time on: what it waits for, and then the release of the
     /// memory, which comes after an end that another caller may have fetched before.
-    fn polled<T>(&self, mut shared: MutexGuard<'_, Shared>, found: Option<T>, context: &Context<'_>) -> Poll<T> {
+    fn polled<T>(
+        &self,
+        mut shared: MutexGuard<'_, Shared>,
+        found: Option<T>,
+        context: &Context<'_>,
+    ) -> Poll<T> {
         let known = std::mem::replace(&mut shared.attended, true);
         if found.is_none() {
             shared.waker = Some(context.waker().clone());

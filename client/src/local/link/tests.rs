@@ -46,7 +46,8 @@ fn link() -> (Arc<Shared>, UnixStream) {
 
 /// A read of one block that is under way.
 fn read(shared: &Arc<Shared>, id: u64) -> ReadStream {
-    let shape = BlockShape::new(vec![LayerShape { layer: 0, chunks: vec![ChunkShape { bytes: 64, align: 1 }] }]);
+    let shape =
+        BlockShape::new(vec![LayerShape { layer: 0, chunks: vec![ChunkShape { bytes: 64, align: 1 }] }]);
     let shape = shape.unwrap();
     let memory = SharedBuf::new(&Region::anonymous(4096).unwrap(), 0, 64).unwrap();
     let request = ReadRequest {
