@@ -61,9 +61,8 @@ def all_of(pages):
     """Every contestant, for stores of at most so many pages."""
     fs = {"type": "fs", "root_dir": "PLACE"}
     return [
-        _kvarts("kvarts", "direct"),
-        _kvarts("kvarts durable", "direct", durable=True),
-        _kvarts("kvarts adopted", "adopted"),
+        _kvarts("kvarts", "shared"),
+        _kvarts("kvarts durable", "shared", durable=True),
         _kvarts("kvarts copied", "copied"),
         *_connectors(),
         Entry("vLLM fs", "vllm", "vllm_tier", "Tier", {"tier": fs}, _DIRECT, "vllm"),

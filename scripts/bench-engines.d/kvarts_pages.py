@@ -1,8 +1,4 @@
-"""Kvarts: its module, and a server whose memory holds the pages (`direct`), or pages in memory of the engine's own."""
-
-import contextlib
-import mmap
-import os
+"""Kvarts: its module, and a server on the same host; pages in memory that it hands out (`shared`), or in the engine's own."""
 
 import kvarts
 import pages
@@ -12,25 +8,17 @@ IDENTITY = dict(model="bench/model", revision="1", dtype="bf16", engine="bench",
 
 
 class Kvarts(Contestant):
-    """`memory`: direct, adopted (a file in memory that the engine made), or copied (private memory)."""
+    """`memory`: shared (disks write into it), or copied (private memory)."""
 
     def __init__(self, place, count, settings):
         self._client = kvarts.connect(settings["socket"], timeout=120)
         self._pages = self._client.pages(pages.PAGE, durable=settings.get("durable", False), **IDENTITY)
-        if settings["memory"] == "direct":
+        if settings["memory"] == "shared":
             self._memory = self._client.memory(count * pages.PAGE)
-            buffer = self._memory.view
-        elif settings["memory"] == "adopted":
-            file = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(file, count * pages.PAGE)
-            buffer = mmap.mmap(file, count * pages.PAGE)
-            memoryview(buffer)[:: mmap.PAGESIZE] = bytes(count * pages.PAGE // mmap.PAGESIZE)
-            with contextlib.suppress(OSError):  # where the kernel finds no large pages now
-                buffer.madvise(25)  # MADV_COLLAPSE: large pages, as the documentation advises
-            self._memory = self._client.adopt(buffer, fd=file)
+            buffer = memoryview(self._memory.view)[: count * pages.PAGE]
         else:
             buffer = pages.private_memory(count)
-        self.slots = pages.Slots(memoryview(buffer)[: count * pages.PAGE])
+        self.slots = pages.Slots(buffer)
 
     def begin(self, kind, numbers, slots):
         submit = self._pages.submit_put if kind == "put" else self._pages.submit_get

@@ -29,7 +29,7 @@ fn link() -> (Arc<Shared>, UnixStream) {
         outbox: Outbox::default(),
         pending: Mutex::default(),
         deadlines: Mutex::default(),
-        patience: Duration::from_secs(60),
+        call_timeout: Duration::from_secs(60),
         broken: AtomicBool::new(false),
         turn: Mutex::default(),
         called: Condvar::new(),
