@@ -144,10 +144,10 @@ class Store:
         self.python = os.path.join(PLACE, entry.engine, "bin", "python")
         if not os.path.exists(self.python):
             raise Missing(f"no environment: scripts/bench-engines setup {entry.engine}")
-        for needed in {entry.needs, "kvarts" if entry.ours else entry.needs}:
-            done = subprocess.run([self.python, "-c", f"import {needed}"], capture_output=True, text=True, env=self._environment())
-            if done.returncode != 0:
-                raise Missing(f"{needed}: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+        for needed in sorted({entry.needs, "kvarts"} if entry.ours else {entry.needs}):
+            look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({needed!r}) is None)"
+            if subprocess.run([self.python, "-c", look], env=self._environment(), check=False).returncode != 0:
+                raise Missing(f"no package {needed}: scripts/bench-engines setup {entry.engine}")
         name = entry.name.replace(" ", "-")
         self.server = self.socket = None
         if entry.server:

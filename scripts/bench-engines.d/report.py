@@ -98,8 +98,8 @@ def musts(results, entries):
             wanted = 0.7 if entry.durable and key != "get" else 0.95
             if best(key) and key in line:
                 found.append((f"{entry.name}: {what} / fastest peer", line[key] / best(key), f">= {wanted}", line[key] / best(key) >= wanted))
-        for kind in ("get", "put"):
-            fast = [other for other in peers if kind in other and other[kind] >= 0.9 * best(kind)]
+        for kind, speed in (("get", "get"), ("put", "put_to_disk")):
+            fast = [other for other in peers if speed in other and other[speed] >= 0.9 * best(speed)]
             if fast and kind in line:
                 ratio = line[f"{kind}_cpu"] / min(other[f"{kind}_cpu"] for other in fast)
                 found.append((f"{entry.name}: {kind} CPU / leanest fast peer", ratio, "<= 1.0", ratio <= 1.0))
