@@ -106,7 +106,7 @@ pub(super) fn run(
     let options =
         ConnectOptions { via: Via::Local, ..ConnectOptions::to(format!("unix:{}", socket.display())) };
     let client = Client::connect(&options).map_err(Failure::user)?;
-    let engine = &daemon.node().engine;
+    let engine = &daemon.state().engine;
     let subject = Subject::new(&client, large)?;
     let pool = client.pool(subject.bytes()).map_err(Failure::user)?;
     let own = Region::anonymous(subject.bytes()).map_err(Failure::user)?;

@@ -27,7 +27,7 @@ use kvarts_server::daemon::Daemon;
 use kvarts_server::grpc::bare::Bare;
 use kvarts_server::grpc::{incoming_tcp, transport};
 use kvarts_terminal::Failure;
-use kvarts_wire::digest::Said;
+use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::proto;
 use kvarts_wire::proto::reads_client::ReadsClient;
 use kvarts_wire::{convert, limits};
@@ -114,7 +114,7 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
         let (_, least) = prepare_bare(&runtime, bare_file(&scratch, messages)?)?;
         let grounds = [&warm, &cold, &hot];
         large_reads(arguments.pairs, &runtime, grounds, (&bare, &least), &mut report)?;
-        let (kept, read) = hot.daemon.node().memory.tiles().counts();
+        let (kept, read) = hot.daemon.state().memory.tiles().counts();
         report.fact("hot_tiles_kept", kept);
         report.fact("hot_tiles_read", read);
     }
@@ -329,12 +329,12 @@ fn fill(
 
 /// Reads everything, checks every digest, and gives the bytes.
 async fn read(mut client: ReadsClient<Channel>, request: proto::ReadRequest) -> Result<u64, Failure> {
-    let mut said = Said::of_read(Order::Layers, &request);
+    let mut digest = StreamDigest::of_read(Order::Layers, &request);
     let mut stream = client.get_layers(request).await.map_err(Failure::user)?.into_inner();
     let mut bytes = 0;
     while let Some(reply) = stream.message().await.map_err(Failure::user)? {
         let Some(part) = reply.part else { return Err(Failure::user("a message without a part")) };
-        if said.read(&part) != reply.crc32 {
+        if digest.read(&part) != reply.crc32 {
             return Err(Failure::user("bytes were damaged on the way"));
         }
         if let proto::read_reply::Part::Data(data) = part {

@@ -11,7 +11,7 @@ use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
 use kvarts_store::error::Reason;
 
-use kvarts_wire::digest::Said;
+use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::fault;
 use kvarts_wire::proto;
 use kvarts_wire::proto::read_reply::Part;
@@ -22,8 +22,8 @@ pub(super) struct Arrival<'a> {
     progress: ReadProgress,
     /// The wanted chunks of a block: layer, canonical index, bytes.
     parts: Vec<(u32, u32, u64)>,
-    /// What was said so far, from the request on.
-    said: Said,
+    /// Of all messages so far, from the request on.
+    digest: StreamDigest,
     /// The range of the last bytes.
     range: Option<InRange>,
     /// In layer order: leading blocks of which the next layer is here.
@@ -64,9 +64,9 @@ impl<'a> Arrival<'a> {
         let chunks = chunks.flat_map(|(at, layer)| layer.chunks.iter().map(move |chunk| (at, chunk.bytes)));
         let parts = (0u32..).zip(chunks).map(|(part, (layer, bytes))| (layer, part, bytes));
         let parts = parts.filter(|(layer, ..)| layers.contains(layer)).collect();
-        let said = Said::of_read(request.order, asked);
+        let digest = StreamDigest::of_read(request.order, asked);
         let progress = ReadProgress::new(request.order, request.keys.len() as u32, layers);
-        Self { request, progress, parts, said, range: None, here: 0 }
+        Self { request, progress, parts, digest, range: None, here: 0 }
     }
 
     /// Takes one message in; gives how the read ended if it was the last.
@@ -75,7 +75,7 @@ impl<'a> Arrival<'a> {
         reply: &proto::ReadReply,
         sink: &ReadSink,
     ) -> Result<Option<ReadEnd>, Reason> {
-        let found = reply.part.as_ref().map(|part| (part, self.said.read(part)));
+        let found = reply.part.as_ref().map(|part| (part, self.digest.read(part)));
         let Some((part, _)) = found.filter(|(_, found)| *found == reply.crc32) else {
             return Err(Reason::Media("a message of the read was damaged on its way".to_owned()));
         };

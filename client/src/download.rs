@@ -18,7 +18,7 @@ use kvarts_wire::{convert, fault};
 /// How long after its deadline a server may take to say how a read ended.
 pub(super) const GRACE: Duration = Duration::from_millis(500);
 
-/// A caller's patience may be any: no clock has room for all of it.
+/// A caller may give any timeout: no clock has room for all of it.
 pub(super) const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// What can be said of a read before it is sent; the shape of its blocks.

@@ -101,7 +101,7 @@ pub struct ConnectOptions {
     /// For https: the name in the server's certificate, where it is not the endpoint's host.
     pub server_name: Option<String>,
     /// How long a call without a deadline may take, and connecting.
-    pub patience: Duration,
+    pub call_timeout: Duration,
     /// Which way blocks may take.
     pub via: Via,
     /// For `unix:`, where there is a token: the user whose process the server is. The administrator and this process's own
@@ -118,7 +118,7 @@ impl ConnectOptions {
             authority: None,
             identity: None,
             server_name: None,
-            patience: Duration::from_secs(60),
+            call_timeout: Duration::from_secs(60),
             via: Via::Best,
             server_uid: None,
         }

@@ -46,7 +46,7 @@ pub(super) struct Remote {
     runtime: Option<Runtime>,
     channel: Channel,
     token: Option<MetadataValue<Ascii>>,
-    patience: Duration,
+    call_timeout: Duration,
     pub(super) clock: Arc<dyn Clock>,
     known: RwLock<BTreeMap<NamespaceId, Known>>,
 }
@@ -120,7 +120,7 @@ impl Remote {
         let token = token.transpose().map_err(|_| config("the token has characters that no token has"))?;
         let known = RwLock::new(BTreeMap::new());
         let clock = SystemClock::new();
-        Ok(Self { runtime: Some(runtime), channel, token, patience: options.patience, clock, known })
+        Ok(Self { runtime: Some(runtime), channel, token, call_timeout: options.call_timeout, clock, known })
     }
 
     pub(super) fn store(&self) -> StoreClient<Channel> {
@@ -151,7 +151,7 @@ impl Remote {
 
     /// How long a call may take.
     pub(super) fn left(&self, deadline: Option<Nanos>) -> Duration {
-        deadline.map_or(self.patience, |deadline| deadline.since(self.clock.now()))
+        deadline.map_or(self.call_timeout, |deadline| deadline.since(self.clock.now()))
     }
 
     /// A request that may take as long as the server allows.
@@ -182,12 +182,12 @@ impl Remote {
         }
     }
 
-    /// Waits for an answer on this thread, for as long as the client has patience.
+    /// Waits for an answer on this thread, no longer than the client's timeout.
     pub(super) fn ask<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<Response<T>, Status>> + Send + 'static,
     ) -> Result<T, Error> {
-        self.ask_endless(in_time(self.patience, work))
+        self.ask_endless(in_time(self.call_timeout, work))
     }
 
     /// The same for as long as it takes.
@@ -245,7 +245,7 @@ impl Remote {
         let known = self.known(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
         let request = self.request(registration(&known.identity, &known.geometry), None);
         let mut models = self.models();
-        let reply = in_time(self.patience, models.register_model(request)).await;
+        let reply = in_time(self.call_timeout, models.register_model(request)).await;
         let reply = reply.map_err(|status| fault::reason_of(&status))?.into_inner();
         self.learn(&reply, &known.identity, &known.geometry).map(drop)
     }
@@ -308,7 +308,7 @@ impl Remote {
             return Err(Reason::Duplicate(**key));
         }
         let (expected, found) = (keys.len() as u64, u64::from(places.block_count()));
-        if places.turns().is_some() {
+        if places.gate().is_some() {
             // Nobody waits for turns at the other end: layers that share memory would overwrite each other.
             return Err(Reason::Overlap);
         }
@@ -338,7 +338,7 @@ pub fn endpoint(options: &ConnectOptions) -> Result<Endpoint, Error> {
     let endpoint = Endpoint::from_shared(options.endpoint.clone());
     let mut endpoint = endpoint
         .map_err(|error| config(format!("{}: {error}", options.endpoint)))?
-        .connect_timeout(options.patience)
+        .connect_timeout(options.call_timeout)
         .initial_stream_window_size(limits::STREAM_WINDOW_BYTES)
         .initial_connection_window_size(limits::CONNECTION_WINDOW_BYTES)
         .max_frame_size(limits::HTTP_FRAME_BYTES)

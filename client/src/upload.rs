@@ -12,7 +12,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::download::{GRACE, LONGEST};
 use super::remote::Remote;
-use kvarts_wire::digest::Said;
+use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::proto;
 use kvarts_wire::proto::put_request::Part;
 use kvarts_wire::{convert, fault, limits};
@@ -60,13 +60,13 @@ async fn send(
     let mut store = remote.store();
     let call = remote.request(ReceiverStream::new(messages), request.deadline);
     // The server keeps the deadline; a network that stands still brings no word of it.
-    let patience = remote.left(request.deadline).min(LONGEST) + GRACE;
-    let answer = async move { tokio::time::timeout(patience, store.put(call)).await };
-    let mut said = Said::of_put();
-    let (answer, ()) = tokio::join!(answer, messages_of(request, shape, (&mut said, to), reply));
+    let call_timeout = remote.left(request.deadline).min(LONGEST) + GRACE;
+    let answer = async move { tokio::time::timeout(call_timeout, store.put(call)).await };
+    let mut digest = StreamDigest::of_put();
+    let (answer, ()) = tokio::join!(answer, messages_of(request, shape, (&mut digest, to), reply));
     let answer = answer.map_err(|_| Reason::DeadlinePassed)?;
     let found = answer.map_err(|status| fault::reason_of(&status))?.into_inner();
-    if said.put_reply(&found) != found.crc32 {
+    if digest.put_reply(&found) != found.crc32 {
         return Err(Reason::Media(
             "the answer of the put was damaged on its way: ask what is there".to_owned(),
         ));
@@ -123,11 +123,11 @@ pub(super) fn header(request: &PutRequest) -> proto::PutHeader {
 async fn messages_of(
     request: &PutRequest,
     shape: &BlockShape,
-    (said, to): (&mut Said, mpsc::Sender<proto::PutRequest>),
+    (digest, to): (&mut StreamDigest, mpsc::Sender<proto::PutRequest>),
     reply: &Reply<Result<PutReply, Error>>,
 ) {
     let mut message = |part| {
-        let crc32 = said.put(&part);
+        let crc32 = digest.put(&part);
         proto::PutRequest { part: Some(part), crc32 }
     };
     if to.send(message(Part::Header(header(request)))).await.is_err() {

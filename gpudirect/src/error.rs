@@ -53,8 +53,8 @@ pub enum DeviceError {
 
 impl DeviceError {
     /// A copy that is not done after so long.
-    pub(crate) fn stuck(patience: Duration) -> Self {
-        Self::Stuck { millis: u64::try_from(patience.as_millis()).unwrap_or(u64::MAX) }
+    pub(crate) fn stuck(timeout: Duration) -> Self {
+        Self::Stuck { millis: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX) }
     }
 
     /// Whether work whose event ended in this is over, so that it touches nothing any more. Any other error is one of

@@ -1,12 +1,12 @@
 //! Following a device: waiting for events one after the other, and keeping what their copies use until they are done.
 //!
-//! A copy that does not end within the patience is called stuck: whoever waits is told, and nobody waits any longer.
+//! A copy that does not end within the timeout is called stuck: whoever waits is told, and nobody waits any longer.
 //! What the copy uses (host memory, the stream, the destination) stays with the follower's thread, which ends when the
 //! device has finished after all, or is declared lost: a device that may still write to memory never loses it.
 //!
 //! A device that is asked and does not say is not done: while an engine captures a graph a driver may refuse every
 //! question. Only an error that is an end ([`DeviceError::is_an_end`]) is taken for one; else it is asked again, and when
-//! the patience is over something else is ([`Device::confirm`]): an error that every call answers with is the device's end.
+//! the timeout is over something else is ([`Device::confirm`]): an error that every call answers with is the device's end.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,13 +18,13 @@ use crate::device::{Device, Event};
 use crate::error::DeviceError;
 use crate::pace::{Pace, RealPace, Worker};
 
-/// How long a device that does not say is left alone before it is asked again: within the patience, and behind it.
+/// How long a device that does not say is left alone before it is asked again: within the timeout, and behind it.
 const ASK_AGAIN: Duration = Duration::from_millis(1);
 const ASK_LATE: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
-    /// Events may still come, or are waited for within the patience.
+    /// Events may still come, or are waited for within the timeout.
     Following,
     /// A copy is stuck: the thread ends when the device lets it.
     Stuck,
@@ -75,7 +75,7 @@ pub(crate) struct Asked {
 #[derive(Clone, Debug)]
 pub(crate) struct Followed {
     pub(crate) device: Arc<dyn Device>,
-    pub(crate) patience: Duration,
+    pub(crate) timeout: Duration,
 }
 
 impl Follower {
@@ -189,14 +189,14 @@ fn follow(
 
 /// How the work before an event ended. An error that is no end: it may not have, or nobody can say.
 fn outcome(followed: &Followed, event: &Event) -> Result<(), DeviceError> {
-    let Followed { device, patience } = followed;
+    let Followed { device, timeout } = followed;
     let pace = RealPace::new();
-    let give_up = pace.now().plus(*patience);
+    let give_up = pace.now().plus(*timeout);
     loop {
         let left = give_up.since(pace.now());
         match device.synchronize_within(event, left) {
             Ok(true) => return Ok(()),
-            Ok(false) => return Err(DeviceError::stuck(*patience)),
+            Ok(false) => return Err(DeviceError::stuck(*timeout)),
             Err(error) if error.is_an_end() => return Err(error),
             Err(error) if left.is_zero() => return Err(device.confirm(error)),
             Err(_) => pace.sleep_until(pace.now().plus(ASK_AGAIN.min(left))),
@@ -229,7 +229,7 @@ mod tests {
         let event = device.record(&stream).unwrap();
         let (kept, heard) = (Arc::new(()), Arc::new(AtomicU32::new(0)));
         let (keeps, hears) = (Box::new(Arc::clone(&kept)), Arc::clone(&heard));
-        let followed = Followed { device, patience: Duration::from_secs(60) };
+        let followed = Followed { device, timeout: Duration::from_secs(60) };
         let tell = move |ended: Result<(), DeviceError>| {
             assert!(ended.is_err(), "on purpose");
             hears.fetch_add(1, Ordering::AcqRel);
@@ -247,7 +247,7 @@ mod tests {
         let stream = device.stream().unwrap();
         let told = Arc::new(AtomicU32::new(0));
         let tells = Arc::clone(&told);
-        let followed = Followed { device: Arc::clone(&device), patience: Duration::from_secs(60) };
+        let followed = Followed { device: Arc::clone(&device), timeout: Duration::from_secs(60) };
         let tell = move |_| {
             tells.fetch_add(1, Ordering::AcqRel);
         };

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, NamespaceId};
-use kvarts_store::api::{Durability, LayeredPut, Parent, Placed, PutReply, PutRequest, Turns};
+use kvarts_store::api::{Durability, LayeredPut, Parent, Placed, PutReply, PutRequest, StepGate};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Nanos;
@@ -198,7 +198,7 @@ impl Pipeline {
     fn begin_put(&self, request: &StoreRequest, cut: &Cut) -> Result<LayeredPut, Reason> {
         let buffers = buffers(cut).ok_or(Reason::OutOfBounds)?;
         let shape = request.from.shape();
-        let from = Placed::layers_in_turns(shape, buffers, request.from.blocks(), Turns::new(0))?;
+        let from = Placed::gated_layers(shape, buffers, request.from.blocks(), StepGate::new(0))?;
         let begun = block_on(self.store().put_layers(put_request(request, from)));
         begun.map_err(|_| Reason::Busy("the store is closing"))?.map_err(|error| error.0)
     }

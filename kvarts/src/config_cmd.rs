@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::serve_cmd::ServeArgs;
 use kvarts_server::config::Config;
 use kvarts_server::daemon::read_tls;
-use kvarts_server::node::auth::{Gate, TOKEN_PREFIX, TokenHash};
+use kvarts_server::state::auth::{Gate, TOKEN_PREFIX, TokenHash};
 use kvarts_terminal::Failure;
 use kvarts_terminal::{Align, Table};
 

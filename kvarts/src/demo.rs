@@ -283,9 +283,9 @@ fn damage(ground: &Ground, prefix: &Prefix<'_>) -> Result<Damage, Failure> {
         other => other.to_string(),
     });
     // The server looks at the disk once more before it takes a block out of service.
-    let patience = Instant::now();
+    let begun = Instant::now();
     let mut afterwards = prefix.matched(&ground.keys)?;
-    while afterwards != block && patience.elapsed() < Duration::from_secs(10) {
+    while afterwards != block && begun.elapsed() < Duration::from_secs(10) {
         std::thread::sleep(Duration::from_millis(5));
         afterwards = prefix.matched(&ground.keys)?;
     }

@@ -56,7 +56,7 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     for setting in &config.origins {
         tracing::info!("{} = {} ({})", setting.name, setting.value, setting.from);
     }
-    for note in &daemon.node().decided.notes {
+    for note in &daemon.state().decided.notes {
         tracing::info!("{note}");
     }
     tracing::info!("{}", daemon.opened());

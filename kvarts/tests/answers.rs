@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
-use kvarts_server::node::auth::TokenHash;
+use kvarts_server::state::auth::TokenHash;
 use kvarts_wire::limits;
 use kvarts_wire::proto;
 use kvarts_wire::proto::models_client::ModelsClient;
 use kvarts_wire::proto::reads_client::ReadsClient;
 use kvarts_wire::proto::store_client::StoreClient;
-use raw::{PATIENCE, Raw, Scratch, framed, keys, put_messages, registration, with_token};
+use raw::{Raw, Scratch, TIMEOUT, framed, keys, put_messages, registration, with_token};
 use tonic::transport::{Channel, Endpoint};
 
 const TOKEN: &str = "kvarts_of_this_test";
@@ -58,7 +58,7 @@ impl Scene {
     async fn until(&self, what: &str, done: impl Fn() -> bool) {
         let start = Instant::now();
         while !done() {
-            assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+            assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -77,8 +77,8 @@ impl Scene {
 async fn an_answer_that_nobody_takes_counts_until_it_is_gone_and_its_connection_is_cut() {
     const CALLS: u32 = 50;
     let scene = Scene::open("answers-untaken", "").await;
-    let node = scene.daemon.node();
-    node.patience.set(Duration::from_millis(500));
+    let state = scene.daemon.state();
+    state.stall_timeout.set(Duration::from_millis(500));
     let read = framed(&scene.read(0..1500));
     // Neither the first byte nor any other of an answer is taken; one of them takes a few.
     let address = scene.daemon.grpc().unwrap().to_string();
@@ -89,11 +89,11 @@ async fn an_answer_that_nobody_takes_counts_until_it_is_gone_and_its_connection_
             raw.data(number * 2 + 1, &read, true);
         }
     }
-    scene.until("their calls are under way", || node.calls() > 0).await;
-    let kept = || node.connections_all - node.connections.available_permits();
+    scene.until("their calls are under way", || state.calls() > 0).await;
+    let kept = || state.connections_all - state.connections.available_permits();
     scene.until("their connections are cut", || kept() <= 1).await;
-    scene.until("and nothing counts any more", || node.calls() == 0).await;
-    assert_eq!(node.receiving.bytes(), 0);
+    scene.until("and nothing counts any more", || state.calls() == 0).await;
+    assert_eq!(state.receiving.bytes(), 0);
     drop(slow);
     let Scene { daemon, channel, .. } = scene;
     drop(channel);
@@ -105,20 +105,20 @@ async fn an_answer_that_nobody_takes_counts_until_it_is_gone_and_its_connection_
 async fn an_answer_in_one_piece_counts_until_it_is_taken_or_its_connection_is_cut() {
     const CLIENTS: u64 = 4;
     let scene = Scene::open("answers-one-piece", "").await;
-    let node = scene.daemon.node();
-    node.patience.set(Duration::from_secs(4));
+    let state = scene.daemon.state();
+    state.stall_timeout.set(Duration::from_secs(4));
     let (ask, address) = (framed(&scene.exists(1500)), scene.daemon.grpc().unwrap().to_string());
     let mut slow: Vec<Raw> = (0..CLIENTS).map(|_| Raw::with_window(&address, 1)).collect();
     for raw in &mut slow {
         raw.call(1, "/kvarts.v1.Store/Exists", Some(TOKEN));
         raw.data(1, &ask, true);
     }
-    scene.until("their calls are under way", || node.calls() == CLIENTS).await;
+    scene.until("their calls are under way", || state.calls() == CLIENTS).await;
     tokio::time::sleep(Duration::from_millis(500)).await;
-    assert_eq!(node.calls(), CLIENTS, "what was answered and not taken is forgotten");
-    let kept = || node.connections_all - node.connections.available_permits();
+    assert_eq!(state.calls(), CLIENTS, "what was answered and not taken is forgotten");
+    let kept = || state.connections_all - state.connections.available_permits();
     scene.until("their connections are cut", || kept() <= 1).await;
-    scene.until("and nothing counts any more", || node.calls() == 0).await;
+    scene.until("and nothing counts any more", || state.calls() == 0).await;
     drop(slow);
     let Scene { daemon, channel, .. } = scene;
     drop(channel);
@@ -128,9 +128,9 @@ async fn an_answer_in_one_piece_counts_until_it_is_taken_or_its_connection_is_cu
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_long_look_up_takes_turns_and_a_short_one_does_not_wait_for_it() {
     let scene = Scene::open("answers-turns", "").await;
-    let node = scene.daemon.node();
+    let state = scene.daemon.state();
     let mut turns = Vec::new();
-    while let Some(turn) = node.heavy.try_take(1, 1) {
+    while let Some(turn) = state.heavy.try_take(1, 1) {
         turns.push(turn);
     }
     let store = StoreClient::new(scene.channel.clone());
@@ -141,12 +141,12 @@ async fn a_long_look_up_takes_turns_and_a_short_one_does_not_wait_for_it() {
         )
     };
     let long = ask(20_000);
-    scene.until("the long one waits for its turn", || node.heavy.left().1 == 1).await;
+    scene.until("the long one waits for its turn", || state.heavy.left().1 == 1).await;
     assert_eq!(ask(1000).await.unwrap().unwrap(), 1000);
     assert!(!long.is_finished());
     drop(turns);
     assert_eq!(long.await.unwrap().unwrap(), 20_000);
-    assert_eq!(node.heavy.left(), (node.heavy.all(), 0));
+    assert_eq!(state.heavy.left(), (state.heavy.all(), 0));
     scene.daemon.stop().await.unwrap();
 }
 
@@ -154,7 +154,7 @@ async fn a_long_look_up_takes_turns_and_a_short_one_does_not_wait_for_it() {
 async fn whoever_waits_for_its_own_bandwidth_holds_no_memory_and_waits_no_longer_than_its_deadline() {
     const READS: u64 = 40;
     let scene = Scene::open("answers-toll", "bandwidth = '1 MiB'").await;
-    let node = scene.daemon.node();
+    let state = scene.daemon.state();
     let messages = put_messages(&scene.namespace, 0..16);
     let request = with_token(tokio_stream::iter(messages), TOKEN);
     StoreClient::new(scene.channel.clone()).put(request).await.unwrap();
@@ -176,15 +176,15 @@ async fn whoever_waits_for_its_own_bandwidth_holds_no_memory_and_waits_no_longer
             })
         })
         .collect();
-    scene.until("most of them are under way", || node.calls() > READS / 2).await;
-    let used = node.memory.usage()[0].used;
+    scene.until("most of them are under way", || state.calls() > READS / 2).await;
+    let used = state.memory.usage()[0].used;
     assert!(used <= 8 << 20, "{used} bytes are held by reads that wait for bandwidth");
     let mut bytes = 0;
     for read in all {
         bytes += read.await.unwrap().unwrap_or(0);
     }
     assert!(bytes < READS << 20, "more than the bandwidth: {bytes}");
-    scene.until("none waits any longer", || node.calls() == 0).await;
+    scene.until("none waits any longer", || state.calls() == 0).await;
     scene.daemon.stop().await.unwrap();
 }
 
@@ -218,7 +218,7 @@ async fn models_of_many_layers_take_bounded_memory_and_are_refused_beyond() {
     let status = refused.expect("all of them were taken");
     assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status:?}");
     assert!(status.message().contains("layers of models"), "{status:?}");
-    let used = scene.daemon.node().models.used(1);
+    let used = scene.daemon.state().models.used(1);
     assert!(
         used.memory <= limits::MODELS_MEMORY_MAX && used.memory > limits::MODELS_MEMORY_MAX / 2,
         "{used:?}"
@@ -231,14 +231,14 @@ async fn models_of_many_layers_take_bounded_memory_and_are_refused_beyond() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn uploads_that_claim_many_keys_and_send_nothing_take_bounded_memory() {
-    use kvarts_wire::digest::Said;
+    use kvarts_wire::digest::StreamDigest;
     let scene = Scene::open("answers-claims", "calls = 4096").await;
-    let node = scene.daemon.node();
+    let state = scene.daemon.state();
     let (to, _keep) = tokio::sync::broadcast::channel::<()>(1);
     let header =
         proto::PutHeader { namespace: scene.namespace.clone(), keys: keys(0..60_000), ..Default::default() };
     let part = proto::put_request::Part::Header(header);
-    let header = proto::PutRequest { crc32: Said::of_put().put(&part), part: Some(part) };
+    let header = proto::PutRequest { crc32: StreamDigest::of_put().put(&part), part: Some(part) };
     let put = || {
         let (header, mut stop) = (header.clone(), to.subscribe());
         let messages = async_messages(header, async move { drop(stop.recv().await) });
@@ -246,8 +246,8 @@ async fn uploads_that_claim_many_keys_and_send_nothing_take_bounded_memory() {
         tokio::spawn(async move { store.put(with_token(messages, TOKEN)).await })
     };
     let puts: Vec<_> = (0..100).map(|_| put()).collect();
-    scene.until("some wait for others", || node.receiving.waiting() > 0).await;
-    assert!(node.receiving.bytes() <= limits::LARGE_BYTES_MAX as u64);
+    scene.until("some wait for others", || state.receiving.waiting() > 0).await;
+    assert!(state.receiving.bytes() <= limits::LARGE_BYTES_MAX as u64);
     // On a connection of its own: what waits takes the window of theirs.
     let endpoint = Endpoint::from_shared(format!("http://{}", scene.daemon.grpc().unwrap())).unwrap();
     let other = endpoint.connect().await.unwrap();
@@ -255,7 +255,7 @@ async fn uploads_that_claim_many_keys_and_send_nothing_take_bounded_memory() {
     assert_eq!(small.unwrap().into_inner().presence.len(), 10);
     puts.iter().for_each(|put| put.abort());
     drop(to);
-    scene.until("nothing is kept of them", || node.receiving.bytes() == 0 && node.calls() == 0).await;
+    scene.until("nothing is kept of them", || state.receiving.bytes() == 0 && state.calls() == 0).await;
     scene.daemon.stop().await.unwrap();
 }
 

@@ -13,8 +13,8 @@ use bytes::{BufMut, Bytes, BytesMut};
 use http_body::Frame;
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
-use kvarts_server::node::auth::TokenHash;
-use raw::{PATIENCE, Raw, Scratch, with_token};
+use kvarts_server::state::auth::TokenHash;
+use raw::{Raw, Scratch, TIMEOUT, with_token};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::transport::{Channel, Endpoint};
@@ -94,7 +94,7 @@ async fn list(channel: Channel) -> Result<(), Status> {
 async fn until(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+        assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
@@ -109,13 +109,13 @@ async fn messages_that_nobody_was_asked_a_token_for_are_refused_by_their_length(
     for path in [HEALTH, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"] {
         for _ in 0..3 {
             let asked = call(&channel, path, almost((4 << 20) - 1));
-            let response = tokio::time::timeout(PATIENCE, asked).await.expect("it waits for all of it");
+            let response = tokio::time::timeout(TIMEOUT, asked).await.expect("it waits for all of it");
             // Reflection answers in a stream, whose end says it.
             let refused = Status::from_header_map(response.headers());
             assert!(refused.is_none_or(|status| status.code() == tonic::Code::OutOfRange), "{path}");
         }
     }
-    assert_eq!(daemon.node().receiving.bytes(), 0);
+    assert_eq!(daemon.state().receiving.bytes(), 0);
     drop(channel);
     daemon.stop().await.unwrap();
 }
@@ -139,12 +139,12 @@ async fn whoever_shows_no_token_has_a_few_calls_on_a_connection_however_many_it_
     let scratch = Scratch::new("anybody-watch");
     let daemon = start(&scratch, 1024, &tokens()).await;
     let all = crowd(&daemon, CONNECTIONS, 100);
-    let node = daemon.node();
-    until("each has what it may", || node.strangers.count() == (CONNECTIONS, CONNECTIONS * 4)).await;
+    let state = daemon.state();
+    until("each has what it may", || state.strangers.count() == (CONNECTIONS, CONNECTIONS * 4)).await;
     list(channel(&daemon).await.unwrap()).await.unwrap();
-    assert_eq!(node.strangers.count(), (CONNECTIONS, CONNECTIONS * 4));
+    assert_eq!(state.strangers.count(), (CONNECTIONS, CONNECTIONS * 4));
     drop(all);
-    until("nothing is kept of them", || node.strangers.count() == (0, 0)).await;
+    until("nothing is kept of them", || state.strangers.count() == (0, 0)).await;
     daemon.stop().await.unwrap();
 }
 
@@ -153,8 +153,8 @@ async fn connections_on_which_nobody_shows_a_token_end_whatever_else_they_do() {
     const CONNECTIONS: usize = 200;
     let scratch = Scratch::new("anybody-idle");
     let daemon = start(&scratch, 1024, &tokens()).await;
-    let node = daemon.node();
-    node.patience.set(Duration::from_millis(100));
+    let state = daemon.state();
+    state.stall_timeout.set(Duration::from_millis(100));
     let all = crowd(&daemon, CONNECTIONS, 3);
     // Refused calls make nobody known.
     let mut refused = crowd(&daemon, 20, 0);
@@ -162,9 +162,9 @@ async fn connections_on_which_nobody_shows_a_token_end_whatever_else_they_do() {
         raw.call(1, "/kvarts.v1.Store/Exists", Some("kvarts_not_this_one"));
         raw.data(1, &[0; 5], true);
     }
-    until("all of them are in, or gone again", || node.calls() == 0).await;
-    until("their places come back", || node.connections.available_permits() == node.connections_all).await;
-    assert_eq!(node.strangers.count(), (0, 0));
+    until("all of them are in, or gone again", || state.calls() == 0).await;
+    until("their places come back", || state.connections.available_permits() == state.connections_all).await;
+    assert_eq!(state.strangers.count(), (0, 0));
     drop((all, refused));
     daemon.stop().await.unwrap();
 }
@@ -174,14 +174,14 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
     const PLACES: usize = 64;
     let scratch = Scratch::new("anybody-places");
     let daemon = start(&scratch, PLACES, &tokens()).await;
-    let (node, address) = (daemon.node(), daemon.grpc().unwrap());
+    let (state, address) = (daemon.state(), daemon.grpc().unwrap());
     // Nobody goes by itself while the test looks.
-    node.patience.set(PATIENCE * 10);
+    state.stall_timeout.set(TIMEOUT * 10);
     let silent = |count: usize| -> Vec<TcpStream> {
         (0..count).map(|_| TcpStream::connect(address).unwrap()).collect()
     };
     let first = silent(PLACES);
-    until("all places are taken", || node.connections.available_permits() == 0).await;
+    until("all places are taken", || state.connections.available_permits() == 0).await;
     let start = Instant::now();
     let known = loop {
         if let Ok(channel) = channel(&daemon).await
@@ -189,7 +189,7 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
         {
             break channel;
         }
-        assert!(start.elapsed() < PATIENCE, "strangers keep everybody out");
+        assert!(start.elapsed() < TIMEOUT, "strangers keep everybody out");
         tokio::time::sleep(Duration::from_millis(50)).await;
     };
     // However many come then, they take each other's places.
@@ -198,6 +198,6 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
     let others = silent(PLACES);
     list(known.clone()).await.unwrap();
     drop((first, more, others, known));
-    until("all go", || node.connections.available_permits() == PLACES).await;
+    until("all go", || state.connections.available_permits() == PLACES).await;
     daemon.stop().await.unwrap();
 }

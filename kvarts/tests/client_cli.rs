@@ -317,7 +317,7 @@ fn a_latched_store_is_shown_and_takes_writes_again_when_it_is_told_to() {
 
 #[test]
 fn a_token_comes_from_a_file_and_decides_what_may_be_done() {
-    let hash = kvarts_server::node::auth::TokenHash::of("kvarts_reader");
+    let hash = kvarts_server::state::auth::TokenHash::of("kvarts_reader");
     let config = format!(
         "[[tenants]]\nname = \"a\"\n[[tokens]]\ntenant = \"a\"\nrights = [\"read\"]\nhash = \"{hash}\"\n"
     );

@@ -17,13 +17,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kvarts_server::node::auth::TokenHash;
-use kvarts_wire::digest::Said;
+use kvarts_server::state::auth::TokenHash;
+use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::proto;
 use kvarts_wire::proto::models_client::ModelsClient;
 use kvarts_wire::proto::reads_client::ReadsClient;
 use kvarts_wire::proto::store_client::StoreClient;
-use raw::{PAGE, PATIENCE, Raw, Scratch, framed, key, keys, page, put_messages, registration, with_token};
+use raw::{PAGE, Raw, Scratch, TIMEOUT, framed, key, keys, page, put_messages, registration, with_token};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::runtime::Runtime;
 use tonic::transport::{Channel, Endpoint};
@@ -163,7 +163,7 @@ impl Server {
             if wanted(&metrics) {
                 return;
             }
-            assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}: {metrics:#?}");
+            assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}: {metrics:#?}");
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -286,7 +286,7 @@ fn crowds_slow_readers_and_endless_uploads_cost_bounded_memory_and_leave_nothing
         ..Default::default()
     };
     let part = proto::put_request::Part::Header(header);
-    let header = proto::PutRequest { crc32: Said::of_put().put(&part), part: Some(part) };
+    let header = proto::PutRequest { crc32: StreamDigest::of_put().put(&part), part: Some(part) };
     for raw in &mut uploads {
         for stream in 0..20 {
             raw.call(stream * 2 + 1, "/kvarts.v1.Store/Put", Some(RED));
@@ -466,7 +466,7 @@ fn slow_putters(server: &Server, token: &str, namespace: &Bytes) -> Vec<Raw> {
     let header =
         proto::PutHeader { namespace: namespace.clone(), keys: keys(1000..1064), ..Default::default() };
     let part = proto::put_request::Part::Header(header);
-    let header = proto::PutRequest { crc32: Said::of_put().put(&part), part: Some(part) };
+    let header = proto::PutRequest { crc32: StreamDigest::of_put().put(&part), part: Some(part) };
     let mut all: Vec<Raw> = (0..10).map(|_| Raw::connect(&server.grpc)).collect();
     for raw in &mut all {
         for stream in 0..20 {

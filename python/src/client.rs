@@ -28,7 +28,7 @@ pub(crate) struct Core {
     pub(crate) store: Arc<dyn KvStore>,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) registry: Registry,
-    patience: Duration,
+    call_timeout: Duration,
     path: &'static str,
     pub(crate) remote: Option<Remote>,
     home: Mutex<Option<Home>>,
@@ -37,13 +37,13 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    pub(crate) fn of_server(remote: Remote, patience: Duration) -> Arc<Self> {
+    pub(crate) fn of_server(remote: Remote, call_timeout: Duration) -> Arc<Self> {
         let path = remote.path().name();
         Arc::new(Self {
             store: Arc::new(remote.clone()),
             clock: Arc::clone(remote.clock()),
             registry: Registry::default(),
-            patience,
+            call_timeout,
             path,
             remote: Some(remote),
             home: Mutex::new(None),
@@ -52,12 +52,12 @@ impl Core {
         })
     }
 
-    pub(crate) fn of_home(home: Home, patience: Duration) -> Arc<Self> {
+    pub(crate) fn of_home(home: Home, call_timeout: Duration) -> Arc<Self> {
         Arc::new(Self {
             store: Arc::new(home.store().clone()),
             clock: Arc::clone(home.store().clock()),
             registry: Registry::default(),
-            patience,
+            call_timeout,
             path: "embedded",
             remote: None,
             home: Mutex::new(Some(home)),
@@ -70,7 +70,7 @@ impl Core {
     pub(crate) fn deadline(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Nanos>> {
         let left = match timeout {
             Some(seconds) => waiting::duration(py, "timeout", seconds)?,
-            None => self.patience,
+            None => self.call_timeout,
         };
         Ok(Some(self.clock.now().plus(left)))
     }
@@ -129,19 +129,19 @@ pub(crate) fn connect(
         (None, None) => None,
         _ => return Err(invalid(py, "certificate", "certificate and private_key belong together")),
     };
-    let patience = waiting::duration(py, "timeout", timeout)?;
+    let call_timeout = waiting::duration(py, "timeout", timeout)?;
     let options = ConnectOptions {
         token,
         authority,
         identity,
         server_name,
-        patience,
+        call_timeout,
         via,
         server_uid,
         ..ConnectOptions::to(endpoint)
     };
     let remote = py.detach(|| Remote::connect(&options)).or_raise(py)?;
-    Ok(Client { core: Guarded::new(Core::of_server(remote, patience)) })
+    Ok(Client { core: Guarded::new(Core::of_server(remote, call_timeout)) })
 }
 
 #[pymethods]
@@ -218,7 +218,7 @@ impl Client {
             return Err(invalid(py, "batches_max", "at least 1"));
         }
         let options =
-            HandleOptions { durable, ttl, lanes, batches_max, timeout: timeout.unwrap_or(core.patience) };
+            HandleOptions { durable, ttl, lanes, batches_max, timeout: timeout.unwrap_or(core.call_timeout) };
         let handle = py.detach(|| Handle::new(core, cut, &options)).or_raise(py)?;
         core.keep(&handle);
         Ok(Pages { handle: Guarded::new(handle) })

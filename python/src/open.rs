@@ -18,7 +18,7 @@ const SEGMENT_MIN: u64 = 32 << 20;
 /// Segments below which a store has no room to work.
 const SEGMENTS_MIN: u64 = 4;
 /// How long a call may take that does not say.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Opens a store.
 #[pyfunction]
@@ -50,5 +50,5 @@ pub(crate) fn open(
         ..HomeOptions::default()
     };
     let home = py.detach(|| Home::open(&options)).or_raise(py)?;
-    Ok(Client { core: Guarded::new(Core::of_home(home, PATIENCE)) })
+    Ok(Client { core: Guarded::new(Core::of_home(home, TIMEOUT)) })
 }

@@ -119,13 +119,13 @@ races! {
     /// A ticket looks for its answer and begins to wait under two locks.
     TicketWaitsLate,
     /// Who waits for a turn looks before it registers.
-    TurnLooksFirst,
+    GateLooksFirst,
     /// A step of a read is counted and announced under two locks.
     AnnounceInTwoSteps,
     /// The eventfd's flag is taken back before the eventfd is emptied.
     RearmFirst,
     /// A place is emptied when one turn has ended since a block was moved away.
-    OneTurnIsEnough,
+    OneEpochIsEnough,
 }
 
 thread_local! {

@@ -8,5 +8,5 @@ pub mod grpc;
 pub mod human;
 pub mod local;
 pub mod metrics;
-pub mod node;
 pub mod scrub;
+pub mod state;

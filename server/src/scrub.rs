@@ -17,14 +17,14 @@ use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 use tokio::time::sleep;
 
-use crate::node::{Bandwidth, Node};
+use crate::state::{Bandwidth, ServerState};
 
 /// Bytes that are read at once; more only where a single layer of a block is more.
 const PIECE_BYTES: u64 = 1 << 20;
 /// Blocks that are read at once.
 const PIECE_BLOCKS: usize = 256;
 /// How long one piece may take, pauses not counted.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a server waits before its first run, if runs are not more often than that.
 const FIRST: Duration = Duration::from_secs(3600);
 
@@ -132,12 +132,12 @@ impl Scrub {
 }
 
 /// Runs again and again, so long after each other, until the future is dropped.
-pub async fn keep(node: Arc<Node>, every: Duration, pace: u64) {
+pub async fn keep(state: Arc<ServerState>, every: Duration, pace: u64) {
     let mut wait = every.min(FIRST);
     loop {
         sleep(wait).await;
         wait = every;
-        match node.scrub.run(&node.engine, Some(pace)).await {
+        match state.scrub.run(&state.engine, Some(pace)).await {
             Ok(report) => tracing::info!(
                 blocks = report.blocks_checked,
                 bytes = report.bytes_checked,
@@ -213,7 +213,7 @@ impl Run<'_> {
             into: Placed::tile(Order::Blocks, shape, tile, self.memory(bytes)?)?,
             verify: Verify::Always,
             class: Class::Background,
-            deadline: Some(self.store.clock().now().plus(PATIENCE)),
+            deadline: Some(self.store.clock().now().plus(TIMEOUT)),
         };
         let all_failed = |reason: Reason| {
             let failures = (0..keys.len() as u32).map(|block| (block, reason.clone())).collect();

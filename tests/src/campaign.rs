@@ -121,7 +121,7 @@ pub struct Work {
     /// Of which kinds.
     pub mix: Mix,
     /// The deadline of each operation that takes one. They must be answered by then, whatever the disk does.
-    pub patience: Option<Duration>,
+    pub timeout: Option<Duration>,
     /// Whether somebody looks at the ledger between polls while the store goes on by itself. Then each poll asks for one
     /// thing at most: what is asked for, answered and taken back within one poll would never be seen.
     pub watched: bool,
@@ -145,7 +145,7 @@ pub struct Budgets {
 impl Work {
     /// So many operations, without deadlines, on a store whose budget stays as it is.
     pub fn new(ops: usize, mix: Mix) -> Self {
-        Self { ops, mix, patience: None, watched: false, budgets: None, passes: false }
+        Self { ops, mix, timeout: None, watched: false, budgets: None, passes: false }
     }
 }
 
@@ -170,7 +170,7 @@ pub async fn work_on(store: &Store, ledger: &RefCell<Ledger>, rng: &mut Rng, wor
     let mut holds = Vec::new();
     let mut budgets = work.budgets.map(|budgets| (budgets, budgets.seed.rng()));
     for _ in 0..work.ops {
-        let deadline = work.patience.map(|patience| store.clock().now().plus(patience));
+        let deadline = work.timeout.map(|timeout| store.clock().now().plus(timeout));
         let waits_for = |what| ledger.borrow_mut().waits_for = what;
         ledger.borrow_mut().begun += 1;
         match work.mix.draw(rng) {

@@ -35,13 +35,13 @@ use crate::stage::Scratch;
 pub const BLOCKS: u32 = 6;
 
 /// How long anything may take that must end: whoever waits longer hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Waits until something is so that must come to be.
 pub fn until(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "it never is: {what}");
+        assert!(start.elapsed() < TIMEOUT, "it never is: {what}");
         std::thread::yield_now();
     }
 }

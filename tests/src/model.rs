@@ -226,7 +226,7 @@ impl Model {
     fn try_read(&self, request: &ReadRequest) -> Result<Vec<ReadEvent>, Reason> {
         check_keys(&request.keys)?;
         let blocks = request.keys.len() as u32;
-        if request.into.turns().is_some() {
+        if request.into.gate().is_some() {
             // It answers at once, so layers cannot take turns.
             return Err(Reason::Overlap);
         }

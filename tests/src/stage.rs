@@ -25,7 +25,7 @@ use crate::sim::{CrashState, Media, SimWorld};
 /// Steps of a simulated world after which a wait has hung.
 pub const STEPS_MAX: u64 = 400_000;
 /// How long a real store may take for anything that a test asks.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Where a store under test stands.
 pub trait Stage {
@@ -358,7 +358,7 @@ impl Stage for HomeStage {
     fn wait(&self, done: &mut dyn FnMut() -> bool) {
         let start = Instant::now();
         while !done() {
-            assert!(start.elapsed() < PATIENCE, "no answer for {PATIENCE:?}");
+            assert!(start.elapsed() < TIMEOUT, "no answer for {TIMEOUT:?}");
             std::thread::sleep(Duration::from_micros(50));
         }
     }

@@ -167,7 +167,7 @@ enum Rescue {
 }
 
 const RESCUES: [Rescue; 2] = [Rescue::ItEnds, Rescue::DeclaredLost];
-const PATIENCE: Duration = Duration::from_millis(30);
+const TIMEOUT: Duration = Duration::from_millis(30);
 
 fn rescue(device: &Emulated, how: Rescue) {
     match how {
@@ -184,7 +184,7 @@ fn a_copy_that_never_ends_ends_the_stream_and_keeps_its_memory_until_it_is_done_
             let device = strict(Faults { stuck_copy: Some(stuck), ..Faults::default() });
             let pool = Pool::new(&device, COLUMNS[0]);
             {
-                let pipeline = site.pipeline(&device).with_copy_patience(PATIENCE);
+                let pipeline = site.pipeline(&device).with_copy_timeout(TIMEOUT);
                 let compute = device.stream().unwrap();
                 let _freed = Freed(&device);
                 let mut stream = site.land(&pipeline, &pool).unwrap();
@@ -194,7 +194,7 @@ fn a_copy_that_never_ends_ends_the_stream_and_keeps_its_memory_until_it_is_done_
                     }
                 };
                 let reason = Some(EndReason::Device(DeviceError::Stuck { millis: 30 }));
-                // A machine that is busy may take longer than the patience for an earlier layer too.
+                // A machine that is busy may take longer than the timeout for an earlier layer too.
                 assert!(end.usable_layers <= stuck as u32 && end.reason == reason, "{how:?}: {end:?}");
                 drop(stream);
                 (0..end.usable_layers).for_each(|layer| assert!(pool.is_there(&site, &device, layer)));
@@ -221,7 +221,7 @@ fn a_copy_from_the_device_that_never_ends_stores_nothing_and_keeps_its_memory() 
         {
             let store: Arc<dyn KvStore> = Arc::new(site.store().clone());
             let pipeline = Pipeline::new(store, Arc::new(device.clone()), arena.clone(), Curve::default())
-                .with_copy_patience(PATIENCE);
+                .with_copy_timeout(TIMEOUT);
             let compute = device.stream().unwrap();
             let _freed = Freed(&device);
             let mut sink = pipeline.store_layers(request).unwrap();
@@ -252,7 +252,7 @@ fn a_deadline_ends_a_seal_that_waits_for_a_copy_and_no_layer_is_called_written_t
     {
         let store: Arc<dyn KvStore> = Arc::new(site.store().clone());
         let pipeline = Pipeline::new(store, Arc::new(device.clone()), arena.clone(), Curve::default());
-        let pipeline = pipeline.with_copy_patience(Duration::from_secs(60));
+        let pipeline = pipeline.with_copy_timeout(Duration::from_secs(60));
         let compute = device.stream().unwrap();
         let _freed = Freed(&device);
         let clock = site.store().clock();

@@ -333,7 +333,7 @@ fn a_copy_back_that_never_ends_ends_the_stream_and_keeps_its_memory_until_it_is_
     let device = strict(faults);
     {
         let (pipeline, arena) = straight(&site, &device, RING);
-        let pipeline = pipeline.with_copy_patience(Duration::from_millis(20));
+        let pipeline = pipeline.with_copy_timeout(Duration::from_millis(20));
         let pool = Pool::new(&device, COLUMNS[0]);
         let compute = device.stream().unwrap();
         let request = LandRequest { verify: Verify::Sample(1000), ..site.request(&pool) };
@@ -362,7 +362,7 @@ fn nothing_is_given_out_behind_a_copy_that_failed_and_a_stop_ends_what_was_read_
         {
             // Room for every layer: all of them are read before the first copy ends.
             let (pipeline, arena) = straight(&site, &device, 1 << 20);
-            let pipeline = pipeline.with_copy_patience(Duration::from_millis(20));
+            let pipeline = pipeline.with_copy_timeout(Duration::from_millis(20));
             let pool = Pool::new(&device, COLUMNS[0]);
             let compute = device.stream().unwrap();
             let request = LandRequest { depth_bytes: 1 << 20, ..site.request(&pool) };
@@ -448,12 +448,12 @@ fn slots_that_the_engine_still_reads_are_written_behind_it_and_who_does_not_wait
 
 #[test]
 fn a_read_that_stands_still_sends_its_layers_through_the_arena_and_counts_as_a_failure() {
-    let site = Site::new("straight-patience");
+    let site = Site::new("straight-timeout");
     let device = strict(Faults { stuck_read: Some(0), ..Faults::default() });
     {
         let _freed = Freed(&device);
         let (pipeline, arena) = straight(&site, &device, RING);
-        let hasty = pipeline.clone().with_read_patience(Duration::from_millis(30));
+        let hasty = pipeline.clone().with_read_timeout(Duration::from_millis(30));
         assert_eq!(landed(&site, &hasty, &device, Verify::Always), whole());
         let found = used(&pipeline);
         assert_eq!((found.layers, found.staged, found.off), (0, 1, false));
@@ -483,8 +483,8 @@ fn a_stream_that_is_left_while_a_read_stands_still_counts_once_that_is_late() {
         let mut stream = pipeline.land(LandRequest { deadline, ..site.request(&pool) }).unwrap();
         assert_eq!(run(&mut stream, &pool, &device, &compute).1.reason, Some(EndReason::Deadline));
         drop(stream);
-        // What it read into stands still for longer than a shorter patience by now.
-        let hasty = pipeline.with_read_patience(Duration::from_millis(1));
+        // What it read into stands still for longer than a shorter timeout by now.
+        let hasty = pipeline.with_read_timeout(Duration::from_millis(1));
         device.fail_reads(true);
         for left in (1..FAILURES_MAX).rev() {
             assert_eq!(landed(&site, &hasty, &device, Verify::Always), whole());

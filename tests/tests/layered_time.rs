@@ -16,7 +16,7 @@ use kvarts_tests::stage::{SimStage, Stage};
 use kvarts_tests::witness::{directories, examine, problems};
 
 /// How long a caller cares.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a slow disk takes.
 const SLOW: Duration = Duration::from_secs(40);
 /// What answering takes, at most.
@@ -61,7 +61,7 @@ fn finish(stage: &SimStage, mut put: Layered, ledger: &RefCell<Ledger>) {
 /// Begins one with a deadline, while what it needs comes only later; gives when it was answered, counted from then.
 fn begin_late(stage: &SimStage, bring: Poller) -> Duration {
     let begun = stage.now();
-    let answer = wait(stage, Layered::begin_by(stage.engine(), bring, Some(begun.plus(PATIENCE))));
+    let answer = wait(stage, Layered::begin_by(stage.engine(), bring, Some(begun.plus(TIMEOUT))));
     assert!(matches!(answer, Err(Reason::DeadlinePassed)), "{answer:?}");
     stage.now().since(begun)
 }
@@ -75,7 +75,7 @@ fn one_that_waits_for_a_segment_is_answered_at_its_deadline_and_the_segment_is_t
     let (before, segments) = (stage.engine().holding(), stage.engine().segments().len());
     stage.world().disk().inject(Rule::new(Which::Kind(OpKind::Open), When::Nth(1), Effect::Delay(SLOW)));
     let took = begin_late(&stage, bring(4, 2, 2));
-    assert!(took >= PATIENCE && took < PATIENCE + MOMENT, "answered after {took:?}");
+    assert!(took >= TIMEOUT && took < TIMEOUT + MOMENT, "answered after {took:?}");
     assert_eq!(stage.world().disk().struck(), 1, "it was waiting for a segment");
     let after = stage.engine().holding();
     assert_eq!((after.claims, after.promised), (before.claims, before.promised));
@@ -111,7 +111,7 @@ fn one_that_waits_behind_another_that_gets_a_segment_is_answered_at_its_deadline
         stage.world().step();
     }
     let took = begin_late(&stage, bring(5, 1, 3));
-    assert!(took < PATIENCE + MOMENT, "answered after {took:?}");
+    assert!(took < TIMEOUT + MOMENT, "answered after {took:?}");
     let put = wait(&stage, first).unwrap();
     finish(&stage, put, &ledger);
     let put = wait(&stage, Layered::begin(stage.engine(), bring(5, 1, 4))).unwrap();
@@ -125,7 +125,7 @@ fn one_whose_segment_never_comes_is_answered_at_its_deadline() {
     let stage = open(3, &options());
     stage.world().disk().inject(Rule::new(Which::Kind(OpKind::Open), When::From(1), Effect::Stuck));
     let took = begin_late(&stage, bring(4, 2, 2));
-    assert!(took < PATIENCE + MOMENT, "answered after {took:?}");
+    assert!(took < TIMEOUT + MOMENT, "answered after {took:?}");
     let after = stage.engine().holding();
     assert_eq!((after.claims, after.promised), (0, 0));
 }
@@ -133,7 +133,7 @@ fn one_whose_segment_never_comes_is_answered_at_its_deadline() {
 #[test]
 fn whoever_waits_for_a_layer_that_is_never_written_is_told_at_the_deadline() {
     let stage = open(4, &options());
-    let deadline = stage.now().plus(PATIENCE);
+    let deadline = stage.now().plus(TIMEOUT);
     let mut put = wait(&stage, Layered::begin_by(stage.engine(), bring(0, 2, 1), Some(deadline))).unwrap();
     stage.world().disk().inject(Rule::new(Which::Kind(OpKind::Write), When::From(1), Effect::Stuck));
     wait(&stage, put.next());

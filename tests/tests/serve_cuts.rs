@@ -55,8 +55,8 @@ impl Scene {
         let desk = Desk::new(&beside, "undisturbed");
         let stored = desk.outcomes(desk.request(pages(), &undisturbed(&desk), 1));
         assert_eq!(stored, vec![BlockOutcome::Stored; 4]);
-        let node = served.daemon().node();
-        let (holding, turns) = (node.engine.holding(), node.puts.left());
+        let state = served.daemon().state();
+        let (holding, turns) = (state.engine.holding(), state.puts.left());
         Self { served, proxy, through, beside, panics, holding, turns }
     }
 
@@ -98,13 +98,13 @@ impl Scene {
         let desk = Desk::new(&self.beside, "undisturbed");
         desk.expect(pages(), &undisturbed(&desk), 1);
         self.served.until("everything comes back", |daemon| {
-            let node = daemon.node();
-            node.memory.usage().iter().all(|usage| usage.used == 0)
-                && node.calls() == 0
-                && node.puts.left() == self.turns
-                && node.engine.holding() == self.holding
+            let state = daemon.state();
+            state.memory.usage().iter().all(|usage| usage.used == 0)
+                && state.calls() == 0
+                && state.puts.left() == self.turns
+                && state.engine.holding() == self.holding
                 // Both clients have one connection, or are about to have one again.
-                && node.connections_all - node.connections.available_permits() <= 2
+                && state.connections_all - state.connections.available_permits() <= 2
         });
     }
 
@@ -112,9 +112,9 @@ impl Scene {
     fn end(mut self) {
         let desk = Desk::new(&self.beside, "undisturbed");
         desk.expect(pages(), &undisturbed(&desk), 1);
-        let node = self.served.daemon().node();
-        audit::books(&node.engine).unwrap();
-        let stats = node.engine.stats();
+        let state = self.served.daemon().state();
+        audit::books(&state.engine).unwrap();
+        let stats = state.engine.stats();
         assert_eq!((stats.counts.chunks_damaged, stats.counts.blocks_quarantined), (0, 0));
         let metrics = self.served.metrics();
         let defects = |line: &&str| line.starts_with("kvarts_calls_total") && line.contains("Internal");
@@ -307,11 +307,11 @@ fn a_put_whose_answer_is_lost_is_there_and_can_be_asked_for_again() {
         let keys = desk.keys(round * BLOCKS..(round + 1) * BLOCKS);
         let cut = Cut::turn(round as usize);
         // Nothing of the answer comes, or its beginning.
-        let before = scene.served.daemon().node().engine.stats().counts.blocks_stored;
+        let before = scene.served.daemon().state().engine.stats().counts.blocks_stored;
         let ticket = scene.through.0.put(desk.request(pages(), &keys, 1));
         scene.served.until("the put arrives", |daemon| {
-            let node = daemon.node();
-            node.engine.stats().counts.blocks_stored > before || node.calls() > 0
+            let state = daemon.state();
+            state.engine.stats().counts.blocks_stored > before || state.calls() > 0
         });
         scene.proxy.cut_after(Way::Down, round as usize * 3, cut);
         let answer = scene.through.answer(ticket);
@@ -370,16 +370,16 @@ fn bytes_that_a_wire_changes_are_neither_stored_nor_called_good() {
 }
 
 #[test]
-fn an_answer_that_stands_still_in_its_middle_ends_by_the_callers_patience() {
+fn an_answer_that_stands_still_in_its_middle_ends_by_the_callers_timeout() {
     let scene = Scene::open("cut-still");
     let other = Desk::new(&scene.beside, "cut");
     let keys = other.keys(0..BLOCKS);
     assert_eq!(other.outcomes(other.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; BLOCKS as usize]);
     // Of an answer comes nothing, the head, and a part of the message.
     for third in 0..3 {
-        let patience = std::time::Duration::from_secs(2);
+        let call_timeout = std::time::Duration::from_secs(2);
         let options =
-            ConnectOptions { via: Via::Grpc, patience, ..ConnectOptions::to(scene.proxy.endpoint()) };
+            ConnectOptions { via: Via::Grpc, call_timeout, ..ConnectOptions::to(scene.proxy.endpoint()) };
         let client = Beside(Client::connect(&options).unwrap());
         let desk = Desk::new(&client, "cut");
         let all = (0..BLOCKS as u32).collect::<Vec<_>>();

@@ -25,7 +25,7 @@ use served::{Beside, Served};
 /// Blocks of a request.
 const BLOCKS: u64 = 3;
 /// How long a read waits for the rest of a frame whose length was changed.
-const PATIENCE: Duration = Duration::from_millis(300);
+const TIMEOUT: Duration = Duration::from_millis(300);
 /// Every so many bytes of a block one is changed.
 const STEP: usize = 61;
 
@@ -55,7 +55,7 @@ fn all_bits() -> bool {
     std::env::var("KVARTS_FLIPS").is_ok_and(|value| value == "all")
 }
 
-/// Every so many bytes of a registration one is changed: many of them are waited for until patience ends.
+/// Every so many bytes of a registration one is changed: many of them are waited for until the timeout.
 fn step() -> usize {
     if all_bits() { 1 } else { 5 }
 }
@@ -84,18 +84,18 @@ impl Scene {
     }
 
     /// One who waits no longer for an answer.
-    fn through_within(&self, patience: Duration) -> Beside {
+    fn through_within(&self, call_timeout: Duration) -> Beside {
         let options =
-            ConnectOptions { via: Via::Grpc, patience, ..ConnectOptions::to(self.proxy.endpoint()) };
+            ConnectOptions { via: Via::Grpc, call_timeout, ..ConnectOptions::to(self.proxy.endpoint()) };
         // It is also how long connecting may take, which is not what is tried.
         let connected = (0..100).find_map(|_| Client::connect(&options).ok());
         Beside(connected.expect("a connection"))
     }
 
     fn end(mut self) {
-        let node = self.served.daemon().node();
-        audit::books(&node.engine).unwrap();
-        let stats = node.engine.stats();
+        let state = self.served.daemon().state();
+        audit::books(&state.engine).unwrap();
+        let stats = state.engine.stats();
         assert_eq!((stats.counts.chunks_damaged, stats.counts.blocks_quarantined), (0, 0));
         self.served.stop();
         assert_eq!(panics(), self.panics, "something panicked");
@@ -166,7 +166,7 @@ fn reads(
         let through = scene.through();
         let desk = Desk::new(&through, "flips");
         let keys = desk.keys(0..BLOCKS);
-        let deadline = Some(through.now().plus(PATIENCE));
+        let deadline = Some(through.now().plus(TIMEOUT));
         let request =
             ReadRequest { order, layers: layers.clone(), deadline, ..desk.read_request(column, &keys) };
         scene.proxy.carried();
@@ -231,7 +231,7 @@ fn a_registration_with_any_byte_changed_gives_the_name_of_no_other_model() {
     let scene = Scene::open("flips-models");
     let expected = Desk::new(&scene.beside, "flips").namespace;
     let register = |way: Way, flip: Option<(usize, u8)>| {
-        let through = scene.through_within(PATIENCE);
+        let through = scene.through_within(TIMEOUT);
         scene.proxy.carried();
         if let Some((at, bits)) = flip {
             scene.proxy.flip(way, at, bits);
@@ -269,9 +269,9 @@ fn a_put_with_any_byte_changed_stores_what_was_put_or_nothing() {
         let desk = Desk::new(&through, "flips");
         let keys: Vec<BlockKey> = desk.keys(round * 2..round * 2 + 2);
         round += 1;
-        let deadline = Some(through.now().plus(PATIENCE));
+        let deadline = Some(through.now().plus(TIMEOUT));
         let request = PutRequest { deadline, ..desk.request(columns()[1], &keys, 1) };
-        let stored = || scene.served.daemon().node().engine.stats().counts.blocks_stored;
+        let stored = || scene.served.daemon().state().engine.stats().counts.blocks_stored;
         let before = stored();
         scene.proxy.carried();
         if let Some((at, bits)) = flip {
@@ -281,8 +281,8 @@ fn a_put_with_any_byte_changed_stores_what_was_put_or_nothing() {
         let was_flipped = scene.proxy.was_flipped();
         drop(through);
         scene.served.until("nothing is under way", |daemon| {
-            let holding = daemon.node().engine.holding();
-            daemon.node().calls() == 0 && (holding.claims, holding.promised, holding.reserved) == (0, 0, 0)
+            let holding = daemon.state().engine.holding();
+            daemon.state().calls() == 0 && (holding.claims, holding.promised, holding.reserved) == (0, 0, 0)
         });
         // What is there under its keys is what was put, and nothing is there under others.
         let there = expect_there(&other, &keys);
@@ -312,7 +312,7 @@ fn an_answer_to_a_put_with_any_byte_changed_is_what_was_answered_or_an_error() {
     let again = |flip: Option<(usize, u8)>| {
         let through = scene.through();
         let desk = Desk::new(&through, "flips");
-        let deadline = Some(through.now().plus(PATIENCE));
+        let deadline = Some(through.now().plus(TIMEOUT));
         let request = PutRequest { deadline, ..desk.request(columns()[1], &desk.keys(0..BLOCKS), 1) };
         scene.proxy.carried();
         if let Some((at, bits)) = flip {

@@ -83,7 +83,7 @@ fn a_latched_store_is_told_of_wherever_somebody_asks_until_it_resumes() {
 #[test]
 fn a_server_that_drains_says_so() {
     let stage = ClientStage::open("draining");
-    stage.served.daemon().node().start_drain();
+    stage.served.daemon().state().start_drain();
     let (status, why) = health(&stage.served);
     assert_eq!((status, why.as_str()), (503, "the server is about to stop\n"));
 }

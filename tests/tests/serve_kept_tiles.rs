@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Waker};
 
 use kvarts_client::Client;
 use kvarts_layout::{BlockKey, Layout, NamespaceId};
-use kvarts_server::node::auth::TokenHash;
+use kvarts_server::state::auth::TokenHash;
 use kvarts_store::api::{DeleteRequest, KvStore, Order, ReadEnd, ReadRequest, Target};
 use kvarts_store::error::Reason;
 use kvarts_store::rt::blocking::block_on;
@@ -18,11 +18,11 @@ use served::{ClientStage, Served};
 
 /// Tiles given from memory so far, and those that were read.
 fn counts(served: &Served) -> (u64, u64) {
-    served.daemon().node().memory.tiles().counts()
+    served.daemon().state().memory.tiles().counts()
 }
 
 fn kept_bytes(served: &Served) -> u64 {
-    (0..2).map(|part| served.daemon().node().memory.tiles().bytes(part)).sum()
+    (0..2).map(|part| served.daemon().state().memory.tiles().bytes(part)).sum()
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn all_memory_of_requests_can_be_had_however_much_of_it_keeps_tiles() {
             desk.expect(pages(), some, 1);
         }
     }
-    let memory = &stage.served.daemon().node().memory;
+    let memory = &stage.served.daemon().state().memory;
     assert!(kept_bytes(&stage.served) > 8 << 20, "{}", kept_bytes(&stage.served));
     stage.served.until("memory is back", |_| memory.usage().iter().all(|usage| usage.used == 0));
     assert!(!memory.is_crowded());

@@ -52,7 +52,7 @@ fn within(arena: Arena) -> impl Fn(usize) -> SharedBuf {
 }
 
 fn modes(stage: &ClientStage) -> Vec<&'static str> {
-    let clients = stage.served.daemon().node().locals.clients();
+    let clients = stage.served.daemon().state().locals.clients();
     clients.iter().flat_map(|client| &client.modes).map(|mode| mode.name()).collect()
 }
 
@@ -214,6 +214,6 @@ fn damage_on_disk_is_a_miss_in_each_mode_and_the_block_goes_out_of_service() {
         let rest = [0, 1, 2, 4, 5].map(|at| keys[at]);
         desk.expect(pages(), &rest, 2);
     }
-    let counts = stage.served.daemon().node().engine.stats().counts;
+    let counts = stage.served.daemon().state().engine.stats().counts;
     assert_eq!(counts.blocks_quarantined, 3);
 }

@@ -158,12 +158,12 @@ fn requests_that_were_cancelled_count_until_they_have_ended() {
         }
         stream.write_all(&frame(Kind::Unlock, wanted, &proto::UnlockRequest { lease: 1 })).unwrap();
     });
-    let (done, node) = (Arc::clone(&stop), Arc::clone(stage.served.daemon().node()));
+    let (done, state) = (Arc::clone(&stop), Arc::clone(stage.served.daemon().state()));
     std::thread::scope(|scope| {
         let watching = scope.spawn(move || {
             let mut most = 0;
             while !done.load(Ordering::Relaxed) {
-                let clients = node.locals.clients();
+                let clients = state.locals.clients();
                 most = most.max(clients.iter().map(|client| client.under_way).max().unwrap_or(0));
             }
             most
@@ -292,7 +292,7 @@ fn parts_of_a_read_are_of_one_production_of_each_block() {
 
 fn tokens() -> String {
     let token = |tenant: &str, name: &str, rights: &str| {
-        let hash = kvarts_server::node::auth::TokenHash::of(name);
+        let hash = kvarts_server::state::auth::TokenHash::of(name);
         format!("[[tokens]]\ntenant = \"{tenant}\"\nrights = [{rights}]\nhash = \"{hash}\"\n")
     };
     let all = [
@@ -384,7 +384,7 @@ fn a_session_has_as_many_memories_and_leases_as_it_may() {
     assert_eq!(raw.answer::<proto::ExistsReply>().unwrap_err().reason(), proto::Reason::TooMany);
     drop(raw);
     expect_nothing_left(&stage.served);
-    assert_eq!(stage.served.daemon().node().engine.holding().leases, 0);
+    assert_eq!(stage.served.daemon().state().engine.holding().leases, 0);
 }
 
 #[test]
@@ -535,7 +535,7 @@ fn a_client_that_rewrites_or_empties_its_memory_during_reads_takes_no_block_from
     stop.store(true, Ordering::Relaxed);
     scribbling.join().unwrap();
     assert!(mismatched > 0, "nothing was rewritten at the right moment");
-    let stats = stage.served.daemon().node().engine.stats();
+    let stats = stage.served.daemon().state().engine.stats();
     assert_eq!((stats.counts.chunks_damaged, stats.counts.blocks_quarantined), (0, 0));
     drop((raw, region, file));
     expect_nothing_left(&stage.served);
@@ -573,7 +573,7 @@ fn a_client_that_takes_no_answers_holds_up_nobody() {
     assert!(stuck, "the server takes requests without end");
     expect_served(&stage, 1);
     desk.expect(pages(), &keys, 1);
-    let queued = stage.served.daemon().node().locals.clients().len();
+    let queued = stage.served.daemon().state().locals.clients().len();
     assert_eq!(queued, 1);
     drop(raw);
     expect_nothing_left(&stage.served);
@@ -631,7 +631,7 @@ fn leases_end_with_the_connection_that_took_them() {
         client.pin(desk.namespace, (group, coordinate), &keys, Duration::from_secs(60)).unwrap();
     assert_eq!((pinned.is_some(), held), (true, 8));
     let held = |daemon: &kvarts_server::daemon::Daemon| {
-        daemon.node().locals.clients().iter().map(|client| client.leases).sum::<u32>()
+        daemon.state().locals.clients().iter().map(|client| client.leases).sum::<u32>()
     };
     assert_eq!(held(stage.served.daemon()), 2);
     client.renew(lease, Duration::from_secs(7200)).unwrap();
@@ -647,7 +647,7 @@ fn leases_end_with_the_connection_that_took_them() {
 fn a_pool_is_registered_with_the_rings_until_it_is_given_back() {
     let served = Served::start("local-registered", "");
     let client = served.local(None);
-    let pinned = |daemon: &kvarts_server::daemon::Daemon| daemon.node().locals.pinned();
+    let pinned = |daemon: &kvarts_server::daemon::Daemon| daemon.state().locals.pinned();
     let pool = client.pool(1 << 20).unwrap();
     assert_eq!(pinned(served.daemon()), 1 << 20);
     // It can be read into before, while and after it is registered: it is the same memory.
@@ -669,9 +669,9 @@ fn pools_leave_with_their_last_user_and_more_than_may_be_shared_is_refused() {
     let pool = client.pool(6 << 20).unwrap();
     assert!(client.pool(4 << 20).is_err());
     let piece = Arena::new(pool).try_take(4096).unwrap();
-    assert_eq!(served.daemon().node().locals.mapped(), 6 << 20);
+    assert_eq!(served.daemon().state().locals.mapped(), 6 << 20);
     drop(piece);
-    served.until("the pool is forgotten", |daemon| daemon.node().locals.mapped() == 0);
+    served.until("the pool is forgotten", |daemon| daemon.state().locals.mapped() == 0);
     assert!(client.pool(4 << 20).is_ok());
     let mut left = Raw::open(&served);
     let _ = left.stream.read(&mut []);

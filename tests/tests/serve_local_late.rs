@@ -33,7 +33,7 @@ use rustix::net::{
 };
 use served::{ClientStage, Served};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What the one in between saw and has.
 #[derive(Default)]
@@ -89,12 +89,12 @@ impl Between {
     }
 
     fn client(&self) -> Client {
-        self.patient(PATIENCE)
+        self.patient(TIMEOUT)
     }
 
-    fn patient(&self, patience: Duration) -> Client {
+    fn patient(&self, call_timeout: Duration) -> Client {
         let endpoint = format!("unix:{}", self.path.display());
-        let options = ConnectOptions { via: Via::Local, patience, ..ConnectOptions::to(endpoint) };
+        let options = ConnectOptions { via: Via::Local, call_timeout, ..ConnectOptions::to(endpoint) };
         Client::connect(&options).unwrap()
     }
 
@@ -108,7 +108,7 @@ impl Between {
 fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+        assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }

@@ -59,7 +59,7 @@ fn windows_for_memory_that_is_not_shared_are_registered_with_the_rings() {
     let keys = desk.keys(0..4);
     desk.store(pages(), &keys, 1, kvarts_layout::Layout::LayerBlock);
     desk.expect(pages(), &keys, 1);
-    assert_eq!(stage.served.daemon().node().locals.pinned(), kvarts_wire::local::limits::WINDOWS_BYTES);
+    assert_eq!(stage.served.daemon().state().locals.pinned(), kvarts_wire::local::limits::WINDOWS_BYTES);
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn memory_that_takes_no_bytes_any_more_is_an_error_of_its_client_alone() {
     desk.expect(pages(), &keys, 1);
     drop((raw, file));
     expect_nothing_left(&stage.served);
-    assert_eq!(stage.served.daemon().node().engine.stats().counts.blocks_quarantined, 0);
+    assert_eq!(stage.served.daemon().state().engine.stats().counts.blocks_quarantined, 0);
 }
 
 /// Half of the blocks lie on pages, which the disk writes to by itself, and half are copied, which fails: the failure says
@@ -232,7 +232,7 @@ fn a_long_look_up_is_answered_while_the_session_goes_on() {
     assert_eq!(answered.into_values().collect::<Vec<_>>(), [long, long, long, long, (4, true)]);
     drop(raw);
     expect_nothing_left(&stage.served);
-    assert_eq!(stage.served.daemon().node().engine.holding().leases, 0);
+    assert_eq!(stage.served.daemon().state().engine.holding().leases, 0);
 }
 
 #[test]
@@ -248,16 +248,16 @@ fn the_lease_of_a_long_look_up_ends_with_the_session_that_asked_for_it() {
         lease_ms: 3_600_000,
         ..proto::ExistsRequest::default()
     };
-    let node = std::sync::Arc::clone(stage.served.daemon().node());
+    let state = std::sync::Arc::clone(stage.served.daemon().state());
     for _ in 0..8 {
         let mut raw = Raw::open(&stage.served);
         raw.say(Kind::Exists, 1, &exists);
         // It leaves while it is looked up, as nearly as can be seen from outside.
-        stage
-            .served
-            .until("the look-up is under way", |_| node.heavy.used() > 0 || node.engine.holding().leases > 0);
+        stage.served.until("the look-up is under way", |_| {
+            state.heavy.used() > 0 || state.engine.holding().leases > 0
+        });
         drop(raw);
         expect_nothing_left(&stage.served);
-        assert_eq!(node.engine.holding().leases, 0);
+        assert_eq!(state.engine.holding().leases, 0);
     }
 }

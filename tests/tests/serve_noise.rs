@@ -118,20 +118,20 @@ impl Scene {
 
     fn expect_free(&self) {
         self.stage.served.until("everything comes back", |daemon| {
-            let node = daemon.node();
-            let holding = node.engine.holding();
-            node.memory.usage().iter().all(|usage| usage.used == 0)
-                && node.calls() == 0
-                && node.puts.left().1 == 0
+            let state = daemon.state();
+            let holding = state.engine.holding();
+            state.memory.usage().iter().all(|usage| usage.used == 0)
+                && state.calls() == 0
+                && state.puts.left().1 == 0
                 && (holding.claims, holding.promised, holding.reserved) == (0, 0, 0)
-                && node.connections_all - node.connections.available_permits() <= 1
+                && state.connections_all - state.connections.available_permits() <= 1
         });
     }
 
     fn end(mut self) {
         self.expect_served();
         self.expect_free();
-        audit::books(&self.stage.served.daemon().node().engine).unwrap();
+        audit::books(&self.stage.served.daemon().state().engine).unwrap();
         let metrics = self.stage.served.metrics();
         let defects = |line: &&str| line.starts_with("kvarts_calls_total") && line.contains("Internal");
         assert_eq!(metrics.lines().find(defects), None);
@@ -295,8 +295,8 @@ fn a_recorded_conversation_with_changes_never_stores_other_bytes() {
     };
     // As it was it stores again what it stored, if it is given the time.
     forget();
-    let node = Arc::clone(scene.stage.served.daemon().node());
-    let stored_now = || node.engine.stats().counts.blocks_stored;
+    let state = Arc::clone(scene.stage.served.daemon().state());
+    let stored_now = || state.engine.stats().counts.blocks_stored;
     while desk.read(&desk.read_request(pages(), &keys)).1.usable_blocks == 0 {
         let before = stored_now();
         say_until(&scene.stage.served, &bytes, || stored_now() > before);
@@ -309,7 +309,7 @@ fn a_recorded_conversation_with_changes_never_stores_other_bytes() {
         let mut rng = Seed(seed).child("changed").rng();
         let (before, mut quiet) = (stored_now(), 0);
         say_until(&scene.stage.served, &changed(&mut rng, &bytes, &starts), || {
-            quiet += u32::from(node.calls() == 0);
+            quiet += u32::from(state.calls() == 0);
             stored_now() > before || quiet > 3
         });
         scene.expect_served();
@@ -324,7 +324,7 @@ fn a_recorded_conversation_with_changes_never_stores_other_bytes() {
     }
     eprintln!("{stored} blocks stored by conversations with changes");
     assert!(stored > 0, "no change left the put as it was");
-    drop(node);
+    drop(state);
     scene.end();
 }
 
@@ -411,7 +411,7 @@ fn headers(path: &str) -> Vec<u8> {
 fn requests_that_never_become_whole_share_bounded_memory_and_end() {
     const CONNECTIONS: usize = 24;
     let scene = Scene::open("noise-endless");
-    let node = Arc::clone(scene.stage.served.daemon().node());
+    let state = Arc::clone(scene.stage.served.daemon().state());
     let begun = |path: &str, stream: u32| {
         // A message of 8 MiB begins; as much of it comes as a stream may have on its way.
         let mut bytes = frame(1, 4, stream, &headers(path));
@@ -436,19 +436,19 @@ fn requests_that_never_become_whole_share_bounded_memory_and_end() {
         open.push(stream);
     }
     scene.stage.served.until("they fill what there is for them", |_| {
-        node.receiving.bytes() > limits::LARGE_BYTES_MAX as u64 / 2
+        state.receiving.bytes() > limits::LARGE_BYTES_MAX as u64 / 2
     });
-    assert!(node.receiving.bytes() <= limits::LARGE_BYTES_MAX as u64);
+    assert!(state.receiving.bytes() <= limits::LARGE_BYTES_MAX as u64);
     scene.stage.served.until("those for whom there is no room are sent away", |_| {
-        node.calls() < 2 * CONNECTIONS as u64 && node.receiving.bytes() <= limits::LARGE_BYTES_MAX as u64
+        state.calls() < 2 * CONNECTIONS as u64 && state.receiving.bytes() <= limits::LARGE_BYTES_MAX as u64
     });
     scene.expect_served();
     // Their connections stay, they do not; but for one whose bytes still come when its stream is long forgotten, which
     // HTTP/2 ends.
-    scene.stage.served.until("they are ended", |_| node.calls() == 0 && node.receiving.bytes() == 0);
-    let connected = node.connections_all - node.connections.available_permits();
+    scene.stage.served.until("they are ended", |_| state.calls() == 0 && state.receiving.bytes() == 0);
+    let connected = state.connections_all - state.connections.available_permits();
     assert!(connected > CONNECTIONS / 2, "{connected}: it was their connections that ended");
     scene.expect_served();
-    drop((open, node));
+    drop((open, state));
     scene.end();
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kvarts_layout::BlockKey;
 use kvarts_tests::fixture;
-use kvarts_wire::digest::Said;
+use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::limits;
 use kvarts_wire::proto;
 use kvarts_wire::proto::models_client::ModelsClient;
@@ -132,14 +132,14 @@ impl Desk {
 
     /// All memory of requests has come back.
     fn expect_free(&self) {
-        let node = self.served.daemon().node();
+        let state = self.served.daemon().state();
         for _ in 0..2000 {
-            if node.memory.usage().iter().all(|usage| usage.used == 0) && node.calls() == 0 {
+            if state.memory.usage().iter().all(|usage| usage.used == 0) && state.calls() == 0 {
                 return;
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        panic!("memory or calls are kept: {:?}, {} calls", node.memory.usage(), node.calls());
+        panic!("memory or calls are kept: {:?}, {} calls", state.memory.usage(), state.calls());
     }
 
     fn read(&mut self, request: proto::ReadRequest) -> Result<Vec<proto::ReadReply>, Status> {
@@ -173,9 +173,9 @@ fn data(offset: u64, bytes: &[u8]) -> Part {
 
 /// The messages of a put, each with its digest.
 fn messages(parts: Vec<Part>) -> Vec<proto::PutRequest> {
-    let mut said = Said::of_put();
+    let mut digest = StreamDigest::of_put();
     let message = |part: Part| {
-        let crc32 = said.put(&part);
+        let crc32 = digest.put(&part);
         proto::PutRequest { part: Some(part), crc32 }
     };
     parts.into_iter().map(message).collect()
@@ -483,7 +483,7 @@ fn a_reader_that_takes_nothing_holds_a_bounded_part_of_memory_and_disturbs_nobod
         .map(|_| desk.served.runtime.block_on(desk.reads.clone().get(desk.read_request(1024))).unwrap())
         .collect();
     std::thread::sleep(Duration::from_millis(200));
-    let used = desk.served.daemon().node().memory.usage()[0].used;
+    let used = desk.served.daemon().state().memory.usage()[0].used;
     assert!(used as u64 <= 8 * limits::TILE_BYTES, "{used} bytes are held for clients that take nothing");
     // On a connection of its own: what one connection has on its way is shared by its streams.
     let endpoint = tonic::transport::Endpoint::from_shared(desk.served.endpoint()).unwrap();
@@ -495,7 +495,7 @@ fn a_reader_that_takes_nothing_holds_a_bounded_part_of_memory_and_disturbs_nobod
 }
 
 #[test]
-fn what_a_client_never_takes_comes_back_when_patience_ends() {
+fn what_a_client_never_takes_comes_back_after_the_stall_timeout() {
     let mut desk = Desk::open("refusals-never");
     let pages: Vec<u8> = (0..1024u32).flat_map(|n| page(n as u8)).collect();
     let mut parts = vec![Part::Header(desk.header(1024))];
@@ -509,12 +509,12 @@ fn what_a_client_never_takes_comes_back_when_patience_ends() {
             desk.served.runtime.block_on(desk.reads.clone().get(request)).unwrap()
         })
         .into();
-    let node = std::sync::Arc::clone(desk.served.daemon().node());
-    let held = || node.memory.usage().map(|usage| usage.used);
+    let state = std::sync::Arc::clone(desk.served.daemon().state());
+    let held = || state.memory.usage().map(|usage| usage.used);
     assert!(held().iter().all(|used| *used > 0), "nothing is held: {:?}", held());
-    node.patience.set(Duration::from_millis(100));
-    desk.served.until("those who take nothing hold nothing", |_| held() == [0, 0] && node.calls() == 0);
-    node.patience.set(limits::STALL);
+    state.stall_timeout.set(Duration::from_millis(100));
+    desk.served.until("those who take nothing hold nothing", |_| held() == [0, 0] && state.calls() == 0);
+    state.stall_timeout.set(limits::STALL);
     let other = tonic::transport::Endpoint::from_shared(desk.served.endpoint()).unwrap();
     desk.reads = ReadsClient::new(desk.served.runtime.block_on(other.connect()).unwrap());
     assert_eq!(desk.read(desk.read_request(1)).unwrap().len(), 3);
@@ -603,7 +603,7 @@ fn deletes_that_cannot_be_are_refused() {
 fn a_server_that_ended_serving_before_it_is_told_to_stop_still_stops_cleanly() {
     let mut served = Served::start("ended", "");
     let mut daemon = served.daemon.take().unwrap();
-    daemon.node().start_drain();
+    daemon.state().start_drain();
     served.runtime.block_on(async {
         // Which of the two it sees first is up to chance.
         for _ in 0..40 {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvarts_client::Client;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, NamespaceId, Requirements};
-use kvarts_server::node::auth::TokenHash;
+use kvarts_server::state::auth::TokenHash;
 use kvarts_store::api::{
     BlockOutcome, Durability, KvStore, LeaseId, LeaseTerms, MatchReply, MatchRequest, Order, Parent,
     PutRequest, ReadEnd, ReadRequest, Verify,
@@ -175,10 +175,10 @@ fn a_lease_is_its_tenants_and_counts_against_its_cap() {
 }
 
 fn tenant_space(served: &Served, name: &str) -> kvarts_store::ledger::PoolSpace {
-    let node = served.daemon().node();
-    let tenants = node.gate.tenants();
+    let state = served.daemon().state();
+    let tenants = state.gate.tenants();
     let tenant = tenants.iter().find(|tenant| tenant.name == name).unwrap();
-    node.engine.tenant_space(&tenant.salt).unwrap()
+    state.engine.tenant_space(&tenant.salt).unwrap()
 }
 
 #[test]
@@ -354,10 +354,10 @@ fn a_token_that_is_taken_away_ends_for_whoever_uses_it_and_new_ones_work_without
     assert_eq!(find(&green, of_green, &keys, None).unwrap().usable.longest.blocks, 0);
     put(&green, of_green, &keys, 3).unwrap();
     assert_eq!(read(&green, of_green, &keys).unwrap().0.usable_blocks, 2);
-    let node = served.daemon().node();
-    for tenant in node.gate.tenants() {
+    let state = served.daemon().state();
+    for tenant in state.gate.tenants() {
         assert!(
-            node.heavy.own(tenant.number).is_some(),
+            state.heavy.own(tenant.number).is_some(),
             "{}: the new one has its own part, too",
             tenant.name
         );

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvarts_client::Client;
 use kvarts_layout::Layout;
-use kvarts_server::node::auth::TokenHash;
+use kvarts_server::state::auth::TokenHash;
 use kvarts_store::api::{DeleteRequest, KvStore, Target};
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::conformance::{Desk, pages};
@@ -80,7 +80,7 @@ fn what_others_do_shows_in_no_number_and_a_point_is_its_tenants_alone() {
         desk.store(pages(), &desk.keys(round..round + 1), 1, Layout::FullBlock);
         points.push(take(&stage, &mut stream, 1)[0].sequence.unwrap());
     }
-    let engine = stage.served.daemon().node().store().subscribe(None).sequence();
+    let engine = stage.served.daemon().state().store().subscribe(None).sequence();
     assert_eq!(engine.number, 80);
     for pair in points.windows(2) {
         assert!(pair[0].number.abs_diff(pair[1].number) > 1 << 20, "{points:?}");

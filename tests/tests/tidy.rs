@@ -49,7 +49,7 @@ const UNSAFE_FILES: &[&str] = &[
     // Looks at tensors by DLPack's C structure.
     "python/src/dlpack.rs",
     // Filled memory of a request as bytes to send, which nobody writes any more.
-    "server/src/node/memory.rs",
+    "server/src/state/memory.rs",
     // Makes that promise for a window of a read that the engine has announced.
     "server/src/grpc/read.rs",
     // Every access to memory that the kernel writes behind the compiler's back.

@@ -8,7 +8,7 @@ use kvarts_layout::plan::Tile;
 use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
 use kvarts_store::api::{
     Arrived, BlockOutcome, Durability, KvStore, Late, Order, Parent, Placed, PutRequest, ReadRequest,
-    TiledRead, TiledRequest, Turns, Verify,
+    StepGate, TiledRead, TiledRequest, Verify,
 };
 use kvarts_store::engine::{Options, StoreTiles};
 use kvarts_store::error::Reason;
@@ -209,7 +209,7 @@ fn shared_memory_is_refused_where_all_layers_are_needed_at_once() {
     let buffers = (bench.shape.layers().iter().enumerate())
         .map(|(at, layer)| shared[at % 2].slice(0, (layer.bytes() * u64::from(BLOCKS)) as usize).unwrap())
         .collect::<Vec<_>>();
-    let placed = Placed::layers_in_turns(&bench.shape, buffers, BLOCKS, Turns::new(99)).unwrap();
+    let placed = Placed::gated_layers(&bench.shape, buffers, BLOCKS, StepGate::new(99)).unwrap();
     let put = block_on(bench.store().put(bench.put(placed.clone()))).unwrap();
     assert_eq!(put.unwrap_err().0, Reason::Overlap);
     for order in [Order::Layers, Order::Blocks] {

@@ -1,4 +1,4 @@
-//! The digests of reads and puts: each message carries that of all that was said up to and with it.
+//! The digests of reads and puts: each message carries the digest of all messages up to and including itself.
 //!
 //! It covers what says where bytes belong and what is complete as well as the bytes, and it goes on from message to
 //! message. So a message that a wire changed, swallowed, brought twice or took from another call is found before
@@ -12,11 +12,11 @@ use proto::parent::Parent;
 use proto::put_request::Part as PutPart;
 use proto::read_reply::Part as ReadPart;
 
-/// What one call has said so far, digested.
+/// The digest of what one call has sent so far.
 #[derive(Clone, Default, Debug)]
-pub struct Said(Hasher);
+pub struct StreamDigest(Hasher);
 
-impl Said {
+impl StreamDigest {
     /// A put begins with nothing.
     pub fn of_put() -> Self {
         Self::default()
@@ -24,14 +24,14 @@ impl Said {
 
     /// A read begins with what it was asked for.
     pub fn of_read(order: Order, request: &proto::ReadRequest) -> Self {
-        let mut said = Self::default();
-        said.number(if order == Order::Blocks { 1 } else { 2 });
-        said.bytes(&request.namespace);
-        said.column(request.column.as_ref());
+        let mut digest = Self::default();
+        digest.number(if order == Order::Blocks { 1 } else { 2 });
+        digest.bytes(&request.namespace);
+        digest.column(request.column.as_ref());
         let layers = request.layers.unwrap_or_default();
-        said.numbers(&[layers.start.into(), layers.end.into(), of_enum(request.class)]);
-        said.bytes(&request.keys);
-        said
+        digest.numbers(&[layers.start.into(), layers.end.into(), of_enum(request.class)]);
+        digest.bytes(&request.keys);
+        digest
     }
 
     /// The digest with one more message of a put.
@@ -137,7 +137,7 @@ impl Said {
 
 /// The digest of a model as it was understood, and of what it is called by.
 pub fn of_model(identity: &proto::Identity, namespace: &[u8]) -> u32 {
-    let mut said = Said::default();
+    let mut digest = StreamDigest::default();
     for text in [
         &identity.model,
         &identity.revision,
@@ -152,16 +152,16 @@ pub fn of_model(identity: &proto::Identity, namespace: &[u8]) -> u32 {
         &identity.arrangement_layout,
         &identity.arrangement_version,
     ] {
-        said.bytes(text.as_bytes());
+        digest.bytes(text.as_bytes());
     }
-    said.number(identity.block_tokens.into());
-    said.bytes(&identity.spec_fingerprint);
-    said.number(identity.extras.len() as u64);
+    digest.number(identity.block_tokens.into());
+    digest.bytes(&identity.spec_fingerprint);
+    digest.number(identity.extras.len() as u64);
     for text in identity.extras.iter().flat_map(|(name, value)| [name, value]) {
-        said.bytes(text.as_bytes());
+        digest.bytes(text.as_bytes());
     }
-    said.bytes(namespace);
-    said.digest()
+    digest.bytes(namespace);
+    digest.digest()
 }
 
 /// A name's number; one below zero is no name, and as a number of 8 bytes it is none either.
@@ -181,7 +181,7 @@ mod tests {
     /// The numbers were computed from the text in `types.proto` by another program.
     #[test]
     fn digests_are_what_the_contract_says() {
-        let mut said = Said::of_read(
+        let mut digest = StreamDigest::of_read(
             Order::Layers,
             &proto::ReadRequest {
                 namespace: vec![1; 32].into(),
@@ -191,18 +191,18 @@ mod tests {
                 class: 2,
             },
         );
-        assert_eq!(said.digest(), 0x2ef9_1a32);
+        assert_eq!(digest.digest(), 0x2ef9_1a32);
         let data = Bytes::from_static(b"bytes");
         let data = proto::ReadData { layer: 4, first_block: 1, blocks: 2, offset: 7, data };
-        assert_eq!(said.read(&ReadPart::Data(data)), 0x85e4_5e8e);
-        assert_eq!(said.read(&ReadPart::Layer(proto::LayerReady { layer: 4, blocks: 2 })), 0xc4a1_013c);
-        assert_eq!(said.read(&ReadPart::Block(proto::BlockReady { block: 9 })), 0x3bbb_0129);
+        assert_eq!(digest.read(&ReadPart::Data(data)), 0x85e4_5e8e);
+        assert_eq!(digest.read(&ReadPart::Layer(proto::LayerReady { layer: 4, blocks: 2 })), 0xc4a1_013c);
+        assert_eq!(digest.read(&ReadPart::Block(proto::BlockReady { block: 9 })), 0x3bbb_0129);
         let error = |kind, reason| Some(proto::Error { kind, reason, ..Default::default() });
         let failures = vec![proto::read_end::Failure { block: 1, error: error(1, 1) }];
         let end = proto::ReadEnd { usable_blocks: 1, usable_layers: 2, failures };
-        assert_eq!(said.read(&ReadPart::End(end)), 0xb380_2367);
+        assert_eq!(digest.read(&ReadPart::End(end)), 0xb380_2367);
 
-        let mut said = Said::of_put();
+        let mut digest = StreamDigest::of_put();
         let header = proto::PutHeader {
             namespace: vec![1; 32].into(),
             column: column(),
@@ -214,12 +214,12 @@ mod tests {
             expires_after_ms: 9,
             origins: vec![4; 16].into(),
         };
-        assert_eq!(said.put(&PutPart::Header(header)), 0x7335_608c);
+        assert_eq!(digest.put(&PutPart::Header(header)), 0x7335_608c);
         let data = proto::PutData { offset: 7, data: Bytes::from_static(b"bytes") };
-        assert_eq!(said.put(&PutPart::Data(data)), 0x7f62_2422);
+        assert_eq!(digest.put(&PutPart::Data(data)), 0x7f62_2422);
         let outcome = |what, error| proto::PutOutcome { what, error };
         let outcomes = vec![outcome(1, None), outcome(3, error(3, 8))];
-        assert_eq!(said.put_reply(&proto::PutReply { outcomes, crc32: 0 }), 0xf928_58b3);
+        assert_eq!(digest.put_reply(&proto::PutReply { outcomes, crc32: 0 }), 0xf928_58b3);
 
         let mut letters = ('a'..='l').map(String::from);
         let mut next = || letters.next().unwrap();
@@ -250,7 +250,7 @@ mod tests {
         let mut bytes = Hasher::new();
         bytes.update(b"some bytes");
         let whole = proto::ReadData { data: Bytes::from_static(b"some bytes"), ..about.clone() };
-        let (mut one, mut other) = (Said::of_put(), Said::of_put());
+        let (mut one, mut other) = (StreamDigest::of_put(), StreamDigest::of_put());
         for _ in 0..2 {
             let found = one.read_data(&about, &bytes, 10);
             assert_eq!(found, other.read(&ReadPart::Data(whole.clone())));

@@ -90,7 +90,7 @@ impl Fault {
         Reason::Busy(what).into()
     }
 
-    /// The deadline, or the patience with a slow client, is over.
+    /// The deadline passed, or a slow client was waited for long enough.
     pub fn late(what: impl Into<String>) -> Self {
         let (kind, reason) = (proto::Kind::Deadline, proto::Reason::DeadlinePassed);
         Self::new(Code::DeadlineExceeded, kind, reason, what)

@@ -26,11 +26,11 @@ pub const LARGE_RATE: u64 = 256 << 10;
 /// That while.
 pub const LARGE_GRACE: Duration = Duration::from_secs(5);
 /// The most bytes of a message of health or reflection: nobody is asked for a token before it is received.
-pub const ANYBODYS_BYTES_MAX: usize = 4 << 10;
+pub const OPEN_CALL_BYTES_MAX: usize = 4 << 10;
 /// How long a call of health or reflection may go on without a byte from its client while it expects one.
-pub const ANYBODYS_SILENCE: Duration = Duration::from_secs(60);
+pub const OPEN_CALL_SILENCE: Duration = Duration::from_secs(60);
 /// Calls without a token that one connection may have at a time.
-pub const ANYBODYS_CALLS_MAX: usize = 4;
+pub const OPEN_CALLS_MAX: usize = 4;
 /// Bytes that a connection may send before a call on it was let in: a handshake, and calls without a token for as long as
 /// it may be without one that needs a token.
 pub const STRANGERS_BYTES_MAX: usize = 256 << 10;
@@ -77,7 +77,7 @@ pub const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Bytes that every connection begins with: the preface of HTTP/2, of which a silent one has sent less.
 pub const PREFACE_BYTES: usize = 24;
 /// How long a client may take to send one piece of a put: a byte now and then does not hold memory for ever.
-pub const PIECE_PATIENCE: Duration = Duration::from_secs(60);
+pub const PIECE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a call may wait for memory or its tenant's turn.
 pub const WAIT: Duration = Duration::from_secs(20);
 /// The longest deadline that a call gets, also where it asked for none.

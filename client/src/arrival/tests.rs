@@ -59,8 +59,8 @@ fn asked() -> proto::ReadRequest {
 
 /// The messages of a server that was asked for this.
 fn messages(order: Order, parts: &[Part], asked: &proto::ReadRequest) -> Vec<proto::ReadReply> {
-    let mut said = Said::of_read(order, asked);
-    let message = |part: &Part| proto::ReadReply { crc32: said.read(part), part: Some(part.clone()) };
+    let mut digest = StreamDigest::of_read(order, asked);
+    let message = |part: &Part| proto::ReadReply { crc32: digest.read(part), part: Some(part.clone()) };
     parts.iter().map(message).collect()
 }
 

@@ -87,7 +87,7 @@ struct Shared {
     pending: Mutex<BTreeMap<u64, Pending>>,
     /// When those are to be answered at the latest that are under way and have a deadline.
     deadlines: Mutex<BTreeMap<u64, Nanos>>,
-    patience: Duration,
+    call_timeout: Duration,
     broken: AtomicBool,
     /// Asked for before `pending`, never after it.
     turn: Mutex<Turn>,
@@ -110,7 +110,7 @@ pub(super) struct Link {
     shared: Arc<Shared>,
     calls: Calls,
     next: AtomicU64,
-    patience: Duration,
+    call_timeout: Duration,
     /// Where bytes stop on their way to memory that is not shared.
     pub(super) windows: std::sync::OnceLock<Arena>,
 }
@@ -133,7 +133,7 @@ impl Shared {
         let sent = sent.map_err(|error| self.broke(&error))??;
         if let (Sent::NeedsThread, Some(me)) = (sent, self.me.upgrade()) {
             let run = move || {
-                let done = me.outbox.run(&me.stream, me.patience, || me.is_broken());
+                let done = me.outbox.run(&me.stream, me.call_timeout, || me.is_broken());
                 if let Err(error) = done {
                     me.broke(&error);
                 }
@@ -312,7 +312,7 @@ impl Link {
             outbox: Outbox::default(),
             pending: Mutex::new(BTreeMap::new()),
             deadlines: Mutex::default(),
-            patience: whom.patience,
+            call_timeout: whom.call_timeout,
             broken: AtomicBool::new(false),
             turn: Mutex::default(),
             called: Condvar::new(),
@@ -330,7 +330,7 @@ impl Link {
             .spawn(move || attend(&receiver))
             .map_err(fault)?;
         let (next, windows) = (AtomicU64::new(1), std::sync::OnceLock::new());
-        Ok(Arc::new(Self { shared, calls, next, patience: whom.patience, windows }))
+        Ok(Arc::new(Self { shared, calls, next, call_timeout: whom.call_timeout, windows }))
     }
 
     /// Whether the connection has ended, as far as can be seen now.
@@ -382,7 +382,7 @@ impl Link {
         self.shared.send(frame(Kind::Share, id, &message), file)?;
         self.shared.call();
         let answer = slot.answer.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = slot.came.wait_timeout_while(answer, self.patience, |answer| answer.is_none());
+        let waited = slot.came.wait_timeout_while(answer, self.call_timeout, |answer| answer.is_none());
         let (mut answer, _) = waited.unwrap_or_else(PoisonError::into_inner);
         let (_, file) = answer.take().unwrap_or(Err(GONE))?;
         Ok(file)

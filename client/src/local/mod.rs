@@ -133,7 +133,7 @@ impl Inner {
         }
         let slot = self.slot();
         let waited =
-            self.made.wait_timeout_while(slot, self.whom.patience, |slot| matches!(slot, Slot::Making));
+            self.made.wait_timeout_while(slot, self.whom.call_timeout, |slot| matches!(slot, Slot::Making));
         let (mut slot, _) = waited.unwrap_or_else(PoisonError::into_inner);
         let again = match std::mem::replace(&mut *slot, Slot::Making) {
             Slot::None => false,
@@ -360,7 +360,7 @@ impl LocalPath {
                 socket: PathBuf::from(socket.strip_prefix("//").unwrap_or(socket)),
                 token: options.token.clone(),
                 server_uid: options.server_uid,
-                patience: options.patience,
+                call_timeout: options.call_timeout,
             },
             link: Mutex::new(Slot::None),
             made: Condvar::new(),

@@ -97,7 +97,7 @@ impl Outbox {
     pub(super) fn run(
         &self,
         stream: &UnixStream,
-        patience: Duration,
+        call_timeout: Duration,
         is_over: impl Fn() -> bool,
     ) -> io::Result<()> {
         let mut stood_still = Duration::ZERO;
@@ -125,7 +125,7 @@ impl Outbox {
                     Ok(_) | Err(Errno::INTR) => {}
                     Err(error) => return Err(error.into()),
                 }
-                if stood_still > patience {
+                if stood_still > call_timeout {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
             }

@@ -48,7 +48,7 @@ pub(super) struct Inbox {
     pub(super) descriptors: Vec<OwnedFd>,
     scratch: Box<[u8]>,
     /// How long the next frame is waited for; for ever, if nothing is said.
-    patience: Option<Timespec>,
+    call_timeout: Option<Timespec>,
     /// Ends the waiting when it can be read.
     wake: Option<Arc<OwnedFd>>,
 }
@@ -56,14 +56,14 @@ pub(super) struct Inbox {
 impl Default for Inbox {
     fn default() -> Self {
         let scratch = vec![0; RECEIVE_BYTES].into_boxed_slice();
-        Self { bytes: Vec::new(), at: 0, descriptors: Vec::new(), scratch, patience: None, wake: None }
+        Self { bytes: Vec::new(), at: 0, descriptors: Vec::new(), scratch, call_timeout: None, wake: None }
     }
 }
 
 impl Inbox {
     /// Waits for frames as long as it takes, or until `wake` can be read.
     pub(super) fn wait_until(&mut self, wake: Arc<OwnedFd>) {
-        (self.patience, self.wake) = (None, Some(wake));
+        (self.call_timeout, self.wake) = (None, Some(wake));
     }
 
     /// A frame that has arrived.
@@ -92,7 +92,7 @@ impl Inbox {
             let mut wanted: Vec<PollFd<'_>> = wake.into_iter().collect();
             let wakes = wanted.len();
             wanted.push(PollFd::new(stream, PollFlags::IN));
-            match poll(&mut wanted, self.patience.as_ref()) {
+            match poll(&mut wanted, self.call_timeout.as_ref()) {
                 Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
                 Ok(_) if wanted.iter().take(wakes).any(|wake| !wake.revents().is_empty()) => {
                     return Err(io::ErrorKind::ConnectionAborted.into());
@@ -138,7 +138,7 @@ pub(super) struct Whom {
     pub(super) token: Option<String>,
     pub(super) server_uid: Option<u32>,
     /// How long anything may take that is answered at once.
-    pub(super) patience: Duration,
+    pub(super) call_timeout: Duration,
 }
 
 /// A connection that a server has welcomed.
@@ -172,13 +172,13 @@ pub(super) fn connect(whom: &Whom, session: &[u8]) -> Result<Line, Reason> {
     if whom.token.is_some() {
         super::super::peer::check(&stream, whom.server_uid).map_err(fault)?;
     }
-    stream.set_write_timeout(Some(whom.patience)).map_err(fault)?;
+    stream.set_write_timeout(Some(whom.call_timeout)).map_err(fault)?;
     let token = whom.token.clone().unwrap_or_default();
     let hello = proto::Hello { version: VERSION, token, session: session.to_vec().into() };
     let bytes = [&MAGIC[..], &frame(Kind::Hello, 0, &hello)].concat();
     send(&stream, &bytes, None).map_err(fault)?;
     // More than that is for ever.
-    let mut inbox = Inbox { patience: Timespec::try_from(whom.patience).ok(), ..Inbox::default() };
+    let mut inbox = Inbox { call_timeout: Timespec::try_from(whom.call_timeout).ok(), ..Inbox::default() };
     let (head, body) = inbox.next(&stream).map_err(fault)?;
     match head.kind {
         Kind::Welcome => {
@@ -224,7 +224,7 @@ impl Calls {
     pub(super) fn ask<M: Message + Default>(&self, kind: Kind, message: &impl Message) -> Result<M, Reason> {
         let at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
         let is_busy = |at: &mut At| matches!(at, At::Busy);
-        let waited = self.back.wait_timeout_while(at, self.whom.patience, is_busy);
+        let waited = self.back.wait_timeout_while(at, self.whom.call_timeout, is_busy);
         let (mut at, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
             return Err(LATE);

@@ -372,9 +372,9 @@ impl Device for Cuda {
         Ok(())
     }
 
-    fn synchronize_within(&self, event: &Event, patience: Duration) -> Result<bool, DeviceError> {
+    fn synchronize_within(&self, event: &Event, timeout: Duration) -> Result<bool, DeviceError> {
         let (event, pace) = (raw_event(event)?, RealPace::new());
-        let give_up = pace.now().plus(patience);
+        let give_up = pace.now().plus(timeout);
         let mut nap = NAP_MIN;
         loop {
             self.alive()?;

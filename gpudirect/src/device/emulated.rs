@@ -461,8 +461,8 @@ impl Device for Emulated {
         state_of(event)?.wait()
     }
 
-    fn synchronize_within(&self, event: &Event, patience: Duration) -> Result<bool, DeviceError> {
-        state_of(event)?.wait_within(patience)
+    fn synchronize_within(&self, event: &Event, timeout: Duration) -> Result<bool, DeviceError> {
+        state_of(event)?.wait_within(timeout)
     }
 
     fn declare_lost(&self, why: &str) {

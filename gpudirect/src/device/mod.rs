@@ -177,8 +177,8 @@ fn check(pieces: &[Piece], bytes: u64, memories: &[Memory], align: u64) -> Resul
     Ok(())
 }
 
-/// How long digests may take, unless somebody has another patience.
-const DIGEST_PATIENCE: Duration = Duration::from_secs(30);
+/// How long digests may take, unless a call says otherwise.
+const DIGEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What a device says that cannot compute digests.
 const NO_DIGESTS: DeviceError = DeviceError::Foreign("chunks to digest: it has no kernel");
@@ -278,7 +278,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// not say ([`DeviceError::is_an_end`] tells which).
     fn synchronize(&self, event: &Event) -> Result<(), DeviceError>;
     /// The same for so long at most: false if it is not done by then.
-    fn synchronize_within(&self, event: &Event, patience: Duration) -> Result<bool, DeviceError>;
+    fn synchronize_within(&self, event: &Event, timeout: Duration) -> Result<bool, DeviceError>;
     /// What an error is that was the answer to a question for so long that nobody is patient any more: that the device is
     /// lost, if something that has to do with no work is answered in the same way. Any other stays what it is.
     fn confirm(&self, error: DeviceError) -> DeviceError {
@@ -292,27 +292,27 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Begins to compute the store's digest of chunks of memory (where they begin, and their bytes), where they lie. The
     /// memory must stay as it is until the answer's event is done.
     fn begin_digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Digests, DeviceError>;
-    /// The same, and waits for them, but no longer than `patience`: then the device is [`DeviceError::Stuck`], and may
+    /// The same, and waits for them, but no longer than `timeout`: then the device is [`DeviceError::Stuck`], and may
     /// still read the memory.
     fn digests_within(
         &self,
         memory: &Memory,
         chunks: &[(u64, u64)],
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Vec<u32>, DeviceError> {
         self.can_digest()?;
         if chunks.is_empty() {
             return Ok(Vec::new());
         }
         let asked = self.begin_digests(memory, chunks)?;
-        match self.synchronize_within(asked.event(), patience)? {
+        match self.synchronize_within(asked.event(), timeout)? {
             true => asked.found(),
-            false => Err(DeviceError::stuck(patience)),
+            false => Err(DeviceError::stuck(timeout)),
         }
     }
-    /// The same, with a patience of half a minute.
+    /// The same, with a timeout of half a minute.
     fn digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Vec<u32>, DeviceError> {
-        self.digests_within(memory, chunks, DIGEST_PATIENCE)
+        self.digests_within(memory, chunks, DIGEST_TIMEOUT)
     }
     /// A name of memory that this device allocated, for another process.
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError>;

@@ -7,9 +7,9 @@
 //!
 //! **A layer that cannot come this way comes through the arena**, and every layer behind it: where blocks are encoded, where
 //! a read fails, where a digest does not match. The ordinary read then finds out what is wrong and says so; nothing here
-//! takes a block out of service. A read that does not end within its patience has failed too: its thread keeps what it
+//! takes a block out of service. A read that does not end within its timeout has failed too: its thread keeps what it
 //! reads into until it returns. After [`FAILURES_MAX`] streams in a row that failed so, no more are tried; one that was
-//! left (by its caller, or its deadline) counts once a read of it has not ended within the patience.
+//! left (by its caller, or its deadline) counts once a read of it has not ended within the timeout.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -102,14 +102,14 @@ impl DirectPath {
     }
 
     /// Counts those of them whose read has not ended by now.
-    fn count_left_behind(&self, patience: Duration) {
+    fn count_left_behind(&self, timeout: Duration) {
         let now = self.lender.clock().now();
         let mut left = self.left_behind.lock().unwrap_or_else(PoisonError::into_inner);
         left.retain(|(read, since)| {
-            let late = read.strong_count() > 0 && now.since(*since) >= patience;
+            let late = read.strong_count() > 0 && now.since(*since) >= timeout;
             if late {
                 self.count_failure();
-                self.note(late_read(patience));
+                self.note(late_read(timeout));
             }
             read.strong_count() > 0 && !late
         });
@@ -120,8 +120,8 @@ impl DirectPath {
     }
 }
 
-fn late_read(patience: Duration) -> String {
-    format!("a read had not ended after {} ms", patience.as_millis())
+fn late_read(timeout: Duration) -> String {
+    format!("a read had not ended after {} ms", timeout.as_millis())
 }
 
 /// Who compares chunks with their digests.
@@ -188,7 +188,7 @@ pub(super) fn land(
     path: &Arc<DirectPath>,
     request: &LandRequest,
 ) -> Result<Option<LayerStream>, LandError> {
-    path.count_left_behind(pipeline.read_patience);
+    path.count_left_behind(pipeline.read_timeout);
     if path.is_off() {
         return Ok(None);
     }
@@ -464,10 +464,10 @@ impl DirectStream<'_> {
         self.request.deadline.map(|deadline| deadline.since(self.path.lender.clock().now()))
     }
 
-    /// Waits until a layer has been read, or no read of it has ended for as long as the patience.
+    /// Waits until a layer has been read, or no read of it has ended for as long as the timeout.
     fn wait(&mut self, at: usize, notifier: &Waker) -> Result<(), Halt> {
         let (read, clock) = (Arc::clone(&self.read), Arc::clone(self.path.lender.clock()));
-        let patience = self.pipeline.read_patience;
+        let timeout = self.pipeline.read_timeout;
         let mut left_before = None;
         let mut progress = read.lock();
         loop {
@@ -488,9 +488,9 @@ impl DirectStream<'_> {
             if let Some(error) = &progress.failed {
                 return Err(Halt::of(error.clone()));
             }
-            let patient = patience.saturating_sub(clock.now().since(self.since));
+            let patient = timeout.saturating_sub(clock.now().since(self.since));
             if patient.is_zero() {
-                return Err(Halt::Failed(late_read(patience)));
+                return Err(Halt::Failed(late_read(timeout)));
             }
             let most = to_deadline.map_or(patient, |left| left.min(patient));
             progress = read.changed.wait_timeout(progress, most).unwrap_or_else(PoisonError::into_inner).0;
@@ -499,12 +499,12 @@ impl DirectStream<'_> {
 
     /// Waits for work of the device: for as long as a copy may take, or until the deadline.
     fn wait_for(&self, event: &Event) -> Result<(), Halt> {
-        let patience = self.pipeline.copy_patience;
-        let to_deadline = self.time_left().filter(|left| *left < patience);
-        match self.pipeline.device.synchronize_within(event, to_deadline.unwrap_or(patience)) {
+        let timeout = self.pipeline.copy_timeout;
+        let to_deadline = self.time_left().filter(|left| *left < timeout);
+        match self.pipeline.device.synchronize_within(event, to_deadline.unwrap_or(timeout)) {
             Ok(true) => Ok(()),
             Ok(false) if to_deadline.is_some() => Err(Halt::Deadline),
-            Ok(false) => Err(Halt::Device(DeviceError::stuck(patience))),
+            Ok(false) => Err(Halt::Device(DeviceError::stuck(timeout))),
             Err(error) => Err(Halt::of(error)),
         }
     }

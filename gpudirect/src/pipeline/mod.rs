@@ -45,11 +45,11 @@ use crate::ring::{RingPlace, bytes_needed, places};
 pub const LAYERS_AHEAD: u32 = 2;
 
 /// How long the copy of one layer may take before it is called stuck, unless a pipeline is told otherwise.
-pub const COPY_PATIENCE: Duration = Duration::from_secs(30);
+pub const COPY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long a straight read of a file may take before its layer, and all behind it, come through the arena, unless a
 /// pipeline is told otherwise.
-pub const READ_PATIENCE: Duration = Duration::from_secs(30);
+pub const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Blocks that are to land in device memory.
 #[derive(Clone, Debug)]
@@ -69,8 +69,8 @@ pub struct LandRequest {
     /// write these slots, unless `after` says when it is done.
     pub into: Destination,
     /// A point behind which the slots are idle: that of the engine's last kernel that uses them. Copies into them run after
-    /// it; what is read and verified before that waits in the ring. Without it they must be idle now. The copies' patience
-    /// ([`Pipeline::with_copy_patience`]) begins when they are enqueued, so it must be longer than the engine takes.
+    /// it; what is read and verified before that waits in the ring. Without it they must be idle now. The copies' timeout
+    /// ([`Pipeline::with_copy_timeout`]) begins when they are enqueued, so it must be longer than the engine takes.
     pub after: Option<Event>,
     /// The most bytes of the arena that this stream may have. It has what two layers need at least, so a smaller
     /// number asks for that.
@@ -90,8 +90,8 @@ pub struct Pipeline {
     device: Arc<dyn Device>,
     arena: Arena,
     curve: Arc<Curve>,
-    copy_patience: Duration,
-    read_patience: Duration,
+    copy_timeout: Duration,
+    read_timeout: Duration,
     direct: Option<Arc<DirectPath>>,
 }
 
@@ -114,27 +114,27 @@ impl Pipeline {
     /// A pipeline. Register and pin the arena first: what is not is used all the same, only slower.
     pub fn new(store: Arc<dyn KvStore>, device: Arc<dyn Device>, arena: Arena, curve: Curve) -> Self {
         let curve = Arc::new(curve);
-        let (copy_patience, read_patience) = (COPY_PATIENCE, READ_PATIENCE);
-        Self { store, device, arena, curve, copy_patience, read_patience, direct: None }
+        let (copy_timeout, read_timeout) = (COPY_TIMEOUT, READ_TIMEOUT);
+        Self { store, device, arena, curve, copy_timeout, read_timeout, direct: None }
     }
 
     /// The same with another bound on how long one layer's copy may take. What takes longer ends its stream with
     /// [`DeviceError::Stuck`](crate::DeviceError::Stuck); its memory is kept until it is done, or the device is declared
     /// lost ([`Device::declare_lost`]).
     #[must_use]
-    pub fn with_copy_patience(self, copy_patience: Duration) -> Self {
-        Self { copy_patience, ..self }
+    pub fn with_copy_timeout(self, copy_timeout: Duration) -> Self {
+        Self { copy_timeout, ..self }
     }
 
     /// The same with another bound on how long a straight read may take ([`Pipeline::with_files`]). One that takes longer
     /// keeps its piece of device memory until it ends; the layers come through the arena, and it counts as a failure.
     #[must_use]
-    pub fn with_read_patience(self, read_patience: Duration) -> Self {
-        Self { read_patience, ..self }
+    pub fn with_read_timeout(self, read_timeout: Duration) -> Self {
+        Self { read_timeout, ..self }
     }
 
     pub(crate) fn followed(&self) -> Followed {
-        Followed { device: Arc::clone(&self.device), patience: self.copy_patience }
+        Followed { device: Arc::clone(&self.device), timeout: self.copy_timeout }
     }
 
     /// The device.

@@ -523,7 +523,7 @@ mod tests {
     fn whoever_waits_for_layers_is_told_that_what_brings_them_panicked() {
         let device: Arc<dyn Device> = Arc::new(Emulated::new(Model::default()));
         let stream = device.stream().unwrap();
-        let followed = Followed { device, patience: Duration::from_secs(60) };
+        let followed = Followed { device, timeout: Duration::from_secs(60) };
         let bring = |_: &CopyQueue| panic!("on purpose");
         let mut layers = LayerStream::start(followed, (2, 1), Box::new(()), bring).unwrap();
         let reason = Some(EndReason::Store(Reason::Bug("the thread that brings layers panicked")));

@@ -49,8 +49,8 @@ fn refuse(standin: &Standin, method: Method, to_device: bool, nth: u64) {
 
 fn there(standin: &Standin, kind: Kind, method: Method, round: u64) {
     let site = Site::with(kind != Kind::Registration);
-    let patience = Duration::from_millis(if kind == Kind::Stuck { 5 } else { 10_000 });
-    let pipeline = site.pipeline(method).with_copy_patience(patience);
+    let timeout = Duration::from_millis(if kind == Kind::Stuck { 5 } else { 10_000 });
+    let pipeline = site.pipeline(method).with_copy_timeout(timeout);
     let (pool, compute) = (Pool::new(&site), site.device.stream().unwrap());
     let copies = standin.latest() + 1;
     let until_layer = draw(round, LAYERS as u64) as u32;
@@ -95,8 +95,8 @@ fn there(standin: &Standin, kind: Kind, method: Method, round: u64) {
 
 fn back(standin: &Standin, kind: Kind, method: Method, round: u64) {
     let site = Site::with(kind != Kind::Registration);
-    let patience = Duration::from_millis(if kind == Kind::Stuck { 5 } else { 10_000 });
-    let (pipeline, healthy) = (site.pipeline(method).with_copy_patience(patience), site.pipeline(method));
+    let timeout = Duration::from_millis(if kind == Kind::Stuck { 5 } else { 10_000 });
+    let (pipeline, healthy) = (site.pipeline(method).with_copy_timeout(timeout), site.pipeline(method));
     let (pool, compute) = (Pool::new(&site), site.device.stream().unwrap());
     take_all(&mut site.land(&healthy, 1, &pool).unwrap(), &compute);
     until("it has landed", || standin.pending() == 0);

@@ -43,7 +43,7 @@ fn digests_are_the_stores_for_chunks_of_any_length_and_place() {
         let made = standin.calls("cuStreamCreate");
         assert_eq!(device.digests(&memory, &many), Ok(vec![crc32fast::hash(&bytes[17..22]); 3000]));
         assert_eq!((device.in_use().streams, standin.calls("cuStreamCreate")), (0, made));
-        // Copies with memory that is not pinned would wait in the driver, which hears of no patience.
+        // Copies with memory that is not pinned would wait in the driver, where no timeout has an effect.
         assert_eq!(standin.pageable(), 0);
     });
 }

@@ -186,13 +186,13 @@ fn layers_are_refused_on_a_stream_that_is_captured_and_come_and_go_when_it_is_no
 
 /// Errors that every call answers with from then on, and that no list has: what the device was given has ended with them.
 #[test]
-fn an_error_that_every_call_answers_with_is_the_devices_end_once_the_patience_is_over() {
+fn an_error_that_every_call_answers_with_is_the_devices_end_once_the_timeout_is_over() {
     inside(Kit::Whole, here!(), |standin| {
         standin.only("a device that breaks");
         for code in [220, 226, 806, 810, 911, 917, 999] {
             let site = Site::new();
             let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
-            let pipeline = pipeline.with_copy_patience(Duration::from_secs(1));
+            let pipeline = pipeline.with_copy_timeout(Duration::from_secs(1));
             let compute = site.device.stream().unwrap();
             let copies = standin.latest() + 1;
             standin.stand(copies);
@@ -251,14 +251,14 @@ fn a_copy_that_a_driver_does_not_speak_of_is_not_done() {
     });
 }
 
-/// Whatever else a driver says instead of an answer is told once the patience is over. What the copy uses is kept until it
+/// Whatever else a driver says instead of an answer is told once the timeout is over. What the copy uses is kept until it
 /// is known to be done.
 #[test]
 fn what_a_copy_uses_is_kept_when_asking_for_its_end_fails() {
     inside(Kit::Whole, here!(), |standin| {
         let site = Site::new();
         let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
-        let pipeline = pipeline.with_copy_patience(Duration::from_millis(20));
+        let pipeline = pipeline.with_copy_timeout(Duration::from_millis(20));
         let compute = site.device.stream().unwrap();
         let copies = standin.latest() + 1;
         standin.stand(copies);

@@ -17,7 +17,7 @@ fn a_context_that_is_destroyed_in_the_middle_ends_the_stream_with_a_reason() {
     inside(Kit::Whole, here!(), |standin| {
         let site = Site::new();
         let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
-        let pipeline = pipeline.with_copy_patience(Duration::from_secs(2));
+        let pipeline = pipeline.with_copy_timeout(Duration::from_secs(2));
         let compute = site.device.stream().unwrap();
         // The first copies stand still, so that nothing of it has landed.
         let copies = standin.latest() + 1;

@@ -139,7 +139,7 @@ impl Site {
         let curve = Curve::of(vec![Point { piece_bytes: 1, method, bytes_per_second: 1.0 }]);
         let device: Arc<dyn Device> = Arc::new(self.device.clone());
         Pipeline::new(Arc::new(self.store().clone()), device, self.arena.clone(), curve)
-            .with_copy_patience(Duration::from_secs(60))
+            .with_copy_timeout(Duration::from_secs(60))
     }
 
     pub(crate) fn land(&self, pipeline: &Pipeline, chain: u8, pool: &Pool) -> Result<LayerStream, LandError> {
@@ -399,7 +399,7 @@ fn a_landing_that_fails_between_two_copies_keeps_the_memory_of_the_first() {
         let site = Site::new();
         let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
         // Whoever drops it does not wait for the copies that stand still.
-        let pipeline = pipeline.with_copy_patience(Duration::from_millis(20));
+        let pipeline = pipeline.with_copy_timeout(Duration::from_millis(20));
         let compute = site.device.stream().unwrap();
         let copies = standin.latest() + 1;
         standin.stand(copies);
@@ -452,7 +452,7 @@ fn layers_that_fail_on_their_way_out_keep_the_memory_of_what_was_enqueued() {
         let site = Site::new();
         let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
         // Whoever drops it does not wait for the copies that stand still.
-        let pipeline = pipeline.with_copy_patience(Duration::from_millis(20));
+        let pipeline = pipeline.with_copy_timeout(Duration::from_millis(20));
         let compute = site.device.stream().unwrap();
         let copies = standin.latest() + 1;
         standin.stand(copies);

@@ -39,7 +39,7 @@ pub(crate) enum Kit {
 pub(crate) fn until(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < way::patience(), "it never is: {what}");
+        assert!(start.elapsed() < way::timeout(), "it never is: {what}");
         std::thread::yield_now();
     }
 }

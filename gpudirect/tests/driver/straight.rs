@@ -134,12 +134,12 @@ fn without_the_library_there_are_no_files_and_the_reason() {
 }
 
 /// A kernel that digests and stands still: how its stream ends, and that what it reads comes back behind it.
-fn still(standin: &Standin, patience: Duration, deadline: Option<Duration>) -> Option<EndReason> {
+fn still(standin: &Standin, timeout: Duration, deadline: Option<Duration>) -> Option<EndReason> {
     let site = Site::new();
     let shared: Arc<dyn Device> = Arc::new(site.device.clone());
     let arena = DeviceArena::new(&shared, 256 << 10).unwrap();
     let pipeline = site.pipeline(Method::Each).with_files(site.store().clone(), arena.clone());
-    let pipeline = pipeline.with_copy_patience(patience);
+    let pipeline = pipeline.with_copy_timeout(timeout);
     let (pool, compute) = (Pool::new(&site), site.device.stream().unwrap());
     // Behind that of the copies.
     let digests = standin.latest() + 2;
@@ -168,7 +168,7 @@ fn a_digest_that_stands_still_ends_its_stream_and_what_it_reads_comes_back_when_
 }
 
 #[test]
-fn a_deadline_that_is_nearer_than_the_patience_ends_the_wait_for_a_digest() {
+fn a_deadline_that_is_nearer_than_the_timeout_ends_the_wait_for_a_digest() {
     inside(Kit::Whole, here!(), |standin| {
         standin.needs_files();
         let ended = still(standin, Duration::from_secs(600), Some(Duration::from_secs(1)));

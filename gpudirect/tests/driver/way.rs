@@ -30,7 +30,7 @@ pub(crate) fn is_real() -> bool {
 }
 
 /// How long anything may take that must come to be: whoever waits longer hangs.
-pub(crate) fn patience() -> Duration {
+pub(crate) fn timeout() -> Duration {
     Duration::from_secs(if is_real() { 20 } else { 60 })
 }
 

@@ -8,13 +8,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvarts_wire::digest::Said;
+use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::proto;
 use prost::Message;
 use tonic::Request;
 
 /// How long a server may take for anything that a test asks.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes of a page.
 pub(crate) const PAGE: usize = 64 << 10;
 
@@ -90,8 +90,8 @@ pub(crate) fn put_messages(namespace: &Bytes, blocks: std::ops::Range<u64>) -> V
         let (data, offset) = (page(number), at * PAGE as u64);
         parts.push(proto::put_request::Part::Data(proto::PutData { offset, data: data.into() }));
     }
-    let mut said = Said::of_put();
-    let message = |part| proto::PutRequest { crc32: said.put(&part), part: Some(part) };
+    let mut digest = StreamDigest::of_put();
+    let message = |part| proto::PutRequest { crc32: digest.put(&part), part: Some(part) };
     parts.into_iter().map(message).collect()
 }
 
@@ -154,7 +154,7 @@ impl Raw {
 
     /// Reads until the server hangs up.
     pub(crate) fn until_closed(mut self) {
-        self.0.set_read_timeout(Some(PATIENCE)).unwrap();
+        self.0.set_read_timeout(Some(TIMEOUT)).unwrap();
         let mut bytes = [0; 4096];
         loop {
             match self.0.read(&mut bytes) {

@@ -40,7 +40,7 @@ pub(super) fn scenes() -> Vec<Scene> {
         scene(
             "a place that a read was sent to is not emptied before it is held",
             arrivals,
-            &[Race::OneTurnIsEnough],
+            &[Race::OneEpochIsEnough],
             3,
         ),
         scene("what is counted is what is there", counts, &[Race::CountInTwoSteps], 5),

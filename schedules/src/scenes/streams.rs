@@ -8,14 +8,14 @@ use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey, NamespaceId};
 use shuttle::thread;
 
 use super::Scene;
-use crate::api::{ReadEnd, ReadEvent, Turns, read_channel};
+use crate::api::{ReadEnd, ReadEvent, StepGate, read_channel};
 use crate::events::{Cause, EventKind, EventLog, Subject};
 use crate::sync::{Event, Race};
 
 pub(super) fn scenes() -> Vec<Scene> {
     let scene = |name, play, finds, cost| Scene { name, play, finds, cost };
     vec![
-        scene("a turn that is opened is taken", turns, &[Race::TurnLooksFirst], 3),
+        scene("a step that is opened is taken", gate, &[Race::GateLooksFirst], 3),
         scene("a read's end arrives after all of it", reads, &[], 5),
         scene("events are told in order and once", events, &[], 5),
     ]
@@ -53,22 +53,22 @@ fn wait<T>(mut poll: impl FnMut(&mut Context<'_>) -> Poll<T>) -> T {
     }
 }
 
-fn turns() {
-    let turns = Turns::new(0);
+fn gate() {
+    let gate = StepGate::new(0);
     let waiters: Vec<_> = (0..2)
         .map(|step| {
-            let turns = turns.clone();
+            let gate = gate.clone();
             thread::spawn(move || {
-                wait(|context| match turns.is_open_or_wake(step, context.waker()) {
+                wait(|context| match gate.is_open_or_wake(step, context.waker()) {
                     true => Poll::Ready(()),
                     false => Poll::Pending,
                 });
-                assert!(turns.is_open(step), "an open step was closed");
+                assert!(gate.is_open(step), "an open step was closed");
             })
         })
         .collect();
-    turns.open(1);
-    turns.open(2);
+    gate.open(1);
+    gate.open(2);
     waiters.into_iter().for_each(|waiter| waiter.join().expect("it did not panic"));
 }
 

@@ -15,7 +15,7 @@ use super::memory;
 use super::size;
 use super::socket;
 use super::{Config, GRPC_PORT, LogFormat, METRICS_PORT, OPEN_METRICS_WORDS, OPEN_WORDS, Setting, TlsFiles};
-use crate::node::auth::Gate;
+use crate::state::auth::Gate;
 
 /// What is wrong with a configuration, and where.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -21,9 +21,9 @@ use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
 
-use crate::node::auth::{Gate, Token, TokenHash};
-use crate::node::tenant::{Tenant, TenantLimits};
-use crate::node::{Right, Rights};
+use crate::state::auth::{Gate, Token, TokenHash};
+use crate::state::tenant::{Tenant, TenantLimits};
+use crate::state::{Right, Rights};
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -31,15 +31,15 @@ use crate::grpc::{self, Identity, Listeners, Tls};
 use crate::human;
 use crate::local::Locals;
 use crate::metrics;
-use crate::node::{Decided, Memory, Node, SetLimit};
 use crate::scrub;
+use crate::state::{Decided, Memory, ServerState, SetLimit};
 use kvarts_wire::limits;
 use kvarts_wire::local::limits::{MEMORY_FILES_MAX, SESSIONS_MAX, UNKNOWN_MAX};
 
 pub use opened::Opened;
 
 /// How long calls under way may take to end once a stop was asked for.
-const DRAIN_PATIENCE: Duration = Duration::from_secs(20);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 /// Connections that the kernel keeps until they are accepted: all that come at once when a network is back.
 const BACKLOG: u32 = 4096;
 /// Descriptors that are neither for connections, segment files nor memories of local clients: sockets of local clients, known
@@ -53,7 +53,7 @@ const FREE_SHARE: u64 = 80;
 /// A server that runs.
 #[derive(Debug)]
 pub struct Daemon {
-    node: Arc<Node>,
+    state: Arc<ServerState>,
     home: Home,
     opened: Opened,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
@@ -114,20 +114,20 @@ impl Daemon {
         let locals = Locals::new((config.shared, memories), config.threads, &tenants, instance);
         let store = home.store().clone();
         let decided = Decided { notes, files, limits: uncounted(config) };
-        let node = Node::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
+        let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
         let renew = tls.is_some().then_some(renew);
         let listeners = Listeners { tcp, unix, tls, renewed: Some(renewed) };
-        let serving = tokio::spawn(grpc::serve(Arc::clone(&node), listeners));
-        let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&node)));
+        let serving = tokio::spawn(grpc::serve(Arc::clone(&state), listeners));
+        let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&state)));
         let metrics_task = metrics_listener.map(serve_metrics);
         let pace = config.scrub_pace;
-        let scrub = |every| tokio::spawn(scrub::keep(Arc::clone(&node), every, pace));
+        let scrub = |every| tokio::spawn(scrub::keep(Arc::clone(&state), every, pace));
         let scrub_task = config.scrub_every.map(scrub);
         let socket = config.socket.clone();
         let (over, fault) = (false, None);
         Ok(Self {
-            node,
+            state,
             home,
             opened,
             serving,
@@ -143,8 +143,8 @@ impl Daemon {
     }
 
     /// The server's insides.
-    pub fn node(&self) -> &Arc<Node> {
-        &self.node
+    pub fn state(&self) -> &Arc<ServerState> {
+        &self.state
     }
 
     /// Takes over what of a configuration can change while the server runs: tenants, tokens, certificates. Says in one line
@@ -154,7 +154,7 @@ impl Daemon {
         if tls.is_some() != self.renew.is_some() {
             return Err("whether there is TLS is decided at the start".to_owned());
         }
-        let changed = self.node.change_gate(&config.gate)?;
+        let changed = self.state.change_gate(&config.gate)?;
         for tenant in &changed.new {
             self.home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
         }
@@ -187,18 +187,18 @@ impl Daemon {
 
     /// Stops cleanly: drains, writes a checkpoint, lets go of the directories.
     pub async fn stop(self) -> Result<(), String> {
-        let Self { node, home, mut serving, metrics_task, scrub_task, socket, .. } = self;
-        node.start_drain();
+        let Self { state, home, mut serving, metrics_task, scrub_task, socket, .. } = self;
+        state.start_drain();
         if let Some(task) = scrub_task {
             task.abort();
         }
-        let ended = tokio::time::timeout(DRAIN_PATIENCE, async {
-            node.idle().await;
+        let ended = tokio::time::timeout(DRAIN_TIMEOUT, async {
+            state.idle().await;
             // Connections without a call close at once.
             let _ = tokio::time::timeout(Duration::from_secs(2), ended(&mut serving)).await;
         });
         if ended.await.is_err() {
-            tracing::warn!(calls = node.calls(), "calls did not end in time and are broken off");
+            tracing::warn!(calls = state.calls(), "calls did not end in time and are broken off");
         }
         serving.abort();
         if let Some(task) = metrics_task {
@@ -208,7 +208,7 @@ impl Daemon {
             // It may be gone already; a stale one is removed at the next start.
             let _ = socket::remove(&path);
         }
-        drop(node);
+        drop(state);
         let closed = tokio::task::spawn_blocking(move || home.close()).await;
         closed.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
     }
@@ -218,7 +218,7 @@ impl Daemon {
         // A task that has given its result must not be asked for it again.
         if !self.over {
             tokio::select! {
-                () = self.node.drain_asked() => return Ok(()),
+                () = self.state.drain_asked() => return Ok(()),
                 served = &mut self.serving => {
                     self.over = true;
                     self.fault = match served {

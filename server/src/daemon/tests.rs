@@ -46,7 +46,7 @@ async fn serving_that_fails_by_itself_is_told_of_and_the_store_is_closed_all_the
     }
     daemon.stop().await.unwrap();
     let mut daemon = Daemon::start(&scratch.config("none")).await.unwrap();
-    daemon.node.start_drain();
+    daemon.state.start_drain();
     assert_eq!(daemon.drained().await, Ok(()));
     daemon.stop().await.unwrap();
 }

@@ -5,13 +5,13 @@ use kvarts_store::engine::Stats;
 
 use super::call::Call;
 use super::fault::Outcome;
-use crate::node::Node;
+use crate::state::ServerState;
 use kvarts_wire::proto;
 
 /// What the server is and has done.
 pub(super) fn stats(call: &Call) -> proto::StatsReply {
-    let node = &call.node;
-    let stats = node.engine.stats();
+    let state = &call.state;
+    let stats = state.engine.stats();
     let recovery = |report: &kvarts_store::engine::RecoveryReport| proto::stats_reply::Recovery {
         records: report.records,
         blocks: report.blocks,
@@ -36,60 +36,60 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         allocated_bytes: stats.allocated_bytes,
         index_bytes: stats.index.bytes as u64,
         counts: counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
-        notes: node.decided.notes.clone(),
-        recovery: node.engine.recovery().iter().map(recovery).collect(),
+        notes: state.decided.notes.clone(),
+        recovery: state.engine.recovery().iter().map(recovery).collect(),
         space: Some(proto::stats_reply::Space {
             live_bytes: stats.space.total.live,
             dead_bytes: stats.space.total.dead,
             free_bytes: stats.space.total.free,
             overhead_bytes: stats.space.total.overhead,
         }),
-        local_clients: node.locals.clients().into_iter().map(client).collect(),
-        limits: limits(node, &stats),
-        latched: node.engine.health().latched,
+        local_clients: state.locals.clients().into_iter().map(client).collect(),
+        limits: limits(state, &stats),
+        latched: state.engine.health().latched,
     }
 }
 
 /// What the operator has set, and how much of it is used.
-fn limits(node: &Node, stats: &Stats) -> Vec<proto::stats_reply::Limit> {
+fn limits(state: &ServerState, stats: &Stats) -> Vec<proto::stats_reply::Limit> {
     let limit = |name: &str, used: Option<u64>, most: Option<u64>, bytes: bool| proto::stats_reply::Limit {
         name: name.to_owned(),
         used,
         most,
         bytes,
     };
-    let memory = node.memory.usage();
+    let memory = state.memory.usage();
     let used: u64 = memory.iter().map(|part| part.used as u64).sum();
-    let connections = node.connections_all as u64;
-    let taken = connections.saturating_sub(node.connections.available_permits() as u64);
+    let connections = state.connections_all as u64;
+    let taken = connections.saturating_sub(state.connections.available_permits() as u64);
     let mut limits = vec![
         limit("store.budget", Some(stats.allocated_bytes), Some(stats.budget_bytes), true),
         limit("limits.index", Some(stats.index.bytes as u64), stats.index_bytes_max, true),
         limit("limits.memory", Some(used), Some(memory.iter().map(|part| part.total as u64).sum()), true),
-        limit("limits.shared", Some(node.locals.mapped()), Some(node.locals.mapped_max()), true),
+        limit("limits.shared", Some(state.locals.mapped()), Some(state.locals.mapped_max()), true),
         limit("limits.connections", Some(taken), Some(connections), false),
     ];
-    limits.extend(node.decided.limits.iter().map(|one| limit(one.name, None, one.most, one.bytes)));
+    limits.extend(state.decided.limits.iter().map(|one| limit(one.name, None, one.most, one.bytes)));
     limits
 }
 
 /// Writes a checkpoint.
 pub(super) async fn checkpoint(call: &Call) -> Outcome<proto::CheckpointReply> {
-    call.node.engine.checkpoint().await?;
+    call.state.engine.checkpoint().await?;
     Ok(proto::CheckpointReply {})
 }
 
 /// Has a store that latched read-only take writes again, if it can.
 pub(super) async fn resume(call: &Call) -> Outcome<proto::ResumeReply> {
-    let before = call.node.engine.health().latched;
-    call.node.engine.resume().await?;
+    let before = call.state.engine.health().latched;
+    call.state.engine.resume().await?;
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, after = before, "writes are taken again");
     Ok(proto::ResumeReply { reason: before.unwrap_or_default() })
 }
 
 /// Moves live blocks together and merges small records, with the engine's usual bounds.
 pub(super) async fn compact(call: &Call) -> Outcome<proto::CompactReply> {
-    let report = call.node.engine.compact(kvarts_store::engine::CompactOptions::default()).await?;
+    let report = call.state.engine.compact(kvarts_store::engine::CompactOptions::default()).await?;
     let facts = [
         ("segments emptied", report.segments_emptied),
         ("records merged", report.records_merged),
@@ -104,8 +104,8 @@ pub(super) async fn compact(call: &Call) -> Outcome<proto::CompactReply> {
 /// Changes the budget. A lower one is kept from now on by whatever would grow, and reached when segments have been
 /// given back: the answer says how much is allocated now.
 pub(super) fn set_budget(call: &Call, wire: &proto::SetBudgetRequest) -> Outcome<proto::SetBudgetReply> {
-    call.node.engine.set_budget(wire.budget_bytes)?;
-    let stats = call.node.engine.stats();
+    call.state.engine.set_budget(wire.budget_bytes)?;
+    let stats = call.state.engine.stats();
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, budget = stats.budget_bytes, "budget changed");
     Ok(proto::SetBudgetReply { budget_bytes: stats.budget_bytes, allocated_bytes: stats.allocated_bytes })
 }
@@ -113,13 +113,13 @@ pub(super) fn set_budget(call: &Call, wire: &proto::SetBudgetRequest) -> Outcome
 /// Begins the end of the server.
 pub(super) fn drain(call: &Call) -> proto::DrainReply {
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, "drain asked for");
-    call.node.start_drain();
+    call.state.start_drain();
     proto::DrainReply {}
 }
 
 /// Reads everything in the lowest class and compares it with its digests.
 pub(super) async fn scrub(call: &Call) -> Outcome<proto::ScrubReply> {
-    let found = call.node.scrub.run(&call.node.engine, None).await?;
+    let found = call.state.scrub.run(&call.state.engine, None).await?;
     Ok(proto::ScrubReply {
         blocks_checked: found.blocks_checked,
         blocks_damaged: found.blocks_damaged,

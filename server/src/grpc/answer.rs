@@ -1,7 +1,7 @@
 //! An answer until the client has it: its call lasts as long, and with it the tenant's turn and all that it took for the call.
 //!
 //! The transport takes a message before the client makes room for it, and keeps it for as long as the client likes. So
-//! whatever is large in it says when it is really gone, and a connection whose client takes nothing is cut off (`line`).
+//! whatever is large in it says when it is really gone, and a connection whose client takes nothing is cut off (`connection`).
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::call::Call;
-use super::line::Answered;
+use super::connection::Answered;
 
 /// Messages from this size on are followed until they are gone. Smaller ones the transport copies, or has a few of.
 pub(super) const FOLLOWED_BYTES: usize = 1024;
 
 /// What lives as long as something of an answer.
-struct Kept {
+struct AnswerGuard {
     _call: Arc<Call>,
     _answered: Option<Answered>,
 }
@@ -27,7 +27,7 @@ struct Kept {
 /// Bytes, and what lives as long as they.
 pub(super) struct Followed<K> {
     bytes: Bytes,
-    _kept: Arc<K>,
+    _guard: Arc<K>,
 }
 
 impl<K> AsRef<[u8]> for Followed<K> {
@@ -37,25 +37,25 @@ impl<K> AsRef<[u8]> for Followed<K> {
 }
 
 /// The same bytes, with which `kept` lives.
-pub(super) fn followed<K: Send + Sync + 'static>(bytes: Bytes, kept: &Arc<K>) -> Bytes {
+pub(super) fn followed<K: Send + Sync + 'static>(bytes: Bytes, guard: &Arc<K>) -> Bytes {
     if bytes.len() < FOLLOWED_BYTES {
         return bytes;
     }
-    Bytes::from_owner(Followed { bytes, _kept: Arc::clone(kept) })
+    Bytes::from_owner(Followed { bytes, _guard: Arc::clone(guard) })
 }
 
 /// The body of an answer.
 pub(super) struct Answer {
     body: Body,
-    kept: Arc<Kept>,
+    guard: Arc<AnswerGuard>,
 }
 
 impl Answer {
     /// The same body, with which the call lives.
     pub(super) fn of(call: Arc<Call>, body: Body) -> Body {
-        let answered = call.line.as_ref().map(super::line::Line::answer);
-        let kept = Arc::new(Kept { _call: call, _answered: answered });
-        Body::new(Self { body, kept })
+        let answered = call.connection.as_ref().map(super::connection::ConnectionHandle::answer);
+        let guard = Arc::new(AnswerGuard { _call: call, _answered: answered });
+        Body::new(Self { body, guard })
     }
 }
 
@@ -68,7 +68,7 @@ impl http_body::Body for Answer {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let polled = Pin::new(&mut self.body).poll_frame(context);
-        polled.map_ok(|frame| frame.map_data(|bytes| followed(bytes, &self.kept)))
+        polled.map_ok(|frame| frame.map_data(|bytes| followed(bytes, &self.guard)))
     }
 
     fn is_end_stream(&self) -> bool {

@@ -17,7 +17,7 @@ use tonic::body::Body;
 use tonic::server::NamedService;
 use tower::Service;
 
-use super::digest::Said;
+use super::digest::StreamDigest;
 use super::frame::{self, Outgoing, ReadBody};
 use super::{limits, services};
 use kvarts_wire::proto;
@@ -123,7 +123,7 @@ impl Service<http::Request<Body>> for Bare {
                 // Who asks for nothing that can be read finds other digests.
                 let asked = services::one_message(request.into_body()).await.unwrap_or_default();
                 let asked = proto::ReadRequest::decode(asked).unwrap_or_default();
-                let mut said = Said::of_read(Order::Layers, &asked);
+                let mut digest = StreamDigest::of_read(Order::Layers, &asked);
                 let mut offset = 0;
                 for number in 0..messages {
                     let read = match &source {
@@ -133,7 +133,7 @@ impl Service<http::Request<Body>> for Bare {
                     let Some((bytes, digested)) = read else { break };
                     let about = proto::ReadData { offset, ..proto::ReadData::default() };
                     offset += bytes.len() as u64;
-                    let crc32 = said.read_data(&about, &digested, bytes.len());
+                    let crc32 = digest.read_data(&about, &digested, bytes.len());
                     if to.send(frame::data(&about, crc32, vec![bytes])).await.is_err() {
                         return;
                     }

@@ -1,7 +1,7 @@
-//! One call, from the door to its end: who calls, whether they may, by when, and what is counted.
+//! One call, from its admission to its end: who calls, whether the token allows it, by when, and what is counted.
 //!
-//! The door is a layer around every service: it knows each method's right from one table, so that no handler can
-//! forget to ask. A path that is not in the table (health, reflection) carries no data and needs no right.
+//! The authentication layer stands around every service: it knows each method's right from one table, so that no handler
+//! can forget to ask. A path that is not in the table (health, reflection) carries no data and needs no right.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -20,14 +20,14 @@ use tonic::{Code, Request, Response, Status};
 use tower::{Layer, Service};
 
 use super::answer::Answer;
+use super::connection::{ConnectionCall, ConnectionHandle, OpenCall};
 use super::fault::{Fault, Outcome};
 use super::limits;
-use super::line::{Anybodys, Line, OnLine};
 use super::put;
 use super::request::Arriving;
 use crate::metrics::CallName;
-use crate::node::parts::Part;
-use crate::node::{Caller, Node, Right, UnderWay};
+use crate::state::parts::Part;
+use crate::state::{Caller, Right, ServerState, UnderWay};
 
 /// A method: its path in the contract, its name, the right that it needs.
 pub(crate) type Method = (&'static str, &'static str, Right);
@@ -61,13 +61,13 @@ const METHODS: &[Method] = &[
 /// A call that was let in. When the last clone of its `Arc` goes, the call has ended.
 #[derive(Debug)]
 pub(crate) struct Call {
-    pub(crate) node: Arc<Node>,
+    pub(crate) state: Arc<ServerState>,
     pub(crate) caller: Caller,
     /// When the caller stops caring; never more than an hour away, but where the call goes through the whole store.
     pub(crate) deadline: Instant,
     /// The connection that it came by, over gRPC.
-    pub(super) line: Option<Line>,
-    on_line: Option<OnLine>,
+    pub(super) connection: Option<ConnectionHandle>,
+    connection_call: Option<ConnectionCall>,
     /// What it takes of what is shared, until its answer is gone.
     parts: Mutex<Vec<Part>>,
     /// Bytes of blocks that came and went.
@@ -88,7 +88,7 @@ impl Call {
     /// The deadline by the engine's clock.
     pub(crate) fn engine_deadline(&self) -> kvarts_store::rt::Nanos {
         let left = self.deadline.saturating_duration_since(Instant::now());
-        self.node.clock().now().plus(left)
+        self.state.clock().now().plus(left)
     }
 
     /// What the call turned out to be for, for the metrics.
@@ -112,7 +112,7 @@ impl Call {
     /// Takes so many bytes of what large requests and answers have, as soon as there is room.
     pub(super) async fn keep_large(&self, bytes: usize) -> Outcome<()> {
         let until = self.deadline.min(Instant::now() + limits::WAIT);
-        let part = self.node.receiving.take(self.caller.tenant.number, bytes);
+        let part = self.state.receiving.take(self.caller.tenant.number, bytes);
         let part = tokio::time::timeout_at(until, part).await.ok().flatten();
         let full = || Fault::busy("the server has as many large requests as fit into memory");
         self.keep(part.ok_or_else(full)?);
@@ -138,7 +138,7 @@ impl Drop for Call {
         let code = Code::from(self.code.load(Ordering::Relaxed));
         let took = self.started.elapsed();
         let bytes = (self.bytes_in.load(Ordering::Relaxed), self.bytes_out.load(Ordering::Relaxed));
-        self.node.metrics.call_ended(&name, code.description(), took, bytes);
+        self.state.metrics.call_ended(&name, code.description(), took, bytes);
         tracing::debug!(method = self.name, tenant = name.tenant, ?code, ?took, "call ended");
     }
 }
@@ -151,7 +151,7 @@ pub(crate) fn method(path: &str) -> Option<&'static Method> {
 /// Lets a call in that came this way, or says why not. `header` is what the caller gives to be known by, `asked` how
 /// long it wants to wait.
 pub(crate) fn admit(
-    node: &Arc<Node>,
+    state: &Arc<ServerState>,
     path: &'static str,
     method: &Method,
     header: Option<&[u8]>,
@@ -159,13 +159,13 @@ pub(crate) fn admit(
 ) -> Outcome<Call> {
     let &(_, name, right) = method;
     let refused = |want: &'static str, tenant: &str, why: &str| {
-        node.metrics.refused(name, want);
+        state.metrics.refused(name, want);
         // Who knocks without end does not fill the disk with lines about it: what is left out is counted above.
-        if node.audit.may_tell() {
+        if state.audit.may_tell() {
             tracing::warn!(target: "audit", method = name, path, tenant, why, "call refused");
         }
     };
-    let caller = node.gate.caller(header, node.clock().unix_millis() / 1000).map_err(|refusal| {
+    let caller = state.gate.caller(header, state.clock().unix_millis() / 1000).map_err(|refusal| {
         refused("token", "", refusal.text());
         Fault::unauthenticated(refusal.text())
     })?;
@@ -180,21 +180,21 @@ pub(crate) fn admit(
         refused("calls", tenant, why);
         Fault::busy(why)
     })?;
-    let under_way = node.begin().ok_or_else(|| {
+    let under_way = state.begin().ok_or_else(|| {
         let why = "the server is about to stop";
         refused("drain", tenant, why);
         Fault::busy(why)
     })?;
     let started = Instant::now();
-    let most = patience(name);
+    let most = longest(name);
     let deadline = started + asked.unwrap_or(most).min(most);
-    node.metrics.call_began(name);
+    state.metrics.call_began(name);
     Ok(Call {
-        node: Arc::clone(node),
+        state: Arc::clone(state),
         caller,
         deadline,
-        line: None,
-        on_line: None,
+        connection: None,
+        connection_call: None,
         parts: Mutex::default(),
         bytes_in: AtomicU64::new(0),
         bytes_out: AtomicU64::new(0),
@@ -209,7 +209,7 @@ pub(crate) fn admit(
 }
 
 /// The longest deadline of a method: of those that go through all there is, as long as that may take.
-fn patience(name: &str) -> Duration {
+fn longest(name: &str) -> Duration {
     match name {
         "scrub" | "compact" => limits::WHOLE_STORE_MAX,
         _ => limits::DEADLINE_MAX,
@@ -258,36 +258,36 @@ where
     }
 }
 
-/// Puts the door around services.
+/// The layer that admits calls: token, right, deadline and the tenant's turn.
 #[derive(Clone, Debug)]
-pub(crate) struct Door {
-    node: Arc<Node>,
+pub(crate) struct AuthLayer {
+    state: Arc<ServerState>,
     methods: Arc<BTreeMap<&'static str, &'static Method>>,
 }
 
-impl Door {
-    pub(crate) fn new(node: Arc<Node>) -> Self {
+impl AuthLayer {
+    pub(crate) fn new(state: Arc<ServerState>) -> Self {
         let methods = METHODS.iter().map(|method| (method.0, method)).collect();
-        Self { node, methods: Arc::new(methods) }
+        Self { state, methods: Arc::new(methods) }
     }
 }
 
-impl<S> Layer<S> for Door {
-    type Service = Guarded<S>;
+impl<S> Layer<S> for AuthLayer {
+    type Service = AuthService<S>;
 
-    fn layer(&self, inner: S) -> Guarded<S> {
-        Guarded { door: self.clone(), inner }
+    fn layer(&self, inner: S) -> AuthService<S> {
+        AuthService { layer: self.clone(), inner }
     }
 }
 
-/// Services behind the door.
+/// Services behind that layer.
 #[derive(Clone, Debug)]
-pub(crate) struct Guarded<S> {
-    door: Door,
+pub(crate) struct AuthService<S> {
+    layer: AuthLayer,
     inner: S,
 }
 
-impl<S> Service<http::Request<Body>> for Guarded<S>
+impl<S> Service<http::Request<Body>> for AuthService<S>
 where
     S: Service<http::Request<Body>, Response = http::Response<Body>>,
     S::Future: Send + 'static,
@@ -302,17 +302,17 @@ where
     }
 
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        let line = request.extensions().get::<Line>().cloned();
-        let Some(method) = self.door.methods.get(request.uri().path()) else {
-            return self.anybodys(line.as_ref(), request);
+        let connection = request.extensions().get::<ConnectionHandle>().cloned();
+        let Some(method) = self.layer.methods.get(request.uri().path()) else {
+            return self.open_call(connection.as_ref(), request);
         };
         let headers = request.headers();
         let header = headers.get(http::header::AUTHORIZATION).map(http::HeaderValue::as_bytes);
         let asked = headers.get("grpc-timeout").and_then(|value| timeout(value.as_bytes()));
-        let call = match admit(&self.door.node, "grpc", method, header, asked) {
+        let call = match admit(&self.layer.state, "grpc", method, header, asked) {
             Ok(mut call) => {
-                call.on_line = line.as_ref().map(Line::begin);
-                call.line = line;
+                call.connection_call = connection.as_ref().map(ConnectionHandle::begin);
+                call.connection = connection;
                 Arc::new(call)
             }
             Err(fault) => return Box::pin(async move { Ok(fault.status().into_http()) }),
@@ -333,22 +333,22 @@ where
     }
 }
 
-impl<S> Guarded<S>
+impl<S> AuthService<S>
 where
     S: Service<http::Request<Body>, Response = http::Response<Body>>,
     S::Future: Send + 'static,
     S::Error: Send + 'static,
 {
-    /// A call for which nobody asks who this is: no part of what others share, only messages that are short (see `serve`),
-    /// and a few of them on a connection.
-    fn anybodys(
+    /// A call that needs no token (health, reflection): it takes no part of what tenants share, its messages are short (see
+    /// `serve`), and a connection has only a few at a time.
+    fn open_call(
         &mut self,
-        line: Option<&Line>,
+        connection: Option<&ConnectionHandle>,
         request: http::Request<Body>,
     ) -> <Self as Service<http::Request<Body>>>::Future {
-        let place = line.map(Line::anybodys);
+        let place = connection.map(ConnectionHandle::open_call);
         if let Some(None) = place {
-            self.door.node.metrics.refused("anybodys", "calls");
+            self.layer.state.metrics.refused("anybodys", "calls");
             let fault = Fault::busy("a connection has only a few calls without a token at a time");
             return Box::pin(async move { Ok(fault.status().into_http()) });
         }
@@ -361,10 +361,10 @@ where
     }
 }
 
-/// The body of an answer to somebody who was not asked for a token, with the place that it takes.
+/// The body of an answer to a call that needs no token, with the place that it takes.
 struct Counted {
     body: Body,
-    _place: Option<Anybodys>,
+    _place: Option<OpenCall>,
 }
 
 impl http_body::Body for Counted {
@@ -409,10 +409,10 @@ mod tests {
     fn a_call_about_the_whole_store_is_not_cut_off_where_others_are() {
         for (_, name, _) in METHODS {
             let long = matches!(*name, "scrub" | "compact");
-            assert_eq!(patience(name) > limits::DEADLINE_MAX, long, "{name}");
+            assert_eq!(longest(name) > limits::DEADLINE_MAX, long, "{name}");
         }
         // Ten terabytes at two gigabytes a second take more than an hour; a slow device takes days.
-        assert!(patience("scrub") >= Duration::from_secs(10 * 24 * 3600));
+        assert!(longest("scrub") >= Duration::from_secs(10 * 24 * 3600));
     }
 
     #[test]

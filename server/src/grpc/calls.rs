@@ -18,7 +18,7 @@ use super::fault::{Fault, Outcome};
 use super::heavy::{self, heavily};
 use super::{convert, digest, limits};
 use crate::human;
-use crate::node::{Model, ModelLimits};
+use crate::state::{Model, ModelLimits};
 use kvarts_wire::proto;
 
 /// Registers a model for the caller's tenant.
@@ -46,13 +46,13 @@ fn registered(call: &Call, wire: proto::RegisterModelRequest) -> Outcome<proto::
     let geometry = convert::geometry(wire.spec)?;
     let salt = call.caller.tenant.salt.clone();
     let identity = convert::identity(identity, salt, geometry.fingerprint())?;
-    let (node, caller) = (&call.node, &call.caller);
+    let (state, caller) = (&call.state, &call.caller);
     // What a list of the tenant's models has of it.
     let listed = convert::wire_identity(&identity).encoded_len() as u64 + LISTED_BYTES;
     let (count, most_listed, memory) =
         (limits::MODELS_MAX, limits::MODELS_BYTES_MAX, limits::MODELS_MEMORY_MAX);
     let most = ModelLimits { count, listed: most_listed, memory };
-    let model = node.models.register(node.store(), caller, identity, geometry, (listed, most))?;
+    let model = state.models.register(state.store(), caller, identity, geometry, (listed, most))?;
     let shapes = shapes(&model, &wire.columns)?;
     tell_waste(call, &shapes);
     let namespace = Bytes::copy_from_slice(model.namespace.as_bytes());
@@ -91,10 +91,10 @@ const WASTE_MAX: u64 = 20;
 
 /// Tells the log of blocks of which so few fit into a segment that much of the disk stays empty.
 fn tell_waste(call: &Call, shapes: &[proto::Shape]) {
-    let segment = call.node.engine.segment_bytes();
+    let segment = call.state.engine.segment_bytes();
     for shape in shapes {
         let waste = waste(segment, shape.block_bytes);
-        if waste > WASTE_MAX && call.node.audit.may_tell() {
+        if waste > WASTE_MAX && call.state.audit.may_tell() {
             let (block, segment) = (human::bytes(shape.block_bytes), human::bytes(segment));
             tracing::warn!(
                 "blocks of {block} leave {waste}% of each segment of {segment} empty: make the store with larger \
@@ -113,24 +113,24 @@ fn waste(segment_bytes: u64, block_bytes: u64) -> u64 {
 
 /// The models of the caller's tenant.
 pub(super) async fn list_models(call: &Call) -> Outcome<proto::ListModelsReply> {
-    let listed = call.node.models.used(call.caller.tenant.number).listed as usize;
+    let listed = call.state.models.used(call.caller.tenant.number).listed as usize;
     if listed > limits::SMALL_REQUEST_BYTES {
         call.keep_large(listed).await?;
     }
-    let model = |model: std::sync::Arc<crate::node::Model>| proto::list_models_reply::Model {
+    let model = |model: std::sync::Arc<crate::state::Model>| proto::list_models_reply::Model {
         namespace: model.namespace.as_bytes().to_vec().into(),
         identity: Some(convert::wire_identity(&model.identity)),
         layers: model.geometry.layers().len() as u32,
     };
-    let models = call.node.models.all(&call.caller).into_iter().map(model).collect();
+    let models = call.state.models.all(&call.caller).into_iter().map(model).collect();
     Ok(proto::ListModelsReply { models })
 }
 
 /// Terms of a lease, if one is wanted and the tenant may have one more.
 fn terms(call: &Call, hold: Option<Duration>, cap: Option<u64>) -> Outcome<Option<LeaseTerms>> {
     let Some(hold) = hold else { return Ok(None) };
-    let (node, tenant) = (&call.node, &call.caller.tenant);
-    if !node.leases.has_room(tenant.number, limits::LEASES_MAX, node.clock().now()) {
+    let (state, tenant) = (&call.state, &call.caller.tenant);
+    if !state.leases.has_room(tenant.number, limits::LEASES_MAX, state.clock().now()) {
         return Err(Reason::TooMany("leases").into());
     }
     let cap_bytes = tenant.limits.pin_bytes.min(cap.unwrap_or(u64::MAX));
@@ -140,15 +140,15 @@ fn terms(call: &Call, hold: Option<Duration>, cap: Option<u64>) -> Outcome<Optio
 /// The name of a lease for its client; 0 for none.
 fn named(call: &Call, lease: Option<LeaseId>, terms: Option<LeaseTerms>) -> u64 {
     let (Some(lease), Some(terms)) = (lease, terms) else { return 0 };
-    let ends = call.node.clock().now().plus(terms.hold);
-    call.node.leases.add(terms.tenant, call.node.secret_number(), lease, ends)
+    let ends = call.state.clock().now().plus(terms.hold);
+    call.state.leases.add(terms.tenant, call.state.secret_number(), lease, ends)
 }
 
 /// Finds the usable prefix.
 pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<proto::MatchReply> {
     let keys = convert::keys(&wire.keys)?;
     let namespace = convert::namespace(&wire.namespace)?;
-    call.node.models.get(&call.caller, namespace)?;
+    call.state.models.get(&call.caller, namespace)?;
     let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
     let columns: usize = requirements.groups().iter().map(|group| group.coordinates.len()).sum();
     let entries = keys.len().saturating_mul(columns);
@@ -166,11 +166,11 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
         recompute_tokens_max: wire.recompute_tokens_max.unwrap_or(u64::MAX),
         lease,
     };
-    let found = call.node.store().match_prefix(&request)?;
+    let found = call.state.store().match_prefix(&request)?;
     let short = keys.len() as u64 - u64::from(found.usable.longest.blocks).min(keys.len() as u64);
     let pending = u64::from(found.pending).min(short);
-    call.node.metrics.missed("MATCH_PENDING", pending);
-    call.node.metrics.missed("MATCH_ABSENT", short - pending);
+    call.state.metrics.missed("MATCH_PENDING", pending);
+    call.state.metrics.missed("MATCH_ABSENT", short - pending);
     let coverage = |one: &kvarts_layout::prefix::Coverage| proto::match_reply::Coverage {
         column: Some(convert::wire_column(one.group, one.coordinate)),
         blocks: one.blocks,
@@ -189,14 +189,14 @@ pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
     use proto::exists_reply::Presence as Wire;
     let keys = convert::keys(&wire.keys)?;
     let namespace = convert::namespace(&wire.namespace)?;
-    call.node.models.get(&call.caller, namespace)?;
+    call.state.models.get(&call.caller, namespace)?;
     let (group, coordinate) = convert::column(wire.column.as_ref())?;
     let lease = terms(call, convert::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease };
-    let found = call.node.store().contains(&request)?;
+    let found = call.state.store().contains(&request)?;
     let count = |wanted| found.presence.iter().filter(|one| **one == wanted).count() as u64;
-    call.node.metrics.missed("EXISTS_PENDING", count(Presence::Pending));
-    call.node.metrics.missed("EXISTS_ABSENT", count(Presence::Absent));
+    call.state.metrics.missed("EXISTS_PENDING", count(Presence::Pending));
+    call.state.metrics.missed("EXISTS_ABSENT", count(Presence::Absent));
     let presence = |one: &Presence| match one {
         Presence::Here => Wire::Here.into(),
         Presence::Pending => Wire::Pending.into(),
@@ -210,8 +210,8 @@ pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
 
 /// Ends a lease or a pin of the caller's tenant.
 pub(crate) fn unlock(call: &Call, wire: &proto::UnlockRequest) -> proto::UnlockReply {
-    let lease = call.node.leases.take(call.caller.tenant.number, wire.lease);
-    proto::UnlockReply { ended_now: lease.is_some_and(|lease| call.node.store().unlock(lease)) }
+    let lease = call.state.leases.take(call.caller.tenant.number, wire.lease);
+    proto::UnlockReply { ended_now: lease.is_some_and(|lease| call.state.store().unlock(lease)) }
 }
 
 /// Holds blocks.
@@ -231,9 +231,9 @@ pub(crate) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinRep
 /// Changes when a lease of the caller's tenant ends.
 pub(crate) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::RenewReply> {
     let hold = convert::hold(wire.hold_ms).ok_or_else(|| Fault::malformed("hold_ms: say for how long"))?;
-    let ends = call.node.clock().now().plus(hold);
-    let lease = call.node.leases.renew(call.caller.tenant.number, wire.lease, ends);
-    call.node.store().renew(lease.ok_or(Reason::LeaseEnded)?, hold)?;
+    let ends = call.state.clock().now().plus(hold);
+    let lease = call.state.leases.renew(call.caller.tenant.number, wire.lease, ends);
+    call.state.store().renew(lease.ok_or(Reason::LeaseEnded)?, hold)?;
     Ok(proto::RenewReply {})
 }
 
@@ -241,11 +241,11 @@ pub(crate) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::R
 pub(crate) fn set_ttl(call: &Call, wire: proto::SetTtlRequest) -> Outcome<proto::SetTtlReply> {
     let keys = convert::keys(&wire.keys)?;
     let namespace = convert::namespace(&wire.namespace)?;
-    call.node.models.get(&call.caller, namespace)?;
+    call.state.models.get(&call.caller, namespace)?;
     let (group, coordinate) = convert::column(wire.column.as_ref())?;
     let ttl = wire.expires_after_ms.map(Duration::from_millis);
     let changed =
-        call.node.store().set_ttl(&TtlRequest { namespace, group, coordinate, keys: &keys, ttl })?;
+        call.state.store().set_ttl(&TtlRequest { namespace, group, coordinate, keys: &keys, ttl })?;
     Ok(proto::SetTtlReply { changed: changed.changed })
 }
 
@@ -255,8 +255,8 @@ pub(crate) fn set_default_ttl(
     wire: &proto::SetDefaultTtlRequest,
 ) -> Outcome<proto::SetDefaultTtlReply> {
     let namespace = convert::namespace(&wire.namespace)?;
-    call.node.models.get(&call.caller, namespace)?;
-    call.node.store().set_default_ttl(namespace, wire.expires_after_ms.map(Duration::from_millis))?;
+    call.state.models.get(&call.caller, namespace)?;
+    call.state.store().set_default_ttl(namespace, wire.expires_after_ms.map(Duration::from_millis))?;
     Ok(proto::SetDefaultTtlReply {})
 }
 
@@ -285,11 +285,11 @@ pub(crate) async fn delete(
     use proto::delete_reply::What;
     let target = target(wire.target)?;
     let namespace = convert::namespace(&wire.namespace)?;
-    call.node.models.get(&call.caller, namespace)?;
+    call.state.models.get(&call.caller, namespace)?;
     let tenant = call.caller.tenant.name.as_str();
     tracing::info!(target: "audit", tenant, %namespace, all = target == Target::Namespace, "delete");
     let request = DeleteRequest { namespace, target, deadline: Some(call.engine_deadline()) };
-    let answer = call.node.store().delete(request).await;
+    let answer = call.state.store().delete(request).await;
     let reply = answer.map_err(|_| Fault::busy("the store is closing"))??;
     let mut told = super::fault::Told::default();
     let outcome = |outcome: &DeleteOutcome| {

@@ -108,7 +108,7 @@ struct State {
     /// Pieces that were ever taken.
     taken: u64,
     /// Kept for as long as something may wait here.
-    keeper: Option<Arc<dyn Any + Send + Sync>>,
+    guard: Option<Arc<dyn Any + Send + Sync>>,
     given_up: bool,
 }
 
@@ -119,10 +119,10 @@ impl Slot {
     }
 
     /// Keeps this for as long as something may wait here.
-    pub(super) fn keep(&self, keeper: Arc<dyn Any + Send + Sync>) {
+    pub(super) fn keep(&self, guard: Arc<dyn Any + Send + Sync>) {
         let mut state = self.lock();
         // A body that is gone keeps nothing.
-        state.keeper = state.incoming.is_some().then_some(keeper);
+        state.guard = state.incoming.is_some().then_some(guard);
     }
 
     /// Pieces that were ever taken.
@@ -135,7 +135,7 @@ impl Slot {
         self.lock().given_up
     }
 
-    /// Waits for the client no longer: drops all that waits, and lets nothing more in. The keeper stays until the stream
+    /// Waits for the client no longer: drops all that waits, and lets nothing more in. The guard stays until the stream
     /// is over: the client has not let go of it.
     pub(super) fn give_up(&self) {
         let mut state = self.lock();
@@ -147,7 +147,7 @@ impl Slot {
 
     fn clear(&self) {
         let mut state = self.lock();
-        let dropped = (state.incoming.take(), std::mem::take(&mut state.pieces), state.keeper.take());
+        let dropped = (state.incoming.take(), std::mem::take(&mut state.pieces), state.guard.take());
         drop(state);
         // What this wakes may look here.
         drop(dropped);
@@ -167,7 +167,7 @@ impl ReadBody {
             incoming: Some(incoming),
             pieces: VecDeque::new(),
             taken: 0,
-            keeper: None,
+            guard: None,
             given_up: false,
         };
         Self { slot: Arc::new(Slot(Mutex::new(state))), ended: false }
@@ -283,14 +283,14 @@ mod tests {
         let (to, incoming) = tokio::sync::mpsc::channel(4);
         let mut body = ReadBody::new(incoming);
         let (slot, mut context) = (Arc::clone(body.slot()), Context::from_waker(std::task::Waker::noop()));
-        let (memory, keeper) = (Arc::new([7u8; 64]), Arc::new(()));
+        let (memory, guard) = (Arc::new([7u8; 64]), Arc::new(()));
         struct Piece(Arc<[u8; 64]>);
         impl AsRef<[u8]> for Piece {
             fn as_ref(&self) -> &[u8] {
                 &self.0[..]
             }
         }
-        slot.keep(Arc::clone(&keeper) as _);
+        slot.keep(Arc::clone(&guard) as _);
         let message = || {
             let piece = || Bytes::from_owner(Piece(Arc::clone(&memory)));
             Outgoing::Message(vec![piece(), piece()])
@@ -301,13 +301,13 @@ mod tests {
         let Poll::Ready(Some(Ok(taken))) = Pin::new(&mut body).poll_frame(&mut context) else { panic!() };
         assert_eq!((slot.taken(), Arc::strong_count(&memory)), (1, 5));
         slot.give_up();
-        assert_eq!((Arc::strong_count(&memory), Arc::strong_count(&keeper)), (2, 2));
+        assert_eq!((Arc::strong_count(&memory), Arc::strong_count(&guard)), (2, 2));
         assert!(slot.is_given_up() && to.is_closed());
         drop(taken);
         assert_eq!(Arc::strong_count(&memory), 1);
         assert!(matches!(Pin::new(&mut body).poll_frame(&mut context), Poll::Ready(Some(Err(_)))));
         assert!(matches!(Pin::new(&mut body).poll_frame(&mut context), Poll::Ready(None)));
-        assert_eq!(Arc::strong_count(&keeper), 1, "it is kept until the stream is over");
+        assert_eq!(Arc::strong_count(&guard), 1, "it is kept until the stream is over");
     }
 
     #[test]

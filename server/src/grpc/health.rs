@@ -7,7 +7,7 @@ use std::time::Duration;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-use crate::node::Node;
+use crate::state::ServerState;
 use kvarts_wire::proto;
 
 /// How often it is looked whether the store is well.
@@ -23,26 +23,26 @@ const NAMES: [&str; 5] = [
 ];
 
 /// Says it until dropped, and writes into the log when it changes.
-pub(super) async fn keep(node: Arc<Node>, reporter: HealthReporter) -> Infallible {
+pub(super) async fn keep(state: Arc<ServerState>, reporter: HealthReporter) -> Infallible {
     let mut said = None;
     loop {
-        let fault = node.fault();
+        let fault = state.fault();
         if said.as_ref() != Some(&fault) {
             let status = if fault.is_none() { ServingStatus::Serving } else { ServingStatus::NotServing };
             for name in NAMES {
                 reporter.set_service_status(name, status).await;
             }
             match (&fault, &said) {
-                (Some(reason), _) if node.is_draining() => tracing::info!(reason, "not serving any more"),
+                (Some(reason), _) if state.is_draining() => tracing::info!(reason, "not serving any more"),
                 (Some(reason), _) => tracing::error!(reason, "the store is not well"),
                 (None, Some(_)) => tracing::info!("the store is well again"),
                 (None, None) => {}
             }
             said = Some(fault);
         }
-        match node.is_draining() {
+        match state.is_draining() {
             true => tokio::time::sleep(EVERY).await,
-            false => drop(tokio::time::timeout(EVERY, node.drain_asked()).await),
+            false => drop(tokio::time::timeout(EVERY, state.drain_asked()).await),
         }
     }
 }

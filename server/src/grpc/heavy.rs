@@ -69,7 +69,7 @@ pub(crate) async fn heavily<A: Answer>(
         return work(&call);
     }
     let until = call.deadline.min(tokio::time::Instant::now() + limits::WAIT);
-    let turn = tokio::time::timeout_at(until, call.node.heavy.take(call.caller.tenant.number, 1)).await;
+    let turn = tokio::time::timeout_at(until, call.state.heavy.take(call.caller.tenant.number, 1)).await;
     let turn =
         turn.ok().flatten().ok_or_else(|| Fault::busy("the tenant has as many long look-ups as it may"))?;
     let done = tokio::task::spawn_blocking(move || {

@@ -67,8 +67,8 @@ impl Messages {
     }
 
     /// The same within a time.
-    pub(super) async fn message_within(&mut self, patience: Duration, what: &str) -> Outcome<Option<Bytes>> {
-        let came = tokio::time::timeout(patience, self.message()).await;
+    pub(super) async fn message_within(&mut self, timeout: Duration, what: &str) -> Outcome<Option<Bytes>> {
+        let came = tokio::time::timeout(timeout, self.message()).await;
         came.map_err(|_| Fault::late(what))?
     }
 

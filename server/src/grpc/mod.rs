@@ -1,4 +1,4 @@
-//! The gRPC face of a server: the services of `proto/`, the door in front of them, and their transport.
+//! The gRPC face of a server: the services of `proto/`, the authentication layer around them, and their transport.
 //!
 //! A request is bounded and checked where it comes in (one place for each call), then it is the engine's: nothing
 //! here waits for a device except through the engine's tickets and streams, and no request holds more memory than
@@ -13,21 +13,21 @@ mod answer;
 pub mod bare;
 pub(crate) mod call;
 pub(crate) mod calls;
+mod connection;
+mod fair_connection;
 mod frame;
 mod health;
 pub(crate) mod heavy;
-mod held;
-mod line;
 mod messages;
-mod polite;
 pub(crate) mod put;
 pub(crate) mod read;
 pub mod request;
 mod serve;
 mod services;
+mod unsent;
 mod watch;
 
 use kvarts_wire::{convert, digest, fault, limits};
 
-pub use line::Strangers;
+pub use connection::Strangers;
 pub use serve::{Identity, Listeners, Tls, incoming_tcp, serve, transport};

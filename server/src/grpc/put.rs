@@ -19,7 +19,7 @@ use tonic::body::Body;
 
 use super::answer::Answer;
 use super::call::Call;
-use super::digest::Said;
+use super::digest::StreamDigest;
 use super::fault::{Fault, Outcome};
 use super::messages::Messages;
 use super::{convert, frame, limits};
@@ -55,11 +55,11 @@ impl Upload {
             return Err(Reason::Length { expected, found }.into());
         }
         let namespace = convert::namespace(&header.namespace)?;
-        let model = call.node.models.get(&call.caller, namespace)?;
+        let model = call.state.models.get(&call.caller, namespace)?;
         let (group, coordinate) = convert::column(header.column.as_ref())?;
         let shape = model.shape(group, coordinate)?;
         let total = shape.block_bytes().saturating_mul(keys.len() as u64);
-        if shape.block_bytes() > call.node.memory.piece_max() || total > limits::REQUEST_BYTES_MAX {
+        if shape.block_bytes() > call.state.memory.piece_max() || total > limits::REQUEST_BYTES_MAX {
             return Err(Reason::TooMany("bytes").into());
         }
         Ok(Self {
@@ -80,7 +80,7 @@ impl Upload {
 
     /// Blocks of one piece.
     pub(crate) fn piece_blocks(&self, call: &Call) -> usize {
-        let bytes = call.node.at_once(&call.caller.tenant, limits::PUT_PIECE_BYTES);
+        let bytes = call.state.at_once(&call.caller.tenant, limits::PUT_PIECE_BYTES);
         usize::try_from(bytes / self.shape.block_bytes()).unwrap_or(1).max(1)
     }
 
@@ -157,20 +157,25 @@ fn durability(wire: i32) -> Outcome<Durability> {
     }
 }
 
-/// The messages of one put, taken in with patience that ends.
+/// The messages of one put, each of which must come in time.
 struct Incoming {
     messages: Messages,
     /// Where the next message must begin.
     at: u64,
     /// What of the last message was not used yet.
     rest: bytes::Bytes,
-    /// What was said so far.
-    said: Said,
+    /// Of the messages that have come so far.
+    digest: StreamDigest,
 }
 
 impl Incoming {
     fn new(body: Body) -> Self {
-        Self { messages: Messages::new(body), at: 0, rest: bytes::Bytes::new(), said: Said::of_put() }
+        Self {
+            messages: Messages::new(body),
+            at: 0,
+            rest: bytes::Bytes::new(),
+            digest: StreamDigest::of_put(),
+        }
     }
 
     /// Bytes of the next message, once it begins to arrive; none if there is none.
@@ -185,7 +190,7 @@ impl Incoming {
             .map_err(|error| Fault::malformed(format!("not a PutRequest: {error}")))?;
         let part = message.part.ok_or_else(|| Fault::malformed("a message of a put without a part"))?;
         // Before anything is done with it: a header says where all bytes belong.
-        let found = self.said.put(&part);
+        let found = self.digest.put(&part);
         if found != message.crc32 {
             return Err(Fault::damaged(self.at, message.crc32, found));
         }
@@ -310,23 +315,23 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
         if incoming.rest.is_empty() {
             incoming.begun().await?;
         }
-        if !call.node.puts.go_on(&call.caller.tenant, bytes, &mut turn).await {
+        if !call.state.puts.go_on(&call.caller.tenant, bytes, &mut turn).await {
             return Err(Fault::busy("as many puts are under way as fit into memory"));
         }
         let wait =
-            tokio::time::timeout(limits::WAIT, call.node.take_memory(&call.caller.tenant, bytes)).await;
+            tokio::time::timeout(limits::WAIT, call.state.take_memory(&call.caller.tenant, bytes)).await;
         let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
         let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
-        let filled = tokio::time::timeout(limits::PIECE_PATIENCE, incoming.fill(call, &mut pages)).await;
+        let filled = tokio::time::timeout(limits::PIECE_TIMEOUT, incoming.fill(call, &mut pages)).await;
         filled.map_err(|_| Fault::late("the bytes of the put came too slowly"))??;
         let request = upload.request(number * each, keys, pages.share(), call)?;
-        pieces.tickets.push_back((keys.len(), call.node.store().put(request)));
+        pieces.tickets.push_back((keys.len(), call.state.store().put(request)));
         pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
     }
     incoming.end().await?;
     pieces.take_until(0).await?;
-    call.node.trouble.put_ended(&pieces.outcomes, || call.node.engine.health());
+    call.state.trouble.put_ended(&pieces.outcomes, || call.state.engine.health());
     let mut reply = proto::PutReply { outcomes: convert::wire_outcomes(&pieces.outcomes), crc32: 0 };
-    reply.crc32 = incoming.said.put_reply(&reply);
+    reply.crc32 = incoming.digest.put_reply(&reply);
     Ok(reply)
 }

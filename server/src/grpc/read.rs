@@ -26,14 +26,14 @@ use tokio::time::Instant;
 use tonic::Code;
 
 use super::call::Call;
-use super::digest::Said;
+use super::digest::StreamDigest;
 use super::fault::{self, Fault, Outcome};
 use super::frame::{self, Outgoing, Slot};
-use super::held::{Held, Holding};
+use super::unsent::{Unsent, UnsentGuard};
 use super::{convert, limits};
-use crate::node::parts::Part as Charge;
-use crate::node::tenant::Paid;
-use crate::node::{CachedTile, Frozen, TileStart};
+use crate::state::parts::Part as Charge;
+use crate::state::tenant::Paid;
+use crate::state::{CachedTile, SharedBytes, TileStart};
 use kvarts_wire::proto;
 use kvarts_wire::proto::read_reply::Part;
 
@@ -55,7 +55,7 @@ impl Download {
     pub(super) fn check(call: &Call, order: Order, wire: proto::ReadRequest) -> Outcome<Self> {
         let asked = Self::asked(call, order, wire)?;
         let largest = asked.shape.layers().iter().map(kvarts_layout::LayerShape::bytes).max().unwrap_or(0);
-        if largest > call.node.memory.piece_max() || asked.bytes() > limits::REQUEST_BYTES_MAX {
+        if largest > call.state.memory.piece_max() || asked.bytes() > limits::REQUEST_BYTES_MAX {
             return Err(Reason::TooMany("bytes").into());
         }
         Ok(asked)
@@ -78,7 +78,7 @@ impl Download {
             return Err(Reason::Duplicate(**key).into());
         }
         let namespace = convert::namespace(&wire.namespace)?;
-        let model = call.node.models.get(&call.caller, namespace)?;
+        let model = call.state.models.get(&call.caller, namespace)?;
         let (group, coordinate) = convert::column(wire.column.as_ref())?;
         let shape = model.shape(group, coordinate)?;
         let count = u32::try_from(shape.layers().len()).map_err(|_| Reason::TooMany("layers"))?;
@@ -141,9 +141,9 @@ struct Sending {
     to: Sender<Outgoing>,
     slot: Arc<Slot>,
     /// What its memory belongs to until the client has taken it.
-    holding: Holding,
-    /// What was said to it so far. One task says it: nobody waits here.
-    said: Mutex<Said>,
+    guard: UnsentGuard,
+    /// Of the messages sent so far. One task sends them, so this lock is never contended.
+    digest: Mutex<StreamDigest>,
     large: LargeReads,
     /// The most bytes of a tile.
     most: u64,
@@ -202,40 +202,40 @@ impl From<Late> for Stop {
     }
 }
 
-/// Works for one read until it has ended, or its client is gone, and nothing is held for it. `said` is what it was asked
+/// Works for one read until it has ended, or its client is gone, and nothing is held for it. `digest` is that of what it was asked
 /// for, and what it sends waits in `slot`.
 pub(super) async fn run(
     call: Arc<Call>,
     download: Download,
-    said: Said,
+    digest: StreamDigest,
     (to, slot): (Sender<Outgoing>, Arc<Slot>),
 ) {
-    let (held, holding) = Held::begin(&call, &slot);
-    work(Arc::clone(&call), download, said, (to, slot), holding).await;
+    let (unsent, guard) = Unsent::begin(&call, &slot);
+    work(Arc::clone(&call), download, digest, (to, slot), guard).await;
     let cut = || {
         let tenant = call.caller.tenant.name.as_str();
-        if call.node.audit.may_tell() {
+        if call.state.audit.may_tell() {
             tracing::warn!(target: "audit", tenant, "a connection was cut off: its client takes nothing of a read");
         }
-        if let Some(line) = &call.line {
-            line.cut();
+        if let Some(connection) = &call.connection {
+            connection.cut();
         }
     };
-    let patience = call.node.patience.get();
-    held.until_gone(patience, cut).await;
+    let stall_timeout = call.state.stall_timeout.get();
+    unsent.until_gone(stall_timeout, cut).await;
 }
 
 async fn work(
     call: Arc<Call>,
     download: Download,
-    said: Said,
+    digest: StreamDigest,
     (to, slot): (Sender<Outgoing>, Arc<Slot>),
-    holding: Holding,
+    guard: UnsentGuard,
 ) {
-    let most = call.node.at_once(&call.caller.tenant, limits::TILE_BYTES).min(call.node.memory.piece_max());
-    let large = LargeReads::enter(&call.node.large_reads, download.bytes());
-    let read = call.node.engine.read_tiles(download.request(&call));
-    let sending = Sending { call, download, to, slot, holding, said: Mutex::new(said), large, most };
+    let most = call.state.at_once(&call.caller.tenant, limits::TILE_BYTES).min(call.state.memory.piece_max());
+    let large = LargeReads::enter(&call.state.large_reads, download.bytes());
+    let read = call.state.engine.read_tiles(download.request(&call));
+    let sending = Sending { call, download, to, slot, guard, digest: Mutex::new(digest), large, most };
     let mut read = match read {
         Ok(read) => read.with_digests().with_whole_tiles(),
         Err(error) => return sending.refused(error.0).await,
@@ -300,7 +300,7 @@ impl Sending {
             let fits = is_least || tile.bytes(&self.download.shape) <= self.most;
             (fits && read.accepts(&tile)).then_some((tile, cached))
         };
-        Some(match self.call.node.memory.tiles().find(&start).and_then(fits) {
+        Some(match self.call.state.memory.tiles().find(&start).and_then(fits) {
             Some((tile, cached)) => Next { tile, start, cached: Some(cached) },
             None => Next { tile: read.next_tile(self.tile_bytes())?, start, cached: None },
         })
@@ -315,7 +315,7 @@ impl Sending {
         piece: Option<BufMut>,
         (charge, paid): (Charge, Paid),
     ) -> Result<(), Reason> {
-        let (tiles, Next { tile, start, cached }) = (self.call.node.memory.tiles(), next);
+        let (tiles, Next { tile, start, cached }) = (self.call.state.memory.tiles(), next);
         if let Some(cached) = cached {
             let Some(stream) = read.source().recall(&tile, &cached.identity)? else {
                 tiles.forget(&start, &cached);
@@ -341,7 +341,7 @@ impl Sending {
     /// Memory as this read has it: it counts as the tenant's until the client has taken it.
     fn charged(&self, piece: &SharedBuf, charge: Charge) -> SharedBuf {
         // The piece goes back before what it takes of a share.
-        self.holding.keep(piece.clone().kept_by(Arc::new((piece.clone(), charge))))
+        self.guard.keep(piece.clone().kept_by(Arc::new((piece.clone(), charge))))
     }
 
     /// Keeps the tile that has just ended, if all of it came and it was read before.
@@ -353,7 +353,7 @@ impl Sending {
         let placed = placed.zip(whole.placed.digests()).map(|(placed, all)| placed.with_digests(all.clone()));
         let identity = read.source().identity(tile, runs.clone());
         let Some((placed, identity)) = placed.zip(identity) else { return };
-        let (memory, tenant) = (&self.call.node.memory, self.call.caller.tenant.number);
+        let (memory, tenant) = (&self.call.state.memory, self.call.caller.tenant.number);
         let bytes = tile.bytes(shape);
         let tile = Tile { blocks: 0..tile.block_count(), layers: tile.layers.clone() };
         let cached = CachedTile { tile, buf: piece.clone(), placed, identity };
@@ -363,7 +363,7 @@ impl Sending {
     /// Memory for a tile, as soon as the tenant may have it; of one that is kept, what it takes of the tenant's share.
     async fn memory(&self, next: &Next) -> Result<(Option<BufMut>, (Charge, Paid)), Stop> {
         let bytes = next.tile.bytes(&self.download.shape);
-        let (node, tenant, deadline) = (&self.call.node, &self.call.caller.tenant, self.call.deadline);
+        let (state, tenant, deadline) = (&self.call.state, &self.call.caller.tenant, self.call.deadline);
         // Whoever waits for the tenant's own bandwidth keeps nothing from others meanwhile.
         let (paid, toll) = tenant.pay(bytes);
         let begins = Instant::now() + toll;
@@ -372,10 +372,10 @@ impl Sending {
             if !toll.is_zero() {
                 tokio::time::sleep_until(begins).await;
             }
-            let charge = node.charge(tenant, bytes).await?;
+            let charge = state.charge(tenant, bytes).await?;
             Some(match next.cached {
                 Some(_) => (None, charge),
-                None => (Some(node.memory.take(bytes).await?), charge),
+                None => (Some(state.memory.take(bytes).await?), charge),
             })
         };
         let wait = tokio::select! {
@@ -396,17 +396,17 @@ impl Sending {
     /// Memory for a tile before its turn: only such that others are not short of, for whoever waited here would wait with
     /// memory in hand.
     fn spare_memory(&self, next: &Next) -> Option<(BufMut, (Charge, Paid))> {
-        let (node, tenant) = (&self.call.node, &self.call.caller.tenant);
+        let (state, tenant) = (&self.call.state, &self.call.caller.tenant);
         let bytes = next.tile.bytes(&self.download.shape);
         let paid = tenant.try_pay(bytes)?;
-        let charge = node.try_charge(tenant, bytes)?;
-        Some((node.memory.take_spare(bytes)?, (charge, paid)))
+        let charge = state.try_charge(tenant, bytes)?;
+        Some((state.memory.take_spare(bytes)?, (charge, paid)))
     }
 
     /// Bytes of the next tile, as things are now.
     fn tile_bytes(&self) -> u64 {
         let share = limits::UNDER_WAY_BYTES / 2 / self.large.count().max(1);
-        let crowded = self.call.node.memory.is_crowded();
+        let crowded = self.call.state.memory.is_crowded();
         self.most.min(if crowded { 0 } else { share }.max(limits::SMALL_TILE_BYTES))
     }
 
@@ -440,7 +440,7 @@ impl Sending {
             while len > 0 {
                 let some = len.min((limits::FRAME_BYTES - frame.len) as u64);
                 let buf = memory.buf.slice(at as usize, some as usize).ok_or(Reason::OutOfBounds)?;
-                frame.push(frozen(buf), &mut chunks);
+                frame.push(shared_bytes(buf), &mut chunks);
                 (at, len) = (at + some, len - some);
                 if frame.len == limits::FRAME_BYTES {
                     self.data(&mut frame, &memory.with.paid).await?;
@@ -455,24 +455,24 @@ impl Sending {
 
     async fn data(&self, frame: &mut FrameBuilder, paid: &Paid) -> Result<(), Stop> {
         let bytes = frame.len as u64;
-        let outgoing = frame.take(&mut self.said());
+        let outgoing = frame.take(&mut self.digest());
         paid.moved(bytes);
         self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
         self.send(outgoing).await
     }
 
-    fn said(&self) -> MutexGuard<'_, Said> {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner)
+    fn digest(&self) -> MutexGuard<'_, StreamDigest> {
+        self.digest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sends a message that is no data.
     async fn say(&self, part: Part) -> Result<(), Stop> {
-        let crc32 = self.said().read(&part);
-        self.send(self.holding.follow(frame::message(part, crc32))).await
+        let crc32 = self.digest().read(&part);
+        self.send(self.guard.follow(frame::message(part, crc32))).await
     }
 
     async fn send(&self, outgoing: Outgoing) -> Result<(), Stop> {
-        match tokio::time::timeout(self.call.node.patience.get(), self.to.send(outgoing)).await {
+        match tokio::time::timeout(self.call.state.stall_timeout.get(), self.to.send(outgoing)).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(_)) => Err(Stop::Gone),
             Err(_) => {
@@ -509,9 +509,9 @@ impl Sending {
 /// than its deadline did that.
 pub(crate) fn count(call: &Call, asked: &Download, end: &ReadEnd, early: Option<&Reason>) {
     let (delivered, missed) = tally(asked.order, asked.keys.len(), asked.layers.len(), end, early);
-    call.node.metrics.read_ended(delivered, missed);
+    call.state.metrics.read_ended(delivered, missed);
     let failures = end.failures.iter().map(|(_, reason)| reason);
-    call.node.trouble.read_ended(&call.node.audit, asked.namespace, failures);
+    call.state.trouble.read_ended(&call.state.audit, asked.namespace, failures);
 }
 
 /// Blocks of which everything came, and the others by the reason of their failure. In layer order nobody has a whole block
@@ -547,11 +547,11 @@ pub(super) fn reason_name(reason: &Reason) -> &'static str {
 }
 
 /// Bytes of a tile that the engine has announced, to be sent as they are.
-fn frozen(buf: SharedBuf) -> Bytes {
+fn shared_bytes(buf: SharedBuf) -> Bytes {
     // SAFETY: the engine announced these bytes as complete, and what was announced stays as it is; the memory was
     // taken from the arena for this tile alone and goes back when the last of its buffers is dropped, so nobody
     // else writes to it before the connection is done with it.
-    unsafe { Frozen::bytes(buf.into()) }
+    unsafe { SharedBytes::bytes(buf.into()) }
 }
 
 /// Chunks from this size on have their digests put together instead of being digested a second time.
@@ -620,8 +620,8 @@ impl FrameBuilder {
     }
 
     /// The message; what follows it in the range begins behind it.
-    fn take(&mut self, said: &mut Said) -> Outgoing {
-        let crc32 = said.read_data(&self.about, &std::mem::take(&mut self.crc), self.len);
+    fn take(&mut self, digest: &mut StreamDigest) -> Outgoing {
+        let crc32 = digest.read_data(&self.about, &std::mem::take(&mut self.crc), self.len);
         let outgoing = frame::data(&self.about, crc32, std::mem::take(&mut self.bytes));
         self.about.offset += std::mem::take(&mut self.len) as u64;
         outgoing
@@ -669,7 +669,7 @@ mod tests {
                 frame.push(Bytes::copy_from_slice(part), &mut chunks);
             }
             found.push((frame.crc.clone().finalize(), piece.to_vec()));
-            let _ = frame.take(&mut Said::default());
+            let _ = frame.take(&mut StreamDigest::default());
         }
         found
     }

@@ -4,7 +4,7 @@
 //! message that never ends would keep its call for ever, and a crowd of them any amount of memory. So a message that is
 //! large takes its part of what all large requests may have, before more of it is received, and keeps it until its answer
 //! is gone. Each tenant has a part that no other can take, whoever waits holds nothing, and who has one must send.
-//! Puts are streams, whose messages have patience and turns of their own (`put.rs`). What needs no token (health,
+//! Puts are streams, whose messages have timeout and turns of their own (`put.rs`). What needs no token (health,
 //! reflection) shares nothing with others here: its messages are short, and it may be silent for so long.
 
 use std::pin::Pin;
@@ -21,7 +21,7 @@ use tonic::body::Body;
 use super::call::Call;
 use super::fault::Fault;
 use super::limits;
-use crate::node::parts::{Part, Parts};
+use crate::state::parts::{Part, Parts};
 
 /// What large requests take in memory, of all tenants together, in KiB.
 #[derive(Debug)]
@@ -78,8 +78,8 @@ pub(super) struct Arriving {
 impl Arriving {
     /// A body that arrives from now on.
     pub(super) fn new(body: Body, call: Option<Arc<Call>>) -> Self {
-        let patience = if call.is_some() { limits::STALL } else { limits::ANYBODYS_SILENCE };
-        let until = Instant::now() + patience;
+        let timeout = if call.is_some() { limits::STALL } else { limits::OPEN_CALL_SILENCE };
+        let until = Instant::now() + timeout;
         let (came, prefix) = (0, Vec::new());
         Self { body, call, came, prefix, taking: None, large: None, until, alarm: None }
     }
@@ -109,7 +109,7 @@ impl Arriving {
         let missing = 5usize.saturating_sub(self.prefix.len());
         self.prefix.extend(data.iter().take(missing));
         let Some(call) = &self.call else {
-            self.until = Instant::now() + limits::ANYBODYS_SILENCE;
+            self.until = Instant::now() + limits::OPEN_CALL_SILENCE;
             return Some(frame);
         };
         if let Some(since) = self.large {
@@ -125,7 +125,7 @@ impl Arriving {
         // It may be that much more comes than was announced, which is refused by whoever reads it.
         let (length, call) = (announced.max(self.came as usize), Arc::clone(call));
         self.until = call.deadline.min(Instant::now() + limits::WAIT);
-        let taking = async move { call.node.receiving.take(call.caller.tenant.number, length).await };
+        let taking = async move { call.state.receiving.take(call.caller.tenant.number, length).await };
         self.taking = Some((Box::pin(taking), frame));
         None
     }

@@ -13,12 +13,12 @@ use tonic::transport::{Certificate, Server, ServerTlsConfig};
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tower::layer::util::{Identity as NoLayer, Stack};
 
-use super::call::Door;
-use super::polite::{self, Polite};
+use super::call::AuthLayer;
+use super::fair_connection::{self, FairConnection};
 use super::services::{Reads, Services};
 use super::{health, limits};
 use crate::local;
-use crate::node::Node;
+use crate::state::ServerState;
 use kvarts_wire::proto;
 
 /// Who the server is, and whom it trusts.
@@ -76,35 +76,35 @@ pub struct Listeners {
 
 /// Serves until a drain is asked for, then ends what is under way. Connections are closed when their calls have
 /// ended. When one of the listeners fails, nothing is served any more.
-pub async fn serve(node: Arc<Node>, listeners: Listeners) -> Result<(), tonic::transport::Error> {
+pub async fn serve(state: Arc<ServerState>, listeners: Listeners) -> Result<(), tonic::transport::Error> {
     let Listeners { tcp, unix, tls, renewed } = listeners;
     let (reporter, health) = tonic_health::server::health_reporter();
     let over_tcp = async {
         match tcp {
-            Some(listener) => serve_tcp(&node, listener, (tls, renewed), health.clone()).await,
+            Some(listener) => serve_tcp(&state, listener, (tls, renewed), health.clone()).await,
             None => Ok(()),
         }
     };
     let over_unix = async {
         let Some(listener) = unix else { return Ok(()) };
         // The local path comes in by the same socket.
-        let (incoming, local) = local::split(Arc::clone(&node), listener);
-        let incoming = placed(Arc::clone(&node), ReceiverStream::new(incoming));
-        let server = router(&node, transport(), health.clone());
-        let serving = server.serve_with_incoming_shutdown(incoming, node.drain_asked());
+        let (incoming, local) = local::split(Arc::clone(&state), listener);
+        let incoming = placed(Arc::clone(&state), ReceiverStream::new(incoming));
+        let server = router(&state, transport(), health.clone());
+        let serving = server.serve_with_incoming_shutdown(incoming, state.drain_asked());
         let (served, ()) = tokio::join!(serving, local);
         served
     };
     tokio::select! {
         served = async { tokio::try_join!(over_tcp, over_unix) } => served.map(|_| ()),
-        never = health::keep(Arc::clone(&node), reporter) => match never {},
+        never = health::keep(Arc::clone(&state), reporter) => match never {},
     }
 }
 
 /// Serves over TCP. With another identity, connections that come in have that one from then on; those that were there before
 /// are told to go when their calls have ended, and come again.
 async fn serve_tcp(
-    node: &Arc<Node>,
+    state: &Arc<ServerState>,
     listener: TcpListener,
     (mut tls, mut renewed): (Option<Tls>, Option<mpsc::Receiver<Tls>>),
     health: HealthServer<impl Health>,
@@ -114,15 +114,15 @@ async fn serve_tcp(
     let mut leaving = JoinSet::new();
     loop {
         let (go, gone) = oneshot::channel::<()>();
-        let draining = Arc::clone(node);
+        let draining = Arc::clone(state);
         let over = async move {
             tokio::select! {
                 () = draining.drain_asked() => {}
                 _ = gone => {}
             }
         };
-        let incoming = placed(Arc::clone(node), incoming_tcp(Arc::clone(&listener)));
-        let server = router(node, tls.take().map_or_else(transport, |tls| tls.0), health.clone());
+        let incoming = placed(Arc::clone(state), incoming_tcp(Arc::clone(&listener)));
+        let server = router(state, tls.take().map_or_else(transport, |tls| tls.0), health.clone());
         let mut serving = Box::pin(server.serve_with_incoming_shutdown(incoming, over));
         let another = async {
             match &mut renewed {
@@ -188,11 +188,11 @@ fn unpace(stream: &TcpStream) {
 
 /// Connections that come in, as many as there are places.
 fn placed<S>(
-    node: Arc<Node>,
+    state: Arc<ServerState>,
     incoming: impl Stream<Item = std::io::Result<S>>,
-) -> impl Stream<Item = std::io::Result<Polite<S>>> {
+) -> impl Stream<Item = std::io::Result<FairConnection<S>>> {
     incoming.filter_map(move |stream| match stream {
-        Ok(stream) => polite::place(&node, stream).map(Ok),
+        Ok(stream) => fair_connection::place(&state, stream).map(Ok),
         Err(error) => Some(Err(error)),
     })
 }
@@ -211,18 +211,18 @@ pub fn transport() -> Server {
 }
 
 fn router(
-    node: &Arc<Node>,
+    state: &Arc<ServerState>,
     server: Server,
     health: HealthServer<impl Health>,
-) -> Router<Stack<Door, NoLayer>> {
+) -> Router<Stack<AuthLayer, NoLayer>> {
     let bounded = limits::MESSAGE_BYTES_MAX;
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1();
     let router = server
-        .layer(Door::new(Arc::clone(node)))
-        .add_service(health.max_decoding_message_size(limits::ANYBODYS_BYTES_MAX))
+        .layer(AuthLayer::new(Arc::clone(state)))
+        .add_service(health.max_decoding_message_size(limits::OPEN_CALL_BYTES_MAX))
         .add_service(Reads)
         .add_service(
             proto::models_server::ModelsServer::new(Services)
@@ -232,7 +232,7 @@ fn router(
         .add_service(proto::admin_server::AdminServer::new(Services).max_decoding_message_size(bounded));
     match reflection {
         Ok(reflection) => {
-            router.add_service(reflection.max_decoding_message_size(limits::ANYBODYS_BYTES_MAX))
+            router.add_service(reflection.max_decoding_message_size(limits::OPEN_CALL_BYTES_MAX))
         }
         Err(error) => {
             tracing::warn!(%error, "the contract cannot be reflected");

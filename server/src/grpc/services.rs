@@ -16,7 +16,7 @@ use tonic::{Request, Response, Status, Streaming};
 use tower::Service;
 
 use super::call::{Call, answer};
-use super::digest::Said;
+use super::digest::StreamDigest;
 use super::fault::{Fault, Outcome};
 use super::frame::{self, ReadBody};
 use super::heavy::{self, heavily};
@@ -55,7 +55,7 @@ impl Models for Services {
 impl Store for Services {
     async fn put(&self, request: Request<Streaming<proto::PutRequest>>) -> Answer<proto::PutReply> {
         drop(request);
-        Err(Status::internal("puts are served at the door"))
+        Err(Status::internal("puts are served by the authentication layer"))
     }
 
     async fn r#match(&self, request: Request<proto::MatchRequest>) -> Answer<proto::MatchReply> {
@@ -188,11 +188,11 @@ async fn start(call: &Arc<Call>, order: Order, body: Body) -> Outcome<http::Resp
     let message = one_message(body).await?;
     let wire = proto::ReadRequest::decode(message)
         .map_err(|error| Fault::malformed(format!("not a ReadRequest: {error}")))?;
-    let said = Said::of_read(order, &wire);
+    let digest = StreamDigest::of_read(order, &wire);
     let download = Download::check(call, order, wire)?;
     let (to, incoming) = mpsc::channel(limits::FRAMES_WAITING);
     let body = ReadBody::new(incoming);
-    let mut reading = Box::pin(read::run(Arc::clone(call), download, said, (to, Arc::clone(body.slot()))));
+    let mut reading = Box::pin(read::run(Arc::clone(call), download, digest, (to, Arc::clone(body.slot()))));
     // Begun here: what is kept is on its way, and what is not is the executors', before any other task has its turn.
     if future::poll_immediate(&mut reading).await.is_none() {
         tokio::spawn(reading);

@@ -15,7 +15,7 @@ use tonic::Status;
 use super::call::Call;
 use super::convert;
 use super::fault::{Fault, Outcome};
-use crate::node::Right;
+use crate::state::Right;
 use kvarts_wire::proto;
 use kvarts_wire::proto::event::What;
 
@@ -36,16 +36,16 @@ pub(super) fn watch(
         let stalled = tokio::select! {
             stalled = follow(&call, from, &to) => stalled,
             () = to.closed() => false,
-            () = call.node.drain_asked() => false,
-            () = call.node.gate.taken_away(&call.caller, Right::Read, &**call.node.clock()) => false,
+            () = call.state.drain_asked() => false,
+            () = call.state.gate.taken_away(&call.caller, Right::Read, &**call.state.clock()) => false,
             () = tokio::time::sleep_until(call.deadline) => false,
         };
         call.end(tonic::Code::Ok);
         // What waits for somebody who takes nothing is let go with the connection.
-        let patience = call.node.patience.get();
-        if stalled && tokio::time::timeout(patience, to.closed()).await.is_err() {
-            if let Some(line) = &call.line {
-                line.cut();
+        let stall_timeout = call.state.stall_timeout.get();
+        if stalled && tokio::time::timeout(stall_timeout, to.closed()).await.is_err() {
+            if let Some(connection) = &call.connection {
+                connection.cut();
             }
             to.closed().await;
         }
@@ -59,7 +59,7 @@ async fn follow(
     from: Option<Sequence>,
     to: &mpsc::Sender<Result<proto::Event, Status>>,
 ) -> bool {
-    let mut subscription = call.node.store().subscribe(from);
+    let mut subscription = call.state.store().subscribe(from);
     loop {
         let events = match subscription.next(WAITING).await {
             None => return false,
@@ -67,13 +67,13 @@ async fn follow(
                 events.iter().filter(|event| is_callers(call, event)).map(|event| told(call, event)).collect()
             }
             Some(Err(gap)) => {
-                subscription = call.node.store().subscribe(Some(gap.resume));
+                subscription = call.state.store().subscribe(Some(gap.resume));
                 vec![missing(call, gap)]
             }
         };
         for event in events {
             // Who takes nothing for a while is not watching any more.
-            match tokio::time::timeout(call.node.patience.get(), to.send(Ok(event))).await {
+            match tokio::time::timeout(call.state.stall_timeout.get(), to.send(Ok(event))).await {
                 Ok(Ok(())) => {}
                 Ok(Err(_)) => return false,
                 Err(_) => return true,
@@ -90,21 +90,21 @@ fn namespace_of(subject: &Subject) -> NamespaceId {
 }
 
 fn is_callers(call: &Call, event: &Event) -> bool {
-    call.node.models.get(&call.caller, namespace_of(&event.subject)).is_ok()
+    call.state.models.get(&call.caller, namespace_of(&event.subject)).is_ok()
 }
 
 /// A point as the caller may know it: the engine's number would tell what others do.
 fn point(call: &Call, sequence: Sequence) -> proto::Sequence {
-    let Sequence { stream, number } = call.node.veil.hide(call.caller.tenant.number, sequence);
+    let Sequence { stream, number } = call.state.event_mask.hide(call.caller.tenant.number, sequence);
     proto::Sequence { stream, number }
 }
 
 /// The point that a caller means. Of another stream than this one it is none of this one's.
 fn known(call: &Call, after: proto::Sequence) -> Sequence {
-    let (node, tenant) = (&call.node, call.caller.tenant.number);
-    let now = node.store().subscribe(None).sequence().stream;
-    let stream = if after.stream == node.veil.stream(tenant, now) { now } else { !now };
-    Sequence { stream, number: node.veil.number(tenant, after.number) }
+    let (state, tenant) = (&call.state, call.caller.tenant.number);
+    let now = state.store().subscribe(None).sequence().stream;
+    let stream = if after.stream == state.event_mask.stream(tenant, now) { now } else { !now };
+    Sequence { stream, number: state.event_mask.number(tenant, after.number) }
 }
 
 fn missing(call: &Call, gap: Gap) -> proto::Event {

@@ -18,7 +18,7 @@ use super::limits::{
     SMALL_BODY_BYTES, STALL,
 };
 use super::{Locals, socket};
-use crate::node::parts::Part;
+use crate::state::parts::Part;
 
 /// Why a connection ends.
 #[derive(Debug)]

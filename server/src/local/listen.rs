@@ -1,4 +1,4 @@
-//! The door of the local socket: gRPC and the local path share it, and a connection's first byte says which it is.
+//! The local socket: gRPC and the local path share it, and a connection's first byte says which it is.
 
 use std::io;
 use std::sync::Arc;
@@ -13,25 +13,25 @@ use tokio::task::JoinSet;
 
 use super::limits::{HELLO, MAGIC, SESSIONS_MAX, UNKNOWN_MAX};
 use super::threads::Threads;
-use crate::node::Node;
+use crate::state::ServerState;
 
 /// Connections that wait for gRPC to take them.
 const WAITING: usize = 16;
 
 /// Takes connections until a drain is asked for, and works for those of the local path until they have ended; the others
 /// go to `grpc`. Dropping it ends all of its own.
-async fn accept(node: Arc<Node>, listener: UnixListener, grpc: mpsc::Sender<io::Result<UnixStream>>) {
+async fn accept(state: Arc<ServerState>, listener: UnixListener, grpc: mpsc::Sender<io::Result<UnixStream>>) {
     let room = Arc::new(Semaphore::new(SESSIONS_MAX));
     let unknown = Arc::new(Semaphore::new(UNKNOWN_MAX));
     let mut sessions = JoinSet::new();
-    let threads = Arc::new(Threads::new(node.locals.threads));
+    let threads = Arc::new(Threads::new(state.locals.threads));
     loop {
         tokio::select! {
             // Those beyond wait in the kernel's queue, where they cost this process nothing.
             (place, accepted) = next(&unknown, &listener) => match accepted {
                 Ok((stream, _)) => {
                     let of = (Arc::clone(&room), Arc::clone(&threads));
-                    sessions.spawn(sort(Arc::clone(&node), (stream, place), grpc.clone(), of));
+                    sessions.spawn(sort(Arc::clone(&state), (stream, place), grpc.clone(), of));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "a connection of the local socket could not be taken");
@@ -39,7 +39,7 @@ async fn accept(node: Arc<Node>, listener: UnixListener, grpc: mpsc::Sender<io::
                 }
             },
             Some(_) = sessions.join_next() => {}
-            () = node.drain_asked() => break,
+            () = state.drain_asked() => break,
         }
     }
     drop((listener, grpc));
@@ -48,11 +48,11 @@ async fn accept(node: Arc<Node>, listener: UnixListener, grpc: mpsc::Sender<io::
 
 /// The connections that are gRPC's, and what works for the others.
 pub(crate) fn split(
-    node: Arc<Node>,
+    state: Arc<ServerState>,
     listener: UnixListener,
 ) -> (mpsc::Receiver<io::Result<UnixStream>>, impl Future<Output = ()>) {
     let (to, grpc) = mpsc::channel(WAITING);
-    (grpc, accept(node, listener, to))
+    (grpc, accept(state, listener, to))
 }
 
 /// The next connection, and its place among those that are not known.
@@ -66,14 +66,14 @@ async fn next(
 }
 
 async fn sort(
-    node: Arc<Node>,
+    state: Arc<ServerState>,
     (stream, place): (UnixStream, Option<OwnedSemaphorePermit>),
     grpc: mpsc::Sender<io::Result<UnixStream>>,
     (room, threads): (Arc<Semaphore>, Arc<Threads>),
 ) {
     let first = tokio::select! {
         first = tokio::time::timeout(HELLO, first_byte(&stream)) => first,
-        () = node.drain_asked() => return,
+        () = state.drain_asked() => return,
     };
     match first {
         Ok(Ok(Some(byte))) if Some(&byte) == MAGIC.first() => {
@@ -82,7 +82,7 @@ async fn sort(
                 return;
             };
             drop(grpc);
-            threads.serve(node, (stream, place)).await;
+            threads.serve(state, (stream, place)).await;
         }
         // A server that ends takes nobody any more.
         Ok(Ok(Some(_))) => drop(grpc.send(Ok(stream)).await),

@@ -38,7 +38,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub(crate) use listen::split;
 
-use crate::node::parts::Parts;
+use crate::state::parts::Parts;
 use kvarts_wire::local::{Mode, frame, limits, socket};
 
 use named::Names;

@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 
 use super::limits::{OUTBOX_BYTES, OUTBOX_BYTES_MAX, UNTAKEN_STEP_BYTES};
 use super::socket;
-use crate::node::parts::Part;
+use crate::state::parts::Part;
 
 /// Frames that go in one system call.
 const TOGETHER: usize = 16;
@@ -175,7 +175,7 @@ impl Outbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::node::parts::Parts;
+    use crate::state::parts::Parts;
 
     fn fill(outbox: &Outbox, bytes: usize) -> usize {
         let mut put_in = 0;

@@ -24,7 +24,7 @@ use super::Locals;
 /// What is shorter has no room for a large page.
 const LARGE_PAGE: usize = 2 << 20;
 /// How long a client that wants memory waits for its pages at most.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long an executor that takes no messages is left alone.
 const AGAIN: Duration = Duration::from_millis(10);
 /// How often it is asked to forget a memory before it is taken for closed.
@@ -65,7 +65,7 @@ impl Ready {
     /// Waits for it, but not for ever.
     pub(super) async fn wait(self) {
         // Whether it is done or was given up: nothing more is done for it.
-        let _ = tokio::time::timeout(PATIENCE, self.0).await;
+        let _ = tokio::time::timeout(TIMEOUT, self.0).await;
     }
 }
 

@@ -61,10 +61,10 @@ impl Putting {
         for (number, keys) in upload.keys.chunks(each).enumerate() {
             let (first, bytes) = (number * each, upload.shape.block_bytes() * keys.len() as u64);
             let tenant = &call.caller.tenant;
-            if !call.node.puts.go_on(tenant, bytes, &mut turn).await {
+            if !call.state.puts.go_on(tenant, bytes, &mut turn).await {
                 return Err(Fault::busy("as many puts are under way as fit into memory"));
             }
-            let wait = tokio::time::timeout(limits::WAIT, call.node.take_memory(tenant, bytes)).await;
+            let wait = tokio::time::timeout(limits::WAIT, call.state.take_memory(tenant, bytes)).await;
             let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
             let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
             copy(&upload, &from, first, keys.len(), &mut pages).await?;
@@ -85,7 +85,7 @@ impl Putting {
                     let part = pages.slice(from * block_bytes, run.len() * block_bytes);
                     let request =
                         upload.request(first + from, some, part.ok_or(Reason::OutOfBounds)?, &call)?;
-                    pieces.tickets.push_back((run.len(), call.node.store().put(request)));
+                    pieces.tickets.push_back((run.len(), call.state.store().put(request)));
                     pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
                 } else {
                     pieces.take_until(0).await?;
@@ -95,7 +95,7 @@ impl Putting {
             }
         }
         pieces.take_until(0).await?;
-        call.node.trouble.put_ended(&pieces.outcomes, || call.node.engine.health());
+        call.state.trouble.put_ended(&pieces.outcomes, || call.state.engine.health());
         Ok(proto::PutReply { outcomes: wire_outcomes(&pieces.outcomes), crc32: 0 })
     }
 }

@@ -116,8 +116,8 @@ pub(super) fn begin(
     };
     let request = request(call, &asked, into.clone(), verify);
     let stream = match &origins {
-        Some(origins) => call.node.engine.read_part(request, origins)?,
-        None => call.node.store().read(request)?,
+        Some(origins) => call.state.engine.read_part(request, origins)?,
+        None => call.state.store().read(request)?,
     };
     // Nobody else sets it.
     let _ = late.set(LetGo { outbox: Arc::clone(outbox), id });
@@ -252,7 +252,7 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
         let layers = asked.layers.clone();
         let tile = Tile { blocks: block..block + 1, layers };
         let bytes = tile.bytes(&asked.shape);
-        let taking = call.node.take_memory(&call.caller.tenant, bytes);
+        let taking = call.state.take_memory(&call.caller.tenant, bytes);
         let wait = tokio::time::timeout(limits::WAIT, taking).await;
         let Ok(Some(memory)) = wait else { continue };
         let Ok(into) = Placed::tile(Order::Blocks, &asked.shape, &tile, memory.share()) else { continue };
@@ -263,10 +263,10 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
             class: Class::Background,
             ..request(call, asked, into, Verify::Always)
         };
-        if let Ok(stream) = call.node.store().read(request) {
+        if let Ok(stream) = call.state.store().read(request) {
             let ended = std::future::poll_fn(|context| stream.poll_end(context)).await;
             // Which block it is, nobody writes down; and a client may make any number of them.
-            if call.node.audit.may_tell() {
+            if call.state.audit.may_tell() {
                 let tenant = call.caller.tenant.name.as_str();
                 let good = ended.is_ok_and(|end| end.failures.is_empty());
                 tracing::info!(

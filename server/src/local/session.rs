@@ -38,8 +38,8 @@ use super::{ClientFacts, Entry, Mode, Peer, read};
 use crate::grpc::call::{self, Call, Method};
 use crate::grpc::calls;
 use crate::grpc::heavy::{self, heavily};
-use crate::node::parts::Part;
-use crate::node::{Node, Right};
+use crate::state::parts::Part;
+use crate::state::{Right, ServerState};
 use kvarts_wire::codec::decode;
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::limits::LIGHT_ENTRIES;
@@ -74,7 +74,7 @@ struct Looked {
 
 /// A client.
 struct Session {
-    node: Arc<Node>,
+    state: Arc<ServerState>,
     /// Where work is done that keeps a processor busy.
     elsewhere: Handle,
     /// As in a header of gRPC.
@@ -101,7 +101,7 @@ struct Session {
 /// Works for one connection until it ends. Puts are worked for `elsewhere`; `unknown` is its place until it has said who it
 /// is.
 pub(super) async fn run(
-    node: Arc<Node>,
+    state: Arc<ServerState>,
     (stream, unknown): (UnixStream, Option<OwnedSemaphorePermit>),
     elsewhere: Handle,
 ) {
@@ -110,7 +110,7 @@ pub(super) async fn run(
         pid: cred.and_then(|cred| u32::try_from(cred.pid()?).ok()).unwrap_or_default(),
         uid: cred.map(|cred| cred.uid()).unwrap_or(u32::MAX),
     };
-    let mut incoming = Incoming::new(&node.locals);
+    let mut incoming = Incoming::new(&state.locals);
     let hello = tokio::time::timeout(HELLO, hello(&stream, &mut incoming)).await;
     let (id, hello) = match hello {
         Ok(Ok(hello)) => hello,
@@ -120,8 +120,8 @@ pub(super) async fn run(
         }
     };
     drop(unknown);
-    let (outbox, server) = (Arc::new(Outbox::default()), Arc::clone(&node));
-    let ended = match Session::open((node, elsewhere), peer, Arc::clone(&outbox), &hello) {
+    let (outbox, server) = (Arc::new(Outbox::default()), Arc::clone(&state));
+    let ended = match Session::open((state, elsewhere), peer, Arc::clone(&outbox), &hello) {
         Ok(mut session) => {
             let limits = proto::Welcome {
                 version: VERSION,
@@ -182,7 +182,7 @@ fn micros(time: u64) -> Option<Duration> {
 
 impl Session {
     fn open(
-        (node, elsewhere): (Arc<Node>, Handle),
+        (state, elsewhere): (Arc<ServerState>, Handle),
         peer: Peer,
         outbox: Arc<Outbox>,
         hello: &proto::Hello,
@@ -191,13 +191,13 @@ impl Session {
             return Err(Fault::malformed(format!("version {}: this server speaks {VERSION}", hello.version)));
         }
         let authorization = (!hello.token.is_empty()).then(|| format!("Bearer {}", hello.token).into_bytes());
-        let now = node.clock().unix_millis() / 1000;
-        let caller = node.gate.caller(authorization.as_deref(), now).map_err(|refusal| {
+        let now = state.clock().unix_millis() / 1000;
+        let caller = state.gate.caller(authorization.as_deref(), now).map_err(|refusal| {
             let (pid, uid) = (peer.pid, peer.uid);
-            if node.audit.may_tell() {
+            if state.audit.may_tell() {
                 tracing::warn!(target: "audit", pid, uid, why = refusal.text(), "local session refused");
             }
-            node.metrics.refused("hello", "token");
+            state.metrics.refused("hello", "token");
             Fault::unauthenticated(refusal.text())
         })?;
         let facts = ClientFacts {
@@ -209,16 +209,16 @@ impl Session {
             leases: 0,
         };
         let tenant = caller.tenant.number;
-        let place = node.locals.sessions.try_take(tenant, 1);
+        let place = state.locals.sessions.try_take(tenant, 1);
         let place = place.ok_or_else(|| Fault::busy("there are as many local sessions as may be"))?;
-        let named = node.locals.names.begin(&hello.session);
+        let named = state.locals.names.begin(&hello.session);
         let named = named.ok_or_else(|| Fault::malformed("session: 16 bytes that no other session has"))?;
-        let entry = Entry::new(&node.locals, facts);
-        outbox.counts_as(node.locals.untaken.part(tenant));
+        let entry = Entry::new(&state.locals, facts);
+        outbox.counts_as(state.locals.untaken.part(tenant));
         let (memories, modes, leases) = Default::default();
         let (reads, puts, look_ups, requests, doubts) = Default::default();
         Ok(Self {
-            node,
+            state,
             elsewhere,
             authorization,
             tenant,
@@ -244,8 +244,8 @@ impl Session {
         stream: &UnixStream,
         incoming: &mut Incoming,
     ) -> Result<std::convert::Infallible, Ended> {
-        let node = Arc::clone(&self.node);
-        let mut drained = std::pin::pin!(node.drain_asked());
+        let state = Arc::clone(&self.state);
+        let mut drained = std::pin::pin!(state.drain_asked());
         let (mut draining, mut untaken) = (false, None::<Instant>);
         loop {
             // All of them, not one for each time that something arrives.
@@ -276,7 +276,7 @@ impl Session {
                 return Err(Ended::Drained);
             }
             let late = [untaken.map(|since| since + STALL), incoming.late()].into_iter().flatten().min();
-            let patience = tokio::time::sleep_until(late.unwrap_or_else(Instant::now));
+            let stalled = tokio::time::sleep_until(late.unwrap_or_else(Instant::now));
             tokio::select! {
                 ready = stream.readable(), if all && !waits => {
                     ready?;
@@ -292,7 +292,7 @@ impl Session {
                 }
                 () = &mut drained, if !draining => draining = true,
                 () = tokio::time::sleep(ASK_AGAIN), if waits => {}
-                () = patience, if late.is_some() => return Err(broken("the client stalls")),
+                () = stalled, if late.is_some() => return Err(broken("the client stalls")),
             }
         }
     }
@@ -377,7 +377,7 @@ impl Session {
             },
             Kind::Settled => {
                 let answer = decode(body).map(|wire: proto::SettledRequest| {
-                    let under_way = self.node.locals.names.is_under_way(&wire.session);
+                    let under_way = self.state.locals.names.is_under_way(&wire.session);
                     proto::SettledReply { under_way }
                 });
                 self.answer(id, answer);
@@ -494,9 +494,9 @@ impl Session {
         self.outbox.push(frame(Kind::Failed, id, &*fault.detail));
     }
 
-    /// The door: the same that calls over gRPC come through.
+    /// Admits a call as calls over gRPC are admitted.
     fn admit(&self, method: &Method, timeout: Option<Duration>) -> Outcome<Arc<Call>> {
-        call::admit(&self.node, "local", method, self.authorization.as_deref(), timeout).map(Arc::new)
+        call::admit(&self.state, "local", method, self.authorization.as_deref(), timeout).map(Arc::new)
     }
 
     /// Does a call that waits for nothing.
@@ -517,7 +517,7 @@ impl Session {
         if self.memories.len() >= MEMORIES_MAX {
             return Err(Reason::TooMany("memories").into());
         }
-        let from = (&self.node.locals, self.tenant, &self.node.engine, &self.elsewhere);
+        let from = (&self.state.locals, self.tenant, &self.state.engine, &self.elsewhere);
         let (memory, file, ready) = Memory::share(from, &wire, file)?;
         self.named.shares(&memory.region);
         tracing::debug!(pid = self.peer.pid, mode = memory.mode.name(), bytes = wire.bytes, "memory shared");
@@ -540,10 +540,10 @@ impl Session {
     fn shared(&mut self) {
         let modes: BTreeSet<Mode> = self.memories.values().map(|memory| memory.mode).collect();
         for mode in modes.difference(&self.modes) {
-            self.node.metrics.client(mode.name(), 1);
+            self.state.metrics.client(mode.name(), 1);
         }
         for mode in self.modes.difference(&modes) {
-            self.node.metrics.client(mode.name(), -1);
+            self.state.metrics.client(mode.name(), -1);
         }
         self.modes.clone_from(&modes);
         let bytes = self.memories.values().map(|memory| memory.region.len() as u64).sum();
@@ -595,7 +595,7 @@ impl Session {
 
     fn has_room_for_leases(&mut self) -> Outcome<()> {
         if self.leases.len() >= LEASES_MAX {
-            let now = self.node.clock().now();
+            let now = self.state.clock().now();
             self.leases.retain(|_, ends| *ends > now);
         }
         if self.leases.len() < LEASES_MAX { Ok(()) } else { Err(Reason::TooMany("leases").into()) }
@@ -604,7 +604,7 @@ impl Session {
     /// A lease was taken: it ends with the session.
     fn leased(&mut self, name: u64, hold_ms: u64) {
         if name != 0 {
-            self.leases.insert(name, self.node.clock().now().plus(Duration::from_millis(hold_ms)));
+            self.leases.insert(name, self.state.clock().now().plus(Duration::from_millis(hold_ms)));
             let leases = self.leases.len() as u32;
             self.entry.change(|facts| facts.leases = leases);
         }
@@ -612,7 +612,7 @@ impl Session {
 
     fn renewed(&mut self, name: u64, hold_ms: u64) {
         if let Some(ends) = self.leases.get_mut(&name) {
-            *ends = self.node.clock().now().plus(Duration::from_millis(hold_ms));
+            *ends = self.state.clock().now().plus(Duration::from_millis(hold_ms));
         }
     }
 }
@@ -652,8 +652,8 @@ impl Drop for Session {
         // Whoever is dropped before its end was not closed; otherwise it was done.
         named::cut_off(&self.named.in_use());
         for name in self.leases.keys() {
-            if let Some(lease) = self.node.leases.take(self.tenant, *name) {
-                self.node.store().unlock(lease);
+            if let Some(lease) = self.state.leases.take(self.tenant, *name) {
+                self.state.store().unlock(lease);
             }
         }
     }

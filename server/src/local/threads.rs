@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::task::AbortHandle;
 
 use super::session;
-use crate::node::Node;
+use crate::state::ServerState;
 
 /// One thread, until it is dropped.
 struct Worker {
@@ -70,7 +70,7 @@ impl Threads {
     /// Works for one connection until it ends. Whoever does not wait for it any more ends it.
     pub(super) async fn serve(
         &self,
-        node: Arc<Node>,
+        state: Arc<ServerState>,
         (stream, unknown): (UnixStream, Option<OwnedSemaphorePermit>),
     ) {
         let ready = self.handle().and_then(|handle| Ok((handle, stream.into_std()?)));
@@ -84,7 +84,7 @@ impl Threads {
         let elsewhere = Handle::current();
         let session = handle.spawn(async move {
             match UnixStream::from_std(stream) {
-                Ok(stream) => session::run(node, (stream, unknown), elsewhere).await,
+                Ok(stream) => session::run(state, (stream, unknown), elsewhere).await,
                 Err(error) => tracing::warn!(%error, "a local session could not be begun"),
             }
         });

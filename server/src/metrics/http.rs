@@ -1,4 +1,4 @@
-//! A door for Prometheus: `GET /metrics`, and `GET /health` for whoever restarts programs. Nothing else is served.
+//! Plain HTTP: `GET /metrics` for Prometheus, and `GET /health` for a supervisor. Nothing else is served.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,26 +8,26 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use super::text;
-use crate::node::Node;
+use crate::state::ServerState;
 
 /// The most bytes of a request that are read.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 /// How long a client may take.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// Clients at a time.
 const CLIENTS_MAX: usize = 32;
 
 /// Serves until the future is dropped.
-pub async fn serve(listener: TcpListener, node: Arc<Node>) {
+pub async fn serve(listener: TcpListener, state: Arc<ServerState>) {
     let turns = Arc::new(Semaphore::new(CLIENTS_MAX));
     loop {
         let Ok(turn) = Arc::clone(&turns).acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {
-                let node = Arc::clone(&node);
+                let state = Arc::clone(&state);
                 tokio::spawn(async move {
                     // A client that is slow or gone gets nothing, and nobody needs to know.
-                    let _ = tokio::time::timeout(PATIENCE, answer(stream, &node)).await;
+                    let _ = tokio::time::timeout(TIMEOUT, answer(stream, &state)).await;
                     drop(turn);
                 });
             }
@@ -37,7 +37,7 @@ pub async fn serve(listener: TcpListener, node: Arc<Node>) {
     }
 }
 
-async fn answer(mut stream: TcpStream, node: &Node) -> std::io::Result<()> {
+async fn answer(mut stream: TcpStream, state: &ServerState) -> std::io::Result<()> {
     let mut request = Vec::new();
     let mut piece = [0; 1024];
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
@@ -50,9 +50,9 @@ async fn answer(mut stream: TcpStream, node: &Node) -> std::io::Result<()> {
     let line = request.split(|&byte| byte == b'\r').next().unwrap_or_default();
     let (status, kind, body) = match line {
         line if line.starts_with(b"GET /metrics ") => {
-            ("200 OK", "text/plain; version=0.0.4; charset=utf-8", text::render(node).await)
+            ("200 OK", "text/plain; version=0.0.4; charset=utf-8", text::render(state).await)
         }
-        line if line.starts_with(b"GET /health ") => match node.fault() {
+        line if line.starts_with(b"GET /health ") => match state.fault() {
             None => ("200 OK", "text/plain", "ok\n".to_owned()),
             Some(why) => ("503 Service Unavailable", "text/plain", format!("{why}\n")),
         },

@@ -8,7 +8,7 @@ use kvarts_store::engine::Stats;
 use kvarts_store::rt::Clock;
 
 use super::{CallName, Counted, Metrics};
-use crate::node::{Node, Tenant};
+use crate::state::{ServerState, Tenant};
 use kvarts_wire::limits;
 
 /// A label's value: quotes, backslashes and line ends are escaped.
@@ -81,18 +81,18 @@ fn device_counts(queue: &kvarts_store::io::Metrics) -> [(&'static str, u64); 7] 
 }
 
 /// Everything that there is to tell of a server.
-pub(super) async fn render(node: &Node) -> String {
-    let io = node.engine.io().await.unwrap_or_default();
+pub(super) async fn render(state: &ServerState) -> String {
+    let io = state.engine.io().await.unwrap_or_default();
     let mut out = String::with_capacity(16 << 10);
-    let Metrics(counted) = &*node.metrics;
+    let Metrics(counted) = &*state.metrics;
     calls(&mut out, &counted.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
-    engine(&mut out, node);
+    engine(&mut out, state);
     queues(&mut out, &io);
-    scrub(&mut out, node);
-    tenants(&mut out, node);
-    models(&mut out, node);
-    memory(&mut out, node);
-    device_path(&mut out, &node.decided.files);
+    scrub(&mut out, state);
+    tenants(&mut out, state);
+    models(&mut out, state);
+    memory(&mut out, state);
+    device_path(&mut out, &state.decided.files);
     out
 }
 
@@ -153,15 +153,15 @@ fn calls(out: &mut String, counted: &Counted) {
     }
 }
 
-fn engine(out: &mut String, node: &Node) {
+fn engine(out: &mut String, state: &ServerState) {
     // What the store tells and is not told here does not compile.
     let Stats { store: _, counts, index, index_bytes_max, allocated_bytes, budget_bytes, tombstones, space } =
-        node.engine.stats();
+        state.engine.stats();
     for (name, value) in counts.named() {
         let name = format!("kvarts_engine_{name}_total");
         one(out, &name, "counter", "See `kvarts stat`; since the store was opened.", value);
     }
-    health(out, &node.engine.health());
+    health(out, &state.engine.health());
     one(out, "kvarts_disk_budget_bytes", "gauge", "Bytes that may be on disk.", budget_bytes);
     one(out, "kvarts_disk_allocated_bytes", "gauge", "Bytes that are on disk.", allocated_bytes);
     let free = budget_bytes.saturating_sub(allocated_bytes);
@@ -193,7 +193,7 @@ fn engine(out: &mut String, node: &Node) {
     let help =
         "Bytes of records written, those that blocks were moved to included, by bytes that clients put.";
     one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
-    let reports = node.engine.recovery();
+    let reports = state.engine.recovery();
     let sum =
         |field: fn(&kvarts_store::engine::RecoveryReport) -> u64| reports.iter().map(field).sum::<u64>();
     let recovered = sum(|report| report.blocks);
@@ -263,8 +263,8 @@ fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::io::
     }
 }
 
-fn scrub(out: &mut String, node: &Node) {
-    let totals = node.scrub.totals();
+fn scrub(out: &mut String, state: &ServerState) {
+    let totals = state.scrub.totals();
     let (all, last) = (totals.all, totals.last);
     one(out, "kvarts_scrub_runs_total", "counter", "Runs of the scrubber that have ended.", totals.runs);
     one(out, "kvarts_scrub_under_way", "gauge", "Whether one is under way.", u8::from(totals.under_way));
@@ -287,15 +287,15 @@ fn scrub(out: &mut String, node: &Node) {
     one(out, "kvarts_scrub_last_blocks_damaged", "gauge", damaged, last.blocks_damaged);
 }
 
-fn tenants(out: &mut String, node: &Node) {
+fn tenants(out: &mut String, state: &ServerState) {
     head(
         out,
         "kvarts_tenant_disk_bytes",
         "gauge",
         "Live bytes on disk of each tenant, and what it may have.",
     );
-    for tenant in node.gate.tenants() {
-        let Some(space) = node.engine.tenant_space(&tenant.salt) else { continue };
+    for tenant in state.gate.tenants() {
+        let Some(space) = state.engine.tenant_space(&tenant.salt) else { continue };
         let name = Value(&tenant.name);
         let _ = writeln!(out, "kvarts_tenant_disk_bytes{{tenant=\"{name}\",what=\"live\"}} {}", space.live);
         if let Some(limit) = space.limit {
@@ -305,10 +305,10 @@ fn tenants(out: &mut String, node: &Node) {
 }
 
 /// What the models of each tenant take.
-fn models(out: &mut String, node: &Node) {
+fn models(out: &mut String, state: &ServerState) {
     head(out, "kvarts_tenant_models", "gauge", "Models of each tenant.");
-    let used = |tenant: Arc<Tenant>| (node.models.used(tenant.number), tenant);
-    let used: Vec<_> = node.gate.tenants().into_iter().map(used).collect();
+    let used = |tenant: Arc<Tenant>| (state.models.used(tenant.number), tenant);
+    let used: Vec<_> = state.gate.tenants().into_iter().map(used).collect();
     for (used, tenant) in &used {
         let _ = writeln!(out, "kvarts_tenant_models{{tenant=\"{}\"}} {}", Value(&tenant.name), used.count);
     }
@@ -330,9 +330,9 @@ fn device_path(out: &mut String, files: &Decision) {
         writeln!(out, "kvarts_device_path{{mode=\"{mode}\",offered=\"{offered}\",reason=\"{reason}\"}} 1");
 }
 
-fn memory(out: &mut String, node: &Node) {
+fn memory(out: &mut String, state: &ServerState) {
     head(out, "kvarts_request_memory_bytes", "gauge", "Memory of requests, by part: used, most used, all.");
-    for (part, usage) in ["large", "small"].into_iter().zip(node.memory.usage()) {
+    for (part, usage) in ["large", "small"].into_iter().zip(state.memory.usage()) {
         for (what, bytes) in [("used", usage.used), ("most", usage.used_max), ("all", usage.total)] {
             let _ = writeln!(out, "kvarts_request_memory_bytes{{part=\"{part}\",what=\"{what}\"}} {bytes}");
         }
@@ -344,7 +344,7 @@ fn memory(out: &mut String, node: &Node) {
         "Free memory of requests in which tiles are kept, by part.",
     );
     for (number, part) in ["large", "small"].into_iter().enumerate() {
-        let bytes = node.memory.tiles().bytes(number);
+        let bytes = state.memory.tiles().bytes(number);
         let _ = writeln!(out, "kvarts_kept_tiles_bytes{{part=\"{part}\"}} {bytes}");
     }
     head(
@@ -353,7 +353,7 @@ fn memory(out: &mut String, node: &Node) {
         "counter",
         "Tiles of reads over gRPC: kept from an earlier read, or read.",
     );
-    let (kept, read) = node.memory.tiles().counts();
+    let (kept, read) = state.memory.tiles().counts();
     for (from, tiles) in [("kept", kept), ("read", read)] {
         let _ = writeln!(out, "kvarts_tiles_total{{from=\"{from}\"}} {tiles}");
     }
@@ -363,13 +363,19 @@ fn memory(out: &mut String, node: &Node) {
         "gauge",
         "What large requests and their answers take: used, all.",
     );
-    for (what, bytes) in [("used", node.receiving.bytes()), ("all", limits::LARGE_BYTES_MAX as u64)] {
+    for (what, bytes) in [("used", state.receiving.bytes()), ("all", limits::LARGE_BYTES_MAX as u64)] {
         let _ = writeln!(out, "kvarts_large_requests_bytes{{what=\"{what}\"}} {bytes}");
     }
-    let waiting = node.receiving.waiting();
+    let waiting = state.receiving.waiting();
     one(out, "kvarts_large_requests_waiting", "gauge", "Large requests that wait for that.", waiting);
-    one(out, "kvarts_shared_bytes", "gauge", "Memory of local clients that is mapped.", node.locals.mapped());
-    let clients = node.locals.clients();
+    one(
+        out,
+        "kvarts_shared_bytes",
+        "gauge",
+        "Memory of local clients that is mapped.",
+        state.locals.mapped(),
+    );
+    let clients = state.locals.clients();
     head(out, "kvarts_local_clients", "gauge", "Clients of the local path, by tenant.");
     let mut tenants = std::collections::BTreeMap::<&str, u64>::new();
     for client in &clients {
@@ -378,17 +384,17 @@ fn memory(out: &mut String, node: &Node) {
     for (tenant, count) in tenants {
         let _ = writeln!(out, "kvarts_local_clients{{tenant=\"{}\"}} {count}", Value(tenant));
     }
-    let (turns, waiting) = node.puts.left();
+    let (turns, waiting) = state.puts.left();
     one(out, "kvarts_put_turns_left", "gauge", "Puts that could take bytes at once.", turns);
     one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a turn.", waiting);
-    let places = node.connections.available_permits();
-    one(out, "kvarts_connections_all", "gauge", "Connections that there may be.", node.connections_all);
+    let places = state.connections.available_permits();
+    one(out, "kvarts_connections_all", "gauge", "Connections that there may be.", state.connections_all);
     one(out, "kvarts_connections_left", "gauge", "Connections that may still come.", places);
-    let (strangers, anybodys) = node.strangers.count();
+    let (strangers, open_calls) = state.strangers.count();
     one(out, "kvarts_connections_unknown", "gauge", "Connections without a call that was let in.", strangers);
-    one(out, "kvarts_calls_without_token", "gauge", "Calls under way that need no token.", anybodys);
-    one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", node.calls());
-    let clock: &dyn Clock = &**node.clock();
+    one(out, "kvarts_calls_without_token", "gauge", "Calls under way that need no token.", open_calls);
+    one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", state.calls());
+    let clock: &dyn Clock = &**state.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;
     one(out, "kvarts_time_seconds", "gauge", "The server's wall clock.", seconds);
     head(out, "kvarts_build_info", "gauge", "Which program this is.");

@@ -168,7 +168,7 @@ pub enum Prefetch {
     WaitComplete,
     /// At its turn, with what is there; the rest is computed.
     BestEffort,
-    /// When all is there or its patience is over, with what is there.
+    /// When all is there or its time is over, with what is there.
     Timeout,
 }
 
@@ -182,7 +182,7 @@ pub struct Engine {
     pub chunk_tokens: u32,
     /// See [`Prefetch`].
     pub prefetch: Prefetch,
-    /// The patience of `timeout`.
+    /// The time of `timeout`.
     pub timeout_ms: f64,
 }
 

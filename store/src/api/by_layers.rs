@@ -1,6 +1,6 @@
 //! A put whose layers come one after the other: each is written as soon as it is there.
 //!
-//! The caller has memory that its layers use in turns ([`Placed::layers_in_turns`]). It offers a layer, the store
+//! The caller has memory that its layers use in turns ([`Placed::gated_layers`]). It offers a layer, the store
 //! writes it, the memory is the caller's again and may take a later layer. Nothing of the blocks is visible, in memory
 //! or after a crash, before the put was sealed; one that is dropped unsealed leaves nothing.
 
@@ -11,7 +11,7 @@ use std::task::{Context, Poll};
 
 use kvarts_layout::BlockShape;
 
-use super::{Placed, PutReply, Turns};
+use super::{Placed, PutReply, StepGate};
 use crate::error::{Error, Reason};
 use crate::rt::mailbox::{Ticket, ticket};
 use crate::sync::Mutex;
@@ -20,9 +20,9 @@ use crate::sync::Mutex;
 #[derive(Debug)]
 pub(crate) struct Progress {
     /// Leading layers that the store may write; one more when the put is sealed.
-    pub(crate) offered: Turns,
+    pub(crate) offered: StepGate,
     /// Leading layers that have been written; all numbers there are when the put has ended.
-    pub(crate) written: Turns,
+    pub(crate) written: StepGate,
     /// The digest of each chunk, block by block, each in canonical order; empty if one has no memory, which would be a
     /// defect: nothing is stored then.
     digests: Mutex<Vec<u32>>,
@@ -55,12 +55,12 @@ impl LayeredPut {
     pub(crate) fn new(
         from: Placed,
         shape: Arc<BlockShape>,
-        offered: Turns,
+        offered: StepGate,
         answer: Ticket<Result<PutReply, Error>>,
     ) -> (Self, Arc<Progress>) {
         let chunks: usize = shape.layers().iter().map(|layer| layer.chunks.len()).sum();
         let digests = Mutex::new(vec![0; chunks * from.block_count() as usize]);
-        let progress = Arc::new(Progress { offered, written: Turns::new(0), digests });
+        let progress = Arc::new(Progress { offered, written: StepGate::new(0), digests });
         (Self { from, shape, offered: 0, progress: Arc::clone(&progress), answer: Some(answer) }, progress)
     }
 

@@ -14,8 +14,8 @@ pub mod presence;
 pub mod progress;
 pub mod put;
 pub mod read;
+pub mod step_gate;
 pub mod tiled;
-pub mod turns;
 
 use std::time::Duration;
 
@@ -35,8 +35,8 @@ pub use read::{
     Order, Poller, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, SMALL_READ_BYTES, Verify,
     read_channel,
 };
+pub use step_gate::StepGate;
 pub use tiled::{Arrived, Late, TileBytes, TileMemory, TileSource, TiledRead, TiledRequest};
-pub use turns::Turns;
 
 use crate::error::{Error, Reason};
 pub use crate::events::{Cause, Event, EventKind, Gap, Sequence, SnapshotCursor, SnapshotPage, Subscription};
@@ -59,7 +59,7 @@ pub trait KvStore: Send + Sync {
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>>;
 
     /// Begins a put whose layers come one after the other, from memory that they use in turns
-    /// ([`Placed::layers_in_turns`]): each is written when it is offered, and all blocks become visible together when
+    /// ([`Placed::gated_layers`]): each is written when it is offered, and all blocks become visible together when
     /// the put is sealed, as [`KvStore::put`] says. A refusal says that the blocks must be put whole instead: some are
     /// here already, there are too many such puts, or they do not fit into one segment. One that gets no segment by its
     /// deadline is refused with that.

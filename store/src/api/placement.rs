@@ -11,7 +11,7 @@ use kvarts_layout::plan::{
     Address, MemoryId, Order, PartTarget, Placement, PlacementError, Tile, WritePiece, WriteSource,
 };
 
-use super::{Digests, Turns};
+use super::{Digests, StepGate};
 use crate::error::Reason;
 use crate::io::mem::PAGE;
 use crate::io::{BufMut, SharedBuf};
@@ -22,7 +22,7 @@ pub struct Placed {
     memory: Arc<[Memory]>,
     places: Arc<Placement>,
     /// Set where layers may share memory: then only one after the other is in it.
-    turns: Option<Turns>,
+    gate: Option<StepGate>,
     /// Where the digests of what is read are left, for a caller that verifies it.
     digests: Option<Digests>,
 }
@@ -181,14 +181,14 @@ impl Placed {
 
     /// As [`Placed::layers`], but the buffers of different layers may share bytes. For puts by layers alone
     /// ([`KvStore::put_layers`](super::KvStore::put_layers)): a layer is read when it is offered.
-    pub fn layers_in_turns<B: Into<Option<SharedBuf>>>(
+    pub fn gated_layers<B: Into<Option<SharedBuf>>>(
         shape: &BlockShape,
         layers: Vec<B>,
         blocks: u32,
-        turns: Turns,
+        gate: StepGate,
     ) -> Result<Self, Reason> {
         let placed = Self::layer_buffers(shape, layers, blocks, |layers| Ok(unchecked(layers)))?;
-        Ok(Self { turns: Some(turns), ..placed })
+        Ok(Self { gate: Some(gate), ..placed })
     }
 
     fn layer_buffers<B: Into<Option<SharedBuf>>>(
@@ -225,7 +225,7 @@ impl Placed {
                 return Err(Reason::OutOfBounds);
             }
         }
-        Ok(Self { memory: memory.into(), places: Arc::new(places), turns: None, digests: None })
+        Ok(Self { memory: memory.into(), places: Arc::new(places), gate: None, digests: None })
     }
 
     /// The places of some of the blocks: block `i` of the result lies where `ordinals[i]` lies here. An ordinal
@@ -235,7 +235,7 @@ impl Placed {
             return Err(Reason::OutOfBounds);
         }
         let places = Arc::new(self.places.select(ordinals).map_err(reason)?);
-        Ok(Self { memory: Arc::clone(&self.memory), places, turns: self.turns.clone(), digests: None })
+        Ok(Self { memory: Arc::clone(&self.memory), places, gate: self.gate.clone(), digests: None })
     }
 
     /// The same places, and a table in which a read leaves the digest of each chunk before it is announced.
@@ -266,9 +266,9 @@ impl Placed {
         (0..self.block_count()).filter_map(|block| self.places.slot_of(block))
     }
 
-    /// The turns in which layers use memory that they share, if they do.
-    pub fn turns(&self) -> Option<&Turns> {
-        self.turns.as_ref()
+    /// The gate of layers that share memory, if they do.
+    pub fn gate(&self) -> Option<&StepGate> {
+        self.gate.as_ref()
     }
 
     /// Blocks that have a place.
@@ -500,7 +500,7 @@ mod tests {
         let (left, right) = (whole.slice(0, 48).unwrap(), whole.slice(40, 48).unwrap());
         let both = vec![left, right];
         assert_eq!(Placed::layers(&shape(), both.clone(), 3).unwrap_err(), Reason::Overlap);
-        let in_turns = Placed::layers_in_turns(&shape(), both, 3, Turns::new(1)).unwrap();
-        assert!(in_turns.turns().is_some() && in_turns.select(&[1]).unwrap().turns().is_some());
+        let in_turns = Placed::gated_layers(&shape(), both, 3, StepGate::new(1)).unwrap();
+        assert!(in_turns.gate().is_some() && in_turns.select(&[1]).unwrap().gate().is_some());
     }
 }

@@ -527,8 +527,8 @@ fn wait_by_event(io: &mut dyn Io, event: &OwnedFd) -> Completion {
 fn sleep_on(event: &OwnedFd) {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let mut fds = [PollFd::new(event, PollFlags::IN)];
-    let patience = Timespec { tv_sec: 20, tv_nsec: 0 };
-    assert_eq!(poll(&mut fds, Some(&patience)), Ok(1), "nothing woke the sleeper");
+    let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
+    assert_eq!(poll(&mut fds, Some(&timeout)), Ok(1), "nothing woke the sleeper");
     rustix::io::read(event, &mut [0_u8; 8]).unwrap();
 }
 

@@ -219,7 +219,7 @@ fn memory_that_the_kernel_has_not_given_back_when_the_ring_is_dropped_is_leaked_
     ring.submit(Token(1), Op::Read { file, offset: 0, into: buf.clone() });
     ring.reap(&mut Vec::new());
     let before = leaked();
-    // Out of patience at once.
+    // It times out at once.
     ring.drop_waits = 0;
     drop(ring);
     assert_eq!(Arc::strong_count(buf.region()), 2, "the kernel may still write there");

@@ -13,7 +13,7 @@ use super::Completion;
 use super::wake::Wake;
 
 /// How long dropping waits for jobs that are running; then their threads are left to themselves.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A lock that a panicking thread poisoned still guards data that is whole: no job runs under a lock.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -112,7 +112,7 @@ impl<J> Drop for Workers<J> {
         queue.closed = true;
         let forgotten = std::mem::take(&mut queue.jobs);
         self.shared.work.notify_all();
-        let waited = self.shared.idle.wait_timeout_while(queue, PATIENCE, |queue| queue.running > 0);
+        let waited = self.shared.idle.wait_timeout_while(queue, TIMEOUT, |queue| queue.running > 0);
         drop(waited);
         drop(forgotten);
     }

@@ -3,7 +3,9 @@
 use std::cell::RefCell;
 
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{BlockOutcome, Durability, KvStore, LayeredPut, Parent, Placed, PutRequest, Turns};
+use kvarts_store::api::{
+    BlockOutcome, Durability, KvStore, LayeredPut, Parent, Placed, PutRequest, StepGate,
+};
 use kvarts_store::engine::Store;
 use kvarts_store::error::Reason;
 use kvarts_store::io::SharedBuf;
@@ -46,7 +48,7 @@ impl Layered {
         let shape = fixture::shape(group, coordinate);
         let names: Vec<Name> = (first..first + count).map(|n| (column, n)).collect();
         let buffers = in_turns(&shape, count, skew);
-        let from = Placed::layers_in_turns(&shape, buffers, count as u32, Turns::new(0));
+        let from = Placed::gated_layers(&shape, buffers, count as u32, StepGate::new(0));
         let from = from.expect("a valid placement");
         let begun = store.put_layers(PutRequest {
             namespace,

@@ -90,7 +90,7 @@ fn pipeline(site: &Site, device: &Emulated, arena: &Arena, kind: Kind) -> Pipeli
     let shared: Arc<dyn Device> = Arc::new(device.clone());
     let pipeline = Pipeline::new(store, shared, arena.clone(), Curve::default());
     match kind {
-        Kind::Stuck => pipeline.with_copy_patience(Duration::from_millis(5)),
+        Kind::Stuck => pipeline.with_copy_timeout(Duration::from_millis(5)),
         _ => pipeline,
     }
 }

@@ -28,7 +28,7 @@ struct Plan {
     troubles: Vec<Trouble>,
     judge: Judge,
     /// The deadline of every operation, where the disk may never answer.
-    patience: Option<Duration>,
+    timeout: Option<Duration>,
     /// Whether it says nothing of the disk: then it latches nothing, and nothing is left of it when it is over.
     passes: bool,
 }
@@ -46,7 +46,7 @@ fn lies() -> Plan {
     let mut troubles: Vec<_> = effects.map(|effect| once(OpKind::Write, effect)).into();
     troubles.push(once(OpKind::Flush, Effect::Lost));
     troubles.push(once(OpKind::Read, Effect::FlipBit));
-    Plan { troubles, judge: Judge::BytesOnly, patience: None, passes: false }
+    Plan { troubles, judge: Judge::BytesOnly, timeout: None, passes: false }
 }
 
 fn errors() -> Plan {
@@ -67,7 +67,7 @@ fn errors() -> Plan {
     let mut troubles: Vec<_> =
         kinds.into_iter().flat_map(|kind| both(Which::Kind(kind), Effect::Errno(EIO))).collect();
     troubles.extend(both(Which::Kind(OpKind::Write), Effect::Torn(EIO)));
-    Plan { troubles, judge: Judge::Strict, patience: None, passes: false }
+    Plan { troubles, judge: Judge::Strict, timeout: None, passes: false }
 }
 
 /// What kernels say that lack something else than disk, or were interrupted. The seed decides which.
@@ -77,7 +77,7 @@ fn shortages(seed: Seed) -> Plan {
     let errno = PASSING[seed.child("errno").rng().index(PASSING.len())];
     let troubles =
         OpKind::ALL.into_iter().flat_map(|kind| both(Which::Kind(kind), Effect::Errno(errno))).collect();
-    Plan { troubles, judge: Judge::Strict, patience: None, passes: true }
+    Plan { troubles, judge: Judge::Strict, timeout: None, passes: true }
 }
 
 fn flushes() -> Plan {
@@ -86,7 +86,7 @@ fn flushes() -> Plan {
     Plan {
         troubles: troubles.into_iter().flatten().collect(),
         judge: Judge::Strict,
-        patience: None,
+        timeout: None,
         passes: false,
     }
 }
@@ -109,7 +109,7 @@ fn odd() -> Plan {
     Plan {
         troubles: kinds.into_iter().flat_map(of).filter(sensible).collect(),
         judge: Judge::Strict,
-        patience: None,
+        timeout: None,
         passes: false,
     }
 }
@@ -117,7 +117,7 @@ fn odd() -> Plan {
 fn full() -> Plan {
     let which = [Which::Allocating, Which::Kind(OpKind::Allocate)];
     let troubles = which.into_iter().flat_map(|which| both(which, Effect::Errno(ENOSPC))).collect();
-    Plan { troubles, judge: Judge::Strict, patience: None, passes: false }
+    Plan { troubles, judge: Judge::Strict, timeout: None, passes: false }
 }
 
 fn stuck() -> Plan {
@@ -127,7 +127,7 @@ fn stuck() -> Plan {
     Plan {
         troubles: kinds.into_iter().flat_map(of).collect(),
         judge: Judge::Strict,
-        patience: Some(Duration::from_secs(20)),
+        timeout: Some(Duration::from_secs(20)),
         passes: false,
     }
 }
@@ -143,7 +143,7 @@ fn strike(tier: Tier, seed: Seed, plan: &Plan, states: &States) -> Result<(), St
         for n in (first..).step_by(step as usize) {
             let when = if trouble.persistent { When::From(n) } else { When::Nth(n) };
             let rule = Rule::new(trouble.which, when, trouble.effect);
-            let work = Work { patience: plan.patience, passes: plan.passes, ..Work::new(OPS, mix(seed)) };
+            let work = Work { timeout: plan.timeout, passes: plan.passes, ..Work::new(OPS, mix(seed)) };
             let ran = run_work(seed, work, &[rule], false);
             if ran.struck == 0 {
                 break;

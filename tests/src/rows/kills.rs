@@ -34,7 +34,7 @@ const ROUNDS: u64 = 12;
 /// Keys of each writer; each has a column of its own.
 const KEYS: u64 = 24;
 /// How long the program may take to start or stop.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(super) fn kills() -> Row {
     Row {
@@ -112,7 +112,7 @@ impl Server {
             let _ = BufReader::new(out).read_line(&mut line);
             let _ = tell.send(line);
         });
-        let line = told.recv_timeout(PATIENCE).map_err(|_| "it does not say where it serves".to_owned())?;
+        let line = told.recv_timeout(TIMEOUT).map_err(|_| "it does not say where it serves".to_owned())?;
         let grpc = line.split_whitespace().find_map(|word| word.strip_prefix("grpc="));
         match grpc {
             Some(grpc) => server.grpc = grpc.to_owned(),
@@ -136,7 +136,7 @@ impl Server {
 
     fn client(&self) -> Result<Client, String> {
         let options =
-            ConnectOptions { patience: PATIENCE, ..ConnectOptions::to(format!("http://{}", self.grpc)) };
+            ConnectOptions { call_timeout: TIMEOUT, ..ConnectOptions::to(format!("http://{}", self.grpc)) };
         Client::connect(&options).map_err(|error| format!("no connection: {error}"))
     }
 

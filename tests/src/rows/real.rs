@@ -29,7 +29,7 @@ const OPS: usize = 40;
 /// Images of one workload.
 const IMAGES: u64 = 12;
 /// How long a workload or an opening may take: only a hang takes that long.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The rows of this file.
 pub(super) fn rows() -> [Row; 2] {
@@ -87,7 +87,7 @@ fn poll_until_done<T>(future: impl Future<Output = T>, around: &mut dyn FnMut(bo
     let mut future = std::pin::pin!(future);
     let mut context = Context::from_waker(Waker::noop());
     let start = Instant::now();
-    while start.elapsed() < PATIENCE {
+    while start.elapsed() < TIMEOUT {
         around(false);
         let polled = future.as_mut().poll(&mut context);
         around(true);
@@ -96,12 +96,12 @@ fn poll_until_done<T>(future: impl Future<Output = T>, around: &mut dyn FnMut(bo
         }
         std::thread::sleep(Duration::from_micros(100));
     }
-    Err(format!("it hangs: nothing for {PATIENCE:?}"))
+    Err(format!("it hangs: nothing for {TIMEOUT:?}"))
 }
 
 fn work(seed: Seed) -> Work {
     let mix = [Mix::Plain, Mix::Compacting][seed.child("mix").rng().index(2)];
-    Work { patience: Some(Duration::from_secs(20)), watched: true, ..Work::new(OPS, mix) }
+    Work { timeout: Some(Duration::from_secs(20)), watched: true, ..Work::new(OPS, mix) }
 }
 
 /// A ledger that was in force: from some entry of the disk's log on, for certain from a later one on.

@@ -182,10 +182,10 @@ pub(crate) fn local_put(
 /// Nothing is left of local clients.
 pub(crate) fn expect_nothing_left(served: &Served) {
     served.until("nothing of a client that is gone is left", |daemon| {
-        let node = daemon.node();
-        let memory = node.memory.usage().iter().all(|usage| usage.used == 0);
-        let shared = node.locals.mapped() + node.locals.pinned();
-        memory && node.locals.clients().is_empty() && shared == 0 && node.calls() == 0
+        let state = daemon.state();
+        let memory = state.memory.usage().iter().all(|usage| usage.used == 0);
+        let shared = state.locals.mapped() + state.locals.pinned();
+        memory && state.locals.clients().is_empty() && shared == 0 && state.calls() == 0
     });
 }
 

@@ -15,7 +15,7 @@ use kvarts_tests::stage::{Scratch, Stage};
 use tokio::runtime::Runtime;
 
 /// How long a server may take for anything that a test asks.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A server that runs until it is dropped.
 pub(crate) struct Served {
@@ -104,7 +104,7 @@ impl Served {
     pub(crate) fn until(&self, what: &str, mut done: impl FnMut(&Daemon) -> bool) {
         let start = Instant::now();
         while !done(self.daemon()) {
-            assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+            assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -207,7 +207,7 @@ impl Stage for Beside {
 fn wait(done: &mut dyn FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "no answer for {PATIENCE:?}");
+        assert!(start.elapsed() < TIMEOUT, "no answer for {TIMEOUT:?}");
         std::thread::sleep(Duration::from_micros(200));
     }
 }

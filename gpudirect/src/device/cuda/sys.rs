@@ -289,7 +289,7 @@ impl Kernel {
 }
 
 /// Host memory of the driver's own, which it pins: copies with memory that is not may wait inside the driver until the
-/// device is done, where no patience is heard.
+/// device is done, where no timeout has an effect.
 #[derive(Debug)]
 struct HostMemory {
     context: Context,

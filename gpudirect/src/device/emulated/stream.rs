@@ -63,9 +63,9 @@ impl EventState {
 
     /// False if it is not done after so long. A modelled time passes only while somebody waits for it, so this is real
     /// time in any case.
-    pub(super) fn wait_within(&self, patience: Duration) -> Result<bool, DeviceError> {
+    pub(super) fn wait_within(&self, timeout: Duration) -> Result<bool, DeviceError> {
         let pace = RealPace::new();
-        let give_up = pace.now().plus(patience);
+        let give_up = pace.now().plus(timeout);
         let mut done = lock(&self.done);
         loop {
             if let Some(outcome) = &*done {

@@ -374,11 +374,11 @@ impl Executor {
     /// Writes a checkpoint of every shard while the executor goes on serving.
     fn checkpoint(&self, prove: bool, reply: Reply<Result<(), Reason>>) {
         let shards: Vec<_> = self.shards.borrow().values().map(Rc::clone).collect();
-        let (rt, patience, busy) = (Rc::clone(&self.rt), self.limits.stop_patience, Busy::new(&self.busy));
+        let (rt, timeout, busy) = (Rc::clone(&self.rt), self.limits.stop_timeout, Busy::new(&self.busy));
         self.rt.spawn(
             Class::Background,
             Box::pin(async move {
-                let _ = reply.send(checkpoint_all(&rt, &shards, patience, prove).await);
+                let _ = reply.send(checkpoint_all(&rt, &shards, timeout, prove).await);
                 drop(busy);
             }),
         );
@@ -419,7 +419,7 @@ impl Executor {
     /// Waits until nothing is under way, with a bound: a device that hangs does not keep the process.
     async fn stop(&self, clean: bool) -> Result<(), Reason> {
         self.stopping.set(true);
-        let give_up = self.rt.clock().now().plus(self.limits.stop_patience);
+        let give_up = self.rt.clock().now().plus(self.limits.stop_timeout);
         while self.busy.get() > 0 && self.rt.clock().now() < give_up {
             let now = self.rt.clock().now();
             self.rt.sleep_until(Nanos(now.0 + 1_000_000)).await;
@@ -432,7 +432,7 @@ impl Executor {
             for shard in &shards {
                 shard.finish().await;
             }
-            checkpoint_all(&self.rt, &shards, self.limits.stop_patience, false).await
+            checkpoint_all(&self.rt, &shards, self.limits.stop_timeout, false).await
         };
         let finished = before(pin!(finish), Some(self.rt.sleep_until(give_up))).await;
         finished.unwrap_or(Err(Reason::Busy("the device did not let the store close in time")))
@@ -443,10 +443,10 @@ impl Executor {
 async fn checkpoint_all(
     rt: &Rc<dyn Runtime>,
     shards: &[Rc<Shard>],
-    patience: Duration,
+    timeout: Duration,
     prove: bool,
 ) -> Result<(), Reason> {
-    let give_up = rt.clock().now().plus(patience);
+    let give_up = rt.clock().now().plus(timeout);
     for shard in shards {
         // One that the clock began may lack what was written since: another follows it.
         loop {

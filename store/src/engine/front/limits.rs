@@ -22,7 +22,7 @@ pub struct Limits {
     /// How often blocks whose time is over are looked for; whoever looks one up never finds it anyway.
     pub expiry_sweep_every: Duration,
     /// How long a stop waits for what is under way.
-    pub stop_patience: Duration,
+    pub stop_timeout: Duration,
     /// What it compacts without being asked.
     pub compaction: Compaction,
 }
@@ -37,7 +37,7 @@ impl Default for Limits {
             mailbox_messages: 4096,
             checkpoint_every: Duration::from_secs(30),
             expiry_sweep_every: Duration::from_secs(10),
-            stop_patience: Duration::from_secs(30),
+            stop_timeout: Duration::from_secs(30),
             compaction: Compaction::default(),
         }
     }

@@ -257,7 +257,7 @@ fn check(shared: &Shared, request: &ReadRequest) -> Result<(), Reason> {
     if expected != found {
         return Err(Reason::Length { expected, found });
     }
-    if request.into.turns().is_some() {
+    if request.into.gate().is_some() {
         // All layers are read at once.
         return Err(Reason::Overlap);
     }

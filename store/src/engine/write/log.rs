@@ -17,7 +17,7 @@ use kvarts_layout::plan::{WritePlan, WriteSource};
 
 use super::draft::{Draft, Payload, Written};
 use super::place::Image;
-use crate::api::Turns;
+use crate::api::StepGate;
 use crate::engine::space::Space;
 use crate::engine::tasks::write_barrier::WriteBarrier;
 use crate::engine::volume::segment::{Segment, fault};
@@ -42,7 +42,7 @@ pub(crate) struct Log {
     pub(crate) space: Rc<Space>,
     pub(crate) open: RefCell<Option<Rc<Segment>>>,
     /// Puts by layers under way, by what they wait for. Each has a segment of its own.
-    pub(crate) layered: RefCell<Vec<Turns>>,
+    pub(crate) layered: RefCell<Vec<StepGate>>,
     /// The last blocks of thin segments are being moved.
     pub(crate) thinning: Cell<bool>,
     /// Nothing is begun in the background any more.
@@ -345,7 +345,7 @@ impl Log {
     /// Seals the open segment, so that the next open has no tail to scan. Nothing is appended afterwards.
     pub(crate) async fn finish(self: &Rc<Self>) {
         self.closing.set(true);
-        self.layered.borrow().iter().for_each(Turns::nudge);
+        self.layered.borrow().iter().for_each(StepGate::nudge);
         self.changed.until(|| self.layered.borrow().is_empty().then_some(())).await;
         self.settled().await;
         let open = self.open.borrow_mut().take();

@@ -144,7 +144,7 @@ fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<
     if shared.index_is_full(request.keys.len() as u64) {
         return Err(Reason::NoSpace);
     }
-    if !by_layers && request.from.turns().is_some() {
+    if !by_layers && request.from.gate().is_some() {
         // Memory that layers share has no bytes of all of them at once.
         return Err(Reason::Overlap);
     }

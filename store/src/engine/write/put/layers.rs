@@ -34,7 +34,7 @@ use self::image::Image;
 use super::write::{Piece, publish};
 use super::{PutJob, before, check, record_blocks, reserve, shard_of};
 use crate::api::by_layers::Progress;
-use crate::api::{BlockOutcome, Durability, LayeredPut, PutRequest, Turns};
+use crate::api::{BlockOutcome, Durability, LayeredPut, PutRequest, StepGate};
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::Share;
 use crate::engine::shared::quota_events::TellEvicted;
@@ -92,7 +92,7 @@ impl LayersPart {
         }
     }
 
-    fn turns(&self) -> &Turns {
+    fn gate(&self) -> &StepGate {
         &self.progress.offered
     }
 
@@ -127,10 +127,11 @@ fn try_begin(
     shards: u32,
     mut request: PutRequest,
 ) -> Result<(u32, LayersPart, LayeredPut), Reason> {
-    let turns = request.from.turns().cloned();
-    let turns = turns.filter(|turns| turns.opened() == 0 && request.layout != Some(Layout::FullBlock));
-    let wrong = || Reason::Shape("a put by layers needs memory in turns and a layout by layers".to_owned());
-    let turns = turns.ok_or_else(wrong)?;
+    let gate = request.from.gate().cloned();
+    let gate = gate.filter(|gate| gate.opened() == 0 && request.layout != Some(Layout::FullBlock));
+    let wrong =
+        || Reason::Shape("a put by layers needs memory behind a gate and a layout by layers".to_owned());
+    let gate = gate.ok_or_else(wrong)?;
     request.layout = Some(Layout::LayerBlock);
     let class = check(shared, &request, true)?;
     let shard = request.keys.first().map_or(0, |key| shard_of(key, shards));
@@ -155,7 +156,7 @@ fn try_begin(
         runs.push(run);
     }
     job.lock().parts_left = 1;
-    let (stream, progress) = LayeredPut::new(from, shape, turns, answer);
+    let (stream, progress) = LayeredPut::new(from, shape, gate, answer);
     let part = LayersPart { job, runs, shares, promises: Vec::new(), tell: None, progress, begun: None };
     Ok((shard, part, stream))
 }
@@ -178,10 +179,10 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
     if enough || log.closing.get() {
         return part.refuse(Reason::Busy("there are enough puts by layers"));
     }
-    log.layered.borrow_mut().push(part.turns().clone());
-    let left = part.turns().clone();
+    log.layered.borrow_mut().push(part.gate().clone());
+    let left = part.gate().clone();
     let ended = || {
-        log.layered.borrow_mut().retain(|turns| !turns.is(&left));
+        log.layered.borrow_mut().retain(|gate| !gate.is(&left));
         log.changed.wake_all();
     };
     let Some(part) = pay(log, part, deadline.as_mut()).await else {
@@ -365,12 +366,12 @@ async fn write(
 async fn turn(log: &Log, part: &LayersPart, segment: &Segment, step: u32) -> Result<u32, Reason> {
     std::future::poll_fn(|context| {
         // The waker is left first: a caller that leaves after the look wakes.
-        let open = part.turns().is_open_or_wake(step, context.waker());
+        let open = part.gate().is_open_or_wake(step, context.waker());
         let closing = log.closing.get().then_some(Reason::Busy("the store is closing"));
         let broken = || segment.broken().or_else(|| log.shared.latched());
         match closing.or_else(|| part.job.stopped()).or_else(broken) {
             Some(reason) => Poll::Ready(Err(reason)),
-            None if open => Poll::Ready(Ok(part.turns().opened())),
+            None if open => Poll::Ready(Ok(part.gate().opened())),
             None => Poll::Pending,
         }
     })

@@ -1,7 +1,8 @@
-//! Memory that the layers of a put use in turns.
+//! Flow control of a put whose layers share memory.
 //!
-//! A put of many layers may have less memory than the layers have bytes: a layer then lies where an earlier one
-//! lay that was written. Turns say how far the put may go; the store does not read a layer before it is opened.
+//! A put of many layers may have less memory than the layers have bytes: a layer then lies where an earlier one lay that
+//! was written. The gate says how many steps of the put have their memory; the store does not read a layer before its
+//! step is open.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError};
@@ -10,30 +11,30 @@ use std::task::Waker;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::sync::{Mutex, MutexGuard, Race, planted};
 
-/// How many leading steps have memory. Cheap to clone; clones are the same turns.
+/// How many leading steps have memory. Cheap to clone; clones are one gate.
 #[derive(Clone)]
-pub struct Turns(Arc<Inner>);
+pub struct StepGate(Arc<Inner>);
 
 struct Inner {
     open: AtomicU32,
     waiting: Mutex<Vec<Waker>>,
 }
 
-impl Turns {
-    /// Turns of which the first `open` steps have begun.
+impl StepGate {
+    /// A gate whose first `open` steps are open.
     pub fn new(open: u32) -> Self {
         Self(Arc::new(Inner { open: AtomicU32::new(open), waiting: Mutex::new(Vec::new()) }))
     }
 
-    /// Opens every step below `steps`: their memory is the store's from now until they are announced. What was
-    /// opened stays open.
+    /// Opens every step below `steps`: their memory is the store's from now until they are announced. An open step
+    /// stays open.
     pub fn open(&self, steps: u32) {
         if self.0.open.fetch_max(steps, Ordering::AcqRel) < steps {
             self.nudge();
         }
     }
 
-    /// Lets whoever waits look again: something else than a step has changed.
+    /// Wakes all waiting tasks to look again: something else than a step has changed.
     pub(crate) fn nudge(&self) {
         let waiting = std::mem::take(&mut *self.waiting());
         waiting.into_iter().for_each(Waker::wake);
@@ -44,7 +45,7 @@ impl Turns {
         self.0.open.load(Ordering::Acquire)
     }
 
-    /// Whether both are the same turns.
+    /// Whether both are clones of one gate.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -54,9 +55,9 @@ impl Turns {
         step < self.opened()
     }
 
-    /// Whether a step may be read; if not, `waker` is woken by the next [`Turns::open`].
+    /// Whether a step may be read; if not, `waker` is woken by the next [`StepGate::open`].
     pub(crate) fn is_open_or_wake(&self, step: u32, waker: &Waker) -> bool {
-        let looked = planted(Race::TurnLooksFirst).then(|| self.is_open(step));
+        let looked = planted(Race::GateLooksFirst).then(|| self.is_open(step));
         {
             // Registered before the look, so that an opening in between wakes.
             let mut waiting = self.waiting();
@@ -73,9 +74,9 @@ impl Turns {
     }
 }
 
-impl fmt::Debug for Turns {
+impl fmt::Debug for StepGate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Turns({} open)", self.0.open.load(Ordering::Relaxed))
+        write!(f, "StepGate({} open)", self.0.open.load(Ordering::Relaxed))
     }
 }
 
@@ -96,13 +97,13 @@ mod tests {
 
     #[test]
     fn an_opening_wakes_who_waits_and_never_closes() {
-        let (counted, turns) = (Arc::new(Counted::default()), Turns::new(1));
+        let (counted, gate) = (Arc::new(Counted::default()), StepGate::new(1));
         let waker = Waker::from(Arc::clone(&counted));
-        assert!(turns.is_open(0) && !turns.is_open(1));
-        assert!(!turns.is_open_or_wake(1, &waker) && !turns.is_open_or_wake(1, &waker));
-        turns.clone().open(2);
+        assert!(gate.is_open(0) && !gate.is_open(1));
+        assert!(!gate.is_open_or_wake(1, &waker) && !gate.is_open_or_wake(1, &waker));
+        gate.clone().open(2);
         assert_eq!(counted.0.load(Ordering::SeqCst), 1);
-        turns.open(1);
-        assert!(turns.is_open(1) && !turns.is_open(2));
+        gate.open(1);
+        assert!(gate.is_open(1) && !gate.is_open(2));
     }
 }

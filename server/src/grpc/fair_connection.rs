@@ -1,12 +1,12 @@
-//! A connection that lets others have its thread, and one of so many.
+//! A connection that shares its thread fairly, and has one of the server's places for connections.
 //!
-//! A large read on a fast network never finds its socket full, so its connection would move bytes for as long as
-//! there are any, and everybody else on the thread would wait. Here a connection that has moved a few of them stands
-//! at the end of the queue again.
+//! A large read on a fast network never finds its socket full: its connection would move bytes for as long as there are
+//! any, while all other connections of the thread wait. A connection that has moved `TURN_BYTES` is therefore polled
+//! again only after the others.
 //!
-//! A server has as many connections as it was configured for. Who comes when all are taken gets the place of the stranger
-//! who has been here for longest, and is turned away where there are only clients that have shown a token. Who has a place and
-//! says nothing, has no call for too long, or takes no answer, loses it (`line`, `held`).
+//! A server has as many places as it was configured for. When all are taken, a new connection gets the place of the oldest
+//! stranger (a client that has shown no token), and is refused where there is none. A connection loses its place when its
+//! client sends no preface, makes no call for too long, or takes no answer (`connection`, `unsent`).
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -18,51 +18,54 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 use tonic::transport::server::Connected;
 
+use super::connection::ConnectionHandle;
 use super::limits;
-use super::line::Line;
-use crate::node::{Node, Patience};
+use crate::state::{ServerState, StallTimeout};
 
-/// Bytes that a connection moves before it is somebody else's turn.
+/// Bytes that a connection moves before the others of its thread are polled.
 const TURN_BYTES: usize = 1 << 20;
-/// The same while nobody has shown a token: the headers of the first call are looked at before much of its body has come.
+/// The same before its client has shown a token: the headers of the first call are looked at before much of its body has come.
 const STRANGERS_TURN_BYTES: usize = 16 << 10;
 
-/// A connection with turns.
+/// A connection that lets others have their turns.
 #[derive(Debug)]
-pub(super) struct Polite<S> {
+pub(super) struct FairConnection<S> {
     inner: S,
     /// Bytes moved in this turn.
     moved: usize,
-    /// Bytes that were ever heard.
+    /// Bytes ever received.
     heard: usize,
-    /// When something must have happened.
+    /// When the connection ends, unless something happens before.
     alarm: Option<Pin<Box<Sleep>>>,
-    patience: Arc<Patience>,
-    line: Line,
+    stall_timeout: Arc<StallTimeout>,
+    handle: ConnectionHandle,
 }
 
-/// Gives a connection that came in one of the server's places; `None` turns it away.
-pub(super) fn place<S>(node: &Arc<Node>, inner: S) -> Option<Polite<S>> {
-    let free = Arc::clone(&node.connections).try_acquire_owned().ok();
-    let place = free.or_else(|| node.strangers.displace(Instant::now()));
+/// Gives a new connection one of the server's places; `None` refuses it.
+pub(super) fn place<S>(state: &Arc<ServerState>, inner: S) -> Option<FairConnection<S>> {
+    let free = Arc::clone(&state.connections).try_acquire_owned().ok();
+    let place = free.or_else(|| state.strangers.displace(Instant::now()));
     if place.is_none() {
-        node.metrics.refused("connect", "connections");
-        if node.audit.may_tell() {
-            tracing::warn!(target: "audit", "connection refused: there are as many as may be");
+        state.metrics.refused("connect", "connections");
+        if state.audit.may_tell() {
+            tracing::warn!(target: "audit", "connection refused: all places are taken");
         }
     }
-    place.map(|place| Polite::new(inner, Line::new(&node.strangers, Some(place)), &node.patience))
+    place.map(|place| {
+        FairConnection::new(inner, ConnectionHandle::new(&state.strangers, Some(place)), &state.stall_timeout)
+    })
 }
 
-impl<S> Polite<S> {
-    fn new(inner: S, line: Line, patience: &Arc<Patience>) -> Self {
-        Self { inner, moved: 0, heard: 0, alarm: None, patience: Arc::clone(patience), line }
+impl<S> FairConnection<S> {
+    fn new(inner: S, handle: ConnectionHandle, stall_timeout: &Arc<StallTimeout>) -> Self {
+        Self { inner, moved: 0, heard: 0, alarm: None, stall_timeout: Arc::clone(stall_timeout), handle }
     }
 
     /// Whether nothing happened for too long.
     fn is_idle(&mut self, context: &mut Context<'_>) -> bool {
         loop {
-            let Some(until) = self.line.until(&self.patience, self.heard >= limits::PREFACE_BYTES) else {
+            let Some(until) = self.handle.until(&self.stall_timeout, self.heard >= limits::PREFACE_BYTES)
+            else {
                 // What ends meanwhile is seen when the alarm is due, or at the next ping.
                 return false;
             };
@@ -82,10 +85,10 @@ impl<S> Polite<S> {
     }
 
     fn turn(&self) -> usize {
-        if self.line.is_known() { TURN_BYTES } else { STRANGERS_TURN_BYTES }
+        if self.handle.is_known() { TURN_BYTES } else { STRANGERS_TURN_BYTES }
     }
 
-    /// Whether the turn is over. The task is woken at once, behind all who wait already.
+    /// Whether the turn is over. The task is woken at once, behind all that are ready already.
     fn is_over(&mut self, context: &Context<'_>) -> bool {
         let over = self.moved >= self.turn();
         if over {
@@ -95,16 +98,16 @@ impl<S> Polite<S> {
         over
     }
 
-    /// Counts what was moved; whoever must wait for the network begins a new turn then.
+    /// Counts what was moved; a connection that must wait for the network begins a new turn then.
     fn count<T>(&mut self, polled: &Poll<T>, bytes: usize) {
         self.moved = if polled.is_pending() { 0 } else { self.moved.saturating_add(bytes) };
     }
 }
 
-impl<S: AsyncRead + Unpin> Polite<S> {
+impl<S: AsyncRead + Unpin> FairConnection<S> {
     /// Reads; from a stranger no more than is left of its turn.
     fn poll_bytes(&mut self, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        if self.line.is_known() {
+        if self.handle.is_known() {
             return Pin::new(&mut self.inner).poll_read(context, buffer);
         }
         let most = self.turn().saturating_sub(self.moved).min(buffer.remaining());
@@ -116,14 +119,14 @@ impl<S: AsyncRead + Unpin> Polite<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Polite<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for FairConnection<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.line.register(context.waker());
-        if self.line.is_cut() {
+        self.handle.register(context.waker());
+        if self.handle.is_cut() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         if self.is_over(context) {
@@ -135,7 +138,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Polite<S> {
         let heard = buffer.filled().len() - before;
         self.moved = self.moved.saturating_add(heard);
         self.heard = self.heard.saturating_add(heard);
-        if self.heard > limits::STRANGERS_BYTES_MAX && !self.line.is_known() {
+        if self.heard > limits::STRANGERS_BYTES_MAX && !self.handle.is_known() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         if polled.is_pending() && self.is_idle(context) {
@@ -145,7 +148,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Polite<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Polite<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for FairConnection<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -187,11 +190,11 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Polite<S> {
     }
 }
 
-impl<S: Connected> Connected for Polite<S> {
-    type ConnectInfo = Line;
+impl<S: Connected> Connected for FairConnection<S> {
+    type ConnectInfo = ConnectionHandle;
 
-    fn connect_info(&self) -> Line {
-        self.line.clone()
+    fn connect_info(&self) -> ConnectionHandle {
+        self.handle.clone()
     }
 }
 
@@ -247,8 +250,8 @@ mod tests {
         let wakes = Arc::new(Wakes(AtomicUsize::new(0)));
         let waker = Arc::clone(&wakes).into();
         let mut context = Context::from_waker(&waker);
-        let mut connection = polite(Endless);
-        let _known = connection.line.begin();
+        let mut connection = fair(Endless);
+        let _known = connection.handle.begin();
         let bytes = vec![1; 256 << 10];
         for turn in 1..4 {
             for _ in 0..4 {
@@ -288,11 +291,11 @@ mod tests {
         }
     }
 
-    fn polite<S>(inner: S) -> Polite<S> {
-        Polite::new(inner, Line::new(&Arc::default(), None), &Arc::default())
+    fn fair<S>(inner: S) -> FairConnection<S> {
+        FairConnection::new(inner, ConnectionHandle::new(&Arc::default(), None), &Arc::default())
     }
 
-    fn poll<S: AsyncRead + Unpin>(connection: &mut Polite<S>) -> Option<io::ErrorKind> {
+    fn poll<S: AsyncRead + Unpin>(connection: &mut FairConnection<S>) -> Option<io::ErrorKind> {
         let mut memory = [0; 16];
         let mut buffer = ReadBuf::new(&mut memory);
         let mut context = Context::from_waker(std::task::Waker::noop());
@@ -304,10 +307,10 @@ mod tests {
 
     #[tokio::test]
     async fn who_says_nothing_is_hung_up_on() {
-        let mut connection = polite(Silent);
+        let mut connection = fair(Silent);
         assert_eq!(poll(&mut connection), None);
         assert!(connection.alarm.is_some(), "it has so long and no longer");
-        connection.line.age(limits::STALL);
+        connection.handle.age(limits::STALL);
         assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
         // Less than every connection begins with is no better than nothing.
         connection.heard = limits::PREFACE_BYTES - 1;
@@ -315,36 +318,36 @@ mod tests {
         // Whoever has begun has longer, until its first call that is let in.
         connection.heard = limits::PREFACE_BYTES;
         assert_eq!(poll(&mut connection), None);
-        connection.line.age(limits::STALL * (limits::FIRST_REQUEST_STALLS - 1));
+        connection.handle.age(limits::STALL * (limits::FIRST_REQUEST_STALLS - 1));
         assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
     }
 
     #[tokio::test]
     async fn calls_that_need_no_token_keep_no_connection() {
-        let mut connection = polite(Silent);
+        let mut connection = fair(Silent);
         connection.heard = limits::PREFACE_BYTES;
-        let calls: Vec<_> = (0..1024).filter_map(|_| connection.line.anybodys()).collect();
-        assert_eq!(calls.len(), limits::ANYBODYS_CALLS_MAX);
+        let calls: Vec<_> = (0..1024).filter_map(|_| connection.handle.open_call()).collect();
+        assert_eq!(calls.len(), limits::OPEN_CALLS_MAX);
         assert_eq!(poll(&mut connection), None);
-        connection.line.age(limits::STALL * limits::FIRST_REQUEST_STALLS);
+        connection.handle.age(limits::STALL * limits::FIRST_REQUEST_STALLS);
         assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
     }
 
     #[tokio::test]
     async fn who_has_a_token_stays_while_something_is_under_way_and_not_for_ever_without() {
-        let mut connection = polite(Silent);
-        let call = connection.line.begin();
-        connection.line.age(limits::STALL * 1000);
+        let mut connection = fair(Silent);
+        let call = connection.handle.begin();
+        connection.handle.age(limits::STALL * 1000);
         assert_eq!(poll(&mut connection), None);
         drop(call);
         assert_eq!(poll(&mut connection), None);
-        connection.line.age(limits::STALL * limits::IDLE_STALLS);
+        connection.handle.age(limits::STALL * limits::IDLE_STALLS);
         assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
         // An answer that is not taken ends it, whatever else is under way.
-        let (_call, answer) = (connection.line.begin(), connection.line.answer());
-        let later = connection.line.answer();
+        let (_call, answer) = (connection.handle.begin(), connection.handle.answer());
+        let later = connection.handle.answer();
         assert_eq!(poll(&mut connection), None);
-        connection.line.age(limits::STALL * 2);
+        connection.handle.age(limits::STALL * 2);
         assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
         drop((answer, later));
         assert_eq!(poll(&mut connection), None);
@@ -352,7 +355,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_stranger_sends_so_much_and_no_more() {
-        let mut connection = polite(Endless);
+        let mut connection = fair(Endless);
         let mut memory = vec![0; 1 << 20];
         let mut reads = 0;
         loop {
@@ -371,8 +374,8 @@ mod tests {
     #[test]
     fn who_comes_when_all_places_are_taken_gets_that_of_the_oldest_stranger() {
         let (strangers, places) = (Arc::default(), Arc::new(tokio::sync::Semaphore::new(3)));
-        let line = || Line::new(&strangers, Arc::clone(&places).try_acquire_owned().ok());
-        let (known, older, younger) = (line(), line(), line());
+        let handle = || ConnectionHandle::new(&strangers, Arc::clone(&places).try_acquire_owned().ok());
+        let (known, older, younger) = (handle(), handle(), handle());
         let _call = known.begin();
         assert_eq!((strangers.count(), places.available_permits()), ((2, 0), 0));
         assert!(strangers.displace(Instant::now()).is_none(), "both have just come");
@@ -391,14 +394,14 @@ mod tests {
     async fn a_connection_that_is_cut_off_ends_and_its_reader_is_woken() {
         let wakes = Arc::new(Wakes(AtomicUsize::new(0)));
         let waker = Arc::clone(&wakes).into();
-        let mut connection = polite(Silent);
-        let (line, mut memory) = (connection.connect_info(), [0; 16]);
+        let mut connection = fair(Silent);
+        let (handle, mut memory) = (connection.connect_info(), [0; 16]);
         let mut poll = || {
             let mut buffer = ReadBuf::new(&mut memory);
             Pin::new(&mut connection).poll_read(&mut Context::from_waker(&waker), &mut buffer)
         };
         assert!(poll().is_pending());
-        line.cut();
+        handle.cut();
         assert_eq!(wakes.0.load(Ordering::Relaxed), 1);
         assert!(
             matches!(poll(), Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::ConnectionAborted)

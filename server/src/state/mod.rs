@@ -8,17 +8,17 @@
 
 mod audit;
 pub mod auth;
+mod bandwidth;
+mod event_mask;
 mod leases;
 mod memory;
 mod models;
 pub mod parts;
-mod patience;
 mod puts;
-mod shares;
+mod stall_timeout;
 pub mod tenant;
 mod tile_cache;
 mod trouble;
-mod veil;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,16 +31,16 @@ use tokio::sync::{Notify, Semaphore};
 
 pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
+pub(crate) use bandwidth::Bandwidth;
+pub use event_mask::EventMask;
 pub use leases::Leases;
-pub use memory::{Frozen, Memory, MemoryShares};
+pub use memory::{Memory, MemoryShares, SharedBytes};
 pub use models::{Model, ModelLimits, Models};
-pub use patience::Patience;
 pub use puts::Puts;
-pub(crate) use shares::Bandwidth;
+pub use stall_timeout::StallTimeout;
 pub use tenant::Tenant;
 pub use tile_cache::{CachedTile, TileCache, TileStart};
 pub use trouble::Trouble;
-pub use veil::Veil;
 
 use crate::grpc::Strangers;
 use crate::grpc::request::Receiving;
@@ -51,7 +51,7 @@ use kvarts_wire::limits::{HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_TILE_BYTES};
 
 /// A running server's insides.
 #[derive(Debug)]
-pub struct Node {
+pub struct ServerState {
     /// The engine.
     pub engine: Store,
     /// Who may do what.
@@ -79,7 +79,7 @@ pub struct Node {
     /// Turns of work that keeps a processor busy for long.
     pub heavy: parts::Parts,
     /// How long clients that take nothing are waited for.
-    pub patience: Arc<Patience>,
+    pub stall_timeout: Arc<StallTimeout>,
     /// Turns of puts that take bytes.
     pub puts: Puts,
     /// How many lines refused calls have caused.
@@ -87,7 +87,7 @@ pub struct Node {
     /// What an operator must hear of.
     pub trouble: Trouble,
     /// How points in the stream of events are shown to tenants.
-    pub veil: Veil,
+    pub event_mask: EventMask,
     /// The scrubber, and what it found.
     pub scrub: Scrub,
     /// What is counted.
@@ -126,9 +126,9 @@ pub struct SetLimit {
 
 /// A call that is under way, for as long as it lives.
 #[derive(Debug)]
-pub struct UnderWay(Arc<Node>);
+pub struct UnderWay(Arc<ServerState>);
 
-impl Node {
+impl ServerState {
     /// A server around an open engine, with so many connections at most.
     pub fn new(
         engine: Store,
@@ -152,11 +152,11 @@ impl Node {
             large_reads: Arc::default(),
             receiving: Receiving::new(&tenants),
             heavy: parts::Parts::new(HEAVY_AT_ONCE, &tenants, HEAVY_AT_ONCE, HEAVY_WAITING),
-            patience: Arc::default(),
+            stall_timeout: Arc::default(),
             puts: Puts::new(&memory, &tenants),
             audit,
             trouble: Trouble::default(),
-            veil: Veil::new(secret),
+            event_mask: EventMask::new(secret),
             scrub: Scrub::default(),
             gate: auth::Gatekeeper::new(gate),
             models: Models::default(),

@@ -1,22 +1,22 @@
-//! How long clients are waited for.
+//! How long the server waits for a client that takes nothing, or asks for nothing.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvarts_wire::limits::{FIRST_REQUEST_STALLS, IDLE_STALLS, STALL};
 
-/// How long a client may take nothing of an answer before it loses it: [`STALL`], if nobody says otherwise.
+/// How long a client may take nothing of an answer before it loses it: [`STALL`] by default.
 #[derive(Debug)]
-pub struct Patience(AtomicU64);
+pub struct StallTimeout(AtomicU64);
 
-impl Default for Patience {
+impl Default for StallTimeout {
     fn default() -> Self {
         Self(AtomicU64::new(STALL.as_millis() as u64))
     }
 }
 
-impl Patience {
-    /// So long.
+impl StallTimeout {
+    /// The time that is waited now.
     pub fn get(&self) -> Duration {
         Duration::from_millis(self.0.load(Ordering::Relaxed))
     }
@@ -31,8 +31,8 @@ impl Patience {
         self.get() * IDLE_STALLS
     }
 
-    /// So long from now on, in whole milliseconds: for tests, which do not wait for [`STALL`].
-    pub fn set(&self, patience: Duration) {
-        self.0.store(u64::try_from(patience.as_millis()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    /// Waits this long from now on, in whole milliseconds: for tests, which do not wait for [`STALL`].
+    pub fn set(&self, stall_timeout: Duration) {
+        self.0.store(u64::try_from(stall_timeout.as_millis()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 }

@@ -1,4 +1,4 @@
-//! Numbers that tell nothing.
+//! Event numbers as a tenant is shown them: masked, so that they tell nothing of other tenants' events.
 //!
 //! The engine numbers the events of all tenants one after the other. Shown as they are, the numbers of a tenant's own
 //! events would tell it how much happens elsewhere. What a tenant is shown is a permutation of them that only the
@@ -10,15 +10,15 @@ const ROUNDS: u32 = 4;
 
 /// The permutations of one server.
 #[derive(Clone)]
-pub struct Veil([u8; 32]);
+pub struct EventMask([u8; 32]);
 
-impl std::fmt::Debug for Veil {
+impl std::fmt::Debug for EventMask {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Veil")
+        f.write_str("EventMask")
     }
 }
 
-impl Veil {
+impl EventMask {
     /// Permutations by a secret.
     pub fn new(secret: [u8; 32]) -> Self {
         Self(secret)
@@ -66,24 +66,25 @@ mod tests {
 
     #[test]
     fn what_was_hidden_comes_back_for_its_tenant_alone() {
-        let veil = Veil::new([7; 32]);
+        let event_mask = EventMask::new([7; 32]);
         for number in [0, 1, 2, 255, 1 << 31, u64::from(u32::MAX), 1 << 40, u64::MAX] {
-            let shown = veil.hide(3, Sequence { stream: 9, number });
-            assert_eq!(veil.number(3, shown.number), number);
-            assert_ne!(veil.number(4, shown.number), number);
+            let shown = event_mask.hide(3, Sequence { stream: 9, number });
+            assert_eq!(event_mask.number(3, shown.number), number);
+            assert_ne!(event_mask.number(4, shown.number), number);
             assert_ne!(shown.number, number);
         }
     }
 
     #[test]
     fn neighbours_and_equals_look_alike_to_nobody() {
-        let (veil, other) = (Veil::new([7; 32]), Veil::new([8; 32]));
-        let shown = |veil: &Veil, tenant, number| veil.hide(tenant, Sequence { stream: 1, number });
-        let near: Vec<u64> = (0..100).map(|number| shown(&veil, 1, number).number).collect();
+        let (event_mask, other) = (EventMask::new([7; 32]), EventMask::new([8; 32]));
+        let shown =
+            |event_mask: &EventMask, tenant, number| event_mask.hide(tenant, Sequence { stream: 1, number });
+        let near: Vec<u64> = (0..100).map(|number| shown(&event_mask, 1, number).number).collect();
         let ordered = near.windows(2).filter(|pair| pair[0] < pair[1]).count();
         assert!((20..80).contains(&ordered), "the order shows: {ordered} of 99");
         assert!(near.windows(2).all(|pair| pair[0].abs_diff(pair[1]) > 1 << 32));
-        assert_ne!(shown(&veil, 1, 5), shown(&veil, 2, 5));
-        assert_ne!(shown(&veil, 1, 5), shown(&other, 1, 5));
+        assert_ne!(shown(&event_mask, 1, 5), shown(&event_mask, 2, 5));
+        assert_ne!(shown(&event_mask, 1, 5), shown(&other, 1, 5));
     }
 }

@@ -1,8 +1,8 @@
-//! A connection as the server and its calls know it: whether anybody on it has shown a token, what is under way on it,
-//! and when it ends because nothing is.
+//! A connection as the server and its calls know it: whether its client has shown a token, which calls and answers are
+//! under way on it, and by when it is closed because nothing happens.
 //!
-//! Until a call was let in, nobody knows who is at the other end. Such a stranger has so many bytes and so long, and is the
-//! first to go where all places are taken: whoever has a token finds one.
+//! Before its first call with a token a connection is a stranger: its bytes and its time are limited, and it is the first
+//! to lose its place when all are taken, so that clients with a token find one.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -14,12 +14,12 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::limits;
-use crate::node::Patience;
+use crate::state::StallTimeout;
 
-/// Connections on which nobody has shown a token yet, oldest first.
+/// Connections whose client has shown no token yet, oldest first.
 #[derive(Default, Debug)]
 pub struct Strangers {
-    lines: Mutex<BTreeMap<u64, Weak<LineState>>>,
+    connections: Mutex<BTreeMap<u64, Weak<ConnectionState>>>,
     next: AtomicU64,
     /// Calls that need no token, under way on all connections.
     calls: AtomicUsize,
@@ -27,19 +27,19 @@ pub struct Strangers {
 
 /// A connection.
 #[derive(Clone, Debug)]
-pub(super) struct Line(Arc<LineState>);
+pub(super) struct ConnectionHandle(Arc<ConnectionState>);
 
 #[derive(Debug)]
-struct LineState {
+struct ConnectionState {
     number: u64,
     strangers: Arc<Strangers>,
     place: Mutex<Option<OwnedSemaphorePermit>>,
     is_known: AtomicBool,
     is_cut: AtomicBool,
-    /// Whoever reads from the connection.
+    /// The task that reads from the connection.
     reader: AtomicWaker,
     /// Calls under way that need no token.
-    anybodys: AtomicUsize,
+    open_calls: AtomicUsize,
     work: Mutex<Work>,
 }
 
@@ -58,18 +58,18 @@ struct Work {
 
 /// A call under way on a connection, for as long as it lives.
 #[derive(Debug)]
-pub(super) struct OnLine(Line);
+pub(super) struct ConnectionCall(ConnectionHandle);
 
 /// An answer that the transport has, for as long as it lives.
 #[derive(Debug)]
 pub(super) struct Answered {
-    line: Line,
+    connection: ConnectionHandle,
     number: u64,
 }
 
 /// A call that needs no token, for as long as it lives.
 #[derive(Debug)]
-pub(super) struct Anybodys(Line);
+pub(super) struct OpenCall(ConnectionHandle);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Each change is one step.
@@ -79,21 +79,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Strangers {
     /// Connections of strangers, and calls without a token that are under way on all connections.
     pub fn count(&self) -> (usize, usize) {
-        (lock(&self.lines).len(), self.calls.load(Ordering::Relaxed))
+        (lock(&self.connections).len(), self.calls.load(Ordering::Relaxed))
     }
 
-    /// The place of the stranger who has been here for longest, who is cut off; none if there is none who has been here for
-    /// long enough to have said who it is.
+    /// Cuts off the oldest stranger and returns its place; none if no stranger has had long enough to show a token.
     pub(super) fn displace(&self, now: Instant) -> Option<OwnedSemaphorePermit> {
         loop {
-            let (_, line) = lock(&self.lines).pop_first()?;
-            let Some(line) = line.upgrade().map(Line) else { continue };
-            if now.saturating_duration_since(lock(&line.0.work).since) < limits::STRANGERS_GRACE {
-                lock(&self.lines).insert(line.0.number, Arc::downgrade(&line.0));
+            let (_, connection) = lock(&self.connections).pop_first()?;
+            let Some(connection) = connection.upgrade().map(ConnectionHandle) else { continue };
+            if now.saturating_duration_since(lock(&connection.0.work).since) < limits::STRANGERS_GRACE {
+                lock(&self.connections).insert(connection.0.number, Arc::downgrade(&connection.0));
                 return None;
             }
-            let place = lock(&line.0.place).take();
-            line.cut();
+            let place = lock(&connection.0.place).take();
+            connection.cut();
             if place.is_some() {
                 return place;
             }
@@ -101,31 +100,31 @@ impl Strangers {
     }
 }
 
-impl Line {
+impl ConnectionHandle {
     /// A connection that came in now.
     pub(super) fn new(strangers: &Arc<Strangers>, place: Option<OwnedSemaphorePermit>) -> Self {
         let (now, number) = (Instant::now(), strangers.next.fetch_add(1, Ordering::Relaxed));
-        let line = Arc::new(LineState {
+        let connection = Arc::new(ConnectionState {
             number,
             strangers: Arc::clone(strangers),
             place: Mutex::new(place),
             is_known: AtomicBool::new(false),
             is_cut: AtomicBool::new(false),
             reader: AtomicWaker::new(),
-            anybodys: AtomicUsize::new(0),
+            open_calls: AtomicUsize::new(0),
             work: Mutex::new(Work { since: now, calls: 0, rested: now, answers: BTreeMap::new(), next: 0 }),
         });
-        lock(&strangers.lines).insert(number, Arc::downgrade(&line));
-        Self(line)
+        lock(&strangers.connections).insert(number, Arc::downgrade(&connection));
+        Self(connection)
     }
 
-    /// A call was let in: whoever is there is no stranger any more.
-    pub(super) fn begin(&self) -> OnLine {
+    /// A call was admitted: the client is a stranger no longer.
+    pub(super) fn begin(&self) -> ConnectionCall {
         if !self.0.is_known.swap(true, Ordering::Relaxed) {
-            lock(&self.0.strangers.lines).remove(&self.0.number);
+            lock(&self.0.strangers.connections).remove(&self.0.number);
         }
         lock(&self.0.work).calls += 1;
-        OnLine(self.clone())
+        ConnectionCall(self.clone())
     }
 
     /// The transport gets an answer.
@@ -134,15 +133,15 @@ impl Line {
         let number = work.next;
         work.next += 1;
         work.answers.insert(number, Instant::now());
-        Answered { line: self.clone(), number }
+        Answered { connection: self.clone(), number }
     }
 
     /// A call without a token begins, if the connection may have one more of them.
-    pub(super) fn anybodys(&self) -> Option<Anybodys> {
+    pub(super) fn open_call(&self) -> Option<OpenCall> {
         self.0.strangers.calls.fetch_add(1, Ordering::Relaxed);
-        let before = self.0.anybodys.fetch_add(1, Ordering::Relaxed);
-        let call = Anybodys(self.clone());
-        (before < limits::ANYBODYS_CALLS_MAX).then_some(call)
+        let before = self.0.open_calls.fetch_add(1, Ordering::Relaxed);
+        let call = OpenCall(self.clone());
+        (before < limits::OPEN_CALLS_MAX).then_some(call)
     }
 
     /// Ends the connection, with all of its streams and what is kept for them.
@@ -159,22 +158,22 @@ impl Line {
         self.0.is_known.load(Ordering::Relaxed)
     }
 
-    /// Whoever reads from the connection is woken when it is cut off.
+    /// Registers the task that reads from the connection, to be woken when it is cut off.
     pub(super) fn register(&self, waker: &Waker) {
         self.0.reader.register(waker);
     }
 
-    /// By when something must happen on the connection; none while something is under way. `begun` is whether its first
-    /// bytes came.
-    pub(super) fn until(&self, patience: &Patience, begun: bool) -> Option<Instant> {
+    /// When the connection is closed unless something happens; none while something is under way. `begun` tells whether its
+    /// first bytes have come.
+    pub(super) fn until(&self, stall_timeout: &StallTimeout, begun: bool) -> Option<Instant> {
         if !self.is_known() {
-            let patience = if begun { patience.first_request() } else { patience.get() };
-            return Some(lock(&self.0.work).since + patience);
+            let stall_timeout = if begun { stall_timeout.first_request() } else { stall_timeout.get() };
+            return Some(lock(&self.0.work).since + stall_timeout);
         }
         let work = lock(&self.0.work);
-        let taken = |at: &Instant| *at + 2 * patience.get();
-        let idle = work.calls == 0 && self.0.anybodys.load(Ordering::Relaxed) == 0;
-        let idle = idle.then(|| work.rested + patience.idle());
+        let taken = |at: &Instant| *at + 2 * stall_timeout.get();
+        let idle = work.calls == 0 && self.0.open_calls.load(Ordering::Relaxed) == 0;
+        let idle = idle.then(|| work.rested + stall_timeout.idle());
         let answers = work.answers.first_key_value().map(|(_, at)| taken(at));
         answers.into_iter().chain(idle).min()
     }
@@ -189,13 +188,13 @@ impl Line {
     }
 }
 
-impl Drop for LineState {
+impl Drop for ConnectionState {
     fn drop(&mut self) {
-        lock(&self.strangers.lines).remove(&self.number);
+        lock(&self.strangers.connections).remove(&self.number);
     }
 }
 
-impl Drop for OnLine {
+impl Drop for ConnectionCall {
     fn drop(&mut self) {
         let mut work = lock(&self.0.0.work);
         work.calls -= 1;
@@ -205,13 +204,13 @@ impl Drop for OnLine {
 
 impl Drop for Answered {
     fn drop(&mut self) {
-        lock(&self.line.0.work).answers.remove(&self.number);
+        lock(&self.connection.0.work).answers.remove(&self.number);
     }
 }
 
-impl Drop for Anybodys {
+impl Drop for OpenCall {
     fn drop(&mut self) {
-        self.0.0.anybodys.fetch_sub(1, Ordering::Relaxed);
+        self.0.0.open_calls.fetch_sub(1, Ordering::Relaxed);
         self.0.0.strangers.calls.fetch_sub(1, Ordering::Relaxed);
     }
 }

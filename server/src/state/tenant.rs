@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvarts_layout::identity::TenantSalt;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::shares::Bandwidth;
+use super::bandwidth::Bandwidth;
 use kvarts_wire::limits::WATCHERS_MAX;
 
 /// What a tenant may use.

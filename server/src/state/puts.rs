@@ -51,7 +51,7 @@ impl Puts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::node::tenant::TenantLimits;
+    use crate::state::tenant::TenantLimits;
     use kvarts_store::rt::blocking::block_on;
     use std::pin::pin;
     use std::task::{Context, Poll, Waker};

@@ -16,13 +16,13 @@ pub struct Leases(Mutex<BTreeMap<u32, OfTenant>>);
 /// The leases of one tenant.
 #[derive(Debug, Default)]
 struct OfTenant {
-    held: BTreeMap<u64, Held>,
+    held: BTreeMap<u64, HeldLease>,
     /// The same, soonest end first.
     ends: BTreeSet<(Nanos, u64)>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Held {
+struct HeldLease {
     lease: LeaseId,
     ends: Nanos,
 }
@@ -42,7 +42,7 @@ impl OfTenant {
         looked
     }
 
-    fn remove(&mut self, name: u64) -> Option<Held> {
+    fn remove(&mut self, name: u64) -> Option<HeldLease> {
         let held = self.held.remove(&name)?;
         self.ends.remove(&(held.ends, name));
         Some(held)
@@ -64,7 +64,7 @@ impl Leases {
         let mut all = self.lock();
         let of_tenant = all.entry(tenant).or_default();
         of_tenant.remove(name);
-        of_tenant.held.insert(name, Held { lease, ends });
+        of_tenant.held.insert(name, HeldLease { lease, ends });
         of_tenant.ends.insert((ends, name));
         name
     }

@@ -187,9 +187,9 @@ impl MemoryShares {
 
 /// Bytes of a request's memory that nobody writes any more: they can be sent as they are.
 #[derive(Debug)]
-pub struct Frozen(Buf);
+pub struct SharedBytes(Buf);
 
-impl Frozen {
+impl SharedBytes {
     /// The bytes of `buf`, shared and not copied.
     ///
     /// # Safety
@@ -201,10 +201,10 @@ impl Frozen {
     }
 }
 
-impl AsRef<[u8]> for Frozen {
+impl AsRef<[u8]> for SharedBytes {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: the range is mapped for as long as the `Buf` in `self` lives, and whoever made this promised in
-        // `Frozen::bytes` that nobody writes to it meanwhile.
+        // `SharedBytes::bytes` that nobody writes to it meanwhile.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
     }
 }
@@ -216,12 +216,12 @@ mod tests {
     use kvarts_wire::limits;
 
     #[test]
-    fn frozen_bytes_keep_their_piece_and_give_it_back_at_the_end() {
+    fn shared_bytes_keep_their_piece_and_give_it_back_at_the_end() {
         let memory = Memory::new(1 << 20, 4096, 0).unwrap();
         let mut buf = block_on(memory.take(8192)).unwrap();
         buf.fill(7);
         // SAFETY: nobody else has the piece.
-        let bytes = unsafe { Frozen::bytes(buf.freeze()) };
+        let bytes = unsafe { SharedBytes::bytes(buf.freeze()) };
         let part = bytes.slice(100..200);
         drop(bytes);
         assert_eq!((&part[..], memory.usage()[0].used), (&[7u8; 100][..], 8192));

@@ -330,7 +330,7 @@ impl Gatekeeper {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::node::tenant::TenantLimits;
+    use crate::state::tenant::TenantLimits;
     use kvarts_store::rt::clock::ManualClock;
 
     fn gate() -> Gate {
