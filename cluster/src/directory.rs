@@ -79,6 +79,15 @@ pub struct Applied {
     pub elsewhere: u64,
 }
 
+/// What a directory lacks after a change of the members, and has to ask for.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct Lacks {
+    /// Partitions that this node has begun to hold: of every member.
+    pub partitions: Vec<Partition>,
+    /// Members that have joined: every partition that this node holds.
+    pub members: Vec<NodeId>,
+}
+
 /// The directory of one node.
 #[derive(Debug)]
 pub struct Directory {
@@ -116,11 +125,10 @@ impl Directory {
         directory
     }
 
-    /// The members have changed; an older epoch changes nothing. Gives the partitions that this node has begun to hold: each
-    /// member should send what it has of them.
-    pub fn change_members(&mut self, members: &Members) -> Vec<Partition> {
+    /// The members have changed; an older epoch changes nothing.
+    pub fn change_members(&mut self, members: &Members) -> Lacks {
         if members.epoch() < self.holders.epoch() {
-            return Vec::new();
+            return Lacks::default();
         }
         self.holders = Holders::of(members);
         let gone: Vec<NodeId> =
@@ -128,9 +136,13 @@ impl Directory {
         for node in gone {
             self.depart(node);
         }
-        for member in members.list() {
-            self.admit(member.id);
-        }
+        let joined: Vec<NodeId> = members
+            .list()
+            .iter()
+            .map(|member| member.id)
+            .filter(|node| !self.numbers.contains_key(node))
+            .collect();
+        joined.iter().for_each(|node| self.admit(*node));
         let (me, holders) = (self.me, &self.holders);
         let mut dropped = 0;
         self.shelves.retain(|partition, shelf| {
@@ -140,20 +152,17 @@ impl Directory {
         });
         self.entries -= dropped;
         self.snapshots.retain(|(_, partition), _| holders.holder(*partition) == Some(me));
-        let mut begun = Vec::new();
+        let mut partitions = Vec::new();
         for partition in self.holders.held_by(me) {
             if let std::collections::btree_map::Entry::Vacant(vacant) = self.shelves.entry(partition) {
                 vacant.insert(Shelf { entries: Vec::new(), swept: self.departures });
-                begun.push(partition);
+                partitions.push(partition);
             }
         }
-        begun
+        Lacks { partitions, members: joined }
     }
 
     fn admit(&mut self, node: NodeId) {
-        if self.numbers.contains_key(&node) {
-            return;
-        }
         let free = self.nodes.iter().position(Option::is_none);
         let number = free.unwrap_or(self.nodes.len());
         match self.nodes.get_mut(number) {
@@ -287,6 +296,11 @@ impl Directory {
             let node = self.nodes.get(usize::from(entry.node)).copied().flatten();
             node.filter(|_| !is_gone).map(|node| Copy { node, origin: entry.origin })
         })
+    }
+
+    /// The partitions that this node holds.
+    pub fn held(&self) -> impl Iterator<Item = Partition> + '_ {
+        self.shelves.keys().copied()
     }
 
     /// Who holds the partition of a block.

@@ -4,6 +4,7 @@
 //! - [`members`]: who belongs to the cluster in one epoch, and the file that names them where nothing else runs;
 //! - [`partition`]: which member holds which part of the directory;
 //! - [`directory`]: who has which block: hints that events feed, and that are rebuilt when they are lost;
+//! - [`feed`]: what a node sends to those who hold the directory;
 //! - [`ownership`]: who owns a chain of blocks, under leases with fencing tokens;
 //! - [`paths`]: how fast each way to the bytes is, and how much waits there;
 //! - [`dealer`]: which path reads which piece of one read.
@@ -17,6 +18,7 @@
 
 pub mod dealer;
 pub mod directory;
+pub mod feed;
 pub mod members;
 pub mod ownership;
 pub mod partition;
