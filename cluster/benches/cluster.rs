@@ -11,7 +11,11 @@ use kvarts_cluster::paths::{PathId, Paths};
 use kvarts_layout::OriginId;
 
 fn members(count: u8) -> Option<Members> {
-    let one = |n: u8| Member { id: kvarts_layout::StoreId([n; 16]), address: format!("host-{n}:1"), zone: String::new() };
+    let one = |n: u8| Member {
+        id: kvarts_layout::StoreId([n; 16]),
+        address: format!("host-{n}:1"),
+        zone: String::new(),
+    };
     Members::new(1, (0..count).map(one).collect()).ok()
 }
 
@@ -40,7 +44,9 @@ fn directory() {
         let found: usize = (0..count).step_by(97).map(|n| directory.copies(&tag(n)).count()).sum();
         let each = begin.elapsed().as_secs_f64() * 1e9 / found as f64;
         let bytes = directory.bytes() as f64 / directory.len() as f64;
-        println!("{count:9} copies: announced in {announced:.2?}, {bytes:.1} bytes each, a look-up {each:.0} ns");
+        println!(
+            "{count:9} copies: announced in {announced:.2?}, {bytes:.1} bytes each, a look-up {each:.0} ns"
+        );
     }
 }
 

@@ -217,9 +217,9 @@ impl Shared {
     }
 
     /// Whether anybody waits for something. The last word about a read that has ended and lets go of its memory can
-    /// wait: it is taken in with the next answer, or when the link's thread looks.
+    /// wait if its caller fetched the end himself: it is taken in with the next answer, or when the link's thread looks.
     fn is_waited_for(&self) -> bool {
-        self.pending().values().any(|pending| !matches!(pending, Pending::Read(read) if read.has_ended()))
+        self.pending().values().any(|pending| !matches!(pending, Pending::Read(read) if read.is_over()))
     }
 
     /// Gives the turn back; to the link's thread, if anybody still waits for something.
@@ -647,62 +647,4 @@ impl Shared {
 }
 
 #[cfg(test)]
-mod tests {
-    use kvarts_store::rt::mailbox::ticket;
-
-    use super::*;
-
-    struct Nobody;
-
-    impl Owner for Nobody {
-        fn suspect(&self, _: ReadRequest, _: BlockShape, _: Vec<u32>) {}
-        fn later(&self, _: Box<dyn FnOnce() + Send>) {}
-        fn is_settled(&self, _: &[u8], _: &[u8]) -> Option<bool> {
-            None
-        }
-    }
-
-    fn shared() -> (Arc<Shared>, UnixStream) {
-        let (stream, server) = UnixStream::pair().unwrap();
-        let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap());
-        let owner: Weak<Nobody> = Weak::new();
-        let shared = Arc::new_cyclic(|me| Shared {
-            stream,
-            outbox: Outbox::default(),
-            pending: Mutex::default(),
-            deadlines: Mutex::default(),
-            patience: Duration::from_secs(5),
-            broken: AtomicBool::new(false),
-            turn: Mutex::default(),
-            called: Condvar::new(),
-            inbox: Mutex::default(),
-            wake,
-            session: [0; 16],
-            instance: Bytes::new(),
-            held: Arc::default(),
-            owner,
-            me: Weak::clone(me),
-        });
-        (shared, server)
-    }
-
-    /// While its digests are compared a read is in nobody's list; its deadline may pass just then.
-    #[test]
-    fn a_deadline_that_passes_while_digests_are_compared_is_kept_and_one_of_an_answered_request_is_not() {
-        let (shared, _server) = shared();
-        let (reply, mut answer) = ticket();
-        shared.deadlines().insert(7, Nanos(10));
-        shared.late(Nanos(20));
-        assert_eq!(shared.deadlines().len(), 1, "forgotten while its request is elsewhere");
-        shared.pending().insert(7, Pending::Look(reply, 1));
-        shared.late(Nanos(30));
-        assert!(matches!(answer.try_take(), Some(Ok(Err(Error(Reason::DeadlinePassed))))));
-        assert!(shared.deadlines().is_empty() && shared.pending().is_empty());
-
-        let (reply, _answer) = ticket();
-        shared.deadlines().insert(8, Nanos(10));
-        shared.pending().insert(8, Pending::Look(reply, 1));
-        assert!(shared.take_out(8).is_some());
-        assert!(shared.deadlines().is_empty(), "kept for a request that is answered");
-    }
-}
+mod tests;
