@@ -28,7 +28,7 @@ fn tag(n: u64) -> Tag {
 fn directory() {
     let Some(members) = members(1) else { return };
     let node = kvarts_layout::StoreId([0; 16]);
-    for count in [1_000_000u64, 10_000_000] {
+    for count in [100_000u64, 1_000_000, 10_000_000] {
         let mut directory = Directory::new(node, &members, count);
         let begin = Instant::now();
         let mut changes = Vec::with_capacity(1024);

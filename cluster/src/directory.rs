@@ -4,7 +4,7 @@
 //! a wrong one costs a reader one request in vain. So nothing here is durable, everything is bounded, and entries of nodes that
 //! have left go when their partition is next touched.
 //!
-//! A partition is a list in the order of tags: an entry takes 40 bytes, and a list has an eighth more room than it needs at most.
+//! An entry takes 36 bytes, in lists in the order of tags that have an eighth more room than they need at most.
 
 use std::collections::BTreeMap;
 
@@ -15,6 +15,9 @@ use crate::partition::{Holders, PARTITIONS, Partition, Tag};
 
 /// Nodes of which one block may be known at once: more are of no use to a reader.
 pub const HOLDERS_MAX: usize = 16;
+
+/// Entries of a chunk: it is split when it has as many.
+const CHUNK_MAX: usize = 512;
 
 /// Something that happened to a block on a node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -44,27 +47,86 @@ struct Entry {
     snapshot: u16,
 }
 
-/// One partition.
+/// Where a block's copies are on a shelf.
+#[derive(Clone, Debug)]
+struct Found {
+    chunk: usize,
+    places: std::ops::Range<usize>,
+}
+
+/// One partition: chunks in the order of tags, so that an insertion moves the entries of one chunk and not of all. The copies of
+/// a block are in one chunk.
 #[derive(Clone, Debug, Default)]
 struct Shelf {
-    entries: Vec<Entry>,
+    chunks: Vec<Vec<Entry>>,
     /// The departures that were applied to it.
     swept: u64,
 }
 
 impl Shelf {
-    /// The places of a block's copies.
-    fn range(&self, tag: &Tag) -> std::ops::Range<usize> {
-        let from = self.entries.partition_point(|entry| entry.tag < *tag);
-        let copies = self.entries.iter().skip(from).take_while(|entry| entry.tag == *tag).count();
-        from..from + copies
+    /// The places of a block's copies, or where they would be.
+    fn find(&self, tag: &Tag) -> Found {
+        let ends_before = |chunk: &Vec<Entry>| chunk.last().is_none_or(|last| last.tag < *tag);
+        let chunk = self.chunks.partition_point(ends_before).min(self.chunks.len().saturating_sub(1));
+        let entries = self.chunks.get(chunk).map(Vec::as_slice).unwrap_or_default();
+        let from = entries.partition_point(|entry| entry.tag < *tag);
+        let copies = entries.iter().skip(from).take_while(|entry| entry.tag == *tag).count();
+        Found { chunk, places: from..from + copies }
     }
 
-    fn insert(&mut self, at: usize, entry: Entry) {
-        if self.entries.len() == self.entries.capacity() {
-            self.entries.reserve_exact(self.entries.len() / 8 + 4);
+    fn copies(&self, found: &Found) -> &[Entry] {
+        self.chunks.get(found.chunk).and_then(|chunk| chunk.get(found.places.clone())).unwrap_or_default()
+    }
+
+    fn entry(&mut self, chunk: usize, at: usize) -> Option<&mut Entry> {
+        self.chunks.get_mut(chunk)?.get_mut(at)
+    }
+
+    /// Behind the copies that were found.
+    fn insert(&mut self, found: &Found, entry: Entry) {
+        if self.chunks.is_empty() {
+            self.chunks.push(Vec::new());
         }
-        self.entries.insert(at, entry);
+        let Some(chunk) = self.chunks.get_mut(found.chunk) else { return };
+        if chunk.len() == chunk.capacity() {
+            chunk.reserve_exact(chunk.len() / 8 + 4);
+        }
+        chunk.insert(found.places.end, entry);
+        if chunk.len() < CHUNK_MAX {
+            return;
+        }
+        // Between two blocks: the copies of one stay together.
+        let middle = chunk.get(chunk.len() / 2).map(|entry| entry.tag);
+        let at = chunk.partition_point(|entry| Some(entry.tag) < middle);
+        let second = chunk.split_off(at);
+        chunk.shrink_to_fit();
+        self.chunks.insert(found.chunk + 1, second);
+    }
+
+    fn remove(&mut self, chunk: usize, at: usize) {
+        if let Some(entries) = self.chunks.get_mut(chunk) {
+            entries.remove(at);
+            if entries.is_empty() {
+                self.chunks.remove(chunk);
+            }
+        }
+    }
+
+    /// Keeps some entries; says how many went.
+    fn retain(&mut self, keep: impl Fn(&Entry) -> bool) -> u64 {
+        let before = self.len();
+        self.chunks.iter_mut().for_each(|chunk| chunk.retain(&keep));
+        self.chunks.retain(|chunk| !chunk.is_empty());
+        before - self.len()
+    }
+
+    fn len(&self) -> u64 {
+        self.chunks.iter().map(|chunk| chunk.len() as u64).sum()
+    }
+
+    fn bytes(&self) -> usize {
+        let room: usize = self.chunks.iter().map(Vec::capacity).sum();
+        room * size_of::<Entry>() + self.chunks.capacity() * size_of::<Vec<Entry>>()
     }
 }
 
@@ -147,7 +209,7 @@ impl Directory {
         let mut dropped = 0;
         self.shelves.retain(|partition, shelf| {
             let held = holders.holder(*partition) == Some(me);
-            dropped += if held { 0 } else { shelf.entries.len() as u64 };
+            dropped += if held { 0 } else { shelf.len() };
             held
         });
         self.entries -= dropped;
@@ -155,7 +217,7 @@ impl Directory {
         let mut partitions = Vec::new();
         for partition in self.holders.held_by(me) {
             if let std::collections::btree_map::Entry::Vacant(vacant) = self.shelves.entry(partition) {
-                vacant.insert(Shelf { entries: Vec::new(), swept: self.departures });
+                vacant.insert(Shelf { chunks: Vec::new(), swept: self.departures });
                 partitions.push(partition);
             }
         }
@@ -192,11 +254,9 @@ impl Directory {
         if shelf.swept == self.departures {
             return;
         }
-        let before = shelf.entries.len();
         let (swept, departed) = (shelf.swept, &self.departed);
-        shelf.entries.retain(|entry| departed.get(&entry.node).is_none_or(|at| *at <= swept));
+        self.entries -= shelf.retain(|entry| departed.get(&entry.node).is_none_or(|at| *at <= swept));
         shelf.swept = self.departures;
-        self.entries -= (before - shelf.entries.len()) as u64;
     }
 
     /// Numbers of departed nodes whose entries are gone everywhere may be used again.
@@ -215,7 +275,7 @@ impl Directory {
     /// Sweeps one partition after the other, as a caller that has time does: so what departed is gone before long, whether its
     /// partitions are touched or not. Gives how many entries it looked at.
     pub fn tidy(&mut self, partition: Partition) -> u64 {
-        let looked = self.shelves.get(&partition).map_or(0, |shelf| shelf.entries.len() as u64);
+        let looked = self.shelves.get(&partition).map_or(0, Shelf::len);
         self.sweep(partition);
         if partition.number() + 1 == PARTITIONS {
             self.forget_departed();
@@ -236,28 +296,28 @@ impl Directory {
                 applied.elsewhere += 1;
                 continue;
             };
-            let range = shelf.range(tag);
-            let copies = shelf.entries.get(range.clone()).unwrap_or_default();
-            let at = copies.iter().position(|entry| entry.node == number).map(|place| range.start + place);
+            let found = shelf.find(tag);
+            let copies = shelf.copies(&found);
+            let at =
+                copies.iter().position(|entry| entry.node == number).map(|place| found.places.start + place);
             match (change, at) {
                 (Change::Stored(_, origin), Some(at)) => {
-                    if let Some(entry) = shelf.entries.get_mut(at) {
+                    if let Some(entry) = shelf.entry(found.chunk, at) {
                         (entry.origin, entry.snapshot) = (*origin, snapshot);
                     }
                 }
                 (Change::Stored(..), None)
-                    if range.len() >= HOLDERS_MAX || self.entries >= self.entries_max =>
+                    if copies.len() >= HOLDERS_MAX || self.entries >= self.entries_max =>
                 {
                     applied.refused += 1;
                     continue;
                 }
                 (Change::Stored(_, origin), None) => {
-                    let entry = Entry { tag: *tag, origin: *origin, node: number, snapshot };
-                    shelf.insert(range.end, entry);
+                    shelf.insert(&found, Entry { tag: *tag, origin: *origin, node: number, snapshot });
                     self.entries += 1;
                 }
                 (Change::Gone(_), Some(at)) => {
-                    shelf.entries.remove(at);
+                    shelf.remove(found.chunk, at);
                     self.entries -= 1;
                 }
                 (Change::Gone(_), None) => {}
@@ -280,16 +340,14 @@ impl Directory {
         let Some(&number) = self.numbers.get(&node) else { return };
         let Some(&snapshot) = self.snapshots.get(&(number, partition)) else { return };
         if let Some(shelf) = self.shelves.get_mut(&partition) {
-            let before = shelf.entries.len();
-            shelf.entries.retain(|entry| entry.node != number || entry.snapshot == snapshot);
-            self.entries -= (before - shelf.entries.len()) as u64;
+            self.entries -= shelf.retain(|entry| entry.node != number || entry.snapshot == snapshot);
         }
     }
 
     /// Who has a block. Whether anybody else has it cannot be concluded from an empty answer: entries are hints.
     pub fn copies(&self, tag: &Tag) -> impl Iterator<Item = Copy> + '_ {
         let shelf = self.shelves.get(&tag.partition());
-        let entries = shelf.and_then(|shelf| shelf.entries.get(shelf.range(tag))).unwrap_or_default();
+        let entries = shelf.map(|shelf| shelf.copies(&shelf.find(tag))).unwrap_or_default();
         let swept = shelf.map_or(0, |shelf| shelf.swept);
         entries.iter().filter_map(move |entry| {
             let is_gone = self.departed.get(&entry.node).is_some_and(|at| *at > swept);
@@ -320,8 +378,7 @@ impl Directory {
 
     /// Bytes that the entries take.
     pub fn bytes(&self) -> u64 {
-        let room: usize = self.shelves.values().map(|shelf| shelf.entries.capacity()).sum();
-        (room * size_of::<Entry>()) as u64
+        self.shelves.values().map(|shelf| shelf.bytes() as u64).sum()
     }
 }
 

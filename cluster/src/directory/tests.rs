@@ -100,6 +100,26 @@ fn an_entry_takes_at_most_48_bytes_and_what_does_not_fit_is_refused() {
 }
 
 #[test]
+fn an_entry_takes_as_little_and_an_insertion_moves_as_few_however_many_there_are() {
+    let mut shelf = Shelf::default();
+    for n in 0..100_000u32 {
+        let tag = Tag(u128::from(n.reverse_bits()).to_be_bytes());
+        // As many copies of a block as there may be, now and then.
+        for node in 0..if n % 100 == 0 { HOLDERS_MAX as u16 } else { 1 } {
+            let found = shelf.find(&tag);
+            shelf.insert(&found, Entry { tag, origin: ORIGIN, node, snapshot: 0 });
+        }
+    }
+    let longest = shelf.chunks.iter().map(Vec::len).max().unwrap();
+    assert!(longest < CHUNK_MAX, "{longest}");
+    assert!(shelf.bytes() as f64 / shelf.len() as f64 <= 48.0);
+    let tags: Vec<Tag> = shelf.chunks.iter().flatten().map(|entry| entry.tag).collect();
+    assert!(tags.is_sorted());
+    let together = shelf.chunks.windows(2).all(|pair| pair[0].last().unwrap().tag < pair[1][0].tag);
+    assert!(together, "the copies of a block are in two chunks");
+}
+
+#[test]
 fn a_block_has_as_many_copies_as_a_reader_may_use_and_no_more() {
     let numbers: Vec<u8> = (1..=30).collect();
     let mut directory = Directory::new(node(1), &members(1, &numbers), 1000);
