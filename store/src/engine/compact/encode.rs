@@ -52,7 +52,7 @@ pub(super) struct Gain {
 }
 
 /// Encodes the blocks of a record that is to be written, if they are raw and cold and it pays.
-pub(super) async fn pack(
+pub(super) async fn encode_run(
     shard: &Rc<Shard>,
     cold: &Cold,
     head: &mut Head,

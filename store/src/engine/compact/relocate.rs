@@ -29,7 +29,7 @@ use kvarts_layout::format::body::{Blocks, ENCODING_RAW, Extension, Parent, layou
 use kvarts_layout::format::page_align;
 use kvarts_layout::format::record::Body;
 
-use super::encode::{Cold, pack};
+use super::encode::{Cold, encode_run};
 use super::gather::{Gathered, Taken, gather, memory, pause};
 use crate::engine::shard::Shard;
 use crate::engine::shared::quota;
@@ -109,21 +109,21 @@ pub(crate) async fn relocate(
     let runs: Vec<_> = runs.map(|run| (head_of(shard, &gathered, &run), run)).collect();
     for (mut head, run) in runs {
         let blocks = gathered.blocks.get_mut(run).unwrap_or_default();
-        let packed = pack(shard, cold, &mut head, blocks).await?;
-        if packed.is_none() && cold.only {
+        let gain = encode_run(shard, cold, &mut head, blocks).await?;
+        if gain.is_none() && cold.only {
             continue;
         }
         let written = write(shard, &head, &blocks.iter().collect::<Vec<_>>()).await?;
         moved.add(written);
-        if let Some(packed) = packed.filter(|_| written.blocks > 0) {
+        if let Some(gain) = gain.filter(|_| written.blocks > 0) {
             let counters = &shard.shared.counters;
             counters.records_encoded.fetch_add(1, Relaxed);
-            counters.encoded_bytes_before.fetch_add(packed.raw, Relaxed);
-            counters.encoded_bytes_after.fetch_add(packed.stored, Relaxed);
+            counters.encoded_bytes_before.fetch_add(gain.raw, Relaxed);
+            counters.encoded_bytes_after.fetch_add(gain.stored, Relaxed);
             moved.add(Moved {
                 records_encoded: 1,
-                bytes_raw: packed.raw,
-                bytes_encoded: packed.stored,
+                bytes_raw: gain.raw,
+                bytes_encoded: gain.stored,
                 ..Moved::default()
             });
         }

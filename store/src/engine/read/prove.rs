@@ -9,7 +9,7 @@ use kvarts_layout::{BlockKey, OriginId};
 
 use super::decode::Stored;
 use super::header_cache::{Header, HeaderKey};
-use super::job::Wanted;
+use super::wanted::Wanted;
 use crate::engine::read::Reads;
 use crate::engine::volume::segment::Segment;
 use crate::error::Reason;

@@ -13,7 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::header_cache::Header;
-use super::job::{ReadJob, Wanted, WantedChunk};
+use super::job::ReadJob;
+use super::wanted::{Wanted, WantedChunk};
 use crate::api::{Order, Verify};
 use crate::engine::tasks::notify::{Notify, Section};
 

@@ -9,7 +9,8 @@ use crate::api::{
     Origins, Placed, ReadRequest, ReadStream, TileSource, TiledRead, TiledRequest, read_channel,
 };
 use crate::engine::front::router::Message;
-use crate::engine::read::job::{self, Expected, ReadPart, Subject, Wish};
+use crate::engine::read::job::{self, Expected, ReadPart};
+use crate::engine::read::request::{self, Subject, Wish};
 use crate::engine::read::tile_identity::{TileIdentity, TileOf, TileRuns};
 use crate::error::{Error, Reason};
 
@@ -30,10 +31,10 @@ impl Store {
         origins: Option<Arc<Origins>>,
     ) -> Result<StoreTiles, Error> {
         let shared = &self.0.shared;
-        job::check_keys(shared, &request.keys, request.deadline)?;
+        request::check_keys(shared, &request.keys, request.deadline)?;
         let TiledRequest { namespace, group, coordinate, class, .. } = request;
         let (keys, layers) = (&request.keys, Some(&request.layers));
-        let subject = job::name(shared, Wish { namespace, group, coordinate, keys, layers, class })?;
+        let subject = request::name(shared, Wish { namespace, group, coordinate, keys, layers, class })?;
         let origins = origins.unwrap_or_else(|| Origins::any(request.keys.len()));
         Ok(StoreTiles { store: self.clone(), request, subject, origins })
     }
@@ -99,7 +100,7 @@ impl StoreTiles {
     /// to be read.
     pub fn recall(&self, tile: &Tile, known: &TileIdentity) -> Result<Option<ReadStream>, Reason> {
         let shared = &self.store.0.shared;
-        job::check_in_time(shared, self.request.deadline)?;
+        request::check_in_time(shared, self.request.deadline)?;
         let tile = self.tile(tile);
         Ok(if tile.is(known, shared) { tile.give(known, shared) } else { None })
     }
@@ -112,7 +113,7 @@ impl StoreTiles {
     /// Looks the blocks of a tile up: what its executors have to do.
     fn look_up(&self, tile: &Tile, into: Placed) -> Result<(Vec<(u32, ReadPart)>, ReadStream), Reason> {
         let Self { store, request, subject, origins } = self;
-        job::check_in_time(&store.0.shared, request.deadline)?;
+        request::check_in_time(&store.0.shared, request.deadline)?;
         let blocks = tile.blocks.start as usize..tile.blocks.end as usize;
         let (keys, prints) = (request.keys.get(blocks.clone()), subject.prints.get(blocks));
         let (keys, prints) = keys.zip(prints).ok_or(Reason::OutOfBounds)?;

@@ -48,7 +48,7 @@ pub(in crate::engine) struct Place {
 /// A log over it, with the index that it fills.
 #[derive(Clone)]
 pub(in crate::engine) struct World {
-    pub(in crate::engine) log: Rc<Shard>,
+    pub(in crate::engine) shard: Rc<Shard>,
     pub(in crate::engine) shared: Arc<Shared>,
 }
 
@@ -93,11 +93,11 @@ impl Place {
         let arena = Arena::new(Region::anonymous(1 << 20).unwrap());
         let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
         let begun = thin::in_background;
-        let log = Shard::new((0, DirId(0)), Arc::clone(&shared), (driver, arena), spawn, begun);
-        log.no_holes.set(self.no_holes);
+        let shard = Shard::new((0, DirId(0)), Arc::clone(&shared), (driver, arena), spawn, begun);
+        shard.no_holes.set(self.no_holes);
         let out = Rc::new(RefCell::new(None));
         let kept = Rc::clone(&out);
-        let task = body(World { log, shared });
+        let task = body(World { shard, shared });
         executor.block_on(Box::pin(async move {
             let value = task.await;
             kept.borrow_mut().replace(value);
@@ -108,7 +108,7 @@ impl Place {
     /// Recovers into a fresh index and says what is in it then.
     pub(in crate::engine) fn recovered(&self) -> (RecoveryReport, Contents) {
         self.run(|world| async move {
-            let report = recover(&world.log).await.unwrap();
+            let report = recover(&world.shard).await.unwrap();
             (report, world.contents())
         })
     }
@@ -227,13 +227,13 @@ impl World {
             digests: &digests,
             payload: Some(Payload::Placed { layout, from: &from, ordinal: 0 }),
         };
-        self.log.append(Class::Put, &draft).await.unwrap()
+        self.shard.append(Class::Put, &draft).await.unwrap()
     }
 
     /// Appends and flushes.
     pub(in crate::engine) async fn durable(&self, model: &str, first: u64, count: u64) -> Written {
         let written = self.append(model, first, count).await;
-        self.log.make_durable(&written).await.unwrap();
+        self.shard.make_durable(&written).await.unwrap();
         written
     }
 
@@ -241,9 +241,9 @@ impl World {
     pub(in crate::engine) async fn say(&self, model: &str, body: Body) -> u64 {
         let namespace = self.namespace(model);
         let draft = Draft { namespace: Some(&namespace), body, digests: &[], payload: None };
-        let written = self.log.append(Class::Put, &draft).await.unwrap();
-        self.log.make_durable(&written).await.unwrap();
-        self.log.sequence.get() - 1
+        let written = self.shard.append(Class::Put, &draft).await.unwrap();
+        self.shard.make_durable(&written).await.unwrap();
+        self.shard.sequence.get() - 1
     }
 
     /// Whether a block can be found.
