@@ -136,7 +136,7 @@ impl<'a> Arrival<'a> {
             }
         };
         if data.offset != 0 || end.is_none() || data.blocks == 0 || !follows {
-            return Err(Reason::Bug("data of a read that nobody asked for, or out of order"));
+            return Err(Reason::Bug("data that the read did not ask for, or out of order"));
         }
         let (layer, first_block, blocks) = (data.layer, data.first_block, data.blocks);
         let chunks = chunks.saturating_mul(blocks as usize);

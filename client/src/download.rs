@@ -85,7 +85,7 @@ async fn begin(
     Ok(reply?.into_inner())
 }
 
-/// Why a stream that had begun broke off. What the transport cannot read is nobody's request.
+/// Why a stream that had begun broke off. A message that the transport cannot read is no refusal.
 fn broken(status: &Status) -> Reason {
     match status.code() {
         Code::OutOfRange | Code::Unimplemented if status.details().is_empty() => {

@@ -46,7 +46,7 @@ pub type Fault = (u64, u64);
 pub struct Window<'a> {
     file: &'a dyn DiskFile,
     tally: &'a Tally,
-    /// Where the file ends for whoever reads it, zeros included.
+    /// Where the file ends for its readers, zeros included.
     end: u64,
     buffer: Aligned,
     /// Where the buffer's first byte lies in the file, a multiple of a page.

@@ -73,7 +73,7 @@ impl Fault {
         Self { code: fault.code, detail: Box::new(detail) }
     }
 
-    /// Nobody knows who is calling.
+    /// The caller is not known.
     pub fn unauthenticated(what: impl Into<String>) -> Self {
         let (kind, reason) = (proto::Kind::Refused, proto::Reason::Denied);
         Self::new(Code::Unauthenticated, kind, reason, what)
@@ -192,7 +192,7 @@ pub fn detail(reason: &Reason) -> proto::Error {
         Reason::OutOfBounds => R::OutOfBounds,
         Reason::DeadlineInPast => R::DeadlineInPast,
         Reason::DeadlinePassed => R::DeadlinePassed,
-        // Where in the log a block lies would tell how much everybody else writes: that stands in the server's log alone.
+        // Where in the log a block lies would tell how much other tenants write: that stands in the server's log alone.
         Reason::Digest { expected, found, .. } => {
             error.message = "the block is damaged: its bytes do not match their digest".to_owned();
             of_numbers(&mut error, u64::from(*expected), u64::from(*found), R::Digest)

@@ -81,7 +81,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// A paged pool: one target for each part of a block in canonical order (or none, where nobody reads or writes
+    /// A paged pool: one target for each part of a block in canonical order (or none, where no read or write uses
     /// the part), one slot for each block. Separate K and V pools are two parts with two bases; a fused pool is one.
     /// Blocks that lie anywhere are in slots of a stride that divides all distances, one byte at worst: it may be less than
     /// a chunk where no two chunks of the slots in use meet.

@@ -109,7 +109,7 @@ impl Call {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner).push(part);
     }
 
-    /// Takes so many bytes of what large requests and answers have, as soon as there is room.
+    /// Takes `bytes` bytes of what large requests and answers have, as soon as there is room.
     pub(super) async fn keep_large(&self, bytes: usize) -> Outcome<()> {
         let until = self.deadline.min(Instant::now() + limits::WAIT);
         let part = self.state.receiving.take(self.caller.tenant.number, bytes);
@@ -119,7 +119,7 @@ impl Call {
         Ok(())
     }
 
-    /// Whether somebody has said how the call ended.
+    /// Whether the call's end was recorded.
     fn has_ended(&self) -> bool {
         self.code.load(Ordering::Relaxed) != i32::from(Code::Cancelled)
     }
@@ -387,7 +387,7 @@ impl http_body::Body for Counted {
     }
 }
 
-/// What the transport refused before anybody had the message, in the contract's words: a message that cannot be read or is
+/// A refusal by the transport before the message was whole, in the contract's words: a message that cannot be read or is
 /// too long is the client's mistake, and no defect.
 fn in_words(call: &Call, response: http::Response<Body>) -> http::Response<Body> {
     let status = Status::from_header_map(response.headers()).filter(|_| !call.has_ended());

@@ -95,8 +95,8 @@ fn prefix(out: &mut BytesMut, length: usize) {
 
 /// What waits for a connection to take it: messages, and the rest of the one that it takes now.
 ///
-/// The body of the response has it, and so has whoever works for the read: a connection asks for nothing while its client
-/// takes nothing, and then somebody else must let go of what waits.
+/// The body of the response has it, and so has the task of the read: a connection asks for nothing while its client takes
+/// nothing, and then the task must drop what waits.
 #[derive(Debug)]
 pub(super) struct Slot(Mutex<State>);
 
@@ -204,7 +204,7 @@ impl ReadBody {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Some(Outgoing::Message(pieces))) => state.pieces.extend(pieces),
                 Poll::Ready(Some(Outgoing::End(end))) => return Poll::Ready(Next::End(end)),
-                // Whoever worked for the read is gone without a word.
+                // The task of the read is gone without a status.
                 Poll::Ready(None) => {
                     return Poll::Ready(Next::End(Err(Fault::busy("the read was broken off"))));
                 }
@@ -217,7 +217,7 @@ impl ReadBody {
 enum Next {
     Piece(Bytes),
     End(Result<(), Fault>),
-    /// Nobody waited for the client any more.
+    /// The client was given up.
     Cleared,
 }
 

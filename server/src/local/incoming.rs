@@ -152,7 +152,7 @@ impl Incoming {
             if rest.is_empty() {
                 // It came with one of the frames that were taken, or in front of one of them.
                 if !self.descriptors.is_empty() {
-                    return Err(broken("a descriptor that nobody asked for"));
+                    return Err(broken("a descriptor that was not asked for"));
                 }
                 self.bytes.clear();
                 self.at = 0;

@@ -78,7 +78,7 @@ async fn sort(
     match first {
         Ok(Ok(Some(byte))) if Some(&byte) == MAGIC.first() => {
             let Ok(_permit) = room.try_acquire_owned() else {
-                tracing::warn!(target: "audit", "a local session was refused: there are as many as may be");
+                tracing::warn!(target: "audit", "a local session was refused: all places are taken");
                 return;
             };
             drop(grpc);

@@ -115,7 +115,7 @@ pub(super) async fn run(
     let (id, hello) = match hello {
         Ok(Ok(hello)) => hello,
         other => {
-            tracing::debug!(?peer, ?other, "a local connection did not say who it is");
+            tracing::debug!(?peer, ?other, "a local connection sent no hello");
             return;
         }
     };
@@ -167,7 +167,7 @@ async fn hello(stream: &UnixStream, incoming: &mut Incoming) -> Result<(u64, pro
                 Next::Frame(Head { kind: Kind::Hello, id, .. }, body) => {
                     return Ok((id, proto::Hello::decode(body).map_err(broken)?));
                 }
-                Next::Frame(..) => return Err(broken("a request before who asks")),
+                Next::Frame(..) => return Err(broken("a request before the hello")),
                 Next::More | Next::Wait => {}
             }
         }
@@ -210,7 +210,7 @@ impl Session {
         };
         let tenant = caller.tenant.number;
         let place = state.locals.sessions.try_take(tenant, 1);
-        let place = place.ok_or_else(|| Fault::busy("there are as many local sessions as may be"))?;
+        let place = place.ok_or_else(|| Fault::busy("all places for local sessions are taken"))?;
         let named = state.locals.names.begin(&hello.session);
         let named = named.ok_or_else(|| Fault::malformed("session: 16 bytes that no other session has"))?;
         let entry = Entry::new(&state.locals, facts);

@@ -32,7 +32,7 @@ pub(crate) struct Moves {
 }
 
 impl Moves {
-    /// A segment is written anew: forgets what is known of what it held.
+    /// A segment is recycled: forgets what is known of what it held.
     fn forget(&self, number: u32) {
         self.unpaying.borrow_mut().retain(|(segment, ..)| *segment != number);
         self.looked_at.borrow_mut().remove(&number);

@@ -8,7 +8,7 @@
 //!   ends before is an error;
 //! - transfers of all classes share the bytes in flight by [`Class::shares`].
 //!
-//! Whoever runs the executor calls [`Driver::pump`] each turn, or reaps the [`Io`] itself and passes what it got to
+//! The runtime calls [`Driver::pump`] each turn of the executor, or reaps the [`Io`] itself and passes what it got to
 //! [`Driver::on_completions`], not holding on to the `Io` while it does.
 
 use std::cell::RefCell;
@@ -79,7 +79,7 @@ pub struct Metrics {
     pub retried: u64,
     /// Submissions for the rest of a transfer that moved less than was asked for, or than fits one submission.
     pub short: u64,
-    /// Completions that belong to no submission under way: doubled, or of nobody.
+    /// Completions that belong to no submission under way: doubled, or unknown.
     pub unknown_completions: u64,
     /// Operations that ended after their future was gone.
     pub late_completions: u64,
@@ -166,7 +166,7 @@ impl fmt::Debug for Driver {
 }
 
 impl Driver {
-    /// A driver over an executor's `Io`, which nobody else may submit to.
+    /// A driver over an executor's `Io`, which nothing else may submit to.
     pub fn new(rt: Rc<dyn Runtime>, io: Rc<RefCell<dyn Io>>, limits: Limits) -> Self {
         Self::beside(rt, io, limits, UrgentReads::default())
     }
@@ -329,7 +329,7 @@ impl Driver {
         self.shared.rt.sleep_until(at)
     }
 
-    /// An open file, for somebody who reads it himself: see [`Io::keep_file`].
+    /// An open file, for a caller that reads it itself: see [`Io::keep_file`].
     pub(crate) fn keep_file(&self, file: FileId) -> Option<KeptFile> {
         self.shared.io.borrow().keep_file(file)
     }
@@ -451,7 +451,7 @@ impl Drop for Operation {
 }
 
 /// A transfer or a flush under way. Dropping it gives the operation up, not the memory (see the module).
-#[must_use = "the operation is under way, but nobody looks at its end"]
+#[must_use = "the operation is under way, but its result is not looked at"]
 pub struct Transfer(Operation);
 
 impl Transfer {
@@ -471,7 +471,7 @@ impl Future for Transfer {
 }
 
 /// A read into memory that the device has until its end. Dropping it gives the operation up, not the memory.
-#[must_use = "the operation is under way, but nobody looks at its end"]
+#[must_use = "the operation is under way, but its result is not looked at"]
 pub struct ReadInto(Option<BufMut>, Transfer);
 
 impl Future for ReadInto {
@@ -491,7 +491,7 @@ impl fmt::Debug for ReadInto {
 }
 
 /// A [`MetaOp`] under way. Dropping it does not undo it.
-#[must_use = "the operation is under way, but nobody looks at its end"]
+#[must_use = "the operation is under way, but its result is not looked at"]
 pub struct Meta(Operation);
 
 impl Meta {

@@ -226,7 +226,7 @@ pub trait Io {
     /// What was found out about the machine.
     fn facts(&self) -> IoFacts;
 
-    /// An open file, for somebody who reads it himself past this seam. `None`: it is not open, or there is no
+    /// An open file, for a caller that reads it itself past this seam. `None`: it is not open, or there is no
     /// descriptor behind it, as on a simulated disk.
     fn keep_file(&self, file: FileId) -> Option<KeptFile> {
         let _ = file;
@@ -234,14 +234,14 @@ pub trait Io {
     }
 
     /// An eventfd that becomes readable when a completion can be reaped or an [`Unpark`] was called, for executors
-    /// that sleep in a ring of their own instead of in [`Io::park`]. It was made without `EFD_NONBLOCK`, and whoever
-    /// waits for it also empties it. `None`: this implementation can be slept in by `park` only.
+    /// that sleep in a ring of their own instead of in [`Io::park`]. It was made without `EFD_NONBLOCK`, and a thread
+    /// that waits for it also empties it. `None`: this implementation can be slept in by `park` only.
     fn event_fd(&mut self) -> Option<OwnedFd> {
         None
     }
 
-    /// Whether operations wait that the kernel would not take for now: nothing will say when it does. Whoever sleeps on the
-    /// eventfd sleeps shortly then, and reaps, which offers them again.
+    /// Whether operations wait that the kernel would not take for now: nothing will say when it does. A thread that sleeps on
+    /// the eventfd sleeps shortly then, and reaps, which offers them again.
     fn unsent(&mut self) -> bool {
         false
     }

@@ -117,7 +117,7 @@ fn a_long_body_has_room_for_what_arrived_of_it_and_gives_it_back() {
     let mut second = known(&locals);
     second.bytes.extend_from_slice(&head);
     assert!(matches!(second.next(), Ok(Next::Wait)), "there is no room for a second one");
-    assert!(second.late().is_none(), "whoever waits for others and has nothing stalls nobody");
+    assert!(second.late().is_none(), "a client that waits for others and has nothing stalls none");
     first.bytes.extend_from_slice(&vec![0; RECEIVING_STEP_BYTES as usize]);
     assert!(matches!(first.next(), Ok(Next::Wait)), "there is no room for more of the first one");
     assert!(first.late().is_none(), "the server takes nothing: its client is not to blame");
@@ -160,7 +160,7 @@ fn however_many_bodies_begin_at_once_all_of_them_are_received_in_the_end() {
                     incoming.bytes.extend_from_slice(&vec![0; some]);
                 }
                 Ok(Next::Wait) => {
-                    assert!(incoming.late().is_none(), "whoever waits for the server is not late")
+                    assert!(incoming.late().is_none(), "a client that waits for the server is not late")
                 }
                 Err(error) => panic!("{error:?}"),
             }

@@ -1,6 +1,6 @@
 //! Encodes records whose blocks are cold, while they are moved.
 //!
-//! Cold is what nobody has read or put for a while: the index keeps the step of each block's last use and the second
+//! Cold blocks were neither read nor put for a while: the index keeps the step of each block's last use and the second
 //! of its record's. A block under a lease is never cold. A record is encoded as a whole,
 //! only if all of its moved blocks are cold, and only if it takes less than 1/1.1 of the pages afterwards: then its
 //! reads take less of the device and more of a core.

@@ -1,7 +1,7 @@
 //! Takes live blocks out of a record: read in the background class, every chunk verified.
 //!
 //! Invariants:
-//! - the segment is held while it is read, so it is not written anew under the device read; the record's number is
+//! - the segment is held while it is read, so it is not rewritten under the device read; the record's number is
 //!   held for as long as its blocks are moved, so that a location in it cannot come to mean a later record;
 //! - a block comes out only if each of its chunks has the digest that the record's table says; one that does not is
 //!   quarantined where it lies;
@@ -105,7 +105,7 @@ pub(crate) async fn gather(
     wanted: &dyn Fn(u16) -> bool,
 ) -> Result<Option<Gathered>, Reason> {
     let Some((held, info)) = HeldRecord::new(&shard.shared, source) else { return Ok(None) };
-    // Without a live block its segment may have been written anew.
+    // Without a live block its segment may have been recycled.
     if u32::from(info.shard) != shard.shard || info.live == 0 {
         return Ok(None);
     }

@@ -5,7 +5,7 @@
 //! are cold may become an encoded one (`encode`). It is in this order: read and verify; append; flush; switch the index block by block,
 //! each only if it still is where it was read. So:
 //!
-//! - a block that was deleted, evicted, quarantined or put anew meanwhile stays as that left it;
+//! - a block that was deleted, evicted, quarantined or put again meanwhile stays as that left it;
 //! - what the index points at is durable, and the old record may be recycled when the switch is done and those reads
 //!   that were sent to it before hold its segment (`grace`);
 //! - a crash leaves the old record, or both. Both hold the same bytes under the same origin ids, and recovery takes
@@ -327,7 +327,7 @@ fn switch(shard: &Shard, head: &Head, blocks: &[&Taken], written: &Written) -> R
     let mut moved = Moved { bytes_written: written.end - written.offset, ..Moved::default() };
     for (block, taken) in (0u16..).zip(blocks) {
         let new = Location { record, block };
-        // Whoever has been sent there finds it there; whoever looks it up from now on is sent to the copy.
+        // A read already sent to the old place still finds it there; later look-ups lead to the copy.
         let source = shared.index.records().get(taken.old.record);
         let _leaving = source.map(|info| shared.arrivals.leaving((u32::from(info.shard), info.segment)));
         let left = shared

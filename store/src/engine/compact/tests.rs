@@ -340,7 +340,7 @@ fn a_block_that_moves_after_it_was_looked_up_is_found_where_it_was() {
     });
 }
 
-/// The first blocks leave and are put anew, before a read comes that was sent to where they were.
+/// The first blocks leave and are put again, before a read comes that was sent to where they were.
 async fn put_anew(world: &World) {
     let before = record_of(world, 0);
     let class = world.shared.index.records().get(before).unwrap().class;

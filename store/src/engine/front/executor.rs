@@ -265,7 +265,7 @@ impl Executor {
                 rt.sleep_until(rt.clock().now().plus(every)).await;
                 if !stopping.get() {
                     expiry::sweep(&shard.reads).await;
-                    // Whoever was to be asked for it may have been too busy to be asked.
+                    // The executor to be asked for it may have been too busy to be asked.
                     evicted_names::tell(&shard.reads).await;
                 }
             }

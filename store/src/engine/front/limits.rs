@@ -19,7 +19,7 @@ pub struct Limits {
     pub mailbox_messages: usize,
     /// How often recency and expiry are put on disk: after a crash they are as old as this at most.
     pub checkpoint_every: Duration,
-    /// How often blocks whose time is over are looked for; whoever looks one up never finds it anyway.
+    /// How often expired blocks are looked for; a look-up never returns one in any case.
     pub expiry_sweep_every: Duration,
     /// How long a stop waits for what is under way.
     pub stop_timeout: Duration,

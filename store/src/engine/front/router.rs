@@ -42,7 +42,7 @@ pub(crate) enum Message {
     PutLayers(u32, LayersPart),
     /// Do a part of a read.
     Read(u32, ReadPart),
-    /// Prove where blocks lie, and hold them for somebody who reads them himself.
+    /// Prove where blocks lie, and hold them for a caller that reads the files itself.
     Lend(u32, LendPart),
     /// Do a part of a delete.
     Delete(u32, DeletePart),
@@ -56,7 +56,7 @@ pub(crate) enum Message {
     },
     /// Say which blocks of a namespace stand behind which in this shard.
     Links(descent::Ask, Reply<Result<descent::Links, Reason>>),
-    /// Say what is here, from this cursor on, of so many shards.
+    /// List the blocks from this cursor on; `shards` is the number of shards of the store.
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
     /// Write a checkpoint of every shard; to prove that it can be, also where the store takes no writes.
     Checkpoint { prove: bool, reply: Reply<Result<(), Reason>> },

@@ -36,7 +36,7 @@ impl Header {
         self.stored.as_ref()
     }
 
-    /// Whether the record's bytes lie as those of a record of this class and so many blocks do. A moved copy may stand
+    /// Whether the record's bytes lie as those of a record of this class and number of blocks do. A moved copy may stand
     /// where another arrangement of the same blocks stood.
     pub(crate) fn is_arranged_as(&self, class: &RecordClass, blocks: u16) -> bool {
         self.blocks.encoding == class.encoding
@@ -92,7 +92,7 @@ impl HeaderCache {
         self.0.borrow().headers.get(&key).map(Rc::clone)
     }
 
-    /// Forgets those of a segment, which is written anew: nobody will ask for them again, and until others have
+    /// Forgets those of a segment that is recycled: no read will ask for them again, and until others have
     /// pushed them out they would only take memory.
     pub(crate) fn forget_segment(&self, number: u32) {
         let kept = &mut *self.0.borrow_mut();

@@ -306,8 +306,7 @@ impl ReadJob {
         Some(wanted.run.start + (block - u32::from(wanted.location.block)))
     }
 
-    /// One part has ended. The last one gives the end; what was not delivered by then was not
-    /// delivered in time.
+    /// One part has ended. The last one gives the end; blocks not delivered by then are late.
     pub(crate) fn part_done(&self) {
         if self.parts_left.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;

@@ -1,4 +1,4 @@
-//! Lending: says where blocks lie in segment files, and holds the segments while somebody reads them himself.
+//! Lending: says where blocks lie in segment files, and holds the segments while a caller reads the files itself.
 //!
 //! Blocks are looked up and planned on the caller's thread as a read's are. Executors take hold of the segments, then
 //! prove the headers, which give the digests; no payload is read. It is all or nothing. Whatever is wrong with a header
@@ -85,7 +85,7 @@ pub(crate) struct Begun {
     pub(crate) answers: Vec<Answer>,
 }
 
-/// Segments that are held for somebody, until he gives them back.
+/// Segments that are held for a caller, until it gives them back.
 #[derive(Debug)]
 pub(crate) struct HeldExtents {
     /// Until this is dropped.
@@ -181,7 +181,7 @@ pub(crate) async fn prove(
     match proven {
         Ok((runs, opened)) => {
             let (held, given_back) = ticket();
-            // Where nobody waits for the answer it is dropped, and with it what was held.
+            // An answer that no caller waits for is dropped, and with it what was held.
             let _ = reply.send(Ok(Proven { runs, held }));
             Some(HeldExtents { _holds: opened.into_iter().map(|one| one.hold).collect(), given_back })
         }
@@ -195,12 +195,12 @@ pub(crate) async fn prove(
 impl LendJob {
     fn gone(&self, ordinal: u32) -> NotLent {
         let key = self.request.keys.get(ordinal as usize);
-        key.map_or(Reason::Bug("a block that nobody asked for"), |key| Reason::NotHere(*key)).into()
+        key.map_or(Reason::Bug("a block that was not asked for"), |key| Reason::NotHere(*key)).into()
     }
 
     fn wanted(&self, index: u32) -> Result<&Wanted, NotLent> {
         let wanted = self.wanted.get(index as usize);
-        wanted.ok_or(NotLent::Reason(Reason::Bug("a run that nobody asked for")))
+        wanted.ok_or(NotLent::Reason(Reason::Bug("a run that was not asked for")))
     }
 
     /// Takes hold of the segments of these runs.
@@ -270,7 +270,7 @@ impl LendJob {
     }
 
     /// Asks the device for a header; `None` if there is enough under way, or memory only when some of that has come in.
-    /// Whoever has nothing under way waits for memory, so that nobody holds what another waits for.
+    /// Only a loan with nothing under way waits for memory, so that none holds what another waits for.
     async fn submit(
         &self,
         reads: &Reads,

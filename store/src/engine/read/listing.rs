@@ -47,7 +47,7 @@ impl Reads {
             Ok(footer) => Ok(footer.records),
             Err(_) => self.live_headers(segment).await,
         };
-        // Written anew meanwhile: what it held is gone.
+        // Recycled meanwhile: what it held is gone.
         if segment.generation.get() == generation { listed } else { Ok(Vec::new()) }
     }
 
@@ -69,7 +69,7 @@ impl Reads {
             let media = |error: crate::io::IoError| Reason::Media(error.to_string());
             let buf = self.stage(bytes).await.map_err(media)?;
             let read = self.driver.read_into(Class::Background, segment.file, offset, buf).await;
-            // Nobody can read these blocks either.
+            // These blocks cannot be read either.
             let Ok(buf) = read else { continue };
             let image = buf.to_vec();
             if let Ok(opened) = record::open(&image, &self.position(segment, offset), &self.shared.secret)

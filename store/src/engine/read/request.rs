@@ -103,7 +103,7 @@ pub(crate) fn check_unequal(keys: &[BlockKey]) -> Result<(), Reason> {
     }
 }
 
-/// What a read of so many bytes is for: small ones of the foreground are a class of their own, and no other is.
+/// The class of a read of this many bytes: small ones of the foreground are a class of their own, and no others are.
 fn class_of(class: Class, bytes: u64) -> Class {
     match class {
         Class::Small | Class::Foreground if bytes <= SMALL_READ_BYTES => Class::Small,

@@ -4,7 +4,7 @@
 //! record's header travels with its first extents; nothing of a record is delivered before its header has proved
 //! that this is the record that the index meant, under the keys that were asked for.
 //!
-//! While a part runs, its segments are held: they are not written anew under a device read.
+//! While a part runs, its segments are held: they are not rewritten under a device read.
 //!
 //! Of an encoded record only the header says where chunks lie. The headers of such records go out first, and their
 //! slices are planned when they are in (`encoded`); their chunks are decoded one by one into scratch memory, verified
@@ -131,8 +131,8 @@ struct ShardRead<'a> {
 
 /// Does one shard's part of a read.
 ///
-/// `deadline` completes when the caller stops waiting: whoever follows another read must not wait as long as that
-/// one does.
+/// `deadline` completes when the caller stops waiting: a read that follows another must not wait as long as that one
+/// does.
 pub(crate) async fn run(reads: &Rc<Reads>, part: ReadPart, window: u64, deadline: Option<LocalTask>) {
     let ReadPart { job, records, arrival } = part;
     let mut section = Section::default();
@@ -259,7 +259,7 @@ async fn open_records(
         };
         holds.push(Hold::new(&segment));
         if !segment.has_written(wanted.offset) {
-            // The segment is being written anew: what is there now proves nothing about what was.
+            // The segment is being rewritten: its content now proves nothing about its content before.
             wanted.run.clone().for_each(|ordinal| job.fail_as_gone(ordinal));
             continue;
         }
@@ -272,7 +272,7 @@ async fn open_records(
 
 /// Ends the usefulness of blocks that have left since they were looked up: where they were may be a hole by now. What
 /// is still here stays so while the segment is held. True if one is elsewhere: where it was moved, its bytes are still
-/// here as well; where it left and was put anew, they need not be.
+/// here as well; where it left and was put again, they need not be.
 fn fail_evicted(job: &ReadJob, wanted: &Wanted) -> bool {
     let mut elsewhere = false;
     for ordinal in wanted.run.clone() {

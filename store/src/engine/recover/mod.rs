@@ -180,7 +180,7 @@ impl Recovery<'_> {
                 retired.insert(number, known.generation);
                 if known.state != SEGMENT_FREE {
                     self.report.miss(number);
-                    // Told at each start until somebody has repaired the store: checkpoints go on to say it.
+                    // Told at each start until the store is repaired: checkpoints go on to say it.
                     self.log.lost.borrow_mut().insert(number, *known);
                 }
             }
@@ -304,7 +304,7 @@ impl Recovery<'_> {
                     let buf = memory(self.log, trailer.footer_bytes as usize)?;
                     let file = source.segment.file;
                     let read = self.log.driver.read_into(CLASS, file, trailer.footer_offset, buf);
-                    // What lies behind the records is nobody's, and mostly one hole that was never written.
+                    // Bytes behind the records belong to none, and are mostly one hole that was never written.
                     let holes = self.log.driver.meta(MetaOp::Holes { file, upto: trailer.log_end });
                     ahead.push_back((read, holes));
                 }

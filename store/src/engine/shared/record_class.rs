@@ -2,7 +2,7 @@
 //!
 //! A class is a namespace, group, coordinate, layout and encoding; from it and a number of blocks follows where
 //! every byte of a record lies. There are as many as an operator has models, groups and ranks. Those of a namespace that
-//! was deleted go when nobody works with them any more; their numbers are not given out again.
+//! was deleted go when no task uses them any more; their numbers are not given out again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -95,7 +95,7 @@ struct Tables {
     classes: BTreeMap<u32, Arc<RecordClass>>,
     /// The next number.
     next: u32,
-    /// Classes of deleted namespaces, until nobody works with them.
+    /// Classes of deleted namespaces, until no task uses them.
     retired: Vec<u32>,
 }
 
@@ -168,7 +168,7 @@ impl RecordClasses {
         Ok(class)
     }
 
-    /// Nothing is here any more of what a namespace was before its delete. Its classes go when nobody works with them:
+    /// Nothing is here any more of what a namespace was before its delete. Its classes go when no task uses them:
     /// now, or when the next namespace is forgotten.
     pub(crate) fn forget(&self, retired: &Namespace) {
         let mut tables = self.write();
@@ -176,7 +176,7 @@ impl RecordClasses {
         let of = |key: &ClassKey| key.namespace == retired.local;
         leaving.extend(numbers.extract_if(.., |key, _| of(key)).map(|(_, number)| number));
         leaving.retain(|number| {
-            // Whoever has it got it under this lock.
+            // Every holder got it under this lock.
             if classes.get(number).is_some_and(|class| Arc::strong_count(class) > 1) {
                 return true;
             }

@@ -1,7 +1,7 @@
-//! Room that other shards have and do not use. The budget is everybody's, and files of segments that hold nothing any
+//! Room that other shards have and do not use. All shards share the budget, and files of segments that hold nothing any
 //! more keep a part of it: before a shard evicts for want of room, the one that has most of that gives some back.
 //!
-//! Nothing live goes for another shard's sake, and nobody waits for a shard that is getting a segment itself: so two
+//! Nothing live goes for another shard's sake, and no shard waits for one that is getting a segment itself: so two
 //! that are short at once do not wait for each other.
 
 use std::sync::{Arc, Weak};
@@ -12,7 +12,7 @@ use crate::sync::OnceLock;
 
 /// The way to the other shards of a store.
 pub(crate) trait OtherShards: Send + Sync {
-    /// Has a shard give segments that hold nothing back to the budget, until it has so many bytes more. The answer says
+    /// Has a shard give segments that hold nothing back to the budget, until it has this many bytes more. The answer says
     /// whether it gave any; none if it cannot be asked.
     fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>>;
 }

@@ -1,6 +1,6 @@
 //! What changes the content, each change in one step with its event.
 //!
-//! Whoever makes a block live, takes one out or ends its usefulness does it here, under the lock of the event
+//! All code that makes a block live, takes one out or ends its usefulness does it here, under the lock of the event
 //! stream: so the events of a block come in the order of its changes.
 
 use std::sync::Arc;
@@ -179,7 +179,7 @@ impl Shared {
         prints
     }
 
-    /// Takes those of these blocks out whose time is over, unless a lease holds them. Whoever looks blocks up calls
+    /// Takes those of these blocks out whose time is over, unless a lease holds them. Every look-up calls
     /// it first, so that an expired block is never found.
     pub(crate) fn drop_expired(
         &self,

@@ -18,7 +18,7 @@ const WINDOW_BYTES: usize = 1 << 20;
 const WINDOWS_AHEAD: usize = 4;
 /// What an unreadable page is shown as: the first byte of no structure, and not zero.
 const UNREADABLE: u8 = 0xee;
-/// Recovery is what everybody waits for.
+/// All callers wait for recovery.
 pub(crate) const CLASS: Class = Class::Foreground;
 
 /// Memory for one transfer. It never waits for the arena, because the pieces it would wait for may be the caller's
@@ -79,7 +79,7 @@ impl<'a> Pages<'a> {
     }
 
     /// Moves the window so that it begins in the page of `offset` and holds `want` bytes from there. What follows
-    /// the old window is on its way already; anything else begins anew.
+    /// the old window is on its way already; anything else begins again.
     async fn fill(&mut self, offset: u64, want: usize) -> Result<(), Reason> {
         let start = offset - offset % PAGE as u64;
         let end = self.start + self.bytes.len() as u64;

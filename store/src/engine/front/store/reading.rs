@@ -16,7 +16,7 @@ use crate::error::{Error, Reason};
 
 impl Store {
     /// Reads tile by tile, as the caller has memory. It is one read: of each block all tiles are of one production, and a
-    /// block that was put anew meanwhile is not here. The blocks of a tile are looked up when it is begun.
+    /// block that was replaced meanwhile is not here. The blocks of a tile are looked up when it is begun.
     pub fn read_tiles<M>(&self, request: TiledRequest) -> Result<TiledRead<StoreTiles, M>, Error> {
         let (order, blocks) = (request.order, request.keys.len() as u32);
         let source = self.tiles_of(request, None)?;
@@ -40,7 +40,7 @@ impl Store {
     }
 
     /// Reads as [`KvStore::read`](crate::api::KvStore::read) does, and of each block only the production that `origins`
-    /// has for it, or the first that is met: a block that was put anew meanwhile is not here. For the rest of a read whose
+    /// has for it, or the first that is met: a block that was replaced meanwhile is not here. For the rest of a read whose
     /// beginning came another way.
     pub fn read_part(&self, request: ReadRequest, origins: &Arc<Origins>) -> Result<ReadStream, Error> {
         self.begin_read(request, Some(Expected { origins: Arc::clone(origins), first: 0 }))

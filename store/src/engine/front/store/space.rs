@@ -100,7 +100,7 @@ impl Store {
         self.0.shared.index.set_pin_cap(tenant, bytes);
     }
 
-    /// Live bytes of each segment (shard, number), counted anew from every entry of the index: for tests of the
+    /// Live bytes of each segment (shard, number), counted from every entry of the index: for tests of the
     /// books, which are kept without counting. Takes as long as the index is large.
     pub fn count_live(&self) -> BTreeMap<(u32, u32), u64> {
         let index = &self.0.shared.index;
@@ -144,7 +144,7 @@ impl Store {
     }
 }
 
-/// Free bytes of the file systems that hold so many directories, each counted once.
+/// Free bytes of the file systems that hold these directories, each counted once.
 pub(crate) async fn free_space(driver: &crate::io::Driver, directories: u16) -> Result<u64, Reason> {
     let mut devices = BTreeMap::new();
     for dir in (0..directories).map(DirId) {

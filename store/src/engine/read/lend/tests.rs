@@ -210,7 +210,7 @@ fn the_same_blocks_in_another_record_at_the_same_place_are_not_taken_for_those()
         // One block fewer: what the plan says of its bytes is not so any more.
         world.durable("a", 0, 5).await;
         let segment = Rc::clone(&world.shard.segments.borrow()[&number]);
-        assert_eq!(segment.state.get(), SegmentState::Open, "the same one, written anew");
+        assert_eq!(segment.state.get(), SegmentState::Open, "the same one, rewritten");
         assert_eq!(proved(&world, sent).await.unwrap_err(), NotLent::Reason(Reason::NotHere(key(0))));
         assert_eq!(segment.readers.get(), 0);
     });

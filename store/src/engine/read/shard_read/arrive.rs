@@ -16,7 +16,7 @@ use crate::engine::tasks::notify::Section;
 use crate::error::Reason;
 use crate::io::{ExtentDone, IoError, SharedBuf};
 
-/// Decoding costs so many times as much as copying.
+/// Decoding costs this many times as much as copying.
 const DECODE_COST: u64 = 16;
 
 impl ShardRead<'_> {
@@ -122,9 +122,9 @@ impl ShardRead<'_> {
         let record = self.records.get(record);
         let wanted = record.and_then(|record| self.job.wanted.get(record.index as usize));
         let (Some(slice), Some(record), Some(wanted)) = (slice, record, wanted) else {
-            // Nobody knows of which blocks these bytes are: none may be announced.
+            // The blocks that these bytes belong to are not known: none may be announced.
             let all = 0..self.job.request.keys.len() as u32;
-            return self.job.fail_run(all, &Reason::Bug("bytes of a slice that nobody planned"));
+            return self.job.fail_run(all, &Reason::Bug("bytes of a slice that was not planned"));
         };
         let HeaderState::Good(header) = &record.header else {
             // A bad one has failed its run already.

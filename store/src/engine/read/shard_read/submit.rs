@@ -188,7 +188,7 @@ impl ShardRead<'_> {
     fn fail_slice(&self, step: u32, at: usize) {
         let index = self.records.get(at).map(|record| record.index as usize);
         let wanted = index.and_then(|index| self.job.wanted.get(index));
-        // Where nobody knows of which blocks it is, none may be announced.
+        // Where its blocks are not known, none may be announced.
         let run = wanted.map_or(0..self.job.request.keys.len() as u32, |wanted| wanted.run.clone());
         self.job.fail_run(run, &OUTSIDE);
         self.job.slice_done(step);
@@ -269,7 +269,7 @@ pub(super) struct ExtentName(pub(super) u64);
 pub(super) enum Named {
     /// The header of a record of the part.
     Header(usize),
-    /// Of a slice's region, so many bytes.
+    /// An extent of a slice's region, with its length.
     Region { slot: usize, region: u32, bytes: u64 },
 }
 

@@ -131,7 +131,7 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
 }
 
 /// A hole in the next segment, for the few bytes that the emptied one's header and footer have, would cost that one its
-/// file: with holes it is not written anew.
+/// file: with holes it is not rewritten.
 #[test]
 fn what_left_in_the_order_in_which_it_came_leaves_whole_segments_and_no_holes() {
     let place = filled();

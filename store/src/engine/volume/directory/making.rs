@@ -84,7 +84,7 @@ fn shards_of(directory: u32, each: u32) -> impl Iterator<Item = u32> {
 async fn make_folders(driver: &Rc<Driver>, dir: DirId, shards: &[u32]) -> Result<(), Reason> {
     let refuse = |error: IoError| refused(&error);
     let there = Top::read(driver, dir).await?.empty;
-    // One that is too many would be a shard of nobody's for as long as the store lives.
+    // A folder too many would be a shard without an executor for as long as the store lives.
     if let Some(other) = there.iter().find(|shard| !shards.contains(shard)) {
         return Err(Reason::Directory(format!(
             "directory {} holds {}, which an attempt to make a store with other settings left: remove it, it is empty",
@@ -96,7 +96,7 @@ async fn make_folders(driver: &Rc<Driver>, dir: DirId, shards: &[u32]) -> Result
         let name = Name { dir, path: shard_name(shard).into() };
         driver.meta(MetaOp::MakeDir { name }).await.map_err(refuse)?;
     }
-    // Also those that were there: nobody knows whether their names are durable.
+    // Also those that were there: their names may not be durable yet.
     driver.meta(MetaOp::SyncDir { name: Name { dir, path: "".into() } }).await.map_err(refuse)?;
     Ok(())
 }
