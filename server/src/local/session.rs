@@ -48,7 +48,7 @@ use kvarts_wire::proto;
 /// How often a session that waits for its turn to receive a large frame asks again.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 /// Sharing memory is not in the contract: its right is that of a reader.
-const SHARE: Method = ("", "share", Right::Read);
+const SHARE: Method = Method::new("", "share", Right::Read);
 
 /// By what a request is ended early.
 enum Ending {

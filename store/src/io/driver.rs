@@ -26,7 +26,7 @@ use super::buf::{Buf, BufMut, SharedBuf};
 use super::driver_core::{Core, Outcome, Request, Work};
 use super::error::{IoError, IoErrorKind};
 use super::slots::Key;
-use super::{Completion, DirEntry, DirId, FileId, Io, KeptFile, MetaOp, Name, OpenMode, Reply};
+use super::{Completion, DirEntry, DirId, DiskSpace, FileId, Io, KeptFile, MetaOp, Name, OpenMode, Reply};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::task::{Class, LocalTask, Nanos, Runtime};
 
@@ -275,10 +275,10 @@ impl Driver {
         .await
     }
 
-    /// Free and all bytes of the file system that holds a directory, and which file system it is.
-    pub async fn space(&self, dir: DirId) -> Result<(u64, u64, u64), IoError> {
+    /// The room of the file system that holds a directory.
+    pub async fn space(&self, dir: DirId) -> Result<DiskSpace, IoError> {
         self.reply(MetaOp::Space { dir }, |reply| match reply {
-            Reply::Space { free, total, device } => Some((free, total, device)),
+            Reply::Space { free, total, device } => Some(DiskSpace { free, total, device }),
             _ => None,
         })
         .await

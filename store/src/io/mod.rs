@@ -135,6 +135,17 @@ pub enum MetaOp {
     Space { dir: DirId },
 }
 
+/// The room of a file system.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DiskSpace {
+    /// Free bytes.
+    pub free: u64,
+    /// All bytes.
+    pub total: u64,
+    /// Which file system it is.
+    pub device: u64,
+}
+
 /// What a [`MetaOp`] answers besides its result.
 #[allow(missing_docs, reason = "the variant's doc names its fields")]
 #[derive(Clone, PartialEq, Eq, Debug)]

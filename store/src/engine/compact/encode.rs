@@ -17,6 +17,7 @@ use kvarts_layout::format::page_align;
 use super::gather::{Taken, pause};
 use super::relocate::Head;
 use crate::engine::shard::Shard;
+use crate::engine::shared::record_class::{RecordClass, RecordForm};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
 
@@ -99,9 +100,10 @@ pub(super) async fn encode_run(
     if !pays(pages(raw), pages(stored.saturating_add(table))) {
         return Ok(None);
     }
-    let arrangement = (class.layout, class.layout_version, encoding.code());
-    let place = (class.group, class.coordinate);
-    head.class = shard.shared.classes.intern(&class.namespace, place, arrangement)?;
+    let RecordClass { layout, layout_version, .. } = **class;
+    let form = RecordForm { layout, layout_version, encoding: encoding.code() };
+    let column = (class.group, class.coordinate);
+    head.class = shard.shared.classes.intern(&class.namespace, column, form)?;
     for (taken, (bytes, lengths)) in blocks.iter_mut().zip(all) {
         (taken.bytes, taken.lengths) = (bytes, lengths);
     }

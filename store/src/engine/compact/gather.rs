@@ -22,6 +22,7 @@ use crate::engine::read::decode::{Stored, payload_bytes};
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::record_class::RecordClass;
+use crate::engine::shared::visibility::BlockOf;
 use crate::engine::tasks::notify::yield_now;
 use crate::engine::volume::segment::Hold;
 use crate::engine::volume::segment::record_range;
@@ -271,7 +272,7 @@ async fn verify(
         }
         let shared = &shard.shared;
         shared.counters.chunks_damaged.fetch_add(1, Relaxed);
-        if shared.quarantine(taken.print, taken.old, (class, BlockKey(taken.name.key))) {
+        if shared.quarantine(taken.print, taken.old, BlockOf { class, key: BlockKey(taken.name.key) }) {
             shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
     }

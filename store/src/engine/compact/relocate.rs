@@ -34,6 +34,7 @@ use super::gather::{Gathered, Taken, gather, memory, pause};
 use crate::engine::shard::Shard;
 use crate::engine::shared::quota;
 use crate::engine::shared::record_class::RecordClass;
+use crate::engine::shared::visibility::{BlockOf, Relocation};
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::error::Reason;
@@ -330,8 +331,9 @@ fn switch(shard: &Shard, head: &Head, blocks: &[&Taken], written: &Written) -> R
         // A read already sent to the old place still finds it there; later look-ups lead to the copy.
         let source = shared.index.records().get(taken.old.record);
         let _leaving = source.map(|info| shared.arrivals.leaving((u32::from(info.shard), info.segment)));
+        let block_of = BlockOf { class: &head.class, key: BlockKey(taken.name.key) };
         let left = shared
-            .relocate(taken.print, (taken.old, new), (&head.class, BlockKey(taken.name.key)))
+            .relocate(taken.print, Relocation { from: taken.old, to: new }, block_of)
             .map_err(|_| Reason::Bug("a record that the index does not know"))?;
         match left {
             Some(left) => {

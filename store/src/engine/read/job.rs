@@ -21,6 +21,7 @@ use super::wanted::{Wanted, WantedChunk, by_shard, find};
 use crate::api::{Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
+use crate::engine::shared::visibility::BlockOf;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
 use crate::rt::{Class, Nanos};
@@ -247,7 +248,9 @@ impl ReadJob {
         let records = self.shared.index.records();
         // Held, its number means this record until the block is out of service.
         let Some(record) = records.hold(at.record) else { return };
-        if wanted.is(&record) && self.shared.quarantine(*print, at, (&wanted.class, *key)) {
+        if wanted.is(&record)
+            && self.shared.quarantine(*print, at, BlockOf { class: &wanted.class, key: *key })
+        {
             self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
         records.release(at.record);

@@ -21,7 +21,7 @@ use crate::engine::read::decode::{self, Stored};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::engine::shared::recency::{AGE_MAX, EPOCH_S, steps_before};
-use crate::engine::shared::record_class::RecordClass;
+use crate::engine::shared::record_class::{RecordClass, RecordForm};
 use crate::engine::space::evict::batch::range_of;
 use crate::engine::space::evict::pages::{Holes, Lying, touched};
 use crate::engine::volume::pages::{CLASS, memory};
@@ -69,8 +69,8 @@ pub(super) fn class_of(
 ) -> Option<(Arc<RecordClass>, Arc<RunLayout>)> {
     let coordinate = Coordinate::from_u64(blocks.coordinate)?;
     let layout = layout_from_code(blocks.layout)?;
-    let arrangement = (layout, blocks.layout_version, blocks.encoding);
-    let class = shared.classes.intern(namespace, (Group(blocks.group), coordinate), arrangement).ok()?;
+    let form = RecordForm { layout, layout_version: blocks.layout_version, encoding: blocks.encoding };
+    let class = shared.classes.intern(namespace, (Group(blocks.group), coordinate), form).ok()?;
     let count = u32::try_from(blocks.blocks.len()).ok()?;
     let layout = class.layout_of(count).ok()?;
     decode::payload_bytes(blocks, &layout)?;

@@ -14,13 +14,13 @@ use kvarts_layout::format::footer::{Content, Footer};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
 use super::evict::batch::Made;
+use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::volume::tombstones::TombstoneSet;
 use crate::error::Reason;
-use crate::events::{Cause, EventKind};
 use crate::index::{Eviction, Lookup};
 
 /// Blocks that go without a turn for others.
@@ -116,8 +116,8 @@ impl Space {
             let Some(record) = index.records().get(at.record) else { continue };
             let here = self.is_at(segment, offset, &record);
             let Some(class) = self.shared.classes.get(record.class).filter(|_| here) else { continue };
-            let why = (EventKind::Evicted, Cause::Room);
-            if self.shared.evict(print, at, why, (&class, key)) == Eviction::Busy {
+            let why = Departure::Evicted;
+            if self.shared.evict(print, at, why, BlockOf { class: &class, key }) == Eviction::Busy {
                 return false;
             }
         }

@@ -477,6 +477,14 @@ impl Segment {
     }
 }
 
+/// Where a record lies, for as long as its segment is of this generation.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct RecordPlace {
+    pub(crate) segment: u32,
+    pub(crate) generation: u64,
+    pub(crate) offset: u64,
+}
+
 /// Returns what a segment's readers hold when dropped.
 #[derive(Debug)]
 pub(crate) struct Hold(Rc<Segment>);

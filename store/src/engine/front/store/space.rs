@@ -11,7 +11,7 @@ use crate::engine::shared::quota;
 use crate::engine::shared::quota_events::TellEvicted;
 use crate::error::{Error, Reason};
 use crate::index::{Lookup, RecordId};
-use crate::io::DirId;
+use crate::io::{DirId, DiskSpace};
 use crate::ledger::{PoolSpace, SegmentView};
 use crate::rt::mailbox::ticket;
 
@@ -149,7 +149,7 @@ pub(crate) async fn free_space(driver: &crate::io::Driver, directories: u16) -> 
     let mut devices = BTreeMap::new();
     for dir in (0..directories).map(DirId) {
         let space = driver.space(dir).await;
-        let (free, _, device) = space.map_err(|error| Reason::Directory(error.to_string()))?;
+        let DiskSpace { free, device, .. } = space.map_err(|error| Reason::Directory(error.to_string()))?;
         devices.insert(device, free);
     }
     Ok(devices.values().fold(0, |sum: u64, free| sum.saturating_add(*free)))

@@ -22,6 +22,7 @@ use crate::engine::compact::thin;
 use crate::engine::recover::{RecoveryReport, recover};
 use crate::engine::shard::Shard;
 use crate::engine::shared::names::Namespace;
+use crate::engine::shared::record_class::RecordForm;
 use crate::engine::shared::{Birth, Shared};
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::index::{Lookup, RecordCursor};
@@ -194,9 +195,10 @@ impl World {
             let block = memory.slice(block * BLOCK_BYTES as usize, BLOCK_BYTES as usize).unwrap();
             block.fill((number % 251) as u8 + 1);
         }
-        let arrangement = (Layout::FullBlock, LAYOUT_VERSION, ENCODING_RAW);
-        let place = (Group(0), Coordinate::Replicated);
-        let class = self.shared.classes.intern(&namespace, place, arrangement).unwrap();
+        let (layout, layout_version, encoding) = (Layout::FullBlock, LAYOUT_VERSION, ENCODING_RAW);
+        let form = RecordForm { layout, layout_version, encoding };
+        let column = (Group(0), Coordinate::Replicated);
+        let class = self.shared.classes.intern(&namespace, column, form).unwrap();
         let from = Placed::blocks(&class.shape, memory.clone(), count as u32).unwrap();
         let digest = |block: u64| {
             let at = block as usize * BLOCK_BYTES as usize;

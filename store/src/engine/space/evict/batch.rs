@@ -12,12 +12,12 @@ use kvarts_layout::{BlockKey, Coordinate, Group};
 use super::choose::{self, Leaving, Victims, is_punchable};
 use super::pages::{Holes, Lying, inside, without};
 use crate::engine::shared::record_class::RecordClass;
+use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::error::Reason;
-use crate::events::{Cause, EventKind};
 use crate::index::{BlockFingerprint, Eviction, Location, Lookup};
 use crate::io::{FileId, IoErrorKind, MetaOp, Reply};
 use crate::sync::atomic::Ordering::Relaxed;
@@ -243,7 +243,7 @@ impl Space {
             if !ranges.is_empty() {
                 // Nothing was awaited since the readers were counted: from here on they see that blocks are gone.
                 segment.set_holed();
-                self.reads.headers.forget_punched((segment.number, segment.generation.get()), &ranges);
+                self.reads.headers.forget_punched(segment.number, segment.generation.get(), &ranges);
                 punched.push(Punched { segment, footer, ranges });
             } else {
                 segment.unpunchable_bytes.set(segment.book.space().dead);
@@ -322,8 +322,8 @@ impl Space {
                 // All of a block go together, and what is before it stays as long as it does.
                 break;
             }
-            let why = (EventKind::Evicted, Cause::Room);
-            match self.shared.evict(print, at, why, (&class, key)) {
+            let why = Departure::Evicted;
+            match self.shared.evict(print, at, why, BlockOf { class: &class, key }) {
                 Eviction::Busy => break,
                 Eviction::Gone => {}
                 Eviction::Evicted { .. } => {
@@ -331,7 +331,7 @@ impl Space {
                         let record = self.shared.index.records().get(at.record);
                         let class = record.and_then(|record| self.shared.classes.get(record.class));
                         if let Some(class) = class {
-                            self.shared.evict(sibling, at, why, (&class, key));
+                            self.shared.evict(sibling, at, why, BlockOf { class: &class, key });
                         }
                     }
                 }
@@ -363,8 +363,10 @@ impl Space {
             return;
         }
         for (found, key) in live.into_iter().rev() {
-            let why = (EventKind::Evicted, Cause::Room);
-            if self.shared.evict(print(key.0), found.location, why, (&class, key)) == Eviction::Busy {
+            let why = Departure::Evicted;
+            if self.shared.evict(print(key.0), found.location, why, BlockOf { class: &class, key })
+                == Eviction::Busy
+            {
                 return;
             }
         }
