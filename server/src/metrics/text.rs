@@ -47,8 +47,8 @@ const DEVICE_COUNTERS: [(&str, &str); 7] = [
 ];
 
 /// The counters of one executor. What is counted there and not told here does not compile.
-fn device_counts(queue: &kvarts_store::io::Metrics) -> [(&'static str, u64); 7] {
-    let kvarts_store::io::Metrics {
+fn device_counts(queue: &kvarts_store::driver::Metrics) -> [(&'static str, u64); 7] {
+    let kvarts_store::driver::Metrics {
         submitted,
         completed,
         failed,
@@ -222,7 +222,7 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health) {
 }
 
 /// What waits for the devices, and what they work on.
-fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::io::Metrics)]) {
+fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::driver::Metrics)]) {
     for (what, help) in DEVICE_COUNTERS {
         let name = format!("kvarts_device_{what}_total");
         head(out, &name, "counter", help);
@@ -438,7 +438,7 @@ mod tests {
 
     #[test]
     fn every_counter_of_the_engine_and_of_its_devices_is_told() {
-        let queue = kvarts_store::io::Metrics::default();
+        let queue = kvarts_store::driver::Metrics::default();
         let names = device_counts(&queue).map(|(name, _)| name);
         assert_eq!(names, DEVICE_COUNTERS.map(|(name, _)| name));
         let mut out = String::new();

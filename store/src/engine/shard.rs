@@ -13,7 +13,8 @@ use super::tasks::notify::Turn;
 use super::volume::segment::RecordPlace;
 use super::volume::{Spawn, Volume};
 use super::write::log::Log;
-use crate::io::{Arena, DirId, Driver};
+use crate::driver::Driver;
+use crate::io::{Arena, DirId};
 use crate::rt::Nanos;
 
 /// What moves of blocks remember from one to the next.

@@ -3,7 +3,7 @@
 //! It stands at submission/completion level, not at read/write level, because what goes wrong with a disk goes
 //! wrong there: short and out-of-order completions, completions that never come, errors of one operation in a
 //! batch. Three things implement [`Io`]: the real ring (`ring`), a portable pool of threads (`pool`) and
-//! the simulated disk (in `kvarts-tests`). Everything above it goes through `driver`.
+//! the simulated disk (in `kvarts-tests`). Everything above it goes through [`crate::driver`].
 //!
 //! Invariants that every implementation keeps:
 //! - each submitted operation completes at most once, with the token it was submitted under;
@@ -11,12 +11,9 @@
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
 pub mod arena;
-mod batch;
 pub mod buf;
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
-pub mod driver;
-mod driver_core;
 pub mod error;
 mod features;
 mod files;
@@ -25,14 +22,13 @@ mod meta;
 pub mod policy;
 mod pool;
 mod probe;
-mod ring;
+pub(crate) mod ring;
 mod ring_buffers;
 mod ring_setup;
-mod schedule;
 #[cfg(any(test, feature = "testing"))]
 pub mod scratch;
 pub mod shared;
-mod slots;
+pub(crate) mod slots;
 pub(crate) mod wake;
 mod workers;
 
@@ -41,9 +37,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use arena::{Arena, ArenaUse};
-pub use batch::{ExtentDone, ReadBatch};
 pub use buf::{Buf, BufMut, SharedBuf};
-pub use driver::{Driver, Limits, Metrics, UrgentReads};
 pub use error::{IoError, IoErrorKind};
 pub use features::{Feature, Features, UnknownFeature};
 pub use files::KeptFile;

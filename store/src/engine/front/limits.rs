@@ -8,7 +8,7 @@ use crate::engine::compact::background::Compaction;
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Operations and bytes at the device.
-    pub io: crate::io::Limits,
+    pub io: crate::driver::Limits,
     /// Staging memory.
     pub arena_bytes: usize,
     /// Whether the staging memory is registered with the ring.
@@ -30,7 +30,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            io: crate::io::Limits::default(),
+            io: crate::driver::Limits::default(),
             arena_bytes: 64 << 20,
             register: true,
             read_window_bytes: 16 << 20,

@@ -3,9 +3,9 @@
 //!
 //! Each table that lives as long as the store is counted here.
 
+use crate::driver::Driver;
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
-use crate::io::Driver;
 
 /// One table, of all shards together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

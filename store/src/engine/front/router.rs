@@ -7,6 +7,7 @@ use kvarts_layout::BlockKey;
 use super::descent;
 use super::memory_audit::Table;
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
+use crate::driver::Metrics;
 use crate::engine::compact::chains::{Shards, Survey};
 use crate::engine::compact::gather::{Gathered, Taken};
 use crate::engine::compact::relocate::{Head, Moved};
@@ -23,7 +24,7 @@ use crate::engine::write::put::PutPart;
 use crate::engine::write::put::layers::LayersPart;
 use crate::error::{Error, Reason};
 use crate::index::RecordId;
-use crate::io::{DirId, IoFacts, Metrics, Region};
+use crate::io::{DirId, IoFacts, Region};
 use crate::rt::mailbox::{Reply, SendError, Sender, Ticket, ticket};
 
 /// What other threads ask of an executor.

@@ -26,6 +26,7 @@ use crate::api::{
     MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
     Subscription, Target, TileSource, TiledRequest, TtlReply, TtlRequest,
 };
+use crate::driver::{Metrics, UrgentReads};
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::recover::RecoveryReport;
 use crate::engine::shared::health::Health;
@@ -37,7 +38,7 @@ use crate::engine::write::delete;
 use crate::engine::write::put::{self, layers};
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
-use crate::io::{IoFacts, Metrics, Region, UrgentReads};
+use crate::io::{IoFacts, Region};
 use crate::ledger::SpaceReport;
 use crate::rt::mailbox::{SendError, Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};

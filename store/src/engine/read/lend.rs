@@ -22,6 +22,7 @@ use super::wanted::{Wanted, by_shard, find};
 use crate::api::{
     FileRange, LendRequest, NotLent, Order, Origins, PinnedChunk, PinnedExtents, PinnedFile, PinnedLayer,
 };
+use crate::driver::{ExtentDone, ReadBatch};
 use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
@@ -29,7 +30,7 @@ use crate::engine::tasks::notify::before;
 use crate::engine::volume::segment::Hold;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
-use crate::io::{ExtentDone, ReadBatch, SharedBuf};
+use crate::io::SharedBuf;
 use crate::rt::mailbox::{Reply, Ticket, ticket};
 use crate::rt::{Class, LocalTask, Nanos};
 

@@ -2,12 +2,12 @@
 
 use kvarts_layout::format::names::FileName;
 
+use crate::driver::Meta;
 use crate::engine::space::evict::probe;
 use crate::engine::volume::directory::{lost_shard, refused};
 use crate::engine::volume::segment::Segment;
 use crate::engine::write::log::Log;
 use crate::error::Reason;
-use crate::io::driver::Meta;
 use crate::io::{EntryKind, FileId, IoError, IoErrorKind, MetaOp, OpenMode, Reply};
 
 /// Operations under way at once.

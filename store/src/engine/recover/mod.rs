@@ -35,13 +35,13 @@ pub use report::{Problem, RecoveryReport};
 use self::adopt::Batch;
 use self::files::SegmentFile;
 use self::scan::Target;
+use crate::driver::{Meta, ReadInto};
 use crate::engine::space::evict::batch::punched_bytes;
 use crate::engine::volume::checkpoint::{self, Checkpoint};
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::log::Log;
 use crate::error::Reason;
-use crate::io::driver::{Meta, ReadInto};
 use crate::io::{BufMut, FileId, IoError, IoErrorKind, MetaOp, Reply};
 use observe::Ends;
 

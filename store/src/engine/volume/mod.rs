@@ -22,9 +22,10 @@ use self::segment::{Segment, SegmentState};
 use self::tombstones::TombstoneSet;
 use super::shared::Shared;
 use super::tasks::notify::Notify;
+use crate::driver::Driver;
 use crate::error::Reason;
 use crate::index::RecordInfo;
-use crate::io::{Arena, BufMut, DirId, Driver, IoError, Name};
+use crate::io::{Arena, BufMut, DirId, IoError, Name};
 use crate::rt::LocalTask;
 
 /// Runs a task of a shard beside what else its executor does.

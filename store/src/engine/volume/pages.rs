@@ -5,9 +5,9 @@
 
 use std::collections::VecDeque;
 
+use crate::driver::ReadInto;
 use crate::engine::volume::Volume;
 use crate::error::Reason;
-use crate::io::driver::ReadInto;
 use crate::io::mem::PAGE;
 use crate::io::{BufMut, FileId, IoError};
 use crate::rt::Class;

@@ -22,10 +22,11 @@ use kvarts_layout::format::record::Body;
 use kvarts_layout::format::trailer::SealReason;
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
+use crate::driver::Driver;
 use crate::engine::tasks::notify::{Notify, Reached};
 use crate::error::Reason;
 use crate::index::RecordInfo;
-use crate::io::{Driver, FileId, IoError, IoErrorKind};
+use crate::io::{FileId, IoError, IoErrorKind};
 use crate::ledger::{Book, Phase};
 
 /// What a segment is to its shard.

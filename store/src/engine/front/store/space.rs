@@ -145,7 +145,7 @@ impl Store {
 }
 
 /// Free bytes of the file systems that hold these directories, each counted once.
-pub(crate) async fn free_space(driver: &crate::io::Driver, directories: u16) -> Result<u64, Reason> {
+pub(crate) async fn free_space(driver: &crate::driver::Driver, directories: u16) -> Result<u64, Reason> {
     let mut devices = BTreeMap::new();
     for dir in (0..directories).map(DirId) {
         let space = driver.space(dir).await;

@@ -8,13 +8,14 @@ use kvarts_layout::plan::Pieces;
 use super::submit::{ExtentName, Named};
 use super::{HeaderState, OUTSIDE, Record, RegionState, ShardRead, encoded};
 use crate::api::Verify;
+use crate::driver::ExtentDone;
 use crate::engine::read::header_cache::Header;
 use crate::engine::read::job::ReadJob;
 use crate::engine::read::prove;
 use crate::engine::read::wanted::Wanted;
 use crate::engine::tasks::notify::Section;
 use crate::error::Reason;
-use crate::io::{ExtentDone, IoError, SharedBuf};
+use crate::io::{IoError, SharedBuf};
 
 /// Decoding costs this many times as much as copying.
 const DECODE_COST: u64 = 16;

@@ -18,6 +18,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group, Identity, Layout, StoreId};
 use rustix::fs::FallocateFlags;
 
 use crate::api::Placed;
+use crate::driver::Driver;
 use crate::engine::compact::thin;
 use crate::engine::recover::{RecoveryReport, recover};
 use crate::engine::shard::Shard;
@@ -27,7 +28,7 @@ use crate::engine::shared::{Birth, Shared};
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::index::{Lookup, RecordCursor};
 use crate::io::scratch::Scratch;
-use crate::io::{Arena, DirId, Driver, Features, IoChoice, Region, SharedBuf, open_io};
+use crate::io::{Arena, DirId, Features, IoChoice, Region, SharedBuf, open_io};
 use crate::rt::clock::{ManualClock, SeededEntropy};
 use crate::rt::local::LocalExecutor;
 use crate::rt::{Class, Clock, Entropy};
@@ -78,7 +79,7 @@ impl Place {
         let io: Rc<RefCell<dyn crate::io::Io>> = Rc::new(RefCell::new(io));
         let executor = LocalExecutor::new(0, Rc::clone(&io), Arc::clone(&clock), Arc::clone(&entropy));
         let rt = executor.runtime();
-        let driver = Rc::new(Driver::new(Rc::clone(&rt), io, crate::io::Limits::default()));
+        let driver = Rc::new(Driver::new(Rc::clone(&rt), io, crate::driver::Limits::default()));
         let pump = Rc::clone(&driver);
         rt.set_reaper(Box::new(move || pump.pump()));
         let birth = Birth {

@@ -13,9 +13,10 @@ use kvarts_layout::format::superblock::{Chosen, FILE_BYTES, Superblock};
 use kvarts_layout::format::{PAGE, Secret, VERSION};
 
 use super::{Found, Plan, Top, read, refused, superblock_name};
+use crate::driver::Driver;
 use crate::engine::shared::Birth;
 use crate::error::Reason;
-use crate::io::{Arena, DirId, Driver, IoError, MetaOp, Name, OpenMode};
+use crate::io::{Arena, DirId, IoError, MetaOp, Name, OpenMode};
 use crate::rt::{Class, Clock, Entropy};
 
 /// Makes a store where there is none.

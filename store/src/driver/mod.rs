@@ -11,6 +11,10 @@
 //! The runtime calls [`Driver::pump`] each turn of the executor, or reaps the [`Io`] itself and passes what it got to
 //! [`Driver::on_completions`], not holding on to the `Io` while it does.
 
+mod batch;
+mod operations;
+mod schedule;
+
 use std::cell::RefCell;
 use std::fmt;
 use std::future::Future;
@@ -21,17 +25,19 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use super::batch::ReadBatch;
-use super::buf::{Buf, BufMut, SharedBuf};
-use super::driver_core::{Core, Outcome, Request, Work};
-use super::error::{IoError, IoErrorKind};
-use super::slots::Key;
-use super::{Completion, DirEntry, DirId, DiskSpace, FileId, Io, KeptFile, MetaOp, Name, OpenMode, Reply};
+pub use self::batch::{ExtentDone, ReadBatch};
+use self::operations::{Core, Outcome, Request, Work};
+use crate::io::buf::{Buf, BufMut, SharedBuf};
+use crate::io::error::{IoError, IoErrorKind};
+use crate::io::slots::Key;
+use crate::io::{
+    Completion, DirEntry, DirId, DiskSpace, FileId, Io, KeptFile, MetaOp, Name, OpenMode, Reply,
+};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::task::{Class, LocalTask, Nanos, Runtime};
 
 /// The classes of reads that an engine waits for: the first of [`Class::ALL`].
-pub(super) const URGENT: [Class; 2] = [Class::Small, Class::Foreground];
+const URGENT: [Class; 2] = [Class::Small, Class::Foreground];
 
 /// How much may be under way at once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -113,26 +119,26 @@ pub struct Metrics {
 pub struct UrgentReads(Arc<[AtomicU64; URGENT.len()]>);
 
 impl UrgentReads {
-    pub(super) fn note(&self, class: Class) {
+    fn note(&self, class: Class) {
         if let Some(count) = self.0.get(class as usize) {
             count.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    pub(super) fn count(&self, class: Class) -> u64 {
+    fn count(&self, class: Class) -> u64 {
         self.0.get(class as usize).map_or(0, |count| count.load(Ordering::Relaxed))
     }
 }
 
-pub(super) struct Shared {
-    pub(super) core: RefCell<Core>,
-    pub(super) rt: Rc<dyn Runtime>,
+struct Shared {
+    core: RefCell<Core>,
+    rt: Rc<dyn Runtime>,
     io: Rc<RefCell<dyn Io>>,
 }
 
 impl Shared {
     /// Hands over what may go, if the `Io` is not in use; then wakes whom it concerns.
-    pub(super) fn dispatch(&self) {
+    fn dispatch(&self) {
         if let Ok(mut io) = self.io.try_borrow_mut() {
             self.core.borrow_mut().dispatch(&mut *io);
         }
@@ -140,7 +146,7 @@ impl Shared {
     }
 
     /// Wakes what has been collected, with nothing borrowed.
-    pub(super) fn wake(&self) {
+    fn wake(&self) {
         let mut wakers = std::mem::take(&mut self.core.borrow_mut().to_wake);
         wakers.drain(..).for_each(Waker::wake);
         let mut core = self.core.borrow_mut();
@@ -229,7 +235,7 @@ impl Driver {
     }
 
     /// Makes every write that completed before this call durable. A failed one must not be repeated: see
-    /// [`policy`](super::policy).
+    /// [`policy`](crate::io::policy).
     pub fn flush(&self, file: FileId) -> Transfer {
         self.transfer(Class::Put, 0, Work::Flush(file))
     }
@@ -523,5 +529,4 @@ impl fmt::Debug for Meta {
 }
 
 #[cfg(test)]
-#[path = "driver_tests.rs"]
 mod tests;

@@ -17,14 +17,14 @@
 use std::collections::VecDeque;
 use std::task::Waker;
 
-use super::buf::SharedBuf;
-use super::driver::{Limits, Metrics, URGENT, UrgentReads};
-use super::error::{IoError, IoErrorKind, OpKind, Subject, describe};
-use super::mem::PAGE;
-use super::ring::{MOVED_MAX, RANGES_MAX};
 use super::schedule::Schedule;
-use super::slots::{Key, Slots};
-use super::{Completion, FileId, Io, MetaOp, Op, Reply, Token};
+use super::{Limits, Metrics, URGENT, UrgentReads};
+use crate::io::buf::SharedBuf;
+use crate::io::error::{IoError, IoErrorKind, OpKind, Subject, describe};
+use crate::io::mem::PAGE;
+use crate::io::ring::{MOVED_MAX, RANGES_MAX};
+use crate::io::slots::{Key, Slots};
+use crate::io::{Completion, FileId, Io, MetaOp, Op, Reply, Token};
 use crate::task::Class;
 
 /// How often an interrupted transfer is tried again.
