@@ -1,4 +1,4 @@
-"""Kvarts as the third level of SGLang's hierarchical cache (`HiCacheStorage`, interface v1).
+"""Kvarts as the third level of SGLang's hierarchical cache (`HiCacheStorage`, interfaces v1 and v2).
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
         '{"backend_name": "kvarts", "module_path": "kvarts.sglang", "class_name": "Kvarts", "interface_v1": 1,
@@ -6,31 +6,35 @@
 
 What holds:
 
-- A page comes back with the bytes that were stored under its hash by the same model, revision, type, layout, page size and rank,
-  or it is a miss. `revision` must be named where the model's name does not say it.
+- A page comes back with the bytes that were stored under its hash by the same model, revision, type, layout, page size, rank and
+  pool, or it is a miss. `revision` must be named where the model's name does not say it.
 - Each call of SGLang's controller threads returns within about `timeout` seconds, also if the server has stopped; while it is
   away, everything is a miss. It comes back by itself. No exception leaves this class: SGLang's threads would end.
 
-A page of any layout is one block. It is copied once, between the pool of the host and memory that the server's disks write to.
-Pools beside the one of the KV cache (v2: sliding windows, recurrent states) are not stored: SGLang says so at its start.
+A page of any pool and layout is one block. It is copied once, between the pool of the host and memory that the server's disks write
+to. Hybrid models have several pools (sliding windows, recurrent states, indexers): each has blocks of its own, and a prefix is
+restored up to where every pool has what SGLang wants of it.
 """
 
 import importlib.metadata
 import threading
+import time
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 import kvarts
 
 from .link import Link, logger, revision_of, token_of
 
-#: Bytes of memory shared with the server, for reads and for writes each; at least one page.
+#: Bytes of memory shared with the server, of each pool, for reads and for writes each; at least one page.
 _SHARED = 32 << 20
+#: Seconds by which an answer may come later than its deadline.
+_LATE = 0.6
 
 
 class _Staging:
-    """Memory between the pool and the server, for one direction: one call at a time."""
+    """Memory between a pool and the server, for one direction: one call at a time."""
 
     def __init__(self, client, page_bytes, dtype):
         self.lock = threading.Lock()
@@ -39,12 +43,52 @@ class _Staging:
         whole = torch.frombuffer(memoryview(self.memory.view)[: self.pages * page_bytes], dtype=torch.uint8)
         self.views = [whole[n * page_bytes : (n + 1) * page_bytes].view(dtype) for n in range(self.pages)]
         self.addresses = [self.memory.address + n * page_bytes for n in range(self.pages)]
+        #: The batch that still has this memory, because a server that stands still may yet write to it.
+        self.held_by = None
+
+
+class _Pool:
+    """A pool of the host, and where its pages are kept."""
+
+    def __init__(self, name, host, replicated, dtype):
+        self.name = name
+        self.host = host
+        self.page_size = getattr(host, "page_size", 1) or 1
+        sample = host.get_dummy_flat_data_page()
+        # Types of eight bits are kept as bytes: which one it is, the pool does not say.
+        if not dtype and not host.dtype.is_floating_point:
+            raise ValueError(f"dtype: name the type of the cache; that of pool {name} has eight bits")
+        self.dtype = sample.dtype
+        self.page_bytes = sample.numel() * sample.element_size()
+        self.named = dict(
+            page_bytes=self.page_bytes,
+            dtype=f"{dtype or ''}/{host.dtype}".replace("torch.", ""),
+            layout=f"{type(host).__name__}-{host.layout}",
+            block_tokens=self.page_size,
+        )
+        self.extras = {
+            "format": str(getattr(host, "storage_format_tag", None)),
+            "layers": f"{getattr(host, 'start_layer', None)}-{getattr(host, 'end_layer', None)}",
+        }
+        if name != PoolName.KV:
+            self.extras["pool"] = str(name)
+        if hasattr(host, "temporal_dtype"):  # recurrent states have parts of several types
+            self.extras["states"] = f"{host.temporal_dtype} {host.temporal_state_shape} {host.conv_state_shapes}"
+        self.replicated = replicated
+        self.pages = self.staging = None
+
+    def open(self, client, **named):
+        extras = {**named.pop("extras"), **self.extras}
+        pages = client.pages(**named, **self.named, extras=extras)
+        self.staging = {kind: _Staging(client, self.page_bytes, self.dtype) for kind in ("get", "put")}
+        self.pages = pages
 
 
 class Kvarts(HiCacheStorage):
     """`server`, `token_file`: as for `kvarts.connect`. `revision`, `identity`: what decides bytes beside SGLang's own settings;
-    `dtype` must be named, too, where the cache has elements of eight bits. `timeout`: seconds for each call. `pause`: seconds for
-    which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush."""
+    `dtype` must be named, too, where a cache has elements of eight bits, and `draft`, the revision of a draft model, where there
+    is one. `timeout`: seconds for each call. `pause`: seconds for which a server that did not answer is left alone. `durable`:
+    stores are acknowledged after a flush."""
 
     def __init__(self, storage_config, kwargs=None):
         extra = dict(storage_config.extra_config or {})
@@ -52,48 +96,87 @@ class Kvarts(HiCacheStorage):
         self._timeout = float(extra.get("timeout", 2.0))
         self._durable = bool(extra.get("durable", False))
         self._identity = {str(name): str(value) for name, value in extra.get("identity", {}).items()}
-        self._named_dtype = extra.get("dtype")
+        self._dtype = extra.get("dtype")
+        self._draft = extra.get("draft")
         self._model = storage_config.model_name or "none"
         self._revision = revision_of(self._model, extra.get("revision"))
         server, token_file = extra.get("server"), extra.get("token_file")
         pause = float(extra.get("pause", 1.0))
         self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout), pause)
-        self._pages = None
-        self._pool = None
+        self._pools = {}
         self._opening = threading.Lock()
 
     def register_mem_pool_host(self, mem_pool_host):
         super().register_mem_pool_host(mem_pool_host)
-        # Types of eight bits are kept as bytes: which one it is, the pool does not say.
-        if not self._named_dtype and not mem_pool_host.dtype.is_floating_point:
-            raise ValueError("dtype: name the type of the KV cache")
-        sample = mem_pool_host.get_dummy_flat_data_page()
-        self._pool = mem_pool_host
-        self._dtype = sample.dtype
-        self._page_bytes = sample.numel() * sample.element_size()
+        self._register(PoolName.KV, mem_pool_host)
 
-    # What SGLang calls.
+    def register_mem_host_pool_v2(self, host_pool, host_pool_name):
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = PoolName(host_pool_name)
+        if name != PoolName.KV or name not in self._pools:
+            self._register(name, host_pool)
+
+    def _register(self, name, host):
+        if str(name).startswith("draft") and not self._draft:
+            raise ValueError(f"draft: name the revision of the draft model, of which pool {name} is")
+        # Ranks of a model with latent attention have the same bytes, but for recurrent states.
+        replicated = self._config.is_mla_model and name != PoolName.MAMBA
+        pool = _Pool(name, host, replicated, self._dtype)
+        if str(name).startswith("draft"):
+            pool.extras["draft"] = str(self._draft)
+        self._pools[name] = pool
+
+    # What SGLang calls: the pool of the KV cache.
 
     def batch_exists(self, keys, extra_info=None):
-        done = self._call("exists", self._names(keys))
-        return 0 if done is None else done.prefix
+        return _leading(self._there(PoolName.KV, keys))
 
     def exists(self, key):
         return self.batch_exists([key]) == 1
 
     def batch_get_v1(self, keys, host_indices, extra_info=None):
-        return self._moved("get", keys, host_indices)
+        return self._moved("get", PoolName.KV, keys, host_indices)
 
     def batch_set_v1(self, keys, host_indices, extra_info=None):
         if not self._config.is_storage_writer:
             return [True] * len(keys)
-        return self._moved("put", keys, host_indices)
+        return self._moved("put", PoolName.KV, keys, host_indices)
+
+    # All pools of a hybrid model.
+
+    def batch_exists_v2(self, keys, pool_transfers=None, extra_info=None):
+        """Up to where every pool has what is wanted of it: all pages (`ALL_PAGES`), or the last ones (`TRAILING_PAGES`)."""
+        pages = _leading(self._there(PoolName.KV, keys))
+        hits = {PoolName.KV: pages} if pages else {}
+        restorable = list(range(1, pages + 1))
+        for transfer in pool_transfers or ():
+            if not restorable:
+                break
+            there = self._there(transfer.name, keys[:pages])
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                good = set(range(1, _leading(there) + 1))
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                wanted = max(1, len(transfer.keys or ()))
+                good = {n for n in restorable if all(there[max(0, n - wanted) : n])}
+            else:
+                # A form of the pages in which this class stores nothing. It never decides about the others.
+                continue
+            if good:
+                hits[transfer.name] = max(good)
+            restorable = [n for n in restorable if n in good]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def batch_get_v2(self, transfers, extra_info=None):
+        return {one.name: self._moved("get", one.name, one.keys or [], one.host_indices) for one in transfers}
+
+    def batch_set_v2(self, transfers, extra_info=None):
+        return {one.name: self._moved("put", one.name, one.keys or [], one.host_indices) for one in transfers}
 
     # The older interface: pages as tensors.
 
     def get(self, key, target_location=None, target_sizes=None):
-        into = target_location if target_location is not None else self._pool.get_dummy_flat_data_page()
-        done = self._call("get", self._names([key]), [into])
+        into = target_location if target_location is not None else self.mem_pool_host.get_dummy_flat_data_page()
+        done = self._call(self._pools.get(PoolName.KV), "get", self._names([key]), [into])
         return into if done is not None and done.ok else None
 
     def batch_get(self, keys, target_locations=None, target_sizes=None):
@@ -102,7 +185,7 @@ class Kvarts(HiCacheStorage):
 
     def set(self, key, value=None, target_location=None, target_sizes=None):
         value = value if value is not None else target_location
-        done = self._call("put", self._names([key]), [value.contiguous()])
+        done = self._call(self._pools.get(PoolName.KV), "put", self._names([key]), [value.contiguous()])
         return done is not None and done.ok
 
     def batch_set(self, keys, values=None, target_locations=None, target_sizes=None):
@@ -110,11 +193,12 @@ class Kvarts(HiCacheStorage):
         return all([self.set(key, value) for key, value in zip(keys, values)])
 
     def clear(self):
-        if self._usable():
-            try:
-                self._pages.delete_all()
-            except kvarts.Error as error:
-                self._link.failed(error)
+        for pool in self._pools.values():
+            if self._usable(pool):
+                try:
+                    pool.pages.delete_all()
+                except kvarts.Error as error:
+                    self._link.failed(error)
 
     def close(self):
         self._link.close()
@@ -126,45 +210,33 @@ class Kvarts(HiCacheStorage):
         """SGLang's keys are digests in hexadecimal digits: 32 bytes are taken as they are."""
         return [bytes.fromhex(key) if len(key) == 64 and key.isalnum() else kvarts.key("sglang", key) for key in keys]
 
-    def _opened(self, client):
-        config, pool = self._config, self._pool
-        # Ranks of a model with latent attention have the same bytes.
-        ranks = (1, 0) if config.is_mla_model else (config.tp_size, config.tp_rank)
+    def _open(self, pool, client):
+        config = self._config
         parts = ("pp_size", "pp_rank", "attn_cp_size", "attn_cp_rank", "dcp_size", "dcp_rank")
-        pages = client.pages(
-            self._page_bytes,
+        pool.open(
+            client,
             model=self._model,
             revision=self._revision,
-            dtype=f"{self._named_dtype or ''}/{pool.dtype}".replace("torch.", ""),
             engine="sglang",
-            layout=f"{type(pool).__name__}-{pool.layout}",
             layout_version=importlib.metadata.version("sglang"),
-            block_tokens=pool.page_size,
-            tp_size=ranks[0],
-            tp_rank=ranks[1],
+            tp_size=1 if pool.replicated else config.tp_size,
+            tp_rank=0 if pool.replicated else config.tp_rank,
             durable=self._durable,
             timeout=self._timeout,
-            extras={
-                **self._identity,
-                **{part: str(getattr(config, part)) for part in parts},
-                "format": str(getattr(pool, "storage_format_tag", None)),
-                "layers": f"{getattr(pool, 'start_layer', None)}-{getattr(pool, 'end_layer', None)}",
-            },
+            extras={**self._identity, **{part: str(getattr(config, part)) for part in parts}},
         )
-        self._staging = {kind: _Staging(client, self._page_bytes, self._dtype) for kind in ("get", "put")}
-        self._pages = pages
 
-    def _usable(self):
+    def _usable(self, pool):
         """Whether there is a store now. The first calls wait for it, as long as any call may."""
-        if self._pool is None or self._link.away:
+        if pool is None or self._link.away:
             return False
-        if self._pages is None:
+        if pool.pages is None:
             with self._opening:
-                if self._pages is None and not self._link.away:
+                if pool.pages is None and not self._link.away:
                     ready = threading.Event()
 
                     def opened(client):
-                        self._opened(client)
+                        self._open(pool, client)
                         ready.set()
 
                     def not_opened(error):
@@ -173,21 +245,17 @@ class Kvarts(HiCacheStorage):
 
                     self._link.do(opened, not_opened)
                     ready.wait(self._timeout)
-        return self._pages is not None
+        return pool.pages is not None
 
-    def _call(self, kind, names, *places):
+    def _call(self, pool, kind, names, *places):
         """The answer to a batch, or `None`: whatever happened, SGLang goes on."""
         try:
-            if not self._usable():
+            if not self._usable(pool):
                 return None
-            pages = self._pages
             if kind == "exists":
-                return _Found(pages.exists(names, timeout=self._timeout))
-            done = getattr(pages, kind)(names, *places, timeout=self._timeout)
-            for error in done.errors.values():
-                self._link.failed(error)
-            if any(done.results):
-                self._link.answered()
+                return pool.pages.exists(names, timeout=self._timeout)
+            done = getattr(pool.pages, kind)(names, *places, timeout=self._timeout)
+            self._learn(done)
             return done
         except kvarts.Error as error:
             self._link.failed(error)
@@ -196,32 +264,76 @@ class Kvarts(HiCacheStorage):
             logger.exception("kvarts: %s of %d pages failed", kind, len(names))
         return None
 
-    def _moved(self, kind, keys, host_indices):
-        """Reads or writes pages of the pool, as many at a time as the staging memory holds. After a failure of a whole batch the
-        rest is not tried: SGLang takes a prefix."""
+    def _learn(self, done):
+        for error in done.errors.values():
+            self._link.failed(error)
+        if any(done.results):
+            self._link.answered()
+
+    def _there(self, name, keys):
+        """Which pages can be read now."""
+        found = self._call(self._pools.get(name), "exists", self._names(keys)) if keys else None
+        return [False] * len(keys) if found is None else found
+
+    def _moved(self, kind, name, keys, host_indices):
+        """Reads or writes pages of a pool, as many at a time as the staging memory holds. After a failure of a whole batch the rest
+        is not tried: SGLang takes a prefix."""
         results = [False] * len(keys)
-        if not self._usable():
+        pool = self._pools.get(name)
+        if not self._usable(pool):
             return results
-        first = host_indices[:: self._pool.page_size].tolist()
-        staging, names = self._staging[kind], self._names(keys)
+        if host_indices is None or host_indices.numel() != len(keys) * pool.page_size:
+            logger.error("kvarts: %s: not %d pages of %d places", name, len(keys), pool.page_size)
+            return results
+        first = host_indices[:: pool.page_size].tolist()
+        staging, names = pool.staging[kind], self._names(keys)
         with staging.lock:
             for begin in range(0, len(keys), staging.pages):
                 part = range(begin, min(begin + staging.pages, len(keys)))
                 if kind == "put":
                     for n in part:
-                        staging.views[n - begin].copy_(self._pool.get_data_page(first[n], flat=True))
-                done = self._call(kind, [names[n] for n in part], staging.addresses[: len(part)])
+                        staging.views[n - begin].copy_(pool.host.get_data_page(first[n], flat=True))
+                call = self._read if kind == "get" else self._written
+                done = call(pool, staging, [names[n] for n in part])
                 if done is None:
                     break
                 for n, good in zip(part, done.results):
                     if good and kind == "get":
-                        self._pool.set_from_flat_data_page(first[n], staging.views[n - begin])
+                        pool.host.set_from_flat_data_page(first[n], staging.views[n - begin])
                     results[n] = good
         return results
 
+    def _written(self, pool, staging, names):
+        return self._call(pool, "put", names, staging.addresses[: len(names)])
 
-class _Found:
-    """What a look-up found, with the one answer that is used."""
+    def _read(self, pool, staging, names):
+        """As `_call`, but it does not wait for memory that a server which stands still may yet write to: it leaves it alone until
+        the server has let go."""
+        try:
+            deadline = time.monotonic() + self._timeout + _LATE
+            if staging.held_by is not None and self._answer(pool, staging, 0.0) is None:
+                return None
+            staging.held_by = pool.pages.submit_get(names, staging.addresses[: len(names)], timeout=self._timeout)
+            done = self._answer(pool, staging, deadline - time.monotonic())
+            if done is None:
+                self._link.failed(kvarts.Deadline("the server stands still"))
+            return done
+        except kvarts.Error as error:
+            self._link.failed(error)
+        except Exception:
+            logger.exception("kvarts: get of %d pages failed", len(names))
+        return None
 
-    def __init__(self, results):
-        self.prefix = results.index(False) if False in results else len(results)
+    def _answer(self, pool, staging, seconds):
+        """The answer to the batch that has this memory, once it is there."""
+        for done in pool.pages.wait(seconds):
+            if done.id == staging.held_by:
+                staging.held_by = None
+                self._learn(done)
+                return done
+        return None
+
+
+def _leading(results):
+    """How many leading ones are there."""
+    return results.index(False) if False in results else len(results)

@@ -14,10 +14,13 @@ and from there to disk, and come back the same way. What holds:
 """
 
 import json
+import platform
 import time
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -47,7 +50,25 @@ def identity_of(vllm_config, revision=None):
         "quantisation": str(model.quantization),
         "overrides": json.dumps(model.hf_overrides, sort_keys=True, default=str),
         "load": str(vllm_config.load_config.load_format),
+        "device": _device(),
+        "draft": _draft(vllm_config.speculative_config),
     }
+
+
+def _device():
+    """Where blocks are arranged by other rules. A processor's depend on what it can do."""
+    if current_platform.device_type != "cpu":
+        return current_platform.device_type
+    able = [name for name in ("avx2", "avx512", "amx_tile") if getattr(torch.cpu, f"_is_{name}_supported", bool)()]
+    return "-".join(["cpu", platform.machine(), *able])
+
+
+def _draft(speculative):
+    """A draft model's layers are in the blocks, too."""
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None:
+        return str(getattr(speculative, "method", None))
+    return json.dumps([speculative.method, draft.model, revision_of(draft.model, draft.revision)])
 
 
 class Kvarts(OffloadingConnector):

@@ -1,11 +1,11 @@
 //! Reads layer by layer.
 
 use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadStream};
 use kvarts_store::error::Reason;
@@ -62,6 +62,10 @@ struct Reading {
     handle: Arc<Handle>,
     /// Taken by whoever waits for the next event, and when it is over.
     stream: Mutex<Option<ReadStream>>,
+    /// Events that were looked at and not given yet.
+    ahead: Mutex<VecDeque<ReadEvent>>,
+    /// Layers that were given.
+    given: AtomicU32,
     end: Mutex<Option<ReadEnd>>,
     /// Alive while somebody has the memory.
     memory: std::sync::Weak<Counted>,
@@ -75,13 +79,26 @@ pub(crate) struct Layers {
     reading: Guarded<Reading>,
 }
 
+/// What a thread that panicked had is still right.
+fn lock<T>(what: &Mutex<T>) -> MutexGuard<'_, T> {
+    what.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Reading {
     fn ended(&self) -> ReadEnd {
-        self.end.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
+        lock(&self.end).clone().unwrap_or_default()
     }
 
     fn stream(&self) -> Option<ReadStream> {
-        self.stream.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.stream).take()
+    }
+
+    fn next(&self, py: Python<'_>, stream: &ReadStream) -> PyResult<ReadEvent> {
+        if let Some(event) = lock(&self.ahead).pop_front() {
+            return Ok(event);
+        }
+        // Ctrl-C drops the stream, which cancels the read.
+        waiting::run(py, stream.next())
     }
 }
 
@@ -95,17 +112,17 @@ impl Layers {
         let reading = self.reading.get()?;
         let Some(stream) = reading.stream() else { return Ok(None) };
         loop {
-            // Ctrl-C drops the stream, which cancels the read.
-            match waiting::run(py, stream.next())? {
+            match reading.next(py, &stream)? {
                 ReadEvent::Layer { blocks: 0, .. } | ReadEvent::Block(_) => {}
                 ReadEvent::Layer { layer, blocks } => {
-                    *reading.stream.lock().unwrap_or_else(PoisonError::into_inner) = Some(stream);
+                    *lock(&reading.stream) = Some(stream);
+                    reading.given.fetch_add(1, Ordering::Relaxed);
                     let layer = reading.numbers.get(&layer).copied().unwrap_or(layer);
                     return Ok(Some(Layer { layer, blocks }));
                 }
                 ReadEvent::End(end) => {
                     let held = end.held_bytes > 0;
-                    *reading.end.lock().unwrap_or_else(PoisonError::into_inner) = Some(end);
+                    *lock(&reading.end) = Some(end);
                     if !held {
                         break;
                     }
@@ -116,6 +133,18 @@ impl Layers {
         py.detach(|| drop(stream));
         buffer::settle(py);
         Ok(None)
+    }
+
+    #[getter]
+    fn arrived(&self) -> PyResult<u32> {
+        let reading = self.reading.get()?;
+        let mut ahead = lock(&reading.ahead);
+        if let Some(stream) = &*lock(&reading.stream) {
+            ahead.extend(std::iter::from_fn(|| stream.try_next()));
+        }
+        let waiting =
+            ahead.iter().filter(|event| matches!(event, ReadEvent::Layer { blocks: 1.., .. })).count();
+        Ok(reading.given.load(Ordering::Relaxed).saturating_add(waiting as u32))
     }
 
     #[getter]
@@ -208,8 +237,15 @@ pub(crate) fn begin(handle: &Arc<Handle>, wanted: ByLayers<'_, '_>) -> PyResult<
     };
     drop(keeper);
     let stream = py.detach(|| handle.core.store.read(request)).or_raise(py)?;
-    let (stream, end) = (Mutex::new(Some(stream)), Mutex::new(None));
-    let reading = Reading { handle: Arc::clone(handle), stream, end, memory, numbers };
+    let reading = Reading {
+        handle: Arc::clone(handle),
+        stream: Mutex::new(Some(stream)),
+        ahead: Mutex::default(),
+        given: AtomicU32::new(0),
+        end: Mutex::default(),
+        memory,
+        numbers,
+    };
     Ok(Layers { reading: Guarded::new(reading) })
 }
 

@@ -1,5 +1,6 @@
 """Prefixes of layered models: look-ups, layer by layer, leases."""
 
+import time
 import unittest
 
 import numpy
@@ -55,6 +56,21 @@ class Blocks(Served):
         lease = pages.pin(names, hold=20)
         self.assertEqual(lease.blocks, 3)
         self.assertTrue(lease.end())
+
+    def test_what_has_arrived_is_seen_without_taking_it(self):
+        pages = self.handle()
+        size, layers = pages.block_bytes(), len(pages.parts())
+        names = keys(2)
+        pages.put(names, bytes([7]) * size + bytes([8]) * size)
+        into = bytearray(2 * size)
+        reading = pages.layers(names, into)
+        deadline = time.monotonic() + 30
+        while reading.arrived < layers:
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.001)
+        self.assertEqual([layer.layer for layer in reading], list(range(layers)))
+        self.assertEqual((reading.arrived, reading.usable_blocks), (layers, 2))
+        self.assertEqual((into[0], into[-1]), (7, 8))
 
     def test_a_read_that_is_given_up_lets_go_of_its_buffers(self):
         pages = self.handle()

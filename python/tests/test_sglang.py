@@ -1,11 +1,12 @@
 """The storage of SGLang without an engine: made by SGLang's own factory, on a pool of the host. Skipped without SGLang."""
 
+import signal
 import time
 import unittest
 
 try:
     import torch
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 except ImportError:
     StorageBackendFactory = None
@@ -34,6 +35,26 @@ class Pool:
 
     def set_from_flat_data_page(self, index, data_page):
         self.kv_buffer[:, index : index + PAGE] = data_page.reshape(2, PAGE, LAYERS, HEADS, WIDTH)
+
+
+class States:
+    """A pool of states: one for each place, of bytes."""
+
+    layout = "layer_first"
+    page_size = 1
+
+    def __init__(self, places=8):
+        self.dtype = torch.float32
+        self.kv_buffer = torch.zeros(places, 500, dtype=torch.uint8)
+
+    def get_dummy_flat_data_page(self):
+        return torch.zeros(500, dtype=torch.uint8)
+
+    def get_data_page(self, index, flat=True):
+        return self.kv_buffer[index]
+
+    def set_from_flat_data_page(self, index, data_page):
+        self.kv_buffer[index] = data_page
 
 
 def keys(count, first=0):
@@ -104,6 +125,69 @@ class Sglang(unittest.TestCase):
             with self.subTest(kwargs):
                 self.assertEqual(self.storage(**kwargs)[0].batch_exists(keys(1)), 0)
 
+    def hybrid(self, **kwargs):
+        """A storage with the pools of a hybrid model."""
+        storage, pool = self.storage(**kwargs)
+        pools = {PoolName.KV: pool, PoolName.SWA: Pool(), PoolName.MAMBA: States(), PoolName.INDEXER: Pool()}
+        for name, host in pools.items():
+            storage.register_mem_host_pool_v2(host, name)
+        storage.on_host_pools_registered()
+        for host in pools.values():
+            host.kv_buffer.copy_(torch.randint(1, 100, host.kv_buffer.shape).to(host.kv_buffer.dtype))
+        return storage, pools
+
+    def test_a_prefix_of_a_hybrid_model_ends_where_every_pool_has_what_is_wanted(self):
+        first, pools = self.hybrid()
+        names, states = keys(4), [keys(4)[1], keys(4)[3]]
+        self.assertEqual(first.batch_set_v1(names, indices(0, 1, 2, 3)), [True] * 4)
+        stored = first.batch_set_v2(
+            [
+                PoolTransfer(PoolName.SWA, host_indices=indices(4, 5, 6), keys=names[1:]),
+                PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([0, 1]), keys=states),
+                PoolTransfer(PoolName.INDEXER, host_indices=indices(0, 1, 2), keys=names[:3]),
+            ]
+        )
+        self.assertEqual(stored, {"swa": [True] * 3, "mamba": [True] * 2, "indexer": [True] * 3})
+        second, others = self.hybrid()
+        for host in others.values():
+            host.kv_buffer.zero_()
+        swa = PoolTransfer(PoolName.SWA, keys=names[:2], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        mamba = PoolTransfer(PoolName.MAMBA, keys=names[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        found = second.batch_exists_v2(names + keys(1, 9), [swa, mamba])
+        self.assertEqual((found.kv_hit_pages, found.restorable_prefix_pages), (4, [4]))
+        self.assertEqual(found.extra_pool_hit_pages, {"kv": 4, "swa": 4, "mamba": 4})
+        found = second.batch_exists_v2(names, [PoolTransfer(PoolName.INDEXER), mamba])
+        self.assertEqual((found.kv_hit_pages, found.restorable_prefix_pages), (2, [2]))
+        self.assertEqual(second.batch_exists_v2(keys(2, 9), [mamba]).kv_hit_pages, 0)
+        loaded = second.batch_get_v2(
+            [
+                PoolTransfer(PoolName.SWA, host_indices=indices(7, 6), keys=names[2:]),
+                PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([5, 6]), keys=[states[1], names[0]]),
+            ]
+        )
+        self.assertEqual(loaded, {"swa": [True] * 2, "mamba": [True, False]})
+        for name, here, there in ((PoolName.SWA, 5 * PAGE, 7 * PAGE), (PoolName.SWA, 6 * PAGE, 6 * PAGE), (PoolName.MAMBA, 1, 5)):
+            self.assertTrue(torch.equal(pools[name].get_data_page(here), others[name].get_data_page(there)), name)
+        self.assertFalse(others[PoolName.MAMBA].kv_buffer[6].any())
+        wrong = PoolTransfer(PoolName.SWA, host_indices=indices(7), keys=names[2:])
+        self.assertEqual(second.batch_get_v2([wrong]), {"swa": [False] * 2})
+
+    def test_recurrent_states_belong_to_their_rank_where_everything_else_is_alike(self):
+        first, _ = self.hybrid(mla=True, tp_size=2)
+        state = PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([0]), keys=keys(1))
+        indexer = PoolTransfer(PoolName.INDEXER, host_indices=indices(0), keys=keys(1))
+        self.assertEqual(first.batch_set_v1(keys(1), indices(0)), [True])
+        first.batch_set_v2([state, indexer])
+        second, _ = self.hybrid(mla=True, tp_size=2, tp_rank=1)
+        self.assertEqual(second.batch_exists(keys(1)), 1)
+        self.assertEqual(second.batch_get_v2([state, indexer]), {"mamba": [False], "indexer": [True]})
+
+    def test_a_draft_model_without_a_revision_is_refused(self):
+        storage, _ = self.storage()
+        with self.assertRaisesRegex(ValueError, "draft"):
+            storage.register_mem_host_pool_v2(Pool(), PoolName.DRAFT)
+        self.storage(draft="1")[0].register_mem_host_pool_v2(Pool(), PoolName.DRAFT)
+
     def test_without_a_server_everything_is_a_miss_and_it_comes_back(self):
         storage, _ = self.storage()
         self.assertEqual(storage.batch_set_v1(keys(2), indices(0, 1)), [True] * 2)
@@ -114,6 +198,21 @@ class Sglang(unittest.TestCase):
         self.server.start()
         deadline = time.monotonic() + SOON
         while storage.batch_exists(keys(2)) != 2 or storage.batch_get_v1(keys(2), indices(2, 3)) != [True] * 2:
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.05)
+
+    def test_a_server_that_stands_still_is_a_miss_and_comes_back(self):
+        storage, _ = self.storage(timeout=1.0)
+        self.assertEqual(storage.batch_set_v1(keys(2), indices(0, 1)), [True] * 2)
+        self.server.signal(signal.SIGSTOP)
+        try:
+            self.assertEqual(storage.batch_get_v1(keys(2), indices(2, 3)), [False] * 2)
+            self.assertEqual(storage.batch_exists(keys(2)), 0)
+            self.assertEqual(storage.batch_set_v1(keys(2, 9), indices(2, 3)), [False] * 2)
+        finally:
+            self.server.signal(signal.SIGCONT)
+        deadline = time.monotonic() + SOON
+        while storage.batch_get_v1(keys(2), indices(2, 3)) != [True] * 2:
             self.assertLess(time.monotonic(), deadline)
             time.sleep(0.05)
 

@@ -14,19 +14,35 @@ settings = json.loads(sys.argv[1])
 
 from vllm import LLM, SamplingParams  # noqa: E402
 
+
+
+def without_dict():
+    """vLLM looks into the `__dict__` of everything in every module, and a library that LMCache brings answers with a function."""
+    from llvmlite.binding import ffi
+
+    found = type(ffi.lib).__getattr__
+
+    def attribute(self, name):
+        if name == "__dict__":
+            raise AttributeError(name)
+        return found(self, name)
+
+    type(ffi.lib).__getattr__ = attribute
+
+
 connector = {}
-if settings.get("kvarts"):
-    connector["kv_transfer_config"] = {
-        "kv_connector": "Kvarts",
-        "kv_connector_module_path": "kvarts.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": 64 << 20,
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "vllm_cpu",
-            **settings["kvarts"],
-        },
-    }
+if settings.get("connector"):
+    given = dict(settings["connector"])
+    name = given.pop("class")
+    transfer = connector["kv_transfer_config"] = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": given}
+    if name == "Kvarts":
+        given.update(cpu_bytes_to_use=64 << 20, spec_name="CpuTieringSpec", spec_module_path="vllm_cpu")
+        transfer["kv_connector_module_path"] = "kvarts.vllm"
+    elif name == "KvartsLayers":
+        connector["async_scheduling"] = False
+        transfer["kv_connector_module_path"] = "kvarts.vllm_layers"
+    else:
+        without_dict()
 engine = LLM(
     model=settings["model"],
     skip_tokenizer_init=True,
@@ -35,8 +51,7 @@ engine = LLM(
     max_num_seqs=4,
     disable_log_stats=False,
     seed=0,
-    **settings.get("engine", {}),
-    **connector,
+    **{**connector, **settings.get("engine", {})},
 )
 
 
@@ -44,7 +59,7 @@ def counters():
     """What vLLM counts: prompt tokens by where their KV came from, and what the tiers did."""
     found = {}
     for metric in engine.get_metrics():
-        if metric.name.startswith(("vllm:prompt_tokens_cached_by_source", "vllm:kv_offload_tiering", "vllm:kv_offload_kvarts")):
+        if metric.name.startswith(("vllm:prompt_tokens_cached_by_source", "vllm:kv_offload_tiering", "vllm:kv_offload_kvarts", "vllm:kvarts")):
             if hasattr(metric, "value"):
                 labels = {name: value for name, value in metric.labels.items() if name in ("source", "tier", "reason")}
                 found[" ".join([metric.name, *labels.values()])] = metric.value

@@ -1,0 +1,135 @@
+"""What the checks of all engines have in common: a real server, tiny models, prompts."""
+
+import glob
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+
+RUNNERS = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(RUNNERS))
+PLACE = os.path.join(ROOT, "target", "engines")
+#: Seconds that an engine may take to start or to answer on a loaded machine.
+PATIENCE = 600
+#: Tokens of a block; the processor's attention takes multiples of 32.
+BLOCK = 32
+#: Seconds that a request may wait for Kvarts.
+DEADLINE = 2.0
+
+
+class Skipped(Exception):
+    """Something that a check needs is not here."""
+
+
+def python_of(engine):
+    python = os.path.join(PLACE, engine, "bin", "python")
+    if not os.path.exists(python):
+        raise Skipped(f"no environment: scripts/engines setup {engine}")
+    return python
+
+
+def environment():
+    paths = [os.environ["KVARTS_MODULE"]] if "KVARTS_MODULE" in os.environ else []
+    return dict(os.environ, PYTHONPATH=os.pathsep.join([*map(os.path.abspath, paths), RUNNERS]), HF_HUB_OFFLINE="1")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """A `kvarts serve` in a directory that outlives it."""
+
+    def __init__(self, engine, name, *arguments):
+        program = os.environ.get("KVARTS_PROGRAM") or os.path.join(PLACE, engine, "bin", "kvarts")
+        if not os.path.exists(program):
+            raise Skipped("no kvarts program: scripts/wheel, then setup, or name KVARTS_PROGRAM")
+        self.program = os.path.abspath(program)
+        self.place = os.path.join(PLACE, "servers", name)
+        shutil.rmtree(self.place, ignore_errors=True)
+        os.makedirs(self.place)
+        self.directory = os.path.join(self.place, "d")
+        self.socket = os.path.join(self.place, "s")
+        self.port = free_port()
+        self.arguments = arguments or ("--budget", "1 GiB")
+        self.start()
+
+    def start(self):
+        command = [self.program, "serve", "--dir", self.directory, "--listen-socket", self.socket, "--listen-grpc", "none"]
+        command += ["--listen-metrics", f"127.0.0.1:{self.port}", *self.arguments]
+        with open(os.path.join(self.place, "log"), "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self.metric("kvarts_engine_chunks_damaged_total")
+                return
+            except OSError:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"kvarts serve did not start: {self.place}/log") from None
+                time.sleep(0.1)
+
+    def metric(self, name):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as page:
+            text = page.read().decode()
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            self.process.wait(60)
+
+    def flip_a_bit(self):
+        """Flips one bit in the middle of the first run of pages that look like tensors."""
+        for file in sorted(glob.glob(os.path.join(self.directory, "shard-*", "segment-*"))):
+            with open(file, "r+b") as segment:
+                run, at = [], 0
+                while page := segment.read(4096):
+                    if len(set(page)) > 100:
+                        run.append(at)
+                    elif len(run) >= 4:
+                        break
+                    else:
+                        run = []
+                    at += 4096
+                if len(run) >= 4:
+                    middle = run[len(run) // 2] + 2048
+                    segment.seek(middle)
+                    byte = segment.read(1)[0]
+                    segment.seek(middle)
+                    segment.write(bytes([byte ^ 1]))
+                    segment.flush()
+                    os.fsync(segment.fileno())
+                    return
+        raise RuntimeError("no tensors on disk")
+
+    def fsck(self):
+        return subprocess.run([self.program, "fsck", self.directory], capture_output=True, text=True, check=False)
+
+
+def model_of(python, kind, seed=1):
+    place = os.path.join(PLACE, "models", f"{kind}-{seed}")
+    if not os.path.exists(os.path.join(place, "config.json")):
+        subprocess.run([python, os.path.join(RUNNERS, "tiny.py"), kind, place, str(seed)], check=True, capture_output=True)
+    return place
+
+
+def prompts_of(count, seed, tokens=200):
+    """Prompts of which no two have a beginning in common."""
+    return [[(seed * 7919 + n * 104729 + at * (at + 31 * n + 7)) % 500 + 5 for at in range(tokens)] for n in range(count)]
+
+
+def expect(good, text):
+    if not good:
+        raise AssertionError(text)

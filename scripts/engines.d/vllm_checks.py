@@ -1,0 +1,308 @@
+"""The checks of vLLM (scripts/engines)."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import time
+
+from common import BLOCK, DEADLINE, PATIENCE, PLACE, RUNNERS, Server, environment, expect, model_of, prompts_of, python_of
+
+
+class Engine:
+    """A process of vLLM that takes commands (scripts/engines.d/vllm_run.py)."""
+
+    def __init__(self, name, model, connector=None, python=None, **engine):
+        self.log = os.path.join(PLACE, f"{name}.log")
+        settings = {"model": model, "connector": connector, "engine": {"block_size": BLOCK, **engine}}
+        command = ["nice", python or python_of("vllm"), os.path.join(RUNNERS, "vllm_run.py"), json.dumps(settings)]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
+            )
+        self.answer()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            with open(self.log, encoding="utf-8", errors="replace") as log:
+                raise RuntimeError(f"the engine ended: {self.log}\n{log.read()[-3000:]}")
+        return json.loads(line)
+
+    def send(self, **command):
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, **command):
+        self.send(**command)
+        return self.answer()
+
+    def generate(self, prompts, tokens=8):
+        """(tokens, prompt tokens that came from disk, seconds)"""
+        before = self.from_disk()
+        found = self.ask(do="generate", prompts=prompts, tokens=tokens)
+        return found["tokens"], self.from_disk() - before, found["seconds"]
+
+    def counters(self):
+        return self.ask(do="counters")
+
+    def from_disk(self):
+        return self.cached("disk")
+
+    def cached(self, source):
+        return self.counters().get(f"vllm:prompt_tokens_cached_by_source {source}", 0)
+
+    def reset(self):
+        self.ask(do="reset")
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def end(self):
+        self.send(do="end")
+        self.process.stdin.close()
+        if self.process.wait(PATIENCE) != 0:
+            with open(self.log, encoding="utf-8", errors="replace") as log:
+                raise RuntimeError(f"the engine did not end well: {self.log}\n{log.read()[-3000:]}")
+
+
+PROMPTS = {"prompts": prompts_of(4, 1), "more": prompts_of(24, 2), "churned": prompts_of(12, 3)}
+
+
+@functools.cache
+def right_of(model, python=None):
+    """What comes out without a cache."""
+    plain = Engine("vllm-plain", model, python=python)
+    right = {name: plain.generate(prompts)[0] for name, prompts in PROMPTS.items()}
+    plain.end()
+    return right
+
+
+class Vllm:
+    """The checks of vLLM's offloading with Kvarts as its tier. They share servers and engines, because an engine takes long to
+    start."""
+
+    PREFIX = ""
+    CHECKS = ("restart", "killed", "away", "damage", "identity", "hybrid", "churn")
+    CONNECTOR = "Kvarts"
+    FAILED = "vllm:kv_offload_kvarts_failed_blocks "
+
+    def __init__(self):
+        self.python = python_of("vllm")
+        self.model = model_of(self.python, "llama")
+        self.server = self.engine = None
+        self.right = right_of(self.model)
+
+    def kvarts(self, server=None, **settings):
+        return {"class": self.CONNECTOR, "server": (server or self.server).socket, "timeout": DEADLINE, **settings}
+
+    def versions(self):
+        code = "import vllm.version, torch, kvarts, sys; print('vllm', vllm.version.__version__, 'torch', torch.__version__, "
+        code += "'kvarts', kvarts.__version__, 'python', sys.version.split()[0])"
+        done = subprocess.run([self.python, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+        return done.stdout.strip().splitlines()[-1]
+
+    def served(self):
+        """A server that has `prompts`, and an engine that has stored them and then died in the middle of storing `more`."""
+        if self.server is None:
+            self.server = Server("vllm", "vllm" + self.CONNECTOR)
+            first = Engine("vllm-first", self.model, self.kvarts())
+            found, disk, _ = first.generate(PROMPTS["prompts"])
+            expect(found == self.right["prompts"], "other tokens than without a cache, with an empty one")
+            expect(disk == 0, "tokens from an empty store")
+            first.send(do="generate", prompts=PROMPTS["more"], tokens=8)
+            self.wait_for_growth()
+            first.kill()
+        if self.engine is None:
+            self.engine = Engine("vllm-second", self.model, self.kvarts())
+
+    def wait_for_growth(self):
+        """Until the server has taken something more."""
+        name = "kvarts_engine_blocks_stored_total"
+        before, deadline = self.server.metric(name), time.monotonic() + 20
+        while self.server.metric(name) == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def again(self, which="prompts"):
+        """The same prompts by an engine that has forgotten everything."""
+        self.engine.reset()
+        found, disk, seconds = self.engine.generate(PROMPTS[which])
+        expect(found == self.right[which], f"other tokens than without a cache ({disk:.0f} prompt tokens came from disk)")
+        return disk, seconds
+
+    def full(self, which="prompts", block=BLOCK):
+        """Prompt tokens of full blocks; of each prompt at least one token is computed."""
+        return sum((len(prompt) - 1) // block * block for prompt in PROMPTS[which])
+
+    def check_restart(self):
+        """A second process with the same prompts: tokens from Kvarts, by the engine's own metrics, and the same output."""
+        self.served()
+        disk, _ = self.again()
+        expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from disk")
+        return f"{disk:.0f} of {self.full()} prompt tokens from disk, the same output"
+
+    def check_killed(self):
+        """After SIGKILL of the server, and of the engine in the middle of a store."""
+        self.served()
+        parts, _ = self.again("more")
+        self.server.kill()
+        self.server.start()
+        time.sleep(1.5)
+        disk, _ = self.again()
+        if disk == 0:  # the first request after the server came back may be the one that finds that out
+            time.sleep(1.5)
+            disk, _ = self.again()
+        expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from disk after SIGKILL of the server")
+        return f"engine killed while storing: {parts:.0f} of {self.full('more')} prompt tokens had reached the disk; server killed: all {disk:.0f}"
+
+    def check_away(self):
+        """The server stops: no request waits longer than the deadline, and it comes back by itself."""
+        self.served()
+        self.again()
+        self.engine.reset()
+        _, seconds = self.again()
+        self.server.process.send_signal(signal.SIGSTOP)
+        try:
+            disk, stopped = self.again()
+            expect(disk == 0, "tokens from a server that stands still")
+            _, meanwhile = self.again()
+        finally:
+            self.server.process.send_signal(signal.SIGCONT)
+        time.sleep(2.5)
+        back, _ = self.again()
+        if back == 0:
+            time.sleep(1.5)
+            back, _ = self.again()
+        expect(back == self.full(), f"{back:.0f} of {self.full()} prompt tokens came from disk when the server was back")
+        # The time of computing is the time of the second run with the server away.
+        expect(stopped - seconds < DEADLINE + 1 + meanwhile, f"a request took {stopped:.1f} s, {seconds:.1f} s with the server")
+        return f"{seconds:.2f} s with the server, {stopped:.2f} s when it stopped, {meanwhile:.2f} s while away, then {back:.0f} tokens from disk again"
+
+    def check_damage(self):
+        """A flipped bit on disk: that block is recomputed, and the damage is counted."""
+        self.served()
+        self.server.stop()
+        self.server.flip_a_bit()
+        checked = self.server.fsck()
+        expect(checked.returncode == 1, f"fsck: {checked.returncode}: {checked.stdout[-500:]}{checked.stderr[-500:]}")
+        self.server.start()
+        time.sleep(1.5)
+        before = self.failures()
+        both = self.full() + self.full("more")
+        self.again()
+        disk, damaged = 0, 0
+        for which in ("prompts", "more"):
+            disk += self.again(which)[0]
+        damaged = self.server.metric("kvarts_engine_chunks_damaged_total")
+        expect(damaged > 0, "the damage is not in the metrics")
+        failed = {reason: count - before.get(reason, 0) for reason, count in self.failures().items() if count > before.get(reason, 0)}
+        expect(set(failed) - {"away", "DeadlinePassed"}, f"the damage is not in vLLM's metrics: {failed}")
+        return f"fsck exit 1, {damaged:.0f} damaged in the server's metrics, failed blocks in vLLM's {failed}, {disk:.0f} of at most {both} prompt tokens from disk, the same output"
+
+    def failures(self):
+        """Blocks that failed, by reason, as vLLM counts them."""
+        return {name.removeprefix(self.FAILED): count for name, count in self.engine.counters().items() if name.startswith(self.FAILED)}
+
+    def check_identity(self):
+        """Another revision, another type, another size of blocks: nothing is shared."""
+        self.served()
+        others = {"revision": ({"revision": "other"}, {}), "dtype": ({}, {"dtype": "float32"}), "block size": ({}, {"block_size": 2 * BLOCK})}
+        for name, (settings, engine) in others.items():
+            other = Engine("vllm-other", self.model, self.kvarts(**settings), **engine)
+            found, disk, _ = other.generate(PROMPTS["prompts"])
+            expect(disk == 0, f"{disk:.0f} tokens from an engine of another {name}")
+            other.reset()
+            again, disk, _ = other.generate(PROMPTS["prompts"])
+            expect(again == found, f"{name}: other tokens with the cache than without")
+            expect(disk > 0, f"{name}: nothing of its own from disk")
+            other.end()
+        return "revision, dtype (bfloat16, float32) and block size (32, 64): nothing shared, each finds its own"
+
+    def check_hybrid(self):
+        """Layers with a sliding window beside layers without: a prefix is restored right."""
+        model = model_of(self.python, "gemma3")
+        plain = Engine("vllm-hybrid-plain", model)
+        right, _, _ = plain.generate(PROMPTS["prompts"])
+        plain.end()
+        server = Server("vllm", "vllm-hybrid")
+        try:
+            engine = Engine("vllm-hybrid", model, self.kvarts(server))
+            found, _, _ = engine.generate(PROMPTS["prompts"])
+            expect(found == right, "other tokens with an empty cache")
+            engine.reset()
+            found, disk, _ = engine.generate(PROMPTS["prompts"])
+            expect(found == right, "other tokens than without a cache")
+            expect(disk > 0, "nothing came from disk")
+            engine.end()
+        finally:
+            server.stop()
+        return f"{disk:.0f} of {self.full()} prompt tokens from disk, the same output"
+
+    def check_churn(self):
+        """A budget of a few blocks: churn, and no wrong output."""
+        server = Server("vllm", "vllm-churn", "--budget", "4 MiB", "--segment", "1 MiB", "--shards", "1")
+        try:
+            engine = Engine("vllm-churn", self.model, self.kvarts(server))
+            disk = 0
+            for turn, which in enumerate(("churned", "churned", "more", "prompts", "churned", "prompts")):
+                found, more, _ = engine.generate(PROMPTS[which])
+                expect(found == self.right[which], f"other tokens than without a cache, turn {turn}")
+                disk += more
+                engine.reset()
+            evicted = server.metric("kvarts_engine_blocks_evicted_total")
+            engine.end()
+            expect(evicted > 0 and disk > 0, f"{evicted:.0f} blocks evicted, {disk:.0f} tokens from disk: this tried nothing")
+        finally:
+            server.stop()
+        return f"{disk:.0f} prompt tokens from disk, {evicted:.0f} blocks evicted, the same output"
+
+    def close(self):
+        if self.engine is not None:
+            self.engine.end()
+        if self.server is not None:
+            self.server.stop()
+
+
+class Layers(Vllm):
+    """The same with the layerwise connector, and what that one is for."""
+
+    PREFIX = "layers-"
+    CHECKS = ("restart", "killed", "away", "damage", "identity", "churn", "early")
+    CONNECTOR = "KvartsLayers"
+    FAILED = "vllm:kvarts_failed_blocks "
+
+    def check_early(self):
+        """Prefixes that take long to read: the forward pass has layers of them before the last one was read."""
+        model = model_of(self.python, "wide")
+        prompts = prompts_of(3, 4, tokens=1000)
+        plain = Engine("vllm-wide-plain", model)
+        right, _, computed = plain.generate(prompts)
+        plain.end()
+        server = Server("vllm", "vllm-wide")
+        try:
+            engine = Engine("vllm-wide", model, self.kvarts(server, timeout=PATIENCE))
+            found, _, _ = engine.generate(prompts, tokens=16)
+            expect([tokens[:8] for tokens in found] == right, "other tokens with an empty cache")
+            self.wait_until_stored(engine, sum(len(prompt) // BLOCK for prompt in prompts))
+            engine.reset()
+            before = engine.counters()
+            found, disk, seconds = engine.generate(prompts)
+            expect(found == right, "other tokens than without a cache")
+            full = sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts)
+            expect(disk == full, f"{disk:.0f} of {full} prompt tokens came from disk")
+            after = engine.counters()
+            layers, early = (after[name] - before.get(name, 0) for name in ("vllm:kvarts_layers", "vllm:kvarts_early_layers"))
+            engine.end()
+        finally:
+            server.stop()
+        expect(0 < early < layers, f"{early:.0f} of {layers:.0f} layers were given before the last one of their load had been read")
+        note = f"{early:.0f} of {layers:.0f} layers were given to the forward pass before the last one of their load had been read"
+        return f"{disk:.0f} of {full} prompt tokens from disk, {note}; {computed:.1f} s without a cache, {seconds:.1f} s with it"
+
+    def wait_until_stored(self, engine, blocks):
+        deadline = time.monotonic() + PATIENCE
+        while (stored := engine.counters().get("vllm:kvarts_stored_blocks", 0)) < blocks:
+            expect(time.monotonic() < deadline, f"{stored:.0f} of {blocks} blocks stored")
+            engine.generate([[1, 2, 3]], tokens=2)
