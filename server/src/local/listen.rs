@@ -84,9 +84,9 @@ async fn sort(
             drop(grpc);
             threads.serve(state, (stream, place)).await;
         }
-        // A server that ends takes nobody any more.
+        // A server that ends takes no more connections.
         Ok(Ok(Some(_))) => drop(grpc.send(Ok(stream)).await),
-        // Whoever says nothing, or leaves at once, is owed nothing.
+        // A client that says nothing, or leaves at once, is owed nothing.
         _ => {}
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 
 use kvarts_store::io::shared;
 
-/// The thread, until nobody can send it anything any more.
+/// The thread; it ends when its last sender is gone.
 #[derive(Clone)]
 pub(super) struct Reaper(pub(super) shared::Reaper);
 

@@ -92,7 +92,7 @@ struct Session {
     look_ups: FuturesUnordered<Pin<Box<dyn Future<Output = Looked> + Send>>>,
     requests: BTreeMap<u64, Ending>,
     doubts: Arc<Doubts>,
-    /// What it ever shared and somebody still uses.
+    /// What it ever shared and what is still in use.
     named: Named,
     entry: Entry,
     _place: Part,
@@ -132,13 +132,13 @@ pub(super) async fn run(
             outbox.push(frame(Kind::Welcome, id, &limits));
             incoming.belongs_to(session.tenant);
             let Err(ended) = session.serve(&stream, &mut incoming).await;
-            // Before the connection is closed: that it is closed says that nobody gets to its memory any more.
+            // Before the connection is closed: that it is closed says that its memory is out of reach.
             session.close().await;
             ended
         }
         Err(fault) => {
             outbox.push(frame(Kind::Failed, id, &*fault.detail));
-            // Whoever does not take it at once need not know.
+            // A client that does not take it at once need not know.
             let _ = outbox.send(&stream);
             return;
         }
@@ -630,7 +630,7 @@ impl Session {
         if cut.await.unwrap_or(false) {
             return;
         }
-        // As good, and later: nobody uses it any more.
+        // As good, and later: it is not used any more.
         while !self.named.in_use().is_empty() {
             tokio::time::sleep(ASK_AGAIN).await;
         }
@@ -649,7 +649,7 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.give_up();
-        // Whoever is dropped before its end was not closed; otherwise it was done.
+        // A session dropped before its end was not closed; otherwise it was done.
         named::cut_off(&self.named.in_use());
         for name in self.leases.keys() {
             if let Some(lease) = self.state.leases.take(self.tenant, *name) {
