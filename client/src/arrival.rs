@@ -77,7 +77,7 @@ impl<'a> Arrival<'a> {
     ) -> Result<Option<ReadEnd>, Reason> {
         let found = reply.part.as_ref().map(|part| (part, self.digest.read(part)));
         let Some((part, _)) = found.filter(|(_, found)| *found == reply.crc32) else {
-            return Err(Reason::Media("a message of the read was damaged on its way".to_owned()));
+            return Err(Reason::remote("a message of the read was damaged on its way"));
         };
         match part {
             Part::Data(data) => self.data(data)?,

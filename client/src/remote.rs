@@ -257,7 +257,7 @@ impl Remote {
         geometry: &Geometry,
     ) -> Result<NamespaceId, Reason> {
         if digest::of_model(&convert::wire_identity(identity), &reply.namespace) != reply.crc32 {
-            return Err(Reason::Media("a registration was damaged on its way".to_owned()));
+            return Err(Reason::remote("a registration was damaged on its way"));
         }
         let namespace = <[u8; 32]>::try_from(&reply.namespace[..]);
         let namespace = namespace.map(NamespaceId).map_err(|_| Reason::Bug("a namespace that is none"))?;

@@ -278,7 +278,7 @@ fn piece(request: &PutRequest, first: usize, count: usize, from: Placed) -> PutR
     }
 }
 
-/// Waits for the oldest pieces until `most` are left.
+/// Waits for the oldest pieces until `left` are left.
 async fn take(
     under_way: &mut VecDeque<Piece>,
     left: usize,

@@ -176,7 +176,7 @@ fn live(
 
 /// Memory of a move's own: the arena's pieces may be waited for by those who wait for this move.
 pub(crate) fn memory(bytes: u64) -> Result<BufMut, Reason> {
-    let out_of_memory = || Reason::Media(IoError::out_of_memory(bytes as usize).to_string());
+    let out_of_memory = || Reason::from(IoError::out_of_memory(bytes as usize));
     let len = usize::try_from(bytes).map_err(|_| out_of_memory())?;
     BufMut::zeroed(len).map_err(|_| out_of_memory())
 }
@@ -189,7 +189,7 @@ async fn read(shard: &Shard, file: FileId, offset: u64, bytes: u64) -> Result<Bu
         let len = (bytes - done).min(EXTENT_BYTES);
         let piece = done as usize..(done + len) as usize;
         let read = shard.driver.read_part(Class::Background, file, offset + done, buf, piece);
-        buf = read.await.map_err(|error| Reason::Media(error.to_string()))?;
+        buf = read.await?;
         done += len;
     }
     Ok(buf.freeze())
@@ -294,7 +294,7 @@ async fn is_sound(
         };
         match (found, digests.next()) {
             (Ok(found), Some(expected)) if found == *expected => {}
-            (Err(error @ CodecError::NoMemory), _) => return Err(Reason::Media(error.to_string())),
+            (Err(error @ CodecError::NoMemory), _) => return Err(error.into()),
             _ => return Ok(false),
         }
         pause(since, place.bytes as usize).await;

@@ -253,7 +253,7 @@ impl LendJob {
                 next += 1;
             }
             let Some(ExtentDone { extent, result }) = batch.next().await else { break };
-            result.map_err(|error| Reason::Media(error.to_string()))?;
+            result.map_err(Reason::from)?;
             let one = opened.get(extent as usize);
             let (Some(one), Some(buf)) = (one, reading.remove(&extent)) else { continue };
             runs.push(self.prove_read(reads, one, &buf)?);
@@ -282,7 +282,7 @@ impl LendJob {
         let wanted = self.wanted(one.index)?;
         let bytes = wanted.header_bytes as usize;
         let buf = match under_way {
-            0 => reads.stage(bytes).await.map_err(|error| Reason::Media(error.to_string()))?,
+            0 => reads.stage(bytes).await.map_err(Reason::from)?,
             1..HEADER_BYTES => match reads.arena.try_take(bytes) {
                 Some(buf) => buf,
                 None => return Ok(None),

@@ -66,8 +66,7 @@ impl Reads {
         for known in here {
             let offset = u64::from(known.page) * PAGE_BYTES;
             let bytes = usize::from(known.header_pages) * PAGE_BYTES as usize;
-            let media = |error: crate::io::IoError| Reason::Media(error.to_string());
-            let buf = self.stage(bytes).await.map_err(media)?;
+            let buf = self.stage(bytes).await?;
             let read = self.driver.read_into(Class::Background, segment.file, offset, buf).await;
             // These blocks cannot be read either.
             let Ok(buf) = read else { continue };

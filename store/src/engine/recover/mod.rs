@@ -289,7 +289,7 @@ impl Recovery<'_> {
         let mut page = memory(self.log, image.len())?;
         page.copy_in(0, &image);
         let written = self.log.driver.write(CLASS, segment.file, 0, page, true).await;
-        written.map_err(|error| Reason::Media(error.to_string()))
+        written.map_err(Reason::from)
     }
 
     /// Takes segments into the index, in this order, reading footers ahead.

@@ -25,7 +25,7 @@ pub(crate) const CLASS: Class = Class::Foreground;
 /// own.
 pub(crate) fn memory(volume: &Volume, bytes: usize) -> Result<BufMut, Reason> {
     let own = || BufMut::zeroed(bytes).ok();
-    let out_of_memory = || Reason::Media(IoError::out_of_memory(bytes).to_string());
+    let out_of_memory = || Reason::from(IoError::out_of_memory(bytes));
     volume.arena.try_take(bytes).or_else(own).ok_or_else(out_of_memory)
 }
 

@@ -78,7 +78,7 @@ pub(crate) fn fault(error: &IoError) -> Reason {
     match error.kind {
         IoErrorKind::NoSpace => Reason::NoSpace,
         IoErrorKind::Passing => Reason::Passing(error.to_string()),
-        _ => Reason::Media(error.to_string()),
+        _ => error.clone().into(),
     }
 }
 

@@ -33,8 +33,8 @@ impl ShardRead<'_> {
         let Some(bytes) = slice.plan.regions().get(region as usize).map(|region| region.bytes) else {
             return;
         };
-        if let Err(error) = &result {
-            slice.failed = Some(Reason::Media(error.to_string()));
+        if let Err(error) = result {
+            slice.failed = Some(error.into());
         }
         let Some(RegionState { extents_left, .. }) = slice.regions.get_mut(region as usize) else { return };
         *extents_left -= 1;
@@ -59,7 +59,7 @@ impl ShardRead<'_> {
         };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
         self.in_flight = self.in_flight.saturating_sub(wanted.header_bytes);
-        let opened = result.map_err(|error| Reason::Media(error.to_string()));
+        let opened = result.map_err(Reason::from);
         match opened.and_then(|()| prove::open(self.reads, &record.segment, wanted, &buf)) {
             Ok(header) => self.header_found(at, header),
             Err(reason) => {

@@ -146,7 +146,7 @@ pub(super) fn decode_region(
                 }
             }
             Ok(found) => damaged(job, wanted, ordinal, Compared { expected, found }, true),
-            Err(CodecError::NoMemory) => job.fail(ordinal, &Reason::Media(CodecError::NoMemory.to_string())),
+            Err(error @ CodecError::NoMemory) => job.fail(ordinal, &error.into()),
             // Whatever comes out is not the chunk.
             Err(_) => damaged(job, wanted, ordinal, Compared { expected, found: 0 }, true),
         }
