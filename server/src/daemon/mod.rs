@@ -29,7 +29,7 @@ use tokio::task::JoinHandle;
 use crate::config::{Config, TlsFiles};
 use crate::grpc::{self, Identity, Listeners, Tls};
 use crate::human;
-use crate::local::Locals;
+use crate::local::{LocalLimits, Locals};
 use crate::metrics;
 use crate::scrub;
 use crate::state::{Decided, Memory, ServerState, SetLimit};
@@ -104,16 +104,16 @@ impl Daemon {
             None => None,
         };
         if config.gate.is_open() {
-            notes.push(
-                "no tokens are configured: everyone who can reach the server may do everything".to_owned(),
-            );
+            notes.push("no tokens are configured: every client may do everything".to_owned());
         }
         let (connections, memories) = connections(config, home.store(), &mut notes);
         let gate = config.gate.clone();
         let mut instance = [0; 16];
         OsEntropy::new().fill(&mut instance);
         let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
-        let locals = Locals::new((config.shared, memories), config.threads, &tenants, instance);
+        let (mapped_max, threads) = (config.shared, config.threads);
+        let limits = LocalLimits { mapped_max, files_max: memories, threads };
+        let locals = Locals::new(limits, &tenants, instance);
         let store = home.store().clone();
         let decided = Decided { notes, files, limits: uncounted(config) };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);

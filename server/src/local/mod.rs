@@ -107,19 +107,26 @@ pub struct Locals {
 
 impl Default for Locals {
     fn default() -> Self {
-        Self::new((0, limits::MEMORY_FILES_MAX), 1, &[], [0; 16])
+        let limits = LocalLimits { mapped_max: 0, files_max: limits::MEMORY_FILES_MAX, threads: 1 };
+        Self::new(limits, &[], [0; 16])
     }
 }
 
+/// What the clients on this host may use together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LocalLimits {
+    /// Bytes of their memory that are mapped.
+    pub mapped_max: u64,
+    /// Open files of that memory.
+    pub files_max: u64,
+    /// Threads that serve them.
+    pub threads: usize,
+}
+
 impl Locals {
-    /// Nobody yet; at most this much of clients' memory at a time in so many open files, so many threads for them, and the
-    /// tenants whom they may belong to.
-    pub fn new(
-        (mapped_max, files_max): (u64, u64),
-        threads: usize,
-        tenants: &[u32],
-        instance: [u8; 16],
-    ) -> Self {
+    /// No client yet; `tenants` are those that clients may belong to.
+    pub fn new(limits: LocalLimits, tenants: &[u32], instance: [u8; 16]) -> Self {
+        let LocalLimits { mapped_max, files_max, threads } = limits;
         let large = 2 * tenants.len().max(1) as u64 * limits::BODY_BYTES_MAX as u64;
         // No session waits here: one that finds too little is refused.
         let shared = |all: u64| Parts::new(all, tenants, 0, 0);

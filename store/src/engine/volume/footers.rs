@@ -9,7 +9,7 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES};
 use super::Volume;
 use super::segment::Segment;
 use crate::error::Reason;
-use crate::io::{BufMut, IoError};
+use crate::io::BufMut;
 use crate::rt::Class;
 
 impl Volume {
