@@ -345,6 +345,13 @@ impl Reason {
     }
 }
 
+/// The code rules this state out: a debug build stops here. A release does what the caller does next, which must not
+/// announce bytes that were not proven.
+#[cold]
+pub(crate) fn broken_invariant(what: &str) {
+    debug_assert!(false, "{what}");
+}
+
 /// Where a record lies. No record lies where the header of its segment does: a client is not told where.
 fn place(segment: u32, offset: u64) -> String {
     match offset {

@@ -22,7 +22,7 @@ use crate::api::{Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, 
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
 use crate::engine::shared::visibility::BlockOf;
-use crate::error::Reason;
+use crate::error::{Reason, broken_invariant};
 use crate::index::{BlockFingerprint, Lookup};
 use crate::rt::{Class, Nanos};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -263,7 +263,9 @@ impl ReadJob {
 
     /// One part has a slice of a step in. Announces every step that is whole, in order.
     pub(crate) fn slice_done(&self, step: u32) {
-        let Some(open) = self.open_slices.get(step as usize) else { return };
+        let Some(open) = self.open_slices.get(step as usize) else {
+            return broken_invariant("a slice of a step that the plan does not have");
+        };
         if open.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;
         }

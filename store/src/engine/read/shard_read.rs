@@ -32,7 +32,7 @@ use crate::driver::{ExtentDone, ReadBatch};
 use crate::engine::read::Reads;
 use crate::engine::tasks::notify::{Section, before};
 use crate::engine::volume::segment::{Hold, Segment};
-use crate::error::Reason;
+use crate::error::{Reason, broken_invariant};
 use crate::index::Lookup;
 use crate::io::SharedBuf;
 use crate::rt::LocalTask;
@@ -142,7 +142,10 @@ pub(crate) async fn run(reads: &Rc<Reads>, part: ReadPart, window: u64, deadline
     let (mut own, mut led, mut followed) = (Vec::new(), Vec::new(), Vec::new());
     for record in records {
         section.spend(1).await;
-        let Some(wanted) = job.wanted.get(record.index as usize) else { continue };
+        let Some(wanted) = job.wanted.get(record.index as usize) else {
+            broken_invariant("a record that the read does not want");
+            continue;
+        };
         let generation = record.segment.generation.get();
         if record.doubted {
             own.push(record);
@@ -249,7 +252,10 @@ async fn open_records(
     let mut records = Vec::with_capacity(indices.len());
     let mut holds = Vec::with_capacity(indices.len());
     for &index in indices {
-        let Some(wanted) = job.wanted.get(index as usize) else { continue };
+        let Some(wanted) = job.wanted.get(index as usize) else {
+            broken_invariant("a record that the read does not want");
+            continue;
+        };
         job.shared.work.reads.add(1);
         section.spend(1).await;
         let found = reads.segments.borrow().get(&wanted.segment).map(Rc::clone);

@@ -14,7 +14,7 @@ use crate::engine::read::job::ReadJob;
 use crate::engine::read::prove;
 use crate::engine::read::wanted::Wanted;
 use crate::engine::tasks::notify::Section;
-use crate::error::Reason;
+use crate::error::{Reason, broken_invariant};
 use crate::io::{IoError, SharedBuf};
 
 /// Decoding costs this many times as much as copying.
@@ -29,14 +29,18 @@ impl ShardRead<'_> {
             Named::Region { slot, region, bytes } => (slot, region, bytes),
         };
         self.in_flight = self.in_flight.saturating_sub(len);
-        let Some(Some(slice)) = self.slices.get_mut(slot) else { return };
+        let Some(Some(slice)) = self.slices.get_mut(slot) else {
+            return broken_invariant("an extent of a slice that is not under way");
+        };
         let Some(bytes) = slice.plan.regions().get(region as usize).map(|region| region.bytes) else {
-            return;
+            return broken_invariant("an extent of a region that its slice does not have");
         };
         if let Err(error) = result {
             slice.failed = Some(error.into());
         }
-        let Some(RegionState { extents_left, .. }) = slice.regions.get_mut(region as usize) else { return };
+        let Some(RegionState { extents_left, .. }) = slice.regions.get_mut(region as usize) else {
+            return broken_invariant("an extent of a region that its slice does not have");
+        };
         *extents_left -= 1;
         if *extents_left > 0 {
             return;
@@ -91,7 +95,9 @@ impl ShardRead<'_> {
 
     /// Verifies a region that is in and copies what was staged.
     fn finish_region(&mut self, slot: usize, region: u32) {
-        let Some(Some(slice)) = self.slices.get_mut(slot) else { return };
+        let Some(Some(slice)) = self.slices.get_mut(slot) else {
+            return broken_invariant("a region of a slice that is not under way");
+        };
         let staging = slice.regions.get_mut(region as usize).and_then(|region| region.staging.take());
         let (record, step, failed) = (slice.record, slice.step, slice.failed.clone());
         slice.regions_left -= 1;

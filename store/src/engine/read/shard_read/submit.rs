@@ -14,6 +14,7 @@ use crate::api::Order;
 use crate::engine::read::job::MemoryGuard;
 use crate::engine::read::prove;
 use crate::engine::tasks::notify::before;
+use crate::error::broken_invariant;
 use crate::io::{BufMut, SharedBuf};
 
 /// Bytes of later steps' extents that a part has under way until the first step is in: the first layer should not
@@ -37,7 +38,10 @@ impl ShardRead<'_> {
             let Some(QueuedExtent { name, file_offset, len, into }) = self.queue.pop_front() else {
                 continue;
             };
-            let Some(record) = self.records.get(self.queue_record) else { break };
+            let Some(record) = self.records.get(self.queue_record) else {
+                broken_invariant("an extent of a record that the part does not have");
+                break;
+            };
             self.batch.push(name.0, record.segment.file, file_offset, into);
             self.under_way += 1;
             self.in_flight += len;
