@@ -87,11 +87,6 @@ impl<'a> Window<'a> {
         &self.faults
     }
 
-    /// Whether any page of this range could not be read.
-    pub fn is_faulty(&self, from: u64, to: u64) -> bool {
-        self.faults.iter().any(|&(start, end)| start < to && from < end)
-    }
-
     /// The bytes from `offset` on, a multiple of a page: `len` of them, or fewer at the end.
     pub fn bytes(&mut self, offset: u64, len: usize) -> &[u8] {
         let len = usize::try_from(self.end.saturating_sub(offset)).map_or(len, |left| left.min(len));
@@ -273,6 +268,5 @@ mod tests {
         assert_eq!(bytes[5 * 4096..], content[5 * 4096..]);
         assert!(bytes[3 * 4096..5 * 4096].iter().all(|byte| *byte == UNREADABLE));
         assert_eq!(window.faults(), [(3 * 4096, 5 * 4096)]);
-        assert!(window.is_faulty(4 * 4096, 4 * 4096 + 1) && !window.is_faulty(5 * 4096, 6 * 4096));
     }
 }

@@ -208,7 +208,7 @@ impl Placement {
         &self.spans
     }
 
-    /// Where a chunk lies: `part` is its canonical index in the block (`RunLayout::part_index`).
+    /// Where a chunk lies: `part` is its canonical index in the block (`RunLayout::layer_parts`).
     pub fn address(&self, part: u32, ordinal: u32) -> Option<Address> {
         let placed = self.part(part)?;
         Some(placed.address(self.slot(ordinal)?))
