@@ -92,6 +92,7 @@ pub(super) async fn render(state: &ServerState) -> String {
     tenants(&mut out, state);
     models(&mut out, state);
     memory(&mut out, state);
+    connections(&mut out, state);
     device_path(&mut out, &state.decided.files);
     out
 }
@@ -410,6 +411,9 @@ fn memory(out: &mut String, state: &ServerState) {
     let (turns, waiting) = state.puts.left();
     one(out, "kvarts_put_turns_left", "gauge", "Puts that could begin now.", turns);
     one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a turn.", waiting);
+}
+
+fn connections(out: &mut String, state: &ServerState) {
     let places = state.connections.available_permits();
     one(out, "kvarts_connections_all", "gauge", "Limit of connections.", state.connections_all);
     one(out, "kvarts_connections_left", "gauge", "Connections left until the limit.", places);
