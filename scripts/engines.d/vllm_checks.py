@@ -1,6 +1,7 @@
 """The checks of vLLM (scripts/engines)."""
 
 import functools
+import glob
 import json
 import os
 import signal
@@ -59,6 +60,8 @@ class Engine:
     def kill(self):
         self.process.kill()
         self.process.wait()
+        for left in glob.glob(f"/dev/shm/vllm_offload_check-{self.process.pid}*"):
+            os.unlink(left)
 
     def end(self):
         self.send(do="end")

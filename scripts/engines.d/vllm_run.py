@@ -35,6 +35,8 @@ if settings.get("connector"):
     given = dict(settings["connector"])
     name = given.pop("class")
     transfer = connector["kv_transfer_config"] = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": given}
+    # The name of vLLM's own memory, which stays behind when the engine is killed.
+    transfer["engine_id"] = f"check-{os.getpid()}"
     if name == "Kvarts":
         given.update(cpu_bytes_to_use=64 << 20, spec_name="CpuTieringSpec", spec_module_path="vllm_cpu")
         transfer["kv_connector_module_path"] = "kvarts.vllm"
