@@ -163,7 +163,7 @@ class Client:
         client's. It registers the model: a call to the server."""
 
     def memory(self, nbytes: int) -> Memory:
-        """Memory into which the server's disks write directly: verified there, without a copy on the host. Where there is no
+        """Memory into which the server's disks write directly: verified where it lies, without a copy on the host. Where there is no
         such way (gRPC), memory like any other. It stays until nobody uses it any more, views of it included."""
 
     def adopt(self, buffer: Buffer, *, fd: int | None = None, offset: int = 0, nbytes: int | None = None) -> Memory:
@@ -194,9 +194,8 @@ class Memory:
     """Memory that the store knows: `memoryview(memory.view)`, `numpy.frombuffer(memory.view, ...)`, or addresses in it."""
 
     @property
-    def mode(self) -> Literal["direct", "adopted", "copied", "embedded"]:
-        """How bytes get into it: written by disks and verified by the server; written by disks and verified here; through one
-        copy; or by the store in this process."""
+    def mode(self) -> Literal["adopted", "copied", "embedded"]:
+        """How bytes get into it: written by disks and verified here; through one copy; or by the store in this process."""
 
     @property
     def address(self) -> int: ...
@@ -265,7 +264,7 @@ class Pages:
     - A key that stands again in one batch has the result of its first place; in a get it is `Invalid` (reason `Duplicate`)
       there and that buffer is left alone.
     - `timeout` (seconds): when it has passed, keys that are not there yet are answered with `Deadline`. That is soon after, also
-      if the server has stopped; only a get straight into memory of mode direct or adopted waits until the disk has let go.
+      if the server has stopped; only a get straight into memory of mode adopted waits until the disk has let go.
     - `group` (default 0) and `rank` (default: this process's): one for all keys, or a sequence with one for each.
     """
 

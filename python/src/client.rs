@@ -9,8 +9,11 @@ use std::time::Duration;
 use kvarts_client::{Client as Remote, ConnectOptions, Via};
 use kvarts_store::api::KvStore;
 use kvarts_store::batch::CLOSED;
+use kvarts_store::error::{Error, Reason};
 use kvarts_store::home::Home;
+use kvarts_store::io::shared;
 use kvarts_store::rt::{Clock, Nanos};
+use kvarts_wire::local::limits::PINNED_BYTES_MAX;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -233,10 +236,7 @@ impl Client {
         }
         let mmap = py.import("mmap")?;
         let shared = match &core.remote {
-            Some(remote) if core.path == "local" => {
-                let region = py.detach(|| remote.pool(nbytes)).or_raise(py)?;
-                remote.file_of(&region).map(|file| (region, file))
-            }
+            Some(remote) if core.path == "local" => Some(py.detach(|| made(remote, nbytes)).or_raise(py)?),
             _ => None,
         };
         let owner = match &shared {
@@ -245,7 +245,7 @@ impl Client {
         };
         let given = buffer::given("nbytes", &owner, true)?;
         let mode = match (&shared, core.path) {
-            (Some(_), _) => "direct",
+            (Some(_), _) => "adopted",
             (None, "embedded") => "embedded",
             (None, _) => "copied",
         };
@@ -288,7 +288,9 @@ impl Client {
             return Err(invalid(py, "buffer", "no bytes"));
         }
         let shared = match (&core.remote, fd) {
-            (Some(remote), Some(fd)) if core.path == "local" => Some(shared(py, remote, fd, offset, len)?),
+            (Some(remote), Some(fd)) if core.path == "local" => {
+                Some(engines_file(py, remote, fd, offset, len)?)
+            }
             _ => None,
         };
         let mode = match (&shared, core.path) {
@@ -379,8 +381,25 @@ fn sizes(given: &Bound<'_, PyAny>) -> PyResult<BTreeMap<u32, u64>> {
     several.map_err(|_| invalid(given.py(), "page_bytes", "a number of bytes, or one for each group"))
 }
 
+/// A file in memory for pages, shared as an engine's would be: this process verifies what disks write into it, where it lies. A
+/// server that verifies memory of a client's copies all of it for that, because it never touches what it does not own.
+fn made(remote: &Remote, bytes: usize) -> Result<(Arc<kvarts_store::io::Region>, OwnedFd), Error> {
+    let fault = |error: std::io::Error| Error(Reason::Config(format!("shared memory: {error}")));
+    let page = kvarts_store::io::mem::PAGE;
+    let whole = bytes.checked_next_multiple_of(page).ok_or(Error(Reason::TooMany("bytes")))? as u64;
+    let file = shared::sealed(whole).map_err(fault)?;
+    let region = remote.adopt(file.try_clone().map_err(fault)?, whole)?;
+    // A device is told of long stretches instead of single pages: before the first read, because pages that a device writes to
+    // stay where they are.
+    region.populate().map_err(fault)?;
+    if whole <= PINNED_BYTES_MAX {
+        region.collapse();
+    }
+    Ok((region, file))
+}
+
 /// Shares an engine's file in memory; where its bytes begin in the region.
-fn shared(
+fn engines_file(
     py: Python<'_>,
     remote: &Remote,
     fd: i32,

@@ -148,7 +148,7 @@ class Batches(Served):
         client = self.connect()
         pages = self.pages(client)
         memory = client.memory(4 * PAGE)
-        self.assertEqual(memory.mode, "direct")
+        self.assertEqual(memory.mode, "adopted")
         self.assertGreaterEqual(memory.nbytes, 4 * PAGE)
         view = numpy.frombuffer(memory.view, dtype=numpy.uint8)
         view[: 2 * PAGE] = numpy.frombuffer(pattern(1) + pattern(2), dtype=numpy.uint8)

@@ -152,32 +152,36 @@ impl Shared {
     /// Answers what should have been answered before `now`. What its memory is used for goes on: a put's is read, and a read's
     /// is not released.
     fn late(&self, now: Nanos) {
-        let mut over = Vec::new();
-        self.deadlines().retain(|id, deadline| {
-            let is_over = *deadline < now;
-            if is_over {
-                over.push(*id);
-            }
-            !is_over
-        });
+        let deadlines = self.deadlines();
+        let over = deadlines.iter().filter(|(_, deadline)| **deadline < now);
+        let over: Vec<u64> = over.map(|(id, _)| *id).collect();
+        drop(deadlines);
         for id in over {
             let mut all = self.pending();
-            match all.get_mut(&id) {
-                Some(Pending::Read(reading)) => reading.broken(&Reason::DeadlinePassed, true),
-                Some(Pending::Put(reply, ..)) => {
-                    let reply = reply.take();
-                    drop(all);
-                    // A caller that is gone needs no answer.
-                    let _ = reply.map(|reply| reply.send(Err(Error(Reason::DeadlinePassed))));
+            let late = match all.get_mut(&id) {
+                // Its digests are being compared: it is looked at again afterwards.
+                None => continue,
+                Some(Pending::Read(reading)) => {
+                    reading.broken(&Reason::DeadlinePassed, true);
+                    None
                 }
-                Some(Pending::Look(..)) => {
-                    let late = all.remove(&id);
-                    drop(all);
-                    late.into_iter().for_each(|late| failed(late, &Reason::DeadlinePassed));
+                Some(Pending::Put(reply, blocks, from)) => {
+                    reply.take().map(|reply| Pending::Put(Some(reply), *blocks, from.clone()))
                 }
-                Some(Pending::Call(..)) | None => {}
-            }
+                Some(Pending::Look(..)) => all.remove(&id),
+                Some(Pending::Call(..)) => None,
+            };
+            drop(all);
+            self.deadlines().remove(&id);
+            late.into_iter().for_each(|late| failed(late, &Reason::DeadlinePassed));
         }
+    }
+
+    /// Takes a request out that is answered.
+    fn take_out(&self, id: u64) -> Option<Pending> {
+        let pending = self.pending().remove(&id);
+        self.deadlines().remove(&id);
+        pending
     }
 
     /// Ends the connection: half a frame may have been sent.
@@ -213,9 +217,9 @@ impl Shared {
     }
 
     /// Whether anybody waits for something. The last word about a read that has ended and lets go of its memory can
-    /// wait: it is taken in with the next answer, or when the link's thread looks.
+    /// wait if its caller fetched the end himself: it is taken in with the next answer, or when the link's thread looks.
     fn is_waited_for(&self) -> bool {
-        self.pending().values().any(|pending| !matches!(pending, Pending::Read(read) if read.has_ended()))
+        self.pending().values().any(|pending| !matches!(pending, Pending::Read(read) if read.is_over()))
     }
 
     /// Gives the turn back; to the link's thread, if anybody still waits for something.
@@ -416,7 +420,7 @@ impl Link {
     /// Sends a request that was noted; one that is refused here is answered with why.
     fn sent(&self, id: u64, frame: Vec<u8>) -> Result<(), Reason> {
         self.shared.send(frame, None).inspect_err(|reason| {
-            let pending = self.shared.pending().remove(&id);
+            let pending = self.shared.take_out(id);
             // That of a connection that broke is answered when it is cleared up.
             pending.into_iter().for_each(|pending| failed(pending, reason));
         })
@@ -472,6 +476,7 @@ impl Link {
         let mut all = self.shared.pending();
         if self.shared.is_broken() {
             drop(all);
+            self.shared.deadlines().remove(&id);
             failed(pending, &GONE);
             return Err(GONE);
         }
@@ -559,6 +564,7 @@ fn attend(shared: &Shared) {
 /// Answers what was under way when the connection ended.
 fn ended(shared: &Shared) {
     let left = std::mem::take(&mut *shared.pending());
+    shared.deadlines().clear();
     let mut held = Vec::new();
     for (_, pending) in left {
         match pending {
@@ -592,13 +598,12 @@ fn decode<M: Message + Default>(body: Bytes) -> io::Result<M> {
 impl Shared {
     /// Takes one frame in. An error ends the connection.
     fn take(&self, head: Head, body: Bytes, inbox: &mut Inbox) -> io::Result<()> {
-        let mut all = self.pending();
         match head.kind {
             Kind::Arrived => {
                 let arrived = decode(body)?;
-                // Taken out meanwhile: verifying takes time.
-                let Some(Pending::Read(mut reading)) = all.remove(&head.id) else { return Ok(()) };
-                drop(all);
+                // Taken out meanwhile: verifying takes time. Its deadline stays noted.
+                let taken = self.pending().remove(&head.id);
+                let Some(Pending::Read(mut reading)) = taken else { return Ok(()) };
                 reading.arrived(&arrived);
                 if reading.is_cancelled()
                     && let (Some(owner), Some(shared)) = (self.owner.upgrade(), self.me.upgrade())
@@ -610,6 +615,7 @@ impl Shared {
             }
             Kind::End => {
                 let end = decode(body)?;
+                let mut all = self.pending();
                 let Some(Pending::Read(reading)) = all.get_mut(&head.id) else { return Ok(()) };
                 reading.end(&end);
                 let damaged: Vec<u32> = reading.damaged().collect();
@@ -622,24 +628,15 @@ impl Shared {
                 }
             }
             Kind::Released => {
-                let done = all.remove(&head.id);
-                drop(all);
-                self.deadlines().remove(&head.id);
-                if let Some(Pending::Read(reading)) = done {
+                if let Some(Pending::Read(reading)) = self.take_out(head.id) {
                     reading.released();
                 }
             }
             Kind::Done => {
-                let done = all.remove(&head.id);
-                drop(all);
-                self.deadlines().remove(&head.id);
-                done.map_or(Ok(()), |done| answered(done, body, inbox))?;
+                self.take_out(head.id).map_or(Ok(()), |done| answered(done, body, inbox))?;
             }
             Kind::Failed => {
-                let pending = all.remove(&head.id);
-                drop(all);
-                self.deadlines().remove(&head.id);
-                if let Some(pending) = pending {
+                if let Some(pending) = self.take_out(head.id) {
                     failed(pending, &wire::reason(body));
                 }
             }
@@ -648,3 +645,6 @@ impl Shared {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -76,6 +76,11 @@ impl Reading {
         self.ended == Some(true)
     }
 
+    /// Whether nobody waits for anything more of it: not even for its memory, which a caller may do who does not fetch.
+    pub(super) fn is_over(&self) -> bool {
+        self.has_ended() && !self.sink.is_attended()
+    }
+
     /// The chunks that were not announced: what may still be written to.
     pub(super) fn unannounced(&self) -> Vec<SharedBuf> {
         let (mut left, blocks) = (Vec::new(), self.request.keys.len() as u32);

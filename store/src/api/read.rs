@@ -147,6 +147,8 @@ struct Shared {
     ended: bool,
     /// The store has dropped its end: no device has the caller's memory any more.
     gone: bool,
+    /// Its caller does not fetch what arrives: somebody else sees to all of it, the release of the memory included.
+    attended: bool,
     /// The first block that failed so far, and why.
     failure: Option<(u32, Reason)>,
 }
@@ -241,6 +243,12 @@ impl ReadSink {
         }
     }
 
+    /// Whether the caller waits without fetching: as a future, or as a queue that looks now and then. It may wait for the
+    /// memory as well, after the end: that is to be released without being asked for.
+    pub fn is_attended(&self) -> bool {
+        self.0.lock().attended
+    }
+
     /// Whether the caller has dropped its end.
     pub fn is_cancelled(&self) -> bool {
         self.0.lock().dropped
@@ -257,8 +265,11 @@ impl ReadStream {
 
     /// The next event if one has arrived.
     pub fn try_next(&self) -> Option<ReadEvent> {
-        let event = self.channel.lock().events.pop_front();
-        if event.is_none() {
+        let mut shared = self.channel.lock();
+        let event = shared.events.pop_front();
+        let known = std::mem::replace(&mut shared.attended, true);
+        drop(shared);
+        if event.is_none() || !known {
             // Who looks now and then waits as well.
             self.attend();
         }
@@ -324,29 +335,34 @@ impl ReadStream {
     pub fn poll_end(&self, context: &mut Context<'_>) -> Poll<Result<ReadEnd, Abandoned>> {
         let mut shared = self.channel.lock();
         shared.end_only = true;
-        match shared.take_end() {
-            Some(end) => Poll::Ready(end),
-            None => {
-                shared.waker = Some(context.waker().clone());
-                drop(shared);
-                self.attend();
-                Poll::Pending
-            }
-        }
+        let end = shared.take_end();
+        self.polled(shared, end, context)
     }
 
     /// The next event; until it arrives the waker is woken by it and by nothing else.
     pub fn poll_next(&self, context: &mut Context<'_>) -> Poll<ReadEvent> {
         let mut shared = self.channel.lock();
-        match shared.events.pop_front() {
-            Some(event) => Poll::Ready(event),
-            None => {
-                shared.waker = Some(context.waker().clone());
-                drop(shared);
-                self.attend();
-                Poll::Pending
-            }
+        let event = shared.events.pop_front();
+        self.polled(shared, event, context)
+    }
+
+    /// What a future is told. Somebody else fetches from the first time on: what it waits for, and then the release of the
+    /// memory, which comes after an end that another caller may have fetched before.
+    fn polled<T>(
+        &self,
+        mut shared: MutexGuard<'_, Shared>,
+        found: Option<T>,
+        context: &Context<'_>,
+    ) -> Poll<T> {
+        let known = std::mem::replace(&mut shared.attended, true);
+        if found.is_none() {
+            shared.waker = Some(context.waker().clone());
         }
+        drop(shared);
+        if found.is_none() || !known {
+            self.attend();
+        }
+        found.map_or(Poll::Pending, Poll::Ready)
     }
 
     fn attend(&self) {

@@ -170,6 +170,7 @@ pub const BUGS: &[Bug] = &[
     bug("index-limit-ignored", "R32", "the index takes more memory than its budget"),
     bug("descriptors-not-counted", "R32", "segment files are made beyond the descriptors that there are"),
     bug("spare-room-kept", "R32", "a shard keeps segments that hold nothing while another one evicts"),
+    bug("spare-room-waits", "R32", "a shard waits for room from one that hangs"),
     bug(
         "coldest-by-the-log",
         "R32",

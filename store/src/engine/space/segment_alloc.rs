@@ -57,7 +57,7 @@ impl Space {
             if let Some(segment) = self.take_failed().await {
                 return Ok(segment);
             }
-            if self.shared.spare_of_others(self.shard).await {
+            if self.spare_of_others().await {
                 continue;
             }
             match self.make_room_in_round(round).await? {
@@ -66,6 +66,10 @@ impl Space {
                 Made::Room | Made::Nothing => round += 1,
             }
         }
+    }
+
+    async fn spare_of_others(&self) -> bool {
+        self.shared.spare_of_others(self.shard, |at| self.driver.sleep_until(at)).await
     }
 
     /// Makes room, by holes for as many rounds as may be, then by emptying a segment.
@@ -108,7 +112,7 @@ impl Space {
             Some(segment) => segment,
             None => match self.take_failed().await {
                 Some(segment) => segment,
-                None if self.shared.spare_of_others(self.shard).await => return Ok(()),
+                None if self.spare_of_others().await => return Ok(()),
                 None => match self.make_room_in_round(0).await? {
                     Made::Segment(segment) => segment,
                     Made::Room | Made::Nothing => return Ok(()),
