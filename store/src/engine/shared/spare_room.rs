@@ -1,4 +1,4 @@
-//! Room that other shards have and do not use. The budget is everybody's, and files of segments that hold nothing any
+//! Room that other shards have and do not use. All shards share the budget, and files of segments that hold nothing any
 //! more keep a part of it: before a shard evicts for want of room, the one that has most of that gives some back.
 //!
 //! Nothing live goes for another shard's sake, and a shard that is getting a segment itself gives nothing: so two that are
@@ -26,7 +26,7 @@ const ASKED_AGAIN_AFTER: Duration = Duration::from_secs(30);
 
 /// The way to the other shards of a store.
 pub(crate) trait OtherShards: Send + Sync {
-    /// Has a shard give segments that hold nothing back to the budget, until it has so many bytes more. The answer says
+    /// Has a shard give segments that hold nothing back to the budget, until it has this many bytes more. The answer says
     /// whether it gave any; none if it cannot be asked.
     fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>>;
 }
