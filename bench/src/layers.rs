@@ -10,8 +10,9 @@ use std::time::Instant;
 use clap::Args;
 use kvarts_layout::{BlockKey, Layout};
 use kvarts_store::api::{KvStore, Order, Placed, ReadEvent, ReadRequest, Verify};
+use kvarts_store::driver::Limits;
 use kvarts_store::engine::{CompactOptions, CompactReport, Options, Store};
-use kvarts_store::io::{Limits, Region};
+use kvarts_store::io::Region;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 

@@ -14,6 +14,7 @@
 #![allow(clippy::disallowed_types, reason = "a plain hash map is what a lookup is compared with")]
 
 mod bare;
+mod bare_server;
 mod churn;
 mod crossover;
 pub mod devices;

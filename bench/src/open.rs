@@ -12,9 +12,9 @@ use std::time::Instant;
 
 use clap::Args;
 use kvarts_layout::format::is_segment_size;
+use kvarts_store::driver::Limits;
 use kvarts_store::engine::{Options, RecoveryReport};
 use kvarts_store::home::Home;
-use kvarts_store::io::Limits;
 
 use super::bare::{Bare, Extent, Plan};
 use super::lookup::{fill, room};

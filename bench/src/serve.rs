@@ -17,6 +17,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
 
+use super::bare_server::BareServer;
 use super::local::{self, Filled, Ping};
 use super::pairs::{Contestant, Sample, cpu_seconds, take_turns_within};
 use super::report::Report;
@@ -24,7 +25,6 @@ use super::setup::{self, Common, Scratch, key};
 use kvarts_client::{Client, ConnectOptions, endpoint};
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
-use kvarts_server::grpc::bare::Bare;
 use kvarts_server::grpc::{incoming_tcp, transport};
 use kvarts_terminal::Failure;
 use kvarts_wire::digest::StreamDigest;
@@ -105,7 +105,7 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
     // Hot: what is read again lies in the memory of requests.
     let hot = prepare(arguments, &scratch, &runtime, "hot", (None, true))?;
     let messages = warm.bytes / limits::FRAME_BYTES as u64;
-    let bare = Bare::of_memory(&Bytes::from(vec![7; limits::FRAME_BYTES]), messages);
+    let bare = BareServer::of_memory(&Bytes::from(vec![7; limits::FRAME_BYTES]), messages);
     let (bare_at, bare) = prepare_bare(&runtime, bare)?;
     let mut report = Report::new("serve");
     report.fact("mib", warm.bytes >> 20);
@@ -146,7 +146,7 @@ pub(super) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Fail
             small_reader("small_reader_hot", "noise_hot", &beside(&hot)?, arguments.small, &mut report)?;
         // The same load on the same transport, with nothing behind it: what the processors make of it.
         let page = Bytes::from(vec![7; PAGE_BYTES as usize]);
-        let page = Bare::of_memory(&page, 1);
+        let page = BareServer::of_memory(&page, 1);
         let page = runtime.block_on(serve_bare(page)).map_err(Failure::user)?;
         let bare = Beside { small: (page, cold.small.clone()), large: (bare_at, cold.request.clone()) };
         let bare = small_reader("small_reader_bare", "noise_bare", &bare, arguments.small, &mut report)?;
@@ -248,19 +248,19 @@ fn connect(runtime: &Runtime, options: &ConnectOptions) -> Result<ReadsClient<Ch
 }
 
 /// Where a bare server listens, and a client of it.
-fn prepare_bare(runtime: &Runtime, bare: Bare) -> Result<(String, ReadsClient<Channel>), Failure> {
+fn prepare_bare(runtime: &Runtime, bare: BareServer) -> Result<(String, ReadsClient<Channel>), Failure> {
     let endpoint = runtime.block_on(serve_bare(bare)).map_err(Failure::user)?;
     let client = connect(runtime, &ConnectOptions::to(endpoint.clone()))?;
     Ok((endpoint, client))
 }
 
 /// A bare server of a file, which the page cache holds as it holds the warm store's.
-fn bare_file(scratch: &Scratch, messages: u64) -> Result<Bare, Failure> {
+fn bare_file(scratch: &Scratch, messages: u64) -> Result<BareServer, Failure> {
     let bytes = setup::noise(messages as usize * limits::FRAME_BYTES)?.to_vec();
     let path = scratch.path().join("bare");
     std::fs::write(&path, &bytes).map_err(Failure::user)?;
     let file = std::fs::File::open(&path).map_err(Failure::user)?;
-    Ok(Bare::of_file(file, &bytes, limits::FRAME_BYTES, messages))
+    Ok(BareServer::of_file(file, &bytes, limits::FRAME_BYTES, messages))
 }
 
 /// Where a server's socket is: in the run's directory, or where its path is short enough.
@@ -273,7 +273,7 @@ fn socket(scratch: &Scratch, name: &str) -> PathBuf {
 }
 
 /// Starts the bare server; gives its endpoint.
-async fn serve_bare(bare: Bare) -> std::io::Result<String> {
+async fn serve_bare(bare: BareServer) -> std::io::Result<String> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let endpoint = format!("http://{}", listener.local_addr()?);
     let incoming = incoming_tcp(Arc::new(listener));

@@ -77,7 +77,7 @@ impl<'a> Arrival<'a> {
     ) -> Result<Option<ReadEnd>, Reason> {
         let found = reply.part.as_ref().map(|part| (part, self.digest.read(part)));
         let Some((part, _)) = found.filter(|(_, found)| *found == reply.crc32) else {
-            return Err(Reason::Media("a message of the read was damaged on its way".to_owned()));
+            return Err(Reason::remote("a message of the read was damaged on its way"));
         };
         match part {
             Part::Data(data) => self.data(data)?,
@@ -136,7 +136,7 @@ impl<'a> Arrival<'a> {
             }
         };
         if data.offset != 0 || end.is_none() || data.blocks == 0 || !follows {
-            return Err(Reason::Bug("data of a read that nobody asked for, or out of order"));
+            return Err(Reason::Bug("data that the read did not ask for, or out of order"));
         }
         let (layer, first_block, blocks) = (data.layer, data.first_block, data.blocks);
         let chunks = chunks.saturating_mul(blocks as usize);

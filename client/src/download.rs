@@ -85,11 +85,11 @@ async fn begin(
     Ok(reply?.into_inner())
 }
 
-/// Why a stream that had begun broke off. What the transport cannot read is nobody's request.
+/// Why a stream that had begun broke off. A message that the transport cannot read is no refusal.
 fn broken(status: &Status) -> Reason {
     match status.code() {
         Code::OutOfRange | Code::Unimplemented if status.details().is_empty() => {
-            Reason::Media(format!("a message of the read cannot be read: {}", status.message()))
+            Reason::remote(format!("a message of the read cannot be read: {}", status.message()))
         }
         _ => fault::reason_of(status),
     }

@@ -49,20 +49,20 @@ pub trait Path: KvStore + fmt::Debug {
     /// Its name, in logs and metrics.
     fn name(&self) -> &'static str;
 
-    /// Memory for a pool of blocks, at least so many bytes of it. Where there is a way to, the server's disks write
+    /// Memory for a pool of blocks, at least `bytes` bytes of it. Where there is a way to, the server's disks write
     /// straight into it, and it is verified there before it is announced.
     fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
         Region::anonymous(bytes).map_err(|error| Error(Reason::Config(format!("memory: {error}"))))
     }
 
-    /// The file that shared memory lies in, for whoever maps it a second time in this process. None where it lies in no file.
+    /// The file that shared memory lies in, to map it a second time in this process. None where it lies in no file.
     fn file_of(&self, region: &Region) -> Option<OwnedFd> {
         let _ = region;
         None
     }
 
     /// Bytes of shared memory that cannot be used again for now, or for good: a connection ended while disks were writing
-    /// to them, and nobody can say yet that they do not any more. Reads of them have not been released.
+    /// to them, and it is not known yet that they do not any more. Reads of them have not been released.
     fn held_bytes(&self) -> u64 {
         0
     }
@@ -105,7 +105,7 @@ pub struct ConnectOptions {
     /// Which way blocks may take.
     pub via: Via,
     /// For `unix:`, where there is a token: the user whose process the server is. The administrator and this process's own
-    /// user are trusted anyhow, and nobody else is told the token.
+    /// user are trusted anyhow; the token is shown to no other.
     pub server_uid: Option<u32>,
 }
 
@@ -163,7 +163,7 @@ impl Client {
     }
 
     /// Memory for a pool of blocks: see [`Path::pool`]. Its pages stay the ones they are, because a driver may know them
-    /// (`cudaHostRegister`). Whoever knows that none does may say so by [`Region::keep_pages`] (false): after a connection
+    /// (`cudaHostRegister`). A caller that knows that none does may say so by [`Region::keep_pages`] (false): after a connection
     /// that broke, pages of reads under way are then replaced by new ones, and their memory is released without the server.
     pub fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
         self.path.pool(bytes)

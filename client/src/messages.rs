@@ -59,7 +59,7 @@ pub(super) fn asking(request: &ContainsRequest<'_>) -> proto::ExistsRequest {
     }
 }
 
-/// What was found of so many blocks.
+/// Which of `keys` blocks were found.
 pub(super) fn found(reply: &proto::ExistsReply, keys: usize) -> Result<ContainsReply, Reason> {
     use proto::exists_reply::Presence as Wire;
     let presence: Vec<_> = reply

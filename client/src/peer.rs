@@ -1,4 +1,4 @@
-//! Whose process is at the other end of a unix socket: a token is shown to nobody else than the server's user.
+//! Whose process is at the other end of a unix socket: a token is shown only to the server's user.
 
 use std::io;
 use std::os::fd::AsFd;

@@ -84,7 +84,7 @@ pub(super) async fn while_lost<T>(
 }
 
 /// A call, all of its answer included, which is to come within `left`. The server keeps that time, and so does the transport
-/// until the answer begins; what a network that stands still has begun to bring, nobody else ends for a minute.
+/// until the answer begins; nothing else ends an answer that a stalled network has begun to bring, for a minute.
 pub(super) async fn in_time<T>(
     left: Duration,
     call: impl Future<Output = Result<T, Status>>,
@@ -257,7 +257,7 @@ impl Remote {
         geometry: &Geometry,
     ) -> Result<NamespaceId, Reason> {
         if digest::of_model(&convert::wire_identity(identity), &reply.namespace) != reply.crc32 {
-            return Err(Reason::Media("a registration was damaged on its way".to_owned()));
+            return Err(Reason::remote("a registration was damaged on its way"));
         }
         let namespace = <[u8; 32]>::try_from(&reply.namespace[..]);
         let namespace = namespace.map(NamespaceId).map_err(|_| Reason::Bug("a namespace that is none"))?;
@@ -309,7 +309,7 @@ impl Remote {
         }
         let (expected, found) = (keys.len() as u64, u64::from(places.block_count()));
         if places.gate().is_some() {
-            // Nobody waits for turns at the other end: layers that share memory would overwrite each other.
+            // The other end does not wait for the gate: layers that share memory would overwrite each other.
             return Err(Reason::Overlap);
         }
         if expected == found { Ok(()) } else { Err(Reason::Length { expected, found }) }

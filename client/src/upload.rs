@@ -67,9 +67,7 @@ async fn send(
     let answer = answer.map_err(|_| Reason::DeadlinePassed)?;
     let found = answer.map_err(|status| fault::reason_of(&status))?.into_inner();
     if digest.put_reply(&found) != found.crc32 {
-        return Err(Reason::Media(
-            "the answer of the put was damaged on its way: ask what is there".to_owned(),
-        ));
+        return Err(Reason::remote("the answer of the put was damaged on its way: ask what is there"));
     }
     if found.outcomes.len() != request.keys.len() {
         return Err(Reason::Bug("an answer for another number of blocks"));

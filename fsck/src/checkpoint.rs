@@ -94,7 +94,7 @@ fn read_file(
     let mut window = Window::new(file, end, tally);
     let seen = read_chunks(&mut window, keyring, (shard, slot), each);
     match window.faults().first() {
-        // What was not read is not damaged.
+        // Pages that were not read are not called damaged.
         Some(&(from, _)) if !matches!(seen, Slot::Whole(_)) => Slot::Media(from),
         _ => seen,
     }

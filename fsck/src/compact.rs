@@ -13,7 +13,7 @@
 //!   moment; after a power cut there may be two of one origin, and compacting again goes on.
 //! - A tombstone is forgotten only when the last segment that began before it is gone for good.
 //! - A new store becomes one with its last write: until then its directories have no superblock and a mark, and nobody
-//!   opens them; compacting there again starts anew. The old one is only read.
+//!   opens them; compacting there again starts over. The old one is only read.
 //!
 //! Memory: what `inventory` says (about 40 bytes for each block and 280 for each record on disk), 48 bytes for each
 //! block in the segments that are being written (one for each shard), and three times the largest record.
@@ -55,13 +55,13 @@ pub enum LayoutChoice {
 /// How a store is compacted.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Segments of which less is live are written anew.
+    /// Segments of which less is live are rewritten.
     pub utilisation_percent: u8,
     /// How payloads are arranged.
     pub layout: LayoutChoice,
     /// Whether small records that follow each other become one.
     pub merge: bool,
-    /// Records that were not used for so many seconds are compressed, where that pays.
+    /// Records not used for this many seconds are compressed, where that pays.
     pub zstd_after_s: Option<u64>,
     /// The time, in milliseconds since 1970: what has expired by then is left out.
     pub now_ms: u64,
@@ -85,7 +85,7 @@ impl Default for Options {
     }
 }
 
-/// How far it is, for whoever watches.
+/// Progress, for a display.
 #[derive(Debug, Default)]
 pub struct Progress {
     done: AtomicU64,
@@ -147,7 +147,7 @@ pub struct Report {
     pub graves_before: u64,
     /// Those that some segment is still old enough for.
     pub graves_after: u64,
-    /// How long it took; zero where nobody measured.
+    /// How long it took; zero where it was not measured.
     pub seconds: f64,
     /// Bytes written over that.
     pub gib_per_s: f64,

@@ -146,7 +146,7 @@ pub struct Contents {
     pub segments: Vec<SegmentView>,
     /// What is wrong with its metadata.
     pub findings: Findings,
-    /// Records whose namespace nothing defines: nobody can read them.
+    /// Records whose namespace is not defined: they cannot be read.
     pub undefined: u64,
     /// Tombstones and epochs that still reach.
     pub graves: u64,

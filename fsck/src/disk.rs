@@ -1,7 +1,7 @@
 //! The one way to the files of a store: directories, files, positioned reads. And, for repair and compaction alone, writes.
 //!
 //! Invariants:
-//! - A [`Disk`] can only read. What may write is a [`DiskWriter`], which nobody gets who did not ask for it.
+//! - A [`Disk`] can only read. Only a [`DiskWriter`] can write, and a caller must ask for one.
 //! - Symbolic links are never followed below a store's directory, and nothing is opened that is not a plain file: a
 //!   pipe would block for ever.
 //! - Paths are relative to the directory and made of the format's names.

@@ -215,11 +215,11 @@ pub struct Finding {
     pub blocks: u64,
     /// Of which model.
     pub model: Option<String>,
-    /// Nothing tells any more how many blocks this cost; a checkpoint lists so many live records that are not found.
+    /// The number of lost blocks is not known any more; a checkpoint lists this many live records that are not found.
     pub uncounted: Option<u64>,
 }
 
-/// Problems that cost what nobody can count any more: what is gone held, or was, the only list of it.
+/// Problems whose cost cannot be counted any more: the lost bytes held, or were, the only list of it.
 const UNCOUNTED: [&str; 12] = [
     "directory-missing",
     "shard-missing",
@@ -298,7 +298,7 @@ pub struct Findings {
     pub uncounted: Uncounted,
 }
 
-/// What problems cost that nobody can count any more.
+/// The cost of problems, where it cannot be counted any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize)]
 pub struct Uncounted {
     /// How many problems.

@@ -7,11 +7,11 @@ use crate::findings::{self, Findings, Label};
 pub enum Remedy {
     /// A repair, as far as what is good goes.
     Repair,
-    /// Whoever replaces the device.
+    /// The operator who replaces the device.
     Device,
-    /// Whoever gives all directories.
+    /// The operator who names all directories.
     Directories,
-    /// Whoever may read the files.
+    /// A user who may read the files.
     Access,
     /// A newer program.
     Newer,

@@ -1,14 +1,14 @@
 //! Puts a damaged store right, as far as what is good in it goes.
 //!
 //! What is done: superblock slots are written from the other slot, or from what segments and folders prove; a segment
-//! whose ends or footer do not tell what counts in it is sealed anew with what does; a definition that was damaged is
+//! whose ends or footer do not tell what counts in it is sealed again with what does; a definition that was damaged is
 //! written from its copy in another segment; padding is zeroed; damaged blocks beside sound ones become holes; files
 //! that prove nothing, or belong elsewhere, are moved into the folder `quarantine`, and one that belongs to a place that
 //! is empty is moved there.
 //!
 //! Invariants:
 //! - Nothing is invented: every byte written follows from bytes that were proven, or is zero by the format.
-//! - No good record is dropped: what is listed anew is every record that proves itself and of which a block matches.
+//! - No good record is dropped: the new listing has every record that proves itself and of which a block matches.
 //! - A power cut leaves a store that is no worse. Records are never written over; a footer goes where the old one is
 //!   not, if there is room, and is durable before the trailer that names it; a segment between the two is one that a
 //!   scan understands. Names are changed one at a time.

@@ -36,7 +36,7 @@ pub struct Item {
     pub blocks: u64,
     /// Of which model.
     pub model: Option<String>,
-    /// Not null: nothing tells any more how many blocks this cost. A checkpoint lists so many live records that are not
+    /// Not null: the number of lost blocks is not known any more. A checkpoint lists this many live records that are not
     /// found.
     pub uncounted_records: Option<u64>,
 }
@@ -199,7 +199,7 @@ impl Report {
             let more = if self.lost.is_empty() { "" } else { " more" };
             write!(
                 out,
-                "  nobody can tell how many{more} blocks are lost: {problems} of the problems hide it"
+                "  the number of{more} lost blocks is not known: {problems} of the problems hide it"
             )?;
             match listed_records {
                 0 => writeln!(out)?,

@@ -24,7 +24,7 @@ pub const QUARANTINE: &str = "quarantine";
 const HARMLESS: [&str; 4] = [LOCK, "lost+found", QUARANTINE, UNFINISHED_COPY];
 /// The local socket of a server that has the store open, or had.
 const SOCKET: &str = "kvarts.sock";
-/// What a store in use holds a lock on: a plain file, or nobody can tell whether it is in use.
+/// The file that a store in use holds a lock on. It must be a plain file: otherwise use cannot be seen.
 const LOCK: &str = "lock";
 /// Names of stray files that a report shows.
 const STRAYS_SHOWN: usize = 3;

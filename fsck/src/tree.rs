@@ -22,11 +22,11 @@ pub enum Stem {
     Branch,
     /// A block that is not here.
     Absent,
-    /// Nobody knows: flat pages.
+    /// Not known: flat pages.
     Unknown,
 }
 
-/// Blocks that follow each other without a fork, or all pages of a namespace that nobody says follow anything.
+/// Blocks that follow each other without a fork, or all pages of a namespace without known parents.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct Branch {
     /// Branches above it.

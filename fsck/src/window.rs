@@ -46,7 +46,7 @@ pub type Fault = (u64, u64);
 pub struct Window<'a> {
     file: &'a dyn DiskFile,
     tally: &'a Tally,
-    /// Where the file ends for whoever reads it, zeros included.
+    /// Where the file ends for its readers, zeros included.
     end: u64,
     buffer: Aligned,
     /// Where the buffer's first byte lies in the file, a multiple of a page.
@@ -85,11 +85,6 @@ impl<'a> Window<'a> {
     /// Where the device gave nothing, in the order met.
     pub fn faults(&self) -> &[Fault] {
         &self.faults
-    }
-
-    /// Whether any page of this range could not be read.
-    pub fn is_faulty(&self, from: u64, to: u64) -> bool {
-        self.faults.iter().any(|&(start, end)| start < to && from < end)
     }
 
     /// The bytes from `offset` on, a multiple of a page: `len` of them, or fewer at the end.
@@ -273,6 +268,5 @@ mod tests {
         assert_eq!(bytes[5 * 4096..], content[5 * 4096..]);
         assert!(bytes[3 * 4096..5 * 4096].iter().all(|byte| *byte == UNREADABLE));
         assert_eq!(window.faults(), [(3 * 4096, 5 * 4096)]);
-        assert!(window.is_faulty(4 * 4096, 4 * 4096 + 1) && !window.is_faulty(5 * 4096, 6 * 4096));
     }
 }

@@ -64,7 +64,7 @@ pub(crate) fn run(arguments: &ConfigArgs, out: &mut dyn Write) -> Result<(), Fai
 
 fn doors(config: &Config) -> String {
     match &config.gate {
-        Gate::Open(_) => "open to whoever reaches it".to_owned(),
+        Gate::Open(_) => "open to everyone who can reach it".to_owned(),
         Gate::Tokens(tokens) => format!("{} tokens", tokens.len()),
     }
 }

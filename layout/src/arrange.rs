@@ -188,19 +188,14 @@ impl RunLayout {
         &self.parts
     }
 
-    /// Canonical index of a layer's first part and the layer's parts, or `None` past the last layer.
+    /// Canonical index of a layer's first part and the layer's parts, or `None` past the last layer: a block's digests lie in
+    /// the order of canonical indices.
     pub fn layer_parts(&self, layer: u32) -> Option<(u32, &[PartPlace])> {
         let at = usize::try_from(layer).ok()?;
         let first = *self.first_parts.get(at)?;
         let end = *self.first_parts.get(at.checked_add(1)?)?;
         let range = usize::try_from(first).ok()?..usize::try_from(end).ok()?;
         Some((first, self.parts.get(range)?))
-    }
-
-    /// Canonical index of a part within its block: the block's digests lie in this order.
-    pub fn part_index(&self, layer: u32, part: u32) -> Option<u32> {
-        let (first, parts) = self.layer_parts(layer)?;
-        (usize::try_from(part).ok()? < parts.len()).then(|| first.saturating_add(part))
     }
 
     /// The layer of the part with this canonical index.

@@ -4,7 +4,7 @@
 //! - a chunk whose stored length equals its own length is stored as it is; a stored length is never zero and never
 //!   greater than the chunk's own, so decoding writes into memory whose size the model's shape decides, and a stored
 //!   chunk that would decode to more or fewer bytes is refused;
-//! - digests are over canonical bytes: whoever decodes verifies afterwards.
+//! - digests are over canonical bytes: they are verified after decoding.
 //!
 //! 16-bit numbers are split into byte planes first: all low bytes, then all high bytes, then the last byte of an odd
 //! length. The high bytes (sign and exponent) of neighbours are alike; level 1 is smaller and faster than level 3 on

@@ -58,7 +58,7 @@ impl fmt::Display for Coordinate {
     }
 }
 
-/// Why a state cannot be split over so many ranks.
+/// Why a state cannot be split over a number of ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TpError {
     /// No ranks.

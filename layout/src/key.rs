@@ -247,7 +247,7 @@ impl std::error::Error for ForeignKeyError {}
 impl BlockKey {
     /// The key of a block that an engine named itself. Thirty-two bytes are kept as they are; any other number
     /// up to [`MAX_FOREIGN_KEY_BYTES`] is mapped by `BLAKE3(FOREIGN_DOMAIN | length: u32 LE | bytes)`; none is
-    /// refused. Text is taken as its bytes: whoever means the 32 bytes behind 64 digits decodes them first. A
+    /// refused. Text is taken as its bytes: to mean the 32 bytes behind 64 digits, decode them first. A
     /// group, rank or model name within the engine's key belongs into its own field before this is called.
     pub fn from_foreign(bytes: &[u8]) -> Result<Self, ForeignKeyError> {
         if let Ok(kept) = <[u8; 32]>::try_from(bytes) {

@@ -1,7 +1,7 @@
 //! Bugs that are planted on purpose, so that the fault campaign can show that it finds them.
 //!
 //! [`planted!`](crate::planted!) stands where a bug would be: `if planted!("name")`. Without the feature `planted` it
-//! is the word `false`, and no program that anybody runs is built with that feature. With it, a bug is planted for one
+//! is the word `false`, and no released program is built with that feature. With it, a bug is planted for one
 //! thread at a time, by name: the simulation runs whole stores on one thread, so campaigns on others stay sound.
 //!
 //! The bugs are listed in `docs/FAULT_MODEL.md` with the row of the campaign that must find each; a test compares that

@@ -44,7 +44,8 @@ _COUNTERS = {
     "layers": ("vllm:kvarts_layers", "Layers of loads that the forward pass was given."),
     "early": ("vllm:kvarts_early_layers", "Of these, layers that were given before the last layer of their load had been read."),
 }
-_FAILED = ("vllm:kvarts_failed_blocks", "Blocks that were not stored, found or loaded for another reason than that they are not there.")
+_FAILED = "vllm:kvarts_failed_blocks"
+_FAILED_TEXT = "Blocks that were not stored, found or loaded for another reason than that they are not there."
 
 
 class Plan:
@@ -185,7 +186,7 @@ class PromMetrics(KVConnectorPromMetrics):
         self._counters = {
             what: self._counter_cls(name=name, documentation=text, labelnames=labelnames) for what, (name, text) in _COUNTERS.items()
         }
-        self._failed = self._counter_cls(name=_FAILED[0], documentation=_FAILED[1], labelnames=[*labelnames, "reason"])
+        self._failed = self._counter_cls(name=_FAILED, documentation=_FAILED_TEXT, labelnames=[*labelnames, "reason"])
 
     def observe(self, transfer_stats_data, engine_idx=0):
         values = self.per_engine_labelvalues[engine_idx]
@@ -305,10 +306,13 @@ class _Side:
             self._pages = self.plan.pages(client, self._rank)
 
     def close(self):
-        self._link.stop()
-        if self._pages is not None:
-            self._pages.close(self.plan.timeout)
-        self._link.close(self.plan.timeout)
+        try:
+            self._link.stop()
+            if self._pages is not None:
+                self._pages.close(self.plan.timeout)
+            self._link.close(self.plan.timeout)
+        except kvarts.Error as error:
+            logger.warning("kvarts: %s", error)
 
 
 class _Asked:
@@ -316,7 +320,7 @@ class _Asked:
 
     def __init__(self, first, count):
         self.first, self.count = first, count
-        self.found = None
+        self.found = self.failed = None  # blocks, and why it has no answer: written by the thread of the link
 
 
 class _Known:
@@ -348,7 +352,12 @@ class Finder(_Side):
         if asked is None or (asked.first, asked.count) != (first, last - first):
             asked = self._asked[request.request_id] = _Asked(first, last - first)
             self._ask(asked, self.plan.keys(request, first, last))
-        return None if asked.found is None else asked.found * self.plan.block_tokens
+        if asked.found is None:
+            return None
+        if asked.failed is not None:
+            self.stats.add("failed", asked.count, asked.failed)
+            asked.failed = None
+        return asked.found * self.plan.block_tokens
 
     def _ask(self, asked, keys):
         def ask(client):
@@ -358,7 +367,7 @@ class Finder(_Side):
             self._link.answered()
 
         def failed(error):
-            self.stats.add("failed", len(keys), getattr(error, "reason", type(error).__name__))
+            asked.failed = getattr(error, "reason", type(error).__name__)
             asked.found = 0
 
         self._link.do(ask, failed)

@@ -9,10 +9,10 @@ try:
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-    from kvarts.vllm_layers import KvartsLayers
 except ImportError:
-    KvartsLayers = None
+    KVConnectorRole = None
+else:
+    from kvarts.vllm_layers import KvartsLayers
 
 from served import Server
 
@@ -37,8 +37,8 @@ def configuration(server, names=NAMES, heads=HEADS, width=WIDTH, tp=1, rank=0, k
     config = SimpleNamespace(speculative_config=None)
     for part, values in parts.items():
         setattr(config, part, SimpleNamespace(**values))
-    kind = kind or FullAttentionSpec
-    spec = kind(block_size=TOKENS, num_kv_heads=heads, head_size=width, dtype=torch.bfloat16, **({"sliding_window": 64} if kind is not FullAttentionSpec else {}))
+    sizes = dict(block_size=TOKENS, num_kv_heads=heads, head_size=width, dtype=torch.bfloat16)
+    spec = kind(**sizes, sliding_window=64) if kind else FullAttentionSpec(**sizes)
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=list(names))
     return config, SimpleNamespace(kv_cache_groups=[group], hash_block_size=TOKENS, kv_cache_layout="LBNHC")
 
@@ -162,7 +162,7 @@ class Engine:
                 counts[name] = counts.get(name, 0) + count
 
 
-@unittest.skipIf(KvartsLayers is None, "vLLM is not installed")
+@unittest.skipIf(KVConnectorRole is None, "vLLM is not installed")
 class Layers(unittest.TestCase):
     def setUp(self):
         self.server = Server()
@@ -321,7 +321,7 @@ class Layers(unittest.TestCase):
         ]
         for what, changes in refused:
             with self.assertRaisesRegex(ValueError, what):
-                KvartsLayers(*[part for part in self.made(changes)])
+                KvartsLayers(*self.made(changes))
 
     def made(self, changes):
         config, cache = configuration(self.server, **changes)

@@ -20,6 +20,8 @@ extern crate self as kvarts_store;
 
 #[path = "../../store/src/api/mod.rs"]
 pub mod api;
+#[path = "../../store/src/driver/mod.rs"]
+pub mod driver;
 #[path = "../../store/src/engine/mod.rs"]
 pub mod engine;
 #[path = "../../store/src/error.rs"]

@@ -1,4 +1,4 @@
-//! The scrubber: reads what nobody asks for, so that damage is found before somebody does.
+//! The scrubber: reads all blocks in the background, so that damage is found before a client meets it.
 //!
 //! A run goes through a snapshot of the store, reads block after block in the lowest class with every digest
 //! compared, and reports. What is damaged the engine itself makes a miss, as it does on any read; a scrubbed block

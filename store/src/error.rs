@@ -5,7 +5,10 @@
 
 use std::fmt;
 
+use kvarts_layout::codec::CodecError;
 use kvarts_layout::{BlockKey, NamespaceId};
+
+use crate::io::IoError;
 
 /// What the caller must do.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -121,8 +124,8 @@ pub enum Reason {
         /// What was found.
         what: String,
     },
-    /// The device would not give the bytes.
-    Media(String),
+    /// The device would not give the bytes, or another step on their way failed.
+    Media(MediaError),
     /// A fault latched the store: it is read-only.
     Latched(String),
     /// The directory cannot be used as a store.
@@ -277,9 +280,77 @@ impl fmt::Display for Error {
     }
 }
 
-impl std::error::Error for Reason {}
+impl std::error::Error for Reason {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Media(cause) => cause.source(),
+            _ => None,
+        }
+    }
+}
 
-impl std::error::Error for Error {}
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source()
+    }
+}
+
+/// Why bytes could not be had.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum MediaError {
+    /// An operation of a device failed.
+    Io(Box<IoError>),
+    /// A stored chunk could not be encoded or decoded.
+    Codec(CodecError),
+    /// A server, or the connection to it, gave this cause.
+    Remote(String),
+}
+
+impl fmt::Display for MediaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Io(cause) => cause.fmt(f),
+            Self::Codec(cause) => cause.fmt(f),
+            Self::Remote(cause) => f.write_str(cause),
+        }
+    }
+}
+
+impl std::error::Error for MediaError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Io(cause) => Some(&**cause),
+            Self::Codec(cause) => Some(cause),
+            Self::Remote(_) => None,
+        }
+    }
+}
+
+impl From<IoError> for Reason {
+    fn from(cause: IoError) -> Self {
+        Self::Media(MediaError::Io(Box::new(cause)))
+    }
+}
+
+impl From<CodecError> for Reason {
+    fn from(cause: CodecError) -> Self {
+        Self::Media(MediaError::Codec(cause))
+    }
+}
+
+impl Reason {
+    /// A fault of a server, or of the connection to it, in its words.
+    pub fn remote(cause: impl Into<String>) -> Self {
+        Self::Media(MediaError::Remote(cause.into()))
+    }
+}
+
+/// The code rules this state out: a debug build stops here. A release does what the caller does next, which must not
+/// announce bytes that were not proven.
+#[cold]
+pub(crate) fn broken_invariant(what: &str) {
+    debug_assert!(false, "{what}");
+}
 
 /// Where a record lies. No record lies where the header of its segment does: a client is not told where.
 fn place(segment: u32, offset: u64) -> String {
@@ -301,6 +372,16 @@ mod tests {
         assert!(unplaced.contains("the server's log") && !unplaced.contains("segment"), "{unplaced}");
         assert_eq!(Error(Reason::NoSpace).kind(), Kind::Refused);
         assert_eq!(Error(Reason::Quota { limit: 1, wanted: 2 }).kind(), Kind::Refused);
-        assert_eq!(Error(Reason::Media(String::new())).kind(), Kind::Miss);
+        assert_eq!(Error(Reason::remote("")).kind(), Kind::Miss);
+    }
+
+    #[test]
+    fn a_fault_of_a_device_has_its_cause_as_its_source() {
+        use std::error::Error as _;
+        let reason = Reason::from(IoError::out_of_memory(9));
+        assert!(reason.source().is_some_and(|source| source.is::<IoError>()));
+        assert!(Error(reason.clone()).source().is_some() && reason.to_string().contains("9 bytes"));
+        assert!(Reason::from(CodecError::NoMemory).source().is_some());
+        assert!(Reason::remote("").source().is_none() && Reason::NoSpace.source().is_none());
     }
 }

@@ -6,6 +6,7 @@
 
 pub mod api;
 pub mod batch;
+pub mod driver;
 pub mod engine;
 pub mod error;
 pub mod events;

@@ -4,7 +4,7 @@
 //!
 //! Correctness never rests on a fingerprint alone. It says where a block *should* be; the reader compares the
 //! whole key with the one in the record's header, and a difference is a miss. So a collision costs a block its
-//! place in the cache and never gives anybody other bytes.
+//! place in the cache and never gives a reader other bytes.
 //!
 //! How often: the hash is two independently keyed halves, each a sum of products of key-offset words (NH,
 //! which collides for two given inputs with probability 2^-64) reduced by a strongly universal
@@ -33,7 +33,7 @@ impl fmt::Display for RecordId {
 /// 96 bits that stand for one index key of one store.
 ///
 /// Two different keys share one with probability at most 2^-94 over the choice of the store's seed, also when
-/// somebody who does not know the seed chooses the keys.
+/// the keys are chosen by someone who does not know the seed.
 ///
 /// Ordered by its bits, most significant first; the first ones choose the partition of the index.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]

@@ -89,7 +89,7 @@ pub trait Runtime {
     /// For the one task that drains the executor's mailbox.
     fn unparked(&self) -> LocalTask;
     /// Registers what reaps this executor's completions, in place of an earlier one. Without one the executor
-    /// sleeps and wakes as usual, and nobody reaps.
+    /// sleeps and wakes as usual, and completions are not reaped.
     fn set_reaper(&self, reaper: Reaper);
     /// The clock.
     fn clock(&self) -> &Arc<dyn Clock>;

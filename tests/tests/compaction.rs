@@ -55,7 +55,7 @@ struct Run {
     struck: u64,
     /// Blocks had been evicted: the ledger cannot know which.
     evicted: bool,
-    /// Segments that were written anew.
+    /// Segments that were rewritten.
     recycled: u64,
 }
 

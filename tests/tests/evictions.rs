@@ -306,7 +306,7 @@ fn a_store_that_is_full_for_long_keeps_its_books_its_files_and_its_memory() {
     }
 }
 
-/// A hole ends a segment's file; one that is emptied as a whole is written anew. A disk that is fast writes its budget in
+/// A hole ends a segment's file; one that is emptied as a whole is rewritten. A disk that is fast writes its budget in
 /// a few seconds, so that the blocks of several segments are equally old.
 #[test]
 fn a_store_that_is_written_round_and_round_empties_whole_segments_and_makes_no_holes() {

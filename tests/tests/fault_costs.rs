@@ -234,7 +234,7 @@ fn a_device_that_fails_writes_everywhere_is_told_of_until_it_takes_them_again() 
 #[test]
 fn asking_a_device_whether_it_takes_writes_again_overwrites_nothing_that_may_come_back() {
     let (world, stage) = open(12, 3 << 20);
-    // Without holes, segments are emptied as a whole and written anew.
+    // Without holes, segments are emptied as a whole and rewritten.
     world.disk().inject(from_now_on(OpKind::Punch, 95));
     let desk = Desk::new(&stage, "coming back");
     assert_eq!(fill(&desk, 0..150), vec![BlockOutcome::Stored; 150]);

@@ -382,5 +382,5 @@ fn a_segment_that_is_as_it_was_before_it_was_written_anew_is_repaired_once_and_f
         expect_repaired(&damaged, &whole, &path);
         cases += 1;
     }
-    assert!(cases > 2, "{cases} segments were written anew");
+    assert!(cases > 2, "{cases} segments were rewritten");
 }

@@ -136,7 +136,7 @@ fn a_tile_with_a_block_that_was_deleted_or_put_anew_or_moved_is_not_given() {
         assert!(!kept.is_given(&stage, &desk, order), "deleted");
         assert!(Kept::read(&stage, &desk, order).is_none(), "a tile without a block is none to keep");
         desk.store(pages(), &gone, 2, Layout::LayerBlock);
-        assert!(!kept.is_given(&stage, &desk, order), "put anew");
+        assert!(!kept.is_given(&stage, &desk, order), "put again");
         let kept = Kept::read(&stage, &desk, order).unwrap();
         assert!(kept.is_given(&stage, &desk, order));
         let options =
@@ -148,7 +148,7 @@ fn a_tile_with_a_block_that_was_deleted_or_put_anew_or_moved_is_not_given() {
     }
 }
 
-/// Everything is deleted and put again in the same order, until segments are written anew and blocks lie where they lay.
+/// Everything is deleted and put again in the same order, until segments are rewritten and blocks lie where they lay.
 #[test]
 fn a_tile_is_not_given_of_a_segment_that_was_written_anew_with_the_same_blocks_of_others() {
     let stage = open(768 << 10);

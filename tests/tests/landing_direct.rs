@@ -511,7 +511,7 @@ fn a_copy_back_that_is_cut_short_sends_its_layer_through_the_arena_and_ends_noth
     until("all is given back", || device.in_use() == InUse::default());
 }
 
-/// Layers of a block that was put anew by another producer since it was lent would be a mix with those that came straight.
+/// Layers of a block that was put again by another producer since it was lent would be a mix with those that came straight.
 #[test]
 fn what_comes_through_the_arena_is_the_production_that_was_lent_or_nothing() {
     let site = Site::new("straight-origins");

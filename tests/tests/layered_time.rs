@@ -144,7 +144,7 @@ fn whoever_waits_for_a_layer_that_is_never_written_is_told_at_the_deadline() {
     assert_eq!((after.claims, after.promised), (0, 0));
 }
 
-/// Puts and deletes until the oldest segments have been written anew several times over; gives how many deletes there
+/// Puts and deletes until the oldest segments have been rewritten several times over; gives how many deletes there
 /// were, and the most tombstones that a checkpoint left.
 fn churn(stage: &SimStage, ledger: &RefCell<Ledger>) -> (u64, u64) {
     let (mut deletes, mut most) = (0, 0);

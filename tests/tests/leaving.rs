@@ -95,7 +95,7 @@ fn a_tombstone_outlives_its_segment_while_an_older_record_may_come_back_and_no_l
                 assert_eq!(outcomes, [DeleteOutcome::Deleted]);
             }
         }
-        // Long enough that every other segment is written anew several times.
+        // Long enough that every other segment is rewritten several times.
         put_each(&other, &other.keys(100..220));
         let recycled = stage.engine().stats().counts.segments_recycled;
         assert!(recycled > 30, "{recycled}");

@@ -131,7 +131,7 @@ fn a_block_that_was_put_anew_between_two_tiles_of_a_read_is_missed_and_never_mix
                 assert_eq!(tiled.announced.first(), Some(&(BLOCKS as u32)));
             }
             Order::Blocks => {
-                // Of the first a layer had come before it was put anew; the second is read as it is now.
+                // Of the first a layer had come before it was put again; the second is read as it is now.
                 assert_eq!(end.failures, [(0, Reason::NotHere(gone[0]))]);
                 assert_eq!(tiled.announced, (1..BLOCKS as u32).collect::<Vec<_>>());
                 for block in 1..BLOCKS as u32 {

@@ -17,7 +17,7 @@ use super::fault::{Fault, Outcome};
 use super::limits::PARTS_MAX;
 use crate::proto;
 
-/// The contract's codec. What a server answers is decoded as it is: whoever asks knows whom.
+/// The contract's codec. A server's answers are decoded as they are: the client knows the server.
 #[derive(Clone, Debug)]
 pub struct Bounded<T, U>(PhantomData<(T, U)>);
 

@@ -73,7 +73,7 @@ impl Fault {
         Self { code: fault.code, detail: Box::new(detail) }
     }
 
-    /// Nobody knows who is calling.
+    /// The caller is not known.
     pub fn unauthenticated(what: impl Into<String>) -> Self {
         let (kind, reason) = (proto::Kind::Refused, proto::Reason::Denied);
         Self::new(Code::Unauthenticated, kind, reason, what)
@@ -192,7 +192,7 @@ pub fn detail(reason: &Reason) -> proto::Error {
         Reason::OutOfBounds => R::OutOfBounds,
         Reason::DeadlineInPast => R::DeadlineInPast,
         Reason::DeadlinePassed => R::DeadlinePassed,
-        // Where in the log a block lies would tell how much everybody else writes: that stands in the server's log alone.
+        // Where in the log a block lies would tell how much other tenants write: that stands in the server's log alone.
         Reason::Digest { expected, found, .. } => {
             error.message = "the block is damaged: its bytes do not match their digest".to_owned();
             of_numbers(&mut error, u64::from(*expected), u64::from(*found), R::Digest)
@@ -201,7 +201,7 @@ pub fn detail(reason: &Reason) -> proto::Error {
             error.message = format!("the block is damaged: {what}");
             of_text(&mut error, what, R::Header)
         }
-        Reason::Media(what) => of_text(&mut error, what, R::Media),
+        Reason::Media(cause) => of_text(&mut error, &cause.to_string(), R::Media),
         Reason::Latched(what) => of_text(&mut error, what, R::Latched),
         Reason::Config(what) => of_text(&mut error, what, R::Config),
         Reason::Denied(what) => of_text(&mut error, what, R::Denied),
@@ -293,7 +293,7 @@ pub fn reason(error: &proto::Error) -> Reason {
             Reason::Digest { shard: 0, segment, offset, expected, found }
         }
         R::Header => Reason::Header { shard: 0, segment: error.segment, offset: error.offset, what: what() },
-        R::Media | R::DamagedOnTheWay => Reason::Media(what()),
+        R::Media | R::DamagedOnTheWay => Reason::remote(what()),
         R::Latched => Reason::Latched(what()),
         R::Denied => Reason::Denied(what()),
         R::Deleted => Reason::Deleted,
@@ -323,7 +323,7 @@ fn counted(what: &str) -> &'static str {
 
 fn of_kind(kind: proto::Kind, what: String) -> Reason {
     match kind {
-        proto::Kind::Miss | proto::Kind::Corrupt => Reason::Media(what),
+        proto::Kind::Miss | proto::Kind::Corrupt => Reason::remote(what),
         proto::Kind::Retry | proto::Kind::Unspecified => Reason::Busy("the server could not answer now"),
         proto::Kind::Refused => Reason::Denied(what),
         proto::Kind::Invalid => Reason::Config(what),
@@ -350,12 +350,12 @@ pub fn reason_of(status: &Status) -> Reason {
     }
     let text = || format!("{}: {}", status.code(), status.message());
     match status.code() {
-        Code::NotFound => Reason::Media(text()),
+        Code::NotFound => Reason::remote(text()),
         Code::DeadlineExceeded => Reason::DeadlinePassed,
         Code::InvalidArgument | Code::OutOfRange | Code::Unimplemented => Reason::Config(text()),
         Code::Unauthenticated | Code::PermissionDenied | Code::ResourceExhausted => Reason::Denied(text()),
         Code::FailedPrecondition => Reason::Latched(text()),
-        Code::DataLoss => Reason::Media(text()),
+        Code::DataLoss => Reason::remote(text()),
         _ => Reason::Busy("the server cannot be reached"),
     }
 }
@@ -395,7 +395,7 @@ mod tests {
             Reason::DeadlinePassed,
             Reason::Digest { shard: 0, segment: 1, offset: 4096, expected: 5, found: 6 },
             Reason::Header { shard: 0, segment: 1, offset: 4096, what: text() },
-            Reason::Media(text()),
+            Reason::remote(text()),
             Reason::Latched(text()),
             Reason::Config(text()),
             Reason::Denied(text()),
@@ -452,7 +452,7 @@ mod tests {
         let refused = |at: u32| match at % 3 {
             0 => Reason::Busy("a refusal of a length that is usual for them"),
             1 => Reason::Duplicate(key(at)),
-            _ => Reason::Media(text.clone()),
+            _ => Reason::remote(text.clone()),
         };
         let outcomes =
             (0..all).map(|at| kvarts_store::api::BlockOutcome::Refused(refused(at))).collect::<Vec<_>>();

@@ -25,7 +25,7 @@ pub const LARGE_WAITING: usize = 256;
 pub const LARGE_RATE: u64 = 256 << 10;
 /// That while.
 pub const LARGE_GRACE: Duration = Duration::from_secs(5);
-/// The most bytes of a message of health or reflection: nobody is asked for a token before it is received.
+/// The most bytes of a message of health or reflection: it is received before any token is asked for.
 pub const OPEN_CALL_BYTES_MAX: usize = 4 << 10;
 /// How long a call of health or reflection may go on without a byte from its client while it expects one.
 pub const OPEN_CALL_SILENCE: Duration = Duration::from_secs(60);
@@ -36,13 +36,13 @@ pub const OPEN_CALLS_MAX: usize = 4;
 pub const STRANGERS_BYTES_MAX: usize = 256 << 10;
 /// How long a connection is safe from making room for others while no call on it was let in.
 pub const STRANGERS_GRACE: Duration = Duration::from_secs(1);
-/// Look-ups of up to so many entries (keys times coordinates) are done at once, larger ones when it is their tenant's turn.
+/// Look-ups of up to this many entries (keys times coordinates) are done at once, larger ones when it is their tenant's turn.
 pub const LIGHT_ENTRIES: usize = 8192;
 /// Those that are done at a time for each tenant, and beside these for all.
 pub const HEAVY_AT_ONCE: u64 = 1;
 /// Those that wait for that.
 pub const HEAVY_WAITING: usize = 1024;
-/// Watchers of events that one tenant may have: each looks at all of everybody's.
+/// Watchers of events that one tenant may have: each looks at the events of all tenants.
 pub const WATCHERS_MAX: usize = 16;
 /// The most keys of one request: the engine's own limit.
 pub const KEYS_MAX: usize = kvarts_store::api::MAX_REQUEST_BLOCKS;
@@ -54,7 +54,7 @@ pub const PUT_PIECE_BYTES: u64 = 8 << 20;
 pub const PUT_PIECES_UNDER_WAY: usize = 2;
 /// Bytes of a read that are fetched at once, by one that is alone.
 pub const TILE_BYTES: u64 = 4 << 20;
-/// The same where memory is scarce or many read: whoever takes less leaves more for others.
+/// The same where memory is scarce or many read: smaller tiles leave more for others.
 pub const SMALL_TILE_BYTES: u64 = 1 << 20;
 /// Tiles that a read which is alone has under way while one is sent.
 pub const TILES_AHEAD: usize = 2;
@@ -113,7 +113,7 @@ pub const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
 pub const UPLOAD_STREAM_WINDOW_BYTES: u32 = 2 << 20;
 /// The same for a connection.
 pub const UPLOAD_CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
-/// Puts that take bytes at a time: one for each so many bytes of the memory of requests.
+/// Puts that take bytes at a time: one for each of this many bytes of the memory of requests.
 pub const MEMORY_PER_PUT: u64 = 4 << 20;
 /// Puts that wait for that. Their clients may have sent a window each.
 pub const PUTS_WAITING: usize = 256;

@@ -10,8 +10,9 @@ use std::time::Instant;
 use clap::Args;
 use kvarts_simulator::disk::{Distinct, Happened, IdealHits, LruHits, Machine, MemoryIo, Replay, Settings};
 use kvarts_simulator::trace::{Request, Trace};
+use kvarts_store::driver::Metrics;
 use kvarts_store::engine::{EvictionPolicy, Store};
-use kvarts_store::io::{Io, IoFacts, Metrics};
+use kvarts_store::io::{Io, IoFacts};
 
 use crate::report::Report;
 use crate::setup::progress;

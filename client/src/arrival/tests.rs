@@ -223,7 +223,7 @@ fn a_message_that_is_changed_lost_doubled_or_from_elsewhere_ends_the_read() {
                 expect_damaged("swapped", &with(&|all| all.swap(at, at + 1)), at);
             }
         }
-        // Answers to what was not asked for: each field of the request, and the other call.
+        // Answers to another request: each of its fields changed, and the other call.
         let column = Some(proto::Column { group: 1, coordinate: None });
         let layers = Some(proto::read_request::LayerRange { start: 0, end: 2 });
         let mut keys = asked().keys.to_vec();

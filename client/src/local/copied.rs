@@ -32,7 +32,7 @@ pub(super) fn fits(shape: &BlockShape) -> bool {
 /// A server's reads into windows as where tiles come from.
 struct LinkTiles {
     inner: Arc<Inner>,
-    /// Not asked for anew on the way: making a connection waits, and may need the thread that this runs on.
+    /// Not asked for again on the way: making a connection waits, and may need the thread that this runs on.
     link: Arc<Link>,
     request: ReadRequest,
     shape: Arc<BlockShape>,
@@ -70,7 +70,7 @@ impl TileSource for LinkTiles {
         };
         let places = inner.places(&request.into, shape, &tile.layers);
         let places = places.ok_or(Reason::Bug("a window that is not shared"))?;
-        // Whoever reads tile by tile looks at the time himself.
+        // A reader of tiles looks at the time itself.
         let timeout = (inner.timeout_us(request.deadline), None);
         let part = Part { origins: Arc::clone(origins), first: tile.blocks.start };
         let (sink, stream) = read_channel();
@@ -81,7 +81,7 @@ impl TileSource for LinkTiles {
 
 /// Why a read stops before its last tile.
 enum Stop {
-    /// Nobody waits for it any more.
+    /// No caller waits for it any more.
     Gone,
     /// The deadline passed: what was announced is what there is.
     Late,
@@ -124,7 +124,7 @@ pub(super) async fn read(
     let deadline = source.request.deadline;
     let clock = Arc::clone(&source.inner.remote.clock);
     let mut read = TiledRead::new(source, shape, order, layers, blocks);
-    // Whoever does not wait any more is not written to any more: a copy is never cut short.
+    // Memory of a caller that waits no longer is not written to any more: a copy is never cut short.
     let copied = tokio::select! {
         copied = copy_all(&mut read, &link, (order, &into), &sink) => copied,
         () = super::passed(&*clock, deadline) => Err(Stop::Late),
@@ -165,7 +165,7 @@ async fn copy_all(
             let next = read.next_tile(TILE_BYTES);
             let next = next.filter(|tile| is_apart(tile, order, layers, origins));
             let Some(tile) = next else { break };
-            // Only what nobody else waits for.
+            // Only what no other caller waits for.
             let Some(memory) = windows.try_take(bytes_of(&tile, read.shape())?) else { break };
             // What is wrong is told when it is this tile's turn.
             if read.grant(tile, memory.share(), ()).is_err() {
@@ -278,7 +278,7 @@ fn piece(request: &PutRequest, first: usize, count: usize, from: Placed) -> PutR
     }
 }
 
-/// Waits for the oldest pieces until so many are left.
+/// Waits for the oldest pieces until `left` are left.
 async fn take(
     under_way: &mut VecDeque<Piece>,
     left: usize,

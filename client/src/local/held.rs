@@ -3,9 +3,9 @@
 //! A disk that was told to write into memory does so, late or not, whatever became of the connection or of the server. So
 //! time alone never gives such memory back. First the server's side of the connection has to be closed: from then on only
 //! disks write that had begun. Then their pages are taken out of the files that the memory lies in (disks write whole pages,
-//! and what was announced is left as it is), and what is written late belongs to nobody. Where pages must stay what they
+//! and what was announced is left as it is), and late writes go to unreachable memory. Where pages must stay what they
 //! are, because a driver knows them or they are the engine's own, and where the kernel cannot take them out, the server is
-//! asked whether anybody may still write. One that has started anew does not know: then the memory is kept.
+//! asked whether a device may still write. A restarted server does not know: then the memory is kept.
 
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
@@ -52,7 +52,7 @@ impl Held {
         let (mut ranges, mut stays) = (BTreeMap::<u64, Vec<Range<u64>>>::new(), false);
         for chunk in reading.unannounced() {
             let region = chunk.region();
-            // What windows had is used by nobody any more.
+            // Memory of windows is not used any more.
             let mode = reading.files.iter().find(|(id, ..)| *id == region.id()).map(|(_, mode, _)| *mode);
             match mode {
                 Some(Mode::Copied) => {}
@@ -74,15 +74,15 @@ impl Held {
         Self { reading, pages, stays }
     }
 
-    /// Takes out what can be; whether nobody can write to what is left.
+    /// Takes out what can be. True if what is left is not written to any more.
     fn is_free(&mut self) -> bool {
         self.pages.retain(|(file, range)| !shared::replace(file, range.clone()).unwrap_or_default());
         self.pages.is_empty() && !self.stays
     }
 }
 
-/// Keeps the memory of reads until nobody can write to it. `promised` if the server's side ended every other way to it;
-/// `count` is told how many bytes are kept; `settled` asks a server that knows, or says that nobody will ever (none).
+/// Keeps the memory of reads until it cannot be written to. `promised` if the server's side ended every other way to it;
+/// `count` is told how many bytes are kept; `settled` asks a server that knows, or says that none will ever know (none).
 pub(super) fn keep(
     readings: Vec<Reading>,
     promised: bool,
@@ -110,7 +110,7 @@ pub(super) fn keep(
                 count(0);
                 return held.into_iter().for_each(|one| one.reading.released());
             }
-            // Nobody will know: what cannot be taken out stays as it is for as long as this process lasts.
+            // No server will know: what cannot be taken out stays as it is for as long as this process lasts.
             None if held.iter().all(|one| one.stays || !promised) => {
                 let _kept = ManuallyDrop::new(held);
                 return;

@@ -1,7 +1,7 @@
 //! A pair of connections to a server: one for calls that are answered at once, one for reads and puts.
 //!
-//! Their answers are taken in by one thread at a time: by a caller that blocks on its own answer, so that it needs nobody
-//! to wake it, or by a thread of the link's where somebody waits who cannot, a future or a queue. Whoever leaves while
+//! Their answers are taken in by one thread at a time: by a caller that blocks on its own answer, so that it needs no other
+//! to wake it, or by a thread of the link's where a future or a queue waits, which cannot. A caller that leaves while
 //! requests are under way calls that thread; when none are, it sleeps, and looks now and then.
 
 use std::collections::BTreeMap;
@@ -41,7 +41,7 @@ pub(super) trait Owner: Send + Sync {
     /// Does something that may wait for the socket.
     fn later(&self, work: Box<dyn FnOnce() + Send>);
 
-    /// Whether the server says that nobody writes to memory of this session any more; nothing if it is another server than
+    /// Whether the server says that memory of this session is not written to any more; nothing if it is another server than
     /// the one of this name, or none that could tell.
     fn is_settled(&self, session: &[u8], instance: &[u8]) -> Option<bool>;
 }
@@ -59,22 +59,22 @@ struct Slot {
 /// A request under way.
 enum Pending {
     Read(Box<Reading>),
-    /// A put of so many blocks, whose memory is kept from being used again until it is answered. Nobody waits for it any more
+    /// A put and its number of blocks, whose memory is kept from being used again until it is answered. No caller waits for it
     /// once its deadline has passed.
     Put(Option<Reply<Result<PutReply, Error>>>, usize, Placed),
-    /// A look-up of so many keys.
+    /// A look-up and its number of keys.
     Look(Reply<Result<ContainsReply, Error>>, usize),
     /// One whose answer brings a descriptor, or not.
     Call(Arc<Slot>, bool),
 }
 
-/// How often the link's thread looks at a connection that nobody waits for.
+/// How often the link's thread looks at a connection that no caller waits for.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Whose turn it is to take in what arrives.
 #[derive(Default)]
 struct Turn {
-    /// Somebody does.
+    /// A caller does.
     taken: bool,
     /// The link's thread is wanted.
     called: bool,
@@ -92,9 +92,9 @@ struct Shared {
     /// Asked for before `pending`, never after it.
     turn: Mutex<Turn>,
     called: Condvar,
-    /// Only for whoever has the turn.
+    /// Only for the holder of the turn.
     inbox: Mutex<Inbox>,
-    /// Wakes whoever takes in, for good.
+    /// Wakes the thread that takes in, for good.
     wake: Arc<OwnedFd>,
     /// This session's name, and the server's.
     session: [u8; 16],
@@ -127,7 +127,7 @@ impl Shared {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a frame, now or soon: nobody waits for room in the socket.
+    /// Sends a frame, now or soon: the caller does not wait for room in the socket.
     fn send(&self, bytes: Vec<u8>, descriptor: Option<&OwnedFd>) -> Result<(), Reason> {
         let sent = self.outbox.send(&self.stream, bytes, descriptor);
         let sent = sent.map_err(|error| self.broke(&error))??;
@@ -152,32 +152,36 @@ impl Shared {
     /// Answers what should have been answered before `now`. What its memory is used for goes on: a put's is read, and a read's
     /// is not released.
     fn late(&self, now: Nanos) {
-        let mut over = Vec::new();
-        self.deadlines().retain(|id, deadline| {
-            let is_over = *deadline < now;
-            if is_over {
-                over.push(*id);
-            }
-            !is_over
-        });
+        let deadlines = self.deadlines();
+        let over = deadlines.iter().filter(|(_, deadline)| **deadline < now);
+        let over: Vec<u64> = over.map(|(id, _)| *id).collect();
+        drop(deadlines);
         for id in over {
             let mut all = self.pending();
-            match all.get_mut(&id) {
-                Some(Pending::Read(reading)) => reading.broken(&Reason::DeadlinePassed, true),
-                Some(Pending::Put(reply, ..)) => {
-                    let reply = reply.take();
-                    drop(all);
-                    // A caller that is gone needs no answer.
-                    let _ = reply.map(|reply| reply.send(Err(Error(Reason::DeadlinePassed))));
+            let late = match all.get_mut(&id) {
+                // Its digests are being compared: it is looked at again afterwards.
+                None => continue,
+                Some(Pending::Read(reading)) => {
+                    reading.broken(&Reason::DeadlinePassed, true);
+                    None
                 }
-                Some(Pending::Look(..)) => {
-                    let late = all.remove(&id);
-                    drop(all);
-                    late.into_iter().for_each(|late| failed(late, &Reason::DeadlinePassed));
+                Some(Pending::Put(reply, blocks, from)) => {
+                    reply.take().map(|reply| Pending::Put(Some(reply), *blocks, from.clone()))
                 }
-                Some(Pending::Call(..)) | None => {}
-            }
+                Some(Pending::Look(..)) => all.remove(&id),
+                Some(Pending::Call(..)) => None,
+            };
+            drop(all);
+            self.deadlines().remove(&id);
+            late.into_iter().for_each(|late| failed(late, &Reason::DeadlinePassed));
         }
+    }
+
+    /// Takes a request out that is answered.
+    fn take_out(&self, id: u64) -> Option<Pending> {
+        let pending = self.pending().remove(&id);
+        self.deadlines().remove(&id);
+        pending
     }
 
     /// Ends the connection: half a frame may have been sent.
@@ -191,7 +195,7 @@ impl Shared {
     /// ended what it did for this session.
     fn end(&self) {
         self.broken.store(true, Ordering::SeqCst);
-        // Whoever takes in is woken; if nobody does, the link's thread clears up.
+        // The thread that takes in is woken; if none does, the link's thread clears up.
         let _ = rustix::io::write(&self.wake, &[1; 8]);
         let _ = self.stream.shutdown(std::net::Shutdown::Write);
         self.call();
@@ -202,7 +206,7 @@ impl Shared {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the turn if nobody has it. Whoever has it calls the link's thread when he leaves, if he must.
+    /// Takes the turn if it is free. Its holder calls the link's thread when it leaves, if it must.
     fn try_turn(&self) -> bool {
         let mut turn = self.turn();
         let free = !turn.taken;
@@ -228,7 +232,7 @@ impl Shared {
         }
     }
 
-    /// Calls the link's thread, unless somebody takes in already, who calls it when he leaves.
+    /// Calls the link's thread, unless a caller takes in already, which calls it when it leaves.
     fn call(&self) {
         let mut turn = self.turn();
         if !turn.taken {
@@ -254,7 +258,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Whether the connection ended while nobody looked. Where something else came, it is taken in first.
+    /// Whether the connection ended unseen. Where something else came, it is taken in first.
     fn look(&self) {
         let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
         match rustix::net::recv(&self.stream, &mut [0; 1], peek) {
@@ -265,7 +269,7 @@ impl Shared {
                 }
                 self.leave();
             }
-            // Whoever takes in sees it.
+            // The thread that takes in sees it.
             _ => {}
         }
     }
@@ -350,7 +354,7 @@ impl Link {
         self.calls.ask(kind, message)
     }
 
-    /// Whether the server says that nobody writes to memory of a session any more: see [`Owner::is_settled`].
+    /// Whether the server says that memory of a session is not written to any more: see [`Owner::is_settled`].
     pub(super) fn is_settled(&self, session: &[u8], instance: &[u8]) -> Option<bool> {
         if instance.is_empty() || self.shared.instance != instance {
             return None;
@@ -391,7 +395,7 @@ impl Link {
         let _ = self.shared.send(frame(Kind::Unshare, self.id(), &message), None);
     }
 
-    /// Begins to read into shared memory. Somebody has to fetch what arrives: see [`Link::bring`].
+    /// Begins to read into shared memory. What arrives must be fetched: see [`Link::bring`].
     pub(super) fn read(
         &self,
         (request, shape, part): (ReadRequest, BlockShape, Option<Part>),
@@ -416,8 +420,8 @@ impl Link {
     /// Sends a request that was noted; one that is refused here is answered with why.
     fn sent(&self, id: u64, frame: Vec<u8>) -> Result<(), Reason> {
         self.shared.send(frame, None).inspect_err(|reason| {
-            let pending = self.shared.pending().remove(&id);
-            // That of a connection that broke is answered by whoever clears up.
+            let pending = self.shared.take_out(id);
+            // That of a connection that broke is answered when it is cleared up.
             pending.into_iter().for_each(|pending| failed(pending, reason));
         })
     }
@@ -428,7 +432,7 @@ impl Link {
         !self.shared.deadlines().is_empty()
     }
 
-    /// Asks which of so many blocks are here; the answer comes between those to reads.
+    /// Asks which of these blocks are here; the answer comes between those to reads.
     pub(super) fn look(
         &self,
         message: &proto::ExistsRequest,
@@ -472,6 +476,7 @@ impl Link {
         let mut all = self.shared.pending();
         if self.shared.is_broken() {
             drop(all);
+            self.shared.deadlines().remove(&id);
             failed(pending, &GONE);
             return Err(GONE);
         }
@@ -522,7 +527,7 @@ fn answered(pending: Pending, body: Bytes, inbox: &mut Inbox) -> io::Result<()> 
             let file = brings.then(|| inbox.descriptors.remove(0));
             answer(&slot, Ok((body, file)));
         }
-        // Of something that nobody waits for.
+        // Of something that no caller waits for.
         Pending::Read(_) => {}
     }
     Ok(())
@@ -549,7 +554,7 @@ fn attend(shared: &Shared) {
         let taken = shared.take_in(&mut || !shared.is_waited_for());
         if let Err(error) = taken {
             shared.broke(&error);
-            // With the turn: nobody takes anything in any more.
+            // With the turn: nothing is taken in any more.
             return ended(shared);
         }
         shared.leave();
@@ -559,6 +564,7 @@ fn attend(shared: &Shared) {
 /// Answers what was under way when the connection ended.
 fn ended(shared: &Shared) {
     let left = std::mem::take(&mut *shared.pending());
+    shared.deadlines().clear();
     let mut held = Vec::new();
     for (_, pending) in left {
         match pending {
@@ -592,13 +598,12 @@ fn decode<M: Message + Default>(body: Bytes) -> io::Result<M> {
 impl Shared {
     /// Takes one frame in. An error ends the connection.
     fn take(&self, head: Head, body: Bytes, inbox: &mut Inbox) -> io::Result<()> {
-        let mut all = self.pending();
         match head.kind {
             Kind::Arrived => {
                 let arrived = decode(body)?;
-                // Taken out meanwhile: verifying takes time.
-                let Some(Pending::Read(mut reading)) = all.remove(&head.id) else { return Ok(()) };
-                drop(all);
+                // Taken out meanwhile: verifying takes time. Its deadline stays noted.
+                let taken = self.pending().remove(&head.id);
+                let Some(Pending::Read(mut reading)) = taken else { return Ok(()) };
                 reading.arrived(&arrived);
                 if reading.is_cancelled()
                     && let (Some(owner), Some(shared)) = (self.owner.upgrade(), self.me.upgrade())
@@ -610,6 +615,7 @@ impl Shared {
             }
             Kind::End => {
                 let end = decode(body)?;
+                let mut all = self.pending();
                 let Some(Pending::Read(reading)) = all.get_mut(&head.id) else { return Ok(()) };
                 reading.end(&end);
                 let damaged: Vec<u32> = reading.damaged().collect();
@@ -622,24 +628,15 @@ impl Shared {
                 }
             }
             Kind::Released => {
-                let done = all.remove(&head.id);
-                drop(all);
-                self.deadlines().remove(&head.id);
-                if let Some(Pending::Read(reading)) = done {
+                if let Some(Pending::Read(reading)) = self.take_out(head.id) {
                     reading.released();
                 }
             }
             Kind::Done => {
-                let done = all.remove(&head.id);
-                drop(all);
-                self.deadlines().remove(&head.id);
-                done.map_or(Ok(()), |done| answered(done, body, inbox))?;
+                self.take_out(head.id).map_or(Ok(()), |done| answered(done, body, inbox))?;
             }
             Kind::Failed => {
-                let pending = all.remove(&head.id);
-                drop(all);
-                self.deadlines().remove(&head.id);
-                if let Some(pending) = pending {
+                if let Some(pending) = self.take_out(head.id) {
                     failed(pending, &wire::reason(body));
                 }
             }

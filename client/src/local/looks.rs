@@ -42,7 +42,7 @@ pub(super) async fn passed(clock: &dyn Clock, deadline: Option<Nanos>) {
     }
 }
 
-/// Ends soon after nobody wants it any more.
+/// Ends soon after it is not wanted any more.
 pub(super) async fn given_up(is: impl Fn() -> bool) {
     while !is() {
         tokio::time::sleep(LOOK).await;
@@ -55,7 +55,7 @@ impl Inner {
         self.here().filter(|link| !link.is_broken())
     }
 
-    /// Sees to it that somebody looks whether a deadline passes. After a request was noted that has one.
+    /// Sees to it that deadlines are looked at. After a request was noted that has one.
     pub(super) fn look(&self, deadline: Option<Nanos>) {
         if deadline.is_some()
             && !self.looks.swap(true, Ordering::SeqCst)
@@ -65,7 +65,7 @@ impl Inner {
         }
     }
 
-    /// The connection that somebody makes: one attempt for all who want it meanwhile.
+    /// The connection that is being made: one attempt for all who want it meanwhile.
     fn soon(&self, windows: bool) -> Made {
         let mut soon = self.soon.lock().unwrap_or_else(PoisonError::into_inner);
         let [plain, with_windows] = &mut *soon;
@@ -117,7 +117,7 @@ async fn look_for_late(inner: Arc<Inner>) {
         let more = inner.here().is_some_and(|link| link.late(now));
         if !more {
             inner.looks.store(false, Ordering::SeqCst);
-            // What was noted since then has seen that somebody looks.
+            // What was noted since then has seen that a thread looks.
             let began = inner.here().is_some_and(|link| link.late(now));
             if !began || inner.looks.swap(true, Ordering::SeqCst) {
                 return;
@@ -188,7 +188,7 @@ pub(super) async fn read(
             // What cannot be sent is answered with why.
             let _ = link.read((request, shape, None), places, timeouts, sink);
             inner.look(deadline);
-            // Nobody has been told who brings it: the link's thread does.
+            // It has no fetcher yet: the link's thread fetches it.
             bring.attend();
         }
         (Ok(link), None) => copied::read((inner, link), request, shape, sink).await,

@@ -3,8 +3,8 @@
 //! Where the caller's memory is shared, disks write into it. Where it is not, bytes go through windows that are, and are
 //! copied by this process. Lookups and leases go over the same socket; whatever is rare goes over gRPC, on it too.
 //!
-//! A connection that broke is made anew by the next call, as after a restart of the server: models are registered and
-//! memories shared again. Leases ended with it. Memory of reads that were under way is kept until nobody can write to it.
+//! A connection that broke is made again by the next call, as after a restart of the server: models are registered and
+//! memories shared again. Leases ended with it. Memory of reads that were under way is kept until it cannot be written to.
 
 mod copied;
 mod held;
@@ -47,7 +47,7 @@ use reading::Files;
 
 use wire::Whom;
 
-/// A memory that is shared for as long as somebody has it.
+/// A memory that is shared for as long as it is in use.
 struct Known {
     number: u32,
     mode: Mode,
@@ -62,7 +62,7 @@ enum Slot {
     None,
     /// This one, which may have broken.
     Some(Arc<Link>),
-    /// Somebody makes one.
+    /// One is being made.
     Making,
     /// The last one broke.
     Lost,
@@ -73,7 +73,7 @@ struct Inner {
     remote: Arc<Remote>,
     whom: Whom,
     link: Mutex<Slot>,
-    /// Whoever made a connection is done.
+    /// A connection was made, or could not be.
     made: Condvar,
     /// Bytes of memory that is kept because of ended connections.
     held: Arc<AtomicU64>,
@@ -82,7 +82,7 @@ struct Inner {
     next: AtomicU32,
     /// The connection that is being made for those who cannot wait; and with windows.
     soon: Mutex<[Soon; 2]>,
-    /// Somebody looks for deadlines that have passed.
+    /// A thread looks for deadlines that have passed.
     looks: AtomicBool,
     me: Weak<Self>,
 }
@@ -125,7 +125,7 @@ impl Inner {
         }
     }
 
-    /// The connection, made anew if it broke. One makes it, without a lock; others wait for that, but not for ever.
+    /// The connection, made again if it broke. One caller makes it, without a lock; others wait for that, but not for ever.
     fn link(&self) -> Result<Arc<Link>, Reason> {
         let here = self.here().filter(|link| !link.is_broken());
         if let Some(link) = here {
@@ -138,7 +138,7 @@ impl Inner {
         let again = match std::mem::replace(&mut *slot, Slot::Making) {
             Slot::None => false,
             Slot::Lost => true,
-            // Somebody else made it, or nobody knows yet that it broke.
+            // Another caller made it, or it is not known yet that it broke.
             Slot::Some(link) => {
                 if !link.is_known_broken() {
                     *slot = Slot::Some(Arc::clone(&link));
@@ -210,7 +210,7 @@ impl Inner {
                 tracing::debug!(bytes, "shared memory is not all in large pages");
             }
         }
-        // Nobody here knows who else relies on these very pages: a driver, an engine.
+        // A driver or an engine may rely on these very pages; it cannot be known here.
         region.keep_pages(true);
         let file = Arc::new(file);
         link.share(number, mode, bytes, Some(&file))?;
@@ -322,7 +322,7 @@ impl Owner for Inner {
             }
             drop(stream);
         };
-        // Rare, and it may wait: not on a thread that others need. Without one nobody looks now.
+        // Rare, and it may wait: not on a thread that others need. Without one it is not looked at now.
         let _ = std::thread::Builder::new().name("kvarts-suspect".to_owned()).spawn(look);
     }
 
@@ -331,7 +331,7 @@ impl Owner for Inner {
     }
 
     fn is_settled(&self, session: &[u8], instance: &[u8]) -> Option<bool> {
-        // Without a server nobody knows yet.
+        // Without a server it is not known yet.
         self.link().map_or(Some(false), |link| link.is_settled(session, instance))
     }
 }

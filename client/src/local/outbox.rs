@@ -1,4 +1,4 @@
-//! Frames on their way to the server. Whoever sends one does not wait for room in the socket: what does not fit is sent by a
+//! Frames on their way to the server. A sender does not wait for room in the socket: what does not fit is sent by a
 //! thread that runs while something waits.
 
 use std::collections::VecDeque;
@@ -59,7 +59,7 @@ pub(super) struct Outbox(Mutex<State>);
 
 /// What becomes of a frame.
 pub(super) enum Sent {
-    /// It is sent, or somebody sends it.
+    /// It is sent, or being sent.
     Cared,
     /// It waits, and a thread is needed that runs [`Outbox::run`].
     NeedsThread,
@@ -146,7 +146,7 @@ mod tests {
         let frames: Vec<Vec<u8>> = (0..200u8).map(|number| vec![number; 10_000]).collect();
         let mut needed = 0;
         for frame in &frames {
-            // It comes back although nobody has read a byte.
+            // It comes back although not a byte was read.
             let sent = outbox.send(&here, frame.clone(), None).unwrap().unwrap();
             needed += usize::from(matches!(sent, Sent::NeedsThread));
         }

@@ -66,7 +66,7 @@ impl Reading {
         Self { request, shape, files, sink, verifies, progress, damaged, part, ended }
     }
 
-    /// Whether nobody waits for it any more.
+    /// Whether no caller waits for it any more.
     pub(super) fn is_cancelled(&self) -> bool {
         self.sink.is_cancelled()
     }
@@ -188,7 +188,7 @@ impl Reading {
         });
     }
 
-    /// Ends it early: what was announced is good. `held` if somebody may still write to the memory.
+    /// Ends it early: what was announced is good. `held` if a device may still write to the memory.
     pub(super) fn broken(&mut self, reason: &Reason, held: bool) {
         if self.ended.is_some() {
             return;
@@ -203,7 +203,7 @@ impl Reading {
         self.sink.send(ReadEvent::End(end));
     }
 
-    /// Nobody writes to the memory any more.
+    /// The memory is not written to any more.
     pub(super) fn released(mut self) {
         self.broken(&Reason::Busy("the read was cancelled"), false);
         if self.ended == Some(false) {

@@ -207,7 +207,7 @@ pub(super) struct Calls {
 enum At {
     /// Here, with the name of the last call.
     Free(Box<Line>, u64),
-    /// With somebody who calls.
+    /// With a caller.
     Busy,
     /// It broke: the next call makes another.
     Gone,
@@ -231,7 +231,7 @@ impl Calls {
         }
         let had = std::mem::replace(&mut *at, At::Busy);
         drop(at);
-        // Nothing is locked while somebody is waited for.
+        // Nothing is locked during the wait.
         let ready = match had {
             At::Free(line, id) => Ok((line, id)),
             _ => connect(&self.whom, &[]).map(|line| (Box::new(line), 0)),

@@ -144,7 +144,7 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
 }
 
 /// What damage to the ends of a segment hides: live records that the checkpoint lists and that were not found, or, where
-/// nothing was, nobody knows what.
+/// nothing was, the cause is not known.
 fn uncounted(subject: &Subject<'_>, about: &Finding, outcome: &Outcome) -> Option<u64> {
     if !about.is_problem() {
         return None;
@@ -158,7 +158,7 @@ fn uncounted(subject: &Subject<'_>, about: &Finding, outcome: &Outcome) -> Optio
 }
 
 /// The length of a file is durable with the first flush of it: before that, a crash may leave any. A free one may have been
-/// removed and made anew since the checkpoint, and has its length before it has a header.
+/// removed and made again since the checkpoint, and has its length before it has a header.
 fn about_length(file: &dyn DiskFile, subject: &Subject<'_>, ends: &Ends, report: &mut SegmentReport) {
     let (len, whole) = (file.len(), subject.keyring.segment_bytes);
     let was_flushed = match &report.outcome {

@@ -81,7 +81,7 @@ pub fn elsewhere(
     if let Some(segment) = stays {
         let path = super::inventory::path(store, segment);
         return Err(Refusal::Cannot(format!(
-            "{path} has records that this program cannot write anew: use a newer one"
+            "{path} has records that this program cannot rewrite: use a newer one"
         )));
     }
     let plan = Plan::everything(&inventory, options, segment_bytes);

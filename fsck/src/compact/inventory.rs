@@ -75,7 +75,7 @@ pub(super) enum Role {
     Sealed,
     /// Unsealed, and this program knows everything in it.
     Tail,
-    /// It stays: set aside, or with records that this program cannot write anew.
+    /// It stays: set aside, or with records that this program cannot rewrite.
     Fixed,
 }
 
@@ -460,7 +460,7 @@ impl Inventory {
 }
 
 impl Held {
-    /// The bytes of so many of its blocks, its header and padding shared out evenly.
+    /// The bytes of `blocks` of its blocks, its header and padding shared out evenly.
     pub(super) fn share(&self, blocks: u32) -> u64 {
         let whole =
             u64::from(self.header_bytes).saturating_add(self.payload_bytes.next_multiple_of(PAGE_BYTES));

@@ -1,4 +1,4 @@
-//! What is written anew, and together with what.
+//! The plan of a compaction: which segments are rewritten, and which records come together.
 //!
 //! A piece is a run of live blocks of one record. Pieces that follow each other in a prefix, and are small, are joined
 //! into one record, up to a limit; a piece belongs to one group, and a chain that bites its tail ends nowhere and
@@ -44,7 +44,7 @@ pub(super) struct Plan {
     pub(super) pieces: Vec<Piece>,
     /// In the order in which they are read.
     pub(super) groups: Vec<Group>,
-    /// Segments that are written anew and then retired; by index, ascending.
+    /// Segments that are rewritten and then retired; by index, ascending.
     pub(super) chosen: Vec<bool>,
     /// Bytes that are written, about.
     pub(super) bytes: u64,
@@ -244,7 +244,7 @@ fn links(inventory: &Inventory, options: &Options, pieces: &[Piece], limit: u64)
     next
 }
 
-/// The segments that are worth writing anew.
+/// The segments that are worth rewriting.
 fn choose(
     inventory: &Inventory,
     plan: &Plan,
@@ -322,7 +322,7 @@ fn changes(inventory: &Inventory, options: &Options, held: &Held, pieces: &[Piec
     moves || (held.encoding == ENCODING_RAW && is_cold(options, held.last_used_s()) && pays)
 }
 
-/// The layout that a record of so many blocks gets; `None` if it keeps its own.
+/// The layout that a record of `blocks` blocks gets; `None` if it keeps its own.
 pub(super) fn target_layout(
     inventory: &Inventory,
     options: &Options,

@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! - No byte is written that was not verified against its digest on the way, and digests are copied, never computed.
-//! - An encoded record is decoded before it is verified; what is encoded anew is verified before that.
+//! - An encoded record is decoded before it is verified; a record to be encoded is verified first.
 //!
 //! Memory: the payload of the record that is read, and of the one that is made (twice if it is encoded).
 
@@ -24,7 +24,7 @@ use crate::store::Store;
 /// Chunks that tell whether a record is worth compressing.
 const SAMPLES: usize = 4;
 
-/// Whether this program can write such a record anew.
+/// Whether this program can rewrite such a record.
 pub(super) fn is_movable(blocks: &Blocks) -> bool {
     let encoded = blocks.encoding == ENCODING_RAW || Encoding::from_code(blocks.encoding).is_some();
     let known =

@@ -1,4 +1,4 @@
-//! The mark of a copy that is not finished, and starting anew where one was interrupted.
+//! The mark of a copy that is not finished, and starting over where one was interrupted.
 //!
 //! The mark is durable before anything else of a copy is made, and goes when all superblocks are durable. So a directory
 //! with the mark and without a superblock holds no store, and what is in it may be removed.
@@ -126,7 +126,7 @@ pub(super) fn begin(
             continue;
         }
         if left.superblock {
-            // First of all: without it nobody takes the rest for a store.
+            // First of all: without it the rest is not taken for a store.
             writer.remove(SUPERBLOCK)?;
             writer.sync_folder("")?;
         }

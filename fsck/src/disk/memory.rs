@@ -113,7 +113,7 @@ impl MemoryDisk {
         holes
     }
 
-    /// From now on whoever asks for a hole gets zeros, as on a file system whose units are larger than a page.
+    /// From now on a request for a hole writes zeros, as on a file system whose units are larger than a page.
     pub fn make_no_holes(&self) {
         self.tree().solid = true;
     }
@@ -153,7 +153,7 @@ impl MemoryDisk {
         self.tree().files.keys().cloned().collect()
     }
 
-    /// Changes a file behind everybody's back.
+    /// Changes a file without a trace.
     pub fn tamper(&self, path: &str, with: impl FnOnce(&mut Vec<u8>)) {
         let mut tree = self.tree();
         let Some(bytes) = tree.files.get_mut(path) else { return };

@@ -265,7 +265,7 @@ impl Case<'_> {
             first_sequence: seal.entries.first().map_or(seal.first_sequence, |entry| entry.sequence),
         };
         match header.encode() {
-            Ok(image) => drop(self.write(log, "its header is written anew".to_owned(), &[(0, image)])),
+            Ok(image) => drop(self.write(log, "its header is rewritten".to_owned(), &[(0, image)])),
             Err(error) => self.site.cannot(log, &self.path(), &error.to_string()),
         }
     }
@@ -309,7 +309,7 @@ impl Case<'_> {
         };
         match images() {
             Ok((at, image, trailer)) => {
-                let what = format!("is sealed anew with the {} records that count", seal.entries.len());
+                let what = format!("is sealed again with the {} records that count", seal.entries.len());
                 self.write(log, what, &[(at, image), (keyring.trailer_at(), trailer)]);
             }
             Err(why) => self.site.cannot(log, &self.path(), &why),

@@ -1,4 +1,4 @@
-//! Writes superblock slots anew: from the other slot, or from what folders and segments prove.
+//! Rewrites superblock slots: from the other slot, or from what folders and segments prove.
 
 use kvarts_layout::format::names::SUPERBLOCK;
 use kvarts_layout::format::superblock::Superblock;
@@ -47,7 +47,7 @@ pub(super) fn fix(sites: &[Site], store: &Store, knowledge: &Knowledge, log: &mu
 
 fn write(site: &Site, superblock: &Superblock, slots: &[u32], log: &mut Vec<Action>) {
     let what = format!(
-        "superblock slot {} is written anew",
+        "superblock slot {} is rewritten",
         slots.iter().map(u32::to_string).collect::<Vec<_>>().join(" and ")
     );
     site.act(log, (SUPERBLOCK, what), |writer| {

@@ -115,7 +115,7 @@ fn records_that_depend_on_what_a_newer_program_wrote_are_left_as_they_are() {
     assert!(checked.findings.is_clean(), "{counts:?}");
     assert_eq!(checked.blocks, before.blocks, "they are listed as before");
     left_alone(&disk, "newer");
-    // With damage elsewhere in the segment it is sealed anew, and they stay listed.
+    // With damage elsewhere in the segment it is sealed again, and they stay listed.
     disk.tamper(SEGMENT, |bytes| bytes[4..100].fill(0x5a));
     assert!(!look(&disk).findings.is_clean());
     let _ = put_right(&disk).unwrap();

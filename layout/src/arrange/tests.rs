@@ -334,8 +334,6 @@ fn what_no_run_has_is_refused_or_absent() {
     for (block, layer, part) in [(4, 0, 0), (0, 2, 0), (0, 0, 2), (0, 1, 1), (u32::MAX, u32::MAX, u32::MAX)] {
         assert_eq!(run.chunk(block, layer, part), None);
     }
-    assert_eq!((run.part_index(0, 1), run.part_index(1, 0)), (Some(1), Some(2)));
-    assert_eq!((run.part_index(1, 1), run.part_index(2, 0)), (None, None));
     assert_eq!([0, 1, 2, 3].map(|part| run.layer_of_part(part)), [Some(0), Some(0), Some(1), None]);
 }
 

@@ -76,7 +76,7 @@ impl Run {
         self.block_bytes.checked_mul(self.blocks.len() as u64)
     }
 
-    /// The most blocks of a frame, for blocks of so many bytes and chunks.
+    /// The most blocks of a frame, for blocks of this many bytes and chunks.
     pub fn most_blocks(block_bytes: u64, chunks: u32) -> u32 {
         let by_bytes = RUN_BYTES_MAX.checked_div(block_bytes).unwrap_or(0);
         let entry = (chunks as usize).saturating_mul(4).saturating_add(ENTRY);

@@ -1,7 +1,7 @@
 //! How far the delete of a namespace has come: marks that a shard keeps beside its epochs.
 //!
 //! An epoch stands in every shard, and a crash may come between two of them. So each shard writes that the delete has
-//! begun before it writes its epoch, and that it has ended when the epochs of all shards are durable. Whoever finds in
+//! begun before it writes its epoch, and that it has ended when the epochs of all shards are durable. A start that finds in
 //! any shard that it has begun and not that it has ended knows that nobody was told that it is done, that nothing was
 //! put in the namespace since, and that the delete is to be finished: in every shard, whatever that one knows.
 //!

@@ -19,7 +19,7 @@ use super::unsound::{Damage, EncodeError, Unsound};
 use super::{MAX_CHUNK_IMAGE_BYTES, MAX_FOOTER_BYTES, MAX_HEADER_BYTES, OLDEST, PAGE, SECTOR, VERSION};
 use crate::ids::StoreId;
 
-/// The key of every tag of one store. It never leaves the store: whoever has it can forge records.
+/// The key of every tag of one store. It never leaves the store: its holder can forge records.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret([u8; 32]);
 
@@ -416,7 +416,7 @@ pub(super) fn require_readable(version: u16) -> Result<(), Unsound> {
     if version < OLDEST { Err(Unsound::Older { version }) } else { Ok(()) }
 }
 
-/// Padding and reserved bytes are zero, or somebody wrote there.
+/// Padding and reserved bytes are zero, unless they were overwritten.
 pub(super) fn require_zero(bytes: &[u8]) -> Result<(), Unsound> {
     if is_zero(bytes) { Ok(()) } else { Err(Unsound::Damaged { what: Damage::Padding }) }
 }

@@ -5,7 +5,7 @@
 //! - A new state goes, with the next sequence, into the slot that does not hold the current one, and is flushed
 //!   before it counts. So at every moment one slot is sound.
 //! - The secret lies in the slot that it seals: the tag of a slot proves that it is whole, not who wrote it.
-//!   Whoever can write the superblock owns the store.
+//!   A user who can write the superblock owns the store.
 
 use super::field::Field;
 use super::seal::{Draft, OFFSET, Position, Secret, Structure, claimed_position, prove_page, require_zero};

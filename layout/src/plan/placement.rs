@@ -81,7 +81,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// A paged pool: one target for each part of a block in canonical order (or none, where nobody reads or writes
+    /// A paged pool: one target for each part of a block in canonical order (or none, where no read or write uses
     /// the part), one slot for each block. Separate K and V pools are two parts with two bases; a fused pool is one.
     /// Blocks that lie anywhere are in slots of a stride that divides all distances, one byte at worst: it may be less than
     /// a chunk where no two chunks of the slots in use meet.
@@ -208,7 +208,7 @@ impl Placement {
         &self.spans
     }
 
-    /// Where a chunk lies: `part` is its canonical index in the block (`RunLayout::part_index`).
+    /// Where a chunk lies: `part` is its canonical index in the block (`RunLayout::layer_parts`).
     pub fn address(&self, part: u32, ordinal: u32) -> Option<Address> {
         let placed = self.part(part)?;
         Some(placed.address(self.slot(ordinal)?))

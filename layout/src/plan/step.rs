@@ -176,7 +176,7 @@ impl Step {
         self.read_bytes
     }
 
-    /// Bytes read that nobody wanted: page edges, padding, bridged gaps. At most
+    /// Bytes read and not wanted: page edges, padding, bridged gaps. At most
     /// [`ReadOptions::over_read_bound`].
     pub fn over_read_bytes(&self) -> u64 {
         self.read_bytes.saturating_sub(self.wanted_bytes)

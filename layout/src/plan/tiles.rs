@@ -135,7 +135,7 @@ impl Tiles {
         (self.block, self.layer) = (tile.blocks.end, self.layers.start);
     }
 
-    /// No more than so many leading blocks are wanted from now on.
+    /// At most this many leading blocks are wanted from now on.
     pub fn keep_leading(&mut self, blocks: u32) {
         self.blocks = self.blocks.min(blocks);
     }

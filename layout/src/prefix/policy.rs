@@ -1,5 +1,5 @@
 //! What a writer keeps of windows and states. Both are worth far less than their bytes at most boundaries, so
-//! writers keep them everywhere, every so many tokens, or nowhere.
+//! writers keep them everywhere, at an interval of tokens, or nowhere.
 
 use std::num::NonZeroU32;
 
@@ -8,7 +8,7 @@ use std::num::NonZeroU32;
 pub enum WindowPolicy {
     /// At every boundary.
     Full,
-    /// Once every so many tokens: at the first boundary at or after each multiple of them.
+    /// At an interval of tokens: at the first boundary at or after each multiple of them.
     Periodic {
         /// Tokens from one to the next.
         tokens: NonZeroU32,

@@ -4,7 +4,7 @@
 //! name = "my-model"                   # letters, digits, '.', '_', '-', '/'
 //! source = "where the numbers come from"
 //! note = "anything else"              # optional
-//! block_tokens = 256                  # tokens of a block unless somebody asks for others
+//! block_tokens = 256                  # tokens of a block unless others are asked for
 //! layers = [                          # layer kinds in execution order; each run may be repeated
 //!     { repeat = 2, of = ["swa"] },
 //!     { repeat = 20, of = ["csa", "swa"] },

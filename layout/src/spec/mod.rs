@@ -126,7 +126,7 @@ impl ModelSpec {
         &self.note
     }
 
-    /// The block tokens to use when nobody asks for others: valid for this geometry.
+    /// The default block tokens: valid for this geometry.
     pub fn default_block_tokens(&self) -> u32 {
         self.block_tokens
     }

@@ -22,7 +22,7 @@ use super::{GroupGeometry, ModelSpec, RoleClass, SpecError};
 /// Why a model has no requirements at such blocks and ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RequireError {
-    /// Blocks of this many tokens are not possible, or a group does not split over so many ranks.
+    /// Blocks of this many tokens are not possible, or a group does not split over the number of ranks.
     Spec(SpecError),
     /// More groups or coordinates than one lookup may ask for.
     Limit(RequirementsError),

@@ -13,7 +13,7 @@ use super::{Complaint, Setting};
 #[serde(deny_unknown_fields)]
 pub(super) struct TenantForm {
     pub(super) name: String,
-    /// What keeps its data apart. Without it, it follows from the name; whoever changes it loses sight of the data.
+    /// What keeps its data apart. By default it follows from the name. After a change the tenant no longer finds the data stored before.
     #[serde(default)]
     pub(super) salt: Option<String>,
     #[serde(default)]
@@ -106,7 +106,7 @@ settings! {
     grpc, "listen", "grpc", "KVARTS_LISTEN_GRPC", "listen-grpc";
     /// The local socket, or none [default: kvarts.sock in the first directory]
     socket, "listen", "socket", "KVARTS_LISTEN_SOCKET", "listen-socket";
-    /// Group whose members may connect to the local socket, by name or number [default: nobody but the server's user]
+    /// Group whose members may connect to the local socket, by name or number [default: only the server's user]
     socket_group, "listen", "socket_group", "KVARTS_LISTEN_SOCKET_GROUP", "socket-group";
     /// Address of metrics, or none [default: 127.0.0.1:7441]
     metrics, "listen", "metrics", "KVARTS_LISTEN_METRICS", "listen-metrics";

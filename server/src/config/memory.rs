@@ -1,11 +1,11 @@
-//! How much memory there is for this process, and what part of it its local clients may share with it unless somebody says
+//! How much memory there is for this process, and what part of it its local clients may share with it unless the configuration says
 //! otherwise.
 
 use std::path::{Path, PathBuf};
 
 /// The most that is shared without being asked for.
 const SHARED_MAX: u64 = 64 << 30;
-/// The part of all memory that is shared: one in so many bytes.
+/// The part of all memory that is shared: one byte in this many.
 const PART: u64 = 4;
 const PAGE: u64 = 4096;
 

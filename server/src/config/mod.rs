@@ -85,7 +85,7 @@ pub struct Config {
     pub grpc: Option<SocketAddr>,
     /// The local socket; none: there is none.
     pub socket: Option<PathBuf>,
-    /// The group whose members may connect to it, by name or number; none: nobody but the server's user.
+    /// The group whose members may connect to it, by name or number; none: only the server's user.
     pub socket_group: Option<String>,
     /// Where metrics are served; none: nowhere.
     pub metrics: Option<SocketAddr>,
@@ -155,7 +155,7 @@ impl Config {
     }
 }
 
-/// Who is let in: with no tokens, everybody.
+/// Who is admitted: without tokens, everyone.
 fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate, Complaint> {
     let mut known: Vec<Arc<Tenant>> = Vec::new();
     for (number, form) in (1u32..).zip(tenants) {
@@ -182,7 +182,7 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
         if known.is_empty() {
             return Ok(Gate::Open(Tenant::only()));
         }
-        return Err(Complaint::new("tokens", "there are tenants but no tokens: nobody could use them"));
+        return Err(Complaint::new("tokens", "there are tenants but no tokens: no client could use them"));
     }
     let token = |form: &form::TokenForm| {
         let tenant = known.iter().find(|tenant| tenant.name == form.tenant);

@@ -10,7 +10,7 @@ pub(super) fn fits(path: &Path) -> bool {
     path.as_os_str().len() <= PATH_BYTES_MAX
 }
 
-/// The socket of a store whose first directory this is, unless somebody says otherwise: in it, where nobody but the server's
+/// The socket of a store whose first directory this is, by default: in it, where only the server's
 /// user can put another.
 pub(super) fn of(directory: &Path) -> PathBuf {
     directory.join("kvarts.sock")

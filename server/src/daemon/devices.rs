@@ -1,4 +1,4 @@
-//! How files reach the memory of devices on this host: looked at once, at the start, before anybody needs it.
+//! How files reach the memory of devices on this host: found out once, at the start.
 //!
 //! The server moves nothing to a device itself, so it calls no driver: one that hangs would leave a thread that cannot be
 //! killed, and with it a process that keeps the store's lock. What is looked at is what the machine shows in files.

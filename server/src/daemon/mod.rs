@@ -29,7 +29,7 @@ use tokio::task::JoinHandle;
 use crate::config::{Config, TlsFiles};
 use crate::grpc::{self, Identity, Listeners, Tls};
 use crate::human;
-use crate::local::Locals;
+use crate::local::{LocalLimits, Locals};
 use crate::metrics;
 use crate::scrub;
 use crate::state::{Decided, Memory, ServerState, SetLimit};
@@ -47,7 +47,7 @@ const BACKLOG: u32 = 4096;
 const DESCRIPTORS_KEPT: u64 = (SESSIONS_MAX + UNKNOWN_MAX) as u64 + 256;
 /// Segments that any store has room for.
 const SEGMENTS_MIN: u64 = 4;
-/// Of the room on the disk, what a store takes that was given no budget: so many hundredths.
+/// The part of the room on the disk that a store takes by default, in hundredths.
 const FREE_SHARE: u64 = 80;
 
 /// A server that runs.
@@ -104,14 +104,16 @@ impl Daemon {
             None => None,
         };
         if config.gate.is_open() {
-            notes.push("no tokens are configured: whoever reaches the server may do everything".to_owned());
+            notes.push("no tokens are configured: every client may do everything".to_owned());
         }
         let (connections, memories) = connections(config, home.store(), &mut notes);
         let gate = config.gate.clone();
         let mut instance = [0; 16];
         OsEntropy::new().fill(&mut instance);
         let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
-        let locals = Locals::new((config.shared, memories), config.threads, &tenants, instance);
+        let (mapped_max, threads) = (config.shared, config.threads);
+        let limits = LocalLimits { mapped_max, files_max: memories, threads };
+        let locals = Locals::new(limits, &tenants, instance);
         let store = home.store().clone();
         let decided = Decided { notes, files, limits: uncounted(config) };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
@@ -159,7 +161,7 @@ impl Daemon {
             self.home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
         }
         if let Some((renew, tls)) = self.renew.as_ref().zip(tls) {
-            // Nobody takes it where nothing is served any more.
+            // Its receiver is gone where nothing is served any more.
             let _ = renew.send(tls).await;
         }
         Ok(changed.notes)
@@ -233,7 +235,7 @@ impl Daemon {
     }
 }
 
-/// Returns when a task has ended. One that has given its result must not be asked for it again: whoever waits for a drain
+/// Returns when a task has ended. A task that has given its result must not be polled again: the code that waits for a drain
 /// may have seen serving end before stopping does.
 async fn ended<T>(task: &mut JoinHandle<T>) {
     if !task.is_finished() {
@@ -260,7 +262,7 @@ fn connections(config: &Config, store: &Store, notes: &mut Vec<String>) -> (usiz
     (most, memories)
 }
 
-/// Of so many descriptors, those for connections, those for segment files, and those for memories of local clients.
+/// Divides the descriptors: for connections, for segment files, and for memories of local clients.
 fn shared_out(all: u64, files: u64, connections: u64) -> (u64, u64, u64) {
     let memories = MEMORY_FILES_MAX.min(all / 8);
     let free = all.saturating_sub(DESCRIPTORS_KEPT).saturating_sub(memories);
@@ -314,7 +316,7 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
     })
 }
 
-/// Limits of which nobody counts how much is used.
+/// Limits without a count of their use.
 fn uncounted(config: &Config) -> Vec<SetLimit> {
     let set = |name, most, bytes| SetLimit { name, most, bytes };
     vec![

@@ -3,7 +3,7 @@
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-/// Says `state` (`READY=1`, `STOPPING=1`) to whoever started this process, if anybody wants to know.
+/// Tells the service manager `state` (`READY=1`, `STOPPING=1`), if there is one.
 pub fn tell(state: &str) {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return };
     if let Err(error) = send(&path.to_string_lossy(), state) {

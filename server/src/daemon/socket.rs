@@ -1,4 +1,4 @@
-//! The local socket: who may connect is decided before anybody can.
+//! The local socket: its permissions are set before any client can connect.
 
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
@@ -9,7 +9,7 @@ use tokio::net::{UnixListener, UnixStream};
 /// Where names of groups stand.
 const GROUPS: &str = "/etc/group";
 
-/// Removes a socket. Whatever else may stand at its path is somebody's file, and stays.
+/// Removes a socket. Any other file at its path stays.
 pub(super) fn remove(path: &Path) -> std::io::Result<()> {
     if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
         return Err(std::io::Error::other("there is something there that is no socket: choose another path"));
@@ -36,7 +36,7 @@ fn number(known: &str, name: &str) -> Option<u32> {
     fields.nth(1)?.parse().ok()
 }
 
-/// Listens at a path: for this user, and a group if there is one. A socket that nobody answers is what an earlier server left.
+/// Listens at a path: for this user, and a group if there is one. A socket without a listener was left by an earlier server, and is replaced.
 pub(super) async fn listen(path: &Path, group: Option<Gid>) -> Result<UnixListener, String> {
     let fault = |error: std::io::Error| format!("listen.socket: {}: {error}", path.display());
     if path.symlink_metadata().is_ok() {

@@ -29,33 +29,47 @@ use crate::metrics::CallName;
 use crate::state::parts::Part;
 use crate::state::{Caller, Right, ServerState, UnderWay};
 
-/// A method: its path in the contract, its name, the right that it needs.
-pub(crate) type Method = (&'static str, &'static str, Right);
+/// A method of the contract.
+#[derive(Debug)]
+pub(crate) struct Method {
+    /// Its path in the contract; empty for one that only the local path has.
+    path: &'static str,
+    /// Its name in metrics and logs.
+    name: &'static str,
+    /// The right that it needs.
+    right: Right,
+}
+
+impl Method {
+    pub(crate) const fn new(path: &'static str, name: &'static str, right: Right) -> Self {
+        Self { path, name, right }
+    }
+}
 
 /// Each method and the right that it needs.
 const METHODS: &[Method] = &[
-    ("/kvarts.v1.Models/RegisterModel", "register_model", Right::Read),
-    ("/kvarts.v1.Models/ListModels", "list_models", Right::Read),
-    ("/kvarts.v1.Store/Put", "put", Right::Write),
-    ("/kvarts.v1.Store/Match", "match", Right::Read),
-    ("/kvarts.v1.Store/Exists", "exists", Right::Read),
-    ("/kvarts.v1.Store/Unlock", "unlock", Right::Read),
-    ("/kvarts.v1.Store/Pin", "pin", Right::Read),
-    ("/kvarts.v1.Store/Unpin", "unpin", Right::Read),
-    ("/kvarts.v1.Store/Renew", "renew", Right::Read),
-    ("/kvarts.v1.Store/SetDefaultTtl", "set_default_ttl", Right::Write),
-    ("/kvarts.v1.Store/SetTtl", "set_ttl", Right::Write),
-    ("/kvarts.v1.Store/Delete", "delete", Right::Write),
-    ("/kvarts.v1.Reads/Get", "get", Right::Read),
-    ("/kvarts.v1.Reads/GetLayers", "get_layers", Right::Read),
-    ("/kvarts.v1.Admin/Watch", "watch", Right::Read),
-    ("/kvarts.v1.Admin/Stats", "stats", Right::Admin),
-    ("/kvarts.v1.Admin/Checkpoint", "checkpoint", Right::Admin),
-    ("/kvarts.v1.Admin/Resume", "resume", Right::Admin),
-    ("/kvarts.v1.Admin/Compact", "compact", Right::Admin),
-    ("/kvarts.v1.Admin/Scrub", "scrub", Right::Admin),
-    ("/kvarts.v1.Admin/Drain", "drain", Right::Admin),
-    ("/kvarts.v1.Admin/SetBudget", "set_budget", Right::Admin),
+    Method::new("/kvarts.v1.Models/RegisterModel", "register_model", Right::Read),
+    Method::new("/kvarts.v1.Models/ListModels", "list_models", Right::Read),
+    Method::new("/kvarts.v1.Store/Put", "put", Right::Write),
+    Method::new("/kvarts.v1.Store/Match", "match", Right::Read),
+    Method::new("/kvarts.v1.Store/Exists", "exists", Right::Read),
+    Method::new("/kvarts.v1.Store/Unlock", "unlock", Right::Read),
+    Method::new("/kvarts.v1.Store/Pin", "pin", Right::Read),
+    Method::new("/kvarts.v1.Store/Unpin", "unpin", Right::Read),
+    Method::new("/kvarts.v1.Store/Renew", "renew", Right::Read),
+    Method::new("/kvarts.v1.Store/SetDefaultTtl", "set_default_ttl", Right::Write),
+    Method::new("/kvarts.v1.Store/SetTtl", "set_ttl", Right::Write),
+    Method::new("/kvarts.v1.Store/Delete", "delete", Right::Write),
+    Method::new("/kvarts.v1.Reads/Get", "get", Right::Read),
+    Method::new("/kvarts.v1.Reads/GetLayers", "get_layers", Right::Read),
+    Method::new("/kvarts.v1.Admin/Watch", "watch", Right::Read),
+    Method::new("/kvarts.v1.Admin/Stats", "stats", Right::Admin),
+    Method::new("/kvarts.v1.Admin/Checkpoint", "checkpoint", Right::Admin),
+    Method::new("/kvarts.v1.Admin/Resume", "resume", Right::Admin),
+    Method::new("/kvarts.v1.Admin/Compact", "compact", Right::Admin),
+    Method::new("/kvarts.v1.Admin/Scrub", "scrub", Right::Admin),
+    Method::new("/kvarts.v1.Admin/Drain", "drain", Right::Admin),
+    Method::new("/kvarts.v1.Admin/SetBudget", "set_budget", Right::Admin),
 ];
 
 /// A call that was let in. When the last clone of its `Arc` goes, the call has ended.
@@ -109,7 +123,7 @@ impl Call {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner).push(part);
     }
 
-    /// Takes so many bytes of what large requests and answers have, as soon as there is room.
+    /// Takes `bytes` bytes of what large requests and answers have, as soon as there is room.
     pub(super) async fn keep_large(&self, bytes: usize) -> Outcome<()> {
         let until = self.deadline.min(Instant::now() + limits::WAIT);
         let part = self.state.receiving.take(self.caller.tenant.number, bytes);
@@ -119,7 +133,7 @@ impl Call {
         Ok(())
     }
 
-    /// Whether somebody has said how the call ended.
+    /// Whether the call's end was recorded.
     fn has_ended(&self) -> bool {
         self.code.load(Ordering::Relaxed) != i32::from(Code::Cancelled)
     }
@@ -145,7 +159,7 @@ impl Drop for Call {
 
 /// The method of this path in the contract.
 pub(crate) fn method(path: &str) -> Option<&'static Method> {
-    METHODS.iter().find(|method| method.0 == path)
+    METHODS.iter().find(|method| method.path == path)
 }
 
 /// Lets a call in that came this way, or says why not. `header` is what the caller gives to be known by, `asked` how
@@ -157,7 +171,7 @@ pub(crate) fn admit(
     header: Option<&[u8]>,
     asked: Option<Duration>,
 ) -> Outcome<Call> {
-    let &(_, name, right) = method;
+    let &Method { name, right, .. } = method;
     let refused = |want: &'static str, tenant: &str, why: &str| {
         state.metrics.refused(name, want);
         // Who knocks without end does not fill the disk with lines about it: what is left out is counted above.
@@ -267,7 +281,7 @@ pub(crate) struct AuthLayer {
 
 impl AuthLayer {
     pub(crate) fn new(state: Arc<ServerState>) -> Self {
-        let methods = METHODS.iter().map(|method| (method.0, method)).collect();
+        let methods = METHODS.iter().map(|method| (method.path, method)).collect();
         Self { state, methods: Arc::new(methods) }
     }
 }
@@ -387,7 +401,7 @@ impl http_body::Body for Counted {
     }
 }
 
-/// What the transport refused before anybody had the message, in the contract's words: a message that cannot be read or is
+/// A refusal by the transport before the message was whole, in the contract's words: a message that cannot be read or is
 /// too long is the client's mistake, and no defect.
 fn in_words(call: &Call, response: http::Response<Body>) -> http::Response<Body> {
     let status = Status::from_header_map(response.headers()).filter(|_| !call.has_ended());
@@ -407,7 +421,7 @@ mod tests {
 
     #[test]
     fn a_call_about_the_whole_store_is_not_cut_off_where_others_are() {
-        for (_, name, _) in METHODS {
+        for Method { name, .. } in METHODS {
             let long = matches!(*name, "scrub" | "compact");
             assert_eq!(longest(name) > limits::DEADLINE_MAX, long, "{name}");
         }
@@ -430,7 +444,7 @@ mod tests {
         let paths = paths();
         assert_eq!(paths.len(), METHODS.len());
         for path in paths {
-            assert!(METHODS.iter().any(|(known, ..)| *known == path), "{path} is not in the table");
+            assert!(METHODS.iter().any(|method| method.path == path), "{path} is not in the table");
         }
     }
 

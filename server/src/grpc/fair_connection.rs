@@ -315,7 +315,7 @@ mod tests {
         // Less than every connection begins with is no better than nothing.
         connection.heard = limits::PREFACE_BYTES - 1;
         assert!(poll(&mut connection).is_some());
-        // Whoever has begun has longer, until its first call that is let in.
+        // A client that has begun has longer, until its first call that is admitted.
         connection.heard = limits::PREFACE_BYTES;
         assert_eq!(poll(&mut connection), None);
         connection.handle.age(limits::STALL * (limits::FIRST_REQUEST_STALLS - 1));

@@ -26,7 +26,7 @@ const DATA_BYTES: u32 = 15;
 
 /// One message, or the end.
 #[derive(Debug)]
-pub(super) enum Outgoing {
+pub enum Outgoing {
     /// Bytes of one message, piece by piece.
     Message(Vec<Bytes>),
     /// The status; nothing follows.
@@ -44,7 +44,7 @@ pub(super) fn message(part: proto::read_reply::Part, crc32: u32) -> Outgoing {
 }
 
 /// A message of data: `about` says everything but the bytes, which are not copied, and their digest.
-pub(super) fn data(about: &proto::ReadData, crc32: u32, bytes: Vec<Bytes>) -> Outgoing {
+pub fn data(about: &proto::ReadData, crc32: u32, bytes: Vec<Bytes>) -> Outgoing {
     let length: usize = bytes.iter().map(Bytes::len).sum();
     let key = encoded_len_varint(u64::from(DATA_BYTES) << 3);
     let inner = about.encoded_len() + key + encoded_len_varint(length as u64) + length;
@@ -80,7 +80,7 @@ pub(super) fn one(reply: &impl Message) -> http::Response<tonic::body::Body> {
 }
 
 /// The response that has this body.
-pub(super) fn response(body: ReadBody) -> http::Response<tonic::body::Body> {
+pub fn response(body: ReadBody) -> http::Response<tonic::body::Body> {
     let mut response = http::Response::new(tonic::body::Body::new(body));
     let kind = HeaderValue::from_static("application/grpc");
     response.headers_mut().insert(http::header::CONTENT_TYPE, kind);
@@ -95,8 +95,8 @@ fn prefix(out: &mut BytesMut, length: usize) {
 
 /// What waits for a connection to take it: messages, and the rest of the one that it takes now.
 ///
-/// The body of the response has it, and so has whoever works for the read: a connection asks for nothing while its client
-/// takes nothing, and then somebody else must let go of what waits.
+/// The body of the response has it, and so has the task of the read: a connection asks for nothing while its client takes
+/// nothing, and then the task must drop what waits.
 #[derive(Debug)]
 pub(super) struct Slot(Mutex<State>);
 
@@ -156,13 +156,14 @@ impl Slot {
 
 /// The body of a response: messages as they come, then the status.
 #[derive(Debug)]
-pub(super) struct ReadBody {
+pub struct ReadBody {
     slot: Arc<Slot>,
     ended: bool,
 }
 
 impl ReadBody {
-    pub(super) fn new(incoming: Receiver<Outgoing>) -> Self {
+    /// A body of what comes from there.
+    pub fn new(incoming: Receiver<Outgoing>) -> Self {
         let state = State {
             incoming: Some(incoming),
             pieces: VecDeque::new(),
@@ -203,7 +204,7 @@ impl ReadBody {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Some(Outgoing::Message(pieces))) => state.pieces.extend(pieces),
                 Poll::Ready(Some(Outgoing::End(end))) => return Poll::Ready(Next::End(end)),
-                // Whoever worked for the read is gone without a word.
+                // The task of the read is gone without a status.
                 Poll::Ready(None) => {
                     return Poll::Ready(Next::End(Err(Fault::busy("the read was broken off"))));
                 }
@@ -216,7 +217,7 @@ impl ReadBody {
 enum Next {
     Piece(Bytes),
     End(Result<(), Fault>),
-    /// Nobody waited for the client any more.
+    /// The client was given up.
     Cleared,
 }
 

@@ -1,8 +1,8 @@
-//! Work that keeps a processor busy for long, where it holds up nobody else.
+//! Work that keeps a processor busy for long, done where it holds up no other call.
 //!
 //! A look-up of a million entries would have a thread to itself that all connections share. Such work is done on other
 //! threads, and by turns: each tenant has one of its own, so that what one asks for delays no other. It ends also where
-//! nobody waits for its answer any more: then the lease that it took is ended, whose name nobody was told.
+//! no caller waits for its answer any more: then the lease that it took is ended, since its name was not told.
 
 use std::sync::Arc;
 
@@ -47,19 +47,19 @@ impl Answer for proto::PinReply {
 impl Answer for proto::SetTtlReply {}
 impl Answer for proto::RegisterModelReply {}
 
-/// An answer on its way to whoever asked.
+/// An answer on its way to its caller.
 struct Told<A: Answer>(Arc<Call>, Option<A>);
 
 impl<A: Answer> Drop for Told<A> {
     fn drop(&mut self) {
-        // Nobody took it.
+        // Its caller is gone.
         if let Some(lease) = self.1.as_ref().map(A::lease).filter(|lease| *lease != 0) {
             calls::unlock(&self.0, &proto::UnlockRequest { lease });
         }
     }
 }
 
-/// Does work over so many entries: here if they are few, else elsewhere when it is the tenant's turn.
+/// Does work over `entries` entries: here if they are few, else on another thread when it is the tenant's turn.
 pub(crate) async fn heavily<A: Answer>(
     call: Arc<Call>,
     entries: usize,
@@ -73,7 +73,7 @@ pub(crate) async fn heavily<A: Answer>(
     let turn =
         turn.ok().flatten().ok_or_else(|| Fault::busy("the tenant has as many long look-ups as it may"))?;
     let done = tokio::task::spawn_blocking(move || {
-        // Kept until the work is done, also where nobody waits for it any more.
+        // Kept until the work is done, also where its caller is gone.
         let _turn = turn;
         let answer = work(&call)?;
         Outcome::Ok(Told(call, Some(answer)))

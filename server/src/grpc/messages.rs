@@ -1,6 +1,6 @@
 //! The messages of a stream from a client, one at a time: the length of the next one is known before it is received.
 //!
-//! Whoever takes them decides what must be there first: a turn, memory, a share. Until then what came stays in the
+//! The task that takes them decides what must be there first: a turn, memory, a share. Until then what came stays in the
 //! transport's window, and here at most one frame of it.
 
 use std::pin::Pin;

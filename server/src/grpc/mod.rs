@@ -10,12 +10,11 @@
 
 mod admin;
 mod answer;
-pub mod bare;
 pub(crate) mod call;
 pub(crate) mod calls;
 mod connection;
 mod fair_connection;
-mod frame;
+pub mod frame;
 mod health;
 pub(crate) mod heavy;
 mod messages;
@@ -31,3 +30,4 @@ use kvarts_wire::{convert, digest, fault, limits};
 
 pub use connection::Strangers;
 pub use serve::{Identity, Listeners, Tls, incoming_tcp, serve, transport};
+pub use services::one_message;

@@ -702,7 +702,7 @@ mod tests {
         let (late, busy) = ("REASON_DEADLINE_PASSED", "REASON_BUSY");
         let by_layers = |end: &ReadEnd, early: Option<&Reason>| tally(Order::Layers, 10, 4, end, early);
         assert_eq!(by_layers(&end(10, 4, vec![]), None), (10, missed(&[])));
-        // Late, and nobody says anything of any block.
+        // Late, without a word of any block.
         assert_eq!(by_layers(&end(10, 3, vec![]), None), (0, missed(&[(late, 10)])));
         assert_eq!(by_layers(&end(10, 0, vec![]), Some(&Reason::Busy("full"))), (0, missed(&[(busy, 10)])));
         // A block failed, and those behind it were not read.

@@ -1,9 +1,9 @@
 //! The body of a request while it arrives: in bounded time, and in bounded memory.
 //!
-//! A request that is one message is received whole before anybody looks at it, and nobody else watches over that: a
+//! A request that is one message is received whole before it is looked at, and only this module watches over that: a
 //! message that never ends would keep its call for ever, and a crowd of them any amount of memory. So a message that is
 //! large takes its part of what all large requests may have, before more of it is received, and keeps it until its answer
-//! is gone. Each tenant has a part that no other can take, whoever waits holds nothing, and who has one must send.
+//! is gone. Each tenant has a part that no other can take, a request that waits holds nothing, and a client whose request has one must send.
 //! Puts are streams, whose messages have timeout and turns of their own (`put.rs`). What needs no token (health,
 //! reflection) shares nothing with others here: its messages are short, and it may be silent for so long.
 
@@ -60,7 +60,7 @@ type Taking = Pin<Box<dyn Future<Output = Option<Part>> + Send>>;
 /// A request's body.
 pub(super) struct Arriving {
     body: Body,
-    /// Whose it is. What needs no token is nobody's.
+    /// Whose it is; none for calls that need no token.
     call: Option<Arc<Call>>,
     /// Bytes that have come.
     came: u64,
@@ -122,7 +122,7 @@ impl Arriving {
         }
         let announced = self.prefix.get(1..5).and_then(|bytes| <[u8; 4]>::try_from(bytes).ok());
         let announced = announced.map_or(usize::MAX, |bytes| u32::from_be_bytes(bytes) as usize);
-        // It may be that much more comes than was announced, which is refused by whoever reads it.
+        // It may be that much more comes than was announced, which its reader refuses.
         let (length, call) = (announced.max(self.came as usize), Arc::clone(call));
         self.until = call.deadline.min(Instant::now() + limits::WAIT);
         let taking = async move { call.state.receiving.take(call.caller.tenant.number, length).await };
@@ -199,7 +199,7 @@ mod tests {
     use std::pin::pin;
     use std::task::Waker;
 
-    /// So many bytes, and then nothing more.
+    /// A body of this many bytes, and then nothing more.
     struct Begun(usize);
 
     impl http_body::Body for Begun {
@@ -239,7 +239,7 @@ mod tests {
                 }
             }
             assert!(all.bytes() <= limits::LARGE_BYTES_MAX as u64);
-            assert!(waiting.len() <= limits::LARGE_WAITING, "whoever comes then is told so at once");
+            assert!(waiting.len() <= limits::LARGE_WAITING, "a later one is refused at once");
             assert!(block_on(all.take(count, 1 << 20)).is_some(), "{count} tenants");
             drop((held, waiting));
             assert_eq!((all.bytes(), all.waiting()), (0, 0));

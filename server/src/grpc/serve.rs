@@ -163,7 +163,7 @@ pub fn incoming_tcp(listener: Arc<TcpListener>) -> impl Stream<Item = std::io::R
 }
 
 /// What comes in, with a rest after each that could not be taken: where there is no descriptor for it, there is none for a
-/// while, and whoever asks again at once keeps a processor busy.
+/// while, and asking again at once keeps a processor busy.
 fn calmly<S>(incoming: impl Stream<Item = std::io::Result<S>>) -> impl Stream<Item = std::io::Result<S>> {
     incoming.then(|stream| async {
         if let Err(error) = &stream
@@ -181,7 +181,7 @@ fn calmly<S>(incoming: impl Stream<Item = std::io::Result<S>>) -> impl Stream<It
 fn unpace(stream: &TcpStream) {
     let of_this_host = |peer: SocketAddr| peer.ip().to_canonical().is_loopback();
     if stream.peer_addr().is_ok_and(of_this_host) {
-        // Every kernel has this one and lets everybody have it; without it the connection is only slower.
+        // Every kernel has this option for every user; without it the connection is only slower.
         let _ = rustix::net::sockopt::set_tcp_congestion(stream, "reno");
     }
 }

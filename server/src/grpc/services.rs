@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
+use futures_util::future;
 use kvarts_store::api::Order;
 use prost::Message;
 use tokio::sync::mpsc;
@@ -191,12 +192,16 @@ async fn start(call: &Arc<Call>, order: Order, body: Body) -> Outcome<http::Resp
     let download = Download::check(call, order, wire)?;
     let (to, incoming) = mpsc::channel(limits::FRAMES_WAITING);
     let body = ReadBody::new(incoming);
-    tokio::spawn(read::run(Arc::clone(call), download, digest, (to, Arc::clone(body.slot()))));
+    let mut reading = Box::pin(read::run(Arc::clone(call), download, digest, (to, Arc::clone(body.slot()))));
+    // Begun here: what is kept is on its way, and what is not is the executors', before any other task has its turn.
+    if future::poll_immediate(&mut reading).await.is_none() {
+        tokio::spawn(reading);
+    }
     Ok(frame::response(body))
 }
 
 /// The one message of a request's body. When it must have come is up to the body.
-pub(super) async fn one_message(body: Body) -> Outcome<Bytes> {
+pub async fn one_message(body: Body) -> Outcome<Bytes> {
     let mut messages = Messages::new(body);
     let message = messages.message().await?;
     let message = message.ok_or_else(|| Fault::malformed("the request ended before it was whole"))?;

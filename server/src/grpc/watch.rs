@@ -1,6 +1,6 @@
 //! `Watch`: the engine's events as a stream, to each tenant its own.
 //!
-//! A watcher reads at its own pace from the engine's ring and slows nobody. Who is too slow is told that there is a
+//! A watcher reads at its own pace from the engine's ring and slows no other. One that is too slow is told that there is a
 //! gap, and where the stream goes on.
 
 use std::sync::Arc;
@@ -41,7 +41,7 @@ pub(super) fn watch(
             () = tokio::time::sleep_until(call.deadline) => false,
         };
         call.end(tonic::Code::Ok);
-        // What waits for somebody who takes nothing is let go with the connection.
+        // What waits for a client that takes nothing is dropped with the connection.
         let stall_timeout = call.state.stall_timeout.get();
         if stalled && tokio::time::timeout(stall_timeout, to.closed()).await.is_err() {
             if let Some(connection) = &call.connection {
@@ -53,7 +53,7 @@ pub(super) fn watch(
     Ok(ReceiverStream::new(events))
 }
 
-/// Sends events on; whether it ended because nobody takes them.
+/// Sends events on. True if it ended because the client takes none.
 async fn follow(
     call: &Call,
     from: Option<Sequence>,

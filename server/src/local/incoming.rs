@@ -50,7 +50,7 @@ pub(super) struct Incoming {
     /// Those beyond the first, among the files of shared memories.
     files: Option<Part>,
     scratch: Box<[u8]>,
-    /// Whose it is, and the longest body that is taken: a short one, until somebody has said who he is.
+    /// Whose it is, and the longest body that is taken: a short one, until the hello.
     tenant: Option<u32>,
     large: Option<Large>,
     /// Since when a frame is incomplete. While it has nothing of what others wait for, its client stalls nothing.
@@ -87,7 +87,7 @@ impl Incoming {
         Self { locals, bytes, at: 0, descriptors, files, scratch, tenant, large, since, waits }
     }
 
-    /// Somebody has said who he is: from now on his bodies may be long.
+    /// The hello has come: from now on bodies may be long.
     pub(super) fn belongs_to(&mut self, tenant: u32) {
         self.tenant = Some(tenant);
     }
@@ -152,7 +152,7 @@ impl Incoming {
             if rest.is_empty() {
                 // It came with one of the frames that were taken, or in front of one of them.
                 if !self.descriptors.is_empty() {
-                    return Err(broken("a descriptor that nobody asked for"));
+                    return Err(broken("a descriptor that was not asked for"));
                 }
                 self.bytes.clear();
                 self.at = 0;

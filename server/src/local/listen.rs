@@ -78,15 +78,15 @@ async fn sort(
     match first {
         Ok(Ok(Some(byte))) if Some(&byte) == MAGIC.first() => {
             let Ok(_permit) = room.try_acquire_owned() else {
-                tracing::warn!(target: "audit", "a local session was refused: there are as many as may be");
+                tracing::warn!(target: "audit", "a local session was refused: all places are taken");
                 return;
             };
             drop(grpc);
             threads.serve(state, (stream, place)).await;
         }
-        // A server that ends takes nobody any more.
+        // A server that ends takes no more connections.
         Ok(Ok(Some(_))) => drop(grpc.send(Ok(stream)).await),
-        // Whoever says nothing, or leaves at once, is owed nothing.
+        // A client that says nothing, or leaves at once, is owed nothing.
         _ => {}
     }
 }

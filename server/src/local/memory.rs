@@ -14,7 +14,7 @@ use super::{Locals, Mode};
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::proto;
 
-/// A memory, mapped for as long as anybody uses it.
+/// A memory, mapped for as long as it is in use.
 #[derive(Clone, Debug)]
 pub(super) struct Memory {
     pub(super) region: Arc<Region>,

@@ -4,7 +4,7 @@
 //! with the server in one of three modes. Requests then name places in that memory, and what travels over the socket is
 //! a few messages for a whole prefix. `docs/LOCAL.md` describes what travels.
 //!
-//! What a client does to its memory or its socket harms nobody else:
+//! What a client does to its memory or its socket harms no other:
 //! - only files in memory that cannot be shortened are mapped, and only for devices: the server itself reads and writes
 //!   them by their descriptors, so that a page that is not there is an error or zeros, and no signal;
 //! - what is found in a client's memory proves nothing about a disk: a digest that does not match there is looked up
@@ -107,21 +107,28 @@ pub struct Locals {
 
 impl Default for Locals {
     fn default() -> Self {
-        Self::new((0, limits::MEMORY_FILES_MAX), 1, &[], [0; 16])
+        let limits = LocalLimits { mapped_max: 0, files_max: limits::MEMORY_FILES_MAX, threads: 1 };
+        Self::new(limits, &[], [0; 16])
     }
 }
 
+/// What the clients on this host may use together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LocalLimits {
+    /// Bytes of their memory that are mapped.
+    pub mapped_max: u64,
+    /// Open files of that memory.
+    pub files_max: u64,
+    /// Threads that serve them.
+    pub threads: usize,
+}
+
 impl Locals {
-    /// Nobody yet; at most this much of clients' memory at a time in so many open files, so many threads for them, and the
-    /// tenants whom they may belong to.
-    pub fn new(
-        (mapped_max, files_max): (u64, u64),
-        threads: usize,
-        tenants: &[u32],
-        instance: [u8; 16],
-    ) -> Self {
+    /// No client yet; `tenants` are those that clients may belong to.
+    pub fn new(limits: LocalLimits, tenants: &[u32], instance: [u8; 16]) -> Self {
+        let LocalLimits { mapped_max, files_max, threads } = limits;
         let large = 2 * tenants.len().max(1) as u64 * limits::BODY_BYTES_MAX as u64;
-        // Nobody waits here: who finds too little is refused.
+        // No session waits here: one that finds too little is refused.
         let shared = |all: u64| Parts::new(all, tenants, 0, 0);
         Self {
             clients: Mutex::default(),
@@ -158,7 +165,7 @@ impl Locals {
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Everybody who is here.
+    /// All clients that are here.
     pub fn clients(&self) -> Vec<ClientFacts> {
         self.lock().values().cloned().collect()
     }
@@ -179,7 +186,7 @@ impl Locals {
     }
 
     /// Counts memory that the server is about to make; false if there is no more for that. It is never given back: the client
-    /// has the descriptor, and nobody can see when it lets go of it.
+    /// has the descriptor, and it cannot be seen when it lets go of it.
     fn make(&self, bytes: u64) -> bool {
         let fits = |now: u64| now.checked_add(bytes).filter(|&sum| sum <= self.made_max);
         self.made.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits).is_ok()

@@ -1,7 +1,7 @@
 //! Which memory of a session may still be written to, also after its end.
 //!
 //! What a device was told to write it writes, whatever becomes of the connection. A client whose connection broke asks by
-//! the name that it gave its session; nobody else knows it. Of a server that has started anew it learns nothing so.
+//! the name that it gave its session; no other knows it. A restarted server tells it nothing.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -67,7 +67,7 @@ impl Named {
         self.regions.push(Arc::downgrade(region));
     }
 
-    /// The memories that somebody uses.
+    /// The memories that are in use.
     pub(super) fn in_use(&self) -> Vec<Arc<Region>> {
         self.regions.iter().filter_map(Weak::upgrade).collect()
     }

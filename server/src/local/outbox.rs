@@ -30,7 +30,7 @@ struct State {
     /// Bytes that were ever sent.
     sent: u64,
     closed: bool,
-    /// What it has of the bytes that may wait in all sessions; nothing before anybody knows whose it is.
+    /// What it has of the bytes that may wait in all sessions; nothing before its tenant is known.
     part: Option<Part>,
 }
 
@@ -83,7 +83,7 @@ impl Outbox {
         self.lock().part = Some(part);
     }
 
-    /// Returns when there is room for announcements, or nobody is there to take them.
+    /// Returns when there is room for announcements, or no client to take them.
     pub(super) async fn room(&self) {
         loop {
             let changed = self.room.notified();

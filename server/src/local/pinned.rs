@@ -2,9 +2,9 @@
 //!
 //! Memory for direct and for copied reads is registered, and only if its pages are there before the rings are told of it, so that an
 //! executor is held up by no more than looking them up. A client that gives pages of it back reads others than the device
-//! writes, and its reads fail their digests, as without this. One memory is prepared at a time, whoever shares how many.
+//! writes, and its reads fail their digests, as without this. One memory is prepared at a time, however many clients share theirs.
 //!
-//! Whoever makes a memory puts it into large pages first. Files in memory have small ones by default, strewn over the
+//! The maker of a memory puts it into large pages first. Files in memory have small ones by default, strewn over the
 //! machine's memory, and a device that is told of each of them reads at half its speed. Pages that a device is writing to
 //! stay as they are: so the client is told of its memory when all this is done.
 //!

@@ -17,7 +17,7 @@ use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::proto;
 
 /// The places of a request, and whether some are in memory that the server does not look at. `layers` are those whose
-/// chunks must have one; `holder` lives until nobody uses the memory any more.
+/// chunks must have one; `holder` lives until the memory is not used any more.
 pub(super) fn place(
     memories: &BTreeMap<u32, Memory>,
     shape: &BlockShape,

@@ -2,7 +2,7 @@
 //! and only then stored.
 //!
 //! A client can rewrite its memory at any moment, also between two looks at it. So what is digested is what is stored:
-//! a copy that nobody else can reach.
+//! a copy that no other process can reach.
 
 use std::any::Any;
 use std::collections::BTreeMap;

@@ -30,7 +30,7 @@ use kvarts_wire::limits;
 use kvarts_wire::local::parts;
 use kvarts_wire::proto;
 
-/// Says that nobody writes to the memory of a read any more, when nobody does.
+/// Tells the client that the memory of a read is not written to any more, when that is so.
 struct LetGo {
     outbox: Arc<Outbox>,
     id: u64,
@@ -45,7 +45,7 @@ impl Drop for LetGo {
 /// What a client is told whose memory could not be written.
 const UNWRITTEN: &str = "unshare it, and share memory that can be written to";
 
-/// How many blocks of a session may still be read again because they did not match in its memory. Somebody who writes to
+/// How many blocks of a session may still be read again because they did not match in its memory. A client that writes to
 /// his own memory during reads can make any number of them.
 #[derive(Debug)]
 pub(super) struct Doubts(Mutex<(u32, Instant)>);
@@ -119,7 +119,7 @@ pub(super) fn begin(
         Some(origins) => call.state.engine.read_part(request, origins)?,
         None => call.state.store().read(request)?,
     };
-    // Nobody else sets it.
+    // It is set only here.
     let _ = late.set(LetGo { outbox: Arc::clone(outbox), id });
     let (call, outbox, doubts) = (Arc::clone(call), Arc::clone(outbox), Arc::clone(doubts));
     Ok(Reading { call, asked, into, stream, outbox, id, origins, doubts, _holder: holder })
@@ -157,7 +157,7 @@ fn request(call: &Call, asked: &Download, into: Placed, verify: Verify) -> ReadR
 }
 
 impl Reading {
-    /// Announces until the end. Whoever drops this cancels the read.
+    /// Announces until the end. Dropping this cancels the read.
     pub(super) async fn run(self) {
         let end = loop {
             let mut next = Some(self.stream.next().await);
@@ -265,7 +265,7 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
         };
         if let Ok(stream) = call.state.store().read(request) {
             let ended = std::future::poll_fn(|context| stream.poll_end(context)).await;
-            // Which block it is, nobody writes down; and a client may make any number of them.
+            // Which block it is is not written down; and a client may make any number of them.
             if call.state.audit.may_tell() {
                 let tenant = call.caller.tenant.name.as_str();
                 let good = ended.is_ok_and(|end| end.failures.is_empty());

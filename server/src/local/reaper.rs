@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 
 use kvarts_store::io::shared;
 
-/// The thread, until nobody can send it anything any more.
+/// The thread; it ends when its last sender is gone.
 #[derive(Clone)]
 pub(super) struct Reaper(pub(super) shared::Reaper);
 
@@ -23,7 +23,7 @@ impl Default for Reaper {
         let work = move || from.into_iter().for_each(drop);
         let started = std::thread::Builder::new().name("kvarts-reaper".to_owned()).spawn(work);
         if let Err(error) = started {
-            tracing::warn!(%error, "memory of local clients is given back by whoever used it last");
+            tracing::warn!(%error, "memory of local clients is given back by its last user");
         }
         // Without the thread, what was sent comes back and goes here.
         Self(Arc::new(move |what| drop(to.send(what))))

@@ -48,7 +48,7 @@ use kvarts_wire::proto;
 /// How often a session that waits for its turn to receive a large frame asks again.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 /// Sharing memory is not in the contract: its right is that of a reader.
-const SHARE: Method = ("", "share", Right::Read);
+const SHARE: Method = Method::new("", "share", Right::Read);
 
 /// By what a request is ended early.
 enum Ending {
@@ -92,7 +92,7 @@ struct Session {
     look_ups: FuturesUnordered<Pin<Box<dyn Future<Output = Looked> + Send>>>,
     requests: BTreeMap<u64, Ending>,
     doubts: Arc<Doubts>,
-    /// What it ever shared and somebody still uses.
+    /// What it ever shared and what is still in use.
     named: Named,
     entry: Entry,
     _place: Part,
@@ -115,7 +115,7 @@ pub(super) async fn run(
     let (id, hello) = match hello {
         Ok(Ok(hello)) => hello,
         other => {
-            tracing::debug!(?peer, ?other, "a local connection did not say who it is");
+            tracing::debug!(?peer, ?other, "a local connection sent no hello");
             return;
         }
     };
@@ -132,13 +132,13 @@ pub(super) async fn run(
             outbox.push(frame(Kind::Welcome, id, &limits));
             incoming.belongs_to(session.tenant);
             let Err(ended) = session.serve(&stream, &mut incoming).await;
-            // Before the connection is closed: that it is closed says that nobody gets to its memory any more.
+            // Before the connection is closed: that it is closed says that its memory is out of reach.
             session.close().await;
             ended
         }
         Err(fault) => {
             outbox.push(frame(Kind::Failed, id, &*fault.detail));
-            // Whoever does not take it at once need not know.
+            // A client that does not take it at once need not know.
             let _ = outbox.send(&stream);
             return;
         }
@@ -167,7 +167,7 @@ async fn hello(stream: &UnixStream, incoming: &mut Incoming) -> Result<(u64, pro
                 Next::Frame(Head { kind: Kind::Hello, id, .. }, body) => {
                     return Ok((id, proto::Hello::decode(body).map_err(broken)?));
                 }
-                Next::Frame(..) => return Err(broken("a request before who asks")),
+                Next::Frame(..) => return Err(broken("a request before the hello")),
                 Next::More | Next::Wait => {}
             }
         }
@@ -210,7 +210,7 @@ impl Session {
         };
         let tenant = caller.tenant.number;
         let place = state.locals.sessions.try_take(tenant, 1);
-        let place = place.ok_or_else(|| Fault::busy("there are as many local sessions as may be"))?;
+        let place = place.ok_or_else(|| Fault::busy("all places for local sessions are taken"))?;
         let named = state.locals.names.begin(&hello.session);
         let named = named.ok_or_else(|| Fault::malformed("session: 16 bytes that no other session has"))?;
         let entry = Entry::new(&state.locals, facts);
@@ -630,7 +630,7 @@ impl Session {
         if cut.await.unwrap_or(false) {
             return;
         }
-        // As good, and later: nobody uses it any more.
+        // As good, and later: it is not used any more.
         while !self.named.in_use().is_empty() {
             tokio::time::sleep(ASK_AGAIN).await;
         }
@@ -649,7 +649,7 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.give_up();
-        // Whoever is dropped before its end was not closed; otherwise it was done.
+        // A session dropped before its end was not closed; otherwise it was done.
         named::cut_off(&self.named.in_use());
         for name in self.leases.keys() {
             if let Some(lease) = self.state.leases.take(self.tenant, *name) {

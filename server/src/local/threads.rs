@@ -41,7 +41,7 @@ pub(super) struct Threads {
     next: AtomicUsize,
 }
 
-/// Ends a task when whoever waits for it does not any more.
+/// Ends a task when its waiter is gone.
 struct Ends(AbortHandle);
 
 impl Drop for Ends {
@@ -67,7 +67,7 @@ impl Threads {
         worker.map(|worker| worker.handle.clone()).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// Works for one connection until it ends. Whoever does not wait for it any more ends it.
+    /// Works for one connection until it ends. Dropping the future ends it.
     pub(super) async fn serve(
         &self,
         state: Arc<ServerState>,

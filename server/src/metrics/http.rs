@@ -26,7 +26,7 @@ pub async fn serve(listener: TcpListener, state: Arc<ServerState>) {
             Ok((stream, _)) => {
                 let state = Arc::clone(&state);
                 tokio::spawn(async move {
-                    // A client that is slow or gone gets nothing, and nobody needs to know.
+                    // A client that is slow or gone gets nothing, and that is not worth a line.
                     let _ = tokio::time::timeout(TIMEOUT, answer(stream, &state)).await;
                     drop(turn);
                 });

@@ -1,7 +1,7 @@
 //! What is counted, and how it is told to Prometheus.
 //!
 //! Every miss has a reason; calls are counted by the path they came by, the method, its class and the tenant, with bytes and a
-//! histogram of how long they took. What the engine counts is read from it when somebody asks.
+//! histogram of how long they took. The engine's own counters are read when metrics are asked for.
 
 mod histogram;
 pub mod http;
@@ -91,7 +91,7 @@ impl Metrics {
         *self.lock().misses.entry(reason).or_default() += blocks;
     }
 
-    /// A read ended: so many blocks were delivered, and these were not.
+    /// Counts a read that ended: blocks delivered, and misses by reason.
     pub fn read_ended(&self, delivered: u64, missed: BTreeMap<&'static str, u64>) {
         let mut counted = self.lock();
         for (reason, blocks) in missed {

@@ -4,7 +4,7 @@ use std::fmt::{self, Write};
 use std::sync::Arc;
 
 use kvarts_gpudirect::cufile::Decision;
-use kvarts_store::engine::Stats;
+use kvarts_store::engine::{Counts, Stats};
 use kvarts_store::rt::Clock;
 
 use super::{CallName, Counted, Metrics};
@@ -43,12 +43,12 @@ const DEVICE_COUNTERS: [(&str, &str); 7] = [
     ("retried", "Submissions repeated because they were interrupted."),
     ("short", "Submissions for the rest of a transfer."),
     ("unknown_completions", "Completions that belong to no operation under way."),
-    ("late_completions", "Operations that ended after whoever asked was gone."),
+    ("late_completions", "Operations that ended after their caller was gone."),
 ];
 
 /// The counters of one executor. What is counted there and not told here does not compile.
-fn device_counts(queue: &kvarts_store::io::Metrics) -> [(&'static str, u64); 7] {
-    let kvarts_store::io::Metrics {
+fn device_counts(queue: &kvarts_store::driver::Metrics) -> [(&'static str, u64); 7] {
+    let kvarts_store::driver::Metrics {
         submitted,
         completed,
         failed,
@@ -92,6 +92,7 @@ pub(super) async fn render(state: &ServerState) -> String {
     tenants(&mut out, state);
     models(&mut out, state);
     memory(&mut out, state);
+    connections(&mut out, state);
     device_path(&mut out, &state.decided.files);
     out
 }
@@ -103,7 +104,7 @@ fn labels(name: &CallName) -> String {
 }
 
 fn calls(out: &mut String, counted: &Counted) {
-    head(out, "kvarts_calls_total", "counter", "Calls that have ended, by how.");
+    head(out, "kvarts_calls_total", "counter", "Calls that have ended, by status.");
     for (name, calls) in &counted.calls {
         let labels = labels(name);
         for (how, count) in &calls.ended {
@@ -133,7 +134,7 @@ fn calls(out: &mut String, counted: &Counted) {
     for (method, count) in &counted.under_way {
         let _ = writeln!(out, "kvarts_calls_under_way{{method=\"{method}\"}} {count}");
     }
-    head(out, "kvarts_calls_refused_total", "counter", "Calls that were not let in, by what was missing.");
+    head(out, "kvarts_calls_refused_total", "counter", "Calls that were refused, by what was missing.");
     for ((method, want), count) in &counted.refused {
         let _ = writeln!(out, "kvarts_calls_refused_total{{method=\"{method}\",want=\"{want}\"}} {count}");
     }
@@ -147,7 +148,7 @@ fn calls(out: &mut String, counted: &Counted) {
     for (reason, count) in &counted.misses {
         let _ = writeln!(out, "kvarts_blocks_missed_total{{reason=\"{reason}\"}} {count}");
     }
-    head(out, "kvarts_clients", "gauge", "Clients by the mode they are in.");
+    head(out, "kvarts_clients", "gauge", "Clients of the local path, by transfer mode.");
     for (mode, count) in &counted.modes {
         let _ = writeln!(out, "kvarts_clients{{mode=\"{mode}\"}} {count}");
     }
@@ -157,31 +158,38 @@ fn engine(out: &mut String, state: &ServerState) {
     // What the store tells and is not told here does not compile.
     let Stats { store: _, counts, index, index_bytes_max, allocated_bytes, budget_bytes, tombstones, space } =
         state.engine.stats();
-    for (name, value) in counts.named() {
+    for ((name, value), help) in counts.named().into_iter().zip(Counts::helps()) {
         let name = format!("kvarts_engine_{name}_total");
-        one(out, &name, "counter", "See `kvarts stat`; since the store was opened.", value);
+        one(out, &name, "counter", help, value);
     }
     health(out, &state.engine.health());
-    one(out, "kvarts_disk_budget_bytes", "gauge", "Bytes that may be on disk.", budget_bytes);
-    one(out, "kvarts_disk_allocated_bytes", "gauge", "Bytes that are on disk.", allocated_bytes);
+    one(
+        out,
+        "kvarts_disk_budget_bytes",
+        "gauge",
+        "Disk budget: bytes that the store may allocate.",
+        budget_bytes,
+    );
+    one(
+        out,
+        "kvarts_disk_allocated_bytes",
+        "gauge",
+        "Bytes that the store has allocated on disk.",
+        allocated_bytes,
+    );
     let free = budget_bytes.saturating_sub(allocated_bytes);
-    one(out, "kvarts_disk_free_bytes", "gauge", "Bytes of the budget that are not on disk.", free);
+    one(out, "kvarts_disk_free_bytes", "gauge", "Bytes of the budget that are not allocated.", free);
     for (what, size) in [("bytes", index.bytes), ("blocks", index.blocks), ("records", index.records)] {
         let name = format!("kvarts_index_{what}");
-        one(out, &name, "gauge", "What the index of blocks has in memory.", size);
+        one(out, &name, "gauge", "Memory of the index of blocks.", size);
     }
     if let Some(most) = index_bytes_max {
-        let help = "Memory that the index may take: near it blocks are evicted, beyond it nothing is put.";
+        let help = "Memory limit of the index: near it blocks are evicted, beyond it puts are refused.";
         one(out, "kvarts_index_bytes_max", "gauge", help, most);
     }
-    one(out, "kvarts_tombstones", "gauge", "Deletes that are remembered.", tombstones);
+    one(out, "kvarts_tombstones", "gauge", "Tombstones: deletes that are remembered.", tombstones);
     let space = space.total;
-    head(
-        out,
-        "kvarts_disk_bytes",
-        "gauge",
-        "Bytes on disk by what they are; together all that are allocated.",
-    );
+    head(out, "kvarts_disk_bytes", "gauge", "Allocated bytes on disk by kind; the sum is all of them.");
     for (what, bytes) in
         [("live", space.live), ("dead", space.dead), ("free", space.free), ("overhead", space.overhead)]
     {
@@ -190,8 +198,7 @@ fn engine(out: &mut String, state: &ServerState) {
     let payload = counts.payload_bytes_stored;
     let written = counts.record_bytes_written + counts.moved_bytes_written;
     let amplification = written as f64 / payload.max(1) as f64;
-    let help =
-        "Bytes of records written, those that blocks were moved to included, by bytes that clients put.";
+    let help = "Write amplification: bytes of records written, moves included, over bytes that clients put.";
     one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
     let reports = state.engine.recovery();
     let sum =
@@ -216,7 +223,7 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health) {
 }
 
 /// What waits for the devices, and what they work on.
-fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::io::Metrics)]) {
+fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::driver::Metrics)]) {
     for (what, help) in DEVICE_COUNTERS {
         let name = format!("kvarts_device_{what}_total");
         head(out, &name, "counter", help);
@@ -225,7 +232,7 @@ fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::io::
             let _ = writeln!(out, "{name}{{executor=\"{executor}\"}} {count}");
         }
     }
-    head(out, "kvarts_device_held_bytes", "gauge", "Memory of each executor that is in use, by whom.");
+    head(out, "kvarts_device_held_bytes", "gauge", "Memory in use of each executor, by user.");
     for (executor, (_, queue)) in io.iter().enumerate() {
         for (what, bytes) in
             [("arena", queue.arena_bytes), ("stuck", queue.stuck_bytes), ("dropped", queue.dropped_bytes)]
@@ -234,7 +241,7 @@ fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::io::
             let _ = writeln!(out, "kvarts_device_held_bytes{{{labels}}} {bytes}");
         }
     }
-    head(out, "kvarts_device_queue", "gauge", "Operations of each executor by where they are.");
+    head(out, "kvarts_device_queue", "gauge", "Operations of each executor, by state.");
     for (executor, (_, queue)) in io.iter().enumerate() {
         for (place, operations) in [
             ("waiting", queue.waiting_ops),
@@ -249,7 +256,12 @@ fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::io::
             );
         }
     }
-    head(out, "kvarts_device_queue_bytes", "gauge", "Bytes that each executor's devices work on.");
+    head(
+        out,
+        "kvarts_device_queue_bytes",
+        "gauge",
+        "Bytes of transfers under way on each executor's devices.",
+    );
     for (executor, (_, queue)) in io.iter().enumerate() {
         let _ =
             writeln!(out, "kvarts_device_queue_bytes{{executor=\"{executor}\"}} {}", queue.in_flight_bytes);
@@ -266,34 +278,41 @@ fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::io::
 fn scrub(out: &mut String, state: &ServerState) {
     let totals = state.scrub.totals();
     let (all, last) = (totals.all, totals.last);
-    one(out, "kvarts_scrub_runs_total", "counter", "Runs of the scrubber that have ended.", totals.runs);
-    one(out, "kvarts_scrub_under_way", "gauge", "Whether one is under way.", u8::from(totals.under_way));
-    one(out, "kvarts_scrub_blocks_total", "counter", "Blocks that it checked.", all.blocks_checked);
-    one(out, "kvarts_scrub_bytes_total", "counter", "Their bytes.", all.bytes_checked);
-    let damaged = "Blocks that it found damaged.";
+    one(out, "kvarts_scrub_runs_total", "counter", "Scrubber runs that have ended.", totals.runs);
+    one(
+        out,
+        "kvarts_scrub_under_way",
+        "gauge",
+        "Whether a scrubber run is under way.",
+        u8::from(totals.under_way),
+    );
+    one(out, "kvarts_scrub_blocks_total", "counter", "Blocks that the scrubber checked.", all.blocks_checked);
+    one(out, "kvarts_scrub_bytes_total", "counter", "Bytes that the scrubber checked.", all.bytes_checked);
+    let damaged = "Blocks that the scrubber found damaged.";
     one(out, "kvarts_scrub_blocks_damaged_total", "counter", damaged, all.blocks_damaged);
-    let passed = "Blocks that it could not look at.";
+    let passed = "Blocks that the scrubber could not read.";
     one(out, "kvarts_scrub_blocks_passed_over_total", "counter", passed, all.blocks_passed_over);
     let ended = last.ended_unix_ms as f64 / 1000.0;
     one(
         out,
         "kvarts_scrub_last_end_seconds",
         "gauge",
-        "When the last run ended, since 1970; 0: never.",
+        "End of the last scrubber run, in seconds since 1970; 0: never.",
         ended,
     );
-    one(out, "kvarts_scrub_last_blocks", "gauge", "Blocks that the last run checked.", last.blocks_checked);
-    let damaged = "Blocks that the last run found damaged.";
+    one(
+        out,
+        "kvarts_scrub_last_blocks",
+        "gauge",
+        "Blocks that the last scrubber run checked.",
+        last.blocks_checked,
+    );
+    let damaged = "Blocks that the last scrubber run found damaged.";
     one(out, "kvarts_scrub_last_blocks_damaged", "gauge", damaged, last.blocks_damaged);
 }
 
 fn tenants(out: &mut String, state: &ServerState) {
-    head(
-        out,
-        "kvarts_tenant_disk_bytes",
-        "gauge",
-        "Live bytes on disk of each tenant, and what it may have.",
-    );
+    head(out, "kvarts_tenant_disk_bytes", "gauge", "Live bytes on disk of each tenant, and its quota.");
     for tenant in state.gate.tenants() {
         let Some(space) = state.engine.tenant_space(&tenant.salt) else { continue };
         let name = Value(&tenant.name);
@@ -306,13 +325,13 @@ fn tenants(out: &mut String, state: &ServerState) {
 
 /// What the models of each tenant take.
 fn models(out: &mut String, state: &ServerState) {
-    head(out, "kvarts_tenant_models", "gauge", "Models of each tenant.");
+    head(out, "kvarts_tenant_models", "gauge", "Models that each tenant has registered.");
     let used = |tenant: Arc<Tenant>| (state.models.used(tenant.number), tenant);
     let used: Vec<_> = state.gate.tenants().into_iter().map(used).collect();
     for (used, tenant) in &used {
         let _ = writeln!(out, "kvarts_tenant_models{{tenant=\"{}\"}} {}", Value(&tenant.name), used.count);
     }
-    head(out, "kvarts_tenant_models_bytes", "gauge", "About what they take in memory, and what they may.");
+    head(out, "kvarts_tenant_models_bytes", "gauge", "Memory of each tenant's models, about, and its limit.");
     for (used, tenant) in &used {
         for (what, bytes) in [("used", used.memory), ("limit", limits::MODELS_MEMORY_MAX)] {
             let name = Value(&tenant.name);
@@ -331,7 +350,12 @@ fn device_path(out: &mut String, files: &Decision) {
 }
 
 fn memory(out: &mut String, state: &ServerState) {
-    head(out, "kvarts_request_memory_bytes", "gauge", "Memory of requests, by part: used, most used, all.");
+    head(
+        out,
+        "kvarts_request_memory_bytes",
+        "gauge",
+        "Memory for requests, by part: used, highest use, total.",
+    );
     for (part, usage) in ["large", "small"].into_iter().zip(state.memory.usage()) {
         for (what, bytes) in [("used", usage.used), ("most", usage.used_max), ("all", usage.total)] {
             let _ = writeln!(out, "kvarts_request_memory_bytes{{part=\"{part}\",what=\"{what}\"}} {bytes}");
@@ -341,7 +365,7 @@ fn memory(out: &mut String, state: &ServerState) {
         out,
         "kvarts_kept_tiles_bytes",
         "gauge",
-        "Free memory of requests in which tiles are kept, by part.",
+        "Tile cache: memory for requests that holds tiles of earlier reads, by part.",
     );
     for (number, part) in ["large", "small"].into_iter().enumerate() {
         let bytes = state.memory.tiles().bytes(number);
@@ -361,13 +385,13 @@ fn memory(out: &mut String, state: &ServerState) {
         out,
         "kvarts_large_requests_bytes",
         "gauge",
-        "What large requests and their answers take: used, all.",
+        "Memory of large requests and their answers: used, total.",
     );
     for (what, bytes) in [("used", state.receiving.bytes()), ("all", limits::LARGE_BYTES_MAX as u64)] {
         let _ = writeln!(out, "kvarts_large_requests_bytes{{what=\"{what}\"}} {bytes}");
     }
     let waiting = state.receiving.waiting();
-    one(out, "kvarts_large_requests_waiting", "gauge", "Large requests that wait for that.", waiting);
+    one(out, "kvarts_large_requests_waiting", "gauge", "Large requests that wait for memory.", waiting);
     one(
         out,
         "kvarts_shared_bytes",
@@ -385,19 +409,28 @@ fn memory(out: &mut String, state: &ServerState) {
         let _ = writeln!(out, "kvarts_local_clients{{tenant=\"{}\"}} {count}", Value(tenant));
     }
     let (turns, waiting) = state.puts.left();
-    one(out, "kvarts_put_turns_left", "gauge", "Puts that could take bytes at once.", turns);
+    one(out, "kvarts_put_turns_left", "gauge", "Puts that could begin now.", turns);
     one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a turn.", waiting);
+}
+
+fn connections(out: &mut String, state: &ServerState) {
     let places = state.connections.available_permits();
-    one(out, "kvarts_connections_all", "gauge", "Connections that there may be.", state.connections_all);
-    one(out, "kvarts_connections_left", "gauge", "Connections that may still come.", places);
+    one(out, "kvarts_connections_all", "gauge", "Limit of connections.", state.connections_all);
+    one(out, "kvarts_connections_left", "gauge", "Connections left until the limit.", places);
     let (strangers, open_calls) = state.strangers.count();
-    one(out, "kvarts_connections_unknown", "gauge", "Connections without a call that was let in.", strangers);
+    one(
+        out,
+        "kvarts_connections_unknown",
+        "gauge",
+        "Connections whose client has shown no token.",
+        strangers,
+    );
     one(out, "kvarts_calls_without_token", "gauge", "Calls under way that need no token.", open_calls);
     one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", state.calls());
     let clock: &dyn Clock = &**state.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;
     one(out, "kvarts_time_seconds", "gauge", "The server's wall clock.", seconds);
-    head(out, "kvarts_build_info", "gauge", "Which program this is.");
+    head(out, "kvarts_build_info", "gauge", "Version of the program.");
     let _ = writeln!(out, "kvarts_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
 }
 
@@ -409,7 +442,7 @@ mod tests {
 
     #[test]
     fn every_counter_of_the_engine_and_of_its_devices_is_told() {
-        let queue = kvarts_store::io::Metrics::default();
+        let queue = kvarts_store::driver::Metrics::default();
         let names = device_counts(&queue).map(|(name, _)| name);
         assert_eq!(names, DEVICE_COUNTERS.map(|(name, _)| name));
         let mut out = String::new();
@@ -421,7 +454,7 @@ mod tests {
                 "{name}: {out}"
             );
         }
-        let counts = kvarts_store::engine::Counts::default();
+        let counts = Counts::default();
         // Each field is a number, and each is named once.
         assert_eq!(counts.named().len() * size_of::<u64>(), size_of_val(&counts));
     }

@@ -1,4 +1,5 @@
-//! How many lines are written about refused calls: enough to see who knocks, not as many as somebody likes to cause.
+//! Limits the lines that are written about refused calls: enough to see who is refused, few enough that a client cannot
+//! fill the disk with them.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

@@ -141,11 +141,11 @@ pub struct Caller {
     pub tenant: Arc<Tenant>,
     /// What it may do.
     pub rights: Rights,
-    /// By what it was let in; none where nobody is asked.
+    /// The token that admitted it; none where none is asked for.
     token: Option<TokenHash>,
 }
 
-/// Why somebody is not let in.
+/// Why a caller is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Refusal {
     /// No token was given.
@@ -167,7 +167,7 @@ impl Refusal {
 /// Lets callers in.
 #[derive(Clone, Debug)]
 pub enum Gate {
-    /// Everybody, as one tenant with every right.
+    /// Everyone is admitted, as one tenant with every right.
     Open(Arc<Tenant>),
     /// Those with one of these tokens.
     Tokens(Vec<Token>),
@@ -224,13 +224,13 @@ impl Gate {
         tenants
     }
 
-    /// Whether it lets everybody in.
+    /// Whether it admits everyone.
     pub fn is_open(&self) -> bool {
         matches!(self, Self::Open(_))
     }
 }
 
-/// A gate that can be changed while callers come in. Whoever came in before is asked again at the next call.
+/// A gate that can be changed while callers come in. Callers admitted before are checked again at the next call.
 #[derive(Debug)]
 pub struct Gatekeeper {
     gate: RwLock<Gate>,
@@ -263,7 +263,7 @@ impl Gatekeeper {
     }
 
     /// Lets in whom another gate does from now on. Tenants of the same name stay who they are, with what they have under
-    /// way and their limits. Refused is what would change who everybody is: tokens where there were none, none where there were some, another salt.
+    /// way and their limits. Refused are changes of who callers are: tokens where there were none, none where there were some, another salt.
     pub fn change(&self, to: &Gate) -> Result<Changed, String> {
         let mut gate = self.gate.write().unwrap_or_else(PoisonError::into_inner);
         let tokens = match (&*gate, to) {

@@ -1,4 +1,4 @@
-//! A share of a flow: so many bytes a second, with a second's worth in hand.
+//! A rate limit: bytes a second, with a second's worth in hand (a token bucket).
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ impl Bandwidth {
         self.spend_at(bytes, now())
     }
 
-    /// Takes these bytes if that makes nobody wait.
+    /// Takes these bytes if no other has to wait for them.
     pub(crate) fn try_spend(&self, bytes: u64) -> bool {
         let mut state = self.refilled(now());
         let left = state.left - bytes as f64;

@@ -1,4 +1,4 @@
-//! Leases by names that nobody can guess, each for the tenant that took it.
+//! Leases by names that cannot be guessed, each for the tenant that took it.
 //!
 //! The engine numbers its leases one after the other. A client gets a random number instead, and it works for its
 //! own tenant alone: another tenant's lease is answered as one that has ended.

@@ -22,7 +22,7 @@ use super::parts::{Part, Parts};
 use super::tile_cache::{CachedTile, TileCache, TileStart};
 
 const PAGE: usize = 4096;
-/// The part of all memory that small requests have to themselves: one in so many bytes.
+/// The part of all memory that small requests have to themselves: one byte in this many.
 const SMALL_PART: usize = 8;
 
 /// The main part, and the one of small requests, where a part is told by its number.
@@ -55,14 +55,14 @@ impl Memory {
         &self.tiles
     }
 
-    /// Keeps a tile of so many bytes, which lies in a piece of its own.
+    /// Keeps a tile of `len` bytes, which lies in a piece of its own.
     pub fn keep(&self, start: TileStart, tenant: u32, len: u64, tile: CachedTile) {
         // As the arena counts.
         let bytes = len.max(1).next_multiple_of(PAGE as u64);
         self.tiles.keep(start, (self.part_of(len), tenant), bytes, tile);
     }
 
-    /// Which part a piece of so many bytes is of.
+    /// Which part a piece of `len` bytes belongs to.
     fn part_of(&self, len: u64) -> usize {
         if len <= self.small_max { SMALL } else { MAIN }
     }
@@ -107,13 +107,13 @@ impl Memory {
         if self.is_spare(len) { self.take_now(MAIN, bytes) } else { None }
     }
 
-    /// Whether half of the memory is still free when a request has so many more bytes.
+    /// Whether half of the memory is still free when a request has this many more bytes.
     pub fn is_spare(&self, len: u64) -> bool {
         let [usage, _] = self.usage();
         (usage.used as u64).saturating_add(len) <= usage.total as u64 / 2
     }
 
-    /// Whether more than half of the memory is used: then everybody takes less at a time.
+    /// Whether more than half of the memory is used: then every request takes less at a time.
     pub fn is_crowded(&self) -> bool {
         let [usage, _] = self.usage();
         usage.used > usage.total / 2
@@ -150,20 +150,20 @@ impl MemoryShares {
         memory.take(len).await.map(|piece| Self::kept(piece, pages))
     }
 
-    /// What a piece of so many bytes takes of a tenant's share, as soon as it is the tenant's turn.
+    /// What a piece of `len` bytes takes of a tenant's share, as soon as it is the tenant's turn.
     pub async fn charge(&self, memory: &Memory, tenant: u32, len: u64) -> Option<Part> {
         let (part, pages) = self.part(memory, len)?;
         part.take(tenant, pages).await
     }
 
-    /// The same now, if nobody waits for it.
+    /// The same now, if no request waits for it.
     pub fn try_charge(&self, memory: &Memory, tenant: u32, len: u64) -> Option<Part> {
         let (part, pages) = self.part(memory, len)?;
         part.try_take(tenant, pages)
     }
 
     /// What a tenant should take at once of the main part, if it may want up to `most`: as much as is set aside for it, so
-    /// that it waits for nobody but itself, and never less than `least`.
+    /// that it waits only for its own requests, and never less than `least`.
     pub fn at_once(&self, tenant: u32, least: u64, most: u64) -> u64 {
         let [main, _] = &self.0;
         let own = main.own(tenant).map_or(most, |pages| pages * PAGE as u64);
@@ -185,7 +185,7 @@ impl MemoryShares {
     }
 }
 
-/// Bytes of a request's memory that nobody writes any more: they can be sent as they are.
+/// Bytes of a request's memory that are not written any more: they can be sent as they are.
 #[derive(Debug)]
 pub struct SharedBytes(Buf);
 
@@ -193,8 +193,8 @@ impl SharedBytes {
     /// The bytes of `buf`, shared and not copied.
     ///
     /// # Safety
-    /// Nobody may write to these bytes until the result and all its clones are gone: the read that filled them has
-    /// announced them, and this process gave the memory to nobody else.
+    /// Nothing may write to these bytes until the result and all its clones are gone: the read that filled them has
+    /// announced them, and this process gave the memory to no other.
     #[allow(unsafe_code, reason = "the one place where filled memory becomes bytes to send")]
     pub unsafe fn bytes(buf: Buf) -> Bytes {
         Bytes::from_owner(Self(buf))
@@ -203,8 +203,8 @@ impl SharedBytes {
 
 impl AsRef<[u8]> for SharedBytes {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: the range is mapped for as long as the `Buf` in `self` lives, and whoever made this promised in
-        // `SharedBytes::bytes` that nobody writes to it meanwhile.
+        // SAFETY: the range is mapped for as long as the `Buf` in `self` lives, and the caller of
+        // `SharedBytes::bytes` promised that nothing writes to it meanwhile.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
     }
 }
@@ -220,7 +220,7 @@ mod tests {
         let memory = Memory::new(1 << 20, 4096, 0).unwrap();
         let mut buf = block_on(memory.take(8192)).unwrap();
         buf.fill(7);
-        // SAFETY: nobody else has the piece.
+        // SAFETY: the piece has no other user.
         let bytes = unsafe { SharedBytes::bytes(buf.freeze()) };
         let part = bytes.slice(100..200);
         drop(bytes);
@@ -298,7 +298,7 @@ mod tests {
             let len = shares.at_once(30, limits::SMALL_TILE_BYTES, most);
             assert!(len > 2 << 20 && take(30, len).is_some(), "{len}");
         }
-        // Somebody who came later takes what he finds.
+        // A tenant that came later takes what it finds.
         assert_eq!(
             shares.at_once(31, limits::SMALL_TILE_BYTES, limits::PUT_PIECE_BYTES),
             limits::PUT_PIECE_BYTES

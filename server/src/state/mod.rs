@@ -3,7 +3,7 @@
 //!
 //! Tenants are kept apart here, in two ways that do not depend on each other: the identity of each model carries
 //! the tenant's salt, so equal models of two tenants are two namespaces; and a namespace is only found for the
-//! tenant that registered it, whatever a request claims. What belongs to somebody else is answered exactly as what
+//! tenant that registered it, whatever a request claims. A name of another tenant is answered exactly as one that
 //! does not exist.
 
 mod audit;
@@ -70,7 +70,7 @@ pub struct ServerState {
     pub connections: Arc<Semaphore>,
     /// Places for connections in all.
     pub connections_all: usize,
-    /// Connections on which nobody has shown a token yet.
+    /// Connections whose client has shown no token yet.
     pub strangers: Arc<Strangers>,
     /// Large reads under way over the network.
     pub large_reads: Arc<AtomicU64>,
@@ -109,7 +109,7 @@ pub struct Decided {
     pub notes: Vec<String>,
     /// How files reach the memory of devices on this host.
     pub files: kvarts_gpudirect::cufile::Decision,
-    /// Limits of which nobody counts how much is used.
+    /// Limits without a count of their use.
     pub limits: Vec<SetLimit>,
 }
 
@@ -129,7 +129,7 @@ pub struct SetLimit {
 pub struct UnderWay(Arc<ServerState>);
 
 impl ServerState {
-    /// A server around an open engine, with so many connections at most.
+    /// A server around an open engine, with at most `connections` connections.
     pub fn new(
         engine: Store,
         gate: auth::Gate,
@@ -190,12 +190,12 @@ impl ServerState {
         self.shares.take(&self.memory, tenant.number, len).await
     }
 
-    /// What so many bytes of memory take of a tenant's share, as soon as it may have them.
+    /// What `len` bytes of memory take of a tenant's share, as soon as it may have them.
     pub async fn charge(&self, tenant: &Tenant, len: u64) -> Option<parts::Part> {
         self.shares.charge(&self.memory, tenant.number, len).await
     }
 
-    /// The same now, if nobody waits for it.
+    /// The same now, if no request waits for it.
     pub fn try_charge(&self, tenant: &Tenant, len: u64) -> Option<parts::Part> {
         self.shares.try_charge(&self.memory, tenant.number, len)
     }
@@ -215,7 +215,7 @@ impl ServerState {
         self.engine.clock()
     }
 
-    /// A number that nobody can guess.
+    /// A number that cannot be guessed.
     pub fn secret_number(&self) -> u64 {
         let mut bytes = [0; 8];
         self.entropy.fill(&mut bytes);
@@ -240,7 +240,7 @@ impl ServerState {
         self.draining.load(Ordering::SeqCst)
     }
 
-    /// Why nobody should be sent here, if so.
+    /// Why no client should be sent here, if so.
     pub fn fault(&self) -> Option<String> {
         if self.is_draining() {
             return Some("the server is about to stop".to_owned());
@@ -248,7 +248,7 @@ impl ServerState {
         self.engine.health().fault().map(|why| format!("the store takes no writes: {why}"))
     }
 
-    /// Returns when somebody asked for a drain.
+    /// Returns when a drain was asked for.
     pub async fn drain_asked(&self) {
         // Made before the look, so that an asking in between is heard.
         let asked = self.drain.notified();

@@ -83,7 +83,7 @@ impl Models {
         Ok(model)
     }
 
-    /// The caller's model of this name. Another tenant's is as unknown as one that nobody registered.
+    /// The caller's model of this name. Another tenant's is as unknown as one that was never registered.
     pub fn get(&self, caller: &Caller, namespace: NamespaceId) -> Result<Arc<Model>, Reason> {
         self.find(caller, namespace).ok_or(Reason::UnknownNamespace(namespace))
     }

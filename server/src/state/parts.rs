@@ -1,11 +1,11 @@
-//! A quantity that tenants share: each has a part of it that nobody else can take, and the rest is whose turn it is.
+//! A quantity that tenants share: each has a part that no other can take, and the rest goes by turns.
 //!
 //! Half of it is set aside in as many equal parts as there are tenants; with one tenant that is the same as all of it. What a
 //! tenant has counts as its own up to that, and beyond as of the rest. Who finds too little waits, first come first served:
 //! for the rest among all, and with those of its own tenant alone for what is set aside for that one.
 //!
 //! What is guaranteed to a tenant is what is set aside for it, and no more: one that asks for more than that at once waits
-//! for its turn of the rest. Whoever can asks for less ([`Parts::own`]). When the tenants change, it is divided anew
+//! for its turn of the rest. A caller that can asks for less ([`Parts::own`]). When the tenants change, it is divided again
 //! ([`Parts::divide`]).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -73,7 +73,7 @@ impl Parts {
         Self(Arc::new(Shared { all, least, waiting_max, state: Mutex::new(state) }))
     }
 
-    /// Divides it anew, for these tenants. What each has stays its own; who waits for more than it can get now gets none.
+    /// Divides it again, for these tenants. What each has stays its own; who waits for more than it can get now gets none.
     pub fn divide(&self, tenants: &[u32]) {
         let mut state = self.lock();
         let state = &mut *state;
@@ -98,7 +98,7 @@ impl Parts {
         Part { parts: self.clone(), tenant, amount: 0 }
     }
 
-    /// So much for a tenant, as soon as it is there; none if it is more than anybody gets, or too many of the tenant wait.
+    /// An amount for a tenant, as soon as it is free; none if no tenant may have as much, or too many of the tenant wait.
     pub async fn take(&self, tenant: u32, amount: u64) -> Option<Part> {
         if let Some(part) = self.try_take(tenant, amount) {
             return Some(part);
@@ -109,7 +109,7 @@ impl Parts {
         (&mut part).await.ok()
     }
 
-    /// So much for a tenant, if it is there now and nobody waits for it.
+    /// An amount for a tenant, if it is free now and no other waits for it.
     pub fn try_take(&self, tenant: u32, amount: u64) -> Option<Part> {
         let mut part = self.part(tenant);
         part.set(amount).then_some(part)
@@ -132,7 +132,7 @@ impl Parts {
         Some(Place(self, tenant, number))
     }
 
-    /// Gives those who wait what there is for them. While one waits for the rest, nobody who came later has any of it.
+    /// Gives those who wait what there is for them. While one waits for the rest, none that came later has any of it.
     fn grant(&self, state: &mut State) {
         let mut stay = BTreeSet::new();
         loop {
@@ -160,7 +160,7 @@ impl Parts {
         Some(self.lock().division.own(tenant)).filter(|own| *own > 0)
     }
 
-    /// What is left of it for anybody or somebody, and how many wait.
+    /// What is free, set aside or not, and how many wait.
     pub fn left(&self) -> (u64, usize) {
         (self.all() - self.used(), self.lock().waiting.values().map(BTreeMap::len).sum())
     }
@@ -234,7 +234,7 @@ impl Part {
         self.amount
     }
 
-    /// Makes it so much; false, and as before, if there is not so much now or somebody waits for it.
+    /// Changes the amount; false, and as before, if there is not as much now or another waits for it.
     pub fn set(&mut self, amount: u64) -> bool {
         let mut state = self.parts.lock();
         let (first, change) = (state.waiting.is_empty(), (self.amount, amount));
@@ -386,7 +386,7 @@ mod tests {
     fn where_there_is_little_each_gets_the_least() {
         let parts = Parts::new(2, &[1, 2, 3], 1, 300);
         let all: Vec<_> = (1..=3).map(|tenant| parts.try_take(tenant, 1).unwrap()).collect();
-        assert!(parts.try_take(1, 1).is_some(), "and one for whoever comes first");
+        assert!(parts.try_take(1, 1).is_some(), "and one for the first that comes");
         assert_eq!((parts.all(), all.len()), (4, 3));
     }
 

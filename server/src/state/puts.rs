@@ -28,8 +28,8 @@ impl Puts {
         self.0.take(tenant, 1).await
     }
 
-    /// Has a put go on with so many bytes more: when they are within its tenant's own bandwidth, and with a turn. False
-    /// if it gets none. Whoever waits for its tenant's bandwidth keeps no turn from others meanwhile.
+    /// Has a put go on with `bytes` bytes more: when they are within its tenant's own bandwidth, and with a turn. False
+    /// if it gets none. A put that waits for its tenant's bandwidth keeps no turn from others meanwhile.
     pub async fn go_on(&self, tenant: &Tenant, bytes: u64, turn: &mut Option<Part>) -> bool {
         let toll = tenant.toll(bytes);
         if !toll.is_zero() {
@@ -87,7 +87,7 @@ mod tests {
         assert!(waiting.as_mut().poll(&mut context).is_pending(), "it is within its bandwidth");
         assert_eq!(puts.left(), (4, 0), "it keeps its turn while it waits");
         drop(waiting);
-        // Whoever need not wait keeps the turn that it has.
+        // A put that need not wait keeps the turn that it has.
         let mut own = None;
         for _ in 0..2 {
             assert!(block_on(puts.go_on(&free, 1 << 40, &mut own)) && puts.left() == (3, 0));

@@ -69,7 +69,7 @@ impl Tenant {
         })
     }
 
-    /// The one tenant of a server that asks nobody for a token. Its namespaces are those of the embedded engine.
+    /// The one tenant of a server without tokens. Its namespaces are those of the embedded engine.
     pub fn only() -> Arc<Self> {
         Self::new("default", 0, Some(Vec::new()), TenantLimits::default())
     }
@@ -95,7 +95,7 @@ impl Tenant {
         (Paid { tenant: Arc::clone(self), left: AtomicU64::new(bytes) }, wait)
     }
 
-    /// The same if nobody has to wait for it.
+    /// The same if no other has to wait for it.
     pub fn try_pay(self: &Arc<Self>, bytes: u64) -> Option<Paid> {
         let pays = self.bandwidth.as_ref().is_none_or(|bandwidth| bandwidth.try_spend(bytes));
         pays.then(|| Paid { tenant: Arc::clone(self), left: AtomicU64::new(bytes) })
@@ -118,7 +118,7 @@ pub struct Paid {
 }
 
 impl Paid {
-    /// So many of them were moved.
+    /// Counts `bytes` moved.
     pub fn moved(&self, bytes: u64) {
         let less = |left: u64| Some(left.saturating_sub(bytes));
         let _ = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);

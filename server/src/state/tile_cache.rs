@@ -1,11 +1,11 @@
 //! Tiles that were read and verified, kept in the memory of requests for as long as no request needs it.
 //!
-//! A tile is kept when it is read for the second time within a while, as it lies: nothing is copied, and whoever reads it
-//! again sends the same bytes. Whether it may be given is asked of the store each time
+//! A tile is kept when it is read for the second time within a while, as it lies: nothing is copied, and later reads
+//! of it send the same bytes. Whether it may be given is asked of the store each time
 //! ([`StoreTiles::recall`](kvarts_store::engine::StoreTiles::recall)); a tile that is not what would be read now is
 //! forgotten.
 //!
-//! What is kept takes memory from nobody: a request that finds no room has tiles forgotten until there is some, and while
+//! What is kept takes memory from no request: one that finds no room has tiles forgotten until there is some, and while
 //! one waits nothing is kept. The tenant that has most of it loses first, of that one the tile that was not used for
 //! longest: so none can push out what the others have below an equal part. What is sent of a tile counts as its reader's
 //! own memory as well, kept or not.
@@ -118,7 +118,7 @@ pub struct TileCache<T = CachedTile> {
 pub struct Waiting<'a, T>(&'a TileCache<T>, usize);
 
 impl<T> TileCache<T> {
-    /// Room for so many bytes of each part.
+    /// Room for this many bytes of each part.
     pub fn new(most: [u64; PARTS]) -> Self {
         let parts = most.map(|most| Part { most, ..Part::default() });
         let (tiles, seen) = (BTreeMap::new(), vec![0; SEEN].into());
@@ -158,7 +158,7 @@ impl<T> TileCache<T> {
         slot.is_some_and(|slot| std::mem::replace(slot, hash) == hash)
     }
 
-    /// Keeps a tile of so many bytes for its tenant, in place of one that begins alike.
+    /// Keeps a tile of `bytes` bytes for its tenant, in place of one that begins alike.
     pub fn keep(&self, start: TileStart, (part, tenant): (usize, u32), bytes: u64, tile: T) {
         let mut gone = Vec::new();
         {
@@ -175,7 +175,7 @@ impl<T> TileCache<T> {
                 gone.extend(state.forget_one(part));
             }
         }
-        // Memory goes back outside of the lock: whoever waits for it is woken.
+        // Memory goes back outside of the lock: its waiters are woken.
         drop(gone);
     }
 

@@ -150,7 +150,7 @@ impl Written {
 
 impl Drop for LayeredPut {
     fn drop(&mut self) {
-        // A ticket that is gone stops the put; whoever waits for the next layer must look.
+        // A ticket that is gone stops the put; the task that waits for the next layer must look.
         self.answer = None;
         self.progress.offered.nudge();
     }

@@ -1,7 +1,7 @@
 //! Digests of chunks for a caller that verifies what it reads itself.
 //!
 //! Memory that the store's own processor must not touch can be filled by a device but not be verified by the store:
-//! whoever owns it does that, with the digests that the producer's chunks were put with.
+//! the owner of the memory does that, with the digests that the producer's chunks were put with.
 
 use std::fmt;
 use std::sync::Arc;

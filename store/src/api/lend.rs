@@ -17,7 +17,7 @@ use crate::io::KeptFile;
 use crate::rt::mailbox::Reply;
 use crate::rt::{Class, Nanos};
 
-/// Blocks that somebody wants to read himself.
+/// Blocks that the caller reads from their files itself.
 #[derive(Clone, Debug)]
 pub struct LendRequest {
     /// A registered namespace.
@@ -36,7 +36,7 @@ pub struct LendRequest {
     pub deadline: Option<Nanos>,
 }
 
-/// Blocks as they lie in files, held: while this lives, the bytes of its ranges are not written anew nor given back
+/// Blocks as they lie in files, held: while this lives, the bytes of its ranges are neither overwritten nor given back
 /// to the file system. Blocks that are deleted, evicted or moved meanwhile are still there.
 ///
 /// The store's closing ends the hold: it does not wait for who borrowed. Descriptors stay good, but what is read
@@ -45,7 +45,7 @@ pub struct LendRequest {
 ///
 /// What is held is held up: the segments that the ranges lie in, as by a read that stands still. Their space does
 /// not come back, so puts may be refused for want of room, a lowered budget is not reached, and what was buried before
-/// them is remembered. Nobody waits for it for ever, and nothing else of the store stands still. No time ends it: give
+/// them is remembered. The rest of the store does not wait for it. No time ends it: give
 /// it back when the last range is in. To drop it, on any thread, is to give it back.
 #[derive(Debug)]
 pub struct PinnedExtents {
@@ -71,7 +71,7 @@ impl PinnedExtents {
         &self.files
     }
 
-    /// Which production of each block is lent: for whoever reads other parts of them in the ordinary way
+    /// Which production of each block is lent: for a reader that reads other parts of them in the ordinary way
     /// ([`Store::read_part`](crate::engine::Store::read_part)).
     pub fn origins(&self) -> &Arc<Origins> {
         &self.origins

@@ -134,7 +134,7 @@ pub trait KvStore: Send + Sync {
     fn set_default_ttl(&self, namespace: NamespaceId, ttl: Option<Duration>) -> Result<(), Error>;
 
     /// What happens to blocks from now on, or from a point that an earlier event or snapshot named. Nothing is
-    /// missing between two events of a subscription: whoever is too slow, or resumes where the store remembers
+    /// missing between two events of a subscription: a subscriber that is too slow, or resumes where the store remembers
     /// nothing any more, is told [`Gap`] and takes a snapshot. No reader slows the store.
     fn subscribe(&self, from: Option<Sequence>) -> Subscription;
 

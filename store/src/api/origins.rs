@@ -8,7 +8,7 @@ use kvarts_layout::OriginId;
 use crate::sync::Mutex;
 
 /// What reads share that together are one: of each block they give bytes of one production only, the first that any of
-/// them met, or a miss. Without it a block that is taken out and put anew by another producer between two reads would be
+/// them met, or a miss. Without it a block that is taken out and put again by another producer between two reads would be
 /// a mix, each part of it as it was put.
 #[derive(Debug)]
 pub struct Origins(Mutex<Vec<Met>>);
@@ -22,7 +22,7 @@ struct Met {
 }
 
 impl Origins {
-    /// Of so many blocks, whichever production of each is met first.
+    /// Of `blocks` blocks, whichever production of each is met first.
     pub fn any(blocks: usize) -> Arc<Self> {
         Arc::new(Self(Mutex::new(vec![Met::default(); blocks])))
     }

@@ -1,4 +1,4 @@
-//! How far a read has come, and what is said of it when it ends, whoever reads and from wherever.
+//! The progress of a read, and what is said when it ends: the same for every source and every reader.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -64,7 +64,7 @@ impl ReadProgress {
         }
     }
 
-    /// No more than so many leading blocks are good.
+    /// At most this many leading blocks are good.
     pub fn keep_leading(&mut self, blocks: u32) {
         self.good = self.good.min(blocks);
     }
@@ -106,7 +106,7 @@ impl ReadProgress {
         let mut failures = self.failures.clone();
         let all = early.is_none() || self.order == Order::Blocks;
         if let Some(reason) = early.filter(|_| self.order == Order::Blocks) {
-            // Of those that were not read to their end nobody else says anything.
+            // Blocks that were not read to their end have no other reason.
             for block in (0..self.blocks).filter(|&block| !self.is_block_done(block)) {
                 failures.entry(block).or_insert_with(|| reason.clone());
             }

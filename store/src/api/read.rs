@@ -15,7 +15,7 @@ use crate::rt::mailbox::Abandoned;
 use crate::rt::{Class, Nanos};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
-/// A read of up to so many bytes goes before larger ones of the foreground.
+/// A read of at most this many bytes goes before larger ones of the foreground.
 pub const SMALL_READ_BYTES: u64 = 256 << 10;
 
 /// How much of what is read is compared with its digests.
@@ -58,7 +58,7 @@ pub struct ReadRequest {
     /// The blocks wanted.
     pub keys: Vec<BlockKey>,
     /// Which layers of the shape, counted among the layers that this group has; `None` for all. To read the layers of
-    /// blocks one after the other use a [`TiledRead`](super::TiledRead): between two reads blocks may be put anew.
+    /// blocks one after the other use a [`TiledRead`](super::TiledRead): between two reads blocks may be replaced.
     pub layers: Option<Range<u32>>,
     /// In which order they are delivered.
     pub order: Order,
@@ -154,7 +154,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// Whether there is something that nobody has taken, or nothing will come any more.
+    /// Whether an event is there that was not taken, or none will come any more.
     fn has_news(&self) -> bool {
         self.gone || !self.events.is_empty()
     }
@@ -191,13 +191,13 @@ impl Channel {
     }
 }
 
-/// Whoever brings the events of a read into this process, where somebody has to fetch them: a connection.
+/// A source of a read's events that must be polled on a thread of this process: a connection.
 pub trait Poller: Send + Sync {
     /// Fetches on this thread, which may sleep, until `done`. Returns before if another thread fetches already, or if
     /// nothing more will come.
     fn fetch(&self, done: &mut dyn FnMut() -> bool);
 
-    /// Somebody waits who cannot fetch: sees to it that a thread does.
+    /// A task waits that cannot fetch: has a thread fetch for it.
     fn attend(&self);
 }
 
@@ -256,7 +256,7 @@ impl ReadSink {
 }
 
 impl ReadStream {
-    /// The same stream, whose events somebody has to fetch: who blocks on it fetches them himself.
+    /// The same stream, whose events must be fetched: a thread that blocks on it fetches them itself.
     #[must_use]
     pub fn brought_by(mut self, bring: Arc<dyn Poller>) -> Self {
         self.bring = Some(bring);
@@ -302,7 +302,7 @@ impl ReadStream {
 
     /// Blocks the thread until the next event. Not for simulated time, nor for an executor's thread.
     pub fn next_blocking(&self) -> ReadEvent {
-        // A stream whose store is gone and whose events were all taken has ended; nobody asks it for more.
+        // A stream whose store is gone and whose events were all taken has ended; it is not asked for more.
         self.wait_for(|shared| {
             let over = shared.gone.then(|| ReadEvent::End(ReadEnd::default()));
             shared.events.pop_front().or(over)
@@ -397,7 +397,7 @@ impl Drop for ReadStream {
             shared.ended
         };
         if !ended {
-            // Whoever fetches sees that nobody wants it any more.
+            // The source sees that the read is no longer wanted.
             self.attend();
         }
     }

@@ -3,11 +3,11 @@
 //! Its reader gives memory for the next tile ([`TiledRead::grant`]) when it has some; that is the only thing that lets the
 //! read go on. A tile is dealt to a **source** ([`TileSource`]): the disks of a store, or a server at the other end of a
 //! connection. It is begun when its memory is there and runs to its end without its reader, so a reader that is slow
-//! holds memory of its own and nothing else: no segment, and nothing in a source. Each tile looks its blocks up anew; the
+//! holds memory of its own and nothing else: no segment, and nothing in a source. Each tile looks its blocks up again; the
 //! source sees to it that all tiles give bytes of one production of a block, or a miss.
 //!
 //! Tiles that were granted before their turn are under way beside the first one; what arrives is told in order all the
-//! same. Where a block fails, those that were cut for it are dropped and cut anew.
+//! same. Where a block fails, those that were cut for it are dropped and cut again.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -87,7 +87,7 @@ pub struct TileBytes<M> {
 /// Something that arrived.
 #[derive(Debug)]
 pub enum Arrived<M> {
-    /// Bytes that nobody writes to any more.
+    /// Bytes that are not written to any more.
     Bytes(TileBytes<M>),
     /// All bytes of this layer of the leading `blocks` blocks were told.
     Layer {
@@ -370,7 +370,7 @@ impl<S: TileSource, M> TiledRead<S, M> {
                     self.layer_done(tile.layers.start);
                 }
                 if good < self.tiles.blocks() {
-                    // Nobody needs more of the blocks behind the first that failed.
+                    // Blocks behind the first that failed are of no use.
                     self.under_way.clear();
                     self.tiles.keep_leading(good);
                     self.tiles.pass(tile);

@@ -11,7 +11,7 @@ use crate::api::{
 use crate::error::{Error, Reason};
 use crate::rt::mailbox::{Abandoned, Ticket};
 
-/// The answer for what was not done when its batch was cancelled.
+/// The answer for entries that were not processed when their batch was cancelled.
 pub const CANCELLED: Reason = Reason::Busy("the batch was cancelled");
 /// The refusal of a handle that is closed.
 pub const CLOSED: Reason = Reason::Busy("the handle is closed");

@@ -2,7 +2,7 @@
 //!
 //! One lock guards it all, the eventfds' counts included: a completion is listed and its eventfd written in one
 //! step, and the list is emptied and its eventfd read in one step. Hence an eventfd is readable exactly while
-//! its list has something, for whoever looks between two steps.
+//! its list has something, for an engine that looks between two of its steps.
 //!
 //! Lock order: this lock, then the cell of a ticket or the queue of a stream. A waker is called with neither of
 //! those held, but possibly with locks of the store; so nothing here calls the store under the lock, and what is
@@ -38,7 +38,7 @@ pub(super) struct Batch {
     pub(super) split: Split,
     /// Blocks that the store was asked for, over all pieces.
     pub(super) blocks: usize,
-    /// It has ended when nobody uses its memory any more.
+    /// It has ended when its memory is no longer used.
     pub(super) until_free: bool,
 }
 
@@ -235,7 +235,7 @@ impl Desk {
         ended.into_iter().map(Ended::tell).collect()
     }
 
-    /// Ends everything; gives the leases that nobody was told of.
+    /// Ends everything; gives the leases that were not reported.
     pub(super) fn close(&self) -> Vec<LeaseId> {
         let mut state = self.lock();
         state.closed = true;

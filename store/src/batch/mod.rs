@@ -11,8 +11,8 @@
 //!   one lock, on the thread that ends the batch: there is no thread in this module, and no polling.
 //! - A batch counts as under way until it is drained, so a caller that does not drain is told `Busy` and memory
 //!   stays bounded.
-//! - Once a get is answered, no device writes to its memory any more. Once a batch that was cancelled is answered, nobody
-//!   has its memory any more. Nor has anybody when a closed handle says so ([`Pages::is_free`]).
+//! - Once a get is answered, no device writes to its memory any more. Once a batch that was cancelled is answered, no
+//!   operation uses its memory any more. The same holds when a closed handle says so ([`Pages::is_free`]).
 //!
 //! How an end is noticed: tickets and read streams take wakers, and a batch's waker moves the raw answer to the
 //! list of those that ended and writes the eventfd. That is all that runs on an executor; the answer becomes
@@ -126,7 +126,7 @@ pub struct Completion {
     /// - A lookup: the page is here. [`Reason::InFlight`] if a put of it has not finished,
     ///   [`Reason::NotHere`] if there is none.
     /// - A delete: the page was here and does not come back. [`Reason::NotHere`] if there was none.
-    /// - What was not done when the batch was cancelled is [`CANCELLED`].
+    /// - Entries not processed when the batch was cancelled are [`CANCELLED`].
     pub results: Vec<Result<(), Reason>>,
     /// Pages that a put wrote; those that were here already are not counted.
     pub written: u32,
@@ -179,7 +179,7 @@ pub struct PagesOptions {
     pub batches_max: usize,
     /// How many eventfds there are.
     pub event_fds: EventFds,
-    /// Whether a batch is answered only when nobody has its memory any more, and not as soon as nobody writes to it: for
+    /// Whether a batch is answered only when its memory is not used any more, and not as soon as it is not written to: for
     /// callers whose memory may go away then.
     pub until_free: bool,
 }
@@ -371,13 +371,13 @@ impl Pages {
         })
     }
 
-    /// Ends a batch early: what was not done is answered with [`CANCELLED`], as soon as nobody has its memory any more. False
+    /// Ends a batch early: remaining entries are answered with [`CANCELLED`], as soon as no operation uses its memory. False
     /// if it was answered already.
     pub fn cancel(&self, batch: BatchId) -> bool {
         self.desk.cancel(batch)
     }
 
-    /// Whether nobody has memory of any batch: of a closed handle it stays so.
+    /// Whether no batch's memory is in use: of a closed handle it stays so.
     pub fn is_free(&self) -> bool {
         self.in_use.is_none()
     }
@@ -432,7 +432,7 @@ impl Pages {
         self.desk.open()
     }
 
-    /// Cancels what is under way, discards what was not drained and ends the leases taken; later batches are
+    /// Cancels what is under way, discards undrained completions and ends the leases taken; later batches are
     /// refused. The memory of a get that is cancelled stays allocated until the device has let go of it:
     /// [`Pages::is_free`] says when that is so for all.
     pub fn close(&self) {
@@ -474,7 +474,7 @@ fn check(kind: BatchKind, blocks: &[Block], memory: &Memory<'_>) -> Result<(), R
         return Err(Reason::Length { expected, found });
     }
     match memory {
-        // Sources may be the same, destinations not; of several requests nobody else would see it.
+        // Sources may be the same, destinations not; across several requests only this sees it.
         Memory::Anywhere(pages, _) if kind == BatchKind::Get => apart(pages),
         _ => Ok(()),
     }

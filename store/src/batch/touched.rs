@@ -8,19 +8,19 @@ use std::task::Waker;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 
-/// How many batches of a handle have memory that somebody uses.
+/// The number of a handle's batches whose memory is in use.
 #[derive(Debug, Default)]
 pub(super) struct InUse(AtomicU64);
 
 impl InUse {
-    /// Whether nobody uses memory of any batch.
+    /// Whether no batch's memory is in use.
     pub(super) fn is_none(&self) -> bool {
         self.0.load(Ordering::SeqCst) == 0
     }
 }
 
 enum State {
-    /// Somebody has memory of it; who is woken when nobody has any more.
+    /// Its memory is in use; the waker to wake when it is not any more.
     Used(Option<Waker>),
     Over,
 }
@@ -36,7 +36,7 @@ impl Shared {
     }
 }
 
-/// Lives as long as somebody has memory of one batch.
+/// Lives as long as memory of one batch is in use.
 struct Token(Arc<Shared>);
 
 impl Drop for Token {
@@ -65,7 +65,7 @@ impl Touched {
         (Arc::new(Token(Arc::clone(&shared))), Self(Some(shared)))
     }
 
-    /// Whether nobody has memory of the batch any more; otherwise the waker is woken when that is so.
+    /// Whether the batch's memory is no longer in use; otherwise the waker is woken when that is so.
     pub(super) fn is_over(&self, waker: &Waker) -> bool {
         let Some(shared) = &self.0 else { return true };
         match &mut *shared.lock() {

@@ -10,13 +10,12 @@ use super::read::Reads;
 use super::shared::Shared;
 use super::space::Space;
 use super::tasks::notify::Turn;
+use super::volume::segment::RecordPlace;
 use super::volume::{Spawn, Volume};
 use super::write::log::Log;
-use crate::io::{Arena, DirId, Driver};
+use crate::driver::Driver;
+use crate::io::{Arena, DirId};
 use crate::rt::Nanos;
-
-/// A record's segment, the generation of that, and the record's offset.
-pub(crate) type Place = (u32, u64, u64);
 
 /// What moves of blocks remember from one to the next.
 #[derive(Default)]
@@ -24,7 +23,7 @@ pub(crate) struct Moves {
     /// Blocks are being moved: one move at a time bounds the memory that moves take.
     pub(crate) moving: Turn,
     /// Raw records that encoding would not make smaller.
-    pub(crate) unpaying: RefCell<BTreeSet<Place>>,
+    pub(crate) unpaying: RefCell<BTreeSet<RecordPlace>>,
     /// When segments, of which generation, were looked at for what is cold.
     pub(crate) looked_at: RefCell<BTreeMap<u32, (u64, Nanos)>>,
     /// Bytes of records that were moved out of thin segments.
@@ -32,9 +31,9 @@ pub(crate) struct Moves {
 }
 
 impl Moves {
-    /// A segment is written anew: forgets what is known of what it held.
+    /// A segment is recycled: forgets what is known of what it held.
     fn forget(&self, number: u32) {
-        self.unpaying.borrow_mut().retain(|(segment, ..)| *segment != number);
+        self.unpaying.borrow_mut().retain(|place| place.segment != number);
         self.looked_at.borrow_mut().remove(&number);
     }
 }

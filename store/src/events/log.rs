@@ -10,13 +10,13 @@ use crate::sync::{Mutex, MutexGuard};
 
 /// Bytes of events that a stream keeps unless asked otherwise: about eighty thousand.
 pub const RING_BYTES: usize = 8 << 20;
-/// How many events a ring of so many bytes keeps: at least one.
+/// How many events a ring of `ring_bytes` bytes keeps: at least one.
 pub const fn ring_events(ring_bytes: usize) -> usize {
     let events = ring_bytes / size_of::<(u64, EventKind, Cause, Subject)>();
     if events == 0 { 1 } else { events }
 }
 
-/// Events that a reader takes at once at most, so that nobody waits for his copying.
+/// Events that a reader takes at once at most, so that no task waits for its copying.
 const TAKEN_MAX: usize = 256;
 /// Wakers that wait for the next event at most. One more wakes them all: those of readers who are gone do not come
 /// back.
@@ -46,7 +46,7 @@ pub struct Change<'a> {
 }
 
 impl EventLog {
-    /// A stream of this id that keeps so many bytes of events, at least one event.
+    /// A stream of this id that keeps `ring_bytes` bytes of events, at least one event.
     pub fn new(stream: u64, ring_bytes: usize) -> Arc<Self> {
         let capacity = ring_events(ring_bytes);
         // All of it at once: it never grows while a change holds the lock.
@@ -108,7 +108,7 @@ impl Change<'_> {
         self.woken.append(&mut ring.waiting);
     }
 
-    /// Something changed of which nobody can say what: every reader meets a gap here.
+    /// Something changed, and what it was is not known: every reader meets a gap here.
     pub fn lose(&mut self) {
         let ring = &mut *self.ring;
         ring.events.clear();
@@ -143,7 +143,7 @@ impl Subscription {
     }
 
     /// The events that are there, at most `max` and a few hundred; none if there is nothing new. After a gap it
-    /// stays where it is: subscribe anew.
+    /// stays where it is: subscribe again.
     pub fn try_next(&mut self, max: usize) -> Result<Vec<Event>, Gap> {
         let log = Arc::clone(&self.log);
         self.take(&log.lock(), max)

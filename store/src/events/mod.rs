@@ -1,7 +1,7 @@
 //! What happened to blocks: a bounded, sequenced stream, for those who keep a picture of the content elsewhere.
 //!
 //! Each event names the whole key. A change of the index and its event are one step under the stream's lock, so the
-//! events of a block come in the order of its changes; nobody waits for a reader, who copies a bounded number of
+//! events of a block come in the order of its changes; no task waits for a reader, which copies a bounded number of
 //! events at a time and keeps his own place.
 //!
 //! Invariants:

@@ -1,7 +1,7 @@
 //! Events written down as JSON lines, and read back: `docs/EVENTS.md` says what each line means.
 //!
 //! A recording begins with the pages of a snapshot and goes on with the events behind it; after a gap it begins
-//! anew in the same file. So what it says last is the content, whatever was lost between.
+//! again in the same file. So its last snapshot and the events behind it are the content, whatever was lost between.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -31,7 +31,7 @@ impl<W: Write> EventRecorder<W> {
         Self { out, known: None }
     }
 
-    /// Begins a recording, or begins it anew after a gap: the pages of a snapshot follow, then the events behind
+    /// Begins a recording, or begins it again after a gap: the pages of a snapshot follow, then the events behind
     /// this sequence.
     pub fn begin(&mut self, sequence: Sequence) -> io::Result<()> {
         self.known = Some(sequence);

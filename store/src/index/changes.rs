@@ -222,7 +222,7 @@ impl Index {
     }
 
     /// Ends a live block's usefulness if it is at `at`, leased or not: lookups see it as quarantined, and a put
-    /// may write it anew. Gives the number of live blocks left in its record; `None` if it was not there.
+    /// may rewrite it. Gives the number of live blocks left in its record; `None` if it was not there.
     ///
     /// The entry keeps `at`, so that what reclaims the record ([`Index::try_evict`], [`Index::remove`]) clears
     /// it away.

@@ -60,7 +60,7 @@ impl Gathering {
 }
 
 impl Index {
-    /// An empty gathering for this index, with room for about so many blocks.
+    /// An empty gathering for this index, with room for about `expected` blocks.
     pub fn gathering(&self, expected: usize) -> Gathering {
         let mean = expected >> self.bits;
         let each = if expected == 0 { 0 } else { mean + 3 * mean.isqrt() + 1 };

@@ -10,7 +10,7 @@
 //!   lease is not in force pins nothing: that is how expiry takes effect at its instant, before anybody has
 //!   swept up.
 //!
-//! Lock order: partition, its pins, leases. Whoever holds the leases' lock takes no other.
+//! Lock order: partition, its pins, leases. A thread that holds the leases' lock takes no other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

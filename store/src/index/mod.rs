@@ -12,7 +12,7 @@
 //! The index may be wrong about a block in two ways, both harmless and both found by the reader, who compares
 //! the whole key with the record's header: two keys may share a fingerprint (see [`BlockFingerprint`]), and a
 //! location may be out of date by the time it is used. [`Index::locate`] gives location and record as of one
-//! moment; whoever recycles segments must then hold the segment before a later moment can recycle it.
+//! moment; a reader must then hold the segment before a later moment can recycle it.
 //!
 //! Entries lie in partitions (256, unless asked otherwise), each a table under a reader-writer lock. A lookup
 //! takes one lock for reading, a batch takes each lock once, and nothing waits for a device or an executor.

@@ -32,7 +32,7 @@ const SHARDS: u32 = 16;
 const CHUNK: usize = 64;
 /// Records that the first chunks of an owner hold: most namespaces are small, and each has records in many shards.
 const FIRST_CHUNKS: [usize; 2] = [4, 16];
-/// Chunks that nobody has and whose memory is kept, of each lock.
+/// Free chunks whose memory is kept, of each lock.
 const SPARE_MAX: usize = 8;
 /// Bytes of an owner without its chunks, and of what lists a chunk, about.
 const OWNER_BYTES: usize = 192;
@@ -61,8 +61,8 @@ pub struct RecordInfo {
     pub live: u16,
     /// The caller's number for what runs have in common: namespace, group, coordinate, layout.
     pub class: u32,
-    /// When it expires, in the caller's steps since the store's epoch; 0 for never. Lookups do not see it: whoever
-    /// resolves a location compares, and the expiry task removes.
+    /// When it expires, in the caller's steps since the store's epoch; 0 for never. Lookups do not see it: the
+    /// code that resolves a location compares, and the expiry task removes.
     pub expires: u32,
 }
 
@@ -155,11 +155,11 @@ impl std::error::Error for RecordError {}
 struct Shard {
     chunks: Vec<Chunk>,
     owners: BTreeMap<Owner, Owned>,
-    /// Chunks that nobody has: those with memory, and those without.
+    /// Free chunks: those with memory, and those without.
     spare: Vec<u32>,
     bare: Vec<u32>,
     used: usize,
-    /// Slots of the chunks that somebody has.
+    /// Slots of the chunks in use.
     slots: usize,
     /// Records that are held (few at a time): how often, and whether one was to be freed meanwhile.
     held: BTreeMap<u32, (u32, bool)>,
@@ -181,7 +181,7 @@ impl Shard {
         }
     }
 
-    /// A chunk of so many slots for this owner.
+    /// A chunk of `len` slots for this owner.
     fn chunk(&mut self, owner: Owner, len: usize) -> Option<u32> {
         let number = match (len == CHUNK).then(|| self.spare.pop()).flatten() {
             Some(spare) => {
@@ -287,7 +287,7 @@ impl Shard {
         }
     }
 
-    /// Bytes of what somebody has.
+    /// Bytes of the chunks in use.
     fn held(&self) -> usize {
         let chunks = self.chunks.len() - self.spare.len() - self.bare.len();
         self.slots * size_of::<Slot>()
@@ -426,7 +426,7 @@ impl Records {
         if *holds == 0 {
             shard.held.remove(&local);
             if free {
-                // Refused if a block became live meanwhile: then whoever takes the last one frees it.
+                // Refused if a block became live meanwhile: then the change that takes the last one frees it.
                 let _ = shard.free(local, id);
             }
         }

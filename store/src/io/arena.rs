@@ -2,10 +2,10 @@
 //!
 //! A piece returns to the arena when the last range of it is dropped, and an operation under way holds its
 //! buffers: so memory that the kernel may still write is never handed out again, whatever became of the task
-//! that asked for it. The arena never grows: its size is a hard limit, and whoever finds it full waits.
+//! that asked for it. The arena never grows: its size is a hard limit, and a caller that finds it full waits.
 //!
 //! Who waits is served in the order of asking. Whatever is too large for what is free is not starved by what is smaller:
-//! a range is set apart for whoever has waited longest, in which nothing is handed out until it is all his. Outside of it
+//! a range is set apart for the caller that has waited longest, in which nothing else is handed out until all of it is free. Outside of it
 //! others go on. A piece that returns is given to those who can go on with it, and they alone are woken.
 
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ pub struct ArenaUse {
     pub total: usize,
 }
 
-/// Somebody who waits.
+/// A caller that waits.
 #[derive(Debug)]
 struct Waiting {
     len: usize,
@@ -54,7 +54,7 @@ struct Free {
 }
 
 impl Free {
-    /// A free range of so many bytes, none of it in `apart`.
+    /// A free range of `len` bytes, none of it in `apart`.
     fn find(&self, len: usize, apart: Option<&Range<usize>>) -> Option<usize> {
         let whole = self.total..self.total;
         let apart = apart.unwrap_or(&whole);
@@ -102,7 +102,7 @@ impl Free {
         self.apart.get_or_insert((number, start..start + len));
     }
 
-    /// A free range for somebody who does not wait yet.
+    /// A free range for a caller that does not wait yet.
     fn find_now(&self, len: usize) -> Option<usize> {
         self.find(len, self.apart.as_ref().map(|(_, range)| range))
     }
@@ -200,7 +200,7 @@ impl Drop for Place<'_> {
 }
 
 impl Arena {
-    /// An arena over a whole region, of which nobody else has a range.
+    /// An arena over a whole region, of which no range is in use elsewhere.
     pub fn new(region: Arc<Region>) -> Self {
         let total = region.len() / PAGE * PAGE;
         region.set_owned();
@@ -349,7 +349,7 @@ mod tests {
 
     type Taking<'a> = std::pin::Pin<Box<dyn Future<Output = Option<BufMut>> + 'a>>;
 
-    /// Somebody who asks for so many pages, and who counts his wakes.
+    /// A caller that asks for `pages` pages, and counts its wakes.
     fn ask(arena: &Arena, pages: usize) -> (Taking<'_>, Arc<Woken>) {
         (Box::pin(arena.take(pages * PAGE)), Arc::default())
     }

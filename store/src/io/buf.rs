@@ -256,7 +256,7 @@ impl BufMut {
     }
 
     /// The range of a region of which nobody else has one that contains a byte of it.
-    pub(super) fn of(region: &Arc<Region>, offset: usize, len: usize) -> Option<Self> {
+    pub(crate) fn of(region: &Arc<Region>, offset: usize, len: usize) -> Option<Self> {
         region.set_owned();
         Span::new(region, offset, len).map(Self)
     }
@@ -321,7 +321,7 @@ impl BufMut {
     }
 
     /// A part, for the device that fills it; who gives it keeps this untouched until then.
-    pub(super) fn lent(&self, at: usize, len: usize) -> SharedBuf {
+    pub(crate) fn lent(&self, at: usize, len: usize) -> SharedBuf {
         self.0.check(at, len);
         SharedBuf(Span { offset: self.0.offset + at, len, ..self.0.clone() })
     }
@@ -342,7 +342,7 @@ impl Buf {
     }
 
     /// For a device, which reads it.
-    pub(super) fn lent(self) -> SharedBuf {
+    pub(crate) fn lent(self) -> SharedBuf {
         SharedBuf(self.0)
     }
 }

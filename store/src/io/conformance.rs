@@ -349,7 +349,7 @@ fn renaming_replaces_and_removing_removes(bench: &mut Bench<'_>) {
     let again = bench.open("new", false);
     bench.read(again, 0, &bytes);
     assert_eq!(bytes.to_vec(), vec![1; PAGE]);
-    // The file that was replaced is still there for whoever has it open.
+    // The file that was replaced is still there for those that have it open.
     bench.read(new, 0, &bytes);
     assert_eq!(bytes.to_vec(), vec![2; PAGE]);
     assert_eq!(bench.meta(MetaOp::Remove { name: to.clone() }), 0);

@@ -196,7 +196,7 @@ impl fmt::Display for IoError {
 impl std::error::Error for IoError {}
 
 /// Which operation a [`MetaOp`] is, on what, from where, over how many bytes.
-pub(super) fn describe(op: &MetaOp) -> (OpKind, Subject, u64, u64) {
+pub(crate) fn describe(op: &MetaOp) -> (OpKind, Subject, u64, u64) {
     let name = |name: &Name| Subject::Name(Box::new(name.clone()));
     match op {
         MetaOp::Open { name: what, .. } => (OpKind::Open, name(what), 0, 0),

@@ -1,7 +1,7 @@
 //! What the kernel may or may not offer, each of which can be forced off.
 //!
 //! Nothing here is needed: with every feature off the same bytes move, only slower. So a feature that misbehaves
-//! on somebody's machine is worked around from the command line, and tests run with each feature off in turn.
+//! on one machine is worked around from the command line, and tests run with each feature off in turn.
 
 use std::collections::BTreeSet;
 use std::fmt;

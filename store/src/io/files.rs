@@ -2,7 +2,7 @@
 //!
 //! An id is never reused, so an operation on a file that was closed meanwhile finds nothing rather than another
 //! file. An operation that found its file keeps the descriptor open until it ends, whatever `Close` does, and so does
-//! whoever keeps it ([`KeptFile`]).
+//! its holder ([`KeptFile`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,8 +28,8 @@ impl AsFd for OpenFile {
     }
 }
 
-/// An open file of an [`Io`](super::Io) for somebody who reads it himself: the descriptor stays open for as long as
-/// one of these, whatever the `Io` closes. Reading through it moves nothing that others see; whoever has it does
+/// An open file of an [`Io`](super::Io) for a caller that reads it itself: the descriptor stays open for as long as
+/// one of these, whatever the `Io` closes. Reading through it moves nothing that others see; its holder does
 /// nothing else with it.
 #[derive(Clone, Debug)]
 pub struct KeptFile(Arc<OpenFile>);
@@ -69,14 +69,14 @@ impl Files {
         open.get(unpack(id)).map(Arc::clone)
     }
 
-    /// The file for somebody who reads it himself, if it is open.
+    /// The file for a caller that reads it itself, if it is open.
     pub(super) fn keep(&self, id: FileId) -> Option<KeptFile> {
         self.get(id).map(KeptFile)
     }
 
     /// Takes a descriptor.
     pub(super) fn insert(&self, fd: OwnedFd) -> FileId {
-        // It orders nothing: all that counts is that nobody else gets the same.
+        // It orders nothing: all that counts is that no other gets the same.
         let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
         let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
         pack(open.insert(Arc::new(OpenFile { fd, number })))

@@ -26,7 +26,7 @@ pub struct Region {
     id: u64,
     /// Other processes may write to it at any time.
     shared: bool,
-    /// Each of its ranges has one holder who may write to it: nobody makes another of the same bytes.
+    /// Each of its ranges has one holder who may write to it: no other is made of the same bytes.
     owned: AtomicBool,
     /// A driver knows its pages by their place in memory: they must stay the ones they are.
     fixed: AtomicBool,
@@ -83,7 +83,7 @@ impl Region {
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Memory that somebody else allocated.
+    /// Memory that was allocated elsewhere.
     ///
     /// # Safety
     /// `base .. base + len` must be mapped readable and writable for as long as `keeper` is not dropped.
@@ -196,7 +196,7 @@ impl fmt::Debug for Region {
 
 /// One element of a vectored transfer, laid out as the kernel's `struct iovec`.
 ///
-/// It borrows nothing: whoever makes one keeps the [`SharedBuf`] for as long as the kernel may use it.
+/// It borrows nothing: its maker keeps the [`SharedBuf`] for as long as the kernel may use it.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct IoVec {

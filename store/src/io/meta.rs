@@ -2,7 +2,7 @@
 //! asks one of each segment.
 //!
 //! Names are resolved one component at a time below a directory that was opened once, and no symbolic link is
-//! followed on the way or at its end, so that whoever can write into a store's directory cannot lead the store
+//! followed on the way or at its end, so that a user who can write into a store's directory cannot lead the store
 //! out of it. Files are made readable by their owner alone: they hold what users said to a model.
 
 use std::ffi::CStr;
@@ -142,7 +142,7 @@ impl Meta {
 
     fn descend(&self, dir: DirId, components: &[&str]) -> Result<OwnedFd, Errno> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        // Opened anew, not duplicated: two listings must not share one position.
+        // Opened again, not duplicated: two listings must not share one position.
         let mut at = openat(self.root(dir)?, c".", flags, Mode::empty())?;
         for component in components {
             at = openat(at.as_fd(), *component, flags, Mode::empty())?;

@@ -3,7 +3,7 @@
 //! It stands at submission/completion level, not at read/write level, because what goes wrong with a disk goes
 //! wrong there: short and out-of-order completions, completions that never come, errors of one operation in a
 //! batch. Three things implement [`Io`]: the real ring (`ring`), a portable pool of threads (`pool`) and
-//! the simulated disk (in `kvarts-tests`). Everything above it goes through `driver`.
+//! the simulated disk (in `kvarts-tests`). Everything above it goes through [`crate::driver`].
 //!
 //! Invariants that every implementation keeps:
 //! - each submitted operation completes at most once, with the token it was submitted under;
@@ -11,12 +11,9 @@
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
 pub mod arena;
-mod batch;
 pub mod buf;
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
-pub mod driver;
-mod driver_core;
 pub mod error;
 mod features;
 mod files;
@@ -25,14 +22,13 @@ mod meta;
 pub mod policy;
 mod pool;
 mod probe;
-mod ring;
+pub(crate) mod ring;
 mod ring_buffers;
 mod ring_setup;
-mod schedule;
 #[cfg(any(test, feature = "testing"))]
 pub mod scratch;
 pub mod shared;
-mod slots;
+pub(crate) mod slots;
 pub(crate) mod wake;
 mod workers;
 
@@ -41,9 +37,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use arena::{Arena, ArenaUse};
-pub use batch::{ExtentDone, ReadBatch};
 pub use buf::{Buf, BufMut, SharedBuf};
-pub use driver::{Driver, Limits, Metrics, UrgentReads};
 pub use error::{IoError, IoErrorKind};
 pub use features::{Feature, Features, UnknownFeature};
 pub use files::KeptFile;
@@ -133,6 +127,17 @@ pub enum MetaOp {
     Stat { file: FileId },
     /// Result: 0, and [`Reply::Space`].
     Space { dir: DirId },
+}
+
+/// The room of a file system.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DiskSpace {
+    /// Free bytes.
+    pub free: u64,
+    /// All bytes.
+    pub total: u64,
+    /// Which file system it is.
+    pub device: u64,
 }
 
 /// What a [`MetaOp`] answers besides its result.
@@ -226,7 +231,7 @@ pub trait Io {
     /// What was found out about the machine.
     fn facts(&self) -> IoFacts;
 
-    /// An open file, for somebody who reads it himself past this seam. `None`: it is not open, or there is no
+    /// An open file, for a caller that reads it itself past this seam. `None`: it is not open, or there is no
     /// descriptor behind it, as on a simulated disk.
     fn keep_file(&self, file: FileId) -> Option<KeptFile> {
         let _ = file;
@@ -234,14 +239,14 @@ pub trait Io {
     }
 
     /// An eventfd that becomes readable when a completion can be reaped or an [`Unpark`] was called, for executors
-    /// that sleep in a ring of their own instead of in [`Io::park`]. It was made without `EFD_NONBLOCK`, and whoever
-    /// waits for it also empties it. `None`: this implementation can be slept in by `park` only.
+    /// that sleep in a ring of their own instead of in [`Io::park`]. It was made without `EFD_NONBLOCK`, and a thread
+    /// that waits for it also empties it. `None`: this implementation can be slept in by `park` only.
     fn event_fd(&mut self) -> Option<OwnedFd> {
         None
     }
 
-    /// Whether operations wait that the kernel would not take for now: nothing will say when it does. Whoever sleeps on the
-    /// eventfd sleeps shortly then, and reaps, which offers them again.
+    /// Whether operations wait that the kernel would not take for now: nothing will say when it does. A thread that sleeps on
+    /// the eventfd sleeps shortly then, and reaps, which offers them again.
     fn unsent(&mut self) -> bool {
         false
     }

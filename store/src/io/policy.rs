@@ -69,8 +69,8 @@ pub fn decide(error: &IoError, stage: Stage) -> Action {
 
         // After a failed write or flush the kernel may have marked the pages clean, so a second flush would succeed
         // without the bytes; with direct I/O the device may have dropped its cache. Therefore a flush is never
-        // repeated: what was not acknowledged is written again, elsewhere. One that did not end in time is the
-        // same, for it may yet fail with nobody listening.
+        // repeated: records without an acknowledgement are written again, elsewhere. A flush that did not end in time is
+        // the same, for it may yet fail when no task listens.
         (Stage::PutData | Stage::PutFlush, _) => Action::SealSuspect,
 
         // Without these the store cannot say what it holds; what is on disk is still whole, so reads go on.

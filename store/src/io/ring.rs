@@ -48,9 +48,9 @@ const DSYNC: i32 = 2;
 /// `FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE`.
 const PUNCH: i32 = 3;
 /// The most that one operation moves, as the kernel has it; the rest comes back as a short result.
-pub(super) const MOVED_MAX: u32 = 0x7fff_f000;
+pub(crate) const MOVED_MAX: u32 = 0x7fff_f000;
 /// The most ranges in one operation; the rest comes back as a short result.
-pub(super) const RANGES_MAX: usize = 1024;
+pub(crate) const RANGES_MAX: usize = 1024;
 /// Dropping waits this often, this long, for operations that do not end.
 const DROP_WAITS: u32 = 20;
 const DROP_WAIT: Duration = Duration::from_millis(100);

@@ -1,16 +1,16 @@
 //! Memory that another process maps as well: files in memory, made here and handed out, or taken over from a client.
 //!
-//! Whoever maps a file that somebody else may shorten is killed by the first touch behind its end. So nothing is
-//! mapped here that can be shortened: a file of ours is sealed before anybody sees it, and one of somebody else's must
+//! A process that maps a file which another may shorten is killed by the first touch behind its end. So nothing is
+//! mapped here that can be shortened: a file of ours is sealed before another process sees it, and a foreign one must
 //! be a file in memory, in pages of the usual size, that is sealed against shrinking. Its bytes may change at any
 //! moment: a [`Region`] made here says so ([`Region::is_shared`]), and nothing may be concluded from them about a disk.
 //!
-//! No seal keeps its owner from taking pages away and leaving holes. Whoever touches a hole needs a page at once, and is
-//! killed, or pays, where there is none. So another's file is mapped for devices alone ([`map_foreign`]); this process
+//! No seal keeps its owner from taking pages away and leaving holes. A process that touches a hole needs a page at once,
+//! and is killed, or pays, where there is none. So another's file is mapped for devices alone ([`map_foreign`]); this process
 //! reads and writes it by its descriptor: a hole is read as zeros without a page, and what fails is an error.
 //!
 //! A device that was told of pages writes to them whatever becomes of the file, the mapping, or the process that asked it.
-//! [`replace`] takes such pages out of a file: late writes go to memory of nobody, and the next touch finds new pages.
+//! [`replace`] takes such pages out of a file: late writes go to unreachable memory, and the next touch finds new pages.
 
 use std::any::Any;
 use std::io;
@@ -26,10 +26,10 @@ use rustix::io::Errno;
 use super::mem::{PAGE, Region};
 
 /// What `fstatfs` says of a file in memory. Those of huge pages are another kind: they can run out of pages, which
-/// kills whoever touches one.
+/// kills a process that touches one.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// Makes a file in memory of whole pages, whose length nobody can change any more.
+/// Makes a file in memory of whole pages, whose length cannot change any more.
 pub fn sealed(bytes: u64) -> io::Result<OwnedFd> {
     let bytes = bytes.max(1).checked_next_multiple_of(PAGE as u64).ok_or(io::ErrorKind::OutOfMemory)?;
     let file = rustix::fs::memfd_create("kvarts", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -88,7 +88,7 @@ fn mapped(file: impl AsFd, bytes: u64) -> io::Result<(MmapRaw, usize)> {
     Ok((MmapOptions::new().len(len).map_raw(&file)?, len))
 }
 
-/// Where memory goes that takes long to give back, so that nobody waits for it who has other work.
+/// Gives back memory that takes long to give back, so that no executor waits for it.
 pub type Reaper = Arc<dyn Fn(Box<dyn Any + Send + Sync>) + Send + Sync>;
 
 /// What keeps a foreign file mapped. Its end may free gigabytes of pages.
@@ -213,7 +213,7 @@ pub fn is_populated(file: impl AsFd, bytes: u64) -> bool {
     rustix::fs::seek(file, SeekFrom::Hole(0)).is_ok_and(|hole| hole >= bytes)
 }
 
-/// Takes the pages of `range`, whole ones, out of a file in memory, and with them whoever still writes to them: what is
+/// Takes the pages of `range`, whole ones, out of a file in memory, and cuts off processes that still write to them: what is
 /// there afterwards is zeros. False if some could not be taken out and were only overwritten with zeros: a large page of
 /// which the range is a part is in somebody's hands. Later it may not be.
 pub fn replace(file: impl AsFd, range: Range<u64>) -> io::Result<bool> {

@@ -1,7 +1,7 @@
 //! A table of things under way, addressed by keys that are never reused.
 //!
 //! A key carries the generation of its place, so that a key of something that is gone finds nothing: a second
-//! completion of one operation, or one that nobody asked for, cannot touch the operation that has the place now.
+//! completion of one operation, or one that was not asked for, cannot touch the operation that has the place now.
 
 /// Names one entry of one [`Slots`] for ever.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -40,7 +40,7 @@ pub(crate) struct Slots<T> {
     last_generation: u32,
 }
 
-/// Keys whose generation would pass this are not given out: the word with all bits set is nobody's key.
+/// Keys whose generation would pass this are not given out: the word with all bits set is no key.
 const LAST_GENERATION: u32 = u32::MAX - 1;
 
 impl<T> Slots<T> {

@@ -1,9 +1,9 @@
 //! Ends a park from another thread, by an eventfd that is written at most once for each park.
 //!
-//! Two things end a park: somebody called `unpark`, or a worker finished something. Both write the one eventfd;
+//! Two things end a park: a thread called `unpark`, or a worker finished something. Both write the one eventfd;
 //! which of them happened is kept apart, so that a completion that has already been reaped does not end the next
-//! park. A write is lost to nobody: the flag that suppresses further writes is taken back only after the eventfd
-//! has been emptied, and whoever empties it looks at the causes afterwards.
+//! park. No write is lost: the flag that suppresses further writes is taken back only after the eventfd
+//! has been emptied, and the thread that empties it looks at the causes afterwards.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(crate) struct Wake {
     event: Event,
     /// The eventfd has been written and not emptied since.
     signalled: AtomicBool,
-    /// Somebody called `unpark` and no park has ended by it yet.
+    /// `unpark` was called and no park has ended by it yet.
     unparked: AtomicBool,
 }
 
@@ -51,7 +51,7 @@ impl Wake {
         self.rearm();
     }
 
-    /// Lets the next signal write the eventfd again, where somebody else has emptied it.
+    /// Lets the next signal write the eventfd again, where another thread has emptied it.
     pub(crate) fn rearm(&self) {
         self.signalled.store(false, Ordering::SeqCst);
     }

@@ -137,7 +137,7 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// Bytes of a record with so many blocks, about.
+    /// Bytes of a record with `blocks` blocks, about.
     fn bytes_of(blocks: usize) -> u64 {
         (48 + blocks * size_of::<BlockFingerprint>()) as u64
     }
@@ -164,7 +164,7 @@ impl Known {
         Some(prints)
     }
 
-    /// Looks at so many records behind those that were looked at last, and forgets those that are gone.
+    /// Looks at up to `most` records behind those looked at last, and forgets those that are gone.
     pub(crate) fn look(&mut self, most: usize, is_there: impl Fn(RecordId) -> bool) {
         let from = self.looked_at.map_or(Unbounded, Excluded);
         let next: Vec<RecordId> =

@@ -73,7 +73,7 @@ impl Book {
         }
     }
 
-    /// The file has so many bytes of the budget.
+    /// The file has `bytes` bytes of the budget.
     pub fn set_allocated(&self, bytes: u64) {
         self.change(|book| book.allocated = bytes);
     }
@@ -89,7 +89,7 @@ impl Book {
         book.allocated + book.punched
     }
 
-    /// Of its records, `punched` bytes are holes; the file has so many bytes of the budget.
+    /// Of its records, `punched` bytes are holes; the file has `allocated` bytes of the budget.
     pub fn set_punched(&self, allocated: u64, punched: u64) {
         self.change(|book| {
             book.allocated = allocated;
@@ -97,7 +97,7 @@ impl Book {
         });
     }
 
-    /// A new use begins with so many bytes of header.
+    /// A new use begins with a header of this size.
     pub fn begin(&self, header_bytes: u64) {
         self.change(|book| {
             book.phase = Phase::Open;
@@ -134,7 +134,7 @@ impl Book {
         });
     }
 
-    /// Its file is gone: what it had is nobody's spare room.
+    /// Its file is gone: what it had is no shard's spare room.
     pub(super) fn close(&self) {
         self.change(|book| book.phase = Phase::Lost);
     }
@@ -143,7 +143,7 @@ impl Book {
         self.change(|book| book.live = (book.live + after).saturating_sub(before));
     }
 
-    /// Live bytes, for whoever chooses among segments.
+    /// Live bytes, for a choice among segments.
     pub fn live(&self) -> u64 {
         lock(&self.figures).live
     }
@@ -161,7 +161,7 @@ impl Book {
 }
 
 impl Figures {
-    /// Bytes of it that nobody uses: a segment that holds nothing, or nothing live any more.
+    /// Unused bytes of it: a segment that holds nothing, or nothing live any more.
     fn spare(&self) -> u64 {
         match self.phase {
             Phase::Free => self.allocated,

@@ -7,7 +7,7 @@ use std::task::{Poll, Waker};
 use super::lock;
 use crate::sync::Mutex;
 
-/// The turn. Whoever gives up waiting leaves no trace.
+/// The turn. A task that gives up waiting leaves no trace.
 #[derive(Debug, Default)]
 pub(crate) struct MakingRoom(Mutex<Queue>);
 
@@ -48,7 +48,7 @@ impl MakingRoom {
         place
     }
 
-    /// The turn, if nobody has it.
+    /// The turn, if it is free.
     pub(crate) fn try_take(&self) -> Option<Place<'_>> {
         let mut queue = lock(&self.0);
         queue.places.is_empty().then(|| self.place(&mut queue))

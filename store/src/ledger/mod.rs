@@ -18,7 +18,7 @@
 //! their sum does.
 //!
 //! Memory only, no clock, no I/O. Lock order: a shard of the index's records, then the ledger, then a book or an
-//! account, and with an account's its pool's; whoever holds one of these takes no other.
+//! account, and with an account's its pool's; a thread that holds one of these takes no other.
 
 mod account;
 mod book;
@@ -150,7 +150,7 @@ impl Ledger {
         self.write().classes.remove(&class);
     }
 
-    /// The number of the account that records of this record class belong to; 0 for a class of nobody.
+    /// The number of the account that records of this record class belong to; 0 for a class without one.
     pub(crate) fn number_of(&self, class: u32) -> u32 {
         match self.read().classes.get(&class) {
             Some(account) => account.number(),

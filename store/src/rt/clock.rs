@@ -18,7 +18,7 @@ pub struct SystemClock {
 
 impl SystemClock {
     /// A clock whose monotonic time is measured from now.
-    #[allow(clippy::disallowed_methods, reason = "this is the seam through which everybody else asks")]
+    #[allow(clippy::disallowed_methods, reason = "this is the seam through which all other code asks")]
     pub fn new() -> Arc<Self> {
         Arc::new(Self { start: Instant::now() })
     }
@@ -29,7 +29,7 @@ impl Clock for SystemClock {
         Nanos::default().plus(self.start.elapsed())
     }
 
-    #[allow(clippy::disallowed_methods, reason = "this is the seam through which everybody else asks")]
+    #[allow(clippy::disallowed_methods, reason = "this is the seam through which all other code asks")]
     fn unix_millis(&self) -> u64 {
         // A wall clock before 1970 is broken; zero makes whatever is compared with it old, never young.
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -37,7 +37,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// Clocks that stand still until somebody moves them. The wall clock moves along with the monotonic one, and can
+/// Clocks that stand still until a test moves them. The wall clock moves along with the monotonic one, and can
 /// be set apart from it, also backwards.
 #[derive(Debug)]
 pub struct ManualClock {

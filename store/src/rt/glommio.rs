@@ -34,7 +34,7 @@ use crate::io::Io;
 const IO_MEMORY: usize = 64 << 10;
 /// Entries of each of glommio's rings. The pump has at most a read and a timer in them.
 const RING_DEPTH: usize = 32;
-/// After so many tasks a runner looks at the device and lets other classes have their turn.
+/// After this many tasks a runner looks at the device and lets other classes have their turn.
 const TURN: u32 = 16;
 /// glommio's preemption timer, set so that it never fires: glommio 0.9 goes to sleep for ever, over runnable tasks,
 /// if the timer fires between its look at the rings and its first task, as it does on a busy machine. Without
@@ -105,7 +105,7 @@ impl GlommioLauncher {
                 pump: Cell::new(None),
                 called: Cell::new(false),
             });
-            // Tasks hold the runtime and the runtime holds tasks: also a panic must let them go, or nobody learns of it.
+            // Tasks hold the runtime and the runtime holds tasks: also a panic must let them go, or it is not reported.
             let cleared = Cleared(Rc::clone(&shared));
             executor.run(main(Rc::clone(&shared), event, index, body));
             drop(cleared);
@@ -118,7 +118,7 @@ impl Launcher for GlommioLauncher {
         let this = self.clone();
         start_thread(index, move |started| {
             let ready = this.start(index, body);
-            // Nobody listens any more only if the launching thread has died.
+            // The receiver is gone only if the launching thread has died.
             drop(started.send(ready.as_ref().map(drop).map_err(Clone::clone)));
             if let Ok(run) = ready {
                 run();
@@ -322,7 +322,7 @@ impl Sleep {
         let event = Rc::clone(&self.event);
         let read = self.read.get_or_insert_with(|| {
             Box::pin(async move {
-                // An error ends the sleep too: whoever slept looks at everything again.
+                // An error ends the sleep too: the executor looks at everything again.
                 let _ = event.read_at(0, 8).await;
             })
         });

@@ -208,7 +208,7 @@ impl<T> Drop for Mailbox<T> {
         state.closed = true;
         let unread = std::mem::take(&mut state.messages);
         drop(state);
-        // Outside the lock: a message's destructor may wake whoever sent it.
+        // Outside the lock: a message's destructor may wake its sender.
         drop(unread);
     }
 }
@@ -227,7 +227,7 @@ impl std::error::Error for Abandoned {}
 
 /// Where an answer is on its way.
 enum Answer<T> {
-    /// Nobody has answered; the waker of whoever polled last.
+    /// No answer yet; the waker of the last poll.
     Open(Option<Waker>),
     /// Answered and not taken.
     Here(T),
@@ -274,7 +274,7 @@ impl<T> fmt::Debug for Reply<T> {
 }
 
 impl<T> Reply<T> {
-    /// Answers. An answer that nobody waits for comes back.
+    /// Answers. An answer whose ticket is gone comes back.
     pub fn send(self, answer: T) -> Result<(), T> {
         match self.0.settle(Answer::Here(answer)) {
             Err(Answer::Here(answer)) => Err(answer),

@@ -6,7 +6,7 @@
 //! as the number of tasks and keep their memory: a wake allocates nothing once they have grown.
 //!
 //! No wake-up is lost: an executor goes to sleep only through [`Tasks::prepare_sleep`], which looks at the list
-//! and says "asleep" under the list's lock, and whoever adds to the list after that unparks it.
+//! and says "asleep" under the list's lock, and a thread that adds to the list after that unparks it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
@@ -40,7 +40,7 @@ struct Remote {
 #[derive(Default)]
 struct Woken {
     tasks: Vec<TaskId>,
-    /// The executor sleeps, or is about to: whoever adds a task must unpark it.
+    /// The executor sleeps, or is about to: a thread that adds a task must unpark it.
     asleep: bool,
 }
 
@@ -63,7 +63,7 @@ impl Remote {
 
 impl Unpark for Remote {
     fn unpark(&self) {
-        // If the flag is still up, whoever put it up has ended the park or is about to.
+        // If the flag is still up, the thread that put it up has ended the park or is about to.
         if !self.unparked.swap(true, Ordering::AcqRel) {
             self.io.unpark();
         }
@@ -210,7 +210,7 @@ impl Tasks {
         *self.spare.borrow_mut() = woken;
     }
 
-    /// Wakes whoever waits for a time that has come.
+    /// Wakes tasks that wait for a time that has come.
     pub(super) fn fire_timers(&self) {
         if self.timers.borrow().waiting.is_empty() {
             return;

@@ -84,7 +84,7 @@ impl Io for TestIo {
 }
 
 /// What `test` returns; panics if that takes longer than any of these tests can.
-#[allow(clippy::disallowed_methods, reason = "whoever watches over a thread needs one of its own")]
+#[allow(clippy::disallowed_methods, reason = "a watcher of a thread needs a thread of its own")]
 pub(super) fn in_time<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     let thread = std::thread::spawn(move || {

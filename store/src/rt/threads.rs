@@ -61,7 +61,7 @@ impl Launcher for ThreadLauncher {
             };
             let executor = LocalExecutor::new(index, io, this.clock, this.entropy);
             executor.start(body);
-            // Nobody listens any more only if the launching thread has died.
+            // The receiver is gone only if the launching thread has died.
             drop(started.send(Ok(())));
             executor.run();
         })

@@ -36,7 +36,7 @@ fn config(seed: Seed) -> WorldConfig {
     WorldConfig { step_cost, ..WorldConfig::default() }
 }
 
-/// Small segments, and in every second store so few of them that they are written anew.
+/// Small segments, and in every second store so few of them that they are rewritten.
 fn options(seed: Seed) -> Options {
     let mut rng = seed.child("options").rng();
     let segment_bytes = 64 << 10;

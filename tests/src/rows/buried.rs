@@ -1,4 +1,4 @@
-//! What was deleted stays away: beside puts, compactions and eviction, from segments not yet written anew, over power
+//! What was deleted stays away: beside puts, compactions and eviction, from segments not yet rewritten, over power
 //! cuts and restarts, for as long as a record of it lies anywhere.
 
 use std::collections::BTreeSet;

@@ -14,7 +14,9 @@ use kvarts_store::api::{
 };
 use kvarts_store::engine::{EvictionPolicy, Limits, Options};
 use kvarts_store::error::{Error, Reason};
+use kvarts_store::io::DirId;
 use kvarts_store::ledger::Phase;
+use kvarts_store::rt::Clock;
 
 use super::growth::SMALL;
 use super::pool::{States, until};
@@ -23,7 +25,7 @@ use crate::conformance::{Desk, pages};
 use crate::fixture;
 use crate::sim::log::Mixer;
 use crate::sim::media::errno::{EIO, ENOMEM};
-use crate::sim::{Crash, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
+use crate::sim::{Crash, DiskConfig, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use crate::stage::{SimStage, Stage, ask, drive};
 
 const SEGMENT: u64 = 128 << 10;
@@ -49,6 +51,7 @@ const SCENES: &[Scene] = &[
     Scene { what: "room, where few blocks are old", play: old_blocks },
     Scene { what: "room, where segments lack much", play: rests },
     Scene { what: "room, where another shard uses nothing", play: spare_room },
+    Scene { what: "room, where another shard's device hangs", play: hung_neighbour },
     Scene { what: "a damaged end of a segment with holes", play: super::ends::play },
 ];
 
@@ -362,10 +365,19 @@ fn rests(seed: Seed) -> Result<(), String> {
     stage.look_closely().map(drop)
 }
 
-/// A shard that is short has what others do not use before it evicts.
-fn spare_room(seed: Seed) -> Result<(), String> {
-    let options = Options { shards_per_directory: 2, executors: 1 + seed.0 as usize % 2, ..options(6 << 20) };
-    let stage = open(seed, &options)?;
+/// Two shards, of which the first becomes short and the second holds segments with nothing in them; `hang` is a device that
+/// takes no writes any more once that is so.
+fn short_beside_unused(
+    options: Options,
+    hang: Option<DirId>,
+    judge: impl FnOnce(&SimStage) -> Result<(), String>,
+    seed: Seed,
+) -> Result<(), String> {
+    let dirs = if hang.is_some() { 2 } else { 1 };
+    let options = Options { directories: dirs, ..options };
+    let disk = DiskConfig { dirs, ..DiskConfig::default() };
+    let world = SimWorld::new(seed.0, &WorldConfig { disk, ..WorldConfig::default() });
+    let stage = SimStage::open(&world, &options).map_err(|error| error.to_string())?;
     let desk = Desk::new(&stage, "costs");
     let of = |shard: u32, count: usize| -> Vec<BlockKey> {
         let keys = (0..).map(|n| fixture::key(desk.chain, n));
@@ -378,20 +390,42 @@ fn spare_room(seed: Seed) -> Result<(), String> {
         }
         Ok(())
     };
+    let shards = options.shards_per_directory * u32::from(dirs);
+    ensure(shards == 2, "another number of shards", shards)?;
     let (short, other) = (of(0, 120), of(1, 100));
     put(&short[..20])?;
     put(&other)?;
     let target = Target::Keys { column: None, keys: other };
     let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
     ask(&stage, stage.store().delete(request)).map_err(|error| error.to_string())?;
+    if let Some(dir) = hang {
+        world.disk().inject(Rule::new(Which::Kind(OpKind::Write), When::From(1), Effect::Stuck).on(dir));
+    }
+    let began = world.clock().now();
     put(&short[20..])?;
-    let gone = evicted(&stage);
-    ensure(
-        gone == 0,
-        "blocks go though another shard uses nothing",
-        (gone, stage.engine().segments().len()),
-    )?;
-    stage.look_closely().map(drop)
+    let took = world.clock().now().since(began);
+    // Simulated time: not this machine's. One wait for the neighbour, and never a second one.
+    ensure(took < Duration::from_secs(5), "puts wait for a neighbour", took)?;
+    judge(&stage)
+}
+
+/// A shard that is short has what others do not use before it evicts.
+fn spare_room(seed: Seed) -> Result<(), String> {
+    let options = Options { shards_per_directory: 2, executors: 1 + seed.0 as usize % 2, ..options(6 << 20) };
+    let judge = |stage: &SimStage| {
+        let found = (evicted(stage), stage.engine().segments().len());
+        ensure(found.0 == 0, "blocks go though another shard uses nothing", found)?;
+        stage.look_closely().map(drop)
+    };
+    short_beside_unused(options, None, judge, seed)
+}
+
+/// Where the one that could give room hangs, the shard that is short evicts its own after one wait.
+fn hung_neighbour(seed: Seed) -> Result<(), String> {
+    let options = Options { executors: 1 + seed.0 as usize % 2, ..options(6 << 20) };
+    let judge =
+        |stage: &SimStage| ensure(evicted(stage) > 0, "nothing went", stage.engine().segments().len());
+    short_beside_unused(options, Some(DirId(1)), judge, seed)
 }
 
 /// A store with fewer descriptors than it could use goes on with those that it has.

@@ -42,7 +42,7 @@ fn rest(stage: &SimStage) -> Result<Rest, String> {
     stage.world().settle();
     let io = stage::drive(stage.world(), stage.engine().io()).map_err(|hang| hang.to_string())?;
     let io = io.map_err(|error| error.to_string())?;
-    let sum = |of: fn(&kvarts_store::io::Metrics) -> u64| io.iter().map(|(_, metrics)| of(metrics)).sum();
+    let sum = |of: fn(&kvarts_store::driver::Metrics) -> u64| io.iter().map(|(_, metrics)| of(metrics)).sum();
     Ok(Rest {
         holding: stage.engine().holding(),
         arena_bytes: sum(|metrics| metrics.arena_bytes),

@@ -44,13 +44,13 @@ pub const BUGS: &[Bug] = &[
         "R1",
         "records of a new generation are acknowledged before its header is durable",
     ),
-    bug("tombstones-recycled", "R22", "a segment is written anew while its tombstones stand nowhere else"),
+    bug("tombstones-recycled", "R22", "a segment is rewritten while its tombstones stand nowhere else"),
     bug(
         "tombstone-forgotten-early",
         "R22",
         "tombstones are forgotten while records that they kill are on disk",
     ),
-    bug("sequence-not-restored", "R22", "sequences begin anew after a recovery"),
+    bug("sequence-not-restored", "R22", "sequences start over after a recovery"),
     bug(
         "move-without-compare",
         "R22",
@@ -71,7 +71,7 @@ pub const BUGS: &[Bug] = &[
         "recovery seals a segment whose header never arrived, and leaves it without",
     ),
     bug("delete-not-durable", "R22", "a delete is acknowledged before its tombstones are flushed"),
-    bug("generation-reused", "R22", "a segment is written anew under the generation that it had"),
+    bug("generation-reused", "R22", "a segment is rewritten under the generation that it had"),
     bug("stored-length-wrong", "R22", "an encoded chunk is recorded with another length than it has"),
     bug("digest-not-compared", "R6", "chunks are served without a look at their digests"),
     bug("decoded-digest-not-compared", "R6", "decoded chunks are served without a look at their digests"),
@@ -139,7 +139,7 @@ pub const BUGS: &[Bug] = &[
     bug(
         "kept-tile-of-a-reused-segment",
         "R31",
-        "a tile that is kept is given of a segment that was written anew",
+        "a tile that is kept is given of a segment that was rewritten",
     ),
     bug(
         "footer-proves-nothing",
@@ -170,6 +170,7 @@ pub const BUGS: &[Bug] = &[
     bug("index-limit-ignored", "R32", "the index takes more memory than its budget"),
     bug("descriptors-not-counted", "R32", "segment files are made beyond the descriptors that there are"),
     bug("spare-room-kept", "R32", "a shard keeps segments that hold nothing while another one evicts"),
+    bug("spare-room-waits", "R32", "a shard waits for room from one that hangs"),
     bug(
         "coldest-by-the-log",
         "R32",

@@ -58,7 +58,7 @@ pub(super) fn options(seed: Seed) -> Options {
 }
 
 /// Whether a seed's store has a past: many operations in small segments under a tight budget, before those that are
-/// looked at. Only then are segments sealed beside relaxed puts, emptied, written anew and removed.
+/// looked at. Only then are segments sealed beside relaxed puts, emptied, rewritten and removed.
 pub(super) fn has_past(seed: Seed) -> bool {
     seed.0 % 4 == 3
 }
@@ -120,7 +120,7 @@ pub(super) struct Ran {
     pub(super) stage: Stage,
     /// Files in which a rule changed what was written, or kept it from being written.
     pub(super) files: BTreeSet<String>,
-    /// Segments that were written anew.
+    /// Segments that were rewritten.
     #[cfg_attr(not(test), expect(dead_code, reason = "tests ask whether seeds reach what they are for"))]
     pub(super) recycled: u64,
     /// Blocks that made room for others.

@@ -57,7 +57,7 @@ pub(super) enum Make {
     Spread,
     /// Most records encoded.
     Encoded,
-    /// Chains merged, segments emptied and written anew.
+    /// Chains merged, segments emptied and rewritten.
     Compacted,
     /// Full: blocks of many records were evicted, and others of the same records were not.
     Holed,
@@ -220,7 +220,7 @@ fn finish(stage: &SimStage, make: Make) {
     put(&desk, 1, 8..12, 2, false);
     if matches!(make, Make::Encoded | Make::Compacted) {
         if make == Make::Compacted {
-            // Enough that segments are written anew.
+            // Enough that segments are rewritten.
             for n in 0..24 {
                 put(&desk, 0, 9 + n % 4..10 + n % 4, 1 + n % 2, false);
                 delete(&desk, 0, 9 + n % 4..10 + n % 4);

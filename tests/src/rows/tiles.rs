@@ -1,4 +1,4 @@
-//! Reads that come in tiles, while blocks are deleted, put anew by other producers, evicted and moved between the tiles,
+//! Reads that come in tiles, while blocks are deleted, put again by other producers, evicted and moved between the tiles,
 //! and tiles that are kept and given again. Of each block a read has the bytes of one production, which was there when the
 //! read began or came later; what was deleted before it began is not given, kept or not.
 
@@ -100,7 +100,7 @@ impl Scene<'_> {
                 self.put(some.into_iter());
             }
             2 => {
-                // All of them, in the order of the first time: where segments are written anew, each lies where it lay.
+                // All of them, in the order of the first time: where segments are rewritten, each lies where it lay.
                 self.delete(&(0..BLOCKS as usize).collect::<Vec<_>>())?;
                 (0..rng.below(3)).for_each(|_| self.stage.world().settle());
                 self.put(0..BLOCKS as usize);
@@ -264,7 +264,7 @@ fn reads(seed: Seed, states: &States) -> Result<(), String> {
 pub(super) fn row() -> Row {
     Row {
         id: "R31",
-        what: "reads in tiles while blocks go, come anew and move; tiles that are kept and given again",
+        what: "reads in tiles while blocks go, come again and move; tiles that are kept and given again",
         counts: "reads",
         targets: [600, 60_000, 600_000],
         run: |ask, target| -> Tally { until(ask, target, reads) },

@@ -74,7 +74,7 @@ kinds! {
     Arrived = 131;
     /// `LocalEnd`.
     End = 132;
-    /// No body: nobody writes to the memory of this read any more. The last word about an id.
+    /// No body: the memory of this read is not written to any more. The last word about an id.
     Released = 133;
 }
 

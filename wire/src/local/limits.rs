@@ -10,9 +10,9 @@ pub const VERSION: u32 = 1;
 pub const HEAD_BYTES: usize = 16;
 /// The most bytes of a frame's body, either way: the keys and places of the longest request.
 pub const BODY_BYTES_MAX: usize = 8 << 20;
-/// Bodies up to this size are received by whoever sends them; larger ones share [`RECEIVING_BYTES_MAX`].
+/// Bodies up to this size each session receives by itself; larger ones share [`RECEIVING_BYTES_MAX`].
 pub const SMALL_BODY_BYTES: usize = 64 << 10;
-/// The most bytes of the body of the first frame: nobody needs more to say who he is, and nobody knows him yet.
+/// The most bytes of the body of the first frame: a hello needs no more, and its client is not known yet.
 pub const HELLO_BYTES_MAX: usize = 4 << 10;
 /// Bytes of large bodies that are being received at a time, in all sessions together: what has arrived of them.
 pub const RECEIVING_BYTES_MAX: u64 = 64 << 20;
@@ -35,7 +35,7 @@ pub const MEMORY_FILES_MAX: u64 = 4096;
 /// Bytes of memories that are registered with the engine's rings, in all sessions together. More is used as it is. Each
 /// ring looks up every page of them while it does nothing else.
 pub const PINNED_BYTES_MAX: u64 = 1 << 30;
-/// The server makes memory for clients up to this part of what may be shared at a time, in its whole life: one in so many.
+/// The server makes memory for clients up to this part of what may be shared at a time, in its whole life: one in this many.
 pub const MADE_PART: u64 = 4;
 /// Leases that one session may hold at a time.
 pub const LEASES_MAX: usize = 4096;
@@ -52,7 +52,7 @@ pub const OUTBOX_BYTES_MAX: usize = 64 << 20;
 pub const UNTAKEN_BYTES_MAX: u64 = 256 << 20;
 /// Bytes by which a session's part of that grows.
 pub const UNTAKEN_STEP_BYTES: usize = 256 << 10;
-/// Announcements that travel in one frame: about so many bytes of them.
+/// Announcements that travel in one frame: about this many bytes of them.
 pub const ARRIVED_BYTES: usize = 128 << 10;
 /// How long a client may take to say who it is.
 pub const HELLO: Duration = Duration::from_secs(5);

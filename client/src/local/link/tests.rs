@@ -1,4 +1,4 @@
-//! Who is waited for.
+//! Who is waited for, and how long.
 
 use std::task::{Context, Waker};
 
@@ -6,6 +6,7 @@ use kvarts_layout::{BlockKey, ChunkShape, Coordinate, Group, LayerShape, Namespa
 use kvarts_store::api::{ReadStream, Verify, read_channel};
 use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
+use kvarts_store::rt::mailbox::ticket;
 
 use super::*;
 
@@ -108,4 +109,24 @@ fn an_end_that_another_caller_fetched_before_it_was_asked_for_is_followed_by_a_c
     assert!(!shared.turn().called);
     assert!(poll_end(&polled));
     assert!(shared.turn().called && shared.is_waited_for());
+}
+
+/// While its digests are compared a read is in no list; its deadline may pass just then.
+#[test]
+fn a_deadline_that_passes_while_digests_are_compared_is_kept_and_one_of_an_answered_request_is_not() {
+    let (shared, _server) = link();
+    let (reply, mut answer) = ticket();
+    shared.deadlines().insert(7, Nanos(10));
+    shared.late(Nanos(20));
+    assert_eq!(shared.deadlines().len(), 1, "forgotten while its request is elsewhere");
+    shared.pending().insert(7, Pending::Look(reply, 1));
+    shared.late(Nanos(30));
+    assert!(matches!(answer.try_take(), Some(Ok(Err(Error(Reason::DeadlinePassed))))));
+    assert!(shared.deadlines().is_empty() && shared.pending().is_empty());
+
+    let (reply, _answer) = ticket();
+    shared.deadlines().insert(8, Nanos(10));
+    shared.pending().insert(8, Pending::Look(reply, 1));
+    assert!(shared.take_out(8).is_some());
+    assert!(shared.deadlines().is_empty(), "kept for a request that is answered");
 }

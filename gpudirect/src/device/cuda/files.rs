@@ -83,7 +83,7 @@ fn judge(before: Option<u64>, behind: Option<u64>) -> Result<(), DeviceError> {
             "it came through the processor's memory, or nvidia-fs does not count (rw_stats_enabled)".to_owned(),
         )),
         _ => Err(failed(
-            "nobody can say whether it came straight: cuFile is too old to be told so, and nvidia-fs counts nothing"
+            "whether it came straight is not known: cuFile is too old to be told so, and nvidia-fs counts nothing"
                 .to_owned(),
         )),
     }

@@ -95,7 +95,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
         ),
         header: &[H::Empty],
         trailer: &[T::Empty],
-        // Also a free one, whose file may have been removed and made anew since the checkpoint.
+        // Also a free one, whose file may have been removed and made again since the checkpoint.
         known: &[K::Nothing, K::Free],
     },
     SegmentRow {
@@ -279,7 +279,7 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
             "still-quarantined",
             Severity::Note,
             Decision::Quarantine,
-            "the segment was set aside earlier and nobody has repaired it",
+            "the segment was set aside earlier and has not been repaired since",
         ),
         header: NOT_NEWER,
         trailer: OLD_TRAILERS,

@@ -4,6 +4,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::local::LocalLimits;
 use crate::local::frame::{Kind, bare};
 use crate::local::limits::RECEIVING_BYTES_MAX;
 
@@ -12,6 +13,10 @@ use crate::local::limits::RECEIVING_BYTES_MAX;
 struct Taken {
     frames: Vec<(Head, Bytes)>,
     broken: Option<String>,
+}
+
+fn limits(mapped_max: u64, files_max: u64) -> LocalLimits {
+    LocalLimits { mapped_max, files_max, threads: 1 }
 }
 
 /// Of a client that has said who it is.
@@ -117,7 +122,7 @@ fn a_long_body_has_room_for_what_arrived_of_it_and_gives_it_back() {
     let mut second = known(&locals);
     second.bytes.extend_from_slice(&head);
     assert!(matches!(second.next(), Ok(Next::Wait)), "there is no room for a second one");
-    assert!(second.late().is_none(), "whoever waits for others and has nothing stalls nobody");
+    assert!(second.late().is_none(), "a client that waits for others and has nothing stalls none");
     first.bytes.extend_from_slice(&vec![0; RECEIVING_STEP_BYTES as usize]);
     assert!(matches!(first.next(), Ok(Next::Wait)), "there is no room for more of the first one");
     assert!(first.late().is_none(), "the server takes nothing: its client is not to blame");
@@ -160,7 +165,7 @@ fn however_many_bodies_begin_at_once_all_of_them_are_received_in_the_end() {
                     incoming.bytes.extend_from_slice(&vec![0; some]);
                 }
                 Ok(Next::Wait) => {
-                    assert!(incoming.late().is_none(), "whoever waits for the server is not late")
+                    assert!(incoming.late().is_none(), "a client that waits for the server is not late")
                 }
                 Err(error) => panic!("{error:?}"),
             }
@@ -173,7 +178,7 @@ fn however_many_bodies_begin_at_once_all_of_them_are_received_in_the_end() {
 
 #[test]
 fn slow_senders_of_one_tenant_leave_room_for_a_request_of_another() {
-    let locals = Arc::new(Locals::new((0, 0), 1, &[1, 2], [0; 16]));
+    let locals = Arc::new(Locals::new(limits(0, 0), &[1, 2], [0; 16]));
     let head = Head { length: BODY_BYTES_MAX, kind: Kind::Read, id: 1 }.bytes();
     let slow: Vec<Incoming> = (0..40)
         .map(|_| {
@@ -223,7 +228,7 @@ fn who_has_not_said_who_he_is_gets_nothing_of_what_others_share() {
 
 #[tokio::test]
 async fn a_client_that_closes_before_it_has_read_everything_left_and_did_nothing_wrong() {
-    let locals = Arc::new(Locals::new((1 << 20, 16), 1, &[1], [0; 16]));
+    let locals = Arc::new(Locals::new(limits(1 << 20, 16), &[1], [0; 16]));
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.try_write(b"an answer that nobody reads").unwrap();
     drop(theirs);
@@ -235,7 +240,7 @@ async fn a_client_that_closes_before_it_has_read_everything_left_and_did_nothing
 #[test]
 fn descriptors_that_wait_for_their_frames_count_among_the_files_of_memories() {
     // Room for three files, all of one tenant.
-    let locals = Arc::new(Locals::new((0, 3), 1, &[1], [0; 16]));
+    let locals = Arc::new(Locals::new(limits(0, 3), &[1], [0; 16]));
     let file = || rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let mut all: Vec<Incoming> = (0..3).map(|_| known(&locals)).collect();
     for (incoming, count) in all.iter_mut().zip([1, 3, 2]) {

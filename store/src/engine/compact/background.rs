@@ -55,7 +55,7 @@ impl Default for Compaction {
 const SEGMENT_DEAD_THOUSANDTHS: u32 = 600;
 /// Small records that must follow each other to be merged.
 const MERGE_RECORDS_MIN: u32 = 8;
-/// One look's work ends after so many times the bytes of its interval, so that the need is looked at again.
+/// The work of one pass is limited to this multiple of the bytes of its interval; then the need is computed again.
 const INTERVALS_MAX: u64 = 3;
 
 /// What there is to do.

@@ -26,6 +26,7 @@ use super::{CompactOptions, CompactReport, Pace};
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::record_class::RecordClass;
+use crate::engine::shared::record_class::RecordForm;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::put::shard_of;
 use crate::error::Reason;
@@ -306,8 +307,8 @@ fn join(
     }
     let class = &first.class;
     let layout = Layout::auto(&class.shape, blocks.len() as u32);
-    let arrangement = (layout, LAYOUT_VERSION, class.encoding);
-    let class = shared.classes.intern(&class.namespace, (class.group, class.coordinate), arrangement)?;
+    let form = RecordForm { layout, layout_version: LAYOUT_VERSION, encoding: class.encoding };
+    let class = shared.classes.intern(&class.namespace, (class.group, class.coordinate), form)?;
     let head = Head {
         class,
         created_ms,

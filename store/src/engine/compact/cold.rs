@@ -15,8 +15,8 @@ use super::encode::Cold;
 use super::relocate::relocate;
 use super::segments::{live_by_segment, room};
 use super::{CompactOptions, CompactReport, Pace};
-use crate::engine::shard::{Place, Shard};
-use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::shard::Shard;
+use crate::engine::volume::segment::{RecordPlace, Segment, SegmentState};
 use crate::error::Reason;
 use crate::index::RecordId;
 use crate::rt::Nanos;
@@ -51,7 +51,8 @@ pub(super) async fn encode(
         let Ok(footer) = shard.read_footer(segment).await else { continue };
         shard.moves.looked_at.borrow_mut().insert(segment.number, looked);
         for entry in &footer.records {
-            let place = (segment.number, looked.0, entry.offset);
+            let (number, generation) = (segment.number, segment.generation.get());
+            let place = RecordPlace { segment: number, generation, offset: entry.offset };
             let Some(record) = cold_record(shard, segment, entry, &cold) else { continue };
             // It becomes smaller, or is not written.
             if entry.payload_bytes + u64::from(entry.header_bytes) > left
@@ -86,7 +87,7 @@ fn is_due(shard: &Shard, segment: &Segment, (generation, now): (u64, Nanos), aft
     before.is_none_or(|(_, at)| at.plus(after / 2) <= now)
 }
 
-fn remember(shard: &Shard, place: Place) {
+fn remember(shard: &Shard, place: RecordPlace) {
     let mut known = shard.moves.unpaying.borrow_mut();
     if known.len() >= KNOWN_MAX {
         known.clear();

@@ -1,6 +1,6 @@
 //! Encodes records whose blocks are cold, while they are moved.
 //!
-//! Cold is what nobody has read or put for a while: the index keeps the step of each block's last use and the second
+//! Cold blocks were neither read nor put for a while: the index keeps the step of each block's last use and the second
 //! of its record's. A block under a lease is never cold. A record is encoded as a whole,
 //! only if all of its moved blocks are cold, and only if it takes less than 1/1.1 of the pages afterwards: then its
 //! reads take less of the device and more of a core.
@@ -17,6 +17,7 @@ use kvarts_layout::format::page_align;
 use super::gather::{Taken, pause};
 use super::relocate::Head;
 use crate::engine::shard::Shard;
+use crate::engine::shared::record_class::{RecordClass, RecordForm};
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
 
@@ -52,7 +53,7 @@ pub(super) struct Gain {
 }
 
 /// Encodes the blocks of a record that is to be written, if they are raw and cold and it pays.
-pub(super) async fn pack(
+pub(super) async fn encode_run(
     shard: &Rc<Shard>,
     cold: &Cold,
     head: &mut Head,
@@ -99,9 +100,10 @@ pub(super) async fn pack(
     if !pays(pages(raw), pages(stored.saturating_add(table))) {
         return Ok(None);
     }
-    let arrangement = (class.layout, class.layout_version, encoding.code());
-    let place = (class.group, class.coordinate);
-    head.class = shard.shared.classes.intern(&class.namespace, place, arrangement)?;
+    let RecordClass { layout, layout_version, .. } = **class;
+    let form = RecordForm { layout, layout_version, encoding: encoding.code() };
+    let column = (class.group, class.coordinate);
+    head.class = shard.shared.classes.intern(&class.namespace, column, form)?;
     for (taken, (bytes, lengths)) in blocks.iter_mut().zip(all) {
         (taken.bytes, taken.lengths) = (bytes, lengths);
     }

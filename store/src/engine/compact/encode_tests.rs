@@ -21,8 +21,8 @@ const OLD: Cold = Cold { after: Some(Duration::from_secs(600)), only: true };
 fn encoded() -> (Place, u32, u64) {
     let place = two_records();
     let (segment, at) = place.run(|world| async move {
-        recover(&world.log).await.unwrap();
-        let moved = relocate(&world.log, record_of(&world, 0), &|_| true, &ALL).await.unwrap();
+        recover(&world.shard).await.unwrap();
+        let moved = relocate(&world.shard, record_of(&world, 0), &|_| true, &ALL).await.unwrap();
         assert_eq!((moved.blocks, moved.records_encoded), (6, 1));
         assert_eq!(moved.bytes_raw, 6 * BLOCK_BYTES);
         assert!(moved.bytes_encoded < moved.bytes_raw / 4, "{moved:?}");
@@ -38,7 +38,7 @@ fn encoded() -> (Place, u32, u64) {
 }
 
 async fn all_of(world: &World, number: u64) -> Gathered {
-    gather(&world.log, record_of(world, number), &|_| true).await.unwrap().unwrap()
+    gather(&world.shard, record_of(world, number), &|_| true).await.unwrap().unwrap()
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn a_crash_after_an_encoding_finds_the_encoded_record_by_its_digests() {
     assert_eq!((report.blocks, report.duplicates, report.unusable), (8, 6, 0));
     assert_eq!(contents.len(), 8);
     let again = place.run(|world| async move {
-        let report = recover(&world.log).await.unwrap();
+        let report = recover(&world.shard).await.unwrap();
         let taken = all_of(&world, 0).await;
         assert_eq!((taken.blocks.len(), taken.damaged, taken.body.encoding), (6, 0, ENCODING_ZSTD_PLANES));
         (report.blocks, world.contents())
@@ -62,13 +62,13 @@ fn a_crash_after_an_encoding_finds_the_encoded_record_by_its_digests() {
 fn an_encoded_record_is_moved_as_it_is_stored_and_may_be_split() {
     let (place, ..) = encoded();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let before = all_of(&world, 0).await;
         let (source, lengths) = (before.source, before.body.stored_lengths.clone());
         let bytes: Vec<_> = before.blocks.iter().map(|one| one.bytes.clone()).collect();
         let digests: Vec<_> = before.blocks.iter().map(|one| one.digests.clone()).collect();
         drop(before);
-        let moved = relocate(&world.log, source, &|block| block % 2 == 1, &ALL).await.unwrap();
+        let moved = relocate(&world.shard, source, &|block| block % 2 == 1, &ALL).await.unwrap();
         assert_eq!((moved.blocks, moved.records_encoded), (3, 0), "it is encoded already");
         let after = all_of(&world, 1).await;
         assert_eq!(after.body.stored_lengths, [lengths[1], lengths[3], lengths[5]]);
@@ -88,7 +88,7 @@ fn a_flipped_bit_of_a_stored_chunk_is_never_moved_and_never_adopted() {
         let was = crate::engine::recover::tests::harness::contents_of(&file)[(at + byte) as usize];
         place.damage(&file, at + byte, &[was ^ 0x10]);
         place.run(move |world| async move {
-            let report = recover(&world.log).await.unwrap();
+            let report = recover(&world.shard).await.unwrap();
             // The record is the tail of the log: a torn one, so the older copy counts.
             assert_eq!((report.blocks, report.duplicates), (8, 0), "byte {byte}: {report:?}");
             let taken = all_of(&world, 0).await;
@@ -97,14 +97,14 @@ fn a_flipped_bit_of_a_stored_chunk_is_never_moved_and_never_adopted() {
         // Found later, in a log that goes on.
         let (place, segment, at) = encoded();
         place.run(move |world| async move {
-            recover(&world.log).await.unwrap();
-            world.log.reads.headers.forget();
+            recover(&world.shard).await.unwrap();
+            world.shard.reads.headers.forget();
         });
         let file = place.segment(segment);
         place.damage(&file, at + byte, &[was ^ 0x10]);
         place.run(move |world| async move {
-            recover(&world.log).await.unwrap();
-            let moved = relocate(&world.log, record_of(&world, 1), &|_| true, &ALL).await.unwrap();
+            recover(&world.shard).await.unwrap();
+            let moved = relocate(&world.shard, record_of(&world, 1), &|_| true, &ALL).await.unwrap();
             assert_eq!((moved.blocks, moved.damaged), (5, 1), "byte {byte}");
             let quarantined =
                 (0..6).filter(|n| world.shared.index.lookup(print(&world, *n)) == Lookup::Quarantined);
@@ -117,9 +117,9 @@ fn a_flipped_bit_of_a_stored_chunk_is_never_moved_and_never_adopted() {
 fn only_what_is_cold_and_not_leased_is_encoded() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
-        let (index, log) = (&world.shared.index, &world.log);
-        let moved = relocate(log, record_of(&world, 0), &|_| true, &OLD).await.unwrap();
+        recover(&world.shard).await.unwrap();
+        let (index, shard) = (&world.shared.index, &world.shard);
+        let moved = relocate(shard, record_of(&world, 0), &|_| true, &OLD).await.unwrap();
         assert_eq!((moved.blocks, moved.records_encoded), (0, 0), "what was just put is warm");
         // Twenty minutes later, as ages in the index count.
         let then = world.shared.epoch().wrapping_sub(20);
@@ -127,18 +127,18 @@ fn only_what_is_cold_and_not_leased_is_encoded() {
             index.touch(&[print(&world, number)], then);
         }
         index.touch(&[print(&world, 3)], world.shared.epoch());
-        let moved = relocate(log, record_of(&world, 0), &|_| true, &OLD).await.unwrap();
+        let moved = relocate(shard, record_of(&world, 0), &|_| true, &OLD).await.unwrap();
         assert_eq!(moved.records_encoded, 0, "one block is warm");
         index.touch(&[print(&world, 3)], then);
         let (now, mut found) = (world.shared.clock.now(), Vec::new());
         let terms = LeaseTerms { until: None, tenant: 1, cap_bytes: 1 << 30 };
         index.match_and_lease(&[print(&world, 4)], terms, now, |_| 1, &mut found).unwrap();
-        let moved = relocate(log, record_of(&world, 0), &|_| true, &OLD).await.unwrap();
+        let moved = relocate(shard, record_of(&world, 0), &|_| true, &OLD).await.unwrap();
         assert_eq!(moved.records_encoded, 0, "one block is leased");
-        let moved = relocate(log, record_of(&world, 10), &|_| true, &OLD).await.unwrap();
+        let moved = relocate(shard, record_of(&world, 10), &|_| true, &OLD).await.unwrap();
         assert_eq!((moved.blocks, moved.records_encoded), (2, 1));
         let off = Cold { after: None, only: false };
-        let moved = relocate(log, record_of(&world, 0), &|_| true, &off).await.unwrap();
+        let moved = relocate(shard, record_of(&world, 0), &|_| true, &off).await.unwrap();
         assert_eq!((moved.blocks, moved.records_encoded), (6, 0), "switched off");
     });
 }

@@ -1,7 +1,7 @@
 //! Takes live blocks out of a record: read in the background class, every chunk verified.
 //!
 //! Invariants:
-//! - the segment is held while it is read, so it is not written anew under the device read; the record's number is
+//! - the segment is held while it is read, so it is not rewritten under the device read; the record's number is
 //!   held for as long as its blocks are moved, so that a location in it cannot come to mean a later record;
 //! - a block comes out only if each of its chunks has the digest that the record's table says; one that does not is
 //!   quarantined where it lies;
@@ -22,6 +22,7 @@ use crate::engine::read::decode::{Stored, payload_bytes};
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::record_class::RecordClass;
+use crate::engine::shared::visibility::BlockOf;
 use crate::engine::tasks::notify::yield_now;
 use crate::engine::volume::segment::Hold;
 use crate::engine::volume::segment::record_range;
@@ -105,7 +106,7 @@ pub(crate) async fn gather(
     wanted: &dyn Fn(u16) -> bool,
 ) -> Result<Option<Gathered>, Reason> {
     let Some((held, info)) = HeldRecord::new(&shard.shared, source) else { return Ok(None) };
-    // Without a live block its segment may have been written anew.
+    // Without a live block its segment may have been recycled.
     if u32::from(info.shard) != shard.shard || info.live == 0 {
         return Ok(None);
     }
@@ -175,7 +176,7 @@ fn live(
 
 /// Memory of a move's own: the arena's pieces may be waited for by those who wait for this move.
 pub(crate) fn memory(bytes: u64) -> Result<BufMut, Reason> {
-    let out_of_memory = || Reason::Media(IoError::out_of_memory(bytes as usize).to_string());
+    let out_of_memory = || Reason::from(IoError::out_of_memory(bytes as usize));
     let len = usize::try_from(bytes).map_err(|_| out_of_memory())?;
     BufMut::zeroed(len).map_err(|_| out_of_memory())
 }
@@ -188,7 +189,7 @@ async fn read(shard: &Shard, file: FileId, offset: u64, bytes: u64) -> Result<Bu
         let len = (bytes - done).min(EXTENT_BYTES);
         let piece = done as usize..(done + len) as usize;
         let read = shard.driver.read_part(Class::Background, file, offset + done, buf, piece);
-        buf = read.await.map_err(|error| Reason::Media(error.to_string()))?;
+        buf = read.await?;
         done += len;
     }
     Ok(buf.freeze())
@@ -271,7 +272,7 @@ async fn verify(
         }
         let shared = &shard.shared;
         shared.counters.chunks_damaged.fetch_add(1, Relaxed);
-        if shared.quarantine(taken.print, taken.old, (class, BlockKey(taken.name.key))) {
+        if shared.quarantine(taken.print, taken.old, BlockOf { class, key: BlockKey(taken.name.key) }) {
             shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
     }
@@ -293,7 +294,7 @@ async fn is_sound(
         };
         match (found, digests.next()) {
             (Ok(found), Some(expected)) if found == *expected => {}
-            (Err(error @ CodecError::NoMemory), _) => return Err(Reason::Media(error.to_string())),
+            (Err(error @ CodecError::NoMemory), _) => return Err(error.into()),
             _ => return Ok(false),
         }
         pause(since, place.bytes as usize).await;

@@ -5,7 +5,7 @@
 //! are cold may become an encoded one (`encode`). It is in this order: read and verify; append; flush; switch the index block by block,
 //! each only if it still is where it was read. So:
 //!
-//! - a block that was deleted, evicted, quarantined or put anew meanwhile stays as that left it;
+//! - a block that was deleted, evicted, quarantined or put again meanwhile stays as that left it;
 //! - what the index points at is durable, and the old record may be recycled when the switch is done and those reads
 //!   that were sent to it before hold its segment (`grace`);
 //! - a crash leaves the old record, or both. Both hold the same bytes under the same origin ids, and recovery takes
@@ -29,11 +29,12 @@ use kvarts_layout::format::body::{Blocks, ENCODING_RAW, Extension, Parent, layou
 use kvarts_layout::format::page_align;
 use kvarts_layout::format::record::Body;
 
-use super::encode::{Cold, pack};
+use super::encode::{Cold, encode_run};
 use super::gather::{Gathered, Taken, gather, memory, pause};
 use crate::engine::shard::Shard;
 use crate::engine::shared::quota;
 use crate::engine::shared::record_class::RecordClass;
+use crate::engine::shared::visibility::{BlockOf, Relocation};
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::error::Reason;
@@ -109,21 +110,21 @@ pub(crate) async fn relocate(
     let runs: Vec<_> = runs.map(|run| (head_of(shard, &gathered, &run), run)).collect();
     for (mut head, run) in runs {
         let blocks = gathered.blocks.get_mut(run).unwrap_or_default();
-        let packed = pack(shard, cold, &mut head, blocks).await?;
-        if packed.is_none() && cold.only {
+        let gain = encode_run(shard, cold, &mut head, blocks).await?;
+        if gain.is_none() && cold.only {
             continue;
         }
         let written = write(shard, &head, &blocks.iter().collect::<Vec<_>>()).await?;
         moved.add(written);
-        if let Some(packed) = packed.filter(|_| written.blocks > 0) {
+        if let Some(gain) = gain.filter(|_| written.blocks > 0) {
             let counters = &shard.shared.counters;
             counters.records_encoded.fetch_add(1, Relaxed);
-            counters.encoded_bytes_before.fetch_add(packed.raw, Relaxed);
-            counters.encoded_bytes_after.fetch_add(packed.stored, Relaxed);
+            counters.encoded_bytes_before.fetch_add(gain.raw, Relaxed);
+            counters.encoded_bytes_after.fetch_add(gain.stored, Relaxed);
             moved.add(Moved {
                 records_encoded: 1,
-                bytes_raw: packed.raw,
-                bytes_encoded: packed.stored,
+                bytes_raw: gain.raw,
+                bytes_encoded: gain.stored,
                 ..Moved::default()
             });
         }
@@ -327,11 +328,12 @@ fn switch(shard: &Shard, head: &Head, blocks: &[&Taken], written: &Written) -> R
     let mut moved = Moved { bytes_written: written.end - written.offset, ..Moved::default() };
     for (block, taken) in (0u16..).zip(blocks) {
         let new = Location { record, block };
-        // Whoever has been sent there finds it there; whoever looks it up from now on is sent to the copy.
+        // A read already sent to the old place still finds it there; later look-ups lead to the copy.
         let source = shared.index.records().get(taken.old.record);
         let _leaving = source.map(|info| shared.arrivals.leaving((u32::from(info.shard), info.segment)));
+        let block_of = BlockOf { class: &head.class, key: BlockKey(taken.name.key) };
         let left = shared
-            .relocate(taken.print, (taken.old, new), (&head.class, BlockKey(taken.name.key)))
+            .relocate(taken.print, Relocation { from: taken.old, to: new }, block_of)
             .map_err(|_| Reason::Bug("a record that the index does not know"))?;
         match left {
             Some(left) => {

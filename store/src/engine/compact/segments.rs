@@ -52,7 +52,7 @@ fn record_of(shard: &Shard, segment: &Segment, entry: &Entry) -> Option<RecordId
 }
 
 /// Bytes that can be appended before reclaim would have to evict live blocks for it. Segments that are mostly dead
-/// count with what is dead in them: they are the next to be written anew.
+/// count with what is dead in them: they are recycled next.
 pub(crate) fn room(shard: &Shard, live: &BTreeMap<u32, u64>) -> u64 {
     let segment_bytes = shard.shared.segment_bytes;
     let (allocated, budget) = shard.shared.space();

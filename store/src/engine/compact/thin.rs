@@ -21,7 +21,7 @@ use crate::engine::tasks::steps::Section;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::index::{OwnerCursor, RecordId};
 
-/// A segment is thin when so many parts of it would hold what is live in it.
+/// A segment is thin when one part in this many would hold its live bytes.
 const THIN_PARTS: u64 = 12;
 /// Thousandths of the bytes put that moves may write.
 const SHARE_THOUSANDTHS: u64 = 25;
@@ -146,7 +146,7 @@ fn emptied(shard: &Shard) -> usize {
     segments.values().filter(empty).count()
 }
 
-/// Removes the files of segments that hold nothing and cannot be written anew. Nobody takes a segment meanwhile.
+/// Removes the files of segments that hold nothing and cannot be recycled. No task takes a segment meanwhile.
 async fn remove_emptied(shard: &Shard) {
     let _turn = shard.roll_turn().await;
     while let Made::Segment(_) = shard.recycle_dead(true).await {}

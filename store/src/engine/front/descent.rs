@@ -193,7 +193,7 @@ impl Search {
                 self.let_go = false;
                 self.listed.iter_mut().for_each(Listed::clear);
             } else if moved() != moved_before && repeats < REPEATS_MAX {
-                // What compaction moved meanwhile may have passed from what was not read yet to what was.
+                // Compaction may have moved a block from a segment that is still to be read into one already read.
                 repeats += 1;
             } else {
                 return Ok(());

@@ -14,6 +14,7 @@ use super::memory_audit::{self, Table};
 use super::router::{Message, Router};
 use super::store::free_space;
 use super::{descent, expiry, snapshot};
+use crate::driver::{Driver, Metrics, UrgentReads};
 use crate::engine::compact::chains::{self, Shards};
 use crate::engine::compact::{self, Pace};
 use crate::engine::read::job::ReadPart;
@@ -31,7 +32,7 @@ use crate::engine::write::delete::{self, DeletePart};
 use crate::engine::write::put::layers::{self, LayersPart};
 use crate::engine::write::put::{self, PutPart};
 use crate::error::{Error, Reason};
-use crate::io::{Arena, DirId, Driver, IoFacts, Metrics, Region, UrgentReads};
+use crate::io::{Arena, DirId, IoFacts, Region};
 use crate::rt::mailbox::{Mailbox, Reply};
 use crate::rt::{Body, Class, ExecutorContext, LocalTask, Nanos, Runtime};
 
@@ -265,7 +266,7 @@ impl Executor {
                 rt.sleep_until(rt.clock().now().plus(every)).await;
                 if !stopping.get() {
                     expiry::sweep(&shard.reads).await;
-                    // Whoever was to be asked for it may have been too busy to be asked.
+                    // The executor to be asked for it may have been too busy to be asked.
                     evicted_names::tell(&shard.reads).await;
                 }
             }

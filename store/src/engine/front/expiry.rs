@@ -11,9 +11,9 @@ use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::due::stretch_of;
 use crate::engine::shared::quota;
+use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::tasks::steps::Section;
 use crate::error::Reason;
-use crate::events::{Cause, EventKind};
 use crate::index::{BlockFingerprint, Eviction, Located, OwnerCursor, RecordId, RecordInfo};
 
 /// Takes out every block of a shard whose time is over and that no lease holds. It looks at the segments alone in which
@@ -39,9 +39,9 @@ pub(crate) async fn sweep(reads: &Reads) {
         for entry in &entries {
             let Some((class, named)) = reads.live(&segment, entry) else { continue };
             for block in &named {
-                let why = (EventKind::Expired, Cause::Ttl);
+                let name = BlockOf { class: &class, key: block.key };
                 let gone = shared.is_expired(&block.record)
-                    && shared.evict(block.print, block.at, why, (&class, block.key)) != Eviction::Busy;
+                    && shared.evict(block.print, block.at, Departure::Expired, name) != Eviction::Busy;
                 // Its time comes within this stretch, or a lease holds it.
                 later |= !gone && block.record.expires != 0 && stretch_of(block.record.expires) <= now;
             }

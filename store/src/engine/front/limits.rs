@@ -8,7 +8,7 @@ use crate::engine::compact::background::Compaction;
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Operations and bytes at the device.
-    pub io: crate::io::Limits,
+    pub io: crate::driver::Limits,
     /// Staging memory.
     pub arena_bytes: usize,
     /// Whether the staging memory is registered with the ring.
@@ -19,7 +19,7 @@ pub struct Limits {
     pub mailbox_messages: usize,
     /// How often recency and expiry are put on disk: after a crash they are as old as this at most.
     pub checkpoint_every: Duration,
-    /// How often blocks whose time is over are looked for; whoever looks one up never finds it anyway.
+    /// How often expired blocks are looked for; a look-up never returns one in any case.
     pub expiry_sweep_every: Duration,
     /// How long a stop waits for what is under way.
     pub stop_timeout: Duration,
@@ -30,7 +30,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            io: crate::io::Limits::default(),
+            io: crate::driver::Limits::default(),
             arena_bytes: 64 << 20,
             register: true,
             read_window_bytes: 16 << 20,

@@ -1,11 +1,11 @@
 //! How large every table is that an open store keeps in memory: so that a test can tell that use does not make them
 //! grow, by the byte and from a seed, where resident memory only hints at it.
 //!
-//! Whoever adds a table that lives as long as the store counts it here.
+//! Each table that lives as long as the store is counted here.
 
+use crate::driver::Driver;
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
-use crate::io::Driver;
 
 /// One table, of all shards together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

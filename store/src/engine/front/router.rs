@@ -7,6 +7,7 @@ use kvarts_layout::BlockKey;
 use super::descent;
 use super::memory_audit::Table;
 use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
+use crate::driver::Metrics;
 use crate::engine::compact::chains::{Shards, Survey};
 use crate::engine::compact::gather::{Gathered, Taken};
 use crate::engine::compact::relocate::{Head, Moved};
@@ -23,7 +24,7 @@ use crate::engine::write::put::PutPart;
 use crate::engine::write::put::layers::LayersPart;
 use crate::error::{Error, Reason};
 use crate::index::RecordId;
-use crate::io::{DirId, IoFacts, Metrics, Region};
+use crate::io::{DirId, IoFacts, Region};
 use crate::rt::mailbox::{Reply, SendError, Sender, Ticket, ticket};
 
 /// What other threads ask of an executor.
@@ -42,7 +43,7 @@ pub(crate) enum Message {
     PutLayers(u32, LayersPart),
     /// Do a part of a read.
     Read(u32, ReadPart),
-    /// Prove where blocks lie, and hold them for somebody who reads them himself.
+    /// Prove where blocks lie, and hold them for a caller that reads the files itself.
     Lend(u32, LendPart),
     /// Do a part of a delete.
     Delete(u32, DeletePart),
@@ -56,7 +57,7 @@ pub(crate) enum Message {
     },
     /// Say which blocks of a namespace stand behind which in this shard.
     Links(descent::Ask, Reply<Result<descent::Links, Reason>>),
-    /// Say what is here, from this cursor on, of so many shards.
+    /// List the blocks from this cursor on; `shards` is the number of shards of the store.
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
     /// Write a checkpoint of every shard; to prove that it can be, also where the store takes no writes.
     Checkpoint { prove: bool, reply: Reply<Result<(), Reason>> },

@@ -26,6 +26,7 @@ use crate::api::{
     MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
     Subscription, Target, TileSource, TiledRequest, TtlReply, TtlRequest,
 };
+use crate::driver::{Metrics, UrgentReads};
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::recover::RecoveryReport;
 use crate::engine::shared::health::Health;
@@ -37,7 +38,7 @@ use crate::engine::write::delete;
 use crate::engine::write::put::{self, layers};
 use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
-use crate::io::{IoFacts, Metrics, Region, UrgentReads};
+use crate::io::{IoFacts, Region};
 use crate::ledger::SpaceReport;
 use crate::rt::mailbox::{SendError, Sender, Ticket, mailbox, ticket};
 use crate::rt::{Clock, Join, Launcher};
@@ -65,7 +66,7 @@ pub struct Options {
     pub record_bytes_max: u64,
     /// What is evicted first when there is no room.
     pub eviction: EvictionPolicy,
-    /// Bytes that may be written to the devices in a day before puts are filtered: what was not asked for before is
+    /// Bytes that may be written to the devices in a day before puts are filtered: a block not requested before is
     /// then refused as [`Reason::NotAdmitted`]. `None` lets everything in.
     pub endurance_bytes_per_day: Option<u64>,
     /// Memory that the index may take: near it blocks are evicted as for want of disk, beyond it nothing is put. `None`
@@ -259,7 +260,7 @@ impl Store {
         }
     }
 
-    /// The bytes of a block of a column, also of a namespace that recovery found and nobody has registered since.
+    /// The bytes of a block of a column, also of a namespace that recovery found and that was not registered since.
     pub fn shape(
         &self,
         namespace: NamespaceId,
@@ -343,7 +344,7 @@ impl Store {
 
     /// Has a store that latched read-only take writes again, if it can: each shard writes down, durably, all that it
     /// knows, and only if all of them have done so the latch is lifted. Segments in which a write or flush failed stay
-    /// as they are. Where an executor has died nothing but opening the store anew helps.
+    /// as they are. Where an executor has died the store must be opened again.
     pub async fn resume(&self) -> Result<(), Error> {
         if let Some(reason) = self.0.shared.latched().filter(|_| self.health().dead_executors > 0) {
             return Err(reason.into());
@@ -388,7 +389,7 @@ impl Store {
 
     /// Stops the executors without a checkpoint, as the end of the process would: for tests of recovery.
     pub async fn halt(&self) {
-        // There is nobody to tell: the store is as good as crashed.
+        // No caller is left to be told: the store is as good as crashed.
         let _ = self.stop(false).await;
     }
 
@@ -432,7 +433,7 @@ impl fmt::Debug for Store {
 /// What a caller is told whose request finds no place in a mailbox.
 const FULL: &str = "the executor takes no more requests";
 
-/// What a caller is told whose request finds nobody.
+/// The answer to a request whose executor is gone.
 const ENDED: &str = "the executor has ended";
 
 fn send(sender: &Sender<Message>, message: Message) -> Result<(), Reason> {
@@ -528,7 +529,7 @@ impl KvStore for Store {
             let (shared, router) = (Arc::clone(shared), Arc::clone(router));
             let message = Message::DeletePrefix { shared, request, root, router, reply };
             if let Some(Message::DeletePrefix { reply, .. }) = self.0.router.offer(0, message) {
-                // The ticket is still here: nobody can have dropped it.
+                // The ticket is still here: it cannot have been dropped.
                 let _ = reply.send(Err(Reason::Busy(FULL).into()));
             }
             return answer;
@@ -568,7 +569,7 @@ impl KvStore for Store {
             }
         };
         if let Some((reply, reason)) = refused {
-            // The ticket is still here: nobody can have dropped it.
+            // The ticket is still here: it cannot have been dropped.
             let _ = reply.send(Err(reason.into()));
         }
         answer

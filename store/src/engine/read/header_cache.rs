@@ -11,6 +11,7 @@ use kvarts_layout::{BlockKey, OriginId};
 
 use super::decode::Stored;
 use crate::engine::shared::record_class::RecordClass;
+use crate::engine::volume::segment::RecordPlace;
 
 /// Bytes of headers that one shard keeps.
 const CACHE_BYTES_MAX: usize = 4 << 20;
@@ -36,7 +37,7 @@ impl Header {
         self.stored.as_ref()
     }
 
-    /// Whether the record's bytes lie as those of a record of this class and so many blocks do. A moved copy may stand
+    /// Whether the record's bytes lie as those of a record of this class and number of blocks do. A moved copy may stand
     /// where another arrangement of the same blocks stood.
     pub(crate) fn is_arranged_as(&self, class: &RecordClass, blocks: u16) -> bool {
         self.blocks.encoding == class.encoding
@@ -72,14 +73,11 @@ impl Header {
     }
 }
 
-/// Segment, generation, and offset of a record.
-pub(crate) type HeaderKey = (u32, u64, u64);
-
 #[derive(Debug, Default)]
 struct Kept {
-    headers: BTreeMap<HeaderKey, Rc<Header>>,
+    headers: BTreeMap<RecordPlace, Rc<Header>>,
     /// Oldest first.
-    order: VecDeque<HeaderKey>,
+    order: VecDeque<RecordPlace>,
     bytes: usize,
 }
 
@@ -88,28 +86,30 @@ struct Kept {
 pub(crate) struct HeaderCache(RefCell<Kept>);
 
 impl HeaderCache {
-    pub(crate) fn get(&self, key: HeaderKey) -> Option<Rc<Header>> {
+    pub(crate) fn get(&self, key: RecordPlace) -> Option<Rc<Header>> {
         self.0.borrow().headers.get(&key).map(Rc::clone)
     }
 
-    /// Forgets those of a segment, which is written anew: nobody will ask for them again, and until others have
+    /// Forgets those of a segment that is recycled: no read will ask for them again, and until others have
     /// pushed them out they would only take memory.
     pub(crate) fn forget_segment(&self, number: u32) {
         let kept = &mut *self.0.borrow_mut();
-        let gone = kept.headers.extract_if((number, 0, 0)..=(number, u64::MAX, u64::MAX), |_, _| true);
+        let place = |generation, offset| RecordPlace { segment: number, generation, offset };
+        let gone = kept.headers.extract_if(place(0, 0)..=place(u64::MAX, u64::MAX), |_, _| true);
         let bytes: usize = gone.map(|(_, header)| header.bytes()).sum();
         if bytes > 0 {
             kept.bytes -= bytes;
-            kept.order.retain(|(segment, ..)| *segment != number);
+            kept.order.retain(|one| one.segment != number);
         }
     }
 
     /// Forgets those of a segment's generation that lie in these ranges: they were given back.
-    pub(crate) fn forget_punched(&self, (number, generation): (u32, u64), ranges: &[(u64, u64)]) {
+    pub(crate) fn forget_punched(&self, number: u32, generation: u64, ranges: &[(u64, u64)]) {
         let kept = &mut *self.0.borrow_mut();
         let mut gone = 0;
         for (offset, len) in ranges {
-            let (from, end) = ((number, generation, *offset), (number, generation, offset + len));
+            let place = |offset| RecordPlace { segment: number, generation, offset };
+            let (from, end) = (place(*offset), place(offset + len));
             gone +=
                 kept.headers.extract_if(from..end, |_, _| true).map(|(_, one)| one.bytes()).sum::<usize>();
         }
@@ -131,7 +131,7 @@ impl HeaderCache {
         *self.0.borrow_mut() = Kept::default();
     }
 
-    pub(crate) fn insert(&self, key: HeaderKey, header: &Rc<Header>) {
+    pub(crate) fn insert(&self, key: RecordPlace, header: &Rc<Header>) {
         let mut kept = self.0.borrow_mut();
         if kept.headers.insert(key, Rc::clone(header)).is_some() {
             return;
@@ -177,13 +177,14 @@ mod tests {
     #[test]
     fn headers_that_were_given_back_take_no_memory() {
         let headers = HeaderCache::default();
+        let place = |(segment, generation, offset)| RecordPlace { segment, generation, offset };
         for key in [(1, 1, 4096), (1, 1, 8192), (1, 1, 16384), (1, 2, 8192), (2, 1, 8192)] {
-            headers.insert(key, &header());
+            headers.insert(place(key), &header());
         }
         let before = headers.0.borrow().bytes;
-        headers.forget_punched((1, 1), &[(8192, 4096), (16384, 65536)]);
-        let left: Vec<HeaderKey> = headers.0.borrow().headers.keys().copied().collect();
-        assert_eq!(left, [(1, 1, 4096), (1, 2, 8192), (2, 1, 8192)]);
+        headers.forget_punched(1, 1, &[(8192, 4096), (16384, 65536)]);
+        let left: Vec<RecordPlace> = headers.0.borrow().headers.keys().copied().collect();
+        assert_eq!(left, [(1, 1, 4096), (1, 2, 8192), (2, 1, 8192)].map(place));
         assert_eq!((headers.places(), headers.0.borrow().bytes), (3, before / 5 * 3));
         headers.forget_segment(1);
         assert_eq!(headers.places(), 1);

@@ -13,68 +13,20 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 
-use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::OriginId;
 use kvarts_layout::plan::{Placement, ReadOptions, ReadPlan, RecordRead};
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId, OriginId};
 
-use crate::api::{
-    MAX_REQUEST_BLOCKS, Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink,
-    SMALL_READ_BYTES,
-};
+use super::request::{Subject, check, name};
+use super::wanted::{Wanted, WantedChunk, by_shard, find};
+use crate::api::{Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
-use crate::engine::shared::record_class::RecordClass;
-use crate::engine::volume::segment::record_range;
-use crate::error::Reason;
-use crate::index::{BlockFingerprint, Location, Lookup, RecordInfo};
+use crate::engine::shared::visibility::BlockOf;
+use crate::error::{Reason, broken_invariant};
+use crate::index::{BlockFingerprint, Lookup};
 use crate::rt::{Class, Nanos};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::sync::{Mutex, MutexGuard, Race, planted};
-
-/// A run of blocks of one record that a read wants.
-#[derive(Debug)]
-pub(crate) struct Wanted {
-    pub(crate) shard: u32,
-    pub(crate) segment: u32,
-    /// Where the record begins in its segment.
-    pub(crate) offset: u64,
-    pub(crate) header_bytes: u64,
-    /// Blocks that the record was written with.
-    pub(crate) record_blocks: u16,
-    /// The first block of the run.
-    pub(crate) location: Location,
-    /// Which ordinals of the request.
-    pub(crate) run: Range<u32>,
-    pub(crate) class: Arc<RecordClass>,
-}
-
-impl Wanted {
-    /// Which block of its record a block of the run is.
-    pub(crate) fn block_of(&self, ordinal: u32) -> u32 {
-        u32::from(self.location.block) + (ordinal - self.run.start)
-    }
-
-    /// Whether a record of the index is the one that was looked up. Numbers of records come again.
-    fn is(&self, record: &RecordInfo) -> bool {
-        let page = u64::from(record.page) * PAGE_BYTES;
-        (u32::from(record.shard), record.segment, page) == (self.shard, self.segment, self.offset)
-    }
-
-    /// Where a block of the run was when it was looked up.
-    pub(crate) fn place_of(&self, ordinal: u32) -> Location {
-        Location { record: self.location.record, block: self.block_of(ordinal) as u16 }
-    }
-}
-
-/// A chunk that a step delivers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct WantedChunk {
-    /// Block within the record.
-    pub(crate) block: u32,
-    /// Canonical index of the part.
-    pub(crate) part: u32,
-    pub(crate) bytes: u64,
-}
 
 /// What the executors of one read share.
 pub(crate) struct ReadJob {
@@ -132,51 +84,6 @@ impl ReadPart {
         }
         self.job.part_done();
     }
-}
-
-/// What is found out of a read once, whatever part of it is read then.
-#[derive(Clone, Debug)]
-pub(crate) struct Subject {
-    pub(crate) shape: Arc<BlockShape>,
-    /// The wanted layers.
-    pub(crate) layers: Range<u32>,
-    /// The fingerprint of each block.
-    pub(crate) prints: Vec<BlockFingerprint>,
-    /// What the read is for: a small one of the foreground is a class of its own.
-    pub(crate) class: Class,
-}
-
-/// Which blocks are asked for.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Wish<'a> {
-    pub(crate) namespace: NamespaceId,
-    pub(crate) group: Group,
-    pub(crate) coordinate: Coordinate,
-    pub(crate) keys: &'a [BlockKey],
-    pub(crate) layers: Option<&'a Range<u32>>,
-    pub(crate) class: Class,
-}
-
-impl<'a> From<&'a ReadRequest> for Wish<'a> {
-    fn from(request: &'a ReadRequest) -> Self {
-        let ReadRequest { namespace, group, coordinate, class, .. } = *request;
-        Self { namespace, group, coordinate, keys: &request.keys, layers: request.layers.as_ref(), class }
-    }
-}
-
-/// Checks which blocks are asked for and names them as the index does. It counts as a use of them.
-pub(crate) fn name(shared: &Shared, wish: Wish<'_>) -> Result<Subject, Reason> {
-    let namespace = shared.names.get(wish.namespace).ok_or(Reason::UnknownNamespace(wish.namespace))?;
-    let shape = namespace.shape(wish.group, wish.coordinate)?;
-    let count = shape.layers().len();
-    wanted_layers(wish.layers, count)?;
-    let layers = wish.layers.cloned().unwrap_or(0..count as u32);
-    let key = shared.index.key();
-    let print = |name: &BlockKey| key.of(namespace.local, name, wish.group, wish.coordinate);
-    let prints: Vec<_> = wish.keys.iter().map(print).collect();
-    count_use(shared, wish.class, &prints);
-    let bytes = shape.layers_bytes(&layers).saturating_mul(wish.keys.len() as u64);
-    Ok(Subject { class: class_of(wish.class, bytes), shape, layers, prints })
 }
 
 /// Which production of each block is wanted: `first` is where the blocks of a read begin among those of the whole.
@@ -249,134 +156,6 @@ pub(crate) fn look_up(shared: &Shared, request: &ReadRequest) -> Result<(ReadPla
         return Err(Reason::Empty);
     }
     Ok((make_plan(request.order, request.into.places(), layers, &wanted)?, wanted))
-}
-
-fn check(shared: &Shared, request: &ReadRequest) -> Result<(), Reason> {
-    check_count(&request.keys)?;
-    let (expected, found) = (request.keys.len() as u64, u64::from(request.into.block_count()));
-    if expected != found {
-        return Err(Reason::Length { expected, found });
-    }
-    if request.into.gate().is_some() {
-        // All layers are read at once.
-        return Err(Reason::Overlap);
-    }
-    check_keys(shared, &request.keys, request.deadline)
-}
-
-/// Refuses what can be refused of any read by its keys and its deadline.
-pub(crate) fn check_keys(shared: &Shared, keys: &[BlockKey], deadline: Option<Nanos>) -> Result<(), Reason> {
-    check_count(keys)?;
-    check_in_time(shared, deadline)?;
-    check_unequal(keys)
-}
-
-/// Refuses a request for no blocks or for too many.
-pub(crate) fn check_count(keys: &[BlockKey]) -> Result<(), Reason> {
-    match keys.len() {
-        0 => Err(Reason::Empty),
-        1..=MAX_REQUEST_BLOCKS => Ok(()),
-        _ => Err(Reason::TooMany("blocks")),
-    }
-}
-
-/// Refuses a request whose deadline has passed.
-pub(crate) fn check_in_time(shared: &Shared, deadline: Option<Nanos>) -> Result<(), Reason> {
-    match deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
-        true => Err(Reason::DeadlineInPast),
-        false => Ok(()),
-    }
-}
-
-/// Refuses a request that has a key twice.
-pub(crate) fn check_unequal(keys: &[BlockKey]) -> Result<(), Reason> {
-    let mut sorted: Vec<&BlockKey> = keys.iter().collect();
-    sorted.sort_unstable();
-    match sorted.windows(2).find(|pair| pair.first() == pair.last()) {
-        Some(pair) => Err(pair.first().map_or(Reason::Empty, |key| Reason::Duplicate(**key))),
-        None => Ok(()),
-    }
-}
-
-/// What a read of so many bytes is for: small ones of the foreground are a class of their own, and no other is.
-fn class_of(class: Class, bytes: u64) -> Class {
-    match class {
-        Class::Small | Class::Foreground if bytes <= SMALL_READ_BYTES => Class::Small,
-        Class::Small => Class::Foreground,
-        other => other,
-    }
-}
-
-pub(crate) fn wanted_layers(wanted: Option<&Range<u32>>, layers: usize) -> Result<Range<u32>, Reason> {
-    let layers = u32::try_from(layers).unwrap_or(u32::MAX);
-    match wanted {
-        None => Ok(0..layers),
-        Some(range) if range.is_empty() => Err(Reason::Empty),
-        Some(range) if range.end > layers => {
-            Err(Reason::Shape(format!("layers up to {}, the group has {layers}", range.end)))
-        }
-        Some(range) => Ok(range.clone()),
-    }
-}
-
-/// Looks every block up and joins those that follow each other in one record.
-pub(crate) fn find(
-    shared: &Shared,
-    keys: &[BlockKey],
-    prints: &[BlockFingerprint],
-    failures: &mut BTreeMap<u32, Reason>,
-) -> Result<Vec<Wanted>, Reason> {
-    let mut wanted: Vec<Wanted> = Vec::new();
-    for ((ordinal, key), print) in (0u32..).zip(keys).zip(prints) {
-        let found = shared.index.locate(*print);
-        let Some(found) = found.filter(|found| !shared.is_dead(u32::from(found.record.shard))) else {
-            failures.insert(ordinal, Reason::NotHere(*key));
-            continue;
-        };
-        if let Some(last) = wanted.last_mut() {
-            let next = u32::from(last.location.block) + last.run.end - last.run.start;
-            if last.location.record == found.location.record
-                && u32::from(found.location.block) == next
-                && last.run.end == ordinal
-            {
-                last.run.end = ordinal + 1;
-                continue;
-            }
-        }
-        let (offset, _) = record_range(&found.record);
-        let class = shared.classes.get(found.record.class).ok_or(Reason::Bug("an unknown record class"))?;
-        wanted.push(Wanted {
-            shard: u32::from(found.record.shard),
-            segment: found.record.segment,
-            offset,
-            header_bytes: u64::from(found.record.header_pages) * PAGE_BYTES,
-            record_blocks: found.record.blocks.get(),
-            location: found.location,
-            run: ordinal..ordinal + 1,
-            class,
-        });
-    }
-    Ok(wanted)
-}
-
-/// Counts a use of these blocks. Who only looks whether blocks are well does not use them.
-pub(crate) fn count_use(shared: &Shared, class: Class, prints: &[BlockFingerprint]) {
-    if class != Class::Background {
-        shared.index.touch_with(
-            prints,
-            shared.policy().renews().then(|| shared.epoch()),
-            Some(shared.second()),
-        );
-    }
-}
-
-/// Which of the runs lie in each shard.
-pub(crate) fn by_shard(wanted: &[Wanted]) -> BTreeMap<u32, Vec<u32>> {
-    let mut by_shard = BTreeMap::<u32, Vec<u32>>::new();
-    for (index, wanted) in (0u32..).zip(wanted) {
-        by_shard.entry(wanted.shard).or_default().push(index);
-    }
-    by_shard
 }
 
 pub(crate) fn make_plan(
@@ -469,7 +248,9 @@ impl ReadJob {
         let records = self.shared.index.records();
         // Held, its number means this record until the block is out of service.
         let Some(record) = records.hold(at.record) else { return };
-        if wanted.is(&record) && self.shared.quarantine(*print, at, (&wanted.class, *key)) {
+        if wanted.is(&record)
+            && self.shared.quarantine(*print, at, BlockOf { class: &wanted.class, key: *key })
+        {
             self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
         records.release(at.record);
@@ -482,7 +263,9 @@ impl ReadJob {
 
     /// One part has a slice of a step in. Announces every step that is whole, in order.
     pub(crate) fn slice_done(&self, step: u32) {
-        let Some(open) = self.open_slices.get(step as usize) else { return };
+        let Some(open) = self.open_slices.get(step as usize) else {
+            return broken_invariant("a slice of a step that the plan does not have");
+        };
         if open.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;
         }
@@ -528,8 +311,7 @@ impl ReadJob {
         Some(wanted.run.start + (block - u32::from(wanted.location.block)))
     }
 
-    /// One part has ended. The last one gives the end; what was not delivered by then was not
-    /// delivered in time.
+    /// One part has ended. The last one gives the end; blocks not delivered by then are late.
     pub(crate) fn part_done(&self) {
         if self.parts_left.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;

@@ -1,4 +1,4 @@
-//! Lending: says where blocks lie in segment files, and holds the segments while somebody reads them himself.
+//! Lending: says where blocks lie in segment files, and holds the segments while a caller reads the files itself.
 //!
 //! Blocks are looked up and planned on the caller's thread as a read's are. Executors take hold of the segments, then
 //! prove the headers, which give the digests; no payload is read. It is all or nothing. Whatever is wrong with a header
@@ -15,13 +15,14 @@ use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::plan::{Address, DEFAULT_MAX_REGION, MemoryId, Placement, ReadPlan, Step};
 
 use super::header_cache::Header;
-use super::job::{
-    self, Wanted, check_count, check_in_time, check_unequal, count_use, find, make_plan, wanted_layers,
-};
+use super::job::make_plan;
 use super::prove;
+use super::request::{check_count, check_in_time, check_unequal, count_use, wanted_layers};
+use super::wanted::{Wanted, by_shard, find};
 use crate::api::{
     FileRange, LendRequest, NotLent, Order, Origins, PinnedChunk, PinnedExtents, PinnedFile, PinnedLayer,
 };
+use crate::driver::{ExtentDone, ReadBatch};
 use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
@@ -29,7 +30,7 @@ use crate::engine::tasks::notify::before;
 use crate::engine::volume::segment::Hold;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
-use crate::io::{ExtentDone, ReadBatch, SharedBuf};
+use crate::io::SharedBuf;
 use crate::rt::mailbox::{Reply, Ticket, ticket};
 use crate::rt::{Class, LocalTask, Nanos};
 
@@ -85,15 +86,15 @@ pub(crate) struct Begun {
     pub(crate) answers: Vec<Answer>,
 }
 
-/// Segments that are held for somebody, until he gives them back.
+/// Segments that are held for a caller, until it gives them back.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct HeldExtents {
     /// Until this is dropped.
     _holds: Vec<Hold>,
     given_back: Ticket<()>,
 }
 
-impl Held {
+impl HeldExtents {
     /// Completes when they have been given back, and lets go.
     pub(crate) async fn until_given_back(self) {
         // Given or dropped is the same.
@@ -147,7 +148,7 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
     let places = Placement::layer_buffers(&shape, request.keys.len() as u32, start)
         .map_err(|error| Reason::Shape(error.to_string()))?;
     let plan = make_plan(Order::Layers, &Arc::new(places), layers, &wanted)?;
-    let by_shard = job::by_shard(&wanted);
+    let by_shard = by_shard(&wanted);
     let (shared, parts, origins) =
         (Arc::clone(shared), shape.chunk_count(), Origins::any(request.keys.len()));
     let job = Arc::new(LendJob { shared, request, prints, wanted, plan, parts, origins });
@@ -163,13 +164,17 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
 
 /// Does one shard's part of a loan, and answers. What it gives is to be kept until it is given back; nothing if
 /// nothing is lent. `deadline` completes when the caller stops waiting.
-pub(crate) async fn prove(log: &Rc<Reads>, part: LendPart, deadline: Option<LocalTask>) -> Option<Held> {
+pub(crate) async fn prove(
+    reads: &Rc<Reads>,
+    part: LendPart,
+    deadline: Option<LocalTask>,
+) -> Option<HeldExtents> {
     let LendPart { job, records, arrival, reply } = part;
-    let opened = job.open(log, &records);
+    let opened = job.open(reads, &records);
     drop(arrival);
     let proven = match opened {
         Ok(opened) => {
-            let proving = before(pin!(job.prove(log, &opened)), deadline).await;
+            let proving = before(pin!(job.prove(reads, &opened)), deadline).await;
             proving.unwrap_or(Err(Reason::DeadlinePassed.into())).map(|runs| (runs, opened))
         }
         Err(why) => Err(why),
@@ -177,9 +182,9 @@ pub(crate) async fn prove(log: &Rc<Reads>, part: LendPart, deadline: Option<Loca
     match proven {
         Ok((runs, opened)) => {
             let (held, given_back) = ticket();
-            // Where nobody waits for the answer it is dropped, and with it what was held.
+            // An answer that no caller waits for is dropped, and with it what was held.
             let _ = reply.send(Ok(Proven { runs, held }));
-            Some(Held { _holds: opened.into_iter().map(|one| one.hold).collect(), given_back })
+            Some(HeldExtents { _holds: opened.into_iter().map(|one| one.hold).collect(), given_back })
         }
         Err(why) => {
             let _ = reply.send(Err(why));
@@ -191,17 +196,17 @@ pub(crate) async fn prove(log: &Rc<Reads>, part: LendPart, deadline: Option<Loca
 impl LendJob {
     fn gone(&self, ordinal: u32) -> NotLent {
         let key = self.request.keys.get(ordinal as usize);
-        key.map_or(Reason::Bug("a block that nobody asked for"), |key| Reason::NotHere(*key)).into()
+        key.map_or(Reason::Bug("a block that was not asked for"), |key| Reason::NotHere(*key)).into()
     }
 
     fn wanted(&self, index: u32) -> Result<&Wanted, NotLent> {
         let wanted = self.wanted.get(index as usize);
-        wanted.ok_or(NotLent::Reason(Reason::Bug("a run that nobody asked for")))
+        wanted.ok_or(NotLent::Reason(Reason::Bug("a run that was not asked for")))
     }
 
     /// Takes hold of the segments of these runs.
-    fn open(&self, log: &Reads, indices: &[u32]) -> Result<Vec<Opened>, NotLent> {
-        let segments = log.segments.borrow();
+    fn open(&self, reads: &Reads, indices: &[u32]) -> Result<Vec<Opened>, NotLent> {
+        let segments = reads.segments.borrow();
         let mut opened = Vec::with_capacity(indices.len());
         for &index in indices {
             let wanted = self.wanted(index)?;
@@ -230,17 +235,17 @@ impl LendJob {
     }
 
     /// Proves the headers of these runs: those that are known, and the others as they come from the device.
-    async fn prove(&self, log: &Rc<Reads>, opened: &[Opened]) -> Result<Vec<ProvenRun>, NotLent> {
-        let mut batch = log.driver.batch(self.request.class);
+    async fn prove(&self, reads: &Rc<Reads>, opened: &[Opened]) -> Result<Vec<ProvenRun>, NotLent> {
+        let mut batch = reads.driver.batch(self.request.class);
         let mut reading: BTreeMap<u64, SharedBuf> = BTreeMap::new();
         let (mut next, mut runs) = (0u64, Vec::with_capacity(opened.len()));
         loop {
             while let Some(one) = opened.get(next as usize) {
-                if let Some(run) = self.prove_known(log, one)? {
+                if let Some(run) = self.prove_known(reads, one)? {
                     runs.push(run);
                 } else {
                     let under_way = reading.values().map(SharedBuf::len).sum();
-                    let Some(buf) = self.submit(log, &mut batch, (next, one), under_way).await? else {
+                    let Some(buf) = self.submit(reads, &mut batch, (next, one), under_way).await? else {
                         break;
                     };
                     reading.insert(next, buf);
@@ -248,10 +253,10 @@ impl LendJob {
                 next += 1;
             }
             let Some(ExtentDone { extent, result }) = batch.next().await else { break };
-            result.map_err(|error| Reason::Media(error.to_string()))?;
+            result.map_err(Reason::from)?;
             let one = opened.get(extent as usize);
             let (Some(one), Some(buf)) = (one, reading.remove(&extent)) else { continue };
-            runs.push(self.prove_read(log, one, &buf)?);
+            runs.push(self.prove_read(reads, one, &buf)?);
         }
         match runs.len() == opened.len() {
             true => Ok(runs),
@@ -259,17 +264,17 @@ impl LendJob {
         }
     }
 
-    fn prove_known(&self, log: &Reads, one: &Opened) -> Result<Option<ProvenRun>, NotLent> {
+    fn prove_known(&self, reads: &Reads, one: &Opened) -> Result<Option<ProvenRun>, NotLent> {
         let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
-        let known = prove::known(log, segment, wanted);
-        known.map(|header| self.prove_run(log, one, &header)).transpose()
+        let known = prove::known(reads, segment, wanted);
+        known.map(|header| self.prove_run(reads, one, &header)).transpose()
     }
 
     /// Asks the device for a header; `None` if there is enough under way, or memory only when some of that has come in.
-    /// Whoever has nothing under way waits for memory, so that nobody holds what another waits for.
+    /// Only a loan with nothing under way waits for memory, so that none holds what another waits for.
     async fn submit(
         &self,
-        log: &Reads,
+        reads: &Reads,
         batch: &mut ReadBatch,
         (name, one): (u64, &Opened),
         under_way: usize,
@@ -277,8 +282,8 @@ impl LendJob {
         let wanted = self.wanted(one.index)?;
         let bytes = wanted.header_bytes as usize;
         let buf = match under_way {
-            0 => log.stage(bytes).await.map_err(|error| Reason::Media(error.to_string()))?,
-            1..HEADER_BYTES => match log.arena.try_take(bytes) {
+            0 => reads.stage(bytes).await.map_err(Reason::from)?,
+            1..HEADER_BYTES => match reads.arena.try_take(bytes) {
                 Some(buf) => buf,
                 None => return Ok(None),
             },
@@ -289,14 +294,14 @@ impl LendJob {
         Ok(Some(buf))
     }
 
-    fn prove_read(&self, log: &Reads, one: &Opened, buf: &SharedBuf) -> Result<ProvenRun, NotLent> {
+    fn prove_read(&self, reads: &Reads, one: &Opened, buf: &SharedBuf) -> Result<ProvenRun, NotLent> {
         let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
-        let header = prove::open(log, segment, wanted, buf)?;
-        self.prove_run(log, one, &header)
+        let header = prove::open(reads, segment, wanted, buf)?;
+        self.prove_run(reads, one, &header)
     }
 
     /// What a header proves of the blocks of its run: all of it, or nothing is lent.
-    fn prove_run(&self, log: &Reads, one: &Opened, header: &Header) -> Result<ProvenRun, NotLent> {
+    fn prove_run(&self, reads: &Reads, one: &Opened, header: &Header) -> Result<ProvenRun, NotLent> {
         let wanted = self.wanted(one.index)?;
         // Each block is asked for once: this is the first production of it that is met.
         let admits = |ordinal, origin: Option<_>| {
@@ -316,7 +321,7 @@ impl LendJob {
                 digests.push(digest.ok_or(Reason::Bug("a chunk without a digest"))?);
             }
         }
-        let file = log.driver.keep_file(one.hold.segment().file).ok_or(NotLent::NotAFile)?;
+        let file = reads.driver.keep_file(one.hold.segment().file).ok_or(NotLent::NotAFile)?;
         Ok(ProvenRun { index: one.index, file: PinnedFile::new(file), digests })
     }
 

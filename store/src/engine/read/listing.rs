@@ -47,7 +47,7 @@ impl Reads {
             Ok(footer) => Ok(footer.records),
             Err(_) => self.live_headers(segment).await,
         };
-        // Written anew meanwhile: what it held is gone.
+        // Recycled meanwhile: what it held is gone.
         if segment.generation.get() == generation { listed } else { Ok(Vec::new()) }
     }
 
@@ -66,10 +66,9 @@ impl Reads {
         for known in here {
             let offset = u64::from(known.page) * PAGE_BYTES;
             let bytes = usize::from(known.header_pages) * PAGE_BYTES as usize;
-            let media = |error: crate::io::IoError| Reason::Media(error.to_string());
-            let buf = self.stage(bytes).await.map_err(media)?;
+            let buf = self.stage(bytes).await?;
             let read = self.driver.read_into(Class::Background, segment.file, offset, buf).await;
-            // Nobody can read these blocks either.
+            // These blocks cannot be read either.
             let Ok(buf) = read else { continue };
             let image = buf.to_vec();
             if let Ok(opened) = record::open(&image, &self.position(segment, offset), &self.shared.secret)

@@ -7,9 +7,11 @@ pub(crate) mod job;
 pub(crate) mod lend;
 pub(crate) mod listing;
 pub(crate) mod prove;
+pub(crate) mod request;
 pub(crate) mod shard_read;
 pub(crate) mod single_flight;
 pub(crate) mod tile_identity;
+pub(crate) mod wanted;
 
 use std::ops::Deref;
 use std::rc::Rc;

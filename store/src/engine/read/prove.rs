@@ -8,21 +8,20 @@ use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::{BlockKey, OriginId};
 
 use super::decode::Stored;
-use super::header_cache::{Header, HeaderKey};
-use super::job::Wanted;
+use super::header_cache::Header;
+use super::wanted::Wanted;
 use crate::engine::read::Reads;
-use crate::engine::volume::segment::Segment;
+use crate::engine::volume::segment::{RecordPlace, Segment};
 use crate::error::Reason;
 use crate::io::SharedBuf;
 
-/// Under what a record's header is kept.
-fn header_key(segment: &Segment, offset: u64) -> HeaderKey {
-    (segment.number, segment.generation.get(), offset)
+fn place_of(segment: &Segment, offset: u64) -> RecordPlace {
+    RecordPlace { segment: segment.number, generation: segment.generation.get(), offset }
 }
 
 /// The header of a record, if it was opened before.
 pub(crate) fn known(reads: &Reads, segment: &Segment, wanted: &Wanted) -> Option<Rc<Header>> {
-    reads.headers.get(header_key(segment, wanted.offset))
+    reads.headers.get(place_of(segment, wanted.offset))
 }
 
 /// Opens the header of a record as it was read, and keeps it.
@@ -35,7 +34,7 @@ pub(crate) fn open(
     let position = reads.position(segment, wanted.offset);
     let header = open_header(&bytes.to_vec(), &position, &reads.shared.secret, (segment, wanted))?;
     let header = Rc::new(header);
-    reads.headers.insert(header_key(segment, wanted.offset), &header);
+    reads.headers.insert(place_of(segment, wanted.offset), &header);
     Ok(header)
 }
 

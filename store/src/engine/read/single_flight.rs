@@ -13,7 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::header_cache::Header;
-use super::job::{ReadJob, Wanted, WantedChunk};
+use super::job::ReadJob;
+use super::wanted::{Wanted, WantedChunk};
 use crate::api::{Order, Verify};
 use crate::engine::tasks::notify::{Notify, Section};
 
@@ -83,7 +84,7 @@ impl SingleFlight {
         self.0.borrow().len()
     }
 
-    /// Ends a load. Whoever follows reads the rest itself.
+    /// Ends a load. Reads that follow it read the rest themselves.
     pub(crate) fn end(&self, flight: &Rc<Flight>, generation: u64) {
         if let Some(wanted) = flight.leader.wanted.get(flight.record as usize) {
             self.0.borrow_mut().remove(&key(&flight.leader, wanted, generation));

@@ -2,11 +2,11 @@
 //!
 //! A tile that was read and verified may be given again, without a look at the device, while the index says of each of its
 //! blocks that it lies where it was read from, and the segment is in the same use. A block that was deleted, evicted or
-//! moved is not found there; one that was put anew lies elsewhere, or in a segment that was written anew. So who keeps
+//! moved is not found there; one that was put again lies elsewhere, or in a segment that was recycled. So who keeps
 //! tiles is told of none of this: it asks.
 //!
 //! What is promised of such a tile: it has the bytes that were compared with their digests when it was read. What happens to
-//! the disk afterwards is found by whoever reads there next, the scrubber for example; a block that was found damaged is
+//! the disk afterwards is found by the next read there, the scrubber's for example; a block that was found damaged is
 //! out of service, and so is every tile with it.
 
 use std::ops::Range;
@@ -121,7 +121,7 @@ impl<'a> TileOf<'a> {
     }
 
     /// Whether all blocks lie where they lay, as the index has it now. The uses of the segments are asked for after
-    /// that: a segment that is written anew in between is in another use by then.
+    /// that: a segment that is recycled in between is in another use by then.
     fn lies_there(&self, known: &TileIdentity, shared: &Shared) -> bool {
         let Some(prints) = self.prints.get(self.range()) else { return false };
         if kvarts_layout::planted!("kept-tile-not-looked-up") {
@@ -132,7 +132,7 @@ impl<'a> TileOf<'a> {
         let mut left = prints.iter();
         known.runs.iter().all(|run| {
             let blocks = u32::from(run.block)..u32::from(run.block) + run.count;
-            // Blocks first: whoever ends first takes nothing from the other.
+            // Blocks first: the check that ends first takes nothing from the other.
             let found = blocks.zip(left.by_ref()).all(|(block, print)| {
                 shared.index.locate(*print).is_some_and(|found| {
                     let record = found.record;

@@ -21,7 +21,7 @@ use crate::engine::read::decode::{self, Stored};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::engine::shared::recency::{AGE_MAX, EPOCH_S, steps_before};
-use crate::engine::shared::record_class::RecordClass;
+use crate::engine::shared::record_class::{RecordClass, RecordForm};
 use crate::engine::space::evict::batch::range_of;
 use crate::engine::space::evict::pages::{Holes, Lying, touched};
 use crate::engine::volume::pages::{CLASS, memory};
@@ -43,7 +43,7 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// For about so many blocks.
+    /// For about `blocks` blocks.
     pub(super) fn new(index: &Index, blocks: usize) -> Self {
         Self {
             found: index.gathering(blocks.min(BATCH_BLOCKS)),
@@ -69,8 +69,8 @@ pub(super) fn class_of(
 ) -> Option<(Arc<RecordClass>, Arc<RunLayout>)> {
     let coordinate = Coordinate::from_u64(blocks.coordinate)?;
     let layout = layout_from_code(blocks.layout)?;
-    let arrangement = (layout, blocks.layout_version, blocks.encoding);
-    let class = shared.classes.intern(namespace, (Group(blocks.group), coordinate), arrangement).ok()?;
+    let form = RecordForm { layout, layout_version: blocks.layout_version, encoding: blocks.encoding };
+    let class = shared.classes.intern(namespace, (Group(blocks.group), coordinate), form).ok()?;
     let count = u32::try_from(blocks.blocks.len()).ok()?;
     let layout = class.layout_of(count).ok()?;
     decode::payload_bytes(blocks, &layout)?;
@@ -227,7 +227,7 @@ impl Recovery<'_> {
             return Ok(());
         };
         let last_s = recency.map_or(blocks.created_ms / 1000, |recency| u64::from(recency.last_access_s));
-        // Used since it was put: somebody came back for it.
+        // Used since it was put.
         let used = last_s > (blocks.created_ms / 1000).saturating_add(EPOCH_S);
         let heat = Heat { frequency: u8::from(used), epoch: self.epoch_of(last_s), ..Heat::default() };
         let index = &self.log.shared.index;
@@ -342,7 +342,7 @@ impl Recovery<'_> {
     /// Of copies in several shards the one in the lowest shard counts, whichever shard is recovered first: so two starts
     /// serve the same bytes, and the checker, which cannot know in which order shards came, says the same. Two shards
     /// hold a block of different producers where a put was refused at its deadline and written all the same, or where
-    /// an evicted block still stands in a segment that was not written anew.
+    /// an evicted block still stands in a segment that was not recycled.
     fn settle_copies(&mut self) {
         let (shared, mine) = (&self.log.shared, self.log.shard);
         for (found, there) in self.batch.conflicts.drain(..) {

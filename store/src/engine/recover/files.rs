@@ -2,12 +2,12 @@
 
 use kvarts_layout::format::names::FileName;
 
+use crate::driver::Meta;
 use crate::engine::space::evict::probe;
 use crate::engine::volume::directory::{lost_shard, refused};
 use crate::engine::volume::segment::Segment;
 use crate::engine::write::log::Log;
 use crate::error::Reason;
-use crate::io::driver::Meta;
 use crate::io::{EntryKind, FileId, IoError, IoErrorKind, MetaOp, OpenMode, Reply};
 
 /// Operations under way at once.
@@ -34,7 +34,7 @@ pub(super) struct Files {
 }
 
 /// Lists the directory, opens its segments and counts what they take. One that is gone is not made again: it is made
-/// before the store is, so it was lost with what was in it, and nobody would ever hear of that.
+/// before the store is, so it was lost with what was in it, and that would never be reported.
 pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
     let unusable = |error: IoError| refused(&error);
     let listing = match log.driver.list(log.home()).await {
@@ -48,7 +48,7 @@ pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
             (EntryKind::File, Some(FileName::Segment(number))) => numbers.push((number, entry.name)),
             (EntryKind::File, Some(FileName::Checkpoint(slot))) => files.checkpoints.push(slot),
             (EntryKind::File, None) if *entry.name == *probe::NAME => {
-                // Nothing is lost by it, and bytes that nobody counts are given back.
+                // Nothing is lost by it, and bytes that are not counted are given back.
                 let _ = log.driver.meta(MetaOp::Remove { name: log.file_name(probe::NAME) }).await;
             }
             _ => files.strays += 1,

@@ -35,13 +35,13 @@ pub use report::{Problem, RecoveryReport};
 use self::adopt::Batch;
 use self::files::SegmentFile;
 use self::scan::Target;
+use crate::driver::{Meta, ReadInto};
 use crate::engine::space::evict::batch::punched_bytes;
 use crate::engine::volume::checkpoint::{self, Checkpoint};
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::log::Log;
 use crate::error::Reason;
-use crate::io::driver::{Meta, ReadInto};
 use crate::io::{BufMut, FileId, IoError, IoErrorKind, MetaOp, Reply};
 use observe::Ends;
 
@@ -180,7 +180,7 @@ impl Recovery<'_> {
                 retired.insert(number, known.generation);
                 if known.state != SEGMENT_FREE {
                     self.report.miss(number);
-                    // Told at each start until somebody has repaired the store: checkpoints go on to say it.
+                    // Told at each start until the store is repaired: checkpoints go on to say it.
                     self.log.lost.borrow_mut().insert(number, *known);
                 }
             }
@@ -289,7 +289,7 @@ impl Recovery<'_> {
         let mut page = memory(self.log, image.len())?;
         page.copy_in(0, &image);
         let written = self.log.driver.write(CLASS, segment.file, 0, page, true).await;
-        written.map_err(|error| Reason::Media(error.to_string()))
+        written.map_err(Reason::from)
     }
 
     /// Takes segments into the index, in this order, reading footers ahead.
@@ -304,7 +304,7 @@ impl Recovery<'_> {
                     let buf = memory(self.log, trailer.footer_bytes as usize)?;
                     let file = source.segment.file;
                     let read = self.log.driver.read_into(CLASS, file, trailer.footer_offset, buf);
-                    // What lies behind the records is nobody's, and mostly one hole that was never written.
+                    // Bytes behind the records belong to none, and are mostly one hole that was never written.
                     let holes = self.log.driver.meta(MetaOp::Holes { file, upto: trailer.log_end });
                     ahead.push_back((read, holes));
                 }

@@ -61,7 +61,7 @@ impl Admission {
         self.on.store(meter.is_some(), Relaxed);
     }
 
-    /// So many bytes are written.
+    /// Counts bytes as written.
     pub(crate) fn spend(&self, bytes: u64) {
         if self.on.load(Relaxed)
             && let Some(meter) = &mut *self.meter.lock().unwrap_or_else(PoisonError::into_inner)

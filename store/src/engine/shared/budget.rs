@@ -220,7 +220,7 @@ impl Shared {
         allocated.saturating_add(self.checkpoint_room()).saturating_sub(limit)
     }
 
-    /// Whether there are so many segment files that more holes would not help.
+    /// Whether the segment files are too many for more holes to help.
     pub(crate) fn has_too_many_files(&self) -> bool {
         self.files() >= self.files_max().min(self.budget.files_cap.load(Relaxed))
     }

@@ -2,8 +2,8 @@
 //! something may have expired, and at nothing while nothing has.
 //!
 //! A segment is noted for a stretch of ten seconds when a record in it gets an expiry that falls there, and stays noted
-//! until a sweep has found nothing more of that stretch in it. Times that somebody changes over and over would make
-//! this grow without bound: beyond so many entries it is forgotten, and each shard's next sweep notes anew what its
+//! until a sweep has found nothing more of that stretch in it. Expiry times that are changed over and over would make
+//! this grow without bound: beyond a number of entries it is forgotten, and each shard's next sweep notes again what its
 //! records say.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -101,7 +101,7 @@ impl Shared {
         self.health.any_failing.store(!failing.is_empty(), Ordering::Release);
     }
 
-    /// Nobody answers for these shards any more.
+    /// No executor answers for these shards any more.
     fn executor_died(&self, executor: usize, shards: &[u32]) {
         let mut dead = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner);
         dead.executors += 1;
@@ -111,7 +111,7 @@ impl Shared {
         self.latch_for(format!("executor {executor} died, and what its shards hold cannot be reached"));
     }
 
-    /// What was found in a shard that nobody answers for is not here.
+    /// Blocks of a shard without an executor are not here.
     pub(crate) fn hide_dead(&self, found: &mut [Lookup]) {
         if !self.health.any_dead.load(Ordering::Acquire) {
             return;
@@ -126,7 +126,7 @@ impl Shared {
         }
     }
 
-    /// Whether nobody answers for a shard.
+    /// Whether no executor answers for a shard.
     pub(crate) fn is_dead(&self, shard: u32) -> bool {
         self.health.any_dead.load(Ordering::Acquire)
             && self.health.dead.lock().unwrap_or_else(PoisonError::into_inner).shards.contains(&shard)

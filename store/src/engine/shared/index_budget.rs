@@ -71,7 +71,7 @@ impl Shared {
         bytes > limit && !kvarts_layout::planted!("index-limit-ignored")
     }
 
-    /// Whether the index takes no more blocks. So many are to be put.
+    /// Whether the index has no room for this many more blocks.
     pub(crate) fn index_is_full(&self, blocks: u64) -> bool {
         let room = &self.index_room;
         if room.limit().is_none() {

@@ -48,19 +48,24 @@ pub(super) const EXPIRY_STEP_MS: u64 = 100;
 const ZERO_BYTES: usize = 64 << 10;
 
 macro_rules! counters {
-    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// What has happened since the store was opened. Each only grows.
+    ($(#[doc = $help:literal] $name:ident),* $(,)?) => {
+        /// Counters since the store was opened. Each only grows.
         #[derive(Debug, Default)]
         pub(crate) struct Counters { $(pub(crate) $name: AtomicU64),* }
 
-        /// What has happened since the store was opened.
+        /// Counters since the store was opened.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-        pub struct Counts { $($(#[$doc])* pub $name: u64),* }
+        pub struct Counts { $(#[doc = $help] pub $name: u64),* }
 
         impl Counts {
             /// All of them by name, in the order of their declaration.
             pub fn named(&self) -> Vec<(&'static str, u64)> {
                 vec![$((stringify!($name), self.$name)),*]
+            }
+
+            /// What each counts, in the same order: a sentence.
+            pub fn helps() -> Vec<&'static str> {
+                vec![$($help.trim_ascii()),*]
             }
         }
 
@@ -75,11 +80,11 @@ macro_rules! counters {
 counters! {
     /// Blocks written.
     blocks_stored,
-    /// Blocks that a put found here already.
+    /// Blocks of puts that were stored already.
     blocks_deduplicated,
-    /// Blocks that were refused.
+    /// Blocks of puts that were refused.
     blocks_refused,
-    /// Blocks of these that the endurance budget kept out.
+    /// Refused blocks that the daily write budget did not admit.
     blocks_not_admitted,
     /// Payload bytes of the blocks written.
     payload_bytes_stored,
@@ -93,21 +98,21 @@ counters! {
     moved_bytes_written,
     /// Raw records that were encoded.
     records_encoded,
-    /// Payload bytes that they had.
+    /// Payload bytes of encoded records, before encoding.
     encoded_bytes_before,
-    /// Payload bytes that they have.
+    /// Payload bytes of encoded records, after encoding.
     encoded_bytes_after,
     /// Blocks delivered whole and verified.
     blocks_read,
     /// Bytes read from devices for reads.
     device_bytes_read,
-    /// Bytes of reads that came from another read of the same blocks.
+    /// Bytes of reads that were copied from another read of the same blocks (single flight).
     bytes_shared,
     /// Chunks whose digest did not match.
     chunks_damaged,
     /// Blocks taken out of service because of damage.
     blocks_quarantined,
-    /// Segments recycled, with all they held.
+    /// Segments recycled.
     segments_recycled,
     /// Bytes given back to the file system as holes.
     bytes_punched,
@@ -115,7 +120,7 @@ counters! {
     blocks_evicted,
     /// Blocks deleted.
     blocks_deleted,
-    /// Blocks whose time was over.
+    /// Blocks that expired.
     blocks_expired,
 }
 
@@ -134,7 +139,7 @@ pub(crate) struct Shared {
     pub(crate) entropy: Arc<dyn Entropy>,
     pub(crate) counters: Counters,
     pub(crate) events: Arc<EventLog>,
-    /// What a quota took out and nobody was told of.
+    /// Blocks that a quota took out and whose events are still to come.
     pub(crate) unnamed: QuotaEvents,
     /// The way to what other shards do not use.
     spare_room: SpareRoom,
@@ -162,7 +167,7 @@ pub(crate) struct Shared {
     pub(crate) admission: Admission,
     /// The policy's place among all.
     eviction: AtomicU64,
-    /// Some record has an expiry: before the first one, nobody looks for expired blocks.
+    /// Some record has an expiry: before the first one, expired blocks are not looked for.
     expiring: AtomicBool,
     /// Records whose blocks another shard's recovery has taken over; held until all shards are recovered.
     superseded: Mutex<Vec<RecordId>>,
@@ -222,7 +227,7 @@ impl Shared {
         }
     }
 
-    /// Zero bytes to write from; nobody writes to them.
+    /// Zero bytes to write from; they are never written to.
     pub(crate) fn zeros(&self, len: u64) -> Option<Buf> {
         let zeros = self.zeros.get_or_init(|| BufMut::zeroed(ZERO_BYTES).ok().map(BufMut::freeze));
         zeros.as_ref()?.slice(0, usize::try_from(len).ok()?)
@@ -254,7 +259,7 @@ impl Shared {
         self.expiring.load(Ordering::Relaxed)
     }
 
-    /// Gives up the index's number of a record that has no live block left. Whoever still knows it finds another
+    /// Gives up the index's number of a record that has no live block left. A reader that still knows it finds another
     /// record's header, or none, and answers a miss.
     pub(crate) fn free_if_empty(&self, record: RecordId, left: u16) {
         if left == 0 {

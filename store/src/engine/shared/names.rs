@@ -44,7 +44,7 @@ pub(crate) struct Namespace {
 
 impl Namespace {
     /// As it is after a delete: under another short id.
-    fn anew(&self, local: u32) -> Self {
+    fn renumbered(&self, local: u32) -> Self {
         Self {
             id: self.id,
             local,
@@ -222,7 +222,7 @@ impl Names {
             return None;
         }
         tables.condemned.insert(id);
-        let fresh = retired.anew(tables.next_local());
+        let fresh = retired.renumbered(tables.next_local());
         tables.take_local(fresh.local);
         tables.namespaces.insert(id, Arc::new(fresh));
         Some(retired)

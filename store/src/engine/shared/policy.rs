@@ -25,7 +25,7 @@ pub struct Candidate {
     pub passed: bool,
     /// State that is good for one boundary only, not for what follows.
     pub boundary: bool,
-    /// How much a byte of it costs to compute anew, as a power of two against the usual: above 0 for more.
+    /// How much a byte of it costs to compute again, as a power of two against the usual: above 0 for more.
     pub cost: i8,
 }
 
@@ -34,7 +34,7 @@ pub struct Candidate {
 pub enum Chosen {
     /// It goes.
     Goes,
-    /// It stays and begins anew, in the main queue, with this frequency.
+    /// It stays and starts over, in the main queue, with this frequency.
     Stays(u8),
 }
 
@@ -62,11 +62,11 @@ pub(crate) trait Policy: fmt::Debug + Send + Sync {
 /// How a store chooses what it evicts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum EvictionPolicy {
-    /// By what a block is worth for its bytes: recency, whether anybody came back for it, where prompts turn off,
-    /// what it costs to compute anew.
+    /// By what a block is worth for its bytes: recency, whether it was used again, where prompts turn off,
+    /// what it costs to compute again.
     #[default]
     Weighted,
-    /// What was not used for longest.
+    /// Least recently used first.
     Lru,
     /// Two queues in the order of arrival: what is not used early leaves early.
     S3Fifo,
@@ -126,7 +126,7 @@ impl Policy for Lru {
 
 /// See [`EvictionPolicy::Weighted`]. A block ages, and evidence makes it age faster or slower:
 ///
-/// - one that was used since it was put ages half as fast: somebody came back for it once;
+/// - one that was used since it was put ages half as fast;
 /// - a record's last block ages four times as fast until it is used: what follows a prefix hangs on the block before
 ///   the one at which prompts turn off;
 /// - one that was passed over ages four times as fast, one that is both as well;

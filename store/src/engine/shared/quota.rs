@@ -39,7 +39,7 @@ const LOOKED_AT_ONCE: usize = 256;
 pub(crate) enum Share {
     /// Its bytes.
     Promised(Promise),
-    /// So many bytes are to be had first.
+    /// This many bytes must become free first.
     Owed(Arc<Account>, u64),
 }
 
@@ -145,14 +145,14 @@ async fn make_room_in(shared: &Shared, scope: QuotaScope<'_>, bytes: u64) -> boo
         if scope.limit() == Some(limit) {
             break;
         }
-        // Whoever changed it meanwhile found the turn taken.
+        // A change made meanwhile found the turn taken.
         bytes = 0;
     }
     evicted
 }
 
-/// As [`make_room_in`] for a limit that was set just now, on the thread of whoever set it. If somebody makes room already,
-/// it is that one who keeps the new limit.
+/// As [`make_room_in`] for a limit that was set just now, on the thread that set it. If another task makes room already,
+/// that task keeps the new limit.
 pub(crate) fn keep_limit(shared: &Shared, scope: QuotaScope<'_>) {
     let Some(_turn) = scope.turn().try_take() else { return };
     let excess = scope.excess(0);
@@ -178,7 +178,7 @@ pub(crate) fn note(
     forget_gone(shared, &account, &mut known, LOOKED_AT);
 }
 
-/// Looks at so many records of an account, where it was looked last, and forgets the blocks of those that are gone.
+/// Looks at a number of records of an account, behind those looked at last, and forgets the blocks of those that are gone.
 fn forget_gone(shared: &Shared, account: &Account, known: &mut Known, most: usize) {
     let records = shared.index.records();
     let own = |info: RecordInfo| records.ledger().number_of(info.class) == account.number();

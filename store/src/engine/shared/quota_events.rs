@@ -3,7 +3,7 @@
 //! A quota makes room in memory, on the executor of the put that meets it. What it takes out is noted here by record, and the
 //! executors that own the records read their headers for the names and tell (`read::evicted_names`). So these events alone come a moment after
 //! the change; a block that is here again by then is not told of, because what was told of its coming is true.
-//! Where a name cannot be had any more (the segment was written anew, the header cannot be read), or too much waits,
+//! Where a name cannot be had any more (the segment was recycled, the header cannot be read), or too much waits,
 //! the stream is broken instead: every reader is told of a gap and takes a snapshot.
 
 use std::collections::BTreeMap;
@@ -77,7 +77,7 @@ pub(crate) trait TellEvicted: Send + Sync {
 }
 
 impl Shared {
-    /// Takes a live block out that nobody has a name for, if it is at `at` and no lease holds it.
+    /// Takes a live block out whose name is not known, if it is at `at` and no lease holds it.
     pub(crate) fn evict_unnamed(&self, print: BlockFingerprint, at: Location) -> bool {
         let mut change = self.events.change();
         let record = self.index.records().get(at.record);

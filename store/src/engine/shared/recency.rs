@@ -19,7 +19,7 @@ use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub(crate) const EPOCH_S: u64 = 64;
 /// Steps of [`EPOCH_S`] before the opening; as many that are twice as long lie before those, and so on.
 const STEPS_ALIKE: u64 = 512;
-/// Of records whose last use is so many steps ago, blocks have the record's age.
+/// From this many steps since a record's last use on, its blocks have the record's age.
 pub(crate) const AGE_MAX: u16 = EPOCHS - 128;
 /// Parts of the budget that must have been written for a step to pass.
 pub const STEPS_PER_BUDGET: u64 = 256;
@@ -77,7 +77,7 @@ impl RecencyClock {
         (self.steps.load(Relaxed) % u64::from(EPOCHS)) as u16
     }
 
-    /// `bytes` are written; with a budget of so many.
+    /// Counts `bytes` as written, against a budget of `budget` bytes.
     pub(crate) fn wrote(&self, bytes: u64, budget: u64, now: Nanos) {
         let step = (budget / STEPS_PER_BUDGET).max(1);
         let before = self.written.fetch_add(bytes, Relaxed);
@@ -148,8 +148,8 @@ impl RecencyClock {
     }
 }
 
-/// How many steps before the opening a time was that lies so many seconds before it. The scale is the same for whatever
-/// recovery finds, and finds first: minutes are told apart within hours, days within months.
+/// Converts seconds before the opening into steps before it. The scale does not depend on what
+/// recovery finds, or finds first: minutes are told apart within hours, days within months.
 pub(crate) fn steps_before(seconds: u64) -> u64 {
     let alike = seconds / EPOCH_S;
     match (alike / STEPS_ALIKE).checked_ilog2() {
@@ -161,7 +161,7 @@ pub(crate) fn steps_before(seconds: u64) -> u64 {
     }
 }
 
-/// How many seconds before the opening a step ended that was so many before it.
+/// Converts steps before the opening into seconds before it: when that step ended.
 fn seconds_before(steps: u64) -> u64 {
     if steps <= STEPS_ALIKE {
         return steps * EPOCH_S;

@@ -1,8 +1,8 @@
-//! Run classes: what records have in common, interned, so that a record costs the index 28 bytes.
+//! Record classes: what records have in common, interned, so that a record costs the index 28 bytes.
 //!
 //! A class is a namespace, group, coordinate, layout and encoding; from it and a number of blocks follows where
 //! every byte of a record lies. There are as many as an operator has models, groups and ranks. Those of a namespace that
-//! was deleted go when nobody works with them any more; their numbers are not given out again.
+//! was deleted go when no task uses them any more; their numbers are not given out again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -15,6 +15,14 @@ use super::names::Namespace;
 use crate::error::Reason;
 use crate::ledger::Ledger;
 use crate::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// How the bytes of records are laid out and encoded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct RecordForm {
+    pub(crate) layout: Layout,
+    pub(crate) layout_version: u16,
+    pub(crate) encoding: u8,
+}
 
 /// Arrangements that a class remembers.
 const LAYOUTS_MAX: usize = 32;
@@ -30,18 +38,14 @@ struct ClassKey {
 }
 
 impl ClassKey {
-    fn of(
-        namespace: &Namespace,
-        (group, coordinate): (Group, Coordinate),
-        (layout, version, encoding): (Layout, u16, u8),
-    ) -> Self {
+    fn of(namespace: &Namespace, (group, coordinate): (Group, Coordinate), form: RecordForm) -> Self {
         Self {
             namespace: namespace.local,
             group: group.0,
             coordinate: coordinate.to_u64(),
-            layer_block: layout == Layout::LayerBlock,
-            version,
-            encoding,
+            layer_block: form.layout == Layout::LayerBlock,
+            version: form.layout_version,
+            encoding: form.encoding,
         }
     }
 }
@@ -95,7 +99,7 @@ struct Tables {
     classes: BTreeMap<u32, Arc<RecordClass>>,
     /// The next number.
     next: u32,
-    /// Classes of deleted namespaces, until nobody works with them.
+    /// Classes of deleted namespaces, until no task uses them.
     retired: Vec<u32>,
 }
 
@@ -125,9 +129,9 @@ impl RecordClasses {
         &self,
         namespace: &Namespace,
         column: (Group, Coordinate),
-        arrangement: (Layout, u16, u8),
+        form: RecordForm,
     ) -> Option<Arc<RecordClass>> {
-        self.read().get(&ClassKey::of(namespace, column, arrangement))
+        self.read().get(&ClassKey::of(namespace, column, form))
     }
 
     /// The class, made if it is new.
@@ -135,10 +139,10 @@ impl RecordClasses {
         &self,
         namespace: &Arc<Namespace>,
         (group, coordinate): (Group, Coordinate),
-        (layout, layout_version, encoding): (Layout, u16, u8),
+        form: RecordForm,
     ) -> Result<Arc<RecordClass>, Reason> {
         let column = (group, coordinate);
-        let key = ClassKey::of(namespace, column, (layout, layout_version, encoding));
+        let key = ClassKey::of(namespace, column, form);
         if let Some(class) = self.read().get(&key) {
             return Ok(class);
         }
@@ -156,9 +160,9 @@ impl RecordClasses {
             namespace,
             group,
             coordinate,
-            layout,
-            layout_version,
-            encoding,
+            layout: form.layout,
+            layout_version: form.layout_version,
+            encoding: form.encoding,
             shape,
             layouts,
         });
@@ -168,7 +172,7 @@ impl RecordClasses {
         Ok(class)
     }
 
-    /// Nothing is here any more of what a namespace was before its delete. Its classes go when nobody works with them:
+    /// Nothing is here any more of what a namespace was before its delete. Its classes go when no task uses them:
     /// now, or when the next namespace is forgotten.
     pub(crate) fn forget(&self, retired: &Namespace) {
         let mut tables = self.write();
@@ -176,7 +180,7 @@ impl RecordClasses {
         let of = |key: &ClassKey| key.namespace == retired.local;
         leaving.extend(numbers.extract_if(.., |key, _| of(key)).map(|(_, number)| number));
         leaving.retain(|number| {
-            // Whoever has it got it under this lock.
+            // Every holder got it under this lock.
             if classes.get(number).is_some_and(|class| Arc::strong_count(class) > 1) {
                 return true;
             }

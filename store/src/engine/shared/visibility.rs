@@ -1,6 +1,6 @@
 //! What changes the content, each change in one step with its event.
 //!
-//! Whoever makes a block live, takes one out or ends its usefulness does it here, under the lock of the event
+//! All code that makes a block live, takes one out or ends its usefulness does it here, under the lock of the event
 //! stream: so the events of a block come in the order of its changes.
 
 use std::sync::Arc;
@@ -15,6 +15,35 @@ use crate::events::{Cause, EventKind, Subject};
 use crate::index::{
     BlockFingerprint, Deleted, Eviction, Location, RecordError, RecordId, RecordInfo, Ticket,
 };
+
+/// A block, by its key in the class of its record.
+#[derive(Clone, Copy)]
+pub(crate) struct BlockOf<'a> {
+    pub(crate) class: &'a RecordClass,
+    pub(crate) key: BlockKey,
+}
+
+impl BlockOf<'_> {
+    fn subject(&self) -> Subject {
+        Subject::Block(self.class.name(self.key))
+    }
+}
+
+/// Why a live block leaves the index.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Departure {
+    /// Its time to live is over.
+    Expired,
+    /// Other blocks need its room.
+    Evicted,
+}
+
+/// A block's place before and after a move.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Relocation {
+    pub(crate) from: Location,
+    pub(crate) to: Location,
+}
 
 impl RecordClass {
     /// The whole name of a block of this class.
@@ -80,20 +109,20 @@ impl Shared {
         &self,
         print: BlockFingerprint,
         at: Location,
-        (kind, cause): (EventKind, Cause),
-        (class, key): (&RecordClass, BlockKey),
+        why: Departure,
+        block: BlockOf<'_>,
     ) -> Eviction {
         let mut change = self.events.change();
         let evicted = self.index.try_evict(print, at, self.clock.now());
         if let Eviction::Evicted { left } = evicted {
-            // What is left of a deleted namespace has its event already, and its name may be another block's by now.
-            if self.names.is_current(&class.namespace) {
-                change.tell(self.wall_ms(), kind, cause, Subject::Block(class.name(key)));
-            }
-            let counter = match kind {
-                EventKind::Expired => &self.counters.blocks_expired,
-                _ => &self.counters.blocks_evicted,
+            let (kind, cause, counter) = match why {
+                Departure::Expired => (EventKind::Expired, Cause::Ttl, &self.counters.blocks_expired),
+                Departure::Evicted => (EventKind::Evicted, Cause::Room, &self.counters.blocks_evicted),
             };
+            // What is left of a deleted namespace has its event already, and its name may be another block's by now.
+            if self.names.is_current(&block.class.namespace) {
+                change.tell(self.wall_ms(), kind, cause, block.subject());
+            }
             counter.fetch_add(1, Relaxed);
             self.free_if_empty(at.record, left);
         }
@@ -101,34 +130,28 @@ impl Shared {
     }
 
     /// Ends a damaged block's usefulness if it is at `at`; true if it was.
-    pub(crate) fn quarantine(
-        &self,
-        print: BlockFingerprint,
-        at: Location,
-        (class, key): (&RecordClass, BlockKey),
-    ) -> bool {
+    pub(crate) fn quarantine(&self, print: BlockFingerprint, at: Location, block: BlockOf<'_>) -> bool {
         let mut change = self.events.change();
         let Some(left) = self.index.quarantine(print, at) else { return false };
-        if self.names.is_current(&class.namespace) {
-            let subject = Subject::Block(class.name(key));
-            change.tell(self.wall_ms(), EventKind::Quarantined, Cause::Damage, subject);
+        if self.names.is_current(&block.class.namespace) {
+            change.tell(self.wall_ms(), EventKind::Quarantined, Cause::Damage, block.subject());
         }
         self.free_if_empty(at.record, left);
         true
     }
 
-    /// Points the index at the copy of a live block if it is still at `old`, and gives the number of live blocks left
-    /// in the old record. A snapshot under way may have passed the copy's segment: so it is told.
+    /// Points the index at the copy of a live block if it is still at `moved.from`, and gives the number of live blocks
+    /// left in the old record. A snapshot under way may have passed the copy's segment: so it is told.
     pub(crate) fn relocate(
         &self,
         print: BlockFingerprint,
-        (old, new): (Location, Location),
-        (class, key): (&RecordClass, BlockKey),
+        moved: Relocation,
+        block: BlockOf<'_>,
     ) -> Result<Option<u16>, RecordError> {
         let mut change = self.events.change();
-        let left = self.index.replace_location(print, old, new)?;
-        if left.is_some() && self.names.is_current(&class.namespace) {
-            change.tell(self.wall_ms(), EventKind::Stored, Cause::Moved, Subject::Block(class.name(key)));
+        let left = self.index.replace_location(print, moved.from, moved.to)?;
+        if left.is_some() && self.names.is_current(&block.class.namespace) {
+            change.tell(self.wall_ms(), EventKind::Stored, Cause::Moved, block.subject());
         }
         Ok(left)
     }
@@ -179,7 +202,7 @@ impl Shared {
         prints
     }
 
-    /// Takes those of these blocks out whose time is over, unless a lease holds them. Whoever looks blocks up calls
+    /// Takes those of these blocks out whose time is over, unless a lease holds them. Every look-up calls
     /// it first, so that an expired block is never found.
     pub(crate) fn drop_expired(
         &self,
@@ -195,8 +218,7 @@ impl Shared {
                 && let Some(class) = self.classes.get(found.record.class)
                 && let Some(key) = key_of(place)
             {
-                let why = (EventKind::Expired, Cause::Ttl);
-                self.evict(*print, found.location, why, (&class, key));
+                self.evict(*print, found.location, Departure::Expired, BlockOf { class: &class, key });
             }
         }
     }

@@ -62,13 +62,13 @@ impl Space {
 }
 
 impl Space {
-    /// Waits until nobody is getting the next segment. Until what it gives is dropped, nobody else does.
+    /// Waits until no task is getting the next segment. Until the result is dropped, no other task does.
     pub(crate) async fn roll_turn(&self) -> RollTurn<'_> {
         self.changed.until(|| (!self.rolling.replace(true)).then_some(())).await;
         RollTurn(self)
     }
 
-    /// The same if nobody is getting it.
+    /// The same if no task is getting it.
     pub(crate) fn try_roll_turn(&self) -> Option<RollTurn<'_>> {
         (!self.rolling.replace(true)).then(|| RollTurn(self))
     }

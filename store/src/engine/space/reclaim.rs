@@ -1,9 +1,9 @@
 //! Making room where the file system makes no holes (see `evict`), or where holes gave none: the oldest sealed segment
-//! that nothing holds is emptied and written anew.
+//! that nothing holds is emptied and recycled.
 //!
 //! A block under a lease keeps its segment; so does a device read, and one that was told of a block there before the
 //! block was moved (see `grace`). What is evicted is gone from the index before
-//! the segment's header is written anew, so nobody is sent to bytes that are being replaced; and a reader that was
+//! the segment's header is rewritten, so no read is sent to bytes that are being replaced; and a reader that was
 //! sent there before finds another record's header and answers a miss.
 
 use std::rc::Rc;
@@ -14,13 +14,13 @@ use kvarts_layout::format::footer::{Content, Footer};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
 use super::evict::batch::Made;
+use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::volume::tombstones::TombstoneSet;
 use crate::error::Reason;
-use crate::events::{Cause, EventKind};
 use crate::index::{Eviction, Lookup};
 
 /// Blocks that go without a turn for others.
@@ -60,7 +60,7 @@ impl Space {
         Err(Reason::NoSpace)
     }
 
-    /// Makes sure that what a segment buries stands elsewhere on disk before the segment is written anew: a record
+    /// Makes sure that what a segment buries stands elsewhere on disk before the segment is recycled: a record
     /// that it kills may lie in another, and would come back. False if it could not be done.
     pub(crate) async fn save_tombstones(&self, footer: &Footer) -> bool {
         if !TombstoneSet::are_in(&footer.records, self.floor())
@@ -116,8 +116,8 @@ impl Space {
             let Some(record) = index.records().get(at.record) else { continue };
             let here = self.is_at(segment, offset, &record);
             let Some(class) = self.shared.classes.get(record.class).filter(|_| here) else { continue };
-            let why = (EventKind::Evicted, Cause::Room);
-            if self.shared.evict(print, at, why, (&class, key)) == Eviction::Busy {
+            let why = Departure::Evicted;
+            if self.shared.evict(print, at, why, BlockOf { class: &class, key }) == Eviction::Busy {
                 return false;
             }
         }

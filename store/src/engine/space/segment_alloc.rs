@@ -57,7 +57,7 @@ impl Space {
             if let Some(segment) = self.take_failed().await {
                 return Ok(segment);
             }
-            if self.shared.spare_of_others(self.shard).await {
+            if self.spare_of_others().await {
                 continue;
             }
             match self.make_room_in_round(round).await? {
@@ -66,6 +66,10 @@ impl Space {
                 Made::Room | Made::Nothing => round += 1,
             }
         }
+    }
+
+    async fn spare_of_others(&self) -> bool {
+        self.shared.spare_of_others(self.shard, |at| self.driver.sleep_until(at)).await
     }
 
     /// Makes room, by holes for as many rounds as may be, then by emptying a segment.
@@ -92,7 +96,7 @@ impl Space {
         }
         while self.shared.is_shrinking() && !stopping.get() && self.shared.latched().is_none() {
             let turn = self.roll_turn().await;
-            // Somebody else may have given enough back meanwhile.
+            // Another task may have given enough back meanwhile.
             let given = if self.shared.is_shrinking() { self.give_back_one().await } else { Ok(()) };
             drop(turn);
             if given.is_err() {
@@ -108,7 +112,7 @@ impl Space {
             Some(segment) => segment,
             None => match self.take_failed().await {
                 Some(segment) => segment,
-                None if self.shared.spare_of_others(self.shard).await => return Ok(()),
+                None if self.spare_of_others().await => return Ok(()),
                 None => match self.make_room_in_round(0).await? {
                     Made::Segment(segment) => segment,
                     Made::Room | Made::Nothing => return Ok(()),
@@ -118,7 +122,7 @@ impl Space {
         if !segment.may_be_missing() {
             self.empty_more().await;
             // Where a checkpoint has no room at all it goes all the same: no other way leads back to the budget. Should
-            // power be cut before the next one, a check says that a segment is missing, whose blocks nobody misses.
+            // power be cut before the next one, a check says that a segment is missing, although no block is lost.
             self.say_free().await;
             if let Some(reason) = self.shared.latched() {
                 return Err(reason);
@@ -145,8 +149,8 @@ impl Space {
         }
     }
 
-    /// Gives segments that hold nothing back until the budget has so many bytes more, for a shard that is short of room.
-    /// False if there are none, or somebody is getting the next segment here.
+    /// Gives segments that hold nothing back until the budget has this many bytes more, for a shard that is short of room.
+    /// False if there are none, or another task is getting the next segment here.
     pub(crate) async fn give_spare(&self, wanted: u64) -> bool {
         let Some(_turn) = self.try_roll_turn().filter(|_| !planted!("spare-room-kept")) else { return false };
         let mut given = 0;
@@ -179,7 +183,7 @@ impl Space {
     }
 
     /// Empties a segment that takes no more records only because something was short when it was written, or in which
-    /// nothing counts. Nothing is wrong with it: everything that is acknowledged in its next use is written anew.
+    /// nothing counts. Nothing is wrong with it: everything that is acknowledged in its next use is rewritten.
     async fn take_failed(&self) -> Option<Rc<Segment>> {
         let mut failed: Vec<_> =
             self.segments.borrow().values().filter(|one| self.is_usable(one)).map(Rc::clone).collect();
@@ -220,7 +224,7 @@ impl Space {
         let generation = self.retired.borrow().get(&number).copied().unwrap_or(0);
         match self.reserve(file, generation > 0).await {
             Ok(allocated) => {
-                // More than was asked for where the file system needs blocks of its own to map so many pieces.
+                // More than was asked for where the file system needs blocks of its own to map the pieces.
                 self.shared.charge(allocated - bytes);
                 self.retired.borrow_mut().remove(&number);
                 let book = self.shared.index.records().ledger().open(self.shard, number);
@@ -238,7 +242,7 @@ impl Space {
     }
 
     fn next_number(&self) -> u32 {
-        // The number of a lost one stays free: in use again, nobody would be told any more.
+        // The number of a lost one stays free: in use again, its loss would not be reported any more.
         let lost = self.lost.borrow();
         let retired = self.retired.borrow().keys().copied().find(|number| !lost.contains_key(number));
         let behind = |last: Option<u32>| last.map_or(0, |last| last.saturating_add(1));
@@ -288,7 +292,7 @@ impl Space {
         let (number, generation) = (segment.number, segment.generation.get());
         let name = self.file_name(&format::names::segment_name(number));
         self.driver.meta(MetaOp::Remove { name }).await.map_err(|error| self.cannot_remove(&error))?;
-        // Nobody uses it any more. Until its name is gone durably it counts, and so does what it may bring back.
+        // It is not used any more. Until its name is gone durably it counts, and so does what it may bring back.
         segment.state.set(SegmentState::Suspect);
         let synced = self.driver.meta(MetaOp::SyncDir { name: self.home() }).await;
         synced.map_err(|error| self.cannot_remove(&error))?;
@@ -309,7 +313,7 @@ impl Space {
         }
     }
 
-    /// Whether a segment that takes no more records may be written anew, and nobody works on it: the disk was full, nothing in
+    /// Whether a segment that takes no more records may be recycled, and no task works on it: the disk was full, nothing in
     /// it counts, or something else was short and what it holds is the oldest, which goes first anyway.
     fn is_usable(&self, segment: &Segment) -> bool {
         let well = match segment.broken() {

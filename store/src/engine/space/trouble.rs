@@ -1,7 +1,7 @@
 //! After a write or flush has failed: whether the device takes writes again, and where.
 //!
 //! It is asked where the write failed, with a page that counts nowhere. That says nothing of the segment: it takes no
-//! record any more, and what was not durable in it stays so. Where that place fails again, a new file is asked: a device
+//! record any more, and its records that were not durable stay so. Where that place fails again, a new file is asked: a device
 //! may have a bad region, or take no more than what it has room for already. If that takes a page, what comes next goes
 //! elsewhere. Each time that costs a segment, so after a few times in a row in which nothing became durable it is done
 //! less and less often. What cannot be written anywhere is told in the store's health.

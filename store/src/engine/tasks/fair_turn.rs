@@ -1,5 +1,5 @@
-//! A turn that one task at a time has, and each of several owners in rotation: who queues a hundred tasks waits for them
-//! himself, and everybody else for one of his at most.
+//! A turn that one task at a time has, and each of several owners in rotation: an owner that queues a hundred tasks
+//! waits for its own, and every other owner for one of them at most.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -28,7 +28,7 @@ impl<K> Default for FairTurn<K> {
     }
 }
 
-/// Somebody's place, and then his turn.
+/// A task's place in the queue, and then its turn.
 #[derive(Debug)]
 pub(crate) struct Place<'a, K: PartialEq> {
     turn: &'a FairTurn<K>,

@@ -6,7 +6,7 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Poll, Waker};
 
-/// Tasks that wait for something to change. Whoever changes it calls [`Notify::wake_all`].
+/// Tasks that wait for something to change. The task that changes it calls [`Notify::wake_all`].
 #[derive(Debug, Default)]
 pub(crate) struct Notify(RefCell<Vec<Waker>>);
 
@@ -87,7 +87,7 @@ impl Turn {
     }
 }
 
-/// Somebody's turn.
+/// The turn, while it is held.
 #[derive(Debug)]
 pub(crate) struct Taken<'a>(&'a Turn);
 
@@ -119,7 +119,7 @@ const SECTION_UNITS: u64 = 128;
 pub(crate) struct Section(u64);
 
 impl Section {
-    /// The units that handling so many bytes costs, besides one for the step itself.
+    /// The units that handling `bytes` bytes costs, besides one for the step itself.
     pub(crate) fn of_bytes(bytes: u64) -> u64 {
         1 + bytes / (32 << 10)
     }
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(waiting.as_mut().poll(&mut context), Poll::Ready(2));
     }
 
-    /// Each write of a segment comes so far: with so many durable puts under way, one look each and not one for each.
+    /// Each write of a segment comes this far: with many durable puts under way, one look each and not one for each.
     #[test]
     fn whoever_waits_for_a_place_is_woken_once_however_many_wait_and_however_often_it_comes_further() {
         let wakes = |count: u64| {

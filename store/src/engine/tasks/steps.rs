@@ -1,7 +1,7 @@
 //! Work that is counted in steps, and long work on an executor in short sections.
 //!
-//! A step is a look at one block, record or segment: less than a microsecond. Whoever has many to look at counts them
-//! here, and others have their turn after every [`AT_ONCE`], so that nobody waits for the executor for a millisecond.
+//! A step is a look at one block, record or segment: less than a microsecond. Long work counts its steps here, and other tasks
+//! have their turn after every [`AT_ONCE`], so that no task waits for the executor for a millisecond.
 //! The counts are kept: a test asserts by them how work grows with what is asked, and that no section is longer. They
 //! follow from the seed, however busy the machine is.
 
@@ -35,7 +35,7 @@ pub struct WorkDone {
 }
 
 impl Work {
-    /// So many steps were done where nobody can have a turn.
+    /// Counts steps done where no other task can have a turn.
     pub(crate) fn add(&self, steps: u64) {
         self.steps.fetch_add(steps, Relaxed);
     }
@@ -102,7 +102,7 @@ impl<'a> Section<'a> {
         Self { work, clock, steps: 0, since: Some(clock.now()) }
     }
 
-    /// So many steps were done; others have their turn if it is time.
+    /// Counts steps; other tasks have their turn if it is time.
     pub(crate) async fn step(&mut self, steps: u64) {
         if self.since.is_none() {
             self.since = Some(self.clock.now());

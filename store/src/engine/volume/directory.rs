@@ -14,9 +14,10 @@ use kvarts_layout::format::names::FileName;
 use kvarts_layout::format::superblock::{Chosen, FILE_BYTES, PairUnsound, Superblock};
 use kvarts_layout::format::{self, Unsound};
 
+use crate::driver::Driver;
 use crate::engine::shared::Birth;
 use crate::error::Reason;
-use crate::io::{Arena, DirId, Driver, EntryKind, IoError, IoErrorKind, MetaOp, Name, OpenMode};
+use crate::io::{Arena, DirId, EntryKind, IoError, IoErrorKind, MetaOp, Name, OpenMode};
 use crate::rt::{Class, Clock, Entropy};
 
 /// What a store is made with where there is none.

@@ -9,7 +9,7 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES};
 use super::Volume;
 use super::segment::Segment;
 use crate::error::Reason;
-use crate::io::{BufMut, IoError};
+use crate::io::BufMut;
 use crate::rt::Class;
 
 impl Volume {
@@ -18,17 +18,16 @@ impl Volume {
         self.shared.work.footers.add(1);
         let shard = self.shard;
         let damaged = |what: String| Reason::Header { shard, segment: segment.number, offset: 0, what };
-        let media = |error: IoError| Reason::Media(error.to_string());
         let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
-        let page = self.stage(PAGE).await.map_err(media)?;
+        let page = self.stage(PAGE).await?;
         let read = self.driver.read_into(Class::Background, segment.file, trailer_at, page);
-        let page = read.await.map_err(media)?;
+        let page = read.await?;
         let position = trailer::position(&self.position(segment, 0), self.shared.segment_bytes);
         let trailer = Trailer::decode(&page.to_vec(), &position, &self.shared.secret)
             .map_err(|unsound| damaged(unsound.to_string()))?;
-        let buf = self.stage(trailer.footer_bytes as usize).await.map_err(media)?;
+        let buf = self.stage(trailer.footer_bytes as usize).await?;
         let read = self.driver.read_into(Class::Background, segment.file, trailer.footer_offset, buf);
-        let buf = read.await.map_err(media)?;
+        let buf = read.await?;
         let position = self.position(segment, trailer.footer_offset);
         Footer::decode(&buf.to_vec(), &position, &self.shared.secret)
             .map_err(|unsound| damaged(unsound.to_string()))
@@ -49,7 +48,7 @@ impl Volume {
             footers.push(match read {
                 None => self.read_footer(segment).await,
                 Some((offset, read)) => match read.await {
-                    Err(error) => Err(Reason::Media(error.to_string())),
+                    Err(error) => Err(error.into()),
                     Ok(buf) => {
                         let position = self.position(segment, offset);
                         let footer = Footer::decode(&buf.to_vec(), &position, &self.shared.secret);

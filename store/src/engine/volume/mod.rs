@@ -22,9 +22,10 @@ use self::segment::{Segment, SegmentState};
 use self::tombstones::TombstoneSet;
 use super::shared::Shared;
 use super::tasks::notify::Notify;
+use crate::driver::Driver;
 use crate::error::Reason;
 use crate::index::RecordInfo;
-use crate::io::{Arena, BufMut, DirId, Driver, IoError, Name};
+use crate::io::{Arena, BufMut, DirId, IoError, Name};
 use crate::rt::LocalTask;
 
 /// Runs a task of a shard beside what else its executor does.
@@ -140,7 +141,7 @@ impl Volume {
     }
 
     /// No record that a crash could bring back has a lower sequence: not in a segment that is in use, nor in one that
-    /// was emptied and not yet written anew, because its footer still stands. One that was begun and holds no record yet
+    /// was emptied and not yet recycled, because its footer still stands. One that was begun and holds no record yet
     /// does not count: what comes into it gets sequences of then. So nothing that is buried waits for a put by layers
     /// that stands still.
     pub(crate) fn floor(&self) -> u64 {

@@ -5,9 +5,9 @@
 
 use std::collections::VecDeque;
 
+use crate::driver::ReadInto;
 use crate::engine::volume::Volume;
 use crate::error::Reason;
-use crate::io::driver::ReadInto;
 use crate::io::mem::PAGE;
 use crate::io::{BufMut, FileId, IoError};
 use crate::rt::Class;
@@ -18,14 +18,14 @@ const WINDOW_BYTES: usize = 1 << 20;
 const WINDOWS_AHEAD: usize = 4;
 /// What an unreadable page is shown as: the first byte of no structure, and not zero.
 const UNREADABLE: u8 = 0xee;
-/// Recovery is what everybody waits for.
+/// All callers wait for recovery.
 pub(crate) const CLASS: Class = Class::Foreground;
 
 /// Memory for one transfer. It never waits for the arena, because the pieces it would wait for may be the caller's
 /// own.
 pub(crate) fn memory(volume: &Volume, bytes: usize) -> Result<BufMut, Reason> {
     let own = || BufMut::zeroed(bytes).ok();
-    let out_of_memory = || Reason::Media(IoError::out_of_memory(bytes).to_string());
+    let out_of_memory = || Reason::from(IoError::out_of_memory(bytes));
     volume.arena.try_take(bytes).or_else(own).ok_or_else(out_of_memory)
 }
 
@@ -79,7 +79,7 @@ impl<'a> Pages<'a> {
     }
 
     /// Moves the window so that it begins in the page of `offset` and holds `want` bytes from there. What follows
-    /// the old window is on its way already; anything else begins anew.
+    /// the old window is on its way already; anything else begins again.
     async fn fill(&mut self, offset: u64, want: usize) -> Result<(), Reason> {
         let start = offset - offset % PAGE as u64;
         let end = self.start + self.bytes.len() as u64;

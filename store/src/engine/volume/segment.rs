@@ -22,16 +22,17 @@ use kvarts_layout::format::record::Body;
 use kvarts_layout::format::trailer::SealReason;
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
+use crate::driver::Driver;
 use crate::engine::tasks::notify::{Notify, Reached};
 use crate::error::Reason;
 use crate::index::RecordInfo;
-use crate::io::{Driver, FileId, IoError, IoErrorKind};
+use crate::io::{FileId, IoError, IoErrorKind};
 use crate::ledger::{Book, Phase};
 
 /// What a segment is to its shard.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum SegmentState {
-    /// Holds nothing: it may be written anew under the next generation.
+    /// Holds nothing: it may be recycled under the next generation.
     Free,
     /// Records are being appended.
     Open,
@@ -77,7 +78,7 @@ pub(crate) fn fault(error: &IoError) -> Reason {
     match error.kind {
         IoErrorKind::NoSpace => Reason::NoSpace,
         IoErrorKind::Passing => Reason::Passing(error.to_string()),
-        _ => Reason::Media(error.to_string()),
+        _ => error.clone().into(),
     }
 }
 
@@ -166,7 +167,7 @@ pub(crate) struct Segment {
     /// What its bytes are.
     pub(crate) book: Arc<Book>,
     pub(crate) tail: RefCell<Tail>,
-    /// Device reads under way: the segment is not written anew while there are any.
+    /// Device reads under way: the segment is not recycled while there are any.
     pub(crate) readers: Cell<u32>,
     /// What of its file is not there, as the file system told last.
     pub(crate) holes: RefCell<Vec<(u64, u64)>>,
@@ -277,8 +278,8 @@ impl Segment {
     }
 
     /// What a segment was sealed without and still has: all between its records and its footer, where that is at least
-    /// `bytes_min`. What was never written is a hole to whoever asks the file system, given back or not: only the books
-    /// tell.
+    /// `bytes_min`. Pages never written are holes to the file system, given back or not: only the books
+    /// tell them apart.
     pub(crate) fn rest(&self, bytes_min: u64, segment_bytes: u64) -> Option<(u64, u64)> {
         let (at, len) = self.gap.get()?;
         let there = self.book.accounted().saturating_add(len / 2) > segment_bytes;
@@ -386,7 +387,7 @@ impl Segment {
         self.wake_written();
     }
 
-    /// Lets those look again for whom a flush may be led now. While one is under way nobody can lead another: its end
+    /// Lets puts look again that may lead a flush now. While one is under way no other can be led: its end
     /// wakes them.
     fn wake_written(&self) {
         let tail = self.tail.borrow();
@@ -427,14 +428,14 @@ impl Segment {
         if done || kvarts_layout::planted!("relaxed-called-durable") {
             return Ok(());
         }
-        // The segment may have been written anew since `end` was looked up: then it is no end of this one.
+        // The segment may have been recycled since `end` was looked up: then it is no end of this one.
         let end = end.min(self.tail.borrow().next);
         self.durable(driver, end).await
     }
 
     /// Group commit: completes when everything below `end` is durable, or with why it never will be.
     ///
-    /// Whoever finds no flush under way leads one for everybody whose record has been written by then, so
+    /// A put that finds no flush under way leads one for all puts whose record has been written by then, so
     /// concurrent puts share flushes and the writes of the next group overlap the flush of this one.
     pub(crate) async fn durable(&self, driver: &Driver, end: u64) -> Result<(), Reason> {
         loop {
@@ -475,6 +476,14 @@ impl Segment {
             self.wake_written();
         }
     }
+}
+
+/// Where a record lies, for as long as its segment is of this generation.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct RecordPlace {
+    pub(crate) segment: u32,
+    pub(crate) generation: u64,
+    pub(crate) offset: u64,
 }
 
 /// Returns what a segment's readers hold when dropped.

@@ -10,7 +10,7 @@
 //! What a crash before that may leave: some of the shards have written it down and some have not. A block is then
 //! deleted or here, as if the delete had named fewer blocks. A namespace goes whole or not at all: every shard marks
 //! that the delete has begun before it writes its epoch, and that it has ended when the epochs of all are durable and
-//! before anybody is told; a delete that some shard knows to have begun and not to have ended is finished when the store
+//! before any caller is told; a delete that some shard knows to have begun and not to have ended is finished when the store
 //! is opened (`format::marks`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -96,7 +96,7 @@ struct State {
     reply: Option<Answer>,
 }
 
-/// One shard's part of a delete. One that is dropped before it has answered is refused, so that nobody waits for it.
+/// One shard's part of a delete. One that is dropped before it has answered is refused, so that no caller waits for it.
 pub(crate) struct DeletePart {
     job: Arc<DeleteJob>,
     answered: bool,
@@ -387,7 +387,7 @@ pub(crate) async fn run(log: &Rc<Log>, mut part: DeletePart, rt: &dyn Runtime) {
         None => {
             job.lock().late = true;
             part.answer(&Err(Reason::DeadlinePassed));
-            // What it ends with, nobody is told; the claims end with the last part.
+            // Its result is not reported; the claims end with the last part.
             let _ = writing.await;
         }
     }
@@ -410,11 +410,11 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
     }
     if let Dead::Blocks { keys, columns, .. } = &job.dead {
         if matches!(columns, Columns::All(known) if log.shared.classes.columns(&job.namespace) != *known) {
-            // A put of a column that nobody knew may have its place below, and its names are not claimed.
+            // A put of a column that was not known may have its place below, and its names are not claimed.
             return Err(Reason::Busy("a put brought a new group or coordinate meanwhile"));
         }
         if !has_room(log, &job.namespace, keys.len()) {
-            let why = "too many deletes of the tenant are remembered until segments are written anew: \
+            let why = "too many deletes of the tenant are remembered until segments are recycled: \
                        delete the namespace, or";
             return Err(Reason::Busy(why));
         }
@@ -435,7 +435,7 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
     Ok(())
 }
 
-/// Whether a shard can remember so many more deletes of a namespace.
+/// Whether a shard can remember `more` more deletes of a namespace.
 fn has_room(log: &Log, namespace: &Namespace, more: usize) -> bool {
     let dead = log.tombstones.borrow();
     let is_own = |id: &NamespaceId| log.shared.names.get(*id).is_some_and(|one| one.salt == namespace.salt);
@@ -443,7 +443,7 @@ fn has_room(log: &Log, namespace: &Namespace, more: usize) -> bool {
     fits(remembered(log.shared.shards), dead.len(), own, more)
 }
 
-/// Tombstones that a shard of so many remembers.
+/// Tombstones that one of `shards` shards remembers.
 fn remembered(shards: u32) -> usize {
     let (least, most) = (*REMEMBERED_SHARD.start(), *REMEMBERED_SHARD.end());
     (REMEMBERED_ALL / shards.max(1) as usize).clamp(least, most)
@@ -463,7 +463,7 @@ fn fits(limit: usize, all: usize, own: usize, more: usize) -> bool {
 
 /// Writes one record of a delete, durably.
 async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Reason> {
-    // From here on also checkpoints say it. Of a delete that fails nobody has been told anything.
+    // From here on also checkpoints say it. Of a delete that fails nothing has been reported.
     log.change_tombstones(|dead| dead.bury_body(job.namespace.id, &body));
     let namespace = (!matches!(body, Body::Epoch(_))).then_some(&*job.namespace);
     let draft = Draft { namespace, body, digests: &[], payload: None };
@@ -476,8 +476,8 @@ async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Rea
     Ok(())
 }
 
-/// Takes what is left of a deleted namespace out of the index, a few hundred entries at a time. Nobody can find it any
-/// more, so nobody needs to be told. Gives the number of blocks that were live.
+/// Takes what is left of a deleted namespace out of the index, a few hundred entries at a time. It cannot be found any
+/// more, so no event is needed. Gives the number of blocks that were live.
 async fn forget(shared: &Shared, namespace: &Namespace) -> u64 {
     let (index, mut entries, mut blocks) = (&shared.index, Vec::new(), 0);
     let mut section = Section::begin(&shared.work.deletes, &*shared.clock);

@@ -85,12 +85,12 @@ pub(crate) struct Written {
     pub(crate) payload_bytes: u64,
     /// Where the next record begins: durable once everything below is.
     pub(crate) end: u64,
-    /// Until the record is visible, or given up, its segment is not written anew: reclaim would not find it.
+    /// Until the record is visible, or given up, its segment is not recycled: reclaim would not find it.
     pub(crate) _hold: Rc<Hold>,
 }
 
 impl Written {
-    /// What the index is told of a record of so many blocks.
+    /// What the index is told of a record of `blocks` blocks.
     pub(crate) fn info(
         &self,
         shard: u32,
@@ -122,7 +122,7 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    /// Whether a record of so many bytes and blocks fits.
+    /// Whether a record of this many bytes and blocks fits.
     pub(crate) fn takes(&self, bytes: u64, blocks: u32) -> bool {
         let share = FOOTER_RECORD_BYTES + u64::from(blocks) * FOOTER_BLOCK_BYTES;
         let footer = page_align(self.footer_bytes + share + PAGE_BYTES).unwrap_or(u64::MAX);

@@ -290,7 +290,7 @@ impl Log {
         Ok(())
     }
 
-    /// Appends to this segment from now on; the one before it is sealed. Nobody may be looking for the next one.
+    /// Appends to this segment from now on; the one before it is sealed. No task may be looking for the next one.
     pub(crate) fn append_to(self: &Rc<Self>, segment: &Rc<Segment>) {
         let before = self.open.borrow_mut().replace(Rc::clone(segment));
         if let Some(before) = before {

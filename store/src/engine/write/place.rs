@@ -170,7 +170,7 @@ impl Log {
         Some(Room { bytes, footer_bytes: tail.footer_bytes })
     }
 
-    /// Whether records of so many bytes find room in the open segment.
+    /// Whether records of `bytes` bytes find room in the open segment.
     pub(crate) fn takes(&self, bytes: u64) -> bool {
         let open = self.open.borrow();
         // A footer lists each block, each header has a page of its own: an eighth is more than either takes.

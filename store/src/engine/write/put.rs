@@ -27,7 +27,7 @@ use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply,
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::{self, Share};
 use crate::engine::shared::quota_events::TellEvicted;
-use crate::engine::shared::record_class::RecordClass;
+use crate::engine::shared::record_class::{RecordClass, RecordForm};
 use crate::engine::tasks::notify::before;
 use crate::engine::volume::segment::record_range;
 use crate::error::{Error, Reason};
@@ -166,9 +166,9 @@ fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<
     let shape = namespace.shape(request.group, request.coordinate)?;
     let run = record_blocks(shared, shape.block_bytes())?.min(blocks);
     let layout = request.layout.unwrap_or_else(|| Layout::auto(&shape, run));
-    let arrangement = (layout, LAYOUT_VERSION, ENCODING_RAW);
+    let form = RecordForm { layout, layout_version: LAYOUT_VERSION, encoding: ENCODING_RAW };
     let column = (request.group, request.coordinate);
-    let known = shared.classes.known(&namespace, column, arrangement);
+    let known = shared.classes.known(&namespace, column, form);
     let wrong = |what: String| Reason::Shape(what);
     // A placement of another shape is found here, before anything is reserved or remembered.
     let blocks = blocks.min(RECORD_BLOCKS_MAX);
@@ -179,7 +179,7 @@ fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<
             .map_err(|error| wrong(error.to_string()))?,
     };
     WritePlan::new(&planned, request.from.places(), 0).map_err(|error| wrong(error.to_string()))?;
-    known.map_or_else(|| shared.classes.intern(&namespace, column, arrangement), Ok)
+    known.map_or_else(|| shared.classes.intern(&namespace, column, form), Ok)
 }
 
 /// Refuses keys that stand twice, and a parent among its own descendants.

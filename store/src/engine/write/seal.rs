@@ -52,7 +52,7 @@ impl Log {
         }
         segment.tail.borrow_mut().entries = Vec::new();
         segment.sealed_at(end, footer_at, reason);
-        // One that is full lacks less than a record: it keeps that, and is written anew as it is.
+        // One that is full lacks less than a record: it keeps that, and is recycled as it is.
         if self.closing.get() || reason == SealReason::Recovery {
             self.give_rest_back(segment, &listed.records).await;
         }

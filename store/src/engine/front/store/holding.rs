@@ -17,7 +17,7 @@ pub struct Holding {
 }
 
 impl Store {
-    /// What is held now. It walks the index: for tests, and for whoever looks for a leak.
+    /// What is held now. It walks the index: for tests, and to look for a leak.
     pub fn holding(&self) -> Holding {
         let shared = &self.0.shared;
         let (mut claims, mut entries) = (0, Vec::new());

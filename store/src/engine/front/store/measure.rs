@@ -111,9 +111,9 @@ impl Store {
         self.0.shared.work.done()
     }
 
-    /// Takes blocks that lie nowhere into the index, in records of sixteen, as recovery does: so many more than there are,
-    /// of a shard that the store does not have. For a look at what the store's own work costs among them; nobody can
-    /// find or read one, and the store must not be kept.
+    /// Takes `blocks` blocks that lie nowhere into the index, in records of sixteen, as recovery does, as blocks of a shard
+    /// that the store does not have. To measure what the store's own work costs among them: none of them can be found or
+    /// read, and the store must not be kept.
     pub fn add_strangers(&self, from: u64, blocks: u64) -> Result<(), Error> {
         const EACH: u16 = 16;
         const AT_ONCE: u64 = 1 << 20;
@@ -132,7 +132,7 @@ impl Store {
                     payload_pages: 512,
                     blocks: NonZeroU16::MIN.saturating_add(EACH - 1),
                     live: 0,
-                    // Nobody's.
+                    // Of no tenant.
                     class: u32::MAX,
                     expires: 0,
                 };

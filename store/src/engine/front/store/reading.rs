@@ -9,13 +9,14 @@ use crate::api::{
     Origins, Placed, ReadRequest, ReadStream, TileSource, TiledRead, TiledRequest, read_channel,
 };
 use crate::engine::front::router::Message;
-use crate::engine::read::job::{self, Expected, ReadPart, Subject, Wish};
+use crate::engine::read::job::{self, Expected, ReadPart};
+use crate::engine::read::request::{self, Subject, Wish};
 use crate::engine::read::tile_identity::{TileIdentity, TileOf, TileRuns};
 use crate::error::{Error, Reason};
 
 impl Store {
     /// Reads tile by tile, as the caller has memory. It is one read: of each block all tiles are of one production, and a
-    /// block that was put anew meanwhile is not here. The blocks of a tile are looked up when it is begun.
+    /// block that was replaced meanwhile is not here. The blocks of a tile are looked up when it is begun.
     pub fn read_tiles<M>(&self, request: TiledRequest) -> Result<TiledRead<StoreTiles, M>, Error> {
         let (order, blocks) = (request.order, request.keys.len() as u32);
         let source = self.tiles_of(request, None)?;
@@ -30,16 +31,16 @@ impl Store {
         origins: Option<Arc<Origins>>,
     ) -> Result<StoreTiles, Error> {
         let shared = &self.0.shared;
-        job::check_keys(shared, &request.keys, request.deadline)?;
+        request::check_keys(shared, &request.keys, request.deadline)?;
         let TiledRequest { namespace, group, coordinate, class, .. } = request;
         let (keys, layers) = (&request.keys, Some(&request.layers));
-        let subject = job::name(shared, Wish { namespace, group, coordinate, keys, layers, class })?;
+        let subject = request::name(shared, Wish { namespace, group, coordinate, keys, layers, class })?;
         let origins = origins.unwrap_or_else(|| Origins::any(request.keys.len()));
         Ok(StoreTiles { store: self.clone(), request, subject, origins })
     }
 
     /// Reads as [`KvStore::read`](crate::api::KvStore::read) does, and of each block only the production that `origins`
-    /// has for it, or the first that is met: a block that was put anew meanwhile is not here. For the rest of a read whose
+    /// has for it, or the first that is met: a block that was replaced meanwhile is not here. For the rest of a read whose
     /// beginning came another way.
     pub fn read_part(&self, request: ReadRequest, origins: &Arc<Origins>) -> Result<ReadStream, Error> {
         self.begin_read(request, Some(Expected { origins: Arc::clone(origins), first: 0 }))
@@ -99,7 +100,7 @@ impl StoreTiles {
     /// to be read.
     pub fn recall(&self, tile: &Tile, known: &TileIdentity) -> Result<Option<ReadStream>, Reason> {
         let shared = &self.store.0.shared;
-        job::check_in_time(shared, self.request.deadline)?;
+        request::check_in_time(shared, self.request.deadline)?;
         let tile = self.tile(tile);
         Ok(if tile.is(known, shared) { tile.give(known, shared) } else { None })
     }
@@ -112,7 +113,7 @@ impl StoreTiles {
     /// Looks the blocks of a tile up: what its executors have to do.
     fn look_up(&self, tile: &Tile, into: Placed) -> Result<(Vec<(u32, ReadPart)>, ReadStream), Reason> {
         let Self { store, request, subject, origins } = self;
-        job::check_in_time(&store.0.shared, request.deadline)?;
+        request::check_in_time(&store.0.shared, request.deadline)?;
         let blocks = tile.blocks.start as usize..tile.blocks.end as usize;
         let (keys, prints) = (request.keys.get(blocks.clone()), subject.prints.get(blocks));
         let (keys, prints) = keys.zip(prints).ok_or(Reason::OutOfBounds)?;

@@ -11,7 +11,7 @@ use crate::engine::shared::quota;
 use crate::engine::shared::quota_events::TellEvicted;
 use crate::error::{Error, Reason};
 use crate::index::{Lookup, RecordId};
-use crate::io::DirId;
+use crate::io::{DirId, DiskSpace};
 use crate::ledger::{PoolSpace, SegmentView};
 use crate::rt::mailbox::ticket;
 
@@ -100,7 +100,7 @@ impl Store {
         self.0.shared.index.set_pin_cap(tenant, bytes);
     }
 
-    /// Live bytes of each segment (shard, number), counted anew from every entry of the index: for tests of the
+    /// Live bytes of each segment (shard, number), counted from every entry of the index: for tests of the
     /// books, which are kept without counting. Takes as long as the index is large.
     pub fn count_live(&self) -> BTreeMap<(u32, u32), u64> {
         let index = &self.0.shared.index;
@@ -144,12 +144,12 @@ impl Store {
     }
 }
 
-/// Free bytes of the file systems that hold so many directories, each counted once.
-pub(crate) async fn free_space(driver: &crate::io::Driver, directories: u16) -> Result<u64, Reason> {
+/// Free bytes of the file systems that hold these directories, each counted once.
+pub(crate) async fn free_space(driver: &crate::driver::Driver, directories: u16) -> Result<u64, Reason> {
     let mut devices = BTreeMap::new();
     for dir in (0..directories).map(DirId) {
         let space = driver.space(dir).await;
-        let (free, _, device) = space.map_err(|error| Reason::Directory(error.to_string()))?;
+        let DiskSpace { free, device, .. } = space.map_err(|error| Reason::Directory(error.to_string()))?;
         devices.insert(device, free);
     }
     Ok(devices.values().fold(0, |sum: u64, free| sum.saturating_add(*free)))

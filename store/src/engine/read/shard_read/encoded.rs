@@ -10,10 +10,12 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::plan::{RangePlace, ReadOptions, ReadRange, Step};
 
-use super::{OUTSIDE, RegionIn, Run, damaged};
+use super::arrive::{Compared, RegionIn, damaged};
+use super::{OUTSIDE, ShardRead};
 use crate::engine::read::Reads;
 use crate::engine::read::header_cache::Header;
-use crate::engine::read::job::{ReadJob, WantedChunk};
+use crate::engine::read::job::ReadJob;
+use crate::engine::read::wanted::WantedChunk;
 use crate::error::Reason;
 
 /// How its extents are formed. Regions are small, unless one stored chunk is longer.
@@ -59,7 +61,7 @@ impl StoredPieces {
     }
 }
 
-impl Run<'_> {
+impl ShardRead<'_> {
     pub(super) fn is_encoded(&self, at: usize) -> bool {
         let index = self.records.get(at).map(|record| record.index as usize);
         let wanted = index.and_then(|index| self.job.wanted.get(index));
@@ -101,8 +103,8 @@ impl Run<'_> {
 }
 
 /// Decodes the chunks of a region, verifies them and copies them to where they belong; gives the bytes decoded.
-pub(super) fn unpack(
-    log: &Reads,
+pub(super) fn decode_region(
+    reads: &Reads,
     job: &ReadJob,
     region: &RegionIn<'_>,
     pieces: &[StoredPiece],
@@ -137,16 +139,16 @@ pub(super) fn unpack(
             found
         };
         decoded += len;
-        match log.decoder.show(stored.encoding, source, len as usize, copy) {
+        match reads.decoder.show(stored.encoding, source, len as usize, copy) {
             Ok(found) if expected == Some(found) => {
                 if let Some((digests, digest)) = job.request.into.digests().zip(expected) {
                     digests.set(part, ordinal, digest);
                 }
             }
-            Ok(found) => damaged(job, wanted, ordinal, (expected, found), true),
-            Err(CodecError::NoMemory) => job.fail(ordinal, &Reason::Media(CodecError::NoMemory.to_string())),
+            Ok(found) => damaged(job, wanted, ordinal, Compared { expected, found }, true),
+            Err(error @ CodecError::NoMemory) => job.fail(ordinal, &error.into()),
             // Whatever comes out is not the chunk.
-            Err(_) => damaged(job, wanted, ordinal, (expected, 0), true),
+            Err(_) => damaged(job, wanted, ordinal, Compared { expected, found: 0 }, true),
         }
     }
     decoded

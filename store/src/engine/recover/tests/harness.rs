@@ -18,15 +18,17 @@ use kvarts_layout::{BlockKey, Coordinate, Group, Identity, Layout, StoreId};
 use rustix::fs::FallocateFlags;
 
 use crate::api::Placed;
+use crate::driver::Driver;
 use crate::engine::compact::thin;
 use crate::engine::recover::{RecoveryReport, recover};
 use crate::engine::shard::Shard;
 use crate::engine::shared::names::Namespace;
+use crate::engine::shared::record_class::RecordForm;
 use crate::engine::shared::{Birth, Shared};
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::index::{Lookup, RecordCursor};
 use crate::io::scratch::Scratch;
-use crate::io::{Arena, DirId, Driver, Features, IoChoice, Region, SharedBuf, open_io};
+use crate::io::{Arena, DirId, Features, IoChoice, Region, SharedBuf, open_io};
 use crate::rt::clock::{ManualClock, SeededEntropy};
 use crate::rt::local::LocalExecutor;
 use crate::rt::{Class, Clock, Entropy};
@@ -48,7 +50,7 @@ pub(in crate::engine) struct Place {
 /// A log over it, with the index that it fills.
 #[derive(Clone)]
 pub(in crate::engine) struct World {
-    pub(in crate::engine) log: Rc<Shard>,
+    pub(in crate::engine) shard: Rc<Shard>,
     pub(in crate::engine) shared: Arc<Shared>,
 }
 
@@ -77,7 +79,7 @@ impl Place {
         let io: Rc<RefCell<dyn crate::io::Io>> = Rc::new(RefCell::new(io));
         let executor = LocalExecutor::new(0, Rc::clone(&io), Arc::clone(&clock), Arc::clone(&entropy));
         let rt = executor.runtime();
-        let driver = Rc::new(Driver::new(Rc::clone(&rt), io, crate::io::Limits::default()));
+        let driver = Rc::new(Driver::new(Rc::clone(&rt), io, crate::driver::Limits::default()));
         let pump = Rc::clone(&driver);
         rt.set_reaper(Box::new(move || pump.pump()));
         let birth = Birth {
@@ -93,11 +95,11 @@ impl Place {
         let arena = Arena::new(Region::anonymous(1 << 20).unwrap());
         let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
         let begun = thin::in_background;
-        let log = Shard::new((0, DirId(0)), Arc::clone(&shared), (driver, arena), spawn, begun);
-        log.no_holes.set(self.no_holes);
+        let shard = Shard::new((0, DirId(0)), Arc::clone(&shared), (driver, arena), spawn, begun);
+        shard.no_holes.set(self.no_holes);
         let out = Rc::new(RefCell::new(None));
         let kept = Rc::clone(&out);
-        let task = body(World { log, shared });
+        let task = body(World { shard, shared });
         executor.block_on(Box::pin(async move {
             let value = task.await;
             kept.borrow_mut().replace(value);
@@ -108,7 +110,7 @@ impl Place {
     /// Recovers into a fresh index and says what is in it then.
     pub(in crate::engine) fn recovered(&self) -> (RecoveryReport, Contents) {
         self.run(|world| async move {
-            let report = recover(&world.log).await.unwrap();
+            let report = recover(&world.shard).await.unwrap();
             (report, world.contents())
         })
     }
@@ -194,9 +196,10 @@ impl World {
             let block = memory.slice(block * BLOCK_BYTES as usize, BLOCK_BYTES as usize).unwrap();
             block.fill((number % 251) as u8 + 1);
         }
-        let arrangement = (Layout::FullBlock, LAYOUT_VERSION, ENCODING_RAW);
-        let place = (Group(0), Coordinate::Replicated);
-        let class = self.shared.classes.intern(&namespace, place, arrangement).unwrap();
+        let (layout, layout_version, encoding) = (Layout::FullBlock, LAYOUT_VERSION, ENCODING_RAW);
+        let form = RecordForm { layout, layout_version, encoding };
+        let column = (Group(0), Coordinate::Replicated);
+        let class = self.shared.classes.intern(&namespace, column, form).unwrap();
         let from = Placed::blocks(&class.shape, memory.clone(), count as u32).unwrap();
         let digest = |block: u64| {
             let at = block as usize * BLOCK_BYTES as usize;
@@ -227,13 +230,13 @@ impl World {
             digests: &digests,
             payload: Some(Payload::Placed { layout, from: &from, ordinal: 0 }),
         };
-        self.log.append(Class::Put, &draft).await.unwrap()
+        self.shard.append(Class::Put, &draft).await.unwrap()
     }
 
     /// Appends and flushes.
     pub(in crate::engine) async fn durable(&self, model: &str, first: u64, count: u64) -> Written {
         let written = self.append(model, first, count).await;
-        self.log.make_durable(&written).await.unwrap();
+        self.shard.make_durable(&written).await.unwrap();
         written
     }
 
@@ -241,9 +244,9 @@ impl World {
     pub(in crate::engine) async fn say(&self, model: &str, body: Body) -> u64 {
         let namespace = self.namespace(model);
         let draft = Draft { namespace: Some(&namespace), body, digests: &[], payload: None };
-        let written = self.log.append(Class::Put, &draft).await.unwrap();
-        self.log.make_durable(&written).await.unwrap();
-        self.log.sequence.get() - 1
+        let written = self.shard.append(Class::Put, &draft).await.unwrap();
+        self.shard.make_durable(&written).await.unwrap();
+        self.shard.sequence.get() - 1
     }
 
     /// Whether a block can be found.

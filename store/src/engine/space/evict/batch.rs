@@ -12,12 +12,12 @@ use kvarts_layout::{BlockKey, Coordinate, Group};
 use super::choose::{self, Leaving, Victims, is_punchable};
 use super::pages::{Holes, Lying, inside, without};
 use crate::engine::shared::record_class::RecordClass;
+use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::error::Reason;
-use crate::events::{Cause, EventKind};
 use crate::index::{BlockFingerprint, Eviction, Location, Lookup};
 use crate::io::{FileId, IoErrorKind, MetaOp, Reply};
 use crate::sync::atomic::Ordering::Relaxed;
@@ -26,12 +26,12 @@ use crate::sync::atomic::Ordering::Relaxed;
 const RECYCLED_BETWEEN: u64 = 8;
 /// Segments whose footers are in memory at once.
 const AT_ONCE: usize = 64;
-/// A batch is worth so many segments at most.
+/// A batch takes this many segments at most.
 const SEGMENTS_MAX: u64 = 4;
-/// A segment is worth a flush when so many parts of it are dead.
+/// A segment is worth a flush when at least one part in this many of it is dead.
 const DEAD_PARTS: u64 = 16;
 /// What a segment is sealed without is given back when it is so large a part of it: it costs the segment its file, which
-/// is not written anew then.
+/// is not recycled then.
 const REST_PARTS: u64 = 4;
 /// Bytes that are given back in one go.
 const PUNCH_BYTES: u64 = 1 << 20;
@@ -44,7 +44,7 @@ pub(crate) type Footers = BTreeMap<u32, (u64, Footer)>;
 /// What became of an attempt to make room.
 #[derive(Debug)]
 pub(crate) enum Made {
-    /// This segment holds nothing and may be written anew.
+    /// This segment holds nothing and may be recycled.
     Segment(Rc<Segment>),
     /// Bytes were given back to the budget, or a segment holds nothing any more.
     Room,
@@ -74,7 +74,7 @@ pub(crate) fn punched_bytes(entries: &[Entry], holes: &Holes) -> u64 {
 impl Space {
     /// Makes room for a segment: what is dead goes first, then what the policy chooses. One task at a time calls it.
     pub(crate) async fn make_room(&self) -> Made {
-        // Leases whose time is over hold nothing: whoever chooses sees only whether there is one.
+        // Expired leases are removed first: the choice sees only whether there is a lease.
         self.shared.index.expire(self.shared.clock.now());
         match self.recycle_dead(false).await {
             Made::Nothing => {}
@@ -118,7 +118,7 @@ impl Space {
         if made { Made::Room } else { Made::Nothing }
     }
 
-    /// A sealed segment in which nothing is live, the oldest first, to be written anew. One with holes has next to nothing
+    /// A sealed segment in which nothing is live, the oldest first, to be recycled. One with holes has next to nothing
     /// left by then: it is set aside, and goes with others of its kind. `full`: also one that has much left.
     pub(crate) async fn recycle_dead(&self, full: bool) -> Made {
         let mut sealed: Vec<Rc<Segment>> = self.segments.borrow().values().map(Rc::clone).collect();
@@ -163,7 +163,7 @@ impl Space {
         }
     }
 
-    /// A free segment that cannot be written anew: it would lack the bytes, and what stands between its old footer and
+    /// A free segment that cannot be recycled: it would lack the bytes, and what stands between its old footer and
     /// a new header could be taken for evicted.
     pub(crate) fn is_hollow(&self, segment: &Segment) -> bool {
         segment.is_holed() || segment.book.allocated() < self.shared.segment_bytes
@@ -243,7 +243,7 @@ impl Space {
             if !ranges.is_empty() {
                 // Nothing was awaited since the readers were counted: from here on they see that blocks are gone.
                 segment.set_holed();
-                self.reads.headers.forget_punched((segment.number, segment.generation.get()), &ranges);
+                self.reads.headers.forget_punched(segment.number, segment.generation.get(), &ranges);
                 punched.push(Punched { segment, footer, ranges });
             } else {
                 segment.unpunchable_bytes.set(segment.book.space().dead);
@@ -322,8 +322,8 @@ impl Space {
                 // All of a block go together, and what is before it stays as long as it does.
                 break;
             }
-            let why = (EventKind::Evicted, Cause::Room);
-            match self.shared.evict(print, at, why, (&class, key)) {
+            let why = Departure::Evicted;
+            match self.shared.evict(print, at, why, BlockOf { class: &class, key }) {
                 Eviction::Busy => break,
                 Eviction::Gone => {}
                 Eviction::Evicted { .. } => {
@@ -331,7 +331,7 @@ impl Space {
                         let record = self.shared.index.records().get(at.record);
                         let class = record.and_then(|record| self.shared.classes.get(record.class));
                         if let Some(class) = class {
-                            self.shared.evict(sibling, at, why, (&class, key));
+                            self.shared.evict(sibling, at, why, BlockOf { class: &class, key });
                         }
                     }
                 }
@@ -339,7 +339,7 @@ impl Space {
         }
     }
 
-    /// Evicts what is left of a stream whose blocks before it are not here (any more): nobody can use it.
+    /// Evicts what is left of a stream whose blocks before it are not here (any more): it cannot be used.
     fn evict_orphans(&self, segment: &Segment, entry: &Entry, blocks: &Blocks) {
         let Parent::Key(parent) = blocks.parent else { return };
         let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return };
@@ -363,8 +363,10 @@ impl Space {
             return;
         }
         for (found, key) in live.into_iter().rev() {
-            let why = (EventKind::Evicted, Cause::Room);
-            if self.shared.evict(print(key.0), found.location, why, (&class, key)) == Eviction::Busy {
+            let why = Departure::Evicted;
+            if self.shared.evict(print(key.0), found.location, why, BlockOf { class: &class, key })
+                == Eviction::Busy
+            {
                 return;
             }
         }

@@ -34,7 +34,7 @@ use crate::engine::tasks::steps::Section;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::index::{BlockFingerprint, Heat, Located, Location, RecordInfo};
 
-/// Bytes a token that cost as much as usual to compute anew.
+/// Bytes a token of blocks that cost as much as usual to compute again.
 const USUAL_BYTES_A_TOKEN: u64 = 64 << 10;
 /// Blocks that are listed for one choice beyond the first segment's, about.
 const BLOCKS_MAX: u64 = 64 << 10;
@@ -138,7 +138,7 @@ struct Choice<'a> {
 }
 
 /// Blocks that together have about `wanted` bytes, those of the highest rank, and the footers that were read for it.
-/// Whom the policy spares begins anew, and others are taken for it.
+/// A block that the policy spares starts over, and others are taken in its place.
 pub(crate) async fn choose(
     space: &Space,
     policy: &dyn Policy,
@@ -260,8 +260,8 @@ impl Choice<'_> {
         }
     }
 
-    /// Ranks that are not needed any more for the bytes that are wanted stay: two blocks for each that is picked, so that
-    /// nobody waits for a rank of many.
+    /// Drops ranks that the wanted bytes do not need any more: at most two levels for each block that is picked, so that no
+    /// single step drops many.
     fn drop_least(&mut self) {
         for _ in 0..2 {
             let Some((rank, bytes)) = self.levels.first_key_value().map(|(rank, bytes)| (*rank, *bytes))

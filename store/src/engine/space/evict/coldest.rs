@@ -1,7 +1,7 @@
 //! Which segments of a shard are looked at when blocks must go: those whose oldest part is the oldest.
 //!
 //! Each segment carries the coarse time at which about a sixteenth of a segment's bytes in it was used last, as it was
-//! when its blocks were listed last; before that, the time of its oldest record. Uses make it later and nobody is told,
+//! when its blocks were listed last; before that, the time of its oldest record. Uses make it later without a notice,
 //! so it is never later than the truth: who lists the earliest of them finds the truth, notes it, and goes on with the
 //! next. So a choice costs what a few segments hold, however many blocks and segments there are, and each segment's
 //! turn comes.
@@ -69,7 +69,7 @@ pub(crate) struct Sample {
 const SAMPLED: u64 = 1024;
 
 impl Sample {
-    /// Of a segment that lists so many blocks.
+    /// Of a segment that lists `blocks` blocks.
     pub(crate) fn of(blocks: u64) -> Self {
         Self { ranks: Vec::new(), every: blocks.div_ceil(SAMPLED).max(1), seen: 0 }
     }
@@ -81,7 +81,7 @@ impl Sample {
         self.seen += 1;
     }
 
-    /// The rank above which, of those up to `most`, so many bytes have theirs; `None` if there are none.
+    /// The rank above which, of ranks up to `most`, `bytes` bytes lie; `None` if there are none.
     pub(crate) fn rank_of(&mut self, bytes: u64, most: u32) -> Option<u32> {
         self.ranks.retain(|(rank, _)| *rank <= most);
         self.ranks.sort_unstable();
@@ -94,7 +94,7 @@ impl Sample {
     }
 }
 
-/// Footers that were read for a choice, for whoever gives back what was chosen.
+/// Reads footers for a choice, and keeps them for the task that gives back what was chosen.
 pub(crate) async fn footers(space: &Space, some: &[Rc<Segment>], footers: &mut Footers) {
     for (segment, footer) in some.iter().zip(space.read_footers(some).await) {
         if let Ok(footer) = footer {

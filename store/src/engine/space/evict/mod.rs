@@ -5,14 +5,14 @@
 //! left, `probe` asks the file system for a first hole. Where it cannot make them, whole segments are emptied instead (`engine/space/reclaim.rs`).
 //!
 //! Order, and why nothing is lost or comes back wrong:
-//! - a block leaves the index first, with its event: whoever looks it up from then on misses;
+//! - a block leaves the index first, with its event: later look-ups miss;
 //! - then its pages are given back, in a segment that no device read holds. A read that was sent there before finds the
 //!   block gone when it comes (`engine/read/shard_read.rs`), so zeros are never taken for bytes or for damage;
 //! - then the file is flushed, and only then, by what the file system says it has, is the budget given back;
 //! - a power cut in between leaves any of the pages given back: a block of which one is, is gone; one of which none is,
 //!   is here again, as it was acknowledged. Nothing that a tombstone has killed comes back by that, because holes end
 //!   no segment: what was begun before the tombstone still counts in `floor`;
-//! - a segment with holes is not written anew: when nothing is left in it, its file goes, after a checkpoint that calls it
+//! - a segment with holes is not recycled: when nothing is left in it, its file goes, after a checkpoint that calls it
 //!   free. So holes are made only if what is chosen does not empty enough segments as a whole (`choose`).
 
 pub(crate) mod batch;

@@ -1,4 +1,4 @@
-//! Which pages of a record nobody needs, and which blocks a hole has taken.
+//! Which pages of a record are not needed any more, and which blocks a hole has taken.
 //!
 //! One rule, for the engine, recovery and the checker alike (docs/FORMAT.md): a block is gone if a hole touches its
 //! record's header or any of its chunks. So the pages of a block may be given back in one go, in any order, and a

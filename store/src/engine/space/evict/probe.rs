@@ -60,7 +60,7 @@ impl Space {
         }
     }
 
-    /// A new file in which nothing counts, whoever has the turn.
+    /// A new file in which nothing counts, opened regardless of the turn.
     pub(crate) async fn open_probe(&self) -> Result<FileId, IoError> {
         let name = self.file_name(NAME);
         let mode = OpenMode { write: true, create: true, direct: true };

@@ -24,13 +24,13 @@ fn print(world: &World, number: u64) -> BlockFingerprint {
 fn filled() -> Place {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let mut first = 0;
-        while world.log.segments.borrow().len() < 9 {
+        while world.shard.segments.borrow().len() < 9 {
             world.durable("a", first, 5).await;
             first += 5;
         }
-        world.log.finish().await;
+        world.shard.finish().await;
     });
     place
 }
@@ -75,8 +75,8 @@ fn segments_of(world: &World) -> Vec<(u64, u32)> {
 async fn give_back(world: &World, bytes: u64) {
     let before = world.shared.space().0;
     while world.shared.space().0 + bytes > before {
-        match world.log.make_room().await {
-            Made::Segment(segment) => world.log.remove_segment(&segment).await.unwrap(),
+        match world.shard.make_room().await {
+            Made::Segment(segment) => world.shard.remove_segment(&segment).await.unwrap(),
             Made::Room => {}
             Made::Nothing => panic!("nothing can be given back"),
         }
@@ -94,7 +94,7 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
     for policy in EvictionPolicy::ALL {
         let place = filled();
         let (before, after): (Contents, Contents) = place.run(move |world| async move {
-            recover(&world.log).await.unwrap();
+            recover(&world.shard).await.unwrap();
             world.shared.set_policy(policy);
             let before = world.contents();
             let epoch = world.shared.epoch();
@@ -107,7 +107,7 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
             (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
             give_back(&world, 2 * SEGMENT_BYTES).await;
             sums(&world);
-            assert!(world.log.segments.borrow().values().any(|segment| segment.is_holed()));
+            assert!(world.shard.segments.borrow().values().any(|segment| segment.is_holed()));
             for first in (0..before.len() as u64).step_by(10) {
                 assert!(
                     world.has("a", first) && world.has("a", first + 2),
@@ -122,7 +122,7 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
         assert_eq!(report.evicted + found.len() as u64, report.evicted + report.blocks);
         assert!(report.evicted > 0 && report.problems == 0, "{report:?}");
         let allocated = place.run(|world| async move {
-            recover(&world.log).await.unwrap();
+            recover(&world.shard).await.unwrap();
             sums(&world);
             world.shared.space().0
         });
@@ -131,12 +131,12 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
 }
 
 /// A hole in the next segment, for the few bytes that the emptied one's header and footer have, would cost that one its
-/// file: with holes it is not written anew.
+/// file: with holes it is not rewritten.
 #[test]
 fn what_left_in_the_order_in_which_it_came_leaves_whole_segments_and_no_holes() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         world.shared.set_policy(EvictionPolicy::Lru);
         for number in 0..world.contents().len() as u64 {
             world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now());
@@ -144,13 +144,15 @@ fn what_left_in_the_order_in_which_it_came_leaves_whole_segments_and_no_holes() 
         }
         for oldest in 0..4 {
             let before = world.contents();
-            assert!(matches!(world.log.make_room().await, Made::Room), "{oldest}");
-            let Made::Segment(segment) = world.log.make_room().await else { panic!("{oldest}: no segment") };
+            assert!(matches!(world.shard.make_room().await, Made::Room), "{oldest}");
+            let Made::Segment(segment) = world.shard.make_room().await else {
+                panic!("{oldest}: no segment")
+            };
             assert_eq!(segment.number, oldest);
-            assert!(world.log.segments.borrow().values().all(|segment| !segment.is_holed()), "{oldest}");
+            assert!(world.shard.segments.borrow().values().all(|segment| !segment.is_holed()), "{oldest}");
             let left = before.values().filter(|at| at.1 != oldest).count();
             assert_eq!(world.contents().len(), left, "{oldest}");
-            world.log.remove_segment(&segment).await.unwrap();
+            world.shard.remove_segment(&segment).await.unwrap();
         }
         sums(&world);
     });
@@ -160,7 +162,7 @@ fn what_left_in_the_order_in_which_it_came_leaves_whole_segments_and_no_holes() 
 fn blocks_before_others_stay_as_long_as_those() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         world.shared.set_policy(EvictionPolicy::Lru);
         let before = world.contents().len() as u64;
         (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
@@ -183,7 +185,7 @@ fn blocks_before_others_stay_as_long_as_those() {
 fn what_a_lease_holds_stays_and_so_does_a_segment_under_a_read() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let before = world.contents().len() as u64;
         let (now, mut found) = (world.shared.clock.now(), Vec::new());
         let terms = LeaseTerms { until: None, tenant: 1, cap_bytes: 1 << 30 };
@@ -191,7 +193,7 @@ fn what_a_lease_holds_stays_and_so_does_a_segment_under_a_read() {
         let prints: Vec<_> = held.iter().map(|number| print(&world, *number)).collect();
         world.shared.index.match_and_lease(&prints, terms, now, |_| 1, &mut found).unwrap();
         let read = world.at("a", 1).unwrap().0;
-        let segment = std::rc::Rc::clone(&world.log.segments.borrow()[&read]);
+        let segment = std::rc::Rc::clone(&world.shard.segments.borrow()[&read]);
         let hold = crate::engine::volume::segment::Hold::new(&segment);
         let allocated = segment.book.allocated();
         give_back(&world, 3 * SEGMENT_BYTES).await;
@@ -207,9 +209,9 @@ fn what_a_lease_holds_stays_and_so_does_a_segment_under_a_read() {
 fn a_segment_with_holes_is_never_written_anew() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let holed = |world: &World| -> Vec<u32> {
-            let segments = world.log.segments.borrow();
+            let segments = world.shard.segments.borrow();
             segments.values().filter(|segment| segment.is_holed()).map(|segment| segment.number).collect()
         };
         world.shared.set_policy(EvictionPolicy::Lru);
@@ -221,10 +223,10 @@ fn a_segment_with_holes_is_never_written_anew() {
         give_back(&world, SEGMENT_BYTES).await;
         assert!(!holed(&world).is_empty());
         for _ in 0..200 {
-            match world.log.make_room().await {
+            match world.shard.make_room().await {
                 Made::Segment(segment) => {
                     assert!(!segment.is_holed() && segment.book.allocated() >= SEGMENT_BYTES);
-                    world.log.remove_segment(&segment).await.unwrap();
+                    world.shard.remove_segment(&segment).await.unwrap();
                 }
                 Made::Room => {}
                 Made::Nothing => break,
@@ -238,7 +240,7 @@ fn a_segment_with_holes_is_never_written_anew() {
 fn a_deleted_or_moved_block_is_given_back_without_evicting_any() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let before = world.contents().len() as u64;
         let gone: Vec<_> =
             (0..before).filter(|number| number % 5 > 1).map(|number| print(&world, number)).collect();
@@ -272,14 +274,14 @@ fn part_records(world: &World) {
 fn blocks_of_one_record_that_expire_at_different_times_go_in_one_round() {
     let evicted = [false, true].map(|parted| {
         filled().run(move |world| async move {
-            recover(&world.log).await.unwrap();
+            recover(&world.shard).await.unwrap();
             world.shared.set_policy(EvictionPolicy::Lru);
             let before = world.contents().len();
             if parted {
                 part_records(&world);
             }
             (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
-            assert!(matches!(world.log.make_room().await, Made::Room));
+            assert!(matches!(world.shard.make_room().await, Made::Room));
             before - world.contents().len()
         })
     });
@@ -290,13 +292,13 @@ fn blocks_of_one_record_that_expire_at_different_times_go_in_one_round() {
 fn what_room_costs_is_that_of_a_few_segments_and_not_of_all_blocks_and_others_have_their_turn() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let work = &world.shared.work.evictions;
-        assert!(matches!(world.log.make_room().await, Made::Room));
+        assert!(matches!(world.shard.make_room().await, Made::Room));
         let first = work.done().steps;
         strangers(&world, 200_000);
-        assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
-        assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
+        assert!(matches!(world.shard.make_room().await, Made::Segment(_) | Made::Room));
+        assert!(matches!(world.shard.make_room().await, Made::Segment(_) | Made::Room));
         let second = work.done().steps - first;
         assert!(first > 0 && second <= 2 * first, "{second} steps after {first}");
         assert!(
@@ -311,20 +313,20 @@ fn what_room_costs_is_that_of_a_few_segments_and_not_of_all_blocks_and_others_ha
 fn a_shard_of_many_segments_looks_at_few_of_them() {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let mut first = 0;
         let mut steps = Vec::new();
         for segments in [40, 200] {
-            while world.log.segments.borrow().len() < segments {
+            while world.shard.segments.borrow().len() < segments {
                 world.durable("a", first, 5).await;
                 first += 5;
             }
-            world.log.settled().await;
-            if let Made::Segment(emptied) = world.log.make_room().await {
-                world.log.remove_segment(&emptied).await.unwrap();
+            world.shard.settled().await;
+            if let Made::Segment(emptied) = world.shard.make_room().await {
+                world.shard.remove_segment(&emptied).await.unwrap();
             }
             let before = world.shared.work.evictions.done().steps;
-            assert!(matches!(world.log.make_room().await, Made::Segment(_) | Made::Room));
+            assert!(matches!(world.shard.make_room().await, Made::Segment(_) | Made::Room));
             steps.push(world.shared.work.evictions.done().steps - before);
         }
         // A look at each segment's book, but not at its blocks.
@@ -341,7 +343,7 @@ fn after_weeks_what_was_unused_for_longest_goes_first() {
         let clock = std::sync::Arc::clone(&place.clock);
         let day = std::time::Duration::from_secs(24 * 60 * 60);
         place.run(move |world| async move {
-            recover(&world.log).await.unwrap();
+            recover(&world.shard).await.unwrap();
             world.shared.set_policy(EvictionPolicy::Lru);
             let all = segments_of(&world);
             // The second four segments first, then the first four and the last: each segment has its day.
@@ -357,7 +359,7 @@ fn after_weeks_what_was_unused_for_longest_goes_first() {
             }
             clock.advance(2 * day);
             match restart {
-                true => world.log.say_free().await.then_some(()).unwrap(),
+                true => world.shard.say_free().await.then_some(()).unwrap(),
                 false => oldest_first(&world, &all).await,
             }
         });
@@ -365,7 +367,7 @@ fn after_weeks_what_was_unused_for_longest_goes_first() {
             let clock = std::sync::Arc::clone(&place.clock);
             clock.set_unix_millis(1_700_000_000_000 + 40 * 24 * 60 * 60 * 1000);
             place.run(move |world| async move {
-                recover(&world.log).await.unwrap();
+                recover(&world.shard).await.unwrap();
                 world.shared.set_policy(EvictionPolicy::Lru);
                 oldest_first(&world, &segments_of(&world)).await;
             });
@@ -375,11 +377,11 @@ fn after_weeks_what_was_unused_for_longest_goes_first() {
 
 async fn oldest_first(world: &World, all: &[(u64, u32)]) {
     for segment in [4, 5, 6, 7, 0, 1] {
-        assert!(matches!(world.log.make_room().await, Made::Room));
-        let Made::Segment(emptied) = world.log.make_room().await else { panic!("no segment") };
+        assert!(matches!(world.shard.make_room().await, Made::Room));
+        let Made::Segment(emptied) = world.shard.make_room().await else { panic!("no segment") };
         assert_eq!(emptied.number, segment);
         assert!(all.iter().all(|(number, at)| *at != segment || !world.has("a", *number)));
-        world.log.remove_segment(&emptied).await.unwrap();
+        world.shard.remove_segment(&emptied).await.unwrap();
     }
 }
 
@@ -388,30 +390,30 @@ fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due(
     let place = filled();
     let clock = std::sync::Arc::clone(&place.clock);
     place.run(move |world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let shared = &world.shared;
         let checkpoint = || shared.work.checkpoints.done().steps;
-        assert!(world.log.say_free().await);
+        assert!(world.shard.say_free().await);
         let (first, all) = (checkpoint(), segments_of(&world));
         strangers(&world, 100_000);
-        assert!(world.log.say_free().await);
+        assert!(world.shard.say_free().await);
         assert_eq!(checkpoint(), 2 * first, "a checkpoint looks at others' records");
         let sweep = || shared.work.sweeps.done().steps;
-        crate::engine::front::expiry::sweep(&world.log.reads).await;
+        crate::engine::front::expiry::sweep(&world.shard.reads).await;
         assert_eq!(sweep(), 0, "nothing is due");
         // One record of five blocks.
         let record = shared.index.locate(print(&world, 5)).unwrap();
-        let (place, expires) = ((world.log.shard, record.record.segment), shared.expiry_now() + 50);
+        let (place, expires) = ((world.shard.shard, record.record.segment), shared.expiry_now() + 50);
         assert!(shared.index.records().set_expires(record.location.record, expires));
         shared.note_expiry(place, expires);
         let of_segment = all.iter().filter(|(_, at)| *at == place.1).count() as u64;
         clock.advance(std::time::Duration::from_secs(6));
-        crate::engine::front::expiry::sweep(&world.log.reads).await;
+        crate::engine::front::expiry::sweep(&world.shard.reads).await;
         assert!(!world.has("a", 5) && !world.has("a", 9) && world.has("a", 10));
         let looked = sweep();
         assert!(looked <= 2 * of_segment, "{looked} steps for a segment of {of_segment} blocks");
         clock.advance(std::time::Duration::from_secs(60));
-        crate::engine::front::expiry::sweep(&world.log.reads).await;
+        crate::engine::front::expiry::sweep(&world.shard.reads).await;
         assert_eq!(sweep(), looked, "nothing is due any more");
     });
 }
@@ -419,7 +421,7 @@ fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due(
 #[test]
 fn what_is_put_makes_what_is_here_older() {
     Place::new().run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let before = world.shared.ages.steps();
         for first in (0..200).step_by(5) {
             world.durable("a", first, 5).await;
@@ -435,7 +437,7 @@ fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_ti
     let place = filled();
     let clock = std::sync::Arc::clone(&place.clock);
     place.run(move |world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let shared = &world.shared;
         for (number, forgotten) in [(5, false), (15, true)] {
             let into = u64::from(shared.expiry_now() % 100);
@@ -443,15 +445,15 @@ fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_ti
             let found = shared.index.locate(print(&world, number)).unwrap();
             let expires = shared.expiry_now() + 50;
             assert!(shared.index.records().set_expires(found.location.record, expires));
-            shared.note_expiry((world.log.shard, found.record.segment), expires);
+            shared.note_expiry((world.shard.shard, found.record.segment), expires);
             if forgotten {
                 (0..=1 << 16).for_each(|segment| shared.due.note((7, segment), 9));
             }
             let here = || shared.index.locate(print(&world, number)).is_some();
-            crate::engine::front::expiry::sweep(&world.log.reads).await;
+            crate::engine::front::expiry::sweep(&world.shard.reads).await;
             assert!(here(), "its time has not come");
             clock.advance(std::time::Duration::from_secs(6));
-            crate::engine::front::expiry::sweep(&world.log.reads).await;
+            crate::engine::front::expiry::sweep(&world.shard.reads).await;
             assert!(!here() && world.has("a", number + 5), "forgotten: {forgotten}");
         }
     });
@@ -461,7 +463,7 @@ fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_ti
 fn a_quota_is_kept_by_a_look_at_its_own_records() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let account = world.shared.index.records().ledger().account(world.namespace("a").id);
         let live = account.space().live;
         let blocks = world.contents().len() as u64;
@@ -486,7 +488,7 @@ fn room_in_a_quota_is_made_in_short_sections_and_others_take_bytes_meanwhile() {
     use crate::engine::tasks::steps::AT_ONCE;
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let ledger = world.shared.index.records().ledger();
         let (account, other) =
             (ledger.account(world.namespace("a").id), ledger.account(NamespaceId([9; 32])));
@@ -514,17 +516,17 @@ fn a_segment_of_many_blocks_is_emptied_in_short_sections() {
     use kvarts_layout::format::footer::{Content, Footer};
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let number = segments_of(&world)[0].1;
-        let segment = world.log.segments.borrow()[&number].clone();
-        let mut footer = Footer { records: world.log.reads.listing(&segment).await.unwrap() };
+        let segment = world.shard.segments.borrow()[&number].clone();
+        let mut footer = Footer { records: world.shard.reads.listing(&segment).await.unwrap() };
         for record in &mut footer.records {
             let Content::Blocks(blocks) = &mut record.content else { continue };
             // As many as a large segment has of small blocks.
             blocks.blocks = blocks.blocks.iter().cycle().take(20_000).copied().collect();
         }
         let before = world.shared.work.evictions.done();
-        assert!(world.log.evict_all(&segment, &footer).await);
+        assert!(world.shard.evict_all(&segment, &footer).await);
         let done = world.shared.work.evictions.done();
         assert!(done.steps - before.steps >= 20_000 && segment.book.live() == 0, "{done:?}");
         assert!(done.longest_steps <= 2 * AT_ONCE, "{done:?}");
@@ -535,7 +537,7 @@ fn a_segment_of_many_blocks_is_emptied_in_short_sections() {
 fn what_a_quota_knows_of_its_records_does_not_grow_with_those_that_have_gone() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let account = world.shared.index.records().ledger().account(world.namespace("a").id);
         account.set_limit(Some(u64::MAX / 2));
         let class = world.shared.index.locate(print(&world, 0)).unwrap().record.class;
@@ -557,7 +559,7 @@ fn what_a_quota_knows_of_its_records_does_not_grow_with_those_that_have_gone() {
 fn an_index_that_is_full_takes_nothing_more_and_is_short_before() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let shared = &world.shared;
         assert!(!shared.index_is_full(1 << 20) && !shared.must_shrink(), "no limit");
         let memory = shared.index.memory();
@@ -567,7 +569,7 @@ fn an_index_that_is_full_takes_nothing_more_and_is_short_before() {
         shared.index_room.set_limit(Some(bytes - bytes / 8));
         assert!(shared.index_is_full(5000));
         while shared.must_shrink() {
-            world.log.give_back_one().await.unwrap();
+            world.shard.give_back_one().await.unwrap();
         }
         assert!(!shared.index_is_full(1) && !shared.index_room.is_short());
         sums(&world);
@@ -583,26 +585,26 @@ fn of_many_segments_the_coldest_goes_first_wherever_it_lies() {
     let cold = 100..104;
     let warm = cold.clone();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let mut first = 0;
-        while world.log.segments.borrow().len() < 120 {
+        while world.shard.segments.borrow().len() < 120 {
             world.durable("a", first, 5).await;
             first += 5;
         }
-        world.log.finish().await;
+        world.shard.finish().await;
     });
     clock.advance(4 * day);
     place.run(move |world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let all = segments_of(&world);
         let used = all.iter().filter(|(_, segment)| !warm.contains(segment));
         let prints: Vec<_> = used.map(|(number, _)| print(&world, *number)).collect();
         world.shared.index.touch_with(&prints, Some(world.shared.epoch()), Some(world.shared.second()));
-        assert!(world.log.say_free().await);
+        assert!(world.shard.say_free().await);
     });
     clock.advance(day);
     place.run(move |world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         world.shared.set_policy(EvictionPolicy::Lru);
         let all = segments_of(&world);
         give_back(&world, SEGMENT_BYTES).await;
@@ -617,17 +619,17 @@ fn of_many_segments_the_coldest_goes_first_wherever_it_lies() {
 fn segments_that_were_listed_and_found_young_are_not_listed_again() {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let mut first = 0;
-        while world.log.segments.borrow().len() < 60 {
+        while world.shard.segments.borrow().len() < 60 {
             world.durable("a", first, 5).await;
             first += 5;
         }
-        world.log.finish().await;
+        world.shard.finish().await;
     });
     let clock = std::sync::Arc::clone(&place.clock);
     place.run(move |world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         world.shared.set_policy(EvictionPolicy::Lru);
         clock.advance(std::time::Duration::from_secs(60 * 60));
         let all = segments_of(&world);
@@ -650,7 +652,7 @@ fn segments_that_were_listed_and_found_young_are_not_listed_again() {
 fn with_too_many_files_one_segment_is_emptied_instead_of_holes_in_many() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let all = segments_of(&world);
         // Of each record the first blocks are used: by holes the others would go, in every segment.
         for first in (0..all.len() as u64).step_by(5) {
@@ -658,8 +660,8 @@ fn with_too_many_files_one_segment_is_emptied_instead_of_holes_in_many() {
             world.shared.index.touch(&used, world.shared.epoch());
         }
         (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
-        world.shared.set_files_cap(world.log.segments.borrow().len() as u64);
-        let made = world.log.next_segment().await.unwrap();
+        world.shared.set_files_cap(world.shard.segments.borrow().len() as u64);
+        let made = world.shard.next_segment().await.unwrap();
         let gone = all.iter().filter(|(number, _)| !world.has("a", *number));
         let gone: std::collections::BTreeSet<u32> = gone.map(|(_, segment)| *segment).collect();
         assert_eq!(gone.into_iter().collect::<Vec<_>>(), [made.number]);
@@ -670,7 +672,7 @@ fn with_too_many_files_one_segment_is_emptied_instead_of_holes_in_many() {
 fn what_a_quota_knows_of_its_blocks_counts_as_memory_of_the_index_and_goes_with_them() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.log).await.unwrap();
+        recover(&world.shard).await.unwrap();
         let shared = &world.shared;
         let account = shared.index.records().ledger().account(world.namespace("a").id);
         account.set_limit(Some(u64::MAX / 2));

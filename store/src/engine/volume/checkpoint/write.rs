@@ -23,7 +23,7 @@ use crate::rt::Class;
 
 /// Tombstones in one chunk: they are the largest items, 72 bytes.
 const TOMBSTONES_MAX: usize = 8 << 10;
-/// How often a checkpoint is begun anew because of something that passes.
+/// How often a checkpoint is begun again because of something transient.
 const TRIES_MAX: u32 = 3;
 
 /// A file being written.

@@ -13,9 +13,10 @@ use kvarts_layout::format::superblock::{Chosen, FILE_BYTES, Superblock};
 use kvarts_layout::format::{PAGE, Secret, VERSION};
 
 use super::{Found, Plan, Top, read, refused, superblock_name};
+use crate::driver::Driver;
 use crate::engine::shared::Birth;
 use crate::error::Reason;
-use crate::io::{Arena, DirId, Driver, IoError, MetaOp, Name, OpenMode};
+use crate::io::{Arena, DirId, IoError, MetaOp, Name, OpenMode};
 use crate::rt::{Class, Clock, Entropy};
 
 /// Makes a store where there is none.
@@ -84,7 +85,7 @@ fn shards_of(directory: u32, each: u32) -> impl Iterator<Item = u32> {
 async fn make_folders(driver: &Rc<Driver>, dir: DirId, shards: &[u32]) -> Result<(), Reason> {
     let refuse = |error: IoError| refused(&error);
     let there = Top::read(driver, dir).await?.empty;
-    // One that is too many would be a shard of nobody's for as long as the store lives.
+    // A folder too many would be a shard without an executor for as long as the store lives.
     if let Some(other) = there.iter().find(|shard| !shards.contains(shard)) {
         return Err(Reason::Directory(format!(
             "directory {} holds {}, which an attempt to make a store with other settings left: remove it, it is empty",
@@ -96,7 +97,7 @@ async fn make_folders(driver: &Rc<Driver>, dir: DirId, shards: &[u32]) -> Result
         let name = Name { dir, path: shard_name(shard).into() };
         driver.meta(MetaOp::MakeDir { name }).await.map_err(refuse)?;
     }
-    // Also those that were there: nobody knows whether their names are durable.
+    // Also those that were there: their names may not be durable yet.
     driver.meta(MetaOp::SyncDir { name: Name { dir, path: "".into() } }).await.map_err(refuse)?;
     Ok(())
 }

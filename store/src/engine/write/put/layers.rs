@@ -1,6 +1,6 @@
 //! A put whose layers come one after the other: each is written as soon as it is there.
 //!
-//! It has a segment to itself until it ends, so that it may stand still without anybody behind it. Its records have
+//! It has a segment to itself until it ends, so that it may stand still without holding up others. Its records have
 //! their places from the beginning; of the segment's books they are no part before the put is sealed. Then, in this
 //! order: everything written is flushed; the headers, with the digests of all layers and with sequences of now, are
 //! written and flushed; the blocks become visible. A put that ends earlier has changed nothing but bytes behind the
@@ -14,7 +14,7 @@
 //! (`end-of-log-over-old-bytes`). No page of them passes for a record, whatever a caller wrote: headers carry a keyed
 //! tag over store, segment, generation and offset, and for these offsets none was made under this generation.
 //!
-//! Blocks are claimed when the put begins, so that nobody else writes them meanwhile. A delete that meets it takes the
+//! Blocks are claimed when the put begins, so that no other put writes them meanwhile. A delete that meets it takes the
 //! claim away and does not wait for it; from the moment at which it is sealed, it does.
 
 mod image;
@@ -52,7 +52,7 @@ use crate::rt::{Class, LocalTask, Nanos};
 
 /// Puts by layers under way in one shard.
 const UNDER_WAY_MAX: usize = 4;
-/// Of a shard's segments, one in so many may be held by a put by layers.
+/// Of a shard's segments, one in this many may be held by puts by layers.
 const SEGMENTS_EACH: u64 = 8;
 /// Such a put closes a segment early: fewer bytes than this part of one are put whole.
 const SEGMENT_PARTS: u64 = 16;
@@ -192,7 +192,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
         return ended();
     };
     if let Some((reply, stream)) = part.begun.take() {
-        // If nobody waits for it, it is dropped, and the put stops.
+        // If no caller waits for it, it is dropped, and the put stops.
         let _ = reply.send(Ok(stream));
     }
     let promises = std::mem::take(&mut part.promises);
@@ -218,7 +218,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
         drop(promises);
         part.job.finish(outcomes);
         if late {
-            // Whoever waits for a layer is told now. A write that is under way may read its memory for longer, for a
+            // The task that waits for a layer is told now. A write that is under way may read its memory for longer, for a
             // record that will not be.
             part.progress.end();
             // What is under way ends first: the segment is not used for anything else before.
@@ -272,7 +272,7 @@ async fn find(
         }
         None => {
             part.refuse(Reason::DeadlinePassed);
-            // What was begun for it is ended: half a segment would be nobody's, and whoever comes next takes this one.
+            // What was begun for it is ended: half a segment would have no owner, and the next put takes this one.
             if let Ok(segment) = taking.await {
                 put_away(log, segment).await;
             }
@@ -289,7 +289,7 @@ async fn find(
     None
 }
 
-/// A segment that holds nothing and that nobody else appends to.
+/// A segment that holds nothing and that no other task appends to.
 async fn take_segment(log: &Rc<Log>) -> Result<Rc<Segment>, Reason> {
     let parked = log.parked.borrow_mut().pop();
     if let Some(segment) = parked {
@@ -401,7 +401,7 @@ async fn seal(
     }
     // A delete waits from here on, and what it has met by now is not written.
     let _write = log.writes.begin();
-    // While somebody looks for the next segment, the one before it is not settled.
+    // While a task looks for the next segment, the one before it is not settled.
     let turn = log.roll_turn().await;
     // Memory before places: what has one and waits for the other would hold back everything behind it.
     let staging = log.stage(places.iter().map(|place| place.header_bytes).sum()).await;

@@ -24,7 +24,7 @@ use crate::index::{BlockFingerprint, RecordId};
 use crate::ledger::Promise;
 use crate::rt::Class;
 
-/// A run is cut only if the piece that fits has so many bytes, and this part of the run.
+/// A run is cut only if the piece that fits has at least this many bytes, and this part of the run.
 const PIECE_BYTES_MIN: u64 = 32 << 10;
 const PIECE_PART: u64 = 8;
 
@@ -38,7 +38,7 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    /// A record whose quota somebody else holds.
+    /// A record whose quota is held elsewhere.
     pub(super) fn new(run: Range<u32>, written: Written, expires: u32) -> Self {
         Self { run, written, expires, header: None }
     }
@@ -129,7 +129,7 @@ fn cut(log: &Log, job: &PutJob, rest: &Range<u32>) -> Result<(u32, Option<Promis
     Ok(all)
 }
 
-/// An upper bound of what the header of a record of so many blocks takes.
+/// An upper bound of what the header of a record of `blocks` blocks takes.
 fn header_bytes(job: &PutJob, blocks: u32) -> u64 {
     let chunks: usize = job.class.shape.layers().iter().map(|layer| layer.chunks.len()).sum();
     let bytes = HEADER_BYTES + u64::from(blocks) * (HEADER_BLOCK_BYTES + 4 * chunks as u64);

@@ -7,10 +7,10 @@ use kvarts_layout::plan::{WritePiece, WritePlan, WriteSource};
 
 use super::Place;
 use crate::api::Placed;
+use crate::driver::Transfer;
 use crate::engine::volume::segment::Segment;
 use crate::engine::write::log::Log;
 use crate::error::Reason;
-use crate::io::driver::Transfer;
 use crate::io::{Buf, IoError};
 use crate::rt::Class;
 

@@ -8,8 +8,9 @@ use std::task::Wake;
 use std::time::Duration;
 
 use super::*;
+use crate::driver::ExtentDone;
 use crate::io::mem::{PAGE, Region};
-use crate::io::{Arena, ExtentDone, IoFacts, Op, Token, Unpark};
+use crate::io::{Arena, IoFacts, Op, Token, Unpark};
 use crate::rt::{Clock, Entropy};
 
 /// A device whose completions the test makes up.
@@ -824,10 +825,10 @@ async fn round_trip(driver: Driver) {
     assert!(error.to_string().contains("missing"), "{error}");
 }
 
-#[path = "driver_urgent_tests.rs"]
+#[path = "urgent_tests.rs"]
 mod urgent;
 
-#[path = "driver_any_tests.rs"]
+#[path = "any_tests.rs"]
 mod any_script;
 
 #[test]

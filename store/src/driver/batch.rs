@@ -8,12 +8,12 @@ use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 
-use super::FileId;
-use super::buf::SharedBuf;
-use super::driver::Shared;
-use super::driver_core::{Request, Work};
-use super::error::IoError;
-use super::slots::Key;
+use super::Shared;
+use super::operations::{Request, Work};
+use crate::io::FileId;
+use crate::io::buf::SharedBuf;
+use crate::io::error::IoError;
+use crate::io::slots::Key;
 use crate::task::{Class, LocalTask, Nanos};
 
 /// The end of one extent of a [`ReadBatch`].

@@ -2,7 +2,7 @@
 //!
 //! A class with work gets bytes in proportion to [`Class::shares`] while others have work too, and everything while
 //! they have none; a class that had none does not save up. A class whose next transfer does not fit lets others pass,
-//! but not for ever: after so many bytes they wait until it fits. Within a class the order is first come, first served,
+//! but not for ever: after a number of bytes they wait until it fits. Within a class the order is first come, first served,
 //! and a large transfer at the head is never overtaken, so that it cannot starve. The queues are threaded through
 //! an array with one place for each slot: queueing allocates nothing, and leaving in the middle costs nothing.
 

@@ -8,8 +8,12 @@
 //!   ends before is an error;
 //! - transfers of all classes share the bytes in flight by [`Class::shares`].
 //!
-//! Whoever runs the executor calls [`Driver::pump`] each turn, or reaps the [`Io`] itself and passes what it got to
+//! The runtime calls [`Driver::pump`] each turn of the executor, or reaps the [`Io`] itself and passes what it got to
 //! [`Driver::on_completions`], not holding on to the `Io` while it does.
+
+mod batch;
+mod operations;
+mod schedule;
 
 use std::cell::RefCell;
 use std::fmt;
@@ -21,17 +25,19 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use super::batch::ReadBatch;
-use super::buf::{Buf, BufMut, SharedBuf};
-use super::driver_core::{Core, Outcome, Request, Work};
-use super::error::{IoError, IoErrorKind};
-use super::slots::Key;
-use super::{Completion, DirEntry, DirId, FileId, Io, KeptFile, MetaOp, Name, OpenMode, Reply};
+pub use self::batch::{ExtentDone, ReadBatch};
+use self::operations::{Core, Outcome, Request, Work};
+use crate::io::buf::{Buf, BufMut, SharedBuf};
+use crate::io::error::{IoError, IoErrorKind};
+use crate::io::slots::Key;
+use crate::io::{
+    Completion, DirEntry, DirId, DiskSpace, FileId, Io, KeptFile, MetaOp, Name, OpenMode, Reply,
+};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::task::{Class, LocalTask, Nanos, Runtime};
 
 /// The classes of reads that an engine waits for: the first of [`Class::ALL`].
-pub(super) const URGENT: [Class; 2] = [Class::Small, Class::Foreground];
+const URGENT: [Class; 2] = [Class::Small, Class::Foreground];
 
 /// How much may be under way at once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -79,7 +85,7 @@ pub struct Metrics {
     pub retried: u64,
     /// Submissions for the rest of a transfer that moved less than was asked for, or than fits one submission.
     pub short: u64,
-    /// Completions that belong to no submission under way: doubled, or of nobody.
+    /// Completions that belong to no submission under way: doubled, or unknown.
     pub unknown_completions: u64,
     /// Operations that ended after their future was gone.
     pub late_completions: u64,
@@ -113,26 +119,26 @@ pub struct Metrics {
 pub struct UrgentReads(Arc<[AtomicU64; URGENT.len()]>);
 
 impl UrgentReads {
-    pub(super) fn note(&self, class: Class) {
+    fn note(&self, class: Class) {
         if let Some(count) = self.0.get(class as usize) {
             count.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    pub(super) fn count(&self, class: Class) -> u64 {
+    fn count(&self, class: Class) -> u64 {
         self.0.get(class as usize).map_or(0, |count| count.load(Ordering::Relaxed))
     }
 }
 
-pub(super) struct Shared {
-    pub(super) core: RefCell<Core>,
-    pub(super) rt: Rc<dyn Runtime>,
+struct Shared {
+    core: RefCell<Core>,
+    rt: Rc<dyn Runtime>,
     io: Rc<RefCell<dyn Io>>,
 }
 
 impl Shared {
     /// Hands over what may go, if the `Io` is not in use; then wakes whom it concerns.
-    pub(super) fn dispatch(&self) {
+    fn dispatch(&self) {
         if let Ok(mut io) = self.io.try_borrow_mut() {
             self.core.borrow_mut().dispatch(&mut *io);
         }
@@ -140,7 +146,7 @@ impl Shared {
     }
 
     /// Wakes what has been collected, with nothing borrowed.
-    pub(super) fn wake(&self) {
+    fn wake(&self) {
         let mut wakers = std::mem::take(&mut self.core.borrow_mut().to_wake);
         wakers.drain(..).for_each(Waker::wake);
         let mut core = self.core.borrow_mut();
@@ -166,7 +172,7 @@ impl fmt::Debug for Driver {
 }
 
 impl Driver {
-    /// A driver over an executor's `Io`, which nobody else may submit to.
+    /// A driver over an executor's `Io`, which nothing else may submit to.
     pub fn new(rt: Rc<dyn Runtime>, io: Rc<RefCell<dyn Io>>, limits: Limits) -> Self {
         Self::beside(rt, io, limits, UrgentReads::default())
     }
@@ -229,7 +235,7 @@ impl Driver {
     }
 
     /// Makes every write that completed before this call durable. A failed one must not be repeated: see
-    /// [`policy`](super::policy).
+    /// [`policy`](crate::io::policy).
     pub fn flush(&self, file: FileId) -> Transfer {
         self.transfer(Class::Put, 0, Work::Flush(file))
     }
@@ -275,10 +281,10 @@ impl Driver {
         .await
     }
 
-    /// Free and all bytes of the file system that holds a directory, and which file system it is.
-    pub async fn space(&self, dir: DirId) -> Result<(u64, u64, u64), IoError> {
+    /// The room of the file system that holds a directory.
+    pub async fn space(&self, dir: DirId) -> Result<DiskSpace, IoError> {
         self.reply(MetaOp::Space { dir }, |reply| match reply {
-            Reply::Space { free, total, device } => Some((free, total, device)),
+            Reply::Space { free, total, device } => Some(DiskSpace { free, total, device }),
             _ => None,
         })
         .await
@@ -329,7 +335,7 @@ impl Driver {
         self.shared.rt.sleep_until(at)
     }
 
-    /// An open file, for somebody who reads it himself: see [`Io::keep_file`].
+    /// An open file, for a caller that reads it itself: see [`Io::keep_file`].
     pub(crate) fn keep_file(&self, file: FileId) -> Option<KeptFile> {
         self.shared.io.borrow().keep_file(file)
     }
@@ -451,7 +457,7 @@ impl Drop for Operation {
 }
 
 /// A transfer or a flush under way. Dropping it gives the operation up, not the memory (see the module).
-#[must_use = "the operation is under way, but nobody looks at its end"]
+#[must_use = "the operation is under way, but its result is not looked at"]
 pub struct Transfer(Operation);
 
 impl Transfer {
@@ -471,7 +477,7 @@ impl Future for Transfer {
 }
 
 /// A read into memory that the device has until its end. Dropping it gives the operation up, not the memory.
-#[must_use = "the operation is under way, but nobody looks at its end"]
+#[must_use = "the operation is under way, but its result is not looked at"]
 pub struct ReadInto(Option<BufMut>, Transfer);
 
 impl Future for ReadInto {
@@ -491,7 +497,7 @@ impl fmt::Debug for ReadInto {
 }
 
 /// A [`MetaOp`] under way. Dropping it does not undo it.
-#[must_use = "the operation is under way, but nobody looks at its end"]
+#[must_use = "the operation is under way, but its result is not looked at"]
 pub struct Meta(Operation);
 
 impl Meta {
@@ -523,5 +529,4 @@ impl fmt::Debug for Meta {
 }
 
 #[cfg(test)]
-#[path = "driver_tests.rs"]
 mod tests;

@@ -1,5 +1,5 @@
-//! What a server is measured beside: the same transport and the same messages, from memory or out of a file, with nothing
-//! behind them.
+//! The bare server that a server is measured beside: the same transport and the same messages, from memory or out of a
+//! file, with no store behind them.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -17,17 +17,16 @@ use tonic::body::Body;
 use tonic::server::NamedService;
 use tower::Service;
 
-use super::digest::StreamDigest;
-use super::frame::{self, Outgoing, ReadBody};
-use super::{limits, services};
-use kvarts_wire::proto;
+use kvarts_server::grpc::frame::{self, Outgoing, ReadBody};
+use kvarts_server::grpc::one_message;
+use kvarts_wire::digest::StreamDigest;
+use kvarts_wire::{limits, proto};
 
-/// Answers every read with so many messages of bytes that it has. Of the request it takes what digests begin with, and
-/// nothing else.
+/// Answers every read with the same messages. Of the request it takes only what digests begin with.
 #[derive(Clone, Debug)]
-pub struct Bare {
+pub(super) struct BareServer {
     source: Source,
-    /// How many messages.
+    /// Messages of an answer.
     messages: u64,
 }
 
@@ -36,7 +35,7 @@ enum Source {
     /// One message's bytes, shared and not copied: the processor has them in its cache.
     Memory(Bytes, Hasher),
     /// A file, read message by message into memory that is used again, each compared with its digest: the least that
-    /// whoever serves verified bytes from a disk has to do, were the disk as fast as memory.
+    /// a server of verified bytes must do, were the disk as fast as memory.
     File(Arc<Stored>),
 }
 
@@ -50,19 +49,19 @@ struct Stored {
     spare: Mutex<Vec<Vec<u8>>>,
 }
 
-/// Memory of a message, which comes back when it has been sent.
-struct Lent {
+/// Memory of a message, which is used again when the message has been sent.
+struct PooledBytes {
     bytes: Vec<u8>,
     home: Arc<Stored>,
 }
 
-impl AsRef<[u8]> for Lent {
+impl AsRef<[u8]> for PooledBytes {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
     }
 }
 
-impl Drop for Lent {
+impl Drop for PooledBytes {
     fn drop(&mut self) {
         self.home.spare().push(std::mem::take(&mut self.bytes));
     }
@@ -81,32 +80,33 @@ impl Stored {
         self.file.read_exact_at(&mut bytes, (which * self.each) as u64).ok()?;
         let mut digested = Hasher::new();
         digested.update(&bytes);
-        let lent = Bytes::from_owner(Lent { bytes, home: Arc::clone(self) });
-        (digested.clone().finalize() == *self.digests.get(which)?).then_some((lent, digested))
+        let pooled = Bytes::from_owner(PooledBytes { bytes, home: Arc::clone(self) });
+        (digested.clone().finalize() == *self.digests.get(which)?).then_some((pooled, digested))
     }
 }
 
-impl Bare {
-    /// So many messages of these bytes.
-    pub fn of_memory(bytes: &Bytes, messages: u64) -> Self {
+impl BareServer {
+    /// A server that answers with `messages` messages of these bytes.
+    pub(super) fn of_memory(bytes: &Bytes, messages: u64) -> Self {
         let mut digested = Hasher::new();
         digested.update(bytes);
         Self { source: Source::Memory(bytes.clone(), digested), messages }
     }
 
-    /// So many messages of `each` bytes of a file whose content is `bytes`, from its beginning again and again.
-    pub fn of_file(file: File, bytes: &[u8], each: usize, messages: u64) -> Self {
+    /// A server that answers with `messages` messages of `each` bytes of a file whose content is `bytes`, read from its
+    /// beginning again and again.
+    pub(super) fn of_file(file: File, bytes: &[u8], each: usize, messages: u64) -> Self {
         let digests = bytes.chunks_exact(each).map(crc32fast::hash).collect();
         let stored = Stored { file, each, digests, spare: Mutex::default() };
         Self { source: Source::File(Arc::new(stored)), messages }
     }
 }
 
-impl NamedService for Bare {
+impl NamedService for BareServer {
     const NAME: &'static str = proto::reads_server::SERVICE_NAME;
 }
 
-impl Service<http::Request<Body>> for Bare {
+impl Service<http::Request<Body>> for BareServer {
     type Response = http::Response<Body>;
     type Error = Infallible;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
@@ -120,8 +120,8 @@ impl Service<http::Request<Body>> for Bare {
         Box::pin(async move {
             let (to, incoming) = mpsc::channel(limits::FRAMES_WAITING);
             tokio::spawn(async move {
-                // Who asks for nothing that can be read finds other digests.
-                let asked = services::one_message(request.into_body()).await.unwrap_or_default();
+                // A request that cannot be read is answered with other digests, which its client refuses.
+                let asked = one_message(request.into_body()).await.unwrap_or_default();
                 let asked = proto::ReadRequest::decode(asked).unwrap_or_default();
                 let mut digest = StreamDigest::of_read(Order::Layers, &asked);
                 let mut offset = 0;
@@ -141,10 +141,7 @@ impl Service<http::Request<Body>> for Bare {
                 // A client that is gone needs no status.
                 let _ = to.send(Outgoing::End(Ok(()))).await;
             });
-            let mut response = http::Response::new(Body::new(ReadBody::new(incoming)));
-            let kind = http::HeaderValue::from_static("application/grpc");
-            response.headers_mut().insert(http::header::CONTENT_TYPE, kind);
-            Ok(response)
+            Ok(frame::response(ReadBody::new(incoming)))
         })
     }
 }

@@ -1,4 +1,4 @@
-//! The state of the driver: a slot for each operation, from the moment it is asked for until nobody needs it.
+//! The state of the driver: a slot for each operation, from the moment it is asked for until it is not needed any more.
 //!
 //! Invariants:
 //! - a slot in state `InFlight` keeps its buffers whatever its owner does; nothing but its completion frees it;
@@ -7,7 +7,7 @@
 //! - `at_device` is the sum of `charged` over the slots of each class, `in_flight_bytes` of all.
 //!
 //! An urgent read, small or foreground, may not find more than a bounded number of bytes of less urgent transfers in
-//! front of it at the device ([`Limits`]): they go few at a time, and in small pieces, for so many of their bytes after
+//! front of it at the device ([`Limits`]): they go few at a time, and in small pieces, for a number of their bytes after
 //! the last urgent read was asked for. So it holds for a reader that asks for one thing after the other, too: between
 //! its reads the device would otherwise fill up with puts.
 //!
@@ -17,14 +17,14 @@
 use std::collections::VecDeque;
 use std::task::Waker;
 
-use super::buf::SharedBuf;
-use super::driver::{Limits, Metrics, URGENT, UrgentReads};
-use super::error::{IoError, IoErrorKind, OpKind, Subject, describe};
-use super::mem::PAGE;
-use super::ring::{MOVED_MAX, RANGES_MAX};
 use super::schedule::Schedule;
-use super::slots::{Key, Slots};
-use super::{Completion, FileId, Io, MetaOp, Op, Reply, Token};
+use super::{Limits, Metrics, URGENT, UrgentReads};
+use crate::io::buf::SharedBuf;
+use crate::io::error::{IoError, IoErrorKind, OpKind, Subject, describe};
+use crate::io::mem::PAGE;
+use crate::io::ring::{MOVED_MAX, RANGES_MAX};
+use crate::io::slots::{Key, Slots};
+use crate::io::{Completion, FileId, Io, MetaOp, Op, Reply, Token};
 use crate::task::Class;
 
 /// How often an interrupted transfer is tried again.
@@ -149,8 +149,8 @@ enum Owner {
     Future(Option<Waker>),
     /// A batch, and the extent's name in it.
     Batch(Key, u64),
-    /// Nobody any more: pending, but dropped. `stuck` if a deadline was the reason.
-    Nobody { stuck: bool },
+    /// Pending, but dropped by its caller. `stuck` if a deadline was the reason.
+    Dropped { stuck: bool },
 }
 
 /// What an operation ended with.
@@ -384,14 +384,14 @@ impl Core {
         let index = index as u32;
         self.metrics.in_flight_ops -= 1;
         let step = slot.judge(completion.result);
-        let dropped = matches!(slot.owner, Owner::Nobody { .. });
+        let dropped = matches!(slot.owner, Owner::Dropped { .. });
         match step {
             Step::Ended => self.finish(index, Ok(completion.reply)),
             Step::Failed(kind, errno) => {
                 let error = slot.request.error(kind, errno);
                 self.finish(index, Err(error));
             }
-            // Nobody wants the rest.
+            // The rest is not wanted any more.
             Step::Again | Step::Rest if dropped => self.finish(index, Ok(None)),
             Step::Again => {
                 self.metrics.retried += 1;
@@ -441,7 +441,7 @@ impl Core {
                 }
                 self.free(key);
             }
-            Owner::Nobody { stuck } => {
+            Owner::Dropped { stuck } => {
                 let (stuck, len) = (*stuck, slot.request.len);
                 self.metrics.late_completions += 1;
                 self.count_orphan(stuck, len, false);
@@ -523,7 +523,7 @@ impl Core {
             }
             State::Done => self.free(key),
             State::InFlight => {
-                slot.owner = Owner::Nobody { stuck };
+                slot.owner = Owner::Dropped { stuck };
                 let len = slot.request.len;
                 // A device that hangs must not take the others' room with it, up to a limit.
                 if stuck && self.metrics.stuck_bytes.saturating_add(len) <= self.limits.max_stuck_bytes {
@@ -553,7 +553,7 @@ impl Core {
             return;
         }
         batch.outstanding += 1;
-        // Nobody overtakes extents of the same batch that wait already.
+        // Extents of the same batch that wait already are not overtaken.
         if full || !batch.unslotted.is_empty() {
             batch.unslotted.push_back((extent, request));
             if !std::mem::replace(&mut batch.starved, true) {

@@ -1,0 +1,245 @@
+//! Reads over paths of given speeds, in virtual time.
+
+use std::collections::VecDeque;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const MIB: u64 = 1 << 20;
+const TICK: Duration = Duration::from_micros(50);
+
+/// MiB a second of a path at a time.
+type Speed = fn(Duration) -> f64;
+
+fn all(paths: usize) -> PathSet {
+    (0..paths as u16).fold(PathSet::default(), |set, path| set.with(PathId(path)))
+}
+
+/// How a read went.
+struct Ran {
+    took: Duration,
+    /// When so many of the first pieces were here.
+    first: Duration,
+    /// The most bytes that were here and could not be delivered.
+    ahead: u64,
+    /// Bytes that paths brought, and those of the read.
+    brought: u64,
+    steps: u64,
+}
+
+/// Each path brings what it is asked for in order, at its speed. `first` is how many pieces the first layer has.
+fn run(pieces: &[Piece], first: usize, speeds: &[Speed]) -> Ran {
+    let (mut dealer, mut paths) = (Dealer::new(pieces.to_vec()), Paths::new(speeds.len() as u16));
+    let mut queues: Vec<VecDeque<(usize, f64)>> = vec![VecDeque::new(); speeds.len()];
+    let mut now = Duration::ZERO;
+    let mut ran = Ran { took: now, first: now, ahead: 0, brought: 0, steps: 0 };
+    let mut here = 0;
+    while !dealer.is_done() {
+        assert!(now < Duration::from_secs(120), "a read that does not end");
+        for (path, speed) in (0u16..).map(PathId).zip(speeds) {
+            let at = usize::from(path.0);
+            while let Some(piece) = dealer.take(path, &mut paths, now) {
+                queues[at].push_back((piece, pieces[piece].bytes as f64));
+            }
+            let mut budget = speed(now) * MIB as f64 * TICK.as_secs_f64();
+            while let Some((piece, left)) = queues[at].front_mut() {
+                let piece = *piece;
+                if *left > budget {
+                    *left -= budget;
+                    break;
+                }
+                budget -= *left;
+                queues[at].pop_front();
+                ran.brought += pieces[piece].bytes;
+                if let Arrived::First { cancel } = dealer.arrived(piece, path, &mut paths, now) {
+                    here += pieces[piece].bytes;
+                    if let Some(other) = cancel {
+                        queues[usize::from(other.0)].retain(|(waiting, _)| *waiting != piece);
+                        dealer.cancelled(piece, other, &mut paths, now);
+                    }
+                }
+            }
+        }
+        let delivered: u64 = pieces[..dealer.deliverable()].iter().map(|piece| piece.bytes).sum();
+        ran.ahead = ran.ahead.max(here - delivered);
+        now += TICK;
+        if dealer.deliverable() < first {
+            ran.first = now;
+        }
+    }
+    ran.took = now;
+    ran.steps = dealer.steps();
+    ran
+}
+
+/// 1 GiB in pieces of 1 MiB, which lie on all of so many paths.
+fn gib(paths: usize) -> Vec<Piece> {
+    vec![Piece { bytes: MIB, paths: all(paths) }; 1024]
+}
+
+fn alone(speed: Speed, first: usize) -> Ran {
+    run(&gib(1), first, &[speed])
+}
+
+fn ratio(a: Duration, b: Duration) -> f64 {
+    a.as_secs_f64() / b.as_secs_f64()
+}
+
+fn fast(_: Duration) -> f64 {
+    300.0
+}
+
+fn third(_: Duration) -> f64 {
+    100.0
+}
+
+#[test]
+fn two_equal_paths_take_half_the_time_of_one_and_bring_little_twice() {
+    let (one, both) = (alone(fast, 8), run(&gib(2), 8, &[fast, fast]));
+    let gain = ratio(one.took, both.took);
+    assert!(gain > 1.95, "{gain}");
+    assert!(both.brought <= 1030 * MIB, "{} MiB for 1024", both.brought / MIB);
+    assert!(
+        ratio(both.first, one.first) <= 1.15,
+        "the first layer took {:?}, alone {:?}",
+        both.first,
+        one.first
+    );
+}
+
+#[test]
+fn paths_of_unequal_speed_add_up() {
+    let (one, both) = (alone(fast, 8), run(&gib(2), 8, &[fast, third]));
+    let sum = ratio(one.took, both.took) * 300.0 / 400.0;
+    assert!(sum > 0.95, "{sum} of the sum of both");
+    assert!(
+        ratio(both.first, one.first) <= 1.15,
+        "the first layer took {:?}, alone {:?}",
+        both.first,
+        one.first
+    );
+}
+
+#[test]
+fn a_path_that_collapses_in_the_middle_costs_less_than_a_quarter_of_the_better_paths_time() {
+    let collapses: Speed = |now| if now < Duration::from_millis(850) { 300.0 } else { 30.0 };
+    let (one, both) = (alone(fast, 8), run(&gib(2), 8, &[fast, collapses]));
+    assert!(ratio(both.took, one.took) <= 0.8, "{:?}, the better one alone {:?}", both.took, one.took);
+}
+
+#[test]
+fn a_path_that_never_brings_anything_costs_a_little_and_one_that_stops_in_the_middle_as_little() {
+    let dead: Speed = |_| 0.0;
+    let stops: Speed = |now| if now < Duration::from_millis(850) { 300.0 } else { 0.0 };
+    let one = alone(fast, 8);
+    for broken in [dead, stops] {
+        let both = run(&gib(2), 8, &[fast, broken]);
+        assert!(ratio(both.took, one.took) <= 1.05, "{:?}, the other one alone {:?}", both.took, one.took);
+        let first = both.first.saturating_sub(one.first);
+        assert!(first <= Duration::from_millis(100), "the first layer came {first:?} later");
+    }
+}
+
+#[test]
+fn pieces_come_nearly_in_the_order_of_delivery() {
+    let both = run(&gib(2), 8, &[fast, third]);
+    assert!(both.ahead <= 16 * MIB, "{} MiB wait for an earlier piece", both.ahead / MIB);
+}
+
+#[test]
+fn what_only_one_path_has_is_read_there_and_the_others_do_the_rest() {
+    let only = |path| Piece { bytes: MIB, paths: PathSet::default().with(PathId(path)) };
+    let pieces: Vec<Piece> = (0..1024u16).map(|n| only(n % 2)).collect();
+    let ran = run(&pieces, 8, &[fast, fast]);
+    assert_eq!(ran.brought, 1024 * MIB);
+    assert!(ratio(alone(fast, 8).took, ran.took) > 1.9);
+}
+
+#[test]
+fn the_work_of_dealing_grows_with_the_pieces_and_not_faster() {
+    let steps = |count: usize| {
+        run(&vec![Piece { bytes: MIB / 16, paths: all(3) }; count], 8, &[fast, fast, third]).steps
+    };
+    let (small, large) = (steps(1000), steps(8000));
+    assert!(large <= small * 10, "{small} for 1,000 pieces, {large} for 8,000");
+}
+
+#[test]
+fn of_several_productions_of_a_block_the_one_with_most_paths_is_read_and_never_two() {
+    let copy = |path, origin| Copy { path: PathId(path), origin };
+    assert_eq!(choose_origin::<u8>(&[]), None);
+    let (origin, paths) = choose_origin(&[copy(0, 'a'), copy(1, 'b'), copy(2, 'b')]).unwrap();
+    assert_eq!((origin, paths), ('b', PathSet::default().with(PathId(1)).with(PathId(2))));
+    let (origin, paths) = choose_origin(&[copy(0, 'a'), copy(1, 'b')]).unwrap();
+    assert_eq!((origin, paths), ('a', PathSet::default().with(PathId(0))));
+}
+
+proptest! {
+    /// Whatever fails, no piece is asked for where it is not, or by more than two at once; each is here once; and a read
+    /// ends as soon as everything is here, or a piece has no path left.
+    #[test]
+    fn whatever_fails_a_read_ends_with_every_piece_that_some_path_brings(
+        masks in prop::collection::vec(1u64..8, 1..60),
+        fates in prop::collection::vec(0u8..10, 1..400),
+    ) {
+        let pieces: Vec<Piece> = masks.iter().map(|mask| Piece { bytes: MIB, paths: PathSet(*mask) }).collect();
+        let (mut dealer, mut paths) = (Dealer::new(pieces.clone()), Paths::new(3));
+        let mut owed: Vec<(usize, PathId)> = Vec::new();
+        let mut here = vec![0; pieces.len()];
+        let mut failed = vec![0u64; pieces.len()];
+        let mut fates = fates.iter().cycle();
+        // Long enough that no path is left alone for several failures.
+        let mut now = Duration::ZERO;
+        for _ in 0..10_000 {
+            now += Duration::from_secs(11);
+            for path in (0..3).map(PathId) {
+                while let Some(piece) = dealer.take(path, &mut paths, now) {
+                    prop_assert!(pieces[piece].paths.has(path) && failed[piece] & PathSet::bit(path) == 0);
+                    prop_assert_eq!(here[piece], 0, "asked for although it is here");
+                    owed.push((piece, path));
+                    prop_assert!(owed.iter().filter(|(other, _)| *other == piece).count() <= 2);
+                }
+            }
+            if dealer.is_done() || (owed.is_empty() && dealer.lost().is_some()) {
+                break;
+            }
+            prop_assert!(!owed.is_empty(), "nothing is under way and nothing is taken");
+            let (piece, path) = owed.remove(usize::from(*fates.next().unwrap()) % owed.len());
+            match *fates.next().unwrap() {
+                0..2 => {
+                    failed[piece] |= PathSet::bit(path);
+                    dealer.failed(piece, path, &mut paths, now);
+                }
+                2 => {
+                    owed.retain(|(_, owes)| *owes != path);
+                    failed.iter_mut().for_each(|paths| *paths |= PathSet::bit(path));
+                    dealer.gone(path, &mut paths, now);
+                }
+                _ => match dealer.arrived(piece, path, &mut paths, now) {
+                    Arrived::First { cancel } => {
+                        here[piece] += 1;
+                        if let Some(other) = cancel {
+                            owed.retain(|owes| *owes != (piece, other));
+                            dealer.cancelled(piece, other, &mut paths, now);
+                        }
+                    }
+                    Arrived::Late => prop_assert_eq!(here[piece], 1),
+                },
+            }
+        }
+        for (piece, count) in here.iter().enumerate() {
+            prop_assert!(*count <= 1);
+            if dealer.is_done() {
+                prop_assert_eq!(*count, 1);
+            } else {
+                let left = pieces[piece].paths.0 & !failed[piece];
+                prop_assert!(dealer.lost() != Some(piece) || left == 0);
+            }
+        }
+        for path in (0..3).map(PathId) {
+            let owes: u64 = owed.iter().filter(|(_, owes)| *owes == path).map(|_| MIB).sum();
+            prop_assert_eq!(paths.outstanding(path), owes, "requests that nobody counts");
+        }
+    }
+}

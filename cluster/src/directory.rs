@@ -1,0 +1,386 @@
+//! Who has which block: the entries of the partitions that this node holds.
+//!
+//! Entries are hints. Each node's stream of events feeds them; what is lost is rebuilt from a snapshot that the node sends again;
+//! a wrong one costs a reader one request in vain. So nothing here is durable, everything is bounded, and entries of nodes that
+//! have left go when their partition is next touched.
+//!
+//! An entry takes 36 bytes, in lists in the order of tags that have an eighth more room than they need at most.
+
+use std::collections::BTreeMap;
+
+use kvarts_layout::OriginId;
+
+use crate::members::{Members, NodeId};
+use crate::partition::{Holders, PARTITIONS, Partition, Tag};
+
+/// Nodes of which one block may be known at once: more are of no use to a reader.
+pub const HOLDERS_MAX: usize = 16;
+
+/// Entries of a chunk: it is split when it has as many.
+const CHUNK_MAX: usize = 512;
+
+/// Something that happened to a block on a node.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Change {
+    /// The node has it, produced as `OriginId` says.
+    Stored(Tag, OriginId),
+    /// The node has it no more.
+    Gone(Tag),
+}
+
+/// A copy of a block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Copy {
+    /// Which node has it.
+    pub node: NodeId,
+    /// Which production of the block it is.
+    pub origin: OriginId,
+}
+
+/// A copy, as it is kept.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    tag: Tag,
+    origin: OriginId,
+    node: u16,
+    /// The snapshot of its node that named it last, or that was the last when an event did.
+    snapshot: u16,
+}
+
+/// Where a block's copies are on a shelf.
+#[derive(Clone, Debug)]
+struct Found {
+    chunk: usize,
+    places: std::ops::Range<usize>,
+}
+
+/// One partition: chunks in the order of tags, so that an insertion moves the entries of one chunk and not of all. The copies of
+/// a block are in one chunk.
+#[derive(Clone, Debug, Default)]
+struct Shelf {
+    chunks: Vec<Vec<Entry>>,
+    /// The departures that were applied to it.
+    swept: u64,
+}
+
+impl Shelf {
+    /// The places of a block's copies, or where they would be.
+    fn find(&self, tag: &Tag) -> Found {
+        let ends_before = |chunk: &Vec<Entry>| chunk.last().is_none_or(|last| last.tag < *tag);
+        let chunk = self.chunks.partition_point(ends_before).min(self.chunks.len().saturating_sub(1));
+        let entries = self.chunks.get(chunk).map(Vec::as_slice).unwrap_or_default();
+        let from = entries.partition_point(|entry| entry.tag < *tag);
+        let copies = entries.iter().skip(from).take_while(|entry| entry.tag == *tag).count();
+        Found { chunk, places: from..from + copies }
+    }
+
+    fn copies(&self, found: &Found) -> &[Entry] {
+        self.chunks.get(found.chunk).and_then(|chunk| chunk.get(found.places.clone())).unwrap_or_default()
+    }
+
+    fn entry(&mut self, chunk: usize, at: usize) -> Option<&mut Entry> {
+        self.chunks.get_mut(chunk)?.get_mut(at)
+    }
+
+    /// Behind the copies that were found.
+    fn insert(&mut self, found: &Found, entry: Entry) {
+        if self.chunks.is_empty() {
+            self.chunks.push(Vec::new());
+        }
+        let Some(chunk) = self.chunks.get_mut(found.chunk) else { return };
+        if chunk.len() == chunk.capacity() {
+            chunk.reserve_exact(chunk.len() / 8 + 4);
+        }
+        chunk.insert(found.places.end, entry);
+        if chunk.len() < CHUNK_MAX {
+            return;
+        }
+        // Between two blocks: the copies of one stay together.
+        let middle = chunk.get(chunk.len() / 2).map(|entry| entry.tag);
+        let at = chunk.partition_point(|entry| Some(entry.tag) < middle);
+        let second = chunk.split_off(at);
+        chunk.shrink_to_fit();
+        self.chunks.insert(found.chunk + 1, second);
+    }
+
+    fn remove(&mut self, chunk: usize, at: usize) {
+        if let Some(entries) = self.chunks.get_mut(chunk) {
+            entries.remove(at);
+            if entries.is_empty() {
+                self.chunks.remove(chunk);
+            }
+        }
+    }
+
+    /// Keeps some entries; says how many went.
+    fn retain(&mut self, keep: impl Fn(&Entry) -> bool) -> u64 {
+        let before = self.len();
+        self.chunks.iter_mut().for_each(|chunk| chunk.retain(&keep));
+        self.chunks.retain(|chunk| !chunk.is_empty());
+        before - self.len()
+    }
+
+    fn len(&self) -> u64 {
+        self.chunks.iter().map(|chunk| chunk.len() as u64).sum()
+    }
+
+    fn bytes(&self) -> usize {
+        let room: usize = self.chunks.iter().map(Vec::capacity).sum();
+        room * size_of::<Entry>() + self.chunks.capacity() * size_of::<Vec<Entry>>()
+    }
+}
+
+/// What became of changes.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Applied {
+    /// Changes that were taken in.
+    pub taken: u64,
+    /// Blocks that there was no room for.
+    pub refused: u64,
+    /// Changes of partitions that this node does not hold.
+    pub elsewhere: u64,
+}
+
+/// What a directory lacks after a change of the members, and has to ask for.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct Lacks {
+    /// Partitions that this node has begun to hold: of every member.
+    pub partitions: Vec<Partition>,
+    /// Members that have joined: every partition that this node holds.
+    pub members: Vec<NodeId>,
+}
+
+/// The directory of one node.
+#[derive(Debug)]
+pub struct Directory {
+    me: NodeId,
+    holders: Holders,
+    shelves: BTreeMap<Partition, Shelf>,
+    /// Members by number. Numbers of those who left are used again once their entries are gone.
+    nodes: Vec<Option<NodeId>>,
+    numbers: BTreeMap<NodeId, u16>,
+    /// The snapshot of each node and partition that is under way or was the last.
+    snapshots: BTreeMap<(u16, Partition), u16>,
+    /// Departures so far, and after how many of them each number of a departed node left.
+    departures: u64,
+    departed: BTreeMap<u16, u64>,
+    entries: u64,
+    entries_max: u64,
+}
+
+impl Directory {
+    /// An empty directory of this node, with room for so many copies.
+    pub fn new(me: NodeId, members: &Members, entries_max: u64) -> Self {
+        let mut directory = Self {
+            me,
+            holders: Holders::of(members),
+            shelves: BTreeMap::new(),
+            nodes: Vec::new(),
+            numbers: BTreeMap::new(),
+            snapshots: BTreeMap::new(),
+            departures: 0,
+            departed: BTreeMap::new(),
+            entries: 0,
+            entries_max,
+        };
+        directory.change_members(members);
+        directory
+    }
+
+    /// The members have changed; an older epoch changes nothing.
+    pub fn change_members(&mut self, members: &Members) -> Lacks {
+        if members.epoch() < self.holders.epoch() {
+            return Lacks::default();
+        }
+        self.holders = Holders::of(members);
+        let gone: Vec<NodeId> =
+            self.numbers.keys().filter(|node| members.place_of(**node).is_none()).copied().collect();
+        for node in gone {
+            self.depart(node);
+        }
+        let joined: Vec<NodeId> = members
+            .list()
+            .iter()
+            .map(|member| member.id)
+            .filter(|node| !self.numbers.contains_key(node))
+            .collect();
+        joined.iter().for_each(|node| self.admit(*node));
+        let (me, holders) = (self.me, &self.holders);
+        let mut dropped = 0;
+        self.shelves.retain(|partition, shelf| {
+            let held = holders.holder(*partition) == Some(me);
+            dropped += if held { 0 } else { shelf.len() };
+            held
+        });
+        self.entries -= dropped;
+        self.snapshots.retain(|(_, partition), _| holders.holder(*partition) == Some(me));
+        let mut partitions = Vec::new();
+        for partition in self.holders.held_by(me) {
+            if let std::collections::btree_map::Entry::Vacant(vacant) = self.shelves.entry(partition) {
+                vacant.insert(Shelf { chunks: Vec::new(), swept: self.departures });
+                partitions.push(partition);
+            }
+        }
+        Lacks { partitions, members: joined }
+    }
+
+    fn admit(&mut self, node: NodeId) {
+        let free = self.nodes.iter().position(Option::is_none);
+        let number = free.unwrap_or(self.nodes.len());
+        match self.nodes.get_mut(number) {
+            Some(place) => *place = Some(node),
+            None => self.nodes.push(Some(node)),
+        }
+        // Members are bounded, and so are those whose entries wait to be swept.
+        self.numbers.insert(node, number as u16);
+    }
+
+    /// A node has left: its number is used again after its entries have gone, here and now if there are too many of those.
+    fn depart(&mut self, node: NodeId) {
+        let Some(number) = self.numbers.remove(&node) else { return };
+        self.departures += 1;
+        self.departed.insert(number, self.departures);
+        self.snapshots.retain(|(of, _), _| *of != number);
+        if self.departed.len() >= crate::members::MEMBERS_MAX {
+            let all: Vec<Partition> = self.shelves.keys().copied().collect();
+            all.into_iter().for_each(|partition| self.sweep(partition));
+            self.forget_departed();
+        }
+    }
+
+    /// Removes the entries of departed nodes from one partition.
+    fn sweep(&mut self, partition: Partition) {
+        let Some(shelf) = self.shelves.get_mut(&partition) else { return };
+        if shelf.swept == self.departures {
+            return;
+        }
+        let (swept, departed) = (shelf.swept, &self.departed);
+        self.entries -= shelf.retain(|entry| departed.get(&entry.node).is_none_or(|at| *at <= swept));
+        shelf.swept = self.departures;
+    }
+
+    /// Numbers of departed nodes whose entries are gone everywhere may be used again.
+    fn forget_departed(&mut self) {
+        let swept = self.shelves.values().map(|shelf| shelf.swept).min().unwrap_or(self.departures);
+        let nodes = &mut self.nodes;
+        self.departed.retain(|number, at| {
+            let stays = *at > swept;
+            if !stays && let Some(place) = nodes.get_mut(usize::from(*number)) {
+                *place = None;
+            }
+            stays
+        });
+    }
+
+    /// Sweeps one partition after the other, as a caller that has time does: so what departed is gone before long, whether its
+    /// partitions are touched or not. Gives how many entries it looked at.
+    pub fn tidy(&mut self, partition: Partition) -> u64 {
+        let looked = self.shelves.get(&partition).map_or(0, Shelf::len);
+        self.sweep(partition);
+        if partition.number() + 1 == PARTITIONS {
+            self.forget_departed();
+        }
+        looked
+    }
+
+    /// Takes what happened on a node in, in its order. Of a node that is no member nothing is taken.
+    pub fn apply(&mut self, node: NodeId, changes: &[Change]) -> Applied {
+        let mut applied = Applied::default();
+        let Some(&number) = self.numbers.get(&node) else { return applied };
+        for change in changes {
+            let (Change::Stored(tag, _) | Change::Gone(tag)) = change;
+            let partition = tag.partition();
+            self.sweep(partition);
+            let snapshot = self.snapshots.get(&(number, partition)).copied().unwrap_or(0);
+            let Some(shelf) = self.shelves.get_mut(&partition) else {
+                applied.elsewhere += 1;
+                continue;
+            };
+            let found = shelf.find(tag);
+            let copies = shelf.copies(&found);
+            let at =
+                copies.iter().position(|entry| entry.node == number).map(|place| found.places.start + place);
+            match (change, at) {
+                (Change::Stored(_, origin), Some(at)) => {
+                    if let Some(entry) = shelf.entry(found.chunk, at) {
+                        (entry.origin, entry.snapshot) = (*origin, snapshot);
+                    }
+                }
+                (Change::Stored(..), None)
+                    if copies.len() >= HOLDERS_MAX || self.entries >= self.entries_max =>
+                {
+                    applied.refused += 1;
+                    continue;
+                }
+                (Change::Stored(_, origin), None) => {
+                    shelf.insert(&found, Entry { tag: *tag, origin: *origin, node: number, snapshot });
+                    self.entries += 1;
+                }
+                (Change::Gone(_), Some(at)) => {
+                    shelf.remove(found.chunk, at);
+                    self.entries -= 1;
+                }
+                (Change::Gone(_), None) => {}
+            }
+            applied.taken += 1;
+        }
+        applied
+    }
+
+    /// A node begins to send everything that it has of a partition, as changes.
+    pub fn begin_snapshot(&mut self, node: NodeId, partition: Partition) {
+        if let (Some(&number), true) = (self.numbers.get(&node), self.shelves.contains_key(&partition)) {
+            let snapshot = self.snapshots.entry((number, partition)).or_default();
+            *snapshot = snapshot.wrapping_add(1);
+        }
+    }
+
+    /// It has sent everything: what it did not name since it began it does not have.
+    pub fn end_snapshot(&mut self, node: NodeId, partition: Partition) {
+        let Some(&number) = self.numbers.get(&node) else { return };
+        let Some(&snapshot) = self.snapshots.get(&(number, partition)) else { return };
+        if let Some(shelf) = self.shelves.get_mut(&partition) {
+            self.entries -= shelf.retain(|entry| entry.node != number || entry.snapshot == snapshot);
+        }
+    }
+
+    /// Who has a block. Whether anybody else has it cannot be concluded from an empty answer: entries are hints.
+    pub fn copies(&self, tag: &Tag) -> impl Iterator<Item = Copy> + '_ {
+        let shelf = self.shelves.get(&tag.partition());
+        let entries = shelf.map(|shelf| shelf.copies(&shelf.find(tag))).unwrap_or_default();
+        let swept = shelf.map_or(0, |shelf| shelf.swept);
+        entries.iter().filter_map(move |entry| {
+            let is_gone = self.departed.get(&entry.node).is_some_and(|at| *at > swept);
+            let node = self.nodes.get(usize::from(entry.node)).copied().flatten();
+            node.filter(|_| !is_gone).map(|node| Copy { node, origin: entry.origin })
+        })
+    }
+
+    /// The partitions that this node holds.
+    pub fn held(&self) -> impl Iterator<Item = Partition> + '_ {
+        self.shelves.keys().copied()
+    }
+
+    /// Who holds the partition of a block.
+    pub fn holder_of(&self, tag: &Tag) -> Option<NodeId> {
+        self.holders.holder(tag.partition())
+    }
+
+    /// Copies that are known, those of departed nodes included until their partition is swept.
+    pub fn len(&self) -> u64 {
+        self.entries
+    }
+
+    /// Whether no copy is known.
+    pub fn is_empty(&self) -> bool {
+        self.entries == 0
+    }
+
+    /// Bytes that the entries take.
+    pub fn bytes(&self) -> u64 {
+        self.shelves.values().map(|shelf| shelf.bytes() as u64).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,177 @@
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::members::Member;
+
+fn node(n: u8) -> NodeId {
+    kvarts_layout::StoreId([n; 16])
+}
+
+fn members(epoch: u64, numbers: &[u8]) -> Members {
+    let one = |n: &u8| Member { id: node(*n), address: format!("host-{n}:1"), zone: String::new() };
+    Members::new(epoch, numbers.iter().map(one).collect()).unwrap()
+}
+
+fn tag(n: u32) -> Tag {
+    let mut tag = [0; 16];
+    tag[..4].copy_from_slice(&n.wrapping_mul(0x9E37_79B9).to_be_bytes());
+    tag[4..8].copy_from_slice(&n.to_be_bytes());
+    Tag(tag)
+}
+
+const ORIGIN: OriginId = OriginId([9; 16]);
+
+fn nodes_with(directory: &Directory, n: u32) -> Vec<NodeId> {
+    directory.copies(&tag(n)).map(|copy| copy.node).collect()
+}
+
+#[test]
+fn a_block_is_where_it_was_stored_until_it_is_gone() {
+    let mut directory = Directory::new(node(1), &members(1, &[1]), 100);
+    // It is the only member: it holds everything.
+    let stored = [Change::Stored(tag(1), ORIGIN), Change::Stored(tag(2), ORIGIN)];
+    assert_eq!(directory.apply(node(1), &stored).taken, 2);
+    assert_eq!((nodes_with(&directory, 1), directory.len()), (vec![node(1)], 2));
+    let other = OriginId([8; 16]);
+    directory.apply(node(1), &[Change::Stored(tag(1), other), Change::Gone(tag(2)), Change::Gone(tag(3))]);
+    let copies: Vec<Copy> = directory.copies(&tag(1)).collect();
+    assert_eq!(copies, [Copy { node: node(1), origin: other }]);
+    assert_eq!((nodes_with(&directory, 2), directory.len()), (vec![], 1));
+}
+
+#[test]
+fn what_a_snapshot_does_not_name_is_gone_and_what_happens_meanwhile_is_not() {
+    let mut directory = Directory::new(node(1), &members(1, &[1, 2]), 100);
+    let of = (0..).find(|n| directory.holder_of(&tag(*n)) == Some(node(1))).unwrap();
+    let same = |n: &u32| tag(*n).partition() == tag(of).partition();
+    let [old, kept, new] = *(0..).filter(same).take(3).collect::<Vec<u32>>() else { unreachable!() };
+    let partition = tag(of).partition();
+    let stored = |n| Change::Stored(tag(n), ORIGIN);
+    directory.apply(node(2), &[stored(old), stored(kept)]);
+    directory.apply(node(1), &[stored(old)]);
+    directory.begin_snapshot(node(2), partition);
+    directory.apply(node(2), &[stored(kept), stored(new)]);
+    directory.end_snapshot(node(2), partition);
+    assert_eq!(nodes_with(&directory, old), [node(1)], "another node's copy is its own");
+    assert_eq!(nodes_with(&directory, kept), [node(2)]);
+    assert_eq!(nodes_with(&directory, new), [node(2)]);
+}
+
+#[test]
+fn of_a_node_that_left_nothing_is_told_and_its_entries_go() {
+    let mut directory = Directory::new(node(1), &members(1, &[1, 2]), 1000);
+    let changes: Vec<Change> = (0..500).map(|n| Change::Stored(tag(n), ORIGIN)).collect();
+    let held = directory.apply(node(2), &changes).taken;
+    assert!(held > 100 && directory.len() == held);
+    assert_eq!(
+        directory.change_members(&members(2, &[1])).partitions.len(),
+        held_by(2),
+        "what the other one held"
+    );
+    assert!((0..500).all(|n| nodes_with(&directory, n).is_empty()));
+    assert_eq!(directory.apply(node(2), &changes), Applied::default(), "it is no member");
+    Partition::all().map(|partition| directory.tidy(partition)).for_each(drop);
+    assert!(directory.is_empty());
+    // A new node may have its number, and nothing of what it had.
+    assert_eq!(directory.change_members(&members(3, &[1, 3])).members, [node(3)]);
+    assert!((0..500).all(|n| nodes_with(&directory, n).is_empty()));
+    // An older epoch changes nothing.
+    assert_eq!(directory.change_members(&members(2, &[1])), Lacks::default());
+    assert!(directory.apply(node(3), &changes).taken > 0);
+}
+
+/// Partitions that one of two nodes holds.
+fn held_by(n: u8) -> usize {
+    Holders::of(&members(1, &[1, 2])).held_by(node(n)).count()
+}
+
+#[test]
+fn an_entry_takes_at_most_48_bytes_and_what_does_not_fit_is_refused() {
+    const MANY: u32 = 200_000;
+    let mut directory = Directory::new(node(1), &members(1, &[1, 2]), u64::from(MANY));
+    let changes: Vec<Change> = (0..2 * MANY + 10_000).map(|n| Change::Stored(tag(n), ORIGIN)).collect();
+    let applied = directory.apply(node(2), &changes);
+    assert_eq!((applied.taken, directory.len()), (u64::from(MANY), u64::from(MANY)));
+    assert_eq!(applied.taken + applied.refused + applied.elsewhere, changes.len() as u64);
+    let each = directory.bytes() as f64 / f64::from(MANY);
+    assert!(each <= 48.0, "{each} bytes");
+}
+
+#[test]
+fn an_entry_takes_as_little_and_an_insertion_moves_as_few_however_many_there_are() {
+    let mut shelf = Shelf::default();
+    for n in 0..100_000u32 {
+        let tag = Tag(u128::from(n.reverse_bits()).to_be_bytes());
+        // As many copies of a block as there may be, now and then.
+        for node in 0..if n % 100 == 0 { HOLDERS_MAX as u16 } else { 1 } {
+            let found = shelf.find(&tag);
+            shelf.insert(&found, Entry { tag, origin: ORIGIN, node, snapshot: 0 });
+        }
+    }
+    let longest = shelf.chunks.iter().map(Vec::len).max().unwrap();
+    assert!(longest < CHUNK_MAX, "{longest}");
+    assert!(shelf.bytes() as f64 / shelf.len() as f64 <= 48.0);
+    let tags: Vec<Tag> = shelf.chunks.iter().flatten().map(|entry| entry.tag).collect();
+    assert!(tags.is_sorted());
+    let together = shelf.chunks.windows(2).all(|pair| pair[0].last().unwrap().tag < pair[1][0].tag);
+    assert!(together, "the copies of a block are in two chunks");
+}
+
+#[test]
+fn a_block_has_as_many_copies_as_a_reader_may_use_and_no_more() {
+    let numbers: Vec<u8> = (1..=30).collect();
+    let mut directory = Directory::new(node(1), &members(1, &numbers), 1000);
+    let n = (0..).find(|n| directory.holder_of(&tag(*n)) == Some(node(1))).unwrap();
+    for number in numbers {
+        directory.apply(node(number), &[Change::Stored(tag(n), ORIGIN)]);
+    }
+    assert_eq!(nodes_with(&directory, n).len(), HOLDERS_MAX);
+}
+
+proptest! {
+    /// Against a plain set of pairs.
+    #[test]
+    fn the_directory_says_what_its_events_say(events in prop::collection::vec((1u8..5, 0u32..40, 0u8..8), 0..400)) {
+        let all = [1, 2, 3, 4];
+        let (mut epoch, mut present): (u64, BTreeSet<u8>) = (1, all.into());
+        let mut directory = Directory::new(node(1), &members(1, &all), 10_000);
+        let mut model: BTreeSet<(u32, u8)> = BTreeSet::new();
+        for (of, n, what) in events {
+            match what {
+                0..4 if present.contains(&of) => {
+                    let applied = directory.apply(node(of), &[Change::Stored(tag(n), ORIGIN)]);
+                    if applied.taken == 1 {
+                        model.insert((n, of));
+                    }
+                }
+                4..6 if present.contains(&of) => {
+                    directory.apply(node(of), &[Change::Gone(tag(n))]);
+                    model.remove(&(n, of));
+                }
+                // It leaves, or comes back.
+                6 if of != 1 => {
+                    epoch += 1;
+                    if !present.remove(&of) {
+                        present.insert(of);
+                    }
+                    model.retain(|(_, of)| present.contains(of));
+                    let now: Vec<u8> = present.iter().copied().collect();
+                    let begun: BTreeSet<Partition> = directory.change_members(&members(epoch, &now)).partitions.into_iter().collect();
+                    let holds = |n: u32| directory.holder_of(&tag(n)) == Some(node(1)) && !begun.contains(&tag(n).partition());
+                    model.retain(|(n, _)| holds(*n));
+                }
+                7 => {
+                    directory.tidy(tag(n).partition());
+                }
+                _ => {}
+            }
+        }
+        for n in 0..40 {
+            let told: BTreeSet<NodeId> = nodes_with(&directory, n).into_iter().collect();
+            let expected: BTreeSet<NodeId> = model.range((n, 0)..=(n, 255)).map(|(_, of)| node(*of)).collect();
+            prop_assert_eq!(told, expected);
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! Who belongs to the cluster in one epoch. Every change of the members is a new epoch, whose number only grows.
+//!
+//! Where nothing else runs a file names them, the same one on every node:
+//!
+//! ```toml
+//! epoch = 1
+//! [[node]]
+//! id = "00112233445566778899aabbccddeeff"   # kvarts serve says it when it starts
+//! address = "10.0.0.1:7400"
+//! zone = "rack-1"                            # optional
+//! ```
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use kvarts_layout::StoreId;
+use serde::Deserialize;
+
+/// Members that a cluster may have.
+pub const MEMBERS_MAX: usize = 1024;
+/// The longest file of members that is read.
+pub const FILE_BYTES_MAX: usize = 1 << 20;
+
+/// A node's name: that of its store, so that a directory which is moved to another host stays itself.
+pub type NodeId = StoreId;
+
+/// One node.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Member {
+    /// Its name.
+    pub id: NodeId,
+    /// Where other nodes reach it: a host and a port.
+    pub address: String,
+    /// Nodes of one zone are near to each other; empty if nothing is known.
+    pub zone: String,
+}
+
+/// The members of one epoch, in the order of their names.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Members {
+    epoch: u64,
+    list: Vec<Member>,
+}
+
+/// Why members are none.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum MembersError {
+    /// The file is not TOML, or has other fields: with the line.
+    Syntax(String),
+    /// A field of the node of this place (from one) cannot be.
+    Field {
+        /// Which node, from one.
+        node: usize,
+        /// What is wrong, and what would be right.
+        what: String,
+    },
+    /// There are none, or too many.
+    Count(usize),
+    /// Two nodes have this name or address.
+    Twice(String),
+}
+
+impl fmt::Display for MembersError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Syntax(what) => write!(f, "{what}"),
+            Self::Field { node, what } => write!(f, "node {node}: {what}"),
+            Self::Count(count) => write!(f, "{count} nodes: a cluster has 1 to {MEMBERS_MAX}"),
+            Self::Twice(what) => write!(f, "two nodes have {what}"),
+        }
+    }
+}
+
+impl std::error::Error for MembersError {}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileNode {
+    id: String,
+    address: String,
+    #[serde(default)]
+    zone: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    epoch: u64,
+    #[serde(default)]
+    node: Vec<FileNode>,
+}
+
+impl Members {
+    /// The members of an epoch.
+    pub fn new(epoch: u64, mut list: Vec<Member>) -> Result<Self, MembersError> {
+        if list.is_empty() || list.len() > MEMBERS_MAX {
+            return Err(MembersError::Count(list.len()));
+        }
+        list.sort_by_key(|member| member.id);
+        let same = list.windows(2).find_map(|pair| match pair {
+            [a, b] if a.id == b.id => Some(format!("the id {}", a.id)),
+            _ => None,
+        });
+        let mut addresses = BTreeSet::new();
+        let same = same.or_else(|| {
+            let again = list.iter().find(|member| !addresses.insert(member.address.as_str()))?;
+            Some(format!("the address {}", again.address))
+        });
+        match same {
+            Some(what) => Err(MembersError::Twice(what)),
+            None => Ok(Self { epoch, list }),
+        }
+    }
+
+    /// Those that a file names.
+    pub fn parse(text: &str) -> Result<Self, MembersError> {
+        if text.len() > FILE_BYTES_MAX {
+            return Err(MembersError::Syntax(format!("longer than {FILE_BYTES_MAX} bytes")));
+        }
+        let file: File = toml::from_str(text).map_err(|error| MembersError::Syntax(error.to_string()))?;
+        if file.node.len() > MEMBERS_MAX {
+            return Err(MembersError::Count(file.node.len()));
+        }
+        let nodes = (1..).zip(file.node);
+        let list = nodes.map(|(node, wire)| member(wire).map_err(|what| MembersError::Field { node, what }));
+        Self::new(file.epoch, list.collect::<Result<_, _>>()?)
+    }
+
+    /// The number of the epoch.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// All of them, in the order of their names.
+    pub fn list(&self) -> &[Member] {
+        &self.list
+    }
+
+    /// The member of this name.
+    pub fn get(&self, id: NodeId) -> Option<&Member> {
+        self.list.get(self.place_of(id)?)
+    }
+
+    /// Which one it is in the list.
+    pub fn place_of(&self, id: NodeId) -> Option<usize> {
+        self.list.binary_search_by_key(&id, |member| member.id).ok()
+    }
+}
+
+fn member(wire: FileNode) -> Result<Member, String> {
+    let FileNode { id, address, zone } = wire;
+    let id = id.parse().map_err(|error| format!("id: {error}"))?;
+    let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+    if port.and_then(|(_, port)| port.parse::<u16>().ok()).is_none_or(|port| port == 0) {
+        return Err(format!("address {address:?}: write a host and a port, as in \"10.0.0.1:7400\""));
+    }
+    Ok(Member { id, address, zone })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(nodes: &[(&str, &str)]) -> String {
+        let node = |(id, address): &(&str, &str)| format!("[[node]]\nid = {id:?}\naddress = {address:?}\n");
+        format!("epoch = 3\n{}", nodes.iter().map(node).collect::<String>())
+    }
+
+    const A: &str = "00112233445566778899aabbccddeeff";
+    const B: &str = "ffeeddccbbaa99887766554433221100";
+
+    #[test]
+    fn members_are_the_same_in_whatever_order_a_file_names_them() {
+        let here = Members::parse(&file(&[(A, "a:1"), (B, "b:1")])).unwrap();
+        let there = Members::parse(&file(&[(B, "b:1"), (A, "a:1")])).unwrap();
+        assert_eq!(here, there);
+        assert_eq!((here.epoch(), here.list().len()), (3, 2));
+        assert_eq!(here.get(B.parse().unwrap()).unwrap().address, "b:1");
+        assert_eq!(here.get(NodeId::default()), None);
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_file_is_said_with_its_place() {
+        let error = |text: &str| Members::parse(text).unwrap_err().to_string();
+        assert!(error("epoch = 1\nnodes = 3\n").contains("line 2"), "{}", error("epoch = 1\nnodes = 3\n"));
+        assert_eq!(error("epoch = 1\n"), "0 nodes: a cluster has 1 to 1024");
+        assert_eq!(error(&file(&[(A, "a:1"), ("12", "b:1")])), "node 2: id: expected 32 hexadecimal digits");
+        for address in ["", "host", "host:", ":1", "host:0", "host:70000"] {
+            assert!(error(&file(&[(A, address)])).starts_with("node 1: address"), "{address}");
+        }
+        assert_eq!(error(&file(&[(A, "a:1"), (A, "b:1")])), format!("two nodes have the id {A}"));
+        assert_eq!(error(&file(&[(A, "a:1"), (B, "a:1")])), "two nodes have the address a:1");
+        assert!(error(&" ".repeat(FILE_BYTES_MAX + 1)).contains("longer"));
+    }
+}

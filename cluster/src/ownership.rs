@@ -1,0 +1,217 @@
+//! Who owns a chain of blocks: the node whose copy is evicted last, and to whom requests that extend the chain should go.
+//!
+//! One node at a time has a valid lease with a fencing token. Tokens grow for ever: their first word is the epoch in which this
+//! holder took the partition over, which a coordination service or the file of members hands out and never twice. A new holder
+//! does not know the leases of the one before it, so for one longest lease it grants nothing that another node might have; an
+//! owner that renews a lease of the old holder meanwhile keeps it, with its token.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::members::NodeId;
+use crate::partition::Tag;
+
+/// The longest lease.
+pub const LEASE_MAX: Duration = Duration::from_secs(60);
+/// How much clocks may run apart over a longest lease.
+const DRIFT: Duration = Duration::from_secs(2);
+/// Read-only replicas that a chain may have.
+pub const REPLICAS_MAX: usize = 15;
+
+/// Orders all leases that were ever granted for a chain.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct Token {
+    /// The epoch in which the holder that granted it took over.
+    pub epoch: u64,
+    /// The number of the grant within it.
+    pub number: u64,
+}
+
+/// A valid lease.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Lease {
+    /// Who owns the chain.
+    pub owner: NodeId,
+    /// Which grant it is.
+    pub token: Token,
+    /// When it ends.
+    pub until: Duration,
+}
+
+/// Why nothing is granted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Refused {
+    /// Another node owns the chain.
+    Owned(Lease),
+    /// The lease of this token has ended, or was never granted here.
+    Stale,
+    /// This holder is new: until then a lease of the one before may be valid.
+    New(Duration),
+    /// There is no room for more chains or replicas.
+    Full,
+}
+
+/// What is known of a chain.
+#[derive(Clone, Debug)]
+struct Chain {
+    lease: Lease,
+    /// Sessions and forks that stand on it.
+    references: u64,
+    used: Duration,
+    replicas: BTreeMap<NodeId, Duration>,
+}
+
+/// The chains of the partitions that one node holds in one epoch.
+#[derive(Clone, Debug)]
+pub struct Ownership {
+    epoch: u64,
+    granted: u64,
+    quiet_until: Duration,
+    chains: BTreeMap<Tag, Chain>,
+    chains_max: usize,
+}
+
+impl Ownership {
+    /// Takes over in an epoch that no holder of these partitions had before. `first` says that there was none, so that no lease
+    /// can be valid.
+    pub fn take_over(epoch: u64, first: bool, chains_max: usize, now: Duration) -> Self {
+        let quiet_until = if first { now } else { now + LEASE_MAX + DRIFT };
+        Self { epoch, granted: 0, quiet_until, chains: BTreeMap::new(), chains_max }
+    }
+
+    /// Who owns a chain now.
+    pub fn owner(&self, chain: &Tag, now: Duration) -> Option<Lease> {
+        self.chains.get(chain).map(|known| known.lease).filter(|lease| now < lease.until)
+    }
+
+    /// Makes `node` the owner, or says who is. The owner that claims again gets a new token.
+    pub fn claim(
+        &mut self,
+        chain: Tag,
+        node: NodeId,
+        hold: Duration,
+        now: Duration,
+    ) -> Result<Lease, Refused> {
+        match self.owner(&chain, now) {
+            Some(lease) if lease.owner != node => return Err(Refused::Owned(lease)),
+            None if now < self.quiet_until => return Err(Refused::New(self.quiet_until)),
+            _ => {}
+        }
+        if !self.chains.contains_key(&chain) && self.is_full(now) {
+            return Err(Refused::Full);
+        }
+        self.granted += 1;
+        let token = Token { epoch: self.epoch, number: self.granted };
+        let lease = Lease { owner: node, token, until: now + hold.min(LEASE_MAX) };
+        let new = Chain { lease, references: 0, used: now, replicas: BTreeMap::new() };
+        let known = self.chains.entry(chain).or_insert(new);
+        (known.lease, known.used) = (lease, now);
+        // The owner's copy is no replica.
+        known.replicas.remove(&node);
+        Ok(lease)
+    }
+
+    /// Goes on with a lease that has not ended. One that the holder before this one granted is taken over as it is, if this
+    /// holder is new.
+    pub fn renew(
+        &mut self,
+        chain: Tag,
+        node: NodeId,
+        token: Token,
+        hold: Duration,
+        now: Duration,
+    ) -> Result<Lease, Refused> {
+        let until = now + hold.min(LEASE_MAX);
+        if let Some(known) = self.chains.get_mut(&chain) {
+            let valid = now < known.lease.until;
+            if valid && known.lease.owner == node && known.lease.token == token {
+                (known.lease.until, known.used) = (known.lease.until.max(until), now);
+                return Ok(known.lease);
+            }
+            // A later grant of an older holder ends an earlier one that was renewed first.
+            let is_older = known.lease.token >= token || token.epoch >= self.epoch;
+            if is_older || now >= self.quiet_until {
+                return Err(if valid { Refused::Owned(known.lease) } else { Refused::Stale });
+            }
+        } else if now >= self.quiet_until || token.epoch >= self.epoch {
+            return Err(Refused::Stale);
+        } else if self.is_full(now) {
+            return Err(Refused::Full);
+        }
+        let lease = Lease { owner: node, token, until };
+        self.chains.insert(chain, Chain { lease, references: 0, used: now, replicas: BTreeMap::new() });
+        Ok(lease)
+    }
+
+    /// Ends a lease early. What is known of the chain stays.
+    pub fn release(&mut self, chain: &Tag, node: NodeId, token: Token, now: Duration) -> Result<(), Refused> {
+        let known = self.chains.get_mut(chain).filter(|known| {
+            known.lease.owner == node && known.lease.token == token && now < known.lease.until
+        });
+        known.map(|known| known.lease.until = now).ok_or(Refused::Stale)
+    }
+
+    /// Whether a token is that of the valid lease: what another node asks before it does as an owner says.
+    pub fn is_valid(&self, chain: &Tag, token: Token, now: Duration) -> bool {
+        self.owner(chain, now).is_some_and(|lease| lease.token == token)
+    }
+
+    /// Notes a read-only copy on a node, which ends by itself. The owner grants it.
+    pub fn replicate(
+        &mut self,
+        chain: &Tag,
+        token: Token,
+        on: NodeId,
+        hold: Duration,
+        now: Duration,
+    ) -> Result<Duration, Refused> {
+        let known =
+            self.chains.get_mut(chain).filter(|known| known.lease.token == token && now < known.lease.until);
+        let known = known.ok_or(Refused::Stale)?;
+        known.replicas.retain(|_, until| now < *until);
+        if known.lease.owner == on {
+            return Err(Refused::Owned(known.lease));
+        }
+        if known.replicas.len() >= REPLICAS_MAX && !known.replicas.contains_key(&on) {
+            return Err(Refused::Full);
+        }
+        let until = now + hold;
+        known.replicas.insert(on, until);
+        Ok(until)
+    }
+
+    /// Where read-only copies are.
+    pub fn replicas(&self, chain: &Tag, now: Duration) -> impl Iterator<Item = NodeId> + '_ {
+        let replicas = self.chains.get(chain).into_iter().flat_map(|known| &known.replicas);
+        replicas.filter(move |(_, until)| now < **until).map(|(node, _)| *node)
+    }
+
+    /// A session or a fork stands on a chain from now on, or does not any more. Gives how many do.
+    pub fn refer(&mut self, chain: &Tag, more: bool, now: Duration) -> u64 {
+        let Some(known) = self.chains.get_mut(chain) else { return 0 };
+        known.used = now;
+        known.references = if more { known.references + 1 } else { known.references.saturating_sub(1) };
+        known.references
+    }
+
+    /// Chains that are known.
+    pub fn len(&self) -> usize {
+        self.chains.len()
+    }
+
+    /// Whether none is known.
+    pub fn is_empty(&self) -> bool {
+        self.chains.is_empty()
+    }
+
+    /// Whether there is no room for one more chain, after those went that nobody owns and nothing refers to.
+    fn is_full(&mut self, now: Duration) -> bool {
+        if self.chains.len() >= self.chains_max {
+            self.chains.retain(|_, known| now < known.lease.until || known.references > 0);
+        }
+        self.chains.len() >= self.chains_max
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,140 @@
+use proptest::prelude::*;
+
+use super::*;
+
+const CHAIN: Tag = Tag([5; 16]);
+const HOLD: Duration = Duration::from_secs(10);
+
+fn node(n: u8) -> NodeId {
+    kvarts_layout::StoreId([n; 16])
+}
+
+fn at(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+fn first() -> Ownership {
+    Ownership::take_over(1, true, 100, at(0))
+}
+
+#[test]
+fn one_node_owns_a_chain_until_its_lease_ends_and_the_next_token_is_greater() {
+    let mut chains = first();
+    let lease = chains.claim(CHAIN, node(1), HOLD, at(0)).unwrap();
+    assert_eq!(chains.claim(CHAIN, node(2), HOLD, at(9)), Err(Refused::Owned(lease)));
+    assert!(chains.is_valid(&CHAIN, lease.token, at(9)));
+    let renewed = chains.renew(CHAIN, node(1), lease.token, HOLD, at(9)).unwrap();
+    assert_eq!((renewed.token, renewed.until), (lease.token, at(19)));
+    let next = chains.claim(CHAIN, node(2), HOLD, at(19)).unwrap();
+    assert!(next.token > lease.token);
+    assert!(!chains.is_valid(&CHAIN, lease.token, at(19)));
+    assert_eq!(chains.renew(CHAIN, node(1), lease.token, HOLD, at(19)), Err(Refused::Owned(next)));
+    assert_eq!(chains.release(&CHAIN, node(1), lease.token, at(19)), Err(Refused::Stale));
+    chains.release(&CHAIN, node(2), next.token, at(20)).unwrap();
+    assert_eq!(chains.owner(&CHAIN, at(20)), None);
+}
+
+#[test]
+fn no_lease_is_longer_than_the_longest() {
+    let lease = first().claim(CHAIN, node(1), Duration::from_secs(1 << 40), at(0)).unwrap();
+    assert_eq!(lease.until, LEASE_MAX);
+}
+
+#[test]
+fn a_new_holder_grants_nothing_while_an_old_lease_may_be_valid_and_takes_one_over_that_is_renewed() {
+    let mut old = first();
+    let lease = old.claim(CHAIN, node(1), LEASE_MAX, at(100)).unwrap();
+    let mut new = Ownership::take_over(2, false, 100, at(101));
+    assert!(matches!(new.claim(CHAIN, node(2), HOLD, at(102)), Err(Refused::New(_))));
+    let renewed = new.renew(CHAIN, node(1), lease.token, HOLD, at(110)).unwrap();
+    assert_eq!((renewed.owner, renewed.token), (node(1), lease.token));
+    assert_eq!(new.claim(CHAIN, node(2), HOLD, at(119)), Err(Refused::Owned(renewed)));
+    // The owner itself may claim, and its token grows.
+    let again = new.claim(CHAIN, node(1), HOLD, at(119)).unwrap();
+    assert!(again.token > lease.token && again.token.epoch == 2);
+    // One that comes later than every old lease may last is not taken over.
+    let mut late = Ownership::take_over(3, false, 100, at(200));
+    assert_eq!(late.renew(CHAIN, node(1), lease.token, HOLD, at(263)), Err(Refused::Stale));
+    assert!(late.claim(CHAIN, node(2), HOLD, at(263)).is_ok());
+}
+
+#[test]
+fn of_two_leases_of_an_old_holder_the_later_one_counts() {
+    let mut old = first();
+    let stale = old.claim(CHAIN, node(1), at(1), at(0)).unwrap();
+    let valid = old.claim(CHAIN, node(2), HOLD, at(2)).unwrap();
+    let mut new = Ownership::take_over(2, false, 100, at(3));
+    // A node whose clock stood still renews first.
+    new.renew(CHAIN, node(1), stale.token, HOLD, at(4)).unwrap();
+    assert_eq!(new.renew(CHAIN, node(2), valid.token, HOLD, at(5)).unwrap().owner, node(2));
+    assert!(matches!(new.renew(CHAIN, node(1), stale.token, HOLD, at(6)), Err(Refused::Owned(_))));
+    // A token that nobody can have been granted yet is none.
+    let forged = Token { epoch: 2, number: 1 << 60 };
+    assert!(new.renew(CHAIN, node(3), forged, HOLD, at(7)).is_err());
+}
+
+#[test]
+fn replicas_are_the_owners_to_grant_end_by_themselves_and_are_bounded() {
+    let mut chains = first();
+    let lease = chains.claim(CHAIN, node(1), LEASE_MAX, at(0)).unwrap();
+    let other = Token { epoch: 0, number: 7 };
+    assert_eq!(chains.replicate(&CHAIN, other, node(2), HOLD, at(0)), Err(Refused::Stale));
+    for n in 2..2 + REPLICAS_MAX as u8 {
+        chains.replicate(&CHAIN, lease.token, node(n), HOLD, at(0)).unwrap();
+    }
+    assert_eq!(chains.replicate(&CHAIN, lease.token, node(99), HOLD, at(0)), Err(Refused::Full));
+    assert_eq!(chains.replicas(&CHAIN, at(9)).count(), REPLICAS_MAX);
+    assert_eq!(chains.replicas(&CHAIN, at(10)).count(), 0);
+    chains.replicate(&CHAIN, lease.token, node(99), HOLD, at(10)).unwrap();
+}
+
+#[test]
+fn chains_are_bounded_and_those_that_nobody_owns_or_refers_to_make_room() {
+    let mut chains = Ownership::take_over(1, true, 3, at(0));
+    let tag = |n: u8| Tag([n; 16]);
+    for n in 0..3 {
+        chains.claim(tag(n), node(1), HOLD, at(0)).unwrap();
+    }
+    assert_eq!(chains.claim(tag(3), node(1), HOLD, at(1)), Err(Refused::Full));
+    assert_eq!((chains.refer(&tag(0), true, at(1)), chains.refer(&tag(9), true, at(1))), (1, 0));
+    chains.claim(tag(3), node(1), HOLD, at(11)).unwrap();
+    assert_eq!(chains.len(), 2, "the one that is referred to, and the new one");
+    assert_eq!(chains.refer(&tag(0), false, at(12)), 0);
+}
+
+proptest! {
+    /// Nodes keep the leases that they were told of; holders change. At no time do two nodes have a lease that has not ended, and
+    /// tokens only grow.
+    #[test]
+    fn at_most_one_node_has_a_lease_whatever_happens_to_its_holder(
+        steps in prop::collection::vec((0u8..6, 0usize..3, 1u64..40), 1..300),
+    ) {
+        let (mut now, mut epoch) = (at(0), 1);
+        let mut holder = first();
+        let mut known: [Option<Lease>; 3] = [None; 3];
+        let mut greatest = Token::default();
+        for (what, who, seconds) in steps {
+            let id = node(who as u8);
+            let hold = at(seconds);
+            match (what, known[who].filter(|lease| now < lease.until)) {
+                (0, _) => if let Ok(lease) = holder.claim(CHAIN, id, hold, now) {
+                    prop_assert!(lease.token > greatest, "{:?} after {greatest:?}", lease.token);
+                    (greatest, known[who]) = (lease.token, Some(lease));
+                },
+                (1 | 2, Some(lease)) => if let Ok(lease) = holder.renew(CHAIN, id, lease.token, hold, now) {
+                    known[who] = Some(lease);
+                },
+                (3, Some(lease)) => if holder.release(&CHAIN, id, lease.token, now).is_ok() {
+                    known[who] = None;
+                },
+                (4, _) => {
+                    epoch += 1;
+                    holder = Ownership::take_over(epoch, false, 100, now);
+                }
+                _ => now += at(seconds) / 4,
+            }
+            let valid = known.iter().flatten().filter(|lease| now < lease.until).count();
+            prop_assert!(valid <= 1, "{known:?} at {now:?}");
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! How fast each path is, and how much waits there. A path is a way to bytes: own disks, a peer, the cold tier.
+//!
+//! A rate is what arrived over the time in which something was outstanding, older arrivals counting less. Time without an
+//! arrival counts as it passes: the rate of a path that stalls falls before anything fails.
+
+use std::time::Duration;
+
+/// Over what time an arrival loses most of its weight.
+const DECAY: Duration = Duration::from_millis(250);
+/// How long a path's queue should be.
+const QUEUE: Duration = Duration::from_millis(20);
+/// What may be outstanding on any path, however slow: less would leave it idle between two pieces.
+const OUTSTANDING_MIN: u64 = 2 << 20;
+/// Failures in a row after which a path is left alone.
+const STRIKES_MAX: u32 = 3;
+/// How long it is.
+const LEFT_ALONE: Duration = Duration::from_secs(10);
+
+/// The number of a path among those of a node.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct PathId(pub u16);
+
+/// What is known of one path.
+#[derive(Clone, Debug, Default)]
+struct Path {
+    outstanding: u64,
+    /// Bytes that arrived, and seconds in which something was outstanding, both decayed.
+    arrived: f64,
+    busy: f64,
+    /// Until when `busy` has been counted.
+    counted: Duration,
+    strikes: u32,
+    left_alone_until: Duration,
+}
+
+impl Path {
+    /// Decayed bytes and busy seconds at this time.
+    fn at(&self, now: Duration) -> (f64, f64) {
+        let passed = now.saturating_sub(self.counted).as_secs_f64();
+        if self.outstanding == 0 {
+            return (self.arrived, self.busy);
+        }
+        let keep = (-passed / DECAY.as_secs_f64()).exp();
+        // What passed is weighted as what was counted before it.
+        (self.arrived * keep, self.busy * keep + (1.0 - keep) * DECAY.as_secs_f64())
+    }
+
+    fn count(&mut self, now: Duration) {
+        (self.arrived, self.busy) = self.at(now);
+        self.counted = self.counted.max(now);
+    }
+
+    fn rate(&self, now: Duration) -> Option<f64> {
+        let (arrived, busy) = self.at(now);
+        (arrived > 0.0 && busy > 0.0).then(|| arrived / busy)
+    }
+}
+
+/// The paths of a node, for all its reads.
+#[derive(Clone, Debug, Default)]
+pub struct Paths(Vec<Path>);
+
+impl Paths {
+    /// So many paths of which nothing is known yet.
+    pub fn new(count: u16) -> Self {
+        Self(vec![Path::default(); usize::from(count)])
+    }
+
+    fn get(&self, path: PathId) -> Option<&Path> {
+        self.0.get(usize::from(path.0))
+    }
+
+    fn of(&mut self, path: PathId) -> Option<&mut Path> {
+        self.0.get_mut(usize::from(path.0))
+    }
+
+    /// Bytes a second, if anything has arrived.
+    pub fn rate(&self, path: PathId, now: Duration) -> Option<f64> {
+        self.get(path)?.rate(now)
+    }
+
+    /// Bytes that were asked for and have not arrived.
+    pub fn outstanding(&self, path: PathId) -> u64 {
+        self.get(path).map_or(0, |path| path.outstanding)
+    }
+
+    /// How long so many bytes take behind what is outstanding; nothing where the rate is not known.
+    pub fn time_of(&self, path: PathId, bytes: u64, now: Duration) -> Option<Duration> {
+        let path = self.get(path)?;
+        let seconds = (path.outstanding + bytes) as f64 / path.rate(now)?;
+        Some(Duration::from_secs_f64(seconds.min(1e6)))
+    }
+
+    /// Whether it may be asked at all: it has not failed several times in a row.
+    pub fn is_usable(&self, path: PathId, now: Duration) -> bool {
+        self.get(path).is_some_and(|path| now >= path.left_alone_until)
+    }
+
+    /// Whether so many bytes more may be asked of it now.
+    pub fn has_room(&self, path: PathId, bytes: u64, now: Duration) -> bool {
+        let Some(known) = self.get(path) else { return false };
+        let queue = known.rate(now).map_or(0.0, |rate| rate * QUEUE.as_secs_f64()) as u64;
+        let idle = known.outstanding == 0;
+        self.is_usable(path, now) && (idle || known.outstanding + bytes <= queue.max(OUTSTANDING_MIN))
+    }
+
+    /// So many bytes were asked for.
+    pub fn asked(&mut self, path: PathId, bytes: u64, now: Duration) {
+        if let Some(path) = self.of(path) {
+            path.count(now);
+            path.outstanding += bytes;
+        }
+    }
+
+    /// So many bytes arrived, and are what they should be.
+    pub fn arrived(&mut self, path: PathId, bytes: u64, now: Duration) {
+        if let Some(path) = self.of(path) {
+            path.count(now);
+            path.outstanding = path.outstanding.saturating_sub(bytes);
+            path.arrived += bytes as f64;
+            path.strikes = 0;
+        }
+    }
+
+    /// So many bytes will not arrive, because nobody wants them any more.
+    pub fn cancelled(&mut self, path: PathId, bytes: u64, now: Duration) {
+        if let Some(path) = self.of(path) {
+            path.count(now);
+            path.outstanding = path.outstanding.saturating_sub(bytes);
+        }
+    }
+
+    /// So many bytes did not arrive, or were wrong. After a few in a row the path is left alone for a while.
+    pub fn failed(&mut self, path: PathId, bytes: u64, now: Duration) {
+        self.cancelled(path, bytes, now);
+        if let Some(path) = self.of(path) {
+            path.strikes += 1;
+            if path.strikes >= STRIKES_MAX {
+                path.strikes = 0;
+                path.left_alone_until = now + LEFT_ALONE;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const ONE: PathId = PathId(0);
+
+    fn at(millis: u64) -> Duration {
+        Duration::from_millis(millis)
+    }
+
+    /// A path that brings a MiB every so many milliseconds, up to a time.
+    fn steady(paths: &mut Paths, from: u64, to: u64, every: u64) {
+        for millis in (from..to).step_by(every as usize) {
+            paths.asked(ONE, MIB, at(millis));
+            paths.arrived(ONE, MIB, at(millis + every));
+        }
+    }
+
+    #[test]
+    fn a_rate_is_what_arrived_over_busy_time_and_idle_time_does_not_count() {
+        let mut paths = Paths::new(1);
+        assert_eq!(paths.rate(ONE, at(0)), None);
+        steady(&mut paths, 0, 1000, 4);
+        let busy = paths.rate(ONE, at(1000)).unwrap() / MIB as f64;
+        assert!((240.0..270.0).contains(&busy), "{busy}");
+        let idle = paths.rate(ONE, at(60_000)).unwrap() / MIB as f64;
+        assert!((idle - busy).abs() < 1.0, "{idle} after a minute without requests, {busy} before");
+    }
+
+    #[test]
+    fn the_rate_of_a_path_that_stalls_falls_without_any_arrival() {
+        let mut paths = Paths::new(1);
+        steady(&mut paths, 0, 1000, 4);
+        paths.asked(ONE, MIB, at(1000));
+        let (before, after) = (paths.rate(ONE, at(1000)).unwrap(), paths.rate(ONE, at(1500)).unwrap());
+        assert!(after < before / 5.0, "{after} after half a second, {before} before");
+    }
+
+    #[test]
+    fn a_queue_holds_what_arrives_in_its_time_and_never_less_than_keeps_a_path_busy() {
+        let mut paths = Paths::new(1);
+        let fill = |paths: &mut Paths, now| {
+            let mut asked = 0;
+            while paths.has_room(ONE, MIB, now) {
+                paths.asked(ONE, MIB, now);
+                asked += MIB;
+            }
+            paths.cancelled(ONE, asked, now);
+            asked
+        };
+        assert_eq!(fill(&mut paths, at(0)), OUTSTANDING_MIN);
+        steady(&mut paths, 0, 1000, 1);
+        let fast = fill(&mut paths, at(1000)) / MIB;
+        assert!((18..=20).contains(&fast), "{fast}");
+    }
+
+    #[test]
+    fn three_failures_in_a_row_leave_a_path_alone_for_a_while() {
+        let mut paths = Paths::new(1);
+        for n in 0..6 {
+            paths.asked(ONE, MIB, at(n));
+            if n % 2 == 0 { paths.failed(ONE, MIB, at(n)) } else { paths.arrived(ONE, MIB, at(n)) }
+        }
+        assert!(paths.is_usable(ONE, at(6)), "failures with successes between them");
+        for n in 6..9 {
+            paths.asked(ONE, MIB, at(n));
+            paths.failed(ONE, MIB, at(n));
+        }
+        assert!(!paths.is_usable(ONE, at(9)) && !paths.has_room(ONE, MIB, at(9)));
+        assert!(paths.is_usable(ONE, at(9) + LEFT_ALONE));
+    }
+}

@@ -1,0 +1,136 @@
+//! Requests of reads: what can be refused before a block is looked up, and the names that the index knows blocks by.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
+
+use crate::api::{MAX_REQUEST_BLOCKS, ReadRequest, SMALL_READ_BYTES};
+use crate::engine::shared::Shared;
+use crate::error::Reason;
+use crate::index::BlockFingerprint;
+use crate::rt::{Class, Nanos};
+
+/// What is found out of a read once, whatever part of it is read then.
+#[derive(Clone, Debug)]
+pub(crate) struct Subject {
+    pub(crate) shape: Arc<BlockShape>,
+    /// The wanted layers.
+    pub(crate) layers: Range<u32>,
+    /// The fingerprint of each block.
+    pub(crate) prints: Vec<BlockFingerprint>,
+    /// What the read is for: a small one of the foreground is a class of its own.
+    pub(crate) class: Class,
+}
+
+/// Which blocks are asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wish<'a> {
+    pub(crate) namespace: NamespaceId,
+    pub(crate) group: Group,
+    pub(crate) coordinate: Coordinate,
+    pub(crate) keys: &'a [BlockKey],
+    pub(crate) layers: Option<&'a Range<u32>>,
+    pub(crate) class: Class,
+}
+
+impl<'a> From<&'a ReadRequest> for Wish<'a> {
+    fn from(request: &'a ReadRequest) -> Self {
+        let ReadRequest { namespace, group, coordinate, class, .. } = *request;
+        Self { namespace, group, coordinate, keys: &request.keys, layers: request.layers.as_ref(), class }
+    }
+}
+
+/// Checks which blocks are asked for and names them as the index does. It counts as a use of them.
+pub(crate) fn name(shared: &Shared, wish: Wish<'_>) -> Result<Subject, Reason> {
+    let namespace = shared.names.get(wish.namespace).ok_or(Reason::UnknownNamespace(wish.namespace))?;
+    let shape = namespace.shape(wish.group, wish.coordinate)?;
+    let count = shape.layers().len();
+    wanted_layers(wish.layers, count)?;
+    let layers = wish.layers.cloned().unwrap_or(0..count as u32);
+    let key = shared.index.key();
+    let print = |name: &BlockKey| key.of(namespace.local, name, wish.group, wish.coordinate);
+    let prints: Vec<_> = wish.keys.iter().map(print).collect();
+    count_use(shared, wish.class, &prints);
+    let bytes = shape.layers_bytes(&layers).saturating_mul(wish.keys.len() as u64);
+    Ok(Subject { class: class_of(wish.class, bytes), shape, layers, prints })
+}
+
+pub(super) fn check(shared: &Shared, request: &ReadRequest) -> Result<(), Reason> {
+    check_count(&request.keys)?;
+    let (expected, found) = (request.keys.len() as u64, u64::from(request.into.block_count()));
+    if expected != found {
+        return Err(Reason::Length { expected, found });
+    }
+    if request.into.gate().is_some() {
+        // All layers are read at once.
+        return Err(Reason::Overlap);
+    }
+    check_keys(shared, &request.keys, request.deadline)
+}
+
+/// Refuses what can be refused of any read by its keys and its deadline.
+pub(crate) fn check_keys(shared: &Shared, keys: &[BlockKey], deadline: Option<Nanos>) -> Result<(), Reason> {
+    check_count(keys)?;
+    check_in_time(shared, deadline)?;
+    check_unequal(keys)
+}
+
+/// Refuses a request for no blocks or for too many.
+pub(crate) fn check_count(keys: &[BlockKey]) -> Result<(), Reason> {
+    match keys.len() {
+        0 => Err(Reason::Empty),
+        1..=MAX_REQUEST_BLOCKS => Ok(()),
+        _ => Err(Reason::TooMany("blocks")),
+    }
+}
+
+/// Refuses a request whose deadline has passed.
+pub(crate) fn check_in_time(shared: &Shared, deadline: Option<Nanos>) -> Result<(), Reason> {
+    match deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
+        true => Err(Reason::DeadlineInPast),
+        false => Ok(()),
+    }
+}
+
+/// Refuses a request that has a key twice.
+pub(crate) fn check_unequal(keys: &[BlockKey]) -> Result<(), Reason> {
+    let mut sorted: Vec<&BlockKey> = keys.iter().collect();
+    sorted.sort_unstable();
+    match sorted.windows(2).find(|pair| pair.first() == pair.last()) {
+        Some(pair) => Err(pair.first().map_or(Reason::Empty, |key| Reason::Duplicate(**key))),
+        None => Ok(()),
+    }
+}
+
+/// The class of a read of this many bytes: small ones of the foreground are a class of their own, and no others are.
+fn class_of(class: Class, bytes: u64) -> Class {
+    match class {
+        Class::Small | Class::Foreground if bytes <= SMALL_READ_BYTES => Class::Small,
+        Class::Small => Class::Foreground,
+        other => other,
+    }
+}
+
+pub(crate) fn wanted_layers(wanted: Option<&Range<u32>>, layers: usize) -> Result<Range<u32>, Reason> {
+    let layers = u32::try_from(layers).unwrap_or(u32::MAX);
+    match wanted {
+        None => Ok(0..layers),
+        Some(range) if range.is_empty() => Err(Reason::Empty),
+        Some(range) if range.end > layers => {
+            Err(Reason::Shape(format!("layers up to {}, the group has {layers}", range.end)))
+        }
+        Some(range) => Ok(range.clone()),
+    }
+}
+
+/// Counts a use of these blocks. Who only looks whether blocks are well does not use them.
+pub(crate) fn count_use(shared: &Shared, class: Class, prints: &[BlockFingerprint]) {
+    if class != Class::Background {
+        shared.index.touch_with(
+            prints,
+            shared.policy().renews().then(|| shared.epoch()),
+            Some(shared.second()),
+        );
+    }
+}
