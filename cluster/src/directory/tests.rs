@@ -1,3 +1,5 @@
+//! The directory beside a plain model: what is told of holders, and what a member that leaves takes with it.
+
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;

@@ -1,3 +1,5 @@
+//! Who owns a block: the same for every member, even shares, and few moves when members come and go.
+
 use proptest::prelude::*;
 
 use super::*;
