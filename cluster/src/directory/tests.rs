@@ -1,4 +1,4 @@
-//! The directory beside a plain model: what is told of holders, and what a member that leaves takes with it.
+//! The directory: a block is told where it was stored, until it is gone or its node has left.
 
 use std::collections::BTreeSet;
 

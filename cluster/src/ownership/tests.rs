@@ -1,4 +1,4 @@
-//! Who owns a block: the same for every member, even shares, and few moves when members come and go.
+//! Ownership of chains: one owner at a time, leases that end by themselves, replicas, and bounds on all of them.
 
 use proptest::prelude::*;
 
