@@ -1,3 +1,5 @@
+//! The directory: a block is told where it was stored, until it is gone or its node has left.
+
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;

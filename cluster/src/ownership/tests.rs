@@ -1,3 +1,5 @@
+//! Ownership of chains: one owner at a time, leases that end by themselves, replicas, and bounds on all of them.
+
 use proptest::prelude::*;
 
 use super::*;
