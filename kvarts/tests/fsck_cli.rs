@@ -171,7 +171,7 @@ fn a_lost_folder_of_a_shard_is_a_problem_and_made_again_by_a_repair() {
     let store = Scratch::store("lost-folder");
     std::fs::remove_dir(store.0.join("shard-0000")).unwrap();
     let (code, out, _) = fsck(&store.0, &[]);
-    assert!(code == 1 && out.contains("shard-missing") && out.contains("nobody can tell"), "{out}");
+    assert!(code == 1 && out.contains("shard-missing") && out.contains("is not known"), "{out}");
     let (code, out, _) = fsck(&store.0, &["--repair", "--dry-run"]);
     assert!(code == 1 && out.contains("made again") && !store.0.join("shard-0000").exists(), "{out}");
     assert_eq!(fsck(&store.0, &["--repair"]).0, 0);

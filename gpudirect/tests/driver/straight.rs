@@ -322,7 +322,9 @@ fn a_cufile_that_cannot_be_told_the_way_is_held_to_what_is_counted() {
         let used = without_a_way(standin, Route::Straight);
         assert_eq!((used.layers, used.staged), (0, 1), "{used:?}");
         assert!(
-            used.last_reason.as_ref().is_some_and(|why| why.contains("processor") || why.contains("can say"))
+            used.last_reason
+                .as_ref()
+                .is_some_and(|why| why.contains("processor") || why.contains("is not known"))
         );
         close();
     });
