@@ -243,7 +243,7 @@ trait SpanOf {
     fn span(&self) -> &Span;
 }
 
-/// Memory with one holder, who fills it. A device fills it as [`Driver::read_into`](super::Driver::read_into) says.
+/// Memory with one holder, who fills it. A device fills it as `Driver::read_into` says.
 pub struct BufMut(Span);
 
 readable!(BufMut);
