@@ -180,7 +180,7 @@ impl Dealer {
             .or_else(|| self.late(path, paths, now))?;
         let bytes = self.pieces.get(piece)?.bytes;
         let progress = self.progress.get_mut(usize::from(path.0))?;
-        progress.asked += bytes;
+        progress.asked = progress.asked.saturating_add(bytes);
         let asked = Asked { path, at: now, mark: progress.asked };
         *self.states.get_mut(piece)?.asked.iter_mut().find(|one| one.is_none())? = Some(asked);
         self.under_way.insert(piece);
@@ -279,8 +279,14 @@ impl Dealer {
 
     /// The first piece that comes later from the path that was asked than from this one.
     fn late(&mut self, path: PathId, paths: &Paths, now: Duration) -> Option<usize> {
-        let under_way: Vec<usize> = self.under_way.iter().copied().collect();
-        under_way.into_iter().find_map(|piece| self.second(piece, path, 1.0, paths, now))
+        let mut from = 0;
+        while let Some(&piece) = self.under_way.range(from..).next() {
+            if self.second(piece, path, 1.0, paths, now).is_some() {
+                return Some(piece);
+            }
+            from = piece + 1;
+        }
+        None
     }
 
     /// The piece, if it is asked for once, and this path brings it so many times sooner than the one that was asked.

@@ -1,9 +1,12 @@
 //! Who owns a chain of blocks: the node whose copy is evicted last, and to whom requests that extend the chain should go.
 //!
 //! One node at a time has a valid lease with a fencing token. Tokens grow for ever: their first word is the epoch in which this
-//! holder took the partition over, which a coordination service or the file of members hands out and never twice. A new holder
-//! does not know the leases of the one before it, so for one longest lease it grants nothing that another node might have; an
-//! owner that renews a lease of the old holder meanwhile keeps it, with its token.
+//! holder took the partition over, which a coordination service or the file of members hands out and never twice.
+//!
+//! Nodes hear of a change of holders at different times. A holder grants only as long as it was confirmed to be one a moment ago
+//! ([`Ownership::confirm`]), and a new one is silent until the one before it has stopped for that reason. Then, for one longest
+//! lease, it takes over the leases that owners renew, with their tokens, and grants nothing else. Nodes are believed about their
+//! tokens: one that lies can become an owner at such a time, which costs hits and no bytes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,6 +16,10 @@ use crate::partition::Tag;
 
 /// The longest lease.
 pub const LEASE_MAX: Duration = Duration::from_secs(60);
+/// How long a holder grants after it asked for the confirmation that it had last.
+pub const CONFIRMED_FOR: Duration = Duration::from_secs(5);
+/// The longest time for which a replica is noted.
+pub const REPLICA_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 /// How much clocks may run apart over a longest lease.
 const DRIFT: Duration = Duration::from_secs(2);
 /// Read-only replicas that a chain may have.
@@ -45,8 +52,10 @@ pub enum Refused {
     Owned(Lease),
     /// The lease of this token has ended, or was never granted here.
     Stale,
-    /// This holder is new: until then a lease of the one before may be valid.
+    /// This holder is new: until then the one before it may grant, or a lease of it may be valid.
     New(Duration),
+    /// This holder does not know whether it still is one.
+    Unconfirmed,
     /// There is no room for more chains or replicas.
     Full,
 }
@@ -66,17 +75,37 @@ struct Chain {
 pub struct Ownership {
     epoch: u64,
     granted: u64,
+    confirmed_until: Duration,
+    /// Until then nothing is answered; then, until `quiet_until`, only leases are renewed.
+    silent_until: Duration,
     quiet_until: Duration,
     chains: BTreeMap<Tag, Chain>,
     chains_max: usize,
 }
 
 impl Ownership {
-    /// Takes over in an epoch that no holder of these partitions had before. `first` says that there was none, so that no lease
-    /// can be valid.
+    /// Takes over in an epoch that no holder of these partitions had before, of which this node was told at `now`. `first` says
+    /// that there was none, so that no lease can be valid.
     pub fn take_over(epoch: u64, first: bool, chains_max: usize, now: Duration) -> Self {
-        let quiet_until = if first { now } else { now + LEASE_MAX + DRIFT };
-        Self { epoch, granted: 0, quiet_until, chains: BTreeMap::new(), chains_max }
+        let silent_until = if first { now } else { now + CONFIRMED_FOR + DRIFT };
+        let quiet_until = if first { now } else { silent_until + LEASE_MAX + DRIFT };
+        let confirmed_until = now + CONFIRMED_FOR;
+        let chains = BTreeMap::new();
+        Self { epoch, granted: 0, confirmed_until, silent_until, quiet_until, chains, chains_max }
+    }
+
+    /// This node asked at that time whether it holds these partitions in this epoch, and was told that it does. `asked` is the
+    /// time before the question, not that of the answer.
+    pub fn confirm(&mut self, asked: Duration) {
+        self.confirmed_until = self.confirmed_until.max(asked + CONFIRMED_FOR);
+    }
+
+    /// Whether anything may be granted.
+    fn may_answer(&self, now: Duration) -> Result<(), Refused> {
+        if now >= self.confirmed_until {
+            return Err(Refused::Unconfirmed);
+        }
+        if now < self.silent_until { Err(Refused::New(self.silent_until)) } else { Ok(()) }
     }
 
     /// Who owns a chain now.
@@ -92,6 +121,7 @@ impl Ownership {
         hold: Duration,
         now: Duration,
     ) -> Result<Lease, Refused> {
+        self.may_answer(now)?;
         match self.owner(&chain, now) {
             Some(lease) if lease.owner != node => return Err(Refused::Owned(lease)),
             None if now < self.quiet_until => return Err(Refused::New(self.quiet_until)),
@@ -121,6 +151,7 @@ impl Ownership {
         hold: Duration,
         now: Duration,
     ) -> Result<Lease, Refused> {
+        self.may_answer(now)?;
         let until = now + hold.min(LEASE_MAX);
         if let Some(known) = self.chains.get_mut(&chain) {
             let valid = now < known.lease.until;
@@ -139,7 +170,9 @@ impl Ownership {
             return Err(Refused::Full);
         }
         let lease = Lease { owner: node, token, until };
-        self.chains.insert(chain, Chain { lease, references: 0, used: now, replicas: BTreeMap::new() });
+        let new = Chain { lease, references: 0, used: now, replicas: BTreeMap::new() };
+        let known = self.chains.entry(chain).or_insert(new);
+        (known.lease, known.used) = (lease, now);
         Ok(lease)
     }
 
@@ -175,7 +208,7 @@ impl Ownership {
         if known.replicas.len() >= REPLICAS_MAX && !known.replicas.contains_key(&on) {
             return Err(Refused::Full);
         }
-        let until = now + hold;
+        let until = now + hold.min(REPLICA_MAX);
         known.replicas.insert(on, until);
         Ok(until)
     }

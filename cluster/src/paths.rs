@@ -87,7 +87,7 @@ impl Paths {
     /// How long so many bytes take behind what is outstanding; nothing where the rate is not known.
     pub fn time_of(&self, path: PathId, bytes: u64, now: Duration) -> Option<Duration> {
         let path = self.get(path)?;
-        let seconds = (path.outstanding + bytes) as f64 / path.rate(now)?;
+        let seconds = path.outstanding.saturating_add(bytes) as f64 / path.rate(now)?;
         Some(Duration::from_secs_f64(seconds.min(1e6)))
     }
 
@@ -101,14 +101,15 @@ impl Paths {
         let Some(known) = self.get(path) else { return false };
         let queue = known.rate(now).map_or(0.0, |rate| rate * QUEUE.as_secs_f64()) as u64;
         let idle = known.outstanding == 0;
-        self.is_usable(path, now) && (idle || known.outstanding + bytes <= queue.max(OUTSTANDING_MIN))
+        self.is_usable(path, now)
+            && (idle || known.outstanding.saturating_add(bytes) <= queue.max(OUTSTANDING_MIN))
     }
 
     /// So many bytes were asked for.
     pub fn asked(&mut self, path: PathId, bytes: u64, now: Duration) {
         if let Some(path) = self.of(path) {
             path.count(now);
-            path.outstanding += bytes;
+            path.outstanding = path.outstanding.saturating_add(bytes);
         }
     }
 

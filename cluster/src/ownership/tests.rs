@@ -15,8 +15,19 @@ fn at(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
+/// A holder that goes on being confirmed.
+fn confirmed(mut chains: Ownership) -> Ownership {
+    chains.confirm(at(1000));
+    chains
+}
+
 fn first() -> Ownership {
-    Ownership::take_over(1, true, 100, at(0))
+    confirmed(Ownership::take_over(1, true, 100, at(0)))
+}
+
+/// One that takes over from another.
+fn next(epoch: u64, now: Duration) -> Ownership {
+    confirmed(Ownership::take_over(epoch, false, 100, now))
 }
 
 #[test]
@@ -46,8 +57,10 @@ fn no_lease_is_longer_than_the_longest() {
 fn a_new_holder_grants_nothing_while_an_old_lease_may_be_valid_and_takes_one_over_that_is_renewed() {
     let mut old = first();
     let lease = old.claim(CHAIN, node(1), LEASE_MAX, at(100)).unwrap();
-    let mut new = Ownership::take_over(2, false, 100, at(101));
-    assert!(matches!(new.claim(CHAIN, node(2), HOLD, at(102)), Err(Refused::New(_))));
+    let mut new = next(2, at(101));
+    // The old holder may not know yet.
+    assert!(matches!(new.renew(CHAIN, node(1), lease.token, HOLD, at(102)), Err(Refused::New(_))));
+    assert!(matches!(new.claim(CHAIN, node(2), HOLD, at(110)), Err(Refused::New(_))));
     let renewed = new.renew(CHAIN, node(1), lease.token, HOLD, at(110)).unwrap();
     assert_eq!((renewed.owner, renewed.token), (node(1), lease.token));
     assert_eq!(new.claim(CHAIN, node(2), HOLD, at(119)), Err(Refused::Owned(renewed)));
@@ -55,9 +68,20 @@ fn a_new_holder_grants_nothing_while_an_old_lease_may_be_valid_and_takes_one_ove
     let again = new.claim(CHAIN, node(1), HOLD, at(119)).unwrap();
     assert!(again.token > lease.token && again.token.epoch == 2);
     // One that comes later than every old lease may last is not taken over.
-    let mut late = Ownership::take_over(3, false, 100, at(200));
-    assert_eq!(late.renew(CHAIN, node(1), lease.token, HOLD, at(263)), Err(Refused::Stale));
-    assert!(late.claim(CHAIN, node(2), HOLD, at(263)).is_ok());
+    let mut late = next(3, at(200));
+    let over = at(200) + CONFIRMED_FOR + LEASE_MAX + DRIFT + DRIFT;
+    assert_eq!(late.renew(CHAIN, node(1), lease.token, HOLD, over), Err(Refused::Stale));
+    assert!(late.claim(CHAIN, node(2), HOLD, over).is_ok());
+}
+
+#[test]
+fn a_holder_that_was_not_confirmed_for_a_while_grants_nothing() {
+    let mut chains = Ownership::take_over(1, true, 100, at(0));
+    let lease = chains.claim(CHAIN, node(1), HOLD, at(4)).unwrap();
+    assert_eq!(chains.renew(CHAIN, node(1), lease.token, HOLD, at(5)), Err(Refused::Unconfirmed));
+    assert_eq!(chains.claim(CHAIN, node(1), HOLD, at(5)), Err(Refused::Unconfirmed));
+    chains.confirm(at(2));
+    assert!(chains.renew(CHAIN, node(1), lease.token, HOLD, at(6)).is_ok());
 }
 
 #[test]
@@ -65,14 +89,16 @@ fn of_two_leases_of_an_old_holder_the_later_one_counts() {
     let mut old = first();
     let stale = old.claim(CHAIN, node(1), at(1), at(0)).unwrap();
     let valid = old.claim(CHAIN, node(2), HOLD, at(2)).unwrap();
-    let mut new = Ownership::take_over(2, false, 100, at(3));
+    let mut new = next(2, at(3));
     // A node whose clock stood still renews first.
-    new.renew(CHAIN, node(1), stale.token, HOLD, at(4)).unwrap();
-    assert_eq!(new.renew(CHAIN, node(2), valid.token, HOLD, at(5)).unwrap().owner, node(2));
-    assert!(matches!(new.renew(CHAIN, node(1), stale.token, HOLD, at(6)), Err(Refused::Owned(_))));
+    new.renew(CHAIN, node(1), stale.token, HOLD, at(10)).unwrap();
+    new.refer(&CHAIN, true, at(10));
+    assert_eq!(new.renew(CHAIN, node(2), valid.token, HOLD, at(11)).unwrap().owner, node(2));
+    assert_eq!(new.refer(&CHAIN, true, at(11)), 2, "what is known of the chain stays");
+    assert!(matches!(new.renew(CHAIN, node(1), stale.token, HOLD, at(12)), Err(Refused::Owned(_))));
     // A token that nobody can have been granted yet is none.
     let forged = Token { epoch: 2, number: 1 << 60 };
-    assert!(new.renew(CHAIN, node(3), forged, HOLD, at(7)).is_err());
+    assert!(new.renew(CHAIN, node(3), forged, HOLD, at(13)).is_err());
 }
 
 #[test]
@@ -87,12 +113,15 @@ fn replicas_are_the_owners_to_grant_end_by_themselves_and_are_bounded() {
     assert_eq!(chains.replicate(&CHAIN, lease.token, node(99), HOLD, at(0)), Err(Refused::Full));
     assert_eq!(chains.replicas(&CHAIN, at(9)).count(), REPLICAS_MAX);
     assert_eq!(chains.replicas(&CHAIN, at(10)).count(), 0);
-    chains.replicate(&CHAIN, lease.token, node(99), HOLD, at(10)).unwrap();
+    assert_eq!(
+        chains.replicate(&CHAIN, lease.token, node(99), Duration::MAX, at(10)),
+        Ok(at(10) + REPLICA_MAX)
+    );
 }
 
 #[test]
 fn chains_are_bounded_and_those_that_nobody_owns_or_refers_to_make_room() {
-    let mut chains = Ownership::take_over(1, true, 3, at(0));
+    let mut chains = confirmed(Ownership::take_over(1, true, 3, at(0)));
     let tag = |n: u8| Tag([n; 16]);
     for n in 0..3 {
         chains.claim(tag(n), node(1), HOLD, at(0)).unwrap();
@@ -105,35 +134,38 @@ fn chains_are_bounded_and_those_that_nobody_owns_or_refers_to_make_room() {
 }
 
 proptest! {
-    /// Nodes keep the leases that they were told of; holders change. At no time do two nodes have a lease that has not ended, and
-    /// tokens only grow.
+    /// Nodes keep the leases that they were told of, and ask one holder or the one before it, which does not know that it is
+    /// none any more. At no time do two nodes have a lease that has not ended, and tokens only grow.
     #[test]
     fn at_most_one_node_has_a_lease_whatever_happens_to_its_holder(
-        steps in prop::collection::vec((0u8..6, 0usize..3, 1u64..40), 1..300),
+        steps in prop::collection::vec((0u8..12, 0usize..3, 1u64..40, any::<bool>()), 1..400),
     ) {
         let (mut now, mut epoch) = (at(0), 1);
-        let mut holder = first();
+        let (mut holder, mut before) = (Ownership::take_over(1, true, 100, at(0)), None::<Ownership>);
         let mut known: [Option<Lease>; 3] = [None; 3];
         let mut greatest = Token::default();
-        for (what, who, seconds) in steps {
-            let id = node(who as u8);
-            let hold = at(seconds);
+        for (what, who, seconds, asks_old) in steps {
+            let (id, hold) = (node(who as u8), at(seconds));
+            let asked = before.as_mut().filter(|_| asks_old).unwrap_or(&mut holder);
             match (what, known[who].filter(|lease| now < lease.until)) {
-                (0, _) => if let Ok(lease) = holder.claim(CHAIN, id, hold, now) {
+                (0..3, _) => if let Ok(lease) = asked.claim(CHAIN, id, hold, now) {
                     prop_assert!(lease.token > greatest, "{:?} after {greatest:?}", lease.token);
                     (greatest, known[who]) = (lease.token, Some(lease));
                 },
-                (1 | 2, Some(lease)) => if let Ok(lease) = holder.renew(CHAIN, id, lease.token, hold, now) {
+                (3..6, Some(lease)) => if let Ok(lease) = asked.renew(CHAIN, id, lease.token, hold, now) {
                     known[who] = Some(lease);
                 },
-                (3, Some(lease)) => if holder.release(&CHAIN, id, lease.token, now).is_ok() {
+                (6, Some(lease)) => if asked.release(&CHAIN, id, lease.token, now).is_ok() {
                     known[who] = None;
                 },
-                (4, _) => {
+                (7, _) => {
                     epoch += 1;
-                    holder = Ownership::take_over(epoch, false, 100, now);
+                    let new = Ownership::take_over(epoch, false, 100, now);
+                    before = Some(std::mem::replace(&mut holder, new));
                 }
-                _ => now += at(seconds) / 4,
+                // Only the one that is the holder is told that it is.
+                (8 | 9, _) => holder.confirm(now),
+                _ => now += at(seconds) / 8,
             }
             let valid = known.iter().flatten().filter(|lease| now < lease.until).count();
             prop_assert!(valid <= 1, "{known:?} at {now:?}");
