@@ -1,6 +1,7 @@
 """What the checks of all engines have in common: a real server, tiny models, prompts."""
 
 import glob
+import json
 import os
 import re
 import shutil
@@ -116,6 +117,57 @@ class Server:
 
     def fsck(self):
         return subprocess.run([self.program, "fsck", self.directory], capture_output=True, text=True, check=False)
+
+
+class Process:
+    """A process of an engine's that takes commands, one JSON document a line, and answers each with one."""
+
+    def __init__(self, name, python, runner, settings, **variables):
+        self.log = os.path.join(PLACE, f"{name}.log")
+        command = ["nice", python, os.path.join(RUNNERS, runner), json.dumps(settings)]
+        there = {**environment(), **variables}
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                command, env=there, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
+            )
+        self.answer()
+
+    def failed(self, how):
+        with open(self.log, encoding="utf-8", errors="replace") as log:
+            return RuntimeError(f"the engine {how}: {self.log}\n{log.read()[-3000:]}")
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise self.failed("ended")
+        return json.loads(line)
+
+    def send(self, **command):
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, **command):
+        self.send(**command)
+        return self.answer()
+
+    def reset(self):
+        """The engine forgets what it has in memory."""
+        self.ask(do="reset")
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def end(self):
+        self.send(do="end")
+        self.process.stdin.close()
+        if self.process.wait(PATIENCE) != 0:
+            raise self.failed("did not end well")
+
+
+def full_of(prompts, block):
+    """Prompt tokens of full blocks; of each prompt at least one token is computed."""
+    return sum((len(prompt) - 1) // block * block for prompt in prompts)
 
 
 def model_of(python, kind, seed=1):

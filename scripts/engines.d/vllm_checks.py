@@ -2,42 +2,20 @@
 
 import functools
 import glob
-import json
 import os
 import signal
 import subprocess
 import time
 
-from common import BLOCK, DEADLINE, PATIENCE, PLACE, RUNNERS, Server, environment, expect, model_of, prompts_of, python_of
+from common import BLOCK, DEADLINE, PATIENCE, Process, Server, environment, expect, full_of, model_of, prompts_of, python_of
 
 
-class Engine:
-    """A process of vLLM that takes commands (scripts/engines.d/vllm_run.py)."""
+class Engine(Process):
+    """A process of vLLM (scripts/engines.d/vllm_run.py)."""
 
     def __init__(self, name, model, connector=None, python=None, **engine):
-        self.log = os.path.join(PLACE, f"{name}.log")
         settings = {"model": model, "connector": connector, "engine": {"block_size": BLOCK, **engine}}
-        command = ["nice", python or python_of("vllm"), os.path.join(RUNNERS, "vllm_run.py"), json.dumps(settings)]
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
-            )
-        self.answer()
-
-    def answer(self):
-        line = self.process.stdout.readline()
-        if not line:
-            with open(self.log, encoding="utf-8", errors="replace") as log:
-                raise RuntimeError(f"the engine ended: {self.log}\n{log.read()[-3000:]}")
-        return json.loads(line)
-
-    def send(self, **command):
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, **command):
-        self.send(**command)
-        return self.answer()
+        super().__init__(name, python or python_of("vllm"), "vllm_run.py", settings)
 
     def generate(self, prompts, tokens=8):
         """(tokens, prompt tokens that came from disk, seconds)"""
@@ -54,21 +32,10 @@ class Engine:
     def cached(self, source):
         return self.counters().get(f"vllm:prompt_tokens_cached_by_source {source}", 0)
 
-    def reset(self):
-        self.ask(do="reset")
-
     def kill(self):
-        self.process.kill()
-        self.process.wait()
+        super().kill()
         for left in glob.glob(f"/dev/shm/vllm_offload_check-{self.process.pid}*"):
             os.unlink(left)
-
-    def end(self):
-        self.send(do="end")
-        self.process.stdin.close()
-        if self.process.wait(PATIENCE) != 0:
-            with open(self.log, encoding="utf-8", errors="replace") as log:
-                raise RuntimeError(f"the engine did not end well: {self.log}\n{log.read()[-3000:]}")
 
 
 PROMPTS = {"prompts": prompts_of(4, 1), "more": prompts_of(24, 2), "churned": prompts_of(12, 3)}
@@ -135,9 +102,9 @@ class Vllm:
         expect(found == self.right[which], f"other tokens than without a cache ({disk:.0f} prompt tokens came from disk)")
         return disk, seconds
 
-    def full(self, which="prompts", block=BLOCK):
-        """Prompt tokens of full blocks; of each prompt at least one token is computed."""
-        return sum((len(prompt) - 1) // block * block for prompt in PROMPTS[which])
+    @staticmethod
+    def full(which="prompts"):
+        return full_of(PROMPTS[which], BLOCK)
 
     def check_restart(self):
         """A second process with the same prompts: tokens from Kvarts, by the engine's own metrics, and the same output."""
@@ -293,7 +260,7 @@ class Layers(Vllm):
             before = engine.counters()
             found, disk, seconds = engine.generate(prompts)
             expect(found == right, "other tokens than without a cache")
-            full = sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts)
+            full = full_of(prompts, BLOCK)
             expect(disk == full, f"{disk:.0f} of {full} prompt tokens came from disk")
             after = engine.counters()
             layers, early = (after[name] - before.get(name, 0) for name in ("vllm:kvarts_layers", "vllm:kvarts_early_layers"))
