@@ -6,6 +6,7 @@ this file (`__init__.pyi`) says what each call promises.
 
 import atexit as _atexit
 import os as _os
+import typing as _typing
 import weakref as _weakref
 
 from . import _kvarts
@@ -20,6 +21,8 @@ from ._kvarts import (
     Memory,
     Paged,
     Pages,
+    Plan,
+    Times,
     __version__,
     chain,
     key,
@@ -28,8 +31,13 @@ from .errors import Bug, Corrupt, Deadline, Error, Invalid, Miss, ReadOnly, Refu
 
 __all__ = [
     "Bug", "Client", "Completion", "Corrupt", "Deadline", "Error", "Event", "Invalid", "Layer", "Layers", "Lease", "Match", "Memory",
-    "Miss", "Paged", "Pages", "ReadOnly", "Refused", "Retry", "chain", "connect", "key", "open", "__version__",
+    "Miss", "Paged", "Pages", "Plan", "ReadOnly", "Refused", "Retry", "Times", "chain", "connect", "key", "open", "__version__",
 ]
+
+#: What calls take, for annotations: the stub says it in full.
+Buffer = _typing.Union[_typing.Any, int]
+Key = _typing.Union[bytes, str]
+Places = _typing.Union[_typing.Sequence[Buffer], Buffer, Paged]
 
 #: Seconds that the interpreter's exit waits for what is under way.
 _EXIT = 2.0
@@ -69,6 +77,7 @@ def connect(
     private_key=None,
     server_name=None,
     server_uid=None,
+    threads=2,
 ):
     """A client of a server (`kvarts serve`), named by its socket's path, `HOST:PORT` or a URL; else `$KVARTS_SERVER`, else
     127.0.0.1:7440. A server on this host is reached through shared memory: name its socket."""
@@ -91,6 +100,7 @@ def connect(
             private_key=private_key,
             server_name=server_name,
             server_uid=server_uid,
+            threads=threads,
         )
     )
 

@@ -20,7 +20,9 @@ All methods may be called from any thread.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, final
+
+from typing_extensions import Self
 
 __version__: str
 
@@ -30,6 +32,8 @@ class Error(Exception):
 
     reason: str
     kind: Literal["miss", "retry", "refused", "invalid", "deadline", "corrupt", "read_only", "bug"]
+
+    def __init__(self, text: str = "", reason: str = "") -> None: ...
 
 class Miss(Error):
     """The bytes are not here: recompute them."""
@@ -74,7 +78,7 @@ def key(*parts: bytes | str | int) -> bytes:
     of its own (model, revision, dtype, group, rank) does not belong into the key."""
 
 def chain(
-    tokens: Sequence[int] | Buffer, block_tokens: int, *, parent: bytes | None = None, extra: bytes = b""
+    tokens: Sequence[int] | Buffer, block_tokens: int, *, parent: bytes | None = None, extra: bytes | None = None
 ) -> list[bytes]:
     """The keys of all full blocks of a text: each names its block and everything before it. `tokens` is a sequence of numbers
     below 2**32, or a buffer of uint32. `parent` is the key of the block before, `extra` what else decides every block (an
@@ -91,15 +95,16 @@ def connect(
     private_key: bytes | None = None,
     server_name: str | None = None,
     server_uid: int | None = None,
+    threads: int = 2,
 ) -> Client:
     """A client of a server (`kvarts serve`).
 
     `server`: the path of its socket, `HOST:PORT`, or `http(s)://HOST:PORT`; else `$KVARTS_SERVER`, else `127.0.0.1:7440`. A
     server on this host is reached through shared memory: name its socket. `token`: else the content of the file
     `$KVARTS_TOKEN_FILE`. `timeout` bounds connecting and every call that does not give its own. TLS: `authority`,
-    `certificate` and `private_key` are PEM.
+    `certificate` and `private_key` are PEM. `threads`: those of this client that copy and digest, 1 to 1024.
 
-    It connects again by itself after the server was away. Raises an `Error` if it is away now."""
+    It connects again by itself after the server was away. Raises `Retry` (reason `Away`) if it is away now."""
 
 def open(
     dirs: str | PathLike[str] | Sequence[str | PathLike[str]],
@@ -112,6 +117,7 @@ def open(
     `dirs`: one directory for each device, made if absent. `budget`: bytes on disk, never exceeded. It is closed by `close`, by
     `with`, and at interpreter exit; a process that dies loses nothing that was acknowledged."""
 
+@final
 class Client:
     """A store: somewhere else (`connect`), or in this process (`open`). The interface is the same."""
 
@@ -151,7 +157,8 @@ class Client:
         timeout: float | None = None,
     ) -> Pages:
         """A handle on the blocks of one identity. Everything from `model` to `extras` decides bytes: handles that differ in any
-        of it, in the page sizes or in `tp_size`, never see each other's blocks. What an engine does not have is "none".
+        of it, in the page sizes or in `tp_size`, never see each other's blocks. What an engine does not have is "none"; model,
+        revision, dtype, engine, layout and the layout's version are always named.
 
         `page_bytes`: one size, or one for each group (`{0: 65536, 1: 4096}`) where an engine has several groups of KV caches.
         Each block is then one opaque page. Or `spec`: the name of a shipped model or the text of a spec (TOML), whose blocks
@@ -190,6 +197,7 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
+@final
 class Memory:
     """Memory that the store knows: `memoryview(memory.view)`, `numpy.frombuffer(memory.view, ...)`, or addresses in it."""
 
@@ -209,6 +217,7 @@ class Memory:
         """Forgets it: returns when no batch uses it any more (raises `Deadline` if that takes longer). Its pages are named by
         buffers like any other memory afterwards."""
 
+@final
 class Completion:
     """The answer to one batch."""
 
@@ -242,17 +251,19 @@ class Completion:
     def written(self) -> int:
         """Pages that a put wrote; those that were here already are not counted."""
 
+@final
 class Paged:
     """Blocks in the slots of a pool: part `p` of block `i` lies at `parts[p][0]`, `parts[p][1] + slots[i] * parts[p][2]` bytes
     after its beginning. A part is (buffer, offset, stride); there is one for each part of a block, in the order of the spec
     (for pages: one). `None` for parts of layers that are not read."""
 
-    def __init__(self, parts: Sequence[tuple[Buffer, int, int] | None], slots: Sequence[int]) -> None: ...
+    def __new__(cls, parts: Sequence[tuple[Buffer, int, int] | None], slots: Sequence[int]) -> Self: ...
 
 #: Where blocks lie: a buffer for each key, exactly as long as a block (a longer one is refused, too); one buffer with all
 #: blocks one after the other; or `Paged`.
 Places: TypeAlias = Sequence[Buffer] | Buffer | Paged
 
+@final
 class Pages:
     """Batches of blocks: submitted from any thread without waiting, answered later, each exactly once, with one result for each
     key in the order of the keys. Beside them the same as calls that wait.
@@ -285,7 +296,7 @@ class Pages:
         keys: Sequence[Key],
         buffers: Places,
         *,
-        group: int | Sequence[int] = 0,
+        group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         parent: bytes | None = None,
         timeout: float | None = None,
@@ -298,7 +309,7 @@ class Pages:
         keys: Sequence[Key],
         buffers: Places,
         *,
-        group: int | Sequence[int] = 0,
+        group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> int:
@@ -308,7 +319,7 @@ class Pages:
         self,
         keys: Sequence[Key],
         *,
-        group: int | Sequence[int] = 0,
+        group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> int:
@@ -319,7 +330,7 @@ class Pages:
         keys: Sequence[Key],
         *,
         hold: float = 60.0,
-        group: int | Sequence[int] = 0,
+        group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> int:
@@ -332,7 +343,7 @@ class Pages:
         self,
         keys: Sequence[Key],
         *,
-        group: int | Sequence[int] = 0,
+        group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> int:
@@ -368,7 +379,7 @@ class Pages:
         keys: Sequence[Key],
         buffers: Places,
         *,
-        group: int | Sequence[int] = 0,
+        group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         parent: bytes | None = None,
         timeout: float | None = None,
@@ -378,7 +389,7 @@ class Pages:
         keys: Sequence[Key],
         buffers: Places,
         *,
-        group: int | Sequence[int] = 0,
+        group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Completion: ...
@@ -386,7 +397,7 @@ class Pages:
         self,
         keys: Sequence[Key],
         *,
-        group: int | Sequence[int] = 0,
+        group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> list[bool]: ...
@@ -394,16 +405,28 @@ class Pages:
         self,
         keys: Sequence[Key],
         *,
-        group: int | Sequence[int] = 0,
+        group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Completion: ...
     def delete_all(self) -> int:
         """Deletes every block of this identity, of all groups and ranks; how many were here."""
 
-    def match(self, keys: Sequence[Key], *, hold: float | None = None) -> Match:
+    def match(
+        self,
+        keys: Sequence[Key],
+        *,
+        hold: float | None = None,
+        times: Times | None = None,
+        prompt_tokens: int | None = None,
+        hbm_blocks: int = 0,
+    ) -> Match:
         """How long a prefix of these consecutive blocks can be restored now: up to the last block boundary at which every
-        required part of every group and rank is here. With `hold`, what it needs is not evicted for so many seconds."""
+        required part of every group and rank is here. With `hold`, what it needs is not evicted for so many seconds.
+
+        With `times` the answer has a `plan`: what of it is worth restoring with the disks as they are now, and why. The prompt
+        has `prompt_tokens` tokens (one more than the blocks, if it is not said), and of it `hbm_blocks` leading blocks are in
+        device memory already."""
 
     def layers(
         self,
@@ -430,6 +453,7 @@ class Pages:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
+@final
 class Match:
     """What a look-up found."""
 
@@ -443,7 +467,78 @@ class Match:
 
     @property
     def lease(self) -> Lease | None: ...
+    @property
+    def plan(self) -> Plan | None:
+        """If it was asked for. A lease holds all of `blocks`, whatever the plan uses of them."""
 
+@final
+class Times:
+    """How long an engine computes a prefill: from measured ones (tokens that were there, new tokens, milliseconds), from the
+    data sheet of `devices` devices for a model whose figures are known, or from both."""
+
+    def __new__(
+        cls,
+        samples: Sequence[tuple[int, int, float]] | None = None,
+        *,
+        model: str | None = None,
+        device: str | None = None,
+        devices: int = 1,
+    ) -> Self: ...
+    def prefill_ms(self, cached: int, new: int) -> float: ...
+
+@final
+class Plan:
+    """What of a prefix is worth restoring. Times are milliseconds."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks to restore; the prompt goes on behind them. 0: a load would be slower than computing, or nothing is here."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def recompute_tokens(self) -> int:
+        """Tokens before that which are run again."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes to load."""
+
+    @property
+    def load_ms(self) -> float:
+        """The wait for the first layer."""
+
+    @property
+    def recompute_ms(self) -> float: ...
+    @property
+    def stall_ms(self) -> float:
+        """The waits for the other layers."""
+
+    @property
+    def first_token_ms(self) -> float: ...
+    @property
+    def recompute_all_ms(self) -> float:
+        """To the first token with nothing restored."""
+
+    @property
+    def benefit_ms(self) -> float: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def actions(self) -> list[tuple[int, int, int, str, int]]:
+        """Group, first block, the block behind the last, what is done (`use`, `disk`, `recompute`, `leave out`), bytes."""
+
+    @property
+    def disk_bytes_per_second(self) -> float:
+        """What the store's disks deliver, as its reads find it."""
+
+    @property
+    def disk_outstanding_bytes(self) -> int: ...
+    @property
+    def disk_reads_measured(self) -> int:
+        """0: nothing was measured, a drive is assumed."""
+
+@final
 class Lease:
     """Blocks that are held against eviction until its time is over, or `end`. Not ended by garbage collection."""
 
@@ -455,6 +550,7 @@ class Lease:
     def end(self) -> bool:
         """False if it had ended by itself."""
 
+@final
 class Layer:
     """A layer that is usable now."""
 
@@ -466,6 +562,7 @@ class Layer:
     def blocks(self) -> int:
         """How many leading blocks of the request are complete and verified, in this and all layers before."""
 
+@final
 class Layers(Iterator[Layer]):
     """Layers of a read, in order. When the iteration is over (or `close` has returned), nothing touches the buffers any more.
     It stops early where no block is usable any more, and at the deadline; `errors` says why."""
@@ -484,6 +581,7 @@ class Layers(Iterator[Layer]):
     def errors(self) -> dict[int, Error]: ...
     def close(self) -> None: ...
 
+@final
 class Event:
     """Something that happened to a block."""
 

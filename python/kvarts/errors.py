@@ -61,6 +61,7 @@ class Bug(Error):
 
 for _class in (Error, Miss, Retry, Refused, Invalid, Deadline, Corrupt, ReadOnly, Bug):
     _class.__module__ = "kvarts"
+del _class
 
 
 def _make(name, reason, text):

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::api::{ContainsRequest, LeaseId, LeaseTerms, MatchRequest, Presence};
+use kvarts_store::api::{ContainsRequest, LeaseId, LeaseTerms, MatchRequest, PlanTerms, Presence};
 use kvarts_store::error::Reason;
 use pyo3::prelude::*;
 
 use crate::error::OrRaise;
 use crate::guarded::Guarded;
 use crate::pages::Handle;
+use crate::planning::{Plan, Times};
 use crate::{keys, waiting};
 
 /// What a look-up found: see the stub.
@@ -18,6 +19,14 @@ pub(crate) struct Match {
     blocks: u32,
     pending: u32,
     lease: Option<Py<Lease>>,
+    plan: Option<Py<Plan>>,
+}
+
+/// What a plan is asked with: see the stub.
+pub(crate) struct PlanOf<'py> {
+    pub(crate) times: Option<Bound<'py, Times>>,
+    pub(crate) prompt_tokens: Option<u64>,
+    pub(crate) hbm_blocks: u32,
 }
 
 #[pymethods]
@@ -35,6 +44,11 @@ impl Match {
     #[getter]
     fn lease(&self, py: Python<'_>) -> Option<Py<Lease>> {
         self.lease.as_ref().map(|lease| lease.clone_ref(py))
+    }
+
+    #[getter]
+    fn plan(&self, py: Python<'_>) -> Option<Py<Plan>> {
+        self.plan.as_ref().map(|plan| plan.clone_ref(py))
     }
 
     fn __repr__(&self) -> String {
@@ -78,11 +92,20 @@ fn terms(hold: Duration) -> LeaseTerms {
 }
 
 /// How long a prefix can be restored now.
-pub(crate) fn find(handle: &Arc<Handle>, keys: &Bound<'_, PyAny>, hold: Option<f64>) -> PyResult<Match> {
+pub(crate) fn find(
+    handle: &Arc<Handle>,
+    keys: &Bound<'_, PyAny>,
+    hold: Option<f64>,
+    plan: PlanOf<'_>,
+) -> PyResult<Match> {
     let py = keys.py();
     let keys = keys::keys(keys)?;
     let lease = hold.map(|seconds| waiting::duration(py, "hold", seconds)).transpose()?.map(terms);
     let requirements = &handle.cut.requirements;
+    let whole = keys.len() as u64 * u64::from(requirements.block_tokens());
+    let (prompt_tokens, hbm_blocks) = (plan.prompt_tokens.unwrap_or(whole + 1), plan.hbm_blocks);
+    let times = plan.times.map(|times| Arc::clone(&times.get().0));
+    let plan = times.as_deref().map(|times| PlanTerms { prompt_tokens, times, hbm_blocks, dram: None });
     let found = py.detach(|| {
         handle.core.store.match_prefix(&MatchRequest {
             namespace: handle.namespace,
@@ -90,6 +113,7 @@ pub(crate) fn find(handle: &Arc<Handle>, keys: &Bound<'_, PyAny>, hold: Option<f
             requirements,
             recompute_tokens_max: 0,
             lease,
+            plan,
         })
     });
     let found = found.or_raise(py)?;
@@ -98,7 +122,8 @@ pub(crate) fn find(handle: &Arc<Handle>, keys: &Bound<'_, PyAny>, hold: Option<f
         let handle = Guarded::new(Arc::clone(handle));
         Py::new(py, Lease { handle, lease: Some(lease), blocks })
     });
-    Ok(Match { blocks, pending: found.pending, lease: held.transpose()? })
+    let plan = found.plan.map(|planned| Py::new(py, Plan(planned))).transpose()?;
+    Ok(Match { blocks, pending: found.pending, lease: held.transpose()?, plan })
 }
 
 /// Holds the blocks that are here.

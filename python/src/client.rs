@@ -106,7 +106,7 @@ pub(crate) struct Client {
 #[pyfunction]
 #[pyo3(signature = (
     endpoint, token=None, *, via="best", timeout=60.0, authority=None, certificate=None, private_key=None, server_name=None,
-    server_uid=None,
+    server_uid=None, threads=2,
 ))]
 #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
 pub(crate) fn connect(
@@ -120,6 +120,7 @@ pub(crate) fn connect(
     private_key: Option<Vec<u8>>,
     server_name: Option<String>,
     server_uid: Option<u32>,
+    threads: usize,
 ) -> PyResult<Client> {
     let via = match via {
         "best" => Via::Best,
@@ -141,6 +142,7 @@ pub(crate) fn connect(
         call_timeout,
         via,
         server_uid,
+        threads,
         ..ConnectOptions::to(endpoint)
     };
     let remote = py.detach(|| Remote::connect(&options)).or_raise(py)?;
@@ -160,9 +162,9 @@ impl Client {
     }
 
     #[pyo3(signature = (
-        page_bytes=None, *, model, revision, dtype, engine, layout, layout_version="1".to_owned(), block_tokens=1,
-        tokenizer="none".to_owned(), adapter="none".to_owned(), quantisation="none".to_owned(), scales="none".to_owned(),
-        rope="none".to_owned(), window="none".to_owned(), extras=None, spec=None, tp_size=1, tp_rank=0, durable=false, ttl=None,
+        page_bytes=None, *, model, revision, dtype, engine, layout, layout_version="1", block_tokens=1,
+        tokenizer="none", adapter="none", quantisation="none", scales="none",
+        rope="none", window="none", extras=None, spec=None, tp_size=1, tp_rank=0, durable=false, ttl=None,
         lanes=false, batches_max=1024, timeout=None,
     ))]
     #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
@@ -175,14 +177,14 @@ impl Client {
         dtype: String,
         engine: String,
         layout: String,
-        layout_version: String,
+        layout_version: &str,
         block_tokens: u32,
-        tokenizer: String,
-        adapter: String,
-        quantisation: String,
-        scales: String,
-        rope: String,
-        window: String,
+        tokenizer: &str,
+        adapter: &str,
+        quantisation: &str,
+        scales: &str,
+        rope: &str,
+        window: &str,
         extras: Option<BTreeMap<String, String>>,
         spec: Option<&str>,
         tp_size: u16,
@@ -202,14 +204,14 @@ impl Client {
             dtype,
             engine,
             layout,
-            layout_version,
+            layout_version: layout_version.to_owned(),
             block_tokens,
-            tokenizer,
-            adapter,
-            quantisation,
-            scales,
-            rope,
-            window,
+            tokenizer: tokenizer.to_owned(),
+            adapter: adapter.to_owned(),
+            quantisation: quantisation.to_owned(),
+            scales: scales.to_owned(),
+            rope: rope.to_owned(),
+            window: window.to_owned(),
             extras,
             tp_size,
             tp_rank,

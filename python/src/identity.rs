@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kvarts_layout::identity::{Arrangement, Quantisation};
+use kvarts_layout::identity::{Arrangement, IdentityError, Quantisation};
 use kvarts_layout::prefix::{Absence, Need, Requirement, Requirements, WindowPolicy};
 use kvarts_layout::spec::{Kind, ModelSpec, PartGeometry, Role, shipped};
 use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity};
@@ -100,8 +100,30 @@ impl Cut {
         let tp_rank = wanted.tp_rank;
         let identity = wanted.identity(&geometry);
         let checked = identity.validate();
-        checked.map_err(|error| invalid(py, "identity", error))?;
+        checked.map_err(|error| invalid(py, argument(&error), error))?;
         Ok(Self { identity, geometry, requirements, tp_rank, columns })
+    }
+}
+
+/// The argument that an identity's field came from.
+fn argument(error: &IdentityError) -> &'static str {
+    let field = match error {
+        IdentityError::Missing { field }
+        | IdentityError::Unnamed { field }
+        | IdentityError::Untidy { field }
+        | IdentityError::TooLong { field, .. } => field,
+        IdentityError::BlockTokens { .. } => "block_tokens",
+        _ => "identity",
+    };
+    match field {
+        "kv_dtype" => "dtype",
+        "quantisation.recipe" => "quantisation",
+        "quantisation.scales" => "scales",
+        "arrangement.engine" => "engine",
+        "arrangement.layout" => "layout",
+        "arrangement.version" => "layout_version",
+        "extras name" | "extras value" => "extras",
+        field => field,
     }
 }
 

@@ -24,6 +24,7 @@ mod memory;
 mod open;
 mod pages;
 mod places;
+mod planning;
 mod reading;
 mod waiting;
 mod watching;
@@ -45,6 +46,8 @@ fn _kvarts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<places::Paged>()?;
     module.add_class::<calls::Match>()?;
     module.add_class::<calls::Lease>()?;
+    module.add_class::<planning::Times>()?;
+    module.add_class::<planning::Plan>()?;
     module.add_class::<reading::Layers>()?;
     module.add_class::<reading::Layer>()?;
     module.add_class::<watching::Event>()?;

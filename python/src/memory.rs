@@ -1,7 +1,7 @@
 //! Memory that is known by its address: pools that disks write into, and memory that an engine made known once.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use kvarts_store::io::{Region, SharedBuf};
 use pyo3::prelude::*;
@@ -82,7 +82,8 @@ impl Drop for Registered {
 /// Memory that the store knows: see the stub.
 #[pyclass(frozen, weakref, module = "kvarts")]
 pub(crate) struct Memory {
-    registered: Guarded<Registered>,
+    /// Nothing once it was closed.
+    registered: Guarded<Mutex<Option<Registered>>>,
     mode: &'static str,
     /// The object whose memory it is, unless it was given as an address.
     owner: Option<Py<PyAny>>,
@@ -113,7 +114,7 @@ impl Memory {
         };
         let known =
             core.registry.insert(Known { start: address, len: nbytes, region, origin, _held: held })?;
-        let registered = Guarded::new(Registered { core: Arc::clone(core), known });
+        let registered = Guarded::new(Mutex::new(Some(Registered { core: Arc::clone(core), known })));
         Some(Self { registered, mode, owner, address, nbytes })
     }
 }
@@ -151,15 +152,22 @@ impl Memory {
     #[pyo3(signature = (timeout=None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         buffer::settle(py);
-        let Registered { core, known } = self.registered.get()?;
-        core.registry.remove(known);
+        let slot = self.registered.get()?;
+        let registered = || slot.lock().unwrap_or_else(PoisonError::into_inner);
+        let parts = registered().as_ref().map(|all| (Arc::clone(&all.core), Arc::clone(&all.known)));
+        let Some((core, known)) = parts else { return Ok(()) };
+        core.registry.remove(&known);
         let deadline = core.deadline(py, timeout)?;
         // This one's, and nobody's else.
         let is_free = || Arc::strong_count(&known.region) == 1;
-        if waiting::until(py, &*core.clock, deadline, is_free)? {
-            return Ok(());
+        if !waiting::until(py, &*core.clock, deadline, is_free)? {
+            return Err(late(py, "a batch still uses this memory"));
         }
-        Err(late(py, "a batch still uses this memory"))
+        let closed = registered().take();
+        py.detach(|| drop((closed, known)));
+        // Its buffer is the caller's again.
+        buffer::settle(py);
+        Ok(())
     }
 
     fn __repr__(&self) -> String {

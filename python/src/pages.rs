@@ -24,6 +24,7 @@ use crate::error::{OrRaise, invalid, late};
 use crate::guarded::Guarded;
 use crate::identity::Cut;
 use crate::places::{self, Laid};
+use crate::planning::Times;
 use crate::reading::{self, ByLayers, Layers};
 use crate::{keys, waiting};
 
@@ -449,9 +450,17 @@ impl Pages {
         self.call(BatchKind::Delete, keys, None, (group, rank), unchanged, timeout)
     }
 
-    #[pyo3(signature = (keys, *, hold=None))]
-    fn r#match(&self, keys: &Bound<'_, PyAny>, hold: Option<f64>) -> PyResult<Match> {
-        calls::find(self.handle(keys.py())?, keys, hold)
+    #[pyo3(signature = (keys, *, hold=None, times=None, prompt_tokens=None, hbm_blocks=0))]
+    fn r#match(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        hold: Option<f64>,
+        times: Option<Bound<'_, Times>>,
+        prompt_tokens: Option<u64>,
+        hbm_blocks: u32,
+    ) -> PyResult<Match> {
+        let plan = calls::PlanOf { times, prompt_tokens, hbm_blocks };
+        calls::find(self.handle(keys.py())?, keys, hold, plan)
     }
 
     #[pyo3(signature = (keys, *, hold, group=0, rank=None, timeout=None))]

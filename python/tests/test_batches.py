@@ -188,6 +188,19 @@ class Batches(Served):
         self.assertTrue(pages.get(keys(1), [plain.address]).ok)
         self.assertEqual(engine[:PAGE], pattern(9))
 
+    def test_closed_memory_lets_go_of_its_buffer_at_once(self):
+        client = self.connect()
+        pages = self.pages(client)
+        buffer = bytearray(2 * PAGE)
+        memory = client.adopt(buffer)
+        pages.put(keys(1), [memory.address])
+        with self.assertRaises(BufferError):
+            buffer.append(0)
+        memory.close()
+        buffer.append(0)
+        memory.close()
+        self.assertEqual((memory.mode, memory.nbytes), ("copied", 2 * PAGE))
+
     def test_slots_of_a_pool(self):
         pages = self.pages()
         pool = numpy.zeros((8, PAGE + 4096), dtype=numpy.uint8)

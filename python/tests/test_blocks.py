@@ -16,6 +16,33 @@ class Blocks(Served):
         kwargs = dict(spec=SPEC, block_tokens=16, **kwargs)
         return self.pages(page=None, **kwargs)
 
+    def test_a_match_says_what_is_worth_restoring_and_why(self):
+        pages = self.handle()
+        rng = numpy.random.default_rng(3)
+        source = rng.integers(0, 256, size=(3, pages.block_bytes()), dtype=numpy.uint8)
+        names = kvarts.chain(list(range(1000, 1064)), 16)
+        self.assertTrue(pages.put(names[:3], [row for row in source], parent=b"").ok)
+        self.assertIsNone(pages.match(names).plan)
+        slow = kvarts.Times([(0, 16, 1e6), (0, 64, 4e6)])
+        plan = pages.match(names, times=slow).plan
+        self.assertEqual((plan.blocks, plan.tokens), (3, 48))
+        self.assertGreater(plan.benefit_ms, 1e6)
+        self.assertGreater(plan.disk_bytes, 0)
+        self.assertTrue(all(does == "disk" for _, _, _, does, _ in plan.actions), plan.actions)
+        fast = kvarts.Times([(0, 16, 1e-9), (0, 64, 4e-9)])
+        plan = pages.match(names, times=fast).plan
+        self.assertEqual((plan.blocks, plan.benefit_ms), (0, 0.0))
+        self.assertIn("slower than recomputing", plan.reason)
+        self.assertIn("slower than recomputing", repr(plan))
+        self.assertIn("2 samples", repr(fast))
+        sheet = kvarts.Times(model="llama-3.1-8b", device="h100", devices=2)
+        self.assertGreater(sheet.prefill_ms(0, 8192), sheet.prefill_ms(4096, 4096))
+        for wrong in (dict(), dict(model="llama-3.1-8b"), dict(model="llama-3.1-8b", device="abacus"), dict(samples=[(0, 0, 1.0)])):
+            with self.assertRaises(kvarts.Invalid):
+                kvarts.Times(**wrong)
+        with self.assertRaises(kvarts.Invalid):
+            pages.match(names, times=fast, prompt_tokens=0)
+
     def test_a_prefix_is_found_read_layer_by_layer_and_pinned(self):
         pages = self.handle()
         size, parts = pages.block_bytes(), pages.parts()
@@ -104,7 +131,15 @@ class Blocks(Served):
             (dict(page="x"), "page_bytes"),
             (dict(page=2**63), "page_bytes"),
             (dict(model=""), "model"),
-            (dict(revision="none"), "revision"),
+            (dict(revision="none"), "^revision: "),
+            (dict(dtype="none"), "^dtype: "),
+            (dict(engine=" x"), "^engine: "),
+            (dict(layout=""), "^layout: "),
+            (dict(layout_version="none"), "^layout_version: "),
+            (dict(quantisation=""), "^quantisation: "),
+            (dict(scales="x" * 5000), "^scales: "),
+            (dict(tokenizer="a\n"), "^tokenizer: "),
+            (dict(extras={"x": "y" * 100_000}), "^extras: "),
             (dict(model="x" * 5000), "model"),
             (dict(block_tokens=0), "block_tokens"),
             (dict(tp_size=0), "tp_size"),

@@ -58,8 +58,7 @@ class Away(unittest.TestCase):
                     for done in self.answers(pages, asked):
                         self.assertEqual({error.kind for error in done.errors.values()}, {"deadline"}, done)
                     # Nobody who submits waits for room in the socket, however much.
-                    some = 60 if via == "local" else 1
-                    asked = {pages.submit_exists(keys(4000), timeout=0.3) for _ in range(some)}
+                    asked = {pages.submit_exists(keys(4000), timeout=0.3) for _ in range(60)}
                     self.answers(pages, asked)
                     with self.assertRaises(TimeoutError):
                         pages.exists(keys(1), timeout=0.2)
@@ -109,11 +108,47 @@ class Away(unittest.TestCase):
         self.assertTrue(done.ok, done.errors)
         self.assertEqual((bytes(into[0]), bytes(memory.view[:PAGE])), (pattern(1), pattern(2)))
 
-    def test_without_a_server_connecting_says_so(self):
+    def test_a_server_that_is_not_there_yet_is_a_retry_by_whatever_path(self):
         self.server.kill()
-        for server in (self.server.socket, "127.0.0.1:1", self.server.socket + "x/y"):
-            with self.assertRaises(kvarts.Error):
+        for server in (self.server.socket, "127.0.0.1:1", self.server.socket + "x"):
+            for via in ("best", "grpc"):
+                with self.assertRaises(kvarts.Retry, msg=(server, via)) as caught:
+                    kvarts.connect(server, timeout=5, via=via)
+                self.assertEqual(caught.exception.reason, "Away")
+                self.assertIn(server, str(caught.exception))
+        with self.assertRaises(kvarts.Retry):
+            kvarts.connect(self.server.socket, timeout=5, token="secret")
+        for server in (self.server.socket + "x" * 200, "http://"):
+            with self.assertRaises(kvarts.Invalid, msg=server):
                 kvarts.connect(server, timeout=5)
+        file = self.server.socket + "f"
+        with open(file, "wb"):
+            pass
+        self.addCleanup(os.remove, file)
+        os.chmod(file, 0)
+        with self.assertRaises(kvarts.Error):
+            kvarts.connect(file, timeout=5)
+
+    def test_many_given_up_calls_do_not_make_the_next_ones_refused(self):
+        client, pages = self.pages(via="grpc", timeout=SOON)
+        pages.put(keys(1), [pattern(1)])
+        for _ in range(3):
+            self.server.signal(signal.SIGSTOP)
+            try:
+                asked = {pages.submit_exists(keys(1), timeout=0.1) for _ in range(200)}
+                for done in self.answers(pages, asked):
+                    self.assertEqual({error.kind for error in done.errors.values()}, {"deadline"}, done)
+            finally:
+                self.server.signal(signal.SIGCONT)
+            kinds = set()
+            for _ in range(20):
+                done = pages.get(keys(1), [bytearray(PAGE)])
+                kinds.update(error.kind for error in done.errors.values())
+                try:
+                    client.stats()
+                except kvarts.Error as error:
+                    kinds.add(error.kind)
+            self.assertLessEqual(kinds, {"retry"})
 
 
 class Processes(Served):
@@ -224,6 +259,30 @@ class Processes(Served):
                 server.stop()
             """
         )
+
+    def test_a_client_has_as_many_threads_as_it_is_told(self):
+        found = self.run_python(
+            f"""
+            def threads():
+                names = []
+                for task in os.listdir("/proc/self/task"):
+                    with open(f"/proc/self/task/{{task}}/comm") as file:
+                        names.append(file.read().strip())
+                return names.count("kvarts-client")
+
+            other = kvarts.connect({self.server.socket!r}, threads=5)
+            assert other.pages(PAGE, **IDENTITY).put(keys(1), [pattern(1)]).ok
+            # Two of the first client's. A thread has its name after it has begun.
+            deadline = time.monotonic() + {SOON}
+            while threads() != 2 + 5 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            print(threads())
+            """
+        )
+        self.assertEqual(found, "7\n")
+        for threads in (0, 1025, -1):
+            with self.assertRaisesRegex((kvarts.Invalid, OverflowError), "threads|negative"):
+                self.connect(threads=threads)
 
     def test_other_threads_run_while_one_waits(self):
         pages = self.pages()
