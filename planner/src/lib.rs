@@ -5,6 +5,7 @@
 //! simulator ask the same functions.
 //!
 //! - [`cost`]: how long prefill and decode take: from samples, from a device's data sheet, or from both;
+//! - [`keep`]: what a stored byte is worth;
 //! - [`plan`]: for one request, what is loaded from where, what is computed again, and what that gains;
 //! - [`route`]: on which node, with which action, a request costs least.
 //!
@@ -16,5 +17,6 @@
 )]
 
 pub mod cost;
+pub mod keep;
 pub mod plan;
 pub mod route;

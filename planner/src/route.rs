@@ -211,7 +211,68 @@ impl fmt::Display for Route {
     }
 }
 
+/// The most nodes of one question.
+pub const MAX_NODES: usize = 4096;
+/// The most tokens of a prompt, and of what a node has of it.
+pub const MAX_TOKENS: u64 = 1 << 40;
+
+/// Why a question cannot be answered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RouteError {
+    /// More than [`MAX_NODES`] nodes.
+    TooManyNodes,
+    /// A prompt of no tokens, or of more than [`MAX_TOKENS`].
+    Prompt,
+    /// A figure of the request that is negative or no number.
+    Request,
+    /// A figure of this node that is negative or no number.
+    Node(u32),
+    /// Two nodes have this number.
+    Twice(u32),
+}
+
+impl fmt::Display for RouteError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TooManyNodes => write!(f, "more than {MAX_NODES} nodes"),
+            Self::Prompt => write!(f, "the prompt has no tokens, or more than {MAX_TOKENS}"),
+            Self::Request => write!(f, "`token_bytes` and the weights must be numbers of at least 0"),
+            Self::Node(node) => write!(f, "node {node}: its times, rates and tokens must be at least 0"),
+            Self::Twice(node) => write!(f, "node {node} is listed twice"),
+        }
+    }
+}
+
+impl std::error::Error for RouteError {}
+
 impl Question<'_> {
+    /// Whether it has an answer: what comes from elsewhere is checked first.
+    pub fn check(&self) -> Result<(), RouteError> {
+        if self.nodes.len() > MAX_NODES {
+            return Err(RouteError::TooManyNodes);
+        }
+        if self.prompt_tokens == 0 || self.prompt_tokens > MAX_TOKENS {
+            return Err(RouteError::Prompt);
+        }
+        let sound = |figures: &[f64]| figures.iter().all(|figure| figure.is_finite() && *figure >= 0.0);
+        if !sound(&[self.token_bytes, self.weights.lambda_ms_per_gb, self.weights.mu]) {
+            return Err(RouteError::Request);
+        }
+        let mut seen = std::collections::BTreeSet::new();
+        for node in self.nodes {
+            let rates = [node.disk_bytes_per_ms, node.disk_queue_ms];
+            let network = [node.network_bytes_per_ms, node.network_queue_ms];
+            let few = node.memory_tokens.max(node.disk_tokens) <= MAX_TOKENS;
+            if !(few && sound(&[node.queue_ms]) && sound(&rates) && sound(&network)) {
+                return Err(RouteError::Node(node.node));
+            }
+            if !seen.insert(node.node) {
+                return Err(RouteError::Twice(node.node));
+            }
+        }
+        Ok(())
+    }
+
     /// Counts every action of every node.
     pub fn route(&self, prefill: &dyn Prefill) -> Route {
         let mut candidates: Vec<Candidate> = self
@@ -226,7 +287,7 @@ impl Question<'_> {
         });
         let most = |of: fn(&NodeView) -> u64| self.nodes.iter().map(of).max().unwrap_or(0);
         let (in_memory, there) = (most(|node| node.memory_tokens), most(|node| node.disk_tokens));
-        let owned = self.owner.map_or(0, |(_, tokens)| tokens);
+        let owned = self.owner.map_or(0, |(_, tokens)| tokens.min(MAX_TOKENS));
         let new = self.prompt_tokens.saturating_sub(there.max(in_memory).max(owned));
         let class = Class::of(in_memory.max(owned), there.saturating_sub(in_memory), new, self.forked);
         Route { class, candidates }
@@ -249,7 +310,7 @@ impl Question<'_> {
 
     fn count(&self, node: &NodeView, action: Action, prefill: &dyn Prefill) -> Candidate {
         let most = self.prompt_tokens.saturating_sub(1);
-        let owned = self.owner.map_or(0, |(_, tokens)| tokens);
+        let owned = self.owner.map_or(0, |(_, tokens)| tokens.min(MAX_TOKENS));
         let cached_tokens = match action {
             Action::Colocated => node.memory_tokens,
             Action::RemotePrefill | Action::FromDisk => node.disk_tokens.max(node.memory_tokens),
@@ -380,6 +441,28 @@ mod tests {
         assert_eq!(explained.lines().count(), 1 + route.candidates.len());
         assert!(explained.contains("from disk") && explained.contains("migrate"), "{explained}");
         assert_eq!(route, super::tests::route(&nodes, Some((3, 9000))));
+    }
+
+    #[test]
+    fn questions_without_sense_are_refused() {
+        let ask = |nodes: &[NodeView], prompt_tokens, token_bytes| {
+            let (weights, owner) = (Weights::default(), Some((1, u64::MAX)));
+            Question { prompt_tokens, token_bytes, layers: 0, owner, forked: false, nodes, weights }.check()
+        };
+        assert_eq!(ask(&[node(1), node(2)], 100, 1.0), Ok(()));
+        assert_eq!(ask(&[node(1), node(1)], 100, 1.0), Err(RouteError::Twice(1)));
+        for prompt in [0, u64::MAX] {
+            assert_eq!(ask(&[], prompt, 1.0), Err(RouteError::Prompt));
+        }
+        assert_eq!(ask(&[], 1, f64::NAN), Err(RouteError::Request));
+        for bad in [
+            NodeView { queue_ms: -1.0, ..node(7) },
+            NodeView { disk_bytes_per_ms: f64::INFINITY, ..node(7) },
+            NodeView { disk_tokens: u64::MAX, ..node(7) },
+        ] {
+            assert_eq!(ask(&[bad], 1, 1.0), Err(RouteError::Node(7)));
+        }
+        assert_eq!(ask(&vec![node(1); MAX_NODES + 1], 1, 1.0), Err(RouteError::TooManyNodes));
     }
 
     #[test]

@@ -36,8 +36,43 @@ pub struct Compute {
     pub weight_bytes: f64,
     /// Operations for each pair of a token and one that it attends to, over all layers.
     pub attention_flops: f64,
-    /// Bytes that are read of each token before, over all layers.
+    /// Bytes that are kept of each token, over all layers. Without [`Sparse`] attention all of them are read.
     pub kv_bytes: f64,
+    /// How attention chooses, where it does not look at every token.
+    #[serde(default)]
+    pub sparse: Option<Sparse>,
+}
+
+/// Attention to a bounded number of tokens, which an index over all of them chooses. Then the operations for each pair are
+/// the index's.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sparse {
+    /// Tokens that a token attends to, at most.
+    pub tokens: f64,
+    /// Operations for each of these, over all layers.
+    pub flops: f64,
+    /// Bytes of the index of each token, over all layers: these are read of all tokens before.
+    pub index_bytes: f64,
+}
+
+impl Compute {
+    /// Operations of attention for `new` tokens, each of which has `before` tokens before it.
+    pub(super) fn attention(&self, new: f64, before: f64) -> f64 {
+        let chosen = self.sparse.map_or(0.0, |sparse| sparse.flops * before.min(sparse.tokens));
+        new * (self.attention_flops * before + chosen)
+    }
+
+    /// Bytes that are read of `cached` tokens for `new` ones.
+    pub(super) fn read(&self, cached: f64, new: f64) -> f64 {
+        match self.sparse {
+            None => self.kv_bytes * cached,
+            Some(sparse) => {
+                let chosen = cached.min(new * sparse.tokens);
+                sparse.index_bytes * cached + (self.kv_bytes - sparse.index_bytes) * chosen
+            }
+        }
+    }
 }
 
 const fn device_of(tflops: f64, hbm_gb_per_s: f64, hbm_gb: f64) -> Device {
@@ -62,6 +97,7 @@ const fn dense(params: f64, active: f64, layers: f64, query_dims: f64, kv_bytes:
         weight_bytes: 2.0,
         attention_flops: 4.0 * layers * query_dims,
         kv_bytes,
+        sparse: None,
     }
 }
 
@@ -83,14 +119,16 @@ pub const MODELS: [(&str, Compute); 10] = [
 const fn latent(params: f64, active: f64, layers: f64, heads: f64, kv_bytes: f64) -> Compute {
     let attention_flops = 2.0 * layers * heads * (576.0 + 512.0);
     let (params, active_params) = (params * 1e9, active * 1e9);
-    Compute { params, active_params, weight_bytes: 1.0, attention_flops, kv_bytes }
+    Compute { params, active_params, weight_bytes: 1.0, attention_flops, kv_bytes, sparse: None }
 }
 
-/// 64 indexer heads of 128 dimensions look at each pair.
+/// 64 indexer heads of 128 dimensions look at each pair; 128 heads attend to the 2,048 tokens that they choose.
 const fn indexed(params: f64, active: f64, layers: f64, heads: f64, kv_bytes: f64) -> Compute {
     let attention_flops = 2.0 * layers * heads * 128.0;
     let (params, active_params) = (params * 1e9, active * 1e9);
-    Compute { params, active_params, weight_bytes: 1.0, attention_flops, kv_bytes }
+    let flops = 2.0 * layers * 128.0 * (576.0 + 512.0);
+    let sparse = Some(Sparse { tokens: 2048.0, flops, index_bytes: layers * 132.0 });
+    Compute { params, active_params, weight_bytes: 1.0, attention_flops, kv_bytes, sparse }
 }
 
 /// A device by its name.

@@ -5,20 +5,24 @@
 //! - [`Interpolated`]: an engine's own times, between which is interpolated;
 //! - [`Roofline`]: a model's arithmetic and bytes against what a device's data sheet says, where there are no times;
 //! - [`Scaled`]: the second, scaled to a few of the first.
+//!
+//! [`Times`] is whichever of them is the best for what is known of an engine.
 
 mod devices;
 mod roofline;
 mod samples;
 #[cfg(test)]
 mod tests;
+mod times;
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-pub use devices::{Compute, DEVICES, Device, MODELS, device, model};
-pub use roofline::{Roofline, Scaled};
+pub use devices::{Compute, DEVICES, Device, MODELS, Sparse, device, model};
+pub use roofline::{Roofline, Scaled, Step};
 pub use samples::{Interpolated, SampleError};
+pub use times::Times;
 
 /// The most samples of a table.
 pub const MAX_SAMPLES: usize = 1 << 16;

@@ -1,6 +1,6 @@
 //! Times from what a device can do: the greater of arithmetic and of bytes moved, and both scaled to measured times.
 
-use super::devices::{Compute, Device};
+use super::devices::{Compute, Device, Sparse};
 use super::samples::{SampleError, check};
 use super::{Decode, Kind, Prefill, Sample, Told, errors};
 
@@ -13,10 +13,74 @@ pub struct Roofline {
     ranks: f64,
 }
 
+/// What one step of an engine does for all its sequences.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Step {
+    tokens: f64,
+    attention_flops: f64,
+    state_bytes: f64,
+}
+
 impl Roofline {
     /// A model on so many devices of a kind. Work is shared evenly; what ranks tell each other is not counted.
     pub fn new(model: Compute, device: Device, ranks: u32) -> Self {
         Self { model, device, ranks: f64::from(ranks.max(1)) }
+    }
+
+    /// What the model computes.
+    pub fn compute(&self) -> &Compute {
+        &self.model
+    }
+
+    /// One of the devices.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// How many devices share the work.
+    pub fn devices(&self) -> u32 {
+        self.ranks as u32
+    }
+
+    /// Whether every figure is a sound one: times follow that are positive.
+    pub fn is_sound(&self) -> bool {
+        let Compute { params, active_params, weight_bytes, attention_flops, kv_bytes, sparse } = self.model;
+        let Device { tflops, hbm_gb_per_s, hbm_gb: _, prefill_part, memory_part, step_ms } = self.device;
+        let above = [params, active_params, weight_bytes, tflops, hbm_gb_per_s, prefill_part, memory_part];
+        let sparse = sparse.unwrap_or(Sparse { tokens: 0.0, flops: 0.0, index_bytes: 0.0 });
+        let not_below = [attention_flops, kv_bytes, step_ms, sparse.tokens, sparse.flops, sparse.index_bytes];
+        above.iter().all(|figure| figure.is_finite() && *figure > 0.0)
+            && not_below.iter().all(|figure| figure.is_finite() && *figure >= 0.0)
+            && sparse.index_bytes <= kv_bytes
+    }
+
+    /// A prefill is part of a step.
+    pub fn prefill(&self, step: &mut Step, cached: u64, new: u64) {
+        let (cached, new) = (cached as f64, new as f64);
+        // Each new token attends to those before it.
+        step.attention_flops += self.model.attention(new, cached + new / 2.0);
+        step.state_bytes += self.model.read(cached, new);
+        step.tokens += new;
+    }
+
+    /// A token of each of `batch` sequences, which have `context` tokens together, is part of a step.
+    pub fn decode(&self, step: &mut Step, batch: u64, context: u64) {
+        if batch == 0 {
+            return;
+        }
+        let (batch, context) = (batch as f64, context as f64);
+        step.attention_flops += self.model.attention(batch, context / batch);
+        step.state_bytes += self.model.read(context, batch);
+        step.tokens += batch;
+    }
+
+    /// How long a step takes.
+    pub fn step_ms(&self, step: &Step) -> f64 {
+        let flops = 2.0 * self.model.active_params * step.tokens + step.attention_flops;
+        // However few tokens there are, the weights that they use are read; however many, once.
+        let touched = (self.model.active_params * step.tokens).min(self.model.params);
+        let bytes = touched * self.model.weight_bytes + step.state_bytes;
+        self.device.step_ms + (flops / self.flops_per_ms()).max(bytes / self.bytes_per_ms())
     }
 
     fn flops_per_ms(&self) -> f64 {
@@ -33,19 +97,15 @@ impl Prefill for Roofline {
         if new == 0 {
             return 0.0;
         }
-        let (cached, new) = (cached as f64, new as f64);
-        // Each new token attends to those before it.
-        let pairs = new * (cached + new / 2.0);
-        let flops = 2.0 * self.model.active_params * new + self.model.attention_flops * pairs;
-        // However few tokens there are, the weights that they use are read.
-        let touched = (self.model.active_params * new).min(self.model.params);
-        let bytes = touched * self.model.weight_bytes + self.model.kv_bytes * cached;
-        self.device.step_ms + (flops / self.flops_per_ms()).max(bytes / self.bytes_per_ms())
+        let mut step = Step::default();
+        self.prefill(&mut step, cached, new);
+        self.step_ms(&step)
     }
 
     /// Fewer new tokens are fewer operations. Bytes that are read of what is there grow with it: they are not counted.
     fn least_ms(&self, prompt: u64, cached: u64) -> f64 {
-        let without = Self { model: Compute { kv_bytes: 0.0, ..self.model }, ..*self };
+        let sparse = self.model.sparse.map(|sparse| Sparse { index_bytes: 0.0, ..sparse });
+        let without = Self { model: Compute { kv_bytes: 0.0, sparse, ..self.model }, ..*self };
         without.prefill_ms(cached, prompt.saturating_sub(cached))
     }
 
@@ -59,11 +119,9 @@ impl Decode for Roofline {
         if batch == 0 {
             return 0.0;
         }
-        let (batch, context) = (batch as f64, context as f64);
-        let touched = (self.model.active_params * batch).min(self.model.params);
-        let flops = 2.0 * self.model.active_params * batch + self.model.attention_flops * context;
-        let bytes = touched * self.model.weight_bytes + self.model.kv_bytes * context;
-        self.device.step_ms + (flops / self.flops_per_ms()).max(bytes / self.bytes_per_ms())
+        let mut step = Step::default();
+        self.decode(&mut step, batch, context);
+        self.step_ms(&step)
     }
 }
 

@@ -94,57 +94,67 @@ impl Interpolated {
     /// A table of at least one sample.
     pub fn new(samples: &[Sample]) -> Result<Self, SampleError> {
         check(samples)?;
-        let mut table = Self::of(samples);
-        // Each is predicted from the others; of many, some.
-        let step = samples.len().div_ceil(64).max(1);
-        let left_out = (0..samples.len()).step_by(step).filter(|_| samples.len() > 1).filter_map(|at| {
-            let one = samples.get(at)?;
-            let others: Vec<Sample> = samples.iter().filter(|other| *other != one).copied().collect();
-            Some((Self::of(&others).prefill_ms(one.cached, one.new), one.ms))
-        });
-        (table.told.error, table.told.error_max) = errors(left_out);
-        Ok(table)
-    }
-
-    fn of(samples: &[Sample]) -> Self {
-        let fit = fit(samples);
-        let off = samples.iter().map(|one| {
-            let said = dot(&fit, &terms(one.cached, one.new));
-            (place(one.cached, one.new), if said > 0.0 { one.ms / said } else { 1.0 })
-        });
+        let fit = Normal::of(samples.iter()).fit();
+        let off = samples.iter().map(|one| (place(one.cached, one.new), off_by(&fit, one)));
         let off: Vec<_> = off.collect();
         let off_least = off.iter().map(|(_, off)| *off).fold(f64::INFINITY, f64::min);
-        let told = Told { kind: Kind::Interpolated, samples: samples.len(), error: None, error_max: None };
-        Self { fit, off, off_least, told }
+        // Each is predicted from the others; of many, some.
+        let step = samples.len().div_ceil(64).max(1);
+        let places: Vec<[f64; 2]> = off.iter().map(|(place, _)| *place).collect();
+        let left_out = (0..samples.len()).step_by(step).filter(|_| samples.len() > 1).filter_map(|at| {
+            let one = samples.get(at)?;
+            let others = || samples.iter().enumerate().filter(|(other, _)| *other != at);
+            let fit = Normal::of(others().map(|(_, sample)| sample)).fit();
+            let near = places.iter().zip(samples).enumerate().filter(|(other, _)| *other != at);
+            let off = off_near(near.map(|(_, near)| near), *places.get(at)?, |sample| off_by(&fit, sample));
+            Some((dot(&fit, &terms(one.cached, one.new)) * off, one.ms))
+        });
+        let (error, error_max) = errors(left_out);
+        let told = Told { kind: Kind::Interpolated, samples: samples.len(), error, error_max };
+        Ok(Self { fit, off, off_least, told })
     }
+}
 
-    /// How far times near this place are off the fit.
-    fn off(&self, at: [f64; 2]) -> f64 {
-        let mut near = [(f64::INFINITY, 1.0); NEAREST];
-        for (place, off) in &self.off {
-            let square: f64 = place.iter().zip(at).map(|(a, b)| (a - b) * (a - b)).sum();
-            if square < 1e-18 {
-                return *off;
-            }
-            if let Some(after) = near.iter().position(|(other, _)| square < *other)
-                && let Some(rest) = near.get_mut(after..)
-            {
-                rest.rotate_right(1);
-                if let Some(first) = rest.first_mut() {
-                    *first = (square, *off);
-                }
+/// How far a sample is off a fit.
+fn off_by(fit: &[f64; 3], one: &Sample) -> f64 {
+    let said = dot(fit, &terms(one.cached, one.new));
+    if said > 0.0 { one.ms / said } else { 1.0 }
+}
+
+/// How far times near this place are off the fit: of what lies there, the mean of the nearest by how near they are.
+fn off_near<'a, T: 'a>(
+    all: impl Iterator<Item = (&'a [f64; 2], &'a T)>,
+    at: [f64; 2],
+    off: impl Fn(&T) -> f64,
+) -> f64 {
+    let mut near = [(f64::INFINITY, None); NEAREST];
+    for (place, one) in all {
+        let square: f64 = place.iter().zip(at).map(|(a, b)| (a - b) * (a - b)).sum();
+        if square < 1e-18 {
+            return off(one);
+        }
+        if let Some(after) = near.iter().position(|(other, _)| square < *other)
+            && let Some(rest) = near.get_mut(after..)
+        {
+            rest.rotate_right(1);
+            if let Some(first) = rest.first_mut() {
+                *first = (square, Some(one));
             }
         }
-        let weighed = near.iter().filter(|(square, _)| square.is_finite());
-        let (sum, all) =
-            weighed.fold((0.0, 0.0), |(sum, all), (square, off)| (sum + off / square, all + 1.0 / square));
-        if all > 0.0 { sum / all } else { 1.0 }
     }
+    let weighed = near.iter().filter_map(|(square, one)| Some((square, off((*one)?))));
+    let (sum, all) =
+        weighed.fold((0.0, 0.0), |(sum, all), (square, off)| (sum + off / square, all + 1.0 / square));
+    if all > 0.0 { sum / all } else { 1.0 }
 }
 
 impl Prefill for Interpolated {
     fn prefill_ms(&self, cached: u64, new: u64) -> f64 {
-        if new == 0 { 0.0 } else { dot(&self.fit, &terms(cached, new)) * self.off(place(cached, new)) }
+        if new == 0 {
+            return 0.0;
+        }
+        let near = self.off.iter().map(|(place, off)| (place, off));
+        dot(&self.fit, &terms(cached, new)) * off_near(near, place(cached, new), |off| *off)
     }
 
     /// The fit falls, and no time is further below it than a sample is: a weighed mean of them is not.
@@ -157,42 +167,58 @@ impl Prefill for Interpolated {
     }
 }
 
-/// Least squares of relative errors without a factor below zero: of all choices of terms that are left out, the one that
-/// fits best. There are seven.
-fn fit(samples: &[Sample]) -> [f64; 3] {
-    let mut best = (f64::INFINITY, [0.0; 3]);
-    for mask in 1u8..8 {
-        let used = |term: usize| mask & (1 << term) != 0;
-        let (mut matrix, mut right) = ([[0.0; 3]; 3], [0.0; 3]);
+/// Sums of relative least squares: what fits follow from, whichever terms they have.
+#[derive(Clone, Copy, Debug, Default)]
+struct Normal {
+    matrix: [[f64; 3]; 3],
+    right: [f64; 3],
+    count: f64,
+}
+
+impl Normal {
+    fn of<'a>(samples: impl Iterator<Item = &'a Sample>) -> Self {
+        let mut sums = Self::default();
         for one in samples {
             let row = terms(one.cached, one.new).map(|term| term / one.ms);
-            for (i, (line, sum)) in matrix.iter_mut().zip(&mut right).enumerate() {
-                for (j, (cell, other)) in line.iter_mut().zip(row).enumerate() {
-                    *cell +=
-                        if used(i) && used(j) { row.get(i).copied().unwrap_or(0.0) * other } else { 0.0 };
-                }
-                *sum += if used(i) { row.get(i).copied().unwrap_or(0.0) } else { 0.0 };
+            for ((line, sum), term) in sums.matrix.iter_mut().zip(&mut sums.right).zip(row) {
+                line.iter_mut().zip(row).for_each(|(cell, other)| *cell += term * other);
+                *sum += term;
             }
+            sums.count += 1.0;
         }
-        for (i, line) in matrix.iter_mut().enumerate() {
-            if let Some(cell) = line.get_mut(i).filter(|_| !used(i)) {
-                *cell = 1.0;
-            }
-        }
-        let Some(found) = solve(matrix, right).filter(|found| found.iter().all(|factor| *factor >= 0.0))
-        else {
-            continue;
-        };
-        let squares = samples.iter().map(|one| {
-            let off = dot(&found, &terms(one.cached, one.new)) / one.ms - 1.0;
-            off * off
-        });
-        let sum: f64 = squares.sum();
-        if sum < best.0 {
-            best = (sum, found);
-        }
+        sums
     }
-    best.1
+
+    /// Least squares without a factor below zero: of all choices of terms that are left out, the one that fits best. There
+    /// are seven.
+    fn fit(&self) -> [f64; 3] {
+        let mut best = (f64::INFINITY, [0.0; 3]);
+        for mask in 1u8..8 {
+            let used = |term: usize| mask & (1 << term) != 0;
+            let (mut matrix, mut right) = (self.matrix, self.right);
+            for (i, (line, sum)) in matrix.iter_mut().zip(&mut right).enumerate() {
+                for (j, cell) in line.iter_mut().enumerate().filter(|(j, _)| !(used(i) && used(*j))) {
+                    *cell = if i == j { 1.0 } else { 0.0 };
+                }
+                *sum = if used(i) { *sum } else { 0.0 };
+            }
+            let Some(found) = solve(matrix, right).filter(|found| found.iter().all(|factor| *factor >= 0.0))
+            else {
+                continue;
+            };
+            let squares = self.squares(&found);
+            if squares < best.0 {
+                best = (squares, found);
+            }
+        }
+        best.1
+    }
+
+    /// The squares of relative errors of a fit, summed.
+    fn squares(&self, fit: &[f64; 3]) -> f64 {
+        let lines = fit.iter().zip(&self.matrix).map(|(factor, line)| factor * dot(line, fit));
+        lines.sum::<f64>() - 2.0 * dot(&self.right, fit) + self.count
+    }
 }
 
 /// Solves three equations, by the greatest pivot.

@@ -17,9 +17,12 @@
 //! `C_load` the wait for the first layer, `C_stall` the waits for the others, and `C_recompute` the time of tokens
 //! that are run again. It is `C(0)` less the time to the first token.
 //!
-//! The answer is the least there is ([`Plan::exact`]), unless more runs than can be tried have several sources.
+//! The answer is the least there is ([`Plan::exact`]), unless there is more to try than the search may take steps: then it
+//! is the best that was found by then.
 
 mod answer;
+mod measured;
+mod pipeline;
 mod search;
 #[cfg(test)]
 mod tests;
@@ -32,6 +35,7 @@ use kvarts_layout::prefix::{Absence, Need, WindowPolicy, expected_states, expect
 use serde::{Deserialize, Serialize};
 
 pub use answer::{Action, Does, Plan};
+pub use measured::MeasuredLink;
 pub use words::Reason;
 
 use crate::cost::Prefill;

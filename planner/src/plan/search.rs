@@ -14,14 +14,15 @@ use std::collections::BinaryHeap;
 use kvarts_layout::prefix::{Absence, Need};
 
 use super::answer::{Action, Does, Plan};
+use super::pipeline::{Loads, Pipeline};
 use super::words::Reason;
 use super::{Part, PlanError, Question, Run, Source, Sources};
 use crate::cost::Prefill;
 
 /// Combinations of sources that are tried at one boundary.
 const COMBINATIONS_MAX: usize = 4096;
-/// Sources that take time.
-const WAYS: [Source; 4] = [Source::Dram, Source::Disk, Source::Peer, Source::Cold];
+/// Steps after which the best plan so far is taken: runs and sums that were looked at.
+pub(super) const STEPS_MAX: u64 = 1 << 22;
 
 /// Blocks of one run that something may be done with, in more than one way.
 #[derive(Clone, Copy, Debug)]
@@ -99,10 +100,14 @@ struct Best {
 pub(super) struct Search<'a> {
     question: &'a Question<'a>,
     prefill: &'a dyn Prefill,
-    layers: usize,
+    pipeline: Pipeline,
     reached: Sources,
     /// Blocks of each part that are loaded from each source, of the choice that is counted.
-    loads: Vec<[u64; Source::ALL.len()]>,
+    loads: Vec<Loads>,
+    /// What the choices at one boundary have in common, and what they have by its streams alone.
+    base: Vec<Loads>,
+    of_streams: Vec<Loads>,
+    thresholds: Vec<u64>,
     /// What may be done in several ways: of streams, and behind them of boundary parts.
     units: Vec<Unit>,
     boundaries: Vec<Boundary>,
@@ -110,6 +115,7 @@ pub(super) struct Search<'a> {
     best: Option<Best>,
     exact: bool,
     looked_at: u64,
+    steps: u64,
     sound: bool,
 }
 
@@ -121,20 +127,33 @@ fn stated(absence: Absence) -> Option<u64> {
     }
 }
 
+/// The runs in which a boundary part's blocks lie.
+fn clipped<'a>(parts: &'a [Part<'_>], one: &Boundary) -> impl Iterator<Item = Run> + 'a {
+    let (from, to) = (one.from, one.to);
+    let runs = parts.get(one.part).map_or(&[][..], |part| part.runs);
+    let first = runs.partition_point(|run| run.to <= from);
+    let runs = runs.iter().skip(first).take_while(move |run| run.from < to);
+    runs.map(move |run| Run { from: run.from.max(from), to: run.to.min(to), ..*run })
+}
+
 impl<'a> Search<'a> {
     pub(super) fn new(question: &'a Question<'a>, prefill: &'a dyn Prefill) -> Result<Self, PlanError> {
         let mut search = Self {
             question,
             prefill,
-            layers: question.layers(),
+            pipeline: Pipeline::new(question.parts, question.layers()),
             reached: question.links.reached(),
             loads: vec![Default::default(); question.parts.len()],
+            base: Vec::new(),
+            of_streams: Vec::new(),
+            thresholds: Vec::new(),
             units: Vec::new(),
             boundaries: Vec::new(),
             picks: Vec::new(),
             best: None,
             exact: true,
             looked_at: 0,
+            steps: 0,
             sound: true,
         };
         search.compute(0);
@@ -197,6 +216,9 @@ impl<'a> Search<'a> {
             }
             let Some(Stretch { bound, low, high }) = stretches.pop() else { return };
             let passed = |best: &Best| bound > best.ms || (bound == best.ms && high < best.boundary);
+            if self.is_over() {
+                return;
+            }
             if self.best.as_ref().is_some_and(passed) {
                 if bound > self.best.as_ref().map_or(0.0, |best| best.ms) {
                     return;
@@ -219,6 +241,7 @@ impl<'a> Search<'a> {
                 continue;
             }
             for run in part.runs.iter().take_while(|run| run.from < low) {
+                self.steps += 1;
                 let (sources, blocks) = (self.here(run), u64::from(run.to.min(low) - run.from));
                 match sources.len() {
                     1 => self.load(place, sources, blocks),
@@ -257,53 +280,41 @@ impl<'a> Search<'a> {
         ms
     }
 
-    /// When each layer of a way has arrived, together with what is left to compute then: the latest of all decides.
+    /// When the last layer is computed.
     fn time(&mut self, compute: f64) -> f64 {
         self.looked_at += 1;
-        let mut last = compute;
-        for source in WAYS {
-            let Some(link) = self.question.links.get(source) else { continue };
-            if self.loads.iter().all(|loads| loads.get(source as usize).is_none_or(|count| *count == 0)) {
-                continue;
-            }
-            let (wait, rate) = (link.wait_ms(), link.bytes_per_ms);
-            let (mut bytes, share) = (0u64, compute / self.layers as f64);
-            for layer in 0..self.layers {
-                bytes = bytes.saturating_add(self.layer_bytes(source, layer));
-                if bytes > 0 {
-                    last = last.max(wait + bytes as f64 / rate + share * (self.layers - layer) as f64);
-                }
-            }
-        }
-        last
+        self.steps += self.pipeline.steps();
+        self.pipeline.time(&self.loads, self.question.links, compute)
     }
 
-    /// Bytes that are loaded from a source for one layer.
-    fn layer_bytes(&self, source: Source, layer: usize) -> u64 {
-        let parts = self.question.parts.iter().zip(&self.loads);
-        let each = parts.map(|(part, loads)| {
-            let count = loads.get(source as usize).copied().unwrap_or(0);
-            part.layer_bytes.get(layer).copied().unwrap_or(0).saturating_mul(count)
-        });
-        each.fold(0, u64::saturating_add)
+    /// Whether as much was looked at as may be.
+    fn is_over(&mut self) -> bool {
+        let over = self.steps > STEPS_MAX;
+        self.exact &= !over;
+        over
     }
 
     /// Looks at one boundary with everything that may be chosen at it.
     fn at(&mut self, boundary: u32) {
         let Some(holes) = self.streams(boundary) else { return };
         let Some(least) = self.boundary_parts(boundary) else { return };
-        let (streams, base) = (self.units.len(), self.loads.clone());
-        let mut thresholds: Vec<u64> = self.boundaries.iter().filter_map(|part| part.tokens).collect();
+        let streams = self.units.len();
+        self.of_streams.clone_from(&self.loads);
+        self.steps += self.boundaries.len() as u64;
+        let mut thresholds = std::mem::take(&mut self.thresholds);
+        thresholds.clear();
+        thresholds.extend(self.boundaries.iter().filter_map(|part| part.tokens));
         thresholds.retain(|tokens| *tokens > least);
         thresholds.push(least);
         thresholds.sort_unstable();
         thresholds.dedup();
-        for threshold in thresholds {
-            self.loads.clone_from(&base);
-            self.load_boundary_parts(threshold);
-            self.combine(boundary, holes, threshold);
+        for threshold in &thresholds {
+            self.loads.clone_from(&self.of_streams);
+            self.load_boundary_parts(*threshold);
+            self.combine(boundary, holes, *threshold);
             self.units.truncate(streams);
         }
+        self.thresholds = thresholds;
     }
 
     /// What streams need at a boundary: fills `loads` and `units`. Tokens that must be run again for holes; `None` if the
@@ -319,6 +330,7 @@ impl<'a> Search<'a> {
             let each = stated(part.absence);
             let mut covered = 0u64;
             for run in part.runs.iter().take_while(|run| run.from < boundary) {
+                self.steps += 1;
                 let (sources, to) = (self.here(run), run.to.min(boundary));
                 if sources.is_empty() {
                     continue;
@@ -388,7 +400,8 @@ impl<'a> Search<'a> {
             if one.tokens.is_some_and(|tokens| tokens <= threshold) {
                 continue;
             }
-            for (run, sources) in self.clipped(&one) {
+            for run in clipped(self.question.parts, &one) {
+                let sources = self.here(&run);
                 let unit = Unit { part: one.part, from: run.from, to: run.to, sources, tokens: None };
                 match sources.len() {
                     1 => self.load(one.part, sources, unit.blocks()),
@@ -398,18 +411,6 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The runs in which a boundary part's blocks lie.
-    fn clipped(&self, one: &Boundary) -> Vec<(Run, Sources)> {
-        let Some(part) = self.question.parts.get(one.part) else { return Vec::new() };
-        let first = part.runs.partition_point(|run| run.to <= one.from);
-        let runs = part.runs.iter().skip(first).take_while(|run| run.from < one.to);
-        let cut = |run: &Run| {
-            let (from, to) = (run.from.max(one.from), run.to.min(one.to));
-            (Run { from, to, ..*run }, self.here(run))
-        };
-        runs.map(cut).collect()
-    }
-
     /// Tries what may be done with the units.
     fn combine(&mut self, boundary: u32, holes: u64, threshold: u64) {
         let all = self.units.iter().try_fold(1usize, |all, unit| {
@@ -417,32 +418,36 @@ impl<'a> Search<'a> {
         });
         self.picks.clear();
         self.picks.resize(self.units.len(), 0);
-        let base = self.loads.clone();
+        self.base.clone_from(&self.loads);
         let Some(all) = all else {
             self.exact = false;
             return self.one_by_one(boundary, holes, threshold);
         };
         for mut number in 0..all {
+            if number > 0 && self.is_over() {
+                break;
+            }
             for (pick, unit) in self.picks.iter_mut().zip(&self.units) {
                 *pick = number % unit.choices();
                 number /= unit.choices();
             }
-            let ms = self.counted(boundary, holes, threshold, &base);
+            let ms = self.counted(boundary, holes, threshold);
             self.keep(boundary, threshold, ms);
         }
-        self.loads = base;
     }
 
     /// Gives each unit in turn to what ends first with those before it, twice.
     fn one_by_one(&mut self, boundary: u32, holes: u64, threshold: u64) {
-        let base = self.loads.clone();
         for _ in 0..2 {
             for at in 0..self.units.len() {
+                if self.is_over() {
+                    break;
+                }
                 let choices = self.units.get(at).map_or(0, Unit::choices);
                 let mut least = (f64::INFINITY, 0);
                 for choice in 0..choices {
                     self.pick(at, choice);
-                    let ms = self.counted(boundary, holes, threshold, &base);
+                    let ms = self.counted(boundary, holes, threshold);
                     if ms < least.0 {
                         least = (ms, choice);
                     }
@@ -450,9 +455,8 @@ impl<'a> Search<'a> {
                 self.pick(at, least.1);
             }
         }
-        let ms = self.counted(boundary, holes, threshold, &base);
+        let ms = self.counted(boundary, holes, threshold);
         self.keep(boundary, threshold, ms);
-        self.loads = base;
     }
 
     fn pick(&mut self, at: usize, choice: usize) {
@@ -462,9 +466,8 @@ impl<'a> Search<'a> {
     }
 
     /// The time of the choice that `picks` says.
-    fn counted(&mut self, boundary: u32, holes: u64, threshold: u64, base: &[[u64; 5]]) -> f64 {
-        self.loads.clear();
-        self.loads.extend_from_slice(base);
+    fn counted(&mut self, boundary: u32, holes: u64, threshold: u64) -> f64 {
+        self.loads.clone_from(&self.base);
         let again = self.apply_picks(holes).saturating_add(threshold).min(self.tokens(boundary));
         let compute = self.compute(self.tokens(boundary) - again);
         self.time(compute)
@@ -473,6 +476,7 @@ impl<'a> Search<'a> {
     /// Adds what the picks load to `loads`; gives the tokens that they and the holes have run again.
     fn apply_picks(&mut self, holes: u64) -> u64 {
         let mut again = holes;
+        self.steps += self.units.len() as u64;
         for at in 0..self.units.len() {
             let (Some(unit), Some(pick)) = (self.units.get(at).copied(), self.picks.get(at)) else { break };
             match unit.does(*pick) {
@@ -493,14 +497,11 @@ impl<'a> Search<'a> {
 
     /// Why it is this boundary.
     fn reason(&mut self, best: &Best, reach: u32) -> Reason {
-        let usable = |search: &mut Self, boundary: u32| {
-            search.streams(boundary).is_some() && search.boundary_parts(boundary).is_some()
-        };
         let parts = self.question.parts;
         if parts.iter().all(|part| part.runs.iter().all(|run| self.here(run).is_empty())) {
             return Reason::Nothing;
         }
-        let longest = (best.boundary.max(1)..=reach).rev().find(|boundary| usable(self, *boundary));
+        let longest = self.longest(best.boundary.max(1), reach);
         let group = |place: usize| parts.get(place).map_or(kvarts_layout::Group(0), |part| part.group);
         let missing = self.reach().map(|(place, block)| (group(place), block));
         match longest {
@@ -531,6 +532,21 @@ impl<'a> Search<'a> {
         }
     }
 
+    /// The longest boundary from `low` to `high` that can be used. It is not looked for beyond what a search may take.
+    fn longest(&mut self, low: u32, high: u32) -> Option<u32> {
+        let end = self.steps.saturating_add(STEPS_MAX);
+        for boundary in (low..=high).rev() {
+            self.steps += 1;
+            if self.steps > end {
+                break;
+            }
+            if self.streams(boundary).is_some() && self.boundary_parts(boundary).is_some() {
+                return Some(boundary);
+            }
+        }
+        None
+    }
+
     /// The least time to the first token from one boundary.
     fn alone(&mut self, boundary: u32) -> f64 {
         self.best = None;
@@ -549,7 +565,8 @@ impl<'a> Search<'a> {
         let tokens = self.tokens(boundary);
         let (from_nothing_ms, base) = (self.compute(0), self.compute(tokens));
         let compute_ms = self.compute(tokens - again);
-        let (load_ms, stall_ms, transfer_ms) = self.waits(compute_ms);
+        let (parts, links) = (self.question.parts, self.question.links);
+        let (load_ms, stall_ms, transfer_ms) = self.pipeline.waits(parts, &self.loads, links, compute_ms);
         // One sum, so that the identities hold to the last bit that matters.
         let ttft_ms = load_ms + stall_ms + compute_ms;
         Plan {
@@ -570,31 +587,6 @@ impl<'a> Search<'a> {
             exact: self.exact,
             looked_at: self.looked_at,
         }
-    }
-
-    /// The wait for the first layer, those for the others, and when the last byte arrives.
-    fn waits(&self, compute: f64) -> (f64, f64, f64) {
-        let mut bytes = [0u64; WAYS.len()];
-        let (mut now, mut first, mut stall, mut last) = (0.0f64, 0.0, 0.0, 0.0f64);
-        for layer in 0..self.layers {
-            let mut ready = 0.0f64;
-            for (source, bytes) in WAYS.into_iter().zip(&mut bytes) {
-                let Some(link) = self.question.links.get(source) else { continue };
-                *bytes = bytes.saturating_add(self.layer_bytes(source, layer));
-                if *bytes > 0 {
-                    ready = ready.max(link.wait_ms() + *bytes as f64 / link.bytes_per_ms);
-                }
-            }
-            let wait = (ready - now).max(0.0);
-            if layer == 0 {
-                first = wait
-            } else {
-                stall += wait
-            }
-            now += wait + compute / self.layers as f64;
-            last = last.max(ready);
-        }
-        (first, stall, last)
     }
 
     fn actions(&self, best: &Best) -> Vec<Action> {
@@ -645,8 +637,8 @@ impl<'a> Search<'a> {
                 Some(0) => tell(one.part, one.from, one.to, Does::LeaveOut),
                 Some(tokens) if tokens <= best.threshold => tell(one.part, one.from, one.to, Does::Recompute),
                 _ => {
-                    for (run, sources) in self.clipped(one) {
-                        let does = picked(one.part, run.from).unwrap_or(fixed(sources));
+                    for run in clipped(self.question.parts, one) {
+                        let does = picked(one.part, run.from).unwrap_or(fixed(self.here(&run)));
                         tell(one.part, run.from, run.to, does);
                     }
                 }

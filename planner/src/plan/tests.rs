@@ -181,6 +181,28 @@ fn the_work_of_a_plan_grows_with_the_number_of_halvings_and_not_with_the_blocks(
 }
 
 #[test]
+fn the_work_of_a_plan_is_bounded_however_many_alternatives_and_holes_there_are() {
+    let table = Formula(0.0, 0.001, 0.0);
+    let links = Links::NONE.with(Source::Disk, Link::gb_per_s(0.001, 0.0));
+    let broken: Vec<Run> = (0..20_000).map(|n| run(2 * n, 2 * n + 1, &[Source::Disk])).collect();
+    let rebuilt = Part {
+        group: Group(1),
+        need: Need::All,
+        absence: Absence::Recompute { tokens: 3 },
+        layer_bytes: &[1000; 4],
+        runs: &broken,
+    };
+    let whole = [run(0, 40_000, &[Source::Disk])];
+    let plan = ask(&[stream(&[1000; 4], &whole), rebuilt], &links, 640_001, &table);
+    assert!(!plan.exact);
+    assert!(plan.looked_at <= 1 << 22, "{}", plan.looked_at);
+    // No boundary can be used, which is seen at each of them.
+    let states = Part { need: Need::At, absence: Absence::Required, runs: &[], ..rebuilt };
+    let plan = ask(&[stream(&[1000; 4], &whole), states], &links, 640_001, &table);
+    assert_eq!((plan.boundary_blocks, plan.benefit_ms), (0, 0.0));
+}
+
+#[test]
 fn runs_that_several_have_beyond_what_can_be_tried_are_dealt_out_and_it_is_said() {
     let runs: Vec<Run> = (0..20).map(|n| run(n, n + 1, &[Source::Disk, Source::Peer])).collect();
     let links = Links::NONE

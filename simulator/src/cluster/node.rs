@@ -51,6 +51,7 @@ pub(super) struct Node {
 
 impl Node {
     pub(super) fn new(role: Role, cluster: &Cluster, facts: &Facts) -> Self {
+        let worth = kvarts_planner::keep::worth(facts.block_bytes, cluster.block_tokens);
         let blocks = |gb: f64| (gb * 1e9 / facts.block_bytes.max(1) as f64) as u64;
         let line = |way: Option<(f64, f64)>| {
             let (gb_per_s, latency_ms) = way.unwrap_or((1e-6, 0.0));
@@ -60,7 +61,7 @@ impl Node {
             role,
             hbm: Cache::new(blocks(cluster.hbm.gb)),
             dram: cluster.dram.map(|dram| Cache::new(blocks(dram.gb))),
-            disk: cluster.disk.map(|disk| Disk::new(blocks(disk.gb), disk.policy.engine())),
+            disk: cluster.disk.map(|disk| Disk::new(blocks(disk.gb), disk.policy.engine(), worth)),
             to_dram: line(cluster.dram.map(|dram| (dram.gb_per_s, dram.latency_ms))),
             reads: line(cluster.disk.map(|disk| (disk.gb_per_s, disk.latency_ms))),
             writes: line(cluster.disk.map(|disk| (disk.write_gb_per_s, disk.latency_ms))),

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 
 use kvarts_layout::Group;
 use kvarts_layout::prefix::{Absence, Need};
-use kvarts_planner::cost::{Decode, Prefill};
+use kvarts_planner::cost::{Decode, Prefill, Step};
 use kvarts_planner::plan::{Does, Links, Part, Plan, Question, Run, Source, Sources};
 
 use super::figures::Counted;
@@ -446,7 +446,7 @@ impl<'a, W: Work> Simulation<'a, W> {
         self.admit(at);
         let node = &mut self.nodes[usize::from(at)];
         let mut budget = u64::from(self.cluster.engine.chunk_tokens);
-        let (mut chunks, mut ms) = (std::mem::take(&mut node.chunks), 0.0);
+        let (mut chunks, mut step) = (std::mem::take(&mut node.chunks), Step::default());
         chunks.clear();
         for open in &node.prefilling {
             if budget == 0 {
@@ -455,21 +455,22 @@ impl<'a, W: Work> Simulation<'a, W> {
             let Some(running) = self.open.get(*open as usize).and_then(Option::as_ref) else { continue };
             let chunk = (running.arrival.input_tokens - running.at_token).min(budget);
             budget -= chunk;
-            ms += self.facts.times.prefill_ms(running.at_token, chunk) - self.facts.step_ms;
+            self.facts.times.prefill(&mut step, running.at_token, chunk);
             chunks.push((*open, chunk));
         }
         let batch = node.decoding.len() as u64;
         node.chunks = chunks;
+        self.facts.times.decode(&mut step, batch, node.context);
+        let ms = self.facts.times.step_ms(&step);
         if batch > 0 {
-            self.counted.interference_ms += ms;
-            ms += self.facts.times.decode_ms(batch, node.context) - self.facts.step_ms;
+            self.counted.interference_ms += ms - self.facts.times.decode_ms(batch, node.context);
             self.counted.decoding_ms += ms;
         }
         if node.chunks.is_empty() && batch == 0 {
             return self.wake_later(at);
         }
         node.busy = true;
-        let end = self.now + ms + self.facts.step_ms;
+        let end = self.now + ms;
         self.at(end, What::Step(at));
     }
 

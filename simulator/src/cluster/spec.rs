@@ -287,8 +287,6 @@ pub struct Facts {
     pub layers: u32,
     /// How long an engine takes.
     pub times: Roofline,
-    /// What every step takes besides.
-    pub step_ms: f64,
 }
 
 impl Cluster {
@@ -405,7 +403,7 @@ impl Cluster {
                 self.hbm.gb, self.nodes.devices, self.nodes.device
             )));
         }
-        Ok(Facts { block_bytes, layers, times, step_ms: device.step_ms })
+        Ok(Facts { block_bytes, layers, times })
     }
 }
 

@@ -183,6 +183,8 @@ const KINDS: usize = 32;
 pub(super) struct Disk {
     capacity: u64,
     policy: EvictionPolicy,
+    /// What a byte is worth: see [`kvarts_planner::keep`].
+    worth: i8,
     blocks: IdMap<Kept>,
     queues: Vec<std::collections::VecDeque<(u64, u32)>>,
     steps: u64,
@@ -197,23 +199,24 @@ impl Kept {
             | bits.iter().enumerate().map(|(at, bit)| usize::from(*bit) << (at + 2)).sum::<usize>()
     }
 
-    fn candidate(&self, now: u64) -> Candidate {
+    fn candidate(&self, now: u64, cost: i8) -> Candidate {
         Candidate {
             age: u32::try_from(now - self.step).unwrap_or(u32::MAX),
             frequency: self.frequency,
             main: self.main,
             tip: self.tip,
             passed: self.passed,
+            cost,
             ..Candidate::default()
         }
     }
 }
 
 impl Disk {
-    pub(super) fn new(capacity: u64, policy: EvictionPolicy) -> Self {
+    pub(super) fn new(capacity: u64, policy: EvictionPolicy, worth: i8) -> Self {
         let queues = (0..KINDS).map(|_| Default::default()).collect();
         let blocks = IdMap::default();
-        Self { capacity, policy, blocks, queues, steps: 0, written_in_step: 0, stamps: 0 }
+        Self { capacity, policy, worth, blocks, queues, steps: 0, written_in_step: 0, stamps: 0 }
     }
 
     pub(super) fn has(&self, block: u64) -> bool {
@@ -286,7 +289,7 @@ impl Disk {
                 while let Some((block, stamp)) = self.queues[kind].front().copied() {
                     match self.blocks.get(&block).filter(|kept| kept.stamp == stamp) {
                         Some(kept) => {
-                            let rank = self.policy.rank(&kept.candidate(self.steps));
+                            let rank = self.policy.rank(&kept.candidate(self.steps, self.worth));
                             if best.is_none_or(|(highest, ..)| rank > highest) {
                                 best = Some((rank, kind, block));
                             }
@@ -298,7 +301,7 @@ impl Disk {
             }
             let (_, kind, block) = best?;
             self.queues[kind].pop_front();
-            let candidate = self.blocks.get(&block)?.candidate(self.steps);
+            let candidate = self.blocks.get(&block)?.candidate(self.steps, self.worth);
             match self.policy.choose(&candidate) {
                 Chosen::Goes => {
                     self.blocks.remove(&block);
