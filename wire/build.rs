@@ -3,7 +3,8 @@
 use std::error::Error;
 use std::path::PathBuf;
 
-const FILES: [&str; 6] = ["types", "models", "store", "reads", "admin", "local"];
+const FILES: [&str; 9] =
+    ["types", "models", "plans", "store", "reads", "admin", "local", "directory", "lane"];
 
 fn main() -> Result<(), Box<dyn Error>> {
     let proto = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR")?).join("../proto");
@@ -19,5 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .btree_map(".")
         .codec_path("crate::codec::Bounded")
         .compile_fds(descriptors)?;
+    let etcd = protox::compile([proto.join("etcd/rpc.proto")], [&proto])?;
+    tonic_prost_build::configure().bytes(".").build_server(false).compile_fds(etcd)?;
     Ok(())
 }

@@ -18,6 +18,7 @@ mod bare_server;
 mod churn;
 mod crossover;
 pub mod devices;
+mod dual;
 mod encoded;
 mod fio;
 mod fsck;
@@ -35,6 +36,7 @@ mod scale;
 mod serve;
 mod setup;
 pub mod sim;
+mod times;
 mod trace;
 mod traces;
 
@@ -77,8 +79,12 @@ enum BenchCommand {
     Fsck(fsck::FsckArgs),
     /// Read over gRPC on loopback, beside a bare server that streams from memory
     Serve(serve::ServeArgs),
+    /// Read from two other nodes at once, beside each of them alone
+    Dual(dual::DualArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
+    /// Measure the way to the disks with one workload and compare what it says with what another one takes
+    Times(times::TimesArgs),
     /// Bring layers from disk to a device under an engine that computes
     Gpu(gpu::GpuArgs),
 }
@@ -98,7 +104,9 @@ pub fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
         BenchCommand::Encoded(arguments) => encoded::run(arguments, out),
         BenchCommand::Fsck(arguments) => fsck::run(arguments, out),
         BenchCommand::Serve(arguments) => serve::run(arguments, out),
+        BenchCommand::Dual(arguments) => dual::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
+        BenchCommand::Times(arguments) => times::run(arguments, out),
         BenchCommand::Gpu(arguments) => gpu::run(arguments, out),
     }
 }

@@ -8,7 +8,8 @@ use std::time::Instant;
 use clap::Args;
 use kvarts_layout::prefix::{Absence, Need, Requirement, Requirements};
 use kvarts_layout::{BlockKey, ModelSpec};
-use kvarts_store::api::{KvStore, MatchRequest};
+use kvarts_planner::cost::{Roofline, Times, device, model};
+use kvarts_store::api::{KvStore, MatchRequest, PlanTerms};
 use kvarts_store::engine::{Options, Store};
 
 use super::pairs::{Contestant, Sample, cpu_seconds, take_turns};
@@ -70,22 +71,33 @@ pub(super) fn run(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(), Fail
     let mut map: HashMap<[u8; 32], u64> = HashMap::with_capacity(keys.len());
     map.extend(keys.iter().zip(0..).map(|(key, place)| (key.0, place)));
     let prompts = prompts(&keys, arguments);
-    let engine = || {
-        timed(&prompts, |keys| {
-            let request = MatchRequest {
-                namespace: subject.namespace,
-                keys,
-                requirements: &requirements,
-                recompute_tokens_max: 0,
-                lease: None,
-            };
-            let reply = home.store().match_prefix(&request).map_err(Failure::user)?;
-            Ok(reply.usable.longest.blocks as usize)
-        })
+    let times: Times = model("llama-3.1-8b")
+        .zip(device("h100"))
+        .map(|(m, d)| Roofline::new(m, d, 1).into())
+        .ok_or_else(|| Failure::user("the planner's model and device are gone"))?;
+    let found = |keys: &[BlockKey], is_planned: bool| {
+        let prompt_tokens = keys.len() as u64 * u64::from(subject.block_tokens) + 1;
+        let terms = PlanTerms { prompt_tokens, times: &times, hbm_blocks: 0, dram: None };
+        let request = MatchRequest {
+            namespace: subject.namespace,
+            keys,
+            requirements: &requirements,
+            recompute_tokens_max: 0,
+            lease: None,
+            plan: is_planned.then_some(terms),
+        };
+        let reply = home.store().match_prefix(&request).map_err(Failure::user)?;
+        Ok(reply.usable.longest.blocks as usize)
     };
+    let engine = || timed(&prompts, |keys| found(keys, false));
+    let planned = || timed(&prompts, |keys| found(keys, true));
     let plain = || timed(&prompts, |keys| Ok(keys.iter().filter(|key| map.contains_key(&key.0)).count()));
-    let contestants: Vec<Contestant<'_>> =
-        vec![("engine", Box::new(engine)), ("map", Box::new(plain)), ("again", Box::new(plain))];
+    let contestants: Vec<Contestant<'_>> = vec![
+        ("engine", Box::new(engine)),
+        ("planned", Box::new(planned)),
+        ("map", Box::new(plain)),
+        ("again", Box::new(plain)),
+    ];
     let rounds = take_turns(common.pairs, contestants)?;
     let mut report = Report::new("match");
     setup::describe(&mut report, common, &home)?;
@@ -94,6 +106,10 @@ pub(super) fn run(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(), Fail
     report.fact("lookups_per_round", arguments.lookups);
     let each = 1e6 / arguments.lookups as f64;
     report.median("match_us", rounds.figure("engine", |sample| sample.seconds * each));
+    report.median(
+        "plan_us",
+        rounds.paired("planned", "engine", |planned, engine| (planned.seconds - engine.seconds) * each),
+    );
     report.median("map_us", rounds.figure("map", |sample| sample.seconds * each));
     report.median("ratio", rounds.paired("engine", "map", |engine, map| engine.seconds / map.seconds));
     report.control("control", rounds.paired("again", "map", |again, map| again.seconds / map.seconds));

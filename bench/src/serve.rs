@@ -12,6 +12,7 @@ use bytes::Bytes;
 use clap::{Args, ValueEnum};
 use kvarts_layout::{BlockKey, Geometry};
 use kvarts_store::api::{KvStore, Order, Parent, Placed, PutRequest};
+use kvarts_store::home::RuntimeChoice;
 use kvarts_store::rt::blocking::block_on;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -66,6 +67,9 @@ pub(super) struct ServeArgs {
     /// One-block reads of the small reader, in quiet and in noise
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(20..=100_000))]
     small: u32,
+    /// What executors run on: auto, glommio or threads
+    #[arg(long, default_value = "auto")]
+    runtime: RuntimeChoice,
     /// Only one part of it
     #[arg(long, value_enum)]
     part: Option<Part>,
@@ -222,6 +226,7 @@ fn prepare(
         ..Settings::default()
     };
     let config = Config::resolve(None, |_| None, &settings).map_err(Failure::user)?;
+    let config = Config { runtime: arguments.runtime, ..config };
     let daemon = runtime.block_on(Daemon::start(&config)).map_err(Failure::User)?;
     let options = ConnectOptions::to(endpoint_of(&daemon)?);
     let client = Client::connect(&options).map_err(Failure::user)?;

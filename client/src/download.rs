@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink};
+use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, wanted_layers};
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Class;
 use tonic::{Code, Status, Streaming};
@@ -22,22 +22,16 @@ pub(super) const GRACE: Duration = Duration::from_millis(500);
 pub(super) const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// What can be said of a read before it is sent; the shape of its blocks.
-pub(super) fn check(remote: &Remote, request: &ReadRequest) -> Result<BlockShape, Reason> {
+pub(super) fn check(remote: &Remote, request: &ReadRequest) -> Result<Arc<BlockShape>, Reason> {
     remote.check(&request.keys, &request.into, request.deadline)?;
     let (column, layers) = ((request.group, request.coordinate), request.layers.as_ref());
     let shape = remote.shape(request.namespace, column, &request.into, layers)?;
-    let layers = shape.layers().len();
-    match &request.layers {
-        Some(range) if range.is_empty() => Err(Reason::Empty),
-        Some(range) if range.end as usize > layers => {
-            Err(Reason::Shape(format!("layers up to {}, the group has {layers}", range.end)))
-        }
-        _ => Ok(shape),
-    }
+    wanted_layers(layers, &shape)?;
+    Ok(shape)
 }
 
 /// Reads and announces until the end.
-pub(super) async fn run(remote: Arc<Remote>, request: ReadRequest, shape: BlockShape, sink: ReadSink) {
+pub(super) async fn run(remote: Arc<Remote>, request: ReadRequest, shape: Arc<BlockShape>, sink: ReadSink) {
     let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
     let asked = message(&request);
     let mut arrival = Arrival::new(&request, &shape, layers, &asked);

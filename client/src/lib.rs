@@ -13,6 +13,7 @@
 )]
 
 mod arrival;
+mod away;
 mod download;
 mod grpc_path;
 mod local;
@@ -38,7 +39,9 @@ use kvarts_store::rt::mailbox::Ticket;
 use kvarts_store::rt::{Clock, Nanos};
 
 use grpc_path::GrpcPath;
-use kvarts_wire::proto;
+use kvarts_planner::cost::Times;
+use kvarts_planner::route::{self, Route};
+use kvarts_wire::{plans, proto};
 use local::LocalPath;
 use remote::Remote;
 pub use remote::endpoint;
@@ -107,7 +110,12 @@ pub struct ConnectOptions {
     /// For `unix:`, where there is a token: the user whose process the server is. The administrator and this process's own
     /// user are trusted anyhow; the token is shown to no other.
     pub server_uid: Option<u32>,
+    /// Threads of the client that move bytes, 1 to [`THREADS_MAX`].
+    pub threads: usize,
 }
+
+/// The most threads of a client.
+pub const THREADS_MAX: usize = 1024;
 
 impl ConnectOptions {
     /// An endpoint and nothing else.
@@ -121,6 +129,7 @@ impl ConnectOptions {
             call_timeout: Duration::from_secs(60),
             via: Via::Best,
             server_uid: None,
+            threads: 2,
         }
     }
 }
@@ -275,10 +284,65 @@ impl Client {
         self.remote.ask(async move { admin.drain(request).await }).map(drop)
     }
 
-    /// The models of the caller's tenant.
+    /// The cluster that the server belongs to, as the server sees it.
+    pub fn cluster_status(&self) -> Result<proto::ClusterStatusReply, Error> {
+        let mut directory = self.remote.directory();
+        let request = self.remote.request(proto::ClusterStatusRequest {}, None);
+        self.remote.ask(async move { directory.status(request).await })
+    }
+
+    /// As [`KvStore::match_prefix`], and beside it what the nodes of the cluster have together, as far as they are known to: a
+    /// read brings both. Over gRPC.
+    pub fn match_in_cluster(
+        &self,
+        request: &MatchRequest<'_>,
+    ) -> Result<(MatchReply, Option<proto::match_reply::InCluster>), Error> {
+        let mut store = self.remote.store();
+        let wire = proto::MatchRequest { of_cluster: true, ..messages::matching(request) };
+        let request = self.remote.request(wire, None);
+        let found = self.remote.ask(async move { store.r#match(request).await })?;
+        Ok((messages::matched(&found)?, found.in_cluster))
+    }
+
+    /// Which nodes of the cluster are said to have blocks, and what reading from them would cost. Hints: a node may have lost a
+    /// block, or have got one, since.
+    pub fn locate(&self, request: proto::LookupRequest) -> Result<proto::LookupReply, Error> {
+        let mut directory = self.remote.directory();
+        let request = self.remote.request(request, None);
+        self.remote.ask(async move { directory.lookup(request).await })
+    }
+
+    /// Has the server copy blocks that other nodes of its cluster have.
+    pub fn replicate(&self, request: proto::ReplicateRequest) -> Result<proto::ReplicateReply, Error> {
+        let mut directory = self.remote.directory();
+        let request = self.remote.request(request, None);
+        self.remote.ask(async move { directory.replicate(request).await })
+    }
+
+    /// Claims, renews, releases or looks up the owner of a chain for the server's node; notes replicas and references.
+    pub fn chain(&self, request: proto::ChainRequest) -> Result<proto::ChainReply, Error> {
+        let mut directory = self.remote.directory();
+        let request = self.remote.request(request, None);
+        self.remote.ask(async move { directory.chain(request).await })
+    }
+
+    /// Where a request should go, with every candidate's terms. Of `this_node` the server says the disks itself.
+    pub fn route(
+        &self,
+        question: &route::Question<'_>,
+        times: &Times,
+        this_node: Option<u32>,
+    ) -> Result<Route, Error> {
+        let mut server = self.remote.plans();
+        let request = self.remote.request(plans::wire_question(question, times, this_node), None);
+        let reply = self.remote.ask(async move { server.route(request).await })?;
+        Ok(plans::route(&reply))
+    }
+
+    /// The models of the caller's tenant that were registered since the server started, or that it has blocks of.
     pub fn models(&self) -> Result<proto::ListModelsReply, Error> {
         let mut models = self.remote.models();
-        let request = self.remote.request(proto::ListModelsRequest {}, None);
+        let request = self.remote.request(proto::ListModelsRequest { stored: true }, None);
         self.remote.ask(async move { models.list_models(request).await })
     }
 }

@@ -8,8 +8,7 @@ use kvarts_store::api::{ContainsReply, ContainsRequest, LeaseTerms, MatchReply, 
 use kvarts_store::error::Reason;
 
 use super::remote::lease;
-use kvarts_wire::convert;
-use kvarts_wire::proto;
+use kvarts_wire::{convert, plans, proto};
 
 /// Whole milliseconds, at least one: zero has other meanings.
 pub(super) fn millis(time: Duration) -> u64 {
@@ -30,6 +29,8 @@ pub(super) fn matching(request: &MatchRequest<'_>) -> proto::MatchRequest {
         recompute_tokens_max: Some(request.recompute_tokens_max),
         lease_ms: lease_ms(request.lease.as_ref()),
         lease_cap_bytes: request.lease.map(|terms| terms.cap_bytes),
+        plan: request.plan.as_ref().map(plans::wire_terms),
+        of_cluster: false,
     }
 }
 
@@ -45,7 +46,8 @@ pub(super) fn matched(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
         longest: convert::boundary(found.longest.clone()),
         cheapest: convert::boundary(found.cheapest.clone()),
     };
-    Ok(MatchReply { usable, pending: found.pending, lease: lease(found.lease) })
+    let plan = found.plan.as_ref().map(plans::planned).transpose()?.map(Box::new);
+    Ok(MatchReply { usable, pending: found.pending, lease: lease(found.lease), plan })
 }
 
 /// What single blocks are looked up with.

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_store::api::{LeaseId, MAX_REQUEST_BLOCKS, Placed};
-use kvarts_store::error::{Error, Reason};
+use kvarts_store::error::{Error, IdentityCause, Reason};
 use kvarts_store::rt::blocking::block_on;
 use kvarts_store::rt::clock::SystemClock;
 use kvarts_store::rt::{Clock, Nanos};
@@ -17,27 +17,47 @@ use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Response, Status};
 
-use super::ConnectOptions;
+use super::away::{self, deepest};
 use super::download::{GRACE, LONGEST};
+use super::{ConnectOptions, THREADS_MAX};
 use kvarts_wire::proto;
 use kvarts_wire::{convert, digest, fault, limits};
 use proto::admin_client::AdminClient;
+use proto::directory_client::DirectoryClient;
 use proto::models_client::ModelsClient;
+use proto::plans_client::PlansClient;
 use proto::reads_client::ReadsClient;
 use proto::store_client::StoreClient;
-
-/// Threads of a client that move bytes.
-const THREADS: usize = 2;
 
 /// How long after a call whose connection was lost it is made again; a connection that is over is known to be soon.
 pub(super) const AGAIN: [Duration; 4] =
     [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(50)];
 
 /// A model that was registered through this connection.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct Known {
     identity: Identity,
     geometry: Geometry,
+    /// The shapes of its blocks that were asked for.
+    shapes: Mutex<BTreeMap<(Group, Coordinate), Arc<BlockShape>>>,
+}
+
+/// Shapes of one model that are kept; any others are worked out each time.
+const SHAPES_MAX: usize = 256;
+
+impl Known {
+    fn shape(&self, group: Group, coordinate: Coordinate) -> Result<Arc<BlockShape>, Reason> {
+        let mut shapes = self.shapes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(shape) = shapes.get(&(group, coordinate)) {
+            return Ok(Arc::clone(shape));
+        }
+        let shape = self.geometry.shape(group, coordinate, self.identity.block_tokens);
+        let shape = Arc::new(shape?);
+        if shapes.len() < SHAPES_MAX {
+            shapes.insert((group, coordinate), Arc::clone(&shape));
+        }
+        Ok(shape)
+    }
 }
 
 /// One connection.
@@ -48,7 +68,7 @@ pub(super) struct Remote {
     token: Option<MetadataValue<Ascii>>,
     call_timeout: Duration,
     pub(super) clock: Arc<dyn Clock>,
-    known: RwLock<BTreeMap<NamespaceId, Known>>,
+    known: RwLock<BTreeMap<NamespaceId, Arc<Known>>>,
 }
 
 impl fmt::Debug for Remote {
@@ -71,9 +91,8 @@ pub(super) async fn while_lost<T>(
         tokio::time::sleep(pause).await;
         answer = call.await;
         let is_lost = |status: &Status| {
-            // What a server says has no cause on this side.
-            matches!(status.code(), Code::Unknown | Code::Cancelled)
-                && std::error::Error::source(status).is_some()
+            matches!(status.code(), Code::Unknown | Code::Cancelled | Code::ResourceExhausted)
+                && fault::is_of_transport(status)
                 && !fault::is_late(status)
         };
         if !answer.as_ref().is_err_and(is_lost) {
@@ -101,20 +120,24 @@ pub(super) fn lease(name: u64) -> Option<LeaseId> {
 
 impl Remote {
     pub(super) fn connect(options: &ConnectOptions) -> Result<Self, Error> {
+        if options.threads == 0 || options.threads > THREADS_MAX {
+            return Err(config(format!("threads: 1 to {THREADS_MAX}")));
+        }
         let mut runtime = tokio::runtime::Builder::new_multi_thread();
-        let runtime = runtime.worker_threads(THREADS).thread_name("kvarts-client").enable_all().build();
+        let runtime =
+            runtime.worker_threads(options.threads).thread_name("kvarts-client").enable_all().build();
         let runtime = runtime.map_err(config)?;
         let endpoint = endpoint(options)?;
         if let (Some(path), true) = (options.endpoint.strip_prefix("unix:"), options.token.is_some()) {
             let path = path.strip_prefix("//").unwrap_or(path);
             let known = std::os::unix::net::UnixStream::connect(path);
             let known = known.and_then(|socket| super::peer::check(socket, options.server_uid));
-            known.map_err(|error| config(format!("{path}: {error}")))?;
+            known.map_err(|error| away::of_io(path, &error))?;
         }
         let channel = block_on(runtime.spawn(async move { endpoint.connect().await }));
         let channel = channel.map_err(config)?.map_err(|error| {
             tracing::debug!(?error, "connecting failed");
-            config(format!("{} cannot be reached: {}", options.endpoint, deepest(&error)))
+            away::of_transport(&options.endpoint, &error)
         })?;
         let token = options.token.as_ref().map(|token| format!("Bearer {token}").parse());
         let token = token.transpose().map_err(|_| config("the token has characters that no token has"))?;
@@ -135,8 +158,16 @@ impl Remote {
         ModelsClient::new(self.channel.clone())
     }
 
+    pub(super) fn plans(&self) -> PlansClient<Channel> {
+        PlansClient::new(self.channel.clone()).max_decoding_message_size(limits::MESSAGE_BYTES_MAX)
+    }
+
     pub(super) fn admin(&self) -> AdminClient<Channel> {
         AdminClient::new(self.channel.clone())
+    }
+
+    pub(super) fn directory(&self) -> DirectoryClient<Channel> {
+        DirectoryClient::new(self.channel.clone()).max_decoding_message_size(limits::MESSAGE_BYTES_MAX)
     }
 
     /// A request with the token and the time that is left for it.
@@ -172,13 +203,6 @@ impl Remote {
     pub(super) fn spawn_waiting(&self, work: impl FnOnce() + Send + 'static) {
         if let Some(runtime) = &self.runtime {
             runtime.spawn_blocking(work);
-        }
-    }
-
-    /// Runs something to its end on this thread, which is none of the client's own.
-    pub(super) fn wait_for(&self, work: impl Future<Output = ()>) {
-        if let Some(runtime) = &self.runtime {
-            runtime.handle().block_on(work);
         }
     }
 
@@ -221,8 +245,8 @@ impl Remote {
 
     pub(super) fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
         if !identity.tenant_salt.is_empty() {
-            let what = "tenant_salt: the server gives it, leave it out".to_owned();
-            return Err(Error(Reason::Identity(what)));
+            let rule = IdentityCause::Rule("tenant_salt: the server gives it, leave it out");
+            return Err(Error(Reason::Identity(rule)));
         }
         let mut models = self.models();
         let request = self.request(registration(identity, geometry), None);
@@ -232,10 +256,10 @@ impl Remote {
 
     /// Registers all models again: the server has been restarted.
     pub(super) fn register_all(&self) -> Result<(), Reason> {
-        let known: Vec<Known> =
+        let known: Vec<Arc<Known>> =
             self.known.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
-        for Known { identity, geometry } in known {
-            self.register(&identity, &geometry).map_err(|error| error.0)?;
+        for known in known {
+            self.register(&known.identity, &known.geometry).map_err(|error| error.0)?;
         }
         Ok(())
     }
@@ -261,12 +285,13 @@ impl Remote {
         }
         let namespace = <[u8; 32]>::try_from(&reply.namespace[..]);
         let namespace = namespace.map(NamespaceId).map_err(|_| Reason::Bug("a namespace that is none"))?;
-        let known = Known { identity: identity.clone(), geometry: geometry.clone() };
+        let (identity, geometry, shapes) = (identity.clone(), geometry.clone(), Mutex::default());
+        let known = Arc::new(Known { identity, geometry, shapes });
         self.known.write().unwrap_or_else(PoisonError::into_inner).insert(namespace, known);
         Ok(namespace)
     }
 
-    pub(super) fn known(&self, namespace: NamespaceId) -> Option<Known> {
+    pub(super) fn known(&self, namespace: NamespaceId) -> Option<Arc<Known>> {
         self.known.read().unwrap_or_else(PoisonError::into_inner).get(&namespace).cloned()
     }
 
@@ -277,12 +302,11 @@ impl Remote {
         (group, coordinate): (Group, Coordinate),
         places: &Placed,
         layers: Option<&Range<u32>>,
-    ) -> Result<BlockShape, Reason> {
+    ) -> Result<Arc<BlockShape>, Reason> {
         let known = self.known(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
-        let shape = known.geometry.shape(group, coordinate, known.identity.block_tokens);
-        let shape = shape.map_err(|error| Reason::Shape(error.to_string()))?;
+        let shape = known.shape(group, coordinate)?;
         let layers = layers.cloned().unwrap_or(0..shape.layers().len() as u32);
-        places.places().check(&shape, layers).map_err(|error| Reason::Shape(error.to_string()))?;
+        places.places().check(&shape, layers)?;
         Ok(shape)
     }
 
@@ -359,13 +383,4 @@ pub fn endpoint(options: &ConnectOptions) -> Result<Endpoint, Error> {
         endpoint = endpoint.tls_config(tls).map_err(|error| config(deepest(&error)))?;
     }
     Ok(endpoint)
-}
-
-/// The cause that says most.
-fn deepest(error: &dyn std::error::Error) -> String {
-    let mut error = error;
-    while let Some(cause) = error.source() {
-        error = cause;
-    }
-    error.to_string()
 }

@@ -18,7 +18,7 @@ use kvarts_wire::proto::put_request::Part;
 use kvarts_wire::{convert, fault, limits};
 
 /// What can be said of a put before it is sent; the shape of its blocks.
-pub(super) fn check(remote: &Remote, request: &PutRequest) -> Result<BlockShape, Reason> {
+pub(super) fn check(remote: &Remote, request: &PutRequest) -> Result<Arc<BlockShape>, Reason> {
     remote.check(&request.keys, &request.from, request.deadline)?;
     // What a path sends piece by piece can only be seen whole here.
     if let Some(origins) = request.origins.as_ref().filter(|origins| origins.len() != request.keys.len()) {
@@ -37,7 +37,7 @@ pub(super) fn check(remote: &Remote, request: &PutRequest) -> Result<BlockShape,
 pub(super) async fn run(
     remote: Arc<Remote>,
     request: PutRequest,
-    shape: BlockShape,
+    shape: Arc<BlockShape>,
     reply: Reply<Result<PutReply, Error>>,
 ) {
     let mut answer = send(&remote, &request, &shape, &reply).await;

@@ -8,7 +8,6 @@ use kvarts_cluster::directory::{Change, Directory};
 use kvarts_cluster::members::{Member, Members};
 use kvarts_cluster::partition::{Holders, Tag};
 use kvarts_cluster::paths::{PathId, Paths};
-use kvarts_layout::OriginId;
 
 fn members(count: u8) -> Option<Members> {
     let one = |n: u8| Member {
@@ -33,7 +32,7 @@ fn directory() {
         let begin = Instant::now();
         let mut changes = Vec::with_capacity(1024);
         for n in 0..count {
-            changes.push(Change::Stored(tag(n), OriginId::default()));
+            changes.push(Change::Stored(tag(n)));
             if changes.len() == 1024 || n + 1 == count {
                 directory.apply(node, &changes);
                 changes.clear();
@@ -64,13 +63,14 @@ fn dealer() {
     const PIECES: usize = 100_000;
     for count in [1u16, 2, 8] {
         let all = (0..count).fold(PathSet::default(), |set, path| set.with(PathId(path)));
-        let mut dealer = Dealer::new(vec![Piece { bytes: 1 << 20, paths: all }; PIECES]);
+        let pieces = (0..PIECES as u64).map(|place| Piece { place, bytes: 1 << 20, paths: all });
+        let mut dealer = Dealer::new(pieces.collect());
         let (mut paths, mut now) = (Paths::new(count), Duration::ZERO);
         let begin = Instant::now();
         while !dealer.is_done() {
             for path in (0..count).map(PathId) {
                 now += Duration::from_micros(100);
-                if let Some(piece) = dealer.take(path, &mut paths, now) {
+                if let Some(piece) = dealer.take(path, true, &mut paths, now) {
                     dealer.arrived(piece, path, &mut paths, now + Duration::from_micros(50));
                 }
             }

@@ -4,6 +4,8 @@
 //! for: faster paths have room more often, so nobody computes shares. A piece that will be late is asked for a second time, from
 //! the path that brings it soonest: at the end of a read, when nothing else is left for a path, and earlier where the reader
 //! waits for it. The first good copy counts; the other request is cancelled. No piece is asked for more than twice at once.
+//!
+//! A piece may be cut while nobody is asked for it: where some of its blocks turn out to be elsewhere than the others.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -26,8 +28,32 @@ impl PathSet {
         Self(self.0 | Self::bit(path))
     }
 
-    fn without(self, path: PathId) -> Self {
+    /// With one less.
+    #[must_use]
+    pub fn without(self, path: PathId) -> Self {
         Self(self.0 & !Self::bit(path))
+    }
+
+    /// Those that are in both.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    /// Those that are in either.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// All of them, the lowest number first.
+    pub fn iter(self) -> impl Iterator<Item = PathId> {
+        let mut left = self.0;
+        std::iter::from_fn(move || {
+            let lowest = (left != 0).then(|| left.trailing_zeros() as u16)?;
+            left &= left - 1;
+            Some(PathId(lowest))
+        })
     }
 
     /// Whether this path is among them.
@@ -45,35 +71,11 @@ impl PathSet {
     }
 }
 
-/// Which copies of a block there are: where, and which production of its bytes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Copy<O> {
-    /// The path that leads to it.
-    pub path: PathId,
-    /// Only copies of one origin are mixed within a block.
-    pub origin: O,
-}
-
-/// Which production of a block is read, and by which paths: the one with the most paths, of equal ones the first named (so
-/// callers name their own disks first).
-pub fn choose_origin<O: core::marker::Copy + PartialEq>(copies: &[Copy<O>]) -> Option<(O, PathSet)> {
-    let paths_of = |origin: O| {
-        let same = copies.iter().filter(|copy| copy.origin == origin);
-        same.fold(PathSet::default(), |paths, copy| paths.with(copy.path))
-    };
-    let mut best: Option<(O, PathSet)> = None;
-    for copy in copies {
-        let paths = paths_of(copy.origin);
-        if best.is_none_or(|(_, known)| paths.0.count_ones() > known.0.count_ones()) {
-            best = Some((copy.origin, paths));
-        }
-    }
-    best
-}
-
 /// A piece of a read: some blocks of one layer, or whole blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Piece {
+    /// Where it stands in the order of delivery.
+    pub place: u64,
     /// How long it is.
     pub bytes: u64,
     /// Which paths lead to it.
@@ -92,7 +94,8 @@ struct Asked {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 struct State {
     asked: [Option<Asked>; 2],
-    is_here: bool,
+    /// It is here, or nobody wants it any more, or others stand for it.
+    is_settled: bool,
 }
 
 impl State {
@@ -119,10 +122,12 @@ pub enum Arrived {
 }
 
 /// What is known of one path in this read.
-#[derive(Clone, Copy, Default, Debug)]
+#[derive(Clone, Default, Debug)]
 struct Progress {
-    /// The first piece that it may not have been offered.
+    /// Of the pieces of the beginning, the first that it may not have been offered.
     next: usize,
+    /// Pieces before that which are to be offered again, and pieces that were cut, by their places.
+    again: BTreeSet<(u64, usize)>,
     /// Bytes that it was ever asked for, and that it answered.
     asked: u64,
     answered: u64,
@@ -133,12 +138,14 @@ struct Progress {
 pub struct Dealer {
     pieces: Vec<Piece>,
     states: Vec<State>,
+    /// How many pieces there were at the beginning, in the order of their places.
+    beginning: usize,
     progress: Vec<Progress>,
-    /// Pieces that are asked for and not here.
-    under_way: BTreeSet<usize>,
-    /// The first piece that is not here.
-    first_missing: usize,
-    here: usize,
+    /// Pieces that are asked for and not here, by their places.
+    under_way: BTreeSet<(u64, usize)>,
+    settled: usize,
+    /// Pieces to which no path leads any more.
+    lost: Vec<usize>,
     steps: u64,
 }
 
@@ -147,24 +154,39 @@ impl Dealer {
     pub fn new(pieces: Vec<Piece>) -> Self {
         let states = vec![State::default(); pieces.len()];
         let progress = vec![Progress::default(); READ_PATHS_MAX];
-        Self { pieces, states, progress, under_way: BTreeSet::new(), first_missing: 0, here: 0, steps: 0 }
+        let lost = (0..pieces.len()).filter(|at| pieces.get(*at).is_some_and(|piece| piece.paths.is_empty()));
+        let (lost, beginning) = (lost.collect(), pieces.len());
+        Self { pieces, states, beginning, progress, under_way: BTreeSet::new(), settled: 0, lost, steps: 0 }
     }
 
-    /// Pieces at the beginning that are here: what may be delivered.
-    pub fn deliverable(&self) -> usize {
-        self.first_missing
-    }
-
-    /// Whether every piece is here.
+    /// Whether every piece is here or not wanted any more.
     pub fn is_done(&self) -> bool {
-        self.here == self.pieces.len()
+        self.settled == self.pieces.len()
     }
 
-    /// The first piece that is not here and to which no path leads any more.
-    pub fn lost(&self) -> Option<usize> {
-        let missing = self.pieces.get(self.first_missing)?;
-        let state = self.states.get(self.first_missing)?;
-        (missing.paths.is_empty() && !state.is_asked()).then_some(self.first_missing)
+    /// A piece to which no path leads any more and that nobody is asked for: told once.
+    pub fn take_lost(&mut self) -> Option<usize> {
+        while let Some(piece) = self.lost.pop() {
+            if self.is_lost(piece) {
+                return Some(piece);
+            }
+        }
+        None
+    }
+
+    /// Whether somebody is asked for a piece.
+    pub fn is_asked(&self, piece: usize) -> bool {
+        self.states.get(piece).is_some_and(State::is_asked)
+    }
+
+    /// How many paths are asked for a piece.
+    pub fn asked_of(&self, piece: usize) -> usize {
+        self.states.get(piece).map_or(0, |state| state.asked.iter().flatten().count())
+    }
+
+    /// The paths that are known to lead to a piece.
+    pub fn paths_of(&self, piece: usize) -> PathSet {
+        self.pieces.get(piece).map_or(PathSet::default(), |piece| piece.paths)
     }
 
     /// Pieces and requests that were looked at so far.
@@ -172,18 +194,20 @@ impl Dealer {
         self.steps
     }
 
-    /// The next piece that this path should read now, if any. It counts as asked for.
-    pub fn take(&mut self, path: PathId, paths: &mut Paths, now: Duration) -> Option<usize> {
-        let piece = self
-            .urgent(path, paths, now)
-            .or_else(|| self.fresh(path, paths, now))
-            .or_else(|| self.late(path, paths, now))?;
-        let bytes = self.pieces.get(piece)?.bytes;
+    /// The next piece that this path should read now, if any. It counts as asked for. A piece that another path was asked for
+    /// is only given where there may be `second` requests.
+    pub fn take(&mut self, path: PathId, second: bool, paths: &mut Paths, now: Duration) -> Option<usize> {
+        let urgent = self.urgent(path, second, paths, now);
+        let piece = match urgent.or_else(|| self.fresh(path)) {
+            Some(piece) => self.may(piece, path, paths, now).then_some(piece)?,
+            None => self.late(path, second, paths, now)?,
+        };
+        let Piece { bytes, place, .. } = *self.pieces.get(piece)?;
         let progress = self.progress.get_mut(usize::from(path.0))?;
         progress.asked = progress.asked.saturating_add(bytes);
         let asked = Asked { path, at: now, mark: progress.asked };
         *self.states.get_mut(piece)?.asked.iter_mut().find(|one| one.is_none())? = Some(asked);
-        self.under_way.insert(piece);
+        self.under_way.insert((place, piece));
         paths.asked(path, bytes, now);
         Some(piece)
     }
@@ -192,16 +216,11 @@ impl Dealer {
     pub fn arrived(&mut self, piece: usize, path: PathId, paths: &mut Paths, now: Duration) -> Arrived {
         let Some(bytes) = self.answered(piece, path) else { return Arrived::Late };
         paths.arrived(path, bytes, now);
-        let Some(state) = self.states.get_mut(piece).filter(|state| !state.is_here) else {
+        let Some(state) = self.states.get(piece).filter(|state| !state.is_settled) else {
             return Arrived::Late;
         };
-        state.is_here = true;
         let cancel = state.asked.iter().flatten().map(|asked| asked.path).next();
-        self.under_way.remove(&piece);
-        self.here += 1;
-        while self.states.get(self.first_missing).is_some_and(|state| state.is_here) {
-            self.first_missing += 1;
-        }
+        self.withdraw(piece);
         Arrived::First { cancel }
     }
 
@@ -209,9 +228,15 @@ impl Dealer {
     pub fn failed(&mut self, piece: usize, path: PathId, paths: &mut Paths, now: Duration) {
         let Some(bytes) = self.answered(piece, path) else { return };
         paths.failed(path, bytes, now);
-        if let Some(piece) = self.pieces.get_mut(piece) {
-            piece.paths = piece.paths.without(path);
-        }
+        self.without(piece, path);
+        self.give_back(piece);
+    }
+
+    /// A piece is not where this path leads: it is not asked for there again. That says nothing else about the path.
+    pub fn missing(&mut self, piece: usize, path: PathId, paths: &mut Paths, now: Duration) {
+        let Some(bytes) = self.answered(piece, path) else { return };
+        paths.cancelled(path, bytes, now);
+        self.without(piece, path);
         self.give_back(piece);
     }
 
@@ -223,15 +248,45 @@ impl Dealer {
         }
     }
 
+    /// A path does not lead to a piece any more. Who was asked may still answer.
+    pub fn without(&mut self, piece: usize, path: PathId) {
+        if let Some(found) = self.pieces.get_mut(piece) {
+            found.paths = found.paths.without(path);
+        }
+        self.note_lost(piece);
+    }
+
     /// A path is gone: everything that it owes is asked for elsewhere.
     pub fn gone(&mut self, path: PathId, paths: &mut Paths, now: Duration) {
-        let owed: Vec<usize> = self.under_way.iter().copied().collect();
+        let owed: Vec<usize> = self.under_way.iter().map(|(_, piece)| *piece).collect();
         for piece in owed {
             self.cancelled(piece, path, paths, now);
         }
-        for piece in &mut self.pieces {
-            piece.paths = piece.paths.without(path);
+        (0..self.pieces.len()).for_each(|piece| self.without(piece, path));
+    }
+
+    /// Nobody wants a piece any more. Requests for it stay counted until they are answered or cancelled.
+    pub fn withdraw(&mut self, piece: usize) {
+        let Some((state, known)) = self.states.get_mut(piece).zip(self.pieces.get(piece)) else { return };
+        if !std::mem::replace(&mut state.is_settled, true) {
+            self.settled += 1;
+            self.under_way.remove(&(known.place, piece));
         }
+    }
+
+    /// Others stand for a piece that nobody is asked for: the number of the first of them. They follow it in the order of
+    /// delivery, before what followed it.
+    pub fn replace(&mut self, piece: usize, with: impl IntoIterator<Item = Piece>) -> usize {
+        self.withdraw(piece);
+        let first = self.pieces.len();
+        for piece in with {
+            let number = self.pieces.len();
+            self.pieces.push(piece);
+            self.states.push(State::default());
+            self.offer_again(number);
+            self.note_lost(number);
+        }
+        first
     }
 
     /// A path has answered a request; how long the piece is, if there was such a request.
@@ -246,45 +301,88 @@ impl Dealer {
 
     /// A piece that nobody reads any more and that is not here is offered to every path again.
     fn give_back(&mut self, piece: usize) {
-        if self.states.get(piece).is_some_and(|state| !state.is_here && !state.is_asked()) {
-            self.under_way.remove(&piece);
-            self.progress.iter_mut().for_each(|progress| progress.next = progress.next.min(piece));
+        if self.states.get(piece).is_some_and(|state| !state.is_settled && !state.is_asked()) {
+            self.offer_again(piece);
+            self.note_lost(piece);
         }
     }
 
+    fn offer_again(&mut self, piece: usize) {
+        let Some(Piece { place, paths, .. }) = self.pieces.get(piece).copied() else { return };
+        self.under_way.remove(&(place, piece));
+        for path in paths.iter() {
+            self.steps += 1;
+            if let Some(progress) = self.progress.get_mut(usize::from(path.0)) {
+                progress.again.insert((place, piece));
+            }
+        }
+    }
+
+    fn is_lost(&self, piece: usize) -> bool {
+        let state = self.states.get(piece).filter(|state| !state.is_settled && !state.is_asked());
+        state.is_some() && self.paths_of(piece).is_empty()
+    }
+
+    fn note_lost(&mut self, piece: usize) {
+        if self.is_lost(piece) {
+            self.lost.push(piece);
+        }
+    }
+
+    /// Bytes that a path owes this read.
+    fn owes(&self, path: PathId) -> u64 {
+        let progress = self.progress.get(usize::from(path.0));
+        progress.map_or(0, |progress| progress.asked.saturating_sub(progress.answered))
+    }
+
+    /// Whether a path may be asked for a piece now. One that is left alone is asked where no other path is left.
     fn may(&self, piece: usize, path: PathId, paths: &Paths, now: Duration) -> bool {
-        self.pieces
-            .get(piece)
-            .is_some_and(|piece| piece.paths.has(path) && paths.has_room(path, piece.bytes, now))
+        let Some(piece) = self.pieces.get(piece).filter(|piece| piece.paths.has(path)) else { return false };
+        let is_last = || !piece.paths.iter().any(|other| paths.is_usable(other, now));
+        (paths.is_usable(path, now) || is_last()) && paths.has_room(path, piece.bytes, self.owes(path), now)
+    }
+
+    /// Whether a path may be offered a piece: it leads there, and nobody was asked.
+    fn is_open(&mut self, piece: usize, path: PathId) -> bool {
+        self.steps += 1;
+        let state = self.states.get(piece).zip(self.pieces.get(piece));
+        state.is_some_and(|(state, piece)| !state.is_settled && !state.is_asked() && piece.paths.has(path))
     }
 
     /// The first piece that nobody was asked for.
-    fn fresh(&mut self, path: PathId, paths: &Paths, now: Duration) -> Option<usize> {
-        let mut next = self.progress.get(usize::from(path.0))?.next;
-        while let (Some(piece), Some(state)) = (self.pieces.get(next), self.states.get(next)) {
-            self.steps += 1;
-            if !state.is_here && !state.is_asked() && piece.paths.has(path) {
-                break;
+    fn fresh(&mut self, path: PathId) -> Option<usize> {
+        let at = usize::from(path.0);
+        let again = loop {
+            let Some(&first) = self.progress.get(at)?.again.first() else { break None };
+            if self.is_open(first.1, path) {
+                break Some(first);
             }
+            self.progress.get_mut(at)?.again.remove(&first);
+        };
+        let mut next = self.progress.get(at)?.next;
+        while next < self.beginning && !self.is_open(next, path) {
             next += 1;
         }
-        self.progress.get_mut(usize::from(path.0))?.next = next;
-        self.may(next, path, paths, now).then_some(next)
+        self.progress.get_mut(at)?.next = next;
+        let in_order = (next < self.beginning).then_some(next);
+        let in_order = in_order.and_then(|piece| Some((self.pieces.get(piece)?.place, piece)));
+        again.into_iter().chain(in_order).min().map(|(_, piece)| piece)
     }
 
     /// What the reader waits for, if this path brings it much sooner than the one that was asked.
-    fn urgent(&mut self, path: PathId, paths: &Paths, now: Duration) -> Option<usize> {
-        self.second(self.first_missing, path, URGENT, paths, now)
+    fn urgent(&mut self, path: PathId, second: bool, paths: &Paths, now: Duration) -> Option<usize> {
+        let &(_, first) = self.under_way.first().filter(|_| second)?;
+        self.second(first, path, URGENT, paths, now)
     }
 
     /// The first piece that comes later from the path that was asked than from this one.
-    fn late(&mut self, path: PathId, paths: &Paths, now: Duration) -> Option<usize> {
-        let mut from = 0;
-        while let Some(&piece) = self.under_way.range(from..).next() {
+    fn late(&mut self, path: PathId, second: bool, paths: &Paths, now: Duration) -> Option<usize> {
+        let mut from = (0, 0);
+        while let Some(&(place, piece)) = self.under_way.range(from..).next().filter(|_| second) {
             if self.second(piece, path, 1.0, paths, now).is_some() {
                 return Some(piece);
             }
-            from = piece + 1;
+            from = (place, piece + 1);
         }
         None
     }
@@ -299,7 +397,7 @@ impl Dealer {
         now: Duration,
     ) -> Option<usize> {
         self.steps += 1;
-        let state = self.states.get(piece).filter(|state| !state.is_here)?;
+        let state = self.states.get(piece).filter(|state| !state.is_settled)?;
         let mut asked = state.asked.iter().flatten();
         let (first, None) = (*asked.next()?, asked.next()) else { return None };
         if first.path == path || !self.may(piece, path, paths, now) {
@@ -307,8 +405,9 @@ impl Dealer {
         }
         let bytes = self.pieces.get(piece)?.bytes;
         let answered = self.progress.get(usize::from(first.path.0))?.answered;
-        // The path may work for other reads as well; what it owes this one up to the piece is the least of it.
-        let owed = first.mark.saturating_sub(answered);
+        // The path may work for other reads as well; what it owes this one up to the piece is the least of it. What was asked
+        // for behind the piece may have been cancelled.
+        let owed = first.mark.saturating_sub(answered).max(bytes);
         let theirs = match paths.rate(first.path, now) {
             Some(rate) => owed as f64 / rate,
             // From where nothing has ever come it takes as long again.

@@ -4,11 +4,11 @@
 //! a wrong one costs a reader one request in vain. So nothing here is durable, everything is bounded, and entries of nodes that
 //! have left go when their partition is next touched.
 //!
-//! An entry takes 36 bytes, in lists in the order of tags that have an eighth more room than they need at most.
+//! An entry takes 20 bytes, in lists in the order of tags that have an eighth more room than they need at most.
 
 use std::collections::BTreeMap;
 
-use kvarts_layout::OriginId;
+use kvarts_layout::planted;
 
 use crate::members::{Members, NodeId};
 use crate::partition::{Holders, PARTITIONS, Partition, Tag};
@@ -22,26 +22,24 @@ const CHUNK_MAX: usize = 512;
 /// Something that happened to a block on a node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Change {
-    /// The node has it, produced as `OriginId` says.
-    Stored(Tag, OriginId),
+    /// The node has it.
+    Stored(Tag),
     /// The node has it no more.
     Gone(Tag),
 }
 
-/// A copy of a block.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Copy {
-    /// Which node has it.
-    pub node: NodeId,
-    /// Which production of the block it is.
-    pub origin: OriginId,
+impl Change {
+    /// Which block it is about.
+    pub fn tag(&self) -> Tag {
+        let (Self::Stored(tag) | Self::Gone(tag)) = self;
+        *tag
+    }
 }
 
 /// A copy, as it is kept.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     tag: Tag,
-    origin: OriginId,
     node: u16,
     /// The snapshot of its node that named it last, or that was the last when an event did.
     snapshot: u16,
@@ -112,12 +110,18 @@ impl Shelf {
         }
     }
 
-    /// Keeps some entries; says how many went.
-    fn retain(&mut self, keep: impl Fn(&Entry) -> bool) -> u64 {
-        let before = self.len();
-        self.chunks.iter_mut().for_each(|chunk| chunk.retain(&keep));
+    /// Keeps some entries; the others are told by their nodes.
+    fn retain(&mut self, keep: impl Fn(&Entry) -> bool, mut gone: impl FnMut(u16)) {
+        for chunk in &mut self.chunks {
+            chunk.retain(|entry| {
+                let stays = keep(entry);
+                if !stays {
+                    gone(entry.node);
+                }
+                stays
+            });
+        }
         self.chunks.retain(|chunk| !chunk.is_empty());
-        before - self.len()
     }
 
     fn len(&self) -> u64 {
@@ -164,8 +168,61 @@ pub struct Directory {
     /// Departures so far, and after how many of them each number of a departed node left.
     departures: u64,
     departed: BTreeMap<u16, u64>,
+    room: Room,
+}
+
+/// How many entries there are and may be. Half of the room is for whoever comes first, the other is each member's own in equal
+/// parts: a node that announces without end takes no other's.
+#[derive(Debug)]
+struct Room {
     entries: u64,
-    entries_max: u64,
+    most: u64,
+    /// Entries of each node, by number.
+    by_node: Vec<u64>,
+    /// What each member has for itself.
+    own: u64,
+    /// Entries beyond that, of all nodes, and how many there may be.
+    beyond: u64,
+    beyond_most: u64,
+}
+
+impl Room {
+    fn new(most: u64) -> Self {
+        Self { entries: 0, most, by_node: Vec::new(), own: 0, beyond: 0, beyond_most: most }
+    }
+
+    /// There are so many members.
+    fn share(&mut self, members: usize) {
+        let members = members.max(1) as u64;
+        self.own = self.most / 2 / members;
+        self.beyond_most = self.most - self.own * members;
+        self.beyond = self.by_node.iter().map(|entries| entries.saturating_sub(self.own)).sum();
+    }
+
+    fn has(&self, node: u16) -> bool {
+        let entries = self.by_node.get(usize::from(node)).copied().unwrap_or(0);
+        self.entries < self.most && (entries < self.own || self.beyond < self.beyond_most)
+    }
+
+    fn add(&mut self, node: u16) {
+        let at = usize::from(node);
+        if self.by_node.len() <= at {
+            self.by_node.resize(at + 1, 0);
+        }
+        self.entries += 1;
+        if let Some(entries) = self.by_node.get_mut(at) {
+            self.beyond += u64::from(*entries >= self.own);
+            *entries += 1;
+        }
+    }
+
+    fn remove(&mut self, node: u16) {
+        self.entries -= 1;
+        if let Some(entries) = self.by_node.get_mut(usize::from(node)) {
+            *entries -= 1;
+            self.beyond -= u64::from(*entries >= self.own);
+        }
+    }
 }
 
 impl Directory {
@@ -180,8 +237,7 @@ impl Directory {
             snapshots: BTreeMap::new(),
             departures: 0,
             departed: BTreeMap::new(),
-            entries: 0,
-            entries_max,
+            room: Room::new(entries_max),
         };
         directory.change_members(members);
         directory
@@ -205,14 +261,15 @@ impl Directory {
             .filter(|node| !self.numbers.contains_key(node))
             .collect();
         joined.iter().for_each(|node| self.admit(*node));
-        let (me, holders) = (self.me, &self.holders);
-        let mut dropped = 0;
+        let (me, holders, room) = (self.me, &self.holders, &mut self.room);
         self.shelves.retain(|partition, shelf| {
             let held = holders.holder(*partition) == Some(me);
-            dropped += if held { 0 } else { shelf.len() };
+            if !held {
+                shelf.retain(|_| false, |node| room.remove(node));
+            }
             held
         });
-        self.entries -= dropped;
+        room.share(members.list().len());
         self.snapshots.retain(|(_, partition), _| holders.holder(*partition) == Some(me));
         let mut partitions = Vec::new();
         for partition in self.holders.held_by(me) {
@@ -255,7 +312,11 @@ impl Directory {
             return;
         }
         let (swept, departed) = (shelf.swept, &self.departed);
-        self.entries -= shelf.retain(|entry| departed.get(&entry.node).is_none_or(|at| *at <= swept));
+        let room = &mut self.room;
+        shelf.retain(
+            |entry| departed.get(&entry.node).is_none_or(|at| *at <= swept),
+            |node| room.remove(node),
+        );
         shelf.swept = self.departures;
     }
 
@@ -288,7 +349,7 @@ impl Directory {
         let mut applied = Applied::default();
         let Some(&number) = self.numbers.get(&node) else { return applied };
         for change in changes {
-            let (Change::Stored(tag, _) | Change::Gone(tag)) = change;
+            let tag = &change.tag();
             let partition = tag.partition();
             self.sweep(partition);
             let snapshot = self.snapshots.get(&(number, partition)).copied().unwrap_or(0);
@@ -301,24 +362,22 @@ impl Directory {
             let at =
                 copies.iter().position(|entry| entry.node == number).map(|place| found.places.start + place);
             match (change, at) {
-                (Change::Stored(_, origin), Some(at)) => {
+                (Change::Stored(_), Some(at)) => {
                     if let Some(entry) = shelf.entry(found.chunk, at) {
-                        (entry.origin, entry.snapshot) = (*origin, snapshot);
+                        entry.snapshot = snapshot;
                     }
                 }
-                (Change::Stored(..), None)
-                    if copies.len() >= HOLDERS_MAX || self.entries >= self.entries_max =>
-                {
+                (Change::Stored(_), None) if copies.len() >= HOLDERS_MAX || !self.room.has(number) => {
                     applied.refused += 1;
                     continue;
                 }
-                (Change::Stored(_, origin), None) => {
-                    shelf.insert(&found, Entry { tag: *tag, origin: *origin, node: number, snapshot });
-                    self.entries += 1;
+                (Change::Stored(_), None) => {
+                    shelf.insert(&found, Entry { tag: *tag, node: number, snapshot });
+                    self.room.add(number);
                 }
                 (Change::Gone(_), Some(at)) => {
                     shelf.remove(found.chunk, at);
-                    self.entries -= 1;
+                    self.room.remove(number);
                 }
                 (Change::Gone(_), None) => {}
             }
@@ -340,19 +399,26 @@ impl Directory {
         let Some(&number) = self.numbers.get(&node) else { return };
         let Some(&snapshot) = self.snapshots.get(&(number, partition)) else { return };
         if let Some(shelf) = self.shelves.get_mut(&partition) {
-            self.entries -= shelf.retain(|entry| entry.node != number || entry.snapshot == snapshot);
+            let room = &mut self.room;
+            let stays = |entry: &Entry| {
+                entry.node != number || entry.snapshot == snapshot || planted!("snapshot-keeps-the-gone")
+            };
+            shelf.retain(stays, |node| room.remove(node));
         }
     }
 
     /// Who has a block. Whether anybody else has it cannot be concluded from an empty answer: entries are hints.
-    pub fn copies(&self, tag: &Tag) -> impl Iterator<Item = Copy> + '_ {
+    pub fn copies(&self, tag: &Tag) -> impl Iterator<Item = NodeId> + '_ {
         let shelf = self.shelves.get(&tag.partition());
         let entries = shelf.map(|shelf| shelf.copies(&shelf.find(tag))).unwrap_or_default();
         let swept = shelf.map_or(0, |shelf| shelf.swept);
         entries.iter().filter_map(move |entry| {
             let is_gone = self.departed.get(&entry.node).is_some_and(|at| *at > swept);
-            let node = self.nodes.get(usize::from(entry.node)).copied().flatten();
-            node.filter(|_| !is_gone).map(|node| Copy { node, origin: entry.origin })
+            self.nodes
+                .get(usize::from(entry.node))
+                .copied()
+                .flatten()
+                .filter(|_| !is_gone || planted!("departed-still-listed"))
         })
     }
 
@@ -368,12 +434,18 @@ impl Directory {
 
     /// Copies that are known, those of departed nodes included until their partition is swept.
     pub fn len(&self) -> u64 {
-        self.entries
+        self.room.entries
+    }
+
+    /// Copies that are known of one member.
+    pub fn len_of(&self, node: NodeId) -> u64 {
+        let number = self.numbers.get(&node);
+        number.and_then(|number| self.room.by_node.get(usize::from(*number))).copied().unwrap_or(0)
     }
 
     /// Whether no copy is known.
     pub fn is_empty(&self) -> bool {
-        self.entries == 0
+        self.room.entries == 0
     }
 
     /// Bytes that the entries take.

@@ -3,14 +3,15 @@
 //! Nodes hear of new members at different times. So both sides see to it that nothing is missed: a sender that learns of a new
 //! holder sends it a snapshot, and a holder that learns of a new partition or member asks for one ([`Feed::again`]).
 //!
-//! After each connection a partition begins with a snapshot; from then on its changes follow in their order. A holder that takes
-//! them too slowly costs no memory: what does not fit is dropped, and the partition gets another snapshot. A snapshot is read from
-//! the node's own store as it is sent, a few blocks at a time, with the changes of the same partition between them: what is read
-//! at a time is sent before what changes after it, so the last word about a block is the last that happened.
+//! After each connection a partition begins with a snapshot; from then on its changes follow in their order. A snapshot is the
+//! node's blocks page by page, as they lie in its store, among the changes that happen meanwhile: what is read at a time is queued
+//! before what changes after it ([`Feed::page`], [`Feed::note`]), so the last word about a block is the last that happened. One
+//! walk through the store serves all holders that need a snapshot.
+//!
+//! A holder that takes its messages too slowly costs no memory: what does not fit is dropped, and its partitions get another
+//! snapshot.
 
 use std::collections::{BTreeSet, VecDeque};
-
-use kvarts_layout::OriginId;
 
 use crate::directory::Change;
 use crate::partition::{Partition, Tag};
@@ -20,30 +21,31 @@ pub const WAITING_MAX: usize = 64 << 10;
 /// Changes of one message.
 pub const MESSAGE_MAX: usize = 1024;
 
-/// The blocks of a node, by tag.
-pub trait Blocks {
-    /// Some of what the node has of a partition behind `after`, in the order of tags; nothing means that there is no more.
-    fn after(&self, partition: Partition, after: Option<Tag>, most: usize) -> Vec<(Tag, OriginId)>;
-}
-
 /// One message to a holder, in order with all others.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Message {
-    /// Everything of this partition follows, among changes.
-    Begin(Partition),
+    /// Everything of these partitions follows, among changes.
+    Begin(BTreeSet<Partition>),
     /// What happened, or is so.
     Changes(Vec<Change>),
-    /// That was everything.
-    End(Partition),
+    /// That was everything of these partitions.
+    End(BTreeSet<Partition>),
 }
 
-/// A snapshot that is being sent.
+/// Something that waits for the holder.
+#[derive(Debug)]
+enum Waiting {
+    Begin,
+    Change(Change),
+    End,
+}
+
+/// A snapshot.
 #[derive(Debug)]
 struct Walk {
-    partition: Partition,
-    /// It was announced.
-    begun: bool,
-    after: Option<Tag>,
+    partitions: BTreeSet<Partition>,
+    /// All pages were queued.
+    is_read: bool,
 }
 
 /// What one holder is to be sent.
@@ -51,10 +53,13 @@ struct Walk {
 pub struct Feed {
     /// Partitions that the holder holds, as far as this node knows.
     partitions: BTreeSet<Partition>,
-    /// Those of which it needs a snapshot.
+    /// Those of which it needs a snapshot that has not begun.
     stale: BTreeSet<Partition>,
+    /// All of its partitions get another snapshot; until that begins changes go on.
+    is_outdated: bool,
+    /// The snapshot that is under way, or whose end waits.
     walk: Option<Walk>,
-    changes: VecDeque<Change>,
+    waiting: VecDeque<Waiting>,
     snapshots: u64,
 }
 
@@ -63,82 +68,126 @@ impl Feed {
     pub fn hold(&mut self, partitions: BTreeSet<Partition>) {
         self.stale.retain(|partition| partitions.contains(partition));
         self.stale.extend(partitions.difference(&self.partitions));
-        self.partitions = partitions;
-        let held = &self.partitions;
-        if self.walk.as_ref().is_some_and(|walk| !held.contains(&walk.partition)) {
-            self.walk = None;
+        if let Some(walk) = &mut self.walk {
+            walk.partitions.retain(|partition| partitions.contains(partition));
         }
+        self.partitions = partitions;
     }
 
     /// The holder asks for these partitions again: it holds them only now, or dropped what it had of this node. Those that this
     /// node does not know it to hold begin when it learns so.
     pub fn again(&mut self, partitions: &BTreeSet<Partition>) {
         self.stale.extend(partitions.intersection(&self.partitions));
-        if self.walk.as_ref().is_some_and(|walk| partitions.contains(&walk.partition)) {
-            self.walk = None;
+        if let Some(walk) = &mut self.walk {
+            walk.partitions.retain(|partition| !partitions.contains(partition));
         }
     }
 
-    /// A connection was made, or made again: what was sent before may be lost.
-    pub fn connected(&mut self) {
+    /// Everything begins again: a connection was made, and what was sent before may be lost; or the node does not know what
+    /// happened to its own blocks.
+    pub fn restart(&mut self) {
         self.stale.clone_from(&self.partitions);
+        self.is_outdated = false;
         self.walk = None;
-        self.changes.clear();
+        self.waiting.clear();
+    }
+
+    /// What the holder has of this node may be more than there is: it gets another snapshot, after what waits and what is under
+    /// way.
+    pub fn refresh(&mut self) {
+        self.is_outdated = true;
+    }
+
+    /// Whether it waits for a walk through the node's store.
+    pub fn wants_walk(&self) -> bool {
+        self.walk.is_none() && (self.is_outdated || !self.stale.is_empty())
+    }
+
+    /// A walk begins: it serves what is stale now. A feed that takes part already begins again at the next one.
+    pub fn begin_walk(&mut self) {
+        if self.wants_walk() {
+            self.snapshots += 1;
+            let stale = std::mem::take(&mut self.stale);
+            let is_outdated = std::mem::take(&mut self.is_outdated);
+            let partitions = if is_outdated { self.partitions.clone() } else { stale };
+            self.walk = Some(Walk { partitions, is_read: false });
+            self.push(Waiting::Begin);
+        }
+    }
+
+    /// Whether it takes part in the walk.
+    pub fn is_walking(&self) -> bool {
+        self.walk.as_ref().is_some_and(|walk| !walk.is_read)
+    }
+
+    /// Whether a page of so many blocks fits.
+    pub fn has_room(&self, blocks: usize) -> bool {
+        self.waiting.len().saturating_add(blocks) < WAITING_MAX
+    }
+
+    /// The next page of the walk: blocks that the node has.
+    pub fn page(&mut self, blocks: &[Tag]) {
+        for tag in blocks {
+            let walk = self.walk.as_ref().filter(|walk| !walk.is_read);
+            if walk.is_some_and(|walk| walk.partitions.contains(&tag.partition())) {
+                self.push(Waiting::Change(Change::Stored(*tag)));
+            }
+        }
+    }
+
+    /// That was every page.
+    pub fn end_walk(&mut self) {
+        if let Some(walk) = self.walk.as_mut().filter(|walk| !walk.is_read) {
+            walk.is_read = true;
+            self.push(Waiting::End);
+        }
     }
 
     /// Something happened on this node.
     pub fn note(&mut self, change: Change) {
-        let (Change::Stored(tag, _) | Change::Gone(tag)) = change;
-        let partition = tag.partition();
+        let partition = change.tag().partition();
         // Of one that waits for its snapshot nothing need be said before it.
-        if !self.partitions.contains(&partition) || self.stale.contains(&partition) {
-            return;
-        }
-        if self.changes.len() < WAITING_MAX {
-            self.changes.push_back(change);
-            return;
-        }
-        // All that wait are of partitions that begin again: no half of them is worth more than the other.
-        for waiting in std::mem::take(&mut self.changes) {
-            let (Change::Stored(tag, _) | Change::Gone(tag)) = waiting;
-            self.stale.insert(tag.partition());
-        }
-        self.stale.insert(partition);
-        let stale = &self.stale;
-        if self.walk.as_ref().is_some_and(|walk| stale.contains(&walk.partition)) {
-            self.walk = None;
+        if self.partitions.contains(&partition) && !self.stale.contains(&partition) {
+            self.push(Waiting::Change(change));
         }
     }
 
+    fn push(&mut self, waiting: Waiting) {
+        if self.waiting.len() < WAITING_MAX {
+            self.waiting.push_back(waiting);
+            return;
+        }
+        // What waits is dropped, and no half of it is worth more than the other: its partitions begin again.
+        let dropped = std::mem::take(&mut self.waiting).into_iter().chain([waiting]);
+        let changed = dropped.filter_map(|waiting| match waiting {
+            Waiting::Change(change) => Some(change.tag().partition()),
+            Waiting::Begin | Waiting::End => None,
+        });
+        let walked = self.walk.take().map(|walk| walk.partitions).unwrap_or_default();
+        self.stale.extend(changed.chain(walked).filter(|partition| self.partitions.contains(partition)));
+    }
+
     /// The next message, if there is anything to say.
-    pub fn next(&mut self, blocks: &impl Blocks) -> Option<Message> {
-        // Before anything else is read: what happened is older than what is read now.
-        if !self.changes.is_empty() {
-            let count = self.changes.len().min(MESSAGE_MAX);
-            return Some(Message::Changes(self.changes.drain(..count).collect()));
-        }
-        if self.walk.is_none() {
-            let partition = self.stale.pop_first()?;
-            self.snapshots += 1;
-            self.walk = Some(Walk { partition, begun: false, after: None });
-        }
-        let walk = self.walk.as_mut()?;
-        let partition = walk.partition;
-        if !std::mem::replace(&mut walk.begun, true) {
-            return Some(Message::Begin(partition));
-        }
-        let found = blocks.after(partition, walk.after, MESSAGE_MAX);
-        match found.last() {
-            Some((last, _)) => {
-                walk.after = Some(*last);
-                Some(Message::Changes(
-                    found.into_iter().map(|(tag, origin)| Change::Stored(tag, origin)).collect(),
-                ))
+    pub fn take(&mut self) -> Option<Message> {
+        let mut changes = Vec::new();
+        while let Some(Waiting::Change(change)) = self.waiting.front() {
+            if changes.len() == MESSAGE_MAX {
+                break;
             }
-            None => {
-                self.walk = None;
-                Some(Message::End(partition))
+            changes.push(*change);
+            self.waiting.pop_front();
+        }
+        if !changes.is_empty() {
+            return Some(Message::Changes(changes));
+        }
+        match self.waiting.pop_front()? {
+            Waiting::Begin => Some(Message::Begin(
+                self.walk.as_ref().map(|walk| walk.partitions.clone()).unwrap_or_default(),
+            )),
+            Waiting::End => {
+                Some(Message::End(self.walk.take().map(|walk| walk.partitions).unwrap_or_default()))
             }
+            Waiting::Change(change) => Some(Message::Changes(vec![change])),
         }
     }
 
@@ -147,9 +196,9 @@ impl Feed {
         self.snapshots
     }
 
-    /// Changes that wait.
+    /// What waits.
     pub fn waiting(&self) -> usize {
-        self.changes.len()
+        self.waiting.len()
     }
 }
 

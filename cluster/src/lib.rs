@@ -2,6 +2,7 @@
 //! and what arrived, and gets what is to be done. The server and the simulation drive the same code.
 //!
 //! - [`members`]: who belongs to the cluster in one epoch, and the file that names them where nothing else runs;
+//! - [`registry`]: which change of the members is due where nodes register themselves;
 //! - [`partition`]: which member holds which part of the directory;
 //! - [`directory`]: who has which block: hints that events feed, and that are rebuilt when they are lost;
 //! - [`feed`]: what a node sends to those who hold the directory;
@@ -23,3 +24,4 @@ pub mod members;
 pub mod ownership;
 pub mod partition;
 pub mod paths;
+pub mod registry;

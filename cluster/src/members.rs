@@ -126,6 +126,16 @@ impl Members {
         Self::new(file.epoch, list.collect::<Result<_, _>>()?)
     }
 
+    /// As a file names them.
+    pub fn to_text(&self) -> String {
+        let mut text = format!("epoch = {}\n", self.epoch);
+        for Member { id, address, zone } in &self.list {
+            let [address, zone] = [address, zone].map(|value| toml::Value::String(value.clone()));
+            text += &format!("[[node]]\nid = \"{id}\"\naddress = {address}\nzone = {zone}\n");
+        }
+        text
+    }
+
     /// The number of the epoch.
     pub fn epoch(&self) -> u64 {
         self.epoch
@@ -175,6 +185,7 @@ mod tests {
         let there = Members::parse(&file(&[(B, "b:1"), (A, "a:1")])).unwrap();
         assert_eq!(here, there);
         assert_eq!((here.epoch(), here.list().len()), (3, 2));
+        assert_eq!(Members::parse(&here.to_text()), Ok(here.clone()));
         assert_eq!(here.get(B.parse().unwrap()).unwrap().address, "b:1");
         assert_eq!(here.get(NodeId::default()), None);
     }

@@ -11,6 +11,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use kvarts_layout::planted;
+
 use crate::members::NodeId;
 use crate::partition::Tag;
 
@@ -87,6 +89,7 @@ impl Ownership {
     /// Takes over in an epoch that no holder of these partitions had before, of which this node was told at `now`. `first` says
     /// that there was none, so that no lease can be valid.
     pub fn take_over(epoch: u64, first: bool, chains_max: usize, now: Duration) -> Self {
+        let first = first || planted!("new-holder-not-silent");
         let silent_until = if first { now } else { now + CONFIRMED_FOR + DRIFT };
         let quiet_until = if first { now } else { silent_until + LEASE_MAX + DRIFT };
         let confirmed_until = now + CONFIRMED_FOR;
@@ -102,7 +105,7 @@ impl Ownership {
 
     /// Whether anything may be granted.
     fn may_answer(&self, now: Duration) -> Result<(), Refused> {
-        if now >= self.confirmed_until {
+        if now >= self.confirmed_until && !planted!("unconfirmed-holder-grants") {
             return Err(Refused::Unconfirmed);
         }
         if now < self.silent_until { Err(Refused::New(self.silent_until)) } else { Ok(()) }
@@ -110,7 +113,10 @@ impl Ownership {
 
     /// Who owns a chain now.
     pub fn owner(&self, chain: &Tag, now: Duration) -> Option<Lease> {
-        self.chains.get(chain).map(|known| known.lease).filter(|lease| now < lease.until)
+        self.chains
+            .get(chain)
+            .map(|known| known.lease)
+            .filter(|lease| now < lease.until || planted!("released-owner-listed"))
     }
 
     /// Makes `node` the owner, or says who is. The owner that claims again gets a new token.
@@ -155,7 +161,10 @@ impl Ownership {
         let until = now + hold.min(LEASE_MAX);
         if let Some(known) = self.chains.get_mut(&chain) {
             let valid = now < known.lease.until;
-            if valid && known.lease.owner == node && known.lease.token == token {
+            if valid
+                && known.lease.owner == node
+                && (known.lease.token == token || planted!("old-token-renewed"))
+            {
                 (known.lease.until, known.used) = (known.lease.until.max(until), now);
                 return Ok(known.lease);
             }
@@ -225,6 +234,11 @@ impl Ownership {
         known.used = now;
         known.references = if more { known.references + 1 } else { known.references.saturating_sub(1) };
         known.references
+    }
+
+    /// Sessions and forks that stand on a chain.
+    pub fn references(&self, chain: &Tag) -> u64 {
+        self.chains.get(chain).map_or(0, |known| known.references)
     }
 
     /// Chains that are known.

@@ -5,6 +5,8 @@
 
 use std::time::Duration;
 
+use kvarts_layout::planted;
+
 /// Over what time an arrival loses most of its weight.
 const DECAY: Duration = Duration::from_millis(250);
 /// How long a path's queue should be.
@@ -15,6 +17,11 @@ const OUTSTANDING_MIN: u64 = 2 << 20;
 const STRIKES_MAX: u32 = 3;
 /// How long it is.
 const LEFT_ALONE: Duration = Duration::from_secs(10);
+
+/// Bytes a second of a path from which nothing has come yet, for comparing it with others.
+const UNKNOWN_RATE: f64 = 1e9;
+/// After what time without an arrival a path stalls that was asked for something.
+const STALLED: Duration = Duration::from_millis(100);
 
 /// The number of a path among those of a node.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -29,8 +36,12 @@ struct Path {
     busy: f64,
     /// Until when `busy` has been counted.
     counted: Duration,
+    /// Since when nothing has arrived of what was asked for, whether that is still wanted or not.
+    silent_since: Option<Duration>,
     strikes: u32,
     left_alone_until: Duration,
+    /// Reads that use it now.
+    readers: u32,
 }
 
 impl Path {
@@ -91,24 +102,69 @@ impl Paths {
         Some(Duration::from_secs_f64(seconds.min(1e6)))
     }
 
+    /// Seconds until so many bytes have come behind what is outstanding, for comparing paths. One whose rate is not known is
+    /// taken to be fast: so it becomes known.
+    pub fn expected(&self, path: PathId, bytes: u64, now: Duration) -> f64 {
+        let rate = self.rate(path, now).unwrap_or(UNKNOWN_RATE);
+        self.outstanding(path).saturating_add(bytes) as f64 / rate
+    }
+
     /// Whether it may be asked at all: it has not failed several times in a row.
     pub fn is_usable(&self, path: PathId, now: Duration) -> bool {
         self.get(path).is_some_and(|path| now >= path.left_alone_until)
     }
 
-    /// Whether so many bytes more may be asked of it now.
-    pub fn has_room(&self, path: PathId, bytes: u64, now: Duration) -> bool {
+    /// Whether it was asked for something long ago and has brought nothing since.
+    pub fn is_stalled(&self, path: PathId, now: Duration) -> bool {
+        let silent_since = self.get(path).and_then(|path| path.silent_since);
+        silent_since.is_some_and(|since| now.saturating_sub(since) >= STALLED)
+    }
+
+    /// Failures in a row so far.
+    pub fn strikes(&self, path: PathId) -> u32 {
+        self.get(path).map_or(0, |path| path.strikes)
+    }
+
+    /// Whether a read that the path `owes` so many bytes may ask it for more now: reads share its queue equally, and each
+    /// may have one request there, so that none waits for another to end.
+    pub fn has_room(&self, path: PathId, bytes: u64, owes: u64, now: Duration) -> bool {
         let Some(known) = self.get(path) else { return false };
         let queue = known.rate(now).map_or(0.0, |rate| rate * QUEUE.as_secs_f64()) as u64;
-        let idle = known.outstanding == 0;
-        self.is_usable(path, now)
-            && (idle || known.outstanding.saturating_add(bytes) <= queue.max(OUTSTANDING_MIN))
+        let share = queue.max(OUTSTANDING_MIN) / u64::from(known.readers.max(1));
+        owes == 0 || owes.saturating_add(bytes) <= share
+    }
+
+    /// One more read uses a path.
+    pub fn entered(&mut self, path: PathId) {
+        if let Some(path) = self.of(path) {
+            path.readers = path.readers.saturating_add(1);
+        }
+    }
+
+    /// A read does not use a path any more.
+    pub fn left(&mut self, path: PathId) {
+        if let Some(path) = self.of(path) {
+            path.readers = path.readers.saturating_sub(1);
+        }
+    }
+
+    /// Reads that use a path now.
+    pub fn readers(&self, path: PathId) -> u32 {
+        self.get(path).map_or(0, |path| path.readers)
+    }
+
+    /// Another path has this number now: nothing is known of it.
+    pub fn renew(&mut self, path: PathId) {
+        if let Some(path) = self.of(path) {
+            *path = Path::default();
+        }
     }
 
     /// So many bytes were asked for.
     pub fn asked(&mut self, path: PathId, bytes: u64, now: Duration) {
         if let Some(path) = self.of(path) {
             path.count(now);
+            path.silent_since.get_or_insert(now);
             path.outstanding = path.outstanding.saturating_add(bytes);
         }
     }
@@ -119,6 +175,7 @@ impl Paths {
             path.count(now);
             path.outstanding = path.outstanding.saturating_sub(bytes);
             path.arrived += bytes as f64;
+            path.silent_since = None;
             path.strikes = 0;
         }
     }
@@ -127,7 +184,8 @@ impl Paths {
     pub fn cancelled(&mut self, path: PathId, bytes: u64, now: Duration) {
         if let Some(path) = self.of(path) {
             path.count(now);
-            path.outstanding = path.outstanding.saturating_sub(bytes);
+            let back = if planted!("cancelled-bytes-owed") { 0 } else { bytes };
+            path.outstanding = path.outstanding.saturating_sub(back);
         }
     }
 
@@ -188,7 +246,7 @@ mod tests {
         let mut paths = Paths::new(1);
         let fill = |paths: &mut Paths, now| {
             let mut asked = 0;
-            while paths.has_room(ONE, MIB, now) {
+            while paths.has_room(ONE, MIB, asked, now) {
                 paths.asked(ONE, MIB, now);
                 asked += MIB;
             }
@@ -199,6 +257,11 @@ mod tests {
         steady(&mut paths, 0, 1000, 1);
         let fast = fill(&mut paths, at(1000)) / MIB;
         assert!((18..=20).contains(&fast), "{fast}");
+        // Four reads share it.
+        (0..4).for_each(|_| paths.entered(ONE));
+        assert_eq!(fill(&mut paths, at(1000)) / MIB, fast / 4);
+        (0..4).for_each(|_| paths.left(ONE));
+        assert_eq!(fill(&mut paths, at(1000)) / MIB, fast);
     }
 
     #[test]
@@ -213,7 +276,7 @@ mod tests {
             paths.asked(ONE, MIB, at(n));
             paths.failed(ONE, MIB, at(n));
         }
-        assert!(!paths.is_usable(ONE, at(9)) && !paths.has_room(ONE, MIB, at(9)));
+        assert!(!paths.is_usable(ONE, at(9)));
         assert!(paths.is_usable(ONE, at(9) + LEFT_ALONE));
     }
 }

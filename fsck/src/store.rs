@@ -21,7 +21,8 @@ use crate::window::{Tally, Window};
 /// Where repair puts what it sets aside; nothing reads it.
 pub const QUARANTINE: &str = "quarantine";
 /// Names beside the format's that belong in a store's directory.
-const HARMLESS: [&str; 4] = [LOCK, "lost+found", QUARANTINE, UNFINISHED_COPY];
+const HARMLESS: [&str; 6] =
+    [LOCK, "lost+found", QUARANTINE, UNFINISHED_COPY, "cluster-starts", "cluster-starts.new"];
 /// The local socket of a server that has the store open, or had.
 const SOCKET: &str = "kvarts.sock";
 /// The file that a store in use holds a lock on. It must be a plain file: otherwise use cannot be seen.

@@ -18,7 +18,10 @@ use clap::{Parser, Subcommand};
 use kvarts_terminal::{Failure, Refusal};
 
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
-use crate::{client_cmd, compact_cmd, config_cmd, demo, fsck_cmd, gpu_cmd, model_cmd, plan_cmd, serve_cmd};
+use crate::{
+    client_cmd, compact_cmd, config_cmd, demo, fsck_cmd, gpu_cmd, identity_cmd, model_cmd, plan_cmd,
+    serve_cmd,
+};
 
 /// What the end of the program says; part of the help.
 pub(crate) const EXIT_CODES: &str = "\
@@ -41,6 +44,8 @@ struct Cli {
 enum Command {
     /// Measure the engine beside a bare loop over the same files
     Bench(Box<kvarts_bench::BenchArgs>),
+    /// Show the cluster that a running server belongs to
+    Cluster(client_cmd::ClusterArgs),
     /// Write what is live in a store together, offline, in place or as a new store
     Compact(compact_cmd::CompactArgs),
     /// Check and show a server's configuration, make tokens
@@ -57,6 +62,8 @@ enum Command {
     Get(client_cmd::GetArgs),
     /// Describe devices and measure how memory reaches them
     Gpu(gpu_cmd::GpuArgs),
+    /// Write a template of an identity: what decides the bytes of blocks
+    Identity(identity_cmd::IdentityArgs),
     /// Put the artifacts of an exported file into a store
     Import(import_cmd::ImportArgs),
     /// Show what lies where in a store
@@ -153,6 +160,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     };
     match cli.command {
         Command::Bench(arguments) => kvarts_bench::run(&arguments, out),
+        Command::Cluster(arguments) => client_cmd::cluster(&arguments, out),
         Command::Compact(arguments) => compact_cmd::run(&arguments, out),
         Command::Config(arguments) => config_cmd::run(&arguments, out),
         Command::Delete(arguments) => client_cmd::delete(&arguments, out),
@@ -161,6 +169,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
         Command::Get(arguments) => client_cmd::get(&arguments, out),
         Command::Gpu(arguments) => gpu_cmd::run(&arguments, out),
+        Command::Identity(arguments) => identity_cmd::run(&arguments, out),
         Command::Import(arguments) => import_cmd::run(&arguments, out),
         Command::Inspect(arguments) => inspect_cmd::run(&arguments, out),
         Command::Ls(arguments) => ls_cmd::run(&arguments, out),

@@ -1,4 +1,4 @@
-//! `kvarts put`, `get`, `match`, `ls`, `stat`, `resume`, `delete`, `pin`, `watch`: a running server from the command line.
+//! `kvarts put`, `get`, `match`, `ls`, `stat`, `cluster`, `resume`, `delete`, `pin`, `watch`: a running server from the command line.
 //!
 //! A server is named by `--server`, by `$KVARTS_SERVER`, or is the one that `kvarts serve` runs here. Blocks are named by
 //! the model that they are of and either the tokens of a prompt or keys; their bytes stand in files one block after the
@@ -7,9 +7,12 @@
 //! Exit code 1 means that the server answered and something that was asked for is not there, or was not done.
 #![allow(clippy::disallowed_methods, reason = "commands of a person: files of the person's")]
 
+mod cluster;
 mod get;
+mod planned;
 mod put;
 mod stat;
+mod strangers;
 mod subject;
 
 use std::io::Write;
@@ -26,13 +29,15 @@ use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use serde_json::json;
 
+pub(crate) use cluster::{ClusterArgs, cluster};
 pub(crate) use get::{GetArgs, get};
 use kvarts_client::{Client, Via};
-use kvarts_server::human::grouped;
+use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
 use kvarts_wire::proto;
 pub(crate) use put::{PutArgs, put};
 pub(crate) use stat::{AdminArgs, resume, stat};
+use strangers::Standing;
 use subject::Subject;
 pub(crate) use subject::{KeyArgs, ModelArgs, ServerArgs};
 
@@ -46,6 +51,8 @@ pub(crate) struct MatchArgs {
     model: ModelArgs,
     #[command(flatten)]
     keys: KeyArgs,
+    #[command(flatten)]
+    plan: planned::PlanArgs,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -136,23 +143,35 @@ fn read(
 
 /// Runs `match`.
 pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    // What is wrong with the arguments is told also where no server is.
+    let subject = Subject::described(&arguments.model, &arguments.keys)?;
     let client = arguments.server.connect(Via::Best)?;
-    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
+    let times = arguments.plan.times(&arguments.model)?;
+    if times.is_none()
+        && let Standing::Unknown(meant) = strangers::standing(&client, &subject.identity)?
+    {
+        return nothing_of_it(&subject, meant.as_deref(), arguments.server.json, out);
+    }
+    let subject = subject.registered(&client)?;
     let request = MatchRequest {
         namespace: subject.namespace,
         keys: &subject.keys,
         requirements: &subject.requirements,
         recompute_tokens_max: u64::MAX,
         lease: None,
+        plan: times.as_ref().map(|times| arguments.plan.terms(&subject, times)),
     };
     let found = client.match_prefix(&request).map_err(Failure::user)?;
     let (longest, cheapest) = (&found.usable.longest, &found.usable.cheapest);
     if arguments.server.json {
         let boundary = |one: &kvarts_layout::prefix::Boundary| json!({"blocks": one.blocks, "tokens": one.tokens, "recompute_tokens": one.recompute_tokens});
-        let report = json!({
+        let mut report = json!({
             "namespace": subject.namespace.to_string(), "asked_blocks": subject.keys.len(),
             "longest": boundary(longest), "cheapest": boundary(cheapest), "pending": found.pending,
         });
+        if let (Some(planned), Some(report)) = (&found.plan, report.as_object_mut()) {
+            report.insert("plan".to_owned(), planned::report(planned));
+        }
         return print(out, &report);
     }
     let pending =
@@ -166,41 +185,102 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     if longest.recompute_tokens > 0 {
         writeln!(out, "  {} tokens of it have to be run again", grouped(longest.recompute_tokens))?;
     }
-    Ok(())
+    match &found.plan {
+        Some(planned) => planned::show(planned, out),
+        None if times.is_some() => {
+            Err(Failure::user("the server makes no plans: it is older than this program"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The answer of a match whose identity nothing is stored of.
+fn nothing_of_it(
+    subject: &Subject,
+    meant: Option<&str>,
+    as_json: bool,
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
+    let asked = subject.keys.len();
+    if as_json {
+        let none = json!({"blocks": 0, "tokens": 0, "recompute_tokens": 0});
+        let report = json!({
+            "namespace": null, "asked_blocks": asked, "longest": none, "cheapest": none, "pending": 0, "why": meant,
+        });
+        return print(out, &report);
+    }
+    writeln!(out, "0 of {asked} blocks (0 tokens) can be restored: nothing is stored of this identity")?;
+    match meant {
+        Some(meant) => Ok(writeln!(out, "  {meant}")?),
+        None => Ok(()),
+    }
 }
 
 /// Runs `ls` of a server.
 pub(crate) fn list(server: &ServerArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let client = server.connect(Via::Grpc)?;
-    let models = client.models().map_err(Failure::user)?.models;
-    let name = |bytes: &[u8]| <[u8; 32]>::try_from(bytes).map(|id| NamespaceId(id).to_string());
+    let reply = client.models().map_err(Failure::user)?;
     if server.json {
-        let model = |model: &proto::list_models_reply::Model| {
-            let identity = model.identity.clone().unwrap_or_default();
-            json!({
-                "namespace": name(&model.namespace).unwrap_or_default(), "model": identity.model,
-                "revision": identity.revision, "kv_dtype": identity.kv_dtype,
-                "block_tokens": identity.block_tokens, "layers": model.layers,
-            })
+        let models: Vec<_> = reply.models.iter().map(|model| listed(model, reply.of_store)).collect();
+        return print(out, &json!({"models": models, "more": reply.more}));
+    }
+    if reply.models.is_empty() {
+        writeln!(out, "No model is stored, and none was registered since the server started.")?;
+    }
+    for model in &reply.models {
+        let identity = model.identity.clone().unwrap_or_default();
+        let stored = match reply.of_store {
+            true => format!(": {}", bytes(model.live_bytes)),
+            false => String::new(),
         };
-        return print(out, &json!({"models": models.iter().map(model).collect::<Vec<_>>()}));
-    }
-    if models.is_empty() {
-        writeln!(out, "No model was registered since the server started.")?;
-    }
-    for model in models {
-        let identity = model.identity.unwrap_or_default();
         writeln!(
             out,
-            "{}  {} {}, {} layers, blocks of {} tokens",
-            name(&model.namespace).unwrap_or_default(),
-            identity.model,
-            identity.revision,
-            model.layers,
-            identity.block_tokens
+            "{} {}, {} layers, blocks of {} tokens{stored}",
+            identity.model, identity.revision, model.layers, identity.block_tokens
         )?;
+        writeln!(out, "  namespace {}", namespace_of(model))?;
+        writeln!(out, "  {}", said_of(&identity))?;
+    }
+    if reply.more {
+        writeln!(out, "There are more; these have the most bytes.")?;
     }
     Ok(())
+}
+
+fn namespace_of(model: &proto::list_models_reply::Model) -> String {
+    <[u8; 32]>::try_from(&model.namespace[..]).map(|id| NamespaceId(id).to_string()).unwrap_or_default()
+}
+
+fn listed(model: &proto::list_models_reply::Model, of_store: bool) -> serde_json::Value {
+    let identity = model.identity.clone().unwrap_or_default();
+    json!({
+        "namespace": namespace_of(model), "model": identity.model, "revision": identity.revision,
+        "kv_dtype": identity.kv_dtype, "block_tokens": identity.block_tokens, "layers": model.layers,
+        "tokenizer": identity.tokenizer, "adapter": identity.adapter, "rope": identity.rope,
+        "window": identity.window, "quantisation": [identity.quantisation_recipe, identity.quantisation_scales],
+        "arrangement": [identity.arrangement_engine, identity.arrangement_layout, identity.arrangement_version],
+        "extras": identity.extras, "registered": model.registered,
+        "live_bytes": of_store.then_some(model.live_bytes),
+    })
+}
+
+/// What tells models of one name apart: every field that says something.
+fn said_of(identity: &proto::Identity) -> String {
+    let arrangement =
+        [&identity.arrangement_engine, &identity.arrangement_layout, &identity.arrangement_version];
+    let mut said = vec![identity.kv_dtype.clone(), arrangement.map(String::as_str).join(" ")];
+    let named = [
+        ("tokenizer", &identity.tokenizer),
+        ("adapter", &identity.adapter),
+        ("quantisation", &identity.quantisation_recipe),
+        ("scales", &identity.quantisation_scales),
+        ("rope", &identity.rope),
+        ("window", &identity.window),
+    ];
+    let extras = identity.extras.iter().map(|(name, value)| (name.as_str(), value));
+    let all = named.into_iter().filter(|(_, value)| value.as_str() != "none").chain(extras);
+    said.extend(all.map(|(name, value)| format!("{name} {value}")));
+    said.join(", ")
 }
 
 /// Runs `delete`.

@@ -8,6 +8,7 @@
     reason = "a demonstration on a real machine: it times, starts processes and damages a file of its own"
 )]
 
+mod cluster;
 mod ground;
 mod show;
 
@@ -47,6 +48,9 @@ pub(crate) struct DemoArgs {
     /// Where the server's directory is made [default: the system's directory for temporary files]
     #[arg(long)]
     dir: Option<PathBuf>,
+    /// Show three nodes that read from each other instead
+    #[arg(long)]
+    cluster: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -108,6 +112,13 @@ struct Damage {
 
 /// Runs the demonstration.
 pub(crate) fn run(arguments: &DemoArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    match arguments.cluster {
+        true => cluster::run(arguments, out),
+        false => one_server(arguments, out),
+    }
+}
+
+fn one_server(arguments: &DemoArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let start = Instant::now();
     let tell = |step: &str| {
         if !arguments.json && std::io::stderr().is_terminal() {
@@ -349,6 +360,7 @@ impl Prefix<'_> {
             requirements: &self.ground.requirements,
             recompute_tokens_max: u64::MAX,
             lease: None,
+            plan: None,
         };
         Ok(self.client.match_prefix(&request).map_err(Failure::user)?.usable.longest.blocks)
     }

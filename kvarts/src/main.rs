@@ -8,10 +8,12 @@ mod demo;
 mod files;
 mod fsck_cmd;
 mod gpu_cmd;
+mod identity_cmd;
 mod model_cmd;
 mod offline;
 mod plan_cmd;
 mod serve_cmd;
+mod sizes;
 
 fn main() -> std::process::ExitCode {
     cli::main()

@@ -8,7 +8,7 @@ use clap::{Args, Subcommand};
 use kvarts_layout::prefix::WindowPolicy;
 use kvarts_layout::spec::{ModelSpec, shipped};
 use kvarts_planner::cost::{
-    self, Compute, Device, Interpolated, MAX_SAMPLES, Prefill, Roofline, Sample, Scaled,
+    self, Compute, Device, Interpolated, MAX_SAMPLES, Prefill, Roofline, Sample, Scaled, Told,
 };
 use kvarts_planner::plan::{Link, Links, Part, Plan, Question, Run, Source, Sources};
 use kvarts_planner::route;
@@ -163,14 +163,14 @@ fn fault(path: &Path, what: impl std::fmt::Display) -> Failure {
     Failure::User(format!("{}: {what}", path.display()))
 }
 
-fn compute_of(model: &str) -> Result<Compute, Failure> {
+pub(crate) fn compute_of(model: &str) -> Result<Compute, Failure> {
     cost::model(model).ok_or_else(|| {
         let known: Vec<&str> = cost::MODELS.iter().map(|(name, _)| *name).collect();
         Failure::User(format!("no times are known of a model `{model}`; there are {}", known.join(", ")))
     })
 }
 
-fn device_of(device: &str) -> Result<Device, Failure> {
+pub(crate) fn device_of(device: &str) -> Result<Device, Failure> {
     cost::device(device).ok_or_else(|| {
         let known: Vec<&str> = cost::DEVICES.iter().map(|(name, _)| *name).collect();
         Failure::User(format!("no device is called `{device}`; there are {}", known.join(", ")))
@@ -184,7 +184,7 @@ impl EngineArgs {
 }
 
 /// Samples of a file, each a line.
-fn samples(path: &Path) -> Result<Vec<Sample>, Failure> {
+pub(crate) fn samples(path: &Path) -> Result<Vec<Sample>, Failure> {
     let file = std::fs::File::open(path).map_err(|error| fault(path, error))?;
     let mut samples = Vec::new();
     for (number, line) in BufReader::new(file.take(FILE_BYTES_MAX)).lines().enumerate() {
@@ -336,10 +336,11 @@ fn restore(arguments: &RestoreArgs, out: &mut dyn Write) -> Result<(), Failure> 
         let plan = json!({ "plan": plan, "prefill": prefill.told() });
         return Ok(writeln!(out, "{plan:#}")?);
     }
-    show(&plan, prefill, out)
+    show(&plan, &prefill.told(), out)
 }
 
-fn show(plan: &Plan, prefill: &dyn Prefill, out: &mut dyn Write) -> Result<(), Failure> {
+/// A plan as tables and a sentence.
+pub(crate) fn show(plan: &Plan, told: &Told, out: &mut dyn Write) -> Result<(), Failure> {
     let right = |name| (name, Align::Right);
     let mut table = Table::new(&[right("GROUP"), right("BLOCKS"), ("WHAT", Align::Left), right("BYTES")]);
     for action in &plan.actions {
@@ -360,7 +361,7 @@ fn show(plan: &Plan, prefill: &dyn Prefill, out: &mut dyn Write) -> Result<(), F
         times.row([name.to_owned(), format!("{ms:.1}")]);
     }
     writeln!(out, "\n{times}\nboundary: token {}; {}", plan.boundary_tokens, plan.reason)?;
-    Ok(writeln!(out, "prefill times: {}", prefill.told())?)
+    Ok(writeln!(out, "prefill times: {told}")?)
 }
 
 fn routed(arguments: &RouteArgs, out: &mut dyn Write) -> Result<(), Failure> {
@@ -381,6 +382,7 @@ fn routed(arguments: &RouteArgs, out: &mut dyn Write) -> Result<(), Failure> {
         nodes: &asked.nodes,
         weights: asked.weights,
     };
+    question.check().map_err(|error| fault(path, error))?;
     let route = question.route(&prefill);
     let Some(best) = route.best() else { return Err(fault(path, "it has no nodes")) };
     if arguments.json {

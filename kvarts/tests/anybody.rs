@@ -88,7 +88,7 @@ async fn channel(daemon: &Daemon) -> Result<Channel, tonic::transport::Error> {
 
 async fn list(channel: Channel) -> Result<(), Status> {
     let mut models = kvarts_wire::proto::models_client::ModelsClient::new(channel);
-    models.list_models(with_token(kvarts_wire::proto::ListModelsRequest {}, TOKEN)).await.map(|_| ())
+    models.list_models(with_token(kvarts_wire::proto::ListModelsRequest::default(), TOKEN)).await.map(|_| ())
 }
 
 async fn until(what: &str, done: impl Fn() -> bool) {

@@ -9,13 +9,18 @@
 
 use crate::ids::{Fingerprint, NamespaceId};
 use crate::shape::MAX_BLOCK_TOKENS;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 
+mod difference;
 mod file;
+mod form;
 #[cfg(test)]
 mod tests;
+
+pub use difference::{Difference, Nearest, nearest};
+pub use form::IdentityForm;
 
 /// What every canonical encoding begins with: a name and a version, padded with zero bytes.
 pub const IDENTITY_DOMAIN: [u8; 16] = *b"kvarts.ident.v1\0";
@@ -33,12 +38,13 @@ pub const MAX_EXTRA_VALUE_BYTES: usize = 4096;
 pub const MAX_IDENTITY_BYTES: usize = 1 << 16;
 /// The most bytes of JSON or TOML that are read as an identity.
 pub const MAX_IDENTITY_FILE_BYTES: usize = 1 << 20;
+/// Text fields of an identity.
+const TEXTS: usize = 12;
 /// What a field says when the thing it describes does not exist (no adapter, no quantisation, no window).
 pub const NONE: &str = "none";
 
 /// How the cached numbers were quantised. Where they were not, both fields say [`NONE`].
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Quantisation {
     /// The recipe: what is grouped, to which type, rounded how. `none` is allowed.
     pub recipe: String,
@@ -48,8 +54,7 @@ pub struct Quantisation {
 }
 
 /// How the bytes of a page are arranged: two engines with equal page sizes must not share bytes.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Arrangement {
     /// The engine that arranges the bytes.
     pub engine: String,
@@ -82,9 +87,9 @@ impl fmt::Debug for TenantSalt {
 /// through [`Identity::encode`] or [`Identity::namespace_id`], which refuse one that is not complete.
 ///
 /// In JSON and TOML the fields have these names (`kv-dtype` is read like `kv_dtype`), the fingerprint and the
-/// salt are hexadecimal, salt and extras may be left out, and an unknown field is refused.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// salt are hexadecimal, what may be `none` may be left out, as salt and extras may, and an unknown field is refused:
+/// [`IdentityForm`] reads both.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Identity {
     /// The model's name.
     pub model: String,
@@ -95,10 +100,8 @@ pub struct Identity {
     /// The adapter and its revision, or `none`.
     pub adapter: String,
     /// The type of the cached numbers.
-    #[serde(alias = "kv-dtype")]
     pub kv_dtype: String,
     /// How they were quantised.
-    #[serde(alias = "quantization")]
     pub quantisation: Quantisation,
     /// The rotary embedding's configuration, or `none`.
     pub rope: String,
@@ -107,16 +110,15 @@ pub struct Identity {
     /// How the bytes of a page are arranged.
     pub arrangement: Arrangement,
     /// Tokens in one block.
-    #[serde(alias = "block-tokens")]
     pub block_tokens: u32,
     /// The fingerprint of the model spec.
-    #[serde(alias = "spec-fingerprint", with = "file::fingerprint")]
+    #[serde(serialize_with = "file::fingerprint")]
     pub spec_fingerprint: Fingerprint,
     /// The tenant's salt, empty where tenants are not told apart.
-    #[serde(default, alias = "tenant-salt", skip_serializing_if = "TenantSalt::is_empty")]
+    #[serde(skip_serializing_if = "TenantSalt::is_empty")]
     pub tenant_salt: TenantSalt,
     /// Anything else that decides bytes, by name.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "file::extras")]
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub extras: BTreeMap<String, String>,
 }
 
@@ -180,13 +182,39 @@ pub enum IdentityError {
         /// What is wrong there, on one line.
         message: String,
     },
+    /// A file lacks fields that decide bytes and have no default.
+    Incomplete {
+        /// Each of them, in the order of the encoding.
+        fields: Vec<Lacking>,
+    },
+}
+
+/// A field of a file that has to be named and is not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lacking {
+    /// Its name.
+    pub field: &'static str,
+    /// The line on which it is empty, or `none` where that cannot be, from 1; 0 where the parser does not say. Nothing where
+    /// it is absent.
+    pub line: Option<usize>,
+}
+
+impl fmt::Display for Lacking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.line {
+            None => write!(f, "{} (missing)", self.field),
+            Some(0) => write!(f, "{} (empty, or \"none\")", self.field),
+            Some(line) => write!(f, "{} (line {line}: empty, or \"none\")", self.field),
+        }
+    }
 }
 
 impl fmt::Display for IdentityError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Missing { field } => {
-                write!(f, "identity: {field} is empty: name it, an unversioned put is refused")
+                let name = "name it, or write \"none\" where the field may say so and the model has none";
+                write!(f, "identity: {field} is empty: {name}")
             }
             Self::Unnamed { field } => write!(f, "identity: {field} cannot be \"none\": name it"),
             Self::Untidy { field } => {
@@ -211,6 +239,10 @@ impl fmt::Display for IdentityError {
             Self::Trailing => write!(f, "identity: bytes follow the last field: cut them off"),
             Self::File { line: 0, message } => write!(f, "identity: {message}"),
             Self::File { line, message } => write!(f, "identity: line {line}: {message}"),
+            Self::Incomplete { fields } => {
+                let fields: Vec<String> = fields.iter().map(Lacking::to_string).collect();
+                write!(f, "identity: these fields have no default, name them: {}", fields.join(", "))
+            }
         }
     }
 }
@@ -342,7 +374,7 @@ impl Identity {
     }
 
     /// The text fields in the order of the encoding: name, text, and whether it may say `none`.
-    fn texts(&self) -> [(&'static str, &str, bool); 12] {
+    fn texts(&self) -> [(&'static str, &str, bool); TEXTS] {
         [
             ("model", &self.model, false),
             ("revision", &self.revision, false),

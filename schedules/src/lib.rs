@@ -24,7 +24,7 @@ pub mod api;
 pub mod driver;
 #[path = "../../store/src/engine/mod.rs"]
 pub mod engine;
-#[path = "../../store/src/error.rs"]
+#[path = "../../store/src/error/mod.rs"]
 pub mod error;
 #[path = "../../store/src/events/mod.rs"]
 pub mod events;

@@ -57,6 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         requirements: &spec.requirements(BLOCK_TOKENS, WindowPolicy::Full, 1)?,
         recompute_tokens_max: 0,
         lease: None,
+        plan: None,
     })?;
     println!("match: {} of {} blocks", found.usable.longest.blocks, asked.len());
 

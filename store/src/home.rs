@@ -17,7 +17,7 @@ use kvarts_layout::format::superblock::{FILE_BYTES, Superblock};
 use rustix::fs::OFlags;
 
 use crate::engine::{Executors, Options, Store};
-use crate::error::{Error, Reason};
+use crate::error::{DirectoryCause, Error, Reason};
 use crate::io::{Features, Io, IoChoice, open_io};
 use crate::rt::Launcher;
 use crate::rt::blocking::block_on;
@@ -203,7 +203,7 @@ impl Drop for Lock {
 /// Takes the directory for this process.
 #[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
 fn lock(directory: &Path) -> Result<Lock, Error> {
-    let refuse = |what: String| Error(Reason::Directory(what));
+    let refuse = |what: String| Error(Reason::Directory(DirectoryCause::Unusable(what)));
     let shown = directory.display();
     if directory.exists() && !directory.is_dir() {
         return Err(refuse(format!("{shown} is not a directory")));

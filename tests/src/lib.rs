@@ -8,6 +8,7 @@ pub mod fixture;
 pub mod golden;
 pub mod landed;
 pub mod model;
+pub mod nodes;
 pub mod rows;
 pub mod script;
 pub mod sim;

@@ -4,6 +4,7 @@
 //! executors and no room to run out of: what depends on those is not compared. A put is done when it returns, so
 //! nothing is ever in flight.
 
+mod plan;
 mod space;
 
 use std::collections::BTreeMap;
@@ -21,7 +22,7 @@ use kvarts_store::api::{
     Presence, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream, Sequence, SnapshotCursor,
     SnapshotPage, Subscription, TtlReply, TtlRequest, read_channel,
 };
-use kvarts_store::error::{Error, Reason};
+use kvarts_store::error::{Error, Reason, ShapeCause};
 use kvarts_store::events::{Cause, EventKind, EventLog, Subject};
 use kvarts_store::rt::mailbox::{Ticket, ticket};
 use kvarts_store::rt::{Clock, Nanos};
@@ -171,7 +172,7 @@ impl Model {
         let namespace =
             state.namespaces.get(&request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
         if request.requirements.block_tokens() != namespace.block_tokens {
-            return Err(Reason::Shape("requirements for blocks of another size".to_owned()));
+            return Err(Reason::Shape(ShapeCause::Rule("requirements for blocks of another size")));
         }
         let columns: Vec<_> = request
             .requirements
@@ -200,7 +201,14 @@ impl Model {
             Some(terms) if !held.is_empty() => Some(state.lease(terms, bytes, held, self.clock.now())?),
             _ => None,
         };
-        Ok(MatchReply { usable, pending: 0, lease })
+        let plan = request.plan.map(|terms| {
+            let layers = state.namespaces[&request.namespace].geometry.layers().len();
+            let here = |block, group, coordinate| state.blocks.contains_key(&name(block, group, coordinate));
+            let shape =
+                |group, coordinate| Ok(state.shape(request.namespace, group, coordinate)?.layers().to_vec());
+            plan::plan(request, &terms, layers, here, shape)
+        });
+        Ok(MatchReply { usable, pending: 0, lease, plan: plan.transpose()?.map(Box::new) })
     }
 
     fn try_contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Reason> {
@@ -243,7 +251,7 @@ impl Model {
             return Err(Reason::Empty);
         }
         if layers.end > all {
-            return Err(Reason::Shape(format!("layers up to {}, the group has {all}", layers.end)));
+            return Err(Reason::Shape(ShapeCause::Layers { end: layers.end, count: all }));
         }
         check_placement(&shape, &request.into)?;
         let of_chunk = crate::fixture::layer_of_chunks(&shape);
@@ -279,8 +287,7 @@ impl Model {
 impl State {
     fn shape(&self, id: NamespaceId, group: Group, coordinate: Coordinate) -> Result<BlockShape, Reason> {
         let namespace = self.namespaces.get(&id).ok_or(Reason::UnknownNamespace(id))?;
-        let shape = namespace.geometry.shape(group, coordinate, namespace.block_tokens);
-        shape.map_err(|error| Reason::Shape(error.to_string()))
+        Ok(namespace.geometry.shape(group, coordinate, namespace.block_tokens)?)
     }
 
     fn lease(
@@ -318,21 +325,18 @@ fn check_keys(keys: &[BlockKey]) -> Result<(), Reason> {
 
 /// A placement made for another shape is refused.
 fn check_placement(shape: &BlockShape, placed: &Placed) -> Result<(), Reason> {
-    let wrong = |what: String| Reason::Shape(what);
-    let layout = RunLayout::new(Layout::FullBlock, LAYOUT_VERSION, shape, placed.block_count())
-        .map_err(|error| wrong(error.to_string()))?;
-    WritePlan::new(&layout, placed.places(), 0).map(drop).map_err(|error| wrong(error.to_string()))
+    let layout = RunLayout::new(Layout::FullBlock, LAYOUT_VERSION, shape, placed.block_count())?;
+    Ok(WritePlan::new(&layout, placed.places(), 0).map(drop)?)
 }
 
 impl KvStore for Model {
     fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
-        let refuse = |what: String| Error(Reason::Identity(what));
-        let id = identity.namespace_id().map_err(|error| refuse(error.to_string()))?;
+        let id = identity.namespace_id().map_err(Reason::from)?;
         if identity.spec_fingerprint != geometry.fingerprint() {
             return Err(Error(Reason::SpecMismatch));
         }
         let block_tokens = identity.block_tokens;
-        geometry.check_block_tokens(block_tokens).map_err(|error| Error(Reason::Shape(error.to_string())))?;
+        geometry.check_block_tokens(block_tokens).map_err(Reason::from)?;
         let fresh = Namespace { geometry: geometry.clone(), block_tokens, default_ttl: None };
         self.lock().namespaces.entry(id).or_insert(fresh);
         Ok(id)

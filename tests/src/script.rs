@@ -14,7 +14,7 @@ use kvarts_store::api::{
     Order, Parent, Presence, PutRequest, ReadEnd, ReadEvent, ReadRequest, SnapshotCursor, Subscription,
     Target, TtlRequest, Verify,
 };
-use kvarts_store::error::{Error, Reason};
+use kvarts_store::error::{Error, Reason, ShapeCause};
 use kvarts_store::events::record::Content;
 use kvarts_store::rt::Class;
 
@@ -227,7 +227,7 @@ impl std::fmt::Debug for Player<'_> {
 /// Reasons say the same in other words in places: those are compared by kind.
 fn reason(error: Error) -> Reason {
     match error.0 {
-        Reason::Shape(_) => Reason::Shape(String::new()),
+        Reason::Shape(_) => Reason::Shape(ShapeCause::Rule("")),
         // Of several keys that stand twice either may be named.
         Reason::Duplicate(_) => Reason::Duplicate(BlockKey::default()),
         other => other,
@@ -445,6 +445,7 @@ impl<'a> Player<'a> {
             requirements: &requirements,
             recompute_tokens_max: *recompute,
             lease: lease.map(terms),
+            plan: None,
         };
         let found = self.stage.store().match_prefix(&request).map_err(reason)?;
         self.leases.extend(found.lease);

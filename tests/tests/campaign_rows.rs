@@ -89,6 +89,11 @@ fn reads_in_tiles_have_one_production_of_each_block_also_from_memory() {
 }
 
 #[test]
+fn nodes_in_trouble_give_no_wrong_byte_and_agree_again_when_it_is_over() {
+    run("R33", 6);
+}
+
+#[test]
 fn work_grows_as_requests_do() {
     run("R30", 9);
 }
@@ -106,7 +111,7 @@ fn root() -> PathBuf {
 fn planted() -> BTreeMap<String, usize> {
     let mut found = BTreeMap::new();
     let mut folders: Vec<PathBuf> =
-        ["layout/src", "store/src", "fsck/src"].map(|one| root().join(one)).into();
+        ["layout/src", "store/src", "fsck/src", "cluster/src", "peer/src"].map(|one| root().join(one)).into();
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -155,7 +160,7 @@ fn no_program_that_is_used_has_bugs_planted_in_it() {
         let text = std::fs::read_to_string(root().join(manifest)).unwrap();
         assert!(!text.contains("planted"), "{manifest}");
     }
-    for manifest in ["layout", "store", "fsck", "tests"] {
+    for manifest in ["layout", "store", "fsck", "cluster", "peer", "tests"] {
         let text = std::fs::read_to_string(root().join(manifest).join("Cargo.toml")).unwrap();
         assert!(text.contains("planted") && !text.contains("default ="), "{manifest}");
     }

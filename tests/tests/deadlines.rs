@@ -76,6 +76,38 @@ fn a_read_of_a_stuck_disk_ends_at_its_deadline_and_delivers_nothing() {
 }
 
 #[test]
+fn what_reads_ask_of_the_disks_is_outstanding_until_they_end_however_they_end() {
+    let (world, stage, read) = stuck();
+    let bytes = 3 * fixture::shape(pages().0, pages().1).block_bytes();
+    let outstanding = || stage.engine().disk_link().link.outstanding_bytes;
+    assert_eq!((outstanding(), stage.engine().disk_link().measured), (0, 0));
+    let deadline = Nanos(stage.now().0).plus(Duration::from_millis(5));
+    let late = stage.store().read(ReadRequest { deadline: Some(deadline), ..read.clone() }).unwrap();
+    assert_eq!(outstanding(), bytes);
+    let ReadEvent::End(_) = end_of(&stage, &late) else { panic!("a layer of a stuck disk") };
+    assert_eq!(
+        (outstanding(), stage.engine().disk_link().measured),
+        (0, 0),
+        "it was late: nothing was measured"
+    );
+    // A second one, that goes on when the disk does; and a third that shares its load and measures nothing.
+    world.disk().heal();
+    let place = || fixture::place(&fixture::shape(pages().0, pages().1), 3, Style::Blocks, 0).unwrap();
+    let both = [(); 2].map(|()| stage.store().read(ReadRequest { into: place(), ..read.clone() }).unwrap());
+    assert_eq!(outstanding(), 2 * bytes);
+    for stream in &both {
+        while !matches!(end_of(&stage, stream), ReadEvent::End(_)) {}
+    }
+    let link = stage.engine().disk_link();
+    assert_eq!((link.link.outstanding_bytes, link.measured), (0, 1), "{link:?}");
+    // Work in the background says nothing of what a caller in front waits for.
+    let behind = ReadRequest { class: Class::Background, into: place(), ..read };
+    let stream = stage.store().read(behind).unwrap();
+    while !matches!(end_of(&stage, &stream), ReadEvent::End(_)) {}
+    assert_eq!(stage.engine().disk_link(), link);
+}
+
+#[test]
 fn a_follower_ends_at_its_own_deadline_while_its_leader_waits() {
     let (world, stage, read) = stuck();
     let leader = stage.store().read(read.clone()).unwrap();

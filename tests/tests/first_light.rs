@@ -8,9 +8,10 @@ use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, Layout, NamespaceId};
 use kvarts_store::api::{
-    BlockOutcome, Durability, KvStore, Order, Parent, Placed, PutRequest, ReadRequest, Verify,
+    BlockOutcome, Digests, Durability, KvStore, Order, Parent, Placed, PutRequest, ReadRequest, Verify,
 };
 use kvarts_store::engine::Options;
+use kvarts_store::error::Kind;
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 use kvarts_store::io::{IoChoice, Region, SharedBuf};
 use kvarts_store::rt::Class;
@@ -190,6 +191,47 @@ fn blocks_come_back_as_they_were_put() {
             }
         }
     }
+}
+
+#[test]
+fn a_put_takes_the_digests_that_its_caller_knows_and_computes_the_others() {
+    let scratch = Scratch::new("known-digests");
+    let home = Home::open(&options(&scratch, IoChoice::Auto, RuntimeChoice::Threads)).unwrap();
+    let (identity, spec) = identity("llama-3.1-8b", 16);
+    let namespace = home.store().register(&identity, spec.geometry()).unwrap();
+    let coordinate = Coordinate::heads(0, 8, 8).unwrap();
+    let shape = spec.geometry().shape(Group(0), coordinate, 16).unwrap();
+    let source = memory(shape.block_bytes() * 3);
+    pattern(&source, 42);
+    let from = Placed::blocks(&shape, source, 3).unwrap();
+    let digests = Digests::new(&shape, 3);
+    let sizes: Vec<u64> = shape.layers().iter().flat_map(|layer| &layer.chunks).map(|c| c.bytes).collect();
+    for (part, &bytes) in (0u32..).zip(&sizes) {
+        let chunk = from.chunk(part, 0, bytes).unwrap();
+        digests.set(part, 0, chunk.crc32(0, chunk.len()));
+    }
+    // Of the second block one is known, and is that of other bytes.
+    digests.set(1, 1, 7);
+    let put = PutRequest::new(namespace, Group(0), coordinate, keys(3), from.with_digests(digests));
+    let reply = block_on(home.store().put(put)).unwrap().unwrap();
+    assert_eq!(reply.outcomes, vec![BlockOutcome::Stored; 3]);
+    let into = Placed::blocks(&shape, memory(shape.block_bytes() * 3), 3).unwrap();
+    let read = ReadRequest {
+        namespace,
+        group: Group(0),
+        coordinate,
+        keys: keys(3),
+        layers: None,
+        order: Order::Blocks,
+        into,
+        verify: Verify::Always,
+        class: Class::Foreground,
+        deadline: None,
+    };
+    let end = home.store().read(read).unwrap().wait_blocking();
+    let failed: Vec<_> = end.failures.iter().map(|(block, reason)| (*block, reason.kind())).collect();
+    assert_eq!(failed, [(1, Kind::Corrupt)]);
+    home.close().unwrap();
 }
 
 #[test]

@@ -47,7 +47,7 @@ fn layer(stage: &SimStage, desk: &Desk<'_>, into: &Placed, layer: u32, origins: 
         into: into.clone(),
         ..desk.read_request(pages(), &desk.keys(0..BLOCKS))
     };
-    let stream = stage.engine().read_part(request, origins).unwrap();
+    let stream = stage.engine().read_part(request, origins, 0).unwrap();
     ended(stage, &stream)
 }
 
@@ -252,7 +252,7 @@ fn a_part_that_follows_another_reads_load_gives_one_production_only() {
         };
         let (leading, following) = (memory(pages()), memory(pages()));
         let leader = stage.store().read(request(&leading)).unwrap();
-        let follower = stage.engine().read_part(request(&following), &old).unwrap();
+        let follower = stage.engine().read_part(request(&following), &old, 0).unwrap();
         let end = ended(&stage, &leader);
         assert_eq!(end.usable_blocks, BLOCKS as u32);
         let end = ended(&stage, &follower);
@@ -286,7 +286,7 @@ fn what_is_lent_says_whose_it_is_and_a_read_of_the_rest_is_of_the_same() {
     ask(&stage, engine.delete(request)).unwrap();
     desk.store(pages(), &keys[..1], 2, Layout::LayerBlock);
     let read = desk.read_request(pages(), &keys);
-    let stream = engine.read_part(read, lent.origins()).unwrap();
+    let stream = engine.read_part(read, lent.origins(), 0).unwrap();
     let end = kvarts_store::rt::blocking::block_on(std::future::poll_fn(|context| stream.poll_end(context)));
     let end = end.unwrap();
     assert_eq!(end.failures, [(0, Reason::NotHere(keys[0]))]);

@@ -2,7 +2,10 @@
 
 mod served;
 
+use kvarts_planner::cost::{Roofline, Times, device, model};
+use kvarts_planner::route::{Action, Candidate, NodeView, Question, Route, Weights};
 use kvarts_store::api::{BlockOutcome, KvStore};
+use kvarts_store::error::Kind;
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::Stage;
@@ -49,6 +52,45 @@ fn a_client_over_grpc_conforms() {
 fn a_client_over_the_local_socket_conforms() {
     let stage = ClientStage::over_socket("serve-unix");
     assert_eq!(run(&stage, shared), all().len() - 5);
+}
+
+#[test]
+fn a_route_over_grpc_is_the_library_s_and_the_server_says_its_own_disks() {
+    let stage = ClientStage::open("serve-route");
+    let times: Times = Roofline::new(model("llama-3.1-8b").unwrap(), device("h100").unwrap(), 1).into();
+    let node = |node: u32, memory_tokens: u64| NodeView {
+        node,
+        decodes: true,
+        queue_ms: 3.0,
+        decoding: 2,
+        memory_tokens,
+        disk_tokens: 12_000,
+        disk_bytes_per_ms: 1e6,
+        disk_queue_ms: 1.0,
+        network_bytes_per_ms: 5e7,
+        network_queue_ms: 0.5,
+    };
+    let nodes = [node(1, 0), node(2, 4000), NodeView { decodes: false, ..node(7, 100) }];
+    let question = Question {
+        prompt_tokens: 16_384,
+        token_bytes: 131_072.0,
+        layers: 32,
+        owner: Some((2, 12_000)),
+        forked: true,
+        nodes: &nodes,
+        weights: Weights { lambda_ms_per_gb: 3.0, mu: 0.1 },
+    };
+    assert_eq!(stage.client.route(&question, &times, None).unwrap(), question.route(&times));
+    // Of the disks of the server that is asked nothing was measured: a drive is assumed, and one that waits for nothing.
+    let live = stage.client.route(&question, &times, Some(1)).unwrap();
+    let restore = |route: &Route| {
+        let from_disk = |one: &&Candidate| one.node == 1 && one.action == Action::FromDisk;
+        route.candidates.iter().find(from_disk).unwrap().restore_ms
+    };
+    assert!(restore(&live) < restore(&question.route(&times)));
+    let bad = Question { prompt_tokens: 0, ..question };
+    let error = stage.client.route(&bad, &times, None).unwrap_err();
+    assert!(error.kind() == Kind::Invalid && error.to_string().contains("prompt"), "{error}");
 }
 
 #[test]

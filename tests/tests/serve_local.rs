@@ -140,6 +140,7 @@ fn after_a_restart_of_the_server_a_client_goes_on_with_its_models_and_its_memory
         requirements: &requirements,
         recompute_tokens_max: u64::MAX,
         lease: None,
+        plan: None,
     };
     let start = std::time::Instant::now();
     while stage.client.match_prefix(&request).is_err() {

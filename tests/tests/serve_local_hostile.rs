@@ -105,7 +105,7 @@ fn descriptors_that_nobody_asked_for_or_cannot_be_shared_are_refused() {
     assert!(rustix::fs::ftruncate(&open, 0).is_err(), "what is shared cannot be shortened");
     for bytes in [0, 4095, u64::MAX - 4095, 1 << 60] {
         let mode = proto::LocalMode::LocalDirect.into();
-        raw.say(Kind::Share, 3, &proto::ShareRequest { memory: 9, mode, bytes });
+        raw.say(Kind::Share, 3, &proto::ShareRequest { memory: 9, mode, bytes, ..Default::default() });
         assert!(raw.answer::<proto::ShareReply>().is_err(), "{bytes}");
     }
     raw.say_with(Kind::Unlock, 4, &proto::UnlockRequest { lease: 1 }, &open);
@@ -127,7 +127,12 @@ fn a_descriptor_is_taken_by_its_own_frame_though_others_arrive_with_it() {
             raw.say(Kind::Unlock, id, &proto::UnlockRequest { lease: 1 });
         }
         let mode = proto::LocalMode::LocalAdopted.into();
-        raw.say_with(Kind::Share, 9, &proto::ShareRequest { memory: 5, mode, bytes: 4096 }, &file);
+        raw.say_with(
+            Kind::Share,
+            9,
+            &proto::ShareRequest { memory: 5, mode, bytes: 4096, ..Default::default() },
+            &file,
+        );
         raw.say(Kind::Unshare, 10, &proto::UnshareRequest { memory: 5 });
         let mut answered = Vec::new();
         for _ in 0..6 {
@@ -342,7 +347,7 @@ fn who_may_not_read_shares_no_memory_and_finds_nothing() {
     let served = Served::start("local-writer", &tokens());
     let mut raw = Raw::with_token(&served, "kvarts_writer").unwrap();
     let mode = proto::LocalMode::LocalDirect.into();
-    raw.say(Kind::Share, 1, &proto::ShareRequest { memory: 1, mode, bytes: 4096 });
+    raw.say(Kind::Share, 1, &proto::ShareRequest { memory: 1, mode, bytes: 4096, ..Default::default() });
     assert_eq!(raw.answer::<proto::ShareReply>().unwrap_err().reason(), proto::Reason::Denied);
     for (id, kind) in (2..).zip([Kind::Match, Kind::Exists, Kind::Read, Kind::Unlock, Kind::Renew]) {
         raw.stream.write_all(&bare(kind, id)).unwrap();
@@ -367,7 +372,11 @@ fn a_session_has_as_many_memories_and_leases_as_it_may() {
         drop(raw.pool(memory, 4096));
     }
     let mode = proto::LocalMode::LocalDirect.into();
-    raw.say(Kind::Share, 1, &proto::ShareRequest { memory: MEMORIES_MAX as u32 + 1, mode, bytes: 4096 });
+    raw.say(
+        Kind::Share,
+        1,
+        &proto::ShareRequest { memory: MEMORIES_MAX as u32 + 1, mode, bytes: 4096, ..Default::default() },
+    );
     assert_eq!(raw.answer::<proto::ShareReply>().unwrap_err().reason(), proto::Reason::TooMany);
     let leased = proto::ExistsRequest {
         namespace: desk.namespace.as_bytes().to_vec().into(),

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 
 use kvarts_layout::BlockKey;
 use kvarts_store::api::{BlockOutcome, ReadRequest};
-use kvarts_store::io::shared;
+use kvarts_store::io::{SharedBuf, shared};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_wire::local::frame::Kind;
 use kvarts_wire::proto;
@@ -60,6 +60,43 @@ fn windows_for_memory_that_is_not_shared_are_registered_with_the_rings() {
     desk.store(pages(), &keys, 1, kvarts_layout::Layout::LayerBlock);
     desk.expect(pages(), &keys, 1);
     assert_eq!(stage.served.daemon().state().locals.pinned(), kvarts_wire::local::limits::WINDOWS_BYTES);
+}
+
+#[test]
+fn a_window_that_its_client_verifies_comes_with_digests_and_one_that_the_server_verifies_without() {
+    let stage = stage("local-verified-windows");
+    let desk = Desk::new(&stage, "verified windows");
+    let keys = desk.keys(0..4);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 4]);
+    for (memory, client_verifies) in [(5, true), (6, false)] {
+        let mut raw = Raw::open(&stage.served);
+        let file = shared::sealed(4 * BLOCK).unwrap();
+        let mode = proto::LocalMode::LocalCopied.into();
+        let share = proto::ShareRequest { memory, mode, bytes: 4 * BLOCK, client_verifies };
+        raw.say_with(Kind::Share, 1, &share, &file);
+        raw.answer::<proto::ShareReply>().unwrap();
+        raw.say(Kind::Read, 2, &local_read(desk.namespace, &keys, places(memory, 4)));
+        let (mut parts, mut end) = (Vec::new(), None);
+        while let Some((head, body)) = raw.hear() {
+            match head.kind {
+                Kind::Arrived => parts.extend(proto::LocalArrived::decode(&body[..]).unwrap().parts),
+                Kind::End => end = proto::LocalEnd::decode(&body[..]).unwrap().end,
+                _ => break,
+            }
+        }
+        assert_eq!(end.unwrap().usable_blocks, 4);
+        assert_eq!(parts.len(), 3, "one for each layer");
+        let view = shared::map(&file, 4 * BLOCK, Box::new(())).unwrap();
+        for (layer, part) in (0u64..).zip(parts) {
+            let of = |(part, block): (u64, u64)| {
+                let at = block * BLOCK + (layer * 2 + part) * 4096;
+                SharedBuf::new(&view, at as usize, 4096).unwrap().crc32(0, 4096).to_le_bytes()
+            };
+            let chunks = (0..2).flat_map(|part| (0..4).map(move |block| (part, block)));
+            let wanted: Vec<u8> = chunks.flat_map(of).collect();
+            assert_eq!(part.digests, if client_verifies { wanted } else { Vec::new() });
+        }
+    }
 }
 
 #[test]
@@ -156,7 +193,7 @@ fn memory_that_the_server_made_counts_for_as_long_as_a_client_may_keep_it() {
     let mut made = |bytes: u64| {
         let mut raw = Raw::open(&served);
         let mode = proto::LocalMode::LocalCopied.into();
-        raw.say(Kind::Share, 1, &proto::ShareRequest { memory: 1, mode, bytes });
+        raw.say(Kind::Share, 1, &proto::ShareRequest { memory: 1, mode, bytes, ..Default::default() });
         let answer = raw.answer::<proto::ShareReply>();
         kept.append(&mut raw.files);
         answer.map(drop)

@@ -112,7 +112,14 @@ fn find(
     let requirements = Requirements::new(fixture::BLOCK_TOKENS, vec![one]).unwrap();
     let lease = hold.map(|hold| LeaseTerms { hold, tenant: 0, cap_bytes: u64::MAX });
     let requirements = &requirements;
-    client.match_prefix(&MatchRequest { namespace, keys, requirements, recompute_tokens_max: 0, lease })
+    client.match_prefix(&MatchRequest {
+        namespace,
+        keys,
+        requirements,
+        recompute_tokens_max: 0,
+        lease,
+        plan: None,
+    })
 }
 
 #[test]

@@ -79,7 +79,10 @@ fn check<M: 'static>(bytes: &[u8]) -> Outcome<()> {
 struct Within(&'static [(u64, bool, Self)]);
 
 const NOTHING: Within = Within(&[]);
-const MATCH: Within = Within(&[(4, true, Within(&[(2, true, NOTHING)]))]);
+const TIMES: Within = Within(&[(1, true, NOTHING)]);
+const MATCH: Within =
+    Within(&[(4, true, Within(&[(2, true, NOTHING)])), (8, false, Within(&[(2, false, TIMES)]))]);
+const ROUTE: Within = Within(&[(4, false, TIMES), (7, true, NOTHING)]);
 const REGISTER: Within = Within(&[
     (1, false, Within(&[(15, true, NOTHING)])),
     (2, false, Within(&[(1, true, NOTHING), (2, true, NOTHING)])),
@@ -95,6 +98,8 @@ fn within<M: 'static>() -> Option<&'static Within> {
         Some(&MATCH)
     } else if is(TypeId::of::<proto::RegisterModelRequest>()) {
         Some(&REGISTER)
+    } else if is(TypeId::of::<proto::RouteRequest>()) {
+        Some(&ROUTE)
     } else if is(TypeId::of::<proto::LocalRead>()) {
         Some(&LOCAL_READ)
     } else if is(TypeId::of::<proto::LocalPut>()) {
@@ -171,9 +176,12 @@ mod tests {
 
     #[test]
     fn no_request_has_more_repeated_messages_than_fit() {
-        use proto::{LocalPut, LocalRead, MatchRequest, RegisterModelRequest};
+        use proto::{LocalPut, LocalRead, MatchRequest, RegisterModelRequest, RouteRequest};
         let whole = |bytes| bytes;
         expect_bounded::<MatchRequest>("requirements", whole, 4);
+        expect_bounded::<MatchRequest>("samples", |samples| field(8, &field(2, &samples)), 1);
+        expect_bounded::<RouteRequest>("nodes", whole, 7);
+        expect_bounded::<RouteRequest>("samples", |samples| field(4, &samples), 1);
         expect_bounded::<RegisterModelRequest>("columns", whole, 6);
         expect_bounded::<RegisterModelRequest>("parts", |parts| field(2, &parts), 1);
         expect_bounded::<RegisterModelRequest>("layers", |layers| field(2, &layers), 2);

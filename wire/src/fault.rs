@@ -5,7 +5,7 @@
 
 use bytes::Bytes;
 use kvarts_layout::{BlockKey, NamespaceId};
-use kvarts_store::error::{Error, Kind, Reason};
+use kvarts_store::error::{Error, IdentityCause, Kind, LatchCause, Reason, ShapeCause};
 use prost::Message;
 use tonic::{Code, Status};
 
@@ -183,8 +183,8 @@ pub fn detail(reason: &Reason) -> proto::Error {
             R::UnknownNamespace
         }
         Reason::SpecMismatch => R::SpecMismatch,
-        Reason::Identity(what) => of_text(&mut error, what, R::Identity),
-        Reason::Shape(what) => of_text(&mut error, what, R::Shape),
+        Reason::Identity(cause) => of_text(&mut error, &cause.to_string(), R::Identity),
+        Reason::Shape(cause) => of_text(&mut error, &cause.to_string(), R::Shape),
         Reason::Empty => R::Empty,
         Reason::TooMany(what) => of_text(&mut error, what, R::TooMany),
         Reason::Length { expected, found } => of_numbers(&mut error, *expected, *found, R::Length),
@@ -202,7 +202,7 @@ pub fn detail(reason: &Reason) -> proto::Error {
             of_text(&mut error, what, R::Header)
         }
         Reason::Media(cause) => of_text(&mut error, &cause.to_string(), R::Media),
-        Reason::Latched(what) => of_text(&mut error, what, R::Latched),
+        Reason::Latched(cause) => of_text(&mut error, &cause.to_string(), R::Latched),
         Reason::Config(what) => of_text(&mut error, what, R::Config),
         Reason::Denied(what) => of_text(&mut error, what, R::Denied),
         Reason::Deleted => R::Deleted,
@@ -278,8 +278,8 @@ pub fn reason(error: &proto::Error) -> Reason {
             Reason::UnknownNamespace(NamespaceId(id))
         }
         R::SpecMismatch => Reason::SpecMismatch,
-        R::Identity => Reason::Identity(what()),
-        R::Shape => Reason::Shape(what()),
+        R::Identity => Reason::Identity(IdentityCause::Remote(what())),
+        R::Shape => Reason::Shape(ShapeCause::Remote(what())),
         R::Empty => Reason::Empty,
         R::TooMany => Reason::TooMany(counted(&error.what)),
         R::Length => Reason::Length { expected: error.expected, found: error.found },
@@ -294,7 +294,7 @@ pub fn reason(error: &proto::Error) -> Reason {
         }
         R::Header => Reason::Header { shard: 0, segment: error.segment, offset: error.offset, what: what() },
         R::Media | R::DamagedOnTheWay => Reason::remote(what()),
-        R::Latched => Reason::Latched(what()),
+        R::Latched => Reason::Latched(LatchCause::Remote(what())),
         R::Denied => Reason::Denied(what()),
         R::Deleted => Reason::Deleted,
         R::LeaseEnded => Reason::LeaseEnded,
@@ -328,7 +328,7 @@ fn of_kind(kind: proto::Kind, what: String) -> Reason {
         proto::Kind::Refused => Reason::Denied(what),
         proto::Kind::Invalid => Reason::Config(what),
         proto::Kind::Deadline => Reason::DeadlinePassed,
-        proto::Kind::ReadOnly => Reason::Latched(what),
+        proto::Kind::ReadOnly => Reason::Latched(LatchCause::Remote(what)),
         proto::Kind::Bug => Reason::Bug("the server found a defect in itself"),
     }
 }
@@ -350,14 +350,23 @@ pub fn reason_of(status: &Status) -> Reason {
     }
     let text = || format!("{}: {}", status.code(), status.message());
     match status.code() {
+        // Too many calls on it were given up: the next call makes another connection.
+        Code::ResourceExhausted if is_of_transport(status) => {
+            Reason::Busy("the server closed the connection")
+        }
         Code::NotFound => Reason::remote(text()),
         Code::DeadlineExceeded => Reason::DeadlinePassed,
         Code::InvalidArgument | Code::OutOfRange | Code::Unimplemented => Reason::Config(text()),
         Code::Unauthenticated | Code::PermissionDenied | Code::ResourceExhausted => Reason::Denied(text()),
-        Code::FailedPrecondition => Reason::Latched(text()),
+        Code::FailedPrecondition => Reason::Latched(LatchCause::Remote(text())),
         Code::DataLoss => Reason::remote(text()),
         _ => Reason::Busy("the server cannot be reached"),
     }
+}
+
+/// Whether it was the transport that ended a call. What a server says has no cause on this side.
+pub fn is_of_transport(status: &Status) -> bool {
+    std::error::Error::source(status).is_some()
 }
 
 /// Whether a call ended because its time was over, as this side saw it: the transport calls that a cancellation.
@@ -382,8 +391,8 @@ mod tests {
             Reason::NotAdmitted,
             Reason::UnknownNamespace(NamespaceId([9; 32])),
             Reason::SpecMismatch,
-            Reason::Identity(text()),
-            Reason::Shape(text()),
+            Reason::Identity(IdentityCause::Remote(text())),
+            Reason::Shape(ShapeCause::Remote(text())),
             Reason::Empty,
             Reason::TooMany("blocks"),
             Reason::Duplicate(key),
@@ -396,7 +405,7 @@ mod tests {
             Reason::Digest { shard: 0, segment: 1, offset: 4096, expected: 5, found: 6 },
             Reason::Header { shard: 0, segment: 1, offset: 4096, what: text() },
             Reason::remote(text()),
-            Reason::Latched(text()),
+            Reason::Latched(LatchCause::Remote(text())),
             Reason::Config(text()),
             Reason::Denied(text()),
             Reason::Deleted,
@@ -470,6 +479,14 @@ mod tests {
         {
             assert_eq!(reason_of(&Fault::from(reason.clone()).status()).kind(), reason.kind());
         }
+    }
+
+    #[test]
+    fn a_connection_that_the_server_closed_refuses_nothing() {
+        let mut status = Status::new(Code::ResourceExhausted, "h2 protocol error");
+        assert_eq!(reason_of(&status).kind(), Kind::Refused, "a server's own word");
+        status.set_source(std::sync::Arc::new(std::io::Error::other("too many resets")));
+        assert_eq!(reason_of(&status).kind(), Kind::Retry);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The contract between Kvarts and those who talk to it: messages, digests, frames and limits, on both sides.
 //!
 //! [`proto`] is compiled from `proto/`. What both sides must do alike with it stands here once: decoding in bounded
-//! memory ([`codec`]), errors ([`fault`]), digests ([`digest`]), the engine's values as messages ([`convert`]), and the
+//! memory ([`codec`]), errors ([`fault`]), digests ([`digest`]), the engine's values as messages ([`convert`], [`plans`]), and the
 //! frames of the local path ([`local`]).
 #![cfg_attr(
     not(test),
@@ -11,7 +11,9 @@
 pub mod codec;
 pub mod convert;
 pub mod digest;
+pub mod etcd;
 pub mod fault;
 pub mod limits;
 pub mod local;
+pub mod plans;
 pub mod proto;

@@ -42,6 +42,10 @@ pub const LIGHT_ENTRIES: usize = 8192;
 pub const HEAVY_AT_ONCE: u64 = 1;
 /// Those that wait for that.
 pub const HEAVY_WAITING: usize = 1024;
+/// The most measured prefills of one request: a table is made from them.
+pub const PLAN_SAMPLES_MAX: usize = 256;
+/// Tables of prefill times that a server remembers.
+pub const TIMES_KEPT: usize = 64;
 /// Watchers of events that one tenant may have: each looks at the events of all tenants.
 pub const WATCHERS_MAX: usize = 16;
 /// The most keys of one request: the engine's own limit.

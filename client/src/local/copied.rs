@@ -17,7 +17,7 @@ use super::Inner;
 use super::link::Link;
 use super::reading::Part;
 use kvarts_wire::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
-use kvarts_wire::local::limits::WINDOW_BYTES;
+use kvarts_wire::local::limits::{DIGEST_BYTES, WINDOW_BYTES};
 
 /// Bytes of a tile. With the tiles beside it, it takes half of the windows.
 const TILE_BYTES: u64 = 4 << 20;
@@ -74,7 +74,7 @@ impl TileSource for LinkTiles {
         let timeout = (inner.timeout_us(request.deadline), None);
         let part = Part { origins: Arc::clone(origins), first: tile.blocks.start };
         let (sink, stream) = read_channel();
-        link.read((request, BlockShape::clone(shape), Some(part)), places, timeout, sink)?;
+        link.read((request, Arc::clone(shape), Some(part)), places, timeout, sink)?;
         Ok(stream.brought_by(link.bring()))
     }
 }
@@ -107,12 +107,12 @@ impl From<Late> for Stop {
 pub(super) async fn read(
     (inner, link): (Arc<Inner>, Arc<Link>),
     request: ReadRequest,
-    shape: BlockShape,
+    shape: Arc<BlockShape>,
     sink: ReadSink,
 ) {
     let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
     let (order, blocks, into) = (request.order, request.keys.len() as u32, request.into.clone());
-    let (shape, origins) = (Arc::new(shape), Origins::any(request.keys.len()));
+    let origins = Origins::any(request.keys.len());
     let source = LinkTiles {
         inner,
         link: Arc::clone(&link),
@@ -204,7 +204,7 @@ fn copy(bytes: &TileBytes<()>, order: Order, shape: &BlockShape, into: &Placed) 
 pub(super) async fn put(
     (inner, link): (Arc<Inner>, Arc<Link>),
     request: PutRequest,
-    shape: BlockShape,
+    shape: Arc<BlockShape>,
     reply: Reply<Result<PutReply, Error>>,
 ) {
     let answer = tokio::select! {
@@ -235,28 +235,39 @@ async fn pieces(
         let bytes = usize::try_from(shape.block_bytes()).unwrap_or(usize::MAX).saturating_mul(keys.len());
         let memory = windows.take(bytes).await.ok_or(Reason::TooMany("bytes"))?.share();
         let from = Placed::blocks(shape, memory, keys.len() as u32)?;
-        let sizes = shape.layers().iter().flat_map(|layer| &layer.chunks);
-        for (part, chunk) in (0u32..).zip(sizes) {
-            for block in 0..keys.len() as u32 {
-                let first = (number * each) as u32;
-                let source =
-                    request.from.chunk(part, first + block, chunk.bytes).ok_or(Reason::OutOfBounds)?;
-                let to = from.chunk(part, block, chunk.bytes).ok_or(Reason::OutOfBounds)?;
-                to.copy_from(0, &source, 0, source.len());
-            }
+        let mut crc32 = Vec::with_capacity(keys.len());
+        for block in 0..keys.len() as u32 {
+            let source = (&request.from, (number * each) as u32 + block);
+            crc32.push(copy_in(shape, source, (&from, block)).ok_or(Reason::OutOfBounds)?);
+            tokio::task::consume_budget().await;
         }
         let piece = piece(request, number * each, keys.len(), from);
         let (reply, answer) = ticket();
         let places = inner.places(&piece.from, shape, &(0..shape.layers().len() as u32));
         let (places, ..) = places.ok_or(Reason::Bug("a window that is not shared"))?;
         // What cannot be sent is answered with why.
-        let message = inner.put_message(&piece, shape, places).await;
+        let message = inner.put_message(&piece, places, crc32);
         let _ = link.put(&message, piece.from, None, reply);
         under_way.push_back((keys.len(), answer));
         take(&mut under_way, PUT_PIECES_UNDER_WAY - 1, &mut outcomes).await?;
     }
     take(&mut under_way, 0, &mut outcomes).await?;
     Ok(outcomes)
+}
+
+/// Copies a block into a window; its digest, of what the window has.
+fn copy_in(shape: &BlockShape, (source, at): (&Placed, u32), (window, block): (&Placed, u32)) -> Option<u32> {
+    let mut digest = crc32fast::Hasher::new();
+    for (part, chunk) in (0u32..).zip(shape.layers().iter().flat_map(|layer| &layer.chunks)) {
+        let from = source.chunk(part, at, chunk.bytes)?;
+        let to = window.chunk(part, block, chunk.bytes)?;
+        for start in (0..to.len()).step_by(DIGEST_BYTES) {
+            let some = DIGEST_BYTES.min(to.len() - start);
+            to.copy_from(start, &from, start, some);
+            to.digest(start, some, |bytes| digest.update(bytes));
+        }
+    }
+    Some(digest.finalize())
 }
 
 /// The request for some of the blocks, which lie in `from`.

@@ -36,7 +36,7 @@ use kvarts_wire::proto;
 /// Who is told about reads that went wrong: the path that this link belongs to.
 pub(super) trait Owner: Send + Sync {
     /// Blocks of a read did not match in the client's memory: the server should look at them.
-    fn suspect(&self, request: ReadRequest, shape: BlockShape, blocks: Vec<u32>);
+    fn suspect(&self, request: ReadRequest, shape: Arc<BlockShape>, blocks: Vec<u32>);
 
     /// Does something that may wait for the socket.
     fn later(&self, work: Box<dyn FnOnce() + Send>);
@@ -111,6 +111,8 @@ pub(super) struct Link {
     calls: Calls,
     next: AtomicU64,
     call_timeout: Duration,
+    /// The server leaves it to this side to verify memory of any mode.
+    pub(super) lets_verify: bool,
     /// Where bytes stop on their way to memory that is not shared.
     pub(super) windows: std::sync::OnceLock<Arena>,
 }
@@ -245,14 +247,18 @@ impl Shared {
         self.broken.load(Ordering::SeqCst)
     }
 
-    /// Takes in on this thread until `done`, and what is here then. The turn is the caller's.
+    /// Takes in on this thread until `done`, with what came at the same time; what is here, if that is so already. The turn is
+    /// the caller's.
     fn take_in(&self, done: &mut dyn FnMut() -> bool) -> io::Result<()> {
         let mut inbox = self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        let only_looks = done();
         while !done() {
             let (head, body) = inbox.next(&self.stream)?;
             self.take(head, body, &mut inbox)?;
         }
-        while let Some((head, body)) = inbox.try_next(&self.stream)? {
+        while let Some((head, body)) =
+            if only_looks { inbox.try_next(&self.stream)? } else { inbox.take()? }
+        {
             self.take(head, body, &mut inbox)?;
         }
         Ok(())
@@ -330,7 +336,8 @@ impl Link {
             .spawn(move || attend(&receiver))
             .map_err(fault)?;
         let (next, windows) = (AtomicU64::new(1), std::sync::OnceLock::new());
-        Ok(Arc::new(Self { shared, calls, next, call_timeout: whom.call_timeout, windows }))
+        let (call_timeout, lets_verify) = (whom.call_timeout, welcome.client_verifies);
+        Ok(Arc::new(Self { shared, calls, next, call_timeout, lets_verify, windows }))
     }
 
     /// Whether the connection has ended, as far as can be seen now.
@@ -372,11 +379,11 @@ impl Link {
     pub(super) fn share(
         &self,
         memory: u32,
-        mode: Mode,
+        (mode, client_verifies): (Mode, bool),
         bytes: u64,
         file: Option<&OwnedFd>,
     ) -> Result<Option<OwnedFd>, Reason> {
-        let message = proto::ShareRequest { memory, mode: mode.to_wire(), bytes };
+        let message = proto::ShareRequest { memory, mode: mode.to_wire(), bytes, client_verifies };
         let (id, slot) = (self.id(), Arc::new(Slot::default()));
         self.begin(id, Pending::Call(Arc::clone(&slot), file.is_none()))?;
         self.shared.send(frame(Kind::Share, id, &message), file)?;
@@ -398,7 +405,7 @@ impl Link {
     /// Begins to read into shared memory. What arrives must be fetched: see [`Link::bring`].
     pub(super) fn read(
         &self,
-        (request, shape, part): (ReadRequest, BlockShape, Option<Part>),
+        (request, shape, part): (ReadRequest, Arc<BlockShape>, Option<Part>),
         (places, verifies, files): (proto::LocalPlaces, bool, Files),
         (timeout_us, late): (u64, Option<Nanos>),
         sink: ReadSink,

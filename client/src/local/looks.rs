@@ -130,7 +130,7 @@ async fn look_for_late(inner: Arc<Inner>) {
 pub(super) async fn put(
     inner: Arc<Inner>,
     request: PutRequest,
-    shape: BlockShape,
+    shape: Arc<BlockShape>,
     reply: Reply<Result<PutReply, Error>>,
 ) {
     let layers = 0..shape.layers().len() as u32;
@@ -140,7 +140,8 @@ pub(super) async fn put(
     }
     match (inner.link_soon(request.deadline, places.is_none()).await, places) {
         (Ok(link), Some((places, ..))) => {
-            let message = inner.put_message(&request, &shape, places).await;
+            let digests = inner.digests(&request, &shape).await;
+            let message = inner.put_message(&request, places, digests);
             // What cannot be sent is answered with why.
             let _ = link.put(&message, request.from, late(request.deadline), reply);
             inner.look(request.deadline);
@@ -173,7 +174,7 @@ pub(super) async fn look(
 pub(super) async fn read(
     inner: Arc<Inner>,
     request: ReadRequest,
-    shape: BlockShape,
+    shape: Arc<BlockShape>,
     places: Option<(proto::LocalPlaces, bool, Files)>,
     sink: ReadSink,
 ) {

@@ -23,13 +23,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use kvarts_layout::{BlockShape, Geometry, Identity, NamespaceId};
+use kvarts_layout::{BlockKey, BlockShape, Geometry, Identity, NamespaceId};
 use kvarts_store::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
     Order, Placed, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
     Subscription, TtlReply, TtlRequest, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
+use kvarts_store::io::mem::PAGE;
 use kvarts_store::io::{Arena, Region, SharedBuf, shared};
 use kvarts_store::rt::Nanos;
 use kvarts_store::rt::mailbox::{Ticket, ticket};
@@ -51,6 +52,8 @@ use wire::Whom;
 struct Known {
     number: u32,
     mode: Mode,
+    /// Digests are compared here, not by the server.
+    verifies: bool,
     bytes: u64,
     file: Arc<OwnedFd>,
     region: Weak<Region>,
@@ -166,7 +169,9 @@ impl Inner {
         if again {
             self.remote.register_all()?;
         }
-        let share = |known: &Known| (known.number, known.mode, known.bytes, Arc::clone(&known.file));
+        let share = |known: &Known| {
+            (known.number, (known.mode, known.verifies), known.bytes, Arc::clone(&known.file))
+        };
         let is_used = |known: &&Known| known.region.strong_count() > 0;
         let known: Vec<_> = self.memories().values().filter(is_used).map(share).collect();
         for (number, mode, bytes, file) in known {
@@ -213,10 +218,13 @@ impl Inner {
         // A driver or an engine may rely on these very pages; it cannot be known here.
         region.keep_pages(true);
         let file = Arc::new(file);
-        link.share(number, mode, bytes, Some(&file))?;
+        // The server would take a copy of a window to look at it.
+        let verifies = mode == Mode::Adopted || (mode == Mode::Copied && link.lets_verify);
+        link.share(number, (mode, verifies), bytes, Some(&file))?;
         // Windows belong to one connection: what a broken one may still write is never used again.
         let kept = if mode == Mode::Copied { Weak::new() } else { Arc::downgrade(&region) };
-        self.memories().insert(region.id(), Known { number, mode, bytes, file, region: kept });
+        let known = Known { number, mode, verifies, bytes, file, region: kept };
+        self.memories().insert(region.id(), known);
         Ok(region)
     }
 
@@ -229,17 +237,16 @@ impl Inner {
         layers: &Range<u32>,
     ) -> Option<(proto::LocalPlaces, bool, Files)> {
         let mut files = Files::new();
-        let known: Vec<Option<(u32, Mode, u64)>> = {
+        let known: Vec<Option<(u32, bool, u64)>> = {
             let memories = self.memories();
             let mut of = |buf: &SharedBuf| {
                 let id = buf.region().id();
                 let known = memories.get(&id)?;
                 files.push((id, known.mode, Arc::clone(&known.file)));
-                Some((known.number, known.mode, buf.offset() as u64))
+                Some((known.number, known.verifies, buf.offset() as u64))
             };
             placed.memories().map(&mut of).collect()
         };
-        let mut verifies = false;
         let mut targets = Vec::with_capacity(shape.chunk_count() as usize);
         let of_layer = (0u32..).zip(shape.layers());
         let of_chunk = of_layer.flat_map(|(at, layer)| layer.chunks.iter().map(move |_| at));
@@ -247,8 +254,7 @@ impl Inner {
             let target = placed.target(part);
             let memory = target.and_then(|target| *known.get(target.memory.0 as usize)?);
             match target.zip(memory) {
-                Some((target, (number, mode, offset))) => {
-                    verifies |= mode == Mode::Adopted && layers.contains(&layer);
+                Some((target, (number, _, offset))) => {
                     targets.push(proto::local_places::Target {
                         memory: number,
                         base: offset.checked_add(target.base)?,
@@ -259,9 +265,29 @@ impl Inner {
                 None => targets.push(proto::local_places::Target::default()),
             }
         }
-        // The server looks at no memory of a request of which some is adopted.
-        verifies |= known.iter().flatten().any(|(_, mode, _)| *mode == Mode::Adopted);
+        // The server looks at no memory of a request of which some is verified here.
+        let verifies = known.iter().flatten().any(|(_, verifies, _)| *verifies);
         Some((proto::LocalPlaces { targets, slots: placed.slots().collect() }, verifies, files))
+    }
+
+    /// Has the server verify a block; `like` says everything but its key and place.
+    fn look_again(&self, key: BlockKey, like: &ReadRequest, shape: &Arc<BlockShape>) -> Result<(), Reason> {
+        let link = self.link()?;
+        let length = usize::try_from(shape.block_bytes()).map_err(|_| Reason::TooMany("bytes"))?;
+        let pages = length.checked_next_multiple_of(PAGE).ok_or(Reason::TooMany("bytes"))?;
+        let region = self.share(&link, Mode::Direct, pages as u64, None)?;
+        let memory = SharedBuf::new(&region, 0, length).ok_or(Reason::OutOfBounds)?;
+        let into = Placed::blocks(shape, memory, 1)?;
+        let request = ReadRequest { keys: vec![key], into, ..like.clone() };
+        let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
+        let places = self.places(&request.into, shape, &layers);
+        let places = places.ok_or(Reason::Bug("memory that is not shared"))?;
+        let (sink, stream) = read_channel();
+        let timeouts = (self.timeout_us(request.deadline), looks::late(request.deadline));
+        let deadline = request.deadline;
+        link.read((request, Arc::clone(shape), None), places, timeouts, sink)?;
+        self.look(deadline);
+        stream.brought_by(link.bring()).wait_end().map(drop).map_err(|_| wire::GONE)
     }
 
     /// How long is left; 0 for as long as the server allows.
@@ -270,13 +296,8 @@ impl Inner {
         left.map_or(0, |left| u64::try_from(left.as_micros()).unwrap_or(u64::MAX).max(1))
     }
 
-    /// A put with the digest of each block as it is now. Others go on between two blocks.
-    async fn put_message(
-        &self,
-        request: &PutRequest,
-        shape: &BlockShape,
-        places: proto::LocalPlaces,
-    ) -> proto::LocalPut {
+    /// The digest of each block of a put as it is now. Others go on between two blocks.
+    async fn digests(&self, request: &PutRequest, shape: &BlockShape) -> Vec<u32> {
         let sizes: Vec<u64> =
             shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
         let digest = |block: u32| {
@@ -293,6 +314,16 @@ impl Inner {
             crc32.push(digest(block));
             tokio::task::consume_budget().await;
         }
+        crc32
+    }
+
+    /// A put whose blocks have these digests.
+    fn put_message(
+        &self,
+        request: &PutRequest,
+        places: proto::LocalPlaces,
+        crc32: Vec<u32>,
+    ) -> proto::LocalPut {
         proto::LocalPut {
             header: Some(upload::header(request)),
             from: Some(places),
@@ -303,24 +334,19 @@ impl Inner {
 }
 
 impl Owner for Inner {
-    /// The server reads them itself, into a window, and takes those out of service that do not match there either.
-    fn suspect(&self, request: ReadRequest, shape: BlockShape, blocks: Vec<u32>) {
+    /// The server reads them again into memory that it verifies itself, and takes those out of service that do not match there
+    /// either.
+    fn suspect(&self, request: ReadRequest, shape: Arc<BlockShape>, blocks: Vec<u32>) {
         let Some(me) = self.me.upgrade() else { return };
         let key = |block: &u32| request.keys.get(*block as usize).copied();
         let keys: Vec<_> = blocks.iter().filter_map(key).collect();
-        let bytes = usize::try_from(shape.block_bytes()).unwrap_or(usize::MAX).saturating_mul(keys.len());
-        let Ok(region) = Region::anonymous(bytes) else { return };
-        let into = SharedBuf::new(&region, 0, bytes)
-            .and_then(|buf| Placed::blocks(&shape, buf, keys.len() as u32).ok());
-        let Some(into) = into else { return };
-        let again = ReadRequest { keys, into, order: Order::Blocks, ..request };
-        let (sink, stream) = read_channel();
+        let deadline = Some(me.remote.clock.now().plus(me.whom.call_timeout));
+        let again = ReadRequest { keys: Vec::new(), order: Order::Blocks, deadline, ..request };
         let look = move || {
-            if let (Ok(link), true) = (me.link_with_windows(), copied::fits(&shape)) {
-                let remote = Arc::clone(&me.remote);
-                remote.wait_for(copied::read((me, link), again, shape, sink));
+            let looked = keys.iter().try_for_each(|key| me.look_again(*key, &again, &shape));
+            if let Err(why) = looked {
+                tracing::debug!(%why, "blocks that did not match were not looked at again");
             }
-            drop(stream);
         };
         // Rare, and it may wait: not on a thread that others need. Without one it is not looked at now.
         let _ = std::thread::Builder::new().name("kvarts-suspect".to_owned()).spawn(look);
@@ -382,8 +408,7 @@ impl Path for LocalPath {
     }
 
     fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
-        let page = kvarts_store::io::mem::PAGE;
-        let bytes = bytes.max(1).checked_next_multiple_of(page).ok_or(Reason::TooMany("bytes"))?;
+        let bytes = bytes.max(1).checked_next_multiple_of(PAGE).ok_or(Reason::TooMany("bytes"))?;
         let link = self.inner.link()?;
         Ok(self.inner.share(&link, Mode::Direct, bytes as u64, None)?)
     }

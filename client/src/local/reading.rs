@@ -38,7 +38,7 @@ pub(super) fn met(part: &Part, blocks: usize) -> Vec<Bytes> {
 /// A read under way. It keeps the memory from being used again until the server has let go of it.
 pub(super) struct Reading {
     pub(super) request: ReadRequest,
-    pub(super) shape: BlockShape,
+    pub(super) shape: Arc<BlockShape>,
     /// The files that it reads into.
     pub(super) files: Files,
     sink: ReadSink,
@@ -56,7 +56,7 @@ pub(super) struct Reading {
 
 impl Reading {
     pub(super) fn new(
-        (request, shape, part): (ReadRequest, BlockShape, Option<Part>),
+        (request, shape, part): (ReadRequest, Arc<BlockShape>, Option<Part>),
         sink: ReadSink,
         (verifies, files): (bool, Files),
     ) -> Self {
@@ -240,7 +240,8 @@ mod tests {
         let (sink, _stream) = read_channel();
         let part = Part { origins: Origins::any(4), first: 1 };
         assert_eq!(met(&part, 2), [Bytes::new(), Bytes::new()]);
-        let mut reading = Reading::new((request, shape, Some(part.clone())), sink, (false, Vec::new()));
+        let mut reading =
+            Reading::new((request, shape.into(), Some(part.clone())), sink, (false, Vec::new()));
         let origins = vec![Bytes::new(), Bytes::from_static(&[7; 16])];
         reading.end(&proto::LocalEnd { origins: origins.clone(), ..proto::LocalEnd::default() });
         assert_eq!(met(&part, 2), origins);

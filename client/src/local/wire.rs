@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
+use crate::away;
 use kvarts_wire::fault;
 use kvarts_wire::local::frame::{Head, Kind, frame};
 use kvarts_wire::local::limits::{HEAD_BYTES, MAGIC, RECEIVE_BYTES, VERSION};
@@ -66,8 +67,8 @@ impl Inbox {
         (self.call_timeout, self.wake) = (None, Some(wake));
     }
 
-    /// A frame that has arrived.
-    fn take(&mut self) -> io::Result<Option<(Head, Bytes)>> {
+    /// A frame that was received with others.
+    pub(super) fn take(&mut self) -> io::Result<Option<(Head, Bytes)>> {
         let rest = self.bytes.get(self.at..).unwrap_or_default();
         let head = Head::parse(rest).map_err(|error| io::Error::other(error.to_string()))?;
         let Some(head) = head else { return Ok(None) };
@@ -167,7 +168,8 @@ pub(super) fn wait_closed(stream: &UnixStream) {
 /// Connects and says who this is, and by which name this session will be asked for.
 pub(super) fn connect(whom: &Whom, session: &[u8]) -> Result<Line, Reason> {
     let path = &whom.socket;
-    let fault = |error: io::Error| Reason::Config(format!("{}: {error}", path.display()));
+    let fault = |error: io::Error| away::of_io(path.display(), &error);
+    let other = || Reason::Config(format!("{}: no server that has a local path", path.display()));
     let stream = UnixStream::connect(path).map_err(fault)?;
     if whom.token.is_some() {
         super::super::peer::check(&stream, whom.server_uid).map_err(fault)?;
@@ -182,11 +184,11 @@ pub(super) fn connect(whom: &Whom, session: &[u8]) -> Result<Line, Reason> {
     let (head, body) = inbox.next(&stream).map_err(fault)?;
     match head.kind {
         Kind::Welcome => {
-            let welcome = proto::Welcome::decode(body).map_err(|error| fault(io::Error::other(error)))?;
+            let welcome = proto::Welcome::decode(body).map_err(|_| other())?;
             Ok(Line { stream, inbox, welcome })
         }
         Kind::Failed => Err(reason(body)),
-        _ => Err(Reason::Config(format!("{}: no server that has a local path", path.display()))),
+        _ => Err(other()),
     }
 }
 

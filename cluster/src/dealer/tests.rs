@@ -16,6 +16,11 @@ fn all(paths: usize) -> PathSet {
     (0..paths as u16).fold(PathSet::default(), |set, path| set.with(PathId(path)))
 }
 
+/// So many pieces of these bytes, which lie on these paths.
+fn pieces_of(count: u64, bytes: u64, paths: PathSet) -> Vec<Piece> {
+    (0..count).map(|place| Piece { place, bytes, paths }).collect()
+}
+
 /// How a read went.
 struct Ran {
     took: Duration,
@@ -34,12 +39,12 @@ fn run(pieces: &[Piece], first: usize, speeds: &[Speed]) -> Ran {
     let mut queues: Vec<VecDeque<(usize, f64)>> = vec![VecDeque::new(); speeds.len()];
     let mut now = Duration::ZERO;
     let mut ran = Ran { took: now, first: now, ahead: 0, brought: 0, steps: 0 };
-    let mut here = 0;
+    let (mut here, mut arrived, mut deliverable) = (0, vec![false; pieces.len()], 0);
     while !dealer.is_done() {
         assert!(now < Duration::from_secs(120), "a read that does not end");
         for (path, speed) in (0u16..).map(PathId).zip(speeds) {
             let at = usize::from(path.0);
-            while let Some(piece) = dealer.take(path, &mut paths, now) {
+            while let Some(piece) = dealer.take(path, true, &mut paths, now) {
                 queues[at].push_back((piece, pieces[piece].bytes as f64));
             }
             let mut budget = speed(now) * MIB as f64 * TICK.as_secs_f64();
@@ -54,6 +59,7 @@ fn run(pieces: &[Piece], first: usize, speeds: &[Speed]) -> Ran {
                 ran.brought += pieces[piece].bytes;
                 if let Arrived::First { cancel } = dealer.arrived(piece, path, &mut paths, now) {
                     here += pieces[piece].bytes;
+                    arrived[piece] = true;
                     if let Some(other) = cancel {
                         queues[usize::from(other.0)].retain(|(waiting, _)| *waiting != piece);
                         dealer.cancelled(piece, other, &mut paths, now);
@@ -61,10 +67,13 @@ fn run(pieces: &[Piece], first: usize, speeds: &[Speed]) -> Ran {
                 }
             }
         }
-        let delivered: u64 = pieces[..dealer.deliverable()].iter().map(|piece| piece.bytes).sum();
-        ran.ahead = ran.ahead.max(here - delivered);
+        while arrived.get(deliverable) == Some(&true) {
+            here -= pieces[deliverable].bytes;
+            deliverable += 1;
+        }
+        ran.ahead = ran.ahead.max(here);
         now += TICK;
-        if dealer.deliverable() < first {
+        if deliverable < first {
             ran.first = now;
         }
     }
@@ -75,7 +84,7 @@ fn run(pieces: &[Piece], first: usize, speeds: &[Speed]) -> Ran {
 
 /// 1 GiB in pieces of 1 MiB, which lie on all of so many paths.
 fn gib(paths: usize) -> Vec<Piece> {
-    vec![Piece { bytes: MIB, paths: all(paths) }; 1024]
+    pieces_of(1024, MIB, all(paths))
 }
 
 fn alone(speed: Speed, first: usize) -> Ran {
@@ -149,8 +158,9 @@ fn pieces_come_nearly_in_the_order_of_delivery() {
 
 #[test]
 fn what_only_one_path_has_is_read_there_and_the_others_do_the_rest() {
-    let only = |path| Piece { bytes: MIB, paths: PathSet::default().with(PathId(path)) };
-    let pieces: Vec<Piece> = (0..1024u16).map(|n| only(n % 2)).collect();
+    let only = |n: u16| PathSet::default().with(PathId(n % 2));
+    let pieces: Vec<Piece> =
+        (0..1024u16).map(|n| Piece { place: n.into(), bytes: MIB, paths: only(n) }).collect();
     let ran = run(&pieces, 8, &[fast, fast]);
     assert_eq!(ran.brought, 1024 * MIB);
     assert!(ratio(alone(fast, 8).took, ran.took) > 1.9);
@@ -158,21 +168,107 @@ fn what_only_one_path_has_is_read_there_and_the_others_do_the_rest() {
 
 #[test]
 fn the_work_of_dealing_grows_with_the_pieces_and_not_faster() {
-    let steps = |count: usize| {
-        run(&vec![Piece { bytes: MIB / 16, paths: all(3) }; count], 8, &[fast, fast, third]).steps
-    };
+    let steps = |count| run(&pieces_of(count, MIB / 16, all(3)), 8, &[fast, fast, third]).steps;
     let (small, large) = (steps(1000), steps(8000));
     assert!(large <= small * 10, "{small} for 1,000 pieces, {large} for 8,000");
 }
 
 #[test]
-fn of_several_productions_of_a_block_the_one_with_most_paths_is_read_and_never_two() {
-    let copy = |path, origin| Copy { path: PathId(path), origin };
-    assert_eq!(choose_origin::<u8>(&[]), None);
-    let (origin, paths) = choose_origin(&[copy(0, 'a'), copy(1, 'b'), copy(2, 'b')]).unwrap();
-    assert_eq!((origin, paths), ('b', PathSet::default().with(PathId(1)).with(PathId(2))));
-    let (origin, paths) = choose_origin(&[copy(0, 'a'), copy(1, 'b')]).unwrap();
-    assert_eq!((origin, paths), ('a', PathSet::default().with(PathId(0))));
+fn a_piece_that_is_cut_is_read_by_the_parts_that_stand_for_it_and_before_what_follows() {
+    let (one, other) = (PathId(0), PathId(1));
+    let mut dealer = Dealer::new(vec![
+        Piece { place: 0, bytes: 3 * MIB, paths: all(2) },
+        Piece { place: 10, bytes: MIB, paths: all(2) },
+    ]);
+    let (mut paths, now) = (Paths::new(2), Duration::ZERO);
+    assert_eq!(dealer.take(one, true, &mut paths, now), Some(0));
+    dealer.missing(0, one, &mut paths, now);
+    assert!(paths.is_usable(one, now) && paths.outstanding(one) == 0 && paths.strikes(one) == 0);
+    let part = |place, paths| Piece { place, bytes: MIB, paths };
+    let only = PathSet::default().with(other);
+    let first = dealer.replace(0, [part(0, all(2)), part(1, only), part(2, PathSet::default())]);
+    assert_eq!((first, dealer.take_lost(), dealer.take_lost()), (2, Some(4), None));
+    dealer.withdraw(4);
+    assert_eq!(dealer.take(one, true, &mut paths, now), Some(2));
+    assert_eq!(dealer.take(other, true, &mut paths, now), Some(3));
+    assert_eq!(dealer.take(one, true, &mut paths, now), Some(1));
+    for (piece, path) in [(2, one), (3, other), (1, one)] {
+        assert!(!dealer.is_done());
+        dealer.arrived(piece, path, &mut paths, now);
+    }
+    assert!(dealer.is_done());
+}
+
+#[test]
+fn a_path_that_is_left_alone_is_asked_for_what_nobody_else_has_and_second_requests_wait_for_memory() {
+    let (one, other, now) = (PathId(0), PathId(1), Duration::ZERO);
+    let mut paths = Paths::new(2);
+    (0..3).for_each(|_| paths.failed(one, 0, now));
+    assert!(!paths.is_usable(one, now));
+    let only = PathSet::default().with(one);
+    let mut dealer = Dealer::new(vec![
+        Piece { place: 0, bytes: MIB, paths: all(2) },
+        Piece { place: 1, bytes: MIB, paths: only },
+    ]);
+    assert_eq!(dealer.take(one, true, &mut paths, now), None);
+    assert_eq!(dealer.take(other, true, &mut paths, now), Some(0));
+    assert_eq!(dealer.take(one, true, &mut paths, now), Some(1));
+    // The other one brings its piece, and could bring another.
+    dealer.gone(one, &mut paths, now);
+    assert_eq!(dealer.take_lost(), Some(1));
+    let mut dealer = Dealer::new(pieces_of(1, MIB, all(2)));
+    let mut paths = Paths::new(2);
+    paths.asked(other, MIB, now);
+    paths.arrived(other, MIB, now + TICK);
+    assert_eq!(dealer.take(one, true, &mut paths, now), Some(0));
+    let later = now + Duration::from_secs(1);
+    assert_eq!(dealer.take(other, false, &mut paths, later), None);
+    assert_eq!(dealer.take(other, true, &mut paths, later), Some(0));
+}
+
+#[test]
+fn a_piece_comes_late_whatever_was_cancelled_behind_it() {
+    let (slow, other) = (PathId(0), PathId(1));
+    let mut paths = Paths::new(2);
+    let mut dealer = Dealer::new(pieces_of(2, MIB, all(2)));
+    for (path, millis) in [(slow, 10), (other, 15)] {
+        paths.asked(path, MIB, Duration::ZERO);
+        paths.arrived(path, MIB, Duration::from_millis(millis));
+    }
+    let now = Duration::from_millis(15);
+    assert_eq!(dealer.take(slow, true, &mut paths, now), Some(0));
+    assert_eq!(dealer.take(slow, true, &mut paths, now), Some(1));
+    assert_eq!(dealer.take(other, true, &mut paths, now), Some(1), "twice as far back as the first");
+    assert_eq!(dealer.arrived(1, other, &mut paths, now), Arrived::First { cancel: Some(slow) });
+    dealer.cancelled(1, slow, &mut paths, now);
+    let later = now + Duration::from_secs(1);
+    assert_eq!(dealer.take(other, true, &mut paths, later), Some(0));
+}
+
+#[test]
+fn the_work_of_dealing_grows_with_the_pieces_where_a_path_has_none_of_what_it_was_said_to_have() {
+    let steps = |count| {
+        let mut dealer = Dealer::new(pieces_of(count, MIB / 16, all(3)));
+        let (mut paths, mut now) = (Paths::new(3), Duration::ZERO);
+        while !dealer.is_done() {
+            for path in (0..3).map(PathId) {
+                let mut asked = Vec::new();
+                while let Some(piece) = dealer.take(path, true, &mut paths, now) {
+                    asked.push(piece);
+                }
+                now += TICK;
+                for piece in asked {
+                    match path {
+                        PathId(0) => drop(dealer.arrived(piece, path, &mut paths, now)),
+                        _ => dealer.missing(piece, path, &mut paths, now),
+                    }
+                }
+            }
+        }
+        dealer.steps()
+    };
+    let (small, large) = (steps(1000), steps(8000));
+    assert!(large <= small * 10, "{small} for 1,000 pieces, {large} for 8,000");
 }
 
 proptest! {
@@ -183,25 +279,32 @@ proptest! {
         masks in prop::collection::vec(1u64..8, 1..60),
         fates in prop::collection::vec(0u8..10, 1..400),
     ) {
-        let pieces: Vec<Piece> = masks.iter().map(|mask| Piece { bytes: MIB, paths: PathSet(*mask) }).collect();
+        let piece = |(place, mask): (u64, &u64)| Piece { place, bytes: MIB, paths: PathSet(*mask) };
+        let pieces: Vec<Piece> = (0..).zip(&masks).map(piece).collect();
         let (mut dealer, mut paths) = (Dealer::new(pieces.clone()), Paths::new(3));
         let mut owed: Vec<(usize, PathId)> = Vec::new();
         let mut here = vec![0; pieces.len()];
-        let mut failed = vec![0u64; pieces.len()];
+        let (mut failed, mut lost) = (vec![0u64; pieces.len()], vec![false; pieces.len()]);
         let mut fates = fates.iter().cycle();
         // Long enough that no path is left alone for several failures.
         let mut now = Duration::ZERO;
         for _ in 0..10_000 {
             now += Duration::from_secs(11);
             for path in (0..3).map(PathId) {
-                while let Some(piece) = dealer.take(path, &mut paths, now) {
+                while let Some(piece) = dealer.take(path, true, &mut paths, now) {
                     prop_assert!(pieces[piece].paths.has(path) && failed[piece] & PathSet::bit(path) == 0);
                     prop_assert_eq!(here[piece], 0, "asked for although it is here");
                     owed.push((piece, path));
                     prop_assert!(owed.iter().filter(|(other, _)| *other == piece).count() <= 2);
                 }
             }
-            if dealer.is_done() || (owed.is_empty() && dealer.lost().is_some()) {
+            while let Some(piece) = dealer.take_lost() {
+                prop_assert!(pieces[piece].paths.0 & !failed[piece] == 0, "lost although a path is left");
+                prop_assert!(!lost[piece] && here[piece] == 0);
+                lost[piece] = true;
+                dealer.withdraw(piece);
+            }
+            if dealer.is_done() {
                 break;
             }
             prop_assert!(!owed.is_empty(), "nothing is under way and nothing is taken");
@@ -228,14 +331,9 @@ proptest! {
                 },
             }
         }
-        for (piece, count) in here.iter().enumerate() {
-            prop_assert!(*count <= 1);
-            if dealer.is_done() {
-                prop_assert_eq!(*count, 1);
-            } else {
-                let left = pieces[piece].paths.0 & !failed[piece];
-                prop_assert!(dealer.lost() != Some(piece) || left == 0);
-            }
+        prop_assert!(dealer.is_done());
+        for (here, lost) in here.iter().zip(&lost) {
+            prop_assert_eq!(*here + i32::from(*lost), 1);
         }
         for path in (0..3).map(PathId) {
             let owes: u64 = owed.iter().filter(|(_, owes)| *owes == path).map(|_| MIB).sum();

@@ -23,24 +23,20 @@ fn tag(n: u32) -> Tag {
     Tag(tag)
 }
 
-const ORIGIN: OriginId = OriginId([9; 16]);
-
 fn nodes_with(directory: &Directory, n: u32) -> Vec<NodeId> {
-    directory.copies(&tag(n)).map(|copy| copy.node).collect()
+    directory.copies(&tag(n)).collect()
 }
 
 #[test]
 fn a_block_is_where_it_was_stored_until_it_is_gone() {
     let mut directory = Directory::new(node(1), &members(1, &[1]), 100);
     // It is the only member: it holds everything.
-    let stored = [Change::Stored(tag(1), ORIGIN), Change::Stored(tag(2), ORIGIN)];
+    let stored = [Change::Stored(tag(1)), Change::Stored(tag(2))];
     assert_eq!(directory.apply(node(1), &stored).taken, 2);
     assert_eq!((nodes_with(&directory, 1), directory.len()), (vec![node(1)], 2));
-    let other = OriginId([8; 16]);
-    directory.apply(node(1), &[Change::Stored(tag(1), other), Change::Gone(tag(2)), Change::Gone(tag(3))]);
-    let copies: Vec<Copy> = directory.copies(&tag(1)).collect();
-    assert_eq!(copies, [Copy { node: node(1), origin: other }]);
-    assert_eq!((nodes_with(&directory, 2), directory.len()), (vec![], 1));
+    directory.apply(node(1), &[Change::Stored(tag(1)), Change::Gone(tag(2)), Change::Gone(tag(3))]);
+    assert_eq!((nodes_with(&directory, 1), nodes_with(&directory, 2)), (vec![node(1)], vec![]));
+    assert_eq!(directory.len(), 1, "a block that is stored again is one copy");
 }
 
 #[test]
@@ -50,7 +46,7 @@ fn what_a_snapshot_does_not_name_is_gone_and_what_happens_meanwhile_is_not() {
     let same = |n: &u32| tag(*n).partition() == tag(of).partition();
     let [old, kept, new] = *(0..).filter(same).take(3).collect::<Vec<u32>>() else { unreachable!() };
     let partition = tag(of).partition();
-    let stored = |n| Change::Stored(tag(n), ORIGIN);
+    let stored = |n| Change::Stored(tag(n));
     directory.apply(node(2), &[stored(old), stored(kept)]);
     directory.apply(node(1), &[stored(old)]);
     directory.begin_snapshot(node(2), partition);
@@ -62,9 +58,33 @@ fn what_a_snapshot_does_not_name_is_gone_and_what_happens_meanwhile_is_not() {
 }
 
 #[test]
+fn a_node_that_announces_without_end_takes_no_other_node_s_room() {
+    let mut directory = Directory::new(node(1), &members(1, &[1, 2, 3]), 600);
+    let stored = |from: u32, n: u8, directory: &mut Directory| {
+        let changes: Vec<Change> = (from..from + 20_000).map(|n| Change::Stored(tag(n))).collect();
+        directory.apply(node(n), &changes)
+    };
+    let greedy = stored(0, 2, &mut directory);
+    assert_eq!((greedy.taken, directory.len_of(node(2))), (400, 400), "half of the room, and its own part");
+    assert_eq!(stored(50_000, 3, &mut directory).taken, 100, "what is its own");
+    assert_eq!(stored(100_000, 1, &mut directory).taken, 100);
+    // What goes makes room again, for the one that it was of and for others.
+    let gone: Vec<Change> = (0..20_000).map(|n| Change::Gone(tag(n))).collect();
+    directory.apply(node(2), &gone);
+    assert_eq!((directory.len(), stored(200_000, 3, &mut directory).taken), (200, 300));
+    // With one member less each has more for itself.
+    directory.change_members(&members(2, &[1, 2]));
+    for partition in crate::partition::Partition::all() {
+        directory.tidy(partition);
+    }
+    assert_eq!(directory.len(), 100);
+    assert_eq!(stored(0, 2, &mut directory).taken, 450);
+}
+
+#[test]
 fn of_a_node_that_left_nothing_is_told_and_its_entries_go() {
     let mut directory = Directory::new(node(1), &members(1, &[1, 2]), 1000);
-    let changes: Vec<Change> = (0..500).map(|n| Change::Stored(tag(n), ORIGIN)).collect();
+    let changes: Vec<Change> = (0..500).map(|n| Change::Stored(tag(n))).collect();
     let held = directory.apply(node(2), &changes).taken;
     assert!(held > 100 && directory.len() == held);
     assert_eq!(
@@ -93,11 +113,13 @@ fn held_by(n: u8) -> usize {
 fn an_entry_takes_at_most_48_bytes_and_what_does_not_fit_is_refused() {
     const MANY: u32 = 200_000;
     let mut directory = Directory::new(node(1), &members(1, &[1, 2]), u64::from(MANY));
-    let changes: Vec<Change> = (0..2 * MANY + 10_000).map(|n| Change::Stored(tag(n), ORIGIN)).collect();
+    let changes: Vec<Change> = (0..2 * MANY + 10_000).map(|n| Change::Stored(tag(n))).collect();
     let applied = directory.apply(node(2), &changes);
-    assert_eq!((applied.taken, directory.len()), (u64::from(MANY), u64::from(MANY)));
+    // Half of the room, and half of the rest.
+    let room = u64::from(MANY) / 4 * 3;
+    assert_eq!((applied.taken, directory.len()), (room, room));
     assert_eq!(applied.taken + applied.refused + applied.elsewhere, changes.len() as u64);
-    let each = directory.bytes() as f64 / f64::from(MANY);
+    let each = directory.bytes() as f64 / room as f64;
     assert!(each <= 48.0, "{each} bytes");
 }
 
@@ -109,7 +131,7 @@ fn an_entry_takes_as_little_and_an_insertion_moves_as_few_however_many_there_are
         // As many copies of a block as there may be, now and then.
         for node in 0..if n % 100 == 0 { HOLDERS_MAX as u16 } else { 1 } {
             let found = shelf.find(&tag);
-            shelf.insert(&found, Entry { tag, origin: ORIGIN, node, snapshot: 0 });
+            shelf.insert(&found, Entry { tag, node, snapshot: 0 });
         }
     }
     let longest = shelf.chunks.iter().map(Vec::len).max().unwrap();
@@ -127,7 +149,7 @@ fn a_block_has_as_many_copies_as_a_reader_may_use_and_no_more() {
     let mut directory = Directory::new(node(1), &members(1, &numbers), 1000);
     let n = (0..).find(|n| directory.holder_of(&tag(*n)) == Some(node(1))).unwrap();
     for number in numbers {
-        directory.apply(node(number), &[Change::Stored(tag(n), ORIGIN)]);
+        directory.apply(node(number), &[Change::Stored(tag(n))]);
     }
     assert_eq!(nodes_with(&directory, n).len(), HOLDERS_MAX);
 }
@@ -143,7 +165,7 @@ proptest! {
         for (of, n, what) in events {
             match what {
                 0..4 if present.contains(&of) => {
-                    let applied = directory.apply(node(of), &[Change::Stored(tag(n), ORIGIN)]);
+                    let applied = directory.apply(node(of), &[Change::Stored(tag(n))]);
                     if applied.taken == 1 {
                         model.insert((n, of));
                     }

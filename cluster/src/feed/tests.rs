@@ -1,24 +1,11 @@
 //! Nodes whose directories are fed over connections that break, while members come and go.
 
-use std::collections::BTreeMap;
-
 use proptest::prelude::*;
 
 use super::*;
 use crate::directory::Directory;
 use crate::members::{Member, Members, NodeId};
 use crate::partition::Holders;
-
-#[derive(Default)]
-struct Store(BTreeMap<Tag, OriginId>);
-
-impl Blocks for Store {
-    fn after(&self, partition: Partition, after: Option<Tag>, most: usize) -> Vec<(Tag, OriginId)> {
-        let behind = |tag: &Tag| after.is_none_or(|after| *tag > after);
-        let all = self.0.iter().filter(|(tag, _)| tag.partition() == partition && behind(tag));
-        all.map(|(tag, origin)| (*tag, *origin)).take(most.min(2)).collect()
-    }
-}
 
 fn tag(n: u16) -> Tag {
     // Few partitions, so that several blocks share one.
@@ -32,10 +19,6 @@ fn id(n: usize) -> NodeId {
     kvarts_layout::StoreId([n as u8 + 1; 16])
 }
 
-fn origin(n: u8) -> OriginId {
-    OriginId([n; 16])
-}
-
 /// What travels from one node to another.
 enum Wire {
     Feed(Message),
@@ -45,7 +28,9 @@ enum Wire {
 
 /// One node: its blocks, its directory, what it sends to each other node, and what is on its way there.
 struct Node {
-    store: Store,
+    store: BTreeSet<Tag>,
+    /// Up to where its walk has come.
+    walk: Option<Option<Tag>>,
     directory: Directory,
     members: Members,
     feeds: Vec<Feed>,
@@ -64,7 +49,8 @@ impl Node {
         let feeds = (0..NODES).map(|_| Feed::default()).collect();
         let wires = (0..NODES).map(|_| VecDeque::new()).collect();
         let directory = Directory::new(id(n), members, 10_000);
-        let mut node = Self { store: Store::default(), directory, members: members.clone(), feeds, wires };
+        let (store, walk) = (BTreeSet::new(), None);
+        let mut node = Self { store, walk, directory, members: members.clone(), feeds, wires };
         node.learn(members);
         node
     }
@@ -90,10 +76,29 @@ impl Node {
 
     fn change(&mut self, change: Change) {
         match change {
-            Change::Stored(tag, origin) => drop(self.store.0.insert(tag, origin)),
-            Change::Gone(tag) => drop(self.store.0.remove(&tag)),
-        }
+            Change::Stored(tag) => self.store.insert(tag),
+            Change::Gone(tag) => self.store.remove(&tag),
+        };
         self.feeds.iter_mut().for_each(|feed| feed.note(change));
+    }
+
+    /// One step of the walk that serves all feeds. Says whether there was anything to do.
+    fn step(&mut self) -> bool {
+        let feeds = &mut self.feeds;
+        let Some(after) = self.walk.take() else {
+            let wanted = feeds.iter().any(Feed::wants_walk);
+            feeds.iter_mut().for_each(Feed::begin_walk);
+            self.walk = wanted.then_some(None);
+            return wanted;
+        };
+        let behind = |tag: &&Tag| after.is_none_or(|after| **tag > after);
+        let page: Vec<Tag> = self.store.iter().filter(behind).take(2).copied().collect();
+        feeds.iter_mut().for_each(|feed| feed.page(&page));
+        match page.last() {
+            Some(last) => self.walk = Some(Some(*last)),
+            None => feeds.iter_mut().for_each(Feed::end_walk),
+        }
+        true
     }
 
     fn take(&mut self, from: usize, wire: Wire) {
@@ -102,9 +107,13 @@ impl Node {
             Wire::Again(partitions) => return self.feeds[from].again(&partitions),
         };
         match message {
-            Message::Begin(partition) => self.directory.begin_snapshot(id(from), partition),
+            Message::Begin(all) => {
+                all.iter().for_each(|partition| self.directory.begin_snapshot(id(from), *partition));
+            }
             Message::Changes(changes) => drop(self.directory.apply(id(from), &changes)),
-            Message::End(partition) => self.directory.end_snapshot(id(from), partition),
+            Message::End(all) => {
+                all.iter().for_each(|partition| self.directory.end_snapshot(id(from), *partition));
+            }
         }
     }
 }
@@ -113,7 +122,7 @@ impl Node {
 fn cut(nodes: &mut [Node], a: usize, b: usize) {
     for (from, to) in [(a, b), (b, a)] {
         nodes[from].wires[to].clear();
-        nodes[from].feeds[to].connected();
+        nodes[from].feeds[to].restart();
     }
 }
 
@@ -122,9 +131,10 @@ fn settle(nodes: &mut [Node]) {
     loop {
         let mut moved = false;
         for from in 0..NODES {
+            moved |= nodes[from].step();
             for to in 0..NODES {
-                let Node { feeds, wires, store, .. } = &mut nodes[from];
-                if let Some(message) = feeds[to].next(store) {
+                let Node { feeds, wires, .. } = &mut nodes[from];
+                if let Some(message) = feeds[to].take() {
                     wires[to].push_back(Wire::Feed(message));
                 }
                 if let Some(message) = nodes[from].wires[to].pop_front() {
@@ -144,18 +154,18 @@ proptest! {
 
     #[test]
     fn when_nothing_fails_any_more_every_directory_says_what_the_nodes_have(
-        steps in prop::collection::vec((0u8..12, 0usize..NODES, 0usize..NODES, 0u16..30, any::<u8>()), 0..500),
+        steps in prop::collection::vec((0u8..15, 0usize..NODES, 0usize..NODES, 0u16..30, any::<u8>()), 0..500),
     ) {
         let mut present = [true; NODES];
         let mut current = members(1, present);
         let mut nodes: Vec<Node> = (0..NODES).map(|n| Node::new(n, &current)).collect();
         for (what, from, to, n, by) in steps {
             match what {
-                0..3 => nodes[from].change(Change::Stored(tag(n), origin(by % 2))),
+                0..3 => nodes[from].change(Change::Stored(tag(n))),
                 3..5 => nodes[from].change(Change::Gone(tag(n))),
                 5..8 => {
-                    let Node { feeds, wires, store, .. } = &mut nodes[from];
-                    let messages = std::iter::from_fn(|| feeds[to].next(store));
+                    let Node { feeds, wires, .. } = &mut nodes[from];
+                    let messages = std::iter::from_fn(|| feeds[to].take());
                     wires[to].extend(messages.take(usize::from(by % 8)).map(Wire::Feed));
                 }
                 8..10 => for _ in 0..by % 8 {
@@ -166,6 +176,12 @@ proptest! {
                 // The connection breaks: what is on its way is lost.
                 10 => {
                     cut(&mut nodes, from, to);
+                }
+                11 | 12 => drop(nodes[from].step()),
+                // Blocks go without being named, as those of a namespace do.
+                14 => {
+                    nodes[from].store.remove(&tag(n));
+                    nodes[from].feeds.iter_mut().for_each(Feed::refresh);
                 }
                 // A member leaves or comes back, with an empty directory; the others hear of it when they hear of it.
                 _ if by % 3 == 0 && from != 0 => {
@@ -190,11 +206,10 @@ proptest! {
         for n in 0..30 {
             let holder = holders.holder(tag(n).partition()).unwrap();
             let holder = (0..NODES).find(|n| id(*n) == holder).unwrap();
-            let mut told: Vec<(NodeId, OriginId)> =
-                nodes[holder].directory.copies(&tag(n)).map(|copy| (copy.node, copy.origin)).collect();
+            let mut told: Vec<NodeId> = nodes[holder].directory.copies(&tag(n)).collect();
             told.sort_unstable();
-            let has = |node: &usize| Some((id(*node), *nodes[*node].store.0.get(&tag(n))?));
-            let truth: Vec<_> = (0..NODES).filter(|node| present[*node]).filter_map(|node| has(&node)).collect();
+            let has = |node: &usize| present[*node] && nodes[*node].store.contains(&tag(n));
+            let truth: Vec<NodeId> = (0..NODES).filter(has).map(id).collect();
             prop_assert_eq!(told, truth, "block {} at node {}", n, holder);
         }
     }
@@ -204,18 +219,51 @@ proptest! {
 fn a_holder_that_takes_nothing_costs_bounded_memory_and_gets_another_snapshot() {
     let mut feed = Feed::default();
     feed.hold(Partition::all().collect());
-    let mut store = Store::default();
-    while let Some(message) = feed.next(&store) {
-        assert!(!matches!(message, Message::Changes(_)));
-    }
+    let walk = |feed: &mut Feed, page: &[Tag]| {
+        feed.begin_walk();
+        feed.page(page);
+        feed.end_walk();
+        std::iter::from_fn(|| feed.take()).collect::<Vec<Message>>()
+    };
+    assert_eq!(walk(&mut feed, &[]).len(), 2, "all partitions begin and end at once");
     for n in 0..3 * WAITING_MAX {
-        let change = Change::Stored(tag((n % 1000) as u16), origin(1));
-        feed.note(change);
+        feed.note(Change::Stored(tag((n % 1000) as u16)));
         assert!(feed.waiting() <= WAITING_MAX);
     }
-    store.0.insert(tag(7), origin(1));
-    let before = feed.snapshots();
-    let messages: Vec<Message> = std::iter::from_fn(|| feed.next(&store)).collect();
-    assert!(feed.snapshots() > before && feed.snapshots() <= before + 5, "the five partitions that changed");
-    assert!(messages.contains(&Message::Changes(vec![Change::Stored(tag(7), origin(1))])));
+    assert!(feed.wants_walk());
+    let messages = walk(&mut feed, &[tag(7)]);
+    assert_eq!((feed.snapshots(), messages.len()), (2, 3));
+    let Message::Begin(partitions) = &messages[0] else { panic!("{messages:?}") };
+    assert_eq!(partitions.len(), 5, "those that changed");
+    assert_eq!(messages[1], Message::Changes(vec![Change::Stored(tag(7))]));
+}
+
+#[test]
+fn a_walk_that_began_before_a_feed_joined_does_not_end_its_snapshot() {
+    let mut feed = Feed::default();
+    feed.hold([tag(1).partition()].into());
+    feed.begin_walk();
+    feed.page(&[tag(1)]);
+    // The connection breaks while the store is walked: the rest of that walk is not all that there is.
+    feed.restart();
+    feed.end_walk();
+    assert_eq!((feed.take(), feed.wants_walk()), (None, true));
+}
+
+#[test]
+fn blocks_that_went_without_a_name_cost_one_snapshot_and_nothing_that_waits() {
+    let mut feed = Feed::default();
+    feed.hold([tag(1).partition()].into());
+    feed.begin_walk();
+    feed.page(&[tag(1)]);
+    feed.refresh();
+    feed.note(Change::Stored(tag(6)));
+    feed.refresh();
+    feed.end_walk();
+    let first: Vec<Message> = std::iter::from_fn(|| feed.take()).collect();
+    assert_eq!(first[1], Message::Changes(vec![Change::Stored(tag(1)), Change::Stored(tag(6))]));
+    feed.begin_walk();
+    feed.end_walk();
+    let second: Vec<Message> = std::iter::from_fn(|| feed.take()).collect();
+    assert_eq!((first.len(), second.len(), feed.wants_walk()), (3, 2, false));
 }

@@ -283,8 +283,10 @@ impl LayerStream {
                     Ok(()) => {}
                     Err(DeviceError::Captured) => return Next::Refused(DeviceError::Captured),
                     Err(error) => {
+                        // Also of a layer that has landed: a device that is lost waits for nothing any more.
                         state.fail(EndReason::Device(error));
                         self.shared.changed.notify_all();
+                        return Next::End(self.end(&state));
                     }
                 }
                 continue;

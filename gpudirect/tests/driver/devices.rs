@@ -158,6 +158,24 @@ fn pinned() -> u64 {
 }
 
 #[test]
+fn a_layer_that_landed_before_its_device_was_lost_ends_the_stream() {
+    inside(Kit::Whole, here!(), |_standin| {
+        let site = Site::with(true);
+        let pipeline = site.pipeline(Method::ALL[0]);
+        let (pool, compute) = (Pool::new(&site), site.device.stream().unwrap());
+        let mut landing = site.land(&pipeline, 1, &pool).unwrap();
+        until("everything has landed", || landing.landed() as usize == LAYERS);
+        site.device.declare_lost("it was pulled out");
+        // No such layer is waited for again and again.
+        let told = (0..=LAYERS).find_map(|_| match landing.next_layer(&compute) {
+            Next::End(end) => Some(end),
+            _ => None,
+        });
+        assert!(told.is_some());
+    });
+}
+
+#[test]
 fn a_device_that_fails_in_every_way_gives_right_bytes_or_a_reason_and_keeps_nothing() {
     inside(Kit::Whole, here!(), |standin| {
         let time = Duration::from_secs(crate::way::soak_seconds());

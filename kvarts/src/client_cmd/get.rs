@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde_json::json;
 
+use super::strangers;
 use super::subject::Subject;
 use super::{KeyArgs, ModelArgs, ServerArgs, memory, print, read};
 use crate::files::{Partial, refuse_existing};
@@ -69,8 +70,9 @@ impl<'a> Sink<'a> {
 
 /// Runs `get`.
 pub(crate) fn get(arguments: &GetArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let subject = Subject::described(&arguments.model, &arguments.keys)?;
     let client = arguments.server.connect(Via::Best)?;
-    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
+    let subject = subject.registered(&client)?;
     let standard = arguments.to.as_os_str() == "-";
     let mut sink = Sink::open(&arguments.to, arguments.force, out)?;
     let (memory, batch) = memory(&client, &subject)?;
@@ -95,6 +97,9 @@ pub(crate) fn get(arguments: &GetArgs, out: &mut dyn Write) -> Result<(), Failur
         partial.finish(arguments.force)?;
     }
     let all = subject.keys.len();
+    if usable == 0 {
+        why = strangers::meant(&client, &subject.identity).or(why);
+    }
     let report = json!({
         "namespace": subject.namespace.to_string(), "blocks": all, "usable_blocks": usable,
         "bytes": usable * each, "why": why, "path": client.path().name(),

@@ -49,8 +49,9 @@ pub(crate) struct PutArgs {
 
 /// Runs `put`.
 pub(crate) fn put(arguments: &PutArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let subject = Subject::described(&arguments.model, &arguments.keys)?;
     let client = arguments.server.connect(Via::Best)?;
-    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
+    let subject = subject.registered(&client)?;
     let mut source = source(&arguments.file, &subject)?;
     let (memory, batch) = memory(&client, &subject)?;
     let mut outcomes = Vec::new();

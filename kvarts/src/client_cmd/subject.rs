@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use kvarts_layout::identity::IdentityForm;
 use kvarts_layout::key::text_keys;
 use kvarts_layout::prefix::{Absence, Need, Requirement, WindowPolicy};
 use kvarts_layout::{
@@ -94,9 +95,9 @@ pub(crate) struct ModelArgs {
     identity: Option<PathBuf>,
     /// Its state: a shipped model's name, or a spec
     #[arg(long, value_name = "NAME|FILE")]
-    model: Option<PathBuf>,
+    pub(super) model: Option<PathBuf>,
     /// Instead of a model: flat pages of so many bytes
-    #[arg(long, value_name = "BYTES", conflicts_with = "model")]
+    #[arg(long, value_name = "SIZE", value_parser = crate::sizes::bytes, conflicts_with = "model")]
     page_bytes: Option<u64>,
     /// The group of the blocks [default: the model's first]
     #[arg(long)]
@@ -124,6 +125,7 @@ pub(crate) struct KeyArgs {
 #[derive(Clone)]
 pub(super) struct Subject {
     pub(super) namespace: NamespaceId,
+    pub(super) identity: Identity,
     pub(super) group: Group,
     pub(super) coordinate: Coordinate,
     pub(super) shape: BlockShape,
@@ -131,11 +133,22 @@ pub(super) struct Subject {
     pub(super) keys: Vec<BlockKey>,
     /// Whether the keys follow each other.
     pub(super) chained: bool,
+    pub(super) geometry: Geometry,
 }
 
 impl Subject {
+    /// Blocks of a model that the server knows from now on.
     pub(super) fn new(client: &Client, model: &ModelArgs, keys: &KeyArgs) -> Result<Self, Failure> {
-        let mut subject = Self::without_keys(client, model)?;
+        Self::described(model, keys)?.registered(client)
+    }
+
+    pub(super) fn without_keys(client: &Client, model: &ModelArgs) -> Result<Self, Failure> {
+        Self::of_model(model)?.registered(client)
+    }
+
+    /// What was asked for, before any server was: its namespace is not known yet.
+    pub(super) fn described(model: &ModelArgs, keys: &KeyArgs) -> Result<Self, Failure> {
+        let mut subject = Self::of_model(model)?;
         let block_tokens = subject.requirements.block_tokens();
         (subject.keys, subject.chained) = match (&keys.tokens, &keys.keys) {
             (Some(file), None) => {
@@ -148,7 +161,7 @@ impl Subject {
                 let text = files::read_text(file, NAMES_BYTES_MAX, "a list of keys")?;
                 (keys_of(&text).map_err(|what| Failure::User(format!("{}: {what}", file.display())))?, false)
             }
-            _ => return Err(Failure::user("which blocks? --tokens FILE or --keys FILE says")),
+            _ => return Err(Failure::user("--tokens FILE or --keys FILE is required: it names the blocks")),
         };
         if subject.keys.is_empty() {
             return Err(Failure::User(format!("no full block of {block_tokens} tokens is named")));
@@ -156,10 +169,19 @@ impl Subject {
         Ok(subject)
     }
 
-    pub(super) fn without_keys(client: &Client, model: &ModelArgs) -> Result<Self, Failure> {
-        let file = model.identity.as_ref();
-        let file = file.ok_or_else(|| Failure::user("whose bytes? --identity FILE says"))?;
-        let mut identity = identity(file)?;
+    /// The same, registered.
+    pub(super) fn registered(mut self, client: &Client) -> Result<Self, Failure> {
+        self.namespace = client.register(&self.identity, &self.geometry).map_err(Failure::user)?;
+        Ok(self)
+    }
+
+    fn of_model(model: &ModelArgs) -> Result<Self, Failure> {
+        let file = model.identity.as_ref().ok_or_else(|| {
+            Failure::user(
+                "--identity FILE is required: it names the model, revision and engine that produced the bytes; \
+                 `kvarts identity` writes one",
+            )
+        })?;
         let (geometry, spec) = match (&model.model, model.page_bytes) {
             (Some(name), _) => {
                 let spec = model_cmd::find(name)?;
@@ -167,11 +189,12 @@ impl Subject {
             }
             (None, Some(bytes)) => (Geometry::opaque(bytes).map_err(Failure::user)?, None),
             (None, None) => {
-                return Err(Failure::user("of which shape? --model NAME or --page-bytes BYTES says"));
+                return Err(Failure::user(
+                    "--model NAME or --page-bytes BYTES is required: it says how many bytes a block has",
+                ));
             }
         };
-        // The server gives the salt.
-        identity.tenant_salt.0.clear();
+        let identity = identity(file, model, &geometry)?;
         let block_tokens = identity.block_tokens;
         let first = geometry.groups().first().map_or(Group(0), |group| group.group);
         let group = model.group.map_or(first, Group);
@@ -182,9 +205,8 @@ impl Subject {
         if let Some(rank) = model.rank {
             requirements = of_rank(&requirements, &geometry, model.tp, rank)?;
         }
-        let namespace = client.register(&identity, &geometry).map_err(Failure::user)?;
-        let (keys, chained) = (Vec::new(), false);
-        Ok(Self { namespace, group, coordinate, shape, requirements, keys, chained })
+        let (namespace, keys, chained) = (NamespaceId([0; 32]), Vec::new(), false);
+        Ok(Self { namespace, identity, group, coordinate, shape, requirements, keys, chained, geometry })
     }
 }
 
@@ -215,13 +237,26 @@ fn of_rank(all: &Requirements, geometry: &Geometry, ranks: u16, rank: u16) -> Re
     Requirements::new(all.block_tokens(), groups).map_err(Failure::user)
 }
 
-fn identity(file: &Path) -> Result<Identity, Failure> {
+/// The identity that the file gives to this model.
+fn identity(file: &Path, model: &ModelArgs, geometry: &Geometry) -> Result<Identity, Failure> {
     let text = files::read_text(file, kvarts_layout::identity::MAX_IDENTITY_FILE_BYTES, "an identity")?;
     let read = match text.trim_start().starts_with('{') {
-        true => Identity::from_json(&text),
-        false => Identity::from_toml(&text),
+        true => IdentityForm::from_json(&text),
+        false => IdentityForm::from_toml(&text),
     };
-    read.map_err(|error| Failure::User(format!("{}: {error}", file.display())))
+    let fault = |error| Failure::User(format!("{}: {error}", file.display()));
+    let mut identity = read.map_err(fault)?.of(geometry).map_err(fault)?;
+    let (said, found) = (identity.spec_fingerprint, geometry.fingerprint());
+    if said != found {
+        let (file, given) = (file.display(), model.model.as_ref().map(|name| name.display().to_string()));
+        let given = given.map_or("--page-bytes".to_owned(), |name| format!("--model {name}"));
+        return Err(Failure::User(format!(
+            "{file} has spec-fingerprint {said}, but {given} is {found}: correct one of them, or leave the field out"
+        )));
+    }
+    // The server gives the salt.
+    identity.tenant_salt.0.clear();
+    Ok(identity)
 }
 
 /// Numbers with anything between them that is no letter: JSON, or a list.

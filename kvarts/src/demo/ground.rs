@@ -18,9 +18,12 @@ use kvarts_store::io::SharedBuf;
 
 use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_terminal::Failure;
+use kvarts_wire::proto;
 
 /// Tokens of a block.
 const BLOCK_TOKENS: u32 = 64;
+/// The directory of a store that stands alone.
+const STORE: &str = "store";
 /// Bytes of a segment file.
 const SEGMENT: &str = "32 MiB";
 /// Bytes that a place on disk is found again by.
@@ -102,11 +105,23 @@ impl Ground {
     }
 
     fn store(&self) -> PathBuf {
-        self.path.join("store")
+        self.path.join(STORE)
     }
 
-    fn socket(&self) -> PathBuf {
-        self.path.join("socket")
+    /// Writes a file beside the stores.
+    pub(super) fn write(&self, name: &str, text: &str) -> Result<PathBuf, Failure> {
+        let path = self.path.join(name);
+        std::fs::write(&path, text).map_err(Failure::user)?;
+        Ok(path)
+    }
+
+    /// The members of a cluster in the order in which the file names them.
+    pub(super) fn order(&self, status: &proto::ClusterStatusReply) -> Result<Vec<Vec<u8>>, Failure> {
+        let text = std::fs::read_to_string(self.path.join("members.toml")).map_err(Failure::user)?;
+        let place = |node: &proto::ClusterNodeStatus| text.find(&node.address).unwrap_or(usize::MAX);
+        let mut nodes: Vec<&proto::ClusterNodeStatus> = status.nodes.iter().collect();
+        nodes.sort_by_key(|node| place(node));
+        Ok(nodes.into_iter().map(|node| node.node.to_vec()).collect())
     }
 
     /// Finds a chunk of a block on disk, flips a bit of it, and says where: the file and the offset.
@@ -217,22 +232,30 @@ pub(super) struct Server {
 impl Server {
     /// Starts one in the ground's directory and waits until it serves.
     pub(super) fn start(ground: &Ground) -> Result<Self, Failure> {
+        Self::start_at(ground, STORE, &[])
+    }
+
+    /// Starts one in a directory of this name, with these arguments besides.
+    pub(super) fn start_at(ground: &Ground, name: &str, more: &[String]) -> Result<Self, Failure> {
         let program = std::env::current_exe().map_err(Failure::user)?;
-        let log = File::create(ground.path.join("server.log")).map_err(Failure::user)?;
+        let log = ground.path.join(format!("{name}.log"));
+        let socket = ground.path.join(format!("{name}.socket"));
+        let file = File::create(&log).map_err(Failure::user)?;
         let budget = format!("{} MiB", (ground.bytes() >> 20) * 3 / 2 + 384);
         let child = Command::new(program)
             .arg("serve")
-            .args(["--dir", &ground.store().display().to_string()])
+            .args(["--dir", &ground.path.join(name).display().to_string()])
             .args(["--budget", &budget, "--segment", SEGMENT])
             .args(["--listen-grpc", "none", "--listen-metrics", "none", "--log-level", "warn"])
-            .args(["--listen-socket", &ground.socket().display().to_string()])
+            .args(["--listen-socket", &socket.display().to_string()])
+            .args(more)
             .env_remove("KVARTS_CONFIG")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(log)
+            .stderr(file)
             .spawn()
             .map_err(Failure::user)?;
-        let mut server = Self { child, endpoint: format!("unix:{}", ground.socket().display()) };
+        let mut server = Self { child, endpoint: format!("unix:{}", socket.display()) };
         let mut line = String::new();
         let pipe = server.child.stdout.take().ok_or_else(|| Failure::user("a server without output"))?;
         // One line, or none if it ended.
@@ -240,8 +263,14 @@ impl Server {
         if line.starts_with("serving ") {
             return Ok(server);
         }
-        let log = std::fs::read_to_string(ground.path.join("server.log")).unwrap_or_default();
+        let log = std::fs::read_to_string(log).unwrap_or_default();
         Err(Failure::User(format!("the server did not start: {}", log.trim())))
+    }
+
+    /// A client over gRPC.
+    pub(super) fn client(&self) -> Result<Client, Failure> {
+        let options = ConnectOptions { via: Via::Grpc, ..ConnectOptions::to(self.endpoint.clone()) };
+        Client::connect(&options).map_err(Failure::user)
     }
 
     /// SIGKILL: whatever it was doing, it does no more.

@@ -1,56 +1,21 @@
-//! Identities in JSON and TOML, as people and programs write them down. What is read is validated, and a fault
-//! is one line that says where it is.
+//! Parts of identities as people and programs write them down in JSON and TOML: fingerprints, salts, extras.
 
-use super::{Identity, IdentityError, MAX_IDENTITY_FILE_BYTES, TenantSalt, check_length};
+use super::TenantSalt;
+use crate::ids::Fingerprint;
 use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::BTreeMap;
 use std::fmt;
 
-impl Identity {
-    /// A valid identity from TOML, or the first fault and its line.
-    pub fn from_toml(text: &str) -> Result<Self, IdentityError> {
-        check_length("file", text.len(), MAX_IDENTITY_FILE_BYTES)?;
-        let identity: Self = toml::from_str(text).map_err(|error| {
-            let before = error.span().and_then(|span| text.get(..span.start));
-            let line = before.map_or(0, |before| before.matches('\n').count().saturating_add(1));
-            IdentityError::File { line, message: one_line(error.message()) }
-        })?;
-        identity.validate()?;
-        Ok(identity)
-    }
-
-    /// A valid identity from JSON, or the first fault and its line.
-    pub fn from_json(text: &str) -> Result<Self, IdentityError> {
-        check_length("file", text.len(), MAX_IDENTITY_FILE_BYTES)?;
-        let identity: Self = serde_json::from_str(text).map_err(|error| IdentityError::File {
-            line: error.line(),
-            message: one_line(&error.to_string()),
-        })?;
-        identity.validate()?;
-        Ok(identity)
-    }
-}
-
-fn one_line(message: &str) -> String {
-    message.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
 /// A fingerprint as hexadecimal text.
-pub(super) mod fingerprint {
-    use super::{Deserialize, Deserializer, Serializer, fmt};
-    use crate::ids::Fingerprint;
-    use serde::de::Error as _;
+pub(super) fn fingerprint<S: Serializer>(value: &Fingerprint, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str::<dyn fmt::Display>(value)
+}
 
-    pub(in super::super) fn serialize<S: Serializer>(value: &Fingerprint, to: S) -> Result<S::Ok, S::Error> {
-        to.collect_str::<dyn fmt::Display>(value)
-    }
-
-    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Fingerprint, D::Error> {
-        String::deserialize(from)?
-            .parse()
-            .map_err(|error| D::Error::custom(format!("spec_fingerprint: {error}")))
-    }
+/// The same, read.
+pub(super) fn read_fingerprint<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Fingerprint>, D::Error> {
+    let read = String::deserialize(from)?.parse();
+    read.map(Some).map_err(|error| D::Error::custom(format!("spec_fingerprint: {error}")))
 }
 
 impl Serialize for TenantSalt {

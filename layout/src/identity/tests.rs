@@ -214,7 +214,9 @@ fn a_file_with_a_fault_names_the_line_and_the_field() {
         toml.lines().filter(|line| !line.starts_with("revision")).map(|l| l.to_owned() + "\n").collect();
     assert!(Identity::from_toml(&missing).unwrap_err().to_string().contains("revision"));
     let empty = toml.replace("d04e592bb4f6aa9cfee91e2e20afa771667e1d4b", "");
-    assert_eq!(Identity::from_toml(&empty), Err(IdentityError::Missing { field: "revision" }));
+    let line = toml.lines().position(|line| line.starts_with("revision")).map(|at| at + 1);
+    let fields = vec![Lacking { field: "revision", line }];
+    assert_eq!(Identity::from_toml(&empty), Err(IdentityError::Incomplete { fields }));
     let unknown = format!("modle = \"x\"\n{toml}");
     let error = Identity::from_toml(&unknown).unwrap_err();
     assert!(error.to_string().contains("modle"), "{error}");
@@ -250,4 +252,59 @@ fn a_salt_is_never_printed() {
     let bad = serde_json::to_string(&identity).unwrap().replace("abcd736563726574", "abcd73656372657");
     let error = Identity::from_json(&bad).unwrap_err().to_string();
     assert!(error.contains("tenant_salt") && !error.contains("abcd7365"), "{error}");
+}
+
+#[test]
+fn all_that_a_file_lacks_is_told_at_once_with_its_lines_and_the_rest_has_defaults() {
+    let text =
+        "# of a model\nmodel = \"m\"\nrevision = \"\"\n[arrangement]\nengine = \"none\"\nlayout = \"l\"\n";
+    let lacking = |field, line| Lacking { field, line };
+    let fields = vec![
+        lacking("revision", Some(3)),
+        lacking("kv_dtype", None),
+        lacking("arrangement.engine", Some(5)),
+        lacking("arrangement.version", None),
+        lacking("block_tokens", None),
+    ];
+    let error = Identity::from_toml(text).unwrap_err();
+    assert_eq!(error, IdentityError::Incomplete { fields });
+    let told = "identity: these fields have no default, name them: revision (line 3: empty, or \"none\"), kv_dtype (missing), \
+                arrangement.engine (line 5: empty, or \"none\"), arrangement.version (missing), block_tokens (missing)";
+    assert_eq!(error.to_string(), told);
+    let text = "model = \"m\"\nrevision = \"r\"\nkv-dtype = \"bf16\"\nblock-tokens = 16\n\
+                [arrangement]\nengine = \"e\"\nlayout = \"l\"\nversion = \"1\"\n";
+    let geometry = crate::Geometry::opaque(4096).unwrap();
+    let least = Identity::new("m", "r", "bf16", Arrangement::new("e", "l", "1"), &geometry, 16);
+    assert_eq!(IdentityForm::from_toml(text).unwrap().of(&geometry), Ok(least.clone()));
+    assert!(Identity::from_toml(text).unwrap_err().to_string().contains("spec_fingerprint (missing)"));
+    // A fingerprint that the file says is not replaced: it may say that the model given with it is another one.
+    let said = toml::to_string(&least).unwrap();
+    let other = crate::Geometry::opaque(8192).unwrap();
+    assert_eq!(IdentityForm::from_toml(&said).unwrap().of(&other), Ok(least));
+    let flat = "quantisation = \"none\"\n";
+    let error = Identity::from_toml(flat).unwrap_err().to_string();
+    assert!(error.contains("line 1") && error.contains("a table with recipe and scales"), "{error}");
+}
+
+#[test]
+fn a_typo_is_told_from_another_model_by_the_fields_that_differ() {
+    let asked = sample();
+    let typo = Identity { revision: "x".to_owned(), ..sample() };
+    let far = Identity {
+        model: "other".to_owned(),
+        tokenizer: "other".to_owned(),
+        kv_dtype: "other".to_owned(),
+        block_tokens: 7,
+        ..sample()
+    };
+    assert_eq!(nearest(&asked, [&far, &asked].into_iter()), None);
+    let near = nearest(&asked, [&far, &typo, &asked].into_iter()).unwrap();
+    assert_eq!((near.at, near.differences.len()), (1, 1));
+    assert_eq!(near.to_string(), format!("revision is \"x\" there and {:?} here", asked.revision));
+    let salted = Identity { tenant_salt: TenantSalt(vec![9]), ..sample() };
+    assert!(asked.differences(&salted).is_empty(), "a salt is a secret");
+    let mut more = sample();
+    more.extras.insert("zz".to_owned(), "\u{e9}".repeat(40));
+    let near = nearest(&asked, [&more].into_iter()).unwrap().to_string();
+    assert!(near.starts_with("extras.zz is \"") && near.ends_with("... there and \"\" here"), "{near}");
 }

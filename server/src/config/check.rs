@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kvarts_gpudirect::cufile::Wish;
+use kvarts_peer::etcd::{self, EtcdOptions};
 use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
@@ -14,7 +15,10 @@ use super::form::Settings;
 use super::memory;
 use super::size;
 use super::socket;
-use super::{Config, GRPC_PORT, LogFormat, METRICS_PORT, OPEN_METRICS_WORDS, OPEN_WORDS, Setting, TlsFiles};
+use super::{
+    ClusterConfig, Config, GRPC_PORT, LogFormat, METRICS_PORT, MembersFrom, NodeTlsFiles, OPEN_METRICS_WORDS,
+    OPEN_WORDS, Setting, TlsFiles,
+};
 use crate::state::auth::Gate;
 
 /// What is wrong with a configuration, and where.
@@ -27,6 +31,11 @@ pub struct Complaint {
 impl Complaint {
     pub(super) fn new(place: &str, what: &str) -> Self {
         Self { place: place.to_owned(), what: what.to_owned() }
+    }
+
+    /// What is wrong, without its place.
+    pub fn what(&self) -> &str {
+        &self.what
     }
 }
 
@@ -81,9 +90,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     origins.reverse();
     origins.retain(|setting| seen.insert(setting.name));
     let mut decided = Decided(origins);
-    let directories = decided.or("store.directories", set.directories.as_ref(), "./kvarts-data");
-    let directories: Vec<PathBuf> =
-        directories.split(',').map(str::trim).filter(|name| !name.is_empty()).map(PathBuf::from).collect();
+    let directories = directories(set, &mut decided);
     let first = directories.first().ok_or_else(|| Complaint::new("store.directories", "there is none"))?;
     let socket = decided.or("listen.socket", set.socket.as_ref(), socket::of(first).display());
     let default = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
@@ -109,8 +116,10 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let scrub_pace = decided.or("scrub.pace", set.scrub_pace.as_ref(), "32 MiB");
     let format = decided.or("log.format", set.log_format.as_ref(), "text");
     let log_level = decided.or("log.level", set.log_level.as_ref(), "info");
+    let (budget, budget_part) = budget(set.budget.as_deref())?;
     let config = Config {
-        budget: set.budget.as_ref().map(|text| sized("store.budget", text)).transpose()?,
+        budget,
+        budget_part,
         segment_bytes: segment,
         shards: set.shards.as_ref().map(|text| number("store.shards", text)).transpose()?,
         index: set.index.as_ref().map(|text| sized("limits.index", text)).transpose()?,
@@ -132,6 +141,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         connections: number("limits.connections", &connections)?,
         threads: number("limits.threads", &threads)?,
         gate,
+        cluster: cluster(set, &mut decided)?,
         cufile: cufile.parse::<Wish>().map_err(|why| Complaint::new("device.cufile", &why))?,
         scrub_every: (scrub_hours > 0).then(|| Duration::from_secs(u64::from(scrub_hours) * 3600)),
         scrub_pace: sized("scrub.pace", &scrub_pace)?.max(1 << 20),
@@ -148,6 +158,11 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     network(&config, set.open_network.as_deref())?;
     metrics_network(&config, set.open_metrics.as_deref())?;
     Ok(config)
+}
+
+fn directories(set: &Settings, decided: &mut Decided) -> Vec<PathBuf> {
+    let names = decided.or("store.directories", set.directories.as_ref(), "./kvarts-data");
+    names.split(',').map(str::trim).filter(|name| !name.is_empty()).map(PathBuf::from).collect()
 }
 
 fn disabled(text: Option<&str>) -> Result<Features, Complaint> {
@@ -181,6 +196,90 @@ fn tls(set: &Settings) -> Result<Option<TlsFiles>, Complaint> {
         })),
         (None, None) if set.client_authority.is_none() => Ok(None),
         _ => Err(Complaint::new("tls", "certificate and key belong together")),
+    }
+}
+
+fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig>, Complaint> {
+    let Some(members) = &set.members else {
+        let others = [
+            &set.cluster_name,
+            &set.cluster_secret,
+            &set.cluster_certificate,
+            &set.cluster_key,
+            &set.cluster_authority,
+            &set.cluster_address,
+            &set.cluster_listen,
+            &set.cluster_entries,
+        ];
+        return match others.iter().any(|other| other.is_some()) {
+            true => Err(Complaint::new(
+                "cluster.members",
+                "the other settings of [cluster] need it: name the file",
+            )),
+            false => Ok(None),
+        };
+    };
+    let members = members_from(members, set, decided)?;
+    let name = decided.or("cluster.name", set.cluster_name.as_ref(), "kvarts");
+    let entries = decided.or("cluster.entries", set.cluster_entries.as_ref(), 16_000_000);
+    let listen = set.cluster_listen.as_deref().map(|text| address("cluster.listen", text)).transpose()?;
+    Ok(Some(ClusterConfig {
+        members,
+        name,
+        secret: set.cluster_secret.as_ref().map(PathBuf::from),
+        tls: node_tls(set)?,
+        listen: listen.flatten(),
+        entries: number("cluster.entries", &entries)?,
+        serve_rate: set
+            .cluster_serve_rate
+            .as_ref()
+            .map(|text| sized("cluster.serve_rate", text))
+            .transpose()?,
+    }))
+}
+
+fn members_from(members: &str, set: &Settings, decided: &mut Decided) -> Result<MembersFrom, Complaint> {
+    if !members.starts_with("etcd:") {
+        return Ok(MembersFrom::File(members.into()));
+    }
+    let at = "etcd is named as etcd://HOST:PORT[,HOST:PORT]/PREFIX";
+    let (endpoints, prefix) = etcd::parse(members).ok_or_else(|| Complaint::new("cluster.members", at))?;
+    let address = set.cluster_address.clone().filter(|text| is_place(text));
+    let needed = "with etcd it is needed: where other nodes reach this one, a host and a port";
+    let address = address.ok_or_else(|| Complaint::new("cluster.address", needed))?;
+    let lease = number("cluster.lease", &decided.or("cluster.lease", set.cluster_lease.as_ref(), 15))?;
+    if !(2..=3600).contains(&lease) {
+        return Err(Complaint::new("cluster.lease", "2 to 3600 seconds"));
+    }
+    let zone = set.cluster_zone.clone().unwrap_or_default();
+    Ok(MembersFrom::Etcd { at: EtcdOptions { endpoints, prefix, lease }, address, zone })
+}
+
+/// Whether a text is a host and a port that can be called.
+fn is_place(text: &str) -> bool {
+    let port = text.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+    port.and_then(|(_, port)| port.parse::<u16>().ok()).is_some_and(|port| port > 0)
+}
+
+fn node_tls(set: &Settings) -> Result<Option<NodeTlsFiles>, Complaint> {
+    match (&set.cluster_certificate, &set.cluster_key, &set.cluster_authority) {
+        (Some(certificate), Some(key), Some(authority)) => Ok(Some(NodeTlsFiles {
+            certificate: certificate.into(),
+            key: key.into(),
+            authority: authority.into(),
+        })),
+        (None, None, None) => Ok(None),
+        _ => Err(Complaint::new("cluster.certificate", "certificate, key and authority belong together")),
+    }
+}
+
+/// The budget in bytes, or as a part of the disks.
+fn budget(text: Option<&str>) -> Result<(Option<u64>, Option<u32>), Complaint> {
+    let name = "store.budget";
+    match text.map(|text| (text, size::percent(text))) {
+        None => Ok((None, None)),
+        Some((text, None)) => Ok((Some(sized(name, text)?), None)),
+        Some((_, Some(part))) => Ok((None, Some(part.map_err(|fault| Complaint::new(name, &fault.what))?))),
     }
 }
 

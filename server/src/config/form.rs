@@ -132,6 +132,30 @@ settings! {
     connections, "limits", "connections", "KVARTS_LIMITS_CONNECTIONS", "connections";
     /// Threads that serve connections [default: 2, or 1 on one core]
     threads, "limits", "threads", "KVARTS_LIMITS_THREADS", "threads";
+    /// The members of the cluster that this node belongs to, a TOML file, or etcd://HOST:PORT/PREFIX [default: no cluster]
+    members, "cluster", "members", "KVARTS_CLUSTER_MEMBERS", "cluster";
+    /// The name of the cluster: nodes of another name are refused [default: kvarts]
+    cluster_name, "cluster", "name", "KVARTS_CLUSTER_NAME", "cluster-name";
+    /// What all nodes of the cluster know and nobody else does: a file of 32 bytes or more
+    cluster_secret, "cluster", "secret", "KVARTS_CLUSTER_SECRET", "cluster-secret";
+    /// This node's certificate chain for other nodes, a PEM file; it names kvarts- and the node's id
+    cluster_certificate, "cluster", "certificate", "KVARTS_CLUSTER_CERTIFICATE", "cluster-certificate";
+    /// The key of that certificate, a PEM file
+    cluster_key, "cluster", "key", "KVARTS_CLUSTER_KEY", "cluster-key";
+    /// The authority whose certificates the nodes of the cluster have, a PEM file
+    cluster_authority, "cluster", "authority", "KVARTS_CLUSTER_AUTHORITY", "cluster-authority";
+    /// With etcd: where other nodes reach this one, a host and a port
+    cluster_address, "cluster", "address", "KVARTS_CLUSTER_ADDRESS", "cluster-address";
+    /// With etcd: nodes of one zone are near to each other
+    cluster_zone, "cluster", "zone", "KVARTS_CLUSTER_ZONE", "cluster-zone";
+    /// With etcd: seconds after which a node that is gone is no member any more [default: 15]
+    cluster_lease, "cluster", "lease", "KVARTS_CLUSTER_LEASE", "cluster-lease";
+    /// Where other nodes are served [default: this node's address among the members]
+    cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen";
+    /// Copies of blocks that this node's part of the directory may know, 20 bytes each [default: 16000000]
+    cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries";
+    /// Bytes a second that other nodes get from this one [default: no limit]
+    cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate";
     /// How files should reach the memory of devices: auto, direct, compatibility or staging [default: auto]
     cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile";
     /// Hours between two runs of the scrubber, or 0 for none [default: 24]

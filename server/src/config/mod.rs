@@ -8,7 +8,7 @@
 mod check;
 mod form;
 mod memory;
-mod size;
+pub mod size;
 mod socket;
 
 use std::net::SocketAddr;
@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 pub use check::Complaint;
 pub use form::Settings;
 use kvarts_gpudirect::cufile::Wish;
+use kvarts_peer::etcd::EtcdOptions;
 use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
@@ -56,6 +57,52 @@ pub struct TlsFiles {
     pub client_authority: Option<PathBuf>,
 }
 
+/// What a node shows to others, and whom it believes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct NodeTlsFiles {
+    /// Its certificate chain, PEM.
+    pub certificate: PathBuf,
+    /// Its key, PEM.
+    pub key: PathBuf,
+    /// The authority of the cluster, PEM.
+    pub authority: PathBuf,
+}
+
+/// Who names the members of a cluster.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum MembersFrom {
+    /// A file, the same on every node.
+    File(PathBuf),
+    /// They register themselves.
+    Etcd {
+        /// Where.
+        at: EtcdOptions,
+        /// Where other nodes reach this one.
+        address: String,
+        /// Nodes of one zone are near to each other.
+        zone: String,
+    },
+}
+
+/// Where a node finds its cluster.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ClusterConfig {
+    /// Who names the members.
+    pub members: MembersFrom,
+    /// The name of the cluster.
+    pub name: String,
+    /// The file with what all nodes know; none: only members on this host.
+    pub secret: Option<PathBuf>,
+    /// This node's certificate, its key and the authority of the cluster; none: nothing between nodes is encrypted.
+    pub tls: Option<NodeTlsFiles>,
+    /// Where other nodes are served; none: at this node's address among the members.
+    pub listen: Option<SocketAddr>,
+    /// Copies that this node's part of the directory may know.
+    pub entries: u64,
+    /// Bytes a second that other nodes get from this one; none: no limit.
+    pub serve_rate: Option<u64>,
+}
+
 /// A complete, checked configuration.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -63,6 +110,8 @@ pub struct Config {
     pub directories: Vec<PathBuf>,
     /// Bytes that the store may have on disk; none: what fits, decided at the start.
     pub budget: Option<u64>,
+    /// The same as hundredths of the disks.
+    pub budget_part: Option<u32>,
     /// Bytes of a segment file, used when the store is made; none: the usual size.
     pub segment_bytes: Option<u64>,
     /// When the store is made: shards of each directory; none: by the budget, decided at the start.
@@ -103,6 +152,8 @@ pub struct Config {
     pub threads: usize,
     /// Who may do what.
     pub gate: Gate,
+    /// The cluster that this node belongs to; none: it stands alone.
+    pub cluster: Option<ClusterConfig>,
     /// How files should reach the memory of devices.
     pub cufile: Wish,
     /// How long after each other the scrubber runs; none: never.

@@ -52,7 +52,7 @@ fn what_is_no_setting_is_refused_by_name() {
     assert!(complaint("budget = 1\n").contains("budget is no table"));
     assert!(complaint("[store\n").starts_with("configuration: kvarts.toml: "));
     assert!(complaint("[store]\nexecutors = 0\n").contains("1 to 256"));
-    assert!(complaint("[store]\nbudget = '5 MB'\n").contains("no size"));
+    assert!(complaint("[store]\nbudget = '5 XB'\n").contains("no size"));
     assert!(complaint("[limits]\nmemory = '1 MiB'\n").contains("64 MiB"));
     assert!(complaint("[listen]\ngrpc = 'localhost'\n").contains("no address"));
     assert!(complaint("[device]\ncufile = 'gds'\n").contains("device.cufile: unknown mode"));

@@ -7,6 +7,7 @@
     reason = "the daemon stands outside the simulation: sockets and key files"
 )]
 
+mod cluster;
 mod devices;
 pub mod notify;
 mod opened;
@@ -98,9 +99,8 @@ impl Daemon {
         let (tcp, grpc) = listen(config.grpc, "listen.grpc")?;
         let (metrics_listener, metrics) = listen(config.metrics, "listen.metrics")?;
         let group = config.socket_group.as_deref().map(socket::group).transpose()?;
-        let unix = config.socket.as_deref().map(|path| socket::listen(path, group));
-        let unix = match unix {
-            Some(listening) => Some(listening.await?),
+        let unix = match config.socket.as_deref() {
+            Some(path) => Some(socket::listen(path, group).await?),
             None => None,
         };
         if config.gate.is_open() {
@@ -115,7 +115,12 @@ impl Daemon {
         let limits = LocalLimits { mapped_max, files_max: memories, threads };
         let locals = Locals::new(limits, &tenants, instance);
         let store = home.store().clone();
-        let decided = Decided { notes, files, limits: uncounted(config) };
+        let first = config.directories.first().map(PathBuf::as_path).unwrap_or(Path::new("."));
+        let cluster = match &config.cluster {
+            Some(config) => Some(cluster::start(config, first, &store, &mut notes).await?),
+            None => None,
+        };
+        let decided = Decided { notes, files, limits: uncounted(config), cluster };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
         let renew = tls.is_some().then_some(renew);
@@ -127,15 +132,14 @@ impl Daemon {
         let scrub = |every| tokio::spawn(scrub::keep(Arc::clone(&state), every, pace));
         let scrub_task = config.scrub_every.map(scrub);
         let socket = config.socket.clone();
-        let (over, fault) = (false, None);
         Ok(Self {
             state,
             home,
             opened,
             serving,
             renew,
-            over,
-            fault,
+            over: false,
+            fault: None,
             metrics_task,
             scrub_task,
             grpc,
@@ -164,7 +168,11 @@ impl Daemon {
             // Its receiver is gone where nothing is served any more.
             let _ = renew.send(tls).await;
         }
-        Ok(changed.notes)
+        let mut notes = changed.notes;
+        if let (Some(config), Some(node)) = (&config.cluster, &self.state.decided.cluster) {
+            notes.push(cluster::reload(config, node)?);
+        }
+        Ok(notes)
     }
 
     /// What opening the store found.
@@ -203,6 +211,9 @@ impl Daemon {
             tracing::warn!(calls = state.calls(), "calls did not end in time and are broken off");
         }
         serving.abort();
+        if let Some(node) = &state.decided.cluster {
+            node.stop();
+        }
         if let Some(task) = metrics_task {
             task.abort();
         }
@@ -339,7 +350,15 @@ fn fitting_budget(
         kvarts_store::home::make(directory).map_err(|error| fault(&error))?;
         let space = rustix::fs::statvfs(directory).map_err(|error| fault(&error))?;
         let free = space.f_bavail.saturating_mul(space.f_frsize);
-        total = total.saturating_add(free / 100 * FREE_SHARE).saturating_add(bytes_below(directory));
+        let here = bytes_below(directory);
+        let share = match config.budget_part {
+            // No more than there is, whoever else has a part of the disk.
+            Some(part) => (space.f_blocks.saturating_mul(space.f_frsize) / 100)
+                .saturating_mul(part.into())
+                .min(free.saturating_add(here)),
+            None => (free / 100 * FREE_SHARE).saturating_add(here),
+        };
+        total = total.saturating_add(share);
     }
     let least = segment_bytes.saturating_mul(SEGMENTS_MIN);
     if total < least {
@@ -347,10 +366,11 @@ fn fitting_budget(
         let smaller = if is_made { "" } else { ", or make the store with a smaller --segment" };
         return Err(format!("the disk has room for {free}, the store needs {least}: free some{smaller}"));
     }
-    notes.push(format!(
-        "budget: {}, which is {FREE_SHARE}% of the free disk and what is here",
-        human::bytes(total)
-    ));
+    let of = match config.budget_part {
+        Some(part) => format!("{part}% of the disk"),
+        None => format!("{FREE_SHARE}% of the free disk, plus what the store has already"),
+    };
+    notes.push(format!("budget: {} ({of})", human::bytes(total)));
     Ok(total)
 }
 

@@ -1,130 +1,18 @@
-//! The calls about models and blocks that move no bytes: lookups, leases, pins, times, deletion.
+//! The calls about blocks that move no bytes: lookups, leases, pins, times, deletion.
 
-use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use kvarts_layout::BlockKey;
 use kvarts_store::api::{
     ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchRequest,
     Presence, Target, TtlRequest,
 };
 use kvarts_store::error::Reason;
-use prost::Message;
 
 use super::call::Call;
 use super::fault::{Fault, Outcome};
-use super::heavy::{self, heavily};
-use super::{convert, digest, limits};
-use crate::human;
-use crate::state::{Model, ModelLimits};
-use kvarts_wire::proto;
-
-/// Registers a model for the caller's tenant.
-pub(super) async fn register_model(
-    call: Arc<Call>,
-    wire: proto::RegisterModelRequest,
-) -> Outcome<proto::RegisterModelReply> {
-    // Small requests may have large answers here.
-    if wire.columns.len() > COLUMNS_FEW {
-        call.keep_large(limits::SHAPE_PARTS_MAX * PART_BYTES / limits::LARGE_FACTOR).await?;
-    }
-    heavily(call, heavy::of_registration(&wire), move |call| registered(call, wire)).await
-}
-
-/// Columns whose shapes make no large answer.
-const COLUMNS_FEW: usize = 8;
-/// Bytes of a layer or chunk of a shape in an answer, and what it is made of.
-const PART_BYTES: usize = 64;
-
-fn registered(call: &Call, wire: proto::RegisterModelRequest) -> Outcome<proto::RegisterModelReply> {
-    if wire.columns.len() > limits::COLUMNS_MAX {
-        return Err(Fault::malformed(format!("columns: at most {}", limits::COLUMNS_MAX)));
-    }
-    let identity = wire.identity.ok_or_else(|| Fault::malformed("identity: it is missing"))?;
-    let geometry = convert::geometry(wire.spec)?;
-    let salt = call.caller.tenant.salt.clone();
-    let identity = convert::identity(identity, salt, geometry.fingerprint())?;
-    let (state, caller) = (&call.state, &call.caller);
-    // What a list of the tenant's models has of it.
-    let listed = convert::wire_identity(&identity).encoded_len() as u64 + LISTED_BYTES;
-    let (count, most_listed, memory) =
-        (limits::MODELS_MAX, limits::MODELS_BYTES_MAX, limits::MODELS_MEMORY_MAX);
-    let most = ModelLimits { count, listed: most_listed, memory };
-    let model = state.models.register(state.store(), caller, identity, geometry, (listed, most))?;
-    let shapes = shapes(&model, &wire.columns)?;
-    tell_waste(call, &shapes);
-    let namespace = Bytes::copy_from_slice(model.namespace.as_bytes());
-    Ok(proto::RegisterModelReply {
-        crc32: digest::of_model(&convert::wire_identity(&model.identity), &namespace),
-        namespace,
-        spec_fingerprint: model.identity.spec_fingerprint.as_bytes().to_vec().into(),
-        shapes,
-    })
-}
-
-/// Bytes of a model in a list beside its identity: its namespace, its number of layers, and what stands around them.
-const LISTED_BYTES: u64 = 64;
-
-/// The shapes of columns, each once: in all no more of them than an answer has room for.
-fn shapes(model: &Model, columns: &[proto::Column]) -> Outcome<Vec<proto::Shape>> {
-    let (mut seen, mut chunks, mut shapes) = (BTreeSet::new(), 0, Vec::with_capacity(columns.len()));
-    for (at, column) in columns.iter().enumerate() {
-        let (group, coordinate) = convert::column(Some(column))?;
-        if !seen.insert((group, coordinate)) {
-            return Err(Fault::malformed(format!("columns: {at} stands there twice")));
-        }
-        let shape = model.shape(group, coordinate)?;
-        chunks += shape.chunk_count() as usize + shape.layers().len();
-        if chunks > limits::SHAPE_PARTS_MAX {
-            let most = limits::SHAPE_PARTS_MAX;
-            return Err(Fault::malformed(format!("columns: more than {most} layers and chunks in all")));
-        }
-        shapes.push(convert::wire_shape(group, coordinate, &shape));
-    }
-    Ok(shapes)
-}
-
-/// Hundredths of a segment that blocks may leave empty without a word.
-const WASTE_MAX: u64 = 20;
-
-/// Tells the log of blocks of which so few fit into a segment that much of the disk stays empty.
-fn tell_waste(call: &Call, shapes: &[proto::Shape]) {
-    let segment = call.state.engine.segment_bytes();
-    for shape in shapes {
-        let waste = waste(segment, shape.block_bytes);
-        if waste > WASTE_MAX && call.state.audit.may_tell() {
-            let (block, segment) = (human::bytes(shape.block_bytes), human::bytes(segment));
-            tracing::warn!(
-                "blocks of {block} leave {waste}% of each segment of {segment} empty: make the store with larger \
-                 segments (--segment, or `kvarts compact --to` for a store that is there)"
-            );
-        }
-    }
-}
-
-/// Hundredths of a segment that whole blocks of this size cannot fill. Some pages of a segment are its own.
-fn waste(segment_bytes: u64, block_bytes: u64) -> u64 {
-    const PAGE: u64 = kvarts_layout::format::PAGE_BYTES;
-    let room = segment_bytes.saturating_sub(4 * PAGE);
-    100 - (room / block_bytes.max(1)).saturating_mul(block_bytes).saturating_mul(100) / segment_bytes.max(1)
-}
-
-/// The models of the caller's tenant.
-pub(super) async fn list_models(call: &Call) -> Outcome<proto::ListModelsReply> {
-    let listed = call.state.models.used(call.caller.tenant.number).listed as usize;
-    if listed > limits::SMALL_REQUEST_BYTES {
-        call.keep_large(listed).await?;
-    }
-    let model = |model: std::sync::Arc<crate::state::Model>| proto::list_models_reply::Model {
-        namespace: model.namespace.as_bytes().to_vec().into(),
-        identity: Some(convert::wire_identity(&model.identity)),
-        layers: model.geometry.layers().len() as u32,
-    };
-    let models = call.state.models.all(&call.caller).into_iter().map(model).collect();
-    Ok(proto::ListModelsReply { models })
-}
+use super::{convert, limits};
+use kvarts_wire::{plans, proto};
 
 /// Terms of a lease, if one is wanted and the tenant may have one more.
 fn terms(call: &Call, hold: Option<Duration>, cap: Option<u64>) -> Outcome<Option<LeaseTerms>> {
@@ -159,12 +47,15 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
         )));
     }
     let lease = terms(call, convert::hold(wire.lease_ms), wire.lease_cap_bytes)?;
+    let times = wire.plan.as_ref().map(|plan| call.state.times.of(plan.times.as_ref())).transpose()?;
+    let plan = wire.plan.as_ref().zip(times.as_deref()).map(|(wire, times)| plans::terms(wire, times));
     let request = MatchRequest {
         namespace,
         keys: &keys,
         requirements: &requirements,
         recompute_tokens_max: wire.recompute_tokens_max.unwrap_or(u64::MAX),
         lease,
+        plan,
     };
     let found = call.state.store().match_prefix(&request)?;
     let short = keys.len() as u64 - u64::from(found.usable.longest.blocks).min(keys.len() as u64);
@@ -181,7 +72,23 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
         coverage: found.usable.coverage.iter().map(coverage).collect(),
         pending: found.pending,
         lease: named(call, found.lease, lease),
+        plan: found.plan.as_deref().map(plans::wire_planned),
+        in_cluster: None,
     })
+}
+
+/// Says where a request should go.
+pub(super) fn route(call: &Call, wire: &proto::RouteRequest) -> Outcome<proto::RouteReply> {
+    let times = call.state.times.of(wire.times.as_ref())?;
+    let mut nodes = plans::nodes(&wire.nodes);
+    if let Some(this) = wire.this_node {
+        let disk = call.state.engine.disk_link().link;
+        for node in nodes.iter_mut().filter(|node| node.node == this) {
+            (node.disk_bytes_per_ms, node.disk_queue_ms) = (disk.bytes_per_ms, disk.wait_ms());
+        }
+    }
+    let route = plans::question(wire, &nodes)?.route(&*times);
+    Ok(plans::wire_route(&route, if wire.explain { usize::MAX } else { 1 }))
 }
 
 /// Says of each block whether it is here.
@@ -301,20 +208,4 @@ pub(crate) async fn delete(
         proto::delete_reply::Outcome { what: what.into(), error }
     };
     Ok(proto::DeleteReply { outcomes: reply.outcomes.iter().map(outcome).collect(), blocks: reply.blocks })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_that_fill_a_segment_badly_are_noticed_and_usual_ones_are_not() {
-        const MIB: u64 = 1 << 20;
-        assert_eq!(
-            [waste(256 * MIB, 2 * MIB) <= WASTE_MAX, waste(256 * MIB, 32 * MIB) <= WASTE_MAX],
-            [true; 2]
-        );
-        assert_eq!(waste(64 * MIB, 32 * MIB), 50, "two of them do not fit");
-        assert_eq!(waste(64 * MIB, 64 * MIB), 100, "not even one does");
-    }
 }

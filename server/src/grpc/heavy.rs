@@ -18,6 +18,9 @@ const SPEC_BYTES_PER_ENTRY: usize = 16;
 /// A column's shape of a large model, in entries of a look-up.
 const ENTRIES_PER_COLUMN: usize = 512;
 
+/// What is counted of a node that a request may go to.
+const CANDIDATES_PER_NODE: usize = 6;
+
 /// An answer to a look-up.
 pub(crate) trait Answer: Send + 'static {
     /// The name of the lease that was taken; 0 for none.
@@ -44,8 +47,10 @@ impl Answer for proto::PinReply {
     }
 }
 
+impl Answer for proto::RouteReply {}
 impl Answer for proto::SetTtlReply {}
 impl Answer for proto::RegisterModelReply {}
+impl Answer for proto::ListModelsReply {}
 
 /// An answer on its way to its caller.
 struct Told<A: Answer>(Arc<Call>, Option<A>);
@@ -86,6 +91,11 @@ pub(crate) async fn heavily<A: Answer>(
 pub(crate) fn of_match(wire: &proto::MatchRequest) -> usize {
     let columns: usize = wire.requirements.iter().map(|one| one.coordinates.len().max(1)).sum();
     of_keys(&wire.keys).saturating_mul(columns)
+}
+
+/// Candidates that a route counts.
+pub(crate) fn of_route(wire: &proto::RouteRequest) -> usize {
+    wire.nodes.len().saturating_mul(CANDIDATES_PER_NODE)
 }
 
 /// Keys of a request.

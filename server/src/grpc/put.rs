@@ -30,7 +30,7 @@ pub(crate) struct Upload {
     namespace: NamespaceId,
     group: Group,
     coordinate: Coordinate,
-    pub(crate) shape: BlockShape,
+    pub(crate) shape: Arc<BlockShape>,
     parent: Parent,
     first_block: Option<u32>,
     pub(crate) keys: Vec<BlockKey>,
@@ -55,9 +55,9 @@ impl Upload {
             return Err(Reason::Length { expected, found }.into());
         }
         let namespace = convert::namespace(&header.namespace)?;
-        let model = call.state.models.get(&call.caller, namespace)?;
+        call.state.models.get(&call.caller, namespace)?;
         let (group, coordinate) = convert::column(header.column.as_ref())?;
-        let shape = model.shape(group, coordinate)?;
+        let shape = call.state.engine.shape(namespace, group, coordinate)?;
         let total = shape.block_bytes().saturating_mul(keys.len() as u64);
         if shape.block_bytes() > call.state.memory.piece_max() || total > limits::REQUEST_BYTES_MAX {
             return Err(Reason::TooMany("bytes").into());

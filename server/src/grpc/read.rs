@@ -15,9 +15,9 @@ use kvarts_layout::plan::{Tile, TileChunk, TileRange};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_store::api::{
     Arrived, Digests, Late, Order, Placed, ReadEnd, ReadProgress, TileBytes, TileMemory, TileSource,
-    TiledRead, TiledRequest, Verify,
+    TiledRead, TiledRequest, Verify, wanted_layers,
 };
-use kvarts_store::engine::{StoreTiles, TileRuns};
+use kvarts_store::engine::TileRuns;
 use kvarts_store::error::Reason;
 use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_store::rt::Class;
@@ -33,7 +33,7 @@ use super::unsent::{Unsent, UnsentGuard};
 use super::{convert, limits};
 use crate::state::parts::Part as Charge;
 use crate::state::tenant::Paid;
-use crate::state::{CachedTile, SharedBytes, TileStart};
+use crate::state::{CachedTile, NodeTiles, SharedBytes, TileStart};
 use kvarts_wire::proto;
 use kvarts_wire::proto::read_reply::Part;
 
@@ -43,7 +43,7 @@ pub(crate) struct Download {
     pub(crate) namespace: NamespaceId,
     pub(crate) group: Group,
     pub(crate) coordinate: Coordinate,
-    pub(crate) shape: BlockShape,
+    pub(crate) shape: Arc<BlockShape>,
     pub(crate) keys: Vec<BlockKey>,
     pub(crate) layers: Range<u32>,
     pub(crate) order: Order,
@@ -78,17 +78,11 @@ impl Download {
             return Err(Reason::Duplicate(**key).into());
         }
         let namespace = convert::namespace(&wire.namespace)?;
-        let model = call.state.models.get(&call.caller, namespace)?;
+        call.state.models.get(&call.caller, namespace)?;
         let (group, coordinate) = convert::column(wire.column.as_ref())?;
-        let shape = model.shape(group, coordinate)?;
-        let count = u32::try_from(shape.layers().len()).map_err(|_| Reason::TooMany("layers"))?;
-        let layers = wire.layers.map_or(0..count, |range| range.start..range.end);
-        if layers.is_empty() {
-            return Err(Reason::Empty.into());
-        }
-        if layers.end > count {
-            return Err(Reason::Shape(format!("layers up to {}, the group has {count}", layers.end)).into());
-        }
+        let shape = call.state.engine.shape(namespace, group, coordinate)?;
+        let layers = wire.layers.map(|range| range.start..range.end);
+        let layers = wanted_layers(layers.as_ref(), &shape)?;
         let class = match proto::ReadClass::try_from(wire.class) {
             Ok(proto::ReadClass::ReadForeground) => Class::Foreground,
             Ok(proto::ReadClass::ReadPrefetch) => Class::Prefetch,
@@ -115,7 +109,7 @@ impl Download {
 }
 
 /// A read whose tiles go to the connection.
-type Reading = TiledRead<StoreTiles, WithTile>;
+type Reading = TiledRead<NodeTiles, WithTile>;
 
 /// What goes with a tile.
 #[derive(Debug)]
@@ -234,7 +228,7 @@ async fn work(
 ) {
     let most = call.state.at_once(&call.caller.tenant, limits::TILE_BYTES).min(call.state.memory.piece_max());
     let large = LargeReads::enter(&call.state.large_reads, download.bytes());
-    let read = call.state.engine.read_tiles(download.request(&call));
+    let read = call.state.read_tiles(download.request(&call), &download.shape).await;
     let sending = Sending { call, download, to, slot, guard, digest: Mutex::new(digest), large, most };
     let mut read = match read {
         Ok(read) => read.with_digests().with_whole_tiles(),
@@ -300,7 +294,9 @@ impl Sending {
             let fits = is_least || tile.bytes(&self.download.shape) <= self.most;
             (fits && read.accepts(&tile)).then_some((tile, cached))
         };
-        Some(match self.call.state.memory.tiles().find(&start).and_then(fits) {
+        let kept = Some(&start).filter(|_| read.source().can_be_kept());
+        let kept = kept.and_then(|start| self.call.state.memory.tiles().find(start));
+        Some(match kept.and_then(fits) {
             Some((tile, cached)) => Next { tile, start, cached: Some(cached) },
             None => Next { tile: read.next_tile(self.tile_bytes())?, start, cached: None },
         })
@@ -330,7 +326,7 @@ impl Sending {
         let buf = self.charged(&piece, charge);
         tiles.count(false);
         read.grant_by(tile, buf, |source, tile, placed| {
-            if !tiles.is_wanted(&start) {
+            if !source.can_be_kept() || !tiles.is_wanted(&start) {
                 return Ok((source.begin(tile, placed)?, WithTile { paid, keep: None }));
             }
             let (stream, runs) = source.begin_known(tile, placed)?;

@@ -229,6 +229,10 @@ fn router(
                 .max_decoding_message_size(limits::MODEL_BYTES_MAX),
         )
         .add_service(proto::store_server::StoreServer::new(Services).max_decoding_message_size(bounded))
+        .add_service(
+            proto::directory_server::DirectoryServer::new(Services).max_decoding_message_size(bounded),
+        )
+        .add_service(proto::plans_server::PlansServer::new(Services).max_decoding_message_size(bounded))
         .add_service(proto::admin_server::AdminServer::new(Services).max_decoding_message_size(bounded));
     match reflection {
         Ok(reflection) => {

@@ -22,9 +22,12 @@ use super::frame::{self, ReadBody};
 use super::heavy::{self, heavily};
 use super::messages::Messages;
 use super::read::Download;
-use super::{admin, calls, limits, read, watch};
+use super::{admin, calls, directory, limits, models, read, watch};
 use kvarts_wire::proto;
-use kvarts_wire::proto::{admin_server::Admin, models_server::Models, store_server::Store};
+use kvarts_wire::proto::{
+    admin_server::Admin, directory_server::Directory, models_server::Models, plans_server::Plans,
+    store_server::Store,
+};
 use std::sync::Arc;
 
 /// What a method gives.
@@ -40,14 +43,14 @@ impl Models for Services {
         &self,
         request: Request<proto::RegisterModelRequest>,
     ) -> Answer<proto::RegisterModelReply> {
-        answer(request, calls::register_model).await
+        answer(request, models::register).await
     }
 
     async fn list_models(
         &self,
         request: Request<proto::ListModelsRequest>,
     ) -> Answer<proto::ListModelsReply> {
-        answer(request, |call, _| async move { calls::list_models(&call).await }).await
+        answer(request, models::list).await
     }
 }
 
@@ -60,7 +63,17 @@ impl Store for Services {
 
     async fn r#match(&self, request: Request<proto::MatchRequest>) -> Answer<proto::MatchReply> {
         answer(request, |call, wire| {
-            heavily(call, heavy::of_match(&wire), move |call| calls::match_prefix(call, wire))
+            let asked = wire.clone();
+            let found = heavily(Arc::clone(&call), heavy::of_match(&wire), move |call| {
+                calls::match_prefix(call, wire)
+            });
+            async move {
+                let mut found = found.await?;
+                if asked.of_cluster {
+                    found.in_cluster = directory::in_cluster(&call, &asked, &found).await?;
+                }
+                Ok(found)
+            }
         })
         .await
     }
@@ -107,6 +120,38 @@ impl Store for Services {
 
     async fn delete(&self, request: Request<proto::DeleteRequest>) -> Answer<proto::DeleteReply> {
         answer(request, calls::delete).await
+    }
+}
+
+#[tonic::async_trait]
+impl Directory for Services {
+    async fn lookup(&self, request: Request<proto::LookupRequest>) -> Answer<proto::LookupReply> {
+        answer(request, directory::lookup).await
+    }
+
+    async fn chain(&self, request: Request<proto::ChainRequest>) -> Answer<proto::ChainReply> {
+        answer(request, directory::chain).await
+    }
+
+    async fn replicate(&self, request: Request<proto::ReplicateRequest>) -> Answer<proto::ReplicateReply> {
+        answer(request, directory::replicate).await
+    }
+
+    async fn status(
+        &self,
+        request: Request<proto::ClusterStatusRequest>,
+    ) -> Answer<proto::ClusterStatusReply> {
+        answer(request, |call, _| async move { directory::status(&call) }).await
+    }
+}
+
+#[tonic::async_trait]
+impl Plans for Services {
+    async fn route(&self, request: Request<proto::RouteRequest>) -> Answer<proto::RouteReply> {
+        answer(request, |call, wire| {
+            heavily(call, heavy::of_route(&wire), move |call| calls::route(call, &wire))
+        })
+        .await
     }
 }
 

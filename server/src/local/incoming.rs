@@ -8,8 +8,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rustix::net::RecvFlags;
-use tokio::io::Interest;
-use tokio::net::UnixStream;
 use tokio::time::Instant;
 
 use super::frame::{Head, NoFrame};
@@ -17,6 +15,7 @@ use super::limits::{
     BODY_BYTES_MAX, HEAD_BYTES, HELLO_BYTES_MAX, RECEIVE_BYTES, RECEIVING_RATE, RECEIVING_STEP_BYTES, SLOW,
     SMALL_BODY_BYTES, STALL,
 };
+use super::line::Line;
 use super::{Locals, socket};
 use crate::state::parts::Part;
 
@@ -102,9 +101,9 @@ impl Incoming {
     }
 
     /// Takes what there is.
-    pub(super) fn receive(&mut self, stream: &UnixStream) -> Result<(), Ended> {
+    pub(super) fn receive(&mut self, line: &Line) -> Result<(), Ended> {
         let Self { scratch, descriptors, bytes, .. } = self;
-        let got = stream.try_io(Interest::READABLE, || {
+        let got = line.try_receive(|stream| {
             socket::receive(stream, scratch, descriptors, RecvFlags::empty()).map_err(io::Error::from)
         });
         match got {

@@ -19,6 +19,8 @@ use kvarts_wire::proto;
 pub(super) struct Memory {
     pub(super) region: Arc<Region>,
     pub(super) mode: Mode,
+    /// The server does not look at what disks wrote there.
+    pub(super) client_verifies: bool,
     _pinned: Option<Arc<Pinned>>,
 }
 
@@ -40,7 +42,7 @@ impl Memory {
             return Err(malformed("adopted memory is the client's: a descriptor comes with it"));
         }
         let part = locals.mapped.try_take(tenant, wire.bytes).ok_or(Reason::TooMany("bytes"))?;
-        // Adopted memory is whatever the client has: what is read into it is verified by the client alone.
+        // Adopted memory is whatever the client has.
         let is_pinned = mode != Mode::Adopted;
         // What is to be registered has a second one until it is.
         let files = if is_pinned { 2 } else { 1 };
@@ -74,7 +76,8 @@ impl Memory {
         let (mine, theirs) = if made { (None, Some(second)) } else { (Some(second), None) };
         let pinned = is_pinned.then(|| Pinned::begin((locals, tenant), store, (&region, mine), elsewhere));
         let (pinned, ready) = pinned.flatten().unzip();
-        let memory = Self { region, mode, _pinned: pinned.map(Arc::new) };
+        let client_verifies = wire.client_verifies || mode == Mode::Adopted;
+        let memory = Self { region, mode, client_verifies, _pinned: pinned.map(Arc::new) };
         Ok((memory, theirs, ready))
     }
 }

@@ -20,6 +20,7 @@
 )]
 
 mod incoming;
+mod line;
 mod listen;
 mod memory;
 mod named;
@@ -30,10 +31,11 @@ mod put;
 mod read;
 mod reaper;
 mod session;
+mod short;
 mod threads;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub(crate) use listen::split;
@@ -73,7 +75,8 @@ pub struct ClientFacts {
 /// The clients of the local path, and what all of them share.
 #[derive(Debug)]
 pub struct Locals {
-    clients: Mutex<BTreeMap<u64, ClientFacts>>,
+    /// Each with its short reads under way, which others count.
+    clients: Mutex<BTreeMap<u64, (ClientFacts, Arc<AtomicU32>)>>,
     next: AtomicU64,
     /// Sessions.
     sessions: Parts,
@@ -160,14 +163,18 @@ impl Locals {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, ClientFacts>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, (ClientFacts, Arc<AtomicU32>)>> {
         // Each change is one step.
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// All clients that are here.
     pub fn clients(&self) -> Vec<ClientFacts> {
-        self.lock().values().cloned().collect()
+        let client = |(facts, short): &(ClientFacts, Arc<AtomicU32>)| {
+            let under_way = facts.under_way.saturating_add(short.load(Ordering::Relaxed));
+            ClientFacts { under_way, ..facts.clone() }
+        };
+        self.lock().values().map(client).collect()
     }
 
     /// Bytes of clients' memory that are mapped now.
@@ -201,14 +208,14 @@ struct Entry {
 }
 
 impl Entry {
-    fn new(all: &Arc<Locals>, facts: ClientFacts) -> Self {
+    fn new(all: &Arc<Locals>, facts: ClientFacts, short: &Arc<AtomicU32>) -> Self {
         let number = all.next.fetch_add(1, Ordering::Relaxed);
-        all.lock().insert(number, facts);
+        all.lock().insert(number, (facts, Arc::clone(short)));
         Self { all: Arc::clone(all), number }
     }
 
     fn change(&self, change: impl FnOnce(&mut ClientFacts)) {
-        if let Some(facts) = self.all.lock().get_mut(&self.number) {
+        if let Some((facts, _)) = self.all.lock().get_mut(&self.number) {
             change(facts);
         }
     }

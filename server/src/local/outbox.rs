@@ -1,15 +1,15 @@
-//! What waits for a client to take it: frames in order, bounded, each perhaps with a descriptor.
+//! What waits for a client to take it: frames in order, bounded, each perhaps with a descriptor. The session sends them;
+//! where nothing waits, whoever has a frame sends it himself, and the session need not be woken.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::io::Interest;
-use tokio::net::UnixStream;
 use tokio::sync::Notify;
 
 use super::limits::{OUTBOX_BYTES, OUTBOX_BYTES_MAX, UNTAKEN_STEP_BYTES};
+use super::line::Line;
 use super::socket;
 use crate::state::parts::Part;
 
@@ -30,6 +30,8 @@ struct State {
     /// Bytes that were ever sent.
     sent: u64,
     closed: bool,
+    /// Where everything goes, for those who send themselves. Not beyond the end: the connection must be closed then.
+    line: Option<Arc<Line>>,
     /// What it has of the bytes that may wait in all sessions; nothing before its tenant is known.
     part: Option<Part>,
 }
@@ -64,18 +66,44 @@ impl Outbox {
     }
 
     pub(super) fn push_with(&self, bytes: Vec<u8>, descriptor: Option<OwnedFd>) {
-        let mut state = self.lock();
+        self.put_in(self.lock(), Waiting { bytes, sent: 0, descriptor });
+    }
+
+    fn put_in(&self, mut state: MutexGuard<'_, State>, waiting: Waiting) {
         if state.closed {
             return;
         }
-        state.bytes += bytes.len();
-        state.queue.push_back(Waiting { bytes, sent: 0, descriptor });
+        state.bytes += waiting.bytes.len() - waiting.sent;
+        state.queue.push_back(waiting);
         let full = !state.count();
         drop(state);
         if full {
             self.close();
         }
         self.ready.notify_one();
+    }
+
+    /// From now on frames may be sent by who has them.
+    pub(super) fn sends_to(&self, line: &Arc<Line>) {
+        self.lock().line = Some(Arc::clone(line));
+    }
+
+    /// Whether a frame could be sent now, as far as can be told without waiting.
+    pub(super) fn is_idle(&self) -> bool {
+        self.state.try_lock().is_ok_and(|state| state.line.is_some() && state.queue.is_empty())
+    }
+
+    /// Sends a frame on this thread if nothing waits, and puts in what the socket does not take.
+    pub(super) fn tell(&self, bytes: Vec<u8>) {
+        let mut state = self.lock();
+        let idle = state.line.as_ref().filter(|_| state.queue.is_empty());
+        // An error is seen again by the session, which ends then.
+        let sent =
+            idle.map_or(0, |to| socket::try_send(to.socket(), &[IoSlice::new(&bytes)], None).unwrap_or(0));
+        state.sent += sent as u64;
+        if sent < bytes.len() {
+            self.put_in(state, Waiting { bytes, sent, descriptor: None });
+        }
     }
 
     /// From now on what waits counts among what waits in all sessions.
@@ -102,7 +130,7 @@ impl Outbox {
         let mut state = self.lock();
         state.closed = true;
         state.bytes = 0;
-        state.part = None;
+        (state.part, state.line) = (None, None);
         let dropped = std::mem::take(&mut state.queue);
         drop(state);
         drop(dropped);
@@ -120,7 +148,7 @@ impl Outbox {
     }
 
     /// Sends what the socket takes; whether everything was sent.
-    pub(super) fn send(&self, stream: &UnixStream) -> io::Result<bool> {
+    pub(super) fn send(&self, line: &Line) -> io::Result<bool> {
         loop {
             let mut state = self.lock();
             let alone = state.queue.front().is_some_and(|front| front.descriptor.is_some());
@@ -139,9 +167,7 @@ impl Outbox {
                 return Ok(true);
             }
             let descriptor = state.queue.front().and_then(|front| front.descriptor.as_ref());
-            let sent = stream.try_io(Interest::WRITABLE, || {
-                socket::send(stream, &parts, descriptor).map_err(io::Error::from)
-            });
+            let sent = socket::try_send(line.socket(), &parts, descriptor).map_err(io::Error::from);
             drop(parts);
             let mut sent = match sent {
                 Ok(sent) => sent,

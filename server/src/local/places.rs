@@ -11,12 +11,11 @@ use kvarts_store::api::Placed;
 use kvarts_store::error::Reason;
 use kvarts_store::io::SharedBuf;
 
-use super::Mode;
 use super::memory::Memory;
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::proto;
 
-/// The places of a request, and whether some are in memory that the server does not look at. `layers` are those whose
+/// The places of a request, and whether some are in memory that the client verifies. `layers` are those whose
 /// chunks must have one; `holder` lives until the memory is not used any more.
 pub(super) fn place(
     memories: &BTreeMap<u32, Memory>,
@@ -37,7 +36,7 @@ pub(super) fn place(
         let (expected, found) = (blocks as u64, wire.slots.len() as u64);
         return Err(Reason::Length { expected, found }.into());
     }
-    let (mut used, mut numbers, mut adopted) = (Vec::new(), BTreeMap::new(), false);
+    let (mut used, mut numbers, mut client_verifies) = (Vec::new(), BTreeMap::new(), false);
     let mut targets = Vec::with_capacity(wire.targets.len());
     for (target, layer) in wire.targets.iter().zip(layer_of_chunk) {
         if target.memory == 0 {
@@ -53,7 +52,7 @@ pub(super) fn place(
                 let memory = memories.get(&target.memory).ok_or_else(|| {
                     Fault::malformed(format!("places: memory {} is not shared", target.memory))
                 })?;
-                adopted |= memory.mode == Mode::Adopted;
+                client_verifies |= memory.client_verifies;
                 let whole =
                     SharedBuf::new(&memory.region, 0, memory.region.len()).ok_or(Reason::OutOfBounds)?;
                 let number = used.len() as u32;
@@ -65,5 +64,5 @@ pub(super) fn place(
         let (base, stride) = (target.base, target.stride);
         targets.push(Some(PartTarget { memory: MemoryId(number), base, stride }));
     }
-    Ok((Placed::paged(shape, used, &targets, wire.slots)?, adopted))
+    Ok((Placed::paged(shape, used, &targets, wire.slots)?, client_verifies))
 }

@@ -9,11 +9,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvarts_store::api::{BlockOutcome, Placed};
+use crc32fast::Hasher;
+use kvarts_store::api::{BlockOutcome, Digests, Placed};
 use kvarts_store::error::Reason;
 use kvarts_store::io::BufMut;
 
-use super::limits::COPY_BYTES;
+use super::limits::{COPY_BYTES, DIGEST_BYTES};
 use super::memory::Memory;
 use super::places;
 use crate::grpc::call::Call;
@@ -67,14 +68,11 @@ impl Putting {
             let wait = tokio::time::timeout(limits::WAIT, call.state.take_memory(tenant, bytes)).await;
             let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
             let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
-            copy(&upload, &from, first, keys.len(), &mut pages).await?;
+            let copied = copy(&upload, &from, first, keys.len(), &mut pages).await?;
             let pages = pages.share();
             call.bytes_in.fetch_add(bytes, Ordering::Relaxed);
             let block_bytes = upload.shape.block_bytes() as usize;
-            let same = |block: usize| {
-                let found = pages.crc32(block * block_bytes, block_bytes);
-                digests.get(first + block) == Some(&found)
-            };
+            let same = |block: usize| digests.get(first + block) == copied.blocks.get(block);
             // What changed on the way is refused, block by block; the runs in between are stored.
             let good: Vec<bool> = (0..keys.len()).map(same).collect();
             let mut at = 0;
@@ -83,8 +81,9 @@ impl Putting {
                 at += run.len();
                 if run.first() == Some(&true) {
                     let part = pages.slice(from * block_bytes, run.len() * block_bytes);
-                    let request =
+                    let mut request =
                         upload.request(first + from, some, part.ok_or(Reason::OutOfBounds)?, &call)?;
+                    request.from = request.from.with_digests(copied.digests(&upload, from, run.len()));
                     pieces.tickets.push_back((run.len(), call.state.store().put(request)));
                     pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
                 } else {
@@ -100,28 +99,62 @@ impl Putting {
     }
 }
 
-/// Copies blocks in canonical order.
+/// What was copied: the digest of each block, and of each of its chunks.
+#[derive(Default)]
+struct Copied {
+    blocks: Vec<u32>,
+    chunks: Vec<u32>,
+}
+
+impl Copied {
+    /// Those of the chunks of some blocks, for the engine: nobody can change them any more.
+    fn digests(&self, upload: &Upload, first: usize, blocks: usize) -> Digests {
+        let digests = Digests::new(&upload.shape, blocks as u32);
+        let each = upload.shape.chunk_count() as usize;
+        for (block, chunks) in (0u32..).zip(self.chunks.chunks(each).skip(first).take(blocks)) {
+            (0u32..).zip(chunks).for_each(|(part, digest)| digests.set(part, block, *digest));
+        }
+        digests
+    }
+}
+
+/// Copies blocks in canonical order, and digests what it copied while the processor's caches have it.
 async fn copy(
     upload: &Upload,
     from: &Placed,
     first: usize,
     blocks: usize,
     pages: &mut BufMut,
-) -> Outcome<()> {
+) -> Outcome<Copied> {
     let sizes: Vec<u64> =
         upload.shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
-    let (mut at, mut turn) = (0, 0);
+    let (mut copied, mut at, mut turn) = (Copied::default(), 0, 0);
     for block in first..first + blocks {
+        let mut whole = Hasher::new();
         for (part, &bytes) in (0u32..).zip(&sizes) {
             let chunk = from.chunk(part, block as u32, bytes).ok_or(Reason::OutOfBounds)?;
-            pages.copy_from(at, &chunk, 0, chunk.len());
-            at += chunk.len();
+            let mut digest = Hasher::new();
+            for start in (0..chunk.len()).step_by(DIGEST_BYTES) {
+                let some = DIGEST_BYTES.min(chunk.len() - start);
+                pages.copy_from(at, &chunk, start, some);
+                pages.digest(at, some, |bytes| {
+                    digest.update(bytes);
+                    // A block that is one chunk has its digest.
+                    if sizes.len() > 1 {
+                        whole.update(bytes);
+                    }
+                });
+                at += some;
+            }
             turn += chunk.len();
+            copied.chunks.push(digest.finalize());
         }
+        let only = copied.chunks.last().copied().filter(|_| sizes.len() == 1);
+        copied.blocks.push(only.unwrap_or_else(|| whole.finalize()));
         if turn >= COPY_BYTES {
             turn = 0;
             tokio::task::yield_now().await;
         }
     }
-    Ok(())
+    Ok(copied)
 }

@@ -3,14 +3,15 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use kvarts_layout::OriginId;
 use kvarts_layout::plan::Tile;
 use kvarts_store::api::{
-    Digests, Order, Origins, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, Verify,
+    Digests, Order, Origins, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, SMALL_READ_BYTES, Verify,
 };
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Class;
@@ -34,13 +35,20 @@ use kvarts_wire::proto;
 struct LetGo {
     outbox: Arc<Outbox>,
     id: u64,
+    /// It was told with the end.
+    told: AtomicBool,
 }
 
 impl Drop for LetGo {
     fn drop(&mut self) {
-        self.outbox.push(bare(Kind::Released, self.id));
+        if !*self.told.get_mut() {
+            self.outbox.tell(bare(Kind::Released, self.id));
+        }
     }
 }
+
+/// The most chunks of a short read: whoever ends it puts its answer together.
+const SHORT_CHUNKS: u64 = 1024;
 
 /// What a client is told whose memory could not be written.
 const UNWRITTEN: &str = "unshare it, and share memory that can be written to";
@@ -83,7 +91,17 @@ pub(super) struct Reading {
     origins: Option<Arc<Origins>>,
     doubts: Arc<Doubts>,
     /// Goes after the last word about the read but one.
-    _holder: Arc<dyn Any + Send + Sync>,
+    let_go: Arc<OnceLock<LetGo>>,
+}
+
+/// Announcements that travel in one frame.
+#[derive(Default)]
+struct Announced {
+    wire: proto::LocalArrived,
+    /// About how long the frame is.
+    size: usize,
+    /// Bytes of blocks that are announced.
+    bytes: u64,
 }
 
 /// Begins a read, or says why not: then the client's memory was not touched.
@@ -101,11 +119,11 @@ pub(super) fn begin(
         return Err(Fault::malformed(format!("memory {number} took bytes no more: {UNWRITTEN}")));
     }
     // Not `LetGo` before the engine has taken the request: one that is refused has no last word.
-    let late = Arc::new(std::sync::OnceLock::<LetGo>::new());
-    let holder: Arc<dyn Any + Send + Sync> = Arc::clone(&late) as _;
-    let (into, adopted) =
+    let let_go = Arc::new(OnceLock::<LetGo>::new());
+    let holder: Arc<dyn Any + Send + Sync> = Arc::clone(&let_go) as _;
+    let (into, client_verifies) =
         places::place(memories, &asked.shape, &asked.layers, wire.into, asked.keys.len(), &holder)?;
-    let (into, verify) = if adopted {
+    let (into, verify) = if client_verifies {
         (into.with_digests(Digests::new(&asked.shape, asked.keys.len() as u32)), Verify::Never)
     } else {
         (into, Verify::Always)
@@ -115,14 +133,19 @@ pub(super) fn begin(
         false => None,
     };
     let request = request(call, &asked, into.clone(), verify);
-    let stream = match &origins {
-        Some(origins) => call.state.engine.read_part(request, origins)?,
-        None => call.state.store().read(request)?,
+    let engine = &call.state.engine;
+    let stream = match (&call.state.decided.cluster, &origins) {
+        (Some(node), origins) => {
+            let any = || Origins::any(asked.keys.len());
+            node.read(request, &asked.shape, &origins.clone().unwrap_or_else(any))?
+        }
+        (None, Some(origins)) => engine.read_part(request, origins, 0)?,
+        (None, None) => call.state.store().read(request)?,
     };
     // It is set only here.
-    let _ = late.set(LetGo { outbox: Arc::clone(outbox), id });
+    let _ = let_go.set(LetGo { outbox: Arc::clone(outbox), id, told: AtomicBool::new(false) });
     let (call, outbox, doubts) = (Arc::clone(call), Arc::clone(outbox), Arc::clone(doubts));
-    Ok(Reading { call, asked, into, stream, outbox, id, origins, doubts, _holder: holder })
+    Ok(Reading { call, asked, into, stream, outbox, id, origins, doubts, let_go })
 }
 
 /// What earlier parts of a read told of its blocks.
@@ -157,44 +180,99 @@ fn request(call: &Call, asked: &Download, into: Placed, verify: Verify) -> ReadR
 }
 
 impl Reading {
+    /// Whether whoever ends it may answer: it is as short as it must be to go before others, and nothing slows it down.
+    pub(super) fn is_short(&self) -> bool {
+        let chunks = u64::from(self.asked.shape.chunk_count()) * self.asked.keys.len() as u64;
+        let is_slowed = self.call.caller.tenant.has_bandwidth();
+        self.asked.bytes() <= SMALL_READ_BYTES && chunks <= SHORT_CHUNKS && !is_slowed
+    }
+
+    /// Whether it is over, and then whether everything came and can be answered at once.
+    pub(super) fn poll_over(&self, context: &mut Context<'_>) -> Poll<bool> {
+        self.stream.poll_over(context).map(|is_whole| is_whole && !self.has_failed())
+    }
+
+    /// Whether bytes did not get into the client's memory.
+    fn has_failed(&self) -> bool {
+        self.into.memories().any(|memory| memory.region().has_failed())
+    }
+
+    /// Answers a read that is over and came whole, all in one message: nothing waits here. What is left of it is the caller's
+    /// to drop.
+    pub(super) fn answer_at_once(self: Box<Self>) -> Box<Self> {
+        let (mut announced, mut end) = (Announced::default(), None);
+        while let (None, Some(event)) = (&end, self.stream.try_next()) {
+            end = self.announce(event, &mut announced);
+        }
+        self.call.bytes_out.fetch_add(announced.bytes, Ordering::Relaxed);
+        let mut answer = Vec::new();
+        if !announced.wire.parts.is_empty() {
+            answer = frame(Kind::Arrived, self.id, &announced.wire);
+        }
+        answer.extend(self.end(&end.unwrap_or_default()));
+        answer.extend(bare(Kind::Released, self.id));
+        if let Some(let_go) = self.let_go.get() {
+            let_go.told.store(true, Ordering::Relaxed);
+        }
+        self.outbox.tell(answer);
+        self
+    }
+
+    /// Puts what arrived to what is announced next; the end is given back.
+    fn announce(&self, event: ReadEvent, announced: &mut Announced) -> Option<ReadEnd> {
+        let (layers, blocks, layer, block) = match event {
+            ReadEvent::Layer { layer, blocks } => {
+                (layer..layer + 1, 0..blocks, Some(proto::LayerReady { layer, blocks }), None)
+            }
+            ReadEvent::Block(block) => {
+                (self.asked.layers.clone(), block..block + 1, None, Some(proto::BlockReady { block }))
+            }
+            ReadEvent::End(end) => return Some(end),
+            ReadEvent::Released => return None,
+        };
+        announced.bytes += self.asked.shape.layers_bytes(&layers) * u64::from(blocks.end - blocks.start);
+        let digests = self.digests(layers, blocks);
+        announced.size += digests.len() + 16;
+        announced.wire.parts.push(proto::local_arrived::Part { layer, digests: digests.into(), block });
+        None
+    }
+
+    /// The frame that says how it ended; that is counted here.
+    fn end(&self, end: &ReadEnd) -> Vec<u8> {
+        self.call.end(Code::Ok);
+        read::count(&self.call, &self.asked, end, None);
+        let origin = |origin: Option<OriginId>| origin.map_or_else(Bytes::new, |id| id.0.to_vec().into());
+        let met = self.origins.iter().flat_map(|origins| origins.met());
+        let wire = proto::LocalEnd {
+            end: Some(wire_end(end)),
+            held_bytes: end.held_bytes,
+            origins: met.map(origin).collect(),
+        };
+        frame(Kind::End, self.id, &wire)
+    }
+
     /// Announces until the end. Dropping this cancels the read.
     pub(super) async fn run(self) {
         let end = loop {
-            let mut next = Some(self.stream.next().await);
-            let (mut arrived, mut size, mut bytes) = (proto::LocalArrived::default(), 0, 0);
+            let (mut next, mut announced) = (Some(self.stream.next().await), Announced::default());
             let end = loop {
-                match next {
-                    Some(ReadEvent::End(end)) => break Some(end),
-                    Some(ReadEvent::Layer { layer, blocks }) => {
-                        let digests = self.digests(layer..layer + 1, 0..blocks);
-                        bytes += self.asked.shape.layers_bytes(&(layer..layer + 1)) * u64::from(blocks);
-                        let layer = Some(proto::LayerReady { layer, blocks });
-                        size += digests.len() + 16;
-                        let digests = digests.into();
-                        arrived.parts.push(proto::local_arrived::Part { layer, digests, block: None });
-                    }
-                    Some(ReadEvent::Block(block)) => {
-                        let digests = self.digests(self.asked.layers.clone(), block..block + 1);
-                        bytes += self.asked.shape.layers_bytes(&self.asked.layers);
-                        size += digests.len() + 16;
-                        let (block, digests) = (Some(proto::BlockReady { block }), digests.into());
-                        arrived.parts.push(proto::local_arrived::Part { layer: None, digests, block });
-                    }
-                    Some(ReadEvent::Released) | None => break None,
+                let Some(event) = next else { break None };
+                if let Some(end) = self.announce(event, &mut announced) {
+                    break Some(end);
                 }
-                next = if size < ARRIVED_BYTES { self.stream.try_next() } else { None };
+                next = if announced.size < ARRIVED_BYTES { self.stream.try_next() } else { None };
             };
-            if self.into.memories().any(|memory| memory.region().has_failed()) {
+            if self.has_failed() {
                 // Noted before anything was announced that it concerns.
                 break self.unwritten();
             }
-            if !arrived.parts.is_empty() {
+            if !announced.wire.parts.is_empty() {
                 // At its deadline it ends by itself; what it owes, the tenant's next requests wait for.
-                let spent = self.call.caller.tenant.spend(bytes);
+                let spent = self.call.caller.tenant.spend(announced.bytes);
                 let _ = tokio::time::timeout_at(self.call.deadline, spent).await;
-                self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
+                self.call.bytes_out.fetch_add(announced.bytes, Ordering::Relaxed);
                 self.outbox.room().await;
-                self.outbox.push(frame(Kind::Arrived, self.id, &arrived));
+                self.outbox.push(frame(Kind::Arrived, self.id, &announced.wire));
             }
             if let Some(end) = end {
                 break end;
@@ -204,19 +282,10 @@ impl Reading {
     }
 
     async fn finish(self, end: ReadEnd) {
-        self.call.end(Code::Ok);
-        read::count(&self.call, &self.asked, &end, None);
-        let origin = |origin: Option<OriginId>| origin.map_or_else(Bytes::new, |id| id.0.to_vec().into());
-        let met = self.origins.iter().flat_map(|origins| origins.met());
-        let wire = proto::LocalEnd {
-            end: Some(wire_end(&end)),
-            held_bytes: end.held_bytes,
-            origins: met.map(origin).collect(),
-        };
-        self.outbox.push(frame(Kind::End, self.id, &wire));
-        let Self { call, asked, into, stream, doubts, _holder, .. } = self;
+        self.outbox.push(self.end(&end));
+        let Self { call, asked, into, stream, doubts, let_go, .. } = self;
         // The client has its answer; its memory is let go before anything else is done.
-        drop((into, stream, _holder));
+        drop((into, stream, let_go));
         let suspects = end.failures.iter().filter(|(_, reason)| matches!(reason, Reason::Digest { .. }));
         let some = suspects.map(|(block, _)| *block).take_while(|_| doubts.may(Instant::now()));
         confirm(&call, &asked, some).await;

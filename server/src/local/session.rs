@@ -1,8 +1,9 @@
 //! One client's connection: who it is, what it holds, and its requests from the socket to the engine and back.
 //!
 //! A session is one task. It takes frames in, answers lookups itself, and works for its reads, which mostly wait for the
-//! engine: so what an executor announces is sent by the task that it wakes. Puts copy, and have tasks of their own. All
-//! of them put what they have to say into the outbox, which the session sends. When the connection ends, for whatever
+//! engine: so what an executor announces is sent by the task that it wakes, or, of a short read, by the executor (`short`).
+//! Puts copy, and have tasks of their own. What they have to say they send themselves where nothing else waits, and
+//! otherwise put it into the outbox, which the session sends. When the connection ends, for whatever
 //! reason, the session is dropped, and with it everything that the client held.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,7 +20,6 @@ use kvarts_store::api::Order;
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 use prost::Message;
-use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
@@ -29,11 +29,13 @@ use tonic::Code;
 use super::frame::{Head, Kind, frame};
 use super::incoming::{Ended, Incoming, Next, broken};
 use super::limits::{HELLO, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX, STALL, VERSION};
+use super::line::Line;
 use super::memory::Memory;
 use super::named::{self, Named};
 use super::outbox::Outbox;
 use super::put::Putting;
-use super::read::Doubts;
+use super::read::{Doubts, Reading};
+use super::short::{Over, Short, Shorts};
 use super::{ClientFacts, Entry, Mode, Peer, read};
 use crate::grpc::call::{self, Call, Method};
 use crate::grpc::calls;
@@ -53,7 +55,18 @@ const SHARE: Method = Method::new("", "share", Right::Read);
 /// By what a request is ended early.
 enum Ending {
     Read(future::AbortHandle),
+    Short(Arc<Short>),
     Put(AbortHandle),
+}
+
+impl Ending {
+    fn end(self) {
+        match self {
+            Self::Read(read) => read.abort(),
+            Self::Short(short) => short.cancel(),
+            Self::Put(put) => put.abort(),
+        }
+    }
 }
 
 /// How something is looked up.
@@ -87,6 +100,7 @@ struct Session {
     /// By name, with when they end by themselves.
     leases: BTreeMap<u64, Nanos>,
     reads: FuturesUnordered<Abortable<Pin<Box<dyn Future<Output = u64> + Send>>>>,
+    shorts: Arc<Shorts>,
     puts: JoinSet<u64>,
     /// Those that take long.
     look_ups: FuturesUnordered<Pin<Box<dyn Future<Output = Looked> + Send>>>,
@@ -102,16 +116,12 @@ struct Session {
 /// is.
 pub(super) async fn run(
     state: Arc<ServerState>,
-    (stream, unknown): (UnixStream, Option<OwnedSemaphorePermit>),
+    (line, unknown): (Line, Option<OwnedSemaphorePermit>),
     elsewhere: Handle,
 ) {
-    let cred = stream.peer_cred().ok();
-    let peer = Peer {
-        pid: cred.and_then(|cred| u32::try_from(cred.pid()?).ok()).unwrap_or_default(),
-        uid: cred.map(|cred| cred.uid()).unwrap_or(u32::MAX),
-    };
+    let peer = line.peer();
     let mut incoming = Incoming::new(&state.locals);
-    let hello = tokio::time::timeout(HELLO, hello(&stream, &mut incoming)).await;
+    let hello = tokio::time::timeout(HELLO, hello(&line, &mut incoming)).await;
     let (id, hello) = match hello {
         Ok(Ok(hello)) => hello,
         other => {
@@ -120,6 +130,7 @@ pub(super) async fn run(
         }
     };
     drop(unknown);
+    let line = Arc::new(line);
     let (outbox, server) = (Arc::new(Outbox::default()), Arc::clone(&state));
     let ended = match Session::open((state, elsewhere), peer, Arc::clone(&outbox), &hello) {
         Ok(mut session) => {
@@ -128,10 +139,12 @@ pub(super) async fn run(
                 requests_max: REQUESTS_MAX as u32,
                 memories_max: MEMORIES_MAX as u32,
                 instance: server.locals.instance.to_vec().into(),
+                client_verifies: true,
             };
             outbox.push(frame(Kind::Welcome, id, &limits));
+            outbox.sends_to(&line);
             incoming.belongs_to(session.tenant);
-            let Err(ended) = session.serve(&stream, &mut incoming).await;
+            let Err(ended) = session.serve(&line, &mut incoming).await;
             // Before the connection is closed: that it is closed says that its memory is out of reach.
             session.close().await;
             ended
@@ -139,7 +152,7 @@ pub(super) async fn run(
         Err(fault) => {
             outbox.push(frame(Kind::Failed, id, &*fault.detail));
             // A client that does not take it at once need not know.
-            let _ = outbox.send(&stream);
+            let _ = outbox.send(&line);
             return;
         }
     };
@@ -152,7 +165,7 @@ pub(super) async fn run(
 }
 
 /// What every connection begins with.
-async fn hello(stream: &UnixStream, incoming: &mut Incoming) -> Result<(u64, proto::Hello), Ended> {
+async fn hello(line: &Line, incoming: &mut Incoming) -> Result<(u64, proto::Hello), Ended> {
     let mut begun = false;
     loop {
         if !begun && let Some((magic, rest)) = incoming.bytes.split_first_chunk::<8>() {
@@ -171,8 +184,8 @@ async fn hello(stream: &UnixStream, incoming: &mut Incoming) -> Result<(u64, pro
                 Next::More | Next::Wait => {}
             }
         }
-        stream.readable().await?;
-        incoming.receive(stream)?;
+        line.readable().await?;
+        incoming.receive(line)?;
     }
 }
 
@@ -213,7 +226,8 @@ impl Session {
         let place = place.ok_or_else(|| Fault::busy("all places for local sessions are taken"))?;
         let named = state.locals.names.begin(&hello.session);
         let named = named.ok_or_else(|| Fault::malformed("session: 16 bytes that no other session has"))?;
-        let entry = Entry::new(&state.locals, facts);
+        let shorts = Shorts::new(Arc::clone(&outbox));
+        let entry = Entry::new(&state.locals, facts, &shorts.under_way);
         outbox.counts_as(state.locals.untaken.part(tenant));
         let (memories, modes, leases) = Default::default();
         let (reads, puts, look_ups, requests, doubts) = Default::default();
@@ -228,6 +242,7 @@ impl Session {
             modes,
             leases,
             reads,
+            shorts,
             puts,
             look_ups,
             requests,
@@ -241,7 +256,7 @@ impl Session {
     /// Takes requests and sends answers until the connection ends.
     async fn serve(
         &mut self,
-        stream: &UnixStream,
+        line: &Line,
         incoming: &mut Incoming,
     ) -> Result<std::convert::Infallible, Ended> {
         let state = Arc::clone(&self.state);
@@ -250,9 +265,11 @@ impl Session {
         loop {
             // All of them, not one for each time that something arrives.
             self.take_ended();
+            // Before anything is sent: a short read that ends from here on may have put something in.
+            let nothing_left = self.under_way() == 0;
             let mut waits = false;
             let before = self.outbox.sent();
-            let mut all = self.outbox.send(stream)?;
+            let mut all = self.outbox.send(line)?;
             while all {
                 match incoming.next()? {
                     Next::Frame(head, body) => self.take(head, body, incoming)?,
@@ -262,7 +279,7 @@ impl Session {
                         break;
                     }
                 }
-                all = self.outbox.send(stream)?;
+                all = self.outbox.send(line)?;
             }
             if self.outbox.is_closed() {
                 return Err(broken("the client takes no answers"));
@@ -272,17 +289,17 @@ impl Session {
             } else if untaken.is_none() || self.outbox.sent() != before {
                 untaken = Some(Instant::now());
             }
-            if draining && all && self.under_way() == 0 {
+            if draining && all && nothing_left && self.under_way() == 0 {
                 return Err(Ended::Drained);
             }
             let late = [untaken.map(|since| since + STALL), incoming.late()].into_iter().flatten().min();
             let stalled = tokio::time::sleep_until(late.unwrap_or_else(Instant::now));
             tokio::select! {
-                ready = stream.readable(), if all && !waits => {
+                ready = line.readable(), if all && !waits => {
                     ready?;
-                    incoming.receive(stream)?;
+                    incoming.receive(line)?;
                 }
-                ready = stream.writable(), if !all => ready?,
+                ready = line.writable(), if !all => ready?,
                 () = self.outbox.ready.notified() => {}
                 Some(ended) = self.reads.next() => self.ended(ended.ok()),
                 Some(ended) = self.puts.join_next() => self.put_ended(ended),
@@ -290,7 +307,10 @@ impl Session {
                     self.looked(looked);
                     self.count();
                 }
-                () = &mut drained, if !draining => draining = true,
+                () = &mut drained, if !draining => {
+                    draining = true;
+                    self.shorts.wait_for_all();
+                }
                 () = tokio::time::sleep(ASK_AGAIN), if waits => {}
                 () = stalled, if late.is_some() => return Err(broken("the client stalls")),
             }
@@ -304,6 +324,14 @@ impl Session {
         }
         while let Some(ended) = self.puts.try_join_next() {
             self.put_ended(ended);
+        }
+        for over in self.shorts.take_over() {
+            match over {
+                Over::Answered(id) => drop(self.requests.remove(&id)),
+                // One that was cancelled meanwhile is not wanted any more.
+                Over::Left(id, reading) if self.requests.contains_key(&id) => self.go_on(id, *reading),
+                Over::Left(..) => {}
+            }
         }
     }
 
@@ -325,11 +353,16 @@ impl Session {
 
     /// Requests that hold something.
     fn under_way(&self) -> usize {
+        self.shorts.len() + self.others_under_way()
+    }
+
+    /// The same without short reads, which count themselves.
+    fn others_under_way(&self) -> usize {
         self.reads.len() + self.puts.len() + self.look_ups.len()
     }
 
     fn count(&self) {
-        let under_way = self.under_way() as u32;
+        let under_way = self.others_under_way() as u32;
         self.entry.change(|facts| facts.under_way = under_way);
     }
 
@@ -370,11 +403,7 @@ impl Session {
                 }
                 self.count();
             }
-            Kind::Cancel => match self.requests.remove(&id) {
-                Some(Ending::Read(read)) => read.abort(),
-                Some(Ending::Put(put)) => put.abort(),
-                None => {}
-            },
+            Kind::Cancel => self.requests.remove(&id).into_iter().for_each(Ending::end),
             Kind::Settled => {
                 let answer = decode(body).map(|wire: proto::SettledRequest| {
                     let under_way = self.state.locals.names.is_under_way(&wire.session);
@@ -560,6 +589,17 @@ impl Session {
         let call = self.admit(method, micros(wire.timeout_us))?;
         let begun = read::begin(&call, &self.memories, (&self.outbox, &self.doubts), (id, order, wire));
         let reading = begun.inspect_err(|fault| call.end(fault.code))?;
+        if reading.is_short() {
+            let short = self.shorts.begin(id, reading);
+            self.requests.insert(id, Ending::Short(short));
+        } else {
+            self.go_on(id, reading);
+        }
+        Ok(())
+    }
+
+    /// Works for a read until it has ended.
+    fn go_on(&mut self, id: u64, reading: Reading) {
         let run = async move {
             reading.run().await;
             id
@@ -567,7 +607,6 @@ impl Session {
         let (run, ending) = future::abortable(Box::pin(run) as _);
         self.reads.push(run);
         self.requests.insert(id, Ending::Read(ending));
-        Ok(())
     }
 
     fn put(&mut self, id: u64, body: Bytes) -> Outcome<()> {
@@ -582,7 +621,7 @@ impl Session {
             let answer = tokio::time::timeout_at(call.deadline, putting.run()).await;
             let answer = answer.unwrap_or_else(|_| Err(Fault::late("the deadline passed")));
             call.end(answer.as_ref().map_or_else(|fault| fault.code, |_| Code::Ok));
-            outbox.push(match answer {
+            outbox.tell(match answer {
                 Ok(reply) => frame(Kind::Done, id, &reply),
                 Err(fault) => frame(Kind::Failed, id, &*fault.detail),
             });
@@ -638,6 +677,7 @@ impl Session {
 
     fn give_up(&mut self) {
         self.outbox.close();
+        std::mem::take(&mut self.requests).into_values().for_each(Ending::end);
         self.reads.clear();
         self.puts.abort_all();
         self.look_ups.clear();

@@ -13,6 +13,7 @@ use tokio::runtime::{Builder, Handle};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::task::AbortHandle;
 
+use super::line::Line;
 use super::session;
 use crate::state::ServerState;
 
@@ -83,8 +84,8 @@ impl Threads {
         };
         let elsewhere = Handle::current();
         let session = handle.spawn(async move {
-            match UnixStream::from_std(stream) {
-                Ok(stream) => session::run(state, (stream, unknown), elsewhere).await,
+            match Line::new(stream) {
+                Ok(line) => session::run(state, (line, unknown), elsewhere).await,
                 Err(error) => tracing::warn!(%error, "a local session could not be begun"),
             }
         });

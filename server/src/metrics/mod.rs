@@ -3,6 +3,7 @@
 //! Every miss has a reason; calls are counted by the path they came by, the method, its class and the tenant, with bytes and a
 //! histogram of how long they took. The engine's own counters are read when metrics are asked for.
 
+mod cluster;
 mod histogram;
 pub mod http;
 mod text;

@@ -12,7 +12,7 @@ use crate::state::{ServerState, Tenant};
 use kvarts_wire::limits;
 
 /// A label's value: quotes, backslashes and line ends are escaped.
-struct Value<'a>(&'a str);
+pub(super) struct Value<'a>(pub(super) &'a str);
 
 impl fmt::Display for Value<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -25,12 +25,12 @@ impl fmt::Display for Value<'_> {
     }
 }
 
-fn head(out: &mut String, name: &str, kind: &str, help: &str) {
+pub(super) fn head(out: &mut String, name: &str, kind: &str, help: &str) {
     // Writing to a string cannot fail.
     let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }
 
-fn one(out: &mut String, name: &str, kind: &str, help: &str, value: impl fmt::Display) {
+pub(super) fn one(out: &mut String, name: &str, kind: &str, help: &str, value: impl fmt::Display) {
     head(out, name, kind, help);
     let _ = writeln!(out, "{name} {value}");
 }
@@ -94,6 +94,9 @@ pub(super) async fn render(state: &ServerState) -> String {
     memory(&mut out, state);
     connections(&mut out, state);
     device_path(&mut out, &state.decided.files);
+    if let Some(node) = &state.decided.cluster {
+        super::cluster::cluster(&mut out, &node.status());
+    }
     out
 }
 
@@ -179,6 +182,18 @@ fn engine(out: &mut String, state: &ServerState) {
     );
     let free = budget_bytes.saturating_sub(allocated_bytes);
     one(out, "kvarts_disk_free_bytes", "gauge", "Bytes of the budget that are not allocated.", free);
+    let disk = state.engine.disk_link();
+    for (name, help, value) in [
+        (
+            "bytes_per_second",
+            "Rate of the disks as reads find it; assumed before any read.",
+            disk.link.bytes_per_ms * 1e3,
+        ),
+        ("latency_seconds", "What reads wait besides for their bytes.", disk.link.latency_ms / 1e3),
+        ("outstanding_bytes", "Bytes that reads wait for.", disk.link.outstanding_bytes as f64),
+    ] {
+        one(out, &format!("kvarts_disk_read_{name}"), "gauge", help, value);
+    }
     for (what, size) in [("bytes", index.bytes), ("blocks", index.blocks), ("records", index.records)] {
         let name = format!("kvarts_index_{what}");
         one(out, &name, "gauge", "Memory of the index of blocks.", size);

@@ -13,16 +13,19 @@ mod event_mask;
 mod leases;
 mod memory;
 mod models;
+mod node_tiles;
 pub mod parts;
 mod puts;
 mod stall_timeout;
 pub mod tenant;
 mod tile_cache;
+mod times;
 mod trouble;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use kvarts_peer::node::ClusterNode;
 use kvarts_store::api::KvStore;
 use kvarts_store::engine::Store;
 use kvarts_store::io::BufMut;
@@ -36,10 +39,12 @@ pub use event_mask::EventMask;
 pub use leases::Leases;
 pub use memory::{Memory, MemoryShares, SharedBytes};
 pub use models::{Model, ModelLimits, Models};
+pub use node_tiles::NodeTiles;
 pub use puts::Puts;
 pub use stall_timeout::StallTimeout;
 pub use tenant::Tenant;
 pub use tile_cache::{CachedTile, TileCache, TileStart};
+pub use times::KnownTimes;
 pub use trouble::Trouble;
 
 use crate::grpc::Strangers;
@@ -76,6 +81,8 @@ pub struct ServerState {
     pub large_reads: Arc<AtomicU64>,
     /// Large requests over gRPC, and their answers.
     pub receiving: Receiving,
+    /// Prefill times that requests came with.
+    pub times: KnownTimes,
     /// Turns of work that keeps a processor busy for long.
     pub heavy: parts::Parts,
     /// How long clients that take nothing are waited for.
@@ -111,6 +118,8 @@ pub struct Decided {
     pub files: kvarts_gpudirect::cufile::Decision,
     /// Limits without a count of their use.
     pub limits: Vec<SetLimit>,
+    /// The cluster that this node belongs to, if any.
+    pub cluster: Option<Arc<ClusterNode>>,
 }
 
 /// A limit that the operator sets.
@@ -151,6 +160,7 @@ impl ServerState {
             shares: MemoryShares::new(&memory, &tenants),
             large_reads: Arc::default(),
             receiving: Receiving::new(&tenants),
+            times: KnownTimes::default(),
             heavy: parts::Parts::new(HEAVY_AT_ONCE, &tenants, HEAVY_AT_ONCE, HEAVY_WAITING),
             stall_timeout: Arc::default(),
             puts: Puts::new(&memory, &tenants),

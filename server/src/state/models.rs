@@ -39,8 +39,7 @@ pub struct ModelLimits {
 impl Model {
     /// The bytes of a block of a column; refused if the model has no such state.
     pub fn shape(&self, group: Group, coordinate: Coordinate) -> Result<BlockShape, Reason> {
-        let shape = self.geometry.shape(group, coordinate, self.identity.block_tokens);
-        shape.map_err(|error| Reason::Shape(error.to_string()))
+        Ok(self.geometry.shape(group, coordinate, self.identity.block_tokens)?)
     }
 }
 
@@ -59,7 +58,7 @@ impl Models {
         (listed, most): (u64, ModelLimits),
     ) -> Result<Arc<Model>, Error> {
         let tenant = caller.tenant.number;
-        let id = identity.namespace_id().map_err(|error| Reason::Identity(error.to_string()))?;
+        let id = identity.namespace_id().map_err(Reason::from)?;
         if let Some(model) = self.find(caller, id)
             && model.geometry == geometry
         {

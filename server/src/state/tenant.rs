@@ -84,6 +84,11 @@ impl Tenant {
         Arc::clone(&self.watchers).try_acquire_owned().ok()
     }
 
+    /// Whether its bytes are counted against a rate.
+    pub fn has_bandwidth(&self) -> bool {
+        self.bandwidth.is_some()
+    }
+
     /// Takes these bytes from the tenant's bandwidth; how long to wait until they are within it.
     pub fn toll(&self, bytes: u64) -> Duration {
         self.bandwidth.as_ref().map_or(Duration::ZERO, |bandwidth| bandwidth.spend(bytes))

@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 use kvarts_layout::BlockShape;
 
 use super::{Placed, PutReply, StepGate};
-use crate::error::{Error, Reason};
+use crate::error::{Error, Reason, ShapeCause};
 use crate::rt::mailbox::{Ticket, ticket};
 use crate::sync::Mutex;
 
@@ -122,7 +122,8 @@ impl LayeredPut {
             return answer;
         }
         let (reply, answer) = ticket();
-        let _ = reply.send(Err(Reason::Shape(format!("{} of {layers} layers came", self.offered)).into()));
+        let unfinished = ShapeCause::Unfinished { offered: self.offered, count: layers };
+        let _ = reply.send(Err(Reason::Shape(unfinished).into()));
         answer
     }
 

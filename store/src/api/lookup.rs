@@ -3,6 +3,8 @@
 use std::time::Duration;
 
 use kvarts_layout::{BlockKey, NamespaceId, Requirements, UsablePrefix};
+use kvarts_planner::cost::{Times, Told};
+use kvarts_planner::plan::{Link, Plan};
 
 pub use crate::index::LeaseId;
 
@@ -22,6 +24,41 @@ pub struct MatchRequest<'a> {
     pub recompute_tokens_max: u64,
     /// Whether the usable part is to be held against eviction.
     pub lease: Option<LeaseTerms>,
+    /// What it is to be planned with what of it is restored, if that is asked.
+    pub plan: Option<PlanTerms<'a>>,
+}
+
+/// What the plan of a restore follows from, besides what is here and how the way to it is.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanTerms<'a> {
+    /// Tokens of the prompt; the keys are those of its full blocks, or of some of them from the first on.
+    pub prompt_tokens: u64,
+    /// How long the caller's engine computes.
+    pub times: &'a Times,
+    /// Leading blocks that the caller has in device memory: of streams, which every later block needs.
+    pub hbm_blocks: u32,
+    /// Leading blocks that the caller has in its host's memory, and the way from there.
+    pub dram: Option<(u32, Link)>,
+}
+
+/// A plan, and what it was made with.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Planned {
+    /// What to do with what is here, and why.
+    pub plan: Plan,
+    /// The way to the store's disks when it was made.
+    pub disk: DiskLink,
+    /// What the times were, and how good.
+    pub times: Told,
+}
+
+/// The way to a store's disks, as its reads find it: from asking for blocks to their verified bytes.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct DiskLink {
+    /// What reads take, and what is asked for and not delivered now.
+    pub link: Link,
+    /// Reads that this was measured from; while there are none, a drive is assumed.
+    pub measured: u64,
 }
 
 /// What a block that is held counts at least, against its tenant's cap: however small it is, it takes a page on disk, and
@@ -53,4 +90,7 @@ pub struct MatchReply {
     pub pending: u32,
     /// The lease on the usable prefix, if one was asked for and there is anything to hold.
     pub lease: Option<LeaseId>,
+    /// The plan, if one was asked for and the store knows what its reads take. A lease holds all of the usable prefix,
+    /// whatever the plan uses of it.
+    pub plan: Option<Box<Planned>>,
 }

@@ -25,7 +25,9 @@ pub use by_layers::LayeredPut;
 pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, TtlRequest};
 pub use digests::Digests;
 pub use lend::{FileRange, LendRequest, NotLent, PinnedChunk, PinnedExtents, PinnedFile, PinnedLayer};
-pub use lookup::{LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, PIN_BYTES};
+pub use lookup::{
+    DiskLink, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, PIN_BYTES, PlanTerms, Planned,
+};
 pub use origins::Origins;
 pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};
@@ -33,12 +35,12 @@ pub use progress::ReadProgress;
 pub use put::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 pub use read::{
     Order, Poller, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, SMALL_READ_BYTES, Verify,
-    read_channel,
+    read_channel, wanted_layers,
 };
 pub use step_gate::StepGate;
 pub use tiled::{Arrived, Late, TileBytes, TileMemory, TileSource, TiledRead, TiledRequest};
 
-use crate::error::{Error, Reason};
+use crate::error::{Error, Reason, ShapeCause};
 pub use crate::events::{Cause, Event, EventKind, Gap, Sequence, SnapshotCursor, SnapshotPage, Subscription};
 use crate::rt::Nanos;
 use crate::rt::mailbox::{Ticket, ticket};
@@ -66,7 +68,7 @@ pub trait KvStore: Send + Sync {
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         drop(request);
         let (reply, answer) = ticket();
-        let _ = reply.send(Err(Reason::Shape("this store takes blocks whole".to_owned()).into()));
+        let _ = reply.send(Err(Reason::Shape(ShapeCause::Rule("this store takes blocks whole")).into()));
         answer
     }
 

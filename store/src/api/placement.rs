@@ -238,7 +238,8 @@ impl Placed {
         Ok(Self { memory: Arc::clone(&self.memory), places, gate: self.gate.clone(), digests: None })
     }
 
-    /// The same places, and a table in which a read leaves the digest of each chunk before it is announced.
+    /// The same places, and a table in which a read leaves the digest of each chunk before it is announced. A put takes from it what
+    /// its caller has digested already; bytes that are others by then are damaged ones on disk.
     #[must_use]
     pub fn with_digests(self, digests: Digests) -> Self {
         Self { digests: Some(digests), ..self }

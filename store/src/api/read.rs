@@ -7,10 +7,10 @@ use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 pub use kvarts_layout::plan::Order;
-use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
 
 use super::Placed;
-use crate::error::Reason;
+use crate::error::{Reason, ShapeCause};
 use crate::rt::mailbox::Abandoned;
 use crate::rt::{Class, Nanos};
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -43,6 +43,17 @@ impl Verify {
                 (*state >> 33) % 1000 < u64::from(thousandths)
             }
         }
+    }
+}
+
+/// The layers of blocks of this shape that are wanted, all if none are named, or why they are not there.
+pub fn wanted_layers(wanted: Option<&Range<u32>>, shape: &BlockShape) -> Result<Range<u32>, Reason> {
+    let count = shape.layers().len() as u32;
+    match wanted {
+        None => Ok(0..count),
+        Some(range) if range.is_empty() => Err(Reason::Empty),
+        Some(range) if range.end > count => Err(Reason::Shape(ShapeCause::Layers { end: range.end, count })),
+        Some(range) => Ok(range.clone()),
     }
 }
 
@@ -139,8 +150,12 @@ struct Shared {
     waker: Option<Waker>,
     /// The caller has dropped its end.
     dropped: bool,
+    /// Who is told of that.
+    cancelled: Option<Waker>,
     /// Only the end is of interest: what comes before it is not kept.
     end_only: bool,
+    /// What comes before the end is kept, and wakes nobody.
+    wakes_at_end: bool,
     /// The end, while a device still writes to the caller's memory.
     held: Option<ReadEnd>,
     /// An end was sent.
@@ -149,6 +164,8 @@ struct Shared {
     gone: bool,
     /// Its caller does not fetch what arrives: somebody else sees to all of it, the release of the memory included.
     attended: bool,
+    /// Threads that sleep until an event arrives.
+    sleepers: u32,
     /// The first block that failed so far, and why.
     failure: Option<(u32, Reason)>,
 }
@@ -189,6 +206,18 @@ impl Channel {
         // A panic while the queue is held leaves it whole: each push is one step.
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Wakes who waits for what was put in: the waker, and a thread. Where no thread sleeps the kernel is not asked.
+    fn news(&self, shared: MutexGuard<'_, Shared>, waker: Option<Waker>) {
+        let sleeps = shared.sleepers > 0;
+        drop(shared);
+        if sleeps {
+            self.arrived.notify_one();
+        }
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
 }
 
 /// A source of a read's events that must be polled on a thread of this process: a connection.
@@ -220,19 +249,15 @@ pub fn read_channel() -> (ReadSink, ReadStream) {
 impl ReadSink {
     /// Delivers one event.
     pub fn send(&self, event: ReadEvent) {
-        let waker = {
-            let mut shared = self.0.lock();
-            shared.ended |= matches!(event, ReadEvent::End(_));
-            if shared.end_only && matches!(event, ReadEvent::Layer { .. } | ReadEvent::Block(_)) {
-                return;
-            }
-            shared.events.push_back(event);
-            shared.waker.take()
-        };
-        self.0.arrived.notify_one();
-        if let Some(waker) = waker {
-            waker.wake();
+        let mut shared = self.0.lock();
+        shared.ended |= matches!(event, ReadEvent::End(_));
+        let is_early = matches!(event, ReadEvent::Layer { .. } | ReadEvent::Block(_));
+        if shared.end_only && is_early {
+            return;
         }
+        shared.events.push_back(event);
+        let waker = if shared.wakes_at_end && is_early { None } else { shared.waker.take() };
+        self.0.news(shared, waker);
     }
 
     /// Says which leading block failed, before an event that counts fewer blocks for it.
@@ -252,6 +277,16 @@ impl ReadSink {
     /// Whether the caller has dropped its end.
     pub fn is_cancelled(&self) -> bool {
         self.0.lock().dropped
+    }
+
+    /// The same, for a task that is to be woken by it.
+    pub fn poll_cancelled(&self, context: &Context<'_>) -> Poll<()> {
+        let mut shared = self.0.lock();
+        if shared.dropped {
+            return Poll::Ready(());
+        }
+        shared.cancelled = Some(context.waker().clone());
+        Poll::Pending
     }
 }
 
@@ -295,7 +330,9 @@ impl ReadStream {
                 shared = self.channel.lock();
             }
             while !shared.has_news() {
+                shared.sleepers += 1;
                 shared = self.channel.arrived.wait(shared).unwrap_or_else(PoisonError::into_inner);
+                shared.sleepers -= 1;
             }
         }
     }
@@ -339,9 +376,25 @@ impl ReadStream {
         self.polled(shared, end, context)
     }
 
+    /// Whether the read is over: then everything that it told is here to be taken, and the answer is whether nothing failed
+    /// and nothing is held. From the first call on the waker is woken by the end and not before.
+    pub fn poll_over(&self, context: &mut Context<'_>) -> Poll<bool> {
+        let mut shared = self.channel.lock();
+        shared.wakes_at_end = true;
+        let end = shared.events.iter().rev().find_map(|event| match event {
+            ReadEvent::End(end) => Some(end.failures.is_empty() && end.held_bytes == 0),
+            _ => None,
+        });
+        // The end that an abandoned read is given tells nothing.
+        let abandoned = shared.gone && !shared.ended;
+        let over = if abandoned { Some(false) } else { end };
+        self.polled(shared, over, context)
+    }
+
     /// The next event; until it arrives the waker is woken by it and by nothing else.
     pub fn poll_next(&self, context: &mut Context<'_>) -> Poll<ReadEvent> {
         let mut shared = self.channel.lock();
+        shared.wakes_at_end = false;
         let event = shared.events.pop_front();
         self.polled(shared, event, context)
     }
@@ -374,28 +427,26 @@ impl ReadStream {
 
 impl Drop for ReadSink {
     fn drop(&mut self) {
-        let waker = {
-            let mut shared = self.0.lock();
-            shared.gone = true;
-            if !shared.ended && !shared.end_only {
-                shared.events.push_back(ReadEvent::End(ReadEnd::default()));
-            }
-            shared.waker.take()
-        };
-        self.0.arrived.notify_one();
-        if let Some(waker) = waker {
-            waker.wake();
+        let mut shared = self.0.lock();
+        shared.gone = true;
+        if !shared.ended && !shared.end_only {
+            shared.events.push_back(ReadEvent::End(ReadEnd::default()));
         }
+        let waker = shared.waker.take();
+        self.0.news(shared, waker);
     }
 }
 
 impl Drop for ReadStream {
     fn drop(&mut self) {
-        let ended = {
+        let (ended, waker) = {
             let mut shared = self.channel.lock();
             shared.dropped = true;
-            shared.ended
+            (shared.ended, shared.cancelled.take())
         };
+        if let Some(waker) = waker {
+            waker.wake();
+        }
         if !ended {
             // The source sees that the read is no longer wanted.
             self.attend();
@@ -435,6 +486,17 @@ mod tests {
     }
 
     #[test]
+    fn a_source_that_waits_is_woken_when_its_caller_goes() {
+        let (counted, (sink, stream)) = (Arc::new(Counted::default()), read_channel());
+        let waker = Waker::from(Arc::clone(&counted));
+        let context = Context::from_waker(&waker);
+        assert!(sink.poll_cancelled(&context).is_pending());
+        drop(stream);
+        assert_eq!(counted.0.load(std::sync::atomic::Ordering::SeqCst), 1);
+        assert!(sink.poll_cancelled(&context).is_ready());
+    }
+
+    #[test]
     fn a_sink_that_goes_without_an_end_ends_the_stream_with_nothing_usable() {
         let (sink, stream) = read_channel();
         sink.send(ReadEvent::Block(0));
@@ -468,6 +530,32 @@ mod tests {
         assert_eq!(wakes(), 2);
         let end = ReadEnd { usable_blocks: 7, ..ReadEnd::default() };
         assert_eq!(stream.poll_end(&mut context), Poll::Ready(Ok(end)));
+    }
+
+    #[test]
+    fn a_poll_for_a_read_that_is_over_is_woken_once_and_finds_everything_that_was_told() {
+        let (counted, (sink, stream)) = (Arc::new(Counted::default()), read_channel());
+        let waker = Waker::from(Arc::clone(&counted));
+        let mut context = Context::from_waker(&waker);
+        let wakes = || counted.0.load(std::sync::atomic::Ordering::SeqCst);
+        assert!(stream.poll_over(&mut context).is_pending());
+        (0..100).for_each(|block| sink.send(ReadEvent::Block(block)));
+        assert!((wakes(), stream.poll_over(&mut context)) == (0, Poll::Pending));
+        sink.send(ReadEvent::End(ReadEnd::default()));
+        assert_eq!((wakes(), stream.poll_over(&mut context)), (1, Poll::Ready(true)));
+        assert_eq!((0..100).filter(|block| stream.try_next() == Some(ReadEvent::Block(*block))).count(), 100);
+        assert_eq!(stream.try_next(), Some(ReadEvent::End(ReadEnd::default())));
+        // One that failed in part, or that a device still writes to, is over as well.
+        for (failures, held_bytes) in [(vec![(0, Reason::NoSpace)], 0), (Vec::new(), 1)] {
+            let (sink, stream) = read_channel();
+            assert!(stream.poll_over(&mut context).is_pending());
+            sink.send(ReadEvent::End(ReadEnd { failures, held_bytes, ..ReadEnd::default() }));
+            assert_eq!(stream.poll_over(&mut context), Poll::Ready(false));
+        }
+        let (sink, stream) = read_channel();
+        assert!(stream.poll_over(&mut context).is_pending());
+        drop(sink);
+        assert_eq!((wakes(), stream.poll_over(&mut context)), (4, Poll::Ready(false)));
     }
 
     #[test]

@@ -36,7 +36,7 @@ use crate::api::{
     ContainsRequest, DeleteRequest, Durability, KvStore, LeaseId, LeaseTerms, MAX_REQUEST_BLOCKS, Order,
     Parent, Placed, PutRequest, ReadRequest, Target, Verify,
 };
-use crate::error::{Error, Reason};
+use crate::error::{Error, Reason, ShapeCause};
 use crate::io::SharedBuf;
 use crate::rt::{Class, Nanos};
 use asked::{Asked, Piece};
@@ -523,7 +523,7 @@ fn pieces(
             Memory::Anywhere(pages, shapes) => {
                 let shape = shapes.iter().find(|(g, c, _)| (*g, *c) == (group, coordinate));
                 let shape = shape.map(|(_, _, shape)| shape);
-                let shape = shape.ok_or_else(|| Reason::Shape(format!("group {}, {coordinate}", group.0)))?;
+                let shape = shape.ok_or(Reason::Shape(ShapeCause::Column(group, coordinate)))?;
                 let page = |at: &u32| pages.get(place(at)? as usize).cloned();
                 let pages: Vec<SharedBuf> = at.iter().filter_map(page).collect();
                 for (which, placed) in Placed::scattered(shape, &pages)? {

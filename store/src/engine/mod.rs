@@ -23,7 +23,9 @@ pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
 pub use front::limits::Limits;
 pub use front::memory_audit::Table;
-pub use front::store::{Executors, Holding, Options, PlannedExtent, Stats, Store, StoreTiles};
+pub use front::store::{
+    Executors, Holding, KnownNamespace, Options, PlannedExtent, Stats, Store, StoreTiles,
+};
 pub use read::tile_identity::{TileIdentity, TileRuns};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;

@@ -210,6 +210,19 @@ impl IoVec {
         Self { base: buf.as_ptr(), len: buf.len() }
     }
 
+    /// The range of a buffer, but its first `from` bytes.
+    pub(crate) fn rest(buf: &SharedBuf, from: usize) -> Self {
+        let from = from.min(buf.len());
+        Self { base: buf.as_ptr().wrapping_add(from), len: buf.len() - from }
+    }
+
+    /// Takes the next element in, if it begins where this one ends.
+    pub(crate) fn join(&mut self, next: Self) -> bool {
+        let joins = self.base.wrapping_add(self.len) == next.base;
+        self.len += if joins { next.len } else { 0 };
+        joins
+    }
+
     /// A stretch of a region, for registering it.
     pub(crate) fn piece(region: &Region, offset: usize, len: usize) -> Self {
         debug_assert!(offset.checked_add(len).is_some_and(|end| end <= region.len()));

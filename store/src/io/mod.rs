@@ -29,6 +29,7 @@ mod ring_setup;
 pub mod scratch;
 pub mod shared;
 pub(crate) mod slots;
+pub mod stream;
 pub(crate) mod wake;
 mod workers;
 

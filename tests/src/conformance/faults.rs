@@ -41,8 +41,14 @@ fn expect_untouched(desk: &Desk<'_>) {
     assert_eq!(end.failures.len(), 4);
     let requirements = lookups::needs();
     let (namespace, keys, recompute_tokens_max) = (desk.namespace, &keys[..], u64::MAX);
-    let request =
-        MatchRequest { namespace, keys, requirements: &requirements, recompute_tokens_max, lease: None };
+    let request = MatchRequest {
+        namespace,
+        keys,
+        requirements: &requirements,
+        recompute_tokens_max,
+        lease: None,
+        plan: None,
+    };
     let found = desk.stage.store().match_prefix(&request).unwrap();
     assert_eq!((found.usable.longest.blocks, found.pending), (0, 0));
 }
@@ -103,8 +109,14 @@ fn unknown_namespace(desk: &Desk<'_>) {
     expect_read(desk, ReadRequest { namespace, ..desk.read_request(pages(), &keys) }, &reason);
     let requirements = lookups::needs();
     let (keys, recompute_tokens_max) = (&keys[..], u64::MAX);
-    let request =
-        MatchRequest { namespace, keys, requirements: &requirements, recompute_tokens_max, lease: None };
+    let request = MatchRequest {
+        namespace,
+        keys,
+        requirements: &requirements,
+        recompute_tokens_max,
+        lease: None,
+        plan: None,
+    };
     assert_eq!(desk.stage.store().match_prefix(&request).unwrap_err().0, reason);
 }
 
@@ -144,6 +156,7 @@ fn match_column(
         requirements: &requirements,
         recompute_tokens_max: 0,
         lease: tenant.map(terms),
+        plan: None,
     })
 }
 
@@ -183,8 +196,14 @@ fn too_many(desk: &Desk<'_>) {
     expect_read(desk, ReadRequest { keys: keys.clone(), ..desk.read_request(pages(), &one) }, &reason);
     let requirements = lookups::needs();
     let (namespace, keys, recompute_tokens_max) = (desk.namespace, &keys[..], u64::MAX);
-    let request =
-        MatchRequest { namespace, keys, requirements: &requirements, recompute_tokens_max, lease: None };
+    let request = MatchRequest {
+        namespace,
+        keys,
+        requirements: &requirements,
+        recompute_tokens_max,
+        lease: None,
+        plan: None,
+    };
     assert_eq!(desk.stage.store().match_prefix(&request).unwrap_err().0, reason);
 }
 

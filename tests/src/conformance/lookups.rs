@@ -4,8 +4,10 @@ use std::time::Duration;
 
 use kvarts_layout::prefix::{Absence, Coverage, Need, Requirement, UNLIMITED};
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, Requirements};
+use kvarts_planner::cost::{Compute, Device, Prefill, Roofline, Times};
+use kvarts_planner::plan::Source;
 use kvarts_store::api::{
-    ContainsRequest, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, PIN_BYTES,
+    ContainsRequest, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, PIN_BYTES, PlanTerms,
 };
 use kvarts_store::error::{Error, Kind, Reason};
 
@@ -15,6 +17,7 @@ use crate::fixture;
 pub(super) const CASES: &[Case] = &[
     ("a match finds what is there and says how far each column reaches", coverage),
     ("a match of nothing finds nothing", nothing),
+    ("a match says what of it is worth restoring, and why", planned),
     ("a match of too many keys at too many coordinates is refused", too_many),
     ("a put in flight is pending and then there", pending),
     ("a lease counts against its tenant's cap until it ends", caps),
@@ -47,7 +50,8 @@ fn find(
     lease: Option<LeaseTerms>,
 ) -> Result<MatchReply, Error> {
     let namespace = desk.namespace;
-    let request = MatchRequest { namespace, keys, requirements, recompute_tokens_max: UNLIMITED, lease };
+    let request =
+        MatchRequest { namespace, keys, requirements, recompute_tokens_max: UNLIMITED, lease, plan: None };
     desk.stage.store().match_prefix(&request)
 }
 
@@ -73,6 +77,58 @@ fn nothing(desk: &Desk<'_>) {
         let found = find(desk, &keys, &needs(), Some(terms)).unwrap();
         assert_eq!((found.usable.longest.blocks, found.pending, found.lease), (0, 0, None));
     }
+}
+
+/// An engine that computes this many operations a millisecond and reads for nothing.
+fn engine(tflops: f64) -> Times {
+    let compute = Compute {
+        params: 1e9,
+        active_params: 1e9,
+        weight_bytes: 1e-9,
+        attention_flops: 0.0,
+        kv_bytes: 0.0,
+        sparse: None,
+    };
+    let (hbm_gb_per_s, hbm_gb, prefill_part, memory_part, step_ms) = (1e9, 80.0, 1.0, 1.0, 0.0);
+    let device = Device { tflops, hbm_gb_per_s, hbm_gb, prefill_part, memory_part, step_ms };
+    Roofline::new(compute, device, 1).into()
+}
+
+fn planned(desk: &Desk<'_>) {
+    let keys = desk.keys(0..8);
+    let [heads, odd, state] = fixture::columns();
+    desk.store(heads, &keys[..6], 1, Layout::LayerBlock);
+    desk.store(odd, &keys[2..5], 1, Layout::FullBlock);
+    desk.store(state, &[keys[3], keys[6]], 1, Layout::FullBlock);
+    // What the disks take is measured.
+    desk.read(&desk.read_request(heads, &keys[..6]));
+    let prompt_tokens = 8 * u64::from(fixture::BLOCK_TOKENS) + 1;
+    let ask = |tflops, hbm_blocks, prompt_tokens, requirements: &Requirements| {
+        let plan = Some(PlanTerms { prompt_tokens, times: &engine(tflops), hbm_blocks, dram: None });
+        let (namespace, keys, recompute_tokens_max) = (desk.namespace, &keys[..], UNLIMITED);
+        let request = MatchRequest { namespace, keys, requirements, recompute_tokens_max, lease: None, plan };
+        let found = desk.stage.store().match_prefix(&request)?;
+        let planned = found.plan.expect("it was asked for");
+        assert_eq!(planned.times.to_string(), engine(tflops).told().to_string());
+        assert!(planned.disk.link.bytes_per_ms > 0.0 && planned.disk.link.latency_ms >= 0.0, "{planned:?}");
+        Ok::<_, Error>(planned.plan)
+    };
+    // Two seconds for a token.
+    let slow = ask(1e-3, 0, prompt_tokens, &needs()).unwrap();
+    assert_eq!((slow.boundary_blocks, slow.recompute_tokens), (4, 0), "{slow:?}");
+    let bytes = |(group, coordinate), blocks| fixture::shape(group, coordinate).block_bytes() * blocks;
+    // Of the odd group the window's 20 tokens lie in two blocks.
+    assert_eq!(slow.bytes_from(Source::Disk), bytes(heads, 4) + bytes(odd, 2) + bytes(state, 1), "{slow:?}");
+    assert!(slow.benefit_ms > 0.0 && slow.exact);
+    // Nothing is as fast as an engine that computes in no time, which is said.
+    let fast = ask(1e18, 0, prompt_tokens, &needs()).unwrap();
+    assert_eq!((fast.boundary_blocks, fast.benefit_ms), (0, 0.0), "{fast:?}");
+    assert!(fast.reason.to_string().starts_with("a load is slower than recomputing: "), "{}", fast.reason);
+    // What the caller has is used where it is.
+    let held = ask(1e18, 3, prompt_tokens, &pages_only()).unwrap();
+    assert_eq!((held.boundary_blocks, held.bytes_from(Source::Disk)), (3, 0), "{held:?}");
+    let refused = ask(1.0, 0, 0, &needs()).unwrap_err();
+    assert_eq!(refused.kind(), Kind::Invalid, "{refused}");
 }
 
 fn too_many(desk: &Desk<'_>) {

@@ -286,8 +286,14 @@ fn matches(seed: Seed, blocks: u64) -> Result<Cost, String> {
     ];
     let requirements = Requirements::new(fixture::BLOCK_TOKENS, groups).map_err(|error| error.to_string())?;
     let (namespace, requirements) = (desk.namespace, &requirements);
-    let request =
-        MatchRequest { namespace, keys: &keys, requirements, recompute_tokens_max: UNLIMITED, lease: None };
+    let request = MatchRequest {
+        namespace,
+        keys: &keys,
+        requirements,
+        recompute_tokens_max: UNLIMITED,
+        lease: None,
+        plan: None,
+    };
     let meter = Meter::new(&stage, |done| done.matches);
     stage.store().match_prefix(&request).map_err(|error| error.to_string())?;
     let steps = meter.cost().steps;

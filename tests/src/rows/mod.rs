@@ -16,6 +16,7 @@ mod goldens;
 pub mod growth;
 mod kills;
 mod leaving;
+mod nodes;
 mod noise;
 pub mod planted;
 mod pool;
@@ -160,6 +161,6 @@ pub fn all() -> Vec<Row> {
     rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
     rows.extend(again::rows());
     rows.push(devices::row());
-    rows.extend([growth::row(), tiles::row(), costs::row(), planted::row()]);
+    rows.extend([growth::row(), tiles::row(), costs::row(), nodes::row(), planted::row()]);
     rows
 }

@@ -111,8 +111,12 @@ impl SimWorld {
 
     /// A world that begins with what an earlier one left on its disk.
     pub fn with_media(seed: u64, config: &WorldConfig, media: Media) -> Self {
+        Self::at(SimClock::new(config.unix_millis), seed, config, media)
+    }
+
+    /// The same by a clock that it shares with others.
+    pub fn at(clock: Arc<SimClock>, seed: u64, config: &WorldConfig, media: Media) -> Self {
         let seed = Seed(seed);
-        let clock = SimClock::new(config.unix_millis);
         let disk = SimDisk::with_media(media, config.disk.latency, Arc::clone(&clock), seed.child("disk"));
         Self(Rc::new(Inner {
             seed,
@@ -166,6 +170,20 @@ impl SimWorld {
 
     /// Lets one thing happen. False: nothing is left that could.
     pub fn step(&self) -> bool {
+        if self.step_now() {
+            return true;
+        }
+        match self.next_time() {
+            Some(next) => {
+                self.0.clock.advance_to(next);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Lets one thing happen that needs no time to pass, if there is one.
+    pub fn step_now(&self) -> bool {
         let inner = &self.0;
         inner.steps.set(inner.steps.get() + 1);
         // A completion whose time has come may be ahead of tasks that can run, or behind them.
@@ -179,16 +197,7 @@ impl SimWorld {
             inner.clock.advance_to(now.plus(Duration::from_nanos(cost)));
             return true;
         }
-        if inner.disk.complete_one() {
-            return true;
-        }
-        match self.next_time() {
-            Some(next) => {
-                inner.clock.advance_to(next);
-                true
-            }
-            None => false,
-        }
+        inner.disk.complete_one()
     }
 
     /// Lets everything that has begun come to its end; timers do not fire meanwhile.
@@ -219,7 +228,8 @@ impl SimWorld {
         self.0.executors.borrow_mut().retain(|other| !Rc::ptr_eq(other, seated));
     }
 
-    fn next_time(&self) -> Option<Nanos> {
+    /// When the next thing happens.
+    pub fn next_time(&self) -> Option<Nanos> {
         let executors = self.0.executors.borrow();
         let timers = executors.iter().filter_map(|seated| seated.executor.next_timer());
         timers.chain(self.0.disk.next_completion()).min()

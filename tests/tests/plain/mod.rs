@@ -49,7 +49,7 @@ impl Decoder for Plain {
 }
 
 /// Every method but those that would end the server or change its size.
-pub(crate) const METHODS: [&str; 18] = [
+pub(crate) const METHODS: [&str; 19] = [
     "Models/RegisterModel",
     "Models/ListModels",
     "Store/Put",
@@ -64,6 +64,7 @@ pub(crate) const METHODS: [&str; 18] = [
     "Store/Delete",
     "Reads/Get",
     "Reads/GetLayers",
+    "Plans/Route",
     "Admin/Stats",
     "Admin/Checkpoint",
     "Admin/Compact",

@@ -117,7 +117,11 @@ impl Raw {
     /// Shares a pool of the server's; gives this side's view.
     pub(crate) fn pool(&mut self, memory: u32, bytes: u64) -> Arc<Region> {
         let mode = proto::LocalMode::LocalDirect.into();
-        self.say(Kind::Share, u64::from(memory), &proto::ShareRequest { memory, mode, bytes });
+        self.say(
+            Kind::Share,
+            u64::from(memory),
+            &proto::ShareRequest { memory, mode, bytes, ..Default::default() },
+        );
         self.answer::<proto::ShareReply>().unwrap();
         shared::map(self.files.pop().unwrap(), bytes, Box::new(())).unwrap()
     }
@@ -128,7 +132,7 @@ impl Raw {
         bytes: u64,
         file: &OwnedFd,
     ) -> Result<(), proto::Error> {
-        let wire = proto::ShareRequest { memory: 77, mode: mode.into(), bytes };
+        let wire = proto::ShareRequest { memory: 77, mode: mode.into(), bytes, ..Default::default() };
         self.say_with(Kind::Share, 1, &wire, file);
         self.answer::<proto::ShareReply>().map(drop)
     }

@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "each test file that includes this uses a part of it")]
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
+pub(crate) mod etcd;
+
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,6 +15,15 @@ use kvarts_store::api::KvStore;
 use kvarts_store::rt::Nanos;
 use kvarts_tests::stage::{Scratch, Stage};
 use tokio::runtime::Runtime;
+
+/// Guarantees that are for one store alone.
+pub(crate) const NOT_AMONG_NODES: [&str; 5] = [
+    "a lease counts against its tenant's cap until it ends",
+    "events tell of each block, in order, and a snapshot with them is the content",
+    "a point of another stream is a gap",
+    "a put that a delete meets is refused, and stays away",
+    "of two puts of one key at once one stores it whole",
+];
 
 /// How long a server may take for anything that a test asks.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -37,6 +48,13 @@ impl Served {
         let mut served = Self { runtime, daemon: None, scratch, file: file.to_owned() };
         served.open(SocketAddr::from(([127, 0, 0, 1], 0)));
         served
+    }
+
+    /// The same with another file from now on: it stops and starts.
+    pub(crate) fn restart_with(&mut self, file: &str) {
+        self.stop();
+        self.file = file.to_owned();
+        self.open(SocketAddr::from(([127, 0, 0, 1], 0)));
     }
 
     pub(crate) fn open(&mut self, grpc: SocketAddr) {

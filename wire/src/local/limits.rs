@@ -62,6 +62,8 @@ pub const STALL: Duration = Duration::from_secs(20);
 pub const SLOW: Duration = Duration::from_secs(5);
 /// Bytes of a put that are copied out of a client's memory before other tasks have their turn.
 pub const COPY_BYTES: usize = 1 << 20;
+/// Bytes of them that are copied at once and then digested: the processor's own caches have them still.
+pub const DIGEST_BYTES: usize = 64 << 10;
 /// Bytes of a window through which a client copies, and of all of them together.
 pub const WINDOW_BYTES: u64 = 8 << 20;
 /// See [`WINDOW_BYTES`].

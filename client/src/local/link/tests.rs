@@ -13,7 +13,7 @@ use super::*;
 struct Nobody;
 
 impl Owner for Nobody {
-    fn suspect(&self, _: ReadRequest, _: BlockShape, _: Vec<u32>) {}
+    fn suspect(&self, _: ReadRequest, _: Arc<BlockShape>, _: Vec<u32>) {}
 
     fn later(&self, _: Box<dyn FnOnce() + Send>) {}
 
@@ -64,7 +64,7 @@ fn read(shared: &Arc<Shared>, id: u64) -> ReadStream {
         deadline: None,
     };
     let (sink, stream) = read_channel();
-    let reading = Reading::new((request, shape, None), sink, (false, Vec::new()));
+    let reading = Reading::new((request, shape.into(), None), sink, (false, Vec::new()));
     shared.pending().insert(id, Pending::Read(Box::new(reading)));
     stream.brought_by(Arc::clone(shared) as _)
 }

@@ -229,9 +229,11 @@ fn who_has_not_said_who_he_is_gets_nothing_of_what_others_share() {
 #[tokio::test]
 async fn a_client_that_closes_before_it_has_read_everything_left_and_did_nothing_wrong() {
     let locals = Arc::new(Locals::new(limits(1 << 20, 16), &[1], [0; 16]));
-    let (ours, theirs) = UnixStream::pair().unwrap();
-    ours.try_write(b"an answer that nobody reads").unwrap();
+    let (mut ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    std::io::Write::write_all(&mut ours, b"an answer that nobody reads").unwrap();
     drop(theirs);
+    let ours = Line::new(ours).unwrap();
     ours.readable().await.unwrap();
     let ended = Incoming::new(&locals).receive(&ours);
     assert!(matches!(ended, Err(Ended::Left)), "{ended:?}");

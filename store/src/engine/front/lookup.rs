@@ -5,21 +5,22 @@ use std::sync::Arc;
 use kvarts_layout::prefix::Requirement;
 use kvarts_layout::{BlockKey, Coordinate, Group, UsablePrefix};
 
+use super::restore;
 use crate::api::{LeaseTerms, MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, PIN_BYTES};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
-use crate::error::Reason;
+use crate::error::{Reason, ShapeCause};
 use crate::index::{self, BlockFingerprint, LeaseError, LeaseId, Lookup};
 
 /// How often a match is repeated because what it leased was evicted meanwhile.
 const ROUNDS_MAX: usize = 8;
 
 /// The blocks of one group at one coordinate, and what the index says of each.
-struct Column {
-    group: Group,
-    coordinate: Coordinate,
+pub(super) struct Column {
+    pub(super) group: Group,
+    pub(super) coordinate: Coordinate,
     prints: Vec<BlockFingerprint>,
-    found: Vec<Lookup>,
+    pub(super) found: Vec<Lookup>,
 }
 
 /// Answers a match.
@@ -35,7 +36,7 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     if request.requirements.block_tokens() != namespace.block_tokens {
         let (asked, stored) = (request.requirements.block_tokens(), namespace.block_tokens);
-        return Err(Reason::Shape(format!("requirements for blocks of {asked} tokens, stored are {stored}")));
+        return Err(Reason::Shape(ShapeCause::BlockTokens { asked, stored }));
     }
     let mut columns = Vec::new();
     for requirement in request.requirements.groups() {
@@ -62,7 +63,17 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
             },
         };
         let pending = pending_behind(&columns, usable.longest.blocks);
-        return Ok(MatchReply { usable, pending, lease });
+        let planned =
+            request.plan.map(|terms| restore::plan(shared, &namespace, (request, &terms), &columns));
+        let plan = match planned.transpose() {
+            Ok(plan) => plan.map(Box::new),
+            Err(reason) => {
+                // Who is refused has no lease.
+                lease.map(|lease| shared.index.unlock(lease));
+                return Err(reason);
+            }
+        };
+        return Ok(MatchReply { usable, pending, lease, plan });
     }
     Err(Reason::Busy("blocks were evicted while they were leased"))
 }

@@ -7,6 +7,7 @@ pub(crate) mod limits;
 pub(crate) mod lookup;
 pub(crate) mod memory_audit;
 pub(crate) mod presence;
+pub(crate) mod restore;
 pub(crate) mod router;
 pub(crate) mod snapshot;
 pub(crate) mod store;

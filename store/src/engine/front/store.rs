@@ -22,9 +22,9 @@ use super::lookup;
 use super::presence;
 use super::router::{Message, Router};
 use crate::api::{
-    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LayeredPut, LeaseId, MatchReply,
-    MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
-    Subscription, Target, TileSource, TiledRequest, TtlReply, TtlRequest,
+    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, DiskLink, KvStore, LayeredPut, LeaseId,
+    MatchReply, MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor,
+    SnapshotPage, Subscription, Target, TileSource, TiledRequest, TtlReply, TtlRequest,
 };
 use crate::driver::{Metrics, UrgentReads};
 use crate::engine::compact::{CompactOptions, CompactReport};
@@ -46,6 +46,7 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 
 pub use holding::Holding;
 pub use measure::PlannedExtent;
+pub use space::KnownNamespace;
 pub(crate) use space::free_space;
 
 /// How a store is opened. What concerns the shape on disk counts only when the store is made.
@@ -270,6 +271,11 @@ impl Store {
         let shared = &self.0.shared;
         let known = shared.names.get(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
         Ok(known.shape(group, coordinate)?)
+    }
+
+    /// The way to the disks, as reads find it now.
+    pub fn disk_link(&self) -> DiskLink {
+        self.0.shared.disk_path.now()
     }
 
     /// Bytes of a segment file.

@@ -20,6 +20,7 @@ use super::request::{Subject, check, name};
 use super::wanted::{Wanted, WantedChunk, by_shard, find};
 use crate::api::{Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
 use crate::engine::shared::Shared;
+use crate::engine::shared::disk_path::Underway;
 use crate::engine::shared::grace::Arrival;
 use crate::engine::shared::visibility::BlockOf;
 use crate::error::{Reason, broken_invariant};
@@ -41,6 +42,8 @@ pub(crate) struct ReadJob {
     parts_left: AtomicU32,
     state: Mutex<ReadState>,
     sink: ReadSink,
+    /// What it adds to what the disks are asked for.
+    pub(crate) underway: Underway,
     /// Which production of each block is wanted, if the read is a part of another.
     expected: Option<Expected>,
 }
@@ -102,8 +105,7 @@ pub(crate) fn begin(
 ) -> Result<Vec<(u32, ReadPart)>, Reason> {
     check(shared, &request)?;
     let subject = name(shared, (&request).into())?;
-    let places = request.into.places().check(&subject.shape, subject.layers.clone());
-    places.map_err(|error| Reason::Shape(error.to_string()))?;
+    request.into.places().check(&subject.shape, subject.layers.clone())?;
     let request = ReadRequest { class: subject.class, layers: Some(subject.layers), ..request };
     start(shared, request, subject.prints, expected, sink)
 }
@@ -121,6 +123,7 @@ pub(crate) fn start(
     shared.drop_expired(&prints, |place| request.keys.get(place).copied());
     let arrival = shared.arrivals.begin();
     let wanted = find(shared, &request.keys, &prints, &mut failures)?;
+    let wanted_layers = layers.clone();
     let mut progress = ReadProgress::new(request.order, request.keys.len() as u32, layers.clone());
     failures.into_iter().for_each(|(block, reason)| progress.fail(block, reason));
     if wanted.is_empty() {
@@ -129,6 +132,10 @@ pub(crate) fn start(
     }
     let plan = make_plan(request.order, request.into.places(), layers, &wanted)?;
     let by_shard = by_shard(&wanted);
+    let bytes_of =
+        |run: &Wanted| run.class.shape.layers_bytes(&wanted_layers).saturating_mul(run.run.len() as u64);
+    let bytes = wanted.iter().map(bytes_of).fold(0, u64::saturating_add);
+    let underway = Underway::begin(shared, request.class, bytes, plan.steps());
     let slices = if request.order == Order::Layers { wanted.len() as u32 } else { 1 };
     let open_slices = (0..plan.steps()).map(|_| AtomicU32::new(slices)).collect();
     let job = Arc::new(ReadJob {
@@ -141,6 +148,7 @@ pub(crate) fn start(
         parts_left: AtomicU32::new(by_shard.len() as u32),
         state: Mutex::new(ReadState { progress, next_step: 0, ended: false, held_bytes: 0, holding: 0 }),
         sink,
+        underway,
         expected,
     });
     let part =
@@ -174,8 +182,7 @@ pub(crate) fn make_plan(
         })
     };
     let records = wanted.iter().map(record).collect::<Result<Vec<_>, Reason>>()?;
-    ReadPlan::new(records, layers, order, Arc::clone(places), ReadOptions::default())
-        .map_err(|error| Reason::Shape(error.to_string()))
+    Ok(ReadPlan::new(records, layers, order, Arc::clone(places), ReadOptions::default())?)
 }
 
 impl ReadJob {
@@ -280,6 +287,7 @@ impl ReadJob {
                 drop(state);
                 state = self.lock();
             }
+            self.underway.step_done();
             self.announce(&mut state.progress, step);
         }
     }
@@ -321,11 +329,14 @@ impl ReadJob {
         let whole = state.next_step == self.plan.steps();
         let early = (!whole).then(|| self.why_early(&mut state.progress));
         let end = state.progress.end(early.as_ref());
-        // Sent under the lock: a release that comes now must come after it.
         let held_bytes = if state.holding > 0 { state.held_bytes } else { 0 };
+        self.underway.end(whole && end.failures.is_empty());
         if whole {
             self.shared.counters.blocks_read.fetch_add(self.first_delivered(&end.failures), Relaxed);
         }
+        // Where a release comes it comes after the end, which is then sent under the lock. Otherwise it is not: a caller that
+        // is told does its own work on this thread.
+        let _until_sent = (state.holding > 0).then_some(state);
         self.sink.send(ReadEvent::End(ReadEnd { held_bytes, ..end }));
     }
 

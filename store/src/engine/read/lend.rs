@@ -17,10 +17,11 @@ use kvarts_layout::plan::{Address, DEFAULT_MAX_REGION, MemoryId, Placement, Read
 use super::header_cache::Header;
 use super::job::make_plan;
 use super::prove;
-use super::request::{check_count, check_in_time, check_unequal, count_use, wanted_layers};
+use super::request::{check_count, check_in_time, check_unequal, count_use};
 use super::wanted::{Wanted, by_shard, find};
 use crate::api::{
     FileRange, LendRequest, NotLent, Order, Origins, PinnedChunk, PinnedExtents, PinnedFile, PinnedLayer,
+    wanted_layers,
 };
 use crate::driver::{ExtentDone, ReadBatch};
 use crate::engine::read::Reads;
@@ -133,7 +134,7 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
     check_unequal(&request.keys)?;
     let namespace = shared.names.get(request.namespace).ok_or(Reason::UnknownNamespace(request.namespace))?;
     let shape = namespace.shape(request.group, request.coordinate)?;
-    let layers = wanted_layers(request.layers.as_ref(), shape.layers().len())?;
+    let layers = wanted_layers(request.layers.as_ref(), &shape)?;
     let prints = shared.prints_of(&namespace, &request.keys, (request.group, request.coordinate));
     let arrival = shared.arrivals.begin();
     let mut missing = BTreeMap::new();
@@ -145,8 +146,7 @@ pub(crate) fn begin(shared: &Arc<Shared>, request: LendRequest) -> Result<Begun,
         return Err(NotLent::Encoded);
     }
     let start = |layer| Address { memory: MemoryId(layer), offset: 0 };
-    let places = Placement::layer_buffers(&shape, request.keys.len() as u32, start)
-        .map_err(|error| Reason::Shape(error.to_string()))?;
+    let places = Placement::layer_buffers(&shape, request.keys.len() as u32, start).map_err(Reason::from)?;
     let plan = make_plan(Order::Layers, &Arc::new(places), layers, &wanted)?;
     let by_shard = by_shard(&wanted);
     let (shared, parts, origins) =

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
 
-use crate::api::{MAX_REQUEST_BLOCKS, ReadRequest, SMALL_READ_BYTES};
+use crate::api::{MAX_REQUEST_BLOCKS, ReadRequest, SMALL_READ_BYTES, wanted_layers};
 use crate::engine::shared::Shared;
 use crate::error::Reason;
 use crate::index::BlockFingerprint;
@@ -45,9 +45,7 @@ impl<'a> From<&'a ReadRequest> for Wish<'a> {
 pub(crate) fn name(shared: &Shared, wish: Wish<'_>) -> Result<Subject, Reason> {
     let namespace = shared.names.get(wish.namespace).ok_or(Reason::UnknownNamespace(wish.namespace))?;
     let shape = namespace.shape(wish.group, wish.coordinate)?;
-    let count = shape.layers().len();
-    wanted_layers(wish.layers, count)?;
-    let layers = wish.layers.cloned().unwrap_or(0..count as u32);
+    let layers = wanted_layers(wish.layers, &shape)?;
     let key = shared.index.key();
     let print = |name: &BlockKey| key.of(namespace.local, name, wish.group, wish.coordinate);
     let prints: Vec<_> = wish.keys.iter().map(print).collect();
@@ -109,18 +107,6 @@ fn class_of(class: Class, bytes: u64) -> Class {
         Class::Small | Class::Foreground if bytes <= SMALL_READ_BYTES => Class::Small,
         Class::Small => Class::Foreground,
         other => other,
-    }
-}
-
-pub(crate) fn wanted_layers(wanted: Option<&Range<u32>>, layers: usize) -> Result<Range<u32>, Reason> {
-    let layers = u32::try_from(layers).unwrap_or(u32::MAX);
-    match wanted {
-        None => Ok(0..layers),
-        Some(range) if range.is_empty() => Err(Reason::Empty),
-        Some(range) if range.end > layers => {
-            Err(Reason::Shape(format!("layers up to {}, the group has {layers}", range.end)))
-        }
-        Some(range) => Ok(range.clone()),
     }
 }
 

@@ -152,7 +152,10 @@ pub(crate) async fn run(reads: &Rc<Reads>, part: ReadPart, window: u64, deadline
             continue;
         }
         match reads.flights.join(&job, record.index, wanted, generation) {
-            Some(Role::Follow(flight)) => followed.push((record, flight)),
+            Some(Role::Follow(flight)) => {
+                job.underway.is_shared();
+                followed.push((record, flight));
+            }
             Some(Role::Lead(flight)) => {
                 led.push((Rc::clone(&flight), generation));
                 own.push(Record { flight: Some(flight), ..record });

@@ -4,10 +4,10 @@ use kvarts_layout::format::names::FileName;
 
 use crate::driver::Meta;
 use crate::engine::space::evict::probe;
-use crate::engine::volume::directory::{lost_shard, refused};
+use crate::engine::volume::directory::refused;
 use crate::engine::volume::segment::Segment;
 use crate::engine::write::log::Log;
-use crate::error::Reason;
+use crate::error::{DirectoryCause, Reason};
 use crate::io::{EntryKind, FileId, IoError, IoErrorKind, MetaOp, OpenMode, Reply};
 
 /// Operations under way at once.
@@ -38,7 +38,9 @@ pub(super) struct Files {
 pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
     let unusable = |error: IoError| refused(&error);
     let listing = match log.driver.list(log.home()).await {
-        Err(error) if error.kind == IoErrorKind::NotFound => return Err(lost_shard(log.dir, log.shard)),
+        Err(error) if error.kind == IoErrorKind::NotFound => {
+            return Err(Reason::Directory(DirectoryCause::LostShard(log.dir.0, log.shard)));
+        }
         listing => listing.map_err(unusable)?,
     };
     let mut files = Files::default();
@@ -61,11 +63,11 @@ pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
             .map(|(_, name)| log.driver.meta(MetaOp::Open { name: log.file_name(name), mode }))
             .collect();
         let mut opened = Vec::with_capacity(some.len());
-        for ((number, name), opening) in some.iter().zip(opening) {
+        for ((number, _), opening) in some.iter().zip(opening) {
             match opening.await {
                 Ok(Some(Reply::Opened(file))) => opened.push((*number, file)),
                 Ok(_) => return Err(Reason::Bug("an open without a file")),
-                Err(error) => return Err(Reason::Directory(format!("{name} cannot be opened: {error}"))),
+                Err(error) => return Err(refused(&error)),
             }
         }
         let stats: Vec<Meta> =

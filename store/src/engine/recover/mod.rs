@@ -38,6 +38,7 @@ use self::scan::Target;
 use crate::driver::{Meta, ReadInto};
 use crate::engine::space::evict::batch::punched_bytes;
 use crate::engine::volume::checkpoint::{self, Checkpoint};
+use crate::engine::volume::directory::refused;
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::log::Log;
@@ -95,7 +96,7 @@ fn found_holes(reply: Result<Option<Reply>, IoError>) -> Result<Vec<(u64, u64)>,
         Ok(Some(Reply::Holes(holes))) => Ok(holes),
         // Such a file system makes none.
         Err(error) if error.kind == IoErrorKind::Unsupported => Ok(Vec::new()),
-        Err(error) => Err(Reason::Directory(error.to_string())),
+        Err(error) => Err(refused(&error)),
         Ok(_) => Err(Reason::Bug("holes that are none")),
     }
 }

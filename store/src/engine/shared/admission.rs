@@ -3,8 +3,9 @@
 //! Off unless a budget of bytes a day is set. Until that is used up everything is let in, because most of what a cache
 //! is worth lies in blocks that are used exactly twice, and a rule that waits for the second asking loses the first
 //! use of each. From then on a block is let in when it has been asked for before, as far as a sketch of fixed size
-//! remembers: a count-min of small counters that are halved by and by. Whatever is let in then is an overdraft, and at
-//! an eighth of a day's budget nothing is let in any more. So over any time `t` no more bytes of
+//! remembers: a count-min of small counters that are halved by and by. How often before follows from what its bytes are worth
+//! beside those that others ask for ([`askings`]): where several models share a device, bytes that spare little wait. Whatever
+//! is let in then is an overdraft, and at an eighth of a day's budget nothing is let in any more. So over any time `t` no more bytes of
 //! records are written than `budget * (9/8 day + t)`, what puts under way had been promised and what compaction moves
 //! aside; footers and checkpoints are not counted.
 //!
@@ -13,6 +14,8 @@
 
 use std::sync::PoisonError;
 use std::time::Duration;
+
+use kvarts_planner::keep::askings;
 
 use crate::index::BlockFingerprint;
 use crate::rt::Nanos;
@@ -26,8 +29,8 @@ const ROW: usize = 1 << 20;
 const COUNT_MAX: u8 = 15;
 /// Askings after which all counters are halved.
 const HALVED_AFTER: u32 = ROW as u32 / 4;
-/// Askings, this one among them, with which a block is let in when the budget is used up.
-const ASKINGS: u8 = 2;
+/// What one asking more counts in the mean of what askings are worth.
+const WORTH_PART: f64 = 1.0 / 4096.0;
 /// Part of a day's budget that may be overdrawn.
 const OVERDRAFT_PARTS: i64 = 8;
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
@@ -41,6 +44,8 @@ struct Meter {
     at: Nanos,
     counts: Vec<u8>,
     asked: u32,
+    /// The mean of what is asked for ([`worth`](kvarts_planner::keep::worth)), of the last few thousand blocks.
+    worth: Option<f64>,
 }
 
 /// What is let in. Usable from any thread.
@@ -56,7 +61,7 @@ impl Admission {
         let mut meter = self.meter.lock().unwrap_or_else(PoisonError::into_inner);
         *meter = daily.map(|bytes| {
             let daily = i64::try_from(bytes).unwrap_or(i64::MAX);
-            Meter { daily, left: daily, at: now, counts: vec![0; ROWS * ROW], asked: 0 }
+            Meter { daily, left: daily, at: now, counts: vec![0; ROWS * ROW], asked: 0, worth: None }
         });
         self.on.store(meter.is_some(), Relaxed);
     }
@@ -71,8 +76,13 @@ impl Admission {
     }
 
     /// How many of these blocks, in the order of their prefix, are let in: those behind one that is not would be of no
-    /// use. Every one of them has been asked for.
-    pub(crate) fn admit(&self, prints: impl Iterator<Item = BlockFingerprint>, now: Nanos) -> usize {
+    /// use. Every one of them has been asked for. Each of their bytes is worth so much.
+    pub(crate) fn admit(
+        &self,
+        prints: impl Iterator<Item = BlockFingerprint>,
+        worth: i8,
+        now: Nanos,
+    ) -> usize {
         if !self.on.load(Relaxed) {
             return usize::MAX;
         }
@@ -81,8 +91,8 @@ impl Admission {
         meter.refill(now);
         let (mut admitted, mut refused) = (0, false);
         for print in prints {
-            let askings = meter.ask(print);
-            refused |= !meter.lets_in(askings);
+            let asked = meter.ask(print, worth);
+            refused |= !meter.lets_in(asked, worth);
             admitted += usize::from(!refused);
         }
         admitted
@@ -101,7 +111,9 @@ impl Meter {
     }
 
     /// Counts one asking and says how many there were, at least as many as there were lately.
-    fn ask(&mut self, print: BlockFingerprint) -> u8 {
+    fn ask(&mut self, print: BlockFingerprint, worth: i8) -> u8 {
+        let mean = self.worth.get_or_insert(f64::from(worth));
+        *mean += (f64::from(worth) - *mean) * WORTH_PART;
         let (first, rest) = (print.first(), u64::from(print.rest()));
         let mut least = COUNT_MAX;
         for row in 0..ROWS {
@@ -119,8 +131,9 @@ impl Meter {
         least
     }
 
-    fn lets_in(&self, askings: u8) -> bool {
-        self.left > 0 || (askings >= ASKINGS && self.left > -(self.daily / OVERDRAFT_PARTS))
+    fn lets_in(&self, asked: u8, worth: i8) -> bool {
+        let needed = askings(worth, self.worth.unwrap_or(f64::from(worth)));
+        self.left > 0 || (asked >= needed && self.left > -(self.daily / OVERDRAFT_PARTS))
     }
 }
 
@@ -141,33 +154,51 @@ mod tests {
     #[test]
     fn everything_is_let_in_until_the_days_budget_is_used_up_and_then_what_was_asked_for_before() {
         let admission = Admission::default();
-        assert_eq!(admission.admit(prints(0..3), at(0)), usize::MAX, "off by default");
+        assert_eq!(admission.admit(prints(0..3), 0, at(0)), usize::MAX, "off by default");
         admission.set(Some(86_400), at(0));
-        assert_eq!(admission.admit(prints(0..10), at(0)), 10);
+        assert_eq!(admission.admit(prints(0..10), 0, at(0)), 10);
         admission.spend(86_400);
-        assert_eq!(admission.admit(prints(10..20), at(0)), 0, "never asked for");
-        assert_eq!(admission.admit(prints(10..20), at(0)), 10, "asked for before");
-        assert_eq!(admission.admit(prints(5..25), at(0)), 15, "up to the first that was not");
-        assert_eq!(admission.admit(prints(20..25).chain(prints(0..5)), at(0)), 10);
+        assert_eq!(admission.admit(prints(10..20), 0, at(0)), 0, "never asked for");
+        assert_eq!(admission.admit(prints(10..20), 0, at(0)), 10, "asked for before");
+        assert_eq!(admission.admit(prints(5..25), 0, at(0)), 15, "up to the first that was not");
+        assert_eq!(admission.admit(prints(20..25).chain(prints(0..5)), 0, at(0)), 10);
         admission.set(None, at(0));
-        assert_eq!(admission.admit(prints(90..91), at(0)), usize::MAX);
+        assert_eq!(admission.admit(prints(90..91), 0, at(0)), usize::MAX);
+    }
+
+    #[test]
+    fn where_several_models_share_a_device_bytes_that_spare_little_wait_and_those_that_spare_much_do_not() {
+        let admission = Admission::default();
+        admission.set(Some(86_400), at(0));
+        admission.admit(prints(0..2000), 0, at(0));
+        admission.spend(86_400);
+        let asked = |from: u64, worth, times: usize| {
+            (0..times).map(|_| admission.admit(prints(from..from + 10), worth, at(0))).collect::<Vec<_>>()
+        };
+        assert_eq!(asked(5000, 4, 1), [10], "worth sixteen times as much: at once");
+        assert_eq!(asked(6000, 0, 2), [0, 10], "as much as most");
+        assert_eq!(asked(7000, -2, 3), [0, 0, 10], "a fourth");
+        // A store of one model only: what is usual is what it has.
+        admission.set(Some(86_400), at(0));
+        admission.spend(86_400);
+        assert_eq!(asked(8000, -2, 2), [0, 10]);
     }
 
     #[test]
     fn the_overdraft_ends_and_time_brings_the_budget_back() {
         let admission = Admission::default();
         admission.set(Some(86_400), at(0));
-        admission.admit(prints(0..5), at(0));
+        admission.admit(prints(0..5), 0, at(0));
         admission.spend(86_400 + 86_400 / 8);
-        assert_eq!(admission.admit(prints(0..5), at(0)), 0, "overdrawn by an eighth of a day");
+        assert_eq!(admission.admit(prints(0..5), 0, at(0)), 0, "overdrawn by an eighth of a day");
         // A byte a second.
-        assert_eq!(admission.admit(prints(0..5), at(10)), 5);
-        assert_eq!(admission.admit(prints(50..55), at(10_800)), 0);
-        assert_eq!(admission.admit(prints(60..65), at(10_801)), 5);
+        assert_eq!(admission.admit(prints(0..5), 0, at(10)), 5);
+        assert_eq!(admission.admit(prints(50..55), 0, at(10_800)), 0);
+        assert_eq!(admission.admit(prints(60..65), 0, at(10_801)), 5);
         // No more than a day's is saved up.
-        assert_eq!(admission.admit(prints(70..71), at(10_000_000)), 1);
+        assert_eq!(admission.admit(prints(70..71), 0, at(10_000_000)), 1);
         admission.spend(86_400);
-        assert_eq!(admission.admit(prints(80..81), at(10_000_000)), 0);
+        assert_eq!(admission.admit(prints(80..81), 0, at(10_000_000)), 0);
     }
 
     #[test]
@@ -175,12 +206,12 @@ mod tests {
         let admission = Admission::default();
         admission.set(Some(1000), at(0));
         admission.spend(1001);
-        assert_eq!(admission.admit(prints(0..1), at(0)), 0);
-        let strangers = (1..50_000).filter(|n| admission.admit(prints(*n..*n + 1), at(0)) > 0).count();
+        assert_eq!(admission.admit(prints(0..1), 0, at(0)), 0);
+        let strangers = (1..50_000).filter(|n| admission.admit(prints(*n..*n + 1), 0, at(0)) > 0).count();
         assert!(strangers < 500, "{strangers} of 50,000 were let in as somebody else");
         for n in 0..2 * u64::from(HALVED_AFTER) / 1000 {
-            admission.admit(prints(1_000_000 + n * 1000..1_001_000 + n * 1000), at(0));
+            admission.admit(prints(1_000_000 + n * 1000..1_001_000 + n * 1000), 0, at(0));
         }
-        assert_eq!(admission.admit(prints(0..1), at(0)), 0, "it is as if nobody had asked for it");
+        assert_eq!(admission.admit(prints(0..1), 0, at(0)), 0, "it is as if nobody had asked for it");
     }
 }

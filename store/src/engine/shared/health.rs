@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 
 use super::Shared;
-use crate::error::Reason;
+use crate::error::{LatchCause, Reason};
 use crate::index::Lookup;
 use crate::io::IoError;
 use crate::sync::Mutex;
@@ -36,7 +36,7 @@ impl Health {
 /// What [`Health`] is told from.
 #[derive(Debug, Default)]
 pub(crate) struct State {
-    latch: Mutex<Option<String>>,
+    latch: Mutex<Option<LatchCause>>,
     dead: Mutex<Dead>,
     /// Whether any executor died: asked at each look at the index.
     any_dead: AtomicBool,
@@ -53,10 +53,10 @@ struct Dead {
 impl Shared {
     /// Makes the store read-only: an error said that the directory takes no writes.
     pub(crate) fn latch(&self, error: &IoError) -> Reason {
-        self.latch_for(error.to_string())
+        self.latch_for(LatchCause::Device(Box::new(error.clone())))
     }
 
-    fn latch_for(&self, why: String) -> Reason {
+    fn latch_for(&self, why: LatchCause) -> Reason {
         let mut latch = self.health.latch.lock().unwrap_or_else(PoisonError::into_inner);
         // The first cause is what operators see; who asked is told what he met.
         latch.get_or_insert_with(|| why.clone());
@@ -83,7 +83,13 @@ impl Shared {
 
     pub(crate) fn health(&self) -> Health {
         let dead_executors = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner).executors;
-        let latched = self.health.latch.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let latched = self
+            .health
+            .latch
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .as_ref()
+            .map(ToString::to_string);
         let failing = self.health.failing.lock().unwrap_or_else(PoisonError::into_inner).clone();
         Health { latched, dead_executors, failing }
     }
@@ -108,7 +114,7 @@ impl Shared {
         dead.shards.extend(shards);
         drop(dead);
         self.health.any_dead.store(true, Ordering::Release);
-        self.latch_for(format!("executor {executor} died, and what its shards hold cannot be reached"));
+        self.latch_for(LatchCause::Executor(executor));
     }
 
     /// Blocks of a shard without an executor are not here.

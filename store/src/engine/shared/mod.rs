@@ -2,6 +2,7 @@
 
 pub(crate) mod admission;
 pub(crate) mod budget;
+pub(crate) mod disk_path;
 pub(crate) mod due;
 pub(crate) mod grace;
 pub(crate) mod health;
@@ -31,6 +32,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, OnceLock};
 use admission::Admission;
 use budget::Budget;
+use disk_path::DiskPath;
 use due::{Due, stretch_of};
 use grace::ReaderEpochs;
 use health::State;
@@ -143,6 +145,8 @@ pub(crate) struct Shared {
     pub(crate) unnamed: QuotaEvents,
     /// The way to what other shards do not use.
     spare_room: SpareRoom,
+    /// What reads take.
+    pub(crate) disk_path: DiskPath,
     /// Reads that do not hold their segments yet.
     pub(crate) arrivals: ReaderEpochs,
     /// The clocks at opening.
@@ -208,6 +212,7 @@ impl Shared {
             counters: Counters::default(),
             unnamed: QuotaEvents::default(),
             spare_room: SpareRoom::default(),
+            disk_path: DiskPath::default(),
             arrivals: ReaderEpochs::default(),
             events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),
             opened,

@@ -13,7 +13,7 @@ use kvarts_layout::identity::{TenantSalt, namespace_of};
 use kvarts_layout::spec::Geometry;
 use kvarts_layout::{BlockShape, Coordinate, Fingerprint, Group, Identity, NamespaceId};
 
-use crate::error::Reason;
+use crate::error::{IdentityCause, Reason};
 use crate::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Shapes that are kept of a namespace: a model has as many as it has groups and ranks, and may be asked for more.
@@ -64,7 +64,7 @@ impl Namespace {
             return Ok(Arc::clone(shape));
         }
         let shape = self.spec.geometry.shape(group, coordinate, self.block_tokens);
-        let shape = Arc::new(shape.map_err(|error| Reason::Shape(error.to_string()))?);
+        let shape = Arc::new(shape?);
         if shapes.len() < SHAPES_MAX {
             shapes.insert(key, Arc::clone(&shape));
         }
@@ -104,8 +104,7 @@ impl Tables {
         if let Some(spec) = self.specs.get(&id) {
             return Ok(Arc::clone(spec));
         }
-        let geometry =
-            Geometry::decode_canonical(canonical).map_err(|error| Reason::Shape(error.to_string()))?;
+        let geometry = Geometry::decode_canonical(canonical)?;
         if geometry.fingerprint() != id {
             return Err(Reason::SpecMismatch);
         }
@@ -120,12 +119,12 @@ impl Tables {
         if let Some(namespace) = self.namespaces.get(&id) {
             return Ok(Arc::clone(namespace));
         }
-        let identity = Identity::decode(canonical).map_err(|error| Reason::Identity(error.to_string()))?;
+        let identity = Identity::decode(canonical)?;
         if identity.spec_fingerprint != spec.id {
             return Err(Reason::SpecMismatch);
         }
         let block_tokens = identity.block_tokens;
-        spec.geometry.check_block_tokens(block_tokens).map_err(|error| Reason::Shape(error.to_string()))?;
+        spec.geometry.check_block_tokens(block_tokens)?;
         let (canonical, salt, shapes) = (canonical.to_vec(), identity.tenant_salt, Mutex::default());
         let namespace = Arc::new(Namespace { id, local, canonical, block_tokens, spec, salt, shapes });
         self.namespaces.insert(id, Arc::clone(&namespace));
@@ -172,7 +171,7 @@ impl Names {
         identity: &Identity,
         geometry: &Geometry,
     ) -> Result<Arc<Namespace>, Reason> {
-        let canonical = identity.encode().map_err(|error| Reason::Identity(error.to_string()))?;
+        let canonical = identity.encode()?;
         let fingerprint = geometry.fingerprint();
         if identity.spec_fingerprint != fingerprint {
             return Err(Reason::SpecMismatch);
@@ -200,10 +199,11 @@ impl Names {
     /// taken in before.
     pub(crate) fn recover_identity(&self, found: &Definition) -> Result<Arc<Namespace>, Reason> {
         if namespace_of(&found.canonical).0 != found.id {
-            return Err(Reason::Identity("a namespace id that is not that of its identity".to_owned()));
+            return Err(Reason::Identity(IdentityCause::Rule(
+                "a namespace id that is not that of its identity",
+            )));
         }
-        let identity =
-            Identity::decode(&found.canonical).map_err(|error| Reason::Identity(error.to_string()))?;
+        let identity = Identity::decode(&found.canonical)?;
         let mut tables = self.write();
         let spec =
             tables.specs.get(&identity.spec_fingerprint).map(Arc::clone).ok_or(Reason::SpecMismatch)?;
@@ -291,6 +291,12 @@ impl Names {
         let tables = self.read();
         let has = |namespace: &&Arc<Namespace>| namespace.salt == *salt;
         tables.namespaces.values().filter(has).map(|namespace| namespace.id).collect()
+    }
+
+    /// The same, as they are.
+    pub(crate) fn with_salt(&self, salt: &TenantSalt) -> Vec<Arc<Namespace>> {
+        let tables = self.read();
+        tables.namespaces.values().filter(|namespace| namespace.salt == *salt).map(Arc::clone).collect()
     }
 
     /// How many short ids there are, and how many shapes are kept.

@@ -72,8 +72,7 @@ impl RecordClass {
         if let Some(layout) = layouts.get(&blocks) {
             return Ok(Arc::clone(layout));
         }
-        let layout = RunLayout::new(self.layout, self.layout_version, &self.shape, blocks)
-            .map_err(|error| Reason::Shape(error.to_string()))?;
+        let layout = RunLayout::new(self.layout, self.layout_version, &self.shape, blocks)?;
         let layout = Arc::new(layout);
         if layouts.len() >= LAYOUTS_MAX {
             layouts.pop_first();

@@ -16,7 +16,7 @@ use kvarts_layout::format::{self, Unsound};
 
 use crate::driver::Driver;
 use crate::engine::shared::Birth;
-use crate::error::Reason;
+use crate::error::{DirectoryCause, Reason};
 use crate::io::{Arena, DirId, EntryKind, IoError, IoErrorKind, MetaOp, Name, OpenMode};
 use crate::rt::{Class, Clock, Entropy};
 
@@ -47,11 +47,7 @@ fn superblock_name(dir: DirId) -> Name {
 pub(crate) fn refused(error: &IoError) -> Reason {
     match error.kind {
         IoErrorKind::NoSpace => Reason::NoSpace,
-        IoErrorKind::ReadOnlyFs => Reason::Directory(format!("{error}: the file system takes no writes")),
-        IoErrorKind::Permission => {
-            Reason::Directory(format!("{error}: give this user the right to write there"))
-        }
-        _ => Reason::Directory(error.to_string()),
+        _ => Reason::Directory(DirectoryCause::Io(Box::new(error.clone()))),
     }
 }
 
@@ -85,11 +81,7 @@ async fn read(driver: &Rc<Driver>, arena: &Arena, dir: DirId) -> Result<Option<C
             refuse_unfinished(driver, dir).await?;
             return match Top::read(driver, dir).await?.foreign {
                 None => Ok(None),
-                Some(name) => Err(Reason::Directory(format!(
-                    "directory {} is not empty ({name} is in it) and holds no store: use an empty directory, \
-                     or, if this was a store, run kvarts fsck --repair",
-                    dir.0
-                ))),
+                Some(name) => Err(Reason::Directory(DirectoryCause::NotEmpty(dir.0, name))),
             };
         }
         Err(error) => return Err(refused(&error)),
@@ -106,7 +98,7 @@ async fn read(driver: &Rc<Driver>, arena: &Arena, dir: DirId) -> Result<Option<C
     match Superblock::decode_pair(&bytes, None) {
         Ok(chosen) => Ok(Some(chosen)),
         Err(unsound) if is_blank(&unsound) => unmade(driver, dir).await,
-        Err(unsound) => judge(dir, unsound),
+        Err(unsound) => Err(judge(dir, unsound)),
     }
 }
 
@@ -158,11 +150,7 @@ async fn refuse_unfinished(driver: &Rc<Driver>, dir: DirId) -> Result<(), Reason
             return Ok(());
         }
     }
-    Err(Reason::Directory(format!(
-        "directory {} holds an unfinished copy of a store: `kvarts compact --to` was interrupted; run it again, or \
-         delete the directory",
-        dir.0
-    )))
+    Err(Reason::Directory(DirectoryCause::UnfinishedCopy(dir.0)))
 }
 
 /// A superblock without content: what a crash leaves of a store that was being made. Nothing is in the folders of its
@@ -171,19 +159,8 @@ async fn refuse_unfinished(driver: &Rc<Driver>, dir: DirId) -> Result<(), Reason
 async fn unmade(driver: &Rc<Driver>, dir: DirId) -> Result<Option<Chosen>, Reason> {
     match Top::read(driver, dir).await?.foreign {
         None => Ok(None),
-        Some(name) => Err(Reason::Directory(format!(
-            "directory {} has lost its superblock ({name} is beside an empty one): run kvarts fsck --repair",
-            dir.0
-        ))),
+        Some(name) => Err(Reason::Directory(DirectoryCause::LostSuperblock(dir.0, name))),
     }
-}
-
-/// What is said of a store that lacks the folder of a shard.
-pub(crate) fn lost_shard(dir: DirId, shard: u32) -> Reason {
-    Reason::Directory(format!(
-        "directory {} has lost the folder of shard {shard}: run kvarts fsck --repair, which makes it again, empty",
-        dir.0
-    ))
 }
 
 fn is_blank(unsound: &PairUnsound) -> bool {
@@ -197,56 +174,45 @@ fn is_harmless(name: &str) -> bool {
     name == "lock" || name == "lost+found"
 }
 
-fn judge(dir: DirId, unsound: PairUnsound) -> Result<Option<Chosen>, Reason> {
-    let PairUnsound::Both(first, second) = &unsound else {
-        return Err(Reason::Directory(format!(
-            "directory {}: the two superblock slots contradict each other: run kvarts fsck",
-            dir.0
-        )));
-    };
-    let slots = [first, second];
-    let of_another_version = slots.iter().find_map(|slot| match slot {
-        Unsound::Newer { version } => Some(Reason::Newer { found: *version }),
-        Unsound::Older { version } => Some(Reason::Older { found: *version }),
-        _ => None,
-    });
-    if let Some(reason) = of_another_version {
-        return Err(reason);
+fn judge(dir: DirId, unsound: PairUnsound) -> Reason {
+    if let PairUnsound::Both(first, second) = &unsound {
+        for slot in [first, second] {
+            match slot {
+                Unsound::Newer { version } => return Reason::Newer { found: *version },
+                Unsound::Older { version } => return Reason::Older { found: *version },
+                _ => {}
+            }
+        }
     }
-    Err(Reason::Directory(format!(
-        "directory {}: no superblock slot is sound ({first}; {second}): run kvarts fsck",
-        dir.0
-    )))
+    Reason::Directory(DirectoryCause::Superblock(dir.0, Box::new(unsound)))
 }
 
 /// All superblocks are of one store, and none is missing.
 fn join(plan: &Plan, found: Vec<Option<Chosen>>) -> Result<Found, Reason> {
-    let mixed = |what: String| Err(Reason::MixedDirectories(what));
+    let mixed = |cause| Err(Reason::Directory(cause));
     let mut shards = Vec::new();
     let mut first: Option<Superblock> = None;
     let mut seen = std::collections::BTreeSet::new();
     for (at, chosen) in (0u16..).zip(found) {
         let Some(chosen) = chosen else {
-            return mixed(format!("directory {at} is empty while others hold a store: leave it out"));
+            return mixed(DirectoryCause::Extra(at));
         };
         let superblock = chosen.superblock;
         if let Some(first) = &first
             && first.store != superblock.store
         {
-            return mixed(format!(
-                "directory {at} belongs to store {}, the first to {}",
-                superblock.store, first.store
-            ));
+            let (store, first) = (superblock.store, first.store);
+            return mixed(DirectoryCause::Foreign { directory: at, store, first });
         }
         if !seen.insert(superblock.directory) {
-            return mixed(format!("directory {at} was given twice, or is a copy of another"));
+            return mixed(DirectoryCause::Twice(at));
         }
         shards.extend(superblock.shards.iter().map(|&shard| (shard, DirId(at))));
         first.get_or_insert(superblock);
     }
-    let Some(first) = first else { return mixed("no directory".to_owned()) };
+    let Some(first) = first else { return Err(Reason::Bug("a store of no directory")) };
     if seen.len() != first.directories as usize {
-        return mixed(format!("the store has {} directories, {} were given", first.directories, seen.len()));
+        return mixed(DirectoryCause::Count { expected: first.directories, given: seen.len() });
     }
     shards.sort_unstable();
     let birth = Birth {

@@ -142,8 +142,7 @@ impl Log {
     ) -> Result<Vec<u8>, Reason> {
         let durable_upto = segment.tail.borrow().durable_upto;
         let fields = Fields { sequence, durable_upto, payload_bytes };
-        record::encode(&self.position(segment, offset), &self.shared.secret, &fields, body, digests)
-            .map_err(|error| Reason::Shape(error.to_string()))
+        Ok(record::encode(&self.position(segment, offset), &self.shared.secret, &fields, body, digests)?)
     }
 
     /// Whether `len` more bytes leave room for the footer and the trailer.

@@ -21,6 +21,7 @@ use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as Dis
 use kvarts_layout::format::page_align;
 use kvarts_layout::plan::WritePlan;
 use kvarts_layout::{BlockKey, Layout, OriginId};
+use kvarts_planner::keep::worth;
 
 use super::log::Log;
 use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
@@ -169,16 +170,13 @@ fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<
     let form = RecordForm { layout, layout_version: LAYOUT_VERSION, encoding: ENCODING_RAW };
     let column = (request.group, request.coordinate);
     let known = shared.classes.known(&namespace, column, form);
-    let wrong = |what: String| Reason::Shape(what);
     // A placement of another shape is found here, before anything is reserved or remembered.
     let blocks = blocks.min(RECORD_BLOCKS_MAX);
     let planned = match &known {
         Some(class) => class.layout_of(blocks)?,
-        None => RunLayout::new(layout, LAYOUT_VERSION, &shape, blocks)
-            .map(Arc::new)
-            .map_err(|error| wrong(error.to_string()))?,
+        None => Arc::new(RunLayout::new(layout, LAYOUT_VERSION, &shape, blocks)?),
     };
-    WritePlan::new(&planned, request.from.places(), 0).map_err(|error| wrong(error.to_string()))?;
+    WritePlan::new(&planned, request.from.places(), 0)?;
     known.map_or_else(|| shared.classes.intern(&namespace, column, form), Ok)
 }
 
@@ -225,7 +223,8 @@ impl PutJob {
         let mut reserved: Vec<bool> = reservations.iter().map(is_reserved).collect();
         let wanted = self.prints.iter().zip(&reserved).filter(|(_, reserved)| **reserved);
         let now = self.shared.clock.now();
-        let admitted = self.shared.admission.admit(wanted.map(|(print, _)| *print), now);
+        let worth = worth(self.class.shape.block_bytes(), self.class.namespace.block_tokens);
+        let admitted = self.shared.admission.admit(wanted.map(|(print, _)| *print), worth, now);
         let places = (0u32..).zip(&mut reserved).filter(|(_, reserved)| **reserved);
         for (place, reserved) in places.skip(admitted) {
             *reserved = false;
@@ -277,13 +276,19 @@ impl PutJob {
         ))
     }
 
-    /// The digest of each chunk of a run, block by block, each in canonical order.
+    /// The digest of each chunk of a run, block by block, each in canonical order. Those that came with the request are not
+    /// computed again.
     fn digests(&self, run: &Range<u32>) -> Result<Vec<u32>, Reason> {
         let chunks = self.class.shape.layers().iter().flat_map(|layer| &layer.chunks);
         let sizes: Vec<u64> = chunks.map(|chunk| chunk.bytes).collect();
+        let known = self.request.from.digests();
         let mut digests = Vec::with_capacity(run.len() * sizes.len());
         for block in run.clone() {
             for (part, &bytes) in (0u32..).zip(&sizes) {
+                if let Some(digest) = known.and_then(|known| known.get(part, block)) {
+                    digests.push(digest);
+                    continue;
+                }
                 let chunk = self.request.from.chunk(part, block, bytes);
                 let chunk = chunk.ok_or(Reason::Bug("a chunk outside the memory of its put"))?;
                 digests.push(chunk.digest(0, chunk.len(), crc32fast::hash));

@@ -40,10 +40,15 @@ impl Store {
     }
 
     /// Reads as [`KvStore::read`](crate::api::KvStore::read) does, and of each block only the production that `origins`
-    /// has for it, or the first that is met: a block that was replaced meanwhile is not here. For the rest of a read whose
-    /// beginning came another way.
-    pub fn read_part(&self, request: ReadRequest, origins: &Arc<Origins>) -> Result<ReadStream, Error> {
-        self.begin_read(request, Some(Expected { origins: Arc::clone(origins), first: 0 }))
+    /// has for it, or the first that is met: a block that was replaced meanwhile is not here. For a read of which other parts
+    /// come another way; its first block is number `first` of `origins`.
+    pub fn read_part(
+        &self,
+        request: ReadRequest,
+        origins: &Arc<Origins>,
+        first: u32,
+    ) -> Result<ReadStream, Error> {
+        self.begin_read(request, Some(Expected { origins: Arc::clone(origins), first }))
     }
 
     pub(super) fn begin_read(
@@ -117,8 +122,7 @@ impl StoreTiles {
         let blocks = tile.blocks.start as usize..tile.blocks.end as usize;
         let (keys, prints) = (request.keys.get(blocks.clone()), subject.prints.get(blocks));
         let (keys, prints) = keys.zip(prints).ok_or(Reason::OutOfBounds)?;
-        let places = into.places().check(&subject.shape, tile.layers.clone());
-        places.map_err(|error| Reason::Shape(error.to_string()))?;
+        into.places().check(&subject.shape, tile.layers.clone())?;
         let request = ReadRequest {
             namespace: request.namespace,
             group: request.group,

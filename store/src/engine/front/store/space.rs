@@ -1,19 +1,35 @@
 //! Space as operators see it: what every byte is, budgets, quotas and caps, all changed while the store is in use.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use kvarts_layout::NamespaceId;
 use kvarts_layout::identity::TenantSalt;
+use kvarts_layout::{Identity, NamespaceId};
 
 use super::{Store, lost, send};
 use crate::engine::front::router::Message;
+use crate::engine::shared::names::Namespace;
 use crate::engine::shared::quota;
 use crate::engine::shared::quota_events::TellEvicted;
+use crate::engine::volume::directory::refused;
 use crate::error::{Error, Reason};
 use crate::index::{Lookup, RecordId};
 use crate::io::{DirId, DiskSpace};
 use crate::ledger::{PoolSpace, SegmentView};
 use crate::rt::mailbox::ticket;
+
+/// A namespace that a store knows.
+#[derive(Clone, Debug)]
+pub struct KnownNamespace {
+    /// Its name in requests.
+    pub namespace: NamespaceId,
+    /// What decides its bytes.
+    pub identity: Identity,
+    /// Layers of its model.
+    pub layers: usize,
+    /// Bytes of its blocks on disk, headers and padding included.
+    pub live_bytes: u64,
+}
 
 impl Store {
     /// Every segment file with what its bytes are, by shard and number.
@@ -86,6 +102,27 @@ impl Store {
         pool.map(|pool| pool.space())
     }
 
+    /// The namespaces of a tenant that the store knows, registered or recovered: those whose identity has this salt, with the
+    /// most bytes first, and no more than `most` of them.
+    pub fn namespaces(&self, salt: &TenantSalt, most: usize) -> Vec<KnownNamespace> {
+        let shared = &self.0.shared;
+        let spaces = shared.index.records().ledger().namespaces();
+        let live: BTreeMap<NamespaceId, u64> = spaces.iter().map(|one| (one.namespace, one.live)).collect();
+        let bytes = |namespace: &Arc<Namespace>| live.get(&namespace.id).copied().unwrap_or(0);
+        let mut all = shared.names.with_salt(salt);
+        all.sort_by_key(|namespace| std::cmp::Reverse(bytes(namespace)));
+        all.truncate(most);
+        let known = |namespace: &Arc<Namespace>| {
+            Some(KnownNamespace {
+                namespace: namespace.id,
+                identity: Identity::decode(&namespace.canonical).ok()?,
+                layers: namespace.spec.geometry.layers().len(),
+                live_bytes: bytes(namespace),
+            })
+        };
+        all.iter().filter_map(known).collect()
+    }
+
     /// Counts a namespace in its tenant's pool, if there is one.
     pub(super) fn join_tenant(&self, namespace: NamespaceId, salt: &TenantSalt) {
         let ledger = self.0.shared.index.records().ledger();
@@ -148,8 +185,7 @@ impl Store {
 pub(crate) async fn free_space(driver: &crate::driver::Driver, directories: u16) -> Result<u64, Reason> {
     let mut devices = BTreeMap::new();
     for dir in (0..directories).map(DirId) {
-        let space = driver.space(dir).await;
-        let DiskSpace { free, device, .. } = space.map_err(|error| Reason::Directory(error.to_string()))?;
+        let DiskSpace { free, device, .. } = driver.space(dir).await.map_err(|error| refused(&error))?;
         devices.insert(device, free);
     }
     Ok(devices.values().fold(0, |sum: u64, free| sum.saturating_add(*free)))

@@ -24,6 +24,7 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::{Blocks, ENCODING_RAW};
 use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::{BlockKey, Group, Layout};
+use kvarts_planner::keep::worth;
 
 use super::batch::{Footers, is_boundary};
 use super::coldest::{LOOKED_AT, OLDEST_PARTS, Sample, coldest, footers};
@@ -34,8 +35,6 @@ use crate::engine::tasks::steps::Section;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::index::{BlockFingerprint, Heat, Located, Location, RecordInfo};
 
-/// Bytes a token of blocks that cost as much as usual to compute again.
-const USUAL_BYTES_A_TOKEN: u64 = 64 << 10;
 /// Blocks that are listed for one choice beyond the first segment's, about.
 const BLOCKS_MAX: u64 = 64 << 10;
 
@@ -65,13 +64,10 @@ struct Facts {
 impl Facts {
     fn of(class: &RecordClass) -> Self {
         let bytes = class.layout_of(1).map_or(0, |layout| layout.content_bytes());
-        let tokens = u64::from(class.namespace.block_tokens).max(1);
-        let each = (bytes / tokens).max(1);
         Self {
             whole: class.encoding != ENCODING_RAW || class.layout == Layout::LayerBlock,
             boundary: is_boundary(class),
-            // Fewer bytes for a token: each of them is worth more.
-            cost: USUAL_BYTES_A_TOKEN.ilog2() as i8 - each.ilog2() as i8,
+            cost: worth(bytes, class.namespace.block_tokens),
         }
     }
 }

@@ -15,7 +15,7 @@ use kvarts_layout::format::{PAGE, Secret, VERSION};
 use super::{Found, Plan, Top, read, refused, superblock_name};
 use crate::driver::Driver;
 use crate::engine::shared::Birth;
-use crate::error::Reason;
+use crate::error::{DirectoryCause, Reason};
 use crate::io::{Arena, DirId, IoError, MetaOp, Name, OpenMode};
 use crate::rt::{Class, Clock, Entropy};
 
@@ -87,11 +87,7 @@ async fn make_folders(driver: &Rc<Driver>, dir: DirId, shards: &[u32]) -> Result
     let there = Top::read(driver, dir).await?.empty;
     // A folder too many would be a shard without an executor for as long as the store lives.
     if let Some(other) = there.iter().find(|shard| !shards.contains(shard)) {
-        return Err(Reason::Directory(format!(
-            "directory {} holds {}, which an attempt to make a store with other settings left: remove it, it is empty",
-            dir.0,
-            shard_name(*other)
-        )));
+        return Err(Reason::Directory(DirectoryCause::OtherSettings(dir.0, *other)));
     }
     for &shard in shards.iter().filter(|shard| !there.contains(shard)) {
         let name = Name { dir, path: shard_name(shard).into() };

@@ -42,7 +42,7 @@ use crate::engine::volume::segment::{Segment, SegmentState, fault};
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::engine::write::log::Log;
 use crate::engine::write::place;
-use crate::error::{Error, Reason};
+use crate::error::{Error, Reason, ShapeCause};
 use crate::index::Reservation;
 use crate::io::policy::{Action, Stage, decide};
 use crate::io::{BufMut, IoError};
@@ -129,9 +129,8 @@ fn try_begin(
 ) -> Result<(u32, LayersPart, LayeredPut), Reason> {
     let gate = request.from.gate().cloned();
     let gate = gate.filter(|gate| gate.opened() == 0 && request.layout != Some(Layout::FullBlock));
-    let wrong =
-        || Reason::Shape("a put by layers needs memory behind a gate and a layout by layers".to_owned());
-    let gate = gate.ok_or_else(wrong)?;
+    let wrong = ShapeCause::Rule("a put by layers needs memory behind a gate and a layout by layers");
+    let gate = gate.ok_or(Reason::Shape(wrong))?;
     request.layout = Some(Layout::LayerBlock);
     let class = check(shared, &request, true)?;
     let shard = request.keys.first().map_or(0, |key| shard_of(key, shards));
@@ -142,7 +141,7 @@ fn try_begin(
     if page_align(bytes).unwrap_or(bytes).saturating_add(3 * PAGE_BYTES)
         < shared.segment_bytes / SEGMENT_PARTS
     {
-        return Err(Reason::Shape("too few bytes for a segment of their own".to_owned()));
+        return Err(Reason::Shape(ShapeCause::Rule("too few bytes for a segment of their own")));
     }
     let (reply, answer) = ticket();
     let (job, reservations) = reserve(shared, request, class, reply);

@@ -33,8 +33,7 @@ pub(super) struct Image<'a> {
 impl<'a> Image<'a> {
     /// Nothing of it written.
     pub(super) fn new(place: &'a Place, from: &'a Placed) -> Result<Self, Reason> {
-        let plan = WritePlan::new(&place.layout, from.places(), place.run.start);
-        let plan = plan.map_err(|error| Reason::Shape(error.to_string()))?;
+        let plan = WritePlan::new(&place.layout, from.places(), place.run.start)?;
         Ok(Self { place, from, plan: plan.peekable(), carry: Vec::new(), done: 0 })
     }
 

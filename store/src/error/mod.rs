@@ -3,12 +3,13 @@
 //! Each [`Reason`] belongs to exactly one [`Kind`], by one function. Nothing is wrapped twice: a reason is made
 //! where the fault is seen, and travels up unchanged.
 
+mod cause;
+
 use std::fmt;
 
-use kvarts_layout::codec::CodecError;
 use kvarts_layout::{BlockKey, NamespaceId};
 
-use crate::io::IoError;
+pub use cause::{DirectoryCause, IdentityCause, LatchCause, MediaCause, ShapeCause};
 
 /// What the caller must do.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -47,6 +48,8 @@ pub enum Reason {
     EventGap,
     /// The executor's queue is full, or the store is closing.
     Busy(&'static str),
+    /// No server answers where it was said to be; the text says where, and what the system said.
+    Away(String),
     /// The machine had too little of something else than disk, or was interrupted. The disk is well.
     Passing(String),
     /// The budget or the disk is full.
@@ -74,9 +77,9 @@ pub enum Reason {
     /// The namespace is registered with another spec.
     SpecMismatch,
     /// The identity lacks a field or breaks a limit.
-    Identity(String),
-    /// This group or coordinate is none of the model's.
-    Shape(String),
+    Identity(IdentityCause),
+    /// This group or coordinate is none of the model's, or what was given has another shape.
+    Shape(ShapeCause),
     /// No block, or no layer, was asked for.
     Empty,
     /// More blocks, layers or bytes than one request may have.
@@ -125,11 +128,11 @@ pub enum Reason {
         what: String,
     },
     /// The device would not give the bytes, or another step on their way failed.
-    Media(MediaError),
+    Media(MediaCause),
     /// A fault latched the store: it is read-only.
-    Latched(String),
+    Latched(LatchCause),
     /// The directory cannot be used as a store.
-    Directory(String),
+    Directory(DirectoryCause),
     /// Another process has the directory open.
     Locked(String),
     /// The store was written by a newer format.
@@ -142,8 +145,6 @@ pub enum Reason {
         /// The format version found.
         found: u16,
     },
-    /// Directories of different stores were given together, or one is missing.
-    MixedDirectories(String),
     /// A configuration value that cannot be.
     Config(String),
     /// Something that the code believes impossible.
@@ -155,7 +156,12 @@ impl Reason {
     pub fn kind(&self) -> Kind {
         match self {
             Self::NotHere(_) | Self::Media(_) => Kind::Miss,
-            Self::InFlight | Self::Busy(_) | Self::Passing(_) | Self::Deleted | Self::EventGap => Kind::Retry,
+            Self::InFlight
+            | Self::Busy(_)
+            | Self::Away(_)
+            | Self::Passing(_)
+            | Self::Deleted
+            | Self::EventGap => Kind::Retry,
             Self::NoSpace
             | Self::PinCap { .. }
             | Self::Quota { .. }
@@ -177,7 +183,6 @@ impl Reason {
             | Self::Directory(_)
             | Self::Newer { .. }
             | Self::Older { .. }
-            | Self::MixedDirectories(_)
             | Self::Config(_) => Kind::Invalid,
             Self::DeadlineInPast | Self::DeadlinePassed => Kind::Deadline,
             Self::Digest { .. } | Self::Header { .. } => Kind::Corrupt,
@@ -193,6 +198,7 @@ impl fmt::Display for Reason {
             Self::NotHere(key) => write!(f, "block {key} is not here"),
             Self::InFlight => f.write_str("another put of this block has not finished: ask again"),
             Self::Busy(what) => write!(f, "{what}: ask again"),
+            Self::Away(what) => write!(f, "no server answers at {what}: ask again"),
             Self::Deleted => f.write_str("a delete met this put: put again"),
             Self::LeaseEnded => f.write_str("no such lease is in force: look the blocks up again"),
             Self::EventGap => f.write_str("events are missing: begin a new snapshot"),
@@ -239,7 +245,8 @@ impl fmt::Display for Reason {
             Self::Latched(what) => {
                 write!(f, "read-only since a fault: {what}: once the cause is gone, resume or restart")
             }
-            Self::Directory(what) | Self::MixedDirectories(what) | Self::Config(what) => f.write_str(what),
+            Self::Directory(what) => what.fmt(f),
+            Self::Config(what) => f.write_str(what),
             Self::Locked(path) => {
                 write!(f, "{path} is open in another process: stop it, or use another directory")
             }
@@ -284,6 +291,10 @@ impl std::error::Error for Reason {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::Media(cause) => cause.source(),
+            Self::Shape(cause) => cause.source(),
+            Self::Identity(cause) => cause.source(),
+            Self::Latched(cause) => cause.source(),
+            Self::Directory(cause) => cause.source(),
             _ => None,
         }
     }
@@ -295,53 +306,10 @@ impl std::error::Error for Error {
     }
 }
 
-/// Why bytes could not be had.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum MediaError {
-    /// An operation of a device failed.
-    Io(Box<IoError>),
-    /// A stored chunk could not be encoded or decoded.
-    Codec(CodecError),
-    /// A server, or the connection to it, gave this cause.
-    Remote(String),
-}
-
-impl fmt::Display for MediaError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Io(cause) => cause.fmt(f),
-            Self::Codec(cause) => cause.fmt(f),
-            Self::Remote(cause) => f.write_str(cause),
-        }
-    }
-}
-
-impl std::error::Error for MediaError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Io(cause) => Some(&**cause),
-            Self::Codec(cause) => Some(cause),
-            Self::Remote(_) => None,
-        }
-    }
-}
-
-impl From<IoError> for Reason {
-    fn from(cause: IoError) -> Self {
-        Self::Media(MediaError::Io(Box::new(cause)))
-    }
-}
-
-impl From<CodecError> for Reason {
-    fn from(cause: CodecError) -> Self {
-        Self::Media(MediaError::Codec(cause))
-    }
-}
-
 impl Reason {
     /// A fault of a server, or of the connection to it, in its words.
     pub fn remote(cause: impl Into<String>) -> Self {
-        Self::Media(MediaError::Remote(cause.into()))
+        Self::Media(MediaCause::Remote(cause.into()))
     }
 }
 
@@ -363,6 +331,11 @@ fn place(segment: u32, offset: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::io::IoError;
+    use kvarts_layout::codec::CodecError;
+    use kvarts_layout::identity::IdentityError;
+    use kvarts_layout::plan::{PlacementError, PlanError};
+    use kvarts_layout::spec::SpecError;
 
     #[test]
     fn a_damaged_byte_is_corrupt_and_a_full_disk_is_refused() {
@@ -383,5 +356,28 @@ mod tests {
         assert!(Error(reason.clone()).source().is_some() && reason.to_string().contains("9 bytes"));
         assert!(Reason::from(CodecError::NoMemory).source().is_some());
         assert!(Reason::remote("").source().is_none() && Reason::NoSpace.source().is_none());
+    }
+
+    #[test]
+    fn an_error_of_another_stage_is_the_source_of_the_reason_and_says_the_same() {
+        use std::error::Error as _;
+        let wrapped: [(Reason, &dyn std::error::Error); 4] = [
+            (SpecError::NoLayers.into(), &SpecError::NoLayers),
+            (PlanError::Nothing.into(), &PlanError::Nothing),
+            (PlacementError::Blocks.into(), &PlacementError::Blocks),
+            (IdentityError::Missing { field: "model" }.into(), &IdentityError::Missing { field: "model" }),
+        ];
+        for (reason, cause) in wrapped {
+            let source = reason.source().map(ToString::to_string);
+            assert_eq!(source, Some(cause.to_string()));
+            assert!(reason.to_string().ends_with(&cause.to_string()) && reason.kind() == Kind::Invalid);
+        }
+        let spec = Reason::from(SpecError::NoLayers);
+        assert!(spec.source().is_some_and(|source| source.is::<SpecError>()));
+        let (io, executor) = (Box::new(IoError::out_of_memory(9)), LatchCause::Executor(3));
+        let latched = Reason::Latched(LatchCause::Device(io.clone()));
+        assert!(latched.source().is_some_and(|source| source.is::<IoError>()));
+        assert!(Reason::Directory(DirectoryCause::Io(io)).source().is_some());
+        assert!(Reason::Latched(executor.clone()).source().is_none(), "{executor}");
     }
 }

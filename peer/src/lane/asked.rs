@@ -1,0 +1,153 @@
+//! What a peer asks for, as this node understands it.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvarts_layout::plan::Order;
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, NamespaceId, OriginId};
+use kvarts_store::error::Reason;
+use kvarts_store::rt::{Class, Nanos};
+use kvarts_wire::{convert, proto};
+
+use super::delivery::chunk_count;
+use super::frame::message;
+use super::limits::{CHUNKS_MAX, KEYS_MAX, NAMESPACES_MAX, PIECE_BYTES_MAX, TIMEOUT_MAX};
+use super::server::Served;
+use super::wire::Broken;
+
+/// The namespaces that a peer has shown to know.
+#[derive(Debug, Default)]
+pub(super) struct Namespaces(BTreeMap<u32, NamespaceId>);
+
+impl Namespaces {
+    /// One more. Whoever knows an identity may name its namespace; nothing of it is made or kept by the store.
+    pub(super) fn open(&mut self, body: Bytes) -> Result<(), Broken> {
+        let proto::LaneOpen { namespace, identity } = message(body)?;
+        let identity = Identity::decode(&identity).map_err(|_| Broken::Protocol("no identity"))?;
+        let id = identity.namespace_id().map_err(|_| Broken::Protocol("no identity"))?;
+        if self.0.len() >= NAMESPACES_MAX || self.0.insert(namespace, id).is_some() {
+            return Err(Broken::Protocol("too many namespaces, or one twice"));
+        }
+        Ok(())
+    }
+}
+
+/// A piece that a peer wants.
+#[derive(Debug)]
+pub(super) struct Asked {
+    pub(super) namespace: NamespaceId,
+    pub(super) group: Group,
+    pub(super) coordinate: Coordinate,
+    pub(super) keys: Vec<BlockKey>,
+    pub(super) layers: Range<u32>,
+    pub(super) order: Order,
+    pub(super) class: Class,
+    pub(super) deadline: Nanos,
+    /// Which productions are wanted.
+    pub(super) origins: Vec<Option<OriginId>>,
+    /// None: why it cannot be served.
+    pub(super) shape: Result<Arc<BlockShape>, Reason>,
+}
+
+impl Asked {
+    /// A request of a peer.
+    pub(super) fn parse(
+        body: Bytes,
+        namespaces: &Namespaces,
+        served: &dyn Served,
+        now: Nanos,
+    ) -> Result<Self, Broken> {
+        let wire: proto::LaneRead = message(body)?;
+        let namespace = namespaces.0.get(&wire.namespace).ok_or(Broken::Protocol("no such namespace"))?;
+        let column = convert::column(wire.column.as_ref());
+        let (group, coordinate) = column.map_err(|_| Broken::Protocol("no coordinate"))?;
+        let (keys, rest) = wire.keys.as_chunks::<32>();
+        if !rest.is_empty() || keys.is_empty() || keys.len() > KEYS_MAX {
+            return Err(Broken::Protocol("too many keys, or none"));
+        }
+        let end = wire.first_layer.checked_add(wire.layers).ok_or(Broken::Protocol("no layers"))?;
+        let layers = wire.first_layer..end;
+        let shape = served.shape(*namespace, group, coordinate);
+        if let Ok(shape) = &shape {
+            let (all, count) = (shape.layers().len(), keys.len() as u64);
+            let bytes = shape.layers_bytes(&layers).saturating_mul(count);
+            let chunks = chunk_count(shape, &layers).saturating_mul(count);
+            let is_some = !layers.is_empty() && end as usize <= all;
+            if !is_some || bytes > PIECE_BYTES_MAX || chunks > CHUNKS_MAX {
+                return Err(Broken::Protocol("more than a piece may have, or nothing"));
+            }
+        }
+        let class = match wire.class() {
+            proto::ReadClass::ReadBackground => Class::Background,
+            // Reads of peers are never before this node's own.
+            _ => Class::Prefetch,
+        };
+        let timeout = Duration::from_micros(wire.timeout_us).min(TIMEOUT_MAX);
+        Ok(Self {
+            namespace: *namespace,
+            group,
+            coordinate,
+            keys: keys.iter().copied().map(BlockKey).collect(),
+            layers,
+            order: if wire.by_blocks { Order::Blocks } else { Order::Layers },
+            class,
+            deadline: now.plus(timeout),
+            origins: origins(&wire.origins, keys.len())?,
+            // What is not known here is not here.
+            shape: shape.map_err(|reason| match reason {
+                Reason::UnknownNamespace(_) => Reason::NotHere(BlockKey::default()),
+                other => other,
+            }),
+        })
+    }
+
+    /// Bytes of memory that it takes.
+    pub(super) fn bytes(&self) -> u64 {
+        let of =
+            |shape: &Arc<BlockShape>| shape.layers_bytes(&self.layers).saturating_mul(self.keys.len() as u64);
+        self.shape.as_ref().map_or(0, of)
+    }
+}
+
+/// Which productions are wanted.
+fn origins(wire: &[u8], blocks: usize) -> Result<Vec<Option<OriginId>>, Broken> {
+    let (each, rest) = wire.as_chunks::<17>();
+    if wire.is_empty() {
+        return Ok(vec![None; blocks]);
+    }
+    if !rest.is_empty() || each.len() != blocks {
+        return Err(Broken::Protocol("origins of other blocks"));
+    }
+    let one = |[known, id @ ..]: &[u8; 17]| (*known != 0).then_some(OriginId(*id));
+    Ok(each.iter().map(one).collect())
+}
+
+/// The productions that are wanted, as a request says them.
+pub(super) fn wire_origins(wanted: &[Option<OriginId>]) -> Bytes {
+    if wanted.iter().all(Option::is_none) {
+        return Bytes::new();
+    }
+    let mut wire = Vec::with_capacity(wanted.len() * 17);
+    for one in wanted {
+        wire.push(u8::from(one.is_some()));
+        wire.extend_from_slice(&one.unwrap_or_default().0);
+    }
+    wire.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wanted_productions_come_back() {
+        let one = Some(OriginId([7; 16]));
+        for wanted in [vec![None, None], vec![None, one], vec![one, Some(OriginId([0; 16]))]] {
+            assert_eq!(origins(&wire_origins(&wanted), 2), Ok(wanted));
+        }
+        assert!(origins(&[1; 17], 2).is_err() && origins(&[1; 35], 2).is_err());
+    }
+}

@@ -1,0 +1,140 @@
+//! Who owns a chain: asked of the node that holds its partition, which grants as long as a majority of the members is of its own
+//! epoch ([`kvarts_cluster::ownership`]).
+//!
+//! Members are named by files, which an operator changes node by node. A majority of one epoch and one of the next have a node in
+//! common if one member is added or removed at a time, and that node is of one epoch only: so at most one of two holders is
+//! confirmed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use kvarts_cluster::members::NodeId;
+use kvarts_cluster::ownership::{Lease, Refused, Token};
+use kvarts_cluster::partition::Tag;
+use kvarts_wire::proto;
+use proto::chain_reply::What;
+use proto::chain_request::Ask;
+use tonic::Status;
+
+use super::{ClusterNode, wire};
+
+/// How often a holder has itself confirmed.
+const CONFIRM_EVERY: Duration = Duration::from_secs(1);
+/// Between nodes a question about a chain takes at most this long.
+const TIMEOUT: Duration = Duration::from_secs(2);
+
+impl ClusterNode {
+    /// Asks, as `asked.node`, about the chain of this name: here or at the node that holds its partition.
+    pub async fn chain(&self, tag: Tag, asked: proto::ChainRequest) -> Result<proto::ChainReply, Status> {
+        let holder = self.directory().holder_of(&tag).unwrap_or(self.me);
+        let asked = proto::ChainRequest { tag: tag.0.to_vec().into(), ..asked };
+        if holder == self.me {
+            return self.decide(&asked);
+        }
+        let Some(link) = self.link(holder) else { return Ok(unreachable_holder()) };
+        match link.chain(asked, TIMEOUT).await {
+            Ok(reply) => Ok(reply),
+            Err(status) if status.code() == tonic::Code::InvalidArgument => Err(status),
+            Err(_) => Ok(unreachable_holder()),
+        }
+    }
+
+    /// Decides about a chain of a partition that this node holds.
+    pub(super) fn decide(&self, asked: &proto::ChainRequest) -> Result<proto::ChainReply, Status> {
+        let tag = match wire::tags(&asked.tag)?.as_slice() {
+            [tag] => *tag,
+            _ => return Err(Status::invalid_argument("tag: one of 16 bytes")),
+        };
+        if self.directory().holder_of(&tag) != Some(self.me) {
+            return Ok(proto::ChainReply { what: What::New.into(), ..proto::ChainReply::default() });
+        }
+        let node = wire::node(&asked.node)?;
+        let token = Token { epoch: asked.token_epoch, number: asked.token_number };
+        let ask = asked.ask.as_ref().ok_or_else(|| Status::invalid_argument("ask: nothing is asked"))?;
+        let now = self.now();
+        let mut chains = self.chains();
+        let hold = |milliseconds: u64| Duration::from_millis(milliseconds);
+        let granted = match *ask {
+            Ask::ClaimMs(hold_ms) => chains.claim(tag, node, hold(hold_ms), now),
+            Ask::RenewMs(hold_ms) => chains.renew(tag, node, token, hold(hold_ms), now),
+            Ask::Release(_) => chains.release(&tag, node, token, now).and(Err(Refused::Stale)),
+            Ask::ReplicateMs(hold_ms) => {
+                let on = wire::node(&asked.replica)?;
+                let noted = chains.replicate(&tag, token, on, hold(hold_ms), now);
+                noted.and_then(|_| chains.owner(&tag, now).ok_or(Refused::Stale))
+            }
+            Ask::Refer(more) => {
+                chains.refer(&tag, more, now);
+                chains.owner(&tag, now).ok_or(Refused::Stale)
+            }
+            Ask::Look(_) => chains.owner(&tag, now).ok_or(Refused::Stale),
+        };
+        let may_be_nobodys = matches!(ask, Ask::Release(_) | Ask::Refer(_) | Ask::Look(_));
+        let mut reply = proto::ChainReply::default();
+        let what = match granted {
+            Ok(lease) => {
+                reply.lease = Some(wire_lease(&lease, now));
+                What::Granted
+            }
+            Err(Refused::Owned(lease)) => {
+                reply.lease = Some(wire_lease(&lease, now));
+                What::Owned
+            }
+            Err(Refused::Stale) if may_be_nobodys && chains.owner(&tag, now).is_none() => What::Nobody,
+            Err(Refused::Stale) => What::Stale,
+            Err(Refused::New(until)) => {
+                reply.wait_ms = until.saturating_sub(now).as_millis() as u64;
+                What::New
+            }
+            Err(Refused::Unconfirmed) => {
+                reply.wait_ms = CONFIRM_EVERY.as_millis() as u64;
+                What::New
+            }
+            Err(Refused::Full) => What::Full,
+        };
+        reply.what = what.into();
+        reply.references = chains.references(&tag);
+        reply.replicas = chains.replicas(&tag, now).flat_map(|node| node.0).collect();
+        Ok(reply)
+    }
+}
+
+fn unreachable_holder() -> proto::ChainReply {
+    let wait_ms = CONFIRM_EVERY.as_millis() as u64;
+    proto::ChainReply { what: What::Unreachable.into(), wait_ms, ..proto::ChainReply::default() }
+}
+
+fn wire_lease(lease: &Lease, now: Duration) -> proto::OwnerLease {
+    proto::OwnerLease {
+        node: lease.owner.0.to_vec().into(),
+        token_epoch: lease.token.epoch,
+        token_number: lease.token.number,
+        left_ms: lease.until.saturating_sub(now).as_millis() as u64,
+    }
+}
+
+/// Has this node confirmed, for as long as it runs: a majority of its members, itself among them, is of its epoch.
+pub(super) async fn confirm(node: Arc<ClusterNode>) {
+    loop {
+        let asked = node.now();
+        let members = node.members();
+        let epoch = members.epoch();
+        let links = node.links();
+        let same = join_all(links.iter().map(|link| async {
+            link.join(node.join_request(epoch)).await.is_ok_and(|reply| reply.epoch == epoch)
+        }));
+        let same = 1 + same.await.into_iter().filter(|same| *same).count();
+        if same * 2 > members.list().len() && node.members().epoch() == epoch {
+            node.chains().confirm(asked);
+        }
+        node.sleep(CONFIRM_EVERY).await;
+    }
+}
+
+/// Which lease an answer carries, for callers that go on with it.
+pub fn lease_of(reply: &proto::ChainReply) -> Option<(NodeId, Token)> {
+    let lease = reply.lease.as_ref()?;
+    let token = Token { epoch: lease.token_epoch, number: lease.token_number };
+    wire::node(&lease.node).ok().map(|node| (node, token))
+}

@@ -1,0 +1,304 @@
+//! What this node has: told to those who hold the directory.
+//!
+//! One task reads the store's events and, when a holder needs a snapshot, its pages; it queues both for all holders, in that
+//! order ([`kvarts_cluster::feed`]). One task for each other node sends what is queued for it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use kvarts_cluster::directory::Change;
+use kvarts_cluster::feed::{Feed, Message};
+use kvarts_cluster::members::NodeId;
+use kvarts_cluster::partition::{Partition, Tag};
+use kvarts_layout::{IndexKey, planted};
+use kvarts_store::api::{Event, EventKind, KvStore, SnapshotCursor};
+use kvarts_store::events::{PAGE_BLOCKS, Subject};
+use kvarts_store::rt::Nanos;
+use kvarts_wire::proto;
+use tokio::sync::{Notify, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+
+use super::link::{self, Link, State};
+use super::{ClusterNode, wire};
+
+/// Events that are taken at a time.
+const EVENTS: usize = 256;
+/// Messages to one node that are on their way.
+const ON_THE_WAY: usize = 8;
+/// The pause after a connection that could not be made, and the longest one.
+const PAUSE: Duration = Duration::from_millis(50);
+const PAUSE_MAX: Duration = Duration::from_secs(2);
+/// How long holders keep the hints of a namespace that went: all that go meanwhile cost one snapshot together.
+const OUTDATED: Duration = Duration::from_secs(5);
+
+/// What waits for each holder.
+#[derive(Debug, Default)]
+pub(super) struct Feeder {
+    feeds: Mutex<BTreeMap<NodeId, Feed>>,
+    /// Wakes the task that reads the store.
+    wanted: Notify,
+}
+
+impl Feeder {
+    fn feeds(&self) -> MutexGuard<'_, BTreeMap<NodeId, Feed>> {
+        self.feeds.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// These nodes hold the directory, each its partitions.
+    pub(super) fn hold(&self, held: BTreeMap<NodeId, BTreeSet<Partition>>) {
+        let mut feeds = self.feeds();
+        feeds.retain(|node, _| held.contains_key(node));
+        for (node, partitions) in held {
+            feeds.entry(node).or_default().hold(partitions);
+        }
+        drop(feeds);
+        self.wanted.notify_one();
+    }
+
+    /// A holder asks for partitions again.
+    pub(super) fn again(&self, node: NodeId, partitions: &BTreeSet<Partition>) {
+        self.with(node, |feed| feed.again(partitions));
+        self.wanted.notify_one();
+    }
+
+    /// Begins again for one holder.
+    fn restart(&self, node: NodeId) {
+        self.with(node, Feed::restart);
+        self.wanted.notify_one();
+    }
+
+    fn with<T>(&self, node: NodeId, change: impl FnOnce(&mut Feed) -> T) -> Option<T> {
+        self.feeds().get_mut(&node).map(change)
+    }
+
+    /// The next message for a holder. There may be room for a page then.
+    fn next(&self, node: NodeId) -> Option<Message> {
+        let message = self.with(node, Feed::take)??;
+        self.wanted.notify_one();
+        Some(message)
+    }
+
+    /// What waits for a holder, and snapshots that were begun.
+    pub(super) fn counts(&self, node: NodeId) -> (u64, u64) {
+        self.with(node, |feed| (feed.waiting() as u64, feed.snapshots())).unwrap_or_default()
+    }
+
+    /// Queues what happened. Says whether a whole namespace went, whose blocks are not named: then holders have hints to what is
+    /// not there any more, until another snapshot.
+    fn note(&self, events: &[Event]) -> bool {
+        let (mut feeds, mut unnamed) = (self.feeds(), false);
+        for event in events {
+            let Subject::Block(block) = &event.subject else {
+                unnamed = true;
+                continue;
+            };
+            let change = match event.kind {
+                EventKind::Stored => Change::Stored(tag(block)),
+                _ => Change::Gone(tag(block)),
+            };
+            feeds.values_mut().for_each(|feed| feed.note(change));
+        }
+        unnamed
+    }
+
+    /// Every holder gets another snapshot.
+    fn refresh_all(&self) {
+        self.feeds().values_mut().for_each(Feed::refresh);
+    }
+
+    fn restart_all(&self) {
+        self.feeds().values_mut().for_each(Feed::restart);
+    }
+
+    /// Begins a walk if a holder waits for one.
+    fn begin_walk(&self) -> bool {
+        let mut feeds = self.feeds();
+        let wanted = feeds.values().any(Feed::wants_walk);
+        feeds.values_mut().for_each(Feed::begin_walk);
+        wanted
+    }
+
+    /// Whether all who walk have room for a page; nothing if none walks any more.
+    fn has_room(&self) -> Option<bool> {
+        let feeds = self.feeds();
+        let walking = || feeds.values().filter(|feed| feed.is_walking());
+        walking().next()?;
+        Some(walking().all(|feed| feed.has_room(PAGE_BLOCKS)))
+    }
+
+    fn page(&self, blocks: &[IndexKey]) {
+        let tags: Vec<Tag> = blocks.iter().map(tag).collect();
+        self.feeds().values_mut().for_each(|feed| feed.page(&tags));
+    }
+
+    fn end_walk(&self) {
+        self.feeds().values_mut().for_each(Feed::end_walk);
+    }
+}
+
+/// The name of a block in the directory.
+pub(super) fn tag(block: &IndexKey) -> Tag {
+    Tag::of(&block.namespace, block.group, block.coordinate, &block.key)
+}
+
+/// A walk through the store: the page that comes next.
+type Walk = Option<SnapshotCursor>;
+
+/// Reads the store for all holders, until it is closed.
+pub(super) async fn read_store(node: Arc<ClusterNode>) {
+    let mut events = node.store.subscribe(None);
+    let mut walk: Option<Walk> = None;
+    let mut outdated: Option<Nanos> = None;
+    loop {
+        let feeder = &node.feeder;
+        if outdated.is_some_and(|due| due <= node.footing.runner.now()) {
+            outdated = None;
+            feeder.refresh_all();
+        }
+        let may_walk = match &walk {
+            None => feeder.begin_walk(),
+            Some(_) => feeder.has_room().unwrap_or_else(|| {
+                walk = None;
+                false
+            }),
+        };
+        if may_walk {
+            walk = page(&node, walk.flatten()).await;
+        }
+        let taken = match may_walk {
+            true => events.try_next(EVENTS).map(Some),
+            false => tokio::select! {
+                biased;
+                taken = events.next(EVENTS) => taken.transpose(),
+                () = feeder.wanted.notified() => Ok(Some(Vec::new())),
+                () = until(&node, outdated) => Ok(Some(Vec::new())),
+            },
+        };
+        match taken {
+            Ok(Some(taken)) => {
+                if feeder.note(&taken) {
+                    outdated.get_or_insert_with(|| node.footing.runner.now().plus(OUTDATED));
+                }
+            }
+            // The store is closed.
+            Ok(None) => return,
+            Err(_gap) => {
+                events = node.store.subscribe(None);
+                feeder.restart_all();
+                walk = None;
+            }
+        }
+        node.take_own();
+        node.links().iter().for_each(|link| link.news.notify_one());
+    }
+}
+
+async fn until(node: &ClusterNode, due: Option<Nanos>) {
+    match due {
+        Some(due) => node.footing.runner.sleep_until(due).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Reads the next page for all who walk; gives where the walk goes on. A store that cannot be read is asked again.
+async fn page(node: &ClusterNode, cursor: Walk) -> Option<Walk> {
+    let feeder = &node.feeder;
+    match node.store.snapshot(cursor).await {
+        Ok(Ok(page)) => {
+            feeder.page(&page.blocks);
+            if page.next.is_none() {
+                feeder.end_walk();
+            }
+            page.next.map(Some)
+        }
+        _ => {
+            node.sleep(PAUSE).await;
+            Some(cursor)
+        }
+    }
+}
+
+/// What this node holds of its own directory is told without a message.
+pub(super) fn own_messages(feeder: &Feeder, me: NodeId) -> impl Iterator<Item = Message> + '_ {
+    std::iter::from_fn(move || feeder.next(me))
+}
+
+/// Sends one other node what it is to know, for as long as it is a member.
+pub(super) async fn send(node: Arc<ClusterNode>, link: Arc<Link>) {
+    let mut pause = PAUSE;
+    while node.is_linked(&link) {
+        if let Err(trouble) = connection(&node, &link, &mut pause).await {
+            link.set_state(State { is_connected: false, trouble });
+        }
+        node.sleep(pause).await;
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
+}
+
+/// One connection, until it breaks. Says why it did.
+async fn connection(node: &ClusterNode, link: &Link, pause: &mut Duration) -> Result<(), String> {
+    let join = node.join_request(node.members().epoch());
+    let said = |status: tonic::Status| link::told(&status);
+    let joined = link.join(join).await.map_err(said)?;
+    if wire::node(&joined.node) != Ok(link.id()) {
+        return Err(format!("the node at {} is another one", link.member.address));
+    }
+    if let Some(port) = u16::try_from(joined.lane_port).ok().filter(|port| *port > 0) {
+        node.open_lane(link.id(), node.footing.network.address(&link.member, port).await?)?;
+    }
+    let (to, messages) = mpsc::channel(ON_THE_WAY);
+    let mut asked = link.feed(ReceiverStream::new(messages)).await.map_err(said)?;
+    if !planted!("connected-without-snapshot") {
+        node.feeder.restart(link.id());
+    }
+    link.set_state(State { is_connected: true, trouble: String::new() });
+    *pause = PAUSE;
+    loop {
+        // Room first: what is taken from the queue is sent, whatever the other node asks meanwhile.
+        let room = tokio::select! {
+            biased;
+            asked = asked.message() => {
+                take_asked(node, link, asked)?;
+                continue;
+            }
+            room = to.reserve() => room.map_err(|_| "the connection broke".to_owned())?,
+        };
+        if !node.is_linked(link) {
+            return Ok(());
+        }
+        if let Some(message) = node.feeder.next(link.id()) {
+            if planted!("message-lost-to-a-question")
+                && let Some(asked) = asked.message().now_or_never()
+            {
+                take_asked(node, link, asked)?;
+                continue;
+            }
+            room.send(wire::feed_message(&message));
+            continue;
+        }
+        drop(room);
+        tokio::select! {
+            biased;
+            () = link.news.notified() => {}
+            asked = asked.message() => take_asked(node, link, asked)?,
+        }
+    }
+}
+
+fn take_asked(
+    node: &ClusterNode,
+    link: &Link,
+    asked: Result<Option<proto::FeedReply>, tonic::Status>,
+) -> Result<(), String> {
+    match asked {
+        Ok(Some(reply)) => {
+            let again = wire::asked_again(&reply).map_err(|malformed| malformed.0.to_owned())?;
+            node.feeder.again(link.id(), &again);
+            Ok(())
+        }
+        Ok(None) => Err("the other node ended the connection".to_owned()),
+        Err(status) => Err(link::told(&status)),
+    }
+}

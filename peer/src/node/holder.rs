@@ -1,0 +1,206 @@
+//! What this node answers other nodes: it takes in what they have, and says who has a block.
+
+use std::collections::BTreeSet;
+use std::pin::Pin;
+use std::sync::{Arc, PoisonError};
+
+use kvarts_cluster::directory::Lacks;
+use kvarts_cluster::members::NodeId;
+use kvarts_cluster::partition::Partition;
+use kvarts_wire::proto;
+use kvarts_wire::proto::nodes_server::{Nodes, NodesServer};
+use tokio::net::TcpListener;
+use tokio::sync::{Notify, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::body::Body;
+use tonic::codegen::{Service, http};
+use tonic::transport::Server;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::link::{NODE_HEADER, PROOF_HEADER};
+use super::stream::Shown;
+use super::wire::{self, CopyList};
+use super::{ClusterNode, MESSAGE_BYTES_MAX, VERSION, incoming};
+
+/// Partitions that a node is asked for again: it has to be told once for each change of the members, and after a connection it
+/// sends everything anyhow.
+const AGAIN_WAITING: usize = 4;
+
+/// Connections of other nodes, and of whoever else comes: more wait until one ends.
+const CONNECTIONS_MAX: usize = 2 * kvarts_cluster::members::MEMBERS_MAX;
+
+/// How to ask a node whose changes this one takes for some again.
+#[derive(Clone, Debug)]
+pub(super) struct Asking {
+    to: mpsc::Sender<Result<proto::FeedReply, Status>>,
+    /// Breaks the connection: after the next one the node sends everything.
+    cut: Arc<Notify>,
+}
+
+/// Serves other nodes until the task is ended.
+pub(super) async fn serve(node: Arc<ClusterNode>, listener: TcpListener) {
+    let (stopped, credentials) = (node.stopped(), node.options.credentials.clone());
+    let server = Server::builder().max_concurrent_streams(Some(256)).tcp_nodelay(true);
+    let server = { server }.add_service(service(node));
+    let incoming = incoming::limited(listener, CONNECTIONS_MAX, credentials);
+    if let Err(error) = server.serve_with_incoming_shutdown(incoming, stopped).await {
+        tracing::error!(%error, "other nodes are served no more");
+    }
+}
+
+fn service(node: Arc<ClusterNode>) -> NodesServer<Holder> {
+    NodesServer::new(Holder(node)).max_decoding_message_size(MESSAGE_BYTES_MAX)
+}
+
+impl ClusterNode {
+    /// Answers a call of another node that came without a connection of the machine's network.
+    pub async fn answer(self: Arc<Self>, call: http::Request<Body>) -> http::Response<Body> {
+        let Ok(answer) = service(self).call(call).await;
+        answer
+    }
+}
+
+struct Holder(Arc<ClusterNode>);
+
+impl Holder {
+    /// The member that calls, if it shows that it is one.
+    fn caller<T>(&self, request: &Request<T>) -> Result<NodeId, Status> {
+        let header = |name| request.metadata().get(name).and_then(|value| value.to_str().ok());
+        let from: Option<NodeId> = header(NODE_HEADER).and_then(|text| text.parse().ok());
+        let proven = from
+            .zip(header(PROOF_HEADER))
+            .filter(|(from, proof)| self.0.options.secret.proves(proof, *from, self.0.me));
+        let (from, _) = proven.ok_or_else(|| {
+            Status::unauthenticated("this is no node of the cluster: its secret is another one")
+        })?;
+        let shown = request.extensions().get::<Shown>();
+        if self.0.options.credentials.is_some() && !shown.is_some_and(|shown| shown.names(from)) {
+            return Err(Status::permission_denied("its certificate names another node"));
+        }
+        match self.0.members().get(from) {
+            Some(_) if from != self.0.me => Ok(from),
+            _ => Err(Status::permission_denied(format!("{from} is none of the other members"))),
+        }
+    }
+}
+
+impl ClusterNode {
+    /// Asks other nodes for what this node's part of the directory lacks after a change of the members.
+    pub(super) fn ask_again(&self, lacks: &Lacks) {
+        let held: BTreeSet<Partition> = self.directory().held().collect();
+        let new: BTreeSet<Partition> = lacks.partitions.iter().copied().collect();
+        let mut asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        asking.retain(|node, Asking { to, cut }| {
+            let wanted = if lacks.members.contains(node) { &held } else { &new };
+            let asked = wanted.is_empty() || to.try_send(Ok(wire::again(wanted))).is_ok();
+            if !asked {
+                cut.notify_one();
+            }
+            asked
+        });
+    }
+}
+
+type Replies = Pin<Box<ReceiverStream<Result<proto::FeedReply, Status>>>>;
+
+#[tonic::async_trait]
+impl Nodes for Holder {
+    type FeedStream = Replies;
+
+    async fn join(&self, request: Request<proto::JoinRequest>) -> Result<Response<proto::JoinReply>, Status> {
+        self.caller(&request)?;
+        let (asked, node) = (request.into_inner(), &self.0);
+        if asked.version != VERSION {
+            let version = asked.version;
+            return Err(Status::failed_precondition(format!(
+                "version {VERSION} is spoken here, not {version}"
+            )));
+        }
+        if asked.cluster != node.options.cluster {
+            let own = &node.options.cluster;
+            return Err(Status::failed_precondition(format!("this is a node of the cluster {own:?}")));
+        }
+        let lane_port = u32::from(node.lane_port);
+        let epoch = node.members().epoch();
+        let me = node.me.0.to_vec().into();
+        Ok(Response::new(proto::JoinReply { version: VERSION, node: me, epoch, lane_port }))
+    }
+
+    async fn feed(
+        &self,
+        request: Request<Streaming<proto::FeedMessage>>,
+    ) -> Result<Response<Replies>, Status> {
+        let from = self.caller(&request)?;
+        let (to, replies) = mpsc::channel(AGAIN_WAITING);
+        let asking = Asking { to: to.clone(), cut: Arc::default() };
+        let cut = Arc::clone(&asking.cut);
+        self.0.asking.lock().unwrap_or_else(PoisonError::into_inner).insert(from, asking);
+        let (node, mut messages) = (Arc::clone(&self.0), request.into_inner());
+        self.0.footing.runner.spawn(Box::pin(async move {
+            let broken = tokio::select! {
+                biased;
+                () = node.stopped() => Some(Status::unavailable("this node stops")),
+                () = cut.notified() => Some(Status::aborted("everything is to be sent again")),
+                () = to.closed() => None,
+                broken = node.take_all(from, &mut messages) => broken,
+            };
+            let mut asking = node.asking.lock().unwrap_or_else(PoisonError::into_inner);
+            if asking.get(&from).is_some_and(|now| now.to.same_channel(&to)) {
+                asking.remove(&from);
+            }
+            drop(asking);
+            if let Some(status) = broken {
+                // A connection that is gone needs no reason.
+                let _ = to.try_send(Err(status));
+            }
+        }));
+        Ok(Response::new(Box::pin(ReceiverStream::new(replies))))
+    }
+
+    async fn locate(
+        &self,
+        request: Request<proto::LocateRequest>,
+    ) -> Result<Response<proto::LocateReply>, Status> {
+        self.caller(&request)?;
+        let tags = wire::tags(&request.into_inner().tags)?;
+        let (nodes, copies) = self.0.known_copies(&tags).into_parts();
+        let nodes = nodes.iter().flat_map(|node| node.0).collect();
+        Ok(Response::new(proto::LocateReply { nodes, copies }))
+    }
+
+    async fn chain(
+        &self,
+        request: Request<proto::ChainRequest>,
+    ) -> Result<Response<proto::ChainReply>, Status> {
+        let from = self.caller(&request)?;
+        let asked = request.into_inner();
+        // A node speaks for itself alone.
+        if wire::node(&asked.node) != Ok(from) {
+            return Err(Status::permission_denied("a node asks for itself alone"));
+        }
+        self.0.decide(&asked).map(Response::new)
+    }
+}
+
+impl ClusterNode {
+    /// Takes in what a node says of its blocks, until it says no more. Gives what is wrong with it.
+    async fn take_all(&self, from: NodeId, messages: &mut Streaming<proto::FeedMessage>) -> Option<Status> {
+        while let Ok(Some(message)) = messages.message().await {
+            match wire::feed_messages(&message) {
+                Ok(all) => all.iter().for_each(|message| self.take(from, message)),
+                Err(malformed) => return Some(malformed.into()),
+            }
+        }
+        None
+    }
+
+    /// Who has these blocks, as far as this node's part of the directory knows. The lock is taken for a few at a time.
+    pub(super) fn known_copies(&self, tags: &[kvarts_cluster::partition::Tag]) -> CopyList {
+        let mut list = CopyList::default();
+        for some in tags.chunks(super::locate::AT_ONCE) {
+            let directory = self.directory();
+            some.iter().for_each(|tag| list.push(directory.copies(tag)));
+        }
+        list
+    }
+}

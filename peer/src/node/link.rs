@@ -1,0 +1,131 @@
+//! Calls to one other node.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use kvarts_cluster::members::{Member, NodeId};
+use kvarts_wire::proto;
+use kvarts_wire::proto::nodes_client::NodesClient;
+use tokio::sync::Notify;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::{Request, Status};
+
+use super::Secret;
+use super::network::{Calls, Footing};
+use crate::read::{Runner, in_time};
+
+/// How long a connection may take to be made.
+pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The header that names the node that calls.
+pub(super) const NODE_HEADER: &str = "kvarts-node";
+/// The header that shows that it knows the cluster's secret.
+pub(super) const PROOF_HEADER: &str = "kvarts-proof";
+
+/// One other node, as this node sees it.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) member: Member,
+    client: NodesClient<Calls>,
+    runner: Arc<dyn Runner>,
+    headers: [MetadataValue<Ascii>; 2],
+    /// Wakes the task that sends it this node's changes.
+    pub(super) news: Notify,
+    state: Mutex<State>,
+}
+
+/// What is known of the other node.
+#[derive(Clone, Debug, Default)]
+pub(super) struct State {
+    /// It takes this node's changes.
+    pub(super) is_connected: bool,
+    /// Why it does not.
+    pub(super) trouble: String,
+}
+
+impl Link {
+    /// Connects when it is first used.
+    pub(super) fn new(
+        me: NodeId,
+        member: Member,
+        secret: &Secret,
+        footing: &Footing,
+    ) -> Result<Arc<Self>, String> {
+        let client = NodesClient::new(footing.network.calls(&member)?);
+        let client = client.max_decoding_message_size(super::MESSAGE_BYTES_MAX);
+        let runner = Arc::clone(&footing.runner);
+        let header = |text: String| text.parse().map_err(|_| "a header that is none".to_owned());
+        let headers = [header(me.to_string())?, header(secret.proof(me, member.id))?];
+        let (news, state) = (Notify::new(), Mutex::new(State::default()));
+        Ok(Arc::new(Self { member, client, runner, headers, news, state }))
+    }
+
+    pub(super) fn id(&self) -> NodeId {
+        self.member.id
+    }
+
+    pub(super) fn state(&self) -> State {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn set_state(&self, state: State) {
+        *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
+    }
+
+    fn request<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        let [node, proof] = &self.headers;
+        request.metadata_mut().insert(NODE_HEADER, node.clone());
+        request.metadata_mut().insert(PROOF_HEADER, proof.clone());
+        request
+    }
+
+    pub(super) async fn join(&self, wire: proto::JoinRequest) -> Result<proto::JoinReply, Status> {
+        let mut client = self.client.clone();
+        Ok(self.in_time(CONNECT_TIMEOUT * 2, client.join(self.request(wire))).await?.into_inner())
+    }
+
+    pub(super) async fn feed(
+        &self,
+        messages: impl tokio_stream::Stream<Item = proto::FeedMessage> + Send + 'static,
+    ) -> Result<tonic::Streaming<proto::FeedReply>, Status> {
+        Ok(self.client.clone().feed(self.request(messages)).await?.into_inner())
+    }
+
+    pub(super) async fn locate(
+        &self,
+        wire: proto::LocateRequest,
+        timeout: Duration,
+    ) -> Result<proto::LocateReply, Status> {
+        Ok(self.in_time(timeout, self.client.clone().locate(self.request(wire))).await?.into_inner())
+    }
+
+    pub(super) async fn chain(
+        &self,
+        wire: proto::ChainRequest,
+        timeout: Duration,
+    ) -> Result<proto::ChainReply, Status> {
+        Ok(self.in_time(timeout, self.client.clone().chain(self.request(wire))).await?.into_inner())
+    }
+
+    async fn in_time<T>(
+        &self,
+        timeout: Duration,
+        answer: impl Future<Output = Result<T, Status>>,
+    ) -> Result<T, Status> {
+        let late = || Status::deadline_exceeded("the other node did not answer in time");
+        in_time(&*self.runner, timeout, answer).await.unwrap_or_else(|| Err(late()))
+    }
+}
+
+/// What an answer that is none says, to its deepest reason.
+pub(super) fn told(status: &Status) -> String {
+    let mut deepest: &dyn std::error::Error = status;
+    while let Some(deeper) = deepest.source() {
+        deepest = deeper;
+    }
+    match std::ptr::eq(std::ptr::from_ref(deepest).cast::<()>(), std::ptr::from_ref(status).cast::<()>()) {
+        true => status.message().to_owned(),
+        false => deepest.to_string(),
+    }
+}

@@ -1,0 +1,414 @@
+//! One node of a cluster: its part of the directory, what it tells the others, and how it asks them.
+//!
+//! Nothing here decides about bytes: what the directory says are hints. A node that does not answer in time costs what it would
+//! have said.
+
+mod chain;
+mod feeder;
+mod holder;
+mod incoming;
+mod link;
+mod locate;
+mod network;
+mod reading;
+mod replicate;
+mod status;
+mod stream;
+mod wire;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::time::Duration;
+
+use kvarts_cluster::directory::Directory;
+use kvarts_cluster::feed::Message;
+use kvarts_cluster::members::{Members, NodeId};
+use kvarts_cluster::ownership::Ownership;
+use kvarts_cluster::partition::Holders;
+use kvarts_layout::planted;
+use kvarts_store::engine::Store;
+use kvarts_store::io::Region;
+use kvarts_store::rt::clock::OsEntropy;
+use kvarts_wire::proto;
+use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, watch};
+
+pub use chain::lease_of;
+pub use locate::{Column, Located};
+pub use network::{Called, Calls, Footing, Network};
+pub use replicate::Replicated;
+pub use status::{NodeStatus, Status};
+
+use crate::credentials::Credentials;
+use crate::etcd::Registered;
+use crate::lane::{self, LaneServer, Machine, ServeLimits};
+use crate::read::{NodePaths, OnTokio, Task, sleep};
+use feeder::Feeder;
+use holder::Asking;
+use link::Link;
+use network::OfTheMachine;
+use reading::Lanes;
+
+/// The version of what nodes say to each other.
+pub const VERSION: u32 = 1;
+/// Bytes of one message between nodes.
+const MESSAGE_BYTES_MAX: usize = 4 << 20;
+
+/// What all nodes of a cluster know and other programs do not.
+#[derive(Clone)]
+pub struct Secret([u8; 32]);
+
+impl Secret {
+    /// Made of the bytes of a file.
+    pub fn new(bytes: &[u8]) -> Self {
+        Self(blake3::derive_key("kvarts cluster secret, version 1", bytes))
+    }
+
+    /// The secret for other uses: nothing about this one can be found from it.
+    pub fn for_use(&self, context: &str) -> [u8; 32] {
+        blake3::Hasher::new_derive_key(context).update(&self.0).finalize().into()
+    }
+
+    /// Shows one node that another one knows the secret; of no use with a third.
+    fn proof(&self, from: NodeId, to: NodeId) -> String {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        hasher.update(b"node to node").update(from.as_bytes()).update(to.as_bytes());
+        hasher.finalize().to_hex().to_string()
+    }
+
+    /// Whether this is the proof, compared in constant time.
+    fn proves(&self, proof: &str, from: NodeId, to: NodeId) -> bool {
+        let (Ok(shown), Ok(right)) =
+            (blake3::Hash::from_hex(proof), blake3::Hash::from_hex(self.proof(from, to)))
+        else {
+            return false;
+        };
+        shown == right
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(redacted)")
+    }
+}
+
+/// What a node is told at its start.
+#[derive(Clone, Debug)]
+pub struct NodeOptions {
+    /// The name of the cluster: nodes of another one are refused.
+    pub cluster: String,
+    /// The first members.
+    pub members: Members,
+    /// What all nodes know.
+    pub secret: Secret,
+    /// This node's certificate; with one, every connection between nodes is encrypted, in both directions.
+    pub credentials: Option<Arc<Credentials>>,
+    /// Copies that this node's part of the directory may have.
+    pub entries_max: u64,
+    /// Chains whose owner this node decides.
+    pub chains_max: usize,
+    /// How often this node has started: greater each time.
+    pub start: u64,
+    /// What this node does for the reads of others.
+    pub serve: ServeLimits,
+}
+
+/// One node of a cluster, while it runs.
+#[derive(Debug)]
+pub struct ClusterNode {
+    store: Store,
+    me: NodeId,
+    options: NodeOptions,
+    members: RwLock<Arc<Members>>,
+    directory: Mutex<Directory>,
+    chains: Mutex<Ownership>,
+    feeder: Feeder,
+    links: RwLock<BTreeMap<NodeId, Arc<Link>>>,
+    /// How to ask nodes whose changes this one takes to send some again.
+    asking: Mutex<BTreeMap<NodeId, Asking>>,
+    refused: std::sync::atomic::AtomicU64,
+    /// Turns of calls that copy blocks here.
+    copying: Semaphore,
+    lane_member: lane::Member,
+    lane_server: Mutex<Option<LaneServer>>,
+    lane_port: u16,
+    /// Whether the memory for what others read is registered, once the store has answered.
+    lane_registered: OnceLock<bool>,
+    lanes: Mutex<Lanes>,
+    paths: Arc<NodePaths>,
+    footing: Footing,
+    /// Why the members cannot be followed.
+    trouble: Mutex<String>,
+    stopping: watch::Sender<bool>,
+}
+
+impl ClusterNode {
+    /// Begins to serve other nodes and to tell them what this one has. On a tokio runtime.
+    pub fn start(store: Store, listener: TcpListener, options: NodeOptions) -> Result<Arc<Self>, String> {
+        let told = |error: std::io::Error| format!("connections that carry bytes: {error}");
+        let host = listener.local_addr().map_err(told)?.ip();
+        let at = std::net::TcpListener::bind((host, 0)).map_err(told)?;
+        let runner = OnTokio::new(Arc::clone(store.clock()), tokio::runtime::Handle::current());
+        let footing = Footing {
+            runner: Arc::new(runner),
+            host: Arc::new(Machine),
+            entropy: OsEntropy::new(),
+            network: Arc::new(OfTheMachine { credentials: options.credentials.clone() }),
+        };
+        let serving = |served: Store, member, limits| LaneServer::start(Arc::new(served), at, member, limits);
+        let node = Self::start_on(store, footing, serving, options)?;
+        tokio::spawn(holder::serve(Arc::clone(&node), listener));
+        Ok(node)
+    }
+
+    /// The same on any footing. `serving` makes what serves bytes; who calls this node is brought to [`ClusterNode::answer`].
+    pub fn start_on(
+        store: Store,
+        footing: Footing,
+        serving: impl FnOnce(Store, lane::Member, ServeLimits) -> std::io::Result<LaneServer>,
+        options: NodeOptions,
+    ) -> Result<Arc<Self>, String> {
+        let me = store.stats().store;
+        let members = options.members.clone();
+        if members.get(me).is_none() {
+            return Err(format!("this node is {me}, which is none of the members: add it, with its address"));
+        }
+        let directory = Mutex::new(Directory::new(me, &members, options.entries_max));
+        let chains = Mutex::new(ownership(&store, &options, &members));
+        let lane_member = lane::Member {
+            cluster: options.cluster.clone(),
+            node: me,
+            secret: Some(lane::Secret(options.secret.for_use("kvarts cluster lane, version 1"))),
+            credentials: options.credentials.clone(),
+            clock: Arc::clone(store.clock()),
+            entropy: Arc::clone(&footing.entropy),
+            host: Arc::clone(&footing.host),
+        };
+        let lane_server = serving(store.clone(), lane_member.clone(), options.serve)
+            .map_err(|error| format!("connections that carry bytes: {error}"))?;
+        let lane_memory = Arc::clone(lane_server.memory());
+        let node = Arc::new(Self {
+            paths: NodePaths::new(Arc::new(store.clone())),
+            footing,
+            lanes: Mutex::default(),
+            copying: Semaphore::new(replicate::AT_ONCE),
+            lane_port: lane_server.address().port(),
+            lane_registered: OnceLock::new(),
+            lane_server: Mutex::new(Some(lane_server)),
+            lane_member,
+            store,
+            me,
+            members: RwLock::new(Arc::new(members.clone())),
+            options,
+            directory,
+            chains,
+            feeder: Feeder::default(),
+            links: RwLock::default(),
+            asking: Mutex::default(),
+            refused: std::sync::atomic::AtomicU64::new(0),
+            trouble: Mutex::default(),
+            stopping: watch::Sender::new(false),
+        });
+        if let Err(error) = node.take_members(&Arc::new(members)) {
+            // Tasks that were begun have the node.
+            node.stop();
+            return Err(error);
+        }
+        node.spawn(register(Arc::clone(&node), lane_memory));
+        node.spawn(feeder::read_store(Arc::clone(&node)));
+        node.spawn(chain::confirm(Arc::clone(&node)));
+        Ok(node)
+    }
+
+    /// Serves bytes over one more connection, which did not come over the machine's network. False if nothing is served any more.
+    pub fn take_wire(&self, wire: Arc<dyn lane::Wire>) -> bool {
+        let server = self.lane_server.lock().unwrap_or_else(PoisonError::into_inner);
+        server.as_ref().inspect(|server| server.take(wire)).is_some()
+    }
+
+    /// Ends everything; other nodes see their connections break.
+    pub fn stop(&self) {
+        self.stopping.send_replace(true);
+        self.links.write().unwrap_or_else(PoisonError::into_inner).clear();
+        let lanes = std::mem::take(&mut self.lanes().by_node);
+        lanes.into_values().for_each(|lane| self.paths.remove(lane.path));
+        // Outside the lock: it waits for threads.
+        let server = self.lane_server.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(server) = server {
+            // Operations under way end as they are, and have the memory until then.
+            self.store.unregister_memory(server.memory());
+            server.stop();
+        }
+    }
+
+    /// From now on other nodes get so many bytes a second from this one.
+    pub fn limit_serving(&self, bytes_per_second: Option<u64>) {
+        let server = self.lane_server.lock().unwrap_or_else(PoisonError::into_inner);
+        server.iter().for_each(|server| server.limit(bytes_per_second));
+    }
+
+    /// The name of this node: that of its store.
+    pub fn id(&self) -> NodeId {
+        self.me
+    }
+
+    /// Takes over the members that are registered, as they change, and keeps this node registered.
+    pub fn follow(self: &Arc<Self>, registered: Registered) {
+        self.spawn(registered.follow(Arc::clone(self)));
+    }
+
+    /// Why the members cannot be followed, for who asks how this node does; empty if they can.
+    pub(crate) fn set_trouble(&self, trouble: String) {
+        *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
+    }
+
+    /// Its certificate, if nodes have some: for replacing it.
+    pub fn credentials(&self) -> Option<&Arc<Credentials>> {
+        self.options.credentials.as_ref()
+    }
+
+    /// Who belongs to the cluster, as far as this node knows.
+    pub fn members(&self) -> Arc<Members> {
+        Arc::clone(&self.members.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The members have changed. An older epoch, or the same one, changes nothing; members without this node are refused.
+    pub fn change_members(self: &Arc<Self>, members: Members) -> Result<(), String> {
+        if members.epoch() <= self.members().epoch() && !planted!("old-members-accepted") {
+            return Ok(());
+        }
+        if members.get(self.me).is_none() {
+            return Err(format!(
+                "this node, {}, is none of the members of epoch {}",
+                self.me,
+                members.epoch()
+            ));
+        }
+        self.take_members(&Arc::new(members))
+    }
+
+    fn take_members(self: &Arc<Self>, members: &Arc<Members>) -> Result<(), String> {
+        let lacks = self.directory().change_members(members);
+        *self.members.write().unwrap_or_else(PoisonError::into_inner) = Arc::clone(members);
+        let mut links = self.links.write().unwrap_or_else(PoisonError::into_inner);
+        let gone = links.extract_if(.., |_, link| members.get(link.id()) != Some(&link.member));
+        gone.for_each(|(node, _)| self.close_lane(node));
+        let secret = &self.options.secret;
+        for member in members.list().iter().filter(|member| member.id != self.me) {
+            if let std::collections::btree_map::Entry::Vacant(vacant) = links.entry(member.id) {
+                let link = Link::new(self.me, member.clone(), secret, &self.footing)?;
+                vacant.insert(Arc::clone(&link));
+                self.spawn(feeder::send(Arc::clone(self), link));
+            }
+        }
+        drop(links);
+        if self.members().epoch() != self.options.members.epoch() {
+            // Partitions may have come from another holder.
+            *self.chains() = ownership(&self.store, &self.options, members);
+        }
+        let holders = Holders::of(members);
+        let held = members.list().iter().map(|member| (member.id, holders.held_by(member.id).collect()));
+        self.feeder.hold(held.collect());
+        self.ask_again(&lacks);
+        Ok(())
+    }
+
+    /// Runs a task until it ends or the node stops.
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let stopped = self.stopped();
+        self.footing.runner.spawn(Box::pin(async move {
+            tokio::select! {
+                biased;
+                () = stopped => {}
+                () = task => {}
+            }
+        }));
+    }
+
+    fn sleep(&self, time: Duration) -> Task {
+        sleep(&*self.footing.runner, time)
+    }
+
+    /// Returns once the node is to stop.
+    fn stopped(&self) -> impl Future<Output = ()> + Send + 'static {
+        let mut stopping = self.stopping.subscribe();
+        async move {
+            // The sender lives as long as the node: either end means the same.
+            let _ = stopping.wait_for(|stopping| *stopping).await;
+        }
+    }
+
+    fn directory(&self) -> MutexGuard<'_, Directory> {
+        self.directory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn chains(&self) -> MutexGuard<'_, Ownership> {
+        self.chains.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn join_request(&self, epoch: u64) -> proto::JoinRequest {
+        let (cluster, node) = (self.options.cluster.clone(), self.me.0.to_vec().into());
+        proto::JoinRequest { version: VERSION, cluster, node, epoch }
+    }
+
+    fn links(&self) -> Vec<Arc<Link>> {
+        self.links.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    fn link(&self, node: NodeId) -> Option<Arc<Link>> {
+        self.links.read().unwrap_or_else(PoisonError::into_inner).get(&node).cloned()
+    }
+
+    /// Whether a link is still that to its node.
+    fn is_linked(&self, link: &Link) -> bool {
+        self.link(link.id()).is_some_and(|now| std::ptr::eq(&*now, link))
+    }
+
+    /// Takes in what another node, or this one, has said of its blocks.
+    fn take(&self, from: NodeId, message: &Message) {
+        let mut directory = self.directory();
+        match message {
+            Message::Begin(partitions) => {
+                partitions.iter().for_each(|partition| directory.begin_snapshot(from, *partition));
+            }
+            Message::Changes(changes) => {
+                let applied = directory.apply(from, changes);
+                self.refused.fetch_add(applied.refused, std::sync::atomic::Ordering::Relaxed);
+            }
+            Message::End(partitions) => {
+                partitions.iter().for_each(|partition| directory.end_snapshot(from, *partition));
+            }
+        }
+    }
+
+    /// Takes in what this node holds of its own blocks.
+    fn take_own(&self) {
+        feeder::own_messages(&self.feeder, self.me).for_each(|message| self.take(self.me, &message));
+    }
+
+    /// Monotonic time, as state machines take it.
+    fn now(&self) -> Duration {
+        Duration::from_nanos(self.store.clock().now().0)
+    }
+}
+
+/// Registers the memory for what others read with the store: its reads cost less then.
+async fn register(node: Arc<ClusterNode>, memory: Arc<Region>) {
+    let registered = node.store.register_memory(&memory).await;
+    if let Err(why) = &registered {
+        tracing::info!(%why, "the memory for reads of other nodes is used unregistered");
+    }
+    // Nobody else sets it.
+    let _ = node.lane_registered.set(registered.is_ok());
+}
+
+/// The chains of a holder that begins now. Its epoch is later than that of any of its partitions' holders before it: by the epoch of
+/// the members, then by how often this node has started. Before the first start in the first epoch there was none.
+fn ownership(store: &Store, options: &NodeOptions, members: &Members) -> Ownership {
+    let epoch = (members.epoch() << 32).saturating_add(options.start & u64::from(u32::MAX));
+    let is_first = members.epoch() == 1 && options.start == 1;
+    let now = Duration::from_nanos(store.clock().now().0);
+    Ownership::take_over(epoch, is_first, options.chains_max, now)
+}

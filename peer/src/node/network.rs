@@ -1,0 +1,125 @@
+//! How a node reaches the others: over the machine's network, or a simulation's.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use kvarts_cluster::members::Member;
+use kvarts_store::rt::Entropy;
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Service, StdError, http};
+use tonic::transport::{Channel, Endpoint};
+
+use super::link::CONNECT_TIMEOUT;
+use super::stream;
+use crate::credentials::Credentials;
+use crate::lane::Host;
+use crate::read::Runner;
+
+/// How often a connection that nothing is said on is tried, and how long the answer may take.
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What takes the calls to one other node.
+pub trait Called: Send + Sync {
+    /// One call.
+    fn call(&self, request: http::Request<Body>) -> BoxFuture<http::Response<Body>, StdError>;
+}
+
+/// Calls to one other node.
+#[derive(Clone)]
+pub enum Calls {
+    /// Over a connection.
+    Channel(Channel),
+    /// Over something else.
+    Given(Arc<dyn Called>),
+}
+
+impl fmt::Debug for Calls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Calls")
+    }
+}
+
+impl Service<http::Request<Body>> for Calls {
+    type Response = http::Response<Body>;
+    type Error = StdError;
+    type Future = BoxFuture<http::Response<Body>, StdError>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), StdError>> {
+        match self {
+            Self::Channel(channel) => channel.poll_ready(context).map_err(Into::into),
+            Self::Given(_) => Poll::Ready(Ok(())),
+        }
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        match self {
+            Self::Channel(channel) => {
+                let answer = channel.call(request);
+                Box::pin(async move { answer.await.map_err(Into::into) })
+            }
+            Self::Given(called) => called.call(request),
+        }
+    }
+}
+
+/// The ways to other nodes.
+pub trait Network: Send + Sync + fmt::Debug {
+    /// Calls to a member; a connection is made when it is first used.
+    fn calls(&self, member: &Member) -> Result<Calls, String>;
+    /// Where a member takes connections at another port.
+    fn address(&self, member: &Member, port: u16) -> BoxFuture<SocketAddr, String>;
+}
+
+/// What a node stands on.
+#[derive(Clone, Debug)]
+pub struct Footing {
+    /// Time, timers and a place for tasks.
+    pub runner: Arc<dyn Runner>,
+    /// Threads of connections that carry bytes.
+    pub host: Arc<dyn Host>,
+    /// Randomness.
+    pub entropy: Arc<dyn Entropy>,
+    /// The ways to other nodes.
+    pub network: Arc<dyn Network>,
+}
+
+/// The network of the machine.
+#[derive(Debug)]
+pub(super) struct OfTheMachine {
+    /// With a certificate of this node every call is encrypted.
+    pub(super) credentials: Option<Arc<Credentials>>,
+}
+
+impl Network for OfTheMachine {
+    fn calls(&self, member: &Member) -> Result<Calls, String> {
+        let endpoint = Endpoint::from_shared(format!("http://{}", member.address));
+        let endpoint = endpoint.map_err(|error| format!("address {:?}: {error}", member.address))?;
+        let endpoint = endpoint
+            .connect_timeout(CONNECT_TIMEOUT)
+            .http2_keep_alive_interval(KEEP_ALIVE)
+            .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+            .keep_alive_while_idle(true);
+        let (address, peer, credentials) = (member.address.clone(), member.id, self.credentials.clone());
+        let connector = tower::service_fn(move |_| {
+            let (address, credentials) = (address.clone(), credentials.clone());
+            async move { stream::connect(&address, peer, credentials.as_deref()).await.map(TokioIo::new) }
+        });
+        Ok(Calls::Channel(endpoint.connect_with_connector_lazy(connector)))
+    }
+
+    fn address(&self, member: &Member, port: u16) -> BoxFuture<SocketAddr, String> {
+        let address = member.address.clone();
+        Box::pin(async move {
+            let (host, _) = address.rsplit_once(':').unwrap_or_default();
+            let host = host.trim_start_matches('[').trim_end_matches(']');
+            let told = |error: &dyn fmt::Display| format!("{host}: {error}");
+            let mut found = tokio::net::lookup_host((host, port)).await.map_err(|error| told(&error))?;
+            found.next().ok_or_else(|| told(&"no address"))
+        })
+    }
+}

@@ -1,0 +1,263 @@
+//! This node among others: its members' file, its secret or its certificate, and where it serves the other nodes.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvarts_cluster::members::{FILE_BYTES_MAX, Member, Members, NodeId};
+use kvarts_peer::credentials::{Credentials, Pem};
+use kvarts_peer::etcd::Registered;
+use kvarts_peer::lane::ServeLimits;
+use kvarts_peer::node::{ClusterNode, NodeOptions, Secret};
+use kvarts_store::engine::Store;
+
+use crate::config::{ClusterConfig, MembersFrom, NodeTlsFiles};
+
+/// The least that a secret has.
+const SECRET_BYTES_MIN: usize = 32;
+/// The most that is read of its file.
+const SECRET_BYTES_MAX: u64 = 4096;
+/// Chains whose owner one node decides.
+const CHAINS_MAX: usize = 1 << 20;
+
+/// The members that a file names. Says in one line what is wrong with it.
+pub(super) fn members(path: &Path) -> Result<Members, String> {
+    let told = |what: &dyn std::fmt::Display| {
+        let words: Vec<String> = what.to_string().split_whitespace().map(str::to_owned).collect();
+        format!("cluster.members: {}: {}", path.display(), words.join(" "))
+    };
+    let size = std::fs::metadata(path).map_err(|error| told(&error))?.len();
+    if size > FILE_BYTES_MAX as u64 {
+        return Err(told(&format!("longer than {FILE_BYTES_MAX} bytes")));
+    }
+    let text = std::fs::read_to_string(path).map_err(|error| told(&error))?;
+    Members::parse(&text).map_err(|error| told(&error))
+}
+
+/// How often a store has started as a node, in its first directory.
+const STARTS_FILE: &str = "cluster-starts";
+
+/// The most bytes of that file.
+const STARTS_BYTES_MAX: u64 = 32;
+
+/// That number as it stands in the file: with a digest, since one that came out less would let old leases stand.
+fn encode_starts(starts: u32) -> String {
+    let digits = starts.to_string();
+    format!("{digits} {:08x}\n", crc32fast::hash(digits.as_bytes()))
+}
+
+/// The number, if this is how it is written.
+fn decode_starts(text: &str) -> Option<u32> {
+    let (digits, _) = text.split_once(' ')?;
+    digits.parse().ok().filter(|starts| encode_starts(*starts) == text)
+}
+
+/// Counts this start: a number that grows with every one. What was lost with its disk begins again at one.
+fn count_start(directory: &Path) -> Result<u64, String> {
+    let path = directory.join(STARTS_FILE);
+    let told = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
+    let damaged = "is damaged: remove it once this node has been away for 69 s, as long as a lease of it may be in force";
+    let before = match std::fs::metadata(&path).map(|found| found.len()) {
+        Ok(1..=STARTS_BYTES_MAX) => {
+            let text = std::fs::read_to_string(&path).map_err(|error| told(&error))?;
+            decode_starts(&text).ok_or_else(|| told(&damaged))?
+        }
+        Ok(_) => return Err(told(&damaged)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => 0,
+        Err(error) => return Err(told(&error)),
+    };
+    let now = before.checked_add(1).ok_or_else(|| told(&"counts no further"))?;
+    let new = directory.join(format!("{STARTS_FILE}.new"));
+    let write = || {
+        use std::io::Write;
+        let mut file = std::fs::File::create(&new)?;
+        file.write_all(encode_starts(now).as_bytes())?;
+        file.sync_all()?;
+        std::fs::rename(&new, &path)?;
+        std::fs::File::open(directory)?.sync_all()
+    };
+    write().map_err(|error: std::io::Error| told(&error))?;
+    Ok(u64::from(now))
+}
+
+/// How long a node that registers itself waits to be a member.
+const JOIN: Duration = Duration::from_secs(60);
+
+/// The members that are known before anything is asked, and the one that is this node.
+fn known(config: &ClusterConfig, me: NodeId) -> Result<(Vec<Member>, Member), String> {
+    match &config.members {
+        MembersFrom::Etcd { address, zone, .. } => {
+            let own = Member { id: me, address: address.clone(), zone: zone.clone() };
+            Ok((vec![own.clone()], own))
+        }
+        MembersFrom::File(path) => {
+            let members = members(path)?;
+            let own = members.get(me).cloned().ok_or_else(|| {
+                format!(
+                    "cluster.members: {} does not name this node: add to it, on all nodes, [[node]] id = \"{me}\" \
+                     address = \"HOST:PORT\", and make its epoch greater by one",
+                    path.display()
+                )
+            })?;
+            Ok((members.list().to_vec(), own))
+        }
+    }
+}
+
+/// The first members, and what keeps this node registered among them.
+async fn first(config: &ClusterConfig, own: Member) -> Result<(Members, Option<Registered>), String> {
+    match &config.members {
+        MembersFrom::File(path) => Ok((members(path)?, None)),
+        MembersFrom::Etcd { at, .. } => {
+            let registered = Registered::start(at.clone(), own);
+            let told =
+                |trouble| format!("cluster.members: not a member within {} s: {trouble}", JOIN.as_secs());
+            let members = registered.first(JOIN).await.map_err(told)?;
+            Ok((members, Some(registered)))
+        }
+    }
+}
+
+/// Begins to serve the other nodes.
+pub(super) async fn start(
+    config: &ClusterConfig,
+    directory: &Path,
+    store: &Store,
+    notes: &mut Vec<String>,
+) -> Result<Arc<ClusterNode>, String> {
+    let me = store.stats().store;
+    let (all, own) = known(config, me)?;
+    let read = |files| Credentials::new(me, &read_pem(files)?).map_err(told_of);
+    let credentials = config.tls.as_ref().map(read).transpose()?;
+    let secret = secret(config, &all)?;
+    if credentials.is_none() && !all.iter().all(is_local) {
+        notes.push(
+            "what nodes say to each other is not encrypted: set cluster.certificate, or use a network of your own"
+                .to_owned(),
+        );
+    }
+    let address = match config.listen {
+        Some(address) => address,
+        None => resolve(&own)?,
+    };
+    let (listener, _) = super::listen(Some(address), "cluster.listen")?;
+    let listener = listener.ok_or("cluster.listen: there is no address")?;
+    let (members, registered) = first(config, own).await?;
+    let start = count_start(directory)?;
+    let options = NodeOptions {
+        cluster: config.name.clone(),
+        members,
+        secret,
+        credentials,
+        entries_max: config.entries,
+        chains_max: CHAINS_MAX,
+        start,
+        serve: ServeLimits { bytes_per_second: config.serve_rate, ..ServeLimits::default() },
+    };
+    let node = ClusterNode::start(store.clone(), listener, options)?;
+    if let Some(registered) = registered {
+        node.follow(registered);
+    }
+    Ok(node)
+}
+
+/// A certificate, its key and an authority that were refused, with the settings' names.
+fn told_of(what: String) -> String {
+    format!("cluster.{what}")
+}
+
+/// The longest certificate file that is read.
+const PEM_BYTES_MAX: u64 = 1 << 20;
+
+fn read_pem(files: &NodeTlsFiles) -> Result<Pem, String> {
+    let read = |name: &str, path: &Path| {
+        let told = |what: &dyn std::fmt::Display| format!("cluster.{name}: {}: {what}", path.display());
+        let size = std::fs::metadata(path).map_err(|error| told(&error))?.len();
+        if size > PEM_BYTES_MAX {
+            return Err(told(&format!("longer than {PEM_BYTES_MAX} bytes")));
+        }
+        std::fs::read(path).map_err(|error| told(&error))
+    };
+    Ok(Pem {
+        certificate: read("certificate", &files.certificate)?,
+        key: read("key", &files.key)?,
+        authority: read("authority", &files.authority)?,
+    })
+}
+
+/// Takes over certificates, and members that have changed in the file.
+pub(super) fn reload(config: &ClusterConfig, node: &Arc<ClusterNode>) -> Result<String, String> {
+    let tls = config.tls.as_ref().map(read_pem).transpose()?;
+    match (tls, node.credentials()) {
+        (Some(pem), Some(credentials)) => credentials.replace(&pem).map_err(told_of)?,
+        (None, None) => {}
+        _ => return Err("whether nodes have certificates is decided at the start".to_owned()),
+    }
+    if let MembersFrom::File(path) = &config.members {
+        node.change_members(members(path)?)?;
+    }
+    let members = node.members();
+    Ok(format!("cluster: epoch {} with {} nodes", members.epoch(), members.list().len()))
+}
+
+fn secret(config: &ClusterConfig, members: &[Member]) -> Result<Secret, String> {
+    let Some(path) = &config.secret else {
+        return match config.tls.is_some() || members.iter().all(is_local) {
+            // Certificates say who is a node; and whoever may connect to this host's own addresses is trusted, as with gRPC.
+            true => Ok(Secret::new(&[0; SECRET_BYTES_MIN])),
+            false => Err(
+                "cluster.certificate: members on other hosts need certificates, or at least cluster.secret: a file with \
+                 the same 32 random bytes on every node"
+                    .to_owned(),
+            ),
+        };
+    };
+    let told = |what: &dyn std::fmt::Display| format!("cluster.secret: {}: {what}", path.display());
+    let size = std::fs::metadata(path).map_err(|error| told(&error))?.len();
+    if size > SECRET_BYTES_MAX {
+        return Err(told(&format!("longer than {SECRET_BYTES_MAX} bytes")));
+    }
+    let bytes = std::fs::read(path).map_err(|error| told(&error))?;
+    if bytes.len() < SECRET_BYTES_MIN {
+        return Err(told(&format!("{} bytes, {SECRET_BYTES_MIN} random ones are needed", bytes.len())));
+    }
+    Ok(Secret::new(&bytes))
+}
+
+/// Whether a node is reached on this host alone.
+fn is_local(member: &Member) -> bool {
+    resolve(member).is_ok_and(|address| address.ip().is_loopback())
+}
+
+fn resolve(member: &Member) -> Result<SocketAddr, String> {
+    let found = member.address.to_socket_addrs().map_err(|error| format!("{}: {error}", member.address))?;
+    found.into_iter().next().ok_or_else(|| format!("{}: no address", member.address))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_count_of_starts_with_any_bit_flipped_or_cut_off_is_no_count() {
+        for starts in [0, 1, 9, 10, 12, 299, u32::MAX] {
+            let text = encode_starts(starts);
+            assert!(text.len() as u64 <= STARTS_BYTES_MAX);
+            assert_eq!(decode_starts(&text), Some(starts));
+            for bit in 0..text.len() * 8 {
+                let mut bytes = text.clone().into_bytes();
+                bytes[bit / 8] ^= 1 << (bit % 8);
+                let flipped = String::from_utf8(bytes).ok();
+                assert_eq!(flipped.and_then(|text| decode_starts(&text)), None, "bit {bit} of {text:?}");
+            }
+            for cut in 0..text.len() {
+                assert_eq!(decode_starts(&text[..cut]), None, "cut at {cut}");
+            }
+        }
+        for text in ["", " ", "1", "1\n", "01 83dcefb7\n", "+1 83dcefb7\n", "4294967296 00000000\n", "-1 0\n"]
+        {
+            assert_eq!(decode_starts(text), None, "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! The cluster as Prometheus reads it: members, what this node knows of the others' blocks, and the paths of its reads.
+
+use std::fmt::{Display, Write};
+
+use kvarts_peer::lane::ServeCounts;
+use kvarts_peer::node::Status;
+use kvarts_peer::read::{Brought, FAILURES, PathStatus};
+
+use super::text::{Value, head, one};
+
+/// Tells everything of a cluster; a server that belongs to none tells nothing.
+pub(super) fn cluster(out: &mut String, status: &Status) {
+    one(out, "kvarts_cluster_epoch", "gauge", "Epoch of the members that this node knows.", status.epoch);
+    let reachable = status.nodes.iter().filter(|node| node.is_reachable).count();
+    let states = [("reachable", reachable), ("away", status.nodes.len() - reachable)];
+    labelled(out, "kvarts_cluster_nodes", "gauge", "Members, by state.", "state", states);
+    let help = "Nodes whose blocks cannot be read: there are as many paths as there may be.";
+    one(out, "kvarts_cluster_nodes_without_path", "gauge", help, status.without_lane);
+    let help = "Models whose blocks other nodes may be asked for.";
+    one(out, "kvarts_cluster_models", "gauge", help, status.models);
+    directory(out, status);
+    served(out, status);
+    let paths: Vec<(&str, &PathStatus)> = status
+        .nodes
+        .iter()
+        .filter_map(|node| Some((if node.is_me { "own" } else { "" }, node.path.as_ref()?)))
+        .map(|(own, path)| (if own.is_empty() { &*path.name } else { own }, path))
+        .collect();
+    load(out, &paths);
+    brought(out, &paths);
+}
+
+fn labelled<T: Display>(
+    out: &mut String,
+    name: &str,
+    kind: &str,
+    help: &str,
+    label: &str,
+    values: impl IntoIterator<Item = (impl AsRef<str>, T)>,
+) {
+    head(out, name, kind, help);
+    for (of, value) in values {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "{name}{{{label}=\"{}\"}} {value}", Value(of.as_ref()));
+    }
+}
+
+fn directory(out: &mut String, status: &Status) {
+    let help = "Copies of blocks that this node's part of the directory knows.";
+    one(out, "kvarts_cluster_directory_entries", "gauge", help, status.entries);
+    let help = "Memory of this node's part of the directory.";
+    one(out, "kvarts_cluster_directory_bytes", "gauge", help, status.entry_bytes);
+    let help = "Copies that there was no room for in this node's part of the directory.";
+    one(out, "kvarts_cluster_directory_refused_total", "counter", help, status.refused);
+    let help = "Chains whose owner this node decides.";
+    one(out, "kvarts_cluster_chains", "gauge", help, status.chains);
+    let others = || status.nodes.iter().filter(|node| !node.is_me);
+    let of = |value: fn(&kvarts_peer::node::NodeStatus) -> u64| {
+        others().map(move |node| (node.member.id.to_string(), value(node)))
+    };
+    let help = "Changes of this node's blocks that each other node has not been told yet.";
+    labelled(out, "kvarts_cluster_feed_waiting", "gauge", help, "node", of(|node| node.waiting));
+    let help = "Snapshots of this node's blocks that were begun for each other node.";
+    labelled(out, "kvarts_cluster_feed_snapshots_total", "counter", help, "node", of(|node| node.snapshots));
+}
+
+fn served(out: &mut String, status: &Status) {
+    let ServeCounts { connections, let_in, cut, pieces, bytes, doubts, memory } = status.served;
+    let help = "Connections over which other nodes read from this one.";
+    one(out, "kvarts_cluster_served_connections", "gauge", help, connections);
+    let how = [("let_in", let_in), ("cut", cut)];
+    let help = "Connections for reads of other nodes: let in, and refused or cut.";
+    labelled(out, "kvarts_cluster_served_connections_total", "counter", help, "how", how);
+    one(out, "kvarts_cluster_served_pieces_total", "counter", "Pieces that other nodes were given.", pieces);
+    one(out, "kvarts_cluster_served_bytes_total", "counter", "Bytes that other nodes were given.", bytes);
+    let help = "Blocks that were read again because they did not match at another node.";
+    one(out, "kvarts_cluster_served_doubts_total", "counter", help, doubts);
+    let help = "Memory of pieces for other nodes.";
+    one(out, "kvarts_cluster_served_memory_bytes", "gauge", help, memory);
+}
+
+/// How fast each path is and what waits there.
+fn load(out: &mut String, paths: &[(&str, &PathStatus)]) {
+    let of = |value: fn(&PathStatus) -> u64| paths.iter().map(move |(name, path)| (*name, value(path)));
+    let help = "Bytes a second of each path of reads, while something is outstanding there.";
+    let rate = |path: &PathStatus| path.rate.unwrap_or_default() as u64;
+    labelled(out, "kvarts_cluster_path_bytes_per_second", "gauge", help, "path", of(rate));
+    let help = "Bytes that each path was asked for and that have not come.";
+    labelled(
+        out,
+        "kvarts_cluster_path_outstanding_bytes",
+        "gauge",
+        help,
+        "path",
+        of(|path| path.outstanding),
+    );
+    let help = "Reads that use each path now.";
+    labelled(out, "kvarts_cluster_path_reads", "gauge", help, "path", of(|path| path.reads.into()));
+    let help = "Whether a path has failed too often and is left alone for a while.";
+    let is_left_alone = |path: &PathStatus| path.is_left_alone.into();
+    labelled(out, "kvarts_cluster_path_left_alone", "gauge", help, "path", of(is_left_alone));
+}
+
+/// What each path brought and did not bring.
+fn brought(out: &mut String, paths: &[(&str, &PathStatus)]) {
+    let help = "Bytes of pieces that came whole, by path.";
+    let bytes = paths.iter().map(|(name, path)| (*name, path.brought.bytes));
+    labelled(out, "kvarts_cluster_path_bytes_total", "counter", help, "path", bytes);
+    let name = "kvarts_cluster_path_pieces_total";
+    head(
+        out,
+        name,
+        "counter",
+        "Pieces of reads by path: whole, missing, failed, cancelled, and asked for twice.",
+    );
+    for (path, status) in paths {
+        let Brought { pieces, bytes: _, missing, failed, cancelled, twice, failures: _ } = status.brought;
+        let ways = [
+            ("whole", pieces),
+            ("missing", missing),
+            ("failed", failed),
+            ("cancelled", cancelled),
+            ("twice", twice),
+        ];
+        for (how, count) in ways {
+            let _ = writeln!(out, "{name}{{path=\"{}\",how=\"{how}\"}} {count}", Value(path));
+        }
+    }
+    let name = "kvarts_cluster_path_failures_total";
+    head(out, name, "counter", "Pieces that did not come, by path and reason.");
+    for (path, status) in paths {
+        for (reason, count) in FAILURES.iter().zip(status.brought.failures) {
+            let _ = writeln!(out, "{name}{{path=\"{}\",reason=\"{reason}\"}} {count}", Value(path));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvarts_cluster::members::Member;
+    use kvarts_cluster::paths::PathId;
+    use kvarts_peer::node::NodeStatus;
+
+    fn node(n: u8, is_me: bool, path: Option<PathStatus>) -> NodeStatus {
+        let id = kvarts_layout::StoreId([n; 16]);
+        NodeStatus {
+            member: Member { id, address: format!("host-{n}:1"), zone: String::new() },
+            is_me,
+            is_reachable: n < 3,
+            trouble: String::new(),
+            partitions: 1,
+            waiting: 7,
+            snapshots: 2,
+            path,
+        }
+    }
+
+    #[test]
+    fn everything_that_a_node_knows_of_its_cluster_is_told() {
+        let brought = Brought {
+            pieces: 11,
+            bytes: 12,
+            missing: 13,
+            failed: 14,
+            cancelled: 15,
+            twice: 16,
+            failures: [21, 22, 23, 24, 25],
+        };
+        let path = |number: u16, name: &str| PathStatus {
+            number: PathId(number),
+            name: name.into(),
+            rate: Some(1e6),
+            outstanding: 17,
+            strikes: 0,
+            is_left_alone: number == 1,
+            reads: 3,
+            brought,
+        };
+        let status = Status {
+            epoch: 9,
+            nodes: vec![
+                node(1, true, Some(path(0, "own disks"))),
+                node(2, false, Some(path(1, "02"))),
+                node(3, false, None),
+            ],
+            entries: 31,
+            entry_bytes: 32,
+            refused: 33,
+            chains: 34,
+            served: ServeCounts {
+                connections: 1,
+                let_in: 2,
+                cut: 3,
+                pieces: 4,
+                bytes: 5,
+                doubts: 6,
+                memory: 7,
+            },
+            is_registered: None,
+            models: 35,
+            without_lane: 1,
+        };
+        let mut out = String::new();
+        cluster(&mut out, &status);
+        for line in [
+            "kvarts_cluster_epoch 9",
+            "kvarts_cluster_nodes{state=\"reachable\"} 2",
+            "kvarts_cluster_nodes{state=\"away\"} 1",
+            "kvarts_cluster_directory_entries 31",
+            "kvarts_cluster_directory_refused_total 33",
+            "kvarts_cluster_feed_waiting{node=\"02020202020202020202020202020202\"} 7",
+            "kvarts_cluster_served_bytes_total 5",
+            "kvarts_cluster_path_bytes_per_second{path=\"own\"} 1000000",
+            "kvarts_cluster_path_outstanding_bytes{path=\"02\"} 17",
+            "kvarts_cluster_path_left_alone{path=\"02\"} 1",
+            "kvarts_cluster_path_pieces_total{path=\"own\",how=\"twice\"} 16",
+            "kvarts_cluster_path_failures_total{path=\"02\",reason=\"damaged\"} 24",
+        ] {
+            assert!(out.lines().any(|told| told == line), "{line} is not in\n{out}");
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! The plan of a restore: what a match found, as a question to the planner.
+
+use kvarts_layout::prefix::{Absence, Need, Requirement};
+use kvarts_planner::cost::Prefill;
+use kvarts_planner::plan::{Links, MAX_RUNS, Part, Question, Run, Source, Sources};
+
+use super::lookup::Column;
+use crate::api::{MatchRequest, PlanTerms, Planned};
+use crate::engine::shared::Shared;
+use crate::engine::shared::names::Namespace;
+use crate::error::Reason;
+use crate::index::Lookup;
+
+/// Bytes by layer of what one requirement asks of a block, and where its blocks are.
+type Owned = (Vec<u64>, Vec<Run>);
+
+/// Plans the restore of what a match found.
+pub(super) fn plan(
+    shared: &Shared,
+    namespace: &Namespace,
+    (request, terms): (&MatchRequest<'_>, &PlanTerms<'_>),
+    columns: &[Column],
+) -> Result<Planned, Reason> {
+    let disk = shared.disk_path.now();
+    let mut links = Links::NONE.with(Source::Disk, disk.link);
+    if let Some((_, link)) = terms.dram {
+        links = links.with(Source::Dram, link);
+    }
+    let (mut owned, mut rest) = (Vec::<Owned>::new(), columns);
+    for requirement in request.requirements.groups() {
+        // Columns are in the order of the requirements.
+        let (of_group, others) = rest.split_at_checked(requirement.coordinates.len()).unwrap_or((rest, &[]));
+        rest = others;
+        let runs = runs(requirement, of_group, terms, request.keys.len() as u32)?;
+        owned.push((layer_bytes(namespace, of_group)?, runs));
+    }
+    let parts: Vec<Part<'_>> = request
+        .requirements
+        .groups()
+        .iter()
+        .zip(&owned)
+        .map(|(requirement, (layer_bytes, runs))| {
+            let (group, need, absence) = (requirement.group, requirement.need, requirement.absence);
+            Part { group, need, absence, layer_bytes, runs }
+        })
+        .collect();
+    let (block_tokens, prompt_tokens) = (request.requirements.block_tokens(), terms.prompt_tokens);
+    let question = Question { block_tokens, prompt_tokens, parts: &parts, links: &links };
+    let plan = question.plan(terms.times)?;
+    Ok(Planned { plan, disk, times: terms.times.told() })
+}
+
+/// Bytes of a block by layer, of all coordinates together: each of them is loaded.
+fn layer_bytes(namespace: &Namespace, columns: &[Column]) -> Result<Vec<u64>, Reason> {
+    let mut layers = vec![0u64; namespace.spec.geometry.layers().len()];
+    for column in columns {
+        for layer in namespace.shape(column.group, column.coordinate)?.layers() {
+            if let Some(bytes) = layers.get_mut(layer.layer as usize) {
+                *bytes = bytes.saturating_add(layer.bytes());
+            }
+        }
+    }
+    Ok(layers)
+}
+
+/// Where the blocks of a group are: those that the caller has, and those that are here at all coordinates. Behind the first
+/// gap of a stream without which nothing can be done, nothing is of use.
+fn runs(
+    requirement: &Requirement,
+    columns: &[Column],
+    terms: &PlanTerms<'_>,
+    blocks: u32,
+) -> Result<Vec<Run>, Reason> {
+    let mut runs: Vec<Run> = Vec::new();
+    let is_stream = requirement.need == Need::All;
+    let (hbm, dram) = match is_stream {
+        true => (terms.hbm_blocks, terms.dram.map_or(0, |(blocks, _)| blocks)),
+        false => (0, 0),
+    };
+    for block in 0..blocks {
+        let here = |column: &Column| matches!(column.found.get(block as usize), Some(Lookup::Live(_)));
+        let mut sources = Sources::NONE;
+        for (source, is_there) in [
+            (Source::Hbm, block < hbm),
+            (Source::Dram, block < dram),
+            (Source::Disk, columns.iter().all(here)),
+        ] {
+            sources = if is_there { sources.and(source) } else { sources };
+        }
+        if sources.is_empty() {
+            if is_stream && requirement.absence == Absence::Required {
+                break;
+            }
+            continue;
+        }
+        let runs_so_far = runs.len();
+        match runs.last_mut() {
+            Some(run) if run.to == block && run.sources == sources => run.to = block + 1,
+            _ if runs_so_far == MAX_RUNS => return Err(Reason::TooMany("runs of blocks with gaps between")),
+            _ => runs.push(Run { from: block, to: block + 1, sources }),
+        }
+    }
+    Ok(runs)
+}

@@ -1,0 +1,95 @@
+//! The way to the disks, as reads find it: what is asked for and not delivered, and what reads have taken.
+//!
+//! A read counts from its look-up to its last verified byte, whatever it waits for in between: that is what the next one
+//! is to be told. Counted are reads that came whole, of their own: one that was copied from another's load, ended early
+//! or is of a lower class says nothing of what a caller in front will wait for.
+
+use std::sync::{Arc, PoisonError};
+
+use kvarts_planner::plan::{Link, MeasuredLink};
+
+use super::Shared;
+use crate::api::DiskLink;
+use crate::rt::{Class, Nanos};
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct DiskPath {
+    outstanding: AtomicU64,
+    /// Held for a few sums, never across a wait.
+    measured: Mutex<MeasuredLink>,
+}
+
+impl DiskPath {
+    /// The way as it is now.
+    pub(crate) fn now(&self) -> DiskLink {
+        let outstanding_bytes = self.outstanding.load(Ordering::Relaxed);
+        let measured = self.measured.lock().unwrap_or_else(PoisonError::into_inner);
+        DiskLink { link: Link { outstanding_bytes, ..measured.link() }, measured: measured.loads() }
+    }
+}
+
+/// One read that is under way. What it was asked for is outstanding until it is delivered or the read is dropped.
+pub(crate) struct Underway {
+    shared: Arc<Shared>,
+    /// Bytes that each step delivers, on average.
+    step_bytes: u64,
+    left: AtomicU64,
+    /// Bytes that were outstanding when it began, its own among them.
+    before: u64,
+    begun: Nanos,
+    /// Whether what it takes says what another would.
+    counts: AtomicBool,
+}
+
+impl Underway {
+    /// A read of so many bytes in so many steps begins.
+    pub(crate) fn begin(shared: &Arc<Shared>, class: Class, bytes: u64, steps: u32) -> Self {
+        let before = shared.disk_path.outstanding.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        Self {
+            shared: Arc::clone(shared),
+            step_bytes: bytes.checked_div(u64::from(steps)).unwrap_or(bytes),
+            left: AtomicU64::new(bytes),
+            before,
+            begun: shared.clock.now(),
+            counts: AtomicBool::new(matches!(class, Class::Small | Class::Foreground)),
+        }
+    }
+
+    /// A step was delivered. Steps are delivered one after the other.
+    pub(crate) fn step_done(&self) {
+        let left = self.left.load(Ordering::Relaxed);
+        let step = self.step_bytes.min(left);
+        self.left.store(left - step, Ordering::Relaxed);
+        self.shared.disk_path.outstanding.fetch_sub(step, Ordering::Relaxed);
+    }
+
+    /// Some of it comes from another read's load.
+    pub(crate) fn is_shared(&self) {
+        self.counts.store(false, Ordering::Relaxed);
+    }
+
+    /// It has ended, whole or not.
+    pub(crate) fn end(&self, whole: bool) {
+        self.give_back();
+        if whole && self.counts.load(Ordering::Relaxed) {
+            let (path, now) = (&self.shared.disk_path, self.shared.clock.now());
+            let ms = |nanos: u64| nanos as f64 / 1e6;
+            let took = ms(now.0.saturating_sub(self.begun.0));
+            let mut measured = path.measured.lock().unwrap_or_else(PoisonError::into_inner);
+            measured.add(self.before, took, ms(now.0));
+        }
+    }
+
+    fn give_back(&self) {
+        self.shared.disk_path.outstanding.fetch_sub(self.left.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+impl Drop for Underway {
+    fn drop(&mut self) {
+        self.give_back();
+    }
+}

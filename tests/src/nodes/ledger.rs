@@ -1,0 +1,261 @@
+//! What was put where and by whom, who was told to own what, and what must not have happened.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kvarts_cluster::ownership::Token;
+use kvarts_layout::plan::Order;
+use kvarts_layout::{BlockKey, BlockShape};
+use kvarts_store::api::{Placed, ReadEnd, ReadEvent, ReadStream};
+use kvarts_store::rt::Nanos;
+
+use crate::conformance::pages;
+use crate::fixture;
+
+/// How long a node may believe that it owns a chain.
+#[derive(Clone, Copy, Debug)]
+pub struct Held {
+    place: usize,
+    token: Token,
+    from: Nanos,
+    until: Nanos,
+}
+
+#[derive(Default)]
+struct Notes {
+    productions: BTreeMap<BlockKey, BTreeSet<u64>>,
+    /// Of each place what was acknowledged as durable and not deleted since.
+    durable: BTreeMap<usize, BTreeSet<BlockKey>>,
+    /// Deletes that have begun at each place.
+    deletes: BTreeMap<usize, u64>,
+    chains: BTreeMap<u64, Vec<Held>>,
+    contents: BTreeMap<(BlockKey, u64), Arc<Vec<Vec<u8>>>>,
+    violations: Vec<String>,
+    under_way: u64,
+    reads: u64,
+    whole: u64,
+    leases: u64,
+}
+
+/// The ledger of a simulation of nodes. Clones are the same one.
+#[derive(Clone, Default)]
+pub struct Book(Arc<Mutex<Notes>>);
+
+/// A call that is under way.
+#[derive(Debug)]
+pub struct UnderWay(Book);
+
+impl std::fmt::Debug for Book {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Book({:?})", self.counts())
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.0.lock().under_way -= 1;
+    }
+}
+
+impl Book {
+    fn lock(&self) -> MutexGuard<'_, Notes> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Something must not have happened.
+    pub fn violation(&self, what: String) {
+        self.lock().violations.push(what);
+    }
+
+    /// What was wrong first.
+    pub fn first_violation(&self) -> Option<String> {
+        self.lock().violations.first().cloned()
+    }
+
+    /// A call begins.
+    pub fn begin(&self) -> UnderWay {
+        self.lock().under_way += 1;
+        UnderWay(self.clone())
+    }
+
+    /// Calls that have not ended.
+    pub fn under_way(&self) -> u64 {
+        self.lock().under_way
+    }
+
+    /// Reads, blocks that they gave, and leases that were granted.
+    pub fn counts(&self) -> [u64; 3] {
+        let notes = self.lock();
+        [notes.reads, notes.whole, notes.leases]
+    }
+
+    /// A put begins: these bytes may be anywhere from now on. Gives how many deletes had begun there.
+    pub fn put(&self, place: usize, keys: &[BlockKey], producer: u64) -> u64 {
+        let mut notes = self.lock();
+        for key in keys {
+            notes.productions.entry(*key).or_default().insert(producer);
+        }
+        notes.deletes.get(&place).copied().unwrap_or_default()
+    }
+
+    /// A durable put was acknowledged, before which so many deletes had begun.
+    pub fn stored(&self, place: usize, key: BlockKey, deletes: u64) {
+        let mut notes = self.lock();
+        if notes.deletes.get(&place).copied().unwrap_or_default() == deletes {
+            notes.durable.entry(place).or_default().insert(key);
+        }
+    }
+
+    /// A delete begins; of everything if no keys are named.
+    pub fn delete(&self, place: usize, keys: Option<&[BlockKey]>) {
+        let mut notes = self.lock();
+        *notes.deletes.entry(place).or_default() += 1;
+        let durable = notes.durable.entry(place).or_default();
+        match keys {
+            Some(keys) => durable.retain(|key| !keys.contains(key)),
+            None => durable.clear(),
+        }
+    }
+
+    /// What must be at a place.
+    pub fn durable(&self, place: usize) -> Vec<BlockKey> {
+        self.lock().durable.get(&place).into_iter().flatten().copied().collect()
+    }
+
+    fn contents(&self, key: &BlockKey) -> Vec<Arc<Vec<Vec<u8>>>> {
+        let ((group, coordinate), mut notes) = (pages(), self.lock());
+        let producers: Vec<u64> = notes.productions.get(key).into_iter().flatten().copied().collect();
+        let content = |producer| {
+            let shape = fixture::shape(group, coordinate);
+            let made = || Arc::new(fixture::content(key, group, coordinate, producer, &shape));
+            Arc::clone(notes.contents.entry((*key, producer)).or_insert_with(made))
+        };
+        producers.into_iter().map(content).collect()
+    }
+
+    /// Whether the first layers of a block are what one producer put.
+    fn is_one_production(
+        &self,
+        key: &BlockKey,
+        placed: &Placed,
+        block: u32,
+        layers: u32,
+        shape: &BlockShape,
+    ) -> bool {
+        let found = fixture::read_block(placed, block, shape);
+        let of = fixture::layer_of_chunks(shape);
+        let (all, end) = (self.contents(key), layers);
+        // Of nothing nothing is wrong, whether anybody put the block or not.
+        end == 0
+            || all.iter().any(|content| {
+                content.iter().zip(&found).zip(&of).all(|((put, found), layer)| *layer >= end || put == found)
+            })
+    }
+
+    /// Looks at what a read announces, until it ends.
+    pub async fn look(
+        &self,
+        what: &str,
+        (keys, placed, order): (&[BlockKey], &Placed, Order),
+        stream: &ReadStream,
+        shape: &BlockShape,
+    ) -> (Vec<u32>, ReadEnd) {
+        let all = shape.layers().len() as u32;
+        let mut good = Vec::new();
+        let wrong = |block: u32, when: &str| {
+            self.violation(format!("{what}: block {block} {when} is not what one producer put"));
+        };
+        loop {
+            match std::future::poll_fn(|context| stream.poll_next(context)).await {
+                ReadEvent::Layer { layer, blocks } => {
+                    for block in 0..blocks {
+                        if !self.is_one_production(&keys[block as usize], placed, block, layer + 1, shape) {
+                            wrong(block, "of an announced layer");
+                        }
+                    }
+                }
+                ReadEvent::Block(block) => {
+                    good.push(block);
+                    if !self.is_one_production(&keys[block as usize], placed, block, all, shape) {
+                        wrong(block, "that was announced");
+                    }
+                }
+                ReadEvent::End(end) => {
+                    let (layers, blocks) = (end.usable_layers, end.usable_blocks);
+                    if order == Order::Layers {
+                        good = (0..if layers == all { blocks } else { 0 }).collect();
+                        let is_wrong = |block: &u32| {
+                            !self.is_one_production(&keys[*block as usize], placed, *block, layers, shape)
+                        };
+                        (0..blocks).filter(is_wrong).for_each(|block| wrong(block, "of the end"));
+                    }
+                    let mut notes = self.lock();
+                    notes.reads += 1;
+                    notes.whole += good.len() as u64;
+                    return (good, end);
+                }
+                ReadEvent::Released => {}
+            }
+        }
+    }
+
+    /// Looks at the same memory again, later: nobody may have written to it.
+    pub fn look_again(
+        &self,
+        what: &str,
+        keys: &[BlockKey],
+        placed: &Placed,
+        good: &[u32],
+        shape: &BlockShape,
+    ) {
+        let all = shape.layers().len() as u32;
+        for block in good {
+            if !self.is_one_production(&keys[*block as usize], placed, *block, all, shape) {
+                self.violation(format!("{what}: block {block} was written to after the read had ended"));
+            }
+        }
+    }
+
+    /// A node was told that it owns a chain from now on, for what is left of `left` since it asked.
+    pub fn owns(&self, chain: u64, place: usize, token: Token, (asked, now): (Nanos, Nanos), left: Duration) {
+        let held = Held { place, token, from: now, until: asked.plus(left) };
+        let mut notes = self.lock();
+        notes.leases += 1;
+        let before = notes.chains.entry(chain).or_default();
+        let overlap = before.iter().find(|other| other.place != place && other.until > now).copied();
+        let later = before.iter().find(|other| other.token > token && other.from < asked).copied();
+        before.push(held);
+        for (other, what) in
+            overlap.map(|it| (it, "two owners")).into_iter().chain(later.map(|it| (it, "an old token")))
+        {
+            notes.violations.push(format!("chain {chain}: {what}: {other:?} and {held:?}"));
+        }
+    }
+
+    /// A node gives a chain up, or is gone.
+    pub fn gives_up(&self, chain: Option<u64>, place: usize, now: Nanos) {
+        let mut notes = self.lock();
+        let all = notes.chains.iter_mut().filter(|(number, _)| chain.is_none_or(|chain| chain == **number));
+        let held = all.flat_map(|(_, held)| held).filter(|held| held.place == place);
+        held.for_each(|held| held.until = held.until.min(now));
+    }
+
+    /// The last lease that a node had of a chain, in force or not.
+    pub fn last(&self, chain: u64, place: usize) -> Option<Token> {
+        let notes = self.lock();
+        let held = notes.chains.get(&chain)?.iter().rev().find(|held| held.place == place)?;
+        Some(held.token)
+    }
+
+    /// A node was told that another one owns a chain: it must not have given it up before.
+    pub fn is_owned(&self, chain: u64, token: Token, asked: Nanos) {
+        let mut notes = self.lock();
+        let held = notes.chains.get(&chain).into_iter().flatten().find(|held| held.token == token).copied();
+        if let Some(held) = held.filter(|held| held.until.plus(Duration::from_millis(1)) < asked) {
+            notes
+                .violations
+                .push(format!("chain {chain}: {held:?} is over, and was still told at {asked:?}"));
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! Servers that are nodes of one cluster: what is put into any of them is read from every one, and each of them is a store as one
+//! that stands alone.
+#![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
+
+mod served;
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+use kvarts_client::Client;
+use kvarts_layout::{BlockKey, Coordinate, Group, Layout};
+use kvarts_store::api::{Order, ReadRequest};
+use kvarts_store::error::{Kind, Reason};
+use kvarts_tests::conformance::{Desk, all, pages};
+use kvarts_tests::fixture;
+use kvarts_tests::stage::Scratch;
+use kvarts_wire::{convert, proto};
+use served::{Beside, NOT_AMONG_NODES, Served};
+
+/// Clusters of this process so far.
+static CLUSTERS: AtomicU8 = AtomicU8::new(0);
+
+/// Nodes of one cluster, whose members a file names.
+struct Cluster {
+    nodes: Vec<Served>,
+    _scratch: Scratch,
+}
+
+impl Cluster {
+    /// So many nodes.
+    fn start(name: &str, count: usize) -> Self {
+        Self::start_with(name, count, "", None)
+    }
+
+    /// The same; `file` is what else stands in their configuration, `token` an administrator's.
+    fn start_with(name: &str, count: usize, file: &str, token: Option<&str>) -> Self {
+        let scratch = Scratch::new(&format!("{name}-members"));
+        let mut nodes: Vec<Served> =
+            (0..count).map(|n| Served::start(&format!("{name}-{n}"), file)).collect();
+        let mut members = "epoch = 1\n".to_owned();
+        let cluster = CLUSTERS.fetch_add(1, Ordering::Relaxed);
+        for (number, node) in (1u8..).zip(&nodes) {
+            // An address of this process alone: a port that no connection takes for itself.
+            let [.., high, low] = std::process::id().to_be_bytes();
+            let address = format!("127.{}.{high}.{low}:7400", cluster * 8 + number);
+            let id = node.daemon().state().engine.stats().store;
+            members += &format!("[[node]]\nid = \"{id}\"\naddress = \"{address}\"\n");
+        }
+        std::fs::create_dir_all(scratch.path()).unwrap();
+        let path = scratch.path().join("members.toml");
+        std::fs::write(&path, members).unwrap();
+        let file = format!("[cluster]\nmembers = '{}'\n{file}", path.display());
+        nodes.iter_mut().for_each(|node| node.restart_with(&file));
+        let cluster = Self { nodes, _scratch: scratch };
+        cluster.until_reachable(token);
+        cluster
+    }
+
+    fn client(&self, node: usize) -> Client {
+        self.nodes[node].client(None)
+    }
+
+    fn until_reachable(&self, token: Option<&str>) {
+        let start = Instant::now();
+        while !(0..self.nodes.len()).all(|n| {
+            self.nodes[n].client(token).cluster_status().unwrap().nodes.iter().all(|node| node.is_reachable)
+        }) {
+            assert!(start.elapsed() < Duration::from_secs(30), "not all nodes reach each other");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+/// How many copies of each block a node knows of.
+fn copies(client: &Client, desk: &Desk<'_>, keys: &[BlockKey]) -> Vec<usize> {
+    let request = desk.read_request(pages(), keys);
+    let reply = client.locate(proto::LookupRequest {
+        namespace: request.namespace.as_bytes().to_vec().into(),
+        column: Some(convert::wire_column(request.group, request.coordinate)),
+        keys: convert::key_bytes(keys),
+    });
+    let reply = reply.unwrap();
+    let (mut left, mut found) = (&reply.copies[..], Vec::new());
+    while let Some((count, rest)) = left.split_first() {
+        found.push(usize::from(*count));
+        left = &rest[usize::from(*count) * 2..];
+    }
+    found
+}
+
+fn until_known(client: &Client, desk: &Desk<'_>, keys: &[BlockKey], count: usize) {
+    let start = Instant::now();
+    loop {
+        let found = copies(client, desk, keys);
+        if found.iter().all(|found| *found == count) {
+            return;
+        }
+        assert!(start.elapsed() < Duration::from_secs(30), "{count} copies of each are wanted: {found:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+const COLUMN: fn() -> (Group, Coordinate) = pages;
+
+#[test]
+fn a_block_of_any_node_is_read_on_every_node_over_grpc_and_over_the_local_path() {
+    let cluster = Cluster::start("cluster-any", 3);
+    let stages: Vec<Beside> = (0..3).map(|n| Beside(cluster.client(n))).collect();
+    let desks: Vec<Desk<'_>> = stages.iter().map(|stage| Desk::new(stage, "any node")).collect();
+    let local: Vec<Beside> = (0..3).map(|n| Beside(cluster.nodes[n].local(None))).collect();
+    let local: Vec<Desk<'_>> = local.iter().map(|stage| Desk::new(stage, "any node")).collect();
+    for (n, desk) in (0u64..).zip(&desks) {
+        // Of each node some blocks, and in one read blocks of all of them.
+        desk.store(COLUMN(), &desk.keys(n * 8..n * 8 + 8), 1, Layout::LayerBlock);
+    }
+    let keys = desks[0].keys(0..24);
+    for n in 0..3 {
+        until_known(&stages[n].0, &desks[n], &keys, 1);
+        for desk in [&desks[n], &local[n]] {
+            desk.expect(COLUMN(), &keys, 1);
+            let by_layers = ReadRequest { order: Order::Layers, ..desk.read_request(COLUMN(), &keys) };
+            let (_, end) = desk.read(&by_layers);
+            assert_eq!((end.usable_blocks, end.failures), (24, Vec::new()));
+            desk.expect_bytes(&by_layers, &(0..24).collect::<Vec<_>>(), 1);
+        }
+    }
+    let status = cluster.client(0).cluster_status().unwrap();
+    assert!(status.nodes.iter().filter(|node| !node.is_me).all(|node| node.read_bytes > 0), "{status:?}");
+}
+
+#[test]
+fn blocks_of_a_node_that_is_gone_are_misses_and_the_others_are_not() {
+    let mut cluster = Cluster::start("cluster-gone", 3);
+    let stages: Vec<Beside> = (0..3).map(|n| Beside(cluster.client(n))).collect();
+    let desks: Vec<Desk<'_>> = stages.iter().map(|stage| Desk::new(stage, "gone")).collect();
+    for (n, desk) in (0u64..).zip(&desks) {
+        desk.store(COLUMN(), &desk.keys(n * 4..n * 4 + 4), 1, Layout::LayerBlock);
+    }
+    let keys = desks[0].keys(0..12);
+    until_known(&stages[0].0, &desks[0], &keys, 1);
+    desks[0].expect(COLUMN(), &keys, 1);
+    cluster.nodes[2].stop();
+    let request = ReadRequest { order: Order::Blocks, ..desks[0].read_request(COLUMN(), &keys) };
+    let (_, end) = desks[0].read(&request);
+    let lost: Vec<u32> = end.failures.iter().map(|(block, _)| *block).collect();
+    assert_eq!(lost, [8, 9, 10, 11], "{:?}", end.failures);
+    let kinds: Vec<Kind> = end.failures.iter().map(|(_, reason)| reason.kind()).collect();
+    assert!(kinds.iter().all(|kind| matches!(kind, Kind::Miss | Kind::Retry)), "{:?}", end.failures);
+    desks[0].expect_bytes(&request, &(0..8).collect::<Vec<_>>(), 1);
+}
+
+/// Has a node copy these blocks of others.
+fn copy(client: &Client, desk: &Desk<'_>, keys: &[BlockKey]) -> proto::ReplicateReply {
+    let request = desk.read_request(COLUMN(), keys);
+    let asked = proto::ReplicateRequest {
+        namespace: request.namespace.as_bytes().to_vec().into(),
+        column: Some(convert::wire_column(request.group, request.coordinate)),
+        keys: convert::key_bytes(keys),
+        expires_after_ms: 0,
+    };
+    client.replicate(asked).unwrap()
+}
+
+#[test]
+fn a_node_that_dies_in_the_middle_of_a_read_costs_nothing_that_another_has() {
+    let mut cluster = Cluster::start("cluster-dies", 3);
+    let stages: Vec<Beside> = (0..3).map(|n| Beside(cluster.client(n))).collect();
+    let desks: Vec<Desk<'_>> = stages.iter().map(|stage| Desk::new(stage, "dies")).collect();
+    let keys = desks[1].keys(0..256);
+    for some in keys.chunks(64) {
+        desks[1].store(COLUMN(), some, 1, Layout::LayerBlock);
+    }
+    until_known(&stages[2].0, &desks[2], &keys, 1);
+    let copied = copy(&stages[2].0, &desks[2], &keys);
+    assert_eq!((copied.stored, copied.missing), (256, 0));
+    // The copies are of the same production, and count as copies.
+    until_known(&stages[0].0, &desks[0], &keys, 2);
+    assert_eq!(copy(&stages[2].0, &desks[2], &keys).here, 256);
+    let dying = cluster.nodes.remove(1);
+    std::thread::scope(|scope| {
+        scope.spawn(move || drop(dying));
+        for _ in 0..20 {
+            desks[0].expect(COLUMN(), &keys, 1);
+        }
+    });
+    desks[0].expect(COLUMN(), &keys, 1);
+}
+
+#[test]
+fn damage_on_a_nodes_disk_is_never_served_to_another_and_is_found_there() {
+    let cluster = Cluster::start("cluster-damage", 3);
+    let stages: Vec<Beside> = (0..3).map(|n| Beside(cluster.client(n))).collect();
+    let desks: Vec<Desk<'_>> = stages.iter().map(|stage| Desk::new(stage, "damage")).collect();
+    let keys = desks[1].keys(0..8);
+    desks[1].store(COLUMN(), &keys, 1, Layout::FullBlock);
+    until_known(&stages[0].0, &desks[0], &keys, 1);
+    flip(cluster.nodes[1].scratch.path(), &keys[3]);
+    let request = ReadRequest { order: Order::Blocks, ..desks[0].read_request(COLUMN(), &keys) };
+    let (_, end) = desks[0].read(&request);
+    let failed: Vec<u32> = end.failures.iter().map(|(block, _)| *block).collect();
+    assert_eq!(failed, [3], "{:?}", end.failures);
+    desks[0].expect_bytes(&request, &[0, 1, 2, 4, 5, 6, 7], 1);
+    // The node that has it looks at its own disk, takes the block out of service, and says so to the others.
+    until_known(&stages[0].0, &desks[0], &keys[3..4], 0);
+    until_known(&stages[0].0, &desks[0], &keys[..3], 1);
+}
+
+/// Flips a bit of a block on disk.
+fn flip(directory: &std::path::Path, key: &BlockKey) {
+    let (group, coordinate) = COLUMN();
+    let shape = fixture::shape(group, coordinate);
+    let chunks = fixture::content(key, group, coordinate, 1, &shape);
+    let needle = &chunks[0][..chunks[0].len().min(48)];
+    let mut left = vec![directory.to_owned()];
+    while let Some(path) = left.pop() {
+        if path.is_dir() {
+            left.extend(std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()));
+            continue;
+        }
+        let Ok(mut bytes) = std::fs::read(&path) else { continue };
+        if let Some(at) = bytes.windows(needle.len()).position(|window| window == needle) {
+            bytes[at] ^= 1;
+            use std::os::unix::fs::FileExt;
+            let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+            file.write_all_at(&bytes[at..=at], at as u64).unwrap();
+            file.sync_all().unwrap();
+            return;
+        }
+    }
+    panic!("the block is not on disk");
+}
+
+#[test]
+fn a_tenant_reads_nothing_of_another_ones_through_another_node() {
+    let token = |tenant: &str, token: &str| {
+        let hash = kvarts_server::state::auth::TokenHash::of(token);
+        format!("[[tokens]]\ntenant = '{tenant}'\nrights = ['read', 'write', 'admin']\nhash = '{hash}'\n")
+    };
+    let tenants = ["a", "b", "c"].map(|name| format!("[[tenants]]\nname = '{name}'\n") + &token(name, name));
+    let cluster = Cluster::start_with("cluster-tenants", 2, &tenants.concat(), Some("a"));
+    let of = |node: usize, tenant: &str| Beside(cluster.nodes[node].client(Some(tenant)));
+    let (a, others) = (of(0, "a"), [of(1, "b"), of(1, "c")]);
+    let desk = Desk::new(&a, "mine");
+    let keys = desk.keys(0..4);
+    desk.store(COLUMN(), &keys, 1, Layout::LayerBlock);
+    let same = of(1, "a");
+    let same_desk = Desk::new(&same, "mine");
+    until_known(&same.0, &same_desk, &keys, 1);
+    same_desk.expect(COLUMN(), &keys, 1);
+    for other in &others {
+        let desk = Desk::new(other, "mine");
+        assert_eq!(copies(&other.0, &desk, &keys), [0; 4]);
+        let (_, end) = desk.read(&ReadRequest { order: Order::Blocks, ..desk.read_request(COLUMN(), &keys) });
+        assert!(end.failures.iter().all(|(_, reason)| matches!(reason, Reason::NotHere(_))), "{end:?}");
+        assert_eq!(end.failures.len(), 4);
+    }
+}
+
+#[test]
+fn a_node_of_three_conforms() {
+    let cluster = Cluster::start("cluster-conforms", 3);
+    let stage = Beside(cluster.client(1));
+    let mut count = 0;
+    for (name, case) in all().into_iter().filter(|(name, _)| !NOT_AMONG_NODES.contains(name)) {
+        eprintln!("guarantee: {name}");
+        case(&Desk::new(&stage, name));
+        count += 1;
+    }
+    assert_eq!(count, all().len() - NOT_AMONG_NODES.len());
+}

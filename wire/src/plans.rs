@@ -1,0 +1,484 @@
+//! Plans and routes as messages of the contract, and back.
+
+use kvarts_layout::Group;
+use kvarts_planner::cost::{Compute, Device, Kind, Roofline, Sample, Sparse, Times, Told};
+use kvarts_planner::plan::{Action, Does, Link, Plan, Reason as Why, Source};
+use kvarts_planner::route::{self, Candidate, Class, NodeView, Route, Weights};
+use kvarts_store::api::{DiskLink, PlanTerms, Planned};
+use kvarts_store::error::Reason;
+
+use super::fault::{Fault, Outcome};
+use super::limits::PLAN_SAMPLES_MAX;
+use crate::proto;
+
+/// What an answer of a server says that is none of the contract's.
+const NO_PLAN: Reason = Reason::Bug("an answer with a plan that is none");
+
+/// An engine's times.
+pub fn times(wire: Option<&proto::PrefillTimes>) -> Outcome<Times> {
+    let wire = wire.ok_or_else(|| Fault::malformed("times: samples, a roofline or both say them"))?;
+    if wire.samples.len() > PLAN_SAMPLES_MAX {
+        let count = wire.samples.len();
+        return Err(Fault::malformed(format!("times: {count} samples, at most {PLAN_SAMPLES_MAX}")));
+    }
+    let roofline = wire.roofline.as_ref().map(roofline);
+    if roofline.is_some_and(|roofline| !roofline.is_sound()) {
+        return Err(Fault::malformed("times.roofline: its figures must be numbers above 0"));
+    }
+    let sample = |one: &proto::prefill_times::Sample| Sample { cached: one.cached, new: one.new, ms: one.ms };
+    Times::new(wire.samples.iter().map(sample).collect(), roofline)
+        .map_err(|error| Fault::malformed(format!("times: {error}")))
+}
+
+fn roofline(wire: &proto::prefill_times::Roofline) -> Roofline {
+    let compute = Compute {
+        params: wire.params,
+        active_params: wire.active_params,
+        weight_bytes: wire.weight_bytes,
+        attention_flops: wire.attention_flops,
+        kv_bytes: wire.kv_bytes,
+        sparse: wire.sparse.as_ref().map(|sparse| Sparse {
+            tokens: sparse.tokens,
+            flops: sparse.flops,
+            index_bytes: sparse.index_bytes,
+        }),
+    };
+    let device = Device {
+        tflops: wire.tflops,
+        hbm_gb_per_s: wire.hbm_gb_per_s,
+        hbm_gb: 0.0,
+        prefill_part: wire.prefill_part,
+        memory_part: wire.memory_part,
+        step_ms: wire.step_ms,
+    };
+    Roofline::new(compute, device, wire.devices)
+}
+
+/// An engine's times on the wire: of more samples than a message may have, every so many.
+pub fn wire_times(times: &Times) -> proto::PrefillTimes {
+    let every = times.samples().len().div_ceil(PLAN_SAMPLES_MAX).max(1);
+    let sample = |one: &Sample| proto::prefill_times::Sample { cached: one.cached, new: one.new, ms: one.ms };
+    let roofline = |roofline: &Roofline| {
+        let (compute, device) = (roofline.compute(), roofline.device());
+        proto::prefill_times::Roofline {
+            params: compute.params,
+            active_params: compute.active_params,
+            weight_bytes: compute.weight_bytes,
+            attention_flops: compute.attention_flops,
+            kv_bytes: compute.kv_bytes,
+            tflops: device.tflops,
+            hbm_gb_per_s: device.hbm_gb_per_s,
+            prefill_part: device.prefill_part,
+            memory_part: device.memory_part,
+            step_ms: device.step_ms,
+            devices: roofline.devices(),
+            sparse: compute.sparse.map(|sparse| proto::prefill_times::Sparse {
+                tokens: sparse.tokens,
+                flops: sparse.flops,
+                index_bytes: sparse.index_bytes,
+            }),
+        }
+    };
+    proto::PrefillTimes {
+        samples: times.samples().iter().step_by(every).map(sample).collect(),
+        roofline: times.roofline().map(roofline),
+    }
+}
+
+fn link(wire: &proto::Link) -> Link {
+    let &proto::Link { latency_ms, bytes_per_ms, outstanding_bytes } = wire;
+    Link { latency_ms, bytes_per_ms, outstanding_bytes }
+}
+
+fn wire_link(link: &Link) -> proto::Link {
+    let &Link { latency_ms, bytes_per_ms, outstanding_bytes } = link;
+    proto::Link { latency_ms, bytes_per_ms, outstanding_bytes }
+}
+
+/// What a plan follows from; the times of the message were made before.
+pub fn terms<'a>(wire: &proto::PlanRequest, times: &'a Times) -> PlanTerms<'a> {
+    let dram = wire.dram.as_ref().map(|way| (wire.dram_blocks, link(way)));
+    PlanTerms { prompt_tokens: wire.prompt_tokens, times, hbm_blocks: wire.hbm_blocks, dram }
+}
+
+/// The same on the wire.
+pub fn wire_terms(terms: &PlanTerms<'_>) -> proto::PlanRequest {
+    proto::PlanRequest {
+        prompt_tokens: terms.prompt_tokens,
+        times: Some(wire_times(terms.times)),
+        hbm_blocks: terms.hbm_blocks,
+        dram_blocks: terms.dram.map_or(0, |(blocks, _)| blocks),
+        dram: terms.dram.map(|(_, link)| wire_link(&link)),
+    }
+}
+
+/// A plan on the wire.
+pub fn wire_planned(planned: &Planned) -> proto::PlanReply {
+    proto::PlanReply {
+        plan: Some(wire_plan(&planned.plan)),
+        disk: Some(wire_link(&planned.disk.link)),
+        disk_measured: planned.disk.measured,
+        times: Some(wire_told(&planned.times)),
+    }
+}
+
+/// A plan that a server answered with.
+pub fn planned(wire: &proto::PlanReply) -> Result<Planned, Reason> {
+    let plan = wire.plan.as_ref().ok_or(NO_PLAN)?;
+    let disk = wire.disk.as_ref().ok_or(NO_PLAN)?;
+    let told = wire.times.as_ref().ok_or(NO_PLAN)?;
+    Ok(Planned {
+        plan: plan_of(plan)?,
+        disk: DiskLink { link: link(disk), measured: wire.disk_measured },
+        times: told_of(told),
+    })
+}
+
+fn wire_told(told: &Told) -> proto::TimesTold {
+    use proto::times_told::Kind as Wire;
+    let kind = match told.kind {
+        Kind::Interpolated => Wire::Interpolated,
+        Kind::Roofline => Wire::Roofline,
+        Kind::ScaledRoofline => Wire::ScaledRoofline,
+    };
+    let (samples, error, error_max) = (told.samples as u64, told.error, told.error_max);
+    proto::TimesTold { kind: kind.into(), samples, error, error_max }
+}
+
+fn told_of(wire: &proto::TimesTold) -> Told {
+    use proto::times_told::Kind as Wire;
+    let kind = match wire.kind() {
+        Wire::Interpolated => Kind::Interpolated,
+        Wire::Roofline => Kind::Roofline,
+        Wire::ScaledRoofline => Kind::ScaledRoofline,
+    };
+    let samples = usize::try_from(wire.samples).unwrap_or(usize::MAX);
+    Told { kind, samples, error: wire.error, error_max: wire.error_max }
+}
+
+fn wire_source(source: Source) -> proto::Source {
+    match source {
+        Source::Hbm => proto::Source::Hbm,
+        Source::Dram => proto::Source::Dram,
+        Source::Disk => proto::Source::Disk,
+        Source::Peer => proto::Source::Peer,
+        Source::Cold => proto::Source::Cold,
+    }
+}
+
+fn source(wire: proto::Source) -> Result<Source, Reason> {
+    Ok(match wire {
+        proto::Source::Hbm => Source::Hbm,
+        proto::Source::Dram => Source::Dram,
+        proto::Source::Disk => Source::Disk,
+        proto::Source::Peer => Source::Peer,
+        proto::Source::Cold => Source::Cold,
+        proto::Source::Unspecified => return Err(NO_PLAN),
+    })
+}
+
+fn wire_action(action: &Action) -> proto::plan::Action {
+    use proto::plan::action::Does as Wire;
+    let (does, source) = match action.does {
+        Does::Use => (Wire::Use, proto::Source::Hbm),
+        Does::Load(from) => (Wire::Load, wire_source(from)),
+        Does::Recompute => (Wire::Recompute, proto::Source::Unspecified),
+        Does::LeaveOut => (Wire::LeaveOut, proto::Source::Unspecified),
+    };
+    let &Action { group, from, to, bytes, .. } = action;
+    proto::plan::Action { group: group.0, from, to, does: does.into(), source: source.into(), bytes }
+}
+
+fn action(wire: &proto::plan::Action) -> Result<Action, Reason> {
+    use proto::plan::action::Does as Wire;
+    let does = match wire.does() {
+        Wire::Use => Does::Use,
+        Wire::Load => Does::Load(source(wire.source())?),
+        Wire::Recompute => Does::Recompute,
+        Wire::LeaveOut => Does::LeaveOut,
+    };
+    let &proto::plan::Action { group, from, to, bytes, .. } = wire;
+    Ok(Action { group: Group(group), from, to, does, bytes })
+}
+
+fn wire_reason(why: &Why) -> proto::plan::Reason {
+    use proto::plan::reason::What;
+    let told = proto::plan::Reason { words: why.to_string(), ..proto::plan::Reason::default() };
+    let of = |what: What| proto::plan::Reason { what: what.into(), ..told.clone() };
+    match *why {
+        Why::Nothing => of(What::Nothing),
+        Why::All => of(What::All),
+        Why::Unusable(group, block) => proto::plan::Reason { group: group.0, block, ..of(What::Unusable) },
+        Why::Missing(group, block) => proto::plan::Reason { group: group.0, block, ..of(What::Missing) },
+        Why::Shorter { longest_tokens, longest_ms, ms } => {
+            proto::plan::Reason { longest_tokens, longest_ms, ms, ..of(What::Shorter) }
+        }
+        Why::Slower { longest_tokens, longest_ms, ms } => {
+            proto::plan::Reason { longest_tokens, longest_ms, ms, ..of(What::Slower) }
+        }
+    }
+}
+
+fn reason(wire: &proto::plan::Reason) -> Why {
+    use proto::plan::reason::What;
+    let &proto::plan::Reason { group, block, longest_tokens, longest_ms, ms, .. } = wire;
+    match wire.what() {
+        What::Nothing => Why::Nothing,
+        What::All => Why::All,
+        What::Unusable => Why::Unusable(Group(group), block),
+        What::Missing => Why::Missing(Group(group), block),
+        What::Shorter => Why::Shorter { longest_tokens, longest_ms, ms },
+        What::Slower => Why::Slower { longest_tokens, longest_ms, ms },
+    }
+}
+
+fn wire_plan(plan: &Plan) -> proto::Plan {
+    proto::Plan {
+        boundary_blocks: plan.boundary_blocks,
+        boundary_tokens: plan.boundary_tokens,
+        actions: plan.actions.iter().map(wire_action).collect(),
+        recompute_tokens: plan.recompute_tokens,
+        new_tokens: plan.new_tokens,
+        load_ms: plan.load_ms,
+        recompute_ms: plan.recompute_ms,
+        stall_ms: plan.stall_ms,
+        compute_ms: plan.compute_ms,
+        transfer_ms: plan.transfer_ms,
+        ttft_ms: plan.ttft_ms,
+        from_nothing_ms: plan.from_nothing_ms,
+        benefit_ms: plan.benefit_ms,
+        reason: Some(wire_reason(&plan.reason)),
+        exact: plan.exact,
+        looked_at: plan.looked_at,
+    }
+}
+
+fn plan_of(wire: &proto::Plan) -> Result<Plan, Reason> {
+    Ok(Plan {
+        boundary_blocks: wire.boundary_blocks,
+        boundary_tokens: wire.boundary_tokens,
+        actions: wire.actions.iter().map(action).collect::<Result<_, Reason>>()?,
+        recompute_tokens: wire.recompute_tokens,
+        new_tokens: wire.new_tokens,
+        load_ms: wire.load_ms,
+        recompute_ms: wire.recompute_ms,
+        stall_ms: wire.stall_ms,
+        compute_ms: wire.compute_ms,
+        transfer_ms: wire.transfer_ms,
+        ttft_ms: wire.ttft_ms,
+        from_nothing_ms: wire.from_nothing_ms,
+        benefit_ms: wire.benefit_ms,
+        reason: reason(wire.reason.as_ref().ok_or(NO_PLAN)?),
+        exact: wire.exact,
+        looked_at: wire.looked_at,
+    })
+}
+
+/// The nodes of a route.
+pub fn nodes(wire: &[proto::route_request::Node]) -> Vec<NodeView> {
+    let node = |one: &proto::route_request::Node| NodeView {
+        node: one.node,
+        decodes: one.decodes,
+        queue_ms: one.queue_ms,
+        decoding: one.decoding,
+        memory_tokens: one.memory_tokens,
+        disk_tokens: one.disk_tokens,
+        disk_bytes_per_ms: one.disk_bytes_per_ms,
+        disk_queue_ms: one.disk_queue_ms,
+        network_bytes_per_ms: one.network_bytes_per_ms,
+        network_queue_ms: one.network_queue_ms,
+    };
+    wire.iter().map(node).collect()
+}
+
+/// What is to be routed; its nodes were made before.
+pub fn question<'a>(wire: &proto::RouteRequest, nodes: &'a [NodeView]) -> Outcome<route::Question<'a>> {
+    let weights = wire.weights.as_ref();
+    let question = route::Question {
+        prompt_tokens: wire.prompt_tokens,
+        token_bytes: wire.token_bytes,
+        layers: wire.layers,
+        owner: wire.owner.as_ref().map(|owner| (owner.node, owner.tokens)),
+        forked: wire.forked,
+        nodes,
+        weights: weights.map_or(Weights::default(), |weights| Weights {
+            lambda_ms_per_gb: weights.lambda_ms_per_gb,
+            mu: weights.mu,
+        }),
+    };
+    question.check().map_err(|error| Fault::malformed(error.to_string()))?;
+    Ok(question)
+}
+
+/// What is to be routed, on the wire: all candidates are asked for.
+pub fn wire_question(
+    question: &route::Question<'_>,
+    times: &Times,
+    this_node: Option<u32>,
+) -> proto::RouteRequest {
+    let node = |one: &NodeView| proto::route_request::Node {
+        node: one.node,
+        decodes: one.decodes,
+        queue_ms: one.queue_ms,
+        decoding: one.decoding,
+        memory_tokens: one.memory_tokens,
+        disk_tokens: one.disk_tokens,
+        disk_bytes_per_ms: one.disk_bytes_per_ms,
+        disk_queue_ms: one.disk_queue_ms,
+        network_bytes_per_ms: one.network_bytes_per_ms,
+        network_queue_ms: one.network_queue_ms,
+    };
+    let Weights { lambda_ms_per_gb, mu } = question.weights;
+    proto::RouteRequest {
+        prompt_tokens: question.prompt_tokens,
+        token_bytes: question.token_bytes,
+        layers: question.layers,
+        times: Some(wire_times(times)),
+        owner: question.owner.map(|(node, tokens)| proto::route_request::Owner { node, tokens }),
+        forked: question.forked,
+        nodes: question.nodes.iter().map(node).collect(),
+        weights: Some(proto::route_request::Weights { lambda_ms_per_gb, mu }),
+        this_node,
+        explain: true,
+    }
+}
+
+/// A route on the wire: its first `most` candidates.
+pub fn wire_route(route: &Route, most: usize) -> proto::RouteReply {
+    use proto::route_reply::{Class as Wire, candidate::Action as WireAction};
+    let class = match route.class {
+        Class::NewLongPrefix => Wire::NewLongPrefix,
+        Class::SmallTurn => Wire::SmallTurn,
+        Class::LongToolOutput => Wire::LongToolOutput,
+        Class::Continuation => Wire::Continuation,
+        Class::ForkedRollout => Wire::ForkedRollout,
+        Class::ColdResume => Wire::ColdResume,
+    };
+    let action = |action| match action {
+        route::Action::Colocated => WireAction::Colocated,
+        route::Action::RemotePrefill => WireAction::RemotePrefill,
+        route::Action::FetchFromOwner => WireAction::FetchFromOwner,
+        route::Action::FromDisk => WireAction::FromDisk,
+        route::Action::Migrate => WireAction::Migrate,
+        route::Action::Recompute => WireAction::Recompute,
+    };
+    let candidate = |one: &Candidate| proto::route_reply::Candidate {
+        node: one.node,
+        action: action(one.action).into(),
+        cached_tokens: one.cached_tokens,
+        queue_ms: one.queue_ms,
+        compute_ms: one.compute_ms,
+        network_ms: one.network_ms,
+        restore_ms: one.restore_ms,
+        hbm_ms: one.hbm_ms,
+        decode_ms: one.decode_ms,
+        cost_ms: one.cost_ms,
+    };
+    proto::RouteReply {
+        class: class.into(),
+        candidates: route.candidates.iter().take(most).map(candidate).collect(),
+    }
+}
+
+/// A route that a server answered with.
+pub fn route(wire: &proto::RouteReply) -> Route {
+    use proto::route_reply::{Class as Wire, candidate::Action as WireAction};
+    let class = match wire.class() {
+        Wire::NewLongPrefix => Class::NewLongPrefix,
+        Wire::SmallTurn => Class::SmallTurn,
+        Wire::LongToolOutput => Class::LongToolOutput,
+        Wire::Continuation => Class::Continuation,
+        Wire::ForkedRollout => Class::ForkedRollout,
+        Wire::ColdResume => Class::ColdResume,
+    };
+    let action = |action| match action {
+        WireAction::Colocated => route::Action::Colocated,
+        WireAction::RemotePrefill => route::Action::RemotePrefill,
+        WireAction::FetchFromOwner => route::Action::FetchFromOwner,
+        WireAction::FromDisk => route::Action::FromDisk,
+        WireAction::Migrate => route::Action::Migrate,
+        WireAction::Recompute => route::Action::Recompute,
+    };
+    let candidate = |one: &proto::route_reply::Candidate| Candidate {
+        node: one.node,
+        action: action(one.action()),
+        cached_tokens: one.cached_tokens,
+        queue_ms: one.queue_ms,
+        compute_ms: one.compute_ms,
+        network_ms: one.network_ms,
+        restore_ms: one.restore_ms,
+        hbm_ms: one.hbm_ms,
+        decode_ms: one.decode_ms,
+        cost_ms: one.cost_ms,
+    };
+    Route { class, candidates: wire.candidates.iter().map(candidate).collect() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvarts_planner::cost::{Prefill, device, model};
+
+    #[test]
+    fn times_come_back_as_they_were_and_unsound_ones_are_refused() {
+        let sheet = Roofline::new(model("deepseek-v3.2").unwrap(), device("h100").unwrap(), 4);
+        let sample = |new: u64| Sample { cached: 0, new, ms: new as f64 };
+        let both = Times::new((1..9).map(|n| sample(n * 64)).collect(), Some(sheet)).unwrap();
+        for there in [both, sheet.into()] {
+            let back = times(Some(&wire_times(&there))).unwrap();
+            assert_eq!(back.told(), there.told());
+            assert_eq!(back.prefill_ms(100, 2000), there.prefill_ms(100, 2000));
+        }
+        let many = Times::new((1..1001).map(sample).collect(), None).unwrap();
+        assert!(wire_times(&many).samples.len() <= PLAN_SAMPLES_MAX);
+        let mut wire = wire_times(&sheet.into());
+        wire.roofline.as_mut().unwrap().tflops = 0.0;
+        let refused = |wire: Option<&proto::PrefillTimes>| times(wire).unwrap_err().detail.message;
+        assert!(refused(Some(&wire)).starts_with("times.roofline: "));
+        assert!(refused(None).starts_with("times: "));
+        assert_eq!(refused(Some(&proto::PrefillTimes::default())), "times: there are no samples");
+    }
+
+    #[test]
+    fn every_action_and_reason_of_a_plan_comes_back_as_it_was() {
+        let action = |does| Action { group: Group(3), from: 1, to: 9, does, bytes: 77 };
+        let loads = Source::ALL.into_iter().map(Does::Load);
+        let does = loads.chain([Does::Use, Does::Recompute, Does::LeaveOut]);
+        let actions: Vec<Action> = does.map(action).collect();
+        let times = (5000u64, 3.5, 2.5);
+        let (longest_tokens, longest_ms, ms) = times;
+        for reason in [
+            Why::Nothing,
+            Why::Unusable(Group(1), 2),
+            Why::All,
+            Why::Missing(Group(3), 4),
+            Why::Shorter { longest_tokens, longest_ms, ms },
+            Why::Slower { longest_tokens, longest_ms, ms },
+        ] {
+            let plan = Plan {
+                boundary_blocks: 1,
+                boundary_tokens: 2,
+                actions: actions.clone(),
+                recompute_tokens: 3,
+                new_tokens: 4,
+                load_ms: 5.0,
+                recompute_ms: 6.0,
+                stall_ms: 7.0,
+                compute_ms: 8.0,
+                transfer_ms: 9.0,
+                ttft_ms: 10.0,
+                from_nothing_ms: 11.0,
+                benefit_ms: 12.0,
+                reason,
+                exact: true,
+                looked_at: 13,
+            };
+            let link = Link { latency_ms: 1.0, bytes_per_ms: 2.0, outstanding_bytes: 3 };
+            let (error, error_max) = (Some(0.25), None);
+            let times = Told { kind: Kind::ScaledRoofline, samples: 9, error, error_max };
+            let there = Planned { plan, disk: DiskLink { link, measured: 4 }, times };
+            assert_eq!(planned(&wire_planned(&there)).unwrap(), there);
+        }
+        assert!(planned(&proto::PlanReply::default()).is_err());
+    }
+}
