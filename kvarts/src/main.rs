@@ -5,6 +5,7 @@ mod client_cmd;
 mod compact_cmd;
 mod config_cmd;
 mod demo;
+mod doctor;
 mod files;
 mod fsck_cmd;
 mod gpu_cmd;
