@@ -21,7 +21,7 @@ use kvarts_terminal::{Failure, Refusal};
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{
     client_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, identity_cmd, model_cmd, plan_cmd,
-    serve_cmd,
+    serve_cmd, top,
 };
 
 /// What the end of the program says; part of the help.
@@ -95,6 +95,8 @@ enum Command {
     Sim(Box<kvarts_bench::sim::SimArgs>),
     /// Show what a running server is and has done
     Stat(client_cmd::AdminArgs),
+    /// Watch what a running server does: hits and misses, calls, disks, tenants, nodes
+    Top(top::TopArgs),
     /// Follow what happens to blocks of a running server
     Watch(client_cmd::WatchArgs),
 }
@@ -210,6 +212,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Plan(arguments) => plan_cmd::run(&arguments, out),
         Command::Sim(arguments) => kvarts_bench::sim::run(&arguments, out),
         Command::Stat(arguments) => client_cmd::stat(&arguments, out),
+        Command::Top(arguments) => top::run(&arguments, out),
         Command::Watch(arguments) => client_cmd::watch(&arguments, out),
     }
 }

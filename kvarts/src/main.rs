@@ -15,6 +15,7 @@ mod offline;
 mod plan_cmd;
 mod serve_cmd;
 mod sizes;
+mod top;
 
 fn main() -> std::process::ExitCode {
     cli::main()
