@@ -37,7 +37,9 @@ pub(super) fn look(directory: &Path, probe: u64) -> Vec<Finding> {
         }
     };
     let magic = fstatfs(&plain).map_or(0, |found| found.f_type as u64);
-    let direct = openat(CWD, directory, flags | OFlags::DIRECT, Mode::RUSR | Mode::WUSR).map(File::from).map_err(io::Error::from);
+    let direct = openat(CWD, directory, flags | OFlags::DIRECT, Mode::RUSR | Mode::WUSR)
+        .map(File::from)
+        .map_err(io::Error::from);
     let (free, total) = fstatvfs(&plain).map_or((0, 0), |found| {
         (found.f_bavail.saturating_mul(found.f_frsize), found.f_blocks.saturating_mul(found.f_frsize))
     });
@@ -48,7 +50,8 @@ pub(super) fn look(directory: &Path, probe: u64) -> Vec<Finding> {
             findings.push(direct_io(&name, Ok(())));
             let bytes = (probe / PIECE * PIECE).min(free / 2);
             if bytes >= PIECE * THREADS {
-                let written = pass(&file, bytes, true).and_then(|write| Ok((write, pass(&file, bytes, false)?)));
+                let written =
+                    pass(&file, bytes, true).and_then(|write| Ok((write, pass(&file, bytes, false)?)));
                 findings.push(speed(&name, bytes, written));
             }
         }
@@ -58,13 +61,20 @@ pub(super) fn look(directory: &Path, probe: u64) -> Vec<Finding> {
 
 fn file_system(name: &str, magic: u64) -> Finding {
     let check = format!("{name}: file system");
-    let local = "use a local ext4 or XFS: locks, direct I/O and flushes of this one are not what a store relies on";
+    let local =
+        "use a local ext4 or XFS: locks, direct I/O and flushes of this one are not what a store relies on";
     match magic {
         0xEF53 => Finding::good(check, "ext4"),
         0x5846_5342 => Finding::good(check, "XFS"),
         0x0102_1994 => Finding::better(check, "tmpfs", "everything is lost at a reboot: use a disk"),
-        0x9123_683E => Finding::better(check, "btrfs", "not tested: it copies on write, so each put costs more; use ext4 or XFS"),
-        0x794c_7630 => Finding::better(check, "overlayfs", "a container's own layer: mount a volume for the store"),
+        0x9123_683E => Finding::better(
+            check,
+            "btrfs",
+            "not tested: it copies on write, so each put costs more; use ext4 or XFS",
+        ),
+        0x794c_7630 => {
+            Finding::better(check, "overlayfs", "a container's own layer: mount a volume for the store")
+        }
         0x6969 => Finding::bad(check, "NFS", local),
         0xFF53_4D42 | 0xFE53_4D42 => Finding::bad(check, "SMB", local),
         0x6573_5546 => Finding::bad(check, "FUSE", local),
@@ -74,8 +84,13 @@ fn file_system(name: &str, magic: u64) -> Finding {
 
 fn space(name: &str, free: u64, total: u64) -> Finding {
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-    let (check, found) = (format!("{name}: space"), format!("{:.1} of {:.1} GiB are free", gib(free), gib(total)));
-    if free < FREE_MIN { Finding::bad(check, found, "free at least 1 GiB, or name another directory") } else { Finding::good(check, found) }
+    let (check, found) =
+        (format!("{name}: space"), format!("{:.1} of {:.1} GiB are free", gib(free), gib(total)));
+    if free < FREE_MIN {
+        Finding::bad(check, found, "free at least 1 GiB, or name another directory")
+    } else {
+        Finding::good(check, found)
+    }
 }
 
 /// Whether the file system gives back a hole in a file.
@@ -87,7 +102,11 @@ fn holes(name: &str, file: &File) -> Finding {
     let check = format!("{name}: holes");
     match made {
         Ok(()) => Finding::good(check, "can be punched"),
-        Err(why) => Finding::better(check, format!("cannot be punched: {why}"), "eviction rewrites more: use ext4 or XFS"),
+        Err(why) => Finding::better(
+            check,
+            format!("cannot be punched: {why}"),
+            "eviction rewrites more: use ext4 or XFS",
+        ),
     }
 }
 
@@ -142,10 +161,21 @@ fn speed(name: &str, bytes: u64, times: io::Result<(Duration, Duration)>) -> Fin
     let check = format!("{name}: speed");
     let (write, read) = match times {
         Ok(times) => times,
-        Err(error) => return Finding::bad(check, format!("the disk failed: {error}"), "see dmesg and the disk's SMART log"),
+        Err(error) => {
+            return Finding::bad(
+                check,
+                format!("the disk failed: {error}"),
+                "see dmesg and the disk's SMART log",
+            );
+        }
     };
     let rate = |time: Duration| bytes as f64 / f64::from(1 << 20) / time.as_secs_f64().max(1e-9);
-    let found = format!("{:.0} MiB/s read, {:.0} MiB/s written ({} MiB, direct)", rate(read), rate(write), bytes >> 20);
+    let found = format!(
+        "{:.0} MiB/s read, {:.0} MiB/s written ({} MiB, direct)",
+        rate(read),
+        rate(write),
+        bytes >> 20
+    );
     if rate(read) < SLOW {
         Finding::better(
             check,
@@ -165,9 +195,14 @@ mod tests {
 
     #[test]
     fn file_systems_are_judged_by_what_a_store_relies_on() {
-        for (magic, verdict) in
-            [(0xEF53, Good), (0x5846_5342, Good), (0x0102_1994, Better), (0x6969, Bad), (0x6573_5546, Bad), (1, Better)]
-        {
+        for (magic, verdict) in [
+            (0xEF53, Good),
+            (0x5846_5342, Good),
+            (0x0102_1994, Better),
+            (0x6969, Bad),
+            (0x6573_5546, Bad),
+            (1, Better),
+        ] {
             assert_eq!(file_system("d", magic).verdict, verdict, "{magic:#x}");
         }
     }

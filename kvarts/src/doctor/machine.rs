@@ -24,7 +24,10 @@ pub(super) fn look(directories: &[PathBuf]) -> Vec<Finding> {
         rings(directories),
         locked(getrlimit(Resource::Memlock).current),
         files(getrlimit(Resource::Nofile).maximum),
-        huge_pages(&text("/sys/kernel/mm/transparent_hugepage/enabled"), &text("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+        huge_pages(
+            &text("/sys/kernel/mm/transparent_hugepage/enabled"),
+            &text("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        ),
         memory(&text("/proc/meminfo"), &text("/sys/fs/cgroup/memory.max")),
         clock(now(), &text("/sys/devices/system/clocksource/clocksource0/current_clocksource")),
     ]
@@ -36,20 +39,27 @@ fn now() -> Duration {
 }
 
 fn kernel(release: &str) -> Finding {
-    let mut numbers = release.trim().split(|c: char| !c.is_ascii_digit()).map(|part| part.parse::<u32>().ok());
+    let mut numbers =
+        release.trim().split(|c: char| !c.is_ascii_digit()).map(|part| part.parse::<u32>().ok());
     let version = (numbers.next().flatten(), numbers.next().flatten());
     let found = format!("Linux {}", release.trim());
     match version {
         (Some(major), Some(minor)) if (major, minor) >= (6, 1) => Finding::good("kernel", found),
-        (Some(major), Some(minor)) if (major, minor) >= (5, 15) => {
-            Finding::better("kernel", found, "Linux 6.1 or newer lets io_uring do more of the work in the thread that waits for it")
-        }
+        (Some(major), Some(minor)) if (major, minor) >= (5, 15) => Finding::better(
+            "kernel",
+            found,
+            "Linux 6.1 or newer lets io_uring do more of the work in the thread that waits for it",
+        ),
         (Some(_), Some(_)) => Finding::better(
             "kernel",
             found,
             "io_uring needs Linux 5.15; before it the server uses threads, at more processor time for each read",
         ),
-        _ => Finding::better("kernel", "its version cannot be read", "the server needs Linux, 5.15 or newer for io_uring"),
+        _ => Finding::better(
+            "kernel",
+            "its version cannot be read",
+            "the server needs Linux, 5.15 or newer for io_uring",
+        ),
     }
 }
 
@@ -57,7 +67,10 @@ fn rings(directories: &[PathBuf]) -> Finding {
     match open_io(IoChoice::Ring, directories, &Features::default()) {
         Ok(io) => {
             let facts = io.facts();
-            let off = facts.features.iter().filter_map(|(name, state)| state.as_ref().err().map(|why| format!("{name}: {why}")));
+            let off = facts
+                .features
+                .iter()
+                .filter_map(|(name, state)| state.as_ref().err().map(|why| format!("{name}: {why}")));
             let off: Vec<String> = off.collect();
             if off.is_empty() {
                 Finding::good("io_uring", "all features that the server uses")
@@ -75,7 +88,9 @@ fn locked(limit: Option<u64>) -> Finding {
                   registered with the kernel makes reads 3 to 10% faster";
     match limit {
         None => Finding::good("locked memory", "unlimited"),
-        Some(bytes) if bytes < LOCKED_MIN => Finding::better("locked memory", format!("{} KiB", bytes >> 10), advice),
+        Some(bytes) if bytes < LOCKED_MIN => {
+            Finding::better("locked memory", format!("{} KiB", bytes >> 10), advice)
+        }
         Some(bytes) => Finding::better("locked memory", format!("{} MiB", bytes >> 20), advice),
     }
 }
@@ -117,7 +132,11 @@ fn memory(meminfo: &str, group: &str) -> Finding {
     let usable = group.trim().parse::<u64>().map_or(all, |limit| limit.min(all));
     let found = format!("{:.1} GiB", usable as f64 / f64::from(1 << 30));
     if usable < 1 << 30 {
-        Finding::bad("memory", found, "a server needs 1 GiB at least: its index takes 26 to 30 bytes a block, requests 512 MiB")
+        Finding::bad(
+            "memory",
+            found,
+            "a server needs 1 GiB at least: its index takes 26 to 30 bytes a block, requests 512 MiB",
+        )
     } else {
         Finding::good("memory", found)
     }
@@ -150,9 +169,13 @@ mod tests {
 
     #[test]
     fn kernels_are_judged_by_their_version() {
-        for (release, verdict) in
-            [("6.18.5\n", Good), ("6.1.0-18-amd64", Good), ("5.15.0-91-generic", Better), ("5.4.0", Better), ("", Better)]
-        {
+        for (release, verdict) in [
+            ("6.18.5\n", Good),
+            ("6.1.0-18-amd64", Good),
+            ("5.15.0-91-generic", Better),
+            ("5.4.0", Better),
+            ("", Better),
+        ] {
             assert_eq!(kernel(release).verdict, verdict, "{release}");
         }
         assert!(kernel("5.4.0").advice.unwrap().contains("5.15"));

@@ -124,7 +124,7 @@ fn sentence(findings: &[Finding]) -> String {
 }
 
 /// The devices that layers can be delivered to. A machine without one is as it should be: the store does not need it.
-fn devices(found: Result<usize, String>) -> Finding {
+fn devices(found: Result<u32, String>) -> Finding {
     let count = match &found {
         Ok(count) => format!("{count} CUDA devices"),
         Err(why) => format!("no CUDA device: {why}"),

@@ -111,12 +111,19 @@ const EVENTS: [(&str, &str); 8] = [
 /// The figures of the time between two samples; of all the time if there is no earlier one.
 pub(super) fn figures(before: Option<&Sample>, now: &Sample) -> Figures {
     let nothing = Sample::default();
-    let seconds = before.map_or(0.0, |before| now.total("kvarts_time_seconds") - before.total("kvarts_time_seconds"));
-    let change = Change { before: before.unwrap_or(&nothing), now, seconds: if seconds > 0.0 { seconds } else { f64::INFINITY } };
+    let seconds =
+        before.map_or(0.0, |before| now.total("kvarts_time_seconds") - before.total("kvarts_time_seconds"));
+    let change = Change {
+        before: before.unwrap_or(&nothing),
+        now,
+        seconds: if seconds > 0.0 { seconds } else { f64::INFINITY },
+    };
     let of_disk = |what: &str| now.sum("kvarts_disk_bytes", |series| series.label("what") == what);
     let in_queue = |place: &str| now.sum("kvarts_device_queue", |series| series.label("place") == place);
     let memory = |what: &str| now.sum("kvarts_request_memory_bytes", |series| series.label("what") == what);
-    let device = |direction: &str| change.rate("kvarts_device_bytes_total", |series| series.label("direction") == direction);
+    let device = |direction: &str| {
+        change.rate("kvarts_device_bytes_total", |series| series.label("direction") == direction)
+    };
     let read_only = now.all("kvarts_read_only").iter().find(|series| series.value > 0.0);
     let version = now.all("kvarts_build_info").first().map_or("", |series| series.label("version"));
     Figures {
@@ -198,7 +205,9 @@ impl Change<'_> {
                 (series.label("path"), series.label("method"), series.label("class")) == (path, method, class)
             };
             let bytes = |direction: &str| {
-                self.rate("kvarts_call_bytes_total", |series| same(series) && series.label("direction") == direction)
+                self.rate("kvarts_call_bytes_total", |series| {
+                    same(series) && series.label("direction") == direction
+                })
             };
             PathFigures {
                 path: path.to_owned(),
@@ -211,8 +220,10 @@ impl Change<'_> {
                 p99_seconds: self.quantile(0.99, &same),
             }
         };
-        let mut all: Vec<PathFigures> = kinds.into_iter().map(of).filter(|one| one.p50_seconds.is_some()).collect();
-        let carried = |one: &PathFigures| (one.bytes_in_per_second + one.bytes_out_per_second, one.calls_per_second);
+        let mut all: Vec<PathFigures> =
+            kinds.into_iter().map(of).filter(|one| one.p50_seconds.is_some()).collect();
+        let carried =
+            |one: &PathFigures| (one.bytes_in_per_second + one.bytes_out_per_second, one.calls_per_second);
         all.sort_by(|one, other| {
             let (one, other) = (carried(one), carried(other));
             other.0.total_cmp(&one.0).then(other.1.total_cmp(&one.1))
@@ -223,14 +234,19 @@ impl Change<'_> {
     /// The least bound of the histogram below which so large a part of the calls ended.
     fn quantile(&self, part: f64, same: &impl Fn(&Series) -> bool) -> Option<f64> {
         let name = "kvarts_call_seconds_bucket";
-        let mut bounds: Vec<f64> =
-            self.now.labels(name, "le").iter().filter_map(|bound| bound.parse().ok()).filter(|bound: &f64| bound.is_finite()).collect();
+        let mut bounds: Vec<f64> = self
+            .now
+            .labels(name, "le")
+            .iter()
+            .filter_map(|bound| bound.parse().ok())
+            .filter(|bound: &f64| bound.is_finite())
+            .collect();
         bounds.sort_by(f64::total_cmp);
         let all = self.growth("kvarts_call_seconds_count", same);
-        let below = |bound: f64| {
-            self.growth(name, |series| same(series) && series.label("le").parse() == Ok(bound))
-        };
-        (all > 0.0).then(|| bounds.into_iter().find(|&bound| below(bound) >= part * all).unwrap_or(f64::INFINITY))
+        let below =
+            |bound: f64| self.growth(name, |series| same(series) && series.label("le").parse() == Ok(bound));
+        (all > 0.0)
+            .then(|| bounds.into_iter().find(|&bound| below(bound) >= part * all).unwrap_or(f64::INFINITY))
     }
 
     fn tenants(&self) -> Vec<Tenant> {
@@ -240,7 +256,9 @@ impl Change<'_> {
             Tenant {
                 calls_per_second: self.rate(name, same),
                 bytes_per_second: self.rate("kvarts_call_bytes_total", same),
-                disk_bytes: self.now.sum("kvarts_tenant_disk_bytes", |series| same(series) && series.label("what") == "live"),
+                disk_bytes: self
+                    .now
+                    .sum("kvarts_tenant_disk_bytes", |series| same(series) && series.label("what") == "live"),
                 name: tenant,
             }
         };

@@ -40,7 +40,8 @@ pub(crate) fn run(arguments: &TopArgs, out: &mut dyn Write) -> Result<(), Failur
     let interval = Duration::from_secs(arguments.interval);
     let fetch = || Sample::fetch(arguments.metrics).map_err(Failure::User);
     let mut before = fetch()?;
-    if arguments.once || arguments.json || !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
+    if arguments.once || arguments.json || !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal()
+    {
         pause(interval);
         let seen = figures(Some(&before), &fetch()?);
         if arguments.json {

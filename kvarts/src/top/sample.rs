@@ -31,7 +31,11 @@ impl Series {
 impl Sample {
     /// Asks a server.
     pub(super) fn fetch(address: SocketAddr) -> Result<Self, String> {
-        let said = |error: std::io::Error| format!("no metrics from http://{address}/metrics: {error}; is the server running, with --listen-metrics?");
+        let said = |error: std::io::Error| {
+            format!(
+                "no metrics from http://{address}/metrics: {error}; is the server running, with --listen-metrics?"
+            )
+        };
         let mut stream = TcpStream::connect_timeout(&address, TIMEOUT).map_err(said)?;
         stream.set_read_timeout(Some(TIMEOUT)).map_err(said)?;
         let request = format!("GET /metrics HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
@@ -42,7 +46,9 @@ impl Sample {
         let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
         if !head.starts_with("HTTP/1.1 200") {
             let first = head.lines().next().unwrap_or("nothing");
-            return Err(format!("http://{address}/metrics answers {first:?}: is that the metrics address of a Kvarts server?"));
+            return Err(format!(
+                "http://{address}/metrics answers {first:?}: is that the metrics address of a Kvarts server?"
+            ));
         }
         let sample = Self::parse(body);
         if sample.0.contains_key("kvarts_build_info") {
@@ -80,7 +86,8 @@ impl Sample {
 
     /// The values of a label of a name, in their order, each once.
     pub(super) fn labels(&self, name: &str, label: &str) -> Vec<String> {
-        let mut all: Vec<String> = self.all(name).iter().map(|series| series.label(label).to_owned()).collect();
+        let mut all: Vec<String> =
+            self.all(name).iter().map(|series| series.label(label).to_owned()).collect();
         all.sort();
         all.dedup();
         all
@@ -146,7 +153,21 @@ mod tests {
 
     #[test]
     fn no_text_makes_it_fail() {
-        for text in ["", "{", "a", "a{", "a{x", "a{x=", "a{x=\"", "a{x=\"\\", "a{}", "a{,,}", "a b", "\u{0}", "ä{ö=\"ü\"} 1"] {
+        for text in [
+            "",
+            "{",
+            "a",
+            "a{",
+            "a{x",
+            "a{x=",
+            "a{x=\"",
+            "a{x=\"\\",
+            "a{}",
+            "a{,,}",
+            "a b",
+            "\u{0}",
+            "ä{ö=\"ü\"} 1",
+        ] {
             let _ = Sample::parse(text);
         }
     }

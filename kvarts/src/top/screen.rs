@@ -69,7 +69,8 @@ impl Screen {
         }
         let mut letters = [0; 16];
         let read = rustix::io::read(stdin(), &mut letters)?;
-        let ends = read == 0 || letters.iter().take(read).any(|letter| matches!(letter, b'q' | b'Q' | 3 | 4 | 27));
+        let ends =
+            read == 0 || letters.iter().take(read).any(|letter| matches!(letter, b'q' | b'Q' | 3 | 4 | 27));
         Ok(Some(if ends { Key::End } else { Key::Other }))
     }
 

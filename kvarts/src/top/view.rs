@@ -31,9 +31,14 @@ fn head(figures: &Figures) -> Vec<String> {
         ("", 0, shards) => format!("{shards} SHARDS REFUSE PUTS: their device fails writes"),
         (why, ..) => format!("READ-ONLY: {why}"),
     };
-    let span = if figures.seconds > 0.0 { format!("last {:.1} s", figures.seconds) } else { "since the start".to_owned() };
+    let span = if figures.seconds > 0.0 {
+        format!("last {:.1} s", figures.seconds)
+    } else {
+        "since the start".to_owned()
+    };
     let rate = hits.rate.map_or("none asked for".to_owned(), |rate| format!("{:5.1}% hits", rate * 100.0));
-    let mut blocks = format!("blocks    {rate}, {} delivered, {} missed", count(hits.delivered), count(hits.missed));
+    let mut blocks =
+        format!("blocks    {rate}, {} delivered, {} missed", count(hits.delivered), count(hits.missed));
     for (number, (reason, missed)) in hits.misses.iter().take(3).enumerate() {
         let _ = write!(blocks, "{} {} {reason}", if number == 0 { ":" } else { "," }, count(*missed));
     }
@@ -67,11 +72,19 @@ fn head(figures: &Figures) -> Vec<String> {
 }
 
 fn calls(figures: &Figures) -> Vec<String> {
-    let mut all = vec![String::new(), format!("{:<28} {:>9} {:>11} {:>11} {:>8} {:>8}", "CALLS", "PER S", "IN/S", "OUT/S", "P50", "P99")];
+    let mut all = vec![
+        String::new(),
+        format!("{:<28} {:>9} {:>11} {:>11} {:>8} {:>8}", "CALLS", "PER S", "IN/S", "OUT/S", "P50", "P99"),
+    ];
     let line = |one: &PathFigures| {
         let name = format!("{} {} {}", one.path, one.method, one.class);
-        let (calls, into, out) = (one.calls_per_second, size(one.bytes_in_per_second), size(one.bytes_out_per_second));
-        format!("{name:<28} {calls:>9.1} {into:>11} {out:>11} {:>8} {:>8}", time(one.p50_seconds), time(one.p99_seconds))
+        let (calls, into, out) =
+            (one.calls_per_second, size(one.bytes_in_per_second), size(one.bytes_out_per_second));
+        format!(
+            "{name:<28} {calls:>9.1} {into:>11} {out:>11} {:>8} {:>8}",
+            time(one.p50_seconds),
+            time(one.p99_seconds)
+        )
     };
     all.extend(figures.paths.iter().map(line));
     if figures.paths.is_empty() {
@@ -84,7 +97,8 @@ fn tenants(figures: &Figures) -> Vec<String> {
     if figures.tenants.is_empty() {
         return Vec::new();
     }
-    let mut all = vec![String::new(), format!("{:<28} {:>9} {:>11} {:>11}", "TENANT", "PER S", "BYTES/S", "ON DISK")];
+    let mut all =
+        vec![String::new(), format!("{:<28} {:>9} {:>11} {:>11}", "TENANT", "PER S", "BYTES/S", "ON DISK")];
     all.extend(figures.tenants.iter().map(|one| {
         let (calls, carried, disk) = (one.calls_per_second, size(one.bytes_per_second), size(one.disk_bytes));
         format!("{:<28} {calls:>9.1} {carried:>11} {disk:>11}", one.name)
@@ -96,7 +110,8 @@ fn peers(figures: &Figures) -> Vec<String> {
     if figures.peers.is_empty() {
         return Vec::new();
     }
-    let mut all = vec![String::new(), format!("{:<28} {:>21} {:>11}", "PATH OF READS", "BYTES/S", "OUTSTANDING")];
+    let mut all =
+        vec![String::new(), format!("{:<28} {:>21} {:>11}", "PATH OF READS", "BYTES/S", "OUTSTANDING")];
     all.extend(figures.peers.iter().map(|one| {
         format!("{:<28} {:>21} {:>11}", one.node, size(one.bytes_per_second), size(one.waiting_bytes))
     }));
@@ -104,8 +119,13 @@ fn peers(figures: &Figures) -> Vec<String> {
 }
 
 fn events(figures: &Figures) -> Vec<String> {
-    let events: Vec<String> = figures.events.iter().map(|event| format!("{} {}", count(event.count), event.what)).collect();
-    if events.is_empty() { Vec::new() } else { vec![String::new(), format!("events    {}", events.join("; "))] }
+    let events: Vec<String> =
+        figures.events.iter().map(|event| format!("{} {}", count(event.count), event.what)).collect();
+    if events.is_empty() {
+        Vec::new()
+    } else {
+        vec![String::new(), format!("events    {}", events.join("; "))]
+    }
 }
 
 fn count(number: f64) -> String {
@@ -134,11 +154,21 @@ mod tests {
     use super::*;
 
     fn crowded() -> Figures {
-        let path = |n: usize| PathFigures { path: "local".to_owned(), method: format!("method{n}"), p50_seconds: Some(0.0005), ..Default::default() };
+        let path = |n: usize| PathFigures {
+            path: "local".to_owned(),
+            method: format!("method{n}"),
+            p50_seconds: Some(0.0005),
+            ..Default::default()
+        };
         Figures {
             version: "1.0.0".to_owned(),
             seconds: 2.0,
-            hits: Hits { delivered: 9.0, missed: 1.0, rate: Some(0.9), misses: vec![("absent".to_owned(), 1.0)] },
+            hits: Hits {
+                delivered: 9.0,
+                missed: 1.0,
+                rate: Some(0.9),
+                misses: vec![("absent".to_owned(), 1.0)],
+            },
             paths: (0..40).map(path).collect(),
             tenants: (0..40).map(|n| Tenant { name: format!("tenant{n}"), ..Default::default() }).collect(),
             peers: (0..40).map(|n| Peer { node: format!("node{n}"), ..Default::default() }).collect(),
