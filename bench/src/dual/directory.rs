@@ -124,8 +124,7 @@ fn announce(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<
     let announce = bench.arguments.announce;
     let (identity, geometry) = tiny()?;
     let namespace = a.store().register(&identity, &geometry).map_err(Failure::user)?;
-    let shape =
-        geometry.shape(Group(0), Coordinate::default(), BLOCK_TOKENS).map_err(Failure::user)?;
+    let shape = geometry.shape(Group(0), Coordinate::default(), BLOCK_TOKENS).map_err(Failure::user)?;
     let memory = BufMut::zeroed((AT_ONCE * shape.block_bytes()) as usize).map_err(Failure::user)?.share();
     for from in (0..announce).step_by(AT_ONCE as usize) {
         let to = (from + AT_ONCE).min(announce);

@@ -7,7 +7,6 @@ use std::time::Instant;
 
 use kvarts_cluster::members::{Member, NodeId};
 use kvarts_layout::BlockKey;
-use kvarts_store::api::KvStore;
 use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_terminal::Failure;
 
@@ -34,7 +33,8 @@ pub(super) fn measure(bench: &Bench<'_>, directory: &Path, report: &mut Report) 
     let (rate, model) = ((bench.arguments.rate << 20) / 2, Model::new()?);
     let (count, mortal) = (bench.blocks(&model), directory.join("c"));
     let keys = chain_keys(3, count);
-    let (a, b, c) = (bench.home(&directory.join("a"))?, bench.home(&directory.join("b"))?, bench.home(&mortal)?);
+    let (a, b, c) =
+        (bench.home(&directory.join("a"))?, bench.home(&directory.join("b"))?, bench.home(&mortal)?);
     for home in [&a, &c] {
         model.put(&bench.runtime, home.store(), &keys)?;
     }

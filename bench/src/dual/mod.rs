@@ -15,7 +15,6 @@ mod trouble;
 mod verdict;
 
 use std::io::Write;
-use std::path::Path;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};

@@ -7,9 +7,7 @@ use std::time::Instant;
 use kvarts_cluster::members::{Member, Members};
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::shipped;
-use kvarts_layout::{
-    BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, OriginId,
-};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, OriginId};
 use kvarts_peer::lane::ServeLimits;
 use kvarts_peer::node::{ClusterNode, Column, NodeOptions, Secret};
 use kvarts_store::api::{KvStore, Origins, Placed, PutRequest, ReadEnd, ReadEvent, ReadRequest};
@@ -51,8 +49,7 @@ impl Model {
         let arrangement = Arrangement::new("bench", "canonical", "1");
         let identity = Identity::new("dual", "bench", "bf16", arrangement, &geometry, BLOCK_TOKENS);
         let namespace = identity.namespace_id().map_err(Failure::user)?;
-        let group =
-            geometry.groups().first().ok_or_else(|| Failure::user("a model without state"))?.group;
+        let group = geometry.groups().first().ok_or_else(|| Failure::user("a model without state"))?.group;
         let coordinate = geometry.coordinate(group, 1, 0).map_err(Failure::user)?;
         let shape = geometry.shape(group, coordinate, BLOCK_TOKENS).map_err(Failure::user)?;
         Ok(Self { identity, geometry, namespace, group, coordinate, shape: Arc::new(shape) })

@@ -12,7 +12,7 @@ use kvarts_terminal::Failure;
 
 use super::stage::{Model, Trio, chain_keys};
 use super::{Bench, PAUSE};
-use crate::pairs::{Contestant, Sample, summary, take_turns};
+use crate::pairs::{Contestant, Sample, take_turns};
 use crate::report::Report;
 
 /// Reads of one block in one run of those that are to be fast.
@@ -20,7 +20,7 @@ const READS: usize = 400;
 
 /// All of it.
 pub(super) fn measure(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<(), Failure> {
-    let (runtime, rate) = (&bench.runtime, (bench.bench.arguments.rate << 20) / 2);
+    let (runtime, rate) = (&bench.runtime, (bench.arguments.rate << 20) / 2);
     let trio = bench.trio(directory, [rate, rate])?;
     let count = bench.count(&trio);
     let [on_a, on_both] = [1, 3].map(|chain| chain_keys(chain, count));

@@ -33,7 +33,11 @@ const MUSTS: [Must; 17] = [
     most("three_to_one_first_layer_ratio", "their first layer against the better one's", 1.15),
     least("dual_ratio", "own disk and a peer against the better one", 1.85),
     most("dual_first_layer_ratio", "their first layer against the better one's", 1.15),
-    most("collapse_ratio", "a path that collapses to a tenth in the middle, against the other one alone", 1.25),
+    most(
+        "collapse_ratio",
+        "a path that collapses to a tenth in the middle, against the other one alone",
+        1.25,
+    ),
     most("own_p99_ratio", "99th percentile of own reads while a peer is served", 1.33),
     most("failover_longest_pause_s", "seconds without a layer after a kill -9", 1.0),
     most("failover_errors", "blocks that did not come because of it", 0.0),

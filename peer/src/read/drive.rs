@@ -16,13 +16,13 @@ use kvarts_store::api::{
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 
-use super::{MultiRead, OWN};
 use super::bell::{Bell, ForRequest, News};
 use super::cut::{Whole, after_first, piece_bytes, place};
 use super::nodes::{Ended, Joined, NodePaths, Request};
 use super::request::{self, Ask, Keeper, State};
 use super::runner::{Runner, Task};
 use super::scratch::Scratch;
+use super::{MultiRead, OWN};
 use crate::path::{self, Path};
 
 /// Requests that a read may have under way, those included whose memory has not come back.
