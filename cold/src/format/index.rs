@@ -3,7 +3,9 @@
 
 use std::sync::Arc;
 
-use kvarts_layout::export::{ExportedBlock, ExportedNamespace, Frame, HEAD_BYTES, Head, Reading, Run, Totals};
+use kvarts_layout::export::{
+    ExportedBlock, ExportedNamespace, Frame, HEAD_BYTES, Head, Reading, Run, Totals,
+};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
 
 use super::{BLOCK_MAX, FormatError, INDEX_BYTES_MAX, PACK_PAYLOAD_MAX, PackId};

@@ -96,7 +96,9 @@ pub enum FormatError {
 impl fmt::Display for FormatError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Newer(version) => write!(f, "written in version {version} of the format: use a newer kvarts"),
+            Self::Newer(version) => {
+                write!(f, "written in version {version} of the format: use a newer kvarts")
+            }
             Self::Damaged => f.write_str("damaged: the bytes are not what was written"),
             Self::Rule(rule) => write!(f, "breaks a rule of the format: {rule}"),
             Self::Frame(error) => write!(f, "a frame: {error}"),

@@ -7,7 +7,9 @@ use kvarts_layout::export::{ExportedNamespace, HEAD_BYTES, Run, Writing};
 use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
 
 use super::index::{Payloads, walk};
-use super::{BLOCK_MAX, FormatError, INDEX_BYTES_MAX, PACK_PAYLOAD_MAX, PackEntry, PackId, PackIndex, fingerprint};
+use super::{
+    BLOCK_MAX, FormatError, INDEX_BYTES_MAX, PACK_PAYLOAD_MAX, PackEntry, PackId, PackIndex, fingerprint,
+};
 
 /// What the frames of a run take beside its blocks and digests, at most: its head, its fixed fields.
 const RUN_OVERHEAD: usize = HEAD_BYTES + 120;
@@ -184,7 +186,8 @@ impl Payloads for Inline {
         self.index.extend_from_slice(head);
         self.index.extend_from_slice(body);
         let Some((run, shape)) = run else { return Ok(rest) };
-        let len = run.payload_bytes().and_then(|len| usize::try_from(len).ok()).ok_or(FormatError::Damaged)?;
+        let len =
+            run.payload_bytes().and_then(|len| usize::try_from(len).ok()).ok_or(FormatError::Damaged)?;
         let (payload, rest) = rest.split_at_checked(len).ok_or(FormatError::Damaged)?;
         verify_run(run, shape, payload)?;
         Ok(rest)

@@ -229,8 +229,7 @@ type Entry = (u64, u64, u64, u32, std::collections::BTreeSet<u32>);
 
 fn entries() -> impl Strategy<Value = std::collections::BTreeMap<[u8; 32], Entry>> {
     let filter = proptest::collection::btree_set(any::<u32>(), 1..20);
-    let entry =
-        (1..=PACK_PAYLOAD_MAX, any::<u64>(), any::<u64>(), 0..=(INDEX_BYTES_MAX as u32), filter);
+    let entry = (1..=PACK_PAYLOAD_MAX, any::<u64>(), any::<u64>(), 0..=(INDEX_BYTES_MAX as u32), filter);
     proptest::collection::btree_map(any::<[u8; 32]>(), entry, 0..20)
 }
 
