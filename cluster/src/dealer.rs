@@ -20,9 +20,8 @@ pub const READ_PATHS_MAX: usize = 64;
 /// Of a path's queue the part that may be filled with what comes after the first layer while that is not here: enough that the path
 /// is not idle then.
 const BESIDE_FIRST: u64 = 4;
-/// How much later than from another path a piece must come before it is asked for twice although there is other work: one of the
-/// first layer, and any other.
-const URGENT: [f64; 2] = [1.5, 3.0];
+/// How much later than from another path a piece must come before it is asked for twice although there is other work.
+const URGENT: f64 = 3.0;
 
 /// Some of the paths of a node, by number.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -396,9 +395,7 @@ impl Dealer {
     /// What the reader waits for, if this path brings it much sooner than the one that was asked.
     fn urgent(&mut self, path: PathId, second: bool, paths: &Paths, now: Duration) -> Option<usize> {
         let &(_, first) = self.under_way.first().filter(|_| second)?;
-        let [of_first, of_others] = URGENT;
-        let times = if self.first_open > 0 { of_first } else { of_others };
-        self.second(first, path, times, paths, now)
+        self.second(first, path, URGENT, paths, now)
     }
 
     /// The first piece that comes later from the path that was asked than from this one.
