@@ -143,7 +143,7 @@ mod tests {
     fn the_worst_finding_decides_the_sentence() {
         let [good, better, bad] =
             [Finding::good("a", "b"), Finding::better("a", "b", "c"), Finding::bad("a", "b", "c")];
-        assert!(sentence(&[good.clone()]).contains("ready"));
+        assert!(sentence(std::slice::from_ref(&good)).contains("ready"));
         assert!(sentence(&[good.clone(), better.clone()]).contains("1 of 2 checks advise"));
         assert!(sentence(&[bad.clone(), better.clone(), good.clone()]).starts_with("1 of 3 checks must"));
         assert!(bad.verdict > better.verdict && better.verdict > good.verdict);
