@@ -166,7 +166,7 @@ mod tests {
             "a{,,}",
             "a b",
             "\u{0}",
-            "ä{ö=\"ü\"} 1",
+            "\u{e4}{\u{f6}=\"\u{fc}\"} 1",
         ] {
             let _ = Sample::parse(text);
         }
