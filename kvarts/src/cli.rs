@@ -186,8 +186,10 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Cluster(arguments) => client_cmd::cluster(&arguments, out),
         Command::Compact(arguments) => compact_cmd::run(&arguments, out),
         Command::Completions(arguments) => {
-            clap_complete::generate(arguments.shell, &mut Cli::command(), "kvarts", out);
-            Ok(())
+            // The generator panics where its writer fails, as a closed pipe does.
+            let mut text = Vec::new();
+            clap_complete::generate(arguments.shell, &mut Cli::command(), "kvarts", &mut text);
+            Ok(out.write_all(&text)?)
         }
         Command::Config(arguments) => config_cmd::run(&arguments, out),
         Command::Delete(arguments) => client_cmd::delete(&arguments, out),
