@@ -1,6 +1,6 @@
 //! `kvarts top`: what a running server does, second by second.
 //!
-//! Everything comes from the server's metrics: two samples of them make rates ([`figures`]), and these make lines ([`view`]).
+//! Everything comes from the server's metrics: two samples of them make rates ([`mod@figures`]), and these make lines ([`view`]).
 
 mod figures;
 mod sample;
