@@ -1,0 +1,216 @@
+//! A directory as a bucket: for a file system that several nodes share, for backups, for trying things out.
+//!
+//! An object is a file that was written beside its place, flushed, and renamed. Conditional puts hold a lock on a file of
+//! the directory, so that they are atomic among the processes that use it; the file system must keep `flock` (NFS does from
+//! version 4 on).
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::UNIX_EPOCH;
+
+use bytes::Bytes;
+use kvarts_cold::time::BoxFuture;
+use kvarts_cold::{Bucket, Condition, Facts, Fault, Listed, Tag};
+
+/// Files that are being written; a process that died may leave some.
+const PARTIAL: &str = ".partial-";
+
+static NUMBER: AtomicU64 = AtomicU64::new(0);
+
+/// A bucket in a directory.
+#[derive(Clone, Debug)]
+pub struct Directory(Arc<PathBuf>);
+
+fn fault(error: &io::Error) -> Fault {
+    match error.kind() {
+        io::ErrorKind::NotFound => Fault::Missing,
+        io::ErrorKind::PermissionDenied => Fault::Denied(error.to_string()),
+        io::ErrorKind::UnexpectedEof => Fault::Length,
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Fault::Refused(error.to_string()),
+        _ => Fault::Unreachable(error.to_string()),
+    }
+}
+
+fn tag(bytes: &[u8]) -> Tag {
+    Tag(blake3::hash(bytes).to_hex().to_string())
+}
+
+fn facts(file: &fs::Metadata) -> (u64, u64) {
+    let modified = file.modified().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+    let modified = modified.map_or(0, |at| u64::try_from(at.as_millis()).unwrap_or(u64::MAX));
+    (file.len(), modified)
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
+) -> Result<T, Fault> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|error| Err(Fault::Unreachable(error.to_string())))
+}
+
+impl Directory {
+    /// The bucket in this directory, which is made when the first object is put.
+    pub fn new(path: impl AsRef<Path>) -> Self {
+        Self(Arc::new(path.as_ref().to_owned()))
+    }
+
+    fn path(&self, name: &str) -> Result<PathBuf, Fault> {
+        let is_plain = |part: &str| !part.is_empty() && !part.starts_with('.');
+        if name.split('/').all(is_plain) {
+            Ok(self.0.join(name))
+        } else {
+            Err(Fault::Refused(format!("{name} is no name of an object")))
+        }
+    }
+
+    fn lock(&self) -> io::Result<File> {
+        fs::create_dir_all(&*self.0)?;
+        let file = File::options().create(true).truncate(false).write(true).open(self.0.join(".lock"))?;
+        file.lock()?;
+        Ok(file)
+    }
+
+    fn write(&self, name: &str, body: &[Bytes], condition: &Condition) -> Result<Tag, Fault> {
+        let path = self.path(name)?;
+        let folder = path.parent().ok_or_else(|| Fault::Refused(name.to_owned()))?;
+        let write = || -> io::Result<PathBuf> {
+            fs::create_dir_all(folder)?;
+            let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+            let partial = folder.join(format!("{PARTIAL}{}-{number}", std::process::id()));
+            let mut file = File::create(&partial)?;
+            let written = body.iter().try_for_each(|piece| file.write_all(piece)).and_then(|()| file.sync_all());
+            if written.is_err() {
+                let _ = fs::remove_file(&partial);
+            }
+            written.map(|()| partial)
+        };
+        // Held until the new object is in its place.
+        let _lock = match condition {
+            Condition::Any => None,
+            _ => Some(self.lock().map_err(|error| fault(&error))?),
+        };
+        let holds = match condition {
+            Condition::Any => true,
+            Condition::Absent => !path.exists(),
+            Condition::Is(known) => fs::read(&path).is_ok_and(|bytes| tag(&bytes) == *known),
+        };
+        if !holds {
+            return Err(Fault::Changed);
+        }
+        let place = || -> io::Result<()> {
+            let partial = write()?;
+            fs::rename(&partial, &path)?;
+            File::open(folder)?.sync_all()
+        };
+        place().map_err(|error| fault(&error))?;
+        let mut hasher = blake3::Hasher::new();
+        body.iter().for_each(|piece| drop(hasher.update(piece)));
+        Ok(Tag(hasher.finalize().to_hex().to_string()))
+    }
+
+    fn read(&self, name: &str, range: Option<Range<u64>>, most: u64) -> Result<Bytes, Fault> {
+        let read = |path: PathBuf| -> io::Result<Result<Bytes, Fault>> {
+            let mut file = File::open(path)?;
+            let len = file.metadata()?.len();
+            let range = range.unwrap_or(0..len);
+            let wanted = range.end.saturating_sub(range.start);
+            if wanted > most || range.end > len {
+                return Ok(Err(Fault::Length));
+            }
+            let mut bytes = vec![0; usize::try_from(wanted).unwrap_or(0)];
+            file.seek(SeekFrom::Start(range.start))?;
+            file.read_exact(&mut bytes)?;
+            Ok(Ok(bytes.into()))
+        };
+        read(self.path(name)?).map_err(|error| fault(&error))?
+    }
+
+    fn list_below(&self, prefix: &str, found: &mut Vec<Listed>) -> io::Result<()> {
+        let folder = prefix.rsplit_once('/').map_or("", |(folder, _)| folder);
+        let mut folders = vec![(self.0.join(folder), folder.to_owned())];
+        while let Some((path, folder)) = folders.pop() {
+            let entries = match fs::read_dir(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                entries => entries?,
+            };
+            for entry in entries {
+                let entry = entry?;
+                let Ok(own) = entry.file_name().into_string() else { continue };
+                if own.starts_with('.') {
+                    continue;
+                }
+                let name = if folder.is_empty() { own } else { format!("{folder}/{own}") };
+                let kind = entry.file_type()?;
+                if kind.is_dir() {
+                    folders.push((entry.path(), name));
+                } else if kind.is_file() && name.starts_with(prefix) {
+                    // One that is deleted meanwhile is not there.
+                    let Ok(known) = entry.metadata() else { continue };
+                    let (bytes, modified_ms) = facts(&known);
+                    found.push(Listed { name, bytes, modified_ms });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Bucket for Directory {
+    fn get<'a>(&'a self, name: &'a str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>> {
+        let (own, name) = (self.clone(), name.to_owned());
+        Box::pin(blocking(move || own.read(&name, None, most).map(|bytes| (bytes.clone(), tag(&bytes)))))
+    }
+
+    fn get_range<'a>(&'a self, name: &'a str, range: Range<u64>) -> BoxFuture<'a, Result<Bytes, Fault>> {
+        let (own, name) = (self.clone(), name.to_owned());
+        Box::pin(blocking(move || own.read(&name, Some(range), u64::MAX)))
+    }
+
+    fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {
+        let (own, name) = (self.clone(), name.to_owned());
+        Box::pin(blocking(move || {
+            let known = fs::metadata(own.path(&name)?).map_err(|error| fault(&error))?;
+            let (bytes, modified_ms) = facts(&known);
+            Ok(Facts { bytes, tag: Tag(format!("{bytes}-{modified_ms}")), modified_ms })
+        }))
+    }
+
+    fn put<'a>(
+        &'a self,
+        name: &'a str,
+        body: Vec<Bytes>,
+        condition: Condition,
+    ) -> BoxFuture<'a, Result<Tag, Fault>> {
+        let (own, name) = (self.clone(), name.to_owned());
+        Box::pin(blocking(move || own.write(&name, &body, &condition)))
+    }
+
+    fn delete<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<(), Fault>> {
+        let (own, name) = (self.clone(), name.to_owned());
+        Box::pin(blocking(move || match fs::remove_file(own.path(&name)?) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            done => done.map_err(|error| fault(&error)),
+        }))
+    }
+
+    fn list<'a>(
+        &'a self,
+        prefix: &'a str,
+        after: Option<&'a str>,
+        most: usize,
+    ) -> BoxFuture<'a, Result<Vec<Listed>, Fault>> {
+        let (own, prefix, after) = (self.clone(), prefix.to_owned(), after.map(str::to_owned));
+        Box::pin(blocking(move || {
+            let mut found = Vec::new();
+            own.list_below(&prefix, &mut found).map_err(|error| fault(&error))?;
+            found.retain(|one| after.as_ref().is_none_or(|after| one.name > *after));
+            found.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+            found.truncate(most);
+            Ok(found)
+        }))
+    }
+}

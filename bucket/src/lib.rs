@@ -1,0 +1,44 @@
+//! Buckets that the cold tier can use: S3 and what speaks like it, through `object_store`; and a directory.
+//!
+//! What is heavy about object storage (HTTP, XML, signatures) stands behind this crate, so that nothing else is built with it.
+#![forbid(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
+)]
+#![allow(clippy::disallowed_methods, reason = "a bucket is outside of the simulation: the tier above it has the seams")]
+
+pub mod directory;
+pub mod http;
+pub mod s3;
+pub mod time;
+
+use std::fmt;
+use std::sync::Arc;
+
+use kvarts_cold::Bucket;
+
+/// Why an address is no bucket.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BadAddress(pub String);
+
+impl fmt::Display for BadAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for BadAddress {}
+
+/// The bucket at an address: `s3://BUCKET[/PREFIX]`, with credentials, region and endpoint as the environment has them for
+/// other S3 programs (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...); or `file:///DIRECTORY`.
+pub fn open(address: &str) -> Result<Arc<dyn Bucket>, BadAddress> {
+    if let Some(rest) = address.strip_prefix("s3://") {
+        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+        return Ok(Arc::new(s3::S3Bucket::from_env(bucket, prefix)?));
+    }
+    if let Some(path) = address.strip_prefix("file://").filter(|path| path.starts_with('/')) {
+        return Ok(Arc::new(directory::Directory::new(path)));
+    }
+    Err(BadAddress(format!("{address}: use s3://BUCKET/PREFIX or file:///DIRECTORY")))
+}
