@@ -15,7 +15,7 @@ use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
 
 use super::Inner;
 use super::link::Link;
-use super::reading::Part;
+use super::reading::{Part, Wanted};
 use kvarts_wire::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
 use kvarts_wire::local::limits::{DIGEST_BYTES, WINDOW_BYTES};
 
@@ -58,9 +58,9 @@ impl TileSource for LinkTiles {
         let places = places.ok_or(Reason::Bug("a window that is not shared"))?;
         // A reader of tiles looks at the time itself.
         let timeout = (inner.timeout_us(request.deadline), None);
-        let part = Part { origins: Arc::clone(origins), first: tile.blocks.start };
+        let part = Some(Part { origins: Arc::clone(origins), first: tile.blocks.start });
         let (sink, stream) = read_channel();
-        link.read((request, Arc::clone(shape), Some(part)), places, timeout, sink)?;
+        link.read(Wanted { request, shape: Arc::clone(shape), part }, places, timeout, sink)?;
         Ok(stream.brought_by(link.bring()))
     }
 }
@@ -222,7 +222,7 @@ async fn pieces(
         let piece = piece(request, number * each, keys.len(), from);
         let (reply, answer) = ticket();
         let places = inner.places(&piece.from, shape, &(0..shape.layers().len() as u32));
-        let (places, ..) = places.ok_or(Reason::Bug("a window that is not shared"))?;
+        let places = places.ok_or(Reason::Bug("a window that is not shared"))?.wire;
         // What cannot be sent is answered with why.
         let message = inner.put_message(&piece, places, crc32);
         let _ = link.put(&message, piece.from, None, reply);

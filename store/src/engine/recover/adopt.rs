@@ -208,8 +208,7 @@ impl Recovery<'_> {
         let is_gone = |block: u16| {
             gone.as_ref().is_some_and(|gone| gone.get(usize::from(block)).copied().unwrap_or(true))
         };
-        let place = (segment.number, segment.generation.get(), entry.offset);
-        let recency = self.checkpoint.recency(place);
+        let recency = self.checkpoint.recency(self.volume.position(segment, entry.offset));
         let expires_ms = recency.map_or(blocks.expires_ms, |recency| recency.expires_ms);
         if expires_ms != 0 && expires_ms <= self.now_ms {
             self.report.expired += 1;
