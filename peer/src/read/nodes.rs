@@ -11,13 +11,13 @@ use kvarts_store::error::{Kind, Reason};
 use kvarts_store::rt::Nanos;
 
 use super::bell::{Bell, News};
-use super::scratch::Left;
+use super::scratch::Pool;
 use crate::path::Path;
 
 /// The own disks of a node.
 pub const OWN: PathId = PathId(0);
 
-/// Memory that all reads of a node together may have for pieces that were asked for twice.
+/// Memory that all reads of a node together may have for pieces that do not go to their places at once.
 const SCRATCH_BYTES: u64 = 256 << 20;
 
 /// What a path brought so far.
@@ -93,7 +93,7 @@ struct State {
 /// The paths of a node. Number zero leads to its own disks.
 pub struct NodePaths {
     state: Mutex<State>,
-    scratch: Arc<Left>,
+    scratch: Arc<Pool>,
 }
 
 /// Paths by their numbers.
@@ -112,12 +112,12 @@ impl NodePaths {
         Self::with_scratch(own, SCRATCH_BYTES)
     }
 
-    /// The same, with so much memory for pieces that are asked for twice.
+    /// The same, with so much memory for pieces that do not go to their places at once.
     pub fn with_scratch(own: Arc<dyn Path>, bytes: u64) -> Arc<Self> {
         let slots = (0..READ_PATHS_MAX).map(|_| None).collect();
         let paths = Paths::new(READ_PATHS_MAX as u16);
         let state = State { slots, paths, reads: BTreeMap::new(), next_read: 0 };
-        let nodes = Arc::new(Self { state: Mutex::new(state), scratch: Left::new(bytes) });
+        let nodes = Arc::new(Self { state: Mutex::new(state), scratch: Pool::new(bytes) });
         nodes.add("own disks", own);
         nodes
     }
@@ -176,8 +176,8 @@ impl NodePaths {
         numbers.filter_map(status).collect()
     }
 
-    /// Memory for pieces that are asked for twice, of which all reads take.
-    pub(super) fn scratch(&self) -> &Arc<Left> {
+    /// Memory for pieces that do not go to their places at once, of which all reads take.
+    pub(super) fn scratch(&self) -> &Arc<Pool> {
         &self.scratch
     }
 
