@@ -145,8 +145,9 @@ impl Reading {
             copies.truncate(progress.good() as usize);
         }
         let total = what.shape.layers_bytes(&layers).saturating_mul(copies.len() as u64);
-        let bytes = piece_bytes(total, nodes.slowest(&joined, now));
-        let whole = Whole { shape: &what.shape, order, layers: layers.clone(), bytes };
+        let least = nodes.least_piece();
+        let bytes = piece_bytes(total, nodes.slowest(&joined, now), least);
+        let whole = Whole { shape: &what.shape, order, layers: layers.clone(), bytes, least };
         let (mut pieces, mut parts, mut open, mut longest) = (Vec::new(), Vec::new(), BTreeSet::new(), 0);
         for (number, (tile, paths)) in whole.cut(&copies).into_iter().enumerate() {
             let (place, bytes) = (place(order, &tile), tile.bytes(&what.shape));
