@@ -48,7 +48,18 @@ impl Node {
         std::fs::create_dir_all(&directory).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
         command.current_dir(&directory).args(["serve", "--listen-grpc", "127.0.0.1:0"]);
-        command.args(["--listen-metrics", "none", "--budget", "64 MiB", "--memory", "64 MiB"]).args(more);
+        command
+            .args([
+                "--listen-metrics",
+                "none",
+                "--budget",
+                "64 MiB",
+                "--memory",
+                "64 MiB",
+                "--segment",
+                "1 MiB",
+            ])
+            .args(more);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
