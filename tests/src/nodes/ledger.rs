@@ -271,11 +271,11 @@ impl Book {
         held.for_each(|held| held.until = held.until.min(now));
     }
 
-    /// The last lease that a node had of a chain, in force or not.
-    pub fn last(&self, chain: u64, place: usize) -> Option<Token> {
+    /// The lease of a chain that a node has now.
+    pub fn last(&self, chain: u64, place: usize, now: Nanos) -> Option<Token> {
         let notes = self.lock();
         let held = notes.chains.get(&chain)?.iter().rev().find(|held| held.place == place)?;
-        Some(held.token)
+        (held.until > now).then_some(held.token)
     }
 
     /// A lease that a node had of a chain before the one that is in force now.

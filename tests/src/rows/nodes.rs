@@ -234,14 +234,15 @@ impl Scene {
         let (group, coordinate) = pages();
         let tag = Tag::of(&self.namespace, group, coordinate, &self.keys[number as usize]);
         let hold = self.rng.between(500, 60_000);
-        let last = book.last(number, place);
+        let asked = clock.now();
+        // Nobody goes on with a lease that is over: a holder that is new would believe it.
+        let last = book.last(number, place, asked);
         let ask = match (self.rng.below(6), last) {
             (0 | 1, Some(_)) => Ask::RenewMs(hold),
             (2, Some(_)) => Ask::Release(true),
             (3, _) => Ask::Look(true),
             _ => Ask::ClaimMs(hold),
         };
-        let asked = clock.now();
         // Now and then it goes on with a lease that it has made another one of since.
         let earlier = book.earlier(number, place, asked).filter(|_| self.rng.below(4) == 0);
         let ask = if earlier.is_some() { Ask::RenewMs(hold) } else { ask };
